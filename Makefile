@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make help` lists the targets. PYTHON= names the interpreter to start from (tools/environment.py
+# decides whether it serves as it is); ARGS= is passed on to the program that a target runs.
+
+PYTHON ?= python3
+ARGS ?=
+NO_BUILD ?=
+TESTS ?= tests
+SANITIZE_TESTS ?= tests/core tests/backend
+
+ENV := build/env/$(subst /,_,$(PYTHON))
+DEMO_PY = $$(cat $(ENV)-demo)
+TEST_PY = $$(cat $(ENV)-test)
+LINT_PY = $$(cat $(ENV)-lint)
+# The tools of the lint environment, found beside its interpreter first.
+LINT_PATH = PATH="$$(dirname "$(LINT_PY)"):$$PATH"
+
+C_FILES = $$(find csrc tests/c \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \) | sort)
+SANITIZED = TE_CUDA=0 TE_SANITIZE=address,undefined
+UBSAN_ENV = UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
+ASAN_RUN = $(UBSAN_ENV) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONSAFEPATH=1 \
+	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)"
+
+.PHONY: help demo test build lib test-gpu bench lint format sanitize cuda-headers wheel-check clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(ENV)-demo ## set up, build, train a small language model in FP8 and in high precision
+	@$(DEMO_PY) setup.py -q build_ext --inplace
+	PYTHONPATH=. $(DEMO_PY) examples/train_mlp_lm.py $(ARGS)
+
+test: $(ENV)-test ## set up, build, run the tests (TESTS=path, ARGS="-k name")
+	@$(TEST_PY) setup.py -q build_ext --inplace
+	$(TEST_PY) -m pytest -q $(ARGS) $(TESTS)
+
+build: $(ENV)-demo ## build the extension in place
+	@$(DEMO_PY) setup.py -q build_ext --inplace
+
+lib: $(ENV)-demo ## build build/libtransformer_engine.a and .so
+	@$(DEMO_PY) setup.py -q library
+
+test-gpu: $(ENV)-test ## run the tests that need a GPU (NO_BUILD=1: with the extension as it is)
+	@test -n "$(NO_BUILD)" || $(TEST_PY) setup.py -q build_ext --inplace
+	$(TEST_PY) -m pytest -q -m gpu $(ARGS) $(TESTS)
+
+bench: $(ENV)-test ## run the benchmarks (NO_BUILD=1: with the extension as it is)
+	@test -n "$(NO_BUILD)" || $(TEST_PY) setup.py -q build_ext --inplace
+	for name in host gemm kernels; do PYTHONPATH=. $(TEST_PY) benchmarks/$$name.py $(ARGS) || exit 1; done
+
+lint: $(ENV)-lint ## check style, spelling and the rules of the house; print what exceeds the size guidance
+	$(LINT_PATH) ruff format --check .
+	$(LINT_PATH) ruff check .
+	$(LINT_PATH) clang-format --dry-run -Werror $(C_FILES)
+	$(LINT_PATH) codespell
+	$(LINT_PY) tools/check_cpy.py
+	$(LINT_PY) tools/check_tests.py
+	@$(LINT_PY) setup.py -q build_ext --inplace
+	$(LINT_PY) tools/check_globals.py
+	$(LINT_PY) tools/check_pyi.py
+	$(LINT_PATH) $(LINT_PY) tools/tidy.py
+	@$(LINT_PY) tools/report_sizes.py
+
+format: $(ENV)-lint ## format Python, C and CUDA C
+	$(LINT_PATH) ruff format .
+	$(LINT_PATH) ruff check --fix .
+	$(LINT_PATH) clang-format -i $(C_FILES)
+
+sanitize: $(ENV)-test ## run the C tests and SANITIZE_TESTS with the address and undefined-behaviour sanitizers
+	rm -rf build/sanitize/lib
+	@$(SANITIZED) $(TEST_PY) setup.py -q build --build-lib build/sanitize/lib
+	$(SANITIZED) $(UBSAN_ENV) $(TEST_PY) -m pytest -q tests/c
+	$(SANITIZED) $(ASAN_RUN) $(TEST_PY) -m pytest -q -p only_sanitized \
+		-o pythonpath=". tests tools build/sanitize/lib" -m "not gpu" $(ARGS) $(SANITIZE_TESTS)
+
+cuda-headers: build/cuda-headers/.stamp ## fetch the cuBLAS and cuDNN headers (900 MB pass by) to build against
+
+wheel-check: $(ENV)-test ## install into build/wheel-check without a network and import the result from there
+	rm -rf build/wheel-check
+	$(TEST_PY) -m pip install -q --no-index --no-deps --no-build-isolation --target build/wheel-check .
+	PYTHONSAFEPATH=1 PYTHONPATH=build/wheel-check $(TEST_PY) -c 'import transformer_engine._core as c; \
+		print(c.__file__); assert "wheel-check" in c.__file__'
+
+clean: ## delete what the build made
+	rm -rf build transformer_engine/_core*.so
+
+$(ENV)-%: tests/constraints.txt tools/environment.py
+	@$(PYTHON) tools/environment.py $* $(PYTHON) $@
+
+build/cuda-headers/.stamp: tools/fetch_cuda_headers.py
+	$(PYTHON) tools/fetch_cuda_headers.py build/cuda-headers
+	touch $@

@@ -1,0 +1,686 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * cublaslt_support.c - asks the cuBLASLt of this machine what it can do, and prints a table.
+ *
+ * The CUDA GEMM is built on facts that the vendor's manual leaves open: which dtypes an epilogue
+ * takes with FP8 operands, which shapes and alignments are refused, whether the amax of an FP8
+ * output accumulates. Run this on a new GPU or a new library version and compare. Sizes are in the
+ * terms of te_gemm_args: row-major d[m, n] = a[m, k] b[k, n].
+ *
+ *   cc -std=c11 -O2 -I<cuda headers> benchmarks/cublaslt_support.c -o cublaslt_support -ldl
+ *   LD_LIBRARY_PATH=<folder of libcublasLt> ./cublaslt_support
+ */
+#define _GNU_SOURCE /* dlfcn.h */
+#include <cublasLt.h>
+#include <cuda.h>
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* ---- the two libraries -------------------------------------------------------------------- */
+
+#define DRIVER(X)                                                                                  \
+    X(cuInit)                                                                                      \
+    X(cuDevicePrimaryCtxRetain)                                                                    \
+    X(cuCtxSetCurrent)                                                                             \
+    X(cuCtxSynchronize)                                                                            \
+    X(cuMemAlloc_v2)                                                                               \
+    X(cuMemcpyHtoD_v2)                                                                             \
+    X(cuMemcpyDtoH_v2)                                                                             \
+    X(cuEventCreate)                                                                               \
+    X(cuEventRecord)                                                                               \
+    X(cuEventElapsedTime_v2)
+#define CUBLASLT(X)                                                                                \
+    X(cublasLtCreate)                                                                              \
+    X(cublasLtGetVersion)                                                                          \
+    X(cublasLtGetStatusName)                                                                       \
+    X(cublasLtMatmul)                                                                              \
+    X(cublasLtMatmulAlgoGetHeuristic)                                                              \
+    X(cublasLtMatmulDescCreate)                                                                    \
+    X(cublasLtMatmulDescDestroy)                                                                   \
+    X(cublasLtMatmulDescSetAttribute)                                                              \
+    X(cublasLtMatrixLayoutCreate)                                                                  \
+    X(cublasLtMatrixLayoutDestroy)                                                                 \
+    X(cublasLtMatmulPreferenceCreate)                                                              \
+    X(cublasLtMatmulPreferenceDestroy)                                                             \
+    X(cublasLtMatmulPreferenceSetAttribute)
+
+#define X(name) __typeof__(&name) p_##name;
+static struct {
+    DRIVER(X)
+    CUBLASLT(X)
+} api;
+#undef X
+
+static void check(int status, const char *what) {
+    if (status == 0)
+        return;
+    printf("%s failed: %d\n", what, status);
+    exit(1);
+}
+
+static void *symbol(void *library, const char *name) {
+    void *found = dlsym(library, name);
+    check(found == NULL, name);
+    return found;
+}
+
+/* ---- one problem -------------------------------------------------------------------------- */
+
+enum { NO_TYPE = -1, F32 = 0, F16 = 2, BF16 = 14, E4M3 = 28, E5M2 = 29 };
+
+typedef struct problem {
+    int64_t m, n, k;
+    int a, b, d; /* cudaDataType */
+    int a_transposed, b_transposed;
+    int bias, aux;       /* cudaDataType or NO_TYPE */
+    int gelu, bias_grad; /* bias_grad: sums of a over k, in the dtype `bias` */
+    int fast, tf32, accumulate, amax;
+    int64_t d_stride; /* elements; 0: n */
+    int64_t aux_stride;
+    int64_t k_stride; /* row stride of FP8 operands; 0: k */
+    int a_offset, b_offset, d_offset, bias_offset, aux_offset; /* bytes */
+    uint32_t min_alignment; /* what the heuristic may assume of a, b, d; 0: the library's default */
+    int repeats;            /* timed runs; 0: one run, no time */
+} problem;
+
+typedef struct outcome {
+    cublasStatus_t status;
+    int candidates;
+    size_t workspace;
+    float milliseconds; /* of the first candidate */
+    float best;         /* of all candidates */
+    double host_us;     /* per call with the queue filling */
+} outcome;
+
+static struct {
+    cublasLtHandle_t handle;
+    CUdeviceptr a, b, c, d, bias, aux, workspace, scale, amax;
+} gpu;
+
+#define WORKSPACE ((size_t)32 << 20)
+#define BUFFER ((size_t)272 << 20)
+
+static void set_descriptor(cublasLtMatmulDesc_t desc, const problem *p) {
+    cublasLtMatmulDescAttributes_t name;
+#define SET(NAME, value)                                                                           \
+    (name = CUBLASLT_MATMUL_DESC_##NAME,                                                           \
+     api.p_cublasLtMatmulDescSetAttribute(desc, name, &(value), sizeof(value)))
+    int32_t op_a = p->b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+    int32_t op_b = p->a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+    uint32_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+    int8_t fast = (int8_t)p->fast;
+    CUdeviceptr bias = gpu.bias + (CUdeviceptr)p->bias_offset;
+    CUdeviceptr aux = gpu.aux + (CUdeviceptr)p->aux_offset;
+    int64_t aux_ld = p->aux_stride != 0 ? p->aux_stride : p->n;
+    int fp8 = p->a == E4M3 || p->a == E5M2;
+    SET(TRANSA, op_a);
+    SET(TRANSB, op_b);
+    if (fp8) {
+        SET(FAST_ACCUM, fast);
+        SET(A_SCALE_POINTER, gpu.scale);
+        SET(B_SCALE_POINTER, gpu.scale);
+    }
+    if (p->d == E4M3 || p->d == E5M2)
+        SET(D_SCALE_POINTER, gpu.scale);
+    if (p->amax)
+        SET(AMAX_D_POINTER, gpu.amax);
+    if (p->bias_grad) {
+        epilogue = CUBLASLT_EPILOGUE_BGRADB;
+    } else if (p->gelu && p->aux != NO_TYPE) {
+        epilogue = p->bias != NO_TYPE ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    } else if (p->gelu) {
+        epilogue = p->bias != NO_TYPE ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    } else if (p->bias != NO_TYPE) {
+        epilogue = CUBLASLT_EPILOGUE_BIAS;
+    }
+    SET(EPILOGUE, epilogue);
+    if (p->bias != NO_TYPE) {
+        SET(BIAS_POINTER, bias);
+        SET(BIAS_DATA_TYPE, p->bias);
+    }
+    if (p->aux != NO_TYPE) {
+        SET(EPILOGUE_AUX_POINTER, aux);
+        SET(EPILOGUE_AUX_LD, aux_ld);
+        SET(EPILOGUE_AUX_DATA_TYPE, p->aux);
+    }
+#undef SET
+}
+
+/* The cuBLASLt objects of one problem: column-major, so its A is our b and its B is our a. */
+typedef struct objects {
+    cublasLtMatmulDesc_t desc;
+    cublasLtMatrixLayout_t a, b, c, d;
+    cublasLtMatmulPreference_t preference;
+} objects;
+
+static cublasLtMatrixLayout_t make_layout(int type, int64_t rows, int64_t columns, int64_t ld) {
+    cublasLtMatrixLayout_t layout;
+    check((int)api.p_cublasLtMatrixLayoutCreate(&layout, (cudaDataType)type, (uint64_t)rows,
+                                                (uint64_t)columns, ld),
+          "layout");
+    return layout;
+}
+
+static objects make_objects(const problem *p) {
+    objects o;
+    size_t limit = WORKSPACE;
+    int64_t k_stride = p->k_stride != 0 ? p->k_stride : p->k;
+    int64_t d_stride = p->d_stride != 0 ? p->d_stride : p->n;
+    int fp8_output = p->d == E4M3 || p->d == E5M2;
+    int c = !fp8_output ? p->d : p->bias == F16 ? F16 : BF16;
+    cublasComputeType_t compute = p->tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    check((int)api.p_cublasLtMatmulDescCreate(&o.desc, compute, CUDA_R_32F), "descriptor");
+    set_descriptor(o.desc, p);
+    o.a = p->b_transposed ? make_layout(p->b, p->k, p->n, k_stride)
+                          : make_layout(p->b, p->n, p->k, p->n);
+    o.b = p->a_transposed ? make_layout(p->a, p->m, p->k, p->m)
+                          : make_layout(p->a, p->k, p->m, k_stride);
+    o.c = make_layout(c, p->n, p->m, d_stride);
+    o.d = make_layout(p->d, p->n, p->m, d_stride);
+    check((int)api.p_cublasLtMatmulPreferenceCreate(&o.preference), "preference");
+    api.p_cublasLtMatmulPreferenceSetAttribute(
+        o.preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &limit, sizeof limit);
+    for (int which = CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES;
+         p->min_alignment != 0 && which <= CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES; ++which)
+        api.p_cublasLtMatmulPreferenceSetAttribute(o.preference,
+                                                   (cublasLtMatmulPreferenceAttributes_t)which,
+                                                   &p->min_alignment, sizeof p->min_alignment);
+    return o;
+}
+
+static void destroy_objects(objects *o) {
+    api.p_cublasLtMatmulPreferenceDestroy(o->preference);
+    api.p_cublasLtMatrixLayoutDestroy(o->d);
+    api.p_cublasLtMatrixLayoutDestroy(o->c);
+    api.p_cublasLtMatrixLayoutDestroy(o->b);
+    api.p_cublasLtMatrixLayoutDestroy(o->a);
+    api.p_cublasLtMatmulDescDestroy(o->desc);
+}
+
+static void *pointer(CUdeviceptr base, int offset) {
+    return (void *)(uintptr_t)(base + (CUdeviceptr)offset);
+}
+
+static cublasStatus_t matmul(const objects *o, const problem *p, const cublasLtMatmulAlgo_t *algo) {
+    float one = 1.0F, beta = p->accumulate ? 1.0F : 0.0F;
+    void *d = pointer(gpu.d, p->d_offset);
+    void *c = p->d == E4M3 || p->d == E5M2 ? pointer(gpu.c, 0) : d;
+    return api.p_cublasLtMatmul(gpu.handle, o->desc, &one, pointer(gpu.b, p->b_offset), o->a,
+                                pointer(gpu.a, p->a_offset), o->b, &beta, c, o->c, d, o->d, algo,
+                                pointer(gpu.workspace, 0), WORKSPACE, NULL);
+}
+
+static double now_us(void) {
+    struct timespec now;
+    (void)timespec_get(&now, TIME_UTC);
+    return (double)now.tv_sec * 1e6 + (double)now.tv_nsec * 1e-3;
+}
+
+/* Milliseconds of one run, the best of three batches. */
+static float time_algorithm(const objects *o, const problem *p, const cublasLtMatmulAlgo_t *algo,
+                            double *host_us) {
+    static CUevent start, stop;
+    float ms = 0.0F, best = 1e30F;
+    if (start == NULL) {
+        check((int)api.p_cuEventCreate(&start, 0), "event");
+        check((int)api.p_cuEventCreate(&stop, 0), "event");
+    }
+    for (int round = 0; round < 3; ++round) {
+        (void)matmul(o, p, algo);
+        check((int)api.p_cuEventRecord(start, NULL), "record");
+        double began = now_us();
+        for (int i = 0; i < p->repeats; ++i)
+            (void)matmul(o, p, algo);
+        *host_us = (now_us() - began) / p->repeats;
+        check((int)api.p_cuEventRecord(stop, NULL), "record");
+        check((int)api.p_cuCtxSynchronize(), "synchronize");
+        check((int)api.p_cuEventElapsedTime_v2(&ms, start, stop), "elapsed");
+        if (ms < best)
+            best = ms;
+    }
+    return best / (float)p->repeats;
+}
+
+static outcome try_problem(const problem *p) {
+    outcome out = {.status = CUBLAS_STATUS_SUCCESS};
+    cublasLtMatmulHeuristicResult_t found[8];
+    objects o = make_objects(p);
+    out.status = api.p_cublasLtMatmulAlgoGetHeuristic(gpu.handle, o.desc, o.a, o.b, o.c, o.d,
+                                                      o.preference, 8, found, &out.candidates);
+    if (out.status == CUBLAS_STATUS_SUCCESS && out.candidates == 0)
+        out.status = CUBLAS_STATUS_NOT_SUPPORTED;
+    if (out.status == CUBLAS_STATUS_SUCCESS) {
+        out.workspace = found[0].workspaceSize;
+        out.status = matmul(&o, p, &found[0].algo);
+        check((int)api.p_cuCtxSynchronize(), "synchronize");
+    }
+    for (int i = 0; out.status == CUBLAS_STATUS_SUCCESS && p->repeats > 0 && i < out.candidates;
+         ++i) {
+        double host_us;
+        float ms = time_algorithm(&o, p, &found[i].algo, &host_us);
+        if (i == 0)
+            out.milliseconds = out.best = ms;
+        if (i == 0)
+            out.host_us = host_us;
+        if (ms < out.best)
+            out.best = ms;
+    }
+    destroy_objects(&o);
+    return out;
+}
+
+/* ---- what is asked ------------------------------------------------------------------------ */
+
+static const char *type_name(int type) {
+    switch (type) {
+    case F32:
+        return "f32";
+    case F16:
+        return "f16";
+    case BF16:
+        return "bf16";
+    case E4M3:
+        return "e4m3";
+    case E5M2:
+        return "e5m2";
+    default:
+        return "-";
+    }
+}
+
+static const problem fp8_base = {.m = 256,
+                                 .n = 512,
+                                 .k = 256,
+                                 .a = E4M3,
+                                 .b = E4M3,
+                                 .d = BF16,
+                                 .b_transposed = 1,
+                                 .bias = NO_TYPE,
+                                 .aux = NO_TYPE};
+
+static void print_outcome(const char *what, const problem *p) {
+    outcome out = try_problem(p);
+    if (out.status != CUBLAS_STATUS_SUCCESS) {
+        printf("  %-58s no (%s)\n", what, api.p_cublasLtGetStatusName(out.status));
+    } else if (p->repeats == 0) {
+        printf("  %-58s yes\n", what);
+    } else {
+        double tera = 2e-9 * (double)p->m * (double)p->n * (double)p->k;
+        printf("  %-58s %.4f ms %5.0f TF, best of %d %.4f ms, workspace %zu, host %.1f us\n", what,
+               out.milliseconds, tera / out.milliseconds, out.candidates, out.best, out.workspace,
+               out.host_us);
+    }
+}
+
+/* Every output dtype with every bias dtype, without and with GELU and each dtype of aux. */
+static void ask_epilogues(problem p, const char *title) {
+    static const int types[] = {NO_TYPE, F32, F16, BF16};
+    printf("%s, d = %s: bias dtype -> plain / gelu / gelu with aux of f32, f16, bf16, d%s\n", title,
+           type_name(p.d), p.amax ? " (amax)" : "");
+    for (int bias = 0; bias < 4; ++bias) {
+        p.bias = types[bias];
+        printf("  %-5s", type_name(p.bias));
+        for (int aux = -2; aux < 4; ++aux) {
+            p.gelu = aux > -2;
+            p.aux = aux < 0 ? NO_TYPE : aux == 3 ? p.d : types[aux + 1];
+            printf(" %-4s", try_problem(&p).status == CUBLAS_STATUS_SUCCESS ? "yes" : ".");
+        }
+        printf("\n");
+    }
+}
+
+static void ask_fp8(void) {
+    static const int outputs[] = {F32, F16, BF16, E4M3, E5M2};
+    static const int pairs[][2] = {{E4M3, E4M3}, {E4M3, E5M2}, {E5M2, E4M3}, {E5M2, E5M2}};
+    for (int pair = 0; pair < 4; ++pair) {
+        for (int i = 0; i < 5; ++i) {
+            problem p = fp8_base;
+            char title[64];
+            p.a = pairs[pair][0];
+            p.b = pairs[pair][1];
+            p.d = outputs[i];
+            p.amax = p.d == E4M3 || p.d == E5M2;
+            (void)snprintf(title, sizeof title, "%s x %s", type_name(p.a), type_name(p.b));
+            ask_epilogues(p, title);
+        }
+    }
+    printf("FP8 accumulating (c = d)\n");
+    for (int i = 0; i < 5; ++i) {
+        problem p = fp8_base;
+        p.d = outputs[i];
+        p.accumulate = 1;
+        print_outcome(type_name(p.d), &p);
+    }
+}
+
+static void ask_shapes(void) {
+    static const struct {
+        const char *what;
+        int64_t m, n, k, d_stride, k_stride;
+        int d, a_offset, b_offset, d_offset, bias, bias_offset, gelu, aux, aux_offset;
+        int64_t aux_stride;
+    } cases[] = {
+        {.what = "m = 1", .m = 1, .n = 512, .k = 256, .d = BF16},
+        {.what = "m = 3", .m = 3, .n = 512, .k = 256, .d = BF16},
+        {.what = "m = 17", .m = 17, .n = 512, .k = 256, .d = BF16},
+        {.what = "m = 17, d f32", .m = 17, .n = 512, .k = 256, .d = F32},
+        {.what = "m = 17, d e4m3", .m = 17, .n = 512, .k = 256, .d = E4M3},
+        {.what = "m = 1, n = 8", .m = 1, .n = 8, .k = 256, .d = BF16},
+        {.what = "m = 1, n = 1, row stride 8", .m = 1, .n = 1, .k = 256, .d = BF16, .d_stride = 8},
+        {.what = "k = 16", .m = 64, .n = 64, .k = 16, .d = BF16},
+        {.what = "k = 32", .m = 64, .n = 64, .k = 32, .d = BF16},
+        {.what = "k = 48", .m = 64, .n = 64, .k = 48, .d = BF16},
+        {.what = "k = 16, m = 1, n = 8", .m = 1, .n = 8, .k = 16, .d = BF16},
+        {.what = "k = 24 with row stride 32", .m = 64, .n = 64, .k = 24, .d = BF16, .k_stride = 32},
+        {.what = "k = 24", .m = 64, .n = 64, .k = 24, .d = BF16},
+        {.what = "k = 256 with row stride 264",
+         .m = 64,
+         .n = 64,
+         .k = 256,
+         .d = BF16,
+         .k_stride = 264},
+        {.what = "k = 256 with row stride 257",
+         .m = 64,
+         .n = 64,
+         .k = 256,
+         .d = BF16,
+         .k_stride = 257},
+        {.what = "n = 4 d f32", .m = 64, .n = 4, .k = 64, .d = F32},
+        {.what = "n = 1 d f32, row stride 4", .m = 64, .n = 1, .k = 64, .d = F32, .d_stride = 4},
+        {.what = "n = 72 (9 * 8), d bf16", .m = 64, .n = 72, .k = 64, .d = BF16},
+        {.what = "n = 509, d bf16", .m = 64, .n = 509, .k = 64, .d = BF16},
+        {.what = "n = 509, d bf16, row stride 512",
+         .m = 64,
+         .n = 509,
+         .k = 64,
+         .d = BF16,
+         .d_stride = 512},
+        {.what = "n = 509, d f32", .m = 64, .n = 509, .k = 64, .d = F32},
+        {.what = "n = 509, d f32, row stride 512",
+         .m = 64,
+         .n = 509,
+         .k = 64,
+         .d = F32,
+         .d_stride = 512},
+        {.what = "n = 510, d bf16, row stride 516",
+         .m = 64,
+         .n = 510,
+         .k = 64,
+         .d = BF16,
+         .d_stride = 516},
+        {.what = "n = 504, d e4m3 (row stride 504)", .m = 64, .n = 504, .k = 64, .d = E4M3},
+        {.what = "n = 504, d e4m3, row stride 512",
+         .m = 64,
+         .n = 504,
+         .k = 64,
+         .d = E4M3,
+         .d_stride = 512},
+        {.what = "n = 509, d e4m3, row stride 512",
+         .m = 64,
+         .n = 509,
+         .k = 64,
+         .d = E4M3,
+         .d_stride = 512},
+        {.what = "a at +1 byte", .m = 64, .n = 512, .k = 64, .d = BF16, .a_offset = 1},
+        {.what = "a at +8 bytes", .m = 64, .n = 512, .k = 64, .d = BF16, .a_offset = 8},
+        {.what = "b at +8 bytes", .m = 64, .n = 512, .k = 64, .d = BF16, .b_offset = 8},
+        {.what = "d at +2 bytes", .m = 64, .n = 512, .k = 64, .d = BF16, .d_offset = 2},
+        {.what = "d at +8 bytes", .m = 64, .n = 512, .k = 64, .d = BF16, .d_offset = 8},
+        {.what = "bias at +2 bytes",
+         .m = 64,
+         .n = 512,
+         .k = 64,
+         .d = BF16,
+         .bias = BF16,
+         .bias_offset = 2},
+        {.what = "n = 509, bias, row stride 512",
+         .m = 64,
+         .n = 509,
+         .k = 64,
+         .d = BF16,
+         .d_stride = 512,
+         .bias = BF16},
+        {.what = "gelu, bias, aux stride 520",
+         .m = 64,
+         .n = 512,
+         .k = 64,
+         .d = BF16,
+         .bias = BF16,
+         .gelu = 1,
+         .aux = BF16,
+         .aux_stride = 520},
+        {.what = "gelu, bias, n = 509, d and aux stride 512",
+         .m = 64,
+         .n = 509,
+         .k = 64,
+         .d = BF16,
+         .d_stride = 512,
+         .bias = BF16,
+         .gelu = 1,
+         .aux = BF16,
+         .aux_stride = 512},
+    };
+    printf("FP8 shapes and alignment (heuristic told the alignment: yes / not told: yes)\n");
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
+        problem p = fp8_base;
+        outcome told, untold;
+        p.m = cases[i].m, p.n = cases[i].n, p.k = cases[i].k;
+        p.d = cases[i].d, p.d_stride = cases[i].d_stride, p.k_stride = cases[i].k_stride;
+        p.a_offset = cases[i].a_offset, p.b_offset = cases[i].b_offset,
+        p.d_offset = cases[i].d_offset;
+        p.bias = cases[i].bias != 0 ? cases[i].bias : NO_TYPE, p.bias_offset = cases[i].bias_offset;
+        p.gelu = cases[i].gelu, p.aux = cases[i].aux != 0 ? cases[i].aux : NO_TYPE;
+        p.aux_stride = cases[i].aux_stride, p.aux_offset = cases[i].aux_offset;
+        untold = try_problem(&p);
+        p.min_alignment = 16;
+        if ((p.a_offset | p.b_offset | p.d_offset) != 0)
+            p.min_alignment = (uint32_t)((p.a_offset | p.b_offset | p.d_offset) &
+                                         -(p.a_offset | p.b_offset | p.d_offset));
+        told = try_problem(&p);
+        printf("  %-45s %-4s %-4s\n", cases[i].what, told.status == 0 ? "yes" : "no",
+               untold.status == 0 ? "yes" : "no");
+    }
+}
+
+static void ask_high_precision(void) {
+    static const struct {
+        const char *name;
+        int type, tf32;
+    } kinds[] = {{"f32", F32, 0}, {"tf32", F32, 1}, {"f16", F16, 0}, {"bf16", BF16, 0}};
+    static const int outputs[] = {F32, F16, BF16};
+    for (int kind = 0; kind < 4; ++kind) {
+        for (int i = 0; i < 3; ++i) {
+            problem p = {.m = 256,
+                         .n = 512,
+                         .k = 256,
+                         .a = kinds[kind].type,
+                         .b = kinds[kind].type,
+                         .d = outputs[i],
+                         .tf32 = kinds[kind].tf32,
+                         .b_transposed = 1};
+            char title[64];
+            (void)snprintf(title, sizeof title, "%s, b transposed", kinds[kind].name);
+            ask_epilogues(p, title);
+        }
+        printf("%s bias gradient: d, its dtype -> nn, nt, tn, tt (a, b transposed), then n = 509 k "
+               "= 251 in tn, with tn accumulating\n",
+               kinds[kind].name);
+        for (int i = 0; i < 6; ++i) {
+            problem p = {.m = 256,
+                         .n = 512,
+                         .k = 256,
+                         .a = kinds[kind].type,
+                         .b = kinds[kind].type,
+                         .d = outputs[i / 2],
+                         .tf32 = kinds[kind].tf32,
+                         .aux = NO_TYPE,
+                         .bias_grad = 1,
+                         .bias = i % 2 == 0 ? kinds[kind].type : outputs[i / 2]};
+            printf("  %-5s %-5s", type_name(p.d), type_name(p.bias));
+            for (int t = 0; t < 6; ++t) {
+                p.a_transposed = t >= 4 ? 1 : t >> 1;
+                p.b_transposed = t >= 4 ? 0 : t & 1;
+                p.accumulate = t == 5;
+                p.n = t == 4 ? 509 : 512;
+                p.k = t == 4 ? 251 : 256;
+                p.min_alignment = 16;
+                printf(" %-4s", try_problem(&p).status == CUBLAS_STATUS_SUCCESS ? "yes" : ".");
+            }
+            printf("\n");
+        }
+        printf("%s misaligned: offset of a, b and d = one element, n = 509, k = 251: nn nt tn tt, "
+               "then with gelu aux bias, with n = 1, with accumulate\n ",
+               kinds[kind].name);
+        for (int t = 0; t < 7; ++t) {
+            problem p = {.m = 77,
+                         .n = t == 5 ? 1 : 509,
+                         .k = 251,
+                         .a = kinds[kind].type,
+                         .b = kinds[kind].type,
+                         .d = kinds[kind].type,
+                         .tf32 = kinds[kind].tf32,
+                         .aux = NO_TYPE,
+                         .bias = NO_TYPE};
+            p.min_alignment = p.a == F32 ? 4 : 2;
+            p.a_offset = p.b_offset = p.d_offset = (int)p.min_alignment;
+            p.a_transposed = t >= 4 ? 0 : t >> 1;
+            p.b_transposed = t >= 4 ? 1 : t & 1;
+            p.accumulate = t == 6;
+            if (t == 4)
+                p.gelu = 1, p.bias = p.aux = p.a;
+            printf(" %-4s", try_problem(&p).status == CUBLAS_STATUS_SUCCESS ? "yes" : ".");
+        }
+        printf("\n");
+    }
+}
+
+/* Does the amax of an FP8 output accumulate, and is it that of the value before the output scale?
+ */
+static void ask_amax(void) {
+    problem p = fp8_base;
+    float preset[2] = {1e9F, 0.0F}, seen[2];
+    p.d = E4M3;
+    p.amax = 1;
+    for (int i = 0; i < 2; ++i) {
+        check((int)api.p_cuMemcpyHtoD_v2(gpu.amax, &preset[i], sizeof preset[i]), "copy");
+        (void)try_problem(&p);
+        check((int)api.p_cuMemcpyDtoH_v2(&seen[i], gpu.amax, sizeof seen[i]), "copy");
+    }
+    printf("amax of d: preset 1e9 -> %g, preset 0 -> %g: it %s\n", (double)seen[0], (double)seen[1],
+           seen[0] == seen[1] ? "overwrites" : "accumulates");
+}
+
+static void ask_speed(void) {
+    problem fp8 = fp8_base, bf16 = fp8_base;
+    printf("speed and host time\n");
+    fp8.fast = 1;
+    fp8.repeats = bf16.repeats = 200;
+    print_outcome("fp8 256 x 512 x 256", &fp8);
+    bf16.a = bf16.b = BF16;
+    print_outcome("bf16 256 x 512 x 256", &bf16);
+    bf16.m = 256, bf16.n = 256, bf16.k = 64, bf16.a_transposed = 1, bf16.b_transposed = 0;
+    print_outcome("bf16 256 x 256 x 64 wgrad", &bf16);
+    bf16.bias_grad = 1, bf16.bias = BF16;
+    print_outcome("bf16 256 x 256 x 64 wgrad, bias gradient", &bf16);
+    bf16.bias_grad = 0, bf16.bias = NO_TYPE, bf16.a_transposed = 0, bf16.b_transposed = 1;
+    fp8.m = bf16.m = 2048, fp8.n = fp8.k = bf16.n = bf16.k = 4096;
+    fp8.repeats = bf16.repeats = 50;
+    for (int i = 0; i < 6; ++i) {
+        static const uint32_t alignments[] = {0, 16, 128};
+        uint32_t alignment = alignments[i % 3];
+        char what[80];
+        fp8.min_alignment = bf16.min_alignment = alignment;
+        (void)snprintf(what, sizeof what, "fp8 2048 x 4096 x 4096, alignment %u", alignment);
+        print_outcome(what, &fp8);
+        (void)snprintf(what, sizeof what, "bf16 2048 x 4096 x 4096, alignment %u", alignment);
+        print_outcome(what, &bf16);
+    }
+    fp8.min_alignment = bf16.min_alignment = 0;
+    fp8.d = F32;
+    fp8.bias = BF16;
+    print_outcome("fp8 2048 x 4096 x 4096, d f32, bias bf16", &fp8);
+    fp8.d = F16, fp8.bias = F16;
+    print_outcome("fp8 2048 x 4096 x 4096, d f16, bias f16", &fp8);
+    fp8.gelu = 1, fp8.aux = F16;
+    print_outcome("fp8 2048 x 4096 x 4096, d f16, gelu, bias, aux f16", &fp8);
+    bf16.a_transposed = 1, bf16.b_transposed = 0;
+    print_outcome("bf16 wgrad", &bf16);
+    bf16.bias_grad = 1, bf16.bias = BF16;
+    print_outcome("bf16 wgrad with bias gradient", &bf16);
+    bf16.a = bf16.b = bf16.d = bf16.bias = F32, bf16.tf32 = 1;
+    print_outcome("tf32 wgrad with bias gradient", &bf16);
+    bf16.bias_grad = 0, bf16.bias = NO_TYPE;
+    print_outcome("tf32 wgrad", &bf16);
+}
+
+/* ---- main --------------------------------------------------------------------------------- */
+
+static CUdeviceptr allocate(size_t bytes) {
+    CUdeviceptr memory = 0;
+    check((int)api.p_cuMemAlloc_v2(&memory, bytes), "cuMemAlloc");
+    return memory;
+}
+
+/* Random bytes with the second-highest bit clear: of magnitude below 2 in every dtype, never NaN.
+ */
+static void fill_random(CUdeviceptr to, size_t bytes) {
+    enum { PIECE = 1 << 20 };
+    static uint8_t host[PIECE];
+    uint64_t state = 88172645463325252ULL + to;
+    for (int i = 0; i < PIECE; ++i) {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        host[i] = (uint8_t)((state >> 32) & 0xbf);
+    }
+    for (size_t at = 0; at < bytes; at += PIECE)
+        check((int)api.p_cuMemcpyHtoD_v2(to + at, host, bytes - at < PIECE ? bytes - at : PIECE),
+              "fill");
+}
+
+static void open_libraries(void) {
+    void *library = dlopen("libcuda.so.1", RTLD_NOW);
+    void *lt = dlopen("libcublasLt.so.13", RTLD_NOW);
+    if (lt == NULL)
+        lt = dlopen("libcublasLt.so.12", RTLD_NOW);
+    if (library == NULL || lt == NULL) {
+        printf("%s not found\n", library == NULL ? "libcuda.so.1" : "libcublasLt.so");
+        exit(77);
+    }
+#define X(name) *(void **)&api.p_##name = symbol(library, #name);
+    DRIVER(X)
+#undef X
+#define X(name) *(void **)&api.p_##name = symbol(lt, #name);
+    CUBLASLT(X)
+#undef X
+}
+
+int main(void) {
+    CUcontext context;
+    float one = 1.0F;
+    open_libraries();
+    check((int)api.p_cuInit(0), "cuInit");
+    check((int)api.p_cuDevicePrimaryCtxRetain(&context, 0), "context");
+    check((int)api.p_cuCtxSetCurrent(context), "context");
+    check((int)api.p_cublasLtCreate(&gpu.handle), "cublasLtCreate");
+    CUdeviceptr *buffers[] = {&gpu.a, &gpu.b, &gpu.c, &gpu.d, &gpu.bias, &gpu.aux};
+    for (int i = 0; i < 6; ++i) {
+        *buffers[i] = allocate(BUFFER);
+        fill_random(*buffers[i], BUFFER);
+    }
+    gpu.workspace = allocate(WORKSPACE);
+    gpu.scale = allocate(256);
+    gpu.amax = allocate(256);
+    check((int)api.p_cuMemcpyHtoD_v2(gpu.scale, &one, sizeof one), "copy");
+    printf("cuBLASLt %zu\n", api.p_cublasLtGetVersion());
+    ask_fp8();
+    ask_shapes();
+    ask_high_precision();
+    ask_amax();
+    ask_speed();
+    return 0;
+}

@@ -1,0 +1,128 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "core/context.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/status.h"
+
+/* Direct-mapped: a newer entry replaces an older one. A NULL table marks an empty entry. */
+#define SCRATCH_ENTRIES 4096
+
+typedef struct scratch_entry {
+    te_scratch_key key;
+    size_t bytes;
+} scratch_entry;
+
+struct te_context {
+    te_device device;
+    const te_device_driver *driver;
+    void *state;
+    pthread_mutex_t lock; /* guards scratch */
+    scratch_entry scratch[SCRATCH_ENTRIES];
+};
+
+#ifndef TE_WITH_CUDA
+const te_device_driver *te_cuda_driver(void)
+{
+    return NULL;
+}
+
+te_status te_cuda_configure(int force_source, const char *cache_dir)
+{
+    (void)force_source, (void)cache_dir;
+    return TE_FAIL(TE_ERROR_UNSUPPORTED, "this build has no CUDA backend");
+}
+#endif
+
+te_status te_context_create(te_device device, te_context **out)
+{
+    te_status st = TE_OK;
+    te_context *context = NULL;
+    const te_device_driver *driver;
+    if (out == NULL) return TE_FAIL(TE_ERROR_INVALID, "out is NULL");
+    *out = NULL;
+    if ((int)device.type < 0 || device.type >= TE_DEVICE_COUNT || device.index < 0) {
+        return TE_FAIL(TE_ERROR_INVALID, "device (%d, %d) does not exist", (int)device.type,
+                       (int)device.index);
+    }
+    driver = device.type == TE_DEVICE_CPU ? te_cpu_driver() : te_cuda_driver();
+    if (driver == NULL) {
+        return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                       "this build has no CUDA backend: rebuild where the CUDA headers are found");
+    }
+    context = calloc(1, sizeof *context);
+    if (context == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a context");
+    context->device = device;
+    context->driver = driver;
+    if (pthread_mutex_init(&context->lock, NULL) != 0) {
+        st = TE_FAIL(TE_ERROR_MEMORY, "no memory for a lock");
+        goto done;
+    }
+    st = driver->open(device.index, &context->state);
+    if (st != TE_OK) {
+        (void)pthread_mutex_destroy(&context->lock);
+        goto done;
+    }
+    *out = context;
+    context = NULL;
+done:
+    free(context);
+    return st;
+}
+
+void te_context_destroy(te_context *context)
+{
+    if (context == NULL) return;
+    context->driver->close(context->state);
+    (void)pthread_mutex_destroy(&context->lock);
+    free(context);
+}
+
+te_status te_context_tune_gemm(te_context *context, int32_t enabled, const char *cache_file)
+{
+    if (context == NULL) return TE_FAIL(TE_ERROR_STATE, "tune_gemm: the context is closed");
+    if (context->driver->tune_gemm == NULL) {
+        return TE_FAIL(TE_ERROR_UNSUPPORTED, "tune_gemm: the GEMM of device type %d has no choice to tune",
+                       (int)context->device.type);
+    }
+    return context->driver->tune_gemm(context->state, enabled, cache_file);
+}
+
+te_device te_context_device(const te_context *context)
+{
+    return context->device;
+}
+
+void *te_context_state(const te_context *context)
+{
+    return context->state;
+}
+
+static scratch_entry *scratch_slot(te_context *context, const te_scratch_key *key)
+{
+    uint64_t mixed = (uint64_t)key->plan ^ (uint64_t)key->rows * 0x9e3779b97f4a7c15ULL;
+    return &context->scratch[(mixed * 0xff51afd7ed558ccdULL >> 32) % SCRATCH_ENTRIES];
+}
+
+int te_context_scratch_lookup(te_context *context, const te_scratch_key *key, size_t *bytes)
+{
+    scratch_entry *entry = scratch_slot(context, key);
+    int hit;
+    (void)pthread_mutex_lock(&context->lock);
+    hit = entry->key.table == key->table && entry->key.plan == key->plan &&
+          entry->key.rows == key->rows;
+    if (hit) *bytes = entry->bytes;
+    (void)pthread_mutex_unlock(&context->lock);
+    return hit;
+}
+
+void te_context_scratch_store(te_context *context, const te_scratch_key *key, size_t bytes)
+{
+    scratch_entry *entry = scratch_slot(context, key);
+    (void)pthread_mutex_lock(&context->lock);
+    entry->key = *key;
+    entry->bytes = bytes;
+    (void)pthread_mutex_unlock(&context->lock);
+}

@@ -1,0 +1,38 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * context.h - the per-device context and how a built-in device hangs its state on it.
+ *
+ * The operator table below it is in backend.h. A device's driver (csrc/cpu, csrc/cuda) provides a
+ * te_device_driver: it opens the device, and fills the built-in backend.
+ */
+#ifndef TE_CORE_CONTEXT_H
+#define TE_CORE_CONTEXT_H
+
+#include "transformer_engine.h"
+
+typedef struct te_device_driver {
+    /* Makes the device's state; NULL state is legal. Runs without any lock of the core held. */
+    te_status (*open)(int32_t index, void **state);
+    void (*close)(void *state); /* NULL state is legal */
+    const te_backend *backend;  /* the built-in backend, priority 0 */
+    /* Behind te_context_tune_gemm; NULL: the device has nothing to tune. */
+    te_status (*tune_gemm)(void *state, int32_t enabled, const char *cache_file);
+} te_device_driver;
+
+/* NULL where the library was built without the device. */
+const te_device_driver *te_cpu_driver(void);
+const te_device_driver *te_cuda_driver(void);
+
+/* What the driver's open made. */
+void *te_context_state(const te_context *context);
+
+/* Plan scratch sizes remembered per context (plan.c), for one operator table: another backend may need
+ * another workspace. lookup returns 1 and the bytes, or 0. */
+typedef struct te_scratch_key {
+    int64_t plan, rows;
+    const void *table;
+} te_scratch_key;
+int te_context_scratch_lookup(te_context *context, const te_scratch_key *key, size_t *bytes);
+void te_context_scratch_store(te_context *context, const te_scratch_key *key, size_t bytes);
+
+#endif

@@ -1,0 +1,81 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "core/tensor.h"
+
+#include <string.h>
+
+typedef struct dtype_facts {
+    const char *name;
+    size_t bytes;
+    float max;
+} dtype_facts;
+
+static const dtype_facts facts[TE_DTYPE_COUNT] = {
+#define X(NAME, name, bits, dlpack, cuda, max) [TE_DTYPE_##NAME] = {#name, (bits) / 8, max},
+    TE_DTYPES(X)
+#undef X
+};
+
+static int valid(te_dtype dtype)
+{
+    return (int)dtype >= 0 && dtype < TE_DTYPE_COUNT;
+}
+
+const char *te_dtype_name(te_dtype dtype)
+{
+    return valid(dtype) ? facts[dtype].name : "invalid";
+}
+
+size_t te_dtype_bytes(te_dtype dtype)
+{
+    return valid(dtype) ? facts[dtype].bytes : 0;
+}
+
+float te_dtype_max(te_dtype dtype)
+{
+    return valid(dtype) ? facts[dtype].max : 0.0F;
+}
+
+int te_dtype_is_fp8(te_dtype dtype)
+{
+    return dtype == TE_DTYPE_E4M3 || dtype == TE_DTYPE_E5M2;
+}
+
+int te_dtype_is_high_precision(te_dtype dtype)
+{
+    return dtype == TE_DTYPE_F32 || dtype == TE_DTYPE_F16 || dtype == TE_DTYPE_BF16;
+}
+
+te_tensor te_matrix(void *data, te_dtype dtype, te_device device, int64_t rows, int64_t columns)
+{
+    te_tensor tensor;
+    memset(&tensor, 0, sizeof tensor);
+    tensor.data = data;
+    tensor.dtype = dtype;
+    tensor.device = device;
+    tensor.ndim = 2;
+    tensor.shape[0] = rows;
+    tensor.shape[1] = columns;
+    tensor.strides[0] = columns;
+    tensor.strides[1] = 1;
+    return tensor;
+}
+
+te_tensor te_vector(void *data, te_dtype dtype, te_device device, int64_t length)
+{
+    te_tensor tensor;
+    memset(&tensor, 0, sizeof tensor);
+    tensor.data = data;
+    tensor.dtype = dtype;
+    tensor.device = device;
+    tensor.ndim = 1;
+    tensor.shape[0] = length;
+    tensor.strides[0] = 1;
+    return tensor;
+}
+
+int64_t te_tensor_numel(const te_tensor *tensor)
+{
+    int64_t count = 1;
+    for (int32_t i = 0; i < tensor->ndim; i++) count *= tensor->shape[i];
+    return count;
+}

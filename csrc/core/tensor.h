@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * tensor.h - questions about te_tensor views that every layer asks. No ownership, no device.
+ */
+#ifndef TE_CORE_TENSOR_H
+#define TE_CORE_TENSOR_H
+
+#include "transformer_engine.h"
+
+static inline int64_t te_round_up(int64_t value, int64_t multiple)
+{
+    return (value + multiple - 1) / multiple * multiple;
+}
+
+static inline int64_t te_ceil_div(int64_t value, int64_t divisor)
+{
+    return (value + divisor - 1) / divisor;
+}
+
+/* A dense row-major matrix over data. */
+te_tensor te_matrix(void *data, te_dtype dtype, te_device device, int64_t rows, int64_t columns);
+/* A dense vector over data. */
+te_tensor te_vector(void *data, te_dtype dtype, te_device device, int64_t length);
+
+int64_t te_tensor_numel(const te_tensor *tensor);
+/* The argument was given (has data, or is a typed tensor of no elements). */
+static inline int te_tensor_present(const te_tensor *tensor)
+{
+    return tensor->data != NULL;
+}
+
+#endif

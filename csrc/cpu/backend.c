@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * backend.c - the CPU as a device: always there, without state of its own.
+ */
+#include "core/context.h"
+#include "core/status.h"
+#include "cpu/ops.h"
+
+static te_status open_cpu(int32_t index, void **state)
+{
+    *state = NULL;
+    if (index != 0) {
+        return TE_FAIL(TE_ERROR_INVALID, "device index %d: the CPU is one device, number 0",
+                       (int)index);
+    }
+    return TE_OK;
+}
+
+static void close_cpu(void *state)
+{
+    (void)state;
+}
+
+static const te_backend backend = {
+    .size = sizeof(te_backend),
+    .name = "cpu",
+    .device = TE_DEVICE_CPU,
+    .slots =
+        {
+#define X(NAME, name) [TE_OP_##NAME].function = te_cpu_##name,
+            TE_OPS(X)
+#undef X
+            [TE_OP_QUANTIZE].workspace = te_cpu_quantize_workspace,
+            [TE_OP_GEMM].workspace = te_cpu_gemm_workspace,
+        },
+};
+
+const te_device_driver *te_cpu_driver(void)
+{
+    static const te_device_driver driver = {
+        .open = open_cpu,
+        .close = close_cpu,
+        .backend = &backend,
+    };
+    return &driver;
+}

@@ -1,0 +1,125 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * elementwise.c - fill, cast and transpose.
+ */
+#include <string.h>
+
+#include "core/status.h"
+#include "cpu/fp8.h"
+#include "cpu/isa.h"
+#include "cpu/matrix.h"
+#include "cpu/ops.h"
+#include "cpu/transpose.h"
+
+enum { PIECE = 512 }; /* elements converted at a time, so that the fp32 between stays in the cache */
+
+/* Writes n equal elements. */
+static void fill_row(unsigned char *target, const unsigned char *element, size_t size, int64_t n)
+{
+    if (size == 1) {
+        memset(target, element[0], (size_t)n);
+        return;
+    }
+    size_t total = (size_t)n * size, done = size < total ? size : total;
+    memcpy(target, element, done);
+    while (done < total) { /* doubling what is there */
+        size_t more = done < total - done ? done : total - done;
+        memcpy(target + done, target, more);
+        done += more;
+    }
+}
+
+te_status te_cpu_fill(void *self, te_context *context, const void *opaque, void *stream)
+{
+    const te_fill_args *args = opaque;
+    const te_cpu_matrix output = te_cpu_matrix_of(&args->output);
+    unsigned char element[8] = {0};
+    size_t size = te_cpu_encode(output.dtype, args->value, element);
+    int threads = te_cpu_threads(output.rows * output.columns);
+    (void)self, (void)context, (void)stream, (void)threads;
+    if (output.columns == 0) return TE_OK;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < output.rows; r++) {
+        fill_row(te_cpu_at(&output, r, 0), element, size, output.columns);
+    }
+    return TE_OK;
+}
+
+/* n elements of one row; both rows are contiguous. */
+static void convert_row(const te_cpu_kernels *kernels, const unsigned char *x, te_dtype from,
+                        unsigned char *y, te_dtype to, int64_t n)
+{
+    float values[PIECE];
+    size_t x_bytes = te_dtype_bytes(from), y_bytes = te_dtype_bytes(to);
+    if (from == to) {
+        memcpy(y, x, (size_t)n * x_bytes);
+    } else if (from == TE_DTYPE_F32) {
+        kernels->from_f32[to]((const float *)(const void *)x, y, n);
+    } else if (to == TE_DTYPE_F32) {
+        kernels->to_f32[from](x, (float *)(void *)y, n);
+    } else {
+        for (int64_t first = 0; first < n; first += PIECE) {
+            int64_t width = te_cpu_least(PIECE, n - first);
+            kernels->to_f32[from](x + (size_t)first * x_bytes, values, width);
+            kernels->from_f32[to](values, y + (size_t)first * y_bytes, width);
+        }
+    }
+}
+
+te_status te_cpu_cast(void *self, te_context *context, const void *opaque, void *stream)
+{
+    const te_cast_args *args = opaque;
+    const te_cpu_kernels *kernels = te_cpu_kernels_get();
+    const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
+    const te_cpu_matrix output = te_cpu_matrix_of(&args->output);
+    int64_t rows = te_cpu_least(input.rows, output.rows);
+    int64_t columns = te_cpu_least(input.columns, output.columns);
+    /* With a column stride, elements are converted one by one. */
+    int64_t step = input.column_stride == 1 && output.column_stride == 1 ? columns : 1;
+    int64_t zero_step = output.column_stride == 1 ? output.columns : 1;
+    int threads = te_cpu_threads(output.rows * output.columns);
+    (void)self, (void)context, (void)stream, (void)threads;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < output.rows; r++) {
+        int64_t converted = r < rows ? columns : 0;
+        for (int64_t c = 0; c < converted; c += step) {
+            convert_row(kernels, te_cpu_at(&input, r, c), input.dtype, te_cpu_at(&output, r, c),
+                        output.dtype, step);
+        }
+        for (int64_t c = converted; c < output.columns;) {
+            int64_t n = te_cpu_least(zero_step, output.columns - c);
+            memset(te_cpu_at(&output, r, c), 0, (size_t)n * output.bytes);
+            c += n;
+        }
+    }
+    return TE_OK;
+}
+
+te_status te_cpu_transpose(void *self, te_context *context, const void *opaque, void *stream)
+{
+    const te_transpose_args *args = opaque;
+    const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
+    const te_cpu_matrix output = te_cpu_matrix_of(&args->output);
+    int64_t tiles_down = te_ceil_div(input.rows, TE_CPU_BLOCK);
+    int64_t tiles = te_ceil_div(input.columns, TE_CPU_BLOCK) * tiles_down;
+    int threads = te_cpu_threads(output.rows * output.columns);
+    (void)self, (void)context, (void)stream, (void)threads;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        uint8_t block[TE_CPU_BLOCK * TE_CPU_BLOCK];
+        int64_t column = tile / tiles_down * TE_CPU_BLOCK, row = tile % tiles_down * TE_CPU_BLOCK;
+        int64_t rows = te_cpu_least(TE_CPU_BLOCK, input.rows - row);
+        int64_t columns = te_cpu_least(TE_CPU_BLOCK, input.columns - column);
+        te_cpu_transpose_bytes(te_cpu_at(&input, row, column), input.row_stride, block,
+                               TE_CPU_BLOCK, rows, columns);
+        for (int64_t c = 0; c < columns; c++) {
+            memcpy(te_cpu_at(&output, column + c, row), block + c * TE_CPU_BLOCK, (size_t)rows);
+        }
+    }
+    if (output.columns > input.rows) {
+        for (int64_t c = 0; c < output.rows; c++) {
+            memset(te_cpu_at(&output, c, input.rows), 0, (size_t)(output.columns - input.rows));
+        }
+    }
+    return TE_OK;
+}

@@ -1,0 +1,81 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * matrix.h - a tensor as the operators' loops see it, and how many threads a loop is worth.
+ */
+#ifndef TE_CPU_MATRIX_H
+#define TE_CPU_MATRIX_H
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+#include <stdint.h>
+
+#include "core/tensor.h"
+#include "transformer_engine.h"
+
+/* [rows, columns]; a vector is one row. Strides in elements. */
+typedef struct te_cpu_matrix {
+    unsigned char *data;
+    int64_t rows, columns, row_stride, column_stride;
+    size_t bytes; /* of an element */
+    te_dtype dtype;
+} te_cpu_matrix;
+
+static inline te_cpu_matrix te_cpu_matrix_of(const te_tensor *tensor)
+{
+    te_cpu_matrix matrix = {.data = tensor->data,
+                            .rows = 1,
+                            .columns = 1,
+                            .column_stride = 1,
+                            .bytes = te_dtype_bytes(tensor->dtype),
+                            .dtype = tensor->dtype};
+    if (tensor->ndim >= 1) {
+        matrix.columns = tensor->shape[tensor->ndim - 1];
+        matrix.column_stride = tensor->strides[tensor->ndim - 1];
+    }
+    if (tensor->ndim >= 2) {
+        matrix.rows = tensor->shape[tensor->ndim - 2];
+        matrix.row_stride = tensor->strides[tensor->ndim - 2];
+    }
+    if (matrix.columns <= 1) matrix.column_stride = 1; /* any stride is legal there */
+    return matrix;
+}
+
+static inline unsigned char *te_cpu_at(const te_cpu_matrix *matrix, int64_t row, int64_t column)
+{
+    int64_t offset = row * matrix->row_stride + column * matrix->column_stride;
+    return matrix->data + offset * (int64_t)matrix->bytes;
+}
+
+static inline int64_t te_cpu_least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* Threads that OpenMP would use here. */
+static inline int te_cpu_max_threads(void)
+{
+#if defined(_OPENMP)
+    return omp_in_parallel() ? 1 : omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+/* Number of this thread in its team. */
+static inline int te_cpu_thread(void)
+{
+#if defined(_OPENMP)
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+/* Threads for a loop over so many elements: starting a team costs microseconds. */
+static inline int te_cpu_threads(int64_t elements)
+{
+    return elements < 32768 ? 1 : te_cpu_max_threads();
+}
+
+#endif

@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * scaling.c - one step of delayed scaling: the live row of the history joins the window, and new
+ * scales follow from it.
+ */
+#include "core/scaling_math.h"
+#include "cpu/matrix.h"
+#include "cpu/ops.h"
+
+/* The amax the next scale is made from. Row 0 is the live one; 0 stands for a step without a cast. */
+static float window_amax(const te_cpu_matrix *history, int64_t slot, te_amax_algo algo)
+{
+    float amax = *(const float *)(const void *)te_cpu_at(history, 0, slot);
+    if (algo == TE_AMAX_MOST_RECENT) return amax;
+    for (int64_t row = 1; row < history->rows; row++) {
+        amax = te_max_ignoring_nan(amax,
+                                   *(const float *)(const void *)te_cpu_at(history, row, slot));
+    }
+    return amax;
+}
+
+/* Rows 2.. move down by one (row 1 drops out), the live row becomes the last one. */
+static void roll(const te_cpu_matrix *history, int64_t slot)
+{
+    float *live = (float *)(void *)te_cpu_at(history, 0, slot);
+    float current = *live;
+    if (current == 0.0F) return;
+    for (int64_t row = 1; row + 1 < history->rows; row++) {
+        *(float *)(void *)te_cpu_at(history, row, slot) =
+            *(const float *)(const void *)te_cpu_at(history, row + 1, slot);
+    }
+    *(float *)(void *)te_cpu_at(history, history->rows - 1, slot) = current;
+    *live = 0.0F;
+}
+
+te_status te_cpu_scaling_update(void *self, te_context *context, const void *opaque, void *stream)
+{
+    const te_scaling_update_args *args = opaque;
+    const te_cpu_matrix scale = te_cpu_matrix_of(&args->scale);
+    const te_cpu_matrix history = te_cpu_matrix_of(&args->history);
+    (void)self, (void)context, (void)stream;
+    if (history.rows == 0) return TE_OK;
+    for (int64_t slot = 0; slot < scale.columns; slot++) {
+        float *value = (float *)(void *)te_cpu_at(&scale, 0, slot);
+        float amax = window_amax(&history, slot, args->algo);
+        *value = te_delayed_scale(amax, *value, args->fp8_max);
+        roll(&history, slot);
+    }
+    return TE_OK;
+}

@@ -1,0 +1,248 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * driver.c - opens the CUDA driver and a device, and makes its primary context current around
+ * calls.
+ */
+#include "cuda/api.h"
+
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/status.h"
+#include "cuda/gemm_cublaslt.h"
+
+te_cuda_api te_cuda_functions;
+
+static pthread_mutex_t api_lock = PTHREAD_MUTEX_INITIALIZER;
+static int api_ready; /* guarded by api_lock */
+
+/* A function pointer travels through void * by its bytes: ISO C has no such cast. */
+static te_status load_symbols(void *library, te_cuda_api *api)
+{
+    static const struct {
+        const char *name;
+        size_t offset;
+    } symbols[] = {
+#define X(name) {#name, offsetof(te_cuda_api, name)},
+        TE_CUDA_SYMBOLS(X)
+#undef X
+    };
+    CUresult (*find)(const char *, void **, int, cuuint64_t, CUdriverProcAddressQueryResult *);
+    void *address = dlsym(library, "cuGetProcAddress_v2");
+    if (address == NULL) {
+        return TE_FAIL(TE_ERROR_DEVICE, "the CUDA driver is older than version 12.0: update it");
+    }
+    memcpy(&find, &address, sizeof find);
+    for (size_t i = 0; i < sizeof symbols / sizeof *symbols; i++) {
+        CUresult result = find(symbols[i].name, &address, TE_CUDA_API_VERSION, 0, NULL);
+        if (result != CUDA_SUCCESS || address == NULL) {
+            return TE_FAIL(TE_ERROR_DEVICE, "the CUDA driver lacks %s of version 12.0 (error %d)",
+                           symbols[i].name, (int)result);
+        }
+        memcpy((char *)api + symbols[i].offset, &address, sizeof address);
+    }
+    return TE_OK;
+}
+
+static te_status load_api(void)
+{
+    te_status st = TE_OK;
+    te_cuda_api api;
+    void *library = NULL;
+    (void)pthread_mutex_lock(&api_lock);
+    if (api_ready) goto done;
+    library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+    if (library == NULL) library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+    if (library == NULL) {
+        const char *reason = dlerror();
+        st = TE_FAIL(TE_ERROR_DEVICE, "no CUDA driver: %s",
+                     reason != NULL ? reason : "libcuda.so.1");
+        goto done;
+    }
+    TE_TRY_DONE(load_symbols(library, &api));
+    te_cuda_functions = api;
+    TE_TRY_DONE(TE_CU(cuInit, 0));
+    api_ready = 1;
+    library = NULL; /* stays open as long as the process */
+done:
+    (void)pthread_mutex_unlock(&api_lock);
+    if (library != NULL) (void)dlclose(library);
+    return st;
+}
+
+te_status te_cuda_check(CUresult result, const char *call, const char *file, int line)
+{
+    const char *name = NULL, *description = NULL;
+    if (result == CUDA_SUCCESS) return TE_OK;
+    (void)te_cuda_functions.cuGetErrorName(result, &name);
+    (void)te_cuda_functions.cuGetErrorString(result, &description);
+    return te_fail(result == CUDA_ERROR_OUT_OF_MEMORY ? TE_ERROR_MEMORY : TE_ERROR_DEVICE, file,
+                   line, "%s: %s (%d): %s", call, name != NULL ? name : "unknown error",
+                   (int)result, description != NULL ? description : "no description");
+}
+
+static te_status read_attributes(te_cuda_state *cuda)
+{
+    const struct {
+        CUdevice_attribute attribute;
+        int *value;
+    } wanted[] = {
+        {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, &cuda->sm_count},
+        {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, &cuda->capability_major},
+        {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, &cuda->capability_minor},
+    };
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+        TE_TRY(TE_CU(cuDeviceGetAttribute, wanted[i].value, wanted[i].attribute, cuda->device));
+    }
+    if (cuda->capability_major < 8) {
+        return TE_FAIL(TE_ERROR_DEVICE, "compute capability %d.%d, at least 8.0 is needed",
+                       cuda->capability_major, cuda->capability_minor);
+    }
+    return TE_OK;
+}
+
+te_status te_cuda_open(int32_t index, void **state)
+{
+    te_status st = TE_OK;
+    te_cuda_state *cuda = NULL;
+    int count = 0;
+    *state = NULL;
+    TE_TRY_DONE(load_api());
+    TE_TRY_DONE(TE_CU(cuDeviceGetCount, &count));
+    if (index < 0 || index >= count) {
+        st = TE_FAIL(TE_ERROR_DEVICE, "CUDA device %d does not exist: there are %d", (int)index,
+                     count);
+        goto done;
+    }
+    cuda = calloc(1, sizeof *cuda);
+    if (cuda == NULL) {
+        st = TE_FAIL(TE_ERROR_MEMORY, "no memory for the state of CUDA device %d", (int)index);
+        goto done;
+    }
+    TE_TRY_DONE(TE_CU(cuDeviceGet, &cuda->device, index));
+    TE_TRY_DONE(read_attributes(cuda));
+    TE_TRY_DONE(te_cuda_images_open(cuda));
+    TE_TRY_DONE(TE_CU(cuDevicePrimaryCtxRetain, &cuda->context, cuda->device));
+    *state = cuda;
+    cuda = NULL;
+done:
+    te_cuda_close(cuda);
+    return st;
+}
+
+/* Failures are passed over: at the end of a process the driver may be gone before its callers. */
+void te_cuda_close(void *state)
+{
+    te_cuda_state *cuda = state;
+    te_cuda_scope scope = {0};
+    if (cuda == NULL) return;
+    if (cuda->context != NULL && te_cuda_enter(cuda, &scope) == TE_OK) {
+        te_cublaslt_destroy(cuda->cublaslt);
+        te_cuda_images_close(cuda);
+        te_cuda_leave(cuda, &scope);
+    } else {
+        te_cuda_images_close(cuda);
+    }
+    if (cuda->context != NULL) {
+        (void)te_cuda_functions.cuDevicePrimaryCtxRelease(cuda->device);
+    }
+    free(cuda);
+}
+
+te_status te_cuda_enter(te_cuda_state *cuda, te_cuda_scope *scope)
+{
+    CUcontext current = NULL;
+    scope->pushed = 0;
+    TE_TRY(TE_CU(cuCtxGetCurrent, &current));
+    if (current == cuda->context) return TE_OK;
+    TE_TRY(TE_CU(cuCtxPushCurrent, cuda->context));
+    scope->pushed = 1;
+    return TE_OK;
+}
+
+void te_cuda_leave(te_cuda_state *cuda, te_cuda_scope *scope)
+{
+    CUcontext popped = NULL;
+    (void)cuda;
+    if (scope->pushed) (void)te_cuda_functions.cuCtxPopCurrent(&popped);
+    scope->pushed = 0;
+}
+
+te_status te_cuda_relax_capture(te_cuda_relaxed *relaxed)
+{
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    relaxed->changed = 0;
+    TE_TRY(TE_CU(cuThreadExchangeStreamCaptureMode, &mode));
+    relaxed->mode = (int)mode;
+    relaxed->changed = 1;
+    return TE_OK;
+}
+
+void te_cuda_restore_capture(te_cuda_relaxed *relaxed)
+{
+    CUstreamCaptureMode mode = (CUstreamCaptureMode)relaxed->mode;
+    if (relaxed->changed) (void)te_cuda_functions.cuThreadExchangeStreamCaptureMode(&mode);
+    relaxed->changed = 0;
+}
+
+int te_cuda_sm_count(const te_cuda_state *cuda)
+{
+    return cuda->sm_count;
+}
+
+int te_cuda_compute_capability(const te_cuda_state *cuda)
+{
+    return cuda->capability_major * 10 + cuda->capability_minor;
+}
+
+/* An error (the legacy stream while another one is captured) is reported by the call that follows.
+ */
+int te_cuda_is_capturing(te_cuda_state *cuda, void *stream)
+{
+    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+    (void)cuda;
+    if (te_cuda_functions.cuStreamIsCapturing((CUstream)stream, &status) != CUDA_SUCCESS) return 0;
+    return status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+struct te_cublaslt **te_cuda_cublaslt(te_cuda_state *cuda)
+{
+    return &cuda->cublaslt;
+}
+
+te_status te_cuda_launch(te_cuda_state *cuda, const char *family, const char *name,
+                         const te_cuda_dims *dims, const void *params, size_t params_size,
+                         void *stream)
+{
+    CUfunction function = NULL;
+    CUlaunchConfig config;
+    CUresult result;
+    void *extra[] = {CU_LAUNCH_PARAM_BUFFER_POINTER, (void *)(uintptr_t)params,
+                     CU_LAUNCH_PARAM_BUFFER_SIZE, &params_size, CU_LAUNCH_PARAM_END};
+    TE_TRY(te_cuda_find_kernel(cuda, family, name, &function));
+    memset(&config, 0, sizeof config);
+    config.gridDimX = dims->grid_x;
+    config.gridDimY = dims->grid_y;
+    config.gridDimZ = dims->grid_z;
+    config.blockDimX = dims->block_x;
+    config.blockDimY = dims->block_y;
+    config.blockDimZ = dims->block_z;
+    config.sharedMemBytes = dims->shared_bytes;
+    config.hStream = (CUstream)stream;
+    result = te_cuda_functions.cuLaunchKernelEx(&config, function, NULL, extra);
+    return result == CUDA_SUCCESS ? TE_OK : te_cuda_check(result, name, __FILE__, __LINE__);
+}
+
+te_status te_cuda_run(te_cuda_state *cuda, const te_cuda_call *calls, int count, void *stream)
+{
+    te_status st = TE_OK;
+    te_cuda_scope scope;
+    TE_TRY(te_cuda_enter(cuda, &scope));
+    for (int i = 0; i < count && st == TE_OK; i++) {
+        st = te_cuda_launch(cuda, calls[i].family, calls[i].name, &calls[i].dims, calls[i].params,
+                            calls[i].params_size, stream);
+    }
+    te_cuda_leave(cuda, &scope);
+    return st;
+}

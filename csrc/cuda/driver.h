@@ -1,0 +1,68 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * driver.h - the CUDA driver as the rest of csrc/cuda sees it: a per-device state, the current
+ * context, and launches of embedded kernels by name. Nothing CUDA is linked: libcuda is opened at
+ * the first use of a device, its symbols come from cuGetProcAddress at a fixed version.
+ */
+#ifndef TE_CUDA_DRIVER_H
+#define TE_CUDA_DRIVER_H
+
+#include "transformer_engine.h"
+
+/* Host objects of one device; what te_context_state() returns for a CUDA context. */
+typedef struct te_cuda_state te_cuda_state;
+
+te_status te_cuda_open(int32_t index, void **state);
+void te_cuda_close(void *state);
+
+/* Makes the device's primary context current for this thread, remembering what was; every entry
+ * that calls the driver or a vendor library runs between enter and leave. Cheap when already
+ * current. */
+typedef struct te_cuda_scope {
+    int pushed;
+} te_cuda_scope;
+te_status te_cuda_enter(te_cuda_state *cuda, te_cuda_scope *scope);
+void te_cuda_leave(te_cuda_state *cuda, te_cuda_scope *scope);
+
+/* Between these two this thread may make calls that a stream capture of its own would otherwise
+ * forbid: loading of code, allocations inside a vendor library. */
+typedef struct te_cuda_relaxed {
+    int mode, changed;
+} te_cuda_relaxed;
+te_status te_cuda_relax_capture(te_cuda_relaxed *relaxed);
+void te_cuda_restore_capture(te_cuda_relaxed *relaxed);
+
+/* Multiprocessors of the device, for grid sizes. */
+int te_cuda_sm_count(const te_cuda_state *cuda);
+int te_cuda_compute_capability(const te_cuda_state *cuda); /* 90 for 9.0 */
+
+typedef struct te_cuda_dims {
+    uint32_t grid_x, grid_y, grid_z, block_x, block_y, block_z;
+    uint32_t shared_bytes; /* dynamic shared memory */
+} te_cuda_dims;
+
+/* Launches kernel `name` (a string literal: its address is the cache key) of image `family`
+ * (csrc/cuda/kernels/<family>.cu) with one by-value parameter struct; between te_cuda_enter and
+ * te_cuda_leave. Loads the image at first use: embedded binary, else NVRTC on the embedded source.
+ */
+te_status te_cuda_launch(te_cuda_state *cuda, const char *family, const char *name,
+                         const te_cuda_dims *dims, const void *params, size_t params_size,
+                         void *stream);
+
+/* The same as a value; te_cuda_run enters, launches in order until one fails, and leaves. */
+typedef struct te_cuda_call {
+    const char *family, *name;
+    te_cuda_dims dims;
+    const void *params;
+    size_t params_size;
+} te_cuda_call;
+te_status te_cuda_run(te_cuda_state *cuda, const te_cuda_call *calls, int count, void *stream);
+
+/* True while the stream is being captured into a graph. */
+int te_cuda_is_capturing(te_cuda_state *cuda, void *stream);
+
+/* Slot of the vendor-library states that hang on the device (gemm_cublaslt.c). */
+struct te_cublaslt;
+struct te_cublaslt **te_cuda_cublaslt(te_cuda_state *cuda);
+
+#endif

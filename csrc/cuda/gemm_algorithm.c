@@ -1,0 +1,356 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * gemm_algorithm.c - per device: the cuBLASLt handle and the algorithm of each problem seen.
+ *
+ * A bucket is a list that only grows at its head, so a lookup takes no lock; entries live as long as the
+ * device's state. Descriptors are rebuilt on the stack for each call (0.1 us): they hold the pointers of
+ * the call, and sharing them would need a lock.
+ */
+#include "cuda/gemm_cublaslt.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/counters.h"
+#include "core/status.h"
+#include "cuda/gemm_tuner.h"
+
+static cudaDataType_t cuda_type(uint8_t dtype)
+{
+    static const cudaDataType_t types[TE_DTYPE_COUNT] = {
+#define X(NAME, name, bits, dlpack, cuda, max) [TE_DTYPE_##NAME] = (cudaDataType_t)(cuda),
+        TE_DTYPES(X)
+#undef X
+    };
+    return types[dtype];
+}
+
+/* ---- the device's state ------------------------------------------------------------------- */
+
+static te_status make_state(te_cuda_state *cuda, te_cublaslt **out)
+{
+    te_status st = TE_OK;
+    te_cublaslt *lt = calloc(1, sizeof *lt);
+    int locked = 0;
+    *out = NULL;
+    if (lt == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for the cuBLASLt state");
+    lt->cuda = cuda;
+    TE_TRY_DONE(te_cublaslt_load(&lt->api));
+    if (pthread_mutex_init(&lt->lock, NULL) != 0) {
+        st = TE_FAIL(TE_ERROR_MEMORY, "no memory for a lock");
+        goto done;
+    }
+    locked = 1;
+    TE_TRY_DONE(TE_CUBLASLT(&lt->api, cublasLtCreate, &lt->handle));
+    *out = lt;
+    lt = NULL;
+done:
+    if (lt != NULL) {
+        if (locked) (void)pthread_mutex_destroy(&lt->lock);
+        te_cublaslt_unload(&lt->api);
+        free(lt);
+    }
+    return st;
+}
+
+te_status te_cublaslt_open(te_cuda_state *cuda, te_cublaslt **out)
+{
+    struct te_cublaslt **slot = te_cuda_cublaslt(cuda);
+    te_cublaslt *made = NULL, *there = NULL;
+    te_cuda_relaxed relaxed;
+    te_status st;
+    *out = __atomic_load_n(slot, __ATOMIC_ACQUIRE);
+    if (*out != NULL) return TE_OK;
+    TE_TRY(te_cuda_relax_capture(&relaxed)); /* the library allocates and loads code */
+    st = make_state(cuda, &made);
+    te_cuda_restore_capture(&relaxed);
+    if (st != TE_OK) return st;
+    if (__atomic_compare_exchange_n(slot, &there, made, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+        *out = made;
+    } else { /* another thread was first */
+        te_cublaslt_destroy(made);
+        *out = there;
+    }
+    return TE_OK;
+}
+
+void te_cublaslt_destroy(te_cublaslt *lt)
+{
+    if (lt == NULL) return;
+    for (int i = 0; i < TE_GEMM_BUCKETS; ++i) {
+        te_gemm_entry *entry = atomic_load_explicit(&lt->buckets[i], memory_order_relaxed);
+        while (entry != NULL) {
+            te_gemm_entry *next = entry->next;
+            free(entry);
+            entry = next;
+        }
+    }
+    te_gemm_tuner_destroy(lt->tuner);
+    (void)lt->api.cublasLtDestroy(lt->handle);
+    (void)pthread_mutex_destroy(&lt->lock);
+    te_cublaslt_unload(&lt->api);
+    free(lt);
+}
+
+/* ---- describing a problem ----------------------------------------------------------------- */
+
+static cublasLtEpilogue_t epilogue_of(const te_gemm_key *key)
+{
+    int bias = key->bias_dtype != TE_GEMM_NO_DTYPE;
+    if (key->features & TE_GEMM_FEATURE_BIAS_GRAD) return CUBLASLT_EPILOGUE_BGRADB;
+    if (!(key->features & TE_GEMM_FEATURE_GELU))
+        return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+    if (key->aux_dtype != TE_GEMM_NO_DTYPE)
+        return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+}
+
+te_status te_gemm_describe(const te_cublaslt *lt, const te_gemm_key *key, const te_gemm_pointers *at,
+                           te_gemm_descriptor *out)
+{
+    const te_cublaslt_api *api = &lt->api;
+    cublasLtMatmulDesc_t desc = (cublasLtMatmulDesc_t)(void *)out;
+    int tf32 = key->features & TE_GEMM_FEATURE_TF32;
+    int32_t op_a = key->b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+    int32_t op_b = key->a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+    uint32_t epilogue = (uint32_t)epilogue_of(key);
+    cublasStatus_t status;
+    memset(out, 0, sizeof *out);
+    status = api->cublasLtMatmulDescInit_internal(
+        desc, sizeof *out, tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUDA_R_32F);
+#define SET(NAME, value)                                                                           \
+    if (status == CUBLAS_STATUS_SUCCESS)                                                           \
+    status = api->cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_##NAME, &(value),      \
+                                                 sizeof(value))
+    SET(TRANSA, op_a);
+    SET(TRANSB, op_b);
+    SET(EPILOGUE, epilogue);
+    if (te_dtype_is_fp8((te_dtype)key->a_dtype)) {
+        int8_t fast = (key->features & TE_GEMM_FEATURE_FAST) != 0;
+        SET(FAST_ACCUM, fast);
+        SET(A_SCALE_POINTER, at->b_scale);
+        SET(B_SCALE_POINTER, at->a_scale);
+        if (te_dtype_is_fp8((te_dtype)key->d_dtype)) SET(D_SCALE_POINTER, at->d_scale);
+        if (key->features & TE_GEMM_FEATURE_AMAX) SET(AMAX_D_POINTER, at->amax);
+    }
+    if (key->bias_dtype != TE_GEMM_NO_DTYPE) {
+        int32_t type = cuda_type(key->bias_dtype);
+        SET(BIAS_POINTER, at->bias);
+        SET(BIAS_DATA_TYPE, type);
+    }
+    if (key->aux_dtype != TE_GEMM_NO_DTYPE) {
+        int32_t type = cuda_type(key->aux_dtype);
+        SET(EPILOGUE_AUX_POINTER, at->aux);
+        SET(EPILOGUE_AUX_LD, key->aux_stride);
+        SET(EPILOGUE_AUX_DATA_TYPE, type);
+    }
+#undef SET
+    return te_cublaslt_check(api, status, "cublasLtMatmulDescSetAttribute", __FILE__, __LINE__);
+}
+
+/* Column-major: a row-major [rows, columns] matrix is columns x rows. */
+static te_status describe_matrix(const te_cublaslt_api *api, cublasLtMatrixLayoutOpaque_t *out,
+                                 uint8_t dtype, int64_t rows, int64_t columns, int64_t stride)
+{
+    return TE_CUBLASLT(api, cublasLtMatrixLayoutInit_internal, out, sizeof *out, cuda_type(dtype),
+                       (uint64_t)columns, (uint64_t)rows, stride);
+}
+
+static te_status describe_matrices(const te_cublaslt_api *api, const te_gemm_key *key, te_gemm_entry *out)
+{
+    int64_t m = key->m, n = key->n, k = key->k;
+    TE_TRY(describe_matrix(api, &out->a, key->b_dtype, key->b_transposed ? n : k,
+                           key->b_transposed ? k : n, key->b_stride));
+    TE_TRY(describe_matrix(api, &out->b, key->a_dtype, key->a_transposed ? k : m,
+                           key->a_transposed ? m : k, key->a_stride));
+    TE_TRY(describe_matrix(api, &out->c, key->c_dtype, m, n, key->d_stride));
+    return describe_matrix(api, &out->d, key->d_dtype, m, n, key->d_stride);
+}
+
+/* An address of exactly this alignment. */
+static void *aligned_address(uint8_t align_log2)
+{
+    uintptr_t base = (uintptr_t)1 << 20;
+    return (void *)(align_log2 >= TE_GEMM_ALIGNMENT_LOG2 ? base : base + ((uintptr_t)1 << align_log2));
+}
+
+/* Stand-ins for the pointers, so that the choice depends on the key alone. */
+static te_gemm_pointers any_pointers(const te_gemm_key *key)
+{
+    te_gemm_pointers at = {.a = aligned_address(key->a_align), .b = aligned_address(key->b_align)};
+    at.d = aligned_address(key->d_align);
+    at.bias = aligned_address(key->bias_align);
+    at.aux = aligned_address(key->aux_align);
+    at.a_scale = at.b_scale = at.d_scale = aligned_address(TE_GEMM_ALIGNMENT_LOG2);
+    at.amax = aligned_address(TE_GEMM_ALIGNMENT_LOG2);
+    return at;
+}
+
+/* ---- choosing an algorithm ---------------------------------------------------------------- */
+
+static te_status describe_preference(const te_cublaslt_api *api, const te_gemm_key *key,
+                                     cublasLtMatmulPreferenceOpaque_t *out)
+{
+    size_t workspace = key->workspace_log2 == 0 ? 0 : (size_t)1 << key->workspace_log2;
+    uint32_t a = 1U << key->b_align, b = 1U << key->a_align, d = 1U << key->d_align;
+    cublasStatus_t status;
+    memset(out, 0, sizeof *out);
+    status = api->cublasLtMatmulPreferenceInit_internal(out, sizeof *out);
+#define SET(NAME, value)                                                                           \
+    if (status == CUBLAS_STATUS_SUCCESS)                                                           \
+    status = api->cublasLtMatmulPreferenceSetAttribute(out, CUBLASLT_MATMUL_PREF_##NAME, &(value), \
+                                                       sizeof(value))
+    SET(MAX_WORKSPACE_BYTES, workspace);
+    SET(MIN_ALIGNMENT_A_BYTES, a);
+    SET(MIN_ALIGNMENT_B_BYTES, b);
+    SET(MIN_ALIGNMENT_C_BYTES, d);
+    SET(MIN_ALIGNMENT_D_BYTES, d);
+#undef SET
+    return te_cublaslt_check(api, status, "cublasLtMatmulPreferenceSetAttribute", __FILE__, __LINE__);
+}
+
+static te_status no_algorithm(const te_cublaslt *lt, const te_gemm_key *key, cublasStatus_t status)
+{
+    int bias = key->bias_dtype != TE_GEMM_NO_DTYPE;
+    int aux = key->aux_dtype != TE_GEMM_NO_DTYPE;
+    return TE_FAIL(
+        TE_ERROR_UNSUPPORTED,
+        "gemm: cuBLASLt %zu has no algorithm (%s) for m = %lld, n = %lld, k = %lld, %s%s x %s%s -> %s, "
+        "row strides %lld, %lld, %lld, %s %s, aux %s, features 0x%x, workspace 2^%d",
+        lt->api.cublasLtGetVersion(), lt->api.cublasLtGetStatusName(status), (long long)key->m,
+        (long long)key->n, (long long)key->k, te_dtype_name((te_dtype)key->a_dtype),
+        key->a_transposed ? " transposed" : "", te_dtype_name((te_dtype)key->b_dtype),
+        key->b_transposed ? " transposed" : "", te_dtype_name((te_dtype)key->d_dtype),
+        (long long)key->a_stride, (long long)key->b_stride, (long long)key->d_stride,
+        (key->features & TE_GEMM_FEATURE_BIAS_GRAD) ? "bias gradient" : "bias",
+        bias ? te_dtype_name((te_dtype)key->bias_dtype) : "none",
+        aux ? te_dtype_name((te_dtype)key->aux_dtype) : "none", (unsigned)key->features,
+        (int)key->workspace_log2);
+}
+
+static size_t round_up_256(size_t bytes)
+{
+    return (bytes + 255) / 256 * 256;
+}
+
+/* Fills an entry. May allocate and load code inside the library. */
+static te_status choose(te_cublaslt *lt, const te_gemm_key *key, const te_gemm_pointers *at, void *stream,
+                        te_gemm_entry *out)
+{
+    cublasLtMatmulHeuristicResult_t found[TE_GEMM_CANDIDATES];
+    cublasLtMatmulPreferenceOpaque_t preference;
+    te_gemm_descriptor desc;
+    te_gemm_pointers any = any_pointers(key);
+    int count = 0, wanted = lt->tuner != NULL ? TE_GEMM_CANDIDATES : 1;
+    cublasStatus_t status;
+    memset(out, 0, sizeof *out);
+    out->key = *key;
+    TE_TRY(te_gemm_describe(lt, key, &any, &desc));
+    TE_TRY(describe_matrices(&lt->api, key, out));
+    TE_TRY(describe_preference(&lt->api, key, &preference));
+    status = lt->api.cublasLtMatmulAlgoGetHeuristic(lt->handle, (cublasLtMatmulDesc_t)(void *)&desc,
+                                                    &out->a, &out->b, &out->c, &out->d, &preference,
+                                                    wanted, found, &count);
+    if (status == CUBLAS_STATUS_SUCCESS && count > 0) status = found[0].state;
+    if (status != CUBLAS_STATUS_SUCCESS || count == 0) {
+        if (status == CUBLAS_STATUS_SUCCESS) status = CUBLAS_STATUS_NOT_SUPPORTED;
+        return no_algorithm(lt, key, status);
+    }
+    out->algo = found[0].algo;
+    out->workspace = round_up_256(found[0].workspaceSize);
+    if (lt->tuner != NULL) te_gemm_tune_entry(lt, out, found, count, at, stream);
+    return TE_OK;
+}
+
+/* ---- the cache ---------------------------------------------------------------------------- */
+
+static _Atomic(te_gemm_entry *) *bucket_of(te_cublaslt *lt, const te_gemm_key *key)
+{
+    uint64_t words[TE_GEMM_KEY_WORDS], hash = 0x9e3779b97f4a7c15ULL;
+    memcpy(words, key, sizeof words);
+    for (size_t i = 0; i < TE_GEMM_KEY_WORDS; ++i) {
+        hash = (hash ^ words[i]) * 0xff51afd7ed558ccdULL;
+        hash ^= hash >> 32;
+    }
+    return &lt->buckets[hash % TE_GEMM_BUCKETS];
+}
+
+static te_gemm_entry *look_up(_Atomic(te_gemm_entry *) *bucket, const te_gemm_key *key)
+{
+    te_gemm_entry *entry = atomic_load_explicit(bucket, memory_order_acquire);
+    while (entry != NULL && memcmp(&entry->key, key, sizeof *key) != 0) entry = entry->next;
+    return entry;
+}
+
+/* With the lock held: chooses, and publishes the entry where it may be kept. */
+static te_status insert(te_cublaslt *lt, _Atomic(te_gemm_entry *) *bucket, te_gemm_entry *chosen,
+                        te_gemm_entry **out)
+{
+    te_gemm_entry *entry;
+    *out = chosen;
+    if (lt->entry_count >= TE_GEMM_MAX_ENTRIES) return TE_OK;
+    entry = malloc(sizeof *entry);
+    if (entry == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a GEMM cache entry");
+    memcpy(entry, chosen, sizeof *entry);
+    entry->next = atomic_load_explicit(bucket, memory_order_relaxed);
+    atomic_store_explicit(bucket, entry, memory_order_release);
+    ++lt->entry_count;
+    *out = entry;
+    return TE_OK;
+}
+
+te_status te_gemm_find(te_cublaslt *lt, const te_gemm_key *key, const te_gemm_pointers *at, void *stream,
+                       te_gemm_entry *spare, te_gemm_entry **out)
+{
+    _Atomic(te_gemm_entry *) *bucket = bucket_of(lt, key);
+    te_cuda_relaxed relaxed;
+    te_status st;
+    *out = look_up(bucket, key);
+    if (*out != NULL) return TE_OK;
+    TE_TRY(te_cuda_relax_capture(&relaxed));
+    (void)pthread_mutex_lock(&lt->lock);
+    *out = look_up(bucket, key);
+    st = TE_OK;
+    if (*out == NULL) {
+        st = choose(lt, key, at, stream, spare);
+        *out = spare;
+        /* A size query under the tuner must not fix the choice that the first run is to time. */
+        if (st == TE_OK && (at != NULL || lt->tuner == NULL)) st = insert(lt, bucket, spare, out);
+    }
+    (void)pthread_mutex_unlock(&lt->lock);
+    te_cuda_restore_capture(&relaxed);
+    return st;
+}
+
+/* ---- launching ---------------------------------------------------------------------------- */
+
+cublasStatus_t te_gemm_matmul(const te_cublaslt *lt, const te_gemm_entry *entry,
+                              const cublasLtMatmulAlgo_t *algo, const te_gemm_pointers *at,
+                              te_gemm_descriptor *desc, void *stream)
+{
+    static const float one = 1.0F, zero = 0.0F;
+    const float *beta = (entry->key.features & TE_GEMM_FEATURE_ACCUMULATE) ? &one : &zero;
+    const void *c = entry->key.c_dtype == entry->key.d_dtype ? at->d : NULL; /* never read when beta = 0 */
+    return lt->api.cublasLtMatmul(
+        lt->handle, (cublasLtMatmulDesc_t)(void *)desc, &one, at->b, (cublasLtMatrixLayout_t)&entry->a,
+        at->a, (cublasLtMatrixLayout_t)&entry->b, beta, c, (cublasLtMatrixLayout_t)&entry->c, at->d,
+        (cublasLtMatrixLayout_t)&entry->d, algo, at->workspace_size > 0 ? at->workspace : NULL,
+        at->workspace_size, (cudaStream_t)stream);
+}
+
+te_status te_gemm_launch(const te_cublaslt *lt, te_gemm_entry *entry, const te_gemm_pointers *at,
+                         void *stream)
+{
+    te_gemm_descriptor desc;
+    te_cuda_relaxed relaxed;
+    cublasStatus_t status;
+    int cold = atomic_load_explicit(&entry->warm, memory_order_relaxed) == 0;
+    TE_TRY(te_gemm_describe(lt, &entry->key, at, &desc));
+    if (cold) TE_TRY(te_cuda_relax_capture(&relaxed)); /* the first launch of a kernel loads it */
+    status = te_gemm_matmul(lt, entry, &entry->algo, at, &desc, stream);
+    if (cold) te_cuda_restore_capture(&relaxed);
+    TE_TRY(te_cublaslt_check(&lt->api, status, "cublasLtMatmul", __FILE__, __LINE__));
+    if (cold) atomic_store_explicit(&entry->warm, 1, memory_order_relaxed);
+    te_count_gemm(TE_DEVICE_CUDA, (te_dtype)entry->key.a_dtype, (te_dtype)entry->key.b_dtype);
+    return TE_OK;
+}

@@ -1,0 +1,474 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * gemm_cublaslt.c - the GEMM operator of the CUDA backend.
+ *
+ * cuBLASLt takes most calls as they are: one matmul, everything fused. What it refuses (measured by
+ * benchmarks/cublaslt_support.c) goes through scratch in the caller's workspace, and is counted:
+ *   - FP8 wants 16-byte rows and addresses, and n such that a row of d is a multiple of 16 bytes: d (and
+ *     b, bias, aux with it) go through padded copies;
+ *   - aux wants rows of a multiple of 8 elements, bias a 16-byte address;
+ *   - k = 0 is a matmul of zeros, so that bias, activation and cast stay where they are;
+ *   - the amax of an FP8 output is overwritten, not accumulated: a float of scratch, then a maximum;
+ *   - the fused bias gradient costs more than reading a once more, but for small a.
+ */
+#include "cuda/gemm_cublaslt.h"
+
+#include <string.h>
+
+#include "core/context.h"
+#include "core/counters.h"
+#include "core/status.h"
+#include "core/tensor.h"
+#include "cuda/ops.h"
+
+/* Largest number of elements of a for which the fused bias gradient (a second kernel inside the library)
+ * is not slower than column sums of our own. */
+#define FUSED_BIAS_GRAD_ELEMENTS ((int64_t)1 << 20)
+#define FP8_ALIGNMENT 16
+#define AUX_ALIGNMENT 8 /* elements */
+
+typedef enum bias_grad_way {
+    BIAS_GRAD_NONE,
+    BIAS_GRAD_FUSED,
+    BIAS_GRAD_COLUMN_SUMS, /* of a's data, by the quantize operator */
+    BIAS_GRAD_GEMM         /* a times ones: a is not transposed, its rows are summed */
+} bias_grad_way;
+
+/* One call, laid out: what the library is asked, and which views are scratch (data NULL: none). */
+typedef struct gemm_call {
+    const te_gemm_args *args;
+    void *self;
+    te_context *context;
+    void *stream;
+    te_gemm_key key;
+    te_gemm_pointers at;
+    te_tensor a, b, bias, d, aux; /* padded copies */
+    te_tensor zeros;              /* both operands when k = 0 */
+    te_tensor amax;               /* [1, 1], what the library overwrites */
+    te_tensor ones;               /* second operand of BIAS_GRAD_GEMM */
+    bias_grad_way bias_grad;
+    void *helper;       /* workspace of the quantize operator or of the second GEMM */
+    size_t helper_size;
+    char *base;         /* of the workspace */
+    size_t used;        /* bytes taken for the above */
+} gemm_call;
+
+/* ---- layout: pure arithmetic -------------------------------------------------------------- */
+
+static void *take(gemm_call *call, size_t bytes)
+{
+    char *piece = call->base + call->used;
+    call->used += (bytes + 255) / 256 * 256;
+    return piece;
+}
+
+static te_tensor take_matrix(gemm_call *call, te_dtype dtype, int64_t rows, int64_t columns)
+{
+    void *data = take(call, (size_t)rows * (size_t)columns * te_dtype_bytes(dtype));
+    return te_matrix(data, dtype, te_context_device(call->context), rows, columns);
+}
+
+static te_tensor as_row(const te_tensor *vector)
+{
+    return te_matrix(vector->data, vector->dtype, vector->device, 1, vector->shape[0]);
+}
+
+static int is_aligned(const void *data, size_t to)
+{
+    return (uintptr_t)data % to == 0;
+}
+
+static uint8_t align_log2(const void *data)
+{
+    uintptr_t bits = (uintptr_t)data | (uintptr_t)1 << TE_GEMM_ALIGNMENT_LOG2;
+    return (uint8_t)__builtin_ctzll((unsigned long long)bits);
+}
+
+/* The row stride to tell the library: one of a single row means nothing and may be anything. */
+static int64_t stride_of(const te_tensor *tensor)
+{
+    return tensor->shape[0] > 1 ? tensor->strides[0] : te_round_up(tensor->shape[1], FP8_ALIGNMENT);
+}
+
+/* An operand's data with `rows` rows: the caller's, or a copy where FP8 can not use it. */
+static const te_tensor *place_operand(gemm_call *call, const te_tensor *data, int64_t rows,
+                                      te_tensor *copy)
+{
+    if (!te_dtype_is_fp8(data->dtype)) return data;
+    if (data->shape[0] == rows && stride_of(data) % FP8_ALIGNMENT == 0 &&
+        is_aligned(data->data, FP8_ALIGNMENT))
+        return data;
+    *copy = take_matrix(call, data->dtype, rows, data->shape[1]);
+    return copy;
+}
+
+static void place_operands(gemm_call *call)
+{
+    const te_gemm_args *args = call->args;
+    te_gemm_key *key = &call->key;
+    const te_tensor *a = &args->a.data, *b = &args->b.data;
+    key->a_transposed = args->a.transposed != 0;
+    key->b_transposed = args->b.transposed != 0;
+    if (key->k == 0) {
+        key->k = FP8_ALIGNMENT;
+        key->a_transposed = 0;
+        key->b_transposed = 1;
+        call->zeros = take_matrix(call, a->dtype, key->m > key->n ? key->m : key->n, key->k);
+        a = b = &call->zeros;
+    } else {
+        a = place_operand(call, a, a->shape[0], &call->a);
+        b = place_operand(call, b, te_dtype_is_fp8(b->dtype) ? key->n : b->shape[0], &call->b);
+    }
+    key->a_dtype = (uint8_t)args->a.data.dtype;
+    key->b_dtype = (uint8_t)args->b.data.dtype;
+    key->a_stride = stride_of(a);
+    key->b_stride = stride_of(b);
+    key->a_align = align_log2(a->data);
+    key->b_align = align_log2(b->data);
+    call->at.a = a->data;
+    call->at.b = b->data;
+    call->at.a_scale = args->a.scale_inv;
+    call->at.b_scale = args->b.scale_inv;
+}
+
+static void place_output(gemm_call *call)
+{
+    const te_gemm_args *args = call->args;
+    te_gemm_key *key = &call->key;
+    const te_tensor *d = &args->d;
+    int64_t row_bytes = (int64_t)te_dtype_bytes(d->dtype) * stride_of(d);
+    if (te_dtype_is_fp8(args->a.data.dtype) &&
+        (key->n != d->shape[1] || row_bytes % FP8_ALIGNMENT != 0 || !is_aligned(d->data, FP8_ALIGNMENT))) {
+        call->d = take_matrix(call, d->dtype, key->m, key->n);
+        d = &call->d;
+    }
+    key->d_dtype = key->c_dtype = (uint8_t)d->dtype;
+    key->d_stride = stride_of(d);
+    key->d_align = align_log2(d->data);
+    call->at.d = d->data;
+    if (!te_dtype_is_fp8(d->dtype)) return;
+    call->at.d_scale = args->d_scale;
+    if (args->d_amax != NULL) {
+        call->amax = take_matrix(call, TE_DTYPE_F32, 1, 1);
+        call->at.amax = call->amax.data;
+        key->features |= TE_GEMM_FEATURE_AMAX;
+    }
+}
+
+static void place_epilogue(gemm_call *call)
+{
+    const te_gemm_args *args = call->args;
+    te_gemm_key *key = &call->key;
+    const te_tensor *bias = &args->bias, *aux = &args->aux;
+    key->bias_dtype = key->aux_dtype = TE_GEMM_NO_DTYPE;
+    if (args->epilogue == TE_EPILOGUE_GELU) key->features |= TE_GEMM_FEATURE_GELU;
+    if (te_tensor_present(bias)) {
+        if (key->n != bias->shape[0] || !is_aligned(bias->data, FP8_ALIGNMENT)) {
+            call->bias = take_matrix(call, bias->dtype, 1, key->n);
+            bias = &call->bias;
+        }
+        key->bias_dtype = (uint8_t)bias->dtype;
+        key->bias_align = align_log2(bias->data);
+        call->at.bias = bias->data;
+    }
+    if (te_tensor_present(aux)) {
+        if (key->n != aux->shape[1] || stride_of(aux) % AUX_ALIGNMENT != 0 ||
+            !is_aligned(aux->data, FP8_ALIGNMENT)) {
+            call->aux = take_matrix(call, aux->dtype, key->m, te_round_up(key->n, AUX_ALIGNMENT));
+            aux = &call->aux;
+        }
+        key->aux_dtype = (uint8_t)aux->dtype;
+        key->aux_stride = stride_of(aux);
+        key->aux_align = align_log2(aux->data);
+        call->at.aux = aux->data;
+    }
+    /* By the library's rule the (unread) c of an FP8 output has the dtype of its bias and aux. */
+    if (te_dtype_is_fp8((te_dtype)key->d_dtype)) {
+        int half = key->bias_dtype == TE_DTYPE_F16 || key->aux_dtype == TE_DTYPE_F16;
+        key->c_dtype = half ? TE_DTYPE_F16 : TE_DTYPE_BF16;
+    }
+}
+
+static te_quantize_args column_sums_args(const gemm_call *call)
+{
+    te_quantize_args sums = {.size = sizeof sums, .input = call->args->a.data};
+    sums.bias_grad = call->args->bias_grad;
+    sums.workspace = call->helper;
+    sums.workspace_size = call->helper_size;
+    return sums;
+}
+
+static te_quantize_args amax_args(const gemm_call *call)
+{
+    te_quantize_args amax = {.size = sizeof amax, .input = call->amax};
+    amax.output.amax = call->args->d_amax;
+    amax.workspace = call->helper;
+    amax.workspace_size = call->helper_size;
+    return amax;
+}
+
+/* bias_grad[m, 1] = a[m, k] ones[k, 1]. */
+static te_gemm_args row_sums_args(const gemm_call *call)
+{
+    te_gemm_args sums = {.size = sizeof sums, .a = call->args->a};
+    const te_tensor *out = &call->args->bias_grad;
+    sums.b.data = call->ones;
+    sums.b.transposed = 1;
+    sums.d = te_matrix(out->data, out->dtype, out->device, out->shape[0], 1);
+    sums.flags = call->args->flags & TE_GEMM_ALLOW_TF32;
+    sums.workspace = call->helper;
+    sums.workspace_size = call->helper_size;
+    return sums;
+}
+
+static bias_grad_way choose_bias_grad(const gemm_call *call)
+{
+    const te_gemm_args *args = call->args;
+    const te_tensor *out = &args->bias_grad;
+    if (!te_tensor_present(out)) return BIAS_GRAD_NONE;
+    if (!args->a.transposed) return BIAS_GRAD_GEMM;
+    if (te_tensor_present(&args->bias) || args->epilogue != TE_EPILOGUE_NONE ||
+        out->dtype != args->d.dtype || !is_aligned(out->data, FP8_ALIGNMENT) ||
+        call->key.m * call->key.k > FUSED_BIAS_GRAD_ELEMENTS)
+        return BIAS_GRAD_COLUMN_SUMS;
+    return BIAS_GRAD_FUSED;
+}
+
+/* Bias gradient, and the workspace of the operators that help. */
+static te_status place_helpers(gemm_call *call)
+{
+    const te_gemm_args *args = call->args;
+    size_t need = 0;
+    if (te_tensor_present(&call->amax)) {
+        te_quantize_args amax = amax_args(call);
+        TE_TRY(te_cuda_quantize_workspace(call->self, call->context, &amax, &need));
+    }
+    call->bias_grad = choose_bias_grad(call);
+    if (call->bias_grad == BIAS_GRAD_FUSED) {
+        call->key.features |= TE_GEMM_FEATURE_BIAS_GRAD;
+        call->key.bias_dtype = (uint8_t)args->bias_grad.dtype;
+        call->key.bias_align = align_log2(args->bias_grad.data);
+        call->at.bias = args->bias_grad.data;
+    } else if (call->bias_grad == BIAS_GRAD_COLUMN_SUMS) {
+        te_quantize_args sums = column_sums_args(call);
+        TE_TRY(te_cuda_quantize_workspace(call->self, call->context, &sums, &need));
+    } else if (call->bias_grad == BIAS_GRAD_GEMM) {
+        te_gemm_args sums;
+        call->ones = take_matrix(call, args->a.data.dtype, 1, args->a.data.shape[1]);
+        sums = row_sums_args(call);
+        TE_TRY(te_cuda_gemm_workspace(call->self, call->context, &sums, &need));
+    }
+    call->helper_size = need;
+    if (need > 0) call->helper = take(call, need);
+    return TE_OK;
+}
+
+/* Lays out everything but the library's own workspace, which follows at call->used. */
+static te_status lay_out(gemm_call *call)
+{
+    const te_gemm_args *args = call->args;
+    te_gemm_key *key = &call->key;
+    int64_t row_bytes = args->d.shape[1] * (int64_t)te_dtype_bytes(args->d.dtype);
+    key->m = args->d.shape[0];
+    key->n = args->d.shape[1];
+    key->k = args->a.data.shape[args->a.transposed ? 0 : 1];
+    if (te_dtype_is_fp8(args->a.data.dtype) && row_bytes % FP8_ALIGNMENT != 0)
+        key->n = te_round_up(key->n, FP8_ALIGNMENT);
+    if (args->flags & TE_GEMM_ACCUMULATE) key->features |= TE_GEMM_FEATURE_ACCUMULATE;
+    if (te_dtype_is_fp8(args->a.data.dtype)) {
+        if (args->flags & TE_GEMM_FAST_ACCUMULATION) key->features |= TE_GEMM_FEATURE_FAST;
+    } else if (args->a.data.dtype == TE_DTYPE_F32) {
+        if (args->flags & TE_GEMM_ALLOW_TF32) key->features |= TE_GEMM_FEATURE_TF32;
+    }
+    key->workspace_log2 = TE_GEMM_WORKSPACE_LOG2;
+    place_operands(call);
+    place_output(call);
+    place_epilogue(call);
+    return place_helpers(call);
+}
+
+/* ---- copies around the matmul ------------------------------------------------------------- */
+
+static te_status copy(const gemm_call *call, te_tensor from, te_tensor to)
+{
+    te_cast_args args = {.size = sizeof args, .input = from, .output = to};
+    return te_cuda_cast(call->self, call->context, &args, call->stream);
+}
+
+static te_status fill(const gemm_call *call, te_tensor output, double value)
+{
+    te_fill_args args = {.size = sizeof args, .output = output, .value = value};
+    return te_cuda_fill(call->self, call->context, &args, call->stream);
+}
+
+static te_status copy_in(const gemm_call *call)
+{
+    const te_gemm_args *args = call->args;
+    if (te_tensor_present(&call->zeros)) TE_TRY(fill(call, call->zeros, 0.0));
+    if (te_tensor_present(&call->a)) TE_TRY(copy(call, args->a.data, call->a));
+    if (te_tensor_present(&call->b)) TE_TRY(copy(call, args->b.data, call->b));
+    if (te_tensor_present(&call->a) || te_tensor_present(&call->b))
+        te_count_fallback(TE_FALLBACK_GEMM_OPERAND_COPIED);
+    if (te_tensor_present(&call->bias)) {
+        TE_TRY(copy(call, as_row(&args->bias), call->bias));
+        te_count_fallback(TE_FALLBACK_GEMM_BIAS_SEPARATE);
+    }
+    if (te_tensor_present(&call->d) && (args->flags & TE_GEMM_ACCUMULATE))
+        TE_TRY(copy(call, args->d, call->d));
+    return TE_OK;
+}
+
+static te_status copy_out(const gemm_call *call)
+{
+    const te_gemm_args *args = call->args;
+    if (te_tensor_present(&call->d)) TE_TRY(copy(call, call->d, args->d));
+    if (te_tensor_present(&call->aux)) TE_TRY(copy(call, call->aux, args->aux));
+    if (te_tensor_present(&call->d) || te_tensor_present(&call->aux))
+        te_count_fallback(TE_FALLBACK_GEMM_OUTPUT_PADDED);
+    if (te_tensor_present(&call->amax)) {
+        te_quantize_args amax = amax_args(call);
+        TE_TRY(te_cuda_quantize(call->self, call->context, &amax, call->stream));
+    }
+    return TE_OK;
+}
+
+static te_status separate_bias_grad(const gemm_call *call)
+{
+    if (call->bias_grad == BIAS_GRAD_NONE || call->bias_grad == BIAS_GRAD_FUSED) return TE_OK;
+    if (te_tensor_present(&call->zeros)) return fill(call, as_row(&call->args->bias_grad), 0.0);
+    if (call->bias_grad == BIAS_GRAD_COLUMN_SUMS) {
+        te_quantize_args sums = column_sums_args(call);
+        TE_TRY(te_cuda_quantize(call->self, call->context, &sums, call->stream));
+    } else {
+        te_gemm_args sums = row_sums_args(call);
+        TE_TRY(fill(call, call->ones, 1.0));
+        TE_TRY(te_cuda_gemm(call->self, call->context, &sums, call->stream));
+    }
+    te_count_fallback(TE_FALLBACK_GEMM_BIAS_SEPARATE);
+    return TE_OK;
+}
+
+/* ---- the operator ------------------------------------------------------------------------- */
+
+static te_status expect_workspace(const gemm_call *call, size_t need)
+{
+    const te_gemm_args *args = call->args;
+    if (need > 0 && !is_aligned(args->workspace, 256)) {
+        return TE_FAIL(TE_ERROR_INVALID, "gemm: workspace at %p, expected a multiple of 256 bytes",
+                       args->workspace);
+    }
+    if (need > args->workspace_size) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "gemm: workspace of %zu bytes, expected at least %zu (d at %p, bias at %p: what is "
+                       "not 16-byte aligned goes through it; te_op_workspace counts with the same addresses)",
+                       args->workspace_size, need, args->d.data, args->bias.data);
+    }
+    return TE_OK;
+}
+
+/* The entry to use with what is left of the workspace. */
+static te_status find_algorithm(te_cublaslt *lt, gemm_call *call, te_gemm_entry *spare, te_gemm_entry **out)
+{
+    size_t left = call->args->workspace_size - call->used;
+    TE_TRY(te_gemm_find(lt, &call->key, &call->at, call->stream, spare, out));
+    if ((*out)->workspace <= left) return TE_OK;
+    call->key.workspace_log2 = (uint8_t)(left < 256 ? 0 : 63 - __builtin_clzll((unsigned long long)left));
+    return te_gemm_find(lt, &call->key, &call->at, call->stream, spare, out);
+}
+
+static te_status run_call(te_cuda_state *cuda, gemm_call *call)
+{
+    te_cublaslt *lt = NULL;
+    te_gemm_entry spare, *entry = NULL;
+    TE_TRY(te_cublaslt_open(cuda, &lt));
+    TE_TRY(lay_out(call));
+    TE_TRY(expect_workspace(call, call->used));
+    call->at.workspace = call->base + call->used;
+    call->at.workspace_size = call->args->workspace_size - call->used;
+    TE_TRY(copy_in(call));
+    TE_TRY(find_algorithm(lt, call, &spare, &entry));
+    TE_TRY(expect_workspace(call, call->used + entry->workspace));
+    TE_TRY(te_gemm_launch(lt, entry, &call->at, call->stream));
+    TE_TRY(copy_out(call));
+    return separate_bias_grad(call);
+}
+
+/* k = 0 without bias or activation: zeros, or nothing where they are added. */
+static te_status run_empty(const gemm_call *call)
+{
+    const te_gemm_args *args = call->args;
+    if (te_tensor_present(&args->bias_grad)) TE_TRY(fill(call, as_row(&args->bias_grad), 0.0));
+    return (args->flags & TE_GEMM_ACCUMULATE) ? TE_OK : fill(call, args->d, 0.0);
+}
+
+te_status te_cuda_gemm(void *self, te_context *context, const void *untyped, void *stream)
+{
+    const te_gemm_args *args = untyped;
+    gemm_call call = {.args = args, .self = self, .context = context, .stream = stream};
+    te_cuda_state *cuda = te_context_state(context);
+    te_cuda_scope scope;
+    te_status st;
+    if (args->d.shape[0] == 0 || args->d.shape[1] == 0) return TE_OK;
+    call.base = args->workspace;
+    TE_TRY(te_cuda_enter(cuda, &scope));
+    if (args->a.data.shape[args->a.transposed ? 0 : 1] == 0 && !te_tensor_present(&args->bias) &&
+        args->epilogue == TE_EPILOGUE_NONE && !te_dtype_is_fp8(args->d.dtype)) {
+        st = run_empty(&call);
+    } else {
+        st = run_call(cuda, &call);
+    }
+    te_cuda_leave(cuda, &scope);
+    return st;
+}
+
+te_status te_cuda_gemm_workspace(void *self, te_context *context, const void *untyped, size_t *bytes)
+{
+    const te_gemm_args *args = untyped;
+    gemm_call call = {.args = args, .self = self, .context = context};
+    te_cuda_state *cuda = te_context_state(context);
+    te_cuda_scope scope;
+    te_cublaslt *lt = NULL;
+    te_gemm_entry spare, *entry = NULL;
+    te_status st;
+    *bytes = 0;
+    if (args->d.shape[0] == 0 || args->d.shape[1] == 0) return TE_OK;
+    call.base = (char *)(uintptr_t)0x10000; /* never read: scratch is aligned wherever it will be */
+    TE_TRY(te_cuda_enter(cuda, &scope));
+    TE_TRY_DONE(te_cublaslt_open(cuda, &lt));
+    TE_TRY_DONE(lay_out(&call));
+    TE_TRY_DONE(te_gemm_find(lt, &call.key, NULL, NULL, &spare, &entry));
+    *bytes = call.used + entry->workspace;
+done:
+    te_cuda_leave(cuda, &scope);
+    return st;
+}
+
+/* From the table that benchmarks/cublaslt_support.c prints. */
+te_status te_cuda_gemm_supports(void *self, te_context *context, const void *untyped)
+{
+    const te_gemm_args *args = untyped;
+    te_dtype a = args->a.data.dtype, b = args->b.data.dtype, d = args->d.dtype;
+    int aux = te_tensor_present(&args->aux), bias = te_tensor_present(&args->bias);
+    int capability = te_cuda_compute_capability(te_context_state(context));
+    (void)self;
+    if (te_dtype_is_fp8(a) && capability < 89) {
+        return TE_FAIL(TE_ERROR_UNSUPPORTED, "gemm: FP8 needs compute capability 8.9, this device has %d.%d",
+                       capability / 10, capability % 10);
+    }
+    if (d == TE_DTYPE_E5M2 && a == TE_DTYPE_E4M3 && b == TE_DTYPE_E4M3) {
+        return TE_FAIL(TE_ERROR_UNSUPPORTED, "gemm: d = e5m2 from e4m3 x e4m3, expected e4m3 or no FP8");
+    }
+    if (aux) {
+        te_dtype expected = !te_dtype_is_fp8(d) ? d : bias ? args->bias.dtype : TE_DTYPE_BF16;
+        int either = te_dtype_is_fp8(d) && !bias && args->aux.dtype == TE_DTYPE_F16;
+        if (args->aux.dtype != expected && !either) {
+            return TE_FAIL(TE_ERROR_UNSUPPORTED, "gemm: aux of dtype %s with d %s, expected %s",
+                           te_dtype_name(args->aux.dtype), te_dtype_name(d), te_dtype_name(expected));
+        }
+        if (te_dtype_is_fp8(a) && d == TE_DTYPE_F32 && bias) {
+            return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                           "gemm: aux and bias with FP8 operands and d = f32, expected d f16 or bf16");
+        }
+    }
+    return TE_OK;
+}

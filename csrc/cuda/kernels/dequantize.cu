@@ -1,0 +1,85 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * dequantize.cu - FP8 per tensor to high precision, from row-wise or from transposed bytes. Both write
+ * 16 bytes per thread; the transposed source goes through the byte tile of tile.cuh.
+ */
+#include "dequantize.h"
+#include "tile.cuh"
+#include "matrix.cuh"
+
+template <typename TI, typename TO, int N>
+static __device__ __forceinline__ void decode(const te_vector<TI, N> &in, float scale_inv,
+                                              te_vector<TO, N> *out)
+{
+    out->clear();
+#pragma unroll
+    for (int i = 0; i < N; i++) out->put(i, te_encode<TO>(in.value(i) * scale_inv));
+}
+
+template <typename TI, typename TO>
+static __device__ __forceinline__ void dequantize(const te_dequantize_params &p)
+{
+    constexpr int elements = 16 / TO::bytes;
+    const float scale_inv = *p.scale_inv;
+    for (te_walk walk(p.output.rows, p.output.columns, p.lanes_log2, elements); walk.more();
+         walk.next()) {
+        te_vector<TI, elements> in[TE_MATRIX_UNROLL];
+        te_index row, column, step;
+        walk.place(elements, &row, &column, &step);
+        if (row >= p.output.rows) continue;
+#pragma unroll
+        for (int i = 0; i < TE_MATRIX_UNROLL; i++)
+            in[i].load(te_at<TI>(p.input, row, column + i * step), p.input_aligned != 0,
+                       p.output.columns - column - i * step);
+#pragma unroll
+        for (int i = 0; i < TE_MATRIX_UNROLL; i++) {
+            te_vector<TO, elements> out;
+            decode<TI, TO, elements>(in[i], scale_inv, &out);
+            out.store(te_at<TO>(p.output, row, column + i * step), p.output_aligned != 0,
+                      p.output.columns - column - i * step);
+        }
+    }
+}
+
+template <typename TI, typename TO>
+static __device__ __forceinline__ void dequantize_transposed(const te_dequantize_params &p)
+{
+    constexpr int elements = 16 / TO::bytes, pieces = TE_TILE / elements;
+    __shared__ __align__(16) unsigned tile[TE_TILE_WORDS];
+    const te_index row = (te_index)blockIdx.x * TE_TILE;
+    const float scale_inv = *p.scale_inv;
+    for (te_index column = (te_index)blockIdx.y * TE_TILE; column < p.output.columns;
+         column += (te_index)gridDim.y * TE_TILE) {
+        te_vector<TI, 8> in[4];
+        te_tile_load<TI>(p.input, p.input_aligned != 0, column, row, p.output.columns, p.output.rows,
+                         in);
+        te_tile_put<TI>(tile, in);
+        __syncthreads();
+#pragma unroll 4
+        for (int i = threadIdx.x; i < TE_TILE * pieces; i += TE_TILE_THREADS) {
+            const int line = i / pieces, at = i % pieces * elements;
+            te_vector<TI, elements> bytes;
+            te_vector<TO, elements> out;
+            bytes.load_aligned(tile + te_tile_word(line, at >> 2));
+            decode<TI, TO, elements>(bytes, scale_inv, &out);
+            if (row + line < p.output.rows)
+                out.store(te_at<TO>(p.output, row + line, column + at), p.output_aligned != 0,
+                          p.output.columns - column - at);
+        }
+        __syncthreads();
+    }
+}
+
+#define X(I, i, O, o)                                                                              \
+    extern "C" __global__ void __launch_bounds__(TE_MATRIX_THREADS)                                \
+        te_dequantize_##i##_##o(const __grid_constant__ te_dequantize_params p)                    \
+    {                                                                                              \
+        dequantize<te_##i, te_##o>(p);                                                             \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS)                                  \
+        te_dequantize_transposed_##i##_##o(const __grid_constant__ te_dequantize_params p)         \
+    {                                                                                              \
+        dequantize_transposed<te_##i, te_##o>(p);                                                  \
+    }
+TE_DEQUANTIZE_INSTANCES(X)
+#undef X

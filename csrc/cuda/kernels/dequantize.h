@@ -1,0 +1,30 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * dequantize.h - parameters of FP8 per tensor to high precision. Device pointers are borrowed for the
+ * launch. Read by gcc, nvcc and NVRTC.
+ */
+#ifndef TE_CUDA_KERNELS_DEQUANTIZE_H
+#define TE_CUDA_KERNELS_DEQUANTIZE_H
+
+#include "cuda/device/types.h"
+
+/* X(INPUT, input, OUTPUT, output) */
+#define TE_DEQUANTIZE_INSTANCES(X)                                                                 \
+    X(E4M3, e4m3, F32, f32)                                                                        \
+    X(E4M3, e4m3, F16, f16)                                                                        \
+    X(E4M3, e4m3, BF16, bf16)                                                                      \
+    X(E5M2, e5m2, F32, f32)                                                                        \
+    X(E5M2, e5m2, F16, f16)                                                                        \
+    X(E5M2, e5m2, BF16, bf16)
+
+/* te_dequantize_*: row-wise input, a matrix walk of 256 threads. te_dequantize_transposed_*: input
+ * [columns, >= rows]; grid (row tiles, column tiles) of 64 x 64, 128 threads. */
+typedef struct te_dequantize_params {
+    te_view input;          /* bytes */
+    te_view output;         /* [rows, columns] */
+    const float *scale_inv; /* 1 float */
+    int lanes_log2;         /* row-wise: see matrix.cuh */
+    int input_aligned, output_aligned; /* every vector access is aligned */
+} te_dequantize_params;
+
+#endif

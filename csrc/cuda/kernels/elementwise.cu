@@ -1,0 +1,103 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * elementwise.cu - fill, cast, copy and byte transpose: everything that moves a matrix and computes
+ * next to nothing. A thread has several accesses of up to 16 bytes in flight.
+ */
+#include "elementwise.h"
+#include "tile.cuh"
+#include "matrix.cuh"
+
+template <typename TI, typename TO> struct te_converter {
+    static __device__ __forceinline__ typename TO::raw run(typename TI::raw bits)
+    {
+        return te_encode<TO>(te_decode<TI>(bits));
+    }
+};
+template <typename T> struct te_converter<T, T> { /* bits are kept */
+    static __device__ __forceinline__ typename T::raw run(typename T::raw bits) { return bits; }
+};
+
+/* 16 bytes of the wider type per access. */
+template <typename TI, typename TO> static __device__ __forceinline__ void cast(const te_cast_params &p)
+{
+    constexpr int elements = 16 / (TI::bytes > TO::bytes ? TI::bytes : TO::bytes);
+    for (te_walk walk(p.output.rows, p.output.columns, p.lanes_log2, elements); walk.more();
+         walk.next()) {
+        te_vector<TI, elements> in[TE_MATRIX_UNROLL];
+        te_index row, column, step;
+        walk.place(elements, &row, &column, &step);
+        if (row >= p.output.rows) continue;
+#pragma unroll
+        for (int i = 0; i < TE_MATRIX_UNROLL; i++)
+            in[i].load(te_at<TI>(p.input, row, column + i * step), p.input_aligned != 0,
+                       row < p.input.rows ? p.input.columns - column - i * step : 0);
+#pragma unroll
+        for (int i = 0; i < TE_MATRIX_UNROLL; i++) {
+            te_vector<TO, elements> out;
+            out.clear();
+#pragma unroll
+            for (int j = 0; j < elements; j++)
+                out.put(j, te_converter<TI, TO>::run(in[i].get(j)));
+            out.store(te_at<TO>(p.output, row, column + i * step), p.output_aligned != 0,
+                      p.output.columns - column - i * step);
+        }
+    }
+}
+
+#define X(I, i, O, o)                                                                              \
+    extern "C" __global__ void __launch_bounds__(TE_MATRIX_THREADS)                                \
+        te_cast_##i##_##o(const __grid_constant__ te_cast_params p)                                \
+    {                                                                                              \
+        cast<te_##i, te_##o>(p);                                                                   \
+    }
+TE_CAST_INSTANCES(X)
+#undef X
+
+template <typename T> static __device__ __forceinline__ void fill(const te_fill_params &p)
+{
+    constexpr int elements = 16 / T::bytes;
+    te_vector<T, elements> value;
+#pragma unroll
+    for (int i = 0; i < 4; i++) value.word[i] = i % 2 == 0 ? p.pattern : p.pattern_high;
+    for (te_walk walk(p.output.rows, p.output.columns, p.lanes_log2, elements); walk.more();
+         walk.next()) {
+        te_index row, column, step;
+        walk.place(elements, &row, &column, &step);
+        if (row >= p.output.rows) continue;
+#pragma unroll
+        for (int i = 0; i < TE_MATRIX_UNROLL; i++, column += step)
+            value.store(te_at<T>(p.output, row, column), p.output_aligned != 0,
+                        p.output.columns - column);
+    }
+}
+
+#define X(BYTES)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(TE_MATRIX_THREADS)                                \
+        te_copy_##BYTES(const __grid_constant__ te_cast_params p)                                  \
+    {                                                                                              \
+        cast<te_opaque<BYTES>, te_opaque<BYTES>>(p);                                               \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(TE_MATRIX_THREADS)                                \
+        te_fill_##BYTES(const __grid_constant__ te_fill_params p)                                  \
+    {                                                                                              \
+        fill<te_opaque<BYTES>>(p);                                                                 \
+    }
+TE_COPY_INSTANCES(X)
+#undef X
+
+extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS)
+    te_transpose(const __grid_constant__ te_transpose_params p)
+{
+    __shared__ __align__(16) unsigned tile[TE_TILE_WORDS];
+    const te_index column = (te_index)blockIdx.x * TE_TILE;
+    for (te_index row = (te_index)blockIdx.y * TE_TILE; row < p.output.columns;
+         row += (te_index)gridDim.y * TE_TILE) {
+        te_vector<te_opaque<1>, 8> bytes[4];
+        te_tile_load<te_opaque<1>>(p.input, p.input_aligned != 0, row, column, p.input.rows,
+                                   p.input.columns, bytes);
+        te_tile_put<te_opaque<1>>(tile, bytes);
+        __syncthreads();
+        te_tile_store<te_opaque<1>>(tile, p.output, p.output_aligned != 0, column, row);
+        __syncthreads();
+    }
+}

@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * launch.h - what the host side of every kernel family needs: views, alignment, grids.
+ */
+#ifndef TE_CUDA_LAUNCH_H
+#define TE_CUDA_LAUNCH_H
+
+#include "core/context.h"
+#include "core/tensor.h"
+#include "cuda/device/types.h"
+#include "cuda/driver.h"
+
+/* The largest grid in y and z. */
+#define TE_CUDA_MAX_GRID_Y 65535
+
+static inline te_view te_cuda_view(const te_tensor *tensor)
+{
+    te_view view = {tensor->data, tensor->shape[0], tensor->shape[1], tensor->strides[0]};
+    if (tensor->shape[0] <= 1)
+        view.stride = tensor->shape[1]; /* a single row's stride may be anything */
+    return view;
+}
+
+/* Every row begins at a multiple of `bytes`. */
+static inline int te_cuda_aligned(const te_view *view, size_t element, size_t bytes)
+{
+    return (uintptr_t)view->data % bytes == 0 &&
+           (view->rows <= 1 || (size_t)view->stride * element % bytes == 0);
+}
+
+/* The rows lie one after the other: the matrix may be walked as one long row. */
+static inline int te_cuda_is_dense(const te_view *view)
+{
+    return view->stride == view->columns;
+}
+
+static inline void te_cuda_flatten(te_view *view)
+{
+    view->columns *= view->rows;
+    view->stride = view->columns;
+    view->rows = 1;
+}
+
+/* The walk of device/matrix.cuh over [rows, columns] with vectors of `elements`: lanes of one row,
+ * and the blocks, at most `most`. */
+typedef struct te_cuda_walk {
+    int lanes_log2;
+    uint32_t blocks;
+} te_cuda_walk;
+te_cuda_walk te_cuda_plan_walk(int64_t rows, int64_t columns, int elements, int64_t most);
+
+/* TE_STORE_* of f32, f16 or bf16. */
+static inline int te_cuda_store(te_dtype dtype)
+{
+    return dtype == TE_DTYPE_F32   ? TE_STORE_F32
+           : dtype == TE_DTYPE_F16 ? TE_STORE_F16
+                                   : TE_STORE_BF16;
+}
+
+#endif

@@ -1,0 +1,317 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * nvrtc.c - compiles embedded device source with the NVRTC of the process and keeps the result on
+ * disk.
+ *
+ * NVRTC is needed only where no embedded image fits the driver. The few prototypes are written out:
+ * its header is often absent where cuda.h is there.
+ */
+#define _GNU_SOURCE /* dladdr */
+#include "cuda/nvrtc.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "core/status.h"
+
+#define PATH_BYTES 4096
+#define LOG_BYTES 1024
+
+/* X(member, symbol, arguments) */
+#define NVRTC_SYMBOLS(X)                                                                           \
+    X(version, nvrtcVersion, (int *major, int *minor))                                             \
+    X(arch_count, nvrtcGetNumSupportedArchs, (int *count))                                         \
+    X(archs, nvrtcGetSupportedArchs, (int *archs))                                                 \
+    X(create, nvrtcCreateProgram,                                                                  \
+      (void **program, const char *text, const char *name, int headers, const char *const *texts,  \
+       const char *const *names))                                                                  \
+    X(destroy, nvrtcDestroyProgram, (void **program))                                              \
+    X(compile, nvrtcCompileProgram, (void *program, int options, const char *const *texts))        \
+    X(log_size, nvrtcGetProgramLogSize, (void *program, size_t *size))                             \
+    X(log, nvrtcGetProgramLog, (void *program, char *log))                                         \
+    X(cubin_size, nvrtcGetCUBINSize, (void *program, size_t *size))                                \
+    X(cubin, nvrtcGetCUBIN, (void *program, char *code))                                           \
+    X(ptx_size, nvrtcGetPTXSize, (void *program, size_t *size))                                    \
+    X(ptx, nvrtcGetPTX, (void *program, char *code))
+
+typedef struct nvrtc_api {
+    void *library;
+    int major, minor;
+#define X(member, symbol, arguments) int(*member) arguments;
+    NVRTC_SYMBOLS(X)
+#undef X
+} nvrtc_api;
+
+/* How to compile for a device: machine code where NVRTC knows it, else PTX for the driver. */
+typedef struct target {
+    char option[48]; /* "--gpu-architecture=sm_90a" */
+    int is_ptx;
+} target;
+
+static pthread_mutex_t settings_lock = PTHREAD_MUTEX_INITIALIZER;
+static int settings_forced;              /* guarded by settings_lock, as is the folder */
+static char settings_folder[PATH_BYTES]; /* "": nothing is kept on disk */
+
+te_status te_cuda_configure(int force_source, const char *cache_dir)
+{
+    size_t length = cache_dir != NULL ? strlen(cache_dir) : 0;
+    if (length >= PATH_BYTES - 128) {
+        return TE_FAIL(TE_ERROR_INVALID, "cache_dir has %zu bytes, at most %d are possible", length,
+                       PATH_BYTES - 129);
+    }
+    (void)pthread_mutex_lock(&settings_lock);
+    settings_forced = force_source != 0;
+    if (length > 0) memcpy(settings_folder, cache_dir, length);
+    settings_folder[length] = '\0';
+    (void)pthread_mutex_unlock(&settings_lock);
+    return TE_OK;
+}
+
+int te_cuda_source_forced(void)
+{
+    int forced;
+    (void)pthread_mutex_lock(&settings_lock);
+    forced = settings_forced;
+    (void)pthread_mutex_unlock(&settings_lock);
+    return forced;
+}
+
+/* ---- the library ---- */
+
+/* NVRTC beside a cuBLASLt that is loaded: wheels keep them in one folder (CUDA 13) or in sister
+ * folders (CUDA 12), neither of which the linker searches. */
+static void *open_beside_cublaslt(void)
+{
+    static const struct {
+        const char *loaded, *beside;
+    } pairs[] = {
+        {"libcublasLt.so.13", "libnvrtc.so.13"},
+        {"libcublasLt.so.12", "libnvrtc.so.12"},
+        {"libcublasLt.so.12", "../../cuda_nvrtc/lib/libnvrtc.so.12"},
+    };
+    void *found = NULL;
+    for (size_t i = 0; i < sizeof pairs / sizeof *pairs && found == NULL; i++) {
+        Dl_info info;
+        char path[PATH_BYTES];
+        void *loaded = dlopen(pairs[i].loaded, RTLD_LAZY | RTLD_NOLOAD);
+        void *symbol = loaded != NULL ? dlsym(loaded, "cublasLtCreate") : NULL;
+        if (symbol != NULL && dladdr(symbol, &info) != 0 && strrchr(info.dli_fname, '/') != NULL) {
+            int folder = (int)(strrchr(info.dli_fname, '/') - info.dli_fname);
+            int length =
+                snprintf(path, sizeof path, "%.*s/%s", folder, info.dli_fname, pairs[i].beside);
+            if (length > 0 && (size_t)length < sizeof path)
+                found = dlopen(path, RTLD_LAZY | RTLD_LOCAL);
+        }
+        if (loaded != NULL) (void)dlclose(loaded);
+    }
+    return found;
+}
+
+static void *open_library(void)
+{
+    static const char *const names[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"};
+    const int count = (int)(sizeof names / sizeof *names);
+    void *library = NULL;
+    for (int i = 0; i < count && library == NULL; i++)
+        library = dlopen(names[i], RTLD_LAZY | RTLD_NOLOAD);
+    if (library == NULL) library = open_beside_cublaslt();
+    for (int i = 0; i < count && library == NULL; i++)
+        library = dlopen(names[i], RTLD_LAZY | RTLD_LOCAL);
+    return library;
+}
+
+static te_status open_nvrtc(const char *name, nvrtc_api *api)
+{
+    void *address;
+    api->library = open_library();
+    if (api->library == NULL) {
+        return TE_FAIL(
+            TE_ERROR_DEVICE,
+            "the driver takes no embedded image of %s, and libnvrtc, which would compile its "
+            "source, is not found: update the driver or install CUDA's nvrtc",
+            name);
+    }
+#define X(member, symbol, arguments)                                                               \
+    address = dlsym(api->library, #symbol);                                                        \
+    if (address == NULL) return TE_FAIL(TE_ERROR_DEVICE, "libnvrtc lacks %s", #symbol);            \
+    memcpy(&api->member, &address, sizeof address);
+    NVRTC_SYMBOLS(X)
+#undef X
+    if (api->version(&api->major, &api->minor) != 0) {
+        return TE_FAIL(TE_ERROR_DEVICE, "nvrtcVersion failed for %s", name);
+    }
+    return TE_OK;
+}
+
+static te_status choose_target(const nvrtc_api *api, const te_cuda_source *source, target *target)
+{
+    te_status st = TE_OK;
+    const int wanted = source->major * 10 + source->minor;
+    int count = 0, best = 0, *archs = NULL;
+    if (api->arch_count(&count) != 0 || count <= 0) {
+        st = TE_FAIL(TE_ERROR_DEVICE, "nvrtcGetNumSupportedArchs gave %d", count);
+        goto done;
+    }
+    archs = calloc((size_t)count, sizeof *archs);
+    if (archs == NULL || api->archs(archs) != 0) {
+        st = TE_FAIL(TE_ERROR_DEVICE, "the %d targets of NVRTC can not be listed", count);
+        goto done;
+    }
+    for (int i = 0; i < count; i++) {
+        if (archs[i] <= wanted && archs[i] > best) best = archs[i];
+    }
+    if (best < 80) {
+        st = TE_FAIL(TE_ERROR_DEVICE, "NVRTC %d.%d can not compile for compute capability %d.%d",
+                     api->major, api->minor, source->major, source->minor);
+        goto done;
+    }
+    target->is_ptx = best != wanted;
+    (void)snprintf(target->option, sizeof target->option, "--gpu-architecture=%s_%d%s",
+                   target->is_ptx ? "compute" : "sm", best, wanted == 90 && best == 90 ? "a" : "");
+done:
+    free(archs);
+    return st;
+}
+
+static te_status compile(const nvrtc_api *api, const te_cuda_source *source, const target *target,
+                         te_cuda_code *code)
+{
+    te_status st = TE_OK;
+    void *program = NULL;
+    const char *options[] = {target->option, "--std=c++17"};
+    int result = api->create(&program, source->text, source->name, 0, NULL, NULL);
+    if (result == 0) result = api->compile(program, 2, options);
+    if (result != 0) {
+        char *log = NULL;
+        size_t size = 0;
+        if (program != NULL && api->log_size(program, &size) == 0) log = calloc(size + 1, 1);
+        if (log != NULL) (void)api->log(program, log);
+        st = TE_FAIL(TE_ERROR_DEVICE, "NVRTC %d.%d, %s, %s: error %d: %.*s", api->major, api->minor,
+                     source->name, target->option, result, LOG_BYTES, log != NULL ? log : "");
+        free(log);
+        goto done;
+    }
+    result = target->is_ptx ? api->ptx_size(program, &code->size)
+                            : api->cubin_size(program, &code->size);
+    if (result == 0 && code->size > 0) code->data = malloc(code->size);
+    if (code->data == NULL) {
+        st = TE_FAIL(TE_ERROR_MEMORY, "no memory for %zu bytes of device code of %s (error %d)",
+                     code->size, source->name, result);
+        goto done;
+    }
+    result = target->is_ptx ? api->ptx(program, code->data) : api->cubin(program, code->data);
+    if (result != 0) {
+        te_cuda_code_free(code);
+        st = TE_FAIL(TE_ERROR_DEVICE, "NVRTC gave no code for %s: error %d", source->name, result);
+    }
+done:
+    if (program != NULL) (void)api->destroy(&program);
+    return st;
+}
+
+/* ---- the cache: a header, then the code. Whatever goes wrong here only costs a compilation. ----
+ */
+
+typedef struct cache_header {
+    char magic[8];
+    uint64_t size, hash;
+} cache_header;
+
+static const char cache_magic[8] = {'T', 'E', 'C', 'O', 'D', 'E', '0', '1'};
+
+/* FNV-1a. */
+static uint64_t hash_bytes(uint64_t hash, const void *data, size_t size)
+{
+    const unsigned char *bytes = data;
+    for (size_t i = 0; i < size; i++) hash = (hash ^ bytes[i]) * 0x100000001b3ULL;
+    return hash;
+}
+
+/* Path of the cache file, empty where nothing is kept. The name holds all that the code depends on.
+ */
+static void cache_path(const nvrtc_api *api, const te_cuda_source *source, const target *target,
+                       char path[PATH_BYTES])
+{
+    const int version[2] = {api->major, api->minor};
+    uint64_t hashes[2] = {0xcbf29ce484222325ULL, 0x9ae16a3b2f90404fULL};
+    for (int i = 0; i < 2; i++) {
+        hashes[i] = hash_bytes(hashes[i], source->text, source->size);
+        hashes[i] = hash_bytes(hashes[i], target->option, strlen(target->option));
+        hashes[i] = hash_bytes(hashes[i], version, sizeof version);
+    }
+    path[0] = '\0';
+    (void)pthread_mutex_lock(&settings_lock);
+    if (settings_folder[0] != '\0') {
+        (void)mkdir(settings_folder, 0700);
+        (void)snprintf(path, PATH_BYTES, "%.*s/%.32s-%016llx%016llx.bin", PATH_BYTES - 128,
+                       settings_folder, source->name, (unsigned long long)hashes[0],
+                       (unsigned long long)hashes[1]);
+    }
+    (void)pthread_mutex_unlock(&settings_lock);
+}
+
+static int cache_read(const char *path, te_cuda_code *code)
+{
+    cache_header header;
+    struct stat status;
+    int good = 0;
+    FILE *file = path[0] != '\0' ? fopen(path, "rb") : NULL;
+    if (file == NULL) return 0;
+    if (fstat(fileno(file), &status) == 0 && fread(&header, sizeof header, 1, file) == 1 &&
+        memcmp(header.magic, cache_magic, sizeof cache_magic) == 0 && header.size > 0 &&
+        (uint64_t)status.st_size == header.size + sizeof header) {
+        code->size = (size_t)header.size;
+        code->data = malloc(code->size);
+        good = code->data != NULL && fread(code->data, 1, code->size, file) == code->size &&
+               hash_bytes(0, code->data, code->size) == header.hash;
+    }
+    (void)fclose(file);
+    if (!good) te_cuda_code_free(code);
+    code->cached = good;
+    return good;
+}
+
+/* Written under another name and moved into place, so that readers see all or nothing. */
+static void cache_write(const char *path, const te_cuda_code *code)
+{
+    char scratch[PATH_BYTES + 32];
+    cache_header header = {.size = code->size, .hash = hash_bytes(0, code->data, code->size)};
+    FILE *file;
+    int good;
+    if (path[0] == '\0') return;
+    memcpy(header.magic, cache_magic, sizeof header.magic);
+    (void)snprintf(scratch, sizeof scratch, "%s.%ld.tmp", path, (long)getpid());
+    file = fopen(scratch, "wb");
+    if (file == NULL) return;
+    good = fwrite(&header, sizeof header, 1, file) == 1 &&
+           fwrite(code->data, 1, code->size, file) == code->size;
+    good = fclose(file) == 0 && good;
+    if (!good || rename(scratch, path) != 0) (void)remove(scratch);
+}
+
+te_status te_cuda_compile(const te_cuda_source *source, int use_cache, te_cuda_code *code)
+{
+    nvrtc_api api = {0};
+    target target;
+    char path[PATH_BYTES];
+    memset(code, 0, sizeof *code);
+    TE_TRY(open_nvrtc(source->name, &api));
+    TE_TRY(choose_target(&api, source, &target));
+    cache_path(&api, source, &target, path);
+    if (use_cache && cache_read(path, code)) return TE_OK;
+    TE_TRY(compile(&api, source, &target, code));
+    cache_write(path, code);
+    return TE_OK; /* the library stays open: other families follow, and unloading it gains nothing
+                   */
+}
+
+void te_cuda_code_free(te_cuda_code *code)
+{
+    free(code->data);
+    memset(code, 0, sizeof *code);
+}

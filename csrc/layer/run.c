@@ -1,0 +1,270 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * run.c - runs a range of a plan's stages: resolves each stage's buffers and fills its args struct.
+ */
+#include <string.h>
+
+#include "core/backend.h"
+#include "core/context.h"
+#include "core/status.h"
+#include "core/tensor.h"
+#include "layer/layout.h"
+#include "layer/plan.h"
+
+/* What one run resolves its stages against. */
+typedef struct run_state {
+    const te_plan *plan;
+    const te_op_table *table;
+    te_context *context;
+    te_tensor buffers[TE_PLAN_MAX_BUFFERS];
+    int32_t slots[TE_PLAN_SLOTS];
+    void *workspace;
+    size_t workspace_size;
+    void *stream;
+} run_state;
+
+typedef union stage_args {
+    te_quantize_args quantize;
+    te_gemm_args gemm;
+    te_amax_args amax;
+    te_cast_args cast;
+} stage_args;
+
+static const te_tensor *stage_buffer(const run_state *run, const te_stage *stage, int position)
+{
+    static const te_tensor absent;
+    int16_t at = stage->buffer[position];
+    return at == TE_NO_BUFFER ? &absent : &run->buffers[at];
+}
+
+/* Address of the stage's element of a float buffer: its slot of a state chunk, element `index` of a
+ * pair. NULL where the stage has no such buffer. */
+static float *stage_float(const run_state *run, const te_stage *stage, int position, int index)
+{
+    int16_t at = stage->buffer[position];
+    if (at == TE_NO_BUFFER) return NULL;
+    if (run->plan->buffers[at].role == TE_ROLE_STATE) {
+        index = run->slots[stage->direction] + stage->slot;
+    }
+    return (float *)run->buffers[at].data + index;
+}
+
+static void bind_quantize(const run_state *run, const te_stage *stage, te_quantize_args *args)
+{
+    args->size = sizeof *args;
+    args->input = *stage_buffer(run, stage, TE_QUANTIZE_INPUT);
+    args->output.rowwise = *stage_buffer(run, stage, TE_QUANTIZE_ROW);
+    args->output.columnwise = *stage_buffer(run, stage, TE_QUANTIZE_COLUMN);
+    args->output.scale_pair = stage_float(run, stage, TE_QUANTIZE_PAIR, 0);
+    args->output.scale = stage_float(run, stage, TE_QUANTIZE_SCALE, 0);
+    args->output.amax = stage_float(run, stage, TE_QUANTIZE_HISTORY, 0);
+    args->partials = stage_float(run, stage, TE_QUANTIZE_PARTIALS, 0);
+    args->output.mode =
+        args->output.scale == NULL && args->partials == NULL ? TE_SCALING_NONE : TE_SCALING_TENSOR;
+    args->bias_grad = *stage_buffer(run, stage, TE_QUANTIZE_BIAS_GRAD);
+    args->amax_epsilon = stage->amax_epsilon;
+    args->power_2_scale = stage->power_2_scale;
+    args->workspace = run->workspace;
+    args->workspace_size = run->workspace_size;
+}
+
+static void bind_gemm(const run_state *run, const te_stage *stage, te_gemm_args *args)
+{
+    args->size = sizeof *args;
+    args->a.data = *stage_buffer(run, stage, TE_GEMM_A);
+    args->a.scale_inv = stage_float(run, stage, TE_GEMM_A_PAIR, 1);
+    args->a.transposed = stage->a_transposed;
+    args->b.data = *stage_buffer(run, stage, TE_GEMM_B);
+    args->b.scale_inv = stage_float(run, stage, TE_GEMM_B_PAIR, 1);
+    args->b.transposed = stage->b_transposed;
+    args->d = *stage_buffer(run, stage, TE_GEMM_D);
+    args->bias = *stage_buffer(run, stage, TE_GEMM_BIAS);
+    args->bias_grad = *stage_buffer(run, stage, TE_GEMM_BIAS_GRAD);
+    args->flags = stage->gemm_flags;
+    args->workspace = run->workspace;
+    args->workspace_size = run->workspace_size;
+}
+
+/* A vector as a matrix of one row; a matrix as it is. */
+static te_tensor one_row(const te_tensor *tensor)
+{
+    if (tensor->ndim != 1) return *tensor;
+    return te_matrix(tensor->data, tensor->dtype, tensor->device, 1, tensor->shape[0]);
+}
+
+/* Fills the args struct of a stage. Operators that no plan uses have no binding. */
+static te_status bind_stage(const run_state *run, const te_stage *stage, stage_args *args)
+{
+    memset(args, 0, sizeof *args);
+    switch (stage->op) {
+    case TE_OP_QUANTIZE:
+        bind_quantize(run, stage, &args->quantize);
+        return TE_OK;
+    case TE_OP_GEMM:
+        bind_gemm(run, stage, &args->gemm);
+        return TE_OK;
+    case TE_OP_AMAX:
+        args->amax.size = sizeof args->amax;
+        args->amax.input = *stage_buffer(run, stage, TE_AMAX_INPUT);
+        args->amax.partials = stage_float(run, stage, TE_AMAX_OUTPUT, 0);
+        return TE_OK;
+    case TE_OP_CAST:
+        args->cast.size = sizeof args->cast;
+        args->cast.input = one_row(stage_buffer(run, stage, TE_CAST_INPUT));
+        args->cast.output = one_row(stage_buffer(run, stage, TE_CAST_OUTPUT));
+        return TE_OK;
+    default:
+        return TE_FAIL(TE_ERROR_STATE, "plan %s: stage %s: no binding for operator %s", run->plan->kind,
+                       stage->name, te_op_name(stage->op));
+    }
+}
+
+/* A packed member, or the shape that the caller's buffer must have. */
+static te_tensor member(const te_buffer_info *info, const te_layout *layout, int i, te_device device,
+                        void *base)
+{
+    char *data = base == NULL ? NULL : (char *)base + layout->offset[i];
+    if (info->ndim == 1) return te_vector(data, info->dtype, device, layout->rows[i]);
+    return te_matrix(data, info->dtype, device, layout->rows[i], layout->columns[i]);
+}
+
+static int length_fits(int64_t given, int64_t expected)
+{
+    return expected == TE_ANY_LENGTH ? given >= 1 : given == expected;
+}
+
+static te_status check_buffer(const te_plan *plan, const te_buffer_info *info, const te_tensor *expected,
+                              const te_tensor *given)
+{
+    if (given->dtype != expected->dtype) {
+        return TE_FAIL(TE_ERROR_TYPE, "%s: %s: dtype %s, expected %s", plan->kind, info->name,
+                       te_dtype_name(given->dtype), te_dtype_name(expected->dtype));
+    }
+    if (given->ndim != expected->ndim || !length_fits(given->shape[0], expected->shape[0]) ||
+        (expected->ndim == 2 && !length_fits(given->shape[1], expected->shape[1]))) {
+        return TE_FAIL(TE_ERROR_INVALID, "%s: %s: shape [%lld, %lld] (%d dims), expected [%lld, %lld]",
+                       plan->kind, info->name, (long long)given->shape[0],
+                       (long long)(given->ndim > 1 ? given->shape[1] : 1), given->ndim,
+                       (long long)expected->shape[0],
+                       (long long)(expected->ndim > 1 ? expected->shape[1] : 1));
+    }
+    return TE_OK;
+}
+
+/* The module's slots must lie inside every chunk that its stages use. */
+static te_status check_slots(const run_state *run)
+{
+    for (int s = 0; s < run->plan->stage_count; s++) {
+        const te_stage *stage = &run->plan->stages[s];
+        for (int position = 0; position < TE_STAGE_BUFFERS; position++) {
+            int16_t at = stage->buffer[position];
+            int64_t slot = run->slots[stage->direction] + (int64_t)stage->slot;
+            const te_tensor *chunk = at == TE_NO_BUFFER ? NULL : &run->buffers[at];
+            if (chunk == NULL || run->plan->buffers[at].role != TE_ROLE_STATE ||
+                run->plan->buffers[at].dtype != TE_DTYPE_F32 || stage->op == TE_OP_GEMM) {
+                continue;
+            }
+            if (slot < 0 || slot >= chunk->shape[chunk->ndim - 1] || chunk->strides[chunk->ndim - 1] != 1) {
+                return TE_FAIL(TE_ERROR_INVALID, "%s: %s: slot %lld is outside the chunk of %lld slots",
+                               run->plan->kind, run->plan->buffers[at].name, (long long)slot,
+                               (long long)chunk->shape[chunk->ndim - 1]);
+            }
+        }
+    }
+    return TE_OK;
+}
+
+static te_status resolve_buffers(run_state *run, const te_plan_call *call, const te_layout *layout)
+{
+    te_device device = te_context_device(run->context);
+    for (int i = 0; i < run->plan->buffer_count; i++) {
+        const te_buffer_info *info = &run->plan->buffers[i];
+        int packed = info->role == TE_ROLE_SAVED || info->role == TE_ROLE_SCRATCH;
+        void *base = info->role == TE_ROLE_SAVED ? call->saved : info->role == TE_ROLE_SCRATCH ? call->scratch : NULL;
+        te_tensor expected = member(info, layout, i, device, base);
+        if (packed) {
+            if (base == NULL && te_tensor_numel(&expected) > 0) {
+                return TE_FAIL(TE_ERROR_INVALID, "%s: %s: the %s buffer is NULL", run->plan->kind, info->name,
+                               info->role == TE_ROLE_SAVED ? "saved" : "scratch");
+            }
+            run->buffers[i] = expected;
+        } else {
+            TE_TRY(check_buffer(run->plan, info, &expected, &call->buffers[i]));
+            run->buffers[i] = call->buffers[i];
+        }
+    }
+    return check_slots(run);
+}
+
+te_status te_plan_run(te_context *context, const te_plan_call *call, int32_t *next, void *stream)
+{
+    run_state run;
+    te_layout layout;
+    stage_args args;
+    int32_t last;
+    int32_t s;
+    if (context == NULL) return TE_FAIL(TE_ERROR_STATE, "plan: the context is closed");
+    if (call == NULL || call->size != sizeof *call || call->buffers == NULL || call->rows < 0) {
+        return TE_FAIL(TE_ERROR_INVALID, "plan: call is incomplete (size, buffers or rows)");
+    }
+    TE_TRY(te_plan_get(call->plan, &run.plan));
+    last = call->last < 0 ? run.plan->stage_count : call->last;
+    if (call->first < 0 || call->first > last || last > run.plan->stage_count) {
+        return TE_FAIL(TE_ERROR_INVALID, "%s: stages [%d, %d) are not among its %d", run.plan->kind,
+                       call->first, last, run.plan->stage_count);
+    }
+    run.context = context;
+    run.table = te_op_table_current(te_context_device(context).type);
+    run.stream = stream;
+    memcpy(run.slots, call->slots, sizeof run.slots);
+    te_plan_layout(run.plan, call->rows, &layout);
+    if (call->scratch_size < (size_t)layout.scratch_bytes) {
+        return TE_FAIL(TE_ERROR_INVALID, "%s: scratch of %zu bytes, expected at least %lld (te_plan_scratch)",
+                       run.plan->kind, call->scratch_size, (long long)layout.scratch_bytes);
+    }
+    TE_TRY(resolve_buffers(&run, call, &layout));
+    run.workspace = (char *)call->scratch + layout.scratch_bytes;
+    run.workspace_size = call->scratch_size - (size_t)layout.scratch_bytes;
+    if (run.workspace_size == 0) run.workspace = NULL;
+    for (s = call->first; s < last && !run.plan->stages[s].external; s++) {
+        TE_TRY(bind_stage(&run, &run.plan->stages[s], &args));
+        TE_TRY(te_op_run_in(run.table, context, run.plan->stages[s].op, &args, stream));
+    }
+    if (next != NULL) *next = s;
+    return TE_OK;
+}
+
+/* Stand-in address for buffers while only sizes are asked: aligned as packed members are. */
+#define ANY_ADDRESS ((void *)(uintptr_t)0x10000)
+
+te_status te_plan_scratch(te_context *context, int64_t id, int64_t rows, size_t *bytes)
+{
+    run_state run;
+    te_layout layout;
+    stage_args args;
+    te_scratch_key key = {id, rows, NULL};
+    size_t largest = 0;
+    if (context == NULL) return TE_FAIL(TE_ERROR_STATE, "plan: the context is closed");
+    if (rows < 0) return TE_FAIL(TE_ERROR_INVALID, "rows = %lld is negative", (long long)rows);
+    memset(&run, 0, sizeof run);
+    run.table = te_op_table_current(te_context_device(context).type);
+    key.table = run.table;
+    if (te_context_scratch_lookup(context, &key, bytes)) return TE_OK;
+    TE_TRY(te_plan_get(id, &run.plan));
+    run.context = context;
+    te_plan_layout(run.plan, rows, &layout);
+    for (int i = 0; i < run.plan->buffer_count; i++) {
+        layout.offset[i] = 0;
+        run.buffers[i] = member(&run.plan->buffers[i], &layout, i, te_context_device(context), ANY_ADDRESS);
+    }
+    for (int s = 0; s < run.plan->stage_count; s++) {
+        size_t need = 0;
+        if (run.plan->stages[s].external) continue;
+        TE_TRY(bind_stage(&run, &run.plan->stages[s], &args));
+        TE_TRY(te_op_workspace_in(run.table, context, run.plan->stages[s].op, &args, &need));
+        if (need > largest) largest = need;
+    }
+    *bytes = (size_t)layout.scratch_bytes + largest;
+    te_context_scratch_store(context, &key, *bytes);
+    return TE_OK;
+}

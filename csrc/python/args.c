@@ -1,0 +1,315 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * args.c - integers, floats and tensor views from Python objects.
+ *
+ * Order in a view: the class first (only Tensor and Parameter have memory that DLPack may be
+ * trusted with; the exchange API gives NULL data for wrapper subclasses and fake tensors), then
+ * DLPack's view, then the negative bit, which DLPack ignores, then the strides.
+ */
+#include "python/args.h"
+
+#include <string.h>
+
+int tepy_int(PyObject *object, tepy_site site, int64_t low, int64_t high, int64_t *value)
+{
+    PyObject *index = NULL;
+    int overflow = 0;
+    if (PyLong_Check(object)) {
+        *value = PyLong_AsLongLongAndOverflow(object, &overflow);
+    } else {
+        index = PyNumber_Index(object);
+        if (index == NULL) {
+            if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+            PyErr_Clear();
+            return tepy_fail(PyExc_TypeError, site, "expected an int, got %R", Py_TYPE(object));
+        }
+        *value = PyLong_AsLongLongAndOverflow(index, &overflow);
+        Py_DECREF(index);
+    }
+    if (*value == -1 && PyErr_Occurred()) return -1;
+    if (overflow != 0 || *value < low || *value > high) {
+        return tepy_fail(PyExc_ValueError, site, "%R is out of range, expected %lld to %lld",
+                         object, (long long)low, (long long)high);
+    }
+    return 0;
+}
+
+int tepy_float(PyObject *object, tepy_site site, double *value)
+{
+    *value = PyFloat_AsDouble(object);
+    if (*value != -1.0 || !PyErr_Occurred()) return 0;
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+    PyErr_Clear();
+    return tepy_fail(PyExc_TypeError, site, "expected a float, got %R", Py_TYPE(object));
+}
+
+int tepy_count(const char *function, Py_ssize_t nargs, Py_ssize_t low, Py_ssize_t high)
+{
+    if (nargs >= low && nargs <= high) return 0;
+    if (low == high) {
+        PyErr_Format(PyExc_TypeError, "%s: expected %zd positional arguments, got %zd", function,
+                     low, nargs);
+    } else {
+        PyErr_Format(PyExc_TypeError, "%s: expected %zd to %zd positional arguments, got %zd",
+                     function, low, high, nargs);
+    }
+    return -1;
+}
+
+int tepy_device_args(const char *function, PyObject *type, PyObject *index, te_device *device)
+{
+    int64_t value = 0;
+    if (tepy_int(type, (tepy_site){function, "device_type"}, 0, TE_DEVICE_COUNT - 1, &value) != 0) {
+        return -1;
+    }
+    device->type = (te_device_type)value;
+    device->index = 0;
+    if (index == NULL) return 0;
+    if (tepy_int(index, (tepy_site){function, "device_index"}, 0,
+                 device->type == TE_DEVICE_CPU ? 0 : TEPY_CUDA_DEVICES - 1, &value) != 0) {
+        return -1;
+    }
+    device->index = (int32_t)value;
+    return 0;
+}
+
+int tepy_same_device(tepy_site site, te_device device, te_device expected)
+{
+    if (tepy_same(device, expected)) return 0;
+    return tepy_fail(PyExc_ValueError, site,
+                     "it is on %s:%d and the call runs on %s:%d: move it there with .to(\"%s:%d\")",
+                     tepy_device_name(device), (int)device.index, tepy_device_name(expected),
+                     (int)expected.index, tepy_device_name(expected), (int)expected.index);
+}
+
+int tepy_stream(const tepy_state *state, te_device device, void **stream)
+{
+    *stream = NULL;
+    if (device.type == TE_DEVICE_CPU) return 0;
+    return state->exchange->current_stream(TEPY_DL_CUDA, device.index, stream);
+}
+
+/* The plain tensor behind an object: the object itself, or what classify makes of it (in *held). */
+static PyObject *plain_tensor(const tepy_state *state, PyObject *object, tepy_site site,
+                              PyObject **held)
+{
+    PyObject *type = (PyObject *)Py_TYPE(object);
+    PyObject *plain;
+    int instance;
+    if (type == state->tensor_type || type == state->parameter_type) return object;
+    instance = PyObject_IsInstance(object, state->tensor_type);
+    if (instance < 0) return NULL;
+    if (instance == 0) {
+        (void)tepy_fail(PyExc_TypeError, site, "expected a torch.Tensor, got %R", type);
+        return NULL;
+    }
+    if (state->classify == Py_None) {
+        (void)tepy_fail(PyExc_TypeError, site,
+                        "tensors of %R are not supported: pass a plain torch.Tensor", type);
+        return NULL;
+    }
+    plain = PyObject_CallFunctionObjArgs(state->classify, object, NULL);
+    if (plain == NULL) return NULL;
+    type = (PyObject *)Py_TYPE(plain);
+    if (type != state->tensor_type && type != state->parameter_type) {
+        (void)tepy_fail(PyExc_TypeError, site,
+                        "classify gave %R for %R: it must give a plain torch.Tensor", type,
+                        Py_TYPE(object));
+        Py_DECREF(plain);
+        return NULL;
+    }
+    tepy_set(held, plain);
+    return plain;
+}
+
+/* Replaces the tensor by what its method gives: a copy without the trait that was in the way. */
+static PyObject *replace(PyObject *tensor, const char *method, PyObject **held)
+{
+    PyObject *copy = PyObject_CallMethod(tensor, method, NULL);
+    if (copy != NULL) tepy_set(held, copy);
+    return copy;
+}
+
+static int dtype_of(tepy_dl_dtype dtype, te_dtype *out)
+{
+    if (dtype.lanes != 1) return -1;
+    switch (dtype.code << 8 | dtype.bits) {
+#define X(NAME, name, bits, dlpack, cuda, max)                                                     \
+    case (dlpack) << 8 | (bits):                                                                   \
+        *out = TE_DTYPE_##NAME;                                                                    \
+        return 0;
+        TE_DTYPES(X)
+#undef X
+    default:
+        return -1;
+    }
+}
+
+/* DLPack's view, with the checks that do not depend on the form. */
+static int raw_view(const tepy_state *state, PyObject *tensor, tepy_site site, tepy_dl_tensor *dl,
+                    te_tensor *view)
+{
+    PyObject *torch_dtype;
+    int64_t elements = 1;
+    memset(dl, 0, sizeof *dl);
+    if (state->exchange->view(tensor, dl) != 0) {
+        return tepy_fail_from_current(
+            PyExc_TypeError, site,
+            "the tensor has no memory to read: pass a dense CPU or CUDA tensor");
+    }
+    if (dtype_of(dl->dtype, &view->dtype) != 0) {
+        torch_dtype = PyObject_GetAttrString(tensor, "dtype");
+        if (torch_dtype == NULL) return -1;
+        (void)tepy_fail(PyExc_TypeError, site, "dtype %R is not supported", torch_dtype);
+        Py_DECREF(torch_dtype);
+        return -1;
+    }
+    if (dl->device.type == TEPY_DL_CPU || dl->device.type == TEPY_DL_CUDA_HOST) {
+        view->device = (te_device){TE_DEVICE_CPU, 0};
+    } else if (dl->device.type == TEPY_DL_CUDA) {
+        view->device = (te_device){TE_DEVICE_CUDA, dl->device.index};
+    } else {
+        return tepy_fail(PyExc_TypeError, site,
+                         "DLPack device type %d is not supported: pass a CPU or CUDA tensor",
+                         (int)dl->device.type);
+    }
+    for (int32_t i = 0; i < dl->ndim; i++) elements *= dl->shape[i];
+    if (dl->data == NULL && elements > 0) {
+        return tepy_fail(
+            PyExc_TypeError, site,
+            "this %R has a shape and no memory (fake, wrapped or transformed tensor): pass "
+            "a plain tensor with data",
+            Py_TYPE(tensor));
+    }
+    view->data = dl->data == NULL ? NULL : (char *)dl->data + dl->byte_offset;
+    return 0;
+}
+
+static int64_t stride_of(const tepy_dl_tensor *dl, int32_t dim)
+{
+    int64_t stride = 1;
+    if (dl->strides != NULL) return dl->strides[dim];
+    for (int32_t i = dim + 1; i < dl->ndim; i++) stride *= dl->shape[i];
+    return stride;
+}
+
+/* Reads the dims as the form says. Returns 1 where the strides are those of no such view. */
+static int fold(const tepy_dl_tensor *dl, tepy_form form, te_tensor *view)
+{
+    int32_t last = dl->ndim - 1;
+    int64_t columns = dl->shape[last];
+    int64_t rows = 1;
+    int64_t row_stride = columns;
+    int dense = columns <= 1 || stride_of(dl, last) == 1;
+    for (int32_t i = last - 1; i >= 0; i--) {
+        if (dl->shape[i] != 1) {
+            int64_t stride = stride_of(dl, i);
+            if (rows == 1) {
+                row_stride = stride;
+            } else if (stride != row_stride * rows) {
+                dense = 0;
+            }
+        }
+        rows *= dl->shape[i];
+    }
+    if (form == TEPY_VECTOR) {
+        view->ndim = 1;
+        view->shape[0] = columns;
+        view->strides[0] = 1;
+        return !dense;
+    }
+    if (rows == 0 || columns == 0) {
+        dense = 1;
+        row_stride = columns;
+    }
+    view->ndim = 2;
+    view->shape[0] = rows;
+    view->shape[1] = columns;
+    view->strides[0] = rows > 1 ? row_stride : columns;
+    view->strides[1] = 1;
+    return !dense || view->strides[0] < columns;
+}
+
+static int check_form(const tepy_dl_tensor *dl, const tepy_want *want)
+{
+    tepy_leading *leading = want->leading;
+    if (want->form == TEPY_VECTOR ? dl->ndim != 1
+                                  : dl->ndim != 2 && (want->form == TEPY_MATRIX || dl->ndim < 1)) {
+        return tepy_fail(PyExc_ValueError, want->site, "it has %d dims, expected %s", (int)dl->ndim,
+                         want->form == TEPY_VECTOR   ? "1: reshape it"
+                         : want->form == TEPY_MATRIX ? "2: reshape it"
+                                                     : "at least 1");
+    }
+    if (dl->ndim > TEPY_MAX_LEADING) {
+        return tepy_fail(PyExc_ValueError, want->site, "it has %d dims, expected at most %d",
+                         (int)dl->ndim, TEPY_MAX_LEADING);
+    }
+    if (leading != NULL) {
+        leading->count = dl->ndim - 1;
+        for (int32_t i = 0; i < leading->count; i++) leading->dims[i] = dl->shape[i];
+    }
+    return 0;
+}
+
+int tepy_view(const tepy_state *state, PyObject *object, const tepy_want *want, te_tensor *view,
+              PyObject **held)
+{
+    PyObject *tensor = plain_tensor(state, object, want->site, held);
+    PyObject *negative;
+    tepy_dl_tensor dl;
+    if (tensor == NULL || raw_view(state, tensor, want->site, &dl, view) != 0) return -1;
+    if (te_dtype_is_high_precision(view->dtype)) { /* the others can not be negated lazily */
+        negative = PyObject_CallFunctionObjArgs(state->is_neg, tensor, NULL);
+        if (negative == NULL) return -1;
+        Py_DECREF(negative); /* True and False outlive this */
+        if (negative == Py_True) {
+            if (want->access == TEPY_WRITE) {
+                return tepy_fail(PyExc_ValueError, want->site,
+                                 "its negative bit is set and it is written to: pass "
+                                 "tensor.resolve_neg()");
+            }
+            tensor = replace(tensor, "resolve_neg", held);
+            if (tensor == NULL || raw_view(state, tensor, want->site, &dl, view) != 0) return -1;
+        }
+    }
+    if (check_form(&dl, want) != 0) return -1;
+    if (fold(&dl, want->form, view) == 0) return 0;
+    if (want->access == TEPY_WRITE) {
+        return tepy_fail(
+            PyExc_ValueError, want->site,
+            "its strides are not those of a matrix with dense rows and it is written to: "
+            "pass a contiguous tensor");
+    }
+    tensor = replace(tensor, "contiguous", held);
+    if (tensor == NULL || raw_view(state, tensor, want->site, &dl, view) != 0) return -1;
+    if (fold(&dl, want->form, view) == 0) return 0;
+    return tepy_fail(PyExc_ValueError, want->site, "contiguous() gave other strides");
+}
+
+int tepy_view_floats(const tepy_state *state, PyObject *object, const tepy_floats *want,
+                     float **data, PyObject **held)
+{
+    PyObject *tensor = plain_tensor(state, object, want->site, held);
+    tepy_dl_tensor dl;
+    te_tensor view;
+    int64_t elements = 1;
+    if (tensor == NULL || raw_view(state, tensor, want->site, &dl, &view) != 0) return -1;
+    for (int32_t i = 0; i < dl.ndim; i++) {
+        if (want->count > 1 && dl.shape[i] > 1 && (dl.ndim > 1 || stride_of(&dl, i) != 1)) {
+            return tepy_fail(PyExc_ValueError, want->site, "expected a dense tensor of one dim");
+        }
+        elements *= dl.shape[i];
+    }
+    if (view.dtype != TE_DTYPE_F32) {
+        return tepy_fail(PyExc_TypeError, want->site,
+                         "dtype %s, expected f32: convert it with .float()",
+                         te_dtype_name(view.dtype));
+    }
+    if (elements < want->count) {
+        return tepy_fail(PyExc_ValueError, want->site, "%lld elements, expected at least %lld",
+                         (long long)elements, (long long)want->count);
+    }
+    if (tepy_same_device(want->site, view.device, want->device) != 0) return -1;
+    *data = view.data;
+    return 0;
+}

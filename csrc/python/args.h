@@ -1,0 +1,76 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * args.h - from Python arguments to C values: integers in a range, and tensors as borrowed views.
+ *
+ * A function that fails returns -1 with an exception whose text names function, argument, value and
+ * fix. Nothing here keeps a tensor: a view lives as long as the argument, or as the copy in `held`.
+ */
+#ifndef TE_PYTHON_ARGS_H
+#define TE_PYTHON_ARGS_H
+
+#include "python/state.h"
+
+#define TEPY_MAX_LEADING 64 /* torch allows no more dims */
+
+/* What becomes of a tensor that has no legal view. */
+typedef enum tepy_access {
+    TEPY_READ, /* it is copied */
+    TEPY_WRITE /* it is refused: writes would go to the copy */
+} tepy_access;
+
+/* How the dims of a tensor are read. */
+typedef enum tepy_form {
+    TEPY_ROWS,   /* matrix [product of the leading dims, last dim]; at least one dim */
+    TEPY_MATRIX, /* two dims */
+    TEPY_VECTOR  /* one dim */
+} tepy_form;
+
+/* The leading dims of a tensor that was read as TEPY_ROWS. */
+typedef struct tepy_leading {
+    int32_t count;
+    int64_t dims[TEPY_MAX_LEADING];
+} tepy_leading;
+
+typedef struct tepy_want {
+    tepy_site site;
+    tepy_form form;
+    tepy_access access;
+    tepy_leading *leading; /* filled for TEPY_ROWS where not NULL */
+} tepy_want;
+
+/* View of a tensor object. *held, where it becomes not NULL, is a new reference that the view
+ * needs. */
+int tepy_view(const tepy_state *state, PyObject *object, const tepy_want *want, te_tensor *view,
+              PyObject **held);
+/* The first `count` elements of a dense float32 tensor on `device`. */
+typedef struct tepy_floats {
+    tepy_site site;
+    int64_t count;
+    te_device device;
+} tepy_floats;
+
+int tepy_view_floats(const tepy_state *state, PyObject *object, const tepy_floats *want,
+                     float **data, PyObject **held);
+/* A whole number (anything with __index__) from low to high. */
+int tepy_int(PyObject *object, tepy_site site, int64_t low, int64_t high, int64_t *value);
+int tepy_float(PyObject *object, tepy_site site, double *value);
+/* Number of positional arguments from low to high. */
+int tepy_count(const char *function, Py_ssize_t nargs, Py_ssize_t low, Py_ssize_t high);
+/* (device type, index) as two integers. */
+int tepy_device_args(const char *function, PyObject *type, PyObject *index, te_device *device);
+int tepy_same_device(tepy_site site, te_device device, te_device expected);
+/* The stream that torch works on; NULL for the CPU. */
+int tepy_stream(const tepy_state *state, te_device device, void **stream);
+
+static inline int tepy_same(te_device a, te_device b)
+{
+    return a.type == b.type && a.index == b.index;
+}
+
+/* "cpu" or "cuda", to print with the index. */
+static inline const char *tepy_device_name(te_device device)
+{
+    return device.type == TE_DEVICE_CPU ? "cpu" : "cuda";
+}
+
+#endif

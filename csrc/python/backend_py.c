@@ -1,0 +1,433 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * backend_py.c - Python functions in the operator table.
+ *
+ * A slot's `self` is a record of ours. Operator tables that have been published live as long as the
+ * process, so records do too: unregistering empties a record (under the GIL) instead of freeing it,
+ * and a call that still comes through an old table finds it empty and goes to the next backend.
+ */
+#include "python/args.h"
+
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/status.h"
+
+typedef struct function_record {
+    PyObject *function; /* NULL: none, or unregistered */
+    const tepy_state *state;
+    const char *backend;
+    te_op op;
+} function_record;
+
+struct tepy_backend {
+    tepy_backend *next;
+    char *name;
+    function_record functions[TE_OP_COUNT];
+};
+
+int tepy_backends_visit(tepy_state *state, visitproc visit, void *arg)
+{
+    for (tepy_backend *backend = state->backends; backend != NULL; backend = backend->next) {
+        for (int op = 0; op < TE_OP_COUNT; op++) Py_VISIT(backend->functions[op].function);
+    }
+    return 0;
+}
+
+static void empty_records(tepy_backend *backend)
+{
+    for (int op = 0; op < TE_OP_COUNT; op++) {
+        backend->functions[op].state = NULL;
+        Py_CLEAR(backend->functions[op].function);
+    }
+}
+
+void tepy_backends_clear(tepy_state *state)
+{
+    while (state->backends != NULL) {
+        tepy_backend *backend = state->backends;
+        state->backends = backend->next;
+        (void)te_backend_unregister(backend->name);
+        empty_records(backend);
+    }
+}
+
+/* ---- args structs as dicts ---- */
+
+typedef enum field_kind {
+    FIELD_TENSOR,
+    FIELD_QUANTIZED,
+    FIELD_OPERAND,
+    FIELD_FLOATS, /* pointer to `count` floats */
+    FIELD_FLOAT,
+    FIELD_DOUBLE,
+    FIELD_INT
+} field_kind;
+
+typedef struct field {
+    const char *name;
+    field_kind kind;
+    size_t offset;
+    int64_t count;
+} field;
+
+#define F(op, name, kind, count)                                                                   \
+    {                                                                                              \
+#name, FIELD_##kind, offsetof(te_##op##_args, name), count                                 \
+    }
+#define END                                                                                        \
+    {                                                                                              \
+        NULL, FIELD_INT, 0, 0                                                                      \
+    }
+
+/* Workspaces are left out: a Python function allocates what it needs. */
+static const field quantize_fields[] = {F(quantize, input, TENSOR, 0),
+                                        F(quantize, output, QUANTIZED, 0),
+                                        F(quantize, bias_grad, TENSOR, 0),
+                                        F(quantize, noop, FLOATS, 1),
+                                        F(quantize, partials, FLOATS, TE_AMAX_PARTIALS),
+                                        F(quantize, amax_epsilon, FLOAT, 0),
+                                        F(quantize, power_2_scale, INT, 0),
+                                        END};
+static const field dequantize_fields[] = {F(dequantize, input, QUANTIZED, 0),
+                                          F(dequantize, output, TENSOR, 0), END};
+static const field amax_fields[] = {F(amax, input, TENSOR, 0),
+                                    F(amax, partials, FLOATS, TE_AMAX_PARTIALS), END};
+static const field transpose_fields[] = {F(transpose, input, TENSOR, 0),
+                                         F(transpose, output, TENSOR, 0), END};
+static const field gemm_fields[] = {F(gemm, a, OPERAND, 0),
+                                    F(gemm, b, OPERAND, 0),
+                                    F(gemm, d, TENSOR, 0),
+                                    F(gemm, bias, TENSOR, 0),
+                                    F(gemm, bias_grad, TENSOR, 0),
+                                    F(gemm, aux, TENSOR, 0),
+                                    F(gemm, d_scale, FLOATS, 1),
+                                    F(gemm, d_amax, FLOATS, 1),
+                                    F(gemm, epilogue, INT, 0),
+                                    F(gemm, flags, INT, 0),
+                                    END};
+static const field scaling_update_fields[] = {
+    F(scaling_update, scale, TENSOR, 0), F(scaling_update, history, TENSOR, 0),
+    F(scaling_update, fp8_max, FLOAT, 0), F(scaling_update, algo, INT, 0), END};
+static const field fill_fields[] = {F(fill, output, TENSOR, 0), F(fill, value, DOUBLE, 0), END};
+static const field cast_fields[] = {F(cast, input, TENSOR, 0), F(cast, output, TENSOR, 0), END};
+
+static const field *const op_fields[TE_OP_COUNT] = {
+#define X(NAME, name) [TE_OP_##NAME] = name##_fields,
+    TE_OPS(X)
+#undef X
+};
+#undef F
+#undef END
+
+_Static_assert(sizeof(te_epilogue) == sizeof(int32_t) && sizeof(te_amax_algo) == sizeof(int32_t),
+               "FIELD_INT reads 32 bits");
+
+/* A tensor lent to Python: DLPack's struct with its shape behind it. */
+typedef struct lent_tensor {
+    tepy_dl_managed managed;
+    int64_t shape[TE_MAX_DIMS], strides[TE_MAX_DIMS];
+} lent_tensor;
+
+static void lent_delete(tepy_dl_managed *managed)
+{
+    free(managed->owner); /* the lent_tensor; its data is the caller's */
+}
+
+static tepy_dl_dtype dl_dtype_of(te_dtype dtype)
+{
+    static const tepy_dl_dtype table[TE_DTYPE_COUNT] = {
+#define X(NAME, name, bits, dlpack, cuda, max) [TE_DTYPE_##NAME] = {dlpack, bits, 1},
+        TE_DTYPES(X)
+#undef X
+    };
+    return table[dtype];
+}
+
+/* New reference: a torch tensor over the view's memory; None for an absent one. */
+static PyObject *lend_tensor(const tepy_state *state, const te_tensor *view)
+{
+    lent_tensor *lent;
+    void *object = NULL;
+    if (view->ndim == 0) return Py_NewRef(Py_None);
+    lent = calloc(1, sizeof *lent);
+    if (lent == NULL) return PyErr_NoMemory();
+    for (int32_t i = 0; i < view->ndim; i++) {
+        lent->shape[i] = view->shape[i];
+        lent->strides[i] = view->strides[i];
+    }
+    lent->managed.version = (tepy_dl_version){1, 0};
+    lent->managed.owner = lent;
+    lent->managed.deleter = lent_delete;
+    lent->managed.tensor.data = view->data;
+    lent->managed.tensor.device.type =
+        view->device.type == TE_DEVICE_CPU ? TEPY_DL_CPU : TEPY_DL_CUDA;
+    lent->managed.tensor.device.index = view->device.index;
+    lent->managed.tensor.ndim = view->ndim;
+    lent->managed.tensor.dtype = dl_dtype_of(view->dtype);
+    lent->managed.tensor.shape = lent->shape;
+    lent->managed.tensor.strides = lent->strides;
+    /* A failure may or may not have taken `lent` over: better lose it than free it twice. */
+    if (state->exchange->object_from_managed(&lent->managed, &object) != 0) return NULL;
+    return object;
+}
+
+static PyObject *lend_floats(const tepy_state *state, const float *data, int64_t count,
+                             te_device device)
+{
+    te_tensor view = {
+        .data = (void *)(uintptr_t)data, .dtype = TE_DTYPE_F32, .device = device, .ndim = 1};
+    if (data == NULL) return Py_NewRef(Py_None);
+    view.shape[0] = count;
+    view.strides[0] = 1;
+    return lend_tensor(state, &view);
+}
+
+/* Puts a new reference into the dict; NULL is an error. */
+static int put(PyObject *dict, const char *name, PyObject *value)
+{
+    int result = value == NULL ? -1 : PyDict_SetItemString(dict, name, value);
+    Py_XDECREF(value);
+    return result;
+}
+
+static PyObject *lend_quantized(const tepy_state *state, const te_quantized *quantized,
+                                te_device device)
+{
+    static const char *const modes[TE_SCALING_COUNT] = {
+#define X(NAME, name, row, column) [TE_SCALING_##NAME] = #name,
+        TE_SCALING_MODES(X)
+#undef X
+    };
+    PyObject *dict = PyDict_New();
+    if (dict == NULL || put(dict, "mode", PyUnicode_FromString(modes[quantized->mode])) != 0 ||
+        put(dict, "rowwise", lend_tensor(state, &quantized->rowwise)) != 0 ||
+        put(dict, "columnwise", lend_tensor(state, &quantized->columnwise)) != 0 ||
+        put(dict, "scale_pair", lend_floats(state, quantized->scale_pair, 2, device)) != 0 ||
+        put(dict, "scale", lend_floats(state, quantized->scale, 1, device)) != 0 ||
+        put(dict, "amax", lend_floats(state, quantized->amax, 1, device)) != 0) {
+        Py_CLEAR(dict);
+    }
+    return dict;
+}
+
+static PyObject *lend_operand(const tepy_state *state, const te_gemm_operand *operand,
+                              te_device device)
+{
+    PyObject *dict = PyDict_New();
+    if (dict == NULL || put(dict, "data", lend_tensor(state, &operand->data)) != 0 ||
+        put(dict, "scale_inv", lend_floats(state, operand->scale_inv, 1, device)) != 0 ||
+        put(dict, "transposed", PyBool_FromLong(operand->transposed)) != 0) {
+        Py_CLEAR(dict);
+    }
+    return dict;
+}
+
+static PyObject *lend_field(const tepy_state *state, const field *f, const void *args,
+                            te_device device)
+{
+    const void *member = (const char *)args + f->offset;
+    switch (f->kind) {
+    case FIELD_TENSOR:
+        return lend_tensor(state, member);
+    case FIELD_QUANTIZED:
+        return lend_quantized(state, member, device);
+    case FIELD_OPERAND:
+        return lend_operand(state, member, device);
+    case FIELD_FLOATS:
+        return lend_floats(state, *(float *const *)member, f->count, device);
+    case FIELD_FLOAT:
+        return PyFloat_FromDouble((double)*(const float *)member);
+    case FIELD_DOUBLE:
+        return PyFloat_FromDouble(*(const double *)member);
+    case FIELD_INT:
+        return PyLong_FromLong(*(const int32_t *)member);
+    }
+    return NULL;
+}
+
+static PyObject *lend_args(const function_record *record, const void *args, te_device device)
+{
+    PyObject *dict = PyDict_New();
+    if (dict == NULL) return NULL;
+    for (const field *f = op_fields[record->op]; f->name != NULL; f++) {
+        if (put(dict, f->name, lend_field(record->state, f, args, device)) != 0) {
+            Py_DECREF(dict);
+            return NULL;
+        }
+    }
+    return dict;
+}
+
+/* The te_op_function of every Python slot. */
+static te_status call_python(void *self, te_context *context, const void *args, void *stream)
+{
+    const function_record *record = self;
+    const char *op = te_op_name(record->op); /* never changes, unlike the function */
+    PyObject *function, *dict = NULL, *result = NULL;
+    PyGILState_STATE gil;
+    te_status st = TE_OK;
+    (void)stream; /* torch's current stream, on which the function works anyway */
+    gil = PyGILState_Ensure();
+    function = record->function;
+    if (function == NULL) {
+        st = TE_FAIL(TE_ERROR_UNSUPPORTED, "%s: the Python backend %s was unregistered", op,
+                     record->backend);
+        goto done;
+    }
+    (void)Py_NewRef(function); /* it may unregister itself */
+    dict = lend_args(record, args, te_context_device(context));
+    if (dict != NULL) result = PyObject_CallFunctionObjArgs(function, dict, NULL);
+    if (result == NULL) {
+        st = TE_FAIL(TE_ERROR_CALLBACK, "%s: the Python backend %s raised", op, record->backend);
+    } else if (result == Py_NotImplemented) {
+        st = TE_FAIL(TE_ERROR_UNSUPPORTED, "%s: the Python backend %s does not take this call", op,
+                     record->backend);
+    }
+    Py_DECREF(function);
+done:
+    Py_XDECREF(result);
+    Py_XDECREF(dict);
+    PyGILState_Release(gil);
+    return st;
+}
+
+/* ---- registration ---- */
+
+/* One item of `functions` into its record. */
+static int take_function(tepy_backend *backend, const tepy_state *state, PyObject *item)
+{
+    tepy_site site = {"register_backend", "functions"};
+    PyObject *key = PyTuple_GetItem(item, 0), *function = PyTuple_GetItem(item, 1);
+    const char *name;
+    if (key == NULL || function == NULL) return -1;
+    if (!PyUnicode_Check(key)) {
+        return tepy_fail(PyExc_TypeError, site, "key %R is not an operator name", key);
+    }
+    name = PyUnicode_AsUTF8AndSize(key, NULL);
+    if (name == NULL) return -1;
+    for (int op = 0; op < TE_OP_COUNT; op++) {
+        if (strcmp(te_op_name((te_op)op), name) != 0) continue;
+        if (!PyCallable_Check(function)) {
+            return tepy_fail(PyExc_TypeError, site, "%s: %R is not callable", name, function);
+        }
+        backend->functions[op] =
+            (function_record){Py_NewRef(function), state, backend->name, (te_op)op};
+        return 0;
+    }
+    return tepy_fail(PyExc_ValueError, site, "there is no operator %R: op_names() lists them", key);
+}
+
+static int take_functions(tepy_backend *backend, const tepy_state *state, PyObject *functions)
+{
+    tepy_site site = {"register_backend", "functions"};
+    PyObject *items = PyMapping_Items(functions);
+    int failed = 0;
+    if (items == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError) &&
+            !PyErr_ExceptionMatches(PyExc_TypeError)) {
+            return -1;
+        }
+        PyErr_Clear();
+        return tepy_fail(PyExc_TypeError, site,
+                         "expected a mapping of operator names to callables, got %R",
+                         Py_TYPE(functions));
+    }
+    for (Py_ssize_t i = 0; !failed && i < PyList_Size(items); i++) {
+        PyObject *item = PyList_GetItem(items, i);
+        if (item == NULL || !PyTuple_Check(item)) {
+            failed = tepy_fail(PyExc_TypeError, site, "items() gave %R, expected pairs", items);
+        } else {
+            failed = take_function(backend, state, item);
+        }
+    }
+    Py_DECREF(items);
+    return failed;
+}
+
+const char tepy_register_backend_doc[] =
+    "register_backend($module, name, device_type, priority, functions, /)\n--\n\n"
+    "Put Python functions into the operator table, by operator name.";
+
+PyObject *tepy_register_backend(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    tepy_state *state = tepy_state_of(module);
+    te_backend backend = {.size = sizeof backend};
+    tepy_backend *record = NULL;
+    te_device device;
+    int64_t priority = 0;
+    const char *name;
+    te_status st;
+    if (tepy_count("register_backend", nargs, 4, 4) != 0 ||
+        tepy_require_torch(state, "register_backend") != 0) {
+        return NULL;
+    }
+    if (!PyUnicode_Check(args[0])) {
+        (void)tepy_fail(PyExc_TypeError, (tepy_site){"register_backend", "name"},
+                        "expected a str, got %R", Py_TYPE(args[0]));
+        return NULL;
+    }
+    name = PyUnicode_AsUTF8AndSize(args[0], NULL);
+    if (name == NULL || tepy_device_args("register_backend", args[1], NULL, &device) != 0 ||
+        tepy_int(args[2], (tepy_site){"register_backend", "priority"}, INT32_MIN, INT32_MAX,
+                 &priority) != 0) {
+        return NULL;
+    }
+    record = calloc(1, sizeof *record);
+    if (record == NULL || (record->name = strdup(name)) == NULL) {
+        (void)PyErr_NoMemory();
+        goto failed;
+    }
+    if (take_functions(record, state, args[3]) != 0) goto failed;
+    backend.name = record->name;
+    backend.device = device.type;
+    backend.priority = (int32_t)priority;
+    for (int op = 0; op < TE_OP_COUNT; op++) {
+        if (record->functions[op].function == NULL) continue;
+        backend.slots[op] = (te_op_slot){.function = call_python, .self = &record->functions[op]};
+    }
+    st = te_backend_register(&backend);
+    if (st != TE_OK) {
+        (void)tepy_raise(st);
+        goto failed;
+    }
+    record->next = state->backends;
+    state->backends = record;
+    return Py_NewRef(Py_None);
+failed: /* no table knows the record */
+    if (record != NULL) {
+        empty_records(record);
+        free(record->name);
+        free(record);
+    }
+    return NULL;
+}
+
+const char tepy_unregister_backend_doc[] = "unregister_backend($module, name, /)\n--\n\n"
+                                           "Take a backend of register_backend out again.";
+
+PyObject *tepy_unregister_backend(PyObject *module, PyObject *arg)
+{
+    tepy_state *state = tepy_state_of(module);
+    tepy_site site = {"unregister_backend", "name"};
+    const char *name;
+    te_status st;
+    if (!PyUnicode_Check(arg)) {
+        (void)tepy_fail(PyExc_TypeError, site, "expected a str, got %R", Py_TYPE(arg));
+        return NULL;
+    }
+    name = PyUnicode_AsUTF8AndSize(arg, NULL);
+    if (name == NULL) return NULL;
+    for (tepy_backend **link = &state->backends; *link != NULL; link = &(*link)->next) {
+        tepy_backend *backend = *link;
+        if (strcmp(backend->name, name) != 0) continue;
+        st = te_backend_unregister(name);
+        if (st != TE_OK) return tepy_raise(st);
+        *link = backend->next;
+        empty_records(backend);
+        return Py_NewRef(Py_None);
+    }
+    (void)tepy_fail(PyExc_ValueError, site, "no backend %R is registered through this module", arg);
+    return NULL;
+}

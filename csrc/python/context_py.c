@@ -1,0 +1,209 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * context_py.c - the Context type: a te_context behind an object with an explicit close.
+ *
+ * A context counts the calls that use it, because a call may run without the GIL: closing one in
+ * use is refused instead of pulling it from under another thread.
+ */
+#include "python/args.h"
+
+static int context_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    return 0;
+}
+
+static void context_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    PyObject_GC_UnTrack(self);
+    te_context_destroy(((tepy_context *)self)->context);
+    release(self);
+    Py_DECREF(type);
+}
+
+static tepy_context *context_make(PyTypeObject *type, te_device device)
+{
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    te_context *context = NULL;
+    tepy_context *self;
+    te_status st;
+    Py_BEGIN_ALLOW_THREADS; /* opens libraries */
+    st = te_context_create(device, &context);
+    Py_END_ALLOW_THREADS;
+    if (st != TE_OK) {
+        (void)tepy_raise(st);
+        return NULL;
+    }
+    self = (tepy_context *)allocate(type, 0);
+    if (self == NULL) {
+        te_context_destroy(context);
+        return NULL;
+    }
+    self->context = context;
+    self->device = device;
+    self->users = 0;
+    return self;
+}
+
+static PyObject *context_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"device_type", "index", NULL};
+    PyObject *device_type = NULL, *index = NULL;
+    te_device device;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:Context", names, &device_type, &index) ||
+        tepy_device_args("Context", device_type, index, &device) != 0) {
+        return NULL;
+    }
+    return (PyObject *)context_make(type, device);
+}
+
+/* Releases the te_context; -1 where a call is running. */
+static int context_shut(tepy_context *self)
+{
+    te_context *context = self->context;
+    if (self->users > 0) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "close: %d calls are running on this context: join them first", self->users);
+        return -1;
+    }
+    self->context = NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    te_context_destroy(context);
+    Py_END_ALLOW_THREADS;
+    return 0;
+}
+
+static PyObject *context_close(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    return context_shut((tepy_context *)self) == 0 ? Py_NewRef(Py_None) : NULL;
+}
+
+static PyObject *context_device(PyObject *self, void *unused)
+{
+    const tepy_context *context = (const tepy_context *)self;
+    (void)unused;
+    return Py_BuildValue("(ii)", (int)context->device.type, (int)context->device.index);
+}
+
+static PyObject *context_closed(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(((tepy_context *)self)->context == NULL);
+}
+
+static PyMethodDef context_methods[] = {
+    {"close", context_close, METH_NOARGS,
+     "close($self, /)\n--\n\nRelease what it holds; a second call does nothing."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef context_getset[] = {
+    {"device", context_device, NULL, "(device type, index)", NULL},
+    {"closed", context_closed, NULL, "True after close()", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot context_slots[] = {
+    {Py_tp_doc, "Context(device_type, index=0)\n--\n\nHost objects of one device."},
+    {Py_tp_new, context_new},
+    {Py_tp_dealloc, context_dealloc},
+    {Py_tp_traverse, context_traverse},
+    {Py_tp_methods, context_methods},
+    {Py_tp_getset, context_getset},
+    {0, NULL},
+};
+
+static PyType_Spec context_spec = {
+    .name = "transformer_engine._core.Context",
+    .basicsize = sizeof(tepy_context),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = context_slots,
+};
+
+PyObject *tepy_context_make_type(PyObject *module)
+{
+    return PyType_FromModuleAndSpec(module, &context_spec, NULL);
+}
+
+/* New reference to the module's own context of a device. */
+static tepy_context *own_context(tepy_state *state, te_device device)
+{
+    int slot = tepy_device_slot(device);
+    tepy_context *self;
+    if (slot < 0) return NULL;
+    self = (tepy_context *)state->contexts[slot];
+    if (self == NULL || self->context == NULL) {
+        self = context_make((PyTypeObject *)state->context_type, device);
+        if (self == NULL) return NULL;
+        if (state->contexts[slot] != NULL && ((tepy_context *)state->contexts[slot])->context !=
+                                                 NULL) { /* another thread was first */
+            Py_DECREF(self);
+            return (tepy_context *)Py_NewRef(state->contexts[slot]);
+        }
+        tepy_set(&state->contexts[slot], (PyObject *)self);
+    }
+    return (tepy_context *)Py_NewRef((PyObject *)self);
+}
+
+tepy_context *tepy_context_acquire(tepy_state *state, const char *function, PyObject *given,
+                                   te_device device)
+{
+    tepy_site site = {function, "context"};
+    tepy_context *context = (tepy_context *)given;
+    if (given == NULL || given == Py_None) {
+        context = own_context(state, device);
+        if (context == NULL) return NULL;
+        context->users++;
+        return context;
+    }
+    if ((PyObject *)Py_TYPE(given) != state->context_type) {
+        (void)tepy_fail(PyExc_TypeError, site, "expected a Context or None, got %R",
+                        Py_TYPE(given));
+        return NULL;
+    }
+    if (context->context == NULL) {
+        (void)tepy_fail(PyExc_RuntimeError, site, "it is closed: make a new Context");
+        return NULL;
+    }
+    if (!tepy_same(context->device, device)) {
+        (void)tepy_fail(
+            PyExc_ValueError, site,
+            "it is of %s:%d and the tensors are on %s:%d: pass a Context of their device",
+            tepy_device_name(context->device), (int)context->device.index, tepy_device_name(device),
+            (int)device.index);
+        return NULL;
+    }
+    context->users++;
+    return (tepy_context *)Py_NewRef(given);
+}
+
+void tepy_context_release(tepy_context *context)
+{
+    if (context == NULL) return;
+    context->users--;
+    Py_DECREF((PyObject *)context);
+}
+
+const char tepy_close_contexts_doc[] =
+    "close_contexts($module, /)\n--\n\n"
+    "Close the module's own contexts; the next use makes new ones.";
+
+PyObject *tepy_close_contexts(PyObject *module, PyObject *unused)
+{
+    tepy_state *state = tepy_state_of(module);
+    (void)unused;
+    for (int i = 0; i < TEPY_DEVICES; i++) {
+        PyObject *context = state->contexts[i];
+        int failed;
+        if (context == NULL) continue;
+        (void)Py_NewRef(context);
+        failed = context_shut((tepy_context *)context);
+        if (failed == 0 && state->contexts[i] == context) tepy_set(&state->contexts[i], NULL);
+        Py_DECREF(context);
+        if (failed != 0) return NULL;
+    }
+    return Py_NewRef(Py_None);
+}

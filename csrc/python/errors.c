@@ -1,0 +1,69 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * errors.c - the only place where a te_status becomes a Python exception, and the one form that
+ * messages about arguments have: "function: argument: what is wrong and what to do".
+ */
+#include <stdarg.h>
+
+#include "python/state.h"
+
+PyObject *tepy_raise(te_status status)
+{
+    PyObject *exception = PyExc_RuntimeError; /* STATE, DEVICE, and a CALLBACK that set none */
+    switch (status) {
+    case TE_ERROR_INVALID:
+        exception = PyExc_ValueError;
+        break;
+    case TE_ERROR_TYPE:
+        exception = PyExc_TypeError;
+        break;
+    case TE_ERROR_UNSUPPORTED:
+        exception = PyExc_NotImplementedError;
+        break;
+    case TE_ERROR_MEMORY:
+        exception = PyExc_MemoryError;
+        break;
+    case TE_ERROR_CALLBACK:
+        if (PyErr_Occurred()) return NULL;
+        break;
+    default:
+        break;
+    }
+    PyErr_SetString(exception, te_last_error());
+    return NULL;
+}
+
+int tepy_fail(PyObject *exception, tepy_site site, const char *format, ...)
+{
+    va_list arguments;
+    PyObject *text;
+    va_start(arguments, format);
+    text = PyUnicode_FromFormatV(format, arguments);
+    va_end(arguments);
+    if (text == NULL) return -1;
+    PyErr_Format(exception, "%s: %s: %U", site.function, site.argument, text);
+    Py_DECREF(text);
+    return -1;
+}
+
+int tepy_fail_from_current(PyObject *exception, tepy_site site, const char *fix)
+{
+    PyObject *type = NULL, *cause = NULL, *trace = NULL, *new_type = NULL, *new_value = NULL,
+             *new_trace = NULL;
+    PyErr_Fetch(&type, &cause, &trace);
+    PyErr_NormalizeException(&type, &cause, &trace);
+    (void)tepy_fail(exception, site, "%s", fix);
+    if (cause == NULL) return -1;
+    if (trace != NULL) (void)PyException_SetTraceback(cause, trace);
+    PyErr_Fetch(&new_type, &new_value, &new_trace);
+    PyErr_NormalizeException(&new_type, &new_value, &new_trace);
+    if (new_value != NULL) {
+        PyException_SetCause(new_value, cause); /* takes the reference */
+        cause = NULL;
+    }
+    PyErr_Restore(new_type, new_value, new_trace);
+    Py_XDECREF(cause);
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    return -1;
+}

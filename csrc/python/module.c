@@ -1,0 +1,199 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * module.c - transformer_engine._core: method table, constants, and the life of the module's state.
+ *
+ * Multi-phase initialisation and the limited API of CPython 3.11: one binary for every later
+ * version, and a module object that can be made twice and collected. m_free runs m_clear, so exec
+ * just fails.
+ */
+#include "python/state.h"
+
+int tepy_state_verify(const tepy_state *state, tepy_stage stage)
+{
+#define X(name, when)                                                                              \
+    if (stage == TEPY_##when && state->name == NULL) {                                             \
+        PyErr_SetString(PyExc_SystemError, "state slot " #name " is empty");                       \
+        return -1;                                                                                 \
+    }
+    TEPY_STATE_REFS(X)
+#undef X
+#define X(name, count, when)                                                                       \
+    for (int i = 0; stage == TEPY_##when && i < (count); i++) {                                    \
+        if (state->name[i] != NULL) continue;                                                      \
+        PyErr_SetString(PyExc_SystemError, "state slot " #name " is empty");                       \
+        return -1;                                                                                 \
+    }
+    TEPY_STATE_ARRAYS(X)
+#undef X
+    return 0;
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    tepy_state *state = tepy_state_of(module);
+#define X(name, when) Py_VISIT(state->name);
+    TEPY_STATE_REFS(X)
+#undef X
+#define X(name, count, when)                                                                       \
+    for (int i = 0; i < (count); i++) Py_VISIT(state->name[i]);
+    TEPY_STATE_ARRAYS(X)
+#undef X
+    return tepy_backends_visit(state, visit, arg);
+}
+
+static int module_clear(PyObject *module)
+{
+    tepy_state *state = tepy_state_of(module);
+    tepy_backends_clear(state);
+    tepy_plans_free(state);
+    state->exchange = NULL; /* its capsule goes below */
+#define X(name, when) Py_CLEAR(state->name);
+    TEPY_STATE_REFS(X)
+#undef X
+#define X(name, count, when)                                                                       \
+    for (int i = 0; i < (count); i++) Py_CLEAR(state->name[i]);
+    TEPY_STATE_ARRAYS(X)
+#undef X
+    return 0;
+}
+
+static void module_free(void *module)
+{
+    (void)module_clear(module);
+}
+
+typedef struct constant {
+    const char *name;
+    long value;
+} constant;
+
+static const constant constants[] = {
+#define X(NAME, name, bits, dlpack, cuda, max) {"DTYPE_" #NAME, TE_DTYPE_##NAME},
+    TE_DTYPES(X)
+#undef X
+#define C(NAME)                                                                                    \
+    {                                                                                              \
+#NAME, TE_##NAME                                                                           \
+    }
+        C(DEVICE_CPU),
+    C(DEVICE_CUDA),
+    C(RECIPE_NONE),
+    C(RECIPE_DELAYED),
+    C(RECIPE_CURRENT),
+    C(LINEAR_FORWARD),
+    C(LINEAR_BACKWARD),
+    C(LINEAR_WGRAD),
+    C(LINEAR_BIAS),
+    C(LINEAR_DGRAD),
+    C(LINEAR_WGRAD_NEEDED),
+    C(LINEAR_SAVE_INPUT),
+    C(LINEAR_NO_AMAX),
+    C(LINEAR_POWER_2_INPUT),
+    C(LINEAR_POWER_2_WEIGHT),
+    C(LINEAR_POWER_2_GRAD),
+    C(LINEAR_FAST_FPROP),
+    C(LINEAR_FAST_DGRAD),
+    C(LINEAR_FAST_WGRAD),
+    C(LINEAR_ALLOW_TF32),
+    C(LINEAR_ACCUMULATE_WGRAD),
+    C(LINEAR_OVERWRITE_WGRAD),
+    C(LINEAR_DEFER_WGRAD),
+    C(LINEAR_CACHE_WRITE),
+    C(LINEAR_CACHE_READ),
+    C(AMAX_PARTIALS),
+#undef C
+};
+
+/* Adds a new reference (or fails on NULL); the reference is taken either way. */
+static int add_object(PyObject *module, const char *name, PyObject *object)
+{
+    int result = PyModule_AddObjectRef(module, name, object);
+    Py_XDECREF(object);
+    return result;
+}
+
+static int add_constants(PyObject *module)
+{
+    for (size_t i = 0; i < sizeof constants / sizeof constants[0]; i++) {
+        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) != 0) return -1;
+    }
+#define X(NAME, name) , #name
+#define COUNT(NAME, name) "s"
+    if (add_object(module, "LINEAR_STAGES",
+                   Py_BuildValue("(" TE_LINEAR_STAGES(COUNT) ")" TE_LINEAR_STAGES(X))) != 0) {
+        return -1;
+    }
+#undef COUNT
+#undef X
+    return PyModule_AddStringConstant(module, "version", TE_VERSION);
+}
+
+static int module_exec(PyObject *module)
+{
+    tepy_state *state = tepy_state_of(module);
+    if ((state->key_dtype = PyUnicode_InternFromString("dtype")) == NULL) return -1;
+    if ((state->key_device = PyUnicode_InternFromString("device")) == NULL) return -1;
+    if ((state->context_type = tepy_context_make_type(module)) == NULL) return -1;
+    if (PyModule_AddObjectRef(module, "Context", state->context_type) != 0) return -1;
+    if (add_constants(module) != 0) return -1;
+    return tepy_state_verify(state, TEPY_INIT);
+}
+
+const char tepy_op_names_doc[] = "op_names($module, /)\n--\n\n"
+                                 "Names of the operators, in the order of the operator table.";
+
+PyObject *tepy_op_names(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+#define X(NAME, name) , #name
+#define COUNT(NAME, name) "s"
+    return Py_BuildValue("(" TE_OPS(COUNT) ")" TE_OPS(X));
+#undef COUNT
+#undef X
+}
+
+const char tepy_has_cuda_doc[] = "has_cuda($module, /)\n--\n\n"
+                                 "True where the library was built with its CUDA backend.";
+
+PyObject *tepy_has_cuda(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+#ifdef TE_WITH_CUDA
+    return Py_NewRef(Py_True);
+#else
+    return Py_NewRef(Py_False);
+#endif
+}
+
+/* Every convention's function goes through a PyCFunction in the table, as CPython wants it. */
+static PyMethodDef module_methods[] = {
+#define X(name, convention)                                                                        \
+    {#name, (PyCFunction)(void (*)(void))tepy_##name, TEPY_FLAGS_##convention, tepy_##name##_doc},
+    TEPY_FUNCTIONS(X)
+#undef X
+        {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+    {0, NULL},
+};
+
+static PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "transformer_engine._core",
+    .m_doc = "Plans, operators, backends and counters over framework tensors; see _core.pyi.",
+    .m_size = sizeof(tepy_state),
+    .m_methods = module_methods,
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC PyInit__core(void)
+{
+    return PyModuleDef_Init(&module_def);
+}

@@ -1,0 +1,173 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * state.h - the module's state and what the files of csrc/python share.
+ *
+ * Every Python object that the module keeps is in one of the two lists below. They generate the
+ * struct, the visit, the clear and the check that a stage of the set-up left none of its slots
+ * empty, so the four can not drift apart. There is no process-wide state in here: two instances of
+ * the module share nothing but what libtransformer_engine itself shares.
+ */
+#ifndef TE_PYTHON_STATE_H
+#define TE_PYTHON_STATE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "transformer_engine.h"
+
+#include "python/dlpack.h"
+
+#define TEPY_CUDA_DEVICES 64
+#define TEPY_DEVICES (1 + TEPY_CUDA_DEVICES) /* the CPU, then the CUDA devices by index */
+
+/* When a slot is filled: INIT by the module's exec, BIND by bind_torch, LAZY at first use. */
+typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
+
+/* X(name, stage) */
+#define TEPY_STATE_REFS(X)                                                                         \
+    X(context_type, INIT)                                                                          \
+    X(key_dtype, INIT)        /* "dtype" */                                                        \
+    X(key_device, INIT)       /* "device" */                                                       \
+    X(empty, BIND)            /* torch.empty */                                                    \
+    X(device_type, BIND)      /* torch.device */                                                   \
+    X(tensor_type, BIND)      /* torch.Tensor */                                                   \
+    X(parameter_type, BIND)   /* torch.nn.Parameter */                                             \
+    X(is_neg, BIND)           /* torch.Tensor.is_neg, unbound */                                   \
+    X(exchange_capsule, BIND) /* keeps `exchange` alive */                                         \
+    X(classify, BIND)         /* callable for subclasses, or None */
+
+/* X(name, count, stage) */
+#define TEPY_STATE_ARRAYS(X)                                                                       \
+    X(dtypes, TE_DTYPE_COUNT, BIND)                        /* torch dtypes by te_dtype */          \
+    X(contexts, TEPY_DEVICES, LAZY)                        /* Context objects by device */         \
+    X(devices, TEPY_DEVICES, LAZY)                         /* torch.device objects by device */    \
+    X(empty_kwargs, (TEPY_DEVICES * TE_DTYPE_COUNT), LAZY) /* {dtype, device} by both */
+
+typedef struct tepy_plan tepy_plan;       /* plan_py.h */
+typedef struct tepy_backend tepy_backend; /* backend_py.c */
+
+typedef struct tepy_state {
+#define X(name, stage) PyObject *name;
+    TEPY_STATE_REFS(X)
+#undef X
+#define X(name, count, stage) PyObject *name[count];
+    TEPY_STATE_ARRAYS(X)
+#undef X
+    const tepy_dl_exchange *exchange; /* NULL until bind_torch */
+    tepy_plan **plans;                /* hash table of what run() has to know of a plan */
+    size_t plan_capacity, plan_count;
+    tepy_backend *backends; /* linked list of those registered through this module */
+} tepy_state;
+
+static inline tepy_state *tepy_state_of(PyObject *module)
+{
+    return (tepy_state *)PyModule_GetState(module);
+}
+
+/* Puts a new reference into a slot and drops what was there. */
+static inline void tepy_set(PyObject **slot, PyObject *value)
+{
+    PyObject *old = *slot;
+    *slot = value;
+    Py_XDECREF(old);
+}
+
+/* ---- errors.c ---- */
+
+/* Where an argument stands, for messages: "quantize: scale: ...". */
+typedef struct tepy_site {
+    const char *function, *argument;
+} tepy_site;
+
+/* Sets the exception of a failed status and returns NULL. With CALLBACK it is set already. */
+PyObject *tepy_raise(te_status status);
+/* Sets `exception` with the text "function: argument: ..."; returns -1. */
+int tepy_fail(PyObject *exception, tepy_site site, const char *format, ...);
+/* The same with the exception that is set as its cause. */
+int tepy_fail_from_current(PyObject *exception, tepy_site site, const char *fix);
+
+/* ---- module.c ---- */
+
+/* 0, or -1 with SystemError where a slot that is filled at `stage` is empty. */
+int tepy_state_verify(const tepy_state *state, tepy_stage stage);
+
+/* ---- torch_py.c ---- */
+
+/* 0, or -1 with RuntimeError where bind_torch has not been called. */
+int tepy_require_torch(const tepy_state *state, const char *function);
+/* Index into the arrays by device; -1 with ValueError where there is no such device. */
+int tepy_device_slot(te_device device);
+/* New reference: torch.empty of this shape. */
+PyObject *tepy_empty(tepy_state *state, te_device device, te_dtype dtype, const int64_t *shape,
+                     int32_t ndim);
+
+/* ---- context_py.c ---- */
+
+typedef struct tepy_context {
+    PyObject_HEAD te_context *context; /* NULL: closed */
+    te_device device;
+    int users; /* calls in flight; guarded by the GIL */
+} tepy_context;
+
+/* New reference to `given` (an object or None/NULL: the module's own of `device`), checked and with
+ * its users counted up; NULL with an exception. Every one goes back through tepy_context_release.
+ */
+tepy_context *tepy_context_acquire(tepy_state *state, const char *function, PyObject *given,
+                                   te_device device);
+void tepy_context_release(tepy_context *context); /* NULL is legal */
+/* Creates the type of Context; new reference. */
+PyObject *tepy_context_make_type(PyObject *module);
+
+/* ---- what the families give to module.c ---- */
+
+void tepy_plans_free(tepy_state *state);
+int tepy_backends_visit(tepy_state *state, visitproc visit, void *arg);
+void tepy_backends_clear(tepy_state *state);
+
+/* Calling conventions of TEPY_FUNCTIONS: parameters of the C function and flags of its method. */
+#define TEPY_PARAMS_FAST (PyObject * module, PyObject *const *args, Py_ssize_t nargs)
+#define TEPY_PARAMS_ONE (PyObject * module, PyObject * arg)
+#define TEPY_PARAMS_NONE (PyObject * module, PyObject * unused)
+#define TEPY_PARAMS_KEYS (PyObject * module, PyObject * args, PyObject * kwargs)
+#define TEPY_FLAGS_FAST METH_FASTCALL
+#define TEPY_FLAGS_ONE METH_O
+#define TEPY_FLAGS_NONE METH_NOARGS
+#define TEPY_FLAGS_KEYS METH_VARARGS | METH_KEYWORDS
+
+/* X(name, convention): every function of the module. Each has a docstring tepy_<name>_doc beside
+ * its code, which begins with the signature line. */
+#define TEPY_FUNCTIONS(X)                                                                          \
+    X(bind_torch, FAST)                                                                            \
+    X(dtype_code, ONE)                                                                             \
+    X(torch_dtype, ONE)                                                                            \
+    X(dtype_names, NONE)                                                                           \
+    X(op_names, NONE)                                                                              \
+    X(has_cuda, NONE)                                                                              \
+    X(linear_plan, KEYS)                                                                           \
+    X(plan_describe, ONE)                                                                          \
+    X(plan_infer, FAST)                                                                            \
+    X(plan_scratch, FAST)                                                                          \
+    X(run, FAST)                                                                                   \
+    X(run_range, FAST)                                                                             \
+    X(empty_aligned, FAST)                                                                         \
+    X(close_contexts, NONE)                                                                        \
+    X(quantize, KEYS)                                                                              \
+    X(dequantize, KEYS)                                                                            \
+    X(amax, KEYS)                                                                                  \
+    X(transpose, KEYS)                                                                             \
+    X(gemm, KEYS)                                                                                  \
+    X(scaling_update, FAST)                                                                        \
+    X(fill, KEYS)                                                                                  \
+    X(cast, KEYS)                                                                                  \
+    X(register_backend, FAST)                                                                      \
+    X(unregister_backend, ONE)                                                                     \
+    X(counters, NONE)                                                                              \
+    X(reset_counters, NONE)
+
+#define X(name, convention)                                                                        \
+    PyObject *tepy_##name TEPY_PARAMS_##convention;                                                \
+    extern const char tepy_##name##_doc[];
+TEPY_FUNCTIONS(X)
+#undef X
+
+#endif

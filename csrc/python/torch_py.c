@@ -1,0 +1,241 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * torch_py.c - what the module takes from torch: allocation, classes, dtypes and the DLPack
+ * exchange table. The module never imports torch itself: transformer_engine.pytorch hands it over
+ * once.
+ */
+#include "python/args.h"
+
+#include <string.h>
+
+/* Attributes of torch, by te_dtype. */
+static const char *const dtype_attribute[TE_DTYPE_COUNT] = {
+    [TE_DTYPE_F32] = "float32",      [TE_DTYPE_F16] = "float16",
+    [TE_DTYPE_BF16] = "bfloat16",    [TE_DTYPE_E4M3] = "float8_e4m3fn",
+    [TE_DTYPE_E5M2] = "float8_e5m2", [TE_DTYPE_U8] = "uint8",
+    [TE_DTYPE_I32] = "int32",        [TE_DTYPE_I64] = "int64",
+};
+
+int tepy_require_torch(const tepy_state *state, const char *function)
+{
+    if (state->exchange != NULL) return 0;
+    PyErr_Format(PyExc_RuntimeError,
+                 "%s: no tensor library is bound: import transformer_engine.pytorch first",
+                 function);
+    return -1;
+}
+
+int tepy_device_slot(te_device device)
+{
+    if (device.type == TE_DEVICE_CPU && device.index == 0) return 0;
+    if (device.type == TE_DEVICE_CUDA && device.index >= 0 && device.index < TEPY_CUDA_DEVICES) {
+        return 1 + device.index;
+    }
+    PyErr_Format(PyExc_ValueError, "device (%d, %d) does not exist", (int)device.type,
+                 (int)device.index);
+    return -1;
+}
+
+/* The table of major version 1, which may stand behind a newer one; NULL with an exception. */
+static const tepy_dl_exchange *find_exchange(PyObject *capsule)
+{
+    const tepy_dl_exchange *table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (table == NULL) return NULL;
+    while (table != NULL && table->version.major != 1) table = table->previous;
+    if (table == NULL || table->view == NULL || table->current_stream == NULL ||
+        table->object_from_managed == NULL) {
+        PyErr_SetString(
+            PyExc_ImportError,
+            "bind_torch: this torch has no DLPack 1 exchange table with views and streams: "
+            "install torch >= 2.10");
+        return NULL;
+    }
+    return table;
+}
+
+/* What bind_torch collects before it changes the state. */
+typedef struct binding {
+    PyObject *empty, *device_type, *tensor_type, *parameter_type, *is_neg, *exchange_capsule;
+    PyObject *dtypes[TE_DTYPE_COUNT];
+} binding;
+
+static int collect(binding *found, PyObject *torch)
+{
+    PyObject *nn = NULL;
+    int result = -1;
+    if ((found->empty = PyObject_GetAttrString(torch, "empty")) == NULL) goto done;
+    if ((found->device_type = PyObject_GetAttrString(torch, "device")) == NULL) goto done;
+    if ((found->tensor_type = PyObject_GetAttrString(torch, "Tensor")) == NULL) goto done;
+    if ((found->is_neg = PyObject_GetAttrString(found->tensor_type, "is_neg")) == NULL) goto done;
+    if ((nn = PyObject_GetAttrString(torch, "nn")) == NULL) goto done;
+    if ((found->parameter_type = PyObject_GetAttrString(nn, "Parameter")) == NULL) goto done;
+    for (int i = 0; i < TE_DTYPE_COUNT; i++) {
+        found->dtypes[i] = PyObject_GetAttrString(torch, dtype_attribute[i]);
+        if (found->dtypes[i] == NULL) goto done;
+    }
+    if (!PyType_Check(found->tensor_type) || !PyType_Check(found->parameter_type) ||
+        !PyCallable_Check(found->empty) || !PyCallable_Check(found->device_type)) {
+        PyErr_SetString(PyExc_TypeError, "bind_torch: torch_module: this is not torch");
+        goto done;
+    }
+    found->exchange_capsule =
+        PyObject_GetAttrString(found->tensor_type, "__dlpack_c_exchange_api__");
+    if (found->exchange_capsule == NULL) {
+        PyErr_Clear();
+        PyErr_SetString(
+            PyExc_ImportError,
+            "bind_torch: torch.Tensor has no __dlpack_c_exchange_api__: install torch >= 2.10");
+        goto done;
+    }
+    result = 0;
+done:
+    Py_XDECREF(nn);
+    return result;
+}
+
+const char tepy_bind_torch_doc[] =
+    "bind_torch($module, torch_module, classify=None, /)\n--\n\n"
+    "Take from torch what the entry points need; classify(tensor) is asked about subclasses.";
+
+PyObject *tepy_bind_torch(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    tepy_state *state = tepy_state_of(module);
+    binding found;
+    PyObject *classify = nargs > 1 ? args[1] : Py_None;
+    const tepy_dl_exchange *exchange;
+    PyObject *result = NULL;
+    memset(&found, 0, sizeof found);
+    if (tepy_count("bind_torch", nargs, 1, 2) != 0) return NULL;
+    if (classify != Py_None && !PyCallable_Check(classify)) {
+        (void)tepy_fail(PyExc_TypeError, (tepy_site){"bind_torch", "classify"},
+                        "expected a callable or None, got %R", Py_TYPE(classify));
+        return NULL;
+    }
+    if (collect(&found, args[0]) != 0) goto done;
+    exchange = find_exchange(found.exchange_capsule);
+    if (exchange == NULL) goto done;
+    /* From here on nothing fails. tepy_set leaves the old objects' destructors a consistent state.
+     */
+    state->exchange = exchange;
+#define TAKE(name) (tepy_set(&state->name, found.name), found.name = NULL)
+    TAKE(empty);
+    TAKE(device_type);
+    TAKE(tensor_type);
+    TAKE(parameter_type);
+    TAKE(is_neg);
+    TAKE(exchange_capsule);
+    for (int i = 0; i < TE_DTYPE_COUNT; i++) TAKE(dtypes[i]);
+#undef TAKE
+    tepy_set(&state->classify, Py_NewRef(classify));
+    for (int i = 0; i < TEPY_DEVICES; i++) tepy_set(&state->devices[i], NULL);
+    for (int i = 0; i < TEPY_DEVICES * TE_DTYPE_COUNT; i++) tepy_set(&state->empty_kwargs[i], NULL);
+    if (tepy_state_verify(state, TEPY_BIND) == 0) result = Py_NewRef(Py_None);
+done:
+    Py_XDECREF(found.empty);
+    Py_XDECREF(found.device_type);
+    Py_XDECREF(found.tensor_type);
+    Py_XDECREF(found.parameter_type);
+    Py_XDECREF(found.is_neg);
+    Py_XDECREF(found.exchange_capsule);
+    for (int i = 0; i < TE_DTYPE_COUNT; i++) Py_XDECREF(found.dtypes[i]);
+    return result;
+}
+
+const char tepy_dtype_code_doc[] = "dtype_code($module, dtype, /)\n--\n\n"
+                                   "DTYPE_* code of a torch dtype.";
+
+PyObject *tepy_dtype_code(PyObject *module, PyObject *arg)
+{
+    tepy_state *state = tepy_state_of(module);
+    if (tepy_require_torch(state, "dtype_code") != 0) return NULL;
+    for (int i = 0; i < TE_DTYPE_COUNT; i++) {
+        if (arg == state->dtypes[i]) return PyLong_FromLong(i);
+    }
+    (void)tepy_fail(PyExc_TypeError, (tepy_site){"dtype_code", "dtype"},
+                    "%R is not supported, expected float32, float16, bfloat16, float8_e4m3fn, "
+                    "float8_e5m2, uint8, int32 or int64 of torch",
+                    arg);
+    return NULL;
+}
+
+const char tepy_torch_dtype_doc[] = "torch_dtype($module, code, /)\n--\n\n"
+                                    "The torch dtype of a DTYPE_* code.";
+
+PyObject *tepy_torch_dtype(PyObject *module, PyObject *arg)
+{
+    tepy_state *state = tepy_state_of(module);
+    int64_t code = 0;
+    if (tepy_require_torch(state, "torch_dtype") != 0 ||
+        tepy_int(arg, (tepy_site){"torch_dtype", "code"}, 0, TE_DTYPE_COUNT - 1, &code) != 0) {
+        return NULL;
+    }
+    return Py_NewRef(state->dtypes[code]);
+}
+
+const char tepy_dtype_names_doc[] = "dtype_names($module, /)\n--\n\n"
+                                    "Names of the dtypes, by code.";
+
+PyObject *tepy_dtype_names(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+#define X(NAME, name, bits, dlpack, cuda, max) , #name
+#define COUNT(NAME, name, bits, dlpack, cuda, max) "s"
+    return Py_BuildValue("(" TE_DTYPES(COUNT) ")" TE_DTYPES(X));
+#undef COUNT
+#undef X
+}
+
+/* Borrowed: torch.device of a slot. */
+static PyObject *device_object(tepy_state *state, te_device device, int slot)
+{
+    PyObject *object;
+    if (state->devices[slot] != NULL) return state->devices[slot];
+    object = device.type == TE_DEVICE_CPU
+                 ? PyObject_CallFunction(state->device_type, "s", "cpu")
+                 : PyObject_CallFunction(state->device_type, "si", "cuda", (int)device.index);
+    if (object != NULL) tepy_set(&state->devices[slot], object);
+    return object;
+}
+
+/* Borrowed: keyword arguments of torch.empty. */
+static PyObject *empty_kwargs(tepy_state *state, te_device device, te_dtype dtype)
+{
+    int slot = tepy_device_slot(device);
+    PyObject **entry, *kwargs, *torch_device;
+    if (slot < 0) return NULL;
+    entry = &state->empty_kwargs[slot * TE_DTYPE_COUNT + (int)dtype];
+    if (*entry != NULL) return *entry;
+    torch_device = device_object(state, device, slot);
+    if (torch_device == NULL) return NULL;
+    kwargs = PyDict_New();
+    if (kwargs == NULL) return NULL;
+    if (PyDict_SetItem(kwargs, state->key_dtype, state->dtypes[dtype]) != 0 ||
+        PyDict_SetItem(kwargs, state->key_device, torch_device) != 0) {
+        Py_DECREF(kwargs);
+        return NULL;
+    }
+    tepy_set(entry, kwargs);
+    return kwargs;
+}
+
+PyObject *tepy_empty(tepy_state *state, te_device device, te_dtype dtype, const int64_t *shape,
+                     int32_t ndim)
+{
+    PyObject *kwargs = empty_kwargs(state, device, dtype);
+    PyObject *args, *tensor;
+    if (kwargs == NULL) return NULL;
+    args =
+        PyTuple_New(ndim); /* sizes one by one: torch parses them faster than a tuple in a tuple */
+    if (args == NULL) return NULL;
+    for (int32_t i = 0; i < ndim; i++) {
+        PyObject *size = PyLong_FromLongLong(shape[i]);
+        if (size == NULL || PyTuple_SetItem(args, i, size) != 0) {
+            Py_DECREF(args);
+            return NULL;
+        }
+    }
+    tensor = PyObject_Call(state->empty, args, kwargs);
+    Py_DECREF(args);
+    return tensor;
+}

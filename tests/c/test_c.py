@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C API from C: each program of this folder is compiled against the library and run.
+
+A program includes only the public header and passes by exiting with 0; 77 means that it can not run
+here. Programs named `*_gpu.c` carry the mark `gpu`. With TE_SANITIZE set, library and programs are
+instrumented.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SANITIZE = os.environ.get("TE_SANITIZE", "")
+BUILD = ROOT / ("build/sanitize" if SANITIZE else "build")
+CC = os.environ.get("CC", "cc")
+SKIPPED = 77
+STRICT = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{ROOT / 'csrc/include'}"]
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(CC) is None or not (ROOT / "setup.py").exists(),
+    reason="needs the source tree and a C compiler",
+)
+
+
+def run(*command, **options):
+    done = subprocess.run(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, **options
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def library():
+    status, said = run(sys.executable, "setup.py", "-q", "library")
+    assert status == 0, said
+    return BUILD / "libtransformer_engine.a"
+
+
+def programs():
+    for path in sorted(Path(__file__).parent.glob("*.c")):
+        marks = [pytest.mark.gpu] if path.stem.endswith("_gpu") else []
+        yield pytest.param(path, id=path.stem, marks=marks)
+
+
+@pytest.mark.parametrize("source", list(programs()))
+def test_program(source, library, tmp_path):
+    program = tmp_path / source.stem
+    _, undefined = run("nm", "-u", str(library))
+    flags = ["-fopenmp"] if "GOMP_" in undefined else []
+    flags += [f"-fsanitize={SANITIZE}", "-g"] if SANITIZE else []
+    link = [*flags, str(library), "-ldl", "-lm", "-lpthread", "-o", str(program)]
+    status, said = run(CC, "-std=c11", *STRICT, str(source), *link)
+    assert status == 0, said
+    status, said = run(str(program))
+    if status == SKIPPED:
+        pytest.skip(said.strip())
+    assert status == 0, said
+
+
+def test_shared_library_exports_te_names_only(library):
+    status, said = run("nm", "-D", "--defined-only", str(library.with_suffix(".so")))
+    assert status == 0, said
+    names = [line.split()[-1] for line in said.splitlines()]
+    assert names and [n for n in names if not n.startswith("te_")] == []
+
+
+@pytest.mark.skipif(bool(SANITIZE), reason="needs the sanitizer's runtime in the process")
+def test_shared_library_loads(library):
+    shared = ctypes.CDLL(str(library.with_suffix(".so")))
+    shared.te_last_error.restype = ctypes.c_char_p
+    assert isinstance(shared.te_last_error(), bytes)
+
+
+@pytest.mark.parametrize("language", ["c", "c++"])
+def test_header_stands_alone(language, tmp_path):
+    source = tmp_path / "header.txt"
+    source.write_text("#include <transformer_engine.h>\n")
+    standard = "-std=c11" if language == "c" else "-std=c++17"
+    status, said = run(CC, "-x", language, standard, *STRICT, "-fsyntax-only", str(source))
+    if language == "c++" and "cc1plus" in said:
+        pytest.skip("no C++ compiler")
+    assert status == 0, said

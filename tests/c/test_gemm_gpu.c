@@ -1,0 +1,625 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * test_gemm_gpu.c - te_gemm on CUDA against a float64 reference made from the same operands: dtypes,
+ * transposes, epilogues, odd and empty shapes, misaligned views, accumulation, bias gradient, FP8 output;
+ * twice with the same bits; from two threads; captured at first use; tuned.
+ */
+#include <math.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include <transformer_engine.h>
+
+#include "cuda_memory.h"
+
+#define EXPECT(condition, ...)                                                                     \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            (void)fprintf(stderr, "%s:%d: ", __FILE__, __LINE__);                                  \
+            (void)fprintf(stderr, __VA_ARGS__);                                                    \
+            (void)fprintf(stderr, "\n  last error: %s\n", te_last_error());                        \
+            exit(1);                                                                               \
+        }                                                                                          \
+    } while (0)
+
+enum { BIAS = 1, GELU = 2, AUX = 4, ACCUMULATE = 8, BIAS_GRAD = 16, AMAX = 32, FAST = 64, TF32 = 128 };
+
+typedef struct test_case {
+    te_dtype a, b, d;
+    int ta, tb;
+    int64_t m, n, k;
+    unsigned what; /* of the above */
+    int misaligned; /* rows padded by odd numbers of elements, addresses off by one element */
+} test_case;
+
+/* A tensor in host and device memory, with its values as doubles. */
+typedef struct operand {
+    te_tensor view;
+    uint8_t *host;
+    size_t bytes;
+    device_address address;
+    double *values; /* [rows, columns], dense */
+} operand;
+
+static cuda_arena arena;
+static const te_device device = {TE_DEVICE_CUDA, 0};
+static uint32_t random_state = 12345;
+
+static uint32_t random_bits(void)
+{
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 17;
+    random_state ^= random_state << 5;
+    return random_state;
+}
+
+/* ---- values ------------------------------------------------------------------------------- */
+
+typedef struct float_format {
+    int exponent_bits, mantissa_bits;
+} float_format;
+
+static float_format format_of(te_dtype dtype)
+{
+    switch (dtype) {
+    case TE_DTYPE_F16: return (float_format){5, 10};
+    case TE_DTYPE_BF16: return (float_format){8, 7};
+    case TE_DTYPE_E4M3: return (float_format){4, 3};
+    case TE_DTYPE_E5M2: return (float_format){5, 2};
+    default: return (float_format){8, 23};
+    }
+}
+
+static double decode(te_dtype dtype, const uint8_t *from)
+{
+    float_format f = format_of(dtype);
+    uint32_t bits = 0, exponent, mantissa;
+    int bias = (1 << (f.exponent_bits - 1)) - 1, top;
+    double value;
+    memcpy(&bits, from, te_dtype_bytes(dtype));
+    mantissa = bits & ((1U << f.mantissa_bits) - 1);
+    exponent = bits >> f.mantissa_bits & ((1U << f.exponent_bits) - 1);
+    top = (1 << f.exponent_bits) - 1;
+    if (dtype == TE_DTYPE_E4M3 ? exponent == 15 && mantissa == 7 : (int)exponent == top) return NAN;
+    value = exponent == 0 ? ldexp(mantissa, 1 - bias - f.mantissa_bits)
+                          : ldexp(mantissa | 1U << f.mantissa_bits, (int)exponent - bias - f.mantissa_bits);
+    return bits >> (f.exponent_bits + f.mantissa_bits) & 1 ? -value : value;
+}
+
+/* A random number of magnitude in [2^-4, 2). */
+static void encode_random(te_dtype dtype, uint8_t *to)
+{
+    float_format f = format_of(dtype);
+    int bias = (1 << (f.exponent_bits - 1)) - 1;
+    uint32_t mantissa = random_bits() & ((1U << f.mantissa_bits) - 1);
+    uint32_t bits = (uint32_t)(bias - (int)(random_bits() % 5)) << f.mantissa_bits | mantissa;
+    bits |= (random_bits() >> 7 & 1) << (f.exponent_bits + f.mantissa_bits);
+    memcpy(to, &bits, te_dtype_bytes(dtype));
+}
+
+static double gelu(double x)
+{
+    return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
+}
+
+/* ---- operands ----------------------------------------------------------------------------- */
+
+static int64_t rows_of(const operand *o)
+{
+    return o->view.ndim == 1 ? 1 : o->view.shape[0];
+}
+
+static int64_t columns_of(const operand *o)
+{
+    return o->view.shape[o->view.ndim - 1];
+}
+
+/* Random contents; between and behind rows a pattern that must stay. rows 0 of ndim 1: a vector. */
+static operand make(te_dtype dtype, int ndim, int64_t rows, int64_t columns, int misaligned)
+{
+    operand o;
+    size_t element = te_dtype_bytes(dtype), offset = misaligned ? element : 0;
+    int64_t stride = columns + (misaligned ? 3 : 0);
+    memset(&o, 0, sizeof o);
+    o.bytes = (size_t)(rows * stride) * element + 64;
+    o.host = malloc(o.bytes);
+    o.values = malloc((size_t)(rows * columns + 1) * sizeof(double));
+    EXPECT(o.host != NULL && o.values != NULL, "no memory");
+    memset(o.host, 0xa5, o.bytes);
+    for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t c = 0; c < columns; ++c) {
+            uint8_t *at = o.host + (size_t)(r * stride + c) * element;
+            encode_random(dtype, at);
+            o.values[r * columns + c] = decode(dtype, at);
+        }
+    }
+    o.address = cuda_take(&arena, o.bytes, offset);
+    cuda_expect(cuda.upload(o.address, o.host, o.bytes), "upload");
+    o.view.data = (void *)(uintptr_t)o.address;
+    o.view.dtype = dtype;
+    o.view.device = device;
+    o.view.ndim = ndim;
+    o.view.shape[0] = ndim == 1 ? columns : rows;
+    o.view.strides[0] = ndim == 1 ? 1 : stride;
+    o.view.shape[1] = ndim == 1 ? 0 : columns;
+    o.view.strides[1] = ndim == 1 ? 0 : 1;
+    return o;
+}
+
+static void restore(const operand *o)
+{
+    if (o->host != NULL) cuda_expect(cuda.upload(o->address, o->host, o->bytes), "upload");
+}
+
+static uint8_t *fetch(const operand *o)
+{
+    uint8_t *bytes = malloc(o->bytes);
+    EXPECT(bytes != NULL, "no memory");
+    cuda_expect(cuda.download(bytes, o->address, o->bytes), "download");
+    return bytes;
+}
+
+static void discard(operand *o)
+{
+    free(o->host);
+    free(o->values);
+}
+
+/* ---- one case ----------------------------------------------------------------------------- */
+
+typedef struct fixture {
+    const test_case *c;
+    operand a, b, d, bias, bias_grad, aux, scales; /* scales: {a inverse, b inverse, d scale, d amax} */
+    te_gemm_args args;
+    double *before, *after; /* reference [m, n]: before the activation, and the result */
+    double *sums, amax;
+} fixture;
+
+static const float scales_in[4] = {0.5F, 2.0F, 1.5F, 0.125F};
+
+static int is_fp8_case(const test_case *c)
+{
+    return te_dtype_is_fp8(c->a);
+}
+
+static void make_reference(fixture *x)
+{
+    const test_case *c = x->c;
+    double scale = is_fp8_case(c) ? (double)scales_in[0] * (double)scales_in[1] : 1.0;
+    size_t count = (size_t)(c->m * c->n + 1);
+    x->before = malloc(count * sizeof(double));
+    x->after = malloc(count * sizeof(double));
+    x->sums = calloc((size_t)c->m + 1, sizeof(double));
+    EXPECT(x->before != NULL && x->after != NULL && x->sums != NULL, "no memory");
+    x->amax = (double)scales_in[3];
+    for (int64_t i = 0; i < c->m; ++i) {
+        for (int64_t l = 0; l < c->k; ++l) x->sums[i] += x->a.values[c->ta ? l * c->m + i : i * c->k + l];
+        for (int64_t j = 0; j < c->n; ++j) {
+            double sum = 0.0, value;
+            for (int64_t l = 0; l < c->k; ++l)
+                sum += x->a.values[c->ta ? l * c->m + i : i * c->k + l] *
+                       x->b.values[c->tb ? j * c->k + l : l * c->n + j];
+            value = sum * scale + (c->what & BIAS ? x->bias.values[j] : 0.0);
+            value += c->what & ACCUMULATE ? x->d.values[i * c->n + j] : 0.0;
+            x->before[i * c->n + j] = value;
+            if (c->what & GELU) value = gelu(value);
+            x->after[i * c->n + j] = value;
+            if (fabs(value) > x->amax) x->amax = fabs(value);
+        }
+    }
+}
+
+static te_dtype bias_dtype(const test_case *c)
+{
+    if (!is_fp8_case(c)) return c->d;
+    return c->d == TE_DTYPE_F16 ? TE_DTYPE_F16 : TE_DTYPE_BF16;
+}
+
+static fixture set_up(const test_case *c)
+{
+    fixture x;
+    float *scales;
+    memset(&x, 0, sizeof x);
+    arena.used = 0;
+    x.c = c;
+    x.a = make(c->a, 2, c->ta ? c->k : c->m, c->ta ? c->m : c->k, c->misaligned);
+    x.b = make(c->b, 2, c->tb ? c->n : c->k, c->tb ? c->k : c->n, c->misaligned);
+    x.d = make(c->d, 2, c->m, c->n, c->misaligned);
+    x.scales = make(TE_DTYPE_F32, 1, 1, 4, 0);
+    memcpy(x.scales.host, scales_in, sizeof scales_in);
+    restore(&x.scales);
+    scales = x.scales.view.data;
+    if (c->what & BIAS) x.bias = make(bias_dtype(c), 1, 1, c->n, c->misaligned);
+    if (c->what & AUX)
+        x.aux = make(te_dtype_is_fp8(c->d) ? TE_DTYPE_BF16 : c->d, 2, c->m, c->n, c->misaligned);
+    if (c->what & BIAS_GRAD) x.bias_grad = make(c->a, 1, 1, c->m, c->misaligned);
+    make_reference(&x);
+    x.args.size = sizeof x.args;
+    x.args.a = (te_gemm_operand){x.a.view, is_fp8_case(c) ? scales : NULL, c->ta};
+    x.args.b = (te_gemm_operand){x.b.view, is_fp8_case(c) ? scales + 1 : NULL, c->tb};
+    x.args.d = x.d.view;
+    x.args.bias = x.bias.view;
+    x.args.aux = x.aux.view;
+    x.args.bias_grad = x.bias_grad.view;
+    if (te_dtype_is_fp8(c->d)) x.args.d_scale = scales + 2;
+    if (c->what & AMAX) x.args.d_amax = scales + 3;
+    x.args.epilogue = c->what & GELU ? TE_EPILOGUE_GELU : TE_EPILOGUE_NONE;
+    x.args.flags = (c->what & ACCUMULATE ? TE_GEMM_ACCUMULATE : 0U) |
+                   (c->what & FAST ? TE_GEMM_FAST_ACCUMULATION : 0U) |
+                   (c->what & TF32 ? TE_GEMM_ALLOW_TF32 : 0U);
+    return x;
+}
+
+static void tear_down(fixture *x)
+{
+    operand *all[] = {&x->a, &x->b, &x->d, &x->bias, &x->bias_grad, &x->aux, &x->scales};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; ++i) discard(all[i]);
+    free(x->before);
+    free(x->after);
+    free(x->sums);
+}
+
+static void describe(const char *what, const test_case *c)
+{
+    (void)fprintf(stderr, "%s: %s%s x %s%s -> %s, m = %lld, n = %lld, k = %lld, what 0x%x, misaligned %d\n",
+                  what, te_dtype_name(c->a), c->ta ? "^T" : "", te_dtype_name(c->b), c->tb ? "^T" : "",
+                  te_dtype_name(c->d), (long long)c->m, (long long)c->n, (long long)c->k, c->what,
+                  c->misaligned);
+}
+
+/* Normalised error that rounding to the output, and the arithmetic of the operands, allow. */
+static double tolerance(const test_case *c, te_dtype out)
+{
+    double rounding = ldexp(1.0, -1 - format_of(out).mantissa_bits);
+    double arithmetic = is_fp8_case(c) ? 2e-3 : c->what & TF32 ? 1e-3 : 2e-6;
+    return rounding + arithmetic;
+}
+
+/* Compares with the reference, times `scale`; padding must be as it was before. */
+static void compare(const char *name, const test_case *c, const operand *o, const uint8_t *got,
+                    const double *reference, double scale)
+{
+    double error = 0.0, norm = 0.0;
+    int64_t columns = columns_of(o), stride = o->view.ndim == 1 ? columns : o->view.strides[0];
+    size_t element = te_dtype_bytes(o->view.dtype);
+    size_t end = (size_t)(rows_of(o) * stride) * element;
+    for (int64_t r = 0; r < rows_of(o); ++r) {
+        size_t row = (size_t)(r * stride) * element, tail = row + (size_t)columns * element;
+        for (int64_t col = 0; col < columns; ++col) {
+            double value = decode(o->view.dtype, got + row + (size_t)col * element);
+            double expected = reference[r * columns + col] * scale;
+            error += (value - expected) * (value - expected);
+            norm += expected * expected;
+        }
+        if (memcmp(got + tail, o->host + tail, (size_t)(stride - columns) * element) != 0) {
+            describe("case", c);
+            EXPECT(0, "%s: wrote between rows, at row %lld", name, (long long)r);
+        }
+    }
+    error = norm > 0.0 ? sqrt(error / norm) : sqrt(error);
+    if (!(error <= tolerance(c, o->view.dtype)) || memcmp(got + end, o->host + end, o->bytes - end) != 0) {
+        describe("case", c);
+        EXPECT(0, "%s: normalised error %g, allowed %g (or wrote behind the end)", name, error,
+               tolerance(c, o->view.dtype));
+    }
+}
+
+static int64_t counter(const char *prefix)
+{
+    te_counter counters[256];
+    size_t count = 0;
+    int64_t sum = 0;
+    EXPECT(te_counters_read(counters, 256, &count) == TE_OK, "counters");
+    for (size_t i = 0; i < count && i < 256; ++i)
+        if (strncmp(counters[i].name, prefix, strlen(prefix)) == 0) sum += counters[i].value;
+    return sum;
+}
+
+/* What cuBLASLt has not got, by benchmarks/cublaslt_support.c. */
+static int unsupported(const test_case *c)
+{
+    if (c->d == TE_DTYPE_E5M2 && c->a == TE_DTYPE_E4M3 && c->b == TE_DTYPE_E4M3) return 1;
+    return is_fp8_case(c) && c->d == TE_DTYPE_F32 && (c->what & AUX) && (c->what & BIAS);
+}
+
+static void check_results(const fixture *x)
+{
+    const test_case *c = x->c;
+    const operand *outputs[] = {&x->d, &x->aux, &x->bias_grad};
+    const double *references[] = {x->after, x->before, x->sums};
+    static const char *const names[] = {"d", "aux", "bias_grad"};
+    float scales[4];
+    for (int i = 0; i < 3; ++i) {
+        uint8_t *got;
+        if (outputs[i]->host == NULL) continue;
+        got = fetch(outputs[i]);
+        compare(names[i], c, outputs[i], got, references[i],
+                i == 0 && te_dtype_is_fp8(c->d) ? (double)scales_in[2] : 1.0);
+        free(got);
+    }
+    if (!(c->what & AMAX)) return;
+    cuda_expect(cuda.download(scales, x->scales.address, sizeof scales), "download");
+    if (fabs((double)scales[3] - x->amax) > 4e-3 * x->amax) {
+        describe("case", c);
+        EXPECT(0, "amax %g, expected %g", (double)scales[3], x->amax);
+    }
+}
+
+/* Runs a case from its inputs; returns d's bytes. */
+static uint8_t *run_once(te_context *context, fixture *x, void *stream)
+{
+    restore(&x->d);
+    restore(&x->aux);
+    restore(&x->bias_grad);
+    restore(&x->scales);
+    if (te_gemm(context, &x->args, stream) != TE_OK) {
+        describe("case", x->c);
+        EXPECT(0, "te_gemm failed");
+    }
+    cuda_expect(cuda.synchronize(), "synchronize");
+    return fetch(&x->d);
+}
+
+static int cases_run;
+
+static void run_case(te_context *context, const test_case *c)
+{
+    fixture x = set_up(c);
+    size_t need = 0;
+    int64_t gemms = counter("gemm.cuda");
+    uint8_t *first, *second;
+    te_status st = te_op_workspace(context, TE_OP_GEMM, &x.args, &need);
+    if (st == TE_ERROR_UNSUPPORTED && unsupported(c)) {
+        tear_down(&x);
+        return;
+    }
+    if (st != TE_OK || unsupported(c)) {
+        describe("case", c);
+        EXPECT(0, "workspace: status %d", (int)st);
+    }
+    x.args.workspace = need > 0 ? (void *)(uintptr_t)cuda_take(&arena, need, 0) : NULL;
+    x.args.workspace_size = need;
+    first = run_once(context, &x, NULL);
+    gemms = counter("gemm.cuda") - gemms;
+    check_results(&x);
+    second = run_once(context, &x, NULL);
+    if (memcmp(first, second, x.d.bytes) != 0) {
+        describe("case", c);
+        EXPECT(0, "a second run gave other bits");
+    }
+    if (c->m > 0 && c->n > 0 && c->k > 0 && !(c->what & BIAS_GRAD)) EXPECT(gemms == 1, "counted %d", (int)gemms);
+    if (c->m == 0 || c->n == 0) EXPECT(gemms == 0, "counted %d without output", (int)gemms);
+    free(first);
+    free(second);
+    tear_down(&x);
+    ++cases_run;
+}
+
+/* ---- the cases ---------------------------------------------------------------------------- */
+
+static const unsigned epilogues[] = {0,           BIAS,
+                                     GELU,        GELU | BIAS,
+                                     GELU | AUX,  GELU | AUX | BIAS,
+                                     ACCUMULATE,  BIAS_GRAD,
+                                     ACCUMULATE | BIAS_GRAD};
+#define EPILOGUES (sizeof epilogues / sizeof epilogues[0])
+
+static void test_high_precision(te_context *context)
+{
+    static const te_dtype dtypes[] = {TE_DTYPE_F32, TE_DTYPE_F16, TE_DTYPE_BF16};
+    static const int64_t shapes[][3] = {{67, 136, 160}, {5, 33, 77}, {1, 1, 1}, {3, 129, 1},
+                                        {1, 40, 24},    {16, 8, 0},  {0, 8, 8}, {8, 0, 8}};
+    for (unsigned i = 0; i < 3 * 2 * 4; ++i) {
+        for (size_t e = 0; e < EPILOGUES; ++e) {
+            for (unsigned s = 0; s < 16; ++s) {
+                test_case c = {.a = dtypes[i % 3], .b = dtypes[i % 3], .what = epilogues[e]};
+                c.d = i / 3 % 2 ? TE_DTYPE_F32 : c.a;
+                c.ta = i / 6 & 1;
+                c.tb = i / 12 & 1;
+                c.m = shapes[s / 2][0], c.n = shapes[s / 2][1], c.k = shapes[s / 2][2];
+                c.misaligned = s & 1;
+                if ((c.what & ACCUMULATE) && c.d == TE_DTYPE_F16) continue;
+                if (c.a == TE_DTYPE_F32 && i / 3 % 2) c.what |= TF32; /* else the same case twice */
+                run_case(context, &c);
+            }
+        }
+    }
+    /* More elements in a than the fused bias gradient is used for. */
+    run_case(context, &(test_case){TE_DTYPE_BF16, TE_DTYPE_BF16, TE_DTYPE_BF16, 1, 0, 1030, 9, 1100, BIAS_GRAD, 0});
+}
+
+static void test_fp8(te_context *context)
+{
+    static const te_dtype pairs[][2] = {
+        {TE_DTYPE_E4M3, TE_DTYPE_E4M3}, {TE_DTYPE_E4M3, TE_DTYPE_E5M2}, {TE_DTYPE_E5M2, TE_DTYPE_E4M3}};
+    static const te_dtype outputs[] = {TE_DTYPE_F32, TE_DTYPE_F16, TE_DTYPE_BF16, TE_DTYPE_E4M3, TE_DTYPE_E5M2};
+    static const int64_t shapes[][3] = {{67, 144, 160}, {1, 8, 16}, {5, 33, 64}, {130, 4, 32}, {1, 1, 16},
+                                        {16, 16, 0},    {0, 16, 16}, {16, 0, 16}, {300, 17, 48}};
+    for (unsigned i = 0; i < 3 * 5; ++i) {
+        for (size_t e = 0; e < EPILOGUES; ++e) {
+            for (unsigned s = 0; s < 18; ++s) {
+                test_case c = {.a = pairs[i % 3][0], .b = pairs[i % 3][1], .d = outputs[i / 3], .tb = 1};
+                c.what = epilogues[e];
+                c.m = shapes[s / 2][0], c.n = shapes[s / 2][1], c.k = shapes[s / 2][2];
+                c.misaligned = s & 1;
+                if (s & 1 || e % 2) c.what |= FAST;
+                if (te_dtype_is_fp8(c.d)) c.what |= AMAX;
+                if ((c.what & BIAS_GRAD) ||
+                    ((c.what & ACCUMULATE) && c.d != TE_DTYPE_F32 && c.d != TE_DTYPE_BF16))
+                    continue;
+                run_case(context, &c);
+            }
+        }
+    }
+}
+
+/* ---- circumstances ------------------------------------------------------------------------ */
+
+typedef struct worker {
+    te_context *context;
+    fixture *x;
+    uint8_t *expected;
+    int failures;
+} worker;
+
+static void *work(void *untyped)
+{
+    worker *w = untyped;
+    void *stream = NULL;
+    uint8_t *got = malloc(w->x->d.bytes);
+    if (got == NULL || cuda.stream_create(&stream, 1) != 0) w->failures = 1; /* no context current here */
+    for (int i = 0; i < 300; ++i) w->failures += te_gemm(w->context, &w->x->args, NULL) != TE_OK;
+    free(got);
+    return NULL;
+}
+
+/* Threads that never had a context current, on one te_context; half of the problems are new to it. */
+static void test_threads(te_context *context)
+{
+    static const test_case cases[2] = {
+        {TE_DTYPE_E4M3, TE_DTYPE_E4M3, TE_DTYPE_BF16, 0, 1, 64, 96, 128, BIAS, 0},
+        {TE_DTYPE_BF16, TE_DTYPE_BF16, TE_DTYPE_BF16, 1, 0, 71, 96, 128, BIAS_GRAD, 0}};
+    fixture x[2];
+    worker w[2];
+    pthread_t thread[2];
+    size_t kept = 0;
+    for (int i = 0; i < 2; ++i) {
+        size_t need = 0;
+        x[i] = set_up(&cases[i]);
+        EXPECT(te_op_workspace(context, TE_OP_GEMM, &x[i].args, &need) == TE_OK, "workspace");
+        x[i].args.workspace = (void *)(uintptr_t)cuda_take(&arena, need + 256, 0);
+        x[i].args.workspace_size = need;
+        if (i == 0) { /* the second fixture comes behind the first in the arena */
+            kept = arena.used;
+            arena.base += kept;
+            arena.size -= kept;
+        }
+        w[i] = (worker){context, &x[i], NULL, 0};
+    }
+    for (int i = 0; i < 2; ++i) EXPECT(pthread_create(&thread[i], NULL, work, &w[i]) == 0, "thread");
+    for (int i = 0; i < 2; ++i) EXPECT(pthread_join(thread[i], NULL) == 0, "thread");
+    cuda_expect(cuda.synchronize(), "synchronize");
+    for (int i = 0; i < 2; ++i) {
+        check_results(&x[i]);
+        tear_down(&x[i]);
+    }
+    arena.base -= kept;
+    arena.size += kept;
+}
+
+/* The first GEMM of a context happens inside a capture; the graph is run twice on new contents. */
+static void test_capture(void)
+{
+    static const test_case c = {TE_DTYPE_E4M3, TE_DTYPE_E4M3, TE_DTYPE_BF16, 0, 1, 48, 80, 144, BIAS, 0};
+    te_context *context = NULL;
+    fixture x = set_up(&c);
+    void *stream = NULL, *graph = NULL, *executable = NULL;
+    EXPECT(te_context_create(device, &context) == TE_OK, "context");
+    cuda_expect(cuda.stream_create(&stream, 1), "stream");
+    x.args.workspace = (void *)(uintptr_t)cuda_take(&arena, 1 << 20, 0);
+    x.args.workspace_size = 1 << 20;
+    cuda_expect(cuda.capture_begin(stream, 0), "begin capture");
+    EXPECT(te_gemm(context, &x.args, stream) == TE_OK, "te_gemm while capturing");
+    cuda_expect(cuda.capture_end(stream, &graph), "end capture");
+    cuda_expect(cuda.instantiate(&executable, graph, 0), "instantiate");
+    for (int i = 0; i < 2; ++i) {
+        restore(&x.d);
+        cuda_expect(cuda.launch(executable, stream), "launch");
+        cuda_expect(cuda.stream_synchronize(stream), "synchronize");
+        check_results(&x);
+    }
+    cuda_expect(cuda.executable_destroy(executable), "destroy");
+    cuda_expect(cuda.graph_destroy(graph), "destroy");
+    cuda_expect(cuda.stream_destroy(stream), "destroy");
+    tear_down(&x);
+    te_context_destroy(context);
+}
+
+/* Too little workspace is an error that leaves d alone; none at all is enough for an aligned problem. */
+static void test_workspace(te_context *context)
+{
+    test_case odd = {TE_DTYPE_E4M3, TE_DTYPE_E4M3, TE_DTYPE_BF16, 0, 1, 16, 33, 64, 0, 0};
+    test_case plain = {TE_DTYPE_E4M3, TE_DTYPE_E4M3, TE_DTYPE_BF16, 0, 1, 64, 4096, 4096, 0, 0};
+    fixture x = set_up(&odd);
+    uint8_t *bytes;
+    EXPECT(te_gemm(context, &x.args, NULL) == TE_ERROR_INVALID, "odd n without workspace");
+    EXPECT(strstr(te_last_error(), "workspace") != NULL, "text");
+    bytes = fetch(&x.d);
+    EXPECT(memcmp(bytes, x.d.host, x.d.bytes) == 0, "d was touched");
+    free(bytes);
+    tear_down(&x);
+    plain.n = 256;
+    plain.k = 8192;
+    x = set_up(&plain);
+    bytes = run_once(context, &x, NULL);
+    check_results(&x);
+    free(bytes);
+    tear_down(&x);
+}
+
+/* Winners are right, and a second context reads them from the file. */
+static void test_tuner(void)
+{
+    static const char path[] = "te_gemm_tuner_test.txt";
+    static const test_case cases[] = {
+        {TE_DTYPE_E4M3, TE_DTYPE_E4M3, TE_DTYPE_BF16, 0, 1, 256, 512, 256, BIAS, 0},
+        {TE_DTYPE_BF16, TE_DTYPE_BF16, TE_DTYPE_BF16, 1, 0, 256, 512, 256, 0, 0},
+        {TE_DTYPE_BF16, TE_DTYPE_BF16, TE_DTYPE_BF16, 1, 0, 256, 512, 256, ACCUMULATE, 0}};
+    int lines = 0, c;
+    FILE *file;
+    (void)remove(path);
+    for (int round = 0; round < 2; ++round) {
+        te_context *context = NULL;
+        EXPECT(te_context_create(device, &context) == TE_OK, "context");
+        EXPECT(te_context_tune_gemm(context, 1, path) == TE_OK, "tune");
+        for (int i = 0; i < 3; ++i) run_case(context, &cases[i]);
+        te_context_destroy(context);
+    }
+    file = fopen(path, "r");
+    EXPECT(file != NULL, "no file of winners");
+    while ((c = fgetc(file)) != EOF) lines += c == '\n';
+    (void)fclose(file);
+    (void)remove(path);
+    EXPECT(lines == 2, "%d winners in the file, expected 2: one per problem that was timed", lines);
+}
+
+static void print_host_time(te_context *context)
+{
+    static const test_case cases[2] = {
+        {TE_DTYPE_E4M3, TE_DTYPE_E4M3, TE_DTYPE_BF16, 0, 1, 64, 256, 256, BIAS, 0},
+        {TE_DTYPE_BF16, TE_DTYPE_BF16, TE_DTYPE_BF16, 0, 1, 64, 256, 256, BIAS, 0}};
+    for (int i = 0; i < 2; ++i) {
+        fixture x = set_up(&cases[i]);
+        struct timespec from, to;
+        free(run_once(context, &x, NULL));
+        (void)timespec_get(&from, TIME_UTC);
+        for (int n = 0; n < 2000; ++n) (void)te_gemm(context, &x.args, NULL);
+        (void)timespec_get(&to, TIME_UTC);
+        cuda_expect(cuda.synchronize(), "synchronize");
+        (void)printf("te_gemm %s 64 x 256 x 256: %.2f us of host time\n", te_dtype_name(cases[i].a),
+                     ((double)(to.tv_sec - from.tv_sec) * 1e9 + (double)(to.tv_nsec - from.tv_nsec)) / 2e6);
+        tear_down(&x);
+    }
+}
+
+int main(void)
+{
+    te_context *context = NULL;
+    cuda_begin();
+    arena = cuda_arena_create((size_t)256 << 20);
+    EXPECT(te_context_create(device, &context) == TE_OK, "context");
+    test_capture();
+    test_high_precision(context);
+    (void)printf("high precision: %d cases\n", cases_run);
+    test_fp8(context);
+    (void)printf("with FP8: %d cases\n", cases_run);
+    test_threads(context);
+    test_workspace(context);
+    test_tuner();
+    print_host_time(context);
+    te_context_destroy(context);
+    cuda_arena_destroy(&arena);
+    return 0;
+}

@@ -1,0 +1,508 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The module object: names, stub, instances, contexts, and what plans return through it."""
+
+import ast
+import gc
+import inspect
+import threading
+import weakref
+from pathlib import Path
+
+import native
+import pytest
+import torch
+from native import CASES, K, N, ROWS, fresh_core, linear_plan, linear_tensors, state
+
+import transformer_engine
+from transformer_engine import _core as shared
+
+STUB = ast.parse(Path(transformer_engine.__file__).with_name("_core.pyi").read_text())
+
+
+@pytest.fixture
+def core():
+    return fresh_core()
+
+
+def public(core):
+    return [name for name in dir(core) if not name.startswith("__")]
+
+
+# ---- names ----
+
+
+def test_every_callable_has_a_case(core):
+    callables = {name for name in public(core) if callable(getattr(core, name))}
+    assert callables == set(CASES)
+
+
+def test_every_operator_has_an_entry_point(core):
+    assert set(core.op_names()) <= set(CASES)
+
+
+def test_the_cases_are_valid_calls(core):
+    for name, make in CASES.items():
+        case = make(core)
+        getattr(core, name)(*case.args, **case.kwargs)
+        case.undo()
+        if name == "unregister_backend":
+            core.unregister_backend("case")
+
+
+def test_the_stub_has_the_names_of_the_module(core):
+    declared = set()
+    for node in STUB.body:
+        if isinstance(node, ast.AnnAssign):
+            declared.add(node.target.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            declared.add(node.name)
+    declared.discard("PlanDescription")
+    assert declared == set(public(core))
+
+
+def test_the_stub_has_the_signatures_of_the_module(core):
+    for node in STUB.body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        stub = ast.parse(f"def f({ast.unparse(node.args)}): ...").body[0].args
+        real = inspect.signature(getattr(core, node.name)).parameters.values()
+        kinds = inspect.Parameter
+        for kind, names in (
+            (kinds.POSITIONAL_ONLY, stub.posonlyargs),
+            (kinds.POSITIONAL_OR_KEYWORD, stub.args),
+            (kinds.KEYWORD_ONLY, stub.kwonlyargs),
+        ):
+            assert [p.name for p in real if p.kind == kind] == [a.arg for a in names], node.name
+        defaults = [ast.literal_eval(d) for d in (*stub.defaults, *stub.kw_defaults) if d]
+        assert [p.default for p in real if p.default is not p.empty] == defaults, node.name
+
+
+def test_constants(core):
+    assert core.version == transformer_engine.__version__
+    for code, name in enumerate(core.dtype_names()):
+        assert getattr(core, f"DTYPE_{name.upper()}") == code
+    flags = [
+        value
+        for name, value in vars(core).items()
+        if name.startswith("LINEAR_") and isinstance(value, int)
+    ]
+    assert len(core.LINEAR_STAGES) == len(set(core.LINEAR_STAGES)) <= 32
+    assert len(flags) >= 3
+
+
+def test_dtypes_map_both_ways(core):
+    for code in range(len(core.dtype_names())):
+        assert core.dtype_code(core.torch_dtype(code)) == code
+    assert core.torch_dtype(core.DTYPE_E4M3) is torch.float8_e4m3fn
+
+
+# ---- instances ----
+
+
+def test_instances_are_isolated():
+    one, two = fresh_core(), fresh_core(bind=False)
+    assert one is not two and one.Context is not two.Context
+    with pytest.raises(RuntimeError, match="import transformer_engine.pytorch"):
+        two.dtype_code(torch.float32)
+    context = two.Context(two.DEVICE_CPU)
+    with pytest.raises(TypeError, match="fill: context: expected a Context"):
+        one.fill(torch.zeros(2, 2), 1.0, context=context)
+    one.close_contexts()
+    assert not context.closed
+
+
+def test_plans_are_the_same_in_every_instance():
+    assert linear_plan(fresh_core(), 0) == linear_plan(fresh_core(bind=False), 0)
+
+
+def test_importing_twice_gives_one_module():
+    import importlib
+
+    assert importlib.import_module("transformer_engine._core") is shared
+    assert importlib.reload(shared) is shared
+
+
+def test_an_instance_is_collected():
+    core = fresh_core()
+    for name, make in CASES.items():
+        if name != "unregister_backend":
+            case = make(core)
+            getattr(core, name)(*case.args, **case.kwargs)
+    core.unregister_backend("case")
+    # A function that refers to its module makes a cycle through the operator table's record.
+    core.register_backend("cycle", core.DEVICE_CPU, 1, {"fill": lambda args, core=core: None})
+    gone = weakref.ref(core)
+    del core, case, make
+    gc.collect()
+    assert gone() is None
+    output = torch.zeros(2, 2)
+    fresh_core().fill(output, 3.0)  # "cycle" is out of the table
+    assert (output == 3.0).all()
+
+
+def test_binding_again_replaces_the_binding(core):
+    seen = []
+    core.bind_torch(torch, lambda tensor: seen.append(type(tensor)) or tensor.as_subclass(torch.Tensor))
+    output = torch.zeros(2, 2).as_subclass(native.Sub)
+    core.fill(output, 2.0)
+    assert seen == [native.Sub] and (output.as_subclass(torch.Tensor) == 2.0).all()
+    core.bind_torch(torch)
+    with pytest.raises(TypeError, match="Sub"):
+        core.fill(output, 2.0)
+
+
+# ---- contexts ----
+
+
+def test_context_life(core):
+    context = core.Context(core.DEVICE_CPU)
+    assert context.device == (core.DEVICE_CPU, 0) and not context.closed
+    core.fill(torch.zeros(2, 2), 1.0, context=context)
+    context.close()
+    context.close()
+    assert context.closed and context.device == (core.DEVICE_CPU, 0)
+    with pytest.raises(RuntimeError, match="fill: context: it is closed: make a new Context"):
+        core.fill(torch.zeros(2, 2), 1.0, context=context)
+
+
+def test_context_type_is_final_and_immutable(core):
+    with pytest.raises(TypeError):
+        type("Derived", (core.Context,), {})
+    with pytest.raises(TypeError):
+        core.Context.extra = 1
+    with pytest.raises(AttributeError):
+        core.Context(core.DEVICE_CPU).extra = 1
+
+
+def test_contexts_come_back_after_a_close(core):
+    core.fill(torch.zeros(2, 2), 1.0)
+    core.close_contexts()
+    core.close_contexts()
+    output = torch.zeros(2, 2)
+    core.fill(output, 4.0)
+    assert (output == 4.0).all()
+
+
+def test_a_context_in_use_is_not_closed(core):
+    context = core.Context(core.DEVICE_CPU)
+    core.register_backend("closer", core.DEVICE_CPU, 1, {"fill": lambda args: context.close()})
+    with pytest.raises(RuntimeError, match="close: 1 calls are running"):
+        core.fill(torch.zeros(2, 2), 1.0, context=context)
+    core.unregister_backend("closer")
+    context.close()
+    assert context.closed
+
+
+def test_no_cuda_context_without_cuda(core):
+    if core.has_cuda():
+        pytest.skip("built with CUDA")
+    with pytest.raises(NotImplementedError, match="CUDA"):
+        core.Context(core.DEVICE_CUDA)
+
+
+# ---- run ----
+
+
+def reference(tensors):
+    return torch.nn.functional.linear(*tensors[:3])
+
+
+def test_run_returns_outputs_and_saved(core):
+    tensors = linear_tensors()
+    plain = linear_plan(core, core.LINEAR_FORWARD, core.RECIPE_NONE)
+    output, saved = core.run(plain, 0, 0, *tensors[:3])
+    assert saved is None and output.shape == (2, 3, N) and type(output) is torch.Tensor
+    torch.testing.assert_close(output, reference(tensors))
+    delayed = linear_plan(core, core.LINEAR_FORWARD)
+    output, saved = core.run(delayed, 1, 0, *tensors)
+    assert saved.dtype is torch.uint8 and saved.shape == (core.plan_infer(delayed, ROWS)[0],)
+    torch.testing.assert_close(output, reference(tensors), atol=1.5, rtol=0.1)
+    history = tensors[4]
+    assert history[0, 1] == tensors[0].abs().max() and history[0, 2] == tensors[1].abs().max()
+    assert history[0, 0] == 0 and history[0, 3] == 0
+    grads = core.run(
+        linear_plan(core, core.LINEAR_BACKWARD), 1, 0, torch.randn(2, 3, N), tensors[1], *state(), saved
+    )
+    assert [tuple(g.shape) for g in grads[:3]] == [(2, 3, K), (N, K), (N,)] and grads[3] is None
+
+
+@pytest.mark.parametrize("leading", [(), (5,), (0,), (2, 0, 3), (1, 1), (2, 1, 3, 1, 2)])
+def test_leading_dims(core, leading):
+    tensors = linear_tensors()
+    tensors[0] = torch.randn(*leading, K)
+    output, _ = core.run(linear_plan(core, core.LINEAR_FORWARD), 0, 0, *tensors)
+    assert output.shape == (*leading, N)
+
+
+def test_sixty_dims(core):
+    tensors = linear_tensors()
+    tensors[0] = torch.randn(*[1] * 60, K)
+    output, _ = core.run(linear_plan(core, core.LINEAR_FORWARD), 0, 0, *tensors)
+    assert output.shape == (*[1] * 60, N)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda x: torch.cat([x, x], dim=-1)[..., :K],
+        lambda x: torch.stack([x, x], dim=-1)[..., 0],
+        lambda x: x.flip(0).flip(0),
+        lambda x: x.to_mkldnn().to_dense() if torch.backends.mkldnn.is_available() else x,
+    ],
+    ids=["permuted", "row stride", "column stride", "flipped", "round trip"],
+)
+def test_strides(core, change):
+    tensors = linear_tensors()
+    plan = linear_plan(core, core.LINEAR_FORWARD)
+    expected, _ = core.run(plan, 0, 0, *tensors)
+    tensors[0] = change(tensors[0])
+    output, _ = core.run(plan, 0, 0, *tensors)
+    assert torch.equal(output, expected)
+
+
+def test_expanded_gradient(core):
+    tensors = linear_tensors()
+    backward = linear_plan(core, core.LINEAR_BACKWARD, core.RECIPE_NONE)
+    expanded = torch.ones(()).expand(2, 3, N)
+    got = core.run(backward, 0, 0, expanded, tensors[1], tensors[0])
+    expected = core.run(backward, 0, 0, torch.ones(2, 3, N), tensors[1], tensors[0])
+    assert all(torch.equal(a, b) for a, b in zip(got[:3], expected[:3], strict=True))
+
+
+def test_negative_bit(core):
+    output = torch.zeros(2, 2)
+    core.cast(torch._neg_view(torch.ones(2, 2)), output)
+    assert (output == -1.0).all()
+    with pytest.raises(ValueError, match=r"cast: output: its negative bit.*resolve_neg"):
+        core.cast(torch.ones(2, 2), torch._neg_view(output))
+    z = torch.tensor([[1 + 2j], [3 + 4j]])
+    output = torch.zeros(2, 1)
+    core.cast(z.conj().imag, output)
+    assert output.flatten().tolist() == [-2.0, -4.0]
+
+
+def test_saved_may_be_none_where_nothing_was_saved(core):
+    tensors = linear_tensors()
+    backward = linear_plan(core, core.LINEAR_BACKWARD, core.RECIPE_NONE)
+    args = [torch.ones(2, 3, N), tensors[1], tensors[0]]
+    assert len(core.run(backward, 0, 0, *args)) == len(core.run(backward, 0, 0, *args, None))
+    with pytest.raises(TypeError, match="run: saved: this plan saves nothing: pass None"):
+        core.run(backward, 0, 0, *args, torch.zeros(4, dtype=torch.uint8))
+
+
+def test_deferred_weight_gradient_takes_rows(core):
+    tensors = linear_tensors()
+    _, saved = core.run(linear_plan(core, core.LINEAR_FORWARD), 0, 0, *tensors)
+    grad_output = torch.randn(2, 3, N)
+    now = core.run(
+        linear_plan(core, core.LINEAR_BACKWARD), 0, 0, grad_output, tensors[1], *state(), saved
+    )
+    deferred = linear_plan(
+        core, core.LINEAR_BACKWARD, flags=native.ALL_GRADS | core.LINEAR_DEFER_WGRAD
+    )
+    names = [b[0] for b in core.plan_describe(deferred)["buffers"] if b[1] == "output"]
+    later = core.run(deferred, 0, 0, grad_output, tensors[1], *state(), saved)
+    results = dict(zip(names, later, strict=False))
+    wgrad = linear_plan(core, core.LINEAR_WGRAD, flags=core.LINEAR_DGRAD | core.LINEAR_WGRAD_NEEDED)
+    inputs = [b[0] for b in core.plan_describe(wgrad)["buffers"] if b[1] == "input"]
+    grad_weight, none = core.run(wgrad, 0, 0, *[results[name] for name in inputs], saved, ROWS)
+    assert none is None and torch.equal(grad_weight, now[1])
+    with pytest.raises(TypeError, match="run: rows: expected an int"):
+        core.run(wgrad, 0, 0, *[results[name] for name in inputs], saved, saved)
+
+
+def test_run_range_equals_run(core):
+    tensors = linear_tensors()
+    plan = linear_plan(core, core.LINEAR_FORWARD)
+    output, saved = core.run(plan, 0, 0, *tensors)
+    staged = torch.full_like(output, float("nan"))
+    again = core.empty_aligned(saved.numel(), core.DEVICE_CPU)
+    scratch = core.empty_aligned(core.plan_scratch(plan, ROWS, core.DEVICE_CPU), core.DEVICE_CPU)
+    buffers = [*tensors[:3], *state(), staged]
+    stages = core.plan_describe(plan)["stages"]
+    for stage in range(len(stages)):
+        at = core.run_range(plan, stage, stage + 1, 0, 0, buffers, again, scratch, ROWS)
+        assert at == stage + 1
+    assert torch.equal(staged, output)
+    assert torch.equal(buffers[4], tensors[4])
+
+
+def test_external_stage_stops_the_range(core):
+    name = "quantize_input"
+    plan = linear_plan(core, core.LINEAR_FORWARD, external=1 << core.LINEAR_STAGES.index(name))
+    stages = core.plan_describe(plan)["stages"]
+    assert (name, "external") in stages
+    with pytest.raises(RuntimeError, match="run: plan: linear_forward has external stages: use run_range"):
+        core.run(plan, 0, 0, *linear_tensors())
+    saved_bytes, _, offsets = core.plan_infer(plan, ROWS)
+    saved = core.empty_aligned(saved_bytes, core.DEVICE_CPU)
+    scratch = core.empty_aligned(core.plan_scratch(plan, ROWS, core.DEVICE_CPU), core.DEVICE_CPU)
+    tensors = linear_tensors()
+    output = torch.empty(2, 3, N)
+    call = lambda first: core.run_range(  # noqa: E731
+        plan, first, -1, 0, 0, [*tensors, output], saved, scratch, ROWS
+    )
+    stop = call(0)
+    assert stages[stop] == (name, "external")
+    description = core.plan_describe(plan)["buffers"]
+    where = {b[0]: (b[1], offset) for b, offset in zip(description, offsets, strict=True)}
+
+    def member(buffer, dtype, *shape):
+        role, offset = where[buffer]
+        packed = saved if role == "saved" else scratch
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return packed[offset : offset + size].view(dtype).view(shape)
+
+    core.quantize(
+        tensors[0],
+        rowwise=member("input_row", torch.float8_e4m3fn, ROWS, 32),
+        columnwise=member("input_column", torch.float8_e4m3fn, K, 16),
+        scale_pair=member("input_pair", torch.float32, 2),
+        scale=torch.tensor([2.0]),
+    )
+    assert call(stop + 1) == len(stages)
+    torch.testing.assert_close(output, reference(tensors), atol=1.5, rtol=0.1)
+
+
+def test_run_range_names_the_tensor_that_a_stage_needs(core):
+    plan = linear_plan(core, core.LINEAR_FORWARD, core.RECIPE_NONE)
+    tensors = linear_tensors()[:3]
+    scratch = core.empty_aligned(core.plan_scratch(plan, ROWS, 0), core.DEVICE_CPU)
+    with pytest.raises(TypeError, match="run_range: output: stage gemm_output needs this tensor"):
+        core.run_range(plan, 0, -1, 0, 0, [*tensors, None], None, scratch, ROWS)
+    assert core.run_range(plan, 0, 0, 0, 0, [*tensors, None], None, scratch, ROWS) == 0
+
+
+def test_empty_aligned(core):
+    for size in (0, 1, 255, 4096):
+        tensor = core.empty_aligned(size, core.DEVICE_CPU)
+        assert tensor.shape == (size,) and tensor.dtype is torch.uint8
+        assert size == 0 or tensor.data_ptr() % 256 == 0
+
+
+def test_threads(core):
+    """Calls of several threads, while another closes the contexts that none is using."""
+    tensors = linear_tensors()[:3]
+    plan = linear_plan(core, core.LINEAR_FORWARD, core.RECIPE_NONE)
+    expected, _ = core.run(plan, 0, 0, *tensors)
+    failures = []
+
+    def work():
+        for _ in range(200):
+            if not torch.equal(core.run(plan, 0, 0, *tensors)[0], expected):
+                failures.append("other bits")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    refused = 0
+    while any(thread.is_alive() for thread in threads):
+        try:
+            core.close_contexts()
+        except RuntimeError as error:
+            assert "running" in str(error)
+            refused += 1
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+# ---- backends ----
+
+
+def test_a_python_backend_overrides_an_operator(core):
+    seen = []
+
+    def cast(args):
+        seen.append(sorted(args))
+        args["output"].copy_(args["input"] * 2)
+
+    core.register_backend("double", core.DEVICE_CPU, 1, {"cast": cast})
+    output = torch.zeros(ROWS, K, dtype=torch.bfloat16)
+    core.cast(torch.ones(ROWS, K), output)
+    core.unregister_backend("double")
+    assert seen == [["input", "output"]] and (output == 2).all()
+    core.cast(torch.ones(ROWS, K), output)
+    assert (output == 1).all()
+
+
+@pytest.mark.parametrize("name", sorted(fresh_core(bind=False).op_names()))
+def test_not_implemented_goes_to_the_next_backend(core, name):
+    seen = []
+    core.register_backend(
+        "no", core.DEVICE_CPU, 5, {name: lambda args: seen.append(args.keys()) or NotImplemented}
+    )
+    try:
+        case = CASES[name](core)
+        getattr(core, name)(*case.args, **case.kwargs)
+    finally:
+        core.unregister_backend("no")
+    assert len(seen) == 1
+
+
+def test_arguments_of_a_python_backend(core):
+    got = {}
+
+    def quantize(args):
+        got.update(args, output=dict(args["output"]))
+        for key, value in got["output"].items():
+            if isinstance(value, torch.Tensor):
+                got["output"][key] = value.clone()
+        got["input"] = args["input"].clone()
+        return NotImplemented
+
+    core.register_backend("spy", core.DEVICE_CPU, 5, {"quantize": quantize})
+    x, row = torch.randn(ROWS, K), native.fp8(ROWS, K)
+    try:
+        core.quantize(x, rowwise=row, scale=torch.tensor([2.0, 3.0]), power_2=True, amax_epsilon=0.5)
+    finally:
+        core.unregister_backend("spy")
+    assert torch.equal(got["input"], x)
+    assert got["output"]["rowwise"].dtype is torch.float8_e4m3fn
+    assert got["output"]["mode"] == "tensor" and got["output"]["columnwise"] is None
+    assert got["output"]["scale"].tolist() == [2.0]
+    assert got["partials"] is None and got["power_2_scale"] == 1 and got["amax_epsilon"] == 0.5
+
+
+def test_an_exception_of_a_python_backend_is_the_callers(core):
+    class Special(Exception):
+        pass
+
+    def gemm(args):
+        raise Special("of its own")
+
+    plan = linear_plan(core, core.LINEAR_FORWARD, core.RECIPE_NONE)
+    core.register_backend("raiser", core.DEVICE_CPU, 1, {"gemm": gemm})
+    try:
+        with pytest.raises(Special, match="of its own"):
+            core.run(plan, 0, 0, *linear_tensors()[:3])
+    finally:
+        core.unregister_backend("raiser")
+    core.run(plan, 0, 0, *linear_tensors()[:3])
+
+
+def test_a_backend_may_unregister_itself_in_a_call(core):
+    def fill(args):
+        core.unregister_backend("once")
+        args["output"].fill_(9.0)
+
+    core.register_backend("once", core.DEVICE_CPU, 1, {"fill": fill})
+    output = torch.zeros(2, 2)
+    core.fill(output, 1.0)
+    assert (output == 9.0).all()
+    core.fill(output, 1.0)
+    assert (output == 1.0).all()
+
+
+# ---- counters ----
+
+
+def test_counters(core):
+    core.reset_counters()
+    assert core.counters() == {}
+    core.run(linear_plan(core, core.LINEAR_FORWARD), 0, 0, *linear_tensors())
+    counted = core.counters()
+    assert counted["gemm.cpu.e4m3.e4m3"] == 1 and counted["op.cpu.quantize"] == 2
+    core.reset_counters()
+    assert core.counters() == {}

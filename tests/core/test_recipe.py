@@ -1,0 +1,655 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes: defaults, rules, identity, pickling, and what existing programs do with them."""
+
+import copy
+import dataclasses
+import functools
+import inspect
+import io
+import math
+import pickle
+import pickletools
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transformer_engine.common import config, recipe
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    QParams,
+    Recipe,
+)
+
+READY = [DelayedScaling, Float8CurrentScaling]
+PLANNED = [
+    recipe.MXFP8BlockScaling,
+    recipe.Float8BlockScaling,
+    recipe.NVFP4BlockScaling,
+    recipe.CustomRecipe,
+]
+QUANT = ["fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"]
+POWER_2 = config.TE_FP8_CURRENT_SCALING_POWER_2_SCALES
+OVERRIDE = config.TE_BACKWARD_OVERRIDE
+
+FORMATS = st.sampled_from([Format.E4M3, Format.HYBRID])
+MM_PARAMS = st.builds(MMParams, st.booleans())
+Q_PARAMS = st.builds(QParams, power_2_scale=st.booleans(), amax_epsilon=st.floats(0, 1))
+DELAYED = st.builds(
+    DelayedScaling,
+    margin=st.integers(-126, 126),
+    fp8_format=FORMATS,
+    amax_history_len=st.integers(1, 10**6),
+    amax_compute_algo=st.sampled_from(["max", "most_recent", max]),
+    scaling_factor_compute_algo=st.sampled_from([None, math.ldexp]),
+    reduce_amax=st.booleans(),
+    fp8_dpa=st.booleans(),
+    fp8_mha=st.booleans(),
+)
+CURRENT = st.builds(
+    Float8CurrentScaling,
+    use_power_2_scales=st.booleans(),
+    fp8_format=FORMATS,
+    fp8_gemm_fprop=MM_PARAMS,
+    fp8_gemm_dgrad=MM_PARAMS,
+    fp8_gemm_wgrad=MM_PARAMS,
+    backward_override=st.sampled_from([None, "high_precision", "dequantized"]),
+)
+
+
+@st.composite
+def recipes(draw):
+    """Any recipe that can be made, assigned QParams included."""
+    r = draw(DELAYED | CURRENT)
+    if r.float8_current_scaling():
+        for name in draw(st.sets(st.sampled_from(QUANT))):
+            setattr(r, name, draw(Q_PARAMS))
+    return r
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_variables():
+    """Start from an environment that sets nothing of ours."""
+    with pytest.MonkeyPatch.context() as m:
+        for variable in config.TABLE:
+            for name in (variable.name, *variable.aliases):
+                m.delenv(name, raising=False)
+        yield
+
+
+# --- formats
+
+
+@pytest.mark.parametrize(
+    ("name", "fwd", "bwd"),
+    [
+        ("E2M1", ("e2m1", 6), ("e2m1", 6)),
+        ("E4M3", ("e4m3", 448), ("e4m3", 448)),
+        ("E5M2", ("e5m2", 57344), ("e5m2", 57344)),
+        ("HYBRID", ("e4m3", 448), ("e5m2", 57344)),
+    ],
+)
+def test_format(name, fwd, bwd):
+    member = getattr(Format, name)
+    assert member.value == (fwd[1], bwd[1]) == (member.value.max_fwd, member.value.max_bwd)
+    assert (member.dtype_name("fwd"), member.fp8_max("fwd")) == fwd
+    assert (member.dtype_name("bwd"), member.fp8_max("bwd")) == bwd
+    assert Format((fwd[1], bwd[1])) is member
+
+
+@pytest.mark.parametrize("direction", ["forward", "", None, 0])
+def test_format_wrong_direction(direction):
+    for method in (Format.HYBRID.fp8_max, Format.HYBRID.dtype_name):
+        with pytest.raises(ValueError, match=f"'fwd' or 'bwd', got {direction!r}"):
+            method(direction)
+
+
+# --- defaults and kinds
+
+
+def test_defaults_of_delayed_scaling():
+    assert dataclasses.asdict(DelayedScaling()) == {
+        "margin": 0,
+        "fp8_format": Format.HYBRID,
+        "amax_history_len": 1024,
+        "amax_compute_algo": "max",
+        "scaling_factor_compute_algo": None,
+        "reduce_amax": True,
+        "fp8_dpa": False,
+        "fp8_mha": False,
+        "backward_override": None,
+    }
+
+
+def test_defaults_of_current_scaling():
+    r = Float8CurrentScaling()
+    assert [f.name for f in dataclasses.fields(r)] == [
+        "use_power_2_scales",
+        "fp8_format",
+        "fp8_gemm_fprop",
+        "fp8_gemm_dgrad",
+        "fp8_gemm_wgrad",
+        "fp8_dpa",
+        "fp8_mha",
+        "backward_override",
+    ]
+    assert r.use_power_2_scales is False and r.fp8_format is Format.HYBRID
+    assert r.fp8_gemm_fprop == MMParams(False)
+    assert r.fp8_gemm_dgrad == r.fp8_gemm_wgrad == MMParams(True) == MMParams()
+    assert (r.fp8_dpa, r.fp8_mha, r.backward_override) == (False, False, None)
+    assert [getattr(r, name) for name in QUANT] == [QParams()] * 3
+
+
+def test_defaults_of_the_parameters():
+    assert dataclasses.astuple(MMParams()) == (True,)
+    assert dataclasses.astuple(QParams()) == (False, 0.0, False, False, False)
+
+
+def test_positional_arguments_and_signature():
+    assert DelayedScaling(3, Format.E4M3, 16, "most_recent") == DelayedScaling(
+        margin=3, fp8_format=Format.E4M3, amax_history_len=16, amax_compute_algo="most_recent"
+    )
+    for cls in READY:
+        assert list(inspect.signature(cls).parameters) == [f.name for f in dataclasses.fields(cls)]
+    with pytest.raises(TypeError, match="positional"):
+        DelayedScaling(*range(20))
+
+
+@pytest.mark.parametrize("cls", [*READY, *PLANNED, Recipe])
+def test_kinds(cls):
+    kinds = {
+        "delayed": {DelayedScaling},
+        "float8_current_scaling": {Float8CurrentScaling},
+        "float8_per_tensor_scaling": {DelayedScaling, Float8CurrentScaling},
+        "float8_block_scaling": {recipe.Float8BlockScaling},
+        "mxfp8": {recipe.MXFP8BlockScaling},
+        "nvfp4": {recipe.NVFP4BlockScaling},
+        "custom": {recipe.CustomRecipe},
+    }
+    for method, members in kinds.items():
+        assert getattr(cls, method)() is (cls in members)
+        if cls in READY:
+            assert getattr(cls(), method)() is (cls in members)
+
+
+# --- rules, in the constructor and on assignment
+
+NOT_BOOL = [2, -1, "True", None, 0.5, []]
+WRONG = [
+    (DelayedScaling, "margin", ValueError, [127, -127, 0.5, "1", None, True]),
+    (DelayedScaling, "amax_history_len", ValueError, [0, -1, 1.5, "16", None, True]),
+    (DelayedScaling, "amax_compute_algo", ValueError, ["mean", None, 3, ["max"]]),
+    (DelayedScaling, "scaling_factor_compute_algo", ValueError, ["max", 3]),
+    (DelayedScaling, "reduce_amax", ValueError, NOT_BOOL),
+    (DelayedScaling, "backward_override", AssertionError, ["high_precision", "dequantized", 0]),
+    (Float8CurrentScaling, "use_power_2_scales", ValueError, NOT_BOOL),
+    (Float8CurrentScaling, "backward_override", AssertionError, ["bf16", "", 0]),
+    *[
+        (Float8CurrentScaling, f"fp8_gemm_{name}", ValueError, [True, None, QParams()])
+        for name in ("fprop", "dgrad", "wgrad")
+    ],
+    *[
+        (cls, name, error, values)
+        for cls in READY
+        for name, error, values in (
+            ("fp8_dpa", ValueError, NOT_BOOL),
+            ("fp8_mha", ValueError, NOT_BOOL),
+            ("fp8_format", AssertionError, [Format.E5M2, Format.E2M1]),
+            ("fp8_format", ValueError, ["HYBRID", "fp8", None, 448]),
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "error", "value"),
+    [(cls, name, error, value) for cls, name, error, values in WRONG for value in values],
+)
+def test_wrong_value_is_refused_and_changes_nothing(cls, name, error, value):
+    shown = str(value) if isinstance(value, Format) else repr(value)
+    r = cls()
+    before = repr(r)
+    for write in (lambda: cls(**{name: value}), lambda: setattr(r, name, value)):
+        with pytest.raises(error) as e:
+            write()
+        assert f"{cls.__name__}.{name}" in str(e.value)
+        assert shown in str(e.value)
+    assert repr(r) == before and r == cls()
+
+
+def test_every_field_has_a_rule_and_a_wrong_value_here():
+    for cls in READY:
+        names = {f.name for f in dataclasses.fields(cls)}
+        assert names == cls._RULES.keys() - set(QUANT)
+        assert names == {name for c, name, *_ in WRONG if c is cls}
+
+
+def test_format_as_text_gets_the_fix():
+    with pytest.raises(ValueError, match=r"pass Format\.HYBRID \(from transformer_engine"):
+        DelayedScaling(fp8_format="HYBRID")
+    with pytest.raises(ValueError, match=r"pass Format\.E4M3 \(from transformer_engine"):
+        Float8CurrentScaling().fp8_format = "e4m3"
+
+
+def test_values_are_stored_in_one_type():
+    r = DelayedScaling(margin=np.int64(2), amax_history_len=np.int32(16), reduce_amax=0, fp8_dpa=1)
+    assert [type(v) for v in (r.margin, r.amax_history_len)] == [int, int]
+    assert r.reduce_amax is False and r.fp8_dpa is True
+    assert repr(r) == repr(DelayedScaling(2, amax_history_len=16, reduce_amax=False, fp8_dpa=True))
+
+
+@pytest.mark.parametrize("value", NOT_BOOL)
+def test_parameters_refuse_what_is_no_bool(value):
+    with pytest.raises(ValueError, match=r"MMParams\.use_split_accumulator"):
+        MMParams(value)
+    for f in dataclasses.fields(QParams):
+        if f.name != "amax_epsilon":
+            with pytest.raises(ValueError, match=rf"QParams\.{f.name}"):
+                QParams(**{f.name: value})
+
+
+@pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf, -math.inf, "0", None])
+def test_amax_epsilon_out_of_range(value):
+    with pytest.raises(ValueError, match=r"QParams\.amax_epsilon.*got"):
+        QParams(amax_epsilon=value)
+
+
+def test_parameters_are_frozen_and_print_one_way():
+    assert repr(QParams(amax_epsilon=0)) == repr(QParams(amax_epsilon=-0.0)) == repr(QParams())
+    assert repr(MMParams(1)) == repr(MMParams(True)) and hash(MMParams(1)) == hash(MMParams(True))
+    for value in (MMParams(), QParams()):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, dataclasses.fields(value)[0].name, False)
+
+
+def test_fields_can_not_be_deleted():
+    for r in (DelayedScaling(), Float8CurrentScaling()):
+        with pytest.raises(AttributeError, match="fp8_format"):
+            del r.fp8_format
+        assert r.fp8_format is Format.HYBRID
+
+
+# --- arguments that recipes do not have
+
+
+def test_arguments_of_client_programs_are_dropped_in_silence():
+    extras = {
+        "interval": 1,
+        "override_linear_precision": (False, False, False),
+        "params_dtype": object(),
+        "device": "cuda",
+        "opt_level": "O2",
+        "backend": "TE",
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for cls in READY:
+            r = cls(fp8_format=Format.E4M3, **extras)
+            assert r == cls(fp8_format=Format.E4M3)
+            assert not extras.keys() & vars(r).keys()
+
+
+@pytest.mark.parametrize("cls", READY)
+def test_other_unknown_arguments_warn_once_each(cls):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        r = cls(fp8_format=Format.E4M3, amax_histroy_len=3, other=4, device="cuda")
+    texts = [str(w.message) for w in caught]
+    assert len(texts) == 2
+    for name, text in zip(["amax_histroy_len", "other"], texts, strict=True):
+        assert repr(name) in text and cls.__name__ in text and "fp8_format" in text
+    assert {w.filename for w in caught} == {__file__}
+    assert r == cls(fp8_format=Format.E4M3)
+
+
+def test_quantizer_parameters_are_no_constructor_arguments():
+    with pytest.warns(UserWarning, match="fp8_quant_fwd_inp"):
+        r = Float8CurrentScaling(fp8_quant_fwd_inp=QParams(power_2_scale=True))
+    assert r == Float8CurrentScaling()
+
+
+class Subclass(DelayedScaling):
+    """As a training framework does it: own arguments, extras handed on."""
+
+    def __init__(self, settings, fp8_format, override_linear_precision=(False, False, False)):
+        super().__init__(
+            margin=settings["margin"],
+            fp8_format=fp8_format,
+            override_linear_precision=override_linear_precision,
+            params_dtype=None,
+            device="cuda",
+        )
+        self.note = "mine"
+
+
+def test_subclass_that_hands_on_extras():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        r = Subclass({"margin": 2}, Format.E4M3)
+    assert (r.margin, r.fp8_format, r.note) == (2, Format.E4M3, "mine")
+    assert r.delayed() and not r.float8_current_scaling()
+    assert repr(r).startswith("Subclass(margin=2, ")
+    assert r != DelayedScaling(margin=2, fp8_format=Format.E4M3)
+    back = pickle.loads(pickle.dumps(r))
+    assert back == r and back.note == "mine"
+    with pytest.raises(ValueError, match=r"Subclass\.margin"):
+        Subclass({"margin": "2"}, Format.E4M3)
+
+
+@dataclasses.dataclass(repr=False, eq=False)
+class WithField(Float8CurrentScaling):
+    """A subclass with a field of its own."""
+
+    labels: list = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(init=False, repr=False, eq=False)
+class WithFieldSetLate(DelayedScaling):
+    """A subclass that sets its field after the base is constructed."""
+
+    labels: list
+
+    def __init__(self, labels=()):
+        super().__init__(margin=1)
+        self.labels = list(labels)
+
+
+@pytest.mark.parametrize("cls", [WithField, WithFieldSetLate])
+def test_subclass_with_a_field(cls):
+    assert cls(labels=[1]) != cls(labels=[]) and "labels=[1]" in repr(cls(labels=[1]))
+    for copied in (copy.deepcopy(cls(labels=[1])), pickle.loads(pickle.dumps(cls(labels=[1])))):
+        assert copied == cls(labels=[1]) and repr(copied) == repr(cls(labels=[1]))
+
+
+def test_pickle_that_lacks_a_required_field():
+    r = WithFieldSetLate.__new__(WithFieldSetLate)
+    with pytest.raises(ValueError, match="WithFieldSetLate lacks 'labels'"):
+        r.__setstate__({"margin": 1})
+
+
+# --- environment
+
+
+@pytest.mark.parametrize("name", [POWER_2.name, *POWER_2.aliases])
+def test_power_2_scales_from_the_environment(name, monkeypatch):
+    before = Float8CurrentScaling()
+    monkeypatch.setenv(name, "1")
+    r = Float8CurrentScaling()
+    assert r.use_power_2_scales is True
+    assert Float8CurrentScaling.fp8_quant_fwd_inp == r.fp8_quant_fwd_inp == QParams(True)
+    assert Float8CurrentScaling(use_power_2_scales=False) == before  # the argument wins
+    assert before.use_power_2_scales is False
+    monkeypatch.delenv(name)
+    assert r.use_power_2_scales is True
+    assert Float8CurrentScaling.fp8_quant_fwd_inp == QParams()
+
+
+@pytest.mark.parametrize("name", [OVERRIDE.name, *OVERRIDE.aliases])
+def test_backward_override_from_the_environment(name, monkeypatch):
+    monkeypatch.setenv(name, "dequantized")
+    assert Float8CurrentScaling().backward_override == "dequantized"
+    assert Float8CurrentScaling(backward_override=None).backward_override is None
+    with pytest.raises(AssertionError, match=name):
+        DelayedScaling()
+    assert DelayedScaling(backward_override=None).backward_override is None
+    monkeypatch.setenv(name, "maybe")
+    for cls in READY:
+        with pytest.raises(ValueError, match=f"{name}='maybe'.*high_precision"):
+            cls()
+
+
+# --- quantizer parameters of current scaling
+
+
+def test_quantizer_parameters_follow_the_recipe_until_assigned():
+    r = Float8CurrentScaling(use_power_2_scales=True)
+    assert [getattr(r, name) for name in QUANT] == [QParams(power_2_scale=True)] * 3
+    r.fp8_quant_bwd_grad = QParams(amax_epsilon=0.5)
+    r.use_power_2_scales = False
+    assert r.fp8_quant_fwd_inp == r.fp8_quant_fwd_weight == QParams()
+    assert r.fp8_quant_bwd_grad == QParams(amax_epsilon=0.5)
+    assert Float8CurrentScaling().fp8_quant_bwd_grad == QParams()  # that instance only
+    del r.fp8_quant_bwd_grad
+    assert r == Float8CurrentScaling()
+
+
+@pytest.mark.parametrize("name", QUANT)
+def test_assigned_quantizer_parameters_are_part_of_the_identity(name):
+    plain, r = Float8CurrentScaling(), Float8CurrentScaling()
+    setattr(r, name, QParams(amax_epsilon=1e-3))
+    assert r != plain and f"{name}={QParams(amax_epsilon=1e-3)!r}" in repr(r)
+    setattr(r, name, QParams())  # the same numerics as no assignment
+    assert r == plain and repr(r) == repr(plain)
+    r.use_power_2_scales = True  # and now they are not
+    other = Float8CurrentScaling(use_power_2_scales=True)
+    assert r != other and repr(r) != repr(other)
+
+
+@pytest.mark.parametrize("name", QUANT)
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        MMParams(),
+        QParams(random_hadamard_transform=True),
+        QParams(stochastic_rounding=True),
+        QParams(fp4_2d_quantization=True),
+    ],
+)
+def test_wrong_quantizer_parameters(name, value):
+    r = Float8CurrentScaling()
+    with pytest.raises(ValueError, match=rf"Float8CurrentScaling\.{name}"):
+        setattr(r, name, value)
+    assert r == Float8CurrentScaling()
+
+
+# --- identity
+
+
+@given(recipes(), recipes())
+def test_repr_and_equality_agree(a, b):
+    assert (repr(a) == repr(b)) is (a == b)
+    assert a == copy.copy(a) and repr(a) == repr(copy.copy(a))
+
+
+@given(recipes(), st.data())
+def test_repr_follows_every_write(r, data):
+    other = data.draw(DELAYED if r.delayed() else CURRENT)
+    name = data.draw(st.sampled_from([f.name for f in dataclasses.fields(r)]))
+    before = repr(r)
+    same = getattr(r, name) == getattr(other, name)
+    setattr(r, name, getattr(other, name))
+    assert (repr(r) == before) is same
+
+
+def test_repr_is_cached():
+    r = DelayedScaling()
+    assert repr(r) is repr(r)
+    old = repr(r)
+    r.margin = 1
+    assert "margin=1" in repr(r) and repr(r) is repr(r) and repr(r) != old
+
+
+@pytest.mark.parametrize("algo", ["max", max, lambda history: history])
+def test_recipes_can_be_used_in_a_traced_function(algo):
+    torch = pytest.importorskip("torch")
+
+    def used(x, r):
+        power_2 = r.float8_current_scaling() and r.fp8_quant_bwd_grad.power_2_scale
+        return x * r.fp8_format.fp8_max("bwd") + len(repr(r)) + int(power_2)
+
+    compiled = torch.compile(used, backend="eager", fullgraph=True)
+    x = torch.ones(1)
+    for r in (DelayedScaling(amax_compute_algo=algo), Float8CurrentScaling()):
+        assert compiled(x, r) == used(x, r)
+        r.fp8_format = Format.E4M3
+        if r.float8_current_scaling():
+            r.use_power_2_scales = True
+        assert compiled(x, r) == used(x, r)
+
+
+def test_repr_text():
+    assert repr(DelayedScaling(amax_compute_algo=max)) == (
+        "DelayedScaling(margin=0, fp8_format=Format.HYBRID, amax_history_len=1024, "
+        "amax_compute_algo=<builtins.max>, scaling_factor_compute_algo=None, reduce_amax=True, "
+        "fp8_dpa=False, fp8_mha=False, backward_override=None)"
+    )
+
+
+def test_not_hashable_and_not_equal_to_other_things():
+    for r in (DelayedScaling(), Float8CurrentScaling()):
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(r)
+        assert r != 1 and r != repr(r)
+    assert DelayedScaling() != Float8CurrentScaling()
+
+
+def algo(history):
+    return history
+
+
+class Algo:
+    """Callables of several kinds."""
+
+    def method(self, history):
+        return history
+
+    @classmethod
+    def class_method(cls, history):
+        return history
+
+    def __call__(self, history):
+        return history
+
+
+@pytest.mark.parametrize("function", [algo, Algo.class_method, Algo.method, max, math.ldexp])
+def test_importable_callable_is_named(function):
+    text = repr(DelayedScaling(amax_compute_algo=function))
+    assert f"amax_compute_algo=<{function.__module__}.{function.__qualname__}>" in text
+
+
+def make_local():
+    return lambda history: history
+
+
+@pytest.mark.parametrize(
+    "make",
+    [make_local, Algo, lambda: Algo().method, lambda: functools.partial(algo)],
+    ids=["lambda", "instance", "method", "partial"],
+)
+def test_other_callables_are_told_apart(make):
+    one, two = (DelayedScaling(amax_compute_algo=make()) for _ in range(2))
+    assert " at 0x" in repr(one)
+    assert repr(one) != repr(two) and one != two
+    again = DelayedScaling(amax_compute_algo=one.amax_compute_algo)
+    assert repr(again) == repr(one) and again == one
+
+
+def test_method_of_one_object_is_one_callable():
+    obj = Algo()
+    one, two = (DelayedScaling(amax_compute_algo=obj.method) for _ in range(2))
+    assert one.amax_compute_algo is not two.amax_compute_algo
+    assert repr(one) == repr(two) and one == two
+
+
+# --- pickling and copying
+
+ALLOWED = {
+    "DelayedScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "_FormatHelper",
+    "MMParams",
+    "QParams",
+}
+
+
+class AllowList(pickle.Unpickler):
+    """Load what an allow-list of class names permits."""
+
+    def find_class(self, module, name):
+        assert module == "transformer_engine.common.recipe" and name in ALLOWED, (module, name)
+        return super().find_class(module, name)
+
+
+def numerics_only(r):
+    """Replace callables, whose pickles name their own modules."""
+    r = copy.copy(r)
+    if r.delayed():
+        r.amax_compute_algo, r.scaling_factor_compute_algo = "max", None
+    return r
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@given(r=recipes())
+def test_pickle_names_public_classes_only(protocol, r):
+    r = numerics_only(r)
+    repr(r)  # the cached text must not travel
+    data = pickle.dumps(r, protocol)
+    back = AllowList(io.BytesIO(data)).load()
+    assert type(back) is type(r) and back == r and repr(back) == repr(r)
+    opcodes = {op.name: arg for op, arg, _ in pickletools.genops(data)}
+    assert not opcodes.keys() & {"INST", "OBJ", "PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4"}
+    assert "_repr_text" not in {arg for _, arg, _ in pickletools.genops(data)}
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("value", [*Format, MMParams(False), QParams(True, 1.0)])
+def test_pickle_of_the_parts(protocol, value):
+    back = AllowList(io.BytesIO(pickle.dumps(value, protocol))).load()
+    assert back == value and (back is value) is isinstance(value, Format)
+
+
+@given(recipes())
+def test_copies_are_equal_and_independent(r):
+    for copied in (copy.copy(r), copy.deepcopy(r), pickle.loads(pickle.dumps(r))):
+        assert copied == r
+        copied.fp8_dpa = not r.fp8_dpa
+        assert copied != r
+
+
+def test_unpickling_ignores_the_environment(monkeypatch):
+    data = [pickle.dumps(cls()) for cls in READY]
+    monkeypatch.setenv(POWER_2.name, "1")
+    monkeypatch.setenv(OVERRIDE.name, "dequantized")
+    delayed, current = (pickle.loads(d) for d in data)
+    assert delayed.backward_override is None and current.backward_override is None
+    assert current.use_power_2_scales is False
+
+
+def test_state_of_another_version(monkeypatch):
+    monkeypatch.setenv(OVERRIDE.name, "dequantized")
+    monkeypatch.setenv(POWER_2.name, "1")
+    current = Float8CurrentScaling.__new__(Float8CurrentScaling)
+    current.__setstate__({"fp8_format": Format.E4M3, "from_elsewhere": 3})
+    assert current.from_elsewhere == 3
+    assert current == Float8CurrentScaling(False, Format.E4M3, backward_override=None)
+    with pytest.raises(AssertionError, match=r"Float8CurrentScaling\.fp8_format=Format\.E5M2"):
+        current.__setstate__({"fp8_format": Format.E5M2})
+
+
+# --- recipes to come
+
+
+@pytest.mark.parametrize("cls", PLANNED)
+def test_planned_recipe_refuses(cls):
+    class Client(cls):
+        def __init__(self):
+            pass
+
+    for make in (cls, lambda: cls(fp8_format=Format.E4M3), lambda: cls.__new__(cls)):
+        with pytest.raises(NotImplementedError, match=rf"{cls.__name__} .*DelayedScaling"):
+            make()
+    with pytest.raises(NotImplementedError, match="Client"):
+        Client()
+
+
+def test_everything_public_is_defined_here():
+    for name in recipe.__all__:
+        assert getattr(recipe, name).__module__ == "transformer_engine.common.recipe"

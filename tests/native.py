@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of `_core` share: instances of the module, plans, and one valid call per name.
+
+`CASES` has an entry for every function and class of the module. A name without one fails
+test_core_module.py, so whatever is added to the module meets the leak and the wrong-argument loops.
+"""
+
+import importlib.machinery
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from transformer_engine import _core as shared
+
+K, N, ROWS, SLOTS = 24, 40, 6, 8
+ALL_GRADS = shared.LINEAR_BIAS | shared.LINEAR_DGRAD | shared.LINEAR_WGRAD_NEEDED
+
+
+def fresh_core(bind: bool = True):
+    """Make a new instance of the module, with a state of its own."""
+    loader = importlib.machinery.ExtensionFileLoader(shared.__name__, shared.__file__)
+    spec = importlib.util.spec_from_loader(shared.__name__, loader)
+    core = importlib.util.module_from_spec(spec)
+    loader.exec_module(core)
+    if bind:
+        core.bind_torch(torch)
+    return core
+
+
+def linear_plan(core, direction: int, recipe: int = 1, flags: int = ALL_GRADS, **changes) -> int:
+    """Id of a float32 plan with the module's features; `changes` by keyword."""
+    f32 = core.DTYPE_F32
+    fields = dict(
+        direction=direction, in_features=K, out_features=N, input_dtype=f32, weight_dtype=f32,
+        bias_dtype=f32, output_dtype=f32, grad_weight_dtype=f32, recipe=recipe,
+        forward_fp8=core.DTYPE_E4M3, backward_fp8=core.DTYPE_E5M2, flags=flags,
+    )  # fmt: skip
+    return core.linear_plan(**(fields | changes))
+
+
+def state() -> tuple[torch.Tensor, torch.Tensor]:
+    """A chunk of delayed scaling: scale and history."""
+    return torch.ones(SLOTS), torch.zeros(4, SLOTS)
+
+
+def linear_tensors() -> list[torch.Tensor]:
+    """Input, weight, bias, scale and history of a delayed-scaling forward."""
+    weight = torch.nn.Parameter(torch.randn(N, K))
+    return [torch.randn(2, ROWS // 2, K), weight, torch.nn.Parameter(torch.randn(N)), *state()]
+
+
+def fp8(*shape: int) -> torch.Tensor:
+    """Zeros in e4m3."""
+    return torch.zeros(*shape, dtype=torch.float8_e4m3fn)
+
+
+@dataclass
+class Case:
+    """A valid call: what to call it with, and what undoes it where it can not be repeated."""
+
+    args: list[Any]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    undo: Callable[[], Any] = lambda: None
+
+
+def _bind(core):
+    return Case([torch, None])
+
+
+def _linear_plan(core):
+    f32 = core.DTYPE_F32
+    return Case(
+        [0, K, N, f32, f32, f32, f32, f32, 1, core.DTYPE_E4M3, core.DTYPE_E5M2, ALL_GRADS],
+        dict(gather=1, external=0, eps_input=0.0, eps_weight=0.0, eps_grad=0.0),
+    )
+
+
+def _run_range(core):
+    external = 1 << core.LINEAR_STAGES.index("gemm_output")
+    plan = linear_plan(core, core.LINEAR_FORWARD, external=external)
+    saved = core.empty_aligned(core.plan_infer(plan, ROWS)[0], core.DEVICE_CPU)
+    scratch = core.empty_aligned(core.plan_scratch(plan, ROWS, core.DEVICE_CPU), core.DEVICE_CPU)
+    buffers = [*linear_tensors(), None]
+    return Case([plan, 0, -1, 0, 0, buffers, saved, scratch, ROWS])
+
+
+def _quantize(core):
+    return Case(
+        [torch.randn(ROWS, K)],
+        dict(
+            rowwise=fp8(ROWS, K), columnwise=fp8(K, ROWS), scale_pair=torch.zeros(2),
+            scale=torch.ones(1), amax=torch.zeros(1), bias_grad=torch.zeros(K),
+            noop=torch.zeros(1), partials=None, amax_epsilon=0.0, power_2=False,
+            context=core.Context(core.DEVICE_CPU),
+        ),
+    )  # fmt: skip
+
+
+def _dequantize(core):
+    return Case(
+        [torch.zeros(ROWS, K)],
+        dict(
+            rowwise=fp8(ROWS, K), columnwise=None, scale_pair=torch.ones(2),
+            context=core.Context(core.DEVICE_CPU),
+        ),
+    )  # fmt: skip
+
+
+def _gemm(core):
+    one = torch.ones(1)
+    return Case(
+        [fp8(ROWS, 32), fp8(N, 32), fp8(ROWS, N)],
+        dict(
+            a_transposed=False, b_transposed=True, a_scale_inv=one, b_scale_inv=one,
+            bias=torch.zeros(N, dtype=torch.bfloat16), bias_grad=None, aux=None, d_scale=one,
+            d_amax=torch.zeros(1), gelu=False, accumulate=False, fast_accumulation=True,
+            allow_tf32=False, context=core.Context(core.DEVICE_CPU),
+        ),
+    )  # fmt: skip
+
+
+def _register(core):
+    functions = {"cast": lambda args: NotImplemented}
+    return Case(
+        ["case", core.DEVICE_CPU, 1, functions], undo=lambda: core.unregister_backend("case")
+    )
+
+
+def _unregister(core):
+    core.register_backend("case", core.DEVICE_CPU, 1, {"fill": lambda args: NotImplemented})
+    return Case(
+        ["case"],
+        undo=lambda: core.register_backend("case", core.DEVICE_CPU, 1, {"fill": lambda args: None}),
+    )
+
+
+def _context(core):
+    return {"context": core.Context(core.DEVICE_CPU)}
+
+
+CASES: dict[str, Callable[[Any], Case]] = {
+    "Context": lambda core: Case([core.DEVICE_CPU, 0]),
+    "bind_torch": _bind,
+    "dtype_code": lambda core: Case([torch.bfloat16]),
+    "torch_dtype": lambda core: Case([core.DTYPE_BF16]),
+    "dtype_names": lambda core: Case([]),
+    "op_names": lambda core: Case([]),
+    "has_cuda": lambda core: Case([]),
+    "linear_plan": _linear_plan,
+    "plan_describe": lambda core: Case([linear_plan(core, core.LINEAR_FORWARD)]),
+    "plan_infer": lambda core: Case([linear_plan(core, core.LINEAR_FORWARD), ROWS]),
+    "plan_scratch": lambda core: Case(
+        [linear_plan(core, core.LINEAR_FORWARD), ROWS, core.DEVICE_CPU, 0]
+    ),
+    "run": lambda core: Case(
+        [linear_plan(core, core.LINEAR_FORWARD), 0, 0, *linear_tensors()]
+    ),
+    "run_range": _run_range,
+    "empty_aligned": lambda core: Case([100, core.DEVICE_CPU, 0]),
+    "close_contexts": lambda core: Case([]),
+    "quantize": _quantize,
+    "dequantize": _dequantize,
+    "amax": lambda core: Case(
+        [torch.randn(ROWS, K), torch.zeros(core.AMAX_PARTIALS)], _context(core)
+    ),
+    "transpose": lambda core: Case([fp8(ROWS, K), fp8(K, ROWS)], _context(core)),
+    "gemm": _gemm,
+    "scaling_update": lambda core: Case([*state(), 448.0, False]),
+    "fill": lambda core: Case([torch.zeros(ROWS, K), 1.5], _context(core)),
+    "cast": lambda core: Case(
+        [torch.randn(ROWS, K), torch.zeros(ROWS, K, dtype=torch.bfloat16)], _context(core)
+    ),
+    "register_backend": _register,
+    "unregister_backend": _unregister,
+    "counters": lambda core: Case([]),
+    "reset_counters": lambda core: Case([]),
+}  # fmt: skip
+
+
+class Sub(torch.Tensor):
+    """A subclass with memory of its own."""
+
+
+class Wrapper(torch.Tensor):
+    """A subclass with a shape and no memory."""
+
+    @staticmethod
+    def __new__(cls, like):
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)
+
+    def __init__(self, like):
+        self.like = like
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError("this tensor has no data")
+
+
+def strange_tensors() -> dict[str, Any]:
+    """Tensors that can not be read as a dense matrix of a known dtype, by what is strange."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.empty(ROWS, K)
+    return {
+        "meta": torch.empty(ROWS, K, device="meta"),
+        "sparse": torch.eye(K).to_sparse(),
+        "fake": fake,
+        "complex": torch.zeros(ROWS, K, dtype=torch.complex64),
+        "bool": torch.zeros(ROWS, K, dtype=torch.bool),
+        "float64": torch.zeros(ROWS, K, dtype=torch.float64),
+        "subclass": torch.zeros(ROWS, K).as_subclass(Sub),
+        "wrapper": Wrapper(torch.zeros(ROWS, K)),
+    }

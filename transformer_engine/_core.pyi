@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native module: plans, operators, backends and counters over framework tensors.
+
+It imports no framework: `transformer_engine.pytorch` hands torch over with `bind_torch`. dtypes are
+the `DTYPE_*` integers below, tensors are `torch.Tensor` or `torch.nn.Parameter` objects exactly; an
+instance of another class goes to the `classify` hook of `bind_torch` first. Tensors of all leading
+dims are read as matrices [product of the leading dims, last dim]. What is read and has strides that
+no matrix has (an expanded gradient) or a set negative bit is copied; what is written must have a unit
+stride in the last dim, and is refused otherwise.
+
+Exceptions: ValueError (a value, shape or size that can not be), TypeError (dtype or class),
+NotImplementedError (legal, but no backend has it), MemoryError, RuntimeError (wrong moment: closed
+context, external stages; or a failing device), and whatever a Python backend raised.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypedDict, final
+
+import torch
+from torch import Tensor
+
+version: Final[str]
+
+# te_dtype
+DTYPE_F32: Final[int]
+DTYPE_F16: Final[int]
+DTYPE_BF16: Final[int]
+DTYPE_E4M3: Final[int]
+DTYPE_E5M2: Final[int]
+DTYPE_U8: Final[int]
+DTYPE_I32: Final[int]
+DTYPE_I64: Final[int]
+
+# te_device_type
+DEVICE_CPU: Final[int]
+DEVICE_CUDA: Final[int]
+
+# te_recipe
+RECIPE_NONE: Final[int]
+RECIPE_DELAYED: Final[int]
+RECIPE_CURRENT: Final[int]
+
+# direction of linear_plan
+LINEAR_FORWARD: Final[int]
+LINEAR_BACKWARD: Final[int]
+LINEAR_WGRAD: Final[int]
+
+# flags of linear_plan (te_linear_desc.flags)
+LINEAR_BIAS: Final[int]
+LINEAR_DGRAD: Final[int]
+LINEAR_WGRAD_NEEDED: Final[int]
+LINEAR_SAVE_INPUT: Final[int]
+LINEAR_NO_AMAX: Final[int]
+LINEAR_POWER_2_INPUT: Final[int]
+LINEAR_POWER_2_WEIGHT: Final[int]
+LINEAR_POWER_2_GRAD: Final[int]
+LINEAR_FAST_FPROP: Final[int]
+LINEAR_FAST_DGRAD: Final[int]
+LINEAR_FAST_WGRAD: Final[int]
+LINEAR_ALLOW_TF32: Final[int]
+LINEAR_ACCUMULATE_WGRAD: Final[int]
+LINEAR_OVERWRITE_WGRAD: Final[int]
+LINEAR_DEFER_WGRAD: Final[int]
+LINEAR_CACHE_WRITE: Final[int]
+LINEAR_CACHE_READ: Final[int]
+
+LINEAR_STAGES: Final[tuple[str, ...]]
+"""Names of the linear stages; bit i of `external` stands for LINEAR_STAGES[i]."""
+
+AMAX_PARTIALS: Final[int]
+"""Elements of a `partials` tensor."""
+
+# ---- torch -----------------------------------------------------------------------------------
+
+def bind_torch(torch_module: Any, classify: Callable[[Any], Tensor] | None = None, /) -> None:
+    """Take from torch what the entry points need. Called once by `transformer_engine.pytorch`.
+
+    `classify(tensor)` is asked about an instance of a subclass of `Tensor`: it returns a plain tensor
+    to use instead, or raises a TypeError that names the class. Without it every subclass is refused.
+    Calling again replaces the binding.
+    """
+
+def dtype_code(dtype: torch.dtype, /) -> int:
+    """`DTYPE_*` of a torch dtype; TypeError for one that has no code."""
+
+def torch_dtype(code: int, /) -> torch.dtype:
+    """The torch dtype of a `DTYPE_*` code; ValueError for a bad code."""
+
+def dtype_names() -> tuple[str, ...]:
+    """Names by code: ("f32", "f16", "bf16", "e4m3", ...)."""
+
+def op_names() -> tuple[str, ...]:
+    """Names of the operators, in the order of the operator table."""
+
+def has_cuda() -> bool:
+    """True where the library was built with its CUDA backend (it says nothing about a device)."""
+
+# ---- plans -----------------------------------------------------------------------------------
+
+def linear_plan(
+    direction: int,
+    in_features: int,
+    out_features: int,
+    input_dtype: int,
+    weight_dtype: int,
+    bias_dtype: int,
+    output_dtype: int,
+    grad_weight_dtype: int,
+    recipe: int,
+    forward_fp8: int,
+    backward_fp8: int,
+    flags: int,
+    gather: int = 1,
+    external: int = 0,
+    eps_input: float = 0.0,
+    eps_weight: float = 0.0,
+    eps_grad: float = 0.0,
+) -> int:
+    """Id of a linear plan (te_linear_desc); the same description has the same id in every process."""
+
+class PlanDescription(TypedDict):
+    """What `plan_describe` returns."""
+
+    kind: str
+    """"linear_forward", "linear_backward", "linear_wgrad"."""
+    buffers: list[tuple[str, str, int, int, list[tuple[int, int, int]]]]
+    """(name, role, dtype code, leading, shape). role: "input", "parameter", "state", "output", "saved"
+    or "scratch". An extent (multiply, align, add) is multiply * roundup(rows, align) + add; add =
+    2**31 - 1 in a state buffer stands for any length. leading: 1 where shape[0] stands for the leading
+    dims."""
+    stages: list[tuple[str, str]]
+    """(stage name, operator name or "external")."""
+    saved_bytes: tuple[int, int, int]
+    """Size of the packed saved buffer, an extent."""
+
+def plan_describe(plan: int, /) -> PlanDescription:
+    """Buffers and stages of a plan, in plan order. ValueError for an unknown id."""
+
+def plan_infer(plan: int, rows: int, /) -> tuple[int, int, tuple[int, ...]]:
+    """(saved bytes, scratch bytes of the plan's own, byte offset per buffer); pure arithmetic.
+
+    Offsets count within the packed saved or scratch buffer; -1 for buffers of other roles.
+    """
+
+def plan_scratch(plan: int, rows: int, device_type: int, device_index: int = 0, /) -> int:
+    """Bytes of scratch that a run on this device takes, operator workspaces included."""
+
+def run(plan: int, slot_fwd: int, slot_bwd: int, /, *tensors: Any) -> tuple[Any, ...]:
+    """Run a whole plan; the hot entry point of every module.
+
+    `tensors` are, positionally:
+
+    1. one tensor per buffer of role input, parameter or state, in plan order;
+    2. for a plan that is not a forward one and has saved buffers: the packed saved tensor that the
+       forward returned. Such a plan without saved buffers takes None there, or nothing;
+    3. only for a plan that has no input with leading dims (a deferred weight gradient, say): the
+       number of rows, an int.
+
+    Returns the output tensors in plan order (a plan lists only those that it makes), followed by the
+    packed saved tensor (uint8) of a forward plan. The last item is None for a forward plan that saves
+    nothing and for every other plan, so `*outputs, saved = run(...)` is always right. An output with
+    leading dims gets those of the first input that has them. Outputs come from `torch.empty`.
+
+    RuntimeError for a plan with external stages: those run by `run_range`.
+    """
+
+def run_range(
+    plan: int,
+    first: int,
+    last: int,
+    slot_fwd: int,
+    slot_bwd: int,
+    buffers: Sequence[Tensor | None],
+    saved: Tensor | None,
+    scratch: Tensor | None,
+    rows: int,
+    /,
+) -> int:
+    """Run the stages [first, last) (`last` < 0: to the end); return the stage to go on with.
+
+    Stops before an external stage and returns its number; returns the number of stages when done.
+    `buffers` has one entry per plan buffer whose role is neither saved nor scratch, in plan order,
+    outputs included; None where these stages do not touch it. `saved` and `scratch` are 1-D uint8
+    tensors of at least `plan_infer(...)[0]` and `plan_scratch(...)` bytes; scratch data must be aligned
+    to 256 bytes (see `empty_aligned`). External buffers inside them are sliced at the offsets of
+    `plan_infer`.
+    """
+
+def empty_aligned(size: int, device_type: int, device_index: int = 0, /) -> Tensor:
+    """A 1-D uint8 tensor whose data is aligned to 256 bytes, for `saved` and `scratch`."""
+
+# ---- contexts --------------------------------------------------------------------------------
+
+@final
+class Context:
+    """Host objects of one device: vendor handles, loaded kernels, plan and algorithm caches.
+
+    Entry points without a `context` use the module's own one per device, made at first use.
+    """
+
+    def __new__(cls, device_type: int, index: int = 0) -> Context: ...
+    @property
+    def device(self) -> tuple[int, int]:
+        """(device type, index)."""
+
+    @property
+    def closed(self) -> bool: ...
+    def close(self) -> None:
+        """Release what it holds; a second call does nothing. RuntimeError while a call is running."""
+
+def close_contexts() -> None:
+    """Close the module's own contexts; the next use makes new ones."""
+
+# ---- operators (tests and tools; te_<name>_args in the C header has the meaning) --------------
+
+def quantize(
+    input: Tensor,
+    *,
+    rowwise: Tensor | None = None,
+    columnwise: Tensor | None = None,
+    scale_pair: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    bias_grad: Tensor | None = None,
+    noop: Tensor | None = None,
+    partials: Tensor | None = None,
+    amax_epsilon: float = 0.0,
+    power_2: bool = False,
+    context: Context | None = None,
+) -> None:
+    """Cast [rows, columns] to FP8 into `rowwise` and `columnwise` (transposed); amax, column sums.
+
+    The scale is `scale[0]` (delayed scaling), or made from `partials` (current scaling). With neither
+    `rowwise`, `columnwise` nor `scale_pair` nothing is cast: amax and column sums only.
+    """
+
+def dequantize(
+    output: Tensor,
+    *,
+    rowwise: Tensor | None = None,
+    columnwise: Tensor | None = None,
+    scale_pair: Tensor,
+    context: Context | None = None,
+) -> None:
+    """`output` = data * scale_pair[1], from `rowwise`, or from `columnwise` where that is None."""
+
+def amax(input: Tensor, partials: Tensor, *, context: Context | None = None) -> None:
+    """Write AMAX_PARTIALS partial maxima of |input|."""
+
+def transpose(input: Tensor, output: Tensor, *, context: Context | None = None) -> None:
+    """Transpose one-byte elements."""
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    *,
+    a_transposed: bool = False,
+    b_transposed: bool = False,
+    a_scale_inv: Tensor | None = None,
+    b_scale_inv: Tensor | None = None,
+    bias: Tensor | None = None,
+    bias_grad: Tensor | None = None,
+    aux: Tensor | None = None,
+    d_scale: Tensor | None = None,
+    d_amax: Tensor | None = None,
+    gelu: bool = False,
+    accumulate: bool = False,
+    fast_accumulation: bool = False,
+    allow_tf32: bool = False,
+    context: Context | None = None,
+) -> None:
+    """`d` = epilogue(a b + bias); a scale is the first element of its tensor."""
+
+def scaling_update(
+    scale: Tensor, history: Tensor, fp8_max: float, most_recent: bool = False, /
+) -> None:
+    """One update of a chunk of delayed-scaling slots, in place; called once per chunk and step."""
+
+def fill(output: Tensor, value: float, *, context: Context | None = None) -> None:
+    """Set every element."""
+
+def cast(input: Tensor, output: Tensor, *, context: Context | None = None) -> None:
+    """Convert and copy between strided matrices."""
+
+# ---- backends --------------------------------------------------------------------------------
+
+def register_backend(
+    name: str,
+    device_type: int,
+    priority: int,
+    functions: Mapping[str, Callable[[dict[str, Any]], Any]],
+    /,
+) -> None:
+    """Put Python functions into the operator table, by operator name.
+
+    A function gets one dict with the fields of the operator's C args struct: tensors (absent ones are
+    None), a float pointer as a 1-element tensor (`partials`: AMAX_PARTIALS; `scale_pair`: 2), `output`
+    of quantize and `input` of dequantize as a dict with mode, rowwise, columnwise, scale_pair, scale
+    and amax, GEMM operands as a dict with data, scale_inv and transposed, and plain numbers. It writes
+    into the tensors. They are views of memory that is valid during the call only: keep none.
+    NotImplemented as the result hands the call to the backend with the next lower priority (built-in
+    ones have 0); another result is ignored. An exception propagates to the caller of the operator.
+    """
+
+def unregister_backend(name: str, /) -> None:
+    """Take a backend of `register_backend` out again. ValueError for an unknown name."""
+
+# ---- counters --------------------------------------------------------------------------------
+
+def counters() -> dict[str, int]:
+    """What really ran, without zeros: "gemm.cpu.e4m3.e4m3", "op.cuda.quantize", "fallback.<why>"."""
+
+def reset_counters() -> None:
+    """Set all counters to 0."""

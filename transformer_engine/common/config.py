@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one module that reads the environment.
+
+Every variable is one `Variable` in this file: its name, its meaning, what it accepts. A caller
+asks for the value where it is needed, ``config.TE_NVRTC.get()``, when a recipe or a module is built
+or an ``autocast`` is entered. Nothing is read when a module of the package is imported, so that a
+program may set variables after its imports; and nothing is kept between two reads, so that a test
+may set and unset them. Native code never reads the environment: it receives values.
+
+Rules common to all variables:
+
+- A variable that is unset, or set to the empty string, has its default.
+- Names that users of NVIDIA's library already set (``NVTE_*``) are honoured as aliases. Where both
+  are set, the ``TE_*`` name counts and the alias is not looked at.
+- A value that is not understood is an error, never a default: a misspelt setting that is silently
+  ignored costs a training run.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+__all__ = ["BACKWARD_OVERRIDES", "TABLE", "Variable", "cache_dir"]
+
+T = TypeVar("T")
+
+BACKWARD_OVERRIDES = ("high_precision", "dequantized")
+"""What a recipe's ``backward_override`` may be, besides None."""
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable.
+
+    Attributes
+    ----------
+    name : str
+        Its name, starting with ``TE_``.
+    default : T
+        The value where it is unset or empty.
+    parse : callable
+        From the text, neither empty nor surrounded by white space, to the value. Raises ValueError
+        where the text is none of what is accepted.
+    accepted : str
+        What `parse` accepts, in words, for error messages and documentation.
+    doc : str
+        What it does, in one sentence.
+    aliases : tuple of str
+        Other names, tried in order where `name` is not set.
+    """
+
+    name: str
+    default: T
+    parse: Callable[[str], T]
+    accepted: str
+    doc: str
+    aliases: tuple[str, ...] = ()
+
+    def get(self) -> T:
+        """Read the variable now.
+
+        Returns
+        -------
+        T
+            The parsed value of the first of `name` and `aliases` that is set, or `default`.
+
+        Raises
+        ------
+        ValueError
+            The text is not understood. The message names the variable that was set, its value and
+            what is accepted.
+        """
+        for name in (self.name, *self.aliases):
+            text = os.environ.get(name, "").strip()
+            if not text:
+                continue
+            try:
+                return self.parse(text)
+            except ValueError:
+                raise ValueError(
+                    f"environment variable {name}={text!r} is not understood; accepted: "
+                    f"{self.accepted}; unset means {self.default!r}"
+                ) from None
+        return self.default
+
+
+def _flag(name: str, doc: str, *aliases: str) -> Variable[bool]:
+    """Make an on/off variable, off by default."""
+    words = {"0": False, "1": True, "false": False, "true": True}
+
+    def parse(text: str) -> bool:
+        try:
+            return words[text.lower()]
+        except KeyError:
+            raise ValueError(text) from None
+
+    return Variable(name, False, parse, "0, 1, false or true", doc, aliases)
+
+
+def _absolute_path(text: str) -> Path:
+    """Accept an absolute path; a leading ``~`` is the home directory.
+
+    A relative path is refused: its meaning would change with the working directory, so that two
+    processes of one job would not share their cache.
+    """
+    path = Path(os.path.expanduser(text))
+    if not path.is_absolute():
+        raise ValueError(text)
+    return path
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    """Accept exactly these words."""
+
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError(text)
+        return text
+
+    return parse
+
+
+TE_FP8_CURRENT_SCALING_POWER_2_SCALES = _flag(
+    "TE_FP8_CURRENT_SCALING_POWER_2_SCALES",
+    "Default of Float8CurrentScaling's use_power_2_scales: round scales down to powers of two.",
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
+)
+TE_UNFUSED_FP8_UPDATE = _flag(
+    "TE_UNFUSED_FP8_UPDATE",
+    "Update delayed scaling with framework operations instead of the fused kernel: the history "
+    "then rolls in steps without an amax too, and a NaN keeps the scale.",
+    "NVTE_UNFUSED_FP8_UPDATE",
+)
+TE_BACKWARD_OVERRIDE: Variable[str | None] = Variable(
+    "TE_BACKWARD_OVERRIDE",
+    None,
+    _one_of(*BACKWARD_OVERRIDES),
+    " or ".join(BACKWARD_OVERRIDES),
+    "Default of a recipe's backward_override: run the backward in high precision, from the "
+    "operands as they were or as dequantized.",
+    ("NVTE_BACKWARD_OVERRIDE",),
+)
+TE_EXTRA_STATE = Variable(
+    "TE_EXTRA_STATE",
+    "auto",
+    _one_of("auto", "always", "ignore"),
+    "auto, always or ignore",
+    "always: a module's state dict has an _extra_state entry even where it is empty, for peers "
+    "that insist on it; ignore: an _extra_state that is loaded is not looked at.",
+)
+TE_NVRTC = _flag(
+    "TE_NVRTC",
+    "Compile the embedded device source with NVRTC even where a device image would load.",
+)
+TE_DEBUG_SYNC = _flag(
+    "TE_DEBUG_SYNC",
+    "Synchronise after every launch, so that a device error is raised by the call that caused it.",
+)
+TE_GEMM_TUNE = _flag(
+    "TE_GEMM_TUNE",
+    "Time the candidates of the GEMM heuristic at a shape's first call and remember the winner.",
+)
+TE_CACHE_DIR: Variable[Path | None] = Variable(
+    "TE_CACHE_DIR",
+    None,
+    _absolute_path,
+    "an absolute path",
+    "Directory of what is remembered between processes (compiled device code, tuned GEMMs). Use "
+    "cache_dir(), which knows the default.",
+)
+
+TABLE: tuple[Variable, ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
+"""Every variable, in the order of this file."""
+
+
+def cache_dir() -> Path | None:
+    """Return the directory for what is remembered between processes; it may not exist yet.
+
+    Returns
+    -------
+    pathlib.Path or None
+        ``TE_CACHE_DIR`` where it is set, else ``transformer_engine`` under ``XDG_CACHE_HOME`` or
+        ``~/.cache``. None where the process has no home directory: nothing is remembered then.
+
+    Raises
+    ------
+    ValueError
+        ``TE_CACHE_DIR`` is a relative path.
+    """
+    path = TE_CACHE_DIR.get()
+    if path is not None:
+        return path
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the XDG rules: a relative path counts as unset
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    # expanduser leaves "~" in place where there is no home directory.
+    return Path(base) / "transformer_engine" if os.path.isabs(base) else None

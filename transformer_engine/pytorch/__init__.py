@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 modules for PyTorch: swap `torch.nn` modules for these, run the forward inside `autocast`."""
+
+import torch
+
+from transformer_engine import _core
+from transformer_engine.common import recipe
+from transformer_engine.pytorch.tensors import plain_tensor
+
+_core.bind_torch(torch, plain_tensor)
+
+from transformer_engine.pytorch.autocast import (  # noqa: E402 - these use the binding
+    autocast,
+    fp8_autocast,
+    get_default_recipe,
+)
+from transformer_engine.pytorch.device import (  # noqa: E402
+    get_device_compute_capability,
+    is_bf16_available,
+    is_fp8_available,
+)
+from transformer_engine.pytorch.explain import explain  # noqa: E402
+from transformer_engine.pytorch.module.linear import Linear  # noqa: E402
+from transformer_engine.pytorch.recompute import checkpoint  # noqa: E402
+from transformer_engine.pytorch.scaling import reset  # noqa: E402
+
+__all__ = [
+    "Linear",
+    "autocast",
+    "checkpoint",
+    "explain",
+    "fp8_autocast",
+    "get_default_recipe",
+    "get_device_compute_capability",
+    "is_bf16_available",
+    "is_fp8_available",
+    "recipe",
+    "reset",
+]

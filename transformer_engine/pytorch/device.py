@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the devices of this machine can do."""
+
+import torch
+
+__all__ = ["get_device_compute_capability", "is_bf16_available", "is_fp8_available"]
+
+
+def get_device_compute_capability() -> tuple[int, int]:
+    """Compute capability of the current CUDA device.
+
+    Returns
+    -------
+    tuple of int
+        (major, minor); (0, 0) where there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        return (0, 0)
+    return torch.cuda.get_device_capability()
+
+
+def _answer(available: bool, reason: str, return_reason: bool) -> bool | tuple[bool, str]:
+    if not return_reason:
+        return available
+    return available, "" if available else reason
+
+
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether FP8 GEMMs run natively on the current device.
+
+    The CPU backend computes FP8 everywhere as a reference; it does not count as native.
+
+    Parameters
+    ----------
+    return_reason : bool, default False
+        Say why not as well.
+
+    Returns
+    -------
+    bool or (bool, str)
+        The answer; the reason is empty where it is True.
+    """
+    capability = get_device_compute_capability()
+    if capability == (0, 0):
+        return _answer(False, "there is no CUDA device; the CPU backend runs FP8 as a reference",
+                       return_reason)
+    reason = f"FP8 GEMMs need compute capability 8.9 or higher, this device has {capability}"
+    return _answer(capability >= (8, 9), reason, return_reason)
+
+
+def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether bf16 GEMMs run natively on the current device.
+
+    Parameters
+    ----------
+    return_reason : bool, default False
+        Say why not as well.
+
+    Returns
+    -------
+    bool or (bool, str)
+        The answer; the reason is empty where it is True.
+    """
+    capability = get_device_compute_capability()
+    reason = f"bf16 needs a CUDA device of compute capability 8.0 or higher, not {capability}"
+    return _answer(capability >= (8, 0), reason, return_reason)

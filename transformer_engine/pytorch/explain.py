@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`explain`: which stages a module call consists of."""
+
+import sys
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.pytorch.module.base import Fp8Module
+from transformer_engine.pytorch.state import STATE
+
+__all__ = ["explain"]
+
+
+def _plan_text(title: str, plan: int, rows: int) -> list[str]:
+    described = _core.plan_describe(plan)
+    saved, scratch, _ = _core.plan_infer(plan, rows)
+    names = _core.dtype_names()
+    lines = [f"{title}: plan {plan} ({described['kind']})"]
+    lines.append("  stages:  " + " -> ".join(f"{n} [{op}]" for n, op in described["stages"]))
+    for name, role, code, _, extents, *_ in described["buffers"]:
+        shape = " x ".join(
+            "any" if add == 2**31 - 1 else str(m * (-(-rows // align) * align) + add)
+            for m, align, add in extents
+        )
+        lines.append(f"  {role:9s} {name}: {names[code]} [{shape}]")
+    lines.append(f"  saved for backward: {saved} bytes; scratch: {scratch} bytes and workspaces")
+    return lines
+
+
+def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **kwargs: Any) -> None:
+    """Print the plans that calls of a module's layers run, without running them.
+
+    Uses the `autocast` region and the grad mode that are in force.
+
+    Parameters
+    ----------
+    module : Module
+        A module of this package.
+    *args, **kwargs
+        What its forward would be given.
+    file : text file, optional
+        Where to print; standard output where None.
+
+    Raises
+    ------
+    TypeError
+        The module is none of this package's.
+    """
+    if not isinstance(module, Fp8Module):
+        raise TypeError(f"explain: {type(module).__name__} is no module of transformer_engine")
+    inp = args[0] if args else kwargs.get("inp")
+    if not isinstance(inp, Tensor):
+        raise TypeError(f"explain: input: {type(inp).__name__}, expected a tensor")
+    recipe = STATE.recipe if STATE.enabled else None
+    where = "CPU reference backend" if inp.device.type == "cpu" else f"device {inp.device}"
+    lines = [f"{module} on {where}, recipe: {recipe}"]
+    rows = inp.shape[:-1].numel()
+    for title, plan in module.plans_of(*args, **kwargs):
+        lines += _plan_text(title, plan, rows)
+    print("\n".join(lines), file=file or sys.stdout)

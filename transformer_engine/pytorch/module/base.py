@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every module with FP8 GEMMs shares: its scaling state, its region, its checkpoints."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine.common import config
+from transformer_engine.common.recipe import DelayedScaling, Recipe
+from transformer_engine.pytorch import recompute, scaling
+from transformer_engine.pytorch.extra_state import pack_state, unpack_state
+from transformer_engine.pytorch.plans import quantization_of
+from transformer_engine.pytorch.state import STATE
+
+__all__ = ["Fp8Module", "Region"]
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class Region(NamedTuple):
+    """What is in force for one call of a module.
+
+    Attributes
+    ----------
+    recipe : Recipe or None
+        How to quantize; None: high precision.
+    replay : Entry or None
+        The call that this one repeats.
+    record : list of Frame
+        Checkpoints that want to know of this call.
+    """
+
+    recipe: Recipe | None
+    replay: recompute.Entry | None
+    record: list
+
+
+_NO_FRAMES: list = []
+
+
+class Fp8Module(torch.nn.Module):
+    """Base of the modules that run GEMMs in FP8.
+
+    A module owns `SLOTS` consecutive slots of the forward and of the backward scaling state. They are
+    no buffers (``half()`` would cast them): they live in shared chunks and follow the module to
+    another device, recipe or copy at its next FP8 forward.
+    """
+
+    SLOTS: tuple[int, int]
+    """Slots of the forward and of the backward state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._slots: scaling.Slots | None = None
+        self._loaded_state: dict | None = None  # of a checkpoint or a copy, until slots exist
+        self._quantization: tuple | None = None  # (repr of a recipe, its Quantization)
+
+    # ---- region ------------------------------------------------------------------------------
+
+    def _region(self) -> Region:
+        """What is in force for a call that begins now."""
+        state = STATE
+        recipe = state.recipe if state.enabled else None
+        if torch.compiler.is_compiling():
+            return Region(recipe, None, _NO_FRAMES)
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward:
+            checkpointed = _top_hooks(False) is not None or (
+                self.training and not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+            )
+            if not checkpointed:
+                return Region(recipe, None, _NO_FRAMES)
+        record, replay = recompute.frames()
+        if replay is not None:
+            entry = replay.replay(self)
+            return Region(entry.recipe, entry, record)
+        if in_backward and recipe is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}: FP8 forward inside a backward, but not under a checkpoint "
+                "that is known: which scales the first forward used can not be told. Use "
+                "transformer_engine.pytorch.checkpoint or torch.utils.checkpoint for the recompute"
+            )
+        return Region(recipe, None, record)
+
+    def _take_first(self, region: Region, records: bool) -> bool:
+        """Whether this call's backward is the one that updates the backward state."""
+        if region.replay is not None:
+            return region.replay.first
+        if not records or not STATE.first:
+            return False
+        STATE.first = False
+        return True
+
+    def _record(
+        self, region: Region, slots: scaling.Slots | None, cache: tuple | None, first: bool
+    ) -> None:
+        """Leave what a recompute of this call needs."""
+        if region.replay is not None:
+            entry = region.replay
+        else:
+            scales = None
+            if slots is not None:
+                last = slots.forward_slot + self.SLOTS[0]
+                scales = slots.forward_scale[slots.forward_slot : last].clone()
+            entry = recompute.Entry(self, region.recipe, slots, scales, cache, first)
+        for frame in region.record:
+            frame.entries.append(entry)
+
+    def _quantization_of(self, recipe: Recipe) -> Any:
+        """Quantization of a recipe, remembered for the recipe used last."""
+        if torch.compiler.is_compiling():
+            return quantization_of(recipe)
+        identity = repr(recipe)
+        if self._quantization is None or self._quantization[0] != identity:
+            self._quantization = (identity, quantization_of(recipe))
+        return self._quantization[1]
+
+    # ---- scaling state -------------------------------------------------------------------------
+
+    def _slots_for(self, recipe: DelayedScaling, device: torch.device) -> scaling.Slots:
+        """Slots of this module under a delayed-scaling recipe, on a device."""
+        if torch.compiler.is_compiling():
+            self._ensure_slots(*scaling.rule_of(recipe), STATE.group, device)
+            return self._slots
+        if self._slots_fit(repr(recipe), STATE.group, device):
+            return self._slots
+        return self._make_slots(scaling.rule_of(recipe), STATE.group, device)
+
+    def _slots_fit(self, identity: str, group: Any, device: torch.device) -> bool:
+        slots = self._slots
+        return (
+            slots is not None
+            and slots.live
+            and slots.identity == identity
+            and slots.device == device
+            and slots.group is group
+            and self._loaded_state is None
+        )
+
+    @torch._dynamo.assume_constant_result
+    def _ensure_slots(self, *arguments: Any) -> None:
+        """Make slots while a graph is traced, outside of the graph.
+
+        Takes the fields of a rule, the group and the device one by one: plain values, so that a graph
+        does not depend on the identity of a recipe object.
+        """
+        rule = scaling.Rule(*arguments[:-2])
+        group, device = arguments[-2:]
+        if not self._slots_fit(rule.identity, group, device):
+            self._make_slots(rule, group, device)
+
+    def _make_slots(self, rule: scaling.Rule, group: Any, device: torch.device) -> scaling.Slots:
+        """New slots, with the values that this module has or has loaded."""
+        current = self._slots
+        if current is not None and not current.live:
+            current = None
+        slots = scaling.slots_of(current, rule, group, device, self.SLOTS)
+        if self._loaded_state is not None:
+            slots.load(self._loaded_state)
+            self._loaded_state = None
+        self._slots = slots
+        return slots
+
+    def _state_values(self) -> dict | None:
+        """Copies of the scaling state, or None where there is none."""
+        if self._loaded_state is not None:
+            return self._loaded_state
+        if self._slots is None or not self._slots.live:
+            return None
+        return self._slots.values()
+
+    def reset_fp8_meta_tensors(self) -> None:
+        """Start again from scale 1 and an empty history."""
+        self._loaded_state = None
+        self._slots = None
+
+    # ---- copies and checkpoints ----------------------------------------------------------------
+
+    def __getstate__(self) -> dict:
+        """Copy and pickle with the values of the scaling state, not with its chunks."""
+        state = self.__dict__.copy()
+        state["_loaded_state"] = self._state_values()
+        state["_slots"] = None
+        state["_quantization"] = None
+        return state
+
+    def get_extra_state(self) -> Tensor:
+        """Delayed-scaling state as a 1-D uint8 tensor; of no elements where there is none."""
+        return pack_state(self._state_values())
+
+    def set_extra_state(self, state: Tensor | None) -> None:
+        """Take over what `get_extra_state` gave.
+
+        Parameters
+        ----------
+        state : Tensor or None
+            1-D uint8; None and an empty tensor change nothing.
+
+        Raises
+        ------
+        TypeError, ValueError
+            It is not such a tensor; the module keeps what it had.
+        RuntimeError
+            It was written by another package as a pickle, which is never loaded.
+        """
+        values = unpack_state(state, self.SLOTS)
+        if values is not None:
+            self._loaded_state = values
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        key = prefix + "_extra_state"
+        if destination[key].numel() == 0 and config.TE_EXTRA_STATE.get() != "always":
+            del destination[key]  # a plain torch.nn state dict stays one
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict,
+        prefix: str,
+        local_metadata: dict,
+        strict: bool,
+        missing_keys: list[str],
+        *lists: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, *lists
+        )
+        key = prefix + "_extra_state"
+        if key in missing_keys:
+            missing_keys.remove(key)
+
+

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of modules: where they are made, how they begin, how a weight is split."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+__all__ = ["Split", "default_device", "initialise", "refuse_distributed", "split_rows"]
+
+WEIGHT_DEVIATION = 0.023
+"""Standard deviation of weights without an `init_method`."""
+
+
+def default_device() -> str:
+    """Device of modules that are told none: "cuda" where there is one, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def refuse_distributed(module: str, **arguments: tuple[Any, Any]) -> None:
+    """Raise for arguments of distributed training that are not built yet.
+
+    Parameters
+    ----------
+    module : str
+        Name of the module, for the message.
+    **arguments
+        (given value, default) by name.
+
+    Raises
+    ------
+    NotImplementedError
+        A value is not its default.
+    """
+    for name, (value, default) in arguments.items():
+        if value is not default and value != default:
+            raise NotImplementedError(f"{module}: {name}={value!r}")
+
+
+class Split(NamedTuple):
+    """How a weight is kept as several parameters.
+
+    Attributes
+    ----------
+    parts : tuple of (str, int)
+        Name and rows of each.
+    """
+
+    parts: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, module: str, split: Any, rows: int) -> "Split | None":
+        """Read a ``parameters_split`` argument.
+
+        Parameters
+        ----------
+        module : str
+            Name of the module, for messages.
+        split : sequence of str, dict of str to int, or None
+            Equal parts, or rows by name. A trailing "_" of a name is dropped.
+        rows : int
+            Rows of the whole weight.
+
+        Returns
+        -------
+        Split or None
+            None where `split` is.
+
+        Raises
+        ------
+        ValueError
+            The parts do not make up the weight, or two have one name.
+        """
+        if split is None:
+            return None
+        if isinstance(split, Mapping):
+            parts = tuple((str(name).rstrip("_"), int(size)) for name, size in split.items())
+        else:
+            names = [str(name).rstrip("_") for name in split]
+            if not names or rows % len(names) != 0:
+                raise ValueError(
+                    f"{module}: parameters_split={split!r}: {rows} outputs are no {len(names)} equal "
+                    "parts; give a dict of sizes"
+                )
+            parts = tuple((name, rows // len(names)) for name in names)
+        if sum(size for _, size in parts) != rows or min(size for _, size in parts) < 1:
+            raise ValueError(
+                f"{module}: parameters_split={split!r}: the sizes must be positive and add up to "
+                f"{rows}"
+            )
+        if len({name for name, _ in parts}) != len(parts):
+            raise ValueError(f"{module}: parameters_split={split!r}: a name occurs twice")
+        return cls(parts)
+
+
+def split_rows(weight: Tensor, parts: list[tuple[str, int]]) -> tuple[Tensor, ...]:
+    """Rows of a whole weight (or its gradient) for each part; the whole itself for one part."""
+    if len(parts) == 1:
+        return (weight,)
+    return weight.split([rows for _, rows in parts])
+
+
+def _normal(weight: Tensor) -> None:
+    torch.nn.init.normal_(weight, mean=0.0, std=WEIGHT_DEVIATION)
+
+
+def initialise(
+    module: Module,
+    name: str,
+    init_method: Callable[[Tensor], Any] | None,
+    rng: tuple[Callable | None, str | None],
+) -> None:
+    """Give a parameter its first values, on the default device where it is on the meta device.
+
+    Parameters
+    ----------
+    module : Module
+        Owner.
+    name : str
+        Name of the parameter.
+    init_method : callable or None
+        Initialises a tensor in place; None: normal, deviation `WEIGHT_DEVIATION`.
+    rng : tuple
+        (function that returns a random-state tracker or None, name to fork or None).
+    """
+    parameter = getattr(module, name)
+    if parameter.device.type == "meta":
+        made = Parameter(
+            torch.empty_like(parameter, device=default_device()),
+            requires_grad=parameter.requires_grad,
+        )
+        made.__dict__.update(parameter.__dict__)
+        setattr(module, name, made)
+        parameter = made
+    tracker, fork = rng
+    context = contextlib.nullcontext()
+    if tracker is not None:
+        context = tracker().fork(fork) if fork is not None else tracker().fork()
+    with context, torch.no_grad():
+        (init_method or _normal)(parameter)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation recompute: what a checkpointed forward leaves for the forward that repeats it.
+
+A forward that runs inside a backward repeats an earlier one. It must use what that one used (recipe,
+scales, whether it was the first module of its region), record no amax, and update nothing. So the
+original writes an `Entry` per module call into the `Frame` of its checkpoint, and the recompute reads
+them in the same order.
+
+Frames belong to one call of a checkpoint function. `transformer_engine.pytorch.checkpoint` makes its
+own. Those of `torch.utils.checkpoint` hang on the objects that torch keeps for the call, found on the
+Python stack: the context of its autograd function (reentrant), its frame object (non-reentrant).
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Entry", "checkpoint", "frames"]
+
+
+class Entry(NamedTuple):
+    """One module call inside a checkpointed forward.
+
+    Attributes
+    ----------
+    module : Module
+        Whose call it was.
+    recipe : Recipe or None
+        The recipe in force; None: high precision.
+    slots : Slots or None
+        The module's scaling state (delayed scaling).
+    scales : Tensor or None
+        Copy of its forward scales as they were.
+    cache : tuple of Tensor or None
+        The quantized weight that the call kept or read.
+    first : bool
+        The call took the region's first-module flag.
+    """
+
+    module: Any
+    recipe: Any
+    slots: Any
+    scales: torch.Tensor | None
+    cache: tuple | None
+    first: bool
+
+
+class Frame:
+    """Module calls of one checkpointed forward, in order."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self._pass = -1
+        self._next = 0
+
+    def replay(self, module: Any) -> Entry:
+        """Entry of the module call that is being repeated.
+
+        Raises
+        ------
+        RuntimeError
+            The recompute does not call the modules that the forward called.
+        """
+        current = torch._C._current_graph_task_id()
+        if current != self._pass:  # another backward through the same graph starts over
+            self._pass, self._next = current, 0
+        entry = self.entries[self._next] if self._next < len(self.entries) else None
+        if entry is None or entry.module is not module:
+            raise RuntimeError(
+                f"recompute calls {type(module).__name__} where the checkpointed forward "
+                f"{'had ended' if entry is None else f'called {type(entry.module).__name__}'}; "
+                "the function under the checkpoint must do the same at each call"
+            )
+        self._next += 1
+        return entry
+
+
+class _Active(threading.local):
+    """Checkpoints of this package that this thread is inside of, innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Frame, bool]] = []
+
+
+_ACTIVE = _Active()
+
+
+@functools.cache
+def _code_of_torch() -> dict[CodeType, str]:
+    """Code objects of `torch.utils.checkpoint` that stand for a checkpoint on the stack."""
+    module = sys.modules["torch.utils.checkpoint"]
+    codes = {
+        module.CheckpointFunction.forward.__code__: "reentrant forward",
+        module.CheckpointFunction.backward.__code__: "reentrant recompute",
+        module.checkpoint.__wrapped__.__code__
+        if hasattr(module.checkpoint, "__wrapped__")
+        else module.checkpoint.__code__: "forward",
+    }
+    for constant in module._checkpoint_hook.__init__.__code__.co_consts:
+        if isinstance(constant, CodeType) and constant.co_name == "unpack_hook":
+            codes[constant] = "recompute"
+    return codes
+
+
+def _holder(kind: str, frame: FrameType) -> Any:
+    """The object that torch keeps from a checkpoint's forward to its recompute."""
+    names = frame.f_locals
+    if kind.startswith("reentrant"):
+        return names.get("ctx")
+    if kind == "recompute":
+        return names.get("frame")
+    generator = names.get("gen")
+    if generator is None or generator.gi_frame is None:
+        return None  # a reentrant call: its own frame follows
+    return generator.gi_frame.f_locals.get("new_frame")
+
+
+def _frame_on(holder: Any) -> Frame:
+    frame = getattr(holder, "_te_recompute", None)
+    if frame is None:
+        frame = holder._te_recompute = Frame()
+    return frame
+
+
+def _torch_frames() -> Iterator[tuple[Frame, bool]]:
+    """(frame, is a recompute) of the torch checkpoints on the stack, innermost first."""
+    if "torch.utils.checkpoint" not in sys.modules:
+        return
+    codes = _code_of_torch()
+    caller: FrameType | None = sys._getframe(2)
+    while caller is not None:
+        kind = codes.get(caller.f_code)
+        if kind is not None:
+            holder = _holder(kind, caller)
+            if holder is not None:
+                yield _frame_on(holder), kind.endswith("recompute")
+        caller = caller.f_back
+
+
+def frames() -> tuple[list[Frame], Frame | None]:
+    """Checkpoints around the current module call.
+
+    Returns
+    -------
+    record : list of Frame
+        Frames whose forward this call is part of.
+    replay : Frame or None
+        The innermost frame whose forward is being repeated; frames around it are none of this
+        call's business.
+    """
+    record: list[Frame] = []
+    for frame, recompute in (*reversed(_ACTIVE.stack), *_torch_frames()):
+        if recompute:
+            return record, frame
+        record.append(frame)
+    return record, None
+
+
+@contextlib.contextmanager
+def _active(frame: Frame, recompute: bool) -> Iterator[None]:
+    _ACTIVE.stack.append((frame, recompute))
+    try:
+        yield
+    finally:
+        _ACTIVE.stack.pop()
+
+
+def checkpoint(
+    function: Callable,
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable | None = None,
+    tp_group: Any = None,
+    use_reentrant: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run a function without keeping its activations; repeat it in the backward.
+
+    The repeated forward uses the recipe, scaling factors and random numbers of the first one, so the
+    gradients are those of a run without recompute, bit for bit, wherever `autocast` was entered.
+
+    Parameters
+    ----------
+    function : callable
+        A module or function of tensors; must do the same at each call.
+    *args
+        Its arguments.
+    distribute_saved_activations : bool, default False
+        Spread what is kept over `tp_group`: not there yet.
+    get_rng_state_tracker : callable, optional
+        Tracker of random states of tensor-parallel regions: not there yet.
+    tp_group : ProcessGroup, optional
+        Only with `distribute_saved_activations`.
+    use_reentrant : bool, default True
+        As of `torch.utils.checkpoint.checkpoint`.
+    **kwargs
+        ``context_fn``, ``determinism_check``, ``debug``, ``preserve_rng_state`` go to
+        `torch.utils.checkpoint.checkpoint`; the others to `function`.
+
+    Returns
+    -------
+    Any
+        What `function` returns.
+
+    Raises
+    ------
+    NotImplementedError
+        For `distribute_saved_activations` and `get_rng_state_tracker`.
+    """
+    from torch.utils.checkpoint import checkpoint as torch_checkpoint
+    from torch.utils.checkpoint import set_checkpoint_early_stop
+
+    if distribute_saved_activations:
+        raise NotImplementedError("checkpoint: distribute_saved_activations")
+    if get_rng_state_tracker is not None:
+        raise NotImplementedError("checkpoint: get_rng_state_tracker")
+    frame = Frame()
+    options = {
+        name: kwargs.pop(name)
+        for name in ("context_fn", "determinism_check", "debug", "preserve_rng_state")
+        if name in kwargs
+    }
+
+    forward = iter((True,))  # the first call is the forward, every later one repeats it
+
+    def run(*inputs: Any) -> Any:
+        with _active(frame, not next(forward, False)):
+            return function(*inputs, **kwargs)
+
+    if use_reentrant:
+        return torch_checkpoint(run, *args, use_reentrant=True, **options)
+    with set_checkpoint_early_stop(False):
+        return torch_checkpoint(run, *args, use_reentrant=False, **options)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the native module asks about tensors that are not plainly `Tensor` or `Parameter`."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["plain_tensor"]
+
+
+def plain_tensor(tensor: Tensor) -> Tensor:
+    """The plain tensor behind an instance of a subclass.
+
+    A subclass without a dispatch of its own (a `torch.nn.Buffer`, a user's ``class T(Tensor)``) is
+    only a label on real memory. One with ``__torch_dispatch__`` may have no memory at all, or memory
+    that means something else, so its bytes must not be read.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        An instance of a proper subclass of `Tensor`.
+
+    Returns
+    -------
+    Tensor
+        A view of the same memory.
+
+    Raises
+    ------
+    TypeError
+        The class computes in its own way.
+    """
+    kind = type(tensor)
+    dispatches = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if dispatches or torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        raise TypeError(
+            f"{kind.__module__}.{kind.__qualname__}: tensors of this class have no memory that a "
+            "kernel can read; convert it to a plain torch.Tensor first"
+        )
+    return tensor.as_subclass(Tensor)
