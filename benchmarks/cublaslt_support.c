@@ -55,14 +55,15 @@ static struct {
 } api;
 #undef X
 
-static void check(int status, const char *what) {
-    if (status == 0)
-        return;
+static void check(int status, const char *what)
+{
+    if (status == 0) return;
     printf("%s failed: %d\n", what, status);
     exit(1);
 }
 
-static void *symbol(void *library, const char *name) {
+static void *symbol(void *library, const char *name)
+{
     void *found = dlsym(library, name);
     check(found == NULL, name);
     return found;
@@ -83,6 +84,8 @@ typedef struct problem {
     int64_t aux_stride;
     int64_t k_stride; /* row stride of FP8 operands; 0: k */
     int a_offset, b_offset, d_offset, bias_offset, aux_offset; /* bytes */
+    int scale_offset; /* bytes; of the scale of a and b (1), of d (2), of the amax (4): which */
+    int scale_which;
     uint32_t min_alignment; /* what the heuristic may assume of a, b, d; 0: the library's default */
     int repeats;            /* timed runs; 0: one run, no time */
 } problem;
@@ -104,7 +107,8 @@ static struct {
 #define WORKSPACE ((size_t)32 << 20)
 #define BUFFER ((size_t)272 << 20)
 
-static void set_descriptor(cublasLtMatmulDesc_t desc, const problem *p) {
+static void set_descriptor(cublasLtMatmulDesc_t desc, const problem *p)
+{
     cublasLtMatmulDescAttributes_t name;
 #define SET(NAME, value)                                                                           \
     (name = CUBLASLT_MATMUL_DESC_##NAME,                                                           \
@@ -119,19 +123,21 @@ static void set_descriptor(cublasLtMatmulDesc_t desc, const problem *p) {
     int fp8 = p->a == E4M3 || p->a == E5M2;
     SET(TRANSA, op_a);
     SET(TRANSB, op_b);
+    CUdeviceptr scale_ab = gpu.scale + (CUdeviceptr)(p->scale_which & 1 ? p->scale_offset : 0);
+    CUdeviceptr scale_d = gpu.scale + (CUdeviceptr)(p->scale_which & 2 ? p->scale_offset : 0);
+    CUdeviceptr amax = gpu.amax + (CUdeviceptr)(p->scale_which & 4 ? p->scale_offset : 0);
     if (fp8) {
         SET(FAST_ACCUM, fast);
-        SET(A_SCALE_POINTER, gpu.scale);
-        SET(B_SCALE_POINTER, gpu.scale);
+        SET(A_SCALE_POINTER, scale_ab);
+        SET(B_SCALE_POINTER, scale_ab);
     }
-    if (p->d == E4M3 || p->d == E5M2)
-        SET(D_SCALE_POINTER, gpu.scale);
-    if (p->amax)
-        SET(AMAX_D_POINTER, gpu.amax);
+    if (p->d == E4M3 || p->d == E5M2) SET(D_SCALE_POINTER, scale_d);
+    if (p->amax) SET(AMAX_D_POINTER, amax);
     if (p->bias_grad) {
         epilogue = CUBLASLT_EPILOGUE_BGRADB;
     } else if (p->gelu && p->aux != NO_TYPE) {
-        epilogue = p->bias != NO_TYPE ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+        epilogue =
+            p->bias != NO_TYPE ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
     } else if (p->gelu) {
         epilogue = p->bias != NO_TYPE ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
     } else if (p->bias != NO_TYPE) {
@@ -157,7 +163,8 @@ typedef struct objects {
     cublasLtMatmulPreference_t preference;
 } objects;
 
-static cublasLtMatrixLayout_t make_layout(int type, int64_t rows, int64_t columns, int64_t ld) {
+static cublasLtMatrixLayout_t make_layout(int type, int64_t rows, int64_t columns, int64_t ld)
+{
     cublasLtMatrixLayout_t layout;
     check((int)api.p_cublasLtMatrixLayoutCreate(&layout, (cudaDataType)type, (uint64_t)rows,
                                                 (uint64_t)columns, ld),
@@ -165,7 +172,8 @@ static cublasLtMatrixLayout_t make_layout(int type, int64_t rows, int64_t column
     return layout;
 }
 
-static objects make_objects(const problem *p) {
+static objects make_objects(const problem *p)
+{
     objects o;
     size_t limit = WORKSPACE;
     int64_t k_stride = p->k_stride != 0 ? p->k_stride : p->k;
@@ -192,7 +200,8 @@ static objects make_objects(const problem *p) {
     return o;
 }
 
-static void destroy_objects(objects *o) {
+static void destroy_objects(objects *o)
+{
     api.p_cublasLtMatmulPreferenceDestroy(o->preference);
     api.p_cublasLtMatrixLayoutDestroy(o->d);
     api.p_cublasLtMatrixLayoutDestroy(o->c);
@@ -201,11 +210,13 @@ static void destroy_objects(objects *o) {
     api.p_cublasLtMatmulDescDestroy(o->desc);
 }
 
-static void *pointer(CUdeviceptr base, int offset) {
+static void *pointer(CUdeviceptr base, int offset)
+{
     return (void *)(uintptr_t)(base + (CUdeviceptr)offset);
 }
 
-static cublasStatus_t matmul(const objects *o, const problem *p, const cublasLtMatmulAlgo_t *algo) {
+static cublasStatus_t matmul(const objects *o, const problem *p, const cublasLtMatmulAlgo_t *algo)
+{
     float one = 1.0F, beta = p->accumulate ? 1.0F : 0.0F;
     void *d = pointer(gpu.d, p->d_offset);
     void *c = p->d == E4M3 || p->d == E5M2 ? pointer(gpu.c, 0) : d;
@@ -214,7 +225,8 @@ static cublasStatus_t matmul(const objects *o, const problem *p, const cublasLtM
                                 pointer(gpu.workspace, 0), WORKSPACE, NULL);
 }
 
-static double now_us(void) {
+static double now_us(void)
+{
     struct timespec now;
     (void)timespec_get(&now, TIME_UTC);
     return (double)now.tv_sec * 1e6 + (double)now.tv_nsec * 1e-3;
@@ -222,7 +234,8 @@ static double now_us(void) {
 
 /* Milliseconds of one run, the best of three batches. */
 static float time_algorithm(const objects *o, const problem *p, const cublasLtMatmulAlgo_t *algo,
-                            double *host_us) {
+                            double *host_us)
+{
     static CUevent start, stop;
     float ms = 0.0F, best = 1e30F;
     if (start == NULL) {
@@ -233,19 +246,18 @@ static float time_algorithm(const objects *o, const problem *p, const cublasLtMa
         (void)matmul(o, p, algo);
         check((int)api.p_cuEventRecord(start, NULL), "record");
         double began = now_us();
-        for (int i = 0; i < p->repeats; ++i)
-            (void)matmul(o, p, algo);
+        for (int i = 0; i < p->repeats; ++i) (void)matmul(o, p, algo);
         *host_us = (now_us() - began) / p->repeats;
         check((int)api.p_cuEventRecord(stop, NULL), "record");
         check((int)api.p_cuCtxSynchronize(), "synchronize");
         check((int)api.p_cuEventElapsedTime_v2(&ms, start, stop), "elapsed");
-        if (ms < best)
-            best = ms;
+        if (ms < best) best = ms;
     }
     return best / (float)p->repeats;
 }
 
-static outcome try_problem(const problem *p) {
+static outcome try_problem(const problem *p)
+{
     outcome out = {.status = CUBLAS_STATUS_SUCCESS};
     cublasLtMatmulHeuristicResult_t found[8];
     objects o = make_objects(p);
@@ -262,12 +274,9 @@ static outcome try_problem(const problem *p) {
          ++i) {
         double host_us;
         float ms = time_algorithm(&o, p, &found[i].algo, &host_us);
-        if (i == 0)
-            out.milliseconds = out.best = ms;
-        if (i == 0)
-            out.host_us = host_us;
-        if (ms < out.best)
-            out.best = ms;
+        if (i == 0) out.milliseconds = out.best = ms;
+        if (i == 0) out.host_us = host_us;
+        if (ms < out.best) out.best = ms;
     }
     destroy_objects(&o);
     return out;
@@ -275,7 +284,8 @@ static outcome try_problem(const problem *p) {
 
 /* ---- what is asked ------------------------------------------------------------------------ */
 
-static const char *type_name(int type) {
+static const char *type_name(int type)
+{
     switch (type) {
     case F32:
         return "f32";
@@ -302,7 +312,8 @@ static const problem fp8_base = {.m = 256,
                                  .bias = NO_TYPE,
                                  .aux = NO_TYPE};
 
-static void print_outcome(const char *what, const problem *p) {
+static void print_outcome(const char *what, const problem *p)
+{
     outcome out = try_problem(p);
     if (out.status != CUBLAS_STATUS_SUCCESS) {
         printf("  %-58s no (%s)\n", what, api.p_cublasLtGetStatusName(out.status));
@@ -317,7 +328,8 @@ static void print_outcome(const char *what, const problem *p) {
 }
 
 /* Every output dtype with every bias dtype, without and with GELU and each dtype of aux. */
-static void ask_epilogues(problem p, const char *title) {
+static void ask_epilogues(problem p, const char *title)
+{
     static const int types[] = {NO_TYPE, F32, F16, BF16};
     printf("%s, d = %s: bias dtype -> plain / gelu / gelu with aux of f32, f16, bf16, d%s\n", title,
            type_name(p.d), p.amax ? " (amax)" : "");
@@ -333,7 +345,8 @@ static void ask_epilogues(problem p, const char *title) {
     }
 }
 
-static void ask_fp8(void) {
+static void ask_fp8(void)
+{
     static const int outputs[] = {F32, F16, BF16, E4M3, E5M2};
     static const int pairs[][2] = {{E4M3, E4M3}, {E4M3, E5M2}, {E5M2, E4M3}, {E5M2, E5M2}};
     for (int pair = 0; pair < 4; ++pair) {
@@ -357,136 +370,150 @@ static void ask_fp8(void) {
     }
 }
 
-static void ask_shapes(void) {
-    static const struct {
-        const char *what;
-        int64_t m, n, k, d_stride, k_stride;
-        int d, a_offset, b_offset, d_offset, bias, bias_offset, gelu, aux, aux_offset;
-        int64_t aux_stride;
-    } cases[] = {
-        {.what = "m = 1", .m = 1, .n = 512, .k = 256, .d = BF16},
-        {.what = "m = 3", .m = 3, .n = 512, .k = 256, .d = BF16},
-        {.what = "m = 17", .m = 17, .n = 512, .k = 256, .d = BF16},
-        {.what = "m = 17, d f32", .m = 17, .n = 512, .k = 256, .d = F32},
-        {.what = "m = 17, d e4m3", .m = 17, .n = 512, .k = 256, .d = E4M3},
-        {.what = "m = 1, n = 8", .m = 1, .n = 8, .k = 256, .d = BF16},
-        {.what = "m = 1, n = 1, row stride 8", .m = 1, .n = 1, .k = 256, .d = BF16, .d_stride = 8},
-        {.what = "k = 16", .m = 64, .n = 64, .k = 16, .d = BF16},
-        {.what = "k = 32", .m = 64, .n = 64, .k = 32, .d = BF16},
-        {.what = "k = 48", .m = 64, .n = 64, .k = 48, .d = BF16},
-        {.what = "k = 16, m = 1, n = 8", .m = 1, .n = 8, .k = 16, .d = BF16},
-        {.what = "k = 24 with row stride 32", .m = 64, .n = 64, .k = 24, .d = BF16, .k_stride = 32},
-        {.what = "k = 24", .m = 64, .n = 64, .k = 24, .d = BF16},
-        {.what = "k = 256 with row stride 264",
-         .m = 64,
-         .n = 64,
-         .k = 256,
-         .d = BF16,
-         .k_stride = 264},
-        {.what = "k = 256 with row stride 257",
-         .m = 64,
-         .n = 64,
-         .k = 256,
-         .d = BF16,
-         .k_stride = 257},
-        {.what = "n = 4 d f32", .m = 64, .n = 4, .k = 64, .d = F32},
-        {.what = "n = 1 d f32, row stride 4", .m = 64, .n = 1, .k = 64, .d = F32, .d_stride = 4},
-        {.what = "n = 72 (9 * 8), d bf16", .m = 64, .n = 72, .k = 64, .d = BF16},
-        {.what = "n = 509, d bf16", .m = 64, .n = 509, .k = 64, .d = BF16},
-        {.what = "n = 509, d bf16, row stride 512",
-         .m = 64,
-         .n = 509,
-         .k = 64,
-         .d = BF16,
-         .d_stride = 512},
-        {.what = "n = 509, d f32", .m = 64, .n = 509, .k = 64, .d = F32},
-        {.what = "n = 509, d f32, row stride 512",
-         .m = 64,
-         .n = 509,
-         .k = 64,
-         .d = F32,
-         .d_stride = 512},
-        {.what = "n = 510, d bf16, row stride 516",
-         .m = 64,
-         .n = 510,
-         .k = 64,
-         .d = BF16,
-         .d_stride = 516},
-        {.what = "n = 504, d e4m3 (row stride 504)", .m = 64, .n = 504, .k = 64, .d = E4M3},
-        {.what = "n = 504, d e4m3, row stride 512",
-         .m = 64,
-         .n = 504,
-         .k = 64,
-         .d = E4M3,
-         .d_stride = 512},
-        {.what = "n = 509, d e4m3, row stride 512",
-         .m = 64,
-         .n = 509,
-         .k = 64,
-         .d = E4M3,
-         .d_stride = 512},
-        {.what = "a at +1 byte", .m = 64, .n = 512, .k = 64, .d = BF16, .a_offset = 1},
-        {.what = "a at +8 bytes", .m = 64, .n = 512, .k = 64, .d = BF16, .a_offset = 8},
-        {.what = "b at +8 bytes", .m = 64, .n = 512, .k = 64, .d = BF16, .b_offset = 8},
-        {.what = "d at +2 bytes", .m = 64, .n = 512, .k = 64, .d = BF16, .d_offset = 2},
-        {.what = "d at +8 bytes", .m = 64, .n = 512, .k = 64, .d = BF16, .d_offset = 8},
-        {.what = "bias at +2 bytes",
-         .m = 64,
-         .n = 512,
-         .k = 64,
-         .d = BF16,
-         .bias = BF16,
-         .bias_offset = 2},
-        {.what = "n = 509, bias, row stride 512",
-         .m = 64,
-         .n = 509,
-         .k = 64,
-         .d = BF16,
-         .d_stride = 512,
-         .bias = BF16},
-        {.what = "gelu, bias, aux stride 520",
-         .m = 64,
-         .n = 512,
-         .k = 64,
-         .d = BF16,
-         .bias = BF16,
-         .gelu = 1,
-         .aux = BF16,
-         .aux_stride = 520},
-        {.what = "gelu, bias, n = 509, d and aux stride 512",
-         .m = 64,
-         .n = 509,
-         .k = 64,
-         .d = BF16,
-         .d_stride = 512,
-         .bias = BF16,
-         .gelu = 1,
-         .aux = BF16,
-         .aux_stride = 512},
-    };
+/* 0 stands for the usual: no bias, no aux, dense rows. */
+static const struct {
+    const char *what;
+    int64_t m, n, k, d_stride, k_stride;
+    int d, a_offset, b_offset, d_offset, bias, bias_offset, gelu, aux, aux_offset;
+    int64_t aux_stride;
+} shape_cases[] = {
+    {.what = "m = 1", .m = 1, .n = 512, .k = 256, .d = BF16},
+    {.what = "m = 3", .m = 3, .n = 512, .k = 256, .d = BF16},
+    {.what = "m = 17", .m = 17, .n = 512, .k = 256, .d = BF16},
+    {.what = "m = 17, d f32", .m = 17, .n = 512, .k = 256, .d = F32},
+    {.what = "m = 17, d e4m3", .m = 17, .n = 512, .k = 256, .d = E4M3},
+    {.what = "m = 1, n = 8", .m = 1, .n = 8, .k = 256, .d = BF16},
+    {.what = "m = 1, n = 1, row stride 8", .m = 1, .n = 1, .k = 256, .d = BF16, .d_stride = 8},
+    {.what = "k = 16", .m = 64, .n = 64, .k = 16, .d = BF16},
+    {.what = "k = 32", .m = 64, .n = 64, .k = 32, .d = BF16},
+    {.what = "k = 48", .m = 64, .n = 64, .k = 48, .d = BF16},
+    {.what = "k = 16, m = 1, n = 8", .m = 1, .n = 8, .k = 16, .d = BF16},
+    {.what = "k = 24 with row stride 32", .m = 64, .n = 64, .k = 24, .d = BF16, .k_stride = 32},
+    {.what = "k = 24", .m = 64, .n = 64, .k = 24, .d = BF16},
+    {.what = "k = 256 with row stride 264", .m = 64, .n = 64, .k = 256, .d = BF16, .k_stride = 264},
+    {.what = "k = 256 with row stride 257", .m = 64, .n = 64, .k = 256, .d = BF16, .k_stride = 257},
+    {.what = "n = 4 d f32", .m = 64, .n = 4, .k = 64, .d = F32},
+    {.what = "n = 1 d f32, row stride 4", .m = 64, .n = 1, .k = 64, .d = F32, .d_stride = 4},
+    {.what = "n = 72 (9 * 8), d bf16", .m = 64, .n = 72, .k = 64, .d = BF16},
+    {.what = "n = 509, d bf16", .m = 64, .n = 509, .k = 64, .d = BF16},
+    {.what = "n = 509, d bf16, row stride 512",
+     .m = 64,
+     .n = 509,
+     .k = 64,
+     .d = BF16,
+     .d_stride = 512},
+    {.what = "n = 509, d f32", .m = 64, .n = 509, .k = 64, .d = F32},
+    {.what = "n = 509, d f32, row stride 512",
+     .m = 64,
+     .n = 509,
+     .k = 64,
+     .d = F32,
+     .d_stride = 512},
+    {.what = "n = 510, d bf16, row stride 516",
+     .m = 64,
+     .n = 510,
+     .k = 64,
+     .d = BF16,
+     .d_stride = 516},
+    {.what = "n = 504, d e4m3 (row stride 504)", .m = 64, .n = 504, .k = 64, .d = E4M3},
+    {.what = "n = 504, d e4m3, row stride 512",
+     .m = 64,
+     .n = 504,
+     .k = 64,
+     .d = E4M3,
+     .d_stride = 512},
+    {.what = "n = 509, d e4m3, row stride 512",
+     .m = 64,
+     .n = 509,
+     .k = 64,
+     .d = E4M3,
+     .d_stride = 512},
+    {.what = "a at +1 byte", .m = 64, .n = 512, .k = 64, .d = BF16, .a_offset = 1},
+    {.what = "a at +8 bytes", .m = 64, .n = 512, .k = 64, .d = BF16, .a_offset = 8},
+    {.what = "b at +8 bytes", .m = 64, .n = 512, .k = 64, .d = BF16, .b_offset = 8},
+    {.what = "d at +2 bytes", .m = 64, .n = 512, .k = 64, .d = BF16, .d_offset = 2},
+    {.what = "d at +8 bytes", .m = 64, .n = 512, .k = 64, .d = BF16, .d_offset = 8},
+    {.what = "bias at +2 bytes",
+     .m = 64,
+     .n = 512,
+     .k = 64,
+     .d = BF16,
+     .bias = BF16,
+     .bias_offset = 2},
+    {.what = "n = 509, bias, row stride 512",
+     .m = 64,
+     .n = 509,
+     .k = 64,
+     .d = BF16,
+     .d_stride = 512,
+     .bias = BF16},
+    {.what = "gelu, bias, aux stride 520",
+     .m = 64,
+     .n = 512,
+     .k = 64,
+     .d = BF16,
+     .bias = BF16,
+     .gelu = 1,
+     .aux = BF16,
+     .aux_stride = 520},
+    {.what = "gelu, bias, n = 509, d and aux stride 512",
+     .m = 64,
+     .n = 509,
+     .k = 64,
+     .d = BF16,
+     .d_stride = 512,
+     .bias = BF16,
+     .gelu = 1,
+     .aux = BF16,
+     .aux_stride = 512},
+};
+
+static void ask_shapes(void)
+{
     printf("FP8 shapes and alignment (heuristic told the alignment: yes / not told: yes)\n");
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
+    for (size_t i = 0; i < sizeof shape_cases / sizeof shape_cases[0]; ++i) {
         problem p = fp8_base;
         outcome told, untold;
-        p.m = cases[i].m, p.n = cases[i].n, p.k = cases[i].k;
-        p.d = cases[i].d, p.d_stride = cases[i].d_stride, p.k_stride = cases[i].k_stride;
-        p.a_offset = cases[i].a_offset, p.b_offset = cases[i].b_offset,
-        p.d_offset = cases[i].d_offset;
-        p.bias = cases[i].bias != 0 ? cases[i].bias : NO_TYPE, p.bias_offset = cases[i].bias_offset;
-        p.gelu = cases[i].gelu, p.aux = cases[i].aux != 0 ? cases[i].aux : NO_TYPE;
-        p.aux_stride = cases[i].aux_stride, p.aux_offset = cases[i].aux_offset;
+        p.m = shape_cases[i].m, p.n = shape_cases[i].n, p.k = shape_cases[i].k;
+        p.d = shape_cases[i].d, p.d_stride = shape_cases[i].d_stride,
+        p.k_stride = shape_cases[i].k_stride;
+        p.a_offset = shape_cases[i].a_offset, p.b_offset = shape_cases[i].b_offset,
+        p.d_offset = shape_cases[i].d_offset;
+        p.bias = shape_cases[i].bias != 0 ? shape_cases[i].bias : NO_TYPE,
+        p.bias_offset = shape_cases[i].bias_offset;
+        p.gelu = shape_cases[i].gelu,
+        p.aux = shape_cases[i].aux != 0 ? shape_cases[i].aux : NO_TYPE;
+        p.aux_stride = shape_cases[i].aux_stride, p.aux_offset = shape_cases[i].aux_offset;
         untold = try_problem(&p);
         p.min_alignment = 16;
         if ((p.a_offset | p.b_offset | p.d_offset) != 0)
             p.min_alignment = (uint32_t)((p.a_offset | p.b_offset | p.d_offset) &
                                          -(p.a_offset | p.b_offset | p.d_offset));
         told = try_problem(&p);
-        printf("  %-45s %-4s %-4s\n", cases[i].what, told.status == 0 ? "yes" : "no",
+        printf("  %-45s %-4s %-4s\n", shape_cases[i].what, told.status == 0 ? "yes" : "no",
                untold.status == 0 ? "yes" : "no");
     }
 }
 
-static void ask_high_precision(void) {
+static void ask_scale_alignment(void)
+{
+    printf("alignment of scale pointers: a and b, d, amax at +4, +8, +16 bytes\n");
+    for (int i = 0; i < 18; ++i) {
+        problem p = fp8_base;
+        char what[64];
+        p.fast = i & 1;
+        p.d = i >= 6 ? E4M3 : BF16;
+        p.amax = i >= 12;
+        p.scale_which = 1 << i / 6;
+        p.scale_offset = 4 << i % 6 / 2;
+        (void)snprintf(what, sizeof what, "which %d, +%d bytes, fast %d", p.scale_which,
+                       p.scale_offset, p.fast);
+        print_outcome(what, &p);
+    }
+}
+
+static void ask_high_precision(void)
+{
     static const struct {
         const char *name;
         int type, tf32;
@@ -550,8 +577,7 @@ static void ask_high_precision(void) {
             p.a_transposed = t >= 4 ? 0 : t >> 1;
             p.b_transposed = t >= 4 ? 1 : t & 1;
             p.accumulate = t == 6;
-            if (t == 4)
-                p.gelu = 1, p.bias = p.aux = p.a;
+            if (t == 4) p.gelu = 1, p.bias = p.aux = p.a;
             printf(" %-4s", try_problem(&p).status == CUBLAS_STATUS_SUCCESS ? "yes" : ".");
         }
         printf("\n");
@@ -560,7 +586,8 @@ static void ask_high_precision(void) {
 
 /* Does the amax of an FP8 output accumulate, and is it that of the value before the output scale?
  */
-static void ask_amax(void) {
+static void ask_amax(void)
+{
     problem p = fp8_base;
     float preset[2] = {1e9F, 0.0F}, seen[2];
     p.d = E4M3;
@@ -574,7 +601,40 @@ static void ask_amax(void) {
            seen[0] == seen[1] ? "overwrites" : "accumulates");
 }
 
-static void ask_speed(void) {
+/* Every value is 16 - 16: an amax other than 0 is that of rows which are not there, where the bias
+ * alone reaches the epilogue. */
+static void ask_amax_of_ragged_rows(void)
+{
+    static const int64_t rows[] = {1, 8, 17, 64, 100, 128, 192, 256, 257, 384, 512, 1000, 1024};
+    static const int64_t columns[] = {16, 48, 144, 512, 1008};
+    static uint8_t ones[1024 * 64];
+    static uint16_t bias[1024];
+    memset(ones, 0x38, sizeof ones);                 /* 1.0 in e4m3 */
+    for (int i = 0; i < 1024; ++i) bias[i] = 0xc180; /* -16 in bf16 */
+    check((int)api.p_cuMemcpyHtoD_v2(gpu.a, ones, sizeof ones), "copy");
+    check((int)api.p_cuMemcpyHtoD_v2(gpu.b, ones, sizeof ones), "copy");
+    check((int)api.p_cuMemcpyHtoD_v2(gpu.bias, bias, sizeof bias), "copy");
+    printf("amax of an e4m3 output that is 0, with bias / bias and gelu (right: 0), n across\n  m  "
+           "  ");
+    for (int j = 0; j < 5; ++j) printf(" %11lld", (long long)columns[j]);
+    printf("\n");
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; ++i) {
+        printf("  %-5lld", (long long)rows[i]);
+        for (int j = 0; j < 10; ++j) {
+            problem p = fp8_base;
+            float seen = 0.0F;
+            p.m = rows[i], p.n = columns[j / 2], p.k = 16;
+            p.d = E4M3, p.amax = 1, p.bias = BF16, p.gelu = j & 1;
+            (void)try_problem(&p);
+            check((int)api.p_cuMemcpyDtoH_v2(&seen, gpu.amax, sizeof seen), "copy");
+            printf(j & 1 ? " / %-4g" : " %4g", (double)seen);
+        }
+        printf("\n");
+    }
+}
+
+static void ask_speed(void)
+{
     problem fp8 = fp8_base, bf16 = fp8_base;
     printf("speed and host time\n");
     fp8.fast = 1;
@@ -619,7 +679,8 @@ static void ask_speed(void) {
 
 /* ---- main --------------------------------------------------------------------------------- */
 
-static CUdeviceptr allocate(size_t bytes) {
+static CUdeviceptr allocate(size_t bytes)
+{
     CUdeviceptr memory = 0;
     check((int)api.p_cuMemAlloc_v2(&memory, bytes), "cuMemAlloc");
     return memory;
@@ -627,7 +688,8 @@ static CUdeviceptr allocate(size_t bytes) {
 
 /* Random bytes with the second-highest bit clear: of magnitude below 2 in every dtype, never NaN.
  */
-static void fill_random(CUdeviceptr to, size_t bytes) {
+static void fill_random(CUdeviceptr to, size_t bytes)
+{
     enum { PIECE = 1 << 20 };
     static uint8_t host[PIECE];
     uint64_t state = 88172645463325252ULL + to;
@@ -642,11 +704,11 @@ static void fill_random(CUdeviceptr to, size_t bytes) {
               "fill");
 }
 
-static void open_libraries(void) {
+static void open_libraries(void)
+{
     void *library = dlopen("libcuda.so.1", RTLD_NOW);
     void *lt = dlopen("libcublasLt.so.13", RTLD_NOW);
-    if (lt == NULL)
-        lt = dlopen("libcublasLt.so.12", RTLD_NOW);
+    if (lt == NULL) lt = dlopen("libcublasLt.so.12", RTLD_NOW);
     if (library == NULL || lt == NULL) {
         printf("%s not found\n", library == NULL ? "libcuda.so.1" : "libcublasLt.so");
         exit(77);
@@ -659,7 +721,8 @@ static void open_libraries(void) {
 #undef X
 }
 
-int main(void) {
+int main(void)
+{
     CUcontext context;
     float one = 1.0F;
     open_libraries();
@@ -675,12 +738,15 @@ int main(void) {
     gpu.workspace = allocate(WORKSPACE);
     gpu.scale = allocate(256);
     gpu.amax = allocate(256);
-    check((int)api.p_cuMemcpyHtoD_v2(gpu.scale, &one, sizeof one), "copy");
+    for (CUdeviceptr i = 0; i < 64; ++i)
+        check((int)api.p_cuMemcpyHtoD_v2(gpu.scale + i * sizeof one, &one, sizeof one), "copy");
     printf("cuBLASLt %zu\n", api.p_cublasLtGetVersion());
     ask_fp8();
     ask_shapes();
+    ask_scale_alignment();
     ask_high_precision();
     ask_amax();
     ask_speed();
+    ask_amax_of_ragged_rows();
     return 0;
 }

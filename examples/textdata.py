@@ -44,6 +44,8 @@ class ByteText:
 
 
 def _tensor(data: bytes) -> torch.Tensor:
+    if not data:  # which frombuffer refuses
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 

@@ -26,7 +26,6 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
-import transformer_engine.pytorch as te
 from report import GemmCount, Result, plot, problems, table, write_json
 from textdata import (
     ByteText,
@@ -38,6 +37,7 @@ from textdata import (
 )
 from tqdm import tqdm
 
+import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 

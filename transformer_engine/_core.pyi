@@ -208,6 +208,23 @@ class Context:
     def close(self) -> None:
         """Release what it holds; a second call does nothing. RuntimeError while a call is running."""
 
+def cuda_configure(force_source: bool, cache_dir: Any = None, /) -> None:
+    """Where the CUDA backend gets its device code, for the process and from the next context on.
+
+    `force_source` compiles the embedded source with NVRTC even where an embedded binary would load;
+    `cache_dir` (a path, or None: nothing is kept) keeps what was compiled. NotImplementedError where
+    `has_cuda()` is false.
+    """
+
+def tune_gemm(
+    device_type: int, device_index: int, enabled: bool, cache_file: Any = None, /
+) -> None:
+    """Time the candidates of each new GEMM problem on the module's own context of a device.
+
+    `cache_file` (a path or None) keeps the winners across processes. `close_contexts` ends it.
+    NotImplementedError on other devices than CUDA.
+    """
+
 def close_contexts() -> None:
     """Close the module's own contexts; the next use makes new ones."""
 
@@ -242,7 +259,7 @@ def dequantize(
     scale_pair: Tensor,
     context: Context | None = None,
 ) -> None:
-    """`output` = data * scale_pair[1], from `rowwise`, or from `columnwise` where that is None."""
+    """`output` = data * scale_pair[0], from `rowwise`, or from `columnwise` where that is None."""
 
 def amax(input: Tensor, partials: Tensor, *, context: Context | None = None) -> None:
     """Write AMAX_PARTIALS partial maxima of |input|."""

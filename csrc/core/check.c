@@ -235,6 +235,7 @@ static te_status check_gemm_extras(const check_site *site, const te_gemm_args *a
     }
     if (te_tensor_present(&args->aux)) {
         TE_TRY(check_matrix(site, "aux", &args->aux));
+        TE_TRY(expect_high_precision(site, "aux", args->aux.dtype));
         if (args->aux.shape[0] != m || args->aux.shape[1] != n || args->epilogue == TE_EPILOGUE_NONE) {
             return FAIL_AT(TE_ERROR_INVALID, site, "aux",
                            "shape [%lld, %lld], expected [%lld, %lld] and an activation",

@@ -12,6 +12,7 @@
     X(GEMM_OUTPUT_PADDED, gemm_output_padded)       /* rows of d are no 16-byte multiples: scratch + copy */ \
     X(GEMM_OPERAND_COPIED, gemm_operand_copied)     /* an operand the library refuses was copied first */ \
     X(GEMM_BIAS_SEPARATE, gemm_bias_separate)       /* bias, bias gradient or activation in a kernel of its own */ \
+    X(GEMM_CAST_SEPARATE, gemm_cast_separate)       /* FP8 output cast, with its amax, by the quantize operator */ \
     X(KERNEL_FROM_SOURCE, kernel_from_source)       /* device code compiled by NVRTC at run time */
 
 typedef enum te_fallback {

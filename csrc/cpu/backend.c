@@ -30,7 +30,8 @@ static const te_backend backend = {
 #define X(NAME, name) [TE_OP_##NAME].function = te_cpu_##name,
             TE_OPS(X)
 #undef X
-            [TE_OP_QUANTIZE].workspace = te_cpu_quantize_workspace,
+                [TE_OP_QUANTIZE]
+                    .workspace = te_cpu_quantize_workspace,
             [TE_OP_GEMM].workspace = te_cpu_gemm_workspace,
         },
 };

@@ -11,7 +11,9 @@
 #include "cpu/ops.h"
 #include "cpu/transpose.h"
 
-enum { PIECE = 512 }; /* elements converted at a time, so that the fp32 between stays in the cache */
+enum {
+    PIECE = 512
+}; /* elements converted at a time, so that the fp32 between stays in the cache */
 
 /* Writes n equal elements. */
 static void fill_row(unsigned char *target, const unsigned char *element, size_t size, int64_t n)

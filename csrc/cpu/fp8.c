@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * fp8.c - single numbers to elements of any dtype. The conversions of arrays are in fp8.h, where the
- * compiler can make vector code of them.
+ * fp8.c - single numbers to elements of any dtype. The conversions of arrays are in fp8.h, where
+ * the compiler can make vector code of them.
  */
 #include "cpu/fp8.h"
 
-/* fp64 to fp32, rounded to odd: a second rounding, to a narrower float, then gives what a single one
- * would have given. */
+/* fp64 to fp32, rounded to odd: a second rounding, to a narrower float, then gives what a single
+ * one would have given. */
 static float round_to_odd(double value)
 {
     float result = (float)value;

@@ -40,9 +40,9 @@ TE_CPU_INLINE float te_float_of(int32_t bits)
     return value;
 }
 
-/* low where value < limit, else high; both compared numbers are magnitudes. By masks, because with a
- * ternary the compiler moves the computation of one side into a branch and the loop around it is not
- * vectorized. */
+/* low where value < limit, else high; both compared numbers are magnitudes. By masks, because with
+ * a ternary the compiler moves the computation of one side into a branch and the loop around it is
+ * not vectorized. */
 TE_CPU_INLINE int32_t te_select_below(int32_t value, int32_t limit, int32_t low, int32_t high)
 {
     int32_t mask = (value - limit) >> 31;

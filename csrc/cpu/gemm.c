@@ -3,9 +3,9 @@
  * gemm.c - d = epilogue(a b + bias) in fp32 for operands of any float dtype.
  *
  * The rows of a that fit SHARED_BYTES are packed to fp32 once and shared. Then every task takes a
- * strip of columns of b and a range of those rows: it packs its strip into its thread's own buffer and
- * walks down the rows, one block of sums at a time, which goes through the epilogue while it is in
- * the second-level cache. So each operand is converted once (b once per SHARED_BYTES of a), and
+ * strip of columns of b and a range of those rows: it packs its strip into its thread's own buffer
+ * and walks down the rows, one block of sums at a time, which goes through the epilogue while it is
+ * in the second-level cache. So each operand is converted once (b once per SHARED_BYTES of a), and
  * nothing but the result is written. A sum runs over k in order, in slices of DEPTH, whatever the
  * blocking and the number of threads: results do not depend on them.
  */
@@ -21,10 +21,10 @@
 #include "cpu/pack.h"
 
 enum {
-    DEPTH = 256,                /* k per slice: a panel of b of 32 KiB, in the first-level cache */
-    BLOCK_ROWS = 192,           /* rows of a block of sums; a multiple of every tile's rows */
-    STRIP_COLUMNS = 256,        /* of a block at most; a slice of a, of b and the sums take 640 KiB */
-    SHARED_BYTES = 32 << 20,    /* packed rows of a at a time, but at least two blocks */
+    DEPTH = 256,             /* k per slice: a panel of b of 32 KiB, in the first-level cache */
+    BLOCK_ROWS = 192,        /* rows of a block of sums; a multiple of every tile's rows */
+    STRIP_COLUMNS = 256,     /* of a block at most; a slice of a, of b and the sums take 640 KiB */
+    SHARED_BYTES = 32 << 20, /* packed rows of a at a time, but at least two blocks */
     ALIGNMENT = 64,
     TASKS_PER_THREAD = 4,
     SERIAL_WORK = 64 * 64 * 64, /* multiply-adds below which one thread is faster */
@@ -34,12 +34,12 @@ typedef struct gemm_job {
     const te_gemm_args *args;
     const te_cpu_kernels *kernels;
     te_cpu_operand a, b;
-    te_cpu_matrix d, aux;  /* aux.data NULL: not wanted */
+    te_cpu_matrix d, aux; /* aux.data NULL: not wanted */
     int64_t m, n, k;
-    int64_t shared_rows;   /* rows of a packed at a time */
-    int64_t strip;         /* columns of a strip, a multiple of the tile's */
-    int64_t strip_depth;   /* k of a strip in its buffer: all, or a slice where no other block needs it */
-    float alpha;           /* product of the inverse scales */
+    int64_t shared_rows; /* rows of packed a at a time */
+    int64_t strip;       /* columns of a strip, a multiple of the tile's */
+    int64_t strip_depth; /* k of a packed strip: all, or one slice where a single block reads it */
+    float alpha;         /* product of the inverse scales */
     float d_scale;
     int threads;
     int64_t shared_stride; /* rows of packed_a in use, a multiple of the tile's */
@@ -94,8 +94,8 @@ te_status te_cpu_gemm_workspace(void *self, te_context *context, const void *opa
     (void)self, (void)context;
     *bytes = 0;
     if (job.m > 0 && job.n > 0) {
-        *bytes = ALIGNMENT + packed_a_bytes(&job) +
-                 (size_t)job.threads * buffer_bytes(&job, job.strip);
+        *bytes =
+            ALIGNMENT + packed_a_bytes(&job) + (size_t)job.threads * buffer_bytes(&job, job.strip);
     }
     return TE_OK;
 }
@@ -125,7 +125,8 @@ static te_status place(gemm_job *job)
 
 /* ---- epilogue ----------------------------------------------------------------------------- */
 
-/* Sums of row `row`, columns [column, column + n), to d. Returns the new max|value| of FP8 output. */
+/* Sums of row `row`, columns [column, column + n), to d. Returns the new max|value| of FP8 output.
+ */
 static int32_t finish_row(const gemm_job *job, float *values, const float *bias, int64_t row,
                           int64_t column, int64_t n, int32_t amax)
 {
@@ -177,9 +178,10 @@ static float *packed_slice(const gemm_job *job, int64_t k)
     return job->packed_a + k * job->shared_stride;
 }
 
-/* Sums of a block of `rows` rows, from packed row `first` on. fresh: the strip is not packed yet. */
-static void multiply_block(const gemm_job *job, const gemm_strip *strip, int64_t first, int64_t rows,
-                           int fresh)
+/* Sums of a block of `rows` rows, from packed row `first` on. fresh: the strip is not packed yet.
+ */
+static void multiply_block(const gemm_job *job, const gemm_strip *strip, int64_t first,
+                           int64_t rows, int fresh)
 {
     int64_t tile_rows = job->a.width, tile_columns = job->b.width;
     if (job->k == 0) memset(strip->sums, 0, (size_t)(rows * job->strip) * sizeof(float));
@@ -225,7 +227,8 @@ static int32_t run_task(const gemm_job *job, int64_t base, int64_t first, int64_
     return amax;
 }
 
-/* Sums over k of `rows` packed rows from `first` on to bias_grad, which begins at row `base` of a. */
+/* Sums over k of `rows` packed rows from `first` on to bias_grad, which begins at row `base` of a.
+ */
 static void sum_rows(const gemm_job *job, int64_t base, int64_t first, int64_t rows)
 {
     te_cpu_matrix output = te_cpu_matrix_of(&job->args->bias_grad);

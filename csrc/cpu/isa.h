@@ -23,12 +23,12 @@ enum {
     TE_CPU_FLOATS = TE_DTYPE_E5M2 + 1, /* dtypes with to_f32 and from_f32: all floats */
     TE_CPU_INPUTS = TE_DTYPE_BF16 + 1, /* dtypes that quantize reads: f32, f16, bf16 */
     TE_CPU_TARGETS = 3,                /* what quantize makes: nothing, e4m3, e5m2 */
-    TE_CPU_MAX_TILE_ROWS = 12, /* divides 96 */
+    TE_CPU_MAX_TILE_ROWS = 12,         /* divides BLOCK_ROWS of gemm.c */
     TE_CPU_MAX_TILE_COLUMNS = 32
 };
 
-/* q[i] = saturate(x[i] * scale); *amax (bits of a float) max-accumulates |x|; sums[i] += x[i] in the
- * variant that has it. */
+/* q[i] = saturate(x[i] * scale); *amax (bits of a float) max-accumulates |x|; sums[i] += x[i] in
+ * the variant that has it. */
 typedef void (*te_cpu_quantize_row)(const void *x, uint8_t *q, int64_t n, float scale,
                                     int32_t *amax, float *sums);
 /* c[i][j] (+)= sum over k of a[p][i] b[p][j]; a: [k][tile_rows], b: [k][tile_columns], packed. */

@@ -8,9 +8,8 @@
 
 #if defined(TE_CPU_X86)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((                                                        \
-    target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq"))),                         \
-                             apply_to = function)
+#pragma clang attribute push(                                                                      \
+    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq"))), apply_to = function)
 #else
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
 #endif

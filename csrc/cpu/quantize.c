@@ -16,13 +16,14 @@
 #include "cpu/ops.h"
 #include "cpu/transpose.h"
 
-enum { TILE_ROWS = TE_CPU_BLOCK, TILE_COLUMNS = 4 * TE_CPU_BLOCK };
+enum { TILE_ROWS = TE_CPU_BLOCK, TILE_COLUMNS = 4 * TE_CPU_BLOCK, WIDE_COLUMNS = 4096 };
 
 /* One call, as its tiles see it. */
 typedef struct quantize_job {
     const te_cpu_kernels *kernels;
     te_cpu_matrix input, rowwise, columnwise; /* the outputs with data NULL: not wanted */
     te_cpu_quantize_row quantize;
+    int64_t tile_columns; /* TILE_COLUMNS, or WIDE_COLUMNS where nothing is transposed */
     float scale;
     float *sums; /* [row tiles, columns], or NULL */
 } quantize_job;
@@ -50,17 +51,18 @@ te_status te_cpu_quantize_workspace(void *self, te_context *context, const void 
     return TE_OK;
 }
 
-/* The part [row, row + rows) x [column, column + columns) of the column-wise output from its codes. */
-static void write_columnwise(const te_cpu_matrix *output, const uint8_t *codes, int64_t row,
-                             int64_t column, int64_t rows, int64_t columns)
+/* The column-wise output of the tile at (row, column), from its codes [rows, columns]. */
+static void write_columnwise(const te_cpu_matrix *output, int64_t row, int64_t column,
+                             const te_cpu_matrix *codes)
 {
     uint8_t block[TE_CPU_BLOCK * TE_CPU_BLOCK];
-    for (int64_t first = 0; first < columns; first += TE_CPU_BLOCK) {
-        int64_t width = te_cpu_least(TE_CPU_BLOCK, columns - first);
-        te_cpu_transpose_bytes(codes + first, TILE_COLUMNS, block, TE_CPU_BLOCK, rows, width);
+    for (int64_t first = 0; first < codes->columns; first += TE_CPU_BLOCK) {
+        int64_t width = te_cpu_least(TE_CPU_BLOCK, codes->columns - first);
+        te_cpu_transpose_bytes(te_cpu_at(codes, 0, first), codes->row_stride, block, TE_CPU_BLOCK,
+                               codes->rows, width);
         for (int64_t c = 0; c < width; c++) {
             memcpy(te_cpu_at(output, column + first + c, row), block + c * TE_CPU_BLOCK,
-                   (size_t)rows);
+                   (size_t)codes->rows);
         }
     }
 }
@@ -68,26 +70,30 @@ static void write_columnwise(const te_cpu_matrix *output, const uint8_t *codes, 
 /* Does one tile; returns the bits of its max|x|. */
 static int32_t quantize_tile(const quantize_job *job, int64_t row, int64_t column)
 {
-    uint8_t codes[TILE_ROWS * TILE_COLUMNS];
-    int64_t rows = te_cpu_least(TILE_ROWS, job->input.rows - row);
-    int64_t columns = te_cpu_least(TILE_COLUMNS, job->input.columns - column);
+    uint8_t local[TILE_ROWS * TILE_COLUMNS]; /* where the codes go that no row-wise output takes */
+    te_cpu_matrix codes = {.rows = te_cpu_least(TILE_ROWS, job->input.rows - row),
+                           .columns = te_cpu_least(job->tile_columns, job->input.columns - column),
+                           .column_stride = 1,
+                           .bytes = 1};
     float *sums = NULL;
     int32_t amax = 0;
+    if (job->rowwise.data != NULL) {
+        codes.data = te_cpu_at(&job->rowwise, row, column);
+        codes.row_stride = job->rowwise.row_stride;
+    } else if (job->columnwise.data != NULL) {
+        codes.data = local;
+        codes.row_stride = TILE_COLUMNS;
+    }
     if (job->sums != NULL) {
         sums = job->sums + row / TILE_ROWS * job->input.columns + column;
-        memset(sums, 0, (size_t)columns * sizeof *sums);
+        memset(sums, 0, (size_t)codes.columns * sizeof *sums);
     }
-    for (int64_t r = 0; r < rows; r++) {
-        uint8_t *target = codes + r * TILE_COLUMNS;
-        job->quantize(te_cpu_at(&job->input, row + r, column), target, columns, job->scale, &amax,
-                      sums);
-        if (job->rowwise.data != NULL) {
-            memcpy(te_cpu_at(&job->rowwise, row + r, column), target, (size_t)columns);
-        }
+    for (int64_t r = 0; r < codes.rows; r++) {
+        uint8_t *target = codes.data == NULL ? NULL : te_cpu_at(&codes, r, 0);
+        job->quantize(te_cpu_at(&job->input, row + r, column), target, codes.columns, job->scale,
+                      &amax, sums);
     }
-    if (job->columnwise.data != NULL) {
-        write_columnwise(&job->columnwise, codes, row, column, rows, columns);
-    }
+    if (job->columnwise.data != NULL) write_columnwise(&job->columnwise, row, column, &codes);
     return amax;
 }
 
@@ -140,9 +146,8 @@ te_status te_cpu_quantize(void *self, te_context *context, const void *opaque, v
     const te_quantize_args *args = opaque;
     const te_quantized *output = &args->output;
     te_dtype dtype = output_dtype(output);
-    quantize_job job = {.kernels = te_cpu_kernels_get(),
-                        .input = te_cpu_matrix_of(&args->input),
-                        .scale = 1.0F};
+    quantize_job job = {
+        .kernels = te_cpu_kernels_get(), .input = te_cpu_matrix_of(&args->input), .scale = 1.0F};
     int with_sums = args->bias_grad.data != NULL;
     size_t needed = 0;
     (void)stream;
@@ -157,22 +162,25 @@ te_status te_cpu_quantize(void *self, te_context *context, const void *opaque, v
         if (output->rowwise.data != NULL) job.rowwise = te_cpu_matrix_of(&output->rowwise);
         if (output->columnwise.data != NULL) job.columnwise = te_cpu_matrix_of(&output->columnwise);
         if (output->scale_pair != NULL) {
-            output->scale_pair[0] = job.scale;
-            output->scale_pair[1] = 1.0F / job.scale;
+            output->scale_pair[TE_PAIR_INVERSE] = 1.0F / job.scale;
+            output->scale_pair[TE_PAIR_SCALE] = job.scale;
         }
     }
     int target = job.rowwise.data != NULL || job.columnwise.data != NULL ? te_cpu_target(dtype) : 0;
     job.quantize = job.kernels->quantize[job.input.dtype][target][with_sums];
     if (with_sums) job.sums = args->workspace;
 
-    int64_t tiles_across = te_ceil_div(job.input.columns, TILE_COLUMNS);
-    int64_t tiles = row_tiles(job.input.rows) * tiles_across;
+    job.tile_columns = job.columnwise.data != NULL ? TILE_COLUMNS : WIDE_COLUMNS;
+    /* Downwards first: the columns of a tile lie far apart in the column-wise output, and their
+     * pages are used again by the next tile. */
+    int64_t tiles_down = row_tiles(job.input.rows);
+    int64_t tiles = tiles_down * te_ceil_div(job.input.columns, job.tile_columns);
     int threads = te_cpu_threads(job.input.rows * job.input.columns);
     int32_t amax = 0;
 #pragma omp parallel for num_threads(threads) reduction(max : amax)
     for (int64_t tile = 0; tile < tiles; tile++) {
-        int32_t bits = quantize_tile(&job, tile / tiles_across * TILE_ROWS,
-                                     tile % tiles_across * TILE_COLUMNS);
+        int32_t bits = quantize_tile(&job, tile % tiles_down * TILE_ROWS,
+                                     tile / tiles_down * job.tile_columns);
         amax = bits > amax ? bits : amax;
     }
     zero_columns(&job.rowwise, job.input.columns);
@@ -235,7 +243,7 @@ te_status te_cpu_dequantize(void *self, te_context *context, const void *opaque,
     const te_cpu_matrix output = te_cpu_matrix_of(&args->output);
     (void)self, (void)context, (void)stream;
     if (output.rows == 0 || output.columns == 0) return TE_OK;
-    float scale_inv = args->input.scale_pair[1];
+    float scale_inv = args->input.scale_pair[TE_PAIR_INVERSE];
     int64_t tiles_across = by_rows ? 1 : te_ceil_div(output.columns, TE_CPU_BLOCK);
     int64_t tiles = te_ceil_div(output.rows, TE_CPU_BLOCK) * tiles_across;
     int threads = te_cpu_threads(output.rows * output.columns);

@@ -15,13 +15,13 @@
 #include "cpu/isa.h"
 
 /* X(ENUM, name, storage, load, store) */
-#define TE_CPU_INPUT_TYPES(X)                                                                       \
-    X(F32, f32, float, te_cpu_same, te_cpu_same)                                                    \
-    X(F16, f16, uint16_t, te_f16_to_f32, te_f32_to_f16)                                             \
+#define TE_CPU_INPUT_TYPES(X)                                                                      \
+    X(F32, f32, float, te_cpu_same, te_cpu_same)                                                   \
+    X(F16, f16, uint16_t, te_f16_to_f32, te_f32_to_f16)                                            \
     X(BF16, bf16, uint16_t, te_bf16_to_f32, te_f32_to_bf16)
-#define TE_CPU_FLOAT_TYPES(X)                                                                       \
-    TE_CPU_INPUT_TYPES(X)                                                                           \
-    X(E4M3, e4m3, uint8_t, te_e4m3_to_f32, te_f32_to_e4m3)                                          \
+#define TE_CPU_FLOAT_TYPES(X)                                                                      \
+    TE_CPU_INPUT_TYPES(X)                                                                          \
+    X(E4M3, e4m3, uint8_t, te_e4m3_to_f32, te_f32_to_e4m3)                                         \
     X(E5M2, e5m2, uint8_t, te_e5m2_to_f32, te_f32_to_e5m2)
 
 TE_CPU_INLINE float te_cpu_same(float value)
@@ -29,48 +29,48 @@ TE_CPU_INLINE float te_cpu_same(float value)
     return value;
 }
 
-#define X(NAME, name, storage, load, store)                                                         \
-    static void to_f32_##name(const void *x, float *restrict y, int64_t n)                          \
-    {                                                                                               \
-        const storage *restrict source = x;                                                         \
-        for (int64_t i = 0; i < n; i++) y[i] = load(source[i]);                                     \
-    }                                                                                               \
-    static void from_f32_##name(const float *restrict x, void *y, int64_t n)                        \
-    {                                                                                               \
-        storage *restrict target = y;                                                               \
-        for (int64_t i = 0; i < n; i++) target[i] = store(x[i]);                                    \
+#define X(NAME, name, storage, load, store)                                                        \
+    static void to_f32_##name(const void *x, float *restrict y, int64_t n)                         \
+    {                                                                                              \
+        const storage *restrict source = x;                                                        \
+        for (int64_t i = 0; i < n; i++) y[i] = load(source[i]);                                    \
+    }                                                                                              \
+    static void from_f32_##name(const float *restrict x, void *y, int64_t n)                       \
+    {                                                                                              \
+        storage *restrict target = y;                                                              \
+        for (int64_t i = 0; i < n; i++) target[i] = store(x[i]);                                   \
     }
 TE_CPU_FLOAT_TYPES(X)
 #undef X
 
 #define TE_CPU_CAST_NOTHING(value) ((void)0)
-#define TE_CPU_CAST_E4M3(value) (q[i] = te_f32_to_e4m3((value) * scale))
-#define TE_CPU_CAST_E5M2(value) (q[i] = te_f32_to_e5m2((value) * scale))
+#define TE_CPU_CAST_E4M3(value) (q[i] = te_f32_to_e4m3((value)*scale))
+#define TE_CPU_CAST_E5M2(value) (q[i] = te_f32_to_e5m2((value)*scale))
 #define TE_CPU_SUM_NOTHING(value) ((void)0)
 #define TE_CPU_SUM(value) (sums[i] += (value))
 
-#define TE_CPU_QUANTIZE_ROW(function, storage, load, cast, sum)                                     \
-    static void function(const void *x, uint8_t *restrict q, int64_t n, float scale,                \
-                         int32_t *amax, float *restrict sums)                                       \
-    {                                                                                               \
-        const storage *restrict source = x;                                                         \
-        int32_t top = *amax;                                                                        \
-        for (int64_t i = 0; i < n; i++) {                                                           \
-            float value = load(source[i]);                                                          \
-            int32_t magnitude = te_magnitude_bits(value);                                           \
-            top = magnitude > top ? magnitude : top;                                                \
-            sum(value);                                                                             \
-            cast(value);                                                                            \
-        }                                                                                           \
-        *amax = top;                                                                                \
-        (void)q, (void)scale, (void)sums;                                                           \
+#define TE_CPU_QUANTIZE_ROW(function, storage, load, cast, sum)                                    \
+    static void function(const void *x, uint8_t *restrict q, int64_t n, float scale,               \
+                         int32_t *amax, float *restrict sums)                                      \
+    {                                                                                              \
+        const storage *restrict source = x;                                                        \
+        int32_t top = *amax;                                                                       \
+        for (int64_t i = 0; i < n; i++) {                                                          \
+            float value = load(source[i]);                                                         \
+            int32_t magnitude = te_magnitude_bits(value);                                          \
+            top = magnitude > top ? magnitude : top;                                               \
+            sum(value);                                                                            \
+            cast(value);                                                                           \
+        }                                                                                          \
+        *amax = top;                                                                               \
+        (void)q, (void)scale, (void)sums;                                                          \
     }
-#define X(NAME, name, storage, load, store)                                                         \
-    TE_CPU_QUANTIZE_ROW(amax_##name, storage, load, TE_CPU_CAST_NOTHING, TE_CPU_SUM_NOTHING)        \
-    TE_CPU_QUANTIZE_ROW(amax_sum_##name, storage, load, TE_CPU_CAST_NOTHING, TE_CPU_SUM)            \
-    TE_CPU_QUANTIZE_ROW(e4m3_##name, storage, load, TE_CPU_CAST_E4M3, TE_CPU_SUM_NOTHING)           \
-    TE_CPU_QUANTIZE_ROW(e4m3_sum_##name, storage, load, TE_CPU_CAST_E4M3, TE_CPU_SUM)               \
-    TE_CPU_QUANTIZE_ROW(e5m2_##name, storage, load, TE_CPU_CAST_E5M2, TE_CPU_SUM_NOTHING)           \
+#define X(NAME, name, storage, load, store)                                                        \
+    TE_CPU_QUANTIZE_ROW(amax_##name, storage, load, TE_CPU_CAST_NOTHING, TE_CPU_SUM_NOTHING)       \
+    TE_CPU_QUANTIZE_ROW(amax_sum_##name, storage, load, TE_CPU_CAST_NOTHING, TE_CPU_SUM)           \
+    TE_CPU_QUANTIZE_ROW(e4m3_##name, storage, load, TE_CPU_CAST_E4M3, TE_CPU_SUM_NOTHING)          \
+    TE_CPU_QUANTIZE_ROW(e4m3_sum_##name, storage, load, TE_CPU_CAST_E4M3, TE_CPU_SUM)              \
+    TE_CPU_QUANTIZE_ROW(e5m2_##name, storage, load, TE_CPU_CAST_E5M2, TE_CPU_SUM_NOTHING)          \
     TE_CPU_QUANTIZE_ROW(e5m2_sum_##name, storage, load, TE_CPU_CAST_E5M2, TE_CPU_SUM)
 TE_CPU_INPUT_TYPES(X)
 #undef X
@@ -85,13 +85,14 @@ static void add(float *restrict x, const float *restrict y, int64_t n)
     for (int64_t i = 0; i < n; i++) x[i] += y[i];
 }
 
-/* e^x within 1.5 units in the last place; 0 below -87.6 (no subnormals), Inf above 88.3. */
+/* e^x within 3 units in the last place; 0 below -87.6 (no subnormals), Inf above 88.3. */
 TE_CPU_INLINE float exponential(float x)
 {
     const float shift = 0x1.8p23F; /* adding it rounds to an integer, kept in the low bits */
     int32_t magnitude = te_bits_of(x) & 0x7fffffff;
     int32_t limit = te_bits_of(90.0F);
-    float limited = te_float_of((magnitude > limit ? limit : magnitude) | (te_bits_of(x) & ~0x7fffffff));
+    float limited =
+        te_float_of((magnitude > limit ? limit : magnitude) | (te_bits_of(x) & ~0x7fffffff));
     float shifted = limited * 0x1.715476p0F + shift;
     float whole = shifted - shift;
     float r = limited - whole * 0x1.62e4p-1F; /* ln 2 in two parts, the first of few bits */
@@ -104,7 +105,7 @@ TE_CPU_INLINE float exponential(float x)
     p = p * r * r + r;
     p = p + 1.0F;
     int32_t exponent = te_bits_of(shifted) - te_bits_of(shift);
-    int32_t bits = te_bits_of(p) + (int32_t)((uint32_t)exponent << 23);
+    int32_t bits = (int32_t)((uint32_t)te_bits_of(p) + ((uint32_t)exponent << 23));
     bits = te_select_below(exponent, 128, bits, TE_F32_INF_BITS);
     bits = te_select_below(exponent, -126, 0, bits);
     return te_float_of(te_select_below(magnitude, TE_F32_NAN_BITS, bits, 0x7fc00000));
@@ -123,16 +124,16 @@ static void gelu(float *x, int64_t n)
 
 /* Initialisers of a te_cpu_kernels from what is above. */
 #define TE_CPU_ROW_KERNELS_TO(NAME, name, storage, load, store) [TE_DTYPE_##NAME] = to_f32_##name,
-#define TE_CPU_ROW_KERNELS_FROM(NAME, name, storage, load, store)                                   \
+#define TE_CPU_ROW_KERNELS_FROM(NAME, name, storage, load, store)                                  \
     [TE_DTYPE_##NAME] = from_f32_##name,
-#define TE_CPU_ROW_KERNELS_QUANTIZE(NAME, name, storage, load, store)                               \
-    [TE_DTYPE_##NAME] = {{amax_##name, amax_sum_##name},                                            \
-                         {e4m3_##name, e4m3_sum_##name},                                            \
+#define TE_CPU_ROW_KERNELS_QUANTIZE(NAME, name, storage, load, store)                              \
+    [TE_DTYPE_##NAME] = {{amax_##name, amax_sum_##name},                                           \
+                         {e4m3_##name, e4m3_sum_##name},                                           \
                          {e5m2_##name, e5m2_sum_##name}},
-#define TE_CPU_ROW_KERNELS                                                                          \
-    .quantize = {TE_CPU_INPUT_TYPES(TE_CPU_ROW_KERNELS_QUANTIZE)},                                  \
-    .to_f32 = {TE_CPU_FLOAT_TYPES(TE_CPU_ROW_KERNELS_TO)},                                          \
-    .from_f32 = {TE_CPU_FLOAT_TYPES(TE_CPU_ROW_KERNELS_FROM)}, .multiply = multiply, .add = add,    \
+#define TE_CPU_ROW_KERNELS                                                                         \
+    .quantize = {TE_CPU_INPUT_TYPES(TE_CPU_ROW_KERNELS_QUANTIZE)},                                 \
+    .to_f32 = {TE_CPU_FLOAT_TYPES(TE_CPU_ROW_KERNELS_TO)},                                         \
+    .from_f32 = {TE_CPU_FLOAT_TYPES(TE_CPU_ROW_KERNELS_FROM)}, .multiply = multiply, .add = add,   \
     .gelu = gelu
 
 #endif

@@ -7,14 +7,15 @@
 #include "cpu/matrix.h"
 #include "cpu/ops.h"
 
-/* The amax the next scale is made from. Row 0 is the live one; 0 stands for a step without a cast. */
+/* The amax the next scale is made from. Row 0 is the live one; 0 stands for a step without a cast.
+ */
 static float window_amax(const te_cpu_matrix *history, int64_t slot, te_amax_algo algo)
 {
     float amax = *(const float *)(const void *)te_cpu_at(history, 0, slot);
     if (algo == TE_AMAX_MOST_RECENT) return amax;
     for (int64_t row = 1; row < history->rows; row++) {
-        amax = te_max_ignoring_nan(amax,
-                                   *(const float *)(const void *)te_cpu_at(history, row, slot));
+        amax =
+            te_max_ignoring_nan(amax, *(const float *)(const void *)te_cpu_at(history, row, slot));
     }
     return amax;
 }

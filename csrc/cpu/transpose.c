@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * transpose.c - blocks of 16 x 16 bytes and 4 x 4 floats in registers (SSE2, which every x86-64 has),
- * plain loops for the edges and elsewhere.
+ * transpose.c - blocks of 16 x 16 bytes and 4 x 4 floats in registers (SSE2, which every x86-64
+ * has), plain loops for the edges and elsewhere.
  */
 #include <string.h>
 
@@ -52,14 +52,14 @@ void te_cpu_transpose_bytes(const uint8_t *input, int64_t input_stride, uint8_t 
     int64_t whole_rows = rows / 16 * 16, whole_columns = columns / 16 * 16;
     for (int64_t r = 0; r < whole_rows; r += 16) {
         for (int64_t c = 0; c < whole_columns; c += 16) {
-            bytes_16x16(input + r * input_stride + c, input_stride,
-                        output + c * output_stride + r, output_stride);
+            bytes_16x16(input + r * input_stride + c, input_stride, output + c * output_stride + r,
+                        output_stride);
         }
     }
     bytes_plain(input + whole_columns, input_stride, output + whole_columns * output_stride,
                 output_stride, whole_rows, columns - whole_columns);
-    bytes_plain(input + whole_rows * input_stride, input_stride, output + whole_rows,
-                output_stride, rows - whole_rows, columns);
+    bytes_plain(input + whole_rows * input_stride, input_stride, output + whole_rows, output_stride,
+                rows - whole_rows, columns);
 }
 
 void te_cpu_transpose_floats(const float *const *input, float *output, int64_t output_stride,

@@ -29,6 +29,7 @@ static const te_backend backend = {
 
 const te_device_driver *te_cuda_driver(void)
 {
-    static const te_device_driver driver = {te_cuda_open, te_cuda_close, &backend, te_cuda_tune_gemm};
+    static const te_device_driver driver = {te_cuda_open, te_cuda_close, &backend,
+                                            te_cuda_tune_gemm};
     return &driver;
 }

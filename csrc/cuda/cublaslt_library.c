@@ -39,7 +39,8 @@ te_status te_cublaslt_load(te_cublaslt_api *api)
     TE_CUBLASLT_SYMBOLS(X)
 #undef X
     if (missing != NULL) {
-        st = TE_FAIL(TE_ERROR_DEVICE, "the cuBLASLt of this process has no %s: it is too old", missing);
+        st = TE_FAIL(TE_ERROR_DEVICE, "the cuBLASLt of this process has no %s: it is too old",
+                     missing);
         te_cublaslt_unload(api);
     }
     return st;

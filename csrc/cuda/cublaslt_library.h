@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * cublaslt_library.h - cuBLASLt as a table of function pointers. Nothing is linked: the library that the
- * process has already loaded (torch's own) is preferred to one found by name.
+ * cublaslt_library.h - cuBLASLt as a table of function pointers. Nothing is linked: the library
+ * that the process has already loaded (torch's own) is preferred to one found by name.
  */
 #ifndef TE_CUDA_CUBLASLT_LIBRARY_H
 #define TE_CUDA_CUBLASLT_LIBRARY_H
@@ -10,8 +10,8 @@
 
 #include "transformer_engine.h"
 
-/* Descriptors live in memory of ours (the *_internal functions behind the header's inline initialisers),
- * so a call allocates nothing. */
+/* Descriptors live in memory of ours (the *_internal functions behind the header's inline
+ * initialisers), so a call allocates nothing. */
 #define TE_CUBLASLT_SYMBOLS(X)                                                                     \
     X(cublasLtCreate)                                                                              \
     X(cublasLtDestroy)                                                                             \

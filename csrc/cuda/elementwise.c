@@ -17,14 +17,15 @@
 #define TILE 64
 #define TILE_THREADS 128
 
-te_cuda_walk te_cuda_plan_walk(int64_t rows, int64_t columns, int elements, int64_t most)
+te_walk te_cuda_plan_walk(int64_t rows, int64_t columns, int elements, uint32_t most,
+                          uint32_t *blocks)
 {
-    te_cuda_walk walk = {0, 1};
-    int64_t vectors = te_ceil_div(columns, elements), tiles;
+    te_walk walk = {0, 0, 0};
+    int64_t vectors = te_ceil_div(columns, elements);
     while (walk.lanes_log2 < 8 && (1LL << walk.lanes_log2) < vectors) walk.lanes_log2++;
-    tiles = te_ceil_div(rows, WALK_THREADS >> walk.lanes_log2) *
-            te_ceil_div(vectors, (int64_t)WALK_UNROLL << walk.lanes_log2);
-    if (tiles > 1) walk.blocks = (uint32_t)(tiles < most ? tiles : most);
+    walk.column_tiles = te_ceil_div(vectors, (int64_t)WALK_UNROLL << walk.lanes_log2);
+    walk.tiles = te_ceil_div(rows, WALK_THREADS >> walk.lanes_log2) * walk.column_tiles;
+    *blocks = walk.tiles < 1 ? 1 : walk.tiles < most ? (uint32_t)walk.tiles : most;
     return walk;
 }
 
@@ -38,11 +39,11 @@ static te_view narrow(te_view view, size_t element)
     return view;
 }
 
-static te_status launch_walk(te_context *context, const char *name, te_cuda_walk walk,
+static te_status launch_walk(te_context *context, const char *name, uint32_t blocks,
                              const void *params, size_t size, void *stream)
 {
     const te_cuda_call call = {
-        "elementwise", name, {walk.blocks, 1, 1, WALK_THREADS, 1, 1, 0}, params, size};
+        "elementwise", name, {blocks, 1, 1, WALK_THREADS, 1, 1, 0}, params, size};
     return te_cuda_run(te_context_state(context), &call, 1, stream);
 }
 
@@ -64,7 +65,7 @@ te_status te_cuda_cast(void *self, te_context *context, const void *args_, void 
     te_cast_params params = {.input = narrow(te_cuda_view(&args->input), in_bytes),
                              .output = narrow(te_cuda_view(&args->output), out_bytes)};
     const char *name;
-    te_cuda_walk walk;
+    uint32_t blocks;
     int elements;
     (void)self;
     if (te_tensor_numel(&args->output) == 0) return TE_OK;
@@ -80,12 +81,12 @@ te_status te_cuda_cast(void *self, te_context *context, const void *args_, void 
         te_cuda_flatten(&params.output);
     }
     elements = 16 / (int)(in_bytes > out_bytes ? in_bytes : out_bytes);
-    walk = te_cuda_plan_walk(params.output.rows, params.output.columns, elements, WALK_BLOCKS);
-    params.lanes_log2 = walk.lanes_log2;
+    params.walk = te_cuda_plan_walk(params.output.rows, params.output.columns, elements,
+                                    WALK_BLOCKS, &blocks);
     params.input_aligned = te_cuda_aligned(&params.input, in_bytes, (size_t)elements * in_bytes);
     params.output_aligned =
         te_cuda_aligned(&params.output, out_bytes, (size_t)elements * out_bytes);
-    return launch_walk(context, name, walk, &params, sizeof params, stream);
+    return launch_walk(context, name, blocks, &params, sizeof params, stream);
 }
 
 te_status te_cuda_fill(void *self, te_context *context, const void *args_, void *stream)
@@ -98,7 +99,7 @@ te_status te_cuda_fill(void *self, te_context *context, const void *args_, void 
     const te_fill_args *args = args_;
     unsigned char pattern[8];
     te_fill_params params = {0};
-    te_cuda_walk walk;
+    uint32_t blocks;
     size_t bytes;
     (void)self;
     if (te_tensor_numel(&args->output) == 0) return TE_OK;
@@ -109,11 +110,10 @@ te_status te_cuda_fill(void *self, te_context *context, const void *args_, void 
     params.output = narrow(te_cuda_view(&args->output), bytes);
     if (bytes == 8) bytes = 4;
     if (te_cuda_is_dense(&params.output)) te_cuda_flatten(&params.output);
-    walk =
-        te_cuda_plan_walk(params.output.rows, params.output.columns, 16 / (int)bytes, WALK_BLOCKS);
-    params.lanes_log2 = walk.lanes_log2;
+    params.walk = te_cuda_plan_walk(params.output.rows, params.output.columns, 16 / (int)bytes,
+                                    WALK_BLOCKS, &blocks);
     params.output_aligned = te_cuda_aligned(&params.output, bytes, 16);
-    return launch_walk(context, kernels[bytes], walk, &params, sizeof params, stream);
+    return launch_walk(context, kernels[bytes], blocks, &params, sizeof params, stream);
 }
 
 te_status te_cuda_transpose(void *self, te_context *context, const void *args_, void *stream)

@@ -2,9 +2,9 @@
  *
  * gemm_algorithm.c - per device: the cuBLASLt handle and the algorithm of each problem seen.
  *
- * A bucket is a list that only grows at its head, so a lookup takes no lock; entries live as long as the
- * device's state. Descriptors are rebuilt on the stack for each call (0.1 us): they hold the pointers of
- * the call, and sharing them would need a lock.
+ * A bucket is a list that only grows at its head, so a lookup takes no lock; entries live as long
+ * as the device's state. Descriptors are rebuilt on the stack for each call (0.1 us): they hold the
+ * pointers of the call, and sharing them would need a lock.
  */
 #include "cuda/gemm_cublaslt.h"
 
@@ -105,8 +105,8 @@ static cublasLtEpilogue_t epilogue_of(const te_gemm_key *key)
     return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
 }
 
-te_status te_gemm_describe(const te_cublaslt *lt, const te_gemm_key *key, const te_gemm_pointers *at,
-                           te_gemm_descriptor *out)
+te_status te_gemm_describe(const te_cublaslt *lt, const te_gemm_key *key,
+                           const te_gemm_pointers *at, te_gemm_descriptor *out)
 {
     const te_cublaslt_api *api = &lt->api;
     cublasLtMatmulDesc_t desc = (cublasLtMatmulDesc_t)(void *)out;
@@ -156,7 +156,8 @@ static te_status describe_matrix(const te_cublaslt_api *api, cublasLtMatrixLayou
                        (uint64_t)columns, (uint64_t)rows, stride);
 }
 
-static te_status describe_matrices(const te_cublaslt_api *api, const te_gemm_key *key, te_gemm_entry *out)
+static te_status describe_matrices(const te_cublaslt_api *api, const te_gemm_key *key,
+                                   te_gemm_entry *out)
 {
     int64_t m = key->m, n = key->n, k = key->k;
     TE_TRY(describe_matrix(api, &out->a, key->b_dtype, key->b_transposed ? n : k,
@@ -171,7 +172,8 @@ static te_status describe_matrices(const te_cublaslt_api *api, const te_gemm_key
 static void *aligned_address(uint8_t align_log2)
 {
     uintptr_t base = (uintptr_t)1 << 20;
-    return (void *)(align_log2 >= TE_GEMM_ALIGNMENT_LOG2 ? base : base + ((uintptr_t)1 << align_log2));
+    return (void *)(align_log2 >= TE_GEMM_ALIGNMENT_LOG2 ? base
+                                                         : base + ((uintptr_t)1 << align_log2));
 }
 
 /* Stand-ins for the pointers, so that the choice depends on the key alone. */
@@ -206,26 +208,28 @@ static te_status describe_preference(const te_cublaslt_api *api, const te_gemm_k
     SET(MIN_ALIGNMENT_C_BYTES, d);
     SET(MIN_ALIGNMENT_D_BYTES, d);
 #undef SET
-    return te_cublaslt_check(api, status, "cublasLtMatmulPreferenceSetAttribute", __FILE__, __LINE__);
+    return te_cublaslt_check(api, status, "cublasLtMatmulPreferenceSetAttribute", __FILE__,
+                             __LINE__);
 }
 
 static te_status no_algorithm(const te_cublaslt *lt, const te_gemm_key *key, cublasStatus_t status)
 {
     int bias = key->bias_dtype != TE_GEMM_NO_DTYPE;
     int aux = key->aux_dtype != TE_GEMM_NO_DTYPE;
-    return TE_FAIL(
-        TE_ERROR_UNSUPPORTED,
-        "gemm: cuBLASLt %zu has no algorithm (%s) for m = %lld, n = %lld, k = %lld, %s%s x %s%s -> %s, "
-        "row strides %lld, %lld, %lld, %s %s, aux %s, features 0x%x, workspace 2^%d",
-        lt->api.cublasLtGetVersion(), lt->api.cublasLtGetStatusName(status), (long long)key->m,
-        (long long)key->n, (long long)key->k, te_dtype_name((te_dtype)key->a_dtype),
-        key->a_transposed ? " transposed" : "", te_dtype_name((te_dtype)key->b_dtype),
-        key->b_transposed ? " transposed" : "", te_dtype_name((te_dtype)key->d_dtype),
-        (long long)key->a_stride, (long long)key->b_stride, (long long)key->d_stride,
-        (key->features & TE_GEMM_FEATURE_BIAS_GRAD) ? "bias gradient" : "bias",
-        bias ? te_dtype_name((te_dtype)key->bias_dtype) : "none",
-        aux ? te_dtype_name((te_dtype)key->aux_dtype) : "none", (unsigned)key->features,
-        (int)key->workspace_log2);
+    return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                   "gemm: cuBLASLt %zu has no algorithm (%s) for m = %lld, n = %lld, k = %lld, "
+                   "%s%s x %s%s -> %s, "
+                   "row strides %lld, %lld, %lld, %s %s, aux %s, features 0x%x, workspace 2^%d",
+                   lt->api.cublasLtGetVersion(), lt->api.cublasLtGetStatusName(status),
+                   (long long)key->m, (long long)key->n, (long long)key->k,
+                   te_dtype_name((te_dtype)key->a_dtype), key->a_transposed ? " transposed" : "",
+                   te_dtype_name((te_dtype)key->b_dtype), key->b_transposed ? " transposed" : "",
+                   te_dtype_name((te_dtype)key->d_dtype), (long long)key->a_stride,
+                   (long long)key->b_stride, (long long)key->d_stride,
+                   (key->features & TE_GEMM_FEATURE_BIAS_GRAD) ? "bias gradient" : "bias",
+                   bias ? te_dtype_name((te_dtype)key->bias_dtype) : "none",
+                   aux ? te_dtype_name((te_dtype)key->aux_dtype) : "none", (unsigned)key->features,
+                   (int)key->workspace_log2);
 }
 
 static size_t round_up_256(size_t bytes)
@@ -234,8 +238,8 @@ static size_t round_up_256(size_t bytes)
 }
 
 /* Fills an entry. May allocate and load code inside the library. */
-static te_status choose(te_cublaslt *lt, const te_gemm_key *key, const te_gemm_pointers *at, void *stream,
-                        te_gemm_entry *out)
+static te_status choose(te_cublaslt *lt, const te_gemm_key *key, const te_gemm_pointers *at,
+                        void *stream, te_gemm_entry *out)
 {
     cublasLtMatmulHeuristicResult_t found[TE_GEMM_CANDIDATES];
     cublasLtMatmulPreferenceOpaque_t preference;
@@ -299,8 +303,8 @@ static te_status insert(te_cublaslt *lt, _Atomic(te_gemm_entry *) *bucket, te_ge
     return TE_OK;
 }
 
-te_status te_gemm_find(te_cublaslt *lt, const te_gemm_key *key, const te_gemm_pointers *at, void *stream,
-                       te_gemm_entry *spare, te_gemm_entry **out)
+te_status te_gemm_find(te_cublaslt *lt, const te_gemm_key *key, const te_gemm_pointers *at,
+                       void *stream, te_gemm_entry *spare, te_gemm_entry **out)
 {
     _Atomic(te_gemm_entry *) *bucket = bucket_of(lt, key);
     te_cuda_relaxed relaxed;
@@ -330,12 +334,13 @@ cublasStatus_t te_gemm_matmul(const te_cublaslt *lt, const te_gemm_entry *entry,
 {
     static const float one = 1.0F, zero = 0.0F;
     const float *beta = (entry->key.features & TE_GEMM_FEATURE_ACCUMULATE) ? &one : &zero;
-    const void *c = entry->key.c_dtype == entry->key.d_dtype ? at->d : NULL; /* never read when beta = 0 */
+    const void *c =
+        entry->key.c_dtype == entry->key.d_dtype ? at->d : NULL; /* never read when beta = 0 */
     return lt->api.cublasLtMatmul(
-        lt->handle, (cublasLtMatmulDesc_t)(void *)desc, &one, at->b, (cublasLtMatrixLayout_t)&entry->a,
-        at->a, (cublasLtMatrixLayout_t)&entry->b, beta, c, (cublasLtMatrixLayout_t)&entry->c, at->d,
-        (cublasLtMatrixLayout_t)&entry->d, algo, at->workspace_size > 0 ? at->workspace : NULL,
-        at->workspace_size, (cudaStream_t)stream);
+        lt->handle, (cublasLtMatmulDesc_t)(void *)desc, &one, at->b,
+        (cublasLtMatrixLayout_t)&entry->a, at->a, (cublasLtMatrixLayout_t)&entry->b, beta, c,
+        (cublasLtMatrixLayout_t)&entry->c, at->d, (cublasLtMatrixLayout_t)&entry->d, algo,
+        at->workspace_size > 0 ? at->workspace : NULL, at->workspace_size, (cudaStream_t)stream);
 }
 
 te_status te_gemm_launch(const te_cublaslt *lt, te_gemm_entry *entry, const te_gemm_pointers *at,

@@ -4,12 +4,14 @@
  *
  * cuBLASLt takes most calls as they are: one matmul, everything fused. What it refuses (measured by
  * benchmarks/cublaslt_support.c) goes through scratch in the caller's workspace, and is counted:
- *   - FP8 wants 16-byte rows and addresses, and n such that a row of d is a multiple of 16 bytes: d (and
- *     b, bias, aux with it) go through padded copies;
- *   - aux wants rows of a multiple of 8 elements, bias a 16-byte address;
- *   - k = 0 is a matmul of zeros, so that bias, activation and cast stay where they are;
- *   - the amax of an FP8 output is overwritten, not accumulated: a float of scratch, then a maximum;
- *   - the fused bias gradient costs more than reading a once more, but for small a.
+ *
+ * FP8 wants 16-byte rows and addresses, and n such that a row of d is a multiple of 16 bytes; else
+ * d (and b, bias and aux with it) goes through padded copies. Bias and inverse scales want a
+ * 16-byte address too, aux rows of a multiple of 8 elements. k = 0 is a matmul of zeros, so that
+ * bias, activation and cast stay where they are. The amax of an FP8 output is overwritten, not
+ * accumulated: a float of scratch, then a maximum; and with a bias it also sees the bias alone, in
+ * rows of a tile that lie beyond m: then d is made wide, and the quantize operator casts it. The
+ * fused bias gradient costs more than reading a once more, but for small a.
  */
 #include "cuda/gemm_cublaslt.h"
 
@@ -21,8 +23,8 @@
 #include "core/tensor.h"
 #include "cuda/ops.h"
 
-/* Largest number of elements of a for which the fused bias gradient (a second kernel inside the library)
- * is not slower than column sums of our own. */
+/* Largest number of elements of a for which the fused bias gradient (a second kernel inside the
+ * library) is not slower than column sums of our own. */
 #define FUSED_BIAS_GRAD_ELEMENTS ((int64_t)1 << 20)
 #define FP8_ALIGNMENT 16
 #define AUX_ALIGNMENT 8 /* elements */
@@ -43,14 +45,16 @@ typedef struct gemm_call {
     te_gemm_key key;
     te_gemm_pointers at;
     te_tensor a, b, bias, d, aux; /* padded copies */
+    te_tensor a_scale, b_scale;   /* [1, 1], copies at an address that the library takes */
     te_tensor zeros;              /* both operands when k = 0 */
     te_tensor amax;               /* [1, 1], what the library overwrites */
+    te_tensor wide;               /* d before an FP8 cast of our own */
     te_tensor ones;               /* second operand of BIAS_GRAD_GEMM */
     bias_grad_way bias_grad;
-    void *helper;       /* workspace of the quantize operator or of the second GEMM */
+    void *helper; /* workspace of the quantize operator or of the second GEMM */
     size_t helper_size;
-    char *base;         /* of the workspace */
-    size_t used;        /* bytes taken for the above */
+    char *base;  /* of the workspace */
+    size_t used; /* bytes taken for the above */
 } gemm_call;
 
 /* ---- layout: pure arithmetic -------------------------------------------------------------- */
@@ -102,6 +106,14 @@ static const te_tensor *place_operand(gemm_call *call, const te_tensor *data, in
     return copy;
 }
 
+/* An operand's inverse scale: the caller's, or a copy at an address that the library takes. */
+static const float *place_scale(gemm_call *call, const float *scale, te_tensor *copy)
+{
+    if (scale == NULL || is_aligned(scale, FP8_ALIGNMENT)) return scale;
+    *copy = take_matrix(call, TE_DTYPE_F32, 1, 1);
+    return copy->data;
+}
+
 static void place_operands(gemm_call *call)
 {
     const te_gemm_args *args = call->args;
@@ -127,8 +139,14 @@ static void place_operands(gemm_call *call)
     key->b_align = align_log2(b->data);
     call->at.a = a->data;
     call->at.b = b->data;
-    call->at.a_scale = args->a.scale_inv;
-    call->at.b_scale = args->b.scale_inv;
+    call->at.a_scale = place_scale(call, args->a.scale_inv, &call->a_scale);
+    call->at.b_scale = place_scale(call, args->b.scale_inv, &call->b_scale);
+}
+
+/* The library's amax of this FP8 output would be wrong. */
+static int casts_separately(const te_gemm_args *args)
+{
+    return te_dtype_is_fp8(args->d.dtype) && args->d_amax != NULL && te_tensor_present(&args->bias);
 }
 
 static void place_output(gemm_call *call)
@@ -137,8 +155,13 @@ static void place_output(gemm_call *call)
     te_gemm_key *key = &call->key;
     const te_tensor *d = &args->d;
     int64_t row_bytes = (int64_t)te_dtype_bytes(d->dtype) * stride_of(d);
-    if (te_dtype_is_fp8(args->a.data.dtype) &&
-        (key->n != d->shape[1] || row_bytes % FP8_ALIGNMENT != 0 || !is_aligned(d->data, FP8_ALIGNMENT))) {
+    if (casts_separately(args)) {
+        te_dtype wide = te_tensor_present(&args->aux) ? TE_DTYPE_BF16 : TE_DTYPE_F32;
+        call->wide = take_matrix(call, wide, key->m, key->n);
+        d = &call->wide;
+    } else if (te_dtype_is_fp8(args->a.data.dtype) &&
+               (key->n != d->shape[1] || row_bytes % FP8_ALIGNMENT != 0 ||
+                !is_aligned(d->data, FP8_ALIGNMENT))) {
         call->d = take_matrix(call, d->dtype, key->m, key->n);
         d = &call->d;
     }
@@ -207,6 +230,20 @@ static te_quantize_args amax_args(const gemm_call *call)
     return amax;
 }
 
+static te_quantize_args wide_args(const gemm_call *call)
+{
+    const te_gemm_args *args = call->args;
+    te_quantize_args cast = {.size = sizeof cast, .input = call->wide};
+    cast.input.shape[1] = args->d.shape[1]; /* without its padding */
+    cast.output.mode = TE_SCALING_TENSOR;
+    cast.output.rowwise = args->d;
+    cast.output.scale = args->d_scale;
+    cast.output.amax = args->d_amax;
+    cast.workspace = call->helper;
+    cast.workspace_size = call->helper_size;
+    return cast;
+}
+
 /* bias_grad[m, 1] = a[m, k] ones[k, 1]. */
 static te_gemm_args row_sums_args(const gemm_call *call)
 {
@@ -239,7 +276,10 @@ static te_status place_helpers(gemm_call *call)
 {
     const te_gemm_args *args = call->args;
     size_t need = 0;
-    if (te_tensor_present(&call->amax)) {
+    if (te_tensor_present(&call->wide)) {
+        te_quantize_args cast = wide_args(call);
+        TE_TRY(te_cuda_quantize_workspace(call->self, call->context, &cast, &need));
+    } else if (te_tensor_present(&call->amax)) {
         te_quantize_args amax = amax_args(call);
         TE_TRY(te_cuda_quantize_workspace(call->self, call->context, &amax, &need));
     }
@@ -301,9 +341,24 @@ static te_status fill(const gemm_call *call, te_tensor output, double value)
     return te_cuda_fill(call->self, call->context, &args, call->stream);
 }
 
+static te_status copy_scale(const gemm_call *call, const float *scale, te_tensor to)
+{
+    union {
+        const float *given;
+        void *data;
+    } from = {scale}; /* te_tensor has no read-only data */
+    te_device device = te_context_device(call->context);
+    te_count_fallback(TE_FALLBACK_GEMM_OPERAND_COPIED);
+    return copy(call, te_matrix(from.data, TE_DTYPE_F32, device, 1, 1), to);
+}
+
 static te_status copy_in(const gemm_call *call)
 {
     const te_gemm_args *args = call->args;
+    if (te_tensor_present(&call->a_scale))
+        TE_TRY(copy_scale(call, args->a.scale_inv, call->a_scale));
+    if (te_tensor_present(&call->b_scale))
+        TE_TRY(copy_scale(call, args->b.scale_inv, call->b_scale));
     if (te_tensor_present(&call->zeros)) TE_TRY(fill(call, call->zeros, 0.0));
     if (te_tensor_present(&call->a)) TE_TRY(copy(call, args->a.data, call->a));
     if (te_tensor_present(&call->b)) TE_TRY(copy(call, args->b.data, call->b));
@@ -325,7 +380,11 @@ static te_status copy_out(const gemm_call *call)
     if (te_tensor_present(&call->aux)) TE_TRY(copy(call, call->aux, args->aux));
     if (te_tensor_present(&call->d) || te_tensor_present(&call->aux))
         te_count_fallback(TE_FALLBACK_GEMM_OUTPUT_PADDED);
-    if (te_tensor_present(&call->amax)) {
+    if (te_tensor_present(&call->wide)) {
+        te_quantize_args cast = wide_args(call);
+        TE_TRY(te_cuda_quantize(call->self, call->context, &cast, call->stream));
+        te_count_fallback(TE_FALLBACK_GEMM_CAST_SEPARATE);
+    } else if (te_tensor_present(&call->amax)) {
         te_quantize_args amax = amax_args(call);
         TE_TRY(te_cuda_quantize(call->self, call->context, &amax, call->stream));
     }
@@ -358,21 +417,24 @@ static te_status expect_workspace(const gemm_call *call, size_t need)
                        args->workspace);
     }
     if (need > args->workspace_size) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "gemm: workspace of %zu bytes, expected at least %zu (d at %p, bias at %p: what is "
-                       "not 16-byte aligned goes through it; te_op_workspace counts with the same addresses)",
-                       args->workspace_size, need, args->d.data, args->bias.data);
+        return TE_FAIL(
+            TE_ERROR_INVALID,
+            "gemm: workspace of %zu bytes, expected at least %zu (d at %p, bias at %p: what is "
+            "not 16-byte aligned goes through it; te_op_workspace counts with the same addresses)",
+            args->workspace_size, need, args->d.data, args->bias.data);
     }
     return TE_OK;
 }
 
 /* The entry to use with what is left of the workspace. */
-static te_status find_algorithm(te_cublaslt *lt, gemm_call *call, te_gemm_entry *spare, te_gemm_entry **out)
+static te_status find_algorithm(te_cublaslt *lt, gemm_call *call, te_gemm_entry *spare,
+                                te_gemm_entry **out)
 {
     size_t left = call->args->workspace_size - call->used;
     TE_TRY(te_gemm_find(lt, &call->key, &call->at, call->stream, spare, out));
     if ((*out)->workspace <= left) return TE_OK;
-    call->key.workspace_log2 = (uint8_t)(left < 256 ? 0 : 63 - __builtin_clzll((unsigned long long)left));
+    call->key.workspace_log2 =
+        (uint8_t)(left < 256 ? 0 : 63 - __builtin_clzll((unsigned long long)left));
     return te_gemm_find(lt, &call->key, &call->at, call->stream, spare, out);
 }
 
@@ -394,6 +456,12 @@ static te_status run_call(te_cuda_state *cuda, gemm_call *call)
 }
 
 /* k = 0 without bias or activation: zeros, or nothing where they are added. */
+static int is_empty(const te_gemm_args *args)
+{
+    return args->a.data.shape[args->a.transposed ? 0 : 1] == 0 && !te_tensor_present(&args->bias) &&
+           args->epilogue == TE_EPILOGUE_NONE && !te_dtype_is_fp8(args->d.dtype);
+}
+
 static te_status run_empty(const gemm_call *call)
 {
     const te_gemm_args *args = call->args;
@@ -411,8 +479,7 @@ te_status te_cuda_gemm(void *self, te_context *context, const void *untyped, voi
     if (args->d.shape[0] == 0 || args->d.shape[1] == 0) return TE_OK;
     call.base = args->workspace;
     TE_TRY(te_cuda_enter(cuda, &scope));
-    if (args->a.data.shape[args->a.transposed ? 0 : 1] == 0 && !te_tensor_present(&args->bias) &&
-        args->epilogue == TE_EPILOGUE_NONE && !te_dtype_is_fp8(args->d.dtype)) {
+    if (is_empty(args)) {
         st = run_empty(&call);
     } else {
         st = run_call(cuda, &call);
@@ -421,7 +488,8 @@ te_status te_cuda_gemm(void *self, te_context *context, const void *untyped, voi
     return st;
 }
 
-te_status te_cuda_gemm_workspace(void *self, te_context *context, const void *untyped, size_t *bytes)
+te_status te_cuda_gemm_workspace(void *self, te_context *context, const void *untyped,
+                                 size_t *bytes)
 {
     const te_gemm_args *args = untyped;
     gemm_call call = {.args = args, .self = self, .context = context};
@@ -431,7 +499,7 @@ te_status te_cuda_gemm_workspace(void *self, te_context *context, const void *un
     te_gemm_entry spare, *entry = NULL;
     te_status st;
     *bytes = 0;
-    if (args->d.shape[0] == 0 || args->d.shape[1] == 0) return TE_OK;
+    if (args->d.shape[0] == 0 || args->d.shape[1] == 0 || is_empty(args)) return TE_OK;
     call.base = (char *)(uintptr_t)0x10000; /* never read: scratch is aligned wherever it will be */
     TE_TRY(te_cuda_enter(cuda, &scope));
     TE_TRY_DONE(te_cublaslt_open(cuda, &lt));
@@ -452,22 +520,26 @@ te_status te_cuda_gemm_supports(void *self, te_context *context, const void *unt
     int capability = te_cuda_compute_capability(te_context_state(context));
     (void)self;
     if (te_dtype_is_fp8(a) && capability < 89) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "gemm: FP8 needs compute capability 8.9, this device has %d.%d",
+        return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                       "gemm: FP8 needs compute capability 8.9, this device has %d.%d",
                        capability / 10, capability % 10);
     }
     if (d == TE_DTYPE_E5M2 && a == TE_DTYPE_E4M3 && b == TE_DTYPE_E4M3) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "gemm: d = e5m2 from e4m3 x e4m3, expected e4m3 or no FP8");
+        return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                       "gemm: d = e5m2 from e4m3 x e4m3, expected e4m3 or no FP8");
     }
     if (aux) {
         te_dtype expected = !te_dtype_is_fp8(d) ? d : bias ? args->bias.dtype : TE_DTYPE_BF16;
         int either = te_dtype_is_fp8(d) && !bias && args->aux.dtype == TE_DTYPE_F16;
         if (args->aux.dtype != expected && !either) {
             return TE_FAIL(TE_ERROR_UNSUPPORTED, "gemm: aux of dtype %s with d %s, expected %s",
-                           te_dtype_name(args->aux.dtype), te_dtype_name(d), te_dtype_name(expected));
+                           te_dtype_name(args->aux.dtype), te_dtype_name(d),
+                           te_dtype_name(expected));
         }
         if (te_dtype_is_fp8(a) && d == TE_DTYPE_F32 && bias) {
-            return TE_FAIL(TE_ERROR_UNSUPPORTED,
-                           "gemm: aux and bias with FP8 operands and d = f32, expected d f16 or bf16");
+            return TE_FAIL(
+                TE_ERROR_UNSUPPORTED,
+                "gemm: aux and bias with FP8 operands and d = f32, expected d f16 or bf16");
         }
     }
     return TE_OK;

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * gemm_cublaslt.h - cuBLASLt behind the GEMM operator: what one matmul is (key), the algorithm chosen for
- * it (cached per device), and its launch. gemm_cublaslt.c makes keys from te_gemm_args;
+ * gemm_cublaslt.h - cuBLASLt behind the GEMM operator: what one matmul is (key), the algorithm
+ * chosen for it (cached per device), and its launch. gemm_cublaslt.c makes keys from te_gemm_args;
  * gemm_algorithm.c owns the cache; gemm_tuner.c times candidates where that is switched on.
  *
- * Row-major d[m, n] = a[m, k] b[k, n] is what cuBLASLt calls D = A B with D [n, m] column-major, its A
- * being our b and its B our a. The names here are ours.
+ * Row-major d[m, n] = a[m, k] b[k, n] is what cuBLASLt calls D = A B with D [n, m] column-major,
+ * its A being our b and its B our a. The names here are ours.
  */
 #ifndef TE_CUDA_GEMM_CUBLASLT_H
 #define TE_CUDA_GEMM_CUBLASLT_H
@@ -18,26 +18,28 @@
 
 /* Largest workspace a matmul may ask for. */
 #define TE_GEMM_WORKSPACE_LOG2 25
-/* Assumed alignment of everything that is not named by a pointer yet: the packed buffers' and torch's. */
+/* Assumed alignment of everything that is not named by a pointer yet: the packed buffers' and
+ * torch's. */
 #define TE_GEMM_ALIGNMENT_LOG2 8
 
 enum { /* te_gemm_key.features */
-    TE_GEMM_FEATURE_GELU = 1,
-    TE_GEMM_FEATURE_BIAS_GRAD = 2, /* the bias pointer receives the sums of a over k */
-    TE_GEMM_FEATURE_ACCUMULATE = 4,
-    TE_GEMM_FEATURE_FAST = 8, /* fast FP8 accumulation */
-    TE_GEMM_FEATURE_TF32 = 16,
-    TE_GEMM_FEATURE_AMAX = 32
+       TE_GEMM_FEATURE_GELU = 1,
+       TE_GEMM_FEATURE_BIAS_GRAD = 2, /* the bias pointer receives the sums of a over k */
+       TE_GEMM_FEATURE_ACCUMULATE = 4,
+       TE_GEMM_FEATURE_FAST = 8, /* fast FP8 accumulation */
+       TE_GEMM_FEATURE_TF32 = 16,
+       TE_GEMM_FEATURE_AMAX = 32
 };
 
 #define TE_GEMM_NO_DTYPE 0xff
 
-/* Everything the choice of an algorithm depends on. Zero-filled first: compared and hashed as words. */
+/* Everything the choice of an algorithm depends on. Zero-filled first: compared and hashed as
+ * words. */
 typedef struct te_gemm_key {
     int64_t m, n, k;
     int64_t a_stride, b_stride, d_stride, aux_stride; /* elements from row to row */
-    uint8_t a_dtype, b_dtype, c_dtype, d_dtype;       /* te_dtype; c differs from d for FP8 output */
-    uint8_t bias_dtype, aux_dtype;                    /* or TE_GEMM_NO_DTYPE */
+    uint8_t a_dtype, b_dtype, c_dtype, d_dtype; /* te_dtype; c differs from d for FP8 output */
+    uint8_t bias_dtype, aux_dtype;              /* or TE_GEMM_NO_DTYPE */
     uint8_t a_transposed, b_transposed;
     uint8_t features;
     uint8_t a_align, b_align, d_align, bias_align, aux_align; /* log2 of bytes */
@@ -62,13 +64,14 @@ typedef struct te_gemm_entry {
     te_gemm_key key;
     cublasLtMatrixLayoutOpaque_t a, b, c, d;
     cublasLtMatmulAlgo_t algo;
-    size_t workspace;      /* bytes that algo needs, in multiples of 256 */
-    atomic_int warm;       /* launched before: its kernel is loaded */
+    size_t workspace;           /* bytes that algo needs, in multiples of 256 */
+    atomic_int warm;            /* launched before: its kernel is loaded */
     struct te_gemm_entry *next; /* in its bucket */
 } te_gemm_entry;
 
 #define TE_GEMM_BUCKETS 4096
-/* Past this many problems the heuristic is asked on every call rather than memory taken without end. */
+/* Past this many problems the heuristic is asked on every call rather than memory taken without
+ * end. */
 #define TE_GEMM_MAX_ENTRIES 65536
 
 /* State of one device. */
@@ -87,19 +90,19 @@ te_status te_cublaslt_open(te_cuda_state *cuda, te_cublaslt **out);
 /* NULL is legal; no call may be in flight. */
 void te_cublaslt_destroy(te_cublaslt *lt);
 
-/* A descriptor of the key's matmul with this call's pointers (for the heuristic only their alignment
- * counts). Room for later versions of the library. */
+/* A descriptor of the key's matmul with this call's pointers (for the heuristic only their
+ * alignment counts). Room for later versions of the library. */
 typedef struct te_gemm_descriptor {
     uint64_t data[64];
 } te_gemm_descriptor;
-te_status te_gemm_describe(const te_cublaslt *lt, const te_gemm_key *key, const te_gemm_pointers *at,
-                           te_gemm_descriptor *out);
+te_status te_gemm_describe(const te_cublaslt *lt, const te_gemm_key *key,
+                           const te_gemm_pointers *at, te_gemm_descriptor *out);
 
-/* The entry of a key: from the cache, else made by the heuristic (and the tuner). `spare` is what *out
- * points to when the cache is full. UNSUPPORTED with the whole problem in the text where the library
- * has no algorithm. `at` NULL: only sizes are asked. */
-te_status te_gemm_find(te_cublaslt *lt, const te_gemm_key *key, const te_gemm_pointers *at, void *stream,
-                       te_gemm_entry *spare, te_gemm_entry **out);
+/* The entry of a key: from the cache, else made by the heuristic (and the tuner). `spare` is what
+ * *out points to when the cache is full. UNSUPPORTED with the whole problem in the text where the
+ * library has no algorithm. `at` NULL: only sizes are asked. */
+te_status te_gemm_find(te_cublaslt *lt, const te_gemm_key *key, const te_gemm_pointers *at,
+                       void *stream, te_gemm_entry *spare, te_gemm_entry **out);
 
 /* Hands one matmul to the library and counts it. */
 te_status te_gemm_launch(const te_cublaslt *lt, te_gemm_entry *entry, const te_gemm_pointers *at,

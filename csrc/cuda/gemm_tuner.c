@@ -3,11 +3,11 @@
  * gemm_tuner.c - which candidate is fastest, by trying, and a text file of winners.
  *
  * A problem is timed on the operands of the call that met it first: its outputs are about to be
- * overwritten anyway. A problem that accumulates can not be run twice and takes the winner of the same
- * problem without accumulation, where there is one.
+ * overwritten anyway. A problem that accumulates can not be run twice and takes the winner of the
+ * same problem without accumulation, where there is one.
  *
- * One line per winner: format|device|library version|key|algorithm|milliseconds, the two in hex as they lie
- * in memory. What is read is checked by the library before use.
+ * One line per winner: format|device|library version|key|algorithm|milliseconds, the two in hex as
+ * they lie in memory. What is read is checked by the library before use.
  */
 #include "cuda/gemm_tuner.h"
 
@@ -94,7 +94,8 @@ static int read_hex(const char *from, void *to, size_t bytes)
     return 1;
 }
 
-/* Takes the lines that were made by this device and library; others, and torn ones, are passed over. */
+/* Takes the lines that were made by this device and library; others, and torn ones, are passed
+ * over. */
 static void read_file(te_gemm_tuner *tuner)
 {
     char line[LINE_BYTES], mine[DEVICE_NAME_BYTES + 64];
@@ -110,14 +111,15 @@ static void read_file(te_gemm_tuner *tuner)
         end = algo != NULL ? strchr(algo + 1, '|') : NULL;
         if (end == NULL) continue;
         *algo = *end = '\0';
-        if (read_hex(key, &won.key, sizeof won.key) && read_hex(algo + 1, &won.algo, sizeof won.algo))
+        if (read_hex(key, &won.key, sizeof won.key) &&
+            read_hex(algo + 1, &won.algo, sizeof won.algo))
             remember(tuner, &won);
     }
     (void)fclose(file);
 }
 
-/* One write in append mode, so that processes sharing the file do not tear each other's lines. A file
- * that can not be written only costs the next process its time. */
+/* One write in append mode, so that processes sharing the file do not tear each other's lines. A
+ * file that can not be written only costs the next process its time. */
 static void append_to_file(const te_gemm_tuner *tuner, const winner *won, float milliseconds)
 {
     char line[LINE_BYTES], key[2 * sizeof won->key + 1], algo[2 * sizeof won->algo + 1];
@@ -125,8 +127,8 @@ static void append_to_file(const te_gemm_tuner *tuner, const winner *won, float 
     if (file == NULL) return;
     (void)write_hex(key, &won->key, sizeof won->key);
     (void)write_hex(algo, &won->algo, sizeof won->algo);
-    (void)snprintf(line, sizeof line, "%d|%s|%zu|%s|%s|%.4f\n", FORMAT, tuner->device, tuner->version, key,
-                   algo, (double)milliseconds);
+    (void)snprintf(line, sizeof line, "%d|%s|%zu|%s|%s|%.4f\n", FORMAT, tuner->device,
+                   tuner->version, key, algo, (double)milliseconds);
     (void)fputs(line, file);
     (void)fclose(file);
 }
@@ -134,8 +136,9 @@ static void append_to_file(const te_gemm_tuner *tuner, const winner *won, float 
 /* ---- timing ------------------------------------------------------------------------------- */
 
 /* Milliseconds of one run; negative where it can not be run. */
-static float time_candidate(te_cublaslt *lt, const te_gemm_entry *entry, const cublasLtMatmulAlgo_t *algo,
-                            const te_gemm_pointers *at, void *stream)
+static float time_candidate(te_cublaslt *lt, const te_gemm_entry *entry,
+                            const cublasLtMatmulAlgo_t *algo, const te_gemm_pointers *at,
+                            void *stream)
 {
     const te_gemm_tuner *tuner = lt->tuner;
     te_gemm_descriptor desc;
@@ -144,7 +147,8 @@ static float time_candidate(te_cublaslt *lt, const te_gemm_entry *entry, const c
     if (te_gemm_matmul(lt, entry, algo, at, &desc, stream) != CUBLAS_STATUS_SUCCESS) return -1.0F;
     if (TE_CU(cuEventRecord, tuner->start, (CUstream)stream) != TE_OK) return -1.0F;
     for (int i = 0; i < REPEATS; ++i)
-        if (te_gemm_matmul(lt, entry, algo, at, &desc, stream) != CUBLAS_STATUS_SUCCESS) return -1.0F;
+        if (te_gemm_matmul(lt, entry, algo, at, &desc, stream) != CUBLAS_STATUS_SUCCESS)
+            return -1.0F;
     if (TE_CU(cuEventRecord, tuner->stop, (CUstream)stream) != TE_OK ||
         TE_CU(cuEventSynchronize, tuner->stop) != TE_OK ||
         TE_CU(cuEventElapsedTime, &milliseconds, tuner->start, tuner->stop) != TE_OK)

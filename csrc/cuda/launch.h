@@ -41,13 +41,10 @@ static inline void te_cuda_flatten(te_view *view)
     view->rows = 1;
 }
 
-/* The walk of device/matrix.cuh over [rows, columns] with vectors of `elements`: lanes of one row,
- * and the blocks, at most `most`. */
-typedef struct te_cuda_walk {
-    int lanes_log2;
-    uint32_t blocks;
-} te_cuda_walk;
-te_cuda_walk te_cuda_plan_walk(int64_t rows, int64_t columns, int elements, int64_t most);
+/* The walk of device/matrix.cuh over [rows, columns] with vectors of `elements`; *blocks is the
+ * grid, at most `most`. */
+te_walk te_cuda_plan_walk(int64_t rows, int64_t columns, int elements, uint32_t most,
+                          uint32_t *blocks);
 
 /* TE_STORE_* of f32, f16 or bf16. */
 static inline int te_cuda_store(te_dtype dtype)

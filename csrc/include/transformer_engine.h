@@ -124,13 +124,17 @@ typedef enum te_scaling_mode {
         TE_SCALING_COUNT
 } te_scaling_mode;
 
+/* Elements of a scale pair. */
+enum { TE_PAIR_INVERSE = 0, TE_PAIR_SCALE = 1 };
+
 /* An FP8 tensor in up to two usages. Logical shape [rows, columns]. Padding (columns up to
  * rowwise.shape[1], rows up to columnwise.shape[1]) is written as zero by quantize. */
 typedef struct te_quantized {
     te_scaling_mode mode;
     te_tensor rowwise;      /* [rows, >= columns] FP8; data NULL: usage not wanted */
     te_tensor columnwise;   /* [columns, >= rows] FP8, physically transposed; data NULL: not wanted */
-    float *scale_pair;      /* device float[2]: {scale, 1/scale} this data was made with */
+    float *scale_pair;      /* device float[2]: {1/scale, scale} this data was made with. The inverse
+                               comes first, for GEMM libraries want its address aligned to 16 bytes */
     const float *scale;     /* device float: the scale to quantize with; NULL: from partial amaxes */
     float *amax;            /* device float: max-accumulates max|x|; NULL: not recorded */
 } te_quantized;
@@ -166,7 +170,7 @@ TE_API const char *te_op_name(te_op op);
  * scale is read from output.scale (delayed scaling) or made from `partials` (current scaling: amax =
  * max(partials), raised to amax_epsilon; 1 if that is 0, Inf or NaN; else max/amax, Inf -> FLT_MAX,
  * rounded down to a power of two if asked). With mode NONE nothing is cast: amax and column sums only.
- * NaN stays NaN, Inf saturates, amax ignores NaN. scale_pair, where given, receives {scale, 1/scale}
+ * NaN stays NaN, Inf saturates, amax ignores NaN. scale_pair, where given, receives {1/scale, scale}
  * (also when rows or columns are 0). A non-zero *noop leaves every output untouched. */
 typedef struct te_quantize_args {
     size_t size;
@@ -184,7 +188,7 @@ typedef struct te_quantize_args {
 /* x = q * scale_inv, from the row-wise data, or from the column-wise data where row-wise is absent. */
 typedef struct te_dequantize_args {
     size_t size;
-    te_quantized input;     /* scale_pair[1] is the inverse scale */
+    te_quantized input;     /* scale_pair[TE_PAIR_INVERSE] is used */
     te_tensor output;       /* [rows, columns] f32, f16, bf16; unit column stride */
 } te_dequantize_args;
 

@@ -3,7 +3,7 @@
  * linear.c - y = x W^T + b as plans: forward, backward, and the weight gradient by itself.
  *
  * With a recipe, forward quantizes x and W row-wise for the GEMM and, in the same pass, x column-wise
- * for the weight gradient; {scale, 1/scale} of both are saved, so the backward reads what the forward
+ * for the weight gradient; {1/scale, scale} of both are saved, so the backward reads what the forward
  * used and the state may move on. W is quantized again, column-wise, in the backward unless it is
  * cached. Features and tokens are padded to multiples of 16 inside quantize, which FP8 GEMMs ask for.
  */

@@ -16,7 +16,7 @@
 #define TE_NO_BUFFER (-1)
 
 /* Positions of te_stage.buffer per operator. A scale is read, and an amax recorded, at the stage's slot
- * where the buffer is a state chunk, and at element 0 (a pair's scale) otherwise. */
+ * where the buffer is a state chunk, and from a pair otherwise. */
 enum { TE_QUANTIZE_INPUT, TE_QUANTIZE_ROW, TE_QUANTIZE_COLUMN, TE_QUANTIZE_PAIR, TE_QUANTIZE_SCALE,
        TE_QUANTIZE_HISTORY, TE_QUANTIZE_PARTIALS, TE_QUANTIZE_BIAS_GRAD };
 enum { TE_GEMM_A, TE_GEMM_B, TE_GEMM_D, TE_GEMM_A_PAIR, TE_GEMM_B_PAIR, TE_GEMM_BIAS, TE_GEMM_BIAS_GRAD };

@@ -56,7 +56,7 @@ static void bind_quantize(const run_state *run, const te_stage *stage, te_quanti
     args->output.rowwise = *stage_buffer(run, stage, TE_QUANTIZE_ROW);
     args->output.columnwise = *stage_buffer(run, stage, TE_QUANTIZE_COLUMN);
     args->output.scale_pair = stage_float(run, stage, TE_QUANTIZE_PAIR, 0);
-    args->output.scale = stage_float(run, stage, TE_QUANTIZE_SCALE, 0);
+    args->output.scale = stage_float(run, stage, TE_QUANTIZE_SCALE, TE_PAIR_SCALE);
     args->output.amax = stage_float(run, stage, TE_QUANTIZE_HISTORY, 0);
     args->partials = stage_float(run, stage, TE_QUANTIZE_PARTIALS, 0);
     args->output.mode =
@@ -72,10 +72,10 @@ static void bind_gemm(const run_state *run, const te_stage *stage, te_gemm_args 
 {
     args->size = sizeof *args;
     args->a.data = *stage_buffer(run, stage, TE_GEMM_A);
-    args->a.scale_inv = stage_float(run, stage, TE_GEMM_A_PAIR, 1);
+    args->a.scale_inv = stage_float(run, stage, TE_GEMM_A_PAIR, TE_PAIR_INVERSE);
     args->a.transposed = stage->a_transposed;
     args->b.data = *stage_buffer(run, stage, TE_GEMM_B);
-    args->b.scale_inv = stage_float(run, stage, TE_GEMM_B_PAIR, 1);
+    args->b.scale_inv = stage_float(run, stage, TE_GEMM_B_PAIR, TE_PAIR_INVERSE);
     args->b.transposed = stage->b_transposed;
     args->d = *stage_buffer(run, stage, TE_GEMM_D);
     args->bias = *stage_buffer(run, stage, TE_GEMM_BIAS);

@@ -43,6 +43,22 @@ int tepy_float(PyObject *object, tepy_site site, double *value)
     return tepy_fail(PyExc_TypeError, site, "expected a float, got %R", Py_TYPE(object));
 }
 
+int tepy_path(PyObject *object, tepy_site site, PyObject **bytes, const char **path)
+{
+    *bytes = NULL;
+    *path = NULL;
+    if (object == Py_None) return 0;
+    if (!PyUnicode_FSConverter(object, bytes)) {
+        if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+        PyErr_Clear();
+        return tepy_fail(PyExc_TypeError, site, "expected a path or None, got %R", Py_TYPE(object));
+    }
+    *path = PyBytes_AsString(*bytes);
+    if (*path != NULL) return 0;
+    Py_CLEAR(*bytes);
+    return -1;
+}
+
 int tepy_count(const char *function, Py_ssize_t nargs, Py_ssize_t low, Py_ssize_t high)
 {
     if (nargs >= low && nargs <= high) return 0;
@@ -153,9 +169,9 @@ static int raw_view(const tepy_state *state, PyObject *tensor, tepy_site site, t
     int64_t elements = 1;
     memset(dl, 0, sizeof *dl);
     if (state->exchange->view(tensor, dl) != 0) {
-        return tepy_fail_from_current(
-            PyExc_TypeError, site,
-            "the tensor has no memory to read: pass a dense CPU or CUDA tensor");
+        return tepy_fail_from_current(PyExc_TypeError, site,
+                                      "it has no memory to read (meta, sparse or transformed): "
+                                      "pass a plain dense CPU or CUDA tensor");
     }
     if (dtype_of(dl->dtype, &view->dtype) != 0) {
         torch_dtype = PyObject_GetAttrString(tensor, "dtype");

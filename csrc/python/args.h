@@ -54,6 +54,8 @@ int tepy_view_floats(const tepy_state *state, PyObject *object, const tepy_float
 /* A whole number (anything with __index__) from low to high. */
 int tepy_int(PyObject *object, tepy_site site, int64_t low, int64_t high, int64_t *value);
 int tepy_float(PyObject *object, tepy_site site, double *value);
+/* A file name, or None: *bytes (a new reference) holds what *path points to; both NULL for None. */
+int tepy_path(PyObject *object, tepy_site site, PyObject **bytes, const char **path);
 /* Number of positional arguments from low to high. */
 int tepy_count(const char *function, Py_ssize_t nargs, Py_ssize_t low, Py_ssize_t high);
 /* (device type, index) as two integers. */

@@ -207,3 +207,61 @@ PyObject *tepy_close_contexts(PyObject *module, PyObject *unused)
     }
     return Py_NewRef(Py_None);
 }
+
+const char tepy_cuda_configure_doc[] =
+    "cuda_configure($module, force_source, cache_dir=None, /)\n--\n\n"
+    "Where the CUDA backend gets its device code, from the next context on.";
+
+PyObject *tepy_cuda_configure(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *bytes = NULL;
+    const char *path = NULL;
+    int force;
+    te_status st;
+    (void)module;
+    if (tepy_count("cuda_configure", nargs, 1, 2) != 0) return NULL;
+    force = PyObject_IsTrue(args[0]);
+    if (force < 0) return NULL;
+    if (nargs > 1 &&
+        tepy_path(args[1], (tepy_site){"cuda_configure", "cache_dir"}, &bytes, &path) != 0) {
+        return NULL;
+    }
+    st = te_cuda_configure(force, path);
+    Py_XDECREF(bytes);
+    return st == TE_OK ? Py_NewRef(Py_None) : tepy_raise(st);
+}
+
+const char tepy_tune_gemm_doc[] =
+    "tune_gemm($module, device_type, device_index, enabled, cache_file=None, /)\n--\n\n"
+    "Time the candidates of each new GEMM problem on the module's context of a device.";
+
+PyObject *tepy_tune_gemm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *bytes = NULL;
+    const char *path = NULL;
+    tepy_context *context;
+    te_device device;
+    int enabled;
+    te_status st;
+    if (tepy_count("tune_gemm", nargs, 3, 4) != 0 ||
+        tepy_device_args("tune_gemm", args[0], args[1], &device) != 0) {
+        return NULL;
+    }
+    enabled = PyObject_IsTrue(args[2]);
+    if (enabled < 0) return NULL;
+    if (nargs > 3 &&
+        tepy_path(args[3], (tepy_site){"tune_gemm", "cache_file"}, &bytes, &path) != 0) {
+        return NULL;
+    }
+    context = tepy_context_acquire(tepy_state_of(module), "tune_gemm", NULL, device);
+    if (context == NULL) {
+        Py_XDECREF(bytes);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS; /* reads the file */
+    st = te_context_tune_gemm(context->context, enabled, path);
+    Py_END_ALLOW_THREADS;
+    tepy_context_release(context);
+    Py_XDECREF(bytes);
+    return st == TE_OK ? Py_NewRef(Py_None) : tepy_raise(st);
+}

@@ -17,6 +17,7 @@ typedef struct op_call {
     PyObject *given_context;
     te_device device; /* of the first tensor; all are on it */
     int device_known;
+    int keep_gil; /* on CUDA, where the call is a launch and its device is warm */
     int held_count;
     PyObject *held[MAX_HELD];
 } op_call;
@@ -128,6 +129,7 @@ static int run_op(op_call *call, te_op op, const void *args, const workspace_fie
 {
     tepy_context *context =
         tepy_context_acquire(call->state, call->function, call->given_context, call->device);
+    PyThreadState *thread = NULL;
     void *stream = NULL;
     int failed = -1;
     te_status st;
@@ -136,9 +138,10 @@ static int run_op(op_call *call, te_op op, const void *args, const workspace_fie
         tepy_stream(call->state, call->device, &stream) != 0) {
         goto done;
     }
-    Py_BEGIN_ALLOW_THREADS; /* CPU kernels run in the call; a first CUDA call loads libraries */
+    /* CPU kernels run in the call; a first CUDA call loads libraries */
+    if (!call->keep_gil || call->device.type == TE_DEVICE_CPU) thread = PyEval_SaveThread();
     st = te_op_run(context->context, op, args, stream);
-    Py_END_ALLOW_THREADS;
+    if (thread != NULL) PyEval_RestoreThread(thread);
     if (st == TE_OK) {
         failed = 0;
     } else {
@@ -208,7 +211,7 @@ PyObject *tepy_quantize(PyObject *module, PyObject *args, PyObject *kwargs)
 
 const char tepy_dequantize_doc[] = "dequantize($module, /, output, *, rowwise=None, "
                                    "columnwise=None, scale_pair, context=None)\n--\n\n"
-                                   "output = data * scale_pair[1].";
+                                   "output = data * scale_pair[0].";
 
 PyObject *tepy_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
 {
@@ -403,6 +406,7 @@ PyObject *tepy_scaling_update(PyObject *module, PyObject *const *args, Py_ssize_
     if (nargs > 3 && (most_recent = PyObject_IsTrue(args[3])) < 0) return NULL;
     a.fp8_max = (float)fp8_max;
     if (most_recent) a.algo = TE_AMAX_MOST_RECENT;
+    call.keep_gil = 1; /* once per step, after plans have run */
     failed = require(&call, args[0], "scale") != 0 || require(&call, args[1], "history") != 0 ||
              take_vector(&call, args[0], "scale", TEPY_WRITE, &a.scale) != 0 ||
              take_matrix(&call, args[1], "history", TEPY_WRITE, &a.history) != 0 ||

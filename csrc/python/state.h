@@ -150,6 +150,8 @@ void tepy_backends_clear(tepy_state *state);
     X(run, FAST)                                                                                   \
     X(run_range, FAST)                                                                             \
     X(empty_aligned, FAST)                                                                         \
+    X(cuda_configure, FAST)                                                                        \
+    X(tune_gemm, FAST)                                                                             \
     X(close_contexts, NONE)                                                                        \
     X(quantize, KEYS)                                                                              \
     X(dequantize, KEYS)                                                                            \

@@ -75,7 +75,8 @@ static int collect(binding *found, PyObject *torch)
     }
     if (!PyType_Check(found->tensor_type) || !PyType_Check(found->parameter_type) ||
         !PyCallable_Check(found->empty) || !PyCallable_Check(found->device_type)) {
-        PyErr_SetString(PyExc_TypeError, "bind_torch: torch_module: this is not torch");
+        PyErr_SetString(PyExc_TypeError,
+                        "bind_torch: torch_module: this is not torch: pass the imported module");
         goto done;
     }
     found->exchange_capsule =
@@ -111,7 +112,13 @@ PyObject *tepy_bind_torch(PyObject *module, PyObject *const *args, Py_ssize_t na
                         "expected a callable or None, got %R", Py_TYPE(classify));
         return NULL;
     }
-    if (collect(&found, args[0]) != 0) goto done;
+    if (collect(&found, args[0]) != 0) {
+        if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            (void)tepy_fail_from_current(PyExc_TypeError, (tepy_site){"bind_torch", "torch_module"},
+                                         "this is not torch: pass the imported module");
+        }
+        goto done;
+    }
     exchange = find_exchange(found.exchange_capsule);
     if (exchange == NULL) goto done;
     /* From here on nothing fails. tepy_set leaves the old objects' destructors a consistent state.

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * cuda_memory.h - device memory, streams and capture for the C tests, without CUDA headers: the driver
- * is opened by name and its few functions are declared here. Test programs end at the first failure.
+ * cuda_memory.h - device memory, streams and capture for the C tests, without CUDA headers: the
+ * driver is opened by name, and the few functions that tests need are declared here. A test program
+ * ends at the first call that fails.
  */
 #ifndef TE_TESTS_CUDA_MEMORY_H
 #define TE_TESTS_CUDA_MEMORY_H
@@ -12,29 +13,38 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#define SKIPPED 77
+#ifndef SKIPPED
+#define SKIPPED 77 /* exit status of a program that can not run here */
+#endif
 
 typedef unsigned long long device_address;
 
+/* Member, symbol, parameters; each returns a CUresult. */
+#define CUDA_MEMORY_SYMBOLS(X)                                                                     \
+    X(init, cuInit, (unsigned flags))                                                              \
+    X(count, cuDeviceGetCount, (int *count))                                                       \
+    X(retain, cuDevicePrimaryCtxRetain, (void **context, int device))                              \
+    X(set_current, cuCtxSetCurrent, (void *context))                                               \
+    X(synchronize, cuCtxSynchronize, (void))                                                       \
+    X(allocate, cuMemAlloc_v2, (device_address * address, size_t bytes))                           \
+    X(release, cuMemFree_v2, (device_address address))                                             \
+    X(upload, cuMemcpyHtoD_v2, (device_address to, const void *from, size_t bytes))                \
+    X(download, cuMemcpyDtoH_v2, (void *to, device_address from, size_t bytes))                    \
+    X(stream_create, cuStreamCreate, (void **stream, unsigned flags))                              \
+    X(stream_destroy, cuStreamDestroy_v2, (void *stream))                                          \
+    X(stream_synchronize, cuStreamSynchronize, (void *stream))                                     \
+    X(capture_begin, cuStreamBeginCapture_v2, (void *stream, int mode))                            \
+    X(capture_end, cuStreamEndCapture, (void *stream, void **graph))                               \
+    X(instantiate, cuGraphInstantiateWithFlags,                                                    \
+      (void **executable, void *graph, unsigned long long flags))                                  \
+    X(launch, cuGraphLaunch, (void *executable, void *stream))                                     \
+    X(executable_destroy, cuGraphExecDestroy, (void *executable))                                  \
+    X(graph_destroy, cuGraphDestroy, (void *graph))
+
 static struct {
-    int (*init)(unsigned flags);
-    int (*count)(int *count);
-    int (*retain)(void **context, int device);
-    int (*set_current)(void *context);
-    int (*synchronize)(void);
-    int (*allocate)(device_address *address, size_t bytes);
-    int (*release)(device_address address);
-    int (*upload)(device_address to, const void *from, size_t bytes);
-    int (*download)(void *to, device_address from, size_t bytes);
-    int (*stream_create)(void **stream, unsigned flags);
-    int (*stream_destroy)(void *stream);
-    int (*stream_synchronize)(void *stream);
-    int (*capture_begin)(void *stream, int mode);
-    int (*capture_end)(void *stream, void **graph);
-    int (*instantiate)(void **executable, void *graph, unsigned long long flags);
-    int (*launch)(void *executable, void *stream);
-    int (*executable_destroy)(void *executable);
-    int (*graph_destroy)(void *graph);
+#define X(name, symbol, parameters) int(*name) parameters;
+    CUDA_MEMORY_SYMBOLS(X)
+#undef X
 } cuda;
 
 static inline void cuda_expect(int result, const char *what)
@@ -48,40 +58,17 @@ static inline void cuda_expect(int result, const char *what)
  * where there is no device. */
 static inline void cuda_begin(void)
 {
-    static const struct {
-        void *slot;
-        const char *name;
-    } symbols[] = {
-        {&cuda.init, "cuInit"},
-        {&cuda.count, "cuDeviceGetCount"},
-        {&cuda.retain, "cuDevicePrimaryCtxRetain"},
-        {&cuda.set_current, "cuCtxSetCurrent"},
-        {&cuda.synchronize, "cuCtxSynchronize"},
-        {&cuda.allocate, "cuMemAlloc_v2"},
-        {&cuda.release, "cuMemFree_v2"},
-        {&cuda.upload, "cuMemcpyHtoD_v2"},
-        {&cuda.download, "cuMemcpyDtoH_v2"},
-        {&cuda.stream_create, "cuStreamCreate"},
-        {&cuda.stream_destroy, "cuStreamDestroy_v2"},
-        {&cuda.stream_synchronize, "cuStreamSynchronize"},
-        {&cuda.capture_begin, "cuStreamBeginCapture_v2"},
-        {&cuda.capture_end, "cuStreamEndCapture"},
-        {&cuda.instantiate, "cuGraphInstantiateWithFlags"},
-        {&cuda.launch, "cuGraphLaunch"},
-        {&cuda.executable_destroy, "cuGraphExecDestroy"},
-        {&cuda.graph_destroy, "cuGraphDestroy"},
-    };
     void *driver = dlopen("libcuda.so.1", RTLD_NOW), *context = NULL;
     int devices = 0;
     if (driver == NULL) {
         (void)printf("no CUDA driver\n");
         exit(SKIPPED);
     }
-    for (size_t i = 0; i < sizeof symbols / sizeof symbols[0]; ++i) {
-        void *found = dlsym(driver, symbols[i].name);
-        cuda_expect(found == NULL, symbols[i].name);
-        *(void **)symbols[i].slot = found;
-    }
+#define X(name, symbol, parameters)                                                                \
+    *(void **)&cuda.name = dlsym(driver, #symbol);                                                 \
+    cuda_expect(cuda.name == NULL, #symbol);
+    CUDA_MEMORY_SYMBOLS(X)
+#undef X
     if (cuda.init(0) != 0 || cuda.count(&devices) != 0 || devices == 0) {
         (void)printf("no CUDA device\n");
         exit(SKIPPED);
@@ -90,7 +77,7 @@ static inline void cuda_begin(void)
     cuda_expect(cuda.set_current(context), "cuCtxSetCurrent");
 }
 
-/* One device buffer handed out in pieces of 256 bytes; reset between cases. */
+/* One device buffer handed out in pieces of 256 bytes; set `used` to 0 to empty it. */
 typedef struct cuda_arena {
     device_address base;
     size_t used, size;

@@ -154,10 +154,6 @@ TE_NVRTC = _flag(
     "TE_NVRTC",
     "Compile the embedded device source with NVRTC even where a device image would load.",
 )
-TE_DEBUG_SYNC = _flag(
-    "TE_DEBUG_SYNC",
-    "Synchronise after every launch, so that a device error is raised by the call that caused it.",
-)
 TE_GEMM_TUNE = _flag(
     "TE_GEMM_TUNE",
     "Time the candidates of the GEMM heuristic at a shape's first call and remember the winner.",

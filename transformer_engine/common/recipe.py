@@ -6,10 +6,10 @@ written, in the constructor and later, so that a recipe is valid at any time and
 it need not check again. `repr` shows everything that changes numerics and is therefore the
 identity of a recipe: modules whose recipes print alike share their amax bookkeeping.
 
-Three habits of client programs shape this file. They pass keyword arguments that recipes no longer
-have (`_accept_unknown_arguments`). They unpickle recipes through allow-lists of class names, so the
-pickle of a recipe must name this module's public classes only. And they import the names of all
-recipes, those included that are still to come (`_Planned`).
+Two habits of client programs shape this file. They pass keyword arguments that recipes no longer
+have (`_accept_unknown_arguments`). And they unpickle recipes through allow-lists of class names, so
+the pickle of a recipe must name this module's public classes only. Which recipes there are they ask
+with ``hasattr``: a name appears here when its recipe works.
 """
 
 import functools
@@ -26,14 +26,10 @@ from typing import Any, ClassVar, NamedTuple
 from transformer_engine.common import config
 
 __all__ = [
-    "CustomRecipe",
     "DelayedScaling",
-    "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
     "MMParams",
-    "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
     "QParams",
     "Recipe",
 ]
@@ -378,22 +374,22 @@ class Recipe:
     @classmethod
     def float8_block_scaling(cls) -> bool:
         """Whether FP8 tensors have a scale per 1 x 128 or 128 x 128 tile."""
-        return issubclass(cls, Float8BlockScaling)
+        return False  # such recipes are still to come
 
     @classmethod
     def mxfp8(cls) -> bool:
         """Whether FP8 tensors have a power-of-two scale per 32 values."""
-        return issubclass(cls, MXFP8BlockScaling)
+        return False  # such recipes are still to come
 
     @classmethod
     def nvfp4(cls) -> bool:
         """Whether FP4 tensors have a scale per 16 values."""
-        return issubclass(cls, NVFP4BlockScaling)
+        return False  # such recipes are still to come
 
     @classmethod
     def custom(cls) -> bool:
         """Whether quantizers come from a function of the user."""
-        return issubclass(cls, CustomRecipe)
+        return False  # such recipes are still to come
 
     def _numerics(self) -> list[tuple[str, Any]]:
         """Return everything that changes numerics, as (name, value)."""
@@ -602,34 +598,3 @@ class Float8CurrentScaling(Recipe):
         names = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
         assigned = [(name, getattr(self, name)) for name in names]
         return super()._numerics() + [(n, value) for n, value in assigned if value != derived]
-
-
-class _Planned(Recipe):
-    """A recipe whose name exists, because client programs import it, but that can not be made.
-
-    It refuses in `__new__` rather than `__init__`, so that subclasses with a constructor of their
-    own and unpickling are refused as well. Implementing a recipe means giving it another base.
-    """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "Recipe":
-        """Refuse."""
-        raise NotImplementedError(
-            f"recipe {cls.__name__} is not implemented in this version; DelayedScaling and "
-            "Float8CurrentScaling are"
-        )
-
-
-class MXFP8BlockScaling(_Planned):
-    """FP8 with a power-of-two scale per 32 values. Not implemented yet: NotImplementedError."""
-
-
-class Float8BlockScaling(_Planned):
-    """FP8 with a scale per 1 x 128 or 128 x 128 tile. Not implemented yet: NotImplementedError."""
-
-
-class NVFP4BlockScaling(_Planned):
-    """FP4 with a scale per 16 values. Not implemented yet: NotImplementedError."""
-
-
-class CustomRecipe(_Planned):
-    """Quantizers from a function of the user. Not implemented yet: NotImplementedError."""

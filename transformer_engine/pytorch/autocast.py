@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Recipe
-from transformer_engine.pytorch import scaling
-from transformer_engine.pytorch.state import STATE
+from transformer_engine.pytorch import recompute, scaling
+from transformer_engine.pytorch.state import current_state
 
 __all__ = ["autocast", "fp8_autocast", "get_default_recipe"]
 
@@ -23,9 +23,13 @@ def get_default_recipe() -> Recipe:
     return DelayedScaling()
 
 
-def _in_backward() -> bool:
-    """Whether this thread runs a backward: a forward inside one is a recompute."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+def _updates() -> bool:
+    """Whether leaving a region may update scales: gradients are on, and nothing is recomputed."""
+    if torch.compiler.is_compiling():
+        return torch.is_grad_enabled()
+    if torch._C._current_graph_task_id() != -1:
+        return False  # a forward inside a backward repeats an earlier one
+    return torch.is_grad_enabled() or recompute.in_reentrant_forward()
 
 
 class autocast:  # noqa: N801 - the name that users know
@@ -78,7 +82,7 @@ class autocast:  # noqa: N801 - the name that users know
         """Make this region the thread's innermost one."""
         if self._outer is not None:
             raise RuntimeError("autocast: this region is active already; make another autocast object")
-        state = STATE
+        state = current_state()
         self._outer = (state.enabled, state.calibrating, state.recipe, state.group, state.first)
         recipe = self._recipe
         if recipe is None and (self._enabled or self._calibrating):
@@ -93,7 +97,7 @@ class autocast:  # noqa: N801 - the name that users know
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         """Restore the outer region; update the forward scales where this was the outermost one."""
-        state = STATE
+        state = current_state()
         outer = self._outer
         self._outer = None
         state.enabled, state.calibrating, state.recipe, state.group, state.first = outer
@@ -102,8 +106,7 @@ class autocast:  # noqa: N801 - the name that users know
             kind is None
             and state.depth == 0
             and (self._enabled or self._calibrating)
-            and torch.is_grad_enabled()
-            and not _in_backward()
+            and _updates()
         ):
             scaling.update("forward")
 

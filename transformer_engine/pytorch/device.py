@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the devices of this machine can do."""
 
+import functools
+
 import torch
 
-__all__ = ["get_device_compute_capability", "is_bf16_available", "is_fp8_available"]
+from transformer_engine import _core
+from transformer_engine.common import config
+
+__all__ = ["get_device_compute_capability", "is_bf16_available", "is_fp8_available", "prepare_device"]
 
 
 def get_device_compute_capability() -> tuple[int, int]:
@@ -17,6 +22,24 @@ def get_device_compute_capability() -> tuple[int, int]:
     if not torch.cuda.is_available():
         return (0, 0)
     return torch.cuda.get_device_capability()
+
+
+@functools.cache
+def prepare_device(device: torch.device) -> None:
+    """Hand the environment's settings to the native side before it first uses a device.
+
+    Parameters
+    ----------
+    device : torch.device
+        The device of a module that is about to run.
+    """
+    if device.type != "cuda" or not _core.has_cuda():
+        return
+    cache = config.cache_dir()
+    _core.cuda_configure(config.TE_NVRTC.get(), cache)
+    if config.TE_GEMM_TUNE.get():
+        file = None if cache is None else cache / "gemm"
+        _core.tune_gemm(_core.DEVICE_CUDA, device.index or 0, True, file)
 
 
 def _answer(available: bool, reason: str, return_reason: bool) -> bool | tuple[bool, str]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.module.base import Fp8Module
-from transformer_engine.pytorch.state import STATE
+from transformer_engine.pytorch.state import current_state
 
 __all__ = ["explain"]
 
@@ -54,7 +54,8 @@ def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **k
     inp = args[0] if args else kwargs.get("inp")
     if not isinstance(inp, Tensor):
         raise TypeError(f"explain: input: {type(inp).__name__}, expected a tensor")
-    recipe = STATE.recipe if STATE.enabled else None
+    state = current_state()
+    recipe = state.recipe if state.enabled else None
     where = "CPU reference backend" if inp.device.type == "cpu" else f"device {inp.device}"
     lines = [f"{module} on {where}, recipe: {recipe}"]
     rows = inp.shape[:-1].numel()

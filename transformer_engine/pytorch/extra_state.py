@@ -61,7 +61,7 @@ def _header(raw: bytes) -> tuple[dict, int]:
     try:
         header = json.loads(raw[16:end])
         header = {d: (int(header[d]["slots"]), int(header[d]["length"])) for d in _DIRECTIONS}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"_extra_state: the header is malformed: {error}") from None
     return header, end
 
@@ -88,13 +88,14 @@ def unpack_state(state: Any, slots: tuple[int, int]) -> dict[str, tuple[Tensor, 
     """
     if state is None or config.TE_EXTRA_STATE.get() == "ignore":
         return None
-    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() != 1:
+    plain = isinstance(state, Tensor) and state.dtype == torch.uint8 and state.dim() == 1
+    if not plain or state.is_meta:
         what = (
-            f"{state.dtype} tensor of {state.dim()} dims"
+            f"{state.dtype} tensor of {state.dim()} dims on {state.device}"
             if isinstance(state, Tensor)
             else type(state).__name__
         )
-        raise TypeError(f"_extra_state: {what}, expected a 1-D uint8 tensor")
+        raise TypeError(f"_extra_state: {what}, expected a 1-D uint8 tensor with data")
     if state.numel() == 0:
         return None
     raw = bytes(state.tolist())  # a few kilobytes; numpy need not be there

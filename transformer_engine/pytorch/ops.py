@@ -15,7 +15,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 
-__all__ = ["OUTPUTS", "run", "scaling_update", "shapes"]
+__all__ = ["OUTPUTS", "extent_value", "run", "scaling_update", "shapes"]
 
 OUTPUTS = 4
 """Outputs of `transformer_engine::run` before the packed saved tensor."""
@@ -33,6 +33,15 @@ _LIBRARY.define(
 @functools.cache
 def _describe(plan: int) -> dict:
     return _core.plan_describe(plan)
+
+
+def extent_value(extent: tuple[int, int, int], rows: Any) -> Any:
+    """multiply * roundup(rows, align) + add, on integers or symbolic ones."""
+    multiply, align, add = extent
+    if multiply == 0:
+        return add
+    padded = rows if align == 1 else (rows + align - 1) // align * align
+    return multiply * padded + add
 
 
 def shapes(plan: int, leading: Any, rows: Any) -> tuple[list[tuple[torch.dtype, list]], Any]:
@@ -54,14 +63,6 @@ def shapes(plan: int, leading: Any, rows: Any) -> tuple[list[tuple[torch.dtype, 
     saved : int or SymInt
         Bytes of the packed saved tensor; 0: none.
     """
-
-    def value(extent: tuple[int, int, int]) -> Any:
-        multiply, align, add = extent
-        if multiply == 0:
-            return add
-        padded = rows if align == 1 else (rows + align - 1) // align * align
-        return multiply * padded + add
-
     described = _describe(plan)
     outputs = []
     for name, role, code, lead, extents, *_ in described["buffers"]:
@@ -71,11 +72,11 @@ def shapes(plan: int, leading: Any, rows: Any) -> tuple[list[tuple[torch.dtype, 
         if lead:
             gather = extents[0][0]
             first = [gather * leading[0], *leading[1:]] if leading else []
-            shape = [*first, value(extents[1])]
+            shape = [*first, extent_value(extents[1], rows)]
         else:
-            shape = [value(extent) for extent in extents]
+            shape = [extent_value(extent, rows) for extent in extents]
         outputs.append((_core.torch_dtype(code), shape))
-    saved = value(described["saved_bytes"]) if described["kind"].endswith("forward") else 0
+    saved = extent_value(described["saved_bytes"], rows) if described["kind"].endswith("forward") else 0
     return outputs, saved
 
 

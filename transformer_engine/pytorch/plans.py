@@ -7,7 +7,21 @@ from typing import NamedTuple
 from transformer_engine import _core
 from transformer_engine.common.recipe import Recipe
 
-__all__ = ["LinearPlans", "LinearSpec", "Quantization", "linear_plans", "quantization_of"]
+__all__ = ["HIGH_PRECISION", "LinearPlans", "LinearSpec", "Quantization", "linear_plans", "quantization_of"]
+
+
+# Flags of a linear layer's call (see te_linear_desc in the C header).
+BIAS = _core.LINEAR_BIAS
+DGRAD = _core.LINEAR_DGRAD
+WGRAD = _core.LINEAR_WGRAD_NEEDED
+SAVE_INPUT = _core.LINEAR_SAVE_INPUT
+NO_AMAX = _core.LINEAR_NO_AMAX
+ALLOW_TF32 = _core.LINEAR_ALLOW_TF32
+ACCUMULATE = _core.LINEAR_ACCUMULATE_WGRAD
+OVERWRITE = _core.LINEAR_OVERWRITE_WGRAD
+DEFER = _core.LINEAR_DEFER_WGRAD
+CACHE_WRITE = _core.LINEAR_CACHE_WRITE
+CACHE_READ = _core.LINEAR_CACHE_READ
 
 
 class Quantization(NamedTuple):
@@ -145,11 +159,9 @@ class LinearPlans(NamedTuple):
         return bool(self.spec.flags & flag)
 
 
-_CACHE = _core.LINEAR_CACHE_WRITE | _core.LINEAR_CACHE_READ
-_ONLY_BACKWARD = (
-    _core.LINEAR_ACCUMULATE_WGRAD | _core.LINEAR_OVERWRITE_WGRAD | _core.LINEAR_DEFER_WGRAD
-)
-_GRADIENTS = _core.LINEAR_DGRAD | _core.LINEAR_WGRAD_NEEDED
+_CACHE = CACHE_WRITE | CACHE_READ
+_ONLY_BACKWARD = ACCUMULATE | OVERWRITE | DEFER
+_GRADIENTS = DGRAD | WGRAD
 _FORWARD_EXTERNAL = (1 << _core.LINEAR_STAGES.index("amax_grad_output")) - 1
 """Bits of the stages of the forward plan; the others are the backward's."""
 
@@ -193,10 +205,10 @@ def linear_plans(spec: LinearSpec) -> LinearPlans:
     """
     flags = spec.flags
     # The backward of a call that wrote the cache reads it.
-    reads_cache = _core.LINEAR_CACHE_READ if flags & _CACHE else 0
-    backward_flags = flags & ~(_CACHE | _core.LINEAR_BIAS | _core.LINEAR_NO_AMAX) | reads_cache
+    reads_cache = CACHE_READ if flags & _CACHE else 0
+    backward_flags = flags & ~(_CACHE | BIAS | NO_AMAX) | reads_cache
     if spec.bias_grad:
-        backward_flags |= _core.LINEAR_BIAS
+        backward_flags |= BIAS
     backward = wgrad = 0
     forward = _plan(
         _core.LINEAR_FORWARD,
@@ -209,7 +221,7 @@ def linear_plans(spec: LinearSpec) -> LinearPlans:
         backward = _plan(
             _core.LINEAR_BACKWARD, spec, backward_flags, spec.external & ~_FORWARD_EXTERNAL
         )
-    if flags & _core.LINEAR_DEFER_WGRAD and flags & _core.LINEAR_WGRAD_NEEDED:
-        wgrad_flags = backward_flags & ~(_core.LINEAR_DEFER_WGRAD | _core.LINEAR_BIAS)
+    if flags & DEFER and flags & WGRAD:
+        wgrad_flags = backward_flags & ~(DEFER | BIAS)
         wgrad = _plan(_core.LINEAR_WGRAD, spec, wgrad_flags, spec.external & ~_FORWARD_EXTERNAL)
     return LinearPlans(spec, forward, backward, wgrad)

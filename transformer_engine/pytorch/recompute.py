@@ -6,22 +6,21 @@ scales, whether it was the first module of its region), record no amax, and upda
 original writes an `Entry` per module call into the `Frame` of its checkpoint, and the recompute reads
 them in the same order.
 
-Frames belong to one call of a checkpoint function. `transformer_engine.pytorch.checkpoint` makes its
-own. Those of `torch.utils.checkpoint` hang on the objects that torch keeps for the call, found on the
-Python stack: the context of its autograd function (reentrant), its frame object (non-reentrant).
+Frames belong to one call of a checkpoint function and are found on the Python stack, so that
+checkpoints of either kind nest in any order. `transformer_engine.pytorch.checkpoint` makes its own;
+those of `torch.utils.checkpoint` hang on the objects that torch keeps for the call: the context of
+its autograd function (reentrant), its frame object (non-reentrant).
 """
 
-import contextlib
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Entry", "checkpoint", "frames"]
+__all__ = ["Entry", "checkpoint", "frames", "in_reentrant_forward"]
 
 
 class Entry(NamedTuple):
@@ -81,21 +80,17 @@ class Frame:
         return entry
 
 
-class _Active(threading.local):
-    """Checkpoints of this package that this thread is inside of, innermost last."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[Frame, bool]] = []
-
-
-_ACTIVE = _Active()
+def _call(frame: Frame, recompute: bool, function: Callable, inputs: tuple, kwargs: dict) -> Any:
+    """Call a function under a checkpoint of this package; found on the stack by its code."""
+    return function(*inputs, **kwargs)
 
 
 @functools.cache
-def _code_of_torch() -> dict[CodeType, str]:
-    """Code objects of `torch.utils.checkpoint` that stand for a checkpoint on the stack."""
+def _codes() -> dict[CodeType, str]:
+    """Code objects that stand for a checkpoint on the stack."""
     module = sys.modules["torch.utils.checkpoint"]
     codes = {
+        _call.__code__: "own",
         module.CheckpointFunction.forward.__code__: "reentrant forward",
         module.CheckpointFunction.backward.__code__: "reentrant recompute",
         module.checkpoint.__wrapped__.__code__
@@ -121,26 +116,32 @@ def _holder(kind: str, frame: FrameType) -> Any:
     return generator.gi_frame.f_locals.get("new_frame")
 
 
-def _frame_on(holder: Any) -> Frame:
+def _on_stack() -> Iterator[tuple[str, Any]]:
+    """(kind, holder) of the checkpoints on the Python stack, innermost first."""
+    if "torch.utils.checkpoint" not in sys.modules:
+        return
+    codes = _codes()
+    caller: FrameType | None = sys._getframe(2)
+    while caller is not None:
+        kind = codes.get(caller.f_code)
+        if kind == "own":
+            names = caller.f_locals
+            yield ("recompute" if names["recompute"] else "forward"), names["frame"]
+        elif kind is not None:
+            holder = _holder(kind, caller)
+            if holder is not None:
+                yield kind, holder
+        caller = caller.f_back
+
+
+def _frame_of(holder: Any) -> Frame:
+    """The frame that a holder is, or that hangs on it."""
+    if isinstance(holder, Frame):
+        return holder
     frame = getattr(holder, "_te_recompute", None)
     if frame is None:
         frame = holder._te_recompute = Frame()
     return frame
-
-
-def _torch_frames() -> Iterator[tuple[Frame, bool]]:
-    """(frame, is a recompute) of the torch checkpoints on the stack, innermost first."""
-    if "torch.utils.checkpoint" not in sys.modules:
-        return
-    codes = _code_of_torch()
-    caller: FrameType | None = sys._getframe(2)
-    while caller is not None:
-        kind = codes.get(caller.f_code)
-        if kind is not None:
-            holder = _holder(kind, caller)
-            if holder is not None:
-                yield _frame_on(holder), kind.endswith("recompute")
-        caller = caller.f_back
 
 
 def frames() -> tuple[list[Frame], Frame | None]:
@@ -155,20 +156,20 @@ def frames() -> tuple[list[Frame], Frame | None]:
         call's business.
     """
     record: list[Frame] = []
-    for frame, recompute in (*reversed(_ACTIVE.stack), *_torch_frames()):
-        if recompute:
+    for kind, holder in _on_stack():
+        frame = _frame_of(holder)
+        if kind.endswith("recompute"):
             return record, frame
         record.append(frame)
     return record, None
 
 
-@contextlib.contextmanager
-def _active(frame: Frame, recompute: bool) -> Iterator[None]:
-    _ACTIVE.stack.append((frame, recompute))
-    try:
-        yield
-    finally:
-        _ACTIVE.stack.pop()
+def in_reentrant_forward() -> bool:
+    """Whether gradients are off only because a reentrant checkpoint runs its forward."""
+    for kind, holder in _on_stack():
+        if kind == "reentrant forward" and any(holder.needs_input_grad):
+            return True
+    return False
 
 
 def checkpoint(
@@ -230,8 +231,7 @@ def checkpoint(
     forward = iter((True,))  # the first call is the forward, every later one repeats it
 
     def run(*inputs: Any) -> Any:
-        with _active(frame, not next(forward, False)):
-            return function(*inputs, **kwargs)
+        return _call(frame, not next(forward, False), function, inputs, kwargs)
 
     if use_reentrant:
         return torch_checkpoint(run, *args, use_reentrant=True, **options)

@@ -317,7 +317,8 @@ def _update_with_torch(arena: Arena, chunk: Chunk) -> None:
         if rule.scale is not None:
             chunk.scale.copy_(rule.scale(amax, chunk.scale, fp8_max, rule.recipe))
         else:
-            scale = (fp8_max * 2.0**-rule.margin) / amax
+            # A number divided by a tensor is rounded twice in torch; two tensors once, as in the kernel.
+            scale = torch.full_like(amax, fp8_max * 2.0**-rule.margin) / amax
             scale = torch.where(torch.isinf(scale), torch.finfo(torch.float32).max, scale)
             usable = torch.isfinite(amax) & (amax > 0)
             chunk.scale.copy_(torch.where(usable, scale, chunk.scale))

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an `autocast` region sets: per thread, read by every module's forward.
-
-A `threading.local`, because `torch.compile` traces its attributes and guards on them, which it can
-not do with context variables.
-"""
+"""What an `autocast` region sets: per thread, read by every module's forward."""
 
 import threading
 from typing import Any
 
-__all__ = ["STATE", "RegionState"]
+__all__ = ["RegionState", "current_state"]
 
 
-class RegionState(threading.local):
-    """State of the innermost region of this thread.
+class RegionState:
+    """State of the innermost region of a thread.
 
     Attributes
     ----------
@@ -31,12 +27,25 @@ class RegionState(threading.local):
         Nested regions.
     """
 
-    enabled: bool = False
-    calibrating: bool = False
-    recipe: Any = None
-    group: Any = None
-    first: bool = False
-    depth: int = 0
+    def __init__(self) -> None:
+        self.enabled = False
+        self.calibrating = False
+        self.recipe: Any = None
+        self.group: Any = None
+        self.first = False
+        self.depth = 0
 
 
-STATE = RegionState()
+# A plain threading.local, no context variable and no subclass: torch.compile traces attributes of
+# exactly this type.
+_LOCAL = threading.local()
+_LOCAL.state = RegionState()
+
+
+def current_state() -> RegionState:
+    """State of this thread; outside every region at first."""
+    try:
+        return _LOCAL.state
+    except AttributeError:
+        _LOCAL.state = RegionState()
+        return _LOCAL.state

@@ -14,39 +14,26 @@
 
 enum { TE_MATRIX_THREADS = 256, TE_MATRIX_UNROLL = 4 };
 
-struct te_walk {
-    te_index tile, tiles, column_tiles, lines; /* lines: matrix rows of one tile */
-    int lanes_log2;
+/* A thread's place in the tile it is at. */
+struct te_place {
+    te_index row, column, step; /* of its first vector; the next ones are `step` columns apart */
 
-    __device__ __forceinline__ te_walk(te_index rows, te_index columns, int log2, int elements)
+    __device__ __forceinline__ te_place(const te_walk &walk, te_index tile, int elements)
     {
-        const te_index width = (te_index)elements * TE_MATRIX_UNROLL << log2;
-        lanes_log2 = log2;
-        lines = TE_MATRIX_THREADS >> log2;
-        column_tiles = (columns + width - 1) / width;
-        tiles = (rows + lines - 1) / lines * column_tiles;
-        tile = blockIdx.x;
-    }
-
-    __device__ __forceinline__ bool more() const { return tile < tiles; }
-    __device__ __forceinline__ void next() { tile += gridDim.x; }
-
-    /* Row of this thread and the column of its first vector; the others are `step` columns apart. */
-    __device__ __forceinline__ void place(int elements, te_index *row, te_index *column,
-                                          te_index *step) const
-    {
-        te_index line, across;
-        if (tiles <= 0x7fffffff) { /* a 64-bit division is slow */
-            line = (unsigned)tile / (unsigned)column_tiles;
-            across = (unsigned)tile % (unsigned)column_tiles;
-        } else {
-            line = tile / column_tiles;
-            across = tile % column_tiles;
+        te_index line = 0, across = tile;
+        if (walk.tiles != walk.column_tiles) {
+            if (walk.tiles <= 0x7fffffff) { /* a 64-bit division is slow */
+                line = (unsigned)tile / (unsigned)walk.column_tiles;
+                across = (unsigned)tile % (unsigned)walk.column_tiles;
+            } else {
+                line = tile / walk.column_tiles;
+                across = tile % walk.column_tiles;
+            }
         }
-        const int lane = threadIdx.x & ((1 << lanes_log2) - 1);
-        *step = (te_index)elements << lanes_log2;
-        *row = line * lines + (threadIdx.x >> lanes_log2);
-        *column = across * TE_MATRIX_UNROLL * *step + (te_index)lane * elements;
+        const int lane = threadIdx.x & ((1 << walk.lanes_log2) - 1);
+        step = (te_index)elements << walk.lanes_log2;
+        row = line * (TE_MATRIX_THREADS >> walk.lanes_log2) + (threadIdx.x >> walk.lanes_log2);
+        column = across * TE_MATRIX_UNROLL * step + (te_index)lane * elements;
     }
 };
 

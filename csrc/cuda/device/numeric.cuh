@@ -2,10 +2,10 @@
  *
  * numeric.cuh - number formats: tags, conversions to and from float.
  *
- * Conversions are inline PTX rather than cuda_fp16.h and friends, because this code is also compiled
- * by NVRTC, which may come without those headers. FP8 is converted in hardware from sm_89 on; the
- * path for older devices makes the same bits: round to nearest even, finite overflow and Inf saturate,
- * NaN becomes 0x7f.
+ * Conversions are inline PTX rather than cuda_fp16.h and friends, because this code is also
+ * compiled by NVRTC, which may come without those headers. FP8 is converted in hardware from sm_89
+ * on; the path for older devices makes the same bits: round to nearest even, finite overflow and
+ * Inf saturate, NaN becomes 0x7f.
  */
 #ifndef TE_DEVICE_NUMERIC_CUH
 #define TE_DEVICE_NUMERIC_CUH
@@ -153,7 +153,8 @@ template <typename T> __device__ __forceinline__ unsigned te_fp8_pair(float low,
 #endif
 
 /* Four floats to one word of FP8, the first in the lowest byte. */
-template <typename T> __device__ __forceinline__ unsigned te_fp8_word(float a, float b, float c, float d)
+template <typename T>
+__device__ __forceinline__ unsigned te_fp8_word(float a, float b, float c, float d)
 {
     return te_fp8_pair<T>(a, b) | te_fp8_pair<T>(c, d) << 16;
 }
@@ -164,7 +165,8 @@ template <> __device__ __forceinline__ float te_decode<te_e5m2>(unsigned char bi
     return te_decode<te_f16>((unsigned short)(bits << 8));
 }
 
-/* The bits of E4M3, put where an f16 has them, are the value times 2^-8; NaN is the code 0x7f alone. */
+/* The bits of E4M3, put where an f16 has them, are the value times 2^-8; NaN is the code 0x7f
+ * alone. */
 template <> __device__ __forceinline__ float te_decode<te_e4m3>(unsigned char bits)
 {
     const unsigned half = (bits & 0x80U) << 8 | (bits & 0x7fU) << 7;

@@ -8,8 +8,8 @@
 
 #include "cuda/device/types.h"
 
-/* Maximum of a non-negative float over the block, for every thread. `scratch` has a word per warp and
- * may be reused after the next barrier. */
+/* Maximum of a non-negative float over the block, for every thread. `scratch` has a word per warp
+ * and may be reused after the next barrier. */
 template <int THREADS> __device__ __forceinline__ float te_block_max(float value, unsigned *scratch)
 {
     unsigned bits = __reduce_max_sync(0xffffffffU, __float_as_uint(value));
@@ -21,7 +21,8 @@ template <int THREADS> __device__ __forceinline__ float te_block_max(float value
     return __uint_as_float(bits);
 }
 
-/* Raises a non-negative float in memory. It only ever grows, so a stale read costs an atomic at most. */
+/* Raises a non-negative float in memory. It only ever grows, so a stale read costs an atomic at
+ * most. */
 __device__ __forceinline__ void te_raise(float *slot, float value)
 {
     const unsigned bits = __float_as_uint(value);

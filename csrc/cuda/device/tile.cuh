@@ -3,10 +3,10 @@
  * tile.cuh - the transposition of a 64 x 64 tile of bytes through shared memory.
  *
  * 128 threads. A thread owns 4 rows x 8 columns: lane % 8 says which 8 columns, warp and lane / 8
- * which 4 rows. It turns its two 4 x 4 blocks of bytes in registers, so that a word holds one column,
- * and writes words; then 16-byte pieces of columns are read back. The word index is swizzled: both
- * the writes (8 column groups x 4 row groups of one warp) and the reads (two columns x four 16-byte
- * pieces of a quarter warp) touch 32 different banks.
+ * which 4 rows. It turns its two 4 x 4 blocks of bytes in registers, so that a word holds one
+ * column, and writes words; then 16-byte pieces of columns are read back. The word index is
+ * swizzled: both the writes (8 column groups x 4 row groups of one warp) and the reads (two columns
+ * x four 16-byte pieces of a quarter warp) touch 32 different banks.
  */
 #ifndef TE_DEVICE_TILE_CUH
 #define TE_DEVICE_TILE_CUH
@@ -16,10 +16,17 @@
 enum { TE_TILE = 64, TE_TILE_THREADS = 128, TE_TILE_WORDS = TE_TILE * TE_TILE / 4 };
 
 /* First row and column of the calling thread's 4 x 8 elements within a tile. */
-__device__ __forceinline__ int te_tile_row() { return (threadIdx.x >> 3) * 4; }
-__device__ __forceinline__ int te_tile_column() { return (threadIdx.x & 7) * 8; }
+__device__ __forceinline__ int te_tile_row()
+{
+    return (threadIdx.x >> 3) * 4;
+}
+__device__ __forceinline__ int te_tile_column()
+{
+    return (threadIdx.x & 7) * 8;
+}
 
-/* Index of the word that holds rows 4 * group .. + 3 of a column. Groups 4k .. 4k + 3 are adjacent. */
+/* Index of the word that holds rows 4 * group .. + 3 of a column. Groups 4k .. 4k + 3 are adjacent.
+ */
 __device__ __forceinline__ int te_tile_word(int column, int group)
 {
     const int line = column ^ (column >> 3 & 1);
@@ -49,7 +56,8 @@ __device__ __forceinline__ void te_tile_load(const te_view &from, bool aligned, 
     column += te_tile_column();
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        out[i].load(te_at<T>(from, row + i, column), aligned, row + i < rows ? columns - column : 0);
+        out[i].load(te_at<T>(from, row + i, column), aligned,
+                    row + i < rows ? columns - column : 0);
 }
 
 /* Writes the thread's bytes, row i being rows[i], into the transposed tile. */
@@ -68,8 +76,8 @@ __device__ __forceinline__ void te_tile_put(unsigned *tile, const te_vector<T, 8
     }
 }
 
-/* Writes the transposed tile to `to`: columns of the tile are its rows, from (first, second) on, those
- * below to.rows and to.columns. */
+/* Writes the transposed tile to `to`: columns of the tile are its rows, from (first, second) on,
+ * those below to.rows and to.columns. */
 template <typename T>
 __device__ __forceinline__ void te_tile_store(const unsigned *tile, const te_view &to, bool aligned,
                                               te_index first, te_index second)

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * vector.cuh - a few neighbouring elements held in registers as 32-bit words, moved by accesses of up
- * to 16 bytes where the address allows it and one by one where it does not.
+ * vector.cuh - a few neighbouring elements held in registers as 32-bit words, moved by accesses of
+ * up to 16 bytes where the address allows it and one by one where it does not.
  */
 #ifndef TE_DEVICE_VECTOR_CUH
 #define TE_DEVICE_VECTOR_CUH
 
 #include "numeric.cuh"
 
-/* N elements of T. The index of every access is a compile-time constant, so it stays in registers. */
+/* N elements of T. The index of every access is a compile-time constant, so it stays in registers.
+ */
 template <typename T, int N> struct te_vector {
     static constexpr int words = (N * T::bytes + 3) / 4;
     unsigned word[words];
@@ -32,7 +33,10 @@ template <typename T, int N> struct te_vector {
         word[i / per_word] |= (unsigned)bits << (i % per_word * T::bytes * 8 & 31);
     }
 
-    __device__ __forceinline__ float value(int i) const { return te_decode<T>(get(i)); }
+    __device__ __forceinline__ float value(int i) const
+    {
+        return te_decode<T>(get(i));
+    }
 
     /* The address is a multiple of the vector's size, or of 16. */
     __device__ __forceinline__ void load_aligned(const void *from)
@@ -52,17 +56,23 @@ template <typename T, int N> struct te_vector {
         }
     }
 
+    /* PTX, because the compiler splits some 16-byte stores of C into four, at half the bandwidth.
+     */
     __device__ __forceinline__ void store_aligned(void *to) const
     {
+        const size_t address = __cvta_generic_to_global(to);
         if constexpr (words % 4 == 0) {
 #pragma unroll
-            for (int i = 0; i < words / 4; i++)
-                ((uint4 *)to)[i] =
-                    make_uint4(word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]);
+            for (int i = 0; i < words; i += 4)
+                asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address + 4 * i),
+                             "r"(word[i]), "r"(word[i + 1]), "r"(word[i + 2]), "r"(word[i + 3])
+                             : "memory");
         } else if constexpr (words == 2) {
-            *(uint2 *)to = make_uint2(word[0], word[1]);
+            asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(word[0]),
+                         "r"(word[1])
+                         : "memory");
         } else {
-            *(unsigned *)to = word[0];
+            asm volatile("st.global.u32 [%0], %1;" ::"l"(address), "r"(word[0]) : "memory");
         }
     }
 
@@ -109,7 +119,8 @@ template <> struct te_opaque<4> {
 
 /* Element (row, column) of a view of T. */
 template <typename T>
-__device__ __forceinline__ typename T::raw *te_at(const te_view &view, te_index row, te_index column)
+__device__ __forceinline__ typename T::raw *te_at(const te_view &view, te_index row,
+                                                  te_index column)
 {
     return (typename T::raw *)view.data + (row * view.stride + column);
 }

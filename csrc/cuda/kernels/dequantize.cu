@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * dequantize.cu - FP8 per tensor to high precision, from row-wise or from transposed bytes. Both write
- * 16 bytes per thread; the transposed source goes through the byte tile of tile.cuh.
+ * dequantize.cu - FP8 per tensor to high precision, from row-wise or from transposed bytes. Both
+ * write 16 bytes per thread; the transposed source goes through the byte tile of tile.cuh.
  */
 #include "dequantize.h"
 #include "tile.cuh"
@@ -21,22 +21,20 @@ static __device__ __forceinline__ void dequantize(const te_dequantize_params &p)
 {
     constexpr int elements = 16 / TO::bytes;
     const float scale_inv = *p.scale_inv;
-    for (te_walk walk(p.output.rows, p.output.columns, p.lanes_log2, elements); walk.more();
-         walk.next()) {
+    for (te_index tile = blockIdx.x; tile < p.walk.tiles; tile += gridDim.x) {
         te_vector<TI, elements> in[TE_MATRIX_UNROLL];
-        te_index row, column, step;
-        walk.place(elements, &row, &column, &step);
-        if (row >= p.output.rows) continue;
+        te_place at(p.walk, tile, elements);
+        if (at.row >= p.output.rows) continue;
 #pragma unroll
         for (int i = 0; i < TE_MATRIX_UNROLL; i++)
-            in[i].load(te_at<TI>(p.input, row, column + i * step), p.input_aligned != 0,
-                       p.output.columns - column - i * step);
+            in[i].load(te_at<TI>(p.input, at.row, at.column + i * at.step), p.input_aligned != 0,
+                       p.output.columns - at.column - i * at.step);
 #pragma unroll
         for (int i = 0; i < TE_MATRIX_UNROLL; i++) {
             te_vector<TO, elements> out;
             decode<TI, TO, elements>(in[i], scale_inv, &out);
-            out.store(te_at<TO>(p.output, row, column + i * step), p.output_aligned != 0,
-                      p.output.columns - column - i * step);
+            out.store(te_at<TO>(p.output, at.row, at.column + i * at.step), p.output_aligned != 0,
+                      p.output.columns - at.column - i * at.step);
         }
     }
 }
@@ -51,8 +49,8 @@ static __device__ __forceinline__ void dequantize_transposed(const te_dequantize
     for (te_index column = (te_index)blockIdx.y * TE_TILE; column < p.output.columns;
          column += (te_index)gridDim.y * TE_TILE) {
         te_vector<TI, 8> in[4];
-        te_tile_load<TI>(p.input, p.input_aligned != 0, column, row, p.output.columns, p.output.rows,
-                         in);
+        te_tile_load<TI>(p.input, p.input_aligned != 0, column, row, p.output.columns,
+                         p.output.rows, in);
         te_tile_put<TI>(tile, in);
         __syncthreads();
 #pragma unroll 4

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * dequantize.h - parameters of FP8 per tensor to high precision. Device pointers are borrowed for the
- * launch. Read by gcc, nvcc and NVRTC.
+ * dequantize.h - parameters of FP8 per tensor to high precision. Device pointers are borrowed for
+ * the launch. Read by gcc, nvcc and NVRTC.
  */
 #ifndef TE_CUDA_KERNELS_DEQUANTIZE_H
 #define TE_CUDA_KERNELS_DEQUANTIZE_H
@@ -20,10 +20,10 @@
 /* te_dequantize_*: row-wise input, a matrix walk of 256 threads. te_dequantize_transposed_*: input
  * [columns, >= rows]; grid (row tiles, column tiles) of 64 x 64, 128 threads. */
 typedef struct te_dequantize_params {
-    te_view input;          /* bytes */
-    te_view output;         /* [rows, columns] */
-    const float *scale_inv; /* 1 float */
-    int lanes_log2;         /* row-wise: see matrix.cuh */
+    te_view input;                     /* bytes */
+    te_view output;                    /* [rows, columns] */
+    const float *scale_inv;            /* 1 float */
+    te_walk walk;                      /* row-wise: see matrix.cuh */
     int input_aligned, output_aligned; /* every vector access is aligned */
 } te_dequantize_params;
 

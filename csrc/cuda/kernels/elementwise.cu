@@ -14,32 +14,33 @@ template <typename TI, typename TO> struct te_converter {
     }
 };
 template <typename T> struct te_converter<T, T> { /* bits are kept */
-    static __device__ __forceinline__ typename T::raw run(typename T::raw bits) { return bits; }
+    static __device__ __forceinline__ typename T::raw run(typename T::raw bits)
+    {
+        return bits;
+    }
 };
 
 /* 16 bytes of the wider type per access. */
-template <typename TI, typename TO> static __device__ __forceinline__ void cast(const te_cast_params &p)
+template <typename TI, typename TO>
+static __device__ __forceinline__ void cast(const te_cast_params &p)
 {
     constexpr int elements = 16 / (TI::bytes > TO::bytes ? TI::bytes : TO::bytes);
-    for (te_walk walk(p.output.rows, p.output.columns, p.lanes_log2, elements); walk.more();
-         walk.next()) {
+    for (te_index tile = blockIdx.x; tile < p.walk.tiles; tile += gridDim.x) {
         te_vector<TI, elements> in[TE_MATRIX_UNROLL];
-        te_index row, column, step;
-        walk.place(elements, &row, &column, &step);
-        if (row >= p.output.rows) continue;
+        te_place at(p.walk, tile, elements);
+        if (at.row >= p.output.rows) continue;
 #pragma unroll
         for (int i = 0; i < TE_MATRIX_UNROLL; i++)
-            in[i].load(te_at<TI>(p.input, row, column + i * step), p.input_aligned != 0,
-                       row < p.input.rows ? p.input.columns - column - i * step : 0);
+            in[i].load(te_at<TI>(p.input, at.row, at.column + i * at.step), p.input_aligned != 0,
+                       at.row < p.input.rows ? p.input.columns - at.column - i * at.step : 0);
 #pragma unroll
         for (int i = 0; i < TE_MATRIX_UNROLL; i++) {
             te_vector<TO, elements> out;
             out.clear();
 #pragma unroll
-            for (int j = 0; j < elements; j++)
-                out.put(j, te_converter<TI, TO>::run(in[i].get(j)));
-            out.store(te_at<TO>(p.output, row, column + i * step), p.output_aligned != 0,
-                      p.output.columns - column - i * step);
+            for (int j = 0; j < elements; j++) out.put(j, te_converter<TI, TO>::run(in[i].get(j)));
+            out.store(te_at<TO>(p.output, at.row, at.column + i * at.step), p.output_aligned != 0,
+                      p.output.columns - at.column - i * at.step);
         }
     }
 }
@@ -59,15 +60,13 @@ template <typename T> static __device__ __forceinline__ void fill(const te_fill_
     te_vector<T, elements> value;
 #pragma unroll
     for (int i = 0; i < 4; i++) value.word[i] = i % 2 == 0 ? p.pattern : p.pattern_high;
-    for (te_walk walk(p.output.rows, p.output.columns, p.lanes_log2, elements); walk.more();
-         walk.next()) {
-        te_index row, column, step;
-        walk.place(elements, &row, &column, &step);
-        if (row >= p.output.rows) continue;
+    for (te_index tile = blockIdx.x; tile < p.walk.tiles; tile += gridDim.x) {
+        te_place at(p.walk, tile, elements);
+        if (at.row >= p.output.rows) continue;
 #pragma unroll
-        for (int i = 0; i < TE_MATRIX_UNROLL; i++, column += step)
-            value.store(te_at<T>(p.output, row, column), p.output_aligned != 0,
-                        p.output.columns - column);
+        for (int i = 0; i < TE_MATRIX_UNROLL; i++, at.column += at.step)
+            value.store(te_at<T>(p.output, at.row, at.column), p.output_aligned != 0,
+                        p.output.columns - at.column);
     }
 }
 

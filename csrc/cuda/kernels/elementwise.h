@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * elementwise.h - parameters of fill, cast, copy and byte transpose. Device pointers are borrowed for
- * the launch. Read by gcc, nvcc and NVRTC.
+ * elementwise.h - parameters of fill, cast, copy and byte transpose. Device pointers are borrowed
+ * for the launch. Read by gcc, nvcc and NVRTC.
  */
 #ifndef TE_CUDA_KERNELS_ELEMENTWISE_H
 #define TE_CUDA_KERNELS_ELEMENTWISE_H
@@ -26,7 +26,7 @@
 /* A matrix walk of 256 threads over the output; what the input lacks is 0. */
 typedef struct te_cast_params {
     te_view input, output;
-    int lanes_log2;         /* see matrix.cuh */
+    te_walk walk;                      /* see matrix.cuh */
     int input_aligned, output_aligned; /* every vector access is aligned */
 } te_cast_params;
 
@@ -35,12 +35,12 @@ typedef struct te_cast_params {
 typedef struct te_fill_params {
     te_view output;
     unsigned pattern, pattern_high;
-    int lanes_log2;
+    te_walk walk;
     int output_aligned;
 } te_fill_params;
 
-/* output[c, r] = input[r, c] of bytes, 0 beyond the input's rows. Grid: (column tiles, row tiles) of
- * 64 x 64 over the input's columns and the output's columns; 128 threads. */
+/* output[c, r] = input[r, c] of bytes, 0 beyond the input's rows. Grid: (column tiles, row tiles)
+ * of 64 x 64 over the input's columns and the output's columns; 128 threads. */
 typedef struct te_transpose_params {
     te_view input, output;
     int input_aligned, output_aligned; /* rows begin at 8 (input) and 16 (output) bytes */

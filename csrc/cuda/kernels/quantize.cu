@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * quantize.cu - per-tensor cast to FP8 with everything that wants the same read of the input: row-wise
- * bytes, transposed bytes, max|x| and column sums; and the partial maxima of current scaling.
+ * quantize.cu - per-tensor cast to FP8 with everything that wants the same read of the input:
+ * row-wise bytes, transposed bytes, max|x| and column sums; and the partial maxima of current
+ * scaling.
  *
  * Tiles of 64 x 64 with 32 elements per thread keep a small weight on many multiprocessors and give
  * 64-byte pieces of every output row. A block goes down `depth` tiles: the lines of the transposed
- * output are then completed by the block that began them, and column sums, the maximum and the scale
- * are worked out once. The loads of the next tile are issued before the current one is stored.
+ * output are then completed by the block that began them, and column sums, the maximum and the
+ * scale are worked out once. The loads of the next tile are issued before the current one is
+ * stored.
  */
 #include "quantize.h"
 #include "tile.cuh"
@@ -102,9 +104,9 @@ static __device__ __forceinline__ void finish_sums(const te_quantize_params &p, 
 
 /* Casts the thread's rows; padding becomes 0. */
 template <typename TI, typename TO>
-static __device__ __forceinline__ void cast_rows(const te_quantize_params &p, float scale, te_index row,
-                                                 te_index column, const te_vector<TI, 8> in[4],
-                                                 te_vector<TO, 8> out[4])
+static __device__ __forceinline__ void
+cast_rows(const te_quantize_params &p, float scale, te_index row, te_index column,
+          const te_vector<TI, 8> in[4], te_vector<TO, 8> out[4])
 {
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -129,7 +131,8 @@ static __device__ __forceinline__ void quantize(const te_quantize_params &p)
     const te_index first = (te_index)blockIdx.y * p.depth * TE_TILE;
     const bool sums_wanted = p.sums != nullptr || p.bias_grad != nullptr;
     te_index end = first + (te_index)p.depth * TE_TILE;
-    const te_index rows = max(p.input.rows, p.columnwise.data != nullptr ? p.columnwise.columns : 0);
+    const te_index rows =
+        max(p.input.rows, p.columnwise.data != nullptr ? p.columnwise.columns : 0);
     float amax = 0.0F, scale = 1.0F, sums[8] = {};
     te_vector<TI, 8> in[4];
 
@@ -138,8 +141,8 @@ static __device__ __forceinline__ void quantize(const te_quantize_params &p)
     if (p.noop != nullptr && *p.noop != 0.0F) return;
     if (casts || p.scale_pair != nullptr) scale = read_scale(p, scratch);
     if (p.scale_pair != nullptr && (blockIdx.x | blockIdx.y | threadIdx.x) == 0) {
-        p.scale_pair[0] = scale;
-        p.scale_pair[1] = __fdiv_rn(1.0F, scale);
+        p.scale_pair[0] = __fdiv_rn(1.0F, scale);
+        p.scale_pair[1] = scale;
     }
 
     end = min(end, rows);
@@ -176,7 +179,7 @@ static __device__ __forceinline__ void quantize(const te_quantize_params &p)
 
 /* Enough blocks per multiprocessor to cover the latency of memory, as many as need no spills. */
 #define X(I, i, O, o)                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, te_##i::bytes == 4 ? 7 : 8)      \
+    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, 7)                               \
         te_quantize_##i##_##o(const __grid_constant__ te_quantize_params p)                        \
     {                                                                                              \
         quantize<te_##i, te_##o>(p);                                                               \
@@ -184,7 +187,8 @@ static __device__ __forceinline__ void quantize(const te_quantize_params &p)
 TE_QUANTIZE_INSTANCES(X)
 #undef X
 
-/* Adds the column sums of the row groups: 8 threads per column, each every eighth group, then in order. */
+/* Adds the column sums of the row groups: 8 threads per column, each every eighth group, then in
+ * order. */
 extern "C" __global__ void __launch_bounds__(TE_SUMS_THREADS)
     te_quantize_sums(const __grid_constant__ te_quantize_sums_params p)
 {
@@ -211,14 +215,14 @@ template <typename T> static __device__ __forceinline__ void partial_amax(const 
     constexpr int elements = 16 / T::bytes;
     __shared__ unsigned scratch[TE_AMAX_THREADS / 32];
     float amax = 0.0F;
-    for (te_walk walk(p.input.rows, p.input.columns, p.lanes_log2, elements); walk.more(); walk.next()) {
+    for (te_index tile = blockIdx.x; tile < p.walk.tiles; tile += gridDim.x) {
         te_vector<T, elements> in[TE_MATRIX_UNROLL];
-        te_index row, column, step;
-        walk.place(elements, &row, &column, &step);
-        if (row >= p.input.rows) continue;
+        te_place at(p.walk, tile, elements);
+        if (at.row >= p.input.rows) continue;
 #pragma unroll
-        for (int i = 0; i < TE_MATRIX_UNROLL; i++, column += step)
-            in[i].load(te_at<T>(p.input, row, column), p.aligned != 0, p.input.columns - column);
+        for (int i = 0; i < TE_MATRIX_UNROLL; i++, at.column += at.step)
+            in[i].load(te_at<T>(p.input, at.row, at.column), p.aligned != 0,
+                       p.input.columns - at.column);
 #pragma unroll
         for (int i = 0; i < TE_MATRIX_UNROLL; i++)
 #pragma unroll

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * quantize.h - parameters of the per-tensor FP8 cast, of the sums that finish it, and of amax. Device
- * pointers are borrowed for the launch. Read by gcc, nvcc and NVRTC.
+ * quantize.h - parameters of the per-tensor FP8 cast, of the sums that finish it, and of amax.
+ * Device pointers are borrowed for the launch. Read by gcc, nvcc and NVRTC.
  */
 #ifndef TE_CUDA_KERNELS_QUANTIZE_H
 #define TE_CUDA_KERNELS_QUANTIZE_H
@@ -26,15 +26,16 @@
     X(BF16, bf16)
 
 enum {
-    TE_QUANTIZE_PARTIALS = 1024, /* floats of partial maxima; TE_AMAX_PARTIALS of the public header */
+    TE_QUANTIZE_PARTIALS =
+        1024, /* floats of partial maxima; TE_AMAX_PARTIALS of the public header */
     TE_AMAX_THREADS = 256,
     TE_AMAX_UNROLL = 4,
     TE_SUMS_THREADS = 256,
     TE_SUMS_COLUMNS = 32 /* columns that one block of the finishing sums serves */
 };
 
-/* Grid: (column tiles, row groups) of 64 x 64 tiles; 128 threads. Block (x, y) does the `depth` tiles
- * below each other that begin at row tile y * depth. */
+/* Grid: (column tiles, row groups) of 64 x 64 tiles; 128 threads. Block (x, y) does the `depth`
+ * tiles below each other that begin at row tile y * depth. */
 typedef struct te_quantize_params {
     te_view input;          /* [rows, columns] */
     te_view rowwise;        /* [rows, >= columns] bytes; data NULL: not wanted */
@@ -49,25 +50,26 @@ typedef struct te_quantize_params {
     float fp8_max, epsilon; /* for partials */
     int power_2;
     int depth;
-    int bias_dtype;         /* TE_STORE_* */
-    int input_aligned, rowwise_aligned, columnwise_aligned; /* every row begins at 16 bytes (rowwise: 8) */
+    int bias_dtype; /* TE_STORE_* */
+    int input_aligned, rowwise_aligned,
+        columnwise_aligned; /* every row begins at 16 bytes (rowwise: 8) */
     int partials_aligned;
 } te_quantize_params;
 
 /* Grid: columns / TE_SUMS_COLUMNS, rounded up; TE_SUMS_THREADS threads. */
 typedef struct te_quantize_sums_params {
-    const float *sums;      /* [groups, columns] */
-    void *bias_grad;        /* [columns] */
-    const float *noop;      /* 1 float or NULL */
+    const float *sums; /* [groups, columns] */
+    void *bias_grad;   /* [columns] */
+    const float *noop; /* 1 float or NULL */
     te_index groups, columns;
-    int bias_dtype;         /* TE_STORE_* */
+    int bias_dtype; /* TE_STORE_* */
 } te_quantize_sums_params;
 
 /* Grid: 1 .. TE_QUANTIZE_PARTIALS blocks of TE_AMAX_THREADS threads. */
 typedef struct te_amax_params {
     te_view input;
-    float *partials;        /* TE_QUANTIZE_PARTIALS floats */
-    int lanes_log2;         /* see matrix.cuh */
+    float *partials; /* TE_QUANTIZE_PARTIALS floats */
+    te_walk walk;    /* see matrix.cuh */
     int aligned;
 } te_amax_params;
 

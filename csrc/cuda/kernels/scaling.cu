@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * scaling.cu - one update of a chunk of delayed-scaling slots: the largest amax of the window, the new
- * scale, and the history rolled in place.
+ * scaling.cu - one update of a chunk of delayed-scaling slots: the largest amax of the window, the
+ * new scale, and the history rolled in place.
  *
- * A block owns 32 slots for all rows. Rolling moves row i + 1 to row i, so the block goes up in bands:
- * a band is read into registers, and after a barrier written one row lower. What a band overwrites
- * has been read by then, by itself or by the band before.
+ * A block owns 32 slots for all rows. Rolling moves row i + 1 to row i, so the block goes up in
+ * bands: a band is read into registers, and after a barrier written one row lower. What a band
+ * overwrites has been read by then, by itself or by the band before.
  */
 #include "scaling.h"
 #include "core/scaling_math.h"

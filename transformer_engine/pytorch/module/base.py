@@ -11,7 +11,7 @@ from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import recompute, scaling
 from transformer_engine.pytorch.extra_state import pack_state, unpack_state
 from transformer_engine.pytorch.plans import quantization_of
-from transformer_engine.pytorch.state import STATE
+from transformer_engine.pytorch.state import RegionState, current_state
 
 __all__ = ["Fp8Module", "Region"]
 
@@ -23,6 +23,8 @@ class Region(NamedTuple):
 
     Attributes
     ----------
+    state : RegionState
+        Of the thread.
     recipe : Recipe or None
         How to quantize; None: high precision.
     replay : Entry or None
@@ -31,6 +33,7 @@ class Region(NamedTuple):
         Checkpoints that want to know of this call.
     """
 
+    state: RegionState
     recipe: Recipe | None
     replay: recompute.Entry | None
     record: list
@@ -60,36 +63,36 @@ class Fp8Module(torch.nn.Module):
 
     def _region(self) -> Region:
         """What is in force for a call that begins now."""
-        state = STATE
+        state = current_state()
         recipe = state.recipe if state.enabled else None
         if torch.compiler.is_compiling():
-            return Region(recipe, None, _NO_FRAMES)
+            return Region(state, recipe, None, _NO_FRAMES)
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward:
-            checkpointed = _top_hooks(False) is not None or (
-                self.training and not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+            checkpointed = _top_hooks(False) is not None or not (
+                torch.is_grad_enabled() or torch.is_inference_mode_enabled()
             )
             if not checkpointed:
-                return Region(recipe, None, _NO_FRAMES)
+                return Region(state, recipe, None, _NO_FRAMES)
         record, replay = recompute.frames()
         if replay is not None:
             entry = replay.replay(self)
-            return Region(entry.recipe, entry, record)
+            return Region(state, entry.recipe, entry, record)
         if in_backward and recipe is not None:
             raise RuntimeError(
                 f"{type(self).__name__}: FP8 forward inside a backward, but not under a checkpoint "
                 "that is known: which scales the first forward used can not be told. Use "
                 "transformer_engine.pytorch.checkpoint or torch.utils.checkpoint for the recompute"
             )
-        return Region(recipe, None, record)
+        return Region(state, recipe, None, record)
 
     def _take_first(self, region: Region, records: bool) -> bool:
         """Whether this call's backward is the one that updates the backward state."""
         if region.replay is not None:
             return region.replay.first
-        if not records or not STATE.first:
+        if not records or not region.state.first:
             return False
-        STATE.first = False
+        region.state.first = False
         return True
 
     def _record(
@@ -118,14 +121,16 @@ class Fp8Module(torch.nn.Module):
 
     # ---- scaling state -------------------------------------------------------------------------
 
-    def _slots_for(self, recipe: DelayedScaling, device: torch.device) -> scaling.Slots:
+    def _slots_for(
+        self, recipe: DelayedScaling, group: Any, device: torch.device
+    ) -> scaling.Slots:
         """Slots of this module under a delayed-scaling recipe, on a device."""
         if torch.compiler.is_compiling():
-            self._ensure_slots(*scaling.rule_of(recipe), STATE.group, device)
+            self._ensure_slots(*scaling.rule_of(recipe), group, device)
             return self._slots
-        if self._slots_fit(repr(recipe), STATE.group, device):
+        if self._slots_fit(repr(recipe), group, device):
             return self._slots
-        return self._make_slots(scaling.rule_of(recipe), STATE.group, device)
+        return self._make_slots(scaling.rule_of(recipe), group, device)
 
     def _slots_fit(self, identity: str, group: Any, device: torch.device) -> bool:
         slots = self._slots
@@ -223,10 +228,11 @@ class Fp8Module(torch.nn.Module):
         missing_keys: list[str],
         *lists: list[str],
     ) -> None:
+        key = prefix + "_extra_state"
+        unpack_state(state_dict.get(key), self.SLOTS)  # a malformed one raises before weights change
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, *lists
         )
-        key = prefix + "_extra_state"
         if key in missing_keys:
             missing_keys.remove(key)
 

@@ -11,8 +11,10 @@ from torch.nn import Parameter
 
 from transformer_engine import _core
 from transformer_engine.pytorch import ops, scaling
+from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.module.base import Fp8Module, Region
+from transformer_engine.pytorch.module.linear_call import LinearCall, main_grad_of
 from transformer_engine.pytorch.module.parameters import (
     Split,
     default_device,
@@ -21,177 +23,27 @@ from transformer_engine.pytorch.module.parameters import (
     split_rows,
 )
 from transformer_engine.pytorch.plans import (
+    ACCUMULATE,
+    ALLOW_TF32,
+    BIAS,
+    CACHE_READ,
+    CACHE_WRITE,
+    DEFER,
+    DGRAD,
     HIGH_PRECISION,
+    NO_AMAX,
+    OVERWRITE,
+    SAVE_INPUT,
+    WGRAD,
     LinearPlans,
     LinearSpec,
     Quantization,
     linear_plans,
 )
-from transformer_engine.pytorch.state import STATE
+from transformer_engine.pytorch.staged import StageBuffers, external_bits
+from transformer_engine.pytorch.state import RegionState, current_state
 
-__all__ = ["Linear", "LinearCall"]
-
-BIAS = _core.LINEAR_BIAS
-DGRAD = _core.LINEAR_DGRAD
-WGRAD = _core.LINEAR_WGRAD_NEEDED
-SAVE_INPUT = _core.LINEAR_SAVE_INPUT
-NO_AMAX = _core.LINEAR_NO_AMAX
-ALLOW_TF32 = _core.LINEAR_ALLOW_TF32
-ACCUMULATE = _core.LINEAR_ACCUMULATE_WGRAD
-OVERWRITE = _core.LINEAR_OVERWRITE_WGRAD
-DEFER = _core.LINEAR_DEFER_WGRAD
-CACHE_WRITE = _core.LINEAR_CACHE_WRITE
-CACHE_READ = _core.LINEAR_CACHE_READ
-
-
-class LinearCall:
-    """One call of a linear layer: its plans, over the state in force (see `function.Call`).
-
-    Attributes
-    ----------
-    plans : LinearPlans
-        What runs.
-    slots : Slots or None
-        The module's slots (delayed scaling).
-    scales : Tensor or None
-        Forward scales of the call that this one repeats.
-    first : bool
-        Update the backward state after this call's backward.
-    cache : tuple of Tensor or None
-        The quantized weight: row-wise, column-wise, {scale, 1/scale}.
-    weight : Parameter or None
-        Whose ``main_grad`` takes the weight gradient.
-    queue : deque or None
-        Where a deferred weight gradient goes.
-    """
-
-    __slots__ = ("plans", "slots", "scales", "first", "cache", "weight", "queue")
-
-    def __init__(self, plans: LinearPlans, slots: scaling.Slots | None) -> None:
-        self.plans = plans
-        self.slots = slots
-        self.scales: Tensor | None = None
-        self.first = False
-        self.cache: tuple[Tensor, Tensor, Tensor] | None = None
-        self.weight: Parameter | None = None
-        self.queue: deque | None = None
-
-    def run_forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Run the forward over (input, weight, bias or None)."""
-        inp, weight, bias = tensors
-        flags = self.plans.spec.flags
-        inputs = [inp]
-        if flags & CACHE_READ:
-            inputs += [self.cache[0], self.cache[2]]
-        else:
-            inputs.append(weight)
-        if flags & BIAS:
-            inputs.append(bias)
-        state = []
-        slot = 0
-        if self.scales is not None:
-            inputs.append(self.scales)
-        elif self.slots is not None:
-            inputs.append(self.slots.forward_scale)
-            state.append(self.slots.forward_history)
-            slot = self.slots.forward_slot
-        outputs = ops.run(self.plans.forward, (slot, 0), inputs, state)
-        if flags & CACHE_WRITE:
-            self.cache = outputs[1:4]
-        return outputs[0], self._to_save(inp, weight, outputs[-1])
-
-    def _to_save(self, inp: Tensor, weight: Tensor, packed: Tensor | None) -> tuple[Tensor, ...]:
-        flags = self.plans.spec.flags
-        saved = []
-        if self._saves_packed():
-            saved.append(packed)
-        if flags & DGRAD:
-            if self._cached():
-                saved += self.cache[1:]
-            else:
-                saved.append(weight)
-        if flags & WGRAD and (flags & SAVE_INPUT or not self._quantized()):
-            saved.append(inp)
-        return tuple(saved)
-
-    def _quantized(self) -> bool:
-        return self.plans.spec.quantization.recipe != _core.RECIPE_NONE
-
-    def _cached(self) -> bool:
-        return bool(self.plans.spec.flags & (CACHE_READ | CACHE_WRITE))
-
-    def _saves_packed(self) -> bool:
-        flags = self.plans.spec.flags
-        return self._quantized() and bool(
-            flags & WGRAD or (flags & DGRAD and not flags & (CACHE_READ | CACHE_WRITE))
-        )
-
-    def run_backward(self, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        """Run the backward: gradients of (input, weight, bias)."""
-        spec = self.plans.spec
-        flags = spec.flags
-        saved = list(saved)
-        packed = saved.pop(0) if self._saves_packed() else None
-        inputs = [grad]
-        if flags & DGRAD:
-            inputs += [saved.pop(0) for _ in range(2 if self._cached() else 1)]
-        original = saved.pop(0) if saved else None
-        defer = bool(flags & DEFER)
-        state = []
-        slot = 0
-        if original is not None and not defer:
-            inputs.append(original)
-        if self.slots is not None and flags & (DGRAD | WGRAD):
-            inputs.append(self.slots.backward_scale)
-            state.append(self.slots.backward_history)
-            slot = self.slots.backward_slot
-        into_main_grad = flags & (ACCUMULATE | OVERWRITE)
-        if into_main_grad and flags & WGRAD and not defer:
-            state.append(_main_grad(self.weight))
-        outputs = list(ops.run(self.plans.backward, (0, slot), inputs, state, packed))
-        grad_input = outputs.pop(0) if flags & DGRAD else None
-        grad_weight = None
-        if flags & WGRAD and not defer:
-            grad_weight = _dummy_grad(self.weight) if into_main_grad else outputs.pop(0)
-        grad_bias = outputs.pop(0) if spec.bias_grad else None
-        if defer and flags & WGRAD:
-            self._defer(grad, original, packed, outputs)
-        if self.first:
-            scaling.update("backward")
-        return grad_input, grad_weight, grad_bias
-
-    def _defer(
-        self, grad: Tensor, original: Tensor | None, packed: Tensor | None, outputs: list
-    ) -> None:
-        """Put the weight gradient off: what its plan reads goes to the module's queue."""
-        inputs = outputs[:2] if self._quantized() else [grad]
-        if original is not None:
-            inputs.append(original)
-        rows = grad.shape[:-1].numel()
-        self.queue.append((self.plans, inputs, packed, rows, self.weight))
-
-
-def _main_grad(weight: Parameter) -> Tensor:
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
-        raise RuntimeError(
-            "Linear: fuse_wgrad_accumulation=True, but the weight has no main_grad: assign a tensor "
-            f"of shape {tuple(weight.shape)} to weight.main_grad before the forward"
-        )
-    return main_grad
-
-
-def _dummy_grad(weight: Parameter) -> Tensor | None:
-    """What autograd gets where the gradient went to main_grad.
-
-    A weight that has ``grad_added_to_main_grad`` belongs to a framework that counts gradient hooks:
-    it is told, and gets a tensor so that the hooks run.
-    """
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-    return make(weight.shape, dtype=weight.dtype, device=weight.device)
+__all__ = ["Linear"]
 
 
 class Linear(Fp8Module):
@@ -311,6 +163,8 @@ class Linear(Fp8Module):
         self._wgrads: deque = deque()
         self._plans: dict[tuple, LinearPlans] = {}
         self._weight_cache: tuple | None = None
+        self._stages: dict[str, Callable] | None = None
+        self._external = 0
         device = torch.device(default_device() if device is None else device)
         dtype = params_dtype or dtype or torch.get_default_dtype()
         if self._split is not None and self.fuse_wgrad_accumulation:
@@ -434,10 +288,13 @@ class Linear(Fp8Module):
             )
         weight, bias = self._weight_and_bias()
         region = self._region()
+        owner = weight
         inp, weight, bias, output_dtype = self._promote(inp, weight, bias, region.recipe)
-        if STATE.calibrating and region.recipe is None:
-            self._calibrate(inp, weight)
-        call = self._prepare(inp, weight, bias, output_dtype, region, is_first_microbatch)
+        if region.state.calibrating and region.recipe is None:
+            self._calibrate(region.state, inp, weight)
+        call = self._prepare(
+            inp, weight, bias, output_dtype, region, is_first_microbatch, owner
+        )
         if call.plans.backward:
             out = run_call(call, inp, weight, bias)
         else:
@@ -506,8 +363,9 @@ class Linear(Fp8Module):
         output_dtype: torch.dtype,
         region: Region,
         is_first_microbatch: bool | None,
+        owner: Tensor,
     ) -> LinearCall:
-        """Choose the plans and bind them to the state in force."""
+        """Choose the plans and bind them to the state in force; `owner` is the weight itself."""
         recipe = region.recipe
         flags = BIAS if bias is not None else 0
         bias_grad = False
@@ -519,7 +377,7 @@ class Linear(Fp8Module):
             bias_grad = bias is not None and bias.requires_grad
         records = flags & (DGRAD | WGRAD) != 0 or bias_grad
         if flags & WGRAD:
-            flags |= self._wgrad_flags(weight, is_first_microbatch)
+            flags |= self._wgrad_flags(owner, weight.dtype, recipe, is_first_microbatch)
         slots = scales = cache = None
         quantization = HIGH_PRECISION
         replay = region.replay
@@ -532,17 +390,19 @@ class Linear(Fp8Module):
                 flags |= (NO_AMAX if scales is not None else 0) | (CACHE_READ if cache else 0)
             else:
                 if recipe.delayed():
-                    slots = self._slots_for(recipe, inp.device)
+                    slots = self._slots_for(recipe, region.state.group, inp.device)
                 if is_first_microbatch is not None:
                     flags |= self._cache_flag(weight, is_first_microbatch, quantization, slots)
                     cache = self._weight_cache[1] if flags & CACHE_READ else None
         elif inp.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
             flags |= ALLOW_TF32
         bias_dtype = weight.dtype if bias is None else bias.dtype
-        grad_dtype = weight.main_grad.dtype if flags & (ACCUMULATE | OVERWRITE) else weight.dtype
+        grad_dtype = owner.main_grad.dtype if flags & (ACCUMULATE | OVERWRITE) else weight.dtype
         dtypes = (inp.dtype, weight.dtype, bias_dtype, output_dtype, grad_dtype)
-        key = (flags, bias_grad, *dtypes, *quantization)
+        key = (flags, bias_grad, self._external, *dtypes, *quantization)
         if torch.compiler.is_compiling():
+            if self._stages:
+                raise NotImplementedError("Linear: override_stages under torch.compile")
             self._ensure_plans(*key)
         plans = self._plans.get(key)
         if plans is None:
@@ -550,18 +410,27 @@ class Linear(Fp8Module):
         call = LinearCall(plans, slots)
         call.scales = scales
         call.cache = cache
+        call.stages = self._stages
         if recipe is not None:
             call.first = self._take_first(region, records or bool(region.record))
         if flags & (ACCUMULATE | OVERWRITE | DEFER):
-            call.weight = weight
+            call.weight = owner
             call.queue = self._wgrads
         return call
 
-    def _wgrad_flags(self, weight: Tensor, is_first_microbatch: bool | None) -> int:
+    def _wgrad_flags(
+        self, owner: Tensor, dtype: torch.dtype, recipe: Any, is_first_microbatch: bool | None
+    ) -> int:
+        """Where the weight gradient goes; `dtype` is that of the GEMM's operands without FP8."""
         flags = DEFER if self.delay_wgrad_compute else 0
         if self.fuse_wgrad_accumulation:
-            _main_grad(weight)
-            overwrite = is_first_microbatch or getattr(weight, "overwrite_main_grad", False)
+            main = main_grad_of(owner).dtype
+            if recipe is None and main not in (dtype, torch.float32):
+                raise TypeError(
+                    f"Linear: main_grad is {main} and the operands are {dtype}: without FP8 it must "
+                    "be torch.float32 or of their dtype"
+                )
+            overwrite = is_first_microbatch or getattr(owner, "overwrite_main_grad", False)
             flags |= OVERWRITE if overwrite else ACCUMULATE
         return flags
 
@@ -599,24 +468,25 @@ class Linear(Fp8Module):
             self._make_plans(key)
 
     def _make_plans(self, key: tuple) -> LinearPlans:
-        flags, bias_grad = key[:2]
-        codes = [_core.dtype_code(dtype) for dtype in key[2:7]]
-        quantization = Quantization(*key[7:])
+        flags, bias_grad, external = key[:3]
+        codes = [_core.dtype_code(dtype) for dtype in key[3:8]]
+        quantization = Quantization(*key[8:])
         spec = LinearSpec(
-            self.in_features, self.out_features, *codes, quantization, flags, bias_grad
+            self.in_features, self.out_features, *codes, quantization, flags, bias_grad, external
         )
+        prepare_device(next(self.parameters()).device)
         plans = linear_plans(spec)
         self._plans[key] = plans
         return plans
 
-    def _calibrate(self, inp: Tensor, weight: Tensor) -> None:
+    def _calibrate(self, state: RegionState, inp: Tensor, weight: Tensor) -> None:
         """Record amaxes of a forward in high precision."""
-        recipe = STATE.recipe
+        recipe = state.recipe
         if recipe is None or not recipe.delayed():
             return
         if torch.compiler.is_compiling():
             raise NotImplementedError("Linear: calibrating=True under torch.compile")
-        slots = self._slots_for(recipe, inp.device)
+        slots = self._slots_for(recipe, state.group, inp.device)
         for offset, tensor in enumerate((inp, weight)):
             slot = slots.forward_slot + offset
             _core.quantize(tensor.detach(), amax=slots.forward_history[0, slot : slot + 1])
@@ -624,14 +494,36 @@ class Linear(Fp8Module):
     def plans_of(self, inp: Tensor, is_first_microbatch: bool | None = None) -> list[tuple[str, int]]:
         """(title, plan id) of what a call would run; see `explain`. Changes no state."""
         weight, bias = self._weight_and_bias()
-        recipe = STATE.recipe if STATE.enabled else None
+        state = current_state()
+        recipe = state.recipe if state.enabled else None
+        owner = weight
         inp, weight, bias, dtype = self._promote(inp, weight, bias, recipe)
-        first, slots = STATE.first, self._slots
-        call = self._prepare(inp, weight, bias, dtype, Region(recipe, None, []), is_first_microbatch)
-        STATE.first, self._slots = first, slots
+        first, slots, loaded = state.first, self._slots, self._loaded_state
+        region = Region(state, recipe, None, [])
+        call = self._prepare(inp, weight, bias, dtype, region, is_first_microbatch, owner)
+        state.first, self._slots, self._loaded_state = first, slots, loaded
         plans = call.plans
         titles = ("forward", plans.forward), ("backward", plans.backward), ("wgrad", plans.wgrad)
         return [(title, plan) for title, plan in titles if plan]
+
+    def override_stages(self, **stages: Callable[[StageBuffers], Any]) -> None:
+        """Let Python functions run stages of this layer's plans; none restores the built-in ones.
+
+        Parameters
+        ----------
+        **stages
+            ``f(buffers)`` by stage name (see `explain`, and `staged.StageBuffers`); it fills the
+            buffers that the stage writes. ``gemm_output`` is the forward GEMM, ``quantize_input`` the
+            cast of the input, ``reduce_amax_input`` stands between measuring and casting (current
+            scaling), and so on.
+
+        Raises
+        ------
+        ValueError
+            A name is no stage.
+        """
+        self._external = external_bits(stages)
+        self._stages = dict(stages) or None
 
     # ---- delayed weight gradients --------------------------------------------------------------
 
@@ -654,7 +546,7 @@ class Linear(Fp8Module):
             )
         plans, inputs, packed, rows, weight = self._wgrads.popleft()
         into_main_grad = plans.has(ACCUMULATE | OVERWRITE)
-        state = [_main_grad(weight)] if into_main_grad else []
+        state = [main_grad_of(weight)] if into_main_grad else []
         with torch.no_grad():
             outputs = ops.run(plans.wgrad, (0, 0), inputs, state, packed, rows)
             if into_main_grad:
@@ -666,4 +558,7 @@ class Linear(Fp8Module):
                 parameter = getattr(self, name)
                 if not parameter.requires_grad:
                     continue
-                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+                if parameter.grad is None:
+                    parameter.grad = grad.to(parameter.dtype)
+                else:
+                    parameter.grad.add_(grad)

@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gemm: products of all dtypes, shapes and layouts. The rest is in test_gemm_epilogue.py."""
+
+import numpy as np
+import pytest
+import torch
+from buffers import FP8, HIGH, LAYOUTS, Poisoned, floats, fp8_gemms, laid_out, name_of
+from comparators import assert_bits
+from gemm_problem import COMBOS, FP8_COMBOS, HIGH_COMBOS, Problem, combo_id
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import narrow
+from tols import BF16, E4M3, E5M2, F16, F32
+
+from transformer_engine import _core
+
+TRANSPOSES = [(False, False), (False, True), (True, False), (True, True)]
+SIZES = [(1, 1, 16), (16, 32, 64), (17, 33, 48), (65, 127, 320), (200, 40, 32), (3, 300, 16)]
+
+
+def check_whole(problem, **changes):
+    """Sums of small integers have one right answer, bit for bit."""
+    problem.run(**changes)
+    expected = narrow(problem.exact().numpy(), problem.combo[2])
+    assert_bits(problem.d.tensor + 0.0, expected + 0.0)  # the sign of a zero sum is free
+    assert problem.d.untouched()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("combo", COMBOS, ids=combo_id)
+def test_random(device, combo, sizes, rng):
+    problem = Problem(rng, device, combo, sizes)
+    problem.run()
+    problem.check(problem.exact())
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("combo", COMBOS, ids=combo_id)
+def test_whole_numbers(device, combo, sizes, rng):
+    check_whole(Problem(rng, device, combo, sizes, whole=True))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (33, 65, 47), (13, 8, 300)])
+@pytest.mark.parametrize("transposed", TRANSPOSES)
+@pytest.mark.parametrize("combo", HIGH_COMBOS, ids=combo_id)
+def test_transposes(device, combo, transposed, sizes, rng):
+    check_whole(Problem(rng, device, combo, sizes, transposed=transposed, whole=True))
+    problem = Problem(rng, device, combo, sizes, transposed=transposed)
+    problem.run()
+    problem.check(problem.exact())
+
+
+@pytest.mark.parametrize("transposed", TRANSPOSES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("combo", HIGH_COMBOS, ids=combo_id)
+def test_layouts(device, combo, layout, transposed, rng):
+    check_whole(
+        Problem(rng, device, combo, (34, 50, 70), transposed=transposed, layout=layout, whole=True)
+    )
+
+
+@pytest.mark.parametrize("sizes", [(34, 50, 80), (7, 3, 16)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("combo", FP8_COMBOS, ids=combo_id)
+def test_fp8_layouts(device, combo, layout, sizes, rng):
+    check_whole(Problem(rng, device, combo, sizes, layout=layout, whole=True))
+
+
+@given(data=st.data())
+def test_any_problem(device, data):
+    combo = data.draw(st.sampled_from(COMBOS))
+    size, depth = st.integers(0, 50), st.integers(0, 70)
+    k = data.draw(st.integers(0, 4)) * 16 if combo[0] in FP8 else data.draw(depth)
+    sizes = data.draw(size), data.draw(size), k
+    problem = Problem(
+        np.random.default_rng(data.draw(st.integers(0, 2**31))),
+        device,
+        combo,
+        sizes,
+        transposed=data.draw(st.sampled_from(TRANSPOSES)),
+        layout=data.draw(st.sampled_from(sorted(LAYOUTS))),
+        whole=True,
+    )
+    check_whole(problem)
+
+
+@pytest.mark.parametrize(
+    "combo", [(F32, F32, F32), (BF16, BF16, BF16), (E4M3, E5M2, BF16)], ids=combo_id
+)
+def test_several_blocks_and_threads(device, combo, rng):
+    problem = Problem(rng, device, combo, (390, 530, 592))
+    problem.run()
+    first = problem.d.tensor.clone()
+    problem.check(problem.exact())
+    problem.run()
+    assert_bits(problem.d.tensor, first)
+
+
+@pytest.mark.parametrize("combo", COMBOS, ids=combo_id)
+def test_twice_the_same(device, combo, rng):
+    problem = Problem(rng, device, combo, (70, 90, 128))
+    problem.run()
+    first = problem.d.tensor.clone()
+    problem.run()
+    assert_bits(problem.d.tensor, first)
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 16), (8, 0, 16), (0, 0, 0), (8, 24, 0), (8, 3, 0)])
+@pytest.mark.parametrize("combo", COMBOS, ids=combo_id)
+def test_empty(device, combo, sizes, rng):
+    """Nothing to do without rows or columns; a product over nothing is 0."""
+    problem = Problem(rng, device, combo, sizes, whole=True)
+    check_whole(problem)
+    assert not _core.counters().get("gemm.cpu.f32.f32", 0)
+
+
+# ---- flags ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("combo", FP8_COMBOS, ids=combo_id)
+def test_fast_and_split_accumulation(device, combo, fast, rng):
+    problem = Problem(rng, device, combo, (80, 96, 512))
+    problem.run(fast_accumulation=fast)
+    problem.check(problem.exact(), fast=fast)
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_tf32(device, tf32, rng):
+    problem = Problem(rng, device, (F32, F32, F32), (80, 96, 500))
+    problem.run(allow_tf32=tf32)
+    problem.check(problem.exact(), tf32=tf32)
+
+
+@pytest.mark.parametrize("flag", ["fast_accumulation", "allow_tf32"])
+def test_cpu_has_one_precision(flag, rng):
+    combo = (E4M3, E4M3, F32) if flag == "fast_accumulation" else (F32, F32, F32)
+    problem = Problem(rng, "cpu", combo, (20, 30, 320))
+    problem.run()
+    first = problem.d.tensor.clone()
+    problem.run(**{flag: True})
+    assert_bits(problem.d.tensor, first)
+
+
+# ---- values that are not finite ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [*HIGH, *FP8], ids=name_of)
+def test_not_finite(device, dtype, value, rng):
+    """NaN and Inf reach their own row and nothing else (e4m3 has no Inf: it is left out)."""
+    if dtype == E4M3 and value == value:
+        value = float("nan")
+    combo = (dtype, E4M3 if dtype in FP8 else dtype, F32)
+    problem = Problem(rng, device, combo, (40, 24, 32))
+    problem.values[0][7, 5] = value
+    problem.values[1] = problem.values[1].float().abs().to(combo[1])
+    if dtype == E5M2 and value == value:  # a saturating cast makes no Inf: write its code
+        problem.values[0].view(torch.uint8)[7, 5] = 0x7C if value > 0 else 0xFC
+    b = problem.values[1].t().contiguous() if dtype in FP8 else problem.values[1]
+    problem.operands = [laid_out(t, "dense", device) for t in (problem.values[0], b)]
+    problem.transposed = (False, dtype in FP8)
+    problem.run()
+    d = problem.d.tensor.cpu()
+    column_is_zero = problem.values[1].float()[5] == 0
+    expected = torch.full((24,), value).where(~column_is_zero, torch.tensor(float("nan")))
+    assert_bits(d[7], expected, any_nan=True)
+    others = torch.arange(40) != 7
+    assert d[others].isfinite().all() and (d[others] != 0).any()
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+E4, E5 = (lambda *s: torch.zeros(*s).to(E4M3)), (lambda *s: torch.zeros(*s).to(E5M2))
+ONE = torch.ones(1)
+FP8_CALL = {
+    "a": E4(4, 16),
+    "b": E4(6, 16),
+    "b_transposed": True,
+    "a_scale_inv": ONE,
+    "b_scale_inv": ONE,
+}
+WRONG = {
+    "inner sizes": (
+        ValueError,
+        r"d: \[4, 6\] from a \[4, 5\] and b \[3, 6\]: inner sizes must agree",
+        {"b": torch.zeros(3, 6)},
+    ),
+    "outer sizes": (ValueError, r"d: \[4, 6\] from a \[5, 5\]", {"a": torch.zeros(5, 5)}),
+    "two dtypes": (
+        TypeError,
+        "b: operands f32 and bf16, expected the same high precision",
+        {"b": torch.zeros(5, 6, dtype=BF16)},
+    ),
+    "one FP8": (TypeError, "b: operands f32 and e4m3", {"b": E4(5, 6)}),
+    "integers": (
+        TypeError,
+        "b: operands i32 and i32",
+        {"a": torch.zeros(4, 5, dtype=torch.int32), "b": torch.zeros(5, 6, dtype=torch.int32)},
+    ),
+    "two e5m2": (
+        TypeError,
+        "b: operands e5m2 and e5m2, .* at most one e5m2",
+        {**FP8_CALL, "a": E5(4, 16), "b": E5(6, 16)},
+    ),
+    "no scale of a": (
+        ValueError,
+        "a: FP8 operand e4m3 needs its inverse scale",
+        {**FP8_CALL, "a_scale_inv": None},
+    ),
+    "no scale of b": (
+        ValueError,
+        "b: FP8 operand e4m3 needs its inverse scale",
+        {**FP8_CALL, "b_scale_inv": None},
+    ),
+    "FP8 k": (
+        ValueError,
+        "a: FP8 GEMM takes .* k a multiple of 16; got .* k = 15",
+        {**FP8_CALL, "a": E4(4, 15), "b": E4(6, 15)},
+    ),
+    "FP8 b": (
+        ValueError,
+        "a: FP8 GEMM takes .* b_transposed = 0, k = 16",
+        {**FP8_CALL, "b": E4(16, 6), "b_transposed": False},
+    ),
+    "FP8 a": (
+        ValueError,
+        "a: FP8 GEMM takes .* a_transposed = 1",
+        {**FP8_CALL, "a": E4(16, 4), "a_transposed": True},
+    ),
+    "bf16 d of f32": (
+        TypeError,
+        "d: dtype bf16 from f32 operands, expected the same or f32",
+        {"d": BF16},
+    ),
+    "FP8 d of f32": (ValueError, "d: FP8 output e4m3 needs FP8 operands and d_scale", {"d": E4M3}),
+    "FP8 d without scale": (
+        ValueError,
+        "d: FP8 output e4m3 needs FP8 operands and d_scale",
+        {**FP8_CALL, "d": E4M3},
+    ),
+    "FP8 d accumulating": (
+        ValueError,
+        "d: FP8 output e4m3 .* can not accumulate",
+        {**FP8_CALL, "d": E4M3, "d_scale": ONE, "accumulate": True},
+    ),
+    "integer d": (TypeError, "d: dtype i32, expected f32, f16 or bf16", {"d": torch.int32}),
+    "bf16 scale": (
+        TypeError,
+        "a_scale_inv: dtype bf16, expected f32",
+        {**FP8_CALL, "a_scale_inv": ONE.to(BF16)},
+    ),
+    "short bias": (
+        ValueError,
+        "bias: .*length 5, expected a vector of 6",
+        {"bias": torch.zeros(5)},
+    ),
+    "bf16 bias": (
+        TypeError,
+        "bias: dtype bf16, expected f32",
+        {"bias": torch.zeros(6, dtype=BF16)},
+    ),
+    "f32 bias of FP8": (
+        TypeError,
+        "bias: dtype f32, expected bf16",
+        {**FP8_CALL, "bias": torch.zeros(6)},
+    ),
+    "bf16 bias of f16": (
+        TypeError,
+        "bias: dtype bf16, expected f16",
+        {**FP8_CALL, "d": F16, "bias": torch.zeros(6, dtype=BF16)},
+    ),
+    "long bias_grad": (
+        ValueError,
+        "bias_grad: .*length 6, expected a vector of 4",
+        {"bias_grad": torch.zeros(6)},
+    ),
+    "bf16 bias_grad": (
+        TypeError,
+        "bias_grad: dtype bf16 with f32 operands, expected the same",
+        {"bias_grad": torch.zeros(4, dtype=BF16)},
+    ),
+    "FP8 bias_grad": (
+        TypeError,
+        "bias_grad: dtype f32 with e4m3 operands",
+        {**FP8_CALL, "bias_grad": torch.zeros(4)},
+    ),
+    "aux alone": (
+        ValueError,
+        r"aux: shape \[4, 6\], expected \[4, 6\] and an activation",
+        {"aux": torch.zeros(4, 6)},
+    ),
+    "aux shape": (
+        ValueError,
+        r"aux: shape \[4, 5\], expected \[4, 6\]",
+        {"aux": torch.zeros(4, 5), "gelu": True},
+    ),
+    "byte aux": (
+        TypeError,
+        "aux: dtype u8, expected f32, f16 or bf16",
+        {"aux": torch.zeros(4, 6, dtype=torch.uint8), "gelu": True},
+    ),
+    "FP8 aux": (
+        TypeError,
+        "aux: dtype e4m3, expected f32, f16 or bf16",
+        {"aux": E4(4, 6), "gelu": True},
+    ),
+    "bias accumulating": (
+        ValueError,
+        "flags: accumulation into f32: only f32 or bf16, without bias",
+        {"bias": torch.zeros(6), "accumulate": True},
+    ),
+    "gelu accumulating": (
+        ValueError,
+        "flags: accumulation into f32",
+        {"gelu": True, "accumulate": True},
+    ),
+    "f16 accumulating": (
+        ValueError,
+        "flags: accumulation into f16: only f32 or bf16",
+        {**FP8_CALL, "d": F16, "accumulate": True},
+    ),
+    "no operand": (TypeError, "a: expected a torch.Tensor, got None", {"a": None}),
+    "number": (TypeError, "b: expected a torch.Tensor, got <class 'float'>", {"b": 1.0}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_argument(device, case, counters):
+    exception, text, changes = WRONG[case]
+    arguments = {"a": torch.zeros(4, 5), "b": torch.zeros(5, 6), "d": F32} | changes
+    output = Poisoned((4, 6), arguments.pop("d"), device)
+    placed = {
+        name: value.clone().to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+    with pytest.raises(exception, match=f"gemm: {text}"):
+        _core.gemm(placed.pop("a"), placed.pop("b"), output.tensor, **placed)
+    assert output.unwritten() and counters() == {} and fp8_gemms() == 0
+
+
+@pytest.mark.parametrize("which", ["d", "aux", "bias_grad"])
+def test_strided_output_is_refused(device, which):
+    a, b = torch.ones(4, 4, device=device), torch.ones(4, 4, device=device)
+    d, memory = torch.zeros(4, 4, device=device), torch.zeros(4, 8, device=device)
+    bad = memory[0, ::2] if which == "bias_grad" else memory[:, ::2]
+    keywords = {} if which == "d" else {which: bad, "gelu": which == "aux"}
+    with pytest.raises(ValueError, match=f"gemm: {which}: its strides .* contiguous"):
+        _core.gemm(a, b, bad if which == "d" else d, **keywords)
+    assert (memory == 0).all() and (d == 0).all()
+
+
+def test_views_are_read(device, rng):
+    """An expanded gradient, a transposed view, one with its negative bit set, a strided bias."""
+    a = torch.from_numpy(rng.integers(-2, 3, (1, 12)).astype("float32")).to(device).expand(5, 12)
+    b = torch._neg_view(torch.from_numpy(rng.integers(-2, 3, (7, 12)).astype("float32")).to(device))
+    bias = torch.arange(14.0, device=device)[::2]
+    d = torch.empty(5, 7, device=device)
+    _core.gemm(a, b.t(), d, bias=bias)
+    assert_bits(d + 0.0, a @ b.resolve_neg().t() + bias + 0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", ["b", "d", "bias", "aux", "a_scale_inv"])
+def test_mixed_devices(which):
+    where = {name: "cuda" for name in ("a", "b", "d", "bias", "aux", "a_scale_inv")} | {
+        which: "cpu"
+    }
+    a, b, d = (torch.zeros(4, 4, device=where[n]) for n in ("a", "b", "d"))
+    keywords = {} if which in ("b", "d") else {which: torch.zeros(4, 4, device="cpu")}
+    if which == "bias":
+        keywords["bias"] = keywords["bias"][0]
+    with pytest.raises(ValueError, match=f"gemm: {which}: it is on cpu:0"):
+        _core.gemm(a, b, d, **keywords)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("combo", COMBOS, ids=combo_id)
+def test_cuda_equals_cpu(combo, rng):
+    """Whole numbers: the same bits whatever the order of the sums."""
+    host = Problem(rng, "cpu", combo, (500, 300, 784), whole=True)
+    host.run()
+    d = torch.empty(500, 300, dtype=combo[2], device="cuda")
+    inverses = [floats("cuda", v) if combo[0] in FP8 else None for v in host.inverses]
+    _core.gemm(
+        *(operand.cuda() for operand in host.operands),
+        d,
+        b_transposed=host.transposed[1],
+        a_scale_inv=inverses[0],
+        b_scale_inv=inverses[1],
+    )
+    assert_bits(d + 0.0, host.d.tensor + 0.0)
+    assert fp8_gemms() == (2 if combo[0] in FP8 else 0)

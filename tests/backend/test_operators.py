@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for every operator: it has tests, it is counted, threads do not show in its bits."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tols import BF16, E4M3
+
+from transformer_engine import _core
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("op", _core.op_names())
+def test_has_a_test_module(op):
+    """A new name in the operator table needs tests on both backends."""
+    source = (HERE / f"test_{op}.py").read_text()
+    calls = {
+        node.func.attr
+        for path in HERE.glob(f"test_{op}*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    assert op in calls or (op == "gemm" and "run" in calls)
+    tests = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+    assert any("device" in [a.arg for a in t.args.args] for t in tests)
+    assert any(t.name == "test_cuda_equals_cpu" for t in tests)
+
+
+def arguments(op, device):
+    """A small valid call of an operator."""
+    wide, one = torch.ones(16, 16, device=device), torch.ones(2, device=device)
+    fp8 = torch.zeros(16, 16, dtype=E4M3, device=device)
+    return {
+        "quantize": ([wide], {"rowwise": fp8, "scale": one}),
+        "dequantize": ([wide], {"rowwise": fp8, "scale_pair": one}),
+        "amax": ([wide, torch.zeros(_core.AMAX_PARTIALS, device=device)], {}),
+        "transpose": ([fp8, fp8.clone()], {}),
+        "gemm": ([wide, wide, wide.clone()], {}),
+        "scaling_update": ([one, torch.zeros(3, 2, device=device), 448.0], {}),
+        "fill": ([wide, 1.0], {}),
+        "cast": ([wide, wide.to(BF16)], {}),
+    }[op]
+
+
+@pytest.mark.parametrize("op", _core.op_names())
+def test_is_counted_once(device, op, counters):
+    positional, keywords = arguments(op, device)
+    getattr(_core, op)(*positional, **keywords)
+    ops = {name: value for name, value in counters().items() if name.startswith("op.")}
+    assert ops == {f"op.{device}.{op}": 1}
+
+
+SCRIPT = """
+import hashlib, sys, torch
+import transformer_engine.pytorch
+from transformer_engine import _core
+
+def digest(seed):
+    found = hashlib.sha256()
+    torch.manual_seed(seed)
+
+    def add(*tensors):
+        for tensor in tensors:
+            found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+
+    for rows, columns in ((700, 531), (40, 9000)):
+        x = torch.randn(rows, columns)
+        q = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+        t = torch.empty(columns, rows, dtype=torch.float8_e4m3fn)
+        sums, amax, parts = torch.empty(columns), torch.zeros(1), torch.empty(_core.AMAX_PARTIALS)
+        back = torch.empty(rows, columns)
+        _core.amax(x, parts)
+        _core.quantize(x, rowwise=q, columnwise=t, partials=parts, bias_grad=sums, amax=amax)
+        _core.dequantize(back, columnwise=t, scale_pair=torch.ones(2))
+        add(q, t, sums, amax, parts, back)
+    for m, n, k in ((500, 300, 600), (7, 900, 592), (900, 7, 592)):
+        a, b, d, sums = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n), torch.empty(m)
+        _core.gemm(a, b, d, bias_grad=sums)
+        add(d, sums)
+    return found.hexdigest()
+"""
+
+
+def test_threads_do_not_show(seed):
+    """The CPU backend gives the same bits with one thread, or with three, as it does here."""
+    namespace = {}
+    exec(SCRIPT, namespace)
+    threads = "1" if (os.cpu_count() or 1) > 1 else "3"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{SCRIPT}\nprint(digest({seed}))"],
+        env=os.environ
+        | {"OMP_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == namespace["digest"](seed)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test data and buffers: dtypes by name, FP8 GEMMs by counter, memory with guards around it."""
+
+import numpy as np
+import torch
+from tols import BF16, E4M3, E5M2, F16, F32
+
+from transformer_engine import _core
+
+HIGH = (F32, F16, BF16)
+FP8 = (E4M3, E5M2)
+POISON = 0xAA
+GUARD = 64  # elements before and after what a test may write
+RAGGED = (1, 15, 16, 17, 63, 65, 127, 129)  # around the sizes of vectors, tiles and blocks
+
+
+def name_of(dtype):
+    """Name of a torch dtype in the C API ("bf16"); the id of parametrised tests."""
+    return _core.dtype_names()[_core.dtype_code(dtype)]
+
+
+def fp8_gemms():
+    """Count the FP8 GEMMs since the counters were reset, on all devices."""
+    gemms = {n: v for n, v in _core.counters().items() if n.startswith("gemm.")}
+    return sum(v for n, v in gemms.items() if ".e4m3" in n or ".e5m2" in n)
+
+
+def op_count(device, op):
+    """Count the runs of an operator since the counters were reset."""
+    return _core.counters().get(f"op.{device}.{op}", 0)
+
+
+def normal(rng, shape, dtype, device="cpu", scale=1.0):
+    """Standard normal numbers times `scale`."""
+    return torch.from_numpy(rng.standard_normal(shape) * scale).to(dtype).to(device)
+
+
+def floats(device, *values):
+    """A float tensor of one dim."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def every_value(dtype):
+    """All 65536 (256) values of a 16-bit (8-bit) dtype, NaN and Inf among them, in a square."""
+    bits = 8 * dtype.itemsize
+    codes = np.arange(2**bits, dtype=np.uint32).astype(f"uint{bits}")
+    side = 2 ** (bits // 2)
+    return torch.from_numpy(codes.view(f"int{bits}").copy()).view(dtype).reshape(side, side)
+
+
+class Poisoned:
+    """A tensor of poison within guards; `untouched()` looks at everything around its elements.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Shape of `tensor`.
+    dtype, device :
+        Of `tensor`.
+    skew : int
+        Elements by which its start is off a 64-element boundary.
+    gap : int
+        Elements between rows.
+    """
+
+    def __init__(self, shape, dtype, device, *, skew=0, gap=0):
+        rows = int(np.prod(shape[:-1], dtype=np.int64))
+        stride = shape[-1] + gap
+        total = 2 * GUARD + skew + rows * stride
+        self.memory = torch.full(
+            (total, dtype.itemsize), POISON, dtype=torch.uint8, device=device
+        ).flatten()
+        self.owned = torch.zeros(total, dtype=torch.bool)
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * size if len(strides) > 1 else stride)
+        where = (tuple(shape), tuple(strides[-len(shape) :]), GUARD + skew)
+        self.owned.as_strided(*where).fill_(True)
+        self.tensor = self.memory.view(dtype).as_strided(*where)
+
+    def put(self, values):
+        """Fill the tensor; returns it."""
+        self.tensor.copy_(values)
+        return self.tensor
+
+    def _elements(self):
+        return self.memory.cpu().reshape(self.owned.numel(), -1)
+
+    def untouched(self):
+        """True where nothing outside of the tensor was written."""
+        return bool((self._elements()[~self.owned] == POISON).all())
+
+    def unwritten(self):
+        """True where not even the tensor was written."""
+        return bool((self._elements() == POISON).all())
+
+
+def laid_out(values, layout, device):
+    """The values on the device, in one of the LAYOUTS."""
+    skew, gap = LAYOUTS[layout]
+    return Poisoned(values.shape, values.dtype, device, skew=skew, gap=gap).put(values)
+
+
+# name: (skew, gap). "aligned" rows begin at 16 bytes whenever their length allows it.
+LAYOUTS = {"dense": (0, 0), "misaligned": (1, 0), "strided": (0, 16), "ragged": (3, 5)}

@@ -1,0 +1,678 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * ops_cases.h - one case per operator of TE_OPS, for any device.
+ *
+ * Casts, copies and scales are compared bit for bit with the definitions of testing.h, products
+ * with float64 under the bound that rounding allows: eps * sqrt(k) * sum |a||b|, a wide one for
+ * random signs, plus half a unit of the output. test_run_ops() expands TE_OPS: an operator without
+ * a case does not compile.
+ */
+#ifndef TE_TESTS_OPS_CASES_H
+#define TE_TESTS_OPS_CASES_H
+
+#include "testing.h"
+
+static const te_dtype high_precision[] = {TE_DTYPE_F32, TE_DTYPE_F16, TE_DTYPE_BF16};
+static const te_dtype fp8[] = {TE_DTYPE_E4M3, TE_DTYPE_E5M2};
+
+enum { SHAPES = 9 };
+static const int64_t shapes[SHAPES][2] = {{0, 16},  {5, 0},    {1, 1},     {3, 7},    {16, 16},
+                                          {64, 64}, {65, 257}, {130, 300}, {17, 1030}};
+
+/* ---- quantize ----------------------------------------------------------------------------- */
+
+typedef struct quantize_case {
+    te_dtype input, output;
+    int64_t rows, columns, gap;
+    int rowwise, columnwise, sums, special, power_2, current;
+} quantize_case;
+
+static void check_codes(test_device *t, const test_matrix *x, test_matrix *q, int transposed,
+                        float scale)
+{
+    test_fetch(t, q);
+    for (int64_t i = 0; i < q->rows; i++) {
+        for (int64_t j = 0; j < q->columns; j++) {
+            int64_t r = transposed ? j : i, c = transposed ? i : j;
+            unsigned expected = 0, code = test_code(q, i, j);
+            float value = 0.0F;
+            if (r < x->rows && c < x->columns) {
+                value = (float)test_get(x, r, c);
+                expected = test_encode(q->tensor.dtype, (double)(value * scale));
+            }
+            TEST_CHECK(t, code == expected, "%s of %g * %g at (%lld, %lld): %02x, expected %02x",
+                       te_dtype_name(q->tensor.dtype), (double)value, (double)scale, (long long)r,
+                       (long long)c, code, expected);
+        }
+    }
+}
+
+static void check_sums(test_device *t, const test_matrix *x, test_matrix *sums)
+{
+    test_fetch(t, sums);
+    for (int64_t c = 0; c < x->columns; c++) {
+        double sum = 0, size = 0;
+        for (int64_t r = 0; r < x->rows; r++) {
+            sum += test_get(x, r, c);
+            size += fabs(test_get(x, r, c));
+        }
+        double bound = size * 0x1p-23 * sqrt((double)x->rows + 1) +
+                       fabs(sum) * test_dtype_eps(sums->tensor.dtype) + 0x1p-24;
+        TEST_CHECK(t, fabs(test_get(sums, 0, c) - sum) <= bound, "sum of column %lld: %g, not %g",
+                   (long long)c, test_get(sums, 0, c), sum);
+    }
+}
+
+/* Largest |x|, NaN ignored. */
+static float largest(const test_matrix *x)
+{
+    float amax = 0.0F;
+    for (int64_t r = 0; r < x->rows; r++) {
+        for (int64_t c = 0; c < x->columns; c++)
+            amax = fmaxf(amax, fabsf((float)test_get(x, r, c)));
+    }
+    return amax;
+}
+
+/* Current scaling, from its definition. */
+static float current_scale(float amax, float fp8_max, float epsilon, int power_2)
+{
+    int exponent;
+    if (amax < epsilon) amax = epsilon;
+    if (!isfinite(amax) || amax == 0.0F) return 1.0F;
+    float scale = fp8_max / amax;
+    if (isinf(scale)) scale = 3.402823466e+38F;
+    if (power_2) {
+        (void)frexpf(scale, &exponent);
+        scale = ldexpf(0.5F, exponent);
+    }
+    return scale;
+}
+
+static void run_quantize(test_device *t, const quantize_case *c)
+{
+    const float zeros[2] = {0}, old_amax = 0.75F, epsilon = 0x1p-10F;
+    test_matrix x = test_matrix_new(t, c->input, c->rows, c->columns, c->gap), sums;
+    test_fill_random(t, &x, 3.0, c->special);
+    test_matrix row = test_matrix_new(t, c->output, c->rows, (c->columns + 15) / 16 * 16, c->gap);
+    test_matrix column =
+        test_matrix_new(t, c->output, c->columns, (c->rows + 15) / 16 * 16, c->gap);
+    test_buffer *amax = test_float(t, old_amax), *pair = test_floats(t, zeros, 2);
+    test_buffer *noop = test_float(t, 1.0F);
+    float scale = 37.5F;
+    te_quantize_args args = {.size = sizeof args,
+                             .input = x.tensor,
+                             .amax_epsilon = epsilon,
+                             .power_2_scale = c->power_2,
+                             .noop = (float *)(void *)noop->device};
+    args.output = (te_quantized){.mode = TE_SCALING_TENSOR,
+                                 .scale_pair = (float *)(void *)pair->device,
+                                 .amax = (float *)(void *)amax->device};
+    if (c->rowwise) args.output.rowwise = row.tensor;
+    if (c->columnwise) args.output.columnwise = column.tensor;
+    if (!c->rowwise && !c->columnwise) args.output.rowwise.dtype = c->output;
+    if (c->sums) {
+        sums = test_vector_new(t, c->input, c->columns);
+        args.bias_grad = sums.tensor;
+    }
+    if (c->current) {
+        test_buffer *partials = test_allocate(t, TE_AMAX_PARTIALS * sizeof(float));
+        te_amax_args measure = {.size = sizeof measure,
+                                .input = x.tensor,
+                                .partials = (float *)(void *)partials->device};
+        TEST_OK(t, te_amax(t->context, &measure, t->stream));
+        args.partials = measure.partials;
+        scale = current_scale(largest(&x), te_dtype_max(c->output), epsilon, c->power_2);
+    } else {
+        args.output.scale = (float *)(void *)test_float(t, scale)->device;
+    }
+    args.workspace = test_workspace(t, TE_OP_QUANTIZE, &args, &args.workspace_size);
+    TEST_OK(t, te_quantize(t->context, &args, t->stream));
+    TEST_CHECK(t, test_read_float(t, amax) == old_amax && test_read_float(t, pair) == 0.0F,
+               "the noop flag was not obeyed");
+    args.noop = NULL;
+    TEST_OK(t, te_quantize(t->context, &args, t->stream));
+    TEST_CHECK(t, test_read_float(t, amax) == fmaxf(old_amax, largest(&x)), "amax %g, not %g",
+               (double)test_read_float(t, amax), (double)largest(&x));
+    float made[2];
+    test_download(t, pair);
+    memcpy(made, pair->host, sizeof made);
+    TEST_CHECK(t, made[TE_PAIR_SCALE] == scale && made[TE_PAIR_INVERSE] == 1.0F / scale, "scale pair %g %g, scale %g",
+               (double)made[0], (double)made[1], (double)scale);
+    if (c->rowwise) check_codes(t, &x, &row, 0, scale);
+    if (c->columnwise) check_codes(t, &x, &column, 1, scale);
+    if (c->sums && !c->special) check_sums(t, &x, &sums);
+    test_release(t);
+}
+
+/* Amax and column sums without a cast. */
+static void run_quantize_nothing(test_device *t, te_dtype dtype, int64_t rows, int64_t columns)
+{
+    test_matrix x = test_matrix_new(t, dtype, rows, columns, 3);
+    test_fill_random(t, &x, 2.0, 0);
+    test_matrix sums = test_vector_new(t, TE_DTYPE_F32, columns);
+    test_buffer *amax = test_float(t, 0.0F);
+    te_quantize_args args = {.size = sizeof args, .input = x.tensor, .bias_grad = sums.tensor};
+    args.output.amax = (float *)(void *)amax->device;
+    args.workspace = test_workspace(t, TE_OP_QUANTIZE, &args, &args.workspace_size);
+    TEST_OK(t, te_quantize(t->context, &args, t->stream));
+    TEST_CHECK(t, test_read_float(t, amax) == largest(&x), "amax without a cast");
+    check_sums(t, &x, &sums);
+    test_release(t);
+}
+
+/* Numbers around every rounding boundary of the output, as f32, f16 and bf16. */
+static void run_quantize_boundaries(test_device *t, te_dtype input, te_dtype output)
+{
+    test_format format = test_format_of(output);
+    test_matrix x = test_matrix_new(t, input, 16, 128, 0),
+                q = test_matrix_new(t, output, 16, 128, 0);
+    for (int64_t i = 0; i < x.rows * x.columns; i++) {
+        unsigned code = (unsigned)(i / 16);
+        double low = test_code_value(&format, code), high = test_code_value(&format, code + 1);
+        double value = (low + high) / 2 + (double)(i / 2 % 4 - 1) * ldexp(high - low, -12);
+        if (i / 2 % 8 >= 4) value = low + (high - low) * (double)(i % 4) / 4;
+        test_set(&x, i / 128, i % 128, i % 2 ? -value : value);
+    }
+    test_upload(t, x.buffer);
+    te_quantize_args args = {.size = sizeof args, .input = x.tensor};
+    args.output = (te_quantized){.mode = TE_SCALING_TENSOR, .rowwise = q.tensor};
+    args.output.scale = (float *)(void *)test_float(t, 1.0F)->device;
+    TEST_OK(t, te_quantize(t->context, &args, t->stream));
+    check_codes(t, &x, &q, 0, 1.0F);
+    test_release(t);
+}
+
+static void test_quantize(test_device *t)
+{
+    int variant = 0;
+    for (int input = 0; input < 3; input++) {
+        for (int output = 0; output < 2; output++) {
+            for (int shape = 0; shape < SHAPES; shape++, variant++) {
+                for (int usage = 0; usage < 4; usage++) {
+                    run_quantize(t, &(quantize_case){.input = high_precision[input],
+                                                     .output = fp8[output],
+                                                     .rows = shapes[shape][0],
+                                                     .columns = shapes[shape][1],
+                                                     .gap = (variant + usage) % 4,
+                                                     .rowwise = usage & 1,
+                                                     .columnwise = usage >> 1,
+                                                     .sums = (variant + usage) % 2,
+                                                     .special = variant % 3 == 0,
+                                                     .power_2 = variant / 2 % 2,
+                                                     .current = variant % 2});
+                }
+            }
+            run_quantize_boundaries(t, high_precision[input], fp8[output]);
+        }
+        run_quantize_nothing(t, high_precision[input], 70, 19);
+    }
+}
+
+/* ---- dequantize, amax, transpose ---------------------------------------------------------- */
+
+static void run_dequantize(test_device *t, te_dtype input, te_dtype output, int columnwise)
+{
+    const float pair[2] = {0.3F, 4.0F};
+    test_matrix x = test_matrix_new(t, output, 67, 130, columnwise), q;
+    q = columnwise ? test_matrix_new(t, input, 130, 80, 5) : test_matrix_new(t, input, 67, 144, 5);
+    for (int64_t i = 0; i < q.rows; i++) {
+        for (int64_t j = 0; j < q.columns; j++) *test_at(&q, i, j) = (unsigned char)(i * 3 + j);
+    }
+    test_upload(t, q.buffer);
+    te_dequantize_args args = {.size = sizeof args, .output = x.tensor};
+    args.input = (te_quantized){.mode = TE_SCALING_TENSOR,
+                                .scale_pair = (float *)(void *)test_floats(t, pair, 2)->device};
+    if (columnwise) args.input.columnwise = q.tensor;
+    if (!columnwise) args.input.rowwise = q.tensor;
+    TEST_OK(t, te_dequantize(t->context, &args, t->stream));
+    test_fetch(t, &x);
+    for (int64_t r = 0; r < x.rows; r++) {
+        for (int64_t c = 0; c < x.columns; c++) {
+            float code = (float)(columnwise ? test_get(&q, c, r) : test_get(&q, r, c));
+            double value = (double)(code * pair[TE_PAIR_INVERSE]), got = test_get(&x, r, c);
+            if (output != TE_DTYPE_F32) value = test_decode(output, test_encode(output, value));
+            TEST_CHECK(t, got == value || (isnan(got) && isnan(value)), "%g * %g gave %g",
+                       (double)code, (double)pair[TE_PAIR_INVERSE], got);
+        }
+    }
+    test_release(t);
+}
+
+static void test_dequantize(test_device *t)
+{
+    for (int i = 0; i < 12; i++) {
+        run_dequantize(t, fp8[i % 2], high_precision[i / 2 % 3], i / 6);
+    }
+}
+
+static void test_amax(test_device *t)
+{
+    for (int i = 0; i < 3 * SHAPES; i++) {
+        test_matrix x =
+            test_matrix_new(t, high_precision[i % 3], shapes[i / 3][0], shapes[i / 3][1], i % 5);
+        test_buffer *partials = test_allocate(t, TE_AMAX_PARTIALS * sizeof(float));
+        te_amax_args args = {
+            .size = sizeof args, .input = x.tensor, .partials = (float *)(void *)partials->device};
+        float amax = 0.0F, part;
+        test_fill_random(t, &x, 1.0, i % 2);
+        TEST_OK(t, te_amax(t->context, &args, t->stream));
+        test_download(t, partials);
+        for (int p = 0; p < TE_AMAX_PARTIALS; p++) {
+            memcpy(&part, partials->host + (size_t)p * sizeof part, sizeof part);
+            TEST_CHECK(t, part >= 0.0F, "partial %d is %g", p, (double)part);
+            amax = fmaxf(amax, part);
+        }
+        TEST_CHECK(t, amax == largest(&x), "amax %g, not %g", (double)amax, (double)largest(&x));
+        test_release(t);
+    }
+}
+
+static void test_transpose(test_device *t)
+{
+    const te_dtype dtypes[] = {TE_DTYPE_E4M3, TE_DTYPE_E5M2, TE_DTYPE_U8};
+    for (int i = 0; i < 3 * SHAPES; i++) {
+        int64_t rows = shapes[i / 3][0], columns = shapes[i / 3][1];
+        test_matrix x = test_matrix_new(t, dtypes[i % 3], rows, columns, i % 4);
+        test_matrix y = test_matrix_new(t, dtypes[i % 3], columns, rows + i % 7, i % 5);
+        for (int64_t r = 0; r < rows; r++) {
+            for (int64_t c = 0; c < columns; c++) *test_at(&x, r, c) = (unsigned char)test_random();
+        }
+        test_upload(t, x.buffer);
+        te_transpose_args args = {.size = sizeof args, .input = x.tensor, .output = y.tensor};
+        TEST_OK(t, te_transpose(t->context, &args, t->stream));
+        test_fetch(t, &y);
+        for (int64_t r = 0; r < y.columns; r++) {
+            for (int64_t c = 0; c < columns; c++) {
+                unsigned expected = r < rows ? *test_at(&x, r, c) : 0;
+                TEST_CHECK(t, test_code(&y, c, r) == expected, "element (%lld, %lld)", (long long)r,
+                           (long long)c);
+            }
+        }
+        test_release(t);
+    }
+}
+
+/* ---- gemm --------------------------------------------------------------------------------- */
+
+typedef struct gemm_case {
+    te_dtype a, b, d;
+    int64_t m, n, k, gap;
+    int a_transposed, b_transposed, bias, bias_grad, gelu, accumulate;
+} gemm_case;
+
+typedef struct gemm_tensors {
+    test_matrix a, b, d, old, bias, bias_grad, aux;
+    test_buffer *rows, *columns; /* doubles on the host: a as [m, k], b as [n, k] */
+    double alpha, d_scale;
+} gemm_tensors;
+
+/* An operand's numbers, k contiguous. */
+static test_buffer *decode_operand(test_device *t, const test_matrix *matrix, int outer_is_rows)
+{
+    int64_t outer = outer_is_rows ? matrix->rows : matrix->columns;
+    int64_t depth = outer_is_rows ? matrix->columns : matrix->rows;
+    test_buffer *numbers = test_allocate(t, (size_t)(outer * depth) * sizeof(double));
+    for (int64_t i = 0; i < outer; i++) {
+        for (int64_t k = 0; k < depth; k++) {
+            double value = outer_is_rows ? test_get(matrix, i, k) : test_get(matrix, k, i);
+            memcpy(numbers->host + (size_t)(i * depth + k) * sizeof value, &value, sizeof value);
+        }
+    }
+    return numbers;
+}
+
+/* The largest derivative of GELU is 1.13. */
+static double gelu_of(double x)
+{
+    return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
+}
+
+/* Compares one element of the output; returns |value| before FP8 rounding. */
+static double check_product(test_device *t, const gemm_case *c, const gemm_tensors *g, int64_t row,
+                            int64_t column)
+{
+    const double *a = (const double *)(const void *)g->rows->host + row * c->k;
+    const double *b = (const double *)(const void *)g->columns->host + column * c->k;
+    double sum = 0, size = 0;
+    for (int64_t k = 0; k < c->k; k++) {
+        double product = a[k] * b[k];
+        sum += product;
+        size += fabs(product);
+    }
+    double eps = te_dtype_is_fp8(c->a) ? t->accumulation_eps : 0x1p-23;
+    double value = sum * g->alpha, error = eps * sqrt((double)c->k) * size * g->alpha;
+    if (c->bias) value += test_get(&g->bias, 0, column);
+    if (c->gelu) {
+        double aux = test_get(&g->aux, row, column);
+        double aux_error = error + (fabs(value) + 1) * test_dtype_eps(c->d);
+        TEST_CHECK(t, fabs(aux - value) <= aux_error, "aux %g, not %g", aux, value);
+        value = gelu_of(value);
+        error = 1.13 * error + 0x1p-20 * (fabs(value) + 1);
+    }
+    if (c->accumulate) value += test_get(&g->old, row, column);
+    double got = test_get(&g->d, row, column) / g->d_scale;
+    double eps_d = te_dtype_is_fp8(c->d) ? test_dtype_eps(c->d) : 2 * test_dtype_eps(c->d);
+    double bound =
+        error + (fabs(value) + error) * eps_d + 0x1p-15 / g->d_scale * (g->d_scale != 1.0);
+    if (c->d == TE_DTYPE_E4M3) bound += 0x1p-10 / g->d_scale;
+    TEST_CHECK(t, fabs(got - value) <= bound + 0x1p-40,
+               "%s x %s -> %s [%lld, %lld, %lld] at (%lld, %lld): %.9g, not %.9g within %g",
+               te_dtype_name(c->a), te_dtype_name(c->b), te_dtype_name(c->d), (long long)c->m,
+               (long long)c->n, (long long)c->k, (long long)row, (long long)column, got, value,
+               bound);
+    return fabs(value);
+}
+
+static void check_bias_grad(test_device *t, const gemm_case *c, gemm_tensors *g)
+{
+    test_fetch(t, &g->bias_grad);
+    for (int64_t row = 0; row < c->m; row++) {
+        double sum = 0, size = 0;
+        const double *a = (const double *)(const void *)g->rows->host + row * c->k;
+        for (int64_t k = 0; k < c->k; k++) {
+            sum += a[k];
+            size += fabs(a[k]);
+        }
+        double bound = size * 0x1p-23 * sqrt((double)c->k) + fabs(sum) * 2 * test_dtype_eps(c->a);
+        TEST_CHECK(t, fabs(test_get(&g->bias_grad, 0, row) - sum) <= bound,
+                   "bias gradient %lld: %g, not %g", (long long)row,
+                   test_get(&g->bias_grad, 0, row), sum);
+    }
+}
+
+static test_matrix operand(test_device *t, te_dtype dtype, int64_t rows, int64_t columns,
+                           int transposed, int64_t gap)
+{
+    test_matrix matrix = transposed ? test_matrix_new(t, dtype, columns, rows, gap)
+                                    : test_matrix_new(t, dtype, rows, columns, gap);
+    test_fill_random(t, &matrix, 1.0, 0);
+    return matrix;
+}
+
+/* Runs twice (a product must repeat its bits) and checks. */
+static void finish_gemm(test_device *t, const gemm_case *c, te_gemm_args *args, gemm_tensors *g)
+{
+    test_buffer *amax = test_float(t, 0.0F);
+    double largest_value = 0;
+    if (te_dtype_is_fp8(c->d)) args->d_amax = (float *)(void *)amax->device;
+    args->workspace = test_workspace(t, TE_OP_GEMM, args, &args->workspace_size);
+    TEST_OK(t, te_gemm(t->context, args, t->stream));
+    test_fetch(t, &g->d);
+    test_buffer *first = test_allocate(t, g->d.buffer->bytes);
+    memcpy(first->host, g->d.buffer->host, first->bytes);
+    memcpy(g->d.buffer->host, g->old.buffer->host, first->bytes);
+    test_upload(t, g->d.buffer);
+    TEST_OK(t, te_gemm(t->context, args, t->stream));
+    test_fetch(t, &g->d);
+    TEST_CHECK(t, memcmp(first->host, g->d.buffer->host, first->bytes) == 0,
+               "a second run gives other bits");
+    if (c->gelu) test_fetch(t, &g->aux);
+    for (int64_t row = 0; row < c->m; row++) {
+        for (int64_t column = 0; column < c->n; column++) {
+            largest_value = fmax(largest_value, check_product(t, c, g, row, column));
+        }
+    }
+    if (c->bias_grad && c->m > 0 && c->n > 0) check_bias_grad(t, c, g);
+    if (te_dtype_is_fp8(c->d)) {
+        double got = (double)test_read_float(t, amax);
+        TEST_CHECK(t, fabs(got - largest_value) <= 0x1p-7 * largest_value, "amax %g, not %g", got,
+                   largest_value);
+    }
+}
+
+static void run_gemm(test_device *t, const gemm_case *c)
+{
+    gemm_tensors g = {.alpha = 1.0, .d_scale = 1.0};
+    te_gemm_args args = {.size = sizeof args};
+    g.a = operand(t, c->a, c->m, c->k, c->a_transposed, c->gap);
+    g.b = operand(t, c->b, c->k, c->n, c->b_transposed, c->gap);
+    g.rows = decode_operand(t, &g.a, !c->a_transposed);
+    g.columns = decode_operand(t, &g.b, c->b_transposed);
+    g.d = operand(t, c->d, c->m, c->n, 0, c->gap);
+    g.old = g.d;
+    g.old.buffer = test_allocate(t, g.d.buffer->bytes);
+    memcpy(g.old.buffer->host, g.d.buffer->host, g.d.buffer->bytes);
+    args.a = (te_gemm_operand){.data = g.a.tensor, .transposed = c->a_transposed};
+    args.b = (te_gemm_operand){.data = g.b.tensor, .transposed = c->b_transposed};
+    args.d = g.d.tensor;
+    if (te_dtype_is_fp8(c->a)) {
+        args.a.scale_inv = (float *)(void *)test_float(t, 0.5F)->device;
+        args.b.scale_inv = (float *)(void *)test_float(t, 3.0F)->device;
+        g.alpha = 1.5;
+    }
+    if (te_dtype_is_fp8(c->d)) {
+        args.d_scale = (float *)(void *)test_float(t, 4.0F)->device;
+        g.d_scale = 4.0;
+    }
+    if (c->bias) {
+        te_dtype dtype = c->d;
+        if (te_dtype_is_fp8(c->a)) dtype = c->d == TE_DTYPE_F16 ? TE_DTYPE_F16 : TE_DTYPE_BF16;
+        g.bias = test_vector_new(t, dtype, c->n);
+        test_fill_random(t, &g.bias, 2.0, 0);
+        args.bias = g.bias.tensor;
+    }
+    if (c->bias_grad) {
+        g.bias_grad = test_vector_new(t, c->a, c->m);
+        args.bias_grad = g.bias_grad.tensor;
+    }
+    if (c->gelu) {
+        g.aux =
+            test_matrix_new(t, te_dtype_is_fp8(c->d) ? TE_DTYPE_BF16 : c->d, c->m, c->n, c->gap);
+        args.aux = g.aux.tensor;
+        args.epilogue = TE_EPILOGUE_GELU;
+    }
+    if (c->accumulate) args.flags = TE_GEMM_ACCUMULATE;
+    finish_gemm(t, c, &args, &g);
+    test_release(t);
+}
+
+/* High precision in all four layouts; each shape with bias, bias gradient, GELU or accumulation. */
+static void gemm_high_precision(test_device *t, te_dtype dtype, int64_t m, int64_t n, int64_t k)
+{
+    for (int layout = 0; layout < 4; layout++) {
+        gemm_case c = {.a = dtype, .b = dtype, .d = dtype, .m = m, .n = n, .k = k};
+        c.a_transposed = layout & 1;
+        c.b_transposed = layout >> 1;
+        c.gap = layout;
+        c.bias = layout == 0 || layout == 3;
+        c.gelu = layout == 3 && dtype != TE_DTYPE_F32;
+        c.bias_grad = layout == 1;
+        run_gemm(t, &c);
+        c.bias = c.gelu = 0;
+        c.d = TE_DTYPE_F32;
+        c.accumulate = 1;
+        run_gemm(t, &c);
+    }
+}
+
+static void gemm_fp8(test_device *t, te_dtype a, te_dtype b, int64_t m, int64_t n, int64_t k)
+{
+    const te_dtype outputs[] = {TE_DTYPE_F32, TE_DTYPE_F16, TE_DTYPE_BF16, TE_DTYPE_E4M3,
+                                TE_DTYPE_E5M2};
+    for (int i = 0; i < 5; i++) {
+        gemm_case c = {.a = a, .b = b, .d = outputs[i], .m = m, .n = n, .k = k, .b_transposed = 1};
+        c.gap = i % 2 * 16;
+        c.bias = i % 2 == 0;
+        run_gemm(t, &c);
+        c.bias = 0;
+        c.accumulate = outputs[i] == TE_DTYPE_F32 || outputs[i] == TE_DTYPE_BF16;
+        c.gelu = outputs[i] == TE_DTYPE_BF16 && !c.accumulate;
+        run_gemm(t, &c);
+    }
+}
+
+static void test_gemm(test_device *t)
+{
+    const int64_t sizes[][3] = {{1, 1, 1},   {0, 4, 4},    {4, 0, 4},       {4, 4, 0},
+                                {13, 33, 7}, {64, 64, 32}, {101, 131, 300}, {200, 20, 530}};
+    for (int i = 0; i < 8; i++) {
+        int64_t m = sizes[i][0], n = sizes[i][1], k = sizes[i][2];
+        for (int dtype = 0; dtype < 3; dtype++) {
+            gemm_high_precision(t, high_precision[dtype], m, n, k);
+        }
+        for (int pair = 0; pair < 3; pair++) {
+            gemm_fp8(t, fp8[pair & 1], fp8[pair >> 1], m, n, (k + 15) / 16 * 16);
+        }
+    }
+}
+
+/* ---- scaling update ----------------------------------------------------------------------- */
+
+enum { SLOTS = 8, HISTORY = 5 };
+
+/* One slot from its definition: history[0] is live, the newest finished step is last. */
+static float update_slot(float *history, int length, float scale, float fp8_max, int most_recent)
+{
+    float current = history[0], amax = current;
+    for (int i = 1; i < length && !most_recent; i++) amax = fmaxf(amax, history[i]);
+    if (current != 0.0F) {
+        for (int i = 1; i + 1 < length; i++) history[i] = history[i + 1];
+        history[length - 1] = current;
+        history[0] = 0.0F;
+    }
+    if (!isfinite(amax) || amax <= 0.0F) return scale;
+    return isinf(fp8_max / amax) ? 3.402823466e+38F : fp8_max / amax;
+}
+
+static int same_float(float a, float b)
+{
+    return a == b || (isnan(a) && isnan(b));
+}
+
+/* Six steps of eight slots, against the definition. */
+static void run_scaling_update(test_device *t, int length, te_amax_algo algo)
+{
+    const float amaxes[] = {2.0F, 0.0F, INFINITY, NAN, 1e-40F, 3.0F, 0.1F, 0.0F, 65504.0F};
+    float expected[SLOTS][HISTORY] = {{0}}, scales[SLOTS];
+    test_matrix history = test_matrix_new(t, TE_DTYPE_F32, length, SLOTS, 2);
+    test_matrix scale = test_vector_new(t, TE_DTYPE_F32, SLOTS);
+    for (int s = 0; s < SLOTS; s++) {
+        scales[s] = (float)(s + 1);
+        test_set(&scale, 0, s, (double)scales[s]);
+        for (int row = 0; row < length; row++) test_set(&history, row, s, 0.0);
+    }
+    test_upload(t, scale.buffer);
+    te_scaling_update_args args = {.size = sizeof args,
+                                   .scale = scale.tensor,
+                                   .history = history.tensor,
+                                   .fp8_max = 448.0F,
+                                   .algo = algo};
+    for (int step = 0; step < 6; step++) {
+        for (int s = 0; s < SLOTS; s++) {
+            expected[s][0] = amaxes[(unsigned)(step * (s + 1) + s) % 9];
+            test_set(&history, 0, s, (double)expected[s][0]);
+            scales[s] = update_slot(expected[s], length, scales[s], 448.0F, algo != TE_AMAX_MAX);
+        }
+        test_upload(t, history.buffer);
+        TEST_OK(t, te_scaling_update(t->context, &args, t->stream));
+        test_fetch(t, &history);
+        test_fetch(t, &scale);
+        for (int s = 0; s < SLOTS; s++) {
+            TEST_CHECK(t, same_float((float)test_get(&scale, 0, s), scales[s]),
+                       "length %d step %d slot %d: scale %g, not %g", length, step, s,
+                       test_get(&scale, 0, s), (double)scales[s]);
+            for (int row = 0; row < length; row++) {
+                TEST_CHECK(t, same_float((float)test_get(&history, row, s), expected[s][row]),
+                           "length %d step %d slot %d row %d: %g, not %g", length, step, s, row,
+                           test_get(&history, row, s), (double)expected[s][row]);
+            }
+        }
+    }
+    test_release(t);
+}
+
+static void test_scaling_update(test_device *t)
+{
+    for (int length = 1; length <= HISTORY; length++) {
+        run_scaling_update(t, length, TE_AMAX_MAX);
+        run_scaling_update(t, length, TE_AMAX_MOST_RECENT);
+    }
+}
+
+/* ---- fill, cast --------------------------------------------------------------------------- */
+
+static void test_fill(test_device *t)
+{
+    const double values[] = {0.0, 1.0, -2.5, 300.0, 1e9, (double)NAN, 0.1};
+    for (int dtype = 0; dtype < TE_DTYPE_COUNT; dtype++) {
+        for (int i = 0; i < 7; i++) {
+            int integer = dtype >= TE_DTYPE_U8;
+            test_matrix x = test_matrix_new(t, (te_dtype)dtype, 5, 37, i % 3);
+            te_fill_args args = {.size = sizeof args, .output = x.tensor, .value = values[i]};
+            double expected = values[i];
+            TEST_OK(t, te_fill(t->context, &args, t->stream));
+            test_fetch(t, &x);
+            if (dtype == TE_DTYPE_F32) expected = (double)(float)expected;
+            if (dtype > TE_DTYPE_F32 && !integer) {
+                expected = test_decode((te_dtype)dtype, test_encode((te_dtype)dtype, expected));
+            }
+            if (integer) expected = isnan(expected) ? 0.0 : nearbyint(expected);
+            if (dtype == TE_DTYPE_U8) expected = fmin(fmax(expected, 0.0), 255.0);
+            for (int64_t j = 0; j < x.rows * x.columns; j++) {
+                double got = test_get(&x, j / x.columns, j % x.columns);
+                TEST_CHECK(t, got == expected || (isnan(got) && isnan(expected)), "%s %g, not %g",
+                           te_dtype_name((te_dtype)dtype), got, expected);
+            }
+            test_release(t);
+        }
+    }
+}
+
+/* One pair of dtypes; the output is cut or padded. Bits are kept within a dtype. */
+static void run_cast(test_device *t, te_dtype from, te_dtype to, int64_t rows, int64_t columns)
+{
+    test_matrix x = test_matrix_new(t, from, 33, 70, 1),
+                y = test_matrix_new(t, to, rows, columns, 2);
+    if (te_dtype_max(from) > 0.0F) {
+        test_fill_random(t, &x, 2.0, 1);
+    }
+    te_cast_args args = {.size = sizeof args, .input = x.tensor, .output = y.tensor};
+    TEST_OK(t, te_cast(t->context, &args, t->stream));
+    test_fetch(t, &y);
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < columns; c++) {
+            const unsigned char zeros[8] = {0};
+            int inside = r < x.rows && c < x.columns, equal;
+            if (from == to || !inside) {
+                equal = memcmp(test_at(&y, r, c), inside ? test_at(&x, r, c) : zeros, y.bytes) == 0;
+            } else {
+                double value = test_get(&x, r, c), got = test_get(&y, r, c);
+                if (to != TE_DTYPE_F32) value = test_decode(to, test_encode(to, value));
+                equal = isnan(value) ? isnan(got) : got == value && signbit(got) == signbit(value);
+            }
+            TEST_CHECK(t, equal, "%s to %s at (%lld, %lld): %g from %g", te_dtype_name(from),
+                       te_dtype_name(to), (long long)r, (long long)c, test_get(&y, r, c),
+                       inside ? test_get(&x, r, c) : 0.0);
+        }
+    }
+    test_release(t);
+}
+
+static void test_cast(test_device *t)
+{
+    for (int from = 0; from < TE_DTYPE_COUNT; from++) {
+        for (int to = 0; to < TE_DTYPE_COUNT; to++) {
+            if (from != to && (from > TE_DTYPE_BF16 || to > TE_DTYPE_BF16)) continue;
+            run_cast(t, (te_dtype)from, (te_dtype)to, 33, 70);
+            run_cast(t, (te_dtype)from, (te_dtype)to, 40, 64);
+            run_cast(t, (te_dtype)from, (te_dtype)to, 20, 96);
+            run_cast(t, (te_dtype)from, (te_dtype)to, 0, 3);
+        }
+    }
+}
+
+/* ---- all ---------------------------------------------------------------------------------- */
+
+/* Runs the case of every operator; returns the number of failures. */
+static int test_run_ops(test_device *t)
+{
+#define X(NAME, name)                                                                              \
+    t->running = #name;                                                                            \
+    test_##name(t);
+    TE_OPS(X)
+#undef X
+    return t->failures;
+}
+
+#endif

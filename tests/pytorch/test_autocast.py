@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`autocast`: what is in force where, who updates, and what a wrong use does."""
+
+import threading
+
+import pytest
+import torch
+from pytorch.helpers import assert_same_bits, counted, state_of, states_of
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.state import current_state
+
+
+def snapshot():
+    """What a thread's region state is."""
+    state = current_state()
+    return (
+        state.enabled,
+        state.calibrating,
+        state.recipe,
+        state.group,
+        state.first,
+        state.depth,
+    )
+
+
+def step(model, x, **region):
+    """Forward in a region, backward outside; return the counted GEMMs."""
+    with counted() as gemms:
+        with te.autocast(**region):
+            out = model(x)
+        out.sum().backward()
+    return gemms
+
+
+@pytest.fixture
+def layer(device):
+    return te.Linear(32, 48, device=device)
+
+
+@pytest.fixture
+def x(device):
+    return torch.randn(16, 32, device=device, requires_grad=True)
+
+
+def test_outside_of_a_region_nothing_is_fp8(layer, x):
+    with counted() as gemms:
+        layer(x).sum().backward()
+    assert (gemms.fp8, gemms.other) == (0, 3)
+    assert state_of(layer) is None
+
+
+def test_disabled_region_is_high_precision(layer, x):
+    gemms = step(layer, x, enabled=False)
+    assert (gemms.fp8, gemms.other) == (0, 3)
+    assert state_of(layer) is None
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
+def test_enabled_region_is_fp8(layer, x, recipe):
+    made = {
+        None: None,
+        "delayed": recipes.DelayedScaling(),
+        "current": recipes.Float8CurrentScaling(),
+    }[recipe]
+    gemms = step(layer, x, recipe=made)
+    assert (gemms.fp8, gemms.other) == (3, 0)
+    assert (state_of(layer) is None) == (recipe == "current")
+
+
+def test_default_recipe(layer, x):
+    assert te.get_default_recipe() == recipes.DelayedScaling()
+    assert te.get_default_recipe() is not te.get_default_recipe()
+    step(layer, x)
+    scale, history = state_of(layer)["forward"]
+    assert history.shape == (1024, 3) and scale[0] != 1
+
+
+def test_positional_arguments_keep_their_order(layer, x):
+    recipe = recipes.DelayedScaling(amax_history_len=2)
+    region = te.autocast(False, True, recipe, None)
+    with region:
+        assert snapshot() == (False, True, recipe, None, True, 1)
+
+
+@pytest.mark.parametrize("names", ["old", "new", "mixed"])
+def test_fp8_autocast_argument_names(layer, x, names):
+    recipe = recipes.DelayedScaling(amax_history_len=5)
+    arguments = {
+        "old": dict(enabled=True, calibrating=False, fp8_recipe=recipe, fp8_group=None),
+        "new": dict(enabled=True, recipe=recipe, amax_reduction_group=None),
+        "mixed": dict(fp8_recipe=recipe, amax_reduction_group=None),
+    }[names]
+    with counted() as gemms, te.fp8_autocast(**arguments):
+        assert current_state().recipe is recipe
+        layer(x)
+    assert gemms.fp8 == 1
+    assert state_of(layer)["forward"][1].shape == (5, 3)
+
+
+def test_fp8_autocast_refuses_doubled_and_unknown_arguments():
+    recipe = recipes.DelayedScaling()
+    with pytest.raises(TypeError, match="fp8_recipe and recipe"):
+        te.fp8_autocast(fp8_recipe=recipe, recipe=recipe)
+    with pytest.raises(TypeError, match="colour"):
+        te.fp8_autocast(colour="red")
+
+
+@pytest.mark.parametrize("wrong", ["delayed", recipes.DelayedScaling, recipes.Format.HYBRID, 3])
+def test_wrong_recipe_type(wrong):
+    before = snapshot()
+    with pytest.raises(TypeError, match=f"recipe: {type(wrong).__name__}.*DelayedScaling"):
+        te.autocast(recipe=wrong)
+    assert snapshot() == before
+
+
+def test_nested_regions_use_their_own_recipe(device, x):
+    outer, inner = recipes.DelayedScaling(amax_history_len=2), recipes.Float8CurrentScaling()
+    a, b, c, d = (te.Linear(32, 32, device=device) for _ in range(4))
+    begin = snapshot()
+    with counted() as gemms:
+        with te.autocast(recipe=outer):
+            y = a(x)
+            middle = snapshot()
+            with te.autocast(recipe=inner):
+                y = b(y)
+            assert snapshot() == middle
+            with te.autocast(enabled=False):
+                y = c(y)
+            assert snapshot() == middle
+            y = d(y)
+        assert snapshot() == begin
+        y.sum().backward()
+    assert (gemms.fp8, gemms.other) == (9, 3)
+    assert [s is not None for s in map(state_of, (a, b, c, d))] == [True, False, False, True]
+
+
+def test_inner_exit_updates_nothing(device, x):
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+    a, b = te.Linear(32, 32, device=device), te.Linear(32, 32, device=device)
+    with te.autocast(recipe=recipe):
+        y = a(x)
+        with te.autocast(recipe=recipe):
+            b(y)
+        for layer in (a, b):
+            scale, history = state_of(layer)["forward"]
+            assert (scale == 1).all() and (history[0, :2] > 0).all()
+    for layer in (a, b):
+        scale, history = state_of(layer)["forward"]
+        assert (scale[:2] != 1).all() and (history[0] == 0).all() and (history[2, :2] > 0).all()
+
+
+def test_enabled_region_inside_a_disabled_one_never_updates_the_forward(layer, x):
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+    with counted() as gemms, te.autocast(enabled=False):
+        with te.autocast(recipe=recipe):
+            layer(x)
+    assert gemms.fp8 == 1
+    scale, history = state_of(layer)["forward"]
+    assert (scale == 1).all() and history[0, 0] == x.detach().abs().max()
+
+
+def test_disabled_region_inside_an_enabled_one_updates_at_the_outer_exit(layer, x):
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+    with te.autocast(recipe=recipe):
+        layer(x)
+        with te.autocast(enabled=False):
+            pass
+        assert (state_of(layer)["forward"][0] == 1).all()
+    assert state_of(layer)["forward"][0][0] != 1
+
+
+def test_left_by_an_exception_updates_nothing(layer, x):
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+    begin = snapshot()
+    region = te.autocast(recipe=recipe)
+    with pytest.raises(ZeroDivisionError):
+        with region:
+            layer(x)
+            raise ZeroDivisionError
+    assert snapshot() == begin
+    scale, history = state_of(layer)["forward"]
+    assert (scale == 1).all() and history[0, 0] > 0
+    with region:  # a region that was left may be entered again
+        pass
+    assert state_of(layer)["forward"][0][0] != 1
+
+
+def test_inner_exception_handled_inside_leaves_the_outer_region_working(layer, x):
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+    with te.autocast(recipe=recipe):
+        middle = snapshot()
+        with pytest.raises(ZeroDivisionError), te.autocast(enabled=False):
+            raise ZeroDivisionError
+        assert snapshot() == middle
+        layer(x)
+    assert state_of(layer)["forward"][0][0] != 1
+
+
+def test_no_update_under_no_grad(layer, x):
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+    with torch.no_grad(), counted() as gemms, te.autocast(recipe=recipe):
+        layer(x)
+    assert gemms.fp8 == 1
+    scale, history = state_of(layer)["forward"]
+    assert (scale == 1).all() and (history[1:] == 0).all()
+
+
+def test_active_instance_can_not_be_entered_again():
+    region = te.autocast()
+    with region:
+        inside = snapshot()
+        with pytest.raises(RuntimeError, match="active already"):
+            region.__enter__()
+        assert snapshot() == inside
+    with region:
+        assert snapshot() == inside[:2] + (current_state().recipe,) + inside[3:]
+
+
+def test_as_a_return_value_of_with_and_reuse_in_sequence(layer, x):
+    recipe = recipes.DelayedScaling(amax_history_len=4)
+    region = te.autocast(recipe=recipe)
+    for number in range(3):
+        with region as value:
+            assert value is None
+            layer(x)
+        assert (state_of(layer)["forward"][1][:, 0] > 0).sum() == number + 1
+
+
+def test_regions_belong_to_their_thread(device):
+    """Threads with different recipes at the same time do not see each other's."""
+    plan = {
+        "delayed": recipes.DelayedScaling(amax_history_len=2),
+        "current": recipes.Float8CurrentScaling(),
+        "off": None,
+    }
+    layers = {name: te.Linear(32, 32, device=device) for name in plan}
+    barrier = threading.Barrier(len(plan) + 1, timeout=60)
+    seen, errors = {}, []
+
+    def work(name):
+        try:
+            x = torch.randn(16, 32, device=device)
+            with te.autocast(enabled=name != "off", recipe=plan[name]):
+                barrier.wait()
+                seen[name] = snapshot()
+                layers[name](x)
+                barrier.wait()
+        except Exception as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in plan]
+    with counted() as gemms:
+        for thread in threads:
+            thread.start()
+        barrier.wait()
+        mine = snapshot()
+        barrier.wait()
+        for thread in threads:
+            thread.join()
+    assert not errors
+    assert mine == (False, False, None, None, False, 0)
+    assert (gemms.fp8, gemms.other) == (2, 1)
+    for name, value in seen.items():
+        assert value[0] == (name != "off") and value[2] is plan[name] and value[5] == 1
+    assert state_of(layers["current"]) is None and state_of(layers["delayed"]) is not None
+
+
+def test_first_module_flag_is_taken_once_and_restored(device, x):
+    """The flag is taken by the first module that records a backward, also in an inner region."""
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+    a, b = te.Linear(32, 32, device=device), te.Linear(32, 32, device=device)
+    with te.autocast(recipe=recipe):
+        assert current_state().first
+        with torch.no_grad():
+            a(x)
+        assert current_state().first  # nothing was recorded
+        y = a(x)
+        assert not current_state().first
+        with te.autocast(enabled=False):
+            assert not current_state().first
+        y = b(y)
+    assert not current_state().first
+    y.sum().backward()
+    for layer in (a, b):
+        assert state_of(layer)["backward"][1][2, 0] > 0  # one update, after a's backward
+    before = states_of(torch.nn.ModuleList([a, b]))
+    with te.autocast(recipe=recipe):
+        a(x)
+    changed = states_of(torch.nn.ModuleList([a, b]))
+    assert_same_bits([s["backward"] for s in before], [s["backward"] for s in changed])
+
+
+def test_region_after_an_aborted_one_has_its_own_first_flag(layer, x):
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+    with pytest.raises(ZeroDivisionError), te.autocast(recipe=recipe):
+        layer(x)
+        raise ZeroDivisionError
+    with te.autocast(recipe=recipe):
+        y = layer(x)
+    y.sum().backward()
+    assert state_of(layer)["backward"][1][2, 0] == 1
+
+
+def test_recipe_that_is_written_to_between_steps(layer, x):
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+    step(layer, x, recipe=recipe)
+    before = state_of(layer)
+    recipe.margin = 2
+    step(layer, x, recipe=recipe)
+    after = state_of(layer)
+    quarter = before["forward"][0][:2] / 4
+    assert_same_bits(after["forward"][0][:2], quarter)

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State dicts: plain ones both ways, the scaling state in `_extra_state`, and wrong bytes."""
+
+import io
+import json
+import pickle
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pytorch.helpers import RECIPES, assert_same_bits, counted, state_of, states_of
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+KEY = "_extra_state"
+
+
+def train(model, device, steps=3, recipe="delayed"):
+    trace = []
+    for _ in range(steps):
+        model.zero_grad()
+        x = torch.randn(16, 32, device=device) * 5
+        with counted() as gemms:
+            with te.autocast(recipe=RECIPES[recipe]()):
+                out = model(x)
+            out.sum().backward()
+        assert gemms.fp8 % 3 == 2  # all but the gradient of the first input
+        trace += [out.detach(), [p.grad.clone() for p in model.parameters()]]
+    return trace
+
+
+@pytest.fixture
+def trained(device):
+    layer = te.Linear(32, 48, device=device)
+    train(layer, device)
+    return layer
+
+
+# ---- plain state dicts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("used", [None, "high-precision", "current"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_torch_linear_both_ways(device, used, bias):
+    ours = te.Linear(32, 48, bias=bias, device=device)
+    if used == "current":
+        train(ours, device, recipe="current")
+    elif used:
+        ours(torch.randn(16, 32, device=device)).sum().backward()
+    theirs = torch.nn.Linear(32, 48, bias=bias, device=device)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    assert_same_bits(theirs.weight, ours.weight)
+    back = te.Linear(32, 48, bias=bias, device=device)
+    result = back.load_state_dict(torch.nn.Linear(32, 48, bias=bias).state_dict(), strict=True)
+    assert not result.missing_keys and not result.unexpected_keys
+
+
+def test_plain_state_dict_leaves_the_scaling_state(device, trained):
+    before = state_of(trained)
+    trained.load_state_dict(torch.nn.Linear(32, 48).state_dict(), strict=True)
+    assert_same_bits(state_of(trained), before)
+
+
+def test_missing_and_unexpected_keys_are_still_told(device):
+    layer = te.Linear(32, 48, device=device)
+    with pytest.raises(RuntimeError, match=r'Missing key.*"bias"'):
+        layer.load_state_dict({"weight": layer.weight})
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"other"'):
+        layer.load_state_dict({**layer.state_dict(), "other": layer.bias})
+
+
+# ---- scaling state -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("through", ["memory", "file"])
+def test_training_goes_on_from_a_state_dict(device, through):
+    """Through a file that is read with weights_only=True: the next steps have the same bits."""
+
+    def make():
+        layers = te.Linear(32, 48, device=device), te.Linear(48, 16, device=device)
+        return torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1])
+
+    model = make()
+    train(model, device)
+    state = model.state_dict()
+    assert [k for k in state if k.endswith(KEY)] == ["0._extra_state", "2._extra_state"]
+    for name in ("0", "2"):
+        entry = state[f"{name}.{KEY}"]
+        assert entry.dtype == torch.uint8 and entry.device.type == "cpu" and entry.dim() == 1
+    if through == "file":
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+    other = make()
+    other.load_state_dict(state, strict=True)
+    assert_same_bits(states_of(other), states_of(model))
+    seed = int(torch.randint(2**31, ()))
+    torch.manual_seed(seed)
+    expected = [train(model, device), states_of(model)]
+    torch.manual_seed(seed)
+    assert_same_bits([train(other, device), states_of(other)], expected)
+
+
+def test_state_dict_before_the_first_step_after_loading(device, trained):
+    """A loaded state that was not used yet is saved again, and explain does not lose it."""
+    other = te.Linear(32, 48, device=device)
+    other.load_state_dict(trained.state_dict())
+    with te.autocast(recipe=DelayedScaling(amax_history_len=4)):
+        te.explain(other, torch.randn(16, 32, device=device), file=io.StringIO())
+    assert_same_bits(other.state_dict()[KEY], trained.state_dict()[KEY])
+
+
+def test_loading_over_a_module_in_use(device, trained):
+    other = te.Linear(32, 48, device=device)
+    train(other, device, 1)
+    other.load_state_dict(trained.state_dict())
+    assert_same_bits(state_of(other), state_of(trained))
+    train(other, device, 1)
+    assert (state_of(other)["forward"][1][:, 0] > 0).sum() == 3
+
+
+def test_loading_into_another_history_length(device, trained):
+    other = te.Linear(32, 48, device=device)
+    other.load_state_dict(trained.state_dict())
+    with torch.no_grad(), te.autocast(recipe=DelayedScaling(amax_history_len=2)):
+        other(torch.zeros(16, 32, device=device))
+    assert_same_bits(state_of(other)["backward"][1], state_of(trained)["backward"][1][:2])
+
+
+def test_current_scaling_ignores_loaded_state_and_keeps_it(device, trained):
+    other = te.Linear(32, 48, device=device)
+    other.load_state_dict(trained.state_dict())
+    train(other, device, 1, "current")
+    assert_same_bits(state_of(other), state_of(trained))
+
+
+def test_state_dict_with_a_prefix_and_hooks_of_parents(device, trained):
+    parent = torch.nn.ModuleDict({"deep": torch.nn.ModuleList([trained])})
+    assert f"deep.0.{KEY}" in parent.state_dict()
+    assert f"x.deep.0.{KEY}" in parent.state_dict(prefix="x.")
+
+
+# ---- TE_EXTRA_STATE ------------------------------------------------------------------------------
+
+
+def test_always_writes_an_empty_entry(device, monkeypatch):
+    layer = te.Linear(32, 48, device=device)
+    assert KEY not in layer.state_dict()
+    monkeypatch.setenv("TE_EXTRA_STATE", "always")
+    state = layer.state_dict()
+    assert state[KEY].dtype == torch.uint8 and state[KEY].numel() == 0
+    layer.load_state_dict(state, strict=True)
+    monkeypatch.delenv("TE_EXTRA_STATE")
+    te.Linear(32, 48, device=device).load_state_dict(state, strict=True)
+
+
+def test_ignore_does_not_look_at_what_is_loaded(device, trained, monkeypatch):
+    monkeypatch.setenv("TE_EXTRA_STATE", "ignore")
+    other = te.Linear(32, 48, device=device)
+    other.load_state_dict(trained.state_dict(), strict=True)
+    assert state_of(other) is None
+    assert_same_bits(other.weight, trained.weight)
+    other.load_state_dict({**trained.state_dict(), KEY: "nonsense"}, strict=True)
+    assert state_of(other) is None
+
+
+# ---- wrong bytes ---------------------------------------------------------------------------------
+
+
+def as_tensor(data):
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def rebuilt(header, body):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return as_tensor(b"TEstate1" + len(text).to_bytes(8, "little") + text + body)
+
+
+GOOD = {"forward": {"slots": 3, "length": 2}, "backward": {"slots": 2, "length": 1}}
+BODY = bytes(4 * (3 * 3 + 2 * 2))
+
+
+def with_header(direction, **changes):
+    return rebuilt({**GOOD, direction: {**GOOD[direction], **changes}}, BODY)
+
+
+MALFORMED = {
+    "a string": "text",
+    "a number": 7,
+    "bytes": b"TEstate1",
+    "a dict": {"scale_fwd": torch.ones(3)},
+    "float tensor": torch.zeros(4),
+    "int64 tensor": torch.zeros(4, dtype=torch.int64),
+    "two dims": torch.zeros(2, 4, dtype=torch.uint8),
+    "no dims": torch.tensor(1, dtype=torch.uint8),
+    "meta tensor": torch.empty(8, dtype=torch.uint8, device="meta"),
+    "one byte": as_tensor(b"T"),
+    "other magic": as_tensor(b"XXstate1" + bytes(40)),
+    "magic alone": as_tensor(b"TEstate1"),
+    "cut in the length": as_tensor(b"TEstate1\x05\x00"),
+    "length beyond the end": as_tensor(b"TEstate1" + b"\xff" * 8 + b"{}"),
+    "not json": rebuilt(b"{forward", BODY),
+    "not utf-8": rebuilt(b"\xff\xfe{}", BODY),
+    "deep json": rebuilt(b"[" * 100_000, BODY),
+    "a list": rebuilt([1, 2], BODY),
+    "null": rebuilt(None, BODY),
+    "no direction": rebuilt({"forward": GOOD["forward"]}, BODY),
+    "direction is a number": rebuilt({**GOOD, "forward": 3}, BODY),
+    "no slots": rebuilt({**GOOD, "backward": {"length": 2}}, BODY),
+    "slots of another module": with_header("forward", slots=6),
+    "negative slots": with_header("forward", slots=-3),
+    "infinite slots": with_header("forward", slots=float("inf")),
+    "nan length": with_header("backward", length=float("nan")),
+    "huge length": with_header("forward", length=2**62),
+    "no rows": with_header("backward", length=0),
+    "negative rows": with_header("backward", length=-1),
+    "text for a number": with_header("backward", length="many"),
+    "a byte short": rebuilt(GOOD, BODY[:-1]),
+    "a byte too many": rebuilt(GOOD, BODY + b"\0"),
+    "no data": rebuilt(GOOD, b""),
+}
+
+
+def test_the_base_of_the_malformed_ones_is_good(device):
+    layer = te.Linear(32, 48, device=device)
+    layer.set_extra_state(rebuilt(GOOD, BODY))
+    assert state_of(layer)["forward"][1].shape == (2, 3)
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_malformed_state_leaves_the_module_untouched(device, trained, what):
+    """Neither the scaling state nor a weight has changed when the error comes."""
+    state, weight = state_of(trained), trained.weight.detach().clone()
+    with pytest.raises((ValueError, TypeError), match="_extra_state: "):
+        trained.set_extra_state(MALFORMED[what])
+    new = {"weight": torch.ones(48, 32), "bias": torch.ones(48), KEY: MALFORMED[what]}
+    with pytest.raises((ValueError, TypeError, RuntimeError), match="_extra_state"):
+        trained.load_state_dict(new)
+    assert_same_bits(state_of(trained), state)
+    assert_same_bits(trained.weight.detach(), weight)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(data=st.data())
+def test_fuzzed_bytes(data):
+    """Any bytes: taken over whole, or refused by one of the three exceptions with nothing changed."""
+    layer = te.Linear(16, 16, device="cpu")
+    good = bytearray(rebuilt(GOOD, BODY).tolist())
+    kind = data.draw(st.sampled_from(["flip", "cut", "insert", "any"]))
+    if kind == "flip":
+        for _ in range(data.draw(st.integers(1, 4))):
+            good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    elif kind == "cut":
+        del good[data.draw(st.integers(0, len(good) - 1)) :]
+    elif kind == "insert":
+        at = data.draw(st.integers(0, len(good)))
+        good[at:at] = data.draw(st.binary(min_size=1, max_size=20))
+    else:
+        good = bytearray(b"TEstate1") * data.draw(st.booleans()) + data.draw(st.binary())
+    tensor = torch.tensor(list(good), dtype=torch.uint8)
+    try:
+        layer.set_extra_state(tensor)
+    except (ValueError, TypeError, RuntimeError) as error:
+        assert "_extra_state: " in str(error)
+        assert state_of(layer) is None
+    else:
+        state = state_of(layer)
+        shapes = None if state is None else [s[0].shape[0] for s in state.values()]
+        assert shapes in (None, [3, 2])
+
+
+class Trap:
+    """Unpickling an instance leaves a trace."""
+
+    sprung = False
+
+    def __reduce__(self):
+        return (setattr, (Trap, "sprung", True))
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_foreign_pickle_is_refused_without_unpickling(device, trained, protocol, monkeypatch):
+    before = state_of(trained)
+    foreign = as_tensor(pickle.dumps({"recipe": Trap()}, protocol=protocol))
+    with pytest.raises(RuntimeError, match=r"pickle of another package.*TE_EXTRA_STATE=ignore"):
+        trained.load_state_dict({**trained.state_dict(), KEY: foreign})
+    assert not Trap.sprung
+    assert_same_bits(state_of(trained), before)
+    monkeypatch.setenv("TE_EXTRA_STATE", "ignore")
+    trained.load_state_dict({**trained.state_dict(), KEY: foreign})
+    assert not Trap.sprung
+    assert_same_bits(state_of(trained), before)
+
+
+@pytest.mark.parametrize("empty", [None, torch.empty(0, dtype=torch.uint8)], ids=["none", "empty"])
+def test_nothing_to_load_changes_nothing(device, trained, empty):
+    before = state_of(trained)
+    trained.set_extra_state(empty)
+    assert_same_bits(state_of(trained), before)
+
+
+def test_state_of_a_stateless_recipe_is_empty(device):
+    layer = te.Linear(32, 48, device=device)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        layer(torch.randn(16, 32, device=device))
+    assert layer.get_extra_state().numel() == 0

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""te.Linear under `torch.compile(fullgraph=True)`: the bits, the state and the number of graphs."""
+
+import contextlib
+
+import pytest
+import torch
+import torch._dynamo.utils
+
+import transformer_engine.pytorch as te
+from transformer_engine import _core
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+
+LAYERS = 3
+WIDTH = 48
+STEPS = 6
+
+RECIPES = {
+    "none": lambda: None,
+    "delayed": lambda: DelayedScaling(amax_history_len=4),
+    "delayed-most-recent": lambda: DelayedScaling(
+        amax_history_len=2, amax_compute_algo="most_recent", margin=1, fp8_format=Format.E4M3
+    ),
+    "current": Float8CurrentScaling,
+    "current-power-2": lambda: Float8CurrentScaling(use_power_2_scales=True),
+}
+
+# Inductor on a CPU needs a C++ compiler, which the package does without.
+BACKENDS = [
+    pytest.param("cpu", {"backend": "aot_eager"}, id="cpu-aot_eager"),
+    pytest.param("cuda", {"backend": "aot_eager"}, id="cuda-aot_eager", marks=pytest.mark.gpu),
+    pytest.param("cuda", {}, id="cuda-inductor", marks=pytest.mark.gpu),
+    pytest.param("cuda", {"mode": "reduce-overhead"}, id="cuda-reduce-overhead", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.config.error_on_recompile = False
+    torch._dynamo.reset()
+
+
+def region(recipe):
+    if recipe is None:
+        return contextlib.nullcontext()
+    return te.autocast(enabled=True, recipe=recipe)
+
+
+def model_on(device):
+    torch.manual_seed(5)
+    te.reset()
+    return torch.nn.Sequential(*[te.Linear(WIDTH, WIDTH, device=device) for _ in range(LAYERS)])
+
+
+def state_of(model):
+    values = []
+    for layer in model:
+        if layer._slots is not None:
+            for scale, history in layer._slots.values().values():
+                values += [scale, history]
+    return values
+
+
+def train(device, where, make_recipe, options, token_counts=(16,) * STEPS, dtype=torch.float32):
+    """Outputs, gradients, weights and scaling state of a few steps; options None: eager."""
+    model = model_on(device).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    inside = make_recipe()
+
+    def step_inside(x):
+        with region(inside):
+            return model(x)
+
+    forward = step_inside if where == "inside" else model
+    if options is not None:
+        forward = torch.compile(forward, fullgraph=True, **options)
+    seen = []
+    for step, tokens in enumerate(token_counts):
+        torch._dynamo.config.error_on_recompile = options is not None and step >= 2
+        x = torch.randn(tokens, WIDTH, device=device, dtype=dtype, requires_grad=True)
+        # A new recipe object at each step: its fields matter, not its identity.
+        with contextlib.nullcontext() if where == "inside" else region(make_recipe()):
+            out = forward(x)
+        (out * out).sum().backward()
+        seen += [out.detach().clone(), x.grad.clone()]
+        seen += [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen + [p.detach().clone() for p in model.parameters()] + state_of(model)
+
+
+def fp8_gemms():
+    return sum(n for name, n in _core.counters().items() if name.startswith("gemm.") and ".e" in name)
+
+
+@pytest.mark.parametrize(("device", "options"), BACKENDS)
+@pytest.mark.parametrize("where", ["outside", "inside"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bits_equal_eager_in_one_graph(device, options, where, recipe):
+    make_recipe = RECIPES[recipe]
+    expected = train(device, where, make_recipe, None)
+    _core.reset_counters()
+    got = train(device, where, make_recipe, options)
+    expected_gemms = 0 if make_recipe() is None else 3 * LAYERS * STEPS
+    warm_up = fp8_gemms() - expected_gemms
+    if options.get("mode") == "reduce-overhead":  # replays of a CUDA graph are not counted
+        assert warm_up <= 0
+        assert make_recipe() is None or fp8_gemms() > 0
+    else:
+        assert warm_up == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert len(expected) == len(got)
+    for reference, value in zip(expected, got, strict=True):
+        assert torch.equal(reference, value)
+
+
+@pytest.mark.parametrize(("device", "options"), BACKENDS[:3])
+@pytest.mark.parametrize("where", ["outside", "inside"])
+@pytest.mark.parametrize("recipe", ["none", "delayed", "current"])
+def test_token_counts_make_no_new_graphs(device, options, where, recipe):
+    make_recipe = RECIPES[recipe]
+    counts = (16, 24, 33, 70, 5, 128)
+    expected = train(device, where, make_recipe, None, counts)
+    got = train(device, where, make_recipe, options, counts)  # an error on recompilation after step 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    for reference, value in zip(expected, got, strict=True):
+        assert torch.equal(reference, value)
+
+
+@pytest.mark.parametrize(("device", "options"), BACKENDS[:2])
+def test_callable_algorithms_are_traced(device, options):
+    def most_recent(history):
+        return history[0]
+
+    def scale(amax, old, fp8_max, recipe):
+        return torch.where(amax > 0, fp8_max / amax / 2.0**recipe.margin, old)
+
+    # The scale function is given the recipe, so the graph depends on which object that is.
+    recipe = DelayedScaling(
+        margin=1, amax_history_len=3, amax_compute_algo=most_recent, scaling_factor_compute_algo=scale
+    )
+    expected = train(device, "outside", lambda: recipe, None)
+    got = train(device, "outside", lambda: recipe, options)
+    for reference, value in zip(expected, got, strict=True):
+        assert torch.equal(reference, value)
+
+
+@pytest.mark.parametrize(("device", "options"), BACKENDS[:2])
+def test_training_evaluation_and_high_precision_alternate(device, options):
+    model = model_on(device)
+    compiled = torch.compile(model, fullgraph=True, **options)
+    recipe = DelayedScaling(amax_history_len=4)
+    x = torch.randn(8, WIDTH, device=device)
+    outputs = []
+    for step in range(4):
+        torch._dynamo.config.error_on_recompile = step >= 2
+        for forward in (model, compiled):
+            with torch.no_grad(), te.autocast(recipe=recipe):
+                low = forward(x)
+            outputs.append((low, forward(x).detach()))
+        with te.autocast(recipe=recipe):
+            compiled(x).sum().backward()
+    for eager, graph in zip(outputs[::2], outputs[1::2], strict=True):
+        assert torch.equal(eager[0], graph[0])
+        assert torch.equal(eager[1], graph[1])
+        assert not torch.equal(eager[0], eager[1])

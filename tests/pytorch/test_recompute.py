@@ -1,0 +1,463 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation recompute gives the bits of a run without it, and advances the state once."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from pytorch.helpers import RECIPES, assert_same_bits, counted, states_of
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+WIDTH, ROWS, STEPS = 32, 16, 3
+
+# Torch says so of every reentrant checkpoint inside another one: its forward has no gradients.
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+
+
+def plain(function, *args):
+    return function(*args)
+
+
+# name: function(function, *args); the plain call is what all are compared with.
+CHECKPOINTS = {
+    "torch-reentrant": lambda f, *a: torch_checkpoint(f, *a, use_reentrant=True),
+    "torch-saved": lambda f, *a: torch_checkpoint(f, *a, use_reentrant=False),
+    "te-reentrant": lambda f, *a: te.checkpoint(f, *a, use_reentrant=True),
+    "te-saved": lambda f, *a: te.checkpoint(f, *a, use_reentrant=False),
+}
+
+
+class Block(torch.nn.Module):
+    """Two layers, dropout between them: the random numbers must be those of the forward."""
+
+    def __init__(self, device, dropout=0.0):
+        super().__init__()
+        self.a = te.Linear(WIDTH, 2 * WIDTH, device=device)
+        self.b = te.Linear(2 * WIDTH, WIDTH, device=device)
+        self.dropout = dropout
+
+    def forward(self, x, is_first_microbatch=None):
+        y = torch.nn.functional.gelu(self.a(x, is_first_microbatch=is_first_microbatch))
+        y = torch.nn.functional.dropout(y, self.dropout)
+        return x + self.b(y, is_first_microbatch=is_first_microbatch)
+
+
+def model_on(device, blocks=3, **options):
+    return torch.nn.ModuleList([Block(device, **options) for _ in range(blocks)])
+
+
+@pytest.fixture
+def start():
+    """One seed for the two runs that a test compares."""
+    seed = int(torch.randint(2**31, ()))
+
+    def begin():
+        te.reset()
+        torch.manual_seed(seed)
+
+    return begin
+
+
+def train(model, device, forward, steps=STEPS):
+    """Run steps; return outputs, gradients, weights and state after each, and the GEMM counts.
+
+    Parameters
+    ----------
+    forward : callable
+        ``forward(x)`` runs regions and checkpoints; returns the output.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trace, counts = [], []
+    for _ in range(steps):
+        x = (torch.randn(ROWS, WIDTH, device=device) * 4).requires_grad_()
+        with counted() as gemms:
+            out = forward(x)
+            after_forward = states_of(model)
+            out.backward(torch.randn_like(out))
+        counts.append((gemms.fp8, gemms.other))
+        trace.append([out, x.grad, [p.grad.clone() for p in model.parameters()]])
+        trace.append([after_forward, states_of(model)])
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.append([p.detach().clone() for p in model.parameters()])
+    return trace, counts
+
+
+def compare(start, device, forward, extra, dropout=0.0, blocks=3):
+    """Train with and without recompute, where `forward(model, run, x)` uses `run` as a checkpoint.
+
+    `extra` is how many FP8 GEMMs the recompute of one step adds.
+    """
+    results = []
+    for run in (plain, forward[1]):
+        start()
+        model = model_on(device, blocks, dropout=dropout)
+        results.append(train(model, device, lambda x, m=model, r=run: forward[0](m, r, x)))
+    (expected, base), (found, counts) = results
+    assert_same_bits(found, expected)
+    assert base == [(6 * blocks, 0)] * STEPS
+    assert counts == [(6 * blocks + extra, 0)] * STEPS
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["", "dropout"])
+def test_region_outside(device, start, name, recipe, dropout):
+    made = RECIPES[recipe]()
+
+    def forward(model, run, x):
+        with te.autocast(recipe=made):
+            for block in model:
+                x = run(block, x)
+        return x
+
+    compare(start, device, (forward, CHECKPOINTS[name]), 6, dropout)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_region_inside(device, start, name, recipe):
+    made = RECIPES[recipe]()
+
+    def forward(model, run, x):
+        def inside(block, x):
+            with te.autocast(recipe=made):
+                return block(x)
+
+        for block in model:
+            x = run(inside, block, x)
+        return x
+
+    compare_inside(start, device, forward, name)
+
+
+def compare_inside(start, device, forward, name):
+    """As `compare`; a reentrant forward runs without gradients, so its exits update nothing."""
+    results = []
+    for run in (plain, CHECKPOINTS[name]):
+        start()
+        model = model_on(device)
+        results.append(train(model, device, lambda x, m=model, r=run: forward(m, r, x)))
+    (expected, base), (found, counts) = results
+    assert base == [(18, 0)] * STEPS and counts == [(24, 0)] * STEPS
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_one_checkpoint_around_all(device, start, name):
+    made = RECIPES["delayed"]()
+
+    def forward(model, run, x):
+        def all_blocks(x):
+            for block in model:
+                x = block(x)
+            return x
+
+        with te.autocast(recipe=made):
+            return run(all_blocks, x)
+
+    compare(start, device, (forward, CHECKPOINTS[name]), 6)
+
+
+@pytest.mark.parametrize(("outer", "inner"), list(itertools.product(CHECKPOINTS, CHECKPOINTS)))
+def test_nested_checkpoints(device, start, outer, inner):
+    """Both recompute: the inner function runs three times."""
+    made = RECIPES["delayed"]()
+
+    def forward(model, run, x):
+        first = plain if run is plain else CHECKPOINTS[outer]
+        second = plain if run is plain else CHECKPOINTS[inner]
+
+        def two(x):
+            x = second(model[0], x)
+            return second(model[1], x)
+
+        with te.autocast(recipe=made):
+            return model[2](first(two, x))
+
+    results = []
+    for run in (plain, torch_checkpoint):
+        start()
+        model = model_on(device)
+        results.append(train(model, device, lambda x, m=model, r=run: forward(m, r, x)))
+    assert_same_bits(results[1][0], results[0][0])
+    counts = results[1][1]
+    assert len(set(counts)) == 1 and 18 + 4 < counts[0][0] <= 18 + 8
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_same_modules_called_three_times_and_backwards_in_any_order(device, start, name, order):
+    """Each recompute finds the scales of its own forward, whichever comes first."""
+    made = RECIPES["delayed"]()
+    results = []
+    for run in (plain, CHECKPOINTS[name]):
+        start()
+        model = model_on(device, 1)
+        inputs = [torch.randn(ROWS, WIDTH, device=device) * 8**n for n in range(3)]
+        inputs = [x.requires_grad_() for x in inputs]
+        outputs = []
+        with counted() as gemms:
+            for x in inputs:
+                with te.autocast(recipe=made):
+                    outputs.append(run(model[0], x))
+            trace = [states_of(model)]
+            for number in order:
+                outputs[number].sum().backward()
+                trace.append(states_of(model))
+                trace.append([p.grad.clone() for p in model.parameters()])
+        trace += [outputs, [x.grad for x in inputs]]
+        results.append((trace, gemms.fp8))
+    assert_same_bits(results[1][0], results[0][0])
+    assert (results[0][1], results[1][1]) == (18, 24)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_several_calls_in_one_region_and_one_backward(device, start, name):
+    made = RECIPES["delayed"]()
+
+    def forward(model, run, x):
+        with te.autocast(recipe=made):
+            return sum(run(block, x * factor) for factor in (1, 5) for block in model)
+
+    results = []
+    for run in (plain, CHECKPOINTS[name]):
+        start()
+        model = model_on(device)
+        results.append(train(model, device, lambda x, m=model, r=run: forward(m, r, x)))
+    assert_same_bits(results[1][0], results[0][0])
+    assert (results[0][1][0][0], results[1][1][0][0]) == (36, 48)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_retain_graph_twice(device, start, name):
+    """Two backwards through one graph: the same gradients twice; the backward state goes on."""
+    made = RECIPES["delayed"]()
+    results = []
+    for run in (plain, CHECKPOINTS[name]):
+        start()
+        model = model_on(device, 1)
+        x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
+        with te.autocast(recipe=made):
+            out = run(model[0], x)
+        trace = [out]
+        for keep in (True, False):
+            with counted() as gemms:
+                out.sum().backward(retain_graph=keep)
+            trace += [x.grad.clone(), states_of(model)]
+        results.append((trace, gemms.fp8))
+    assert_same_bits(results[1][0], results[0][0])
+    assert (results[0][1], results[1][1]) == (4, 6)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_early_stop(device, start, early):
+    """Torch stops the recompute when it has what the backward saved; the next step is not upset."""
+    made = RECIPES["delayed"]()
+
+    def forward(model, run, x):
+        with te.autocast(recipe=made), set_checkpoint_early_stop(early):
+            for block in model:
+                x = run(block, x)
+        return x
+
+    compare(start, device, (forward, CHECKPOINTS["torch-saved"]), 6)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_weight_cache_inside_a_checkpoint(device, start, name, recipe):
+    """Microbatches: the recompute reads the cached weight of its forward."""
+    made = RECIPES[recipe]()
+
+    def forward(model, run, x):
+        total = 0
+        for first in (True, False):
+            with te.autocast(recipe=made):
+                y = x * (1 if first else 3)
+                for block in model:
+                    y = run(block, y, first)
+            total = total + y
+        return total
+
+    results = []
+    for run in (plain, CHECKPOINTS[name]):
+        start()
+        model = model_on(device)
+        results.append(train(model, device, lambda x, m=model, r=run: forward(m, r, x)))
+    assert_same_bits(results[1][0], results[0][0])
+    assert (results[0][1][0][0], results[1][1][0][0]) == (36, 48)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_microbatches_with_a_backward_each(device, start, name):
+    """The cache is rewritten between the forwards: the recompute keeps to its own."""
+    made = RECIPES["delayed"]()
+    results = []
+    for run in (plain, CHECKPOINTS[name]):
+        start()
+        model = model_on(device, 1)
+        x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
+        outputs = []
+        for factor in (1.0, 2.0):
+            with te.autocast(recipe=made):
+                outputs.append(run(model[0], x * factor, True))
+        with counted() as gemms:
+            for out in outputs:
+                out.sum().backward()
+        grads = [p.grad for p in model.parameters()]
+        results.append(([outputs, x.grad, grads, states_of(model)], gemms.fp8))
+    assert_same_bits(results[1][0], results[0][0])
+    assert (results[0][1], results[1][1]) == (8, 12)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_first_block_without_checkpoint_and_the_other_way_round(device, start, name):
+    made = RECIPES["delayed"]()
+
+    def forward(model, run, x):
+        with te.autocast(recipe=made):
+            x = model[0](x)
+            x = run(model[1], x)
+            return model[2](x)
+
+    compare(start, device, (forward, CHECKPOINTS[name]), 2)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_high_precision_under_a_checkpoint(device, start, name):
+    def forward(model, run, x):
+        for block in model:
+            x = run(block, x)
+        return x
+
+    results = []
+    for run in (plain, CHECKPOINTS[name]):
+        start()
+        model = model_on(device)
+        results.append(train(model, device, lambda x, m=model, r=run: forward(m, r, x)))
+    assert_same_bits(results[1][0], results[0][0])
+    assert (results[0][1][0], results[1][1][0]) == ((0, 18), (0, 24))
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_backward_inside_another_region(device, start, name):
+    """What is in force when the backward runs does not matter, and is not disturbed."""
+    made = RECIPES["delayed"]()
+
+    def regions(kind):
+        if kind == "fp8":
+            return te.autocast(recipe=DelayedScaling(amax_history_len=9))
+        return te.autocast(enabled=False) if kind == "off" else contextlib.nullcontext()
+
+    for kind in ("fp8", "off"):
+        results = []
+        for run, around in ((plain, None), (CHECKPOINTS[name], kind)):
+            start()
+            model = model_on(device, 1)
+            x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
+            with te.autocast(recipe=made):
+                out = run(model[0], x)
+            with counted() as gemms, torch.no_grad(), regions(around):
+                with torch.enable_grad():
+                    out.sum().backward()
+            grads = [p.grad for p in model.parameters()]
+            results.append(([out, x.grad, grads, states_of(model)], gemms.fp8))
+        assert_same_bits(results[1][0], results[0][0])
+        assert (results[0][1], results[1][1]) == (4, 6)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_modules_in_evaluation_mode(device, start, name):
+    """Fine-tuning without dropout: eval() and gradients go together."""
+    made = RECIPES["delayed"]()
+
+    def forward(model, run, x):
+        with te.autocast(recipe=made):
+            for block in model.eval():
+                x = run(block, x)
+        return x
+
+    compare(start, device, (forward, CHECKPOINTS[name]), 6)
+
+
+def test_evaluation_under_no_grad_uses_no_recompute(device):
+    model = model_on(device, 1).eval()
+    x = torch.randn(ROWS, WIDTH, device=device)
+    with torch.no_grad(), counted() as gemms, te.autocast(recipe=RECIPES["delayed"]()):
+        expected = model[0](x)
+        for run in CHECKPOINTS.values():
+            assert_same_bits(run(model[0], x), expected)
+    assert gemms.fp8 == 10
+
+
+def test_forward_in_a_backward_without_a_checkpoint_names_te_checkpoint(device):
+    """A recompute of somebody's own finds nothing stashed: an error, and the state is untouched."""
+    block = Block(device)
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad(), te.autocast(recipe=made):
+                block(ctx.saved_tensors[0].detach().requires_grad_())
+            return grad
+
+    made = RECIPES["delayed"]()
+    with te.autocast(recipe=made):
+        block(torch.randn(ROWS, WIDTH, device=device))
+    before = states_of(block)
+    x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
+    with counted() as gemms, pytest.raises(RuntimeError, match=r"Linear.*pytorch\.checkpoint"):
+        Own.apply(x).sum().backward()
+    assert gemms.fp8 == 0
+    assert_same_bits(states_of(block), before)
+
+
+def test_function_that_changes_between_the_calls(device):
+    model = model_on(device, 2)
+    calls = iter((model[0], model[1]))
+    x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
+    with te.autocast(recipe=RECIPES["delayed"]()):
+        out = te.checkpoint(lambda x: next(calls)(x), x)
+    with pytest.raises(RuntimeError, match="must do the same at each call"):
+        out.sum().backward()
+
+
+def test_checkpoint_arguments(device):
+    block = Block(device)
+    x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
+    for options in (
+        dict(distribute_saved_activations=True),
+        dict(get_rng_state_tracker=lambda: None),
+    ):
+        with pytest.raises(NotImplementedError, match=next(iter(options))):
+            te.checkpoint(block, x, **options)
+    entered = []
+
+    @contextlib.contextmanager
+    def note(name):
+        entered.append(name)
+        yield
+
+    with counted() as gemms, te.autocast(recipe=RECIPES["delayed"]()):
+        out = te.checkpoint(
+            block,
+            x,
+            is_first_microbatch=True,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (note("forward"), note("recompute")),
+        )
+        assert block.a._weight_cache is not None
+    out.sum().backward()
+    assert entered == ["forward", "recompute"] and gemms.fp8 == 2

@@ -1,0 +1,472 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Delayed scaling: scales and histories of both directions equal an independent float32 model."""
+
+import gc
+import math
+
+import pytest
+import torch
+from pytorch.helpers import LinearModel, Watch, assert_same_bits, counted, state_of
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.pytorch import scaling
+
+RECIPES = {
+    "max": dict(amax_history_len=3),
+    "most-recent": dict(amax_history_len=2, amax_compute_algo="most_recent"),
+    "length-1": dict(amax_history_len=1, margin=-1),
+    "e4m3-margin": dict(amax_history_len=4, margin=3, fp8_format=Format.E4M3),
+}
+SIZES = (32, 48, 16, 64)
+
+
+def recipe_of(**options):
+    return DelayedScaling(**{"amax_history_len": 4, **options})
+
+
+def layers_on(device, sizes=SIZES, **options):
+    pairs = zip(sizes[:-1], sizes[1:], strict=True)
+    return torch.nn.Sequential(*[te.Linear(i, o, device=device, **options) for i, o in pairs])
+
+
+def batch(device, features=SIZES[0], rows=16):
+    """Input whose amax differs a lot from step to step."""
+    x = torch.randn(rows, features, device=device) * 2.0 ** float(torch.randint(-6, 7, ()))
+    return x.requires_grad_()
+
+
+def upstream(out):
+    """An output gradient of random size."""
+    return torch.randn_like(out) * 2.0 ** float(torch.randint(-6, 7, ()))
+
+
+def train_step(model, watch, recipe, x, expect):
+    with counted() as gemms:
+        with te.autocast(recipe=recipe):
+            out = model(x)
+        watch.leave_region()
+        out.backward(upstream(out))
+    assert (gemms.fp8, gemms.other) == (expect, 0)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_steps_equal_the_model(device, name):
+    recipe = DelayedScaling(**RECIPES[name])
+    model = layers_on(device)
+    watch = Watch(model, recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        train_step(model, watch, recipe, batch(device), 9)
+        watch.check()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_first_iteration_has_scale_1(device):
+    recipe = recipe_of()
+    layer = te.Linear(32, 32, device=device)
+    # Beyond the largest e4m3: with scale 1 it saturates, in the second step it does not.
+    x = torch.zeros(16, 32, device=device)
+    x[:, 0] = 1000.0
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+    outputs = []
+    with counted() as gemms:
+        for _ in range(2):
+            with te.autocast(recipe=recipe):
+                outputs.append(layer(x).detach())
+    assert gemms.fp8 == 2
+    assert (outputs[0] == 448.0).all() and (outputs[1] == 1000.0).all()
+
+
+def test_state_before_the_first_exit(device):
+    layer = te.Linear(32, 32, device=device)
+    x = batch(device)
+    with te.autocast(recipe=recipe_of()):
+        layer(x)
+        model = LinearModel(recipe_of())
+        model.record("forward", 0, x)
+        model.record("forward", 1, layer.weight)
+        assert_same_bits(state_of(layer), model.values())
+
+
+def test_no_grad_forward_records_but_does_not_update(device):
+    recipe = recipe_of()
+    model = layers_on(device)
+    watch = Watch(model, recipe)
+    for _ in range(2):
+        with torch.no_grad(), counted() as gemms, te.autocast(recipe=recipe):
+            model(batch(device))
+        assert gemms.fp8 == 3
+        watch.check()
+        train_step(model, watch, recipe, batch(device), 9)
+        watch.check()
+
+
+def test_forward_alone_updates_the_forward_alone(device):
+    recipe = recipe_of()
+    model = layers_on(device)
+    watch = Watch(model, recipe)
+    for _ in range(3):
+        with counted() as gemms, te.autocast(recipe=recipe):
+            model(batch(device))
+        assert gemms.fp8 == 3
+        watch.leave_region()
+        watch.check()
+
+
+def test_frozen_first_module(device):
+    """It records no backward: the first module that does runs the backward update."""
+    recipe = recipe_of()
+    model = layers_on(device)
+    model[0].requires_grad_(False)
+    watch = Watch(model, recipe, updates_after=1)
+    for _ in range(4):
+        train_step(model, watch, recipe, batch(device).detach(), 3 + 3)  # no dgrad into layer 0
+        watch.check()
+
+
+def test_layer_that_needs_only_its_bias_gradient_still_updates(device):
+    recipe = recipe_of()
+    model = layers_on(device)
+    model[0].weight.requires_grad_(False)
+    watch = Watch(model, recipe)
+    for _ in range(3):
+        with counted() as gemms:
+            with te.autocast(recipe=recipe):
+                out = model(batch(device).detach())
+            watch.leave_region()
+            out.backward(upstream(out))
+        assert gemms.fp8 == 3 + 4  # layer 0 has neither dgrad nor wgrad
+        watch.models[0].history["backward"][:] = 0  # nothing is cast there
+        watch.models[0].scale["backward"][:] = 1
+        watch.check()
+
+
+def test_several_forwards_before_one_backward(device):
+    recipe = recipe_of()
+    model = layers_on(device)
+    watch = Watch(model, recipe)
+    for _ in range(3):
+        outputs = []
+        with counted() as gemms:
+            for _ in range(3):
+                with te.autocast(recipe=recipe):
+                    outputs.append(model(batch(device)))
+                watch.leave_region()
+            watch.check()
+            torch.autograd.backward(outputs, [upstream(out) for out in outputs])
+        assert (gemms.fp8, gemms.other) == (27, 0)
+        watch.check()
+
+
+def test_several_forwards_in_one_region(device):
+    """The layer whose call came first in the region updates after that call's backward."""
+    recipe = recipe_of()
+    layer = te.Linear(32, 32, device=device)
+    watch = Watch([layer], recipe, updates_after=None)
+    for _ in range(3):
+        with te.autocast(recipe=recipe):
+            first = layer(batch(device))
+            second = layer(batch(device))
+        watch.leave_region()
+        second.backward(upstream(second))
+        watch.check()
+        first.backward(upstream(first))
+        watch.pending = True
+        watch.check()
+
+
+def test_backward_uses_the_scales_of_its_own_forward(device):
+    """Another forward moves the slots on; the gradients are those without it."""
+    recipe = recipe_of()
+    layer = te.Linear(32, 48, device=device)
+    x, other = batch(device), batch(device)
+    twin = te.Linear(32, 48, device=device)
+    twin.load_state_dict(layer.state_dict())
+    with te.autocast(recipe=recipe):
+        out = layer(x)
+    with te.autocast(recipe=recipe):
+        layer(other * 1000)
+    grad = upstream(out)
+    out.backward(grad)
+    mine = [x.grad, layer.weight.grad, layer.bias.grad]
+    x.grad = None
+    with te.autocast(recipe=recipe):
+        out = twin(x)
+    out.backward(grad)
+    assert_same_bits(mine, [x.grad, twin.weight.grad, twin.bias.grad])
+
+
+def test_zero_nan_and_inf(device):
+    """Steps with all-zero, NaN and Inf input: amax ignores NaN, Inf keeps scales and passes by."""
+    recipe = recipe_of(amax_history_len=2)
+    layer = te.Linear(32, 32, device=device)
+    watch = Watch([layer], recipe)
+    for special in (None, 0.0, math.nan, math.inf, None, None, 0.0, None):
+        x = batch(device).detach()
+        if special == 0.0:
+            x.zero_()
+        elif special is not None:
+            x[3, 5] = special
+        with te.autocast(recipe=recipe):
+            layer(x)
+        watch.leave_region()
+        watch.check()
+        assert state_of(layer)["forward"][0].isfinite().all()
+
+
+def test_zero_tokens_leave_the_state_alone(device):
+    recipe = recipe_of()
+    layer = te.Linear(32, 48, device=device)
+    watch = Watch([layer], recipe)
+    train_step(layer, watch, recipe, batch(device), 3)
+    before = state_of(layer)
+    with te.autocast(recipe=recipe):
+        out = layer(torch.empty(0, 32, device=device, requires_grad=True))
+    out.sum().backward()
+    after = state_of(layer)
+    assert_same_bits(
+        [before["forward"][0][0], before["backward"]], [after["forward"][0][0], after["backward"]]
+    )
+
+
+# ---- callables and the unfused update ------------------------------------------------------------
+
+
+def unfused(history, scale, fp8_max, amax=None):
+    """The update in torch operations: every slot rolls, NaN reaches the maximum."""
+    amax = history.amax(0) if amax is None else amax
+    usable = amax.isfinite() & (amax > 0)
+    scale = torch.where(usable, torch.full_like(amax, fp8_max) / amax, scale)
+    rolled = torch.cat([history[1:], history[:1]])
+    rolled[0] = 0
+    return scale, rolled
+
+
+def test_unfused_update(device, monkeypatch):
+    monkeypatch.setenv("TE_UNFUSED_FP8_UPDATE", "1")
+    recipe = recipe_of(amax_history_len=3)
+    layer = te.Linear(32, 32, device=device)
+    for step in range(5):
+        x = batch(device).detach()
+        if step == 3:
+            x.zero_()  # the history rolls all the same
+        with counted() as gemms, te.autocast(recipe=recipe):
+            layer(x)
+            scale, history = state_of(layer)["forward"]
+        assert gemms.fp8 == 1
+        assert_same_bits(state_of(layer)["forward"], unfused(history, scale, 448.0))
+
+
+def test_callables_get_what_is_documented(device):
+    seen = []
+
+    def amax(history):
+        seen.append(history.clone())
+        return history.amax(dim=0) * 2
+
+    def scale(amax, old, fp8_max, given):
+        assert given is recipe and type(fp8_max) is float and fp8_max in (448.0, 57344.0)
+        assert amax.shape == old.shape and amax.dtype == old.dtype == torch.float32
+        return torch.where(amax > 0, fp8_max / (4 * amax), old + 1)
+
+    recipe = recipe_of(
+        amax_history_len=3, amax_compute_algo=amax, scaling_factor_compute_algo=scale
+    )
+    layer = te.Linear(32, 32, device=device)
+    x = batch(device)
+    with counted() as gemms:
+        with te.autocast(recipe=recipe):
+            out = layer(x)
+        out.backward(upstream(out))
+    assert gemms.fp8 == 3
+    assert len(seen) == 2 and seen[0].shape[0] == 3
+    assert seen[0][0].max() >= x.detach().abs().max()  # row 0 is the step that ends
+    after = state_of(layer)
+    assert after["forward"][0][0] == 448.0 / (8 * x.detach().abs().max())
+    assert after["forward"][0][2] == 2.0  # the slot without a cast: old + 1
+    assert after["forward"][1][2, 0] == x.detach().abs().max()
+
+
+@pytest.mark.parametrize("which", ["amax", "scale"])
+def test_one_callable_alone(device, which):
+    options = {
+        "amax": dict(amax_compute_algo=lambda history: history.amax(0) + 1),
+        "scale": dict(scaling_factor_compute_algo=lambda amax, old, top, recipe: old * 2),
+    }[which]
+    recipe = recipe_of(**options)
+    layer = te.Linear(32, 32, device=device)
+    x = batch(device)
+    for _ in range(2):
+        with te.autocast(recipe=recipe):
+            layer(x)
+    scale = state_of(layer)["forward"][0][0]
+    amax = x.detach().abs().max() + 1
+    assert scale == (4.0 if which == "scale" else torch.full_like(amax, 448.0) / amax)
+
+
+# ---- state that moves ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (3, 1), (1, 3)])
+def test_history_length_change(device, old, new):
+    layer = te.Linear(32, 32, device=device)
+    for _ in range(5):
+        with te.autocast(recipe=recipe_of(amax_history_len=old)):
+            out = layer(batch(device))
+        out.backward(upstream(out))
+    before = state_of(layer)
+    with counted() as gemms, torch.no_grad(), te.autocast(recipe=recipe_of(amax_history_len=new)):
+        layer(torch.zeros(16, 32, device=device))
+    assert gemms.fp8 == 1
+    after = state_of(layer)
+    for direction in ("forward", "backward"):
+        history = before[direction][1]
+        kept = min(old, new)
+        expected = torch.zeros(new, history.shape[1], device=device)
+        expected[:kept] = history[:kept]
+        if direction == "forward":  # the forward just run recorded its amaxes
+            expected[0, 1] = torch.maximum(expected[0, 1], layer.weight.detach().abs().max())
+        assert_same_bits(after[direction], (before[direction][0], expected))
+
+
+def test_recipe_change_carries_the_state(device):
+    layer = te.Linear(32, 32, device=device)
+    for _ in range(3):
+        with te.autocast(recipe=recipe_of()):
+            out = layer(batch(device))
+        out.backward(upstream(out))
+    before = state_of(layer)
+    with te.autocast(recipe=Float8CurrentScaling()):  # has no state and touches none
+        layer(batch(device)).sum().backward()
+    assert_same_bits(state_of(layer), before)
+    with torch.no_grad(), te.autocast(recipe=recipe_of(margin=2)):
+        layer(torch.zeros(16, 32, device=device))
+    after = state_of(layer)
+    assert_same_bits(after["backward"], before["backward"])
+    assert_same_bits(after["forward"][0], before["forward"][0])
+    assert_same_bits(after["forward"][1][1:], before["forward"][1][1:])
+
+
+def test_two_recipes_in_turn_update_each_other_s_modules(device):
+    """An update touches every module of the process, whatever recipe is left."""
+    a, b = te.Linear(32, 32, device=device), te.Linear(32, 32, device=device)
+    with te.autocast(recipe=recipe_of()), te.autocast(recipe=recipe_of(margin=1)):
+        a(batch(device))
+    assert state_of(a)["forward"][0][0] != 1
+    with torch.no_grad(), te.autocast(recipe=recipe_of(margin=1)):
+        a(batch(device))
+    with te.autocast(recipe=recipe_of()):
+        b(batch(device))
+    assert (state_of(a)["forward"][1][0] == 0).all()  # taken in by the exit of b's region
+
+
+def test_reset_drops_the_state_of_every_module(device):
+    model = layers_on(device)
+    recipe = recipe_of()
+    out = None
+    for _ in range(2):
+        with te.autocast(recipe=recipe):
+            out = model(batch(device))
+    te.reset()
+    assert all(state_of(layer) is None for layer in model)
+    out.backward(upstream(out))  # a pending backward still works
+    watch = Watch(model, recipe)
+    for _ in range(2):
+        train_step(model, watch, recipe, batch(device), 9)
+        watch.check()
+
+
+def test_reset_of_one_module(device):
+    model = layers_on(device)
+    with te.autocast(recipe=recipe_of()):
+        model(batch(device))
+    kept = [state_of(layer) for layer in model]
+    model[1].reset_fp8_meta_tensors()
+    assert state_of(model[1]) is None
+    assert_same_bits([state_of(model[0]), state_of(model[2])], [kept[0], kept[2]])
+    with torch.no_grad(), te.autocast(recipe=recipe_of()):
+        model[1](torch.zeros(16, SIZES[1], device=device))
+    assert (state_of(model[1])["forward"][0] == 1).all()
+
+
+# ---- slots ---------------------------------------------------------------------------------------
+
+
+def chunks(direction="forward"):
+    return [chunk for arena in scaling._ARENAS[direction].values() for chunk in arena.chunks]
+
+
+def test_many_modules_span_chunks(device):
+    """More modules than a chunk has room for; every one's state equals its own model."""
+    count = scaling.SLOTS // 3 + 6
+    layers = [te.Linear(16, 16, device=device) for _ in range(count)]
+    recipe = recipe_of(amax_history_len=2)
+    watch = Watch(layers, recipe)
+    for _ in range(2):
+        with counted() as gemms:
+            with te.autocast(recipe=recipe):
+                out = batch(device, 16)
+                for layer in layers:
+                    out = layer(out) * 8
+            watch.leave_region()
+            out.backward(upstream(out))
+        assert gemms.fp8 == 3 * count
+        watch.check()
+    assert len(chunks()) == 2 and len(chunks("backward")) == 1
+
+
+def test_slots_of_dead_modules_are_reused_fresh(device):
+    recipe = recipe_of()
+    kept = [te.Linear(16, 16, device=device) for _ in range(2)]
+    dead = te.Linear(16, 16, device=device)
+    for _ in range(2):
+        with te.autocast(recipe=recipe):
+            for layer in (kept[0], dead, kept[1]):
+                out = layer(batch(device, 16))
+        out.backward(upstream(out))
+    slot = dead._slots.forward_slot
+    before = [state_of(layer) for layer in kept]
+    del dead, layer
+    gc.collect()
+    young = te.Linear(16, 16, device=device)
+    with te.autocast(recipe=recipe):
+        out = young(torch.full((16, 16), 3.0, device=device))
+        assert young._slots.forward_slot == slot
+        scale, history = state_of(young)["forward"]
+        assert (scale == 1).all() and (history[1:] == 0).all() and history[0, 0] == 3
+    for layer, state in zip(kept, before, strict=True):
+        assert_same_bits(state_of(layer)["backward"], state["backward"])
+
+
+def test_pending_backward_keeps_the_slots_of_a_dead_module(device):
+    recipe = recipe_of()
+    layer = te.Linear(16, 16, device=device)
+    x = batch(device, 16)
+    with te.autocast(recipe=recipe):
+        out = layer(x)
+    slot = layer._slots.forward_slot
+    del layer
+    gc.collect()
+    other = te.Linear(16, 16, device=device)
+    with te.autocast(recipe=recipe):
+        other(x)
+    assert other._slots.forward_slot != slot
+    out.backward(upstream(out))
+    assert (state_of(other)["backward"][1] == 0).all()
+    del out
+    gc.collect()
+    assert sum(sum(chunk.used) for chunk in chunks("backward")) == 2
+
+
+def test_no_slot_is_left_when_all_modules_are_gone(device):
+    layers = [te.Linear(16, 16, device=device) for _ in range(3)]
+    with te.autocast(recipe=recipe_of()):
+        for layer in layers:
+            layer(batch(device, 16)).sum()
+    assert chunks()
+    del layers, layer
+    gc.collect()
+    assert not chunks() and not chunks("backward")

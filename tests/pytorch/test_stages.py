@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""External stages: Python functions and collectives inside a plan."""
+
+import torch
+import torch.multiprocessing
+
+import pytest
+
+import transformer_engine.pytorch as te
+from transformer_engine import _core
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.plans import LinearSpec, linear_plans, quantization_of
+from transformer_engine.pytorch.staged import external_bits, run_staged
+
+RECIPES = {"delayed": lambda: DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling}
+
+
+def quantize_like_the_library(source, buffers, name, slot):
+    """A quantizer in torch operations: delayed scaling from a chunk, or the amax of the tensor."""
+    x = source.reshape(-1, source.shape[-1]).float()
+    if "scale" in buffers:
+        scale = buffers["scale"][slot].clone()
+        history = buffers["history"]
+        history[0, slot] = torch.maximum(history[0, slot], x.abs().max())
+    else:
+        scale = torch.tensor(448.0, device=x.device) / x.abs().max()  # 448 / t is not rounded once
+    pair = buffers[f"{name}_pair"]
+    pair[0] = 1.0 / scale
+    pair[1] = scale
+    codes = (x * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    for usage, data in (("row", codes), ("column", codes.t())):
+        out = buffers.get(f"{name}_{usage}")
+        if out is not None:
+            out.view(torch.uint8).zero_()
+            out.view(torch.uint8)[:, : data.shape[1]] = data
+
+
+def run_layer(device, recipe, stages, steps=3):
+    torch.manual_seed(11)
+    te.reset()
+    layer = te.Linear(40, 24, device=device)
+    layer.override_stages(**stages)
+    seen = []
+    for _ in range(steps):
+        x = torch.randn(7, 40, device=device, requires_grad=True)
+        with te.autocast(recipe=recipe):
+            out = layer(x)
+        out.square().sum().backward()
+        seen += [out.detach().clone(), x.grad, layer.weight.grad.clone(), layer.bias.grad.clone()]
+        layer.zero_grad()
+    if layer._slots is not None:
+        for scale, history in layer._slots.values().values():
+            seen += [scale, history]
+    return seen
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_python_quantizer_takes_part(device, recipe):
+    calls = []
+
+    def quantize_input(buffers):
+        calls.append("input")
+        quantize_like_the_library(buffers["input"], buffers, "input", buffers.slot)
+
+    def quantize_weight(buffers):
+        calls.append("weight")
+        quantize_like_the_library(buffers["weight"], buffers, "weight", buffers.slot + 1)
+
+    expected = run_layer(device, RECIPES[recipe](), {})
+    _core.reset_counters()
+    stages = {"quantize_input": quantize_input, "quantize_weight": quantize_weight}
+    got = run_layer(device, RECIPES[recipe](), stages)
+    assert calls == ["input", "weight"] * 3
+    gemms = {n: c for n, c in _core.counters().items() if n.startswith("gemm.")}
+    assert sum(gemms.values()) == 9 and all(".e" in name for name in gemms)
+    for reference, value in zip(expected, got, strict=True):
+        assert torch.equal(reference, value)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_operator_overridden_by_python(device, recipe):
+    """A GEMM in float64 that adds 1 replaces the library's."""
+    calls = []
+
+    def gemm_output(buffers):
+        calls.append(buffers.rows)
+        a = buffers["input_row"].double() * buffers["input_pair"][0].double()
+        b = buffers["weight_row"].double() * buffers["weight_pair"][0].double()
+        buffers["output"].copy_(a @ b.t() + buffers["bias_cast"].double() + 1.0)
+
+    expected = run_layer(device, RECIPES[recipe](), {})
+    _core.reset_counters()
+    got = run_layer(device, RECIPES[recipe](), {"gemm_output": gemm_output})
+    assert calls == [7, 7, 7]
+    assert sum(c for n, c in _core.counters().items() if n.startswith("gemm.")) == 6
+    torch.testing.assert_close(got[0] - 1.0, expected[0])
+
+
+def test_unknown_stage_and_missing_function(device):
+    layer = te.Linear(16, 16, device=device)
+    with pytest.raises(ValueError, match="quantise_input"):
+        layer.override_stages(quantise_input=print)
+    spec = LinearSpec(
+        16, 16, *[_core.DTYPE_F32] * 5, quantization_of(DelayedScaling()), 0,
+        external=external_bits({"gemm_output": None}),
+    )
+    plan = linear_plans(spec).forward
+    x, w = torch.randn(4, 16, device=device), torch.randn(16, 16, device=device)
+    scale, history = torch.ones(256, device=device), torch.zeros(4, 256, device=device)
+    with pytest.raises(RuntimeError, match="external"):
+        _core.run(plan, 0, 0, x, w, scale, history)
+    with pytest.raises(RuntimeError, match="gemm_output"):
+        run_staged(plan, (0, 0), [x, w, scale, history], None, {})
+
+
+def _gather_worker(rank, world, store, results):
+    """Each rank quantizes its rows; the FP8 bytes are gathered before the GEMM."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+    )
+    x, w, scale = _gather_problem()
+    rows = x.shape[0] // world
+    history = torch.zeros(4, 256)
+    spec = LinearSpec(
+        32, 48, *[_core.DTYPE_F32] * 5, quantization_of(DelayedScaling()), 0,
+        external=external_bits({"gather_input": None}), gather=world,
+    )
+
+    def gather(buffers):
+        local = buffers["input_row"].view(torch.uint8)
+        whole = buffers["input_gathered"].view(torch.uint8)
+        parts = [torch.empty_like(local) for _ in range(world)]
+        torch.distributed.all_gather(parts, local.contiguous())
+        whole.copy_(torch.cat(parts))
+
+    mine = x[rank * rows : (rank + 1) * rows]
+    out, _ = run_staged(
+        linear_plans(spec).forward, (0, 0), [mine, w, scale, history], None, {"gather_input": gather}
+    )
+    torch.distributed.all_reduce(history[0], op=torch.distributed.ReduceOp.MAX)
+    results[rank] = (out, history[0].clone())
+    torch.distributed.destroy_process_group()
+
+
+def _gather_problem():
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(12, 32, generator=generator)
+    w = torch.randn(48, 32, generator=generator)
+    scale = torch.full((256,), 17.0)
+    return x, w, scale
+
+
+def test_gather_between_quantize_and_gemm_equals_one_process(tmp_path):
+    world = 2
+    with torch.multiprocessing.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(
+            _gather_worker, args=(world, tmp_path / "store", results), nprocs=world
+        )
+        results = dict(results)
+    x, w, scale = _gather_problem()
+    history = torch.zeros(4, 256)
+    spec = LinearSpec(32, 48, *[_core.DTYPE_F32] * 5, quantization_of(DelayedScaling()), 0)
+    expected, _ = _core.run(linear_plans(spec).forward, 0, 0, x, w, scale, history)
+    for rank in range(world):
+        out, amax = results[rank]
+        assert torch.equal(out, expected)
+        assert torch.equal(amax, history[0])

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table of tolerances: how large an error may be, by (family, dtype), and why.
+
+An entry bounds a normalised mean squared error (sum of squared errors over sum of squared exact
+values), but for families named `*_floor`, which are absolute errors relative to the largest exact
+value. Contributions add up: an FP8 GEMM that writes bf16 is within
+`tol("round", bf16) + tol("sum", f32, k)` of the float64 product of its dequantized operands.
+
+eps is the distance from 1 to the next number (`torch.finfo(dtype).eps`), so bf16 has 2^-7; a
+rounding to nearest errs by at most eps / 2 relative to its result.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+EPS = {F32: 2.0**-23, F16: 2.0**-10, BF16: 2.0**-7, E4M3: 2.0**-3, E5M2: 2.0**-2}
+TF32_EPS = 2.0**-10
+MMA_EPS = 2.0**-13  # accumulator of Hopper's FP8 tensor cores: 13 bits after the point, truncating
+MMA_DEPTH = 32  # products that one FP8 tensor-core instruction adds per output
+PROMOTION = 128  # products between two promotions to fp32 where accumulation is split
+
+# What GELU makes of an error of its argument x: its slope is at most 1.13, and for the normal x of
+# the tests the mean square of gelu(x) is at least 0.3 of that of x; 1.13^2 / 0.3 < 5.
+GELU_GAIN = 5
+
+
+class Tolerance(NamedTuple):
+    """One bound: a function of the number of summands, and its derivation."""
+
+    bound: Callable[[int], float]
+    derivation: str
+
+
+def _constant(value):
+    return lambda depth: value
+
+
+_ROUND = (
+    "one rounding to nearest: every error is at most eps/2 of its own value, so the mean square is "
+    "at most (eps/2)^2 of the mean square (a third of it on average)"
+)
+_SUM = (
+    "fp32 sum of k products of random sign, in any order: after i of k steps the partial sum has "
+    "i/k of the final variance and is rounded by at most eps/2 of it; the k errors are "
+    "independent, mean square sum_i (i/k)(eps/2)^2/3 = k eps^2/24. c = 1 instead of 1/24 leaves "
+    "room for products that are rounded too (no fused multiply-add) and for sums that come out "
+    "small"
+)
+_TF32 = (
+    "both operands cut to 10 bits: each product errs by at most 2 eps(tf32), independent of the "
+    "others, so the sum's mean square is at most (2 eps)^2 of its own; and the fp32 sum"
+)
+_FAST = (
+    "Hopper's FP8 accumulator keeps 13 bits and truncates: k/32 instructions, each losing at most "
+    "2^-13 of the partial sum and its 32 products, all in one direction in the worst case: "
+    "(2 k/32 2^-13)^2"
+)
+_SPLIT = (
+    "as fast accumulation, but only within the 128 products between two promotions to fp32: "
+    "(2 128/32 2^-13)^2; and the fp32 sum"
+)
+_GELU = (
+    "tanh GELU in fp32: its argument errs by 3 eps (two products and a constant), e^x by 2 eps of "
+    "an argument of at most 16, the quotient by 2: at most (32 eps)^2 with the hardware's tanh "
+    "approximation aside"
+)
+_GELU_FAST = (
+    "GELU epilogue of cuBLASLt: the hardware's tanh.approx errs by at most 2^-10.987 (PTX), half "
+    "of which, times x, is the error of the result: (2^-11)^2 of x^2, which is on average at most "
+    "3 times gelu(x)^2 for the normal inputs of the tests"
+)
+
+
+def _sum(depth):
+    return depth * EPS[F32] ** 2
+
+
+TOLS: dict[tuple[str, torch.dtype], Tolerance] = {
+    **{("round", d): Tolerance(_constant((EPS[d] / 2) ** 2), _ROUND) for d in EPS},
+    ("sum", F32): Tolerance(_sum, _SUM),
+    ("sum_tf32", F32): Tolerance(lambda k: (2 * TF32_EPS) ** 2 + _sum(k), _TF32),
+    **{
+        ("sum_fast", d): Tolerance(
+            lambda k: (2 * math.ceil(k / MMA_DEPTH) * MMA_EPS) ** 2 + _sum(k), _FAST
+        )
+        for d in (E4M3, E5M2)
+    },
+    **{
+        ("sum_split", d): Tolerance(
+            lambda k: (2 * PROMOTION / MMA_DEPTH * MMA_EPS) ** 2 + _sum(k), _SPLIT
+        )
+        for d in (E4M3, E5M2)
+    },
+    ("gelu", F32): Tolerance(_constant((32 * EPS[F32]) ** 2), _GELU),
+    ("gelu_fast", F32): Tolerance(_constant(3 * 2.0**-22), _GELU_FAST),
+    # ---- FP8 training, against the same computation without quantization ----
+    **{
+        ("quantize", d): Tolerance(
+            _constant((EPS[d] / 2) ** 2),
+            "one rounding to FP8 with a scale that keeps the data in the normal range; "
+            "subnormals lose at most half a quantum, which is smaller than that on average",
+        )
+        for d in (E4M3, E5M2)
+    },
+    # ---- floors of assert_ref_ratio: where the naive error happens to vanish ----
+    **{
+        ("ratio_floor", d): Tolerance(_constant(EPS[d] / 2), "one rounding of the largest value")
+        for d in EPS
+    },
+}
+
+
+def tol(family, dtype, depth=1):
+    """Bound of (family, dtype) for sums of `depth` terms."""
+    return TOLS[family, dtype].bound(depth)

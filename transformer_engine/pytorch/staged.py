@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of plans whose stages are partly Python: a collective, a quantizer, an overridden operator.
+
+A plan made with external stages stops before each of them. `run_staged` then calls the Python
+function given for the stage with the plan's buffers as tensors, and resumes. Functions are arguments
+of the run, never part of the plan.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.pytorch import ops
+
+__all__ = ["StageBuffers", "external_bits", "run_staged"]
+
+
+def external_bits(stages: Mapping[str, Any] | None) -> int:
+    """Bits of `LinearSpec.external` for stages by name.
+
+    Raises
+    ------
+    ValueError
+        A name is none of ``_core.LINEAR_STAGES``.
+    """
+    bits = 0
+    for name in stages or ():
+        if name not in _core.LINEAR_STAGES:
+            raise ValueError(f"stage {name!r} does not exist; there are {_core.LINEAR_STAGES}")
+        bits |= 1 << _core.LINEAR_STAGES.index(name)
+    return bits
+
+
+class StageBuffers(Mapping[str, Tensor]):
+    """The buffers of a running plan by name, as tensors that share its memory.
+
+    FP8 buffers have torch's FP8 dtypes. Quantized data comes as ``<tensor>_row`` [rows, padded
+    columns], ``<tensor>_column`` [columns, padded rows] (transposed) and ``<tensor>_pair``
+    {1/scale, scale}; padding must be written as zero. ``scale`` and ``history`` are the whole chunks.
+
+    Attributes
+    ----------
+    rows : int
+        Product of the leading dims.
+    slot : int
+        First slot of the module in `scale` and `history`.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], rows: int, slot: int) -> None:
+        self._tensors = tensors
+        self.rows = rows
+        self.slot = slot
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Tensor of a buffer; KeyError for one that the plan does not have."""
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names, in plan order."""
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        """Count the buffers."""
+        return len(self._tensors)
+
+
+def _member(base: Tensor, offset: int, dtype: torch.dtype, shape: list[int]) -> Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    return base[offset : offset + size].view(dtype).view(shape)
+
+
+def _gathered_leading(leading: tuple[int, ...], gather: int) -> list[int]:
+    return [gather * leading[0], *leading[1:]] if leading else []
+
+
+def run_staged(
+    plan: int,
+    slots: tuple[int, int],
+    given: list[Tensor],
+    packed: Tensor | None,
+    stages: Mapping[str, Callable[[StageBuffers], Any]],
+) -> tuple:
+    """Run a plan stage range by stage range.
+
+    Parameters
+    ----------
+    plan : int
+        Plan id.
+    slots : tuple of int
+        First slot of the module in the forward and in the backward chunk.
+    given : list of Tensor
+        Buffers of role input, parameter and state, in plan order.
+    packed : Tensor or None
+        Packed saved tensor of the forward, for a plan that reads it.
+    stages : mapping of str to callable
+        ``f(buffers)`` for each external stage.
+
+    Returns
+    -------
+    tuple
+        As of `ops.run`: the outputs, then the packed saved tensor or None.
+
+    Raises
+    ------
+    RuntimeError
+        The plan has an external stage for which there is no function.
+    """
+    first = given[0]
+    device = first.device
+    leading = tuple(first.shape[:-1])
+    rows = math.prod(leading)
+    kind = _core.DEVICE_CUDA if device.type == "cuda" else _core.DEVICE_CPU
+    index = device.index or 0
+    described = _core.plan_describe(plan)
+    saved_bytes, _, offsets = _core.plan_infer(plan, rows)
+    makes_saved = described["kind"].endswith("forward") and saved_bytes > 0
+    if makes_saved:
+        packed = torch.empty(saved_bytes, dtype=torch.uint8, device=device)
+    scratch = _core.empty_aligned(_core.plan_scratch(plan, rows, kind, index), kind, index)
+    tensors: dict[str, Tensor] = {}
+    outputs = []
+    direct = []
+    inputs = iter(given)
+    for (name, role, code, lead, extents, *_), offset in zip(
+        described["buffers"], offsets, strict=True
+    ):
+        dtype = _core.torch_dtype(code)
+        if role in ("saved", "scratch"):
+            base = packed if role == "saved" else scratch
+            shape = [ops.extent_value(extent, rows) for extent in extents]
+            tensors[name] = _member(base, offset, dtype, shape)
+            continue
+        if role == "output":
+            shape = [ops.extent_value(extent, rows) for extent in extents]
+            if lead:
+                shape[:1] = _gathered_leading(leading, extents[0][0])
+            tensors[name] = torch.empty(shape, dtype=dtype, device=device)
+            outputs.append(tensors[name])
+        else:
+            tensors[name] = next(inputs)
+        direct.append(tensors[name])
+    buffers = StageBuffers(tensors, rows, max(slots))
+    at = 0
+    while True:
+        at = _core.run_range(plan, at, -1, *slots, direct, packed, scratch, rows)
+        if at == len(described["stages"]):
+            return (*outputs, packed if makes_saved else None)
+        name = described["stages"][at][0]
+        if name not in stages:
+            raise RuntimeError(f"plan {plan}: stage {name} is external and has no function")
+        stages[name](buffers)
+        at += 1
