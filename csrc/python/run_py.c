@@ -28,6 +28,7 @@ typedef struct run_call {
     int held_count;
     PyObject *held[2 * TE_PLAN_MAX_BUFFERS + 2]; /* what views point into */
     te_tensor buffers[TE_PLAN_MAX_BUFFERS];
+    PyObject *plain[TE_PLAN_MAX_BUFFERS]; /* borrowed: the argument itself, where its view is dense */
 } run_call;
 
 static int begin(run_call *run, PyObject *module, const char *function)
@@ -159,7 +160,10 @@ static int take_arguments(run_call *run, PyObject *const *args, Py_ssize_t nargs
         int32_t buffer = plan->args[i];
         tepy_want want = tepy_buffer_want(run->function, &plan->info.buffers[buffer]);
         if (buffer == plan->lead) want.leading = &run->leading;
-        if (take_tensor(run, args[at++], &want, &run->buffers[buffer]) != 0) return -1;
+        int held = run->held_count;
+        if (take_tensor(run, args[at], &want, &run->buffers[buffer]) != 0) return -1;
+        run->plain[buffer] = run->held_count == held ? args[at] : NULL;
+        at++;
     }
     if (plan->lead >= 0) run->call.rows = run->buffers[plan->lead].shape[0];
     for (int32_t i = 0; i < plan->arg_count; i++) {
@@ -196,6 +200,24 @@ static int fresh_data(const run_call *run, PyObject *tensor, const char *name, i
 }
 
 /* Makes output `at` and stores it as item `index` of the result. */
+/* Borrowed: an argument of the output's dtype and shape, dense, or NULL. */
+static PyObject *find_alike(const run_call *run, const te_buffer_info *info, const int64_t *matrix)
+{
+    for (int32_t i = 0; i < run->plan->arg_count; i++) {
+        int32_t at = run->plan->args[i];
+        const te_buffer_info *other = &run->plan->info.buffers[at];
+        const te_tensor *view = &run->buffers[at];
+        if (other->dtype == info->dtype && other->leading == info->leading && info->ndim == 2 &&
+            (!info->leading || at == run->plan->lead) && view->ndim == 2 &&
+            view->shape[0] == matrix[0] && view->shape[1] == matrix[1] &&
+            view->strides[0] == matrix[1] && view->strides[1] == 1) {
+            return run->plain[at];
+        }
+    }
+    return NULL;
+}
+
+/* A new tensor like one of the arguments where there is one: torch parses less for that. */
 static int make_output(run_call *run, int32_t at, int32_t index)
 {
     const te_buffer_info *info = &run->plan->info.buffers[at];
@@ -203,7 +225,7 @@ static int make_output(run_call *run, int32_t at, int32_t index)
     int64_t matrix[2] = {1, 1};
     int32_t ndim = 0;
     te_tensor *view = &run->buffers[at];
-    PyObject *tensor;
+    PyObject *tensor, *alike;
     for (int32_t i = 0; i < info->ndim; i++) {
         matrix[i] = te_extent_value(&info->shape[i], run->call.rows);
     }
@@ -214,7 +236,9 @@ static int make_output(run_call *run, int32_t at, int32_t index)
     } else {
         for (; ndim < info->ndim; ndim++) shape[ndim] = matrix[ndim];
     }
-    tensor = tepy_empty(run->state, run->device, info->dtype, shape, ndim);
+    alike = find_alike(run, info, matrix);
+    tensor = alike != NULL ? PyObject_CallFunctionObjArgs(run->state->empty_like, alike, NULL)
+                           : tepy_empty(run->state, run->device, info->dtype, shape, ndim);
     if (tensor == NULL) return -1;
     if (PyTuple_SetItem(run->outputs, index, tensor) != 0) return -1; /* takes the reference */
     view->dtype = info->dtype;

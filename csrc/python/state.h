@@ -28,6 +28,7 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(context_type, INIT)                                                                          \
     X(key_dtype, INIT)        /* "dtype" */                                                        \
     X(key_device, INIT)       /* "device" */                                                       \
+    X(empty_like, BIND)       /* torch.empty_like */                                               \
     X(empty, BIND)            /* torch.empty */                                                    \
     X(device_type, BIND)      /* torch.device */                                                   \
     X(tensor_type, BIND)      /* torch.Tensor */                                                   \

@@ -55,7 +55,7 @@ static const tepy_dl_exchange *find_exchange(PyObject *capsule)
 
 /* What bind_torch collects before it changes the state. */
 typedef struct binding {
-    PyObject *empty, *device_type, *tensor_type, *parameter_type, *is_neg, *exchange_capsule;
+    PyObject *empty, *empty_like, *device_type, *tensor_type, *parameter_type, *is_neg, *exchange_capsule;
     PyObject *dtypes[TE_DTYPE_COUNT];
 } binding;
 
@@ -64,6 +64,7 @@ static int collect(binding *found, PyObject *torch)
     PyObject *nn = NULL;
     int result = -1;
     if ((found->empty = PyObject_GetAttrString(torch, "empty")) == NULL) goto done;
+    if ((found->empty_like = PyObject_GetAttrString(torch, "empty_like")) == NULL) goto done;
     if ((found->device_type = PyObject_GetAttrString(torch, "device")) == NULL) goto done;
     if ((found->tensor_type = PyObject_GetAttrString(torch, "Tensor")) == NULL) goto done;
     if ((found->is_neg = PyObject_GetAttrString(found->tensor_type, "is_neg")) == NULL) goto done;
@@ -126,6 +127,7 @@ PyObject *tepy_bind_torch(PyObject *module, PyObject *const *args, Py_ssize_t na
     state->exchange = exchange;
 #define TAKE(name) (tepy_set(&state->name, found.name), found.name = NULL)
     TAKE(empty);
+    TAKE(empty_like);
     TAKE(device_type);
     TAKE(tensor_type);
     TAKE(parameter_type);
@@ -139,6 +141,7 @@ PyObject *tepy_bind_torch(PyObject *module, PyObject *const *args, Py_ssize_t na
     if (tepy_state_verify(state, TEPY_BIND) == 0) result = Py_NewRef(Py_None);
 done:
     Py_XDECREF(found.empty);
+    Py_XDECREF(found.empty_like);
     Py_XDECREF(found.device_type);
     Py_XDECREF(found.tensor_type);
     Py_XDECREF(found.parameter_type);

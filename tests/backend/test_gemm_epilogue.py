@@ -125,7 +125,7 @@ def test_accumulate_whole_numbers(device, combo, rng):
 def test_accumulating_nothing_keeps_bits(device, combo, rng):
     problem = Problem(rng, device, combo, (12, 7, 0))
     old = torch.from_numpy(rng.standard_normal((12, 7))).to(combo[2])
-    old[3, 4] = float("nan")
+    old[3, 4], old[5, 6] = float("nan"), -0.0
     problem.d.put(old)
     problem.run(accumulate=True)
     assert_bits(problem.d.tensor, old)

@@ -11,6 +11,7 @@ import types
 import numpy as np
 import reference
 import torch
+from comparators import assert_nmse
 from tols import tol
 
 from transformer_engine import _core
@@ -197,6 +198,24 @@ def sum_bound(device, dtype, depth, fast=False):
     return rounding + tol("sum_fast" if fast else "sum_split", torch.float8_e4m3fn, depth)
 
 
+def assert_same_gemm(found, expected, device, recipe, depth):
+    """Same bits, but for cuBLASLt in high precision.
+
+    It chooses its algorithm by alignment, strides and epilogue; the order of the sum goes with it.
+    An FP8 GEMM always reads what quantize wrote, in one layout.
+    """
+    if recipe is not None or device == "cpu":
+        assert_same_bits(found, expected)
+        return
+    assert found.dtype == expected.dtype
+    assert_nmse(found, expected.double(), 2 * high_precision_bound(found.dtype, depth))
+
+
+def high_precision_bound(dtype, depth):
+    """Normalised error of a GEMM in high precision over `depth` products, written in `dtype`."""
+    return tol("round", dtype) + tol("sum", torch.float32, depth)
+
+
 class Fp8Linear:
     """Output and gradients of a linear layer whose GEMM operands went through FP8, in float64.
 
@@ -225,6 +244,7 @@ class Fp8Linear:
 
     def run(self, x, grad):
         """Names to (float64 tensor, number of products summed up, fast accumulation or not)."""
+        half = torch.float16 if grad.dtype is torch.float16 else torch.bfloat16
         x, grad = x.detach().flatten(0, -2), grad.detach().flatten(0, -2)
         weight, bias = self.layer.weight.detach(), self.layer.bias.detach()
         fp8_x = self._cast(x, self.formats[0], self.forward, 0)
@@ -232,7 +252,6 @@ class Fp8Linear:
         fp8_g = self._cast(grad, self.formats[1], self.backward, 0)
         out = fp8_x @ fp8_w.T
         if self.layer.apply_bias:  # the GEMM takes the bias in 16 bits
-            half = torch.float16 if x.dtype is torch.float16 else torch.bfloat16
             out += bias.to(half).double().cpu()
         result = {
             "out": (out, x.shape[1], True),

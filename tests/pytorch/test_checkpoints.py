@@ -247,7 +247,7 @@ def test_malformed_state_leaves_the_module_untouched(device, trained, what):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(data=st.data())
 def test_fuzzed_bytes(data):
-    """Any bytes: taken over whole, or refused by one of the three exceptions with nothing changed."""
+    """Any bytes: taken over whole, or refused by one of three exceptions with nothing changed."""
     layer = te.Linear(16, 16, device="cpu")
     good = bytearray(rebuilt(GOOD, BODY).tolist())
     kind = data.draw(st.sampled_from(["flip", "cut", "insert", "any"]))

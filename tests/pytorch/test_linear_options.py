@@ -8,7 +8,9 @@ import torch
 from pytorch.helpers import RECIPES, assert_same_bits, counted, state_of
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine import _core
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MMParams
+from transformer_engine.pytorch.plans import quantization_of
 
 FP8 = [None, "delayed", "current"]
 
@@ -144,9 +146,7 @@ def test_wrong_splits(split):
 
 def test_split_and_fused_accumulation_do_not_go_together():
     with pytest.raises(ValueError, match="fuse_wgrad_accumulation and parameters_split"):
-        te.Linear(
-            32, 48, parameters_split=("a", "b"), fuse_wgrad_accumulation=True, device="cpu"
-        )
+        te.Linear(32, 48, parameters_split=("a", "b"), fuse_wgrad_accumulation=True, device="cpu")
 
 
 def test_initial_values(device):
@@ -171,7 +171,7 @@ def test_init_method(device, split):
         assert (parameter == (3.0 if name.endswith("weight") else 0.0)).all()
 
 
-def test_rng_tracker(device):
+def test_rng_tracker():
     forks = []
 
     class Tracker:
@@ -295,6 +295,25 @@ def test_recipe_fields_name_themselves(device, recipe, name, x):
     with te.autocast(recipe=made), pytest.raises(NotImplementedError, match=name):
         layer(x)
     assert state_of(layer) is None
+
+
+# ---- accumulation --------------------------------------------------------------------------------
+
+FAST = (_core.LINEAR_FAST_FPROP, _core.LINEAR_FAST_DGRAD, _core.LINEAR_FAST_WGRAD)
+
+
+@pytest.mark.parametrize("split", [(True, True, False), (False, False, True), None], ids=str)
+def test_accumulation_follows_the_recipe(split):
+    """Fast in the forward alone by default; each GEMM of current scaling can be told otherwise."""
+    if split is None:
+        split, made = (False, True, True), [DelayedScaling(), Float8CurrentScaling()]
+    else:
+        names = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
+        chosen = {name: MMParams(value) for name, value in zip(names, split, strict=True)}
+        made = [Float8CurrentScaling(**chosen)]
+    for recipe in made:
+        flags = quantization_of(recipe).flags
+        assert [bool(flags & flag) for flag in FAST] == [not value for value in split]
 
 
 # ---- what needs a gradient -----------------------------------------------------------------------

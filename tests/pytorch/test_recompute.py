@@ -12,6 +12,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.state import current_state
 
 WIDTH, ROWS, STEPS = 32, 16, 3
 
@@ -364,8 +365,10 @@ def test_backward_inside_another_region(device, start, name):
             with te.autocast(recipe=made):
                 out = run(model[0], x)
             with counted() as gemms, torch.no_grad(), regions(around):
+                first = current_state().first
                 with torch.enable_grad():
                     out.sum().backward()
+                assert current_state().first == first
             grads = [p.grad for p in model.parameters()]
             results.append(([out, x.grad, grads, states_of(model)], gemms.fp8))
         assert_same_bits(results[1][0], results[0][0])

@@ -23,13 +23,13 @@ def get_default_recipe() -> Recipe:
     return DelayedScaling()
 
 
-def _updates() -> bool:
-    """Whether leaving a region may update scales: gradients are on, and nothing is recomputed."""
+def _updates(calibrating: bool) -> bool:
+    """Whether leaving a region updates scales: gradients on or calibrating, and no recompute."""
     if torch.compiler.is_compiling():
-        return torch.is_grad_enabled()
+        return calibrating or torch.is_grad_enabled()
     if torch._C._current_graph_task_id() != -1:
         return False  # a forward inside a backward repeats an earlier one
-    return torch.is_grad_enabled() or recompute.in_reentrant_forward()
+    return calibrating or torch.is_grad_enabled() or recompute.in_reentrant_forward()
 
 
 class autocast:  # noqa: N801 - the name that users know
@@ -106,7 +106,7 @@ class autocast:  # noqa: N801 - the name that users know
             kind is None
             and state.depth == 0
             and (self._enabled or self._calibrating)
-            and _updates()
+            and _updates(self._calibrating and not self._enabled)
         ):
             scaling.update("forward")
 

@@ -11,13 +11,21 @@ __all__ = ["Call", "run_call"]
 
 
 class Call(Protocol):
-    """One call of a module: which plans run, over which state."""
+    """One call of a module: which plans run, over which state.
+
+    Attributes
+    ----------
+    traced : bool
+        A graph is being traced.
+    """
+
+    traced: bool
 
     def run_forward(self, tensors: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
         """Run the forward; return the output and what the backward needs."""
 
     def run_backward(self, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        """Run the backward; return one gradient, or None, per tensor of the forward."""
+        """Run the backward; return None, then one gradient or None per tensor of the forward."""
 
 
 class _PlanFunction(torch.autograd.Function):
@@ -32,14 +40,19 @@ class _PlanFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _backward_once(ctx, grad)  # create_graph: differentiating again is an error
-        return (None, *ctx.call.run_backward(grad, ctx.saved_tensors))
+        return ctx.call.run_backward(grad, ctx.saved_tensors)
 
 
 @once_differentiable
 def _backward_once(ctx: Any, grad: Tensor) -> tuple:
-    return (None, *ctx.call.run_backward(grad, ctx.saved_tensors))
+    return ctx.call.run_backward(grad, ctx.saved_tensors)
+
+
+# The native half of `Function.apply`. The Python half binds default arguments, which there are none
+# of, and unwraps what function transforms left behind, which costs more than the rest of a call.
+_apply = super(torch.autograd.Function, _PlanFunction).apply
 
 
 def run_call(call: Call, *tensors: Tensor) -> Any:
@@ -57,4 +70,6 @@ def run_call(call: Call, *tensors: Tensor) -> Any:
     Any
         The output of ``call.run_forward``.
     """
-    return _PlanFunction.apply(call, *tensors)
+    if call.traced or torch._C._are_functorch_transforms_active():
+        return _PlanFunction.apply(call, *tensors)
+    return _apply(call, *tensors)

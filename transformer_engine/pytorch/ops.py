@@ -8,6 +8,7 @@ and returns a list can not be functionalised, so absent results are empty tensor
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 
-__all__ = ["OUTPUTS", "extent_value", "run", "scaling_update", "shapes"]
+__all__ = ["OUTPUTS", "constant_in_graphs", "extent_value", "run", "run_native", "run_traced", "scaling_update", "shapes"]
 
 OUTPUTS = 4
 """Outputs of `transformer_engine::run` before the packed saved tensor."""
@@ -28,6 +29,15 @@ _LIBRARY.define(
 _LIBRARY.define(
     "scaling_update(Tensor(a!) scale, Tensor(b!) history, float fp8_max, bool most_recent) -> ()"
 )
+
+
+def constant_in_graphs(function: Callable) -> Callable:
+    """Run a function while a graph is traced and keep its result as a constant (decorator).
+
+    What `torch.compiler.assume_constant_result` does, which imports the whole compiler: a second.
+    """
+    function._dynamo_marked_constant = True
+    return function
 
 
 @functools.cache
@@ -80,9 +90,10 @@ def shapes(plan: int, leading: Any, rows: Any) -> tuple[list[tuple[torch.dtype, 
     return outputs, saved
 
 
-def _run_native(
-    plan: int, slots: tuple[int, int], tensors: list[Tensor], saved: Tensor | None, rows: int
+def run_native(
+    plan: int, slots: tuple[int, int], tensors: list[Tensor], saved: Tensor | None, rows: int = -1
 ) -> tuple:
+    """Run a plan at once; the same arguments and results as `run`, inputs and state in one list."""
     if rows >= 0:  # only a plan whose inputs have no leading dims is told
         return _core.run(plan, *slots, *tensors, saved, rows)
     if saved is not None:
@@ -99,7 +110,7 @@ def _run(
     saved: Tensor | None,
     rows: int,
 ) -> tuple[Tensor, ...]:
-    *outputs, packed = _run_native(plan, (slot_fwd, slot_bwd), [*inputs, *state], saved, rows)
+    *outputs, packed = run_native(plan, (slot_fwd, slot_bwd), [*inputs, *state], saved, rows)
     absent = OUTPUTS - len(outputs) + (packed is None)
     padding = [inputs[0].new_empty(0) for _ in range(absent)]
     if packed is None:
@@ -173,8 +184,20 @@ def run(
         empty tensors and there are always `OUTPUTS` + 1.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.transformer_engine.run(plan, *slots, inputs, state, saved, rows)
-    return _run_native(plan, slots, [*inputs, *state], saved, rows)
+        return run_traced(plan, slots, inputs, state, saved, rows)
+    return run_native(plan, slots, [*inputs, *state], saved, rows)
+
+
+def run_traced(
+    plan: int,
+    slots: tuple[int, int],
+    inputs: list[Tensor],
+    state: list[Tensor],
+    saved: Tensor | None,
+    rows: Any = -1,
+) -> tuple:
+    """Put a plan into the graph that is being traced; arguments and results as of `run`."""
+    return torch.ops.transformer_engine.run(plan, *slots, inputs, state, saved, rows)
 
 
 def scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent: bool) -> None:

@@ -138,8 +138,8 @@ class LinearSpec(NamedTuple):
     gather: int = 1
 
 
-class LinearPlans(NamedTuple):
-    """Ids of the plans of one `LinearSpec`.
+class LinearPlans:
+    """Plans of one `LinearSpec`, and what a call must know of them, worked out once.
 
     Attributes
     ----------
@@ -147,16 +147,45 @@ class LinearPlans(NamedTuple):
         What they were made for.
     forward, backward, wgrad : int
         Plan ids; 0 where the call can not need one.
+    quantized : bool
+        The GEMMs run in FP8.
+    dgrad, wgrad_needed, bias_grad : bool
+        Which gradients the backward makes.
+    defer : bool
+        The weight gradient is put off.
+    into_main_grad : bool
+        It goes to ``weight.main_grad``.
+    writes_cache, reads_cache, cached : bool
+        Whether the quantized weight is kept, taken from the cache, either.
+    saves_packed, saves_input, saves_weight : bool
+        What the forward leaves for the backward besides the cache.
+    plain : bool
+        Nothing but plain gradients: no cache, main gradient or deferred work.
     """
 
-    spec: LinearSpec
-    forward: int
-    backward: int
-    wgrad: int
-
-    def has(self, flag: int) -> bool:
-        """Whether the call's flags have `flag`."""
-        return bool(self.spec.flags & flag)
+    def __init__(self, spec: LinearSpec, forward: int, backward: int, wgrad: int) -> None:
+        flags = spec.flags
+        self.spec = spec
+        self.forward = forward
+        self.backward = backward
+        self.wgrad = wgrad
+        self.quantized = spec.quantization.recipe != _core.RECIPE_NONE
+        self.dgrad = bool(flags & DGRAD)
+        self.wgrad_needed = bool(flags & WGRAD)
+        self.bias_grad = spec.bias_grad
+        self.defer = self.wgrad_needed and bool(flags & DEFER)
+        self.into_main_grad = self.wgrad_needed and bool(flags & (ACCUMULATE | OVERWRITE))
+        self.writes_cache = bool(flags & CACHE_WRITE)
+        self.reads_cache = bool(flags & CACHE_READ)
+        self.cached = self.writes_cache or self.reads_cache
+        self.saves_packed = self.quantized and (
+            self.wgrad_needed or (self.dgrad and not self.cached)
+        )
+        self.saves_weight = self.dgrad and not self.cached
+        self.saves_input = self.wgrad_needed and (
+            not self.quantized or bool(flags & SAVE_INPUT)
+        )
+        self.plain = not (self.cached or self.defer or self.into_main_grad)
 
 
 _CACHE = CACHE_WRITE | CACHE_READ

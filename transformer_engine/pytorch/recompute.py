@@ -3,8 +3,8 @@
 
 A forward that runs inside a backward repeats an earlier one. It must use what that one used (recipe,
 scales, whether it was the first module of its region), record no amax, and update nothing. So the
-original writes an `Entry` per module call into the `Frame` of its checkpoint, and the recompute reads
-them in the same order.
+original writes an `Entry` per module call into the `Frame` of its checkpoint, and the recompute
+reads them in the same order.
 
 Frames belong to one call of a checkpoint function and are found on the Python stack, so that
 checkpoints of either kind nest in any order. `transformer_engine.pytorch.checkpoint` makes its own;
@@ -14,13 +14,14 @@ its autograd function (reentrant), its frame object (non-reentrant).
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Entry", "checkpoint", "frames", "in_reentrant_forward"]
+__all__ = ["Entry", "checkpoint", "frames", "in_own_checkpoint", "in_reentrant_forward"]
 
 
 class Entry(NamedTuple):
@@ -51,38 +52,71 @@ class Entry(NamedTuple):
 
 
 class Frame:
-    """Module calls of one checkpointed forward, in order."""
+    """Module calls of one checkpointed forward, in order for each module.
 
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
+    Parameters
+    ----------
+    complete : bool, default True
+        High-precision calls are recorded too. They are not under a reentrant checkpoint of torch,
+        where finding the checkpoint costs each of them more than the rest of the call.
+    """
+
+    def __init__(self, complete: bool = True) -> None:
+        self.complete = complete
+        self._entries: dict[int, list[Entry]] = {}  # by id of the module, which the entries hold
+        self._next: dict[int, int] = {}
         self._pass = -1
-        self._next = 0
 
-    def replay(self, module: Any) -> Entry:
-        """Entry of the module call that is being repeated.
+    def record(self, entry: Entry) -> None:
+        """Add a module call of the forward."""
+        self._entries.setdefault(id(entry.module), []).append(entry)
+
+    def replay(self, module: Any) -> Entry | None:
+        """Entry of the module call that is being repeated; None: it was not recorded.
 
         Raises
         ------
         RuntimeError
-            The recompute does not call the modules that the forward called.
+            The recompute calls a module that the forward did not call, or calls it more often.
         """
         current = torch._C._current_graph_task_id()
         if current != self._pass:  # another backward through the same graph starts over
-            self._pass, self._next = current, 0
-        entry = self.entries[self._next] if self._next < len(self.entries) else None
-        if entry is None or entry.module is not module:
+            self._pass = current
+            self._next.clear()
+        entries = self._entries.get(id(module), [])
+        at = self._next.get(id(module), 0)
+        if at == len(entries):
+            if not entries and not self.complete:
+                return None
             raise RuntimeError(
-                f"recompute calls {type(module).__name__} where the checkpointed forward "
-                f"{'had ended' if entry is None else f'called {type(entry.module).__name__}'}; "
-                "the function under the checkpoint must do the same at each call"
+                f"the recompute calls a {type(module).__name__} more than the {at} times that the "
+                "checkpointed forward did; the function under the checkpoint must do the same at each "
+                "call"
             )
-        self._next += 1
-        return entry
+        self._next[id(module)] = at + 1
+        return entries[at]
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+_own_depth = _Depth()
+"""Checkpoints of this package that this thread is inside of."""
+
+
+def in_own_checkpoint() -> bool:
+    """Whether this thread is inside a checkpoint of this package; cheap."""
+    return _own_depth.value > 0
 
 
 def _call(frame: Frame, recompute: bool, function: Callable, inputs: tuple, kwargs: dict) -> Any:
     """Call a function under a checkpoint of this package; found on the stack by its code."""
-    return function(*inputs, **kwargs)
+    _own_depth.value += 1
+    try:
+        return function(*inputs, **kwargs)
+    finally:
+        _own_depth.value -= 1
 
 
 @functools.cache
@@ -134,13 +168,13 @@ def _on_stack() -> Iterator[tuple[str, Any]]:
         caller = caller.f_back
 
 
-def _frame_of(holder: Any) -> Frame:
+def _frame_of(kind: str, holder: Any) -> Frame:
     """The frame that a holder is, or that hangs on it."""
     if isinstance(holder, Frame):
         return holder
     frame = getattr(holder, "_te_recompute", None)
     if frame is None:
-        frame = holder._te_recompute = Frame()
+        frame = holder._te_recompute = Frame(not kind.startswith("reentrant"))
     return frame
 
 
@@ -157,7 +191,7 @@ def frames() -> tuple[list[Frame], Frame | None]:
     """
     record: list[Frame] = []
     for kind, holder in _on_stack():
-        frame = _frame_of(holder)
+        frame = _frame_of(kind, holder)
         if kind.endswith("recompute"):
             return record, frame
         record.append(frame)

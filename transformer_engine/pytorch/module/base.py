@@ -10,12 +10,14 @@ from transformer_engine.common import config
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import recompute, scaling
 from transformer_engine.pytorch.extra_state import pack_state, unpack_state
+from transformer_engine.pytorch.ops import constant_in_graphs
 from transformer_engine.pytorch.plans import quantization_of
 from transformer_engine.pytorch.state import RegionState, current_state
 
 __all__ = ["Fp8Module", "Region"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_graph_task = torch._C._current_graph_task_id
 
 
 class Region(NamedTuple):
@@ -31,12 +33,15 @@ class Region(NamedTuple):
         The call that this one repeats.
     record : list of Frame
         Checkpoints that want to know of this call.
+    traced : bool
+        The call is part of a graph that is being traced.
     """
 
     state: RegionState
     recipe: Recipe | None
     replay: recompute.Entry | None
     record: list
+    traced: bool
 
 
 _NO_FRAMES: list = []
@@ -61,39 +66,54 @@ class Fp8Module(torch.nn.Module):
 
     # ---- region ------------------------------------------------------------------------------
 
-    def _region(self) -> Region:
-        """What is in force for a call that begins now."""
+    def _region(self, traced: bool) -> Region:
+        """What is in force for a call that begins now; `traced`: while a graph is traced."""
         state = current_state()
         recipe = state.recipe if state.enabled else None
-        if torch.compiler.is_compiling():
-            return Region(state, recipe, None, _NO_FRAMES)
-        in_backward = torch._C._current_graph_task_id() != -1
-        if not in_backward:
-            checkpointed = _top_hooks(False) is not None or not (
-                torch.is_grad_enabled() or torch.is_inference_mode_enabled()
-            )
-            if not checkpointed:
-                return Region(state, recipe, None, _NO_FRAMES)
+        if traced:
+            return Region(state, recipe, None, _NO_FRAMES, traced)
+        in_backward = _graph_task() != -1
+        if not in_backward and not self._may_be_checkpointed(recipe):
+            return Region(state, recipe, None, _NO_FRAMES, traced)
         record, replay = recompute.frames()
         if replay is not None:
             entry = replay.replay(self)
-            return Region(state, entry.recipe, entry, record)
+            if entry is None and recipe is None:
+                return Region(state, None, None, record, traced)  # it was no FP8 call
+            if entry is None:
+                raise RuntimeError(
+                    f"{type(self).__name__}: FP8 in the recompute of a checkpointed forward that did "
+                    "not run it in FP8; the function under the checkpoint must do the same each time"
+                )
+            return Region(state, entry.recipe, entry, record, traced)
         if in_backward and recipe is not None:
             raise RuntimeError(
                 f"{type(self).__name__}: FP8 forward inside a backward, but not under a checkpoint "
                 "that is known: which scales the first forward used can not be told. Use "
                 "transformer_engine.pytorch.checkpoint or torch.utils.checkpoint for the recompute"
             )
-        return Region(state, recipe, None, record)
+        return Region(state, recipe, None, record, traced)
 
-    def _take_first(self, region: Region, records: bool) -> bool:
-        """Whether this call's backward is the one that updates the backward state."""
+    @staticmethod
+    def _may_be_checkpointed(recipe: Recipe | None) -> bool:
+        """Cheap, and true inside the forward of every checkpoint that must know of the call.
+
+        A non-reentrant checkpoint hooks saved tensors, a reentrant one switches gradients off.
+        """
+        if torch.is_grad_enabled():
+            return _top_hooks(False) is not None
+        if recipe is None:
+            return recompute.in_own_checkpoint()
+        return not torch.is_inference_mode_enabled()
+
+    def _is_first(self, region: Region, records: bool) -> bool:
+        """Whether this call's backward is the one that updates the backward state.
+
+        The call takes the flag when it has succeeded: one that raises leaves it to the next.
+        """
         if region.replay is not None:
             return region.replay.first
-        if not records or not region.state.first:
-            return False
-        region.state.first = False
-        return True
+        return records and region.state.first
 
     def _record(
         self, region: Region, slots: scaling.Slots | None, cache: tuple | None, first: bool
@@ -108,24 +128,25 @@ class Fp8Module(torch.nn.Module):
                 scales = slots.forward_scale[slots.forward_slot : last].clone()
             entry = recompute.Entry(self, region.recipe, slots, scales, cache, first)
         for frame in region.record:
-            frame.entries.append(entry)
+            frame.record(entry)
 
-    def _quantization_of(self, recipe: Recipe) -> Any:
+    def _quantization_of(self, recipe: Recipe, traced: bool) -> Any:
         """Quantization of a recipe, remembered for the recipe used last."""
-        if torch.compiler.is_compiling():
+        if traced:
             return quantization_of(recipe)
         identity = repr(recipe)
-        if self._quantization is None or self._quantization[0] != identity:
-            self._quantization = (identity, quantization_of(recipe))
-        return self._quantization[1]
+        known = self._quantization
+        if known is None or known[0] != identity:
+            known = self._quantization = (identity, quantization_of(recipe))
+        return known[1]
 
     # ---- scaling state -------------------------------------------------------------------------
 
     def _slots_for(
-        self, recipe: DelayedScaling, group: Any, device: torch.device
+        self, recipe: DelayedScaling, group: Any, device: torch.device, traced: bool = False
     ) -> scaling.Slots:
         """Slots of this module under a delayed-scaling recipe, on a device."""
-        if torch.compiler.is_compiling():
+        if traced:
             self._ensure_slots(*scaling.rule_of(recipe), group, device)
             return self._slots
         if self._slots_fit(repr(recipe), group, device):
@@ -143,7 +164,7 @@ class Fp8Module(torch.nn.Module):
             and self._loaded_state is None
         )
 
-    @torch._dynamo.assume_constant_result
+    @constant_in_graphs
     def _ensure_slots(self, *arguments: Any) -> None:
         """Make slots while a graph is traced, outside of the graph.
 
@@ -229,7 +250,7 @@ class Fp8Module(torch.nn.Module):
         *lists: list[str],
     ) -> None:
         key = prefix + "_extra_state"
-        unpack_state(state_dict.get(key), self.SLOTS)  # a malformed one raises before weights change
+        unpack_state(state_dict.get(key), self.SLOTS)  # raises before a weight changes
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, *lists
         )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Linear`: y = x W^T + b with FP8 GEMMs inside `autocast`."""
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.linear_call import LinearCall, main_grad_of
+from transformer_engine.pytorch.module.repeat import Repeat, repeated_call
 from transformer_engine.pytorch.module.parameters import (
     Split,
     default_device,
@@ -44,6 +46,9 @@ from transformer_engine.pytorch.staged import StageBuffers, external_bits
 from transformer_engine.pytorch.state import RegionState, current_state
 
 __all__ = ["Linear"]
+
+DEVICES = ("cpu", "cuda")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Linear(Fp8Module):
@@ -165,6 +170,7 @@ class Linear(Fp8Module):
         self._weight_cache: tuple | None = None
         self._stages: dict[str, Callable] | None = None
         self._external = 0
+        self._last: Repeat | None = None
         device = torch.device(default_device() if device is None else device)
         dtype = params_dtype or dtype or torch.get_default_dtype()
         if self._split is not None and self.fuse_wgrad_accumulation:
@@ -227,6 +233,7 @@ class Linear(Fp8Module):
         """Copy and pickle without caches and pending weight gradients."""
         state = super().__getstate__()
         state["_plans"] = {}
+        state["_last"] = None
         state["_weight_cache"] = None
         state["_wgrads"] = deque()
         return state
@@ -286,8 +293,14 @@ class Linear(Fp8Module):
             raise NotImplementedError(
                 f"Linear: {'fp8_output' if fp8_output else 'fp8_grad'}=True"
             )
+        traced = torch.compiler.is_compiling()
+        if not traced and is_first_microbatch is None and self._last is not None:
+            state = current_state()
+            call = repeated_call(self._last, self, state, inp)
+            if call is not None:
+                return self._repeat(call, state, inp)
         weight, bias = self._weight_and_bias()
-        region = self._region()
+        region = self._region(traced)
         owner = weight
         inp, weight, bias, output_dtype = self._promote(inp, weight, bias, region.recipe)
         if region.state.calibrating and region.recipe is None:
@@ -299,11 +312,49 @@ class Linear(Fp8Module):
             out = run_call(call, inp, weight, bias)
         else:
             out = call.run_forward((inp, weight, bias))[0]
-        if call.plans.has(CACHE_WRITE):
+        if call.first and region.replay is None:
+            region.state.first = False
+        if call.plans.writes_cache:
             key = self._cache_key(weight, call.plans.spec.quantization, call.slots)
-            self._weight_cache = (key, call.cache)
+            sources = tuple(map(weakref.ref, self._cache_sources(weight)))
+            self._weight_cache = (key, call.cache, sources)
         if region.record:
             self._record(region, call.slots, call.cache, call.first)
+        if not traced:
+            self._remember(region, call, inp, weight, bias)
+        if self.return_bias:
+            return out, self._returned_bias(out.dtype)
+        return out
+
+    def _remember(
+        self, region: Region, call: LinearCall, inp: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        """Keep what a later call of the same kind can start from; see `repeat`."""
+        self._last = None
+        parameters = self._parameters
+        if (
+            call.plans.plain
+            and call.plans.spec.input == call.plans.spec.weight == call.plans.spec.output
+            and region.replay is None
+            and not region.record
+            and self._stages is None
+            and self._split is None
+            and parameters.get("weight") is weight
+            and (bias is None or parameters.get("bias") is bias)
+            and (region.recipe is not None or inp.dtype is not torch.float32)  # TF32 may change
+        ):
+            identity = None if region.recipe is None else repr(region.recipe)
+            self._last = Repeat.of(call, inp, weight, bias, identity)
+
+    def _repeat(self, call: LinearCall, state: RegionState, inp: Tensor) -> Any:
+        """Run a call that `repeated_call` found to be of the last kind."""
+        weight, bias = self._last[:2]
+        if call.plans.backward:
+            out = run_call(call, inp, weight, bias)
+        else:
+            out = call.run_forward((inp, weight, bias))[0]
+        if call.first:
+            state.first = False
         if self.return_bias:
             return out, self._returned_bias(out.dtype)
         return out
@@ -336,19 +387,24 @@ class Linear(Fp8Module):
         """Apply the dtype rules: (input, weight, bias, dtype of the output)."""
         if not isinstance(inp, Tensor):
             raise TypeError(f"Linear: inp: {type(inp).__name__}, expected a tensor")
-        if inp.dim() == 0 or inp.shape[-1] != self.in_features:
+        if inp.dim() == 0 or inp.size(-1) != self.in_features:
             raise ValueError(
                 f"Linear: inp: shape {tuple(inp.shape)}, expected [..., {self.in_features}]"
             )
         kind = inp.device.type
+        if kind not in DEVICES:
+            raise TypeError(
+                f"Linear: inp is on {inp.device}, expected a tensor of the CPU or of a CUDA device"
+            )
         if not torch.is_autocast_enabled(kind):
-            for name, parameter in (("weight", weight), ("bias", bias)):
-                if parameter is not None and parameter.dtype != inp.dtype:
-                    raise TypeError(
-                        f"Linear: inp is {inp.dtype} and {name} {parameter.dtype}: outside "
-                        "torch.autocast they must be of one dtype; convert the input or the module"
-                    )
-            return inp, weight, bias, inp.dtype
+            dtype = inp.dtype
+            if weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
+                raise TypeError(
+                    f"Linear: inp is {dtype}, weight {weight.dtype}, bias "
+                    f"{None if bias is None else bias.dtype}: outside torch.autocast they must be of "
+                    "one dtype; convert the input or the module"
+                )
+            return inp, weight, bias, dtype
         dtype = torch.get_autocast_dtype(kind)
         if recipe is None:
             bias = None if bias is None else bias.to(dtype)
@@ -367,6 +423,7 @@ class Linear(Fp8Module):
     ) -> LinearCall:
         """Choose the plans and bind them to the state in force; `owner` is the weight itself."""
         recipe = region.recipe
+        traced = region.traced
         flags = BIAS if bias is not None else 0
         bias_grad = False
         if torch.is_grad_enabled():
@@ -382,7 +439,7 @@ class Linear(Fp8Module):
         quantization = HIGH_PRECISION
         replay = region.replay
         if recipe is not None:
-            quantization = self._quantization_of(recipe)
+            quantization = self._quantization_of(recipe, traced)
             if self.save_original_input:
                 flags |= SAVE_INPUT
             if replay is not None:
@@ -390,7 +447,7 @@ class Linear(Fp8Module):
                 flags |= (NO_AMAX if scales is not None else 0) | (CACHE_READ if cache else 0)
             else:
                 if recipe.delayed():
-                    slots = self._slots_for(recipe, region.state.group, inp.device)
+                    slots = self._slots_for(recipe, region.state.group, inp.device, traced)
                 if is_first_microbatch is not None:
                     flags |= self._cache_flag(weight, is_first_microbatch, quantization, slots)
                     cache = self._weight_cache[1] if flags & CACHE_READ else None
@@ -398,21 +455,27 @@ class Linear(Fp8Module):
             flags |= ALLOW_TF32
         bias_dtype = weight.dtype if bias is None else bias.dtype
         grad_dtype = owner.main_grad.dtype if flags & (ACCUMULATE | OVERWRITE) else weight.dtype
+        identity = None if recipe is None else repr(recipe)
         dtypes = (inp.dtype, weight.dtype, bias_dtype, output_dtype, grad_dtype)
-        key = (flags, bias_grad, self._external, *dtypes, *quantization)
-        if torch.compiler.is_compiling():
+        key = (flags, bias_grad, identity, *dtypes)
+        if traced:
             if self._stages:
                 raise NotImplementedError("Linear: override_stages under torch.compile")
-            self._ensure_plans(*key)
+            self._ensure_plans(key, *quantization)
         plans = self._plans.get(key)
         if plans is None:
-            plans = self._make_plans(key)
+            plans = self._make_plans(key, quantization)
         call = LinearCall(plans, slots)
-        call.scales = scales
-        call.cache = cache
-        call.stages = self._stages
+        if traced:
+            call.traced = True
+        if scales is not None:
+            call.scales = scales
+        if cache is not None:
+            call.cache = cache
+        if self._stages is not None:
+            call.stages = self._stages
         if recipe is not None:
-            call.first = self._take_first(region, records or bool(region.record))
+            call.first = self._is_first(region, records or bool(region.record))
         if flags & (ACCUMULATE | OVERWRITE | DEFER):
             call.weight = owner
             call.queue = self._wgrads
@@ -434,17 +497,22 @@ class Linear(Fp8Module):
             flags |= OVERWRITE if overwrite else ACCUMULATE
         return flags
 
-    @staticmethod
-    def _cache_key(weight: Tensor, quantization: Any, slots: scaling.Slots | None) -> tuple:
-        version = -1 if weight.is_inference() else weight._version
+    def _cache_sources(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """The tensors whose values a cached weight has."""
+        if self._split is None:
+            return (weight,)
+        return tuple(getattr(self, f"{label}weight") for label, _ in self._parts())
+
+    def _cache_key(self, weight: Tensor, quantization: Any, slots: scaling.Slots | None) -> tuple:
         return (
-            weight.data_ptr(),
-            version,
+            *((t.data_ptr(), -1 if t.is_inference() else t._version)
+              for t in self._cache_sources(weight)),
             weight.dtype,
             weight.device,
             quantization,
             None if slots is None else slots.identity,
-        )
+            torch.is_inference_mode_enabled(),  # what it makes can not be saved for a backward
+        )  # fmt: skip
 
     def _cache_flag(
         self,
@@ -459,21 +527,29 @@ class Linear(Fp8Module):
             return CACHE_WRITE
         if cache[0] != self._cache_key(weight, quantization, slots):
             return CACHE_WRITE  # the weight changed, moved, or another recipe is in force
+        sources = zip(cache[2], self._cache_sources(weight), strict=True)
+        if any(kept() is not tensor for kept, tensor in sources):
+            return CACHE_WRITE  # another tensor, in the memory that the cached one had
         return CACHE_READ
 
-    @torch._dynamo.assume_constant_result
-    def _ensure_plans(self, *key: Any) -> None:
+    @ops.constant_in_graphs
+    def _ensure_plans(self, key: tuple, *quantization: Any) -> None:
         """Make plans while a graph is traced, outside of the graph."""
         if key not in self._plans:
-            self._make_plans(key)
+            self._make_plans(key, Quantization(*quantization))
 
-    def _make_plans(self, key: tuple) -> LinearPlans:
-        flags, bias_grad, external = key[:3]
-        codes = [_core.dtype_code(dtype) for dtype in key[3:8]]
-        quantization = Quantization(*key[8:])
-        spec = LinearSpec(
-            self.in_features, self.out_features, *codes, quantization, flags, bias_grad, external
-        )
+    def _make_plans(self, key: tuple, quantization: Quantization) -> LinearPlans:
+        """Plans for a kind of call; see `_prepare` for the key."""
+        flags, bias_grad, _, *dtypes = key
+        for label, dtype in zip(("inp", "weight", "bias", "output", "main_grad"), dtypes, strict=True):
+            if dtype not in DTYPES:
+                raise TypeError(
+                    f"Linear: {label} is {dtype}, expected torch.float32, torch.float16 or "
+                    "torch.bfloat16; convert it"
+                )
+        codes = [_core.dtype_code(dtype) for dtype in dtypes]
+        sizes = (self.in_features, self.out_features)
+        spec = LinearSpec(*sizes, *codes, quantization, flags, bias_grad, self._external)
         prepare_device(next(self.parameters()).device)
         plans = linear_plans(spec)
         self._plans[key] = plans
@@ -498,10 +574,10 @@ class Linear(Fp8Module):
         recipe = state.recipe if state.enabled else None
         owner = weight
         inp, weight, bias, dtype = self._promote(inp, weight, bias, recipe)
-        first, slots, loaded = state.first, self._slots, self._loaded_state
-        region = Region(state, recipe, None, [])
+        slots, loaded = self._slots, self._loaded_state
+        region = Region(state, recipe, None, [], False)
         call = self._prepare(inp, weight, bias, dtype, region, is_first_microbatch, owner)
-        state.first, self._slots, self._loaded_state = first, slots, loaded
+        self._slots, self._loaded_state = slots, loaded
         plans = call.plans
         titles = ("forward", plans.forward), ("backward", plans.backward), ("wgrad", plans.wgrad)
         return [(title, plan) for title, plan in titles if plan]
@@ -524,6 +600,8 @@ class Linear(Fp8Module):
         """
         self._external = external_bits(stages)
         self._stages = dict(stages) or None
+        self._plans = {}
+        self._last = None
 
     # ---- delayed weight gradients --------------------------------------------------------------
 
@@ -545,7 +623,7 @@ class Linear(Fp8Module):
                 "Linear.backward_dw: no weight gradient is pending; call it once after each backward"
             )
         plans, inputs, packed, rows, weight = self._wgrads.popleft()
-        into_main_grad = plans.has(ACCUMULATE | OVERWRITE)
+        into_main_grad = plans.into_main_grad
         state = [main_grad_of(weight)] if into_main_grad else []
         with torch.no_grad():
             outputs = ops.run(plans.wgrad, (0, 0), inputs, state, packed, rows)

@@ -8,20 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from transformer_engine import _core
 from transformer_engine.pytorch import ops, scaling
-from transformer_engine.pytorch.plans import (
-    ACCUMULATE,
-    BIAS,
-    CACHE_READ,
-    CACHE_WRITE,
-    DEFER,
-    DGRAD,
-    OVERWRITE,
-    SAVE_INPUT,
-    WGRAD,
-    LinearPlans,
-)
+from transformer_engine.pytorch.plans import LinearPlans
 from transformer_engine.pytorch.staged import run_staged
 
 __all__ = ["LinearCall", "main_grad_of"]
@@ -48,19 +36,21 @@ class LinearCall:
         Where a deferred weight gradient goes.
     stages : dict or None
         Python functions of external stages.
+    traced : bool
+        A graph is being traced: run behind torch operators.
     """
 
-    __slots__ = ("plans", "slots", "scales", "first", "cache", "weight", "queue", "stages")
+    scales: Tensor | None = None
+    first = False
+    cache: tuple[Tensor, Tensor, Tensor] | None = None
+    weight: Parameter | None = None
+    queue: deque | None = None
+    stages: dict[str, Callable] | None = None
+    traced = False
 
     def __init__(self, plans: LinearPlans, slots: scaling.Slots | None) -> None:
         self.plans = plans
         self.slots = slots
-        self.scales: Tensor | None = None
-        self.first = False
-        self.cache: tuple[Tensor, Tensor, Tensor] | None = None
-        self.weight: Parameter | None = None
-        self.queue: deque | None = None
-        self.stages: dict[str, Callable] | None = None
 
     def _run(
         self,
@@ -70,99 +60,90 @@ class LinearCall:
         state: list[Tensor],
         packed: Tensor | None = None,
     ) -> tuple:
+        if self.traced:
+            return ops.run_traced(plan, slots, inputs, state, packed)
         if self.stages:
             return run_staged(plan, slots, [*inputs, *state], packed, self.stages)
-        return ops.run(plan, slots, inputs, state, packed)
+        return ops.run_native(plan, slots, [*inputs, *state], packed)
 
     def run_forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the forward over (input, weight, bias or None)."""
         inp, weight, bias = tensors
-        flags = self.plans.spec.flags
-        inputs = [inp]
-        if flags & CACHE_READ:
-            inputs += [self.cache[0], self.cache[2]]
+        plans = self.plans
+        if plans.reads_cache:
+            inputs = [inp, self.cache[0], self.cache[2]]
         else:
-            inputs.append(weight)
-        if flags & BIAS:
+            inputs = [inp, weight]
+        if bias is not None:
             inputs.append(bias)
-        state = []
-        slot = 0
-        if self.scales is not None:
+        slots = self.slots
+        if slots is None:
+            outputs = self._run(plans.forward, (0, 0), inputs, [])
+        elif self.scales is not None:
             inputs.append(self.scales)
-        elif self.slots is not None:
-            inputs.append(self.slots.forward_scale)
-            state.append(self.slots.forward_history)
-            slot = self.slots.forward_slot
-        outputs = self._run(self.plans.forward, (slot, 0), inputs, state)
-        if flags & CACHE_WRITE:
-            self.cache = outputs[1:4]
-        return outputs[0], self._to_save(inp, weight, outputs[-1])
-
-    def _to_save(self, inp: Tensor, weight: Tensor, packed: Tensor | None) -> tuple[Tensor, ...]:
-        flags = self.plans.spec.flags
-        saved = []
-        if self._saves_packed():
-            saved.append(packed)
-        if flags & DGRAD:
-            if self._cached():
+            outputs = self._run(plans.forward, (0, 0), inputs, [])
+        else:
+            inputs.append(slots.forward_scale)
+            place = (slots.forward_slot, 0)
+            outputs = self._run(plans.forward, place, inputs, [slots.forward_history])
+        saved = [outputs[-1]] if plans.saves_packed else []
+        if plans.saves_weight:
+            saved.append(weight)
+        elif plans.cached:
+            if plans.writes_cache:
+                self.cache = outputs[1:4]
+            if plans.dgrad:
                 saved += self.cache[1:]
-            else:
-                saved.append(weight)
-        if flags & WGRAD and (flags & SAVE_INPUT or not self._quantized()):
+        if plans.saves_input:
             saved.append(inp)
-        return tuple(saved)
-
-    def _quantized(self) -> bool:
-        return self.plans.spec.quantization.recipe != _core.RECIPE_NONE
-
-    def _cached(self) -> bool:
-        return bool(self.plans.spec.flags & (CACHE_READ | CACHE_WRITE))
-
-    def _saves_packed(self) -> bool:
-        flags = self.plans.spec.flags
-        return self._quantized() and bool(
-            flags & WGRAD or (flags & DGRAD and not flags & (CACHE_READ | CACHE_WRITE))
-        )
+        return outputs[0], saved
 
     def run_backward(self, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        """Run the backward: gradients of (input, weight, bias)."""
-        spec = self.plans.spec
-        flags = spec.flags
-        saved = list(saved)
-        packed = saved.pop(0) if self._saves_packed() else None
-        inputs = [grad]
-        if flags & DGRAD:
-            inputs += [saved.pop(0) for _ in range(2 if self._cached() else 1)]
-        original = saved.pop(0) if saved else None
-        defer = bool(flags & DEFER)
+        """Run the backward: None, then the gradients of (input, weight, bias)."""
+        plans = self.plans
+        packed, original = None, None
+        if plans.saves_packed:
+            packed, *saved = saved
+        if plans.saves_input:
+            *saved, original = saved
+        inputs = [grad, *saved]  # what is left is the weight, or its quantized form
         state = []
-        slot = 0
-        if original is not None and not defer:
+        place = (0, 0)
+        if original is not None and not plans.defer:
             inputs.append(original)
-        if self.slots is not None and flags & (DGRAD | WGRAD):
-            inputs.append(self.slots.backward_scale)
-            state.append(self.slots.backward_history)
-            slot = self.slots.backward_slot
-        into_main_grad = flags & (ACCUMULATE | OVERWRITE)
-        if into_main_grad and flags & WGRAD and not defer:
+        slots = self.slots
+        if slots is not None and (plans.dgrad or plans.wgrad_needed):
+            inputs.append(slots.backward_scale)
+            state.append(slots.backward_history)
+            place = (0, slots.backward_slot)
+        if plans.into_main_grad and not plans.defer:
             state.append(main_grad_of(self.weight))
-        outputs = list(self._run(self.plans.backward, (0, slot), inputs, state, packed))
-        grad_input = outputs.pop(0) if flags & DGRAD else None
-        grad_weight = None
-        if flags & WGRAD and not defer:
-            grad_weight = _dummy_grad(self.weight) if into_main_grad else outputs.pop(0)
-        grad_bias = outputs.pop(0) if spec.bias_grad else None
-        if defer and flags & WGRAD:
-            self._defer(grad, original, packed, outputs)
+        outputs = self._run(plans.backward, place, inputs, state, packed)
+        at = 0
+        grad_input = grad_weight = grad_bias = None
+        if plans.dgrad:
+            grad_input = outputs[0]
+            at = 1
+        if plans.wgrad_needed and not plans.defer:
+            if plans.into_main_grad:
+                grad_weight = _dummy_grad(self.weight)
+            else:
+                grad_weight = outputs[at]
+                at += 1
+        if plans.bias_grad:
+            grad_bias = outputs[at]
+            at += 1
+        if plans.defer:
+            self._defer(grad, original, packed, outputs[at : at + 2])
         if self.first:
             scaling.update("backward")
-        return grad_input, grad_weight, grad_bias
+        return None, grad_input, grad_weight, grad_bias
 
     def _defer(
-        self, grad: Tensor, original: Tensor | None, packed: Tensor | None, outputs: list
+        self, grad: Tensor, original: Tensor | None, packed: Tensor | None, quantized: tuple
     ) -> None:
         """Put the weight gradient off: what its plan reads goes to the module's queue."""
-        inputs = outputs[:2] if self._quantized() else [grad]
+        inputs = [*quantized] if self.plans.quantized else [grad]
         if original is not None:
             inputs.append(original)
         # A plan that reads a tensor with leading dims takes the number of rows from that.

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short way of a call that is of the same kind as the last one.
+
+A training loop calls a layer thousands of times in the same situation. The long way (`Linear.forward`)
+decides what applies; where it was a plain call, the situation is remembered here, and a later call that
+finds it unchanged goes straight to its plans. Every fact that the long way decides by is compared, by
+identity where that is enough.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from transformer_engine.pytorch.module.linear_call import LinearCall
+from transformer_engine.pytorch.state import RegionState
+
+__all__ = ["Repeat", "repeated_call"]
+
+_graph_task = torch._C._current_graph_task_id
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class Repeat(NamedTuple):
+    """A plain call of a linear layer and the situation it was made in.
+
+    Attributes
+    ----------
+    weight, bias : Parameter or None
+        What was read.
+    dtype : torch.dtype
+        Of input, parameters and output.
+    device : torch.device
+        Of the input.
+    wants : tuple of bool
+        Whether input, weight and bias required gradients.
+    gradients : bool
+        Grad mode.
+    identity : str or None
+        Repr of the recipe; None: high precision.
+    calls : tuple of LinearCall
+        The call, and the same as the region's first one that records a backward.
+    records : bool
+        It records a backward.
+    """
+
+    weight: Parameter
+    bias: Parameter | None
+    dtype: torch.dtype
+    device: torch.device
+    wants: tuple[bool, bool, bool]
+    gradients: bool
+    identity: str | None
+    calls: tuple[LinearCall, LinearCall]
+    records: bool
+
+    @classmethod
+    def of(cls, call: LinearCall, inp: Tensor, weight: Any, bias: Any, identity: Any) -> "Repeat":
+        """Remember a call of the long way."""
+        later, first = LinearCall(call.plans, call.slots), LinearCall(call.plans, call.slots)
+        first.first = True
+        wants = (inp.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+        return cls(
+            weight,
+            bias,
+            inp.dtype,
+            inp.device,
+            wants,
+            torch.is_grad_enabled(),
+            identity,
+            (later, first),
+            call.plans.backward != 0,
+        )
+
+
+def repeated_call(
+    last: Repeat, module: Any, state: RegionState, inp: Tensor
+) -> LinearCall | None:
+    """The call to run again, or None where the situation is another one.
+
+    Parameters
+    ----------
+    last : Repeat
+        What was remembered.
+    module : Linear
+        The layer; no graph is being traced.
+    state : RegionState
+        Of the thread.
+    inp : Tensor
+        The input.
+
+    Returns
+    -------
+    LinearCall or None
+        Ready for ``run_call``.
+    """
+    parameters = module._parameters
+    weight, bias, dtype, device, wants, gradients, identity, calls, records = last
+    recipe = state.recipe if state.enabled else None
+    if recipe is None:
+        if identity is not None or state.calibrating:
+            return None
+    elif recipe.__repr__() != identity:
+        return None
+    if (
+        type(inp) is not Tensor
+        or inp.dtype is not dtype
+        or inp.requires_grad is not wants[0]
+        or inp.device != device
+        or inp.dim() == 0
+        or inp.size(-1) != module.in_features
+        or parameters.get("weight") is not weight
+        or weight.requires_grad is not wants[1]
+        or weight.dtype is not dtype
+        or torch.is_grad_enabled() is not gradients
+        or torch.is_autocast_enabled(device.type)
+        or _graph_task() != -1
+        or (_top_hooks(False) is not None if gradients else recipe is not None)
+    ):
+        return None
+    if bias is not None and (
+        parameters.get("bias") is not bias
+        or bias.requires_grad is not wants[2]
+        or bias.dtype is not dtype
+    ):
+        return None
+    slots = calls[0].slots
+    if slots is not None and (
+        slots is not module._slots
+        or not slots.live
+        or slots.group is not state.group
+        or module._loaded_state is not None
+    ):
+        return None
+    if records and recipe is not None and state.first:
+        return calls[1]
+    return calls[0]
