@@ -66,7 +66,7 @@ class Config:
 # What the command line leaves open. Dimensions are multiples of 16, the granule of FP8 products.
 # A window of 16 bytes is what so short a training can make use of: with 32 it learns less.
 DEFAULTS = {
-    "cpu": {"steps": 1000, "batch": 512, "context": 16, "embed": 64, "width": 256, "depth": 4,
+    "cpu": {"steps": 1500, "batch": 512, "context": 16, "embed": 64, "width": 256, "depth": 4,
             "lr": 2e-3, "valid_tokens": 8192},
     "cuda": {"steps": 2000, "batch": 8192, "context": 32, "embed": 64, "width": 1536, "depth": 4,
              "lr": 5e-4, "valid_tokens": 65536},
@@ -167,7 +167,12 @@ class Trainer:
         self.model = ByteModel(config, self.device)
         self.layers = sum(isinstance(m, te.Linear) for m in self.model.modules())
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+            self.model.parameters(),
+            lr=config.lr,
+            betas=(0.9, 0.98),
+            eps=1e-6,
+            weight_decay=0.01,
+            fused=True,
         )
         self.step = 0
         self.train_losses = torch.zeros(config.steps, device=self.device)

@@ -2,6 +2,7 @@
 """What only a GPU shows: graph capture, other devices and threads, kernels, run-time compilation."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -104,6 +105,7 @@ def test_graph_replays_equal_eager(recipe):
         )
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_slots_are_not_made_while_capturing():
     layer = te.Linear(WIDTH, WIDTH, device="cuda")
     x = torch.randn(TOKENS, WIDTH, device="cuda")
@@ -207,10 +209,11 @@ def run_with_weights(run, weights, device):
 
 def test_mixed_devices_are_an_error():
     layer = te.Linear(WIDTH, WIDTH, device="cuda")
-    with pytest.raises(ValueError, match="device"), te.autocast():
+    with pytest.raises(ValueError, match="cuda:0"), te.autocast():
         layer(torch.randn(TOKENS, WIDTH))
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_counted_gemms_are_the_kernels_that_ran(recipe):
     from torch.profiler import ProfilerActivity, profile
@@ -234,7 +237,9 @@ def test_counted_gemms_are_the_kernels_that_ran(recipe):
         step()
         torch.cuda.synchronize()
     names = [e.name for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    gemms = [name for name in names if "e4m3" in name.lower() and "te_" not in name]
+    # cuBLASLt writes operand dtypes as letters (q: e4m3, r: e5m2); older kernels spell them out.
+    fp8 = re.compile(r"nvjet_\w*?_[qr]{2}|e4m3|e5m2")
+    gemms = [name for name in names if fp8.search(name.lower()) and not name.startswith("te_")]
     counted = {n: c for n, c in _core.counters().items() if n.startswith("gemm.")}
     assert counted == {"gemm.cuda.e4m3.e4m3": layers, "gemm.cuda.e5m2.e4m3": 2 * layers}
     assert len(gemms) == 3 * layers, names
@@ -275,4 +280,4 @@ def test_kernels_compiled_at_run_time_give_the_same_bits(tmp_path):
     assert fallback not in results["0"][1]
     assert results["1"][1][fallback] > 0
     assert_same(results["0"][0], results["1"][0])
-    assert list((tmp_path / "cache").rglob("*.cubin"))
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]

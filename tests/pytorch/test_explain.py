@@ -53,7 +53,8 @@ def test_stages_and_buffers(layer, x, recipe, device):
     assert ("CPU reference backend" in text) == (device == "cpu")
     assert "output: f32 [16 x 48]" in text.replace("any", "16")
     with te.autocast(enabled=made is not None, recipe=made):
-        saved = layer(x).grad_fn.saved_tensors
+        out = layer(x)
+    saved = out.grad_fn.saved_tensors
     packed = sum(t.nbytes for t in saved if t.dtype == torch.uint8)
     assert text.count(f"saved for backward: {packed} bytes") == 2  # written and read
 

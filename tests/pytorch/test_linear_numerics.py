@@ -49,7 +49,8 @@ def linear64(x, weight, bias=None):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize("features", [(48, 80), (17, 31), (1, 1)], ids=str)
+# One output alone would have gradients of one number, which may cancel to nearly nothing.
+@pytest.mark.parametrize("features", [(48, 80), (17, 31), (1, 16)], ids=str)
 def test_high_precision(device, dtype, bias, features):
     layer = layer_on(device, features, dtype, bias=bias)
     x = torch.randn(24, features[0], device=device, dtype=dtype, requires_grad=True)
@@ -70,7 +71,8 @@ def test_high_precision(device, dtype, bias, features):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize("features", [(48, 80), (17, 31), (1, 1)], ids=str)
+# One output alone would have gradients of one number, which may cancel to nearly nothing.
+@pytest.mark.parametrize("features", [(48, 80), (17, 31), (1, 16)], ids=str)
 def test_fp8_equals_gemms_of_dequantized_operands(device, recipe, dtype, bias, features):
     made = RECIPES[recipe]()
     layer = layer_on(device, features, dtype, bias=bias)

@@ -159,6 +159,8 @@ class LinearPlans:
         Whether the quantized weight is kept, taken from the cache, either.
     saves_packed, saves_input, saves_weight : bool
         What the forward leaves for the backward besides the cache.
+    all_gradients : bool
+        Input, weight and bias have gradients.
     plain : bool
         Nothing but plain gradients: no cache, main gradient or deferred work.
     """
@@ -185,6 +187,7 @@ class LinearPlans:
         self.saves_input = self.wgrad_needed and (
             not self.quantized or bool(flags & SAVE_INPUT)
         )
+        self.all_gradients = self.dgrad and self.wgrad_needed and self.bias_grad
         self.plain = not (self.cached or self.defer or self.into_main_grad)
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Entry", "checkpoint", "frames", "in_own_checkpoint", "in_reentrant_forward"]
+__all__ = ["Entry", "anywhere", "checkpoint", "frames", "in_own_checkpoint", "in_reentrant_forward"]
 
 
 class Entry(NamedTuple):
@@ -120,8 +120,8 @@ def _call(frame: Frame, recompute: bool, function: Callable, inputs: tuple, kwar
 
 
 @functools.cache
-def _codes() -> dict[CodeType, str]:
-    """Code objects that stand for a checkpoint on the stack."""
+def _codes() -> dict[int, tuple[str, CodeType]]:
+    """Code objects that stand for a checkpoint on the stack, by id: hashing one costs a microsecond."""
     module = sys.modules["torch.utils.checkpoint"]
     codes = {
         _call.__code__: "own",
@@ -134,7 +134,7 @@ def _codes() -> dict[CodeType, str]:
     for constant in module._checkpoint_hook.__init__.__code__.co_consts:
         if isinstance(constant, CodeType) and constant.co_name == "unpack_hook":
             codes[constant] = "recompute"
-    return codes
+    return {id(code): (kind, code) for code, kind in codes.items()}
 
 
 def _holder(kind: str, frame: FrameType) -> Any:
@@ -157,7 +157,8 @@ def _on_stack() -> Iterator[tuple[str, Any]]:
     codes = _codes()
     caller: FrameType | None = sys._getframe(2)
     while caller is not None:
-        kind = codes.get(caller.f_code)
+        found = codes.get(id(caller.f_code))
+        kind = found and found[0]
         if kind == "own":
             names = caller.f_locals
             yield ("recompute" if names["recompute"] else "forward"), names["frame"]
@@ -196,6 +197,11 @@ def frames() -> tuple[list[Frame], Frame | None]:
             return record, frame
         record.append(frame)
     return record, None
+
+
+def anywhere() -> bool:
+    """Whether a checkpoint is on the Python stack."""
+    return next(_on_stack(), None) is not None
 
 
 def in_reentrant_forward() -> bool:

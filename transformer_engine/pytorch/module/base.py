@@ -147,7 +147,7 @@ class Fp8Module(torch.nn.Module):
     ) -> scaling.Slots:
         """Slots of this module under a delayed-scaling recipe, on a device."""
         if traced:
-            self._ensure_slots(*scaling.rule_of(recipe), group, device)
+            self._ensure_slots(*scaling.rule_of(recipe)[:-1], group, device)
             return self._slots
         if self._slots_fit(repr(recipe), group, device):
             return self._slots
@@ -171,8 +171,16 @@ class Fp8Module(torch.nn.Module):
         Takes the fields of a rule, the group and the device one by one: plain values, so that a graph
         does not depend on the identity of a recipe object.
         """
-        rule = scaling.Rule(*arguments[:-2])
+        rule = scaling.Rule(*arguments[:-2], None)
         group, device = arguments[-2:]
+        if rule.scale is not None:  # it is given the recipe, which is no plain value
+            recipe = current_state().recipe
+            if recipe is None or repr(recipe) != rule.identity:
+                raise NotImplementedError(
+                    "scaling_factor_compute_algo with autocast inside a compiled function: enter "
+                    "autocast outside of it"
+                )
+            rule = rule._replace(recipe=recipe)
         if not self._slots_fit(rule.identity, group, device):
             self._make_slots(rule, group, device)
 

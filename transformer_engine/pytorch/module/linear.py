@@ -217,7 +217,8 @@ class Linear(Fp8Module):
             else:
                 empty = getattr(self, f"{label}bias")
                 if empty.device.type == "meta":
-                    setattr(self, f"{label}bias", torch.empty(0, dtype=empty.dtype))
+                    empty = torch.empty(0, dtype=empty.dtype, device=default_device())
+                    setattr(self, f"{label}bias", empty)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a name that `parameters_split` replaced is an error."""

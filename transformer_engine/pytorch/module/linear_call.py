@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from transformer_engine import _core
 from transformer_engine.pytorch import ops, scaling
 from transformer_engine.pytorch.plans import LinearPlans
 from transformer_engine.pytorch.staged import run_staged
@@ -38,6 +39,8 @@ class LinearCall:
         Python functions of external stages.
     traced : bool
         A graph is being traced: run behind torch operators.
+    quick : bool
+        A plain call in eager mode: straight to the native side.
     """
 
     scales: Tensor | None = None
@@ -47,6 +50,7 @@ class LinearCall:
     queue: deque | None = None
     stages: dict[str, Callable] | None = None
     traced = False
+    quick = False
 
     def __init__(self, plans: LinearPlans, slots: scaling.Slots | None) -> None:
         self.plans = plans
@@ -68,6 +72,8 @@ class LinearCall:
 
     def run_forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the forward over (input, weight, bias or None)."""
+        if self.quick:
+            return self._quick_forward(*tensors)
         inp, weight, bias = tensors
         plans = self.plans
         if plans.reads_cache:
@@ -100,6 +106,8 @@ class LinearCall:
 
     def run_backward(self, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
         """Run the backward: None, then the gradients of (input, weight, bias)."""
+        if self.quick:
+            return self._quick_backward(grad, saved)
         plans = self.plans
         packed, original = None, None
         if plans.saves_packed:
@@ -138,6 +146,63 @@ class LinearCall:
         if self.first:
             scaling.update("backward")
         return None, grad_input, grad_weight, grad_bias
+
+    def _quick_forward(
+        self, inp: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The forward of a plain call; the same as the long way, with nothing to decide."""
+        plans = self.plans
+        slots = self.slots
+        given = (inp, weight) if bias is None else (inp, weight, bias)
+        if slots is None:
+            out, packed = _core.run(plans.forward, 0, 0, *given)
+        else:
+            out, packed = _core.run(
+                plans.forward,
+                slots.forward_slot,
+                0,
+                *given,
+                slots.forward_scale,
+                slots.forward_history,
+            )
+        if not plans.backward:
+            return out, ()
+        saved = (packed,) if plans.saves_packed else ()
+        if plans.saves_weight:
+            saved += (weight,)
+        if plans.saves_input:
+            saved += (inp,)
+        return out, saved
+
+    def _quick_backward(
+        self, grad: Tensor, saved: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """The backward of a plain call."""
+        plans = self.plans
+        slots = self.slots
+        if not plans.saves_packed:
+            outputs = _core.run(plans.backward, 0, 0, grad, *saved)
+        elif slots is None:
+            outputs = _core.run(plans.backward, 0, 0, grad, *saved[1:], saved[0])
+        else:
+            outputs = _core.run(
+                plans.backward,
+                0,
+                slots.backward_slot,
+                grad,
+                *saved[1:],
+                slots.backward_scale,
+                slots.backward_history,
+                saved[0],
+            )
+        if self.first:
+            scaling.update("backward")
+        if plans.all_gradients:
+            return None, outputs[0], outputs[1], outputs[2]
+        made = iter(outputs)
+        grad_input = next(made) if plans.dgrad else None
+        grad_weight = next(made) if plans.wgrad_needed else None
+        return None, grad_input, grad_weight, next(made) if plans.bias_grad else None
 
     def _defer(
         self, grad: Tensor, original: Tensor | None, packed: Tensor | None, quantized: tuple

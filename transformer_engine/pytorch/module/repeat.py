@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine.pytorch.module.linear_call import LinearCall
+from transformer_engine.pytorch.recompute import anywhere
 from transformer_engine.pytorch.state import RegionState
 
 __all__ = ["Repeat", "repeated_call"]
@@ -60,6 +61,7 @@ class Repeat(NamedTuple):
         """Remember a call of the long way."""
         later, first = LinearCall(call.plans, call.slots), LinearCall(call.plans, call.slots)
         first.first = True
+        later.quick = first.quick = True
         wants = (inp.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
         return cls(
             weight,
@@ -116,7 +118,7 @@ def repeated_call(
         or torch.is_grad_enabled() is not gradients
         or torch.is_autocast_enabled(device.type)
         or _graph_task() != -1
-        or (_top_hooks(False) is not None if gradients else recipe is not None)
+        or (_top_hooks(False) is not None if gradients else recipe is not None and anywhere())
     ):
         return None
     if bias is not None and (
