@@ -254,7 +254,7 @@ class Trainer:
     def fit(self, stop: int, save_every: int) -> None:
         """Train up to step `stop`, with a bar, a validation now and then, and checkpoints."""
         config = self.config
-        evaluate_every = max(1, config.steps // EVALUATIONS)
+        evaluate_every = math.ceil(config.steps / EVALUATIONS)
         bar = tqdm(
             total=config.steps,
             initial=self.step,

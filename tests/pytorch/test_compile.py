@@ -30,7 +30,9 @@ BACKENDS = [
     pytest.param("cpu", {"backend": "aot_eager"}, id="cpu-aot_eager"),
     pytest.param("cuda", {"backend": "aot_eager"}, id="cuda-aot_eager", marks=pytest.mark.gpu),
     pytest.param("cuda", {}, id="cuda-inductor", marks=pytest.mark.gpu),
-    pytest.param("cuda", {"mode": "reduce-overhead"}, id="cuda-reduce-overhead", marks=pytest.mark.gpu),
+    pytest.param(
+        "cuda", {"mode": "reduce-overhead"}, id="cuda-reduce-overhead", marks=pytest.mark.gpu
+    ),
 ]
 
 
@@ -93,7 +95,9 @@ def train(device, where, make_recipe, options, token_counts=(16,) * STEPS, dtype
 
 
 def fp8_gemms():
-    return sum(n for name, n in _core.counters().items() if name.startswith("gemm.") and ".e" in name)
+    return sum(
+        n for name, n in _core.counters().items() if name.startswith("gemm.") and ".e" in name
+    )
 
 
 # torch captures an empty graph on purpose to own a memory pool.
@@ -126,7 +130,9 @@ def test_token_counts_make_no_new_graphs(device, options, where, recipe):
     make_recipe = RECIPES[recipe]
     counts = (16, 24, 33, 70, 5, 128)
     expected = train(device, where, make_recipe, None, counts)
-    got = train(device, where, make_recipe, options, counts)  # an error on recompilation after step 2
+    got = train(
+        device, where, make_recipe, options, counts
+    )  # an error on recompilation after step 2
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     for reference, value in zip(expected, got, strict=True):
         assert torch.equal(reference, value)
@@ -142,7 +148,10 @@ def test_callable_algorithms_are_traced(device, options):
 
     # The scale function is given the recipe, so the graph depends on which object that is.
     recipe = DelayedScaling(
-        margin=1, amax_history_len=3, amax_compute_algo=most_recent, scaling_factor_compute_algo=scale
+        margin=1,
+        amax_history_len=3,
+        amax_compute_algo=most_recent,
+        scaling_factor_compute_algo=scale,
     )
     expected = train(device, "outside", lambda: recipe, None)
     got = train(device, "outside", lambda: recipe, options)

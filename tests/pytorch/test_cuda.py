@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a GPU shows: graph capture, other devices and threads, kernels, run-time compilation."""
+"""What only a GPU shows: graph capture, devices and threads, kernels, run-time compilation."""
 
 import os
 import re
@@ -26,7 +26,10 @@ def model_on(device, layers=3):
     torch.manual_seed(21)
     te.reset()
     return torch.nn.Sequential(
-        *[te.Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, device=device) for _ in range(layers)]
+        *[
+            te.Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, device=device)
+            for _ in range(layers)
+        ]
     )
 
 
@@ -90,8 +93,9 @@ def test_graph_replays_equal_eager(recipe):
         for index in range(3):
             feed(static, index)
             out = step()
-            assert_same([*expected[index][:2], *expected[index][2]],
-                        [out, static.grad, *state_of(model)])
+            assert_same(
+                [*expected[index][:2], *expected[index][2]], [out, static.grad, *state_of(model)]
+            )
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -273,7 +277,10 @@ def test_kernels_compiled_at_run_time_give_the_same_bits(tmp_path):
         root = Path(te.__file__).parents[2]
         environment["PYTHONPATH"] = f"{root}{os.pathsep}{environment.get('PYTHONPATH', '')}"
         subprocess.run(
-            [sys.executable, "-c", NVRTC_PROGRAM, str(path)], check=True, env=environment, timeout=300
+            [sys.executable, "-c", NVRTC_PROGRAM, str(path)],
+            check=True,
+            env=environment,
+            timeout=300,
         )
         results[forced] = torch.load(path)
     fallback = "fallback.kernel_from_source"

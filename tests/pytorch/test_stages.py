@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """External stages: Python functions and collectives inside a plan."""
 
+import pytest
 import torch
 import torch.multiprocessing
-
-import pytest
 from comparators import assert_nmse
 from tols import tol
 
@@ -104,7 +103,11 @@ def test_unknown_stage_and_missing_function(device):
     with pytest.raises(ValueError, match="quantise_input"):
         layer.override_stages(quantise_input=print)
     spec = LinearSpec(
-        16, 16, *[_core.DTYPE_F32] * 5, quantization_of(DelayedScaling()), 0,
+        16,
+        16,
+        *[_core.DTYPE_F32] * 5,
+        quantization_of(DelayedScaling()),
+        0,
         external=external_bits({"gemm_output": None}),
     )
     plan = linear_plans(spec).forward
@@ -126,8 +129,13 @@ def _gather_worker(rank, world, store, results):
     rows = x.shape[0] // world
     history = torch.zeros(4, 256)
     spec = LinearSpec(
-        32, 48, *[_core.DTYPE_F32] * 5, quantization_of(DelayedScaling()), 0,
-        external=external_bits({"gather_input": None}), gather=world,
+        32,
+        48,
+        *[_core.DTYPE_F32] * 5,
+        quantization_of(DelayedScaling()),
+        0,
+        external=external_bits({"gather_input": None}),
+        gather=world,
     )
 
     def gather(buffers):
@@ -139,7 +147,11 @@ def _gather_worker(rank, world, store, results):
 
     mine = x[rank * rows : (rank + 1) * rows]
     out, _ = run_staged(
-        linear_plans(spec).forward, (0, 0), [mine, w, scale, history], None, {"gather_input": gather}
+        linear_plans(spec).forward,
+        (0, 0),
+        [mine, w, scale, history],
+        None,
+        {"gather_input": gather},
     )
     torch.distributed.all_reduce(history[0], op=torch.distributed.ReduceOp.MAX)
     results[rank] = (out, history[0].clone())

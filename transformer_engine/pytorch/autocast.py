@@ -38,8 +38,9 @@ class autocast:  # noqa: N801 - the name that users know
     The region belongs to the thread that enters it. Regions nest, each with its own recipe; leaving
     one restores what was. When the outermost enabled region is left with gradients on, the scaling
     factors of delayed scaling are updated from the amaxes of the forward passes; those of the
-    backward are updated after the backward of the region's first module. A region that is left by an
-    exception updates nothing. The forward alone belongs inside the region; run ``backward`` outside.
+    backward are updated after the backward of the region's first module. A region that is left by
+    an exception updates nothing. The forward alone belongs inside the region; run ``backward``
+    outside.
 
     Parameters
     ----------
@@ -70,7 +71,7 @@ class autocast:  # noqa: N801 - the name that users know
     ) -> None:
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(
-                f"recipe: {type(recipe).__name__} object, expected a recipe such as DelayedScaling()"
+                f"recipe: {type(recipe).__name__} object, expected a recipe, say DelayedScaling()"
             )
         self._enabled = bool(enabled)
         self._calibrating = bool(calibrating)
@@ -81,7 +82,9 @@ class autocast:  # noqa: N801 - the name that users know
     def __enter__(self) -> None:
         """Make this region the thread's innermost one."""
         if self._outer is not None:
-            raise RuntimeError("autocast: this region is active already; make another autocast object")
+            raise RuntimeError(
+                "autocast: this region is active already; make another autocast object"
+            )
         state = current_state()
         self._outer = (state.enabled, state.calibrating, state.recipe, state.group, state.first)
         recipe = self._recipe
@@ -148,5 +151,3 @@ def fp8_autocast(
         recipe=recipe if fp8_recipe is None else fp8_recipe,
         amax_reduction_group=group if fp8_group is None else fp8_group,
     )
-
-

@@ -8,7 +8,12 @@ import torch
 from transformer_engine import _core
 from transformer_engine.common import config
 
-__all__ = ["get_device_compute_capability", "is_bf16_available", "is_fp8_available", "prepare_device"]
+__all__ = [
+    "get_device_compute_capability",
+    "is_bf16_available",
+    "is_fp8_available",
+    "prepare_device",
+]
 
 
 def get_device_compute_capability() -> tuple[int, int]:
@@ -65,8 +70,9 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """
     capability = get_device_compute_capability()
     if capability == (0, 0):
-        return _answer(False, "there is no CUDA device; the CPU backend runs FP8 as a reference",
-                       return_reason)
+        return _answer(
+            False, "there is no CUDA device; the CPU backend runs FP8 as a reference", return_reason
+        )
     reason = f"FP8 GEMMs need compute capability 8.9 or higher, this device has {capability}"
     return _answer(capability >= (8, 9), reason, return_reason)
 

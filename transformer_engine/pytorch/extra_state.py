@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delayed-scaling state in checkpoints: a uint8 tensor of a JSON header and raw little-endian fp32.
 
-Layout: 8 bytes of magic, 8 bytes length of the header (little-endian), the header, the data. Loading
-parses JSON and copies bytes; it never unpickles anything.
+Layout: 8 bytes of magic, 8 bytes length of the header (little-endian), the header, the data.
+Loading parses JSON and copies bytes; it never unpickles anything.
 """
 
 import json
@@ -107,7 +107,7 @@ def unpack_state(state: Any, slots: tuple[int, int]) -> dict[str, tuple[Tensor, 
         if count != expected or length < 1 or at + size > len(raw):
             raise ValueError(
                 f"_extra_state: {direction} state of {count} slots and {length} rows in "
-                f"{len(raw) - at} bytes, expected {expected} slots, at least one row and {size} bytes"
+                f"{len(raw) - at} bytes, expected {expected} slots, one row or more, {size} bytes"
             )
         numbers = torch.frombuffer(bytearray(raw[at : at + size]), dtype=torch.float32)
         values[direction] = (numbers[:count].clone(), numbers[count:].view(length, count).clone())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native entry points as torch operators, for `torch.compile`.
 
-Eager code calls `_core` directly. While a graph is traced, the same plans run behind two operators of
-fixed arity whose fake kernels evaluate the plan's sizes on symbolic numbers. An operator that mutates
-and returns a list can not be functionalised, so absent results are empty tensors.
+Eager code calls `_core` directly. While a graph is traced, the same plans run behind two operators
+of fixed arity whose fake kernels evaluate the plan's sizes on symbolic numbers. An operator that
+mutates and returns a list can not be functionalised, so absent results are empty tensors.
 """
 
 import functools
@@ -16,7 +16,16 @@ from torch import Tensor
 
 from transformer_engine import _core
 
-__all__ = ["OUTPUTS", "constant_in_graphs", "extent_value", "run", "run_native", "run_traced", "scaling_update", "shapes"]
+__all__ = [
+    "OUTPUTS",
+    "constant_in_graphs",
+    "extent_value",
+    "run",
+    "run_native",
+    "run_traced",
+    "scaling_update",
+    "shapes",
+]
 
 OUTPUTS = 4
 """Outputs of `transformer_engine::run` before the packed saved tensor."""
@@ -46,7 +55,7 @@ def _describe(plan: int) -> dict:
 
 
 def extent_value(extent: tuple[int, int, int], rows: Any) -> Any:
-    """multiply * roundup(rows, align) + add, on integers or symbolic ones."""
+    """Multiply * roundup(rows, align) + add, on integers or symbolic ones."""
     multiply, align, add = extent
     if multiply == 0:
         return add
@@ -86,7 +95,9 @@ def shapes(plan: int, leading: Any, rows: Any) -> tuple[list[tuple[torch.dtype, 
         else:
             shape = [extent_value(extent, rows) for extent in extents]
         outputs.append((_core.torch_dtype(code), shape))
-    saved = extent_value(described["saved_bytes"], rows) if described["kind"].endswith("forward") else 0
+    saved = (
+        extent_value(described["saved_bytes"], rows) if described["kind"].endswith("forward") else 0
+    )
     return outputs, saved
 
 
@@ -147,9 +158,7 @@ for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("run", _run, _device)
     _LIBRARY.impl("scaling_update", _scaling_update, _device)
 torch.library.register_fake("transformer_engine::run", _run_fake, lib=_LIBRARY)
-torch.library.register_fake(
-    "transformer_engine::scaling_update", lambda *_: None, lib=_LIBRARY
-)
+torch.library.register_fake("transformer_engine::scaling_update", lambda *_: None, lib=_LIBRARY)
 
 
 def run(
@@ -180,8 +189,8 @@ def run(
     Returns
     -------
     tuple of Tensor
-        Outputs in plan order, then the packed saved tensor or None. In a traced graph absent ones are
-        empty tensors and there are always `OUTPUTS` + 1.
+        Outputs in plan order, then the packed saved tensor or None. In a traced graph absent ones
+        are empty tensors and there are always `OUTPUTS` + 1.
     """
     if torch.compiler.is_compiling():
         return run_traced(plan, slots, inputs, state, saved, rows)

@@ -7,7 +7,14 @@ from typing import NamedTuple
 from transformer_engine import _core
 from transformer_engine.common.recipe import Recipe
 
-__all__ = ["HIGH_PRECISION", "LinearPlans", "LinearSpec", "Quantization", "linear_plans", "quantization_of"]
+__all__ = [
+    "HIGH_PRECISION",
+    "LinearPlans",
+    "LinearSpec",
+    "Quantization",
+    "linear_plans",
+    "quantization_of",
+]
 
 
 # Flags of a linear layer's call (see te_linear_desc in the C header).
@@ -184,9 +191,7 @@ class LinearPlans:
             self.wgrad_needed or (self.dgrad and not self.cached)
         )
         self.saves_weight = self.dgrad and not self.cached
-        self.saves_input = self.wgrad_needed and (
-            not self.quantized or bool(flags & SAVE_INPUT)
-        )
+        self.saves_input = self.wgrad_needed and (not self.quantized or bool(flags & SAVE_INPUT))
         self.all_gradients = self.dgrad and self.wgrad_needed and self.bias_grad
         self.plain = not (self.cached or self.defer or self.into_main_grad)
 

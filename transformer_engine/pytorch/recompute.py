@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation recompute: what a checkpointed forward leaves for the forward that repeats it.
 
-A forward that runs inside a backward repeats an earlier one. It must use what that one used (recipe,
-scales, whether it was the first module of its region), record no amax, and update nothing. So the
-original writes an `Entry` per module call into the `Frame` of its checkpoint, and the recompute
-reads them in the same order.
+A forward that runs inside a backward repeats an earlier one. It must use what that one used
+(recipe, scales, whether it was the first module of its region), record no amax, and update nothing.
+So the original writes an `Entry` per module call into the `Frame` of its checkpoint, and the
+recompute reads them in the same order.
 
 Frames belong to one call of a checkpoint function and are found on the Python stack, so that
 checkpoints of either kind nest in any order. `transformer_engine.pytorch.checkpoint` makes its own;
@@ -90,8 +90,8 @@ class Frame:
                 return None
             raise RuntimeError(
                 f"the recompute calls a {type(module).__name__} more than the {at} times that the "
-                "checkpointed forward did; the function under the checkpoint must do the same at each "
-                "call"
+                "checkpointed forward did; the function under the checkpoint must do the same at "
+                "each call"
             )
         self._next[id(module)] = at + 1
         return entries[at]
@@ -121,7 +121,7 @@ def _call(frame: Frame, recompute: bool, function: Callable, inputs: tuple, kwar
 
 @functools.cache
 def _codes() -> dict[int, tuple[str, CodeType]]:
-    """Code objects that stand for a checkpoint on the stack, by id: hashing one costs a microsecond."""
+    """Code objects that stand for a checkpoint on the stack, by id: hashing one takes long."""
     module = sys.modules["torch.utils.checkpoint"]
     codes = {
         _call.__code__: "own",
@@ -223,8 +223,9 @@ def checkpoint(
 ) -> Any:
     """Run a function without keeping its activations; repeat it in the backward.
 
-    The repeated forward uses the recipe, scaling factors and random numbers of the first one, so the
-    gradients are those of a run without recompute, bit for bit, wherever `autocast` was entered.
+    The repeated forward uses the recipe, scaling factors and random numbers of the first one, so
+    the gradients are those of a run without recompute, bit for bit, wherever `autocast` was
+    entered.
 
     Parameters
     ----------

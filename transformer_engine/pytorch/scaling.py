@@ -2,10 +2,10 @@
 """Delayed-scaling state: arenas of chunks of slots.
 
 One arena holds the state of one (device, direction, recipe, reduction group): chunks of `SLOTS`
-scales and amax-history columns. A module owns a few consecutive slots of a forward and of a backward
-chunk (`Slots`). One launch updates a whole chunk and one all-reduce reduces it, however many modules
-share it. Native code always gets the whole chunk and a slot number, never a view: views of state do
-not survive the functionalisation that `torch.compile` does.
+scales and amax-history columns. A module owns a few consecutive slots of a forward and of a
+backward chunk (`Slots`). One launch updates a whole chunk and one all-reduce reduces it, however
+many modules share it. Native code always gets the whole chunk and a slot number, never a view:
+views of state do not survive the functionalisation that `torch.compile` does.
 """
 
 import threading
@@ -177,7 +177,9 @@ class Slots:
         False once `reset` has dropped all state.
     """
 
-    def __init__(self, device: torch.device, rule: Rule, group: Any, counts: tuple[int, int]) -> None:
+    def __init__(
+        self, device: torch.device, rule: Rule, group: Any, counts: tuple[int, int]
+    ) -> None:
         self.identity = rule.identity
         self.device = device
         self.group = group
@@ -248,8 +250,8 @@ def _refuse_capture(device: torch.device) -> None:
     """State made while a graph is captured would live in the graph's own memory pool."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a module meets this FP8 recipe for the first time while a CUDA graph is being captured; "
-            "run it once before the capture (warm-up), with the same recipe"
+            "a module meets this FP8 recipe for the first time while a CUDA graph is being "
+            "captured; run it once before the capture (warm-up), with the same recipe"
         )
 
 
@@ -301,8 +303,8 @@ def _reduce(arena: Arena, chunk: Chunk) -> None:
 def _update_with_torch(arena: Arena, chunk: Chunk) -> None:
     """The update in torch operations.
 
-    It differs from the fused one as documented: the history rolls for every slot, and a NaN among the
-    amaxes reaches the maximum, so that the scale is kept.
+    It differs from the fused one as documented: the history rolls for every slot, and a NaN among
+    the amaxes reaches the maximum, so that the scale is kept.
     """
     rule = arena.rule
     fp8_max = rule.fp8_max[DIRECTIONS.index(arena.direction)]
@@ -317,7 +319,8 @@ def _update_with_torch(arena: Arena, chunk: Chunk) -> None:
         if rule.scale is not None:
             chunk.scale.copy_(rule.scale(amax, chunk.scale, fp8_max, rule.recipe))
         else:
-            # A number divided by a tensor is rounded twice in torch; two tensors once, as in the kernel.
+            # A number divided by a tensor is rounded twice in torch; two tensors once, as in the
+            # kernel.
             scale = torch.full_like(amax, fp8_max * 2.0**-rule.margin) / amax
             scale = torch.where(torch.isinf(scale), torch.finfo(torch.float32).max, scale)
             usable = torch.isfinite(amax) & (amax > 0)

@@ -2,8 +2,8 @@
 """Runs of plans whose stages are partly Python: a collective, a quantizer, an overridden operator.
 
 A plan made with external stages stops before each of them. `run_staged` then calls the Python
-function given for the stage with the plan's buffers as tensors, and resumes. Functions are arguments
-of the run, never part of the plan.
+function given for the stage with the plan's buffers as tensors, and resumes. Functions are
+arguments of the run, never part of the plan.
 """
 
 import math
@@ -40,7 +40,8 @@ class StageBuffers(Mapping[str, Tensor]):
 
     FP8 buffers have torch's FP8 dtypes. Quantized data comes as ``<tensor>_row`` [rows, padded
     columns], ``<tensor>_column`` [columns, padded rows] (transposed) and ``<tensor>_pair``
-    {1/scale, scale}; padding must be written as zero. ``scale`` and ``history`` are the whole chunks.
+    {1/scale, scale}; padding must be written as zero. ``scale`` and ``history`` are the whole
+    chunks.
 
     Attributes
     ----------

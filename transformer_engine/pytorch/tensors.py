@@ -11,8 +11,8 @@ def plain_tensor(tensor: Tensor) -> Tensor:
     """The plain tensor behind an instance of a subclass.
 
     A subclass without a dispatch of its own (a `torch.nn.Buffer`, a user's ``class T(Tensor)``) is
-    only a label on real memory. One with ``__torch_dispatch__`` may have no memory at all, or memory
-    that means something else, so its bytes must not be read.
+    only a label on real memory. One with ``__torch_dispatch__`` may have no memory at all, or
+    memory that means something else, so its bytes must not be read.
 
     Parameters
     ----------

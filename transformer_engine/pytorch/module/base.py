@@ -50,8 +50,8 @@ _NO_FRAMES: list = []
 class Fp8Module(torch.nn.Module):
     """Base of the modules that run GEMMs in FP8.
 
-    A module owns `SLOTS` consecutive slots of the forward and of the backward scaling state. They are
-    no buffers (``half()`` would cast them): they live in shared chunks and follow the module to
+    A module owns `SLOTS` consecutive slots of the forward and of the backward scaling state. They
+    are no buffers (``half()`` would cast them): they live in shared chunks and follow the module to
     another device, recipe or copy at its next FP8 forward.
     """
 
@@ -82,8 +82,9 @@ class Fp8Module(torch.nn.Module):
                 return Region(state, None, None, record, traced)  # it was no FP8 call
             if entry is None:
                 raise RuntimeError(
-                    f"{type(self).__name__}: FP8 in the recompute of a checkpointed forward that did "
-                    "not run it in FP8; the function under the checkpoint must do the same each time"
+                    f"{type(self).__name__}: FP8 in the recompute of a checkpointed forward that "
+                    "did not run it in FP8; the function under the checkpoint must do the same "
+                    "at each call"
                 )
             return Region(state, entry.recipe, entry, record, traced)
         if in_backward and recipe is not None:
@@ -168,8 +169,8 @@ class Fp8Module(torch.nn.Module):
     def _ensure_slots(self, *arguments: Any) -> None:
         """Make slots while a graph is traced, outside of the graph.
 
-        Takes the fields of a rule, the group and the device one by one: plain values, so that a graph
-        does not depend on the identity of a recipe object.
+        Takes the fields of a rule, the group and the device one by one: plain values, so that a
+        graph does not depend on the identity of a recipe object.
         """
         rule = scaling.Rule(*arguments[:-2], None)
         group, device = arguments[-2:]
@@ -264,5 +265,3 @@ class Fp8Module(torch.nn.Module):
         )
         if key in missing_keys:
             missing_keys.remove(key)
-
-

@@ -4,7 +4,7 @@
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.linear_call import LinearCall, main_grad_of
-from transformer_engine.pytorch.module.repeat import Repeat, repeated_call
 from transformer_engine.pytorch.module.parameters import (
     Split,
     default_device,
@@ -24,6 +23,7 @@ from transformer_engine.pytorch.module.parameters import (
     refuse_distributed,
     split_rows,
 )
+from transformer_engine.pytorch.module.repeat import Repeat, repeated_call
 from transformer_engine.pytorch.plans import (
     ACCUMULATE,
     ALLOW_TF32,
@@ -49,6 +49,19 @@ __all__ = ["Linear"]
 
 DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class _BoundState(NamedTuple):
+    """What a call quantizes with, and the flags that follow."""
+
+    quantization: Quantization
+    flags: int
+    slots: scaling.Slots | None
+    scales: Tensor | None
+    cache: tuple[Tensor, Tensor, Tensor] | None
+
+
+_HIGH_PRECISION_STATE = _BoundState(HIGH_PRECISION, 0, None, None, None)
 
 
 class Linear(Fp8Module):
@@ -269,8 +282,8 @@ class Linear(Fp8Module):
         Parameters
         ----------
         inp : Tensor
-            [..., in_features] in the dtype of the parameters, or in any of fp32, fp16 and bf16 under
-            `torch.autocast`.
+            [..., in_features] in the dtype of the parameters, or in any of fp32, fp16 and bf16
+            under `torch.autocast`.
         is_first_microbatch : bool, optional
             With gradient accumulation: True for the first microbatch of a step (the weight is
             quantized and kept), False for the others (the kept one is used). None quantizes the
@@ -291,9 +304,7 @@ class Linear(Fp8Module):
             The last dim is not `in_features`.
         """
         if fp8_output or fp8_grad:
-            raise NotImplementedError(
-                f"Linear: {'fp8_output' if fp8_output else 'fp8_grad'}=True"
-            )
+            raise NotImplementedError(f"Linear: {'fp8_output' if fp8_output else 'fp8_grad'}=True")
         traced = torch.compiler.is_compiling()
         if not traced and is_first_microbatch is None and self._last is not None:
             state = current_state()
@@ -306,9 +317,7 @@ class Linear(Fp8Module):
         inp, weight, bias, output_dtype = self._promote(inp, weight, bias, region.recipe)
         if region.state.calibrating and region.recipe is None:
             self._calibrate(region.state, inp, weight)
-        call = self._prepare(
-            inp, weight, bias, output_dtype, region, is_first_microbatch, owner
-        )
+        call = self._prepare(inp, weight, bias, output_dtype, region, is_first_microbatch, owner)
         if call.plans.backward:
             out = run_call(call, inp, weight, bias)
         else:
@@ -402,8 +411,8 @@ class Linear(Fp8Module):
             if weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
                 raise TypeError(
                     f"Linear: inp is {dtype}, weight {weight.dtype}, bias "
-                    f"{None if bias is None else bias.dtype}: outside torch.autocast they must be of "
-                    "one dtype; convert the input or the module"
+                    f"{None if bias is None else bias.dtype}: outside torch.autocast they must be "
+                    "of one dtype; convert the input or the module"
                 )
             return inp, weight, bias, dtype
         dtype = torch.get_autocast_dtype(kind)
@@ -424,63 +433,70 @@ class Linear(Fp8Module):
     ) -> LinearCall:
         """Choose the plans and bind them to the state in force; `owner` is the weight itself."""
         recipe = region.recipe
-        traced = region.traced
-        flags = BIAS if bias is not None else 0
-        bias_grad = False
-        if torch.is_grad_enabled():
-            if inp.requires_grad:
-                flags |= DGRAD
-            if weight.requires_grad:
-                flags |= WGRAD
-            bias_grad = bias is not None and bias.requires_grad
+        flags, bias_grad = self._wanted(inp, weight, bias)
         records = flags & (DGRAD | WGRAD) != 0 or bias_grad
         if flags & WGRAD:
             flags |= self._wgrad_flags(owner, weight.dtype, recipe, is_first_microbatch)
-        slots = scales = cache = None
-        quantization = HIGH_PRECISION
-        replay = region.replay
+        bound = _HIGH_PRECISION_STATE
         if recipe is not None:
-            quantization = self._quantization_of(recipe, traced)
-            if self.save_original_input:
-                flags |= SAVE_INPUT
-            if replay is not None:
-                slots, scales, cache = replay.slots, replay.scales, replay.cache
-                flags |= (NO_AMAX if scales is not None else 0) | (CACHE_READ if cache else 0)
-            else:
-                if recipe.delayed():
-                    slots = self._slots_for(recipe, region.state.group, inp.device, traced)
-                if is_first_microbatch is not None:
-                    flags |= self._cache_flag(weight, is_first_microbatch, quantization, slots)
-                    cache = self._weight_cache[1] if flags & CACHE_READ else None
+            bound = self._bind_state(inp, weight, region, is_first_microbatch)
         elif inp.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
             flags |= ALLOW_TF32
+        flags |= bound.flags
         bias_dtype = weight.dtype if bias is None else bias.dtype
         grad_dtype = owner.main_grad.dtype if flags & (ACCUMULATE | OVERWRITE) else weight.dtype
-        identity = None if recipe is None else repr(recipe)
         dtypes = (inp.dtype, weight.dtype, bias_dtype, output_dtype, grad_dtype)
-        key = (flags, bias_grad, identity, *dtypes)
-        if traced:
-            if self._stages:
-                raise NotImplementedError("Linear: override_stages under torch.compile")
-            self._ensure_plans(key, *quantization)
-        plans = self._plans.get(key)
-        if plans is None:
-            plans = self._make_plans(key, quantization)
-        call = LinearCall(plans, slots)
-        if traced:
-            call.traced = True
-        if scales is not None:
-            call.scales = scales
-        if cache is not None:
-            call.cache = cache
-        if self._stages is not None:
-            call.stages = self._stages
+        key = (flags, bias_grad, None if recipe is None else repr(recipe), *dtypes)
+        call = LinearCall(self._plans_for(key, bound.quantization, region.traced), bound.slots)
+        call.traced = region.traced
+        call.scales = bound.scales
+        call.cache = bound.cache
+        call.stages = self._stages
         if recipe is not None:
             call.first = self._is_first(region, records or bool(region.record))
         if flags & (ACCUMULATE | OVERWRITE | DEFER):
             call.weight = owner
             call.queue = self._wgrads
         return call
+
+    @staticmethod
+    def _wanted(inp: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int, bool]:
+        """(flags of the bias and of the gradients of input and weight, the bias has a gradient)."""
+        flags = BIAS if bias is not None else 0
+        if not torch.is_grad_enabled():
+            return flags, False
+        if inp.requires_grad:
+            flags |= DGRAD
+        if weight.requires_grad:
+            flags |= WGRAD
+        return flags, bias is not None and bias.requires_grad
+
+    def _bind_state(
+        self, inp: Tensor, weight: Tensor, region: Region, is_first_microbatch: bool | None
+    ) -> "_BoundState":
+        """What an FP8 call quantizes with: the state in force, or that of the call it repeats."""
+        quantization = self._quantization_of(region.recipe, region.traced)
+        flags = SAVE_INPUT if self.save_original_input else 0
+        replay = region.replay
+        if replay is not None:
+            flags |= NO_AMAX if replay.scales is not None else 0
+            flags |= CACHE_READ if replay.cache is not None else 0
+            return _BoundState(quantization, flags, replay.slots, replay.scales, replay.cache)
+        slots = cache = None
+        if region.recipe.delayed():
+            slots = self._slots_for(region.recipe, region.state.group, inp.device, region.traced)
+        if is_first_microbatch is not None:
+            flags |= self._cache_flag(weight, is_first_microbatch, quantization, slots)
+            cache = self._weight_cache[1] if flags & CACHE_READ else None
+        return _BoundState(quantization, flags, slots, None, cache)
+
+    def _plans_for(self, key: tuple, quantization: Quantization, traced: bool) -> LinearPlans:
+        if traced:
+            if self._stages:
+                raise NotImplementedError("Linear: override_stages under torch.compile")
+            self._ensure_plans(key, *quantization)
+        plans = self._plans.get(key)
+        return self._make_plans(key, quantization) if plans is None else plans
 
     def _wgrad_flags(
         self, owner: Tensor, dtype: torch.dtype, recipe: Any, is_first_microbatch: bool | None
@@ -491,7 +507,7 @@ class Linear(Fp8Module):
             main = main_grad_of(owner).dtype
             if recipe is None and main not in (dtype, torch.float32):
                 raise TypeError(
-                    f"Linear: main_grad is {main} and the operands are {dtype}: without FP8 it must "
+                    f"Linear: main_grad is {main}, the operands are {dtype}: without FP8 it must "
                     "be torch.float32 or of their dtype"
                 )
             overwrite = is_first_microbatch or getattr(owner, "overwrite_main_grad", False)
@@ -542,7 +558,9 @@ class Linear(Fp8Module):
     def _make_plans(self, key: tuple, quantization: Quantization) -> LinearPlans:
         """Plans for a kind of call; see `_prepare` for the key."""
         flags, bias_grad, _, *dtypes = key
-        for label, dtype in zip(("inp", "weight", "bias", "output", "main_grad"), dtypes, strict=True):
+        for label, dtype in zip(
+            ("inp", "weight", "bias", "output", "main_grad"), dtypes, strict=True
+        ):
             if dtype not in DTYPES:
                 raise TypeError(
                     f"Linear: {label} is {dtype}, expected torch.float32, torch.float16 or "
@@ -568,7 +586,9 @@ class Linear(Fp8Module):
             slot = slots.forward_slot + offset
             _core.quantize(tensor.detach(), amax=slots.forward_history[0, slot : slot + 1])
 
-    def plans_of(self, inp: Tensor, is_first_microbatch: bool | None = None) -> list[tuple[str, int]]:
+    def plans_of(
+        self, inp: Tensor, is_first_microbatch: bool | None = None
+    ) -> list[tuple[str, int]]:
         """(title, plan id) of what a call would run; see `explain`. Changes no state."""
         weight, bias = self._weight_and_bias()
         state = current_state()
@@ -590,9 +610,9 @@ class Linear(Fp8Module):
         ----------
         **stages
             ``f(buffers)`` by stage name (see `explain`, and `staged.StageBuffers`); it fills the
-            buffers that the stage writes. ``gemm_output`` is the forward GEMM, ``quantize_input`` the
-            cast of the input, ``reduce_amax_input`` stands between measuring and casting (current
-            scaling), and so on.
+            buffers that the stage writes. ``gemm_output`` is the forward GEMM, ``quantize_input``
+            the cast of the input, ``reduce_amax_input`` stands between measuring and casting
+            (current scaling), and so on.
 
         Raises
         ------
@@ -621,7 +641,7 @@ class Linear(Fp8Module):
             return
         if not self._wgrads:
             raise RuntimeError(
-                "Linear.backward_dw: no weight gradient is pending; call it once after each backward"
+                "Linear.backward_dw: no weight gradient is pending; call it once a backward"
             )
         plans, inputs, packed, rows, weight = self._wgrads.popleft()
         into_main_grad = plans.into_main_grad

@@ -114,18 +114,7 @@ class LinearCall:
             packed, *saved = saved
         if plans.saves_input:
             *saved, original = saved
-        inputs = [grad, *saved]  # what is left is the weight, or its quantized form
-        state = []
-        place = (0, 0)
-        if original is not None and not plans.defer:
-            inputs.append(original)
-        slots = self.slots
-        if slots is not None and (plans.dgrad or plans.wgrad_needed):
-            inputs.append(slots.backward_scale)
-            state.append(slots.backward_history)
-            place = (0, slots.backward_slot)
-        if plans.into_main_grad and not plans.defer:
-            state.append(main_grad_of(self.weight))
+        inputs, state, place = self._backward_inputs([grad, *saved], original)
         outputs = self._run(plans.backward, place, inputs, state, packed)
         at = 0
         grad_input = grad_weight = grad_bias = None
@@ -146,6 +135,24 @@ class LinearCall:
         if self.first:
             scaling.update("backward")
         return None, grad_input, grad_weight, grad_bias
+
+    def _backward_inputs(
+        self, inputs: list[Tensor], original: Tensor | None
+    ) -> tuple[list[Tensor], list[Tensor], tuple[int, int]]:
+        """(inputs, state, slots) of the backward; `inputs` begins with gradient and weight."""
+        plans = self.plans
+        slots = self.slots
+        state = []
+        place = (0, 0)
+        if original is not None and not plans.defer:
+            inputs.append(original)
+        if slots is not None and (plans.dgrad or plans.wgrad_needed):
+            inputs.append(slots.backward_scale)
+            state.append(slots.backward_history)
+            place = (0, slots.backward_slot)
+        if plans.into_main_grad and not plans.defer:
+            state.append(main_grad_of(self.weight))
+        return inputs, state, place
 
     def _quick_forward(
         self, inp: Tensor, weight: Tensor, bias: Tensor | None
@@ -174,9 +181,7 @@ class LinearCall:
             saved += (inp,)
         return out, saved
 
-    def _quick_backward(
-        self, grad: Tensor, saved: tuple[Tensor, ...]
-    ) -> tuple[Tensor | None, ...]:
+    def _quick_backward(self, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
         """The backward of a plain call."""
         plans = self.plans
         slots = self.slots
@@ -221,8 +226,8 @@ def main_grad_of(weight: Parameter) -> Tensor:
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         raise RuntimeError(
-            "Linear: fuse_wgrad_accumulation=True, but the weight has no main_grad: assign a tensor "
-            f"of shape {tuple(weight.shape)} to weight.main_grad before the forward"
+            "Linear: fuse_wgrad_accumulation=True, but the weight has no main_grad: assign a "
+            f"tensor of shape {tuple(weight.shape)} to weight.main_grad before the forward"
         )
     return main_grad
 

@@ -82,8 +82,8 @@ class Split(NamedTuple):
             names = [str(name).rstrip("_") for name in split]
             if not names or rows % len(names) != 0:
                 raise ValueError(
-                    f"{module}: parameters_split={split!r}: {rows} outputs are no {len(names)} equal "
-                    "parts; give a dict of sizes"
+                    f"{module}: parameters_split={split!r}: {rows} outputs are no {len(names)} "
+                    "equal parts; give a dict of sizes"
                 )
             parts = tuple((name, rows // len(names)) for name in names)
         if sum(size for _, size in parts) != rows or min(size for _, size in parts) < 1:

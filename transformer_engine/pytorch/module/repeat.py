@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The short way of a call that is of the same kind as the last one.
 
-A training loop calls a layer thousands of times in the same situation. The long way (`Linear.forward`)
-decides what applies; where it was a plain call, the situation is remembered here, and a later call that
-finds it unchanged goes straight to its plans. Every fact that the long way decides by is compared, by
-identity where that is enough.
+A training loop calls a layer thousands of times in the same situation. The long way
+(`Linear.forward`) decides what applies; where it was a plain call, the situation is remembered
+here, and a later call that finds it unchanged goes straight to its plans. Every fact that the long
+way decides by is compared, by identity where that is enough.
 """
 
 from typing import Any, NamedTuple
@@ -76,9 +76,7 @@ class Repeat(NamedTuple):
         )
 
 
-def repeated_call(
-    last: Repeat, module: Any, state: RegionState, inp: Tensor
-) -> LinearCall | None:
+def repeated_call(last: Repeat, module: Any, state: RegionState, inp: Tensor) -> LinearCall | None:
     """The call to run again, or None where the situation is another one.
 
     Parameters
