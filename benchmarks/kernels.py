@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory-bound operators: bytes a second, beside a plain copy measured in the same turns.
+
+Bytes are those that can not be avoided: each input read once, each output written once. Inputs
+rotate among sets that no cache holds. What is small is limited by the time that the device needs for
+a kernel without work, which is measured too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timing import (
+    Column,
+    Figure,
+    Machine,
+    Report,
+    alternate,
+    parser,
+    ratio,
+    rotating,
+    start,
+    warm,
+)
+from torch import Tensor
+
+import transformer_engine.pytorch  # noqa: F401 - hands torch to the extension
+from transformer_engine import _core
+from transformer_engine.pytorch.device import prepare_device
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, F32 = torch.bfloat16, torch.float32
+COMPUTE_BOUND = {"gemm"}  # benchmarks/gemm.py
+SLOTS, HISTORY = 256, 1024  # of a chunk of scaling state
+
+COLUMNS = [
+    Column("operator", "operator", "<15s"),
+    Column("case", "case", "<28s"),
+    Column("shape", "shape", "<13s"),
+    Column("mib", "MiB", ">8.2f"),
+    Column("us", "us"),
+    Column("tb_s", "TB/s", ">8.3f"),
+    Column("limit_us", "limit us"),
+    Column("percent_of_copy", "% of copy", ">9.1f"),
+    Column("spread", "quartiles", "<13s"),
+]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator on tensors of its own.
+
+    Attributes
+    ----------
+    run : callable
+        Makes the call.
+    reads, writes : tuple of Tensor
+        What it has to read and to write.
+    """
+
+    run: Callable[[], Any]
+    reads: tuple[Tensor, ...]
+    writes: tuple[Tensor, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that can not be avoided."""
+        return sum(t.numel() * t.itemsize for t in (*self.reads, *self.writes))
+
+
+class Maker:
+    """Random inputs and empty outputs of one shape.
+
+    Parameters
+    ----------
+    rows, columns : int
+        Of the matrix that an operator reads.
+    device : torch.device
+    """
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        self.rows, self.columns, self.device = rows, columns, device
+
+    def random(self, dtype: torch.dtype) -> Tensor:
+        """Normal numbers."""
+        return torch.randn(self.rows, self.columns, device=self.device).to(dtype)
+
+    def empty(self, dtype: torch.dtype, transposed: bool = False) -> Tensor:
+        """An output of the same size."""
+        shape = (self.columns, self.rows) if transposed else (self.rows, self.columns)
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def floats(self, count: int, value: float = 1.0) -> Tensor:
+        """Scales and the like."""
+        return torch.full((count,), value, device=self.device)
+
+    def quantize(
+        self, data: torch.dtype, usages: str, *, source: torch.dtype = BF16, **wanted: bool
+    ) -> Call:
+        """A cast to FP8; `usages` of "r", "c", "rc", `wanted` of bias_grad and current."""
+        x, pair = self.random(source), self.floats(2)
+        rowwise = self.empty(data) if "r" in usages else None
+        columnwise = self.empty(data, transposed=True) if "c" in usages else None
+        keywords: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
+        reads, writes = [x], [t for t in (rowwise, columnwise) if t is not None]
+        if wanted.get("current"):
+            keywords["partials"] = self.floats(_core.AMAX_PARTIALS)
+            reads.append(keywords["partials"])
+        elif usages:
+            keywords |= {"scale": self.floats(1), "amax": self.floats(1, 0.0)}
+        if usages:
+            keywords["scale_pair"] = pair
+        if wanted.get("bias_grad"):
+            keywords["bias_grad"] = torch.empty(self.columns, dtype=source, device=self.device)
+            writes.append(keywords["bias_grad"])
+        return Call(lambda: _core.quantize(x, **keywords), tuple(reads), tuple(writes))
+
+    def dequantize(self, usage: str) -> Call:
+        """A cast from FP8."""
+        q, out = self.random(E4M3), self.empty(BF16)
+        if usage == "columnwise":
+            q = q.t().contiguous()
+        keywords = {usage: q, "scale_pair": self.floats(2)}
+        return Call(lambda: _core.dequantize(out, **keywords), (q,), (out,))
+
+    def amax(self, dtype: torch.dtype) -> Call:
+        """Partial maxima."""
+        x, partials = self.random(dtype), self.floats(_core.AMAX_PARTIALS)
+        return Call(lambda: _core.amax(x, partials), (x,), (partials,))
+
+    def transpose(self) -> Call:
+        """A transpose of bytes."""
+        q, out = self.random(E4M3), self.empty(E4M3, transposed=True)
+        return Call(lambda: _core.transpose(q, out), (q,), (out,))
+
+    def fill(self, dtype: torch.dtype) -> Call:
+        """Writing alone."""
+        out = self.empty(dtype)
+        return Call(lambda: _core.fill(out, 1.5), (), (out,))
+
+    def cast(self, source: torch.dtype, target: torch.dtype) -> Call:
+        """A conversion of a dense matrix."""
+        x, out = self.random(source), self.empty(target)
+        return Call(lambda: _core.cast(x, out), (x,), (out,))
+
+    def unpad(self) -> Call:
+        """A copy out of rows that are longer."""
+        wide = torch.randn(self.rows, self.columns + 16, device=self.device).to(BF16)
+        x, out = wide[:, : self.columns], self.empty(BF16)
+        return Call(lambda: _core.cast(x, out), (x,), (out,))
+
+    def scaling_update(self) -> Call:
+        """An update of a chunk of delayed scaling; the shape is the chunk's."""
+        scale = self.floats(self.columns)
+        history = torch.rand(self.rows, self.columns, device=self.device)
+        return Call(
+            lambda: _core.scaling_update(scale, history, 448.0),
+            (scale, history),
+            (scale, history),
+        )
+
+
+Case = tuple[str, str, Callable[[Maker], Call]]
+
+CASES: list[Case] = [
+    ("quantize", "e4m3 rows", lambda m: m.quantize(E4M3, "r")),
+    ("quantize", "e4m3 columns", lambda m: m.quantize(E4M3, "c")),
+    ("quantize", "e4m3 both", lambda m: m.quantize(E4M3, "rc")),
+    ("quantize", "e4m3 both, current", lambda m: m.quantize(E4M3, "rc", current=True)),
+    ("quantize", "e5m2 both", lambda m: m.quantize(E5M2, "rc")),
+    ("quantize", "e5m2 both, bias gradient", lambda m: m.quantize(E5M2, "rc", bias_grad=True)),
+    ("quantize", "f32 to e4m3 both", lambda m: m.quantize(E4M3, "rc", source=F32)),
+    ("quantize", "bias gradient alone", lambda m: m.quantize(E4M3, "", bias_grad=True)),
+    ("dequantize", "e4m3 rows", lambda m: m.dequantize("rowwise")),
+    ("dequantize", "e4m3 columns", lambda m: m.dequantize("columnwise")),
+    ("amax", "bf16", lambda m: m.amax(BF16)),
+    ("amax", "f32", lambda m: m.amax(F32)),
+    ("transpose", "e4m3", lambda m: m.transpose()),
+    ("cast", "f32 to bf16", lambda m: m.cast(F32, BF16)),
+    ("cast", "bf16 to f32", lambda m: m.cast(BF16, F32)),
+    ("cast", "bf16 copy, dense", lambda m: m.cast(BF16, BF16)),
+    ("cast", "bf16 copy, longer rows", lambda m: m.unpad()),
+    ("fill", "bf16", lambda m: m.fill(BF16)),
+    ("fill", "f32", lambda m: m.fill(F32)),
+    ("scaling_update", "256 slots", lambda m: m.scaling_update()),
+]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How often things run.
+
+    Attributes
+    ----------
+    calls : int
+        Per batch.
+    turns : int
+        Batches per case.
+    """
+
+    calls: int
+    turns: int
+
+
+def check_cases() -> None:
+    """Every operator of the library is measured here or in gemm.py."""
+    missing = set(_core.op_names()) - {operator for operator, _, _ in CASES} - COMPUTE_BOUND
+    if missing:
+        raise SystemExit(f"kernels.py has no case for the operators {sorted(missing)}")
+
+
+def shapes(machine: Machine, given: list[str] | None) -> list[tuple[int, int]]:
+    """The matrices: a layer's, larger, smaller, one without a multiple of anything, tiny."""
+    if given:
+        return [(int(rows), int(columns)) for rows, columns in (g.split("x") for g in given)]
+    if machine.quick:
+        return [(64, 48)]
+    if machine.cuda:
+        return [(8192, 4096), (8192, 12288), (2048, 4096), (8191, 4095), (64, 256)]
+    return [(2048, 4096), (511, 1023)]
+
+
+def measure(machine: Machine, case: Case, shape: tuple[int, int], effort: Effort) -> dict[str, Any]:
+    """One row: a case in turns with the copy."""
+    operator, label, make = case
+    first = make(Maker(*shape, machine.device))
+    calls = [first]
+    calls += [make(Maker(*shape, machine.device)) for _ in range(machine.sets(first.bytes) - 1)]
+    step = rotating([call.run for call in calls])
+    copy, copied = machine.copier()
+    warm(step, max(2 * len(calls), 3))
+    warm(copy, 3)
+    copies = max(effort.calls // 5, 1)
+    found = alternate(
+        {
+            "kernel": lambda: first.bytes / machine.device_time(step, effort.calls),
+            "copy": lambda: copied / machine.device_time(copy, copies),
+        },
+        effort.turns,
+    )
+    rate, copy_rate = Figure.of(found["kernel"]), Figure.of(found["copy"])
+    of_copy = ratio(found["kernel"], found["copy"])
+    return {
+        "operator": operator,
+        "case": label,
+        "shape": f"{shape[0]} x {shape[1]}",
+        "bytes": first.bytes,
+        "sets": len(calls),
+        "mib": first.bytes / 2**20,
+        "us": first.bytes / rate.median * 1e6,
+        "tb_s": rate.median * 1e-12,
+        "rate_figure_tb_s": rate.scaled(1e-12),
+        "copy_figure_tb_s": copy_rate.scaled(1e-12),
+        "limit_us": first.bytes / copy_rate.median * 1e6,
+        "percent_of_copy": 100 * of_copy.median,
+        "percent_figure": of_copy.scaled(100),
+        "spread": f"{100 * of_copy.low:.1f}-{100 * of_copy.high:.1f}",
+    }
+
+
+def all_rows(
+    machine: Machine, sizes: list[tuple[int, int]], only: str, effort: Effort
+) -> Iterator[dict[str, Any]]:
+    """All cases whose operator and label contain `only`."""
+    for shape in sizes:
+        for case in CASES:
+            if only not in f"{case[0]} {case[1]}" or case[0] == "scaling_update":
+                continue
+            yield measure(machine, case, shape, effort)
+    for case in CASES:
+        if case[0] == "scaling_update" and only in f"{case[0]} {case[1]}":
+            for length in (16,) if machine.quick else (16, HISTORY):
+                yield measure(machine, case, (length, SLOTS), effort)
+
+
+def launch_time(machine: Machine, effort: Effort) -> float:
+    """Seconds that the device needs for a kernel without work."""
+    one = torch.zeros(1, 1, device=machine.device)
+
+    def step() -> None:
+        _core.fill(one, 1.0)
+
+    warm(step, 3)
+    return Figure.of(machine.device_time(step, effort.calls) for _ in range(effort.turns)).median
+
+
+def main() -> None:
+    """Measure and report."""
+    check_cases()
+    options = parser(__doc__)
+    options.add_argument("--shape", action="append", metavar="ROWSxCOLUMNS", help="instead of all")
+    options.add_argument("--only", default="", help="cases whose name contains this")
+    options = options.parse_args()
+    report: Report = start("kernels", options)
+    machine = report.machine
+    prepare_device(machine.device)
+    effort = Effort(20, 11) if machine.cuda else Effort(2, 2) if machine.quick else Effort(2, 5)
+    copy = machine.copy_rate()
+    report.limit("copy TB/s", copy.median * 1e-12, "device copy, read and write counted")
+    if machine.spec is not None:
+        report.limit("claimed memory TB/s", machine.spec.memory * 1e-12, "data sheet")
+    report.limit("kernel us", launch_time(machine, effort) * 1e6, "a kernel without work")
+    made = all_rows(machine, shapes(machine, options.shape), options.only, effort)
+    report.table("memory-bound operators", COLUMNS, made)
+
+
+if __name__ == "__main__":
+    main()
