@@ -47,9 +47,9 @@ test-gpu: $(ENV)-test ## run the tests that need a GPU (NO_BUILD=1: with the ext
 	@test -n "$(NO_BUILD)" || $(TEST_PY) setup.py -q build_ext --inplace
 	$(TEST_PY) -m pytest -q -m gpu $(ARGS) $(TESTS)
 
-bench: $(ENV)-test ## run the benchmarks (NO_BUILD=1: with the extension as it is)
+bench: $(ENV)-test ## run the benchmarks (ARGS="--json FOLDER/" keeps the figures; NO_BUILD=1 as above)
 	@test -n "$(NO_BUILD)" || $(TEST_PY) setup.py -q build_ext --inplace
-	for name in host gemm kernels; do PYTHONPATH=. $(TEST_PY) benchmarks/$$name.py $(ARGS) || exit 1; done
+	for name in import_time host gemm kernels; do PYTHONPATH=. $(TEST_PY) benchmarks/$$name.py $(ARGS) || exit 1; done
 
 lint: $(ENV)-lint ## check style, spelling and the rules of the house; print what exceeds the size guidance
 	$(LINT_PATH) ruff format --check .

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products: the operator at the shapes of a Transformer layer, and te.Linear beside torch.
 
-Section `gemm` runs the operator alone, in every format, beside torch's own product of the same shape
-and layout, and beside the rate of a large square product in that format. Section `grid` trains one
-te.Linear under its own autocast, forward and backward, beside torch.nn.Linear in bf16; its limit is
-the arithmetic alone. Formats and modules take turns.
+Section `gemm` runs the operator alone, in every format, beside torch's own product of the same
+shape and layout, and beside the rate of a large square product in that format. Section `grid`
+trains one te.Linear under its own autocast, forward and backward, beside torch.nn.Linear in bf16;
+its limit is the arithmetic alone. Formats and modules take turns.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def operands(
 
 
 def torch_product(shape: tuple[int, int, int], machine: Machine) -> Callable[[], Any]:
-    """Torch's product of the same shape and layout."""
+    """The product of torch, of the same shape and layout."""
     dtype = reference_dtype(machine)
     kind = Format("torch", dtype, dtype, dtype)
     a, b = operands(kind, shape, machine)
@@ -352,6 +352,8 @@ def main() -> None:
     machine = report.machine
     prepare_device(machine.device)
     if options.tune:
+        if not machine.cuda:
+            raise SystemExit("--tune is about cuBLASLt: it needs a CUDA device")
         _core.tune_gemm(_core.DEVICE_CUDA, machine.device.index or 0, True, None)
     report.facts["tuned"] = options.tune
     ceilings = Ceilings.measure(report)
@@ -361,6 +363,7 @@ def main() -> None:
     if options.section != "gemm":
         rows = grid_rows(machine, grid_shapes(machine, options.grid), ceilings)
         report.table("one linear layer, forward and backward, bf16", GRID_COLUMNS, rows)
+    report.finish()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host time per module: what a call costs before the device has anything to do.
 
-Stacked linear layers so small that the device is never the limit. The layers take turns, and each is
-compared with torch.nn.Linear within its turn. The limit is an autograd function that allocates its
-outputs and does nothing else: no module that records a backward in Python can be faster. On the CPU
-the work itself is in the figures, for there is no other device.
+Stacked linear layers so small that the device is never the limit. The modules take turns, and each
+is compared with torch.nn.Linear within its turn. The limit is an autograd function that allocates
+its outputs and does nothing else: no module that records a backward in Python can be faster. On the
+CPU the work itself is in the figures, for there is no other device.
 """
 
 from __future__ import annotations
@@ -172,6 +172,7 @@ def main() -> None:
         f"{sizes.tokens} tokens, bf16"
     )
     report.table(title, COLUMNS, measured)
+    report.finish()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 """Memory-bound operators: bytes a second, beside a plain copy measured in the same turns.
 
 Bytes are those that can not be avoided: each input read once, each output written once. Inputs
-rotate among sets that no cache holds. What is small is limited by the time that the device needs for
-a kernel without work, which is measured too.
+rotate among sets that no cache holds. What is small is limited by the time that the device needs
+for a kernel without work, which is measured too.
 """
 
 from __future__ import annotations
@@ -153,14 +153,19 @@ class Maker:
         return Call(lambda: _core.cast(x, out), (x,), (out,))
 
     def scaling_update(self) -> Call:
-        """An update of a chunk of delayed scaling; the shape is the chunk's."""
+        """An update of a chunk of delayed scaling; the shape is the chunk's.
+
+        A history rolls only where the step recorded an amax, so a fill of row 0 comes before.
+        """
         scale = self.floats(self.columns)
         history = torch.rand(self.rows, self.columns, device=self.device)
-        return Call(
-            lambda: _core.scaling_update(scale, history, 448.0),
-            (scale, history),
-            (scale, history),
-        )
+        live = history[:1]
+
+        def run() -> None:
+            _core.fill(live, 1.0)
+            _core.scaling_update(scale, history, 448.0)
+
+        return Call(run, (scale, history), (scale, history, live))
 
 
 Case = tuple[str, str, Callable[[Maker], Call]]
@@ -185,7 +190,7 @@ CASES: list[Case] = [
     ("cast", "bf16 copy, longer rows", lambda m: m.unpad()),
     ("fill", "bf16", lambda m: m.fill(BF16)),
     ("fill", "f32", lambda m: m.fill(F32)),
-    ("scaling_update", "256 slots", lambda m: m.scaling_update()),
+    ("scaling_update", "256 slots, and a fill", lambda m: m.scaling_update()),
 ]
 
 
@@ -230,7 +235,7 @@ def measure(machine: Machine, case: Case, shape: tuple[int, int], effort: Effort
     calls = [first]
     calls += [make(Maker(*shape, machine.device)) for _ in range(machine.sets(first.bytes) - 1)]
     step = rotating([call.run for call in calls])
-    copy, copied = machine.copier()
+    copy, copied = machine.copier
     warm(step, max(2 * len(calls), 3))
     warm(copy, 3)
     copies = max(effort.calls // 5, 1)
@@ -305,6 +310,7 @@ def main() -> None:
     report.limit("kernel us", launch_time(machine, effort) * 1e6, "a kernel without work")
     made = all_rows(machine, shapes(machine, options.shape), options.only, effort)
     report.table("memory-bound operators", COLUMNS, made)
+    report.finish()
 
 
 if __name__ == "__main__":

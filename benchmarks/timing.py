@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all benchmarks share: timing, the limits of the machine, tables, and a JSON file.
 
-Three kinds of time. `device_time`: a batch of calls behind a kernel that keeps the device busy while
-the host enqueues, so that the host is not in the figure. `single_time` and `sustained_time`: whole
-steps as a program makes them, one by one or in a row, host included. `host_time`: what a call costs
-the host while the device has nothing to do. Figures that are compared are measured in turns
+Three kinds of time. `device_time`: a batch of calls behind a kernel that keeps the device busy
+while the host enqueues, so that the host is not in the figure. `single_time` and `sustained_time`:
+whole steps as a program makes them, one by one or in a row, host included. `host_time`: what a call
+costs the host while the device has nothing to do. Figures that are compared are measured in turns
 (`alternate`) and compared turn by turn: clocks and neighbours drift, a ratio of two turns does not.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -201,8 +202,17 @@ class Machine:
             stamps.append(time.perf_counter())
         return [after - before for before, after in itertools.pairwise(stamps)]
 
+    def keep_busy(self) -> None:
+        """Enqueue matrix products for about half a second, and return."""
+        n = 1024 if self.quick else 8192
+        a, b = (torch.randn(n, n, device=self.device).bfloat16() for _ in range(2))
+        d = torch.empty_like(a)
+        for _ in range(300):
+            torch.mm(a, b, out=d)
+
     # -- limits, measured ----------------------------------------------------------------------
 
+    @functools.cached_property
     def copier(self) -> tuple[Callable[[], Any], int]:
         """A copy within the memory of the device: the step and the bytes it reads and writes."""
         size = 512 * MIB if self.cuda else MIB if self.quick else 64 * MIB
@@ -212,7 +222,7 @@ class Machine:
 
     def copy_rate(self) -> Figure:
         """Bytes a second of a copy, read and written ones counted."""
-        step, size = self.copier()
+        step, size = self.copier
         return self._rate(step, size)
 
     def matmul_rate(self, dtype: torch.dtype) -> Figure | None:
@@ -367,7 +377,7 @@ class Column:
 
 @dataclass
 class Report:
-    """What a benchmark found: printed row by row, written whole after each table.
+    """What a benchmark found: printed row by row, and written as far as it is after each.
 
     Attributes
     ----------
@@ -402,7 +412,7 @@ class Report:
             print(f"limit: {said} {value:.4g} {name.rpartition(' ')[2]}", flush=True)
 
     def table(self, title: str, columns: list[Column], rows: Iterable[dict[str, Any]]) -> None:
-        """Print the rows as they come, then write the file."""
+        """Print and write the rows as they come."""
         print(f"\n{title}")
         heading = [c.title.ljust(c.width) if c.form[0] == "<" else c.title.rjust(c.width)
                    for c in columns]  # fmt: skip
@@ -412,14 +422,23 @@ class Report:
         for row in rows:
             kept.append(row)
             print("  ".join(c.show(row.get(c.key)) for c in columns).rstrip(), flush=True)
+            self.write()
+
+    def finish(self) -> None:
+        """Add how the device is under load, and write the file for the last time."""
+        if self.path is None:
+            return
+        if self.machine.cuda:
+            self.machine.keep_busy()
+            self.facts["gpu_under_load"] = read_gpu(self.machine)
+            self.machine.synchronize()
         self.write()
+        print(f"\nwrote {self.path}")
 
     def write(self) -> None:
         """Write the JSON file, where one was asked for."""
         if self.path is None:
             return
-        if self.machine.cuda:
-            self.facts["gpu_at_end"] = read_gpu(self.machine)
         content = {
             "benchmark": self.name,
             "environment": self.facts,

@@ -68,7 +68,7 @@ class Config:
 DEFAULTS = {
     "cpu": {"steps": 1500, "batch": 512, "context": 16, "embed": 64, "width": 256, "depth": 4,
             "lr": 2e-3, "valid_tokens": 8192},
-    "cuda": {"steps": 2000, "batch": 8192, "context": 32, "embed": 64, "width": 1536, "depth": 4,
+    "cuda": {"steps": 1200, "batch": 8192, "context": 32, "embed": 64, "width": 1536, "depth": 4,
              "lr": 5e-4, "valid_tokens": 65536},
 }  # fmt: skip
 

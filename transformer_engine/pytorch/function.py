@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Call", "run_call"]
+__all__ = ["Call", "apply_plainly", "run_call"]
 
 
 class Call(Protocol):
@@ -50,9 +50,12 @@ def _backward_once(ctx: Any, grad: Tensor) -> tuple:
     return ctx.call.run_backward(grad, ctx.saved_tensors)
 
 
-# The native half of `Function.apply`. The Python half binds default arguments, which there are none
-# of, and unwraps what function transforms left behind, which costs more than the rest of a call.
-_apply = super(torch.autograd.Function, _PlanFunction).apply
+apply_plainly = super(torch.autograd.Function, _PlanFunction).apply
+"""`run_call` where no graph is traced and no function transform is active.
+
+It is the native half of `Function.apply`. The Python half binds default arguments, which there are
+none of, and unwraps what function transforms left behind, which costs more than the rest of a call.
+"""
 
 
 def run_call(call: Call, *tensors: Tensor) -> Any:
@@ -72,4 +75,4 @@ def run_call(call: Call, *tensors: Tensor) -> Any:
     """
     if call.traced or torch._C._are_functorch_transforms_active():
         return _PlanFunction.apply(call, *tensors)
-    return _apply(call, *tensors)
+    return apply_plainly(call, *tensors)

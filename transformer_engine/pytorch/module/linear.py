@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from transformer_engine import _core
 from transformer_engine.pytorch import ops, scaling
 from transformer_engine.pytorch.device import prepare_device
-from transformer_engine.pytorch.function import run_call
+from transformer_engine.pytorch.function import apply_plainly, run_call
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.linear_call import LinearCall, main_grad_of
 from transformer_engine.pytorch.module.parameters import (
@@ -306,11 +306,22 @@ class Linear(Fp8Module):
         if fp8_output or fp8_grad:
             raise NotImplementedError(f"Linear: {'fp8_output' if fp8_output else 'fp8_grad'}=True")
         traced = torch.compiler.is_compiling()
-        if not traced and is_first_microbatch is None and self._last is not None:
+        last = self._last
+        if last is not None and is_first_microbatch is None and not traced:
             state = current_state()
-            call = repeated_call(self._last, self, state, inp)
+            call = repeated_call(last, self, state, inp)
             if call is not None:
-                return self._repeat(call, state, inp)
+                if last.records:
+                    out = apply_plainly(call, inp, last.weight, last.bias)
+                else:
+                    out = call.run_forward((inp, last.weight, last.bias))[0]
+                if call.first:
+                    state.first = False
+                return (out, self._returned_bias(out.dtype)) if self.return_bias else out
+        return self._long_way(inp, is_first_microbatch, traced)
+
+    def _long_way(self, inp: Tensor, is_first_microbatch: bool | None, traced: bool) -> Any:
+        """Find out what applies to a call, and run it."""
         weight, bias = self._weight_and_bias()
         region = self._region(traced)
         owner = weight
@@ -355,19 +366,6 @@ class Linear(Fp8Module):
         ):
             identity = None if region.recipe is None else repr(region.recipe)
             self._last = Repeat.of(call, inp, weight, bias, identity)
-
-    def _repeat(self, call: LinearCall, state: RegionState, inp: Tensor) -> Any:
-        """Run a call that `repeated_call` found to be of the last kind."""
-        weight, bias = self._last[:2]
-        if call.plans.backward:
-            out = run_call(call, inp, weight, bias)
-        else:
-            out = call.run_forward((inp, weight, bias))[0]
-        if call.first:
-            state.first = False
-        if self.return_bias:
-            return out, self._returned_bias(out.dtype)
-        return out
 
     def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         parameters = self._parameters

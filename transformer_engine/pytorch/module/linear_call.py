@@ -13,7 +13,7 @@ from transformer_engine.pytorch import ops, scaling
 from transformer_engine.pytorch.plans import LinearPlans
 from transformer_engine.pytorch.staged import run_staged
 
-__all__ = ["LinearCall", "main_grad_of"]
+__all__ = ["LinearCall", "PlainCall", "main_grad_of"]
 
 
 class LinearCall:
@@ -39,8 +39,6 @@ class LinearCall:
         Python functions of external stages.
     traced : bool
         A graph is being traced: run behind torch operators.
-    quick : bool
-        A plain call in eager mode: straight to the native side.
     """
 
     scales: Tensor | None = None
@@ -50,7 +48,6 @@ class LinearCall:
     queue: deque | None = None
     stages: dict[str, Callable] | None = None
     traced = False
-    quick = False
 
     def __init__(self, plans: LinearPlans, slots: scaling.Slots | None) -> None:
         self.plans = plans
@@ -72,8 +69,6 @@ class LinearCall:
 
     def run_forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the forward over (input, weight, bias or None)."""
-        if self.quick:
-            return self._quick_forward(*tensors)
         inp, weight, bias = tensors
         plans = self.plans
         if plans.reads_cache:
@@ -106,8 +101,6 @@ class LinearCall:
 
     def run_backward(self, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
         """Run the backward: None, then the gradients of (input, weight, bias)."""
-        if self.quick:
-            return self._quick_backward(grad, saved)
         plans = self.plans
         packed, original = None, None
         if plans.saves_packed:
@@ -154,10 +147,28 @@ class LinearCall:
             state.append(main_grad_of(self.weight))
         return inputs, state, place
 
-    def _quick_forward(
-        self, inp: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The forward of a plain call; the same as the long way, with nothing to decide."""
+    def _defer(
+        self, grad: Tensor, original: Tensor | None, packed: Tensor | None, quantized: tuple
+    ) -> None:
+        """Put the weight gradient off: what its plan reads goes to the module's queue."""
+        inputs = [*quantized] if self.plans.quantized else [grad]
+        if original is not None:
+            inputs.append(original)
+        # A plan that reads a tensor with leading dims takes the number of rows from that.
+        rows = -1 if original is not None else grad.shape[:-1].numel()
+        self.queue.append((self.plans, inputs, packed, rows, self.weight))
+
+
+class PlainCall(LinearCall):
+    """A call in eager mode with nothing to decide but what its plans say.
+
+    The same as `LinearCall` for plans that are `plain`, with every other case left out: this is
+    what a training loop runs.
+    """
+
+    def run_forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run the forward over (input, weight, bias or None)."""
+        inp, weight, bias = tensors
         plans = self.plans
         slots = self.slots
         given = (inp, weight) if bias is None else (inp, weight, bias)
@@ -208,17 +219,6 @@ class LinearCall:
         grad_input = next(made) if plans.dgrad else None
         grad_weight = next(made) if plans.wgrad_needed else None
         return None, grad_input, grad_weight, next(made) if plans.bias_grad else None
-
-    def _defer(
-        self, grad: Tensor, original: Tensor | None, packed: Tensor | None, quantized: tuple
-    ) -> None:
-        """Put the weight gradient off: what its plan reads goes to the module's queue."""
-        inputs = [*quantized] if self.plans.quantized else [grad]
-        if original is not None:
-            inputs.append(original)
-        # A plan that reads a tensor with leading dims takes the number of rows from that.
-        rows = -1 if original is not None else grad.shape[:-1].numel()
-        self.queue.append((self.plans, inputs, packed, rows, self.weight))
 
 
 def main_grad_of(weight: Parameter) -> Tensor:

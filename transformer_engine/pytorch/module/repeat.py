@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from transformer_engine.pytorch.module.linear_call import LinearCall
+from transformer_engine.pytorch.module.linear_call import LinearCall, PlainCall
 from transformer_engine.pytorch.recompute import anywhere
 from transformer_engine.pytorch.state import RegionState
 
 __all__ = ["Repeat", "repeated_call"]
 
 _graph_task = torch._C._current_graph_task_id
+_in_transform = torch._C._are_functorch_transforms_active
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -40,7 +41,7 @@ class Repeat(NamedTuple):
         Grad mode.
     identity : str or None
         Repr of the recipe; None: high precision.
-    calls : tuple of LinearCall
+    calls : tuple of PlainCall
         The call, and the same as the region's first one that records a backward.
     records : bool
         It records a backward.
@@ -53,15 +54,14 @@ class Repeat(NamedTuple):
     wants: tuple[bool, bool, bool]
     gradients: bool
     identity: str | None
-    calls: tuple[LinearCall, LinearCall]
+    calls: tuple[PlainCall, PlainCall]
     records: bool
 
     @classmethod
     def of(cls, call: LinearCall, inp: Tensor, weight: Any, bias: Any, identity: Any) -> "Repeat":
         """Remember a call of the long way."""
-        later, first = LinearCall(call.plans, call.slots), LinearCall(call.plans, call.slots)
+        later, first = PlainCall(call.plans, call.slots), PlainCall(call.plans, call.slots)
         first.first = True
-        later.quick = first.quick = True
         wants = (inp.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
         return cls(
             weight,
@@ -76,7 +76,7 @@ class Repeat(NamedTuple):
         )
 
 
-def repeated_call(last: Repeat, module: Any, state: RegionState, inp: Tensor) -> LinearCall | None:
+def repeated_call(last: Repeat, module: Any, state: RegionState, inp: Tensor) -> PlainCall | None:
     """The call to run again, or None where the situation is another one.
 
     Parameters
@@ -92,7 +92,7 @@ def repeated_call(last: Repeat, module: Any, state: RegionState, inp: Tensor) ->
 
     Returns
     -------
-    LinearCall or None
+    PlainCall or None
         Ready for ``run_call``.
     """
     parameters = module._parameters
@@ -116,6 +116,7 @@ def repeated_call(last: Repeat, module: Any, state: RegionState, inp: Tensor) ->
         or torch.is_grad_enabled() is not gradients
         or torch.is_autocast_enabled(device.type)
         or _graph_task() != -1
+        or _in_transform()
         or (_top_hooks(False) is not None if gradients else recipe is not None and anywhere())
     ):
         return None

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks, tiny: they run, their tables and files are what they promise."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import transformer_engine
+from transformer_engine import _core
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ("import_time", "host", "gemm", "kernels")
+FACTS = {"date", "command", "package", "torch", "python", "device", "device_type", "processor"}
+MODES = ["torch.nn.Linear", "bf16", "delayed", "current"]
+
+
+def launch(name, *flags):
+    """Run a benchmark in a process of its own."""
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *flags],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def results(device, tmp_path_factory):
+    """Standard output and JSON by benchmark."""
+    folder = tmp_path_factory.mktemp("figures")
+    found = {}
+    for name in BENCHMARKS:
+        done = launch(name, "--quick", "--device", device, "--json", f"{folder}/")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "void" not in done.stderr
+        found[name] = done.stdout, json.loads((folder / f"{name}.json").read_text())
+    return found
+
+
+def tables(results, name):
+    """Rows by title."""
+    return results[name][1]["tables"]
+
+
+def only_table(results, name):
+    """The rows of a benchmark with one table."""
+    (rows,) = tables(results, name).values()
+    return rows
+
+
+def positive(row, *keys):
+    """True where all of these are numbers that a measurement can give."""
+    return all(math.isfinite(row[key]) and row[key] > 0 for key in keys)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_says_what_ran_where(results, device, name):
+    content = results[name][1]
+    assert content["benchmark"] == name
+    facts = content["environment"]
+    assert set(facts) >= FACTS
+    assert facts["device_type"] == device
+    assert facts["package"] == transformer_engine.__version__
+    assert "--quick" in facts["command"]
+    if device == "cuda":
+        assert {"gpu_at_start", "gpu_under_load", "torch_cuda", "cache_bytes"} <= set(facts)
+    assert content["limits"] and all(value > 0 for value in content["limits"].values())
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_prints_every_row_under_a_heading(results, name):
+    printed, content = results[name]
+    lines = printed.splitlines()
+    assert lines[0].startswith(f"{name}: ")
+    assert sum(line.startswith("limit: ") for line in lines) == len(content["limits"])
+    for title, rows in content["tables"].items():
+        at = lines.index(title)
+        heading, rule, *below = lines[at + 1 :]
+        assert "limit" in heading or "ceiling" in heading
+        assert set(rule) == {"-", " "}
+        assert len(rows) > 0
+        for row, line in zip(rows, below, strict=False):
+            assert all(value in line for value in row.values() if isinstance(value, str))
+            assert len(line) <= len(rule)
+
+
+def test_host(results):
+    rows = only_table(results, "host")
+    assert [row["module"] for row in rows] == [*MODES, "allocation only"]
+    for row in rows:
+        times = [f"{part}_us" for part in ("forward", "backward", "step", "inference")]
+        assert positive(row, *times, "ratio", "limit_us", "over_limit")
+        assert row["fp8_gemms"] == (6 if row["module"] in ("delayed", "current") else 0)
+    assert rows[0]["ratio"] == 1 and rows[-1]["over_limit"] == 1
+
+
+def test_gemm(results, device):
+    products, layers = tables(results, "gemm").values()
+    formats = ["torch", "e4m3 x e4m3", "e5m2 x e4m3", "bf16"] + ["f32"] * (device == "cpu")
+    assert [row["format"] for row in products] == formats
+    for row in products:
+        assert positive(row, "ms", "tflops", "ceiling", "percent", "speedup")
+    assert [row["mode"] for row in layers] == MODES
+    for row in layers:
+        assert positive(row, "single_ms", "sustained_ms", "ratio", "limit_ms")
+        assert row["fp8_gemms"] == (3 if row["mode"] in ("delayed", "current") else 0)
+
+
+def test_kernels(results):
+    rows = only_table(results, "kernels")
+    assert {row["operator"] for row in rows} == set(_core.op_names()) - {"gemm"}
+    for row in rows:
+        assert positive(row, "bytes", "us", "tb_s", "limit_us", "percent_of_copy")
+    sizes = {(row["operator"], row["case"]): row["bytes"] for row in rows}
+    matrix = 64 * 48
+    assert sizes["quantize", "e4m3 both"] == matrix * (2 + 1 + 1)
+    assert sizes["quantize", "e5m2 both, bias gradient"] == matrix * (2 + 1 + 1) + 48 * 2
+    assert sizes["dequantize", "e4m3 rows"] == matrix * (1 + 2)
+    assert sizes["fill", "f32"] == matrix * 4
+
+
+def test_import_time(results):
+    rows = only_table(results, "import_time")
+    assert [row["what"] for row in rows] == ["torch", "transformer_engine.pytorch adds"]
+    assert all(positive(row, "ms", "low_ms", "high_ms") for row in rows)
+    said = results["import_time"][1]["environment"]["problems"]
+    assert all(problem.startswith("the import adds") for problem in said)
+
+
+def test_import_time_check_fails_on_what_should_not_be(tmp_path):
+    """A package that starts a process while it is imported; found before the real one."""
+    fake = tmp_path / "transformer_engine"
+    (fake / "pytorch").mkdir(parents=True)
+    (fake / "__init__.py").write_text('__version__ = "0"\n')
+    (fake / "pytorch" / "__init__.py").write_text("import os\nos.system('true')\n")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "import_time.py"), "--check", "--quick"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "os.system" in done.stdout
+
+
+def test_help_says_what_it_is():
+    for name in BENCHMARKS:
+        done = launch(name, "--help")
+        assert done.returncode == 0 and "--quick" in done.stdout
