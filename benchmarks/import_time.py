@@ -101,8 +101,9 @@ def main() -> None:
     options.add_argument("--runs", type=int, help="fresh interpreters")
     options = options.parse_args()
     report = start("import_time", options)
-    probe()  # files come into the page cache, bytecode is written
-    runs = [probe() for _ in range(options.runs or (2 if options.quick else 9))]
+    if not options.quick:
+        probe()  # files come into the page cache, bytecode is written
+    runs = [probe() for _ in range(options.runs or (1 if options.quick else 9))]
     report.limit("allowed ms", ALLOWED * 1e3, "what the import may add")
     rows = []
     for what, key, limit in (

@@ -169,7 +169,8 @@ static te_status check_call(te_context *context, te_op op, const void *args)
     if ((int)op < 0 || op >= TE_OP_COUNT) {
         return TE_FAIL(TE_ERROR_INVALID, "operator %d does not exist", (int)op);
     }
-    if (context == NULL) return TE_FAIL(TE_ERROR_STATE, "%s: the context is closed", te_op_name(op));
+    if (context == NULL)
+        return TE_FAIL(TE_ERROR_STATE, "%s: the context is closed", te_op_name(op));
     return te_check_args(op, te_context_device(context), args);
 }
 
@@ -188,8 +189,8 @@ te_status te_op_run_in(const te_op_table *table, te_context *context, te_op op, 
     return st;
 }
 
-te_status te_op_workspace_in(const te_op_table *table, te_context *context, te_op op, const void *args,
-                             size_t *bytes)
+te_status te_op_workspace_in(const te_op_table *table, te_context *context, te_op op,
+                             const void *args, size_t *bytes)
 {
     const te_op_candidate *candidate = NULL;
     te_status st;
@@ -211,21 +212,24 @@ te_status te_op_workspace_in(const te_op_table *table, te_context *context, te_o
 
 te_status te_op_run(te_context *context, te_op op, const void *args, void *stream)
 {
-    if (context == NULL) return TE_FAIL(TE_ERROR_STATE, "%s: the context is closed", te_op_name(op));
-    return te_op_run_in(te_op_table_current(te_context_device(context).type), context, op, args, stream);
+    if (context == NULL)
+        return TE_FAIL(TE_ERROR_STATE, "%s: the context is closed", te_op_name(op));
+    return te_op_run_in(te_op_table_current(te_context_device(context).type), context, op, args,
+                        stream);
 }
 
 te_status te_op_workspace(te_context *context, te_op op, const void *args, size_t *bytes)
 {
-    if (context == NULL) return TE_FAIL(TE_ERROR_STATE, "%s: the context is closed", te_op_name(op));
-    return te_op_workspace_in(te_op_table_current(te_context_device(context).type), context, op, args,
-                              bytes);
+    if (context == NULL)
+        return TE_FAIL(TE_ERROR_STATE, "%s: the context is closed", te_op_name(op));
+    return te_op_workspace_in(te_op_table_current(te_context_device(context).type), context, op,
+                              args, bytes);
 }
 
-#define X(NAME, name)                                                                               \
-    te_status te_##name(te_context *context, const te_##name##_args *args, void *stream)            \
-    {                                                                                               \
-        return te_op_run(context, TE_OP_##NAME, args, stream);                                      \
+#define X(NAME, name)                                                                              \
+    te_status te_##name(te_context *context, const te_##name##_args *args, void *stream)           \
+    {                                                                                              \
+        return te_op_run(context, TE_OP_##NAME, args, stream);                                     \
     }
 TE_OPS(X)
 #undef X

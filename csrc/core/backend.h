@@ -2,9 +2,9 @@
  *
  * backend.h - the operator table: which function runs an operator on a device.
  *
- * Registered backends are kept in order of priority; each change publishes a new immutable table per
- * device atomically. Old tables live as long as the process, so a plan or a call in flight may go on
- * using the one it began with.
+ * Registered backends are kept in order of priority; each change publishes a new immutable table
+ * per device atomically. Old tables live as long as the process, so a plan or a call in flight may
+ * go on using the one it began with.
  */
 #ifndef TE_CORE_BACKEND_H
 #define TE_CORE_BACKEND_H
@@ -28,7 +28,7 @@ const te_op_table *te_op_table_current(te_device_type device);
 /* Checks the arguments, then runs the first candidate that supports the call. */
 te_status te_op_run_in(const te_op_table *table, te_context *context, te_op op, const void *args,
                        void *stream);
-te_status te_op_workspace_in(const te_op_table *table, te_context *context, te_op op, const void *args,
-                             size_t *bytes);
+te_status te_op_workspace_in(const te_op_table *table, te_context *context, te_op op,
+                             const void *args, size_t *bytes);
 
 #endif

@@ -12,7 +12,7 @@ typedef struct check_site {
 #define LL(value) ((long long)(value))
 
 /* "quantize: input: ..." */
-#define FAIL_AT(kind, site, name, format, ...)                                                      \
+#define FAIL_AT(kind, site, name, format, ...)                                                     \
     TE_FAIL(kind, "%s: %s: " format, te_op_name((site)->op), name, __VA_ARGS__)
 
 static te_status check_device(const check_site *site, const char *name, const te_tensor *tensor)
@@ -30,7 +30,8 @@ static te_status check_device(const check_site *site, const char *name, const te
 static te_status check_matrix(const check_site *site, const char *name, const te_tensor *tensor)
 {
     if (tensor->ndim != 2) {
-        return FAIL_AT(TE_ERROR_INVALID, site, name, "ndim = %d, expected a matrix (2)", tensor->ndim);
+        return FAIL_AT(TE_ERROR_INVALID, site, name, "ndim = %d, expected a matrix (2)",
+                       tensor->ndim);
     }
     if (tensor->shape[0] < 0 || tensor->shape[1] < 0) {
         return FAIL_AT(TE_ERROR_INVALID, site, name, "shape [%lld, %lld] is negative",
@@ -38,7 +39,8 @@ static te_status check_matrix(const check_site *site, const char *name, const te
     }
     if (tensor->shape[1] > 1 && tensor->strides[1] != 1) {
         return FAIL_AT(TE_ERROR_INVALID, site, name,
-                       "column stride %lld, expected 1: make it contiguous", LL(tensor->strides[1]));
+                       "column stride %lld, expected 1: make it contiguous",
+                       LL(tensor->strides[1]));
     }
     if (tensor->shape[0] > 1 && tensor->strides[0] < tensor->shape[1]) {
         return FAIL_AT(TE_ERROR_INVALID, site, name,
@@ -77,7 +79,8 @@ static te_status expect_high_precision(const check_site *site, const char *name,
 static te_status expect_fp8(const check_site *site, const char *name, te_dtype dtype)
 {
     if (te_dtype_is_fp8(dtype)) return TE_OK;
-    return FAIL_AT(TE_ERROR_TYPE, site, name, "dtype %s, expected e4m3 or e5m2", te_dtype_name(dtype));
+    return FAIL_AT(TE_ERROR_TYPE, site, name, "dtype %s, expected e4m3 or e5m2",
+                   te_dtype_name(dtype));
 }
 
 /* One usage of a quantized tensor: [major, >= minor] FP8. */
@@ -94,8 +97,8 @@ static te_status check_usage(const check_site *site, const char *name, const te_
     return TE_OK;
 }
 
-static te_status check_both_usages(const check_site *site, const te_quantized *quantized, int64_t rows,
-                                   int64_t columns)
+static te_status check_both_usages(const check_site *site, const te_quantized *quantized,
+                                   int64_t rows, int64_t columns)
 {
     TE_TRY(check_usage(site, "rowwise", &quantized->rowwise, rows, columns));
     TE_TRY(check_usage(site, "columnwise", &quantized->columnwise, columns, rows));
@@ -151,7 +154,8 @@ static te_status check_dequantize(const check_site *site, const te_dequantize_ar
         return FAIL_AT(TE_ERROR_INVALID, site, "input", "%s is NULL", "scale_pair");
     }
     if (!te_tensor_present(&input->rowwise) && !te_tensor_present(&input->columnwise)) {
-        return FAIL_AT(TE_ERROR_INVALID, site, "input", "%s", "it has neither row- nor column-wise data");
+        return FAIL_AT(TE_ERROR_INVALID, site, "input", "%s",
+                       "it has neither row- nor column-wise data");
     }
     return check_both_usages(site, input, args->output.shape[0], args->output.shape[1]);
 }
@@ -171,13 +175,14 @@ static te_status check_transpose(const check_site *site, const te_transpose_args
     TE_TRY(check_matrix(site, "input", input));
     TE_TRY(check_matrix(site, "output", output));
     if (te_dtype_bytes(input->dtype) != 1 || input->dtype != output->dtype) {
-        return FAIL_AT(TE_ERROR_TYPE, site, "output", "%s from %s, expected one-byte elements of one dtype",
+        return FAIL_AT(TE_ERROR_TYPE, site, "output",
+                       "%s from %s, expected one-byte elements of one dtype",
                        te_dtype_name(output->dtype), te_dtype_name(input->dtype));
     }
     if (output->shape[0] != input->shape[1] || output->shape[1] < input->shape[0]) {
-        return FAIL_AT(TE_ERROR_INVALID, site, "output", "shape [%lld, %lld], expected [%lld, >= %lld]",
-                       LL(output->shape[0]), LL(output->shape[1]), LL(input->shape[1]),
-                       LL(input->shape[0]));
+        return FAIL_AT(TE_ERROR_INVALID, site, "output",
+                       "shape [%lld, %lld], expected [%lld, >= %lld]", LL(output->shape[0]),
+                       LL(output->shape[1]), LL(input->shape[1]), LL(input->shape[0]));
     }
     return TE_OK;
 }
@@ -190,9 +195,10 @@ static te_status check_gemm_dtypes(const check_site *site, const te_gemm_args *a
     int fp8 = te_dtype_is_fp8(a);
     if (fp8 ? !te_dtype_is_fp8(b) || (a == TE_DTYPE_E5M2 && b == TE_DTYPE_E5M2)
             : !te_dtype_is_high_precision(a) || a != b) {
-        return FAIL_AT(TE_ERROR_TYPE, site, "b",
-                       "operands %s and %s, expected the same high precision or FP8 with at most one e5m2",
-                       te_dtype_name(a), te_dtype_name(b));
+        return FAIL_AT(
+            TE_ERROR_TYPE, site, "b",
+            "operands %s and %s, expected the same high precision or FP8 with at most one e5m2",
+            te_dtype_name(a), te_dtype_name(b));
     }
     if (fp8 && (args->a.scale_inv == NULL || args->b.scale_inv == NULL)) {
         return FAIL_AT(TE_ERROR_INVALID, site, args->a.scale_inv == NULL ? "a" : "b",
@@ -208,8 +214,9 @@ static te_status check_gemm_dtypes(const check_site *site, const te_gemm_args *a
     } else {
         TE_TRY(expect_high_precision(site, "d", d));
         if (!fp8 && d != a && d != TE_DTYPE_F32) {
-            return FAIL_AT(TE_ERROR_TYPE, site, "d", "dtype %s from %s operands, expected the same or f32",
-                           te_dtype_name(d), te_dtype_name(a));
+            return FAIL_AT(TE_ERROR_TYPE, site, "d",
+                           "dtype %s from %s operands, expected the same or f32", te_dtype_name(d),
+                           te_dtype_name(a));
         }
     }
     if (te_tensor_present(&args->bias)) {
@@ -222,28 +229,32 @@ static te_status check_gemm_dtypes(const check_site *site, const te_gemm_args *a
     return TE_OK;
 }
 
-static te_status check_gemm_extras(const check_site *site, const te_gemm_args *args, int64_t m, int64_t n)
+static te_status check_gemm_extras(const check_site *site, const te_gemm_args *args, int64_t m,
+                                   int64_t n)
 {
     int fp8 = te_dtype_is_fp8(args->a.data.dtype);
     if (te_tensor_present(&args->bias)) TE_TRY(check_vector(site, "bias", &args->bias, n));
     if (te_tensor_present(&args->bias_grad)) {
         TE_TRY(check_vector(site, "bias_grad", &args->bias_grad, m));
         if (fp8 || args->bias_grad.dtype != args->a.data.dtype) {
-            return FAIL_AT(TE_ERROR_TYPE, site, "bias_grad", "dtype %s with %s operands, expected the same high precision",
+            return FAIL_AT(TE_ERROR_TYPE, site, "bias_grad",
+                           "dtype %s with %s operands, expected the same high precision",
                            te_dtype_name(args->bias_grad.dtype), te_dtype_name(args->a.data.dtype));
         }
     }
     if (te_tensor_present(&args->aux)) {
         TE_TRY(check_matrix(site, "aux", &args->aux));
         TE_TRY(expect_high_precision(site, "aux", args->aux.dtype));
-        if (args->aux.shape[0] != m || args->aux.shape[1] != n || args->epilogue == TE_EPILOGUE_NONE) {
+        if (args->aux.shape[0] != m || args->aux.shape[1] != n ||
+            args->epilogue == TE_EPILOGUE_NONE) {
             return FAIL_AT(TE_ERROR_INVALID, site, "aux",
                            "shape [%lld, %lld], expected [%lld, %lld] and an activation",
                            LL(args->aux.shape[0]), LL(args->aux.shape[1]), LL(m), LL(n));
         }
     }
     if (args->epilogue != TE_EPILOGUE_NONE && args->epilogue != TE_EPILOGUE_GELU) {
-        return FAIL_AT(TE_ERROR_INVALID, site, "epilogue", "%d does not exist", (int)args->epilogue);
+        return FAIL_AT(TE_ERROR_INVALID, site, "epilogue", "%d does not exist",
+                       (int)args->epilogue);
     }
     if ((args->flags & TE_GEMM_ACCUMULATE) != 0) {
         if (te_tensor_present(&args->bias) || args->epilogue != TE_EPILOGUE_NONE ||
@@ -270,10 +281,11 @@ static te_status check_gemm(const check_site *site, const te_gemm_args *args)
     k = a->shape[!ta];
     n = b->shape[!tb];
     if (b->shape[tb] != k || args->d.shape[0] != m || args->d.shape[1] != n) {
-        return FAIL_AT(TE_ERROR_INVALID, site, "d",
-                       "[%lld, %lld] from a [%lld, %lld] and b [%lld, %lld]: inner sizes must agree, "
-                       "outer sizes are those of d",
-                       LL(args->d.shape[0]), LL(args->d.shape[1]), LL(m), LL(k), LL(b->shape[tb]), LL(n));
+        return FAIL_AT(
+            TE_ERROR_INVALID, site, "d",
+            "[%lld, %lld] from a [%lld, %lld] and b [%lld, %lld]: inner sizes must agree, "
+            "outer sizes are those of d",
+            LL(args->d.shape[0]), LL(args->d.shape[1]), LL(m), LL(k), LL(b->shape[tb]), LL(n));
     }
     TE_TRY(check_gemm_dtypes(site, args));
     if (te_dtype_is_fp8(a->dtype) && (ta || !tb || k % 16 != 0)) {
@@ -290,14 +302,16 @@ static te_status check_scaling_update(const check_site *site, const te_scaling_u
     const te_tensor *history = &args->history;
     TE_TRY(check_matrix(site, "history", history));
     TE_TRY(check_vector(site, "scale", &args->scale, history->shape[1]));
-    if (history->shape[0] < 1 || args->scale.dtype != TE_DTYPE_F32 || history->dtype != TE_DTYPE_F32) {
+    if (history->shape[0] < 1 || args->scale.dtype != TE_DTYPE_F32 ||
+        history->dtype != TE_DTYPE_F32) {
         return FAIL_AT(TE_ERROR_INVALID, site, "history",
                        "%lld rows of %s (scale %s), expected at least one row of f32",
                        LL(history->shape[0]), te_dtype_name(history->dtype),
                        te_dtype_name(args->scale.dtype));
     }
     if (!(args->fp8_max > 0.0F)) {
-        return FAIL_AT(TE_ERROR_INVALID, site, "fp8_max", "%g must be positive", (double)args->fp8_max);
+        return FAIL_AT(TE_ERROR_INVALID, site, "fp8_max", "%g must be positive",
+                       (double)args->fp8_max);
     }
     if (args->algo != TE_AMAX_MAX && args->algo != TE_AMAX_MOST_RECENT) {
         return FAIL_AT(TE_ERROR_INVALID, site, "algo", "%d does not exist", (int)args->algo);
@@ -333,8 +347,8 @@ te_status te_check_args(te_op op, te_device device, const void *args)
                        *(const size_t *)args, sizes[op]);
     }
     switch (op) {
-#define X(NAME, name)                                                                               \
-    case TE_OP_##NAME:                                                                              \
+#define X(NAME, name)                                                                              \
+    case TE_OP_##NAME:                                                                             \
         return check_##name(&site, args);
         TE_OPS(X)
 #undef X

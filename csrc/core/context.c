@@ -84,7 +84,8 @@ te_status te_context_tune_gemm(te_context *context, int32_t enabled, const char 
 {
     if (context == NULL) return TE_FAIL(TE_ERROR_STATE, "tune_gemm: the context is closed");
     if (context->driver->tune_gemm == NULL) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "tune_gemm: the GEMM of device type %d has no choice to tune",
+        return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                       "tune_gemm: the GEMM of device type %d has no choice to tune",
                        (int)context->device.type);
     }
     return context->driver->tune_gemm(context->state, enabled, cache_file);

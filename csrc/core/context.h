@@ -26,8 +26,8 @@ const te_device_driver *te_cuda_driver(void);
 /* What the driver's open made. */
 void *te_context_state(const te_context *context);
 
-/* Plan scratch sizes remembered per context (plan.c), for one operator table: another backend may need
- * another workspace. lookup returns 1 and the bytes, or 0. */
+/* Plan scratch sizes remembered per context (plan.c), for one operator table: another backend may
+ * need another workspace. lookup returns 1 and the bytes, or 0. */
 typedef struct te_scratch_key {
     int64_t plan, rows;
     const void *table;

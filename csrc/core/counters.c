@@ -27,19 +27,19 @@ static const char *const op_counter_name[TE_DEVICE_COUNT][TE_OP_COUNT] = {
 };
 
 /* The pairs of operand dtypes that a GEMM accepts. */
-#define GEMM_PAIRS(X, device)                                                                       \
-    X(device, F32, f32, F32, f32)                                                                   \
-    X(device, F16, f16, F16, f16)                                                                   \
-    X(device, BF16, bf16, BF16, bf16)                                                               \
-    X(device, E4M3, e4m3, E4M3, e4m3)                                                               \
-    X(device, E4M3, e4m3, E5M2, e5m2)                                                               \
+#define GEMM_PAIRS(X, device)                                                                      \
+    X(device, F32, f32, F32, f32)                                                                  \
+    X(device, F16, f16, F16, f16)                                                                  \
+    X(device, BF16, bf16, BF16, bf16)                                                              \
+    X(device, E4M3, e4m3, E4M3, e4m3)                                                              \
+    X(device, E4M3, e4m3, E5M2, e5m2)                                                              \
     X(device, E5M2, e5m2, E4M3, e4m3)
 
 #define DEVICE_cpu TE_DEVICE_CPU
 #define DEVICE_cuda TE_DEVICE_CUDA
 
 static const char *const gemm_counter_name[TE_DEVICE_COUNT][TE_DTYPE_COUNT][TE_DTYPE_COUNT] = {
-#define X(device, A, a, B, b)                                                                       \
+#define X(device, A, a, B, b)                                                                      \
     [DEVICE_##device][TE_DTYPE_##A][TE_DTYPE_##B] = "gemm." #device "." #a "." #b,
     GEMM_PAIRS(X, cpu) GEMM_PAIRS(X, cuda)
 #undef X

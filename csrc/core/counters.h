@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * counters.h - what really ran, counted where it is launched. Lock-free; read through te_counters_read.
+ * counters.h - what really ran, counted where it is launched. Lock-free; read through
+ * te_counters_read.
  */
 #ifndef TE_CORE_COUNTERS_H
 #define TE_CORE_COUNTERS_H
@@ -8,12 +9,16 @@
 #include "transformer_engine.h"
 
 /* Why a call took more than its one fast path. X(ENUM, name) */
-#define TE_FALLBACKS(X)                                                                             \
-    X(GEMM_OUTPUT_PADDED, gemm_output_padded)       /* rows of d are no 16-byte multiples: scratch + copy */ \
-    X(GEMM_OPERAND_COPIED, gemm_operand_copied)     /* an operand the library refuses was copied first */ \
-    X(GEMM_BIAS_SEPARATE, gemm_bias_separate)       /* bias, bias gradient or activation in a kernel of its own */ \
-    X(GEMM_CAST_SEPARATE, gemm_cast_separate)       /* FP8 output cast, with its amax, by the quantize operator */ \
-    X(KERNEL_FROM_SOURCE, kernel_from_source)       /* device code compiled by NVRTC at run time */
+#define TE_FALLBACKS(X)                                                                            \
+    X(GEMM_OUTPUT_PADDED,                                                                          \
+      gemm_output_padded) /* rows of d are no 16-byte multiples: scratch + copy */                 \
+    X(GEMM_OPERAND_COPIED,                                                                         \
+      gemm_operand_copied) /* an operand the library refuses was copied first */                   \
+    X(GEMM_BIAS_SEPARATE,                                                                          \
+      gemm_bias_separate) /* bias, bias gradient or activation in a kernel of its own */           \
+    X(GEMM_CAST_SEPARATE,                                                                          \
+      gemm_cast_separate) /* FP8 output cast, with its amax, by the quantize operator */           \
+    X(KERNEL_FROM_SOURCE, kernel_from_source) /* device code compiled by NVRTC at run time */
 
 typedef enum te_fallback {
 #define X(NAME, name) TE_FALLBACK_##NAME,

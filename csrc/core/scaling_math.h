@@ -52,8 +52,8 @@ TE_SHARED float te_max_ignoring_nan(float a, float b)
     return b > a ? b : a;
 }
 
-/* Scale of delayed scaling: fp8_max / amax where amax is finite and positive, else the old scale; an
- * overflowing quotient becomes FLT_MAX. fp8_max already holds the factor 2^-margin. */
+/* Scale of delayed scaling: fp8_max / amax where amax is finite and positive, else the old scale;
+ * an overflowing quotient becomes FLT_MAX. fp8_max already holds the factor 2^-margin. */
 TE_SHARED float te_delayed_scale(float amax, float old_scale, float fp8_max)
 {
     float scale;

@@ -16,17 +16,17 @@ te_status te_fail(te_status kind, const char *file, int line, const char *format
 #define TE_FAIL(kind, ...) te_fail((kind), __FILE__, __LINE__, __VA_ARGS__)
 
 /* Propagates a failure out of a function that holds nothing to release. */
-#define TE_TRY(expression)                                                                          \
-    do {                                                                                            \
-        te_status te_try_status = (expression);                                                     \
-        if (te_try_status != TE_OK) return te_try_status;                                           \
+#define TE_TRY(expression)                                                                         \
+    do {                                                                                           \
+        te_status te_try_status = (expression);                                                    \
+        if (te_try_status != TE_OK) return te_try_status;                                          \
     } while (0)
 
 /* The same for a function that leaves through `done:` with its status in `st`. */
-#define TE_TRY_DONE(expression)                                                                     \
-    do {                                                                                            \
-        st = (expression);                                                                          \
-        if (st != TE_OK) goto done;                                                                 \
+#define TE_TRY_DONE(expression)                                                                    \
+    do {                                                                                           \
+        st = (expression);                                                                         \
+        if (st != TE_OK) goto done;                                                                \
     } while (0)
 
 #endif

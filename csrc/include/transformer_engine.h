@@ -3,9 +3,10 @@
  * transformer_engine.h - public C API: FP8 operators and composed operations (plans).
  *
  * C11, usable from C++, no Python. The library owns no device memory: every tensor, scratch buffer
- * and scaling state belongs to the caller and is borrowed for the call. Streams are the device's own
- * (cudaStream_t) passed as void *, ignored on the CPU. Matrices are row-major; strides count elements.
- * Every function returns TE_OK or a negative kind; te_last_error() has the text, with the offending values.
+ * and scaling state belongs to the caller and is borrowed for the call. Streams are the device's
+ * own (cudaStream_t) passed as void *, ignored on the CPU. Matrices are row-major; strides count
+ * elements. Every function returns TE_OK or a negative kind; te_last_error() has the text, with the
+ * offending values.
  */
 #ifndef TRANSFORMER_ENGINE_H
 #define TRANSFORMER_ENGINE_H
@@ -38,21 +39,21 @@ typedef enum te_status {
     TE_ERROR_CALLBACK = -7     /* a plug-in failed and has kept its own error */
 } te_status;
 
-/* Text of the last failure of this thread: "file:line: message with values". Never NULL; valid until
- * the next failure in this thread. */
+/* Text of the last failure of this thread: "file:line: message with values". Never NULL; valid
+ * until the next failure in this thread. */
 TE_API const char *te_last_error(void);
 
 /* ---- dtypes ------------------------------------------------------------------------------- */
 
 /* X(ENUM, name, bits, DLPack code, cudaDataType or -1, largest finite value or 0) */
-#define TE_DTYPES(X)                                                                                \
-    X(F32, f32, 32, 2, 0, 3.402823466e+38F)                                                         \
-    X(F16, f16, 16, 2, 2, 65504.0F)                                                                 \
-    X(BF16, bf16, 16, 4, 14, 3.389531389e+38F)                                                      \
-    X(E4M3, e4m3, 8, 10, 28, 448.0F)                                                                \
-    X(E5M2, e5m2, 8, 12, 29, 57344.0F)                                                              \
-    X(U8, u8, 8, 1, -1, 0.0F)                                                                       \
-    X(I32, i32, 32, 0, -1, 0.0F)                                                                    \
+#define TE_DTYPES(X)                                                                               \
+    X(F32, f32, 32, 2, 0, 3.402823466e+38F)                                                        \
+    X(F16, f16, 16, 2, 2, 65504.0F)                                                                \
+    X(BF16, bf16, 16, 4, 14, 3.389531389e+38F)                                                     \
+    X(E4M3, e4m3, 8, 10, 28, 448.0F)                                                               \
+    X(E5M2, e5m2, 8, 12, 29, 57344.0F)                                                             \
+    X(U8, u8, 8, 1, -1, 0.0F)                                                                      \
+    X(I32, i32, 32, 0, -1, 0.0F)                                                                   \
     X(I64, i64, 64, 0, -1, 0.0F)
 
 typedef enum te_dtype {
@@ -62,22 +63,27 @@ typedef enum te_dtype {
         TE_DTYPE_COUNT
 } te_dtype;
 
-TE_API const char *te_dtype_name(te_dtype dtype);   /* "bf16"; "invalid" for a bad value */
-TE_API size_t te_dtype_bytes(te_dtype dtype);       /* bytes of one element; 0 for a bad value */
-TE_API float te_dtype_max(te_dtype dtype);          /* largest finite value; 0 for integers */
-TE_API int te_dtype_is_fp8(te_dtype dtype);         /* e4m3 or e5m2 */
+TE_API const char *te_dtype_name(te_dtype dtype);      /* "bf16"; "invalid" for a bad value */
+TE_API size_t te_dtype_bytes(te_dtype dtype);          /* bytes of one element; 0 for a bad value */
+TE_API float te_dtype_max(te_dtype dtype);             /* largest finite value; 0 for integers */
+TE_API int te_dtype_is_fp8(te_dtype dtype);            /* e4m3 or e5m2 */
 TE_API int te_dtype_is_high_precision(te_dtype dtype); /* f32, f16 or bf16 */
 
 /* ---- devices and contexts ----------------------------------------------------------------- */
 
-typedef enum te_device_type { TE_DEVICE_CPU = 0, TE_DEVICE_CUDA = 1, TE_DEVICE_COUNT = 2 } te_device_type;
+typedef enum te_device_type {
+    TE_DEVICE_CPU = 0,
+    TE_DEVICE_CUDA = 1,
+    TE_DEVICE_COUNT = 2
+} te_device_type;
 
 typedef struct te_device {
     te_device_type type;
     int32_t index; /* 0 on the CPU */
 } te_device;
 
-/* Host objects of one device: vendor handles, loaded kernels, plan and algorithm caches. Thread-safe. */
+/* Host objects of one device: vendor handles, loaded kernels, plan and algorithm caches.
+ * Thread-safe. */
 typedef struct te_context te_context;
 
 /* Creates a context; *out is NULL on failure. UNSUPPORTED where the library was built without the
@@ -86,10 +92,11 @@ TE_API te_status te_context_create(te_device device, te_context **out);
 /* Releases everything the context holds; NULL is legal. No call may be in flight. */
 TE_API void te_context_destroy(te_context *context);
 TE_API te_device te_context_device(const te_context *context);
-/* CUDA: while enabled, the first run of each new GEMM problem times the candidates of cuBLASLt on the
- * operands of that call and keeps the fastest; the host waits for it, and a call under stream capture or
- * one that accumulates is not timed. cache_file, where not NULL, keeps winners across processes. Problems met before
- * keep what they have. Off by default; UNSUPPORTED on other devices. */
+/* CUDA: while enabled, the first run of each new GEMM problem times the candidates of cuBLASLt on
+ * the operands of that call and keeps the fastest; the host waits for it, and a call under stream
+ * capture or one that accumulates is not timed. cache_file, where not NULL, keeps winners across
+ * processes. Problems met before keep what they have. Off by default; UNSUPPORTED on other devices.
+ */
 TE_API te_status te_context_tune_gemm(te_context *context, int32_t enabled, const char *cache_file);
 
 /* Where the CUDA backend gets its device code, for the process and from the next context on:
@@ -113,8 +120,8 @@ typedef struct te_tensor {
 
 /* One list of scaling modes: X(ENUM, name, elements of data per scale along a row, along a column).
  * 0 elements: one scale serves the whole tensor. */
-#define TE_SCALING_MODES(X)                                                                         \
-    X(NONE, none, 0, 0)   /* high precision */                                                      \
+#define TE_SCALING_MODES(X)                                                                        \
+    X(NONE, none, 0, 0)     /* high precision */                                                   \
     X(TENSOR, tensor, 0, 0) /* one fp32 scale; delayed and current scaling */
 
 typedef enum te_scaling_mode {
@@ -131,25 +138,25 @@ enum { TE_PAIR_INVERSE = 0, TE_PAIR_SCALE = 1 };
  * rowwise.shape[1], rows up to columnwise.shape[1]) is written as zero by quantize. */
 typedef struct te_quantized {
     te_scaling_mode mode;
-    te_tensor rowwise;      /* [rows, >= columns] FP8; data NULL: usage not wanted */
-    te_tensor columnwise;   /* [columns, >= rows] FP8, physically transposed; data NULL: not wanted */
-    float *scale_pair;      /* device float[2]: {1/scale, scale} this data was made with. The inverse
-                               comes first, for GEMM libraries want its address aligned to 16 bytes */
-    const float *scale;     /* device float: the scale to quantize with; NULL: from partial amaxes */
-    float *amax;            /* device float: max-accumulates max|x|; NULL: not recorded */
+    te_tensor rowwise;    /* [rows, >= columns] FP8; data NULL: usage not wanted */
+    te_tensor columnwise; /* [columns, >= rows] FP8, physically transposed; data NULL: not wanted */
+    float *scale_pair;    /* device float[2]: {1/scale, scale} this data was made with. The inverse
+                             comes first, for GEMM libraries want its address aligned to 16 bytes */
+    const float *scale;   /* device float: the scale to quantize with; NULL: from partial amaxes */
+    float *amax;          /* device float: max-accumulates max|x|; NULL: not recorded */
 } te_quantized;
 
 /* ---- operators ---------------------------------------------------------------------------- */
 
 /* The one list of operators: X(ENUM, name). te_<name>(context, &te_<name>_args, stream) runs it. */
-#define TE_OPS(X)                                                                                   \
-    X(QUANTIZE, quantize)                                                                           \
-    X(DEQUANTIZE, dequantize)                                                                       \
-    X(AMAX, amax)                                                                                   \
-    X(TRANSPOSE, transpose)                                                                         \
-    X(GEMM, gemm)                                                                                   \
-    X(SCALING_UPDATE, scaling_update)                                                               \
-    X(FILL, fill)                                                                                   \
+#define TE_OPS(X)                                                                                  \
+    X(QUANTIZE, quantize)                                                                          \
+    X(DEQUANTIZE, dequantize)                                                                      \
+    X(AMAX, amax)                                                                                  \
+    X(TRANSPOSE, transpose)                                                                        \
+    X(GEMM, gemm)                                                                                  \
+    X(SCALING_UPDATE, scaling_update)                                                              \
+    X(FILL, fill)                                                                                  \
     X(CAST, cast)
 
 typedef enum te_op {
@@ -161,50 +168,54 @@ typedef enum te_op {
 
 TE_API const char *te_op_name(te_op op);
 
-/* Every args struct begins with its size, set by the caller to sizeof: later versions append fields. */
+/* Every args struct begins with its size, set by the caller to sizeof: later versions append
+ * fields. */
 
 #define TE_AMAX_PARTIALS 1024
 
-/* Casts [rows, columns] of f32, f16 or bf16 to FP8 per tensor: q = saturate(x * scale), in one pass over
- * the input for everything asked: row-wise data, column-wise (transposed) data, max|x|, column sums.
- * scale is read from output.scale (delayed scaling) or made from `partials` (current scaling: amax =
- * max(partials), raised to amax_epsilon; 1 if that is 0, Inf or NaN; else max/amax, Inf -> FLT_MAX,
- * rounded down to a power of two if asked). With mode NONE nothing is cast: amax and column sums only.
- * NaN stays NaN, Inf saturates, amax ignores NaN. scale_pair, where given, receives {1/scale, scale}
- * (also when rows or columns are 0). A non-zero *noop leaves every output untouched. */
+/* Casts [rows, columns] of f32, f16 or bf16 to FP8 per tensor: q = saturate(x * scale), in one pass
+ * over the input for everything asked: row-wise data, column-wise (transposed) data, max|x|, column
+ * sums. scale is read from output.scale (delayed scaling) or made from `partials` (current scaling:
+ * amax = max(partials), raised to amax_epsilon; 1 if that is 0, Inf or NaN; else max/amax, Inf ->
+ * FLT_MAX, rounded down to a power of two if asked). With mode NONE nothing is cast: amax and
+ * column sums only. NaN stays NaN, Inf saturates, amax ignores NaN. scale_pair, where given,
+ * receives {1/scale, scale} (also when rows or columns are 0). A non-zero *noop leaves every output
+ * untouched. */
 typedef struct te_quantize_args {
     size_t size;
-    te_tensor input;        /* [rows, columns] f32, f16, bf16; unit column stride, any row stride */
+    te_tensor input; /* [rows, columns] f32, f16, bf16; unit column stride, any row stride */
     te_quantized output;
-    te_tensor bias_grad;    /* [columns] f32, f16, bf16: column sums in fp32; data NULL: not wanted */
-    const float *noop;      /* device float or NULL */
-    const float *partials;  /* device float[TE_AMAX_PARTIALS] from te_amax, or NULL */
+    te_tensor bias_grad; /* [columns] f32, f16, bf16: column sums in fp32; data NULL: not wanted */
+    const float *noop;   /* device float or NULL */
+    const float *partials; /* device float[TE_AMAX_PARTIALS] from te_amax, or NULL */
     float amax_epsilon;
     int32_t power_2_scale;
-    void *workspace;        /* te_op_workspace bytes; NULL if 0 */
+    void *workspace; /* te_op_workspace bytes; NULL if 0 */
     size_t workspace_size;
 } te_quantize_args;
 
-/* x = q * scale_inv, from the row-wise data, or from the column-wise data where row-wise is absent. */
+/* x = q * scale_inv, from the row-wise data, or from the column-wise data where row-wise is absent.
+ */
 typedef struct te_dequantize_args {
     size_t size;
-    te_quantized input;     /* scale_pair[TE_PAIR_INVERSE] is used */
-    te_tensor output;       /* [rows, columns] f32, f16, bf16; unit column stride */
+    te_quantized input; /* scale_pair[TE_PAIR_INVERSE] is used */
+    te_tensor output;   /* [rows, columns] f32, f16, bf16; unit column stride */
 } te_dequantize_args;
 
 /* Partial maxima of |x|, NaN ignored; their maximum is the amax. All TE_AMAX_PARTIALS entries are
  * written (unused ones with 0), so nothing has to be cleared before. */
 typedef struct te_amax_args {
     size_t size;
-    te_tensor input;        /* [rows, columns] f32, f16, bf16; unit column stride */
-    float *partials;        /* device float[TE_AMAX_PARTIALS] */
+    te_tensor input; /* [rows, columns] f32, f16, bf16; unit column stride */
+    float *partials; /* device float[TE_AMAX_PARTIALS] */
 } te_amax_args;
 
-/* output[c, r] = input[r, c] of one-byte elements (FP8, u8); columns of output beyond the input's rows are zeroed. */
+/* output[c, r] = input[r, c] of one-byte elements (FP8, u8); columns of output beyond the input's
+ * rows are zeroed. */
 typedef struct te_transpose_args {
     size_t size;
-    te_tensor input;        /* [rows, columns] */
-    te_tensor output;       /* [columns, >= rows] */
+    te_tensor input;  /* [rows, columns] */
+    te_tensor output; /* [columns, >= rows] */
 } te_transpose_args;
 
 typedef struct te_gemm_operand {
@@ -221,22 +232,24 @@ enum {
     TE_GEMM_ALLOW_TF32 = 4         /* f32 operands may be rounded to TF32 */
 };
 
-/* d[m, n] = epilogue(a[m, k] b[k, n] + bias), accumulated in fp32. Operands: both f32, f16 or bf16 (the
- * same), or each e4m3 or e5m2 (not both e5m2) with their inverse scales and padded to k % 16 == 0 in the
- * layout a row-major, b transposed. m == 0 or n == 0 does nothing; k == 0 gives d = bias (or leaves d
- * when accumulating). bias_grad, where given, receives the sums of a over k (bias gradient of the
- * weight-gradient GEMM, whose a is the transposed output gradient); high precision only. */
+/* d[m, n] = epilogue(a[m, k] b[k, n] + bias), accumulated in fp32. Operands: both f32, f16 or bf16
+ * (the same), or each e4m3 or e5m2 (not both e5m2) with their inverse scales and padded to k % 16
+ * == 0 in the layout a row-major, b transposed. m == 0 or n == 0 does nothing; k == 0 gives d =
+ * bias (or leaves d when accumulating). bias_grad, where given, receives the sums of a over k (bias
+ * gradient of the weight-gradient GEMM, whose a is the transposed output gradient); high precision
+ * only. */
 typedef struct te_gemm_args {
     size_t size;
     te_gemm_operand a, b;
-    te_tensor d;            /* [m, n] f32, f16, bf16, or FP8 with d_scale; unit column stride */
-    te_tensor bias;         /* [n]; d's dtype in high precision; with FP8 operands f16 if d is f16, else bf16 */
-    te_tensor bias_grad;    /* [m] in the dtype of the operands; data NULL: not wanted */
-    te_tensor aux;          /* [m, n] receives the value before the activation; data NULL: not wanted */
-    const float *d_scale;   /* device float: FP8 output = saturate(value * *d_scale) */
-    float *d_amax;          /* device float: max-accumulates max|value| of an FP8 output, or NULL */
+    te_tensor d; /* [m, n] f32, f16, bf16, or FP8 with d_scale; unit column stride */
+    te_tensor
+        bias; /* [n]; d's dtype in high precision; with FP8 operands f16 if d is f16, else bf16 */
+    te_tensor bias_grad; /* [m] in the dtype of the operands; data NULL: not wanted */
+    te_tensor aux; /* [m, n] receives the value before the activation; data NULL: not wanted */
+    const float *d_scale; /* device float: FP8 output = saturate(value * *d_scale) */
+    float *d_amax;        /* device float: max-accumulates max|value| of an FP8 output, or NULL */
     te_epilogue epilogue;
-    uint32_t flags;         /* TE_GEMM_* */
+    uint32_t flags; /* TE_GEMM_* */
     void *workspace;
     size_t workspace_size;
 } te_gemm_args;
@@ -246,23 +259,24 @@ typedef enum te_amax_algo { TE_AMAX_MAX = 0, TE_AMAX_MOST_RECENT = 1 } te_amax_a
 /* One update of a chunk of delayed-scaling slots, in place (see core/scaling_math.h). */
 typedef struct te_scaling_update_args {
     size_t size;
-    te_tensor scale;        /* [slots] f32 */
-    te_tensor history;      /* [length, slots] f32; row 0 accumulates, the newest finished step is last */
-    float fp8_max;          /* largest FP8 value times 2^-margin */
+    te_tensor scale; /* [slots] f32 */
+    te_tensor
+        history;   /* [length, slots] f32; row 0 accumulates, the newest finished step is last */
+    float fp8_max; /* largest FP8 value times 2^-margin */
     te_amax_algo algo;
 } te_scaling_update_args;
 
 typedef struct te_fill_args {
     size_t size;
-    te_tensor output;       /* [rows, columns] any dtype, unit column stride */
-    double value;           /* rounded to the dtype (FP8 saturates) */
+    te_tensor output; /* [rows, columns] any dtype, unit column stride */
+    double value;     /* rounded to the dtype (FP8 saturates) */
 } te_fill_args;
 
-/* Converts and copies between strided matrices. input smaller than output: the rest is zeroed; output
- * smaller: the surplus of input is not read. Same dtype: bits are kept. */
+/* Converts and copies between strided matrices. input smaller than output: the rest is zeroed;
+ * output smaller: the surplus of input is not read. Same dtype: bits are kept. */
 typedef struct te_cast_args {
     size_t size;
-    te_tensor input;        /* [rows, columns] f32, f16, bf16 (any dtype when output has the same) */
+    te_tensor input; /* [rows, columns] f32, f16, bf16 (any dtype when output has the same) */
     te_tensor output;
 } te_cast_args;
 
@@ -271,42 +285,46 @@ TE_API te_status te_op_workspace(te_context *context, te_op op, const void *args
 /* Runs an operator by number; args points to its args struct. */
 TE_API te_status te_op_run(te_context *context, te_op op, const void *args, void *stream);
 
-#define X(NAME, name)                                                                               \
+#define X(NAME, name)                                                                              \
     TE_API te_status te_##name(te_context *context, const te_##name##_args *args, void *stream);
 TE_OPS(X)
 #undef X
 
 /* ---- backends ----------------------------------------------------------------------------- */
 
-/* UNSUPPORTED hands the call to the candidate with the next lower priority; nothing may be written then. */
-typedef te_status (*te_op_function)(void *self, te_context *context, const void *args, void *stream);
+/* UNSUPPORTED hands the call to the candidate with the next lower priority; nothing may be written
+ * then. */
+typedef te_status (*te_op_function)(void *self, te_context *context, const void *args,
+                                    void *stream);
 /* TE_OK or UNSUPPORTED with a text that says which value is not supported. */
 typedef te_status (*te_op_supports)(void *self, te_context *context, const void *args);
-typedef te_status (*te_op_workspace_function)(void *self, te_context *context, const void *args, size_t *bytes);
+typedef te_status (*te_op_workspace_function)(void *self, te_context *context, const void *args,
+                                              size_t *bytes);
 
 typedef struct te_op_slot {
-    te_op_function function;            /* NULL: the backend lacks this operator */
-    te_op_supports supports;            /* NULL: supports whatever the argument checks let through */
+    te_op_function function; /* NULL: the backend lacks this operator */
+    te_op_supports supports; /* NULL: supports whatever the argument checks let through */
     te_op_workspace_function workspace; /* NULL: needs none */
     void *self;
 } te_op_slot;
 
 typedef struct te_backend {
     size_t size;
-    const char *name;       /* unique; kept by the caller */
+    const char *name; /* unique; kept by the caller */
     te_device_type device;
-    int32_t priority;       /* the highest priority that supports a call runs it; built-in ones have 0 */
+    int32_t priority; /* the highest priority that supports a call runs it; built-in ones have 0 */
     te_op_slot slots[TE_OP_COUNT];
 } te_backend;
 
-/* Adds or removes a backend; the struct is copied. Plans and calls in flight keep the table they began with. */
+/* Adds or removes a backend; the struct is copied. Plans and calls in flight keep the table they
+ * began with. */
 TE_API te_status te_backend_register(const te_backend *backend);
 TE_API te_status te_backend_unregister(const char *name);
 
 /* ---- counters ----------------------------------------------------------------------------- */
 
 typedef struct te_counter {
-    const char *name;       /* "gemm.cpu.e4m3.e4m3", "op.cuda.quantize", "fallback.gemm_output_padded" */
+    const char *name; /* "gemm.cpu.e4m3.e4m3", "op.cuda.quantize", "fallback.gemm_output_padded" */
     int64_t value;
 } te_counter;
 
@@ -317,12 +335,12 @@ TE_API void te_counters_reset(void);
 /* ---- plans -------------------------------------------------------------------------------- */
 
 typedef enum te_buffer_role {
-    TE_ROLE_INPUT,      /* read; data of this call */
-    TE_ROLE_PARAMETER,  /* read; weights */
-    TE_ROLE_STATE,      /* read and written; lives across calls */
-    TE_ROLE_OUTPUT,     /* written */
-    TE_ROLE_SAVED,      /* packed into the one saved byte buffer: written in forward, read in backward */
-    TE_ROLE_SCRATCH     /* packed into the one scratch byte buffer */
+    TE_ROLE_INPUT,     /* read; data of this call */
+    TE_ROLE_PARAMETER, /* read; weights */
+    TE_ROLE_STATE,     /* read and written; lives across calls */
+    TE_ROLE_OUTPUT,    /* written */
+    TE_ROLE_SAVED, /* packed into the one saved byte buffer: written in forward, read in backward */
+    TE_ROLE_SCRATCH /* packed into the one scratch byte buffer */
 } te_buffer_role;
 
 /* multiply * roundup(rows, align) + add */
@@ -334,91 +352,98 @@ typedef struct te_buffer_info {
     const char *name;
     te_buffer_role role;
     te_dtype dtype;
-    int32_t ndim;           /* 1 or 2 */
-    int32_t leading;        /* shape[0] stands for the leading dims of the first input (times gather) */
+    int32_t ndim;    /* 1 or 2 */
+    int32_t leading; /* shape[0] stands for the leading dims of the first input (times gather) */
     te_extent shape[2];
 } te_buffer_info;
 
 typedef struct te_stage_info {
-    const char *name;       /* "quantize_input", "gemm_output", ... */
-    const char *op;         /* operator name, or "external" */
+    const char *name; /* "quantize_input", "gemm_output", ... */
+    const char *op;   /* operator name, or "external" */
 } te_stage_info;
 
 typedef struct te_plan_info {
     size_t size;
-    const char *kind;       /* "linear_forward", ... */
+    const char *kind; /* "linear_forward", ... */
     const te_buffer_info *buffers;
     int32_t buffer_count;
     const te_stage_info *stages;
     int32_t stage_count;
-    te_extent saved_bytes;  /* of the packed saved buffer; te_plan_infer evaluates it */
+    te_extent saved_bytes; /* of the packed saved buffer; te_plan_infer evaluates it */
 } te_plan_info;
 
 /* What te_plan_infer says for a number of rows: pure arithmetic, no device. */
 typedef struct te_plan_sizes {
     size_t size;
-    int64_t saved_bytes;    /* of the packed saved buffer; 0: none */
-    int64_t scratch_bytes;  /* of the plan's own scratch, without operator workspaces */
+    int64_t saved_bytes;   /* of the packed saved buffer; 0: none */
+    int64_t scratch_bytes; /* of the plan's own scratch, without operator workspaces */
 } te_plan_sizes;
 
 enum { TE_LINEAR_FORWARD = 0, TE_LINEAR_BACKWARD = 1, TE_LINEAR_WGRAD = 2 };
 
-enum { /* te_linear_desc.flags */
-    TE_LINEAR_BIAS = 1 << 0,            /* forward adds the bias; backward makes its gradient */
-    TE_LINEAR_DGRAD = 1 << 1,           /* the input needs a gradient */
-    TE_LINEAR_WGRAD_NEEDED = 1 << 2,    /* the weight needs a gradient */
-    TE_LINEAR_SAVE_INPUT = 1 << 3,      /* backward reads the original input: nothing of it is saved in FP8 */
-    TE_LINEAR_NO_AMAX = 1 << 4,         /* recompute: record no amax (delayed scaling) */
-    TE_LINEAR_POWER_2_INPUT = 1 << 5,   /* current scaling: power-of-two scale of the input */
-    TE_LINEAR_POWER_2_WEIGHT = 1 << 6,
-    TE_LINEAR_POWER_2_GRAD = 1 << 7,
-    TE_LINEAR_FAST_FPROP = 1 << 8,      /* fast accumulation, per GEMM */
-    TE_LINEAR_FAST_DGRAD = 1 << 9,
-    TE_LINEAR_FAST_WGRAD = 1 << 10,
-    TE_LINEAR_ALLOW_TF32 = 1 << 11,
-    TE_LINEAR_ACCUMULATE_WGRAD = 1 << 12, /* add to main_grad (a state buffer), no weight-gradient output */
-    TE_LINEAR_OVERWRITE_WGRAD = 1 << 13,  /* write main_grad */
-    TE_LINEAR_DEFER_WGRAD = 1 << 14,      /* backward saves what TE_LINEAR_WGRAD needs later */
-    TE_LINEAR_CACHE_WRITE = 1 << 15,      /* forward: the quantized weight, both usages, is an output */
-    TE_LINEAR_CACHE_READ = 1 << 16        /* the quantized weight of an earlier forward is an input */
+enum {                                  /* te_linear_desc.flags */
+       TE_LINEAR_BIAS = 1 << 0,         /* forward adds the bias; backward makes its gradient */
+       TE_LINEAR_DGRAD = 1 << 1,        /* the input needs a gradient */
+       TE_LINEAR_WGRAD_NEEDED = 1 << 2, /* the weight needs a gradient */
+       TE_LINEAR_SAVE_INPUT =
+           1 << 3, /* backward reads the original input: nothing of it is saved in FP8 */
+       TE_LINEAR_NO_AMAX = 1 << 4,       /* recompute: record no amax (delayed scaling) */
+       TE_LINEAR_POWER_2_INPUT = 1 << 5, /* current scaling: power-of-two scale of the input */
+       TE_LINEAR_POWER_2_WEIGHT = 1 << 6,
+       TE_LINEAR_POWER_2_GRAD = 1 << 7,
+       TE_LINEAR_FAST_FPROP = 1 << 8, /* fast accumulation, per GEMM */
+       TE_LINEAR_FAST_DGRAD = 1 << 9,
+       TE_LINEAR_FAST_WGRAD = 1 << 10,
+       TE_LINEAR_ALLOW_TF32 = 1 << 11,
+       TE_LINEAR_ACCUMULATE_WGRAD =
+           1 << 12, /* add to main_grad (a state buffer), no weight-gradient output */
+       TE_LINEAR_OVERWRITE_WGRAD = 1 << 13, /* write main_grad */
+       TE_LINEAR_DEFER_WGRAD = 1 << 14,     /* backward saves what TE_LINEAR_WGRAD needs later */
+       TE_LINEAR_CACHE_WRITE =
+           1 << 15,                   /* forward: the quantized weight, both usages, is an output */
+       TE_LINEAR_CACHE_READ = 1 << 16 /* the quantized weight of an earlier forward is an input */
 };
 
-typedef enum te_recipe { TE_RECIPE_NONE = 0, TE_RECIPE_DELAYED = 1, TE_RECIPE_CURRENT = 2 } te_recipe;
+typedef enum te_recipe {
+    TE_RECIPE_NONE = 0,
+    TE_RECIPE_DELAYED = 1,
+    TE_RECIPE_CURRENT = 2
+} te_recipe;
 
-/* Canonical description of a linear's forward, backward or separate weight-gradient plan. Zero-fill it
- * first: its bytes are hashed. The number of rows is no part of it. */
+/* Canonical description of a linear's forward, backward or separate weight-gradient plan. Zero-fill
+ * it first: its bytes are hashed. The number of rows is no part of it. */
 typedef struct te_linear_desc {
     uint32_t size;
-    int32_t direction;      /* TE_LINEAR_FORWARD, ... */
+    int32_t direction; /* TE_LINEAR_FORWARD, ... */
     int64_t in_features, out_features;
     int32_t input_dtype, weight_dtype, bias_dtype, output_dtype; /* te_dtype */
-    int32_t grad_weight_dtype; /* of the weight gradient or main_grad */
-    int32_t recipe;         /* te_recipe */
+    int32_t grad_weight_dtype;         /* of the weight gradient or main_grad */
+    int32_t recipe;                    /* te_recipe */
     int32_t forward_fp8, backward_fp8; /* te_dtype; E4M3 when recipe is NONE */
-    uint32_t flags;         /* TE_LINEAR_* */
-    int32_t gather;         /* > 1: the quantized input is gathered from this many ranks before the GEMM */
-    uint32_t external;      /* 1 << stage number of TE_LINEAR_STAGES that the caller runs itself */
+    uint32_t flags;                    /* TE_LINEAR_* */
+    int32_t gather; /* > 1: the quantized input is gathered from this many ranks before the GEMM */
+    uint32_t external; /* 1 << stage number of TE_LINEAR_STAGES that the caller runs itself */
     float amax_epsilon_input, amax_epsilon_weight, amax_epsilon_grad; /* current scaling */
     uint32_t reserved;
 } te_linear_desc;
 
 /* Stages of the linear plans, in order of execution: X(ENUM, name). A plan has those it needs. */
-#define TE_LINEAR_STAGES(X)                                                                         \
-    X(AMAX_INPUT, amax_input)                                                                       \
-    X(REDUCE_AMAX_INPUT, reduce_amax_input)   /* external only */                                   \
-    X(QUANTIZE_INPUT, quantize_input)                                                               \
-    X(AMAX_WEIGHT, amax_weight)                                                                     \
-    X(REDUCE_AMAX_WEIGHT, reduce_amax_weight) /* external only */                                   \
-    X(QUANTIZE_WEIGHT, quantize_weight)                                                             \
-    X(CAST_BIAS, cast_bias)                                                                         \
-    X(GATHER_INPUT, gather_input)             /* external only */                                   \
-    X(GEMM_OUTPUT, gemm_output)                                                                     \
-    X(AMAX_GRAD_OUTPUT, amax_grad_output)                                                           \
-    X(REDUCE_AMAX_GRAD_OUTPUT, reduce_amax_grad_output) /* external only */                         \
-    X(QUANTIZE_GRAD_OUTPUT, quantize_grad_output)                                                   \
-    X(REQUANTIZE_WEIGHT, requantize_weight)                                                         \
-    X(GEMM_GRAD_INPUT, gemm_grad_input)                                                             \
-    X(REQUANTIZE_INPUT, requantize_input)                                                           \
+#define TE_LINEAR_STAGES(X)                                                                        \
+    X(AMAX_INPUT, amax_input)                                                                      \
+    X(REDUCE_AMAX_INPUT, reduce_amax_input) /* external only */                                    \
+    X(QUANTIZE_INPUT, quantize_input)                                                              \
+    X(AMAX_WEIGHT, amax_weight)                                                                    \
+    X(REDUCE_AMAX_WEIGHT, reduce_amax_weight) /* external only */                                  \
+    X(QUANTIZE_WEIGHT, quantize_weight)                                                            \
+    X(CAST_BIAS, cast_bias)                                                                        \
+    X(GATHER_INPUT, gather_input) /* external only */                                              \
+    X(GEMM_OUTPUT, gemm_output)                                                                    \
+    X(AMAX_GRAD_OUTPUT, amax_grad_output)                                                          \
+    X(REDUCE_AMAX_GRAD_OUTPUT, reduce_amax_grad_output) /* external only */                        \
+    X(QUANTIZE_GRAD_OUTPUT, quantize_grad_output)                                                  \
+    X(REQUANTIZE_WEIGHT, requantize_weight)                                                        \
+    X(GEMM_GRAD_INPUT, gemm_grad_input)                                                            \
+    X(REQUANTIZE_INPUT, requantize_input)                                                          \
     X(GEMM_GRAD_WEIGHT, gemm_grad_weight)
 
 typedef enum te_linear_stage {
@@ -433,10 +458,11 @@ typedef enum te_linear_stage {
 TE_API te_status te_plan_linear(const te_linear_desc *desc, int64_t *id);
 /* Buffers and stages of a plan; the pointers live as long as the process. */
 TE_API te_status te_plan_describe(int64_t id, te_plan_info *info);
-/* Sizes for a number of rows; offsets, where not NULL, has room for buffer_count byte offsets into the
- * saved or scratch buffer (-1 for buffers of other roles). */
+/* Sizes for a number of rows; offsets, where not NULL, has room for buffer_count byte offsets into
+ * the saved or scratch buffer (-1 for buffers of other roles). */
 TE_API te_status te_plan_infer(int64_t id, int64_t rows, te_plan_sizes *sizes, int64_t *offsets);
-/* Bytes of scratch a run on this device takes: the plan's own plus the largest operator workspace. */
+/* Bytes of scratch a run on this device takes: the plan's own plus the largest operator workspace.
+ */
 TE_API te_status te_plan_scratch(te_context *context, int64_t id, int64_t rows, size_t *bytes);
 
 #define TE_PLAN_SLOTS 4
@@ -444,19 +470,21 @@ TE_API te_status te_plan_scratch(te_context *context, int64_t id, int64_t rows, 
 typedef struct te_plan_call {
     size_t size;
     int64_t plan;
-    int64_t rows;               /* product of the leading dims of the first input */
-    int32_t first, last;        /* stages [first, last) ; last < 0: to the end */
-    const te_tensor *buffers;   /* buffer_count entries in plan order, matrices flattened to 2-D; SAVED and
-                                   SCRATCH entries are ignored */
-    void *saved;                /* packed saved buffer, 16-byte aligned */
-    void *scratch;              /* packed scratch, 256-byte aligned */
+    int64_t rows;             /* product of the leading dims of the first input */
+    int32_t first, last;      /* stages [first, last) ; last < 0: to the end */
+    const te_tensor *buffers; /* buffer_count entries in plan order, matrices flattened to 2-D;
+                                 SAVED and SCRATCH entries are ignored */
+    void *saved;              /* packed saved buffer, 16-byte aligned */
+    void *scratch;            /* packed scratch, 256-byte aligned */
     size_t scratch_size;
-    int32_t slots[TE_PLAN_SLOTS]; /* first slot of this module in the chunks of its direction: [0] forward, [1] backward */
+    int32_t slots[TE_PLAN_SLOTS]; /* first slot of this module in the chunks of its direction: [0]
+                                     forward, [1] backward */
 } te_plan_call;
 
-/* Runs the stages [first, last). Stops before an external stage; *next (where not NULL) is the stage
- * to continue with, stage_count when done. */
-TE_API te_status te_plan_run(te_context *context, const te_plan_call *call, int32_t *next, void *stream);
+/* Runs the stages [first, last). Stops before an external stage; *next (where not NULL) is the
+ * stage to continue with, stage_count when done. */
+TE_API te_status te_plan_run(te_context *context, const te_plan_call *call, int32_t *next,
+                             void *stream);
 
 #ifdef __cplusplus
 }

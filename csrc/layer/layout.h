@@ -7,7 +7,8 @@
 
 #include "layer/plan.h"
 
-/* Members of a packed buffer begin at multiples of this: enough for every vector access and cuBLASLt. */
+/* Members of a packed buffer begin at multiples of this: enough for every vector access and
+ * cuBLASLt. */
 #define TE_MEMBER_ALIGN 256
 
 typedef struct te_layout {

@@ -2,10 +2,11 @@
  *
  * linear.c - y = x W^T + b as plans: forward, backward, and the weight gradient by itself.
  *
- * With a recipe, forward quantizes x and W row-wise for the GEMM and, in the same pass, x column-wise
- * for the weight gradient; {1/scale, scale} of both are saved, so the backward reads what the forward
- * used and the state may move on. W is quantized again, column-wise, in the backward unless it is
- * cached. Features and tokens are padded to multiples of 16 inside quantize, which FP8 GEMMs ask for.
+ * With a recipe, forward quantizes x and W row-wise for the GEMM and, in the same pass, x
+ * column-wise for the weight gradient; {1/scale, scale} of both are saved, so the backward reads
+ * what the forward used and the state may move on. W is quantized again, column-wise, in the
+ * backward unless it is cached. Features and tokens are padded to multiples of 16 inside quantize,
+ * which FP8 GEMMs ask for.
  */
 #include <string.h>
 
@@ -73,8 +74,9 @@ static void add_grad_output(builder *b)
 
 static void add_weight(builder *b)
 {
-    b->weight = te_plan_matrix(&b->plan, "weight", TE_ROLE_PARAMETER, (te_dtype)b->desc->weight_dtype,
-                               te_constant(b->desc->out_features), te_constant(b->desc->in_features));
+    b->weight =
+        te_plan_matrix(&b->plan, "weight", TE_ROLE_PARAMETER, (te_dtype)b->desc->weight_dtype,
+                       te_constant(b->desc->out_features), te_constant(b->desc->in_features));
 }
 
 static int16_t pair(builder *b, const char *name, te_buffer_role role)
@@ -90,8 +92,9 @@ static void add_weight_row(builder *b, te_buffer_role role)
 
 static void add_weight_column(builder *b, te_buffer_role role)
 {
-    b->weight_column = te_plan_matrix(&b->plan, "weight_column", role, forward_fp8(b),
-                                      te_constant(b->desc->in_features), te_constant(b->out_padded));
+    b->weight_column =
+        te_plan_matrix(&b->plan, "weight_column", role, forward_fp8(b),
+                       te_constant(b->desc->in_features), te_constant(b->out_padded));
 }
 
 static void add_input_column(builder *b, te_buffer_role role)
@@ -116,14 +119,16 @@ static void add_state(builder *b)
                                         te_constant(TE_ANY_LENGTH), te_constant(TE_ANY_LENGTH));
         }
     } else {
-        b->partials = te_plan_vector(&b->plan, "partials", TE_ROLE_SCRATCH, TE_DTYPE_F32, TE_AMAX_PARTIALS);
+        b->partials =
+            te_plan_vector(&b->plan, "partials", TE_ROLE_SCRATCH, TE_DTYPE_F32, TE_AMAX_PARTIALS);
     }
 }
 
 /* What the backward needs of the forward, in one order for both plans. */
 static void add_saved(builder *b)
 {
-    int weight_saved = has(b, TE_LINEAR_DGRAD) && !has(b, TE_LINEAR_CACHE_WRITE | TE_LINEAR_CACHE_READ);
+    int weight_saved =
+        has(b, TE_LINEAR_DGRAD) && !has(b, TE_LINEAR_CACHE_WRITE | TE_LINEAR_CACHE_READ);
     if (has(b, TE_LINEAR_WGRAD_NEEDED)) b->input_pair = pair(b, "input_pair", TE_ROLE_SAVED);
     if (weight_saved) b->weight_pair = pair(b, "weight_pair", TE_ROLE_SAVED);
     if (has(b, TE_LINEAR_WGRAD_NEEDED) && !has(b, TE_LINEAR_SAVE_INPUT)) {
@@ -167,7 +172,8 @@ static void add_quantize(builder *b, const quantized_tensor *t)
 }
 
 /* Casts again with the scale that the forward used: the same bits, no amax. */
-static void add_requantize(builder *b, te_linear_stage name, int16_t source, int16_t column, int16_t pair)
+static void add_requantize(builder *b, te_linear_stage name, int16_t source, int16_t column,
+                           int16_t pair)
 {
     te_stage *stage = add_stage(b, name, TE_OP_QUANTIZE);
     stage->buffer[TE_QUANTIZE_INPUT] = source;
@@ -178,8 +184,9 @@ static void add_requantize(builder *b, te_linear_stage name, int16_t source, int
 static te_stage *add_gemm(builder *b, te_linear_stage name, uint32_t fast_flag)
 {
     te_stage *stage = add_stage(b, name, TE_OP_GEMM);
-    stage->gemm_flags = (has(b, fast_flag) && b->desc->recipe != TE_RECIPE_NONE ? TE_GEMM_FAST_ACCUMULATION : 0U) |
-                        (has(b, TE_LINEAR_ALLOW_TF32) ? TE_GEMM_ALLOW_TF32 : 0U);
+    stage->gemm_flags =
+        (has(b, fast_flag) && b->desc->recipe != TE_RECIPE_NONE ? TE_GEMM_FAST_ACCUMULATION : 0U) |
+        (has(b, TE_LINEAR_ALLOW_TF32) ? TE_GEMM_ALLOW_TF32 : 0U);
     stage->b_transposed = 1; /* FP8 always; high precision sets what its layouts need */
     return stage;
 }
@@ -209,10 +216,18 @@ static int16_t add_bias_cast(builder *b)
 static void add_forward_weight(builder *b)
 {
     te_buffer_role role = has(b, TE_LINEAR_CACHE_WRITE) ? TE_ROLE_OUTPUT : TE_ROLE_SCRATCH;
-    quantized_tensor weight = {TE_LINEAR_STAGE_AMAX_WEIGHT, TE_LINEAR_STAGE_REDUCE_AMAX_WEIGHT,
-                               TE_LINEAR_STAGE_QUANTIZE_WEIGHT, b->weight, TE_NO_BUFFER, TE_NO_BUFFER,
-                               TE_NO_BUFFER, TE_NO_BUFFER, FORWARD_CHUNK, SLOT_WEIGHT,
-                               b->desc->amax_epsilon_weight, TE_LINEAR_POWER_2_WEIGHT};
+    quantized_tensor weight = {TE_LINEAR_STAGE_AMAX_WEIGHT,
+                               TE_LINEAR_STAGE_REDUCE_AMAX_WEIGHT,
+                               TE_LINEAR_STAGE_QUANTIZE_WEIGHT,
+                               b->weight,
+                               TE_NO_BUFFER,
+                               TE_NO_BUFFER,
+                               TE_NO_BUFFER,
+                               TE_NO_BUFFER,
+                               FORWARD_CHUNK,
+                               SLOT_WEIGHT,
+                               b->desc->amax_epsilon_weight,
+                               TE_LINEAR_POWER_2_WEIGHT};
     if (has(b, TE_LINEAR_CACHE_READ)) return;
     add_weight_row(b, role);
     if (role == TE_ROLE_OUTPUT) add_weight_column(b, role);
@@ -234,17 +249,25 @@ static int16_t add_gather(builder *b)
 
 static void build_forward_fp8(builder *b, int16_t output)
 {
-    quantized_tensor input = {TE_LINEAR_STAGE_AMAX_INPUT, TE_LINEAR_STAGE_REDUCE_AMAX_INPUT,
-                              TE_LINEAR_STAGE_QUANTIZE_INPUT, b->input, TE_NO_BUFFER, TE_NO_BUFFER,
-                              TE_NO_BUFFER, TE_NO_BUFFER, FORWARD_CHUNK, SLOT_INPUT,
-                              b->desc->amax_epsilon_input, TE_LINEAR_POWER_2_INPUT};
+    quantized_tensor input = {TE_LINEAR_STAGE_AMAX_INPUT,
+                              TE_LINEAR_STAGE_REDUCE_AMAX_INPUT,
+                              TE_LINEAR_STAGE_QUANTIZE_INPUT,
+                              b->input,
+                              TE_NO_BUFFER,
+                              TE_NO_BUFFER,
+                              TE_NO_BUFFER,
+                              TE_NO_BUFFER,
+                              FORWARD_CHUNK,
+                              SLOT_INPUT,
+                              b->desc->amax_epsilon_input,
+                              TE_LINEAR_POWER_2_INPUT};
     te_stage *gemm;
     int16_t bias;
     int16_t gathered;
     add_saved(b);
     if (b->input_pair == TE_NO_BUFFER) b->input_pair = pair(b, "input_pair", TE_ROLE_SCRATCH);
-    b->input_row = te_plan_matrix(&b->plan, "input_row", TE_ROLE_SCRATCH, forward_fp8(b), te_rows(1, 1),
-                                  te_constant(b->in_padded));
+    b->input_row = te_plan_matrix(&b->plan, "input_row", TE_ROLE_SCRATCH, forward_fp8(b),
+                                  te_rows(1, 1), te_constant(b->in_padded));
     input.row = b->input_row;
     input.column = b->input_column;
     input.pair = b->input_pair;
@@ -299,8 +322,9 @@ static int16_t add_grad_weight(builder *b)
 {
     int into_main = has(b, TE_LINEAR_ACCUMULATE_WGRAD | TE_LINEAR_OVERWRITE_WGRAD);
     return te_plan_matrix(&b->plan, into_main ? "main_grad" : "grad_weight",
-                          into_main ? TE_ROLE_STATE : TE_ROLE_OUTPUT, (te_dtype)b->desc->grad_weight_dtype,
-                          te_constant(b->desc->out_features), te_constant(b->desc->in_features));
+                          into_main ? TE_ROLE_STATE : TE_ROLE_OUTPUT,
+                          (te_dtype)b->desc->grad_weight_dtype, te_constant(b->desc->out_features),
+                          te_constant(b->desc->in_features));
 }
 
 static te_stage *add_wgrad_gemm(builder *b, int16_t grad_weight)
@@ -354,10 +378,18 @@ typedef struct backward_outputs {
 static void add_grad_quantize(builder *b, const backward_outputs *outputs)
 {
     te_buffer_role deferred = has(b, TE_LINEAR_DEFER_WGRAD) ? TE_ROLE_OUTPUT : TE_ROLE_SCRATCH;
-    quantized_tensor grad = {TE_LINEAR_STAGE_AMAX_GRAD_OUTPUT, TE_LINEAR_STAGE_REDUCE_AMAX_GRAD_OUTPUT,
-                             TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT, b->grad_output, TE_NO_BUFFER, TE_NO_BUFFER,
-                             TE_NO_BUFFER, outputs->grad_bias, BACKWARD_CHUNK, SLOT_GRAD_OUTPUT,
-                             b->desc->amax_epsilon_grad, TE_LINEAR_POWER_2_GRAD};
+    quantized_tensor grad = {TE_LINEAR_STAGE_AMAX_GRAD_OUTPUT,
+                             TE_LINEAR_STAGE_REDUCE_AMAX_GRAD_OUTPUT,
+                             TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT,
+                             b->grad_output,
+                             TE_NO_BUFFER,
+                             TE_NO_BUFFER,
+                             TE_NO_BUFFER,
+                             outputs->grad_bias,
+                             BACKWARD_CHUNK,
+                             SLOT_GRAD_OUTPUT,
+                             b->desc->amax_epsilon_grad,
+                             TE_LINEAR_POWER_2_GRAD};
     if (!has(b, TE_LINEAR_DGRAD | TE_LINEAR_WGRAD_NEEDED)) {
         te_stage *stage = add_stage(b, TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT, TE_OP_QUANTIZE);
         stage->buffer[TE_QUANTIZE_INPUT] = b->grad_output;
@@ -365,7 +397,8 @@ static void add_grad_quantize(builder *b, const backward_outputs *outputs)
         return;
     }
     if (has(b, TE_LINEAR_WGRAD_NEEDED)) add_grad_column(b, deferred);
-    b->grad_pair = pair(b, "grad_output_pair", has(b, TE_LINEAR_WGRAD_NEEDED) ? deferred : TE_ROLE_SCRATCH);
+    b->grad_pair =
+        pair(b, "grad_output_pair", has(b, TE_LINEAR_WGRAD_NEEDED) ? deferred : TE_ROLE_SCRATCH);
     if (has(b, TE_LINEAR_DGRAD)) {
         b->grad_row = te_plan_matrix(&b->plan, "grad_output_row", TE_ROLE_SCRATCH, backward_fp8(b),
                                      te_rows(1, 1), te_constant(b->out_padded));
@@ -383,7 +416,8 @@ static void build_backward_fp8(builder *b, const backward_outputs *outputs, int 
     if (has(b, TE_LINEAR_DGRAD)) {
         if (!has(b, TE_LINEAR_CACHE_READ)) {
             add_weight_column(b, TE_ROLE_SCRATCH);
-            add_requantize(b, TE_LINEAR_STAGE_REQUANTIZE_WEIGHT, b->weight, b->weight_column, b->weight_pair);
+            add_requantize(b, TE_LINEAR_STAGE_REQUANTIZE_WEIGHT, b->weight, b->weight_column,
+                           b->weight_pair);
         }
         add_dgrad_gemm(b, outputs->grad_input);
     }
@@ -393,7 +427,8 @@ static void build_backward_fp8(builder *b, const backward_outputs *outputs, int 
     }
 }
 
-static void build_backward_high_precision(builder *b, const backward_outputs *outputs, int wgrad_now)
+static void build_backward_high_precision(builder *b, const backward_outputs *outputs,
+                                          int wgrad_now)
 {
     if (has(b, TE_LINEAR_DGRAD)) add_dgrad_gemm(b, outputs->grad_input);
     if (wgrad_now) {
@@ -424,8 +459,9 @@ static void build_backward(builder *b)
     if (wgrad_now && (!fp8 || has(b, TE_LINEAR_SAVE_INPUT))) add_input(b);
     if (fp8 && has(b, TE_LINEAR_DGRAD | TE_LINEAR_WGRAD_NEEDED)) add_state(b);
     if (has(b, TE_LINEAR_DGRAD)) {
-        outputs.grad_input = te_plan_leading(&b->plan, "grad_input", TE_ROLE_OUTPUT,
-                                             (te_dtype)b->desc->input_dtype, 1, b->desc->in_features);
+        outputs.grad_input =
+            te_plan_leading(&b->plan, "grad_input", TE_ROLE_OUTPUT, (te_dtype)b->desc->input_dtype,
+                            1, b->desc->in_features);
     }
     if (wgrad_now) outputs.grad_weight = add_grad_weight(b);
     if (has(b, TE_LINEAR_BIAS)) {
@@ -477,15 +513,17 @@ static te_status check_dtypes(const te_linear_desc *d)
             ((d->flags & TE_LINEAR_BIAS) == 0 || d->bias_dtype == d->input_dtype)) {
             return TE_OK;
         }
-        return TE_FAIL(TE_ERROR_TYPE,
-                       "linear: input %s, weight %s, bias %s, output %s: without a recipe all are one dtype",
-                       te_dtype_name((te_dtype)d->input_dtype), te_dtype_name((te_dtype)d->weight_dtype),
-                       te_dtype_name((te_dtype)d->bias_dtype), te_dtype_name((te_dtype)d->output_dtype));
+        return TE_FAIL(
+            TE_ERROR_TYPE,
+            "linear: input %s, weight %s, bias %s, output %s: without a recipe all are one dtype",
+            te_dtype_name((te_dtype)d->input_dtype), te_dtype_name((te_dtype)d->weight_dtype),
+            te_dtype_name((te_dtype)d->bias_dtype), te_dtype_name((te_dtype)d->output_dtype));
     }
     if (d->forward_fp8 != TE_DTYPE_E4M3 ||
         (d->backward_fp8 != TE_DTYPE_E4M3 && d->backward_fp8 != TE_DTYPE_E5M2)) {
-        return TE_FAIL(TE_ERROR_TYPE, "linear: FP8 dtypes %s and %s, expected e4m3 and then e4m3 or e5m2",
-                       te_dtype_name((te_dtype)d->forward_fp8), te_dtype_name((te_dtype)d->backward_fp8));
+        return TE_FAIL(
+            TE_ERROR_TYPE, "linear: FP8 dtypes %s and %s, expected e4m3 and then e4m3 or e5m2",
+            te_dtype_name((te_dtype)d->forward_fp8), te_dtype_name((te_dtype)d->backward_fp8));
     }
     return TE_OK;
 }
@@ -494,21 +532,28 @@ static te_status check_flags(const te_linear_desc *d)
 {
     uint32_t cache = d->flags & (TE_LINEAR_CACHE_WRITE | TE_LINEAR_CACHE_READ);
     uint32_t main_grad = d->flags & (TE_LINEAR_ACCUMULATE_WGRAD | TE_LINEAR_OVERWRITE_WGRAD);
-    if (cache != 0 && (d->recipe == TE_RECIPE_NONE || cache == (TE_LINEAR_CACHE_WRITE | TE_LINEAR_CACHE_READ) ||
-                       (d->direction != TE_LINEAR_FORWARD && cache == TE_LINEAR_CACHE_WRITE))) {
-        return TE_FAIL(TE_ERROR_INVALID, "linear: flags 0x%x: the weight cache needs a recipe and is written "
-                       "(forward only) or read", d->flags);
+    if (cache != 0 &&
+        (d->recipe == TE_RECIPE_NONE || cache == (TE_LINEAR_CACHE_WRITE | TE_LINEAR_CACHE_READ) ||
+         (d->direction != TE_LINEAR_FORWARD && cache == TE_LINEAR_CACHE_WRITE))) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "linear: flags 0x%x: the weight cache needs a recipe and is written "
+                       "(forward only) or read",
+                       d->flags);
     }
     if (main_grad == (TE_LINEAR_ACCUMULATE_WGRAD | TE_LINEAR_OVERWRITE_WGRAD) ||
         ((d->flags & TE_LINEAR_ACCUMULATE_WGRAD) != 0 && d->grad_weight_dtype == TE_DTYPE_F16)) {
-        return TE_FAIL(TE_ERROR_INVALID, "linear: flags 0x%x with %s main_grad: it is overwritten, or "
-                       "accumulated in f32 or bf16", d->flags,
-                       te_dtype_name((te_dtype)d->grad_weight_dtype));
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "linear: flags 0x%x with %s main_grad: it is overwritten, or "
+                       "accumulated in f32 or bf16",
+                       d->flags, te_dtype_name((te_dtype)d->grad_weight_dtype));
     }
-    if (d->gather < 1 || (d->gather > 1 && (d->recipe == TE_RECIPE_NONE || d->direction != TE_LINEAR_FORWARD ||
-                          (d->external >> TE_LINEAR_STAGE_GATHER_INPUT & 1U) == 0))) {
-        return TE_FAIL(TE_ERROR_INVALID, "linear: gather = %d: at least 1; more needs a forward with a recipe "
-                       "and the external stage gather_input", d->gather);
+    if (d->gather < 1 ||
+        (d->gather > 1 && (d->recipe == TE_RECIPE_NONE || d->direction != TE_LINEAR_FORWARD ||
+                           (d->external >> TE_LINEAR_STAGE_GATHER_INPUT & 1U) == 0))) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "linear: gather = %d: at least 1; more needs a forward with a recipe "
+                       "and the external stage gather_input",
+                       d->gather);
     }
     return TE_OK;
 }
@@ -520,11 +565,13 @@ static te_status check_desc(const te_linear_desc *d)
                        d == NULL ? 0U : d->size, sizeof *d);
     }
     if (d->in_features < 1 || d->out_features < 1) {
-        return TE_FAIL(TE_ERROR_INVALID, "linear: in_features = %lld, out_features = %lld, expected at least 1",
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "linear: in_features = %lld, out_features = %lld, expected at least 1",
                        (long long)d->in_features, (long long)d->out_features);
     }
     if (d->in_features > INT32_MAX || d->out_features > INT32_MAX) {
-        return TE_FAIL(TE_ERROR_INVALID, "linear: in_features = %lld, out_features = %lld exceed %d",
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "linear: in_features = %lld, out_features = %lld exceed %d",
                        (long long)d->in_features, (long long)d->out_features, INT32_MAX);
     }
     if (d->direction < TE_LINEAR_FORWARD || d->direction > TE_LINEAR_WGRAD) {

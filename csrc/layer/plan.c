@@ -47,7 +47,8 @@ static int16_t add_buffer(te_plan *plan, const te_buffer_info *info)
     return (int16_t)plan->buffer_count++;
 }
 
-int16_t te_plan_vector(te_plan *plan, const char *name, te_buffer_role role, te_dtype dtype, int64_t length)
+int16_t te_plan_vector(te_plan *plan, const char *name, te_buffer_role role, te_dtype dtype,
+                       int64_t length)
 {
     te_buffer_info info = {name, role, dtype, 1, 0, {te_constant(length), te_constant(1)}};
     return add_buffer(plan, &info);
@@ -111,7 +112,8 @@ te_status te_plan_find_desc(const char *kind, const void *desc, size_t bytes, in
 {
     *id = hash_description(kind, desc, bytes);
     *found = find(*id);
-    if (*found != NULL && ((*found)->desc_bytes != bytes || memcmp((*found)->desc, desc, bytes) != 0)) {
+    if (*found != NULL &&
+        ((*found)->desc_bytes != bytes || memcmp((*found)->desc, desc, bytes) != 0)) {
         return TE_FAIL(TE_ERROR_STATE, "plan %lld: two descriptions of %s have the same hash",
                        (long long)*id, kind);
     }
@@ -129,8 +131,9 @@ static te_status saved_extent(te_plan *plan)
         const te_extent *fixed = varying == &info->shape[0] ? &info->shape[1] : &info->shape[0];
         if (info->role != TE_ROLE_SAVED) continue;
         if (total.multiply != 0 || fixed->multiply != 0) {
-            return TE_FAIL(TE_ERROR_STATE, "plan %s: saved buffer %s follows one that varies with rows",
-                           plan->kind, info->name);
+            return TE_FAIL(TE_ERROR_STATE,
+                           "plan %s: saved buffer %s follows one that varies with rows", plan->kind,
+                           info->name);
         }
         if (varying->multiply == 0) {
             total.add += te_round_up(varying->add * fixed->add * bytes, TE_MEMBER_ALIGN);
@@ -151,7 +154,8 @@ te_status te_plan_intern(const te_plan *built, const void *desc, size_t bytes)
     _Atomic(te_plan *) *bucket;
     if (built->buffer_count > TE_PLAN_MAX_BUFFERS || built->stage_count > TE_PLAN_MAX_STAGES ||
         bytes > sizeof plan->desc) {
-        return TE_FAIL(TE_ERROR_STATE, "plan %s: %d buffers, %d stages, %zu bytes of description do not fit",
+        return TE_FAIL(TE_ERROR_STATE,
+                       "plan %s: %d buffers, %d stages, %zu bytes of description do not fit",
                        built->kind, built->buffer_count, built->stage_count, bytes);
     }
     plan = malloc(sizeof *plan);

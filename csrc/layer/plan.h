@@ -2,9 +2,9 @@
  *
  * plan.h - how a composed operation is built: an immutable list of buffers and of stages over them.
  *
- * A composed operation (linear.c, ...) adds buffers and stages to a builder; plan.c interns the result
- * under the hash of its description, infers sizes and runs it. A stage is an operator with the numbers
- * of its buffers, never a pointer: weights and state are reassigned between calls.
+ * A composed operation (linear.c, ...) adds buffers and stages to a builder; plan.c interns the
+ * result under the hash of its description, infers sizes and runs it. A stage is an operator with
+ * the numbers of its buffers, never a pointer: weights and state are reassigned between calls.
  */
 #ifndef TE_LAYER_PLAN_H
 #define TE_LAYER_PLAN_H
@@ -15,22 +15,38 @@
 #define TE_PLAN_MAX_STAGES 16
 #define TE_NO_BUFFER (-1)
 
-/* Positions of te_stage.buffer per operator. A scale is read, and an amax recorded, at the stage's slot
- * where the buffer is a state chunk, and from a pair otherwise. */
-enum { TE_QUANTIZE_INPUT, TE_QUANTIZE_ROW, TE_QUANTIZE_COLUMN, TE_QUANTIZE_PAIR, TE_QUANTIZE_SCALE,
-       TE_QUANTIZE_HISTORY, TE_QUANTIZE_PARTIALS, TE_QUANTIZE_BIAS_GRAD };
-enum { TE_GEMM_A, TE_GEMM_B, TE_GEMM_D, TE_GEMM_A_PAIR, TE_GEMM_B_PAIR, TE_GEMM_BIAS, TE_GEMM_BIAS_GRAD };
+/* Positions of te_stage.buffer per operator. A scale is read, and an amax recorded, at the stage's
+ * slot where the buffer is a state chunk, and from a pair otherwise. */
+enum {
+    TE_QUANTIZE_INPUT,
+    TE_QUANTIZE_ROW,
+    TE_QUANTIZE_COLUMN,
+    TE_QUANTIZE_PAIR,
+    TE_QUANTIZE_SCALE,
+    TE_QUANTIZE_HISTORY,
+    TE_QUANTIZE_PARTIALS,
+    TE_QUANTIZE_BIAS_GRAD
+};
+enum {
+    TE_GEMM_A,
+    TE_GEMM_B,
+    TE_GEMM_D,
+    TE_GEMM_A_PAIR,
+    TE_GEMM_B_PAIR,
+    TE_GEMM_BIAS,
+    TE_GEMM_BIAS_GRAD
+};
 enum { TE_AMAX_INPUT, TE_AMAX_OUTPUT };
 enum { TE_CAST_INPUT, TE_CAST_OUTPUT };
 #define TE_STAGE_BUFFERS 8
 
 typedef struct te_stage {
     const char *name;
-    int32_t external;       /* the caller runs it: run stops before it */
+    int32_t external; /* the caller runs it: run stops before it */
     te_op op;
     int16_t buffer[TE_STAGE_BUFFERS];
-    int32_t direction;      /* which of te_plan_call.slots: 0 forward, 1 backward */
-    int32_t slot;           /* added to it: the tensor's place among the module's slots */
+    int32_t direction; /* which of te_plan_call.slots: 0 forward, 1 backward */
+    int32_t slot;      /* added to it: the tensor's place among the module's slots */
     uint32_t gemm_flags;
     int32_t a_transposed, b_transposed;
     float amax_epsilon;
@@ -58,8 +74,10 @@ te_extent te_constant(int64_t value);
 te_extent te_rows(int64_t multiply, int64_t align); /* multiply * roundup(rows, align) */
 int64_t te_extent_value(const te_extent *extent, int64_t rows);
 
-/* Adds a buffer and returns its number. Failures are remembered by the builder's te_plan and reported by te_plan_intern. */
-int16_t te_plan_vector(te_plan *plan, const char *name, te_buffer_role role, te_dtype dtype, int64_t length);
+/* Adds a buffer and returns its number. Failures are remembered by the builder's te_plan and
+ * reported by te_plan_intern. */
+int16_t te_plan_vector(te_plan *plan, const char *name, te_buffer_role role, te_dtype dtype,
+                       int64_t length);
 int16_t te_plan_matrix(te_plan *plan, const char *name, te_buffer_role role, te_dtype dtype,
                        te_extent rows, te_extent columns);
 /* A matrix whose rows are the leading dims of the call. */

@@ -114,14 +114,14 @@ static te_status bind_stage(const run_state *run, const te_stage *stage, stage_a
         args->cast.output = one_row(stage_buffer(run, stage, TE_CAST_OUTPUT));
         return TE_OK;
     default:
-        return TE_FAIL(TE_ERROR_STATE, "plan %s: stage %s: no binding for operator %s", run->plan->kind,
-                       stage->name, te_op_name(stage->op));
+        return TE_FAIL(TE_ERROR_STATE, "plan %s: stage %s: no binding for operator %s",
+                       run->plan->kind, stage->name, te_op_name(stage->op));
     }
 }
 
 /* A packed member, or the shape that the caller's buffer must have. */
-static te_tensor member(const te_buffer_info *info, const te_layout *layout, int i, te_device device,
-                        void *base)
+static te_tensor member(const te_buffer_info *info, const te_layout *layout, int i,
+                        te_device device, void *base)
 {
     char *data = base == NULL ? NULL : (char *)base + layout->offset[i];
     if (info->ndim == 1) return te_vector(data, info->dtype, device, layout->rows[i]);
@@ -133,8 +133,8 @@ static int length_fits(int64_t given, int64_t expected)
     return expected == TE_ANY_LENGTH ? given >= 1 : given == expected;
 }
 
-static te_status check_buffer(const te_plan *plan, const te_buffer_info *info, const te_tensor *expected,
-                              const te_tensor *given)
+static te_status check_buffer(const te_plan *plan, const te_buffer_info *info,
+                              const te_tensor *expected, const te_tensor *given)
 {
     if (given->dtype != expected->dtype) {
         return TE_FAIL(TE_ERROR_TYPE, "%s: %s: dtype %s, expected %s", plan->kind, info->name,
@@ -142,8 +142,9 @@ static te_status check_buffer(const te_plan *plan, const te_buffer_info *info, c
     }
     if (given->ndim != expected->ndim || !length_fits(given->shape[0], expected->shape[0]) ||
         (expected->ndim == 2 && !length_fits(given->shape[1], expected->shape[1]))) {
-        return TE_FAIL(TE_ERROR_INVALID, "%s: %s: shape [%lld, %lld] (%d dims), expected [%lld, %lld]",
-                       plan->kind, info->name, (long long)given->shape[0],
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "%s: %s: shape [%lld, %lld] (%d dims), expected [%lld, %lld]", plan->kind,
+                       info->name, (long long)given->shape[0],
                        (long long)(given->ndim > 1 ? given->shape[1] : 1), given->ndim,
                        (long long)expected->shape[0],
                        (long long)(expected->ndim > 1 ? expected->shape[1] : 1));
@@ -164,8 +165,10 @@ static te_status check_slots(const run_state *run)
                 run->plan->buffers[at].dtype != TE_DTYPE_F32 || stage->op == TE_OP_GEMM) {
                 continue;
             }
-            if (slot < 0 || slot >= chunk->shape[chunk->ndim - 1] || chunk->strides[chunk->ndim - 1] != 1) {
-                return TE_FAIL(TE_ERROR_INVALID, "%s: %s: slot %lld is outside the chunk of %lld slots",
+            if (slot < 0 || slot >= chunk->shape[chunk->ndim - 1] ||
+                chunk->strides[chunk->ndim - 1] != 1) {
+                return TE_FAIL(TE_ERROR_INVALID,
+                               "%s: %s: slot %lld is outside the chunk of %lld slots",
                                run->plan->kind, run->plan->buffers[at].name, (long long)slot,
                                (long long)chunk->shape[chunk->ndim - 1]);
             }
@@ -180,12 +183,14 @@ static te_status resolve_buffers(run_state *run, const te_plan_call *call, const
     for (int i = 0; i < run->plan->buffer_count; i++) {
         const te_buffer_info *info = &run->plan->buffers[i];
         int packed = info->role == TE_ROLE_SAVED || info->role == TE_ROLE_SCRATCH;
-        void *base = info->role == TE_ROLE_SAVED ? call->saved : info->role == TE_ROLE_SCRATCH ? call->scratch : NULL;
+        void *base = info->role == TE_ROLE_SAVED     ? call->saved
+                     : info->role == TE_ROLE_SCRATCH ? call->scratch
+                                                     : NULL;
         te_tensor expected = member(info, layout, i, device, base);
         if (packed) {
             if (base == NULL && te_tensor_numel(&expected) > 0) {
-                return TE_FAIL(TE_ERROR_INVALID, "%s: %s: the %s buffer is NULL", run->plan->kind, info->name,
-                               info->role == TE_ROLE_SAVED ? "saved" : "scratch");
+                return TE_FAIL(TE_ERROR_INVALID, "%s: %s: the %s buffer is NULL", run->plan->kind,
+                               info->name, info->role == TE_ROLE_SAVED ? "saved" : "scratch");
             }
             run->buffers[i] = expected;
         } else {
@@ -219,7 +224,8 @@ te_status te_plan_run(te_context *context, const te_plan_call *call, int32_t *ne
     memcpy(run.slots, call->slots, sizeof run.slots);
     te_plan_layout(run.plan, call->rows, &layout);
     if (call->scratch_size < (size_t)layout.scratch_bytes) {
-        return TE_FAIL(TE_ERROR_INVALID, "%s: scratch of %zu bytes, expected at least %lld (te_plan_scratch)",
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "%s: scratch of %zu bytes, expected at least %lld (te_plan_scratch)",
                        run.plan->kind, call->scratch_size, (long long)layout.scratch_bytes);
     }
     TE_TRY(resolve_buffers(&run, call, &layout));
@@ -255,7 +261,8 @@ te_status te_plan_scratch(te_context *context, int64_t id, int64_t rows, size_t 
     te_plan_layout(run.plan, rows, &layout);
     for (int i = 0; i < run.plan->buffer_count; i++) {
         layout.offset[i] = 0;
-        run.buffers[i] = member(&run.plan->buffers[i], &layout, i, te_context_device(context), ANY_ADDRESS);
+        run.buffers[i] =
+            member(&run.plan->buffers[i], &layout, i, te_context_device(context), ANY_ADDRESS);
     }
     for (int s = 0; s < run.plan->stage_count; s++) {
         size_t need = 0;

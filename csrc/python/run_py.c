@@ -28,7 +28,8 @@ typedef struct run_call {
     int held_count;
     PyObject *held[2 * TE_PLAN_MAX_BUFFERS + 2]; /* what views point into */
     te_tensor buffers[TE_PLAN_MAX_BUFFERS];
-    PyObject *plain[TE_PLAN_MAX_BUFFERS]; /* borrowed: the argument itself, where its view is dense */
+    PyObject
+        *plain[TE_PLAN_MAX_BUFFERS]; /* borrowed: the argument itself, where its view is dense */
 } run_call;
 
 static int begin(run_call *run, PyObject *module, const char *function)

@@ -55,7 +55,8 @@ static const tepy_dl_exchange *find_exchange(PyObject *capsule)
 
 /* What bind_torch collects before it changes the state. */
 typedef struct binding {
-    PyObject *empty, *empty_like, *device_type, *tensor_type, *parameter_type, *is_neg, *exchange_capsule;
+    PyObject *empty, *empty_like, *device_type, *tensor_type, *parameter_type, *is_neg,
+        *exchange_capsule;
     PyObject *dtypes[TE_DTYPE_COUNT];
 } binding;
 

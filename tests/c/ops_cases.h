@@ -137,8 +137,8 @@ static void run_quantize(test_device *t, const quantize_case *c)
     float made[2];
     test_download(t, pair);
     memcpy(made, pair->host, sizeof made);
-    TEST_CHECK(t, made[TE_PAIR_SCALE] == scale && made[TE_PAIR_INVERSE] == 1.0F / scale, "scale pair %g %g, scale %g",
-               (double)made[0], (double)made[1], (double)scale);
+    TEST_CHECK(t, made[TE_PAIR_SCALE] == scale && made[TE_PAIR_INVERSE] == 1.0F / scale,
+               "scale pair %g %g, scale %g", (double)made[0], (double)made[1], (double)scale);
     if (c->rowwise) check_codes(t, &x, &row, 0, scale);
     if (c->columnwise) check_codes(t, &x, &column, 1, scale);
     if (c->sums && !c->special) check_sums(t, &x, &sums);

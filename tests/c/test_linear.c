@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * test_linear.c - an FP8 linear layer from C alone: plans for forward and backward, the memory that they
- * ask for, and the update of the scales. Inputs are small integers, which FP8 holds exactly at scale 1,
- * so every result must be exact.
+ * test_linear.c - an FP8 linear layer from C alone: plans for forward and backward, the memory that
+ * they ask for, and the update of the scales. Inputs are small integers, which FP8 holds exactly at
+ * scale 1, so every result must be exact.
  */
 #include <stdint.h>
 #include <stdio.h>
@@ -125,7 +125,8 @@ static void check_products(const layer *l)
         }
         for (int i = 0; i < IN; i++) {
             float sum = 0;
-            for (int o = 0; o < OUT; o++) sum += l->grad_output[t * OUT + o] * l->weight[o * IN + i];
+            for (int o = 0; o < OUT; o++)
+                sum += l->grad_output[t * OUT + o] * l->weight[o * IN + i];
             EXPECT(l->grad_input[t * IN + i] == sum, "grad_input[%d][%d]", t, i);
         }
     }
@@ -135,7 +136,8 @@ static void check_products(const layer *l)
         EXPECT(l->grad_bias[o] == bias, "grad_bias[%d]", o);
         for (int i = 0; i < IN; i++) {
             float sum = 0;
-            for (int t = 0; t < TOKENS; t++) sum += l->grad_output[t * OUT + o] * l->input[t * IN + i];
+            for (int t = 0; t < TOKENS; t++)
+                sum += l->grad_output[t * OUT + o] * l->input[t * IN + i];
             EXPECT(l->grad_weight[o * IN + i] == sum, "grad_weight[%d][%d]", o, i);
         }
     }
