@@ -300,7 +300,7 @@ def read_gpu(machine: Machine) -> dict[str, str]:
     program = shutil.which("nvidia-smi")
     if not machine.cuda or program is None:
         return {}
-    which = f"--id=GPU-{machine.properties.uuid}"
+    which = f"--id=GPU-{str(machine.properties.uuid).removeprefix('GPU-')}"
     query = [program, which, f"--query-gpu={','.join(QUERIED.values())}"]
     try:
         done = subprocess.run(

@@ -316,8 +316,8 @@ typedef struct te_backend {
     te_op_slot slots[TE_OP_COUNT];
 } te_backend;
 
-/* Adds or removes a backend; the struct is copied. Plans and calls in flight keep the table they
- * began with. */
+/* Adds or removes a backend; the struct is copied. A call in flight keeps the table it began
+ * with; plans hold none and run with the one in force. */
 TE_API te_status te_backend_register(const te_backend *backend);
 TE_API te_status te_backend_unregister(const char *name);
 

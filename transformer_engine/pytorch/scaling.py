@@ -10,6 +10,7 @@ views of state do not survive the functionalisation that `torch.compile` does.
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -152,7 +153,12 @@ class Arena:
 
 
 _ARENAS: dict[str, dict[tuple, Arena]] = {direction: {} for direction in DIRECTIONS}
-_LOCK = threading.RLock()
+_FREED: deque[tuple] = deque()
+"""Slots of dead handles, as arguments of `_give_back`, until `_sweep` frees them."""
+_LOCK = threading.Lock()
+"""Guards the arenas. Not taken by a finalizer, which may run in the middle of any statement."""
+_UPDATING = threading.RLock()
+"""Held by the thread that updates: native updates let the GIL go."""
 
 
 class Slots:
@@ -187,6 +193,7 @@ class Slots:
         self.live = True
         _refuse_capture(device)
         key = (device, rule.identity, id(group) if group is not None else None)
+        _sweep()
         with _LOCK:
             for direction, count in zip(DIRECTIONS, counts, strict=True):
                 arena = _ARENAS[direction].setdefault(key, Arena(device, direction, rule, group))
@@ -197,7 +204,7 @@ class Slots:
                 else:
                     self.backward_scale, self.backward_history = chunk.scale, chunk.history
                     self.backward_slot = first
-                weakref.finalize(self, _give_back, key, arena, chunk, first, count).atexit = False
+                weakref.finalize(self, _free, key, arena, chunk, first, count).atexit = False
             _HANDLES.add(self)
 
     def chunk(self, direction: str) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -234,16 +241,33 @@ class Slots:
 _HANDLES: "weakref.WeakSet[Slots]" = weakref.WeakSet()
 
 
+def _free(*slots: Any) -> None:
+    """Finalizer of a handle: leave its slots to `_sweep`, and sweep unless a thread is at work."""
+    _FREED.append(slots)
+    _sweep(wait=False)
+
+
+def _sweep(wait: bool = True) -> None:
+    """Free the slots of dead handles; without `wait`, only if no other statement holds the lock."""
+    while _FREED:
+        if not _LOCK.acquire(blocking=wait):
+            return  # its holder may be this very thread; the next sweep frees them
+        try:
+            if _FREED:
+                _give_back(*_FREED.popleft())
+        finally:
+            _LOCK.release()
+
+
 def _give_back(key: tuple, arena: Arena, chunk: Chunk, first: int, count: int) -> None:
     """Free slots; a chunk without slots in use goes, and so does an arena without chunks."""
-    with _LOCK:
-        chunk.give_back(first, count)
-        if any(chunk.used):
-            return
-        arena.chunks.remove(chunk)
-        arenas = _ARENAS[arena.direction]
-        if not arena.chunks and arenas.get(key) is arena:
-            del arenas[key]
+    chunk.give_back(first, count)
+    if any(chunk.used):
+        return
+    arena.chunks.remove(chunk)
+    arenas = _ARENAS[arena.direction]
+    if not arena.chunks and arenas.get(key) is arena:
+        del arenas[key]
 
 
 def _refuse_capture(device: torch.device) -> None:
@@ -337,9 +361,18 @@ def update(direction: str) -> None:
     direction : str
         "forward" or "backward".
     """
-    for arena in _ARENAS[direction].values():
+    if torch.compiler.is_compiling():
+        _update(direction)
+        return
+    with _UPDATING:
+        _update(direction)
+
+
+def _update(direction: str) -> None:
+    # Over copies: a module that dies meanwhile, or another thread's first one, changes the arenas.
+    for arena in list(_ARENAS[direction].values()):
         rule = arena.rule
-        for chunk in arena.chunks:
+        for chunk in list(arena.chunks):
             _reduce(arena, chunk)
             if rule.fused:
                 fp8_max = rule.fp8_max[DIRECTIONS.index(direction)] * 2.0**-rule.margin

@@ -141,6 +141,13 @@ class Fp8Module(torch.nn.Module):
             known = self._quantization = (identity, quantization_of(recipe))
         return known[1]
 
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What `torch.nn.Module` calls instead of ``forward`` while `torch.jit` traces."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: torch.jit.trace would record the output as a constant; use "
+            "torch.compile"
+        )
+
     # ---- scaling state -------------------------------------------------------------------------
 
     def _slots_for(

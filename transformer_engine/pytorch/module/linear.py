@@ -49,6 +49,8 @@ __all__ = ["Linear"]
 
 DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_SETTINGS = ("apply_bias", "delay_wgrad_compute", "fuse_wgrad_accumulation", "save_original_input")
+"""Attributes that decide which plans a call runs and that users set after construction."""
 
 
 class _BoundState(NamedTuple):
@@ -242,6 +244,14 @@ class Linear(Fp8Module):
                 f"{', '.join(f'{part}_{name}' for part, _ in split.parts)}: assign those"
             )
         super().__setattr__(name, value)
+        if name in _SETTINGS:
+            self.__dict__["_last"] = None  # it was remembered under the old setting
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "Linear":
+        """Convert or move the parameters; what was kept of the old ones goes."""
+        self._weight_cache = None
+        self._last = None
+        return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict:
         """Copy and pickle without caches and pending weight gradients."""
@@ -444,7 +454,7 @@ class Linear(Fp8Module):
         bias_dtype = weight.dtype if bias is None else bias.dtype
         grad_dtype = owner.main_grad.dtype if flags & (ACCUMULATE | OVERWRITE) else weight.dtype
         dtypes = (inp.dtype, weight.dtype, bias_dtype, output_dtype, grad_dtype)
-        key = (flags, bias_grad, None if recipe is None else repr(recipe), *dtypes)
+        key = (inp.device, flags, bias_grad, None if recipe is None else repr(recipe), *dtypes)
         call = LinearCall(self._plans_for(key, bound.quantization, region.traced), bound.slots)
         call.traced = region.traced
         call.scales = bound.scales
@@ -555,7 +565,7 @@ class Linear(Fp8Module):
 
     def _make_plans(self, key: tuple, quantization: Quantization) -> LinearPlans:
         """Plans for a kind of call; see `_prepare` for the key."""
-        flags, bias_grad, _, *dtypes = key
+        device, flags, bias_grad, _, *dtypes = key
         for label, dtype in zip(
             ("inp", "weight", "bias", "output", "main_grad"), dtypes, strict=True
         ):
@@ -567,7 +577,7 @@ class Linear(Fp8Module):
         codes = [_core.dtype_code(dtype) for dtype in dtypes]
         sizes = (self.in_features, self.out_features)
         spec = LinearSpec(*sizes, *codes, quantization, flags, bias_grad, self._external)
-        prepare_device(next(self.parameters()).device)
+        prepare_device(device)
         plans = linear_plans(spec)
         self._plans[key] = plans
         return plans
@@ -579,6 +589,9 @@ class Linear(Fp8Module):
             return
         if torch.compiler.is_compiling():
             raise NotImplementedError("Linear: calibrating=True under torch.compile")
+        if torch._C._current_graph_task_id() != -1:
+            return  # the recompute of a forward that has recorded them
+        prepare_device(inp.device)
         slots = self._slots_for(recipe, state.group, inp.device)
         for offset, tensor in enumerate((inp, weight)):
             slot = slots.forward_slot + offset
@@ -641,11 +654,12 @@ class Linear(Fp8Module):
             raise RuntimeError(
                 "Linear.backward_dw: no weight gradient is pending; call it once a backward"
             )
-        plans, inputs, packed, rows, weight = self._wgrads.popleft()
+        plans, inputs, packed, rows, weight = self._wgrads[0]
         into_main_grad = plans.into_main_grad
         state = [main_grad_of(weight)] if into_main_grad else []
         with torch.no_grad():
             outputs = ops.run(plans.wgrad, (0, 0), inputs, state, packed, rows)
+            self._wgrads.popleft()  # only now: a call that raised can be made again
             if into_main_grad:
                 if hasattr(weight, "grad_added_to_main_grad"):
                     weight.grad_added_to_main_grad = True
