@@ -200,7 +200,6 @@ static int fresh_data(const run_call *run, PyObject *tensor, const char *name, i
     return 0;
 }
 
-/* Makes output `at` and stores it as item `index` of the result. */
 /* Borrowed: an argument of the output's dtype and shape, dense, or NULL. */
 static PyObject *find_alike(const run_call *run, const te_buffer_info *info, const int64_t *matrix)
 {
@@ -218,7 +217,8 @@ static PyObject *find_alike(const run_call *run, const te_buffer_info *info, con
     return NULL;
 }
 
-/* A new tensor like one of the arguments where there is one: torch parses less for that. */
+/* Makes output `at` and stores it as item `index` of the result: a new tensor like one of the
+ * arguments where there is one, for torch parses less for that. */
 static int make_output(run_call *run, int32_t at, int32_t index)
 {
     const te_buffer_info *info = &run->plan->info.buffers[at];

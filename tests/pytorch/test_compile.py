@@ -178,3 +178,29 @@ def test_training_evaluation_and_high_precision_alternate(device, options):
         assert torch.equal(eager[0], graph[0])
         assert torch.equal(eager[1], graph[1])
         assert not torch.equal(eager[0], eager[1])
+
+
+def test_state_loaded_into_a_compiled_model():
+    """The graph goes on with the loaded scales, without another trace."""
+
+    def train(compiled):
+        model, recipe = model_on("cpu"), DelayedScaling(amax_history_len=4)
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        results, saved = [], None
+        for number in range(6):
+            if number == 3:
+                saved = {name: value.clone() for name, value in model.state_dict().items()}
+                torch._dynamo.config.error_on_recompile = True
+            if number == 5:
+                model.load_state_dict(saved)
+            torch.manual_seed(number)
+            x = torch.randn(16, WIDTH) * 4.0 ** (number % 3)
+            with te.autocast(recipe=recipe):
+                out = run(x)
+            out.square().sum().backward()
+            results.append(out.detach())
+        return results + [model.state_dict()[name] for name in sorted(saved)]
+
+    eager = train(False)
+    for one, other in zip(train(True), eager, strict=True):
+        assert torch.equal(one, other)

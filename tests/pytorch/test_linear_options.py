@@ -46,15 +46,6 @@ def twin_of(layer, device, **options):
     return twin
 
 
-def reference_run(layer, device, x, recipe, grad):
-    """Output and gradients of a plain twin."""
-    te.reset()
-    twin = twin_of(layer, device)
-    out, dx = run(twin, x, recipe, grad)
-    te.reset()
-    return out, dx, twin.weight.grad, twin.bias.grad
-
-
 # ---- bias ----------------------------------------------------------------------------------------
 
 

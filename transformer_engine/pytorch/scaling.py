@@ -222,6 +222,10 @@ class Slots:
             out[direction] = (scale[first:last].clone(), history[:, first:last].clone())
         return out
 
+    def fits(self, values: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Whether the histories of such state are as long as these."""
+        return all(len(self.chunk(d)[1]) == len(values[d][1]) for d in DIRECTIONS)
+
     def load(self, values: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take over state from another handle, device or length.
 

@@ -7,7 +7,6 @@
 #define TE_CUDA_TYPES_H
 
 typedef long long te_index; /* 64 bits: rows, columns, strides and offsets, in elements */
-typedef unsigned long long te_u64;
 
 /* A matrix with unit column stride. */
 typedef struct te_view {

@@ -29,7 +29,6 @@ enum {
     TE_QUANTIZE_PARTIALS =
         1024, /* floats of partial maxima; TE_AMAX_PARTIALS of the public header */
     TE_AMAX_THREADS = 256,
-    TE_AMAX_UNROLL = 4,
     TE_SUMS_THREADS = 256,
     TE_SUMS_COLUMNS = 32 /* columns that one block of the finishing sums serves */
 };

@@ -247,8 +247,14 @@ class Fp8Module(torch.nn.Module):
             It was written by another package as a pickle, which is never loaded.
         """
         values = unpack_state(state, self.SLOTS)
-        if values is not None:
-            self._loaded_state = values
+        if values is None:
+            return
+        slots = self._slots
+        if slots is not None and slots.live and slots.fits(values):
+            slots.load(values)  # in place: graphs, compiled or captured, read this memory
+            self._loaded_state = None
+        else:
+            self._loaded_state, self._slots = values, None
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -192,8 +192,8 @@ class PlainCall(LinearCall):
             saved += (inp,)
         return out, saved
 
-    def _quick_backward(self, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        """The backward of a plain call."""
+    def run_backward(self, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        """Run the backward: None, then the gradients of (input, weight, bias)."""
         plans = self.plans
         slots = self.slots
         if not plans.saves_packed:

@@ -2,7 +2,7 @@
 """Parameters of modules: where they are made, how they begin, how a weight is split."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -71,11 +71,18 @@ class Split(NamedTuple):
 
         Raises
         ------
+        TypeError
+            It is no collection of names.
         ValueError
             The parts do not make up the weight, or two have one name.
         """
         if split is None:
             return None
+        if isinstance(split, str) or not isinstance(split, Iterable):
+            raise TypeError(
+                f"{module}: parameters_split={split!r}: expected a sequence of names or a dict of "
+                "sizes"
+            )
         if isinstance(split, Mapping):
             parts = tuple((str(name).rstrip("_"), int(size)) for name, size in split.items())
         else:
