@@ -3,8 +3,8 @@
  * backend.h - the operator table: which function runs an operator on a device.
  *
  * Registered backends are kept in order of priority; each change publishes a new immutable table
- * per device atomically. Old tables live as long as the process, so a call in flight may go on using
- * the one it began with.
+ * per device atomically. Old tables live as long as the process, so a call in flight may go on
+ * using the one it began with.
  */
 #ifndef TE_CORE_BACKEND_H
 #define TE_CORE_BACKEND_H

@@ -461,8 +461,8 @@ TE_API te_status te_plan_describe(int64_t id, te_plan_info *info);
 /* Sizes for a number of rows; offsets, where not NULL, has room for buffer_count byte offsets into
  * the saved or scratch buffer (-1 for buffers of other roles). */
 TE_API te_status te_plan_infer(int64_t id, int64_t rows, te_plan_sizes *sizes, int64_t *offsets);
-/* Bytes of scratch a run on this device takes: the plan's own plus the largest operator workspace.
- */
+/* Bytes of scratch that a run over dense, aligned buffers takes on this device: the plan's own plus
+ * the largest operator workspace. */
 TE_API te_status te_plan_scratch(te_context *context, int64_t id, int64_t rows, size_t *bytes);
 
 #define TE_PLAN_SLOTS 4
@@ -480,6 +480,10 @@ typedef struct te_plan_call {
     int32_t slots[TE_PLAN_SLOTS]; /* first slot of this module in the chunks of its direction: [0]
                                      forward, [1] backward */
 } te_plan_call;
+
+/* The same for the buffers of one call: a misaligned or strided one may need a copy that dense,
+ * aligned buffers do not. Entries of role OUTPUT need not be there yet. */
+TE_API te_status te_plan_scratch_for(te_context *context, const te_plan_call *call, size_t *bytes);
 
 /* Runs the stages [first, last). Stops before an external stage; *next (where not NULL) is the
  * stage to continue with, stage_count when done. */

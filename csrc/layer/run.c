@@ -243,35 +243,87 @@ te_status te_plan_run(te_context *context, const te_plan_call *call, int32_t *ne
 /* Stand-in address for buffers while only sizes are asked: aligned as packed members are. */
 #define ANY_ADDRESS ((void *)(uintptr_t)0x10000)
 
+/* The plan's own scratch and the largest workspace of its operators, for the buffers in run. */
+static te_status measure_scratch(const run_state *run, const te_layout *layout, size_t *bytes)
+{
+    stage_args args;
+    size_t largest = 0;
+    for (int s = 0; s < run->plan->stage_count; s++) {
+        const te_stage *stage = &run->plan->stages[s];
+        size_t need = 0;
+        if (stage->external) continue;
+        TE_TRY(bind_stage(run, stage, &args));
+        TE_TRY(te_op_workspace_in(run->table, run->context, stage->op, &args, &need));
+        if (need > largest) largest = need;
+    }
+    *bytes = (size_t)layout->scratch_bytes + largest;
+    return TE_OK;
+}
+
+/* Dense buffers at ANY_ADDRESS for the whole plan. */
+static te_status imagine(run_state *run, te_context *context, int64_t id, int64_t rows,
+                         te_layout *layout)
+{
+    if (context == NULL) return TE_FAIL(TE_ERROR_STATE, "plan: the context is closed");
+    if (rows < 0) return TE_FAIL(TE_ERROR_INVALID, "rows = %lld is negative", (long long)rows);
+    memset(run, 0, sizeof *run);
+    TE_TRY(te_plan_get(id, &run->plan));
+    run->context = context;
+    run->table = te_op_table_current(te_context_device(context).type);
+    te_plan_layout(run->plan, rows, layout);
+    for (int i = 0; i < run->plan->buffer_count; i++) {
+        layout->offset[i] = 0;
+        run->buffers[i] =
+            member(&run->plan->buffers[i], layout, i, te_context_device(context), ANY_ADDRESS);
+    }
+    return TE_OK;
+}
+
 te_status te_plan_scratch(te_context *context, int64_t id, int64_t rows, size_t *bytes)
 {
     run_state run;
     te_layout layout;
-    stage_args args;
     te_scratch_key key = {id, rows, NULL};
-    size_t largest = 0;
-    if (context == NULL) return TE_FAIL(TE_ERROR_STATE, "plan: the context is closed");
-    if (rows < 0) return TE_FAIL(TE_ERROR_INVALID, "rows = %lld is negative", (long long)rows);
-    memset(&run, 0, sizeof run);
-    run.table = te_op_table_current(te_context_device(context).type);
+    if (context != NULL) {
+        key.table = te_op_table_current(te_context_device(context).type);
+        if (te_context_scratch_lookup(context, &key, bytes)) return TE_OK;
+    }
+    TE_TRY(imagine(&run, context, id, rows, &layout));
     key.table = run.table;
-    if (te_context_scratch_lookup(context, &key, bytes)) return TE_OK;
-    TE_TRY(te_plan_get(id, &run.plan));
-    run.context = context;
-    te_plan_layout(run.plan, rows, &layout);
-    for (int i = 0; i < run.plan->buffer_count; i++) {
-        layout.offset[i] = 0;
-        run.buffers[i] =
-            member(&run.plan->buffers[i], &layout, i, te_context_device(context), ANY_ADDRESS);
-    }
-    for (int s = 0; s < run.plan->stage_count; s++) {
-        size_t need = 0;
-        if (run.plan->stages[s].external) continue;
-        TE_TRY(bind_stage(&run, &run.plan->stages[s], &args));
-        TE_TRY(te_op_workspace_in(run.table, context, run.plan->stages[s].op, &args, &need));
-        if (need > largest) largest = need;
-    }
-    *bytes = (size_t)layout.scratch_bytes + largest;
+    TE_TRY(measure_scratch(&run, &layout, bytes));
     te_context_scratch_store(context, &key, *bytes);
     return TE_OK;
+}
+
+/* The caller gives it before the run. */
+static int is_given(te_buffer_role role)
+{
+    return role == TE_ROLE_INPUT || role == TE_ROLE_PARAMETER || role == TE_ROLE_STATE;
+}
+
+/* As imagine() has it: dense rows, and aligned as every library wants it. */
+static int is_ordinary(const te_tensor *tensor)
+{
+    return ((uintptr_t)tensor->data & 15U) == 0 &&
+           (tensor->ndim < 2 || tensor->shape[0] < 2 || tensor->strides[0] == tensor->shape[1]);
+}
+
+te_status te_plan_scratch_for(te_context *context, const te_plan_call *call, size_t *bytes)
+{
+    run_state run;
+    te_layout layout;
+    const te_plan *plan = NULL;
+    int ordinary = 1;
+    TE_TRY(te_plan_get(call->plan, &plan));
+    for (int i = 0; i < plan->buffer_count; i++) {
+        if (is_given(plan->buffers[i].role)) ordinary &= is_ordinary(&call->buffers[i]);
+    }
+    if (ordinary) return te_plan_scratch(context, call->plan, call->rows, bytes);
+    TE_TRY(imagine(&run, context, call->plan, call->rows, &layout));
+    for (int i = 0; i < plan->buffer_count; i++) {
+        if (is_given(plan->buffers[i].role) && te_tensor_present(&call->buffers[i])) {
+            run.buffers[i] = call->buffers[i];
+        }
+    }
+    return measure_scratch(&run, &layout, bytes);
 }

@@ -330,8 +330,8 @@ static int query_scratch(run_call *run)
     run->context = tepy_context_acquire(run->state, run->function, NULL, run->device);
     if (run->context == NULL) return -1;
     if (run->device.type != TE_DEVICE_CPU && lets_go(run)) thread = PyEval_SaveThread();
-    st = te_plan_scratch(run->context->context, run->plan->id, run->call.rows,
-                         &run->call.scratch_size);
+    run->call.plan = run->plan->id;
+    st = te_plan_scratch_for(run->context->context, &run->call, &run->call.scratch_size);
     if (thread != NULL) PyEval_RestoreThread(thread);
     if (st == TE_OK) return 0;
     (void)tepy_raise(st);

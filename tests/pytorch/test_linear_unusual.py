@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from pytorch.helpers import assert_same_bits, counted, state_of
+from pytorch.helpers import assert_same_bits, assert_same_gemm, counted, state_of
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
@@ -215,3 +215,34 @@ def test_threads_with_modules_of_their_own(device):
             thread.join()
     assert not failures
     assert gemms.fp8 == 4 * 12 * 3 * 2
+
+
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["none", "current"])
+@pytest.mark.parametrize("what", ["main_grad", "bias", "input"])
+def test_views_into_flat_buffers(device, recipe, what):
+    """Neither aligned as libraries want it: one element into a flat tensor."""
+    options = {"device": device, "params_dtype": torch.bfloat16}
+    straight = te.Linear(64, 64, fuse_wgrad_accumulation=what == "main_grad", **options)
+    shifted = copy.deepcopy(straight)
+    x = torch.randn(64, 64, device=device, dtype=torch.bfloat16)
+    inputs = [x, x]
+    if what == "main_grad":
+        straight.weight.main_grad = torch.zeros(64, 64, device=device)
+        shifted.weight.main_grad = torch.zeros(64 * 64 + 1, device=device)[1:].view(64, 64)
+    elif what == "bias":
+        bias = torch.randn(65, device=device, dtype=torch.bfloat16)
+        straight.bias = torch.nn.Parameter(bias[1:].clone())
+        shifted.bias = torch.nn.Parameter(bias[1:])
+    else:
+        inputs[1] = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(64, 64)
+    results = []
+    for layer, given in zip((straight, shifted), inputs, strict=True):
+        with counted() as gemms:
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                out = layer(given)
+            out.sum().backward()
+        assert gemms.fp8 == (0 if recipe is None else 2)
+        weight = layer.weight
+        results.append([out, weight.main_grad if what == "main_grad" else weight.grad])
+    for one, other in zip(*results, strict=True):
+        assert_same_gemm(one, other, device, recipe, 64)
