@@ -372,7 +372,11 @@ class Linear(Fp8Module):
             and self._split is None
             and parameters.get("weight") is weight
             and (bias is None or parameters.get("bias") is bias)
-            and (region.recipe is not None or inp.dtype is not torch.float32)  # TF32 may change
+            and (  # on a GPU, whether fp32 may use TF32 can change
+                region.recipe is not None
+                or inp.dtype is not torch.float32
+                or inp.device.type == "cpu"
+            )
         ):
             identity = None if region.recipe is None else repr(region.recipe)
             self._last = Repeat.of(call, inp, weight, bias, identity)

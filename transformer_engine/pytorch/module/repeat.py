@@ -20,6 +20,8 @@ from transformer_engine.pytorch.state import RegionState
 __all__ = ["Repeat", "repeated_call"]
 
 _graph_task = torch._C._current_graph_task_id
+_autocast_enabled = torch.is_autocast_enabled
+_grad_enabled = torch.is_grad_enabled
 _in_transform = torch._C._are_functorch_transforms_active
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -35,6 +37,8 @@ class Repeat(NamedTuple):
         Of input, parameters and output.
     device : torch.device
         Of the input.
+    kind : str
+        Its type.
     wants : tuple of bool
         Whether input, weight and bias required gradients.
     gradients : bool
@@ -51,6 +55,7 @@ class Repeat(NamedTuple):
     bias: Parameter | None
     dtype: torch.dtype
     device: torch.device
+    kind: str
     wants: tuple[bool, bool, bool]
     gradients: bool
     identity: str | None
@@ -68,6 +73,7 @@ class Repeat(NamedTuple):
             bias,
             inp.dtype,
             inp.device,
+            inp.device.type,
             wants,
             torch.is_grad_enabled(),
             identity,
@@ -96,7 +102,7 @@ def repeated_call(last: Repeat, module: Any, state: RegionState, inp: Tensor) ->
         Ready for ``run_call``.
     """
     parameters = module._parameters
-    weight, bias, dtype, device, wants, gradients, identity, calls, records = last
+    weight, bias, dtype, device, kind, wants, gradients, identity, calls, records = last
     recipe = state.recipe if state.enabled else None
     if recipe is None:
         if identity is not None or state.calibrating:
@@ -113,8 +119,8 @@ def repeated_call(last: Repeat, module: Any, state: RegionState, inp: Tensor) ->
         or parameters.get("weight") is not weight
         or weight.requires_grad is not wants[1]
         or weight.dtype is not dtype
-        or torch.is_grad_enabled() is not gradients
-        or torch.is_autocast_enabled(device.type)
+        or _grad_enabled() is not gradients
+        or _autocast_enabled(kind)
         or _graph_task() != -1
         or _in_transform()
         or (_top_hooks(False) is not None if gradients else recipe is not None and anywhere())
