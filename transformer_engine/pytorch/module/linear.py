@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Linear`: y = x W^T + b with FP8 GEMMs inside `autocast`."""
 
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from transformer_engine.pytorch.module.parameters import (
     split_rows,
 )
 from transformer_engine.pytorch.module.repeat import Repeat, repeated_call
+from transformer_engine.pytorch.module.weight_cache import WeightCache
 from transformer_engine.pytorch.plans import (
     ACCUMULATE,
     ALLOW_TF32,
@@ -182,7 +182,7 @@ class Linear(Fp8Module):
         self._split = Split.of("Linear", parameters_split, out_features)
         self._wgrads: deque = deque()
         self._plans: dict[tuple, LinearPlans] = {}
-        self._weight_cache: tuple | None = None
+        self._weight_cache: WeightCache | None = None
         self._stages: dict[str, Callable] | None = None
         self._external = 0
         self._last: Repeat | None = None
@@ -346,9 +346,9 @@ class Linear(Fp8Module):
         if call.first and region.replay is None:
             region.state.first = False
         if call.plans.writes_cache:
-            key = self._cache_key(weight, call.plans.spec.quantization, call.slots)
-            sources = tuple(map(weakref.ref, self._cache_sources(weight)))
-            self._weight_cache = (key, call.cache, sources)
+            sources = self._cache_sources(weight)
+            quantization = call.plans.spec.quantization
+            self._weight_cache = WeightCache.of(call.cache, sources, quantization, call.slots)
         if region.record:
             self._record(region, call.slots, call.cache, call.first)
         if not traced:
@@ -499,7 +499,7 @@ class Linear(Fp8Module):
             slots = self._slots_for(region.recipe, region.state.group, inp.device, region.traced)
         if is_first_microbatch is not None:
             flags |= self._cache_flag(weight, is_first_microbatch, quantization, slots)
-            cache = self._weight_cache[1] if flags & CACHE_READ else None
+            cache = self._weight_cache.tensors if flags & CACHE_READ else None
         return _BoundState(quantization, flags, slots, None, cache)
 
     def _plans_for(self, key: tuple, quantization: Quantization, traced: bool) -> LinearPlans:
@@ -532,34 +532,19 @@ class Linear(Fp8Module):
             return (weight,)
         return tuple(getattr(self, f"{label}weight") for label, _ in self._parts())
 
-    def _cache_key(self, weight: Tensor, quantization: Any, slots: scaling.Slots | None) -> tuple:
-        return (
-            *((t.data_ptr(), -1 if t.is_inference() else t._version)
-              for t in self._cache_sources(weight)),
-            weight.dtype,
-            weight.device,
-            quantization,
-            None if slots is None else slots.identity,
-            torch.is_inference_mode_enabled(),  # what it makes can not be saved for a backward
-        )  # fmt: skip
-
     def _cache_flag(
         self,
         weight: Tensor,
         is_first_microbatch: bool,
-        quantization: Any,
+        quantization: Quantization,
         slots: scaling.Slots | None,
     ) -> int:
         """Write the weight cache, or read it where it holds this very weight."""
         cache = self._weight_cache
         if is_first_microbatch or cache is None:
             return CACHE_WRITE
-        if cache[0] != self._cache_key(weight, quantization, slots):
-            return CACHE_WRITE  # the weight changed, moved, or another recipe is in force
-        sources = zip(cache[2], self._cache_sources(weight), strict=True)
-        if any(kept() is not tensor for kept, tensor in sources):
-            return CACHE_WRITE  # another tensor, in the memory that the cached one had
-        return CACHE_READ
+        holds = cache.holds(self._cache_sources(weight), quantization, slots)
+        return CACHE_READ if holds else CACHE_WRITE
 
     @ops.constant_in_graphs
     def _ensure_plans(self, key: tuple, *quantization: Any) -> None:
