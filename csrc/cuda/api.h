@@ -72,7 +72,7 @@ typedef struct te_cuda_kernel {
 struct te_cuda_state {
     CUdevice device;
     CUcontext context; /* the primary context, retained */
-    int capability_major, capability_minor, sm_count;
+    int capability_major, capability_minor;
     struct te_cublaslt *cublaslt;
     pthread_mutex_t lock; /* guards what follows, for writing */
     CUlibrary *libraries; /* one per image, NULL until loaded */

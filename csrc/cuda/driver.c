@@ -88,7 +88,6 @@ static te_status read_attributes(te_cuda_state *cuda)
         CUdevice_attribute attribute;
         int *value;
     } wanted[] = {
-        {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, &cuda->sm_count},
         {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, &cuda->capability_major},
         {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, &cuda->capability_minor},
     };
@@ -184,11 +183,6 @@ void te_cuda_restore_capture(te_cuda_relaxed *relaxed)
     CUstreamCaptureMode mode = (CUstreamCaptureMode)relaxed->mode;
     if (relaxed->changed) (void)te_cuda_functions.cuThreadExchangeStreamCaptureMode(&mode);
     relaxed->changed = 0;
-}
-
-int te_cuda_sm_count(const te_cuda_state *cuda)
-{
-    return cuda->sm_count;
 }
 
 int te_cuda_compute_capability(const te_cuda_state *cuda)

@@ -32,9 +32,8 @@ typedef struct te_cuda_relaxed {
 te_status te_cuda_relax_capture(te_cuda_relaxed *relaxed);
 void te_cuda_restore_capture(te_cuda_relaxed *relaxed);
 
-/* Multiprocessors of the device, for grid sizes. */
-int te_cuda_sm_count(const te_cuda_state *cuda);
-int te_cuda_compute_capability(const te_cuda_state *cuda); /* 90 for 9.0 */
+/* 90 for compute capability 9.0. */
+int te_cuda_compute_capability(const te_cuda_state *cuda);
 
 typedef struct te_cuda_dims {
     uint32_t grid_x, grid_y, grid_z, block_x, block_y, block_z;
