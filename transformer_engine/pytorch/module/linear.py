@@ -7,23 +7,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from transformer_engine import _core
 from transformer_engine.pytorch import ops, scaling
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import apply_plainly, run_call
-from transformer_engine.pytorch.module.base import Fp8Module, Region
+from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.linear_call import LinearCall, main_grad_of
 from transformer_engine.pytorch.module.parameters import (
     Split,
     default_device,
-    initialise,
     refuse_distributed,
     split_rows,
 )
 from transformer_engine.pytorch.module.repeat import Repeat, repeated_call
 from transformer_engine.pytorch.module.weight_cache import WeightCache
+from transformer_engine.pytorch.module.weights import WeightModule
 from transformer_engine.pytorch.plans import (
     ACCUMULATE,
     ALLOW_TF32,
@@ -66,7 +65,7 @@ class _BoundState(NamedTuple):
 _HIGH_PRECISION_STATE = _BoundState(HIGH_PRECISION, 0, None, None, None)
 
 
-class Linear(Fp8Module):
+class Linear(WeightModule):
     """Linear layer, a drop-in for `torch.nn.Linear`, with FP8 GEMMs inside `autocast`.
 
     Parameters
@@ -195,54 +194,8 @@ class Linear(Fp8Module):
             )
         self._make_parameters(device, dtype)
 
-    def _make_parameters(self, device: torch.device, dtype: torch.dtype) -> None:
-        for label, rows in self._parts():
-            weight = torch.empty(rows, self.in_features, device=device, dtype=dtype)
-            self.register_parameter(f"{label}weight", Parameter(weight))
-        if self.use_bias:
-            for label, rows in self._parts():
-                bias = torch.empty(rows, device=device, dtype=dtype)
-                self.register_parameter(f"{label}bias", Parameter(bias))
-        else:
-            for label, _ in self._parts():
-                setattr(self, f"{label}bias", torch.empty(0, device=device, dtype=dtype))
-        if device.type != "meta":
-            self.reset_parameters()
-
-    def _parts(self) -> list[tuple[str, int]]:
-        """(prefix of the parameter names, rows) of each weight."""
-        if self._split is None:
-            return [("", self.out_features)]
-        return [(f"{name}_", rows) for name, rows in self._split.parts]
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise the parameters; those on the meta device are made on the default device first.
-
-        Parameters
-        ----------
-        defer_init : bool, default False
-            Do nothing.
-        """
-        if defer_init:
-            return
-        for label, _ in self._parts():
-            initialise(self, f"{label}weight", self._init_method, self._rng)
-            if self.use_bias:
-                initialise(self, f"{label}bias", torch.nn.init.zeros_, self._rng)
-            else:
-                empty = getattr(self, f"{label}bias")
-                if empty.device.type == "meta":
-                    empty = torch.empty(0, dtype=empty.dtype, device=default_device())
-                    setattr(self, f"{label}bias", empty)
-
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a name that `parameters_split` replaced is an error."""
-        split = self.__dict__.get("_split")
-        if split is not None and name in ("weight", "bias"):
-            raise AttributeError(
-                f"Linear: {name} is split into "
-                f"{', '.join(f'{part}_{name}' for part, _ in split.parts)}: assign those"
-            )
+        """Set an attribute; a setting counts from the next call on."""
         super().__setattr__(name, value)
         if name in _SETTINGS:
             self.__dict__["_last"] = None  # it was remembered under the old setting
@@ -381,28 +334,6 @@ class Linear(Fp8Module):
             identity = None if region.recipe is None else repr(region.recipe)
             self._last = Repeat.of(call, inp, weight, bias, identity)
 
-    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        parameters = self._parameters
-        if self._split is None:
-            weight = parameters.get("weight")
-            if weight is None:  # replaced by a parametrization, or a plain tensor
-                weight = self.weight
-            bias = None
-            if self.apply_bias:
-                bias = parameters.get("bias")
-                if bias is None:
-                    bias = self.bias
-            return weight, bias
-        weight = torch.cat([getattr(self, f"{label}weight") for label, _ in self._parts()])
-        if not self.apply_bias:
-            return weight, None
-        return weight, torch.cat([getattr(self, f"{label}bias") for label, _ in self._parts()])
-
-    def _returned_bias(self, dtype: torch.dtype) -> Tensor:
-        biases = [getattr(self, f"{label}bias") for label, _ in self._parts()]
-        bias = biases[0] if len(biases) == 1 else torch.cat(biases)
-        return bias.to(dtype)
-
     def _promote(
         self, inp: Tensor, weight: Tensor, bias: Tensor | None, recipe: Any
     ) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype]:
@@ -525,12 +456,6 @@ class Linear(Fp8Module):
             overwrite = is_first_microbatch or getattr(owner, "overwrite_main_grad", False)
             flags |= OVERWRITE if overwrite else ACCUMULATE
         return flags
-
-    def _cache_sources(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """The tensors whose values a cached weight has."""
-        if self._split is None:
-            return (weight,)
-        return tuple(getattr(self, f"{label}weight") for label, _ in self._parts())
 
     def _cache_flag(
         self,
