@@ -29,9 +29,9 @@ ASAN_RUN = $(UBSAN_ENV) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONSA
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: $(ENV)-demo ## set up, build, train a small language model in FP8 and in high precision
+demo: $(ENV)-demo ## set up, build, train a small GPT in FP8 and in high precision
 	@$(DEMO_PY) setup.py -q build_ext --inplace
-	PYTHONPATH=. $(DEMO_PY) examples/train_mlp_lm.py $(ARGS)
+	PYTHONPATH=. $(DEMO_PY) examples/train_gpt.py $(ARGS)
 
 test: $(ENV)-test ## set up, build, run the tests (TESTS=path, ARGS="-k name")
 	@$(TEST_PY) setup.py -q build_ext --inplace

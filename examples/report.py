@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+Curve = Sequence[tuple[int, float]]  # steps and losses
 
 MARGIN = 0.01  # FP8 may end this much, relatively, above high precision
 
@@ -67,37 +70,61 @@ class Result:
     sample: str
 
 
-def difference(results: Sequence[Result]) -> float | None:
-    """Return FP8's relative excess in final loss over the other run, None without both."""
+def _pair(results: Sequence[Result]) -> tuple[Result, Result] | None:
+    """Return the FP8 run and the other one, None without both."""
     fp8 = [r for r in results if r.precision == "fp8"]
     other = [r for r in results if r.precision != "fp8"]
-    if not fp8 or not other:
-        return None
-    return fp8[0].valid_loss / other[0].valid_loss - 1.0
+    return (fp8[0], other[0]) if fp8 and other else None
+
+
+def difference(results: Sequence[Result]) -> float | None:
+    """Return FP8's relative excess in final loss over the other run, None without both."""
+    pair = _pair(results)
+    return None if pair is None else pair[0].valid_loss / pair[1].valid_loss - 1.0
 
 
 def table(results: Sequence[Result], bigram: float) -> str:
-    """Lay the runs out side by side."""
-    excess = difference(results)
-    rows: list[tuple[str, list[str]]] = [
-        ("", [r.label for r in results]),
-        ("parameters", [f"{r.parameters:,}" for r in results]),
-        ("final validation loss", [f"{r.valid_loss:.4f}" for r in results]),
-        ("bigram loss, same bytes", [f"{bigram:.4f}" for _ in results]),
-        ("tokens/s", [f"{r.tokens_per_second:,.0f}" for r in results]),
-        ("peak memory, MiB", [f"{r.peak_memory / 2**20:,.0f}" for r in results]),
-        ("FP8 of linear GEMMs", [f"{r.gemms.fp8:,} of {r.gemms.total:,}" for r in results]),
-    ]
-    if excess is not None:
-        cells = [f"{excess:+.2%}" if r.precision == "fp8" else "-" for r in results]
-        rows.insert(3, ("difference", cells))
+    """Lay the runs out side by side: their validation curves, and what else was measured."""
+    rows: list[tuple[str, list[str]]] = []
+    pair = _pair(results)
+
+    def add_losses(name: str, loss_of: Callable[[Result], float]) -> None:
+        cells = [f"{loss_of(r):.4f}" for r in results]
+        if pair is not None:
+            cells.append(f"{loss_of(pair[0]) / loss_of(pair[1]) - 1.0:+.2%}")
+        rows.append((name, cells))
+
+    def add(name: str, cells: list[str]) -> None:
+        rows.append((name, cells if pair is None else [*cells, ""]))
+
+    for index, (step, _) in enumerate(results[0].valid_curve[:-1]):
+        add_losses(f"validation loss, step {step}", lambda r, i=index: r.valid_curve[i][1])
+    add_losses("final validation loss", lambda r: r.valid_loss)
+    add_losses("training loss, last tenth", _last_tenth)
+    add("bigram loss, same bytes", [f"{bigram:.4f}" for _ in results])
+    add("parameters", [f"{r.parameters:,}" for r in results])
+    add("tokens/s", [f"{r.tokens_per_second:,.0f}" for r in results])
+    add("peak memory, MiB", [f"{r.peak_memory / 2**20:,.0f}" for r in results])
+    add("FP8 of linear GEMMs", [f"{r.gemms.fp8:,} of {r.gemms.total:,}" for r in results])
+    titles = [r.label for r in results]
+    return _columns(titles if pair is None else [*titles, "difference"], rows)
+
+
+def _last_tenth(result: Result) -> float:
+    tail = result.train_curve[-max(1, len(result.train_curve) // 10) :]
+    return sum(loss for _, loss in tail) / len(tail)
+
+
+def _columns(titles: list[str], rows: list[tuple[str, list[str]]]) -> str:
+    """Align a table: names to the left, cells to the right."""
+    rows = [("", titles), *rows]
     widths = [max(len(name) for name, _ in rows)]
-    widths += [max(len(cells[i]) for _, cells in rows) for i in range(len(results))]
-    rule = "  ".join("-" * width for width in widths)
+    widths += [max(len(cells[i]) for _, cells in rows) for i in range(len(titles))]
     lines = []
     for name, cells in rows:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([name.ljust(widths[0]), *padded]))
+        lines.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
+    rule = "  ".join("-" * width for width in widths)
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
@@ -143,38 +170,61 @@ def write_json(path: Path, results: Sequence[Result], bigram: float) -> None:
     path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
-def _smoothed(curve: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+def _smoothed(curve: Curve) -> Curve:
     """Average a noisy curve over one hundredth of its length."""
     span = max(1, len(curve) // 100)
     chunks = [curve[i : i + span] for i in range(0, len(curve), span)]
-    return (
-        [chunk[-1][0] for chunk in chunks],
-        [sum(loss for _, loss in chunk) / len(chunk) for chunk in chunks],
-    )
+    return [(chunk[-1][0], sum(loss for _, loss in chunk) / len(chunk)) for chunk in chunks]
 
 
 def plot(path: Path, results: Sequence[Result], bigram: float, title: str) -> None:
-    """Draw training and validation losses of all runs into one PNG."""
+    """Draw the losses of all runs, and FP8's excess over the other below them, into one PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
+    pair = _pair(results)
+    heights = [5] if pair is None else [5, 2]
+    figure, grid = pyplot.subplots(
+        len(heights), figsize=(8, sum(heights)), dpi=120, sharex=True, squeeze=False,
+        height_ratios=heights,
+    )  # fmt: skip
+    axes = grid[0, 0]
     for index, r in enumerate(results):
         colour = f"C{index}"
-        axes.plot(*_smoothed(r.train_curve), color=colour, alpha=0.35, label=f"{r.label}, training")
+        steps, losses = zip(*_smoothed(r.train_curve), strict=True)
+        axes.plot(steps, losses, color=colour, alpha=0.35, label=f"{r.label}, training")
         steps, losses = zip(*r.valid_curve, strict=True)
         style = {"marker": "ox"[index % 2], "linestyle": ["-", "--"][index % 2]}
         axes.plot(steps, losses, color=colour, label=f"{r.label}, validation", **style)
     axes.axhline(bigram, color="grey", linestyle=":", label="bigram model, validation")
     highest = max(loss for r in results for _, loss in r.valid_curve)
     axes.set_ylim(top=min(highest, 1.6 * bigram) * 1.02)
-    axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per byte")
     axes.set_title(title)
-    axes.grid(alpha=0.3)
     axes.legend()
+    if pair is not None:
+        _plot_difference(grid[1, 0], *pair)
+    for panel in grid[:, 0]:
+        panel.grid(alpha=0.3)
+    grid[-1, 0].set_xlabel("step")
     figure.tight_layout()
     figure.savefig(path, format="png")
     pyplot.close(figure)
+
+
+def _plot_difference(axes: Any, fp8: Result, high: Result) -> None:
+    """Draw FP8's relative excess at every point of the curves."""
+
+    def draw(ours: Curve, theirs: Curve, **style: Any) -> None:
+        pairs = zip(ours, theirs, strict=True)
+        steps, excess = zip(*((s, 100.0 * (a / b - 1.0)) for (s, a), (_, b) in pairs), strict=True)
+        axes.plot(steps, excess, color="C3", **style)
+
+    draw(_smoothed(fp8.train_curve), _smoothed(high.train_curve), alpha=0.35, label="training")
+    draw(fp8.valid_curve, high.valid_curve, marker="o", label="validation")
+    for bound in (-MARGIN, MARGIN):
+        axes.axhline(100.0 * bound, color="grey", linestyle=":")
+    axes.set_ylabel(f"{fp8.label}\nover {high.label}, %")
+    axes.legend()

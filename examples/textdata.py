@@ -83,63 +83,64 @@ def read_text(path: Path) -> ByteText:
     return ByteText(path.name, _tensor(data[:split]), _tensor(data[split:]))
 
 
-def load(path: Path | None, context: int) -> ByteText:
-    """Load `path`, or the standard library, and check that windows of `context` bytes fit."""
+def load(path: Path | None, length: int) -> ByteText:
+    """Load `path`, or the standard library, and check that windows of `length` bytes fit."""
     text = standard_library() if path is None else read_text(path)
     shortest = min(len(text.train), len(text.valid))
-    if shortest <= context + 1:
+    if shortest <= length:
         raise SystemExit(
             f"{text.name}: {len(text.train)} training and {len(text.valid)} validation bytes are "
-            f"too few for windows of {context} bytes: give a longer text or a smaller --context"
+            f"too few for windows of {length} bytes: give a longer text or a smaller --seq"
         )
     return text
 
 
 def windows(
-    data: torch.Tensor, positions: torch.Tensor, context: int
+    data: torch.Tensor, starts: torch.Tensor, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut the window before each position.
+    """Cut a window from each start on.
 
     Parameters
     ----------
     data : torch.Tensor
         Bytes, uint8.
-    positions : torch.Tensor
-        int64 [n], each at least `context`.
-    context : int
+    starts : torch.Tensor
+        int64 [n], each less than `len(data) - length`.
+    length : int
         Bytes per window.
 
     Returns
     -------
     tuple of torch.Tensor
-        The windows, int64 [n, context], and the bytes that follow them, int64 [n].
+        The windows, and for each of their bytes the one that follows it; both int64 [length, n],
+        the order in which a Transformer layer takes them.
     """
-    offsets = torch.arange(-context, 0, device=data.device)
-    return data[positions[:, None] + offsets].long(), data[positions].long()
+    offsets = torch.arange(length + 1, device=data.device)
+    cut = data[starts + offsets[:, None]].long()
+    return cut[:-1], cut[1:]
 
 
-def training_positions(data: torch.Tensor, context: int, batch: int, seed: int) -> torch.Tensor:
-    """Draw the targets of one step; they depend on `seed` alone, whatever ran before."""
+def training_starts(data: torch.Tensor, length: int, batch: int, seed: int) -> torch.Tensor:
+    """Draw the windows of one step; they depend on `seed` alone, whatever ran before."""
     generator = torch.Generator(device=data.device).manual_seed(seed)
     return torch.randint(
-        context, len(data), (batch,), generator=generator, device=data.device, dtype=torch.int64
+        len(data) - length, (batch,), generator=generator, device=data.device, dtype=torch.int64
     )
 
 
-def validation_positions(data: torch.Tensor, context: int, count: int) -> torch.Tensor:
-    """Return at most `count` targets, evenly spaced over the whole of `data`."""
-    available = len(data) - context
+def validation_starts(data: torch.Tensor, length: int, count: int) -> torch.Tensor:
+    """Return at most `count` starts, evenly spaced over the whole of `data`."""
+    available = len(data) - length
     count = min(count, available)
-    return context + torch.arange(count, device=data.device) * available // count
+    return torch.arange(count, device=data.device) * available // count
 
 
-def bigram_loss(train: torch.Tensor, valid: torch.Tensor, positions: torch.Tensor) -> float:
-    """Mean cross-entropy in nats of a bigram model fitted on `train`, at `positions` of `valid`.
+def bigram_loss(train: torch.Tensor, before: torch.Tensor, target: torch.Tensor) -> float:
+    """Mean cross-entropy in nats of a bigram model fitted on `train`, of `target` after `before`.
 
     Every pair is counted 0.1 times more often than seen, so that none is impossible.
     """
     pairs = train[:-1].long() * 256 + train[1:].long()
     counts = torch.bincount(pairs, minlength=256 * 256).view(256, 256).double() + 0.1
     log_probability = (counts / counts.sum(dim=1, keepdim=True)).log()
-    before, target = valid[positions - 1].long(), valid[positions].long()
     return -log_probability[before, target].mean().item()

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparators, in order of preference: bits, ratio to a naive error, NMSE, float64 autograd.
+"""The comparators: bits, a margin for each element, ratio to a naive error, NMSE, float64 autograd.
 
 Bounds are those of `tols.tol`. All take tensors of any device and compare on the CPU.
 """
 
 import torch
-from tols import tol
+from reference import encode
+from tols import EPS, F32, tol
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -33,6 +34,74 @@ def assert_bits(actual, expected, *, any_nan=False):
             f"({actual.detach().cpu()[at].double().item()!r}), expected {want:#x} "
             f"({expected.detach().cpu()[at].double().item()!r})"
         )
+
+
+def assert_within(actual, exact, terms, depth=1):
+    """Every element within its margin: the error of its fp32 terms, and its own rounding.
+
+    Parameters
+    ----------
+    actual : Tensor
+        What was computed, in f32, f16 or bf16.
+    exact, terms : Tensor
+        float64: the exact values, and the sums of the magnitudes of the terms that make each.
+    depth : int
+        Terms of the longest sum among them.
+    """
+    dtype = actual.dtype
+    actual, exact, terms = (t.detach().cpu().double() for t in (actual, exact, terms))
+    assert actual.shape == exact.shape, f"{actual.shape}, expected {exact.shape}"
+    assert exact.isfinite().all() and terms.isfinite().all(), "the exact values are not finite"
+    margin = tol("terms", F32, depth) * terms
+    if dtype != F32:  # f32 is rounded among the terms
+        largest = (exact.abs() + margin).clamp(min=torch.finfo(dtype).smallest_normal)
+        margin = margin + largest * EPS[dtype] / 2
+    error = (actual - exact).abs()
+    beyond = ~(error <= margin)
+    if beyond.any():
+        at = tuple(beyond.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{int(beyond.sum())} of {beyond.numel()} elements are off by more than their margin, "
+            f"first at {at}: {actual[at].item()!r}, expected {exact[at].item()!r} within "
+            f"{margin[at].item():.3e}"
+        )
+
+
+def assert_cast_within(actual, exact, scale, terms, depth=1):
+    """FP8 of numbers that are known up to a margin: each code is that of a number within it.
+
+    The cast is monotonic, so a value between exact - margin and exact + margin has a code between
+    theirs: almost always one code, two neighbours where the margin holds a boundary of rounding.
+    The product with the scale is rounded to fp32 first: another eps of the exact value.
+
+    Parameters
+    ----------
+    actual : Tensor
+        FP8.
+    exact, terms : Tensor
+        As in `assert_within`, before the scale.
+    scale : float
+        The scale of the cast.
+    depth : int
+        As in `assert_within`.
+    """
+    exact, terms = (t.detach().cpu().double() for t in (exact, terms))
+    margin = tol("terms", F32, depth) * terms + exact.abs() * EPS[F32]
+    sides = [((exact + sign * margin) * scale).numpy() for sign in (-1, 1)]
+    low, high = (_order(encode(side.astype("float32"), actual.dtype)) for side in sides)
+    found = _order(bits(actual).numpy())
+    assert found.shape == low.shape, f"{found.shape}, expected {low.shape}"
+    beyond = (found < low) | (found > high)
+    assert not beyond.any(), (
+        f"{int(beyond.sum())} of {beyond.size} codes are those of no number within the margin, "
+        f"first at {tuple(int(i[0]) for i in beyond.nonzero())}"
+    )
+
+
+def _order(codes):
+    """FP8 codes as integers in the order of their values; both zeros are 0."""
+    codes = codes.astype("int16")
+    return (codes & 0x7F) * (1 - 2 * (codes >> 7))
 
 
 def nmse(actual, exact):

@@ -134,6 +134,108 @@ def _gemm(core):
     )  # fmt: skip
 
 
+def _cast_kwargs(core, rows=ROWS, columns=K):
+    """The FP8 arguments of the operators that cast their result, and their context."""
+    return dict(
+        rowwise=fp8(rows, columns), columnwise=fp8(columns, rows), scale_pair=torch.zeros(2),
+        scale=torch.ones(1), amax=torch.zeros(1), partials=None,
+        amax_partials=torch.zeros(core.AMAX_PARTIALS), amax_epsilon=0.0, power_2=False,
+        **_context(core),
+    )  # fmt: skip
+
+
+def _norm(core):
+    return Case(
+        [torch.randn(ROWS, K)],
+        dict(
+            kind=core.NORM_LAYERNORM, output=torch.zeros(ROWS, K), gamma=torch.ones(K),
+            beta=torch.zeros(K), mean=torch.zeros(ROWS), rsigma=torch.zeros(ROWS), eps=1e-5,
+            zero_centered=False, statistics_given=False, **_cast_kwargs(core),
+        ),
+    )  # fmt: skip
+
+
+def _norm_backward(core):
+    return Case(
+        [torch.randn(ROWS, K), torch.randn(ROWS, K)],
+        dict(
+            kind=core.NORM_LAYERNORM, rsigma=torch.ones(ROWS), mean=torch.zeros(ROWS),
+            gamma=torch.ones(K), grad_add=torch.randn(ROWS, K), grad_input=torch.zeros(ROWS, K),
+            gamma_grad=torch.zeros(K), beta_grad=torch.zeros(K), zero_centered=False,
+            **_context(core),
+        ),
+    )  # fmt: skip
+
+
+def _clamp_kwargs(core):
+    return dict(kind=core.ACTIVATION_CLAMPED_SWIGLU, limit=7.0, alpha=1.702, linear_offset=1.0)
+
+
+def _activation(core):
+    output = dict(output=torch.zeros(ROWS, K))
+    return Case([torch.randn(ROWS, 2 * K)], _clamp_kwargs(core) | output | _cast_kwargs(core))
+
+
+def _activation_backward(core):
+    outputs = dict(grad_input=torch.zeros(ROWS, 2 * K), bias_grad=torch.zeros(2 * K))
+    return Case(
+        [torch.randn(ROWS, K), torch.randn(ROWS, 2 * K)],
+        _clamp_kwargs(core) | outputs | _cast_kwargs(core, columns=2 * K),
+    )
+
+
+SCORES = (2, 3, 4, 5)  # batch, heads, queries, keys
+
+
+def _rng():
+    return torch.tensor([7, 11])
+
+
+def _softmax(core):
+    return Case(
+        [torch.randn(SCORES), torch.zeros(SCORES)],
+        dict(
+            mask=torch.zeros(2, 1, 4, 5, dtype=torch.bool), bias=torch.randn(1, 3, 4, 5),
+            probabilities=torch.zeros(SCORES), rng=_rng(), scale=0.5, dropout=0.1, window_left=-1,
+            window_right=0, diagonal=1, **_context(core),
+        ),
+    )  # fmt: skip
+
+
+def _softmax_backward(core):
+    return Case(
+        [torch.randn(SCORES), torch.rand(SCORES), torch.zeros(SCORES)],
+        dict(rng=_rng(), scale=0.5, dropout=0.1, **_context(core)),
+    )
+
+
+def _dropout(core):
+    return dict(rng=_rng(), dropout=0.1, drop_path=0.1, samples=2, **_context(core))
+
+
+def _dropout_add(core):
+    return Case(
+        [torch.randn(ROWS, K), torch.zeros(ROWS, K)],
+        dict(bias=torch.randn(K), residual=torch.randn(ROWS, K), **_dropout(core)),
+    )
+
+
+def _dropout_backward(core):
+    outputs = dict(grad_input=torch.zeros(ROWS, K), bias_grad=torch.zeros(K))
+    return Case([torch.randn(ROWS, K)], outputs | _dropout(core))
+
+
+def _rope(core):
+    return Case(
+        [torch.randn(ROWS, 2, 8), torch.zeros(ROWS, 2, 8), torch.randn(ROWS, 6)],
+        dict(
+            cu_seqlens=torch.tensor([0, 2, ROWS], dtype=torch.int32),
+            start_positions=torch.tensor([1, 0], dtype=torch.int32), interleaved=False,
+            backward=False, **_context(core),
+        ),
+    )  # fmt: skip
+
+
 def _register(core):
     functions = {"cast": lambda args: NotImplemented}
     return Case(
@@ -160,6 +262,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "torch_dtype": lambda core: Case([core.DTYPE_BF16]),
     "dtype_names": lambda core: Case([]),
     "op_names": lambda core: Case([]),
+    "activation_names": lambda core: Case([]),
     "has_cuda": lambda core: Case([]),
     "linear_plan": _linear_plan,
     "plan_describe": lambda core: Case([linear_plan(core, core.LINEAR_FORWARD)]),
@@ -187,6 +290,15 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "cast": lambda core: Case(
         [torch.randn(ROWS, K), torch.zeros(ROWS, K, dtype=torch.bfloat16)], _context(core)
     ),
+    "norm": _norm,
+    "norm_backward": _norm_backward,
+    "activation": _activation,
+    "activation_backward": _activation_backward,
+    "softmax": _softmax,
+    "softmax_backward": _softmax_backward,
+    "dropout_add": _dropout_add,
+    "dropout_backward": _dropout_backward,
+    "rope": _rope,
     "register_backend": _register,
     "unregister_backend": _unregister,
     "counters": lambda core: Case([]),

@@ -3,7 +3,9 @@
 
 An entry bounds a normalised mean squared error (sum of squared errors over sum of squared exact
 values), but for families named `*_floor`, which are absolute errors relative to the largest exact
-value. Contributions add up: an FP8 GEMM that writes bf16 is within
+value, `terms`, which is one relative to the sum of the magnitudes of the terms of a value, and
+`share`, which is the error of a share.
+Contributions add up: an FP8 GEMM that writes bf16 is within
 `tol("round", bf16) + tol("sum", f32, k)` of the float64 product of its dequantized operands.
 
 eps is the distance from 1 to the next number (`torch.finfo(dtype).eps`), so bf16 has 2^-7; a
@@ -77,6 +79,41 @@ _GELU_FAST = (
 )
 
 
+_TERMS = (
+    "an fp32 expression of terms that may cancel, one of them a sum of k: at most 8 roundings and "
+    "functions (exp, tanh, division, square root) of 2 eps each, relative to the terms: 16 eps; "
+    "and the sum's k roundings of at most eps/2 of its magnitude, independent of each other, have "
+    "a standard deviation of sqrt(k) eps/(2 sqrt 3), of which 2 sqrt(k) eps is nearly 7"
+)
+_SOFTMAX_GRAD = (
+    "p (dp - sum(p dp)) with p rounded to the dtype: a relative error of at most eps/2 in the "
+    "factor, one in each term of the sum, which is on average the smaller of the two, and one in "
+    "the result: at most 3 eps/2, here 4 eps/2, squared"
+)
+_SHARE = (
+    "share of n independent decisions that fall one way: its standard deviation is at most "
+    "1/(2 sqrt n), of which 3/sqrt n is six"
+)
+
+_ATTENTION = (
+    "softmax(q k^T) v and its gradients: an error of eps/2 of a score, whose magnitude is at most "
+    "8 for the normal data of the tests, is one of 8 eps/2 of its probability; rounding the "
+    "probability, its gradient, the score's gradient and the result adds eps/2 each. 12 eps/2, "
+    "all in one direction: (6 eps)^2; and the fp32 sums"
+)
+_LAYER = (
+    "a residual sum of two branches, each a chain of at most 16 roundings with those of attention "
+    "(norm, projection, attention, projection, GELU, dropout, or their gradients): eps/2 each and "
+    "all in one direction are 8 eps, doubled for gradients that cancel in a norm: (16 eps)^2; and "
+    "the fp32 sums"
+)
+_FP8_LAYER = (
+    "the branches of a layer, two chained GEMMs each: both operands of each of the four are "
+    "rounded to FP8, every rounding adds its mean square: 8 (eps/2)^2; attention and GELU pass "
+    "errors on with a gain of at most 2 in mean square"
+)
+
+
 def _sum(depth):
     return depth * EPS[F32] ** 2
 
@@ -99,6 +136,20 @@ TOLS: dict[tuple[str, torch.dtype], Tolerance] = {
     },
     ("gelu", F32): Tolerance(_constant((32 * EPS[F32]) ** 2), _GELU),
     ("gelu_fast", F32): Tolerance(_constant(3 * 2.0**-22), _GELU_FAST),
+    ("terms", F32): Tolerance(lambda k: (16 + 2 * math.sqrt(k)) * EPS[F32], _TERMS),
+    **{
+        ("softmax_grad", d): Tolerance(_constant(4 * EPS[d] ** 2), _SOFTMAX_GRAD)
+        for d in (F32, F16, BF16)
+    },
+    ("share", F32): Tolerance(lambda n: 3 / math.sqrt(n), _SHARE),
+    **{
+        ("attention", d): Tolerance(lambda k, e=EPS[d]: (6 * e) ** 2 + _sum(k), _ATTENTION)
+        for d in (F32, F16, BF16)
+    },
+    **{
+        ("layer", d): Tolerance(lambda k, e=EPS[d]: (16 * e) ** 2 + _sum(k), _LAYER)
+        for d in (F32, F16, BF16)
+    },
     # ---- FP8 training, against the same computation without quantization ----
     **{
         ("quantize", d): Tolerance(
@@ -108,6 +159,7 @@ TOLS: dict[tuple[str, torch.dtype], Tolerance] = {
         )
         for d in (E4M3, E5M2)
     },
+    ("quantized_layer", E4M3): Tolerance(_constant(2 * 8 * (EPS[E4M3] / 2) ** 2), _FP8_LAYER),
     # ---- floors of assert_ref_ratio: where the naive error happens to vanish ----
     **{
         ("ratio_floor", d): Tolerance(_constant(EPS[d] / 2), "one rounding of the largest value")

@@ -63,12 +63,38 @@ LINEAR_OVERWRITE_WGRAD: Final[int]
 LINEAR_DEFER_WGRAD: Final[int]
 LINEAR_CACHE_WRITE: Final[int]
 LINEAR_CACHE_READ: Final[int]
+LINEAR_ZERO_CENTERED: Final[int]
+LINEAR_GRAD_GAMMA: Final[int]
+LINEAR_GRAD_BETA: Final[int]
+LINEAR_RETURN_NORM: Final[int]
+
+# flags of mlp_plan (te_mlp_desc.flags)
+MLP_RECOMPUTE: Final[int]
 
 LINEAR_STAGES: Final[tuple[str, ...]]
 """Names of the linear stages; bit i of `external` stands for LINEAR_STAGES[i]."""
 
 AMAX_PARTIALS: Final[int]
 """Elements of a `partials` tensor."""
+
+# te_norm_kind
+NORM_LAYERNORM: Final[int]
+NORM_RMSNORM: Final[int]
+NORM_L2: Final[int]
+
+# te_activation_kind; activation_names() has the names in this order
+ACTIVATION_GELU: Final[int]
+ACTIVATION_GEGLU: Final[int]
+ACTIVATION_QGELU: Final[int]
+ACTIVATION_QGEGLU: Final[int]
+ACTIVATION_RELU: Final[int]
+ACTIVATION_REGLU: Final[int]
+ACTIVATION_SRELU: Final[int]
+ACTIVATION_SREGLU: Final[int]
+ACTIVATION_SILU: Final[int]
+ACTIVATION_SWIGLU: Final[int]
+ACTIVATION_GLU: Final[int]
+ACTIVATION_CLAMPED_SWIGLU: Final[int]
 
 # ---- torch -----------------------------------------------------------------------------------
 
@@ -91,6 +117,9 @@ def dtype_names() -> tuple[str, ...]:
 
 def op_names() -> tuple[str, ...]:
     """Names of the operators, in the order of the operator table."""
+
+def activation_names() -> tuple[str, ...]:
+    """Names of the activations, in the order of their numbers: ("gelu", "geglu", ...)."""
 
 def has_cuda() -> bool:
     """True where the library was built with its CUDA backend (it says nothing about a device)."""
@@ -115,14 +144,49 @@ def linear_plan(
     eps_input: float = 0.0,
     eps_weight: float = 0.0,
     eps_grad: float = 0.0,
+    norm: int = 0,
+    norm_dtype: int = 0,
+    norm_eps: float = 0.0,
 ) -> int:
-    """Id of a linear plan (te_linear_desc); the same description has the same id in every process."""
+    """Id of a linear plan (te_linear_desc); the same description has the same id in every process.
+
+    norm: 0 for none, else 1 + NORM_*.
+    """
+
+def mlp_plan(
+    direction: int,
+    activation: int,
+    limit: float = 0.0,
+    alpha: float = 0.0,
+    linear_offset: float = 0.0,
+    flags: int = 0,
+    *,
+    fc1: dict[str, Any],
+    fc2: dict[str, Any],
+) -> int:
+    """Id of the plan of an MLP (te_mlp_desc); fc1 and fc2 are the keywords of `linear_plan`.
+
+    activation: ACTIVATION_*, with limit, alpha and linear_offset for clamped_swiglu.
+    """
+
+def norm_plan(
+    direction: int,
+    features: int,
+    kind: int,
+    input_dtype: int,
+    weight_dtype: int,
+    output_dtype: int,
+    flags: int,
+    eps: float,
+) -> int:
+    """Id of the plan of a norm by itself (te_norm_desc); kind: NORM_*."""
 
 class PlanDescription(TypedDict):
     """What `plan_describe` returns."""
 
     kind: str
-    """"linear_forward", "linear_backward", "linear_wgrad"."""
+    """"linear_forward", "linear_backward", "linear_wgrad", the same with "norm_linear" and "mlp",
+    "norm_forward", "norm_backward"."""
     buffers: list[tuple[str, str, int, int, list[tuple[int, int, int]]]]
     """(name, role, dtype code, leading, shape). role: "input", "parameter", "state", "output", "saved"
     or "scratch". An extent (multiply, align, add) is multiply * roundup(rows, align) + add; add =
@@ -300,6 +364,241 @@ def fill(output: Tensor, value: float, *, context: Context | None = None) -> Non
 def cast(input: Tensor, output: Tensor, *, context: Context | None = None) -> None:
     """Convert and copy between strided matrices."""
 
+# ---- operators of a Transformer layer ----------------------------------------------------------
+#
+# What several of them take:
+#
+# - matrices have all leading dims flattened; [rows, columns] below is that matrix. Data is f32, f16
+#   or bf16, each tensor in a dtype of its own unless said otherwise. A result that is None is not
+#   computed.
+# - rowwise, columnwise, scale_pair, scale, amax, partials, amax_epsilon, power_2: the result in FP8, as
+#   in `quantize`, from the fp32 value and not from the rounded `output`. Its amax is recorded only
+#   where it is cast.
+# - amax_partials: AMAX_PARTIALS floats that receive the partial maxima of the fp32 result, as `amax`
+#   makes them; pass them as `partials` to a second call (current scaling).
+# - rng: int64[2] on the device, {seed, offset} of the Philox generator; required where a probability
+#   is not 0.
+#
+# ValueError names an argument with a wrong shape, stride, number or device, TypeError one with a wrong
+# dtype or class; NotImplementedError where no backend of the device has the operator.
+
+def norm(
+    input: Tensor,
+    *,
+    kind: int,
+    output: Tensor | None = None,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    mean: Tensor | None = None,
+    rsigma: Tensor | None = None,
+    eps: float = 1e-5,
+    zero_centered: bool = False,
+    statistics_given: bool = False,
+    rowwise: Tensor | None = None,
+    columnwise: Tensor | None = None,
+    scale_pair: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    partials: Tensor | None = None,
+    amax_partials: Tensor | None = None,
+    amax_epsilon: float = 0.0,
+    power_2: bool = False,
+    context: Context | None = None,
+) -> None:
+    """Normalize each row of `input` [rows, columns], times `gamma` plus `beta`; columns > 0.
+
+    kind
+        `NORM_LAYERNORM`, `NORM_RMSNORM` or `NORM_L2` (x * rsqrt(sum of squares + eps)).
+    output
+        [rows, columns].
+    gamma, beta
+        [columns]; None: 1 and 0. `beta` has the dtype of `gamma` and belongs to `NORM_LAYERNORM`.
+        `zero_centered`: the factor is 1 + gamma.
+    mean, rsigma
+        [rows] float32, written; with `statistics_given` read instead, and then required. `mean`
+        belongs to `NORM_LAYERNORM`.
+    """
+
+def norm_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    *,
+    kind: int,
+    rsigma: Tensor,
+    mean: Tensor | None = None,
+    gamma: Tensor | None = None,
+    grad_add: Tensor | None = None,
+    grad_input: Tensor | None = None,
+    gamma_grad: Tensor | None = None,
+    beta_grad: Tensor | None = None,
+    zero_centered: bool = False,
+    context: Context | None = None,
+) -> None:
+    """Gradients of `norm` into `grad_input` [rows, columns], `gamma_grad` and `beta_grad` [columns].
+
+    `grad_add` [rows, columns], in the dtype of `grad_output`, is added to `grad_output` first. `mean`
+    and `rsigma` are those that the forward wrote; `mean` is required for `NORM_LAYERNORM`, which alone
+    has `beta_grad`.
+    """
+
+def activation(
+    input: Tensor,
+    *,
+    kind: int,
+    output: Tensor | None = None,
+    rowwise: Tensor | None = None,
+    columnwise: Tensor | None = None,
+    scale_pair: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    partials: Tensor | None = None,
+    amax_partials: Tensor | None = None,
+    amax_epsilon: float = 0.0,
+    power_2: bool = False,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    linear_offset: float = 1.0,
+    context: Context | None = None,
+) -> None:
+    """Activate `input` [rows, columns] into `output` [rows, columns].
+
+    kind
+        `ACTIVATION_*`. A gated one takes [rows, 2 columns]: its first half is activated, the second
+        multiplies it.
+    limit, alpha, linear_offset
+        Of clamped_swiglu; the others ignore them.
+    """
+
+def activation_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    *,
+    kind: int,
+    grad_input: Tensor | None = None,
+    bias_grad: Tensor | None = None,
+    rowwise: Tensor | None = None,
+    columnwise: Tensor | None = None,
+    scale_pair: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    partials: Tensor | None = None,
+    amax_partials: Tensor | None = None,
+    amax_epsilon: float = 0.0,
+    power_2: bool = False,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    linear_offset: float = 1.0,
+    context: Context | None = None,
+) -> None:
+    """Gradient of `activation` into `grad_input`, in the shape of `input`, and (or) FP8.
+
+    `bias_grad` (one element per column of `input`) receives the column sums of its fp32 values.
+    """
+
+def softmax(
+    input: Tensor,
+    output: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    probabilities: Tensor | None = None,
+    rng: Tensor | None = None,
+    scale: float = 1.0,
+    dropout: float = 0.0,
+    window_left: int = -1,
+    window_right: int = -1,
+    diagonal: int = 0,
+    context: Context | None = None,
+) -> None:
+    """Softmax of scale * `input` + `bias` over the keys that each query may attend.
+
+    input
+        [batch, heads, queries, keys], unit last stride, any others.
+    output, probabilities
+        Of the same shape and dtype: with dropout, and without it.
+    mask, bias
+        Each dim 1 or that of `input`. `mask` is bool or uint8: True is masked out. A row without a key
+        is 0.
+    window_left, window_right, diagonal
+        Query i attends keys i + diagonal - window_left to i + diagonal + window_right; negative: no
+        limit on that side.
+    """
+
+def softmax_backward(
+    grad_output: Tensor,
+    probabilities: Tensor,
+    grad_input: Tensor,
+    *,
+    rng: Tensor | None = None,
+    scale: float = 1.0,
+    dropout: float = 0.0,
+    context: Context | None = None,
+) -> None:
+    """Gradient of `softmax` with respect to `input`; `grad_input` may be `grad_output` itself.
+
+    All three are [batch, heads, queries, keys] of one dtype. `rng`, `scale` and `dropout` are those of
+    the forward, `probabilities` what it wrote there.
+    """
+
+def dropout_add(
+    input: Tensor,
+    output: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    rng: Tensor | None = None,
+    dropout: float = 0.0,
+    drop_path: float = 0.0,
+    samples: int = 1,
+    context: Context | None = None,
+) -> None:
+    """`output` = `residual` + drop_path(dropout(`input` + `bias`)), all [rows, columns] of one dtype.
+
+    `bias` is [columns]. `drop_path` keeps or drops rows / samples consecutive rows together. `output`
+    may be `input` itself.
+    """
+
+def dropout_backward(
+    grad_output: Tensor,
+    *,
+    grad_input: Tensor | None = None,
+    bias_grad: Tensor | None = None,
+    rng: Tensor | None = None,
+    dropout: float = 0.0,
+    drop_path: float = 0.0,
+    samples: int = 1,
+    context: Context | None = None,
+) -> None:
+    """Gradients of `dropout_add` with respect to `input` and `bias`; that of `residual` is `grad_output`.
+
+    `grad_input` has the shape and dtype of `grad_output`, `bias_grad` one element per column.
+    """
+
+def rope(
+    input: Tensor,
+    output: Tensor,
+    freqs: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    backward: bool = False,
+    context: Context | None = None,
+) -> None:
+    """Rotary position embedding of `input` into `output`; `backward`: the transposed map.
+
+    input, output
+        [batch, sequence, heads, dim] of one dtype, each with strides of its own (transpose [sequence,
+        batch, ...] without a copy), or packed [tokens, heads, dim] with `cu_seqlens`.
+    freqs
+        Angles in float32, [positions, ..., rotary]: rotary is even and at most dim, the dims between
+        are 1. Channels from rotary on are copied.
+    cu_seqlens
+        [batch + 1] int32: the first token of each sequence, and the number of tokens.
+    start_positions
+        [batch] int32, added to the index in the sequence; None: 0.
+    """
+
 # ---- backends --------------------------------------------------------------------------------
 
 def register_backend(
@@ -314,8 +613,9 @@ def register_backend(
     A function gets one dict with the fields of the operator's C args struct: tensors (absent ones are
     None), a float pointer as a 1-element tensor (`partials`: AMAX_PARTIALS; `scale_pair`: 2), `output`
     of quantize and `input` of dequantize as a dict with mode, rowwise, columnwise, scale_pair, scale
-    and amax, GEMM operands as a dict with data, scale_inv and transposed, and plain numbers. It writes
-    into the tensors. They are views of memory that is valid during the call only: keep none.
+    and amax (`quantized` of the layer's operators likewise), GEMM operands as a dict with data,
+    scale_inv and transposed, `rng` as an int64 tensor of 2, and plain numbers. It writes into the
+    tensors. They are views of memory that is valid during the call only: keep none.
     NotImplemented as the result hands the call to the backend with the next lower priority (built-in
     ones have 0); another result is ignored. An exception propagates to the caller of the operator.
     """

@@ -1,21 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core/check.h"
 
+#include "core/check_helpers.h"
 #include "core/status.h"
 #include "core/tensor.h"
 
-typedef struct check_site {
-    te_op op;
-    te_device device;
-} check_site;
-
-#define LL(value) ((long long)(value))
-
-/* "quantize: input: ..." */
-#define FAIL_AT(kind, site, name, format, ...)                                                     \
-    TE_FAIL(kind, "%s: %s: " format, te_op_name((site)->op), name, __VA_ARGS__)
-
-static te_status check_device(const check_site *site, const char *name, const te_tensor *tensor)
+te_status te_check_device(const te_check_site *site, const char *name, const te_tensor *tensor)
 {
     if (tensor->device.type != site->device.type || tensor->device.index != site->device.index) {
         return FAIL_AT(TE_ERROR_INVALID, site, name,
@@ -26,8 +16,7 @@ static te_status check_device(const check_site *site, const char *name, const te
     return TE_OK;
 }
 
-/* A matrix of unit column stride with data wherever it has elements. */
-static te_status check_matrix(const check_site *site, const char *name, const te_tensor *tensor)
+te_status te_check_matrix(const te_check_site *site, const char *name, const te_tensor *tensor)
 {
     if (tensor->ndim != 2) {
         return FAIL_AT(TE_ERROR_INVALID, site, name, "ndim = %d, expected a matrix (2)",
@@ -51,11 +40,11 @@ static te_status check_matrix(const check_site *site, const char *name, const te
         return FAIL_AT(TE_ERROR_INVALID, site, name, "data is NULL for %lld x %lld elements",
                        LL(tensor->shape[0]), LL(tensor->shape[1]));
     }
-    return check_device(site, name, tensor);
+    return te_check_device(site, name, tensor);
 }
 
-static te_status check_vector(const check_site *site, const char *name, const te_tensor *tensor,
-                              int64_t length)
+te_status te_check_vector(const te_check_site *site, const char *name, const te_tensor *tensor,
+                          int64_t length)
 {
     if (tensor->ndim != 1 || tensor->shape[0] != length) {
         return FAIL_AT(TE_ERROR_INVALID, site, name,
@@ -66,17 +55,17 @@ static te_status check_vector(const check_site *site, const char *name, const te
         return FAIL_AT(TE_ERROR_INVALID, site, name, "stride %lld, expected 1: make it contiguous",
                        LL(tensor->strides[0]));
     }
-    return check_device(site, name, tensor);
+    return te_check_device(site, name, tensor);
 }
 
-static te_status expect_high_precision(const check_site *site, const char *name, te_dtype dtype)
+te_status te_check_high_precision(const te_check_site *site, const char *name, te_dtype dtype)
 {
     if (te_dtype_is_high_precision(dtype)) return TE_OK;
     return FAIL_AT(TE_ERROR_TYPE, site, name, "dtype %s, expected f32, f16 or bf16",
                    te_dtype_name(dtype));
 }
 
-static te_status expect_fp8(const check_site *site, const char *name, te_dtype dtype)
+static te_status expect_fp8(const te_check_site *site, const char *name, te_dtype dtype)
 {
     if (te_dtype_is_fp8(dtype)) return TE_OK;
     return FAIL_AT(TE_ERROR_TYPE, site, name, "dtype %s, expected e4m3 or e5m2",
@@ -84,11 +73,11 @@ static te_status expect_fp8(const check_site *site, const char *name, te_dtype d
 }
 
 /* One usage of a quantized tensor: [major, >= minor] FP8. */
-static te_status check_usage(const check_site *site, const char *name, const te_tensor *data,
+static te_status check_usage(const te_check_site *site, const char *name, const te_tensor *data,
                              int64_t major, int64_t minor)
 {
     if (!te_tensor_present(data)) return TE_OK;
-    TE_TRY(check_matrix(site, name, data));
+    TE_TRY(te_check_matrix(site, name, data));
     TE_TRY(expect_fp8(site, name, data->dtype));
     if (data->shape[0] != major || data->shape[1] < minor) {
         return FAIL_AT(TE_ERROR_INVALID, site, name, "shape [%lld, %lld], expected [%lld, >= %lld]",
@@ -97,7 +86,7 @@ static te_status check_usage(const check_site *site, const char *name, const te_
     return TE_OK;
 }
 
-static te_status check_both_usages(const check_site *site, const te_quantized *quantized,
+static te_status check_both_usages(const te_check_site *site, const te_quantized *quantized,
                                    int64_t rows, int64_t columns)
 {
     TE_TRY(check_usage(site, "rowwise", &quantized->rowwise, rows, columns));
@@ -111,40 +100,45 @@ static te_status check_both_usages(const check_site *site, const te_quantized *q
     return TE_OK;
 }
 
-static te_status check_quantize(const check_site *site, const te_quantize_args *args)
+te_status te_check_cast_to_fp8(const te_check_site *site, const char *name,
+                               const te_quantized *output, const float *partials,
+                               const int64_t shape[2])
 {
-    const te_tensor *input = &args->input;
-    const te_quantized *output = &args->output;
-    TE_TRY(check_matrix(site, "input", input));
-    TE_TRY(expect_high_precision(site, "input", input->dtype));
-    if (te_tensor_present(&args->bias_grad)) {
-        TE_TRY(check_vector(site, "bias_grad", &args->bias_grad, input->shape[1]));
-        TE_TRY(expect_high_precision(site, "bias_grad", args->bias_grad.dtype));
-    }
     if (output->mode == TE_SCALING_NONE) {
         if (te_tensor_present(&output->rowwise) || te_tensor_present(&output->columnwise)) {
-            return FAIL_AT(TE_ERROR_INVALID, site, "output", "scaling mode %s casts nothing",
-                           "none");
+            return FAIL_AT(TE_ERROR_INVALID, site, name, "scaling mode %s casts nothing", "none");
         }
         return TE_OK;
     }
     if (output->mode != TE_SCALING_TENSOR) {
-        return FAIL_AT(TE_ERROR_INVALID, site, "output", "scaling mode %d does not exist",
+        return FAIL_AT(TE_ERROR_INVALID, site, name, "scaling mode %d does not exist",
                        (int)output->mode);
     }
-    if ((output->scale == NULL) == (args->partials == NULL)) {
-        return FAIL_AT(TE_ERROR_INVALID, site, "output",
+    if ((output->scale == NULL) == (partials == NULL)) {
+        return FAIL_AT(TE_ERROR_INVALID, site, name,
                        "%s: exactly one of scale and partials says how to scale",
                        output->scale == NULL ? "neither is given" : "both are given");
     }
-    return check_both_usages(site, output, input->shape[0], input->shape[1]);
+    return check_both_usages(site, output, shape[0], shape[1]);
 }
 
-static te_status check_dequantize(const check_site *site, const te_dequantize_args *args)
+te_status te_check_quantize(const te_check_site *site, const te_quantize_args *args)
+{
+    const te_tensor *input = &args->input;
+    TE_TRY(te_check_matrix(site, "input", input));
+    TE_TRY(te_check_high_precision(site, "input", input->dtype));
+    if (te_tensor_present(&args->bias_grad)) {
+        TE_TRY(te_check_vector(site, "bias_grad", &args->bias_grad, input->shape[1]));
+        TE_TRY(te_check_high_precision(site, "bias_grad", args->bias_grad.dtype));
+    }
+    return te_check_cast_to_fp8(site, "output", &args->output, args->partials, input->shape);
+}
+
+te_status te_check_dequantize(const te_check_site *site, const te_dequantize_args *args)
 {
     const te_quantized *input = &args->input;
-    TE_TRY(check_matrix(site, "output", &args->output));
-    TE_TRY(expect_high_precision(site, "output", args->output.dtype));
+    TE_TRY(te_check_matrix(site, "output", &args->output));
+    TE_TRY(te_check_high_precision(site, "output", args->output.dtype));
     if (input->mode != TE_SCALING_TENSOR) {
         return FAIL_AT(TE_ERROR_INVALID, site, "input", "scaling mode %d, expected tensor",
                        (int)input->mode);
@@ -160,20 +154,20 @@ static te_status check_dequantize(const check_site *site, const te_dequantize_ar
     return check_both_usages(site, input, args->output.shape[0], args->output.shape[1]);
 }
 
-static te_status check_amax(const check_site *site, const te_amax_args *args)
+te_status te_check_amax(const te_check_site *site, const te_amax_args *args)
 {
-    TE_TRY(check_matrix(site, "input", &args->input));
-    TE_TRY(expect_high_precision(site, "input", args->input.dtype));
+    TE_TRY(te_check_matrix(site, "input", &args->input));
+    TE_TRY(te_check_high_precision(site, "input", args->input.dtype));
     if (args->partials == NULL) return FAIL_AT(TE_ERROR_INVALID, site, "partials", "%s", "is NULL");
     return TE_OK;
 }
 
-static te_status check_transpose(const check_site *site, const te_transpose_args *args)
+te_status te_check_transpose(const te_check_site *site, const te_transpose_args *args)
 {
     const te_tensor *input = &args->input;
     const te_tensor *output = &args->output;
-    TE_TRY(check_matrix(site, "input", input));
-    TE_TRY(check_matrix(site, "output", output));
+    TE_TRY(te_check_matrix(site, "input", input));
+    TE_TRY(te_check_matrix(site, "output", output));
     if (te_dtype_bytes(input->dtype) != 1 || input->dtype != output->dtype) {
         return FAIL_AT(TE_ERROR_TYPE, site, "output",
                        "%s from %s, expected one-byte elements of one dtype",
@@ -187,7 +181,7 @@ static te_status check_transpose(const check_site *site, const te_transpose_args
     return TE_OK;
 }
 
-static te_status check_gemm_dtypes(const check_site *site, const te_gemm_args *args)
+static te_status check_gemm_dtypes(const te_check_site *site, const te_gemm_args *args)
 {
     te_dtype a = args->a.data.dtype;
     te_dtype b = args->b.data.dtype;
@@ -212,7 +206,7 @@ static te_status check_gemm_dtypes(const check_site *site, const te_gemm_args *a
                            te_dtype_name(d));
         }
     } else {
-        TE_TRY(expect_high_precision(site, "d", d));
+        TE_TRY(te_check_high_precision(site, "d", d));
         if (!fp8 && d != a && d != TE_DTYPE_F32) {
             return FAIL_AT(TE_ERROR_TYPE, site, "d",
                            "dtype %s from %s operands, expected the same or f32", te_dtype_name(d),
@@ -229,13 +223,13 @@ static te_status check_gemm_dtypes(const check_site *site, const te_gemm_args *a
     return TE_OK;
 }
 
-static te_status check_gemm_extras(const check_site *site, const te_gemm_args *args, int64_t m,
+static te_status check_gemm_extras(const te_check_site *site, const te_gemm_args *args, int64_t m,
                                    int64_t n)
 {
     int fp8 = te_dtype_is_fp8(args->a.data.dtype);
-    if (te_tensor_present(&args->bias)) TE_TRY(check_vector(site, "bias", &args->bias, n));
+    if (te_tensor_present(&args->bias)) TE_TRY(te_check_vector(site, "bias", &args->bias, n));
     if (te_tensor_present(&args->bias_grad)) {
-        TE_TRY(check_vector(site, "bias_grad", &args->bias_grad, m));
+        TE_TRY(te_check_vector(site, "bias_grad", &args->bias_grad, m));
         if (fp8 || args->bias_grad.dtype != args->a.data.dtype) {
             return FAIL_AT(TE_ERROR_TYPE, site, "bias_grad",
                            "dtype %s with %s operands, expected the same high precision",
@@ -243,8 +237,8 @@ static te_status check_gemm_extras(const check_site *site, const te_gemm_args *a
         }
     }
     if (te_tensor_present(&args->aux)) {
-        TE_TRY(check_matrix(site, "aux", &args->aux));
-        TE_TRY(expect_high_precision(site, "aux", args->aux.dtype));
+        TE_TRY(te_check_matrix(site, "aux", &args->aux));
+        TE_TRY(te_check_high_precision(site, "aux", args->aux.dtype));
         if (args->aux.shape[0] != m || args->aux.shape[1] != n ||
             args->epilogue == TE_EPILOGUE_NONE) {
             return FAIL_AT(TE_ERROR_INVALID, site, "aux",
@@ -267,16 +261,16 @@ static te_status check_gemm_extras(const check_site *site, const te_gemm_args *a
     return TE_OK;
 }
 
-static te_status check_gemm(const check_site *site, const te_gemm_args *args)
+te_status te_check_gemm(const te_check_site *site, const te_gemm_args *args)
 {
     const te_tensor *a = &args->a.data;
     const te_tensor *b = &args->b.data;
     int ta = args->a.transposed != 0;
     int tb = args->b.transposed != 0;
     int64_t m, n, k;
-    TE_TRY(check_matrix(site, "a", a));
-    TE_TRY(check_matrix(site, "b", b));
-    TE_TRY(check_matrix(site, "d", &args->d));
+    TE_TRY(te_check_matrix(site, "a", a));
+    TE_TRY(te_check_matrix(site, "b", b));
+    TE_TRY(te_check_matrix(site, "d", &args->d));
     m = a->shape[ta];
     k = a->shape[!ta];
     n = b->shape[!tb];
@@ -297,11 +291,11 @@ static te_status check_gemm(const check_site *site, const te_gemm_args *args)
     return check_gemm_extras(site, args, m, n);
 }
 
-static te_status check_scaling_update(const check_site *site, const te_scaling_update_args *args)
+te_status te_check_scaling_update(const te_check_site *site, const te_scaling_update_args *args)
 {
     const te_tensor *history = &args->history;
-    TE_TRY(check_matrix(site, "history", history));
-    TE_TRY(check_vector(site, "scale", &args->scale, history->shape[1]));
+    TE_TRY(te_check_matrix(site, "history", history));
+    TE_TRY(te_check_vector(site, "scale", &args->scale, history->shape[1]));
     if (history->shape[0] < 1 || args->scale.dtype != TE_DTYPE_F32 ||
         history->dtype != TE_DTYPE_F32) {
         return FAIL_AT(TE_ERROR_INVALID, site, "history",
@@ -319,18 +313,18 @@ static te_status check_scaling_update(const check_site *site, const te_scaling_u
     return TE_OK;
 }
 
-static te_status check_fill(const check_site *site, const te_fill_args *args)
+te_status te_check_fill(const te_check_site *site, const te_fill_args *args)
 {
-    return check_matrix(site, "output", &args->output);
+    return te_check_matrix(site, "output", &args->output);
 }
 
-static te_status check_cast(const check_site *site, const te_cast_args *args)
+te_status te_check_cast(const te_check_site *site, const te_cast_args *args)
 {
-    TE_TRY(check_matrix(site, "input", &args->input));
-    TE_TRY(check_matrix(site, "output", &args->output));
+    TE_TRY(te_check_matrix(site, "input", &args->input));
+    TE_TRY(te_check_matrix(site, "output", &args->output));
     if (args->input.dtype == args->output.dtype) return TE_OK;
-    TE_TRY(expect_high_precision(site, "input", args->input.dtype));
-    return expect_high_precision(site, "output", args->output.dtype);
+    TE_TRY(te_check_high_precision(site, "input", args->input.dtype));
+    return te_check_high_precision(site, "output", args->output.dtype);
 }
 
 te_status te_check_args(te_op op, te_device device, const void *args)
@@ -340,7 +334,7 @@ te_status te_check_args(te_op op, te_device device, const void *args)
         TE_OPS(X)
 #undef X
     };
-    check_site site = {op, device};
+    te_check_site site = {op, device};
     if (args == NULL) return TE_FAIL(TE_ERROR_INVALID, "%s: args is NULL", te_op_name(op));
     if (*(const size_t *)args != sizes[op]) {
         return TE_FAIL(TE_ERROR_INVALID, "%s: args->size = %zu, expected %zu", te_op_name(op),
@@ -349,7 +343,7 @@ te_status te_check_args(te_op op, te_device device, const void *args)
     switch (op) {
 #define X(NAME, name)                                                                              \
     case TE_OP_##NAME:                                                                             \
-        return check_##name(&site, args);
+        return te_check_##name(&site, args);
         TE_OPS(X)
 #undef X
     case TE_OP_COUNT:

@@ -79,3 +79,23 @@ int64_t te_tensor_numel(const te_tensor *tensor)
     for (int32_t i = 0; i < tensor->ndim; i++) count *= tensor->shape[i];
     return count;
 }
+
+const char *te_activation_name(te_activation_kind kind)
+{
+    static const char *const names[TE_ACTIVATION_COUNT] = {
+#define X(NAME, name, gated) #name,
+        TE_ACTIVATIONS(X)
+#undef X
+    };
+    return (unsigned)kind < TE_ACTIVATION_COUNT ? names[kind] : "invalid";
+}
+
+int te_activation_is_gated(te_activation_kind kind)
+{
+    static const int is_gated[TE_ACTIVATION_COUNT] = {
+#define X(NAME, name, gated) gated,
+        TE_ACTIVATIONS(X)
+#undef X
+    };
+    return (unsigned)kind < TE_ACTIVATION_COUNT && is_gated[kind];
+}

@@ -34,6 +34,30 @@ typedef void (*te_cpu_quantize_row)(const void *x, uint8_t *q, int64_t n, float 
 /* c[i][j] (+)= sum over k of a[p][i] b[p][j]; a: [k][tile_rows], b: [k][tile_columns], packed. */
 typedef void (*te_cpu_gemm_tile)(int64_t k, const float *a, const float *b, float *c, int64_t ldc,
                                  int accumulate);
+/* keep[i] = all ones where element i of the Philox stream at `counter` (core/philox.h) is at least
+ * probability, else 0; for `count` counters, four elements each. */
+typedef void (*te_cpu_decide)(uint64_t seed, uint64_t counter, int64_t count, float probability,
+                              int32_t *keep);
+/* Angles of n pairs of channels (a, b): a' = a cos_a - b sin_a, b' = b cos_b + a sin_b. */
+typedef struct te_cpu_angles {
+    const float *cos_a, *sin_a, *cos_b, *sin_b;
+} te_cpu_angles;
+/* Rotates n pairs in place: x[i] with x[n + i] (halves), or x[2 i] with x[2 i + 1] (pairs). */
+typedef void (*te_cpu_rotate)(float *x, const te_cpu_angles *angles, int64_t n);
+/* A row of a norm: its statistics, and per column the factor, the summand, and for gradients the
+ * column sums to add to. */
+typedef struct te_cpu_norm_row {
+    float mean, rsigma;
+    float plain, scaled; /* row means of dz weight, and of that times the normalized input */
+    const float *weight, *bias;
+    float *gamma_sums, *beta_sums;
+} te_cpu_norm_row;
+/* A row of an activation; b of a gated one, grad of a gradient. */
+typedef struct te_cpu_activation_row {
+    const float *a, *b, *grad;
+    te_activation_params params;
+} te_cpu_activation_row;
+typedef void (*te_cpu_activate)(const te_cpu_activation_row *row, float *y, int64_t n);
 
 typedef struct te_cpu_kernels {
     te_cpu_quantize_row quantize[TE_CPU_INPUTS][TE_CPU_TARGETS][2]; /* last: with sums */
@@ -42,6 +66,31 @@ typedef struct te_cpu_kernels {
     void (*multiply)(float *x, float factor, int64_t n);
     void (*add)(float *x, const float *y, int64_t n);
     void (*gelu)(float *x, int64_t n); /* tanh approximation */
+    /* Of rows_layer.h; sums are made in one order on every instruction set. */
+    float (*largest)(const float *x, int64_t n);              /* NaN if any is; -Inf for none */
+    float (*exponentials)(float *x, float shift, int64_t n);  /* e^(x - shift), 0 for -Inf; sum */
+    void (*normalize)(float *x, float factor, int64_t n);     /* x *= factor; 0 stays 0 */
+    void (*forbid)(float *x, const uint8_t *mask, int64_t n); /* x = -Inf where mask is not 0 */
+    float (*dot)(const float *x, const float *y, int64_t n);
+    /* x = scale * p * (x - mean) */
+    void (*softmax_backward)(float *x, const float *p, float mean, float scale, int64_t n);
+    te_cpu_decide decide;
+    /* x *= factor where keep is all ones, 0 where it is 0 */
+    void (*keep)(float *x, const int32_t *keep, float factor, int64_t n);
+    te_cpu_rotate rotate[2]; /* of halves; of pairs */
+    /* Of rows_norm.h */
+    float (*row_sum)(const float *x, int64_t n);
+    /* Sums of x - shift and of its square. */
+    void (*row_moments)(const float *x, float shift, int64_t n, float moments[2]);
+    /* y = (x - mean) * rsigma * weight + bias */
+    void (*norm[TE_CPU_INPUTS])(const void *x, const te_cpu_norm_row *row, float *y, int64_t n);
+    /* Sums of dz weight, and of that times the normalized x; adds to the column sums. */
+    void (*norm_gradient_sums)(const te_cpu_norm_row *row, const float *dz, const float *x,
+                               int64_t n, float sums[2]);
+    void (*norm_gradient)(const te_cpu_norm_row *row, const float *dz, const float *x, float *y,
+                          int64_t n);
+    /* Of rows_activation.h: the value; the gradient; of gated ones that of the second half. */
+    te_cpu_activate activation[TE_ACTIVATION_COUNT][3];
     te_cpu_gemm_tile gemm_tile;
     int tile_rows, tile_columns; /* multiples of 4 */
 } te_cpu_kernels;

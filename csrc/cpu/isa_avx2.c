@@ -14,6 +14,9 @@
 #include <immintrin.h>
 
 #include "cpu/rows.h"
+#include "cpu/rows_activation.h"
+#include "cpu/rows_layer.h"
+#include "cpu/rows_norm.h"
 
 enum { ROWS = 4, VECTORS = 3, LANES = 8, COLUMNS = VECTORS * LANES };
 
@@ -53,6 +56,9 @@ static void gemm_tile(int64_t k, const float *restrict a, const float *restrict 
 
 const te_cpu_kernels te_cpu_kernels_avx2 = {
     TE_CPU_ROW_KERNELS,
+    TE_CPU_LAYER_KERNELS,
+    TE_CPU_NORM_KERNELS,
+    TE_CPU_ACTIVATION_KERNELS,
     .gemm_tile = gemm_tile,
     .tile_rows = ROWS,
     .tile_columns = COLUMNS,

@@ -16,5 +16,11 @@ TE_OPS(X)
 te_status te_cpu_quantize_workspace(void *self, te_context *context, const void *args,
                                     size_t *bytes);
 te_status te_cpu_gemm_workspace(void *self, te_context *context, const void *args, size_t *bytes);
+te_status te_cpu_norm_backward_workspace(void *self, te_context *context, const void *args,
+                                         size_t *bytes);
+te_status te_cpu_activation_backward_workspace(void *self, te_context *context, const void *args,
+                                               size_t *bytes);
+te_status te_cpu_dropout_backward_workspace(void *self, te_context *context, const void *args,
+                                            size_t *bytes);
 
 #endif

@@ -111,15 +111,33 @@ TE_CPU_INLINE float exponential(float x)
     return te_float_of(te_select_below(magnitude, TE_F32_NAN_BITS, bits, 0x7fc00000));
 }
 
+#define TE_CPU_LARGE 3.402823466e+38F
+
+/* condition ? yes : no, by masks for the reason given at te_select_below. */
+TE_CPU_INLINE float choose(int condition, float yes, float no)
+{
+    int32_t mask = -(int32_t)condition;
+    return te_float_of((te_bits_of(yes) & mask) | (te_bits_of(no) & ~mask));
+}
+
+/* x, but the lowest finite number for -Inf, which a factor of 0 would turn into NaN. */
+TE_CPU_INLINE float above_minus_infinity(float x)
+{
+    return choose(x < -TE_CPU_LARGE, -TE_CPU_LARGE, x);
+}
+
 /* 0.5 x (1 + tanh(u)) with u = sqrt(2/pi) (x + 0.044715 x^3) is x / (1 + e^(-2u)), which keeps its
- * precision where tanh(u) is close to -1. */
+ * precision where tanh(u) is close to -1; 0 for -Inf. */
+TE_CPU_INLINE float gelu_value(float x)
+{
+    float value = above_minus_infinity(x);
+    float u = value * (1.0F + 0.044715F * value * value);
+    return value / (1.0F + exponential(-1.5957691216F * u));
+}
+
 static void gelu(float *x, int64_t n)
 {
-    for (int64_t i = 0; i < n; i++) {
-        float value = x[i];
-        float u = value * (1.0F + 0.044715F * value * value);
-        x[i] = value / (1.0F + exponential(-1.5957691216F * u));
-    }
+    for (int64_t i = 0; i < n; i++) x[i] = gelu_value(x[i]);
 }
 
 /* Initialisers of a te_cpu_kernels from what is above. */

@@ -24,6 +24,17 @@ static const te_backend backend = {
             [TE_OP_SCALING_UPDATE] = {.function = te_cuda_scaling_update},
             [TE_OP_FILL] = {.function = te_cuda_fill},
             [TE_OP_CAST] = {.function = te_cuda_cast},
+            [TE_OP_NORM] = {.function = te_cuda_norm},
+            [TE_OP_NORM_BACKWARD] = {.function = te_cuda_norm_backward},
+            [TE_OP_ACTIVATION] = {.function = te_cuda_activation},
+            [TE_OP_ACTIVATION_BACKWARD] = {.function = te_cuda_activation_backward,
+                                           .workspace = te_cuda_activation_backward_workspace},
+            [TE_OP_SOFTMAX] = {.function = te_cuda_softmax},
+            [TE_OP_SOFTMAX_BACKWARD] = {.function = te_cuda_softmax_backward},
+            [TE_OP_DROPOUT_ADD] = {.function = te_cuda_dropout_add},
+            [TE_OP_DROPOUT_BACKWARD] = {.function = te_cuda_dropout_backward,
+                                        .workspace = te_cuda_dropout_backward_workspace},
+            [TE_OP_ROPE] = {.function = te_cuda_rope},
         },
 };
 

@@ -21,6 +21,24 @@ static inline te_view te_cuda_view(const te_tensor *tensor)
     return view;
 }
 
+/* The last dims of a view4 are those of the tensor; it may have fewer than 4. */
+static inline te_view4 te_cuda_view4(const te_tensor *tensor)
+{
+    te_view4 view = {tensor->data, {0, 0, 0, 0}};
+    for (int32_t i = 0; tensor->data != NULL && i < tensor->ndim; i++) {
+        if (tensor->shape[i] != 1) view.strides[4 - tensor->ndim + i] = tensor->strides[i];
+    }
+    return view;
+}
+
+/* Every line along the last dim begins at a multiple of `bytes`. */
+static inline int te_cuda_aligned4(const te_view4 *view, size_t element, size_t bytes)
+{
+    int aligned = (uintptr_t)view->data % bytes == 0;
+    for (int i = 0; i < 3; i++) aligned &= (size_t)view->strides[i] * element % bytes == 0;
+    return aligned;
+}
+
 /* Every row begins at a multiple of `bytes`. */
 static inline int te_cuda_aligned(const te_view *view, size_t element, size_t bytes)
 {
@@ -45,6 +63,16 @@ static inline void te_cuda_flatten(te_view *view)
  * grid, at most `most`. */
 te_walk te_cuda_plan_walk(int64_t rows, int64_t columns, int elements, uint32_t most,
                           uint32_t *blocks);
+
+/* The largest Philox word that drops an element: u = (word >> 8) * 2^-24 < probability, without
+ * converting to float. The probability is more than 0. */
+static inline uint32_t te_cuda_drop_limit(float probability)
+{
+    const double scaled = (double)probability * 16777216.0; /* exact */
+    uint64_t threshold = (uint64_t)scaled;
+    if ((double)threshold < scaled) threshold++;
+    return (uint32_t)((threshold << 8) - 1);
+}
 
 /* TE_STORE_* of f32, f16 or bf16. */
 static inline int te_cuda_store(te_dtype dtype)

@@ -15,6 +15,10 @@ TE_OPS(X)
 
 te_status te_cuda_quantize_workspace(void *self, te_context *context, const void *args,
                                      size_t *bytes);
+te_status te_cuda_activation_backward_workspace(void *self, te_context *context, const void *args,
+                                                size_t *bytes);
+te_status te_cuda_dropout_backward_workspace(void *self, te_context *context, const void *args,
+                                             size_t *bytes);
 te_status te_cuda_gemm_workspace(void *self, te_context *context, const void *args, size_t *bytes);
 te_status te_cuda_gemm_supports(void *self, te_context *context, const void *args);
 /* te_context_tune_gemm of a CUDA context, on its device state. */

@@ -157,7 +157,16 @@ typedef struct te_quantized {
     X(GEMM, gemm)                                                                                  \
     X(SCALING_UPDATE, scaling_update)                                                              \
     X(FILL, fill)                                                                                  \
-    X(CAST, cast)
+    X(CAST, cast)                                                                                  \
+    X(NORM, norm)                                                                                  \
+    X(NORM_BACKWARD, norm_backward)                                                                \
+    X(ACTIVATION, activation)                                                                      \
+    X(ACTIVATION_BACKWARD, activation_backward)                                                    \
+    X(SOFTMAX, softmax)                                                                            \
+    X(SOFTMAX_BACKWARD, softmax_backward)                                                          \
+    X(DROPOUT_ADD, dropout_add)                                                                    \
+    X(DROPOUT_BACKWARD, dropout_backward)                                                          \
+    X(ROPE, rope)
 
 typedef enum te_op {
 #define X(NAME, name) TE_OP_##NAME,
@@ -280,6 +289,212 @@ typedef struct te_cast_args {
     te_tensor output;
 } te_cast_args;
 
+/* ---- operators of a Transformer layer ------------------------------------------------------ */
+
+typedef enum te_norm_kind {
+    TE_NORM_LAYERNORM = 0, /* (x - mean) * rsigma, rsigma = rsqrt(var + eps), var biased */
+    TE_NORM_RMSNORM = 1,   /* x * rsigma, rsigma = rsqrt(mean of squares + eps) */
+    TE_NORM_L2 = 2         /* x * rsigma, rsigma = rsqrt(sum of squares + eps) */
+} te_norm_kind;
+
+enum {
+    TE_NORM_ZERO_CENTERED = 1,   /* the factor is 1 + gamma */
+    TE_NORM_STATISTICS_GIVEN = 2 /* mean and rsigma are read instead of computed and written */
+};
+
+/* output = normalized(input) * gamma + beta per row, in fp32, and cast in the same call: `output`
+ * in high precision, `quantized` to FP8 from the fp32 value, each where wanted. `quantized` is as
+ * in te_quantize_args: scale from quantized.scale, or made from `partials` (which then belong to an
+ * earlier call that wrote `amax_partials`), scale_pair written, padding zeroed, amax recorded.
+ * amax_partials receives the partial maxima of |fp32 value| as te_amax does (all entries). NaN and
+ * Inf propagate as in the formula. 0 columns are INVALID. */
+typedef struct te_norm_args {
+    size_t size;
+    te_norm_kind kind;
+    uint32_t flags;         /* TE_NORM_ZERO_CENTERED, TE_NORM_STATISTICS_GIVEN */
+    te_tensor input;        /* [rows, columns] f32, f16, bf16; unit column stride, any row stride */
+    te_tensor gamma;        /* [columns] f32, f16, bf16; data NULL: 1 */
+    te_tensor beta;         /* [columns] in the dtype of gamma; data NULL: 0; LAYERNORM only */
+    te_tensor mean;         /* [rows] f32; LAYERNORM only; data NULL: not wanted */
+    te_tensor rsigma;       /* [rows] f32; data NULL: not wanted */
+    te_tensor output;       /* [rows, columns] f32, f16, bf16; data NULL: not wanted */
+    te_quantized quantized; /* mode NONE: not wanted */
+    const float *partials;  /* device float[TE_AMAX_PARTIALS] to make the scale from, or NULL */
+    float *amax_partials;   /* device float[TE_AMAX_PARTIALS] to write, or NULL */
+    float amax_epsilon;     /* with partials, as in te_quantize_args */
+    int32_t power_2_scale;
+    float eps;
+    void *workspace;
+    size_t workspace_size;
+} te_norm_args;
+
+/* Gradients of te_norm. With dz = grad_output + grad_add, w = gamma (or 1 + gamma, or 1) and xhat
+ * the normalized input: gamma_grad = column sums of dz * xhat, beta_grad = column sums of dz, and
+ * grad_input = rsigma * (dz w - c1 - xhat * c2), c1 = row mean of dz w (LAYERNORM, else 0), c2 =
+ * row mean of dz w xhat (row sum for L2). fp32, in a fixed order: bitwise repeatable. */
+typedef struct te_norm_backward_args {
+    size_t size;
+    te_norm_kind kind;
+    uint32_t flags;        /* TE_NORM_ZERO_CENTERED */
+    te_tensor grad_output; /* [rows, columns] f32, f16, bf16 */
+    te_tensor grad_add;    /* [rows, columns] in the dtype of grad_output; data NULL: none */
+    te_tensor input;       /* [rows, columns] f32, f16, bf16 */
+    te_tensor gamma;       /* [columns]; data NULL: 1 */
+    te_tensor mean;        /* [rows] f32; LAYERNORM only */
+    te_tensor rsigma;      /* [rows] f32 */
+    te_tensor grad_input;  /* [rows, columns] f32, f16, bf16; data NULL: not wanted */
+    te_tensor gamma_grad;  /* [columns] f32, f16, bf16; data NULL: not wanted */
+    te_tensor beta_grad;   /* [columns]; LAYERNORM only; data NULL: not wanted */
+    void *workspace;
+    size_t workspace_size;
+} te_norm_backward_args;
+
+/* X(ENUM, name, gated). A gated activation takes [rows, 2 columns]: the first half is activated,
+ * the second multiplies it. s is the logistic function. gelu   0.5 x (1 + tanh(sqrt(2/pi) (x +
+ * 0.044715 x^3)))     qgelu  x s(1.702 x) relu   max(x, 0)         srelu  max(x, 0)^2 silu   x s(x)
+ * glu  s(a) b clamped_swiglu  a' s(alpha a') (b' + linear_offset), a' = min(a, limit), b' =
+ * clamp(b, +-limit)
+ */
+#define TE_ACTIVATIONS(X)                                                                          \
+    X(GELU, gelu, 0)                                                                               \
+    X(GEGLU, geglu, 1)                                                                             \
+    X(QGELU, qgelu, 0)                                                                             \
+    X(QGEGLU, qgeglu, 1)                                                                           \
+    X(RELU, relu, 0)                                                                               \
+    X(REGLU, reglu, 1)                                                                             \
+    X(SRELU, srelu, 0)                                                                             \
+    X(SREGLU, sreglu, 1)                                                                           \
+    X(SILU, silu, 0)                                                                               \
+    X(SWIGLU, swiglu, 1)                                                                           \
+    X(GLU, glu, 1)                                                                                 \
+    X(CLAMPED_SWIGLU, clamped_swiglu, 1)
+
+typedef enum te_activation_kind {
+#define X(NAME, name, gated) TE_ACTIVATION_##NAME,
+    TE_ACTIVATIONS(X)
+#undef X
+        TE_ACTIVATION_COUNT
+} te_activation_kind;
+
+TE_API const char *te_activation_name(te_activation_kind kind); /* "invalid" for a bad value */
+TE_API int te_activation_is_gated(te_activation_kind kind);
+
+/* Numbers of clamped_swiglu; the other kinds ignore them. */
+typedef struct te_activation_params {
+    float limit, alpha, linear_offset;
+} te_activation_params;
+
+/* output = activation(input) in fp32, to high precision and (or) FP8; the casts as in te_norm. */
+typedef struct te_activation_args {
+    size_t size;
+    te_activation_kind kind;
+    te_activation_params params;
+    te_tensor input;        /* [rows, columns] (gated: [rows, 2 columns]) f32, f16, bf16 */
+    te_tensor output;       /* [rows, columns] f32, f16, bf16; data NULL: not wanted */
+    te_quantized quantized; /* mode NONE: not wanted */
+    const float *partials;  /* device float[TE_AMAX_PARTIALS] to make the scale from, or NULL */
+    float *amax_partials;   /* device float[TE_AMAX_PARTIALS] to write, or NULL */
+    float amax_epsilon;
+    int32_t power_2_scale;
+    void *workspace;
+    size_t workspace_size;
+} te_activation_args;
+
+/* grad_input = grad_output * activation'(input) in fp32, to high precision and (or) FP8, with the
+ * column sums of the fp32 values as the bias gradient of the linear layer before. The derivative of
+ * relu and srelu at 0 is 0; of a clamped value it is 0 outside of the limit and 1 at it. */
+typedef struct te_activation_backward_args {
+    size_t size;
+    te_activation_kind kind;
+    te_activation_params params;
+    te_tensor grad_output;  /* [rows, columns] f32, f16, bf16 */
+    te_tensor input;        /* [rows, columns] (gated: [rows, 2 columns]) f32, f16, bf16 */
+    te_tensor grad_input;   /* shape of input; f32, f16, bf16; data NULL: not wanted */
+    te_quantized quantized; /* of grad_input; mode NONE: not wanted */
+    te_tensor bias_grad;    /* [columns of input] f32, f16, bf16; data NULL: not wanted */
+    const float *partials;  /* device float[TE_AMAX_PARTIALS] to make the scale from, or NULL */
+    float *amax_partials;   /* device float[TE_AMAX_PARTIALS] to write, or NULL */
+    float amax_epsilon;
+    int32_t power_2_scale;
+    void *workspace;
+    size_t workspace_size;
+} te_activation_backward_args;
+
+/* Random decisions are Philox4x32-10 (core/philox.h): `rng` is a device int64[2] {seed, offset};
+ * element i of a tensor takes word i % 4 of counter offset + i / 4, u = (word >> 8) * 2^-24, and is
+ * kept if u >= p; what is kept is multiplied by 1 / (1 - p) (0 everywhere for p = 1). The same bits
+ * on every backend. */
+
+/* Softmax over the keys of scale * input + bias, in fp32. Query i may attend keys
+ * i + diagonal - window_left .. i + diagonal + window_right (a negative window: no limit on that
+ * side; causal: right = 0) that `mask` does not forbid; a score of -Inf forbids too. Forbidden keys
+ * get 0, so a row with no key is 0; NaN or +Inf among the other scores makes all of these NaN. What
+ * dropout drops is 0. Element order for dropout: dense [batch, heads, queries, keys]. */
+typedef struct te_softmax_args {
+    size_t size;
+    te_tensor input;  /* [batch, heads, queries, keys] f32, f16, bf16; unit last stride */
+    te_tensor mask;   /* u8, each dim 1 or the input's; non-zero: masked out; data NULL: none */
+    te_tensor bias;   /* f32, f16, bf16, each dim 1 or the input's; data NULL: none */
+    te_tensor output; /* as input: with dropout */
+    te_tensor probabilities; /* as input: without dropout; data NULL: not wanted */
+    const int64_t *rng;      /* NULL where dropout is 0 */
+    float scale, dropout;
+    int64_t window_left, window_right, diagonal;
+} te_softmax_args;
+
+/* grad_input = scale * p * (dp - sum over keys of dp * p), dp = grad_output through the dropout. */
+typedef struct te_softmax_backward_args {
+    size_t size;
+    te_tensor grad_output;   /* [batch, heads, queries, keys] f32, f16, bf16; unit last stride */
+    te_tensor probabilities; /* as grad_output: without dropout */
+    te_tensor grad_input;    /* as grad_output; may be the same memory */
+    const int64_t *rng;
+    float scale, dropout;
+} te_softmax_backward_args;
+
+/* output = residual + drop_path(dropout(input + bias)). drop_path keeps or drops rows / samples
+ * rows at a time; its decisions are elements 0 .. samples - 1 of a stream that begins at offset +
+ * ceil(rows * columns / 4). */
+typedef struct te_dropout_add_args {
+    size_t size;
+    te_tensor input;    /* [rows, columns] f32, f16, bf16 */
+    te_tensor bias;     /* [columns] f32, f16, bf16; data NULL: none */
+    te_tensor residual; /* [rows, columns] in the dtype of input; data NULL: none */
+    te_tensor output;   /* [rows, columns] in the dtype of input; may be input's memory */
+    const int64_t *rng; /* NULL where both probabilities are 0 */
+    float dropout, drop_path;
+    int64_t samples; /* divides rows */
+} te_dropout_add_args;
+
+/* Gradient of te_dropout_add with respect to input and bias; that of residual is grad_output. */
+typedef struct te_dropout_backward_args {
+    size_t size;
+    te_tensor grad_output; /* [rows, columns] f32, f16, bf16 */
+    te_tensor grad_input;  /* [rows, columns] in the dtype of grad_output; data NULL: not wanted */
+    te_tensor bias_grad;   /* [columns] f32, f16, bf16: column sums; data NULL: not wanted */
+    const int64_t *rng;
+    float dropout, drop_path;
+    int64_t samples;
+    void *workspace;
+    size_t workspace_size;
+} te_dropout_backward_args;
+
+/* Rotary position embedding: output = t cos + rot(t) sin over the first rotary channels, the others
+ * are copied. rot(t) = (-second half, first half), or (-odd, even) pairs if interleaved. cos and
+ * sin of freqs[position] in fp32. The position is the index in the sequence plus the batch entry's
+ * start. backward: the transposed map, for gradients. Tokens of no sequence are copied. */
+typedef struct te_rope_args {
+    size_t size;
+    te_tensor input;           /* [batch, sequence, heads, dim], or packed [tokens, heads, dim] with
+                                  cu_seqlens; f32, f16, bf16; unit last stride, any others */
+    te_tensor output;          /* as input, with strides of its own; may be the same memory */
+    te_tensor freqs;           /* [positions, rotary] f32 angles; rotary even, at most dim; dense */
+    te_tensor cu_seqlens;      /* [batch + 1] i32: first token of each sequence; data NULL: none */
+    te_tensor start_positions; /* [batch] i32; data NULL: 0 */
+    int32_t interleaved;
+    int32_t backward;
+} te_rope_args;
+
 /* Device bytes of workspace that one call needs (pointers in args are not read). */
 TE_API te_status te_op_workspace(te_context *context, te_op op, const void *args, size_t *bytes);
 /* Runs an operator by number; args points to its args struct. */
@@ -400,8 +615,12 @@ enum {                                  /* te_linear_desc.flags */
        TE_LINEAR_OVERWRITE_WGRAD = 1 << 13, /* write main_grad */
        TE_LINEAR_DEFER_WGRAD = 1 << 14,     /* backward saves what TE_LINEAR_WGRAD needs later */
        TE_LINEAR_CACHE_WRITE =
-           1 << 15,                   /* forward: the quantized weight, both usages, is an output */
-       TE_LINEAR_CACHE_READ = 1 << 16 /* the quantized weight of an earlier forward is an input */
+           1 << 15, /* forward: the quantized weight, both usages, is an output */
+       TE_LINEAR_CACHE_READ = 1 << 16, /* the quantized weight of an earlier forward is an input */
+       TE_LINEAR_ZERO_CENTERED = 1 << 17, /* norm: the factor is 1 + gamma */
+       TE_LINEAR_GRAD_GAMMA = 1 << 18,    /* norm: gamma needs a gradient */
+       TE_LINEAR_GRAD_BETA = 1 << 19,     /* norm: beta needs a gradient */
+       TE_LINEAR_RETURN_NORM = 1 << 20 /* the norm's output is an output, its gradient an input */
 };
 
 typedef enum te_recipe {
@@ -410,8 +629,9 @@ typedef enum te_recipe {
     TE_RECIPE_CURRENT = 2
 } te_recipe;
 
-/* Canonical description of a linear's forward, backward or separate weight-gradient plan. Zero-fill
- * it first: its bytes are hashed. The number of rows is no part of it. */
+/* Canonical description of a linear's forward, backward or separate weight-gradient plan, with or
+ * without a norm before it. Zero-fill it first: its bytes are hashed. The number of rows is no part
+ * of it. */
 typedef struct te_linear_desc {
     uint32_t size;
     int32_t direction; /* TE_LINEAR_FORWARD, ... */
@@ -424,11 +644,45 @@ typedef struct te_linear_desc {
     int32_t gather; /* > 1: the quantized input is gathered from this many ranks before the GEMM */
     uint32_t external; /* 1 << stage number of TE_LINEAR_STAGES that the caller runs itself */
     float amax_epsilon_input, amax_epsilon_weight, amax_epsilon_grad; /* current scaling */
+    int32_t norm;       /* 0: none; else 1 + te_norm_kind (LAYERNORM or RMSNORM) */
+    int32_t norm_dtype; /* te_dtype of gamma and beta; 0 without a norm */
+    float norm_eps;
     uint32_t reserved;
 } te_linear_desc;
 
-/* Stages of the linear plans, in order of execution: X(ENUM, name). A plan has those it needs. */
+enum { /* te_mlp_desc.flags */
+       /* Forward saves its input and scales only; backward repeats norm, fc1 and activation. */
+       TE_MLP_RECOMPUTE = 1 << 0
+};
+
+/* norm (optional, of fc1), fc1, activation, fc2. fc1.out_features is fc2.in_features, or twice it
+ * for a gated activation; recipe, FP8 dtypes and direction are the same in both; fc1.output_dtype
+ * is fc2.input_dtype. fc2 needs DGRAD where anything before it needs a gradient. */
+typedef struct te_mlp_desc {
+    uint32_t size;
+    int32_t direction;
+    int32_t activation; /* te_activation_kind */
+    te_activation_params params;
+    uint32_t flags; /* TE_MLP_* */
+    uint32_t reserved;
+    te_linear_desc fc1, fc2;
+} te_mlp_desc;
+
+/* A norm by itself, forward or backward: te_norm over [rows, features]. */
+typedef struct te_norm_desc {
+    uint32_t size;
+    int32_t direction; /* TE_LINEAR_FORWARD or TE_LINEAR_BACKWARD */
+    int64_t features;
+    int32_t kind; /* te_norm_kind */
+    int32_t input_dtype, weight_dtype, output_dtype;
+    uint32_t flags; /* TE_LINEAR_DGRAD, _GRAD_GAMMA, _GRAD_BETA, _ZERO_CENTERED */
+    float eps;
+} te_norm_desc;
+
+/* Stages of the linear plans, in order of execution: X(ENUM, name). A plan has those it needs. In
+ * an MLP they are called fc1_... and fc2_... . */
 #define TE_LINEAR_STAGES(X)                                                                        \
+    X(PRODUCE_INPUT, produce_input) /* norm or activation, where no cast to FP8 is fused */        \
     X(AMAX_INPUT, amax_input)                                                                      \
     X(REDUCE_AMAX_INPUT, reduce_amax_input) /* external only */                                    \
     X(QUANTIZE_INPUT, quantize_input)                                                              \
@@ -438,13 +692,15 @@ typedef struct te_linear_desc {
     X(CAST_BIAS, cast_bias)                                                                        \
     X(GATHER_INPUT, gather_input) /* external only */                                              \
     X(GEMM_OUTPUT, gemm_output)                                                                    \
+    X(PRODUCE_GRAD_OUTPUT, produce_grad_output) /* gradient of the activation, likewise */         \
     X(AMAX_GRAD_OUTPUT, amax_grad_output)                                                          \
     X(REDUCE_AMAX_GRAD_OUTPUT, reduce_amax_grad_output) /* external only */                        \
     X(QUANTIZE_GRAD_OUTPUT, quantize_grad_output)                                                  \
     X(REQUANTIZE_WEIGHT, requantize_weight)                                                        \
     X(GEMM_GRAD_INPUT, gemm_grad_input)                                                            \
     X(REQUANTIZE_INPUT, requantize_input)                                                          \
-    X(GEMM_GRAD_WEIGHT, gemm_grad_weight)
+    X(GEMM_GRAD_WEIGHT, gemm_grad_weight)                                                          \
+    X(NORM_BACKWARD, norm_backward)
 
 typedef enum te_linear_stage {
 #define X(NAME, name) TE_LINEAR_STAGE_##NAME,
@@ -456,6 +712,8 @@ typedef enum te_linear_stage {
 /* Interns a plan: the same description gives the same id in every process. INVALID or TYPE for a
  * description that can not be. */
 TE_API te_status te_plan_linear(const te_linear_desc *desc, int64_t *id);
+TE_API te_status te_plan_mlp(const te_mlp_desc *desc, int64_t *id);
+TE_API te_status te_plan_norm(const te_norm_desc *desc, int64_t *id);
 /* Buffers and stages of a plan; the pointers live as long as the process. */
 TE_API te_status te_plan_describe(int64_t id, te_plan_info *info);
 /* Sizes for a number of rows; offsets, where not NULL, has room for buffer_count byte offsets into

@@ -65,6 +65,29 @@ static te_status check_flags(const te_linear_desc *d)
     return TE_OK;
 }
 
+/* A norm before the layer: LayerNorm or RMSNorm, its flags and its dtype. */
+static te_status check_norm(const te_linear_desc *d)
+{
+    const uint32_t flags = TE_LINEAR_ZERO_CENTERED | TE_LINEAR_GRAD_GAMMA | TE_LINEAR_GRAD_BETA |
+                           TE_LINEAR_RETURN_NORM;
+    if (d->norm == 0) {
+        if ((d->flags & flags) == 0 && d->norm_dtype == 0) return TE_OK;
+        return TE_FAIL(TE_ERROR_INVALID, "linear: flags 0x%x, norm_dtype %d without a norm",
+                       d->flags, d->norm_dtype);
+    }
+    if (d->norm != 1 + TE_NORM_LAYERNORM && d->norm != 1 + TE_NORM_RMSNORM) {
+        return TE_FAIL(TE_ERROR_INVALID, "linear: norm = %d does not exist", d->norm);
+    }
+    if (d->norm == 1 + TE_NORM_RMSNORM && (d->flags & TE_LINEAR_GRAD_BETA) != 0) {
+        return TE_FAIL(TE_ERROR_INVALID, "linear: flags 0x%x: RMSNorm has no beta", d->flags);
+    }
+    if (!te_dtype_is_high_precision((te_dtype)d->norm_dtype)) {
+        return TE_FAIL(TE_ERROR_TYPE, "linear: norm_dtype = %s, expected f32, f16 or bf16",
+                       te_dtype_name((te_dtype)d->norm_dtype));
+    }
+    return TE_OK;
+}
+
 te_status te_linear_check(const te_linear_desc *d)
 {
     if (d == NULL || d->size != sizeof *d || d->reserved != 0) {
@@ -88,5 +111,45 @@ te_status te_linear_check(const te_linear_desc *d)
         return TE_FAIL(TE_ERROR_INVALID, "linear: recipe = %d does not exist", d->recipe);
     }
     TE_TRY(check_dtypes(d));
+    TE_TRY(check_norm(d));
     return check_flags(d);
+}
+
+te_status te_mlp_check(const te_mlp_desc *d)
+{
+    int64_t expected;
+    if (d == NULL || d->size != sizeof *d || d->reserved != 0) {
+        return TE_FAIL(TE_ERROR_INVALID, "mlp: size = %u, expected %zu and no reserved bits",
+                       d == NULL ? 0U : d->size, sizeof *d);
+    }
+    TE_TRY(te_linear_check(&d->fc1));
+    TE_TRY(te_linear_check(&d->fc2));
+    if ((uint32_t)d->activation >= TE_ACTIVATION_COUNT ||
+        (d->flags & ~(uint32_t)TE_MLP_RECOMPUTE)) {
+        return TE_FAIL(TE_ERROR_INVALID, "mlp: activation = %d, flags = 0x%x", d->activation,
+                       d->flags);
+    }
+    expected = d->fc2.in_features * (1 + te_activation_is_gated((te_activation_kind)d->activation));
+    if (d->fc1.out_features != expected) {
+        return TE_FAIL(TE_ERROR_INVALID, "mlp: fc1 has %lld outputs, %s of %lld needs %lld",
+                       (long long)d->fc1.out_features,
+                       te_activation_name((te_activation_kind)d->activation),
+                       (long long)d->fc2.in_features, (long long)expected);
+    }
+    if (d->fc1.direction != d->direction || d->fc2.direction != d->direction ||
+        d->fc1.recipe != d->fc2.recipe || d->fc1.output_dtype != d->fc2.input_dtype ||
+        d->fc2.norm != 0 || d->fc1.gather != 1 || d->fc2.gather != 1) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "mlp: fc1 and fc2 differ: directions %d and %d, recipes %d and %d, dtypes "
+                       "between them %s and %s, or one has a norm (%d) or a gather (%d, %d)",
+                       d->fc1.direction, d->fc2.direction, d->fc1.recipe, d->fc2.recipe,
+                       te_dtype_name((te_dtype)d->fc1.output_dtype),
+                       te_dtype_name((te_dtype)d->fc2.input_dtype), d->fc2.norm, d->fc1.gather,
+                       d->fc2.gather);
+    }
+    if (d->direction == TE_LINEAR_WGRAD && (d->flags & TE_MLP_RECOMPUTE) != 0) {
+        return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                       "mlp: a deferred weight gradient with recompute: flags = 0x%x", d->flags);
+    }
+    return TE_OK;
 }

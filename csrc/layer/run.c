@@ -28,6 +28,10 @@ typedef union stage_args {
     te_gemm_args gemm;
     te_amax_args amax;
     te_cast_args cast;
+    te_norm_args norm;
+    te_norm_backward_args norm_backward;
+    te_activation_args activation;
+    te_activation_backward_args activation_backward;
 } stage_args;
 
 static const te_tensor *stage_buffer(const run_state *run, const te_stage *stage, int position)
@@ -49,19 +53,104 @@ static float *stage_float(const run_state *run, const te_stage *stage, int posit
     return (float *)run->buffers[at].data + index;
 }
 
+/* The FP8 result of a stage; `partials` says that its scale is made from them. */
+static te_quantized stage_quantized(const run_state *run, const te_stage *stage,
+                                    const float *partials)
+{
+    te_quantized quantized = {
+        .rowwise = *stage_buffer(run, stage, TE_QUANTIZE_ROW),
+        .columnwise = *stage_buffer(run, stage, TE_QUANTIZE_COLUMN),
+        .scale_pair = stage_float(run, stage, TE_QUANTIZE_PAIR, 0),
+        .scale = stage_float(run, stage, TE_QUANTIZE_SCALE, TE_PAIR_SCALE),
+        .amax = stage_float(run, stage, TE_QUANTIZE_HISTORY, 0),
+    };
+    quantized.mode =
+        quantized.scale == NULL && partials == NULL ? TE_SCALING_NONE : TE_SCALING_TENSOR;
+    return quantized;
+}
+
 static void bind_quantize(const run_state *run, const te_stage *stage, te_quantize_args *args)
 {
     args->size = sizeof *args;
     args->input = *stage_buffer(run, stage, TE_QUANTIZE_INPUT);
-    args->output.rowwise = *stage_buffer(run, stage, TE_QUANTIZE_ROW);
-    args->output.columnwise = *stage_buffer(run, stage, TE_QUANTIZE_COLUMN);
-    args->output.scale_pair = stage_float(run, stage, TE_QUANTIZE_PAIR, 0);
-    args->output.scale = stage_float(run, stage, TE_QUANTIZE_SCALE, TE_PAIR_SCALE);
-    args->output.amax = stage_float(run, stage, TE_QUANTIZE_HISTORY, 0);
     args->partials = stage_float(run, stage, TE_QUANTIZE_PARTIALS, 0);
-    args->output.mode =
-        args->output.scale == NULL && args->partials == NULL ? TE_SCALING_NONE : TE_SCALING_TENSOR;
+    args->output = stage_quantized(run, stage, args->partials);
     args->bias_grad = *stage_buffer(run, stage, TE_QUANTIZE_BIAS_GRAD);
+    args->amax_epsilon = stage->amax_epsilon;
+    args->power_2_scale = stage->power_2_scale;
+    args->workspace = run->workspace;
+    args->workspace_size = run->workspace_size;
+}
+
+static void bind_norm(const run_state *run, const te_stage *stage, te_norm_args *args)
+{
+    args->size = sizeof *args;
+    args->kind = (te_norm_kind)stage->kind;
+    args->flags = stage->flags;
+    args->eps = stage->norm_eps;
+    args->input = *stage_buffer(run, stage, TE_QUANTIZE_INPUT);
+    args->gamma = *stage_buffer(run, stage, TE_NORM_GAMMA);
+    args->beta = *stage_buffer(run, stage, TE_NORM_BETA);
+    args->mean = *stage_buffer(run, stage, TE_NORM_MEAN);
+    args->rsigma = *stage_buffer(run, stage, TE_NORM_RSIGMA);
+    args->output = *stage_buffer(run, stage, TE_PRODUCE_OUTPUT);
+    args->partials = stage_float(run, stage, TE_QUANTIZE_PARTIALS, 0);
+    args->amax_partials = stage_float(run, stage, TE_PRODUCE_AMAX_PARTIALS, 0);
+    args->quantized = stage_quantized(run, stage, args->partials);
+    args->amax_epsilon = stage->amax_epsilon;
+    args->power_2_scale = stage->power_2_scale;
+    args->workspace = run->workspace;
+    args->workspace_size = run->workspace_size;
+}
+
+static void bind_norm_backward(const run_state *run, const te_stage *stage,
+                               te_norm_backward_args *args)
+{
+    args->size = sizeof *args;
+    args->kind = (te_norm_kind)stage->kind;
+    args->flags = stage->flags;
+    args->grad_output = *stage_buffer(run, stage, TE_NORM_BACKWARD_GRAD_OUTPUT);
+    args->grad_add = *stage_buffer(run, stage, TE_NORM_BACKWARD_GRAD_ADD);
+    args->input = *stage_buffer(run, stage, TE_NORM_BACKWARD_INPUT);
+    args->gamma = *stage_buffer(run, stage, TE_NORM_BACKWARD_GAMMA);
+    args->mean = *stage_buffer(run, stage, TE_NORM_BACKWARD_MEAN);
+    args->rsigma = *stage_buffer(run, stage, TE_NORM_BACKWARD_RSIGMA);
+    args->grad_input = *stage_buffer(run, stage, TE_NORM_BACKWARD_GRAD_INPUT);
+    args->gamma_grad = *stage_buffer(run, stage, TE_NORM_BACKWARD_GRAD_GAMMA);
+    args->beta_grad = *stage_buffer(run, stage, TE_NORM_BACKWARD_GRAD_BETA);
+    args->workspace = run->workspace;
+    args->workspace_size = run->workspace_size;
+}
+
+static void bind_activation(const run_state *run, const te_stage *stage, te_activation_args *args)
+{
+    args->size = sizeof *args;
+    args->kind = (te_activation_kind)stage->kind;
+    args->params = stage->activation;
+    args->input = *stage_buffer(run, stage, TE_QUANTIZE_INPUT);
+    args->output = *stage_buffer(run, stage, TE_PRODUCE_OUTPUT);
+    args->partials = stage_float(run, stage, TE_QUANTIZE_PARTIALS, 0);
+    args->amax_partials = stage_float(run, stage, TE_PRODUCE_AMAX_PARTIALS, 0);
+    args->quantized = stage_quantized(run, stage, args->partials);
+    args->amax_epsilon = stage->amax_epsilon;
+    args->power_2_scale = stage->power_2_scale;
+    args->workspace = run->workspace;
+    args->workspace_size = run->workspace_size;
+}
+
+static void bind_activation_backward(const run_state *run, const te_stage *stage,
+                                     te_activation_backward_args *args)
+{
+    args->size = sizeof *args;
+    args->kind = (te_activation_kind)stage->kind;
+    args->params = stage->activation;
+    args->grad_output = *stage_buffer(run, stage, TE_ACTIVATION_GRAD_OUTPUT);
+    args->input = *stage_buffer(run, stage, TE_QUANTIZE_INPUT);
+    args->grad_input = *stage_buffer(run, stage, TE_PRODUCE_OUTPUT);
+    args->bias_grad = *stage_buffer(run, stage, TE_QUANTIZE_BIAS_GRAD);
+    args->partials = stage_float(run, stage, TE_QUANTIZE_PARTIALS, 0);
+    args->amax_partials = stage_float(run, stage, TE_PRODUCE_AMAX_PARTIALS, 0);
+    args->quantized = stage_quantized(run, stage, args->partials);
     args->amax_epsilon = stage->amax_epsilon;
     args->power_2_scale = stage->power_2_scale;
     args->workspace = run->workspace;
@@ -80,7 +169,9 @@ static void bind_gemm(const run_state *run, const te_stage *stage, te_gemm_args 
     args->d = *stage_buffer(run, stage, TE_GEMM_D);
     args->bias = *stage_buffer(run, stage, TE_GEMM_BIAS);
     args->bias_grad = *stage_buffer(run, stage, TE_GEMM_BIAS_GRAD);
-    args->flags = stage->gemm_flags;
+    args->aux = *stage_buffer(run, stage, TE_GEMM_AUX);
+    args->epilogue = (te_epilogue)stage->kind;
+    args->flags = stage->flags;
     args->workspace = run->workspace;
     args->workspace_size = run->workspace_size;
 }
@@ -102,6 +193,18 @@ static te_status bind_stage(const run_state *run, const te_stage *stage, stage_a
         return TE_OK;
     case TE_OP_GEMM:
         bind_gemm(run, stage, &args->gemm);
+        return TE_OK;
+    case TE_OP_NORM:
+        bind_norm(run, stage, &args->norm);
+        return TE_OK;
+    case TE_OP_NORM_BACKWARD:
+        bind_norm_backward(run, stage, &args->norm_backward);
+        return TE_OK;
+    case TE_OP_ACTIVATION:
+        bind_activation(run, stage, &args->activation);
+        return TE_OK;
+    case TE_OP_ACTIVATION_BACKWARD:
+        bind_activation_backward(run, stage, &args->activation_backward);
         return TE_OK;
     case TE_OP_AMAX:
         args->amax.size = sizeof args->amax;
@@ -204,7 +307,7 @@ static te_status resolve_buffers(run_state *run, const te_plan_call *call, const
 te_status te_plan_run(te_context *context, const te_plan_call *call, int32_t *next, void *stream)
 {
     run_state run;
-    te_layout layout;
+    const te_layout *layout;
     stage_args args;
     int32_t last;
     int32_t s;
@@ -222,15 +325,15 @@ te_status te_plan_run(te_context *context, const te_plan_call *call, int32_t *ne
     run.table = te_op_table_current(te_context_device(context).type);
     run.stream = stream;
     memcpy(run.slots, call->slots, sizeof run.slots);
-    te_plan_layout(run.plan, call->rows, &layout);
-    if (call->scratch_size < (size_t)layout.scratch_bytes) {
+    layout = te_plan_layout_cached(run.plan, call->rows);
+    if (call->scratch_size < (size_t)layout->scratch_bytes) {
         return TE_FAIL(TE_ERROR_INVALID,
                        "%s: scratch of %zu bytes, expected at least %lld (te_plan_scratch)",
-                       run.plan->kind, call->scratch_size, (long long)layout.scratch_bytes);
+                       run.plan->kind, call->scratch_size, (long long)layout->scratch_bytes);
     }
-    TE_TRY(resolve_buffers(&run, call, &layout));
-    run.workspace = (char *)call->scratch + layout.scratch_bytes;
-    run.workspace_size = call->scratch_size - (size_t)layout.scratch_bytes;
+    TE_TRY(resolve_buffers(&run, call, layout));
+    run.workspace = (char *)call->scratch + layout->scratch_bytes;
+    run.workspace_size = call->scratch_size - (size_t)layout->scratch_bytes;
     if (run.workspace_size == 0) run.workspace = NULL;
     for (s = call->first; s < last && !run.plan->stages[s].external; s++) {
         TE_TRY(bind_stage(&run, &run.plan->stages[s], &args));

@@ -146,9 +146,13 @@ static PyObject *replace(PyObject *tensor, const char *method, PyObject **held)
     return copy;
 }
 
-static int dtype_of(tepy_dl_dtype dtype, te_dtype *out)
+static int dtype_of(tepy_dl_dtype dtype, tepy_form form, te_dtype *out)
 {
     if (dtype.lanes != 1) return -1;
+    if (form == TEPY_MASK && dtype.code == TEPY_DL_BOOL && dtype.bits == 8) {
+        *out = TE_DTYPE_U8; /* one byte, 0 or 1 */
+        return 0;
+    }
     switch (dtype.code << 8 | dtype.bits) {
 #define X(NAME, name, bits, dlpack, cuda, max)                                                     \
     case (dlpack) << 8 | (bits):                                                                   \
@@ -162,9 +166,10 @@ static int dtype_of(tepy_dl_dtype dtype, te_dtype *out)
 }
 
 /* DLPack's view, with the checks that do not depend on the form. */
-static int raw_view(const tepy_state *state, PyObject *tensor, tepy_site site, tepy_dl_tensor *dl,
-                    te_tensor *view)
+static int raw_view(const tepy_state *state, PyObject *tensor, const tepy_want *want,
+                    tepy_dl_tensor *dl, te_tensor *view)
 {
+    const tepy_site site = want->site;
     PyObject *torch_dtype;
     int64_t elements = 1;
     memset(dl, 0, sizeof *dl);
@@ -173,7 +178,7 @@ static int raw_view(const tepy_state *state, PyObject *tensor, tepy_site site, t
                                       "it has no memory to read (meta, sparse or transformed): "
                                       "pass a plain dense CPU or CUDA tensor");
     }
-    if (dtype_of(dl->dtype, &view->dtype) != 0) {
+    if (dtype_of(dl->dtype, want->form, &view->dtype) != 0) {
         torch_dtype = PyObject_GetAttrString(tensor, "dtype");
         if (torch_dtype == NULL) return -1;
         (void)tepy_fail(PyExc_TypeError, site, "dtype %R is not supported", torch_dtype);
@@ -246,9 +251,42 @@ static int fold(const tepy_dl_tensor *dl, tepy_form form, te_tensor *view)
     return !dense || view->strides[0] < columns;
 }
 
+/* Takes the dims as they are. Returns 1 where the last stride is not 1 or a stride is negative.
+ * Strides that reach nothing (one element, no elements) become those of a dense tensor. */
+static int keep_dims(const tepy_dl_tensor *dl, te_tensor *view)
+{
+    int64_t dense = 1, elements = 1;
+    int strange = 0;
+    for (int32_t i = 0; i < dl->ndim; i++) elements *= dl->shape[i];
+    view->ndim = dl->ndim;
+    for (int32_t i = dl->ndim - 1; i >= 0; i--) {
+        int64_t stride = elements > 0 && dl->shape[i] > 1 ? stride_of(dl, i) : dense;
+        strange |= stride < 0 || (i == dl->ndim - 1 && stride != 1);
+        view->shape[i] = dl->shape[i];
+        view->strides[i] = stride;
+        dense = stride * (dl->shape[i] > 0 ? dl->shape[i] : 1);
+    }
+    return strange;
+}
+
+static int is_dims(tepy_form form)
+{
+    return form == TEPY_DIMS || form == TEPY_MASK;
+}
+
+static int fit(const tepy_dl_tensor *dl, tepy_form form, te_tensor *view)
+{
+    return is_dims(form) ? keep_dims(dl, view) : fold(dl, form, view);
+}
+
 static int check_form(const tepy_dl_tensor *dl, const tepy_want *want)
 {
     tepy_leading *leading = want->leading;
+    if (is_dims(want->form)) {
+        if (dl->ndim >= 1 && dl->ndim <= TE_MAX_DIMS) return 0;
+        return tepy_fail(PyExc_ValueError, want->site, "it has %d dims, expected 1 to %d",
+                         (int)dl->ndim, TE_MAX_DIMS);
+    }
     if (want->form == TEPY_VECTOR ? dl->ndim != 1
                                   : dl->ndim != 2 && (want->form == TEPY_MATRIX || dl->ndim < 1)) {
         return tepy_fail(PyExc_ValueError, want->site, "it has %d dims, expected %s", (int)dl->ndim,
@@ -273,7 +311,7 @@ int tepy_view(const tepy_state *state, PyObject *object, const tepy_want *want, 
     PyObject *tensor = plain_tensor(state, object, want->site, held);
     PyObject *negative;
     tepy_dl_tensor dl;
-    if (tensor == NULL || raw_view(state, tensor, want->site, &dl, view) != 0) return -1;
+    if (tensor == NULL || raw_view(state, tensor, want, &dl, view) != 0) return -1;
     if (te_dtype_is_high_precision(view->dtype)) { /* the others can not be negated lazily */
         negative = PyObject_CallFunctionObjArgs(state->is_neg, tensor, NULL);
         if (negative == NULL) return -1;
@@ -285,41 +323,43 @@ int tepy_view(const tepy_state *state, PyObject *object, const tepy_want *want, 
                                  "tensor.resolve_neg()");
             }
             tensor = replace(tensor, "resolve_neg", held);
-            if (tensor == NULL || raw_view(state, tensor, want->site, &dl, view) != 0) return -1;
+            if (tensor == NULL || raw_view(state, tensor, want, &dl, view) != 0) return -1;
         }
     }
     if (check_form(&dl, want) != 0) return -1;
-    if (fold(&dl, want->form, view) == 0) return 0;
+    if (fit(&dl, want->form, view) == 0) return 0;
     if (want->access == TEPY_WRITE) {
-        return tepy_fail(
-            PyExc_ValueError, want->site,
-            "its strides are not those of a matrix with dense rows and it is written to: "
-            "pass a contiguous tensor");
+        return tepy_fail(PyExc_ValueError, want->site,
+                         "its strides are not those of %s and it is written to: pass a contiguous "
+                         "tensor",
+                         is_dims(want->form) ? "a tensor with a unit last stride"
+                                             : "a matrix with dense rows");
     }
     tensor = replace(tensor, "contiguous", held);
-    if (tensor == NULL || raw_view(state, tensor, want->site, &dl, view) != 0) return -1;
-    if (fold(&dl, want->form, view) == 0) return 0;
+    if (tensor == NULL || raw_view(state, tensor, want, &dl, view) != 0) return -1;
+    if (fit(&dl, want->form, view) == 0) return 0;
     return tepy_fail(PyExc_ValueError, want->site, "contiguous() gave other strides");
 }
 
-int tepy_view_floats(const tepy_state *state, PyObject *object, const tepy_floats *want,
-                     float **data, PyObject **held)
+int tepy_view_elements(const tepy_state *state, PyObject *object, const tepy_elements *want,
+                       void **data, PyObject **held)
 {
+    const tepy_want plain = {want->site, TEPY_VECTOR, TEPY_WRITE, NULL};
     PyObject *tensor = plain_tensor(state, object, want->site, held);
     tepy_dl_tensor dl;
     te_tensor view;
     int64_t elements = 1;
-    if (tensor == NULL || raw_view(state, tensor, want->site, &dl, &view) != 0) return -1;
+    if (tensor == NULL || raw_view(state, tensor, &plain, &dl, &view) != 0) return -1;
     for (int32_t i = 0; i < dl.ndim; i++) {
         if (want->count > 1 && dl.shape[i] > 1 && (dl.ndim > 1 || stride_of(&dl, i) != 1)) {
             return tepy_fail(PyExc_ValueError, want->site, "expected a dense tensor of one dim");
         }
         elements *= dl.shape[i];
     }
-    if (view.dtype != TE_DTYPE_F32) {
+    if (view.dtype != want->dtype) {
         return tepy_fail(PyExc_TypeError, want->site,
-                         "dtype %s, expected f32: convert it with .float()",
-                         te_dtype_name(view.dtype));
+                         "dtype %s, expected %s: convert it with .to()", te_dtype_name(view.dtype),
+                         te_dtype_name(want->dtype));
     }
     if (elements < want->count) {
         return tepy_fail(PyExc_ValueError, want->site, "%lld elements, expected at least %lld",

@@ -22,7 +22,9 @@ typedef enum tepy_access {
 typedef enum tepy_form {
     TEPY_ROWS,   /* matrix [product of the leading dims, last dim]; at least one dim */
     TEPY_MATRIX, /* two dims */
-    TEPY_VECTOR  /* one dim */
+    TEPY_VECTOR, /* one dim */
+    TEPY_DIMS,   /* up to TE_MAX_DIMS dims as they are, with strides; unit last stride */
+    TEPY_MASK    /* the same of u8; a bool tensor is read as u8 */
 } tepy_form;
 
 /* The leading dims of a tensor that was read as TEPY_ROWS. */
@@ -42,15 +44,16 @@ typedef struct tepy_want {
  * needs. */
 int tepy_view(const tepy_state *state, PyObject *object, const tepy_want *want, te_tensor *view,
               PyObject **held);
-/* The first `count` elements of a dense float32 tensor on `device`. */
-typedef struct tepy_floats {
+/* The first `count` elements of a dense tensor of `dtype` on `device`. */
+typedef struct tepy_elements {
     tepy_site site;
+    te_dtype dtype;
     int64_t count;
     te_device device;
-} tepy_floats;
+} tepy_elements;
 
-int tepy_view_floats(const tepy_state *state, PyObject *object, const tepy_floats *want,
-                     float **data, PyObject **held);
+int tepy_view_elements(const tepy_state *state, PyObject *object, const tepy_elements *want,
+                       void **data, PyObject **held);
 /* A whole number (anything with __index__) from low to high. */
 int tepy_int(PyObject *object, tepy_site site, int64_t low, int64_t high, int64_t *value);
 int tepy_float(PyObject *object, tepy_site site, double *value);

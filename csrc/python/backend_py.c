@@ -60,9 +60,11 @@ typedef enum field_kind {
     FIELD_QUANTIZED,
     FIELD_OPERAND,
     FIELD_FLOATS, /* pointer to `count` floats */
+    FIELD_INT64S, /* pointer to `count` int64_t */
     FIELD_FLOAT,
     FIELD_DOUBLE,
-    FIELD_INT
+    FIELD_INT,
+    FIELD_INT64
 } field_kind;
 
 typedef struct field {
@@ -113,6 +115,77 @@ static const field scaling_update_fields[] = {
 static const field fill_fields[] = {F(fill, output, TENSOR, 0), F(fill, value, DOUBLE, 0), END};
 static const field cast_fields[] = {F(cast, input, TENSOR, 0), F(cast, output, TENSOR, 0), END};
 
+#define CAST_FIELDS(op)                                                                            \
+    F(op, quantized, QUANTIZED, 0), F(op, partials, FLOATS, TE_AMAX_PARTIALS),                     \
+        F(op, amax_partials, FLOATS, TE_AMAX_PARTIALS), F(op, amax_epsilon, FLOAT, 0),             \
+        F(op, power_2_scale, INT, 0)
+#define CLAMP_FIELDS(op)                                                                           \
+    {"limit", FIELD_FLOAT, offsetof(te_##op##_args, params.limit), 0},                             \
+        {"alpha", FIELD_FLOAT, offsetof(te_##op##_args, params.alpha), 0},                         \
+    {                                                                                              \
+        "linear_offset", FIELD_FLOAT, offsetof(te_##op##_args, params.linear_offset), 0            \
+    }
+#define DROP_FIELDS(op)                                                                            \
+    F(op, rng, INT64S, 2), F(op, dropout, FLOAT, 0), F(op, drop_path, FLOAT, 0),                   \
+        F(op, samples, INT64, 0)
+static const field norm_fields[] = {F(norm, kind, INT, 0),
+                                    F(norm, flags, INT, 0),
+                                    F(norm, input, TENSOR, 0),
+                                    F(norm, gamma, TENSOR, 0),
+                                    F(norm, beta, TENSOR, 0),
+                                    F(norm, mean, TENSOR, 0),
+                                    F(norm, rsigma, TENSOR, 0),
+                                    F(norm, output, TENSOR, 0),
+                                    CAST_FIELDS(norm),
+                                    F(norm, eps, FLOAT, 0),
+                                    END};
+static const field norm_backward_fields[] = {
+    F(norm_backward, kind, INT, 0),           F(norm_backward, flags, INT, 0),
+    F(norm_backward, grad_output, TENSOR, 0), F(norm_backward, grad_add, TENSOR, 0),
+    F(norm_backward, input, TENSOR, 0),       F(norm_backward, gamma, TENSOR, 0),
+    F(norm_backward, mean, TENSOR, 0),        F(norm_backward, rsigma, TENSOR, 0),
+    F(norm_backward, grad_input, TENSOR, 0),  F(norm_backward, gamma_grad, TENSOR, 0),
+    F(norm_backward, beta_grad, TENSOR, 0),   END};
+static const field activation_fields[] = {
+    F(activation, kind, INT, 0),      CLAMP_FIELDS(activation), F(activation, input, TENSOR, 0),
+    F(activation, output, TENSOR, 0), CAST_FIELDS(activation),  END};
+static const field activation_backward_fields[] = {F(activation_backward, kind, INT, 0),
+                                                   CLAMP_FIELDS(activation_backward),
+                                                   F(activation_backward, grad_output, TENSOR, 0),
+                                                   F(activation_backward, input, TENSOR, 0),
+                                                   F(activation_backward, grad_input, TENSOR, 0),
+                                                   F(activation_backward, bias_grad, TENSOR, 0),
+                                                   CAST_FIELDS(activation_backward),
+                                                   END};
+static const field softmax_fields[] = {
+    F(softmax, input, TENSOR, 0),         F(softmax, mask, TENSOR, 0),
+    F(softmax, bias, TENSOR, 0),          F(softmax, output, TENSOR, 0),
+    F(softmax, probabilities, TENSOR, 0), F(softmax, rng, INT64S, 2),
+    F(softmax, scale, FLOAT, 0),          F(softmax, dropout, FLOAT, 0),
+    F(softmax, window_left, INT64, 0),    F(softmax, window_right, INT64, 0),
+    F(softmax, diagonal, INT64, 0),       END};
+static const field softmax_backward_fields[] = {F(softmax_backward, grad_output, TENSOR, 0),
+                                                F(softmax_backward, probabilities, TENSOR, 0),
+                                                F(softmax_backward, grad_input, TENSOR, 0),
+                                                F(softmax_backward, rng, INT64S, 2),
+                                                F(softmax_backward, scale, FLOAT, 0),
+                                                F(softmax_backward, dropout, FLOAT, 0),
+                                                END};
+static const field dropout_add_fields[] = {F(dropout_add, input, TENSOR, 0),
+                                           F(dropout_add, bias, TENSOR, 0),
+                                           F(dropout_add, residual, TENSOR, 0),
+                                           F(dropout_add, output, TENSOR, 0),
+                                           DROP_FIELDS(dropout_add),
+                                           END};
+static const field dropout_backward_fields[] = {
+    F(dropout_backward, grad_output, TENSOR, 0), F(dropout_backward, grad_input, TENSOR, 0),
+    F(dropout_backward, bias_grad, TENSOR, 0), DROP_FIELDS(dropout_backward), END};
+static const field rope_fields[] = {
+    F(rope, input, TENSOR, 0),           F(rope, output, TENSOR, 0),
+    F(rope, freqs, TENSOR, 0),           F(rope, cu_seqlens, TENSOR, 0),
+    F(rope, start_positions, TENSOR, 0), F(rope, interleaved, INT, 0),
+    F(rope, backward, INT, 0),           END};
+
 static const field *const op_fields[TE_OP_COUNT] = {
 #define X(NAME, name) [TE_OP_##NAME] = name##_fields,
     TE_OPS(X)
@@ -120,8 +193,13 @@ static const field *const op_fields[TE_OP_COUNT] = {
 };
 #undef F
 #undef END
+#undef CAST_FIELDS
+#undef CLAMP_FIELDS
+#undef DROP_FIELDS
 
-_Static_assert(sizeof(te_epilogue) == sizeof(int32_t) && sizeof(te_amax_algo) == sizeof(int32_t),
+_Static_assert(sizeof(te_epilogue) == sizeof(int32_t) && sizeof(te_amax_algo) == sizeof(int32_t) &&
+                   sizeof(te_norm_kind) == sizeof(int32_t) &&
+                   sizeof(te_activation_kind) == sizeof(int32_t),
                "FIELD_INT reads 32 bits");
 
 /* A tensor lent to Python: DLPack's struct with its shape behind it. */
@@ -173,15 +251,21 @@ static PyObject *lend_tensor(const tepy_state *state, const te_tensor *view)
     return object;
 }
 
-static PyObject *lend_floats(const tepy_state *state, const float *data, int64_t count,
-                             te_device device)
+/* New reference: the elements behind a pointer; None for NULL. */
+static PyObject *lend_elements(const tepy_state *state, const void *data, te_dtype dtype,
+                               int64_t count, te_device device)
 {
-    te_tensor view = {
-        .data = (void *)(uintptr_t)data, .dtype = TE_DTYPE_F32, .device = device, .ndim = 1};
+    te_tensor view = {.data = (void *)(uintptr_t)data, .dtype = dtype, .device = device, .ndim = 1};
     if (data == NULL) return Py_NewRef(Py_None);
     view.shape[0] = count;
     view.strides[0] = 1;
     return lend_tensor(state, &view);
+}
+
+static PyObject *lend_floats(const tepy_state *state, const float *data, int64_t count,
+                             te_device device)
+{
+    return lend_elements(state, data, TE_DTYPE_F32, count, device);
 }
 
 /* Puts a new reference into the dict; NULL is an error. */
@@ -237,12 +321,16 @@ static PyObject *lend_field(const tepy_state *state, const field *f, const void 
         return lend_operand(state, member, device);
     case FIELD_FLOATS:
         return lend_floats(state, *(float *const *)member, f->count, device);
+    case FIELD_INT64S:
+        return lend_elements(state, *(int64_t *const *)member, TE_DTYPE_I64, f->count, device);
     case FIELD_FLOAT:
         return PyFloat_FromDouble((double)*(const float *)member);
     case FIELD_DOUBLE:
         return PyFloat_FromDouble(*(const double *)member);
     case FIELD_INT:
         return PyLong_FromLong(*(const int32_t *)member);
+    case FIELD_INT64:
+        return PyLong_FromLongLong(*(const int64_t *)member);
     }
     return NULL;
 }

@@ -16,6 +16,8 @@
 
 enum { TEPY_DL_CPU = 1, TEPY_DL_CUDA = 2, TEPY_DL_CUDA_HOST = 3 };
 
+enum { TEPY_DL_BOOL = 6 }; /* dtype code of 8-bit booleans, which no te_dtype stands for */
+
 typedef struct tepy_dl_version {
     uint32_t major, minor;
 } tepy_dl_version;

@@ -71,11 +71,14 @@ static const constant constants[] = {
 #define X(NAME, name, bits, dlpack, cuda, max) {"DTYPE_" #NAME, TE_DTYPE_##NAME},
     TE_DTYPES(X)
 #undef X
+#define X(NAME, name, gated) {"ACTIVATION_" #NAME, TE_ACTIVATION_##NAME},
+        TE_ACTIVATIONS(X)
+#undef X
 #define C(NAME)                                                                                    \
     {                                                                                              \
 #NAME, TE_##NAME                                                                           \
     }
-        C(DEVICE_CPU),
+            C(DEVICE_CPU),
     C(DEVICE_CUDA),
     C(RECIPE_NONE),
     C(RECIPE_DELAYED),
@@ -100,7 +103,15 @@ static const constant constants[] = {
     C(LINEAR_DEFER_WGRAD),
     C(LINEAR_CACHE_WRITE),
     C(LINEAR_CACHE_READ),
+    C(LINEAR_ZERO_CENTERED),
+    C(LINEAR_GRAD_GAMMA),
+    C(LINEAR_GRAD_BETA),
+    C(LINEAR_RETURN_NORM),
+    C(MLP_RECOMPUTE),
     C(AMAX_PARTIALS),
+    C(NORM_LAYERNORM),
+    C(NORM_RMSNORM),
+    C(NORM_L2),
 #undef C
 };
 
@@ -149,6 +160,20 @@ PyObject *tepy_op_names(PyObject *module, PyObject *unused)
 #define X(NAME, name) , #name
 #define COUNT(NAME, name) "s"
     return Py_BuildValue("(" TE_OPS(COUNT) ")" TE_OPS(X));
+#undef COUNT
+#undef X
+}
+
+const char tepy_activation_names_doc[] = "activation_names($module, /)\n--\n\n"
+                                         "Names of the activations, in the order of their numbers.";
+
+PyObject *tepy_activation_names(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+#define X(NAME, name, gated) , #name
+#define COUNT(NAME, name, gated) "s"
+    return Py_BuildValue("(" TE_ACTIVATIONS(COUNT) ")" TE_ACTIVATIONS(X));
 #undef COUNT
 #undef X
 }

@@ -2,163 +2,11 @@
  *
  * ops_py.c - the operators one by one, for tests and tools; modules run plans.
  *
- * Each function fills its args struct from keywords and hands it to run_op, which finds context,
- * workspace and stream. What an operator demands of its arguments is checked in core/check.c.
+ * Each function fills its args struct from keywords and hands it to tepy_op_run, which finds
+ * context, workspace and stream. What an operator demands of its arguments is checked in
+ * core/check.c.
  */
-#include "python/args.h"
-
-#include <string.h>
-
-#define MAX_HELD 16
-
-typedef struct op_call {
-    tepy_state *state;
-    const char *function;
-    PyObject *given_context;
-    te_device device; /* of the first tensor; all are on it */
-    int device_known;
-    int keep_gil; /* on CUDA, where the call is a launch and its device is warm */
-    int held_count;
-    PyObject *held[MAX_HELD];
-} op_call;
-
-static int begin(op_call *call, PyObject *module, const char *function)
-{
-    memset(call, 0, sizeof *call);
-    call->state = tepy_state_of(module);
-    call->function = function;
-    return tepy_require_torch(call->state, function);
-}
-
-static PyObject *end(op_call *call, int failed)
-{
-    for (int i = 0; i < call->held_count; i++) Py_DECREF(call->held[i]);
-    return failed ? NULL : Py_NewRef(Py_None);
-}
-
-static void hold(op_call *call, PyObject *held)
-{
-    if (held != NULL) call->held[call->held_count++] = held;
-}
-
-static int take(op_call *call, PyObject *object, const tepy_want *want, te_tensor *view)
-{
-    PyObject *held = NULL;
-    int result;
-    if (object == NULL || object == Py_None) return 0; /* absent: the struct is zero there */
-    result = tepy_view(call->state, object, want, view, &held);
-    hold(call, held);
-    if (result != 0) return -1;
-    if (call->device_known) return tepy_same_device(want->site, view->device, call->device);
-    call->device = view->device;
-    call->device_known = 1;
-    return 0;
-}
-
-static int take_matrix(op_call *call, PyObject *object, const char *name, tepy_access access,
-                       te_tensor *view)
-{
-    tepy_want want = {{call->function, name}, TEPY_ROWS, access, NULL};
-    return take(call, object, &want, view);
-}
-
-static int take_vector(op_call *call, PyObject *object, const char *name, tepy_access access,
-                       te_tensor *view)
-{
-    tepy_want want = {{call->function, name}, TEPY_VECTOR, access, NULL};
-    return take(call, object, &want, view);
-}
-
-/* Comes after a tensor, which says the device. */
-static int take_floats(op_call *call, PyObject *object, const char *name, int64_t count,
-                       float **data)
-{
-    tepy_floats want = {{call->function, name}, count, call->device};
-    PyObject *held = NULL;
-    int result;
-    *data = NULL;
-    if (object == NULL || object == Py_None) return 0;
-    result = tepy_view_floats(call->state, object, &want, data, &held);
-    hold(call, held);
-    return result;
-}
-
-/* A pointer to a read-only float. */
-static int take_scalar(op_call *call, PyObject *object, const char *name, const float **data)
-{
-    float *value = NULL;
-    int result = take_floats(call, object, name, 1, &value);
-    *data = value;
-    return result;
-}
-
-/* Where an args struct keeps its workspace. */
-typedef struct workspace_fields {
-    void **data;
-    size_t *size;
-} workspace_fields;
-
-static int make_workspace(op_call *call, tepy_context *context, te_op op, const void *args,
-                          const workspace_fields *fields)
-{
-    size_t bytes = 0;
-    int64_t length;
-    PyObject *tensor;
-    tepy_want want = {{call->function, "workspace"}, TEPY_VECTOR, TEPY_WRITE, NULL};
-    te_tensor view;
-    te_status st;
-    Py_BEGIN_ALLOW_THREADS; /* may ask a vendor library, or a Python backend */
-    st = te_op_workspace(context->context, op, args, &bytes);
-    Py_END_ALLOW_THREADS;
-    if (st != TE_OK) {
-        (void)tepy_raise(st);
-        return -1;
-    }
-    if (bytes == 0) return 0;
-    length = (int64_t)bytes;
-    tensor = tepy_empty(call->state, call->device, TE_DTYPE_U8, &length, 1);
-    if (tensor == NULL) return -1;
-    hold(call, tensor);
-    if (take(call, tensor, &want, &view) != 0) return -1;
-    *fields->data = view.data;
-    *fields->size = bytes;
-    return 0;
-}
-
-static int run_op(op_call *call, te_op op, const void *args, const workspace_fields *fields)
-{
-    tepy_context *context =
-        tepy_context_acquire(call->state, call->function, call->given_context, call->device);
-    PyThreadState *thread = NULL;
-    void *stream = NULL;
-    int failed = -1;
-    te_status st;
-    if (context == NULL) return -1;
-    if ((fields != NULL && make_workspace(call, context, op, args, fields) != 0) ||
-        tepy_stream(call->state, call->device, &stream) != 0) {
-        goto done;
-    }
-    /* CPU kernels run in the call; a first CUDA call loads libraries */
-    if (!call->keep_gil || call->device.type == TE_DEVICE_CPU) thread = PyEval_SaveThread();
-    st = te_op_run(context->context, op, args, stream);
-    if (thread != NULL) PyEval_RestoreThread(thread);
-    if (st == TE_OK) {
-        failed = 0;
-    } else {
-        (void)tepy_raise(st);
-    }
-done:
-    tepy_context_release(context);
-    return failed;
-}
-
-/* What is required was given: PyArg_Parse lets None through. */
-static int require(const op_call *call, PyObject *object, const char *name)
-{
-    if (object != Py_None) return 0;
-    return tepy_fail(PyExc_TypeError, (tepy_site){call->function, name},
-                     "expected a torch.Tensor, got None");
-}
+#include "python/op_call.h"
 
 const char tepy_quantize_doc[] =
     "quantize($module, /, input, *, rowwise=None, columnwise=None, scale_pair=None, scale=None,\n"
@@ -171,33 +19,33 @@ PyObject *tepy_quantize(PyObject *module, PyObject *args, PyObject *kwargs)
     static char *names[] = {"input",   "rowwise",   "columnwise", "scale_pair", "scale",
                             "amax",    "bias_grad", "noop",       "partials",   "amax_epsilon",
                             "power_2", "context",   NULL};
-    op_call call;
+    tepy_op_call call;
     te_quantize_args a = {.size = sizeof a};
-    workspace_fields workspace = {&a.workspace, &a.workspace_size};
+    tepy_workspace workspace = {&a.workspace, &a.workspace_size};
     PyObject *input, *row = NULL, *column = NULL, *pair = NULL, *scale = NULL, *amax = NULL,
                      *bias_grad = NULL, *noop = NULL, *partials = NULL, *epsilon = NULL;
     float *partial_data = NULL;
     double amax_epsilon = 0.0;
     int power_2 = 0;
     int failed;
-    if (begin(&call, module, "quantize") != 0) return NULL;
+    if (tepy_op_begin(&call, module, "quantize") != 0) return NULL;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OOOOOOOOOpO:quantize", names, &input, &row,
                                      &column, &pair, &scale, &amax, &bias_grad, &noop, &partials,
                                      &epsilon, &power_2, &call.given_context)) {
         return NULL;
     }
-    failed = require(&call, input, "input") != 0 ||
+    failed = tepy_op_require(&call, input, "input") != 0 ||
              (epsilon != NULL &&
               tepy_float(epsilon, (tepy_site){"quantize", "amax_epsilon"}, &amax_epsilon) != 0) ||
-             take_matrix(&call, input, "input", TEPY_READ, &a.input) != 0 ||
-             take_matrix(&call, row, "rowwise", TEPY_WRITE, &a.output.rowwise) != 0 ||
-             take_matrix(&call, column, "columnwise", TEPY_WRITE, &a.output.columnwise) != 0 ||
-             take_floats(&call, pair, "scale_pair", 2, &a.output.scale_pair) != 0 ||
-             take_scalar(&call, scale, "scale", &a.output.scale) != 0 ||
-             take_floats(&call, amax, "amax", 1, &a.output.amax) != 0 ||
-             take_vector(&call, bias_grad, "bias_grad", TEPY_WRITE, &a.bias_grad) != 0 ||
-             take_scalar(&call, noop, "noop", &a.noop) != 0 ||
-             take_floats(&call, partials, "partials", TE_AMAX_PARTIALS, &partial_data) != 0;
+             tepy_op_matrix(&call, input, "input", TEPY_READ, &a.input) != 0 ||
+             tepy_op_matrix(&call, row, "rowwise", TEPY_WRITE, &a.output.rowwise) != 0 ||
+             tepy_op_matrix(&call, column, "columnwise", TEPY_WRITE, &a.output.columnwise) != 0 ||
+             tepy_op_floats(&call, pair, "scale_pair", 2, &a.output.scale_pair) != 0 ||
+             tepy_op_scalar(&call, scale, "scale", &a.output.scale) != 0 ||
+             tepy_op_floats(&call, amax, "amax", 1, &a.output.amax) != 0 ||
+             tepy_op_vector(&call, bias_grad, "bias_grad", TEPY_WRITE, &a.bias_grad) != 0 ||
+             tepy_op_scalar(&call, noop, "noop", &a.noop) != 0 ||
+             tepy_op_floats(&call, partials, "partials", TE_AMAX_PARTIALS, &partial_data) != 0;
     a.partials = partial_data;
     a.amax_epsilon = (float)amax_epsilon;
     a.power_2_scale = power_2;
@@ -205,8 +53,8 @@ PyObject *tepy_quantize(PyObject *module, PyObject *args, PyObject *kwargs)
                             a.output.scale_pair == NULL
                         ? TE_SCALING_NONE
                         : TE_SCALING_TENSOR;
-    failed = failed || run_op(&call, TE_OP_QUANTIZE, &a, &workspace) != 0;
-    return end(&call, failed);
+    failed = failed || tepy_op_run(&call, TE_OP_QUANTIZE, &a, &workspace) != 0;
+    return tepy_op_end(&call, failed);
 }
 
 const char tepy_dequantize_doc[] = "dequantize($module, /, output, *, rowwise=None, "
@@ -216,22 +64,23 @@ const char tepy_dequantize_doc[] = "dequantize($module, /, output, *, rowwise=No
 PyObject *tepy_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"output", "rowwise", "columnwise", "scale_pair", "context", NULL};
-    op_call call;
+    tepy_op_call call;
     te_dequantize_args a = {.size = sizeof a, .input.mode = TE_SCALING_TENSOR};
     PyObject *output, *row = NULL, *column = NULL, *pair = Py_None;
     int failed;
-    if (begin(&call, module, "dequantize") != 0) return NULL;
+    if (tepy_op_begin(&call, module, "dequantize") != 0) return NULL;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OOOO:dequantize", names, &output, &row,
                                      &column, &pair, &call.given_context)) {
         return NULL;
     }
-    failed = require(&call, output, "output") != 0 || require(&call, pair, "scale_pair") != 0 ||
-             take_matrix(&call, output, "output", TEPY_WRITE, &a.output) != 0 ||
-             take_matrix(&call, row, "rowwise", TEPY_READ, &a.input.rowwise) != 0 ||
-             take_matrix(&call, column, "columnwise", TEPY_READ, &a.input.columnwise) != 0 ||
-             take_floats(&call, pair, "scale_pair", 2, &a.input.scale_pair) != 0 ||
-             run_op(&call, TE_OP_DEQUANTIZE, &a, NULL) != 0;
-    return end(&call, failed);
+    failed = tepy_op_require(&call, output, "output") != 0 ||
+             tepy_op_require(&call, pair, "scale_pair") != 0 ||
+             tepy_op_matrix(&call, output, "output", TEPY_WRITE, &a.output) != 0 ||
+             tepy_op_matrix(&call, row, "rowwise", TEPY_READ, &a.input.rowwise) != 0 ||
+             tepy_op_matrix(&call, column, "columnwise", TEPY_READ, &a.input.columnwise) != 0 ||
+             tepy_op_floats(&call, pair, "scale_pair", 2, &a.input.scale_pair) != 0 ||
+             tepy_op_run(&call, TE_OP_DEQUANTIZE, &a, NULL) != 0;
+    return tepy_op_end(&call, failed);
 }
 
 const char tepy_amax_doc[] = "amax($module, /, input, partials, *, context=None)\n--\n\n"
@@ -240,20 +89,21 @@ const char tepy_amax_doc[] = "amax($module, /, input, partials, *, context=None)
 PyObject *tepy_amax(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"input", "partials", "context", NULL};
-    op_call call;
+    tepy_op_call call;
     te_amax_args a = {.size = sizeof a};
     PyObject *input, *partials;
     int failed;
-    if (begin(&call, module, "amax") != 0) return NULL;
+    if (tepy_op_begin(&call, module, "amax") != 0) return NULL;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$O:amax", names, &input, &partials,
                                      &call.given_context)) {
         return NULL;
     }
-    failed = require(&call, input, "input") != 0 || require(&call, partials, "partials") != 0 ||
-             take_matrix(&call, input, "input", TEPY_READ, &a.input) != 0 ||
-             take_floats(&call, partials, "partials", TE_AMAX_PARTIALS, &a.partials) != 0 ||
-             run_op(&call, TE_OP_AMAX, &a, NULL) != 0;
-    return end(&call, failed);
+    failed = tepy_op_require(&call, input, "input") != 0 ||
+             tepy_op_require(&call, partials, "partials") != 0 ||
+             tepy_op_matrix(&call, input, "input", TEPY_READ, &a.input) != 0 ||
+             tepy_op_floats(&call, partials, "partials", TE_AMAX_PARTIALS, &a.partials) != 0 ||
+             tepy_op_run(&call, TE_OP_AMAX, &a, NULL) != 0;
+    return tepy_op_end(&call, failed);
 }
 
 /* Operators of one input and one output. */
@@ -267,19 +117,20 @@ typedef struct unary_op {
 static PyObject *run_unary(PyObject *module, PyObject *args, PyObject *kwargs, const unary_op *op)
 {
     static char *names[] = {"input", "output", "context", NULL};
-    op_call call;
+    tepy_op_call call;
     PyObject *input, *output;
     int failed;
-    if (begin(&call, module, op->name) != 0) return NULL;
+    if (tepy_op_begin(&call, module, op->name) != 0) return NULL;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, op->format, names, &input, &output,
                                      &call.given_context)) {
         return NULL;
     }
-    failed = require(&call, input, "input") != 0 || require(&call, output, "output") != 0 ||
-             take_matrix(&call, input, "input", TEPY_READ, op->input) != 0 ||
-             take_matrix(&call, output, "output", TEPY_WRITE, op->output) != 0 ||
-             run_op(&call, op->op, op->args, NULL) != 0;
-    return end(&call, failed);
+    failed = tepy_op_require(&call, input, "input") != 0 ||
+             tepy_op_require(&call, output, "output") != 0 ||
+             tepy_op_matrix(&call, input, "input", TEPY_READ, op->input) != 0 ||
+             tepy_op_matrix(&call, output, "output", TEPY_WRITE, op->output) != 0 ||
+             tepy_op_run(&call, op->op, op->args, NULL) != 0;
+    return tepy_op_end(&call, failed);
 }
 
 const char tepy_transpose_doc[] = "transpose($module, /, input, output, *, context=None)\n--\n\n"
@@ -315,26 +166,27 @@ typedef struct gemm_objects {
     int gelu, accumulate, fast, tf32;
 } gemm_objects;
 
-static int take_gemm(op_call *call, const gemm_objects *o, te_gemm_args *a)
+static int take_gemm(tepy_op_call *call, const gemm_objects *o, te_gemm_args *a)
 {
     a->epilogue = o->gelu ? TE_EPILOGUE_GELU : TE_EPILOGUE_NONE;
     a->flags = (o->accumulate ? (uint32_t)TE_GEMM_ACCUMULATE : 0U) |
                (o->fast ? (uint32_t)TE_GEMM_FAST_ACCUMULATION : 0U) |
                (o->tf32 ? (uint32_t)TE_GEMM_ALLOW_TF32 : 0U);
-    if (require(call, o->a, "a") != 0 || require(call, o->b, "b") != 0 ||
-        require(call, o->d, "d") != 0) {
+    if (tepy_op_require(call, o->a, "a") != 0 || tepy_op_require(call, o->b, "b") != 0 ||
+        tepy_op_require(call, o->d, "d") != 0) {
         return -1;
     }
-    return take_matrix(call, o->a, "a", TEPY_READ, &a->a.data) != 0 ||
-                   take_matrix(call, o->b, "b", TEPY_READ, &a->b.data) != 0 ||
-                   take_matrix(call, o->d, "d", TEPY_WRITE, &a->d) != 0 ||
-                   take_scalar(call, o->a_scale, "a_scale_inv", &a->a.scale_inv) != 0 ||
-                   take_scalar(call, o->b_scale, "b_scale_inv", &a->b.scale_inv) != 0 ||
-                   take_vector(call, o->bias, "bias", TEPY_READ, &a->bias) != 0 ||
-                   take_vector(call, o->bias_grad, "bias_grad", TEPY_WRITE, &a->bias_grad) != 0 ||
-                   take_matrix(call, o->aux, "aux", TEPY_WRITE, &a->aux) != 0 ||
-                   take_scalar(call, o->d_scale, "d_scale", &a->d_scale) != 0 ||
-                   take_floats(call, o->d_amax, "d_amax", 1, &a->d_amax) != 0
+    return tepy_op_matrix(call, o->a, "a", TEPY_READ, &a->a.data) != 0 ||
+                   tepy_op_matrix(call, o->b, "b", TEPY_READ, &a->b.data) != 0 ||
+                   tepy_op_matrix(call, o->d, "d", TEPY_WRITE, &a->d) != 0 ||
+                   tepy_op_scalar(call, o->a_scale, "a_scale_inv", &a->a.scale_inv) != 0 ||
+                   tepy_op_scalar(call, o->b_scale, "b_scale_inv", &a->b.scale_inv) != 0 ||
+                   tepy_op_vector(call, o->bias, "bias", TEPY_READ, &a->bias) != 0 ||
+                   tepy_op_vector(call, o->bias_grad, "bias_grad", TEPY_WRITE, &a->bias_grad) !=
+                       0 ||
+                   tepy_op_matrix(call, o->aux, "aux", TEPY_WRITE, &a->aux) != 0 ||
+                   tepy_op_scalar(call, o->d_scale, "d_scale", &a->d_scale) != 0 ||
+                   tepy_op_floats(call, o->d_amax, "d_amax", 1, &a->d_amax) != 0
                ? -1
                : 0;
 }
@@ -346,13 +198,13 @@ PyObject *tepy_gemm(PyObject *module, PyObject *args, PyObject *kwargs)
         "a_scale_inv", "b_scale_inv", "bias", "bias_grad",    "aux",
         "d_scale",     "d_amax",      "gelu", "accumulate",   "fast_accumulation",
         "allow_tf32",  "context",     NULL};
-    op_call call;
+    tepy_op_call call;
     te_gemm_args a = {.size = sizeof a};
-    workspace_fields workspace = {&a.workspace, &a.workspace_size};
+    tepy_workspace workspace = {&a.workspace, &a.workspace_size};
     gemm_objects o = {0};
     int a_transposed = 0, b_transposed = 0;
     int failed;
-    if (begin(&call, module, "gemm") != 0) return NULL;
+    if (tepy_op_begin(&call, module, "gemm") != 0) return NULL;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|$ppOOOOOOOppppO:gemm", names, &o.a, &o.b,
                                      &o.d, &a_transposed, &b_transposed, &o.a_scale, &o.b_scale,
                                      &o.bias, &o.bias_grad, &o.aux, &o.d_scale, &o.d_amax, &o.gelu,
@@ -361,8 +213,8 @@ PyObject *tepy_gemm(PyObject *module, PyObject *args, PyObject *kwargs)
     }
     a.a.transposed = a_transposed;
     a.b.transposed = b_transposed;
-    failed = take_gemm(&call, &o, &a) != 0 || run_op(&call, TE_OP_GEMM, &a, &workspace) != 0;
-    return end(&call, failed);
+    failed = take_gemm(&call, &o, &a) != 0 || tepy_op_run(&call, TE_OP_GEMM, &a, &workspace) != 0;
+    return tepy_op_end(&call, failed);
 }
 
 const char tepy_fill_doc[] =
@@ -371,20 +223,20 @@ const char tepy_fill_doc[] =
 PyObject *tepy_fill(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"output", "value", "context", NULL};
-    op_call call;
+    tepy_op_call call;
     te_fill_args a = {.size = sizeof a};
     PyObject *output, *value;
     int failed;
-    if (begin(&call, module, "fill") != 0) return NULL;
+    if (tepy_op_begin(&call, module, "fill") != 0) return NULL;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$O:fill", names, &output, &value,
                                      &call.given_context)) {
         return NULL;
     }
     failed = tepy_float(value, (tepy_site){"fill", "value"}, &a.value) != 0 ||
-             require(&call, output, "output") != 0 ||
-             take_matrix(&call, output, "output", TEPY_WRITE, &a.output) != 0 ||
-             run_op(&call, TE_OP_FILL, &a, NULL) != 0;
-    return end(&call, failed);
+             tepy_op_require(&call, output, "output") != 0 ||
+             tepy_op_matrix(&call, output, "output", TEPY_WRITE, &a.output) != 0 ||
+             tepy_op_run(&call, TE_OP_FILL, &a, NULL) != 0;
+    return tepy_op_end(&call, failed);
 }
 
 const char tepy_scaling_update_doc[] =
@@ -393,12 +245,12 @@ const char tepy_scaling_update_doc[] =
 
 PyObject *tepy_scaling_update(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    op_call call;
+    tepy_op_call call;
     te_scaling_update_args a = {.size = sizeof a, .algo = TE_AMAX_MAX};
     double fp8_max = 0.0;
     int most_recent = 0;
     int failed;
-    if (begin(&call, module, "scaling_update") != 0 ||
+    if (tepy_op_begin(&call, module, "scaling_update") != 0 ||
         tepy_count("scaling_update", nargs, 3, 4) != 0 ||
         tepy_float(args[2], (tepy_site){"scaling_update", "fp8_max"}, &fp8_max) != 0) {
         return NULL;
@@ -407,9 +259,10 @@ PyObject *tepy_scaling_update(PyObject *module, PyObject *const *args, Py_ssize_
     a.fp8_max = (float)fp8_max;
     if (most_recent) a.algo = TE_AMAX_MOST_RECENT;
     call.keep_gil = 1; /* once per step, after plans have run */
-    failed = require(&call, args[0], "scale") != 0 || require(&call, args[1], "history") != 0 ||
-             take_vector(&call, args[0], "scale", TEPY_WRITE, &a.scale) != 0 ||
-             take_matrix(&call, args[1], "history", TEPY_WRITE, &a.history) != 0 ||
-             run_op(&call, TE_OP_SCALING_UPDATE, &a, NULL) != 0;
-    return end(&call, failed);
+    failed = tepy_op_require(&call, args[0], "scale") != 0 ||
+             tepy_op_require(&call, args[1], "history") != 0 ||
+             tepy_op_vector(&call, args[0], "scale", TEPY_WRITE, &a.scale) != 0 ||
+             tepy_op_matrix(&call, args[1], "history", TEPY_WRITE, &a.history) != 0 ||
+             tepy_op_run(&call, TE_OP_SCALING_UPDATE, &a, NULL) != 0;
+    return tepy_op_end(&call, failed);
 }

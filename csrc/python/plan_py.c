@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * plan_py.c - making, describing and sizing plans, and the module's table of them.
+ * plan_py.c - describing and sizing plans, and the module's table of them.
  */
 #include "python/plan_py.h"
 
-#include <stddef.h>
 #include <string.h>
 
 /* ---- the table ---- */
@@ -93,100 +92,6 @@ tepy_plan *tepy_plan_find(tepy_state *state, PyObject *id, const char *function)
     *entry = plan;
     state->plan_count++;
     return plan;
-}
-
-/* ---- making ---- */
-
-typedef enum field_kind { FIELD_I32, FIELD_U32, FIELD_I64, FIELD_F32 } field_kind;
-
-typedef struct desc_field {
-    field_kind kind;
-    size_t offset;
-} desc_field;
-
-/* X(keyword, member, kind), in the order of the arguments */
-#define DESC_FIELDS(X)                                                                             \
-    X(direction, direction, I32)                                                                   \
-    X(in_features, in_features, I64)                                                               \
-    X(out_features, out_features, I64)                                                             \
-    X(input_dtype, input_dtype, I32)                                                               \
-    X(weight_dtype, weight_dtype, I32)                                                             \
-    X(bias_dtype, bias_dtype, I32)                                                                 \
-    X(output_dtype, output_dtype, I32)                                                             \
-    X(grad_weight_dtype, grad_weight_dtype, I32)                                                   \
-    X(recipe, recipe, I32)                                                                         \
-    X(forward_fp8, forward_fp8, I32)                                                               \
-    X(backward_fp8, backward_fp8, I32)                                                             \
-    X(flags, flags, U32)                                                                           \
-    X(gather, gather, I32)                                                                         \
-    X(external, external, U32)                                                                     \
-    X(eps_input, amax_epsilon_input, F32)                                                          \
-    X(eps_weight, amax_epsilon_weight, F32)                                                        \
-    X(eps_grad, amax_epsilon_grad, F32)
-
-static const desc_field desc_fields[] = {
-#define X(keyword, member, kind) {FIELD_##kind, offsetof(te_linear_desc, member)},
-    DESC_FIELDS(X)
-#undef X
-};
-#define FIELD_COUNT ((int)(sizeof desc_fields / sizeof desc_fields[0]))
-
-static int set_field(te_linear_desc *desc, int i, const char *keyword, PyObject *object)
-{
-    void *member = (char *)desc + desc_fields[i].offset;
-    tepy_site site = {"linear_plan", keyword};
-    int64_t whole = 0;
-    double real = 0.0;
-    switch (desc_fields[i].kind) {
-    case FIELD_I32:
-        if (tepy_int(object, site, INT32_MIN, INT32_MAX, &whole) != 0) return -1;
-        *(int32_t *)member = (int32_t)whole;
-        return 0;
-    case FIELD_U32:
-        if (tepy_int(object, site, 0, UINT32_MAX, &whole) != 0) return -1;
-        *(uint32_t *)member = (uint32_t)whole;
-        return 0;
-    case FIELD_I64:
-        return tepy_int(object, site, INT64_MIN, INT64_MAX, member);
-    case FIELD_F32:
-        if (tepy_float(object, site, &real) != 0) return -1;
-        *(float *)member = (float)real;
-        return 0;
-    }
-    return 0;
-}
-
-const char tepy_linear_plan_doc[] =
-    "linear_plan($module, direction, in_features, out_features, input_dtype, weight_dtype,\n"
-    "            bias_dtype, output_dtype, grad_weight_dtype, recipe, forward_fp8, backward_fp8,\n"
-    "            flags, gather=1, external=0, eps_input=0.0, eps_weight=0.0, eps_grad=0.0)\n--\n\n"
-    "Id of a linear plan; the same description has the same id in every process.";
-
-PyObject *tepy_linear_plan(PyObject *module, PyObject *args, PyObject *kwargs)
-{
-#define X(keyword, member, kind) #keyword,
-    static char *keywords[] = {DESC_FIELDS(X) NULL};
-#undef X
-    te_linear_desc desc;
-    PyObject *given[FIELD_COUNT];
-    int64_t id = 0;
-    te_status st;
-    (void)module;
-    memset(given, 0, sizeof given);
-    memset(&desc, 0, sizeof desc);
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOOOOOOOOOOO|OOOOO:linear_plan", keywords, &given[0], &given[1],
-            &given[2], &given[3], &given[4], &given[5], &given[6], &given[7], &given[8], &given[9],
-            &given[10], &given[11], &given[12], &given[13], &given[14], &given[15], &given[16])) {
-        return NULL;
-    }
-    desc.size = sizeof desc;
-    desc.gather = 1;
-    for (int i = 0; i < FIELD_COUNT; i++) {
-        if (given[i] != NULL && set_field(&desc, i, keywords[i], given[i]) != 0) return NULL;
-    }
-    st = te_plan_linear(&desc, &id);
-    return st == TE_OK ? PyLong_FromLongLong(id) : tepy_raise(st);
 }
 
 /* ---- describing and sizing ---- */

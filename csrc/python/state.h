@@ -130,10 +130,13 @@ void tepy_backends_clear(tepy_state *state);
 #define TEPY_PARAMS_ONE (PyObject * module, PyObject * arg)
 #define TEPY_PARAMS_NONE (PyObject * module, PyObject * unused)
 #define TEPY_PARAMS_KEYS (PyObject * module, PyObject * args, PyObject * kwargs)
+#define TEPY_PARAMS_FASTKEYS                                                                       \
+    (PyObject * module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 #define TEPY_FLAGS_FAST METH_FASTCALL
 #define TEPY_FLAGS_ONE METH_O
 #define TEPY_FLAGS_NONE METH_NOARGS
 #define TEPY_FLAGS_KEYS METH_VARARGS | METH_KEYWORDS
+#define TEPY_FLAGS_FASTKEYS METH_FASTCALL | METH_KEYWORDS
 
 /* X(name, convention): every function of the module. Each has a docstring tepy_<name>_doc beside
  * its code, which begins with the signature line. */
@@ -143,8 +146,11 @@ void tepy_backends_clear(tepy_state *state);
     X(torch_dtype, ONE)                                                                            \
     X(dtype_names, NONE)                                                                           \
     X(op_names, NONE)                                                                              \
+    X(activation_names, NONE)                                                                      \
     X(has_cuda, NONE)                                                                              \
     X(linear_plan, KEYS)                                                                           \
+    X(mlp_plan, KEYS)                                                                              \
+    X(norm_plan, KEYS)                                                                             \
     X(plan_describe, ONE)                                                                          \
     X(plan_infer, FAST)                                                                            \
     X(plan_scratch, FAST)                                                                          \
@@ -162,6 +168,15 @@ void tepy_backends_clear(tepy_state *state);
     X(scaling_update, FAST)                                                                        \
     X(fill, KEYS)                                                                                  \
     X(cast, KEYS)                                                                                  \
+    X(norm, FASTKEYS)                                                                              \
+    X(norm_backward, FASTKEYS)                                                                     \
+    X(activation, FASTKEYS)                                                                        \
+    X(activation_backward, FASTKEYS)                                                               \
+    X(softmax, FASTKEYS)                                                                           \
+    X(softmax_backward, FASTKEYS)                                                                  \
+    X(dropout_add, FASTKEYS)                                                                       \
+    X(dropout_backward, FASTKEYS)                                                                  \
+    X(rope, FASTKEYS)                                                                              \
     X(register_backend, FAST)                                                                      \
     X(unregister_backend, ONE)                                                                     \
     X(counters, NONE)                                                                              \

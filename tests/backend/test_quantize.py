@@ -17,55 +17,13 @@ from buffers import (
     op_count,
 )
 from comparators import assert_bits, assert_nmse
+from fp8_output import USAGES, Output, round_up
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import amax, boundaries, quantize, to_numpy
+from reference import amax, boundaries, to_numpy
 from tols import BF16, E4M3, E5M2, F16, F32, tol
 
 from transformer_engine import _core
-
-USAGES = {"rowwise": (1, 0), "columnwise": (0, 1), "both": (1, 1)}
-
-
-def round_up(size):
-    return -(-size // 16) * 16
-
-
-class Output:
-    """Poisoned outputs of one quantize call, and what they must hold after it."""
-
-    def __init__(self, shape, dtype, device, usage="both", *, pad=(0, 0), layout="dense"):
-        rows, columns = shape
-        self.shape, self.dtype, self.device = shape, dtype, device
-        skew, gap = LAYOUTS[layout]
-        place = {"skew": skew, "gap": gap}
-        want_row, want_column = USAGES[usage]
-        self.row = Poisoned((rows, columns + pad[0]), dtype, device, **place) if want_row else None
-        self.column = (
-            Poisoned((columns, rows + pad[1]), dtype, device, **place) if want_column else None
-        )
-        self.pair = Poisoned((2,), F32, device)
-
-    def arguments(self):
-        return {
-            "rowwise": self.row.tensor if self.row else None,
-            "columnwise": self.column.tensor if self.column else None,
-            "scale_pair": self.pair.tensor,
-        }
-
-    def check(self, values, scale):
-        """Compare with the reference: data, zero padding, scale pair, nothing else written."""
-        codes = quantize(values, scale, self.dtype)
-        rows, columns = self.shape
-        for memory, expected, used in ((self.row, codes, columns), (self.column, codes.T, rows)):
-            if memory is not None:
-                assert_bits(memory.tensor[:, :used], expected.contiguous())
-                assert (memory.tensor[:, used:].view(torch.uint8) == 0).all(), "padding"
-                assert memory.untouched()
-        one = torch.tensor(1.0)
-        with_scale = torch.tensor(scale, dtype=F32)
-        assert_bits(self.pair.tensor, torch.stack([one / with_scale, with_scale]))
-        assert self.pair.untouched()
 
 
 def check_quantize(values, dtype, device, scale, usage="both", **layout):

@@ -10,10 +10,11 @@
 #ifndef TE_TESTS_OPS_CASES_H
 #define TE_TESTS_OPS_CASES_H
 
+#include "activation_cases.h"
+#include "attention_cases.h"
+#include "cast_checks.h"
+#include "norm_cases.h"
 #include "testing.h"
-
-static const te_dtype high_precision[] = {TE_DTYPE_F32, TE_DTYPE_F16, TE_DTYPE_BF16};
-static const te_dtype fp8[] = {TE_DTYPE_E4M3, TE_DTYPE_E5M2};
 
 enum { SHAPES = 9 };
 static const int64_t shapes[SHAPES][2] = {{0, 16},  {5, 0},    {1, 1},     {3, 7},    {16, 16},
@@ -27,71 +28,9 @@ typedef struct quantize_case {
     int rowwise, columnwise, sums, special, power_2, current;
 } quantize_case;
 
-static void check_codes(test_device *t, const test_matrix *x, test_matrix *q, int transposed,
-                        float scale)
-{
-    test_fetch(t, q);
-    for (int64_t i = 0; i < q->rows; i++) {
-        for (int64_t j = 0; j < q->columns; j++) {
-            int64_t r = transposed ? j : i, c = transposed ? i : j;
-            unsigned expected = 0, code = test_code(q, i, j);
-            float value = 0.0F;
-            if (r < x->rows && c < x->columns) {
-                value = (float)test_get(x, r, c);
-                expected = test_encode(q->tensor.dtype, (double)(value * scale));
-            }
-            TEST_CHECK(t, code == expected, "%s of %g * %g at (%lld, %lld): %02x, expected %02x",
-                       te_dtype_name(q->tensor.dtype), (double)value, (double)scale, (long long)r,
-                       (long long)c, code, expected);
-        }
-    }
-}
-
-static void check_sums(test_device *t, const test_matrix *x, test_matrix *sums)
-{
-    test_fetch(t, sums);
-    for (int64_t c = 0; c < x->columns; c++) {
-        double sum = 0, size = 0;
-        for (int64_t r = 0; r < x->rows; r++) {
-            sum += test_get(x, r, c);
-            size += fabs(test_get(x, r, c));
-        }
-        double bound = size * 0x1p-23 * sqrt((double)x->rows + 1) +
-                       fabs(sum) * test_dtype_eps(sums->tensor.dtype) + 0x1p-24;
-        TEST_CHECK(t, fabs(test_get(sums, 0, c) - sum) <= bound, "sum of column %lld: %g, not %g",
-                   (long long)c, test_get(sums, 0, c), sum);
-    }
-}
-
-/* Largest |x|, NaN ignored. */
-static float largest(const test_matrix *x)
-{
-    float amax = 0.0F;
-    for (int64_t r = 0; r < x->rows; r++) {
-        for (int64_t c = 0; c < x->columns; c++)
-            amax = fmaxf(amax, fabsf((float)test_get(x, r, c)));
-    }
-    return amax;
-}
-
-/* Current scaling, from its definition. */
-static float current_scale(float amax, float fp8_max, float epsilon, int power_2)
-{
-    int exponent;
-    if (amax < epsilon) amax = epsilon;
-    if (!isfinite(amax) || amax == 0.0F) return 1.0F;
-    float scale = fp8_max / amax;
-    if (isinf(scale)) scale = 3.402823466e+38F;
-    if (power_2) {
-        (void)frexpf(scale, &exponent);
-        scale = ldexpf(0.5F, exponent);
-    }
-    return scale;
-}
-
 static void run_quantize(test_device *t, const quantize_case *c)
 {
-    const float zeros[2] = {0}, old_amax = 0.75F, epsilon = 0x1p-10F;
+    const float zeros[2] = {0}, epsilon = 0x1p-10F;
     test_matrix x = test_matrix_new(t, c->input, c->rows, c->columns, c->gap), sums;
     test_fill_random(t, &x, 3.0, c->special);
     test_matrix row = test_matrix_new(t, c->output, c->rows, (c->columns + 15) / 16 * 16, c->gap);

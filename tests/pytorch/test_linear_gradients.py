@@ -323,7 +323,7 @@ def test_cache_saves_the_casts_and_keeps_the_bits(device, recipe):
 def test_none_keeps_nothing(device):
     s = Setup(device)
     s.step(s.layer, "current", s.batch())
-    assert s.layer._weight_cache is None
+    assert s.layer._weight_caches[0] is None
 
 
 def test_false_without_a_cache_makes_one(device):

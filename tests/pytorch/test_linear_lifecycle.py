@@ -78,7 +78,7 @@ def test_a_copy_has_no_cache_and_nothing_pending(device, how):
         out = layer(torch.randn(16, 32, device=device), is_first_microbatch=True)
     out.sum().backward()
     twin = copied(layer, how)
-    assert twin._weight_cache is None and layer._weight_cache is not None
+    assert twin._weight_caches[0] is None and layer._weight_caches[0] is not None
     with pytest.raises(RuntimeError, match="pending"):
         twin.backward_dw()
     layer.backward_dw()

@@ -108,7 +108,7 @@ def test_unknown_stage_and_missing_function(device):
         *[_core.DTYPE_F32] * 5,
         quantization_of(DelayedScaling()),
         0,
-        external=external_bits({"gemm_output": None}),
+        external=external_bits({"gemm_output": None})[0],
     )
     plan = linear_plans(spec).forward
     x, w = torch.randn(4, 16, device=device), torch.randn(16, 16, device=device)
@@ -134,7 +134,7 @@ def _gather_worker(rank, world, store, results):
         *[_core.DTYPE_F32] * 5,
         quantization_of(DelayedScaling()),
         0,
-        external=external_bits({"gather_input": None}),
+        external=external_bits({"gather_input": None})[0],
         gather=world,
     )
 

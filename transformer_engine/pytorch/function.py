@@ -24,7 +24,9 @@ class Call(Protocol):
     def run_forward(self, tensors: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
         """Run the forward; return the output and what the backward needs."""
 
-    def run_backward(self, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    def run_backward(
+        self, grads: tuple[Tensor, ...], saved: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, ...]:
         """Run the backward; return None, then one gradient or None per tensor of the forward."""
 
 
@@ -39,15 +41,15 @@ class _PlanFunction(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return _backward_once(ctx, grad)  # create_graph: differentiating again is an error
-        return ctx.call.run_backward(grad, ctx.saved_tensors)
+            return _backward_once(ctx, *grads)  # create_graph: differentiating again is an error
+        return ctx.call.run_backward(grads, ctx.saved_tensors)
 
 
 @once_differentiable
-def _backward_once(ctx: Any, grad: Tensor) -> tuple:
-    return ctx.call.run_backward(grad, ctx.saved_tensors)
+def _backward_once(ctx: Any, *grads: Tensor) -> tuple:
+    return ctx.call.run_backward(grads, ctx.saved_tensors)
 
 
 apply_plainly = super(torch.autograd.Function, _PlanFunction).apply

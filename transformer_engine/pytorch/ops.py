@@ -19,6 +19,7 @@ from transformer_engine import _core
 __all__ = [
     "OUTPUTS",
     "constant_in_graphs",
+    "define",
     "extent_value",
     "run",
     "run_native",
@@ -27,13 +28,13 @@ __all__ = [
     "shapes",
 ]
 
-OUTPUTS = 4
+OUTPUTS = 9
 """Outputs of `transformer_engine::run` before the packed saved tensor."""
 
 _LIBRARY = torch.library.Library("transformer_engine", "DEF")
 _LIBRARY.define(
     "run(int plan, int slot_fwd, int slot_bwd, Tensor[] inputs, Tensor(a!)[] state, Tensor? saved, "
-    "SymInt rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "SymInt rows) -> (" + ", ".join(["Tensor"] * (OUTPUTS + 1)) + ")"
 )
 _LIBRARY.define(
     "scaling_update(Tensor(a!) scale, Tensor(b!) history, float fp8_max, bool most_recent) -> ()"
@@ -47,6 +48,30 @@ def constant_in_graphs(function: Callable) -> Callable:
     """
     function._dynamo_marked_constant = True
     return function
+
+
+def define(
+    schema: str, implementation: Callable, fake: Callable, tags: tuple[torch.Tag, ...] = ()
+) -> None:
+    """Make a native function an operator ``torch.ops.transformer_engine.<name>``.
+
+    Parameters
+    ----------
+    schema : str
+        Name, arguments and results. At least one argument is a tensor: it says on which device to
+        run.
+    implementation : callable
+        Runs the function on tensors of the CPU or of a CUDA device.
+    fake : callable
+        Gives empty results of the right shapes and dtypes.
+    tags : tuple of torch.Tag
+        What a compiler must know.
+    """
+    name = schema[: schema.index("(")]
+    _LIBRARY.define(schema, tags=tags)
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, implementation, device)
+    torch.library.register_fake(f"transformer_engine::{name}", fake, lib=_LIBRARY)
 
 
 @functools.cache

@@ -2,22 +2,29 @@
 """From a module's settings and a recipe to the plans that run it."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from transformer_engine import _core
 from transformer_engine.common.recipe import Recipe
 
 __all__ = [
     "HIGH_PRECISION",
-    "LinearPlans",
+    "Activation",
+    "CallPlans",
+    "CallSpec",
     "LinearSpec",
+    "Norm",
     "Quantization",
+    "call_plans",
     "linear_plans",
+    "norm_plans",
     "quantization_of",
 ]
 
 
-# Flags of a linear layer's call (see te_linear_desc in the C header).
+# Flags of a linear layer's part of a call (see te_linear_desc in the C header).
 BIAS = _core.LINEAR_BIAS
 DGRAD = _core.LINEAR_DGRAD
 WGRAD = _core.LINEAR_WGRAD_NEEDED
@@ -29,6 +36,10 @@ OVERWRITE = _core.LINEAR_OVERWRITE_WGRAD
 DEFER = _core.LINEAR_DEFER_WGRAD
 CACHE_WRITE = _core.LINEAR_CACHE_WRITE
 CACHE_READ = _core.LINEAR_CACHE_READ
+ZERO_CENTERED = _core.LINEAR_ZERO_CENTERED
+GRAD_GAMMA = _core.LINEAR_GRAD_GAMMA
+GRAD_BETA = _core.LINEAR_GRAD_BETA
+RETURN_NORM = _core.LINEAR_RETURN_NORM
 
 
 class Quantization(NamedTuple):
@@ -111,7 +122,7 @@ def quantization_of(recipe: Recipe) -> Quantization:
 
 
 class LinearSpec(NamedTuple):
-    """One way to call a linear layer; everything but the number of tokens.
+    """One linear layer of a call; everything but the number of tokens.
 
     Attributes
     ----------
@@ -145,120 +156,335 @@ class LinearSpec(NamedTuple):
     gather: int = 1
 
 
-class LinearPlans:
-    """Plans of one `LinearSpec`, and what a call must know of them, worked out once.
+class Norm(NamedTuple):
+    """The norm before a linear layer.
 
     Attributes
     ----------
-    spec : LinearSpec
+    kind : int
+        ``_core.NORM_*``.
+    dtype : int
+        ``_core.DTYPE_*`` of gamma and beta.
+    eps : float
+        Added to the variance.
+    """
+
+    kind: int
+    dtype: int
+    eps: float
+
+
+class Activation(NamedTuple):
+    """The activation between two linear layers.
+
+    Attributes
+    ----------
+    kind : int
+        ``_core.ACTIVATION_*``.
+    limit, alpha, linear_offset : float
+        Of clamped_swiglu.
+    """
+
+    kind: int
+    limit: float = 0.0
+    alpha: float = 0.0
+    linear_offset: float = 0.0
+
+
+class CallSpec(NamedTuple):
+    """One way to call a module made of a norm, one or two linear layers and an activation.
+
+    Attributes
+    ----------
+    parts : tuple of LinearSpec
+        One linear layer, or two with the activation between them.
+    norm : Norm or None
+        Before the first.
+    activation : Activation or None
+        With two layers.
+    recompute : bool
+        The backward repeats norm, first layer and activation instead of reading what they made.
+    """
+
+    parts: tuple[LinearSpec, ...]
+    norm: Norm | None = None
+    activation: Activation | None = None
+    recompute: bool = False
+
+
+def _arguments(plan: int) -> list[tuple[str, bool]]:
+    """(name, changed in place) of what a plan is given; the scales are state that it only reads."""
+    given = ("input", "parameter", "state")
+    return [
+        (name, role == "state" and name != "scale")
+        for name, role, *_ in _core.plan_describe(plan)["buffers"]
+        if role in given
+    ]
+
+
+def _outputs(plan: int) -> list[str]:
+    return [name for name, role, *_ in _core.plan_describe(plan)["buffers"] if role == "output"]
+
+
+def _picker(places: list[int]) -> Callable[[tuple], tuple]:
+    """A function that picks items of a tuple as a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    if places:
+        at = places[0]
+        return lambda values: (values[at],)
+    return lambda values: ()
+
+
+def gradient_name(tensor: str) -> str:
+    """Output of a backward plan that is the gradient of a forward's tensor."""
+    prefix, separator, name = tensor.rpartition("_")
+    return f"{prefix}{separator}grad_{name}"
+
+
+_STATE = ("scale", "history")
+
+
+class CallPlans:
+    """Plans of one kind of call, and how their arguments hang together, worked out once.
+
+    Everything follows from the names of the plans' buffers: a tensor ``x`` of the forward has the
+    gradient ``grad_x``, and what the backward reads besides gradients and scaling state was an
+    argument or an output of the forward.
+
+    Attributes
+    ----------
+    spec : CallSpec or None
         What they were made for.
     forward, backward, wgrad : int
         Plan ids; 0 where the call can not need one.
+    tensors : tuple of str
+        Names of the differentiable tensors of a call; one that the call lacks is passed as None.
     quantized : bool
         The GEMMs run in FP8.
-    dgrad, wgrad_needed, bias_grad : bool
-        Which gradients the backward makes.
+    forward_inputs, saved, wgrad_inputs : tuple of str
+        Arguments of the forward (without state), of the backward (without gradients and state) and
+        of the deferred weight gradient.
+    backward_arguments : tuple of (str, bool)
+        All arguments of the backward, and whether it changes them in place.
+    wgrad_has_rows : bool
+        An input of the deferred weight gradient has the leading dims of the call.
+    outputs, gradients : tuple of str
+        Results of the forward and of the backward.
+    returns : int
+        How many of `outputs` are the module's results.
+    cached : tuple of int
+        Parts whose quantized weight is kept or taken from the cache.
+    writes_cache : bool
+        It is kept.
+    main_grads : tuple of int
+        Parts whose weight gradient goes to ``weight.main_grad``.
     defer : bool
-        The weight gradient is put off.
-    into_main_grad : bool
-        It goes to ``weight.main_grad``.
-    writes_cache, reads_cache, cached : bool
-        Whether the quantized weight is kept, taken from the cache, either.
-    saves_packed, saves_input, saves_weight : bool
-        What the forward leaves for the backward besides the cache.
+        Weight gradients are put off.
+    saves_packed : bool
+        The forward makes a packed tensor for the backward.
+    all_given : bool
+        No tensor of a call is None.
+    pick_saved : callable
+        From (results of the forward..., tensors...) to what the backward of a plain call reads, the
+        packed tensor first.
+    places : tuple of int
+        For each of `tensors` its gradient's place among the backward's outputs, or -1.
     all_gradients : bool
-        Input, weight and bias have gradients.
+        The backward's outputs are the gradients of all tensors, in order.
     plain : bool
         Nothing but plain gradients: no cache, main gradient or deferred work.
     """
 
-    def __init__(self, spec: LinearSpec, forward: int, backward: int, wgrad: int) -> None:
-        flags = spec.flags
+    def __init__(
+        self,
+        tensors: tuple[str, ...],
+        forward: int,
+        backward: int = 0,
+        wgrad: int = 0,
+        spec: CallSpec | None = None,
+    ) -> None:
         self.spec = spec
-        self.forward = forward
-        self.backward = backward
-        self.wgrad = wgrad
-        self.quantized = spec.quantization.recipe != _core.RECIPE_NONE
-        self.dgrad = bool(flags & DGRAD)
-        self.wgrad_needed = bool(flags & WGRAD)
-        self.bias_grad = spec.bias_grad
-        self.defer = self.wgrad_needed and bool(flags & DEFER)
-        self.into_main_grad = self.wgrad_needed and bool(flags & (ACCUMULATE | OVERWRITE))
-        self.writes_cache = bool(flags & CACHE_WRITE)
-        self.reads_cache = bool(flags & CACHE_READ)
-        self.cached = self.writes_cache or self.reads_cache
-        self.saves_packed = self.quantized and (
-            self.wgrad_needed or (self.dgrad and not self.cached)
+        self.forward, self.backward, self.wgrad = forward, backward, wgrad
+        self.tensors = tensors
+        parts = () if spec is None else spec.parts
+        self.quantized = bool(parts) and parts[0].quantization.recipe != _core.RECIPE_NONE
+        self.forward_inputs = tuple(n for n, _ in _arguments(forward) if n not in _STATE)
+        self.outputs = tuple(_outputs(forward))
+        self.returns = 1 + ("norm_output" in self.outputs)
+        flags = [part.flags for part in parts]
+        self.cached = tuple(i for i, f in enumerate(flags) if f & _CACHE)
+        self.writes_cache = any(f & CACHE_WRITE for f in flags)
+        self.reads_cache = any(f & CACHE_READ for f in flags)
+        self.main_grads = tuple(
+            i for i, f in enumerate(flags) if f & WGRAD and f & (ACCUMULATE | OVERWRITE)
         )
-        self.saves_weight = self.dgrad and not self.cached
-        self.saves_input = self.wgrad_needed and (not self.quantized or bool(flags & SAVE_INPUT))
-        self.all_gradients = self.dgrad and self.wgrad_needed and self.bias_grad
-        self.plain = not (self.cached or self.defer or self.into_main_grad)
+        self.defer = wgrad != 0
+        self.all_given = all(name in self.forward_inputs for name in tensors)
+        self.plain = not (self.cached or self.defer or self.main_grads)
+        self._examine_backward()
+
+    def _examine_backward(self) -> None:
+        self.saves_packed = False
+        self.saved = self.wgrad_inputs = self.gradients = self.backward_arguments = ()
+        self.wgrad_has_rows = False
+        self.reads_state = False
+        self.places = (-1,) * len(self.tensors)
+        self.all_gradients = False
+        self.pick_saved = _picker([])
+        if not self.backward:
+            return
+        roles = [role for _, role, *_ in _core.plan_describe(self.forward)["buffers"]]
+        self.saves_packed = "saved" in roles
+        self.backward_arguments = tuple(_arguments(self.backward))
+        arguments = [name for name, _ in self.backward_arguments]
+        self.reads_state = "scale" in arguments
+        passed = {"grad_output", "grad_norm_output", *_STATE}
+        saved = [n for n in arguments if n not in passed and not n.endswith("main_grad")]
+        self.gradients = tuple(_outputs(self.backward))
+        if self.wgrad:
+            self.wgrad_inputs = tuple(n for n, mutated in _arguments(self.wgrad) if not mutated)
+            known = {*passed, *saved, *self.gradients}
+            saved += [n for n in self.wgrad_inputs if n not in known]
+            buffers = _core.plan_describe(self.wgrad)["buffers"]
+            self.wgrad_has_rows = any(role == "input" and lead for _, role, _, lead, *_ in buffers)
+        self.saved = tuple(saved)
+        at = {name: i for i, name in enumerate(self.gradients)}
+        self.places = tuple(at.get(gradient_name(name), -1) for name in self.tensors)
+        self.all_gradients = self.places == tuple(range(len(self.gradients)))
+        if self.plain:
+            results = len(self.outputs) + 1
+            from_forward = {name: i for i, name in enumerate(self.outputs)}
+            from_forward.update((name, results + i) for i, name in enumerate(self.tensors))
+            places = [results - 1] if self.saves_packed else []
+            self.pick_saved = _picker(places + [from_forward[name] for name in saved])
 
 
 _CACHE = CACHE_WRITE | CACHE_READ
 _ONLY_BACKWARD = ACCUMULATE | OVERWRITE | DEFER
-_GRADIENTS = DGRAD | WGRAD
-_FORWARD_EXTERNAL = (1 << _core.LINEAR_STAGES.index("amax_grad_output")) - 1
+_GRADIENTS = DGRAD | WGRAD | GRAD_GAMMA | GRAD_BETA
+_FORWARD_EXTERNAL = (1 << _core.LINEAR_STAGES.index("produce_grad_output")) - 1
 """Bits of the stages of the forward plan; the others are the backward's."""
 
 
-def _plan(direction: int, spec: LinearSpec, flags: int, external: int, gather: int = 1) -> int:
+def _fields(direction: int, spec: LinearSpec, norm: Norm | None) -> dict[str, Any]:
+    """Keywords of ``_core.linear_plan`` for one direction of a linear layer's call."""
     q = spec.quantization
-    return _core.linear_plan(
-        direction,
-        spec.in_features,
-        spec.out_features,
-        spec.input,
-        spec.weight,
-        spec.bias,
-        spec.output,
-        spec.grad_weight,
-        q.recipe,
-        q.forward_fp8,
-        q.backward_fp8,
-        q.flags | flags,
-        gather=gather,
-        external=external,
-        eps_input=q.epsilon[0],
-        eps_weight=q.epsilon[1],
-        eps_grad=q.epsilon[2],
-    )
+    flags, external, gather = spec.flags, spec.external, 1
+    if direction == _core.LINEAR_FORWARD:
+        flags &= ~_ONLY_BACKWARD
+        external &= _FORWARD_EXTERNAL
+        gather = spec.gather
+    else:
+        # The backward of a call that wrote the cache reads it.
+        reads_cache = CACHE_READ if flags & _CACHE else 0
+        flags = flags & ~(_CACHE | NO_AMAX) | reads_cache
+        external &= ~_FORWARD_EXTERNAL
+        if not spec.bias_grad:
+            flags &= ~BIAS
+        if direction == _core.LINEAR_WGRAD:
+            flags &= ~(DEFER | BIAS)
+    fields = {
+        "direction": direction,
+        "in_features": spec.in_features,
+        "out_features": spec.out_features,
+        "input_dtype": spec.input,
+        "weight_dtype": spec.weight,
+        "bias_dtype": spec.bias,
+        "output_dtype": spec.output,
+        "grad_weight_dtype": spec.grad_weight,
+        "recipe": q.recipe,
+        "forward_fp8": q.forward_fp8,
+        "backward_fp8": q.backward_fp8,
+        "flags": q.flags | flags,
+        "gather": gather,
+        "external": external,
+        "eps_input": q.epsilon[0],
+        "eps_weight": q.epsilon[1],
+        "eps_grad": q.epsilon[2],
+    }
+    if norm is not None:
+        fields.update(norm=1 + norm.kind, norm_dtype=norm.dtype, norm_eps=norm.eps)
+    return fields
+
+
+def _plan(direction: int, spec: CallSpec) -> int:
+    first = _fields(direction, spec.parts[0], spec.norm)
+    if spec.activation is None:
+        return _core.linear_plan(**first)
+    flags = _core.MLP_RECOMPUTE if spec.recompute else 0
+    second = _fields(direction, spec.parts[1], None)
+    return _core.mlp_plan(direction, *spec.activation, flags, fc1=first, fc2=second)
+
+
+PREFIXES = {1: ("",), 2: ("fc1_", "fc2_")}
+"""Of the names of buffers, by number of parts."""
 
 
 @functools.cache
-def linear_plans(spec: LinearSpec) -> LinearPlans:
-    """Plans of a linear layer's call, made once per process and spec.
+def call_plans(spec: CallSpec) -> CallPlans:
+    """Plans of a call, made once per process and spec.
 
     Parameters
     ----------
-    spec : LinearSpec
+    spec : CallSpec
         The call.
 
     Returns
     -------
-    LinearPlans
-        Their ids.
+    CallPlans
+        Their ids and arguments.
     """
-    flags = spec.flags
-    # The backward of a call that wrote the cache reads it.
-    reads_cache = CACHE_READ if flags & _CACHE else 0
-    backward_flags = flags & ~(_CACHE | BIAS | NO_AMAX) | reads_cache
-    if spec.bias_grad:
-        backward_flags |= BIAS
+    tensors = ["input"]
+    if spec.norm is not None:
+        tensors += ["gamma", "beta"]
+    for prefix in PREFIXES[len(spec.parts)]:
+        tensors += [f"{prefix}weight", f"{prefix}bias"]
     backward = wgrad = 0
-    forward = _plan(
-        _core.LINEAR_FORWARD,
-        spec,
-        flags & ~_ONLY_BACKWARD,
-        spec.external & _FORWARD_EXTERNAL,
-        spec.gather,
-    )
-    if flags & _GRADIENTS or spec.bias_grad:
-        backward = _plan(
-            _core.LINEAR_BACKWARD, spec, backward_flags, spec.external & ~_FORWARD_EXTERNAL
-        )
-    if flags & DEFER and flags & WGRAD:
-        wgrad_flags = backward_flags & ~(DEFER | BIAS)
-        wgrad = _plan(_core.LINEAR_WGRAD, spec, wgrad_flags, spec.external & ~_FORWARD_EXTERNAL)
-    return LinearPlans(spec, forward, backward, wgrad)
+    forward = _plan(_core.LINEAR_FORWARD, spec)
+    if any(part.flags & _GRADIENTS or part.bias_grad for part in spec.parts):
+        backward = _plan(_core.LINEAR_BACKWARD, spec)
+    if any(part.flags & DEFER and part.flags & WGRAD for part in spec.parts):
+        wgrad = _plan(_core.LINEAR_WGRAD, spec)
+    return CallPlans(tuple(tensors), forward, backward, wgrad, spec)
+
+
+def linear_plans(spec: LinearSpec) -> CallPlans:
+    """Plans of a linear layer by itself; see `call_plans`."""
+    return call_plans(CallSpec((spec,)))
+
+
+@functools.cache
+def norm_plans(features: int, norm: Norm, dtypes: tuple[int, int], flags: int) -> CallPlans:
+    """Plans of a norm by itself, made once per process and kind.
+
+    Parameters
+    ----------
+    features : int
+        Size of the normalized dim.
+    norm : Norm
+        Its kind.
+    dtypes : tuple of int
+        ``_core.DTYPE_*`` of input and output.
+    flags : int
+        `DGRAD`, `GRAD_GAMMA`, `GRAD_BETA`, `ZERO_CENTERED`.
+
+    Returns
+    -------
+    CallPlans
+        Over (input, gamma, beta).
+    """
+    inp, out = dtypes
+    fields = (features, norm.kind, inp, norm.dtype, out, flags, norm.eps)
+    forward = _core.norm_plan(_core.LINEAR_FORWARD, *fields)
+    backward = _core.norm_plan(_core.LINEAR_BACKWARD, *fields) if flags & _GRADIENTS else 0
+    return CallPlans(("input", "gamma", "beta"), forward, backward)
+
+
+def flags_of(bits: Iterable[tuple[int, Any]]) -> int:
+    """Join the flags whose condition holds."""
+    joined = 0
+    for flag, condition in bits:
+        if condition:
+            joined |= flag
+    return joined

@@ -19,20 +19,40 @@ from transformer_engine.pytorch import ops
 __all__ = ["StageBuffers", "external_bits", "run_staged"]
 
 
-def external_bits(stages: Mapping[str, Any] | None) -> int:
-    """Bits of `LinearSpec.external` for stages by name.
+def external_bits(
+    stages: Mapping[str, Any] | None, prefixes: tuple[str, ...] = ("",)
+) -> tuple[int, ...]:
+    """Bits of `LinearSpec.external` of each part for stages by name.
+
+    Parameters
+    ----------
+    stages : mapping or None
+        Keys are stage names, with the prefix of their part.
+    prefixes : tuple of str
+        Of the parts.
+
+    Returns
+    -------
+    tuple of int
+        One per part.
 
     Raises
     ------
     ValueError
-        A name is none of ``_core.LINEAR_STAGES``.
+        A name is none of ``_core.LINEAR_STAGES`` with a prefix.
     """
-    bits = 0
+    known = {
+        prefix + name: (part, bit)
+        for part, prefix in enumerate(prefixes)
+        for bit, name in enumerate(_core.LINEAR_STAGES)
+    }
+    bits = [0] * len(prefixes)
     for name in stages or ():
-        if name not in _core.LINEAR_STAGES:
-            raise ValueError(f"stage {name!r} does not exist; there are {_core.LINEAR_STAGES}")
-        bits |= 1 << _core.LINEAR_STAGES.index(name)
-    return bits
+        if name not in known:
+            raise ValueError(f"stage {name!r} does not exist; there are {tuple(known)}")
+        part, bit = known[name]
+        bits[part] |= 1 << bit
+    return tuple(bits)
 
 
 class StageBuffers(Mapping[str, Tensor]):

@@ -89,6 +89,23 @@ template <> __device__ __forceinline__ unsigned short te_encode<te_bf16>(float v
     return bits;
 }
 
+/* Two floats to one word of a 16-bit format; `low` goes into the low half. */
+template <typename T> __device__ __forceinline__ unsigned te_encode_pair(float low, float high);
+
+template <> __device__ __forceinline__ unsigned te_encode_pair<te_f16>(float low, float high)
+{
+    unsigned pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+template <> __device__ __forceinline__ unsigned te_encode_pair<te_bf16>(float low, float high)
+{
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
 /* Writes element `index` of a vector whose dtype is a TE_STORE_* number. */
 __device__ __forceinline__ void te_store_as(int dtype, void *data, te_index index, float value)
 {
@@ -98,6 +115,14 @@ __device__ __forceinline__ void te_store_as(int dtype, void *data, te_index inde
         ((unsigned short *)data)[index] = te_encode<te_f16>(value);
     else
         ((unsigned short *)data)[index] = te_encode<te_bf16>(value);
+}
+
+/* Reads element `index` of such a vector. */
+__device__ __forceinline__ float te_load_as(int dtype, const void *data, te_index index)
+{
+    if (dtype == TE_STORE_F32) return ((const float *)data)[index];
+    const unsigned short bits = ((const unsigned short *)data)[index];
+    return dtype == TE_STORE_F16 ? te_decode<te_f16>(bits) : te_decode<te_bf16>(bits);
 }
 
 /* ---- FP8 ---- */

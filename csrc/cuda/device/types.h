@@ -14,6 +14,13 @@ typedef struct te_view {
     te_index rows, columns, stride;
 } te_view;
 
+/* A tensor of up to four dims. Dims of one element have stride 0, so that a broadcast needs no
+ * care. */
+typedef struct te_view4 {
+    unsigned char *data; /* NULL: absent */
+    te_index strides[4];
+} te_view4;
+
 /* How a matrix is dealt out to blocks, see matrix.cuh. Worked out on the host: 64-bit divisions
  * cost a thread as much as its share of a copy. */
 typedef struct te_walk {
@@ -21,7 +28,44 @@ typedef struct te_walk {
     int lanes_log2;               /* lanes of one row of a tile */
 } te_walk;
 
-/* How a high-precision vector is written when its dtype is known at run time only. */
+/* How a high-precision vector is read or written when its dtype is known at run time only. */
 enum { TE_STORE_F32 = 0, TE_STORE_F16 = 1, TE_STORE_BF16 = 2 };
+
+enum {
+    TE_CAST_PARTIALS = 1024
+}; /* floats of partial maxima; TE_AMAX_PARTIALS of the public header */
+
+/* Where FP8 goes, and with which scale: see cast.cuh. */
+typedef struct te_cast_target {
+    te_view rowwise;        /* [rows, >= columns] bytes; data NULL: not wanted */
+    te_view columnwise;     /* [columns, >= rows] bytes; data NULL: not wanted */
+    const float *scale;     /* 1 float; NULL: from partials; both NULL: 1 */
+    const float *partials;  /* TE_CAST_PARTIALS floats, 16-byte aligned if partials_aligned */
+    float *scale_pair;      /* 2 floats or NULL */
+    float *amax;            /* 1 float or NULL */
+    float fp8_max, epsilon; /* for partials */
+    int power_2;
+    int e5m2; /* the bytes are E5M2, else E4M3, where no template parameter says so */
+    int rowwise_aligned, columnwise_aligned; /* every row begins at 8 (columnwise: 16) bytes */
+    int partials_aligned;
+} te_cast_target;
+
+/* What a kernel on 64 x 64 tiles does besides its source, see tile_cast.cuh. Grid: (column tiles,
+ * row groups); 128 threads. Block (x, y) does the `depth` tiles below each other that begin at row
+ * tile y * depth, or y counted from the bottom. A source with two outputs fills columns
+ * [0, columns) and [columns, 2 columns) of everything below. */
+typedef struct te_tile_params {
+    te_index rows, columns; /* of the values of one output */
+    te_cast_target to;
+    te_view output;       /* the values in high precision; data NULL: not wanted */
+    const float *noop;    /* 1 float or NULL */
+    float *sums;          /* [row groups, outputs * columns] column sums of each group, or NULL */
+    void *bias_grad;      /* [outputs * columns]; with one row group, where sums is NULL; or NULL */
+    float *amax_partials; /* TE_CAST_PARTIALS floats that begin with 0, raised; or NULL */
+    int depth;
+    int from_bottom;              /* begin with the rows that the launch before has read last */
+    int bias_dtype, output_dtype; /* TE_STORE_* */
+    int output_aligned;           /* every row begins at 16 bytes */
+} te_tile_params;
 
 #endif

@@ -38,6 +38,27 @@ template <typename T, int N> struct te_vector {
         return te_decode<T>(get(i));
     }
 
+    /* Sets all elements of a high-precision vector, rounding to nearest even. */
+    __device__ __forceinline__ void encode(const float *values)
+    {
+        if constexpr (T::bytes == 4) {
+#pragma unroll
+            for (int i = 0; i < N; i++) word[i] = __float_as_uint(values[i]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; i += 2)
+                word[i / 2] = te_encode_pair<T>(values[i], values[i + 1]);
+        }
+    }
+
+    /* Keeps the compiler from holding decoded values of one use for the next: they would take twice
+     * the registers. */
+    __device__ __forceinline__ void forget()
+    {
+#pragma unroll
+        for (int i = 0; i < words; i++) asm volatile("" : "+r"(word[i]));
+    }
+
     /* The address is a multiple of the vector's size, or of 16. */
     __device__ __forceinline__ void load_aligned(const void *from)
     {

@@ -26,48 +26,33 @@
     X(BF16, bf16)
 
 enum {
-    TE_QUANTIZE_PARTIALS =
-        1024, /* floats of partial maxima; TE_AMAX_PARTIALS of the public header */
     TE_AMAX_THREADS = 256,
     TE_SUMS_THREADS = 256,
     TE_SUMS_COLUMNS = 32 /* columns that one block of the finishing sums serves */
 };
 
-/* Grid: (column tiles, row groups) of 64 x 64 tiles; 128 threads. Block (x, y) does the `depth`
- * tiles below each other that begin at row tile y * depth. */
+/* A kernel on tiles: see te_tile_params. */
 typedef struct te_quantize_params {
-    te_view input;          /* [rows, columns] */
-    te_view rowwise;        /* [rows, >= columns] bytes; data NULL: not wanted */
-    te_view columnwise;     /* [columns, >= rows] bytes; data NULL: not wanted */
-    const float *scale;     /* 1 float; NULL: from partials; both NULL: 1 */
-    const float *partials;  /* TE_QUANTIZE_PARTIALS floats, 16-byte aligned if partials_aligned */
-    const float *noop;      /* 1 float or NULL */
-    float *scale_pair;      /* 2 floats or NULL */
-    float *amax;            /* 1 float or NULL */
-    float *sums;            /* [row groups, columns] column sums of each group, or NULL */
-    void *bias_grad;        /* [columns]; with one row group, where sums is NULL; or NULL */
-    float fp8_max, epsilon; /* for partials */
-    int power_2;
-    int depth;
-    int bias_dtype; /* TE_STORE_* */
-    int input_aligned, rowwise_aligned,
-        columnwise_aligned; /* every row begins at 16 bytes (rowwise: 8) */
-    int partials_aligned;
+    te_tile_params tile;
+    te_view input;     /* [rows, columns] */
+    int input_aligned; /* every row begins at 16 bytes */
 } te_quantize_params;
 
-/* Grid: columns / TE_SUMS_COLUMNS, rounded up; TE_SUMS_THREADS threads. */
+/* Adds up lines of column sums into at most two vectors that lie side by side in a line. Grid:
+ * columns / TE_SUMS_COLUMNS, rounded up; TE_SUMS_THREADS threads. */
 typedef struct te_quantize_sums_params {
     const float *sums; /* [groups, columns] */
-    void *bias_grad;   /* [columns] */
     const float *noop; /* 1 float or NULL */
     te_index groups, columns;
-    int bias_dtype; /* TE_STORE_* */
+    te_index split;                /* columns from here on go to `second` */
+    void *first, *second;          /* [split], [columns - split]; NULL: not wanted */
+    int first_dtype, second_dtype; /* TE_STORE_* */
 } te_quantize_sums_params;
 
-/* Grid: 1 .. TE_QUANTIZE_PARTIALS blocks of TE_AMAX_THREADS threads. */
+/* Grid: 1 .. TE_CAST_PARTIALS blocks of TE_AMAX_THREADS threads. */
 typedef struct te_amax_params {
     te_view input;
-    float *partials; /* TE_QUANTIZE_PARTIALS floats */
+    float *partials; /* TE_CAST_PARTIALS floats */
     te_walk walk;    /* see matrix.cuh */
     int aligned;
 } te_amax_params;

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-__all__ = ["Split", "default_device", "initialise", "refuse_distributed", "split_rows"]
+__all__ = [
+    "Split",
+    "default_device",
+    "initialise",
+    "positive_sizes",
+    "refuse_distributed",
+    "split_rows",
+]
 
 WEIGHT_DEVIATION = 0.023
 """Standard deviation of weights without an `init_method`."""
@@ -38,6 +45,13 @@ def refuse_distributed(module: str, **arguments: tuple[Any, Any]) -> None:
     for name, (value, default) in arguments.items():
         if value is not default and value != default:
             raise NotImplementedError(f"{module}: {name}={value!r}")
+
+
+def positive_sizes(module: str, **sizes: Any) -> None:
+    """Raise a ValueError for a size, given by name, that is no positive int."""
+    for label, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{module}: {label} = {size!r}, expected a positive int")
 
 
 class Split(NamedTuple):

@@ -2,7 +2,7 @@
 """The short way of a call that is of the same kind as the last one.
 
 A training loop calls a layer thousands of times in the same situation. The long way
-(`Linear.forward`) decides what applies; where it was a plain call, the situation is remembered
+(`ComposedModule._long_way`) decides what applies; where it was a plain call, the situation is remembered
 here, and a later call that finds it unchanged goes straight to its plans. Every fact that the long
 way decides by is compared, by identity where that is enough.
 """
@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from transformer_engine.pytorch.module.linear_call import LinearCall, PlainCall
+from transformer_engine.pytorch.module.call import ModuleCall, PlainCall
 from transformer_engine.pytorch.recompute import anywhere
 from transformer_engine.pytorch.state import RegionState
 
@@ -27,20 +26,24 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Repeat(NamedTuple):
-    """A plain call of a linear layer and the situation it was made in.
+    """A plain call of a module and the situation it was made in.
 
     Attributes
     ----------
-    weight, bias : Parameter or None
-        What was read.
+    tensors : tuple of Tensor or None
+        What was read besides the input.
+    parameters : tuple of (str, Parameter, bool)
+        Attribute, value and ``requires_grad`` of each of them that is there.
     dtype : torch.dtype
         Of input, parameters and output.
     device : torch.device
         Of the input.
     kind : str
         Its type.
-    wants : tuple of bool
-        Whether input, weight and bias required gradients.
+    features : int
+        Its last dim.
+    input_grad : bool
+        It required a gradient.
     gradients : bool
         Grad mode.
     identity : str or None
@@ -51,30 +54,38 @@ class Repeat(NamedTuple):
         It records a backward.
     """
 
-    weight: Parameter
-    bias: Parameter | None
+    tensors: tuple
+    parameters: tuple
     dtype: torch.dtype
     device: torch.device
     kind: str
-    wants: tuple[bool, bool, bool]
+    features: int
+    input_grad: bool
     gradients: bool
     identity: str | None
     calls: tuple[PlainCall, PlainCall]
     records: bool
 
     @classmethod
-    def of(cls, call: LinearCall, inp: Tensor, weight: Any, bias: Any, identity: Any) -> "Repeat":
+    def of(
+        cls, call: ModuleCall, inp: Tensor, names: tuple, tensors: tuple, identity: str | None
+    ) -> "Repeat":
         """Remember a call of the long way."""
         later, first = PlainCall(call.plans, call.slots), PlainCall(call.plans, call.slots)
         first.first = True
-        wants = (inp.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+        parameters = tuple(
+            (name, tensor, tensor.requires_grad)
+            for name, tensor in zip(names, tensors, strict=True)
+            if tensor is not None
+        )
         return cls(
-            weight,
-            bias,
+            tensors,
+            parameters,
             inp.dtype,
             inp.device,
             inp.device.type,
-            wants,
+            inp.size(-1),
+            inp.requires_grad,
             torch.is_grad_enabled(),
             identity,
             (later, first),
@@ -89,8 +100,8 @@ def repeated_call(last: Repeat, module: Any, state: RegionState, inp: Tensor) ->
     ----------
     last : Repeat
         What was remembered.
-    module : Linear
-        The layer; no graph is being traced.
+    module : ComposedModule
+        The module; no graph is being traced.
     state : RegionState
         Of the thread.
     inp : Tensor
@@ -101,8 +112,7 @@ def repeated_call(last: Repeat, module: Any, state: RegionState, inp: Tensor) ->
     PlainCall or None
         Ready for ``run_call``.
     """
-    parameters = module._parameters
-    weight, bias, dtype, device, kind, wants, gradients, identity, calls, records = last
+    _, tensors, dtype, device, kind, features, input_grad, gradients, identity, calls, records = last
     recipe = state.recipe if state.enabled else None
     if recipe is None:
         if identity is not None or state.calibrating:
@@ -112,13 +122,10 @@ def repeated_call(last: Repeat, module: Any, state: RegionState, inp: Tensor) ->
     if (
         type(inp) is not Tensor
         or inp.dtype is not dtype
-        or inp.requires_grad is not wants[0]
+        or inp.requires_grad is not input_grad
         or inp.device != device
         or inp.dim() == 0
-        or inp.size(-1) != module.in_features
-        or parameters.get("weight") is not weight
-        or weight.requires_grad is not wants[1]
-        or weight.dtype is not dtype
+        or inp.size(-1) != features
         or _grad_enabled() is not gradients
         or _autocast_enabled(kind)
         or _graph_task() != -1
@@ -126,12 +133,14 @@ def repeated_call(last: Repeat, module: Any, state: RegionState, inp: Tensor) ->
         or (_top_hooks(False) is not None if gradients else recipe is not None and anywhere())
     ):
         return None
-    if bias is not None and (
-        parameters.get("bias") is not bias
-        or bias.requires_grad is not wants[2]
-        or bias.dtype is not dtype
-    ):
-        return None
+    parameters = module._parameters
+    for name, tensor, wanted in tensors:
+        if (
+            parameters.get(name) is not tensor
+            or tensor.requires_grad is not wanted
+            or tensor.dtype is not dtype
+        ):
+            return None
     slots = calls[0].slots
     if slots is not None and (
         slots is not module._slots

@@ -8,13 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from transformer_engine.pytorch.module.base import Fp8Module
-from transformer_engine.pytorch.module.parameters import Split, default_device, initialise
+from transformer_engine.pytorch.module.composed import ComposedModule, PartTensors, add_grad
+from transformer_engine.pytorch.module.parameters import (
+    Split,
+    default_device,
+    initialise,
+    split_rows,
+)
 
 __all__ = ["WeightModule"]
 
 
-class WeightModule(Fp8Module):
+class WeightModule(ComposedModule):
     """Base of modules around one weight [out_features, in_features] and bias [out_features].
 
     The subclass sets what is declared here, then calls `_make_parameters`.
@@ -43,6 +48,19 @@ class WeightModule(Fp8Module):
                 setattr(self, f"{label}bias", torch.empty(0, device=device, dtype=dtype))
         if device.type != "meta":
             self.reset_parameters()
+
+    def _check_split(self) -> None:
+        if self._split is not None and self.fuse_wgrad_accumulation:
+            raise ValueError(
+                f"{type(self).__name__}: fuse_wgrad_accumulation and parameters_split: the split "
+                "weights have no common main_grad"
+            )
+
+    def _flags_text(self) -> list[str]:
+        parts = super()._flags_text()
+        if self._split is not None:
+            parts.append(f"parameters_split={dict(self._split.parts)}")
+        return parts
 
     def _parts(self) -> list[tuple[str, int]]:
         """(prefix of the parameter names, rows) of each weight."""
@@ -80,7 +98,10 @@ class WeightModule(Fp8Module):
             )
         super().__setattr__(name, value)
 
-    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+    def _sizes(self) -> tuple[tuple[int, int], ...]:
+        return ((self.in_features, self.out_features),)
+
+    def _part_tensors(self) -> tuple[PartTensors, ...]:
         parameters = self._parameters
         if self._split is None:
             weight = parameters.get("weight")
@@ -91,19 +112,27 @@ class WeightModule(Fp8Module):
                 bias = parameters.get("bias")
                 if bias is None:
                     bias = self.bias
-            return weight, bias
+            return (PartTensors(weight, bias),)
         weight = torch.cat([getattr(self, f"{label}weight") for label, _ in self._parts()])
         if not self.apply_bias:
-            return weight, None
-        return weight, torch.cat([getattr(self, f"{label}bias") for label, _ in self._parts()])
+            return (PartTensors(weight, None),)
+        bias = torch.cat([getattr(self, f"{label}bias") for label, _ in self._parts()])
+        return (PartTensors(weight, bias),)
+
+    def _parameter_names(self) -> tuple[str | None, ...]:
+        return ("weight", "bias") if self._split is None else (None, None)
 
     def _returned_bias(self, dtype: torch.dtype) -> Tensor:
         biases = [getattr(self, f"{label}bias") for label, _ in self._parts()]
         bias = biases[0] if len(biases) == 1 else torch.cat(biases)
         return bias.to(dtype)
 
-    def _cache_sources(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """The tensors whose values a cached weight has."""
+    def _cache_sources(self, part: int, weight: Tensor) -> tuple[Tensor, ...]:
         if self._split is None:
             return (weight,)
         return tuple(getattr(self, f"{label}weight") for label, _ in self._parts())
+
+    def _add_weight_grad(self, part: int, grad: Tensor) -> None:
+        names = [f"{label}weight" for label, _ in self._parts()]
+        for name, rows in zip(names, split_rows(grad, self._parts()), strict=True):
+            add_grad(getattr(self, name), rows)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a byte-level language model in FP8 and in high precision, and compare the two.
+"""Train a byte-level GPT in FP8 and in high precision, and compare the two.
 
-The model reads a window of bytes and predicts the next one: the embeddings of the window are laid
-side by side, projected, and refined by residual MLP blocks.  Every matrix product is a `te.Linear`;
-the only difference between the two runs is `enabled=` of `te.autocast`.  Data, order and initial
-weights are the same, so the two curves may be compared step by step.
+The model is a stack of `te.TransformerLayer` between an embedding and a head.  Every linear layer
+of it is the library's; the only difference between the two runs is `enabled=` of `te.autocast`.
+Data, order and initial weights are the same, so the two curves may be compared step by step.
 
-    python examples/train_mlp_lm.py                     # both runs, table, plot
-    python examples/train_mlp_lm.py --text book.txt     # own text
-    python examples/train_mlp_lm.py --resume            # go on where it stopped
+    python examples/train_gpt.py                       # both runs, table, plot
+    python examples/train_gpt.py --text book.txt       # own text
+    python examples/train_gpt.py --precision fp8 --layers 2 --hidden 256 --heads 4
+    python examples/train_gpt.py --checkpoint gpt.pt   # and later: --resume gpt.pt
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from textdata import (
     ByteText,
     bigram_loss,
     load,
-    training_positions,
-    validation_positions,
+    training_starts,
+    validation_starts,
     windows,
 )
 from tqdm import tqdm
@@ -42,6 +42,8 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling}
 FP8_DTYPES = ("e4m3", "e5m2")
 VOCABULARY = 256
+LINEARS = 4  # of a Transformer layer: query-key-value, projection, the two of the MLP
+INIT_STD = 0.02
 TEMPERATURE = 0.8
 EVALUATIONS = 8  # validations while training
 SEGMENT = 20  # steps between two looks at the clock and at the losses: each look waits for the GPU
@@ -51,69 +53,72 @@ SEGMENT = 20  # steps between two looks at the clock and at the losses: each loo
 class Config:
     """All that decides the outcome of a run, besides its precision."""
 
-    steps: int
+    layers: int
+    hidden: int
+    heads: int
+    seq: int
     batch: int
-    context: int
-    embed: int
-    width: int
-    depth: int
+    steps: int
     lr: float
-    valid_tokens: int
+    dropout: float
+    valid_windows: int
     seed: int
     recipe: str
 
 
-# What the command line leaves open. Dimensions are multiples of 16, the granule of FP8 products.
-# A window of 16 bytes is what so short a training can make use of: with 32 it learns less.
+# What the command line leaves open: 10.8 and 126 million parameters.
 DEFAULTS = {
-    "cpu": {"steps": 1500, "batch": 512, "context": 16, "embed": 64, "width": 256, "depth": 4,
-            "lr": 2e-3, "valid_tokens": 8192},
-    "cuda": {"steps": 1200, "batch": 8192, "context": 32, "embed": 64, "width": 1536, "depth": 4,
-             "lr": 5e-4, "valid_tokens": 65536},
+    "cpu": {"layers": 6, "hidden": 384, "heads": 6, "seq": 128, "batch": 4, "steps": 600,
+            "lr": 1e-3, "valid_windows": 64, "sample": 200},
+    "cuda": {"layers": 10, "hidden": 1024, "heads": 16, "seq": 1024, "batch": 16, "steps": 500,
+             "lr": 6e-4, "valid_windows": 128, "sample": 400},
 }  # fmt: skip
 
 
-def linear(inputs: int, outputs: int, device: torch.device, gain: float = 1.0) -> te.Linear:
-    """Make a linear layer that keeps the variance of its input times `gain` squared."""
-
-    def init(weight: torch.Tensor) -> None:
-        torch.nn.init.normal_(weight, std=gain / math.sqrt(inputs))
-
-    return te.Linear(inputs, outputs, init_method=init, params_dtype=torch.float32, device=device)
-
-
-class Block(torch.nn.Module):
-    """A residual MLP: x + down(gelu(up(norm(x))))."""
-
-    def __init__(self, width: int, depth: int, device: torch.device) -> None:
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(width, device=device)
-        self.up = linear(width, 4 * width, device)
-        self.down = linear(4 * width, width, device, gain=1.0 / math.sqrt(depth))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Refine `x`, [rows, width]."""
-        return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
-
-
-class ByteModel(torch.nn.Module):
-    """Window of bytes, int64 [rows, context], to features, [rows, width], and these to logits."""
+class GPT(torch.nn.Module):
+    """Bytes, int64 [length, n], to features, [length, n, hidden], and these to logits."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__()
-        self.embedding = torch.nn.Embedding(VOCABULARY, config.embed, device=device)
-        self.project = linear(config.context * config.embed, config.width, device)
-        self.blocks = torch.nn.ModuleList(
-            Block(config.width, config.depth, device) for _ in range(config.depth)
+        hidden = config.hidden
+
+        def init(weight: torch.Tensor) -> None:
+            torch.nn.init.normal_(weight, std=INIT_STD)
+
+        def init_output(weight: torch.Tensor) -> None:  # of what is added to the residual stream
+            torch.nn.init.normal_(weight, std=INIT_STD / math.sqrt(2 * config.layers))
+
+        self.embedding = torch.nn.Embedding(VOCABULARY, hidden, device=device)
+        init(self.embedding.weight.data)
+        rotary = te.RotaryPositionEmbedding(hidden // config.heads)
+        self.register_buffer("angles", rotary(config.seq).to(device), persistent=False)
+        self.layers = torch.nn.ModuleList(
+            te.TransformerLayer(
+                hidden,
+                4 * hidden,
+                config.heads,
+                hidden_dropout=config.dropout,
+                attention_dropout=config.dropout,
+                init_method=init,
+                output_layer_init_method=init_output,
+                layer_number=number,
+                self_attn_mask_type="causal",
+                fuse_qkv_params=True,
+                params_dtype=torch.float32,
+                device=device,
+            )
+            for number in range(1, config.layers + 1)
         )
-        self.norm = torch.nn.LayerNorm(config.width, device=device)
-        self.head = linear(config.width, VOCABULARY, device, gain=0.1)
+        self.norm = te.LayerNorm(hidden, device=device)
+        self.head = te.Linear(hidden, VOCABULARY, init_method=init, device=device)
+        self.linears = LINEARS * config.layers + 1
 
     def forward(self, window: torch.Tensor) -> torch.Tensor:
-        """Return the features of each window; `head` makes logits of them."""
-        x = self.project(self.embedding(window).flatten(1))
-        for block in self.blocks:
-            x = block(x)
+        """Return the features of each byte, made of it and those before; `head` makes logits."""
+        x = self.embedding(window)
+        angles = self.angles[: len(window)]
+        for layer in self.layers:
+            x = layer(x, rotary_pos_emb=angles)
         return self.norm(x)
 
 
@@ -151,12 +156,10 @@ class Trainer:
         ``"fp8"``, ``"fp32"`` or ``"bf16"``.
     text : ByteText
         Text on the device that trains.
-    path : Path
-        Where the checkpoint goes.
     """
 
-    def __init__(self, config: Config, precision: str, text: ByteText, path: Path) -> None:
-        self.config, self.precision, self.text, self.path = config, precision, text, path
+    def __init__(self, config: Config, precision: str, text: ByteText) -> None:
+        self.config, self.precision, self.text = config, precision, text
         self.device = text.train.device
         self.on_gpu = self.device.type == "cuda"
         # FP8 products stand among bf16 operations on a GPU, among fp32 ones on a CPU.
@@ -164,14 +167,12 @@ class Trainer:
         self.recipe = RECIPES[config.recipe]()
         self.head_recipe = RECIPES[config.recipe](fp8_format=Format.E4M3)
         torch.manual_seed(config.seed)
-        self.model = ByteModel(config, self.device)
-        self.layers = sum(isinstance(m, te.Linear) for m in self.model.modules())
+        self.model = GPT(config, self.device)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.lr,
-            betas=(0.9, 0.98),
-            eps=1e-6,
-            weight_decay=0.01,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
             fused=True,
         )
         self.step = 0
@@ -186,19 +187,18 @@ class Trainer:
 
     # -- precision ------------------------------------------------------------------------------
 
-    def predict(self, window: torch.Tensor) -> torch.Tensor:
+    def predict(self, window: torch.Tensor, last_only: bool = False) -> torch.Tensor:
         """Run the model in this run's precision: the one place where the runs differ.
 
         The recipes' own format has gradients in E5M2, whose range suits most of them.  Those of the
-        logits are probabilities and need digits, not range: E5M2's two bits of mantissa would cost
-        more of the loss there than all the rest of FP8 together, E4M3's three cost nothing.
+        logits are probabilities and need digits, not range, so the head has E4M3 both ways.
         """
         fp8 = self.precision == "fp8"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             with te.autocast(enabled=fp8, recipe=self.recipe):
                 features = self.model(window)
             with te.autocast(enabled=fp8, recipe=self.head_recipe):
-                logits = self.model.head(features)
+                logits = self.model.head(features[-1:] if last_only else features)
         return logits.float()
 
     def take_stock(self) -> None:
@@ -224,17 +224,18 @@ class Trainer:
         """Do one step; its loss stays on the device, where reading it costs no wait."""
         config, data = self.config, self.text.train
         seed = config.seed * 1_000_003 + self.step
-        positions = training_positions(data, config.context, config.batch, seed)
-        window, target = windows(data, positions, config.context)
+        starts = training_starts(data, config.seq, config.batch, seed)
+        window, target = windows(data, starts, config.seq)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
-        loss = F.cross_entropy(self.predict(window), target)
+        loss = F.cross_entropy(self.predict(window).flatten(0, 1), target.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.train_losses[self.step] = loss.detach()
-        self.gemms.expected += 3 * self.layers  # the embedding is trained: every layer has a dgrad
+        # The embedding is trained: every linear layer has both gradients.
+        self.gemms.expected += 3 * self.model.linears
         self.step += 1
 
     def train_segment(self, until: int, bar: tqdm) -> float:
@@ -244,14 +245,15 @@ class Trainer:
             self.train_step()
             bar.update()
         loss = self.train_losses[start:until].mean().item()
-        self.rates.append((until - start) * self.config.batch / (time.perf_counter() - began))
+        tokens = (until - start) * self.config.batch * self.config.seq
+        self.rates.append(tokens / (time.perf_counter() - began))
         self.take_stock()
         if not math.isfinite(loss):
             bar.close()
             raise SystemExit(f"{self.precision}: a loss of steps {start + 1} to {until} is {loss}")
         return loss
 
-    def fit(self, stop: int, save_every: int) -> None:
+    def fit(self, stop: int, save_every: int, checkpoint: Path | None) -> None:
         """Train up to step `stop`, with a bar, a validation now and then, and checkpoints."""
         config = self.config
         evaluate_every = math.ceil(config.steps / EVALUATIONS)
@@ -277,51 +279,64 @@ class Trainer:
             )
             if self.step % evaluate_every == 0 or self.step == config.steps:
                 self.validate()
-            if self.step % save_every == 0 or self.step == stop:
-                self.save()
+            if checkpoint is not None and (self.step % save_every == 0 or self.step == stop):
+                self.save(checkpoint)
         bar.close()
 
     @torch.no_grad()
     def validate(self) -> None:
         """Add a point to the validation curve."""
+        self.model.eval()
         data, config = self.text.valid, self.config
-        positions = validation_positions(data, config.context, config.valid_tokens)
+        starts = validation_starts(data, config.seq, config.valid_windows)
         total = torch.zeros((), device=self.device, dtype=torch.float64)
-        for part in positions.split(config.batch):
-            window, target = windows(data, part, config.context)
-            total += F.cross_entropy(self.predict(window), target, reduction="sum").double()
-            self.gemms.expected += self.layers
-        self.valid_curve.append((self.step, total.item() / len(positions)))
+        for part in starts.split(config.batch):
+            window, target = windows(data, part, config.seq)
+            logits = self.predict(window).flatten(0, 1)
+            total += F.cross_entropy(logits, target.flatten(), reduction="sum").double()
+            self.gemms.expected += self.model.linears
+        self.valid_curve.append((self.step, total.item() / (len(starts) * config.seq)))
+        self.model.train()
 
     @torch.no_grad()
     def sample(self, prompt: bytes, count: int) -> str:
         """Let the model write `count` bytes after `prompt`."""
+        self.model.eval()
         generator = torch.Generator().manual_seed(self.config.seed)
-        written = list(prompt.rjust(self.config.context, b"\n"))
+        written = list(prompt)
         for _ in range(count):
-            window = torch.tensor([written[-self.config.context :]], device=self.device)
-            logits = self.predict(window)[0].cpu()
-            self.gemms.expected += self.layers
+            window = torch.tensor(written[-self.config.seq :], device=self.device)[:, None]
+            logits = self.predict(window, last_only=True).view(-1).cpu()
+            self.gemms.expected += self.model.linears
             probability = (logits / TEMPERATURE).softmax(dim=-1)
             written.append(int(torch.multinomial(probability, 1, generator=generator)))
-        return bytes(written[self.config.context - len(prompt) :]).decode("utf-8", "replace")
+        self.model.train()
+        return bytes(written).decode("utf-8", "replace")
 
     # -- checkpoints ----------------------------------------------------------------------------
 
     def identity(self) -> dict[str, object]:
         """Return what two runs must share for one to continue the other."""
         sizes = {"train_bytes": len(self.text.train), "valid_bytes": len(self.text.valid)}
-        return {**asdict(self.config), "text": self.text.name, **sizes}
+        return {
+            **asdict(self.config),
+            "precision": self.precision,
+            "device": self.device.type,
+            "text": self.text.name,
+            **sizes,
+        }
 
-    def save(self) -> None:
+    def save(self, path: Path) -> None:
         """Write a checkpoint; a crash while writing leaves the one before it."""
         self.take_stock()
-        partial = self.path.with_suffix(".partial")
+        partial = path.with_name(path.name + ".partial")
         torch.save(
             {
                 "identity": self.identity(),
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
+                "random": torch.get_rng_state(),
+                "random_gpu": torch.cuda.get_rng_state(self.device) if self.on_gpu else None,
                 "step": self.step,
                 "train_losses": self.train_losses,
                 "valid_curve": self.valid_curve,
@@ -331,20 +346,21 @@ class Trainer:
             },
             partial,
         )
-        partial.replace(self.path)
+        partial.replace(path)
 
-    def load(self) -> None:
-        """Continue from the checkpoint, as if the run had never stopped."""
-        saved = torch.load(self.path, map_location=self.device, weights_only=True)
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint, as if the run had never stopped."""
+        saved = torch.load(path, map_location=self.device, weights_only=True)
         now = self.identity()
         changed = [name for name in now if saved["identity"].get(name) != now[name]]
         if changed:
             was = ", ".join(f"{n} {saved['identity'].get(n)} -> {now[n]}" for n in changed)
-            raise SystemExit(
-                f"{self.path} is of another run ({was}): drop --resume or change --out"
-            )
+            raise SystemExit(f"{path} is of another run ({was})")
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
+        torch.set_rng_state(saved["random"].cpu())
+        if self.on_gpu:
+            torch.cuda.set_rng_state(saved["random_gpu"].cpu(), self.device)
         self.step = saved["step"]
         self.train_losses.copy_(saved["train_losses"])
         self.valid_curve = [(step, loss) for step, loss in saved["valid_curve"]]
@@ -376,25 +392,28 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--precision", choices=["both", "fp8", "fp32", "bf16"], default="both",
+    add("--precision", choices=["both", "fp8", "bf16", "fp32"], default="both",
         help="both: fp8, and fp32 on a CPU or bf16 on a GPU")  # fmt: skip
     add("--recipe", choices=sorted(RECIPES), default="delayed", help="FP8 scaling")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--text", type=Path, metavar="FILE", help="default: the Python standard library")
-    add("--steps", type=int)
+    add("--layers", type=int)
+    add("--hidden", type=int, help="values per byte")
+    add("--heads", type=int, help="attention heads")
+    add("--seq", type=int, help="bytes per window")
     add("--batch", type=int, help="windows per step")
-    add("--context", type=int, help="bytes per window")
-    add("--embed", type=int, help="values per byte of the window")
-    add("--width", type=int, help="values per window after the projection")
-    add("--depth", type=int, help="MLP blocks")
+    add("--steps", type=int)
     add("--lr", type=float, help="peak learning rate")
-    add("--valid-tokens", type=int, help="bytes predicted in a validation")
+    add("--dropout", type=float, default=0.0, help="of attention and of what joins the residuals")
+    add("--valid-windows", type=int, help="windows predicted in a validation")
     add("--seed", type=int, default=0)
-    add("--sample-bytes", type=int, default=400)
+    add("--sample", type=int, metavar="N", help="bytes that the trained model writes")
     add("--prompt", default="def ", help="what the sample begins with")
-    add("--out", type=Path, default=Path("build/demo"), help="folder for all results")
-    add("--resume", action="store_true", help="continue from the checkpoints in --out")
-    add("--save-every", type=int, help="steps between checkpoints (default: a quarter)")
+    add("--out", type=Path, default=Path("build/demo"), help="folder for the results")
+    add("--checkpoint", type=Path, metavar="FILE",
+        help="write checkpoints; of two runs each puts its precision into the name")  # fmt: skip
+    add("--resume", type=Path, metavar="FILE", help="continue from what --checkpoint wrote")
+    add("--save-every", type=int, help="steps between checkpoints (default: a quarter of all)")
     add("--stop-after", type=int, metavar="STEP", help="stop early, to go on with --resume")
     add("--check", action=argparse.BooleanOptionalAction, default=True,
         help="fail when a run does not beat the bigram model or FP8 is not within 1%%")  # fmt: skip
@@ -405,44 +424,60 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             setattr(args, name, value)
     if args.save_every is None:
         args.save_every = max(1, args.steps // 4)
+    high = "bf16" if args.device.type == "cuda" else "fp32"
+    args.precisions = ["fp8", high] if args.precision == "both" else [args.precision]
+    if args.checkpoint is None:
+        args.checkpoint = args.resume
     return args
+
+
+def checkpoint_of(path: Path | None, precision: str, args: argparse.Namespace) -> Path | None:
+    """Return the file of one run: `path` itself where there is only one."""
+    if path is None or len(args.precisions) == 1:
+        return path
+    return path.with_name(f"{path.stem}-{precision}{path.suffix}")
 
 
 def run(args: argparse.Namespace, config: Config, precision: str, text: ByteText) -> Result | None:
     """Train in one precision; None when stopped on the way."""
-    trainer = Trainer(config, precision, text, args.out / f"{precision}.pt")
-    if args.resume and trainer.path.exists():
-        trainer.load()
+    trainer = Trainer(config, precision, text)
+    before = checkpoint_of(args.resume, precision, args)
+    if before is not None and before.exists():  # the second run may not have begun yet
+        trainer.load(before)
     stop = min(args.stop_after or config.steps, config.steps)
-    trainer.fit(stop, args.save_every)
+    trainer.fit(stop, args.save_every, checkpoint_of(args.checkpoint, precision, args))
     if trainer.step < config.steps:
-        print(f"{precision}: stopped after step {trainer.step}; continue with --resume")
+        print(f"{precision}: stopped after step {trainer.step}")
         return None
-    return trainer.result(trainer.sample(args.prompt.encode(), args.sample_bytes))
+    return trainer.result(trainer.sample(args.prompt.encode(), args.sample))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison; return the exit status."""
+    began = time.perf_counter()
     args = parse(arguments)
+    if args.resume is not None:
+        files = [checkpoint_of(args.resume, precision, args) for precision in args.precisions]
+        if not any(file.exists() for file in files):
+            raise SystemExit(f"--resume: there is no {' and no '.join(map(str, files))}")
     config = Config(**{name: getattr(args, name) for name in Config.__dataclass_fields__})
     args.out.mkdir(parents=True, exist_ok=True)
-    text = load(args.text, config.context)
+    text = load(args.text, config.seq)
     print(f"{text.name}: {len(text.train):,} training, {len(text.valid):,} validation bytes")
-    positions = validation_positions(text.valid, config.context, config.valid_tokens)
-    bigram = bigram_loss(text.train, text.valid, positions)
-    high = "bf16" if args.device.type == "cuda" else "fp32"
-    precisions = ["fp8", high] if args.precision == "both" else [args.precision]
+    starts = validation_starts(text.valid, config.seq, config.valid_windows)
+    bigram = bigram_loss(text.train, *windows(text.valid, starts, config.seq))
     text = text.to(args.device)
-    finished = [run(args, config, precision, text) for precision in precisions]
+    finished = [run(args, config, precision, text) for precision in args.precisions]
     results = [result for result in finished if result is not None]
-    if len(results) < len(precisions):
+    if len(results) < len(finished):
         return 0
     for r in results:
         print(f"\n--- {r.label} writes " + "-" * 60 + f"\n{r.sample}")
         (args.out / f"sample_{r.precision}.txt").write_text(r.sample, encoding="utf-8")
     write_json(args.out / "results.json", results, bigram)
-    plot(args.out / "loss.png", results, bigram, f"Byte-level language model, {text.name}")
+    plot(args.out / "loss.png", results, bigram, f"Byte-level GPT, {text.name}")
     print(f"\n{table(results, bigram)}\n\nplot, figures, samples: {args.out}")
+    print(f"finished in {time.perf_counter() - began:.0f} s")
     failures = problems(results, bigram, args.check)
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)

@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * activation.c - activations and their gradients, cast to FP8 on the way out. Each row of a tile is
+ * made in fp32 from rows that lie in memory as fp32 or are converted first.
+ */
+#include "core/status.h"
+#include "cpu/ops.h"
+#include "cpu/tiles.h"
+
+/* Which loop of te_cpu_kernels.activation. */
+enum { VALUE, GRADIENT, GATE_GRADIENT };
+
+typedef struct activation_job {
+    const te_cpu_kernels *kernels;
+    const te_cpu_activate *loops;
+    te_cpu_matrix input, grad; /* grad.data NULL: forward */
+    int64_t half;              /* columns of the first half of a gated input, else of all of it */
+    te_activation_params params;
+} activation_job;
+
+static const void *value_row(const void *self, int64_t row, int64_t column, int64_t n, float *room)
+{
+    const activation_job *job = self;
+    float a[TE_CPU_MADE_COLUMNS], b[TE_CPU_MADE_COLUMNS];
+    te_cpu_activation_row values = {.params = job->params};
+    values.a = te_cpu_numbers(job->kernels, &job->input, row, column, n, a);
+    if (job->half < job->input.columns) {
+        values.b = te_cpu_numbers(job->kernels, &job->input, row, job->half + column, n, b);
+    }
+    job->loops[VALUE](&values, room, n);
+    return room;
+}
+
+/* Columns of the gradient; a piece may reach from the first half into the second. */
+static const void *gradient_row(const void *self, int64_t row, int64_t column, int64_t n,
+                                float *room)
+{
+    const activation_job *job = self;
+    float a[TE_CPU_MADE_COLUMNS], b[TE_CPU_MADE_COLUMNS], grad[TE_CPU_MADE_COLUMNS];
+    te_cpu_activation_row values = {.params = job->params};
+    for (int64_t done = 0, width; done < n; done += width) {
+        int second = column + done >= job->half;
+        int64_t at = column + done - (second ? job->half : 0);
+        width = te_cpu_least(n - done, job->half - at);
+        values.a = te_cpu_numbers(job->kernels, &job->input, row, at, width, a);
+        values.grad = te_cpu_numbers(job->kernels, &job->grad, row, at, width, grad);
+        if (job->half < job->input.columns) {
+            values.b = te_cpu_numbers(job->kernels, &job->input, row, job->half + at, width, b);
+        }
+        job->loops[second ? GATE_GRADIENT : GRADIENT](&values, room + done, width);
+    }
+    return room;
+}
+
+static activation_job job_of(te_activation_kind kind, const te_activation_params *params,
+                             const te_tensor *input)
+{
+    activation_job job = {
+        .kernels = te_cpu_kernels_get(), .input = te_cpu_matrix_of(input), .params = *params};
+    job.loops = job.kernels->activation[kind];
+    job.half = te_activation_is_gated(kind) ? job.input.columns / 2 : job.input.columns;
+    return job;
+}
+
+te_status te_cpu_activation(void *self, te_context *context, const void *opaque, void *stream)
+{
+    const te_activation_args *args = opaque;
+    const activation_job job = job_of(args->kind, &args->params, &args->input);
+    const te_cpu_wanted wanted = {.output = &args->output,
+                                  .quantized = &args->quantized,
+                                  .partials = args->partials,
+                                  .amax_partials = args->amax_partials,
+                                  .amax_epsilon = args->amax_epsilon,
+                                  .power_2_scale = args->power_2_scale};
+    te_cpu_tiles tiles = te_cpu_tiles_begin(&wanted, job.input.rows, job.half, TE_DTYPE_F32, 1);
+    (void)self, (void)context, (void)stream;
+    tiles.source = value_row;
+    te_cpu_tiles_end(&tiles, &wanted, te_cpu_all_tiles(&tiles, &job));
+    return TE_OK;
+}
+
+te_status te_cpu_activation_backward_workspace(void *self, te_context *context, const void *opaque,
+                                               size_t *bytes)
+{
+    const te_activation_backward_args *args = opaque;
+    te_cpu_matrix input = te_cpu_matrix_of(&args->input);
+    (void)self, (void)context;
+    *bytes = te_cpu_is_wanted(&args->bias_grad) ? te_cpu_sums_bytes(input.rows, input.columns) : 0;
+    return TE_OK;
+}
+
+te_status te_cpu_activation_backward(void *self, te_context *context, const void *opaque,
+                                     void *stream)
+{
+    const te_activation_backward_args *args = opaque;
+    activation_job job = job_of(args->kind, &args->params, &args->input);
+    const te_cpu_wanted wanted = {.output = &args->grad_input,
+                                  .sums = &args->bias_grad,
+                                  .quantized = &args->quantized,
+                                  .partials = args->partials,
+                                  .amax_partials = args->amax_partials,
+                                  .amax_epsilon = args->amax_epsilon,
+                                  .power_2_scale = args->power_2_scale,
+                                  .workspace = args->workspace};
+    size_t needed = 0;
+    (void)stream;
+    job.grad = te_cpu_matrix_of(&args->grad_output);
+    if (args->bias_grad.data != NULL) {
+        TE_TRY(te_cpu_activation_backward_workspace(self, context, args, &needed));
+    }
+    TE_TRY(te_cpu_check_workspace("activation_backward", args->workspace, args->workspace_size,
+                                  needed));
+    te_cpu_tiles tiles =
+        te_cpu_tiles_begin(&wanted, job.input.rows, job.input.columns, TE_DTYPE_F32, 1);
+    tiles.source = gradient_row;
+    te_cpu_tiles_end(&tiles, &wanted, te_cpu_all_tiles(&tiles, &job));
+    return TE_OK;
+}

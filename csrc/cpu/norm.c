@@ -1,0 +1,296 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * norm.c - LayerNorm, RMSNorm and L2 norm, forward (cast to FP8 on the way out) and backward.
+ *
+ * Threads share the rows in strips of fixed height, small enough that a strip is still in the cache
+ * when it is read a second time. Statistics are made of pieces of a row: sums in fp32 within a
+ * piece, around the piece's own mean, and joined in double; so a large mean costs no digits and the
+ * width of a row does not matter.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "core/status.h"
+#include "cpu/ops.h"
+#include "cpu/tiles.h"
+
+enum {
+    PIECE = TE_CPU_MADE_COLUMNS, /* elements of a row at a time */
+    SHORT_STRIP = 8,             /* rows, where nothing is transposed */
+    GRADIENT_PIECE = 4096,       /* rows up to this width are read and converted once */
+    GRADIENT_STRIP = 32          /* rows that share one row of column sums */
+};
+
+/* The factor of each column: gamma, 1 + gamma, or 1 where there is none. */
+static void make_weight(const te_cpu_kernels *kernels, const te_tensor *gamma, uint32_t flags,
+                        int64_t column, int64_t n, float *weight)
+{
+    float shift = (flags & TE_NORM_ZERO_CENTERED) != 0 ? 1.0F : 0.0F;
+    const te_cpu_matrix source = te_cpu_matrix_of(gamma);
+    if (gamma->data == NULL) {
+        for (int64_t i = 0; i < n; i++) weight[i] = 1.0F;
+        return;
+    }
+    kernels->to_f32[source.dtype](te_cpu_at(&source, 0, column), weight, n);
+    for (int64_t i = 0; i < n; i++) weight[i] += shift;
+}
+
+/* ---- forward ------------------------------------------------------------------------------ */
+
+/* Rows of one strip, and the columns of the tile being made. */
+typedef struct norm_strip {
+    const te_cpu_kernels *kernels;
+    const te_cpu_matrix *input;
+    int64_t first_row;
+    float mean[TE_CPU_TILE_ROWS], rsigma[TE_CPU_TILE_ROWS];
+    float weight[PIECE], bias[PIECE];
+} norm_strip;
+
+/* Mean (0 but for LayerNorm) and 1 / sigma of a row. */
+static void measure_row(const te_norm_args *args, const norm_strip *strip, int64_t row, float *mean,
+                        float *rsigma)
+{
+    float room[PIECE], moments[2];
+    int64_t columns = strip->input->columns;
+    int centred = args->kind == TE_NORM_LAYERNORM;
+    double total = 0.0, squares = 0.0, seen = 0.0; /* squares: around total / seen if centred */
+    for (int64_t first = 0; first < columns; first += PIECE) {
+        int64_t width = te_cpu_least(PIECE, columns - first);
+        const float *x = te_cpu_numbers(strip->kernels, strip->input, row, first, width, room);
+        double count = (double)width;
+        float shift = centred ? strip->kernels->row_sum(x, width) / (float)width : 0.0F;
+        strip->kernels->row_moments(x, shift, width, moments);
+        if (!centred) {
+            squares += (double)moments[1];
+            continue;
+        }
+        /* Of this piece, then joined to those before it (Chan, Golub, LeVeque 1979). */
+        double rest = (double)moments[0], sum = count * (double)shift + rest;
+        double spread = (double)moments[1] - rest * rest / count;
+        if (first > 0) {
+            double apart = sum / count - total / seen;
+            spread += apart * apart * (seen * count / (seen + count));
+        }
+        total += sum;
+        squares += spread;
+        seen += count;
+    }
+    if (args->kind != TE_NORM_L2) squares /= (double)columns;
+    *mean = centred ? (float)(total / (double)columns) : 0.0F;
+    *rsigma = (float)(1.0 / sqrt(squares + (double)args->eps));
+}
+
+/* Statistics of the strip's rows: made and written, or read. */
+static void measure_strip(const te_norm_args *args, norm_strip *strip, int64_t rows)
+{
+    float *means = args->mean.data, *rsigmas = args->rsigma.data;
+    int given = (args->flags & TE_NORM_STATISTICS_GIVEN) != 0;
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t row = strip->first_row + r;
+        if (given) {
+            strip->mean[r] = args->kind == TE_NORM_LAYERNORM ? means[row] : 0.0F;
+            strip->rsigma[r] = rsigmas[row];
+            continue;
+        }
+        measure_row(args, strip, row, &strip->mean[r], &strip->rsigma[r]);
+        if (args->kind == TE_NORM_LAYERNORM && means != NULL) means[row] = strip->mean[r];
+        if (rsigmas != NULL) rsigmas[row] = strip->rsigma[r];
+    }
+}
+
+static const void *normalized_row(const void *self, int64_t row, int64_t column, int64_t n,
+                                  float *room)
+{
+    const norm_strip *strip = self;
+    const te_cpu_norm_row values = {.mean = strip->mean[row - strip->first_row],
+                                    .rsigma = strip->rsigma[row - strip->first_row],
+                                    .weight = strip->weight,
+                                    .bias = strip->bias};
+    strip->kernels->norm[strip->input->dtype](te_cpu_at(strip->input, row, column), &values, room,
+                                              n);
+    return room;
+}
+
+/* The rows from first_row on; bits of their max|x|. */
+static int32_t do_strip(const te_norm_args *args, const te_cpu_tiles *tiles,
+                        const te_cpu_matrix *input, int64_t first_row)
+{
+    norm_strip strip = {.kernels = tiles->kernels, .input = input, .first_row = first_row};
+    const te_cpu_matrix beta = te_cpu_matrix_of(&args->beta);
+    int32_t amax = 0;
+    measure_strip(args, &strip, te_cpu_least(tiles->tile_rows, input->rows - first_row));
+    for (int64_t column = 0; column < input->columns; column += tiles->tile_columns) {
+        int64_t width = te_cpu_least(tiles->tile_columns, input->columns - column);
+        make_weight(tiles->kernels, &args->gamma, args->flags, column, width, strip.weight);
+        if (beta.data != NULL) {
+            tiles->kernels->to_f32[beta.dtype](te_cpu_at(&beta, 0, column), strip.bias, width);
+        }
+        int32_t bits = te_cpu_tile(tiles, &strip, first_row, column);
+        amax = bits > amax ? bits : amax;
+    }
+    return amax;
+}
+
+te_status te_cpu_norm(void *self, te_context *context, const void *opaque, void *stream)
+{
+    const te_norm_args *args = opaque;
+    const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
+    const te_cpu_wanted wanted = {.output = &args->output,
+                                  .quantized = &args->quantized,
+                                  .partials = args->partials,
+                                  .amax_partials = args->amax_partials,
+                                  .amax_epsilon = args->amax_epsilon,
+                                  .power_2_scale = args->power_2_scale};
+    te_cpu_tiles tiles = te_cpu_tiles_begin(&wanted, input.rows, input.columns, TE_DTYPE_F32, 1);
+    tiles.source = normalized_row;
+    if (tiles.columnwise.data == NULL) tiles.tile_rows = SHORT_STRIP;
+    int threads = te_cpu_threads(input.rows * input.columns);
+    int32_t amax = 0;
+    (void)self, (void)context, (void)stream, (void)threads;
+#pragma omp parallel for num_threads(threads) reduction(max : amax)
+    for (int64_t row = 0; row < input.rows; row += tiles.tile_rows) {
+        int32_t bits = do_strip(args, &tiles, &input, row);
+        amax = bits > amax ? bits : amax;
+    }
+    te_cpu_tiles_end(&tiles, &wanted, amax);
+    return TE_OK;
+}
+
+/* ---- backward ----------------------------------------------------------------------------- */
+
+typedef struct backward_job {
+    const te_cpu_kernels *kernels;
+    const te_norm_backward_args *args;
+    te_cpu_matrix grad_output, grad_add, input, grad_input; /* data NULL: none, not wanted */
+    float *gamma_sums, *beta_sums;                          /* [strips, columns] each, or NULL */
+} backward_job;
+
+/* A piece of a row. */
+typedef struct backward_piece {
+    const float *dz, *x;
+    float dz_room[GRADIENT_PIECE], x_room[GRADIENT_PIECE], weight[GRADIENT_PIECE];
+    float unwanted[2][GRADIENT_PIECE]; /* column sums that nobody asked for */
+} backward_piece;
+
+static int64_t strips_of(int64_t rows)
+{
+    return te_ceil_div(rows, GRADIENT_STRIP);
+}
+
+te_status te_cpu_norm_backward_workspace(void *self, te_context *context, const void *opaque,
+                                         size_t *bytes)
+{
+    const te_norm_backward_args *args = opaque;
+    te_cpu_matrix input = te_cpu_matrix_of(&args->input);
+    int sums = te_cpu_is_wanted(&args->gamma_grad) + te_cpu_is_wanted(&args->beta_grad);
+    (void)self, (void)context;
+    *bytes = (size_t)(sums * strips_of(input.rows) * input.columns) * sizeof(float);
+    return TE_OK;
+}
+
+/* dz and x of columns [column, column + n). */
+static void load_piece(const backward_job *job, int64_t row, int64_t column, int64_t n,
+                       backward_piece *piece)
+{
+    float add_room[GRADIENT_PIECE];
+    piece->x = te_cpu_numbers(job->kernels, &job->input, row, column, n, piece->x_room);
+    if (job->grad_add.data == NULL) {
+        piece->dz = te_cpu_numbers(job->kernels, &job->grad_output, row, column, n, piece->dz_room);
+        return;
+    }
+    job->kernels->to_f32[job->grad_output.dtype](te_cpu_at(&job->grad_output, row, column),
+                                                 piece->dz_room, n);
+    job->kernels->add(piece->dz_room,
+                      te_cpu_numbers(job->kernels, &job->grad_add, row, column, n, add_room), n);
+    piece->dz = piece->dz_room;
+}
+
+/* One row whose column sums, where wanted, are added up from `sums` on. piece->weight holds for the
+ * whole row if it has one piece only. */
+static void backward_row(const backward_job *job, int64_t row, int64_t sums, backward_piece *piece)
+{
+    const te_norm_backward_args *args = job->args;
+    float result[GRADIENT_PIECE], part[2];
+    const float *means = args->mean.data, *rsigmas = args->rsigma.data;
+    te_cpu_norm_row values = {.mean = args->kind == TE_NORM_LAYERNORM ? means[row] : 0.0F,
+                              .rsigma = rsigmas[row],
+                              .weight = piece->weight};
+    int64_t columns = job->input.columns;
+    double plain = 0.0, scaled = 0.0, count = (double)columns;
+    for (int64_t first = 0; first < columns; first += GRADIENT_PIECE) {
+        int64_t width = te_cpu_least(GRADIENT_PIECE, columns - first);
+        values.gamma_sums = piece->unwanted[0];
+        values.beta_sums = piece->unwanted[1];
+        if (job->gamma_sums != NULL) values.gamma_sums = job->gamma_sums + sums + first;
+        if (job->beta_sums != NULL) values.beta_sums = job->beta_sums + sums + first;
+        load_piece(job, row, first, width, piece);
+        if (columns > GRADIENT_PIECE) {
+            make_weight(job->kernels, &args->gamma, args->flags, first, width, piece->weight);
+        }
+        job->kernels->norm_gradient_sums(&values, piece->dz, piece->x, width, part);
+        plain += (double)part[0];
+        scaled += (double)part[1];
+    }
+    if (job->grad_input.data == NULL) return;
+    values.plain = args->kind == TE_NORM_LAYERNORM ? (float)(plain / count) : 0.0F;
+    values.scaled = (float)(args->kind == TE_NORM_L2 ? scaled : scaled / count);
+    for (int64_t first = 0; first < columns; first += GRADIENT_PIECE) {
+        int64_t width = te_cpu_least(GRADIENT_PIECE, columns - first);
+        if (columns > GRADIENT_PIECE) {
+            load_piece(job, row, first, width, piece);
+            make_weight(job->kernels, &args->gamma, args->flags, first, width, piece->weight);
+        }
+        job->kernels->norm_gradient(&values, piece->dz, piece->x, result, width);
+        job->kernels->from_f32[job->grad_input.dtype](
+            result, te_cpu_at(&job->grad_input, row, first), width);
+    }
+}
+
+static void backward_strip(const backward_job *job, int64_t strip)
+{
+    backward_piece piece;
+    int64_t columns = job->input.columns, sums = strip * columns;
+    int64_t end = te_cpu_least((strip + 1) * GRADIENT_STRIP, job->input.rows);
+    size_t bytes = (size_t)columns * sizeof(float);
+    for (int i = 0; i < 2; i++) {
+        memset(piece.unwanted[i], 0, (size_t)te_cpu_least(columns, GRADIENT_PIECE) * sizeof(float));
+    }
+    if (job->gamma_sums != NULL) memset(job->gamma_sums + sums, 0, bytes);
+    if (job->beta_sums != NULL) memset(job->beta_sums + sums, 0, bytes);
+    if (columns <= GRADIENT_PIECE) {
+        make_weight(job->kernels, &job->args->gamma, job->args->flags, 0, columns, piece.weight);
+    }
+    for (int64_t row = strip * GRADIENT_STRIP; row < end; row++) {
+        backward_row(job, row, sums, &piece);
+    }
+}
+
+te_status te_cpu_norm_backward(void *self, te_context *context, const void *opaque, void *stream)
+{
+    const te_norm_backward_args *args = opaque;
+    backward_job job = {.kernels = te_cpu_kernels_get(),
+                        .args = args,
+                        .grad_output = te_cpu_matrix_of(&args->grad_output),
+                        .grad_add = te_cpu_matrix_of(&args->grad_add),
+                        .input = te_cpu_matrix_of(&args->input),
+                        .grad_input = te_cpu_matrix_of(&args->grad_input)};
+    int64_t strips = strips_of(job.input.rows), sums = strips * job.input.columns;
+    int wanted = (args->gamma_grad.data != NULL) + (args->beta_grad.data != NULL);
+    size_t needed = (size_t)(wanted * sums) * sizeof(float);
+    int threads = te_cpu_threads(job.input.rows * job.input.columns);
+    (void)self, (void)context, (void)stream, (void)threads;
+    TE_TRY(te_cpu_check_workspace("norm_backward", args->workspace, args->workspace_size, needed));
+    if (args->gamma_grad.data != NULL) job.gamma_sums = args->workspace;
+    if (args->beta_grad.data != NULL) {
+        job.beta_sums = (float *)args->workspace + (job.gamma_sums != NULL ? sums : 0);
+    }
+#pragma omp parallel for num_threads(threads)
+    for (int64_t strip = 0; strip < strips; strip++) backward_strip(&job, strip);
+    if (args->gamma_grad.data != NULL) {
+        te_cpu_join_sums(job.kernels, job.gamma_sums, strips, &args->gamma_grad);
+    }
+    if (args->beta_grad.data != NULL) {
+        te_cpu_join_sums(job.kernels, job.beta_sums, strips, &args->beta_grad);
+    }
+    return TE_OK;
+}

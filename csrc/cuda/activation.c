@@ -1,0 +1,160 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * activation.c - host side of the activations and their gradients: one launch on tiles each, with
+ * column sums and partial maxima around it.
+ */
+#include "cuda/kernels/activation.h"
+
+#include "core/status.h"
+#include "cuda/ops.h"
+#include "cuda/tiles.h"
+#include "cuda/widen.h"
+
+/* The function of one number in an activation, gated or not. */
+typedef struct shape {
+    int shape; /* TE_SHAPE_* */
+    float alpha;
+} shape;
+
+static const shape shapes[TE_ACTIVATION_COUNT] = {
+    [TE_ACTIVATION_GELU] = {TE_SHAPE_GELU, 0.0F},
+    [TE_ACTIVATION_GEGLU] = {TE_SHAPE_GELU, 0.0F},
+    [TE_ACTIVATION_QGELU] = {TE_SHAPE_SWISH, 1.702F},
+    [TE_ACTIVATION_QGEGLU] = {TE_SHAPE_SWISH, 1.702F},
+    [TE_ACTIVATION_RELU] = {TE_SHAPE_RELU, 0.0F},
+    [TE_ACTIVATION_REGLU] = {TE_SHAPE_RELU, 0.0F},
+    [TE_ACTIVATION_SRELU] = {TE_SHAPE_SRELU, 0.0F},
+    [TE_ACTIVATION_SREGLU] = {TE_SHAPE_SRELU, 0.0F},
+    [TE_ACTIVATION_SILU] = {TE_SHAPE_SWISH, 1.0F},
+    [TE_ACTIVATION_SWIGLU] = {TE_SHAPE_SWISH, 1.0F},
+    [TE_ACTIVATION_GLU] = {TE_SHAPE_GLU, 0.0F},
+    [TE_ACTIVATION_CLAMPED_SWIGLU] = {TE_SHAPE_CLAMPED, 0.0F},
+};
+
+/* Sets what is read, but for the gradient, and the function; `columns` is a half where gated. */
+static void set_input(te_activation_kernel_params *params, const te_tensor *input,
+                      te_activation_kind kind, const te_activation_params *numbers)
+{
+    const size_t bytes = te_dtype_bytes(input->dtype);
+    params->input = te_cuda_view(input);
+    params->gate = params->input;
+    if (te_activation_is_gated(kind)) {
+        params->input.columns /= 2;
+        params->gate.columns = params->input.columns;
+        if (params->gate.data != NULL) {
+            params->gate.data += (size_t)params->input.columns * bytes;
+        }
+    }
+    params->aligned =
+        te_cuda_aligned(&params->input, bytes, 16) && te_cuda_aligned(&params->gate, bytes, 16);
+    params->shape = shapes[kind].shape;
+    params->alpha = shapes[kind].alpha;
+    if (kind == TE_ACTIVATION_CLAMPED_SWIGLU) {
+        params->alpha = numbers->alpha;
+        params->limit = numbers->limit;
+        params->offset = numbers->linear_offset;
+    }
+}
+
+static int64_t value_columns(const te_tensor *input, te_activation_kind kind)
+{
+    return te_activation_is_gated(kind) ? input->shape[1] / 2 : input->shape[1];
+}
+
+te_status te_cuda_activation(void *self, te_context *context, const void *args_, void *stream)
+{
+    static const char *const kernels[2][TE_DTYPE_COUNT] = {
+#define X(I, i)                                                                                    \
+    [0][TE_DTYPE_##I] = "te_activation_" #i, [1][TE_DTYPE_##I] = "te_activation_gated_" #i,
+        TE_ACTIVATION_INSTANCES(X)
+#undef X
+    };
+    const te_activation_args *args = args_;
+    const te_cuda_tile_want want = {.op = "activation",
+                                    .outputs = 1,
+                                    .rows = args->input.shape[0],
+                                    .columns = value_columns(&args->input, args->kind),
+                                    .to = &args->quantized,
+                                    .partials = args->partials,
+                                    .epsilon = args->amax_epsilon,
+                                    .power_2 = args->power_2_scale,
+                                    .output = &args->output,
+                                    .amax_partials = args->amax_partials};
+    te_activation_kernel_params params = {0};
+    te_cuda_call call = {.family = "activation", .params = &params, .params_size = sizeof params};
+    te_cuda_tile_job job;
+    (void)self;
+    TE_TRY(te_cuda_plan_tile_job(&want, &params.tile, &job));
+    set_input(&params, &args->input, args->kind, &args->params);
+    call.name = kernels[te_activation_is_gated(args->kind)][args->input.dtype];
+    if (call.name == NULL) {
+        return TE_FAIL(TE_ERROR_UNSUPPORTED, "activation: %s", te_dtype_name(args->input.dtype));
+    }
+    return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
+}
+
+static te_cuda_tile_want want_backward(const te_activation_backward_args *args)
+{
+    const int sums = te_tensor_present(&args->bias_grad) || args->bias_grad.ndim > 0;
+    return (te_cuda_tile_want){.op = "activation_backward",
+                               .outputs = te_activation_is_gated(args->kind) ? 2 : 1,
+                               .rows = args->input.shape[0],
+                               .columns = value_columns(&args->input, args->kind),
+                               .to = &args->quantized,
+                               .partials = args->partials,
+                               .epsilon = args->amax_epsilon,
+                               .power_2 = args->power_2_scale,
+                               .output = &args->grad_input,
+                               .bias_grad = sums ? &args->bias_grad : NULL,
+                               .amax_partials = args->amax_partials,
+                               .workspace = args->workspace,
+                               .workspace_size = args->workspace_size};
+}
+
+/* Column sums of several row groups, behind copies of inputs whose dtypes differ. */
+te_status te_cuda_activation_backward_workspace(void *self, te_context *context, const void *args_,
+                                                size_t *bytes)
+{
+    const te_activation_backward_args *args = args_;
+    const te_tensor *const inputs[] = {&args->grad_output, &args->input};
+    const te_cuda_tile_want want = want_backward(args);
+    (void)self, (void)context;
+    *bytes = te_cuda_widen_workspace(inputs, 2) + te_cuda_tile_workspace(&want);
+    return TE_OK;
+}
+
+te_status te_cuda_activation_backward(void *self, te_context *context, const void *args_,
+                                      void *stream)
+{
+    static const char *const kernels[2][TE_DTYPE_COUNT] = {
+#define X(I, i)                                                                                    \
+    [0][TE_DTYPE_##I] = "te_activation_backward_" #i,                                              \
+    [1][TE_DTYPE_##I] = "te_activation_backward_gated_" #i,
+        TE_ACTIVATION_INSTANCES(X)
+#undef X
+    };
+    const te_activation_backward_args *args = args_;
+    te_cuda_tile_want want = want_backward(args);
+    te_activation_kernel_params params = {0};
+    te_cuda_call call = {.family = "activation", .params = &params, .params_size = sizeof params};
+    te_tensor grad = args->grad_output, input = args->input;
+    te_tensor *const inputs[] = {&grad, &input};
+    const size_t copies = te_cuda_widen_workspace((const te_tensor *const *)inputs, 2);
+    te_cuda_tile_job job;
+    (void)self;
+    TE_TRY(te_cuda_widen(context, inputs, 2, args->workspace, args->workspace_size, stream));
+    if (copies > 0) {
+        want.workspace = (unsigned char *)args->workspace + copies;
+        want.workspace_size = args->workspace_size - copies;
+    }
+    TE_TRY(te_cuda_plan_tile_job(&want, &params.tile, &job));
+    set_input(&params, &input, args->kind, &args->params);
+    params.grad = te_cuda_view(&grad);
+    params.aligned =
+        params.aligned && te_cuda_aligned(&params.grad, te_dtype_bytes(grad.dtype), 16);
+    call.name = kernels[te_activation_is_gated(args->kind)][input.dtype];
+    if (call.name == NULL) {
+        return TE_FAIL(TE_ERROR_UNSUPPORTED, "activation_backward: %s", te_dtype_name(input.dtype));
+    }
+    return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
+}

@@ -1,0 +1,138 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * activation.cu - activations and their gradients as sources of a kernel on tiles, which casts,
+ * transposes, measures and sums them in the same pass.
+ *
+ * Which activation it is, is known at run time: every thread takes the same branch, once per 8
+ * numbers. Both halves of the gradient of a gated activation are made by one thread, which reads
+ * its inputs once and works the logistic function out once.
+ */
+#include "activation.h"
+#include "activation.cuh"
+#include "tile_cast.cuh"
+
+typedef te_activation_kernel_params te_p;
+
+/* f(a), times the gate. */
+template <typename T, bool GATED> struct te_value_source {
+    typedef te_p params;
+    static constexpr int outputs = 1;
+    static constexpr bool pads = false, writes = true;
+    te_index column;
+    te_vector<T, 8> a[4], b[GATED ? 4 : 1];
+
+    __device__ __forceinline__ te_value_source(const te_p &, te_index at) : column(at)
+    {
+    }
+
+    __device__ __forceinline__ void fetch(const te_p &p, te_index row)
+    {
+        te_fetch_rows<T>(p.input, p.aligned != 0, row, column, a);
+        if constexpr (GATED) te_fetch_rows<T>(p.gate, p.aligned != 0, row, column, b);
+    }
+
+    template <int SHAPE>
+    __device__ __forceinline__ void apply(const te_p &p, int i, float v[8]) const
+    {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            v[j] = te_activation<SHAPE, te_p>::value(a[i].value(j), p);
+            if constexpr (GATED) v[j] *= te_gate_value<SHAPE>(b[i].value(j), p);
+        }
+    }
+
+    __device__ __forceinline__ void values(const te_p &p, int i, float v[1][8]) const
+    {
+        if (p.shape == TE_SHAPE_GELU)
+            apply<TE_SHAPE_GELU>(p, i, v[0]);
+        else if (p.shape == TE_SHAPE_SWISH)
+            apply<TE_SHAPE_SWISH>(p, i, v[0]);
+        else if (p.shape == TE_SHAPE_RELU)
+            apply<TE_SHAPE_RELU>(p, i, v[0]);
+        else if (!GATED || p.shape == TE_SHAPE_SRELU)
+            apply<TE_SHAPE_SRELU>(p, i, v[0]);
+        else if (p.shape == TE_SHAPE_GLU)
+            apply<TE_SHAPE_GLU>(p, i, v[0]);
+        else
+            apply<TE_SHAPE_CLAMPED>(p, i, v[0]);
+    }
+};
+
+/* grad f'(a); gated: grad gate(b) f'(a) and grad f(a) gate'(b). */
+template <typename T, bool GATED> struct te_gradient_source {
+    typedef te_p params;
+    static constexpr int outputs = GATED ? 2 : 1;
+    static constexpr bool pads = false, writes = true;
+    te_index column;
+    te_vector<T, 8> g[4], a[4], b[GATED ? 4 : 1];
+
+    __device__ __forceinline__ te_gradient_source(const te_p &, te_index at) : column(at)
+    {
+    }
+
+    __device__ __forceinline__ void fetch(const te_p &p, te_index row)
+    {
+        te_fetch_rows<T>(p.grad, p.aligned != 0, row, column, g);
+        te_fetch_rows<T>(p.input, p.aligned != 0, row, column, a);
+        if constexpr (GATED) te_fetch_rows<T>(p.gate, p.aligned != 0, row, column, b);
+    }
+
+    template <int SHAPE>
+    __device__ __forceinline__ void apply(const te_p &p, int i, float v[outputs][8]) const
+    {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float grad = g[i].value(j);
+            float value;
+            const float slope = te_activation<SHAPE, te_p>::slope(a[i].value(j), p, &value);
+            if constexpr (GATED) {
+                const float gate = b[i].value(j);
+                v[0][j] = grad * te_gate_value<SHAPE>(gate, p) * slope;
+                v[1][j] = grad * value * te_gate_slope<SHAPE>(gate, p);
+            } else {
+                v[0][j] = grad * slope;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void values(const te_p &p, int i, float v[outputs][8]) const
+    {
+        if (p.shape == TE_SHAPE_GELU)
+            apply<TE_SHAPE_GELU>(p, i, v);
+        else if (p.shape == TE_SHAPE_SWISH)
+            apply<TE_SHAPE_SWISH>(p, i, v);
+        else if (p.shape == TE_SHAPE_RELU)
+            apply<TE_SHAPE_RELU>(p, i, v);
+        else if (!GATED || p.shape == TE_SHAPE_SRELU)
+            apply<TE_SHAPE_SRELU>(p, i, v);
+        else if (p.shape == TE_SHAPE_GLU)
+            apply<TE_SHAPE_GLU>(p, i, v);
+        else
+            apply<TE_SHAPE_CLAMPED>(p, i, v);
+    }
+};
+
+/* As many blocks per multiprocessor as need no spills. */
+#define X(I, i)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, 6)                               \
+        te_activation_##i(const __grid_constant__ te_p p)                                          \
+    {                                                                                              \
+        te_tile_cast<te_value_source<te_##i, false>, te_any_fp8>(p);                               \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, te_##i::bytes == 4 ? 4 : 5)      \
+        te_activation_gated_##i(const __grid_constant__ te_p p)                                    \
+    {                                                                                              \
+        te_tile_cast<te_value_source<te_##i, true>, te_any_fp8>(p);                                \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, te_##i::bytes == 4 ? 4 : 5)      \
+        te_activation_backward_##i(const __grid_constant__ te_p p)                                 \
+    {                                                                                              \
+        te_tile_cast<te_gradient_source<te_##i, false>, te_any_fp8>(p);                            \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, te_##i::bytes == 4 ? 2 : 4)      \
+        te_activation_backward_gated_##i(const __grid_constant__ te_p p)                           \
+    {                                                                                              \
+        te_tile_cast<te_gradient_source<te_##i, true>, te_any_fp8>(p);                             \
+    }
+TE_ACTIVATION_INSTANCES(X)
+#undef X

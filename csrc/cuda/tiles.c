@@ -1,0 +1,172 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "cuda/tiles.h"
+
+#include "core/status.h"
+
+#define TARGET_BLOCKS                                                                              \
+    4096             /* beyond, a block takes several tiles: fastest for quantize at 8192 x 4096 */
+#define MAX_DEPTH 16 /* tiles of one block, unless the grid would not hold them */
+#define FILL_THREADS 256
+
+_Static_assert(TE_CAST_PARTIALS == TE_AMAX_PARTIALS, "two names of one size");
+
+/* How the tiles of a call are dealt out. */
+typedef struct tiling {
+    int64_t columns; /* column tiles */
+    int64_t groups;  /* row groups */
+    int64_t depth;   /* row tiles of a group */
+} tiling;
+
+static tiling plan_tiles(const te_cuda_tile_want *want)
+{
+    const te_quantized *to = want->to;
+    const int64_t before = (want->outputs - 1) * want->columns;
+    int64_t rows = want->rows, columns = want->columns, row_tiles, least;
+    tiling tiles;
+    /* The padding of either usage is written by the tiles that reach into it. Shapes alone decide:
+     * the workspace query reads no pointers. */
+    if (to->columnwise.ndim == 2 && to->columnwise.shape[1] > rows) rows = to->columnwise.shape[1];
+    if (to->rowwise.ndim == 2 && to->rowwise.shape[1] - before > columns) {
+        columns = to->rowwise.shape[1] - before;
+    }
+    row_tiles = rows > 0 ? te_ceil_div(rows, TE_CUDA_TILE) : 1;
+    tiles.columns = columns > 0 ? te_ceil_div(columns, TE_CUDA_TILE) : 1;
+    tiles.depth = row_tiles * tiles.columns / TARGET_BLOCKS;
+    if (tiles.depth > MAX_DEPTH) tiles.depth = MAX_DEPTH;
+    least = te_ceil_div(row_tiles, TE_CUDA_MAX_GRID_Y);
+    if (tiles.depth < least) tiles.depth = least;
+    tiles.groups = te_ceil_div(row_tiles, tiles.depth);
+    return tiles;
+}
+
+static size_t sums_bytes(const te_cuda_tile_want *want, const tiling *tiles)
+{
+    if (want->bias_grad == NULL || tiles->groups <= 1) return 0;
+    return (size_t)(tiles->groups * want->outputs * want->columns) * sizeof(float);
+}
+
+size_t te_cuda_tile_workspace(const te_cuda_tile_want *want)
+{
+    const tiling tiles = plan_tiles(want);
+    return sums_bytes(want, &tiles);
+}
+
+te_cast_target te_cuda_cast_target(const te_cuda_tile_want *want, te_dtype *dtype)
+{
+    const te_quantized *to = want->to;
+    const te_dtype either =
+        te_dtype_is_fp8(to->rowwise.dtype) ? to->rowwise.dtype : to->columnwise.dtype;
+    /* The second half begins where the first ends. */
+    const int halves_aligned = want->outputs == 1 || want->columns % 8 == 0;
+    te_cast_target target = {.amax = to->amax};
+    *dtype = TE_DTYPE_COUNT;
+    if (to->mode == TE_SCALING_NONE) return target;
+    target.scale = to->scale;
+    target.partials = want->partials;
+    target.scale_pair = to->scale_pair;
+    target.epsilon = want->epsilon;
+    target.power_2 = want->power_2;
+    target.partials_aligned = (uintptr_t)want->partials % 16 == 0;
+    if (te_tensor_present(&to->rowwise)) {
+        *dtype = to->rowwise.dtype;
+        target.rowwise = te_cuda_view(&to->rowwise);
+        target.rowwise_aligned = halves_aligned && te_cuda_aligned(&target.rowwise, 1, 8);
+    }
+    if (te_tensor_present(&to->columnwise)) {
+        *dtype = to->columnwise.dtype;
+        target.columnwise = te_cuda_view(&to->columnwise);
+        target.columnwise_aligned = te_cuda_aligned(&target.columnwise, 1, 16);
+    }
+    /* Without data the dtypes still say what the scale is for. */
+    target.fp8_max = te_dtype_max(*dtype != TE_DTYPE_COUNT ? *dtype : either);
+    target.e5m2 = *dtype == TE_DTYPE_E5M2;
+    return target;
+}
+
+static te_status plan_sums(const te_cuda_tile_want *want, const tiling *tiles, te_tile_params *tile,
+                           te_cuda_tile_job *job)
+{
+    const size_t needed = sums_bytes(want, tiles);
+    const int64_t columns = want->outputs * want->columns;
+    tile->bias_dtype = te_cuda_store(want->bias_grad->dtype);
+    tile->bias_grad = want->bias_grad->data;
+    if (needed == 0) return TE_OK;
+    if (want->workspace == NULL || want->workspace_size < needed) {
+        return TE_FAIL(TE_ERROR_INVALID, "%s: workspace of %zu bytes, %zu are needed", want->op,
+                       want->workspace != NULL ? want->workspace_size : 0, needed);
+    }
+    tile->sums = want->workspace;
+    job->sums = (te_quantize_sums_params){.sums = tile->sums,
+                                          .noop = want->noop,
+                                          .groups = tiles->groups,
+                                          .columns = columns,
+                                          .split = columns,
+                                          .first = tile->bias_grad,
+                                          .first_dtype = tile->bias_dtype};
+    job->adds = 1;
+    return TE_OK;
+}
+
+te_status te_cuda_plan_tile_job(const te_cuda_tile_want *want, te_tile_params *tile,
+                                te_cuda_tile_job *job)
+{
+    const tiling tiles = plan_tiles(want);
+    *job = (te_cuda_tile_job){.dims = {(uint32_t)tiles.columns, (uint32_t)tiles.groups, 1,
+                                       TE_CUDA_TILE_THREADS, 1, 1, 0}};
+    *tile = (te_tile_params){.rows = want->rows,
+                             .columns = want->columns,
+                             .to = te_cuda_cast_target(want, &job->dtype),
+                             .noop = want->noop,
+                             .amax_partials = want->amax_partials,
+                             .depth = (int)tiles.depth,
+                             .from_bottom = want->partials != NULL};
+    if (want->output != NULL && te_tensor_present(want->output)) {
+        const size_t bytes = te_dtype_bytes(want->output->dtype);
+        tile->output = te_cuda_view(want->output);
+        tile->output_dtype = te_cuda_store(want->output->dtype);
+        tile->output_aligned = te_cuda_aligned(&tile->output, bytes, 16) &&
+                               (want->outputs == 1 || (size_t)want->columns * bytes % 16 == 0);
+    }
+    if (want->amax_partials != NULL) { /* raised by whatever block comes */
+        job->clear.output =
+            (te_view){(unsigned char *)want->amax_partials, 1, TE_CAST_PARTIALS, TE_CAST_PARTIALS};
+        job->clears = 1;
+    }
+    if (want->bias_grad != NULL && te_tensor_present(want->bias_grad) && want->columns > 0) {
+        return plan_sums(want, &tiles, tile, job);
+    }
+    return TE_OK;
+}
+
+te_cuda_call te_cuda_sums_call(const te_quantize_sums_params *sums)
+{
+    const uint32_t blocks = (uint32_t)te_ceil_div(sums->columns, TE_SUMS_COLUMNS);
+    return (te_cuda_call){"quantize",
+                          "te_quantize_sums",
+                          {blocks, 1, 1, TE_SUMS_THREADS, 1, 1, 0},
+                          sums,
+                          sizeof *sums};
+}
+
+te_status te_cuda_run_tile_job(te_cuda_state *cuda, const te_cuda_tile_job *job,
+                               const te_cuda_call *kernel, const te_cuda_call *before, void *stream)
+{
+    te_fill_params clear = job->clear;
+    te_cuda_call calls[4];
+    int count = 0;
+    if (before != NULL) calls[count++] = *before;
+    if (job->clears) {
+        uint32_t blocks;
+        clear.walk = te_cuda_plan_walk(1, TE_CAST_PARTIALS, 4, TE_AMAX_PARTIALS, &blocks);
+        clear.output_aligned = te_cuda_aligned(&clear.output, sizeof(float), 16);
+        calls[count++] = (te_cuda_call){"elementwise",
+                                        "te_fill_4",
+                                        {blocks, 1, 1, FILL_THREADS, 1, 1, 0},
+                                        &clear,
+                                        sizeof clear};
+    }
+    calls[count] = *kernel;
+    calls[count++].dims = job->dims;
+    if (job->adds) calls[count++] = te_cuda_sums_call(&job->sums);
+    return te_cuda_run(cuda, calls, count, stream);
+}

@@ -1,0 +1,509 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * layer_ops_py.c - the operators of a Transformer layer.
+ *
+ * Softmax, dropout and rotary embedding are called once per layer and step, so arguments arrive as
+ * an array (METH_FASTCALL) and one table per operator says which name fills which field of its args
+ * struct: nothing is allocated between Python and the operator. What an operator demands of its
+ * arguments is checked in core/check_layer.c.
+ */
+#include "python/op_call.h"
+
+#include <stddef.h>
+#include <string.h>
+
+typedef enum param_kind {
+    PARAM_ROWS,       /* te_tensor, a matrix of all leading dims, read */
+    PARAM_ROWS_OUT,   /* the same, written */
+    PARAM_VECTOR,     /* te_tensor of one dim, read */
+    PARAM_VECTOR_OUT, /* the same, written */
+    PARAM_DIMS,       /* te_tensor, dims and strides as they are, read */
+    PARAM_DIMS_OUT,   /* the same, written */
+    PARAM_MASK,       /* PARAM_DIMS of u8 or bool */
+    PARAM_FLOATS,     /* float *, `detail` elements */
+    PARAM_INT64S,     /* int64_t *, `detail` elements */
+    PARAM_FLOAT,      /* float */
+    PARAM_INT,        /* int32_t or an enum */
+    PARAM_LONG,       /* int64_t */
+    PARAM_TRUTH,      /* int32_t, 0 or 1 */
+    PARAM_BIT,        /* bit `detail` of a uint32_t */
+    PARAM_CONTEXT     /* of the call */
+} param_kind;
+
+/* How a parameter may be given. */
+typedef enum param_place {
+    BY_POSITION, /* or by keyword; required */
+    BY_NAME,     /* by keyword; required */
+    OPTIONAL     /* by keyword; the field keeps its value without it */
+} param_place;
+
+typedef struct param {
+    const char *name;
+    param_kind kind;
+    size_t offset;
+    int64_t detail;
+    param_place place;
+} param;
+
+#define MAX_PARAMS 24
+
+/* What a call of METH_FASTCALL | METH_KEYWORDS is made of. */
+typedef struct arguments {
+    PyObject *module;
+    PyObject *const *values; /* by position, then by the names */
+    Py_ssize_t positional;
+    PyObject *names; /* tuple of str, or NULL */
+} arguments;
+
+/* An operator and the args struct that the parameters fill. */
+typedef struct layer_op {
+    te_op op;
+    const param *params; /* the last one has no name; tensors come before pointers to elements */
+    void *args;
+    te_quantized *quantized;  /* the FP8 form of its result; NULL: it has none */
+    tepy_workspace workspace; /* data NULL: it has none */
+} layer_op;
+
+/* ---- which value is whose ---- */
+
+static int fail_call(const char *function, const char *format, const char *name)
+{
+    PyErr_Format(PyExc_TypeError, format, function, name);
+    return -1;
+}
+
+/* The parameter of this name, looked for from `from` on and around; -1 with an exception. */
+static int find_param(const char *function, const param *params, int count, PyObject *name,
+                      int from)
+{
+    for (int step = 0; step < count; step++) {
+        int at = from + step < count ? from + step : from + step - count;
+        if (PyUnicode_CompareWithASCIIString(name, params[at].name) == 0) return at;
+    }
+    PyErr_Format(PyExc_TypeError, "%s: unexpected keyword argument %R", function, name);
+    return -1;
+}
+
+/* Sorts the values by parameter; NULL where none is given. */
+static int sort_values(const char *function, const param *params, const arguments *given,
+                       PyObject **values)
+{
+    Py_ssize_t named = given->names == NULL ? 0 : PyTuple_Size(given->names);
+    int count = 0, places = 0, next;
+    for (; params[count].name != NULL; count++) {
+        values[count] = NULL;
+        if (params[count].place == BY_POSITION) places = count + 1;
+    }
+    if (tepy_count(function, given->positional, 0, places) != 0) return -1;
+    for (int i = 0; i < (int)given->positional; i++) values[i] = given->values[i];
+    next = (int)given->positional;
+    for (Py_ssize_t i = 0; i < named; i++) {
+        PyObject *name = PyTuple_GetItem(given->names, i); /* borrowed */
+        int at = name == NULL ? -1 : find_param(function, params, count, name, next);
+        if (at < 0) return -1;
+        if (values[at] != NULL) {
+            return fail_call(function, "%s: %s: given by name and position", params[at].name);
+        }
+        values[at] = given->values[given->positional + i];
+        next = at + 1;
+    }
+    for (int i = 0; i < count; i++) {
+        if (params[i].place == OPTIONAL) continue;
+        if (values[i] == NULL) {
+            return fail_call(function, "%s: %s: missing required argument", params[i].name);
+        }
+        if (params[i].kind <= PARAM_MASK && values[i] == Py_None) {
+            return fail_call(function, "%s: %s: expected a torch.Tensor, got None", params[i].name);
+        }
+    }
+    return 0;
+}
+
+/* ---- from a value to its field ---- */
+
+static int take_view(tepy_op_call *call, const param *p, PyObject *value, void *field)
+{
+    static const struct {
+        tepy_form form;
+        tepy_access access;
+    } as[] = {
+        [PARAM_ROWS] = {TEPY_ROWS, TEPY_READ},     [PARAM_ROWS_OUT] = {TEPY_ROWS, TEPY_WRITE},
+        [PARAM_VECTOR] = {TEPY_VECTOR, TEPY_READ}, [PARAM_VECTOR_OUT] = {TEPY_VECTOR, TEPY_WRITE},
+        [PARAM_DIMS] = {TEPY_DIMS, TEPY_READ},     [PARAM_DIMS_OUT] = {TEPY_DIMS, TEPY_WRITE},
+        [PARAM_MASK] = {TEPY_MASK, TEPY_READ},
+    };
+    tepy_want want = {{call->function, p->name}, as[p->kind].form, as[p->kind].access, NULL};
+    return tepy_op_take(call, value, &want, field);
+}
+
+static int take_elements(tepy_op_call *call, const param *p, PyObject *value, void *field)
+{
+    void *data = NULL;
+    if (tepy_op_elements(call, value, p->name,
+                         p->kind == PARAM_INT64S ? TE_DTYPE_I64 : TE_DTYPE_F32, p->detail,
+                         &data) != 0) {
+        return -1;
+    }
+    memcpy(field, &data, sizeof data); /* float * and int64_t * look alike */
+    return 0;
+}
+
+static int take_number(const tepy_op_call *call, const param *p, PyObject *value, void *field)
+{
+    const int wide = p->kind == PARAM_LONG;
+    const tepy_site site = {call->function, p->name};
+    int64_t whole = 0;
+    double real = 0.0;
+    if (p->kind == PARAM_FLOAT) {
+        if (tepy_float(value, site, &real) != 0) return -1;
+        *(float *)field = (float)real;
+        return 0;
+    }
+    if (tepy_int(value, site, wide ? INT64_MIN : INT32_MIN, wide ? INT64_MAX : INT32_MAX, &whole) !=
+        0) {
+        return -1;
+    }
+    if (wide) {
+        *(int64_t *)field = whole;
+    } else {
+        *(int32_t *)field = (int32_t)whole;
+    }
+    return 0;
+}
+
+static int take_truth(const param *p, PyObject *value, void *field)
+{
+    int truth = PyObject_IsTrue(value);
+    if (truth < 0) return -1;
+    if (p->kind == PARAM_TRUTH) {
+        *(int32_t *)field = truth;
+    } else if (truth) {
+        *(uint32_t *)field |= (uint32_t)p->detail;
+    }
+    return 0;
+}
+
+static int take_value(tepy_op_call *call, const param *p, PyObject *value, void *args)
+{
+    void *field = (char *)args + p->offset;
+    switch (p->kind) {
+    case PARAM_FLOATS:
+    case PARAM_INT64S:
+        return take_elements(call, p, value, field);
+    case PARAM_FLOAT:
+    case PARAM_INT:
+    case PARAM_LONG:
+        return take_number(call, p, value, field);
+    case PARAM_TRUTH:
+    case PARAM_BIT:
+        return take_truth(p, value, field);
+    case PARAM_CONTEXT:
+        call->given_context = value;
+        return 0;
+    default:
+        return take_view(call, p, value, field);
+    }
+}
+
+/* Nothing is cast where no FP8 data and no scale pair is wanted. */
+static te_scaling_mode mode_of(const te_quantized *quantized)
+{
+    return quantized->rowwise.ndim == 0 && quantized->columnwise.ndim == 0 &&
+                   quantized->scale_pair == NULL
+               ? TE_SCALING_NONE
+               : TE_SCALING_TENSOR;
+}
+
+static PyObject *run_layer_op(const layer_op *op, const arguments *given)
+{
+    PyObject *values[MAX_PARAMS];
+    tepy_op_call call;
+    int failed = 0;
+    if (tepy_op_begin(&call, given->module, te_op_name(op->op)) != 0 ||
+        sort_values(call.function, op->params, given, values) != 0) {
+        return NULL;
+    }
+    for (int i = 0; !failed && op->params[i].name != NULL; i++) {
+        if (values[i] != NULL) failed = take_value(&call, &op->params[i], values[i], op->args) != 0;
+    }
+    if (!failed && op->quantized != NULL) op->quantized->mode = mode_of(op->quantized);
+    failed = failed || tepy_op_run(&call, op->op, op->args,
+                                   op->workspace.data == NULL ? NULL : &op->workspace) != 0;
+    return tepy_op_end(&call, failed);
+}
+
+/* ---- the operators ---- */
+
+#define P(op, kind, name, place)                                                                   \
+    {                                                                                              \
+#name, PARAM_##kind, offsetof(te_##op##_args, name), 0, place                              \
+    }
+#define P_AT(op, kind, name, field, detail)                                                        \
+    {                                                                                              \
+        name, PARAM_##kind, offsetof(te_##op##_args, field), detail, OPTIONAL                      \
+    }
+#define P_RNG(op) P_AT(op, INT64S, "rng", rng, 2)
+#define P_END                                                                                      \
+    {"context", PARAM_CONTEXT, 0, 0, OPTIONAL},                                                    \
+    {                                                                                              \
+        NULL, PARAM_CONTEXT, 0, 0, OPTIONAL                                                        \
+    }
+
+/* The FP8 form of a result, with the names of quantize. */
+#define P_FP8(op)                                                                                  \
+    P_AT(op, ROWS_OUT, "rowwise", quantized.rowwise, 0),                                           \
+        P_AT(op, ROWS_OUT, "columnwise", quantized.columnwise, 0),                                 \
+        P_AT(op, FLOATS, "scale_pair", quantized.scale_pair, 2),                                   \
+        P_AT(op, FLOATS, "scale", quantized.scale, 1),                                             \
+        P_AT(op, FLOATS, "amax", quantized.amax, 1),                                               \
+        P_AT(op, FLOATS, "partials", partials, TE_AMAX_PARTIALS),                                  \
+        P_AT(op, FLOATS, "amax_partials", amax_partials, TE_AMAX_PARTIALS),                        \
+        P_AT(op, FLOAT, "amax_epsilon", amax_epsilon, 0),                                          \
+        P_AT(op, TRUTH, "power_2", power_2_scale, 0)
+
+#define P_CLAMP(op)                                                                                \
+    P_AT(op, FLOAT, "limit", params.limit, 0), P_AT(op, FLOAT, "alpha", params.alpha, 0),          \
+        P_AT(op, FLOAT, "linear_offset", params.linear_offset, 0)
+
+_Static_assert(sizeof(te_norm_kind) == sizeof(int32_t) &&
+                   sizeof(te_activation_kind) == sizeof(int32_t),
+               "PARAM_INT writes 32 bits");
+
+const char tepy_norm_doc[] =
+    "norm($module, /, input, *, kind, output=None, gamma=None, beta=None, mean=None,\n"
+    "     rsigma=None, eps=1e-05, zero_centered=False, statistics_given=False, rowwise=None,\n"
+    "     columnwise=None, scale_pair=None, scale=None, amax=None, partials=None,\n"
+    "     amax_partials=None, amax_epsilon=0.0, power_2=False, context=None)\n--\n\n"
+    "Normalize rows, times gamma plus beta; to high precision and (or) FP8.";
+
+static const param norm_params[] = {
+    P(norm, ROWS, input, BY_POSITION),
+    P(norm, INT, kind, BY_NAME),
+    P(norm, ROWS_OUT, output, OPTIONAL),
+    P(norm, VECTOR, gamma, OPTIONAL),
+    P(norm, VECTOR, beta, OPTIONAL),
+    P(norm, VECTOR_OUT, mean, OPTIONAL),
+    P(norm, VECTOR_OUT, rsigma, OPTIONAL),
+    P(norm, FLOAT, eps, OPTIONAL),
+    P_AT(norm, BIT, "zero_centered", flags, TE_NORM_ZERO_CENTERED),
+    P_AT(norm, BIT, "statistics_given", flags, TE_NORM_STATISTICS_GIVEN),
+    P_FP8(norm),
+    P_END};
+
+PyObject *tepy_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    const arguments given = {module, args, nargs, names};
+    te_norm_args a = {.size = sizeof a, .eps = 1e-5F};
+    const layer_op op = {
+        TE_OP_NORM, norm_params, &a, &a.quantized, {&a.workspace, &a.workspace_size}};
+    return run_layer_op(&op, &given);
+}
+
+const char tepy_norm_backward_doc[] =
+    "norm_backward($module, /, grad_output, input, *, kind, rsigma, mean=None, gamma=None,\n"
+    "              grad_add=None, grad_input=None, gamma_grad=None, beta_grad=None,\n"
+    "              zero_centered=False, context=None)\n--\n\n"
+    "Gradients of norm.";
+
+static const param norm_backward_params[] = {
+    P(norm_backward, ROWS, grad_output, BY_POSITION),
+    P(norm_backward, ROWS, input, BY_POSITION),
+    P(norm_backward, INT, kind, BY_NAME),
+    P(norm_backward, VECTOR, rsigma, BY_NAME),
+    P(norm_backward, VECTOR, mean, OPTIONAL),
+    P(norm_backward, VECTOR, gamma, OPTIONAL),
+    P(norm_backward, ROWS, grad_add, OPTIONAL),
+    P(norm_backward, ROWS_OUT, grad_input, OPTIONAL),
+    P(norm_backward, VECTOR_OUT, gamma_grad, OPTIONAL),
+    P(norm_backward, VECTOR_OUT, beta_grad, OPTIONAL),
+    P_AT(norm_backward, BIT, "zero_centered", flags, TE_NORM_ZERO_CENTERED),
+    P_END};
+
+PyObject *tepy_norm_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                             PyObject *names)
+{
+    const arguments given = {module, args, nargs, names};
+    te_norm_backward_args a = {.size = sizeof a};
+    const layer_op op = {
+        TE_OP_NORM_BACKWARD, norm_backward_params, &a, NULL, {&a.workspace, &a.workspace_size}};
+    return run_layer_op(&op, &given);
+}
+
+static const te_activation_params activation_defaults = {
+    .limit = 7.0F, .alpha = 1.702F, .linear_offset = 1.0F};
+
+const char tepy_activation_doc[] =
+    "activation($module, /, input, *, kind, output=None, rowwise=None, columnwise=None,\n"
+    "           scale_pair=None, scale=None, amax=None, partials=None, amax_partials=None,\n"
+    "           amax_epsilon=0.0, power_2=False, limit=7.0, alpha=1.702, linear_offset=1.0,\n"
+    "           context=None)\n--\n\n"
+    "Activate rows (gated: two halves to one); to high precision and (or) FP8.";
+
+static const param activation_params[] = {P(activation, ROWS, input, BY_POSITION),
+                                          P(activation, INT, kind, BY_NAME),
+                                          P(activation, ROWS_OUT, output, OPTIONAL),
+                                          P_FP8(activation),
+                                          P_CLAMP(activation),
+                                          P_END};
+
+PyObject *tepy_activation(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                          PyObject *names)
+{
+    const arguments given = {module, args, nargs, names};
+    te_activation_args a = {.size = sizeof a, .params = activation_defaults};
+    const layer_op op = {
+        TE_OP_ACTIVATION, activation_params, &a, &a.quantized, {&a.workspace, &a.workspace_size}};
+    return run_layer_op(&op, &given);
+}
+
+const char tepy_activation_backward_doc[] =
+    "activation_backward($module, /, grad_output, input, *, kind, grad_input=None,\n"
+    "                    bias_grad=None, rowwise=None, columnwise=None, scale_pair=None,\n"
+    "                    scale=None, amax=None, partials=None, amax_partials=None,\n"
+    "                    amax_epsilon=0.0, power_2=False, limit=7.0, alpha=1.702,\n"
+    "                    linear_offset=1.0, context=None)\n--\n\n"
+    "Gradient of activation, to high precision and (or) FP8, and its column sums.";
+
+static const param activation_backward_params[] = {
+    P(activation_backward, ROWS, grad_output, BY_POSITION),
+    P(activation_backward, ROWS, input, BY_POSITION),
+    P(activation_backward, INT, kind, BY_NAME),
+    P(activation_backward, ROWS_OUT, grad_input, OPTIONAL),
+    P(activation_backward, VECTOR_OUT, bias_grad, OPTIONAL),
+    P_FP8(activation_backward),
+    P_CLAMP(activation_backward),
+    P_END};
+
+PyObject *tepy_activation_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                                   PyObject *names)
+{
+    const arguments given = {module, args, nargs, names};
+    te_activation_backward_args a = {.size = sizeof a, .params = activation_defaults};
+    const layer_op op = {TE_OP_ACTIVATION_BACKWARD,
+                         activation_backward_params,
+                         &a,
+                         &a.quantized,
+                         {&a.workspace, &a.workspace_size}};
+    return run_layer_op(&op, &given);
+}
+
+const char tepy_softmax_doc[] =
+    "softmax($module, /, input, output, *, mask=None, bias=None, probabilities=None, rng=None,\n"
+    "        scale=1.0, dropout=0.0, window_left=-1, window_right=-1, diagonal=0,\n"
+    "        context=None)\n--\n\n"
+    "Softmax of scale * input + bias over the keys that a query may attend, with dropout.";
+
+static const param softmax_params[] = {P(softmax, DIMS, input, BY_POSITION),
+                                       P(softmax, DIMS_OUT, output, BY_POSITION),
+                                       P(softmax, MASK, mask, OPTIONAL),
+                                       P(softmax, DIMS, bias, OPTIONAL),
+                                       P(softmax, DIMS_OUT, probabilities, OPTIONAL),
+                                       P_RNG(softmax),
+                                       P(softmax, FLOAT, scale, OPTIONAL),
+                                       P(softmax, FLOAT, dropout, OPTIONAL),
+                                       P(softmax, LONG, window_left, OPTIONAL),
+                                       P(softmax, LONG, window_right, OPTIONAL),
+                                       P(softmax, LONG, diagonal, OPTIONAL),
+                                       P_END};
+
+PyObject *tepy_softmax(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    const arguments given = {module, args, nargs, names};
+    te_softmax_args a = {.size = sizeof a, .scale = 1.0F, .window_left = -1, .window_right = -1};
+    const layer_op op = {TE_OP_SOFTMAX, softmax_params, &a, NULL, {NULL, NULL}};
+    return run_layer_op(&op, &given);
+}
+
+const char tepy_softmax_backward_doc[] =
+    "softmax_backward($module, /, grad_output, probabilities, grad_input, *, rng=None, scale=1.0,\n"
+    "                 dropout=0.0, context=None)\n--\n\n"
+    "Gradient of softmax.";
+
+static const param softmax_backward_params[] = {
+    P(softmax_backward, DIMS, grad_output, BY_POSITION),
+    P(softmax_backward, DIMS, probabilities, BY_POSITION),
+    P(softmax_backward, DIMS_OUT, grad_input, BY_POSITION),
+    P_RNG(softmax_backward),
+    P(softmax_backward, FLOAT, scale, OPTIONAL),
+    P(softmax_backward, FLOAT, dropout, OPTIONAL),
+    P_END};
+
+PyObject *tepy_softmax_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                                PyObject *names)
+{
+    const arguments given = {module, args, nargs, names};
+    te_softmax_backward_args a = {.size = sizeof a, .scale = 1.0F};
+    const layer_op op = {TE_OP_SOFTMAX_BACKWARD, softmax_backward_params, &a, NULL, {NULL, NULL}};
+    return run_layer_op(&op, &given);
+}
+
+const char tepy_dropout_add_doc[] =
+    "dropout_add($module, /, input, output, *, bias=None, residual=None, rng=None, dropout=0.0,\n"
+    "            drop_path=0.0, samples=1, context=None)\n--\n\n"
+    "output = residual + drop_path(dropout(input + bias)).";
+
+static const param dropout_add_params[] = {P(dropout_add, ROWS, input, BY_POSITION),
+                                           P(dropout_add, ROWS_OUT, output, BY_POSITION),
+                                           P(dropout_add, VECTOR, bias, OPTIONAL),
+                                           P(dropout_add, ROWS, residual, OPTIONAL),
+                                           P_RNG(dropout_add),
+                                           P(dropout_add, FLOAT, dropout, OPTIONAL),
+                                           P(dropout_add, FLOAT, drop_path, OPTIONAL),
+                                           P(dropout_add, LONG, samples, OPTIONAL),
+                                           P_END};
+
+PyObject *tepy_dropout_add(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                           PyObject *names)
+{
+    const arguments given = {module, args, nargs, names};
+    te_dropout_add_args a = {.size = sizeof a, .samples = 1};
+    const layer_op op = {TE_OP_DROPOUT_ADD, dropout_add_params, &a, NULL, {NULL, NULL}};
+    return run_layer_op(&op, &given);
+}
+
+const char tepy_dropout_backward_doc[] =
+    "dropout_backward($module, /, grad_output, *, grad_input=None, bias_grad=None, rng=None,\n"
+    "                 dropout=0.0, drop_path=0.0, samples=1, context=None)\n--\n\n"
+    "Gradients of dropout_add with respect to input and bias.";
+
+static const param dropout_backward_params[] = {
+    P(dropout_backward, ROWS, grad_output, BY_POSITION),
+    P(dropout_backward, ROWS_OUT, grad_input, OPTIONAL),
+    P(dropout_backward, VECTOR_OUT, bias_grad, OPTIONAL),
+    P_RNG(dropout_backward),
+    P(dropout_backward, FLOAT, dropout, OPTIONAL),
+    P(dropout_backward, FLOAT, drop_path, OPTIONAL),
+    P(dropout_backward, LONG, samples, OPTIONAL),
+    P_END};
+
+PyObject *tepy_dropout_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                                PyObject *names)
+{
+    const arguments given = {module, args, nargs, names};
+    te_dropout_backward_args a = {.size = sizeof a, .samples = 1};
+    const layer_op op = {TE_OP_DROPOUT_BACKWARD,
+                         dropout_backward_params,
+                         &a,
+                         NULL,
+                         {&a.workspace, &a.workspace_size}};
+    return run_layer_op(&op, &given);
+}
+
+const char tepy_rope_doc[] =
+    "rope($module, /, input, output, freqs, *, cu_seqlens=None, start_positions=None,\n"
+    "     interleaved=False, backward=False, context=None)\n--\n\n"
+    "Rotary position embedding, or its transposed map.";
+
+static const param rope_params[] = {
+    P(rope, DIMS, input, BY_POSITION),          P(rope, DIMS_OUT, output, BY_POSITION),
+    P(rope, ROWS, freqs, BY_POSITION),          P(rope, VECTOR, cu_seqlens, OPTIONAL),
+    P(rope, VECTOR, start_positions, OPTIONAL), P(rope, TRUTH, interleaved, OPTIONAL),
+    P(rope, TRUTH, backward, OPTIONAL),         P_END};
+
+PyObject *tepy_rope(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    const arguments given = {module, args, nargs, names};
+    te_rope_args a = {.size = sizeof a};
+    const layer_op op = {TE_OP_ROPE, rope_params, &a, NULL, {NULL, NULL}};
+    return run_layer_op(&op, &given);
+}

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""activation: values against float64; FP8 forms against casts of the fp32 values."""
+
+import pytest
+import torch
+from buffers import FP8, HIGH, LAYOUTS, Poisoned, floats, laid_out, name_of, normal
+from comparators import assert_bits, assert_cast_within, assert_within
+from fp8_output import USAGES, Output, check_current, check_delayed, fp32_of, round_up
+from layer_reference import ACTIVATIONS, GATED, activation, activation_terms, wide
+from tols import BF16, E4M3, E5M2, F16, F32
+
+from transformer_engine import _core
+
+# Of the result; a gated activation reads twice the columns.
+SHAPES = [(1, 1), (5, 1), (7, 3), (40, 64), (33, 17), (129, 127), (9, 1000), (2, 20011)]
+# (input, output)
+DTYPES = [(F32, F32), (BF16, BF16), (F16, F16), (BF16, F32), (F32, BF16), (F16, BF16)]
+
+
+class Problem:
+    """An input, and one call.
+
+    Parameters
+    ----------
+    rng, device :
+        Of the data.
+    name : str
+        Of ACTIVATIONS.
+    shape : tuple of int
+        Of the result.
+    dtype : torch.dtype
+        Of the input.
+    layout : str
+        Of LAYOUTS.
+    numbers :
+        limit, alpha and linear_offset, where they are not the defaults.
+    """
+
+    def __init__(self, rng, device, name, shape, dtype=F32, *, layout="dense", **numbers):
+        self.name, self.shape, self.device, self.numbers = name, shape, device, numbers
+        columns = shape[1] * (2 if name in GATED else 1)
+        self.x = normal(rng, (shape[0], columns), dtype, scale=3.0)
+        self.placed = laid_out(self.x, layout, device)
+
+    def call(self, **results):
+        _core.activation(self.placed, kind=ACTIVATIONS[self.name], **self.numbers, **results)
+
+    def exact(self):
+        """Values and their terms."""
+        x = wide(self.x)
+        return (
+            activation(self.name, x, **self.numbers),
+            activation_terms(self.name, x, **self.numbers),
+        )
+
+    def check(self, output):
+        assert_within(output, *self.exact())
+
+
+def check_activation(rng, device, name, shape, dtypes=(F32, F32), layout="dense", **numbers):
+    """Compare one call with float64."""
+    problem = Problem(rng, device, name, shape, dtypes[0], layout=layout, **numbers)
+    skew, gap = LAYOUTS[layout]
+    output = Poisoned(shape, dtypes[1], device, skew=skew, gap=gap)
+    problem.call(output=output.tensor)
+    problem.check(output.tensor)
+    assert output.untouched()
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def test_names_are_those_of_the_constants():
+    for name, number in ACTIVATIONS.items():
+        assert getattr(_core, f"ACTIVATION_{name.upper()}") == number
+    assert len(ACTIVATIONS) == len(set(ACTIVATIONS.values())) == 12
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(map(name_of, d)))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_values(device, name, shape, dtypes, rng):
+    check_activation(rng, device, name, shape, dtypes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_layouts(device, name, dtype, layout, rng):
+    check_activation(rng, device, name, (37, 264), (dtype, dtype), layout)
+
+
+@pytest.mark.parametrize("numbers", [
+    {"limit": 2.0}, {"alpha": 0.5}, {"linear_offset": -0.75}, {"limit": 0.0},
+    {"limit": 1.5, "alpha": -1.0, "linear_offset": 3.0}, {"limit": float("inf")},
+], ids=str)  # fmt: skip
+def test_numbers_of_clamped_swiglu(device, numbers, rng):
+    check_activation(rng, device, "clamped_swiglu", (33, 130), **numbers)
+
+
+@pytest.mark.parametrize("name", [n for n in ACTIVATIONS if n != "clamped_swiglu"])
+def test_the_others_ignore_those_numbers(device, name, rng):
+    problem = Problem(rng, device, name, (20, 40))
+    plain = fp32_of(problem.call, "output", problem.shape, device)
+    problem.numbers = {"limit": 0.5, "alpha": 9.0, "linear_offset": 4.0}
+    assert_bits(fp32_of(problem.call, "output", problem.shape, device), plain)
+
+
+def ladder(dtype):
+    """Numbers of every size up to the largest, of both signs, and both zeros."""
+    top = torch.finfo(dtype).max
+    sizes = torch.logspace(-30, 38, 545, dtype=torch.float64).clamp(max=top)
+    sizes = torch.cat([torch.linspace(0, 120, 961, dtype=torch.float64), sizes])
+    return torch.cat([sizes, -sizes]).to(dtype).reshape(1, -1)
+
+
+@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
+@pytest.mark.parametrize("name", [n for n in ACTIVATIONS if n not in ("srelu", "sreglu")])
+def test_numbers_of_every_size(device, name, dtype):
+    """Where the exponential overflows the result has its limit: x or 0, never NaN."""
+    problem = Problem(_Ones, device, name, (1, 1), dtype)
+    a = ladder(dtype)
+    problem.x = torch.cat([a, torch.ones_like(a)], dim=1) if name in GATED else a
+    problem.shape, problem.placed = tuple(a.shape), problem.x.to(device)
+    problem.check(fp32_of(problem.call, "output", problem.shape, device))
+
+
+class _Ones:
+    """A generator of one number."""
+
+    @staticmethod
+    def standard_normal(shape):
+        return torch.ones(shape, dtype=torch.float64).numpy()
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_nan_and_inf(device, name, rng):
+    """NaN stays, in either half; at plus infinity the function is infinite or at its limit."""
+    problem = Problem(rng, device, name, (6, 50))
+    problem.placed[:, 0] = 1.0
+    if name in GATED:
+        problem.placed[:, 50] = 1.0
+    problem.placed[1, 0], problem.placed[2, 0] = float("nan"), float("inf")
+    if name in GATED:
+        problem.placed[3, 50] = float("nan")
+    output = fp32_of(problem.call, "output", (6, 50), device)
+    assert output[1, 0].isnan() and output[0].isfinite().all()
+    if name in ("glu", "clamped_swiglu"):
+        assert output[2, 0].isfinite() and output[2, 0] > 0
+    else:
+        assert output[2, 0] == float("inf")
+    assert output[3, 0].isnan() == (name in GATED)
+    assert output.isnan().sum() == (2 if name in GATED else 1)
+
+
+def test_leading_dims_are_rows(device, rng):
+    x = normal(rng, (3, 2, 5, 24), BF16, device)
+    outputs = [torch.empty(30, 12, dtype=BF16, device=device) for _ in range(2)]
+    for view, output in zip((x, x.reshape(30, 24)), outputs, strict=True):
+        _core.activation(view, kind=_core.ACTIVATION_SWIGLU, output=output)
+    assert_bits(*outputs)
+
+
+@pytest.mark.parametrize("name", ["gelu", "geglu"])
+@pytest.mark.parametrize("shape", [(0, 0), (0, 33), (33, 0)])
+def test_empty_input(device, name, shape):
+    """Nothing to compute; FP8 still has a pair and zero padding."""
+    x = torch.empty(shape[0], shape[1] * (2 if name in GATED else 1), device=device)
+    output, slot = Output(shape, E4M3, device, pad=(16, 16)), floats(device, 3.0)
+    parts = Poisoned((_core.AMAX_PARTIALS,), F32, device)
+    _core.activation(
+        x, kind=ACTIVATIONS[name], output=torch.empty(shape, device=device), amax=slot,
+        scale=floats(device, 4.0), amax_partials=parts.tensor, **output.arguments(),
+    )  # fmt: skip
+    output.check(torch.empty(shape), 4.0)
+    assert_bits(slot, torch.tensor([3.0]))
+    assert_bits(parts.tensor, torch.zeros(_core.AMAX_PARTIALS))
+
+
+# ---- FP8 -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("usage", USAGES)
+@pytest.mark.parametrize("shape", [(1, 1), (17, 1), (16, 64), (65, 130), (129, 40)])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_delayed_scaling(device, name, shape, usage, rng):
+    problem = Problem(rng, device, name, shape, BF16)
+    pad = tuple(round_up(size) - size for size in reversed(shape))
+    check_delayed(problem.call, "output", shape, device, E4M3, 90.0, usage=usage, pad=pad)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", FP8, ids=name_of)
+@pytest.mark.parametrize("source", HIGH, ids=name_of)
+@pytest.mark.parametrize("name", ["srelu", "geglu"])
+def test_delayed_scaling_layouts(device, name, source, dtype, layout, rng):
+    problem = Problem(rng, device, name, (70, 300), source, layout=layout)
+    check_delayed(
+        problem.call, "output", (70, 300), device, dtype, 37.0, layout=layout, pad=(7, 90)
+    )
+
+
+@pytest.mark.parametrize("usage", USAGES)
+@pytest.mark.parametrize(("epsilon", "power_2"), [(0.0, False), (0.0, True), (1e3, False)])
+@pytest.mark.parametrize("shape", [(40, 64), (129, 257)])
+@pytest.mark.parametrize("name", ["gelu", "swiglu", "clamped_swiglu"])
+def test_current_scaling(device, name, shape, epsilon, power_2, usage, rng):
+    problem = Problem(rng, device, name, shape, BF16)
+    check_current(
+        problem.call, "output", shape, device, E5M2, epsilon, power_2, usage=usage, pad=(3, 5)
+    )
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=name_of)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_codes_against_float64(device, name, dtype, rng):
+    """Not only consistent with the fp32 result: right."""
+    problem = Problem(rng, device, name, (65, 300), BF16)
+    output = Output((65, 300), dtype, device)
+    problem.call(scale=floats(device, 29.0), **output.arguments())
+    exact, terms = problem.exact()
+    assert_cast_within(output.row.tensor, exact, 29.0, terms)
+    assert_cast_within(output.column.tensor, exact.T, 29.0, terms.T)
+
+
+def test_nan_and_inf_in_fp8(device, rng):
+    """NaN is kept and ignored by amax, Inf saturates and is the amax."""
+    problem = Problem(rng, device, "silu", (20, 64))
+    problem.placed[3, 5], problem.placed[4, 6] = float("nan"), float("inf")
+    check_delayed(problem.call, "output", (20, 64), device, E4M3, 8.0)
+
+
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_twice_the_same(device, name, rng):
+    problem = Problem(rng, device, name, (700, 530), BF16)
+    results = []
+    for _ in range(3):
+        output, slot = Output((700, 530), E4M3, device), floats(device, 0.0)
+        values = torch.empty(700, 530, device=device)
+        problem.call(output=values, scale=floats(device, 50.0), amax=slot, **output.arguments())
+        results.append([*(m.tensor for m in output.memories()), slot, values])
+    for again in results[1:]:
+        for first, other in zip(results[0], again, strict=True):
+            assert_bits(other, first)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+WRONG = {
+    "kind": (ValueError, r"kind: 12 does not exist, expected 0 to 11", {"kind": 12}),
+    "negative kind": (ValueError, r"kind: -1 does not exist, expected 0 to 11", {"kind": -1}),
+    "huge kind": (ValueError, r"kind: 4294967296 is out of range", {"kind": 2**32}),
+    "odd halves": (
+        ValueError,
+        r"input: 7 columns, expected an even number for the two halves of swiglu",
+        {"input": torch.ones(4, 7)},
+    ),
+    "FP8 input": (TypeError, r"input: dtype e4m3, expected", {"input": torch.ones(4, 12).to(E4M3)}),
+    "output of both halves": (
+        ValueError,
+        r"output: shape \[4, 12\], expected \[4, 6\]",
+        {"output": torch.ones(4, 12)},
+    ),
+    "integer output": (
+        TypeError,
+        r"output: dtype i32, expected f32, f16 or bf16",
+        {"output": torch.ones(4, 6, dtype=torch.int32)},
+    ),
+    "columnwise untransposed": (
+        ValueError,
+        r"columnwise: shape \[4, 6\], expected \[6, >= 4\]",
+        {"columnwise": torch.ones(4, 6).to(E4M3)},
+    ),
+    "no scale": (ValueError, r"quantized: neither is given: exactly one of", {"scale": None}),
+    "amax of no cast": (
+        ValueError,
+        r"amax: scaling mode none records none",
+        {"rowwise": None, "amax": torch.zeros(1)},
+    ),
+    "negative limit": (
+        ValueError,
+        r"limit: -1, expected a number from 0 on",
+        {"kind": _core.ACTIVATION_CLAMPED_SWIGLU, "limit": -1.0},
+    ),
+    "few partials": (
+        ValueError,
+        r"amax_partials: 5 elements, expected at least 1024",
+        {"amax_partials": torch.zeros(5)},
+    ),
+    "text alpha": (TypeError, r"alpha: expected a float, got <class 'str'>", {"alpha": "1"}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_argument(device, case):
+    exception, text, changes = WRONG[case]
+    output = Poisoned((4, 6), E4M3, device)
+    good = {
+        "input": torch.ones(4, 12), "kind": _core.ACTIVATION_SWIGLU, "rowwise": output.tensor,
+        "scale": torch.ones(1),
+    }  # fmt: skip
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in {**good, **changes}.items()
+    }
+    with pytest.raises(exception, match=f"activation: {text}"):
+        _core.activation(arguments.pop("input"), **arguments)
+    assert output.unwritten()
+
+
+# ---- CUDA against CPU ----------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
+@pytest.mark.parametrize("shape", [(1, 1), (63, 1000), (1024, 3072), (5000, 70)])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_cuda_equals_cpu(name, shape, dtype, rng):
+    """Both within the margin of the same exact values; the FP8 codes too."""
+    problem = Problem(rng, "cpu", name, shape, dtype)
+    exact, terms = problem.exact()
+    for device in ("cpu", "cuda"):
+        problem.device, problem.placed = device, problem.x.to(device)
+        output, values = Output(shape, E4M3, device), torch.empty(shape, device=device)
+        problem.call(output=values, scale=floats(device, 60.0), **output.arguments())
+        assert_within(values, exact, terms)
+        assert_cast_within(output.row.tensor, exact, 60.0, terms)
+        assert_cast_within(output.column.tensor, exact.T, 60.0, terms.T)

@@ -1,0 +1,491 @@
+# SPDX-License-Identifier: Apache-2.0
+"""norm: values and statistics against float64; FP8 forms against casts of the fp32 values."""
+
+import pytest
+import torch
+from buffers import FP8, HIGH, LAYOUTS, Poisoned, floats, laid_out, name_of, normal
+from comparators import assert_bits, assert_cast_within, assert_within
+from fp8_output import USAGES, Output, check_current, check_delayed, fp32_of, round_up
+from hypothesis import given
+from hypothesis import strategies as st
+from layer_reference import NORMS, norm, norm_terms, statistics, wide
+from tols import BF16, E4M3, E5M2, F16, F32
+
+from transformer_engine import _core
+
+# Rows of one and of two columns; narrow ones like those of a head; odd, ragged and wide ones.
+SHAPES = [(1, 1), (5, 1), (3, 2), (7, 3), (40, 64), (33, 17), (129, 127), (9, 1000), (2, 20011)]
+# (input, gamma and beta, output)
+DTYPES = [
+    (F32, F32, F32),
+    (BF16, BF16, BF16),
+    (F16, F16, F16),
+    (BF16, F32, BF16),
+    (F32, BF16, F16),
+    (F16, F32, F32),
+]
+EPS = 1e-5
+
+
+class Problem:
+    """An input, its parameters, and one call.
+
+    Parameters
+    ----------
+    rng, device :
+        Of the data.
+    kind : str
+        Of NORMS.
+    shape : tuple of int
+        Of the input.
+    dtypes : tuple
+        Of input and of gamma and beta.
+    zero_centered : bool
+        The factor is 1 + gamma.
+    layout : str
+        Of LAYOUTS.
+    mean, scale : float
+        Of the input.
+    """
+
+    def __init__(self, rng, device, kind, shape, dtypes=(F32, F32), **options):
+        self.kind, self.shape, self.device = kind, shape, device
+        self.zero_centered = options.get("zero_centered", False)
+        values = normal(rng, shape, F32, scale=options.get("scale", 1.0)) + options.get("mean", 0.0)
+        self.x = values.to(dtypes[0])
+        self.gamma = normal(rng, shape[1:], dtypes[1])
+        self.beta = normal(rng, shape[1:], dtypes[1]) if kind == "layernorm" else None
+        self.placed = laid_out(self.x, options.get("layout", "dense"), device)
+
+    def call(self, **arguments):
+        parameters = {"gamma": self.gamma, "beta": self.beta}
+        placed = {n: None if t is None else t.to(self.device) for n, t in parameters.items()}
+        given = {"kind": NORMS[self.kind], "eps": EPS, "zero_centered": self.zero_centered}
+        _core.norm(self.placed, **(placed | given | arguments))
+
+    def weight(self):
+        if self.gamma is None:
+            return torch.ones(self.shape[1], dtype=torch.float64)
+        return wide(self.gamma) + (1 if self.zero_centered else 0)
+
+    def exact(self):
+        """Values and their terms."""
+        none = torch.zeros(self.shape[1], dtype=torch.float64)
+        beta = none if self.beta is None else wide(self.beta)
+        x, weight = wide(self.x), self.weight()
+        return norm(self.kind, x, weight, beta, EPS), norm_terms(self.kind, x, weight, beta, EPS)
+
+    def check(self, output):
+        assert_within(output, *self.exact(), self.shape[1])
+
+    def check_statistics(self, mean, rsigma):
+        """fp32 statistics of the rows."""
+        x = wide(self.x)
+        exact_mean, exact_rsigma = statistics(self.kind, x, EPS)
+        sizes = x.abs().mean(1)
+        spread = exact_rsigma[:, 0] * (1 + (sizes * exact_rsigma[:, 0] if mean is not None else 0))
+        assert_within(rsigma, exact_rsigma[:, 0], spread, self.shape[1])
+        if mean is not None:
+            assert_within(mean, exact_mean[:, 0], sizes, self.shape[1])
+
+
+def check_norm(rng, device, kind, shape, dtypes=(F32, F32, F32), **options):
+    """Compare one call and its statistics with float64."""
+    problem = Problem(rng, device, kind, shape, dtypes[:2], **options)
+    skew, gap = LAYOUTS[options.get("layout", "dense")]
+    output = Poisoned(shape, dtypes[2], device, skew=skew, gap=gap)
+    mean = Poisoned(shape[:1], F32, device) if kind == "layernorm" else None
+    rsigma = Poisoned(shape[:1], F32, device)
+    problem.call(
+        output=output.tensor, rsigma=rsigma.tensor, mean=None if mean is None else mean.tensor
+    )
+    problem.check(output.tensor)
+    problem.check_statistics(None if mean is None else mean.tensor, rsigma.tensor)
+    assert output.untouched() and rsigma.untouched() and (mean is None or mean.untouched())
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(map(name_of, d)))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", NORMS)
+def test_values(device, kind, shape, dtypes, rng):
+    check_norm(rng, device, kind, shape, dtypes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("source", HIGH, ids=name_of)
+@pytest.mark.parametrize("kind", NORMS)
+def test_layouts(device, kind, source, layout, rng):
+    check_norm(rng, device, kind, (37, 264), (source, source, source), layout=layout)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_zero_centered(device, kind, rng):
+    """1 + gamma is made in fp32: a bf16 gamma of 2^-9 is not lost."""
+    check_norm(rng, device, kind, (33, 130), (BF16, BF16, F32), zero_centered=True)
+    problem = Problem(rng, device, kind, (4, 40), (F32, BF16), zero_centered=True)
+    problem.gamma = torch.full((40,), 2.0**-9, dtype=BF16)
+    problem.check(fp32_of(problem.call, "output", (4, 40), device))
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", NORMS)
+def test_without_parameters(device, kind, zero_centered, rng):
+    """No gamma is a factor of 1, whether gamma counts from 0 or from 1; no beta adds nothing."""
+    problem = Problem(rng, device, kind, (19, 70), zero_centered=zero_centered)
+    problem.gamma = problem.beta = None
+    problem.check(fp32_of(problem.call, "output", problem.shape, device))
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize(("mean", "scale"), [(1000.0, 1.0), (0.0, 1e-4), (0.0, 1e4), (-3e5, 50.0)])
+def test_far_from_zero_and_of_any_size(device, kind, mean, scale, rng):
+    """A mean that is large beside the spread costs the digits that the input lacks, no more."""
+    check_norm(rng, device, kind, (21, 777), mean=mean, scale=scale)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_constant_rows(device, kind):
+    """The variance is 0, not a small negative number: rsigma is that of eps alone."""
+    x = torch.full((3, 1000), 12345.678, device=device)
+    rsigma = torch.zeros(3, device=device)
+    output = torch.empty(3, 1000, device=device)
+    _core.norm(x, kind=NORMS[kind], output=output, rsigma=rsigma)
+    expected = statistics(kind, wide(x), EPS)[1][:, 0]
+    assert output.isfinite().all()
+    size = expected * (1 + wide(x).abs()[:, 0] * expected if kind == "layernorm" else 1)
+    assert_within(rsigma, expected, size, 1000)
+
+
+@given(data=st.data())
+def test_any_shape_and_layout(device, data):
+    shape = data.draw(st.tuples(st.integers(0, 70), st.integers(1, 300)))
+    kind = data.draw(st.sampled_from(sorted(NORMS)))
+    dtypes = data.draw(st.tuples(*[st.sampled_from(HIGH)] * 3))
+    layout = data.draw(st.sampled_from(sorted(LAYOUTS)))
+    rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    check_norm(_Numpy(rng), device, kind, shape, dtypes, layout=layout)
+
+
+class _Numpy:
+    """A torch generator with the one method of numpy's that `normal` calls."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def standard_normal(self, shape):
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).numpy()
+
+
+def test_leading_dims_are_rows(device, rng):
+    x = normal(rng, (3, 2, 5, 24), BF16, device)
+    output = torch.empty(30, 24, dtype=BF16, device=device)
+    _core.norm(x, kind=_core.NORM_RMSNORM, output=output)
+    flat = torch.empty_like(output)
+    _core.norm(x.reshape(30, 24), kind=_core.NORM_RMSNORM, output=flat)
+    assert_bits(output, flat)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_no_rows(device, kind):
+    """Nothing is computed; FP8 still has a pair and zero padding."""
+    x = torch.empty(0, 40, device=device)
+    output, slot = Output((0, 40), E4M3, device, pad=(8, 16)), floats(device, 3.0)
+    parts = Poisoned((_core.AMAX_PARTIALS,), F32, device)
+    _core.norm(
+        x, kind=NORMS[kind], output=torch.empty_like(x), rsigma=torch.empty(0, device=device),
+        scale=floats(device, 4.0), amax=slot, amax_partials=parts.tensor, **output.arguments(),
+    )  # fmt: skip
+    output.check(x, 4.0)
+    assert_bits(slot, torch.tensor([3.0]))
+    assert_bits(parts.tensor, torch.zeros(_core.AMAX_PARTIALS))
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", NORMS)
+def test_nan_and_inf_stay_in_their_row(device, kind, special, rng):
+    problem = Problem(rng, device, kind, (9, 200))
+    clean = fp32_of(problem.call, "output", problem.shape, device)
+    problem.placed[4, 77] = special
+    output = fp32_of(problem.call, "output", problem.shape, device)
+    others = [row for row in range(9) if row != 4]
+    assert_bits(output[others], clean[others])
+    assert output[4, 77].isnan()
+    # An infinite element makes rsigma 0 where no mean is subtracted.
+    rest = torch.cat([output[4, :77], output[4, 78:]])
+    if kind == "layernorm" or special != special:
+        assert rest.isnan().all()
+    else:
+        assert (rest == 0).all()
+
+
+# ---- statistics ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("shape", [(6, 1), (50, 64), (5, 3000)])
+def test_given_statistics(device, kind, shape, rng):
+    """Those of a first call give its bits; others are believed; neither is written."""
+    problem = Problem(rng, device, kind, shape, (BF16, BF16))
+    mean = torch.zeros(shape[0], device=device) if kind == "layernorm" else None
+    rsigma = torch.zeros(shape[0], device=device)
+    first, again = (torch.empty(shape, device=device) for _ in range(2))
+    problem.call(output=first, mean=mean, rsigma=rsigma)
+    problem.call(output=again, mean=mean, rsigma=rsigma, statistics_given=True)
+    assert_bits(again, first)
+    mean = None if mean is None else (mean + 0.25).contiguous()
+    rsigma = rsigma * 1.5
+    kept = (rsigma.clone(), None if mean is None else mean.clone())
+    problem.call(output=again, mean=mean, rsigma=rsigma, statistics_given=True)
+    shift = 0 if mean is None else wide(mean)[:, None]
+    beta = 0 if problem.beta is None else wide(problem.beta)
+    weight, factor = problem.weight(), wide(rsigma)[:, None]
+    exact = (wide(problem.x) - shift) * factor * weight + beta
+    terms = (wide(problem.x).abs() + abs(shift)) * factor * weight.abs() + abs(beta)
+    assert_within(again, exact, terms)
+    assert_bits(rsigma, kept[0])
+    if mean is not None:
+        assert_bits(mean, kept[1])
+
+
+def test_statistics_alone(device, rng):
+    problem = Problem(rng, device, "layernorm", (70, 96), (BF16, BF16))
+    mean, rsigma = torch.zeros(70, device=device), torch.zeros(70, device=device)
+    problem.call(mean=mean, rsigma=rsigma)
+    problem.check_statistics(mean, rsigma)
+
+
+# ---- FP8 -----------------------------------------------------------------------------------------
+
+CAST_SHAPES = [(1, 1), (17, 1), (16, 64), (65, 130), (129, 40), (3, 5001)]
+
+
+@pytest.mark.parametrize("usage", USAGES)
+@pytest.mark.parametrize("shape", CAST_SHAPES)
+@pytest.mark.parametrize("kind", NORMS)
+def test_delayed_scaling(device, kind, shape, usage, rng):
+    problem = Problem(rng, device, kind, shape, (BF16, BF16))
+    pad = tuple(round_up(size) - size for size in reversed(shape))
+    check_delayed(problem.call, "output", shape, device, E4M3, 150.0, usage=usage, pad=pad)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", FP8, ids=name_of)
+@pytest.mark.parametrize("source", HIGH, ids=name_of)
+def test_delayed_scaling_layouts(device, source, dtype, layout, rng):
+    problem = Problem(rng, device, "layernorm", (70, 300), (source, F32), layout=layout)
+    check_delayed(
+        problem.call, "output", (70, 300), device, dtype, 37.0, layout=layout, pad=(7, 90)
+    )
+
+
+@pytest.mark.parametrize("usage", USAGES)
+@pytest.mark.parametrize(("epsilon", "power_2"), [(0.0, False), (0.0, True), (1e3, False)])
+@pytest.mark.parametrize("shape", [(40, 64), (129, 257)])
+@pytest.mark.parametrize("kind", NORMS)
+def test_current_scaling(device, kind, shape, epsilon, power_2, usage, rng):
+    problem = Problem(rng, device, kind, shape, (BF16, F32))
+    check_current(
+        problem.call, "output", shape, device, E5M2, epsilon, power_2, usage=usage, pad=(3, 5)
+    )
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_cast_of_given_statistics(device, kind, rng):
+    """Current scaling measures in a first call and casts in a second one, with its statistics."""
+    problem = Problem(rng, device, kind, (33, 128), (BF16, BF16))
+    mean = torch.zeros(33, device=device) if kind == "layernorm" else None
+    rsigma, parts = torch.zeros(33, device=device), torch.zeros(_core.AMAX_PARTIALS, device=device)
+    problem.call(mean=mean, rsigma=rsigma, amax_partials=parts)
+    results = []
+    for given_statistics in (False, True):
+        output = Output((33, 128), E4M3, device)
+        given = {"mean": mean, "rsigma": rsigma, "statistics_given": given_statistics}
+        problem.call(partials=parts, **given, **output.arguments())
+        results.append([m.tensor for m in output.memories()])
+    for first, second in zip(*results, strict=True):
+        assert_bits(second, first)
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=name_of)
+@pytest.mark.parametrize("kind", NORMS)
+def test_codes_against_float64(device, kind, dtype, rng):
+    """Not only consistent with the fp32 result: right."""
+    problem = Problem(rng, device, kind, (65, 300), (BF16, BF16))
+    output = Output((65, 300), dtype, device)
+    problem.call(scale=floats(device, 29.0), **output.arguments())
+    exact, terms = problem.exact()
+    assert_cast_within(output.row.tensor, exact, 29.0, terms, 300)
+    assert_cast_within(output.column.tensor, exact.T, 29.0, terms.T, 300)
+
+
+def test_nan_and_inf_in_fp8(device, rng):
+    """NaN is kept and ignored by amax, Inf saturates and is the amax."""
+    problem = Problem(rng, device, "rmsnorm", (20, 64))
+    problem.placed[3, 5] = float("nan")
+    problem.gamma[9] = float("inf")
+    values = fp32_of(problem.call, "output", (20, 64), device)
+    assert values[3].isnan().all() and values[:3, 9].isinf().all()
+    check_delayed(problem.call, "output", (20, 64), device, E4M3, 8.0)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_twice_the_same(device, kind, rng):
+    problem = Problem(rng, device, kind, (700, 530), (BF16, BF16))
+    results = []
+    for _ in range(3):
+        output, slot = Output((700, 530), E4M3, device), floats(device, 0.0)
+        values, rsigma = (torch.empty(s, device=device) for s in ((700, 530), (700,)))
+        problem.call(
+            output=values, rsigma=rsigma, scale=floats(device, 50.0), amax=slot,
+            **output.arguments(),
+        )  # fmt: skip
+        results.append([*(m.tensor for m in output.memories()), slot, values, rsigma])
+    for again in results[1:]:
+        for first, other in zip(results[0], again, strict=True):
+            assert_bits(other, first)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+WRONG = {
+    "kind": (ValueError, r"kind: 3 does not exist, expected 0 to 2", {"kind": 3}),
+    "text kind": (TypeError, r"kind: expected an int, got <class 'str'>", {"kind": "layernorm"}),
+    "integer input": (
+        TypeError,
+        r"input: dtype i32, expected f32, f16 or bf16",
+        {"input": torch.zeros(4, 6, dtype=torch.int32)},
+    ),
+    "no columns": (
+        ValueError,
+        r"input: shape \[4, 0\], expected at least one column",
+        {"input": torch.zeros(4, 0)},
+    ),
+    "short gamma": (
+        ValueError,
+        r"gamma: ndim 1 and length 5, expected a vector of 6",
+        {"gamma": torch.ones(5)},
+    ),
+    "beta's dtype": (
+        TypeError,
+        r"beta: dtype bf16, expected f32",
+        {"beta": torch.ones(6, dtype=BF16)},
+    ),
+    "beta of RMSNorm": (
+        ValueError,
+        r"beta: kind 1 has none, only layernorm \(0\) has",
+        {"kind": 1, "mean": None},
+    ),
+    "mean of L2": (
+        ValueError,
+        r"mean: kind 2 has none, only layernorm \(0\) has",
+        {"kind": 2, "beta": None},
+    ),
+    "bf16 mean": (TypeError, r"mean: dtype bf16, expected f32", {"mean": torch.ones(4).to(BF16)}),
+    "short rsigma": (
+        ValueError,
+        r"rsigma: .*length 3, expected a vector of 4",
+        {"rsigma": torch.ones(3)},
+    ),
+    "no given mean": (
+        ValueError,
+        r"mean: data is NULL for 4 rows",
+        {"statistics_given": True, "mean": None},
+    ),
+    "no given rsigma": (
+        ValueError,
+        r"rsigma: data is NULL for 4 rows",
+        {"statistics_given": True, "rsigma": None},
+    ),
+    "output's shape": (
+        ValueError,
+        r"output: shape \[4, 5\], expected \[4, 6\]",
+        {"output": torch.zeros(4, 5)},
+    ),
+    "FP8 output": (
+        TypeError,
+        r"output: dtype e4m3, expected f32, f16 or bf16",
+        {"output": torch.zeros(4, 6).to(E4M3)},
+    ),
+    "negative eps": (ValueError, r"eps: -1, expected a finite number from 0 on", {"eps": -1.0}),
+    "NaN eps": (ValueError, r"eps: -?nan, expected a finite number", {"eps": float("nan")}),
+    "bf16 data": (
+        TypeError,
+        r"rowwise: dtype bf16, expected e4m3 or e5m2",
+        {"rowwise": torch.zeros(4, 6, dtype=BF16)},
+    ),
+    "columnwise untransposed": (
+        ValueError,
+        r"columnwise: shape \[4, 6\], expected \[6, >= 4\]",
+        {"columnwise": torch.zeros(4, 6).to(E4M3)},
+    ),
+    "no scale": (
+        ValueError,
+        r"quantized: neither is given: exactly one of scale and partials",
+        {"scale": None},
+    ),
+    "two scales": (
+        ValueError,
+        r"quantized: both are given: exactly one of scale and partials",
+        {"partials": torch.zeros(_core.AMAX_PARTIALS)},
+    ),
+    "amax of no cast": (
+        ValueError,
+        r"amax: scaling mode none records none",
+        {"rowwise": None, "amax": torch.zeros(1)},
+    ),
+    "no input": (TypeError, r"input: expected a torch.Tensor, got None", {"input": None}),
+    "unknown name": (TypeError, r"unexpected keyword argument 'epsilon'", {"epsilon": 1.0}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_argument(device, case):
+    exception, text, changes = WRONG[case]
+    output = Poisoned((4, 6), E4M3, device)
+    good = {
+        "input": torch.ones(4, 6), "kind": 0, "gamma": torch.ones(6), "beta": torch.ones(6),
+        "mean": torch.ones(4), "rsigma": torch.ones(4), "scale": torch.ones(1),
+    }  # fmt: skip
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in {**good, "rowwise": output.tensor, **changes}.items()
+    }
+    with pytest.raises(exception, match=f"norm: {text}"):
+        _core.norm(arguments.pop("input"), **arguments)
+    assert output.unwritten()
+
+
+def test_partials_are_not_written_while_they_are_read(device):
+    parts = torch.ones(_core.AMAX_PARTIALS, device=device)
+    data = torch.zeros(4, 6, device=device).to(E4M3)
+    with pytest.raises(ValueError, match="norm: amax_partials: it is partials"):
+        _core.norm(
+            torch.ones(4, 6, device=device),
+            kind=0,
+            rowwise=data,
+            partials=parts,
+            amax_partials=parts,
+        )
+
+
+# ---- CUDA against CPU ----------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("source", HIGH, ids=name_of)
+@pytest.mark.parametrize("shape", [(1, 1), (63, 1000), (1024, 768), (5000, 70), (3, 40000)])
+@pytest.mark.parametrize("kind", NORMS)
+def test_cuda_equals_cpu(kind, shape, source, rng):
+    """Both within the margin of the same exact values; the FP8 codes too."""
+    problem = Problem(rng, "cpu", kind, shape, (source, source))
+    exact, terms = problem.exact()
+    for device in ("cpu", "cuda"):
+        problem.device, problem.placed = device, problem.x.to(device)
+        output, values = Output(shape, E4M3, device), torch.empty(shape, device=device)
+        problem.call(output=values, scale=floats(device, 60.0), **output.arguments())
+        assert_within(values, exact, terms, shape[1])
+        assert_cast_within(output.row.tensor, exact, 60.0, terms, shape[1])
+        assert_cast_within(output.column.tensor, exact.T, 60.0, terms.T, shape[1])

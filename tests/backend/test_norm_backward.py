@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""norm_backward: gradients against torch's float64 autograd of the definition."""
+
+import pytest
+import torch
+from buffers import HIGH, LAYOUTS, Poisoned, laid_out, name_of, normal
+from comparators import assert_bits, assert_within
+from layer_reference import NORMS, norm, norm_grad_terms, statistics, wide
+from tols import BF16, E4M3, F16, F32
+
+from transformer_engine import _core
+
+SHAPES = [(1, 1), (5, 1), (3, 2), (7, 3), (300, 64), (33, 17), (129, 127), (9, 1000), (2, 20011)]
+# (input, gamma, grad_output, grad_input and the gradients of the parameters)
+DTYPES = [
+    (F32, F32, F32, F32),
+    (BF16, BF16, BF16, BF16),
+    (F16, F16, F16, F16),
+    (BF16, F32, BF16, F32),
+    (F32, BF16, F16, BF16),
+]
+EPS = 1e-5
+
+
+class Problem:
+    """An input with its statistics, and an output gradient.
+
+    Parameters
+    ----------
+    rng, device :
+        Of the data.
+    kind : str
+        Of NORMS.
+    shape : tuple of int
+        Of the input.
+    dtypes : tuple
+        Of input, gamma, grad_output and the results.
+    added, zero_centered : bool
+        There is a grad_add; the factor is 1 + gamma.
+    layout : str
+        Of LAYOUTS.
+    mean : float
+        Of the input.
+    """
+
+    def __init__(self, rng, device, kind, shape, dtypes=DTYPES[0], **options):
+        self.kind, self.shape, self.dtypes, self.device = kind, shape, dtypes, device
+        self.layout = options.get("layout", "dense")
+        self.zero_centered = options.get("zero_centered", False)
+        self.x = (normal(rng, shape, F32) + options.get("mean", 0.0)).to(dtypes[0])
+        self.gamma = normal(rng, shape[1:], dtypes[1])
+        self.grad = normal(rng, shape, dtypes[2])
+        self.added = normal(rng, shape, dtypes[2]) if options.get("added", False) else None
+        mean, rsigma = statistics(kind, wide(self.x), EPS)
+        self.mean = mean[:, 0].float() if kind == "layernorm" else None
+        self.rsigma = rsigma[:, 0].float()
+
+    def names(self):
+        """The results that this kind has."""
+        found = ("grad_input", "gamma_grad", "beta_grad")
+        return found if self.kind == "layernorm" else found[:2]
+
+    def call(self, **results):
+        def place(tensor, placed=False):
+            if tensor is None:
+                return None
+            return laid_out(tensor, self.layout, self.device) if placed else tensor.to(self.device)
+
+        _core.norm_backward(
+            place(self.grad, True),
+            place(self.x, True),
+            kind=NORMS[self.kind],
+            rsigma=place(self.rsigma),
+            mean=place(self.mean),
+            gamma=place(self.gamma),
+            grad_add=place(self.added, True),
+            zero_centered=self.zero_centered,
+            **results,
+        )
+
+    def run(self, names=None):
+        """Poisoned results by name, and the call that fills them."""
+        skew, gap = LAYOUTS[self.layout]
+        place = {"skew": skew, "gap": gap}
+        made = {
+            name: Poisoned(self.shape if name == "grad_input" else self.shape[1:], self.dtypes[3],
+                           self.device, **(place if name == "grad_input" else {}))
+            for name in (self.names() if names is None else names)
+        }  # fmt: skip
+        self.call(**{name: memory.tensor for name, memory in made.items()})
+        assert all(memory.untouched() for memory in made.values())
+        return {name: memory.tensor for name, memory in made.items()}
+
+    def exact(self):
+        """Gradients by name, each with its terms and the number of them."""
+        one = 1 if self.zero_centered or self.gamma is None else 0
+        rows, columns = self.shape
+        none = torch.zeros(columns, dtype=torch.float64)
+        gamma = none if self.gamma is None else wide(self.gamma)
+        leaves = [t.clone().requires_grad_(True) for t in (wide(self.x), gamma, none)]
+        grad = wide(self.grad) + (0 if self.added is None else wide(self.added))
+        output = norm(self.kind, leaves[0], leaves[1] + one, leaves[2], EPS)
+        values = torch.autograd.grad(output, leaves, grad)
+        terms = norm_grad_terms(self.kind, wide(self.x), gamma + one, grad, EPS)
+        names = ("grad_input", "gamma_grad", "beta_grad")
+        depths = (columns, max(rows, columns), rows)
+        return {n: v for n, *v in zip(names, values, terms, depths, strict=True)}
+
+    def check(self, found):
+        exact = self.exact()
+        for name, tensor in found.items():
+            assert_within(tensor, *exact[name])
+
+
+def check_gradients(rng, device, kind, shape, dtypes=DTYPES[0], **options):
+    """Compare one call with float64."""
+    problem = Problem(rng, device, kind, shape, dtypes, **options)
+    problem.check(problem.run())
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(map(name_of, d)))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", NORMS)
+def test_values(device, kind, shape, dtypes, added, rng):
+    check_gradients(rng, device, kind, shape, dtypes, added=added)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("source", HIGH, ids=name_of)
+@pytest.mark.parametrize("kind", NORMS)
+def test_layouts(device, kind, source, layout, rng):
+    check_gradients(rng, device, kind, (37, 264), (source,) * 4, layout=layout, added=True)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("shape", [(5000, 8), (2500, 40), (1025, 1)])
+def test_many_rows(device, kind, shape, rng):
+    """Column sums over many more rows than one block takes."""
+    check_gradients(rng, device, kind, shape, DTYPES[3])
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_zero_centered(device, kind, rng):
+    check_gradients(rng, device, kind, (33, 130), DTYPES[1], zero_centered=True)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_without_gamma(device, kind, rng):
+    problem = Problem(rng, device, kind, (19, 70))
+    problem.gamma = None
+    problem.check(problem.run())
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_far_from_zero(device, kind, rng):
+    check_gradients(rng, device, kind, (21, 777), mean=300.0)
+
+
+@pytest.mark.parametrize("wanted", [(), ("grad_input",), ("gamma_grad",), ("gamma_grad", "rest")])
+@pytest.mark.parametrize("kind", NORMS)
+def test_what_is_wanted_does_not_depend_on_the_rest(device, kind, wanted, rng):
+    """Each result has the bits that it has beside all others."""
+    problem = Problem(rng, device, kind, (130, 96), DTYPES[1])
+    last = problem.names()[-1]
+    names = [last if name == "rest" else name for name in wanted]
+    everything = problem.run()
+    for name, tensor in problem.run(dict.fromkeys(names)).items():
+        assert_bits(tensor, everything[name])
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_given_statistics_are_used(device, kind, rng):
+    """Nothing makes rsigma again: twice as large a one doubles the gradient of gamma."""
+    problem = Problem(rng, device, kind, (40, 64))
+    once = problem.run()["gamma_grad"]
+    problem.rsigma = problem.rsigma * 2
+    assert_bits(problem.run()["gamma_grad"], once * 2)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_no_rows(device, kind):
+    """Gradients of parameters that nothing used are 0."""
+    problem = Problem(_Nothing, device, kind, (0, 40))
+    for name, tensor in problem.run().items():
+        if name != "grad_input":
+            assert_bits(tensor, torch.zeros(40))
+
+
+class _Nothing:
+    """A generator of no numbers."""
+
+    @staticmethod
+    def standard_normal(shape):
+        return torch.zeros(shape, dtype=torch.float64).numpy()
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_nan_stays_in_its_row(device, kind, rng):
+    problem = Problem(rng, device, kind, (9, 200))
+    clean = problem.run()
+    problem.grad[4, 77] = float("nan")
+    found = problem.run()
+    others = [row for row in range(9) if row != 4]
+    assert_bits(found["grad_input"][others], clean["grad_input"][others])
+    assert found["grad_input"][4].isnan().all()
+    columns = [column for column in range(200) if column != 77]
+    for name in problem.names()[1:]:
+        assert found[name][77].isnan()
+        assert_bits(found[name][columns], clean[name][columns])
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("shape", [(700, 530), (3000, 16)])
+def test_twice_the_same(device, kind, shape, rng):
+    problem = Problem(rng, device, kind, shape, DTYPES[1], added=True)
+    results = [problem.run() for _ in range(3)]
+    for again in results[1:]:
+        for name, first in results[0].items():
+            assert_bits(again[name], first)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+WRONG = {
+    "kind": (ValueError, r"kind: -1 does not exist, expected 0 to 2", {"kind": -1}),
+    "no columns": (
+        ValueError,
+        r"input: shape \[4, 0\], expected at least one column",
+        {"input": torch.zeros(4, 0)},
+    ),
+    "gradient's shape": (
+        ValueError,
+        r"grad_output: shape \[4, 5\], expected \[4, 6\]",
+        {"grad_output": torch.ones(4, 5)},
+    ),
+    "FP8 gradient": (
+        TypeError,
+        r"grad_output: dtype e4m3, expected f32, f16 or bf16",
+        {"grad_output": torch.ones(4, 6).to(E4M3)},
+    ),
+    "added dtype": (
+        TypeError,
+        r"grad_add: dtype bf16, expected f32",
+        {"grad_add": torch.ones(4, 6).to(BF16)},
+    ),
+    "added shape": (
+        ValueError,
+        r"grad_add: shape \[3, 6\], expected \[4, 6\]",
+        {"grad_add": torch.ones(3, 6)},
+    ),
+    "no rsigma": (TypeError, r"rsigma: expected a torch.Tensor, got None", {"rsigma": None}),
+    "half rsigma": (
+        TypeError,
+        r"rsigma: dtype f16, expected f32",
+        {"rsigma": torch.ones(4).half()},
+    ),
+    "no mean": (ValueError, r"mean: data is NULL for 4 rows", {"mean": None}),
+    "mean of RMSNorm": (
+        ValueError,
+        r"mean: kind 1 has none, only layernorm \(0\) has",
+        {"kind": 1, "beta_grad": None},
+    ),
+    "beta of RMSNorm": (
+        ValueError,
+        r"beta_grad: kind 1 has none, only layernorm \(0\) has",
+        {"kind": 1, "mean": None},
+    ),
+    "short gamma": (
+        ValueError,
+        r"gamma: .*length 5, expected a vector of 6",
+        {"gamma": torch.ones(5)},
+    ),
+    "short gamma_grad": (
+        ValueError,
+        r"gamma_grad: .*length 7, expected a vector of 6",
+        {"gamma_grad": torch.ones(7)},
+    ),
+    "integer beta_grad": (
+        TypeError,
+        r"beta_grad: dtype i32, expected f32, f16 or bf16",
+        {"beta_grad": torch.ones(6, dtype=torch.int32)},
+    ),
+    "strided result": (
+        ValueError,
+        r"grad_input: its strides .* contiguous",
+        {"grad_input": torch.ones(4, 12)[:, ::2]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_argument(device, case):
+    exception, text, changes = WRONG[case]
+    result = Poisoned((4, 6), F32, device)
+    good = {
+        "grad_output": torch.ones(4, 6), "input": torch.ones(4, 6), "kind": 0,
+        "mean": torch.ones(4), "rsigma": torch.ones(4), "gamma": torch.ones(6),
+        "gamma_grad": torch.ones(6), "beta_grad": torch.ones(6),
+    }  # fmt: skip
+    arguments = {}
+    for name, value in {**good, "grad_input": result.tensor, **changes}.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        arguments[name] = value.to(device) if is_tensor else value
+        if is_tensor and name == "grad_input" and not value.is_contiguous():
+            arguments[name] = torch.ones(4, 12, device=device)[:, ::2]
+    with pytest.raises(exception, match=f"norm_backward: {text}"):
+        _core.norm_backward(arguments.pop("grad_output"), **arguments)
+    assert result.unwritten()
+
+
+# ---- CUDA against CPU ----------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(map(name_of, d)))
+@pytest.mark.parametrize("shape", [(1, 1), (1024, 768), (5000, 70), (3, 40000)])
+@pytest.mark.parametrize("kind", NORMS)
+def test_cuda_equals_cpu(kind, shape, dtypes, rng):
+    """Both within the margin of the same exact gradients."""
+    problem = Problem(rng, "cpu", kind, shape, dtypes, added=True)
+    for problem.device in ("cpu", "cuda"):
+        problem.check(problem.run())

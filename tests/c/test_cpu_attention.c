@@ -1,0 +1,185 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * test_cpu_attention.c - softmax, dropout and rotary embedding give the same bits with every
+ * instruction set and with every number of threads.
+ */
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include "testing.h"
+
+/* An internal hook (csrc/cpu/isa.h), reachable through the static library only. */
+te_status te_cpu_force_isa(int isa);
+
+enum { PORTABLE, AVX2, AVX512, BEST = -1, ROWS = 96, COLUMNS = 1027, HEADS = 4, DIM = 72 };
+
+static int copy(void *target, const void *source, size_t bytes)
+{
+    memcpy(target, source, bytes);
+    return 0;
+}
+
+/* All inputs, and one output per step. */
+typedef struct attention_data {
+    te_dtype dtype;
+    test_matrix x, mask, bias, residual, angles;
+    test_matrix y, p, dx, added, grad, sums, turned;
+} attention_data;
+
+static const int64_t rng[2] = {0x123456789abcdef, 0xfedcba987};
+static const float scale = 0.3F, dropout = 0.15F;
+
+static te_tensor as4(const test_matrix *x, int64_t queries, int64_t keys)
+{
+    te_tensor tensor = x->tensor;
+    tensor.ndim = 4;
+    memcpy(tensor.shape, (int64_t[4]){2, ROWS / queries / 2, queries, keys}, 4 * sizeof(int64_t));
+    tensor.strides[3] = 1;
+    tensor.strides[2] = keys;
+    tensor.strides[1] = queries * keys;
+    tensor.strides[0] = tensor.shape[1] * tensor.strides[1];
+    return tensor;
+}
+
+static void run_softmax(test_device *t, attention_data *d)
+{
+    te_softmax_args args = {.size = sizeof args,
+                            .input = as4(&d->x, 16, COLUMNS),
+                            .mask = as4(&d->mask, 16, COLUMNS),
+                            .bias = as4(&d->bias, 16, COLUMNS),
+                            .output = as4(&d->y, 16, COLUMNS),
+                            .probabilities = as4(&d->p, 16, COLUMNS),
+                            .rng = rng,
+                            .scale = scale,
+                            .dropout = dropout,
+                            .window_left = 700,
+                            .window_right = 3,
+                            .diagonal = COLUMNS - 16};
+    te_softmax_backward_args back = {.size = sizeof back,
+                                     .grad_output = as4(&d->residual, 16, COLUMNS),
+                                     .probabilities = as4(&d->p, 16, COLUMNS),
+                                     .grad_input = as4(&d->dx, 16, COLUMNS),
+                                     .rng = rng,
+                                     .scale = scale,
+                                     .dropout = dropout};
+    TEST_OK(t, te_softmax(t->context, &args, NULL));
+    TEST_OK(t, te_softmax_backward(t->context, &back, NULL));
+}
+
+static void run_dropout(test_device *t, attention_data *d)
+{
+    te_tensor bias = d->bias.tensor;
+    bias.ndim = 1;
+    bias.shape[0] = COLUMNS;
+    bias.strides[0] = 1;
+    te_dropout_add_args args = {.size = sizeof args,
+                                .input = d->x.tensor,
+                                .bias = bias,
+                                .residual = d->residual.tensor,
+                                .output = d->added.tensor,
+                                .rng = rng,
+                                .dropout = dropout,
+                                .drop_path = dropout,
+                                .samples = ROWS / 8};
+    te_dropout_backward_args back = {.size = sizeof back,
+                                     .grad_output = d->x.tensor,
+                                     .grad_input = d->grad.tensor,
+                                     .bias_grad = d->sums.tensor,
+                                     .rng = rng,
+                                     .dropout = dropout,
+                                     .drop_path = dropout,
+                                     .samples = ROWS / 8};
+    back.workspace = test_workspace(t, TE_OP_DROPOUT_BACKWARD, &back, &back.workspace_size);
+    TEST_OK(t, te_dropout_add(t->context, &args, NULL));
+    TEST_OK(t, te_dropout_backward(t->context, &back, NULL));
+}
+
+static void run_rope(test_device *t, attention_data *d)
+{
+    for (int way = 0; way < 4; way++) { /* each on the result of the one before */
+        te_rope_args args = {.size = sizeof args,
+                             .input = as4(way == 0 ? &d->x : &d->turned, HEADS, DIM),
+                             .output = as4(&d->turned, HEADS, DIM),
+                             .freqs = d->angles.tensor,
+                             .interleaved = way & 1,
+                             .backward = way >> 1};
+        TEST_OK(t, te_rope(t->context, &args, NULL));
+    }
+}
+
+/* Runs everything; the bytes of all outputs, one after the other. */
+static test_buffer *run_all(test_device *t, attention_data d)
+{
+    test_matrix *made[] = {&d.y, &d.p, &d.dx, &d.added, &d.grad, &d.turned, &d.sums};
+    size_t total = 0, at = 0;
+    for (int i = 0; i < 6; i++) {
+        *made[i] = test_matrix_new(t, d.dtype, ROWS, COLUMNS, 0);
+        total += made[i]->buffer->bytes;
+    }
+    d.sums = test_vector_new(t, TE_DTYPE_F32, COLUMNS);
+    total += d.sums.buffer->bytes;
+    run_softmax(t, &d);
+    run_dropout(t, &d);
+    run_rope(t, &d);
+    test_buffer *all = test_allocate(t, total);
+    for (int i = 0; i < 7; i++) {
+        memcpy(all->host + at, made[i]->buffer->device, made[i]->buffer->bytes);
+        at += made[i]->buffer->bytes;
+    }
+    return all;
+}
+
+static void compare(test_device *t, te_dtype dtype)
+{
+    attention_data d = {.dtype = dtype};
+    test_matrix *inputs[] = {&d.x, &d.bias, &d.residual};
+    for (int i = 0; i < 3; i++) {
+        *inputs[i] = test_matrix_new(t, dtype, ROWS, COLUMNS, 0);
+        test_fill_random(t, inputs[i], 3.0, 0);
+    }
+    d.mask = test_matrix_new(t, TE_DTYPE_U8, ROWS, COLUMNS, 0);
+    for (size_t i = 0; i < d.mask.buffer->bytes; i++)
+        d.mask.buffer->host[i] = test_random() % 4 == 0;
+    test_upload(t, d.mask.buffer);
+    d.angles = test_matrix_new(t, TE_DTYPE_F32, ROWS, DIM - 6, 0);
+    test_fill_random(t, &d.angles, 20.0, 0);
+    (void)te_cpu_force_isa(PORTABLE);
+    test_buffer *expected = run_all(t, d);
+    for (int isa = AVX2; isa <= AVX512; isa++) {
+        if (te_cpu_force_isa(isa) != TE_OK) continue;
+        test_buffer *made = run_all(t, d);
+        TEST_CHECK(t, memcmp(expected->host, made->host, expected->bytes) == 0,
+                   "%s: instruction set %d gives other bits", te_dtype_name(dtype), isa);
+    }
+    (void)te_cpu_force_isa(BEST);
+#if defined(_OPENMP)
+    int threads = omp_get_max_threads();
+    for (int count = 1; count <= 3; count++) {
+        omp_set_num_threads(count);
+        test_buffer *made = run_all(t, d);
+        TEST_CHECK(t, memcmp(expected->host, made->host, expected->bytes) == 0,
+                   "%s: %d threads give other bits", te_dtype_name(dtype), count);
+    }
+    omp_set_num_threads(threads);
+#endif
+    test_release(t);
+}
+
+int main(void)
+{
+    static test_device t = {.device = {TE_DEVICE_CPU, 0},
+                            .running = "attention",
+                            .allocate = malloc,
+                            .release = free,
+                            .upload = copy,
+                            .download = copy};
+    if (te_context_create(t.device, &t.context) != TE_OK) {
+        (void)fprintf(stderr, "%s\n", te_last_error());
+        return EXIT_FAILURE;
+    }
+    for (int dtype = TE_DTYPE_F32; dtype <= TE_DTYPE_BF16; dtype++) compare(&t, (te_dtype)dtype);
+    te_context_destroy(t.context);
+    if (t.failures > 0) (void)fprintf(stderr, "%d checks failed\n", t.failures);
+    return t.failures > 0 ? EXIT_FAILURE : EXIT_SUCCESS;
+}

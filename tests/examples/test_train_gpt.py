@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPT example, tiny: it runs, resumes to the same bits, reports and sees faults."""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+LAYERS, STEPS, BATCH, VALID, SAMPLE = 2, 12, 4, 10, 8
+LINEARS = 4 * LAYERS + 1  # query-key-value, projection, two of the MLP; the head
+EVALUATED = [0, 2, 4, 6, 8, 10, 12]  # steps
+PREDICTIONS = len(EVALUATED) * math.ceil(VALID / BATCH) + SAMPLE  # forwards without a backward
+GEMMS = LINEARS * (3 * STEPS + PREDICTIONS)
+# Drawn in training: a resumed run must go on with the generator of the one before.
+DROPOUT = ("--dropout", "0.1")
+
+
+def train(device, text, out, *flags, check=True):
+    """Run the example in a process of its own."""
+    sizes = {"layers": LAYERS, "hidden": 32, "heads": 2, "seq": 16, "batch": BATCH, "steps": STEPS,
+             "valid-windows": VALID, "sample": SAMPLE}  # fmt: skip
+    command = [sys.executable, str(EXAMPLES / "train_gpt.py"), "--device", device, "--no-check"]
+    command += ["--text", str(text), "--out", str(out)]
+    command += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *flags], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def high(device):
+    """Name the precision that FP8 is compared with."""
+    return "bf16" if device == "cuda" else "fp32"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Write a text of random words, 8000 bytes long."""
+    words = ["def", "return", "self", "import", "for", "in", "=", "(", ")", ":\n"]
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(" ".join(draw.choices(words, k=3000))[:8000], encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def both(device, text, tmp_path_factory):
+    """Run both precisions once: the process, its folder and its figures."""
+    out = tmp_path_factory.mktemp("both")
+    done = train(device, text, out, *DROPOUT, "--checkpoint", str(out / "gpt.pt"))
+    figures = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    return done, out, figures
+
+
+@pytest.fixture(scope="module")
+def report():
+    """Import the example's report module."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import report
+
+        yield report
+    finally:
+        sys.path.remove(str(EXAMPLES))
+        sys.modules.pop("report", None)
+
+
+def test_table_is_printed(both, device):
+    done, _, figures = both
+    lines = done.stdout.splitlines()
+    title = ["FP8", "(delayed)", high(device), "difference"]
+    start = next(i for i, line in enumerate(lines) if line.split() == title)
+    rows = dict(line.split("  ", 1) for line in lines[start + 2 :] if "  " in line)
+    runs = figures["runs"]
+    final = [f"{run['valid_loss']:.4f}" for run in runs] + [f"{figures['difference']:+.2%}"]
+    assert rows["final validation loss"].split() == final
+    for index, step in enumerate(EVALUATED[:-1]):
+        losses = [f"{run['valid_curve'][index][1]:.4f}" for run in runs]
+        assert rows[f"validation loss, step {step}"].split()[:2] == losses
+    assert rows["bigram loss, same bytes"].split() == [f"{figures['bigram_loss']:.4f}"] * 2
+    assert rows["FP8 of linear GEMMs"].split() == [str(GEMMS), "of", str(GEMMS),
+                                                   "0", "of", str(GEMMS)]  # fmt: skip
+    assert {"parameters", "tokens/s", "peak memory, MiB"} <= set(rows)
+
+
+def test_every_linear_gemm_is_fp8(both):
+    fp8, other = (run["gemms"] for run in both[2]["runs"])
+    assert fp8 == {"fp8": GEMMS, "total": GEMMS, "expected": GEMMS}
+    assert other == {"fp8": 0, "total": GEMMS, "expected": GEMMS}
+
+
+def test_plot_is_a_png(both):
+    assert (both[1] / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_progress_shows_loss_rate_and_memory(both):
+    bar = both[0].stderr
+    assert "fp8" in bar and "loss" in bar and "tokens/s" in bar and "MiB" in bar
+
+
+def test_both_runs_see_the_same_steps_and_learn(both):
+    fp8, other = (dict(run["valid_curve"]) for run in both[2]["runs"])
+    assert list(fp8) == list(other) == EVALUATED
+    assert fp8[STEPS] < fp8[0] and other[STEPS] < other[0]
+    samples = [run["sample"] for run in both[2]["runs"]]
+    assert all(sample.startswith("def ") and len(sample) > len("def ") for sample in samples)
+
+
+def assert_same_training(whole, parts):
+    """Compare final checkpoints bit for bit, losses and what is left of the optimizer included."""
+    one, other = (torch.load(path, weights_only=True) for path in (whole, parts))
+    assert one["step"] == other["step"] == STEPS
+    names = ["model", "optimizer", "train_losses", "valid_curve", "gemms", "random", "random_gpu"]
+    for name in names:
+        torch.testing.assert_close(other[name], one[name], rtol=0, atol=0)
+
+
+def test_resumed_runs_equal_uninterrupted_ones(both, device, text, tmp_path):
+    precisions = ("fp8", high(device))
+    file = str(tmp_path / "gpt.pt")
+    stopped = train(device, text, tmp_path, *DROPOUT, "--checkpoint", file, "--stop-after", "5")
+    resumed = train(device, text, tmp_path, *DROPOUT, "--resume", file)
+    for precision in precisions:
+        assert f"{precision}: stopped after step 5" in stopped.stdout
+        assert_same_training(both[1] / f"gpt-{precision}.pt", tmp_path / f"gpt-{precision}.pt")
+        sample = (tmp_path / f"sample_{precision}.txt").read_bytes()
+        assert sample == (both[1] / f"sample_{precision}.txt").read_bytes()
+    assert "FP8 of linear GEMMs" in resumed.stdout
+
+
+def test_current_scaling_resumes_too(device, text, tmp_path):
+    flags = ["--precision", "fp8", "--recipe", "current"]
+    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
+    train(device, text, tmp_path, *flags, "--checkpoint", str(whole))
+    train(device, text, tmp_path, *flags, "--checkpoint", str(parts), "--stop-after", "5")
+    train(device, text, tmp_path, *flags, "--resume", str(parts))
+    assert_same_training(whole, parts)
+
+
+def test_a_single_run_in_high_precision(device, text, tmp_path):
+    train(device, text, tmp_path, "--precision", "bf16")
+    (run,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["runs"]
+    assert run["gemms"] == {"fp8": 0, "total": GEMMS, "expected": GEMMS}
+    assert math.isfinite(run["valid_loss"])
+
+
+def test_checkpoint_of_another_run_is_refused(both, device, text, tmp_path):
+    file = str(both[1] / "gpt.pt")
+    done = train(device, text, tmp_path, *DROPOUT, "--resume", file, "--seed", "7", check=False)
+    assert done.returncode == 1
+    assert "seed 0 -> 7" in done.stderr
+
+
+def test_missing_checkpoint_is_refused(device, text, tmp_path):
+    done = train(device, text, tmp_path, "--resume", str(tmp_path / "none.pt"), check=False)
+    assert done.returncode == 1
+    assert "there is no" in done.stderr and "none-fp8.pt" in done.stderr
+
+
+def test_too_short_a_text_is_refused(device, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("short", encoding="utf-8")
+    done = train(device, short, tmp_path / "out", check=False)
+    assert done.returncode == 1
+    assert "too few for windows of 16 bytes" in done.stderr
+
+
+def test_diverging_run_fails(device, text, tmp_path):
+    flags = ["--precision", high(device), "--lr", "inf"]
+    done = train(device, text, tmp_path, *flags, check=False)
+    assert done.returncode == 1
+    assert f"{high(device)}: a loss of steps" in done.stderr
+
+
+def make_result(report, precision, loss, fp8, total=30):
+    return report.Result(
+        precision=precision,
+        label=precision,
+        parameters=1,
+        valid_loss=loss,
+        tokens_per_second=1.0,
+        peak_memory=1,
+        gemms=report.GemmCount(fp8=fp8, total=total, expected=30),
+        train_curve=[(1, loss)],
+        valid_curve=[(1, loss)],
+        sample="",
+    )
+
+
+def test_faults_are_noticed(report):
+    good = [make_result(report, "fp8", 1.5, 30), make_result(report, "fp32", 1.5, 0)]
+    assert report.problems(good, bigram=2.0) == []
+
+    def said(index, **changes):
+        runs = list(good)
+        runs[index] = replace(runs[index], **changes)
+        return " ".join(report.problems(runs, bigram=2.0))
+
+    count = report.GemmCount
+    assert "29 linear GEMMs ran in FP8" in said(0, gemms=count(fp8=29, total=30, expected=30))
+    assert "29 linear GEMMs ran, 30" in said(0, gemms=count(fp8=29, total=29, expected=30))
+    assert "1 linear GEMMs ran in FP8, 0" in said(1, gemms=count(fp8=1, total=30, expected=30))
+    assert "not finite" in said(1, valid_loss=math.nan)
+    assert "not below bigram" in said(1, valid_loss=2.5)
+    assert "above high precision" in said(0, valid_loss=1.6)
+    assert report.problems([replace(good[0], valid_loss=2.5)], bigram=2.0, check_loss=False) == []

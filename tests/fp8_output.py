@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 results of an operator that casts: poisoned buffers, what they must hold, and fused casts."""
+
+import torch
+from buffers import LAYOUTS, Poisoned, floats
+from comparators import assert_bits
+from reference import amax, quantize
+from tols import F32
+
+from transformer_engine import _core
+
+USAGES = {"rowwise": (1, 0), "columnwise": (0, 1), "both": (1, 1)}
+
+
+def round_up(size):
+    return -(-size // 16) * 16
+
+
+class Output:
+    """Poisoned outputs of one call, and what they must hold after it."""
+
+    def __init__(self, shape, dtype, device, usage="both", *, pad=(0, 0), layout="dense"):
+        rows, columns = shape
+        self.shape, self.dtype, self.device = shape, dtype, device
+        skew, gap = LAYOUTS[layout]
+        place = {"skew": skew, "gap": gap}
+        want_row, want_column = USAGES[usage]
+        self.row = Poisoned((rows, columns + pad[0]), dtype, device, **place) if want_row else None
+        self.column = (
+            Poisoned((columns, rows + pad[1]), dtype, device, **place) if want_column else None
+        )
+        self.pair = Poisoned((2,), F32, device)
+
+    def arguments(self):
+        return {
+            "rowwise": self.row.tensor if self.row else None,
+            "columnwise": self.column.tensor if self.column else None,
+            "scale_pair": self.pair.tensor,
+        }
+
+    def memories(self):
+        """The buffers that are there."""
+        return [m for m in (self.row, self.column, self.pair) if m is not None]
+
+    def check(self, values, scale):
+        """Compare with the reference: data, zero padding, scale pair, nothing else written."""
+        codes = quantize(values, scale, self.dtype)
+        rows, columns = self.shape
+        for memory, expected, used in ((self.row, codes, columns), (self.column, codes.T, rows)):
+            if memory is not None:
+                assert_bits(memory.tensor[:, :used], expected.contiguous())
+                assert (memory.tensor[:, used:].view(torch.uint8) == 0).all(), "padding"
+                assert memory.untouched()
+        one = torch.tensor(1.0)
+        with_scale = torch.tensor(scale, dtype=F32)
+        assert_bits(self.pair.tensor, torch.stack([one / with_scale, with_scale]))
+        assert self.pair.untouched()
+
+
+# ---- casts fused to an operator ------------------------------------------------------------------
+#
+# `call(**results)` runs the operator; `name` is its high-precision result. The cast is one of the
+# fp32 value, which the operator shows where it writes that result in fp32.
+
+
+def fp32_of(call, name, shape, device):
+    """The fp32 values behind a result, from a call that casts nothing."""
+    values = Poisoned(shape, F32, device)
+    call(**{name: values.tensor})
+    assert values.untouched()
+    return values.tensor
+
+
+def check_delayed(call, name, shape, device, dtype, scale, **place):
+    """A given scale: codes, padding, pair, amax and its partials; with `name` and without."""
+    values = fp32_of(call, name, shape, device)
+    largest = float(amax(values))
+    for before, beside in ((0.0, F32), (2 * largest, None), (largest / 2, torch.bfloat16)):
+        output = Output(shape, dtype, device, **place)
+        slot, parts = Poisoned((1,), F32, device), Poisoned((_core.AMAX_PARTIALS,), F32, device)
+        slot.put(torch.tensor([before]))
+        plain = Poisoned(shape, beside, device) if beside is not None else None
+        call(
+            **({} if plain is None else {name: plain.tensor}),
+            scale=floats(device, scale),
+            amax=slot.tensor,
+            amax_partials=parts.tensor,
+            **output.arguments(),
+        )
+        output.check(values, scale)
+        assert_bits(slot.tensor, torch.tensor([max(before, largest)]))
+        assert (parts.tensor >= 0).all(), "an entry of amax_partials was not written"
+        assert_bits(parts.tensor.max().reshape(1), torch.tensor([largest]))
+        assert slot.untouched() and parts.untouched()
+        if plain is not None:
+            assert_bits(plain.tensor, values.to(beside), any_nan=True)
+            assert plain.untouched()
+
+
+def check_current(call, name, shape, device, dtype, epsilon=0.0, power_2=False, **place):
+    """A scale from partials: what amax and quantize make of the fp32 values."""
+    values = fp32_of(call, name, shape, device)
+    parts, theirs = (torch.zeros(_core.AMAX_PARTIALS, device=device) for _ in range(2))
+    call(amax_partials=parts)
+    _core.amax(values, theirs)
+    options = {"amax_epsilon": epsilon, "power_2": power_2}
+    expected = Output(shape, dtype, device, **place)
+    _core.quantize(values, partials=theirs, **options, **expected.arguments())
+    output = Output(shape, dtype, device, **place)
+    call(partials=parts, **options, **output.arguments())
+    for got, wanted in zip(output.memories(), expected.memories(), strict=True):
+        assert_bits(got.tensor, wanted.tensor)
+        assert got.untouched()

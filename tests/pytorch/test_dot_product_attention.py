@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DotProductAttention: outputs and gradients of every backend, biases, dropout, packed inputs."""
+
+import copy
+
+import pytest
+import torch
+from attention_reference import drop_factors
+from comparators import assert_grad64, assert_nmse
+from pytorch import attention_model as model
+from pytorch.helpers import assert_same_bits
+from tols import BF16, F16, F32, tol
+
+from transformer_engine import _core
+from transformer_engine.pytorch.attention import DotProductAttention
+from transformer_engine.pytorch.attention.backends import Situation, choose_backend
+from transformer_engine.pytorch.attention.masks import mask_type
+from transformer_engine.pytorch.random import draw_pair
+
+BATCH, QUERIES, KEYS, HEADS, CHANNELS = 2, 7, 11, 4, 16
+DTYPES = pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["f32", "bf16", "f16"])
+FORMS = pytest.mark.parametrize("form", ["sbhd", "bshd"])
+
+
+def sizes(queries=QUERIES, keys=KEYS, groups=HEADS, channels=(CHANNELS, CHANNELS)):
+    return (BATCH, queries, keys, HEADS, groups, *channels)
+
+
+def ran():
+    """Backend of what ran since the counters began: our softmax is the unfused one's."""
+    return "unfused" if any(name.endswith(".softmax") for name in _core.counters()) else "sdpa"
+
+
+def check(module, qkv, definition, *, form, bias=None, dtype, depth=KEYS, **arguments):
+    """Output and gradients of a call against a definition of [b, h, s, d] tensors and a bias."""
+    out = module(*qkv, core_attention_bias=bias, **arguments)
+    named = dict(zip("qkv", qkv, strict=True))
+    if bias is not None:
+        named["bias"] = bias
+
+    def joined(q, k, v, bias=None):
+        q, k, v = (model.to_bhsd(t, form) for t in (q, k, v))
+        result = definition(q, k, v) if bias is None else definition(q, k, v, bias)
+        return model.joined(result, form)
+
+    exact = joined(**{name: t.detach().cpu().double() for name, t in named.items()})
+    bound = tol("attention", dtype, depth)
+    assert out.dtype == dtype and out.is_contiguous()
+    assert_nmse(out, exact, bound)
+    grad = torch.randn(out.shape).to(out)
+    grads = dict(zip(named, torch.autograd.grad(out, named.values(), grad), strict=True))
+    assert_grad64(grads, joined, named, grad, bound)
+    return out
+
+
+# ---- backends ------------------------------------------------------------------------------------
+
+
+@DTYPES
+@FORMS
+@pytest.mark.parametrize("groups", [HEADS, 2, 1])
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+@pytest.mark.parametrize("square", [True, False])
+def test_values_and_gradients(device, dtype, form, groups, mask, square):
+    queries, keys = (KEYS, KEYS) if square else (QUERIES, KEYS)
+    module = DotProductAttention(
+        HEADS, CHANNELS, groups, qkv_format=form, attn_mask_type=mask, softmax_scale=0.3
+    )
+    qkv = model.make_qkv(form, sizes(queries, keys, groups), dtype, device)
+    window = (-1, 0) if mask == "causal" else (-1, -1)
+    may = model.may_attend((BATCH, HEADS, queries, keys), window=window)
+    _core.reset_counters()
+    check(
+        module,
+        qkv,
+        lambda q, k, v: model.attention(q, k, v, may, scale=0.3),
+        form=form,
+        dtype=dtype,
+    )
+    assert ran() == ("unfused" if groups != HEADS and dtype == F32 else "sdpa")
+
+
+@DTYPES
+@FORMS
+@pytest.mark.parametrize("groups", [HEADS, 2])
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+def test_the_two_backends_agree(device, dtype, form, groups, mask):
+    """The same attention once as it is, once with a bias of 0, which only the unfused one has."""
+    module = DotProductAttention(HEADS, CHANNELS, groups, qkv_format=form, attn_mask_type=mask)
+    qkv = model.make_qkv(form, sizes(KEYS, KEYS, groups), dtype, device)
+    grad = torch.randn(torch.Size((KEYS, BATCH) if form == "sbhd" else (BATCH, KEYS)) + (64,))
+    results, backends = [], []
+    zero = torch.zeros(1, 1, 1, KEYS, device=device, dtype=dtype)
+    for arguments in (
+        {},
+        {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": zero},
+    ):
+        _core.reset_counters()
+        out = module(*qkv, **arguments)
+        backends.append(ran())
+        results.append([out, *torch.autograd.grad(out, qkv, grad.to(out))])
+    assert backends == ["unfused" if groups != HEADS and dtype == F32 else "sdpa", "unfused"]
+    for one, other in zip(*results, strict=True):
+        assert_nmse(one, other.double(), 4 * tol("attention", dtype, KEYS))
+
+
+@FORMS
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
+def test_values_of_other_width(device, form, mask):
+    module = DotProductAttention(HEADS, (16, 24), qkv_format=form, attn_mask_type=mask)
+    qkv = model.make_qkv(form, sizes(channels=(16, 24)), F32, device)
+    window = (-1, -1) if mask == "no_mask" else (-1, 0)
+    diagonal = KEYS - QUERIES if mask == "causal_bottom_right" else 0
+    may = model.may_attend((BATCH, HEADS, QUERIES, KEYS), window=window, diagonal=diagonal)
+    out = check(
+        module, qkv, lambda q, k, v: model.attention(q, k, v, may), form=form, dtype=F32
+    )
+    assert out.shape[2] == HEADS * 24
+
+
+def test_choice_and_reasons():
+    def choose(mask, window=(-1, -1), square=True, bias="no_bias", grouped=False, dtype=BF16):
+        kind = mask_type(mask)
+        bottom_right = kind.bottom_right is not False
+        situation = Situation(kind, window, bottom_right, square, bias, grouped, dtype)
+        return choose_backend(situation)
+
+    for taken in (
+        choose("no_mask"),
+        choose("no_mask", square=False),
+        choose("causal", (-1, 0)),
+        choose("causal", (-1, 0), square=False),
+        choose("causal_bottom_right", (-1, 0)),
+        choose("no_mask", grouped=True),
+    ):
+        assert taken == ("sdpa", {})
+    for refused, word in (
+        (choose("padding"), "padding"),
+        (choose("arbitrary"), "arbitrary"),
+        (choose("causal", (3, 0)), "window"),
+        (choose("no_mask", (2, 2)), "window"),
+        (choose("no_mask", bias="alibi"), "alibi"),
+        (choose("causal_bottom_right", (-1, 0), square=False), "top left"),
+        (choose("no_mask", grouped=True, dtype=F32), "fp32"),
+    ):
+        assert refused.backend == "unfused" and word in refused.reasons["sdpa"]
+
+
+# ---- biases --------------------------------------------------------------------------------------
+
+BIAS_SHAPES = {
+    "bhss": (BATCH, HEADS, QUERIES, KEYS),
+    "1hss": (1, HEADS, QUERIES, KEYS),
+    "b1ss": (BATCH, 1, QUERIES, KEYS),
+    "11ss": (1, 1, QUERIES, KEYS),
+    "111s": (1, 1, 1, KEYS),
+}
+
+
+@pytest.mark.parametrize("shape", BIAS_SHAPES)
+@pytest.mark.parametrize("kind", ["pre_scale_bias", "post_scale_bias"])
+def test_bias(device, kind, shape):
+    module = DotProductAttention(HEADS, CHANNELS, attn_mask_type="causal")
+    qkv = model.make_qkv("sbhd", sizes(), F32, device)
+    bias = torch.randn(BIAS_SHAPES[shape], device=device).requires_grad_()
+    may = model.may_attend((BATCH, HEADS, QUERIES, KEYS), window=(-1, 0))
+    factor = CHANNELS**-0.5 if kind == "pre_scale_bias" else 1.0
+    check(
+        module,
+        qkv,
+        lambda q, k, v, b: model.attention(q, k, v, may, bias=factor * b),
+        form="sbhd",
+        dtype=F32,
+        bias=bias,
+        core_attention_bias_type=kind,
+    )
+
+
+def test_bias_in_16_bits_with_groups(device):
+    module = DotProductAttention(HEADS, CHANNELS, 2, attn_mask_type="no_mask")
+    qkv = model.make_qkv("sbhd", sizes(groups=2), BF16, device)
+    bias = torch.randn(BATCH, HEADS, QUERIES, KEYS).to(device, BF16).requires_grad_()
+    may = model.may_attend((BATCH, HEADS, QUERIES, KEYS))
+    check(
+        module,
+        qkv,
+        lambda q, k, v, b: model.attention(q, k, v, may, bias=b),
+        form="sbhd",
+        dtype=BF16,
+        bias=bias,
+        core_attention_bias_type="post_scale_bias",
+    )
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6])
+@pytest.mark.parametrize("slopes", ["default", "heads", "batch"])
+@pytest.mark.parametrize("mask", ["causal", "no_mask", "causal_bottom_right"])
+def test_alibi(device, mask, slopes, heads):
+    module = DotProductAttention(heads, CHANNELS, attn_mask_type=mask)
+    qkv = model.make_qkv(
+        "sbhd", (BATCH, QUERIES, KEYS, heads, heads, CHANNELS, CHANNELS), F32, device
+    )
+    given = None
+    if slopes == "default":
+        # n = 4 for 6 heads: 2^(-8 k / 4), then 2^(-4 (2 k - 1) / 4)
+        exact = {1: [-8], 4: [-2, -4, -6, -8], 6: [-2, -4, -6, -8, -1, -3]}[heads]
+        wide = 2.0 ** torch.tensor(exact, dtype=torch.float64)
+    else:
+        wide = torch.rand(*((BATCH,) if slopes == "batch" else ()), heads).double()
+        given = wide.to(device, F32)
+        wide = given.cpu().double()
+    diagonal = 0 if mask == "causal" else KEYS - QUERIES
+    bias = -wide.reshape(-1, heads, 1, 1) * model.distance(QUERIES, KEYS, diagonal)
+    window = (-1, -1) if mask == "no_mask" else (-1, 0)
+    may = model.may_attend((BATCH, heads, QUERIES, KEYS), window=window, diagonal=diagonal)
+    check(
+        module,
+        qkv,
+        lambda q, k, v: model.attention(q, k, v, may, bias=bias),
+        form="sbhd",
+        dtype=F32,
+        core_attention_bias_type="alibi",
+        alibi_slopes=given,
+    )
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [HEADS, 2])
+def test_dropout_of_the_unfused_backend(device, groups):
+    """The probabilities that the pair of the call says, for output and gradients."""
+    module = DotProductAttention(
+        HEADS, CHANNELS, groups, attention_dropout=0.4, attn_mask_type="causal", window_size=(4, 0)
+    )
+    qkv = model.make_qkv("sbhd", sizes(groups=groups), F32, device)
+    seed = int(torch.randint(2**31, ()))
+    torch.manual_seed(seed)
+    pair = draw_pair(qkv[0]).tolist()
+    shape = (BATCH, HEADS, QUERIES, KEYS)
+    factors = drop_factors(pair, shape, 0.4)
+    may = model.may_attend(shape, window=(4, 0))
+    torch.manual_seed(seed)
+    check(
+        module,
+        qkv,
+        lambda q, k, v: model.attention(q, k, v, may, factors=factors),
+        form="sbhd",
+        dtype=F32,
+    )
+
+
+@pytest.mark.parametrize("window", [None, (KEYS, 0)], ids=["sdpa", "unfused"])
+def test_dropout_is_seeded_and_off_in_eval(device, window):
+    """Both backends: one seed, one result; the mean over many draws is the undropped output."""
+    module = DotProductAttention(
+        HEADS, CHANNELS, attention_dropout=0.5, attn_mask_type="causal", window_size=window
+    )
+    dtype = F32 if device == "cpu" else F16
+    qkv = model.make_qkv("sbhd", (BATCH, KEYS, KEYS, HEADS, HEADS, 16, 16), dtype, device)
+    seed = int(torch.randint(2**31, ()))
+    torch.manual_seed(seed)
+    first, second = module(*qkv), module(*qkv)
+    torch.manual_seed(seed)
+    assert_same_bits([module(*qkv), module(*qkv)], [first, second])
+    assert not torch.equal(first, second)
+    draws = torch.stack([module(*qkv).detach().double() for _ in range(400)])
+    still = module.eval()(*qkv).double()
+    assert_same_bits(module(*qkv).double(), still)
+    deviation = draws.std(0) / 400**0.5
+    rounding = tol("round", dtype) ** 0.5 * still.abs().max()
+    assert ((draws.mean(0) - still).abs() <= 6 * deviation + rounding).all()
+
+
+def test_random_state_tracker_is_forked(device):
+    """Dropout is drawn inside the fork, and only where something is dropped."""
+    forks = []
+
+    class Tracker:
+        def fork(self):
+            forks.append(1)
+            return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+
+    module = DotProductAttention(
+        HEADS, CHANNELS, attention_dropout=0.5, get_rng_state_tracker=Tracker
+    )
+    qkv = model.make_qkv("sbhd", sizes(KEYS), F32, device)
+    assert_same_bits(module(*qkv), module(*qkv))
+    assert len(forks) == 2
+    module.eval()(*qkv)
+    assert len(forks) == 2
+
+
+# ---- packed inputs -------------------------------------------------------------------------------
+
+
+@FORMS
+@pytest.mark.parametrize("dim", [-3, -2])
+def test_packed(device, form, dim):
+    module = DotProductAttention(HEADS, CHANNELS, qkv_format=form)
+    q, k, v = model.make_qkv(form, sizes(KEYS), F32, device)
+    expected = module(q, k, v)
+    qkv = torch.stack([q, k, v], dim)
+    assert_same_bits(module(qkv_layer=qkv, qkv_interleave_dim=dim), expected)
+    kv = torch.stack([k, v], dim)
+    assert_same_bits(module(q, kv_layer=kv, qkv_interleave_dim=dim), expected)
+    grads = torch.autograd.grad(module(qkv_layer=qkv, qkv_interleave_dim=dim).sum(), (q, k, v))
+    assert_same_bits(list(grads), list(torch.autograd.grad(expected.sum(), (q, k, v))))
+
+
+# ---- recompute, compile, copies ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, (3, 0)], ids=["sdpa", "unfused"])
+def test_checkpoint_core_attention(device, window):
+    module = DotProductAttention(HEADS, CHANNELS, attention_dropout=0.3, window_size=window)
+    qkv = model.make_qkv("sbhd", sizes(KEYS), F32, device)
+    bias = torch.randn(1, 1, KEYS, KEYS, device=device, requires_grad=True)
+    arguments = {} if window is None else {
+        "core_attention_bias_type": "post_scale_bias",
+        "core_attention_bias": bias,
+    }
+    wanted = qkv if window is None else [*qkv, bias]
+    seed = int(torch.randint(2**31, ()))
+    results, saved = [], []
+    for recompute in (False, True):
+        torch.manual_seed(seed)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            out = module(*qkv, checkpoint_core_attention=recompute, **arguments)
+        results.append([out, *torch.autograd.grad(out.square().sum(), wanted)])
+        saved.append(len(kept))
+    assert_same_bits(*results)
+    assert saved[1] < saved[0]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("mask", ["causal", "padding"])
+def test_compiled_equals_eager(device, mask, recompute):
+    module = DotProductAttention(HEADS, CHANNELS, attention_dropout=0.0, attn_mask_type=mask)
+    qkv = model.make_qkv("sbhd", sizes(KEYS), F32, device)
+    padding = torch.arange(KEYS, device=device) >= torch.tensor([KEYS, 5], device=device)[:, None]
+
+    def f(*qkv):
+        return module(
+            *qkv,
+            attention_mask=padding[:, None, None] if mask == "padding" else None,
+            checkpoint_core_attention=recompute,
+        )
+
+    torch._dynamo.reset()
+    results = []
+    for function in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
+        out = function(*qkv)
+        results.append([out, *torch.autograd.grad(out.square().sum(), qkv)])
+    assert_same_bits(*results)
+
+
+def test_copies_and_state_dict(device):
+    module = DotProductAttention(HEADS, CHANNELS)
+    qkv = model.make_qkv("sbhd", sizes(KEYS), F32, device)
+    expected = module(*qkv)
+    assert_same_bits(copy.deepcopy(module)(*qkv), expected)
+    assert module.state_dict() == {}
+    for key in ("_extra_state", "fused_attention._extra_state"):  # of peers
+        module.load_state_dict({key: torch.empty(0, dtype=torch.uint8)})
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        module.load_state_dict({"other": torch.empty(0)})
+
+
+def test_autocast_computes_in_its_dtype(device):
+    for arguments in ({}, {"window_size": (3, 0)}):
+        module = DotProductAttention(HEADS, CHANNELS, **arguments)
+        qkv = model.make_qkv("sbhd", sizes(KEYS), F32, device)
+        with torch.autocast(device, dtype=BF16):
+            out = module(*qkv)
+        assert out.dtype == BF16
+        out.float().sum().backward()
+        assert qkv[0].grad.dtype == F32

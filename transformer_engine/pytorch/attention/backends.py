@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend runs an attention, and why not another one."""
+
+from typing import NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.attention.masks import CAUSAL_WINDOW, NO_WINDOW, MaskType
+
+__all__ = ["BIAS_TYPES", "Choice", "Situation", "choose_backend"]
+
+BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+
+
+class Situation(NamedTuple):
+    """What a choice depends on.
+
+    Attributes
+    ----------
+    kind : MaskType
+        The mask type.
+    window : tuple of int
+        (left, right) as `masks.window_of` gives it.
+    bottom_right : bool
+        The diagonal ends in the bottom right corner.
+    square : bool
+        There are as many queries as keys.
+    bias : str
+        One of `BIAS_TYPES`.
+    grouped : bool
+        Several heads share keys and values.
+    dtype : torch.dtype
+        Of queries, keys and values.
+    """
+
+    kind: MaskType
+    window: tuple[int, int]
+    bottom_right: bool
+    square: bool
+    bias: str
+    grouped: bool
+    dtype: torch.dtype
+
+
+class Choice(NamedTuple):
+    """The outcome.
+
+    Attributes
+    ----------
+    backend : str
+        "sdpa" or "unfused".
+    reasons : dict of str to str
+        For each backend that would have been preferred, what it can not do.
+    """
+
+    backend: str
+    reasons: dict[str, str]
+
+
+def _sdpa_lacks(situation: Situation) -> str | None:
+    """What keeps torch's scaled_dot_product_attention from running it; None: nothing."""
+    kind = situation.kind
+    if kind.padding or kind.name == "arbitrary":
+        return f"mask type {kind.name}: it would take a mask of the size of the scores"
+    if situation.bias != "no_bias":
+        return f"bias type {situation.bias}"
+    if situation.window not in (NO_WINDOW, CAUSAL_WINDOW):
+        return f"window {situation.window}"
+    if kind.causal and situation.bottom_right and not situation.square:
+        return "a causal mask whose diagonal does not begin in the top left corner"
+    if situation.grouped and situation.dtype is torch.float32:
+        return "grouped heads in fp32: none of its fused kernels takes them"
+    return None
+
+
+# In order of preference. A backend is a name here, a function that says what it lacks, and its
+# branch in DotProductAttention._attend; one that runs everything stands last.
+_BACKENDS = (("sdpa", _sdpa_lacks), ("unfused", lambda situation: None))
+
+
+def choose_backend(situation: Situation) -> Choice:
+    """Choose the first backend that lacks nothing.
+
+    Parameters
+    ----------
+    situation : Situation
+        What is to be run.
+
+    Returns
+    -------
+    Choice
+        The backend, and why the ones before it were passed over.
+    """
+    reasons: dict[str, str] = {}
+    for name, lacks in _BACKENDS:
+        reason = lacks(situation)
+        if reason is None:
+            return Choice(name, reasons)
+        reasons[name] = reason
+    raise AssertionError(f"no attention backend runs {situation}")  # the last one runs everything

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a query may attend: mask types, windows, the diagonal, and masks and biases as tensors.
+
+A mask is True where a key is masked out. Where nothing but the diagonal and a window limit the
+keys, no tensor is made: the softmax takes three numbers.
+"""
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "CAUSAL_WINDOW",
+    "MASK_TYPES",
+    "NO_WINDOW",
+    "MaskType",
+    "alibi_bias",
+    "arbitrary_mask",
+    "default_alibi_slopes",
+    "diagonal_of",
+    "length_difference",
+    "lengths_to_masks",
+    "mask_type",
+    "padding_masks",
+    "window_mask",
+    "window_of",
+]
+
+
+class MaskType(NamedTuple):
+    """One kind of mask.
+
+    Attributes
+    ----------
+    name : str
+        Its name.
+    padding : bool
+        Sequences end before the longest one does.
+    causal : bool
+        A query attends no key after its diagonal.
+    bottom_right : bool or None
+        The diagonal ends in the bottom right corner of the scores, not begins in the top left one;
+        None: the caller says so.
+    """
+
+    name: str
+    padding: bool
+    causal: bool
+    bottom_right: bool | None
+
+
+MASK_TYPES = {
+    kind.name: kind
+    for kind in (
+        MaskType("no_mask", False, False, None),
+        MaskType("padding", True, False, None),
+        MaskType("causal", False, True, False),
+        MaskType("padding_causal", True, True, False),
+        MaskType("causal_bottom_right", False, True, True),
+        MaskType("padding_causal_bottom_right", True, True, True),
+        MaskType("arbitrary", False, False, None),
+    )
+}
+"""Mask types by name."""
+
+NO_WINDOW = (-1, -1)
+"""(left, right) without a limit on either side."""
+
+CAUSAL_WINDOW = (-1, 0)
+"""(left, right) of a causal mask without a window."""
+
+
+def mask_type(name: str, label: str = "attn_mask_type") -> MaskType:
+    """Mask type of a name.
+
+    Parameters
+    ----------
+    name : str
+        A key of `MASK_TYPES`; "padding,causal", "causal,padding" and "causal_padding" (also with
+        "_bottom_right") are other spellings of "padding_causal".
+    label : str
+        Name of the argument, for the message.
+
+    Returns
+    -------
+    MaskType
+        What the name stands for.
+
+    Raises
+    ------
+    ValueError
+        There is no such type.
+    """
+    kind = MASK_TYPES.get(name)
+    if kind is not None:
+        return kind
+    spelt = str(name).replace(" ", "").replace(",", "_")
+    if spelt.startswith("causal") and "_padding" in spelt:
+        spelt = "padding_" + spelt.replace("_padding", "")
+    kind = MASK_TYPES.get(spelt)
+    if kind is None:
+        raise ValueError(f"{label}={name!r}, expected one of {', '.join(MASK_TYPES)}")
+    return kind
+
+
+def window_of(window: Any, kind: MaskType, label: str = "window_size") -> tuple[int, int]:
+    """The window that applies to a mask type.
+
+    Parameters
+    ----------
+    window : pair of int or None
+        Keys to the left and to the right of the diagonal; -1: no limit on that side.
+    kind : MaskType
+        The mask type.
+    label : str
+        Name of the argument, for messages.
+
+    Returns
+    -------
+    tuple of int
+        (left, right); right is 0 for a causal type.
+
+    Raises
+    ------
+    ValueError
+        It is no pair, or none that goes with the mask type.
+    """
+    if window is None:
+        return CAUSAL_WINDOW if kind.causal else NO_WINDOW
+    if len(window) != 2:
+        raise ValueError(f"{label}={window!r}, expected a pair (left, right)")
+    left, right = int(window[0]), int(window[1])
+    if kind.causal:
+        if (left, right) in (CAUSAL_WINDOW, NO_WINDOW):
+            return CAUSAL_WINDOW
+        if left >= 0 and right == 0:
+            return left, right
+        raise ValueError(
+            f"{label}={window!r} with mask type {kind.name!r}: expected (-1, 0) or (left, 0)"
+        )
+    if (left, right) == CAUSAL_WINDOW:
+        warnings.warn(
+            f"{label}={window!r} with mask type {kind.name!r} counts as (-1, -1): no window",
+            stacklevel=4,
+        )
+        return NO_WINDOW
+    if (left, right) == NO_WINDOW or (left >= 0 and right >= 0):
+        return left, right
+    raise ValueError(
+        f"{label}={window!r} with mask type {kind.name!r}: expected (-1, -1), or both at least 0"
+    )
+
+
+def diagonal_of(bottom_right: bool | None, kind: MaskType) -> bool:
+    """Whether the diagonal ends in the bottom right corner: the type says so, else the caller."""
+    if kind.bottom_right is not None:
+        return kind.bottom_right
+    return True if bottom_right is None else bool(bottom_right)
+
+
+# ---- masks as tensors ----------------------------------------------------------------------------
+
+
+def _check_padding(mask: Any, batch: int, length: int, label: str) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{label}: {found}, expected a torch.bool tensor, True: masked out")
+    if tuple(mask.shape) != (batch, 1, 1, length):
+        raise ValueError(
+            f"{label}: shape {tuple(mask.shape)}, expected [batch, 1, 1, length] = "
+            f"[{batch}, 1, 1, {length}] for a padding mask"
+        )
+    return mask
+
+
+def padding_masks(mask: Any, batch: int, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """The padding masks of queries and of keys.
+
+    Parameters
+    ----------
+    mask : Tensor or pair of Tensor
+        [batch, 1, 1, length] bool for both, or one for the queries and one for the keys.
+    batch, queries, keys : int
+        Sizes of the scores.
+
+    Returns
+    -------
+    tuple of Tensor
+        [batch, 1, 1, queries] and [batch, 1, 1, keys]; the same object twice for one mask.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not such masks; one mask where queries and keys differ in number.
+    """
+    if isinstance(mask, tuple | list):
+        if len(mask) != 2:
+            raise ValueError(f"attention_mask: {len(mask)} masks, expected one or a pair")
+        return (
+            _check_padding(mask[0], batch, queries, "attention_mask[0] (of the queries)"),
+            _check_padding(mask[1], batch, keys, "attention_mask[1] (of the keys)"),
+        )
+    if queries != keys:
+        raise ValueError(
+            f"attention_mask: {queries} queries and {keys} keys: padding needs a pair of masks, "
+            "of the queries and of the keys"
+        )
+    both = _check_padding(mask, batch, keys, "attention_mask")
+    return both, both
+
+
+def lengths_to_masks(
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, batch: int, queries: int, keys: int
+) -> tuple[Tensor, Tensor]:
+    """The padding masks that say what cumulative lengths say; see `padding_masks`.
+
+    Parameters
+    ----------
+    cu_seqlens_q, cu_seqlens_kv : Tensor
+        [batch + 1] int32 sums of the lengths of the sequences before each; without the second, the
+        first counts for both.
+    batch, queries, keys : int
+        Sizes of the scores.
+
+    Returns
+    -------
+    tuple of Tensor
+        [batch, 1, 1, queries] and [batch, 1, 1, keys]; the same object twice for one of lengths.
+    """
+
+    def mask(cumulative: Tensor, length: int, label: str) -> Tensor:
+        if cumulative.dtype is not torch.int32 or tuple(cumulative.shape) != (batch + 1,):
+            raise ValueError(
+                f"{label}: {cumulative.dtype} of shape {tuple(cumulative.shape)}, expected "
+                f"torch.int32 [batch + 1] = [{batch + 1}]"
+            )
+        lengths = (cumulative[1:] - cumulative[:-1])[:, None, None, None]
+        return torch.arange(length, device=cumulative.device) >= lengths
+
+    of_queries = mask(cu_seqlens_q, queries, "cu_seqlens_q")
+    if queries == keys and (cu_seqlens_kv is None or cu_seqlens_kv is cu_seqlens_q):
+        return of_queries, of_queries
+    if cu_seqlens_kv is None:
+        raise ValueError(f"cu_seqlens_kv: None, with {queries} queries and {keys} keys")
+    return of_queries, mask(cu_seqlens_kv, keys, "cu_seqlens_kv")
+
+
+def arbitrary_mask(mask: Any, sizes: tuple[int, int, int, int]) -> Tensor:
+    """A mask of any pattern, with 4 dims.
+
+    Parameters
+    ----------
+    mask : Tensor
+        bool, broadcastable to `sizes`.
+    sizes : tuple of int
+        (batch, heads, queries, keys).
+
+    Returns
+    -------
+    Tensor
+        A view; each dim 1 or that of `sizes`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        No mask, or not such a one.
+    """
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(
+            f"attention_mask: {found}, expected a torch.bool tensor, True: masked out, for mask "
+            "type arbitrary"
+        )
+    dims = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if len(dims) != 4 or any(n not in (1, m) for n, m in zip(dims, sizes, strict=True)):
+        raise ValueError(
+            f"attention_mask: shape {tuple(mask.shape)}, expected one that can be broadcast to "
+            f"[batch, heads, queries, keys] = {list(sizes)}"
+        )
+    return mask.view(dims)
+
+
+def _distance(queries: int, keys: int, diagonal: Any, device: torch.device) -> Tensor:
+    """Key minus the diagonal's key, [queries, keys] or with the leading dims of `diagonal`."""
+    rows = torch.arange(queries, device=device)[:, None] + diagonal
+    return torch.arange(keys, device=device) - rows
+
+
+def length_difference(masks: tuple[Tensor, Tensor]) -> Tensor:
+    """Unmasked keys minus unmasked queries of each sequence, [batch, 1, 1, 1]."""
+    of_queries, of_keys = masks
+    return (~of_keys).sum(-1, keepdim=True) - (~of_queries).sum(-1, keepdim=True)
+
+
+def window_mask(
+    window: tuple[int, int], diagonal: Tensor, queries: int, keys: int
+) -> Tensor | None:
+    """Mask of a window around diagonals that differ from sequence to sequence.
+
+    Parameters
+    ----------
+    window : tuple of int
+        (left, right); negative: no limit.
+    diagonal : Tensor
+        [batch, 1, 1, 1] key on the diagonal of query 0.
+    queries, keys : int
+        Sizes of the scores.
+
+    Returns
+    -------
+    Tensor or None
+        [batch, 1, queries, keys] bool; None where there is no limit on either side.
+    """
+    left, right = window
+    if left < 0 and right < 0:
+        return None
+    distance = _distance(queries, keys, diagonal, diagonal.device)
+    if left < 0:
+        return distance > right
+    if right < 0:
+        return distance < -left
+    return (distance > right) | (distance < -left)
+
+
+# ---- ALiBi ---------------------------------------------------------------------------------------
+
+
+def default_alibi_slopes(heads: int, device: torch.device) -> Tensor:
+    """Slopes 2^(-8 k / n), k = 1 .. n, of the first n heads; 2^(-4 (2 k - 1) / n) of the others.
+
+    Parameters
+    ----------
+    heads : int
+        Heads; n is the largest power of two of at most as many.
+    device : torch.device
+        Where to make them.
+
+    Returns
+    -------
+    Tensor
+        [heads] fp32.
+    """
+    power = 1 << (heads.bit_length() - 1)
+    k = torch.arange(1, heads + 1, dtype=torch.float32, device=device)
+    exponents = torch.where(k <= power, 8.0 * k, 4.0 * (2.0 * (k - power) - 1.0))
+    return torch.exp2(exponents / -power)
+
+
+def alibi_bias(slopes: Tensor, queries: int, keys: int, diagonal: Any) -> Tensor:
+    """-slope * |distance from the diagonal|.
+
+    Parameters
+    ----------
+    slopes : Tensor
+        [heads] or [batch, heads] fp32.
+    queries, keys : int
+        Sizes of the scores.
+    diagonal : int or Tensor
+        Key on the diagonal of query 0; [batch, 1, 1, 1] where sequences differ.
+
+    Returns
+    -------
+    Tensor
+        [1 or batch, heads, queries, keys] fp32.
+    """
+    distance = _distance(queries, keys, diagonal, slopes.device).abs()
+    return distance * -slopes.reshape(-1, slopes.shape[-1], 1, 1).to(torch.float32)

@@ -1,0 +1,453 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MultiheadAttention`: projections of queries, keys and values, attention, output projection."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.attention.dot_product_attention import (
+    DotProductAttention,
+    refuse_group,
+)
+from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+from transformer_engine.pytorch.module.base import Fp8Module
+from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
+from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.module.norm import L2Normalization, LayerNorm, RMSNorm
+from transformer_engine.pytorch.module.parameters import refuse_distributed
+
+__all__ = ["MultiheadAttention", "reset_scaling"]
+
+_NAME = "MultiheadAttention"
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+def reset_scaling(module: torch.nn.Module) -> None:
+    """Let every FP8 module inside start again from scale 1 and an empty history."""
+    for child in module.modules():
+        if isinstance(child, Fp8Module):
+            child.reset_fp8_meta_tensors()
+
+
+class MultiheadAttention(torch.nn.Module):
+    """Multi-head attention, of a sequence to itself or to another one.
+
+    Parameters
+    ----------
+    hidden_size : int
+        Features of an input and an output token.
+    num_attention_heads : int
+        Heads of the queries.
+    kv_channels : int or (int, int), optional
+        Channels of a head, of queries and keys and of values where they differ;
+        ``hidden_size / num_attention_heads`` where None.
+    attention_dropout : float, default 0.1
+        Probability that an attention probability is dropped, in training.
+    layernorm_epsilon : float, default 1e-5
+        Of the input norm.
+    init_method, output_layer_init_method : callable, optional
+        ``f(weight)`` for the projections of queries, keys and values, and for that of the output;
+        normal with mean 0 and deviation 0.023 where None.
+    layer_number : int, optional
+        From 1.
+    attn_mask_type, window_size, bottom_right_diagonal, softmax_type, get_rng_state_tracker
+        As of `DotProductAttention`.
+    tp_group, tp_size, sequence_parallel, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, \
+ub_bulk_dgrad, ub_bulk_wgrad
+        Tensor parallelism: not there yet, only the defaults are accepted.
+    num_gqa_groups : int, optional
+        Heads of keys and values, which divide `num_attention_heads`; as many where None.
+    fuse_wgrad_accumulation : bool, default False
+        As of `Linear`.
+    params_dtype : torch.dtype, optional
+        dtype of the parameters; torch's default dtype where None.
+    return_bias : bool, default False
+        Return the bias of the output projection beside the output instead of adding it.
+    return_layernorm_output : bool, default False
+        Return the normalized input too; needs `input_layernorm`.
+    input_layernorm : bool, default False
+        Normalize the input first.
+    attention_type : str, default "self"
+        "self", or "cross": keys and values come from ``encoder_output``.
+    set_parallel_mode : bool, default False
+        Changes nothing on one rank.
+    fuse_qkv_params : bool, default False
+        One weight for queries, keys and values, not one each (``query_weight``, ``key_weight``,
+        ``value_weight``).
+    zero_centered_gamma : bool, default False
+        The norm's factor is 1 + weight.
+    qkv_weight_interleaved : bool, default True
+        Rows of the one weight lie group by group: queries, key, value; else all queries, all keys,
+        all values. Weights of their own are never interleaved.
+    rotary_pos_interleaved : bool, default False
+        As ``interleaved`` of `apply_rotary_pos_emb`.
+    bias : bool, default True
+        The projections have biases.
+    normalization : str, default "LayerNorm"
+        "LayerNorm" or "RMSNorm", for the input norm.
+    device : torch.device or str, optional
+        Where the parameters are made; "cuda" where there is one, else "cpu".
+    qkv_format : str, default "sbhd"
+        "sbhd": inputs are [sequence, batch, hidden_size]; "bshd": [batch, sequence, hidden_size].
+    name : str, optional
+        Name of the module for messages.
+    qk_norm_type : str, optional
+        "L2Normalization", "RMSNorm" or "LayerNorm" over the channels of each head of queries and
+        keys.
+    qk_norm_eps : float, default 1e-6
+        Of these norms.
+    qk_norm_before_rope : bool, default False
+        They come before the rotary embedding, not after it.
+    seq_length, micro_batch_size : int, optional
+        Accepted for their callers: nothing is warmed up.
+
+    Raises
+    ------
+    ValueError
+        Sizes or names that do not go together.
+    NotImplementedError
+        An option that is not there yet.
+    """
+
+    def __init__(  # noqa: PLR0915 - the argument list that users know
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int] | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: Callable | None = None,
+        output_layer_init_method: Callable | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        softmax_type: str = "vanilla",
+    ) -> None:
+        super().__init__()
+        del set_parallel_mode, seq_length, micro_batch_size
+        refuse_distributed(
+            _NAME,
+            tp_group=(tp_group, None),
+            tp_size=(tp_size, 1),
+            sequence_parallel=(sequence_parallel, False),
+            ub_overlap_ag=(ub_overlap_ag, False),
+            ub_overlap_rs=(ub_overlap_rs, False),
+            ub_overlap_rs_dgrad=(ub_overlap_rs_dgrad, False),
+            ub_bulk_dgrad=(ub_bulk_dgrad, False),
+            ub_bulk_wgrad=(ub_bulk_wgrad, False),
+            softmax_type=(softmax_type, "vanilla"),
+        )
+        if attention_type not in ("self", "cross"):
+            raise ValueError(f"{_NAME}: attention_type={attention_type!r}: 'self' or 'cross'")
+        if normalization not in NORMALIZATIONS:
+            raise ValueError(f"{_NAME}: normalization={normalization!r}: one of {NORMALIZATIONS}")
+        if return_layernorm_output and not input_layernorm:
+            raise ValueError(f"{_NAME}: return_layernorm_output=True needs input_layernorm=True")
+        if kv_channels is None:
+            if hidden_size % num_attention_heads != 0:
+                raise ValueError(
+                    f"{_NAME}: hidden_size={hidden_size} is no multiple of num_attention_heads="
+                    f"{num_attention_heads}; give kv_channels"
+                )
+            kv_channels = hidden_size // num_attention_heads
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            kv_channels,
+            num_gqa_groups=num_gqa_groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            get_rng_state_tracker=get_rng_state_tracker,
+            layer_number=layer_number,
+            attention_type=attention_type,
+        )
+        core = self.core_attention
+        self.hidden_size = hidden_size
+        self.num_attention_heads = num_attention_heads
+        self.num_gqa_groups = core.num_gqa_groups
+        self.hidden_size_per_attention_head_k = core.hidden_size_per_attention_head_k
+        self.hidden_size_per_attention_head_v = core.hidden_size_per_attention_head_v
+        self.attention_type = attention_type
+        self.input_layernorm = bool(input_layernorm)
+        self.return_bias = bool(return_bias)
+        self.return_layernorm_output = bool(return_layernorm_output)
+        self.qkv_format = qkv_format
+        self.attn_mask_type = core.attn_mask_type
+        self.window_size = core.window_size
+        self.layer_number = layer_number
+        self.rotary_pos_interleaved = bool(rotary_pos_interleaved)
+        self.qk_norm_before_rope = bool(qk_norm_before_rope)
+        self.qkv_weight_interleaved = bool(qkv_weight_interleaved and fuse_qkv_params)
+        self.name = name
+        common = {
+            "bias": bias,
+            "params_dtype": params_dtype,
+            "device": device,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        }
+        norm = {
+            "eps": layernorm_epsilon,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": self.return_layernorm_output,
+        }
+        self._make_projections(init_method, fuse_qkv_params, common, norm)
+        self._make_qk_norms(qk_norm_type, qk_norm_eps, device, params_dtype)
+        values = num_attention_heads * self.hidden_size_per_attention_head_v
+        self.proj = Linear(
+            values,
+            hidden_size,
+            init_method=output_layer_init_method,
+            return_bias=self.return_bias,
+            **common,
+        )
+
+    def _make_projections(
+        self, init_method: Callable | None, fused: bool, common: dict, norm: dict
+    ) -> None:
+        """Make the layers before the attention."""
+        sizes = {
+            "query": self.num_attention_heads * self.hidden_size_per_attention_head_k,
+            "key": self.num_gqa_groups * self.hidden_size_per_attention_head_k,
+            "value": self.num_gqa_groups * self.hidden_size_per_attention_head_v,
+        }
+
+        def make(names: tuple[str, ...], normalized: bool) -> torch.nn.Module:
+            parts = {name: sizes[name] for name in names}
+            split = None if fused else parts
+            rows = sum(parts.values())
+            arguments = {"init_method": init_method, "parameters_split": split, **common}
+            if normalized:
+                return LayerNormLinear(self.hidden_size, rows, **norm, **arguments)
+            return Linear(self.hidden_size, rows, **arguments)
+
+        if self.attention_type == "self":
+            label = "layernorm_qkv" if self.input_layernorm else "qkv"
+            setattr(self, label, make(("query", "key", "value"), self.input_layernorm))
+        else:
+            label = "layernorm_query" if self.input_layernorm else "query_layer"
+            setattr(self, label, make(("query",), self.input_layernorm))
+            self.key_value = make(("key", "value"), False)
+
+    def _make_qk_norms(
+        self, kind: str | None, eps: float, device: Any, dtype: torch.dtype | None
+    ) -> None:
+        """Make the norms of queries and keys, or none."""
+        self.q_norm: torch.nn.Module | None = None
+        self.k_norm: torch.nn.Module | None = None
+        if kind is None:
+            return
+        channels = self.hidden_size_per_attention_head_k
+        norms: dict[str, Callable] = {
+            "L2Normalization": lambda: L2Normalization(eps=eps),
+            "RMSNorm": lambda: RMSNorm(channels, eps=eps, device=device, dtype=dtype),
+            "LayerNorm": lambda: LayerNorm(channels, eps=eps, device=device, dtype=dtype),
+        }
+        if kind not in norms:
+            raise ValueError(f"{_NAME}: qk_norm_type={kind!r}, expected one of {', '.join(norms)}")
+        self.q_norm, self.k_norm = norms[kind](), norms[kind]()
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Spread heads over a group of ranks: not there yet for more than one.
+
+        Raises
+        ------
+        NotImplementedError
+            The group has more than one rank.
+        """
+        refuse_group(_NAME, "tp_group", tp_group)
+
+    def set_context_parallel_group(
+        self,
+        cp_group: Any,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """As of `DotProductAttention`."""
+        self.core_attention.set_context_parallel_group(
+            cp_group, cp_global_ranks, cp_stream, cp_comm_type
+        )
+
+    def reset_fp8_meta_tensors(self) -> None:
+        """Start again from scale 1 and an empty history in every projection."""
+        reset_scaling(self)
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        encoder_output: Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: Any = None,
+        rotary_pos_emb: Any = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+    ) -> Any:
+        """Attend.
+
+        Parameters
+        ----------
+        hidden_states : Tensor
+            [s, b, hidden_size] (sbhd) or [b, s, hidden_size] (bshd).
+        attention_mask : Tensor or pair of Tensor, optional
+            bool, True: masked out; see `DotProductAttention`.
+        encoder_output : Tensor, optional
+            Keys and values come from it: like `hidden_states`, with a sequence of its own. Only
+            for attention type "cross", and needed there.
+        is_first_microbatch : bool, optional
+            As of `Linear`.
+        rotary_pos_emb : Tensor or (Tensor, Tensor), optional
+            Angles of `RotaryPositionEmbedding`, for queries and keys alike or for each.
+        attn_mask_type, window_size, bottom_right_diagonal, checkpoint_core_attention, \
+inference_params, core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, \
+cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, \
+fast_zero_fill, pad_between_seqs
+            As of `DotProductAttention`.
+
+        Returns
+        -------
+        Tensor or tuple of Tensor
+            Output in the shape of `hidden_states`[, bias of the output projection][, normalized
+            input].
+
+        Raises
+        ------
+        TypeError, ValueError
+            Tensors or arguments that do not go together.
+        NotImplementedError
+            An option that is not there yet.
+        """
+        if inference_params is not None:
+            raise NotImplementedError(f"{_NAME}: inference_params={inference_params!r}")
+        normalized = None
+        if self.attention_type == "self":
+            if encoder_output is not None:
+                raise ValueError(f"{_NAME}: encoder_output with attention_type='self'")
+            layer = self.layernorm_qkv if self.input_layernorm else self.qkv
+            mixed = layer(hidden_states, is_first_microbatch)
+            if self.return_layernorm_output:
+                mixed, normalized = mixed
+            query, key, value = self._split(mixed, self.num_attention_heads)
+        else:
+            if encoder_output is None:
+                raise ValueError(f"{_NAME}: attention_type='cross' needs encoder_output")
+            layer = self.layernorm_query if self.input_layernorm else self.query_layer
+            query = layer(hidden_states, is_first_microbatch)
+            if self.return_layernorm_output:
+                query, normalized = query
+            heads = (self.num_attention_heads, self.hidden_size_per_attention_head_k)
+            query = query.unflatten(-1, heads)
+            key, value = self._split(self.key_value(encoder_output, is_first_microbatch), 0)
+        if self.q_norm is not None or rotary_pos_emb is not None:
+            query, key = self._position(query, key, rotary_pos_emb)
+        context = self.core_attention(
+            query,
+            key,
+            value,
+            attention_mask,
+            None,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            cu_seqlens_q_padded,
+            cu_seqlens_kv_padded,
+            max_seqlen_q,
+            max_seqlen_kv,
+            attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
+            checkpoint_core_attention,
+            core_attention_bias_type,
+            core_attention_bias,
+            alibi_slopes,
+            fast_zero_fill,
+            pad_between_seqs=pad_between_seqs,
+        )
+        out = self.proj(context, is_first_microbatch)
+        if normalized is None:
+            return out
+        return (*out, normalized) if self.return_bias else (out, normalized)
+
+    def _split(self, mixed: Tensor, heads: int) -> tuple[Tensor, ...]:
+        """Queries (of `heads` heads; 0: there are none), keys and values as views of a projection.
+
+        One split, so that its backward is one pass that writes the gradient of the projection.
+        """
+        groups = self.num_gqa_groups
+        k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
+        each = heads // groups
+        lead = mixed.shape[:-1]
+        sizes = [each * k, k, v] if heads else [k, v]
+        if self.qkv_weight_interleaved:
+            parts = mixed.view(*lead, groups, sum(sizes)).split(sizes, -1)
+            if each <= 1:
+                return parts
+            return parts[0].reshape(*lead, heads, k), parts[1], parts[2]
+        parts = mixed.split([groups * size for size in sizes], -1)
+        key, value = parts[-2].view(*lead, groups, k), parts[-1].view(*lead, groups, v)
+        return (parts[0].view(*lead, heads, k), key, value) if heads else (key, value)
+
+    def _position(self, query: Tensor, key: Tensor, angles: Any) -> tuple[Tensor, Tensor]:
+        """Apply the norms of queries and keys and the rotary embedding, in the order set."""
+        if self.q_norm is not None and self.qk_norm_before_rope:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if angles is not None:
+            of_query, of_key = angles if isinstance(angles, tuple | list) else (angles, angles)
+            form, pairs = self.qkv_format, self.rotary_pos_interleaved
+            query = apply_rotary_pos_emb(query, of_query, form, interleaved=pairs)
+            key = apply_rotary_pos_emb(key, of_key, form, interleaved=pairs)
+        if self.q_norm is not None and not self.qk_norm_before_rope:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return query, key

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding: the angles, and their application to queries and keys."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.pytorch import ops
+from transformer_engine.pytorch.function import run_call
+from transformer_engine.pytorch.module.parameters import default_device
+
+__all__ = ["RotaryPositionEmbedding", "apply_rotary_pos_emb"]
+
+FORMATS = {"sbhd": 4, "bshd": 4, "thd": 3}
+"""Dims of a tensor of each format: s sequence, b batch, h heads, d channels, t packed tokens."""
+
+
+class RotaryPositionEmbedding(torch.nn.Module):
+    """Angles of the rotary position embedding.
+
+    Parameters
+    ----------
+    dim : int
+        Channels of a head.
+    rotary_percent : float, default 1
+        Share of the channels that are rotated.
+    seq_len_interpolation_factor : float, optional
+        Positions are divided by it.
+    pretrained_max_position_embeddings : int, optional
+        Longest sequence of the training. With `seq_len_interpolation_factor`, a sequence of more
+        than their product has its positions divided by its length over this number instead.
+    rotary_base : float, default 10000
+        Base of the frequencies.
+    interleaved : bool, default False
+        Channels 2i and 2i + 1 make a pair; else i and i + half of the rotated ones.
+
+    Raises
+    ------
+    ValueError
+        The number of rotated channels is odd or not positive.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        rotated = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
+        if rotated < 2 or rotated % 2 != 0:
+            raise ValueError(
+                f"RotaryPositionEmbedding: dim={dim}, rotary_percent={rotary_percent}: {rotated} "
+                "rotated channels, expected a positive even number"
+            )
+        self.rotary_base = rotary_base
+        self.interleaved = interleaved
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self._rotated = rotated
+        self.register_buffer("inv_freq", self._frequencies(default_device()), persistent=False)
+
+    def _frequencies(self, device: torch.device | str) -> Tensor:
+        exponents = torch.arange(0, self._rotated, 2, dtype=torch.float32, device=device)
+        return 1.0 / self.rotary_base ** (exponents / self._rotated)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "RotaryPositionEmbedding":
+        """Move the frequencies; a cast to 16 bits leaves them alone: angles need fp32."""
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype is not torch.float32:
+            self.inv_freq = self._frequencies(self.inv_freq.device)
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict,
+        prefix: str,
+        local_metadata: dict,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load nothing: the frequencies follow from the arguments, whoever saved them."""
+        lists = (missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        if f"{prefix}inv_freq" in unexpected_keys:
+            unexpected_keys.remove(f"{prefix}inv_freq")
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Angles of a range of positions.
+
+        Parameters
+        ----------
+        max_seq_len : int
+            Positions.
+        offset : int, default 0
+            The first one.
+
+        Returns
+        -------
+        Tensor
+            [max_seq_len, 1, 1, rotated channels] fp32 on the device of the module.
+        """
+        device = self.inv_freq.device
+        positions = torch.arange(max_seq_len, dtype=torch.float32, device=device) + offset
+        longest = self.pretrained_max_position_embeddings
+        factor = self.seq_len_interpolation_factor
+        if longest is not None and factor is not None:
+            if max_seq_len > longest * factor:
+                positions = positions * (longest / max_seq_len)
+            else:
+                positions = positions * (1 / factor)
+        angles = positions[:, None] * self.inv_freq
+        if self.interleaved:
+            angles = torch.repeat_interleave(angles, 2, dim=-1)
+        else:
+            angles = torch.cat((angles, angles), dim=-1)
+        return angles[:, None, None, :]
+
+
+def _rotate(
+    inp: Tensor,
+    freqs: Tensor,
+    cu_seqlens: Tensor | None,
+    start_positions: Tensor | None,
+    sequence_first: bool,
+    interleaved: bool,
+    backward: bool,
+) -> Tensor:
+    out = torch.empty_like(inp, memory_format=torch.contiguous_format)
+    if sequence_first:  # [batch, sequence, heads, channels] by strides
+        source, target = inp.transpose(0, 1), out.transpose(0, 1)
+    else:
+        source, target = inp, out
+    _core.rope(
+        source,
+        target,
+        freqs,
+        cu_seqlens=cu_seqlens,
+        start_positions=start_positions,
+        interleaved=interleaved,
+        backward=backward,
+    )
+    return out
+
+
+ops.define(
+    "rope(Tensor input, Tensor freqs, Tensor? cu_seqlens, Tensor? start_positions, "
+    "bool sequence_first, bool interleaved, bool backward) -> Tensor",
+    _rotate,
+    lambda inp, *_: torch.empty_like(inp, memory_format=torch.contiguous_format),
+)
+
+
+class _RopeCall:
+    """One application of the embedding (see `function.Call`).
+
+    Attributes
+    ----------
+    sequence_first : bool
+        The format is sbhd.
+    interleaved : bool
+        Pairs of neighbours.
+    traced : bool
+        A graph is being traced: run behind torch operators.
+    """
+
+    __slots__ = ("interleaved", "sequence_first", "traced")
+
+    def __init__(self, sequence_first: bool, interleaved: bool, traced: bool) -> None:
+        self.sequence_first = sequence_first
+        self.interleaved = interleaved
+        self.traced = traced
+
+    def _run(self, inp: Tensor, given: tuple, backward: bool) -> Tensor:
+        run = torch.ops.transformer_engine.rope if self.traced else _rotate
+        if inp.stride(-1) != 1:
+            inp = inp.contiguous()
+        return run(inp, *given, self.sequence_first, self.interleaved, backward)
+
+    def run_forward(self, tensors: tuple) -> tuple[Tensor, tuple]:
+        """Run the forward over (input, freqs, cu_seqlens or None, start_positions or None)."""
+        inp, *given = tensors
+        return self._run(inp, given, False), given
+
+    def run_backward(self, grads: tuple, saved: tuple) -> tuple[Tensor | None, ...]:
+        """Run the backward: None, then the gradient of the input and None for the others."""
+        return None, self._run(grads[0], saved, True), None, None, None
+
+
+def _check(t: Tensor, freqs: Tensor, tensor_format: str, cu_seqlens: Tensor | None) -> None:
+    """Raise for what the operator can not tell from shapes."""
+    if tensor_format not in FORMATS:
+        raise ValueError(
+            f"apply_rotary_pos_emb: tensor_format={tensor_format!r}, expected one of "
+            f"{', '.join(FORMATS)}"
+        )
+    if t.dim() != FORMATS[tensor_format]:
+        raise ValueError(
+            f"apply_rotary_pos_emb: t: shape {tuple(t.shape)}, {tensor_format} has "
+            f"{FORMATS[tensor_format]} dims"
+        )
+    if freqs.dim() != 4 or freqs.shape[1] != 1 or freqs.shape[2] != 1:
+        raise ValueError(
+            f"apply_rotary_pos_emb: freqs: shape {tuple(freqs.shape)}, expected [s, 1, 1, d]"
+        )
+    if freqs.requires_grad:
+        raise NotImplementedError("apply_rotary_pos_emb: gradients of freqs")
+    if tensor_format == "thd":
+        if cu_seqlens is None:
+            raise ValueError("apply_rotary_pos_emb: tensor_format='thd' needs cu_seqlens")
+        return
+    length = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
+    if freqs.shape[0] < length:
+        raise ValueError(
+            f"apply_rotary_pos_emb: {length} positions, but freqs has {freqs.shape[0]}"
+        )
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Tensor:
+    """Rotate the first channels of queries or keys by their positions' angles.
+
+    t cos + rot(t) sin on the channels that `freqs` has, the others are passed on. rot(t) is
+    (-second half, first half), or (-odd, even) pairs where interleaved; computed in fp32.
+
+    Parameters
+    ----------
+    t : Tensor
+        [s, b, h, d] (sbhd), [b, s, h, d] (bshd) or [tokens, h, d] (thd); fp32, fp16 or bf16.
+    freqs : Tensor
+        [positions, 1, 1, rotated channels] angles, as `RotaryPositionEmbedding` gives them.
+    tensor_format : str, default "sbhd"
+        "sbhd", "bshd" or "thd".
+    start_positions : Tensor, optional
+        [b] int32: position of the first token of each sequence.
+    interleaved : bool, default False
+        How `freqs` was made.
+    fused : bool, default False
+        Accepted for its callers: one kernel runs in either case, with the same result.
+    cu_seqlens : Tensor, optional
+        [b + 1] int32: first token of each sequence (thd).
+    cp_size, cp_rank : int
+        Context parallelism: not there yet, only the defaults are accepted.
+
+    Returns
+    -------
+    Tensor
+        Shape and dtype of `t`.
+
+    Raises
+    ------
+    ValueError
+        Shapes or arguments that do not go together.
+    NotImplementedError
+        For `cp_size` above 1, and for `freqs` that require gradients.
+    """
+    del fused, cp_rank
+    if cp_size > 1:
+        raise NotImplementedError(f"apply_rotary_pos_emb: cp_size={cp_size}")
+    _check(t, freqs, tensor_format, cu_seqlens)
+    if tensor_format != "thd":
+        cu_seqlens = None
+    angles = freqs.reshape(freqs.shape[0], freqs.shape[3]).to(t.device, torch.float32)
+    call = _RopeCall(tensor_format == "sbhd", interleaved, torch.compiler.is_compiling())
+    return run_call(call, t, angles, cu_seqlens, start_positions)

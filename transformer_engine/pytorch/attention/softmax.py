@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Differentiable softmax of attention scores: scale, mask, window, bias and dropout in one pass."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.pytorch import ops
+from transformer_engine.pytorch.function import run_call
+from transformer_engine.pytorch.random import draw_pair
+
+__all__ = ["scaled_softmax"]
+
+
+class _Settings(NamedTuple):
+    """Numbers of one softmax, in the order of the operator's arguments.
+
+    Attributes
+    ----------
+    scale : float
+        Factor of the scores.
+    dropout : float
+        Probability that a probability is dropped.
+    left, right : int
+        Keys before and after the diagonal that are attended; negative: no limit.
+    diagonal : int
+        Key on the diagonal of query 0.
+    """
+
+    scale: float
+    dropout: float
+    left: int
+    right: int
+    diagonal: Any  # int, or SymInt in a graph that is being traced
+
+
+def _forward(
+    scores: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    rng: Tensor | None,
+    scale: float,
+    dropout: float,
+    left: int,
+    right: int,
+    diagonal: int,
+) -> tuple[Tensor, Tensor | None]:
+    output = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    probabilities = None if rng is None else torch.empty_like(output)
+    _core.softmax(
+        scores,
+        output,
+        mask=mask,
+        bias=bias,
+        probabilities=probabilities,
+        rng=rng,
+        scale=scale,
+        dropout=dropout,
+        window_left=left,
+        window_right=right,
+        diagonal=diagonal,
+    )
+    return output, probabilities
+
+
+def _forward_op(scores: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    output, probabilities = _forward(scores, *arguments)
+    return output, scores.new_empty(0) if probabilities is None else probabilities
+
+
+def _forward_fake(
+    scores: Tensor, mask: Tensor | None, bias: Tensor | None, rng: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor]:
+    del mask, bias
+    output = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    return output, scores.new_empty(0) if rng is None else torch.empty_like(output)
+
+
+def _backward(
+    grad: Tensor, probabilities: Tensor, rng: Tensor | None, scale: float, dropout: float
+) -> Tensor:
+    if grad.stride(-1) != 1:
+        grad = grad.contiguous()
+    grad_input = torch.empty_like(probabilities)
+    _core.softmax_backward(grad, probabilities, grad_input, rng=rng, scale=scale, dropout=dropout)
+    return grad_input
+
+
+ops.define(
+    "softmax(Tensor scores, Tensor? mask, Tensor? bias, Tensor? rng, float scale, float dropout, "
+    "int left, int right, SymInt diagonal) -> (Tensor, Tensor)",
+    _forward_op,
+    _forward_fake,
+)
+ops.define(
+    "softmax_backward(Tensor grad, Tensor probabilities, Tensor? rng, float scale, float dropout) "
+    "-> Tensor",
+    _backward,
+    lambda grad, probabilities, *_: torch.empty_like(probabilities),
+)
+
+
+class _SoftmaxCall:
+    """One call of `scaled_softmax` (see `function.Call`).
+
+    Attributes
+    ----------
+    settings : _Settings
+        Its numbers.
+    bias_shape, bias_dtype
+        Of the gradient of the bias; None: none is wanted.
+    traced : bool
+        A graph is being traced: run behind torch operators.
+    """
+
+    __slots__ = ("bias_dtype", "bias_shape", "settings", "traced")
+
+    def __init__(self, settings: _Settings, bias: Tensor | None, traced: bool) -> None:
+        self.settings = settings
+        wanted = bias is not None and bias.requires_grad
+        self.bias_shape = bias.shape if wanted else None
+        self.bias_dtype = bias.dtype if wanted else None
+        self.traced = traced
+
+    def run_forward(self, tensors: tuple) -> tuple[Tensor, tuple]:
+        """Run the forward over (scores, mask or None, bias or None, pair or None)."""
+        scores, mask, bias, rng = tensors
+        run = torch.ops.transformer_engine.softmax if self.traced else _forward
+        output, probabilities = run(scores, mask, bias, rng, *self.settings)
+        return output, (output,) if rng is None else (probabilities, rng)
+
+    def run_backward(self, grads: tuple, saved: tuple) -> tuple[Tensor | None, ...]:
+        """Run the backward: None, then the gradients of (scores, mask, bias, pair)."""
+        (grad,) = grads
+        probabilities, *rng = saved
+        scale, dropout = self.settings[:2]
+        pair = rng[0] if rng else None
+        run = torch.ops.transformer_engine.softmax_backward if self.traced else _backward
+        if self.bias_shape is None:
+            return None, run(grad, probabilities, pair, scale, dropout), None, None, None
+        grad_bias = run(grad, probabilities, pair, 1.0, dropout)  # the bias is added after scaling
+        grad_scores = grad_bias if scale == 1.0 else grad_bias * scale
+        grad_bias = grad_bias.sum_to_size(self.bias_shape).to(self.bias_dtype)
+        return None, grad_scores, None, grad_bias, None
+
+
+def scaled_softmax(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    dropout: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+    diagonal: int = 0,
+) -> Tensor:
+    """Softmax over the keys of scale * scores + bias, with dropout, in fp32.
+
+    Query i attends the keys i + diagonal - window[0] .. i + diagonal + window[1] that `mask`
+    leaves. A query that attends none has probabilities of 0.
+
+    Parameters
+    ----------
+    scores : Tensor
+        [batch, heads, queries, keys] fp32, fp16 or bf16, unit last stride.
+    mask : Tensor, optional
+        bool, True: masked out; each dim 1 or that of `scores`.
+    bias : Tensor, optional
+        fp32, fp16 or bf16; each dim 1 or that of `scores`. Differentiable.
+    scale : float, default 1
+        Factor of the scores.
+    dropout : float, default 0
+        Probability that a probability is dropped.
+    window : tuple of int
+        Keys to the left and to the right of the diagonal; negative: no limit on that side. (-1, 0)
+        is causal.
+    diagonal : int, default 0
+        The key on the diagonal of query 0: 0, or keys - queries for the bottom right corner.
+
+    Returns
+    -------
+    Tensor
+        Shape and dtype of `scores`.
+    """
+    traced = torch.compiler.is_compiling()
+    if scores.stride(-1) != 1:
+        scores = scores.contiguous()
+    call = _SoftmaxCall(_Settings(scale, dropout, *window, diagonal), bias, traced)
+    rng = draw_pair(scores) if dropout > 0.0 else None
+    return run_call(call, scores, mask, bias, rng)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in three steps on the library's own softmax: every mask, window and bias."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.attention.softmax import scaled_softmax
+
+__all__ = ["Limits", "attend"]
+
+
+class Limits(NamedTuple):
+    """What a query may attend.
+
+    Attributes
+    ----------
+    mask : Tensor or None
+        bool, True: masked out; each dim 1 or that of [batch, heads, queries, keys].
+    bias : Tensor or None
+        Added to the scaled scores; each dim 1 or that of the scores.
+    window : tuple of int
+        (left, right) of the diagonal; negative: no limit.
+    diagonal : int
+        Key on the diagonal of query 0.
+    """
+
+    mask: Tensor | None
+    bias: Tensor | None
+    window: tuple[int, int]
+    diagonal: Any
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, limits: Limits, scale: float, dropout: float
+) -> Tensor:
+    """Softmax(scale * query key^T + bias) value, with dropout of the probabilities.
+
+    Heads that share keys and values are folded into the queries of one product, so keys and values
+    are not repeated. The product is scaled before it is rounded: fp16 scores do not overflow for
+    being unscaled.
+
+    Parameters
+    ----------
+    query : Tensor
+        [batch, heads, queries, channels].
+    key, value : Tensor
+        [batch, groups, keys, channels], [batch, groups, keys, channels of values].
+    limits : Limits
+        What a query may attend.
+    scale : float
+        Factor of the scores.
+    dropout : float
+        Probability that a probability is dropped.
+
+    Returns
+    -------
+    Tensor
+        [batch, heads, queries, channels of values], contiguous.
+    """
+    batch, heads, queries, channels = query.shape
+    groups, keys = key.shape[1], key.shape[2]
+    folded = heads // groups * queries
+    scores = torch.baddbmm(
+        query.new_empty(1),  # times 0: not read
+        query.reshape(batch * groups, folded, channels),
+        key.reshape(batch * groups, keys, channels).transpose(1, 2),
+        beta=0,
+        alpha=scale,
+    )
+    probabilities = scaled_softmax(
+        scores.view(batch, heads, queries, keys),
+        limits.mask,
+        limits.bias,
+        dropout=dropout,
+        window=limits.window,
+        diagonal=limits.diagonal,
+    )
+    values = value.reshape(batch * groups, keys, value.shape[3])
+    out = torch.bmm(probabilities.view(batch * groups, folded, keys), values)
+    return out.view(batch, heads, queries, value.shape[3])

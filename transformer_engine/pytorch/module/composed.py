@@ -1,0 +1,622 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the modules around linear layers share: how a call finds its plans, and runs them."""
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.pytorch import ops, scaling
+from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.pytorch.function import apply_plainly, run_call
+from transformer_engine.pytorch.module.base import Fp8Module, Region
+from transformer_engine.pytorch.module.call import Deferred, ModuleCall, main_grad_of
+from transformer_engine.pytorch.module.repeat import Repeat, repeated_call
+from transformer_engine.pytorch.module.weight_cache import WeightCache
+from transformer_engine.pytorch.plans import (
+    ACCUMULATE,
+    ALLOW_TF32,
+    BIAS,
+    CACHE_READ,
+    CACHE_WRITE,
+    DEFER,
+    DGRAD,
+    GRAD_BETA,
+    GRAD_GAMMA,
+    HIGH_PRECISION,
+    NO_AMAX,
+    OVERWRITE,
+    RETURN_NORM,
+    SAVE_INPUT,
+    WGRAD,
+    ZERO_CENTERED,
+    Activation,
+    CallPlans,
+    CallSpec,
+    LinearSpec,
+    Norm,
+    Quantization,
+    call_plans,
+    flags_of,
+)
+from transformer_engine.pytorch.staged import StageBuffers, external_bits
+from transformer_engine.pytorch.state import RegionState, current_state
+
+__all__ = ["CallTensors", "ComposedModule", "PartTensors", "add_grad"]
+
+DEVICES = ("cpu", "cuda")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_SETTINGS = (
+    "activation_spec",
+    "apply_bias",
+    "checkpoint",
+    "delay_wgrad_compute",
+    "eps",
+    "fuse_wgrad_accumulation",
+    "return_layernorm_output",
+    "save_original_input",
+    "zero_centered_gamma",
+)
+"""Attributes that decide which plans a call runs and that users set after construction."""
+
+
+_SHOWN = (
+    "zero_centered_gamma",
+    "return_layernorm_output",
+    "return_bias",
+    "fuse_wgrad_accumulation",
+    "delay_wgrad_compute",
+    "save_original_input",
+)
+
+
+class PartTensors(NamedTuple):
+    """What one linear layer of a call computes with.
+
+    Attributes
+    ----------
+    weight : Tensor
+        [out_features, in_features].
+    bias : Tensor or None
+        [out_features]; None where the layer adds none.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class CallTensors(NamedTuple):
+    """The tensors of a call.
+
+    Attributes
+    ----------
+    input : Tensor
+        [..., features].
+    norm : tuple of Tensor or None
+        (gamma, beta or None) of the norm before the first layer; None without a norm.
+    parts : tuple of PartTensors
+        The linear layers.
+    output_dtype : torch.dtype
+        Of the result.
+    """
+
+    input: Tensor
+    norm: tuple[Tensor, Tensor | None] | None
+    parts: tuple[PartTensors, ...]
+    output_dtype: torch.dtype
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """Return them in the order of ``CallPlans.tensors``."""
+        first = (self.input,) if self.norm is None else (self.input, *self.norm)
+        return first + tuple(tensor for part in self.parts for tensor in part)
+
+
+class _BoundState(NamedTuple):
+    """What a call quantizes with, and the flags that follow for each part."""
+
+    quantization: Quantization
+    flags: tuple[int, ...]
+    slots: scaling.Slots | None
+    scales: Tensor | None
+    caches: tuple
+
+
+class ComposedModule(Fp8Module):
+    """Base of modules made of linear layers, with a norm before them or an activation between.
+
+    The subclass calls `_begin` before it makes its parameters, and gives the tensors of a call.
+    """
+
+    PARTS: tuple[str, ...] = ("",)
+    """Prefix of the attribute names of each linear layer's weight and bias."""
+    NORM: int | None = None
+    """``_core.NORM_*`` of the norm before the first layer."""
+    activation_spec: Activation | None = None
+    """The activation between two layers."""
+    checkpoint = False
+    """The backward repeats the forward up to the last layer."""
+    zero_centered_gamma = False
+    return_layernorm_output = False
+    save_original_input = False
+    eps = 0.0
+
+    def _begin(self, fuse_wgrad_accumulation: bool, delay_wgrad_compute: bool) -> None:
+        """Set what every instance has."""
+        self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
+        self.delay_wgrad_compute = bool(delay_wgrad_compute)
+        self._wgrads: deque = deque()
+        self._plans: dict[tuple, CallPlans] = {}
+        self._weight_caches: tuple = (None,) * len(self.PARTS)
+        self._stages: dict[str, Callable] | None = None
+        self._external = (0,) * len(self.PARTS)
+        self._last: Repeat | None = None
+
+    # ---- what a subclass says ------------------------------------------------------------------
+
+    @abstractmethod
+    def _sizes(self) -> tuple[tuple[int, int], ...]:
+        """(in_features, out_features) of each part."""
+
+    @abstractmethod
+    def _part_tensors(self) -> tuple[PartTensors, ...]:
+        """Weight and bias of each part, as a call reads them."""
+
+    def _norm_tensors(self) -> tuple[Tensor, Tensor | None] | None:
+        """Gamma and beta (None for RMSNorm); None without a norm."""
+        return None
+
+    @abstractmethod
+    def _parameter_names(self) -> tuple[str | None, ...]:
+        """Attribute of each tensor of a call after the input; None: it is none of its own."""
+
+    def _cache_sources(self, part: int, weight: Tensor) -> tuple[Tensor, ...]:
+        """The tensors whose values a cached weight of a part has."""
+        del part
+        return (weight,)
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a setting counts from the next call on."""
+        super().__setattr__(name, value)
+        if name in _SETTINGS:  # calls and plans were remembered under the old setting
+            self.__dict__["_last"] = None
+            self.__dict__["_plans"] = {}
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "ComposedModule":
+        """Convert or move the parameters; what was kept of the old ones goes."""
+        self._weight_caches = (None,) * len(self.PARTS)
+        self._last = None
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict:
+        """Copy and pickle without caches and pending weight gradients."""
+        state = super().__getstate__()
+        state["_plans"] = {}
+        state["_last"] = None
+        state["_weight_caches"] = (None,) * len(self.PARTS)
+        state["_wgrads"] = deque()
+        return state
+
+    def _flags_text(self) -> list[str]:
+        """Settings that differ from their defaults, for ``repr``."""
+        return [f"{name}=True" for name in _SHOWN if getattr(self, name, False)]
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def _call(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
+        """Run a call: the output, or (output, norm output)."""
+        traced = torch.compiler.is_compiling()
+        last = self._last
+        if last is not None and is_first_microbatch is None and not traced:
+            state = current_state()
+            call = repeated_call(last, self, state, inp)
+            if call is not None:
+                if last.records:
+                    out = apply_plainly(call, inp, *last.tensors)
+                else:
+                    out = call.run_forward((inp, *last.tensors))[0]
+                if call.first:
+                    state.first = False
+                return out
+        return self._long_way(inp, is_first_microbatch, traced)
+
+    def _long_way(self, inp: Tensor, is_first_microbatch: bool | None, traced: bool) -> Any:
+        """Find out what applies to a call, and run it."""
+        region = self._region(traced)
+        owners = tuple(part.weight for part in self._part_tensors())
+        tensors = self._promote(inp, region.recipe)
+        if region.state.calibrating and region.recipe is None:
+            self._calibrate_in(region.state, tensors)
+        call = self._prepare(tensors, region, is_first_microbatch, owners)
+        flat = tensors.flat()
+        if call.plans.backward:
+            out = run_call(call, *flat)
+        else:
+            out = call.run_forward(flat)[0]
+        if call.first and region.replay is None:
+            region.state.first = False
+        if call.plans.writes_cache:
+            self._keep_caches(call, tensors)
+        if region.record:
+            caches = call.caches if call.plans.cached else None
+            self._record(region, call.slots, caches, call.first)
+        if not traced:
+            self._remember(region, call, flat)
+        return out
+
+    def _keep_caches(self, call: ModuleCall, tensors: CallTensors) -> None:
+        caches = list(self._weight_caches)
+        for i, part in enumerate(call.plans.spec.parts):
+            if part.flags & CACHE_WRITE:
+                sources = self._cache_sources(i, tensors.parts[i].weight)
+                caches[i] = WeightCache.of(call.caches[i], sources, part.quantization, call.slots)
+        self._weight_caches = tuple(caches)
+
+    def _remember(self, region: Region, call: ModuleCall, flat: tuple) -> None:
+        """Keep what a later call of the same kind can start from; see `repeat`."""
+        self._last = None
+        inp, *rest = flat
+        names = self._parameter_names()
+        parameters = self._parameters
+        if (
+            call.plans.plain
+            and region.replay is None
+            and not region.record
+            and self._stages is None
+            and all(
+                t is None or (name is not None and parameters.get(name) is t)
+                for name, t in zip(names, rest, strict=True)
+            )
+            and not torch.is_autocast_enabled(inp.device.type)
+            and (  # on a GPU, whether fp32 may use TF32 can change
+                region.recipe is not None
+                or inp.dtype is not torch.float32
+                or inp.device.type == "cpu"
+            )
+        ):
+            identity = None if region.recipe is None else repr(region.recipe)
+            self._last = Repeat.of(call, inp, names, tuple(rest), identity)
+
+    def _promote(self, inp: Tensor, recipe: Any) -> CallTensors:
+        """Apply the dtype rules to the input and this module's tensors."""
+        kind = type(self).__name__
+        features = self._sizes()[0][0]
+        norm, parts = self._norm_tensors(), self._part_tensors()
+        if not isinstance(inp, Tensor):
+            raise TypeError(f"{kind}: inp: {type(inp).__name__}, expected a tensor")
+        if inp.dim() == 0 or inp.size(-1) != features:
+            raise ValueError(f"{kind}: inp: shape {tuple(inp.shape)}, expected [..., {features}]")
+        device = inp.device.type
+        if device not in DEVICES:
+            raise TypeError(
+                f"{kind}: inp is on {inp.device}, expected a tensor of the CPU or of a CUDA device"
+            )
+        if not torch.is_autocast_enabled(device):
+            dtype = inp.dtype
+            given = [t for part in parts for t in part if t is not None]
+            given += [t for t in norm or () if t is not None]
+            if any(t.dtype != dtype for t in given):
+                weight, bias = parts[0]
+                raise TypeError(
+                    f"{kind}: inp is {dtype}, weight {weight.dtype}, bias "
+                    f"{None if bias is None else bias.dtype}"
+                    + ("" if norm is None else f", layer_norm_weight {norm[0].dtype}")
+                    + ": outside torch.autocast they must be of one dtype; convert the input or "
+                    "the module"
+                )
+            return CallTensors(inp, norm, parts, dtype)
+        dtype = torch.get_autocast_dtype(device)
+        if recipe is None:
+            inp = inp.to(dtype)
+            parts = tuple(
+                PartTensors(weight.to(dtype), None if bias is None else bias.to(dtype))
+                for weight, bias in parts
+            )
+        return CallTensors(inp, norm, parts, dtype)
+
+    def _prepare(
+        self,
+        tensors: CallTensors,
+        region: Region,
+        is_first_microbatch: bool | None,
+        owners: tuple[Tensor, ...],
+    ) -> ModuleCall:
+        """Choose the plans and bind them to the state in force; `owners` are the weights."""
+        recipe = region.recipe
+        inp, parts = tensors.input, tensors.parts
+        flags, bias_grads, records = self._wanted(tensors)
+        for i, owner in enumerate(owners):
+            if flags[i] & WGRAD:
+                flags[i] |= self._wgrad_flags(
+                    owner, parts[i].weight.dtype, recipe, is_first_microbatch
+                )
+        bound = None
+        if recipe is not None:
+            bound = self._bind_state(tensors, region, is_first_microbatch)
+            flags = [f | g for f, g in zip(flags, bound.flags, strict=True)]
+        elif inp.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+            flags = [f | ALLOW_TF32 for f in flags]
+        dtypes = [inp.dtype, tensors.output_dtype]
+        dtypes.append(inp.dtype if tensors.norm is None else tensors.norm[0].dtype)
+        for (weight, bias), owner, f in zip(parts, owners, flags, strict=True):
+            into_main = f & (ACCUMULATE | OVERWRITE)
+            dtypes.append(weight.dtype)
+            dtypes.append(weight.dtype if bias is None else bias.dtype)
+            dtypes.append(owner.main_grad.dtype if into_main else weight.dtype)
+        identity = None if recipe is None else repr(recipe)
+        recompute = self.checkpoint and records
+        key = (inp.device, identity, recompute, *flags, *bias_grads, *dtypes)
+        quantization = HIGH_PRECISION if bound is None else bound.quantization
+        plans = self._plans_for(key, quantization, region.traced)
+        call = ModuleCall(plans, None if bound is None else bound.slots)
+        call.traced = region.traced
+        call.stages = self._stages
+        if bound is not None:
+            call.scales = bound.scales
+            call.caches = bound.caches
+            call.first = self._is_first(region, records or bool(region.record))
+        if any(f & (ACCUMULATE | OVERWRITE | DEFER) for f in flags):
+            call.weights = owners
+            call.queue = self._wgrads
+        return call
+
+    def _wanted(self, tensors: CallTensors) -> tuple[list[int], list[bool], bool]:
+        """(flags of each part, whether its bias has a gradient, whether anything has)."""
+        gradients = torch.is_grad_enabled()
+        before = gradients and tensors.input.requires_grad
+        first = flags_of(((DGRAD, before), (ZERO_CENTERED, self.zero_centered_gamma)))
+        if tensors.norm is not None:
+            gamma, beta = tensors.norm
+            if self.return_layernorm_output:
+                first |= RETURN_NORM
+            if gradients and gamma.requires_grad:
+                first |= GRAD_GAMMA
+                before = True
+            if gradients and beta is not None and beta.requires_grad:
+                first |= GRAD_BETA
+                before = True
+        flags, bias_grads = [], []
+        for weight, bias in tensors.parts:
+            wgrad = gradients and weight.requires_grad
+            bias_grad = gradients and bias is not None and bias.requires_grad
+            dgrad = before if flags else False
+            flags.append(flags_of(((BIAS, bias is not None), (DGRAD, dgrad), (WGRAD, wgrad))))
+            bias_grads.append(bias_grad)
+            before = before or wgrad or bias_grad
+        flags[0] |= first
+        return flags, bias_grads, before
+
+    def _bind_state(
+        self, tensors: CallTensors, region: Region, is_first_microbatch: bool | None
+    ) -> _BoundState:
+        """What an FP8 call quantizes with: the state in force, or that of the call it repeats."""
+        quantization = self._quantization_of(region.recipe, region.traced)
+        common = SAVE_INPUT if self.save_original_input else 0
+        count = len(self.PARTS)
+        replay = region.replay
+        if replay is not None:
+            common |= NO_AMAX if replay.scales is not None else 0
+            caches = replay.cache if replay.cache is not None else (None,) * count
+            flags = tuple(common | (0 if cache is None else CACHE_READ) for cache in caches)
+            return _BoundState(quantization, flags, replay.slots, replay.scales, caches)
+        slots = None
+        if region.recipe.delayed():
+            device = tensors.input.device
+            slots = self._slots_for(region.recipe, region.state.group, device, region.traced)
+        if is_first_microbatch is None:
+            return _BoundState(quantization, (common,) * count, slots, None, (None,) * count)
+        flags, caches = [], []
+        for i, part in enumerate(tensors.parts):
+            flag = self._cache_flag(i, part.weight, is_first_microbatch, quantization, slots)
+            flags.append(common | flag)
+            caches.append(self._weight_caches[i].tensors if flag & CACHE_READ else None)
+        return _BoundState(quantization, tuple(flags), slots, None, tuple(caches))
+
+    def _plans_for(self, key: tuple, quantization: Quantization, traced: bool) -> CallPlans:
+        if traced:
+            if self._stages:
+                raise NotImplementedError(
+                    f"{type(self).__name__}: override_stages under torch.compile"
+                )
+            self._ensure_plans(key, *quantization)
+        plans = self._plans.get(key)
+        return self._make_plans(key, quantization) if plans is None else plans
+
+    def _wgrad_flags(
+        self, owner: Tensor, dtype: torch.dtype, recipe: Any, is_first_microbatch: bool | None
+    ) -> int:
+        """Where the weight gradient goes; `dtype` is that of the GEMM's operands without FP8."""
+        flags = DEFER if self.delay_wgrad_compute else 0
+        if self.fuse_wgrad_accumulation:
+            main = main_grad_of(owner).dtype
+            if recipe is None and main not in (dtype, torch.float32):
+                raise TypeError(
+                    f"{type(self).__name__}: main_grad is {main}, the operands are {dtype}: "
+                    "without FP8 it must be torch.float32 or of their dtype"
+                )
+            overwrite = is_first_microbatch or getattr(owner, "overwrite_main_grad", False)
+            flags |= OVERWRITE if overwrite else ACCUMULATE
+        return flags
+
+    def _cache_flag(
+        self,
+        part: int,
+        weight: Tensor,
+        is_first_microbatch: bool,
+        quantization: Quantization,
+        slots: scaling.Slots | None,
+    ) -> int:
+        """Write the weight cache, or read it where it holds this very weight."""
+        cache = self._weight_caches[part]
+        if is_first_microbatch or cache is None:
+            return CACHE_WRITE
+        holds = cache.holds(self._cache_sources(part, weight), quantization, slots)
+        return CACHE_READ if holds else CACHE_WRITE
+
+    @ops.constant_in_graphs
+    def _ensure_plans(self, key: tuple, *quantization: Any) -> None:
+        """Make plans while a graph is traced, outside of the graph."""
+        if key not in self._plans:
+            self._make_plans(key, Quantization(*quantization))
+
+    def _make_plans(self, key: tuple, quantization: Quantization) -> CallPlans:
+        """Plans for a kind of call; see `_prepare` for the key."""
+        count = len(self.PARTS)
+        device, _, recompute = key[:3]
+        flags, bias_grads = key[3 : 3 + count], key[3 + count : 3 + 2 * count]
+        inp, out, norm_dtype, *rest = self._codes(key[3 + 2 * count :])
+        parts = []
+        for i, sizes in enumerate(self._sizes()):
+            weight, bias, grad = rest[3 * i : 3 * i + 3]
+            dtypes = (inp if i == 0 else out, weight, bias, out, grad)
+            parts.append(
+                LinearSpec(
+                    *sizes, *dtypes, quantization, flags[i], bias_grads[i], self._external[i]
+                )
+            )
+        norm = None if self.NORM is None else Norm(self.NORM, norm_dtype, self.eps)
+        prepare_device(device)
+        plans = call_plans(CallSpec(tuple(parts), norm, self.activation_spec, recompute))
+        self._plans[key] = plans
+        return plans
+
+    def _codes(self, dtypes: tuple) -> list[int]:
+        """Codes of the dtypes of a key; TypeError for what no plan takes."""
+        labels = ["inp", "output", "layer_norm_weight"]
+        for prefix in self.PARTS:
+            labels += [f"{prefix}weight", f"{prefix}bias", f"{prefix}main_grad"]
+        for label, dtype in zip(labels, dtypes, strict=True):
+            if dtype not in DTYPES:
+                raise TypeError(
+                    f"{type(self).__name__}: {label} is {dtype}, expected torch.float32, "
+                    "torch.float16 or torch.bfloat16; convert it"
+                )
+        return [_core.dtype_code(dtype) for dtype in dtypes]
+
+    # ---- calibration and inspection --------------------------------------------------------------
+
+    def _calibrate_in(self, state: RegionState, tensors: CallTensors) -> None:
+        """Record amaxes of a forward in high precision."""
+        recipe = state.recipe
+        if recipe is None or not recipe.delayed():
+            return
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(f"{type(self).__name__}: calibrating=True under torch.compile")
+        if torch._C._current_graph_task_id() != -1:
+            return  # the recompute of a forward that has recorded them
+        inp = tensors.input
+        prepare_device(inp.device)
+        slots = self._slots_for(recipe, state.group, inp.device)
+        with torch.no_grad():
+            for part, operand in enumerate(self._calibration_inputs(tensors)):
+                for offset, tensor in enumerate((operand, tensors.parts[part].weight)):
+                    slot = slots.forward_slot + 3 * part + offset
+                    _core.quantize(tensor.detach(), amax=slots.forward_history[0, slot : slot + 1])
+
+    def _calibration_inputs(self, tensors: CallTensors) -> list[Tensor]:
+        """What each part's forward GEMM would multiply, in high precision."""
+        inp = tensors.input.detach()
+        if tensors.norm is None:
+            return [inp]
+        gamma, beta = tensors.norm
+        out = torch.empty_like(inp, memory_format=torch.contiguous_format)
+        _core.norm(
+            inp,
+            kind=self.NORM,
+            output=out,
+            gamma=gamma,
+            beta=beta,
+            eps=self.eps,
+            zero_centered=self.zero_centered_gamma,
+        )
+        return [out]
+
+    def plans_of(
+        self, inp: Tensor, is_first_microbatch: bool | None = None
+    ) -> list[tuple[str, int]]:
+        """(title, plan id) of what a call would run; see `explain`. Changes no state."""
+        state = current_state()
+        recipe = state.recipe if state.enabled else None
+        owners = tuple(part.weight for part in self._part_tensors())
+        slots, loaded = self._slots, self._loaded_state
+        region = Region(state, recipe, None, [], False)
+        call = self._prepare(self._promote(inp, recipe), region, is_first_microbatch, owners)
+        self._slots, self._loaded_state = slots, loaded
+        plans = call.plans
+        titles = ("forward", plans.forward), ("backward", plans.backward), ("wgrad", plans.wgrad)
+        return [(title, plan) for title, plan in titles if plan]
+
+    def override_stages(self, **stages: Callable[[StageBuffers], Any]) -> None:
+        """Let Python functions run stages of this module's plans; none restores the built-in ones.
+
+        Parameters
+        ----------
+        **stages
+            ``f(buffers)`` by stage name (see `explain`, and `staged.StageBuffers`); it fills the
+            buffers that the stage writes. ``gemm_output`` is the forward GEMM, ``quantize_input``
+            the cast of the input, ``reduce_amax_input`` stands between measuring and casting
+            (current scaling), and so on.
+
+        Raises
+        ------
+        ValueError
+            A name is no stage.
+        """
+        self._external = external_bits(stages, self.PARTS)
+        self._stages = dict(stages) or None
+        self._plans = {}
+        self._last = None
+
+    # ---- delayed weight gradients --------------------------------------------------------------
+
+    def backward_dw(self) -> None:
+        """Compute the oldest weight gradients that a backward put off.
+
+        They are added to ``weight.grad`` (of each split weight), or to ``weight.main_grad`` with
+        `fuse_wgrad_accumulation`. Does nothing without `delay_wgrad_compute`.
+
+        Raises
+        ------
+        RuntimeError
+            No weight gradient is pending.
+        """
+        if not self.delay_wgrad_compute:
+            return
+        if not self._wgrads:
+            raise RuntimeError(
+                f"{type(self).__name__}.backward_dw: no weight gradient is pending; call it once a "
+                "backward"
+            )
+        pending: Deferred = self._wgrads[0]
+        plans = pending.plans
+        state = [main_grad_of(pending.weights[i]) for i in plans.main_grads]
+        with torch.no_grad():
+            run = (plans.wgrad, (0, 0), pending.inputs, state, pending.packed, pending.rows)
+            outputs = iter(ops.run(*run))
+            self._wgrads.popleft()  # only now: a call that raised can be made again
+            for i, part in enumerate(plans.spec.parts):
+                if not part.flags & WGRAD:
+                    continue
+                if i not in plans.main_grads:
+                    self._add_weight_grad(i, next(outputs))
+                elif hasattr(pending.weights[i], "grad_added_to_main_grad"):
+                    pending.weights[i].grad_added_to_main_grad = True
+
+    def _add_weight_grad(self, part: int, grad: Tensor) -> None:
+        """Add to the ``grad`` of a part's weight."""
+        add_grad(getattr(self, f"{self.PARTS[part]}weight"), grad)
+
+
+def add_grad(parameter: Tensor, grad: Tensor) -> None:
+    """Add to a parameter's ``grad``, as a backward does."""
+    if not parameter.requires_grad:
+        return
+    if parameter.grad is None:
+        parameter.grad = grad.to(parameter.dtype)
+    else:
+        parameter.grad.add_(grad)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The norm that `LayerNormLinear` and `LayerNormMLP` begin with: its parameters and settings."""
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from transformer_engine import _core
+from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.parameters import initialise
+
+__all__ = ["NormedModule"]
+
+NORMS = {"LayerNorm": _core.NORM_LAYERNORM, "RMSNorm": _core.NORM_RMSNORM}
+
+
+class NormedModule(ComposedModule):
+    """Base of modules that begin with a norm of their own.
+
+    Attributes
+    ----------
+    layer_norm_weight : Parameter
+        gamma, [in_features].
+    layer_norm_bias : Parameter or None
+        beta, [in_features]; None for RMSNorm.
+    """
+
+    def _set_norm(
+        self, normalization: str, eps: float, zero_centered_gamma: bool, return_output: bool
+    ) -> None:
+        """Check and keep the settings."""
+        if normalization not in NORMS:
+            raise ValueError(
+                f"{type(self).__name__}: normalization={normalization!r}, expected one of "
+                f"{', '.join(NORMS)}"
+            )
+        self.normalization = normalization
+        self.NORM = NORMS[normalization]
+        self.eps = float(eps)
+        self.zero_centered_gamma = bool(zero_centered_gamma)
+        self.return_layernorm_output = bool(return_output)
+
+    def _make_norm(self, features: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Make the parameters, without values."""
+        weight = torch.empty(features, device=device, dtype=dtype)
+        self.layer_norm_weight = Parameter(weight)
+        self.register_parameter("layer_norm_bias", None)
+        if self.NORM == _core.NORM_LAYERNORM:
+            self.layer_norm_bias = Parameter(torch.empty_like(weight))
+
+    def reset_layer_norm_parameters(self) -> None:
+        """Give gamma 1 (0 where it is zero-centred) and beta 0."""
+        fill = torch.nn.init.zeros_ if self.zero_centered_gamma else torch.nn.init.ones_
+        initialise(self, "layer_norm_weight", fill, (None, None))
+        if self.layer_norm_bias is not None:
+            initialise(self, "layer_norm_bias", torch.nn.init.zeros_, (None, None))
+
+    def _norm_tensors(self) -> tuple[Tensor, Tensor | None] | None:
+        return self.layer_norm_weight, self.layer_norm_bias

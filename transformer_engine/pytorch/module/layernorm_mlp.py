@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LayerNormMLP`: norm, linear, activation, linear in one call."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from transformer_engine import _core
+from transformer_engine.pytorch.module.composed import CallTensors, PartTensors
+from transformer_engine.pytorch.module.layernorm import NormedModule
+from transformer_engine.pytorch.module.parameters import (
+    default_device,
+    initialise,
+    positive_sizes,
+    refuse_distributed,
+)
+from transformer_engine.pytorch.plans import Activation
+
+__all__ = ["ACTIVATIONS", "LayerNormMLP"]
+
+ACTIVATIONS = _core.activation_names()
+"""Names of the activations; those that end in "glu" take two halves."""
+
+_CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
+"""Parameters of clamped_swiglu and their defaults."""
+
+
+class LayerNormMLP(NormedModule):
+    """LayerNorm or RMSNorm, a linear layer, an activation and a second linear layer.
+
+    Inside `autocast` norm and activation cast to FP8 themselves, and so do their gradients.
+
+    Parameters
+    ----------
+    hidden_size : int
+        Size of an input and an output sample.
+    ffn_hidden_size : int
+        Size between activation and second layer.
+    eps : float, default 1e-5
+        Added to the variance.
+    sequence_parallel, tp_group, tp_size, set_parallel_mode, symmetric_ar_type
+        Tensor parallelism: not there yet. `set_parallel_mode` changes nothing on one device.
+    return_bias : bool, default False
+        Return the second layer's bias and leave adding it to the caller.
+    get_rng_state_tracker : callable, optional
+        As of `Linear`.
+    init_method, output_layer_init_method : callable, optional
+        Of the first and of the second weight; as of `Linear`.
+    bias : bool, default True
+        Both layers have biases.
+    normalization : {"LayerNorm", "RMSNorm"}
+        The norm.
+    activation : str, default "gelu"
+        gelu (tanh approximation), geglu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu, swiglu,
+        glu or clamped_swiglu. A gated one doubles the outputs of the first layer: the first half is
+        activated and multiplied by the second.
+    activation_params : dict, optional
+        limit (7.0), alpha (1.702) and glu_linear_offset (1.0) of clamped_swiglu.
+    fuse_wgrad_accumulation, params_dtype, device, delay_wgrad_compute, name
+        As of `Linear`.
+    return_layernorm_output : bool, default False
+        Return the norm's output too.
+    return_layernorm_output_gathered : bool, default False
+        With sequence parallelism: not there yet.
+    seq_length, micro_batch_size : int, optional
+        Accepted for programs that pass them; nothing has to be warmed up.
+    zero_centered_gamma : bool, default False
+        The norm's factor is 1 + gamma, which begins at 0.
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
+        Communication overlap: not there yet.
+    checkpoint : bool, default False
+        Keep nothing between the input and the output; the backward repeats norm, first layer and
+        activation with the same scales. The gradients are the same, bit for bit.
+
+    Attributes
+    ----------
+    layer_norm_weight, layer_norm_bias : Parameter
+        [hidden_size]; RMSNorm has no bias.
+    fc1_weight, fc1_bias : Parameter
+        [ffn_hidden_size or twice that, hidden_size], and of the same rows.
+    fc2_weight, fc2_bias : Parameter
+        [hidden_size, ffn_hidden_size], [hidden_size].
+    """
+
+    SLOTS = (6, 4)
+    PARTS = ("fc1_", "fc2_")
+
+    def __init__(  # noqa: PLR0913 - the argument list that users know
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        return_bias: bool = False,
+        get_rng_state_tracker: Callable | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        init_method: Callable | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
+        output_layer_init_method: Callable | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        name: str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        checkpoint: bool = False,
+    ) -> None:
+        super().__init__()
+        refuse_distributed(
+            "LayerNormMLP",
+            sequence_parallel=(sequence_parallel, False),
+            tp_group=(tp_group, None),
+            tp_size=(tp_size, 1),
+            return_layernorm_output_gathered=(return_layernorm_output_gathered, False),
+            ub_overlap_ag=(ub_overlap_ag, False),
+            ub_overlap_rs=(ub_overlap_rs, False),
+            ub_overlap_rs_dgrad=(ub_overlap_rs_dgrad, False),
+            ub_bulk_dgrad=(ub_bulk_dgrad, False),
+            ub_bulk_wgrad=(ub_bulk_wgrad, False),
+            symmetric_ar_type=(symmetric_ar_type, None),
+        )
+        del seq_length, micro_batch_size, set_parallel_mode
+        positive_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        if checkpoint and delay_wgrad_compute:
+            raise NotImplementedError(
+                "LayerNormMLP: checkpoint=True with delay_wgrad_compute=True"
+            )
+        self.hidden_size = hidden_size
+        self.ffn_hidden_size = ffn_hidden_size
+        self.use_bias = bool(bias)
+        self.return_bias = bool(return_bias)
+        self.apply_bias = self.use_bias and not self.return_bias
+        self.checkpoint = bool(checkpoint)
+        self.name = name
+        self.activation = activation
+        self.activation_spec = _activation(activation, activation_params)
+        self._set_norm(normalization, eps, zero_centered_gamma, return_layernorm_output)
+        self._init_methods = (init_method, output_layer_init_method)
+        self._rng = (get_rng_state_tracker, None)
+        self._begin(fuse_wgrad_accumulation, delay_wgrad_compute)
+        device = torch.device(default_device() if device is None else device)
+        dtype = params_dtype or torch.get_default_dtype()
+        self._make_norm(hidden_size, device, dtype)
+        for prefix, (columns, rows) in zip(self.PARTS, self._sizes(), strict=True):
+            weight = torch.empty(rows, columns, device=device, dtype=dtype)
+            self.register_parameter(f"{prefix}weight", Parameter(weight))
+            empty = torch.empty(rows if self.use_bias else 0, device=device, dtype=dtype)
+            if self.use_bias:
+                self.register_parameter(f"{prefix}bias", Parameter(empty))
+            else:
+                setattr(self, f"{prefix}bias", empty)
+        if device.type != "meta":
+            self.reset_parameters()
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise the parameters; see `Linear.reset_parameters`."""
+        if defer_init:
+            return
+        self.reset_layer_norm_parameters()
+        for prefix, method in zip(self.PARTS, self._init_methods, strict=True):
+            initialise(self, f"{prefix}weight", method, self._rng)
+            if self.use_bias:
+                initialise(self, f"{prefix}bias", torch.nn.init.zeros_, self._rng)
+            elif getattr(self, f"{prefix}bias").device.type == "meta":
+                dtype = getattr(self, f"{prefix}bias").dtype
+                empty = torch.empty(0, dtype=dtype, device=default_device())
+                setattr(self, f"{prefix}bias", empty)
+
+    def extra_repr(self) -> str:
+        """Sizes and what differs from the defaults."""
+        parts = [f"hidden_size={self.hidden_size}", f"ffn_hidden_size={self.ffn_hidden_size}"]
+        parts += [self.normalization, f"eps={self.eps}", f"activation={self.activation}"]
+        parts.append(f"bias={self.use_bias}")
+        if self.checkpoint:
+            parts.append("checkpoint=True")
+        return ", ".join(parts + self._flags_text())
+
+    # ---- what a call consists of -----------------------------------------------------------------
+
+    def _sizes(self) -> tuple[tuple[int, int], ...]:
+        ffn = self.ffn_hidden_size
+        rows = 2 * ffn if _is_gated(self.activation) else ffn
+        return ((self.hidden_size, rows), (ffn, self.hidden_size))
+
+    def _part_tensors(self) -> tuple[PartTensors, ...]:
+        first = self.fc1_bias if self.use_bias else None
+        second = self.fc2_bias if self.apply_bias else None
+        return PartTensors(self.fc1_weight, first), PartTensors(self.fc2_weight, second)
+
+    def _parameter_names(self) -> tuple[str | None, ...]:
+        norm = ("layer_norm_weight", "layer_norm_bias")
+        return (*norm, "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+
+    def _calibration_inputs(self, tensors: CallTensors) -> list[Tensor]:
+        (normed,) = super()._calibration_inputs(tensors)
+        weight, bias = tensors.parts[0]
+        before = torch.nn.functional.linear(normed.to(weight.dtype), weight, bias)
+        kind, limit, alpha, offset = self.activation_spec
+        out = before.new_empty(*before.shape[:-1], self.ffn_hidden_size)
+        _core.activation(
+            before, kind=kind, output=out, limit=limit, alpha=alpha, linear_offset=offset
+        )
+        return [normed, out]
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """Apply the MLP.
+
+        Parameters
+        ----------
+        inp : Tensor
+            [..., hidden_size]; dtypes as of `Linear.forward`.
+        is_first_microbatch : bool, optional
+            As of `Linear.forward`, for both weights.
+
+        Returns
+        -------
+        Tensor or tuple of Tensor
+            [..., hidden_size]; then the second bias, not added, with `return_bias`; then the norm's
+            output [..., hidden_size] with `return_layernorm_output`.
+
+        Raises
+        ------
+        TypeError
+            dtypes or kinds of tensors that do not go together.
+        ValueError
+            The last dim is not `hidden_size`.
+        """
+        out = self._call(inp, is_first_microbatch)
+        if not (self.return_bias or self.return_layernorm_output):
+            return out
+        out, *norm_output = out if self.return_layernorm_output else (out,)
+        bias = [self.fc2_bias.to(out.dtype)] if self.return_bias else []
+        return (out, *bias, *norm_output)
+
+
+def _is_gated(activation: str) -> bool:
+    return activation.endswith("glu")
+
+
+def _activation(name: str, params: Mapping[str, float] | None) -> Activation:
+    """Read an activation and its parameters."""
+    if name not in ACTIVATIONS:
+        raise NotImplementedError(
+            f"LayerNormMLP: activation={name!r}; there are {', '.join(ACTIVATIONS)}"
+        )
+    known = _CLAMPED if name == "clamped_swiglu" else {}
+    given = dict(params or {})
+    unknown = set(given) - set(known)
+    if unknown:
+        raise ValueError(
+            f"LayerNormMLP: activation_params={given!r}: {name} takes "
+            f"{', '.join(known) or 'none'}"
+        )
+    values = {**known, **given}
+    return Activation(ACTIVATIONS.index(name), *map(float, values.values()))

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LayerNorm`, `RMSNorm` and the norm without parameters that attention may put on its heads."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from transformer_engine import _core
+from transformer_engine.pytorch import ops
+from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.pytorch.function import run_call
+from transformer_engine.pytorch.module.call import ModuleCall, PlainCall
+from transformer_engine.pytorch.module.parameters import default_device, initialise
+from transformer_engine.pytorch.plans import (
+    DGRAD,
+    GRAD_BETA,
+    GRAD_GAMMA,
+    ZERO_CENTERED,
+    CallPlans,
+    Norm,
+    flags_of,
+    norm_plans,
+)
+
+__all__ = ["L2Normalization", "LayerNorm", "RMSNorm"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class _NormModule(torch.nn.Module):
+    """Base of the norms over the last dims of a tensor."""
+
+    KIND: int
+    eps: float
+    zero_centered_gamma = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._plans: dict[tuple, CallPlans] = {}
+
+    def __getstate__(self) -> dict:
+        """Copy and pickle without plans."""
+        return {**self.__dict__, "_plans": {}}
+
+    def _run(self, inp: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
+        """Normalize the last dim of `inp`."""
+        traced = torch.compiler.is_compiling()
+        wants = (inp.requires_grad, gamma is not None and gamma.requires_grad, False)
+        if beta is not None:
+            wants = (wants[0], wants[1], beta.requires_grad)
+        if not torch.is_grad_enabled():
+            wants = (False, False, False)
+        dtype = inp.dtype if gamma is None else gamma.dtype
+        key = (inp.device, inp.dtype, dtype, inp.size(-1), wants)
+        if traced:
+            self._ensure_plans(key)
+        plans = self._plans.get(key)
+        if plans is None:
+            plans = self._make_plans(key)
+        if traced:
+            call = ModuleCall(plans, None)
+            call.traced = True
+        else:
+            call = PlainCall(plans, None)
+        if plans.backward:
+            return run_call(call, inp, gamma, beta)
+        return call.run_forward((inp, gamma, beta))[0]
+
+    @ops.constant_in_graphs
+    def _ensure_plans(self, key: tuple) -> None:
+        """Make plans while a graph is traced, outside of the graph."""
+        if key not in self._plans:
+            self._make_plans(key)
+
+    def _make_plans(self, key: tuple) -> CallPlans:
+        device, inp, gamma, features, wants = key
+        kind = type(self).__name__
+        if device.type not in ("cpu", "cuda"):
+            raise TypeError(f"{kind}: inp is on {device}, expected the CPU or a CUDA device")
+        for label, dtype in (("inp", inp), ("weight", gamma)):
+            if dtype not in _DTYPES:
+                raise TypeError(
+                    f"{kind}: {label} is {dtype}, expected torch.float32, torch.float16 or "
+                    "torch.bfloat16; convert it"
+                )
+        prepare_device(device)
+        code = _core.dtype_code(inp)
+        flags = flags_of(zip((DGRAD, GRAD_GAMMA, GRAD_BETA), wants, strict=True))
+        flags |= ZERO_CENTERED if self.zero_centered_gamma else 0
+        norm = Norm(self.KIND, _core.dtype_code(gamma), self.eps)
+        plans = self._plans[key] = norm_plans(features, norm, (code, code), flags)
+        return plans
+
+
+class _AffineNorm(_NormModule):
+    """Base of the norms with parameters."""
+
+    HAS_BIAS: bool
+
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        sm_margin: int | dict[str, int] = 0,
+    ) -> None:
+        super().__init__()
+        kind = type(self).__name__
+        if (normalized_shape is None) == (hidden_size is None):
+            raise RuntimeError(
+                f"{kind}: normalized_shape={normalized_shape!r} and hidden_size={hidden_size!r}: "
+                "give exactly one"
+            )
+        if dtype is not None and params_dtype is not None and dtype != params_dtype:
+            raise RuntimeError(f"{kind}: dtype={dtype} and params_dtype={params_dtype} differ")
+        shape = normalized_shape if hidden_size is None else hidden_size
+        self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        if not self.normalized_shape or min(self.normalized_shape) < 1:
+            raise ValueError(f"{kind}: normalized_shape={shape!r}: expected positive sizes")
+        margins = sm_margin.values() if isinstance(sm_margin, dict) else (sm_margin,)
+        if any(margins):
+            raise NotImplementedError(f"{kind}: sm_margin={sm_margin!r}")
+        self.eps = float(eps)
+        self.zero_centered_gamma = bool(zero_centered_gamma)
+        self.sequence_parallel = sequence_parallel
+        device = torch.device(default_device() if device is None else device)
+        dtype = dtype or params_dtype or torch.get_default_dtype()
+        self.weight = Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+        if self.HAS_BIAS:
+            self.bias = Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+        if device.type != "meta":
+            self.reset_parameters()
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Give gamma 1 (0 where it is zero-centred) and beta 0; see `Linear.reset_parameters`."""
+        if defer_init:
+            return
+        fill: Callable = torch.nn.init.zeros_ if self.zero_centered_gamma else torch.nn.init.ones_
+        initialise(self, "weight", fill, (None, None))
+        if self.HAS_BIAS:
+            initialise(self, "bias", torch.nn.init.zeros_, (None, None))
+        if self.sequence_parallel is not None:
+            for parameter in self.parameters():
+                parameter.sequence_parallel = self.sequence_parallel
+
+    def extra_repr(self) -> str:
+        """Shape and what differs from the defaults."""
+        text = f"{self.normalized_shape}, eps={self.eps}"
+        return text + (", zero_centered_gamma=True" if self.zero_centered_gamma else "")
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """Normalize over the last dims.
+
+        Parameters
+        ----------
+        inp : Tensor
+            [..., *normalized_shape] in fp32, fp16 or bf16.
+
+        Returns
+        -------
+        Tensor
+            Shape of `inp`, in its dtype (the dtype of `torch.autocast` inside one).
+
+        Raises
+        ------
+        ValueError
+            The last dims are not `normalized_shape`.
+        TypeError
+            dtypes or kinds of tensors that do not go together.
+        """
+        dims = len(self.normalized_shape)
+        if not isinstance(inp, Tensor):
+            raise TypeError(f"{type(self).__name__}: inp: {type(inp).__name__}, expected a tensor")
+        if tuple(inp.shape[-dims:]) != self.normalized_shape:
+            raise ValueError(
+                f"{type(self).__name__}: inp: shape {tuple(inp.shape)}, expected "
+                f"[..., {', '.join(map(str, self.normalized_shape))}]"
+            )
+        gamma, beta = self.weight, self.bias if self.HAS_BIAS else None
+        if torch.is_autocast_enabled(inp.device.type):
+            inp = inp.to(torch.get_autocast_dtype(inp.device.type))
+        elif gamma.dtype != inp.dtype:
+            raise TypeError(
+                f"{type(self).__name__}: inp is {inp.dtype}, weight {gamma.dtype}: outside "
+                "torch.autocast they must be of one dtype; convert the input or the module"
+            )
+        if dims == 1:
+            return self._run(inp, gamma, beta)
+        size = math.prod(self.normalized_shape)
+        flat = inp.reshape(*inp.shape[:-dims], size)
+        out = self._run(flat, gamma.reshape(size), None if beta is None else beta.reshape(size))
+        return out.reshape(inp.shape)
+
+
+class LayerNorm(_AffineNorm):
+    """(x - mean) / sqrt(variance + eps) * gamma + beta over the last dims, in fp32 inside.
+
+    Parameters
+    ----------
+    normalized_shape : int or iterable of int
+        The last dims.
+    eps : float, default 1e-5
+        Added to the variance.
+    sequence_parallel : bool, optional
+        Set as an attribute of the parameters, for frameworks that reduce their gradients.
+    params_dtype, hidden_size
+        Older names of `dtype` and `normalized_shape`.
+    zero_centered_gamma : bool, default False
+        The factor is 1 + gamma, which begins at 0.
+    device : torch.device or str, optional
+        Of the parameters; "cuda" where there is one, else "cpu". "meta": see `reset_parameters`.
+    dtype : torch.dtype, optional
+        Of the parameters; torch's default dtype where None.
+    sm_margin : int or dict, default 0
+        Multiprocessors to leave free: not there yet.
+
+    Attributes
+    ----------
+    weight, bias : Parameter
+        gamma and beta, of shape `normalized_shape`.
+    """
+
+    KIND = _core.NORM_LAYERNORM
+    HAS_BIAS = True
+
+
+class RMSNorm(_AffineNorm):
+    """x / sqrt(mean of squares + eps) * gamma over the last dims; parameters as of `LayerNorm`.
+
+    Attributes
+    ----------
+    weight : Parameter
+        gamma, of shape `normalized_shape`.
+    """
+
+    KIND = _core.NORM_RMSNORM
+    HAS_BIAS = False
+
+
+class L2Normalization(_NormModule):
+    """x / sqrt(sum of squares + eps) over the last dim.
+
+    Parameters
+    ----------
+    eps : float, default 1e-6
+        Added to the sum.
+    """
+
+    KIND = _core.NORM_L2
+
+    def __init__(self, eps: float = 1e-6, **options: Any) -> None:
+        super().__init__()
+        if options:
+            raise TypeError(f"L2Normalization: unknown options {sorted(options)}")
+        self.eps = float(eps)
+
+    def extra_repr(self) -> str:
+        """Return eps."""
+        return f"eps={self.eps}"
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """Normalize the last dim of [..., features]."""
+        return self._run(inp, None, None)

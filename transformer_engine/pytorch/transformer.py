@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TransformerLayer`: attention and MLP with their norms, dropouts and residuals."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.attention import masks
+from transformer_engine.pytorch.attention.dot_product_attention import refuse_group
+from transformer_engine.pytorch.attention.multi_head_attention import (
+    MultiheadAttention,
+    reset_scaling,
+)
+from transformer_engine.pytorch.dropout import bias_dropout_add
+from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
+from transformer_engine.pytorch.module.norm import LayerNorm, RMSNorm
+from transformer_engine.pytorch.module.parameters import refuse_distributed
+
+__all__ = ["TransformerLayer"]
+
+_NAME = "TransformerLayer"
+
+
+class TransformerLayer(torch.nn.Module):
+    """One layer of a Transformer.
+
+    x = x + dropout(attention(norm(x))); for a decoder x = x + dropout(cross_attention(norm(x),
+    encoder_output)); x = x + dropout(mlp(norm(x))).
+
+    Parameters
+    ----------
+    hidden_size : int
+        Features of a token.
+    ffn_hidden_size : int
+        Features inside the MLP.
+    num_attention_heads : int
+        Heads of the queries.
+    num_gqa_groups : int, optional
+        Heads of keys and values, which divide `num_attention_heads`; as many where None.
+    layernorm_epsilon : float, default 1e-5
+        Of the norms.
+    hidden_dropout : float, default 0.1
+        Probability that an element is dropped after attention and MLP, in training.
+    attention_dropout : float, default 0.1
+        Probability that an attention probability is dropped, in training.
+    init_method, output_layer_init_method : callable, optional
+        ``f(weight)`` for the projections of queries, keys and values and the first layer of the
+        MLP, and for the layers that write to the residual stream; normal with mean 0 and deviation
+        0.023 where None.
+    layer_number : int, optional
+        From 1.
+    kv_channels : int or (int, int), optional
+        Channels of a head; ``hidden_size / num_attention_heads`` where None.
+    self_attn_mask_type, window_size, bottom_right_diagonal
+        Defaults of the forward; see `DotProductAttention`.
+    enc_dec_attn_mask_type, enc_dec_bottom_right_diagonal, enc_dec_window_size
+        The same for the attention to ``encoder_output``.
+    tp_group, tp_size, sequence_parallel, ub_tp_comm_overlap
+        Tensor parallelism: not there yet, only the defaults are accepted.
+    params_dtype : torch.dtype, optional
+        dtype of the parameters; torch's default dtype where None.
+    get_rng_state_tracker : callable, optional
+        Returns a tracker whose ``fork()`` is entered while parameters and attention dropout are
+        drawn.
+    fuse_wgrad_accumulation : bool, default False
+        As of `Linear`; needs `fuse_qkv_params`.
+    seq_length, micro_batch_size : int, optional
+        Accepted for their callers: nothing is warmed up.
+    apply_residual_connection_post_layernorm : bool, default False
+        The residual is the norm's output, not its input.
+    output_layernorm : bool, default False
+        Normalize the output of the layer, not the input of its attention.
+    parallel_attention_mlp : bool, default False
+        Attention and MLP take the same input, each with a norm of its own, and are added.
+    layer_type : str, default "encoder"
+        "encoder", or "decoder": with attention to ``encoder_output``.
+    drop_path_rate : float, default 0
+        Probability that a branch is dropped for a sample of the first dim, in training.
+    set_parallel_mode : bool, default False
+        Changes nothing on one rank.
+    fuse_qkv_params, rotary_pos_interleaved, qkv_weight_interleaved, qk_norm_type, qk_norm_eps, \
+qk_norm_before_rope, softmax_type
+        As of `MultiheadAttention`.
+    zero_centered_gamma : bool, default False
+        The norms' factor is 1 + weight.
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
+        Matter only with `ub_tp_comm_overlap`.
+    bias : bool, default True
+        The linear layers have biases.
+    activation, activation_params
+        As of `LayerNormMLP`.
+    normalization : str, default "LayerNorm"
+        "LayerNorm" or "RMSNorm".
+    device : torch.device or str, optional
+        Where the parameters are made; "cuda" where there is one, else "cpu".
+    attn_input_format : str, default "sbhd"
+        "sbhd": inputs are [sequence, batch, hidden_size]; "bshd": [batch, sequence, hidden_size].
+    name : str, optional
+        Name of the module for messages.
+
+    Attributes
+    ----------
+    self_attention : MultiheadAttention
+        With the norm before it, unless `output_layernorm`.
+    inter_attention : MultiheadAttention
+        Attention to ``encoder_output``, of a decoder.
+    layernorm_mlp : LayerNormMLP
+        With the norm before it.
+    layernorm : LayerNorm or RMSNorm
+        With `output_layernorm`.
+
+    Raises
+    ------
+    ValueError
+        Options that exclude each other.
+    NotImplementedError
+        An option that is not there yet.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: Callable | None = None,
+        output_layer_init_method: Callable | None = None,
+        layer_number: int | None = None,
+        kv_channels: int | tuple[int, int] | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Callable | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        sequence_parallel: bool = False,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        rotary_pos_interleaved: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        ub_tp_comm_overlap: bool = False,
+        ub_overlap_ag: bool = True,
+        ub_overlap_rs: bool = True,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = True,
+        ub_bulk_wgrad: bool = True,
+        bias: bool = True,
+        activation: str = "gelu",
+        activation_params: dict | None = None,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        attn_input_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
+    ) -> None:
+        super().__init__()
+        del seq_length, micro_batch_size
+        del ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
+        refuse_distributed(
+            _NAME,
+            tp_group=(tp_group, None),
+            tp_size=(tp_size, 1),
+            sequence_parallel=(sequence_parallel, False),
+            ub_tp_comm_overlap=(ub_tp_comm_overlap, False),
+        )
+        if layer_type not in ("encoder", "decoder"):
+            raise ValueError(f"{_NAME}: layer_type={layer_type!r}: 'encoder' or 'decoder'")
+        if fuse_wgrad_accumulation and not fuse_qkv_params:
+            raise ValueError(f"{_NAME}: fuse_wgrad_accumulation=True needs fuse_qkv_params=True")
+        if parallel_attention_mlp:
+            for option, set_ in (
+                ("layer_type='decoder'", layer_type == "decoder"),
+                (
+                    "apply_residual_connection_post_layernorm=True",
+                    apply_residual_connection_post_layernorm,
+                ),
+                ("output_layernorm=True", output_layernorm),
+            ):
+                if set_:
+                    raise ValueError(f"{_NAME}: parallel_attention_mlp=True excludes {option}")
+        self.hidden_size = hidden_size
+        self.ffn_hidden_size = ffn_hidden_size
+        self.num_attention_heads = num_attention_heads
+        self.layer_type = layer_type
+        self.layer_number = layer_number
+        self.hidden_dropout = hidden_dropout
+        self.drop_path_rate = drop_path_rate
+        self.self_attn_mask_type = masks.mask_type(self_attn_mask_type, "self_attn_mask_type").name
+        self.enc_dec_attn_mask_type = masks.mask_type(
+            enc_dec_attn_mask_type, "enc_dec_attn_mask_type"
+        ).name
+        self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
+        self.output_layernorm = output_layernorm
+        self.parallel_attention_mlp = parallel_attention_mlp
+        self.attn_input_format = attn_input_format
+        self.name = name
+        # The bias of a layer whose output is dropped is added in the pass that drops it.
+        drops = hidden_dropout > 0.0 or drop_path_rate > 0.0
+        self._biases_returned = bool(bias and drops and not parallel_attention_mlp)
+        norm = {
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": apply_residual_connection_post_layernorm,
+        }
+        common = {
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "params_dtype": params_dtype,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "set_parallel_mode": set_parallel_mode,
+            "return_bias": self._biases_returned,
+            "bias": bias,
+            "device": device,
+        }
+        attention = {
+            "kv_channels": kv_channels,
+            "num_gqa_groups": num_gqa_groups,
+            "attention_dropout": attention_dropout,
+            "layernorm_epsilon": layernorm_epsilon,
+            "layer_number": layer_number,
+            "fuse_qkv_params": fuse_qkv_params,
+            "qkv_weight_interleaved": qkv_weight_interleaved,
+            "rotary_pos_interleaved": rotary_pos_interleaved,
+            "qkv_format": attn_input_format,
+            "qk_norm_type": qk_norm_type,
+            "qk_norm_eps": qk_norm_eps,
+            "qk_norm_before_rope": qk_norm_before_rope,
+            "softmax_type": softmax_type,
+        }
+        first = {} if output_layernorm else norm
+        self.self_attention = MultiheadAttention(
+            hidden_size,
+            num_attention_heads,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            input_layernorm=not output_layernorm,
+            **attention,
+            **common,
+            **first,
+        )
+        if layer_type == "decoder":
+            self.inter_attention = MultiheadAttention(
+                hidden_size,
+                num_attention_heads,
+                attn_mask_type=enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size,
+                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+                input_layernorm=True,
+                attention_type="cross",
+                **attention,
+                **common,
+                **norm,
+            )
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size,
+            ffn_hidden_size,
+            eps=layernorm_epsilon,
+            activation=activation,
+            activation_params=activation_params,
+            **common,
+            **norm,
+        )
+        if output_layernorm:
+            kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization]
+            self.layernorm = kind(
+                hidden_size,
+                eps=layernorm_epsilon,
+                zero_centered_gamma=zero_centered_gamma,
+                device=device,
+                dtype=params_dtype,
+            )
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Spread the layer over a group of ranks: not there yet for more than one.
+
+        Raises
+        ------
+        NotImplementedError
+            The group has more than one rank.
+        """
+        refuse_group(_NAME, "tp_group", tp_group)
+
+    def set_context_parallel_group(
+        self,
+        cp_group: Any,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """As of `DotProductAttention`."""
+        del cp_global_ranks, cp_stream, cp_comm_type
+        refuse_group(_NAME, "cp_group", cp_group)
+
+    def reset_fp8_meta_tensors(self) -> None:
+        """Start again from scale 1 and an empty history in every linear layer."""
+        reset_scaling(self)
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        self_attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        encoder_output: Tensor | None = None,
+        enc_dec_attn_mask: Any = None,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: Any = None,
+        rotary_pos_emb: Any = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+    ) -> Tensor:
+        """Apply the layer.
+
+        Parameters
+        ----------
+        hidden_states : Tensor
+            [s, b, hidden_size] (sbhd) or [b, s, hidden_size] (bshd).
+        attention_mask : Tensor, optional
+            bool, True: masked out; for padding and arbitrary mask types.
+        self_attn_mask_type, window_size, bottom_right_diagonal, enc_dec_attn_mask_type, \
+enc_dec_window_size, enc_dec_bottom_right_diagonal
+            As of the constructor, for this call.
+        encoder_output : Tensor, optional
+            What a decoder attends to; like `hidden_states`, with a sequence of its own.
+        enc_dec_attn_mask : Tensor or pair of Tensor, optional
+            Masks of that attention.
+        is_first_microbatch : bool, optional
+            As of `Linear`.
+        rotary_pos_emb : Tensor or (Tensor, Tensor), optional
+            As of `MultiheadAttention`, for the attention of the sequence to itself.
+        checkpoint_core_attention, inference_params, core_attention_bias_type, \
+core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, \
+cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs
+            As of `DotProductAttention`; the cumulative lengths are those of `hidden_states` and
+            count for the attention of the sequence to itself. A bias counts for both attentions of
+            a decoder.
+
+        Returns
+        -------
+        Tensor
+            Shape of `hidden_states`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Tensors or arguments that do not go together.
+        NotImplementedError
+            An option that is not there yet.
+        """
+        if encoder_output is not None and self.layer_type == "encoder":
+            raise ValueError(f"{_NAME}: encoder_output with layer_type='encoder'")
+        attended = self.self_attention(
+            hidden_states,
+            attention_mask,
+            None,
+            self_attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
+            is_first_microbatch,
+            checkpoint_core_attention,
+            inference_params,
+            rotary_pos_emb,
+            core_attention_bias_type,
+            core_attention_bias,
+            alibi_slopes,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            cu_seqlens_q_padded,
+            cu_seqlens_kv_padded,
+            max_seqlen_q,
+            max_seqlen_kv,
+            fast_zero_fill,
+            pad_between_seqs,
+        )
+        if self.parallel_attention_mlp:
+            branches = attended + self.layernorm_mlp(hidden_states, is_first_microbatch)
+            return self._add(branches, hidden_states, False)
+        hidden_states = self._add(attended, hidden_states, not self.output_layernorm)
+        if self.layer_type == "decoder":
+            attended = self.inter_attention(
+                hidden_states,
+                enc_dec_attn_mask,
+                encoder_output,
+                enc_dec_attn_mask_type,
+                enc_dec_window_size,
+                enc_dec_bottom_right_diagonal,
+                is_first_microbatch,
+                checkpoint_core_attention,
+                core_attention_bias_type=core_attention_bias_type,
+                core_attention_bias=core_attention_bias,
+                alibi_slopes=alibi_slopes,
+                fast_zero_fill=fast_zero_fill,
+            )
+            hidden_states = self._add(attended, hidden_states, True)
+        made = self.layernorm_mlp(hidden_states, is_first_microbatch)
+        hidden_states = self._add(made, hidden_states, True)
+        return self.layernorm(hidden_states) if self.output_layernorm else hidden_states
+
+    def _add(self, made: Any, residual: Tensor, normalizes: bool) -> Tensor:
+        """Add what a branch made to the residual stream.
+
+        Parameters
+        ----------
+        made : Tensor or tuple of Tensor
+            Output[, bias][, normalized input], as the branch returns it.
+        residual : Tensor
+            Input of the branch.
+        normalizes : bool
+            The branch has a norm.
+        """
+        bias = None
+        if type(made) is tuple:
+            if normalizes and self.apply_residual_connection_post_layernorm:
+                *made, residual = made
+            made, bias = made if self._biases_returned else (made[0], None)
+        return bias_dropout_add(
+            made, bias, residual, self.hidden_dropout, self.drop_path_rate, self.training
+        )
