@@ -34,6 +34,13 @@ from transformer_engine.pytorch.device import prepare_device
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F32 = torch.bfloat16, torch.float32
 COMPUTE_BOUND = {"gemm"}  # benchmarks/gemm.py
+ATTENTION = {  # benchmarks/kernels_attention.py
+    "softmax",
+    "softmax_backward",
+    "dropout_add",
+    "dropout_backward",
+    "rope",
+}
 SLOTS, HISTORY = 256, 1024  # of a chunk of scaling state
 
 COLUMNS = [
@@ -211,8 +218,9 @@ class Effort:
 
 
 def check_cases() -> None:
-    """Every operator of the library is measured here or in gemm.py."""
-    missing = set(_core.op_names()) - {operator for operator, _, _ in CASES} - COMPUTE_BOUND
+    """Every operator of the library is measured here, in gemm.py or in kernels_attention.py."""
+    here = {operator for operator, _, _ in CASES}
+    missing = set(_core.op_names()) - here - COMPUTE_BOUND - ATTENTION
     if missing:
         raise SystemExit(f"kernels.py has no case for the operators {sorted(missing)}")
 
@@ -231,9 +239,17 @@ def shapes(machine: Machine, given: list[str] | None) -> list[tuple[int, int]]:
 def measure(machine: Machine, case: Case, shape: tuple[int, int], effort: Effort) -> dict[str, Any]:
     """One row: a case in turns with the copy."""
     operator, label, make = case
-    first = make(Maker(*shape, machine.device))
-    calls = [first]
-    calls += [make(Maker(*shape, machine.device)) for _ in range(machine.sets(first.bytes) - 1)]
+    named = {"operator": operator, "case": label, "shape": f"{shape[0]} x {shape[1]}"}
+    return named | figures(machine, lambda: make(Maker(*shape, machine.device)), effort)
+
+
+def figures(machine: Machine, make: Callable[[], Any], effort: Effort) -> dict[str, Any]:
+    """What the calls that `make` makes reach, in turns with the copy.
+
+    A call has `run`, and `bytes` that can not be avoided.
+    """
+    first = make()
+    calls = [first, *(make() for _ in range(machine.sets(first.bytes) - 1))]
     step = rotating([call.run for call in calls])
     copy, copied = machine.copier
     warm(step, max(2 * len(calls), 3))
@@ -249,9 +265,6 @@ def measure(machine: Machine, case: Case, shape: tuple[int, int], effort: Effort
     rate, copy_rate = Figure.of(found["kernel"]), Figure.of(found["copy"])
     of_copy = ratio(found["kernel"], found["copy"])
     return {
-        "operator": operator,
-        "case": label,
-        "shape": f"{shape[0]} x {shape[1]}",
         "bytes": first.bytes,
         "sets": len(calls),
         "mib": first.bytes / 2**20,

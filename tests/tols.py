@@ -31,6 +31,11 @@ PROMOTION = 128  # products between two promotions to fp32 where accumulation is
 # the tests the mean square of gelu(x) is at least 0.3 of that of x; 1.13^2 / 0.3 < 5.
 GELU_GAIN = 5
 
+# What becomes of the mean square of an error, relative to that of the values, on the way through
+# the derivative of an activation or of a norm at normal data: both multiply each value by a number
+# of its own, about as large for errors as for values, and a norm takes two directions out.
+PASSED_ON = 4
+
 
 class Tolerance(NamedTuple):
     """One bound: a function of the number of summands, and its derivation."""
@@ -101,6 +106,20 @@ _ATTENTION = (
     "probability, its gradient, the score's gradient and the result adds eps/2 each. 12 eps/2, "
     "all in one direction: (6 eps)^2; and the fp32 sums"
 )
+_CHAIN = (
+    "norm, linear layer, activation and linear layer, or their gradients: at most 8 roundings of "
+    "eps/2 one after the other, each passed on with a gain of at most 5 (as GELU's; the gated and "
+    "the squared ones have less at normal data): 8 * 5 (eps/2)^2; and the fp32 sums likewise"
+)
+_RECAST = (
+    "to be divided by n: of n numbers that are known up to a small error, three are cast to the "
+    "neighbour of their code, where the error carries them over a boundary of rounding: off by a "
+    "quantum, at most eps of a value whose square is 4 times the mean: 3 * 4 eps^2"
+)
+_AMAX = (
+    "the largest of the numbers errs as they do: by eps/2 where they are rounded to the dtype, and "
+    "by less for their sums; twice that"
+)
 _LAYER = (
     "a residual sum of two branches, each a chain of at most 16 roundings with those of attention "
     "(norm, projection, attention, projection, GELU, dropout, or their gradients): eps/2 each and "
@@ -150,6 +169,15 @@ TOLS: dict[tuple[str, torch.dtype], Tolerance] = {
         ("layer", d): Tolerance(lambda k, e=EPS[d]: (16 * e) ** 2 + _sum(k), _LAYER)
         for d in (F32, F16, BF16)
     },
+    **{
+        ("chain", d): Tolerance(
+            lambda k, e=EPS[d]: 8 * GELU_GAIN * ((e / 2) ** 2 + _sum(k)), _CHAIN
+        )
+        for d in (F32, F16, BF16)
+    },
+    **{("recast", d): Tolerance(_constant(12 * EPS[d] ** 2), _RECAST) for d in (E4M3, E5M2)},
+    ("amax", F32): Tolerance(_constant(64 * EPS[F32]), "fp32 terms: " + _AMAX),
+    ("amax", BF16): Tolerance(_constant(EPS[BF16]), _AMAX),
     # ---- FP8 training, against the same computation without quantization ----
     **{
         ("quantize", d): Tolerance(

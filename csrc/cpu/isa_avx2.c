@@ -55,12 +55,8 @@ static void gemm_tile(int64_t k, const float *restrict a, const float *restrict 
 }
 
 const te_cpu_kernels te_cpu_kernels_avx2 = {
-    TE_CPU_ROW_KERNELS,
-    TE_CPU_LAYER_KERNELS,
-    TE_CPU_NORM_KERNELS,
-    TE_CPU_ACTIVATION_KERNELS,
-    .gemm_tile = gemm_tile,
-    .tile_rows = ROWS,
+    TE_CPU_ROW_KERNELS,        TE_CPU_LAYER_KERNELS,   TE_CPU_NORM_KERNELS,
+    TE_CPU_ACTIVATION_KERNELS, .gemm_tile = gemm_tile, .tile_rows = ROWS,
     .tile_columns = COLUMNS,
 };
 

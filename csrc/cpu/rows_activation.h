@@ -58,7 +58,7 @@ TE_CPU_INLINE float gelu_slope(float x)
 
 TE_CPU_INLINE float relu_value(float x)
 {
-    return choose(x < 0.0F, 0.0F, x);
+    return choose(x <= 0.0F, 0.0F, x); /* no -0 */
 }
 
 TE_CPU_INLINE float relu_slope(float x)

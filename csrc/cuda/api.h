@@ -41,6 +41,8 @@
     X(cuLibraryUnload)                                                                             \
     X(cuLibraryGetKernel)                                                                          \
     X(cuKernelGetFunction)                                                                         \
+    X(cuFuncGetAttribute)                                                                          \
+    X(cuFuncSetAttribute)                                                                          \
     X(cuLaunchKernelEx)
 
 /* Some of these names are macros of cuda.h that add a version; the member gets the same ending. */
@@ -73,6 +75,7 @@ struct te_cuda_state {
     CUdevice device;
     CUcontext context; /* the primary context, retained */
     int capability_major, capability_minor;
+    int shared_limit; /* bytes of shared memory of a block, static and dynamic */
     struct te_cublaslt *cublaslt;
     pthread_mutex_t lock; /* guards what follows, for writing */
     CUlibrary *libraries; /* one per image, NULL until loaded */

@@ -90,6 +90,7 @@ static te_status read_attributes(te_cuda_state *cuda)
     } wanted[] = {
         {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, &cuda->capability_major},
         {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, &cuda->capability_minor},
+        {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, &cuda->shared_limit},
     };
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
         TE_TRY(TE_CU(cuDeviceGetAttribute, wanted[i].value, wanted[i].attribute, cuda->device));
@@ -188,6 +189,11 @@ void te_cuda_restore_capture(te_cuda_relaxed *relaxed)
 int te_cuda_compute_capability(const te_cuda_state *cuda)
 {
     return cuda->capability_major * 10 + cuda->capability_minor;
+}
+
+int te_cuda_shared_limit(const te_cuda_state *cuda)
+{
+    return cuda->shared_limit;
 }
 
 /* An error (the legacy stream while another one is captured) is reported by the call that follows.

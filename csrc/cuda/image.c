@@ -99,6 +99,15 @@ static te_status resolve(te_cuda_state *cuda, int index, const char *name, CUfun
     return load_from_source(cuda, image, name, library, function);
 }
 
+/* Without this a launch may ask for 48 KiB of dynamic shared memory at most. */
+static te_status allow_shared(const te_cuda_state *cuda, CUfunction function)
+{
+    int fixed = 0;
+    TE_TRY(TE_CU(cuFuncGetAttribute, &fixed, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function));
+    return TE_CU(cuFuncSetAttribute, function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                 cuda->shared_limit - fixed);
+}
+
 static size_t first_slot(const char *name)
 {
     return (size_t)((uintptr_t)name * 0x9e3779b97f4a7c15ULL >> 40) % TE_CUDA_KERNEL_SLOTS;
@@ -147,6 +156,7 @@ te_status te_cuda_find_kernel(te_cuda_state *cuda, const char *family, const cha
     if (lookup(cuda, name, function)) goto done;
     TE_TRY_DONE(te_cuda_relax_capture(&relaxed));
     TE_TRY_DONE(resolve(cuda, index, name, function));
+    TE_TRY_DONE(allow_shared(cuda, *function));
     publish(cuda, name, *function);
 done:
     te_cuda_restore_capture(&relaxed);

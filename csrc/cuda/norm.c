@@ -1,64 +1,176 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * norm.c - host side of the norms and of their gradients.
+ * norm.c - host side of the norms.
  *
- * Forward: a kernel on rows makes the statistics and whatever is wanted row by row; where FP8 is
- * wanted transposed too, a kernel on tiles makes both forms of it with these statistics.
+ * A kernel on rows makes the statistics and whatever is wanted row by row; where FP8 is wanted
+ * transposed, a kernel on tiles makes both forms of it from these statistics, beginning with the
+ * rows that were read last.
  */
-#include "cuda/kernels/norm.h"
+#include "cuda/norm.h"
 
 #include "core/status.h"
 #include "cuda/ops.h"
 #include "cuda/tiles.h"
 
-#define NARROW_THREADS 256
+#define ROW_THREADS 256
 #define MANY_BLOCKS (1 << 20)
 
-static te_norm_factors factors_of(const te_tensor *gamma, const te_tensor *beta, uint32_t flags)
-{
-    const te_dtype dtype = te_tensor_present(gamma) ? gamma->dtype : beta->dtype;
-    return (te_norm_factors){.gamma = gamma->data,
-                             .beta = beta->data,
-                             .dtype = te_cuda_store(dtype),
-                             .aligned = (uintptr_t)gamma->data % 16 == 0 &&
-                                        (uintptr_t)beta->data % 16 == 0,
-                             .zero_centered = te_tensor_present(gamma) &&
-                                              (flags & TE_NORM_ZERO_CENTERED) != 0};
-}
+typedef enum row_plan { NARROW, WIDE, LONG, PLANS } row_plan;
 
-static float inverse_of(te_norm_kind kind, int64_t columns)
-{
-    return kind == TE_NORM_L2 ? 1.0F : 1.0F / (float)columns;
-}
-
-/* How rows are dealt out; -1: they do not fit the registers of a block. */
-typedef enum row_plan { NARROW = 0, WIDE = 1, LONG = 2 } row_plan;
-
-static row_plan plan_rows(const te_norm_params *params, te_cuda_dims *dims)
+/* How rows are dealt out to teams and blocks. */
+static row_plan plan_rows(te_norm_params *params, te_cuda_dims *dims)
 {
     /* The padding of FP8 rows is written by the threads that reach into it. */
     const int64_t width = params->to.rowwise.columns > params->input.columns
                               ? params->to.rowwise.columns
                               : params->input.columns;
     const int64_t vectors = te_ceil_div(width, 8);
+    /* As many blocks as there are partial maxima; they are read by every block, too. */
     const int64_t most = params->amax_partials != NULL || params->to.partials != NULL
                              ? TE_CAST_PARTIALS
                              : MANY_BLOCKS;
     row_plan plan = WIDE;
-    int64_t lanes = 32, threads = NARROW_THREADS, rows, blocks;
+    int64_t lanes = 32, threads = ROW_THREADS, blocks;
     if (vectors <= 32) {
         plan = NARROW;
-        for (lanes = 1; lanes < vectors; lanes *= 2) {}
+        lanes = 1;
+        while (lanes < vectors) lanes *= 2;
     } else if (vectors > (int64_t)TE_NORM_THREADS * TE_NORM_VECTORS) {
         plan = LONG;
         lanes = threads = TE_NORM_THREADS;
     } else if (vectors > lanes * TE_NORM_VECTORS) {
         lanes = threads = te_round_up(te_ceil_div(vectors, TE_NORM_VECTORS), 32);
     }
-    rows = threads / lanes * (plan == NARROW ? TE_NORM_ROWS : 1); /* of a block at a time */
-    blocks = te_ceil_div(params->input.rows, rows);
+    blocks = te_ceil_div(params->input.rows, threads / lanes * (plan == NARROW ? TE_NORM_ROWS : 1));
     if (blocks > most) blocks = most;
-    *dims = (te_cuda_dims){blocks > 0 ? (uint32_t)blocks : 1, 1, 1, (uint32_t)threads, 1, 1,
-                           (uint32_t)lanes};
+    *dims = (te_cuda_dims){blocks > 0 ? (uint32_t)blocks : 1, 1, 1, (uint32_t)threads, 1, 1, 0};
+    params->lanes = (int)lanes;
     return plan;
+}
+
+static int wants_tiles(const te_norm_args *args)
+{
+    const te_tensor *columnwise = &args->quantized.columnwise;
+    return args->quantized.mode != TE_SCALING_NONE &&
+           (te_tensor_present(columnwise) || columnwise->ndim > 0);
+}
+
+/* The kernel on tiles reads statistics, also where the caller does not want them. */
+typedef struct statistics {
+    float *mean, *rsigma;
+    size_t bytes; /* of workspace in use */
+} statistics;
+
+static statistics plan_statistics(const te_norm_args *args)
+{
+    const size_t line = (size_t)args->input.shape[0] * sizeof(float);
+    const int lacks_mean = args->kind == TE_NORM_LAYERNORM && !te_tensor_present(&args->mean);
+    statistics found = {args->mean.data, args->rsigma.data, 0};
+    if (!wants_tiles(args) || (args->flags & TE_NORM_STATISTICS_GIVEN) != 0) return found;
+    if (!te_tensor_present(&args->rsigma)) {
+        found.rsigma = args->workspace;
+        found.bytes += line;
+    }
+    if (lacks_mean) {
+        if (args->workspace != NULL) {
+            found.mean = (float *)((unsigned char *)args->workspace + found.bytes);
+        }
+        found.bytes += line;
+    }
+    return found;
+}
+
+te_status te_cuda_norm_workspace(void *self, te_context *context, const void *args_, size_t *bytes)
+{
+    (void)self, (void)context;
+    *bytes = plan_statistics(args_).bytes;
+    return TE_OK;
+}
+
+static te_cuda_tile_want want_cast(const te_norm_args *args)
+{
+    return (te_cuda_tile_want){.op = "norm",
+                               .outputs = 1,
+                               .rows = args->input.shape[0],
+                               .columns = args->input.shape[1],
+                               .to = &args->quantized,
+                               .partials = args->partials,
+                               .epsilon = args->amax_epsilon,
+                               .power_2 = args->power_2_scale};
+}
+
+/* The launch on rows; without FP8 where the tiles make it. */
+static te_cuda_call plan_row_call(const te_norm_args *args, const statistics *found,
+                                  te_norm_params *params)
+{
+    static const char *const kernels[PLANS][TE_DTYPE_COUNT] = {
+#define X(I, i)                                                                                    \
+    [NARROW][TE_DTYPE_##I] = "te_norm_narrow_" #i, [WIDE][TE_DTYPE_##I] = "te_norm_wide_" #i,      \
+    [LONG][TE_DTYPE_##I] = "te_norm_long_" #i,
+        TE_NORM_INSTANCES(X)
+#undef X
+    };
+    const te_cuda_tile_want want = want_cast(args);
+    te_cuda_call call = {.family = "norm", .params = params, .params_size = sizeof *params};
+    te_dtype dtype;
+    *params =
+        (te_norm_params){.input = te_cuda_view(&args->input),
+                         .factors = te_cuda_norm_factors(&args->gamma, &args->beta, args->flags),
+                         .mean = found->mean,
+                         .rsigma = found->rsigma,
+                         .amax_partials = args->amax_partials,
+                         .eps = args->eps,
+                         .inverse = te_cuda_norm_inverse(args->kind, args->input.shape[1]),
+                         .given = (args->flags & TE_NORM_STATISTICS_GIVEN) != 0,
+                         .centered = args->kind == TE_NORM_LAYERNORM};
+    params->input_aligned = te_cuda_aligned(&params->input, te_dtype_bytes(args->input.dtype), 16);
+    if (te_tensor_present(&args->output)) {
+        params->output = te_cuda_view(&args->output);
+        params->output_dtype = te_cuda_store(args->output.dtype);
+        params->output_aligned =
+            te_cuda_aligned(&params->output, te_dtype_bytes(args->output.dtype), 16);
+    }
+    if (!wants_tiles(args)) params->to = te_cuda_cast_target(&want, &dtype);
+    call.name = kernels[plan_rows(params, &call.dims)][args->input.dtype];
+    return call;
+}
+
+te_status te_cuda_norm(void *self, te_context *context, const void *args_, void *stream)
+{
+    static const char *const tile_kernels[TE_DTYPE_COUNT] = {
+#define X(I, i) [TE_DTYPE_##I] = "te_norm_tile_" #i,
+        TE_NORM_INSTANCES(X)
+#undef X
+    };
+    const te_norm_args *args = args_;
+    const te_cuda_tile_want want = want_cast(args);
+    const statistics found = plan_statistics(args);
+    const int given = (args->flags & TE_NORM_STATISTICS_GIVEN) != 0;
+    te_cuda_state *cuda = te_context_state(context);
+    te_norm_params rows;
+    te_norm_tile_params params = {0};
+    te_cuda_call row_call = plan_row_call(args, &found, &rows);
+    te_cuda_call call = {.family = "norm", .params = &params, .params_size = sizeof params};
+    te_cuda_tile_job job;
+    (void)self;
+    call.name = tile_kernels[args->input.dtype];
+    if (call.name == NULL) {
+        return TE_FAIL(TE_ERROR_UNSUPPORTED, "norm: %s", te_dtype_name(args->input.dtype));
+    }
+    if (!wants_tiles(args)) return te_cuda_run(cuda, &row_call, 1, stream);
+    if (found.bytes > 0 && (args->workspace == NULL || args->workspace_size < found.bytes)) {
+        return TE_FAIL(TE_ERROR_INVALID, "norm: workspace of %zu bytes, %zu are needed",
+                       args->workspace != NULL ? args->workspace_size : 0, found.bytes);
+    }
+    TE_TRY(te_cuda_plan_tile_job(&want, &params.tile, &job));
+    params.input = rows.input;
+    params.input_aligned = rows.input_aligned;
+    params.factors = rows.factors;
+    params.mean = found.mean;
+    params.rsigma = found.rsigma;
+    if (given && !te_tensor_present(&args->output) && args->amax_partials == NULL) {
+        return te_cuda_run_tile_job(cuda, &job, &call, NULL, stream);
+    }
+    params.tile.from_bottom = 1;
+    return te_cuda_run_tile_job(cuda, &job, &call, &row_call, stream);
 }

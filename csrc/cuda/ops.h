@@ -15,6 +15,9 @@ TE_OPS(X)
 
 te_status te_cuda_quantize_workspace(void *self, te_context *context, const void *args,
                                      size_t *bytes);
+te_status te_cuda_norm_workspace(void *self, te_context *context, const void *args, size_t *bytes);
+te_status te_cuda_norm_backward_workspace(void *self, te_context *context, const void *args,
+                                          size_t *bytes);
 te_status te_cuda_activation_backward_workspace(void *self, te_context *context, const void *args,
                                                 size_t *bytes);
 te_status te_cuda_dropout_backward_workspace(void *self, te_context *context, const void *args,

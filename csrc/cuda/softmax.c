@@ -156,7 +156,7 @@ te_status te_cuda_softmax_backward(void *self, te_context *context, const void *
                                          .keys = shape.keys,
                                          .scale = args->scale,
                                          .keep_factor = 1.0F};
-    te_cuda_call call = {"softmax", any[dtype], {0}, &params, sizeof params};
+    te_cuda_call call = {"softmax_backward", any[dtype], {0}, &params, sizeof params};
     (void)self;
     if (te_tensor_numel(&args->grad_output) == 0) return TE_OK;
     if (args->dropout > 0.0F) {

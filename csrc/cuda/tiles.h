@@ -47,8 +47,8 @@ size_t te_cuda_tile_workspace(const te_cuda_tile_want *want);
 te_status te_cuda_plan_tile_job(const te_cuda_tile_want *want, te_tile_params *tile,
                                 te_cuda_tile_job *job);
 
-/* Runs `before` (or nothing: NULL), then the kernel on tiles, with what clears and adds around it; the
- * grid comes from the job. */
+/* Runs `before` (or nothing: NULL), then the kernel on tiles, with what clears and adds around it;
+ * the grid comes from the job. */
 te_status te_cuda_run_tile_job(te_cuda_state *cuda, const te_cuda_tile_job *job,
                                const te_cuda_call *kernel, const te_cuda_call *before,
                                void *stream);

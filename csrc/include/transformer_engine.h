@@ -482,7 +482,8 @@ typedef struct te_dropout_backward_args {
 /* Rotary position embedding: output = t cos + rot(t) sin over the first rotary channels, the others
  * are copied. rot(t) = (-second half, first half), or (-odd, even) pairs if interleaved. cos and
  * sin of freqs[position] in fp32. The position is the index in the sequence plus the batch entry's
- * start. backward: the transposed map, for gradients. Tokens of no sequence are copied. */
+ * start. backward: the transposed map, for gradients. Tokens of no sequence are copied. A position
+ * that freqs lack is INVALID on the CPU; on a GPU no host sees it, and it gives NaN. */
 typedef struct te_rope_args {
     size_t size;
     te_tensor input;           /* [batch, sequence, heads, dim], or packed [tokens, heads, dim] with

@@ -89,7 +89,7 @@ PAIRS = [(0, 0), (-1, -1), (2**32, 2**32 - 2), (-(2**63), 2**63 - 1), (12345, 2*
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_decisions_are_those_of_philox(device, pair):
-    """Counters across 2^32 and 2^64, keys of two words, thresholds that are numbers of the stream."""
+    """Counters across 2^32 and 2^64, keys of two words; thresholds that the stream contains."""
     shape = (37, 41)
     numbers = uniforms(pair, shape[0] * shape[1])
     x = torch.ones(shape, device=device)

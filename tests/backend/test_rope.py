@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_reference import rope
 from buffers import HIGH, LAYOUTS, Poisoned, laid_out, name_of, normal, op_count
-from comparators import assert_bits, assert_grad64, assert_within
+from comparators import assert_bits, assert_grad64, assert_nmse, assert_within
 from tols import BF16, F32, tol
 
 from transformer_engine import _core
@@ -369,3 +369,25 @@ def test_counted_once(device, counters, rng):
     x = normal(rng, SHAPE, F32, device)
     _core.rope(x, x, make_freqs(rng, 32).to(device))
     assert counters() == {f"op.{device}.rope": 1} and op_count(device, "rope") == 1
+
+
+@pytest.mark.gpu
+@FLAGS
+@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
+def test_cuda_close_to_cpu(dtype, interleaved, rng):
+    x, freqs = normal(rng, (4, 40, 12, 64), dtype), make_freqs(rng, 64)
+    made = [torch.empty_like(x, device=device) for device in ("cpu", "cuda")]
+    for out in made:
+        _core.rope(x.to(out.device), out, freqs.to(out.device), interleaved=interleaved)
+    assert_nmse(made[1], made[0], 2 * tol("round", dtype) + tol("sum", F32, 2))
+
+
+@pytest.mark.gpu
+def test_cuda_gives_nan_for_positions_beyond_freqs(rng):
+    x, freqs = normal(rng, SHAPE, F32, "cuda"), make_freqs(rng, 24).to("cuda")
+    starts = torch.tensor([POSITIONS - 4, -3], dtype=torch.int32, device="cuda")
+    made = torch.empty_like(x)
+    _core.rope(x, made, freqs, start_positions=starts)
+    lacking = torch.zeros(SHAPE, dtype=torch.bool)
+    lacking[0, 4:, :, :24] = lacking[1, :3, :, :24] = True
+    assert torch.equal(made.isnan().cpu(), lacking)

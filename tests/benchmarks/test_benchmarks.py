@@ -14,7 +14,8 @@ import transformer_engine
 from transformer_engine import _core
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ("import_time", "host", "gemm", "kernels")
+BENCHMARKS = ("import_time", "host", "gemm", "kernels", "kernels_attention")
+ATTENTION = {"softmax", "softmax_backward", "dropout_add", "dropout_backward", "rope"}
 FACTS = {"date", "command", "package", "torch", "python", "device", "device_type", "processor"}
 MODES = ["torch.nn.Linear", "bf16", "delayed", "current"]
 
@@ -114,7 +115,7 @@ def test_gemm(results, device):
 
 def test_kernels(results):
     rows = only_table(results, "kernels")
-    assert {row["operator"] for row in rows} == set(_core.op_names()) - {"gemm"}
+    assert {row["operator"] for row in rows} == set(_core.op_names()) - {"gemm"} - ATTENTION
     for row in rows:
         assert positive(row, "bytes", "us", "tb_s", "limit_us", "percent_of_copy")
     sizes = {(row["operator"], row["case"]): row["bytes"] for row in rows}
@@ -123,6 +124,21 @@ def test_kernels(results):
     assert sizes["quantize", "e5m2 both, bias gradient"] == matrix * (2 + 1 + 1) + 48 * 2
     assert sizes["dequantize", "e4m3 rows"] == matrix * (1 + 2)
     assert sizes["fill", "f32"] == matrix * 4
+
+
+def test_kernels_attention(results):
+    rows = only_table(results, "kernels_attention")
+    assert {row["operator"] for row in rows} == ATTENTION
+    for row in rows:
+        assert positive(row, "bytes", "us", "tb_s", "limit_us", "percent_of_copy")
+    sizes = {(row["operator"], row["case"]): row["bytes"] for row in rows}
+    scores, matrix = 1 * 2 * 8 * 16, 8 * 16
+    assert sizes["softmax", "no mask"] == scores * (2 + 2)
+    assert sizes["softmax", "dropout and probabilities"] == scores * (2 + 2 + 2)
+    assert sizes["softmax_backward", "dropout"] == scores * (2 + 2 + 2)
+    assert sizes["dropout_add", "dropout, residual"] == matrix * (2 + 2 + 2)
+    assert sizes["dropout_backward", "f32 with bias gradient"] == matrix * (4 + 4) + 16 * 4
+    assert sizes["rope", "sbhd"] == 2 * 4 * 2 * 16 * (2 + 2) + 4 * 16 * 4
 
 
 def test_import_time(results):

@@ -210,9 +210,9 @@ static void test_activation(test_device *t)
 {
     int variant = 0;
     for (int kind = 0; kind < TE_ACTIVATION_COUNT; kind++) {
-        for (int shape = 0; shape < LAYER_SHAPES; shape++, variant += 7) {
+        for (int shape = 0; shape < LAYER_SHAPES - 1; shape++, variant += 7) {
             const activation_case c = any_activation(kind, shape, variant);
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < 2; i++) {
                 const cast_case cast = any_cast(variant + i);
                 run_activation(t, &c, &cast);
             }
@@ -227,9 +227,9 @@ static void test_activation_backward(test_device *t)
 {
     int variant = 3;
     for (int kind = 0; kind < TE_ACTIVATION_COUNT; kind++) {
-        for (int shape = 0; shape < LAYER_SHAPES; shape++, variant += 7) {
+        for (int shape = 0; shape < LAYER_SHAPES - 1; shape++, variant += 7) {
             const activation_case c = any_activation(kind, shape, variant);
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < 2; i++) {
                 const cast_case cast = any_cast(variant + i);
                 run_activation_backward(t, &c, &cast);
             }

@@ -118,7 +118,8 @@ static void check_row(test_device *t, const softmax_case *c, const double *score
 
 static void run_softmax(test_device *t, const softmax_case *c)
 {
-    const int64_t rng[2] = {(int64_t)test_random() << 32 | test_random(), test_random()};
+    const int64_t rng[2] = {(int64_t)((uint64_t)test_random() << 32 | test_random()),
+                            test_random()};
     int64_t mask_dims[4], bias_dims[4];
     some_dims(c->shape, c->mask, mask_dims);
     some_dims(c->shape, c->bias, bias_dims);

@@ -8,40 +8,10 @@
  */
 #include <pthread.h>
 
+#include "layer_twins.h"
 #include "twin.h"
 
 /* ---- cases ---- */
-
-typedef struct extent {
-    int64_t rows, columns;
-} extent;
-
-static const extent extents[] = {{0, 64},    {64, 0},   {0, 0},    {1, 1},    {1, 200},
-                                 {200, 1},   {3, 5},    {16, 16},  {64, 64},  {64, 256},
-                                 {65, 63},   {63, 65},  {100, 72}, {128, 48}, {300, 24},
-                                 {256, 256}, {7, 1030}, {520, 130}};
-#define EXTENTS ((int)(sizeof extents / sizeof *extents))
-
-static const te_dtype high[3] = {TE_DTYPE_F32, TE_DTYPE_F16, TE_DTYPE_BF16};
-static const te_dtype fp8[2] = {TE_DTYPE_E4M3, TE_DTYPE_E5M2};
-
-/* Most often what the layers make, aligned rows; else any. */
-static layout any_layout(int64_t columns, int64_t multiple)
-{
-    layout where = {0, 0};
-    if (pick(2) == 0) where.gap = (multiple - columns % multiple) % multiple + multiple * pick(2);
-    if (pick(4) == 0) where.gap += pick(5);
-    if (pick(4) == 0) where.shift = pick(9);
-    return where;
-}
-
-/* Columns of an FP8 output: padded to 16, not at all, or by more than a tile. */
-static int64_t padded(int64_t columns)
-{
-    int64_t choice = pick(4);
-    if (choice == 0) return columns;
-    return (columns + 15) / 16 * 16 + (choice == 1 ? 16 * pick(6) : 0);
-}
 
 static void quantize_case(extent size, te_dtype from, te_dtype to, int variant)
 {

@@ -6,6 +6,7 @@ Nothing of it calls the package. Tensors of attention are [batch, heads, length,
 
 import attention_reference as reference
 import torch
+from comparators import assert_nmse, nmse
 
 # ---- formats -------------------------------------------------------------------------------------
 
@@ -38,7 +39,7 @@ def make_qkv(form, sizes, dtype, device):
 
 
 def may_attend(sizes, mask=None, window=(-1, -1), diagonal=0):
-    """Bool [batch, heads, queries, keys]; a tensor as diagonal: [batch, 1, 1, 1] of each sequence."""
+    """Bool [batch, heads, queries, keys]; diagonal: a number, or a tensor of one a sequence."""
     batch, heads, queries, keys = sizes
     if not isinstance(diagonal, torch.Tensor):
         diagonal = torch.full((batch, 1, 1, 1), diagonal)
@@ -67,18 +68,19 @@ def distance(queries, keys, diagonal):
 
 
 def norm(x, weight, bias, kind, eps, zero_centered=False):
-    """LayerNorm or RMSNorm over the last dim; weight None: 1."""
+    """LayerNorm, RMSNorm or L2Normalization of the last dim; weight None: 1."""
     if kind == "LayerNorm":
         x = x - x.mean(-1, keepdim=True)
-    mean = (lambda t: t.sum(-1, keepdim=True)) if kind == "L2Normalization" else None
-    square = mean(x * x) if mean else (x * x).mean(-1, keepdim=True)
+    square = x.square().sum(-1, keepdim=True)
+    if kind != "L2Normalization":
+        square = square / x.shape[-1]
     x = x * (square + eps).rsqrt()
     if weight is not None:
         x = x * (weight + 1 if zero_centered else weight)
     return x if bias is None else x + bias
 
 
-def split_weight(rows, heads, groups, channels, interleaved):
+def split_rows(rows, heads, groups, channels, interleaved):
     """Rows (of a weight or a bias) of queries, keys and values.
 
     Interleaved: for each group its queries' rows, then its key's, then its value's.
@@ -94,21 +96,28 @@ def split_weight(rows, heads, groups, channels, interleaved):
     return [torch.cat(part) for part in parts]
 
 
-class Layer:
-    """A pre-norm encoder layer over the parameters of a `TransformerLayer`, by their names.
+class Model:
+    """A MultiheadAttention or TransformerLayer over its parameters (name to float64 tensor).
 
-    Options: heads, groups, channels (k, v), form, kind, eps, zero_centered, interleaved, and hooks
-    that a test replaces: `position` of queries and keys, `drop` of a branch's output.
+    Options: what the module was built with; and functions that a test replaces: `position` of
+    queries and keys [.., heads, channels], `drop(branch, name)` of what is added to the residual.
     """
 
-    heads, groups, form, kind, eps = 4, 4, "sbhd", "LayerNorm", 1e-5
-    zero_centered = interleaved = False
-    activation = staticmethod(lambda x: torch.nn.functional.gelu(x, approximate="tanh"))
+    heads = groups = 4
+    form, kind, eps, zero_centered, interleaved = "sbhd", "LayerNorm", 1e-5, False, False
+    channels = (8, 8)
+    bias = 0.0
+    post_residual = parallel = output_norm = False
 
     def __init__(self, parameters, **options):
         self.p = parameters
         for name, value in options.items():
+            assert hasattr(type(self), name), name
             setattr(self, name, value)
+
+    @staticmethod
+    def activation(x):
+        return torch.nn.functional.gelu(x, approximate="tanh")
 
     @staticmethod
     def position(q, k):
@@ -118,67 +127,74 @@ class Layer:
     def drop(branch, name):
         return branch
 
-    def normed(self, x, prefix):
-        bias = self.p.get(f"{prefix}.layer_norm_bias")
-        weight = self.p[f"{prefix}.layer_norm_weight"]
+    def norm(self, x, label):
+        """The norm of a module, where it has one."""
+        weight = self.p.get(f"{label}layer_norm_weight")
+        if weight is None:
+            return x
+        bias = self.p.get(f"{label}layer_norm_bias")
         return norm(x, weight, bias, self.kind, self.eps, self.zero_centered)
 
-    def linear(self, x, name, separator="."):
-        bias = self.p.get(f"{name}{separator}bias", 0.0)
-        return x @ self.p[f"{name}{separator}weight"].T + bias
+    def linear(self, x, label):
+        return x @ self.p[f"{label}weight"].T + self.p.get(f"{label}bias", 0.0)
 
-    def projections(self, x, prefix, names, source=None):
-        """Queries, keys and values (those of names) as [.., heads, channels]."""
-        heads = {"query": self.heads, "key": self.groups, "value": self.groups}
-        out = {}
-        for name in names:
-            if f"{prefix}.{name}_weight" in self.p:
-                out[name] = self.linear(x, f"{prefix}.{name}", "_")
-        if not out:
-            k, v = self.channels
-            rows = [self.p[f"{prefix}.weight"], self.p.get(f"{prefix}.bias")]
-            if names == ("query",):
-                pieces = [[rows[0]], [rows[1]]]
-            else:
-                count = self.heads if "query" in names else 0
-                pieces = [
-                    split_weight(r, count, self.groups, (k, v), self.interleaved)[-len(names) :]
-                    if r is not None
-                    else [None] * len(names)
-                    for r in rows
-                ]
-            for name, weight, bias in zip(names, *pieces, strict=True):
-                out[name] = x @ weight.T + (0.0 if bias is None else bias)
-        return [out[name].unflatten(-1, (heads[name], -1)) for name in names]
-
-    def attend(self, x, prefix, may, source=None, bias=0.0):
-        """Attention before the output projection; x is normalized."""
-        if source is None:
-            names = ("query", "key", "value")
-            label = "layernorm_qkv" if f"{prefix}.layernorm_qkv" in self.modules() else "qkv"
-            q, k, v = self.projections(x, f"{prefix}.{label}", names)
+    def projections(self, x, label, names):
+        """Queries, keys or values, as named, each [.., heads, channels]."""
+        counts = {"query": self.heads, "key": self.groups, "value": self.groups}
+        split = f"{label}{names[0]}_weight" in self.p
+        if split:
+            made = [self.linear(x, f"{label}{name}_") for name in names]
+        elif names == ("query",):
+            made = [self.linear(x, label)]
         else:
-            label = "layernorm_query" if f"{prefix}.layernorm_query" in self.modules() else "query_layer"
-            (q,) = self.projections(x, f"{prefix}.{label}", ("query",))
-            k, v = self.projections(source, f"{prefix}.key_value", ("key", "value"))
+            count = self.heads if "query" in names else 0
+            sizes = (count, self.groups, self.channels, self.interleaved)
+            weights = split_rows(self.p[f"{label}weight"], *sizes)[-len(names) :]
+            made = [x @ weight.T for weight in weights]
+            if f"{label}bias" in self.p:
+                biases = split_rows(self.p[f"{label}bias"], *sizes)[-len(names) :]
+                made = [y + bias for y, bias in zip(made, biases, strict=True)]
+        pairs = zip(names, made, strict=True)
+        return [y.unflatten(-1, (counts[name], -1)) for name, y in pairs]
+
+    def attention(self, x, may, prefix="", source=None):
+        """(output, normalized input) of a MultiheadAttention; `source`: of its keys and values."""
+        has_norm = any(".layer_norm_weight" in n for n in self.p if n.startswith(prefix))
+        if source is None:
+            label = f"{prefix}{'layernorm_qkv' if has_norm else 'qkv'}."
+            x = self.norm(x, label)
+            q, k, v = self.projections(x, label, ("query", "key", "value"))
+        else:
+            label = f"{prefix}{'layernorm_query' if has_norm else 'query_layer'}."
+            x = self.norm(x, label)
+            (q,) = self.projections(x, label, ("query",))
+            k, v = self.projections(source, f"{prefix}key_value.", ("key", "value"))
         q, k = self.position(q, k)
         q, k, v = (to_bhsd(t, self.form) for t in (q, k, v))
-        return joined(attention(q, k, v, may, bias=bias), self.form)
+        out = joined(attention(q, k, v, may, bias=self.bias), self.form)
+        return self.linear(out, f"{prefix}proj."), x
 
-    def modules(self):
-        return {name.rpartition(".")[0] for name in self.p}
+    def mlp(self, x, prefix="layernorm_mlp."):
+        """(output, normalized input) of a LayerNormMLP."""
+        x = self.norm(x, prefix)
+        out = self.activation(self.linear(x, f"{prefix}fc1_"))
+        return self.linear(out, f"{prefix}fc2_"), x
 
-    def mlp(self, x, prefix="layernorm_mlp"):
-        """MLP of a normalized input."""
-        x = self.linear(x, f"{prefix}.fc1", "_")
-        return self.linear(self.activation(x), f"{prefix}.fc2", "_")
-
-    def __call__(self, x, may):
-        normed = self.normed(x, "self_attention.layernorm_qkv")
-        branch = self.linear(self.attend(normed, "self_attention", may), "self_attention.proj")
-        x = x + self.drop(branch, "attention")
-        branch = self.mlp(self.normed(x, "layernorm_mlp"))
-        return x + self.drop(branch, "mlp")
+    def layer(self, x, may, source=None, may_source=None):
+        """Output of a TransformerLayer; `source`: output of an encoder, for a decoder."""
+        branch, normed = self.attention(x, may, "self_attention.")
+        if self.parallel:
+            return x + self.drop(branch + self.mlp(x)[0], "mlp")
+        x = (normed if self.post_residual else x) + self.drop(branch, "attention")
+        if source is not None:
+            branch, normed = self.attention(x, may_source, "inter_attention.", source)
+            x = (normed if self.post_residual else x) + self.drop(branch, "cross")
+        branch, normed = self.mlp(x)
+        x = (normed if self.post_residual else x) + self.drop(branch, "mlp")
+        if self.output_norm:
+            weight, bias = self.p["layernorm.weight"], self.p.get("layernorm.bias")
+            x = norm(x, weight, bias, self.kind, self.eps, self.zero_centered)
+        return x
 
 
 def wide(module):
@@ -187,3 +203,59 @@ def wide(module):
         name: parameter.detach().cpu().double().requires_grad_()
         for name, parameter in module.named_parameters()
     }
+
+
+def randomise(module):
+    """Other biases and norm weights than 0 and 1, so that a test sees them."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            if leaf.endswith("bias") or leaf == "layer_norm_weight" or owner.endswith("norm"):
+                parameter.add_(torch.randn(parameter.shape).to(parameter), alpha=0.3)
+            else:
+                parameter.mul_(8)
+
+
+def check(module, model, run, exact, inputs, bound):
+    """Output and gradients of a module (inputs and parameters) against its model.
+
+    Parameters
+    ----------
+    module, model : Module, Model
+        The module, and the model over `wide(module)`.
+    run : callable
+        ``run(*inputs)`` calls the module.
+    exact : callable
+        ``exact(*wide inputs)`` is the float64 output.
+    inputs : list of Tensor
+        Leaves that want gradients.
+    bound : float
+        Normalised error allowed to the output and to each gradient.
+    """
+    out = run(*inputs)
+    wide_inputs = [t.detach().cpu().double().requires_grad_() for t in inputs]
+    expected = exact(*wide_inputs)
+    assert out.dtype == inputs[0].dtype and out.shape == expected.shape
+    assert_nmse(out, expected.detach(), bound)
+    grad = torch.randn(out.shape).to(out)
+    named = dict(module.named_parameters())
+    assert named.keys() == model.p.keys()
+    grads = torch.autograd.grad(out, [*inputs, *named.values()], grad)
+    wanted = torch.autograd.grad(
+        expected, [*wide_inputs, *model.p.values()], grad.detach().cpu().double()
+    )
+    labels = [f"input {i}" for i in range(len(inputs))] + list(named)
+    groups = {}
+    for label, found, right in zip(labels, grads, wanted, strict=True):
+        assert found.shape == right.shape, label
+        # Softmax does not see a bias of all keys: its gradient is 0 but for rounding, so the biases
+        # of a projection are compared together, and those of the norms of queries and keys.
+        label = label.replace("k_norm.bias", "q_norm.bias")
+        for name in ("query", "key", "value"):
+            label = label.replace(f".{name}_bias", ".bias")
+        group = groups.setdefault(label, ([], []))
+        group[0].append(found.flatten())
+        group[1].append(right.flatten())
+    for label, (found, right) in groups.items():
+        error = nmse(torch.cat(found), torch.cat(right))
+        assert error <= bound, f"gradient of {label}: error {error:.3e} exceeds {bound:.3e}"

@@ -198,14 +198,14 @@ def sum_bound(device, dtype, depth, fast=False):
     return rounding + tol("sum_fast" if fast else "sum_split", torch.float8_e4m3fn, depth)
 
 
-def assert_same_gemm(found, expected, device, recipe, depth):
+def assert_same_gemm(found, expected, device, recipe, depth, what=""):
     """Same bits, but for cuBLASLt in high precision.
 
     It chooses its algorithm by alignment, strides and epilogue; the order of the sum goes with it.
     An FP8 GEMM always reads what quantize wrote, in one layout.
     """
     if recipe is not None or device == "cpu":
-        assert_same_bits(found, expected)
+        assert_same_bits(found, expected, what)
         return
     assert found.dtype == expected.dtype
     assert_nmse(found, expected.double(), 2 * high_precision_bound(found.dtype, depth))

@@ -112,9 +112,7 @@ def test_values_of_other_width(device, form, mask):
     window = (-1, -1) if mask == "no_mask" else (-1, 0)
     diagonal = KEYS - QUERIES if mask == "causal_bottom_right" else 0
     may = model.may_attend((BATCH, HEADS, QUERIES, KEYS), window=window, diagonal=diagonal)
-    out = check(
-        module, qkv, lambda q, k, v: model.attention(q, k, v, may), form=form, dtype=F32
-    )
+    out = check(module, qkv, lambda q, k, v: model.attention(q, k, v, may), form=form, dtype=F32)
     assert out.shape[2] == HEADS * 24
 
 
@@ -316,17 +314,23 @@ def test_checkpoint_core_attention(device, window):
     module = DotProductAttention(HEADS, CHANNELS, attention_dropout=0.3, window_size=window)
     qkv = model.make_qkv("sbhd", sizes(KEYS), F32, device)
     bias = torch.randn(1, 1, KEYS, KEYS, device=device, requires_grad=True)
-    arguments = {} if window is None else {
-        "core_attention_bias_type": "post_scale_bias",
-        "core_attention_bias": bias,
-    }
+    arguments = (
+        {}
+        if window is None
+        else {
+            "core_attention_bias_type": "post_scale_bias",
+            "core_attention_bias": bias,
+        }
+    )
     wanted = qkv if window is None else [*qkv, bias]
     seed = int(torch.randint(2**31, ()))
     results, saved = [], []
     for recompute in (False, True):
         torch.manual_seed(seed)
         kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.append(t) or t, lambda t: t
+        ):
             out = module(*qkv, checkpoint_core_attention=recompute, **arguments)
         results.append([out, *torch.autograd.grad(out.square().sum(), wanted)])
         saved.append(len(kept))

@@ -9,7 +9,13 @@ from transformer_engine.pytorch.tensors import plain_tensor
 
 _core.bind_torch(torch, plain_tensor)
 
-from transformer_engine.pytorch.autocast import (  # noqa: E402 - these use the binding
+from transformer_engine.pytorch.attention import (  # noqa: E402 - these use the binding
+    DotProductAttention,
+    MultiheadAttention,
+    RotaryPositionEmbedding,
+    apply_rotary_pos_emb,
+)
+from transformer_engine.pytorch.autocast import (  # noqa: E402
     autocast,
     fp8_autocast,
     get_default_recipe,
@@ -26,13 +32,19 @@ from transformer_engine.pytorch.module.linear import Linear  # noqa: E402
 from transformer_engine.pytorch.module.norm import LayerNorm, RMSNorm  # noqa: E402
 from transformer_engine.pytorch.recompute import checkpoint  # noqa: E402
 from transformer_engine.pytorch.scaling import reset  # noqa: E402
+from transformer_engine.pytorch.transformer import TransformerLayer  # noqa: E402
 
 __all__ = [
+    "DotProductAttention",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
     "RMSNorm",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
     "explain",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.attention import masks
-from transformer_engine.pytorch.attention.dot_product_attention import refuse_group
+from transformer_engine.pytorch.attention.arguments import refuse_group
 from transformer_engine.pytorch.attention.multi_head_attention import (
     MultiheadAttention,
     reset_scaling,

@@ -49,6 +49,24 @@ struct te_random {
         return bits >> shift;
     }
 
+    /* Decisions of a lane about its part of a row whose elements from `first` on, a multiple of 4,
+     * are dealt to the lanes of a warp in vectors of N, VECTORS to each: bits i * N .. are those of
+     * its vector i. Vectors outside of [begin, end) get no bits. A loop: the warps of a
+     * multiprocessor together have enough of these chains of products in flight. */
+    template <int N, int VECTORS>
+    __device__ __forceinline__ unsigned long long keep_lane(te_index first, unsigned limit,
+                                                            te_index begin, te_index end) const
+    {
+        unsigned long long bits = 0ULL;
+#pragma unroll 2
+        for (int i = 0; i < VECTORS; i++) {
+            const te_index at = ((te_index)(threadIdx.x & 31U) + i * 32) * N;
+            if (at < end && at + N > begin)
+                bits |= (unsigned long long)keep_aligned<N>(first + at, limit) << (i * N);
+        }
+        return bits;
+    }
+
     /* Whether one element is kept. */
     __device__ __forceinline__ bool keep_one(unsigned long long index, unsigned limit) const
     {

@@ -22,6 +22,14 @@ template <int THREADS> __device__ __forceinline__ float te_block_max(float value
     return __uint_as_float(bits);
 }
 
+/* Sum over the lanes, in the same order for each of them. */
+__device__ __forceinline__ float te_warp_sum(float value)
+{
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1) value += __shfl_xor_sync(0xffffffffU, value, step);
+    return value;
+}
+
 /* Threads that share a row: a power of two of neighbouring lanes of a warp, or whole warps. Sums
  * are made in the same order for every thread, so that all of them get the same bits. */
 enum { TE_TEAM_SCRATCH = 2 * 2 * 32 }; /* floats of a block of at most 1024 threads */

@@ -297,12 +297,12 @@ template <typename T> struct te_norm_source {
     {                                                                                              \
         norm_rows<te_##i, 1, TE_NORM_VECTORS>(p);                                                  \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_NORM_THREADS, 1)                                  \
+    extern "C" __global__ void __launch_bounds__(TE_NORM_THREADS, 1)                               \
         te_norm_long_##i(const __grid_constant__ te_norm_params p)                                 \
     {                                                                                              \
         norm_long_rows<te_##i>(p);                                                                 \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, te_##i::bytes == 4 ? 4 : 5)                               \
+    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, te_##i::bytes == 4 ? 4 : 5)      \
         te_norm_tile_##i(const __grid_constant__ te_norm_tile_params p)                            \
     {                                                                                              \
         te_tile_cast<te_norm_source<te_##i>, te_any_fp8>(p);                                       \

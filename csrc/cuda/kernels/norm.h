@@ -18,10 +18,9 @@
     X(BF16, bf16)
 
 enum {
-    TE_NORM_VECTORS = 4,   /* of 8 elements, that a thread of a wide row holds */
-    TE_NORM_ROWS = 4,      /* narrow rows that a thread holds a vector of */
-    TE_NORM_THREADS = 512, /* at most, forward: rows beyond 512 * 4 * 8 columns are read in turns */
-    TE_NORM_BACKWARD_THREADS = 512
+    TE_NORM_VECTORS = 4,  /* of 8 elements, that a thread of a wide row holds */
+    TE_NORM_ROWS = 4,     /* narrow rows that a thread holds a vector of */
+    TE_NORM_THREADS = 512 /* at most, forward: rows beyond 512 * 4 * 8 columns are read in turns */
 };
 
 /* gamma and beta; both of one dtype. */

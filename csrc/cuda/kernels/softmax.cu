@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * softmax.cu - softmax over the keys with scale, bias, mask, window and dropout, and its gradient.
+ * softmax.cu - softmax over the keys with scale, bias, mask, window and dropout.
  *
  * An aligned row of up to 2048 keys lives in the registers of one warp: it is read once, and
  * nothing but shuffles joins the lanes. Random decisions are made while the row is on its way from
@@ -10,6 +10,7 @@
  */
 #include "softmax.h"
 #include "random.cuh"
+#include "reduce.cuh"
 #include "vector.cuh"
 #include "view4.cuh"
 
@@ -37,19 +38,11 @@ static __device__ __forceinline__ float larger(float a, float b)
     return result;
 }
 
-/* Results for every lane, made in the same order in each of them. */
 static __device__ __forceinline__ float warp_largest(float value)
 {
 #pragma unroll
     for (int step = 16; step > 0; step >>= 1)
         value = larger(value, __shfl_xor_sync(WHOLE_WARP, value, step));
-    return value;
-}
-
-static __device__ __forceinline__ float warp_sum(float value)
-{
-#pragma unroll
-    for (int step = 16; step > 0; step >>= 1) value += __shfl_xor_sync(WHOLE_WARP, value, step);
     return value;
 }
 
@@ -157,22 +150,6 @@ template <int N> static __device__ __forceinline__ void drop(unsigned kept, floa
 
 /* ---- a warp per row ---- */
 
-/* Decisions of the calling lane for a row, N per vector of VECTORS; those outside of [begin, end)
- * are not made. */
-template <int N, int VECTORS>
-static __device__ __forceinline__ unsigned long long
-keep_lane(const te_random &random, te_index first, unsigned limit, te_index begin, te_index end)
-{
-    unsigned long long bits = 0ULL;
-#pragma unroll 2
-    for (int i = 0; i < VECTORS; i++) {
-        const te_index key = (te_index)(threadIdx.x & 31U) * N + i * 32 * N;
-        if (key < end && key + N > begin)
-            bits |= (unsigned long long)random.keep_aligned<N>(first + key, limit) << (i * N);
-    }
-    return bits;
-}
-
 /* Scores of N aligned keys, of which at least one lies in the window. */
 template <typename T, int N>
 static __device__ __forceinline__ float
@@ -211,7 +188,7 @@ template <int KEYS> static __device__ __forceinline__ void normalize(float large
         x[i] = exponential(x[i] - base);
         sum += x[i];
     }
-    const float factor = inverse_of(warp_sum(sum));
+    const float factor = inverse_of(te_warp_sum(sum));
 #pragma unroll
     for (int i = 0; i < KEYS; i++) x[i] *= factor;
 }
@@ -232,7 +209,7 @@ softmax_row_of_warp(const te_softmax_params &p, const softmax_row &row, const te
         if (inside<N>(row, key)) in[i].load_aligned(row.input + key * T::bytes);
     }
     if (p.rng != nullptr)
-        kept = keep_lane<N, vectors>(random, row.index * p.keys, p.drop_limit, row.first, row.end);
+        kept = random.keep_lane<N, vectors>(row.index * p.keys, p.drop_limit, row.first, row.end);
 #pragma unroll
     for (int i = 0; i < vectors; i++) {
         const te_index key = lane_key + i * 32 * N;
@@ -344,7 +321,7 @@ static __device__ __forceinline__ void join_threads(float scratch[2][ANY_WARPS],
     if ((threadIdx.x & 31U) == 0U) scratch[0][threadIdx.x >> 5] = all;
     __syncthreads();
     for (int i = 0; i < warps; i++) all = larger(all, scratch[0][i]);
-    float total = warp_sum(*sum * exponential(own - base_of(all)));
+    float total = te_warp_sum(*sum * exponential(own - base_of(all)));
     if ((threadIdx.x & 31U) == 0U) scratch[1][threadIdx.x >> 5] = total;
     __syncthreads();
     total = 0.0F;
@@ -417,163 +394,6 @@ template <typename T> static __device__ __forceinline__ void softmax_any(const t
         te_softmax_any_##i(const __grid_constant__ te_softmax_params p)                            \
     {                                                                                              \
         softmax_any<te_##i>(p);                                                                    \
-    }
-TE_SOFTMAX_ANY_INSTANCES(X)
-#undef X
-
-/* ---- backward ---- */
-
-struct backward_row {
-    unsigned char *grad_output, *probabilities, *grad_input;
-    te_index index;
-};
-
-template <typename T>
-static __device__ __forceinline__ backward_row place_row(const te_softmax_backward_params &p,
-                                                         te_index index)
-{
-    te_index head, query;
-    const te_index matrix = te_divide(index, p.queries, &query);
-    const te_index batch = te_divide(matrix, p.heads, &head);
-    return {te_line(p.grad_output, T::bytes, batch, head, query),
-            te_line(p.probabilities, T::bytes, batch, head, query),
-            te_line(p.grad_input, T::bytes, batch, head, query), index};
-}
-
-/* N gradients and probabilities. */
-template <typename T, int N> struct backward_keys {
-    te_vector<T, N> grad, probability;
-
-    /* The gradient of probability i, which dropout has kept or not. */
-    __device__ __forceinline__ float through(unsigned kept, float factor, int i) const
-    {
-        return (kept >> i & 1U) != 0U ? grad.value(i) * factor : 0.0F;
-    }
-
-    __device__ __forceinline__ float dot(unsigned kept, float factor, float sum) const
-    {
-#pragma unroll
-        for (int i = 0; i < N; i++) sum += through(kept, factor, i) * probability.value(i);
-        return sum;
-    }
-
-    __device__ __forceinline__ te_vector<T, N> result(const te_softmax_backward_params &p,
-                                                      unsigned kept, float mean) const
-    {
-        float x[N];
-        te_vector<T, N> out;
-#pragma unroll
-        for (int i = 0; i < N; i++)
-            x[i] = p.scale * (probability.value(i) * (through(kept, p.keep_factor, i) - mean));
-        out.encode(x);
-        return out;
-    }
-};
-
-template <typename T, int KEYS>
-static __device__ __forceinline__ void backward_row_of_warp(const te_softmax_backward_params &p,
-                                                            const backward_row &row,
-                                                            const te_random &random)
-{
-    constexpr int N = 16 / T::bytes, vectors = KEYS / N;
-    const te_index lane_key = (te_index)(threadIdx.x & 31U) * N;
-    unsigned long long kept = ~0ULL;
-    backward_keys<T, N> keys[vectors];
-    float mean = 0.0F;
-#pragma unroll
-    for (int i = 0; i < vectors; i++) {
-        const te_index key = lane_key + i * 32 * N;
-        keys[i].grad.clear();
-        keys[i].probability.clear();
-        if (key >= p.keys) continue;
-        keys[i].grad.load_aligned(row.grad_output + key * T::bytes);
-        keys[i].probability.load_aligned(row.probabilities + key * T::bytes);
-    }
-    if (p.rng != nullptr)
-        kept = keep_lane<N, vectors>(random, row.index * p.keys, p.drop_limit, 0, p.keys);
-#pragma unroll
-    for (int i = 0; i < vectors; i++)
-        mean = keys[i].dot((unsigned)(kept >> (i * N)), p.keep_factor, mean);
-    mean = warp_sum(mean);
-#pragma unroll
-    for (int i = 0; i < vectors; i++) {
-        const te_index key = lane_key + i * 32 * N;
-        if (key >= p.keys) break;
-        keys[i]
-            .result(p, (unsigned)(kept >> (i * N)), mean)
-            .store_aligned(row.grad_input + key * T::bytes);
-    }
-}
-
-template <typename T, int KEYS>
-static __device__ __forceinline__ void backward(const te_softmax_backward_params &p)
-{
-    const te_random random(p.rng);
-    const te_index step = (te_index)gridDim.x * TE_SOFTMAX_WARPS;
-    for (te_index index = (te_index)blockIdx.x * TE_SOFTMAX_WARPS + (threadIdx.x >> 5);
-         index < p.rows; index += step)
-        backward_row_of_warp<T, KEYS>(p, place_row<T>(p, index), random);
-}
-
-/* Two operands of KEYS elements of the dtype stay in registers. */
-#define X(I, i, KEYS)                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_SOFTMAX_WARPS * 32,                            \
-                                                 512 / (KEYS * te_##i::bytes + 32))                \
-        te_softmax_backward_##i##_##KEYS(const __grid_constant__ te_softmax_backward_params p)     \
-    {                                                                                              \
-        backward<te_##i, KEYS>(p);                                                                 \
-    }
-TE_SOFTMAX_INSTANCES(X)
-#undef X
-
-/* One thread's keys from `key` on: which dropout keeps, and both operands. */
-template <typename T, int N>
-static __device__ __forceinline__ unsigned
-load_keys(const te_softmax_backward_params &p, const backward_row &row, const te_random &random,
-          te_index key, backward_keys<T, N> &keys)
-{
-    const te_index left = p.keys - key;
-    keys.grad.load(row.grad_output + key * T::bytes, p.grad_output_aligned != 0, left);
-    keys.probability.load(row.probabilities + key * T::bytes, p.probabilities_aligned != 0, left);
-    return p.rng != nullptr ? random.keep<N>(row.index * p.keys + key, p.drop_limit) : ~0U;
-}
-
-template <typename T>
-static __device__ __forceinline__ void backward_any(const te_softmax_backward_params &p)
-{
-    constexpr int N = 16 / T::bytes;
-    const te_index start = (te_index)threadIdx.x * N, step = (te_index)blockDim.x * N;
-    const te_random random(p.rng);
-    __shared__ float scratch[ANY_WARPS];
-    for (te_index index = blockIdx.x; index < p.rows; index += gridDim.x) {
-        const backward_row row = place_row<T>(p, index);
-        backward_keys<T, N> keys;
-        float mean = 0.0F;
-#pragma unroll 1
-        for (te_index key = start; key < p.keys; key += step) {
-            const unsigned kept = load_keys<T, N>(p, row, random, key, keys);
-            mean = keys.dot(kept, p.keep_factor, mean);
-        }
-        mean = warp_sum(mean);
-        if ((threadIdx.x & 31U) == 0U) scratch[threadIdx.x >> 5] = mean;
-        __syncthreads();
-        mean = 0.0F;
-        for (int i = 0; i < (int)blockDim.x >> 5; i++) mean += scratch[i];
-#pragma unroll 1
-        for (te_index key = start; key < p.keys; key += step) {
-            const unsigned kept = load_keys<T, N>(p, row, random, key, keys);
-            keys.result(p, kept, mean)
-                .store(row.grad_input + key * T::bytes, p.grad_input_aligned != 0, p.keys - key);
-        }
-        __syncthreads();
-    }
-}
-
-#define X(I, i)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(TE_SOFTMAX_ANY_THREADS)                           \
-        te_softmax_backward_any_##i(const __grid_constant__ te_softmax_backward_params p)          \
-    {                                                                                              \
-        backward_any<te_##i>(p);                                                                   \
     }
 TE_SOFTMAX_ANY_INSTANCES(X)
 #undef X

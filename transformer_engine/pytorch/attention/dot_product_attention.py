@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.attention import masks, sdpa, unfused
+from transformer_engine.pytorch.attention.arguments import (
+    check_biases,
+    check_format,
+    refuse_fp8,
+    refuse_group,
+    unpack,
+)
 from transformer_engine.pytorch.attention.backends import (
     BIAS_TYPES,
     Choice,
@@ -21,25 +28,11 @@ from transformer_engine.pytorch.module.parameters import refuse_distributed
 from transformer_engine.pytorch.recompute import checkpoint
 from transformer_engine.pytorch.state import current_state
 
-__all__ = ["DotProductAttention", "refuse_group"]
+__all__ = ["DotProductAttention"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
 _NAME = "DotProductAttention"
-
-
-def refuse_group(module: str, argument: str, group: Any) -> None:
-    """Raise for a process group of more than one rank, or a list that has one.
-
-    Raises
-    ------
-    NotImplementedError
-        Work would have to be spread over it.
-    """
-    for each in group if isinstance(group, list | tuple) else (group,):
-        if each is not None and torch.distributed.get_world_size(each) > 1:
-            size = torch.distributed.get_world_size(each)
-            raise NotImplementedError(f"{module}: {argument} of {size} ranks")
 
 
 class _Decision(NamedTuple):
@@ -164,7 +157,7 @@ class DotProductAttention(torch.nn.Module):
             raise ValueError(f"{_NAME}: attention_type={attention_type!r}: 'self' or 'cross'")
         if layer_number is not None and layer_number < 1:
             raise ValueError(f"{_NAME}: layer_number={layer_number}: counts from 1")
-        _check_format(qkv_format)
+        check_format(qkv_format)
         channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = groups
@@ -341,12 +334,12 @@ score_mod_tensors, score_mod_bprop_tensors
             )
         if qkv_layer is not None or kv_layer is not None:
             given = (query_layer, key_layer, value_layer)
-            query_layer, key_layer, value_layer = _unpack(
+            query_layer, key_layer, value_layer = unpack(
                 given, qkv_layer, kv_layer, qkv_interleave_dim
             )
         state = current_state()
         if state.enabled:
-            _refuse_fp8(state.recipe)
+            refuse_fp8(state.recipe)
         traced = torch.compiler.is_compiling()
         form = self.qkv_format if qkv_format is None else qkv_format
         shape = self._check(query_layer, key_layer, value_layer, form)
@@ -377,11 +370,17 @@ score_mod_tensors, score_mod_bprop_tensors
         if decision.kernel is not None:
             limits = None
             if core_attention_bias is not None or alibi_slopes is not None:
-                self._refuse_biases(core_attention_bias_type, core_attention_bias, alibi_slopes)
+                check_biases(
+                    core_attention_bias_type,
+                    core_attention_bias,
+                    alibi_slopes,
+                    self.num_attention_heads,
+                )
         else:
             lengths = (cu_seqlens_q, cu_seqlens_kv)
-            limits = self._limits(decision, attention_mask, lengths, shape)
-            bias = self._bias(decision, limits, core_attention_bias, alibi_slopes, shape, query)
+            limits, diagonal = self._limits(decision, attention_mask, lengths, shape)
+            biases = (core_attention_bias, alibi_slopes)
+            bias = self._bias(decision, biases, diagonal, shape, query.device)
             limits = limits._replace(bias=bias)
         if self._get_tracker is not None or checkpoint_core_attention:
             out = self._attend_specially(
@@ -447,7 +446,7 @@ score_mod_tensors, score_mod_bprop_tensors
         if form == "sbhd":
             s, b = 0, 1
         else:
-            _check_format(form)
+            check_format(form)
             s, b = 1, 0
         if (
             len(of_query) != 4
@@ -515,16 +514,17 @@ score_mod_tensors, score_mod_bprop_tensors
 
     def _limits(
         self, decision: _Decision, mask: Any, lengths: tuple, shape: tuple[int, int, int]
-    ) -> unfused.Limits:
-        """Mask, window and diagonal for the unfused backend."""
+    ) -> tuple[unfused.Limits, Any]:
+        """Mask and window for the unfused backend, and the diagonal: one, or one a sequence."""
         batch, queries, keys = shape
         window = decision.window
         diagonal: Any = keys - queries if decision.bottom_right else 0
         if decision.kind.name == "arbitrary":
             sizes = (batch, self.num_attention_heads, queries, keys)
-            return unfused.Limits(masks.arbitrary_mask(mask, sizes), None, window, diagonal)
+            mask = masks.arbitrary_mask(mask, sizes)
+            return unfused.Limits(mask, None, window, diagonal), diagonal
         if not decision.kind.padding:
-            return unfused.Limits(None, None, window, diagonal)
+            return unfused.Limits(None, None, window, diagonal), diagonal
         if mask is not None:
             both = masks.padding_masks(mask, *shape)
         elif lengths[0] is not None:
@@ -534,29 +534,29 @@ score_mod_tensors, score_mod_bprop_tensors
                 f"{_NAME}: mask type {decision.kind.name} needs attention_mask or cu_seqlens_q"
             )
         mask = both[0].transpose(2, 3) | both[1]
-        if decision.bottom_right and both[0] is not both[1]:  # each sequence has its own diagonal
-            diagonal = masks.length_difference(both)
-            outside = masks.window_mask(window, diagonal, queries, keys)
-            mask = mask if outside is None else mask | outside
-            window = masks.NO_WINDOW
-        return unfused.Limits(mask, None, window, diagonal)
+        if not decision.bottom_right or both[0] is both[1]:
+            return unfused.Limits(mask, None, window, diagonal), diagonal
+        diagonal = masks.length_difference(both)  # each sequence has its own: a mask says so
+        outside = masks.window_mask(window, diagonal, queries, keys)
+        mask = mask if outside is None else mask | outside
+        return unfused.Limits(mask, None, masks.NO_WINDOW, 0), diagonal
 
     def _bias(
         self,
         decision: _Decision,
-        limits: unfused.Limits,
-        bias: Tensor | None,
-        slopes: Tensor | None,
+        biases: tuple[Tensor | None, Tensor | None],
+        diagonal: Any,
         shape: tuple[int, int, int],
-        query: Tensor,
+        device: torch.device,
     ) -> Tensor | None:
-        """What the unfused backend adds to the scaled scores."""
-        self._refuse_biases(decision.bias, bias, slopes)
+        """What the unfused backend adds to the scaled scores, of (bias, ALiBi slopes)."""
+        bias, slopes = biases
+        check_biases(decision.bias, bias, slopes, self.num_attention_heads)
         batch, queries, keys = shape
         if decision.bias == "alibi":
             if slopes is None:
-                slopes = masks.default_alibi_slopes(self.num_attention_heads, query.device)
-            return masks.alibi_bias(slopes, queries, keys, limits.diagonal)
+                slopes = masks.default_alibi_slopes(self.num_attention_heads, device)
+            return masks.alibi_bias(slopes, queries, keys, diagonal)
         if bias is None:
             return None
         sizes = (batch, self.num_attention_heads, queries, keys)
@@ -568,59 +568,3 @@ score_mod_tensors, score_mod_bprop_tensors
                 "dim that or 1"
             )
         return bias.float() * self.softmax_scale if decision.bias == "pre_scale_bias" else bias
-
-    def _refuse_biases(self, kind: str, bias: Tensor | None, slopes: Tensor | None) -> None:
-        """Raise where the tensors are none of the bias type."""
-        takes = kind in ("pre_scale_bias", "post_scale_bias")
-        if takes != (bias is not None):
-            raise ValueError(
-                f"{_NAME}: core_attention_bias_type={kind!r} "
-                + ("needs core_attention_bias" if takes else "takes no core_attention_bias")
-            )
-        if slopes is None:
-            return
-        if kind != "alibi":
-            raise ValueError(f"{_NAME}: core_attention_bias_type={kind!r} takes no alibi_slopes")
-        if slopes.dim() not in (1, 2) or slopes.shape[-1] != self.num_attention_heads:
-            raise ValueError(
-                f"{_NAME}: alibi_slopes: shape {tuple(slopes.shape)}, expected [heads] or "
-                f"[batch, heads] of {self.num_attention_heads} heads"
-            )
-
-
-def _check_format(form: str) -> None:
-    if form == "thd":
-        raise NotImplementedError(f"{_NAME}: qkv_format='thd'")
-    if form not in ("sbhd", "bshd"):
-        raise ValueError(f"{_NAME}: qkv_format={form!r}, expected 'sbhd', 'bshd' or 'thd'")
-
-
-def _refuse_fp8(recipe: Any) -> None:
-    for option in ("fp8_dpa", "fp8_mha"):
-        if getattr(recipe, option, False):
-            raise NotImplementedError(f"{_NAME}: {option}=True")
-
-
-def _unpack(
-    separate: tuple, qkv: Tensor | None, kv: Tensor | None, dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as views of packed tensors."""
-    query, key, value = separate
-    packed, count, label = (qkv, 3, "qkv_layer") if qkv is not None else (kv, 2, "kv_layer")
-    if key is not None or value is not None or (qkv is not None) == (query is not None):
-        raise ValueError(
-            f"{_NAME}: {label} stands for separate tensors: give "
-            + ("nothing else" if count == 3 else "query_layer beside it, and nothing else")
-        )
-    if qkv is not None and kv is not None:
-        raise ValueError(f"{_NAME}: qkv_layer and kv_layer exclude each other")
-    if dim not in (-3, -2):
-        raise ValueError(f"{_NAME}: qkv_interleave_dim={dim}, expected -3 or -2")
-    if packed.dim() < 4 or packed.shape[dim] != count:
-        raise ValueError(
-            f"{_NAME}: {label}: shape {tuple(packed.shape)}, expected {count} in dim {dim}"
-        )
-    if packed.stride(-1) != 1:
-        raise ValueError(f"{_NAME}: {label}: last stride {packed.stride(-1)}, expected 1")
-    parts = packed.unbind(dim)
-    return parts if count == 3 else (query, *parts)

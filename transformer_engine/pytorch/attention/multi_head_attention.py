@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention import (
-    DotProductAttention,
-    refuse_group,
-)
+from transformer_engine.pytorch.attention.arguments import refuse_group
+from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
@@ -431,11 +429,11 @@ fast_zero_fill, pad_between_seqs
         lead = mixed.shape[:-1]
         sizes = [each * k, k, v] if heads else [k, v]
         if self.qkv_weight_interleaved:
-            parts = mixed.view(*lead, groups, sum(sizes)).split(sizes, -1)
+            parts = torch.split_with_sizes(mixed.view(*lead, groups, sum(sizes)), sizes, -1)
             if each <= 1:
                 return parts
             return parts[0].reshape(*lead, heads, k), parts[1], parts[2]
-        parts = mixed.split([groups * size for size in sizes], -1)
+        parts = torch.split_with_sizes(mixed, [groups * size for size in sizes], -1)
         key, value = parts[-2].view(*lead, groups, k), parts[-1].view(*lead, groups, v)
         return (parts[0].view(*lead, heads, k), key, value) if heads else (key, value)
 

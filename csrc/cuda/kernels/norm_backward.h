@@ -1,0 +1,48 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * norm_backward.h - parameters of the gradients of the norms. Device pointers are borrowed for the
+ * launch. Read by gcc, nvcc and NVRTC.
+ */
+#ifndef TE_CUDA_KERNELS_NORM_BACKWARD_H
+#define TE_CUDA_KERNELS_NORM_BACKWARD_H
+
+#include "cuda/kernels/norm.h"
+
+enum {
+    TE_NORM_BACKWARD_THREADS = 512,
+    TE_NORM_NARROW_THREADS = 256, /* where a thread holds one vector of a row */
+    TE_NORM_BACKWARD_STAGES = 3   /* rows of a team on their way, at most */
+};
+
+/* What all of them read. */
+typedef struct te_norm_gradients {
+    te_view grad;               /* [rows, columns] gradient of the result */
+    te_view add;                /* [rows, columns] added to it; data NULL: nothing */
+    te_view input;              /* [rows, columns] */
+    te_norm_factors factors;    /* gamma alone */
+    const float *mean, *rsigma; /* [rows]; mean NULL: 0 */
+    int aligned;                /* every row of the matrices begins at 16 bytes */
+} te_norm_gradients;
+
+/* The gradient of the input, and column sums for those of gamma and beta. Teams of `lanes` threads
+ * (a power of two up to 32, or whole warps) share rows; blocks of any number of teams stride over
+ * the rows. Dynamic shared memory: see norm_backward.cu. */
+typedef struct te_norm_backward_params {
+    te_norm_gradients of;
+    te_view output; /* [rows, columns] gradient of the input; data NULL: not wanted */
+    float *sums;    /* [blocks, lines * columns]: gamma, with 2 lines also beta; NULL: not wanted */
+    float inverse;
+    int centered;
+    int lines;
+    int lanes, stages;
+    int output_aligned, output_dtype; /* TE_STORE_* */
+} te_norm_backward_params;
+
+/* A kernel on tiles, see te_tile_params, that has nothing but the column sums: of gamma's gradient,
+ * beside them of beta's. */
+typedef struct te_norm_sums_params {
+    te_tile_params tile;
+    te_norm_gradients of;
+} te_norm_sums_params;
+
+#endif

@@ -1,0 +1,225 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * norm_backward.c - host side of the gradients of the norms: one kernel that stays on the device
+ * for all rows and leaves a line of column sums per block, and one that adds these up. Rows that do
+ * not fit its registers or shared memory take two kernels instead.
+ */
+#include "cuda/kernels/norm_backward.h"
+
+#include "core/status.h"
+#include "cuda/norm.h"
+#include "cuda/ops.h"
+#include "cuda/tiles.h"
+#include "cuda/widen.h"
+
+/* Blocks that stay: those of an H200, whatever the device, so that sums are made in the same order
+ * everywhere. */
+#define WIDE_BLOCKS 132
+#define NARROW_BLOCKS (3 * 132)
+#define LONG_BLOCKS (1 << 20)
+#define STATIC_SHARED 1024 /* at least what the kernel has besides */
+
+typedef enum row_plan { NARROW, WIDE, LONG, PLANS } row_plan;
+
+typedef struct backward_plan {
+    row_plan rows;
+    int64_t lanes, threads, blocks;
+    int64_t stages, shared;
+    int64_t lines;       /* column sums side by side: 0, gamma, gamma and beta */
+    int64_t groups;      /* lines of them below each other */
+    size_t copies, sums; /* bytes of workspace */
+} backward_plan;
+
+static int is_wanted(const te_tensor *tensor)
+{
+    return te_tensor_present(tensor) || tensor->ndim > 0;
+}
+
+/* Teams, blocks and shared memory of the kernel that stays; LONG where it can not serve. */
+static void plan_rows(const te_norm_backward_args *args, size_t element, int64_t limit,
+                      backward_plan *plan)
+{
+    const int64_t matrices = is_wanted(&args->grad_add) ? 3 : 2;
+    const int64_t vectors = te_ceil_div(args->input.shape[1], 8);
+    int64_t each = 1, most = NARROW_BLOCKS, stage, factors = 0, tail, room;
+    plan->rows = NARROW;
+    plan->lanes = 1;
+    plan->threads = TE_NORM_NARROW_THREADS;
+    if (vectors <= 32) {
+        while (plan->lanes < vectors) plan->lanes *= 2;
+    } else {
+        plan->rows = WIDE;
+        each = TE_NORM_VECTORS;
+        most = WIDE_BLOCKS;
+        plan->lanes = te_round_up(te_ceil_div(vectors, each), 32);
+        plan->threads = TE_NORM_BACKWARD_THREADS / plan->lanes * plan->lanes;
+        factors = each * 32 * plan->lanes;
+    }
+    stage = matrices * each * (int64_t)(element / 2) * 16 * plan->threads;
+    room = limit - STATIC_SHARED - factors;
+    if (plan->threads == 0 || room < stage) {
+        *plan = (backward_plan){
+            .rows = LONG, .threads = TE_NORM_BACKWARD_THREADS, .blocks = args->input.shape[0]};
+        if (plan->blocks > LONG_BLOCKS) plan->blocks = LONG_BLOCKS;
+        return;
+    }
+    plan->stages = room / stage;
+    if (plan->stages > TE_NORM_BACKWARD_STAGES) plan->stages = TE_NORM_BACKWARD_STAGES;
+    plan->shared = plan->stages * stage + factors;
+    tail = each * 32 * (plan->threads + 4);
+    if (plan->shared < tail) plan->shared = tail;
+    plan->blocks = te_ceil_div(args->input.shape[0], plan->threads / plan->lanes);
+    if (plan->blocks > most) plan->blocks = most;
+    if (plan->blocks < 1) plan->blocks = 1;
+}
+
+/* The column sums of rows that do not fit: a kernel on tiles. */
+static te_status plan_tiles(const te_norm_backward_args *args, te_tile_params *tile,
+                            te_cuda_tile_job *job)
+{
+    const te_quantized nothing = {0};
+    const te_cuda_tile_want want = {.op = "norm_backward",
+                                    .outputs = 2,
+                                    .rows = args->input.shape[0],
+                                    .columns = args->input.shape[1],
+                                    .to = &nothing};
+    return te_cuda_plan_tile_job(&want, tile, job);
+}
+
+static te_status plan_backward(te_context *context, const te_norm_backward_args *args,
+                               backward_plan *plan)
+{
+    const te_tensor *const inputs[] = {&args->grad_output, &args->input, &args->grad_add};
+    const size_t copies = te_cuda_widen_workspace(inputs, 3);
+    const te_dtype dtype = copies > 0 ? TE_DTYPE_F32 : args->input.dtype;
+    *plan = (backward_plan){0};
+    plan_rows(args, te_dtype_bytes(dtype), te_cuda_shared_limit(te_context_state(context)), plan);
+    plan->copies = copies;
+    if (is_wanted(&args->beta_grad)) {
+        plan->lines = 2;
+    } else if (is_wanted(&args->gamma_grad)) {
+        plan->lines = 1;
+    }
+    plan->groups = plan->blocks;
+    if (plan->rows == LONG && plan->lines > 0) {
+        te_tile_params tile;
+        te_cuda_tile_job job;
+        TE_TRY(plan_tiles(args, &tile, &job));
+        plan->lines = 2; /* that kernel always makes both */
+        plan->groups = job.dims.grid_y;
+    }
+    plan->sums =
+        (size_t)(plan->groups * plan->lines) * (size_t)args->input.shape[1] * sizeof(float);
+    return TE_OK;
+}
+
+te_status te_cuda_norm_backward_workspace(void *self, te_context *context, const void *args_,
+                                          size_t *bytes)
+{
+    backward_plan plan;
+    (void)self;
+    TE_TRY(plan_backward(context, args_, &plan));
+    *bytes = plan.copies + plan.sums;
+    return TE_OK;
+}
+
+/* What is read; the matrices have one dtype. */
+static te_norm_gradients gradients_of(const te_norm_backward_args *args)
+{
+    const size_t bytes = te_dtype_bytes(args->input.dtype);
+    te_norm_gradients of = {.grad = te_cuda_view(&args->grad_output),
+                            .input = te_cuda_view(&args->input),
+                            .factors = te_cuda_norm_factors(&args->gamma, NULL, args->flags),
+                            .mean = args->mean.data,
+                            .rsigma = args->rsigma.data};
+    of.aligned = te_cuda_aligned(&of.grad, bytes, 16) && te_cuda_aligned(&of.input, bytes, 16);
+    if (te_tensor_present(&args->grad_add)) {
+        of.add = te_cuda_view(&args->grad_add);
+        of.aligned = of.aligned && te_cuda_aligned(&of.add, bytes, 16);
+    }
+    return of;
+}
+
+/* The launches: rows, column sums of rows that do not fit, adding up. */
+static te_status launch(te_context *context, const te_norm_backward_args *args,
+                        const backward_plan *plan, float *sums, void *stream)
+{
+    static const char *const kernels[PLANS][TE_DTYPE_COUNT] = {
+#define X(I, i)                                                                                    \
+    [NARROW][TE_DTYPE_##I] = "te_norm_backward_narrow_" #i,                                        \
+    [WIDE][TE_DTYPE_##I] = "te_norm_backward_wide_" #i,                                            \
+    [LONG][TE_DTYPE_##I] = "te_norm_backward_long_" #i,
+        TE_NORM_INSTANCES(X)
+#undef X
+    };
+    static const char *const sum_kernels[TE_DTYPE_COUNT] = {
+#define X(I, i) [TE_DTYPE_##I] = "te_norm_sums_" #i,
+        TE_NORM_INSTANCES(X)
+#undef X
+    };
+    const te_dtype dtype = args->input.dtype;
+    te_norm_backward_params params = {.of = gradients_of(args),
+                                      .sums = sums,
+                                      .inverse =
+                                          te_cuda_norm_inverse(args->kind, args->input.shape[1]),
+                                      .centered = args->kind == TE_NORM_LAYERNORM,
+                                      .lines = (int)plan->lines,
+                                      .lanes = (int)plan->lanes,
+                                      .stages = (int)plan->stages};
+    te_norm_sums_params tiles = {.of = params.of};
+    const te_quantize_sums_params adds = {.sums = sums,
+                                          .groups = plan->groups,
+                                          .columns = plan->lines * args->input.shape[1],
+                                          .split = args->input.shape[1],
+                                          .first = args->gamma_grad.data,
+                                          .second = args->beta_grad.data,
+                                          .first_dtype = te_cuda_store(args->gamma_grad.dtype),
+                                          .second_dtype = te_cuda_store(args->beta_grad.dtype)};
+    te_cuda_call calls[3];
+    int count = 0;
+    if (te_tensor_present(&args->grad_input)) {
+        const size_t bytes = te_dtype_bytes(args->grad_input.dtype);
+        params.output = te_cuda_view(&args->grad_input);
+        params.output_dtype = te_cuda_store(args->grad_input.dtype);
+        params.output_aligned = te_cuda_aligned(&params.output, bytes, 16);
+    }
+    if (plan->rows != LONG || (params.output.data != NULL && plan->blocks > 0)) {
+        calls[count++] = (te_cuda_call){
+            "norm_backward",
+            kernels[plan->rows][dtype],
+            {(uint32_t)plan->blocks, 1, 1, (uint32_t)plan->threads, 1, 1, (uint32_t)plan->shared},
+            &params,
+            sizeof params};
+    }
+    if (plan->rows == LONG && sums != NULL) {
+        te_cuda_tile_job job;
+        TE_TRY(plan_tiles(args, &tiles.tile, &job));
+        tiles.tile.sums = sums;
+        calls[count++] =
+            (te_cuda_call){"norm_backward", sum_kernels[dtype], job.dims, &tiles, sizeof tiles};
+    }
+    if (sums != NULL) calls[count++] = te_cuda_sums_call(&adds);
+    return te_cuda_run(te_context_state(context), calls, count, stream);
+}
+
+te_status te_cuda_norm_backward(void *self, te_context *context, const void *args_, void *stream)
+{
+    te_norm_backward_args args = *(const te_norm_backward_args *)args_;
+    te_tensor *const inputs[] = {&args.grad_output, &args.input, &args.grad_add};
+    backward_plan plan;
+    float *sums = NULL;
+    (void)self;
+    if (!te_tensor_present(&args.grad_input) && !te_tensor_present(&args.gamma_grad) &&
+        !te_tensor_present(&args.beta_grad)) {
+        return TE_OK;
+    }
+    TE_TRY(plan_backward(context, &args, &plan));
+    if (plan.copies + plan.sums > 0 &&
+        (args.workspace == NULL || args.workspace_size < plan.copies + plan.sums)) {
+        return TE_FAIL(TE_ERROR_INVALID, "norm_backward: workspace of %zu bytes, %zu are needed",
+                       args.workspace != NULL ? args.workspace_size : 0, plan.copies + plan.sums);
+    }
+    TE_TRY(te_cuda_widen(context, inputs, 3, args.workspace, args.workspace_size, stream));
+    if (plan.sums > 0) sums = (float *)((unsigned char *)args.workspace + plan.copies);
+    return launch(context, &args, &plan, sums, stream);
+}

@@ -1,0 +1,500 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * layer_twins.h - cases of ops_gpu.c for the operators of a Transformer layer. Exponentials and the
+ * order of sums differ between the backends, so their results are close and not the same; that each
+ * is right is for tests/backend to say.
+ */
+#ifndef TE_TESTS_LAYER_TWINS_H
+#define TE_TESTS_LAYER_TWINS_H
+
+#include "twin.h"
+
+/* Rounding of a result, and for FP8 a code here and there on the other side of a boundary. */
+static double result_bound(te_dtype dtype)
+{
+    return dtype == TE_DTYPE_F32 ? 1e-5 : te_dtype_is_fp8(dtype) ? 2e-2 : 1e-2;
+}
+
+/* The newest buffer is a result: numbers before, close afterwards. */
+static void make_result(te_dtype dtype)
+{
+    buffer *b = &buffers[buffer_count - 1];
+    fill_numbers(b, 0, dtype, 0);
+    b->kind = CLOSE;
+    b->dtype = dtype;
+    b->bound = result_bound(dtype);
+}
+
+static te_tensor result_matrix(te_dtype dtype, extent size)
+{
+    te_tensor tensor =
+        new_matrix(dtype, size.rows, size.columns, any_layout(size.columns, 8), CLOSE);
+    make_result(dtype);
+    return tensor;
+}
+
+static te_tensor input_matrix(te_dtype dtype, extent size)
+{
+    te_tensor tensor =
+        new_matrix(dtype, size.rows, size.columns, any_layout(size.columns, 8), BITS);
+    fill_numbers(&buffers[buffer_count - 1], 0, dtype, 0);
+    return tensor;
+}
+
+static te_tensor input_vector(te_dtype dtype, int64_t length)
+{
+    te_tensor tensor = new_vector(dtype, length, BITS);
+    fill_numbers(&buffers[buffer_count - 1], 0, dtype, 0);
+    return tensor;
+}
+
+/* A vector of sums over `terms` numbers of either sign. */
+static te_tensor result_sums(te_dtype dtype, int64_t length, int64_t terms)
+{
+    te_tensor tensor = new_vector(dtype, length, CLOSE);
+    make_result(dtype);
+    buffers[buffer_count - 1].norm = 8.0 * sqrt((double)length) * (double)(terms + 1);
+    return tensor;
+}
+
+static te_tensor result_vector(int64_t length)
+{
+    te_tensor tensor = new_vector(TE_DTYPE_F32, length, CLOSE);
+    make_result(TE_DTYPE_F32);
+    return tensor;
+}
+
+static const int64_t *new_rng(void)
+{
+    return (const int64_t *)(const void *)new_buffer(2 * sizeof(int64_t), BITS)->initial;
+}
+
+/* ---- the FP8 form of a result ---- */
+
+typedef struct cast_fields {
+    te_quantized *quantized;
+    const float **partials;
+    float **amax_partials;
+    float *amax_epsilon;
+    int32_t *power_2_scale;
+} cast_fields;
+
+#define CAST_OF(args)                                                                              \
+    (cast_fields)                                                                                  \
+    {                                                                                              \
+        &(args)->quantized, &(args)->partials, &(args)->amax_partials, &(args)->amax_epsilon,      \
+            &(args)->power_2_scale                                                                 \
+    }
+
+static te_tensor result_codes(te_dtype dtype, int64_t rows, int64_t columns)
+{
+    te_tensor tensor = new_matrix(dtype, rows, columns, any_layout(columns, 16), CLOSE);
+    make_result(dtype);
+    return tensor;
+}
+
+static void new_cast(cast_fields to, extent size, int variant)
+{
+    const te_dtype dtype = fp8[variant % 2];
+    const int usages = (int)pick(4);
+    if (pick(2) == 0) {
+        *to.amax_partials =
+            (float *)(void *)new_buffer(TE_AMAX_PARTIALS * sizeof(float), MAXIMUM)->initial;
+        buffers[buffer_count - 1].bound = 1e-5;
+    }
+    if (pick(4) == 0) return;
+    to.quantized->mode = TE_SCALING_TENSOR;
+    if (usages & 1) to.quantized->rowwise = result_codes(dtype, size.rows, padded(size.columns));
+    if (usages & 2) to.quantized->columnwise = result_codes(dtype, size.columns, padded(size.rows));
+    if (pick(2) == 0) {
+        const float before[] = {0.0F, 1e9F};
+        to.quantized->amax = new_floats(&before[pick(2)], 1);
+        buffers[buffer_count - 1].kind = CLOSE;
+        buffers[buffer_count - 1].dtype = TE_DTYPE_F32;
+        buffers[buffer_count - 1].bound = 1e-5;
+    }
+    if (usages == 0 || pick(2) == 0) { /* without data no dtype says what partials scale to */
+        const float scale = 37.0F;
+        to.quantized->scale = new_floats(&scale, 1);
+    } else {
+        float partials[TE_AMAX_PARTIALS] = {0};
+        const float pair[2] = {-1.0F, -1.0F};
+        partials[pick(TE_AMAX_PARTIALS)] = 3.7F;
+        *to.partials = new_floats(partials, TE_AMAX_PARTIALS);
+        *to.amax_epsilon = pick(2) == 0 ? 0.0F : 5.0F;
+        *to.power_2_scale = pick(2) == 0;
+        to.quantized->scale_pair = new_floats(pair, 2);
+    }
+}
+
+/* ---- norms ---- */
+
+static void norm_case(extent size, int variant)
+{
+    const te_dtype from = high[pick(3)], parameters = high[pick(3)], to = high[pick(3)];
+    any_args any = {0};
+    te_norm_args *args = &any.norm;
+    args->size = sizeof *args;
+    args->kind = (te_norm_kind)(variant % 3);
+    args->eps = 1e-5F;
+    args->flags = pick(2) == 0 ? TE_NORM_ZERO_CENTERED : 0;
+    args->input = input_matrix(from, size);
+    if (pick(4) != 0) args->gamma = input_vector(parameters, size.columns);
+    if (args->kind == TE_NORM_LAYERNORM) {
+        if (pick(4) != 0) args->beta = input_vector(parameters, size.columns);
+        if (pick(4) != 0) args->mean = result_vector(size.rows);
+        if (args->mean.data != NULL) buffers[buffer_count - 1].norm = (double)size.rows;
+    }
+    if (pick(4) != 0) args->rsigma = result_vector(size.rows);
+    if (pick(4) != 0) args->output = result_matrix(to, size);
+    new_cast(CAST_OF(args), size, variant);
+    (void)snprintf(case_name, sizeof case_name, "norm %d %s to %s, %lld x %lld, variant %d",
+                   (int)args->kind, te_dtype_name(from), te_dtype_name(to), (long long)size.rows,
+                   (long long)size.columns, variant);
+    run_case(TE_OP_NORM, &any);
+}
+
+static void cases_norm(void)
+{
+    for (int i = 0; i < 9 * EXTENTS; i++) {
+        const extent size = extents[i % EXTENTS];
+        if (size.columns > 1) norm_case(size, i / EXTENTS); /* one: rounding alone decides */
+    }
+    norm_case((extent){3, 20000}, 0);
+    norm_case((extent){5000, 64}, 1);
+}
+
+static void norm_backward_case(extent size, int variant)
+{
+    const te_dtype from = high[pick(3)], grads = high[pick(3)], to = high[pick(3)];
+    any_args any = {0};
+    te_norm_backward_args *args = &any.norm_backward;
+    args->size = sizeof *args;
+    args->kind = (te_norm_kind)(variant % 3);
+    args->flags = pick(2) == 0 ? TE_NORM_ZERO_CENTERED : 0;
+    args->grad_output = input_matrix(grads, size);
+    if (pick(2) == 0) args->grad_add = input_matrix(grads, size);
+    args->input = input_matrix(from, size);
+    if (pick(4) != 0) args->gamma = input_vector(high[pick(3)], size.columns);
+    if (args->kind == TE_NORM_LAYERNORM) args->mean = input_vector(TE_DTYPE_F32, size.rows);
+    args->rsigma = input_vector(TE_DTYPE_F32, size.rows);
+    if (pick(4) != 0) args->grad_input = result_matrix(to, size);
+    if (pick(4) != 0) args->gamma_grad = result_sums(to, size.columns, size.rows);
+    if (args->kind == TE_NORM_LAYERNORM && pick(4) != 0) {
+        args->beta_grad = result_sums(to, size.columns, size.rows);
+    }
+    (void)snprintf(case_name, sizeof case_name,
+                   "norm_backward %d %s to %s, %lld x %lld, variant %d", (int)args->kind,
+                   te_dtype_name(from), te_dtype_name(to), (long long)size.rows,
+                   (long long)size.columns, variant);
+    run_case(TE_OP_NORM_BACKWARD, &any);
+}
+
+static void cases_norm_backward(void)
+{
+    for (int i = 0; i < 9 * EXTENTS; i++) {
+        const extent size = extents[i % EXTENTS];
+        if (size.columns > 1) norm_backward_case(size, i / EXTENTS);
+    }
+    norm_backward_case((extent){3, 20000}, 0);
+    norm_backward_case((extent){5000, 64}, 1);
+}
+
+/* ---- activations ---- */
+
+static const te_activation_params clamp_numbers = {
+    .limit = 2.0F, .alpha = 1.702F, .linear_offset = 1.0F};
+
+static extent input_extent(te_activation_kind kind, extent size)
+{
+    return te_activation_is_gated(kind) ? (extent){size.rows, 2 * size.columns} : size;
+}
+
+static void activation_case(extent size, int variant)
+{
+    const te_dtype from = high[pick(3)], to = high[pick(3)];
+    any_args any = {0};
+    te_activation_args *args = &any.activation;
+    args->size = sizeof *args;
+    args->kind = (te_activation_kind)(variant % TE_ACTIVATION_COUNT);
+    args->params = clamp_numbers;
+    args->input = input_matrix(from, input_extent(args->kind, size));
+    if (pick(4) != 0) args->output = result_matrix(to, size);
+    new_cast(CAST_OF(args), size, variant);
+    (void)snprintf(case_name, sizeof case_name, "activation %s %s to %s, %lld x %lld, variant %d",
+                   te_activation_name(args->kind), te_dtype_name(from), te_dtype_name(to),
+                   (long long)size.rows, (long long)size.columns, variant);
+    run_case(TE_OP_ACTIVATION, &any);
+}
+
+static void cases_activation(void)
+{
+    for (int i = 0; i < TE_ACTIVATION_COUNT * EXTENTS; i++) {
+        activation_case(extents[i % EXTENTS], i / EXTENTS);
+    }
+    activation_case((extent){5000, 64}, TE_ACTIVATION_GEGLU);
+}
+
+static void activation_backward_case(extent size, int variant)
+{
+    const te_dtype from = high[pick(3)], to = high[pick(3)];
+    any_args any = {0};
+    te_activation_backward_args *args = &any.activation_backward;
+    extent wide;
+    args->size = sizeof *args;
+    args->kind = (te_activation_kind)(variant % TE_ACTIVATION_COUNT);
+    args->params = clamp_numbers;
+    wide = input_extent(args->kind, size);
+    args->grad_output = input_matrix(high[pick(3)], size);
+    args->input = input_matrix(from, wide);
+    if (pick(4) != 0) args->grad_input = result_matrix(to, wide);
+    if (pick(2) == 0) args->bias_grad = result_sums(to, wide.columns, 100 * wide.rows);
+    new_cast(CAST_OF(args), wide, variant);
+    (void)snprintf(case_name, sizeof case_name,
+                   "activation_backward %s %s to %s, %lld x %lld, variant %d",
+                   te_activation_name(args->kind), te_dtype_name(from), te_dtype_name(to),
+                   (long long)size.rows, (long long)size.columns, variant);
+    run_case(TE_OP_ACTIVATION_BACKWARD, &any);
+}
+
+static void cases_activation_backward(void)
+{
+    for (int i = 0; i < TE_ACTIVATION_COUNT * EXTENTS; i++) {
+        activation_backward_case(extents[i % EXTENTS], i / EXTENTS);
+    }
+    activation_backward_case((extent){5000, 64}, TE_ACTIVATION_GEGLU);
+}
+
+/* ---- four dims ---- */
+
+typedef struct dims {
+    int64_t size[4];
+} dims;
+
+/* A tensor of its own: unit last stride, the others in either order of the middle dims, with gaps.
+ */
+static te_tensor new_dims(te_dtype dtype, dims shape, buffer_kind kind)
+{
+    const int swapped = pick(2) == 0;
+    const int inner = swapped ? 1 : 2, outer = swapped ? 2 : 1;
+    te_tensor tensor;
+    int64_t row = shape.size[3] + (pick(3) == 0 ? pick(9) : 0);
+    int64_t rows = shape.size[0] * shape.size[1] * shape.size[2];
+    tensor = new_matrix(dtype, rows, shape.size[3],
+                        (layout){row - shape.size[3], pick(4) == 0 ? pick(9) : 0}, kind);
+    tensor.ndim = 4;
+    memcpy(tensor.shape, shape.size, sizeof shape.size);
+    tensor.strides[3] = 1;
+    tensor.strides[inner] = row;
+    tensor.strides[outer] = row * shape.size[inner];
+    tensor.strides[0] = row * shape.size[1] * shape.size[2];
+    return tensor;
+}
+
+static te_tensor input_dims(te_dtype dtype, dims shape)
+{
+    te_tensor tensor = new_dims(dtype, shape, BITS);
+    fill_numbers(&buffers[buffer_count - 1], 0, dtype, 0);
+    return tensor;
+}
+
+static te_tensor result_dims(te_dtype dtype, dims shape)
+{
+    te_tensor tensor = new_dims(dtype, shape, CLOSE);
+    make_result(dtype);
+    return tensor;
+}
+
+static const dims attention_shapes[] = {{{2, 3, 4, 5}},    {{1, 1, 1, 1}},   {{2, 2, 33, 64}},
+                                        {{1, 2, 7, 1030}}, {{3, 1, 65, 63}}, {{1, 1, 2, 5000}},
+                                        {{0, 2, 3, 4}},    {{2, 2, 3, 0}},   {{2, 4, 128, 128}}};
+#define ATTENTION_SHAPES ((int)(sizeof attention_shapes / sizeof *attention_shapes))
+
+/* Each dim that of the scores, or 1. */
+static dims broadcast(dims shape)
+{
+    for (int i = 0; i < 4; i++) {
+        if (pick(3) == 0) shape.size[i] = 1;
+    }
+    return shape;
+}
+
+static void softmax_case(dims shape, int variant)
+{
+    const te_dtype dtype = high[variant % 3];
+    const int64_t windows[][2] = {{-1, -1}, {-1, 0}, {4, 2}};
+    const int64_t *window = windows[pick(3)];
+    any_args any = {0};
+    te_softmax_args *args = &any.softmax;
+    args->size = sizeof *args;
+    args->scale = 0.7F;
+    args->window_left = window[0];
+    args->window_right = window[1];
+    args->diagonal = pick(2) == 0 ? 0 : shape.size[3] - shape.size[2];
+    args->input = input_dims(dtype, shape);
+    if (pick(2) == 0) {
+        args->mask = new_dims(TE_DTYPE_U8, broadcast(shape), BITS);
+        for (size_t i = 0; i < buffers[buffer_count - 1].bytes; i++) {
+            buffers[buffer_count - 1].initial[i] = pick(3) == 0;
+        }
+    }
+    if (pick(2) == 0) args->bias = input_dims(high[pick(3)], broadcast(shape));
+    args->output = result_dims(dtype, shape);
+    if (pick(2) == 0) args->probabilities = result_dims(dtype, shape);
+    if (pick(2) == 0) {
+        args->dropout = 0.3F;
+        args->rng = new_rng();
+    }
+    (void)snprintf(case_name, sizeof case_name, "softmax %s, %lld x %lld x %lld x %lld, variant %d",
+                   te_dtype_name(dtype), (long long)shape.size[0], (long long)shape.size[1],
+                   (long long)shape.size[2], (long long)shape.size[3], variant);
+    run_case(TE_OP_SOFTMAX, &any);
+}
+
+static void cases_softmax(void)
+{
+    for (int i = 0; i < 12 * ATTENTION_SHAPES; i++) {
+        softmax_case(attention_shapes[i % ATTENTION_SHAPES], i / ATTENTION_SHAPES);
+    }
+}
+
+static void softmax_backward_case(dims shape, int variant)
+{
+    const te_dtype dtype = high[variant % 3];
+    any_args any = {0};
+    te_softmax_backward_args *args = &any.softmax_backward;
+    args->size = sizeof *args;
+    args->scale = 0.7F;
+    args->grad_output = input_dims(dtype, shape);
+    args->probabilities = input_dims(dtype, shape);
+    args->grad_input = result_dims(dtype, shape);
+    /* The two terms of a gradient cancel: sums of as many products as there are keys. */
+    buffers[buffer_count - 1].norm =
+        8.0 * sqrt((double)(te_dtype_bytes(dtype) * buffers[buffer_count - 1].bytes)) *
+        (double)(shape.size[3] + 1);
+    if (pick(2) == 0) {
+        args->dropout = 0.3F;
+        args->rng = new_rng();
+    }
+    (void)snprintf(case_name, sizeof case_name,
+                   "softmax_backward %s, %lld x %lld x %lld x %lld, variant %d",
+                   te_dtype_name(dtype), (long long)shape.size[0], (long long)shape.size[1],
+                   (long long)shape.size[2], (long long)shape.size[3], variant);
+    run_case(TE_OP_SOFTMAX_BACKWARD, &any);
+}
+
+static void cases_softmax_backward(void)
+{
+    for (int i = 0; i < 6 * ATTENTION_SHAPES; i++) {
+        softmax_backward_case(attention_shapes[i % ATTENTION_SHAPES], i / ATTENTION_SHAPES);
+    }
+}
+
+/* ---- dropout ---- */
+
+static int64_t divisor_of(int64_t rows)
+{
+    int64_t samples = 1 + pick(7);
+    while (rows % samples != 0) samples--;
+    return samples;
+}
+
+static void dropout_add_case(extent size, int variant)
+{
+    const te_dtype dtype = high[variant % 3];
+    any_args any = {0};
+    te_dropout_add_args *args = &any.dropout_add;
+    args->size = sizeof *args;
+    args->input = input_matrix(dtype, size);
+    if (pick(2) == 0) args->bias = input_vector(high[pick(3)], size.columns);
+    if (pick(2) == 0) args->residual = input_matrix(dtype, size);
+    args->output = result_matrix(dtype, size);
+    args->dropout = pick(3) == 0 ? 0.0F : 0.3F;
+    args->drop_path = pick(2) == 0 ? 0.0F : 0.5F;
+    args->samples = divisor_of(size.rows);
+    if (pick(4) != 0 || args->dropout > 0.0F || args->drop_path > 0.0F) args->rng = new_rng();
+    (void)snprintf(case_name, sizeof case_name, "dropout_add %s, %lld x %lld, variant %d",
+                   te_dtype_name(dtype), (long long)size.rows, (long long)size.columns, variant);
+    run_case(TE_OP_DROPOUT_ADD, &any);
+}
+
+static void cases_dropout_add(void)
+{
+    for (int i = 0; i < 9 * EXTENTS; i++) dropout_add_case(extents[i % EXTENTS], i / EXTENTS);
+}
+
+static void dropout_backward_case(extent size, int variant)
+{
+    const te_dtype dtype = high[variant % 3];
+    any_args any = {0};
+    te_dropout_backward_args *args = &any.dropout_backward;
+    args->size = sizeof *args;
+    args->grad_output = input_matrix(dtype, size);
+    if (pick(4) != 0) args->grad_input = result_matrix(dtype, size);
+    if (pick(4) != 0) args->bias_grad = result_sums(high[pick(3)], size.columns, size.rows);
+    args->dropout = pick(3) == 0 ? 0.0F : 0.3F;
+    args->drop_path = pick(2) == 0 ? 0.0F : 0.5F;
+    args->samples = divisor_of(size.rows);
+    if (args->dropout > 0.0F || args->drop_path > 0.0F) args->rng = new_rng();
+    (void)snprintf(case_name, sizeof case_name, "dropout_backward %s, %lld x %lld, variant %d",
+                   te_dtype_name(dtype), (long long)size.rows, (long long)size.columns, variant);
+    run_case(TE_OP_DROPOUT_BACKWARD, &any);
+}
+
+static void cases_dropout_backward(void)
+{
+    for (int i = 0; i < 9 * EXTENTS; i++) dropout_backward_case(extents[i % EXTENTS], i / EXTENTS);
+    dropout_backward_case((extent){5000, 64}, 1);
+}
+
+/* ---- rotary position embedding ---- */
+
+static te_tensor new_ints(const int32_t *values, int64_t count)
+{
+    te_tensor tensor = new_vector(TE_DTYPE_I32, count, BITS);
+    memcpy(tensor.data, values, (size_t)count * sizeof *values);
+    return tensor;
+}
+
+static void rope_case(dims shape, int variant)
+{
+    const te_dtype dtype = high[variant % 3];
+    const int32_t limits[] = {0, 3, 3, (int32_t)shape.size[1]}, starts[] = {2, 0, 5};
+    const int packed = shape.size[0] == 1 && shape.size[1] > 3 && pick(2) == 0;
+    const int64_t rotary = shape.size[3] / 2 * (pick(2) == 0 ? 2 : 1) / 2 * 2;
+    any_args any = {0};
+    te_rope_args *args = &any.rope;
+    args->size = sizeof *args;
+    args->input = input_dims(dtype, shape);
+    args->output = result_dims(dtype, shape);
+    args->freqs = new_matrix(TE_DTYPE_F32, shape.size[1] + 5, rotary, (layout){0, 0}, BITS);
+    fill_numbers(&buffers[buffer_count - 1], 0, TE_DTYPE_F32, 0);
+    args->interleaved = pick(2) == 0;
+    args->backward = pick(2) == 0;
+    if (packed) { /* the batch is no dim of packed tokens */
+        te_tensor *both[] = {&args->input, &args->output};
+        for (int i = 0; i < 2; i++) {
+            both[i]->ndim = 3;
+            memmove(both[i]->shape, both[i]->shape + 1, 3 * sizeof(int64_t));
+            memmove(both[i]->strides, both[i]->strides + 1, 3 * sizeof(int64_t));
+        }
+        args->cu_seqlens = new_ints(limits, 4);
+    }
+    if (pick(2) == 0 && (packed || shape.size[0] <= 3)) {
+        args->start_positions = new_ints(starts, packed ? 3 : shape.size[0]);
+    }
+    (void)snprintf(case_name, sizeof case_name, "rope %s, %lld x %lld x %lld x %lld, variant %d",
+                   te_dtype_name(dtype), (long long)shape.size[0], (long long)shape.size[1],
+                   (long long)shape.size[2], (long long)shape.size[3], variant);
+    run_case(TE_OP_ROPE, &any);
+}
+
+static void cases_rope(void)
+{
+    static const dims shapes[] = {{{2, 6, 3, 8}},  {{1, 9, 2, 64}},   {{3, 5, 1, 7}},
+                                  {{1, 1, 1, 2}},  {{2, 33, 4, 128}}, {{1, 70, 3, 80}},
+                                  {{0, 4, 2, 16}}, {{2, 0, 2, 16}},   {{1, 12, 5, 10}}};
+    for (int i = 0; i < 12 * 9; i++) rope_case(shapes[i % 9], i / 9);
+}
+
+#endif

@@ -1,0 +1,408 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * twin_buffers.h - the buffers of a case of twin.h: random bytes and numbers, tensors over them,
+ * and args structs moved from host memory to the CPU's copy or to the device.
+ */
+#ifndef TE_TESTS_TWIN_BUFFERS_H
+#define TE_TESTS_TWIN_BUFFERS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda_memory.h"
+#include "transformer_engine.h"
+
+#define MAX_BUFFERS 16
+
+/* ---- failing ---- */
+
+static int failures;
+static char case_name[256];
+
+#define REPORT(...)                                                                                \
+    do {                                                                                           \
+        (void)fprintf(stderr, "%s: ", case_name);                                                  \
+        (void)fprintf(stderr, __VA_ARGS__);                                                        \
+        (void)fputc('\n', stderr);                                                                 \
+        failures++;                                                                                \
+    } while (0)
+
+/* ---- random numbers: splitmix64 ---- */
+
+static uint64_t random_state = 1;
+
+static uint64_t random_bits(void)
+{
+    uint64_t z = random_state += 0x9e3779b97f4a7c15ULL;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
+    return z ^ (z >> 31);
+}
+
+static int64_t pick(int64_t count)
+{
+    return (int64_t)(random_bits() % (uint64_t)count);
+}
+
+static float random_number(void) /* about normal */
+{
+    float sum = 0.0F;
+    for (int i = 0; i < 4; i++) sum += (float)(random_bits() >> 40) / 8388608.0F - 1.0F;
+    return sum;
+}
+
+/* ---- buffers ---- */
+
+typedef enum buffer_kind {
+    BITS,     /* the same bytes */
+    FLOATS,   /* the same bytes, but any NaN equals any NaN */
+    CLOSE,    /* ||device - cpu|| <= bound * ||cpu||, of f32, f16 or bf16; see reference */
+    MAXIMUM,  /* the largest float is the same, or within bound of it */
+    WORKSPACE /* not compared */
+} buffer_kind;
+
+typedef struct buffer {
+    unsigned char *initial, *cpu, *device[2];
+    device_address address;
+    size_t bytes, size; /* size: of the memory, at least 1 */
+    buffer_kind kind;
+    te_dtype dtype; /* FLOATS, CLOSE */
+    double bound;   /* CLOSE, MAXIMUM */
+    double norm;    /* CLOSE: what the error is compared with; 0: the norm of the CPU's result */
+} buffer;
+
+static buffer buffers[MAX_BUFFERS];
+static int buffer_count;
+static te_context *contexts[2]; /* CPU, CUDA */
+
+static void *must(void *pointer)
+{
+    if (pointer != NULL) return pointer;
+    (void)fprintf(stderr, "no memory\n");
+    exit(1);
+}
+
+/* A new buffer of random bytes. */
+static buffer *new_buffer(size_t bytes, buffer_kind kind)
+{
+    buffer *b = &buffers[buffer_count++];
+    memset(b, 0, sizeof *b);
+    b->bytes = bytes;
+    b->size = bytes > 0 ? bytes : 1;
+    b->kind = kind;
+    b->initial = must(malloc(b->size));
+    b->cpu = must(malloc(b->size));
+    for (int i = 0; i < 2; i++) b->device[i] = must(malloc(b->size));
+    for (size_t i = 0; i < b->size; i++) b->initial[i] = (unsigned char)random_bits();
+    cuda_expect(cuda.allocate(&b->address, b->size), "cuMemAlloc");
+    return b;
+}
+
+static void free_buffers(void)
+{
+    for (int i = 0; i < buffer_count; i++) {
+        free(buffers[i].initial);
+        free(buffers[i].cpu);
+        for (int j = 0; j < 2; j++) free(buffers[i].device[j]);
+        cuda_expect(cuda.release(buffers[i].address), "cuMemFree");
+    }
+    buffer_count = 0;
+}
+
+static void put_number(unsigned char *to, te_dtype dtype, float value)
+{
+    uint32_t bits;
+    uint16_t half;
+    memcpy(&bits, &value, sizeof bits);
+    if (dtype == TE_DTYPE_F32) {
+        memcpy(to, &bits, sizeof bits);
+        return;
+    }
+    half = (uint16_t)(bits >> 16);
+    if (dtype ==
+        TE_DTYPE_F16) { /* normal numbers near 1, the others become 0; rounded towards zero */
+        int exponent = (int)(bits >> 23 & 0xff) - 112;
+        half = exponent <= 0 || exponent >= 31
+                   ? 0
+                   : (uint16_t)((bits >> 16 & 0x8000) | (uint32_t)exponent << 10 |
+                                (bits >> 13 & 0x3ff));
+    }
+    memcpy(to, &half, sizeof half);
+}
+
+/* A small float of sign, exponent and mantissa; E4M3 has one NaN and no Inf. */
+static double decode(unsigned bits, int exponent_bits, int mantissa_bits, int has_inf)
+{
+    const int top = (1 << exponent_bits) - 1, bias = top >> 1, ones = (1 << mantissa_bits) - 1;
+    const int exponent = (int)(bits >> mantissa_bits) & top, mantissa = (int)bits & ones;
+    double magnitude;
+    if (exponent == top && (has_inf || mantissa == ones)) {
+        magnitude = has_inf && mantissa == 0 ? (double)INFINITY : (double)NAN;
+    } else if (exponent == 0) {
+        magnitude = ldexp(mantissa, 1 - bias - mantissa_bits);
+    } else {
+        magnitude = ldexp(ones + 1 + mantissa, exponent - bias - mantissa_bits);
+    }
+    return bits >> (exponent_bits + mantissa_bits) & 1 ? -magnitude : magnitude;
+}
+
+static double get_number(const unsigned char *from, te_dtype dtype)
+{
+    uint32_t bits = 0;
+    uint16_t half;
+    float value;
+    if (dtype == TE_DTYPE_E4M3) return decode(*from, 4, 3, 0);
+    if (dtype == TE_DTYPE_E5M2) return decode(*from, 5, 2, 1);
+    if (dtype == TE_DTYPE_F32) {
+        memcpy(&bits, from, sizeof bits);
+    } else {
+        memcpy(&half, from, sizeof half);
+        if (dtype == TE_DTYPE_F16) return decode(half, 5, 10, 1);
+        bits = (uint32_t)half << 16;
+    }
+    memcpy(&value, &bits, sizeof value);
+    return (double)value;
+}
+
+/* Elements of a dtype: some numbers, or where `wild` also NaN, Inf, subnormals and anything else.
+ */
+static void fill_numbers(buffer *b, size_t offset, te_dtype dtype, int wild)
+{
+    const size_t element = te_dtype_bytes(dtype);
+    for (size_t at = offset; at + element <= b->bytes; at += element) {
+        if (element == 1) { /* FP8: no NaN, no Inf */
+            b->initial[at] &= dtype == TE_DTYPE_E4M3 ? 0xf7 : 0xbf;
+        } else if (!wild || pick(16) != 0) {
+            put_number(b->initial + at, dtype, random_number() * (pick(8) == 0 ? 30.0F : 1.0F));
+        }
+    }
+}
+
+/* A matrix in a buffer of its own: rows `gap` elements longer than columns, first one `shift`
+ * elements into the buffer. */
+typedef struct layout {
+    int64_t gap, shift;
+} layout;
+
+static te_tensor new_matrix(te_dtype dtype, int64_t rows, int64_t columns, layout where,
+                            buffer_kind kind)
+{
+    const size_t element = te_dtype_bytes(dtype);
+    const int64_t stride = columns + where.gap;
+    const int64_t elements =
+        rows > 0 && columns > 0 ? where.shift + (rows - 1) * stride + columns : 0;
+    buffer *b = new_buffer((size_t)elements * element, kind);
+    te_tensor tensor = {.data = b->initial + (elements > 0 ? (size_t)where.shift * element : 0),
+                        .dtype = dtype,
+                        .ndim = 2,
+                        .shape = {rows, columns},
+                        .strides = {stride, 1}};
+    b->dtype = dtype;
+    return tensor;
+}
+
+static te_tensor new_vector(te_dtype dtype, int64_t length, buffer_kind kind)
+{
+    te_tensor tensor = new_matrix(dtype, 1, length, (layout){0, 0}, kind);
+    tensor.ndim = 1;
+    tensor.shape[0] = length;
+    tensor.strides[0] = 1;
+    return tensor;
+}
+
+static float *new_floats(const float *values, int count)
+{
+    buffer *b = new_buffer((size_t)count * sizeof(float), BITS);
+    memcpy(b->initial, values, b->bytes);
+    return (float *)(void *)b->initial;
+}
+
+/* ---- from host to device, and from the initial bytes to the CPU's copy ---- */
+
+static void move_pointer(const void *where, int to_device)
+{
+    uintptr_t value, moved;
+    memcpy(&value, where, sizeof value);
+    if (value == 0) return;
+    for (int i = 0; i < buffer_count; i++) {
+        uintptr_t start = (uintptr_t)buffers[i].initial;
+        if (value < start || value >= start + buffers[i].size) continue;
+        moved =
+            value - start + (to_device ? (uintptr_t)buffers[i].address : (uintptr_t)buffers[i].cpu);
+        memcpy((void *)(uintptr_t)where, &moved, sizeof moved);
+        return;
+    }
+    (void)fprintf(stderr, "%s: a pointer leads to no buffer\n", case_name);
+    exit(1);
+}
+
+static void move_tensor(te_tensor *tensor, int to_device)
+{
+    move_pointer(&tensor->data, to_device);
+    tensor->device.type = to_device ? TE_DEVICE_CUDA : TE_DEVICE_CPU;
+}
+
+static void move_quantized(te_quantized *quantized, int to_device)
+{
+    move_tensor(&quantized->rowwise, to_device);
+    move_tensor(&quantized->columnwise, to_device);
+    move_pointer(&quantized->scale_pair, to_device);
+    move_pointer(&quantized->scale, to_device);
+    move_pointer(&quantized->amax, to_device);
+}
+
+static void move_quantize(te_quantize_args *args, int to_device)
+{
+    move_tensor(&args->input, to_device);
+    move_quantized(&args->output, to_device);
+    move_tensor(&args->bias_grad, to_device);
+    move_pointer(&args->noop, to_device);
+    move_pointer(&args->partials, to_device);
+}
+
+static void move_dequantize(te_dequantize_args *args, int to_device)
+{
+    move_quantized(&args->input, to_device);
+    move_tensor(&args->output, to_device);
+}
+
+static void move_amax(te_amax_args *args, int to_device)
+{
+    move_tensor(&args->input, to_device);
+    move_pointer(&args->partials, to_device);
+}
+
+static void move_transpose(te_transpose_args *args, int to_device)
+{
+    move_tensor(&args->input, to_device);
+    move_tensor(&args->output, to_device);
+}
+
+static void move_gemm(te_gemm_args *args, int to_device)
+{
+    move_tensor(&args->a.data, to_device);
+    move_pointer(&args->a.scale_inv, to_device);
+    move_tensor(&args->b.data, to_device);
+    move_pointer(&args->b.scale_inv, to_device);
+    move_tensor(&args->d, to_device);
+    move_tensor(&args->bias, to_device);
+    move_tensor(&args->bias_grad, to_device);
+    move_tensor(&args->aux, to_device);
+    move_pointer(&args->d_scale, to_device);
+    move_pointer(&args->d_amax, to_device);
+}
+
+static void move_scaling_update(te_scaling_update_args *args, int to_device)
+{
+    move_tensor(&args->scale, to_device);
+    move_tensor(&args->history, to_device);
+}
+
+static void move_fill(te_fill_args *args, int to_device)
+{
+    move_tensor(&args->output, to_device);
+}
+
+static void move_cast(te_cast_args *args, int to_device)
+{
+    move_tensor(&args->input, to_device);
+    move_tensor(&args->output, to_device);
+}
+
+/* ---- of the layer's operators ---- */
+
+#define MOVE_CAST(args)                                                                            \
+    do {                                                                                           \
+        move_quantized(&(args)->quantized, to_device);                                             \
+        move_pointer(&(args)->partials, to_device);                                                \
+        move_pointer(&(args)->amax_partials, to_device);                                           \
+    } while (0)
+
+static void move_norm(te_norm_args *args, int to_device)
+{
+    move_tensor(&args->input, to_device);
+    move_tensor(&args->gamma, to_device);
+    move_tensor(&args->beta, to_device);
+    move_tensor(&args->mean, to_device);
+    move_tensor(&args->rsigma, to_device);
+    move_tensor(&args->output, to_device);
+    MOVE_CAST(args);
+}
+
+static void move_norm_backward(te_norm_backward_args *args, int to_device)
+{
+    move_tensor(&args->grad_output, to_device);
+    move_tensor(&args->grad_add, to_device);
+    move_tensor(&args->input, to_device);
+    move_tensor(&args->gamma, to_device);
+    move_tensor(&args->mean, to_device);
+    move_tensor(&args->rsigma, to_device);
+    move_tensor(&args->grad_input, to_device);
+    move_tensor(&args->gamma_grad, to_device);
+    move_tensor(&args->beta_grad, to_device);
+}
+
+static void move_activation(te_activation_args *args, int to_device)
+{
+    move_tensor(&args->input, to_device);
+    move_tensor(&args->output, to_device);
+    MOVE_CAST(args);
+}
+
+static void move_activation_backward(te_activation_backward_args *args, int to_device)
+{
+    move_tensor(&args->grad_output, to_device);
+    move_tensor(&args->input, to_device);
+    move_tensor(&args->grad_input, to_device);
+    move_tensor(&args->bias_grad, to_device);
+    MOVE_CAST(args);
+}
+
+static void move_softmax(te_softmax_args *args, int to_device)
+{
+    move_tensor(&args->input, to_device);
+    move_tensor(&args->mask, to_device);
+    move_tensor(&args->bias, to_device);
+    move_tensor(&args->output, to_device);
+    move_tensor(&args->probabilities, to_device);
+    move_pointer(&args->rng, to_device);
+}
+
+static void move_softmax_backward(te_softmax_backward_args *args, int to_device)
+{
+    move_tensor(&args->grad_output, to_device);
+    move_tensor(&args->probabilities, to_device);
+    move_tensor(&args->grad_input, to_device);
+    move_pointer(&args->rng, to_device);
+}
+
+static void move_dropout_add(te_dropout_add_args *args, int to_device)
+{
+    move_tensor(&args->input, to_device);
+    move_tensor(&args->bias, to_device);
+    move_tensor(&args->residual, to_device);
+    move_tensor(&args->output, to_device);
+    move_pointer(&args->rng, to_device);
+}
+
+static void move_dropout_backward(te_dropout_backward_args *args, int to_device)
+{
+    move_tensor(&args->grad_output, to_device);
+    move_tensor(&args->grad_input, to_device);
+    move_tensor(&args->bias_grad, to_device);
+    move_pointer(&args->rng, to_device);
+}
+
+static void move_rope(te_rope_args *args, int to_device)
+{
+    move_tensor(&args->input, to_device);
+    move_tensor(&args->output, to_device);
+    move_tensor(&args->freqs, to_device);
+    move_tensor(&args->cu_seqlens, to_device);
+    move_tensor(&args->start_positions, to_device);
+}
+
+#endif

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A TransformerLayer run again: recompute, compiled, captured, copied, loaded, shared."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from pytorch import attention_model
+from pytorch.helpers import RECIPES, assert_same_bits, states_of
+from tols import BF16, F32
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import transformer_engine.pytorch as te
+
+HIDDEN, FFN, HEADS, LENGTH, BATCH = 32, 64, 4, 6, 2
+
+# Torch says so of every reentrant checkpoint inside another one: its forward has no gradients.
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+
+
+def make(device, dtype=F32, **options):
+    """A layer, without dropout unless told, with other biases than 0."""
+    given = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": dtype, **options}
+    layer = te.TransformerLayer(HIDDEN, FFN, HEADS, device=device, **given)
+    attention_model.randomise(layer)
+    return layer
+
+
+def states(device):
+    return torch.randn(LENGTH, BATCH, HIDDEN, device=device, requires_grad=True)
+
+
+def region(recipe):
+    return contextlib.nullcontext() if recipe is None else te.autocast(recipe=RECIPES[recipe]())
+
+
+CHECKPOINTS = {
+    "torch-reentrant": lambda f, x: torch_checkpoint(f, x, use_reentrant=True),
+    "torch-saved": lambda f, x: torch_checkpoint(f, x, use_reentrant=False),
+    "te-reentrant": lambda f, x: te.checkpoint(f, x, use_reentrant=True),
+    "te-saved": lambda f, x: te.checkpoint(f, x, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("core", [False, True])
+@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_recompute_gives_the_same_bits(device, kind, recipe, core):
+    """Dropout included; the scaling state advances once."""
+    dtype = F32 if recipe is None else BF16
+    original = make(device, dtype, hidden_dropout=0.2, attention_dropout=0.2, drop_path_rate=0.2)
+    data = torch.randn(3, LENGTH, BATCH, HIDDEN).to(device, dtype)
+    seed = int(torch.randint(2**31, ()))
+    results = []
+    for run in (lambda f, x: f(x), CHECKPOINTS[kind]):
+        te.reset()
+        layer = copy.deepcopy(original)
+        torch.manual_seed(seed)
+        seen = []
+        for step in data:
+            x = step.clone().requires_grad_()
+            with region(recipe):
+                out = run(lambda x, layer=layer: layer(x, checkpoint_core_attention=core), x)
+            out.float().square().sum().backward()
+            seen += [out.detach(), x.grad]
+        results.append([seen, [p.grad for p in layer.parameters()], states_of(layer)])
+    assert_same_bits(results[0][:2], results[1][:2])
+    for one, other in zip(results[0][2], results[1][2], strict=True):
+        assert_same_bits(one, other) if one is not None else None
+        assert (one is None) == (other is None)
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_compiled_equals_eager(device, fused, recipe):
+    dtype = F32 if recipe is None else BF16
+    original = make(device, dtype, hidden_dropout=0.2, fuse_qkv_params=fused)
+    data = torch.randn(3, LENGTH, BATCH, HIDDEN).to(device, dtype)
+    seed = int(torch.randint(2**31, ()))
+    results = []
+    for compiled in (False, True):
+        te.reset()
+        torch._dynamo.reset()
+        layer = copy.deepcopy(original)
+        function = layer
+        if compiled:
+            function = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        torch.manual_seed(seed)
+        seen = []
+        for step in data:
+            x = step.clone().requires_grad_()
+            with region(recipe):
+                out = function(x)
+            out.float().square().sum().backward()
+            seen += [out.detach(), x.grad]
+        results.append([seen, [p.grad for p in layer.parameters()]])
+    assert_same_bits(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
+def test_captured_graph_equals_eager(recipe):
+    """Forward and backward of a layer with dropout: a replay draws like an eager step."""
+    original = make("cuda", BF16, hidden_dropout=0.2, drop_path_rate=0.2, fuse_qkv_params=True)
+    data = torch.randn(8, LENGTH, BATCH, HIDDEN).to("cuda", BF16)
+    made = None if recipe is None else RECIPES[recipe]()
+
+    def build():
+        te.reset()
+        layer = copy.deepcopy(original)
+        static = data[0].clone().requires_grad_()
+
+        def step():
+            for tensor in (static, *layer.parameters()):
+                if tensor.grad is not None:
+                    tensor.grad.zero_()
+            with contextlib.nullcontext() if made is None else te.autocast(recipe=made):
+                out = layer(static)
+            out.float().square().sum().backward()
+            return out
+
+        return static, step
+
+    def feed(static, index):
+        with torch.no_grad():
+            static.copy_(data[index])
+
+    static, step = build()
+    torch.manual_seed(11)
+    expected = []
+    for index in range(8):
+        feed(static, index)
+        expected.append((step().detach().clone(), static.grad.clone()))
+    static, step = build()
+    torch.manual_seed(11)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for index in range(3):
+            feed(static, index)
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for index in range(3, 8):
+        feed(static, index)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits([out.detach(), static.grad], list(expected[index]))
+
+
+def test_copies_state_dict_and_moves(device):
+    layer = make(device, num_gqa_groups=2)
+    x = states(device)
+    expected = layer(x)
+    assert_same_bits(copy.deepcopy(layer)(x), expected)
+    other = make(device, num_gqa_groups=2)
+    other.load_state_dict(layer.state_dict(), strict=True)
+    assert_same_bits(other(x), expected)
+    half = copy.deepcopy(layer).to(BF16)
+    assert half(x.to(BF16)).dtype == BF16
+    assert_same_bits(copy.deepcopy(half).to("cpu").to(device)(x.to(BF16)), half(x.to(BF16)))
+
+
+def test_parameters_may_be_reassigned_and_shared(device):
+    one, other = (make(device, fuse_qkv_params=True) for _ in range(2))
+    x = states(device)
+    one(x)
+    other(x)
+    other.self_attention.layernorm_qkv.weight = one.self_attention.layernorm_qkv.weight
+    other.layernorm_mlp.fc1_weight = one.layernorm_mlp.fc1_weight
+    for name, parameter in one.named_parameters():
+        dict(other.named_parameters())[name].data.copy_(parameter.data)
+    assert_same_bits(other(x), one(x))
+    (one(x) + other(x)).sum().backward()
+    shared = one.layernorm_mlp.fc1_weight
+    assert shared is other.layernorm_mlp.fc1_weight and shared.grad is not None
+
+
+def test_autocast_of_torch(device):
+    """fp32 parameters and residual stream, 16-bit branches."""
+    layer = make(device, hidden_dropout=0.1)
+    x = states(device)
+    with torch.autocast(device, dtype=BF16):
+        out = layer(x)
+    assert out.dtype == F32
+    out.sum().backward()
+    assert x.grad.dtype == F32 and layer.layernorm_mlp.fc2_bias.grad.dtype == F32

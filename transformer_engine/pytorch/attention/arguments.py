@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of `DotProductAttention`: what is refused, and packed tensors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_biases", "check_format", "refuse_fp8", "refuse_group", "unpack"]
+
+_NAME = "DotProductAttention"
+
+
+def refuse_group(module: str, argument: str, group: Any) -> None:
+    """Raise for a process group of more than one rank, or a list that has one.
+
+    Raises
+    ------
+    NotImplementedError
+        Work would have to be spread over it.
+    """
+    for each in group if isinstance(group, list | tuple) else (group,):
+        size = 1 if each is None else torch.distributed.get_world_size(each)
+        if size > 1:
+            raise NotImplementedError(f"{module}: {argument} of {size} ranks")
+
+
+def refuse_fp8(recipe: Any) -> None:
+    """Raise for a recipe that wants attention in FP8 (NotImplementedError)."""
+    for option in ("fp8_dpa", "fp8_mha"):
+        if getattr(recipe, option, False):
+            raise NotImplementedError(f"{_NAME}: {option}=True")
+
+
+def check_format(form: str) -> None:
+    """Raise for what is no format (ValueError) and for thd (NotImplementedError)."""
+    if form == "thd":
+        raise NotImplementedError(f"{_NAME}: qkv_format='thd'")
+    if form not in ("sbhd", "bshd"):
+        raise ValueError(f"{_NAME}: qkv_format={form!r}, expected 'sbhd', 'bshd' or 'thd'")
+
+
+def check_biases(kind: str, bias: Tensor | None, slopes: Tensor | None, heads: int) -> None:
+    """Raise where the tensors are none of the bias type.
+
+    Parameters
+    ----------
+    kind : str
+        Bias type.
+    bias : Tensor or None
+        Of the types "pre_scale_bias" and "post_scale_bias".
+    slopes : Tensor or None
+        [heads] or [batch, heads], of the type "alibi".
+    heads : int
+        Heads of the queries.
+
+    Raises
+    ------
+    ValueError
+        One is missing, one too many, or of another shape.
+    """
+    takes = kind in ("pre_scale_bias", "post_scale_bias")
+    if takes != (bias is not None):
+        raise ValueError(
+            f"{_NAME}: core_attention_bias_type={kind!r} "
+            + ("needs core_attention_bias" if takes else "takes no core_attention_bias")
+        )
+    if slopes is None:
+        return
+    if kind != "alibi":
+        raise ValueError(f"{_NAME}: core_attention_bias_type={kind!r} takes no alibi_slopes")
+    if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads:
+        raise ValueError(
+            f"{_NAME}: alibi_slopes: shape {tuple(slopes.shape)}, expected [heads] or "
+            f"[batch, heads] of {heads} heads"
+        )
+
+
+def unpack(
+    separate: tuple, qkv: Tensor | None, kv: Tensor | None, dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as views of packed tensors.
+
+    Parameters
+    ----------
+    separate : tuple of Tensor or None
+        Query, key and value as they were given; only the query beside `kv`.
+    qkv : Tensor or None
+        All three in one, counted by dim `dim`.
+    kv : Tensor or None
+        Keys and values in one.
+    dim : int
+        -3 or -2.
+
+    Returns
+    -------
+    tuple of Tensor
+        Query, key, value.
+
+    Raises
+    ------
+    ValueError
+        Tensors that exclude each other, or a shape or stride that can not be.
+    """
+    query, key, value = separate
+    packed, count, label = (qkv, 3, "qkv_layer") if qkv is not None else (kv, 2, "kv_layer")
+    if key is not None or value is not None or (qkv is not None) == (query is not None):
+        raise ValueError(
+            f"{_NAME}: {label} stands for separate tensors: give "
+            + ("nothing else" if count == 3 else "query_layer beside it, and nothing else")
+        )
+    if qkv is not None and kv is not None:
+        raise ValueError(f"{_NAME}: qkv_layer and kv_layer exclude each other")
+    if dim not in (-3, -2):
+        raise ValueError(f"{_NAME}: qkv_interleave_dim={dim}, expected -3 or -2")
+    if packed.dim() < 4 or packed.shape[dim] != count:
+        raise ValueError(
+            f"{_NAME}: {label}: shape {tuple(packed.shape)}, expected {count} in dim {dim}"
+        )
+    if packed.stride(-1) != 1:
+        raise ValueError(f"{_NAME}: {label}: last stride {packed.stride(-1)}, expected 1")
+    parts = packed.unbind(dim)
+    return parts if count == 3 else (query, *parts)
