@@ -31,15 +31,19 @@ def fresh_core(bind: bool = True):
     return core
 
 
-def linear_plan(core, direction: int, recipe: int = 1, flags: int = ALL_GRADS, **changes) -> int:
-    """Id of a float32 plan with the module's features; `changes` by keyword."""
+def linear_fields(core, direction: int, recipe: int = 1, flags: int = ALL_GRADS) -> dict[str, int]:
+    """Keywords of a float32 linear_plan with the module's features."""
     f32 = core.DTYPE_F32
-    fields = dict(
+    return dict(
         direction=direction, in_features=K, out_features=N, input_dtype=f32, weight_dtype=f32,
         bias_dtype=f32, output_dtype=f32, grad_weight_dtype=f32, recipe=recipe,
         forward_fp8=core.DTYPE_E4M3, backward_fp8=core.DTYPE_E5M2, flags=flags,
     )  # fmt: skip
-    return core.linear_plan(**(fields | changes))
+
+
+def linear_plan(core, direction: int, recipe: int = 1, flags: int = ALL_GRADS, **changes) -> int:
+    """Id of a float32 plan with the module's features; `changes` by keyword."""
+    return core.linear_plan(**(linear_fields(core, direction, recipe, flags) | changes))
 
 
 def state() -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,8 +90,23 @@ def _linear_plan(core):
     f32 = core.DTYPE_F32
     return Case(
         [0, K, N, f32, f32, f32, f32, f32, 1, core.DTYPE_E4M3, core.DTYPE_E5M2, ALL_GRADS],
-        dict(gather=1, external=0, eps_input=0.0, eps_weight=0.0, eps_grad=0.0),
-    )
+        dict(
+            gather=1, external=0, eps_input=0.0, eps_weight=0.0, eps_grad=0.0,
+            norm=1 + core.NORM_LAYERNORM, norm_dtype=f32, norm_eps=1e-5,
+        ),
+    )  # fmt: skip
+
+
+def _mlp_plan(core):
+    first = linear_fields(core, core.LINEAR_FORWARD)
+    second = first | {"in_features": N, "out_features": K}
+    numbers = dict(limit=0.0, alpha=0.0, linear_offset=0.0, flags=0)
+    return Case([core.LINEAR_FORWARD, core.ACTIVATION_GELU], dict(**numbers, fc1=first, fc2=second))
+
+
+def _norm_plan(core):
+    f32 = core.DTYPE_F32
+    return Case([core.LINEAR_FORWARD, K, core.NORM_RMSNORM, f32, f32, f32, 0, 1e-5])
 
 
 def _run_range(core):
@@ -265,6 +284,8 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "activation_names": lambda core: Case([]),
     "has_cuda": lambda core: Case([]),
     "linear_plan": _linear_plan,
+    "mlp_plan": _mlp_plan,
+    "norm_plan": _norm_plan,
     "plan_describe": lambda core: Case([linear_plan(core, core.LINEAR_FORWARD)]),
     "plan_infer": lambda core: Case([linear_plan(core, core.LINEAR_FORWARD), ROWS]),
     "plan_scratch": lambda core: Case(

@@ -67,6 +67,7 @@ LINEAR_ZERO_CENTERED: Final[int]
 LINEAR_GRAD_GAMMA: Final[int]
 LINEAR_GRAD_BETA: Final[int]
 LINEAR_RETURN_NORM: Final[int]
+LINEAR_BIAS_FROZEN: Final[int]
 
 # flags of mlp_plan (te_mlp_desc.flags)
 MLP_RECOMPUTE: Final[int]

@@ -4,9 +4,11 @@
  * after it.
  *
  * Values and slopes go through exponential() of rows.h: within a few units in the last place of the
- * number or, where a slope passes through 0, of its terms. x s(x) has the limits 0 at -Inf and Inf
- * at Inf, and is 0 once e^-x overflows (x below -88.4, results below 4e-37); slopes have the limits
- * 0 and 1. NaN stays NaN, but for the slope of relu, which is 0 there.
+ * number or, where a slope passes through 0, of its terms; where x s(z) is small because z is far
+ * below 0, |z| times the rounding of z comes on top (100 units for GELU at -10). x s(x) has the
+ * limits 0 at -Inf and Inf at Inf, and is 0 once e^-x overflows (x below -88.4, results below
+ * 4e-37); slopes have the limits 0 and 1. NaN stays NaN, but for the slope of relu, which is 0
+ * there.
  */
 #ifndef TE_CPU_ROWS_ACTIVATION_H
 #define TE_CPU_ROWS_ACTIVATION_H

@@ -402,14 +402,15 @@ typedef struct te_activation_args {
 
 /* grad_input = grad_output * activation'(input) in fp32, to high precision and (or) FP8, with the
  * column sums of the fp32 values as the bias gradient of the linear layer before. The derivative of
- * relu and srelu at 0 is 0; of a clamped value it is 0 outside of the limit and 1 at it. */
+ * relu and srelu at 0 is 0; of a clamped value it is 0 outside of the limit and 1 at it.
+ * grad_input may be the memory of grad_output where the activation is not gated. */
 typedef struct te_activation_backward_args {
     size_t size;
     te_activation_kind kind;
     te_activation_params params;
-    te_tensor grad_output;  /* [rows, columns] f32, f16, bf16 */
-    te_tensor input;        /* [rows, columns] (gated: [rows, 2 columns]) f32, f16, bf16 */
-    te_tensor grad_input;   /* shape of input; f32, f16, bf16; data NULL: not wanted */
+    te_tensor grad_output; /* [rows, columns] f32, f16, bf16 */
+    te_tensor input;       /* [rows, columns] (gated: [rows, 2 columns]) f32, f16, bf16 */
+    te_tensor grad_input;  /* shape of input; f32, f16, bf16; data NULL: not wanted */
     te_quantized quantized; /* of grad_input; mode NONE: not wanted */
     te_tensor bias_grad;    /* [columns of input] f32, f16, bf16; data NULL: not wanted */
     const float *partials;  /* device float[TE_AMAX_PARTIALS] to make the scale from, or NULL */
@@ -621,7 +622,8 @@ enum {                                  /* te_linear_desc.flags */
        TE_LINEAR_ZERO_CENTERED = 1 << 17, /* norm: the factor is 1 + gamma */
        TE_LINEAR_GRAD_GAMMA = 1 << 18,    /* norm: gamma needs a gradient */
        TE_LINEAR_GRAD_BETA = 1 << 19,     /* norm: beta needs a gradient */
-       TE_LINEAR_RETURN_NORM = 1 << 20 /* the norm's output is an output, its gradient an input */
+       TE_LINEAR_RETURN_NORM = 1 << 20, /* the norm's output is an output, its gradient an input */
+       TE_LINEAR_BIAS_FROZEN = 1 << 21  /* backward: the bias has no gradient */
 };
 
 typedef enum te_recipe {

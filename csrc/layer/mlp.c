@@ -35,6 +35,12 @@ static int needs_backward(const mlp *m)
     return te_part_needs_dgrad(m->fc2);
 }
 
+/* The backward of a recompute needs what fc1 made: for its own gradient, or for fc2's weight. */
+static int repeats(const mlp *m)
+{
+    return recomputes(m) && (needs_backward(m) || te_part_has(m->fc2, TE_LINEAR_WGRAD_NEEDED));
+}
+
 static int16_t add_leading(mlp *m, const char *name, te_buffer_role role)
 {
     return te_plan_leading(&m->plan, name, role, (te_dtype)m->fc1->desc->output_dtype, 1,
@@ -59,7 +65,7 @@ static te_producer activation(const mlp *m, te_op op)
 /* What the backward needs of the forward, in one order for all plans. */
 static void add_saved(mlp *m)
 {
-    if (needs_backward(m)) te_part_add_statistics(m->fc1, TE_ROLE_SAVED);
+    if (needs_backward(m) || repeats(m)) te_part_add_statistics(m->fc1, TE_ROLE_SAVED);
     m->fc1->input = te_norm_producer(m->fc1, m->input);
     m->fc2->input = activation(m, TE_OP_ACTIVATION);
     if (!needs_backward(m) && !te_part_has(m->fc2, TE_LINEAR_WGRAD_NEEDED)) return;
@@ -117,7 +123,7 @@ static void build_forward(mlp *m)
         m->fc1->norm_output = add_leading(m, "norm_output", TE_ROLE_OUTPUT);
     }
     for (int i = 0; i < 2; i++) te_part_add_weight_cache(&m->parts[i]);
-    if (!needs_backward(m)) te_part_add_statistics(m->fc1, TE_ROLE_SCRATCH);
+    if (!needs_backward(m) && !repeats(m)) te_part_add_statistics(m->fc1, TE_ROLE_SCRATCH);
     add_saved(m);
     if (!in_epilogue(m)) add_fc1_output(m);
     first = fc1_output(m);
@@ -129,7 +135,7 @@ static void build_forward(mlp *m)
 static void add_backward_arguments(mlp *m)
 {
     int norm = m->fc1->desc->norm != 0 && te_part_needs_dgrad(m->fc1);
-    int again = recomputes(m) && needs_backward(m);
+    int again = repeats(m);
     int plain_wgrad =
         !te_part_is_fp8(m->fc1) && m->fc1->desc->norm == 0 && te_part_wgrad_now(m->fc1);
     if (norm || again || plain_wgrad) m->input = te_part_add_input(m->fc1);
@@ -182,7 +188,7 @@ static void build_backward(mlp *m)
     if (te_part_wgrad_now(m->fc2)) second.weight = te_part_add_grad_weight(m->fc2);
     second.bias = te_part_add_grad_bias(m->fc2);
     add_saved(m);
-    if (recomputes(m) && needs_backward(m)) forward_again(m);
+    if (repeats(m)) forward_again(m);
     if (in_epilogue(m) && m->fc2->input_wide != TE_NO_BUFFER) {
         m->fc2->input = te_plain_producer(m->fc2->input_wide);
     }
@@ -193,6 +199,10 @@ static void build_backward(mlp *m)
     if (!needs_backward(m)) return;
     m->fc1->grad = activation(m, TE_OP_ACTIVATION_BACKWARD);
     m->fc1->grad.grad_output = second.input;
+    if (!te_part_is_fp8(m->fc1) &&
+        !te_activation_is_gated((te_activation_kind)m->desc->activation)) {
+        m->fc1->grad.output = second.input; /* in place */
+    }
     first.input = norm.input;
     if (with_norm) {
         norm.grad_output = first.input =

@@ -255,7 +255,8 @@ void te_part_add_saved(te_part *part)
 {
     int wgrad = te_part_has(part, TE_LINEAR_WGRAD_NEEDED);
     if (!te_part_is_fp8(part)) {
-        if (wgrad && part->input.op != TE_OP_QUANTIZE && part->norm_output == TE_NO_BUFFER) {
+        int returned = part->input.op == TE_OP_NORM && te_part_has(part, TE_LINEAR_RETURN_NORM);
+        if (wgrad && part->input.op != TE_OP_QUANTIZE && !returned) {
             add_input_wide(part, TE_ROLE_SAVED);
         }
         return;
@@ -287,7 +288,9 @@ int16_t te_part_add_grad_weight(te_part *part)
 
 int16_t te_part_add_grad_bias(te_part *part)
 {
-    if (!te_part_has(part, TE_LINEAR_BIAS)) return TE_NO_BUFFER;
+    if (!te_part_has(part, TE_LINEAR_BIAS) || te_part_has(part, TE_LINEAR_BIAS_FROZEN)) {
+        return TE_NO_BUFFER;
+    }
     return te_plan_vector(part->plan, name_of(part, NAME_GRAD_BIAS), TE_ROLE_OUTPUT,
                           (te_dtype)part->desc->bias_dtype, part->desc->out_features);
 }
@@ -608,7 +611,11 @@ int16_t te_part_wide_grad(te_part *part, int16_t grad_bias)
     int deferred =
         te_part_has(part, TE_LINEAR_DEFER_WGRAD) && te_part_has(part, TE_LINEAR_WGRAD_NEEDED);
     if (part->grad.op == TE_OP_QUANTIZE) return part->grad.input;
-    add_grad_wide(part, deferred ? TE_ROLE_OUTPUT : TE_ROLE_SCRATCH);
+    if (part->grad.output != TE_NO_BUFFER && !deferred) {
+        part->grad_wide = part->grad.output;
+    } else {
+        add_grad_wide(part, deferred ? TE_ROLE_OUTPUT : TE_ROLE_SCRATCH);
+    }
     stage = produce(part, &part->grad, TE_LINEAR_STAGE_PRODUCE_GRAD_OUTPUT);
     stage->buffer[TE_PRODUCE_OUTPUT] = part->grad_wide;
     stage->buffer[TE_QUANTIZE_BIAS_GRAD] = grad_bias;

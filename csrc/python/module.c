@@ -107,6 +107,7 @@ static const constant constants[] = {
     C(LINEAR_GRAD_GAMMA),
     C(LINEAR_GRAD_BETA),
     C(LINEAR_RETURN_NORM),
+    C(LINEAR_BIAS_FROZEN),
     C(MLP_RECOMPUTE),
     C(AMAX_PARTIALS),
     C(NORM_LAYERNORM),

@@ -251,7 +251,7 @@ def test_rows_and_saved_must_agree():
     ):
         core.run(
             linear_plan(core, core.LINEAR_BACKWARD, core.RECIPE_NONE),
-            0, 0, torch.ones(6, N), tensors[1], torch.zeros(5, K),
+            0, 0, torch.ones(6, N), torch.zeros(5, K), tensors[1],
         )  # fmt: skip
     assert (chunk[1] == 0).all()
 

@@ -271,8 +271,8 @@ def test_expanded_gradient(core):
     tensors = linear_tensors()
     backward = linear_plan(core, core.LINEAR_BACKWARD, core.RECIPE_NONE)
     expanded = torch.ones(()).expand(2, 3, N)
-    got = core.run(backward, 0, 0, expanded, tensors[1], tensors[0])
-    expected = core.run(backward, 0, 0, torch.ones(2, 3, N), tensors[1], tensors[0])
+    got = core.run(backward, 0, 0, expanded, tensors[0], tensors[1])
+    expected = core.run(backward, 0, 0, torch.ones(2, 3, N), tensors[0], tensors[1])
     assert all(torch.equal(a, b) for a, b in zip(got[:3], expected[:3], strict=True))
 
 
@@ -291,7 +291,7 @@ def test_negative_bit(core):
 def test_saved_may_be_none_where_nothing_was_saved(core):
     tensors = linear_tensors()
     backward = linear_plan(core, core.LINEAR_BACKWARD, core.RECIPE_NONE)
-    args = [torch.ones(2, 3, N), tensors[1], tensors[0]]
+    args = [torch.ones(2, 3, N), tensors[0], tensors[1]]
     assert len(core.run(backward, 0, 0, *args)) == len(core.run(backward, 0, 0, *args, None))
     with pytest.raises(TypeError, match="run: saved: this plan saves nothing: pass None"):
         core.run(backward, 0, 0, *args, torch.zeros(4, dtype=torch.uint8))

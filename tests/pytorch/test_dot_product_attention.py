@@ -381,3 +381,13 @@ def test_autocast_computes_in_its_dtype(device):
         assert out.dtype == BF16
         out.float().sum().backward()
         assert qkv[0].grad.dtype == F32
+
+
+def test_fp16_scores_do_not_overflow_before_scaling(device):
+    """64 products of 40 x 40 are beyond fp16, an eighth of them is not."""
+    module = DotProductAttention(1, 64, attn_mask_type="causal", window_size=(2, 0))
+    q = torch.full((4, 1, 1, 64), 40.0, device=device, dtype=F16)
+    v = torch.randn(4, 1, 1, 64, device=device).to(F16)
+    out = module(q, q, v).view(4, 64)
+    expected = torch.stack([v[max(0, i - 2) : i + 1].double().mean(0).view(64) for i in range(4)])
+    assert_nmse(out, expected, tol("attention", F16, 64))

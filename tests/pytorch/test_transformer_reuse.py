@@ -3,9 +3,11 @@
 
 import contextlib
 import copy
+import pickle
 
 import pytest
 import torch
+import torch._dynamo.utils
 from pytorch import attention_model
 from pytorch.helpers import RECIPES, assert_same_bits, states_of
 from tols import BF16, F32
@@ -152,11 +154,30 @@ def test_captured_graph_equals_eager(recipe):
         assert_same_bits([out.detach(), static.grad], list(expected[index]))
 
 
+@pytest.mark.parametrize("options", [{}, {"num_gqa_groups": 2, "window_size": (3, 0)}], ids=str)
+def test_sequence_lengths_share_a_graph(device, options):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    layer = make(device, hidden_dropout=0.1, **options)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    seed = int(torch.randint(2**31, ()))
+    for length in (6, 7, 9, 12, 5):
+        x = torch.randn(length, BATCH, HIDDEN, device=device, requires_grad=True)
+        results = []
+        for function in (layer, compiled):
+            torch.manual_seed(seed)
+            out = function(x)
+            results.append([out, *torch.autograd.grad(out.square().sum(), x)])
+        assert_same_bits(*results)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one length, any length
+
+
 def test_copies_state_dict_and_moves(device):
     layer = make(device, num_gqa_groups=2)
     x = states(device)
     expected = layer(x)
     assert_same_bits(copy.deepcopy(layer)(x), expected)
+    assert_same_bits(pickle.loads(pickle.dumps(layer))(x), expected)
     other = make(device, num_gqa_groups=2)
     other.load_state_dict(layer.state_dict(), strict=True)
     assert_same_bits(other(x), expected)

@@ -40,6 +40,7 @@ ZERO_CENTERED = _core.LINEAR_ZERO_CENTERED
 GRAD_GAMMA = _core.LINEAR_GRAD_GAMMA
 GRAD_BETA = _core.LINEAR_GRAD_BETA
 RETURN_NORM = _core.LINEAR_RETURN_NORM
+BIAS_FROZEN = _core.LINEAR_BIAS_FROZEN
 
 
 class Quantization(NamedTuple):
@@ -273,6 +274,8 @@ class CallPlans:
         Results of the forward and of the backward.
     returns : int
         How many of `outputs` are the module's results.
+    takes : int
+        How many of their gradients the backward reads, from the first on.
     cached : tuple of int
         Parts whose quantized weight is kept or taken from the cache.
     writes_cache : bool
@@ -326,6 +329,7 @@ class CallPlans:
 
     def _examine_backward(self) -> None:
         self.saves_packed = False
+        self.takes = self.returns
         self.saved = self.wgrad_inputs = self.gradients = self.backward_arguments = ()
         self.wgrad_has_rows = False
         self.reads_state = False
@@ -339,6 +343,7 @@ class CallPlans:
         self.backward_arguments = tuple(_arguments(self.backward))
         arguments = [name for name, _ in self.backward_arguments]
         self.reads_state = "scale" in arguments
+        self.takes = 1 + ("grad_norm_output" in arguments)
         passed = {"grad_output", "grad_norm_output", *_STATE}
         saved = [n for n in arguments if n not in passed and not n.endswith("main_grad")]
         self.gradients = tuple(_outputs(self.backward))
@@ -381,7 +386,7 @@ def _fields(direction: int, spec: LinearSpec, norm: Norm | None) -> dict[str, An
         flags = flags & ~(_CACHE | NO_AMAX) | reads_cache
         external &= ~_FORWARD_EXTERNAL
         if not spec.bias_grad:
-            flags &= ~BIAS
+            flags |= BIAS_FROZEN
         if direction == _core.LINEAR_WGRAD:
             flags &= ~(DEFER | BIAS)
     fields = {

@@ -14,7 +14,7 @@ from transformer_engine.pytorch import ops, scaling
 from transformer_engine.pytorch.plans import PREFIXES, CallPlans
 from transformer_engine.pytorch.staged import run_staged
 
-__all__ = ["Deferred", "ModuleCall", "PlainCall", "main_grad_of"]
+__all__ = ["Deferred", "ModuleCall", "PlainCall", "join_rows", "main_grad_of"]
 
 CACHED = ("weight_row", "weight_column", "weight_pair")
 """Buffers of a part that make up the cache of its quantized weight."""
@@ -65,10 +65,13 @@ class ModuleCall:
         Where deferred weight gradients go.
     stages : dict or None
         Python functions of external stages.
+    rows : tuple of int or None
+        A weight and its bias come as several tensors of these rows, and so do their gradients.
     traced : bool
         A graph is being traced: run behind torch operators.
     """
 
+    rows: tuple[int, ...] | None = None
     scales: Tensor | None = None
     first = False
     caches: tuple = (None, None)
@@ -116,6 +119,8 @@ class ModuleCall:
     def run_forward(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, list[Tensor]]:
         """Run the forward over the tensors that ``plans.tensors`` names."""
         plans = self.plans
+        if self.rows is not None:
+            tensors = self._join(tensors)
         names = dict(zip(plans.tensors, tensors, strict=True))
         if plans.cached:
             self._cached(names)
@@ -148,7 +153,7 @@ class ModuleCall:
             packed, *saved = saved
         names = dict(zip(plans.saved, saved, strict=True))
         names["grad_output"] = grads[0]
-        if plans.returns == 2:
+        if plans.takes == 2:
             names["grad_norm_output"] = grads[1]
         slots = self.slots
         place = (0, 0)
@@ -171,7 +176,33 @@ class ModuleCall:
             found[plans.tensors.index(f"{prefix}weight")] = _dummy_grad(self.weights[i])
         if self.first:
             scaling.update("backward")
-        return None, *found
+        return None, *(found if self.rows is None else self._spread(found))
+
+    def _join(self, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """The tensors with one weight and one bias in place of the last ones."""
+        count = len(self.rows)
+        if tensors[-1] is None:
+            first, bias = len(tensors) - count - 1, None
+        else:
+            first = len(tensors) - 2 * count
+            bias = join_rows(tensors[first + count :], self.traced)
+        weight = join_rows(tensors[first : first + count], self.traced)
+        return (*tensors[:first], weight, bias)
+
+    def _spread(self, found: list[Tensor | None]) -> list[Tensor | None]:
+        """The gradients with those of the weight and the bias by rows."""
+        *others, weight, bias = found
+        rows = self.rows
+        none = (None,) * len(rows)
+        return [
+            *others,
+            *(none if weight is None else weight.split_with_sizes(rows)),
+            *((None,) if self._lacks_bias else none if bias is None else bias.split_with_sizes(rows)),
+        ]
+
+    @property
+    def _lacks_bias(self) -> bool:
+        return self.plans.tensors[-1] not in self.plans.forward_inputs
 
     def _add_main_grads(self, names: dict[str, Tensor]) -> None:
         plans = self.plans
@@ -199,6 +230,8 @@ class PlainCall(ModuleCall):
         """Run the forward over the tensors that ``plans.tensors`` names."""
         plans = self.plans
         slots = self.slots
+        if self.rows is not None:
+            tensors = self._join(tensors)
         given = tensors if plans.all_given else [t for t in tensors if t is not None]
         if slots is None:
             results = _core.run(plans.forward, 0, 0, *given)
@@ -222,6 +255,8 @@ class PlainCall(ModuleCall):
         """Run the backward: None, then the gradient of each tensor of the forward."""
         plans = self.plans
         slots = self.slots
+        if plans.takes < plans.returns:
+            grads = grads[:1]
         if not plans.saves_packed:
             results = _core.run(plans.backward, 0, 0, *grads, *saved)
         elif slots is None or not plans.reads_state:
@@ -239,9 +274,45 @@ class PlainCall(ModuleCall):
             )
         if self.first:
             scaling.update("backward")
+        if self.rows is not None:
+            return None, *self._spread([None if at < 0 else results[at] for at in plans.places])
         if plans.all_gradients:
             return None, *results[:-1]
         return None, *[None if at < 0 else results[at] for at in plans.places]
+
+
+def join_rows(parts: tuple[Tensor, ...], traced: bool) -> Tensor:
+    """One tensor of the rows of several: a view where they follow each other in one storage.
+
+    Parameters
+    ----------
+    parts : tuple of Tensor
+        [rows, ...] each.
+    traced : bool
+        A graph is being traced, which knows no addresses: always a copy.
+
+    Returns
+    -------
+    Tensor
+        [sum of rows, ...].
+    """
+    first = parts[0]
+    if traced or len(parts) == 1:
+        return torch.cat(parts)
+    address = first.data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    dtype, rows = first.dtype, 0
+    for part in parts:
+        if (
+            part.data_ptr() != address
+            or part.dtype is not dtype
+            or not part.is_contiguous()
+            or part.untyped_storage().data_ptr() != storage
+        ):
+            return torch.cat(parts)
+        address += part.nbytes
+        rows += part.shape[0]
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def main_grad_of(weight: Parameter) -> Tensor:

@@ -79,14 +79,19 @@ class PartTensors(NamedTuple):
 
     Attributes
     ----------
-    weight : Tensor
-        [out_features, in_features].
-    bias : Tensor or None
-        [out_features]; None where the layer adds none.
+    weights : tuple of Tensor
+        [rows, in_features] each; together the weight [out_features, in_features].
+    biases : tuple of Tensor
+        [rows] each; empty where the layer adds none.
     """
 
-    weight: Tensor
-    bias: Tensor | None
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor, ...]
+
+    def to(self, dtype: torch.dtype) -> "PartTensors":
+        """Convert all of them."""
+        weights = tuple(weight.to(dtype) for weight in self.weights)
+        return PartTensors(weights, tuple(bias.to(dtype) for bias in self.biases))
 
 
 class CallTensors(NamedTuple):
@@ -110,9 +115,12 @@ class CallTensors(NamedTuple):
     output_dtype: torch.dtype
 
     def flat(self) -> tuple[Tensor | None, ...]:
-        """Return them in the order of ``CallPlans.tensors``."""
-        first = (self.input,) if self.norm is None else (self.input, *self.norm)
-        return first + tuple(tensor for part in self.parts for tensor in part)
+        """Return them in the order of ``CallPlans.tensors``, None for what there is not."""
+        flat = [self.input] if self.norm is None else [self.input, *self.norm]
+        for weights, biases in self.parts:
+            flat += weights
+            flat += biases or (None,)
+        return tuple(flat)
 
 
 class _BoundState(NamedTuple):
@@ -173,10 +181,9 @@ class ComposedModule(Fp8Module):
     def _parameter_names(self) -> tuple[str | None, ...]:
         """Attribute of each tensor of a call after the input; None: it is none of its own."""
 
-    def _cache_sources(self, part: int, weight: Tensor) -> tuple[Tensor, ...]:
-        """The tensors whose values a cached weight of a part has."""
-        del part
-        return (weight,)
+    def _part_rows(self) -> tuple[int, ...] | None:
+        """Rows of the weights that make up the one part's weight; None for whole weights."""
+        return None
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -228,7 +235,7 @@ class ComposedModule(Fp8Module):
     def _long_way(self, inp: Tensor, is_first_microbatch: bool | None, traced: bool) -> Any:
         """Find out what applies to a call, and run it."""
         region = self._region(traced)
-        owners = tuple(part.weight for part in self._part_tensors())
+        owners = tuple(part.weights[0] for part in self._part_tensors())
         tensors = self._promote(inp, region.recipe)
         if region.state.calibrating and region.recipe is None:
             self._calibrate_in(region.state, tensors)
@@ -253,7 +260,7 @@ class ComposedModule(Fp8Module):
         caches = list(self._weight_caches)
         for i, part in enumerate(call.plans.spec.parts):
             if part.flags & CACHE_WRITE:
-                sources = self._cache_sources(i, tensors.parts[i].weight)
+                sources = tensors.parts[i].weights
                 caches[i] = WeightCache.of(call.caches[i], sources, part.quantization, call.slots)
         self._weight_caches = tuple(caches)
 
@@ -298,13 +305,13 @@ class ComposedModule(Fp8Module):
             )
         if not torch.is_autocast_enabled(device):
             dtype = inp.dtype
-            given = [t for part in parts for t in part if t is not None]
+            given = [t for part in parts for t in (*part.weights, *part.biases)]
             given += [t for t in norm or () if t is not None]
             if any(t.dtype != dtype for t in given):
-                weight, bias = parts[0]
+                weights, biases = parts[0]
                 raise TypeError(
-                    f"{kind}: inp is {dtype}, weight {weight.dtype}, bias "
-                    f"{None if bias is None else bias.dtype}"
+                    f"{kind}: inp is {dtype}, weight {weights[0].dtype}, bias "
+                    f"{biases[0].dtype if biases else None}"
                     + ("" if norm is None else f", layer_norm_weight {norm[0].dtype}")
                     + ": outside torch.autocast they must be of one dtype; convert the input or "
                     "the module"
@@ -313,10 +320,7 @@ class ComposedModule(Fp8Module):
         dtype = torch.get_autocast_dtype(device)
         if recipe is None:
             inp = inp.to(dtype)
-            parts = tuple(
-                PartTensors(weight.to(dtype), None if bias is None else bias.to(dtype))
-                for weight, bias in parts
-            )
+            parts = tuple(part.to(dtype) for part in parts)
         return CallTensors(inp, norm, parts, dtype)
 
     def _prepare(
@@ -332,9 +336,8 @@ class ComposedModule(Fp8Module):
         flags, bias_grads, records = self._wanted(tensors)
         for i, owner in enumerate(owners):
             if flags[i] & WGRAD:
-                flags[i] |= self._wgrad_flags(
-                    owner, parts[i].weight.dtype, recipe, is_first_microbatch
-                )
+                dtype = parts[i].weights[0].dtype
+                flags[i] |= self._wgrad_flags(owner, dtype, recipe, is_first_microbatch)
         bound = None
         if recipe is not None:
             bound = self._bind_state(tensors, region, is_first_microbatch)
@@ -343,11 +346,12 @@ class ComposedModule(Fp8Module):
             flags = [f | ALLOW_TF32 for f in flags]
         dtypes = [inp.dtype, tensors.output_dtype]
         dtypes.append(inp.dtype if tensors.norm is None else tensors.norm[0].dtype)
-        for (weight, bias), owner, f in zip(parts, owners, flags, strict=True):
+        for (weights, biases), owner, f in zip(parts, owners, flags, strict=True):
             into_main = f & (ACCUMULATE | OVERWRITE)
-            dtypes.append(weight.dtype)
-            dtypes.append(weight.dtype if bias is None else bias.dtype)
-            dtypes.append(owner.main_grad.dtype if into_main else weight.dtype)
+            dtype = weights[0].dtype
+            dtypes.append(dtype)
+            dtypes.append(biases[0].dtype if biases else dtype)
+            dtypes.append(owner.main_grad.dtype if into_main else dtype)
         identity = None if recipe is None else repr(recipe)
         recompute = self.checkpoint and records
         key = (inp.device, identity, recompute, *flags, *bias_grads, *dtypes)
@@ -356,6 +360,7 @@ class ComposedModule(Fp8Module):
         call = ModuleCall(plans, None if bound is None else bound.slots)
         call.traced = region.traced
         call.stages = self._stages
+        call.rows = self._part_rows()
         if bound is not None:
             call.scales = bound.scales
             call.caches = bound.caches
@@ -381,11 +386,11 @@ class ComposedModule(Fp8Module):
                 first |= GRAD_BETA
                 before = True
         flags, bias_grads = [], []
-        for weight, bias in tensors.parts:
-            wgrad = gradients and weight.requires_grad
-            bias_grad = gradients and bias is not None and bias.requires_grad
+        for weights, biases in tensors.parts:
+            wgrad = gradients and any(weight.requires_grad for weight in weights)
+            bias_grad = gradients and any(bias.requires_grad for bias in biases)
             dgrad = before if flags else False
-            flags.append(flags_of(((BIAS, bias is not None), (DGRAD, dgrad), (WGRAD, wgrad))))
+            flags.append(flags_of(((BIAS, bool(biases)), (DGRAD, dgrad), (WGRAD, wgrad))))
             bias_grads.append(bias_grad)
             before = before or wgrad or bias_grad
         flags[0] |= first
@@ -412,7 +417,7 @@ class ComposedModule(Fp8Module):
             return _BoundState(quantization, (common,) * count, slots, None, (None,) * count)
         flags, caches = [], []
         for i, part in enumerate(tensors.parts):
-            flag = self._cache_flag(i, part.weight, is_first_microbatch, quantization, slots)
+            flag = self._cache_flag(i, part.weights, is_first_microbatch, quantization, slots)
             flags.append(common | flag)
             caches.append(self._weight_caches[i].tensors if flag & CACHE_READ else None)
         return _BoundState(quantization, tuple(flags), slots, None, tuple(caches))
@@ -446,7 +451,7 @@ class ComposedModule(Fp8Module):
     def _cache_flag(
         self,
         part: int,
-        weight: Tensor,
+        weights: tuple[Tensor, ...],
         is_first_microbatch: bool,
         quantization: Quantization,
         slots: scaling.Slots | None,
@@ -455,7 +460,7 @@ class ComposedModule(Fp8Module):
         cache = self._weight_caches[part]
         if is_first_microbatch or cache is None:
             return CACHE_WRITE
-        holds = cache.holds(self._cache_sources(part, weight), quantization, slots)
+        holds = cache.holds(weights, quantization, slots)
         return CACHE_READ if holds else CACHE_WRITE
 
     @ops.constant_in_graphs
@@ -514,7 +519,8 @@ class ComposedModule(Fp8Module):
         slots = self._slots_for(recipe, state.group, inp.device)
         with torch.no_grad():
             for part, operand in enumerate(self._calibration_inputs(tensors)):
-                for offset, tensor in enumerate((operand, tensors.parts[part].weight)):
+                weight = torch.cat(tensors.parts[part].weights)
+                for offset, tensor in enumerate((operand, weight)):
                     slot = slots.forward_slot + 3 * part + offset
                     _core.quantize(tensor.detach(), amax=slots.forward_history[0, slot : slot + 1])
 
@@ -542,7 +548,7 @@ class ComposedModule(Fp8Module):
         """(title, plan id) of what a call would run; see `explain`. Changes no state."""
         state = current_state()
         recipe = state.recipe if state.enabled else None
-        owners = tuple(part.weight for part in self._part_tensors())
+        owners = tuple(part.weights[0] for part in self._part_tensors())
         slots, loaded = self._slots, self._loaded_state
         region = Region(state, recipe, None, [], False)
         call = self._prepare(self._promote(inp, recipe), region, is_first_microbatch, owners)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm that `LayerNormLinear` and `LayerNormMLP` begin with: its parameters and settings."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -54,6 +56,16 @@ class NormedModule(ComposedModule):
         initialise(self, "layer_norm_weight", fill, (None, None))
         if self.layer_norm_bias is not None:
             initialise(self, "layer_norm_bias", torch.nn.init.zeros_, (None, None))
+
+    def _results(self, inp: Tensor, out: Any, bias: Tensor | None) -> Any:
+        """What a forward returns: the output, the bias if there is one, the norm's output."""
+        if not self.return_layernorm_output:
+            return out if bias is None else (out, bias)
+        out, normed = out
+        before = (inp, *self._norm_tensors())
+        if not any(tensor is not None and tensor.requires_grad for tensor in before):
+            normed = normed.detach()  # the layers after the norm are no reason for a gradient
+        return (out, normed) if bias is None else (out, bias, normed)
 
     def _norm_tensors(self) -> tuple[Tensor, Tensor | None] | None:
         return self.layer_norm_weight, self.layer_norm_bias

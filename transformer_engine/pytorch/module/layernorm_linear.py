@@ -172,6 +172,5 @@ parameters_split, device, delay_wgrad_compute, name
         out = self._call(inp, is_first_microbatch)
         if not (self.return_bias or self.return_layernorm_output):
             return out
-        out, *norm_output = out if self.return_layernorm_output else (out,)
-        bias = [self._returned_bias(out.dtype)] if self.return_bias else []
-        return (out, *bias, *norm_output)
+        dtype = (out[0] if self.return_layernorm_output else out).dtype
+        return self._results(inp, out, self._returned_bias(dtype) if self.return_bias else None)

@@ -201,9 +201,9 @@ class LayerNormMLP(NormedModule):
         return ((self.hidden_size, rows), (ffn, self.hidden_size))
 
     def _part_tensors(self) -> tuple[PartTensors, ...]:
-        first = self.fc1_bias if self.use_bias else None
-        second = self.fc2_bias if self.apply_bias else None
-        return PartTensors(self.fc1_weight, first), PartTensors(self.fc2_weight, second)
+        first = (self.fc1_bias,) if self.use_bias else ()
+        second = (self.fc2_bias,) if self.apply_bias else ()
+        return PartTensors((self.fc1_weight,), first), PartTensors((self.fc2_weight,), second)
 
     def _parameter_names(self) -> tuple[str | None, ...]:
         norm = ("layer_norm_weight", "layer_norm_bias")
@@ -211,8 +211,8 @@ class LayerNormMLP(NormedModule):
 
     def _calibration_inputs(self, tensors: CallTensors) -> list[Tensor]:
         (normed,) = super()._calibration_inputs(tensors)
-        weight, bias = tensors.parts[0]
-        before = torch.nn.functional.linear(normed.to(weight.dtype), weight, bias)
+        (weight,), biases = tensors.parts[0]
+        before = torch.nn.functional.linear(normed.to(weight.dtype), weight, *biases)
         kind, limit, alpha, offset = self.activation_spec
         out = before.new_empty(*before.shape[:-1], self.ffn_hidden_size)
         _core.activation(
@@ -246,9 +246,8 @@ class LayerNormMLP(NormedModule):
         out = self._call(inp, is_first_microbatch)
         if not (self.return_bias or self.return_layernorm_output):
             return out
-        out, *norm_output = out if self.return_layernorm_output else (out,)
-        bias = [self.fc2_bias.to(out.dtype)] if self.return_bias else []
-        return (out, *bias, *norm_output)
+        dtype = (out[0] if self.return_layernorm_output else out).dtype
+        return self._results(inp, out, self.fc2_bias.to(dtype) if self.return_bias else None)
 
 
 def _is_gated(activation: str) -> bool:

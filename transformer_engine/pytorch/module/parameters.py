@@ -65,6 +65,11 @@ class Split(NamedTuple):
 
     parts: tuple[tuple[str, int], ...]
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each part."""
+        return tuple(rows for _, rows in self.parts)
+
     @classmethod
     def of(cls, module: str, split: Any, rows: int) -> "Split | None":
         """Read a ``parameters_split`` argument.

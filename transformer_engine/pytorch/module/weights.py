@@ -47,7 +47,31 @@ class WeightModule(ComposedModule):
             for label, _ in self._parts():
                 setattr(self, f"{label}bias", torch.empty(0, device=device, dtype=dtype))
         if device.type != "meta":
+            self._pack()
             self.reset_parameters()
+
+    def _pack(self) -> None:
+        """Lay split weights one after the other in one storage, so that a call reads them as one.
+
+        Values and parameters stay the same; where a parameter is replaced later, a call copies.
+        """
+        if self._split is None:
+            return
+        for kind in ("weight", "bias") if self.use_bias else ("weight",):
+            parameters = [self._parameters.get(f"{label}{kind}") for label, _ in self._parts()]
+            if any(type(p) is not Parameter or p.device.type == "meta" for p in parameters):
+                continue
+            if len({(p.dtype, p.device) for p in parameters}) > 1:
+                continue
+            whole = torch.cat([p.detach() for p in parameters])
+            for parameter, rows in zip(parameters, whole.split(self._split.rows), strict=True):
+                parameter.data = rows
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "WeightModule":
+        """Convert or move the parameters, and keep split ones together."""
+        super()._apply(fn, recurse)
+        self._pack()
+        return self
 
     def _check_split(self) -> None:
         if self._split is not None and self.fuse_wgrad_accumulation:
@@ -107,30 +131,27 @@ class WeightModule(ComposedModule):
             weight = parameters.get("weight")
             if weight is None:  # replaced by a parametrization, or a plain tensor
                 weight = self.weight
-            bias = None
-            if self.apply_bias:
-                bias = parameters.get("bias")
-                if bias is None:
-                    bias = self.bias
-            return (PartTensors(weight, bias),)
-        weight = torch.cat([getattr(self, f"{label}weight") for label, _ in self._parts()])
-        if not self.apply_bias:
-            return (PartTensors(weight, None),)
-        bias = torch.cat([getattr(self, f"{label}bias") for label, _ in self._parts()])
-        return (PartTensors(weight, bias),)
+            if not self.apply_bias:
+                return (PartTensors((weight,), ()),)
+            bias = parameters.get("bias")
+            return (PartTensors((weight,), (self.bias if bias is None else bias,)),)
+        names = self._parameter_names()[-2 * len(self._split.parts) :]
+        tensors = [getattr(self, name) for name in names if name is not None]
+        count = len(self._split.parts)
+        return (PartTensors(tuple(tensors[:count]), tuple(tensors[count:])),)
+
+    def _part_rows(self) -> tuple[int, ...] | None:
+        return None if self._split is None else self._split.rows
 
     def _parameter_names(self) -> tuple[str | None, ...]:
-        return ("weight", "bias") if self._split is None else (None, None)
+        labels = [label for label, _ in self._parts()]
+        weights = [f"{label}weight" for label in labels]
+        return (*weights, *([f"{label}bias" for label in labels] if self.apply_bias else [None]))
 
     def _returned_bias(self, dtype: torch.dtype) -> Tensor:
         biases = [getattr(self, f"{label}bias") for label, _ in self._parts()]
         bias = biases[0] if len(biases) == 1 else torch.cat(biases)
         return bias.to(dtype)
-
-    def _cache_sources(self, part: int, weight: Tensor) -> tuple[Tensor, ...]:
-        if self._split is None:
-            return (weight,)
-        return tuple(getattr(self, f"{label}weight") for label, _ in self._parts())
 
     def _add_weight_grad(self, part: int, grad: Tensor) -> None:
         names = [f"{label}weight" for label, _ in self._parts()]
