@@ -10,6 +10,7 @@ time; the cases without it show what that is.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -114,7 +115,9 @@ class Maker:
         residual = self.random(dtype) if wanted.get("residual") else None
         keywords: dict[str, Any] = {"bias": bias, "residual": residual, "dropout": dropout}
         if dropout > 0 or drop_path > 0:
-            keywords |= {"rng": self.rng, "drop_path": drop_path, "samples": 4}
+            keywords |= {"rng": self.rng, "drop_path": drop_path}
+        if drop_path > 0:
+            keywords["samples"] = math.gcd(4, self.shape[0])
         return Work(
             lambda: _core.dropout_add(x, out, **keywords),
             size(x, out, bias, residual),

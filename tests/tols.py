@@ -120,6 +120,11 @@ _AMAX = (
     "the largest of the numbers errs as they do: by eps/2 where they are rounded to the dtype, and "
     "by less for their sums; twice that"
 )
+_CALIBRATED = (
+    "an amax of sums of products, with and without the operands' casts: each product errs by at "
+    "most eps, so the standard deviation of a sum does by at most eps/sqrt 6 of that of the sums, "
+    "of which the largest is at least 2: 2 eps is ten times that"
+)
 _LAYER = (
     "a residual sum of two branches, each a chain of at most 16 roundings with those of attention "
     "(norm, projection, attention, projection, GELU, dropout, or their gradients): eps/2 each and "
@@ -176,6 +181,7 @@ TOLS: dict[tuple[str, torch.dtype], Tolerance] = {
         for d in (F32, F16, BF16)
     },
     **{("recast", d): Tolerance(_constant(12 * EPS[d] ** 2), _RECAST) for d in (E4M3, E5M2)},
+    ("calibrated", E4M3): Tolerance(_constant(2 * EPS[E4M3]), _CALIBRATED),
     ("amax", F32): Tolerance(_constant(64 * EPS[F32]), "fp32 terms: " + _AMAX),
     ("amax", BF16): Tolerance(_constant(EPS[BF16]), _AMAX),
     # ---- FP8 training, against the same computation without quantization ----

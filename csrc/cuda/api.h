@@ -82,10 +82,12 @@ struct te_cuda_state {
     te_cuda_kernel kernels[TE_CUDA_KERNEL_SLOTS];
 };
 
-/* image.c: makes and releases what hangs on a state; find returns a kernel, loading its image. */
+/* image.c: makes and releases what hangs on a state; find returns a kernel, loading its image. A
+ * kernel has dynamic shared memory at every launch, and then as much as the device has, or never.
+ */
 te_status te_cuda_images_open(te_cuda_state *cuda);
 void te_cuda_images_close(te_cuda_state *cuda);
 te_status te_cuda_find_kernel(te_cuda_state *cuda, const char *family, const char *name,
-                              CUfunction *function);
+                              int dynamic_shared, CUfunction *function);
 
 #endif

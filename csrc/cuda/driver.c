@@ -157,7 +157,7 @@ te_status te_cuda_enter(te_cuda_state *cuda, te_cuda_scope *scope)
     TE_TRY(TE_CU(cuCtxGetCurrent, &current));
     if (current == cuda->context) return TE_OK;
     TE_TRY(TE_CU(cuCtxPushCurrent, cuda->context));
-    scope->pushed = 1;
+    scope->pushed = current != NULL; /* a thread that had none keeps it, as the runtime does it */
     return TE_OK;
 }
 
@@ -220,7 +220,7 @@ te_status te_cuda_launch(te_cuda_state *cuda, const char *family, const char *na
     CUresult result;
     void *extra[] = {CU_LAUNCH_PARAM_BUFFER_POINTER, (void *)(uintptr_t)params,
                      CU_LAUNCH_PARAM_BUFFER_SIZE, &params_size, CU_LAUNCH_PARAM_END};
-    TE_TRY(te_cuda_find_kernel(cuda, family, name, &function));
+    TE_TRY(te_cuda_find_kernel(cuda, family, name, dims->shared_bytes > 0, &function));
     memset(&config, 0, sizeof config);
     config.gridDimX = dims->grid_x;
     config.gridDimY = dims->grid_y;

@@ -34,13 +34,12 @@ void te_cuda_restore_capture(te_cuda_relaxed *relaxed);
 
 /* 90 for compute capability 9.0. */
 int te_cuda_compute_capability(const te_cuda_state *cuda);
-/* Bytes of shared memory that a block can have, static and dynamic; every kernel may use them all.
- */
+/* Bytes of shared memory that a block can have, static and dynamic. */
 int te_cuda_shared_limit(const te_cuda_state *cuda);
 
 typedef struct te_cuda_dims {
     uint32_t grid_x, grid_y, grid_z, block_x, block_y, block_z;
-    uint32_t shared_bytes; /* dynamic shared memory */
+    uint32_t shared_bytes; /* dynamic shared memory: 0 at every launch of a kernel, or at none */
 } te_cuda_dims;
 
 /* Launches kernel `name` (a string literal: its address is the cache key) of image `family`

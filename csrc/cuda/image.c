@@ -141,7 +141,7 @@ static void publish(te_cuda_state *cuda, const char *name, CUfunction function)
 }
 
 te_status te_cuda_find_kernel(te_cuda_state *cuda, const char *family, const char *name,
-                              CUfunction *function)
+                              int dynamic_shared, CUfunction *function)
 {
     te_status st = TE_OK;
     te_cuda_relaxed relaxed = {0};
@@ -156,7 +156,7 @@ te_status te_cuda_find_kernel(te_cuda_state *cuda, const char *family, const cha
     if (lookup(cuda, name, function)) goto done;
     TE_TRY_DONE(te_cuda_relax_capture(&relaxed));
     TE_TRY_DONE(resolve(cuda, index, name, function));
-    TE_TRY_DONE(allow_shared(cuda, *function));
+    if (dynamic_shared) TE_TRY_DONE(allow_shared(cuda, *function));
     publish(cuda, name, *function);
 done:
     te_cuda_restore_capture(&relaxed);

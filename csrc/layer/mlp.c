@@ -24,10 +24,12 @@ static int recomputes(const mlp *m)
     return (m->desc->flags & TE_MLP_RECOMPUTE) != 0;
 }
 
-/* cuBLASLt's epilogue applies it where the result is not cast to FP8 anyway. */
+/* The GEMM's epilogue applies it where the result is 16-bit and not cast to FP8 anyway. cuBLASLt's
+ * tanh is not as accurate as fp32 results would show. */
 static int in_epilogue(const mlp *m)
 {
-    return !te_part_is_fp8(m->fc1) && m->desc->activation == TE_ACTIVATION_GELU;
+    return !te_part_is_fp8(m->fc1) && m->desc->activation == TE_ACTIVATION_GELU &&
+           m->fc1->desc->output_dtype != TE_DTYPE_F32;
 }
 
 static int needs_backward(const mlp *m)

@@ -95,6 +95,18 @@ static int set_field(void *desc, const desc_field *field, const char *function, 
     return 0;
 }
 
+/* The keyword's value, borrowed; NULL where it is not given, or with an exception. */
+static PyObject *find_keyword(PyObject *kwargs, const char *name)
+{
+    PyObject *key, *value;
+    if (kwargs == NULL) return NULL;
+    key = PyUnicode_FromString(name);
+    if (key == NULL) return NULL;
+    value = PyDict_GetItemWithError(kwargs, key);
+    Py_DECREF(key);
+    return value;
+}
+
 /* Fills a description from positional arguments and keywords; `skipped` names of the keywords are
  * the caller's own. */
 static int fill(void *desc, const desc_field *fields, const char *function, PyObject *args,
@@ -104,7 +116,8 @@ static int fill(void *desc, const desc_field *fields, const char *function, PyOb
     Py_ssize_t used = given;
     Py_ssize_t count = 0;
     for (const desc_field *field = fields; field->keyword != NULL; field++, count++) {
-        PyObject *object = kwargs == NULL ? NULL : PyDict_GetItemString(kwargs, field->keyword);
+        PyObject *object = find_keyword(kwargs, field->keyword);
+        if (object == NULL && PyErr_Occurred()) return -1;
         if (object != NULL) {
             used++;
             if (count < given) {
@@ -164,7 +177,8 @@ const char tepy_mlp_plan_doc[] =
 
 static int fill_part(te_linear_desc *desc, PyObject *kwargs, const char *name)
 {
-    PyObject *part = kwargs == NULL ? NULL : PyDict_GetItemString(kwargs, name);
+    PyObject *part = find_keyword(kwargs, name);
+    if (part == NULL && PyErr_Occurred()) return -1;
     if (part == NULL || !PyDict_Check(part)) {
         PyErr_Format(PyExc_TypeError, "mlp_plan: %s: expected a dict of linear_plan's keywords",
                      name);

@@ -14,8 +14,9 @@ import transformer_engine
 from transformer_engine import _core
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ("import_time", "host", "gemm", "kernels", "kernels_attention")
+BENCHMARKS = ("import_time", "host", "gemm", "kernels", "kernels_attention", "kernels_layer")
 ATTENTION = {"softmax", "softmax_backward", "dropout_add", "dropout_backward", "rope"}
+LAYER = {"norm", "norm_backward", "activation", "activation_backward"}
 FACTS = {"date", "command", "package", "torch", "python", "device", "device_type", "processor"}
 MODES = ["torch.nn.Linear", "bf16", "delayed", "current"]
 
@@ -115,7 +116,7 @@ def test_gemm(results, device):
 
 def test_kernels(results):
     rows = only_table(results, "kernels")
-    assert {row["operator"] for row in rows} == set(_core.op_names()) - {"gemm"} - ATTENTION
+    assert {row["operator"] for row in rows} == set(_core.op_names()) - {"gemm"} - ATTENTION - LAYER
     for row in rows:
         assert positive(row, "bytes", "us", "tb_s", "limit_us", "percent_of_copy")
     sizes = {(row["operator"], row["case"]): row["bytes"] for row in rows}
@@ -139,6 +140,21 @@ def test_kernels_attention(results):
     assert sizes["dropout_add", "dropout, residual"] == matrix * (2 + 2 + 2)
     assert sizes["dropout_backward", "f32 with bias gradient"] == matrix * (4 + 4) + 16 * 4
     assert sizes["rope", "sbhd"] == 2 * 4 * 2 * 16 * (2 + 2) + 4 * 16 * 4
+
+
+def test_kernels_layer(results):
+    rows = only_table(results, "kernels_layer")
+    assert {row["operator"] for row in rows} == LAYER
+    for row in rows:
+        assert positive(row, "bytes", "us", "tb_s", "limit_us", "percent_of_copy")
+    sizes = {
+        (row["operator"], row["case"]): row["bytes"] for row in rows if row["shape"] == "16 x 48"
+    }
+    matrix, statistics, pair = 16 * 48, 2 * 16 * 4, 2 * 48 * 2
+    assert sizes["norm", "layernorm, e4m3 both"] == matrix * (2 + 1 + 1) + statistics + pair
+    assert sizes["norm_backward", "layernorm"] == matrix * (2 + 2 + 2) + statistics + pair + 48 * 2
+    assert sizes["activation", "swiglu"] == matrix * (4 + 2)
+    assert sizes["activation_backward", "swiglu, e5m2 both"] == matrix * (2 + 4 + 2 + 2)
 
 
 def test_import_time(results):

@@ -129,6 +129,9 @@ static void new_cast(cast_fields to, extent size, int variant)
 
 /* ---- norms ---- */
 
+/* Rows that fit no block; enough rows for blocks that stay. */
+static const extent many_rows[] = {{3, 20000}, {5000, 64}, {3000, 1100}, {2200, 4096}, {300, 9000}};
+
 static void norm_case(extent size, int variant)
 {
     const te_dtype from = high[pick(3)], parameters = high[pick(3)], to = high[pick(3)];
@@ -160,8 +163,7 @@ static void cases_norm(void)
         const extent size = extents[i % EXTENTS];
         if (size.columns > 1) norm_case(size, i / EXTENTS); /* one: rounding alone decides */
     }
-    norm_case((extent){3, 20000}, 0);
-    norm_case((extent){5000, 64}, 1);
+    for (int i = 0; i < 20; i++) norm_case(many_rows[i % 5], i);
 }
 
 static void norm_backward_case(extent size, int variant)
@@ -196,8 +198,7 @@ static void cases_norm_backward(void)
         const extent size = extents[i % EXTENTS];
         if (size.columns > 1) norm_backward_case(size, i / EXTENTS);
     }
-    norm_backward_case((extent){3, 20000}, 0);
-    norm_backward_case((extent){5000, 64}, 1);
+    for (int i = 0; i < 20; i++) norm_backward_case(many_rows[i % 5], i);
 }
 
 /* ---- activations ---- */

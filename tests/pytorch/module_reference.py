@@ -132,12 +132,14 @@ class Step:
         Output.
     grads : dict
         "x" and the parameters' names to gradients.
+    numbers : dict
+        Those of clamped_swiglu, where they are not its defaults.
     before, after : dict or None
         Delayed-scaling state around the step.
     """
 
-    def __init__(self, module, x, grad, recipe):
-        self.module, self.recipe = module, recipe
+    def __init__(self, module, x, grad, recipe, **numbers):
+        self.module, self.recipe, self.numbers = module, recipe, numbers
         self.x, self.grad = x, grad
         self.before = state_of(module)
         inp = x.detach().clone().requires_grad_()
@@ -186,6 +188,15 @@ class Step:
     def formats(self):
         return [FP8[self.recipe.fp8_format.dtype_name(d)] for d in ("fwd", "bwd")]
 
+    @property
+    def activates_in_gemm(self):
+        """GELU of 16 bits is the epilogue of its GEMM where no cast to FP8 follows."""
+        gelu = getattr(self.module, "activation", None) == "gelu"
+        return gelu and self.recipe is None and self.out.dtype is not F32
+
+    def activation(self, before):
+        return layer_reference.activation(self.module.activation, before, **self.numbers)
+
     # ---- checks ----
 
     def bound(self, depth, fast=False):
@@ -233,16 +244,16 @@ class Step:
             found = self.out if prefix != "fc1_" else self.buffers["fc1_output"]
             assert found.dtype == self.out.dtype
             assert_nmse(found.reshape(exact.shape), exact, self.bound(columns, fast=True))
-            if prefix == "fc1_" and self.recipe is None and module.activation == "gelu":
+            if prefix == "fc1_" and self.activates_in_gemm:
                 self.check_epilogue(exact, columns)
                 terms = None
             elif prefix == "fc1_":
                 before = wide(found)
-                exact = layer_reference.activation(module.activation, before)
-                terms = layer_reference.activation_terms(module.activation, before)
+                exact = self.activation(before)
+                terms = layer_reference.activation_terms(module.activation, before, **self.numbers)
 
     def check_epilogue(self, before, depth):
-        """GELU in the epilogue of the GEMM activates what is not rounded yet."""
+        """The epilogue activates what is not rounded yet."""
         fast = "gelu" if self.x.device.type == "cpu" else "gelu_fast"
         bound = tol("round", self.out.dtype) + GELU_GAIN * tol("sum", F32, depth) + tol(fast, F32)
         exact = layer_reference.activation("gelu", before)
@@ -265,7 +276,7 @@ class Step:
             error = PASSED_ON * self.bound(operand.shape[1])
             if prefix == "fc2_":
                 before = wide(self.buffers["fc1_output"]).requires_grad_()
-                made = layer_reference.activation(module.activation, before)
+                made = self.activation(before)
                 (exact,) = torch.autograd.grad(made, before, exact)
         self.check_norm_backward(exact, error + tol("round", self.out.dtype))
 

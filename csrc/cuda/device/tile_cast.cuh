@@ -14,6 +14,7 @@
  *   S::outputs                       1, or 2: values of the left and the right half of the output
  *   S::pads                          rows outside give values other than 0
  *   S::writes                        high precision and partial maxima may be wanted
+ *   S::adds                          column sums may be wanted
  *   S(const params &, column)        what does not change from row to row
  *   fetch(const params &, row)       issues the loads of 4 rows
  *   values(const params &, i, v)     row i of what was fetched: v[outputs][8]
@@ -110,7 +111,7 @@ static __device__ __forceinline__ void te_tile_cast(const typename S::params &p)
     const te_index column = (te_index)blockIdx.x * TE_TILE + te_tile_column();
     const te_index group = t.from_bottom ? gridDim.y - 1 - blockIdx.y : blockIdx.y;
     const te_index first = group * t.depth * TE_TILE;
-    const bool sums_wanted = t.sums != nullptr || t.bias_grad != nullptr;
+    const bool sums_wanted = S::adds && (t.sums != nullptr || t.bias_grad != nullptr);
     te_index end = first + (te_index)t.depth * TE_TILE;
     const te_index rows =
         max(t.rows, t.to.columnwise.data != nullptr ? t.to.columnwise.columns : 0);
@@ -138,7 +139,7 @@ static __device__ __forceinline__ void te_tile_cast(const typename S::params &p)
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
                     if (!S::pads || row + i < t.rows) amax = fmaxf(amax, fabsf(values[half][j]));
-                    sums[half][j] += values[half][j];
+                    if (S::adds) sums[half][j] += values[half][j];
                 }
                 if constexpr (casts)
                     te_cast_vector<TO>(values[half], scale, t.to.e5m2, out[half][i]);

@@ -17,7 +17,7 @@ typedef te_activation_kernel_params te_p;
 template <typename T, bool GATED> struct te_value_source {
     typedef te_p params;
     static constexpr int outputs = 1;
-    static constexpr bool pads = false, writes = true;
+    static constexpr bool pads = false, writes = true, adds = false;
     te_index column;
     te_vector<T, 8> a[4], b[GATED ? 4 : 1];
 
@@ -62,7 +62,7 @@ template <typename T, bool GATED> struct te_value_source {
 template <typename T, bool GATED> struct te_gradient_source {
     typedef te_p params;
     static constexpr int outputs = GATED ? 2 : 1;
-    static constexpr bool pads = false, writes = true;
+    static constexpr bool pads = false, writes = true, adds = true;
     te_index column;
     te_vector<T, 8> g[4], a[4], b[GATED ? 4 : 1];
 

@@ -257,7 +257,8 @@ template <typename T> static __device__ __forceinline__ void norm_long_rows(cons
 template <typename T> struct te_norm_source {
     typedef te_norm_tile_params params;
     static constexpr int outputs = 1;
-    static constexpr bool pads = true, writes = false; /* beta lies in rows outside, too */
+    static constexpr bool pads = true; /* beta lies in rows outside, too */
+    static constexpr bool writes = false, adds = false;
     te_index column;
     float w[8], b[8], mean[4], rsigma[4];
     te_vector<T, 8> x[4];

@@ -281,7 +281,7 @@ static __device__ __forceinline__ void norm_backward_long(const te_norm_backward
 template <typename T> struct te_norm_sums_source {
     typedef te_norm_sums_params params;
     static constexpr int outputs = 2;
-    static constexpr bool pads = false, writes = false;
+    static constexpr bool pads = false, writes = false, adds = true;
     te_index column;
     float mean[4], rsigma[4];
     te_vector<T, 8> x[4], grad[4], add[4];

@@ -12,7 +12,7 @@
 template <typename T> struct te_plain_source {
     typedef te_quantize_params params;
     static constexpr int outputs = 1;
-    static constexpr bool pads = false, writes = false;
+    static constexpr bool pads = false, writes = false, adds = true;
     te_index column;
     te_vector<T, 8> in[4];
 

@@ -390,7 +390,7 @@ class ComposedModule(Fp8Module):
             wgrad = gradients and any(weight.requires_grad for weight in weights)
             bias_grad = gradients and any(bias.requires_grad for bias in biases)
             dgrad = before if flags else False
-            flags.append(flags_of(((BIAS, bool(biases)), (DGRAD, dgrad), (WGRAD, wgrad))))
+            flags.append(flags_of(((BIAS, len(biases) > 0), (DGRAD, dgrad), (WGRAD, wgrad))))
             bias_grads.append(bias_grad)
             before = before or wgrad or bias_grad
         flags[0] |= first

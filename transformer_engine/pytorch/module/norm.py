@@ -14,6 +14,7 @@ from transformer_engine.pytorch import ops
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.module.call import ModuleCall, PlainCall
+from transformer_engine.pytorch.module.composed import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import default_device, initialise
 from transformer_engine.pytorch.plans import (
     DGRAD,
@@ -27,8 +28,6 @@ from transformer_engine.pytorch.plans import (
 )
 
 __all__ = ["L2Normalization", "LayerNorm", "RMSNorm"]
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _NormModule(torch.nn.Module):
@@ -46,16 +45,35 @@ class _NormModule(torch.nn.Module):
         """Copy and pickle without plans."""
         return {**self.__dict__, "_plans": {}}
 
-    def _run(self, inp: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-        """Normalize the last dim of `inp`."""
-        traced = torch.compiler.is_compiling()
+    def _check(self, inp: Any, shape: tuple[int, ...]) -> None:
+        """Raise where `inp` is no tensor [..., *shape] on a device of the library."""
+        kind = type(self).__name__
+        if not isinstance(inp, Tensor):
+            raise TypeError(f"{kind}: inp: {type(inp).__name__}, expected a tensor")
+        if inp.device.type not in DEVICES:
+            raise TypeError(
+                f"{kind}: inp is on {inp.device}, expected a tensor of the CPU or of a CUDA device"
+            )
+        if tuple(inp.shape[-len(shape) :]) != shape:
+            raise ValueError(
+                f"{kind}: inp: shape {tuple(inp.shape)}, expected "
+                f"[..., {', '.join(map(str, shape))}]"
+            )
+
+    def _key(self, inp: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple:
+        """What the plans of a call depend on."""
         wants = (inp.requires_grad, gamma is not None and gamma.requires_grad, False)
         if beta is not None:
             wants = (wants[0], wants[1], beta.requires_grad)
         if not torch.is_grad_enabled():
             wants = (False, False, False)
         dtype = inp.dtype if gamma is None else gamma.dtype
-        key = (inp.device, inp.dtype, dtype, inp.size(-1), wants)
+        return inp.device, inp.dtype, dtype, inp.size(-1), wants, self.eps, self.zero_centered_gamma
+
+    def _run(self, inp: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
+        """Normalize the last dim of `inp`."""
+        traced = torch.compiler.is_compiling()
+        key = self._key(inp, gamma, beta)
         if traced:
             self._ensure_plans(key)
         plans = self._plans.get(key)
@@ -77,12 +95,10 @@ class _NormModule(torch.nn.Module):
             self._make_plans(key)
 
     def _make_plans(self, key: tuple) -> CallPlans:
-        device, inp, gamma, features, wants = key
+        device, inp, gamma, features, wants, eps, zero_centered = key
         kind = type(self).__name__
-        if device.type not in ("cpu", "cuda"):
-            raise TypeError(f"{kind}: inp is on {device}, expected the CPU or a CUDA device")
         for label, dtype in (("inp", inp), ("weight", gamma)):
-            if dtype not in _DTYPES:
+            if dtype not in DTYPES:
                 raise TypeError(
                     f"{kind}: {label} is {dtype}, expected torch.float32, torch.float16 or "
                     "torch.bfloat16; convert it"
@@ -90,8 +106,8 @@ class _NormModule(torch.nn.Module):
         prepare_device(device)
         code = _core.dtype_code(inp)
         flags = flags_of(zip((DGRAD, GRAD_GAMMA, GRAD_BETA), wants, strict=True))
-        flags |= ZERO_CENTERED if self.zero_centered_gamma else 0
-        norm = Norm(self.KIND, _core.dtype_code(gamma), self.eps)
+        flags |= ZERO_CENTERED if zero_centered else 0
+        norm = Norm(self.KIND, _core.dtype_code(gamma), eps)
         plans = self._plans[key] = norm_plans(features, norm, (code, code), flags)
         return plans
 
@@ -179,13 +195,7 @@ class _AffineNorm(_NormModule):
             dtypes or kinds of tensors that do not go together.
         """
         dims = len(self.normalized_shape)
-        if not isinstance(inp, Tensor):
-            raise TypeError(f"{type(self).__name__}: inp: {type(inp).__name__}, expected a tensor")
-        if tuple(inp.shape[-dims:]) != self.normalized_shape:
-            raise ValueError(
-                f"{type(self).__name__}: inp: shape {tuple(inp.shape)}, expected "
-                f"[..., {', '.join(map(str, self.normalized_shape))}]"
-            )
+        self._check(inp, self.normalized_shape)
         gamma, beta = self.weight, self.bias if self.HAS_BIAS else None
         if torch.is_autocast_enabled(inp.device.type):
             inp = inp.to(torch.get_autocast_dtype(inp.device.type))
@@ -270,4 +280,5 @@ class L2Normalization(_NormModule):
 
     def forward(self, inp: Tensor) -> Tensor:
         """Normalize the last dim of [..., features]."""
+        self._check(inp, tuple(getattr(inp, "shape", ())[-1:]) or (1,))
         return self._run(inp, None, None)

@@ -135,10 +135,11 @@ class WeightModule(ComposedModule):
                 return (PartTensors((weight,), ()),)
             bias = parameters.get("bias")
             return (PartTensors((weight,), (self.bias if bias is None else bias,)),)
-        names = self._parameter_names()[-2 * len(self._split.parts) :]
-        tensors = [getattr(self, name) for name in names if name is not None]
-        count = len(self._split.parts)
-        return (PartTensors(tuple(tensors[:count]), tuple(tensors[count:])),)
+        labels = [label for label, _ in self._parts()]
+        weights = tuple(getattr(self, f"{label}weight") for label in labels)
+        if not self.apply_bias:
+            return (PartTensors(weights, ()),)
+        return (PartTensors(weights, tuple(getattr(self, f"{label}bias") for label in labels)),)
 
     def _part_rows(self) -> tuple[int, ...] | None:
         return None if self._split is None else self._split.rows

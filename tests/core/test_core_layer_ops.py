@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry points with keywords by table, and what Python backends see of every args struct."""
+
+import re
+from pathlib import Path
+
+import native
+import pytest
+import torch
+from comparators import assert_bits
+from native import CASES, fresh_core
+
+HEADER = Path(__file__).resolve().parents[2] / "csrc/include/transformer_engine.h"
+
+
+@pytest.fixture
+def core():
+    return fresh_core()
+
+
+def fields_of(op):
+    """Names of the fields of an args struct, from the header; workspaces are not lent."""
+    text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
+    body = re.search(rf"typedef struct te_{op}_args {{(.*?)}} te_{op}_args;", text, re.DOTALL)[1]
+    names = set()
+    for declaration in body.split(";"):
+        words = re.findall(r"\w+", declaration.split(",")[0])
+        if words:
+            names |= {words[-1], *re.findall(r",\s*\**(\w+)", declaration)}
+    names -= {"size", "workspace", "workspace_size"}
+    if "params" in names:
+        names = names - {"params"} | {"limit", "alpha", "linear_offset"}
+    return names
+
+
+# ---- what a Python backend gets ------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not HEADER.exists(), reason="needs the source tree")
+@pytest.mark.parametrize("op", fresh_core(bind=False).op_names())
+def test_a_python_backend_sees_every_field(core, op):
+    seen = []
+    core.register_backend("spy", core.DEVICE_CPU, 1, {op: seen.append})
+    CASES[op](core).call(core, op)
+    core.unregister_backend("spy")
+    assert len(seen) == 1 and set(seen[0]) == fields_of(op)
+
+
+def lent(core, op):
+    """What a Python backend gets of the valid call of an operator, tensors cloned."""
+    seen = {}
+
+    def keep(args):
+        for name, value in args.items():
+            inner = value if isinstance(value, dict) else {None: value}
+            for key, item in inner.items():
+                copied = item.clone() if isinstance(item, torch.Tensor) else item
+                seen[name if key is None else f"{name}.{key}"] = copied
+
+    case = CASES[op](core)
+    core.register_backend("spy", core.DEVICE_CPU, 1, {op: keep})
+    case.call(core, op)
+    core.unregister_backend("spy")
+    return case, seen
+
+
+def test_numbers_and_pointers_of_a_softmax(core):
+    case, seen = lent(core, "softmax")
+    assert_bits(seen["rng"], case.kwargs["rng"])
+    assert_bits(seen["mask"], case.kwargs["mask"].view(torch.uint8))
+    assert_bits(seen["input"], case.args[0])
+    windows = [seen[n] for n in ("window_left", "window_right", "diagonal")]
+    assert windows == [-1, 0, 1] and seen["scale"] == 0.5
+
+
+def test_numbers_and_pointers_of_an_activation(core):
+    case, seen = lent(core, "activation")
+    assert seen["kind"] == core.ACTIVATION_CLAMPED_SWIGLU and seen["limit"] == 7.0
+    assert seen["quantized.mode"] == "tensor" and seen["quantized.scale"].tolist() == [1.0]
+    assert seen["quantized.columnwise"].shape == case.kwargs["columnwise"].shape
+    assert seen["partials"] is None and seen["amax_partials"].shape == (core.AMAX_PARTIALS,)
+
+
+def test_flags_of_a_norm(core):
+    seen = []
+    core.register_backend("spy", core.DEVICE_CPU, 1, {"norm": lambda a: seen.append(a["flags"])})
+    arguments = {"kind": core.NORM_RMSNORM, "rsigma": torch.ones(2)}
+    for zero_centered in (False, True):
+        for given in (False, True):
+            core.norm(
+                torch.ones(2, 3), zero_centered=zero_centered, statistics_given=given, **arguments
+            )
+    core.unregister_backend("spy")
+    assert seen == [0, 2, 1, 3]
+
+
+# ---- arguments by position and by name -----------------------------------------------------------
+
+
+def test_keywords_in_any_order(core):
+    """The same call, whatever the order of its keywords."""
+    case = CASES["softmax"](core)
+    results = []
+    for names in (list(case.kwargs), list(case.kwargs)[::-1]):
+        keywords = {name: case.kwargs[name] for name in names}
+        output = torch.zeros(native.SCORES)
+        core.softmax(input=case.args[0], output=output, **keywords)
+        results.append(output)
+    assert_bits(*results)
+    output = torch.zeros(native.SCORES)
+    core.softmax(case.args[0], output, **case.kwargs)
+    assert_bits(output, results[0])
+
+
+WRONG = {
+    "missing tensor": (r"softmax: output: missing required argument", ["x"], {}),
+    "missing number": (r"norm: kind: missing required argument", ["x"], {}),
+    "none": (r"softmax: output: expected a torch.Tensor, got None", ["x", None], {}),
+    "twice": (r"softmax: input: given by name and position", ["x", "x"], {"input": "x"}),
+    "unknown": (r"softmax: unexpected keyword argument 'outputs'", ["x", "x"], {"outputs": "x"}),
+    "too many": (r"softmax: expected 0 to 2 positional arguments, got 3", ["x"] * 3, {}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_call(core, case):
+    text, args, kwargs = WRONG[case]
+    x = torch.zeros(1, 1, 2, 2)
+    args = [x if value == "x" else value for value in args]
+    kwargs = {name: x for name in kwargs}
+    with pytest.raises(TypeError, match=text):
+        getattr(core, text.split(":")[0])(*args, **kwargs)
+
+
+def test_a_keyword_with_the_letters_of_another_is_unknown(core):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'kin'"):
+        core.norm(torch.zeros(2, 2), kin=0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'kind\u0301'"):
+        core.norm(torch.zeros(2, 2), **{"kind\u0301": 0})
+
+
+# ---- tensors of more than two dims ---------------------------------------------------------------
+
+
+def test_strides_reach_the_operator(core):
+    """A transposed tensor is neither copied on the way in nor refused on the way out."""
+    seen = []
+
+    def rope(args):
+        seen.append([args[name].data_ptr() for name in ("input", "output")])
+        assert args["input"].stride() == x.stride() and args["output"].shape == (2, 5, 3, 8)
+
+    x, out = (torch.zeros(5, 2, 3, 8).transpose(0, 1) for _ in range(2))
+    core.register_backend("spy", core.DEVICE_CPU, 1, {"rope": rope})
+    core.rope(x, out, torch.zeros(5, 1, 1, 8))
+    core.unregister_backend("spy")
+    assert seen == [[x.data_ptr(), out.data_ptr()]]
+
+
+def test_dims_without_a_legal_view(core):
+    x, freqs = torch.zeros(2, 5, 3, 8), torch.zeros(5, 8)
+    columns = torch.zeros(2, 5, 3, 16)[..., ::2]
+    core.rope(columns, torch.zeros_like(x), freqs)  # read: copied
+    with pytest.raises(ValueError, match="rope: output: its strides .* unit last stride"):
+        core.rope(x, columns, freqs)
+    with pytest.raises(ValueError, match=r"rope: output: dim 1: stride 0 .* overlap"):
+        core.rope(x, torch.zeros(2, 1, 3, 8).expand(2, 5, 3, 8), freqs)
+    with pytest.raises(ValueError, match="rope: input: it has 0 dims, expected 1 to 8"):
+        core.rope(torch.zeros(()), x, freqs)
+    with pytest.raises(ValueError, match="rope: input: it has 9 dims, expected 1 to 8"):
+        core.rope(torch.zeros([1] * 9), x, freqs)
+
+
+def test_only_a_mask_may_be_bool(core):
+    x = torch.zeros(1, 1, 2, 2)
+    with pytest.raises(TypeError, match="softmax: bias: dtype torch.bool is not supported"):
+        core.softmax(x, torch.zeros_like(x), bias=x.bool())
+    with pytest.raises(TypeError, match="softmax: mask: dtype f32, expected u8"):
+        core.softmax(x, torch.zeros_like(x), mask=x)
+    outputs = [torch.zeros_like(x) for _ in range(2)]
+    mask = torch.tensor([[False, True], [True, False]]).reshape(1, 1, 2, 2)
+    for kind, output in zip((torch.bool, torch.uint8), outputs, strict=True):
+        core.softmax(x, output, mask=mask.to(kind))
+    assert_bits(*outputs)
+    assert torch.equal(outputs[0] == 0, mask)
+
+
+@pytest.mark.parametrize("rng", [torch.zeros(2), torch.zeros(2, dtype=torch.int32)])
+def test_rng_is_int64(core, rng):
+    x = torch.zeros(2, 2)
+    with pytest.raises(TypeError, match=r"dropout_add: rng: dtype \w+, expected i64"):
+        core.dropout_add(x, torch.zeros_like(x), rng=rng, dropout=0.5)
+    with pytest.raises(ValueError, match="dropout_add: rng: 1 elements, expected at least 2"):
+        core.dropout_add(x, x, rng=torch.zeros(1, dtype=torch.int64), dropout=0.5)
