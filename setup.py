@@ -4,10 +4,11 @@
 setuptools packages the result but does not drive the compiler: here every source file is a `Job`
 (a command with inputs and one output) and jobs run in parallel and only when an input changed. The
 same objects make `transformer_engine/_core.abi3.so` (`build_ext`) and the C library in both forms
-(`library`). Environment: `TE_CUDA`, `TE_CUDA_ARCHS`, `TE_WERROR`, `TE_SANITIZE`, `CC`, `CFLAGS`,
+(`library`). Environment: `TE_CUDA`, `TE_CUDA_ARCHS`, `TE_WERROR`, `TE_SANITIZE`, `TE_LINEINFO`, `CC`, `CFLAGS`,
 `LDFLAGS`; CONTRIBUTING.md explains them.
 """
 
+import functools
 import fcntl
 import os
 import re
@@ -28,6 +29,7 @@ os.chdir(Path(__file__).resolve().parent)  # relative paths keep the objects fre
 CC = shlex.split(os.environ.get("CC") or "cc")
 WERROR = os.environ.get("TE_WERROR", "0") == "1"
 SANITIZE = os.environ.get("TE_SANITIZE", "")
+LINEINFO = os.environ.get("TE_LINEINFO", "0") == "1"
 BUILD = Path("build/sanitize" if SANITIZE else "build")
 GROUPS = ("core", "cpu", "layer", "python")  # always built; csrc/cuda where its headers exist
 KERNEL_DIRS = ("csrc/cuda/kernels", "csrc/cuda/device", "csrc/include", "csrc")
@@ -155,13 +157,23 @@ def flatten(path, seen):
     return "\n".join(text)
 
 
+@functools.cache
+def compression(nvcc):
+    """Return the flags that make nvcc compress device code well: a third of the bytes."""
+    shown = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)", shown)
+    # Drivers that are too old to unpack it refuse images of this nvcc anyway.
+    return ["--compress-mode=size"] if release and int(release[1]) >= 13 else []
+
+
 def image_job(source, nvcc, folder):
     """Return the job that compiles one kernel family to a fat binary."""
     includes = [f"-I{d}" for d in KERNEL_DIRS]
     levels = [(a.replace("sm_", "compute_"), a) for a in re.split("[;, ]+", ARCHS)]
     archs = [f"-gencode=arch={virtual},code={real}" for virtual, real in levels]
     out = folder / f"{source.stem}.fatbin"
-    flags = ["-fatbin", "-std=c++17", "-O3", "-lineinfo", *archs, *includes]
+    flags = ["-fatbin", "-std=c++17", "-O3", *compression(nvcc), *archs, *includes]
+    flags += ["-lineinfo"] if LINEINFO else []
     flags += ["-Werror", "all-warnings"] if WERROR else []
     return Job(out, [nvcc, *flags, str(source)])
 

@@ -68,8 +68,8 @@ class Config:
 
 # What the command line leaves open: 10.8 and 126 million parameters.
 DEFAULTS = {
-    "cpu": {"layers": 6, "hidden": 384, "heads": 6, "seq": 128, "batch": 4, "steps": 700,
-            "lr": 5e-4, "valid_windows": 64, "sample": 200},
+    "cpu": {"layers": 6, "hidden": 384, "heads": 6, "seq": 64, "batch": 8, "steps": 700,
+            "lr": 1e-3, "valid_windows": 128, "sample": 200},
     "cuda": {"layers": 10, "hidden": 1024, "heads": 16, "seq": 1024, "batch": 16, "steps": 500,
              "lr": 6e-4, "valid_windows": 128, "sample": 400},
 }  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""te.Linear under `torch.compile(fullgraph=True)`: the bits, the state and the number of graphs."""
+"""Modules under `torch.compile(fullgraph=True)`: the bits, the state and the number of graphs."""
 
 import contextlib
 
@@ -11,7 +11,6 @@ import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 
-LAYERS = 3
 WIDTH = 48
 STEPS = 6
 
@@ -51,24 +50,42 @@ def region(recipe):
     return te.autocast(enabled=True, recipe=recipe)
 
 
-def model_on(device):
+def linears(device):
+    return [te.Linear(WIDTH, WIDTH, device=device) for _ in range(3)]
+
+
+def norms_and_mlps(device):
+    options = {"normalization": "RMSNorm", "zero_centered_gamma": True, "device": device}
+    return [
+        te.LayerNormLinear(WIDTH, WIDTH, parameters_split=("a", "b", "c"), device=device),
+        te.LayerNormMLP(WIDTH, 64, device=device),
+        te.LayerNormMLP(WIDTH, 32, activation="swiglu", checkpoint=True, **options),
+        te.LayerNorm(WIDTH, device=device),
+    ]
+
+
+MODELS = {"linear": (linears, 3 * 3), "norms-mlps": (norms_and_mlps, 3 + 6 + 7)}
+"""Layers of a model, and its GEMMs of a step."""
+
+
+def model_on(device, model="linear"):
     torch.manual_seed(5)
     te.reset()
-    return torch.nn.Sequential(*[te.Linear(WIDTH, WIDTH, device=device) for _ in range(LAYERS)])
+    return torch.nn.Sequential(*MODELS[model][0](device))
 
 
 def state_of(model):
     values = []
     for layer in model:
-        if layer._slots is not None:
+        if getattr(layer, "_slots", None) is not None:
             for scale, history in layer._slots.values().values():
                 values += [scale, history]
     return values
 
 
-def train(device, where, make_recipe, options, token_counts=(16,) * STEPS, dtype=torch.float32):
+def train(device, where, make_recipe, options, token_counts=(16,) * STEPS, model="linear"):
     """Outputs, gradients, weights and scaling state of a few steps; options None: eager."""
-    model = model_on(device).to(dtype)
+    model = model_on(device, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     inside = make_recipe()
 
@@ -82,7 +99,7 @@ def train(device, where, make_recipe, options, token_counts=(16,) * STEPS, dtype
     seen = []
     for step, tokens in enumerate(token_counts):
         torch._dynamo.config.error_on_recompile = options is not None and step >= 2
-        x = torch.randn(tokens, WIDTH, device=device, dtype=dtype, requires_grad=True)
+        x = torch.randn(tokens, WIDTH, device=device, requires_grad=True)
         # A new recipe object at each step: its fields matter, not its identity.
         with contextlib.nullcontext() if where == "inside" else region(make_recipe()):
             out = forward(x)
@@ -104,13 +121,16 @@ def fp8_gemms():
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize(("device", "options"), BACKENDS)
 @pytest.mark.parametrize("where", ["outside", "inside"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_bits_equal_eager_in_one_graph(device, options, where, recipe):
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [(r, "linear") for r in RECIPES] + [(r, "norms-mlps") for r in ("none", "delayed", "current")],
+)
+def test_bits_equal_eager_in_one_graph(device, options, where, recipe, model):
     make_recipe = RECIPES[recipe]
-    expected = train(device, where, make_recipe, None)
+    expected = train(device, where, make_recipe, None, model=model)
     _core.reset_counters()
-    got = train(device, where, make_recipe, options)
-    expected_gemms = 0 if make_recipe() is None else 3 * LAYERS * STEPS
+    got = train(device, where, make_recipe, options, model=model)
+    expected_gemms = 0 if make_recipe() is None else MODELS[model][1] * STEPS
     warm_up = fp8_gemms() - expected_gemms
     if options.get("mode") == "reduce-overhead":  # replays of a CUDA graph are not counted
         assert warm_up <= 0
@@ -125,14 +145,16 @@ def test_bits_equal_eager_in_one_graph(device, options, where, recipe):
 
 @pytest.mark.parametrize(("device", "options"), BACKENDS[:3])
 @pytest.mark.parametrize("where", ["outside", "inside"])
-@pytest.mark.parametrize("recipe", ["none", "delayed", "current"])
-def test_token_counts_make_no_new_graphs(device, options, where, recipe):
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [(r, "linear") for r in ("none", "delayed", "current")] + [("delayed", "norms-mlps")],
+)
+def test_token_counts_make_no_new_graphs(device, options, where, recipe, model):
     make_recipe = RECIPES[recipe]
     counts = (16, 24, 33, 70, 5, 128)
-    expected = train(device, where, make_recipe, None, counts)
-    got = train(
-        device, where, make_recipe, options, counts
-    )  # an error on recompilation after step 2
+    expected = train(device, where, make_recipe, None, counts, model)
+    # Recompiling after step 2 is an error.
+    got = train(device, where, make_recipe, options, counts, model)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     for reference, value in zip(expected, got, strict=True):
         assert torch.equal(reference, value)
@@ -160,8 +182,9 @@ def test_callable_algorithms_are_traced(device, options):
 
 
 @pytest.mark.parametrize(("device", "options"), BACKENDS[:2])
-def test_training_evaluation_and_high_precision_alternate(device, options):
-    model = model_on(device)
+@pytest.mark.parametrize("model", MODELS)
+def test_training_evaluation_and_high_precision_alternate(device, options, model):
+    model = model_on(device, model)
     compiled = torch.compile(model, fullgraph=True, **options)
     recipe = DelayedScaling(amax_history_len=4)
     x = torch.randn(8, WIDTH, device=device)

@@ -22,21 +22,34 @@ WIDTH = 64
 TOKENS = 48
 
 
-def model_on(device, layers=3):
+def linears(**options):
+    return [te.Linear(WIDTH, WIDTH, **options) for _ in range(3)]
+
+
+def norms_and_mlps(**options):
+    return [
+        te.LayerNormLinear(WIDTH, WIDTH, parameters_split=("a", "b"), **options),
+        te.LayerNormMLP(WIDTH, 2 * WIDTH, **options),
+        te.LayerNormMLP(
+            WIDTH, WIDTH, activation="swiglu", normalization="RMSNorm", checkpoint=True, **options
+        ),
+        te.LayerNorm(WIDTH, **options),
+    ]
+
+
+MODELS = {"linear": linears, "norms-mlps": norms_and_mlps}
+
+
+def model_on(device, model="linear"):
     torch.manual_seed(21)
     te.reset()
-    return torch.nn.Sequential(
-        *[
-            te.Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, device=device)
-            for _ in range(layers)
-        ]
-    )
+    return torch.nn.Sequential(*MODELS[model](params_dtype=torch.bfloat16, device=device))
 
 
 def state_of(model):
     out = [p.detach().clone() for p in model.parameters()]
     for layer in model:
-        if layer._slots is not None:
+        if getattr(layer, "_slots", None) is not None:
             for scale, history in layer._slots.values().values():
                 out += [scale, history]
     return out
@@ -50,24 +63,25 @@ def assert_same(expected, got):
 
 # The warm-up runs on a side stream, as torch asks for; its gradients are made on another one.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_graph_replays_equal_eager(recipe):
+@pytest.mark.parametrize("recipe", [*RECIPES, "none"])
+@pytest.mark.parametrize("model", MODELS)
+def test_graph_replays_equal_eager(recipe, model):
     """Forward, backward, optimizer and scale updates in a plain graph, 100 replays."""
-    steps = 100
+    steps = 100 if model == "linear" else 25
     torch.manual_seed(1)
     data = torch.randn(steps + 3, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
-    make_recipe = RECIPES[recipe]
+    kind, enabled = model, recipe != "none"
 
     def build():
-        model = model_on("cuda")
+        model = model_on("cuda", kind)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         static = data[0].clone().requires_grad_()
-        format_recipe = make_recipe()
+        format_recipe = RECIPES[recipe]() if enabled else None
 
         def step():
             optimizer.zero_grad(set_to_none=False)
             static.grad.zero_() if static.grad is not None else None
-            with te.autocast(recipe=format_recipe):
+            with te.autocast(enabled=enabled, recipe=format_recipe):
                 out = model(static)
             out.float().square().mean().backward()
             optimizer.step()
@@ -110,8 +124,9 @@ def test_graph_replays_equal_eager(recipe):
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_slots_are_not_made_while_capturing():
-    layer = te.Linear(WIDTH, WIDTH, device="cuda")
+@pytest.mark.parametrize("make", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
+def test_slots_are_not_made_while_capturing(make):
+    layer = make(WIDTH, WIDTH, device="cuda")
     x = torch.randn(TOKENS, WIDTH, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="warm-up"):
@@ -123,9 +138,10 @@ def test_slots_are_not_made_while_capturing():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_backward_from_a_fresh_thread(recipe):
+@pytest.mark.parametrize("kind", MODELS)
+def test_backward_from_a_fresh_thread(recipe, kind):
     def run(in_thread):
-        model = model_on("cuda")
+        model = model_on("cuda", kind)
         torch.manual_seed(2)
         x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         with te.autocast(recipe=RECIPES[recipe]()):
@@ -151,16 +167,17 @@ def test_backward_from_a_fresh_thread(recipe):
     assert_same(run(False), run(True))
 
 
-def test_forward_and_backward_in_a_thread_without_context():
+@pytest.mark.parametrize("make", [te.Linear, te.LayerNormMLP])
+def test_forward_and_backward_in_a_thread_without_context(make):
     results = []
 
     def work():
         torch.manual_seed(3)
-        layer = te.Linear(WIDTH, WIDTH, device="cuda")
+        layer = make(WIDTH, WIDTH, device="cuda")
         x = torch.randn(TOKENS, WIDTH, device="cuda", requires_grad=True)
         with te.autocast():
             layer(x).sum().backward()
-        results.append((x.grad.cpu(), layer.weight.grad.cpu()))
+        results.append([x.grad.cpu(), *(p.grad.cpu() for p in layer.parameters())])
 
     work()
     thread = threading.Thread(target=work)
@@ -256,15 +273,17 @@ from transformer_engine import _core
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 torch.manual_seed(6)
 seen = []
-for recipe in (DelayedScaling(), Float8CurrentScaling(), None):
+makers = (te.Linear, te.LayerNormMLP)
+cases = [(m, r) for m in makers for r in (DelayedScaling(), Float8CurrentScaling(), None)]
+for make, recipe in cases:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        layer = te.Linear(72, 40, params_dtype=dtype, device="cuda")
+        layer = make(72, 40, params_dtype=dtype, device="cuda")
         x = torch.randn(33, 72, device="cuda", dtype=dtype, requires_grad=True)
         for _ in range(2):
             with te.autocast(enabled=recipe is not None, recipe=recipe):
                 out = layer(x)
             out.sum().backward()
-        seen += [out.detach().cpu(), x.grad.cpu(), layer.weight.grad.cpu(), layer.bias.grad.cpu()]
+        seen += [out.detach().cpu(), x.grad.cpu(), *(p.grad.cpu() for p in layer.parameters())]
 torch.save((seen, _core.counters()), sys.argv[1])
 """
 

@@ -33,19 +33,30 @@ CHECKPOINTS = {
 }
 
 
+KINDS = {"linear": 6, "norm-linear": 6, "mlp": 6, "mlp-checkpoint": 7}
+"""What a block is made of, and the GEMMs of its step; a recompute adds the 2 of its forward."""
+
+
 class Block(torch.nn.Module):
     """Two layers, dropout between them: the random numbers must be those of the forward."""
 
-    def __init__(self, device, dropout=0.0):
+    def __init__(self, device, dropout=0.0, kind="linear"):
         super().__init__()
-        self.a = te.Linear(WIDTH, 2 * WIDTH, device=device)
-        self.b = te.Linear(2 * WIDTH, WIDTH, device=device)
+        if kind.startswith("mlp"):
+            again = kind == "mlp-checkpoint"
+            self.a = te.LayerNormMLP(WIDTH, 2 * WIDTH, checkpoint=again, device=device)
+            self.b = None
+        else:
+            first = te.Linear if kind == "linear" else te.LayerNormLinear
+            self.a = first(WIDTH, 2 * WIDTH, device=device)
+            self.b = te.Linear(2 * WIDTH, WIDTH, device=device)
         self.dropout = dropout
 
     def forward(self, x, is_first_microbatch=None):
-        y = torch.nn.functional.gelu(self.a(x, is_first_microbatch=is_first_microbatch))
+        y = self.a(x, is_first_microbatch=is_first_microbatch)
+        y = torch.nn.functional.gelu(y) if self.b is not None else y
         y = torch.nn.functional.dropout(y, self.dropout)
-        return x + self.b(y, is_first_microbatch=is_first_microbatch)
+        return x + (y if self.b is None else self.b(y, is_first_microbatch=is_first_microbatch))
 
 
 def model_on(device, blocks=3, **options):
@@ -89,7 +100,7 @@ def train(model, device, forward, steps=STEPS):
     return trace, counts
 
 
-def compare(start, device, forward, extra, dropout=0.0, blocks=3):
+def compare(start, device, forward, extra, dropout=0.0, kind="linear"):
     """Train with and without recompute, where `forward(model, run, x)` uses `run` as a checkpoint.
 
     `extra` is how many FP8 GEMMs the recompute of one step adds.
@@ -97,18 +108,21 @@ def compare(start, device, forward, extra, dropout=0.0, blocks=3):
     results = []
     for run in (plain, forward[1]):
         start()
-        model = model_on(device, blocks, dropout=dropout)
+        model = model_on(device, dropout=dropout, kind=kind)
         results.append(train(model, device, lambda x, m=model, r=run: forward[0](m, r, x)))
     (expected, base), (found, counts) = results
     assert_same_bits(found, expected)
-    assert base == [(6 * blocks, 0)] * STEPS
-    assert counts == [(6 * blocks + extra, 0)] * STEPS
+    assert base == [(3 * KINDS[kind], 0)] * STEPS
+    assert counts == [(3 * KINDS[kind] + extra, 0)] * STEPS
+
+
+SITUATIONS = [(r, d, "linear") for r in RECIPES for d in (0.0, 0.5)]
+SITUATIONS += [(r, 0.5, k) for r in ("delayed", "current") for k in KINDS if k != "linear"]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["", "dropout"])
-def test_region_outside(device, start, name, recipe, dropout):
+@pytest.mark.parametrize(("recipe", "dropout", "kind"), SITUATIONS)
+def test_region_outside(device, start, name, recipe, dropout, kind):
     made = RECIPES[recipe]()
 
     def forward(model, run, x):
@@ -117,7 +131,7 @@ def test_region_outside(device, start, name, recipe, dropout):
                 x = run(block, x)
         return x
 
-    compare(start, device, (forward, CHECKPOINTS[name]), 6, dropout)
+    compare(start, device, (forward, CHECKPOINTS[name]), 6, dropout, kind)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -193,13 +207,16 @@ def test_nested_checkpoints(device, start, outer, inner):
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_same_modules_called_three_times_and_backwards_in_any_order(device, start, name, order):
+@pytest.mark.parametrize("kind", ["linear", "mlp-checkpoint"])
+def test_same_modules_called_three_times_and_backwards_in_any_order(
+    device, start, name, order, kind
+):
     """Each recompute finds the scales of its own forward, whichever comes first."""
     made = RECIPES["delayed"]()
     results = []
     for run in (plain, CHECKPOINTS[name]):
         start()
-        model = model_on(device, 1)
+        model = model_on(device, 1, kind=kind)
         inputs = [torch.randn(ROWS, WIDTH, device=device) * 8**n for n in range(3)]
         inputs = [x.requires_grad_() for x in inputs]
         outputs = []
@@ -215,7 +232,7 @@ def test_same_modules_called_three_times_and_backwards_in_any_order(device, star
         trace += [outputs, [x.grad for x in inputs]]
         results.append((trace, gemms.fp8))
     assert_same_bits(results[1][0], results[0][0])
-    assert (results[0][1], results[1][1]) == (18, 24)
+    assert (results[0][1], results[1][1]) == (3 * KINDS[kind], 3 * KINDS[kind] + 6)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -272,7 +289,8 @@ def test_early_stop(device, start, early):
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_weight_cache_inside_a_checkpoint(device, start, name, recipe):
+@pytest.mark.parametrize("kind", ["linear", "mlp", "mlp-checkpoint"])
+def test_weight_cache_inside_a_checkpoint(device, start, name, recipe, kind):
     """Microbatches: the recompute reads the cached weight of its forward."""
     made = RECIPES[recipe]()
 
@@ -289,10 +307,11 @@ def test_weight_cache_inside_a_checkpoint(device, start, name, recipe):
     results = []
     for run in (plain, CHECKPOINTS[name]):
         start()
-        model = model_on(device)
+        model = model_on(device, kind=kind)
         results.append(train(model, device, lambda x, m=model, r=run: forward(m, r, x)))
     assert_same_bits(results[1][0], results[0][0])
-    assert (results[0][1][0][0], results[1][1][0][0]) == (36, 48)
+    base = 6 * KINDS[kind]
+    assert (results[0][1][0][0], results[1][1][0][0]) == (base, base + 12)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -331,7 +350,8 @@ def test_first_block_without_checkpoint_and_the_other_way_round(device, start, n
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_high_precision_under_a_checkpoint(device, start, name):
+@pytest.mark.parametrize("kind", KINDS)
+def test_high_precision_under_a_checkpoint(device, start, name, kind):
     def forward(model, run, x):
         for block in model:
             x = run(block, x)
@@ -340,10 +360,11 @@ def test_high_precision_under_a_checkpoint(device, start, name):
     results = []
     for run in (plain, CHECKPOINTS[name]):
         start()
-        model = model_on(device)
+        model = model_on(device, kind=kind)
         results.append(train(model, device, lambda x, m=model, r=run: forward(m, r, x)))
     assert_same_bits(results[1][0], results[0][0])
-    assert (results[0][1][0], results[1][1][0]) == ((0, 18), (0, 24))
+    base = 3 * KINDS[kind]
+    assert (results[0][1][0], results[1][1][0]) == ((0, base), (0, base + 6))
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
