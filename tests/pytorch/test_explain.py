@@ -93,7 +93,7 @@ def test_input_by_name_and_standard_output(layer, x, capsys):
 
 
 def test_wrong_arguments(layer, x):
-    with pytest.raises(TypeError, match="explain: Linear is no module of transformer_engine"):
+    with pytest.raises(TypeError, match="explain: Linear runs no plans of its own"):
         te.explain(torch.nn.Linear(32, 48), x)
     with pytest.raises(TypeError, match="explain: input: list, expected a tensor"):
         te.explain(layer, [1.0])

@@ -50,7 +50,9 @@ def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **k
         The module is none of this package's.
     """
     if not isinstance(module, Fp8Module):
-        raise TypeError(f"explain: {type(module).__name__} is no module of transformer_engine")
+        inner = [name for name, m in module.named_modules() if isinstance(m, Fp8Module)]
+        hint = f"; explain its parts: {', '.join(inner)}" if inner else ""
+        raise TypeError(f"explain: {type(module).__name__} runs no plans of its own{hint}")
     inp = args[0] if args else kwargs.get("inp")
     if not isinstance(inp, Tensor):
         raise TypeError(f"explain: input: {type(inp).__name__}, expected a tensor")

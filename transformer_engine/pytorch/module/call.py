@@ -197,7 +197,13 @@ class ModuleCall:
         return [
             *others,
             *(none if weight is None else weight.split_with_sizes(rows)),
-            *((None,) if self._lacks_bias else none if bias is None else bias.split_with_sizes(rows)),
+            *(
+                (None,)
+                if self._lacks_bias
+                else none
+                if bias is None
+                else bias.split_with_sizes(rows)
+            ),
         ]
 
     @property

@@ -15,6 +15,12 @@ from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import apply_plainly, run_call
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.call import Deferred, ModuleCall, main_grad_of
+from transformer_engine.pytorch.module.operands import (
+    DTYPES,
+    CallTensors,
+    PartTensors,
+    promoted,
+)
 from transformer_engine.pytorch.module.repeat import Repeat, repeated_call
 from transformer_engine.pytorch.module.weight_cache import WeightCache
 from transformer_engine.pytorch.plans import (
@@ -46,10 +52,8 @@ from transformer_engine.pytorch.plans import (
 from transformer_engine.pytorch.staged import StageBuffers, external_bits
 from transformer_engine.pytorch.state import RegionState, current_state
 
-__all__ = ["CallTensors", "ComposedModule", "PartTensors", "add_grad"]
+__all__ = ["ComposedModule", "add_grad"]
 
-DEVICES = ("cpu", "cuda")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SETTINGS = (
     "activation_spec",
     "apply_bias",
@@ -72,55 +76,6 @@ _SHOWN = (
     "delay_wgrad_compute",
     "save_original_input",
 )
-
-
-class PartTensors(NamedTuple):
-    """What one linear layer of a call computes with.
-
-    Attributes
-    ----------
-    weights : tuple of Tensor
-        [rows, in_features] each; together the weight [out_features, in_features].
-    biases : tuple of Tensor
-        [rows] each; empty where the layer adds none.
-    """
-
-    weights: tuple[Tensor, ...]
-    biases: tuple[Tensor, ...]
-
-    def to(self, dtype: torch.dtype) -> "PartTensors":
-        """Convert all of them."""
-        weights = tuple(weight.to(dtype) for weight in self.weights)
-        return PartTensors(weights, tuple(bias.to(dtype) for bias in self.biases))
-
-
-class CallTensors(NamedTuple):
-    """The tensors of a call.
-
-    Attributes
-    ----------
-    input : Tensor
-        [..., features].
-    norm : tuple of Tensor or None
-        (gamma, beta or None) of the norm before the first layer; None without a norm.
-    parts : tuple of PartTensors
-        The linear layers.
-    output_dtype : torch.dtype
-        Of the result.
-    """
-
-    input: Tensor
-    norm: tuple[Tensor, Tensor | None] | None
-    parts: tuple[PartTensors, ...]
-    output_dtype: torch.dtype
-
-    def flat(self) -> tuple[Tensor | None, ...]:
-        """Return them in the order of ``CallPlans.tensors``, None for what there is not."""
-        flat = [self.input] if self.norm is None else [self.input, *self.norm]
-        for weights, biases in self.parts:
-            flat += weights
-            flat += biases or (None,)
-        return tuple(flat)
 
 
 class _BoundState(NamedTuple):
@@ -291,37 +246,8 @@ class ComposedModule(Fp8Module):
 
     def _promote(self, inp: Tensor, recipe: Any) -> CallTensors:
         """Apply the dtype rules to the input and this module's tensors."""
-        kind = type(self).__name__
-        features = self._sizes()[0][0]
-        norm, parts = self._norm_tensors(), self._part_tensors()
-        if not isinstance(inp, Tensor):
-            raise TypeError(f"{kind}: inp: {type(inp).__name__}, expected a tensor")
-        if inp.dim() == 0 or inp.size(-1) != features:
-            raise ValueError(f"{kind}: inp: shape {tuple(inp.shape)}, expected [..., {features}]")
-        device = inp.device.type
-        if device not in DEVICES:
-            raise TypeError(
-                f"{kind}: inp is on {inp.device}, expected a tensor of the CPU or of a CUDA device"
-            )
-        if not torch.is_autocast_enabled(device):
-            dtype = inp.dtype
-            given = [t for part in parts for t in (*part.weights, *part.biases)]
-            given += [t for t in norm or () if t is not None]
-            if any(t.dtype != dtype for t in given):
-                weights, biases = parts[0]
-                raise TypeError(
-                    f"{kind}: inp is {dtype}, weight {weights[0].dtype}, bias "
-                    f"{biases[0].dtype if biases else None}"
-                    + ("" if norm is None else f", layer_norm_weight {norm[0].dtype}")
-                    + ": outside torch.autocast they must be of one dtype; convert the input or "
-                    "the module"
-                )
-            return CallTensors(inp, norm, parts, dtype)
-        dtype = torch.get_autocast_dtype(device)
-        if recipe is None:
-            inp = inp.to(dtype)
-            parts = tuple(part.to(dtype) for part in parts)
-        return CallTensors(inp, norm, parts, dtype)
+        given = (inp, self._norm_tensors(), self._part_tensors())
+        return promoted(type(self).__name__, self._sizes()[0][0], given, recipe)
 
     def _prepare(
         self,
@@ -511,7 +437,9 @@ class ComposedModule(Fp8Module):
         if recipe is None or not recipe.delayed():
             return
         if torch.compiler.is_compiling():
-            raise NotImplementedError(f"{type(self).__name__}: calibrating=True under torch.compile")
+            raise NotImplementedError(
+                f"{type(self).__name__}: calibrating=True under torch.compile"
+            )
         if torch._C._current_graph_task_id() != -1:
             return  # the recompute of a forward that has recorded them
         inp = tensors.input

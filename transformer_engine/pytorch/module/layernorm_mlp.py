@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine import _core
-from transformer_engine.pytorch.module.composed import CallTensors, PartTensors
 from transformer_engine.pytorch.module.layernorm import NormedModule
+from transformer_engine.pytorch.module.operands import CallTensors, PartTensors
 from transformer_engine.pytorch.module.parameters import (
     default_device,
     initialise,
@@ -140,9 +140,7 @@ class LayerNormMLP(NormedModule):
         del seq_length, micro_batch_size, set_parallel_mode
         positive_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         if checkpoint and delay_wgrad_compute:
-            raise NotImplementedError(
-                "LayerNormMLP: checkpoint=True with delay_wgrad_compute=True"
-            )
+            raise NotImplementedError("LayerNormMLP: checkpoint=True with delay_wgrad_compute=True")
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
         self.use_bias = bool(bias)
@@ -265,8 +263,7 @@ def _activation(name: str, params: Mapping[str, float] | None) -> Activation:
     unknown = set(given) - set(known)
     if unknown:
         raise ValueError(
-            f"LayerNormMLP: activation_params={given!r}: {name} takes "
-            f"{', '.join(known) or 'none'}"
+            f"LayerNormMLP: activation_params={given!r}: {name} takes {', '.join(known) or 'none'}"
         )
     values = {**known, **given}
     return Activation(ACTIVATIONS.index(name), *map(float, values.values()))

@@ -14,7 +14,7 @@ from transformer_engine.pytorch import ops
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.module.call import ModuleCall, PlainCall
-from transformer_engine.pytorch.module.composed import DEVICES, DTYPES
+from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import default_device, initialise
 from transformer_engine.pytorch.plans import (
     DGRAD,

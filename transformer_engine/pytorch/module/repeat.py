@@ -2,9 +2,9 @@
 """The short way of a call that is of the same kind as the last one.
 
 A training loop calls a layer thousands of times in the same situation. The long way
-(`ComposedModule._long_way`) decides what applies; where it was a plain call, the situation is remembered
-here, and a later call that finds it unchanged goes straight to its plans. Every fact that the long
-way decides by is compared, by identity where that is enough.
+(`ComposedModule._long_way`) decides what applies; where it was a plain call, the situation is
+remembered here, and a later call that finds it unchanged goes straight to its plans. Every fact
+that the long way decides by is compared, by identity where that is enough.
 """
 
 from typing import Any, NamedTuple
@@ -113,7 +113,9 @@ def repeated_call(last: Repeat, module: Any, state: RegionState, inp: Tensor) ->
     PlainCall or None
         Ready for ``run_call``.
     """
-    _, tensors, dtype, device, kind, features, input_grad, gradients, identity, calls, records = last
+    _, tensors, dtype, device, kind, features, input_grad, gradients, identity, calls, records = (
+        last
+    )
     recipe = state.recipe if state.enabled else None
     if recipe is None:
         if identity is not None or state.calibrating:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from transformer_engine.pytorch.module.composed import ComposedModule, PartTensors, add_grad
+from transformer_engine.pytorch.module.composed import ComposedModule, add_grad
+from transformer_engine.pytorch.module.operands import PartTensors
 from transformer_engine.pytorch.module.parameters import (
     Split,
     default_device,

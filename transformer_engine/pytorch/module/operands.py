@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors that a call of a composed module computes with, and the rules of their dtypes."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["DEVICES", "DTYPES", "CallTensors", "PartTensors", "promoted"]
+
+DEVICES = ("cpu", "cuda")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class PartTensors(NamedTuple):
+    """What one linear layer of a call computes with.
+
+    Attributes
+    ----------
+    weights : tuple of Tensor
+        [rows, in_features] each; together the weight [out_features, in_features].
+    biases : tuple of Tensor
+        [rows] each; empty where the layer adds none.
+    """
+
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor, ...]
+
+    def to(self, dtype: torch.dtype) -> "PartTensors":
+        """Convert all of them."""
+        weights = tuple(weight.to(dtype) for weight in self.weights)
+        return PartTensors(weights, tuple(bias.to(dtype) for bias in self.biases))
+
+
+class CallTensors(NamedTuple):
+    """The tensors of a call.
+
+    Attributes
+    ----------
+    input : Tensor
+        [..., features].
+    norm : tuple of Tensor or None
+        (gamma, beta or None) of the norm before the first layer; None without a norm.
+    parts : tuple of PartTensors
+        The linear layers.
+    output_dtype : torch.dtype
+        Of the result.
+    """
+
+    input: Tensor
+    norm: tuple[Tensor, Tensor | None] | None
+    parts: tuple[PartTensors, ...]
+    output_dtype: torch.dtype
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """Return them in the order of ``CallPlans.tensors``, None for what there is not."""
+        flat = [self.input] if self.norm is None else [self.input, *self.norm]
+        for weights, biases in self.parts:
+            flat += weights
+            flat += biases or (None,)
+        return tuple(flat)
+
+
+def promoted(
+    kind: str,
+    features: int,
+    given: tuple[Tensor, tuple[Tensor, Tensor | None] | None, tuple[PartTensors, ...]],
+    recipe: Any,
+) -> CallTensors:
+    """Check a call's tensors and apply the dtype rules.
+
+    Outside `torch.autocast` all are of one dtype. Inside, the result has its dtype; what FP8 casts
+    anyway is read as it is, and without a recipe everything but the norm's parameters is converted.
+
+    Parameters
+    ----------
+    kind : str
+        Name of the module's class, for messages.
+    features : int
+        Last dim of the input.
+    given : tuple
+        Input, parameters of the norm and of the linear layers, as of `CallTensors`.
+    recipe : Recipe or None
+        How the call quantizes.
+
+    Returns
+    -------
+    CallTensors
+        What the call computes with.
+
+    Raises
+    ------
+    TypeError
+        The input is no tensor of the CPU or of a CUDA device, or dtypes differ.
+    ValueError
+        The last dim of the input is another one.
+    """
+    inp, norm, parts = given
+    if not isinstance(inp, Tensor):
+        raise TypeError(f"{kind}: inp: {type(inp).__name__}, expected a tensor")
+    if inp.dim() == 0 or inp.size(-1) != features:
+        raise ValueError(f"{kind}: inp: shape {tuple(inp.shape)}, expected [..., {features}]")
+    device = inp.device.type
+    if device not in DEVICES:
+        raise TypeError(
+            f"{kind}: inp is on {inp.device}, expected a tensor of the CPU or of a CUDA device"
+        )
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        if recipe is None:
+            inp = inp.to(dtype)
+            parts = tuple(part.to(dtype) for part in parts)
+        return CallTensors(inp, norm, parts, dtype)
+    dtype = inp.dtype
+    tensors = [t for part in parts for t in (*part.weights, *part.biases)]
+    tensors += [t for t in norm or () if t is not None]
+    if any(t.dtype != dtype for t in tensors):
+        weights, biases = parts[0]
+        raise TypeError(
+            f"{kind}: inp is {dtype}, weight {weights[0].dtype}, bias "
+            f"{biases[0].dtype if biases else None}"
+            + ("" if norm is None else f", layer_norm_weight {norm[0].dtype}")
+            + ": outside torch.autocast they must be of one dtype; convert the input or the module"
+        )
+    return CallTensors(inp, norm, parts, dtype)
