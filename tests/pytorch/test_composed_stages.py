@@ -7,7 +7,14 @@ import pytest
 import torch
 from comparators import assert_nmse
 from layer_reference import wide
-from pytorch.helpers import RECIPES, assert_same_bits, counted, state_of, sum_bound
+from pytorch.helpers import (
+    RECIPES,
+    assert_same_bits,
+    counted,
+    quantize_like_the_library,
+    state_of,
+    sum_bound,
+)
 from pytorch.module_reference import make, norm64, region, values_of
 from tols import tol
 
@@ -115,26 +122,6 @@ def test_explain_changes_and_runs_nothing(device):
 
 
 # ---- overridden stages ---------------------------------------------------------------------------
-
-
-def quantize_like_the_library(source, buffers, name, slot):
-    """A quantizer in torch operations: delayed scaling from a chunk, or the amax of the tensor."""
-    x = source.reshape(-1, source.shape[-1]).float()
-    if "scale" in buffers:
-        scale = buffers["scale"][slot].clone()
-        history = buffers["history"]
-        history[0, slot] = torch.maximum(history[0, slot], x.abs().max())
-    else:
-        scale = torch.tensor(448.0, device=x.device) / x.abs().max()  # 448 / t is not rounded once
-    pair = buffers[f"{name}_pair"]
-    pair[0] = 1.0 / scale
-    pair[1] = scale
-    codes = (x * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
-    for usage, data in (("row", codes), ("column", codes.t())):
-        out = buffers.get(f"{name}_{usage}")
-        if out is not None:
-            out.view(torch.uint8).zero_()
-            out.view(torch.uint8)[:, : data.shape[1]] = data
 
 
 def steps(module, x, recipe, count=2):

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from comparators import assert_nmse
+from pytorch.helpers import quantize_like_the_library
 from tols import tol
 
 import transformer_engine.pytorch as te
@@ -14,26 +15,6 @@ from transformer_engine.pytorch.plans import LinearSpec, linear_plans, quantizat
 from transformer_engine.pytorch.staged import external_bits, run_staged
 
 RECIPES = {"delayed": lambda: DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling}
-
-
-def quantize_like_the_library(source, buffers, name, slot):
-    """A quantizer in torch operations: delayed scaling from a chunk, or the amax of the tensor."""
-    x = source.reshape(-1, source.shape[-1]).float()
-    if "scale" in buffers:
-        scale = buffers["scale"][slot].clone()
-        history = buffers["history"]
-        history[0, slot] = torch.maximum(history[0, slot], x.abs().max())
-    else:
-        scale = torch.tensor(448.0, device=x.device) / x.abs().max()  # 448 / t is not rounded once
-    pair = buffers[f"{name}_pair"]
-    pair[0] = 1.0 / scale
-    pair[1] = scale
-    codes = (x * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
-    for usage, data in (("row", codes), ("column", codes.t())):
-        out = buffers.get(f"{name}_{usage}")
-        if out is not None:
-            out.view(torch.uint8).zero_()
-            out.view(torch.uint8)[:, : data.shape[1]] = data
 
 
 def run_layer(device, recipe, stages, steps=3):

@@ -14,7 +14,7 @@ from transformer_engine.pytorch import ops, scaling
 from transformer_engine.pytorch.plans import PREFIXES, CallPlans
 from transformer_engine.pytorch.staged import run_staged
 
-__all__ = ["Deferred", "ModuleCall", "PlainCall", "join_rows", "main_grad_of"]
+__all__ = ["Deferred", "ModuleCall", "PlainCall", "join_rows", "lie_together", "main_grad_of"]
 
 CACHED = ("weight_row", "weight_column", "weight_pair")
 """Buffers of a part that make up the cache of its quantized weight."""
@@ -287,6 +287,23 @@ class PlainCall(ModuleCall):
         return None, *[None if at < 0 else results[at] for at in plans.places]
 
 
+def lie_together(parts: tuple[Tensor, ...]) -> bool:
+    """Whether tensors of rows follow each other in one storage."""
+    first = parts[0]
+    address = first.data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    for part in parts:
+        if (
+            part.data_ptr() != address
+            or part.dtype is not first.dtype
+            or not part.is_contiguous()
+            or part.untyped_storage().data_ptr() != storage
+        ):
+            return False
+        address += part.nbytes
+    return True
+
+
 def join_rows(parts: tuple[Tensor, ...], traced: bool) -> Tensor:
     """One tensor of the rows of several: a view where they follow each other in one storage.
 
@@ -302,22 +319,10 @@ def join_rows(parts: tuple[Tensor, ...], traced: bool) -> Tensor:
     Tensor
         [sum of rows, ...].
     """
-    first = parts[0]
-    if traced or len(parts) == 1:
+    if traced or not lie_together(parts):
         return torch.cat(parts)
-    address = first.data_ptr()
-    storage = first.untyped_storage().data_ptr()
-    dtype, rows = first.dtype, 0
-    for part in parts:
-        if (
-            part.data_ptr() != address
-            or part.dtype is not dtype
-            or not part.is_contiguous()
-            or part.untyped_storage().data_ptr() != storage
-        ):
-            return torch.cat(parts)
-        address += part.nbytes
-        rows += part.shape[0]
+    first = parts[0]
+    rows = sum(part.shape[0] for part in parts)
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
 
 

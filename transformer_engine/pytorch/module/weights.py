@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from transformer_engine.pytorch.module.call import lie_together
 from transformer_engine.pytorch.module.composed import ComposedModule, add_grad
 from transformer_engine.pytorch.module.operands import PartTensors
 from transformer_engine.pytorch.module.parameters import (
@@ -64,9 +65,16 @@ class WeightModule(ComposedModule):
                 continue
             if len({(p.dtype, p.device) for p in parameters}) > 1:
                 continue
+            if lie_together(parameters) or any(p.is_shared() for p in parameters if p.is_cpu):
+                continue  # or other processes read them where they are
             whole = torch.cat([p.detach() for p in parameters])
             for parameter, rows in zip(parameters, whole.split(self._split.rows), strict=True):
                 parameter.data = rows
+
+    def __setstate__(self, state: dict) -> None:
+        """Restore a copy or a pickle; split weights are laid together again."""
+        super().__setstate__(state)
+        self._pack()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "WeightModule":
         """Convert or move the parameters, and keep split ones together."""
