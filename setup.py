@@ -4,12 +4,12 @@
 setuptools packages the result but does not drive the compiler: here every source file is a `Job`
 (a command with inputs and one output) and jobs run in parallel and only when an input changed. The
 same objects make `transformer_engine/_core.abi3.so` (`build_ext`) and the C library in both forms
-(`library`). Environment: `TE_CUDA`, `TE_CUDA_ARCHS`, `TE_WERROR`, `TE_SANITIZE`, `TE_LINEINFO`, `CC`, `CFLAGS`,
-`LDFLAGS`; CONTRIBUTING.md explains them.
+(`library`). Environment: `TE_CUDA`, `TE_CUDA_ARCHS`, `TE_WERROR`, `TE_SANITIZE`, `TE_LINEINFO`,
+`CC`, `CFLAGS`, `LDFLAGS`; CONTRIBUTING.md explains them.
 """
 
-import functools
 import fcntl
+import functools
 import os
 import re
 import shlex

@@ -408,9 +408,9 @@ typedef struct te_activation_backward_args {
     size_t size;
     te_activation_kind kind;
     te_activation_params params;
-    te_tensor grad_output; /* [rows, columns] f32, f16, bf16 */
-    te_tensor input;       /* [rows, columns] (gated: [rows, 2 columns]) f32, f16, bf16 */
-    te_tensor grad_input;  /* shape of input; f32, f16, bf16; data NULL: not wanted */
+    te_tensor grad_output;  /* [rows, columns] f32, f16, bf16 */
+    te_tensor input;        /* [rows, columns] (gated: [rows, 2 columns]) f32, f16, bf16 */
+    te_tensor grad_input;   /* shape of input; f32, f16, bf16; data NULL: not wanted */
     te_quantized quantized; /* of grad_input; mode NONE: not wanted */
     te_tensor bias_grad;    /* [columns of input] f32, f16, bf16; data NULL: not wanted */
     const float *partials;  /* device float[TE_AMAX_PARTIALS] to make the scale from, or NULL */

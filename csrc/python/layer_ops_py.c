@@ -39,9 +39,9 @@ typedef enum param_place {
 
 typedef struct param {
     const char *name;
-    param_kind kind;
     size_t offset;
     int64_t detail;
+    param_kind kind;
     param_place place;
 } param;
 
@@ -236,17 +236,17 @@ static PyObject *run_layer_op(const layer_op *op, const arguments *given)
 
 #define P(op, kind, name, place)                                                                   \
     {                                                                                              \
-#name, PARAM_##kind, offsetof(te_##op##_args, name), 0, place                              \
+#name, offsetof(te_##op##_args, name), 0, PARAM_##kind, place                              \
     }
 #define P_AT(op, kind, name, field, detail)                                                        \
     {                                                                                              \
-        name, PARAM_##kind, offsetof(te_##op##_args, field), detail, OPTIONAL                      \
+        name, offsetof(te_##op##_args, field), detail, PARAM_##kind, OPTIONAL                      \
     }
 #define P_RNG(op) P_AT(op, INT64S, "rng", rng, 2)
 #define P_END                                                                                      \
-    {"context", PARAM_CONTEXT, 0, 0, OPTIONAL},                                                    \
+    {"context", 0, 0, PARAM_CONTEXT, OPTIONAL},                                                    \
     {                                                                                              \
-        NULL, PARAM_CONTEXT, 0, 0, OPTIONAL                                                        \
+        NULL, 0, 0, PARAM_CONTEXT, OPTIONAL                                                        \
     }
 
 /* The FP8 form of a result, with the names of quantize. */

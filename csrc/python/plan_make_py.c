@@ -11,8 +11,8 @@ typedef enum field_kind { FIELD_I32, FIELD_U32, FIELD_I64, FIELD_F32 } field_kin
 
 typedef struct desc_field {
     const char *keyword;
-    field_kind kind;
     size_t offset;
+    field_kind kind;
     int required;
 } desc_field;
 
@@ -58,16 +58,16 @@ typedef struct desc_field {
     X(eps, eps, F32, 1)
 
 #define X(keyword, member, kind, required)                                                         \
-    {#keyword, FIELD_##kind, offsetof(te_linear_desc, member), required},
-static const desc_field linear_fields[] = {LINEAR_FIELDS(X){NULL, FIELD_I32, 0, 0}};
+    {#keyword, offsetof(te_linear_desc, member), FIELD_##kind, required},
+static const desc_field linear_fields[] = {LINEAR_FIELDS(X){NULL, 0, FIELD_I32, 0}};
 #undef X
 #define X(keyword, member, kind, required)                                                         \
-    {#keyword, FIELD_##kind, offsetof(te_mlp_desc, member), required},
-static const desc_field mlp_fields[] = {MLP_FIELDS(X){NULL, FIELD_I32, 0, 0}};
+    {#keyword, offsetof(te_mlp_desc, member), FIELD_##kind, required},
+static const desc_field mlp_fields[] = {MLP_FIELDS(X){NULL, 0, FIELD_I32, 0}};
 #undef X
 #define X(keyword, member, kind, required)                                                         \
-    {#keyword, FIELD_##kind, offsetof(te_norm_desc, member), required},
-static const desc_field norm_fields[] = {NORM_FIELDS(X){NULL, FIELD_I32, 0, 0}};
+    {#keyword, offsetof(te_norm_desc, member), FIELD_##kind, required},
+static const desc_field norm_fields[] = {NORM_FIELDS(X){NULL, 0, FIELD_I32, 0}};
 #undef X
 
 static int set_field(void *desc, const desc_field *field, const char *function, PyObject *object)

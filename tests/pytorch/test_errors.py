@@ -61,10 +61,19 @@ def recipe(request):
     return request.param
 
 
+MODULES = [te.Linear, te.LayerNormLinear, te.LayerNormMLP]
+
+
 @pytest.fixture
-def used(device, recipe):
+def make():
+    """The module under test."""
+    return te.Linear
+
+
+@pytest.fixture
+def used(device, recipe, make):
     """A layer after a step, and what must not change."""
-    layer = te.Linear(IN, OUT, device=device)
+    layer = make(IN, OUT, device=device)
     with region(recipe):
         out = layer(normal(device).requires_grad_())
     out.sum().backward()
@@ -73,14 +82,25 @@ def used(device, recipe):
 
 def untouched(layer):
     """What a failed call must leave alone."""
-    return [state_of(layer), layer.weight.detach().clone(), layer.weight.grad.clone()]
+    parameters = list(layer.parameters())
+    return [
+        state_of(layer),
+        [p.detach().clone() for p in parameters],
+        [p.grad.clone() for p in parameters],
+    ]
 
 
 NO_GRADIENT = ("list", "none", "int64", "bool", "complex")
-INPUTS = [(w, g) for w in WRONG for g in (False, True) if not (g and w in NO_GRADIENT)]
+INPUTS = [
+    (m, w, g)
+    for m in MODULES
+    for w in WRONG
+    for g in (False, True)
+    if not (g and (w in NO_GRADIENT or m is not te.Linear))
+]
 
 
-@pytest.mark.parametrize(("wrong", "needs_grad"), INPUTS)
+@pytest.mark.parametrize(("make", "wrong", "needs_grad"), INPUTS)
 def test_wrong_input(device, used, recipe, wrong, needs_grad):
     make, exception, parts = WRONG[wrong]
     value = make(device)
@@ -101,9 +121,10 @@ def test_wrong_input(device, used, recipe, wrong, needs_grad):
 
 
 @pytest.mark.parametrize("wrong", ["shape", "float64", "meta", "sparse", "wrapper"])
-def test_the_next_call_is_not_upset(device, recipe, wrong):
+@pytest.mark.parametrize("make", MODULES)
+def test_the_next_call_is_not_upset(device, recipe, wrong, make):
     """A step with a failed call inside has the bits of a step without."""
-    layer = te.Linear(IN, OUT, device=device)
+    layer = make(IN, OUT, device=device)
     bad = WRONG[wrong][0](device)
     x = normal(device)
     results = []
@@ -116,25 +137,28 @@ def test_the_next_call_is_not_upset(device, recipe, wrong):
                     layer(bad)
             out = layer(x.clone().requires_grad_())
         out.sum().backward()
-        results.append([out.detach(), layer.weight.grad.clone(), state_of(layer)])
+        grads = [p.grad.clone() for p in layer.parameters()]
+        results.append([out.detach(), grads, state_of(layer)])
     assert_same_bits(*results)
 
 
-def test_module_of_a_dtype_that_no_gemm_has(device, recipe):
+@pytest.mark.parametrize("make", MODULES)
+def test_module_of_a_dtype_that_no_gemm_has(device, recipe, make):
     dtype = torch.float64
-    layer = te.Linear(IN, OUT, device=device, params_dtype=dtype)
+    layer = make(IN, OUT, device=device, params_dtype=dtype)
     with region(recipe), pytest.raises(TypeError, match=f"inp is {dtype}, expected torch.float32"):
         layer(torch.ones(ROWS, IN, device=device, dtype=dtype))
     layer.float()
     with counted() as gemms, region(recipe):
         layer(normal(device))
-    assert (gemms.fp8 if recipe else gemms.other) == 1
+    assert (gemms.fp8 if recipe else gemms.other) == (2 if make is te.LayerNormMLP else 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
-def test_input_dtype_under_torch_autocast(device, dtype):
+@pytest.mark.parametrize("make", MODULES)
+def test_input_dtype_under_torch_autocast(device, dtype, make):
     """In high precision autocast converts it; FP8 casts the input as it is."""
-    layer = te.Linear(IN, OUT, device=device)
+    layer = make(IN, OUT, device=device)
     x = torch.ones(ROWS, IN, device=device, dtype=dtype)
     with torch.autocast(device, dtype=torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
@@ -142,15 +166,19 @@ def test_input_dtype_under_torch_autocast(device, dtype):
             layer(x)
 
 
-def test_module_on_the_meta_device(device, recipe):
-    layer = te.Linear(IN, OUT, device="meta")
-    with region(recipe), pytest.raises(TypeError, match="weight: it has no memory to read"):
+@pytest.mark.parametrize("make", MODULES)
+def test_module_on_the_meta_device(device, recipe, make):
+    layer = make(IN, OUT, device="meta")
+    name = "weight" if make is te.Linear else "gamma"
+    with region(recipe), pytest.raises(TypeError, match=f"{name}: it has no memory to read"):
         layer(normal(device))
 
 
 @pytest.mark.parametrize("kind", ["sparse", "wrapper"])
+@pytest.mark.parametrize("make", MODULES)
 def test_wrong_gradient(device, used, recipe, kind):
     """The backward of another function hands over something that can not be read."""
+    columns = IN if isinstance(used, te.LayerNormMLP) else OUT
 
     class Hand(torch.autograd.Function):
         @staticmethod
@@ -159,7 +187,7 @@ def test_wrong_gradient(device, used, recipe, kind):
 
         @staticmethod
         def backward(ctx, grad):
-            grad = torch.ones(ROWS, OUT, device=device)
+            grad = torch.ones(ROWS, columns, device=device)
             return grad.to_sparse() if kind == "sparse" else TwoTensor(grad, grad.clone())
 
     with region(recipe):
@@ -191,13 +219,14 @@ def test_labels_are_no_wrappers(device, recipe):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("where", [("cpu", "cuda"), ("cuda", "cpu")], ids=str)
-def test_mixed_devices(where, recipe):
-    layer = te.Linear(IN, OUT, device=where[0])
+@pytest.mark.parametrize("make", MODULES)
+def test_mixed_devices(where, recipe, make):
+    layer = make(IN, OUT, device=where[0])
     with region(recipe), pytest.raises((TypeError, ValueError), match="cpu.*cuda|cuda.*cpu"):
         layer(normal(where[1]))
     with counted() as gemms, region(recipe):
         layer(normal(where[0]))
-    assert (gemms.fp8 if recipe else gemms.other) == 1
+    assert (gemms.fp8 if recipe else gemms.other) == (2 if make is te.LayerNormMLP else 1)
 
 
 def test_recipe_of_a_wrong_type_inside_a_region(device):

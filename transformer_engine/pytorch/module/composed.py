@@ -341,6 +341,11 @@ class ComposedModule(Fp8Module):
             slots = self._slots_for(region.recipe, region.state.group, device, region.traced)
         if is_first_microbatch is None:
             return _BoundState(quantization, (common,) * count, slots, None, (None,) * count)
+        if region.traced:
+            raise NotImplementedError(
+                f"{type(self).__name__}: is_first_microbatch={is_first_microbatch} in FP8 under "
+                "torch.compile"
+            )
         flags, caches = [], []
         for i, part in enumerate(tensors.parts):
             flag = self._cache_flag(i, part.weights, is_first_microbatch, quantization, slots)
