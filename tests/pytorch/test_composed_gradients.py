@@ -208,6 +208,27 @@ def test_first_microbatch_overwrites_main_grad(device, kind, recipe):
             assert_nmse(found, total, 3 * tol("sum", torch.float32, ROWS))
 
 
+@pytest.mark.parametrize("kind", ["linear", "gelu", "swiglu"])
+@pytest.mark.parametrize("recipe", FP8)
+@pytest.mark.parametrize("delay", [False, True], ids=["", "delay"])
+def test_main_grad_under_torch_autocast(device, kind, recipe, delay):
+    """The parameters are fp32 and 16-bit copies feed the GEMMs: main_grad is the parameters'."""
+    pair = Pair(kind, device, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay)
+    pair.main_grads(torch.zeros)
+    data = pair.batch()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        expected = pair.step(pair.plain, recipe, data)
+        with counted() as gemms:
+            found = pair.step(pair.module, recipe, data)
+            pair.module.backward_dw()
+    assert count_of(gemms, recipe) == gemms_of(pair.plain)
+    assert_same_bits(found[:2], expected[:2])
+    rounded = torch.float32 if recipe else torch.bfloat16
+    for name, weight in pair.weights.items():
+        gradient = pair.plain.get_parameter(name).grad
+        assert_added(weight.main_grad, torch.zeros_like(gradient), gradient, torch.float32, rounded)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_frameworks_that_count_gradients(device, kind):
     pair = Pair(kind, device, fuse_wgrad_accumulation=True)
