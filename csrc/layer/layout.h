@@ -14,8 +14,8 @@
 typedef struct te_layout {
     int64_t rows[TE_PLAN_MAX_BUFFERS];    /* shape[0] (the length of a vector) */
     int64_t columns[TE_PLAN_MAX_BUFFERS]; /* shape[1]; 1 for a vector */
-    int64_t bytes[TE_PLAN_MAX_BUFFERS];
-    int64_t offset[TE_PLAN_MAX_BUFFERS]; /* into the packed buffer; -1 for other roles */
+    int64_t bytes[TE_PLAN_MAX_BUFFERS];   /* of members of the packed buffers */
+    int64_t offset[TE_PLAN_MAX_BUFFERS];  /* into the packed buffer; -1 for other roles */
     int64_t saved_bytes, scratch_bytes;
 } te_layout;
 

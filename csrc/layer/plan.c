@@ -264,13 +264,15 @@ void te_plan_layout(const te_plan *plan, int64_t rows, te_layout *layout)
         const te_buffer_info *info = &plan->buffers[i];
         layout->rows[i] = te_extent_value(&info->shape[0], rows);
         layout->columns[i] = te_extent_value(&info->shape[1], rows);
+        layout->bytes[i] = 0;
+        layout->offset[i] = -1;
+        if (info->role != TE_ROLE_SAVED && info->role != TE_ROLE_SCRATCH) continue;
         layout->bytes[i] =
             layout->rows[i] * layout->columns[i] * (int64_t)te_dtype_bytes(info->dtype);
-        layout->offset[i] = -1;
         if (info->role == TE_ROLE_SAVED) {
             layout->offset[i] = te_round_up(saved, TE_MEMBER_ALIGN);
             saved = layout->offset[i] + layout->bytes[i];
-        } else if (info->role == TE_ROLE_SCRATCH) {
+        } else {
             int64_t end;
             layout->offset[i] = place_scratch(plan, layout, i, layout->bytes[i]);
             end = layout->offset[i] + layout->bytes[i];

@@ -329,6 +329,9 @@ def test_reset_of_the_scaling_state(device):
         ({"normalization": "BatchNorm"}, "normalization='BatchNorm'"),
         ({"num_gqa_groups": 3}, "must divide"),
         ({"layer_number": 0}, "counts from 1"),
+        ({"hidden_dropout": 1.5}, "hidden_dropout=1.5"),
+        ({"drop_path_rate": -0.5}, "drop_path_rate=-0.5"),
+        ({"attention_dropout": float("nan")}, "attention_dropout=nan"),
     ],
 )
 def test_errors(options, match):

@@ -16,7 +16,7 @@ from transformer_engine.pytorch.attention.multi_head_attention import (
 from transformer_engine.pytorch.dropout import bias_dropout_add
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.norm import LayerNorm, RMSNorm
-from transformer_engine.pytorch.module.parameters import refuse_distributed
+from transformer_engine.pytorch.module.parameters import probabilities, refuse_distributed
 
 __all__ = ["TransformerLayer"]
 
@@ -184,6 +184,7 @@ qk_norm_before_rope, softmax_type
             sequence_parallel=(sequence_parallel, False),
             ub_tp_comm_overlap=(ub_tp_comm_overlap, False),
         )
+        probabilities(_NAME, hidden_dropout=hidden_dropout, drop_path_rate=drop_path_rate)
         if layer_type not in ("encoder", "decoder"):
             raise ValueError(f"{_NAME}: layer_type={layer_type!r}: 'encoder' or 'decoder'")
         if fuse_wgrad_accumulation and not fuse_qkv_params:

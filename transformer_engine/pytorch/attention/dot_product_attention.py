@@ -24,7 +24,7 @@ from transformer_engine.pytorch.attention.backends import (
     choose_backend,
 )
 from transformer_engine.pytorch.attention.masks import MaskType
-from transformer_engine.pytorch.module.parameters import refuse_distributed
+from transformer_engine.pytorch.module.parameters import probabilities, refuse_distributed
 from transformer_engine.pytorch.recompute import checkpoint
 from transformer_engine.pytorch.state import current_state
 
@@ -158,6 +158,7 @@ class DotProductAttention(torch.nn.Module):
         if layer_number is not None and layer_number < 1:
             raise ValueError(f"{_NAME}: layer_number={layer_number}: counts from 1")
         check_format(qkv_format)
+        probabilities(_NAME, attention_dropout=attention_dropout)
         channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = groups

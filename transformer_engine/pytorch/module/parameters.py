@@ -14,6 +14,7 @@ __all__ = [
     "default_device",
     "initialise",
     "positive_sizes",
+    "probabilities",
     "refuse_distributed",
     "split_rows",
 ]
@@ -52,6 +53,13 @@ def positive_sizes(module: str, **sizes: Any) -> None:
     for label, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{module}: {label} = {size!r}, expected a positive int")
+
+
+def probabilities(module: str, **values: Any) -> None:
+    """Raise a ValueError for a value, given by name, that is no number from 0 to 1."""
+    for label, value in values.items():
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{module}: {label}={value!r}, expected a number from 0 to 1")
 
 
 class Split(NamedTuple):
