@@ -27,7 +27,7 @@ from transformer_engine.common.recipe import DelayedScaling, Format
 
 # What the command line leaves open.
 DEFAULTS = {
-    "cpu": {"hidden": 256, "heads": 4, "seq": 128, "batch": 2, "iters": 5, "dtype": "float32"},
+    "cpu": {"hidden": 256, "heads": 4, "seq": 128, "batch": 2, "iters": 20, "dtype": "float32"},
     "cuda": {"hidden": 4096, "heads": 32, "seq": 2048, "batch": 4, "iters": 50, "dtype": "float16"},
 }
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 LAYERS, STEPS, BATCH, VALID, SAMPLE = 2, 12, 4, 10, 8
 LINEARS = 4 * LAYERS + 1  # query-key-value, projection, two of the MLP; the head
-EVALUATED = [0, 2, 4, 6, 8, 10, 12]  # steps
+EVALUATED = [0, 3, 6, 9, 12]  # steps
 PREDICTIONS = len(EVALUATED) * math.ceil(VALID / BATCH) + SAMPLE  # forwards without a backward
 GEMMS = LINEARS * (3 * STEPS + PREDICTIONS)
 # Drawn in training: a resumed run must go on with the generator of the one before.
