@@ -14,7 +14,6 @@ Data, order and initial weights are the same, so the two curves may be compared 
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import os
 import sys
@@ -40,12 +39,7 @@ import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 
-# The default history of 1,024 steps would be longer than the run: the large gradients of its first
-# steps would set the scales to the end.
-RECIPES = {
-    "delayed": functools.partial(DelayedScaling, amax_history_len=16),
-    "current": Float8CurrentScaling,
-}
+RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling}
 FP8_DTYPES = ("e4m3", "e5m2")
 VOCABULARY = 256
 LINEARS = 4  # of a Transformer layer: query-key-value, projection, the two of the MLP
@@ -66,6 +60,8 @@ class Config:
     batch: int
     steps: int
     lr: float
+    warmup: float
+    final_lr: float
     dropout: float
     valid_windows: int
     seed: int
@@ -75,9 +71,9 @@ class Config:
 # What the command line leaves open: 10.8 and 126 million parameters.
 DEFAULTS = {
     "cpu": {"layers": 6, "hidden": 384, "heads": 6, "seq": 64, "batch": 8, "steps": 700,
-            "lr": 1e-3, "valid_windows": 256, "sample": 200},
+            "lr": 1e-3, "warmup": 0.1, "final_lr": 0.02, "valid_windows": 256, "sample": 200},
     "cuda": {"layers": 10, "hidden": 1024, "heads": 16, "seq": 1024, "batch": 16, "steps": 500,
-             "lr": 6e-4, "valid_windows": 128, "sample": 400},
+             "lr": 6e-4, "warmup": 0.05, "final_lr": 0.05, "valid_windows": 128, "sample": 400},
 }  # fmt: skip
 
 
@@ -219,15 +215,14 @@ class Trainer:
     # -- training -------------------------------------------------------------------------------
 
     def learning_rate(self) -> float:
-        """Return the rate of this step: a linear warm-up, then half a cosine to a fiftieth.
-
-        Delayed scaling finds its scales in the first steps, while the rate is still small.
-        """
-        warmup = max(1, self.config.steps // 10)
+        """Return the rate of this step: a linear warm-up, then half a cosine to `final_lr`."""
+        config = self.config
+        warmup = max(1, round(config.steps * config.warmup))
         if self.step < warmup:
-            return self.config.lr * (self.step + 1) / warmup
-        done = (self.step - warmup) / max(1, self.config.steps - warmup)
-        return self.config.lr * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * done)))
+            return config.lr * (self.step + 1) / warmup
+        done = (self.step - warmup) / max(1, config.steps - warmup)
+        cosine = 0.5 * (1.0 + math.cos(math.pi * done))
+        return config.lr * (config.final_lr + (1.0 - config.final_lr) * cosine)
 
     def train_step(self) -> None:
         """Do one step; its loss stays on the device, where reading it costs no wait."""
@@ -413,6 +408,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, help="windows per step")
     add("--steps", type=int)
     add("--lr", type=float, help="peak learning rate")
+    add("--warmup", type=float, help="share of the steps until the peak")
+    add("--final-lr", type=float, help="last learning rate, as a share of the peak")
     add("--dropout", type=float, default=0.0, help="of attention and of what joins the residuals")
     add("--valid-windows", type=int, help="windows predicted in a validation")
     add("--seed", type=int, default=0)
