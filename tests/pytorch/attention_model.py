@@ -251,8 +251,8 @@ def check(module, model, run, exact, inputs, bound):
         # Softmax does not see a bias of all keys: its gradient is 0 but for rounding, so the biases
         # of a projection are compared together, and those of the norms of queries and keys.
         label = label.replace("k_norm.bias", "q_norm.bias")
-        # Few rows may see more than one key, which leaves next to nothing of the gradients of queries
-        # and keys: separate weights are judged like the fused one.
+        # Few rows may see more than one key, which leaves next to nothing of the gradients of
+        # queries and keys: separate weights are judged like the fused one.
         for name in ("query", "key", "value"):
             label = label.replace(f".{name}_bias", ".bias").replace(f".{name}_weight", ".weight")
         group = groups.setdefault(label, ([], []))
