@@ -298,7 +298,9 @@ class Step:
             low = 0.5 if self.recipe.use_power_2_scales else 1 - tol("amax", BF16)
             assert low <= scale / expected <= 1 + tol("amax", BF16)
         codes = reference.quantize(exact.float(), scale, dtype)
-        bound = math.sqrt(error) * EPS[dtype] + tol("recast", dtype) / exact.numel()
+        # The derivation takes squares of 4 times their mean; gated activations have heavier tails.
+        peak = max(1.0, float(exact.square().max() / exact.square().mean()) / 4)
+        bound = math.sqrt(error) * EPS[dtype] + peak * tol("recast", dtype) / exact.numel()
         assert_nmse(self.codes(name).double(), codes.double(), bound)
 
     def check_norm_backward(self, grad, error):
