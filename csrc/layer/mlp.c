@@ -15,7 +15,7 @@ typedef struct mlp {
     const te_mlp_desc *desc;
     te_part parts[2];
     te_part *fc1, *fc2;
-    int16_t input, norm_output;
+    int16_t input;
     int16_t before; /* fc1's output, before the activation */
 } mlp;
 
@@ -253,7 +253,7 @@ te_status te_plan_mlp(const te_mlp_desc *desc, int64_t *id)
     m.desc = desc;
     m.fc1 = &m.parts[0];
     m.fc2 = &m.parts[1];
-    m.input = m.norm_output = m.before = TE_NO_BUFFER;
+    m.input = m.before = TE_NO_BUFFER;
     te_part_init(m.fc1, &m.plan, &desc->fc1, TE_PART_FC1);
     te_part_init(m.fc2, &m.plan, &desc->fc2, TE_PART_FC2);
     switch (desc->direction) {

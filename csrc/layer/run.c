@@ -69,17 +69,23 @@ static te_quantized stage_quantized(const run_state *run, const te_stage *stage,
     return quantized;
 }
 
+/* What the operators that cast to FP8 have in common: where the scale comes from, and scratch. */
+#define BIND_CAST(run, stage, args, result)                                                        \
+    do {                                                                                           \
+        (args)->partials = stage_float(run, stage, TE_QUANTIZE_PARTIALS, 0);                       \
+        (args)->result = stage_quantized(run, stage, (args)->partials);                            \
+        (args)->amax_epsilon = (stage)->amax_epsilon;                                              \
+        (args)->power_2_scale = (stage)->power_2_scale;                                            \
+        (args)->workspace = (run)->workspace;                                                      \
+        (args)->workspace_size = (run)->workspace_size;                                            \
+    } while (0)
+
 static void bind_quantize(const run_state *run, const te_stage *stage, te_quantize_args *args)
 {
     args->size = sizeof *args;
     args->input = *stage_buffer(run, stage, TE_QUANTIZE_INPUT);
-    args->partials = stage_float(run, stage, TE_QUANTIZE_PARTIALS, 0);
-    args->output = stage_quantized(run, stage, args->partials);
     args->bias_grad = *stage_buffer(run, stage, TE_QUANTIZE_BIAS_GRAD);
-    args->amax_epsilon = stage->amax_epsilon;
-    args->power_2_scale = stage->power_2_scale;
-    args->workspace = run->workspace;
-    args->workspace_size = run->workspace_size;
+    BIND_CAST(run, stage, args, output);
 }
 
 static void bind_norm(const run_state *run, const te_stage *stage, te_norm_args *args)
@@ -94,13 +100,8 @@ static void bind_norm(const run_state *run, const te_stage *stage, te_norm_args 
     args->mean = *stage_buffer(run, stage, TE_NORM_MEAN);
     args->rsigma = *stage_buffer(run, stage, TE_NORM_RSIGMA);
     args->output = *stage_buffer(run, stage, TE_PRODUCE_OUTPUT);
-    args->partials = stage_float(run, stage, TE_QUANTIZE_PARTIALS, 0);
     args->amax_partials = stage_float(run, stage, TE_PRODUCE_AMAX_PARTIALS, 0);
-    args->quantized = stage_quantized(run, stage, args->partials);
-    args->amax_epsilon = stage->amax_epsilon;
-    args->power_2_scale = stage->power_2_scale;
-    args->workspace = run->workspace;
-    args->workspace_size = run->workspace_size;
+    BIND_CAST(run, stage, args, quantized);
 }
 
 static void bind_norm_backward(const run_state *run, const te_stage *stage,
@@ -129,13 +130,8 @@ static void bind_activation(const run_state *run, const te_stage *stage, te_acti
     args->params = stage->activation;
     args->input = *stage_buffer(run, stage, TE_QUANTIZE_INPUT);
     args->output = *stage_buffer(run, stage, TE_PRODUCE_OUTPUT);
-    args->partials = stage_float(run, stage, TE_QUANTIZE_PARTIALS, 0);
     args->amax_partials = stage_float(run, stage, TE_PRODUCE_AMAX_PARTIALS, 0);
-    args->quantized = stage_quantized(run, stage, args->partials);
-    args->amax_epsilon = stage->amax_epsilon;
-    args->power_2_scale = stage->power_2_scale;
-    args->workspace = run->workspace;
-    args->workspace_size = run->workspace_size;
+    BIND_CAST(run, stage, args, quantized);
 }
 
 static void bind_activation_backward(const run_state *run, const te_stage *stage,
@@ -148,13 +144,8 @@ static void bind_activation_backward(const run_state *run, const te_stage *stage
     args->input = *stage_buffer(run, stage, TE_QUANTIZE_INPUT);
     args->grad_input = *stage_buffer(run, stage, TE_PRODUCE_OUTPUT);
     args->bias_grad = *stage_buffer(run, stage, TE_QUANTIZE_BIAS_GRAD);
-    args->partials = stage_float(run, stage, TE_QUANTIZE_PARTIALS, 0);
     args->amax_partials = stage_float(run, stage, TE_PRODUCE_AMAX_PARTIALS, 0);
-    args->quantized = stage_quantized(run, stage, args->partials);
-    args->amax_epsilon = stage->amax_epsilon;
-    args->power_2_scale = stage->power_2_scale;
-    args->workspace = run->workspace;
-    args->workspace_size = run->workspace_size;
+    BIND_CAST(run, stage, args, quantized);
 }
 
 static void bind_gemm(const run_state *run, const te_stage *stage, te_gemm_args *args)

@@ -318,7 +318,6 @@ class CallPlans:
         flags = [part.flags for part in parts]
         self.cached = tuple(i for i, f in enumerate(flags) if f & _CACHE)
         self.writes_cache = any(f & CACHE_WRITE for f in flags)
-        self.reads_cache = any(f & CACHE_READ for f in flags)
         self.main_grads = tuple(
             i for i, f in enumerate(flags) if f & WGRAD and f & (ACCUMULATE | OVERWRITE)
         )
