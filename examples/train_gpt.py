@@ -46,6 +46,7 @@ LINEARS = 4  # of a Transformer layer: query-key-value, projection, the two of t
 INIT_STD = 0.02
 TEMPERATURE = 0.8
 EVALUATIONS = 5  # validations while training
+SCALE_PASSES = 6  # after which no scale of delayed scaling changes by a tenth any more
 SEGMENT = 20  # steps between two looks at the clock and at the losses: each look waits for the GPU
 
 
@@ -224,22 +225,39 @@ class Trainer:
         cosine = 0.5 * (1.0 + math.cos(math.pi * done))
         return config.lr * (config.final_lr + (1.0 - config.final_lr) * cosine)
 
-    def train_step(self) -> None:
-        """Do one step; its loss stays on the device, where reading it costs no wait."""
+    def gradients(self) -> torch.Tensor:
+        """Add this step's gradients to the parameters'; return its loss."""
         config, data = self.config, self.text.train
         seed = config.seed * 1_000_003 + self.step
         starts = training_starts(data, config.seq, config.batch, seed)
         window, target = windows(data, starts, config.seq)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate()
         loss = F.cross_entropy(self.predict(window).flatten(0, 1), target.flatten())
         loss.backward()
+        # The embedding is trained: every linear layer has both gradients.
+        self.gemms.expected += 3 * self.model.linears
+        return loss.detach()
+
+    def find_scales(self) -> None:
+        """Run the first step's data through the model, so that delayed scaling has scales for them.
+
+        All scales begin at 1, too small for gradients: those of a large batch round to zero.  What
+        is measured at a layer makes its scale, and lets the gradient pass to the layer before it in
+        the next pass.  An optimizer that steps meanwhile divides gradients of half the model by
+        their own size, and takes hundreds of steps to make good for it.
+        """
+        for _ in range(SCALE_PASSES):
+            self.gradients()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def train_step(self) -> None:
+        """Do one step; its loss stays on the device, where reading it costs no wait."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        loss = self.gradients()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.train_losses[self.step] = loss.detach()
-        # The embedding is trained: every linear layer has both gradients.
-        self.gemms.expected += 3 * self.model.linears
+        self.train_losses[self.step] = loss
         self.step += 1
 
     def train_segment(self, until: int, bar: tqdm) -> float:
@@ -270,6 +288,8 @@ class Trainer:
             dynamic_ncols=True,
         )
         if self.step == 0:
+            if self.precision == "fp8" and self.recipe.delayed():
+                self.find_scales()
             self.validate()
         while self.step < stop:
             until = min(
