@@ -74,7 +74,7 @@ DEFAULTS = {
     "cpu": {"layers": 6, "hidden": 384, "heads": 6, "seq": 64, "batch": 8, "steps": 700,
             "lr": 1e-3, "warmup": 0.1, "final_lr": 0.02, "valid_windows": 256, "sample": 200},
     "cuda": {"layers": 10, "hidden": 1024, "heads": 16, "seq": 1024, "batch": 16, "steps": 500,
-             "lr": 6e-4, "warmup": 0.05, "final_lr": 0.05, "valid_windows": 128, "sample": 400},
+             "lr": 6e-4, "warmup": 0.2, "final_lr": 0.02, "valid_windows": 128, "sample": 400},
 }  # fmt: skip
 
 

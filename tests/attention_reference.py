@@ -22,6 +22,16 @@ def philox(counter, key):
     return np.stack(c, axis=1)
 
 
+def new_pair(rng):
+    """A random (seed, offset)."""
+    return tuple(int(value) for value in rng.integers(-(2**63), 2**63, 2))
+
+
+def pair_on(device, pair):
+    """(seed, offset) as operators read it."""
+    return torch.tensor(pair, dtype=torch.int64, device=device)
+
+
 def uniforms(pair, count):
     """The numbers in [0, 1) of elements 0 .. count - 1; pair is (seed, offset), as in `rng`."""
     seed, offset = (int(value) & (2**64 - 1) for value in pair)

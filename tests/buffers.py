@@ -11,12 +11,19 @@ HIGH = (F32, F16, BF16)
 FP8 = (E4M3, E5M2)
 POISON = 0xAA
 GUARD = 64  # elements before and after what a test may write
+# name: elements by which the start is off a 64-element boundary, elements between rows
+LAYOUTS = {"dense": (0, 0), "misaligned": (1, 0), "strided": (0, 16), "ragged": (3, 5)}
 RAGGED = (1, 15, 16, 17, 63, 65, 127, 129)  # around the sizes of vectors, tiles and blocks
 
 
 def name_of(dtype):
     """Name of a torch dtype in the C API ("bf16"); the id of parametrised tests."""
     return _core.dtype_names()[_core.dtype_code(dtype)]
+
+
+def names_of(dtypes):
+    """Their names in a row ("e4m3-e5m2-bf16"); the id where a test takes several at once."""
+    return "-".join(map(name_of, dtypes))
 
 
 def fp8_gemms():
@@ -57,13 +64,12 @@ class Poisoned:
         Shape of `tensor`.
     dtype, device :
         Of `tensor`.
-    skew : int
-        Elements by which its start is off a 64-element boundary.
-    gap : int
-        Elements between rows.
+    layout : str
+        Of LAYOUTS.
     """
 
-    def __init__(self, shape, dtype, device, *, skew=0, gap=0):
+    def __init__(self, shape, dtype, device, *, layout="dense"):
+        skew, gap = LAYOUTS[layout]
         rows = int(np.prod(shape[:-1], dtype=np.int64))
         stride = shape[-1] + gap
         total = 2 * GUARD + skew + rows * stride
@@ -97,9 +103,4 @@ class Poisoned:
 
 def laid_out(values, layout, device):
     """The values on the device, in one of the LAYOUTS."""
-    skew, gap = LAYOUTS[layout]
-    return Poisoned(values.shape, values.dtype, device, skew=skew, gap=gap).put(values)
-
-
-# name: (skew, gap). "aligned" rows begin at 16 bytes whenever their length allows it.
-LAYOUTS = {"dense": (0, 0), "misaligned": (1, 0), "strided": (0, 16), "ragged": (3, 5)}
+    return Poisoned(values.shape, values.dtype, device, layout=layout).put(values)

@@ -36,6 +36,14 @@ def assert_bits(actual, expected, *, any_nan=False):
         )
 
 
+def assert_repeats(run, times=3):
+    """run() gives new tensors; they have the same bits whichever thread comes first."""
+    first = list(run())
+    for _ in range(times - 1):
+        for again, expected in zip(run(), first, strict=True):
+            assert_bits(again, expected)
+
+
 def assert_within(actual, exact, terms, depth=1):
     """Every element within its margin: the error of its fp32 terms, and its own rounding.
 

@@ -2,10 +2,10 @@
 """FP8 results of an operator that casts: poisoned buffers, what they must hold, and fused casts."""
 
 import torch
-from buffers import LAYOUTS, Poisoned, floats
-from comparators import assert_bits
+from buffers import Poisoned, floats
+from comparators import assert_bits, assert_cast_within, assert_repeats
 from reference import amax, quantize
-from tols import F32
+from tols import E4M3, F32
 
 from transformer_engine import _core
 
@@ -22,8 +22,7 @@ class Output:
     def __init__(self, shape, dtype, device, usage="both", *, pad=(0, 0), layout="dense"):
         rows, columns = shape
         self.shape, self.dtype, self.device = shape, dtype, device
-        skew, gap = LAYOUTS[layout]
-        place = {"skew": skew, "gap": gap}
+        place = {"layout": layout}
         want_row, want_column = USAGES[usage]
         self.row = Poisoned((rows, columns + pad[0]), dtype, device, **place) if want_row else None
         self.column = (
@@ -59,29 +58,39 @@ class Output:
 
 # ---- casts fused to an operator ------------------------------------------------------------------
 #
-# `call(**results)` runs the operator; `name` is its high-precision result. The cast is one of the
-# fp32 value, which the operator shows where it writes that result in fp32.
+# A `problem` is an operator with its inputs: `call(**results)` runs it on `device`, `result` is the
+# name of its high-precision result, of this `shape`, and `exact()` what `assert_within` compares it
+# with. The cast is one of the fp32 value, which the operator shows where it writes that result in
+# fp32.
+
+# (epsilon, power_2) of current scaling
+SCALE_OPTIONS = [(0.0, False), (0.0, True), (1e3, False)]
 
 
-def fp32_of(call, name, shape, device):
+def padding(shape):
+    """What rounds the rows of both usages up to 16 bytes."""
+    return tuple(round_up(size) - size for size in reversed(shape))
+
+
+def fp32_of(problem):
     """The fp32 values behind a result, from a call that casts nothing."""
-    values = Poisoned(shape, F32, device)
-    call(**{name: values.tensor})
+    values = Poisoned(problem.shape, F32, problem.device)
+    problem.call(**{problem.result: values.tensor})
     assert values.untouched()
     return values.tensor
 
 
-def check_delayed(call, name, shape, device, dtype, scale, **place):
-    """A given scale: codes, padding, pair, amax and its partials; with `name` and without."""
-    values = fp32_of(call, name, shape, device)
+def check_delayed(problem, dtype, scale, **place):
+    """A given scale: codes, padding, pair, amax and its partials; with the result and without."""
+    device, values = problem.device, fp32_of(problem)
     largest = float(amax(values))
     for before, beside in ((0.0, F32), (2 * largest, None), (largest / 2, torch.bfloat16)):
-        output = Output(shape, dtype, device, **place)
+        output = Output(problem.shape, dtype, device, **place)
         slot, parts = Poisoned((1,), F32, device), Poisoned((_core.AMAX_PARTIALS,), F32, device)
         slot.put(torch.tensor([before]))
-        plain = Poisoned(shape, beside, device) if beside is not None else None
-        call(
-            **({} if plain is None else {name: plain.tensor}),
+        plain = Poisoned(problem.shape, beside, device) if beside is not None else None
+        problem.call(
+            **({} if plain is None else {problem.result: plain.tensor}),
             scale=floats(device, scale),
             amax=slot.tensor,
             amax_partials=parts.tensor,
@@ -97,17 +106,56 @@ def check_delayed(call, name, shape, device, dtype, scale, **place):
             assert plain.untouched()
 
 
-def check_current(call, name, shape, device, dtype, epsilon=0.0, power_2=False, **place):
+def check_current(problem, dtype, epsilon=0.0, power_2=False, **place):
     """A scale from partials: what amax and quantize make of the fp32 values."""
-    values = fp32_of(call, name, shape, device)
+    device, values = problem.device, fp32_of(problem)
     parts, theirs = (torch.zeros(_core.AMAX_PARTIALS, device=device) for _ in range(2))
-    call(amax_partials=parts)
+    problem.call(amax_partials=parts)
     _core.amax(values, theirs)
     options = {"amax_epsilon": epsilon, "power_2": power_2}
-    expected = Output(shape, dtype, device, **place)
+    expected = Output(problem.shape, dtype, device, **place)
     _core.quantize(values, partials=theirs, **options, **expected.arguments())
-    output = Output(shape, dtype, device, **place)
-    call(partials=parts, **options, **output.arguments())
+    output = Output(problem.shape, dtype, device, **place)
+    problem.call(partials=parts, **options, **output.arguments())
     for got, wanted in zip(output.memories(), expected.memories(), strict=True):
         assert_bits(got.tensor, wanted.tensor)
         assert got.untouched()
+
+
+def check_codes(problem, exact, dtype, scale, **results):
+    """Not only consistent with the fp32 values: right. `exact` is that of the problem."""
+    output = Output(problem.shape, dtype, problem.device)
+    problem.call(scale=floats(problem.device, scale), **results, **output.arguments())
+    values, terms, *depth = exact
+    assert_cast_within(output.row.tensor, values, scale, terms, *depth)
+    assert_cast_within(output.column.tensor, values.T, scale, terms.T, *depth)
+
+
+def check_nothing(problem, **results):
+    """No elements: FP8 still has a pair and zero padding; amax stays, its partials are 0."""
+    device = problem.device
+    output, slot = Output(problem.shape, E4M3, device, pad=(16, 16)), floats(device, 3.0)
+    parts = Poisoned((_core.AMAX_PARTIALS,), F32, device)
+    problem.call(
+        **results,
+        scale=floats(device, 4.0),
+        amax=slot,
+        amax_partials=parts.tensor,
+        **output.arguments(),
+    )
+    output.check(torch.empty(problem.shape), 4.0)
+    assert_bits(slot, torch.tensor([3.0]))
+    assert_bits(parts.tensor, torch.zeros(_core.AMAX_PARTIALS))
+
+
+def check_repeats(problem, dtype, **others):
+    """FP8, amax, the result and `others`, by name with their shapes: the same bits every time."""
+    shapes, device = {problem.result: problem.shape, **others}, problem.device
+
+    def run():
+        output, slot = Output(problem.shape, dtype, device), floats(device, 0.0)
+        results = {name: torch.empty(shape, device=device) for name, shape in shapes.items()}
+        problem.call(scale=floats(device, 50.0), amax=slot, **results, **output.arguments())
+        return [*(memory.tensor for memory in output.memories()), slot, *results.values()]
+
+    assert_repeats(run)

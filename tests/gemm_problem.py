@@ -3,8 +3,8 @@
 
 import numpy as np
 import torch
-from buffers import FP8, LAYOUTS, Poisoned, floats, fp8_gemms, laid_out, name_of
-from comparators import assert_nmse
+from buffers import FP8, Poisoned, floats, fp8_gemms, laid_out, name_of
+from comparators import assert_bits, assert_nmse
 from reference import as_f32, quantize
 from tols import BF16, E4M3, E5M2, F16, F32, tol
 
@@ -20,11 +20,6 @@ HIGH_COMBOS = [
 FP8_PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
 FP8_COMBOS = [(a, b, d) for a, b in FP8_PAIRS for d in (F32, F16, BF16)]
 COMBOS = HIGH_COMBOS + FP8_COMBOS
-
-
-def combo_id(combo):
-    """Id of parametrised tests: "e4m3-e5m2-bf16"."""
-    return "-".join(name_of(dtype) for dtype in combo)
 
 
 def bias_dtype(combo):
@@ -90,8 +85,7 @@ class Problem:
 
     def output(self, shape, dtype):
         """Poisoned memory in the problem's layout."""
-        skew, gap = LAYOUTS[self.layout]
-        return Poisoned(shape, dtype, self.device, skew=skew, gap=gap)
+        return Poisoned(shape, dtype, self.device, layout=self.layout)
 
     def vector(self, length, dtype):
         """Random numbers in the problem's layout: (on the device, as float64)."""
@@ -117,6 +111,13 @@ class Problem:
             assert fp8_gemms() == runs
         else:  # a bias alone may go through a product of zeros
             assert fp8_gemms() <= 1
+
+    def check_repeats(self, **changes):
+        """Two runs give the same bits."""
+        self.run(**changes)
+        first = self.d.tensor.clone()
+        self.run(**changes)
+        assert_bits(self.d.tensor, first)
 
     def exact(self, bias=None):
         """The product in float64."""

@@ -55,14 +55,21 @@ typedef struct arguments {
     PyObject *names; /* tuple of str, or NULL */
 } arguments;
 
-/* An operator and the args struct that the parameters fill. */
+/* An operator and its args struct: what a call begins with, and where its parts are. */
 typedef struct layer_op {
     te_op op;
-    const param *params; /* the last one has no name; tensors come before pointers to elements */
-    void *args;
-    te_quantized *quantized;  /* the FP8 form of its result; NULL: it has none */
-    tepy_workspace workspace; /* data NULL: it has none */
+    const param *params;  /* the last one has no name; tensors come before pointers to elements */
+    const void *defaults; /* an args struct */
+    size_t size;          /* of it */
+    size_t quantized;     /* offset of the FP8 form of its result; 0: it has none */
+    size_t workspace, workspace_size; /* offsets; 0: it has none */
 } layer_op;
+
+typedef union any_args {
+#define X(NAME, name) te_##name##_args name;
+    TE_OPS(X)
+#undef X
+} any_args;
 
 /* ---- which value is whose ---- */
 
@@ -218,17 +225,25 @@ static PyObject *run_layer_op(const layer_op *op, const arguments *given)
 {
     PyObject *values[MAX_PARAMS];
     tepy_op_call call;
+    any_args args;
+    char *fields = (char *)&args;
+    tepy_workspace workspace = {(void **)(void *)(fields + op->workspace),
+                                (size_t *)(void *)(fields + op->workspace_size)};
     int failed = 0;
+    memcpy(&args, op->defaults, op->size);
     if (tepy_op_begin(&call, given->module, te_op_name(op->op)) != 0 ||
         sort_values(call.function, op->params, given, values) != 0) {
         return NULL;
     }
     for (int i = 0; !failed && op->params[i].name != NULL; i++) {
-        if (values[i] != NULL) failed = take_value(&call, &op->params[i], values[i], op->args) != 0;
+        if (values[i] != NULL) failed = take_value(&call, &op->params[i], values[i], &args) != 0;
     }
-    if (!failed && op->quantized != NULL) op->quantized->mode = mode_of(op->quantized);
-    failed = failed || tepy_op_run(&call, op->op, op->args,
-                                   op->workspace.data == NULL ? NULL : &op->workspace) != 0;
+    if (!failed && op->quantized != 0) {
+        te_quantized *quantized = (te_quantized *)(void *)(fields + op->quantized);
+        quantized->mode = mode_of(quantized);
+    }
+    failed =
+        failed || tepy_op_run(&call, op->op, &args, op->workspace == 0 ? NULL : &workspace) != 0;
     return tepy_op_end(&call, failed);
 }
 
@@ -265,6 +280,32 @@ static PyObject *run_layer_op(const layer_op *op, const arguments *given)
     P_AT(op, FLOAT, "limit", params.limit, 0), P_AT(op, FLOAT, "alpha", params.alpha, 0),          \
         P_AT(op, FLOAT, "linear_offset", params.linear_offset, 0)
 
+#define P_DROP(op)                                                                                 \
+    P_RNG(op), P(op, FLOAT, dropout, OPTIONAL), P(op, FLOAT, drop_path, OPTIONAL),                 \
+        P(op, LONG, samples, OPTIONAL)
+
+#define CLAMP_DEFAULTS                                                                             \
+    {                                                                                              \
+        .limit = 7.0F, .alpha = 1.702F, .linear_offset = 1.0F                                      \
+    }
+
+/* What a layer_op is made of, from <name>_params and <name>_defaults. */
+#define OP(NAME, name)                                                                             \
+    .op = TE_OP_##NAME, .params = name##_params, .defaults = &name##_defaults,                     \
+    .size = sizeof name##_defaults
+#define OP_FP8(name) .quantized = offsetof(te_##name##_args, quantized)
+#define OP_WORKSPACE(name)                                                                         \
+    .workspace = offsetof(te_##name##_args, workspace),                                            \
+    .workspace_size = offsetof(te_##name##_args, workspace_size)
+
+/* The function of <name>_op. */
+#define ENTRY(name)                                                                                \
+    PyObject *tepy_##name TEPY_PARAMS_FASTKEYS                                                     \
+    {                                                                                              \
+        const arguments given = {module, args, nargs, names};                                      \
+        return run_layer_op(&name##_op, &given);                                                   \
+    }
+
 _Static_assert(sizeof(te_norm_kind) == sizeof(int32_t) &&
                    sizeof(te_activation_kind) == sizeof(int32_t),
                "PARAM_INT writes 32 bits");
@@ -290,14 +331,9 @@ static const param norm_params[] = {
     P_FP8(norm),
     P_END};
 
-PyObject *tepy_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
-{
-    const arguments given = {module, args, nargs, names};
-    te_norm_args a = {.size = sizeof a, .eps = 1e-5F};
-    const layer_op op = {
-        TE_OP_NORM, norm_params, &a, &a.quantized, {&a.workspace, &a.workspace_size}};
-    return run_layer_op(&op, &given);
-}
+static const te_norm_args norm_defaults = {.size = sizeof norm_defaults, .eps = 1e-5F};
+static const layer_op norm_op = {OP(NORM, norm), OP_FP8(norm), OP_WORKSPACE(norm)};
+ENTRY(norm)
 
 const char tepy_norm_backward_doc[] =
     "norm_backward($module, /, grad_output, input, *, kind, rsigma, mean=None, gamma=None,\n"
@@ -319,18 +355,10 @@ static const param norm_backward_params[] = {
     P_AT(norm_backward, BIT, "zero_centered", flags, TE_NORM_ZERO_CENTERED),
     P_END};
 
-PyObject *tepy_norm_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
-                             PyObject *names)
-{
-    const arguments given = {module, args, nargs, names};
-    te_norm_backward_args a = {.size = sizeof a};
-    const layer_op op = {
-        TE_OP_NORM_BACKWARD, norm_backward_params, &a, NULL, {&a.workspace, &a.workspace_size}};
-    return run_layer_op(&op, &given);
-}
-
-static const te_activation_params activation_defaults = {
-    .limit = 7.0F, .alpha = 1.702F, .linear_offset = 1.0F};
+static const te_norm_backward_args norm_backward_defaults = {.size = sizeof norm_backward_defaults};
+static const layer_op norm_backward_op = {OP(NORM_BACKWARD, norm_backward),
+                                          OP_WORKSPACE(norm_backward)};
+ENTRY(norm_backward)
 
 const char tepy_activation_doc[] =
     "activation($module, /, input, *, kind, output=None, rowwise=None, columnwise=None,\n"
@@ -346,15 +374,11 @@ static const param activation_params[] = {P(activation, ROWS, input, BY_POSITION
                                           P_CLAMP(activation),
                                           P_END};
 
-PyObject *tepy_activation(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
-                          PyObject *names)
-{
-    const arguments given = {module, args, nargs, names};
-    te_activation_args a = {.size = sizeof a, .params = activation_defaults};
-    const layer_op op = {
-        TE_OP_ACTIVATION, activation_params, &a, &a.quantized, {&a.workspace, &a.workspace_size}};
-    return run_layer_op(&op, &given);
-}
+static const te_activation_args activation_defaults = {.size = sizeof activation_defaults,
+                                                       .params = CLAMP_DEFAULTS};
+static const layer_op activation_op = {OP(ACTIVATION, activation), OP_FP8(activation),
+                                       OP_WORKSPACE(activation)};
+ENTRY(activation)
 
 const char tepy_activation_backward_doc[] =
     "activation_backward($module, /, grad_output, input, *, kind, grad_input=None,\n"
@@ -374,18 +398,12 @@ static const param activation_backward_params[] = {
     P_CLAMP(activation_backward),
     P_END};
 
-PyObject *tepy_activation_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
-                                   PyObject *names)
-{
-    const arguments given = {module, args, nargs, names};
-    te_activation_backward_args a = {.size = sizeof a, .params = activation_defaults};
-    const layer_op op = {TE_OP_ACTIVATION_BACKWARD,
-                         activation_backward_params,
-                         &a,
-                         &a.quantized,
-                         {&a.workspace, &a.workspace_size}};
-    return run_layer_op(&op, &given);
-}
+static const te_activation_backward_args activation_backward_defaults = {
+    .size = sizeof activation_backward_defaults, .params = CLAMP_DEFAULTS};
+static const layer_op activation_backward_op = {OP(ACTIVATION_BACKWARD, activation_backward),
+                                                OP_FP8(activation_backward),
+                                                OP_WORKSPACE(activation_backward)};
+ENTRY(activation_backward)
 
 const char tepy_softmax_doc[] =
     "softmax($module, /, input, output, *, mask=None, bias=None, probabilities=None, rng=None,\n"
@@ -406,13 +424,10 @@ static const param softmax_params[] = {P(softmax, DIMS, input, BY_POSITION),
                                        P(softmax, LONG, diagonal, OPTIONAL),
                                        P_END};
 
-PyObject *tepy_softmax(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
-{
-    const arguments given = {module, args, nargs, names};
-    te_softmax_args a = {.size = sizeof a, .scale = 1.0F, .window_left = -1, .window_right = -1};
-    const layer_op op = {TE_OP_SOFTMAX, softmax_params, &a, NULL, {NULL, NULL}};
-    return run_layer_op(&op, &given);
-}
+static const te_softmax_args softmax_defaults = {
+    .size = sizeof softmax_defaults, .scale = 1.0F, .window_left = -1, .window_right = -1};
+static const layer_op softmax_op = {OP(SOFTMAX, softmax)};
+ENTRY(softmax)
 
 const char tepy_softmax_backward_doc[] =
     "softmax_backward($module, /, grad_output, probabilities, grad_input, *, rng=None, scale=1.0,\n"
@@ -428,14 +443,10 @@ static const param softmax_backward_params[] = {
     P(softmax_backward, FLOAT, dropout, OPTIONAL),
     P_END};
 
-PyObject *tepy_softmax_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
-                                PyObject *names)
-{
-    const arguments given = {module, args, nargs, names};
-    te_softmax_backward_args a = {.size = sizeof a, .scale = 1.0F};
-    const layer_op op = {TE_OP_SOFTMAX_BACKWARD, softmax_backward_params, &a, NULL, {NULL, NULL}};
-    return run_layer_op(&op, &given);
-}
+static const te_softmax_backward_args softmax_backward_defaults = {
+    .size = sizeof softmax_backward_defaults, .scale = 1.0F};
+static const layer_op softmax_backward_op = {OP(SOFTMAX_BACKWARD, softmax_backward)};
+ENTRY(softmax_backward)
 
 const char tepy_dropout_add_doc[] =
     "dropout_add($module, /, input, output, *, bias=None, residual=None, rng=None, dropout=0.0,\n"
@@ -446,20 +457,13 @@ static const param dropout_add_params[] = {P(dropout_add, ROWS, input, BY_POSITI
                                            P(dropout_add, ROWS_OUT, output, BY_POSITION),
                                            P(dropout_add, VECTOR, bias, OPTIONAL),
                                            P(dropout_add, ROWS, residual, OPTIONAL),
-                                           P_RNG(dropout_add),
-                                           P(dropout_add, FLOAT, dropout, OPTIONAL),
-                                           P(dropout_add, FLOAT, drop_path, OPTIONAL),
-                                           P(dropout_add, LONG, samples, OPTIONAL),
+                                           P_DROP(dropout_add),
                                            P_END};
 
-PyObject *tepy_dropout_add(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
-                           PyObject *names)
-{
-    const arguments given = {module, args, nargs, names};
-    te_dropout_add_args a = {.size = sizeof a, .samples = 1};
-    const layer_op op = {TE_OP_DROPOUT_ADD, dropout_add_params, &a, NULL, {NULL, NULL}};
-    return run_layer_op(&op, &given);
-}
+static const te_dropout_add_args dropout_add_defaults = {.size = sizeof dropout_add_defaults,
+                                                         .samples = 1};
+static const layer_op dropout_add_op = {OP(DROPOUT_ADD, dropout_add)};
+ENTRY(dropout_add)
 
 const char tepy_dropout_backward_doc[] =
     "dropout_backward($module, /, grad_output, *, grad_input=None, bias_grad=None, rng=None,\n"
@@ -469,25 +473,13 @@ const char tepy_dropout_backward_doc[] =
 static const param dropout_backward_params[] = {
     P(dropout_backward, ROWS, grad_output, BY_POSITION),
     P(dropout_backward, ROWS_OUT, grad_input, OPTIONAL),
-    P(dropout_backward, VECTOR_OUT, bias_grad, OPTIONAL),
-    P_RNG(dropout_backward),
-    P(dropout_backward, FLOAT, dropout, OPTIONAL),
-    P(dropout_backward, FLOAT, drop_path, OPTIONAL),
-    P(dropout_backward, LONG, samples, OPTIONAL),
-    P_END};
+    P(dropout_backward, VECTOR_OUT, bias_grad, OPTIONAL), P_DROP(dropout_backward), P_END};
 
-PyObject *tepy_dropout_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
-                                PyObject *names)
-{
-    const arguments given = {module, args, nargs, names};
-    te_dropout_backward_args a = {.size = sizeof a, .samples = 1};
-    const layer_op op = {TE_OP_DROPOUT_BACKWARD,
-                         dropout_backward_params,
-                         &a,
-                         NULL,
-                         {&a.workspace, &a.workspace_size}};
-    return run_layer_op(&op, &given);
-}
+static const te_dropout_backward_args dropout_backward_defaults = {
+    .size = sizeof dropout_backward_defaults, .samples = 1};
+static const layer_op dropout_backward_op = {OP(DROPOUT_BACKWARD, dropout_backward),
+                                             OP_WORKSPACE(dropout_backward)};
+ENTRY(dropout_backward)
 
 const char tepy_rope_doc[] =
     "rope($module, /, input, output, freqs, *, cu_seqlens=None, start_positions=None,\n"
@@ -500,10 +492,6 @@ static const param rope_params[] = {
     P(rope, VECTOR, start_positions, OPTIONAL), P(rope, TRUTH, interleaved, OPTIONAL),
     P(rope, TRUTH, backward, OPTIONAL),         P_END};
 
-PyObject *tepy_rope(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
-{
-    const arguments given = {module, args, nargs, names};
-    te_rope_args a = {.size = sizeof a};
-    const layer_op op = {TE_OP_ROPE, rope_params, &a, NULL, {NULL, NULL}};
-    return run_layer_op(&op, &given);
-}
+static const te_rope_args rope_defaults = {.size = sizeof rope_defaults};
+static const layer_op rope_op = {OP(ROPE, rope)};
+ENTRY(rope)

@@ -3,10 +3,21 @@
 
 import pytest
 import torch
-from buffers import FP8, HIGH, LAYOUTS, Poisoned, floats, laid_out, name_of, normal
-from comparators import assert_bits, assert_cast_within, assert_within
-from fp8_output import USAGES, Output, check_current, check_delayed, fp32_of, round_up
+from buffers import FP8, HIGH, LAYOUTS, Poisoned, laid_out, name_of, names_of, normal
+from comparators import assert_bits, assert_within
+from fp8_output import (
+    SCALE_OPTIONS,
+    USAGES,
+    check_codes,
+    check_current,
+    check_delayed,
+    check_nothing,
+    check_repeats,
+    fp32_of,
+    padding,
+)
 from layer_reference import ACTIVATIONS, GATED, activation, activation_terms, wide
+from refusals import check_refused
 from tols import BF16, E4M3, E5M2, F16, F32
 
 from transformer_engine import _core
@@ -15,10 +26,6 @@ from transformer_engine import _core
 SHAPES = [(1, 1), (5, 1), (7, 3), (40, 64), (33, 17), (129, 127), (9, 1000), (2, 4099)]
 # (input, output)
 DTYPES = [(F32, F32), (BF16, BF16), (F16, F16), (BF16, F32), (F32, BF16), (F16, BF16)]
-
-
-def ids_of(dtypes):
-    return "-".join(map(name_of, dtypes))
 
 
 class Problem:
@@ -40,11 +47,16 @@ class Problem:
         limit, alpha and linear_offset, where they are not the defaults.
     """
 
+    result = "output"
+
     def __init__(self, rng, device, name, shape, dtype=F32, *, layout="dense", **numbers):
-        self.name, self.shape, self.device, self.numbers = name, shape, device, numbers
+        self.name, self.shape, self.numbers = name, shape, numbers
         columns = shape[1] * (2 if name in GATED else 1)
         self.x = normal(rng, (shape[0], columns), dtype, scale=3.0)
-        self.placed = laid_out(self.x, layout, device)
+        self.place(device, layout)
+
+    def place(self, device, layout="dense"):
+        self.device, self.placed = device, laid_out(self.x, layout, device)
 
     def call(self, **results):
         _core.activation(self.placed, kind=ACTIVATIONS[self.name], **self.numbers, **results)
@@ -64,8 +76,7 @@ class Problem:
 def check_activation(rng, device, name, shape, dtypes=(F32, F32), layout="dense", **numbers):
     """Compare one call with float64."""
     problem = Problem(rng, device, name, shape, dtypes[0], layout=layout, **numbers)
-    skew, gap = LAYOUTS[layout]
-    output = Poisoned(shape, dtypes[1], device, skew=skew, gap=gap)
+    output = Poisoned(shape, dtypes[1], device, layout=layout)
     problem.call(output=output.tensor)
     problem.check(output.tensor)
     assert output.untouched()
@@ -80,14 +91,14 @@ def test_names_are_those_of_the_constants():
     assert len(ACTIVATIONS) == len(set(ACTIVATIONS.values())) == 12
 
 
-@pytest.mark.parametrize("dtypes", DTYPES[:2], ids=ids_of)
+@pytest.mark.parametrize("dtypes", DTYPES[:2], ids=names_of)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_shapes(device, name, shape, dtypes, rng):
     check_activation(rng, device, name, shape, dtypes)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=ids_of)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=names_of)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_dtypes(device, name, dtypes, rng):
     check_activation(rng, device, name, (65, 260), dtypes)
@@ -111,9 +122,9 @@ def test_numbers_of_clamped_swiglu(device, numbers, rng):
 @pytest.mark.parametrize("name", [n for n in ACTIVATIONS if n != "clamped_swiglu"])
 def test_the_others_ignore_those_numbers(device, name, rng):
     problem = Problem(rng, device, name, (20, 40))
-    plain = fp32_of(problem.call, "output", problem.shape, device)
+    plain = fp32_of(problem)
     problem.numbers = {"limit": 0.5, "alpha": 9.0, "linear_offset": 4.0}
-    assert_bits(fp32_of(problem.call, "output", problem.shape, device), plain)
+    assert_bits(fp32_of(problem), plain)
 
 
 def ladder(dtype):
@@ -131,8 +142,9 @@ def test_numbers_of_every_size(device, name, dtype, rng):
     problem = Problem(rng, device, name, (1, 1), dtype)
     a = ladder(dtype)
     problem.x = torch.cat([a, torch.ones_like(a)], dim=1) if name in GATED else a
-    problem.shape, problem.placed = tuple(a.shape), problem.x.to(device)
-    problem.check(fp32_of(problem.call, "output", problem.shape, device))
+    problem.shape = tuple(a.shape)
+    problem.place(device)
+    problem.check(fp32_of(problem))
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -145,7 +157,7 @@ def test_nan_and_inf(device, name, rng):
     problem.placed[1, 0], problem.placed[2, 0] = float("nan"), float("inf")
     if name in GATED:
         problem.placed[3, 50] = float("nan")
-    output = fp32_of(problem.call, "output", (6, 50), device)
+    output = fp32_of(problem)
     assert output[1, 0].isnan() and output[0].isfinite().all()
     if name in ("glu", "clamped_swiglu"):
         assert output[2, 0].isfinite() and output[2, 0] > 0
@@ -165,18 +177,9 @@ def test_leading_dims_are_rows(device, rng):
 
 @pytest.mark.parametrize("name", ["gelu", "geglu"])
 @pytest.mark.parametrize("shape", [(0, 0), (0, 33), (33, 0)])
-def test_empty_input(device, name, shape):
-    """Nothing to compute; FP8 still has a pair and zero padding."""
-    x = torch.empty(shape[0], shape[1] * (2 if name in GATED else 1), device=device)
-    output, slot = Output(shape, E4M3, device, pad=(16, 16)), floats(device, 3.0)
-    parts = Poisoned((_core.AMAX_PARTIALS,), F32, device)
-    _core.activation(
-        x, kind=ACTIVATIONS[name], output=torch.empty(shape, device=device), amax=slot,
-        scale=floats(device, 4.0), amax_partials=parts.tensor, **output.arguments(),
-    )  # fmt: skip
-    output.check(torch.empty(shape), 4.0)
-    assert_bits(slot, torch.tensor([3.0]))
-    assert_bits(parts.tensor, torch.zeros(_core.AMAX_PARTIALS))
+def test_empty_input(device, name, shape, rng):
+    problem = Problem(rng, device, name, shape)
+    check_nothing(problem, output=torch.empty(shape, device=device))
 
 
 # ---- FP8 -----------------------------------------------------------------------------------------
@@ -187,14 +190,13 @@ def test_empty_input(device, name, shape):
 @pytest.mark.parametrize("name", ["relu", "gelu", "swiglu"])
 def test_delayed_scaling_shapes(device, name, shape, usage, rng):
     problem = Problem(rng, device, name, shape, BF16)
-    pad = tuple(round_up(size) - size for size in reversed(shape))
-    check_delayed(problem.call, "output", shape, device, E4M3, 90.0, usage=usage, pad=pad)
+    check_delayed(problem, E4M3, 90.0, usage=usage, pad=padding(shape))
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_delayed_scaling(device, name, rng):
     problem = Problem(rng, device, name, (129, 40), BF16)
-    check_delayed(problem.call, "output", (129, 40), device, E4M3, 90.0, pad=(8, 15))
+    check_delayed(problem, E4M3, 90.0, pad=(8, 15))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -203,53 +205,35 @@ def test_delayed_scaling(device, name, rng):
 @pytest.mark.parametrize("name", ["srelu", "geglu"])
 def test_delayed_scaling_layouts(device, name, source, dtype, layout, rng):
     problem = Problem(rng, device, name, (70, 300), source, layout=layout)
-    check_delayed(
-        problem.call, "output", (70, 300), device, dtype, 37.0, layout=layout, pad=(7, 90)
-    )
+    check_delayed(problem, dtype, 37.0, layout=layout, pad=(7, 90))
 
 
 @pytest.mark.parametrize("usage", USAGES)
-@pytest.mark.parametrize(("epsilon", "power_2"), [(0.0, False), (0.0, True), (1e3, False)])
+@pytest.mark.parametrize(("epsilon", "power_2"), SCALE_OPTIONS)
 @pytest.mark.parametrize("shape", [(40, 64), (129, 257)])
 @pytest.mark.parametrize("name", ["gelu", "swiglu", "clamped_swiglu"])
 def test_current_scaling(device, name, shape, epsilon, power_2, usage, rng):
     problem = Problem(rng, device, name, shape, BF16)
-    check_current(
-        problem.call, "output", shape, device, E5M2, epsilon, power_2, usage=usage, pad=(3, 5)
-    )
+    check_current(problem, E5M2, epsilon, power_2, usage=usage, pad=(3, 5))
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=name_of)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_codes_against_float64(device, name, dtype, rng):
-    """Not only consistent with the fp32 result: right."""
     problem = Problem(rng, device, name, (65, 300), BF16)
-    output = Output((65, 300), dtype, device)
-    problem.call(scale=floats(device, 29.0), **output.arguments())
-    exact, terms = problem.exact()
-    assert_cast_within(output.row.tensor, exact, 29.0, terms)
-    assert_cast_within(output.column.tensor, exact.T, 29.0, terms.T)
+    check_codes(problem, problem.exact(), dtype, 29.0)
 
 
 def test_nan_and_inf_in_fp8(device, rng):
     """NaN is kept and ignored by amax, Inf saturates and is the amax."""
     problem = Problem(rng, device, "silu", (20, 64))
     problem.placed[3, 5], problem.placed[4, 6] = float("nan"), float("inf")
-    check_delayed(problem.call, "output", (20, 64), device, E4M3, 8.0)
+    check_delayed(problem, E4M3, 8.0)
 
 
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_twice_the_same(device, name, rng):
-    problem = Problem(rng, device, name, (700, 530), BF16)
-    results = []
-    for _ in range(3):
-        output, slot = Output((700, 530), E4M3, device), floats(device, 0.0)
-        values = torch.empty(700, 530, device=device)
-        problem.call(output=values, scale=floats(device, 50.0), amax=slot, **output.arguments())
-        results.append([*(m.tensor for m in output.memories()), slot, values])
-    for again in results[1:]:
-        for first, other in zip(results[0], again, strict=True):
-            assert_bits(other, first)
+    check_repeats(Problem(rng, device, name, (700, 530), BF16), E4M3)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -301,19 +285,12 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_argument(device, case):
-    exception, text, changes = WRONG[case]
     output = Poisoned((4, 6), E4M3, device)
     good = {
         "input": torch.ones(4, 12), "kind": _core.ACTIVATION_SWIGLU, "rowwise": output.tensor,
         "scale": torch.ones(1),
     }  # fmt: skip
-    arguments = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in {**good, **changes}.items()
-    }
-    with pytest.raises(exception, match=f"activation: {text}"):
-        _core.activation(arguments.pop("input"), **arguments)
-    assert output.unwritten()
+    check_refused("activation", device, WRONG[case], good, output)
 
 
 # ---- CUDA against CPU ----------------------------------------------------------------------------
@@ -326,11 +303,9 @@ def test_wrong_argument(device, case):
 def test_cuda_equals_cpu(name, shape, dtype, rng):
     """Both within the margin of the same exact values; the FP8 codes too."""
     problem = Problem(rng, "cpu", name, shape, dtype)
-    exact, terms = problem.exact()
+    exact = problem.exact()
     for device in ("cpu", "cuda"):
-        problem.device, problem.placed = device, problem.x.to(device)
-        output, values = Output(shape, E4M3, device), torch.empty(shape, device=device)
-        problem.call(output=values, scale=floats(device, 60.0), **output.arguments())
-        assert_within(values, exact, terms)
-        assert_cast_within(output.row.tensor, exact, 60.0, terms)
-        assert_cast_within(output.column.tensor, exact.T, 60.0, terms.T)
+        problem.place(device)
+        values = torch.empty(shape, device=device)
+        check_codes(problem, exact, E4M3, 60.0, output=values)
+        assert_within(values, *exact)

@@ -3,10 +3,21 @@
 
 import pytest
 import torch
-from buffers import FP8, HIGH, LAYOUTS, Poisoned, floats, laid_out, name_of, normal
-from comparators import assert_bits, assert_cast_within, assert_within
-from fp8_output import USAGES, Output, check_current, check_delayed, fp32_of, round_up
+from buffers import FP8, HIGH, LAYOUTS, Poisoned, laid_out, name_of, names_of, normal
+from comparators import assert_bits, assert_within
+from fp8_output import (
+    SCALE_OPTIONS,
+    USAGES,
+    check_codes,
+    check_current,
+    check_delayed,
+    check_nothing,
+    check_repeats,
+    fp32_of,
+    padding,
+)
 from layer_reference import ACTIVATIONS, GATED, activation, activation_grad_terms, wide
+from refusals import check_refused
 from tols import BF16, E4M3, E5M2, F16, F32
 
 from transformer_engine import _core
@@ -23,31 +34,17 @@ DTYPES = [
 ]
 
 
-def ids_of(dtypes):
-    return "-".join(map(name_of, dtypes))
-
-
 class Problem:
     """An input with an output gradient, and one call.
 
-    Parameters
-    ----------
-    rng, device :
-        Of the data.
-    name : str
-        Of ACTIVATIONS.
-    shape : tuple of int
-        Of the output gradient.
-    dtypes : tuple
-        Of the input and the output gradient.
-    layout : str
-        Of LAYOUTS.
-    numbers :
-        limit, alpha and linear_offset, where they are not the defaults.
+    Its arguments are those of the forward one in test_activation.py, but for `shape`, which is that
+    of the output gradient, and `dtypes`, of the input and of the output gradient.
     """
 
+    result = "grad_input"
+
     def __init__(self, rng, device, name, shape, dtypes=(F32, F32), *, layout="dense", **numbers):
-        self.name, self.device, self.numbers = name, device, numbers
+        self.name, self.numbers = name, numbers
         self.shape = (shape[0], shape[1] * (2 if name in GATED else 1))
         self.x = normal(rng, self.shape, dtypes[0], scale=3.0)
         self.grad = normal(rng, shape, dtypes[1])
@@ -79,9 +76,8 @@ class Problem:
 def check_gradient(rng, device, name, shape, dtypes=DTYPES[0], layout="dense", **numbers):
     """Compare one call with float64."""
     problem = Problem(rng, device, name, shape, dtypes[:2], layout=layout, **numbers)
-    skew, gap = LAYOUTS[layout]
-    result = Poisoned(problem.shape, dtypes[2], device, skew=skew, gap=gap)
-    sums = Poisoned(problem.shape[1:], dtypes[3], device, skew=skew)
+    result = Poisoned(problem.shape, dtypes[2], device, layout=layout)
+    sums = Poisoned(problem.shape[1:], dtypes[3], device, layout=layout)
     problem.call(grad_input=result.tensor, bias_grad=sums.tensor)
     problem.check(result.tensor, sums.tensor)
     assert result.untouched() and sums.untouched()
@@ -90,14 +86,14 @@ def check_gradient(rng, device, name, shape, dtypes=DTYPES[0], layout="dense", *
 # ---- values --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtypes", DTYPES[:2], ids=ids_of)
+@pytest.mark.parametrize("dtypes", DTYPES[:2], ids=names_of)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_shapes(device, name, shape, dtypes, rng):
     check_gradient(rng, device, name, shape, dtypes)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=ids_of)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=names_of)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_dtypes(device, name, dtypes, rng):
     check_gradient(rng, device, name, (65, 260), dtypes)
@@ -163,14 +159,14 @@ def test_numbers_of_every_size(device, name, dtype, rng):
     problem.x = torch.cat([a, torch.ones_like(a)], dim=1) if name in GATED else a
     problem.grad, problem.shape = torch.ones(a.shape), tuple(problem.x.shape)
     problem.place(device)
-    result = fp32_of(problem.call, "grad_input", problem.shape, device)
+    result = fp32_of(problem)
     assert result.isfinite().all()
     problem.check(result)
 
 
 def test_nan_stays_in_its_place(device, rng):
     problem = Problem(rng, device, "swiglu", (9, 50))
-    clean = fp32_of(problem.call, "grad_input", (9, 100), device)
+    clean = fp32_of(problem)
     problem.placed[0][4, 7] = float("nan")
     sums = torch.empty(100, device=device)
     result = torch.empty(9, 100, device=device)
@@ -195,19 +191,12 @@ def test_one_of_the_results(device, name, wanted, rng):
 
 @pytest.mark.parametrize("name", ["gelu", "geglu"])
 @pytest.mark.parametrize("shape", [(0, 0), (0, 33), (33, 0)])
-def test_empty_input(device, name, shape):
-    """Sums of nothing are 0; FP8 still has a pair and zero padding."""
-    wide_shape = (shape[0], shape[1] * (2 if name in GATED else 1))
-    output, slot = Output(wide_shape, E4M3, device, pad=(16, 16)), floats(device, 3.0)
-    sums = Poisoned(wide_shape[1:], F32, device)
-    _core.activation_backward(
-        torch.empty(shape, device=device), torch.empty(wide_shape, device=device), amax=slot,
-        kind=ACTIVATIONS[name], bias_grad=sums.tensor, scale=floats(device, 4.0),
-        **output.arguments(),
-    )  # fmt: skip
-    output.check(torch.empty(wide_shape), 4.0)
-    assert_bits(sums.tensor, torch.zeros(wide_shape[1]))
-    assert_bits(slot, torch.tensor([3.0]))
+def test_empty_input(device, name, shape, rng):
+    """Sums of nothing are 0."""
+    problem = Problem(rng, device, name, shape)
+    sums = Poisoned(problem.shape[1:], F32, device)
+    check_nothing(problem, bias_grad=sums.tensor)
+    assert_bits(sums.tensor, torch.zeros(problem.shape[1]))
 
 
 # ---- FP8 -----------------------------------------------------------------------------------------
@@ -218,16 +207,13 @@ def test_empty_input(device, name, shape):
 @pytest.mark.parametrize("name", ["relu", "gelu", "swiglu"])
 def test_delayed_scaling_shapes(device, name, shape, usage, rng):
     problem = Problem(rng, device, name, shape, (BF16, BF16))
-    pad = tuple(round_up(size) - size for size in reversed(problem.shape))
-    check_delayed(
-        problem.call, "grad_input", problem.shape, device, E5M2, 9e3, usage=usage, pad=pad
-    )
+    check_delayed(problem, E5M2, 9e3, usage=usage, pad=padding(problem.shape))
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_delayed_scaling(device, name, rng):
     problem = Problem(rng, device, name, (129, 40), (BF16, BF16))
-    check_delayed(problem.call, "grad_input", problem.shape, device, E5M2, 9e3, pad=(8, 15))
+    check_delayed(problem, E5M2, 9e3, pad=(8, 15))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -236,21 +222,16 @@ def test_delayed_scaling(device, name, rng):
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_delayed_scaling_layouts(device, name, source, dtype, layout, rng):
     problem = Problem(rng, device, name, (70, 300), (source, source), layout=layout)
-    check_delayed(
-        problem.call, "grad_input", problem.shape, device, dtype, 37.0, layout=layout, pad=(7, 90)
-    )
+    check_delayed(problem, dtype, 37.0, layout=layout, pad=(7, 90))
 
 
 @pytest.mark.parametrize("usage", USAGES)
-@pytest.mark.parametrize(("epsilon", "power_2"), [(0.0, False), (0.0, True), (1e3, False)])
+@pytest.mark.parametrize(("epsilon", "power_2"), SCALE_OPTIONS)
 @pytest.mark.parametrize("shape", [(40, 64), (129, 257)])
 @pytest.mark.parametrize("name", ["gelu", "swiglu", "clamped_swiglu"])
 def test_current_scaling(device, name, shape, epsilon, power_2, usage, rng):
     problem = Problem(rng, device, name, shape, (BF16, BF16))
-    place = {"usage": usage, "pad": (3, 5)}
-    check_current(
-        problem.call, "grad_input", problem.shape, device, E4M3, epsilon, power_2, **place
-    )
+    check_current(problem, E4M3, epsilon, power_2, usage=usage, pad=(3, 5))
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=name_of)
@@ -258,12 +239,8 @@ def test_current_scaling(device, name, shape, epsilon, power_2, usage, rng):
 def test_codes_and_sums_against_float64(device, name, dtype, rng):
     """The sums are those of the fp32 values, not of the codes beside them."""
     problem = Problem(rng, device, name, (65, 300), (BF16, BF16))
-    output = Output(problem.shape, dtype, device)
     sums = Poisoned(problem.shape[1:], F32, device)
-    problem.call(scale=floats(device, 29.0), bias_grad=sums.tensor, **output.arguments())
-    exact, terms = problem.exact()
-    assert_cast_within(output.row.tensor, exact, 29.0, terms)
-    assert_cast_within(output.column.tensor, exact.T, 29.0, terms.T)
+    check_codes(problem, problem.exact(), dtype, 29.0, bias_grad=sums.tensor)
     problem.check(None, sums.tensor)
 
 
@@ -271,19 +248,7 @@ def test_codes_and_sums_against_float64(device, name, dtype, rng):
 @pytest.mark.parametrize("shape", [(700, 530), (3000, 16)])
 def test_twice_the_same(device, name, shape, rng):
     problem = Problem(rng, device, name, shape, (BF16, BF16))
-    results = []
-    for _ in range(3):
-        output, slot = Output(problem.shape, E5M2, device), floats(device, 0.0)
-        values = torch.empty(problem.shape, device=device)
-        sums = torch.empty(problem.shape[1], device=device)
-        problem.call(
-            grad_input=values, bias_grad=sums, scale=floats(device, 50.0), amax=slot,
-            **output.arguments(),
-        )  # fmt: skip
-        results.append([*(m.tensor for m in output.memories()), slot, values, sums])
-    for again in results[1:]:
-        for first, other in zip(results[0], again, strict=True):
-            assert_bits(other, first)
+    check_repeats(problem, E5M2, bias_grad=problem.shape[1:])
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -336,19 +301,12 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_argument(device, case):
-    exception, text, changes = WRONG[case]
     output = Poisoned((4, 12), E4M3, device)
     good = {
         "grad_output": torch.ones(4, 6), "input": torch.ones(4, 12), "scale": torch.ones(1),
         "kind": _core.ACTIVATION_SWIGLU, "rowwise": output.tensor,
     }  # fmt: skip
-    arguments = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in {**good, **changes}.items()
-    }
-    with pytest.raises(exception, match=f"activation_backward: {text}"):
-        _core.activation_backward(arguments.pop("grad_output"), **arguments)
-    assert output.unwritten()
+    check_refused("activation_backward", device, WRONG[case], good, output)
 
 
 # ---- CUDA against CPU ----------------------------------------------------------------------------
@@ -361,13 +319,10 @@ def test_wrong_argument(device, case):
 def test_cuda_equals_cpu(name, shape, dtype, rng):
     """Both within the margin of the same exact gradients; the FP8 codes too."""
     problem = Problem(rng, "cpu", name, shape, (dtype, dtype))
-    exact, terms = problem.exact()
+    exact = problem.exact()
     for device in ("cpu", "cuda"):
         problem.place(device)
-        output, values = Output(problem.shape, E5M2, device), torch.empty_like(problem.placed[1])
         sums = torch.empty(problem.shape[1], device=device)
-        scale = floats(device, 60.0)
-        problem.call(grad_input=values, bias_grad=sums, scale=scale, **output.arguments())
+        values = torch.empty_like(problem.placed[1])
+        check_codes(problem, exact, E5M2, 60.0, grad_input=values, bias_grad=sums)
         problem.check(values, sums)
-        assert_cast_within(output.row.tensor, exact, 60.0, terms)
-        assert_cast_within(output.column.tensor, exact.T, 60.0, terms.T)

@@ -6,9 +6,18 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from attention_reference import drop_factors, kept, path_factors, philox, uniforms
+from attention_reference import (
+    drop_factors,
+    kept,
+    new_pair,
+    pair_on,
+    path_factors,
+    philox,
+    uniforms,
+)
 from buffers import HIGH, LAYOUTS, RAGGED, Poisoned, laid_out, name_of, normal, op_count
-from comparators import assert_bits, assert_grad64, assert_within
+from comparators import assert_bits, assert_grad64, assert_repeats, assert_within
+from refusals import check_refused
 from tols import BF16, F16, F32, tol
 
 from transformer_engine import _core
@@ -25,15 +34,6 @@ def name_parts(parts):
     return "+".join(sorted(parts)) or "alone"
 
 
-def new_pair(rng):
-    """A random (seed, offset)."""
-    return tuple(int(value) for value in rng.integers(-(2**63), 2**63, 2))
-
-
-def on(device, pair):
-    return torch.tensor(pair, dtype=torch.int64, device=device)
-
-
 def factors(pair, shape, dropout=0.0, drop_path=0.0, samples=1):
     """What both dropouts multiply the elements by, [rows, columns] in float64."""
     both = drop_factors(pair, shape, dropout)
@@ -43,11 +43,10 @@ def factors(pair, shape, dropout=0.0, drop_path=0.0, samples=1):
 def check_add(rng, device, shape, dtype, parts=("bias", "residual"), **options):
     """One call against float64; `options` are those of `factors`, layout, bias_dtype, in_place."""
     layout = options.pop("layout", "dense")
-    skew, gap = LAYOUTS[layout]
     bias = normal(rng, shape[1:], options.pop("bias_dtype", dtype)) if "bias" in parts else None
     x = normal(rng, shape, dtype)
     residual = normal(rng, shape, dtype) if "residual" in parts else None
-    made = Poisoned(shape, dtype, device, skew=skew, gap=gap)
+    made = Poisoned(shape, dtype, device, layout=layout)
     placed = made.put(x) if options.pop("in_place", False) else laid_out(x, layout, device)
     pair = new_pair(rng)
     _core.dropout_add(
@@ -55,7 +54,7 @@ def check_add(rng, device, shape, dtype, parts=("bias", "residual"), **options):
         made.tensor,
         bias=None if bias is None else bias.to(device),
         residual=None if residual is None else laid_out(residual, layout, device),
-        rng=on(device, pair),
+        rng=pair_on(device, pair),
         **options,
     )
     factor = factors(pair, shape, **options)
@@ -95,7 +94,7 @@ def test_decisions_are_those_of_philox(device, pair):
     x = torch.ones(shape, device=device)
     for probability in (numbers[5].item(), numbers[700].item(), 2.0**-24, 0.5):
         made = Poisoned(shape, F32, device)
-        _core.dropout_add(x, made.tensor, rng=on(device, pair), dropout=probability)
+        _core.dropout_add(x, made.tensor, rng=pair_on(device, pair), dropout=probability)
         assert torch.equal(made.tensor.cpu() != 0, (numbers >= probability).reshape(shape))
         assert torch.equal(made.tensor.cpu() != 0, kept(pair, shape, probability))
 
@@ -104,7 +103,7 @@ def test_decisions_are_those_of_philox(device, pair):
 def test_keep_rate(device, probability, rng):
     x = torch.ones(512, 256, device=device)
     made = torch.empty_like(x)
-    _core.dropout_add(x, made, rng=on(device, new_pair(rng)), dropout=probability)
+    _core.dropout_add(x, made, rng=pair_on(device, new_pair(rng)), dropout=probability)
     share = (made != 0).double().mean().item()
     assert abs(share - (1 - probability)) <= tol("share", F32, x.numel())
 
@@ -117,7 +116,7 @@ def test_pairs_give_other_decisions(device, rng):
     for out, pair in zip(
         made, [(seed, offset), (seed ^ 1, offset), (seed, offset + 64)], strict=True
     ):
-        _core.dropout_add(x, out, rng=on(device, pair), dropout=0.5)
+        _core.dropout_add(x, out, rng=pair_on(device, pair), dropout=0.5)
     first, other, later = (out.cpu() != 0 for out in made)
     assert abs((first == other).double().mean().item() - 0.5) <= tol("share", F32, x.numel())
     assert torch.equal(first.flatten()[256:], later.flatten()[:-256])
@@ -166,7 +165,7 @@ def test_drop_path_takes_whole_samples(device, rng):
     pair = new_pair(rng)
     x = torch.ones(50, 7, 9, device=device)
     made = torch.empty_like(x)
-    _core.dropout_add(x, made, rng=on(device, pair), drop_path=0.5, samples=50)
+    _core.dropout_add(x, made, rng=pair_on(device, pair), drop_path=0.5, samples=50)
     stays = path_factors(pair, (350, 9), 0.5, 50).reshape(50, 7, 1).expand(50, 7, 9)
     assert_bits(made, stays.float())
 
@@ -180,7 +179,7 @@ def test_no_dropout_copies(device, rng):
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
 def test_empty(device, shape, counters):
-    x, rng = torch.empty(shape, device=device), on(device, (1, 2))
+    x, rng = torch.empty(shape, device=device), pair_on(device, (1, 2))
     _core.dropout_add(x, torch.empty_like(x), rng=rng, dropout=0.5, drop_path=0.5)
     sums = Poisoned(shape[1:], F32, device)
     _core.dropout_backward(x, grad_input=torch.empty_like(x), bias_grad=sums.tensor)
@@ -196,7 +195,7 @@ def test_special_numbers(device, special, rng):
     made = torch.empty(SHAPE, device=device)
     options = {"dropout": 0.5, "drop_path": 0.3, "samples": 12}
     placed = residual.to(device)
-    _core.dropout_add(x.to(device), made, residual=placed, rng=on(device, pair), **options)
+    _core.dropout_add(x.to(device), made, residual=placed, rng=pair_on(device, pair), **options)
     stays = factors(pair, SHAPE, **options) != 0
     assert_bits(made, torch.where(stays, x, residual), any_nan=True)
 
@@ -213,7 +212,7 @@ READS = {
 def test_any_view_is_read(device, view, rng):
     x = READS[view](normal(rng, (20, 24), F32, device))
     pair, made = new_pair(rng), torch.empty(x.shape, device=device)
-    _core.dropout_add(x, made, residual=x, rng=on(device, pair), dropout=0.25)
+    _core.dropout_add(x, made, residual=x, rng=pair_on(device, pair), dropout=0.25)
     factor = factors(pair, (x[..., 0].numel(), x.shape[-1]), 0.25).reshape(x.shape)
     wide = x.cpu().double()
     assert_within(made, wide + wide * factor, wide.abs() * (1 + factor))
@@ -226,15 +225,14 @@ def check_backward(rng, device, shape, dtype, **options):
     """One call against float64; `options` are those of `factors`, layout, sums_dtype, wanted."""
     layout, sums_dtype = options.pop("layout", "dense"), options.pop("sums_dtype", dtype)
     wanted = options.pop("wanted", ("grad_input", "bias_grad"))
-    skew, gap = LAYOUTS[layout]
     grad, pair = normal(rng, shape, dtype), new_pair(rng)
     made = {
-        "grad_input": Poisoned(shape, dtype, device, skew=skew, gap=gap),
-        "bias_grad": Poisoned(shape[1:], sums_dtype, device, skew=skew),
+        "grad_input": Poisoned(shape, dtype, device, layout=layout),
+        "bias_grad": Poisoned(shape[1:], sums_dtype, device, layout=layout),
     }
     outputs = {name: made[name].tensor for name in wanted}
     _core.dropout_backward(
-        laid_out(grad, layout, device), **outputs, rng=on(device, pair), **options
+        laid_out(grad, layout, device), **outputs, rng=pair_on(device, pair), **options
     )
     exact = grad.double() * factors(pair, shape, **options)
     if "grad_input" in wanted:
@@ -285,7 +283,7 @@ def test_gradient_of_the_definition(device, dtype, rng):
         grad.to(device),
         grad_input=made.tensor,
         bias_grad=sums.tensor,
-        rng=on(device, pair),
+        rng=pair_on(device, pair),
         **options,
     )
 
@@ -299,17 +297,16 @@ def test_gradient_of_the_definition(device, dtype, rng):
 
 def test_twice_the_same(device, rng):
     """Sums do not depend on which thread comes first."""
-    grad, pair = normal(rng, (900, 530), F32, device), on(device, new_pair(rng))
-    results = []
-    for _ in range(3):
+    grad, pair = normal(rng, (900, 530), F32, device), pair_on(device, new_pair(rng))
+    options = {"rng": pair, "dropout": 0.1, "drop_path": 0.1, "samples": 30}
+
+    def run():
         made, added, sums = torch.empty_like(grad), grad.clone(), torch.empty(530, device=device)
-        options = {"rng": pair, "dropout": 0.1, "drop_path": 0.1, "samples": 30}
         _core.dropout_backward(grad, grad_input=made, bias_grad=sums, **options)
         _core.dropout_add(added, added, residual=grad, bias=sums, **options)
-        results.append((made, sums, added))
-    for again in results[1:]:
-        for first, other in zip(results[0], again, strict=True):
-            assert_bits(other, first)
+        return made, sums, added
+
+    assert_repeats(run)
 
 
 def test_sums_keep_nan_and_inf(device):
@@ -353,22 +350,11 @@ WRONG = {
 }
 
 
-def placed(device, arguments):
-    return {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in arguments.items()
-    }
-
-
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_argument(device, case):
-    exception, text, changes = WRONG[case]
     output = Poisoned(X.shape, F32, device)
-    arguments = placed(device, {"input": X, **changes})
-    given = arguments.pop("output", output.tensor)
-    with pytest.raises(exception, match=f"dropout_add: {text}"):
-        _core.dropout_add(arguments.pop("input"), given, **arguments)
-    assert output.unwritten()
+    good = {"input": X, "output": output.tensor}
+    check_refused("dropout_add", device, WRONG[case], good, output)
 
 
 BACKWARD_WRONG = {
@@ -384,10 +370,7 @@ BACKWARD_WRONG = {
 
 @pytest.mark.parametrize("case", BACKWARD_WRONG)
 def test_backward_wrong_argument(device, case):
-    exception, text, changes = BACKWARD_WRONG[case]
-    arguments = placed(device, {"grad_output": X, **changes})
-    with pytest.raises(exception, match=f"dropout_backward: {text}"):
-        _core.dropout_backward(arguments.pop("grad_output"), **arguments)
+    check_refused("dropout_backward", device, BACKWARD_WRONG[case], {"grad_output": X})
 
 
 def test_counted_once(device, counters, rng):
@@ -408,6 +391,6 @@ def test_cuda_drops_what_the_cpu_drops(shape, dtype, rng):
     for device in ("cpu", "cuda"):
         out = torch.empty(shape, dtype=dtype, device=device)
         options = {"dropout": 0.1, "drop_path": 0.2, "samples": shape[0]}
-        _core.dropout_add(ones.to(device), out, rng=on(device, pair), **options)
+        _core.dropout_add(ones.to(device), out, rng=pair_on(device, pair), **options)
         made.append(out.cpu())
     assert np.array_equal(*(out.float().numpy() == 0 for out in made))

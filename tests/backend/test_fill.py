@@ -36,8 +36,7 @@ def expected(value, dtype):
 
 
 def check_fill(shape, value, dtype, device, layout="dense"):
-    skew, gap = LAYOUTS[layout]
-    output = Poisoned(shape, dtype, device, skew=skew, gap=gap)
+    output = Poisoned(shape, dtype, device, layout=layout)
     _core.fill(output.tensor, value)
     element = bits(expected(value, dtype))
     assert (bits(output.tensor) == element).all(), f"{bits(output.tensor).flatten()[:3]} {element}"

@@ -4,9 +4,9 @@
 import numpy as np
 import pytest
 import torch
-from buffers import FP8, LAYOUTS, Poisoned, floats, name_of
+from buffers import FP8, LAYOUTS, Poisoned, floats, name_of, names_of
 from comparators import assert_bits, assert_nmse
-from gemm_problem import COMBOS, FP8_PAIRS, HIGH_COMBOS, Problem, bias_dtype, combo_id, sum_bound
+from gemm_problem import COMBOS, FP8_PAIRS, HIGH_COMBOS, Problem, bias_dtype, sum_bound
 from reference import FP8_MAX, as_f32, encode, gelu, narrow, to_torch
 from tols import BF16, E4M3, E5M2, F16, F32, GELU_GAIN, tol
 
@@ -32,7 +32,7 @@ def refused_on_cuda(device, combo):
 
 @pytest.mark.parametrize("layout", ["dense", "ragged"])
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("combo", COMBOS, ids=combo_id)
+@pytest.mark.parametrize("combo", COMBOS, ids=names_of)
 def test_bias(device, combo, sizes, layout, rng):
     problem = Problem(rng, device, combo, sizes, layout=layout)
     bias, wide = problem.vector(problem.n, bias_dtype(combo))
@@ -40,7 +40,7 @@ def test_bias(device, combo, sizes, layout, rng):
     problem.check(problem.exact(wide))
 
 
-@pytest.mark.parametrize("combo", COMBOS, ids=combo_id)
+@pytest.mark.parametrize("combo", COMBOS, ids=names_of)
 def test_bias_is_all_where_k_is_0(device, combo, rng):
     problem = Problem(rng, device, combo, (9, 21, 0))
     bias, wide = problem.vector(21, bias_dtype(combo))
@@ -55,7 +55,7 @@ def test_bias_is_all_where_k_is_0(device, combo, rng):
 @pytest.mark.parametrize("a_transposed", [True, False])
 @pytest.mark.parametrize("layout", ["dense", "ragged"])
 @pytest.mark.parametrize("sizes", [(16, 32, 64), (33, 17, 300), (130, 8, 1000)])
-@pytest.mark.parametrize("combo", HIGH_COMBOS, ids=combo_id)
+@pytest.mark.parametrize("combo", HIGH_COMBOS, ids=names_of)
 def test_bias_grad(device, combo, sizes, layout, a_transposed, rng):
     """Sums of a over k, beside a product that is as good as without them."""
     problem = Problem(rng, device, combo, sizes, transposed=(a_transposed, False), layout=layout)
@@ -69,7 +69,7 @@ def test_bias_grad(device, combo, sizes, layout, a_transposed, rng):
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("combo", [c for c in HIGH_COMBOS if c[2] != F16], ids=combo_id)
+@pytest.mark.parametrize("combo", [c for c in HIGH_COMBOS if c[2] != F16], ids=names_of)
 def test_bias_grad_beside_accumulation(device, combo, accumulate, rng):
     """The weight gradient adds to what is there, the bias gradient never."""
     problem = Problem(rng, device, combo, (40, 24, 100), transposed=(True, False))
@@ -85,7 +85,7 @@ def test_bias_grad_beside_accumulation(device, combo, accumulate, rng):
 
 
 @pytest.mark.parametrize("a_transposed", [True, False])
-@pytest.mark.parametrize("combo", HIGH_COMBOS, ids=combo_id)
+@pytest.mark.parametrize("combo", HIGH_COMBOS, ids=names_of)
 def test_bias_grad_of_nothing_is_0(device, combo, a_transposed, rng):
     problem = Problem(rng, device, combo, (9, 5, 0), transposed=(a_transposed, False))
     sums = problem.output((9,), combo[0])
@@ -100,7 +100,7 @@ def test_bias_grad_of_nothing_is_0(device, combo, a_transposed, rng):
 
 @pytest.mark.parametrize("layout", ["dense", "ragged"])
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("combo", ACCUMULATES, ids=combo_id)
+@pytest.mark.parametrize("combo", ACCUMULATES, ids=names_of)
 def test_accumulate(device, combo, sizes, layout, rng):
     problem = Problem(rng, device, combo, sizes, layout=layout)
     old = torch.from_numpy(rng.standard_normal(sizes[:2])).to(combo[2])
@@ -109,7 +109,7 @@ def test_accumulate(device, combo, sizes, layout, rng):
     problem.check(problem.exact() + old.double())
 
 
-@pytest.mark.parametrize("combo", ACCUMULATES, ids=combo_id)
+@pytest.mark.parametrize("combo", ACCUMULATES, ids=names_of)
 def test_accumulate_whole_numbers(device, combo, rng):
     """Twice the product: three exact sums, one rounding each."""
     problem = Problem(rng, device, combo, (34, 50, 80), whole=True)
@@ -121,7 +121,7 @@ def test_accumulate_whole_numbers(device, combo, rng):
     assert_bits(problem.d.tensor + 0.0, old.to(combo[2]) + 0.0)
 
 
-@pytest.mark.parametrize("combo", ACCUMULATES, ids=combo_id)
+@pytest.mark.parametrize("combo", ACCUMULATES, ids=names_of)
 def test_accumulating_nothing_keeps_bits(device, combo, rng):
     problem = Problem(rng, device, combo, (12, 7, 0))
     old = torch.from_numpy(rng.standard_normal((12, 7))).to(combo[2])
@@ -138,7 +138,7 @@ def test_accumulating_nothing_keeps_bits(device, combo, rng):
 @pytest.mark.parametrize("layout", ["dense", "ragged"])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("combo", COMBOS, ids=combo_id)
+@pytest.mark.parametrize("combo", COMBOS, ids=names_of)
 def test_gelu_and_aux(device, combo, sizes, with_bias, layout, rng):
     """The output, and what the activation was applied to."""
     problem = Problem(rng, device, combo, sizes, layout=layout)
@@ -161,7 +161,7 @@ def test_gelu_and_aux(device, combo, sizes, with_bias, layout, rng):
     assert problem.d.untouched()
 
 
-@pytest.mark.parametrize("combo", COMBOS, ids=combo_id)
+@pytest.mark.parametrize("combo", COMBOS, ids=names_of)
 def test_gelu_without_aux(device, combo, rng):
     problem = Problem(rng, device, combo, (33, 48, 64))
     problem.run(gelu=True)
@@ -195,7 +195,7 @@ def fp8_scale(problem, values):
 @pytest.mark.parametrize("layout", ["dense", "ragged"])
 @pytest.mark.parametrize("activation", [None, "bias", "bias gelu"])
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("combo", FP8_OUTPUTS, ids=combo_id)
+@pytest.mark.parametrize("combo", FP8_OUTPUTS, ids=names_of)
 def test_fp8_output(device, combo, sizes, activation, layout, rng):
     """Data and amax against float64; amax is that of the value before it is scaled."""
     problem = Problem(rng, device, combo, sizes, layout=layout)
@@ -223,7 +223,7 @@ def test_fp8_output(device, combo, sizes, activation, layout, rng):
 
 
 @pytest.mark.parametrize("with_gelu", [False, True])
-@pytest.mark.parametrize("combo", FP8_OUTPUTS, ids=combo_id)
+@pytest.mark.parametrize("combo", FP8_OUTPUTS, ids=names_of)
 def test_cpu_fp8_output_is_the_cast_of_the_f32_output(combo, with_gelu, rng):
     """Bit for bit: no rounding between the sum and the cast, amax of the unscaled value."""
     problem = Problem(rng, "cpu", combo, (37, 53, 320))
@@ -246,7 +246,7 @@ def test_d_amax_accumulates(device, before, rng):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("combo", FP8_OUTPUTS, ids=combo_id)
+@pytest.mark.parametrize("combo", FP8_OUTPUTS, ids=names_of)
 def test_fp8_output_of_whole_numbers(device, combo, layout, rng):
     problem = Problem(rng, device, combo, (21, 35, 48), layout=layout, whole=True)
     if refused_on_cuda(device, combo):
@@ -293,14 +293,11 @@ def test_aux_of_fp8_output(device, dtype, rng):
 # ---- all at once ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("combo", [*COMBOS, (E4M3, E4M3, E4M3)], ids=combo_id)
+@pytest.mark.parametrize("combo", [*COMBOS, (E4M3, E4M3, E4M3)], ids=names_of)
 def test_twice_the_same(device, combo, rng):
     problem = Problem(rng, device, combo, (70, 90, 128))
     bias, _ = problem.vector(90, bias_dtype(combo))
     arguments = {"bias": bias, "gelu": True}
     if combo[2] in FP8:
         arguments |= {"d_scale": floats(device, 8.0), "d_amax": floats(device, 0.0)}
-    problem.run(**arguments)
-    first = problem.d.tensor.clone()
-    problem.run(**arguments)
-    assert_bits(problem.d.tensor, first)
+    problem.check_repeats(**arguments)

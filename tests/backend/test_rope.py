@@ -6,7 +6,8 @@ import pytest
 import torch
 from attention_reference import rope
 from buffers import HIGH, LAYOUTS, Poisoned, laid_out, name_of, normal, op_count
-from comparators import assert_bits, assert_grad64, assert_nmse, assert_within
+from comparators import assert_bits, assert_grad64, assert_nmse, assert_repeats, assert_within
+from refusals import check_refused
 from tols import BF16, F32, tol
 
 from transformer_engine import _core
@@ -51,8 +52,8 @@ def check_dense(rng, device, shape, dtype, *, rotary=None, starts=None, **option
     interleaved = options.get("interleaved", False)
     rotary = shape[3] if rotary is None else rotary
     freqs = make_freqs(rng, rotary, paired=paired, interleaved=interleaved)
-    x, (skew, gap) = normal(rng, shape, dtype), LAYOUTS[layout]
-    made = Poisoned(shape, dtype, device, skew=skew, gap=gap)
+    x = normal(rng, shape, dtype)
+    made = Poisoned(shape, dtype, device, layout=layout)
     placed = made.put(x) if in_place else laid_out(x, layout, device)
     positions = torch.arange(shape[1]).expand(shape[:2])
     if starts is not None:
@@ -78,7 +79,7 @@ def positions_of(limits, starts, tokens):
 def check_packed(rng, device, limits, tokens, dtype, *, starts=None, rotary=24, **options):
     """[tokens, heads, dim] with the first token of each sequence and the end of the last."""
     x, freqs = normal(rng, (tokens, 3, 32), dtype), make_freqs(rng, rotary)
-    made = Poisoned(x.shape, dtype, device, gap=8)
+    made = Poisoned(x.shape, dtype, device, layout="strided")
     if starts is not None:
         options["start_positions"] = torch.tensor(starts, dtype=torch.int32, device=device)
     cu_seqlens = torch.tensor(limits, dtype=torch.int32, device=device)
@@ -165,7 +166,7 @@ def test_other_orders_of_dims(device, interleaved, rng):
         mixed[..., d : 2 * d].transpose(0, 1), freqs[None, :s, None], interleaved, False
     )
     key = mixed.to(device)[..., d : 2 * d].transpose(0, 1)
-    made = Poisoned((b, h, s, d), BF16, device, gap=8)
+    made = Poisoned((b, h, s, d), BF16, device, layout="strided")
     _core.rope(key, made.tensor.transpose(1, 2), freqs.to(device), interleaved=interleaved)
     assert_within(made.tensor.transpose(1, 2), exact, terms)
     assert made.untouched()
@@ -273,11 +274,13 @@ def test_special_numbers_stay_in_their_pair(device, special, rng):
 
 def test_twice_the_same(device, rng):
     x, freqs = normal(rng, (4, 40, 12, 64), BF16, device), make_freqs(rng, 64).to(device)
-    made = [torch.empty_like(x) for _ in range(3)]
-    for out in made:
-        _core.rope(x, out, freqs)
-    assert_bits(made[1], made[0])
-    assert_bits(made[2], made[0])
+
+    def run():
+        made = torch.empty_like(x)
+        _core.rope(x, made, freqs)
+        return [made]
+
+    assert_repeats(run)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -330,18 +333,11 @@ WRONG = {
 }
 
 
-def call(device, changes):
-    arguments = {"input": X, "freqs": FREQS, "output": X.clone(), **changes}
-    arguments = {name: value.to(device) for name, value in arguments.items()}
-    places = [arguments.pop(name) for name in ("input", "output", "freqs")]
-    _core.rope(*places, **arguments)
-
-
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_argument(device, case):
-    exception, text, changes = WRONG[case]
-    with pytest.raises(exception, match=f"rope: {text}"):
-        call(device, changes)
+    output = Poisoned(X.shape, F32, device)
+    good = {"input": X, "output": output.tensor, "freqs": FREQS}
+    check_refused("rope", device, WRONG[case], good, output)
 
 
 BEYOND = {
@@ -361,8 +357,8 @@ def test_cpu_checks_positions(case):
     if "cu_seqlens" in changes:
         changes |= {"input": X[0], "output": X[0].clone()}
     named = "cu_seqlens: sequence" if "limit" in case else "freqs: batch entry"
-    with pytest.raises(ValueError, match=f"rope: {named}"):
-        call("cpu", changes)
+    good = {"input": X, "output": X.clone(), "freqs": FREQS}
+    check_refused("rope", "cpu", (ValueError, named, changes), good)
 
 
 def test_counted_once(device, counters, rng):

@@ -21,8 +21,7 @@ def random_bytes(rng, shape, dtype):
 def check_transpose(values, device, *, pad=0, layout="dense", output_layout=None):
     """Run one call on [rows, columns] and compare every byte."""
     rows, columns = values.shape
-    skew, gap = LAYOUTS[output_layout or layout]
-    output = Poisoned((columns, rows + pad), values.dtype, device, skew=skew, gap=gap)
+    output = Poisoned((columns, rows + pad), values.dtype, device, layout=output_layout or layout)
     _core.transpose(laid_out(values, layout, device), output.tensor)
     assert_bits(output.tensor[:, :rows], values.t().contiguous())
     assert (output.tensor[:, rows:].view(torch.uint8) == 0).all(), "padding"

@@ -116,11 +116,7 @@ static void run_activation(test_device *t, const activation_case *c, const cast_
 
     cast_outputs outputs = new_cast_outputs(t, cast, &made);
     args.output = outputs.output.tensor;
-    args.quantized = outputs.quantized;
-    args.partials = outputs.partials;
-    args.amax_partials = (float *)(void *)outputs.written->device;
-    args.amax_epsilon = outputs.epsilon;
-    args.power_2_scale = cast->power_2;
+    WITH_CAST(args, outputs, cast);
     args.workspace = test_workspace(t, TE_OP_ACTIVATION, &args, &args.workspace_size);
     TEST_OK(t, te_activation(t->context, &args, t->stream));
     check_cast_outputs(t, cast, &outputs, &made);
@@ -149,11 +145,7 @@ static void run_activation_backward(test_device *t, const activation_case *c, co
     cast_outputs outputs = new_cast_outputs(t, cast, &made);
     args.grad_input = outputs.output.tensor;
     args.bias_grad = sums.tensor;
-    args.quantized = outputs.quantized;
-    args.partials = outputs.partials;
-    args.amax_partials = (float *)(void *)outputs.written->device;
-    args.amax_epsilon = outputs.epsilon;
-    args.power_2_scale = cast->power_2;
+    WITH_CAST(args, outputs, cast);
     args.workspace = test_workspace(t, TE_OP_ACTIVATION_BACKWARD, &args, &args.workspace_size);
     TEST_OK(t, te_activation_backward(t->context, &args, t->stream));
     check_cast_outputs(t, cast, &outputs, &made);

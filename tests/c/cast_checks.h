@@ -121,6 +121,16 @@ static cast_outputs new_cast_outputs(test_device *t, const cast_case *c, const t
     return o;
 }
 
+/* Gives them to the args of an operator, whose own name for `output` is up to the caller. */
+#define WITH_CAST(args, outputs, cast)                                                             \
+    do {                                                                                           \
+        (args).quantized = (outputs).quantized;                                                    \
+        (args).partials = (outputs).partials;                                                      \
+        (args).amax_partials = (float *)(void *)(outputs).written->device;                         \
+        (args).amax_epsilon = (outputs).epsilon;                                                   \
+        (args).power_2_scale = (cast)->power_2;                                                    \
+    } while (0)
+
 /* High precision is the fp32 value rounded once, FP8 as well. */
 static void check_cast_outputs(test_device *t, const cast_case *c, cast_outputs *o,
                                const test_matrix *made)

@@ -363,9 +363,8 @@ static double number_at(const te_tensor *tensor, const int64_t at[4])
 {
     int64_t offset = 0;
     for (int i = 0; i < 4; i++) offset += at[i] * tensor->strides[i];
-    return get_number((unsigned char *)tensor->data +
-                          (size_t)offset * te_dtype_bytes(tensor->dtype),
-                      tensor->dtype);
+    return test_load(tensor->dtype, (unsigned char *)tensor->data +
+                                        (size_t)offset * te_dtype_bytes(tensor->dtype));
 }
 
 /* Norm of |p| (|dp| + sum over keys of |dp p|), the terms of a gradient without their signs. */

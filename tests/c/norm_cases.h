@@ -119,11 +119,7 @@ static void run_norm(test_device *t, const norm_case *c, const cast_case *cast)
 
     cast_outputs outputs = new_cast_outputs(t, cast, &made);
     args.output = outputs.output.tensor;
-    args.quantized = outputs.quantized;
-    args.partials = outputs.partials;
-    args.amax_partials = (float *)(void *)outputs.written->device;
-    args.amax_epsilon = outputs.epsilon;
-    args.power_2_scale = cast->power_2;
+    WITH_CAST(args, outputs, cast);
     if (c->given) args.flags |= TE_NORM_STATISTICS_GIVEN;
     args.workspace = test_workspace(t, TE_OP_NORM, &args, &args.workspace_size);
     TEST_OK(t, te_norm(t->context, &args, t->stream));

@@ -3,22 +3,9 @@
  * test_cpu_attention.c - softmax, dropout and rotary embedding give the same bits with every
  * instruction set and with every number of threads.
  */
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
+#include "cpu_variants.h"
 
-#include "testing.h"
-
-/* An internal hook (csrc/cpu/isa.h), reachable through the static library only. */
-te_status te_cpu_force_isa(int isa);
-
-enum { PORTABLE, AVX2, AVX512, BEST = -1, ROWS = 96, COLUMNS = 1027, HEADS = 4, DIM = 72 };
-
-static int copy(void *target, const void *source, size_t bytes)
-{
-    memcpy(target, source, bytes);
-    return 0;
-}
+enum { ROWS = 96, COLUMNS = 1027, HEADS = 4, DIM = 72 };
 
 /* All inputs, and one output per step. */
 typedef struct attention_data {
@@ -108,26 +95,19 @@ static void run_rope(test_device *t, attention_data *d)
     }
 }
 
-/* Runs everything; the bytes of all outputs, one after the other. */
-static test_buffer *run_all(test_device *t, attention_data d)
+/* Runs everything over new outputs. */
+static uint64_t run_all(test_device *t, const void *data)
 {
+    attention_data d = *(const attention_data *)data;
+    uint64_t hash = empty_digest;
     test_matrix *made[] = {&d.y, &d.p, &d.dx, &d.added, &d.grad, &d.turned, &d.sums};
-    size_t total = 0, at = 0;
-    for (int i = 0; i < 6; i++) {
-        *made[i] = test_matrix_new(t, d.dtype, ROWS, COLUMNS, 0);
-        total += made[i]->buffer->bytes;
-    }
+    for (int i = 0; i < 6; i++) *made[i] = test_matrix_new(t, d.dtype, ROWS, COLUMNS, 0);
     d.sums = test_vector_new(t, TE_DTYPE_F32, COLUMNS);
-    total += d.sums.buffer->bytes;
     run_softmax(t, &d);
     run_dropout(t, &d);
     run_rope(t, &d);
-    test_buffer *all = test_allocate(t, total);
-    for (int i = 0; i < 7; i++) {
-        memcpy(all->host + at, made[i]->buffer->device, made[i]->buffer->bytes);
-        at += made[i]->buffer->bytes;
-    }
-    return all;
+    for (int i = 0; i < 7; i++) hash = test_digest(hash, made[i]->buffer);
+    return hash;
 }
 
 static void compare(test_device *t, te_dtype dtype)
@@ -144,42 +124,16 @@ static void compare(test_device *t, te_dtype dtype)
     test_upload(t, d.mask.buffer);
     d.angles = test_matrix_new(t, TE_DTYPE_F32, ROWS, DIM - 6, 0);
     test_fill_random(t, &d.angles, 20.0, 0);
-    (void)te_cpu_force_isa(PORTABLE);
-    test_buffer *expected = run_all(t, d);
-    for (int isa = AVX2; isa <= AVX512; isa++) {
-        if (te_cpu_force_isa(isa) != TE_OK) continue;
-        test_buffer *made = run_all(t, d);
-        TEST_CHECK(t, memcmp(expected->host, made->host, expected->bytes) == 0,
-                   "%s: instruction set %d gives other bits", te_dtype_name(dtype), isa);
-    }
-    (void)te_cpu_force_isa(BEST);
-#if defined(_OPENMP)
-    int threads = omp_get_max_threads();
-    for (int count = 1; count <= 3; count++) {
-        omp_set_num_threads(count);
-        test_buffer *made = run_all(t, d);
-        TEST_CHECK(t, memcmp(expected->host, made->host, expected->bytes) == 0,
-                   "%s: %d threads give other bits", te_dtype_name(dtype), count);
-    }
-    omp_set_num_threads(threads);
-#endif
+    compare_variants(t, te_dtype_name(dtype), PORTABLE, run_all, &d);
     test_release(t);
+}
+
+static void check_all(test_device *t)
+{
+    for (int dtype = TE_DTYPE_F32; dtype <= TE_DTYPE_BF16; dtype++) compare(t, (te_dtype)dtype);
 }
 
 int main(void)
 {
-    static test_device t = {.device = {TE_DEVICE_CPU, 0},
-                            .running = "attention",
-                            .allocate = malloc,
-                            .release = free,
-                            .upload = copy,
-                            .download = copy};
-    if (te_context_create(t.device, &t.context) != TE_OK) {
-        (void)fprintf(stderr, "%s\n", te_last_error());
-        return EXIT_FAILURE;
-    }
-    for (int dtype = TE_DTYPE_F32; dtype <= TE_DTYPE_BF16; dtype++) compare(&t, (te_dtype)dtype);
-    te_context_destroy(t.context);
-    if (t.failures > 0) (void)fprintf(stderr, "%d checks failed\n", t.failures);
-    return t.failures > 0 ? EXIT_FAILURE : EXIT_SUCCESS;
+    return test_on_cpu("attention", check_all);
 }

@@ -3,22 +3,9 @@
  * test_cpu_norm.c - norms and activations give the same bits with every instruction set and with
  * every number of threads.
  */
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
+#include "cpu_variants.h"
 
-#include "testing.h"
-
-/* An internal hook (csrc/cpu/isa.h), reachable through the static library only. */
-te_status te_cpu_force_isa(int isa);
-
-enum { PORTABLE, AVX2, AVX512, BEST = -1, ROWS = 75, COLUMNS = 1131, PADDED = 80 };
-
-static int copy(void *target, const void *source, size_t bytes)
-{
-    memcpy(target, source, bytes);
-    return 0;
-}
+enum { ROWS = 75, COLUMNS = 1131, PADDED = 80 };
 
 /* Inputs, and the outputs of one operator. The gated activations take `x` as two halves. */
 typedef struct norm_data {
@@ -28,17 +15,13 @@ typedef struct norm_data {
     test_buffer *scale, *amax;
 } norm_data;
 
-/* A digest of everything made so far (FNV-1a); what is not written keeps the guard byte. */
+/* A digest of everything made so far. */
 static uint64_t digest(const norm_data *d, uint64_t hash)
 {
     const test_matrix *made[] = {&d->mean, &d->rsigma, &d->wide, &d->made,
                                  &d->row,  &d->column, &d->sums, &d->more_sums};
-    for (int i = 0; i < 8; i++) {
-        for (size_t b = 0; b < made[i]->buffer->bytes; b++) {
-            hash = (hash ^ made[i]->buffer->device[b]) * 1099511628211U;
-        }
-    }
-    return (hash ^ d->amax->device[0] ^ (uint64_t)d->amax->device[1] << 8) * 1099511628211U;
+    for (int i = 0; i < 8; i++) hash = test_digest(hash, made[i]->buffer);
+    return test_digest(hash, d->amax);
 }
 
 static te_quantized cast_of(const norm_data *d, const test_matrix *column)
@@ -121,10 +104,10 @@ static void run_activations(test_device *t, norm_data *d, uint64_t *hash)
     }
 }
 
-static uint64_t run_all(test_device *t, norm_data d)
+static uint64_t run_all(test_device *t, const void *data)
 {
-    int inputs = t->buffer_count;
-    uint64_t hash = 14695981039346656037U;
+    norm_data d = *(const norm_data *)data;
+    uint64_t hash = empty_digest;
     d.mean = test_vector_new(t, TE_DTYPE_F32, ROWS);
     d.rsigma = test_vector_new(t, TE_DTYPE_F32, ROWS);
     d.wide = test_matrix_new(t, TE_DTYPE_F32, ROWS, COLUMNS, 0);
@@ -137,11 +120,6 @@ static uint64_t run_all(test_device *t, norm_data d)
     d.amax = test_float(t, 0.0F);
     run_norms(t, &d, &hash);
     run_activations(t, &d, &hash);
-    while (t->buffer_count > inputs) {
-        test_buffer *last = &t->buffers[--t->buffer_count];
-        free(last->host);
-        t->release(last->device);
-    }
     return hash;
 }
 
@@ -156,40 +134,16 @@ static void compare(test_device *t, te_dtype dtype)
     test_fill_random(t, &d.grad, 2.0, 0);
     test_fill_random(t, &d.gamma, 1.0, 0);
     test_fill_random(t, &d.beta, 1.0, 0);
-    (void)te_cpu_force_isa(PORTABLE);
-    uint64_t expected = run_all(t, d);
-    for (int isa = AVX2; isa <= AVX512; isa++) {
-        if (te_cpu_force_isa(isa) != TE_OK) continue;
-        TEST_CHECK(t, run_all(t, d) == expected, "%s: instruction set %d gives other bits",
-                   te_dtype_name(dtype), isa);
-    }
-    (void)te_cpu_force_isa(BEST);
-#if defined(_OPENMP)
-    int threads = omp_get_max_threads();
-    for (int count = 1; count <= 3; count++) {
-        omp_set_num_threads(count);
-        TEST_CHECK(t, run_all(t, d) == expected, "%s: %d threads give other bits",
-                   te_dtype_name(dtype), count);
-    }
-    omp_set_num_threads(threads);
-#endif
+    compare_variants(t, te_dtype_name(dtype), PORTABLE, run_all, &d);
     test_release(t);
+}
+
+static void check_all(test_device *t)
+{
+    for (int dtype = TE_DTYPE_F32; dtype <= TE_DTYPE_BF16; dtype++) compare(t, (te_dtype)dtype);
 }
 
 int main(void)
 {
-    static test_device t = {.device = {TE_DEVICE_CPU, 0},
-                            .running = "norm",
-                            .allocate = malloc,
-                            .release = free,
-                            .upload = copy,
-                            .download = copy};
-    if (te_context_create(t.device, &t.context) != TE_OK) {
-        (void)fprintf(stderr, "%s\n", te_last_error());
-        return EXIT_FAILURE;
-    }
-    for (int dtype = TE_DTYPE_F32; dtype <= TE_DTYPE_BF16; dtype++) compare(&t, (te_dtype)dtype);
-    te_context_destroy(t.context);
-    if (t.failures > 0) (void)fprintf(stderr, "%d checks failed\n", t.failures);
-    return t.failures > 0 ? EXIT_FAILURE : EXIT_SUCCESS;
+    return test_on_cpu("norm", check_all);
 }

@@ -4,16 +4,10 @@
  * gives the published answers, and the library decides with the reference's numbers, found here by
  * bisection: what is kept at p and dropped at the next p has just that number.
  */
+#include "cpu_device.h"
 #include "philox_reference.h"
-#include "testing.h"
 
 enum { COUNT = 23 }; /* elements looked at; no multiple of four */
-
-static int copy(void *target, const void *source, size_t bytes)
-{
-    memcpy(target, source, bytes);
-    return 0;
-}
 
 /* Published with the generator: counter, key, words. */
 static void check_published(test_device *t)
@@ -64,26 +58,18 @@ static void check_numbers(test_device *t, const int64_t rng[2])
     }
 }
 
-int main(void)
+static void check_all(test_device *t)
 {
-    static test_device t = {.device = {TE_DEVICE_CPU, 0},
-                            .running = "philox",
-                            .allocate = malloc,
-                            .release = free,
-                            .upload = copy,
-                            .download = copy};
     static const int64_t pairs[][2] = {{0, 0},
                                        {-1, -1}, /* the counter wraps */
                                        {0x0123456789abcdef, 0x7edcba9876543210},
                                        {1, 0xfffffffe}, /* from the low to the high word */
                                        {INT64_MIN, INT64_MAX}};
-    if (te_context_create(t.device, &t.context) != TE_OK) {
-        (void)fprintf(stderr, "%s\n", te_last_error());
-        return EXIT_FAILURE;
-    }
-    check_published(&t);
-    for (int i = 0; i < 5; i++) check_numbers(&t, pairs[i]);
-    te_context_destroy(t.context);
-    if (t.failures > 0) (void)fprintf(stderr, "%d checks failed\n", t.failures);
-    return t.failures > 0 ? EXIT_FAILURE : EXIT_SUCCESS;
+    check_published(t);
+    for (int i = 0; i < 5; i++) check_numbers(t, pairs[i]);
+}
+
+int main(void)
+{
+    return test_on_cpu("philox", check_all);
 }

@@ -138,8 +138,8 @@ static void compare_bits(const buffer *b, int index)
     const size_t element = b->kind == FLOATS ? te_dtype_bytes(b->dtype) : 1;
     for (size_t at = 0; at + element <= b->bytes; at += element) {
         if (memcmp(b->cpu + at, b->device[0] + at, element) == 0) continue;
-        if (b->kind == FLOATS && isnan(get_number(b->cpu + at, b->dtype)) &&
-            isnan(get_number(b->device[0] + at, b->dtype))) {
+        if (b->kind == FLOATS && isnan(test_load(b->dtype, b->cpu + at)) &&
+            isnan(test_load(b->dtype, b->device[0] + at))) {
             continue;
         }
         REPORT("buffer %d, byte %zu of %zu: CPU 0x%02x, device 0x%02x (before: 0x%02x)", index, at,
@@ -153,8 +153,8 @@ static void compare_close(const buffer *b, int index)
     const size_t element = te_dtype_bytes(b->dtype);
     double error = 0.0, norm = 0.0;
     for (size_t at = 0; at + element <= b->bytes; at += element) {
-        double expected = get_number(b->cpu + at, b->dtype);
-        double got = get_number(b->device[0] + at, b->dtype);
+        double expected = test_load(b->dtype, b->cpu + at);
+        double got = test_load(b->dtype, b->device[0] + at);
         if (memcmp(b->cpu + at, b->device[0] + at, element) == 0) got = expected; /* Inf too */
         if (isnan(expected) && isnan(got)) continue;
         if (isfinite(expected)) norm += expected * expected;

@@ -12,8 +12,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <transformer_engine.h>
+
 #include "cuda_memory.h"
-#include "transformer_engine.h"
+#include "numbers.h"
 
 #define MAX_BUFFERS 16
 
@@ -131,40 +133,6 @@ static void put_number(unsigned char *to, te_dtype dtype, float value)
                                 (bits >> 13 & 0x3ff));
     }
     memcpy(to, &half, sizeof half);
-}
-
-/* A small float of sign, exponent and mantissa; E4M3 has one NaN and no Inf. */
-static double decode(unsigned bits, int exponent_bits, int mantissa_bits, int has_inf)
-{
-    const int top = (1 << exponent_bits) - 1, bias = top >> 1, ones = (1 << mantissa_bits) - 1;
-    const int exponent = (int)(bits >> mantissa_bits) & top, mantissa = (int)bits & ones;
-    double magnitude;
-    if (exponent == top && (has_inf || mantissa == ones)) {
-        magnitude = has_inf && mantissa == 0 ? (double)INFINITY : (double)NAN;
-    } else if (exponent == 0) {
-        magnitude = ldexp(mantissa, 1 - bias - mantissa_bits);
-    } else {
-        magnitude = ldexp(ones + 1 + mantissa, exponent - bias - mantissa_bits);
-    }
-    return bits >> (exponent_bits + mantissa_bits) & 1 ? -magnitude : magnitude;
-}
-
-static double get_number(const unsigned char *from, te_dtype dtype)
-{
-    uint32_t bits = 0;
-    uint16_t half;
-    float value;
-    if (dtype == TE_DTYPE_E4M3) return decode(*from, 4, 3, 0);
-    if (dtype == TE_DTYPE_E5M2) return decode(*from, 5, 2, 1);
-    if (dtype == TE_DTYPE_F32) {
-        memcpy(&bits, from, sizeof bits);
-    } else {
-        memcpy(&half, from, sizeof half);
-        if (dtype == TE_DTYPE_F16) return decode(half, 5, 10, 1);
-        bits = (uint32_t)half << 16;
-    }
-    memcpy(&value, &bits, sizeof value);
-    return (double)value;
 }
 
 /* Elements of a dtype: some numbers, or where `wild` also NaN, Inf, subnormals and anything else.

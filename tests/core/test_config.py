@@ -10,6 +10,8 @@ import pytest
 
 from transformer_engine.common import config
 
+pytestmark = pytest.mark.usefixtures("no_variables")
+
 FLAGS = [v for v in config.TABLE if v.default is False]
 ALIASED = [v for v in config.TABLE if v.aliases]
 
@@ -24,14 +26,6 @@ BAD = {"TE_CACHE_DIR": "relative/path"}
 
 def ids(variable):
     return variable.name
-
-
-@pytest.fixture(autouse=True)
-def no_variables(monkeypatch):
-    """Start from an environment that sets nothing of ours."""
-    for variable in config.TABLE:
-        for name in (variable.name, *variable.aliases):
-            monkeypatch.delenv(name, raising=False)
 
 
 def test_table_is_well_formed():

@@ -60,6 +60,16 @@ def objects(case: Case):
     return found
 
 
+def changed(watched, work):
+    """What has other counts of references after the work: (type, before, after)."""
+    gc.collect()
+    before = counts(watched)
+    work()
+    gc.collect()
+    rows = zip(watched, before, counts(watched), strict=True)
+    return [(type(value), b, a) for value, b, a in rows if abs(a - b) > 20]
+
+
 def repeat(core, name, case, calls):
     for _ in range(calls):
         case.call(core, name)
@@ -75,20 +85,11 @@ def test_references(core, name):
     try:
         repeat(core, name, case, 3)
         watched = [*objects(case), core, core.Context, None, True, torch.Tensor, torch.empty]
-        gc.collect()
-        before = counts(watched)
-        repeat(core, name, case, CALLS)
-        gc.collect()
-        after = counts(watched)
+        found = changed(watched, lambda: repeat(core, name, case, CALLS))
     finally:
         if name == "unregister_backend":
             core.unregister_backend("case")
-    grown = [
-        (type(value), b, a)
-        for value, b, a in zip(watched, before, after, strict=True)
-        if abs(a - b) > 20
-    ]
-    assert grown == []
+    assert found == []
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
@@ -114,22 +115,12 @@ def test_references_of_failing_calls(core, name):
 
     try:
         attempt()
-        gc.collect()
-        before = counts(watched)
-        for _ in range(50):
-            attempt()
-        gc.collect()
-        after = counts(watched)
+        found = changed(watched, lambda: [attempt() for _ in range(50)])
     finally:
         if name == "unregister_backend":
             core.unregister_backend("case")
         core.bind_torch(torch)
-    grown = [
-        (type(value), b, a)
-        for value, b, a in zip(watched, before, after, strict=True)
-        if abs(a - b) > 20
-    ]
-    assert grown == []
+    assert found == []
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

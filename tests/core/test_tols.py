@@ -150,7 +150,7 @@ def test_nearest_by_hand():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_poisoned(layout, rng):
     skew, gap = LAYOUTS[layout]
-    memory = Poisoned((3, 5), BF16, "cpu", skew=skew, gap=gap)
+    memory = Poisoned((3, 5), BF16, "cpu", layout=layout)
     assert memory.unwritten() and memory.untouched()
     assert memory.tensor.stride() == (5 + gap, 1)
     assert memory.tensor.storage_offset() == GUARD + skew

@@ -245,6 +245,7 @@ def test_masks_that_the_type_does_not_read_are_ignored(device):
         ("no_mask", (-1, 2)),
         ("padding", (-2, 2)),
         ("no_mask", (1, 2, 3)),
+        ("causal", 4),
     ],
 )
 def test_windows_that_are_refused(device, mask, window):
@@ -390,11 +391,15 @@ def test_fp8_attention_is_not_there_yet(device, option):
 def test_constructor_errors():
     for arguments, match in (
         ({"num_gqa_groups": 3}, "must divide"),
-        ({"num_gqa_groups": 0}, "must divide"),
+        ({"num_gqa_groups": 0}, "num_gqa_groups = 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ({"kv_channels": 0}, "kv_channels = 0"),
+        ({"kv_channels": (8, -8)}, "kv_channels = -8"),
         ({"attention_type": "both"}, "attention_type='both'"),
         ({"layer_number": 0}, "counts from 1"),
         ({"qkv_format": "bhsd"}, "qkv_format='bhsd'"),
         ({"attn_mask_type": "diagonal"}, "attn_mask_type='diagonal'"),
     ):
+        sizes = {"num_attention_heads": HEADS, "kv_channels": CHANNELS}
         with pytest.raises(ValueError, match=match):
-            DotProductAttention(HEADS, CHANNELS, **arguments)
+            DotProductAttention(**{**sizes, **arguments})

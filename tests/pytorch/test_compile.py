@@ -2,6 +2,7 @@
 """Modules under `torch.compile(fullgraph=True)`: the bits, the state and the number of graphs."""
 
 import contextlib
+import gc
 import itertools
 
 import pytest
@@ -168,6 +169,19 @@ def test_token_counts_make_no_new_graphs(device, options, where, recipe, model):
         assert torch.equal(reference, value)
 
 
+@pytest.mark.parametrize("recipe", ["none", "delayed", "current"])
+@pytest.mark.parametrize("model", MODELS)
+def test_dynamic_from_the_first_call(model, recipe):
+    """Not only sizes are symbols then, but the floats of modules and recipes too."""
+    arguments = ("cpu", "outside", RECIPES[recipe])
+    counts = (16, 24, 33)
+    expected = train(*arguments, None, counts, model)
+    got = train(*arguments, {"backend": "aot_eager", "dynamic": True}, counts, model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for reference, value in zip(expected, got, strict=True):
+        assert torch.equal(reference, value)
+
+
 @pytest.mark.parametrize("make", [te.Linear, te.LayerNormMLP])
 def test_weight_caches_are_not_traced(make):
     """A graph can not tell whether a cached weight is still that of the parameter."""
@@ -220,6 +234,56 @@ def test_training_evaluation_and_high_precision_alternate(device, options, model
         assert torch.equal(eager[0], graph[0])
         assert torch.equal(eager[1], graph[1])
         assert not torch.equal(eager[0], eager[1])
+
+
+def test_region_without_a_recipe_inside_a_graph():
+    """Which is made with every eager region, and with the first graph."""
+    results = []
+    for compiled in (False, True):
+        model = model_on("cpu")
+
+        def step(x, model=model):
+            with te.autocast():
+                return model(x)
+
+        run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+        for seed in range(3):
+            torch.manual_seed(seed)
+            out = run(torch.randn(16, WIDTH))
+            out.square().sum().backward()
+            results.append(out.detach())
+        results += [*state_of(model), *(p.grad for p in model.parameters())]
+    half = len(results) // 2
+    for eager, graph in zip(results[:half], results[half:], strict=True):
+        assert torch.equal(eager, graph)
+
+
+def test_a_module_that_dies_while_another_is_traced():
+    """The update inside the graph goes through the state of every module of the process."""
+    te.reset()
+    layer, others = te.Linear(WIDTH, WIDTH, device="cpu"), [te.Linear(16, 16, device="cpu")]
+    with te.autocast(recipe=DelayedScaling(amax_history_len=7)):
+        others[0](torch.randn(16, 16))
+    recipe = DelayedScaling(amax_history_len=4)
+
+    @torch.compiler.assume_constant_result
+    def bury():
+        others.clear()
+        return gc.collect()
+
+    def step(x):
+        with te.autocast(recipe=recipe):
+            out = layer(x)
+        bury()
+        return out
+
+    layer.requires_grad_(False)  # both ways begin with the same state
+    x = torch.randn(16, WIDTH)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    outputs = [compiled(x), compiled(x)]
+    te.reset()
+    for out in outputs:
+        assert torch.equal(out, step(x))
 
 
 def test_state_loaded_into_a_compiled_model():

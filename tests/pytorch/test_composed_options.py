@@ -130,6 +130,23 @@ def test_return_bias(device, kind, recipe, normed, x):
 
 
 @pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("bias", [True, False])
+def test_return_bias_under_a_reentrant_checkpoint(device, kind, bias, x):
+    """What a checkpoint returns becomes an output of its node: not the module's own tensor."""
+    module = make(kind, device, return_bias=True, bias=bias)
+    own = getattr(module, NAMES[kind][-1])
+    results = []
+    for call in (module, lambda inp: te.checkpoint(module, inp)):
+        inp = x.detach().clone().requires_grad_()
+        module.zero_grad()
+        out, given = call(inp)
+        assert own.is_leaf and own.requires_grad is bias
+        (out + given if bias else out).square().sum().backward()
+        results.append([out.detach(), inp.grad, parameters_of(module)])
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("recipe", FP8)
 @pytest.mark.parametrize("normed", [False, True], ids=["", "norm-output"])
 def test_no_bias(device, kind, recipe, normed, x):

@@ -424,6 +424,8 @@ def test_errors(device):
             te.MultiheadAttention(32, 4, device=device, **arguments)
     with pytest.raises(ValueError, match="hidden_size=30 is no multiple"):
         te.MultiheadAttention(30, 4, device=device)
+    with pytest.raises(ValueError, match="num_attention_heads = 0"):
+        te.MultiheadAttention(32, 0, device=device)
     x = states(device)
     with pytest.raises(ValueError, match="encoder_output with attention_type='self'"):
         make(device)(x, encoder_output=x)

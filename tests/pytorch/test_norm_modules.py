@@ -313,12 +313,22 @@ def test_lives(device, kind):
 # ---- autograd and compilers ----------------------------------------------------------------------
 
 
-def test_double_backward_is_a_clear_error(device, kind):
+@pytest.mark.parametrize("loss", [torch.Tensor.square, torch.Tensor.clone], ids=["square", "sum"])
+def test_double_backward_is_a_clear_error(device, kind, loss):
+    """Also where the output's gradient is a constant: the input's depends on the input."""
     x = torch.randn(4, 32, device=device, requires_grad=True)
     out = make(kind, 32, device)(x)
-    (dx,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(loss(out).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_jit_trace_is_refused(device, kind, grad):
+    """It would record the output as a constant."""
+    module = make(kind, 32, device)
+    with torch.set_grad_enabled(grad), pytest.raises(NotImplementedError, match="jit.trace"):
+        torch.jit.trace(module, torch.randn(4, 32, device=device))
 
 
 def test_changes_in_place_before_the_backward_are_detected(device, kind):

@@ -73,6 +73,17 @@ def test_angles_stay_fp32_and_out_of_state_dicts(device):
         assert_bits(converted(100), expected)
 
 
+def test_reset_after_a_time_without_memory(device):
+    """As of a model that is made on the meta device: its modules are reset one by one."""
+    rope = RotaryPositionEmbedding(16, interleaved=True).to(device)
+    expected = rope(12)
+    rope.to("meta").to_empty(device=device)
+    with torch.no_grad():
+        rope.inv_freq.fill_(float("nan"))  # what happens to lie there
+    rope.reset_parameters()
+    assert_bits(rope(12), expected)
+
+
 def test_odd_number_of_channels_is_an_error():
     with pytest.raises(ValueError, match="rotary_percent=0.25: 3 rotated"):
         RotaryPositionEmbedding(12, 0.25)

@@ -73,6 +73,89 @@ def test_recompute_gives_the_same_bits(device, kind, recipe, core):
         assert (one is None) == (other is None)
 
 
+class Tracker:
+    """Random states of tensor-parallel regions, as frameworks keep them."""
+
+    def __init__(self, device, seed):
+        self.device = torch.device(device)
+        with self._forked():
+            torch.manual_seed(seed)
+            self.states = {"region": self._state()}
+
+    def _forked(self):
+        return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+
+    def _state(self):
+        return torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state()
+
+    def get_states(self):
+        return dict(self.states)
+
+    def set_states(self, states):
+        self.states = states
+
+    @contextlib.contextmanager
+    def fork(self):
+        module = torch if self.device.type == "cpu" else torch.cuda
+        with self._forked():
+            module.set_rng_state(self.states["region"])
+            yield
+            self.states["region"] = self._state()
+
+
+def _checkpointed(layer, x, tracker):
+    return te.checkpoint(layer, x, get_rng_state_tracker=lambda: tracker)
+
+
+TRACKED = {
+    "core": lambda layer, x, tracker: layer(x, checkpoint_core_attention=True),
+    "layer": _checkpointed,
+}
+
+
+@pytest.mark.parametrize("window", [None, (3, 0)], ids=["sdpa", "unfused"])
+@pytest.mark.parametrize("kind", TRACKED)
+def test_recompute_repeats_the_dropout_of_a_tracker(device, kind, window):
+    seed = int(torch.randint(2**31, ()))
+    data = torch.randn(2, LENGTH, BATCH, HIDDEN, device=device)
+    results = []
+    for run in (lambda layer, x, tracker: layer(x), TRACKED[kind]):
+        tracker = Tracker(device, seed)
+        torch.manual_seed(seed)
+        options = {"attention_dropout": 0.5, "window_size": window}
+        layer = make(device, get_rng_state_tracker=lambda tracker=tracker: tracker, **options)
+        seen = []
+        for step in data:
+            x = step.clone().requires_grad_()
+            out = run(layer, x, tracker)
+            out.square().sum().backward()
+            seen += [out.detach(), x.grad]
+        results.append([seen, [p.grad for p in layer.parameters()], tracker.states])
+    assert_same_bits(*results)
+
+
+def test_checkpoint_in_a_traced_graph(device):
+    torch._dynamo.reset()
+    layer = make(device, hidden_dropout=0.2)
+
+    def step(x):
+        return te.checkpoint(layer, x, use_reentrant=False, window_size=(3, 0))
+
+    x = states(device)
+    seed = int(torch.randint(2**31, ()))
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(seed)
+        out = function(x)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
+    assert_same_bits(*results)
+    tracked = torch.compile(
+        lambda x: te.checkpoint(layer, x, get_rng_state_tracker=lambda: None), fullgraph=True
+    )
+    with pytest.raises(Exception, match="get_rng_state_tracker under"):
+        tracked(x)
+
+
 @pytest.mark.parametrize("recipe", [None, "delayed", "current"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_compiled_equals_eager(device, fused, recipe):

@@ -7,6 +7,7 @@ import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import recompute, scaling
+from transformer_engine.pytorch.ops import constant_in_graphs
 from transformer_engine.pytorch.state import current_state
 
 __all__ = ["autocast", "fp8_autocast", "get_default_recipe"]
@@ -21,6 +22,17 @@ def get_default_recipe() -> Recipe:
         A new object.
     """
     return DelayedScaling()
+
+
+_TRACED_DEFAULT: list[Recipe] = []
+"""The default recipe of regions inside graphs: a graph can read a recipe, but not make one."""
+
+
+@constant_in_graphs
+def _ensure_traced_default() -> None:
+    """Make it while a graph is traced, outside of the graph."""
+    if not _TRACED_DEFAULT:
+        _TRACED_DEFAULT.append(get_default_recipe())
 
 
 def _updates(calibrating: bool) -> bool:
@@ -50,7 +62,8 @@ class autocast:  # noqa: N801 - the name that users know
         With ``enabled=False``: compute in high precision, but collect amaxes and update the scales,
         so that a model can be switched to FP8 afterwards.
     recipe : Recipe, optional
-        How to quantize; `get_default_recipe` where None.
+        How to quantize; `get_default_recipe` where None. A compiled function may enter a region,
+        but its recipe is made outside.
     amax_reduction_group : torch.distributed.ProcessGroup, optional
         Processes over which amaxes are reduced at the updates; all of them where None.
 
@@ -89,7 +102,11 @@ class autocast:  # noqa: N801 - the name that users know
         self._outer = (state.enabled, state.calibrating, state.recipe, state.group, state.first)
         recipe = self._recipe
         if recipe is None and (self._enabled or self._calibrating):
-            recipe = get_default_recipe()
+            if torch.compiler.is_compiling():
+                _ensure_traced_default()
+                recipe = _TRACED_DEFAULT[0]
+            else:
+                recipe = get_default_recipe()
         state.enabled = self._enabled
         state.calibrating = self._calibrating
         state.recipe = recipe

@@ -43,13 +43,14 @@ class _PlanFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return _backward_once(ctx, *grads)  # create_graph: differentiating again is an error
+            # create_graph: to differentiate again is an error, by gradients or by what was saved.
+            return _backward_once(ctx, len(grads), *grads, *ctx.saved_tensors)
         return ctx.call.run_backward(grads, ctx.saved_tensors)
 
 
 @once_differentiable
-def _backward_once(ctx: Any, *grads: Tensor) -> tuple:
-    return ctx.call.run_backward(grads, ctx.saved_tensors)
+def _backward_once(ctx: Any, count: int, *tensors: Tensor) -> tuple:
+    return ctx.call.run_backward(tensors[:count], tensors[count:])
 
 
 apply_plainly = super(torch.autograd.Function, _PlanFunction).apply

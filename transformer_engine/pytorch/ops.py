@@ -18,6 +18,7 @@ from transformer_engine import _core
 
 __all__ = [
     "OUTPUTS",
+    "as_constant",
     "constant_in_graphs",
     "define",
     "extent_value",
@@ -48,6 +49,14 @@ def constant_in_graphs(function: Callable) -> Callable:
     """
     function._dynamo_marked_constant = True
     return function
+
+
+def as_constant(number: float) -> float:
+    """A float for a function that is `constant_in_graphs`.
+
+    ``torch.compile(dynamic=True)`` makes symbols of the floats it meets; their text is a constant.
+    """
+    return float.fromhex(number.hex())
 
 
 def define(

@@ -12,6 +12,7 @@ those of `torch.utils.checkpoint` hang on the objects that torch keeps for the c
 its autograd function (reentrant), its frame object (non-reentrant).
 """
 
+import contextlib
 import functools
 import sys
 import threading
@@ -212,6 +213,18 @@ def in_reentrant_forward() -> bool:
     return False
 
 
+@contextlib.contextmanager
+def _put_back(get_tracker: Callable, states: Any) -> Iterator[None]:
+    """Give a tracker of random states the states it had, for the time of a recompute."""
+    tracker = get_tracker()
+    current = tracker.get_states()
+    tracker.set_states(states)
+    try:
+        yield
+    finally:
+        tracker.set_states(current)
+
+
 def checkpoint(
     function: Callable,
     *args: Any,
@@ -225,7 +238,8 @@ def checkpoint(
 
     The repeated forward uses the recipe, scaling factors and random numbers of the first one, so
     the gradients are those of a run without recompute, bit for bit, wherever `autocast` was
-    entered.
+    entered. Inside a graph that is being traced it is `torch.utils.checkpoint.checkpoint`, for
+    functions in high precision.
 
     Parameters
     ----------
@@ -236,7 +250,8 @@ def checkpoint(
     distribute_saved_activations : bool, default False
         Spread what is kept over `tp_group`: not there yet.
     get_rng_state_tracker : callable, optional
-        Tracker of random states of tensor-parallel regions: not there yet.
+        Returns the tracker whose ``fork()`` modules enter: its ``get_states()`` are taken before
+        the forward, and given back by ``set_states`` while it is repeated.
     tp_group : ProcessGroup, optional
         Only with `distribute_saved_activations`.
     use_reentrant : bool, default True
@@ -253,15 +268,17 @@ def checkpoint(
     Raises
     ------
     NotImplementedError
-        For `distribute_saved_activations` and `get_rng_state_tracker`.
+        For `distribute_saved_activations`; for `get_rng_state_tracker` under `torch.compile`.
     """
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
     from torch.utils.checkpoint import set_checkpoint_early_stop
 
     if distribute_saved_activations:
         raise NotImplementedError("checkpoint: distribute_saved_activations")
-    if get_rng_state_tracker is not None:
-        raise NotImplementedError("checkpoint: get_rng_state_tracker")
+    if torch.compiler.is_compiling():
+        if get_rng_state_tracker is not None:
+            raise NotImplementedError("checkpoint: get_rng_state_tracker under torch.compile")
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     frame = Frame()
     options = {
         name: kwargs.pop(name)
@@ -270,9 +287,16 @@ def checkpoint(
     }
 
     forward = iter((True,))  # the first call is the forward, every later one repeats it
+    states = None if get_rng_state_tracker is None else get_rng_state_tracker().get_states()
 
     def run(*inputs: Any) -> Any:
-        return _call(frame, not next(forward, False), function, inputs, kwargs)
+        if next(forward, False):
+            return _call(frame, False, function, inputs, kwargs)
+        random = contextlib.nullcontext()
+        if get_rng_state_tracker is not None:
+            random = _put_back(get_rng_state_tracker, states)
+        with random:
+            return _call(frame, True, function, inputs, kwargs)
 
     if use_reentrant:
         return torch_checkpoint(run, *args, use_reentrant=True, **options)

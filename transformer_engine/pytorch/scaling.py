@@ -82,7 +82,7 @@ def rule_of(recipe: DelayedScaling) -> Rule:
     return Rule(
         identity=repr(recipe),
         length=recipe.amax_history_len,
-        fp8_max=(recipe.fp8_format.fp8_max("fwd"), recipe.fp8_format.fp8_max("bwd")),
+        fp8_max=tuple(ops.as_constant(recipe.fp8_format.fp8_max(d)) for d in ("fwd", "bwd")),
         margin=recipe.margin,
         amax=algo,
         scale=scale,
@@ -252,7 +252,12 @@ def _free(*slots: Any) -> None:
 
 
 def _sweep(wait: bool = True) -> None:
-    """Free the slots of dead handles; without `wait`, only if no other statement holds the lock."""
+    """Free the slots of dead handles; without `wait`, only if no other statement holds the lock.
+
+    Not while a graph is compiled: its guards name the arenas that its updates go through.
+    """
+    if torch._guards.CompileContext.try_get() is not None:
+        return
     while _FREED:
         if not _LOCK.acquire(blocking=wait):
             return  # its holder may be this very thread; the next sweep frees them

@@ -24,7 +24,12 @@ from transformer_engine.pytorch.attention.backends import (
     choose_backend,
 )
 from transformer_engine.pytorch.attention.masks import MaskType
-from transformer_engine.pytorch.module.parameters import probabilities, refuse_distributed
+from transformer_engine.pytorch.module.base import NativeModule
+from transformer_engine.pytorch.module.parameters import (
+    positive_sizes,
+    probabilities,
+    refuse_distributed,
+)
 from transformer_engine.pytorch.recompute import checkpoint
 from transformer_engine.pytorch.state import current_state
 
@@ -50,8 +55,8 @@ class _Decision(NamedTuple):
         Bias type.
     choice : Choice
         The backend and why.
-    kernel : callable or None
-        Kernel of the backend "sdpa".
+    fused : bool
+        The backend is "sdpa", which takes no limits.
     """
 
     kind: MaskType
@@ -59,10 +64,10 @@ class _Decision(NamedTuple):
     bottom_right: bool
     bias: str
     choice: Choice
-    kernel: Callable | None
+    fused: bool
 
 
-class DotProductAttention(torch.nn.Module):
+class DotProductAttention(NativeModule):
     """Attention of queries to keys and values.
 
     Parameters
@@ -88,7 +93,8 @@ class DotProductAttention(torch.nn.Module):
     sequence_parallel, tp_size, tp_group
         Tensor parallelism: not there yet, only the defaults are accepted.
     get_rng_state_tracker : callable, optional
-        Returns a tracker whose ``fork()`` is entered while dropout is drawn.
+        Returns a tracker whose ``fork()`` is entered while dropout is drawn. Recompute reads and
+        sets its states: see `checkpoint`.
     layer_number : int, optional
         From 1.
     attention_type : str, default "self"
@@ -148,7 +154,8 @@ class DotProductAttention(torch.nn.Module):
         )
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        if num_attention_heads < 1 or groups < 1 or num_attention_heads % groups != 0:
+        positive_sizes(_NAME, num_attention_heads=num_attention_heads, num_gqa_groups=groups)
+        if num_attention_heads % groups != 0:
             raise ValueError(
                 f"{_NAME}: num_attention_heads={num_attention_heads}, num_gqa_groups="
                 f"{num_gqa_groups}: the groups must divide the heads"
@@ -160,6 +167,8 @@ class DotProductAttention(torch.nn.Module):
         check_format(qkv_format)
         probabilities(_NAME, attention_dropout=attention_dropout)
         channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+        for size in channels:
+            positive_sizes(_NAME, kv_channels=size)
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = groups
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = channels
@@ -283,7 +292,8 @@ class DotProductAttention(torch.nn.Module):
         core_attention_bias : Tensor, optional
             [b or 1, heads or 1, queries or 1, keys], differentiable.
         alibi_slopes : Tensor, optional
-            [heads] or [b, heads] fp32; 2^(-8 k / heads) where None.
+            [heads] or [b, heads] fp32; where None 2^(-8 k / heads) from k = 1 for a power of two of
+            heads (for others see `masks.default_alibi_slopes`).
         fast_zero_fill, bf16_backward
             Ignored: they choose among implementations that there is one of here.
         inference_params, pad_between_seqs, fp8_output, num_splits, score_mod, score_mod_bprop, \
@@ -341,20 +351,20 @@ score_mod_tensors, score_mod_bprop_tensors
         state = current_state()
         if state.enabled:
             refuse_fp8(state.recipe)
-        traced = torch.compiler.is_compiling()
         form = self.qkv_format if qkv_format is None else qkv_format
+        if window_size is None:
+            window_size = self.window_size
         shape = self._check(query_layer, key_layer, value_layer, form)
         key = (
             self.attn_mask_type if attn_mask_type is None else attn_mask_type,
-            self.window_size if window_size is None else tuple(window_size),
+            tuple(window_size) if isinstance(window_size, list) else window_size,
             self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
             core_attention_bias_type,
             shape[1] == shape[2],
             query_layer.dtype,
-            query_layer.device.type,
         )
-        if traced:
-            decision = self._decide(*key, traced=True)
+        if torch.compiler.is_compiling():
+            decision = self._decide(*key)
         else:
             decision = self._decisions.get(key)
             if decision is None:
@@ -368,7 +378,7 @@ score_mod_tensors, score_mod_bprop_tensors
             keys = key_layer.transpose(1, 2)
             values = value_layer.transpose(1, 2)
         dropout = self.attention_dropout if self.training else 0.0
-        if decision.kernel is not None:
+        if decision.fused:
             limits = None
             if core_attention_bias is not None or alibi_slopes is not None:
                 check_biases(
@@ -385,7 +395,7 @@ score_mod_tensors, score_mod_bprop_tensors
             limits = limits._replace(bias=bias)
         if self._get_tracker is not None or checkpoint_core_attention:
             out = self._attend_specially(
-                decision, (query, keys, values), limits, dropout, checkpoint_core_attention, traced
+                decision, (query, keys, values), limits, dropout, checkpoint_core_attention
             )
         else:
             out = self._attend(decision, query, keys, values, limits, dropout)
@@ -403,9 +413,9 @@ score_mod_tensors, score_mod_bprop_tensors
         dropout: float,
     ) -> Tensor:
         """Run the backend: [batch, heads, length, channels] views in, the same out."""
-        if decision.kernel is not None:
+        if decision.fused:
             causal = decision.kind.causal
-            return decision.kernel(query, key, value, dropout, causal, self.softmax_scale)
+            return sdpa.attend(query, key, value, causal, self.softmax_scale, dropout)
         return unfused.attend(query, key, value, limits, self.softmax_scale, dropout)
 
     def _attend_specially(
@@ -415,7 +425,6 @@ score_mod_tensors, score_mod_bprop_tensors
         limits: unfused.Limits | None,
         dropout: float,
         recompute: bool,
-        traced: bool,
     ) -> Tensor:
         """`_attend` inside a fork of the random state, or under a checkpoint."""
 
@@ -430,9 +439,8 @@ score_mod_tensors, score_mod_bprop_tensors
         bias = None if limits is None else limits.bias
         if not recompute:
             return attend(*layers, bias)
-        if traced:
-            return torch.utils.checkpoint.checkpoint(attend, *layers, bias, use_reentrant=False)
-        return checkpoint(attend, *layers, bias, use_reentrant=False)
+        tracker = self._get_tracker if dropout > 0.0 else None
+        return checkpoint(attend, *layers, bias, get_rng_state_tracker=tracker, use_reentrant=False)
 
     # ---- what applies --------------------------------------------------------------------------
 
@@ -489,8 +497,6 @@ score_mod_tensors, score_mod_bprop_tensors
         bias: str,
         square: bool,
         dtype: torch.dtype,
-        device_type: str,
-        traced: bool = False,
     ) -> _Decision:
         """Find out what applies to calls of a kind."""
         kind = masks.mask_type(mask_name)
@@ -503,15 +509,7 @@ score_mod_tensors, score_mod_bprop_tensors
             )
         grouped = self.num_gqa_groups != self.num_attention_heads
         choice = choose_backend(Situation(kind, window, diagonal, square, bias, grouped, dtype))
-        kernel = None
-        if choice.backend == "sdpa":
-            channels = (
-                self.hidden_size_per_attention_head_k,
-                self.hidden_size_per_attention_head_v,
-            )
-            problem = sdpa.Problem(device_type, dtype, channels, grouped)
-            kernel = sdpa.kernel_for(problem, square, traced)
-        return _Decision(kind, window, diagonal, bias, choice, kernel)
+        return _Decision(kind, window, diagonal, bias, choice, choice.backend == "sdpa")
 
     def _limits(
         self, decision: _Decision, mask: Any, lengths: tuple, shape: tuple[int, int, int]

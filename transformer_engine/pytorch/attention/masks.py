@@ -129,7 +129,7 @@ def window_of(window: Any, kind: MaskType, label: str = "window_size") -> tuple[
     """
     if window is None:
         return CAUSAL_WINDOW if kind.causal else NO_WINDOW
-    if len(window) != 2:
+    if not isinstance(window, tuple | list) or len(window) != 2:
         raise ValueError(f"{label}={window!r}, expected a pair (left, right)")
     left, right = int(window[0]), int(window[1])
     if kind.causal:

@@ -14,7 +14,7 @@ from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.norm import L2Normalization, LayerNorm, RMSNorm
-from transformer_engine.pytorch.module.parameters import refuse_distributed
+from transformer_engine.pytorch.module.parameters import positive_sizes, refuse_distributed
 
 __all__ = ["MultiheadAttention", "reset_scaling"]
 
@@ -175,6 +175,7 @@ ub_bulk_dgrad, ub_bulk_wgrad
             raise ValueError(f"{_NAME}: normalization={normalization!r}: one of {NORMALIZATIONS}")
         if return_layernorm_output and not input_layernorm:
             raise ValueError(f"{_NAME}: return_layernorm_output=True needs input_layernorm=True")
+        positive_sizes(_NAME, hidden_size=hidden_size, num_attention_heads=num_attention_heads)
         if kv_channels is None:
             if hidden_size % num_attention_heads != 0:
                 raise ValueError(

@@ -27,10 +27,11 @@ class RotaryPositionEmbedding(torch.nn.Module):
     rotary_percent : float, default 1
         Share of the channels that are rotated.
     seq_len_interpolation_factor : float, optional
-        Positions are divided by it.
+        Positions are divided by it, if `pretrained_max_position_embeddings` is given too.
     pretrained_max_position_embeddings : int, optional
-        Longest sequence of the training. With `seq_len_interpolation_factor`, a sequence of more
-        than their product has its positions divided by its length over this number instead.
+        Longest sequence of the training. A sequence longer than it times the factor has its
+        positions divided by its length over this number instead. Without a factor it counts for
+        nothing.
     rotary_base : float, default 10000
         Base of the frequencies.
     interleaved : bool, default False
@@ -66,6 +67,11 @@ class RotaryPositionEmbedding(torch.nn.Module):
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self._rotated = rotated
         self.register_buffer("inv_freq", self._frequencies(default_device()), persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Compute the frequencies anew: those of a module made by ``to_empty`` have no values."""
+        device = self.inv_freq.device
+        self.inv_freq = self._frequencies(default_device() if device.type == "meta" else device)
 
     def _frequencies(self, device: torch.device | str) -> Tensor:
         exponents = torch.arange(0, self._rotated, 2, dtype=torch.float32, device=device)

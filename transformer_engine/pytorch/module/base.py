@@ -14,7 +14,7 @@ from transformer_engine.pytorch.ops import constant_in_graphs
 from transformer_engine.pytorch.plans import quantization_of
 from transformer_engine.pytorch.state import RegionState, current_state
 
-__all__ = ["Fp8Module", "Region"]
+__all__ = ["Fp8Module", "NativeModule", "Region"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _graph_task = torch._C._current_graph_task_id
@@ -47,7 +47,18 @@ class Region(NamedTuple):
 _NO_FRAMES: list = []
 
 
-class Fp8Module(torch.nn.Module):
+class NativeModule(torch.nn.Module):
+    """Base of the modules whose forward calls native code."""
+
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What `torch.nn.Module` calls instead of ``forward`` while `torch.jit` traces."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: torch.jit.trace would record the output as a constant; use "
+            "torch.compile"
+        )
+
+
+class Fp8Module(NativeModule):
     """Base of the modules that run GEMMs in FP8.
 
     A module owns `SLOTS` consecutive slots of the forward and of the backward scaling state. They
@@ -140,13 +151,6 @@ class Fp8Module(torch.nn.Module):
         if known is None or known[0] != identity:
             known = self._quantization = (identity, quantization_of(recipe))
         return known[1]
-
-    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What `torch.nn.Module` calls instead of ``forward`` while `torch.jit` traces."""
-        raise NotImplementedError(
-            f"{type(self).__name__}: torch.jit.trace would record the output as a constant; use "
-            "torch.compile"
-        )
 
     # ---- scaling state -------------------------------------------------------------------------
 

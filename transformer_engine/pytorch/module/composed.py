@@ -359,7 +359,8 @@ class ComposedModule(Fp8Module):
                 raise NotImplementedError(
                     f"{type(self).__name__}: override_stages under torch.compile"
                 )
-            self._ensure_plans(key, *quantization)
+            *codes, epsilon = quantization
+            self._ensure_plans(key, *codes, tuple(map(ops.as_constant, epsilon)))
         plans = self._plans.get(key)
         return self._make_plans(key, quantization) if plans is None else plans
 

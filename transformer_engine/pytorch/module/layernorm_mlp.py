@@ -12,6 +12,7 @@ from transformer_engine import _core
 from transformer_engine.pytorch.module.layernorm import NormedModule
 from transformer_engine.pytorch.module.operands import CallTensors, PartTensors
 from transformer_engine.pytorch.module.parameters import (
+    bias_to_return,
     default_device,
     initialise,
     positive_sizes,
@@ -245,7 +246,8 @@ class LayerNormMLP(NormedModule):
         if not (self.return_bias or self.return_layernorm_output):
             return out
         dtype = (out[0] if self.return_layernorm_output else out).dtype
-        return self._results(inp, out, self.fc2_bias.to(dtype) if self.return_bias else None)
+        bias = bias_to_return(self.fc2_bias, dtype) if self.return_bias else None
+        return self._results(inp, out, bias)
 
 
 def _is_gated(activation: str) -> bool:

@@ -13,6 +13,7 @@ from transformer_engine import _core
 from transformer_engine.pytorch import ops
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import run_call
+from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.call import ModuleCall, PlainCall
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import default_device, initialise
@@ -30,7 +31,7 @@ from transformer_engine.pytorch.plans import (
 __all__ = ["L2Normalization", "LayerNorm", "RMSNorm"]
 
 
-class _NormModule(torch.nn.Module):
+class _NormModule(NativeModule):
     """Base of the norms over the last dims of a tensor."""
 
     KIND: int
@@ -60,7 +61,7 @@ class _NormModule(torch.nn.Module):
                 f"[..., {', '.join(map(str, shape))}]"
             )
 
-    def _key(self, inp: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple:
+    def _key(self, inp: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple:
         """What the plans of a call depend on."""
         wants = (inp.requires_grad, gamma is not None and gamma.requires_grad, False)
         if beta is not None:
@@ -68,12 +69,13 @@ class _NormModule(torch.nn.Module):
         if not torch.is_grad_enabled():
             wants = (False, False, False)
         dtype = inp.dtype if gamma is None else gamma.dtype
-        return inp.device, inp.dtype, dtype, inp.size(-1), wants, self.eps, self.zero_centered_gamma
+        return inp.device, inp.dtype, dtype, inp.size(-1), wants, eps, self.zero_centered_gamma
 
     def _run(self, inp: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
         """Normalize the last dim of `inp`."""
         traced = torch.compiler.is_compiling()
-        key = self._key(inp, gamma, beta)
+        eps = ops.as_constant(self.eps) if traced else self.eps
+        key = self._key(inp, gamma, beta, eps)
         if traced:
             self._ensure_plans(key)
         plans = self._plans.get(key)

@@ -11,6 +11,7 @@ from torch.nn import Module, Parameter
 
 __all__ = [
     "Split",
+    "bias_to_return",
     "default_device",
     "initialise",
     "positive_sizes",
@@ -135,6 +136,16 @@ def split_rows(weight: Tensor, parts: list[tuple[str, int]]) -> tuple[Tensor, ..
     if len(parts) == 1:
         return (weight,)
     return weight.split([rows for _, rows in parts])
+
+
+def bias_to_return(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bias for the caller to add, in the dtype of the output.
+
+    Where gradients are off it is never the parameter itself: a reentrant checkpoint makes outputs
+    of its node of what its forward returns, and a parameter would be a leaf no longer.
+    """
+    bias = bias.to(dtype)
+    return bias if torch.is_grad_enabled() else bias.detach()
 
 
 def _normal(weight: Tensor) -> None:

@@ -13,6 +13,7 @@ from transformer_engine.pytorch.module.composed import ComposedModule, add_grad
 from transformer_engine.pytorch.module.operands import PartTensors
 from transformer_engine.pytorch.module.parameters import (
     Split,
+    bias_to_return,
     default_device,
     initialise,
     split_rows,
@@ -160,8 +161,7 @@ class WeightModule(ComposedModule):
 
     def _returned_bias(self, dtype: torch.dtype) -> Tensor:
         biases = [getattr(self, f"{label}bias") for label, _ in self._parts()]
-        bias = biases[0] if len(biases) == 1 else torch.cat(biases)
-        return bias.to(dtype)
+        return bias_to_return(biases[0] if len(biases) == 1 else torch.cat(biases), dtype)
 
     def _add_weight_grad(self, part: int, grad: Tensor) -> None:
         names = [f"{label}weight" for label, _ in self._parts()]
