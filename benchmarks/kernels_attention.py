@@ -3,8 +3,8 @@
 
 As in kernels.py: bytes that can not be avoided a second, beside a plain copy measured in the same
 turns. Keys that a causal mask forbids need no reading, but zeros are written in their place.
-Dropout makes a random word for every element, which costs about as much arithmetic as a copy takes
-time; the cases without it show what that is.
+Dropout makes a random word for every element, which costs about half as much arithmetic as a copy
+takes time; the cases without it show what that is.
 """
 
 from __future__ import annotations
@@ -222,12 +222,13 @@ def shapes(machine: Machine) -> list[tuple[list[Case], list[tuple[int, ...]]]]:
     ]
 
 
-def all_rows(machine: Machine, only: str, effort: Effort) -> Iterator[dict[str, Any]]:
-    """All cases whose operator and label contain `only`."""
+def all_rows(machine: Machine, only: str, sized: str, effort: Effort) -> Iterator[dict[str, Any]]:
+    """All cases whose operator and label contain `only`, of shapes that contain `sized`."""
     for cases, sizes in shapes(machine):
         for shape in sizes:
+            written = "x".join(map(str, shape))
             for operator, label, make in cases:
-                if only not in f"{operator} {label}":
+                if only not in f"{operator} {label}" or sized not in written:
                     continue
 
                 def one(
@@ -235,7 +236,7 @@ def all_rows(machine: Machine, only: str, effort: Effort) -> Iterator[dict[str, 
                 ) -> Work:
                     return make(Maker(shape, machine.device))
 
-                named = {"operator": operator, "case": label, "shape": "x".join(map(str, shape))}
+                named = {"operator": operator, "case": label, "shape": written}
                 yield named | figures(machine, one, effort)
 
 
@@ -243,6 +244,7 @@ def main() -> None:
     """Measure and report."""
     options = parser(__doc__)
     options.add_argument("--only", default="", help="cases whose name contains this")
+    options.add_argument("--shape", default="", help="shapes that contain this, as 1023x1023")
     options = options.parse_args()
     report: Report = start("kernels_attention", options)
     machine = report.machine
@@ -254,7 +256,11 @@ def main() -> None:
         report.limit("claimed memory TB/s", machine.spec.memory * 1e-12, "data sheet")
     report.limit("kernel us", launch_time(machine, effort) * 1e6, "a kernel without work")
     columns = [dataclasses.replace(c, form=FORMS.get(c.key, c.form)) for c in COLUMNS]
-    report.table("operators around attention", columns, all_rows(machine, options.only, effort))
+    report.table(
+        "operators around attention",
+        columns,
+        all_rows(machine, options.only, options.shape, effort),
+    )
     report.finish()
 
 

@@ -122,10 +122,10 @@ def nmse(actual, exact):
     return (errors / squares).item() if squares > 0 else errors.item()
 
 
-def assert_nmse(actual, exact, bound):
+def assert_nmse(actual, exact, bound, what=""):
     """Normalised mean squared error of at most `bound`, a sum of `tols.tol`."""
     error = nmse(actual, exact)
-    assert error <= bound, f"normalised error {error:.3e} exceeds {bound:.3e}"
+    assert error <= bound, f"{what} normalised error {error:.3e} exceeds {bound:.3e}"
 
 
 def assert_ref_ratio(actual, naive, exact, dtype):

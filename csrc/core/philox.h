@@ -29,20 +29,38 @@ TE_SHARED unsigned long long te_multiply_wide(unsigned a, unsigned b)
 #endif
 }
 
-TE_SHARED te_philox_words te_philox(unsigned long long seed, unsigned long long counter)
+/* What each of the ten rounds mixes in. */
+typedef struct te_philox_keys {
+    unsigned low[10], high[10];
+} te_philox_keys;
+
+TE_SHARED te_philox_keys te_philox_schedule(unsigned long long seed)
 {
-    unsigned key_low = (unsigned)seed, key_high = (unsigned)(seed >> 32);
+    te_philox_keys keys;
+    for (unsigned round = 0; round < 10; round++) {
+        keys.low[round] = (unsigned)seed + round * 0x9E3779B9U;
+        keys.high[round] = (unsigned)(seed >> 32) + round * 0xBB67AE85U;
+    }
+    return keys;
+}
+
+TE_SHARED te_philox_words te_philox_rounds(te_philox_keys keys, unsigned long long counter)
+{
     te_philox_words c = {{(unsigned)counter, (unsigned)(counter >> 32), 0U, 0U}};
     for (int round = 0; round < 10; round++) {
         unsigned long long p0 = te_multiply_wide(0xD2511F53U, c.word[0]);
         unsigned long long p1 = te_multiply_wide(0xCD9E8D57U, c.word[2]);
-        te_philox_words next = {{(unsigned)(p1 >> 32) ^ c.word[1] ^ key_low, (unsigned)p1,
-                                 (unsigned)(p0 >> 32) ^ c.word[3] ^ key_high, (unsigned)p0}};
+        te_philox_words next = {{(unsigned)(p1 >> 32) ^ c.word[1] ^ keys.low[round], (unsigned)p1,
+                                 (unsigned)(p0 >> 32) ^ c.word[3] ^ keys.high[round],
+                                 (unsigned)p0}};
         c = next;
-        key_low += 0x9E3779B9U;
-        key_high += 0xBB67AE85U;
     }
     return c;
+}
+
+TE_SHARED te_philox_words te_philox(unsigned long long seed, unsigned long long counter)
+{
+    return te_philox_rounds(te_philox_schedule(seed), counter);
 }
 
 /* A word as a number in [0, 1), exact in fp32. */

@@ -11,8 +11,8 @@
 #include "cuda/ops.h"
 #include "cuda/tiles.h"
 
-#define TARGET_BLOCKS 4096
-#define SUMS_BLOCKS 2048 /* fewer lines of sums to write and to read again */
+#define TARGET_BLOCKS 1024
+#define SUMS_BLOCKS 1024 /* fewer lines of sums to write and to read again */
 
 /* How a matrix is dealt out. */
 typedef struct strips {
@@ -76,7 +76,7 @@ static int vectors_fit(const te_view *view, size_t element)
 static te_cuda_call call_of(te_dropout_params *params, const strips *plan, const char *name)
 {
     params->lanes_log2 = plan->lanes_log2;
-    params->depth = plan->depth;
+    params->depth = (int)plan->depth;
     return (te_cuda_call){
         "dropout",
         name,

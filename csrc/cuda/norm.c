@@ -12,39 +12,95 @@
 #include "cuda/ops.h"
 #include "cuda/tiles.h"
 
-#define ROW_THREADS 256
+#define ROW_THREADS 256 /* where a warp has a row of its own */
 #define MANY_BLOCKS (1 << 20)
+#define STATIC_SHARED 2048 /* at least what the kernels have besides */
+#define NAMED_BARRIERS 15  /* besides that of the whole block */
 
-typedef enum row_plan { NARROW, WIDE, LONG, PLANS } row_plan;
+int te_cuda_plan_row_teams(const te_cuda_row_want *want, te_cuda_row_teams *plan)
+{
+    const int64_t lanes = te_round_up(te_ceil_div(want->vectors, want->each), 32);
+    const int64_t factors = lanes * want->each * (int64_t)want->factors;
+    const int64_t row = lanes * want->each * (int64_t)want->piece;
+    const int64_t fit = (want->limit - STATIC_SHARED - factors) / row;
+    /* Few rows are spread over all blocks. */
+    const int64_t enough = want->rows > 0 ? te_ceil_div(want->rows, TE_CUDA_NORM_BLOCKS) : 1;
+    int64_t teams = want->threads / lanes;
+    if (lanes > 32 && teams > NAMED_BARRIERS) teams = NAMED_BARRIERS;
+    if (teams > enough) teams = enough;
+    if (teams > fit) teams = fit;
+    if (teams < 1) return 0;
+    *plan = (te_cuda_row_teams){.lanes = lanes,
+                                .threads = teams * lanes,
+                                .blocks = te_ceil_div(want->rows, teams),
+                                .stages = fit / teams};
+    if (plan->stages > want->stages) plan->stages = want->stages;
+    if (plan->blocks > TE_CUDA_NORM_BLOCKS) plan->blocks = TE_CUDA_NORM_BLOCKS;
+    if (plan->blocks < 1) plan->blocks = 1;
+    plan->shared = plan->stages * teams * row + factors;
+    return 1;
+}
 
-/* How rows are dealt out to teams and blocks. */
-static row_plan plan_rows(te_norm_params *params, te_cuda_dims *dims)
+typedef enum row_plan { NARROW, WIDE, ODD, LONG, PLANS } row_plan;
+
+/* Nothing but aligned vectors of 8 elements of 16 bits: of fp32, registers alone keep as many bytes
+ * in flight as the memory needs, and from there they are faster. */
+static int is_whole(const te_norm_params *params, size_t bytes)
+{
+    const te_view *rowwise = &params->to.rowwise;
+    return bytes == 2 && params->input_aligned && params->input.columns % 8 == 0 &&
+           (params->output.data == NULL || params->output_aligned) &&
+           (rowwise->data == NULL || (params->to.rowwise_aligned && rowwise->columns % 8 == 0));
+}
+
+/* How rows of elements of `bytes` are dealt out to teams and blocks. */
+static row_plan plan_rows(te_norm_params *params, size_t bytes, int64_t limit, te_cuda_dims *dims)
 {
     /* The padding of FP8 rows is written by the threads that reach into it. */
     const int64_t width = params->to.rowwise.columns > params->input.columns
                               ? params->to.rowwise.columns
                               : params->input.columns;
-    const int64_t vectors = te_ceil_div(width, 8);
+    const te_cuda_row_want want = {.rows = params->input.rows,
+                                   .vectors = te_ceil_div(width, 8),
+                                   .each = TE_NORM_WIDE_VECTORS,
+                                   .threads = TE_NORM_WIDE_THREADS,
+                                   .stages = TE_NORM_WIDE_STAGES,
+                                   .piece = 8 * bytes,
+                                   .factors = 2 * 8 * sizeof(float),
+                                   .limit = limit};
     /* As many blocks as there are partial maxima; they are read by every block, too. */
     const int64_t most = params->amax_partials != NULL || params->to.partials != NULL
                              ? TE_CAST_PARTIALS
                              : MANY_BLOCKS;
-    row_plan plan = WIDE;
-    int64_t lanes = 32, threads = ROW_THREADS, blocks;
-    if (vectors <= 32) {
+    te_cuda_row_teams teams = {.lanes = 32, .threads = ROW_THREADS};
+    row_plan plan = ODD;
+    if (want.vectors <= 32) {
         plan = NARROW;
-        lanes = 1;
-        while (lanes < vectors) lanes *= 2;
-    } else if (vectors > (int64_t)TE_NORM_THREADS * TE_NORM_VECTORS) {
+        teams.lanes = 1;
+        while (teams.lanes < want.vectors) teams.lanes *= 2;
+        teams.blocks = te_ceil_div(want.rows, TE_NORM_NARROW_THREADS / teams.lanes * TE_NORM_ROWS);
+    } else if (is_whole(params, bytes) && te_cuda_plan_row_teams(&want, &teams)) {
+        plan = WIDE;
+    } else if (want.vectors > TE_NORM_THREADS * TE_NORM_VECTORS) {
         plan = LONG;
-        lanes = threads = TE_NORM_THREADS;
-    } else if (vectors > lanes * TE_NORM_VECTORS) {
-        lanes = threads = te_round_up(te_ceil_div(vectors, TE_NORM_VECTORS), 32);
+        teams = (te_cuda_row_teams){
+            .lanes = TE_NORM_THREADS, .threads = TE_NORM_THREADS, .blocks = want.rows};
+    } else {
+        if (want.vectors > teams.lanes * TE_NORM_VECTORS)
+            teams.lanes = teams.threads =
+                te_round_up(te_ceil_div(want.vectors, TE_NORM_VECTORS), 32);
+        teams.blocks = te_ceil_div(want.rows, teams.threads / teams.lanes);
     }
-    blocks = te_ceil_div(params->input.rows, threads / lanes * (plan == NARROW ? TE_NORM_ROWS : 1));
-    if (blocks > most) blocks = most;
-    *dims = (te_cuda_dims){blocks > 0 ? (uint32_t)blocks : 1, 1, 1, (uint32_t)threads, 1, 1, 0};
-    params->lanes = (int)lanes;
+    if (teams.blocks > most) teams.blocks = most;
+    *dims = (te_cuda_dims){.grid_x = teams.blocks > 0 ? (uint32_t)teams.blocks : 1,
+                           .grid_y = 1,
+                           .grid_z = 1,
+                           .block_x = (uint32_t)teams.threads,
+                           .block_y = 1,
+                           .block_z = 1,
+                           .shared_bytes = (uint32_t)teams.shared};
+    params->lanes = (int)teams.lanes;
+    params->stages = (int)teams.stages;
     return plan;
 }
 
@@ -100,14 +156,17 @@ static te_cuda_tile_want want_cast(const te_norm_args *args)
 }
 
 /* The launch on rows; without FP8 where the tiles make it. */
-static te_cuda_call plan_row_call(const te_norm_args *args, const statistics *found,
-                                  te_norm_params *params)
+static te_cuda_call plan_row_call(const te_cuda_state *cuda, const te_norm_args *args,
+                                  const statistics *found, te_norm_params *params)
 {
     static const char *const kernels[PLANS][TE_DTYPE_COUNT] = {
 #define X(I, i)                                                                                    \
-    [NARROW][TE_DTYPE_##I] = "te_norm_narrow_" #i, [WIDE][TE_DTYPE_##I] = "te_norm_wide_" #i,      \
+    [NARROW][TE_DTYPE_##I] = "te_norm_narrow_" #i, [ODD][TE_DTYPE_##I] = "te_norm_odd_" #i,        \
     [LONG][TE_DTYPE_##I] = "te_norm_long_" #i,
         TE_NORM_INSTANCES(X)
+#undef X
+#define X(I, i) [WIDE][TE_DTYPE_##I] = "te_norm_wide_" #i,
+            TE_NORM_WIDE_INSTANCES(X)
 #undef X
     };
     const te_cuda_tile_want want = want_cast(args);
@@ -131,7 +190,8 @@ static te_cuda_call plan_row_call(const te_norm_args *args, const statistics *fo
             te_cuda_aligned(&params->output, te_dtype_bytes(args->output.dtype), 16);
     }
     if (!wants_tiles(args)) params->to = te_cuda_cast_target(&want, &dtype);
-    call.name = kernels[plan_rows(params, &call.dims)][args->input.dtype];
+    call.name = kernels[plan_rows(params, te_dtype_bytes(args->input.dtype),
+                                  te_cuda_shared_limit(cuda), &call.dims)][args->input.dtype];
     return call;
 }
 
@@ -149,7 +209,7 @@ te_status te_cuda_norm(void *self, te_context *context, const void *args_, void 
     te_cuda_state *cuda = te_context_state(context);
     te_norm_params rows;
     te_norm_tile_params params = {0};
-    te_cuda_call row_call = plan_row_call(args, &found, &rows);
+    te_cuda_call row_call = plan_row_call(cuda, args, &found, &rows);
     te_cuda_call call = {.family = "norm", .params = &params, .params_size = sizeof params};
     te_cuda_tile_job job;
     (void)self;

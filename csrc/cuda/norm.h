@@ -8,6 +8,30 @@
 #include "cuda/kernels/norm.h"
 #include "cuda/launch.h"
 
+/* Blocks that stay on the device for many rows: as many as an H200 has multiprocessors, whatever
+ * the device, so that sums are made in the same order wherever shared memory holds as many rows. */
+#define TE_CUDA_NORM_BLOCKS 132
+
+/* Rows for blocks that stay, see device/norm.cuh. */
+typedef struct te_cuda_row_want {
+    int64_t rows;
+    int64_t vectors; /* of 8 elements, of a row */
+    int64_t each;    /* of them, that a thread holds */
+    int64_t threads; /* of a block, at most */
+    int64_t stages;  /* rows of a team on their way, at most */
+    size_t piece;    /* bytes of a vector, of all matrices that are read */
+    size_t factors;  /* bytes of a vector's factors */
+    int64_t limit;   /* bytes of shared memory of a block */
+} te_cuda_row_want;
+
+typedef struct te_cuda_row_teams {
+    int64_t lanes, threads, blocks;
+    int64_t stages, shared; /* shared: bytes of dynamic shared memory */
+} te_cuda_row_teams;
+
+/* False where a row does not fit a block. */
+int te_cuda_plan_row_teams(const te_cuda_row_want *want, te_cuda_row_teams *teams);
+
 /* Tensors may be absent; beta NULL: none. */
 static inline te_norm_factors te_cuda_norm_factors(const te_tensor *gamma, const te_tensor *beta,
                                                    uint32_t flags)

@@ -12,19 +12,14 @@
 #include "cuda/tiles.h"
 #include "cuda/widen.h"
 
-/* Blocks that stay: those of an H200, whatever the device, so that sums are made in the same order
- * everywhere. */
-#define WIDE_BLOCKS 132
-#define NARROW_BLOCKS (3 * 132)
+#define NARROW_BLOCKS (3 * TE_CUDA_NORM_BLOCKS)
 #define LONG_BLOCKS (1 << 20)
-#define STATIC_SHARED 1024 /* at least what the kernel has besides */
 
-typedef enum row_plan { NARROW, WIDE, LONG, PLANS } row_plan;
+typedef enum row_plan { NARROW, WIDE, LONG } row_plan;
 
 typedef struct backward_plan {
     row_plan rows;
-    int64_t lanes, threads, blocks;
-    int64_t stages, shared;
+    te_cuda_row_teams teams;
     int64_t lines;       /* column sums side by side: 0, gamma, gamma and beta */
     int64_t groups;      /* lines of them below each other */
     size_t copies, sums; /* bytes of workspace */
@@ -39,38 +34,37 @@ static int is_wanted(const te_tensor *tensor)
 static void plan_rows(const te_norm_backward_args *args, size_t element, int64_t limit,
                       backward_plan *plan)
 {
-    const int64_t matrices = is_wanted(&args->grad_add) ? 3 : 2;
-    const int64_t vectors = te_ceil_div(args->input.shape[1], 8);
-    int64_t each = 1, most = NARROW_BLOCKS, stage, factors = 0, tail, room;
-    plan->rows = NARROW;
-    plan->lanes = 1;
-    plan->threads = TE_NORM_NARROW_THREADS;
-    if (vectors <= 32) {
-        while (plan->lanes < vectors) plan->lanes *= 2;
-    } else {
+    const te_cuda_row_want want = {.rows = args->input.shape[0],
+                                   .vectors = te_ceil_div(args->input.shape[1], 8),
+                                   .each = TE_NORM_BACKWARD_BYTES / (8 * (int64_t)element),
+                                   .threads = TE_NORM_BACKWARD_THREADS,
+                                   .stages = TE_NORM_BACKWARD_STAGES,
+                                   .piece = 8 * element * (is_wanted(&args->grad_add) ? 3 : 2),
+                                   .factors = 8 * sizeof(float),
+                                   .limit = limit};
+    te_cuda_row_teams teams = {.lanes = 1, .threads = TE_NORM_NARROW_THREADS};
+    int64_t tail = 32;
+    if (want.vectors <= 32) {
+        plan->rows = NARROW;
+        while (teams.lanes < want.vectors) teams.lanes *= 2;
+        teams.blocks = te_ceil_div(want.rows, teams.threads / teams.lanes);
+        if (teams.blocks > NARROW_BLOCKS) teams.blocks = NARROW_BLOCKS;
+        if (teams.blocks < 1) teams.blocks = 1;
+        teams.stages = want.stages;
+        teams.shared = teams.stages * teams.threads * (int64_t)want.piece;
+    } else if (te_cuda_plan_row_teams(&want, &teams)) {
         plan->rows = WIDE;
-        each = TE_NORM_VECTORS;
-        most = WIDE_BLOCKS;
-        plan->lanes = te_round_up(te_ceil_div(vectors, each), 32);
-        plan->threads = TE_NORM_BACKWARD_THREADS / plan->lanes * plan->lanes;
-        factors = each * 32 * plan->lanes;
-    }
-    stage = matrices * each * (int64_t)(element / 2) * 16 * plan->threads;
-    room = limit - STATIC_SHARED - factors;
-    if (plan->threads == 0 || room < stage) {
-        *plan = (backward_plan){
-            .rows = LONG, .threads = TE_NORM_BACKWARD_THREADS, .blocks = args->input.shape[0]};
-        if (plan->blocks > LONG_BLOCKS) plan->blocks = LONG_BLOCKS;
+        tail *= want.each;
+    } else {
+        plan->rows = LONG;
+        plan->teams =
+            (te_cuda_row_teams){.threads = TE_NORM_BACKWARD_THREADS,
+                                .blocks = want.rows < LONG_BLOCKS ? want.rows : LONG_BLOCKS};
         return;
     }
-    plan->stages = room / stage;
-    if (plan->stages > TE_NORM_BACKWARD_STAGES) plan->stages = TE_NORM_BACKWARD_STAGES;
-    plan->shared = plan->stages * stage + factors;
-    tail = each * 32 * (plan->threads + 4);
-    if (plan->shared < tail) plan->shared = tail;
-    plan->blocks = te_ceil_div(args->input.shape[0], plan->threads / plan->lanes);
-    if (plan->blocks > most) plan->blocks = most;
-    if (plan->blocks < 1) plan->blocks = 1;
+    tail *= teams.threads + 4; /* the column sums of a block, see hand_on() */
+    if (teams.shared < tail) teams.shared = tail;
+    plan->teams = teams;
 }
 
 /* The column sums of rows that do not fit: a kernel on tiles. */
@@ -100,7 +94,7 @@ static te_status plan_backward(te_context *context, const te_norm_backward_args 
     } else if (is_wanted(&args->gamma_grad)) {
         plan->lines = 1;
     }
-    plan->groups = plan->blocks;
+    plan->groups = plan->teams.blocks;
     if (plan->rows == LONG && plan->lines > 0) {
         te_tile_params tile;
         te_cuda_tile_job job;
@@ -140,18 +134,39 @@ static te_norm_gradients gradients_of(const te_norm_backward_args *args)
     return of;
 }
 
+/* The kernel on rows. Whole: of nothing but aligned vectors of 8 elements, of one dtype. */
+static const char *name_kernel(const te_norm_backward_args *args, row_plan rows,
+                               const te_norm_backward_params *params)
+{
+    enum { KERNEL_NARROW, KERNEL_WIDE, KERNEL_ADDING, KERNEL_ODD, KERNEL_LONG, KERNELS };
+    static const char *const names[KERNELS][TE_DTYPE_COUNT] = {
+#define X(I, i)                                                                                    \
+    [KERNEL_NARROW][TE_DTYPE_##I] = "te_norm_backward_narrow_" #i,                                 \
+    [KERNEL_WIDE][TE_DTYPE_##I] = "te_norm_backward_wide_" #i,                                     \
+    [KERNEL_ADDING][TE_DTYPE_##I] = "te_norm_backward_adding_" #i,                                 \
+    [KERNEL_ODD][TE_DTYPE_##I] = "te_norm_backward_odd_" #i,                                       \
+    [KERNEL_LONG][TE_DTYPE_##I] = "te_norm_backward_long_" #i,
+        TE_NORM_INSTANCES(X)
+#undef X
+    };
+    const int whole = params->of.aligned && params->of.input.columns % 8 == 0 &&
+                      (params->output.data == NULL ||
+                       (params->output_aligned && args->grad_input.dtype == args->input.dtype));
+    int kernel = KERNEL_ODD;
+    if (rows == NARROW) {
+        kernel = KERNEL_NARROW;
+    } else if (rows == LONG) {
+        kernel = KERNEL_LONG;
+    } else if (whole) {
+        kernel = params->of.add.data != NULL ? KERNEL_ADDING : KERNEL_WIDE;
+    }
+    return names[kernel][args->input.dtype];
+}
+
 /* The launches: rows, column sums of rows that do not fit, adding up. */
 static te_status launch(te_context *context, const te_norm_backward_args *args,
                         const backward_plan *plan, float *sums, void *stream)
 {
-    static const char *const kernels[PLANS][TE_DTYPE_COUNT] = {
-#define X(I, i)                                                                                    \
-    [NARROW][TE_DTYPE_##I] = "te_norm_backward_narrow_" #i,                                        \
-    [WIDE][TE_DTYPE_##I] = "te_norm_backward_wide_" #i,                                            \
-    [LONG][TE_DTYPE_##I] = "te_norm_backward_long_" #i,
-        TE_NORM_INSTANCES(X)
-#undef X
-    };
     static const char *const sum_kernels[TE_DTYPE_COUNT] = {
 #define X(I, i) [TE_DTYPE_##I] = "te_norm_sums_" #i,
         TE_NORM_INSTANCES(X)
@@ -164,8 +179,8 @@ static te_status launch(te_context *context, const te_norm_backward_args *args,
                                           te_cuda_norm_inverse(args->kind, args->input.shape[1]),
                                       .centered = args->kind == TE_NORM_LAYERNORM,
                                       .lines = (int)plan->lines,
-                                      .lanes = (int)plan->lanes,
-                                      .stages = (int)plan->stages};
+                                      .lanes = (int)plan->teams.lanes,
+                                      .stages = (int)plan->teams.stages};
     te_norm_sums_params tiles = {.of = params.of};
     const te_quantize_sums_params adds = {.sums = sums,
                                           .groups = plan->groups,
@@ -183,13 +198,14 @@ static te_status launch(te_context *context, const te_norm_backward_args *args,
         params.output_dtype = te_cuda_store(args->grad_input.dtype);
         params.output_aligned = te_cuda_aligned(&params.output, bytes, 16);
     }
-    if (plan->rows != LONG || (params.output.data != NULL && plan->blocks > 0)) {
-        calls[count++] = (te_cuda_call){
-            "norm_backward",
-            kernels[plan->rows][dtype],
-            {(uint32_t)plan->blocks, 1, 1, (uint32_t)plan->threads, 1, 1, (uint32_t)plan->shared},
-            &params,
-            sizeof params};
+    if (plan->rows != LONG || (params.output.data != NULL && plan->teams.blocks > 0)) {
+        calls[count++] =
+            (te_cuda_call){"norm_backward",
+                           name_kernel(args, plan->rows, &params),
+                           {(uint32_t)plan->teams.blocks, 1, 1, (uint32_t)plan->teams.threads, 1, 1,
+                            (uint32_t)plan->teams.shared},
+                           &params,
+                           sizeof params};
     }
     if (plan->rows == LONG && sums != NULL) {
         te_cuda_tile_job job;

@@ -91,7 +91,7 @@ def test_layouts(device, dtype, probabilities, layout, rng):
 
 
 # Around the widths that a backend keeps in registers or on the stack.
-@pytest.mark.parametrize("keys", [*RAGGED, 1023, 1024, 2048, 2049, 5003])
+@pytest.mark.parametrize("keys", [*RAGGED, 1023, 1024, 2048, 2049, 5003, 8192, 8200])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_widths(device, queries, keys, rng):
     Problem(normal(rng, (1, 2, queries, keys), BF16), scale=2.5).check(device)

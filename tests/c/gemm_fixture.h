@@ -251,19 +251,27 @@ static void describe(const char *what, const test_case *c)
         if (++failures >= SHOWN_FAILURES) exit(1);                                                 \
     } while (0)
 
+#define LARGEST_PRODUCT 4 /* of two of the numbers that encode_random makes */
+
 /* Normalised error that rounding to the output, and the arithmetic of the operands, allow. */
 static double tolerance(const test_case *c, te_dtype out)
 {
     double arithmetic = is_fp8_case(c) ? 2e-3 : c->what & TF32 ? 1e-3 : 2e-6;
-    if (c->what & GELU) arithmetic += 1e-4;
-    return test_dtype_eps(out) + arithmetic;
+    /* For a single element cuBLASLt has algorithms that round the product before they add to it. */
+    int terms = c->m * c->n == 1 && c->what & (BIAS | ACCUMULATE) ? 1 + LARGEST_PRODUCT : 1;
+    return terms * test_dtype_eps(out) + arithmetic;
 }
 
-/* Compares with the reference, times `scale`; padding must be as it was before. */
+/* What GELU adds to it, as a share of its argument: half the error of the hardware's approximation
+ * of tanh, which is up to 2^-10.987. */
+#define GELU_TOLERANCE (1.01 * ldexp(1.0, -11))
+
+/* Compares with the reference, times `scale`; padding must be as it was before. `argument`: what
+ * the reference is the GELU of, or NULL. */
 static void compare(const char *name, const test_case *c, const operand *o, const uint8_t *got,
-                    const double *reference, double scale)
+                    const double *reference, const double *argument, double scale)
 {
-    double error = 0.0, norm = 0.0, count;
+    double error = 0.0, norm = 0.0, of_argument = 0.0, count, allowed;
     int64_t columns = columns_of(o), stride = o->view.ndim == 1 ? columns : o->view.strides[0];
     size_t element = te_dtype_bytes(o->view.dtype);
     size_t end = (size_t)(rows_of(o) * stride) * element;
@@ -274,6 +282,7 @@ static void compare(const char *name, const test_case *c, const operand *o, cons
             double expected = reference[r * columns + col] * scale;
             error += (value - expected) * (value - expected);
             norm += expected * expected;
+            if (argument != NULL) of_argument += pow(argument[r * columns + col] * scale, 2.0);
         }
         if (memcmp(got + tail, o->host + tail, (size_t)(stride - columns) * element) != 0) {
             REPORT(c, "%s: wrote between rows, at row %lld", name, (long long)r);
@@ -282,11 +291,12 @@ static void compare(const char *name, const test_case *c, const operand *o, cons
     /* Terms of the sums are of the order of 1: what cancels below that is not held against the
      * result. */
     count = (double)(rows_of(o) * columns) * scale * scale;
-    error = sqrt(error / fmax(fmax(norm, count), 1.0));
-    if (!(error <= tolerance(c, o->view.dtype)) ||
-        memcmp(got + end, o->host + end, o->bytes - end) != 0) {
+    norm = fmax(fmax(norm, count), 1.0);
+    error = sqrt(error / norm);
+    allowed = tolerance(c, o->view.dtype) + GELU_TOLERANCE * sqrt(of_argument / norm);
+    if (!(error <= allowed) || memcmp(got + end, o->host + end, o->bytes - end) != 0) {
         REPORT(c, "%s: normalised error %g, allowed %g (or wrote behind the end)", name, error,
-               tolerance(c, o->view.dtype));
+               allowed);
     }
 }
 
@@ -320,6 +330,7 @@ static void check_results(const fixture *x)
         if (outputs[i]->host == NULL || c->n == 0) continue;
         got = fetch(outputs[i]);
         compare(names[i], c, outputs[i], got, references[i],
+                i == 0 && c->what & GELU ? x->before : NULL,
                 i == 0 && te_dtype_is_fp8(c->d) ? (double)scales_in[2] : 1.0);
         free(got);
     }

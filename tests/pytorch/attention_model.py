@@ -59,6 +59,19 @@ def attention(q, k, v, may, *, scale=None, bias=0.0, factors=1.0):
     return (reference.softmax(scale * (q @ k.mT) + bias, may) * factors) @ v
 
 
+def cancellation(q, k, v, may, grad):
+    """Mean square of the terms of the scores' gradient p (dp - sum(p dp)), over that of their sum.
+
+    A probability near 1 leaves little of terms that were rounded before: errors of the gradients of
+    q and k grow by as much.
+    """
+    p = reference.softmax(q.shape[-1] ** -0.5 * (q @ k.mT), may)
+    dp = grad @ v.mT
+    terms = p * (dp.abs() + (p * dp.abs()).sum(-1, keepdim=True))
+    gradient = p * (dp - (p * dp).sum(-1, keepdim=True))
+    return float(terms.square().sum() / gradient.square().sum())
+
+
 def distance(queries, keys, diagonal):
     """|key - key on the diagonal| of [queries, keys]."""
     return (torch.arange(keys) - torch.arange(queries)[:, None] - diagonal).abs().double()

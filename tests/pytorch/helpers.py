@@ -202,13 +202,14 @@ def assert_same_gemm(found, expected, device, recipe, depth, what=""):
     """Same bits, but for cuBLASLt in high precision.
 
     It chooses its algorithm by alignment, strides and epilogue; the order of the sum goes with it.
-    An FP8 GEMM always reads what quantize wrote, in one layout.
+    Each of the two is within the bound of the exact product, so they are within twice its root of
+    each other. An FP8 GEMM always reads what quantize wrote, in one layout.
     """
     if recipe is not None or device == "cpu":
         assert_same_bits(found, expected, what)
         return
     assert found.dtype == expected.dtype
-    assert_nmse(found, expected.double(), 2 * high_precision_bound(found.dtype, depth))
+    assert_nmse(found, expected.double(), 4 * high_precision_bound(found.dtype, depth), what)
 
 
 def high_precision_bound(dtype, depth):

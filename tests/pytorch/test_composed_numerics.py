@@ -101,7 +101,7 @@ def check_steps(device, kind, recipe, dtype, sizes=(48, 32), rows=(3, 21), **opt
         step.check_backward()
         assert_same_bits(step.out.detach(), out)
         for name, gradient in grads.items():  # in high precision a bias is summed up elsewhere
-            assert_same_gemm(step.grads[name], gradient, device, recipe, 64)
+            assert_same_gemm(step.grads[name], gradient, device, recipe, 64, name)
         if made is not None:
             step.check_scaling()
             assert_same_bits(state_of(module), state_of(twin))

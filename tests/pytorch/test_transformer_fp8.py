@@ -101,7 +101,11 @@ def check_attention(seen, dtype, mixed, label, keys):
     bound = tol("attention", dtype, keys)
     assert_nmse(core.out, exact(**wide), bound)
     by_name = dict(zip("qkv", core.grads, strict=True))
-    assert_grad64(by_name, exact, named, core.grad, bound)
+    grad = core.grad.detach().cpu().double().view(*wide["q"].shape[:3], -1)
+    *heads, grad = (attention_model.to_bhsd(t, "sbhd") for t in (*wide.values(), grad))
+    gain = attention_model.cancellation(*heads, may, grad)
+    assert_grad64({"v": by_name.pop("v")}, exact, named, core.grad, bound)
+    assert_grad64(by_name, exact, named, core.grad, bound * gain)
     proj = seen[f"{label}.proj"]
     assert_same_bits([proj.inputs[0].detach(), proj.grads[0]], [core.out, core.grad])
 

@@ -239,7 +239,8 @@ def checkpoint(
     The repeated forward uses the recipe, scaling factors and random numbers of the first one, so
     the gradients are those of a run without recompute, bit for bit, wherever `autocast` was
     entered. Inside a graph that is being traced it is `torch.utils.checkpoint.checkpoint`, for
-    functions in high precision.
+    functions in high precision; on CUDA devices torch draws other random numbers there than in
+    eager code, and repeats these.
 
     Parameters
     ----------

@@ -69,23 +69,31 @@ __device__ __forceinline__ void te_round_store(const float values[8], void *to)
     out.store_aligned(to);
 }
 
+/* Stores eight values as a run-time dtype at element `at`, whose place allows vector accesses. */
+__device__ __forceinline__ void te_store_vector(int dtype, void *to, te_index at,
+                                                const float values[8])
+{
+    if (dtype == TE_STORE_BF16)
+        te_round_store<te_bf16>(values, (te_bf16::raw *)to + at);
+    else if (dtype == TE_STORE_F16)
+        te_round_store<te_f16>(values, (te_f16::raw *)to + at);
+    else
+        te_round_store<te_f32>(values, (te_f32::raw *)to + at);
+}
+
 /* Stores the first `count` of eight values at (row, column) of a matrix of a run-time dtype. */
 __device__ __forceinline__ void te_store_values(int dtype, const te_view &to, bool aligned,
                                                 te_index row, te_index column, te_index count,
                                                 const float values[8])
 {
     const te_index at = row * to.stride + column;
-    if (!aligned || count < 8) {
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-            if (j < count) te_store_as(dtype, to.data, at + j, values[j]);
-    } else if (dtype == TE_STORE_BF16) {
-        te_round_store<te_bf16>(values, (te_bf16::raw *)to.data + at);
-    } else if (dtype == TE_STORE_F16) {
-        te_round_store<te_f16>(values, (te_f16::raw *)to.data + at);
-    } else {
-        te_round_store<te_f32>(values, (te_f32::raw *)to.data + at);
+    if (aligned && count >= 8) {
+        te_store_vector(dtype, to.data, at, values);
+        return;
     }
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+        if (j < count) te_store_as(dtype, to.data, at + j, values[j]);
 }
 
 template <typename T>

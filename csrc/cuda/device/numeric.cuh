@@ -12,18 +12,22 @@
 
 #include "cuda/device/types.h"
 
-/* Tags: the size of an element, and `raw`, an unsigned type that holds its bits. */
+/* Tags: the size of an element, `raw`, an unsigned type that holds its bits, and whether it is FP8.
+ */
 struct te_f32 {
     typedef unsigned raw;
     static constexpr int bytes = 4;
+    static constexpr bool casts = false;
 };
 struct te_f16 {
     typedef unsigned short raw;
     static constexpr int bytes = 2;
+    static constexpr bool casts = false;
 };
 struct te_bf16 {
     typedef unsigned short raw;
     static constexpr int bytes = 2;
+    static constexpr bool casts = false;
 };
 struct te_e4m3 {
     typedef unsigned char raw;

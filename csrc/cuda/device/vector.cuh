@@ -51,6 +51,17 @@ template <typename T, int N> struct te_vector {
         }
     }
 
+    /* Elements whose bit is 0 become 0. */
+    __device__ __forceinline__ void keep(unsigned bits)
+    {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const unsigned mine = (T::bytes < 4 ? (1U << T::bytes * 8) - 1U : ~0U)
+                                  << (i * T::bytes * 8 & 31);
+            word[i * T::bytes / 4] &= (bits >> i & 1U) != 0U ? ~0U : ~mine;
+        }
+    }
+
     /* Keeps the compiler from holding decoded values of one use for the next: they would take twice
      * the registers. */
     __device__ __forceinline__ void forget()
@@ -97,29 +108,70 @@ template <typename T, int N> struct te_vector {
         }
     }
 
-    /* Loads the first `count` elements (any number, also negative); the others become 0. */
-    __device__ __forceinline__ void load(const void *from, bool aligned, te_index count)
+    /* Loads from any element on, in aligned words: those that hold the vector, with what else they
+     * hold. */
+    __device__ __forceinline__ void load_words(const void *from)
     {
-        if (aligned && count >= N) {
-            load_aligned(from);
-            return;
+        const unsigned *at = (const unsigned *)((const unsigned char *)from - ((size_t)from & 3U));
+        const unsigned bits = (unsigned)(size_t)from << 3 & 31U;
+        unsigned more = 0U;
+#pragma unroll
+        for (int i = 0; i < words; i++) word[i] = at[i];
+        if (bits != 0U) more = at[words];
+#pragma unroll
+        for (int i = 0; i < words; i++)
+            word[i] = __funnelshift_r(word[i], i + 1 < words ? word[i + 1] : more, bits);
+    }
+
+    /* Stores from any element on, in aligned words but for the halves of one at the ends. */
+    __device__ __forceinline__ void store_words(void *to) const
+    {
+        if (((size_t)to & 3U) == 0U) {
+#pragma unroll
+            for (int i = 0; i < words; i++) ((unsigned *)to)[i] = word[i];
+        } else {
+            unsigned short *at = (unsigned short *)to;
+            at[0] = (unsigned short)word[0];
+#pragma unroll
+            for (int i = 1; i < words; i++)
+                *(unsigned *)(at + 2 * i - 1) = __funnelshift_r(word[i - 1], word[i], 16U);
+            at[2 * words - 1] = (unsigned short)(word[words - 1] >> 16);
         }
+    }
+
+    /* Loads the elements [first, end), one by one; the others become 0. */
+    __device__ __forceinline__ void load_part(const void *from, te_index first, te_index end)
+    {
         clear();
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (i < count) put(i, ((const typename T::raw *)from)[i]);
+            if (i >= first && i < end) put(i, ((const typename T::raw *)from)[i]);
+    }
+
+    /* Stores the elements [first, end), one by one. */
+    __device__ __forceinline__ void store_part(void *to, te_index first, te_index end) const
+    {
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (i >= first && i < end) ((typename T::raw *)to)[i] = get(i);
+    }
+
+    /* Loads the first `count` elements (any number, also negative); the others become 0. */
+    __device__ __forceinline__ void load(const void *from, bool aligned, te_index count)
+    {
+        if (aligned && count >= N)
+            load_aligned(from);
+        else
+            load_part(from, 0, count);
     }
 
     /* Stores the first `count` elements (any number, also negative). */
     __device__ __forceinline__ void store(void *to, bool aligned, te_index count) const
     {
-        if (aligned && count >= N) {
+        if (aligned && count >= N)
             store_aligned(to);
-            return;
-        }
-#pragma unroll
-        for (int i = 0; i < N; i++)
-            if (i < count) ((typename T::raw *)to)[i] = get(i);
+        else
+            store_part(to, 0, count);
     }
 };
 

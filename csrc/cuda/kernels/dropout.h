@@ -30,15 +30,14 @@ typedef struct te_dropout_params {
     te_view input, residual, output; /* residual, output: data NULL: none */
     const void *bias;                /* [columns] bias_dtype, or NULL */
     const te_index *rng;             /* {seed, offset}; NULL: nothing is dropped */
-    void *bias_grad; /* [columns] bias_dtype; with one group, where sums is NULL; or NULL */
-    float *sums;     /* [groups, columns] column sums of each group, or NULL */
-    te_index depth;
+    void *bias_grad;      /* [columns] bias_dtype; with one group, where sums is NULL; or NULL */
+    float *sums;          /* [groups, columns] column sums of each group, or NULL */
     te_index path_first;  /* first element of drop path's stream, as an index from rng's offset */
     te_index sample_rows; /* rows that drop path keeps or drops together */
     float keep_factor, path_factor;
     unsigned drop_limit, path_limit; /* see random.cuh */
     int drops, drops_path;
-    int lanes_log2;
+    int lanes_log2, depth;
     int bias_dtype; /* TE_STORE_* */
     int bias_alike; /* the bias has the dtype of the input and begins at 16 bytes */
 } te_dropout_params;

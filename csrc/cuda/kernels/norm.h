@@ -12,15 +12,21 @@
 #include "cuda/device/types.h"
 
 /* X(DTYPE, dtype) of the matrices that are read. */
-#define TE_NORM_INSTANCES(X)                                                                       \
-    X(F32, f32)                                                                                    \
+#define TE_NORM_WIDE_INSTANCES(X)                                                                  \
     X(F16, f16)                                                                                    \
     X(BF16, bf16)
+#define TE_NORM_INSTANCES(X)                                                                       \
+    X(F32, f32)                                                                                    \
+    TE_NORM_WIDE_INSTANCES(X)
 
 enum {
-    TE_NORM_VECTORS = 4,  /* of 8 elements, that a thread of a wide row holds */
-    TE_NORM_ROWS = 4,     /* narrow rows that a thread holds a vector of */
-    TE_NORM_THREADS = 512 /* at most, forward: rows beyond 512 * 4 * 8 columns are read in turns */
+    TE_NORM_ROWS = 4, /* narrow rows that a thread holds a vector of 8 elements of */
+    TE_NORM_NARROW_THREADS = 256,
+    TE_NORM_WIDE_VECTORS = 4, /* of a wide row of 16-bit elements, that a thread holds */
+    TE_NORM_WIDE_THREADS = 768,
+    TE_NORM_WIDE_STAGES = 2, /* such rows of a team on their way, at most */
+    TE_NORM_VECTORS = 4,     /* of any other row, that a thread holds */
+    TE_NORM_THREADS = 512    /* at most: rows beyond 512 * 4 * 8 columns are read in turns */
 };
 
 /* gamma and beta; both of one dtype. */
@@ -33,7 +39,9 @@ typedef struct te_norm_factors {
 } te_norm_factors;
 
 /* Statistics, and what follows from them along rows. Teams of `lanes` threads share rows: a power
- * of two up to 32, or the whole block. Blocks stride over the rows. */
+ * of two up to 32, or whole warps. Blocks stride over the rows. The kernel for wide rows takes
+ * nothing but whole vectors: multiples of 8 columns, of FP8 rows too, all of them aligned; it has
+ * dynamic shared memory for `stages` rows of each team and for the factors. */
 typedef struct te_norm_params {
     te_view input;     /* [rows, columns] */
     te_view output;    /* [rows, columns]; data NULL: not wanted */
@@ -43,7 +51,7 @@ typedef struct te_norm_params {
     float *amax_partials; /* TE_CAST_PARTIALS floats, for at most as many blocks; or NULL */
     float eps, inverse;
     int given, centered;
-    int lanes;
+    int lanes, stages;
     int input_aligned, output_aligned; /* every row begins at 16 bytes */
     int output_dtype;                  /* TE_STORE_* */
 } te_norm_params;

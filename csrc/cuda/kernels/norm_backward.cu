@@ -5,17 +5,14 @@
  * One read of the inputs serves the gradient of the input, which needs two sums along the row
  * first, and the column sums of gamma and beta, which a thread keeps in registers for its columns
  * over all rows that it meets: blocks stay for the whole launch. The rows to come are on their way
- * to shared memory meanwhile. A thread reads there what itself has fetched, so only the sums of a
- * row need a barrier, of the threads that share it.
+ * to shared memory meanwhile, see norm.cuh.
  *
  * Rows too wide for this are read twice, and their column sums are made by a kernel on tiles.
  *
- * Dynamic shared memory, in pieces of 16 bytes: [stages][matrices][VECTORS][halves][threads] rows
- * (f32 takes two pieces per vector), then where VECTORS > 1 [VECTORS][2][lanes] factors as floats.
- * At the end [VECTORS * 8][threads + 4] floats of column sums take their place.
+ * Dynamic shared memory: te_row_stages, then where VECTORS > 1 te_staged_factors. At the end
+ * [VECTORS * 8][threads + 4] floats of column sums take their place.
  */
 #include "norm_backward.h"
-#include "async.cuh"
 #include "norm.cuh"
 #include "tile_cast.cuh"
 
@@ -43,73 +40,6 @@ static __device__ __forceinline__ void combine(const float dz[8], const float no
         y[j] = rsigma * (__fmaf_rn(dz[j], w[j], -plain) - normal[j] * scaled);
 }
 
-/* The rows of a thread in shared memory. */
-template <typename T, int VECTORS> struct te_row_stages {
-    static constexpr int pieces = T::bytes / 2; /* of a vector */
-    uint4 *first;                               /* the thread's first piece */
-    int matrices;
-
-    __device__ __forceinline__ uint4 *place(int stage, int matrix, int v) const
-    {
-        return first + (((stage * matrices + matrix) * VECTORS + v) * pieces) * (int)blockDim.x;
-    }
-
-    __device__ __forceinline__ void fetch_one(const te_view &from, bool aligned, te_index row,
-                                              int column, uint4 *to) const
-    {
-        const typename T::raw *source = te_at<T>(from, row, column);
-        const int left = (int)from.columns - column;
-        if (aligned && left >= 8) {
-#pragma unroll
-            for (int i = 0; i < pieces; i++)
-                te_copy_async(to + i * blockDim.x, (const unsigned char *)source + 16 * i);
-            return;
-        }
-        te_vector<T, 8> in;
-        in.load(source, false, left);
-#pragma unroll
-        for (int i = 0; i < pieces; i++)
-            to[i * blockDim.x] = make_uint4(in.word[4 * i], in.word[4 * i + 1], in.word[4 * i + 2],
-                                            in.word[4 * i + 3]);
-    }
-
-    /* Vector v of a row begins its way. */
-    __device__ __forceinline__ void fetch(const te_norm_gradients &of, te_index row, int column,
-                                          int stage, int v) const
-    {
-        fetch_one(of.input, of.aligned != 0, row, column, place(stage, 0, v));
-        fetch_one(of.grad, of.aligned != 0, row, column, place(stage, 1, v));
-        if (matrices > 2) fetch_one(of.add, of.aligned != 0, row, column, place(stage, 2, v));
-    }
-
-    __device__ __forceinline__ void read_one(const uint4 *from, te_vector<T, 8> &out) const
-    {
-#pragma unroll
-        for (int i = 0; i < pieces; i++) {
-            const uint4 piece = from[i * blockDim.x];
-            out.word[4 * i] = piece.x, out.word[4 * i + 1] = piece.y;
-            out.word[4 * i + 2] = piece.z, out.word[4 * i + 3] = piece.w;
-        }
-    }
-
-    __device__ __forceinline__ void read(int stage, int v, float mean, float rsigma, float dz[8],
-                                         float normal[8]) const
-    {
-        te_vector<T, 8> in;
-        read_one(place(stage, 1, v), in);
-#pragma unroll
-        for (int j = 0; j < 8; j++) dz[j] = in.value(j);
-        if (matrices > 2) {
-            read_one(place(stage, 2, v), in);
-#pragma unroll
-            for (int j = 0; j < 8; j++) dz[j] += in.value(j);
-        }
-        read_one(place(stage, 0, v), in);
-#pragma unroll
-        for (int j = 0; j < 8; j++) normal[j] = (in.value(j) - mean) * rsigma;
-    }
-};
-
 /* Adds the column sums of the block's teams and leaves them in `to`. */
 template <int VECTORS>
 static __device__ __forceinline__ void hand_on(const float sums[VECTORS][8], int lanes,
@@ -124,7 +54,8 @@ static __device__ __forceinline__ void hand_on(const float sums[VECTORS][8], int
         for (int j = 0; j < 8; j++) scratch[(v * 8 + j) * pitch + threadIdx.x] = sums[v][j];
     __syncthreads();
     for (int column = threadIdx.x; column < columns; column += blockDim.x) {
-        const int vector = column >> 3, v = vector / lanes, lane = vector - v * lanes;
+        const int vector = column >> 3, group = vector >> 5; /* of te_first_vector */
+        const int lane = group / VECTORS * 32 + (vector & 31), v = group % VECTORS;
         const float *line = scratch + (v * 8 + (column & 7)) * pitch + lane;
         float sum = line[0];
         for (int team = 1; team < teams; team++) sum += line[team * lanes];
@@ -132,55 +63,117 @@ static __device__ __forceinline__ void hand_on(const float sums[VECTORS][8], int
     }
 }
 
-/* Rows of at most lanes * VECTORS vectors. */
-template <typename T, int VECTORS>
+/* What a thread has on its way through shared memory. The matrices are the input, the gradient, and
+ * with ADDS maybe what is added to it. WHOLE: rows of nothing but aligned vectors, and with ADDS
+ * something is added. */
+template <typename T, int VECTORS, bool WHOLE, bool ADDS> struct te_backward_stages {
+    typedef te_row_stages<T, VECTORS> row_stages;
+    const te_norm_gradients &of;
+    row_stages stages;
+    int start;
+    bool adds;
+
+    __device__ __forceinline__ te_backward_stages(const te_norm_gradients &of_, uint4 *memory,
+                                                  int first_vector)
+        : of(of_), stages(memory, ADDS && (WHOLE || of_.add.data != nullptr) ? 3 : 2),
+          start(8 * first_vector), adds(ADDS && (WHOLE || of_.add.data != nullptr))
+    {
+    }
+
+    __device__ __forceinline__ bool has(int v) const
+    {
+        return start + 256 * v < (int)of.input.columns;
+    }
+
+    __device__ __forceinline__ void fetch_one(const te_view &from, uint4 *place, te_index row) const
+    {
+        const typename T::raw *line = te_at<T>(from, row, start);
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++)
+            if (has(v))
+                row_stages::template fetch<WHOLE>(place, v, line + 256 * v, of.aligned != 0,
+                                                  (int)of.input.columns - start - 256 * v);
+    }
+
+    /* A row sets out. */
+    __device__ __forceinline__ void fetch(int stage, te_index row) const
+    {
+        fetch_one(of.input, stages.place(stage, 0), row);
+        fetch_one(of.grad, stages.place(stage, 1), row);
+        if (adds) fetch_one(of.add, stages.place(stage, 2), row);
+    }
+
+    /* The first rows set out, `step` apart; vectors beyond their end are 0 for good. */
+    __device__ __forceinline__ void fetch_first(int count, te_index row, te_index step) const
+    {
+        te_vector<T, 8> zero;
+        zero.clear();
+        for (int stage = 0; stage < count; stage++, row += step) {
+            for (int matrix = 0; matrix < stages.matrices; matrix++)
+#pragma unroll
+                for (int v = 0; v < VECTORS; v++)
+                    if (!has(v)) row_stages::write(stages.place(stage, matrix), v, zero);
+            if (row < of.input.rows) fetch(stage, row);
+            te_copy_group();
+        }
+    }
+
+    /* What take() makes of vector v of a row that has arrived, and of no row zeros. */
+    __device__ __forceinline__ void take_vector(int stage, int v, bool is_row, float mean,
+                                                float rsigma, float dz[8], float normal[8]) const
+    {
+        te_vector<T, 8> x, grad, add;
+        if (is_row) {
+            row_stages::read(stages.place(stage, 0), v, x);
+            row_stages::read(stages.place(stage, 1), v, grad);
+            if (adds) row_stages::read(stages.place(stage, 2), v, add);
+        } else {
+            x.clear(), grad.clear(), add.clear();
+        }
+        take<T>(grad, add, x, adds, mean, has(v) ? rsigma : 0.0F, dz, normal);
+    }
+};
+
+/* Rows of at most lanes * VECTORS vectors. WHOLE: see above; the gradient of the input then has the
+ * dtype of the others, and 16 bytes of it can be written at once. */
+template <typename T, int VECTORS, bool WHOLE, bool ADDS, te_team_kind KIND>
 static __device__ __forceinline__ void norm_backward(const te_norm_backward_params &p)
 {
     extern __shared__ uint4 memory[];
-    __shared__ __align__(8) float scratch[TE_TEAM_SCRATCH];
+    __shared__ __align__(16) float scratch[TE_TEAM_SCRATCH];
     const te_norm_gradients &of = p.of;
     const te_index rows = of.input.rows;
+    te_team<KIND, float2> team(p.lanes, scratch);
     const int columns = (int)of.input.columns; /* they fit the team */
-    te_team team(p.lanes, scratch);
-    const te_row_stages<T, VECTORS> stages = {memory + threadIdx.x, of.add.data != nullptr ? 3 : 2};
-    float4 *factors = (float4 *)(memory + p.stages * stages.matrices * VECTORS * stages.pieces *
-                                              (int)blockDim.x) +
-                      team.lane;
+    const int vector = te_first_vector<VECTORS>(team.lane), start = 8 * vector;
+    const te_backward_stages<T, VECTORS, WHOLE, ADDS> staged(of, memory, vector);
+    uint4 *const behind = memory + staged.stages.size(p.stages);
+    const te_staged_factors<false> factors(behind, vector);
     const int teams = blockDim.x / p.lanes;
     const te_index step = (te_index)gridDim.x * teams;
     te_index base = (te_index)blockIdx.x * teams;
-    float w[8], gamma_sums[VECTORS][8] = {}, beta_sums[VECTORS][8] = {};
+    float w[8], none[8], gamma_sums[VECTORS][8] = {}, beta_sums[VECTORS][8] = {};
     float next_mean = 0.0F, next_rsigma = 0.0F;
 
-    for (int stage = 0; stage < p.stages; stage++) {
-        const te_index row = base + team.team + stage * step;
-#pragma unroll
-        for (int v = 0; v < VECTORS; v++) {
-            const int column = 8 * (v * p.lanes + team.lane);
-            if (row < rows && column < columns) stages.fetch(of, row, column, stage, v);
-        }
-        te_copy_group();
-    }
+    staged.fetch_first(p.stages, base + team.team, step);
     if (base + team.team < rows) {
         if (of.mean != nullptr) next_mean = of.mean[base + team.team];
         next_rsigma = of.rsigma[base + team.team];
     }
-#pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-        te_load_weight(of.factors, 8 * (v * p.lanes + team.lane), columns, w);
-        if (VECTORS == 1) break;
-        if (team.team == 0) {
-            factors[(v * 2) * p.lanes] = make_float4(w[0], w[1], w[2], w[3]);
-            factors[(v * 2 + 1) * p.lanes] = make_float4(w[4], w[5], w[6], w[7]);
-        }
-    }
+    if constexpr (VECTORS == 1)
+        te_load_factors(of.factors, start, columns, w, none);
+    else
+        te_staged_factors<false>::fill(behind, of.factors, columns, p.lanes * VECTORS);
     __syncthreads();
 
-    int stage = 0;
-    for (; base < rows; base += step) { /* as often for every team: lanes of a warp stay together */
-        const te_index row = base + team.team, later = row + p.stages * step;
+    /* As often for every team of a warp: its lanes stay together, and add zeros in the end. */
+    for (int stage = 0; KIND == TE_TEAM_LANES ? base < rows : base + team.team < rows;
+         base += step, stage = stage + 1 < p.stages ? stage + 1 : 0) {
+        const te_index row = base + team.team;
+        const bool is_row = KIND != TE_TEAM_LANES || row < rows;
         const float mean = next_mean, rsigma = next_rsigma;
-        float plain = 0.0F, scaled = 0.0F, dz[8], normal[8];
+        float dz[8], normal[8];
+        float2 sums = make_float2(0.0F, 0.0F); /* of dz, and of it times the normalized row */
         if (row + step < rows) {
             if (of.mean != nullptr) next_mean = of.mean[row + step];
             next_rsigma = of.rsigma[row + step];
@@ -188,46 +181,39 @@ static __device__ __forceinline__ void norm_backward(const te_norm_backward_para
         te_copy_wait(p.stages - 1);
 #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
-            if (row >= rows || 8 * (v * p.lanes + team.lane) >= columns) continue;
-            stages.read(stage, v, mean, rsigma, dz, normal);
-            if constexpr (VECTORS > 1) {
-                *(float4 *)w = factors[(v * 2) * p.lanes];
-                *(float4 *)(w + 4) = factors[(v * 2 + 1) * p.lanes];
-            }
+            staged.take_vector(stage, v, is_row, mean, rsigma, dz, normal);
+            if constexpr (VECTORS > 1) factors.read(v, 0, w);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 const float weighted = dz[j] * w[j];
-                plain += weighted;
-                scaled = __fmaf_rn(weighted, normal[j], scaled);
+                sums.x += weighted;
+                sums.y = __fmaf_rn(weighted, normal[j], sums.y);
             }
         }
-        team.sum(plain, scaled);
-        plain = p.centered ? plain * p.inverse : 0.0F;
-        scaled *= p.inverse;
+        team.sum(sums);
+        const float plain = p.centered ? sums.x * p.inverse : 0.0F, scaled = sums.y * p.inverse;
+        const bool writes = p.output.data != nullptr && is_row;
+        typename T::raw *line = te_at<T>(p.output, row, start); /* where it has this dtype */
 #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
-            const int column = 8 * (v * p.lanes + team.lane);
-            if (row >= rows || column >= columns) continue;
-            stages.read(stage, v, mean, rsigma, dz, normal);
-            if (later < rows) stages.fetch(of, later, column, stage, v);
-            if constexpr (VECTORS > 1) {
-                *(float4 *)w = factors[(v * 2) * p.lanes];
-                *(float4 *)(w + 4) = factors[(v * 2 + 1) * p.lanes];
-            }
+            staged.take_vector(stage, v, is_row, mean, rsigma, dz, normal);
+            if constexpr (VECTORS > 1) factors.read(v, 0, w);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 gamma_sums[v][j] = __fmaf_rn(dz[j], normal[j], gamma_sums[v][j]);
                 beta_sums[v][j] += dz[j];
             }
-            if (p.output.data != nullptr) {
-                float y[8];
-                combine(dz, normal, w, rsigma, plain, scaled, y);
-                te_store_values(p.output_dtype, p.output, p.output_aligned != 0, row, column,
-                                columns - column, y);
-            }
+            if (!writes || !staged.has(v)) continue;
+            float y[8];
+            combine(dz, normal, w, rsigma, plain, scaled, y);
+            if constexpr (WHOLE)
+                te_round_store<T>(y, line + 256 * v);
+            else
+                te_store_values(p.output_dtype, p.output, p.output_aligned != 0, row,
+                                start + 256 * v, columns - start - 256 * v, y);
         }
+        if (row + p.stages * step < rows) staged.fetch(stage, row + p.stages * step);
         te_copy_group();
-        stage = stage + 1 < p.stages ? stage + 1 : 0;
     }
     te_copy_wait(0);
     if (p.sums == nullptr) return;
@@ -240,14 +226,14 @@ static __device__ __forceinline__ void norm_backward(const te_norm_backward_para
 template <typename T>
 static __device__ __forceinline__ void norm_backward_long(const te_norm_backward_params &p)
 {
-    __shared__ __align__(8) float scratch[TE_TEAM_SCRATCH];
+    __shared__ __align__(16) float scratch[TE_TEAM_SCRATCH];
     const te_norm_gradients &of = p.of;
     const te_index columns = of.input.columns, step = 8 * (te_index)blockDim.x;
     const bool adds = of.add.data != nullptr, aligned = of.aligned != 0;
-    te_team team(blockDim.x, scratch);
+    te_team<TE_TEAM_BLOCK, float2> team(blockDim.x, scratch);
     for (te_index row = blockIdx.x; row < of.input.rows; row += gridDim.x) {
         const float mean = of.mean != nullptr ? of.mean[row] : 0.0F, rsigma = of.rsigma[row];
-        float plain = 0.0F, scaled = 0.0F, dz[8], normal[8], w[8], y[8];
+        float plain = 0.0F, scaled = 0.0F, dz[8], normal[8], w[8], none[8], y[8];
         for (int pass = 0; pass < 2; pass++) {
             for (te_index at = 8 * threadIdx.x; at < columns; at += step) {
                 te_vector<T, 8> x, grad, add;
@@ -255,7 +241,7 @@ static __device__ __forceinline__ void norm_backward_long(const te_norm_backward
                 grad.load(te_at<T>(of.grad, row, at), aligned, columns - at);
                 add.load(te_at<T>(of.add, row, at), aligned, adds ? columns - at : 0);
                 take<T>(grad, add, x, adds, mean, rsigma, dz, normal);
-                te_load_weight(of.factors, at, columns, w);
+                te_load_factors(of.factors, at, columns, w, none);
                 if (pass == 0) {
 #pragma unroll
                     for (int j = 0; j < 8; j++) {
@@ -270,9 +256,10 @@ static __device__ __forceinline__ void norm_backward_long(const te_norm_backward
                 }
             }
             if (pass == 1) break;
-            team.sum(plain, scaled);
-            plain = p.centered ? plain * p.inverse : 0.0F;
-            scaled *= p.inverse;
+            float2 sums = make_float2(plain, scaled);
+            team.sum(sums);
+            plain = p.centered ? sums.x * p.inverse : 0.0F;
+            scaled = sums.y * p.inverse;
         }
     }
 }
@@ -318,12 +305,25 @@ template <typename T> struct te_norm_sums_source {
     extern "C" __global__ void __launch_bounds__(TE_NORM_NARROW_THREADS, 3)                        \
         te_norm_backward_narrow_##i(const __grid_constant__ te_norm_backward_params p)             \
     {                                                                                              \
-        norm_backward<te_##i, 1>(p);                                                               \
+        norm_backward<te_##i, 1, false, true, TE_TEAM_LANES>(p);                                   \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(TE_NORM_BACKWARD_THREADS, 1)                      \
         te_norm_backward_wide_##i(const __grid_constant__ te_norm_backward_params p)               \
     {                                                                                              \
-        norm_backward<te_##i, TE_NORM_VECTORS>(p);                                                 \
+        norm_backward<te_##i, TE_NORM_BACKWARD_BYTES / (8 * te_##i::bytes), true, false,           \
+                      TE_TEAM_WARPS>(p);                                                           \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(TE_NORM_BACKWARD_THREADS, 1)                      \
+        te_norm_backward_adding_##i(const __grid_constant__ te_norm_backward_params p)             \
+    {                                                                                              \
+        norm_backward<te_##i, TE_NORM_BACKWARD_BYTES / (8 * te_##i::bytes), true, true,            \
+                      TE_TEAM_WARPS>(p);                                                           \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(TE_NORM_BACKWARD_THREADS, 1)                      \
+        te_norm_backward_odd_##i(const __grid_constant__ te_norm_backward_params p)                \
+    {                                                                                              \
+        norm_backward<te_##i, TE_NORM_BACKWARD_BYTES / (8 * te_##i::bytes), false, true,           \
+                      TE_TEAM_WARPS>(p);                                                           \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(TE_NORM_BACKWARD_THREADS, 1)                      \
         te_norm_backward_long_##i(const __grid_constant__ te_norm_backward_params p)               \

@@ -9,9 +9,9 @@
 #include "cuda/kernels/norm.h"
 
 enum {
-    TE_NORM_BACKWARD_THREADS = 512,
-    TE_NORM_NARROW_THREADS = 256, /* where a thread holds one vector of a row */
-    TE_NORM_BACKWARD_STAGES = 3   /* rows of a team on their way, at most */
+    TE_NORM_BACKWARD_THREADS = 384, /* at most */
+    TE_NORM_BACKWARD_BYTES = 64,    /* of a wide row of whole vectors of each matrix, of a thread */
+    TE_NORM_BACKWARD_STAGES = 3     /* such rows of a team on their way, at most */
 };
 
 /* What all of them read. */

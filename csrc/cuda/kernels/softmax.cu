@@ -2,23 +2,18 @@
  *
  * softmax.cu - softmax over the keys with scale, bias, mask, window and dropout.
  *
- * An aligned row of up to 2048 keys lives in the registers of one warp: it is read once, and
- * nothing but shuffles joins the lanes. Random decisions are made while the row is on its way from
- * memory. Any other row has a block, which goes over it twice: once for the largest score and the
- * sum together, once for the output; the second read comes from the cache. Keys outside of the
- * window are not read.
+ * A row lives in the registers of a team of threads: half a warp, a warp or a few. It is read once,
+ * and all that a thread wants of it is on its way before any of it is used. A row that is too long
+ * is gone over twice, in tiles: once for the largest score and the sum together, once for the
+ * output. Vectors of which no lane of a warp wants anything, as most of a causal row, cost next to
+ * nothing.
  */
 #include "softmax.h"
-#include "random.cuh"
-#include "reduce.cuh"
-#include "vector.cuh"
-#include "view4.cuh"
+#include "softmax.cuh"
 
 #define INFINITE __uint_as_float(0x7f800000U)
 #define NOT_A_NUMBER __uint_as_float(0x7fc00000U)
 #define WHOLE_WARP 0xffffffffU
-
-enum { ANY_WARPS = TE_SOFTMAX_ANY_THREADS / 32 };
 
 /* ---- numbers ---- */
 
@@ -38,18 +33,22 @@ static __device__ __forceinline__ float larger(float a, float b)
     return result;
 }
 
-static __device__ __forceinline__ float warp_largest(float value)
+template <int LANES> static __device__ __forceinline__ float lanes_largest(float value)
 {
 #pragma unroll
-    for (int step = 16; step > 0; step >>= 1)
+    for (int step = LANES / 2; step > 0; step >>= 1)
         value = larger(value, __shfl_xor_sync(WHOLE_WARP, value, step));
     return value;
 }
 
-/* What scores are taken relative to: their maximum, but a number in a row without any. */
-static __device__ __forceinline__ float base_of(float largest)
+/* The largest of all threads of a team, or NaN. */
+template <int LANES>
+static __device__ __forceinline__ float team_largest(te_softmax_board &board, float value)
 {
-    return largest == -INFINITE ? 0.0F : largest;
+    value = lanes_largest<LANES>(value);
+    if (LANES == 32 && blockDim.x > 32U)
+        value = lanes_largest<TE_SOFTMAX_WARPS>(te_softmax_show(board, value, -INFINITE));
+    return value;
 }
 
 /* The row has no distribution: NaN in every key whose score is not -Inf. */
@@ -58,9 +57,10 @@ static __device__ __forceinline__ bool undefined(float largest)
     return !(largest < INFINITE);
 }
 
-static __device__ __forceinline__ float undefined_at(float score)
+/* What scores are taken relative to: their maximum, but a number in a row without any. */
+static __device__ __forceinline__ float base_of(float largest)
 {
-    return score == -INFINITE ? 0.0F : NOT_A_NUMBER;
+    return undefined(largest) || largest == -INFINITE ? 0.0F : largest;
 }
 
 /* 1 / sum; 0 for a row without keys. */
@@ -85,315 +85,270 @@ static __device__ __forceinline__ unsigned nonzero(const te_vector<te_opaque<1>,
     return bits;
 }
 
-/* ---- rows ---- */
+/* ---- scores ---- */
 
-/* The lines of one row, and the keys [first, end) of its window. */
-struct softmax_row {
-    unsigned char *input, *output, *probabilities, *mask, *bias;
-    te_index index, first, end;
-};
-
-template <typename T>
-static __device__ __forceinline__ softmax_row place_row(const te_softmax_params &p, te_index index)
-{
-    te_index head, query;
-    const te_index matrix = te_divide(index, p.queries, &query);
-    const te_index batch = te_divide(matrix, p.heads, &head);
-    const int bias_bytes = p.bias_dtype == TE_STORE_F32 ? 4 : 2;
-    softmax_row row;
-    row.input = te_line(p.input, T::bytes, batch, head, query);
-    row.output = te_line(p.output, T::bytes, batch, head, query);
-    row.probabilities = te_line(p.probabilities, T::bytes, batch, head, query);
-    row.mask = te_line(p.mask, 1, batch, head, query);
-    row.bias = te_line(p.bias, bias_bytes, batch, head, query);
-    row.index = index;
-    row.first = max(query + p.first_key, (te_index)0);
-    row.end = min(query + p.end_key, p.keys);
-    return row;
-}
-
-/* One of the N keys from `key` on lies in the window. */
-template <int N> static __device__ __forceinline__ bool inside(const softmax_row &row, te_index key)
-{
-    return key < row.end && key + N > row.first;
-}
-
-/* Bits 0 .. N - 1: key + i lies in the window; one of them does. */
-template <int N>
-static __device__ __forceinline__ unsigned window_bits(const softmax_row &row, te_index key)
-{
-    const te_index low = row.first - key, high = row.end - key;
-    unsigned bits = (1U << N) - 1U;
-    if (high < N) bits >>= N - (int)high;
-    if (low > 0) bits &= ~0U << (int)low;
-    return bits;
-}
-
-/* x = -Inf where the key is not allowed; returns the larger of `largest` and all of them. */
-template <int N>
-static __device__ __forceinline__ float forbid(unsigned allowed, float largest, float *x)
+template <typename T, int N>
+static __device__ __forceinline__ void add(const te_vector<T, N> &terms, float *x)
 {
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-        x[i] = (allowed >> i & 1U) != 0U ? x[i] : -INFINITE;
-        largest = larger(largest, x[i]);
+    for (int i = 0; i < N; i++) x[i] += terms.value(i);
+}
+
+/* Adds the bias of the thread's keys, once their scores are there. */
+template <typename B, int VECTORS, int N, int STEP>
+static __device__ __forceinline__ void add_bias_of(const te_softmax_params &p,
+                                                   const te_part<N, STEP> &part,
+                                                   const unsigned char *line, float *x)
+{
+    te_operand<B, N, STEP, VECTORS, false> bias;
+    bias.fetch(part, line, p.bias.data, p.bias_end);
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++)
+        if (part.wants(i)) add(bias.take(part, i), x + i * N);
+}
+
+/* The same with a dtype that is known at run time, or with one number for all keys. */
+template <int VECTORS, int N, int STEP>
+static __device__ __forceinline__ void add_bias(const te_softmax_params &p,
+                                                const te_softmax_place &place, te_index start,
+                                                const te_part<N, STEP> &part, float *x)
+{
+    const int bytes = p.bias_dtype == TE_STORE_F32 ? 4 : 2;
+    const unsigned char *line = place.at(p.bias, bytes, p.bias.strides[3] != 0 ? start : 0);
+    if (p.bias.strides[3] == 0) {
+        const float bias = te_load_as(p.bias_dtype, line, 0);
+#pragma unroll
+        for (int i = 0; i < VECTORS * N; i++) x[i] += bias;
+    } else if (p.bias_dtype == TE_STORE_F32) {
+        add_bias_of<te_f32, VECTORS>(p, part, line, x);
+    } else if (p.bias_dtype == TE_STORE_F16) {
+        add_bias_of<te_f16, VECTORS>(p, part, line, x);
+    } else {
+        add_bias_of<te_bf16, VECTORS>(p, part, line, x);
+    }
+}
+
+/* Scores of the thread's keys from `start` of the row on, -Inf where a key is not allowed; the
+ * largest one comes back. */
+template <typename T, int KEYS, bool ALIGNED, int N, int STEP>
+static __device__ __forceinline__ float
+make_scores(const te_softmax_params &p, const te_softmax_place &place, te_index start,
+            const te_part<N, STEP> &part, unsigned live, float *x)
+{
+    constexpr int VECTORS = KEYS / N;
+    const bool biased = p.bias.data != nullptr;
+    const bool masked = p.mask.data != nullptr && (ALIGNED || p.mask.strides[3] != 0);
+    te_operand<T, N, STEP, VECTORS, ALIGNED> input, bias;
+    te_operand<te_opaque<1>, N, STEP, VECTORS, ALIGNED> mask;
+    float largest = -INFINITE;
+    input.fetch(part, place.at(p.input, T::bytes, start), p.input.data, p.input_end);
+    if (ALIGNED && biased)
+        bias.fetch(part, place.at(p.bias, T::bytes, start), p.bias.data, p.bias_end);
+    if (masked) mask.fetch(part, place.at(p.mask, 1, start), p.mask.data, p.mask_end);
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+        if ((live >> i & 1U) == 0U) {
+#pragma unroll
+            for (int j = 0; j < N; j++) x[i * N + j] = -INFINITE;
+            continue;
+        }
+        const te_vector<T, N> in = input.take(part, i);
+#pragma unroll
+        for (int j = 0; j < N; j++) x[i * N + j] = in.value(j) * p.scale;
+        if (ALIGNED && biased) add(bias.take(part, i), x + i * N);
+    }
+    if (!ALIGNED && biased) add_bias<VECTORS>(p, place, start, part, x);
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+        float *at = x + i * N;
+        if ((live >> i & 1U) == 0U) continue;
+        if (masked || !part.wants_all(i)) {
+            unsigned allowed = part.wanted(i);
+            if (masked) allowed &= ~nonzero<N>(mask.take(part, i));
+#pragma unroll
+            for (int j = 0; j < N; j++) at[j] = (allowed >> j & 1U) != 0U ? at[j] : -INFINITE;
+        }
+#pragma unroll
+        for (int j = 0; j < N; j++) largest = larger(largest, at[j]);
     }
     return largest;
 }
 
-/* x = 0 where dropout drops, else x * factor. */
-template <int N> static __device__ __forceinline__ void drop(unsigned kept, float factor, float *x)
-{
-#pragma unroll
-    for (int i = 0; i < N; i++) x[i] = (kept >> i & 1U) != 0U ? x[i] * factor : 0.0F;
-}
-
-/* ---- a warp per row ---- */
-
-/* Scores of N aligned keys, of which at least one lies in the window. */
-template <typename T, int N>
-static __device__ __forceinline__ float
-make_aligned_scores(const te_softmax_params &p, const softmax_row &row, te_index key,
-                    const te_vector<T, N> &in, float largest, float *x)
-{
-    unsigned allowed = window_bits<N>(row, key);
-#pragma unroll
-    for (int i = 0; i < N; i++) x[i] = in.value(i) * p.scale;
-    if (row.bias != nullptr) {
-        te_vector<T, N> bias;
-        bias.load_aligned(row.bias + key * T::bytes);
-#pragma unroll
-        for (int i = 0; i < N; i++) x[i] += bias.value(i);
-    }
-    if (row.mask != nullptr) {
-        te_vector<te_opaque<1>, N> bytes;
-        bytes.load_aligned(row.mask + key);
-        allowed &= ~nonzero<N>(bytes);
-    }
-    return forbid<N>(allowed, largest, x);
-}
-
-/* Scores of the row become probabilities. */
-template <int KEYS> static __device__ __forceinline__ void normalize(float largest, float *x)
+/* Scores become e^(score - base), whose sum over the thread's keys comes back. */
+template <int N, int VECTORS>
+static __device__ __forceinline__ float exponentials(unsigned live, float base, float *x)
 {
     float sum = 0.0F;
-    if (undefined(largest)) {
 #pragma unroll
-        for (int i = 0; i < KEYS; i++) x[i] = undefined_at(x[i]);
-        return;
-    }
-    const float base = base_of(largest);
+    for (int i = 0; i < VECTORS; i++) {
+        if ((live >> i & 1U) == 0U) continue;
 #pragma unroll
-    for (int i = 0; i < KEYS; i++) {
-        x[i] = exponential(x[i] - base);
-        sum += x[i];
-    }
-    const float factor = inverse_of(te_warp_sum(sum));
-#pragma unroll
-    for (int i = 0; i < KEYS; i++) x[i] *= factor;
-}
-
-template <typename T, int KEYS>
-static __device__ __forceinline__ void
-softmax_row_of_warp(const te_softmax_params &p, const softmax_row &row, const te_random &random)
-{
-    constexpr int N = 16 / T::bytes, vectors = KEYS / N;
-    const te_index lane_key = (te_index)(threadIdx.x & 31U) * N;
-    unsigned long long kept = 0ULL;
-    float x[KEYS], largest = -INFINITE;
-    te_vector<T, N> in[vectors];
-#pragma unroll
-    for (int i = 0; i < vectors; i++) {
-        const te_index key = lane_key + i * 32 * N;
-        in[i].clear();
-        if (inside<N>(row, key)) in[i].load_aligned(row.input + key * T::bytes);
-    }
-    if (p.rng != nullptr)
-        kept = random.keep_lane<N, vectors>(row.index * p.keys, p.drop_limit, row.first, row.end);
-#pragma unroll
-    for (int i = 0; i < vectors; i++) {
-        const te_index key = lane_key + i * 32 * N;
-        if (inside<N>(row, key))
-            largest = make_aligned_scores<T, N>(p, row, key, in[i], largest, x + i * N);
-        else
-            (void)forbid<N>(0U, largest, x + i * N);
-    }
-    normalize<KEYS>(warp_largest(largest), x);
-#pragma unroll
-    for (int i = 0; i < vectors; i++) {
-        const te_index key = lane_key + i * 32 * N;
-        te_vector<T, N> out;
-        if (key >= p.keys) break;
-        if (row.probabilities != nullptr) {
-            out.encode(x + i * N);
-            out.store_aligned(row.probabilities + key * T::bytes);
+        for (int j = i * N; j < (i + 1) * N; j++) {
+            x[j] = exponential(x[j] - base);
+            sum += x[j];
         }
-        if (p.rng != nullptr) drop<N>((unsigned)(kept >> (i * N)), p.keep_factor, x + i * N);
-        out.encode(x + i * N);
-        out.store_aligned(row.output + key * T::bytes);
+    }
+    return sum;
+}
+
+/* In a row without a distribution, e^score is to be NaN for all keys whose score is not -Inf. */
+template <int KEYS> static __device__ __forceinline__ void spoil(float *x)
+{
+#pragma unroll
+    for (int i = 0; i < KEYS; i++) x[i] = x[i] == -INFINITE ? -INFINITE : NOT_A_NUMBER;
+}
+
+/* Writes the thread's keys: x times `factor`, which goes through dropout. */
+template <typename T, int KEYS, bool ALIGNED, int N, int STEP>
+static __device__ __forceinline__ void
+write_part(const te_softmax_params &p, const te_softmax_place &place, te_index start,
+           const te_part<N, STEP> &part, unsigned live, const te_random &random, float factor,
+           const float *x)
+{
+    const float kept_factor = p.rng != nullptr ? factor * p.keep_factor : factor;
+    const te_index index = place.along(p.walk.row_strides) * p.keys + start;
+    unsigned char *output = place.at(p.output, T::bytes, start);
+    unsigned char *probabilities = place.at(p.probabilities, T::bytes, start);
+#pragma unroll
+    for (int i = 0; i < KEYS / N; i++) {
+        const int key = i * STEP;
+        const bool wanted = (live >> i & 1U) != 0U;
+        float y[N];
+        te_vector<T, N> out;
+        if (p.probabilities.data != nullptr) {
+            out.clear();
+            if (wanted) {
+#pragma unroll
+                for (int j = 0; j < N; j++) y[j] = x[i * N + j] * factor;
+                out.encode(y);
+            }
+            if (ALIGNED || p.probabilities_alike != 0)
+                te_write_keys<ALIGNED>(part, probabilities, i, out);
+            else
+                out.store_part(probabilities + (te_index)key * T::bytes, part.begin - key,
+                               part.count - key);
+        }
+        out.clear();
+        if (wanted) {
+#pragma unroll
+            for (int j = 0; j < N; j++) y[j] = x[i * N + j] * kept_factor;
+            if (p.rng != nullptr) {
+                const unsigned kept = ALIGNED ? random.keep_aligned<N>(index, key, p.drop_limit)
+                                              : random.keep<N>(index + key, p.drop_limit);
+#pragma unroll
+                for (int j = 0; j < N; j++) y[j] = (kept >> j & 1U) != 0U ? y[j] : 0.0F;
+            }
+            out.encode(y);
+        }
+        te_write_keys<ALIGNED>(part, output, i, out);
     }
 }
 
-template <typename T, int KEYS>
+/* ---- a row in registers ---- */
+
+/* Leaves in the part, whose first key is `start` of the row, what lies in the window, or nothing
+ * where a mask with one byte for all keys forbids them. */
+template <bool ALIGNED, int N, int STEP>
+static __device__ __forceinline__ void apply_window(const te_softmax_params &p,
+                                                    const te_softmax_place &place, te_index start,
+                                                    te_part<N, STEP> &part)
+{
+    if (p.windowed != 0) {
+        const te_index query = place.along(p.walk.query_strides);
+        part.narrow(query + p.first_key - start, query + p.end_key - start);
+    }
+    if (!ALIGNED && p.mask.data != nullptr && p.mask.strides[3] == 0 &&
+        *place.at(p.mask, 1, 0) != 0)
+        part.end = part.begin - 1;
+}
+
+template <typename T, int LANES, int KEYS, bool ALIGNED>
 static __device__ __forceinline__ void softmax(const te_softmax_params &p)
 {
+    constexpr int N = 16 / T::bytes, VECTORS = KEYS / N;
+    __shared__ te_softmax_board scores, sums;
     const te_random random(p.rng);
-    const te_index step = (te_index)gridDim.x * TE_SOFTMAX_WARPS;
-    for (te_index index = (te_index)blockIdx.x * TE_SOFTMAX_WARPS + (threadIdx.x >> 5);
-         index < p.rows; index += step)
-        softmax_row_of_warp<T, KEYS>(p, place_row<T>(p, index), random);
+    const te_softmax_place place(p.walk);
+    const int start = te_softmax_start<T, LANES, KEYS, ALIGNED>(place.at(p.output, T::bytes, 0));
+    te_part<N, LANES * N> part(-start, place.exists ? (int)p.keys - start : -start);
+    apply_window<ALIGNED>(p, place, start, part);
+    const unsigned live = part.template live<VECTORS>();
+    float x[KEYS];
+    const float largest =
+        team_largest<LANES>(scores, make_scores<T, KEYS, ALIGNED>(p, place, start, part, live, x));
+    if (undefined(largest)) spoil<KEYS>(x);
+    const float sum =
+        te_softmax_sum<LANES>(sums, exponentials<N, VECTORS>(live, base_of(largest), x));
+    write_part<T, KEYS, ALIGNED>(p, place, start, part, live, random, inverse_of(sum), x);
 }
 
-/* Blocks per multiprocessor: as many as leave a lane the registers for its keys. */
-#define X(I, i, KEYS)                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_SOFTMAX_WARPS * 32, 256 / (KEYS + 16))         \
-        te_softmax_##i##_##KEYS(const __grid_constant__ te_softmax_params p)                       \
+/* Blocks per multiprocessor: as many as leave a thread the registers for its keys, nearly: one more
+ * at the price of a few spilled bytes was a quarter to a half faster. */
+#define KERNEL(name, T, LANES, KEYS, ALIGNED, BLOCKS)                                              \
+    extern "C" __global__ void __launch_bounds__(TE_SOFTMAX_THREADS, BLOCKS)                       \
+        name(const __grid_constant__ te_softmax_params p)                                          \
     {                                                                                              \
-        softmax<te_##i, KEYS>(p);                                                                  \
+        softmax<T, LANES, KEYS, ALIGNED>(p);                                                       \
     }
-TE_SOFTMAX_INSTANCES(X)
+#define ALIGNED_KERNEL(I, i, LANES, KEYS)                                                          \
+    KERNEL(te_softmax_##i##_##LANES##_##KEYS, te_##i, LANES, KEYS, true,                           \
+           te_##i::bytes == 2 ? (KEYS == 32 ? 8 : 5) : 7 - KEYS / 16)
+#define ANY_KERNEL(I, i, LANES, KEYS)                                                              \
+    KERNEL(te_softmax_any_##i##_##LANES##_##KEYS, te_##i, LANES, KEYS, false, 5)
+#define X(LANES, KEYS) TE_SOFTMAX_DTYPES(ALIGNED_KERNEL, LANES, KEYS)
+TE_SOFTMAX_TEAMS(X)
 #undef X
+#define X(LANES, KEYS) TE_SOFTMAX_DTYPES(ANY_KERNEL, LANES, KEYS)
+TE_SOFTMAX_ANY_TEAMS(X)
+#undef X
+#undef ALIGNED_KERNEL
+#undef ANY_KERNEL
+#undef KERNEL
 
-/* ---- a block per row ---- */
-
-template <typename B, int N>
-static __device__ __forceinline__ void add_bias_of(const te_softmax_params &p,
-                                                   const softmax_row &row, te_index key, float *x)
-{
-    te_vector<B, N> bias;
-    bias.load(row.bias + key * B::bytes, p.bias_aligned != 0, p.keys - key);
-#pragma unroll
-    for (int i = 0; i < N; i++) x[i] += bias.value(i);
-}
-
-template <int N>
-static __device__ __forceinline__ void add_bias(const te_softmax_params &p, const softmax_row &row,
-                                                te_index key, float *x)
-{
-    if (p.bias.strides[3] == 0) {
-        const float bias = te_load_as(p.bias_dtype, row.bias, 0);
-#pragma unroll
-        for (int i = 0; i < N; i++) x[i] += bias;
-    } else if (p.bias_dtype == TE_STORE_F32) {
-        add_bias_of<te_f32, N>(p, row, key, x);
-    } else if (p.bias_dtype == TE_STORE_F16) {
-        add_bias_of<te_f16, N>(p, row, key, x);
-    } else {
-        add_bias_of<te_bf16, N>(p, row, key, x);
-    }
-}
-
-/* Bits 0 .. N - 1: the mask forbids key + i. */
-template <int N>
-static __device__ __forceinline__ unsigned mask_bits(const te_softmax_params &p,
-                                                     const softmax_row &row, te_index key)
-{
-    te_vector<te_opaque<1>, N> bytes;
-    if (p.mask.strides[3] == 0) return *row.mask != 0 ? (1U << N) - 1U : 0U;
-    bytes.load(row.mask + key, p.mask_aligned != 0, p.keys - key);
-    return nonzero<N>(bytes);
-}
-
-/* Scores of the N keys from `key` on, of which at least one lies in the window. */
-template <typename T, int N>
-static __device__ __forceinline__ float make_scores(const te_softmax_params &p,
-                                                    const softmax_row &row, te_index key,
-                                                    float largest, float *x)
-{
-    unsigned allowed = window_bits<N>(row, key);
-    te_vector<T, N> in;
-    in.load(row.input + key * T::bytes, p.input_aligned != 0, p.keys - key);
-#pragma unroll
-    for (int i = 0; i < N; i++) x[i] = in.value(i) * p.scale;
-    if (row.bias != nullptr) add_bias<N>(p, row, key, x);
-    if (row.mask != nullptr) allowed &= ~mask_bits<N>(p, row, key);
-    return forbid<N>(allowed, largest, x);
-}
-
-/* The largest score of the block and the sum of e^(score - base of it), from those of the threads;
- * `scratch` may be reused after the next barrier. */
-static __device__ __forceinline__ void join_threads(float scratch[2][ANY_WARPS], float *largest,
-                                                    float *sum)
-{
-    const int warps = (int)blockDim.x >> 5;
-    const float own = *largest;
-    float all = warp_largest(own);
-    if ((threadIdx.x & 31U) == 0U) scratch[0][threadIdx.x >> 5] = all;
-    __syncthreads();
-    for (int i = 0; i < warps; i++) all = larger(all, scratch[0][i]);
-    float total = te_warp_sum(*sum * exponential(own - base_of(all)));
-    if ((threadIdx.x & 31U) == 0U) scratch[1][threadIdx.x >> 5] = total;
-    __syncthreads();
-    total = 0.0F;
-    for (int i = 0; i < warps; i++) total += scratch[1][i];
-    *largest = all;
-    *sum = total;
-}
+/* ---- a row that is longer ---- */
 
 template <typename T>
-static __device__ __forceinline__ void write_keys(const te_softmax_params &p,
-                                                  const softmax_row &row, const te_random &random,
-                                                  te_index key, float *x)
+static __device__ __forceinline__ void softmax_long(const te_softmax_params &p)
 {
-    constexpr int N = 16 / T::bytes;
-    const te_index left = p.keys - key;
-    te_vector<T, N> out;
-    if (row.probabilities != nullptr) {
-        out.encode(x);
-        out.store(row.probabilities + key * T::bytes, p.probabilities_aligned != 0, left);
-    }
-    if (p.rng != nullptr && inside<N>(row, key))
-        drop<N>(random.keep<N>(row.index * p.keys + key, p.drop_limit), p.keep_factor, x);
-    out.encode(x);
-    out.store(row.output + key * T::bytes, p.output_aligned != 0, left);
-}
-
-template <typename T>
-static __device__ __forceinline__ void
-softmax_row_of_block(const te_softmax_params &p, const softmax_row &row, const te_random &random,
-                     float scratch[2][ANY_WARPS])
-{
-    constexpr int N = 16 / T::bytes;
-    const te_index start = (te_index)threadIdx.x * N, step = (te_index)blockDim.x * N;
-    float largest = -INFINITE, sum = 0.0F, x[N];
-#pragma unroll 1
-    for (te_index key = start; key < row.end; key += step) {
-        if (!inside<N>(row, key)) continue;
-        const float before = largest;
-        largest = make_scores<T, N>(p, row, key, largest, x);
-        const float base = base_of(largest);
-        if (largest != before) sum *= exponential(before - base);
-#pragma unroll
-        for (int i = 0; i < N; i++) sum += exponential(x[i] - base);
-    }
-    join_threads(scratch, &largest, &sum);
-    const float base = base_of(largest), factor = inverse_of(sum);
-#pragma unroll 1
-    for (te_index key = start; key < p.keys; key += step) {
-        (void)forbid<N>(0U, 0.0F, x);
-        if (inside<N>(row, key)) (void)make_scores<T, N>(p, row, key, 0.0F, x);
-#pragma unroll
-        for (int i = 0; i < N; i++)
-            x[i] = undefined(largest) ? undefined_at(x[i]) : exponential(x[i] - base) * factor;
-        write_keys<T>(p, row, random, key, x);
-    }
-}
-
-template <typename T> static __device__ __forceinline__ void softmax_any(const te_softmax_params &p)
-{
-    __shared__ float scratch[2][ANY_WARPS];
+    constexpr int N = 16 / T::bytes, KEYS = 64 / T::bytes, VECTORS = KEYS / N;
+    __shared__ te_softmax_board scores, sums;
     const te_random random(p.rng);
-    for (te_index index = blockIdx.x; index < p.rows; index += gridDim.x) {
-        softmax_row_of_block<T>(p, place_row<T>(p, index), random, scratch);
-        __syncthreads();
+    const te_softmax_place place(p.walk);
+    const int start = te_softmax_start<T, 32, KEYS, false>(place.at(p.output, T::bytes, 0));
+    const te_index end = start + p.keys + N;
+    const int step = (int)blockDim.x * KEYS;
+    float largest = -INFINITE, sum = 0.0F, x[KEYS];
+#pragma unroll 1
+    for (te_index tile = start; tile < end; tile += step) {
+        te_part<N, 32 * N> part(te_near(-tile), te_near(p.keys - tile));
+        apply_window<false>(p, place, tile, part);
+        const unsigned live = part.template live<VECTORS>();
+        const float before = largest;
+        largest = larger(largest, make_scores<T, KEYS, false>(p, place, tile, part, live, x));
+        if (largest != before) sum *= exponential(before - base_of(largest));
+        sum += exponentials<N, VECTORS>(live, base_of(largest), x);
+    }
+    const float own = largest;
+    largest = team_largest<32>(scores, own);
+    sum = te_softmax_sum<32>(sums, sum * exponential(own - base_of(largest)));
+    const float factor = undefined(largest) ? 0.0F : inverse_of(sum); /* NaN stays, 0 too */
+#pragma unroll 1
+    for (te_index tile = start; tile < end; tile += step) {
+        te_part<N, 32 * N> part(te_near(-tile), te_near(p.keys - tile));
+        apply_window<false>(p, place, tile, part);
+        const unsigned live = part.template live<VECTORS>();
+        (void)make_scores<T, KEYS, false>(p, place, tile, part, live, x);
+        if (undefined(largest)) spoil<KEYS>(x);
+        (void)exponentials<N, VECTORS>(live, base_of(largest), x);
+        write_part<T, KEYS, false>(p, place, tile, part, live, random, factor, x);
     }
 }
 
-#define X(I, i)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(TE_SOFTMAX_ANY_THREADS)                           \
-        te_softmax_any_##i(const __grid_constant__ te_softmax_params p)                            \
+#define X(I, i, ...)                                                                               \
+    extern "C" __global__ void __launch_bounds__(TE_SOFTMAX_LONG_THREADS, 2)                       \
+        te_softmax_long_##i(const __grid_constant__ te_softmax_params p)                           \
     {                                                                                              \
-        softmax_any<te_##i>(p);                                                                    \
+        softmax_long<te_##i>(p);                                                                   \
     }
-TE_SOFTMAX_ANY_INSTANCES(X)
+TE_SOFTMAX_DTYPES(X, )
 #undef X

@@ -8,55 +8,69 @@
 
 #include "cuda/device/types.h"
 
-/* X(DTYPE, dtype, keys a lane holds): a warp per row of up to 32 times as many keys. Everything is
- * aligned: each row of each operand begins at 16 bytes of the input's dtype (of the mask, at as
- * many bytes as 16 bytes of it hold), the keys are a multiple of what 16 bytes hold, and a bias has
- * the dtype of the input. */
-#define TE_SOFTMAX_INSTANCES(X)                                                                    \
-    X(F32, f32, 16)                                                                                \
-    X(F16, f16, 16)                                                                                \
-    X(BF16, bf16, 16)                                                                              \
-    X(F32, f32, 32)                                                                                \
-    X(F16, f16, 32)                                                                                \
-    X(BF16, bf16, 32)                                                                              \
-    X(F32, f32, 64)                                                                                \
-    X(F16, f16, 64)                                                                                \
-    X(BF16, bf16, 64)
+/* X(DTYPE, dtype, ...) */
+#define TE_SOFTMAX_DTYPES(X, ...)                                                                  \
+    X(F32, f32, __VA_ARGS__)                                                                       \
+    X(F16, f16, __VA_ARGS__)                                                                       \
+    X(BF16, bf16, __VA_ARGS__)
 
-/* X(DTYPE, dtype): a block per row of any length and alignment. */
-#define TE_SOFTMAX_ANY_INSTANCES(X)                                                                \
-    X(F32, f32)                                                                                    \
-    X(F16, f16)                                                                                    \
-    X(BF16, bf16)
+/* X(lanes, keys): the registers of a team of threads, `lanes` of a warp or several warps, hold a
+ * row, `keys` of it in each thread. te_softmax_<dtype>_<lanes>_<keys> where everything is aligned:
+ * each row of each operand begins at 16 bytes of the input's dtype (of the mask, at as many bytes
+ * as 16 bytes of it hold), the keys are a multiple of what 16 bytes hold, and a bias has the dtype
+ * of the input. Longer ones come last. */
+#define TE_SOFTMAX_TEAMS(X)                                                                        \
+    X(16, 32)                                                                                      \
+    X(16, 64)                                                                                      \
+    X(32, 64)
+
+/* te_softmax_any_<dtype>_<lanes>_<keys> for the others, and te_softmax_long_<dtype>, whose rows
+ * may have any length. */
+#define TE_SOFTMAX_ANY_TEAMS(X)                                                                    \
+    X(16, 32)                                                                                      \
+    X(32, 32)
 
 enum {
-    TE_SOFTMAX_WARPS = 4,        /* rows of a block where a warp has a row */
-    TE_SOFTMAX_ANY_THREADS = 256 /* at most, where a block has a row; whole warps */
+    TE_SOFTMAX_THREADS = 128,      /* of a block: one team of whole warps, or many of less */
+    TE_SOFTMAX_LONG_THREADS = 256, /* where a row is too long for the registers */
+    TE_SOFTMAX_WARPS = TE_SOFTMAX_LONG_THREADS / 32 /* of a team, at most */
 };
 
-/* Grid: any number of blocks, which stride over the rows. The views are [batch, heads, queries,
- * keys]; the key stride of mask and bias may also be 0. */
+/* How rows are dealt out: a team of threads, a row of its block, does one. Grid: (groups of the
+ * inner dim, middle, outer) of [batch, heads, queries] in the order that suits. */
+typedef struct te_softmax_walk {
+    te_index inner;            /* size */
+    te_index middle, outer;    /* what the grid begins with */
+    te_index row_strides[3];   /* from a place in outer, middle, inner to the number of the row */
+    te_index query_strides[3]; /* and to that of the query */
+} te_softmax_walk;
+
+/* The views are [outer, middle, inner, keys]; the key stride of mask and bias may also be 0. The
+ * ends are those of the tensors' memory. */
 typedef struct te_softmax_params {
     te_view4 input, output, probabilities; /* probabilities: data NULL: not wanted */
     te_view4 mask;                         /* bytes; data NULL: none */
     te_view4 bias;                         /* bias_dtype; data NULL: none */
-    const te_index *rng;                   /* {seed, offset}; NULL: no dropout */
-    te_index rows, heads, queries, keys;
+    const unsigned char *input_end, *mask_end, *bias_end;
+    const te_index *rng; /* {seed, offset}; NULL: no dropout */
+    te_index keys;
     te_index first_key, end_key; /* of the window, relative to the query */
+    int windowed;                /* 0: of any query, all keys */
+    te_softmax_walk walk;
     float scale, keep_factor;
-    unsigned drop_limit;                                      /* see random.cuh */
-    int bias_dtype;                                           /* TE_STORE_* */
-    int input_aligned, output_aligned, probabilities_aligned; /* every row begins at 16 bytes */
-    int mask_aligned, bias_aligned; /* at as many elements (bias: or 16 bytes) as these hold */
+    unsigned drop_limit;     /* see random.cuh */
+    int bias_dtype;          /* TE_STORE_* */
+    int probabilities_alike; /* they begin within 16 bytes where the output does */
 } te_softmax_params;
 
 typedef struct te_softmax_backward_params {
     te_view4 grad_output, probabilities, grad_input;
+    const unsigned char *grad_output_end, *probabilities_end;
     const te_index *rng; /* {seed, offset}; NULL: no dropout */
-    te_index rows, heads, queries, keys;
+    te_index keys;
+    te_softmax_walk walk;
     float scale, keep_factor;
     unsigned drop_limit;
-    int grad_output_aligned, probabilities_aligned, grad_input_aligned;
 } te_softmax_backward_params;
 
 #endif

@@ -2,168 +2,162 @@
  *
  * softmax_backward.cu - the gradient of softmax, through its dropout.
  *
- * As forward: an aligned row of up to 2048 keys lives in the registers of one warp, as it was read;
- * any other row has a block, which goes over it twice.
+ * As forward: a row lives in the registers of a team of threads, as it was read; a row that is too
+ * long for that is gone over twice, in tiles.
  */
-#include "softmax.h"
-#include "random.cuh"
-#include "reduce.cuh"
-#include "vector.cuh"
-#include "view4.cuh"
+#include "softmax.cuh"
 
-enum { ANY_WARPS = TE_SOFTMAX_ANY_THREADS / 32 };
+/* Both operands of the thread's keys. What dropout has dropped of the gradient, and what lies
+ * outside of the row, is 0. */
+template <typename T, int N, int VECTORS> struct softmax_keys {
+    te_vector<T, N> grad[VECTORS], probability[VECTORS];
 
-struct backward_row {
-    unsigned char *grad_output, *probabilities, *grad_input;
-    te_index index;
-};
-
-template <typename T>
-static __device__ __forceinline__ backward_row place_row(const te_softmax_backward_params &p,
-                                                         te_index index)
-{
-    te_index head, query;
-    const te_index matrix = te_divide(index, p.queries, &query);
-    const te_index batch = te_divide(matrix, p.heads, &head);
-    return {te_line(p.grad_output, T::bytes, batch, head, query),
-            te_line(p.probabilities, T::bytes, batch, head, query),
-            te_line(p.grad_input, T::bytes, batch, head, query), index};
-}
-
-/* N gradients and probabilities. */
-template <typename T, int N> struct backward_keys {
-    te_vector<T, N> grad, probability;
-
-    /* The gradient of probability i, which dropout has kept or not. */
-    __device__ __forceinline__ float through(unsigned kept, float factor, int i) const
+    template <bool ALIGNED, int STEP>
+    __device__ __forceinline__ void load(const te_softmax_backward_params &p,
+                                         const te_softmax_place &place, te_index start,
+                                         const te_part<N, STEP> &part, unsigned live)
     {
-        return (kept >> i & 1U) != 0U ? grad.value(i) * factor : 0.0F;
+        te_operand<T, N, STEP, VECTORS, ALIGNED> grads, probabilities;
+        grads.fetch(part, place.at(p.grad_output, T::bytes, start), p.grad_output.data,
+                    p.grad_output_end);
+        probabilities.fetch(part, place.at(p.probabilities, T::bytes, start), p.probabilities.data,
+                            p.probabilities_end);
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+            grad[i].clear();
+            probability[i].clear();
+            if ((live >> i & 1U) == 0U) continue;
+            grad[i] = grads.take(part, i);
+            probability[i] = probabilities.take(part, i);
+            if (!ALIGNED && !part.wants_all(i)) {
+                grad[i].keep(part.wanted(i));
+                probability[i].keep(part.wanted(i));
+            }
+        }
     }
 
-    __device__ __forceinline__ float dot(unsigned kept, float factor, float sum) const
+    template <bool ALIGNED, int STEP>
+    __device__ __forceinline__ void drop(const te_softmax_backward_params &p,
+                                         const te_random &random, te_index index, unsigned live)
     {
 #pragma unroll
-        for (int i = 0; i < N; i++) sum += through(kept, factor, i) * probability.value(i);
+        for (int i = 0; i < VECTORS; i++) {
+            if ((live >> i & 1U) == 0U) continue;
+            grad[i].keep(ALIGNED ? random.keep_aligned<N>(index, i * STEP, p.drop_limit)
+                                 : random.keep<N>(index + i * STEP, p.drop_limit));
+        }
+    }
+
+    __device__ __forceinline__ float dot(unsigned live, float sum) const
+    {
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+            if ((live >> i & 1U) == 0U) continue;
+#pragma unroll
+            for (int j = 0; j < N; j++) sum += grad[i].value(j) * probability[i].value(j);
+        }
         return sum;
     }
 
-    __device__ __forceinline__ te_vector<T, N> result(const te_softmax_backward_params &p,
-                                                      unsigned kept, float mean) const
+    /* factor * probability * (gradient - mean) */
+    template <bool ALIGNED, int STEP>
+    __device__ __forceinline__ void write(const te_part<N, STEP> &part, unsigned live, float factor,
+                                          float mean, unsigned char *line) const
     {
-        float x[N];
-        te_vector<T, N> out;
+        const float less = mean * factor;
 #pragma unroll
-        for (int i = 0; i < N; i++)
-            x[i] = p.scale * (probability.value(i) * (through(kept, p.keep_factor, i) - mean));
-        out.encode(x);
-        return out;
+        for (int i = 0; i < VECTORS; i++) {
+            float x[N];
+            te_vector<T, N> out;
+            if ((live >> i & 1U) == 0U) continue;
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                x[j] = probability[i].value(j) * __fmaf_rn(grad[i].value(j), factor, -less);
+            out.encode(x);
+            te_write_keys<ALIGNED>(part, line, i, out);
+        }
     }
 };
 
-template <typename T, int KEYS>
-static __device__ __forceinline__ void backward_row_of_warp(const te_softmax_backward_params &p,
-                                                            const backward_row &row,
-                                                            const te_random &random)
-{
-    constexpr int N = 16 / T::bytes, vectors = KEYS / N;
-    const te_index lane_key = (te_index)(threadIdx.x & 31U) * N;
-    unsigned long long kept = ~0ULL;
-    backward_keys<T, N> keys[vectors];
-    float mean = 0.0F;
-#pragma unroll
-    for (int i = 0; i < vectors; i++) {
-        const te_index key = lane_key + i * 32 * N;
-        keys[i].grad.clear();
-        keys[i].probability.clear();
-        if (key >= p.keys) continue;
-        keys[i].grad.load_aligned(row.grad_output + key * T::bytes);
-        keys[i].probability.load_aligned(row.probabilities + key * T::bytes);
-    }
-    if (p.rng != nullptr)
-        kept = random.keep_lane<N, vectors>(row.index * p.keys, p.drop_limit, 0, p.keys);
-#pragma unroll
-    for (int i = 0; i < vectors; i++)
-        mean = keys[i].dot((unsigned)(kept >> (i * N)), p.keep_factor, mean);
-    mean = te_warp_sum(mean);
-#pragma unroll
-    for (int i = 0; i < vectors; i++) {
-        const te_index key = lane_key + i * 32 * N;
-        if (key >= p.keys) break;
-        keys[i]
-            .result(p, (unsigned)(kept >> (i * N)), mean)
-            .store_aligned(row.grad_input + key * T::bytes);
-    }
-}
-
-template <typename T, int KEYS>
+template <typename T, int LANES, int KEYS, bool ALIGNED>
 static __device__ __forceinline__ void backward(const te_softmax_backward_params &p)
 {
+    constexpr int N = 16 / T::bytes, VECTORS = KEYS / N, STEP = LANES * N;
+    __shared__ te_softmax_board sums;
     const te_random random(p.rng);
-    const te_index step = (te_index)gridDim.x * TE_SOFTMAX_WARPS;
-    for (te_index index = (te_index)blockIdx.x * TE_SOFTMAX_WARPS + (threadIdx.x >> 5);
-         index < p.rows; index += step)
-        backward_row_of_warp<T, KEYS>(p, place_row<T>(p, index), random);
+    const te_softmax_place place(p.walk);
+    const int start =
+        te_softmax_start<T, LANES, KEYS, ALIGNED>(place.at(p.grad_input, T::bytes, 0));
+    const te_part<N, STEP> part(-start, place.exists ? (int)p.keys - start : -start);
+    const unsigned live = part.template live<VECTORS>();
+    softmax_keys<T, N, VECTORS> keys;
+    keys.template load<ALIGNED>(p, place, start, part, live);
+    if (p.rng != nullptr)
+        keys.template drop<ALIGNED, STEP>(p, random,
+                                          place.along(p.walk.row_strides) * p.keys + start, live);
+    const float mean = te_softmax_sum<LANES>(sums, keys.dot(live, 0.0F));
+    keys.template write<ALIGNED>(part, live, p.scale * p.keep_factor, mean,
+                                 place.at(p.grad_input, T::bytes, start));
 }
 
-/* Two operands of KEYS elements of the dtype stay in registers. */
-#define X(I, i, KEYS)                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_SOFTMAX_WARPS * 32,                            \
-                                                 512 / (KEYS * te_##i::bytes + 32))                \
-        te_softmax_backward_##i##_##KEYS(const __grid_constant__ te_softmax_backward_params p)     \
+/* Two operands stay in registers, as they were read. */
+#define KERNEL(name, T, LANES, KEYS, ALIGNED, BLOCKS)                                              \
+    extern "C" __global__ void __launch_bounds__(TE_SOFTMAX_THREADS, BLOCKS)                       \
+        name(const __grid_constant__ te_softmax_backward_params p)                                 \
     {                                                                                              \
-        backward<te_##i, KEYS>(p);                                                                 \
+        backward<T, LANES, KEYS, ALIGNED>(p);                                                      \
     }
-TE_SOFTMAX_INSTANCES(X)
+#define ALIGNED_KERNEL(I, i, LANES, KEYS)                                                          \
+    KERNEL(te_softmax_backward_##i##_##LANES##_##KEYS, te_##i, LANES, KEYS, true,                  \
+           te_##i::bytes == 2 ? 4 : 3)
+#define ANY_KERNEL(I, i, LANES, KEYS)                                                              \
+    KERNEL(te_softmax_backward_any_##i##_##LANES##_##KEYS, te_##i, LANES, KEYS, false,             \
+           te_##i::bytes == 2 ? 5 : 4)
+#define X(LANES, KEYS) TE_SOFTMAX_DTYPES(ALIGNED_KERNEL, LANES, KEYS)
+TE_SOFTMAX_TEAMS(X)
 #undef X
-
-/* One thread's keys from `key` on: which dropout keeps, and both operands. */
-template <typename T, int N>
-static __device__ __forceinline__ unsigned
-load_keys(const te_softmax_backward_params &p, const backward_row &row, const te_random &random,
-          te_index key, backward_keys<T, N> &keys)
-{
-    const te_index left = p.keys - key;
-    keys.grad.load(row.grad_output + key * T::bytes, p.grad_output_aligned != 0, left);
-    keys.probability.load(row.probabilities + key * T::bytes, p.probabilities_aligned != 0, left);
-    return p.rng != nullptr ? random.keep<N>(row.index * p.keys + key, p.drop_limit) : ~0U;
-}
+#define X(LANES, KEYS) TE_SOFTMAX_DTYPES(ANY_KERNEL, LANES, KEYS)
+TE_SOFTMAX_ANY_TEAMS(X)
+#undef X
+#undef ALIGNED_KERNEL
+#undef ANY_KERNEL
+#undef KERNEL
 
 template <typename T>
-static __device__ __forceinline__ void backward_any(const te_softmax_backward_params &p)
+static __device__ __forceinline__ void backward_long(const te_softmax_backward_params &p)
 {
-    constexpr int N = 16 / T::bytes;
-    const te_index start = (te_index)threadIdx.x * N, step = (te_index)blockDim.x * N;
+    constexpr int N = 16 / T::bytes, KEYS = 64 / T::bytes, VECTORS = KEYS / N, STEP = 32 * N;
+    __shared__ te_softmax_board sums;
     const te_random random(p.rng);
-    __shared__ float scratch[ANY_WARPS];
-    for (te_index index = blockIdx.x; index < p.rows; index += gridDim.x) {
-        const backward_row row = place_row<T>(p, index);
-        backward_keys<T, N> keys;
-        float mean = 0.0F;
+    const te_softmax_place place(p.walk);
+    const te_index row = place.along(p.walk.row_strides) * p.keys;
+    const int start = te_softmax_start<T, 32, KEYS, false>(place.at(p.grad_input, T::bytes, 0));
+    const int step = (int)blockDim.x * KEYS;
+    softmax_keys<T, N, VECTORS> keys;
+    float mean = 0.0F;
 #pragma unroll 1
-        for (te_index key = start; key < p.keys; key += step) {
-            const unsigned kept = load_keys<T, N>(p, row, random, key, keys);
-            mean = keys.dot(kept, p.keep_factor, mean);
-        }
-        mean = te_warp_sum(mean);
-        if ((threadIdx.x & 31U) == 0U) scratch[threadIdx.x >> 5] = mean;
-        __syncthreads();
-        mean = 0.0F;
-        for (int i = 0; i < (int)blockDim.x >> 5; i++) mean += scratch[i];
+    for (int pass = 0; pass < 2; pass++) {
 #pragma unroll 1
-        for (te_index key = start; key < p.keys; key += step) {
-            const unsigned kept = load_keys<T, N>(p, row, random, key, keys);
-            keys.result(p, kept, mean)
-                .store(row.grad_input + key * T::bytes, p.grad_input_aligned != 0, p.keys - key);
+        for (te_index tile = start; tile < start + p.keys + N; tile += step) {
+            const te_part<N, STEP> part(te_near(-tile), te_near(p.keys - tile));
+            const unsigned live = part.template live<VECTORS>();
+            keys.template load<false>(p, place, tile, part, live);
+            if (p.rng != nullptr) keys.template drop<false, STEP>(p, random, row + tile, live);
+            if (pass == 0)
+                mean = keys.dot(live, mean);
+            else
+                keys.template write<false>(part, live, p.scale * p.keep_factor, mean,
+                                           place.at(p.grad_input, T::bytes, tile));
         }
-        __syncthreads();
+        if (pass == 0) mean = te_softmax_sum<32>(sums, mean);
     }
 }
 
-#define X(I, i)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(TE_SOFTMAX_ANY_THREADS)                           \
-        te_softmax_backward_any_##i(const __grid_constant__ te_softmax_backward_params p)          \
+#define X(I, i, ...)                                                                               \
+    extern "C" __global__ void __launch_bounds__(TE_SOFTMAX_LONG_THREADS, 2)                       \
+        te_softmax_backward_long_##i(const __grid_constant__ te_softmax_backward_params p)         \
     {                                                                                              \
-        backward_any<te_##i>(p);                                                                   \
+        backward_long<te_##i>(p);                                                                  \
     }
-TE_SOFTMAX_ANY_INSTANCES(X)
+TE_SOFTMAX_DTYPES(X, )
 #undef X
