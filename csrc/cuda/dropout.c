@@ -12,7 +12,6 @@
 #include "cuda/tiles.h"
 
 #define TARGET_BLOCKS 1024
-#define SUMS_BLOCKS 1024 /* fewer lines of sums to write and to read again */
 
 /* How a matrix is dealt out. */
 typedef struct strips {
@@ -22,7 +21,7 @@ typedef struct strips {
     int64_t depth;   /* rows of a group */
 } strips;
 
-static strips plan_strips(int64_t rows, int64_t columns, te_dtype dtype, int64_t blocks)
+static strips plan_strips(int64_t rows, int64_t columns, te_dtype dtype)
 {
     const int vector = 16 / (int)te_dtype_bytes(dtype);
     const int64_t vectors = te_ceil_div(columns, vector);
@@ -34,7 +33,7 @@ static strips plan_strips(int64_t rows, int64_t columns, te_dtype dtype, int64_t
     plan.columns = te_ceil_div(vectors, INT64_C(1) << plan.lanes_log2);
     tile = ((int64_t)TE_DROPOUT_THREADS >> plan.lanes_log2) * TE_DROPOUT_ROWS;
     tiles = te_ceil_div(rows, tile);
-    deep = tiles * plan.columns / blocks;
+    deep = tiles * plan.columns / TARGET_BLOCKS;
     least = te_ceil_div(tiles, TE_CUDA_MAX_GRID_Y);
     if (deep < least) deep = least;
     if (deep < 1) deep = 1;
@@ -111,7 +110,7 @@ te_status te_cuda_dropout_add(void *self, te_context *context, const void *args_
                                 .output = te_cuda_view(&args->output),
                                 .bias = args->bias.data,
                                 .bias_dtype = te_cuda_store(args->bias.dtype)};
-    const strips plan = plan_strips(params.input.rows, params.input.columns, dtype, TARGET_BLOCKS);
+    const strips plan = plan_strips(params.input.rows, params.input.columns, dtype);
     te_cuda_call call;
     int aligned;
     (void)self;
@@ -133,7 +132,7 @@ te_status te_cuda_dropout_add(void *self, te_context *context, const void *args_
 static strips plan_backward(const te_dropout_backward_args *args)
 {
     const te_tensor *grad = &args->grad_output;
-    return plan_strips(grad->shape[0], grad->shape[1], grad->dtype, SUMS_BLOCKS);
+    return plan_strips(grad->shape[0], grad->shape[1], grad->dtype);
 }
 
 /* Column sums of several groups of rows meet in the workspace. */

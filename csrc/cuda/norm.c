@@ -12,8 +12,7 @@
 #include "cuda/ops.h"
 #include "cuda/tiles.h"
 
-#define ROW_THREADS 256 /* where a warp has a row of its own */
-#define MANY_BLOCKS (1 << 20)
+#define ROW_THREADS 256    /* where a warp has a row of its own */
 #define STATIC_SHARED 2048 /* at least what the kernels have besides */
 #define NAMED_BARRIERS 15  /* besides that of the whole block */
 
@@ -71,7 +70,7 @@ static row_plan plan_rows(te_norm_params *params, size_t bytes, int64_t limit, t
     /* As many blocks as there are partial maxima; they are read by every block, too. */
     const int64_t most = params->amax_partials != NULL || params->to.partials != NULL
                              ? TE_CAST_PARTIALS
-                             : MANY_BLOCKS;
+                             : TE_CUDA_NORM_MANY_BLOCKS;
     te_cuda_row_teams teams = {.lanes = 32, .threads = ROW_THREADS};
     row_plan plan = ODD;
     if (want.vectors <= 32) {

@@ -12,6 +12,9 @@
  * the device, so that sums are made in the same order wherever shared memory holds as many rows. */
 #define TE_CUDA_NORM_BLOCKS 132
 
+/* Blocks that do not stay, at most. */
+#define TE_CUDA_NORM_MANY_BLOCKS (1 << 20)
+
 /* Rows for blocks that stay, see device/norm.cuh. */
 typedef struct te_cuda_row_want {
     int64_t rows;
@@ -30,7 +33,7 @@ typedef struct te_cuda_row_teams {
 } te_cuda_row_teams;
 
 /* False where a row does not fit a block. */
-int te_cuda_plan_row_teams(const te_cuda_row_want *want, te_cuda_row_teams *teams);
+int te_cuda_plan_row_teams(const te_cuda_row_want *want, te_cuda_row_teams *plan);
 
 /* Tensors may be absent; beta NULL: none. */
 static inline te_norm_factors te_cuda_norm_factors(const te_tensor *gamma, const te_tensor *beta,

@@ -13,7 +13,6 @@
 #include "cuda/widen.h"
 
 #define NARROW_BLOCKS (3 * TE_CUDA_NORM_BLOCKS)
-#define LONG_BLOCKS (1 << 20)
 
 typedef enum row_plan { NARROW, WIDE, LONG } row_plan;
 
@@ -57,9 +56,9 @@ static void plan_rows(const te_norm_backward_args *args, size_t element, int64_t
         tail *= want.each;
     } else {
         plan->rows = LONG;
-        plan->teams =
-            (te_cuda_row_teams){.threads = TE_NORM_BACKWARD_THREADS,
-                                .blocks = want.rows < LONG_BLOCKS ? want.rows : LONG_BLOCKS};
+        teams = (te_cuda_row_teams){.threads = TE_NORM_BACKWARD_THREADS, .blocks = want.rows};
+        if (teams.blocks > TE_CUDA_NORM_MANY_BLOCKS) teams.blocks = TE_CUDA_NORM_MANY_BLOCKS;
+        plan->teams = teams;
         return;
     }
     tail *= teams.threads + 4; /* the column sums of a block, see hand_on() */

@@ -216,7 +216,7 @@ def test_nan_stays_in_its_row(device, kind, rng):
 
 
 @pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("shape", [(700, 530), (3000, 16)])
+@pytest.mark.parametrize("shape", [(700, 530), (700, 1096), (3000, 16)])
 def test_twice_the_same(device, kind, shape, rng):
     problem = Problem(rng, device, kind, shape, DTYPES[1], added=True)
     assert_repeats(lambda: problem.run().values())

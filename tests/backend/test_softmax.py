@@ -20,6 +20,8 @@ from tols import BF16, F16, F32, tol
 from transformer_engine import _core
 
 SHAPE = (2, 3, 5, 72)
+# Aligned rows of several warps, and rows that no team of threads has registers for.
+WIDE = [(1, 1, 2, 3072), (1, 1, 2, 8208)]
 NAN, INF = float("nan"), float("inf")
 
 
@@ -148,6 +150,17 @@ def test_bias(device, shape, which, rng):
     Problem(normal(rng, shape, F32), bias=bias, scale=0.5).check(device)
 
 
+@pytest.mark.parametrize("which", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("shape", WIDE)
+@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
+def test_wide_rows_with_everything(device, dtype, shape, which, rng):
+    mask, bias = random_mask(rng, shape), normal(rng, some_dims(shape, which), dtype)
+    window = (-1, shape[3] // 2, 0)
+    Problem(normal(rng, shape, dtype), mask=mask, bias=bias, window=window).check(device)
+    mask = random_mask(rng, some_dims(shape, which))
+    Problem(normal(rng, shape, dtype), mask=mask, window=window).check(device)
+
+
 @pytest.mark.parametrize("bias_dtype", HIGH, ids=name_of)
 @pytest.mark.parametrize("dtype", HIGH, ids=name_of)
 def test_bias_dtypes(device, dtype, bias_dtype, rng):
@@ -199,7 +212,7 @@ def test_any_view_is_read_and_strided_outputs_are_written(device, view, rng):
 # ---- special numbers -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keys", [72, 75, 2500])
+@pytest.mark.parametrize("keys", [72, 75, 2500, 3072, 8208])
 @pytest.mark.parametrize("special", [NAN, -NAN, INF])
 @pytest.mark.parametrize("where", ["input", "bias"])
 def test_nan_and_inf_spoil_their_row(device, where, special, keys, rng):
@@ -236,7 +249,7 @@ def test_what_is_forbidden_is_not_looked_at(device, special, rng):
         assert_bits(memory.tensor, expected.tensor)
 
 
-@pytest.mark.parametrize("keys", [72, 2500])
+@pytest.mark.parametrize("keys", [72, 2500, 8208])
 def test_score_of_minus_inf_forbids(device, keys, rng):
     """A bias of -Inf is a mask, up to rows in which nothing is left."""
     shape = (2, 2, 4, keys)
@@ -252,7 +265,7 @@ def test_score_of_minus_inf_forbids(device, keys, rng):
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.999, 1.0])
-@pytest.mark.parametrize("shape", [SHAPE, (2, 1, 7, 33), (1, 2, 2, 2049), (3, 1, 1, 1)])
+@pytest.mark.parametrize("shape", [SHAPE, (2, 1, 7, 33), (1, 2, 2, 2049), *WIDE, (3, 1, 1, 1)])
 @pytest.mark.parametrize("dtype", HIGH, ids=name_of)
 def test_dropout_is_bit_exact(device, dtype, shape, probability, rng):
     """What is dropped is what Philox says; what is kept is the probability times 1 / (1 - p)."""
@@ -344,7 +357,7 @@ def test_backward(device, dtype, dropout, layout, rng):
     check_backward(device, SHAPE, dtype, rng, dropout=dropout, layout=layout)
 
 
-@pytest.mark.parametrize("keys", [*RAGGED, 1024, 2048, 2049, 5003])
+@pytest.mark.parametrize("keys", [*RAGGED, 1024, 2048, 2049, 5003, 8192, 8200])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_backward_widths(device, dropout, keys, rng):
     check_backward(device, (1, 2, 3, keys), BF16, rng, dropout=dropout)
@@ -376,8 +389,9 @@ def test_gradient_of_the_definition(device, dtype, dropout, rng):
     assert_grad64({"x": grad_input.tensor}, definition, {"x": problem.x}, grad, bound)
 
 
-def test_backward_in_place_and_twice_the_same(device, rng):
-    shape = (2, 2, 5, 2500)
+@pytest.mark.parametrize("keys", [2500, 3072, 8208])
+def test_backward_in_place_and_twice_the_same(device, keys, rng):
+    shape = (2, 2, 5, keys)
     grad, p = normal(rng, shape, BF16, device), normal(rng, shape, BF16, device).abs()
     drop = {"rng": pair_on(device, new_pair(rng)), "dropout": 0.1}
     first = torch.empty_like(grad)
