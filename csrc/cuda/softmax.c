@@ -18,25 +18,15 @@ typedef struct kernel_set {
     const char *forward[TE_DTYPE_COUNT], *backward[TE_DTYPE_COUNT];
 } kernel_set;
 
-static const kernel_set aligned_sets[] = {
-#define NAMES(I, i, LANES, KEYS)                                                                   \
-    .forward[TE_DTYPE_##I] = "te_softmax_" #i "_" #LANES "_" #KEYS,                                \
-    .backward[TE_DTYPE_##I] = "te_softmax_backward_" #i "_" #LANES "_" #KEYS,
-#define X(LANES, KEYS) {.lanes = LANES, .keys = KEYS, TE_SOFTMAX_DTYPES(NAMES, LANES, KEYS)},
-    TE_SOFTMAX_TEAMS(X)
+#define NAMES(I, i, ANY, LANES, KEYS)                                                              \
+    .forward[TE_DTYPE_##I] = "te_softmax_" ANY #i "_" #LANES "_" #KEYS,                            \
+    .backward[TE_DTYPE_##I] = "te_softmax_backward_" ANY #i "_" #LANES "_" #KEYS,
+#define SET(ANY, LANES, KEYS)                                                                      \
+    {.lanes = LANES, .keys = KEYS, TE_SOFTMAX_DTYPES(NAMES, ANY, LANES, KEYS)},
+static const kernel_set aligned_sets[] = {TE_SOFTMAX_TEAMS(SET, "")};
+static const kernel_set any_sets[] = {TE_SOFTMAX_ANY_TEAMS(SET, "any_")};
+#undef SET
 #undef NAMES
-#undef X
-};
-
-static const kernel_set any_sets[] = {
-#define NAMES(I, i, LANES, KEYS)                                                                   \
-    .forward[TE_DTYPE_##I] = "te_softmax_any_" #i "_" #LANES "_" #KEYS,                            \
-    .backward[TE_DTYPE_##I] = "te_softmax_backward_any_" #i "_" #LANES "_" #KEYS,
-#define X(LANES, KEYS) {.lanes = LANES, .keys = KEYS, TE_SOFTMAX_DTYPES(NAMES, LANES, KEYS)},
-    TE_SOFTMAX_ANY_TEAMS(X)
-#undef NAMES
-#undef X
-};
 
 static const kernel_set long_set = {
 #define NAMES(I, i, ...)                                                                           \

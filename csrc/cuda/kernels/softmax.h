@@ -14,21 +14,21 @@
     X(F16, f16, __VA_ARGS__)                                                                       \
     X(BF16, bf16, __VA_ARGS__)
 
-/* X(lanes, keys): the registers of a team of threads, `lanes` of a warp or several warps, hold a
- * row, `keys` of it in each thread. te_softmax_<dtype>_<lanes>_<keys> where everything is aligned:
- * each row of each operand begins at 16 bytes of the input's dtype (of the mask, at as many bytes
- * as 16 bytes of it hold), the keys are a multiple of what 16 bytes hold, and a bias has the dtype
- * of the input. Longer ones come last. */
-#define TE_SOFTMAX_TEAMS(X)                                                                        \
-    X(16, 32)                                                                                      \
-    X(16, 64)                                                                                      \
-    X(32, 64)
+/* X(..., lanes, keys): the registers of a team of threads, `lanes` of a warp or several warps, hold
+ * a row, `keys` of it in each thread. te_softmax_<dtype>_<lanes>_<keys> where everything is
+ * aligned: each row of each operand begins at 16 bytes of the input's dtype (of the mask, at as
+ * many bytes as 16 bytes of it hold), the keys are a multiple of what 16 bytes hold, and a bias has
+ * the dtype of the input. Longer ones come last. */
+#define TE_SOFTMAX_TEAMS(X, ...)                                                                   \
+    X(__VA_ARGS__, 16, 32)                                                                         \
+    X(__VA_ARGS__, 16, 64)                                                                         \
+    X(__VA_ARGS__, 32, 64)
 
 /* te_softmax_any_<dtype>_<lanes>_<keys> for the others, and te_softmax_long_<dtype>, whose rows
  * may have any length. */
-#define TE_SOFTMAX_ANY_TEAMS(X)                                                                    \
-    X(16, 32)                                                                                      \
-    X(32, 32)
+#define TE_SOFTMAX_ANY_TEAMS(X, ...)                                                               \
+    X(__VA_ARGS__, 16, 32)                                                                         \
+    X(__VA_ARGS__, 32, 32)
 
 enum {
     TE_SOFTMAX_THREADS = 128,      /* of a block: one team of whole warps, or many of less */

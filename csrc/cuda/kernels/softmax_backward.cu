@@ -113,12 +113,8 @@ static __device__ __forceinline__ void backward(const te_softmax_backward_params
 #define ANY_KERNEL(I, i, LANES, KEYS)                                                              \
     KERNEL(te_softmax_backward_any_##i##_##LANES##_##KEYS, te_##i, LANES, KEYS, false,             \
            te_##i::bytes == 2 ? 5 : 4)
-#define X(LANES, KEYS) TE_SOFTMAX_DTYPES(ALIGNED_KERNEL, LANES, KEYS)
-TE_SOFTMAX_TEAMS(X)
-#undef X
-#define X(LANES, KEYS) TE_SOFTMAX_DTYPES(ANY_KERNEL, LANES, KEYS)
-TE_SOFTMAX_ANY_TEAMS(X)
-#undef X
+TE_SOFTMAX_TEAMS(TE_SOFTMAX_DTYPES, ALIGNED_KERNEL)
+TE_SOFTMAX_ANY_TEAMS(TE_SOFTMAX_DTYPES, ANY_KERNEL)
 #undef ALIGNED_KERNEL
 #undef ANY_KERNEL
 #undef KERNEL
