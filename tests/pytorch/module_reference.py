@@ -21,7 +21,7 @@ from tols import BF16, EPS, F32, GELU_GAIN, PASSED_ON, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
-from transformer_engine.pytorch.ops import extent_value
+from transformer_engine.pytorch.torch_ops import extent_value
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 ACTIVATIONS = tuple(layer_reference.ACTIVATIONS)

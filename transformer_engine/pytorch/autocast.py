@@ -7,8 +7,8 @@ import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import recompute, scaling
-from transformer_engine.pytorch.ops import constant_in_graphs
 from transformer_engine.pytorch.state import current_state
+from transformer_engine.pytorch.torch_ops import constant_in_graphs
 
 __all__ = ["autocast", "fp8_autocast", "get_default_recipe"]
 

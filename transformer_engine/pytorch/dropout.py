@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.pytorch import ops
+from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.random import draw_pair
 
@@ -85,13 +85,13 @@ def _backward_fake(
     return grad_input, grad.new_empty(grad.shape[-1], dtype=bias_dtype)
 
 
-ops.define(
+torch_ops.define(
     "dropout_add(Tensor input, Tensor? bias, Tensor? residual, Tensor? rng, float dropout, "
     "float drop_path, SymInt samples) -> Tensor",
     _forward,
     lambda inp, *_: torch.empty_like(inp, memory_format=torch.contiguous_format),
 )
-ops.define(
+torch_ops.define(
     "dropout_backward(Tensor grad, Tensor? rng, ScalarType? bias_dtype, float dropout, "
     "float drop_path, SymInt samples) -> (Tensor, Tensor)",
     _backward_op,

@@ -9,7 +9,7 @@ pointer; it is saved for the backward in place of a mask.
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch import ops
+from transformer_engine.pytorch import torch_ops
 
 __all__ = ["draw_pair"]
 
@@ -18,7 +18,7 @@ def _draw(like: Tensor) -> Tensor:
     return torch.empty(2, dtype=torch.int64, device=like.device).random_()
 
 
-ops.define(
+torch_ops.define(
     "draw_pair(Tensor like) -> Tensor",
     _draw,
     lambda like: like.new_empty(2, dtype=torch.int64),

@@ -18,7 +18,7 @@ import torch
 
 from transformer_engine.common import config
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch import ops
+from transformer_engine.pytorch import torch_ops
 
 __all__ = ["SLOTS", "Chunk", "Rule", "Slots", "reset", "slots_of", "update"]
 
@@ -82,7 +82,7 @@ def rule_of(recipe: DelayedScaling) -> Rule:
     return Rule(
         identity=repr(recipe),
         length=recipe.amax_history_len,
-        fp8_max=tuple(ops.as_constant(recipe.fp8_format.fp8_max(d)) for d in ("fwd", "bwd")),
+        fp8_max=tuple(torch_ops.as_constant(recipe.fp8_format.fp8_max(d)) for d in ("fwd", "bwd")),
         margin=recipe.margin,
         amax=algo,
         scale=scale,
@@ -385,7 +385,9 @@ def _update(direction: str) -> None:
             _reduce(arena, chunk)
             if rule.fused:
                 fp8_max = rule.fp8_max[DIRECTIONS.index(direction)] * 2.0**-rule.margin
-                ops.scaling_update(chunk.scale, chunk.history, fp8_max, rule.amax == "most_recent")
+                torch_ops.scaling_update(
+                    chunk.scale, chunk.history, fp8_max, rule.amax == "most_recent"
+                )
             else:
                 _update_with_torch(arena, chunk)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.pytorch import ops
+from transformer_engine.pytorch import torch_ops
 
 __all__ = ["StageBuffers", "external_bits", "run_staged"]
 
@@ -123,7 +123,7 @@ def run_staged(
     Returns
     -------
     tuple
-        As of `ops.run`: the outputs, then the packed saved tensor or None.
+        As of `torch_ops.run`: the outputs, then the packed saved tensor or None.
 
     Raises
     ------
@@ -152,11 +152,11 @@ def run_staged(
         dtype = _core.torch_dtype(code)
         if role in ("saved", "scratch"):
             base = packed if role == "saved" else scratch
-            shape = [ops.extent_value(extent, rows) for extent in extents]
+            shape = [torch_ops.extent_value(extent, rows) for extent in extents]
             tensors[name] = _member(base, offset, dtype, shape)
             continue
         if role == "output":
-            shape = [ops.extent_value(extent, rows) for extent in extents]
+            shape = [torch_ops.extent_value(extent, rows) for extent in extents]
             if lead:
                 shape[:1] = _gathered_leading(leading, extents[0][0])
             tensors[name] = torch.empty(shape, dtype=dtype, device=device)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.pytorch import ops
+from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.module.parameters import default_device
 
@@ -158,7 +158,7 @@ def _rotate(
     return out
 
 
-ops.define(
+torch_ops.define(
     "rope(Tensor input, Tensor freqs, Tensor? cu_seqlens, Tensor? start_positions, "
     "bool sequence_first, bool interleaved, bool backward) -> Tensor",
     _rotate,

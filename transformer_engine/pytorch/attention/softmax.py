@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.pytorch import ops
+from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.random import draw_pair
 
@@ -88,13 +88,13 @@ def _backward(
     return grad_input
 
 
-ops.define(
+torch_ops.define(
     "softmax(Tensor scores, Tensor? mask, Tensor? bias, Tensor? rng, float scale, float dropout, "
     "int left, int right, SymInt diagonal) -> (Tensor, Tensor)",
     _forward_op,
     _forward_fake,
 )
-ops.define(
+torch_ops.define(
     "softmax_backward(Tensor grad, Tensor probabilities, Tensor? rng, float scale, float dropout) "
     "-> Tensor",
     _backward,

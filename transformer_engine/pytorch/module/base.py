@@ -10,9 +10,9 @@ from transformer_engine.common import config
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import recompute, scaling
 from transformer_engine.pytorch.extra_state import pack_state, unpack_state
-from transformer_engine.pytorch.ops import constant_in_graphs
 from transformer_engine.pytorch.plans import quantization_of
 from transformer_engine.pytorch.state import RegionState, current_state
+from transformer_engine.pytorch.torch_ops import constant_in_graphs
 
 __all__ = ["Fp8Module", "NativeModule", "Region"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine import _core
-from transformer_engine.pytorch import ops, scaling
+from transformer_engine.pytorch import scaling, torch_ops
 from transformer_engine.pytorch.plans import PREFIXES, CallPlans
 from transformer_engine.pytorch.staged import run_staged
 
@@ -93,10 +93,10 @@ class ModuleCall:
         packed: Tensor | None = None,
     ) -> tuple:
         if self.traced:
-            return ops.run_traced(plan, slots, inputs, state, packed)
+            return torch_ops.run_traced(plan, slots, inputs, state, packed)
         if self.stages:
             return run_staged(plan, slots, [*inputs, *state], packed, self.stages)
-        return ops.run_native(plan, slots, [*inputs, *state], packed)
+        return torch_ops.run_native(plan, slots, [*inputs, *state], packed)
 
     def _cached(self, names: dict[str, Tensor]) -> None:
         """Add the cached weights by the names of their buffers."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.pytorch import ops, scaling
+from transformer_engine.pytorch import scaling, torch_ops
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import apply_plainly, run_call
 from transformer_engine.pytorch.module.base import Fp8Module, Region
@@ -360,7 +360,7 @@ class ComposedModule(Fp8Module):
                     f"{type(self).__name__}: override_stages under torch.compile"
                 )
             *codes, epsilon = quantization
-            self._ensure_plans(key, *codes, tuple(map(ops.as_constant, epsilon)))
+            self._ensure_plans(key, *codes, tuple(map(torch_ops.as_constant, epsilon)))
         plans = self._plans.get(key)
         return self._make_plans(key, quantization) if plans is None else plans
 
@@ -395,7 +395,7 @@ class ComposedModule(Fp8Module):
         holds = cache.holds(weights, quantization, slots)
         return CACHE_READ if holds else CACHE_WRITE
 
-    @ops.constant_in_graphs
+    @torch_ops.constant_in_graphs
     def _ensure_plans(self, key: tuple, *quantization: Any) -> None:
         """Make plans while a graph is traced, outside of the graph."""
         if key not in self._plans:
@@ -537,7 +537,7 @@ class ComposedModule(Fp8Module):
         state = [main_grad_of(pending.weights[i]) for i in plans.main_grads]
         with torch.no_grad():
             run = (plans.wgrad, (0, 0), pending.inputs, state, pending.packed, pending.rows)
-            outputs = iter(ops.run(*run))
+            outputs = iter(torch_ops.run(*run))
             self._wgrads.popleft()  # only now: a call that raised can be made again
             for i, part in enumerate(plans.spec.parts):
                 if not part.flags & WGRAD:

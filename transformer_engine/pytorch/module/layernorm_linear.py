@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.module.layernorm import NormedModule
+from transformer_engine.pytorch.module.normed import NormedModule
 from transformer_engine.pytorch.module.parameters import (
     Split,
     default_device,

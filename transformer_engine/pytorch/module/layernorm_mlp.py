@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine import _core
-from transformer_engine.pytorch.module.layernorm import NormedModule
+from transformer_engine.pytorch.module.normed import NormedModule
 from transformer_engine.pytorch.module.operands import CallTensors, PartTensors
 from transformer_engine.pytorch.module.parameters import (
     bias_to_return,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine import _core
-from transformer_engine.pytorch import ops
+from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.module.base import NativeModule
@@ -74,7 +74,7 @@ class _NormModule(NativeModule):
     def _run(self, inp: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
         """Normalize the last dim of `inp`."""
         traced = torch.compiler.is_compiling()
-        eps = ops.as_constant(self.eps) if traced else self.eps
+        eps = torch_ops.as_constant(self.eps) if traced else self.eps
         key = self._key(inp, gamma, beta, eps)
         if traced:
             self._ensure_plans(key)
@@ -90,7 +90,7 @@ class _NormModule(NativeModule):
             return run_call(call, inp, gamma, beta)
         return call.run_forward((inp, gamma, beta))[0]
 
-    @ops.constant_in_graphs
+    @torch_ops.constant_in_graphs
     def _ensure_plans(self, key: tuple) -> None:
         """Make plans while a graph is traced, outside of the graph."""
         if key not in self._plans:
