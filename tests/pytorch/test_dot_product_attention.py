@@ -13,8 +13,11 @@ from tols import BF16, F16, F32, tol
 
 from transformer_engine import _core
 from transformer_engine.pytorch.attention import DotProductAttention
-from transformer_engine.pytorch.attention.backends import Situation, choose_backend
-from transformer_engine.pytorch.attention.masks import mask_type
+from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+    Situation,
+    choose_backend,
+)
+from transformer_engine.pytorch.attention.dot_product_attention.masks import mask_type
 from transformer_engine.pytorch.random import draw_pair
 
 BATCH, QUERIES, KEYS, HEADS, CHANNELS = 2, 7, 11, 4, 16

@@ -26,10 +26,11 @@ from transformer_engine.pytorch.device import (  # noqa: E402
     is_fp8_available,
 )
 from transformer_engine.pytorch.explain import explain  # noqa: E402
+from transformer_engine.pytorch.module.layernorm import LayerNorm  # noqa: E402
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear  # noqa: E402
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP  # noqa: E402
 from transformer_engine.pytorch.module.linear import Linear  # noqa: E402
-from transformer_engine.pytorch.module.norm import LayerNorm, RMSNorm  # noqa: E402
+from transformer_engine.pytorch.module.rmsnorm import RMSNorm  # noqa: E402
 from transformer_engine.pytorch.recompute import checkpoint  # noqa: E402
 from transformer_engine.pytorch.scaling import reset  # noqa: E402
 from transformer_engine.pytorch.transformer import TransformerLayer  # noqa: E402

@@ -7,16 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention import masks
-from transformer_engine.pytorch.attention.arguments import refuse_group
+from transformer_engine.pytorch.attention.dot_product_attention import masks
+from transformer_engine.pytorch.attention.dot_product_attention.arguments import refuse_group
 from transformer_engine.pytorch.attention.multi_head_attention import (
     MultiheadAttention,
     reset_scaling,
 )
 from transformer_engine.pytorch.dropout import bias_dropout_add
+from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
-from transformer_engine.pytorch.module.norm import LayerNorm, RMSNorm
 from transformer_engine.pytorch.module.parameters import probabilities, refuse_distributed
+from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
 __all__ = ["TransformerLayer"]
 

@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.arguments import refuse_group
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
+from transformer_engine.pytorch.attention.dot_product_attention.arguments import refuse_group
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.module.base import Fp8Module
+from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
-from transformer_engine.pytorch.module.norm import L2Normalization, LayerNorm, RMSNorm
+from transformer_engine.pytorch.module.norm import L2Normalization
 from transformer_engine.pytorch.module.parameters import positive_sizes, refuse_distributed
+from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
 __all__ = ["MultiheadAttention", "reset_scaling"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerNorm`, `RMSNorm` and the norm without parameters that attention may put on its heads."""
+"""What `LayerNorm` and `RMSNorm` share, and the norm without parameters for attention heads."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ from transformer_engine.pytorch.plans import (
     norm_plans,
 )
 
-__all__ = ["L2Normalization", "LayerNorm", "RMSNorm"]
+__all__ = ["AffineNorm", "L2Normalization"]
 
 
 class _NormModule(NativeModule):
@@ -114,7 +114,7 @@ class _NormModule(NativeModule):
         return plans
 
 
-class _AffineNorm(_NormModule):
+class AffineNorm(_NormModule):
     """Base of the norms with parameters."""
 
     HAS_BIAS: bool
@@ -212,51 +212,6 @@ class _AffineNorm(_NormModule):
         flat = inp.reshape(*inp.shape[:-dims], size)
         out = self._run(flat, gamma.reshape(size), None if beta is None else beta.reshape(size))
         return out.reshape(inp.shape)
-
-
-class LayerNorm(_AffineNorm):
-    """(x - mean) / sqrt(variance + eps) * gamma + beta over the last dims, in fp32 inside.
-
-    Parameters
-    ----------
-    normalized_shape : int or iterable of int
-        The last dims.
-    eps : float, default 1e-5
-        Added to the variance.
-    sequence_parallel : bool, optional
-        Set as an attribute of the parameters, for frameworks that reduce their gradients.
-    params_dtype, hidden_size
-        Older names of `dtype` and `normalized_shape`.
-    zero_centered_gamma : bool, default False
-        The factor is 1 + gamma, which begins at 0.
-    device : torch.device or str, optional
-        Of the parameters; "cuda" where there is one, else "cpu". "meta": see `reset_parameters`.
-    dtype : torch.dtype, optional
-        Of the parameters; torch's default dtype where None.
-    sm_margin : int or dict, default 0
-        Multiprocessors to leave free: not there yet.
-
-    Attributes
-    ----------
-    weight, bias : Parameter
-        gamma and beta, of shape `normalized_shape`.
-    """
-
-    KIND = _core.NORM_LAYERNORM
-    HAS_BIAS = True
-
-
-class RMSNorm(_AffineNorm):
-    """x / sqrt(mean of squares + eps) * gamma over the last dims; parameters as of `LayerNorm`.
-
-    Attributes
-    ----------
-    weight : Parameter
-        gamma, of shape `normalized_shape`.
-    """
-
-    KIND = _core.NORM_RMSNORM
-    HAS_BIAS = False
 
 
 class L2Normalization(_NormModule):

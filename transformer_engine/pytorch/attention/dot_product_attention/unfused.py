@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.softmax import scaled_softmax
+from transformer_engine.pytorch.attention.dot_product_attention.softmax import scaled_softmax
 
 __all__ = ["Limits", "attend"]
 

@@ -9,21 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention import masks, sdpa, unfused
-from transformer_engine.pytorch.attention.arguments import (
+from transformer_engine.pytorch.attention.dot_product_attention import masks, sdpa, unfused
+from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
     check_biases,
     check_format,
     refuse_fp8,
     refuse_group,
     unpack,
 )
-from transformer_engine.pytorch.attention.backends import (
+from transformer_engine.pytorch.attention.dot_product_attention.backends import (
     BIAS_TYPES,
     Choice,
     Situation,
     choose_backend,
 )
-from transformer_engine.pytorch.attention.masks import MaskType
+from transformer_engine.pytorch.attention.dot_product_attention.masks import MaskType
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.parameters import (
     positive_sizes,

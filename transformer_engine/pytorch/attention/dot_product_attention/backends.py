@@ -5,7 +5,11 @@ from typing import NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.attention.masks import CAUSAL_WINDOW, NO_WINDOW, MaskType
+from transformer_engine.pytorch.attention.dot_product_attention.masks import (
+    CAUSAL_WINDOW,
+    NO_WINDOW,
+    MaskType,
+)
 
 __all__ = ["BIAS_TYPES", "Choice", "Situation", "choose_backend"]
 
