@@ -296,6 +296,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     ),
     "run_range": _run_range,
     "empty_aligned": lambda core: Case([100, core.DEVICE_CPU, 0]),
+    "split_storage": lambda core: Case([torch.randn(ROWS, K), (1, ROWS - 1)]),
     "cuda_configure": lambda core: Case([os.environ.get("TE_NVRTC") == "1", None], needs_cuda=True),
     "tune_gemm": lambda core: Case([core.DEVICE_CPU, 0, False, None], needs_cuda=True),
     "close_contexts": lambda core: Case([]),

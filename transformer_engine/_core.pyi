@@ -254,6 +254,14 @@ def run_range(
 def empty_aligned(size: int, device_type: int, device_index: int = 0, /) -> Tensor:
     """A 1-D uint8 tensor whose data is aligned to 256 bytes, for `saved` and `scratch`."""
 
+def split_storage(tensor: Tensor, rows: tuple[int, ...], /) -> tuple[Tensor, ...]:
+    """Consecutive rows of a tensor as tensors with storages of their own over its memory.
+
+    `tensor` is a plain, contiguous tensor of any dtype with at least as many rows (dim 0). Each part
+    keeps the tensor object alive, and its storage ends where the part does, so that savers write it
+    once and whole. The storages can not be resized.
+    """
+
 # ---- contexts --------------------------------------------------------------------------------
 
 @final

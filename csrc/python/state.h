@@ -157,6 +157,7 @@ void tepy_backends_clear(tepy_state *state);
     X(run, FAST)                                                                                   \
     X(run_range, FAST)                                                                             \
     X(empty_aligned, FAST)                                                                         \
+    X(split_storage, FAST)                                                                         \
     X(cuda_configure, FAST)                                                                        \
     X(tune_gemm, FAST)                                                                             \
     X(close_contexts, NONE)                                                                        \

@@ -286,6 +286,9 @@ class CallPlans:
         Weight gradients are put off.
     saves_packed : bool
         The forward makes a packed tensor for the backward.
+    weight_place : int
+        Where the weight of a single part stands among what is saved, the packed tensor first; -1
+        where it is not saved.
     all_given : bool
         No tensor of a call is None.
     pick_saved : callable
@@ -329,6 +332,7 @@ class CallPlans:
     def _examine_backward(self) -> None:
         self.saves_packed = False
         self.takes = self.returns
+        self.weight_place = -1
         self.saved = self.wgrad_inputs = self.gradients = self.backward_arguments = ()
         self.wgrad_has_rows = False
         self.reads_state = False
@@ -353,6 +357,8 @@ class CallPlans:
             buffers = _core.plan_describe(self.wgrad)["buffers"]
             self.wgrad_has_rows = any(role == "input" and lead for _, role, _, lead, *_ in buffers)
         self.saved = tuple(saved)
+        if "weight" in saved:
+            self.weight_place = saved.index("weight") + self.saves_packed
         at = {name: i for i, name in enumerate(self.gradients)}
         self.places = tuple(at.get(gradient_name(name), -1) for name in self.tensors)
         self.all_gradients = self.places == tuple(range(len(self.gradients)))

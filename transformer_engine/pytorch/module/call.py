@@ -2,7 +2,7 @@
 """One call of a module: which plans run, over which state."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +11,11 @@ from torch.nn import Parameter
 
 from transformer_engine import _core
 from transformer_engine.pytorch import scaling, torch_ops
+from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.plans import PREFIXES, CallPlans
 from transformer_engine.pytorch.staged import run_staged
 
-__all__ = ["Deferred", "ModuleCall", "PlainCall", "join_rows", "lie_together", "main_grad_of"]
+__all__ = ["Deferred", "ModuleCall", "PlainCall", "main_grad_of"]
 
 CACHED = ("weight_row", "weight_column", "weight_pair")
 """Buffers of a part that make up the cache of its quantized weight."""
@@ -65,13 +66,13 @@ class ModuleCall:
         Where deferred weight gradients go.
     stages : dict or None
         Python functions of external stages.
-    rows : tuple of int or None
-        A weight and its bias come as several tensors of these rows, and so do their gradients.
+    split : SplitTensors or None
+        The weight and the bias come as several tensors, and so do their gradients.
     traced : bool
         A graph is being traced: run behind torch operators.
     """
 
-    rows: tuple[int, ...] | None = None
+    split: SplitTensors | None = None
     scales: Tensor | None = None
     first = False
     caches: tuple = (None, None)
@@ -119,8 +120,9 @@ class ModuleCall:
     def run_forward(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, list[Tensor]]:
         """Run the forward over the tensors that ``plans.tensors`` names."""
         plans = self.plans
-        if self.rows is not None:
-            tensors = self._join(tensors)
+        given = tensors
+        if self.split is not None:
+            tensors = self.split.join(given, self.traced)
         names = dict(zip(plans.tensors, tensors, strict=True))
         if plans.cached:
             self._cached(names)
@@ -141,6 +143,8 @@ class ModuleCall:
             self._keep_caches(names)
         saved = [results[-1]] if plans.saves_packed else []
         saved += [names[name] for name in plans.saved]
+        if self.split is not None:
+            saved = self._save_parts(saved, given)
         return (results[0] if plans.returns == 1 else tuple(results[:2])), saved
 
     def run_backward(
@@ -149,6 +153,8 @@ class ModuleCall:
         """Run the backward: None, then the gradient of each tensor of the forward."""
         plans = self.plans
         packed = None
+        if self.split is not None:
+            saved = self._join_saved(saved)
         if plans.saves_packed:
             packed, *saved = saved
         names = dict(zip(plans.saved, saved, strict=True))
@@ -176,39 +182,25 @@ class ModuleCall:
             found[plans.tensors.index(f"{prefix}weight")] = _dummy_grad(self.weights[i])
         if self.first:
             scaling.update("backward")
-        return None, *(found if self.rows is None else self._spread(found))
+        return None, *(found if self.split is None else self.split.spread(found))
 
-    def _join(self, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """The tensors with one weight and one bias in place of the last ones."""
-        count = len(self.rows)
-        if tensors[-1] is None:
-            first, bias = len(tensors) - count - 1, None
-        else:
-            first = len(tensors) - 2 * count
-            bias = join_rows(tensors[first + count :], self.traced)
-        weight = join_rows(tensors[first : first + count], self.traced)
-        return (*tensors[:first], weight, bias)
+    def _save_parts(self, saved: Sequence[Tensor], given: tuple) -> Sequence[Tensor]:
+        """Save the weights themselves, last, and not what they make up.
 
-    def _spread(self, found: list[Tensor | None]) -> list[Tensor | None]:
-        """The gradients with those of the weight and the bias by rows."""
-        *others, weight, bias = found
-        rows = self.rows
-        none = (None,) * len(rows)
-        return [
-            *others,
-            *(none if weight is None else weight.split_with_sizes(rows)),
-            *(
-                (None,)
-                if self._lacks_bias
-                else none
-                if bias is None
-                else bias.split_with_sizes(rows)
-            ),
-        ]
+        So autograd sees a change of any of them, and a framework that frees and restores parameters
+        (FSDP) finds them.
+        """
+        at = self.plans.weight_place
+        return saved if at < 0 else (*saved[:at], *saved[at + 1 :], *self.split.weights(given))
 
-    @property
-    def _lacks_bias(self) -> bool:
-        return self.plans.tensors[-1] not in self.plans.forward_inputs
+    def _join_saved(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Undo `_save_parts`."""
+        at = self.plans.weight_place
+        if at < 0:
+            return saved
+        end = len(saved) - len(self.split.weight.rows)
+        weight = self.split.weight.join(saved[end:], self.traced)
+        return (*saved[:at], weight, *saved[at:end])
 
     def _add_main_grads(self, names: dict[str, Tensor]) -> None:
         plans = self.plans
@@ -236,8 +228,9 @@ class PlainCall(ModuleCall):
         """Run the forward over the tensors that ``plans.tensors`` names."""
         plans = self.plans
         slots = self.slots
-        if self.rows is not None:
-            tensors = self._join(tensors)
+        parts = tensors
+        if self.split is not None:
+            tensors = self.split.join(parts, False)
         given = tensors if plans.all_given else [t for t in tensors if t is not None]
         if slots is None:
             results = _core.run(plans.forward, 0, 0, *given)
@@ -253,7 +246,8 @@ class PlainCall(ModuleCall):
         out = results[0] if plans.returns == 1 else results[:2]
         if not plans.backward:
             return out, ()
-        return out, plans.pick_saved((*results, *tensors))
+        saved = plans.pick_saved((*results, *tensors))
+        return out, saved if self.split is None else self._save_parts(saved, parts)
 
     def run_backward(
         self, grads: tuple[Tensor, ...], saved: tuple[Tensor, ...]
@@ -263,6 +257,8 @@ class PlainCall(ModuleCall):
         slots = self.slots
         if plans.takes < plans.returns:
             grads = grads[:1]
+        if self.split is not None:
+            saved = self._join_saved(saved)
         if not plans.saves_packed:
             results = _core.run(plans.backward, 0, 0, *grads, *saved)
         elif slots is None or not plans.reads_state:
@@ -280,50 +276,12 @@ class PlainCall(ModuleCall):
             )
         if self.first:
             scaling.update("backward")
-        if self.rows is not None:
-            return None, *self._spread([None if at < 0 else results[at] for at in plans.places])
+        if self.split is not None:
+            found = [None if at < 0 else results[at] for at in plans.places]
+            return None, *self.split.spread(found)
         if plans.all_gradients:
             return None, *results[:-1]
         return None, *[None if at < 0 else results[at] for at in plans.places]
-
-
-def lie_together(parts: tuple[Tensor, ...]) -> bool:
-    """Whether tensors of rows follow each other in one storage."""
-    first = parts[0]
-    address = first.data_ptr()
-    storage = first.untyped_storage().data_ptr()
-    for part in parts:
-        if (
-            part.data_ptr() != address
-            or part.dtype is not first.dtype
-            or not part.is_contiguous()
-            or part.untyped_storage().data_ptr() != storage
-        ):
-            return False
-        address += part.nbytes
-    return True
-
-
-def join_rows(parts: tuple[Tensor, ...], traced: bool) -> Tensor:
-    """One tensor of the rows of several: a view where they follow each other in one storage.
-
-    Parameters
-    ----------
-    parts : tuple of Tensor
-        [rows, ...] each.
-    traced : bool
-        A graph is being traced, which knows no addresses: always a copy.
-
-    Returns
-    -------
-    Tensor
-        [sum of rows, ...].
-    """
-    if traced or not lie_together(parts):
-        return torch.cat(parts)
-    first = parts[0]
-    rows = sum(part.shape[0] for part in parts)
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def main_grad_of(weight: Parameter) -> Tensor:

@@ -15,6 +15,7 @@ from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import apply_plainly, run_call
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.call import Deferred, ModuleCall, main_grad_of
+from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.module.operands import (
     DTYPES,
     CallTensors,
@@ -136,8 +137,8 @@ class ComposedModule(Fp8Module):
     def _parameter_names(self) -> tuple[str | None, ...]:
         """Attribute of each tensor of a call after the input; None: it is none of its own."""
 
-    def _part_rows(self) -> tuple[int, ...] | None:
-        """Rows of the weights that make up the one part's weight; None for whole weights."""
+    def _split_tensors(self) -> SplitTensors | None:
+        """How tensors of a call make up the one part's weight and bias; None for whole ones."""
         return None
 
     # ---- life ----------------------------------------------------------------------------------
@@ -286,7 +287,7 @@ class ComposedModule(Fp8Module):
         call = ModuleCall(plans, None if bound is None else bound.slots)
         call.traced = region.traced
         call.stages = self._stages
-        call.rows = self._part_rows()
+        call.split = self._split_tensors()
         if bound is not None:
             call.scales = bound.scales
             call.caches = bound.caches

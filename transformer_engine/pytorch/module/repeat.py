@@ -73,7 +73,7 @@ class Repeat(NamedTuple):
         """Remember a call of the long way."""
         later, first = PlainCall(call.plans, call.slots), PlainCall(call.plans, call.slots)
         first.first = True
-        first.rows = later.rows = call.rows
+        first.split = later.split = call.split
         parameters = tuple(
             (name, tensor, tensor.requires_grad)
             for name, tensor in zip(names, tensors, strict=True)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from transformer_engine.pytorch.module.call import lie_together
 from transformer_engine.pytorch.module.composed import ComposedModule, add_grad
+from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
 from transformer_engine.pytorch.module.operands import PartTensors
 from transformer_engine.pytorch.module.parameters import (
     Split,
@@ -38,7 +38,13 @@ class WeightModule(ComposedModule):
     _init_method: Callable | None
     _rng: tuple[Callable | None, str | None]
 
+    _joined: dict[str, JoinedRows]
+    """How split weights, and split biases, lie together."""
+
     def _make_parameters(self, device: torch.device, dtype: torch.dtype) -> None:
+        if self._split is not None:
+            kinds = ("weight", "bias") if self.use_bias else ("weight",)
+            self._joined = {kind: JoinedRows(self._split.rows) for kind in kinds}
         for label, rows in self._parts():
             weight = torch.empty(rows, self.in_features, device=device, dtype=dtype)
             self.register_parameter(f"{label}weight", Parameter(weight))
@@ -54,23 +60,21 @@ class WeightModule(ComposedModule):
             self.reset_parameters()
 
     def _pack(self) -> None:
-        """Lay split weights one after the other in one storage, so that a call reads them as one.
+        """Lay split weights one after the other, so that a call reads them as one.
 
         Values and parameters stay the same; where a parameter is replaced later, a call copies.
         """
         if self._split is None:
             return
-        for kind in ("weight", "bias") if self.use_bias else ("weight",):
+        for kind, joined in self._joined.items():
             parameters = [self._parameters.get(f"{label}{kind}") for label, _ in self._parts()]
             if any(type(p) is not Parameter or p.device.type == "meta" for p in parameters):
                 continue
             if len({(p.dtype, p.device) for p in parameters}) > 1:
                 continue
-            if lie_together(parameters) or any(p.is_shared() for p in parameters if p.is_cpu):
-                continue  # or other processes read them where they are
-            whole = torch.cat([p.detach() for p in parameters])
-            for parameter, rows in zip(parameters, whole.split(self._split.rows), strict=True):
-                parameter.data = rows
+            if any(p.is_shared() for p in parameters if p.is_cpu):
+                continue  # other processes read them where they are
+            joined.lay_together(parameters)
 
     def __setstate__(self, state: dict) -> None:
         """Restore a copy or a pickle; split weights are laid together again."""
@@ -151,8 +155,12 @@ class WeightModule(ComposedModule):
             return (PartTensors(weights, ()),)
         return (PartTensors(weights, tuple(getattr(self, f"{label}bias") for label in labels)),)
 
-    def _part_rows(self) -> tuple[int, ...] | None:
-        return None if self._split is None else self._split.rows
+    def _split_tensors(self) -> SplitTensors | None:
+        if self._split is None:
+            return None
+        return SplitTensors(
+            self._joined["weight"], self._joined["bias"] if self.apply_bias else None
+        )
 
     def _parameter_names(self) -> tuple[str | None, ...]:
         labels = [label for label, _ in self._parts()]

@@ -1,0 +1,127 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * storage_py.c - parts of one tensor as tensors with storages of their own.
+ *
+ * torch's views share a storage, and what saves tensors goes by storages: it writes a shared one
+ * whole for each view, or keeps one view and drops the others. A part made here is a storage that
+ * begins and ends with it. All parts keep the tensor alive whose memory they are in.
+ */
+#include "python/args.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_DIMS 8
+
+typedef struct part {
+    tepy_dl_managed managed; /* first: the deleter gets its address */
+    PyObject *whole;         /* owns the memory */
+    int64_t shape[MAX_DIMS], strides[MAX_DIMS];
+} part;
+
+/* Runs wherever the last reference to the storage goes, without the GIL too. */
+static void release(tepy_dl_managed *managed)
+{
+    part *self = (part *)managed;
+    if (Py_IsInitialized()) { /* else the object is gone with its interpreter */
+        PyGILState_STATE gil = PyGILState_Ensure();
+        Py_DECREF(self->whole);
+        PyGILState_Release(gil);
+    }
+    free(self);
+}
+
+/* Where the memory of `whole` begins and how it is laid out; -1 where it can not be divided. */
+static int dense_view(const tepy_state *state, PyObject *whole, tepy_dl_tensor *view)
+{
+    const tepy_site site = {"split_storage", "tensor"};
+    int64_t expected = 1;
+    if ((PyObject *)Py_TYPE(whole) != state->tensor_type) {
+        return tepy_fail(PyExc_TypeError, site, "expected a plain torch.Tensor, got %R",
+                         Py_TYPE(whole));
+    }
+    memset(view, 0, sizeof *view);
+    if (state->exchange->view(whole, view) != 0) {
+        return tepy_fail_from_current(PyExc_TypeError, site, "pass a dense CPU or CUDA tensor");
+    }
+    if (view->ndim < 1 || view->ndim > MAX_DIMS) {
+        return tepy_fail(PyExc_ValueError, site, "%d dims, expected 1 to %d", (int)view->ndim,
+                         MAX_DIMS);
+    }
+    for (int32_t i = view->ndim - 1; i >= 0; i--) {
+        if (view->strides != NULL && view->shape[i] > 1 && view->strides[i] != expected) {
+            return tepy_fail(PyExc_ValueError, site, "not contiguous: call .contiguous()");
+        }
+        expected *= view->shape[i];
+    }
+    return 0;
+}
+
+/* New reference: `rows` rows of `whole` from byte `offset` on. */
+static PyObject *make_part(const tepy_state *state, PyObject *whole, const tepy_dl_tensor *view,
+                           int64_t rows, uint64_t offset)
+{
+    void *object = NULL;
+    int64_t stride = 1;
+    part *self = calloc(1, sizeof *self);
+    if (self == NULL) return PyErr_NoMemory();
+    self->whole = Py_NewRef(whole);
+    self->managed.version = (tepy_dl_version){1, 0};
+    self->managed.deleter = release;
+    self->managed.tensor = *view;
+    self->managed.tensor.data = (char *)view->data + view->byte_offset + offset;
+    self->managed.tensor.byte_offset = 0;
+    self->managed.tensor.shape = self->shape;
+    self->managed.tensor.strides = self->strides;
+    for (int32_t i = view->ndim - 1; i >= 0; i--) {
+        self->shape[i] = i == 0 ? rows : view->shape[i];
+        self->strides[i] = stride;
+        stride *= self->shape[i];
+    }
+    if (state->exchange->object_from_managed(&self->managed, &object) != 0) {
+        release(&self->managed); /* it is taken over by success alone */
+        return NULL;
+    }
+    return (PyObject *)object;
+}
+
+const char tepy_split_storage_doc[] =
+    "split_storage($module, tensor, rows, /)\n--\n\n"
+    "Consecutive rows of a tensor as tensors with storages of their own over its memory.";
+
+PyObject *tepy_split_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    const tepy_site site = {"split_storage", "rows"};
+    tepy_state *state = tepy_state_of(module);
+    tepy_dl_tensor view;
+    int64_t taken = 0, row_bytes;
+    Py_ssize_t count;
+    PyObject *parts;
+    if (tepy_require_torch(state, "split_storage") != 0 ||
+        tepy_count("split_storage", nargs, 2, 2) != 0 || dense_view(state, args[0], &view) != 0) {
+        return NULL;
+    }
+    if (!PyTuple_Check(args[1])) {
+        (void)tepy_fail(PyExc_TypeError, site, "expected a tuple of int, got %R", Py_TYPE(args[1]));
+        return NULL;
+    }
+    count = PyTuple_Size(args[1]);
+    row_bytes = view.dtype.bits * view.dtype.lanes / 8;
+    for (int32_t i = 1; i < view.ndim; i++) row_bytes *= view.shape[i];
+    parts = PyTuple_New(count);
+    if (parts == NULL) return NULL;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int64_t rows = 0;
+        PyObject *made;
+        if (tepy_int(PyTuple_GetItem(args[1], i), site, 1, view.shape[0] - taken, &rows) != 0) {
+            goto failed;
+        }
+        made = make_part(state, args[0], &view, rows, (uint64_t)(taken * row_bytes));
+        if (made == NULL || PyTuple_SetItem(parts, i, made) != 0) goto failed;
+        taken += rows;
+    }
+    return parts;
+failed:
+    Py_DECREF(parts);
+    return NULL;
+}

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that a call reads as one: split weights and biases, rows after rows.
+
+Each parameter has a storage of its own, as programs that save or share tensors expect, and all of
+them lie in one allocation, one after the other, so that a GEMM reads them as one weight.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+
+__all__ = ["JoinedRows", "SplitTensors"]
+
+
+class JoinedRows:
+    """Several tensors as one, whose rows theirs are.
+
+    Parameters
+    ----------
+    rows : tuple of int
+        Rows of each.
+    """
+
+    def __init__(self, rows: tuple[int, ...]) -> None:
+        self.rows = rows
+        # The storages of the parts hold the allocation. Were it held here too, a framework that
+        # replaces parameters (FSDP) could not free it.
+        self._whole: weakref.ref | None = None
+
+    def __reduce__(self) -> tuple:
+        """Copy and pickle the rows: a copy's parameters lie elsewhere."""
+        return JoinedRows, (self.rows,)
+
+    def lay_together(self, parameters: Sequence[Tensor]) -> None:
+        """Move parameters into one allocation, where they do not lie in one already.
+
+        Parameters
+        ----------
+        parameters : sequence of Parameter
+            [rows, ...] each, of one dtype and device. They stay the same objects.
+        """
+        if self._found(parameters) is not None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            whole = torch.cat([parameter.detach() for parameter in parameters])
+            parts = _core.split_storage(whole, self.rows)
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.data = part
+        self._whole = weakref.ref(whole)
+
+    def join(self, parts: Sequence[Tensor], traced: bool) -> Tensor:
+        """One tensor of all rows: the allocation that the parts lie in, else a copy.
+
+        Parameters
+        ----------
+        parts : sequence of Tensor
+            [rows, ...] each.
+        traced : bool
+            A graph is being traced, which knows no addresses: always a copy.
+
+        Returns
+        -------
+        Tensor
+            [sum of rows, ...]. Changes of the parts do not count in its version.
+        """
+        whole = None if traced else self._found(parts)
+        return torch.cat(tuple(parts)) if whole is None else whole
+
+    def _found(self, parts: Sequence[Tensor]) -> Tensor | None:
+        """The allocation, where the parts lie in it as `lay_together` left them."""
+        whole = None if self._whole is None else self._whole()
+        if whole is None:
+            return None
+        address = whole.data_ptr()
+        for part, rows in zip(parts, self.rows, strict=True):
+            if (
+                part.data_ptr() != address
+                or part.dtype is not whole.dtype
+                or part.size(0) != rows
+                or not part.is_contiguous()
+            ):
+                return None
+            address += part.nbytes
+        return whole
+
+
+class SplitTensors(NamedTuple):
+    """How the last tensors of a call make up one weight and one bias.
+
+    Attributes
+    ----------
+    weight : JoinedRows
+        Of the weights.
+    bias : JoinedRows or None
+        Of the biases; None where the call adds none, and has None in their place.
+    """
+
+    weight: JoinedRows
+    bias: JoinedRows | None
+
+    def weights(self, tensors: tuple) -> tuple[Tensor, ...]:
+        """Return the weights among a call's tensors."""
+        count = len(self.weight.rows)
+        end = len(tensors) - (1 if self.bias is None else count)
+        return tensors[end - count : end]
+
+    def join(self, tensors: tuple, traced: bool) -> tuple[Tensor | None, ...]:
+        """Return the tensors with one weight and one bias in place of the last ones."""
+        weights = self.weights(tensors)
+        bias = None if self.bias is None else self.bias.join(tensors[-len(weights) :], traced)
+        count = len(weights) + (1 if self.bias is None else len(weights))
+        return (*tensors[:-count], self.weight.join(weights, traced), bias)
+
+    def spread(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients with those of the weight and the bias by rows."""
+        *others, weight, bias = found
+        rows = self.weight.rows
+        none: tuple[Any, ...] = (None,) * len(rows)
+        of_bias = (None,) if self.bias is None else none
+        return [
+            *others,
+            *(none if weight is None else weight.split_with_sizes(rows)),
+            *(of_bias if bias is None else bias.split_with_sizes(rows)),
+        ]
