@@ -6,12 +6,14 @@ PYTHON ?= python3
 ARGS ?=
 NO_BUILD ?=
 TESTS ?= tests
+CLIENT_TESTS ?= tests/clients
 SANITIZE_TESTS ?= tests/core tests/backend
 
 ENV := build/env/$(subst /,_,$(PYTHON))
 DEMO_PY = $$(cat $(ENV)-demo)
 TEST_PY = $$(cat $(ENV)-test)
 LINT_PY = $$(cat $(ENV)-lint)
+CLIENTS_PY = $$(cat $(ENV)-clients)
 # The tools of the lint environment, found beside its interpreter first.
 LINT_PATH = PATH="$$(dirname "$(LINT_PY)"):$$PATH"
 
@@ -23,7 +25,7 @@ ASAN_RUN = $(UBSAN_ENV) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONSA
 	PYTHONPATH="$(CURDIR)/build/sanitize/lib" \
 	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)"
 
-.PHONY: help demo test build lib test-gpu bench lint format sanitize cuda-headers wheel-check clean
+.PHONY: help demo test test-clients build lib test-gpu bench lint format sanitize cuda-headers wheel-check clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -36,6 +38,10 @@ demo: $(ENV)-demo ## set up, build, train a small GPT in FP8 and in high precisi
 test: $(ENV)-test ## set up, build, run the tests (TESTS=path, ARGS="-k name")
 	@$(TEST_PY) setup.py -q build_ext --inplace
 	$(TEST_PY) -m pytest -q $(ARGS) $(TESTS)
+
+test-clients: $(ENV)-clients ## run released client packages on top of this one (CLIENT_TESTS=path, ARGS=...)
+	@test -n "$(NO_BUILD)" || $(CLIENTS_PY) setup.py -q build_ext --inplace
+	$(CLIENTS_PY) -m pytest -q $(ARGS) $(CLIENT_TESTS)
 
 build: $(ENV)-demo ## build the extension in place
 	@$(DEMO_PY) setup.py -q build_ext --inplace
@@ -87,6 +93,11 @@ wheel-check: $(ENV)-test ## install into build/wheel-check without a network and
 
 clean: ## delete what the build made
 	rm -rf build transformer_engine/_core*.so
+
+# The clients' packages go on top of the test environment, which stays as light as it is.
+$(ENV)-clients: $(ENV)-test
+	@$(PYTHON) tools/environment.py clients $(TEST_PY) $@ \
+		.venv-clients$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 
 $(ENV)-%: tests/constraints.txt tools/environment.py
 	@$(PYTHON) tools/environment.py $* $(PYTHON) $@

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find or make the Python environment of a make target; write its interpreter's path to a file.
 
-`python3 tools/environment.py GROUP PYTHON STAMP`: GROUP (demo, test, lint) names packages of
-tests/constraints.txt. PYTHON is used as it is where it has them all. Where it has torch but lacks
-others, these go into a virtual environment on top of it; where it has no torch, everything goes
-into a virtual environment. An environment that exists is completed, never rebuilt.
+`python3 tools/environment.py GROUP PYTHON STAMP [FOLDER]`: GROUP (demo, test, lint, clients) names
+packages of tests/constraints.txt. PYTHON is used as it is where it has them all. Where it has torch
+but lacks others, these go into a virtual environment (FOLDER, or .venv) on top of it; where it has
+no torch, everything goes into a virtual environment. An environment that exists is completed, never
+rebuilt. The group `clients` also fills build/clients: see `fetch_apart`.
 """
 
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,6 +20,7 @@ GROUPS = {  # the headings of the constraints file that a group takes
     "demo": ("build", "demo"),
     "test": ("build", "demo", "test"),
     "lint": ("build", "lint"),
+    "clients": ("build", "demo", "test", "clients"),
 }
 MODULES = {"clang-format": "clang_format", "clang-tidy": "clang_tidy", "codespell": "codespell_lib"}
 PROBE = """
@@ -28,17 +32,21 @@ print(*missing)
 """
 
 
-def read_group(group):
-    """Return {package: pin} of a group of the constraints file."""
-    pins, current = {}, ""
+def read_pins(*headings):
+    """Return the pins that stand under these headings of the constraints file."""
+    pins, current = [], ""
     for line in (ROOT / "tests/constraints.txt").read_text().splitlines():
         heading = re.match(r"# \[(\w+)\]", line)
         if heading:
             current = heading[1]
-        elif line and not line.startswith("#"):
-            if current in GROUPS[group]:
-                pins[line.split("==")[0]] = line
+        elif line and not line.startswith("#") and current in headings:
+            pins.append(line)
     return pins
+
+
+def read_group(group):
+    """Return {package: pin} of a group of the constraints file."""
+    return {pin.split("==")[0]: pin for pin in read_pins(*GROUPS[group])}
 
 
 def find_missing(python, packages):
@@ -57,6 +65,38 @@ def add_packages_of(base, folder):
     (site / "packages_of_base.pth").write_text(paths)
 
 
+def fetch_apart(python):
+    """Fill build/clients with what no environment can hold, a folder `NAME-VERSION` for each.
+
+    Of a package under [apart] tests use several versions: each is installed into its folder, for
+    a process that has the folder in PYTHONPATH. Of one under [sources] the source archive is
+    unpacked: it has the package's own tests, which an installed package lacks.
+    """
+    pip = [python, "-m", "pip"]
+    for heading in ("apart", "sources"):
+        for pin in read_pins(heading):
+            name, version = pin.split(";")[0].strip().split("==")
+            folder = ROOT / "build/clients" / f"{name}-{version}"
+            if folder.exists():
+                continue
+            with tempfile.TemporaryDirectory() as scratch:
+                scratch = Path(scratch)
+                if heading == "apart":
+                    install = [*pip, "install", "-q", "--no-deps", "--target", scratch / "new", pin]
+                    subprocess.run(install, check=True)
+                else:
+                    fetch = [*pip, "download", "-q", "--no-deps", "--no-build-isolation"]
+                    fetch += ["--no-binary", name, "-d", scratch, pin]
+                    subprocess.run(fetch, check=True)
+                    shutil.unpack_archive(next(scratch.glob("*.tar.gz")), scratch / "all")
+                    next((scratch / "all").iterdir()).rename(scratch / "new")
+                if not any((scratch / "new").glob("*")):
+                    continue  # pip passes over a pin whose marker is not for this Python
+                print(f"fetched {folder.relative_to(ROOT)}")
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(scratch / "new", folder)
+
+
 def main():
     """Print and record the interpreter, installing what it lacks."""
     group, base, stamp = sys.argv[1], sys.argv[2], Path(sys.argv[3])
@@ -64,7 +104,8 @@ def main():
     missing = find_missing(base, list(pins))
     python = base
     if missing:
-        folder = ROOT / (".venv" if base == "python3" else f".venv-{Path(base).name}")
+        named = ".venv" if base == "python3" else f".venv-{Path(base).name}"
+        folder = ROOT / (sys.argv[4] if len(sys.argv) > 4 else named)
         python = str(folder / "bin" / "python3")
         if Path(python).exists():
             missing = find_missing(python, list(pins))
@@ -79,6 +120,8 @@ def main():
         wanted = [pins[p] for p in missing]
         print(f"installing {' '.join(wanted)} into {Path(python).parents[1].name}", flush=True)
         subprocess.run([python, "-m", "pip", "install", "-q", *wanted], check=True)
+    if group == "clients":
+        fetch_apart(python)
     stamp.parent.mkdir(parents=True, exist_ok=True)
     stamp.write_text(python + "\n")
     print(f"python: {python}")
