@@ -87,6 +87,13 @@ def test_parameters_of_cross_attention():
     }
 
 
+def test_a_qk_norm_without_parameters_is_one_module():
+    shared = te.MultiheadAttention(32, 4, qk_norm_type="L2Normalization", device="cpu")
+    assert shared.q_norm is shared.k_norm
+    own = te.MultiheadAttention(32, 4, qk_norm_type="RMSNorm", device="cpu")
+    assert own.q_norm is not own.k_norm
+
+
 def test_parameters_of_qk_norms():
     def norms(kind):
         module = te.MultiheadAttention(32, 4, qk_norm_type=kind, device="cpu")

@@ -283,7 +283,9 @@ ub_bulk_dgrad, ub_bulk_wgrad
         }
         if kind not in norms:
             raise ValueError(f"{_NAME}: qk_norm_type={kind!r}, expected one of {', '.join(norms)}")
-        self.q_norm, self.k_norm = norms[kind](), norms[kind]()
+        self.q_norm = norms[kind]()
+        # A norm without parameters is one module under both names.
+        self.k_norm = self.q_norm if kind == "L2Normalization" else norms[kind]()
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Spread heads over a group of ranks: not there yet for more than one.
