@@ -347,8 +347,6 @@ def test_packed_errors(device):
         ("softmax_type", "off-by-one"),
         ("softmax_type", "learnable"),
         ("return_max_logit", True),
-        ("sequence_parallel", True),
-        ("tp_size", 2),
         ("qkv_format", "thd"),
     ],
 )

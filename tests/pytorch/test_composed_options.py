@@ -389,32 +389,6 @@ def test_params_dtype(device, kind, dtype):
 
 # ---- what is refused, and what is shown ----------------------------------------------------------
 
-NOT_YET = {
-    "sequence_parallel": True,
-    "tp_group": object(),
-    "tp_size": 2,
-    "return_layernorm_output_gathered": True,
-    "ub_overlap_ag": True,
-    "ub_overlap_rs": True,
-    "ub_overlap_rs_dgrad": True,
-    "ub_bulk_dgrad": True,
-    "ub_bulk_wgrad": True,
-    "symmetric_ar_type": "one_shot",
-}
-
-
-@pytest.mark.parametrize("kind", [te.LayerNormLinear, te.LayerNormMLP])
-@pytest.mark.parametrize("name", NOT_YET)
-def test_distributed_arguments_name_themselves(kind, name):
-    with pytest.raises(NotImplementedError, match=f"{kind.__name__}: {name}="):
-        kind(32, 48, device="cpu", **{name: NOT_YET[name]})
-
-
-@pytest.mark.parametrize("name", ["parallel_mode", "ub_name"])
-def test_arguments_of_the_linear_name_themselves(name):
-    with pytest.raises(NotImplementedError, match=f"LayerNormLinear: {name}='row'"):
-        te.LayerNormLinear(32, 48, device="cpu", **{name: "row"})
-
 
 @pytest.mark.parametrize("name", ["fp8_output", "fp8_grad"])
 def test_forward_arguments_name_themselves(device, name, x):

@@ -247,26 +247,6 @@ def test_wrong_sizes(sizes):
 
 # ---- not there yet -------------------------------------------------------------------------------
 
-NOT_YET = {
-    "sequence_parallel": True,
-    "tp_group": object(),
-    "tp_size": 2,
-    "parallel_mode": "column",
-    "ub_overlap_ag": True,
-    "ub_overlap_rs": True,
-    "ub_overlap_rs_dgrad": True,
-    "ub_bulk_dgrad": True,
-    "ub_bulk_wgrad": True,
-    "ub_name": "qkv",
-    "symmetric_ar_type": "one_shot",
-}
-
-
-@pytest.mark.parametrize("name", NOT_YET)
-def test_distributed_arguments_name_themselves(name):
-    with pytest.raises(NotImplementedError, match=f"Linear: {name}="):
-        te.Linear(32, 48, device="cpu", **{name: NOT_YET[name]})
-
 
 @pytest.mark.parametrize("name", ["fp8_output", "fp8_grad"])
 def test_forward_arguments_name_themselves(device, name, x):

@@ -405,10 +405,6 @@ def test_copies_and_state_dict(device):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("tp_size", 2),
-        ("sequence_parallel", True),
-        ("ub_overlap_ag", True),
-        ("ub_bulk_wgrad", True),
         ("softmax_type", "learnable"),
         ("qkv_format", "thd"),
     ],

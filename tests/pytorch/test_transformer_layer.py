@@ -342,9 +342,6 @@ def test_errors(options, match):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("tp_size", 2),
-        ("sequence_parallel", True),
-        ("ub_tp_comm_overlap", True),
         ("softmax_type", "off-by-one"),
         ("attn_input_format", "thd"),
         ("activation", "sine"),
@@ -366,10 +363,3 @@ def test_call_errors(device):
         layer(x, inference_params={})
     with pytest.raises(NotImplementedError, match="pad_between_seqs"):
         layer(x, pad_between_seqs=True)
-
-
-def test_groups_of_one_rank_are_accepted():
-    layer = te.TransformerLayer(32, 64, 4, device="cpu")
-    layer.set_tensor_parallel_group(None)
-    layer.set_context_parallel_group(None, [0], None, "a2a")
-    layer.self_attention.set_context_parallel_group(None)

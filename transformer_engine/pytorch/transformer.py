@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.attention.dot_product_attention import masks
-from transformer_engine.pytorch.attention.dot_product_attention.arguments import refuse_group
 from transformer_engine.pytorch.attention.multi_head_attention import (
     MultiheadAttention,
     reset_scaling,
@@ -16,15 +15,16 @@ from transformer_engine.pytorch.attention.multi_head_attention import (
 from transformer_engine.pytorch.dropout import bias_dropout_add
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
-from transformer_engine.pytorch.module.parameters import probabilities, refuse_distributed
+from transformer_engine.pytorch.module.parameters import probabilities
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
+from transformer_engine.pytorch.parallel import TensorParallel
 
 __all__ = ["TransformerLayer"]
 
 _NAME = "TransformerLayer"
 
 
-class TransformerLayer(torch.nn.Module):
+class TransformerLayer(TensorParallel, torch.nn.Module):
     """One layer of a Transformer.
 
     x = x + dropout(attention(norm(x))); for a decoder x = x + dropout(cross_attention(norm(x),
@@ -58,8 +58,9 @@ class TransformerLayer(torch.nn.Module):
         Defaults of the forward; see `DotProductAttention`.
     enc_dec_attn_mask_type, enc_dec_bottom_right_diagonal, enc_dec_window_size
         The same for the attention to ``encoder_output``.
-    tp_group, tp_size, sequence_parallel, ub_tp_comm_overlap
-        Tensor parallelism: not there yet, only the defaults are accepted.
+    tp_group, tp_size, sequence_parallel, ub_tp_comm_overlap, ub_overlap_ag, ub_overlap_rs, \
+ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
+        As of `Linear`: a group of one rank, and what changes nothing there.
     params_dtype : torch.dtype, optional
         dtype of the parameters; torch's default dtype where None.
     get_rng_state_tracker : callable, optional
@@ -80,14 +81,12 @@ class TransformerLayer(torch.nn.Module):
     drop_path_rate : float, default 0
         Probability that a branch is dropped for a sample of the first dim, in training.
     set_parallel_mode : bool, default False
-        Changes nothing on one rank.
+        As of `MultiheadAttention` and `LayerNormMLP`.
     fuse_qkv_params, rotary_pos_interleaved, qkv_weight_interleaved, qk_norm_type, qk_norm_eps, \
 qk_norm_before_rope, softmax_type
         As of `MultiheadAttention`.
     zero_centered_gamma : bool, default False
         The norms' factor is 1 + weight.
-    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
-        Matter only with `ub_tp_comm_overlap`.
     bias : bool, default True
         The linear layers have biases.
     activation, activation_params
@@ -176,15 +175,9 @@ qk_norm_before_rope, softmax_type
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
-        del seq_length, micro_batch_size
+        del seq_length, micro_batch_size, sequence_parallel, ub_tp_comm_overlap
         del ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
-        refuse_distributed(
-            _NAME,
-            tp_group=(tp_group, None),
-            tp_size=(tp_size, 1),
-            sequence_parallel=(sequence_parallel, False),
-            ub_tp_comm_overlap=(ub_tp_comm_overlap, False),
-        )
+        self._set_parallel(tp_group, tp_size)
         probabilities(_NAME, hidden_dropout=hidden_dropout, drop_path_rate=drop_path_rate)
         if layer_type not in ("encoder", "decoder"):
             raise ValueError(f"{_NAME}: layer_type={layer_type!r}: 'encoder' or 'decoder'")
@@ -232,6 +225,7 @@ qk_norm_before_rope, softmax_type
             "get_rng_state_tracker": get_rng_state_tracker,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "set_parallel_mode": set_parallel_mode,
+            "tp_group": tp_group,
             "return_bias": self._biases_returned,
             "bias": bias,
             "device": device,
@@ -295,16 +289,6 @@ qk_norm_before_rope, softmax_type
                 dtype=params_dtype,
             )
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Spread the layer over a group of ranks: not there yet for more than one.
-
-        Raises
-        ------
-        NotImplementedError
-            The group has more than one rank.
-        """
-        refuse_group(_NAME, "tp_group", tp_group)
-
     def set_context_parallel_group(
         self,
         cp_group: Any,
@@ -312,9 +296,11 @@ qk_norm_before_rope, softmax_type
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
     ) -> None:
-        """As of `DotProductAttention`."""
-        del cp_global_ranks, cp_stream, cp_comm_type
-        refuse_group(_NAME, "cp_group", cp_group)
+        """As of `DotProductAttention`, for all attentions of the layer."""
+        settings = (cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        self.self_attention.set_context_parallel_group(*settings)
+        if self.layer_type == "decoder":
+            self.inter_attention.set_context_parallel_group(*settings)
 
     def reset_fp8_meta_tensors(self) -> None:
         """Start again from scale 1 and an empty history in every linear layer."""

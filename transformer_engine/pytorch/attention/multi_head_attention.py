@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
-from transformer_engine.pytorch.attention.dot_product_attention.arguments import refuse_group
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.norm import L2Normalization
-from transformer_engine.pytorch.module.parameters import positive_sizes, refuse_distributed
+from transformer_engine.pytorch.module.parameters import positive_sizes, refuse_options
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
+from transformer_engine.pytorch.parallel import TensorParallel
 
 __all__ = ["MultiheadAttention", "reset_scaling"]
 
@@ -31,7 +31,7 @@ def reset_scaling(module: torch.nn.Module) -> None:
             child.reset_fp8_meta_tensors()
 
 
-class MultiheadAttention(torch.nn.Module):
+class MultiheadAttention(TensorParallel, torch.nn.Module):
     """Multi-head attention, of a sequence to itself or to another one.
 
     Parameters
@@ -56,7 +56,7 @@ class MultiheadAttention(torch.nn.Module):
         As of `DotProductAttention`.
     tp_group, tp_size, sequence_parallel, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, \
 ub_bulk_dgrad, ub_bulk_wgrad
-        Tensor parallelism: not there yet, only the defaults are accepted.
+        As of `Linear`.
     num_gqa_groups : int, optional
         Heads of keys and values, which divide `num_attention_heads`; as many where None.
     fuse_wgrad_accumulation : bool, default False
@@ -72,7 +72,8 @@ ub_bulk_dgrad, ub_bulk_wgrad
     attention_type : str, default "self"
         "self", or "cross": keys and values come from ``encoder_output``.
     set_parallel_mode : bool, default False
-        Changes nothing on one rank.
+        The projections of queries, keys and values have the mode "column", that of the output
+        "row"; changes nothing on one rank.
     fuse_qkv_params : bool, default False
         One weight for queries, keys and values, not one each (``query_weight``, ``key_weight``,
         ``value_weight``).
@@ -158,19 +159,10 @@ ub_bulk_dgrad, ub_bulk_wgrad
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
-        del set_parallel_mode, seq_length, micro_batch_size
-        refuse_distributed(
-            _NAME,
-            tp_group=(tp_group, None),
-            tp_size=(tp_size, 1),
-            sequence_parallel=(sequence_parallel, False),
-            ub_overlap_ag=(ub_overlap_ag, False),
-            ub_overlap_rs=(ub_overlap_rs, False),
-            ub_overlap_rs_dgrad=(ub_overlap_rs_dgrad, False),
-            ub_bulk_dgrad=(ub_bulk_dgrad, False),
-            ub_bulk_wgrad=(ub_bulk_wgrad, False),
-            softmax_type=(softmax_type, "vanilla"),
-        )
+        del seq_length, micro_batch_size, sequence_parallel
+        del ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
+        self._set_parallel(tp_group, tp_size)
+        refuse_options(_NAME, softmax_type=(softmax_type, "vanilla"))
         if attention_type not in ("self", "cross"):
             raise ValueError(f"{_NAME}: attention_type={attention_type!r}: 'self' or 'cross'")
         if normalization not in NORMALIZATIONS:
@@ -197,6 +189,7 @@ ub_bulk_dgrad, ub_bulk_wgrad
             get_rng_state_tracker=get_rng_state_tracker,
             layer_number=layer_number,
             attention_type=attention_type,
+            tp_group=tp_group,
         )
         core = self.core_attention
         self.hidden_size = hidden_size
@@ -222,14 +215,17 @@ ub_bulk_dgrad, ub_bulk_wgrad
             "device": device,
             "get_rng_state_tracker": get_rng_state_tracker,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "tp_group": tp_group,
         }
+        modes = ("column", "row") if set_parallel_mode else (None, None)
         norm = {
             "eps": layernorm_epsilon,
             "normalization": normalization,
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": self.return_layernorm_output,
         }
-        self._make_projections(init_method, fuse_qkv_params, common, norm)
+        inner = {**common, "parallel_mode": modes[0]}
+        self._make_projections(init_method, fuse_qkv_params, inner, norm)
         self._make_qk_norms(qk_norm_type, qk_norm_eps, device, params_dtype)
         values = num_attention_heads * self.hidden_size_per_attention_head_v
         self.proj = Linear(
@@ -237,6 +233,7 @@ ub_bulk_dgrad, ub_bulk_wgrad
             hidden_size,
             init_method=output_layer_init_method,
             return_bias=self.return_bias,
+            parallel_mode=modes[1],
             **common,
         )
 
@@ -286,16 +283,6 @@ ub_bulk_dgrad, ub_bulk_wgrad
         self.q_norm = norms[kind]()
         # A norm without parameters is one module under both names.
         self.k_norm = self.q_norm if kind == "L2Normalization" else norms[kind]()
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Spread heads over a group of ranks: not there yet for more than one.
-
-        Raises
-        ------
-        NotImplementedError
-            The group has more than one rank.
-        """
-        refuse_group(_NAME, "tp_group", tp_group)
 
     def set_context_parallel_group(
         self,

@@ -12,7 +12,6 @@ from transformer_engine.pytorch.module.parameters import (
     Split,
     default_device,
     positive_sizes,
-    refuse_distributed,
 )
 from transformer_engine.pytorch.module.weights import WeightModule
 
@@ -28,21 +27,19 @@ class LayerNormLinear(NormedModule, WeightModule):
         Sizes of an input and an output sample.
     eps : float, default 1e-5
         Added to the variance.
-    sequence_parallel, tp_group, tp_size, parallel_mode, symmetric_ar_type
-        Tensor parallelism: not there yet, only the defaults are accepted.
-    fuse_wgrad_accumulation, get_rng_state_tracker, init_method, bias, return_bias, params_dtype, \
-parameters_split, device, delay_wgrad_compute, name
+    tp_group, tp_size, parallel_mode, sequence_parallel, symmetric_ar_type, \
+fuse_wgrad_accumulation, get_rng_state_tracker, init_method, bias, return_bias, params_dtype, \
+parameters_split, device, delay_wgrad_compute, name, ub_overlap_ag, ub_overlap_rs, \
+ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, ub_name
         As of `Linear`.
     normalization : {"LayerNorm", "RMSNorm"}
         The norm.
     return_layernorm_output : bool, default False
         Return the norm's output too.
     return_layernorm_output_gathered : bool, default False
-        With sequence parallelism: not there yet.
+        The whole sequence of it, which is what one rank has.
     zero_centered_gamma : bool, default False
         The norm's factor is 1 + gamma, which begins at 0.
-    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, ub_name
-        Communication overlap: not there yet.
 
     Attributes
     ----------
@@ -86,21 +83,9 @@ parameters_split, device, delay_wgrad_compute, name
         name: str | None = None,
     ) -> None:
         super().__init__()
-        refuse_distributed(
-            "LayerNormLinear",
-            sequence_parallel=(sequence_parallel, False),
-            tp_group=(tp_group, None),
-            tp_size=(tp_size, 1),
-            parallel_mode=(parallel_mode, None),
-            return_layernorm_output_gathered=(return_layernorm_output_gathered, False),
-            ub_overlap_ag=(ub_overlap_ag, False),
-            ub_overlap_rs=(ub_overlap_rs, False),
-            ub_overlap_rs_dgrad=(ub_overlap_rs_dgrad, False),
-            ub_bulk_wgrad=(ub_bulk_wgrad, False),
-            ub_bulk_dgrad=(ub_bulk_dgrad, False),
-            ub_name=(ub_name, None),
-            symmetric_ar_type=(symmetric_ar_type, None),
-        )
+        del sequence_parallel, symmetric_ar_type, return_layernorm_output_gathered
+        del ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad
+        self._set_parallel(tp_group, tp_size, parallel_mode, ub_name)
         positive_sizes("LayerNormLinear", in_features=in_features, out_features=out_features)
         self.in_features = in_features
         self.out_features = out_features

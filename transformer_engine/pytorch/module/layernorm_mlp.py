@@ -16,8 +16,8 @@ from transformer_engine.pytorch.module.parameters import (
     default_device,
     initialise,
     positive_sizes,
-    refuse_distributed,
 )
+from transformer_engine.pytorch.parallel import TensorParallel, mark_linear
 from transformer_engine.pytorch.plans import Activation
 
 __all__ = ["ACTIVATIONS", "LayerNormMLP"]
@@ -29,7 +29,7 @@ _CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 """Parameters of clamped_swiglu and their defaults."""
 
 
-class LayerNormMLP(NormedModule):
+class LayerNormMLP(TensorParallel, NormedModule):
     """LayerNorm or RMSNorm, a linear layer, an activation and a second linear layer.
 
     Inside `autocast` norm and activation cast to FP8 themselves, and so do their gradients.
@@ -42,8 +42,11 @@ class LayerNormMLP(NormedModule):
         Size between activation and second layer.
     eps : float, default 1e-5
         Added to the variance.
-    sequence_parallel, tp_group, tp_size, set_parallel_mode, symmetric_ar_type
-        Tensor parallelism: not there yet. `set_parallel_mode` changes nothing on one device.
+    tp_group, tp_size, sequence_parallel, symmetric_ar_type, ub_overlap_ag, ub_overlap_rs, \
+ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
+        As of `Linear`.
+    set_parallel_mode : bool, default False
+        The first layer has the mode "column", the second "row"; changes nothing on one rank.
     return_bias : bool, default False
         Return the second layer's bias and leave adding it to the caller.
     get_rng_state_tracker : callable, optional
@@ -65,13 +68,11 @@ class LayerNormMLP(NormedModule):
     return_layernorm_output : bool, default False
         Return the norm's output too.
     return_layernorm_output_gathered : bool, default False
-        With sequence parallelism: not there yet.
+        The whole sequence of it, which is what one rank has.
     seq_length, micro_batch_size : int, optional
         Accepted for programs that pass them; nothing has to be warmed up.
     zero_centered_gamma : bool, default False
         The norm's factor is 1 + gamma, which begins at 0.
-    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
-        Communication overlap: not there yet.
     checkpoint : bool, default False
         Keep nothing between the input and the output; the backward repeats norm, first layer and
         activation with the same scales. The gradients are the same, bit for bit.
@@ -125,20 +126,10 @@ class LayerNormMLP(NormedModule):
         checkpoint: bool = False,
     ) -> None:
         super().__init__()
-        refuse_distributed(
-            "LayerNormMLP",
-            sequence_parallel=(sequence_parallel, False),
-            tp_group=(tp_group, None),
-            tp_size=(tp_size, 1),
-            return_layernorm_output_gathered=(return_layernorm_output_gathered, False),
-            ub_overlap_ag=(ub_overlap_ag, False),
-            ub_overlap_rs=(ub_overlap_rs, False),
-            ub_overlap_rs_dgrad=(ub_overlap_rs_dgrad, False),
-            ub_bulk_dgrad=(ub_bulk_dgrad, False),
-            ub_bulk_wgrad=(ub_bulk_wgrad, False),
-            symmetric_ar_type=(symmetric_ar_type, None),
-        )
-        del seq_length, micro_batch_size, set_parallel_mode
+        del sequence_parallel, symmetric_ar_type, return_layernorm_output_gathered
+        del ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
+        self._set_parallel(tp_group, tp_size)
+        del seq_length, micro_batch_size
         positive_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         if checkpoint and delay_wgrad_compute:
             raise NotImplementedError("LayerNormMLP: checkpoint=True with delay_wgrad_compute=True")
@@ -168,6 +159,9 @@ class LayerNormMLP(NormedModule):
                 setattr(self, f"{prefix}bias", empty)
         if device.type != "meta":
             self.reset_parameters()
+        for prefix, mode in zip(self.PARTS, ("column", "row"), strict=True):
+            biases = [getattr(self, f"{prefix}bias")] if self.use_bias and set_parallel_mode else []
+            mark_linear([getattr(self, f"{prefix}weight")], biases, mode)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise the parameters; see `Linear.reset_parameters`."""

@@ -11,7 +11,6 @@ from transformer_engine.pytorch.module.parameters import (
     Split,
     default_device,
     positive_sizes,
-    refuse_distributed,
 )
 from transformer_engine.pytorch.module.weights import WeightModule
 
@@ -25,8 +24,15 @@ class Linear(WeightModule):
     ----------
     in_features, out_features : int
         Sizes of an input and an output sample. Any size works; multiples of 16 need no padding.
-    sequence_parallel, tp_group, tp_size, parallel_mode, symmetric_ar_type
-        Tensor parallelism: not there yet, only the defaults are accepted.
+    tp_group : ProcessGroup, optional
+        Of one rank: tensor parallelism over more is not there yet.
+    tp_size : int, default 1
+        1.
+    parallel_mode : {None, "column", "row"}
+        Changes nothing on one rank; marks the parameters for frameworks (``partition_dim``).
+    sequence_parallel, symmetric_ar_type, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, \
+ub_bulk_dgrad, ub_bulk_wgrad, ub_name
+        How ranks would talk to each other: they change nothing on one.
     fuse_wgrad_accumulation : bool, default False
         Add the weight gradient to ``weight.main_grad`` (fp32 or bf16) inside its GEMM instead of
         returning it. Overwritten instead for ``is_first_microbatch=True`` or where
@@ -50,8 +56,6 @@ class Linear(WeightModule):
     device : torch.device or str, optional
         Where the parameters are made; "cuda" where there is one, else "cpu". On "meta" they have no
         data until `reset_parameters`.
-    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name
-        Communication overlap: not there yet.
     delay_wgrad_compute : bool, default False
         The backward leaves the weight gradient out; `backward_dw` computes it.
     save_original_input : bool, default False
@@ -101,20 +105,9 @@ class Linear(WeightModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        refuse_distributed(
-            "Linear",
-            sequence_parallel=(sequence_parallel, False),
-            tp_group=(tp_group, None),
-            tp_size=(tp_size, 1),
-            parallel_mode=(parallel_mode, None),
-            ub_overlap_ag=(ub_overlap_ag, False),
-            ub_overlap_rs=(ub_overlap_rs, False),
-            ub_overlap_rs_dgrad=(ub_overlap_rs_dgrad, False),
-            ub_bulk_dgrad=(ub_bulk_dgrad, False),
-            ub_bulk_wgrad=(ub_bulk_wgrad, False),
-            ub_name=(ub_name, None),
-            symmetric_ar_type=(symmetric_ar_type, None),
-        )
+        del sequence_parallel, symmetric_ar_type
+        del ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
+        self._set_parallel(tp_group, tp_size, parallel_mode, ub_name)
         positive_sizes("Linear", in_features=in_features, out_features=out_features)
         if dtype is not None and params_dtype is not None and dtype != params_dtype:
             raise ValueError(f"Linear: dtype={dtype} and params_dtype={params_dtype} differ")

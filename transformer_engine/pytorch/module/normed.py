@@ -49,6 +49,8 @@ class NormedModule(ComposedModule):
         self.register_parameter("layer_norm_bias", None)
         if self.NORM == _core.NORM_LAYERNORM:
             self.layer_norm_bias = Parameter(torch.empty_like(weight))
+            self.layer_norm_bias.sequence_parallel = False
+        self.layer_norm_weight.sequence_parallel = False
 
     def reset_layer_norm_parameters(self) -> None:
         """Give gamma 1 (0 where it is zero-centred) and beta 0."""

@@ -16,7 +16,7 @@ __all__ = [
     "initialise",
     "positive_sizes",
     "probabilities",
-    "refuse_distributed",
+    "refuse_options",
     "split_rows",
 ]
 
@@ -29,8 +29,8 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def refuse_distributed(module: str, **arguments: tuple[Any, Any]) -> None:
-    """Raise for arguments of distributed training that are not built yet.
+def refuse_options(module: str, **arguments: tuple[Any, Any]) -> None:
+    """Raise for arguments that are not built yet.
 
     Parameters
     ----------

@@ -18,11 +18,12 @@ from transformer_engine.pytorch.module.parameters import (
     initialise,
     split_rows,
 )
+from transformer_engine.pytorch.parallel import TensorParallel, mark_linear
 
 __all__ = ["WeightModule"]
 
 
-class WeightModule(ComposedModule):
+class WeightModule(TensorParallel, ComposedModule):
     """Base of modules around one weight [out_features, in_features] and bias [out_features].
 
     The subclass sets what is declared here, then calls `_make_parameters`.
@@ -58,6 +59,10 @@ class WeightModule(ComposedModule):
         if device.type != "meta":
             self._pack()
             self.reset_parameters()
+        labels = [label for label, _ in self._parts()]
+        weights = [getattr(self, f"{label}weight") for label in labels]
+        biases = [getattr(self, f"{label}bias") for label in labels] if self.use_bias else []
+        mark_linear(weights, biases, self.parallel_mode)
 
     def _pack(self) -> None:
         """Lay split weights one after the other, so that a call reads them as one.

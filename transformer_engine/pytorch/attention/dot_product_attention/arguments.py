@@ -3,26 +3,11 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-__all__ = ["check_biases", "check_format", "refuse_fp8", "refuse_group", "unpack"]
+__all__ = ["check_biases", "check_format", "refuse_fp8", "unpack"]
 
 _NAME = "DotProductAttention"
-
-
-def refuse_group(module: str, argument: str, group: Any) -> None:
-    """Raise for a process group of more than one rank, or a list that has one.
-
-    Raises
-    ------
-    NotImplementedError
-        Work would have to be spread over it.
-    """
-    for each in group if isinstance(group, list | tuple) else (group,):
-        size = 1 if each is None else torch.distributed.get_world_size(each)
-        if size > 1:
-            raise NotImplementedError(f"{module}: {argument} of {size} ranks")
 
 
 def refuse_fp8(recipe: Any) -> None:

@@ -14,7 +14,6 @@ from transformer_engine.pytorch.attention.dot_product_attention.arguments import
     check_biases,
     check_format,
     refuse_fp8,
-    refuse_group,
     unpack,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
@@ -28,8 +27,9 @@ from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.parameters import (
     positive_sizes,
     probabilities,
-    refuse_distributed,
+    refuse_options,
 )
+from transformer_engine.pytorch.parallel import TensorParallel, check_group
 from transformer_engine.pytorch.recompute import checkpoint
 from transformer_engine.pytorch.state import current_state
 
@@ -67,7 +67,7 @@ class _Decision(NamedTuple):
     fused: bool
 
 
-class DotProductAttention(NativeModule):
+class DotProductAttention(TensorParallel, NativeModule):
     """Attention of queries to keys and values.
 
     Parameters
@@ -91,7 +91,7 @@ class DotProductAttention(NativeModule):
         Default of the forward: the diagonal of windows and ALiBi ends in the bottom right corner of
         the scores. Causal types have their own.
     sequence_parallel, tp_size, tp_group
-        Tensor parallelism: not there yet, only the defaults are accepted.
+        As of `Linear`.
     get_rng_state_tracker : callable, optional
         Returns a tracker whose ``fork()`` is entered while dropout is drawn. Recompute reads and
         sets its states: see `checkpoint`.
@@ -100,7 +100,7 @@ class DotProductAttention(NativeModule):
     attention_type : str, default "self"
         "self" or "cross".
     cp_group, cp_global_ranks, cp_stream, cp_comm_type
-        Context parallelism: not there yet; a group of one rank is accepted.
+        Context parallelism of one rank, which changes nothing; over more it is not there yet.
     softmax_scale : float, optional
         Factor of the scores; 1 / sqrt(channels) where None.
     softmax_type : str, default "vanilla"
@@ -117,6 +117,10 @@ class DotProductAttention(NativeModule):
     NotImplementedError
         An option that is not there yet.
     """
+
+    cp_group: Any = None
+    cp_stream: Any = None
+    _OF_THE_PROCESS = ("tp_group", "cp_group", "cp_stream")
 
     def __init__(
         self,
@@ -144,11 +148,10 @@ class DotProductAttention(NativeModule):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        refuse_distributed(
+        del sequence_parallel
+        self._set_parallel(tp_group, tp_size)
+        refuse_options(
             _NAME,
-            sequence_parallel=(sequence_parallel, False),
-            tp_size=(tp_size, 1),
-            tp_group=(tp_group, None),
             softmax_type=(softmax_type, "vanilla"),
             return_max_logit=(return_max_logit, False),
         )
@@ -194,15 +197,27 @@ class DotProductAttention(NativeModule):
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
     ) -> None:
-        """Spread sequences over a group of ranks: not there yet for more than one.
+        """Take a group that sequences are spread over.
+
+        Parameters
+        ----------
+        cp_group : ProcessGroup, list of ProcessGroup or None
+            Of one rank.
+        cp_global_ranks, cp_stream, cp_comm_type
+            How its ranks would talk to each other.
 
         Raises
         ------
+        TypeError
+            It is no process group.
         NotImplementedError
-            The group has more than one rank.
+            It has more than one rank.
         """
-        del cp_global_ranks, cp_stream, cp_comm_type
-        refuse_group(_NAME, "cp_group", cp_group)
+        check_group(_NAME, "cp_group", cp_group)
+        self.cp_group = cp_group
+        self.cp_global_ranks = cp_global_ranks
+        self.cp_stream = cp_stream
+        self.cp_comm_type = cp_comm_type
 
     def _load_from_state_dict(
         self,
@@ -332,7 +347,7 @@ score_mod_tensors, score_mod_bprop_tensors
             or score_mod_tensors is not None
             or score_mod_bprop_tensors is not None
         ):
-            refuse_distributed(
+            refuse_options(
                 _NAME,
                 inference_params=(inference_params, None),
                 pad_between_seqs=(bool(pad_between_seqs), False),

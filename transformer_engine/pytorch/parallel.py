@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor and context parallelism of one rank: its arguments, and what they leave on a module.
+
+Programs written for many ranks pass their groups, modes and overlap settings on one rank too. There
+nothing is split and nothing is sent, so all of it is accepted; more ranks are not there yet.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+__all__ = ["TensorParallel", "check_group", "mark_linear"]
+
+_MODES = (None, "column", "row")
+_GROUPS = getattr(torch.distributed, "ProcessGroup", ())  # of a torch built without: none
+
+
+def check_group(module: str, argument: str, group: Any) -> None:
+    """Raise for what is no process group of one rank, or for a list that has such a thing.
+
+    Parameters
+    ----------
+    module, argument : str
+        Names, for the message.
+    group : ProcessGroup, list of ProcessGroup or None
+        What was given; None: no parallelism.
+
+    Raises
+    ------
+    TypeError
+        It is no process group.
+    NotImplementedError
+        It has more than one rank: work would have to be spread over it.
+    """
+    for each in group if isinstance(group, list | tuple) else (group,):
+        if each is None:
+            continue
+        if not isinstance(each, _GROUPS):
+            raise TypeError(
+                f"{module}: {argument}={group!r}: expected a torch.distributed.ProcessGroup, as "
+                "torch.distributed.new_group returns it, or None"
+            )
+        size = each.size()
+        if size > 1:
+            raise NotImplementedError(
+                f"{module}: {argument} of {size} ranks is not there yet: give a group of one rank "
+                "or None, and spread the batch over the ranks instead (DDP, FSDP)"
+            )
+
+
+class TensorParallel:
+    """Mixin, the first base of a module that takes the arguments of tensor parallelism.
+
+    Attributes
+    ----------
+    tp_group : ProcessGroup or None
+        As given. Copies and pickles have none.
+    tp_size : int
+        1.
+    parallel_mode : str or None
+        "column": the outputs would be split over the ranks, "row": the inputs.
+    sequence_parallel : bool
+        False: one rank has the whole sequence.
+    ub_name : str or None
+        As given.
+    """
+
+    tp_group: Any = None
+    tp_size = 1
+    parallel_mode: str | None = None
+    sequence_parallel = False
+    ub_name: str | None = None
+
+    _OF_THE_PROCESS: tuple[str, ...] = ("tp_group",)
+    """Attributes that another process, or a copy, can not share."""
+
+    def _set_parallel(
+        self,
+        tp_group: Any,
+        tp_size: int,
+        parallel_mode: str | None = None,
+        ub_name: str | None = None,
+    ) -> None:
+        """Check and keep the arguments of the constructor.
+
+        Raises
+        ------
+        TypeError, ValueError
+            No group, no mode or no number of ranks.
+        NotImplementedError
+            More than one rank.
+        """
+        kind = type(self).__name__
+        check_group(kind, "tp_group", tp_group)
+        if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
+            raise ValueError(f"{kind}: tp_size={tp_size!r}, expected a positive int")
+        if tp_size > 1:
+            raise NotImplementedError(
+                f"{kind}: tp_size={tp_size} is not there yet: give 1, and spread the batch over "
+                "the ranks instead (DDP, FSDP)"
+            )
+        if parallel_mode not in _MODES:
+            raise ValueError(
+                f"{kind}: parallel_mode={parallel_mode!r}, expected None, 'column' or 'row'"
+            )
+        self.tp_group = tp_group
+        self.parallel_mode = parallel_mode
+        self.ub_name = ub_name
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Take a group, for this module and the modules inside.
+
+        Parameters
+        ----------
+        tp_group : ProcessGroup or None
+            Of one rank.
+
+        Raises
+        ------
+        TypeError
+            It is no process group.
+        NotImplementedError
+            It has more than one rank.
+        """
+        check_group(type(self).__name__, "tp_group", tp_group)
+        for module in self.modules():
+            if isinstance(module, TensorParallel):
+                module.tp_group = tp_group
+
+    def __getstate__(self) -> dict:
+        """Copy and pickle without what belongs to this process."""
+        state = dict(super().__getstate__())
+        for name in self._OF_THE_PROCESS:
+            state.pop(name, None)
+        return state
+
+
+def mark_linear(weights: list[Parameter], biases: list[Parameter], mode: str | None) -> None:
+    """Say on the parameters of a linear layer how tensor parallelism would split them.
+
+    Frameworks that reduce gradients, clip them or reshape checkpoints read these attributes, on one
+    rank too: ``tensor_model_parallel``, ``partition_dim``, ``partition_stride`` and, of what each
+    rank has whole, ``sequence_parallel``.
+    """
+    for weight in weights:
+        _mark(weight, 1 if mode == "row" else 0)
+    for bias in biases:
+        if mode == "row":
+            bias.sequence_parallel = False
+        elif mode == "column":
+            _mark(bias, 0)
+
+
+def _mark(parameter: Parameter, dim: int) -> None:
+    parameter.tensor_model_parallel = True
+    parameter.partition_dim = dim
+    parameter.partition_stride = 1
