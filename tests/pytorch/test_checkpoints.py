@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """State dicts: plain ones both ways, the scaling state in `_extra_state`, and wrong bytes."""
 
+import hashlib
 import io
 import json
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pytorch.helpers import RECIPES, assert_same_bits, counted, state_of, states_of
+from torch.distributed.checkpoint.state_dict import _EXTRA_STATE
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
@@ -175,23 +178,38 @@ def as_tensor(data):
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def rebuilt(header, body):
+def rebuilt(header, body, checked=True):
+    """State as it is written today, or in the former layout, which had no checksum."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return as_tensor(b"TEstate1" + len(text).to_bytes(8, "little") + text + body)
+    rest = len(text).to_bytes(8, "little") + text + body
+    if not checked:
+        return as_tensor(b"TEstate1" + rest)
+    return as_tensor(b"TEstate2" + hashlib.sha256(rest).digest()[:8] + rest)
 
 
 GOOD = {"forward": {"slots": 3, "length": 2}, "backward": {"slots": 2, "length": 1}}
-BODY = bytes(4 * (3 * 3 + 2 * 2))
+
+
+def body_of(forward=(2.0, 3.0, 4.0), forward_amax=0.5, backward=(1.0, 5.0), backward_amax=0.25):
+    """The data of `GOOD`: scales, then histories."""
+    numbers = [*forward, *[forward_amax] * 6, *backward, *[backward_amax] * 2]
+    return np.array(numbers, dtype="<f4").tobytes()
+
+
+BODY = body_of()
 
 
 def with_header(direction, **changes):
     return rebuilt({**GOOD, direction: {**GOOD[direction], **changes}}, BODY)
 
 
+INF, NAN = float("inf"), float("nan")
+WHOLE = bytes(rebuilt(GOOD, BODY).tolist())
+
 MALFORMED = {
     "a string": "text",
     "a number": 7,
-    "bytes": b"TEstate1",
+    "bytes": b"TEstate2",
     "a dict": {"scale_fwd": torch.ones(3)},
     "float tensor": torch.zeros(4),
     "int64 tensor": torch.zeros(4, dtype=torch.int64),
@@ -200,9 +218,16 @@ MALFORMED = {
     "meta tensor": torch.empty(8, dtype=torch.uint8, device="meta"),
     "one byte": as_tensor(b"T"),
     "other magic": as_tensor(b"XXstate1" + bytes(40)),
-    "magic alone": as_tensor(b"TEstate1"),
-    "cut in the length": as_tensor(b"TEstate1\x05\x00"),
-    "length beyond the end": as_tensor(b"TEstate1" + b"\xff" * 8 + b"{}"),
+    "magic alone": as_tensor(b"TEstate2"),
+    "magic and checksum alone": as_tensor(WHOLE[:16]),
+    "cut in the length": as_tensor(WHOLE[:20]),
+    "cut in the data": as_tensor(WHOLE[:-1]),
+    "longer": as_tensor(WHOLE + b"\0"),
+    "former magic alone": as_tensor(b"TEstate1"),
+    "former, cut in the length": as_tensor(b"TEstate1\x05\x00"),
+    "former, length beyond the end": as_tensor(b"TEstate1" + b"\xff" * 8 + b"{}"),
+    "former, a byte short": rebuilt(GOOD, BODY[:-1], checked=False),
+    "former, scale 0": rebuilt(GOOD, body_of((1.0, 0.0, 1.0)), checked=False),
     "not json": rebuilt(b"{forward", BODY),
     "not utf-8": rebuilt(b"\xff\xfe{}", BODY),
     "deep json": rebuilt(b"[" * 100_000, BODY),
@@ -213,8 +238,8 @@ MALFORMED = {
     "no slots": rebuilt({**GOOD, "backward": {"length": 2}}, BODY),
     "slots of another module": with_header("forward", slots=6),
     "negative slots": with_header("forward", slots=-3),
-    "infinite slots": with_header("forward", slots=float("inf")),
-    "nan length": with_header("backward", length=float("nan")),
+    "infinite slots": with_header("forward", slots=INF),
+    "nan length": with_header("backward", length=NAN),
     "huge length": with_header("forward", length=2**62),
     "no rows": with_header("backward", length=0),
     "negative rows": with_header("backward", length=-1),
@@ -222,20 +247,59 @@ MALFORMED = {
     "a byte short": rebuilt(GOOD, BODY[:-1]),
     "a byte too many": rebuilt(GOOD, BODY + b"\0"),
     "no data": rebuilt(GOOD, b""),
+    "scale 0": rebuilt(GOOD, body_of(forward=(1.0, 1.0, 0.0))),
+    "scale -0": rebuilt(GOOD, body_of(backward=(-0.0, 1.0))),
+    "negative scale": rebuilt(GOOD, body_of(backward=(1.0, -2.0))),
+    "scale Inf": rebuilt(GOOD, body_of(forward=(INF, 1.0, 1.0))),
+    "scale NaN": rebuilt(GOOD, body_of(backward=(NAN, 1.0))),
+    "negative amax": rebuilt(GOOD, body_of(forward_amax=-1.0)),
+    "amax -Inf": rebuilt(GOOD, body_of(backward_amax=-INF)),
 }
 
 
-def test_the_base_of_the_malformed_ones_is_good(device):
+@pytest.mark.parametrize("checked", [True, False], ids=["checksum", "former"])
+def test_the_base_of_the_malformed_ones_is_good(device, checked):
+    """In today's layout, and in the one that had no checksum."""
     layer = te.Linear(32, 48, device=device)
-    layer.set_extra_state(rebuilt(GOOD, BODY))
-    assert state_of(layer)["forward"][1].shape == (2, 3)
+    layer.set_extra_state(rebuilt(GOOD, BODY, checked))
+    state = state_of(layer)
+    assert state["forward"][1].shape == (2, 3)
+    assert state["forward"][0].tolist() == [2.0, 3.0, 4.0]
+    assert state["backward"][0].tolist() == [1.0, 5.0]
+    assert state["backward"][1].tolist() == [[0.25, 0.25]]
+
+
+def test_what_inf_and_nan_in_the_data_leave_behind_loads(device):
+    """A history may hold them; they never reach a scale."""
+    state = rebuilt(GOOD, body_of(forward_amax=INF, backward_amax=NAN))
+    layer = te.Linear(32, 48, device=device)
+    layer.set_extra_state(state)
+    assert state_of(layer)["forward"][1].isinf().all()
+    train(layer, device, 1)
+    other = te.Linear(32, 48, device=device)
+    other.load_state_dict(layer.state_dict())
+    assert_same_bits(state_of(other), state_of(layer))
+
+
+def test_any_flipped_bit_is_found(device, trained):
+    """In every byte; the message names the entry and what to do."""
+    model = torch.nn.ModuleDict({"deep": torch.nn.ModuleList([trained])})
+    key = f"deep.0.{KEY}"
+    good = model.state_dict()
+    before = state_of(trained)
+    for at in range(good[key].numel()):
+        bad = good[key].clone()
+        bad[at] ^= 1 << int(torch.randint(8, ()))
+        with pytest.raises(ValueError, match=rf"{key}: .*TE_EXTRA_STATE=ignore"):
+            model.load_state_dict({**good, key: bad})
+    assert_same_bits(state_of(trained), before)
 
 
 @pytest.mark.parametrize("what", MALFORMED)
 def test_malformed_state_leaves_the_module_untouched(device, trained, what):
     """Neither the scaling state nor a weight has changed when the error comes."""
     state, weight = state_of(trained), trained.weight.detach().clone()
-    with pytest.raises((ValueError, TypeError), match="_extra_state: "):
+    with pytest.raises((ValueError, TypeError), match="_extra_state: .*TE_EXTRA_STATE=ignore"):
         trained.set_extra_state(MALFORMED[what])
     new = {"weight": torch.ones(48, 32), "bias": torch.ones(48), KEY: MALFORMED[what]}
     with pytest.raises((ValueError, TypeError, RuntimeError), match="_extra_state"):
@@ -249,7 +313,8 @@ def test_malformed_state_leaves_the_module_untouched(device, trained, what):
 def test_fuzzed_bytes(data):
     """Any bytes: taken over whole, or refused by one of three exceptions with nothing changed."""
     layer = te.Linear(16, 16, device="cpu")
-    good = bytearray(rebuilt(GOOD, BODY).tolist())
+    checked = data.draw(st.booleans())
+    good = bytearray(rebuilt(GOOD, BODY, checked).tolist())
     kind = data.draw(st.sampled_from(["flip", "cut", "insert", "any"]))
     if kind == "flip":
         for _ in range(data.draw(st.integers(1, 4))):
@@ -260,7 +325,8 @@ def test_fuzzed_bytes(data):
         at = data.draw(st.integers(0, len(good)))
         good[at:at] = data.draw(st.binary(min_size=1, max_size=20))
     else:
-        good = bytearray(b"TEstate1") * data.draw(st.booleans()) + data.draw(st.binary())
+        magic = data.draw(st.sampled_from([b"", b"TEstate1", b"TEstate2"]))
+        good = bytearray(magic) + data.draw(st.binary())
     tensor = torch.tensor(list(good), dtype=torch.uint8)
     try:
         layer.set_extra_state(tensor)
@@ -269,8 +335,13 @@ def test_fuzzed_bytes(data):
         assert state_of(layer) is None
     else:
         state = state_of(layer)
+        if checked and kind != "any" and state is not None:
+            assert bytes(good) == WHOLE  # a change that changed nothing
         shapes = None if state is None else [s[0].shape[0] for s in state.values()]
         assert shapes in (None, [3, 2])
+        assert state is None or all(
+            (s[0] > 0).all() and s[0].isfinite().all() for s in state.values()
+        )
 
 
 class Trap:
@@ -296,7 +367,11 @@ def test_a_foreign_pickle_is_refused_without_unpickling(device, trained, protoco
     assert_same_bits(state_of(trained), before)
 
 
-@pytest.mark.parametrize("empty", [None, torch.empty(0, dtype=torch.uint8)], ids=["none", "empty"])
+@pytest.mark.parametrize(
+    "empty",
+    [None, torch.empty(0, dtype=torch.uint8), _EXTRA_STATE()],
+    ids=["none", "empty", "placeholder"],
+)
 def test_nothing_to_load_changes_nothing(device, trained, empty):
     before = state_of(trained)
     trained.set_extra_state(empty)

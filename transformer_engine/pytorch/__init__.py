@@ -26,6 +26,7 @@ from transformer_engine.pytorch.device import (  # noqa: E402
     is_fp8_available,
 )
 from transformer_engine.pytorch.explain import explain  # noqa: E402
+from transformer_engine.pytorch.extra_state import without_scaling_state  # noqa: E402
 from transformer_engine.pytorch.module.layernorm import LayerNorm  # noqa: E402
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear  # noqa: E402
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP  # noqa: E402
@@ -56,4 +57,5 @@ __all__ = [
     "is_fp8_available",
     "recipe",
     "reset",
+    "without_scaling_state",
 ]

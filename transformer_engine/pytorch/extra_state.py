@@ -1,22 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delayed-scaling state in checkpoints: a uint8 tensor of a JSON header and raw little-endian fp32.
 
-Layout: 8 bytes of magic, 8 bytes length of the header (little-endian), the header, the data.
-Loading parses JSON and copies bytes; it never unpickles anything.
+Layout: 8 bytes of magic; the first 8 bytes of the SHA-256 of all that follows; 8 bytes length of
+the header (little-endian); the header, filled up with spaces to byte 128; the data. So the size
+follows from the slots and the history length alone, and loaders that read into tensors of fixed
+size can be offered one. Loading parses JSON and copies bytes; it never unpickles anything.
 """
 
+import hashlib
 import json
-from typing import Any
+import sys
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from transformer_engine.common import config
 
-__all__ = ["pack_state", "unpack_state"]
+__all__ = ["KEY", "pack_state", "unpack_state", "without_scaling_state"]
 
-_MAGIC = b"TEstate1"
+KEY = "_extra_state"
+"""Last part of the keys under which `torch.nn.Module` saves such state."""
+
+_MAGIC = b"TEstate2"
+_FORMER_MAGIC = b"TEstate1"  # as the other, but without checksum and filling
+_DATA_AT = 128
 _DIRECTIONS = ("forward", "backward")
+_FIX = (
+    "load an undamaged copy, or set TE_EXTRA_STATE=ignore to load the weights alone and start with "
+    "fresh scales"
+)
+
+M = TypeVar("M", bound=dict)
 
 
 def pack_state(values: dict[str, tuple[Tensor, Tensor]] | None) -> Tensor:
@@ -33,40 +48,94 @@ def pack_state(values: dict[str, tuple[Tensor, Tensor]] | None) -> Tensor:
         1-D uint8 on the CPU; no elements for None.
     """
     if values is None:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     header: dict[str, Any] = {}
     data = []
     for direction in _DIRECTIONS:
         scale, history = values[direction]
         header[direction] = {"slots": scale.numel(), "length": history.shape[0]}
         data += [scale.detach().cpu().flatten(), history.detach().cpu().flatten()]
-    text = json.dumps(header, sort_keys=True).encode()
-    head = _MAGIC + len(text).to_bytes(8, "little") + text
-    body = torch.cat(data).contiguous().view(torch.uint8)
-    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), body])
+    text = json.dumps(header, sort_keys=True).encode().ljust(_DATA_AT - 24)
+    body = bytes(torch.cat(data).view(torch.uint8).tolist())  # numpy need not be there
+    checked = len(text).to_bytes(8, "little") + text + body
+    return torch.frombuffer(bytearray(_MAGIC + _checksum(checked) + checked), dtype=torch.uint8)
 
 
-def _header(raw: bytes) -> tuple[dict, int]:
-    """(header, bytes before the data)."""
-    if raw[:8] != _MAGIC:
-        if raw[:1] == b"\x80":
-            raise RuntimeError(
-                "_extra_state: this checkpoint holds a pickle of another package, which is never "
-                "loaded. Set TE_EXTRA_STATE=ignore to load the weights and start with fresh scales"
-            )
-        raise ValueError(
-            f"_extra_state: {len(raw)} bytes that begin with {raw[:8]!r}, expected {_MAGIC!r}"
+def _checksum(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()[:8]
+
+
+def _refuse(name: str, what: str) -> NoReturn:
+    raise ValueError(f"{name}: {what}; {_FIX}")
+
+
+def _is_absent(state: Any) -> bool:
+    """Whether a loader says that there is no such state.
+
+    `torch.distributed.checkpoint.state_dict` puts a placeholder where a module could have some.
+    """
+    if state is None:
+        return True
+    functions = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    placeholder = getattr(functions, "_EXTRA_STATE", None)
+    return placeholder is not None and isinstance(state, placeholder)
+
+
+def _is_bytes(state: Any) -> bool:
+    return isinstance(state, Tensor) and state.dtype == torch.uint8 and state.dim() == 1
+
+
+def _bytes_of(state: Any, name: str) -> bytes:
+    if not _is_bytes(state) or state.is_meta:
+        what = (
+            f"{state.dtype} tensor of {state.dim()} dims on {state.device}"
+            if isinstance(state, Tensor)
+            else type(state).__name__
         )
-    end = 16 + int.from_bytes(raw[8:16], "little")
+        raise TypeError(f"{name}: {what}, expected a 1-D uint8 tensor with data; {_FIX}")
+    return bytes(state.tolist())  # a few kilobytes; numpy need not be there
+
+
+def _header(raw: bytes, name: str) -> tuple[dict, int]:
+    """(header, bytes before the data)."""
+    magic = raw[:8]
+    if magic == _MAGIC:
+        if _checksum(raw[16:]) != raw[8:16]:
+            _refuse(name, f"the checksum of its {len(raw)} bytes is wrong: cut off or damaged")
+        at = 16
+    elif magic == _FORMER_MAGIC:
+        at = 8
+    elif raw[:1] == b"\x80":
+        raise RuntimeError(
+            f"{name}: this checkpoint holds a pickle of another package, which is never "
+            "loaded. Set TE_EXTRA_STATE=ignore to load the weights and start with fresh scales"
+        )
+    else:
+        _refuse(name, f"{len(raw)} bytes that begin with {magic!r}, expected {_MAGIC!r}")
+    start = at + 8
+    end = start + int.from_bytes(raw[at:start], "little")
     try:
-        header = json.loads(raw[16:end])
+        header = json.loads(raw[start:end])
         header = {d: (int(header[d]["slots"]), int(header[d]["length"])) for d in _DIRECTIONS}
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"_extra_state: the header is malformed: {error}") from None
+        _refuse(name, f"the header is malformed: {error}")
     return header, end
 
 
-def unpack_state(state: Any, slots: tuple[int, int]) -> dict[str, tuple[Tensor, Tensor]] | None:
+def _check_values(name: str, direction: str, scale: Tensor, history: Tensor) -> None:
+    """Refuse what no update makes. An amax may be Inf or NaN: those of the data are recorded."""
+    for what, values, wrong in (
+        ("scale", scale, ~(torch.isfinite(scale) & (scale > 0))),
+        ("amax", history, history < 0),
+    ):
+        if wrong.any():
+            found = values[wrong][0].item()
+            _refuse(name, f"{direction} state with {what} {found}, which no training makes")
+
+
+def unpack_state(
+    state: Any, slots: tuple[int, int], name: str = KEY
+) -> dict[str, tuple[Tensor, Tensor]] | None:
     """Bytes as state.
 
     Parameters
@@ -75,6 +144,8 @@ def unpack_state(state: Any, slots: tuple[int, int]) -> dict[str, tuple[Tensor, 
         What `pack_state` gave.
     slots : tuple of int
         Slots that the module has, forward and backward.
+    name : str, default "_extra_state"
+        Its key in the state dict, for messages.
 
     Returns
     -------
@@ -84,34 +155,73 @@ def unpack_state(state: Any, slots: tuple[int, int]) -> dict[str, tuple[Tensor, 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        The bytes are not such state.
+        The bytes are not such state, or no training made it.
     """
-    if state is None or config.TE_EXTRA_STATE.get() == "ignore":
+    if _is_absent(state) or config.TE_EXTRA_STATE.get() == "ignore":
         return None
-    plain = isinstance(state, Tensor) and state.dtype == torch.uint8 and state.dim() == 1
-    if not plain or state.is_meta:
-        what = (
-            f"{state.dtype} tensor of {state.dim()} dims on {state.device}"
-            if isinstance(state, Tensor)
-            else type(state).__name__
-        )
-        raise TypeError(f"_extra_state: {what}, expected a 1-D uint8 tensor with data")
-    if state.numel() == 0:
+    raw = _bytes_of(state, name)
+    if not raw:
         return None
-    raw = bytes(state.tolist())  # a few kilobytes; numpy need not be there
-    header, at = _header(raw)
+    header, at = _header(raw, name)
     values = {}
     for direction, expected in zip(_DIRECTIONS, slots, strict=True):
         count, length = header[direction]
         size = 4 * count * (1 + length)
         if count != expected or length < 1 or at + size > len(raw):
-            raise ValueError(
-                f"_extra_state: {direction} state of {count} slots and {length} rows in "
-                f"{len(raw) - at} bytes, expected {expected} slots, one row or more, {size} bytes"
+            _refuse(
+                name,
+                f"{direction} state of {count} slots and {length} rows in {len(raw) - at} bytes, "
+                f"expected {expected} slots, one row or more, {size} bytes: of another kind of "
+                "module, or damaged",
             )
         numbers = torch.frombuffer(bytearray(raw[at : at + size]), dtype=torch.float32)
-        values[direction] = (numbers[:count].clone(), numbers[count:].view(length, count).clone())
+        scale, history = numbers[:count].clone(), numbers[count:].view(length, count).clone()
+        _check_values(name, direction, scale, history)
+        values[direction] = (scale, history)
         at += size
     if at != len(raw):
-        raise ValueError(f"_extra_state: {len(raw) - at} bytes too many")
+        _refuse(name, f"{len(raw) - at} bytes too many")
     return values
+
+
+def without_scaling_state(state_dict: M) -> M:
+    """A state dict for `torch.nn` modules: without the scaling state of FP8 training.
+
+    Parameters
+    ----------
+    state_dict : dict
+        Of a model with modules of this package, at any depth and under any prefix.
+
+    Returns
+    -------
+    dict
+        A shallow copy of the same type, without the ``_extra_state`` entries that hold scaling
+        state, are empty or are pickles in bytes. Entries of other modules, say of a user's own
+        ``get_extra_state``, stay.
+
+    Raises
+    ------
+    TypeError
+        It is no dict.
+    """
+    if not isinstance(state_dict, dict):
+        raise TypeError(
+            f"state_dict: {type(state_dict).__name__} object, expected a dict; give "
+            "module.state_dict()"
+        )
+    plain = state_dict.copy()
+    if hasattr(state_dict, "_metadata"):
+        plain._metadata = state_dict._metadata
+    for key, value in state_dict.items():
+        if isinstance(key, str) and key.rpartition(".")[2] == KEY and _is_scaling_state(value):
+            del plain[key]
+    return plain
+
+
+def _is_scaling_state(value: Any) -> bool:
+    if _is_absent(value):
+        return True
+    if not _is_bytes(value) or value.is_meta:
+        return False
+    start = bytes(value[:8].tolist())
+    return start in (b"", _MAGIC, _FORMER_MAGIC) or start[:1] == b"\x80"

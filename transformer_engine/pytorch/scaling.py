@@ -9,6 +9,7 @@ views of state do not survive the functionalisation that `torch.compile` does.
 """
 
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +21,19 @@ from transformer_engine.common import config
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import torch_ops
 
-__all__ = ["SLOTS", "Chunk", "Rule", "Slots", "reset", "slots_of", "update"]
+__all__ = [
+    "SLOTS",
+    "Chunk",
+    "Rule",
+    "Slots",
+    "expected_length",
+    "fresh_values",
+    "is_fresh",
+    "reset",
+    "slots_of",
+    "update",
+    "warn_of_fresh_scales",
+]
 
 SLOTS = 256
 """Slots of a chunk."""
@@ -206,6 +219,7 @@ class Slots:
                     self.backward_slot = first
                 weakref.finalize(self, _free, key, arena, chunk, first, count).atexit = False
             _HANDLES.add(self)
+        _Program.length = rule.length
 
     def chunk(self, direction: str) -> tuple[torch.Tensor, torch.Tensor, int]:
         """(scale, history, first slot) of a direction."""
@@ -243,6 +257,61 @@ class Slots:
 
 
 _HANDLES: "weakref.WeakSet[Slots]" = weakref.WeakSet()
+
+
+class _Program:
+    """What is known of the program as a whole, until `reset`."""
+
+    length: int | None = None
+    """Rows of the histories of the newest slots: it runs delayed scaling since they were made."""
+    warned = False
+    """It was told of `warn_of_fresh_scales`."""
+
+
+def expected_length(recipe: Any) -> int | None:
+    """Rows of the history that a module without state will probably have.
+
+    Parameters
+    ----------
+    recipe : Recipe or None
+        In force.
+
+    Returns
+    -------
+    int or None
+        By the recipe where it is one of delayed scaling, else by the newest state of the program;
+        None where neither says that the program runs delayed scaling.
+    """
+    if recipe is not None and recipe.delayed():
+        return recipe.amax_history_len
+    return _Program.length
+
+
+def fresh_values(length: int, counts: tuple[int, int]) -> dict[str, tuple]:
+    """State before anything was measured, as `Slots.values` gives it, on the CPU."""
+    return {
+        direction: (torch.ones(n, device="cpu"), torch.zeros(length, n, device="cpu"))
+        for direction, n in zip(DIRECTIONS, counts, strict=True)
+    }
+
+
+def is_fresh(values: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether nothing was measured yet."""
+    return all(bool((s == 1).all()) and not bool(h.any()) for s, h in values.values())
+
+
+def warn_of_fresh_scales() -> None:
+    """Say, once, that a checkpoint was loaded in a way that leaves scales behind."""
+    if _Program.warned:
+        return
+    _Program.warned = True
+    warnings.warn(
+        "a checkpoint was loaded in place, as torch.distributed.checkpoint does, into modules that "
+        "offered no scaling state: their delayed scaling starts from scale 1. If FP8 training "
+        "saved it, take the state dict and load it inside `with autocast(recipe=...)` of the "
+        "recipe that trains; if it holds no scales, load it under TE_EXTRA_STATE=ignore",
+        stacklevel=2,
+    )
 
 
 def _free(*slots: Any) -> None:
@@ -399,3 +468,4 @@ def reset() -> None:
             handle.live = False
         for arenas in _ARENAS.values():
             arenas.clear()
+    _Program.length, _Program.warned = None, False

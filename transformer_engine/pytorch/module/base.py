@@ -9,7 +9,7 @@ from torch import Tensor
 from transformer_engine.common import config
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import recompute, scaling
-from transformer_engine.pytorch.extra_state import pack_state, unpack_state
+from transformer_engine.pytorch.extra_state import KEY, pack_state, unpack_state
 from transformer_engine.pytorch.plans import quantization_of
 from transformer_engine.pytorch.state import RegionState, current_state
 from transformer_engine.pytorch.torch_ops import constant_in_graphs
@@ -73,6 +73,7 @@ class Fp8Module(NativeModule):
         super().__init__()
         self._slots: scaling.Slots | None = None
         self._loaded_state: dict | None = None  # of a checkpoint or a copy, until slots exist
+        self._lacks_scales = False  # weights were loaded in place, scales were not
         self._quantization: tuple | None = None  # (repr of a recipe, its Quantization)
 
     # ---- region ------------------------------------------------------------------------------
@@ -205,6 +206,9 @@ class Fp8Module(NativeModule):
         if self._loaded_state is not None:
             slots.load(self._loaded_state)
             self._loaded_state = None
+        elif current is None and self._lacks_scales:
+            scaling.warn_of_fresh_scales()
+        self._lacks_scales = False
         self._slots = slots
         return slots
 
@@ -232,8 +236,18 @@ class Fp8Module(NativeModule):
         return state
 
     def get_extra_state(self) -> Tensor:
-        """Delayed-scaling state as a 1-D uint8 tensor; of no elements where there is none."""
-        return pack_state(self._state_values())
+        """Delayed-scaling state as a 1-D uint8 tensor.
+
+        Of no elements where there is none and none is expected. Fresh state where the module has
+        none, but the recipe in force or the program's earlier calls say that it will have: loaders
+        that read into what a state dict offers need an entry of the right size.
+        """
+        values = self._state_values()
+        if values is None and config.TE_EXTRA_STATE.get() != "ignore":
+            length = scaling.expected_length(current_state().recipe)
+            if length is not None:
+                values = scaling.fresh_values(length, self.SLOTS)
+        return pack_state(values)
 
     def set_extra_state(self, state: Tensor | None) -> None:
         """Take over what `get_extra_state` gave.
@@ -241,17 +255,18 @@ class Fp8Module(NativeModule):
         Parameters
         ----------
         state : Tensor or None
-            1-D uint8; None and an empty tensor change nothing.
+            1-D uint8; None, torch's placeholder for it and an empty tensor change nothing.
 
         Raises
         ------
         TypeError, ValueError
-            It is not such a tensor; the module keeps what it had.
+            It is not such a tensor, it is damaged, or no training made it; the module keeps what
+            it had.
         RuntimeError
             It was written by another package as a pickle, which is never loaded.
         """
         values = unpack_state(state, self.SLOTS)
-        if values is None:
+        if values is None or (not self._has_state() and scaling.is_fresh(values)):
             return
         slots = self._slots
         if slots is not None and slots.live and slots.fits(values):
@@ -260,9 +275,13 @@ class Fp8Module(NativeModule):
         else:
             self._loaded_state, self._slots = values, None
 
+    def _has_state(self) -> bool:
+        live = self._slots is not None and self._slots.live
+        return live or self._loaded_state is not None
+
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        key = prefix + "_extra_state"
+        key = prefix + KEY
         if destination[key].numel() == 0 and config.TE_EXTRA_STATE.get() != "always":
             del destination[key]  # a plain torch.nn state dict stays one
 
@@ -275,10 +294,26 @@ class Fp8Module(NativeModule):
         missing_keys: list[str],
         *lists: list[str],
     ) -> None:
-        key = prefix + "_extra_state"
-        unpack_state(state_dict.get(key), self.SLOTS)  # raises before a weight changes
+        key = prefix + KEY
+        unpack_state(state_dict.get(key), self.SLOTS, key)  # raises before a weight changes
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, *lists
         )
         if key in missing_keys:
             missing_keys.remove(key)
+        self._lacks_scales = (
+            not self._has_state()
+            and config.TE_EXTRA_STATE.get() != "ignore"
+            and any(
+                _is_same_memory(state_dict.get(prefix + name), parameter)
+                for name, parameter in self._parameters.items()
+            )
+        )
+
+
+def _is_same_memory(given: Any, parameter: Tensor | None) -> bool:
+    """Whether a loader filled the parameter itself; of sharded ones, the local part is compared."""
+    if not isinstance(given, Tensor) or parameter is None:
+        return False
+    given, own = (getattr(t, "_local_tensor", t) for t in (given, parameter))
+    return not own.is_meta and own.numel() > 0 and given.data_ptr() == own.data_ptr()
