@@ -144,11 +144,17 @@ class ComposedModule(Fp8Module):
     # ---- life ----------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a setting counts from the next call on."""
+        """Set an attribute; a setting counts from the next call on.
+
+        A parameter that is assigned takes what was kept of the former one away: FSDP assigns the
+        whole and the sharded one by turns, and their memory and versions do not tell their values.
+        """
         super().__setattr__(name, value)
         if name in _SETTINGS:  # calls and plans were remembered under the old setting
             self.__dict__["_last"] = None
             self.__dict__["_plans"] = {}
+        elif name in self._parameters:
+            self.__dict__["_weight_caches"] = (None,) * len(self.PARTS)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "ComposedModule":
         """Convert or move the parameters; what was kept of the old ones goes."""
