@@ -296,19 +296,17 @@ class Fp8Module(NativeModule):
     ) -> None:
         key = prefix + KEY
         unpack_state(state_dict.get(key), self.SLOTS, key)  # raises before a weight changes
+        in_place = any(
+            _is_same_memory(state_dict.get(prefix + name), parameter)
+            for name, parameter in self._parameters.items()
+        )
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, *lists
         )
         if key in missing_keys:
             missing_keys.remove(key)
-        self._lacks_scales = (
-            not self._has_state()
-            and config.TE_EXTRA_STATE.get() != "ignore"
-            and any(
-                _is_same_memory(state_dict.get(prefix + name), parameter)
-                for name, parameter in self._parameters.items()
-            )
-        )
+        ignored = config.TE_EXTRA_STATE.get() == "ignore"
+        self._lacks_scales = in_place and not ignored and not self._has_state()
 
 
 def _is_same_memory(given: Any, parameter: Tensor | None) -> bool:
