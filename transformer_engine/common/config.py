@@ -148,7 +148,8 @@ TE_EXTRA_STATE = Variable(
     _one_of("auto", "always", "ignore"),
     "auto, always or ignore",
     "always: a module's state dict has an _extra_state entry even where it is empty, for peers "
-    "that insist on it; ignore: an _extra_state that is loaded is not looked at.",
+    "that insist on it; ignore: an _extra_state that is loaded is not looked at, and a module that "
+    "has no scaling state offers none.",
 )
 TE_NVRTC = _flag(
     "TE_NVRTC",
