@@ -6,7 +6,7 @@ PYTHON ?= python3
 ARGS ?=
 NO_BUILD ?=
 TESTS ?= tests
-CLIENT_TESTS ?= tests/clients
+CLIENT_TESTS ?= tests/clients tests/docs/test_code_blocks.py
 SANITIZE_TESTS ?= tests/core tests/backend
 
 ENV := build/env/$(subst /,_,$(PYTHON))
@@ -28,23 +28,31 @@ ASAN_RUN = $(UBSAN_ENV) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONSA
 .PHONY: help demo test test-clients build lib test-gpu bench lint format sanitize cuda-headers wheel-check clean
 .DELETE_ON_ERROR:
 
+# Build in place, and install the package, once and editable, where make made the environment.
+define BUILD
+@$(1) setup.py -q build_ext --inplace
+@$(1) tools/editable_install.py
+endef
+
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(ENV)-demo ## set up, build, train a small GPT in FP8 and in high precision
-	@$(DEMO_PY) setup.py -q build_ext --inplace
+	$(call BUILD,$(DEMO_PY))
 	PYTHONPATH=. $(DEMO_PY) examples/train_gpt.py $(ARGS)
+	@$(DEMO_PY) tools/editable_install.py --say
 
 test: $(ENV)-test ## set up, build, run the tests (TESTS=path, ARGS="-k name")
-	@$(TEST_PY) setup.py -q build_ext --inplace
+	$(call BUILD,$(TEST_PY))
 	$(TEST_PY) -m pytest -q $(ARGS) $(TESTS)
+	@$(TEST_PY) tools/editable_install.py --say
 
 test-clients: $(ENV)-clients ## run released client packages on top of this one (CLIENT_TESTS=path, ARGS=...)
 	@test -n "$(NO_BUILD)" || $(CLIENTS_PY) setup.py -q build_ext --inplace
 	$(CLIENTS_PY) -m pytest -q $(ARGS) $(CLIENT_TESTS)
 
-build: $(ENV)-demo ## build the extension in place
-	@$(DEMO_PY) setup.py -q build_ext --inplace
+build: $(ENV)-demo ## build the extension in place (V=1 prints each command)
+	$(call BUILD,$(DEMO_PY))
 
 lib: $(ENV)-demo ## build build/libtransformer_engine.a and .so
 	@$(DEMO_PY) setup.py -q library

@@ -5,7 +5,7 @@ setuptools packages the result but does not drive the compiler: here every sourc
 (a command with inputs and one output) and jobs run in parallel and only when an input changed. The
 same objects make `transformer_engine/_core.abi3.so` (`build_ext`) and the C library in both forms
 (`library`). Environment: `TE_CUDA`, `TE_CUDA_ARCHS`, `TE_WERROR`, `TE_SANITIZE`, `TE_LINEINFO`,
-`CC`, `CFLAGS`, `LDFLAGS`; CONTRIBUTING.md explains them.
+`CC`, `CFLAGS`, `LDFLAGS`, `V`; CONTRIBUTING.md explains them.
 """
 
 import fcntl
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from setuptools import Command, Extension, setup
+from setuptools import Distribution as _Distribution
 from setuptools.command.build_ext import build_ext as _build_ext
 
 os.chdir(Path(__file__).resolve().parent)  # relative paths keep the objects free of machine paths
@@ -30,6 +31,7 @@ CC = shlex.split(os.environ.get("CC") or "cc")
 WERROR = os.environ.get("TE_WERROR", "0") == "1"
 SANITIZE = os.environ.get("TE_SANITIZE", "")
 LINEINFO = os.environ.get("TE_LINEINFO", "0") == "1"
+VERBOSE = os.environ.get("V", "0") == "1"
 BUILD = Path("build/sanitize" if SANITIZE else "build")
 GROUPS = ("core", "cpu", "layer", "python")  # always built; csrc/cuda where its headers exist
 KERNEL_DIRS = ("csrc/cuda/kernels", "csrc/cuda/device", "csrc/include", "csrc")
@@ -74,7 +76,7 @@ class Job:
 
 
 def run_jobs(jobs):
-    """Bring the outputs of `jobs` up to date, in parallel, in the order given."""
+    """Bring the outputs of `jobs` up to date, in parallel, in the order given; count the stale."""
     stale = [job for job in jobs if not job.is_current()]
     for job in stale:
         job.out.parent.mkdir(parents=True, exist_ok=True)
@@ -83,10 +85,14 @@ def run_jobs(jobs):
         try:
             for job, future in zip(stale, futures, strict=True):
                 report = future.result()
-                print(f"built {job.out}" + (f"\n{report}" if report else ""), flush=True)
+                if VERBOSE:
+                    print(shlex.join(job.command), flush=True)
+                if report:  # a warning of the compiler is never kept back
+                    print(f"\n{report}", flush=True)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    return len(stale)
 
 
 def write_if_changed(path, text):
@@ -96,17 +102,19 @@ def write_if_changed(path, text):
         path.write_text(text)
 
 
-def openmp_flags():
-    """Return the OpenMP flags where the compiler can link with them."""
+def openmp_flags(notes):
+    """Return the OpenMP flags where the compiler can link with them, or add a note."""
     probe = [*CC, "-fopenmp", "-shared", "-fPIC", "-x", "c", "-", "-o", os.devnull]
+    if not shutil.which(CC[0]):
+        raise SystemExit(f"no C compiler: there is no program {CC[0]!r}; install one, or set CC")
     if subprocess.run(probe, input="", text=True, capture_output=True, check=False).returncode == 0:
         return ["-fopenmp"]
-    print("OpenMP not found: building a single-threaded CPU backend")
+    notes.append("one thread alone (OpenMP not found)")
     return ["-Wno-unknown-pragmas"]
 
 
 def find_nvcc():
-    """Return the path of nvcc and of its toolkit, each None where there is none."""
+    """Return the path of nvcc and of its toolkit, each None where there is none that serves."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else None
     nvcc = nvcc or shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
@@ -115,10 +123,7 @@ def find_nvcc():
         said = subprocess.run(dry, capture_output=True, text=True, check=False).stderr
         top = re.search(r"^#\$ TOP=(.*)$", said, re.MULTILINE)
         home = os.path.realpath(top[1].strip()) if top else None
-    if nvcc and not shutil.which("g++"):
-        print("nvcc without its host compiler g++: embedding the device code as source only")
-        nvcc = None
-    return nvcc, home
+    return nvcc if shutil.which("g++") else None, home  # its host compiler
 
 
 def find_cuda_headers(home):
@@ -133,8 +138,6 @@ def find_cuda_headers(home):
         folders.append(str(found)) if found else missing.append(header)
     if missing and os.environ.get("TE_CUDA") == "1":
         raise SystemExit(f"TE_CUDA=1 but {', '.join(missing)} not found; try `make cuda-headers`")
-    if missing:
-        print("CUDA headers not found: building the CPU backend alone")
     return None if missing else list(dict.fromkeys(folders))
 
 
@@ -233,10 +236,17 @@ def object_job(source, folder, extra):
 
 def build_objects(groups):
     """Compile the groups and what CUDA allows; return the objects and the flags to link with."""
-    started = time.monotonic()
-    common = openmp_flags() + ([f"-fsanitize={SANITIZE}"] if SANITIZE else [])
+    started, notes = time.monotonic(), []
+    common = openmp_flags(notes) + ([f"-fsanitize={SANITIZE}"] if SANITIZE else [])
     nvcc, home = find_nvcc()
-    headers = find_cuda_headers(home) if os.environ.get("TE_CUDA") != "0" else None
+    wanted = os.environ.get("TE_CUDA") != "0"
+    headers = find_cuda_headers(home) if wanted else None
+    if headers is None:
+        notes.append(f"no CUDA ({'headers not found' if wanted else 'TE_CUDA=0'})")
+    elif nvcc is None:
+        notes.append("device code as source alone (nvcc with g++ not found)")
+    ends = ":\n" if VERBOSE else ": "
+    print("native code, " + ", ".join(notes or ["CPU and CUDA"]), end=ends, flush=True)
     folder = BUILD / ("obj-cpu" if headers is None else "obj-cuda")
     extra = common
     if headers is not None:
@@ -246,12 +256,13 @@ def build_objects(groups):
     images = folder / "images"
     kernels = sorted(Path("csrc/cuda/kernels").glob("*.cu")) if headers else []
     jobs = [object_job(source, folder, extra) for source in sources]
-    run_jobs([image_job(k, nvcc, images) for k in kernels if nvcc] + jobs)
+    count = run_jobs([image_job(k, nvcc, images) for k in kernels if nvcc] + jobs)
     if headers is not None:
         table = object_job(write_image_table(kernels, images, nvcc is not None), folder, extra)
-        run_jobs([table])
+        count += run_jobs([table])
         jobs.append(table)
-    print(f"native code up to date in {time.monotonic() - started:.1f} s", flush=True)
+    took = f"{count} files compiled in {time.monotonic() - started:.1f} s"
+    print(took if count else "up to date", flush=True)
     return [str(job.out) for job in jobs], common
 
 
@@ -303,7 +314,31 @@ class library(Command):
         link(BUILD / "libtransformer_engine.so", objects, flags)
 
 
+def home_page():
+    """Return the address that this folder was cloned from, or its own where there is none."""
+    if Path("PKG-INFO").exists():  # an unpacked source archive
+        found = re.search(r"^Home-page: (.+)$", Path("PKG-INFO").read_text(), re.MULTILINE)
+        return found[1]
+    origin = ""
+    if shutil.which("git") and Path(".git").exists():
+        ask = ["git", "--git-dir=.git", "config", "remote.origin.url"]
+        origin = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
+    origin = re.sub(r"^(ssh://)?git@([^:/]+)[:/]", r"https://\2/", origin)
+    web = re.fullmatch(r"(https?://)(?:[^@/]*@)?(.+?)(?:\.git)?/?", origin)  # without a user's key
+    return web[1] + web[2] if web else Path.cwd().as_uri()
+
+
+class Distribution(_Distribution):
+    """The package, with its licence: no form of it in pyproject.toml suits all of setuptools."""
+
+    def parse_config_files(self, *args, **kwargs):
+        super().parse_config_files(*args, **kwargs)
+        self.metadata.license = "Apache-2.0"
+
+
 setup(
+    distclass=Distribution,
+    url=home_page(),
     ext_modules=[Extension("transformer_engine._core", [], py_limited_api=True)],
     cmdclass={"build_ext": build_ext, "library": library},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},

@@ -22,6 +22,8 @@ GROUPS = {  # the headings of the constraints file that a group takes
     "lint": ("build", "lint"),
     "clients": ("build", "demo", "test", "clients"),
 }
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+MARK = "made_by = transformer_engine/tools/environment.py\n"  # a line of pyvenv.cfg
 MODULES = {"clang-format": "clang_format", "clang-tidy": "clang_tidy", "codespell": "codespell_lib"}
 PROBE = """
 import importlib.util, sys
@@ -40,13 +42,59 @@ def read_pins(*headings):
         if heading:
             current = heading[1]
         elif line and not line.startswith("#") and current in headings:
-            pins.append(line)
+            pins.append(line.split("#")[0].strip())
     return pins
 
 
 def read_group(group):
     """Return {package: pin} of a group of the constraints file."""
     return {pin.split("==")[0]: pin for pin in read_pins(*GROUPS[group])}
+
+
+def count_megabytes(pins, cpu=False):
+    """Return how many megabytes come with these pins, with torch from its CPU index if `cpu`."""
+    total = 0
+    for line in (ROOT / "tests/constraints.txt").read_text().splitlines():
+        pin, _, note = line.partition("#")
+        if pin.strip() in pins:
+            sizes = re.findall(r"(\d+) MB", note) or ["1"]
+            total += int(sizes[-1 if cpu else 0])
+    return total
+
+
+def has_gpu():
+    """Tell whether an NVIDIA driver is there."""
+    return Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
+
+
+def announce(wanted, folder):
+    """Say what is going to be downloaded, and what there is for machines without a GPU."""
+    size = count_megabytes(wanted)
+    print(f"{folder} gets {' '.join(wanted)}: about {size:,} MB", flush=True)
+    torch = [pin for pin in wanted if pin.startswith("torch==")]
+    if torch and not has_gpu():
+        smaller = count_megabytes(wanted, cpu=True)
+        print(f"no NVIDIA GPU found: torch for the CPU makes it {smaller:,} MB. To take that, stop")
+        print("this with Ctrl-C, run the following, and make again")
+        command = f"{folder}/bin/python3 -m pip install {torch[0]} --index-url {CPU_INDEX}"
+        print(f"    {command}", flush=True)
+
+
+def make_environment(base, folder):
+    """Make a virtual environment; say in it that it is ours, where the package may be installed."""
+    print(f"making {folder.name}", flush=True)
+    subprocess.run([base, "-m", "venv", str(folder)], check=True)
+    with open(folder / "pyvenv.cfg", "a", encoding="utf-8") as config:
+        config.write(MARK)
+
+
+def install(python, wanted, folder):
+    """Install packages, saying more where somebody looks on."""
+    announce(wanted, folder.name)
+    quiet = [] if sys.stdout.isatty() else ["-q"]
+    done = subprocess.run([python, "-m", "pip", "install", *quiet, *wanted], check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{folder.name} lacks packages: see what pip said above, and make again")
 
 
 def find_missing(python, packages):
@@ -99,6 +147,9 @@ def fetch_apart(python):
 
 def main():
     """Print and record the interpreter, installing what it lacks."""
+    if sys.version_info < (3, 11):  # noqa: UP036 - here it is found out
+        found = f"{sys.executable} is Python {sys.version.split()[0]}"
+        raise SystemExit(f"{found}; name one from 3.11 on: make ... PYTHON=python3.12")
     group, base, stamp = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     pins = read_group(group)
     missing = find_missing(base, list(pins))
@@ -110,16 +161,13 @@ def main():
         if Path(python).exists():
             missing = find_missing(python, list(pins))
         else:
-            print(f"making {folder.name}")
-            subprocess.run([base, "-m", "venv", str(folder)], check=True)
+            make_environment(base, folder)
             if find_missing(base, ["torch"]):
                 missing = list(pins)  # all: what a new environment brings has other versions
             else:
                 add_packages_of(base, folder)
     if missing:
-        wanted = [pins[p] for p in missing]
-        print(f"installing {' '.join(wanted)} into {Path(python).parents[1].name}", flush=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", *wanted], check=True)
+        install(python, [pins[p] for p in missing], folder)
     if group == "clients":
         fetch_apart(python)
     stamp.parent.mkdir(parents=True, exist_ok=True)
@@ -128,4 +176,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
