@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 modules for PyTorch: swap `torch.nn` modules for these, run the forward inside `autocast`."""
 
-import torch
+from transformer_engine.common.requirements import check_requirements
 
-from transformer_engine import _core
-from transformer_engine.common import recipe
-from transformer_engine.pytorch.tensors import plain_tensor
+check_requirements()
+
+import torch  # noqa: E402 - these are there, as was checked
+
+from transformer_engine import _core  # noqa: E402
+from transformer_engine.common import recipe  # noqa: E402
+from transformer_engine.pytorch.tensors import plain_tensor  # noqa: E402
 
 _core.bind_torch(torch, plain_tensor)
 
