@@ -33,12 +33,14 @@ def is_ours():
 
 
 def is_installed():
-    """Tell whether the package is installed here from this very folder."""
+    """Tell whether the package is installed here, editable, from this very folder."""
     try:
-        origin = metadata.distribution("transformer_engine").read_text("direct_url.json")
+        said = metadata.distribution("transformer_engine").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         return False
-    return origin is not None and json.loads(origin).get("url") == ROOT.as_uri()
+    origin = json.loads(said or "{}")
+    editable = origin.get("dir_info", {}).get("editable", False)
+    return editable and origin["url"] == ROOT.as_uri()
 
 
 def say():

@@ -92,6 +92,8 @@ def check_command(words: list[str]) -> tuple[str, list[list[str]]]:
         if rest[:1] == ["setup.py"]:
             return check_setup(rest[1:]), []
         return ("", [rest]) if (ROOT / rest[0]).is_file() else (f"there is no {rest[0]}", [])
+    if program in (".", "source") and rest == [".venv/bin/activate"]:
+        return "", []  # of the environment that make makes
     file = ROOT / program
     if "/" in program:
         return "" if os.access(file, os.X_OK) else f"{program} is no program", []
