@@ -24,6 +24,13 @@ from transformer_engine.pytorch.autocast import (  # noqa: E402
     fp8_autocast,
     get_default_recipe,
 )
+from transformer_engine.pytorch.convert import convert, convertible  # noqa: E402
+from transformer_engine.pytorch.counters import (  # noqa: E402
+    counters,
+    counting,
+    reset_counters,
+    scales,
+)
 from transformer_engine.pytorch.device import (  # noqa: E402
     get_device_compute_capability,
     is_bf16_available,
@@ -53,6 +60,10 @@ __all__ = [
     "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
+    "convert",
+    "convertible",
+    "counters",
+    "counting",
     "explain",
     "fp8_autocast",
     "get_default_recipe",
@@ -61,5 +72,7 @@ __all__ = [
     "is_fp8_available",
     "recipe",
     "reset",
+    "reset_counters",
+    "scales",
     "without_scaling_state",
 ]

@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`convert`: swap the layers of a model for those of this package, and back."""
+
+import difflib
+import fnmatch
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from transformer_engine.pytorch.module.base import NativeModule
+from transformer_engine.pytorch.module.layernorm import LayerNorm
+from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
+from transformer_engine.pytorch.module.rmsnorm import RMSNorm
+from transformer_engine.pytorch.rmsnorms import named_like_one, recognise
+
+__all__ = ["Conversion", "convert", "convertible"]
+
+_BASE = frozenset(vars(Module()))
+"""Attributes that every module has: parameters, buffers, children, hooks, training mode."""
+_OWN_COPY = ("_parameters", "_buffers", "_modules")
+"""Of these the new module gets a copy; of the others, hooks first, the very object: a handle that
+removes a hook goes on working."""
+_COUNTERPARTS = ((torch.nn.Linear, Linear), (torch.nn.LayerNorm, LayerNorm),
+                 (torch.nn.RMSNorm, RMSNorm))  # fmt: skip
+
+
+class Conversion(NamedTuple):
+    """What becomes of one module.
+
+    Attributes
+    ----------
+    name : str
+        Its path in the model; empty for the model itself.
+    module : type
+        Its class.
+    target : type or None
+        The class that it gets; None: it stays as it is.
+    reason : str or None
+        Why it stays.
+    """
+
+    name: str
+    module: type
+    target: type | None
+    reason: str | None
+
+
+class _Found:
+    """A module of a model, and everywhere it is."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.names: list[str] = []
+        self.places: list[tuple[Module, str]] = []  # (parent, name in it)
+        self.skipped = False
+
+
+def convert(
+    model: Module, *, skip: Any = (), strict: bool = False, to: str = "transformer_engine"
+) -> Module:
+    """Swap the linear layers and norms of a model for those of this package, in place.
+
+    `torch.nn.Linear`, `torch.nn.LayerNorm` and `torch.nn.RMSNorm` become their namesakes here;
+    so do the RMSNorm classes of other packages (``LlamaRMSNorm``, ``GemmaRMSNorm``,
+    ``T5LayerNorm``, ...), recognised by trying what they compute. The new module has the very
+    parameters of the old one: tied weights stay tied, an optimizer that was made before goes on
+    working, and nothing is initialised, copied or moved. It keeps hooks and their handles, buffers,
+    parametrizations, training mode and attributes. Subclasses are left alone, as their owner may
+    read more of them than their forward. `convertible` says beforehand what becomes of each module.
+
+    Parameters
+    ----------
+    model : Module
+        The model, on the CPU, a CUDA device or the meta device.
+    skip : str, class, Module, callable, or iterable of these
+        Modules to leave as they are, with everything inside them: by path (``"lm_head"``, or a
+        pattern such as ``"*.router"``), class (instances of subclasses too), as objects, or by
+        ``f(path, module) -> bool``.
+    strict : bool, default False
+        Raise, before anything is changed, where a module that is not skipped looks convertible and
+        is not.
+    to : {"transformer_engine", "torch"}
+        "torch" goes the other way: `Linear`, `LayerNorm` and `RMSNorm` of this package become
+        those of `torch.nn`. Scaling state is left behind.
+
+    Returns
+    -------
+    Module
+        `model`; the new module where `model` itself is one of those that are swapped.
+
+    Raises
+    ------
+    TypeError
+        `model` is no module, or `skip` holds something else.
+    ValueError
+        A path in `skip` is in no module of the model; `to` is unknown; or with `strict` the modules
+        that can not be converted, with the reasons.
+    """
+    plan = list(_plan(model, skip, to))
+    left = [(found, made) for found, made in plan if isinstance(made, str)]
+    if strict and left:
+        lines = [f"  {_label(f)} ({type(f.module).__qualname__}): {why}" for f, why in left]
+        raise ValueError(
+            f"convert: strict=True, and {len(left)} modules can not be converted; nothing was "
+            "changed. Name them in skip=, or give strict=False:\n" + "\n".join(lines)
+        )
+    swapped: dict[int, Module] = {}
+    for found, made in plan:
+        if isinstance(made, str):
+            continue
+        new = swapped[id(found.module)] = _swap(found.module, made)
+        for parent, name in found.places:
+            swapped.get(id(parent), parent)._modules[name] = new
+    return swapped.get(id(model), model)
+
+
+def convertible(
+    model: Module, *, skip: Any = (), to: str = "transformer_engine"
+) -> list[Conversion]:
+    """List what `convert` does with a model, without doing it.
+
+    Parameters
+    ----------
+    model, skip, to
+        As of `convert`.
+
+    Returns
+    -------
+    list of Conversion
+        The modules that are swapped, and those that look like them and stay, with the reason; in
+        the order of the model. Not those that `skip` names.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As of `convert`.
+    """
+    return [
+        Conversion(name, type(found.module), *((None, made) if isinstance(made, str) else
+                                               (type(made), None)))
+        for found, made in _plan(model, skip, to)
+        for name in found.names
+    ]  # fmt: skip
+
+
+# ---- which modules -------------------------------------------------------------------------------
+
+
+def _plan(model: Any, skip: Any, to: str) -> Iterator[tuple[_Found, Module | str]]:
+    """Yield each module of interest with an empty one of its new class, or the reason it stays."""
+    if not isinstance(model, Module):
+        raise TypeError(f"convert: model: {type(model).__name__}, expected a torch.nn.Module")
+    if to not in ("transformer_engine", "torch"):
+        raise ValueError(f'convert: to={to!r}, expected "transformer_engine" or "torch"')
+    counterpart = _to_ours if to == "transformer_engine" else _to_torch
+    skips = _Skip(skip)
+    modules: dict[int, _Found] = {}
+    _collect(modules, skips, ("", model), None, False)
+    skips.check([name for found in modules.values() for name in found.names])
+    for found in modules.values():
+        if found.skipped:
+            continue
+        made = counterpart(found.module)
+        if made is not None:
+            yield found, made
+
+
+def _collect(
+    modules: dict[int, _Found],
+    skips: "_Skip",
+    named: tuple[str, Module],
+    place: tuple[Module, str] | None,
+    skipped: bool,
+) -> None:
+    """Enter a module and those inside of it; the parts of our own modules belong to these."""
+    path, module = named
+    found = modules.setdefault(id(module), _Found(module))
+    found.names.append(path)
+    if place is not None:
+        found.places.append(place)
+    skipped = skips.matches(path, module) or skipped
+    found.skipped = found.skipped or skipped
+    if _is_ours(module) or isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
+        return
+    for name, child in module._modules.items():
+        if child is not None:
+            inner = f"{path}.{name}" if path else name
+            _collect(modules, skips, (inner, child), (module, name), skipped)
+
+
+def _is_ours(module: Module) -> bool:
+    """Whether its class, or one that it derives from, is of this package."""
+    package = NativeModule.__module__.partition(".module")[0]
+    return any(kind.__module__.startswith(package) for kind in type(module).__mro__)
+
+
+def _label(found: _Found) -> str:
+    return found.names[0] or "the model itself"
+
+
+class _Skip:
+    """The `skip` argument."""
+
+    def __init__(self, skip: Any) -> None:
+        single = isinstance(skip, str | Module) or callable(skip)
+        if not single and not isinstance(skip, Iterable):
+            raise TypeError(f"convert: skip={skip!r}, expected paths, classes or functions")
+        self.patterns: list[str] = []
+        self.classes: list[type] = []
+        self.modules: list[Module] = []
+        self.functions: list[Callable[[str, Module], Any]] = []
+        for item in (skip,) if single else skip:
+            if isinstance(item, str):
+                self.patterns.append(item)
+            elif isinstance(item, type):
+                self.classes.append(item)
+            elif isinstance(item, Module):
+                self.modules.append(item)
+            elif callable(item):
+                self.functions.append(item)
+            else:
+                raise TypeError(
+                    f"convert: skip: {item!r}, expected a path, a class or a function of path and "
+                    "module"
+                )
+
+    def matches(self, path: str, module: Module) -> bool:
+        """Whether it names this module."""
+        return (
+            any(fnmatch.fnmatchcase(path, pattern) for pattern in self.patterns)
+            or isinstance(module, tuple(self.classes))
+            or any(module is one for one in self.modules)
+            or any(function(path, module) for function in self.functions)
+        )
+
+    def check(self, names: list[str]) -> None:
+        """Raise for a path without wildcards that no module has."""
+        for pattern in self.patterns:
+            if not set(pattern) & set("*?[") and pattern not in names:
+                close = difflib.get_close_matches(pattern, names, 3)
+                hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
+                raise ValueError(f"convert: skip: the model has no module {pattern!r}{hint}")
+
+
+# ---- what becomes of one -------------------------------------------------------------------------
+
+
+def _plain_class(module: Module) -> type:
+    """The class of a module; of one that `torch.nn.utils.parametrize` changed, the one before."""
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return type(module).__bases__[0]
+    return type(module)
+
+
+def _to_ours(module: Module) -> Module | str | None:
+    """An empty module of this package in place of one; why there is none; None: no layer of ours.
+
+    It is on the meta device: nothing is allocated, and no random number drawn.
+    """
+    if _is_ours(module):
+        return None
+    kind = _plain_class(module)
+    for theirs, ours in _COUNTERPARTS:
+        if kind is theirs:
+            return _unfit(module) or _make_ours(module, ours)
+        if isinstance(module, theirs):
+            return (
+                f"its class is a subclass of torch.nn.{theirs.__name__}, whose owner may rely on it"
+            )
+    if not named_like_one(module):
+        return None
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "a parametrized module of another package"
+    reason = _unfit(module)
+    if reason is not None:
+        return reason
+    norm = recognise(module)
+    if isinstance(norm, str):
+        return norm
+    weight = module._parameters["weight"]
+    return RMSNorm(
+        weight.shape[0],
+        eps=norm.eps,
+        zero_centered_gamma=norm.zero_centered,
+        device="meta",
+        dtype=weight.dtype,
+    )
+
+
+def _unfit(module: Module) -> str | None:
+    """What keeps any module of a fitting class from being swapped."""
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance (by a hook of another package, say)"
+    if module.__dict__.get("_compiled_call_impl") is not None:
+        return "it was compiled by itself (Module.compile): convert before"
+    tensors = dict(module.named_parameters())
+    for name, tensor in tensors.items():
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return f"{name} is a {type(tensor).__name__}: convert before the model is sharded"
+        if tensor.dtype not in DTYPES:
+            return f"{name} is {tensor.dtype}, not torch.float32, torch.float16 or torch.bfloat16"
+        if tensor.device.type not in (*DEVICES, "meta"):
+            return f"{name} is on {tensor.device}, not on the CPU or a CUDA device"
+    if len({tensor.dtype for tensor in tensors.values()}) > 1:
+        return "its parameters differ in dtype"
+    return None
+
+
+def _has(module: Module, name: str) -> bool:
+    """Whether a module has a parameter, a parametrized one included, or a tensor in its place."""
+    parametrizations = module._modules.get("parametrizations")
+    if parametrizations is not None and name in parametrizations:
+        return True
+    return getattr(module, name, None) is not None
+
+
+def _make_ours(module: Module, ours: type) -> Module | str:
+    dtype = next((tensor.dtype for tensor in module.parameters()), None)
+    weight = module._parameters.get("weight")
+    if ours is Linear:
+        sizes = module.out_features, module.in_features
+        if min(sizes) < 1:
+            return f"its weight has no elements: {sizes}"
+        if weight is not None and tuple(weight.shape) != sizes:
+            return f"its weight is {tuple(weight.shape)}, where its features say {sizes}"
+        bias = _has(module, "bias")
+        return Linear(*reversed(sizes), bias=bias, params_dtype=dtype, device="meta")
+    if not _has(module, "weight"):
+        return "it has no weight"
+    if ours is LayerNorm and not _has(module, "bias"):
+        return "it has no bias"
+    if module.eps is None:
+        return "its eps is None"
+    return ours(tuple(module.normalized_shape), eps=module.eps, device="meta", dtype=dtype)
+
+
+def _to_torch(module: Module) -> Module | str | None:
+    """An empty module of torch.nn in place of one of ours; else as of `_to_ours`."""
+    if not _is_ours(module):
+        return None
+    kind = _plain_class(module)
+    theirs = next((theirs for theirs, ours in _COUNTERPARTS if ours is kind), None)
+    if theirs is None:
+        return (
+            "torch.nn has no such module" if next(module.parameters(), None) is not None else None
+        )
+    dtype = next((tensor.dtype for tensor in module.parameters()), None)
+    if kind is Linear:
+        return _torch_linear(module, dtype)
+    if module.zero_centered_gamma:
+        return "zero_centered_gamma=True: the factor of torch.nn's is gamma, not 1 + gamma"
+    return theirs(module.normalized_shape, eps=module.eps, device="meta", dtype=dtype)
+
+
+def _torch_linear(module: Linear, dtype: torch.dtype | None) -> Module | str:
+    for name in ("fuse_wgrad_accumulation", "delay_wgrad_compute", "return_bias"):
+        if getattr(module, name):
+            return f"{name}=True"
+    if module._split is not None:
+        return f"its weight is split into {', '.join(name for name, _ in module._split.parts)}"
+    return torch.nn.Linear(
+        module.in_features, module.out_features, module.use_bias, device="meta", dtype=dtype
+    )
+
+
+# ---- the swap ------------------------------------------------------------------------------------
+
+
+def _swap(old: Module, new: Module) -> Module:
+    """Give an empty module everything that an old one has besides its own settings."""
+    settings = _settings(old)
+    mine, theirs = new.__dict__, old.__dict__
+    for name, value in theirs.items():
+        if name in _OWN_COPY:
+            mine[name] = type(value)(value)
+        elif name in _BASE or not (name in mine or name in settings):
+            mine[name] = value
+    _settle_bias(old, new)
+    for hook in mine["_load_state_dict_pre_hooks"].values():
+        if getattr(hook, "with_module", False):
+            hook.module = weakref.ref(new)
+    if torch.nn.utils.parametrize.is_parametrized(new):
+        # The class that torch made for this one instance holds its properties.
+        own = {"__dict__", "__weakref__", "__doc__", "__module__"}
+        members = {k: v for k, v in vars(type(old)).items() if k not in own}
+        new.__class__ = type(f"Parametrized{type(new).__name__}", (type(new),), members)
+    return new
+
+
+def _settings(module: Module) -> set[str]:
+    """Attributes of one of our modules that are no concern of one of torch's."""
+    if not _is_ours(module):
+        return set()
+    kind = _plain_class(module)
+    return set(vars(kind(1, 1, device="meta") if kind is Linear else kind(1, device="meta")))
+
+
+def _settle_bias(old: Module, new: Module) -> None:
+    """Say "no bias" as the class of the new module does."""
+    if isinstance(new, Linear):
+        if not new.use_bias:
+            new._parameters.pop("bias", None)
+            like = next(new.parameters(), torch.empty(0))
+            new.__dict__["bias"] = torch.empty(0, dtype=like.dtype, device=like.device)
+    elif isinstance(old, Linear) and not old.use_bias:
+        new.__dict__.pop("bias", None)
+        new._parameters["bias"] = None

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What really ran, counted where work is handed to the device; and the scales of a model."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from transformer_engine import _core
+from transformer_engine.pytorch.module.composed import ComposedModule
+
+__all__ = ["Counters", "Scaling", "counters", "counting", "reset_counters", "scales"]
+
+_FP8 = {"e4m3", "e5m2"}
+
+
+class Counters(dict[str, int]):
+    """Counts by name, without zeros.
+
+    ``gemm.<device>.<a>.<b>`` are matrix products by the dtypes of their operands,
+    ``op.<device>.<operator>`` calls of operators, ``fallback.<why>`` calls that needed more than
+    the one fast path.
+    """
+
+    @property
+    def fp8_gemms(self) -> int:
+        """Matrix products of two FP8 operands."""
+        return sum(n for operands, n in self._gemms() if operands <= _FP8)
+
+    @property
+    def other_gemms(self) -> int:
+        """Matrix products of other operands."""
+        return sum(n for operands, n in self._gemms() if not operands <= _FP8)
+
+    def _gemms(self) -> Iterator[tuple[set[str], int]]:
+        for name, count in self.items():
+            kind, _, *operands = name.split(".")
+            if kind == "gemm":
+                yield set(operands), count
+
+
+def counters() -> Counters:
+    """Return what has run since the process began or `reset_counters` was called.
+
+    The counts are those of the process: of all models, threads and devices. What a CUDA graph
+    replays is not counted, as the host does nothing then; nor is what torch runs itself.
+
+    Returns
+    -------
+    Counters
+        A copy.
+    """
+    return Counters(_core.counters())
+
+
+def reset_counters() -> None:
+    """Set all counts to 0, for the whole process."""
+    _core.reset_counters()
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counters]:
+    """Count what runs in a ``with`` block, in any thread.
+
+    Yields
+    ------
+    Counters
+        Empty inside the block; filled when it is left. Blocks nest. `reset_counters` inside of one
+        makes its counts meaningless.
+    """
+    ran = Counters()
+    before = _core.counters()
+    try:
+        yield ran
+    finally:
+        for name, count in _core.counters().items():
+            if count > before.get(name, 0):
+                ran[name] = count - before.get(name, 0)
+
+
+class Scaling(NamedTuple):
+    """Delayed-scaling state of one tensor.
+
+    Attributes
+    ----------
+    scale : float
+        What the next cast multiplies by; 1 until an amax was seen.
+    amax : float
+        Largest magnitude that the history knows.
+    history : tuple of float
+        amaxes of the finished steps, the newest first; 0 where nothing was recorded.
+    pending : float
+        amax of the casts since the last update.
+    """
+
+    scale: float
+    amax: float
+    history: tuple[float, ...]
+    pending: float
+
+
+TENSORS = (("forward", 3, ("input", "weight")), ("backward", 2, ("grad_output",)))
+"""For each direction the slots of a linear layer, and the tensors that the first ones belong to."""
+
+
+def scales(module: torch.nn.Module) -> dict[str, Scaling]:
+    """Return the delayed-scaling state of every module in a model.
+
+    Parameters
+    ----------
+    module : Module
+        A model, or a module of this package.
+
+    Returns
+    -------
+    dict of str to Scaling
+        By the path of the module and the tensor: ``"layers.0.input"``, ``"layers.0.weight"``,
+        ``"layers.0.grad_output"``; of the two linear layers of a `LayerNormMLP`
+        ``"mlp.fc1_input"`` and so on. Modules that never ran under delayed scaling have none.
+    """
+    found = {}
+    for path, inner in module.named_modules():
+        if isinstance(inner, ComposedModule):
+            prefix = f"{path}." if path else ""
+            found.update({prefix + name: value for name, value in _scales_of(inner).items()})
+    return found
+
+
+def _scales_of(module: ComposedModule) -> dict[str, Scaling]:
+    values = module._state_values()
+    if values is None:
+        return {}
+    found = {}
+    for part, name in enumerate(module.PARTS):
+        for direction, slots, tensors in TENSORS:
+            scale, history = (tensor.tolist() for tensor in values[direction])
+            for at, tensor in enumerate(tensors, part * slots):
+                pending, *finished = (row[at] for row in history)
+                newest_first = tuple(reversed(finished))
+                amax = max(pending, *finished, 0.0)
+                found[name + tensor] = Scaling(scale[at], amax, newest_first, pending)
+    return found
