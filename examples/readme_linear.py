@@ -10,7 +10,6 @@ spelled out, under both names of the region. Runs on the GPU where there is one,
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine import _core
 from transformer_engine.common import recipe
 
 IN_FEATURES, OUT_FEATURES, TOKENS = 768, 3072, 2048
@@ -27,20 +26,18 @@ def step(tokens: int = TOKENS, old_names: bool = False) -> dict[str, torch.Tenso
     else:
         region = te.autocast(enabled=True, recipe=fp8_recipe)
 
-    _core.reset_counters()
-    with region:  # the forward alone belongs inside
-        out = model(inp)
-    loss = out.sum()
-    loss.backward()
+    with te.counting() as ran:
+        with region:  # the forward alone belongs inside
+            out = model(inp)
+        loss = out.sum()
+        loss.backward()
 
-    gemms = {n: v for n, v in _core.counters().items() if n.startswith("gemm.")}
-    fp8 = sum(v for n, v in gemms.items() if n.endswith(".e4m3.e4m3"))
     return {
         "out": out.detach(),
         "weight_grad": model.weight.grad,
         "bias_grad": model.bias.grad,
-        "fp8_gemms": fp8,
-        "other_gemms": sum(gemms.values()) - fp8,
+        "fp8_gemms": ran.fp8_gemms,
+        "other_gemms": ran.other_gemms,
     }
 
 

@@ -24,7 +24,7 @@ from transformer_engine.pytorch.autocast import (  # noqa: E402
     fp8_autocast,
     get_default_recipe,
 )
-from transformer_engine.pytorch.convert import convert, convertible  # noqa: E402
+from transformer_engine.pytorch.conversion import convert, convertible  # noqa: E402
 from transformer_engine.pytorch.counters import (  # noqa: E402
     counters,
     counting,
@@ -43,6 +43,11 @@ from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear  
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP  # noqa: E402
 from transformer_engine.pytorch.module.linear import Linear  # noqa: E402
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm  # noqa: E402
+from transformer_engine.pytorch.nonfinite import (  # noqa: E402
+    NonFiniteError,
+    find_nonfinite,
+    watch_finite,
+)
 from transformer_engine.pytorch.recompute import checkpoint  # noqa: E402
 from transformer_engine.pytorch.scaling import reset  # noqa: E402
 from transformer_engine.pytorch.transformer import TransformerLayer  # noqa: E402
@@ -54,6 +59,7 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
+    "NonFiniteError",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
@@ -65,6 +71,7 @@ __all__ = [
     "counters",
     "counting",
     "explain",
+    "find_nonfinite",
     "fp8_autocast",
     "get_default_recipe",
     "get_device_compute_capability",
@@ -74,5 +81,6 @@ __all__ = [
     "reset",
     "reset_counters",
     "scales",
+    "watch_finite",
     "without_scaling_state",
 ]

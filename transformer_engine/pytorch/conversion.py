@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`convert`: swap the layers of a model for those of this package, and back."""
 
-import difflib
-import fnmatch
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +15,7 @@ from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 from transformer_engine.pytorch.rmsnorms import named_like_one, recognise
+from transformer_engine.pytorch.skip import Skip
 
 __all__ = ["Conversion", "convert", "convertible"]
 
@@ -158,7 +157,7 @@ def _plan(model: Any, skip: Any, to: str) -> Iterator[tuple[_Found, Module | str
     if to not in ("transformer_engine", "torch"):
         raise ValueError(f'convert: to={to!r}, expected "transformer_engine" or "torch"')
     counterpart = _to_ours if to == "transformer_engine" else _to_torch
-    skips = _Skip(skip)
+    skips = Skip("convert", skip)
     modules: dict[int, _Found] = {}
     _collect(modules, skips, ("", model), None, False)
     skips.check([name for found in modules.values() for name in found.names])
@@ -172,7 +171,7 @@ def _plan(model: Any, skip: Any, to: str) -> Iterator[tuple[_Found, Module | str
 
 def _collect(
     modules: dict[int, _Found],
-    skips: "_Skip",
+    skips: Skip,
     named: tuple[str, Module],
     place: tuple[Module, str] | None,
     skipped: bool,
@@ -201,50 +200,6 @@ def _is_ours(module: Module) -> bool:
 
 def _label(found: _Found) -> str:
     return found.names[0] or "the model itself"
-
-
-class _Skip:
-    """The `skip` argument."""
-
-    def __init__(self, skip: Any) -> None:
-        single = isinstance(skip, str | Module) or callable(skip)
-        if not single and not isinstance(skip, Iterable):
-            raise TypeError(f"convert: skip={skip!r}, expected paths, classes or functions")
-        self.patterns: list[str] = []
-        self.classes: list[type] = []
-        self.modules: list[Module] = []
-        self.functions: list[Callable[[str, Module], Any]] = []
-        for item in (skip,) if single else skip:
-            if isinstance(item, str):
-                self.patterns.append(item)
-            elif isinstance(item, type):
-                self.classes.append(item)
-            elif isinstance(item, Module):
-                self.modules.append(item)
-            elif callable(item):
-                self.functions.append(item)
-            else:
-                raise TypeError(
-                    f"convert: skip: {item!r}, expected a path, a class or a function of path and "
-                    "module"
-                )
-
-    def matches(self, path: str, module: Module) -> bool:
-        """Whether it names this module."""
-        return (
-            any(fnmatch.fnmatchcase(path, pattern) for pattern in self.patterns)
-            or isinstance(module, tuple(self.classes))
-            or any(module is one for one in self.modules)
-            or any(function(path, module) for function in self.functions)
-        )
-
-    def check(self, names: list[str]) -> None:
-        """Raise for a path without wildcards that no module has."""
-        for pattern in self.patterns:
-            if not set(pattern) & set("*?[") and pattern not in names:
-                close = difflib.get_close_matches(pattern, names, 3)
-                hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
-                raise ValueError(f"convert: skip: the model has no module {pattern!r}{hint}")
 
 
 # ---- what becomes of one -------------------------------------------------------------------------
