@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`autocast`: what is in force where, who updates, and what a wrong use does."""
 
+import sys
 import threading
 
 import pytest
@@ -109,7 +110,7 @@ def test_fp8_autocast_refuses_doubled_and_unknown_arguments():
 
 @pytest.mark.parametrize("wrong", ["delayed", recipes.DelayedScaling, recipes.Format.HYBRID, 3])
 def test_wrong_recipe_type(wrong):
-    before = snapshot()
+    with pytest.raises(TypeError, match=r"recipe: .*DelayedScaling\(\)"):
     with pytest.raises(TypeError, match=f"recipe: {type(wrong).__name__}.*DelayedScaling"):
         te.autocast(recipe=wrong)
     assert snapshot() == before
@@ -313,3 +314,149 @@ def test_recipe_that_is_written_to_between_steps(layer, x):
     after = state_of(layer)
     quarter = before["forward"][0][:2] / 4
     assert_same_bits(after["forward"][0][:2], quarter)
+
+
+# ---- wrong arguments, decorators, failing entries ----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ((recipes.Float8CurrentScaling(),), {}, ["enabled=", "recipe="]),
+        ((True, recipes.DelayedScaling()), {}, ["calibrating=", "recipe="]),
+        ((recipes.DelayedScaling,), {}, ["enabled=", "recipe="]),
+        (("HYBRID",), {}, ["enabled='HYBRID'", "True or False"]),
+        ((print,), {}, ["enabled=", "@autocast()"]),
+        ((), {"recipe": recipes.Recipe()}, ["recipe", "DelayedScaling()"]),
+        ((), {"recipe": recipes.Recipe}, ["recipe", "DelayedScaling()"]),
+        ((), {"recipe": recipes.DelayedScaling}, ["recipe", "DelayedScaling()"]),
+        (
+            (),
+            {"recipe": recipes.DelayedScaling(), "fp8_recipe": recipes.DelayedScaling()},
+            ["fp8_recipe", "give one"],
+        ),
+        ((), {"amax_reduction_group": "a", "fp8_group": "b"}, ["fp8_group", "give one"]),
+    ],
+)
+@pytest.mark.parametrize("make", [te.autocast, te.fp8_autocast])
+def test_refused_arguments(make, arguments, options, words):
+    with pytest.raises(TypeError) as caught:
+        make(*arguments, **options)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("value", [1, 0, None, torch.tensor(True), torch.ones(()).numpy().all()])
+def test_what_counts_as_a_bool(value):
+    with te.autocast(value):
+        assert current_state().enabled is bool(value)
+
+
+@pytest.mark.parametrize("make", [te.autocast, te.fp8_autocast])
+def test_either_name_of_recipe_and_group(make):
+    recipe, group = recipes.Float8CurrentScaling(), object()
+    with make(fp8_recipe=recipe, fp8_group=group):
+        assert current_state().recipe is recipe and current_state().group is group
+    with make(recipe=recipe, amax_reduction_group=group):
+        assert current_state().recipe is recipe and current_state().group is group
+
+
+def test_decorator(layer, x):
+    recipe = recipes.DelayedScaling(amax_history_len=7)
+
+    @te.autocast(recipe=recipe)
+    def forward(inp, *, depth=0):
+        """Of the test."""
+        assert current_state().recipe is recipe and current_state().depth == depth + 1
+        if depth < 2:
+            return forward(inp, depth=depth + 1)
+        return layer(inp)
+
+    outside = snapshot()
+    for _ in range(2):
+        with counted() as gemms:
+            out = forward(x)
+        assert gemms.fp8 == 1 and snapshot() == outside
+    out.sum().backward()
+    assert forward.__name__ == "forward" and forward.__doc__ == "Of the test."
+    assert state_of(layer)["forward"][1].shape[0] == 7
+    assert state_of(layer)["forward"][0][0] != 1  # leaving the region has updated the scales
+
+
+def test_decorated_method_and_two_threads(layer, x):
+    class Model:
+        @te.autocast(recipe=recipes.Float8CurrentScaling())
+        def run(self, barrier=None):
+            if barrier is not None:
+                barrier.wait(timeout=30)  # both are inside
+            return current_state().depth
+
+    model, barrier, depths = Model(), threading.Barrier(2), []
+    assert model.run() == 1
+    threads = [threading.Thread(target=lambda: depths.append(model.run(barrier))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert depths == [1, 1] and current_state().depth == 0
+
+
+def test_a_decorated_function_that_raises(layer, x):
+    @te.autocast()
+    def fails():
+        raise ValueError("of the test")
+
+    outside = snapshot()
+    with pytest.raises(ValueError, match="of the test"):
+        fails()
+    assert snapshot() == outside
+
+
+def _generator():
+    yield 1
+
+
+async def _coroutine():
+    return 1
+
+
+async def _async_generator():
+    yield 1
+
+
+@pytest.mark.parametrize("function", [_generator, _coroutine, _async_generator])
+def test_decorator_refuses_what_is_suspended(function):
+    with pytest.raises(TypeError, match=f"{function.__name__}.*with block inside"):
+        te.autocast()(function)
+
+
+def test_decorator_refuses_what_is_not_callable():
+    with pytest.raises(TypeError, match="3.*not callable"):
+        te.autocast()(3)
+
+
+def test_an_entry_that_raises_leaves_nothing_active(monkeypatch):
+    module = sys.modules[te.autocast.__module__]
+
+    def fails():
+        raise KeyboardInterrupt
+
+    region, outside = te.autocast(), snapshot()
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "get_default_recipe", fails)
+        with pytest.raises(KeyboardInterrupt):
+            region.__enter__()
+    assert snapshot() == outside
+    with region:
+        assert current_state().enabled
+    assert snapshot() == outside
+
+
+def test_exit_without_entry():
+    region, outside = te.autocast(), snapshot()
+    with pytest.raises(RuntimeError, match="not active.*with block"):
+        region.__exit__(None, None, None)
+    with region:
+        pass
+    with pytest.raises(RuntimeError, match="not active"):
+        region.__exit__(None, None, None)
+    assert snapshot() == outside

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`autocast`: the region in which modules run in FP8."""
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,8 +47,61 @@ def _updates(calibrating: bool) -> bool:
     return calibrating or torch.is_grad_enabled() or recompute.in_reentrant_forward()
 
 
+def _checked_flag(name: str, value: Any) -> bool:
+    """A bool argument of `autocast`: what is true without being meant as a bool is a slip."""
+    if value is None or isinstance(value, int) or hasattr(value, "item"):  # numpy's, and tensors
+        return bool(value)
+    if isinstance(value, Recipe) or (isinstance(value, type) and issubclass(value, Recipe)):
+        fix = "give the recipe by name, autocast(recipe=...)"
+    elif callable(value):
+        fix = "a decorator is written with parentheses, @autocast()"
+    else:
+        fix = "give True or False"
+    raise TypeError(f"autocast: {name}={value!r}: expected a bool; {fix}")
+
+
+def _checked_recipe(recipe: Any) -> Recipe | None:
+    """The `recipe` argument: an object of a class of recipes."""
+    if recipe is None or (isinstance(recipe, Recipe) and type(recipe) is not Recipe):
+        return recipe
+    if recipe is Recipe or type(recipe) is Recipe:
+        raise TypeError(
+            "autocast: recipe: Recipe is the base of the recipes and says nothing of scales; give "
+            "one of them, say DelayedScaling()"
+        )
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        raise TypeError(
+            f"autocast: recipe: the class {recipe.__name__}, expected a recipe object; write "
+            f"{recipe.__name__}()"
+        )
+    raise TypeError(
+        f"autocast: recipe: {type(recipe).__name__} object, expected a recipe, say "
+        f"DelayedScaling(), not {recipe!r}"
+    )
+
+
+def _under_either_name(new: str, value: Any, old: str, older: Any) -> Any:
+    """The value of an argument that has two names."""
+    if value is not None and older is not None:
+        raise TypeError(f"autocast: {old} and {new} are the same argument; give one")
+    return older if value is None else value
+
+
+def _refuse_generators(function: Any) -> None:
+    """A generator runs in the regions of those who iterate over it, not in that of its call."""
+    if not callable(function):
+        raise TypeError(f"autocast: {function!r} as a function to decorate: it is not callable")
+    for kind in ("isgeneratorfunction", "isasyncgenfunction", "iscoroutinefunction"):
+        if getattr(inspect, kind)(function):
+            raise TypeError(
+                f"autocast: {getattr(function, '__qualname__', function)!r} is suspended and "
+                "resumed, so a region around its call would not hold while it runs; use a with "
+                "block inside it"
+            )
+
+
 class autocast:  # noqa: N801 - the name that users know
-    """Run the modules of this package in FP8 inside a ``with`` block.
+    """Run the modules of this package in FP8 inside a ``with`` block, or in a decorated function.
 
     The region belongs to the thread that enters it. Regions nest, each with its own recipe; leaving
     one restores what was. When the outermost enabled region is left with gradients on, the scaling
@@ -53,6 +109,9 @@ class autocast:  # noqa: N801 - the name that users know
     backward are updated after the backward of the region's first module. A region that is left by
     an exception updates nothing. The forward alone belongs inside the region; run ``backward``
     outside.
+
+    As a decorator, ``@te.autocast(recipe=recipe)``, it gives each call of the function a region of
+    its own, also where calls nest or run in several threads.
 
     Parameters
     ----------
@@ -66,13 +125,16 @@ class autocast:  # noqa: N801 - the name that users know
         but its recipe is made outside.
     amax_reduction_group : torch.distributed.ProcessGroup, optional
         Processes over which amaxes are reduced at the updates; all of them where None.
+    fp8_recipe, fp8_group
+        Older names of `recipe` and `amax_reduction_group`.
 
     Raises
     ------
     TypeError
-        `recipe` is not a recipe object.
+        `recipe` is not a recipe object, or a recipe stands where a bool belongs; an argument is
+        given under both of its names; what is decorated is a generator or a coroutine.
     RuntimeError
-        An active region is entered again.
+        An active region is entered again, or one is left that is not active.
     """
 
     def __init__(
@@ -81,16 +143,42 @@ class autocast:  # noqa: N801 - the name that users know
         calibrating: bool = False,
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
+        *,
+        fp8_recipe: Recipe | None = None,
+        fp8_group: Any = None,
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"recipe: {type(recipe).__name__} object, expected a recipe, say DelayedScaling()"
-            )
-        self._enabled = bool(enabled)
-        self._calibrating = bool(calibrating)
-        self._recipe = recipe
-        self._group = amax_reduction_group
+        self._enabled = _checked_flag("enabled", enabled)
+        self._calibrating = _checked_flag("calibrating", calibrating)
+        self._recipe = _checked_recipe(
+            _under_either_name("recipe", recipe, "fp8_recipe", fp8_recipe)
+        )
+        self._group = _under_either_name(
+            "amax_reduction_group", amax_reduction_group, "fp8_group", fp8_group
+        )
         self._outer: tuple | None = None
+
+    def __call__(self, function: Callable) -> Callable:
+        """Decorate a function: each of its calls runs in a region of its own.
+
+        Parameters
+        ----------
+        function : callable
+            A function or method, no generator and no coroutine.
+
+        Returns
+        -------
+        callable
+            The function inside a region.
+        """
+        _refuse_generators(function)
+        settings = (self._enabled, self._calibrating, self._recipe, self._group)
+
+        @functools.wraps(function)
+        def in_region(*args: Any, **kwargs: Any) -> Any:
+            with autocast(*settings):
+                return function(*args, **kwargs)
+
+        return in_region
 
     def __enter__(self) -> None:
         """Make this region the thread's innermost one."""
@@ -98,8 +186,6 @@ class autocast:  # noqa: N801 - the name that users know
             raise RuntimeError(
                 "autocast: this region is active already; make another autocast object"
             )
-        state = current_state()
-        self._outer = (state.enabled, state.calibrating, state.recipe, state.group, state.first)
         recipe = self._recipe
         if recipe is None and (self._enabled or self._calibrating):
             if torch.compiler.is_compiling():
@@ -107,6 +193,9 @@ class autocast:  # noqa: N801 - the name that users know
                 recipe = _TRACED_DEFAULT[0]
             else:
                 recipe = get_default_recipe()
+        state = current_state()
+        # From here on nothing is called, so nothing can raise: a region is entered or it is not.
+        self._outer = (state.enabled, state.calibrating, state.recipe, state.group, state.first)
         state.enabled = self._enabled
         state.calibrating = self._calibrating
         state.recipe = recipe
@@ -117,8 +206,12 @@ class autocast:  # noqa: N801 - the name that users know
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         """Restore the outer region; update the forward scales where this was the outermost one."""
-        state = current_state()
         outer = self._outer
+        if outer is None:
+            raise RuntimeError(
+                "autocast: this region is not active: __exit__ without __enter__; use a with block"
+            )
+        state = current_state()
         self._outer = None
         state.enabled, state.calibrating, state.recipe, state.group, state.first = outer
         state.depth -= 1
@@ -156,15 +249,7 @@ def fp8_autocast(
     autocast
         A region to enter.
     """
-    recipe = renamed.pop("recipe", None)
-    group = renamed.pop("amax_reduction_group", None)
-    if renamed:
-        raise TypeError(f"fp8_autocast: unexpected arguments {sorted(renamed)}")
-    if recipe is not None and fp8_recipe is not None:
-        raise TypeError("fp8_autocast: fp8_recipe and recipe are the same argument; give one")
-    return autocast(
-        enabled=enabled,
-        calibrating=calibrating,
-        recipe=recipe if fp8_recipe is None else fp8_recipe,
-        amax_reduction_group=group if fp8_group is None else fp8_group,
-    )
+    unknown = set(renamed) - {"recipe", "amax_reduction_group"}
+    if unknown:
+        raise TypeError(f"fp8_autocast: unexpected arguments {sorted(unknown)}")
+    return autocast(enabled, calibrating, fp8_recipe=fp8_recipe, fp8_group=fp8_group, **renamed)

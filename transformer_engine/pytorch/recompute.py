@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Entry", "anywhere", "checkpoint", "frames", "in_own_checkpoint", "in_reentrant_forward"]
+__all__ = ["Entry", "anywhere", "checkpoint", "frames", "in_reentrant_forward", "may_record"]
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Entry(NamedTuple):
@@ -106,9 +108,28 @@ _own_depth = _Depth()
 """Checkpoints of this package that this thread is inside of."""
 
 
-def in_own_checkpoint() -> bool:
-    """Whether this thread is inside a checkpoint of this package; cheap."""
-    return _own_depth.value > 0
+def may_record(gradients: bool, fp8: bool) -> bool:
+    """Whether a checkpoint may have to know of a module call; cheap, and true where one has to.
+
+    A non-reentrant checkpoint hooks saved tensors, a reentrant one switches gradients off.
+
+    Parameters
+    ----------
+    gradients : bool
+        Grad mode.
+    fp8 : bool
+        The call runs in FP8.
+
+    Returns
+    -------
+    bool
+        False: no checkpoint is around the call, or none that records it (see `Frame`).
+    """
+    if gradients:
+        return _top_hooks(False) is not None
+    if not fp8:
+        return _own_depth.value > 0
+    return not torch.is_inference_mode_enabled()
 
 
 def _call(frame: Frame, recompute: bool, function: Callable, inputs: tuple, kwargs: dict) -> Any:

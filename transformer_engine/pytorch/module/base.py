@@ -16,7 +16,6 @@ from transformer_engine.pytorch.torch_ops import constant_in_graphs
 
 __all__ = ["Fp8Module", "NativeModule", "Region"]
 
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _graph_task = torch._C._current_graph_task_id
 
 
@@ -85,7 +84,8 @@ class Fp8Module(NativeModule):
         if traced:
             return Region(state, recipe, None, _NO_FRAMES, traced)
         in_backward = _graph_task() != -1
-        if not in_backward and not self._may_be_checkpointed(recipe):
+        fp8 = recipe is not None
+        if not in_backward and not recompute.may_record(torch.is_grad_enabled(), fp8):
             return Region(state, recipe, None, _NO_FRAMES, traced)
         record, replay = recompute.frames()
         if replay is not None:
@@ -106,18 +106,6 @@ class Fp8Module(NativeModule):
                 "transformer_engine.pytorch.checkpoint or torch.utils.checkpoint for the recompute"
             )
         return Region(state, recipe, None, record, traced)
-
-    @staticmethod
-    def _may_be_checkpointed(recipe: Recipe | None) -> bool:
-        """Cheap, and true inside the forward of every checkpoint that must know of the call.
-
-        A non-reentrant checkpoint hooks saved tensors, a reentrant one switches gradients off.
-        """
-        if torch.is_grad_enabled():
-            return _top_hooks(False) is not None
-        if recipe is None:
-            return recompute.in_own_checkpoint()
-        return not torch.is_inference_mode_enabled()
 
     def _is_first(self, region: Region, records: bool) -> bool:
         """Whether this call's backward is the one that updates the backward state.

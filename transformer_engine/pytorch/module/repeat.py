@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.module.call import ModuleCall, PlainCall
-from transformer_engine.pytorch.recompute import anywhere
+from transformer_engine.pytorch.recompute import anywhere, may_record
 from transformer_engine.pytorch.state import RegionState
 
 __all__ = ["Repeat", "repeated_call"]
@@ -22,7 +22,6 @@ _graph_task = torch._C._current_graph_task_id
 _autocast_enabled = torch.is_autocast_enabled
 _grad_enabled = torch.is_grad_enabled
 _in_transform = torch._C._are_functorch_transforms_active
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Repeat(NamedTuple):
@@ -133,7 +132,7 @@ def repeated_call(last: Repeat, module: Any, state: RegionState, inp: Tensor) ->
         or _autocast_enabled(kind)
         or _graph_task() != -1
         or _in_transform()
-        or (_top_hooks(False) is not None if gradients else recipe is not None and anywhere())
+        or (may_record(gradients, recipe is not None) and (gradients or anywhere()))
     ):
         return None
     parameters = module._parameters

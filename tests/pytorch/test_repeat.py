@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short way of a repeated call decides what the long way decides, in whatever order they come.
+
+Random programs run twice over equal modules: as they are, and with the short way shut. Outputs,
+gradients, scaling state and errors must be the same, bit for bit.
+"""
+
+import contextlib
+import random
+
+import pytest
+import torch
+from pytorch.helpers import assert_same_bits, states_of
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.module import composed
+
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+
+DELAYED, CURRENT = DelayedScaling(amax_history_len=3), Float8CurrentScaling()
+MODULES = {
+    "linear": lambda **where: te.Linear(16, 16, **where),
+    "split": lambda **where: te.Linear(16, 16, parameters_split=("a", "b"), **where),
+    "norm_linear": lambda **where: te.LayerNormLinear(16, 16, **where),
+    "mlp": lambda **where: te.LayerNormMLP(16, 32, **where),
+}
+MODES = {
+    "plain": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "enable_grad": torch.enable_grad,
+    "inference": torch.inference_mode,
+    "saved hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+}
+REGIONS = {
+    "none": contextlib.nullcontext,
+    "delayed": lambda: te.autocast(recipe=DELAYED),
+    "current": lambda: te.autocast(recipe=CURRENT),
+    "disabled": lambda: te.autocast(enabled=False),
+    "calibrating": lambda: te.autocast(enabled=False, calibrating=True, recipe=DELAYED),
+}
+CALLS = {
+    "direct": lambda f, x: f(x),
+    "own": lambda f, x: te.checkpoint(f, x),
+    "own, hooked": lambda f, x: te.checkpoint(f, x, use_reentrant=False),
+    "torch": lambda f, x: torch_checkpoint(f, x, use_reentrant=True),
+    "torch, hooked": lambda f, x: torch_checkpoint(f, x, use_reentrant=False),
+}
+
+
+def programs(seed, length=24):
+    """Steps of a random program: most repeat the one before, so that there is a short way."""
+    rng = random.Random(seed)
+    step = None
+    for _ in range(length):
+        if step is None or rng.random() < 0.6:
+            step = {
+                "mode": rng.choice(list(MODES)),
+                "outer": rng.choice(list(REGIONS)),
+                "inner": rng.choice(["none", "none", *REGIONS]),
+                "call": rng.choice(["direct", *CALLS]),
+                "cast": rng.random() < 0.15,
+                "wants": rng.random() < 0.6,
+                "times": rng.choice([1, 1, 2]),
+                "backward": rng.random() < 0.7,
+                "shape": rng.choice([(4, 16), (2, 3, 16), (16,), (4, 8)]),
+                "change": rng.choice([None] * 6 + ["freeze", "thaw", "replace", "reset"]),
+                "first": rng.choice([None] * 8 + [True, False]),
+            }
+        yield step
+
+
+def change(module, what):
+    """Something that a user does to a module between two calls."""
+    parameters = list(module.named_parameters())
+    if what in ("freeze", "thaw"):
+        for _, parameter in parameters[:1]:
+            parameter.requires_grad_(what == "thaw")
+    elif what == "replace":
+        name, parameter = parameters[0]
+        with torch.no_grad():
+            setattr(module, name, torch.nn.Parameter(parameter * 0.5))
+    elif what == "reset":
+        module.reset_fp8_meta_tensors()
+
+
+def run_step(module, step, x):
+    """Tensors that a step gives, or the error that it raises."""
+    for parameter in module.parameters():
+        parameter.grad = None
+
+    def function(inp):
+        with REGIONS[step["inner"]]():
+            for _ in range(step["times"]):
+                if step["first"] is None:
+                    out = module(inp)
+                else:
+                    out = module(inp, is_first_microbatch=step["first"])
+        return out
+
+    try:
+        kind = x.device.type
+        with MODES[step["mode"]](), torch.autocast(kind, torch.bfloat16, enabled=step["cast"]):
+            with REGIONS[step["outer"]]():
+                out = CALLS[step["call"]](function, x)
+        if step["backward"] and out.requires_grad:
+            out.float().square().sum().backward()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+def run_program(make, seed, device):
+    """Results of every step, and the scaling state after it."""
+    torch.manual_seed(seed)
+    module = make(device=device)
+    results = []
+    for step in programs(seed):
+        change(module, step["change"])
+        x = torch.randn(step["shape"], device=device, requires_grad=step["wants"])
+        result = run_step(module, step, x)
+        results.append((step, result, states_of(module)))
+    return results
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("seed", range(12))
+def test_the_short_way_decides_as_the_long_way(kind, seed, device, monkeypatch):
+    as_it_is = run_program(MODULES[kind], seed, device)
+    monkeypatch.setattr(composed, "repeated_call", lambda *_: None)
+    long_way = run_program(MODULES[kind], seed, device)
+    for (step, ours, state), (_, theirs, expected) in zip(as_it_is, long_way, strict=True):
+        assert isinstance(ours, str) == isinstance(theirs, str), (step, ours, theirs)
+        if isinstance(ours, str):
+            assert ours == theirs, step
+        else:
+            assert_same_bits(ours, theirs, str(step))
+        assert_same_bits(state, expected, str(step))
+
+
+def test_the_programs_take_the_short_way(device, monkeypatch):
+    taken = []
+    real = composed.repeated_call
+
+    def noted(*arguments):
+        call = real(*arguments)
+        taken.append(call is not None)
+        return call
+
+    monkeypatch.setattr(composed, "repeated_call", noted)
+    for seed in range(12):
+        run_program(MODULES["linear"], seed, device)
+    assert sum(taken) > 20 and taken.count(False) > 20
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooked"])
+@pytest.mark.parametrize("mode", ["no_grad", "inference"])
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_checkpoint_after_calls_without_gradients(kind, mode, reentrant, device):
+    module = MODULES[kind](device=device)
+    x = torch.randn(8, 16, device=device, requires_grad=True)
+    with MODES[mode]():
+        expected = [module(x) for _ in range(3)][-1]
+    out = te.checkpoint(module, x, use_reentrant=reentrant)
+    assert_same_bits(out, expected)
+    out.sum().backward()
+    grads = [x.grad, *(p.grad for p in module.parameters())]
+    x.grad = None
+    module.zero_grad()
+    module(x).sum().backward()
+    assert_same_bits(grads, [x.grad, *(p.grad for p in module.parameters())])
