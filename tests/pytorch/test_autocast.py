@@ -110,8 +110,8 @@ def test_fp8_autocast_refuses_doubled_and_unknown_arguments():
 
 @pytest.mark.parametrize("wrong", ["delayed", recipes.DelayedScaling, recipes.Format.HYBRID, 3])
 def test_wrong_recipe_type(wrong):
+    before = snapshot()
     with pytest.raises(TypeError, match=r"recipe: .*DelayedScaling\(\)"):
-    with pytest.raises(TypeError, match=f"recipe: {type(wrong).__name__}.*DelayedScaling"):
         te.autocast(recipe=wrong)
     assert snapshot() == before
 
