@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core/backend.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,10 +8,11 @@
 #include "core/check.h"
 #include "core/context.h"
 #include "core/counters.h"
+#include "core/fork.h"
 #include "core/status.h"
 
 /* Registered plug-ins, guarded by the lock; the built-in backends come from the device drivers. */
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+TE_PROCESS_LOCK(lock);
 static te_backend registered[TE_MAX_BACKENDS - 1];
 static int registered_count;
 static _Atomic(te_op_table *) published[TE_DEVICE_COUNT];
@@ -169,8 +169,7 @@ static te_status check_call(te_context *context, te_op op, const void *args)
     if ((int)op < 0 || op >= TE_OP_COUNT) {
         return TE_FAIL(TE_ERROR_INVALID, "operator %d does not exist", (int)op);
     }
-    if (context == NULL)
-        return TE_FAIL(TE_ERROR_STATE, "%s: the context is closed", te_op_name(op));
+    TE_TRY(te_context_check(context));
     return te_check_args(op, te_context_device(context), args);
 }
 
@@ -212,16 +211,14 @@ te_status te_op_workspace_in(const te_op_table *table, te_context *context, te_o
 
 te_status te_op_run(te_context *context, te_op op, const void *args, void *stream)
 {
-    if (context == NULL)
-        return TE_FAIL(TE_ERROR_STATE, "%s: the context is closed", te_op_name(op));
+    TE_TRY(te_context_check(context));
     return te_op_run_in(te_op_table_current(te_context_device(context).type), context, op, args,
                         stream);
 }
 
 te_status te_op_workspace(te_context *context, te_op op, const void *args, size_t *bytes)
 {
-    if (context == NULL)
-        return TE_FAIL(TE_ERROR_STATE, "%s: the context is closed", te_op_name(op));
+    TE_TRY(te_context_check(context));
     return te_op_workspace_in(te_op_table_current(te_context_device(context).type), context, op,
                               args, bytes);
 }

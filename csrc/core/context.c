@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/fork.h"
 #include "core/status.h"
 
 /* Direct-mapped: a newer entry replaces an older one. A NULL table marks an empty entry. */
@@ -17,6 +18,7 @@ typedef struct scratch_entry {
 
 struct te_context {
     te_device device;
+    int32_t generation; /* te_fork_generation() of the process that made it */
     const te_device_driver *driver;
     void *state;
     pthread_mutex_t lock; /* guards scratch */
@@ -55,6 +57,7 @@ te_status te_context_create(te_device device, te_context **out)
     context = calloc(1, sizeof *context);
     if (context == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a context");
     context->device = device;
+    context->generation = te_fork_generation();
     context->driver = driver;
     if (pthread_mutex_init(&context->lock, NULL) != 0) {
         st = TE_FAIL(TE_ERROR_MEMORY, "no memory for a lock");
@@ -75,14 +78,25 @@ done:
 void te_context_destroy(te_context *context)
 {
     if (context == NULL) return;
-    context->driver->close(context->state);
-    (void)pthread_mutex_destroy(&context->lock);
+    if (context->generation == te_fork_generation()) {
+        context->driver->close(context->state);
+        (void)pthread_mutex_destroy(&context->lock);
+    } /* else its handles are the parent's: vendor libraries hang or crash on them in a child */
     free(context);
+}
+
+te_status te_context_check(const te_context *context)
+{
+    if (context == NULL) return TE_FAIL(TE_ERROR_STATE, "the context is closed");
+    if (context->generation == te_fork_generation()) return TE_OK;
+    return TE_FAIL(TE_ERROR_STATE,
+                   "the context is of the process that this one was forked from: make a new one "
+                   "(CUDA can not be used in a forked child: start it with spawn)");
 }
 
 te_status te_context_tune_gemm(te_context *context, int32_t enabled, const char *cache_file)
 {
-    if (context == NULL) return TE_FAIL(TE_ERROR_STATE, "tune_gemm: the context is closed");
+    TE_TRY(te_context_check(context));
     if (context->driver->tune_gemm == NULL) {
         return TE_FAIL(TE_ERROR_UNSUPPORTED,
                        "tune_gemm: the GEMM of device type %d has no choice to tune",

@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "core/counters.h"
+#include "core/interrupt.h"
 #include "core/scaling_math.h"
 #include "core/status.h"
 #include "cpu/fp8.h"
@@ -43,9 +44,10 @@ typedef struct gemm_job {
     float d_scale;
     int threads;
     int64_t shared_stride; /* rows of packed_a in use, a multiple of the tile's */
-    float *packed_a;       /* for each slice [shared_stride / tile_rows][depth][tile_rows] */
-    float *buffers;        /* per thread: sums [BLOCK_ROWS][strip], then the strip: for each slice
-                              [strip / tile_columns][depth][tile_columns] */
+    te_interruptible *interruptible;
+    float *packed_a; /* for each slice [shared_stride / tile_rows][depth][tile_rows] */
+    float *buffers;  /* per thread: sums [BLOCK_ROWS][strip], then the strip: for each slice
+                        [strip / tile_columns][depth][tile_columns] */
 } gemm_job;
 
 /* ---- sizes -------------------------------------------------------------------------------- */
@@ -198,6 +200,13 @@ static void multiply_block(const gemm_job *job, const gemm_strip *strip, int64_t
     }
 }
 
+/* Whether the call has been stopped; the thread that made it finds out for the others. */
+static int is_stopped(const gemm_job *job)
+{
+    return te_cpu_thread() == 0 ? te_interruptible_ask(job->interruptible)
+                                : te_interruptible_stopped(job->interruptible);
+}
+
 /* One strip of columns times the packed rows [first, last), whose row 0 is row `base` of d. */
 static int32_t run_task(const gemm_job *job, int64_t base, int64_t first, int64_t last,
                         int64_t column)
@@ -216,7 +225,7 @@ static int32_t run_task(const gemm_job *job, int64_t base, int64_t first, int64_
                                            strip.columns);
         bias = bias_values;
     }
-    for (int64_t row = first; row < last; row += BLOCK_ROWS) {
+    for (int64_t row = first; row < last && !is_stopped(job); row += BLOCK_ROWS) {
         int64_t rows = te_cpu_least(BLOCK_ROWS, last - row);
         multiply_block(job, &strip, row, rows, row == first);
         for (int64_t r = 0; r < rows; r++) {
@@ -291,6 +300,7 @@ te_status te_cpu_gemm(void *self, te_context *context, const void *opaque, void 
 {
     const te_gemm_args *args = opaque;
     gemm_job job = describe(args);
+    te_interruptible interruptible;
     int32_t amax = 0;
     (void)self, (void)context, (void)stream;
     if (job.m == 0 || job.n == 0) return TE_OK;
@@ -306,11 +316,17 @@ te_status te_cpu_gemm(void *self, te_context *context, const void *opaque, void 
     } else {
         te_count_gemm(TE_DEVICE_CPU, args->a.data.dtype, args->b.data.dtype);
     }
-    for (int64_t row = 0; row < job.m; row += job.shared_rows) {
+    te_interruptible_begin(&interruptible);
+    job.interruptible = &interruptible;
+    for (int64_t row = 0; row < job.m && !te_interruptible_stopped(&interruptible);
+         row += job.shared_rows) {
         int64_t rows = te_cpu_least(job.shared_rows, job.m - row);
         job.shared_stride = te_round_up(rows, job.a.width);
         int32_t bits = run_rows(&job, row, rows);
         amax = bits > amax ? bits : amax;
+    }
+    if (te_interruptible_stopped(&interruptible)) {
+        return TE_FAIL(TE_ERROR_INTERRUPTED, "gemm: interrupted: d is not complete");
     }
     if (args->d_amax != NULL && te_dtype_is_fp8(job.d.dtype)) {
         *args->d_amax = te_max_ignoring_nan(*args->d_amax, te_float_of(amax));

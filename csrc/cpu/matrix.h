@@ -10,6 +10,7 @@
 #endif
 #include <stdint.h>
 
+#include "core/fork.h"
 #include "core/tensor.h"
 #include "transformer_engine.h"
 
@@ -52,11 +53,12 @@ static inline int64_t te_cpu_least(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Threads that OpenMP would use here. */
+/* Threads that OpenMP would use here. One in a forked child: GNU's runtime would wait there for the
+ * threads of a team that only the parent has. */
 static inline int te_cpu_max_threads(void)
 {
 #if defined(_OPENMP)
-    return omp_in_parallel() ? 1 : omp_get_max_threads();
+    return omp_in_parallel() || te_fork_generation() > 0 ? 1 : omp_get_max_threads();
 #else
     return 1;
 #endif

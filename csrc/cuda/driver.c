@@ -9,12 +9,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/fork.h"
 #include "core/status.h"
 #include "cuda/gemm_cublaslt.h"
 
 te_cuda_api te_cuda_functions;
 
-static pthread_mutex_t api_lock = PTHREAD_MUTEX_INITIALIZER;
+TE_PROCESS_LOCK(api_lock);
 static int api_ready; /* guarded by api_lock */
 
 /* A function pointer travels through void * by its bytes: ISO C has no such cast. */
@@ -73,13 +74,17 @@ done:
 
 te_status te_cuda_check(CUresult result, const char *call, const char *file, int line)
 {
-    const char *name = NULL, *description = NULL;
+    const char *name = NULL, *description = NULL, *hint = "";
     if (result == CUDA_SUCCESS) return TE_OK;
+    if (result == CUDA_ERROR_NOT_INITIALIZED && te_fork_generation() > 0) {
+        hint = ": CUDA can not be used in a child forked from a process that used it: start it "
+               "with spawn";
+    }
     (void)te_cuda_functions.cuGetErrorName(result, &name);
     (void)te_cuda_functions.cuGetErrorString(result, &description);
     return te_fail(result == CUDA_ERROR_OUT_OF_MEMORY ? TE_ERROR_MEMORY : TE_ERROR_DEVICE, file,
-                   line, "%s: %s (%d): %s", call, name != NULL ? name : "unknown error",
-                   (int)result, description != NULL ? description : "no description");
+                   line, "%s: %s (%d): %s%s", call, name != NULL ? name : "unknown error",
+                   (int)result, description != NULL ? description : "no description", hint);
 }
 
 static te_status read_attributes(te_cuda_state *cuda)

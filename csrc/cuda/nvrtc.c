@@ -17,6 +17,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "core/fork.h"
 #include "core/status.h"
 
 #define PATH_BYTES 4096
@@ -53,7 +54,7 @@ typedef struct target {
     int is_ptx;
 } target;
 
-static pthread_mutex_t settings_lock = PTHREAD_MUTEX_INITIALIZER;
+TE_PROCESS_LOCK(settings_lock);
 static int settings_forced;              /* guarded by settings_lock, as is the folder */
 static char settings_folder[PATH_BYTES]; /* "": nothing is kept on disk */
 

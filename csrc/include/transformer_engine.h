@@ -37,7 +37,8 @@ typedef enum te_status {
     TE_ERROR_MEMORY = -4,      /* host memory ran out (MemoryError) */
     TE_ERROR_STATE = -5,       /* wrong moment: closed context, capture, ... (RuntimeError) */
     TE_ERROR_DEVICE = -6,      /* a driver or vendor library call failed (RuntimeError) */
-    TE_ERROR_CALLBACK = -7     /* a plug-in failed and has kept its own error */
+    TE_ERROR_CALLBACK = -7,    /* a plug-in failed and has kept its own error */
+    TE_ERROR_INTERRUPTED = -8  /* the caller's te_interrupt stopped the call */
 } te_status;
 
 /* Text of the last failure of this thread: "file:line: message with values". Never NULL; valid
@@ -93,6 +94,9 @@ TE_API te_status te_context_create(te_device device, te_context **out);
 /* Releases everything the context holds; NULL is legal. No call may be in flight. */
 TE_API void te_context_destroy(te_context *context);
 TE_API te_device te_context_device(const te_context *context);
+/* STATE for NULL and for a context of a process of which this one is a forked child: it has handles
+ * and locks that do not outlive a fork. Calls on such a context fail so; destroying it is legal. */
+TE_API te_status te_context_check(const te_context *context);
 /* CUDA: while enabled, the first run of each new GEMM problem times the candidates of cuBLASLt on
  * the operands of that call and keeps the fastest; the host waits for it, and a call under stream
  * capture or one that accumulates is not timed. cache_file, where not NULL, keeps winners across
@@ -105,6 +109,19 @@ TE_API te_status te_context_tune_gemm(te_context *context, int32_t enabled, cons
  * cache_dir keeps what was compiled (NULL or "": nothing is kept). INVALID for a path that is too
  * long, UNSUPPORTED where the library was built without CUDA. */
 TE_API te_status te_cuda_configure(int force_source, const char *cache_dir);
+
+/* ---- interrupts --------------------------------------------------------------------------- */
+
+/* Asked now and then (about ten times a second) while an operator computes on the CPU: by the
+ * thread that called it, with no lock held. Nonzero: the call stops soon and returns INTERRUPTED;
+ * what it was writing to is undefined then. check NULL: nobody is asked. */
+typedef struct te_interrupt {
+    int (*check)(void *self);
+    void *self;
+} te_interrupt;
+
+/* Sets it for the calling thread, and returns what it was. */
+TE_API te_interrupt te_set_interrupt(te_interrupt hook);
 
 /* ---- tensors ------------------------------------------------------------------------------ */
 

@@ -4,11 +4,11 @@
  */
 #include "layer/plan.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/fork.h"
 #include "core/status.h"
 #include "core/tensor.h"
 #include "layer/layout.h"
@@ -17,7 +17,7 @@
 
 /* Nodes are immutable once published and never freed: readers need no lock. */
 static _Atomic(te_plan *) buckets[BUCKETS];
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+TE_PROCESS_LOCK(lock);
 
 te_extent te_constant(int64_t value)
 {

@@ -302,7 +302,7 @@ te_status te_plan_run(te_context *context, const te_plan_call *call, int32_t *ne
     stage_args args;
     int32_t last;
     int32_t s;
-    if (context == NULL) return TE_FAIL(TE_ERROR_STATE, "plan: the context is closed");
+    TE_TRY(te_context_check(context));
     if (call == NULL || call->size != sizeof *call || call->buffers == NULL || call->rows < 0) {
         return TE_FAIL(TE_ERROR_INVALID, "plan: call is incomplete (size, buffers or rows)");
     }
@@ -358,7 +358,6 @@ static te_status measure_scratch(const run_state *run, const te_layout *layout, 
 static te_status imagine(run_state *run, te_context *context, int64_t id, int64_t rows,
                          te_layout *layout)
 {
-    if (context == NULL) return TE_FAIL(TE_ERROR_STATE, "plan: the context is closed");
     if (rows < 0) return TE_FAIL(TE_ERROR_INVALID, "rows = %lld is negative", (long long)rows);
     memset(run, 0, sizeof *run);
     TE_TRY(te_plan_get(id, &run->plan));
@@ -378,10 +377,9 @@ te_status te_plan_scratch(te_context *context, int64_t id, int64_t rows, size_t 
     run_state run;
     te_layout layout;
     te_scratch_key key = {id, rows, NULL};
-    if (context != NULL) {
-        key.table = te_op_table_current(te_context_device(context).type);
-        if (te_context_scratch_lookup(context, &key, bytes)) return TE_OK;
-    }
+    TE_TRY(te_context_check(context)); /* before its lock is taken */
+    key.table = te_op_table_current(te_context_device(context).type);
+    if (te_context_scratch_lookup(context, &key, bytes)) return TE_OK;
     TE_TRY(imagine(&run, context, id, rows, &layout));
     key.table = run.table;
     TE_TRY(measure_scratch(&run, &layout, bytes));
@@ -413,6 +411,7 @@ te_status te_plan_scratch_for(te_context *context, const te_plan_call *call, siz
         if (is_given(plan->buffers[i].role)) ordinary &= is_ordinary(&call->buffers[i]);
     }
     if (ordinary) return te_plan_scratch(context, call->plan, call->rows, bytes);
+    TE_TRY(te_context_check(context));
     TE_TRY(imagine(&run, context, call->plan, call->rows, &layout));
     for (int i = 0; i < plan->buffer_count; i++) {
         if (is_given(plan->buffers[i].role) && te_tensor_present(&call->buffers[i])) {

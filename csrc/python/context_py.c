@@ -63,7 +63,7 @@ static PyObject *context_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 static int context_shut(tepy_context *self)
 {
     te_context *context = self->context;
-    if (self->users > 0) {
+    if (self->users > 0 && te_context_check(context) == TE_OK) { /* a fork ends the calls, too */
         PyErr_Format(PyExc_RuntimeError,
                      "close: %d calls are running on this context: join them first", self->users);
         return -1;
@@ -128,6 +128,12 @@ PyObject *tepy_context_make_type(PyObject *module)
     return PyType_FromModuleAndSpec(module, &context_spec, NULL);
 }
 
+/* Neither closed nor of a process of which this one is a forked child. */
+static int is_usable(const tepy_context *self)
+{
+    return self != NULL && self->context != NULL && te_context_check(self->context) == TE_OK;
+}
+
 /* New reference to the module's own context of a device. */
 static tepy_context *own_context(tepy_state *state, te_device device)
 {
@@ -135,11 +141,10 @@ static tepy_context *own_context(tepy_state *state, te_device device)
     tepy_context *self;
     if (slot < 0) return NULL;
     self = (tepy_context *)state->contexts[slot];
-    if (self == NULL || self->context == NULL) {
+    if (!is_usable(self)) {
         self = context_make((PyTypeObject *)state->context_type, device);
         if (self == NULL) return NULL;
-        if (state->contexts[slot] != NULL && ((tepy_context *)state->contexts[slot])->context !=
-                                                 NULL) { /* another thread was first */
+        if (is_usable((tepy_context *)state->contexts[slot])) { /* another thread was first */
             Py_DECREF(self);
             return (tepy_context *)Py_NewRef(state->contexts[slot]);
         }

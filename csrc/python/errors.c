@@ -9,7 +9,7 @@
 
 PyObject *tepy_raise(te_status status)
 {
-    PyObject *exception = PyExc_RuntimeError; /* STATE, DEVICE, and a CALLBACK that set none */
+    PyObject *exception = PyExc_RuntimeError; /* STATE, DEVICE, and a callback that set none */
     switch (status) {
     case TE_ERROR_INVALID:
         exception = PyExc_ValueError;
@@ -24,6 +24,7 @@ PyObject *tepy_raise(te_status status)
         exception = PyExc_MemoryError;
         break;
     case TE_ERROR_CALLBACK:
+    case TE_ERROR_INTERRUPTED:
         if (PyErr_Occurred()) return NULL;
         break;
     default:

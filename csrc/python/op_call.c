@@ -114,7 +114,7 @@ int tepy_op_run(tepy_op_call *call, te_op op, const void *args, const tepy_works
 {
     tepy_context *context =
         tepy_context_acquire(call->state, call->function, call->given_context, call->device);
-    PyThreadState *thread = NULL;
+    tepy_without_gil without = {NULL, {NULL, NULL}};
     void *stream = NULL;
     int failed = -1;
     te_status st;
@@ -124,9 +124,9 @@ int tepy_op_run(tepy_op_call *call, te_op op, const void *args, const tepy_works
         goto done;
     }
     /* CPU kernels run in the call; a first CUDA call loads libraries */
-    if (!call->keep_gil || call->device.type == TE_DEVICE_CPU) thread = PyEval_SaveThread();
+    if (!call->keep_gil || call->device.type == TE_DEVICE_CPU) tepy_leave_gil(&without);
     st = te_op_run(context->context, op, args, stream);
-    if (thread != NULL) PyEval_RestoreThread(thread);
+    tepy_retake_gil(&without);
     if (st == TE_OK) {
         failed = 0;
     } else {

@@ -325,14 +325,14 @@ static int lets_go(const run_call *run)
 
 static int query_scratch(run_call *run)
 {
-    PyThreadState *thread = NULL;
+    tepy_without_gil without = {NULL, {NULL, NULL}};
     te_status st;
     run->context = tepy_context_acquire(run->state, run->function, NULL, run->device);
     if (run->context == NULL) return -1;
-    if (run->device.type != TE_DEVICE_CPU && lets_go(run)) thread = PyEval_SaveThread();
+    if (run->device.type != TE_DEVICE_CPU && lets_go(run)) tepy_leave_gil(&without);
     run->call.plan = run->plan->id;
     st = te_plan_scratch_for(run->context->context, &run->call, &run->call.scratch_size);
-    if (thread != NULL) PyEval_RestoreThread(thread);
+    tepy_retake_gil(&without);
     if (st == TE_OK) return 0;
     (void)tepy_raise(st);
     return -1;
@@ -340,14 +340,14 @@ static int query_scratch(run_call *run)
 
 static int launch(run_call *run, int32_t *next)
 {
-    PyThreadState *thread = NULL;
+    tepy_without_gil without = {NULL, {NULL, NULL}};
     void *stream = NULL;
     te_status st;
     if (tepy_stream(run->state, run->device, &stream) != 0) return -1;
     run->call.plan = run->plan->id;
-    if (lets_go(run)) thread = PyEval_SaveThread();
+    if (lets_go(run)) tepy_leave_gil(&without);
     st = te_plan_run(run->context->context, &run->call, next, stream);
-    if (thread != NULL) PyEval_RestoreThread(thread);
+    tepy_retake_gil(&without);
     if (st != TE_OK) {
         (void)tepy_raise(st);
         return -1;

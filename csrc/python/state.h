@@ -92,6 +92,18 @@ int tepy_fail_from_current(PyObject *exception, tepy_site site, const char *fix)
 /* 0, or -1 with SystemError where a slot that is filled at `stage` is empty. */
 int tepy_state_verify(const tepy_state *state, tepy_stage stage);
 
+/* ---- gil.c ---- */
+
+/* The time that a native call runs without the GIL. An operator that computes for long lets this
+ * thread run signal handlers; one that raises stops it. */
+typedef struct tepy_without_gil {
+    PyThreadState *thread; /* NULL: the GIL is held */
+    te_interrupt outer;
+} tepy_without_gil;
+
+void tepy_leave_gil(tepy_without_gil *without);
+void tepy_retake_gil(tepy_without_gil *without); /* does nothing where it was not left */
+
 /* ---- torch_py.c ---- */
 
 /* 0, or -1 with RuntimeError where bind_torch has not been called. */

@@ -156,7 +156,7 @@ def test_modules_that_die_during_an_update(device, monkeypatch):
         for length, layer in enumerate(layers, 2):
             step(layer, x, DelayedScaling(amax_history_len=length))
     assert gemms.fp8 == 8
-    survivor, native = layers.pop(), scaling.ops.scaling_update
+    survivor, native = layers.pop(), scaling.torch_ops.scaling_update
     del layer
 
     def update(*arguments):
@@ -164,8 +164,9 @@ def test_modules_that_die_during_an_update(device, monkeypatch):
         gc.collect()
         native(*arguments)
 
-    monkeypatch.setattr(scaling.ops, "scaling_update", update)
+    monkeypatch.setattr(scaling.torch_ops, "scaling_update", update)
     scaling.update("forward")
+    scaling._sweep()
     assert not layers and len(scaling._ARENAS["forward"]) == 1
     assert survivor._slots.live
 

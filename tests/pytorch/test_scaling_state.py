@@ -400,6 +400,7 @@ def test_reset_of_one_module(device):
 
 
 def chunks(direction="forward"):
+    scaling._sweep()
     return [chunk for arena in scaling._ARENAS[direction].values() for chunk in arena.chunks]
 
 

@@ -8,7 +8,6 @@ many modules share it. Native code always gets the whole chunk and a slot number
 views of state do not survive the functionalisation that `torch.compile` does.
 """
 
-import threading
 import warnings
 import weakref
 from collections import deque
@@ -20,6 +19,7 @@ import torch
 from transformer_engine.common import config
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import torch_ops
+from transformer_engine.pytorch.locks import Lock
 
 __all__ = [
     "SLOTS",
@@ -167,18 +167,20 @@ class Arena:
 
 _ARENAS: dict[str, dict[tuple, Arena]] = {direction: {} for direction in DIRECTIONS}
 _FREED: deque[tuple] = deque()
-"""Slots of dead handles, as arguments of `_give_back`, until `_sweep` frees them."""
-_LOCK = threading.Lock()
-"""Guards the arenas. Not taken by a finalizer, which may run in the middle of any statement."""
-_UPDATING = threading.RLock()
+"""Slots of dead handles, as arguments of `_give_back`, until `_sweep` frees them: finalizers do no
+more than add to it."""
+_BOOKS = Lock()
+"""Guards the arenas."""
+_UPDATING = Lock()
 """Held by the thread that updates: native updates let the GIL go."""
 
 
 class Slots:
     """A module's slots under one recipe: the handle that modules and pending backwards hold.
 
-    The slots are free for others once the last reference to the handle is gone, so a backward still
-    to come keeps them although its module died or moved on.
+    The slots are free for others once the last reference to the handle is gone (and the next slots
+    are taken, or the next scales made), so a backward still to come keeps them although its module
+    died or moved on.
 
     Attributes
     ----------
@@ -207,19 +209,24 @@ class Slots:
         _refuse_capture(device)
         key = (device, rule.identity, id(group) if group is not None else None)
         _sweep()
-        with _LOCK:
-            for direction, count in zip(DIRECTIONS, counts, strict=True):
-                arena = _ARENAS[direction].setdefault(key, Arena(device, direction, rule, group))
-                chunk, first = arena.take(count)
-                if direction == "forward":
-                    self.forward_scale, self.forward_history = chunk.scale, chunk.history
-                    self.forward_slot = first
-                else:
-                    self.backward_scale, self.backward_history = chunk.scale, chunk.history
-                    self.backward_slot = first
-                weakref.finalize(self, _free, key, arena, chunk, first, count).atexit = False
-            _HANDLES.add(self)
+        self._take(key, rule)
         _Program.length = rule.length
+
+    @_BOOKS.held
+    def _take(self, key: tuple, rule: Rule) -> None:
+        for direction, count in zip(DIRECTIONS, self.counts, strict=True):
+            arenas = _ARENAS[direction]
+            arena = arenas.setdefault(key, Arena(self.device, direction, rule, self.group))
+            chunk, first = arena.take(count)
+            if direction == "forward":
+                self.forward_scale, self.forward_history = chunk.scale, chunk.history
+                self.forward_slot = first
+            else:
+                self.backward_scale, self.backward_history = chunk.scale, chunk.history
+                self.backward_slot = first
+            slots = (key, arena, chunk, first, count)
+            weakref.finalize(self, _FREED.append, slots).atexit = False
+        _HANDLES.add(self)
 
     def chunk(self, direction: str) -> tuple[torch.Tensor, torch.Tensor, int]:
         """(scale, history, first slot) of a direction."""
@@ -314,27 +321,19 @@ def warn_of_fresh_scales() -> None:
     )
 
 
-def _free(*slots: Any) -> None:
-    """Finalizer of a handle: leave its slots to `_sweep`, and sweep unless a thread is at work."""
-    _FREED.append(slots)
-    _sweep(wait=False)
+@_BOOKS.held
+def _free_all() -> None:
+    while _FREED:
+        _give_back(*_FREED.popleft())
 
 
-def _sweep(wait: bool = True) -> None:
-    """Free the slots of dead handles; without `wait`, only if no other statement holds the lock.
+def _sweep() -> None:
+    """Free the slots of dead handles.
 
     Not while a graph is compiled: its guards name the arenas that its updates go through.
     """
-    if torch._guards.CompileContext.try_get() is not None:
-        return
-    while _FREED:
-        if not _LOCK.acquire(blocking=wait):
-            return  # its holder may be this very thread; the next sweep frees them
-        try:
-            if _FREED:
-                _give_back(*_FREED.popleft())
-        finally:
-            _LOCK.release()
+    if _FREED and torch._guards.CompileContext.try_get() is None:
+        _free_all()
 
 
 def _give_back(key: tuple, arena: Arena, chunk: Chunk, first: int, count: int) -> None:
@@ -441,9 +440,9 @@ def update(direction: str) -> None:
     """
     if torch.compiler.is_compiling():
         _update(direction)
-        return
-    with _UPDATING:
-        _update(direction)
+    else:
+        _sweep()
+        _update_alone(direction)
 
 
 def _update(direction: str) -> None:
@@ -461,11 +460,14 @@ def _update(direction: str) -> None:
                 _update_with_torch(arena, chunk)
 
 
+_update_alone = _UPDATING.held(_update)
+
+
+@_BOOKS.held
 def reset() -> None:
     """Drop the state of every module; each starts again from scale 1 at its next FP8 forward."""
-    with _LOCK:
-        for handle in list(_HANDLES):
-            handle.live = False
-        for arenas in _ARENAS.values():
-            arenas.clear()
+    for handle in list(_HANDLES):
+        handle.live = False
+    for arenas in _ARENAS.values():
+        arenas.clear()
     _Program.length, _Program.warned = None, False
