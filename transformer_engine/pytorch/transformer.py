@@ -13,6 +13,7 @@ from transformer_engine.pytorch.attention.multi_head_attention import (
     reset_scaling,
 )
 from transformer_engine.pytorch.dropout import bias_dropout_add
+from transformer_engine.pytorch.module.composite import CompositeLayer
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.parameters import probabilities
@@ -24,7 +25,7 @@ __all__ = ["TransformerLayer"]
 _NAME = "TransformerLayer"
 
 
-class TransformerLayer(TensorParallel, torch.nn.Module):
+class TransformerLayer(TensorParallel, CompositeLayer):
     """One layer of a Transformer.
 
     x = x + dropout(attention(norm(x))); for a decoder x = x + dropout(cross_attention(norm(x),

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.module.base import Fp8Module
+from transformer_engine.pytorch.module.composite import CompositeLayer
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
@@ -31,7 +32,7 @@ def reset_scaling(module: torch.nn.Module) -> None:
             child.reset_fp8_meta_tensors()
 
 
-class MultiheadAttention(TensorParallel, torch.nn.Module):
+class MultiheadAttention(TensorParallel, CompositeLayer):
     """Multi-head attention, of a sequence to itself or to another one.
 
     Parameters
@@ -406,6 +407,8 @@ fast_zero_fill, pad_between_seqs
             pad_between_seqs=pad_between_seqs,
         )
         out = self.proj(context, is_first_microbatch)
+        if self.return_bias and not isinstance(out, tuple):
+            out = (out, None)  # another package's module wraps the projection: the bias is added
         if normalized is None:
             return out
         return (*out, normalized) if self.return_bias else (out, normalized)

@@ -141,6 +141,11 @@ class ComposedModule(Fp8Module):
         """How tensors of a call make up the one part's weight and bias; None for whole ones."""
         return None
 
+    def add_bias(self) -> None:
+        """Add the bias that ``return_bias=True`` returned beside the output, from now on."""
+        if getattr(self, "return_bias", False):
+            self.return_bias, self.apply_bias = False, self.use_bias
+
     # ---- life ----------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CompositeLayer`: a layer made of modules that programs may wrap in modules of their own."""
+
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.module.composed import ComposedModule
+
+__all__ = ["CompositeLayer"]
+
+
+class CompositeLayer(torch.nn.Module):
+    """Base of the layers made of linear modules.
+
+    An adapter, LoRA say, takes the place of a linear module, calls it and computes with what it
+    returns, which therefore has to be a tensor: a module that was to return its bias for the layer
+    to add adds it itself from then on.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a linear module that is replaced by a foreign one adds its bias."""
+        replaced = self.__dict__.get("_modules", {}).get(name)
+        super().__setattr__(name, value)
+        if isinstance(replaced, ComposedModule) and not isinstance(value, ComposedModule):
+            replaced.add_bias()
