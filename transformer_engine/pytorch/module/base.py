@@ -235,7 +235,10 @@ class Fp8Module(NativeModule):
             length = scaling.expected_length(current_state().recipe)
             if length is not None:
                 values = scaling.fresh_values(length, self.SLOTS)
-        return pack_state(values)
+        state = pack_state(values)
+        # transformers: nothing is missing, and nothing to initialise, where a checkpoint has none.
+        state._is_hf_initialized = True
+        return state
 
     def set_extra_state(self, state: Tensor | None) -> None:
         """Take over what `get_extra_state` gave.
@@ -270,7 +273,14 @@ class Fp8Module(NativeModule):
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         key = prefix + KEY
-        if destination[key].numel() == 0 and config.TE_EXTRA_STATE.get() != "always":
+        destination[key] = state = destination[key].detach()  # without the mark for transformers
+        mode = config.TE_EXTRA_STATE.get()
+        if state.numel() > 0 or mode == "always":
+            return
+        if mode == "auto" and any(p is not None and p.is_meta for p in self._parameters.values()):
+            # A model without memory lists what it takes: transformers loads nothing else into it.
+            destination[key] = state.to("meta")
+        else:
             del destination[key]  # a plain torch.nn state dict stays one
 
     def _load_from_state_dict(
