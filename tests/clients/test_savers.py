@@ -158,14 +158,15 @@ class Pretrained(transformers.PreTrainedModel):
 @matrix
 @layers
 @pytest.mark.parametrize("shards", [False, True], ids=["one-file", "several"])
-def test_save_pretrained(device, tmp_path, kind, use, shards):
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_save_pretrained(device, tmp_path, kind, use, shards, inside):
     model = Pretrained(Config(kind)).to(device)
     model.model = made(kind, use, device)
     expected = copy.deepcopy(model.model)
     model.save_pretrained(tmp_path, **({"max_shard_size": 4000} if shards else {}))
     assert written(*tmp_path.glob("*.safetensors")) == content(model)
     te.reset()
-    with te.autocast(enabled=use is not None, recipe=use and RECIPES[use]()):
+    with te.autocast(enabled=inside, recipe=RECIPES[use or "delayed"]()):
         fresh, report = Pretrained.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     assert_came_back(fresh.to(device).model, expected, use)

@@ -177,9 +177,10 @@ def initialise(
             torch.empty_like(parameter, device=default_device()),
             requires_grad=parameter.requires_grad,
         )
-        made.__dict__.update(parameter.__dict__)
-        setattr(module, name, made)
-        parameter = made
+        attributes = parameter.__dict__
+        setattr(module, name, made)  # which puts it back to meta in accelerate's empty models
+        parameter = getattr(module, name)
+        parameter.__dict__.update(attributes)
     tracker, fork = rng
     context = contextlib.nullcontext()
     if tracker is not None:
