@@ -383,3 +383,22 @@ def test_state_of_a_stateless_recipe_is_empty(device):
     with te.autocast(recipe=Float8CurrentScaling()):
         layer(torch.randn(16, 32, device=device))
     assert layer.get_extra_state().numel() == 0
+
+
+@pytest.mark.parametrize("mode", ["auto", "ignore"])
+def test_a_module_without_memory_lists_what_it_takes(device, mode, monkeypatch):
+    """Loaders that read the keys that a model on the meta device lists (transformers) find it."""
+    monkeypatch.setenv("TE_EXTRA_STATE", mode)
+    empty = te.Linear(32, 48, device="meta")
+    listed = empty.state_dict()
+    assert (KEY in listed) == (mode == "auto")
+    if mode == "auto":
+        assert listed[KEY].is_meta and listed[KEY].numel() == 0
+    trained = te.Linear(32, 48, device=device)
+    plain = dict(trained.state_dict())
+    empty.load_state_dict(plain, strict=True, assign=True)
+    assert KEY not in empty.state_dict()
+    train(torch.nn.Sequential(trained), device)
+    empty = te.Linear(32, 48, device="meta")
+    empty.load_state_dict(trained.state_dict(), strict=True, assign=True)
+    assert_same_bits(state_of(empty), state_of(trained) if mode == "auto" else None)
