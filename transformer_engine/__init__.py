@@ -2,7 +2,30 @@
 """Low-precision Transformer training and inference.
 
 Importing this package imports nothing else: take `transformer_engine.pytorch` for PyTorch modules
-and `transformer_engine.common` for recipes.
+and `transformer_engine.common` for recipes. As attributes they are imported when they are asked
+for, as programs test with ``hasattr``.
 """
 
+from typing import Any
+
 __version__ = "2.6.0"
+
+_SUBPACKAGES = ("common", "debug", "pytorch")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _SUBPACKAGES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ImportError as error:
+        if error.name != "torch":
+            raise
+        # hasattr() answers False where PyTorch is not installed
+        raise AttributeError(f"{__name__}.{name}: {error}") from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBPACKAGES})

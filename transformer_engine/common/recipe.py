@@ -8,8 +8,12 @@ identity of a recipe: modules whose recipes print alike share their amax bookkee
 
 Two habits of client programs shape this file. They pass keyword arguments that recipes no longer
 have (`_accept_unknown_arguments`). And they unpickle recipes through allow-lists of class names, so
-the pickle of a recipe must name this module's public classes only. Which recipes there are they ask
-with ``hasattr``: a name appears here when its recipe works.
+the pickle of a recipe must name this module's public classes only.
+
+Recipes that are not built yet are importable, since programs import them whether they use them or
+not, and raise at construction (`common.absent`). Which recipes work is asked with
+``te.is_mxfp8_available()``, its siblings and ``check_*_support()`` of `pytorch.quantization`, never
+with ``hasattr``.
 """
 
 import functools
@@ -23,7 +27,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
-from transformer_engine.common import config
+from transformer_engine.common import absent, config
 
 __all__ = [
     "DelayedScaling",
@@ -32,7 +36,10 @@ __all__ = [
     "MMParams",
     "QParams",
     "Recipe",
+    *absent.names_of(__name__),
 ]
+
+__getattr__, __dir__ = absent.attach(globals())
 
 # Largest finite value of each element type.
 _LARGEST = {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0}
@@ -374,22 +381,22 @@ class Recipe:
     @classmethod
     def float8_block_scaling(cls) -> bool:
         """Whether FP8 tensors have a scale per 1 x 128 or 128 x 128 tile."""
-        return False  # such recipes are still to come
+        return issubclass(cls, absent.stand_in(__name__, "Float8BlockScaling"))
 
     @classmethod
     def mxfp8(cls) -> bool:
         """Whether FP8 tensors have a power-of-two scale per 32 values."""
-        return False  # such recipes are still to come
+        return issubclass(cls, absent.stand_in(__name__, "MXFP8BlockScaling"))
 
     @classmethod
     def nvfp4(cls) -> bool:
         """Whether FP4 tensors have a scale per 16 values."""
-        return False  # such recipes are still to come
+        return issubclass(cls, absent.stand_in(__name__, "NVFP4BlockScaling"))
 
     @classmethod
     def custom(cls) -> bool:
         """Whether quantizers come from a function of the user."""
-        return False  # such recipes are still to come
+        return issubclass(cls, absent.stand_in(__name__, "CustomRecipe"))
 
     def _numerics(self) -> list[tuple[str, Any]]:
         """Return everything that changes numerics, as (name, value)."""

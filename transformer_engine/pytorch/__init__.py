@@ -8,7 +8,7 @@ check_requirements()
 import torch  # noqa: E402 - these are there, as was checked
 
 from transformer_engine import _core  # noqa: E402
-from transformer_engine.common import recipe  # noqa: E402
+from transformer_engine.common import absent, recipe  # noqa: E402
 from transformer_engine.pytorch.tensors import plain_tensor  # noqa: E402
 
 _core.bind_torch(torch, plain_tensor)
@@ -33,8 +33,12 @@ from transformer_engine.pytorch.counters import (  # noqa: E402
 )
 from transformer_engine.pytorch.device import (  # noqa: E402
     get_device_compute_capability,
+    is_available,
     is_bf16_available,
     is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
 )
 from transformer_engine.pytorch.explain import explain  # noqa: E402
 from transformer_engine.pytorch.extra_state import without_scaling_state  # noqa: E402
@@ -50,7 +54,50 @@ from transformer_engine.pytorch.nonfinite import (  # noqa: E402
 )
 from transformer_engine.pytorch.recompute import checkpoint  # noqa: E402
 from transformer_engine.pytorch.scaling import reset  # noqa: E402
+from transformer_engine.pytorch.torch_version import torch_version  # noqa: E402
 from transformer_engine.pytorch.transformer import TransformerLayer  # noqa: E402
+
+_SUBMODULES = (
+    "constants",
+    "cpp_extensions",
+    "cpu_offload",
+    "cpu_offload_v1",
+    "cross_entropy",
+    "distributed",
+    "distributed_weight",
+    "ep",
+    "export",
+    "float8_tensor",
+    "fp8",
+    "graph",
+    "jit",
+    "ops",
+    "optimizers",
+    "permutation",
+    "quantization",
+    "quantized_tensor",
+    "router",
+    "tensor",
+    "utils",
+)
+"""Submodules that are imported when they are asked for."""
+
+_LAZY = {
+    "CudaRNGStatesTracker": f"{__name__}.distributed",
+    "DType": f"{__name__}.constants",
+    "deinterleave_glu_tensor": f"{__name__}.utils",
+    "fp8_model_init": f"{__name__}.quantization",
+    "get_cpu_offload_context": f"{__name__}.cpu_offload",
+    "get_cudnn_version": f"{__name__}.utils",
+    "interleave_glu_tensor": f"{__name__}.utils",
+    "mark_not_offload": f"{__name__}.cpu_offload",
+    "onnx_export": f"{__name__}.export",
+    "parallel_cross_entropy": f"{__name__}.cross_entropy",
+    "quantized_model_init": f"{__name__}.quantization",
+}
+"""Names whose modules are imported when they are asked for."""
+
+__getattr__, __dir__ = absent.attach(globals(), _SUBMODULES, _LAZY)
 
 __all__ = [
     "DotProductAttention",
@@ -75,12 +122,19 @@ __all__ = [
     "fp8_autocast",
     "get_default_recipe",
     "get_device_compute_capability",
+    "is_available",
     "is_bf16_available",
     "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "recipe",
     "reset",
     "reset_counters",
     "scales",
     "watch_finite",
     "without_scaling_state",
+    "torch_version",
+    *_LAZY,
+    *absent.names_of(__name__),
 ]

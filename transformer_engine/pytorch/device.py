@@ -6,12 +6,16 @@ import functools
 import torch
 
 from transformer_engine import _core
-from transformer_engine.common import config
+from transformer_engine.common import absent, config
 
 __all__ = [
     "get_device_compute_capability",
+    "is_available",
     "is_bf16_available",
     "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "prepare_device",
 ]
 
@@ -93,3 +97,37 @@ def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     capability = get_device_compute_capability()
     reason = f"bf16 needs a CUDA device of compute capability 8.0 or higher, not {capability}"
     return _answer(capability >= (8, 0), reason, return_reason)
+
+
+def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether the recipe `MXFP8BlockScaling` can be used; as `is_fp8_available`."""
+    return _answer(*absent.find("common.recipe.MXFP8BlockScaling"), return_reason)
+
+
+def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether the recipe `NVFP4BlockScaling` can be used; as `is_fp8_available`."""
+    return _answer(*absent.find("common.recipe.NVFP4BlockScaling"), return_reason)
+
+
+def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether the recipe `Float8BlockScaling` can be used; as `is_fp8_available`."""
+    return _answer(*absent.find("common.recipe.Float8BlockScaling"), return_reason)
+
+
+def is_available(name: str, return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether a name of NVIDIA Transformer Engine is built, rather than importable alone.
+
+    Parameters
+    ----------
+    name : str
+        Dotted, a full name or one relative to ``transformer_engine.pytorch``: "GroupedLinear",
+        "permutation.moe_permute", "transformer_engine.common.recipe.MXFP8BlockScaling".
+    return_reason : bool, default False
+        Say why not as well, and what to do instead.
+
+    Returns
+    -------
+    bool or (bool, str)
+        The answer; the reason is empty where it is True.
+    """
+    return _answer(*absent.find(name), return_reason)

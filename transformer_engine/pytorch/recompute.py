@@ -9,20 +9,33 @@ recompute reads them in the same order.
 Frames belong to one call of a checkpoint function and are found on the Python stack, so that
 checkpoints of either kind nest in any order. `transformer_engine.pytorch.checkpoint` makes its own;
 those of `torch.utils.checkpoint` hang on the objects that torch keeps for the call: the context of
-its autograd function (reentrant), its frame object (non-reentrant).
+its autograd function (reentrant), its frame object (non-reentrant). A program with a recompute of
+its own says where it is with `activation_recompute_forward`.
 """
 
 import contextlib
 import functools
 import sys
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Entry", "anywhere", "checkpoint", "frames", "in_reentrant_forward", "may_record"]
+__all__ = [
+    "Entry",
+    "activation_recompute_forward",
+    "anywhere",
+    "checkpoint",
+    "frames",
+    "in_fp8_activation_recompute_phase",
+    "in_reentrant_forward",
+    "is_fp8_activation_recompute_enabled",
+    "may_record",
+]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -100,6 +113,76 @@ class Frame:
         return entries[at]
 
 
+class _Queue(Frame):
+    """Calls of forwards that a program repeats by itself: the oldest of a module comes first."""
+
+    def __init__(self) -> None:
+        super().__init__(complete=False)
+        self._queues: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    def record(self, entry: Entry) -> None:
+        """Add a module call; the entry must not keep the module, which is its key."""
+        self._queues.setdefault(entry.module, deque()).append(entry._replace(module=None))
+
+    def replay(self, module: Any) -> Entry | None:
+        """Take the oldest entry of a module; None: there is none."""
+        queue = self._queues.get(module)
+        return queue.popleft()._replace(module=module) if queue else None
+
+
+_QUEUE = _Queue()
+"""One for the process: backwards run in other threads than forwards."""
+
+
+class _Phase(threading.local):
+    """Where this thread is in the recompute of a program: see `activation_recompute_forward`."""
+
+    enabled = False
+    repeats = False
+
+
+_phase = _Phase()
+
+
+class activation_recompute_forward(contextlib.ContextDecorator):  # noqa: N801 - users' name
+    """Mark the forwards of a recompute that a program does by itself (context or decorator).
+
+    The first forward, with gradients off, leaves what each FP8 module call used; the second one,
+    which a backward repeats with gradients on, takes it up in the same order. Several forwards may
+    be pending: the oldest is repeated first. Not needed around the `checkpoint` of this package and
+    those of torch. Contexts do not nest.
+
+    Parameters
+    ----------
+    activation_recompute : bool, default False
+        The forward inside will be repeated, or is.
+    recompute_phase : bool, default False
+        It is the second one.
+    """
+
+    def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None:
+        self._enabled = bool(activation_recompute)
+        self._repeats = bool(activation_recompute and recompute_phase)
+
+    def __enter__(self) -> None:
+        """Begin a forward."""
+        _phase.enabled, _phase.repeats = self._enabled, self._repeats
+
+    def __exit__(self, *error: Any) -> None:
+        """End it."""
+        _phase.enabled = _phase.repeats = False
+
+
+def is_fp8_activation_recompute_enabled() -> bool:
+    """Whether this thread is inside `activation_recompute_forward`, of either forward."""
+    return _phase.enabled
+
+
+def in_fp8_activation_recompute_phase() -> bool:
+    """Whether this thread is inside `activation_recompute_forward` of the second forward."""
+    return _phase.repeats
+
+
 class _Depth(threading.local):
     value = 0
 
@@ -173,22 +256,26 @@ def _holder(kind: str, frame: FrameType) -> Any:
 
 
 def _on_stack() -> Iterator[tuple[str, Any]]:
-    """(kind, holder) of the checkpoints on the Python stack, innermost first."""
-    if "torch.utils.checkpoint" not in sys.modules:
-        return
-    codes = _codes()
-    caller: FrameType | None = sys._getframe(2)
-    while caller is not None:
-        found = codes.get(id(caller.f_code))
-        kind = found and found[0]
-        if kind == "own":
-            names = caller.f_locals
-            yield ("recompute" if names["recompute"] else "forward"), names["frame"]
-        elif kind is not None:
-            holder = _holder(kind, caller)
-            if holder is not None:
-                yield kind, holder
-        caller = caller.f_back
+    """(kind, holder) of the checkpoints on the Python stack, innermost first.
+
+    The recompute of the program itself counts as the outermost one.
+    """
+    if "torch.utils.checkpoint" in sys.modules:
+        codes = _codes()
+        caller: FrameType | None = sys._getframe(2)
+        while caller is not None:
+            found = codes.get(id(caller.f_code))
+            kind = found and found[0]
+            if kind == "own":
+                names = caller.f_locals
+                yield ("recompute" if names["recompute"] else "forward"), names["frame"]
+            elif kind is not None:
+                holder = _holder(kind, caller)
+                if holder is not None:
+                    yield kind, holder
+            caller = caller.f_back
+    if _phase.enabled:
+        yield ("recompute" if _phase.repeats else "forward"), _QUEUE
 
 
 def _frame_of(kind: str, holder: Any) -> Frame:

@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention: dot products, heads, rotary positions."""
 
+from transformer_engine.common import absent
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
-from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+from transformer_engine.pytorch.attention.rope import (
+    RotaryPositionEmbedding,
+    apply_fused_qkv_rotary_pos_emb,
+    apply_rotary_pos_emb,
+)
 
+__getattr__, __dir__ = absent.attach(
+    globals(), ("inference",), {"_SplitAlongDim": "transformer_engine.pytorch.utils"}
+)
 __all__ = [
     "DotProductAttention",
     "MultiheadAttention",
     "RotaryPositionEmbedding",
+    "apply_fused_qkv_rotary_pos_emb",
     "apply_rotary_pos_emb",
+    *absent.names_of(__name__),
 ]

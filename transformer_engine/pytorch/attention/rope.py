@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding: the angles, and their application to queries and keys."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.module.parameters import default_device
 
-__all__ = ["RotaryPositionEmbedding", "apply_rotary_pos_emb"]
+__all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"]
 
 FORMATS = {"sbhd": 4, "bshd": 4, "thd": 3}
 """Dims of a tensor of each format: s sequence, b batch, h heads, d channels, t packed tokens."""
@@ -287,3 +287,63 @@ def apply_rotary_pos_emb(
     angles = freqs.reshape(freqs.shape[0], freqs.shape[3]).to(t.device, torch.float32)
     call = _RopeCall(tensor_format == "sbhd", interleaved, torch.compiler.is_compiling())
     return run_call(call, t, angles, cu_seqlens, start_positions)
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: Tensor,
+    q_freqs: Tensor,
+    k_freqs: Tensor,
+    qkv_split_arg_list: Sequence[int],
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take queries, keys and values apart and rotate queries and keys by their angles.
+
+    Parameters
+    ----------
+    qkv : Tensor
+        [s, b, h, q + k + v] (sbhd) or [b, s, h, q + k + v] (bshd): for each of h groups the
+        queries of its heads, the key and the value.
+    q_freqs, k_freqs : Tensor
+        Angles, as of `apply_rotary_pos_emb`.
+    qkv_split_arg_list : sequence of int
+        q, k and v; q is a multiple of k, which is the size of a head.
+    tensor_format : str, default "sbhd"
+        "sbhd" or "bshd".
+    start_positions, interleaved, cu_seqlens, cp_size, cp_rank
+        As of `apply_rotary_pos_emb`.
+
+    Returns
+    -------
+    (Tensor, Tensor, Tensor)
+        Queries [.., h * q / k, k], keys [.., h, k] and values [.., h, v], contiguous.
+
+    Raises
+    ------
+    ValueError
+        The sizes do not make up the last dim, or the format is another one.
+    """
+    sizes = tuple(qkv_split_arg_list)
+    if tensor_format not in ("sbhd", "bshd"):
+        raise ValueError(
+            f"apply_fused_qkv_rotary_pos_emb: tensor_format={tensor_format!r}, expected 'sbhd' or "
+            "'bshd'"
+        )
+    if qkv.dim() != 4 or len(sizes) != 3 or sum(sizes) != qkv.shape[3] or sizes[0] % sizes[1] != 0:
+        raise ValueError(
+            f"apply_fused_qkv_rotary_pos_emb: qkv {tuple(qkv.shape)}, qkv_split_arg_list "
+            f"{list(sizes)}: expected four dims and three sizes, of queries (a multiple of the "
+            "keys'), keys and values, that make up the last one"
+        )
+    query, key, value = qkv.split(sizes, dim=3)
+    query = query.reshape(*qkv.shape[:2], -1, sizes[1])
+    options = (tensor_format, start_positions, interleaved, True, cu_seqlens, cp_size, cp_rank)
+    return (
+        apply_rotary_pos_emb(query, q_freqs, *options),
+        apply_rotary_pos_emb(key, k_freqs, *options),
+        value.contiguous(),
+    )

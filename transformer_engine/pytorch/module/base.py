@@ -1,20 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every module with FP8 GEMMs shares: its scaling state, its region, its checkpoints."""
 
+from collections.abc import Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from transformer_engine.common import config
+from transformer_engine.common import absent, config
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import recompute, scaling
 from transformer_engine.pytorch.extra_state import KEY, pack_state, unpack_state
+from transformer_engine.pytorch.module.fp8_meta import Fp8Meta, live_values
+from transformer_engine.pytorch.module.parameters import default_device
 from transformer_engine.pytorch.plans import quantization_of
 from transformer_engine.pytorch.state import RegionState, current_state
 from transformer_engine.pytorch.torch_ops import constant_in_graphs
 
-__all__ = ["Fp8Module", "NativeModule", "Region"]
+__getattr__, __dir__ = absent.attach(globals())
+__all__ = [
+    "Fp8Module",
+    "NativeModule",
+    "Region",
+    "TransformerEngineBaseModule",
+    "UserBufferQuantizationMode",
+    "get_dummy_wgrad",
+    "get_workspace",
+    *absent.names_of(__name__),
+]
 
 _graph_task = torch._C._current_graph_task_id
 
@@ -73,7 +87,7 @@ class Fp8Module(NativeModule):
         self._slots: scaling.Slots | None = None
         self._loaded_state: dict | None = None  # of a checkpoint or a copy, until slots exist
         self._lacks_scales = False  # weights were loaded in place, scales were not
-        self._quantization: tuple | None = None  # (repr of a recipe, its Quantization)
+        self._quantization: tuple | None = None  # (repr of a recipe, its Quantization, recipe)
 
     # ---- region ------------------------------------------------------------------------------
 
@@ -138,7 +152,7 @@ class Fp8Module(NativeModule):
         identity = repr(recipe)
         known = self._quantization
         if known is None or known[0] != identity:
-            known = self._quantization = (identity, quantization_of(recipe))
+            known = self._quantization = (identity, quantization_of(recipe), recipe)
         return known[1]
 
     # ---- scaling state -------------------------------------------------------------------------
@@ -184,6 +198,13 @@ class Fp8Module(NativeModule):
             rule = rule._replace(recipe=recipe)
         if not self._slots_fit(rule.identity, group, device):
             self._make_slots(rule, group, device)
+        self._keep_recipe(rule.identity)
+
+    def _keep_recipe(self, identity: str) -> None:
+        """Remember the recipe of a graph that is being traced, where autocast is outside of it."""
+        recipe = current_state().recipe
+        if recipe is not None and repr(recipe) == identity:
+            self._quantization_of(recipe, False)
 
     def _make_slots(self, rule: scaling.Rule, group: Any, device: torch.device) -> scaling.Slots:
         """New slots, with the values that this module has or has loaded."""
@@ -212,6 +233,33 @@ class Fp8Module(NativeModule):
         """Start again from scale 1 and an empty history."""
         self._loaded_state = None
         self._slots = None
+
+    # ---- what programs ask ---------------------------------------------------------------------
+
+    @property
+    def fp8(self) -> bool:
+        """Whether a call that begins now runs in FP8."""
+        return current_state().enabled
+
+    @property
+    def fp8_calibration(self) -> bool:
+        """Whether a call that begins now records amaxes in high precision."""
+        return current_state().calibrating
+
+    @property
+    def fp8_initialized(self) -> bool:
+        """Whether the module has run in FP8, or loaded what one that did has saved."""
+        return self._quantization is not None or live_values(self) is not None
+
+    @property
+    def primary_weights_in_fp8(self) -> bool:
+        """Whether parameters are quantized tensors: never."""
+        return False
+
+    @property
+    def fp8_meta(self) -> Fp8Meta:
+        """Recipe, scales and amax histories as a mapping; see `Fp8Meta`."""
+        return Fp8Meta(self)
 
     # ---- copies and checkpoints ----------------------------------------------------------------
 
@@ -257,9 +305,18 @@ class Fp8Module(NativeModule):
             It was written by another package as a pickle, which is never loaded.
         """
         values = unpack_state(state, self.SLOTS)
-        if values is None or (not self._has_state() and scaling.is_fresh(values)):
-            return
+        if values is not None and (self._has_state() or not scaling.is_fresh(values)):
+            self._put_state(values)
+
+    def _put_state(self, values: dict | None) -> None:
+        """Take over values of the scaling state; None: those of a new module."""
         slots = self._slots
+        if values is None:
+            self._loaded_state = None
+            if slots is not None and slots.live:
+                fresh = torch.ones(1), torch.zeros(1, 1)
+                slots.load(dict.fromkeys(scaling.DIRECTIONS, fresh))
+            return
         if slots is not None and slots.live and slots.fits(values):
             slots.load(values)  # in place: graphs, compiled or captured, read this memory
             self._loaded_state = None
@@ -313,3 +370,52 @@ def _is_same_memory(given: Any, parameter: Tensor | None) -> bool:
         return False
     given, own = (getattr(t, "_local_tensor", t) for t in (given, parameter))
     return not own.is_meta and own.numel() > 0 and given.data_ptr() == own.data_ptr()
+
+
+# ---- names that programs import ------------------------------------------------------------------
+
+TransformerEngineBaseModule = Fp8Module
+
+
+class UserBufferQuantizationMode(Enum):
+    """What an overlap of communication and GEMMs would send."""
+
+    NONE = "none"
+    FP8 = "fp8"
+
+
+def get_workspace() -> Tensor:
+    """A tensor for arguments called ``workspace``: empty, as the library finds its own memory."""
+    return torch.empty(0, dtype=torch.uint8, device=default_device())
+
+
+_DUMMIES: dict[tuple, Tensor] = {}
+"""Made by `get_dummy_wgrad`, by shape, dtype and device."""
+
+
+def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
+    """What stands for a weight gradient that was added to ``main_grad`` already.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the weight.
+    dtype : torch.dtype
+        Of the weight.
+    zero : bool, default False
+        Of zeros; its contents mean nothing otherwise.
+
+    Returns
+    -------
+    Tensor
+        On the current CUDA device, or the CPU where there is none. One memory serves all calls of a
+        kind.
+    """
+    device = torch.device(default_device())
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = (tuple(shape), dtype, device)
+    if key not in _DUMMIES:
+        _DUMMIES[key] = torch.empty(tuple(shape), dtype=dtype, device=device)
+    dummy = _DUMMIES[key].detach()
+    return dummy.zero_() if zero else dummy

@@ -412,6 +412,8 @@ class ComposedModule(Fp8Module):
         """Make plans while a graph is traced, outside of the graph."""
         if key not in self._plans:
             self._make_plans(key, Quantization(*quantization))
+        if key[1] is not None:
+            self._keep_recipe(key[1])
 
     def _make_plans(self, key: tuple, quantization: Quantization) -> CallPlans:
         """Plans for a kind of call; see `_prepare` for the key."""

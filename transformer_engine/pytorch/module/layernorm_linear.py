@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.common import absent
 from transformer_engine.pytorch.module.normed import NormedModule
 from transformer_engine.pytorch.module.parameters import (
     Split,
@@ -15,6 +16,9 @@ from transformer_engine.pytorch.module.parameters import (
 )
 from transformer_engine.pytorch.module.weights import WeightModule
 
+__getattr__, __dir__ = absent.attach(
+    globals(), lazy={"general_gemm": "transformer_engine.pytorch.cpp_extensions.gemm"}
+)
 __all__ = ["LayerNormLinear"]
 
 

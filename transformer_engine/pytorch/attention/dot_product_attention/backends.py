@@ -5,13 +5,15 @@ from typing import NamedTuple
 
 import torch
 
+from transformer_engine.common import absent
 from transformer_engine.pytorch.attention.dot_product_attention.masks import (
     CAUSAL_WINDOW,
     NO_WINDOW,
     MaskType,
 )
 
-__all__ = ["BIAS_TYPES", "Choice", "Situation", "choose_backend"]
+__getattr__, __dir__ = absent.attach(globals())
+__all__ = ["BIAS_TYPES", "Choice", "Situation", "choose_backend", *absent.names_of(__name__)]
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 

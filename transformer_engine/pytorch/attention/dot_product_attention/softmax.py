@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.common import absent
 from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.random import draw_pair
 
-__all__ = ["scaled_softmax"]
+__getattr__, __dir__ = absent.attach(globals())
+__all__ = ["scaled_softmax", *absent.names_of(__name__)]
 
 
 class _Settings(NamedTuple):

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of NVIDIA Transformer Engine that are importable here, and raise when they are used.
+
+Programs import many names that they use only under some option, and their imports must not fail.
+`absent_names.FEATURES` is the one list of what is not built yet. From it come the objects that
+stand under those names (`attach`), the messages of what is built in part (`refusal`), the answer to
+"is it there?" (`find`), and the table in ``docs/names.md`` (``tools/names_table.py``).
+
+A class that is absent can be subclassed, compared and used in ``isinstance`` (nothing is an
+instance of it); making an instance of it or of a subclass raises, and so does calling an absent
+function.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from transformer_engine.common.absent_names import FEATURES, Feature
+
+__all__ = ["PACKAGE", "attach", "feature_of", "find", "message", "names_of", "refusal", "stand_in"]
+
+PACKAGE = "transformer_engine."
+
+_MARK = "_te_absent"
+"""Attribute of a stand-in: its full name."""
+
+_MADE: dict[tuple[str, str], Any] = {}
+"""Stand-ins by (full name of the home module, name), so that every path gives the same object."""
+
+
+def _full(module: str) -> str:
+    """Full name of a module of the table: relative to the package, or a module of its own."""
+    return module if module.startswith("transformer_engine") else PACKAGE + module
+
+
+def _index() -> dict[str, dict[str, tuple[Feature, str]]]:
+    """Module -> name -> (feature, home module); the first module that lists a name is its home."""
+    index: dict[str, dict[str, tuple[Feature, str]]] = {}
+    for feature in FEATURES:
+        homes: dict[str, str] = {}
+        for module, names in feature.names:
+            for name in names.split():
+                home = homes.setdefault(name, _full(module))
+                index.setdefault(_full(module), {})[name] = (feature, home)
+    return index
+
+
+_INDEX = _index()
+
+
+def _entry(path: str) -> tuple[Feature, str] | None:
+    """(feature, home module and name) of a full name in the table; methods have a class in it."""
+    parts = path.split(".")
+    for i in range(len(parts) - 1, 0, -1):
+        module, name = ".".join(parts[:i]), ".".join(parts[i:])
+        if name in _INDEX.get(module, {}):
+            feature, home = _INDEX[module][name]
+            return feature, f"{home}.{name}"
+    return None
+
+
+def names_of(module: str) -> list[str]:
+    """Absent names that a module offers.
+
+    Parameters
+    ----------
+    module : str
+        Its full name.
+
+    Returns
+    -------
+    list of str
+        Without methods.
+    """
+    return [name for name in _INDEX.get(module, {}) if "." not in name]
+
+
+def message(path: str, feature: Feature, what: str = "") -> str:
+    """What an error says: the name, the reason, what to do instead."""
+    return f"{path}{what} is not built yet: {feature.reason}. Instead: {feature.instead}"
+
+
+def refusal(name: str, what: str) -> NotImplementedError:
+    """The error of something that is built in part.
+
+    Parameters
+    ----------
+    name : str
+        Path as `Feature.partly` has it.
+    what : str
+        What of it is refused, say ``"(enabled=True)"``.
+
+    Returns
+    -------
+    NotImplementedError
+        To be raised.
+    """
+    for feature in FEATURES:
+        if name in feature.partly.split():
+            return NotImplementedError(message(_full(name), feature, what))
+    raise AssertionError(f"{name} is in no feature's `partly`")
+
+
+def feature_of(stand_in: Any) -> Feature | None:
+    """The feature that an object stands in for; None for everything that is built.
+
+    Parameters
+    ----------
+    stand_in : object
+        Any object.
+
+    Returns
+    -------
+    Feature or None
+        Subclasses of an absent class are as absent as it.
+    """
+    entry = _entry(getattr(stand_in, _MARK, ""))
+    return None if entry is None else entry[0]
+
+
+def find(path: str) -> tuple[bool, str]:
+    """Whether a name is built.
+
+    Parameters
+    ----------
+    path : str
+        Dotted: a full name, or one relative to ``transformer_engine`` or
+        ``transformer_engine.pytorch``.
+
+    Returns
+    -------
+    (bool, str)
+        The answer; the reason is empty where it is True.
+    """
+    tried = [PACKAGE + path, f"{PACKAGE}pytorch.{path}"]
+    if path.startswith("transformer_engine"):
+        tried = [path]
+    for full in tried:
+        entry = _entry(full)
+        if entry is not None:
+            feature, home = entry
+            return False, message(home, feature)
+    for full in tried:
+        if _resolves(full):
+            return True, ""
+    return False, f"{path}: neither this library nor its list of what is to come has such a name"
+
+
+def _resolves(full: str) -> bool:
+    """Whether a dotted name leads to an object."""
+    parts = full.split(".")
+    found = importlib.import_module(parts[0])
+    for i, part in enumerate(parts[1:], start=2):
+        if hasattr(found, part):
+            found = getattr(found, part)
+            continue
+        try:
+            found = importlib.import_module(".".join(parts[:i]))
+        except ImportError:
+            return False
+    return True
+
+
+def _refuse(path: str, feature: Feature) -> Callable:
+    """A function that raises whatever it is given."""
+
+    def absent(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(message(path, feature))
+
+    absent.__module__, _, absent.__name__ = path.rpartition(".")
+    absent.__qualname__ = absent.__name__
+    absent.__doc__ = f"Not built yet: {feature.reason}.\n\nInstead: {feature.instead}"
+    setattr(absent, _MARK, path)
+    return absent
+
+
+def _class(home: str, name: str, feature: Feature) -> type:
+    """A class whose construction raises; its absent methods raise when they are called."""
+    path = f"{home}.{name}"
+
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+        of = "" if cls.__name__ == name else f" (base of {cls.__module__}.{cls.__qualname__})"
+        raise NotImplementedError(message(path, feature, of))
+
+    base: type = object
+    if feature.base:
+        module, _, attribute = feature.base.rpartition(".")
+        base = getattr(importlib.import_module(module), attribute)
+    members: dict[str, Any] = {
+        "__module__": home,
+        "__qualname__": name,
+        "__doc__": f"Not built yet: {feature.reason}.\n\nInstead: {feature.instead}",
+        "__new__": __new__,
+        _MARK: path,
+    }
+    for method in _INDEX[home]:
+        owner, _, attribute = method.partition(".")
+        if attribute and owner == name:
+            function = _refuse(f"{home}.{method}", feature)
+            function.__qualname__ = method
+            members[attribute] = staticmethod(function)
+    return type(name, (base,), members)
+
+
+def stand_in(module: str, name: str) -> Any:
+    """The object under an absent name: a class where it begins with a capital, else a function."""
+    feature, home = _INDEX[module][name]
+    key = (home, name)
+    if key not in _MADE:
+        is_class = name.lstrip("_")[:1].isupper()
+        made = _class(home, name, feature) if is_class else _refuse(f"{home}.{name}", feature)
+        _MADE.setdefault(key, made)
+    return _MADE[key]
+
+
+def attach(
+    namespace: dict[str, Any],
+    submodules: Iterable[str] = (),
+    lazy: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Give a module its absent names, and others that are fetched when they are asked for.
+
+    Parameters
+    ----------
+    namespace : dict
+        ``globals()`` of the module.
+    submodules : iterable of str
+        Modules below it.
+    lazy : dict of str to str
+        Name -> full name of the module that has it.
+
+    Returns
+    -------
+    (callable, callable)
+        The module's ``__getattr__`` and ``__dir__``.
+    """
+    module = namespace["__name__"]
+    names = frozenset(names_of(module))
+    below = frozenset(submodules)
+
+    def __getattr__(name: str) -> Any:
+        if name in names:
+            value = stand_in(module, name)
+        elif name in lazy:
+            value = getattr(importlib.import_module(lazy[name]), name)
+        elif name in below:
+            return importlib.import_module(f"{module}.{name}")
+        else:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        namespace[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*namespace, *names, *lazy, *below})
+
+    return __getattr__, __dir__

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one list of what NVIDIA Transformer Engine has and this library does not have yet.
+
+An entry leaves this list when its names are built. A name that begins with a capital letter (after
+underscores) is a class, any other one a function; ``Class.method`` is a method that is called on
+the class itself. Modules are relative to ``transformer_engine``. Where a name is listed under
+several modules of one feature, the first is its home and the others give the same object.
+"""
+
+from typing import NamedTuple
+
+__all__ = ["FEATURES", "Feature"]
+
+
+class Feature(NamedTuple):
+    """Names that wait for one piece of work.
+
+    Attributes
+    ----------
+    title : str
+        For the documentation.
+    reason : str
+        What is missing; a clause that follows a colon.
+    instead : str
+        What a program can do today.
+    names : tuple of (str, str)
+        (module, names in it, separated by spaces).
+    base : str
+        Full name of the base class of the absent classes; "" for `object`.
+    partly : str
+        Paths of what is built, but refuses some of its arguments for this reason.
+    """
+
+    title: str
+    reason: str
+    instead: str
+    names: tuple[tuple[str, str], ...]
+    base: str = ""
+    partly: str = ""
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "FP8 block scaling",
+        "there are no scales per 1 x 128 or 128 x 128 tile",
+        "recipe.Float8CurrentScaling() or recipe.DelayedScaling(); ask "
+        "te.is_fp8_block_scaling_available()",
+        (("common.recipe", "Float8BlockScaling"),),
+        base="transformer_engine.common.recipe.Recipe",
+    ),
+    Feature(
+        "MXFP8",
+        "there are no scales per 32 values",
+        "recipe.Float8CurrentScaling() or recipe.DelayedScaling(); ask te.is_mxfp8_available()",
+        (("common.recipe", "MXFP8BlockScaling"),),
+        base="transformer_engine.common.recipe.Recipe",
+    ),
+    Feature(
+        "NVFP4",
+        "there are no FP4 casts and GEMMs",
+        "recipe.Float8CurrentScaling() or recipe.DelayedScaling(); ask te.is_nvfp4_available()",
+        (("common.recipe", "NVFP4BlockScaling"),),
+        base="transformer_engine.common.recipe.Recipe",
+    ),
+    Feature(
+        "Custom recipes",
+        "modules take no quantizers of the user",
+        "override_stages() of a module, or a plug-in backend (docs/adding_a_backend.md)",
+        (("common.recipe", "CustomRecipe"),),
+        base="transformer_engine.common.recipe.Recipe",
+    ),
+    Feature(
+        "Quantized parameters",
+        "weights are kept in high precision and cast at each call",
+        "quantized_model_init(enabled=False), or leave it out; is_first_microbatch keeps the cast "
+        "weight between microbatches",
+        (
+            (
+                "pytorch.tensor.utils",
+                "cast_master_weights_to_fp8 post_all_gather_processing quantize_master_weights "
+                "replace_raw_data",
+            ),
+        ),
+        partly="pytorch.quantized_model_init pytorch.fp8_model_init",
+    ),
+    Feature(
+        "Quantized tensors",
+        "there are no tensor classes that hold quantized data; modules quantize inside their calls",
+        "pass plain tensors to the modules; isinstance(tensor, QuantizedTensor) is False for all",
+        (
+            (
+                "pytorch.tensor.float8_tensor",
+                "Float8Tensor Float8Tensor.make_like Float8Quantizer Float8CurrentScalingQuantizer",
+            ),
+            ("pytorch.tensor.mxfp8_tensor", "MXFP8Tensor MXFP8Quantizer"),
+            (
+                "pytorch.tensor.float8_blockwise_tensor",
+                "Float8BlockwiseQTensor Float8BlockQuantizer",
+            ),
+            ("pytorch.tensor.nvfp4_tensor", "NVFP4Tensor NVFP4Quantizer"),
+            ("pytorch.tensor.grouped_tensor", "GroupedTensor"),
+            ("pytorch.quantized_tensor", "QuantizedTensor QuantizedTensorStorage Quantizer"),
+            (
+                "pytorch.quantized_tensor",
+                "prepare_for_saving restore_from_saved restore_from_func_ctx",
+            ),
+            ("pytorch.tensor.quantized_tensor", "QuantizedTensor QuantizedTensorStorage Quantizer"),
+            ("pytorch.float8_tensor", "Float8Tensor Float8Tensor.make_like Float8Quantizer"),
+            (
+                "pytorch.tensor",
+                "QuantizedTensor QuantizedTensorStorage Quantizer Float8Tensor Float8Quantizer "
+                "Float8CurrentScalingQuantizer MXFP8Tensor MXFP8Quantizer Float8BlockwiseQTensor "
+                "Float8BlockQuantizer NVFP4Tensor NVFP4Quantizer GroupedTensor HybridQuantizer "
+                "IdentityQuantizer Float8TensorStorage MXFP8TensorStorage NVFP4TensorStorage "
+                "Float8BlockwiseQTensorStorage prepare_for_saving restore_from_saved",
+            ),
+            (
+                "pytorch",
+                "QuantizedTensor QuantizedTensorStorage Quantizer Float8Tensor Float8Quantizer "
+                "Float8CurrentScalingQuantizer MXFP8Tensor MXFP8Quantizer Float8BlockwiseQTensor "
+                "Float8BlockQuantizer NVFP4Tensor NVFP4Quantizer HybridQuantizer "
+                "IdentityQuantizer Float8TensorStorage MXFP8TensorStorage NVFP4TensorStorage "
+                "Float8BlockwiseQTensorStorage prepare_for_saving restore_from_saved "
+                "restore_from_func_ctx",
+            ),
+            (
+                "transformer_engine_torch",
+                "Float8Quantizer Float8CurrentScalingQuantizer MXFP8Quantizer Float8BlockQuantizer "
+                "NVFP4Quantizer",
+            ),
+        ),
+    ),
+    Feature(
+        "Grouped linear layers",
+        "there are no grouped GEMMs",
+        "one te.Linear for each expert in a torch.nn.ModuleList (megatron-core: leave "
+        "--moe-grouped-gemm out)",
+        (
+            ("pytorch.module.grouped_linear", "GroupedLinear"),
+            ("pytorch.module.fp8_padding", "Fp8Padding"),
+            ("pytorch.module.fp8_unpadding", "Fp8Unpadding"),
+            ("pytorch.module", "GroupedLinear Fp8Padding Fp8Unpadding"),
+            ("pytorch", "GroupedLinear Fp8Padding Fp8Unpadding"),
+            ("pytorch.cpp_extensions.gemm", "general_grouped_gemm"),
+            ("pytorch.cpp_extensions", "general_grouped_gemm"),
+        ),
+        base="torch.nn.Module",
+    ),
+    Feature(
+        "Mixtures of experts: permutation",
+        "there are no kernels that permute tokens",
+        "torch.argsort, index_select and index_add (megatron-core: leave --moe-permute-fusion out)",
+        (
+            (
+                "pytorch.permutation",
+                "moe_permute moe_permute_with_probs moe_permute_and_pad_with_probs moe_unpermute "
+                "moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs",
+            ),
+            (
+                "pytorch",
+                "moe_permute moe_permute_with_probs moe_permute_and_pad_with_probs moe_unpermute "
+                "moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs",
+            ),
+        ),
+    ),
+    Feature(
+        "Mixtures of experts: router",
+        "there are no router kernels",
+        "torch.topk and torch.softmax (megatron-core: leave --moe-router-fusion out)",
+        (
+            (
+                "pytorch.router",
+                "fused_topk_with_score_function fused_compute_score_for_moe_aux_loss "
+                "fused_moe_aux_loss",
+            ),
+        ),
+    ),
+    Feature(
+        "Mixtures of experts: communication",
+        "tokens are not exchanged by this library",
+        "torch.distributed.all_to_all_single",
+        (
+            (
+                "pytorch.ep",
+                "EpBuffer ep_bootstrap ep_prepare ep_dispatch ep_combine ep_finalize "
+                "symm_mem_alloc",
+            ),
+            ("pytorch.distributed", "symm_mem_alloc release_symm_mem_pool"),
+        ),
+    ),
+    Feature(
+        "Fused operations",
+        "there is no operation fuser",
+        "the modules te.Linear, te.LayerNormLinear, te.LayerNormMLP, which fuse what they consist "
+        "of (megatron-core: leave --use-transformer-engine-op-fuser out)",
+        (
+            ("pytorch.ops.op", "FusibleOperation BasicOperation FusedOperation"),
+            ("pytorch.ops.basic.grouped_linear", "GroupedLinear"),
+            (
+                "pytorch.ops.basic",
+                "AddExtraInput AllGather AllReduce BasicLinear Bias ConstantScale Dropout "
+                "GroupedLinear Identity L2Normalization LayerNorm MakeExtraOutput Quantize "
+                "ReduceScatter Reshape RMSNorm GELU GEGLU GLU QGELU QGEGLU ReLU ReGLU SReLU SReGLU "
+                "SiLU SwiGLU SiTUGLU ClampedSwiGLU ScaledSwiGLU ScaledSReLU ScaledSiTUGLU "
+                "ScaledClampedQGeGLU",
+            ),
+            (
+                "pytorch.ops",
+                "FusibleOperation BasicOperation FusedOperation Sequential Linear AddExtraInput "
+                "AllGather AllReduce BasicLinear Bias ConstantScale Dropout GroupedLinear Identity "
+                "L2Normalization LayerNorm MakeExtraOutput Quantize ReduceScatter Reshape RMSNorm "
+                "GELU GEGLU GLU QGELU QGEGLU ReLU ReGLU SReLU SReGLU SiLU SwiGLU SiTUGLU "
+                "ClampedSwiGLU ScaledSwiGLU ScaledSReLU ScaledSiTUGLU ScaledClampedQGeGLU "
+                "register_forward_fusion register_backward_fusion "
+                "register_forward_backward_fusion",
+            ),
+        ),
+        base="torch.nn.Module",
+    ),
+    Feature(
+        "Optimizers",
+        "there are no optimizer kernels",
+        "torch.optim.AdamW(fused=True), torch.optim.SGD(fused=True)",
+        (
+            ("pytorch.optimizers.fused_adam", "FusedAdam"),
+            ("pytorch.optimizers.fused_sgd", "FusedSGD"),
+            (
+                "pytorch.optimizers",
+                "FusedAdam FusedSGD multi_tensor_adam multi_tensor_adam_fp8 "
+                "multi_tensor_adam_capturable multi_tensor_adam_capturable_master "
+                "multi_tensor_adam_param_remainder multi_tensor_sgd",
+            ),
+        ),
+    ),
+    Feature(
+        "CUDA graphs of whole models",
+        "modules are captured by torch.cuda.graph, not by a helper of this library",
+        "torch.cuda.make_graphed_callables or torch.cuda.graph, after one warm-up step with the "
+        "same recipe",
+        (
+            ("pytorch.graph", "make_graphed_callables"),
+            ("pytorch", "make_graphed_callables"),
+        ),
+        partly="pytorch.quantization.FP8GlobalStateManager.set_skip_fp8_weight_update_tensor",
+    ),
+    Feature(
+        "CPU offload",
+        "activations are not copied to the host",
+        "torch.autograd.graph.save_on_cpu(pin_memory=True), or te.checkpoint",
+        (
+            (
+                "pytorch.cpu_offload",
+                "OffloadableLayerState DefaultOffloadSynchronizer ManualOffloadSynchronizer "
+                "start_offload",
+            ),
+        ),
+        partly="pytorch.cpu_offload.get_cpu_offload_context "
+        "pytorch.cpu_offload_v1.get_cpu_offload_context",
+    ),
+    Feature(
+        "Cross entropy over several ranks",
+        "logits that are split over ranks are not gathered",
+        "torch.nn.functional.cross_entropy on whole logits",
+        (),
+        partly="pytorch.cross_entropy.parallel_cross_entropy",
+    ),
+    Feature(
+        "Caches for inference",
+        "attention has no KV cache",
+        "keep keys and values outside, and pass them to DotProductAttention",
+        (
+            (
+                "pytorch.attention.inference",
+                "InferenceParams KVCacheManager NonPagedKVCacheManager PagedKVCacheManager",
+            ),
+            ("pytorch.attention", "InferenceParams"),
+            ("pytorch", "InferenceParams"),
+        ),
+    ),
+    Feature(
+        "Attention: queries and parts of other backends",
+        "the backends are torch's scaled_dot_product_attention and this library's own",
+        "NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN choose (docs/attention.md); "
+        "te.DotProductAttention attends",
+        (
+            (
+                "pytorch.attention.dot_product_attention.utils",
+                "AttentionParams FlashAttentionUtils get_attention_backend",
+            ),
+            (
+                "pytorch.attention.dot_product_attention.backends",
+                "FlashAttention FusedAttention UnfusedDotProductAttention",
+            ),
+            ("pytorch.attention.dot_product_attention.softmax", "FusedScaleMaskSoftmax"),
+            (
+                "pytorch.cpp_extensions.fused_attn",
+                "fused_attn_fwd fused_attn_bwd get_fused_attn_backend",
+            ),
+            (
+                "pytorch.cpp_extensions",
+                "fused_attn_fwd fused_attn_bwd get_fused_attn_backend",
+            ),
+        ),
+    ),
+    Feature(
+        "Context parallelism",
+        "attention is not spread over ranks",
+        "cp_group of one rank",
+        (
+            (
+                "pytorch.attention.dot_product_attention.context_parallel",
+                "attn_forward_func_with_cp AttnFuncWithCPAndKVP2P AttnFuncWithCPAndKVAllGather "
+                "AttnFuncWithCPAndQKVOA2A",
+            ),
+        ),
+    ),
+    Feature(
+        "Overlap of communication and GEMMs",
+        "there are no user buffers",
+        "leave the ub_* arguments at their defaults",
+        (("pytorch.module.base", "initialize_ub destroy_ub get_ub"),),
+    ),
+    Feature(
+        "Communication of quantized tensors",
+        "there are no quantized tensors to communicate",
+        "pass plain tensors, quantizer=None",
+        (("pytorch.distributed", "_NVFP4AllGatherAsyncHandle"),),
+        partly="pytorch.distributed.gather_along_first_dim",
+    ),
+    Feature(
+        "FSDP of activations",
+        "what a forward saves is not split over ranks",
+        "torch.distributed.fsdp.fully_shard or FullyShardedDataParallel, which shard parameters; "
+        "te.checkpoint for activations",
+        (("pytorch.distributed", "FullyShardedDataParallel prepare_te_modules_for_fsdp"),),
+    ),
+    Feature(
+        "Single kernels",
+        "the native entry points have another form",
+        "the modules (te.RMSNorm, te.Linear, ...), or the C API (transformer_engine.h)",
+        (
+            (
+                "pytorch.cpp_extensions",
+                "rmsnorm_fwd rmsnorm_bwd layernorm_fwd layernorm_bwd cast_to_fp8 cast_from_fp8 "
+                "fp8_gemm",
+            ),
+            (
+                "transformer_engine_torch",
+                "rmsnorm_fwd rmsnorm_bwd layernorm_fwd layernorm_bwd quantize dequantize "
+                "generic_gemm fused_rope_forward fused_rope_backward",
+            ),
+            ("pytorch.module._common", "apply_normalization WeightGradStore"),
+        ),
+        partly="pytorch.cpp_extensions.general_gemm",
+    ),
+    Feature(
+        "Export to ONNX",
+        "modules have no decomposed forward",
+        "torch.export.export",
+        (("pytorch.export", "te_translation_table"),),
+        partly="pytorch.export.onnx_export",
+    ),
+    Feature(
+        "Newton-Schulz",
+        "there is no distributed solver",
+        "the iteration in torch.matmul on whole matrices",
+        (("pytorch", "CusolverMpCtx newton_schulz"),),
+    ),
+    Feature(
+        "Fused projection of MLA",
+        "there is no such kernel",
+        "te.Linear and te.apply_rotary_pos_emb",
+        (("pytorch", "FusedMLAQUpProjRopeQuant"),),
+    ),
+    Feature(
+        "Sharded weights of other libraries",
+        "weights are plain parameters",
+        "FSDP2 (torch.distributed.fsdp.fully_shard)",
+        (
+            (
+                "pytorch.distributed_weight",
+                "DistributedWeight materialize_weight_for_forward materialize_weight_for_backward "
+                "materialize_weights_for_forward materialize_weights_for_backward "
+                "finalize_weight_grads",
+            ),
+        ),
+    ),
+    Feature(
+        "Debug features",
+        "nothing reads configuration files of nvdlfw_inspect",
+        "te.explain and docs/debugging_numerics.md",
+        (("debug.pytorch.debug_state", "TEDebugState"),),
+    ),
+)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Debug features of nvdlfw_inspect, which are not built yet."""

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single kernels; most are not built under these names."""
+
+from transformer_engine.common import absent
+from transformer_engine.pytorch.constants import TE_DType
+from transformer_engine.pytorch.cpp_extensions.gemm import general_gemm
+
+__getattr__, __dir__ = absent.attach(globals())
+__all__ = ["TE_DType", "general_gemm", *absent.names_of(__name__)]

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offload of activations to the host: only its disabled form is built."""
+
+import contextlib
+from typing import Any
+
+from torch import Tensor
+
+from transformer_engine.common import absent
+
+__all__ = [
+    "CPUOffloadEnabled",
+    "get_cpu_offload_context",
+    "is_cpu_offload_enabled",
+    "mark_activation_offload",
+    "mark_not_offload",
+    *absent.names_of(__name__),
+]
+
+__getattr__, __dir__ = absent.attach(globals())
+
+CPUOffloadEnabled = False
+"""Whether activations are offloaded."""
+
+
+def is_cpu_offload_enabled() -> bool:
+    """Whether activations are offloaded: never."""
+    return False
+
+
+def mark_activation_offload(*tensors: Tensor | None) -> None:
+    """Mark tensors that an offload would copy to the host."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.activation_offloading = True
+
+
+def mark_not_offload(*tensors: Tensor | None) -> None:
+    """Mark tensors that an offload would leave on the device."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor._TE_do_not_offload = True
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def get_cpu_offload_context(enabled: bool = False, *args: Any, **options: Any) -> tuple:
+    """(context, function to call on each layer's output): only the disabled form is built.
+
+    Parameters
+    ----------
+    enabled : bool, default False
+        Copy activations to the host.
+    *args, **options
+        How; read for nothing but ``manual_synchronization``, which adds a None to the result.
+
+    Returns
+    -------
+    tuple
+        A context that changes nothing, and the identity.
+
+    Raises
+    ------
+    NotImplementedError
+        Where enabled.
+    """
+    if enabled:
+        raise absent.refusal("pytorch.cpu_offload.get_cpu_offload_context", "(enabled=True)")
+    pair = (contextlib.nullcontext(), _same)
+    return (*pair, None) if options.get("manual_synchronization") else pair

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recompute, random states by name and the collectives of tensor parallelism."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.common import absent
+from transformer_engine.pytorch.module.base import Fp8Module
+from transformer_engine.pytorch.recompute import (
+    activation_recompute_forward,
+    checkpoint,
+    in_fp8_activation_recompute_phase,
+    is_fp8_activation_recompute_enabled,
+)
+
+__all__ = [
+    "CudaRNGStatesTracker",
+    "activation_recompute_forward",
+    "allreduce",
+    "checkpoint",
+    "gather_along_first_dim",
+    "gather_split_1d_tensor",
+    "get_all_rng_states",
+    "get_distributed_rank",
+    "get_distributed_world_size",
+    "graph_safe_rng_available",
+    "has_te_modules",
+    "in_fp8_activation_recompute_phase",
+    "is_fp8_activation_recompute_enabled",
+    "is_graph_safe_rng_state",
+    "reduce_scatter_along_first_dim",
+    "set_all_rng_states",
+    "set_tensor_model_parallel_attributes",
+    "split_tensor_into_1d_equal_chunks",
+    *absent.names_of(__name__),
+]
+
+__getattr__, __dir__ = absent.attach(globals())
+
+
+# ---- random states -----------------------------------------------------------------------------
+
+
+def _random_state() -> Tensor:
+    """State of the generator that trackers swap: that of the current CUDA device, or the CPU's."""
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+
+
+def _set_random_state(state: Tensor) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
+class CudaRNGStatesTracker:
+    """Random states by name: inside `fork` a named one is in force, and goes on where it was.
+
+    So ranks draw equal numbers for what they share and different ones for what they do not. The
+    state is that of the current CUDA device, or of the CPU where there is no CUDA device; on a
+    machine with a GPU, the CPU's generator is left alone.
+
+    Attributes
+    ----------
+    states_ : dict of str to Tensor
+        uint8 states by name.
+    seeds_ : set of int
+        Seeds that were given.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+        _TRACKERS.add(self)
+
+    def reset(self) -> None:
+        """Forget all names."""
+        self.states_: dict[str, Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def get_states(self) -> dict[str, Tensor]:
+        """The states by name, in a new dictionary."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Take over states that `get_states` gave.
+
+        Parameters
+        ----------
+        states : dict of str to Tensor
+            All names from now on.
+        """
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Begin a state from a seed; the generator itself stays as it is.
+
+        Parameters
+        ----------
+        name : str
+            A new name.
+        seed : int
+            A new seed: equal seeds would draw equal numbers.
+
+        Raises
+        ------
+        RuntimeError
+            The name or the seed is there already.
+        """
+        if seed in self.seeds_:
+            raise RuntimeError(f"CudaRNGStatesTracker.add: seed {seed} is there already")
+        if name in self.states_:
+            raise RuntimeError(f"CudaRNGStatesTracker.add: name {name!r} is there already")
+        before = _random_state()
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+        self.states_[name] = _random_state()
+        self.seeds_.add(seed)
+        _set_random_state(before)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Draw from a named state inside a ``with`` block.
+
+        Parameters
+        ----------
+        name : str, default "model-parallel-rng"
+            A name that was added.
+
+        Raises
+        ------
+        KeyError
+            It was not.
+        """
+        if name not in self.states_:
+            raise KeyError(
+                f"CudaRNGStatesTracker.fork: no state {name!r}, there are {sorted(self.states_)}; "
+                "call add(name, seed) first"
+            )
+        before = _random_state()
+        _set_random_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = _random_state()
+            _set_random_state(before)
+
+
+_TRACKERS: "weakref.WeakSet[CudaRNGStatesTracker]" = weakref.WeakSet()
+
+
+def get_all_rng_states() -> dict[str, Tensor]:
+    """States by name of all trackers that are alive.
+
+    Returns
+    -------
+    dict of str to Tensor
+        Trackers that share a name are taken for one: either's state is there.
+    """
+    return {name: state for each in list(_TRACKERS) for name, state in each.get_states().items()}
+
+
+def set_all_rng_states(states: dict[str, Tensor]) -> None:
+    """Give every tracker those states whose names it has.
+
+    Parameters
+    ----------
+    states : dict of str to Tensor
+        What `get_all_rng_states` gave.
+    """
+    for each in list(_TRACKERS):
+        each.states_.update({name: states[name] for name in each.states_ if name in states})
+
+
+def graph_safe_rng_available() -> bool:
+    """Whether trackers keep generators that a CUDA graph can replay: no, they keep bytes."""
+    return False
+
+
+def is_graph_safe_rng_state(state: Any) -> bool:
+    """Whether a state is a generator."""
+    return isinstance(state, torch.Generator)
+
+
+# ---- collectives -------------------------------------------------------------------------------
+
+
+def get_distributed_world_size(group: Any = None) -> int:
+    """Ranks of a group; None: of all processes. 1 where torch.distributed is not initialised."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 1
+    return torch.distributed.get_world_size(group)
+
+
+def get_distributed_rank(group: Any = None) -> int:
+    """Rank in a group; None: among all processes. 0 where torch.distributed is not initialised."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 0
+    return torch.distributed.get_rank(group)
+
+
+def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[Tensor, Any]:
+    """Sum a tensor over a group, in place.
+
+    Returns
+    -------
+    (Tensor, handle or None)
+        The handle of an asynchronous call is to be waited for.
+    """
+    if get_distributed_world_size(tp_group) == 1:
+        return inp, None
+    handle = torch.distributed.all_reduce(inp, group=tp_group, async_op=async_op)
+    return inp, handle
+
+
+def gather_along_first_dim(
+    inp: Tensor,
+    process_group: Any,
+    async_op: bool = False,
+    quantizer: Any = None,
+    output_tensor: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """Put the tensors of all ranks one below the other.
+
+    Parameters
+    ----------
+    inp : Tensor
+        [n, ...], of one shape on all ranks.
+    process_group : ProcessGroup
+        The ranks; None: all.
+    async_op : bool, default False
+        Return before it is done.
+    quantizer : None
+        Quantized tensors are not there yet.
+    output_tensor : Tensor, optional
+        [ranks * n, ...], contiguous, to be written.
+
+    Returns
+    -------
+    (Tensor, handle or None)
+        [ranks * n, ...]. The handle of an asynchronous call is to be waited for.
+
+    Raises
+    ------
+    NotImplementedError
+        For a quantizer.
+    """
+    if quantizer is not None:
+        raise absent.refusal("pytorch.distributed.gather_along_first_dim", "(quantizer=...)")
+    world = get_distributed_world_size(process_group)
+    if world == 1:
+        return inp, None
+    if output_tensor is None:
+        output_tensor = inp.new_empty((inp.shape[0] * world, *inp.shape[1:]))
+    handle = torch.distributed.all_gather_into_tensor(
+        output_tensor, inp.contiguous(), group=process_group, async_op=async_op
+    )
+    return output_tensor, handle
+
+
+def reduce_scatter_along_first_dim(
+    inp: Tensor, tp_group: Any, async_op: bool = False, output: Tensor | None = None
+) -> tuple[Tensor, Any]:
+    """Sum a tensor over a group; each rank gets its part of the rows.
+
+    Parameters
+    ----------
+    inp : Tensor
+        [ranks * n, ...].
+    tp_group : ProcessGroup
+        The ranks; None: all.
+    async_op : bool, default False
+        Return before it is done.
+    output : Tensor, optional
+        [n, ...], contiguous, to be written.
+
+    Returns
+    -------
+    (Tensor, handle or None)
+        [n, ...]. The handle of an asynchronous call is to be waited for.
+
+    Raises
+    ------
+    ValueError
+        The ranks do not divide the rows.
+    """
+    world = get_distributed_world_size(tp_group)
+    if world == 1:
+        return inp, None
+    if inp.shape[0] % world != 0:
+        raise ValueError(
+            f"reduce_scatter_along_first_dim: {inp.shape[0]} rows are no {world} equal parts"
+        )
+    if output is None:
+        output = inp.new_empty((inp.shape[0] // world, *inp.shape[1:]))
+    handle = torch.distributed.reduce_scatter_tensor(
+        output, inp.contiguous(), group=tp_group, async_op=async_op
+    )
+    return output, handle
+
+
+def split_tensor_into_1d_equal_chunks(
+    tensor: Tensor, tp_group: Any, new_buffer: bool = False
+) -> Tensor:
+    """Part of a tensor's elements, that of this rank, as a row.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        Its elements divide by the ranks.
+    tp_group : ProcessGroup
+        The ranks.
+    new_buffer : bool, default False
+        A copy rather than a view.
+    """
+    world = get_distributed_world_size(tp_group)
+    if tensor.numel() % world != 0:
+        raise ValueError(
+            f"split_tensor_into_1d_equal_chunks: {tensor.numel()} elements are no {world} parts"
+        )
+    part = tensor.reshape(world, -1)[get_distributed_rank(tp_group)]
+    return part.clone() if new_buffer else part
+
+
+def gather_split_1d_tensor(tensor: Tensor, tp_group: Any) -> Tensor:
+    """The row that `split_tensor_into_1d_equal_chunks` cut, put together again."""
+    return gather_along_first_dim(tensor, tp_group)[0]
+
+
+# ---- modules and parameters --------------------------------------------------------------------
+
+
+def set_tensor_model_parallel_attributes(
+    tensor: Tensor, is_parallel: bool, dim: int, stride: int
+) -> None:
+    """Say on a parameter how it is split over the ranks of tensor parallelism.
+
+    Raises
+    ------
+    RuntimeError
+        It has been said.
+    """
+    names = ("tensor_model_parallel", "partition_dim", "partition_stride")
+    for name in names:
+        if hasattr(tensor, name):
+            raise RuntimeError(f"set_tensor_model_parallel_attributes: {name} is set already")
+    for name, value in zip(names, (is_parallel, dim, stride), strict=True):
+        setattr(tensor, name, value)
+
+
+def has_te_modules(network: torch.nn.Module) -> bool:
+    """Whether a network has modules of this library with FP8 GEMMs."""
+    return any(isinstance(module, Fp8Module) for module in network.modules())

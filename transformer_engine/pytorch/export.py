@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export to ONNX: only its disabled form is built."""
+
+import contextlib
+from collections.abc import Iterator
+
+from transformer_engine.common import absent
+
+__all__ = ["is_in_onnx_export_mode", "onnx_export", *absent.names_of(__name__)]
+
+__getattr__, __dir__ = absent.attach(globals())
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def onnx_export(enabled: bool = False) -> contextlib.AbstractContextManager:
+    """Make modules exportable inside: only the disabled form, which changes nothing, is built.
+
+    Raises
+    ------
+    NotImplementedError
+        Where enabled.
+    """
+    if enabled:
+        raise absent.refusal("pytorch.export.onnx_export", "(enabled=True)")
+    return _nothing()
+
+
+def is_in_onnx_export_mode() -> bool:
+    """Whether modules run in a form that ONNX knows: never."""
+    return False

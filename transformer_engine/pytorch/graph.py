@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs: the state of modules around a capture."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from transformer_engine.common import absent
+from transformer_engine.common.recipe import Recipe
+
+__all__ = [
+    "is_graph_capturing",
+    "restore_fp8_tensors",
+    "save_fp8_tensors",
+    "set_capture_end",
+    "set_capture_start",
+    *absent.names_of(__name__),
+]
+
+__getattr__, __dir__ = absent.attach(globals())
+
+_CAPTURING = [False]
+
+
+def set_capture_start() -> None:
+    """Say that a capture begins."""
+    _CAPTURING[0] = True
+
+
+def set_capture_end() -> None:
+    """Say that the capture is over."""
+    _CAPTURING[0] = False
+
+
+def is_graph_capturing() -> bool:
+    """Whether `set_capture_start` was called and `set_capture_end` was not."""
+    return _CAPTURING[0]
+
+
+def save_fp8_tensors(modules: Iterable[torch.nn.Module], recipe: Recipe | None) -> list | None:
+    """Copy the scaling state of modules, so that warm-up and capture leave no trace in it.
+
+    Parameters
+    ----------
+    modules : iterable of Module
+        Their submodules are included.
+    recipe : Recipe or None
+        The recipe of the capture.
+
+    Returns
+    -------
+    list or None
+        For `restore_fp8_tensors`; None for recipes without state.
+    """
+    if recipe is None or not recipe.delayed():
+        return None
+    return [
+        module._state_values() if hasattr(module, "_state_values") else None
+        for root in modules
+        for module in root.modules()
+    ]
+
+
+def restore_fp8_tensors(modules: Iterable[torch.nn.Module], fp8_tensors: Any) -> None:
+    """Give modules the state that `save_fp8_tensors` copied.
+
+    Values are written in place where a module has state, so that captured graphs see them. A module
+    that had none starts again from scale 1.
+
+    Parameters
+    ----------
+    modules : iterable of Module
+        The same modules.
+    fp8_tensors : list or None
+        What was saved.
+
+    Raises
+    ------
+    RuntimeError
+        There is state for another number of modules.
+    """
+    if fp8_tensors is None:
+        return
+    found = [module for root in modules for module in root.modules()]
+    if len(found) != len(fp8_tensors):
+        raise RuntimeError(
+            f"restore_fp8_tensors: state of {len(fp8_tensors)} modules for {len(found)} modules"
+        )
+    for module, values in zip(found, fp8_tensors, strict=True):
+        if hasattr(module, "_put_state"):
+            module._put_state(values)

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Fp8Meta`: the recipe and the scaling state of a module, as programs read them."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch.state import current_state
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.module.base import Fp8Module
+
+__all__ = ["Fp8Meta", "ScalingView"]
+
+_DIRECTIONS = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
+
+
+class ScalingView:
+    """Scales and amax histories of one direction of a module under delayed scaling.
+
+    Attributes are read anew at each access. They are views of the memory that the next call reads,
+    or, before the first call after a checkpoint was loaded, of what was loaded.
+    """
+
+    __slots__ = ("_direction", "_module")
+
+    def __init__(self, module: "Fp8Module", direction: str) -> None:
+        self._module = module
+        self._direction = direction
+
+    def _tensors(self) -> tuple[Tensor, Tensor]:
+        values = live_values(self._module)
+        if values is None:
+            raise RuntimeError(
+                f"{type(self._module).__name__}: its scaling state is gone (reset); it begins "
+                "anew at the next FP8 forward"
+            )
+        return values[self._direction]
+
+    @property
+    def scale(self) -> Tensor:
+        """[slots] fp32: a tensor is multiplied by its scale, then cast."""
+        return self._tensors()[0]
+
+    @property
+    def scale_inv(self) -> Tensor:
+        """[slots] fp32: 1 / scale, a new tensor."""
+        return self._tensors()[0].reciprocal()
+
+    @property
+    def amax_history(self) -> Tensor:
+        """[length, slots] fp32: row 0 collects, the last row is the newest finished step."""
+        return self._tensors()[1]
+
+    def __repr__(self) -> str:
+        """Return the tensors."""
+        scale, history = self._tensors()
+        return f"ScalingView(scale={scale}, amax_history={history})"
+
+
+def live_values(module: "Fp8Module") -> dict[str, tuple[Tensor, Tensor]] | None:
+    """Direction -> (scale, history) of a module, not copied; None where it has none."""
+    if module._loaded_state is not None:
+        return module._loaded_state
+    slots = module._slots
+    if slots is None or not slots.live:
+        return None
+    values = {}
+    for direction, count in zip(_DIRECTIONS.values(), slots.counts, strict=True):
+        scale, history, first = slots.chunk(direction)
+        values[direction] = (scale[first : first + count], history[:, first : first + count])
+    return values
+
+
+class Fp8Meta(Mapping):
+    """What a module knows of FP8, by the names that programs read. It can not be written to.
+
+    ``fp8_checkpoint``
+        Whether the module has run in FP8, or loaded what one that did has saved.
+    ``fp8_group``
+        The group that its amaxes are reduced over.
+    ``num_gemms``
+        Its linear layers.
+    ``recipe``, ``fp8_max_fwd``, ``fp8_max_bwd``
+        The recipe in force, else the one it used last, and the largest values of its formats; once
+        there is one.
+    ``scaling_fwd``, ``scaling_bwd``
+        `ScalingView`, under delayed scaling and once there is state.
+    """
+
+    def __init__(self, module: "Fp8Module") -> None:
+        self._module = module
+
+    def _recipe(self) -> Recipe | None:
+        state = current_state()
+        if state.enabled:
+            return state.recipe
+        known = self._module._quantization
+        return None if known is None else known[2]
+
+    def _items(self) -> dict[str, Any]:
+        module = self._module
+        slots = module._slots
+        items: dict[str, Any] = {
+            "fp8_checkpoint": module.fp8_initialized,
+            "fp8_group": None if slots is None else slots.group,
+            "num_gemms": module.SLOTS[0] // 3,
+        }
+        recipe = self._recipe()
+        if recipe is not None:
+            items["recipe"] = recipe
+            items["fp8_max_fwd"] = recipe.fp8_format.fp8_max("fwd")
+            items["fp8_max_bwd"] = recipe.fp8_format.fp8_max("bwd")
+        if live_values(module) is not None:
+            for key, direction in _DIRECTIONS.items():
+                items[key] = ScalingView(module, direction)
+        return items
+
+    def __getitem__(self, key: str) -> Any:
+        """Return the value as it is now."""
+        return self._items()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names that there are now."""
+        return iter(self._items())
+
+    def __len__(self) -> int:
+        """Return the number of names that there are now."""
+        return len(self._items())
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Accept what is there already, as programs that replay graphs write it.
+
+        Raises
+        ------
+        TypeError
+            It would change something.
+        """
+        items = self._items()
+        if items.get(key) is value or (key == "recipe" and value == items.get(key)):
+            return
+        raise TypeError(
+            f"{type(self._module).__name__}.fp8_meta[{key!r}] = ...: fp8_meta is a view. The "
+            "recipe and the group are those of autocast(); scaling state is set by "
+            "load_state_dict"
+        )
+
+    def __repr__(self) -> str:
+        """Return the items."""
+        return f"Fp8Meta({self._items()})"

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations on lists of tensors, of torch's own ``_foreach`` operators.
+
+An operation is ``op(chunk_size, noop_flag, tensor_lists, *args)``; `multi_tensor_applier` calls it.
+It sets the flag, an int32 tensor of one element, to 1 where it meets Inf or NaN, and never clears
+it. No operation waits for the device.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "MultiTensorApply",
+    "multi_tensor_applier",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
+    "multi_tensor_unscale_l2norm",
+]
+
+
+class MultiTensorApply:
+    """Calls an operation on lists of tensors.
+
+    Parameters
+    ----------
+    chunk_size : int
+        Handed to the operations, which do not need it.
+    """
+
+    available = True
+    warned = False
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(
+        self, op: Callable, noop_flag_buffer: Tensor, tensor_lists: list[list[Tensor]], *args: Any
+    ) -> Any:
+        """Call an operation on the tensors that have elements.
+
+        Parameters
+        ----------
+        op : callable
+            See above.
+        noop_flag_buffer : Tensor
+            [1] int32.
+        tensor_lists : list of list of Tensor
+            Of one length; DTensors stand for this rank's part.
+        *args
+            Further arguments of `op`.
+
+        Returns
+        -------
+        Any
+            What `op` returns; None where no tensor has elements.
+
+        Raises
+        ------
+        RuntimeError
+            The lists have different lengths.
+        """
+        if len({len(each) for each in tensor_lists}) > 1:
+            lengths = [len(each) for each in tensor_lists]
+            raise RuntimeError(f"multi_tensor_applier: lists of {lengths} tensors")
+        local = [[getattr(t, "_local_tensor", t) for t in each] for each in tensor_lists]
+        kept = [i for i, tensor in enumerate(local[0]) if tensor.numel() > 0] if local else []
+        if not kept:
+            return None
+        return op(self.chunk_size, noop_flag_buffer, [[e[i] for i in kept] for e in local], *args)
+
+
+multi_tensor_applier = MultiTensorApply(65536)
+
+
+def _flag(noop_flag: Tensor, sums: list[Tensor]) -> None:
+    """Set the flag where a number is not finite."""
+    device = noop_flag.device
+    finite = torch.stack([each.to(device, torch.float32) for each in sums]).isfinite().all()
+    noop_flag.masked_fill_(~finite, 1)
+
+
+def multi_tensor_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: Any
+) -> None:
+    """Write ``input * scale``, computed in fp32, into the second list.
+
+    Parameters
+    ----------
+    chunk_size : int
+        Ignored.
+    noop_flag : Tensor
+        [1] int32, set to 1 where an input is not finite.
+    tensor_lists : list of two lists of Tensor
+        Inputs and outputs, of any dtypes; they may be the same tensors.
+    scale : float or Tensor
+        One number.
+    """
+    del chunk_size
+    with torch.no_grad():
+        inputs, outputs = tensor_lists
+        # |x| summed in its dtype could overflow; a maximum does not, and passes NaN on.
+        _flag(noop_flag, torch._foreach_norm(inputs, float("inf")))
+        wide = [tensor.to(torch.float32, copy=True) for tensor in inputs]
+        torch._foreach_mul_(wide, scale)
+        torch._foreach_copy_(outputs, wide)
+
+
+def multi_tensor_scale_tensor(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: Tensor
+) -> None:
+    """`multi_tensor_scale` by an fp32 tensor of one element, which is not read on the host."""
+    multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale.reshape(()))
+
+
+def multi_tensor_l2norm(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: list[list[Tensor]],
+    per_tensor: bool | None = False,
+) -> tuple[Tensor, Tensor]:
+    """The norm of all elements, and of each tensor.
+
+    Parameters
+    ----------
+    chunk_size : int
+        Ignored.
+    noop_flag : Tensor
+        [1] int32, set to 1 where a norm is not finite.
+    tensor_lists : list of one list of Tensor
+        Tensors of any dtypes.
+    per_tensor : bool, default False
+        Return the norm of each tensor as well.
+
+    Returns
+    -------
+    (Tensor, Tensor)
+        [1] and [tensors] (or [0]) fp32.
+    """
+    del chunk_size
+    with torch.no_grad():
+        norms = torch._foreach_norm([tensor.float() for tensor in tensor_lists[0]], 2)
+        _flag(noop_flag, norms)
+        each = torch.stack([norm.to(norms[0].device) for norm in norms])
+        total = torch.linalg.vector_norm(each).view(1)
+        return total, each if per_tensor else each.new_empty(0)
+
+
+def multi_tensor_unscale_l2norm(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: list[list[Tensor]],
+    inv_scale: Tensor,
+    per_tensor: bool | None = False,
+) -> tuple[Tensor, Tensor]:
+    """`multi_tensor_l2norm` of the tensors times `inv_scale`, an fp32 tensor of one element."""
+    total, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
+    return total * inv_scale.abs(), each * inv_scale.abs()

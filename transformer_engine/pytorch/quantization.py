@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in force, and what this machine can do, under the names that programs ask by."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from transformer_engine.common import absent
+from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch import graph, scaling
+from transformer_engine.pytorch.autocast import autocast, fp8_autocast, get_default_recipe
+from transformer_engine.pytorch.constants import TE_DType
+from transformer_engine.pytorch.device import (
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
+from transformer_engine.pytorch.state import RegionState, current_state
+
+__all__ = [
+    "FP8GlobalStateManager",
+    "autocast",
+    "check_fp8_block_scaling_support",
+    "check_fp8_support",
+    "check_mxfp8_support",
+    "check_nvfp4_support",
+    "check_recipe_support",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_align_size_for_quantization",
+    "get_default_fp8_recipe",
+    "get_default_recipe",
+    "get_fp8_max",
+    "get_fp8_te_dtype",
+    "get_fp8_torch_dtype",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "quantized_model_init",
+]
+
+get_default_fp8_recipe = get_default_recipe
+
+_DIRECTION = {True: "fwd", False: "bwd"}
+
+
+def check_fp8_support() -> tuple[bool, str]:
+    """(whether FP8 GEMMs run natively on the current device, why not)."""
+    return is_fp8_available(return_reason=True)
+
+
+def check_mxfp8_support() -> tuple[bool, str]:
+    """(whether MXFP8 can be used, why not)."""
+    return is_mxfp8_available(return_reason=True)
+
+
+def check_nvfp4_support() -> tuple[bool, str]:
+    """(whether NVFP4 can be used, why not)."""
+    return is_nvfp4_available(return_reason=True)
+
+
+def check_fp8_block_scaling_support() -> tuple[bool, str]:
+    """(whether FP8 block scaling can be used, why not)."""
+    return is_fp8_block_scaling_available(return_reason=True)
+
+
+def check_recipe_support(recipe: Recipe) -> None:
+    """Raise where a recipe can not run here.
+
+    Parameters
+    ----------
+    recipe : Recipe
+        A recipe of this library: recipes that are not built can not be constructed.
+
+    Raises
+    ------
+    RuntimeError
+        The CUDA device has no FP8 GEMMs. Without a CUDA device the CPU backend runs every recipe
+        as a reference.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe: {type(recipe).__name__} object, expected a recipe")
+    supported, reason = check_fp8_support()
+    if torch.cuda.is_available() and not supported:
+        raise RuntimeError(f"{type(recipe).__name__}: {reason}")
+
+
+def get_align_size_for_quantization(recipe: Recipe) -> int:
+    """Number of rows that FP8 GEMMs of a recipe come in: 16.
+
+    Modules pad by themselves; programs that pack sequences ask to save that copy.
+    """
+    del recipe
+    return 16
+
+
+def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
+    """Element type of a recipe, of the forward or of the backward, as a torch dtype."""
+    kinds = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+    return kinds[fp8_recipe.fp8_format.dtype_name(_DIRECTION[fprop_tensor])]
+
+
+def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> Any:
+    """Element type of a recipe, of the forward or of the backward, as a `DType`."""
+    return TE_DType[get_fp8_torch_dtype(fp8_recipe, fprop_tensor)]
+
+
+def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
+    """Largest finite value of a recipe's element type, of the forward or of the backward."""
+    return fp8_recipe.fp8_format.fp8_max(_DIRECTION[fprop_tensor])
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    """A context, or decorator, that changes nothing."""
+    yield
+
+
+def quantized_model_init(
+    enabled: bool = True,
+    recipe: Recipe | None = None,
+    preserve_high_precision_init_val: bool = False,
+) -> Any:
+    """Make modules with quantized parameters inside: only the disabled form is built.
+
+    Parameters
+    ----------
+    enabled : bool, default True
+        False: a context that changes nothing.
+    recipe, preserve_high_precision_init_val
+        Read only where enabled.
+
+    Returns
+    -------
+    context manager
+        It changes nothing.
+
+    Raises
+    ------
+    NotImplementedError
+        Where enabled.
+    """
+    del recipe, preserve_high_precision_init_val
+    if enabled:
+        raise absent.refusal("pytorch.quantized_model_init", "(enabled=True)")
+    return _nothing()
+
+
+def fp8_model_init(
+    enabled: bool = True,
+    recipe: Recipe | None = None,
+    preserve_high_precision_init_val: bool = False,
+) -> Any:
+    """`quantized_model_init` under its older name."""
+    del recipe, preserve_high_precision_init_val
+    if enabled:
+        raise absent.refusal("pytorch.fp8_model_init", "(enabled=True)")
+    return _nothing()
+
+
+class _QuantizationState:
+    """State of this thread as attributes; `FP8GlobalStateManager.quantization_state`."""
+
+    fp8_parameters = False
+    high_precision_init_val = False
+    skip_fp8_weight_update_tensor = None
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Modules run in FP8."""
+        return current_state().enabled
+
+    @property
+    def fp8_calibration(self) -> bool:
+        """Modules record amaxes in high precision."""
+        return current_state().calibrating
+
+    @property
+    def fp8_recipe(self) -> Recipe | None:
+        """Recipe in force."""
+        return current_state().recipe
+
+    @property
+    def fp8_distributed_group(self) -> Any:
+        """Group that amaxes are reduced over."""
+        return current_state().group
+
+    @property
+    def is_first_fp8_module(self) -> bool:
+        """No module of the region has recorded a backward yet."""
+        return current_state().first
+
+    @property
+    def autocast_depth(self) -> int:
+        """Nested regions."""
+        return current_state().depth
+
+    @property
+    def fp8_graph_capturing(self) -> bool:
+        """A CUDA graph is being captured."""
+        return FP8GlobalStateManager.fp8_graph_capturing()
+
+
+class FP8GlobalStateManager:
+    """What is in force in this thread, and the scaling state of all modules.
+
+    A view under the names that programs use; `autocast` and the modules do not need it.
+    """
+
+    quantization_state = _QuantizationState()
+
+    @classmethod
+    def reset(cls) -> None:
+        """Drop the scaling state of every module; see `transformer_engine.pytorch.reset`.
+
+        Outside every region also the state that a thread would have kept from a broken one.
+        """
+        scaling.reset()
+        state = current_state()
+        if state.depth == 0:
+            state.__dict__.update(RegionState().__dict__)
+
+    # ---- what this machine can do ----------------------------------------------------------------
+
+    @classmethod
+    def is_fp8_available(cls) -> tuple[bool, str]:
+        """(whether FP8 GEMMs run natively on the current device, why not)."""
+        return check_fp8_support()
+
+    @classmethod
+    def is_mxfp8_available(cls) -> tuple[bool, str]:
+        """(whether MXFP8 can be used, why not)."""
+        return check_mxfp8_support()
+
+    @classmethod
+    def is_nvfp4_available(cls) -> tuple[bool, str]:
+        """(whether NVFP4 can be used, why not)."""
+        return check_nvfp4_support()
+
+    @classmethod
+    def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
+        """(whether FP8 block scaling can be used, why not)."""
+        return check_fp8_block_scaling_support()
+
+    # ---- what is in force ------------------------------------------------------------------------
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        """Whether modules run in FP8 now."""
+        return current_state().enabled
+
+    @classmethod
+    def is_fp8_calibration(cls) -> bool:
+        """Whether modules record amaxes in high precision now."""
+        return current_state().calibrating
+
+    @classmethod
+    def with_fp8_parameters(cls) -> bool:
+        """Whether modules are made with quantized parameters: never, see `quantized_model_init`."""
+        return False
+
+    @classmethod
+    def with_high_precision_init_val(cls) -> bool:
+        """Whether quantized parameters keep their first values: never."""
+        return False
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        """The recipe in force; the default one where there is none."""
+        recipe = current_state().recipe
+        return get_default_recipe() if recipe is None else recipe
+
+    @classmethod
+    def get_fp8_group(cls) -> Any:
+        """The group that amaxes are reduced over; None: all ranks."""
+        return current_state().group
+
+    @classmethod
+    def fp8_graph_capturing(cls) -> bool:
+        """Whether a CUDA graph is being captured."""
+        if graph.is_graph_capturing():
+            return True
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+    @classmethod
+    def is_first_fp8_module(cls) -> bool:
+        """Take the flag of the region's first module: True once a region.
+
+        Who gets True updates the backward scales (`reduce_and_update_fp8_tensors`) after the
+        backward; no module of the region will.
+        """
+        state = current_state()
+        first, state.first = state.first, False
+        return first
+
+    @classmethod
+    def get_autocast_state(cls) -> tuple:
+        """All of what is in force, for `set_autocast_state`."""
+        state = current_state()
+        return state.enabled, state.calibrating, state.recipe, state.group, state.first
+
+    @classmethod
+    def set_autocast_state(cls, state: tuple) -> None:
+        """Put what `get_autocast_state` gave in force, without entering a region."""
+        current = current_state()
+        current.enabled, current.calibrating, current.recipe, current.group, current.first = state
+
+    get_fp8_autocast_state = get_autocast_state
+    set_fp8_autocast_state = set_autocast_state
+
+    # ---- scaling state ---------------------------------------------------------------------------
+
+    @classmethod
+    def add_fp8_tensors_to_global_buffer(cls, fp8_meta: Any, **options: Any) -> None:
+        """Nothing: the scaling state of a module is part of the updates since it exists."""
+
+    @classmethod
+    def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
+        """Turn the amaxes of the forward, or of the backward, into scales now.
+
+        Regions and backwards do it by themselves: for programs that replay captured graphs.
+        """
+        scaling.update("forward" if forward else "backward")
+
+    @classmethod
+    def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
+        """Let captured graphs keep their quantized weights: only False is built.
+
+        Raises
+        ------
+        NotImplementedError
+            For True.
+        """
+        if skip:
+            raise absent.refusal(
+                "pytorch.quantization.FP8GlobalStateManager.set_skip_fp8_weight_update_tensor",
+                "(True)",
+            )
+
+    @classmethod
+    def get_skip_fp8_weight_update_tensor(cls) -> None:
+        """None: no graph keeps quantized weights."""
+        return None

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Helpers that programs import: sizes, dtypes, initialisation, profiler ranges."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.device import get_device_compute_capability, is_bf16_available
+from transformer_engine.pytorch.torch_version import torch_version
+
+__all__ = [
+    "SplitAlongDim",
+    "assert_dim_for_fp8_exec",
+    "attention_mask_func",
+    "canonicalize_device",
+    "canonicalize_dtype",
+    "cast_if_needed",
+    "check_dim_for_fp8_exec",
+    "clear_tensor_data",
+    "combine_tensors",
+    "deinterleave_glu_tensor",
+    "divide",
+    "ensure_divisibility",
+    "get_cudnn_version",
+    "get_default_init_method",
+    "get_device_compute_capability",
+    "get_sm_count",
+    "init_method_constant",
+    "init_method_normal",
+    "interleave_glu_tensor",
+    "is_bf16_available",
+    "is_bf16_compatible",
+    "is_non_tn_fp8_gemm_supported",
+    "make_weak_ref",
+    "nvtx_range_pop",
+    "nvtx_range_push",
+    "requires_grad",
+    "round_up_to_nearest_multiple",
+    "scaled_init_method_normal",
+    "torch_version",
+]
+
+
+# ---- numbers and sizes -------------------------------------------------------------------------
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Raise a ValueError where there is a remainder."""
+    if numerator % denominator != 0:
+        raise ValueError(f"{numerator} is not divisible by {denominator}")
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """Quotient; a ValueError where there is a remainder."""
+    ensure_divisibility(numerator, denominator)
+    return numerator // denominator
+
+
+def round_up_to_nearest_multiple(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` (not 0) that is not below `value`."""
+    if multiple == 0:
+        raise ValueError("round_up_to_nearest_multiple: multiple=0, expected another number")
+    return -(-value // multiple) * multiple
+
+
+def check_dim_for_fp8_exec(tensor: Tensor) -> bool:
+    """Whether FP8 GEMMs take a tensor without padding it: rows by 8, columns by 16.
+
+    The modules pad by themselves.
+    """
+    return tensor.shape[:-1].numel() % 8 == 0 and tensor.shape[-1] % 16 == 0
+
+
+def assert_dim_for_fp8_exec(*tensors: Tensor) -> None:
+    """Raise a ValueError for tensors that `check_dim_for_fp8_exec` is False for."""
+    for tensor in tensors:
+        if not check_dim_for_fp8_exec(tensor):
+            raise ValueError(
+                f"tensor of shape {tuple(tensor.shape)}: without padding, FP8 GEMMs take the "
+                "product of the leading dims by 8 and the last dim by 16"
+            )
+
+
+# ---- devices and dtypes ------------------------------------------------------------------------
+
+
+def get_cudnn_version() -> tuple[int, int, int]:
+    """(major, minor, patch) of the cuDNN that torch uses; zeros without it."""
+    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    if version is None:
+        return (0, 0, 0)
+    major = 10000 if version >= 90000 else 1000  # the encoding changed with version 9
+    return version // major, version % major // 100, version % 100
+
+
+@functools.cache
+def get_sm_count() -> int:
+    """Multiprocessors of the current CUDA device; 0 where there is none."""
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def is_bf16_compatible() -> bool:
+    """Whether bf16 GEMMs run natively on the current device."""
+    return is_bf16_available()
+
+
+def is_non_tn_fp8_gemm_supported() -> bool:
+    """Whether the current device's FP8 GEMMs take operands that are not transposed."""
+    capability = get_device_compute_capability()
+    return (10, 0) <= capability < (12, 0) or capability >= (13, 0)
+
+
+def canonicalize_device(device: torch.device | str | None) -> torch.device:
+    """A device with an index where it is a CUDA device; the current one for None."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def canonicalize_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """A dtype; torch's default one for None."""
+    return torch.get_default_dtype() if dtype is None else dtype
+
+
+def cast_if_needed(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The tensor in a dtype, itself where it is of it; None for None."""
+    return None if tensor is None else tensor.to(dtype)
+
+
+# ---- initialisation ----------------------------------------------------------------------------
+
+
+def init_method_normal(sigma: float) -> Callable[[Tensor], Tensor]:
+    """A function that fills a tensor from N(0, sigma)."""
+    return functools.partial(torch.nn.init.normal_, mean=0.0, std=sigma)
+
+
+def scaled_init_method_normal(sigma: float, num_layers: int) -> Callable[[Tensor], Tensor]:
+    """A function that fills a tensor from N(0, sigma / sqrt(2 * num_layers))."""
+    return init_method_normal(sigma / math.sqrt(2.0 * num_layers))
+
+
+def init_method_constant(val: float) -> Callable[[Tensor], Tensor]:
+    """A function that fills a tensor with a number."""
+    return functools.partial(torch.nn.init.constant_, val=val)
+
+
+def get_default_init_method() -> Callable[[Tensor], Tensor]:
+    """How weights begin that are given no `init_method`: N(0, 0.023)."""
+    return init_method_normal(0.023)
+
+
+# ---- tensors -----------------------------------------------------------------------------------
+
+
+def requires_grad(*tensors: Any) -> bool:
+    """Whether one of the arguments is a tensor that requires a gradient."""
+    return any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
+
+
+def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
+    """Write -10000 into scores whose mask is True, in place."""
+    return attention_scores.masked_fill_(attention_mask, -10000.0)
+
+
+class _SplitAlongDim:
+    """Split a tensor; ``apply`` is called as that of a `torch.autograd.Function`."""
+
+    @staticmethod
+    def apply(
+        mixed_x_layer: Tensor,
+        split_dim: int,
+        split_size_or_sections: int | Sequence[int],
+        squeeze: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Views of the parts.
+
+        Parameters
+        ----------
+        mixed_x_layer : Tensor
+            Any tensor.
+        split_dim : int
+            The dim to split.
+        split_size_or_sections : int or sequence of int
+            As of `torch.split`.
+        squeeze : bool, default False
+            Drop the split dim, which is 1 in every part.
+        """
+        parts = torch.split(mixed_x_layer, split_size_or_sections, dim=split_dim)
+        return tuple(part.squeeze(split_dim) for part in parts) if squeeze else parts
+
+
+SplitAlongDim = _SplitAlongDim
+
+
+def combine_tensors(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Stack tensors of one shape along a new dim."""
+    return torch.stack(tuple(tensors), dim=dim)
+
+
+def clear_tensor_data(*tensors: Any) -> None:
+    """Free the memory of tensors that nobody reads any more; None and `_do_not_clear` are kept."""
+    for tensor in tensors:
+        if tensor is not None and not getattr(tensor, "_do_not_clear", False):
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+def _blocks(tensor: Tensor, interleave_size: int) -> int:
+    """Blocks of each half of the rows."""
+    rows = tensor.shape[0]
+    if interleave_size < 1 or rows % (2 * interleave_size) != 0:
+        raise ValueError(
+            f"{rows} rows are no two halves of blocks of interleave_size={interleave_size}"
+        )
+    return rows // (2 * interleave_size)
+
+
+def interleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
+    """Rows [gate; up] as blocks of `interleave_size` rows, in turn of gate and of up."""
+    shape = (2, _blocks(tensor, interleave_size), interleave_size, *tensor.shape[1:])
+    return tensor.reshape(shape).transpose(0, 1).reshape(tensor.shape)
+
+
+def deinterleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
+    """Undo `interleave_glu_tensor`."""
+    shape = (_blocks(tensor, interleave_size), 2, interleave_size, *tensor.shape[1:])
+    return tensor.reshape(shape).transpose(0, 1).reshape(tensor.shape)
+
+
+def make_weak_ref(x: Any) -> Any:
+    """Tensors that share memory with others and do not keep it alive.
+
+    Parameters
+    ----------
+    x : Tensor, number, None, or a list, tuple or dict of these
+        A CUDA tensor gives an alias; a tensor of the CPU itself.
+
+    Returns
+    -------
+    Any
+        The same structure. Reading an alias after its memory was freed reads what is there then.
+
+    Raises
+    ------
+    TypeError
+        For other objects.
+    """
+    if isinstance(x, Tensor):
+        return _alias(x) if x.is_cuda else x
+    if isinstance(x, list | tuple):
+        made = [make_weak_ref(each) for each in x]
+        return type(x)(*made) if hasattr(x, "_fields") else type(x)(made)
+    if isinstance(x, dict):
+        return {key: make_weak_ref(each) for key, each in x.items()}
+    if x is None or isinstance(x, int | float | bool | str):
+        return x
+    raise TypeError(
+        f"make_weak_ref: {type(x).__name__} object, expected tensors, numbers, strings, None, and "
+        "lists, tuples and dicts of these"
+    )
+
+
+class _Memory:
+    """Device memory of somebody else, as the CUDA array interface describes it."""
+
+    def __init__(self, pointer: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (pointer, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+            "strides": None,
+        }
+
+
+def _alias(x: Tensor) -> Tensor:
+    """A tensor over the memory of another one, without a reference to it."""
+    size = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
+    if size <= 0 or x.data_ptr() == 0:
+        return torch.empty_like(x)
+    raw = torch.as_tensor(_Memory(x.data_ptr(), size), device=x.device)
+    size -= size % x.element_size()
+    alias = raw[:size].view(x.dtype).as_strided(x.shape, x.stride())
+    return alias.requires_grad_(x.requires_grad)
+
+
+# ---- profiler ranges ---------------------------------------------------------------------------
+
+_RANGES: list[str] = []
+"""Messages of the ranges that are open."""
+
+
+def nvtx_range_push(msg: str) -> None:
+    """Begin a range of the profiler; nothing where torch has no CUDA."""
+    _RANGES.append(msg)
+    if torch.cuda.is_available():
+        torch.cuda.nvtx.range_push(msg)
+
+
+def nvtx_range_pop(msg: str | None = None) -> None:
+    """End the innermost range.
+
+    Parameters
+    ----------
+    msg : str, optional
+        The message that it began with.
+
+    Raises
+    ------
+    RuntimeError, ValueError
+        No range is open, or it began with another message.
+    """
+    if not _RANGES:
+        raise RuntimeError("nvtx_range_pop: no range is open")
+    if msg is not None and _RANGES[-1] != msg:
+        raise ValueError(f"nvtx_range_pop: {msg!r}, but the innermost range is {_RANGES[-1]!r}")
+    _RANGES.pop()
+    if torch.cuda.is_available():
+        torch.cuda.nvtx.range_pop()
