@@ -199,8 +199,6 @@ def plot(path: Path, results: Sequence[Result], bigram: float, title: str) -> No
         style = {"marker": "ox"[index % 2], "linestyle": ["-", "--"][index % 2]}
         axes.plot(steps, losses, color=colour, label=f"{r.label}, validation", **style)
     axes.axhline(bigram, color="grey", linestyle=":", label="bigram model, validation")
-    highest = max(loss for r in results for _, loss in r.valid_curve)
-    axes.set_ylim(top=min(highest, 1.6 * bigram) * 1.02)
     axes.set_ylabel("loss, nats per byte")
     axes.set_title(title)
     axes.legend()

@@ -85,6 +85,8 @@ def read_text(path: Path) -> ByteText:
 
 def load(path: Path | None, length: int) -> ByteText:
     """Load `path`, or the standard library, and check that windows of `length` bytes fit."""
+    if path is not None and not path.is_file():
+        raise SystemExit(f"--text: there is no file {path}")
     text = standard_library() if path is None else read_text(path)
     shortest = min(len(text.train), len(text.valid))
     if shortest <= length:

@@ -22,8 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+import checkpoints
 import torch
 import torch.nn.functional as F
+from progress import Progress
 from report import GemmCount, Result, plot, problems, table, write_json
 from textdata import (
     ByteText,
@@ -33,7 +35,6 @@ from textdata import (
     validation_starts,
     windows,
 )
-from tqdm import tqdm
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
@@ -253,7 +254,7 @@ class Trainer:
         self.train_losses[self.step] = loss
         self.step += 1
 
-    def train_segment(self, until: int, bar: tqdm) -> float:
+    def train_segment(self, until: int, bar: Progress) -> float:
         """Train up to step `until`, take the time, and return the mean loss."""
         start, began = self.step, time.perf_counter()
         while self.step < until:
@@ -272,7 +273,7 @@ class Trainer:
         """Train up to step `stop`, with a bar, a validation now and then, and checkpoints."""
         config = self.config
         evaluate_every = math.ceil(config.steps / EVALUATIONS)
-        bar = tqdm(
+        bar = Progress(
             total=config.steps,
             initial=self.step,
             desc=self.precision,
@@ -281,6 +282,7 @@ class Trainer:
             dynamic_ncols=True,
         )
         if self.step == 0:
+            bar.set_postfix_str("before the first step")
             if self.precision == "fp8" and self.recipe.delayed():
                 self.find_scales()
             self.validate()
@@ -346,8 +348,8 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Write a checkpoint; a crash while writing leaves the one before it."""
         self.take_stock()
-        partial = path.with_name(path.name + ".partial")
-        torch.save(
+        checkpoints.save(
+            path,
             {
                 "identity": self.identity(),
                 "model": self.model.state_dict(),
@@ -361,13 +363,11 @@ class Trainer:
                 "gemms": asdict(self.gemms),
                 "peak_memory": self.peak_memory,
             },
-            partial,
         )
-        partial.replace(path)
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint, as if the run had never stopped."""
-        saved = torch.load(path, map_location=self.device, weights_only=True)
+        saved = checkpoints.load(path, self.device)
         now = self.identity()
         changed = [name for name in now if saved["identity"].get(name) != now[name]]
         if changed:

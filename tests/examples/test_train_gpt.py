@@ -2,6 +2,7 @@
 """The GPT example, tiny: it runs, resumes to the same bits, reports and sees faults."""
 
 import importlib
+import io
 import json
 import math
 import os
@@ -76,7 +77,7 @@ def example():
         yield importlib.import_module
     finally:
         sys.path.remove(str(EXAMPLES))
-        for name in ("report", "textdata", "train_gpt"):
+        for name in ("checkpoints", "progress", "report", "textdata", "train_gpt"):
             if name not in before:
                 sys.modules.pop(name, None)
 
@@ -84,6 +85,11 @@ def example():
 @pytest.fixture(scope="module")
 def report(example):
     return example("report")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(example):
+    return example("checkpoints")
 
 
 def test_table_is_printed(both, device):
@@ -114,6 +120,40 @@ def test_plot_is_a_png(both):
     assert (both[1] / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_plot_shows_every_point(report, monkeypatch, tmp_path):
+    from matplotlib import pyplot
+
+    shown = []
+    monkeypatch.setattr(pyplot, "close", lambda figure: shown.append(figure))
+    curve = [(0, 5.4), (140, 2.3), (700, 1.7)]  # as the demo's: it starts far above the bigram
+    runs = [
+        replace(make_result(report, "fp8", 1.7, 30), train_curve=curve[1:], valid_curve=curve),
+        replace(make_result(report, "fp32", 1.8, 0), train_curve=curve[1:], valid_curve=curve),
+    ]
+    report.plot(tmp_path / "loss.png", runs, 2.4, "title")
+    monkeypatch.undo()
+    axes = shown[0].axes[0]
+    low, high = axes.get_ylim()
+    left, right = axes.get_xlim()
+    points = [p for line in axes.lines for p in line.get_xydata() if len(line.get_xdata()) == 3]
+    assert sorted({x for x, _ in points}) == [0, 140, 700]
+    assert all(low < y < high and left < x < right for x, y in points)
+    pyplot.close(shown[0])
+
+
+def test_progress_leaves_the_slow_beginning_out(example):
+    bar = example("progress").Progress(total=700, file=io.StringIO(), mininterval=0)
+    now = bar.start_t
+    bar._time = lambda: now
+    for took in [20.0, 0.5, 0.25, 0.25]:  # seconds before each step ends: scales, kernels, steps
+        now += took
+        bar.update()
+    figures = bar.format_dict
+    assert (figures["n"], figures["total"]) == (4, 700)
+    assert figures["elapsed"] == pytest.approx(1.0)
+    assert 2 <= figures["rate"] <= 4  # steps per second; with the first one it is below 0.5
+
+
 def test_progress_shows_loss_rate_and_memory(both):
     bar = both[0].stderr
     assert "fp8" in bar and "loss" in bar and "tokens/s" in bar and "MiB" in bar
@@ -127,35 +167,36 @@ def test_both_runs_see_the_same_steps_and_learn(both):
     assert all(sample.startswith("def ") and len(sample) > len("def ") for sample in samples)
 
 
-def assert_same_training(whole, parts):
+def assert_same_training(whole, parts, load):
     """Compare final checkpoints bit for bit, losses and what is left of the optimizer included."""
-    one, other = (torch.load(path, weights_only=True) for path in (whole, parts))
+    one, other = (load(path, "cpu") for path in (whole, parts))
     assert one["step"] == other["step"] == STEPS
     names = ["model", "optimizer", "train_losses", "valid_curve", "gemms", "random", "random_gpu"]
     for name in names:
         torch.testing.assert_close(other[name], one[name], rtol=0, atol=0)
 
 
-def test_resumed_runs_equal_uninterrupted_ones(both, device, text, tmp_path):
+def test_resumed_runs_equal_uninterrupted_ones(both, device, text, tmp_path, checkpoints):
     precisions = ("fp8", high(device))
     file = str(tmp_path / "gpt.pt")
     stopped = train(device, text, tmp_path, *DROPOUT, "--checkpoint", file, "--stop-after", "5")
     resumed = train(device, text, tmp_path, *DROPOUT, "--resume", file)
     for precision in precisions:
         assert f"{precision}: stopped after step 5" in stopped.stdout
-        assert_same_training(both[1] / f"gpt-{precision}.pt", tmp_path / f"gpt-{precision}.pt")
+        files = (folder / f"gpt-{precision}.pt" for folder in (both[1], tmp_path))
+        assert_same_training(*files, checkpoints.load)
         sample = (tmp_path / f"sample_{precision}.txt").read_bytes()
         assert sample == (both[1] / f"sample_{precision}.txt").read_bytes()
     assert "FP8 of linear GEMMs" in resumed.stdout
 
 
-def test_current_scaling_resumes_too(device, text, tmp_path):
+def test_current_scaling_resumes_too(device, text, tmp_path, checkpoints):
     flags = ["--precision", "fp8", "--recipe", "current"]
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
     train(device, text, tmp_path, *flags, "--checkpoint", str(whole))
     train(device, text, tmp_path, *flags, "--checkpoint", str(parts), "--stop-after", "5")
     train(device, text, tmp_path, *flags, "--resume", str(parts))
-    assert_same_training(whole, parts)
+    assert_same_training(whole, parts, checkpoints.load)
 
 
 def test_a_single_run_in_high_precision(device, text, tmp_path):
@@ -172,6 +213,59 @@ def test_checkpoint_of_another_run_is_refused(both, device, text, tmp_path):
     assert "seed 0 -> 7" in done.stderr
 
 
+DAMAGES = {
+    "a flipped bit": (
+        lambda data, at: data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :],
+        "SHA-256",
+    ),
+    "a cut end": (lambda data, at: data[:at], "bytes of content"),
+    "something appended": (lambda data, at: data + b"x", "bytes of content"),
+    "nothing in it": (lambda data, at: b"", "is empty"),
+    "another program's file": (lambda data, at: b"PK\3\4" + data[at:], "does not begin as"),
+    "another kind's first line": (lambda data, at: data.replace(b"t 1,", b"t 2,", 1), "does not"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoint_is_refused(checkpoints, rng, tmp_path, damage):
+    file = tmp_path / "gpt.pt"
+    checkpoints.save(file, {"weight": torch.randn(64, 64), "step": 3})
+    torch.testing.assert_close(checkpoints.load(file, "cpu")["step"], 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["gpt.pt"]
+    whole = file.read_bytes()
+    content = whole.index(b"\n") + 1
+    break_it, said = DAMAGES[damage]
+    file.write_bytes(break_it(whole, int(rng.integers(content, len(whole)))))
+    with pytest.raises(SystemExit, match=f"gpt.pt .*{said}.*: --resume an undamaged copy"):
+        checkpoints.load(file, "cpu")
+
+
+def test_every_flipped_bit_of_the_first_line_is_noticed(checkpoints, tmp_path):
+    file = tmp_path / "gpt.pt"
+    checkpoints.save(file, {"step": 3})
+    whole = file.read_bytes()
+    for bit in range(8 * (whole.index(b"\n") + 1)):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(changed)
+        with pytest.raises(SystemExit, match="gpt.pt"):
+            checkpoints.load(file, "cpu")
+
+
+def test_unreadable_checkpoint_is_refused(checkpoints, tmp_path):
+    with pytest.raises(SystemExit, match="can not be read .Is a directory.: --resume"):
+        checkpoints.load(tmp_path, "cpu")
+
+
+def test_damaged_checkpoint_stops_the_program(both, device, text, tmp_path):
+    file = tmp_path / "gpt.pt"
+    file.write_bytes((both[1] / "gpt-fp8.pt").read_bytes()[:-100])
+    flags = ["--precision", "fp8", *DROPOUT, "--resume", str(file)]
+    done = train(device, text, tmp_path, *flags, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert str(file) in done.stderr and "--resume an undamaged copy" in done.stderr
+
+
 def test_missing_checkpoint_is_refused(device, text, tmp_path):
     done = train(device, text, tmp_path, "--resume", str(tmp_path / "none.pt"), check=False)
     assert done.returncode == 1
@@ -184,6 +278,12 @@ def test_too_short_a_text_is_refused(device, tmp_path):
     done = train(device, short, tmp_path / "out", check=False)
     assert done.returncode == 1
     assert "too few for windows of 16 bytes" in done.stderr
+
+
+def test_missing_text_is_refused(device, tmp_path):
+    done = train(device, tmp_path / "none.txt", tmp_path / "out", check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"--text: there is no file {tmp_path / 'none.txt'}" in done.stderr
 
 
 def test_diverging_run_fails(device, text, tmp_path):
