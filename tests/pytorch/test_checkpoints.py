@@ -150,6 +150,19 @@ def test_state_dict_with_a_prefix_and_hooks_of_parents(device, trained):
 # ---- TE_EXTRA_STATE ------------------------------------------------------------------------------
 
 
+def test_variables_come_with_their_entry(device):
+    """So megatron-core asks a fresh module what it is going to load; it loads nothing else."""
+    trained, fresh = (te.Linear(32, 48, device=device) for _ in range(2))
+    assert KEY not in fresh.state_dict()
+    asked = fresh.state_dict(prefix="", keep_vars=True)
+    assert asked["weight"] is fresh.weight
+    assert asked[KEY].numel() == 0
+    train(trained, device)
+    saved = trained.state_dict(keep_vars=True)
+    fresh.load_state_dict({key: saved[key] for key in asked})
+    assert_same_bits(state_of(fresh), state_of(trained))
+
+
 def test_always_writes_an_empty_entry(device, monkeypatch):
     layer = te.Linear(32, 48, device=device)
     assert KEY not in layer.state_dict()

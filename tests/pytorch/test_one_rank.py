@@ -39,12 +39,12 @@ EVERY = pytest.mark.parametrize("kind", OPTIONS, ids=lambda kind: kind.__name__)
 
 def make(kind, device="cpu", **options):
     """A module; twice the same one after the same seed."""
-    sizes = SIZES.get(kind, (32, 48))
-    if kind is te.DotProductAttention:
+    sizes = next((s for base, s in SIZES.items() if issubclass(kind, base)), (32, 48))
+    if issubclass(kind, te.DotProductAttention):
         return kind(*sizes, **options)
-    if kind is te.TransformerLayer:
+    if issubclass(kind, te.TransformerLayer):
         options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **options}
-    if kind is te.MultiheadAttention:
+    if issubclass(kind, te.MultiheadAttention):
         options = {"attention_dropout": 0.0, **options}
     torch.manual_seed(7)
     return kind(*sizes, device=device, **options)
@@ -230,3 +230,24 @@ def test_a_marked_parameter_saves_and_loads_safely(tmp_path):
     loaded = torch.load(tmp_path / "weight.pt", weights_only=True)
     assert torch.equal(loaded, layer.weight)
     assert loaded.partition_dim == 1
+
+
+# ---- subclasses ----------------------------------------------------------------------------------
+
+
+@EVERY
+def test_a_subclass_may_set_attributes_before_its_base_is_made(kind):
+    """As those of megatron-core do."""
+
+    class Wrapper(kind):
+        def __init__(self, *args, **options):
+            self.config = {"tp": 1}
+            self.is_first_microbatch = True
+            self.tp_size = 1
+            super().__init__(*args, **options)
+
+    module = make(Wrapper)
+    assert module.config == {"tp": 1}
+    assert module.is_first_microbatch
+    for ours, theirs in zip(run(module, "cpu"), run(make(kind), "cpu"), strict=True):
+        assert torch.equal(ours, theirs)

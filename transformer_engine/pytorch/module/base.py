@@ -328,11 +328,19 @@ class Fp8Module(NativeModule):
         return live or self._loaded_state is not None
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        """Save; empty scaling state only where variables themselves are asked for.
+
+        That is how programs describe what they are going to load (megatron-core's sharded state
+        dicts): what is not described would not be loaded.
+        """
         super()._save_to_state_dict(destination, prefix, keep_vars)
         key = prefix + KEY
-        destination[key] = state = destination[key].detach()  # without the mark for transformers
+        state = destination[key]
+        if not isinstance(state, Tensor):
+            return  # a subclass's own: megatron-core has one that gives None
+        destination[key] = state = state.detach()  # without the mark for transformers
         mode = config.TE_EXTRA_STATE.get()
-        if state.numel() > 0 or mode == "always":
+        if state.numel() > 0 or keep_vars or mode == "always":
             return
         if mode == "auto" and any(p is not None and p.is_meta for p in self._parameters.values()):
             # A model without memory lists what it takes: transformers loads nothing else into it.

@@ -158,7 +158,7 @@ class ComposedModule(Fp8Module):
         if name in _SETTINGS:  # calls and plans were remembered under the old setting
             self.__dict__["_last"] = None
             self.__dict__["_plans"] = {}
-        elif name in self._parameters:
+        elif name in self.__dict__.get("_parameters", ()):  # a subclass may set before __init__
             self.__dict__["_weight_caches"] = (None,) * len(self.PARTS)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "ComposedModule":
