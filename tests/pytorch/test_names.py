@@ -15,7 +15,7 @@ import torch
 
 import transformer_engine
 import transformer_engine.pytorch as te
-from transformer_engine.common import absent
+from transformer_engine.common import absent, recipe
 from transformer_engine.common.absent_names import FEATURES
 
 ROOT = Path(transformer_engine.__file__).parents[1]
@@ -148,12 +148,19 @@ def test_names_are_importable(module):
         assert name in dir(found), name
 
 
+def use(found, feature):
+    made = found(1, option=2)
+    assert feature.carries  # everything else has raised
+    with te.autocast(recipe=made):
+        pass
+
+
 @pytest.mark.parametrize(("module", "name"), LISTED)
 def test_an_absent_name_raises_when_used(module, name):
     found = look_up(module, name)
     feature = absent.feature_of(found)
     with pytest.raises(NotImplementedError) as info:
-        found(1, option=2)
+        use(found, feature)
     text = str(info.value)
     assert name in text and feature.reason in text and feature.instead in text
     assert text.startswith("transformer_engine")
@@ -176,8 +183,20 @@ def test_an_absent_name_behaves(module, name):
         assert not isinstance(torch.nn.Parameter(torch.ones(1)), found)
         derived = type("Derived", (found,), {"__init__": lambda self: None})
         assert issubclass(derived, found)
-        with pytest.raises(NotImplementedError, match=r"base of .*Derived"):
-            derived()
+        if not absent.feature_of(found).carries:
+            with pytest.raises(NotImplementedError, match=r"base of .*Derived"):
+                derived()
+
+
+def test_a_recipe_that_is_not_built_is_refused_where_it_is_used():
+    coming = recipe.Float8BlockScaling()
+    layer = te.Linear(16, 16, device="cpu")
+    with te.autocast(enabled=False, recipe=coming):
+        layer(torch.randn(2, 16))  # high precision: it is not used
+    with te.autocast(recipe=recipe.DelayedScaling()):
+        te.fp8.FP8GlobalStateManager.set_autocast_state((True, False, coming, None, False))
+        with pytest.raises(NotImplementedError, match="Float8BlockScaling is not built yet"):
+            layer(torch.randn(2, 16))
 
 
 def test_one_absent_name_is_one_object():

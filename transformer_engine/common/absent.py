@@ -8,7 +8,8 @@ stand under those names (`attach`), the messages of what is built in part (`refu
 
 A class that is absent can be subclassed, compared and used in ``isinstance`` (nothing is an
 instance of it); making an instance of it or of a subclass raises, and so does calling an absent
-function.
+function. Recipes are the exception: programs make them long before they use one, if they do, and
+ask `find` or its like which they may. They can be made, and are refused where they are used.
 """
 
 import importlib
@@ -18,7 +19,17 @@ from typing import Any
 
 from transformer_engine.common.absent_names import FEATURES, Feature
 
-__all__ = ["PACKAGE", "attach", "feature_of", "find", "message", "names_of", "refusal", "stand_in"]
+__all__ = [
+    "PACKAGE",
+    "attach",
+    "feature_of",
+    "find",
+    "message",
+    "names_of",
+    "refusal",
+    "refuse_use",
+    "stand_in",
+]
 
 PACKAGE = "transformer_engine."
 
@@ -119,6 +130,19 @@ def feature_of(stand_in: Any) -> Feature | None:
     return None if entry is None else entry[0]
 
 
+def refuse_use(carried: Any) -> None:
+    """Raise NotImplementedError for an object of an absent class; do nothing for every other one.
+
+    Parameters
+    ----------
+    carried : object
+        What is about to be used.
+    """
+    feature = feature_of(carried)
+    if feature is not None:
+        raise NotImplementedError(message(getattr(carried, _MARK), feature))
+
+
 def find(path: str) -> tuple[bool, str]:
     """Whether a name is built.
 
@@ -175,14 +199,37 @@ def _refuse(path: str, feature: Feature) -> Callable:
     return absent
 
 
-def _class(home: str, name: str, feature: Feature) -> type:
-    """A class whose construction raises; its absent methods raise when they are called."""
-    path = f"{home}.{name}"
+def _refusing(path: str, feature: Feature) -> dict[str, Any]:
+    """Members of a class whose construction raises."""
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
-        of = "" if cls.__name__ == name else f" (base of {cls.__module__}.{cls.__qualname__})"
-        raise NotImplementedError(message(path, feature, of))
+        own = f"{cls.__module__}.{cls.__qualname__}"
+        raise NotImplementedError(
+            message(path, feature, "" if own == path else f" (base of {own})")
+        )
 
+    return {"__new__": __new__}
+
+
+def _carrying() -> dict[str, Any]:
+    """Members of a class whose objects keep what they are given, and print it."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        if args:
+            self.arguments = args
+
+    def __repr__(self: Any) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
+        return f"{type(self).__qualname__}({given})"
+
+    return {"__init__": __init__, "__repr__": __repr__}
+
+
+def _class(home: str, name: str, feature: Feature) -> type:
+    """A class whose absent methods raise when they are called."""
+    path = f"{home}.{name}"
     base: type = object
     if feature.base:
         module, _, attribute = feature.base.rpartition(".")
@@ -191,7 +238,7 @@ def _class(home: str, name: str, feature: Feature) -> type:
         "__module__": home,
         "__qualname__": name,
         "__doc__": f"Not built yet: {feature.reason}.\n\nInstead: {feature.instead}",
-        "__new__": __new__,
+        **(_carrying() if feature.carries else _refusing(path, feature)),
         _MARK: path,
     }
     for method in _INDEX[home]:

@@ -27,6 +27,9 @@ class Feature(NamedTuple):
         (module, names in it, separated by spaces).
     base : str
         Full name of the base class of the absent classes; "" for `object`.
+    carries : bool
+        Objects of the classes carry settings and do nothing by themselves: they can be made, with
+        any arguments, and what is given one refuses it (`absent.refuse_use`).
     partly : str
         Paths of what is built, but refuses some of its arguments for this reason.
     """
@@ -37,6 +40,7 @@ class Feature(NamedTuple):
     names: tuple[tuple[str, str], ...]
     base: str = ""
     partly: str = ""
+    carries: bool = False
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -47,6 +51,7 @@ FEATURES: tuple[Feature, ...] = (
         "te.is_fp8_block_scaling_available()",
         (("common.recipe", "Float8BlockScaling"),),
         base="transformer_engine.common.recipe.Recipe",
+        carries=True,
     ),
     Feature(
         "MXFP8",
@@ -54,6 +59,7 @@ FEATURES: tuple[Feature, ...] = (
         "recipe.Float8CurrentScaling() or recipe.DelayedScaling(); ask te.is_mxfp8_available()",
         (("common.recipe", "MXFP8BlockScaling"),),
         base="transformer_engine.common.recipe.Recipe",
+        carries=True,
     ),
     Feature(
         "NVFP4",
@@ -61,6 +67,7 @@ FEATURES: tuple[Feature, ...] = (
         "recipe.Float8CurrentScaling() or recipe.DelayedScaling(); ask te.is_nvfp4_available()",
         (("common.recipe", "NVFP4BlockScaling"),),
         base="transformer_engine.common.recipe.Recipe",
+        carries=True,
     ),
     Feature(
         "Custom recipes",
@@ -68,6 +75,7 @@ FEATURES: tuple[Feature, ...] = (
         "override_stages() of a module, or a plug-in backend (docs/adding_a_backend.md)",
         (("common.recipe", "CustomRecipe"),),
         base="transformer_engine.common.recipe.Recipe",
+        carries=True,
     ),
     Feature(
         "Quantized parameters",

@@ -7,6 +7,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
+from transformer_engine.common import absent
 from transformer_engine.common.recipe import Recipe
 
 __all__ = [
@@ -91,6 +92,7 @@ def quantization_of(recipe: Recipe) -> Quantization:
     NotImplementedError
         The recipe asks for something that linear layers do not have.
     """
+    absent.refuse_use(recipe)
     for name in ("fp8_dpa", "fp8_mha"):
         if getattr(recipe, name):
             raise NotImplementedError(f"{type(recipe).__name__}: {name}=True")

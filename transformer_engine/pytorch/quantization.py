@@ -76,16 +76,19 @@ def check_recipe_support(recipe: Recipe) -> None:
     Parameters
     ----------
     recipe : Recipe
-        A recipe of this library: recipes that are not built can not be constructed.
+        Any recipe.
 
     Raises
     ------
+    NotImplementedError
+        The recipe is not built yet.
     RuntimeError
         The CUDA device has no FP8 GEMMs. Without a CUDA device the CPU backend runs every recipe
         as a reference.
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe: {type(recipe).__name__} object, expected a recipe")
+    absent.refuse_use(recipe)
     supported, reason = check_fp8_support()
     if torch.cuda.is_available() and not supported:
         raise RuntimeError(f"{type(recipe).__name__}: {reason}")
