@@ -286,6 +286,7 @@ class Trainer:
             if self.precision == "fp8" and self.recipe.delayed():
                 self.find_scales()
             self.validate()
+            bar.set_postfix_str("", refresh=False)
         while self.step < stop:
             until = min(
                 stop, *(self.step // n * n + n for n in (SEGMENT, evaluate_every, save_every))
