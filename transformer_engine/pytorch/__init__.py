@@ -24,13 +24,6 @@ from transformer_engine.pytorch.autocast import (  # noqa: E402
     fp8_autocast,
     get_default_recipe,
 )
-from transformer_engine.pytorch.conversion import convert, convertible  # noqa: E402
-from transformer_engine.pytorch.counters import (  # noqa: E402
-    counters,
-    counting,
-    reset_counters,
-    scales,
-)
 from transformer_engine.pytorch.device import (  # noqa: E402
     get_device_compute_capability,
     is_available,
@@ -47,11 +40,6 @@ from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear  
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP  # noqa: E402
 from transformer_engine.pytorch.module.linear import Linear  # noqa: E402
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm  # noqa: E402
-from transformer_engine.pytorch.nonfinite import (  # noqa: E402
-    NonFiniteError,
-    find_nonfinite,
-    watch_finite,
-)
 from transformer_engine.pytorch.recompute import checkpoint  # noqa: E402
 from transformer_engine.pytorch.scaling import reset  # noqa: E402
 from transformer_engine.pytorch.torch_version import torch_version  # noqa: E402
@@ -85,15 +73,26 @@ _SUBMODULES = (
 _LAZY = {
     "CudaRNGStatesTracker": f"{__name__}.distributed",
     "DType": f"{__name__}.constants",
+    "NonFiniteError": f"{__name__}.nonfinite",
+    "convert": f"{__name__}.conversion",
+    "convertible": f"{__name__}.conversion",
+    "counters": f"{__name__}.counts",
+    "counting": f"{__name__}.counts",
     "deinterleave_glu_tensor": f"{__name__}.utils",
+    "find_nonfinite": f"{__name__}.nonfinite",
     "fp8_model_init": f"{__name__}.quantization",
     "get_cpu_offload_context": f"{__name__}.cpu_offload",
     "get_cudnn_version": f"{__name__}.utils",
     "interleave_glu_tensor": f"{__name__}.utils",
     "mark_not_offload": f"{__name__}.cpu_offload",
+    "observe": f"{__name__}.observation",
     "onnx_export": f"{__name__}.export",
     "parallel_cross_entropy": f"{__name__}.cross_entropy",
     "quantized_model_init": f"{__name__}.quantization",
+    "report": f"{__name__}.reporting",
+    "reset_counters": f"{__name__}.counts",
+    "scales": f"{__name__}.counts",
+    "watch_finite": f"{__name__}.nonfinite",
 }
 """Names whose modules are imported when they are asked for."""
 
@@ -106,19 +105,13 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
-    "NonFiniteError",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
-    "convert",
-    "convertible",
-    "counters",
-    "counting",
     "explain",
-    "find_nonfinite",
     "fp8_autocast",
     "get_default_recipe",
     "get_device_compute_capability",
@@ -130,11 +123,8 @@ __all__ = [
     "is_nvfp4_available",
     "recipe",
     "reset",
-    "reset_counters",
-    "scales",
-    "watch_finite",
-    "without_scaling_state",
     "torch_version",
+    "without_scaling_state",
     *_LAZY,
     *absent.names_of(__name__),
 ]

@@ -17,7 +17,7 @@ from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 from transformer_engine.pytorch.rmsnorms import named_like_one, recognise
 from transformer_engine.pytorch.skip import Skip
 
-__all__ = ["Conversion", "convert", "convertible"]
+__all__ = ["Conversion", "convert", "convertible", "counterpart_of"]
 
 _BASE = frozenset(vars(Module()))
 """Attributes that every module has: parameters, buffers, children, hooks, training mode."""
@@ -156,7 +156,7 @@ def _plan(model: Any, skip: Any, to: str) -> Iterator[tuple[_Found, Module | str
         raise TypeError(f"convert: model: {type(model).__name__}, expected a torch.nn.Module")
     if to not in ("transformer_engine", "torch"):
         raise ValueError(f'convert: to={to!r}, expected "transformer_engine" or "torch"')
-    counterpart = _to_ours if to == "transformer_engine" else _to_torch
+    counterpart = counterpart_of if to == "transformer_engine" else _to_torch
     skips = Skip("convert", skip)
     modules: dict[int, _Found] = {}
     _collect(modules, skips, ("", model), None, False)
@@ -212,7 +212,7 @@ def _plain_class(module: Module) -> type:
     return type(module)
 
 
-def _to_ours(module: Module) -> Module | str | None:
+def counterpart_of(module: Module) -> Module | str | None:
     """An empty module of this package in place of one; why there is none; None: no layer of ours.
 
     It is on the meta device: nothing is allocated, and no random number drawn.
@@ -295,7 +295,7 @@ def _make_ours(module: Module, ours: type) -> Module | str:
 
 
 def _to_torch(module: Module) -> Module | str | None:
-    """An empty module of torch.nn in place of one of ours; else as of `_to_ours`."""
+    """An empty module of torch.nn in place of one of ours; else as of `counterpart_of`."""
     if not _is_ours(module):
         return None
     kind = _plain_class(module)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from transformer_engine.pytorch.counters import scales
+from transformer_engine.pytorch.counts import scales
 from transformer_engine.pytorch.skip import Skip
 
 __all__ = ["Finding", "NonFiniteError", "find_nonfinite", "watch_finite"]

@@ -6,6 +6,7 @@ function given for the stage with the plan's buffers as tensors, and resumes. Fu
 arguments of the run, never part of the plan.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.pytorch import torch_ops
 
-__all__ = ["StageBuffers", "external_bits", "run_staged"]
+__all__ = ["Observer", "StageBuffers", "external_bits", "run_staged"]
 
 
 def external_bits(
@@ -89,6 +90,10 @@ class StageBuffers(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
+Observer = Callable[[str, str, StageBuffers, Callable[[], Any]], None]
+"""``f(stage, operator, buffers, run)``: looks at a stage, and runs it by calling `run` once."""
+
+
 def _member(base: Tensor, offset: int, dtype: torch.dtype, shape: list[int]) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     return base[offset : offset + size].view(dtype).view(shape)
@@ -104,6 +109,7 @@ def run_staged(
     given: list[Tensor],
     packed: Tensor | None,
     stages: Mapping[str, Callable[[StageBuffers], Any]],
+    observer: Observer | None = None,
 ) -> tuple:
     """Run a plan stage range by stage range.
 
@@ -119,6 +125,8 @@ def run_staged(
         Packed saved tensor of the forward, for a plan that reads it.
     stages : mapping of str to callable
         ``f(buffers)`` for each external stage.
+    observer : callable, optional
+        Is given each stage in turn, and runs it.
 
     Returns
     -------
@@ -165,13 +173,25 @@ def run_staged(
             tensors[name] = next(inputs)
         direct.append(tensors[name])
     buffers = StageBuffers(tensors, rows, max(slots))
-    at = 0
-    while True:
-        at = _core.run_range(plan, at, -1, *slots, direct, packed, scratch, rows)
-        if at == len(described["stages"]):
-            return (*outputs, packed if makes_saved else None)
+    size = len(described["stages"])
+
+    def advance(at: int, last: int) -> int:
+        """Run from a stage on to another one, or to behind the next external one."""
+        at = _core.run_range(plan, at, last, *slots, direct, packed, scratch, rows)
+        if at == (size if last < 0 else last):
+            return at
         name = described["stages"][at][0]
         if name not in stages:
             raise RuntimeError(f"plan {plan}: stage {name} is external and has no function")
         stages[name](buffers)
-        at += 1
+        return at + 1
+
+    at = 0
+    while at < size:
+        if observer is None:
+            at = advance(at, -1)
+        else:
+            name, operator = described["stages"][at]
+            observer(name, operator, buffers, functools.partial(advance, at, at + 1))
+            at += 1
+    return (*outputs, packed if makes_saved else None)

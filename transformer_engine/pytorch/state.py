@@ -35,6 +35,12 @@ class RegionState:
         self.first = False
         self.depth = 0
 
+    def why(self) -> str:
+        """Why modules do not run in FP8, where they do not."""
+        if self.calibrating:
+            return "autocast was calibrating"
+        return "autocast(enabled=False) was in force" if self.depth else "no autocast was in force"
+
 
 # A plain threading.local, no context variable and no subclass: torch.compile traces attributes of
 # exactly this type.

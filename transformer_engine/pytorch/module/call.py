@@ -13,9 +13,9 @@ from transformer_engine import _core
 from transformer_engine.pytorch import scaling, torch_ops
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.plans import PREFIXES, CallPlans
-from transformer_engine.pytorch.staged import run_staged
+from transformer_engine.pytorch.staged import Observer, run_staged
 
-__all__ = ["Deferred", "ModuleCall", "PlainCall", "main_grad_of"]
+__all__ = ["Deferred", "ModuleCall", "PlainCall", "Ran", "main_grad_of"]
 
 CACHED = ("weight_row", "weight_column", "weight_pair")
 """Buffers of a part that make up the cache of its quantized weight."""
@@ -45,6 +45,21 @@ class Deferred(NamedTuple):
     weights: tuple[Parameter, ...]
 
 
+class Ran(NamedTuple):
+    """What a module remembers of its last call, for `report`.
+
+    Attributes
+    ----------
+    plans : CallPlans
+        What ran; of a compiled call, what was traced last.
+    reason : str or None
+        Why its GEMMs were not in FP8; None where they were.
+    """
+
+    plans: CallPlans
+    reason: str | None
+
+
 class ModuleCall:
     """One call of a module: its plans, over the state in force (see `function.Call`).
 
@@ -66,6 +81,8 @@ class ModuleCall:
         Where deferred weight gradients go.
     stages : dict or None
         Python functions of external stages.
+    observer : callable or None
+        Looks at each stage of the plans.
     split : SplitTensors or None
         The weight and the bias come as several tensors, and so do their gradients.
     traced : bool
@@ -79,6 +96,7 @@ class ModuleCall:
     weights: tuple[Parameter, ...] = ()
     queue: deque | None = None
     stages: dict[str, Callable] | None = None
+    observer: Observer | None = None
     traced = False
 
     def __init__(self, plans: CallPlans, slots: scaling.Slots | None) -> None:
@@ -95,8 +113,9 @@ class ModuleCall:
     ) -> tuple:
         if self.traced:
             return torch_ops.run_traced(plan, slots, inputs, state, packed)
-        if self.stages:
-            return run_staged(plan, slots, [*inputs, *state], packed, self.stages)
+        if self.stages or self.observer:
+            given = [*inputs, *state]
+            return run_staged(plan, slots, given, packed, self.stages or {}, self.observer)
         return torch_ops.run_native(plan, slots, [*inputs, *state], packed)
 
     def _cached(self, names: dict[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ from transformer_engine.pytorch import scaling, torch_ops
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import apply_plainly, run_call
 from transformer_engine.pytorch.module.base import Fp8Module, Region
-from transformer_engine.pytorch.module.call import Deferred, ModuleCall, main_grad_of
+from transformer_engine.pytorch.module.call import Deferred, ModuleCall, Ran, main_grad_of
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.module.operands import (
     DTYPES,
@@ -50,7 +50,7 @@ from transformer_engine.pytorch.plans import (
     call_plans,
     flags_of,
 )
-from transformer_engine.pytorch.staged import StageBuffers, external_bits
+from transformer_engine.pytorch.staged import Observer, StageBuffers, external_bits
 from transformer_engine.pytorch.state import RegionState, current_state
 
 __all__ = ["ComposedModule", "add_grad"]
@@ -107,6 +107,7 @@ class ComposedModule(Fp8Module):
     return_layernorm_output = False
     save_original_input = False
     eps = 0.0
+    _observer: Observer | None = None
 
     def _begin(self, fuse_wgrad_accumulation: bool, delay_wgrad_compute: bool) -> None:
         """Set what every instance has."""
@@ -118,6 +119,7 @@ class ComposedModule(Fp8Module):
         self._stages: dict[str, Callable] | None = None
         self._external = (0,) * len(self.PARTS)
         self._last: Repeat | None = None
+        self._ran: Ran | None = None
 
     # ---- what a subclass says ------------------------------------------------------------------
 
@@ -171,7 +173,8 @@ class ComposedModule(Fp8Module):
         """Copy and pickle without caches and pending weight gradients."""
         state = super().__getstate__()
         state["_plans"] = {}
-        state["_last"] = None
+        state["_last"] = state["_ran"] = None
+        state.pop("_observer", None)
         state["_weight_caches"] = (None,) * len(self.PARTS)
         state["_wgrads"] = deque()
         return state
@@ -221,6 +224,8 @@ class ComposedModule(Fp8Module):
             self._record(region, call.slots, caches, call.first)
         if not traced:
             self._remember(region, call, flat)
+            reason = region.state.why() if region.recipe is None else None
+            self.__dict__["_ran"] = Ran(call.plans, reason)
         return out
 
     def _keep_caches(self, call: ModuleCall, tensors: CallTensors) -> None:
@@ -242,6 +247,7 @@ class ComposedModule(Fp8Module):
             and region.replay is None
             and not region.record
             and self._stages is None
+            and self._observer is None
             and all(
                 t is None or (name is not None and parameters.get(name) is t)
                 for name, t in zip(names, rest, strict=True)
@@ -298,6 +304,7 @@ class ComposedModule(Fp8Module):
         call = ModuleCall(plans, None if bound is None else bound.slots)
         call.traced = region.traced
         call.stages = self._stages
+        call.observer = None if region.traced else self._observer
         call.split = self._split_tensors()
         if bound is not None:
             call.scales = bound.scales
@@ -414,6 +421,9 @@ class ComposedModule(Fp8Module):
             self._make_plans(key, Quantization(*quantization))
         if key[1] is not None:
             self._keep_recipe(key[1])
+        plans = self._plans[key]
+        reason = None if plans.quantized else "no FP8 was in force where it was compiled"
+        self.__dict__["_ran"] = Ran(plans, reason)
 
     def _make_plans(self, key: tuple, quantization: Quantization) -> CallPlans:
         """Plans for a kind of call; see `_prepare` for the key."""
@@ -504,6 +514,18 @@ class ComposedModule(Fp8Module):
         plans = call.plans
         titles = ("forward", plans.forward), ("backward", plans.backward), ("wgrad", plans.wgrad)
         return [(title, plan) for title, plan in titles if plan]
+
+    def observe_stages(self, observer: Observer | None) -> None:
+        """Let a function look at the stages of this module's plans from the next call on.
+
+        Parameters
+        ----------
+        observer : callable or None
+            ``f(stage, operator, buffers, run)``, which calls `run` once; None ends it. The backward
+            of a call that was observed is observed too. Calls inside compiled graphs are not.
+        """
+        self._observer = observer
+        self._last = None
 
     def override_stages(self, **stages: Callable[[StageBuffers], Any]) -> None:
         """Let Python functions run stages of this module's plans; none restores the built-in ones.

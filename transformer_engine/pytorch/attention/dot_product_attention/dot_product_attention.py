@@ -189,6 +189,7 @@ class DotProductAttention(TensorParallel, NativeModule):
         self.name = name
         self._get_tracker = get_rng_state_tracker
         self._decisions: dict[tuple, _Decision] = {}
+        self._ran: Choice | None = None  # of the last call that was not compiled, for `report`
 
     def set_context_parallel_group(
         self,
@@ -384,6 +385,7 @@ score_mod_tensors, score_mod_bprop_tensors
             decision = self._decisions.get(key)
             if decision is None:
                 decision = self._decisions[key] = self._decide(*key)
+            self.__dict__["_ran"] = decision.choice
         if form == "sbhd":
             query = query_layer.permute(1, 2, 0, 3)
             keys = key_layer.permute(1, 2, 0, 3)

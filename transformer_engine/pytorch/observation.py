@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`observe`: look at what the FP8 casts and GEMMs of a step really do, without changing it.
+
+Inside the block a module's plans run stage by stage (`staged.run_staged`): the same stages over the
+same buffers, so the numbers are the same bit for bit. Between the stages the values that are about
+to be cast, and the scale that they were cast with, are there to be counted.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from transformer_engine import _core
+from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.staged import StageBuffers
+
+__all__ = ["CASTS", "CastRecord", "ModuleRecord", "count_cast", "observe"]
+
+_LIMITS = {
+    torch.float8_e4m3fn: ("e4m3", 464.0, 2.0**-10),
+    torch.float8_e5m2: ("e5m2", 61440.0 - 2.0**-8, 2.0**-17),
+}
+"""Name, largest magnitude that rounds to the largest value, largest magnitude that rounds to 0."""
+
+CASTS = ("input", "weight", "grad_output")
+"""Tensors of a linear layer that are cast."""
+_GEMMS = ("gemm_output", "gemm_grad_input", "gemm_grad_weight")
+
+
+def count_cast(values: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Count what a cast to FP8 loses at both ends of its range.
+
+    Parameters
+    ----------
+    values : Tensor
+        What is cast, in any shape.
+    scale : Tensor
+        One fp32 element.
+    dtype : torch.dtype
+        The FP8 dtype.
+
+    Returns
+    -------
+    saturated, flushed, amax : Tensor
+        How many values come out smaller than rounding makes them, as the format ends; how many that
+        are not 0 come out as 0; the largest magnitude. On the device of `values`, not waited for.
+    """
+    _, largest, smallest = _LIMITS[dtype]
+    values = values.detach().float()
+    scaled = (values * scale).abs()
+    saturated = (scaled > largest).sum()
+    flushed = ((scaled <= smallest) & (values != 0.0)).sum()
+    return saturated, flushed, values.abs().max()
+
+
+class CastRecord:
+    """The casts of one tensor in a block.
+
+    Attributes
+    ----------
+    dtype : str
+        "e4m3" or "e5m2".
+    values : int
+        Elements that were cast.
+    saturated, flushed : Tensor
+        How many of them were; see `count_cast`.
+    amax : Tensor
+        Largest magnitude.
+    scale : Tensor
+        Of the last cast.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = _LIMITS[dtype][0]
+        self.values = 0
+        self.saturated: Any = 0
+        self.flushed: Any = 0
+        self.amax: Any = None
+        self.scale: Any = None
+
+    def add(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+        """Count one cast."""
+        if values.numel() == 0:
+            return
+        saturated, flushed, amax = count_cast(values, scale, dtype)
+        self.values += values.numel()
+        self.saturated = self.saturated + saturated
+        self.flushed = self.flushed + flushed
+        self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
+        self.scale = scale.clone()
+
+
+class ModuleRecord:
+    """What one module did in a block; called for every stage of its plans.
+
+    Attributes
+    ----------
+    casts : dict of str to CastRecord
+        By tensor: "input", "weight", "grad_output", with the prefix of the part.
+    gemms : dict of str to Counter
+        By stage: how many GEMMs of which operand dtypes the library counted, "e4m3 x e5m2".
+    """
+
+    def __init__(self, module: ComposedModule) -> None:
+        self._module = module
+        self.casts: dict[str, CastRecord] = {}
+        self.gemms: dict[str, Counter[str]] = {}
+
+    def __call__(
+        self, stage: str, operator: str, buffers: StageBuffers, run: Callable[[], Any]
+    ) -> None:
+        """Run a stage, and record what it did."""
+        prefix = next((p for p in self._module.PARTS if p and stage.startswith(p)), "")
+        name = stage.removeprefix(prefix)
+        if name in _GEMMS:
+            self._count_gemm(stage, operator, run)
+            return
+        tensor = name.removeprefix("quantize_")
+        again = tensor != "grad_output" and torch._C._current_graph_task_id() != -1
+        if name == tensor or tensor not in CASTS or again:  # a recompute casts the same once more
+            run()
+            return
+        with torch.no_grad():
+            values = self._values(prefix, tensor, operator, buffers)
+            run()
+            pair = buffers.get(f"{prefix}{tensor}_pair")
+            if pair is None:  # it sums columns for the bias gradient, and casts nothing
+                return
+            data = buffers.get(f"{prefix}{tensor}_row")
+            dtype = (buffers[f"{prefix}{tensor}_column"] if data is None else data).dtype
+            record = self.casts.setdefault(prefix + tensor, CastRecord(dtype))
+            record.add(values, pair[1], dtype)
+
+    def _count_gemm(self, stage: str, operator: str, run: Callable[[], Any]) -> None:
+        counts = self.gemms.setdefault(stage, Counter())
+        if operator == "external":
+            counts["a Python function"] += 1
+            run()
+            return
+        before = _core.counters()
+        run()
+        for counter, count in _core.counters().items():
+            kind, _, *operands = counter.split(".")
+            if kind == "gemm" and count > before.get(counter, 0):
+                counts[" x ".join(operands)] += count - before.get(counter, 0)
+
+    def _values(self, prefix: str, tensor: str, operator: str, buffers: StageBuffers) -> Tensor:
+        """What a stage casts, as the operator computes it before the cast: in fp32."""
+        module = self._module
+        if operator == "norm":
+            inp = buffers["input"]
+            out = torch.empty(inp.shape, dtype=torch.float32, device=inp.device)
+            _core.norm(
+                inp,
+                kind=module.NORM,
+                output=out,
+                gamma=buffers["gamma"],
+                beta=buffers.get("beta"),
+                eps=module.eps,
+                zero_centered=module.zero_centered_gamma,
+            )
+            return out
+        if operator in ("activation", "activation_backward"):
+            kind, limit, alpha, offset = module.activation_spec
+            before = buffers["fc1_output"]
+            keywords = {"kind": kind, "limit": limit, "alpha": alpha, "linear_offset": offset}
+            if operator == "activation":
+                features = module._sizes()[1][0]
+                out = before.new_empty(*before.shape[:-1], features, dtype=torch.float32)
+                _core.activation(before, output=out, **keywords)
+            else:
+                out = torch.empty(before.shape, dtype=torch.float32, device=before.device)
+                grad = buffers["grad_activation"]
+                _core.activation_backward(grad, before, grad_input=out, **keywords)
+            return out
+        sources = (f"{prefix}{tensor}_wide", f"{prefix}{tensor}", tensor)
+        return next(buffers[name] for name in sources if name in buffers)
+
+
+class observe:  # noqa: N801 - reads as what it does, as `autocast`
+    """Record what the casts and GEMMs of a model do inside a ``with`` block, for `report`.
+
+    Forward and backward belong inside the block. Every FP8 cast is looked at exactly: how much of
+    the tensor saturates and how much becomes zero, under the scale that it was cast with. Numbers,
+    scaling state and random state are those of a step without it. It waits for nothing, but runs
+    several times longer than the step itself, and counts the operators that it looks with
+    (`te.counters`). Calls inside graphs of `torch.compile` are not seen.
+
+    Parameters
+    ----------
+    model : Module
+        A model with modules of this package.
+
+    Attributes
+    ----------
+    records : dict of Module to ModuleRecord
+        What was seen, by module.
+
+    Raises
+    ------
+    TypeError
+        `model` is no module.
+    RuntimeError
+        A module of it is being observed already.
+    """
+
+    def __init__(self, model: Module) -> None:
+        if not isinstance(model, Module):
+            kind = type(model).__name__
+            raise TypeError(f"observe: model: {kind}, expected a torch.nn.Module")
+        self._model = model
+        self.records: dict[Module, ModuleRecord] = {}
+
+    def __enter__(self) -> "observe":
+        """Begin to look."""
+        modules = [m for m in self._model.modules() if isinstance(m, ComposedModule)]
+        if any(module._observer is not None for module in modules):
+            raise RuntimeError("observe: a module of the model is being observed already")
+        self.records = {module: ModuleRecord(module) for module in modules}
+        for module, record in self.records.items():
+            module.observe_stages(record)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Stop looking; what was recorded stays."""
+        for module in self.records:
+            module.observe_stages(None)

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`report`: which precision each layer of a model ran in, why, and how its casts fare."""
+
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple, TextIO
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from transformer_engine import _core
+from transformer_engine.pytorch.attention import DotProductAttention
+from transformer_engine.pytorch.conversion import counterpart_of
+from transformer_engine.pytorch.counts import scales
+from transformer_engine.pytorch.module.call import Ran
+from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.norm import AffineNorm
+from transformer_engine.pytorch.observation import CASTS, ModuleRecord, count_cast, observe
+from transformer_engine.pytorch.plans import ALLOW_TF32, DEFER, DGRAD, WGRAD, LinearSpec
+
+__all__ = ["GemmReport", "LayerReport", "TensorReport", "report"]
+
+_GEMMS = {
+    "gemm_output": "output",
+    "gemm_grad_input": "input gradient",
+    "gemm_grad_weight": "weight gradient",
+}
+_POWER_2_WEIGHT = _core.LINEAR_POWER_2_WEIGHT
+
+
+class GemmReport(NamedTuple):
+    """One GEMM of a linear layer.
+
+    Attributes
+    ----------
+    name : str
+        "output", "input gradient" or "weight gradient".
+    precision : str or None
+        dtypes of its operands, "e4m3 x e4m3"; None where it did not run, or torch ran it.
+    reason : str or None
+        Why it was not in FP8, or did not run; None where it was.
+    count : int or None
+        How often it ran in the observed block; None without one.
+    """
+
+    name: str
+    precision: str | None
+    reason: str | None
+    count: int | None
+
+
+class TensorReport(NamedTuple):
+    """One tensor that is cast to FP8. What is not known is None.
+
+    Attributes
+    ----------
+    name : str
+        "input", "weight" or "grad_output".
+    dtype : str
+        "e4m3" or "e5m2".
+    amax : float or None
+        Largest magnitude: of the observed block, else of the amax history.
+    scale : float or None
+        Of the last observed cast; else the one that the next cast uses.
+    saturated, flushed : float or None
+        Shares, from 0 to 1, of the values that lie beyond the format's range, and of those that are
+        not 0 and become 0.
+    """
+
+    name: str
+    dtype: str
+    amax: float | None
+    scale: float | None
+    saturated: float | None
+    flushed: float | None
+
+
+class LayerReport(NamedTuple):
+    """One layer: a linear layer, a norm or an attention.
+
+    Attributes
+    ----------
+    name : str
+        Its path; that of a part of a `LayerNormMLP` ends in ``.fc1`` or ``.fc2``.
+    kind : str
+        The class of its module.
+    shape : tuple of int
+        Of the weight; empty where there is none.
+    gemms : tuple of GemmReport
+        Of a linear layer.
+    tensors : tuple of TensorReport
+        What it casts to FP8; empty where its last call did not run in FP8.
+    note : str or None
+        What else there is to say: of a norm its precision, of an attention its backend.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    gemms: tuple[GemmReport, ...]
+    tensors: tuple[TensorReport, ...]
+    note: str | None
+
+
+def report(
+    model: Module, observed: observe | None = None, *, file: TextIO | None = None
+) -> list[LayerReport]:
+    """Print which precision every layer ran in, and why, and return it as data.
+
+    Without `observed`, precisions are those of the plans of each layer's last call, amaxes and
+    scales those of delayed scaling's state, and shares are known of weights alone. With it they are
+    what the library counted and measured in the block::
+
+        with te.observe(model) as seen:
+            step()
+        te.report(model, seen)
+
+    Parameters
+    ----------
+    model : Module
+        The model, after a step.
+    observed : observe, optional
+        A block in which it ran.
+    file : text file, optional
+        Where to print; standard output where None.
+
+    Returns
+    -------
+    list of LayerReport
+        Linear layers, norms and attentions in the order of the model; those of `torch.nn` too where
+        they run in no FP8.
+
+    Raises
+    ------
+    TypeError
+        `model` is no module, or `observed` no observation.
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"report: model: {type(model).__name__}, expected a torch.nn.Module")
+    if observed is not None and not isinstance(observed, observe):
+        kind = type(observed).__name__
+        raise TypeError(f"report: observed: {kind}, expected what te.observe(model) gives")
+    layers: list[LayerReport] = []
+    for path, module in model.named_modules():
+        if isinstance(module, ComposedModule):
+            layers += _linear_layers(path, module, observed)
+        elif isinstance(module, AffineNorm):
+            layers.append(_norm(path, module))
+        elif isinstance(module, DotProductAttention):
+            layers.append(_attention(path, module))
+        elif isinstance(module, torch.nn.Linear):
+            layers.append(_foreign(path, module))
+    print("\n".join(_text(layers, observed is not None)), file=file or sys.stdout)
+    return layers
+
+
+# ---- linear layers -------------------------------------------------------------------------------
+
+
+def _linear_layers(
+    path: str, module: ComposedModule, observed: observe | None
+) -> Iterator[LayerReport]:
+    ran = module._ran
+    record = None if observed is None else observed.records.get(module)
+    for part, prefix in enumerate(module.PARTS):
+        name = prefix.removesuffix("_")
+        full = f"{path}.{name}" if path and name else path or name
+        columns, rows = module._sizes()[part]
+        weights = module._part_tensors()[part].weights
+        if observed is not None and (record is None or not record.gemms):
+            why = "not called in the observed block, unless inside a compiled graph"
+            gemms, tensors = _no_gemms(why), ()
+        elif ran is None:
+            gemms, tensors = _no_gemms("not called yet"), ()
+        else:
+            spec = ran.plans.spec.parts[part]
+            gemms = tuple(_gemms(prefix, ran, spec, weights, record))
+            tensors = ()
+            if record is not None:
+                tensors = tuple(_measured(prefix, record))
+            elif ran.plans.quantized:
+                tensors = tuple(_known(module, prefix, spec, weights))
+        yield LayerReport(full, type(module).__name__, (rows, columns), gemms, tensors, None)
+
+
+def _no_gemms(reason: str) -> tuple[GemmReport, ...]:
+    return tuple(GemmReport(name, None, reason, None) for name in _GEMMS.values())
+
+
+def _stages(ran: Ran) -> dict[str, str]:
+    """Operator of each stage of the plans of a call."""
+    plans = ran.plans
+    ids = [plan for plan in (plans.forward, plans.backward, plans.wgrad) if plan]
+    return {name: op for plan in ids for name, op in _core.plan_describe(plan)["stages"]}
+
+
+def _gemms(
+    prefix: str,
+    ran: Ran,
+    spec: LinearSpec,
+    weights: tuple[Tensor, ...],
+    record: ModuleRecord | None,
+) -> Iterator[GemmReport]:
+    """Each GEMM: as it was counted, else as the plans of the last call have it."""
+    stages = _stages(ran)
+    for stage, name in _GEMMS.items():
+        operator = stages.get(prefix + stage)
+        counted = None if record is None else record.gemms.get(prefix + stage)
+        if counted:
+            precision = ", ".join(counted)
+            fp8 = all(set(p.split(" x ")) <= {"e4m3", "e5m2"} for p in counted)
+            reason = None if fp8 else ran.reason or "not in FP8 in some calls"
+            yield GemmReport(name, precision, reason, sum(counted.values()))
+        elif operator is None:
+            reason = _why_not(stage, ran, spec, weights)
+            yield GemmReport(name, None, reason, None if record is None else 0)
+        elif record is not None:
+            put_off = spec.flags & DEFER and stage == "gemm_grad_weight"
+            reason = "put off: backward_dw" if put_off else "did not run in the observed block"
+            yield GemmReport(name, None, reason, 0)
+        elif operator == "external":
+            yield GemmReport(name, "a Python function", "override_stages", None)
+        else:
+            yield GemmReport(name, _planned(stage, ran, spec, weights), ran.reason, None)
+
+
+def _planned(stage: str, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]) -> str:
+    """Operand dtypes of a GEMM that is part of the last call's plans."""
+    names = _core.dtype_names()
+    if ran.plans.quantized:
+        first, second = names[spec.quantization.forward_fp8], names[spec.quantization.backward_fp8]
+        return f"{first} x {first}" if stage == "gemm_output" else f"{second} x {first}"
+    dtype = names[spec.weight]
+    tf32 = spec.flags & ALLOW_TF32 and weights[0].is_cuda
+    return f"{dtype} x {dtype}" + (" (tf32)" if tf32 else "")
+
+
+def _why_not(stage: str, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]) -> str:
+    """Why a call's backward has no such GEMM."""
+    if not ran.plans.backward and any(weight.requires_grad for weight in weights):
+        return "gradients were off"
+    if stage == "gemm_grad_input" and not spec.flags & DGRAD:
+        return "the input needs no gradient"
+    if stage == "gemm_grad_weight" and not spec.flags & WGRAD:
+        return "the weight is frozen"
+    return "the last call had no such product"
+
+
+def _known(
+    module: ComposedModule, prefix: str, spec: LinearSpec, weights: tuple[Tensor, ...]
+) -> Iterator[TensorReport]:
+    """Each tensor that is cast, as far as it is known without a measurement."""
+    names = _core.dtype_names()
+    quantization = spec.quantization
+    state = scales(module) if quantization.recipe == _core.RECIPE_DELAYED else {}
+    for tensor in CASTS:
+        backward = tensor == "grad_output"
+        code = quantization.backward_fp8 if backward else quantization.forward_fp8
+        scaling = state.get(prefix + tensor)
+        amax, scale = (scaling.amax, scaling.scale) if scaling else (None, None)
+        found = TensorReport(tensor, names[code], amax, scale, None, None)
+        if tensor == "weight" and not weights[0].is_meta:
+            found = _weight(found, code, spec, weights)
+        yield found
+
+
+def _measured(prefix: str, record: ModuleRecord) -> Iterator[TensorReport]:
+    """Each tensor that was cast in the observed block."""
+    for tensor in CASTS:
+        seen = record.casts.get(prefix + tensor)
+        if seen is not None and seen.values:
+            yield TensorReport(
+                tensor,
+                seen.dtype,
+                float(seen.amax),
+                float(seen.scale),
+                int(seen.saturated) / seen.values,
+                int(seen.flushed) / seen.values,
+            )
+
+
+def _weight(
+    found: TensorReport, code: int, spec: LinearSpec, weights: tuple[Tensor, ...]
+) -> TensorReport:
+    """What the next cast of a weight does; under current scaling with the scale that it finds."""
+    weight = torch.cat([w.detach() for w in weights])
+    pair = torch.empty(2, dtype=torch.float32, device=weight.device)
+    if found.scale is None:
+        size = _core.AMAX_PARTIALS
+        partials = torch.empty(size, dtype=torch.float32, device=weight.device)
+        _core.amax(weight, partials)
+        # Where only the scale is wanted, the format is told by data of it.
+        shape = weight.shape[0], -(-weight.shape[1] // 16) * 16
+        data = torch.empty(shape, dtype=_core.torch_dtype(code), device=weight.device)
+        _core.quantize(
+            weight,
+            rowwise=data,
+            scale_pair=pair,
+            partials=partials,
+            amax_epsilon=spec.quantization.epsilon[1],
+            power_2=bool(spec.quantization.flags & _POWER_2_WEIGHT),
+        )
+    else:
+        pair[1] = found.scale
+    saturated, flushed, amax = count_cast(weight, pair[1], _core.torch_dtype(code))
+    return found._replace(
+        amax=float(amax),
+        scale=float(pair[1]),
+        saturated=int(saturated) / weight.numel(),
+        flushed=int(flushed) / weight.numel(),
+    )
+
+
+# ---- other layers --------------------------------------------------------------------------------
+
+
+def _norm(path: str, module: AffineNorm) -> LayerReport:
+    note = "computes in fp32, whatever comes in and goes out"
+    return LayerReport(path, type(module).__name__, tuple(module.normalized_shape), (), (), note)
+
+
+def _attention(path: str, module: DotProductAttention) -> LayerReport:
+    choice = module._ran
+    note = "not called yet"
+    if choice is not None:
+        lacks = "; ".join(f"{name}: {why}" for name, why in choice.reasons.items())
+        note = f"backend {choice.backend}" + (f" ({lacks})" if lacks else "")
+    return LayerReport(path, type(module).__name__, (), (), (), note)
+
+
+def _foreign(path: str, module: torch.nn.Linear) -> LayerReport:
+    """A linear layer of torch: what it ran in is not known here."""
+    stays = counterpart_of(module)
+    reason = "a layer of torch.nn: te.convert swaps it"
+    if isinstance(stays, str):
+        reason = f"a layer of torch.nn, which te.convert leaves alone: {stays}"
+    weight = module._parameters.get("weight")
+    shape = () if weight is None or torch.nn.parameter.is_lazy(weight) else tuple(weight.shape)
+    return LayerReport(path, type(module).__qualname__, shape, _no_gemms(reason), (), None)
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def _text(layers: list[LayerReport], observed: bool) -> Iterator[str]:
+    """The table: a row for each layer, below it what is not FP8 and why, and the casts."""
+    head = ("layer", "kind", "shape", *_GEMMS.values())
+    rows = [_row(layer) for layer in layers]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    yield _line(head, widths)
+    for layer, row in zip(layers, rows, strict=True):
+        yield _line(row, widths)
+        if layer.note:
+            yield f"    {layer.note}"
+        reasons: dict[str, list[str]] = {}
+        for gemm in layer.gemms:
+            if gemm.reason:
+                reasons.setdefault(gemm.reason, []).append(gemm.name)
+        for reason, names in reasons.items():
+            which = "" if len(names) == len(_GEMMS) else f"{', '.join(names)}: "
+            yield f"    {which}{reason}"
+        for tensor in layer.tensors:
+            yield (
+                f"    {tensor.name:11s} {tensor.dtype}  amax {_number(tensor.amax)}  scale "
+                f"{_number(tensor.scale)}  saturated {_share(tensor.saturated)}  flushed to zero "
+                f"{_share(tensor.flushed)}".rstrip()
+            )
+    if not observed and any(layer.tensors for layer in layers):
+        yield (
+            "What is marked - takes an observed step: `with te.observe(model) as seen:` around it, "
+            "then te.report(model, seen)."
+        )
+
+
+def _row(layer: LayerReport) -> tuple[str, ...]:
+    found = {gemm.name: gemm.precision or "-" for gemm in layer.gemms}
+    shape = " x ".join(map(str, layer.shape))
+    return (layer.name, layer.kind, shape, *(found.get(name, "") for name in _GEMMS.values()))
+
+
+def _line(cells: tuple[str, ...], widths: list[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _number(value: float | None) -> str:
+    return f"{'-' if value is None else format(value, '.4g'):<9s}"
+
+
+def _share(value: float | None) -> str:
+    return f"{'-' if value is None else format(100.0 * value, '.3g') + '%':<8s}"
