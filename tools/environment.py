@@ -51,15 +51,18 @@ def read_group(group):
     return {pin.split("==")[0]: pin for pin in read_pins(*GROUPS[group])}
 
 
+def read_notes():
+    """Return {pin: what the constraints file says of it}."""
+    lines = (ROOT / "tests/constraints.txt").read_text().splitlines()
+    split = (line.partition("#") for line in lines)
+    return {pin.strip(): note for pin, _, note in split}
+
+
 def count_megabytes(pins, cpu=False):
     """Return how many megabytes come with these pins, with torch from its CPU index if `cpu`."""
-    total = 0
-    for line in (ROOT / "tests/constraints.txt").read_text().splitlines():
-        pin, _, note = line.partition("#")
-        if pin.strip() in pins:
-            sizes = re.findall(r"(\d+) MB", note) or ["1"]
-            total += int(sizes[-1 if cpu else 0])
-    return total
+    notes = read_notes()
+    sizes = [re.findall(r"(\d+) MB", notes[pin]) or ["1"] for pin in pins if pin in notes]
+    return sum(int(size[-1 if cpu else 0]) for size in sizes)
 
 
 def has_gpu():
@@ -116,33 +119,34 @@ def add_packages_of(base, folder):
 def fetch_apart(python):
     """Fill build/clients with what no environment can hold, a folder `NAME-VERSION` for each.
 
-    Of a package under [apart] tests use several versions: each is installed into its folder, for
-    a process that has the folder in PYTHONPATH. Of one under [sources] the source archive is
-    unpacked: it has the package's own tests, which an installed package lacks.
+    Of a package under [apart] the wheel is unpacked, for processes that have the folder in
+    PYTHONPATH: there are several versions of it, or it must not be there for the others. Of one
+    under [sources] it is the source archive, which has the package's own tests.
     """
-    pip = [python, "-m", "pip"]
+    notes = read_notes()
     for heading in ("apart", "sources"):
         for pin in read_pins(heading):
-            name, version = pin.split(";")[0].strip().split("==")
+            name, version = pin.split("==")
             folder = ROOT / "build/clients" / f"{name}-{version}"
-            if folder.exists():
+            if folder.exists() or (heading == "apart" and not find_missing(python, [name])):
                 continue
             with tempfile.TemporaryDirectory() as scratch:
                 scratch = Path(scratch)
+                fetch = [python, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch, pin]
                 if heading == "apart":
-                    install = [*pip, "install", "-q", "--no-deps", "--target", scratch / "new", pin]
-                    subprocess.run(install, check=True)
+                    of_python = re.search(r"wheel of Python ([\d.]+)", notes[pin])
+                    other = ["--python-version", of_python[1]] if of_python else []
+                    subprocess.run([*fetch, "--only-binary", ":all:", *other], check=True)
+                    made = scratch / "new"
+                    shutil.unpack_archive(next(scratch.glob("*.whl")), made, "zip")
                 else:
-                    fetch = [*pip, "download", "-q", "--no-deps", "--no-build-isolation"]
-                    fetch += ["--no-binary", name, "-d", scratch, pin]
-                    subprocess.run(fetch, check=True)
+                    plain = ["--no-build-isolation", "--no-binary", name]
+                    subprocess.run([*fetch, *plain], check=True)
                     shutil.unpack_archive(next(scratch.glob("*.tar.gz")), scratch / "all")
-                    next((scratch / "all").iterdir()).rename(scratch / "new")
-                if not any((scratch / "new").glob("*")):
-                    continue  # pip passes over a pin whose marker is not for this Python
+                    made = next((scratch / "all").iterdir())
                 print(f"fetched {folder.relative_to(ROOT)}")
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                shutil.move(scratch / "new", folder)
+                shutil.move(made, folder)
 
 
 def main():

@@ -226,19 +226,18 @@ FEATURES: tuple[Feature, ...] = (
         base="torch.nn.Module",
     ),
     Feature(
-        "Optimizers",
-        "there are no optimizer kernels",
-        "torch.optim.AdamW(fused=True), torch.optim.SGD(fused=True)",
+        "Optimizer kernels",
+        "optimizers compute by torch's fused kernels, in fp32",
+        "optimizers.FusedAdam and optimizers.FusedSGD with these options at their defaults",
         (
-            ("pytorch.optimizers.fused_adam", "FusedAdam"),
-            ("pytorch.optimizers.fused_sgd", "FusedSGD"),
             (
                 "pytorch.optimizers",
-                "FusedAdam FusedSGD multi_tensor_adam multi_tensor_adam_fp8 "
-                "multi_tensor_adam_capturable multi_tensor_adam_capturable_master "
-                "multi_tensor_adam_param_remainder multi_tensor_sgd",
+                "multi_tensor_adam multi_tensor_adam_fp8 multi_tensor_adam_capturable "
+                "multi_tensor_adam_capturable_master multi_tensor_adam_param_remainder "
+                "multi_tensor_sgd",
             ),
         ),
+        partly="pytorch.optimizers.FusedAdam pytorch.optimizers.FusedSGD",
     ),
     Feature(
         "CUDA graphs of whole models",
