@@ -27,9 +27,10 @@ EXAMPLES = {
 
 
 def is_ours():
-    """Tell whether make made this environment."""
+    """Tell whether make made this environment, and for this very folder."""
     config = Path(sys.prefix, "pyvenv.cfg")
-    return config.exists() and MARK in config.read_text(encoding="utf-8")
+    here = config.exists() and config.resolve().is_relative_to(ROOT)
+    return here and MARK in config.read_text(encoding="utf-8")
 
 
 def is_installed():

@@ -113,6 +113,15 @@ def test_ours_gets_the_package(clone, ours, tmp_path):
     assert all((clone / file).is_file() for _, file, *_ in told)
 
 
+def test_that_of_another_folder_is_left_as_it_is(clone, ours, tmp_path):
+    before = sorted((clone / ".venv").rglob("*.pth"))
+    for name in ("tools", "transformer_engine"):
+        shutil.copytree(clone / name, tmp_path / name)
+    assert run(ours, "tools/editable_install.py", cwd=tmp_path) == ""
+    assert sorted((clone / ".venv").rglob("*.pth")) == before
+    assert "was left as it is" in run(ours, "tools/editable_install.py", "--say", cwd=tmp_path)
+
+
 def test_another_one_is_left_as_it_is(clone, tmp_path):
     theirs = tmp_path / "theirs"
     run(sys.executable, "-m", "venv", "--without-pip", theirs, cwd=tmp_path)
