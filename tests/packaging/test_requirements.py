@@ -5,12 +5,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+from markdown_pages import ROOT
 
 import transformer_engine
+from transformer_engine.common.requirements import OLDEST_TORCH
 
 PACKAGE = Path(transformer_engine.__file__).parent
 NO_TORCH = "import sys; sys.modules['torch'] = None"
@@ -56,6 +59,14 @@ def test_what_torch_lacks_is_said_by_torch():
 def test_the_recipes_need_no_torch():
     module = "transformer_engine.common.recipe"
     assert import_after(NO_TORCH, PACKAGE.parent, module) == (0, "")
+
+
+def test_the_oldest_torch_is_that_of_the_package():
+    if not (ROOT / "pyproject.toml").exists():
+        pytest.skip("this is no source tree")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    oldest = "torch>=" + ".".join(map(str, OLDEST_TORCH))
+    assert all(oldest in extra for extra in project["optional-dependencies"].values())
 
 
 def test_an_extension_that_was_not_built(tmp_path):
