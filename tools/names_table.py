@@ -7,11 +7,8 @@ installed. With --check nothing is written, and the exit status says whether the
 
 import runpy
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/names.md"
-BEGIN, END = "<!-- table: made by tools/names_table.py -->\n", "<!-- end of the table -->\n"
+from page_tables import ROOT, keep, rows
 
 
 def _names(feature):
@@ -31,32 +28,11 @@ def _names(feature):
 def table():
     """Return the table in Markdown."""
     features = runpy.run_path(str(ROOT / "transformer_engine/common/absent_names.py"))["FEATURES"]
-    rows = ["| | what is missing | instead | names |", "|---|---|---|---|"]
-    for feature in features:
-        cells = (feature.title, feature.reason, feature.instead, _names(feature))
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows) + "\n"
-
-
-def page(text):
-    """Return the text of the page with the table as it must be."""
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
-
-
-def main():
-    """Write the page, or say whether it is up to date."""
-    text = PAGE.read_text()
-    wanted = page(text)
-    if text == wanted:
-        return 0
-    if "--check" in sys.argv[1:]:
-        print(f"{PAGE.relative_to(ROOT)} is not up to date: run python tools/names_table.py")
-        return 1
-    PAGE.write_text(wanted)
-    return 0
+    return rows(
+        ("", "what is missing", "instead", "names"),
+        ((f.title, f.reason, f.instead, _names(f)) for f in features),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(keep("docs/names.md", "tools/names_table.py", table()))
