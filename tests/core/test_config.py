@@ -12,11 +12,11 @@ from transformer_engine.common import config
 
 pytestmark = pytest.mark.usefixtures("no_variables")
 
-FLAGS = [v for v in config.TABLE if v.default is False]
+FLAGS = [v for v in config.TABLE if isinstance(v.default, bool)]
 ALIASED = [v for v in config.TABLE if v.aliases]
 
 # A text that each variable understands, and its value.
-GOOD = {v.name: ("1", True) for v in FLAGS} | {
+GOOD = {v.name: (str(int(not v.default)), not v.default) for v in FLAGS} | {
     "TE_BACKWARD_OVERRIDE": ("dequantized", "dequantized"),
     "TE_EXTRA_STATE": ("always", "always"),
     "TE_CACHE_DIR": ("/somewhere", Path("/somewhere")),
@@ -163,3 +163,27 @@ def test_no_other_module_reads_the_environment():
         if "os.environ" in path.read_text() or "getenv" in path.read_text()
     ]
     assert readers == ["common/config.py"]
+
+
+# ---- switches of attention -----------------------------------------------------------------------
+
+SWITCHES = ("FLASH", "FUSED", "UNFUSED")
+
+
+@pytest.mark.parametrize("off", SWITCHES)
+@pytest.mark.parametrize("prefix", ["TE", "NVTE"])
+def test_attention_switches_are_read_at_each_call(prefix, off, monkeypatch):
+    assert config.attention_switches() == (True, True, True)
+    monkeypatch.setenv(f"{prefix}_{off}_ATTN", "0")
+    assert config.attention_switches() == tuple(each != off for each in SWITCHES)
+    monkeypatch.setenv(f"TE_{off}_ATTN", "1")  # the TE name counts
+    assert config.attention_switches() == (True, True, True)
+    monkeypatch.setenv(f"TE_{off}_ATTN", "no")
+    with pytest.raises(ValueError, match=f"TE_{off}_ATTN='no'"):
+        config.attention_switches()
+
+
+def test_attention_switches_of_another_mapping(monkeypatch):
+    """A program may put a plain dictionary in place of os.environ."""
+    monkeypatch.setattr(os, "environ", {"NVTE_FUSED_ATTN": "0"})
+    assert config.attention_switches() == (True, False, True)

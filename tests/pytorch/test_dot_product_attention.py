@@ -12,6 +12,7 @@ from pytorch.helpers import assert_same_bits
 from tols import BF16, F16, F32, tol
 
 from transformer_engine import _core
+from transformer_engine.common.config import AttentionSwitches
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
     Situation,
@@ -123,7 +124,8 @@ def test_choice_and_reasons():
     def choose(mask, window=(-1, -1), square=True, bias="no_bias", grouped=False, dtype=BF16):
         kind = mask_type(mask)
         bottom_right = kind.bottom_right is not False
-        situation = Situation(kind, window, bottom_right, square, bias, grouped, dtype)
+        on = AttentionSwitches(True, True, True)
+        situation = Situation(kind, window, bottom_right, square, bias, grouped, dtype, on)
         return choose_backend(situation)
 
     for taken in (
@@ -145,6 +147,51 @@ def test_choice_and_reasons():
         (choose("no_mask", grouped=True, dtype=F32), "fp32"),
     ):
         assert refused.backend == "unfused" and word in refused.reasons["sdpa"]
+
+
+def backend_of(module, qkv):
+    """Run the module, and say by the counters which backend it was."""
+    _core.reset_counters()
+    module(*qkv)
+    return ran()
+
+
+@pytest.mark.parametrize(
+    ("flash", "fused", "unfused", "expected"),
+    [
+        ("1", "1", "1", "sdpa"),
+        ("1", "0", "0", "sdpa"),
+        ("0", "1", "0", "sdpa"),
+        ("0", "0", "1", "unfused"),
+        ("1", "0", "1", "sdpa"),
+    ],
+)
+def test_switches_choose_at_each_call(device, flash, fused, unfused, expected, monkeypatch):
+    module = DotProductAttention(HEADS, CHANNELS, attn_mask_type="no_mask")
+    qkv = model.make_qkv("sbhd", sizes(), BF16, device)
+    assert backend_of(module, qkv) == "sdpa"
+    for name, value in (("FLASH", flash), ("FUSED", fused), ("UNFUSED", unfused)):
+        monkeypatch.setenv(f"NVTE_{name}_ATTN", value)
+    assert backend_of(module, qkv) == expected
+    monkeypatch.undo()
+    assert backend_of(module, qkv) == "sdpa"
+
+
+def test_switches_that_leave_no_backend(device, monkeypatch):
+    module = DotProductAttention(HEADS, CHANNELS, attn_mask_type="no_mask")
+    qkv = model.make_qkv("sbhd", sizes(), BF16, device)
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    mask = torch.zeros(BATCH, 1, 1, KEYS, dtype=torch.bool, device=device)
+    pair = (mask[..., :QUERIES], mask)
+    with pytest.raises(ValueError, match=r"mask type padding.*NVTE_UNFUSED_ATTN"):
+        module(*qkv, pair, attn_mask_type="padding")
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    names = "NVTE_FLASH_ATTN and NVTE_FUSED_ATTN.*NVTE_UNFUSED_ATTN"
+    with pytest.raises(ValueError, match=names):
+        module(*qkv)
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")
+    assert backend_of(module, qkv) == "unfused"
 
 
 # ---- biases --------------------------------------------------------------------------------------

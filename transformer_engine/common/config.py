@@ -16,13 +16,21 @@ Rules common to all variables:
   ignored costs a training run.
 """
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-__all__ = ["BACKWARD_OVERRIDES", "TABLE", "Variable", "cache_dir"]
+__all__ = [
+    "BACKWARD_OVERRIDES",
+    "TABLE",
+    "AttentionSwitches",
+    "Variable",
+    "attention_switches",
+    "cache_dir",
+]
 
 T = TypeVar("T")
 
@@ -86,8 +94,8 @@ class Variable(Generic[T]):
         return self.default
 
 
-def _flag(name: str, doc: str, *aliases: str) -> Variable[bool]:
-    """Make an on/off variable, off by default."""
+def _flag(name: str, doc: str, *aliases: str, default: bool = False) -> Variable[bool]:
+    """Make an on/off variable."""
     words = {"0": False, "1": True, "false": False, "true": True}
 
     def parse(text: str) -> bool:
@@ -96,7 +104,7 @@ def _flag(name: str, doc: str, *aliases: str) -> Variable[bool]:
         except KeyError:
             raise ValueError(text) from None
 
-    return Variable(name, False, parse, "0, 1, false or true", doc, aliases)
+    return Variable(name, default, parse, "0, 1, false or true", doc, aliases)
 
 
 def _absolute_path(text: str) -> Path:
@@ -151,6 +159,25 @@ TE_EXTRA_STATE = Variable(
     "that insist on it; ignore: an _extra_state that is loaded is not looked at, and a module that "
     "has no scaling state offers none.",
 )
+TE_FLASH_ATTN = _flag(
+    "TE_FLASH_ATTN",
+    "Attention may run by torch's scaled_dot_product_attention; that one is off where "
+    "TE_FUSED_ATTN is off too. Read at each call.",
+    "NVTE_FLASH_ATTN",
+    default=True,
+)
+TE_FUSED_ATTN = _flag(
+    "TE_FUSED_ATTN",
+    "As TE_FLASH_ATTN: torch chooses among its kernels by itself.",
+    "NVTE_FUSED_ATTN",
+    default=True,
+)
+TE_UNFUSED_ATTN = _flag(
+    "TE_UNFUSED_ATTN",
+    "Attention may run by two matrix products and the library's softmax. Read at each call.",
+    "NVTE_UNFUSED_ATTN",
+    default=True,
+)
 TE_NVRTC = _flag(
     "TE_NVRTC",
     "Compile the embedded device source with NVRTC even where a device image would load.",
@@ -170,6 +197,53 @@ TE_CACHE_DIR: Variable[Path | None] = Variable(
 
 TABLE: tuple[Variable, ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
 """Every variable, in the order of this file."""
+
+
+class AttentionSwitches(NamedTuple):
+    """Which kinds of attention may run.
+
+    Attributes
+    ----------
+    flash, fused, unfused : bool
+        ``TE_FLASH_ATTN``, ``TE_FUSED_ATTN``, ``TE_UNFUSED_ATTN``.
+    """
+
+    flash: bool
+    fused: bool
+    unfused: bool
+
+
+_SWITCHES = (TE_FLASH_ATTN, TE_FUSED_ATTN, TE_UNFUSED_ATTN)
+_SWITCH_KEYS = tuple(os.fsencode(name) for v in _SWITCHES for name in (v.name, *v.aliases))
+
+
+@functools.lru_cache(maxsize=64)
+def _switches(texts: tuple) -> AttentionSwitches:
+    """Values of the switches; `texts` only tells one environment from another."""
+    del texts
+    return AttentionSwitches(*(variable.get() for variable in _SWITCHES))
+
+
+def attention_switches() -> AttentionSwitches:
+    """Which kinds of attention may run now: programs flip the switches between two calls.
+
+    Every attention call asks, so it must take no time: asking ``os.environ`` for a variable that is
+    not set takes a microsecond, the dictionary of bytes behind it a fiftieth of that.
+
+    Returns
+    -------
+    AttentionSwitches
+        The values.
+
+    Raises
+    ------
+    ValueError
+        A switch is not understood.
+    """
+    data = getattr(os.environ, "_data", None)
+    if type(data) is not dict:  # a program has put another mapping in place of os.environ
+        return _switches.__wrapped__(())
+    return _switches(tuple(map(data.get, _SWITCH_KEYS)))
 
 
 def cache_dir() -> Path | None:

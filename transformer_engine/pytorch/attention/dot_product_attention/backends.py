@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.common import absent
+from transformer_engine.common.config import AttentionSwitches
 from transformer_engine.pytorch.attention.dot_product_attention.masks import (
     CAUSAL_WINDOW,
     NO_WINDOW,
@@ -37,6 +38,8 @@ class Situation(NamedTuple):
         Several heads share keys and values.
     dtype : torch.dtype
         Of queries, keys and values.
+    switches : AttentionSwitches
+        What the environment allows.
     """
 
     kind: MaskType
@@ -46,6 +49,7 @@ class Situation(NamedTuple):
     bias: str
     grouped: bool
     dtype: torch.dtype
+    switches: AttentionSwitches
 
 
 class Choice(NamedTuple):
@@ -65,6 +69,8 @@ class Choice(NamedTuple):
 
 def _sdpa_lacks(situation: Situation) -> str | None:
     """What keeps torch's scaled_dot_product_attention from running it; None: nothing."""
+    if not (situation.switches.flash or situation.switches.fused):
+        return "switched off by NVTE_FLASH_ATTN and NVTE_FUSED_ATTN"
     kind = situation.kind
     if kind.padding or kind.name == "arbitrary":
         return f"mask type {kind.name}: it would take a mask of the size of the scores"
@@ -79,9 +85,14 @@ def _sdpa_lacks(situation: Situation) -> str | None:
     return None
 
 
+def _unfused_lacks(situation: Situation) -> str | None:
+    """It runs everything."""
+    return None if situation.switches.unfused else "switched off by NVTE_UNFUSED_ATTN"
+
+
 # In order of preference. A backend is a name here, a function that says what it lacks, and its
-# branch in DotProductAttention._attend; one that runs everything stands last.
-_BACKENDS = (("sdpa", _sdpa_lacks), ("unfused", lambda situation: None))
+# branch in DotProductAttention._attend.
+_BACKENDS = (("sdpa", _sdpa_lacks), ("unfused", _unfused_lacks))
 
 
 def choose_backend(situation: Situation) -> Choice:
@@ -96,6 +107,11 @@ def choose_backend(situation: Situation) -> Choice:
     -------
     Choice
         The backend, and why the ones before it were passed over.
+
+    Raises
+    ------
+    ValueError
+        None is left: the environment switches off the one that would run it.
     """
     reasons: dict[str, str] = {}
     for name, lacks in _BACKENDS:
@@ -103,4 +119,8 @@ def choose_backend(situation: Situation) -> Choice:
         if reason is None:
             return Choice(name, reasons)
         reasons[name] = reason
-    raise AssertionError(f"no attention backend runs {situation}")  # the last one runs everything
+    found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise ValueError(
+        f"DotProductAttention: no backend is left ({found}). Unset these variables, or set "
+        "NVTE_UNFUSED_ATTN=1: that backend runs everything"
+    )

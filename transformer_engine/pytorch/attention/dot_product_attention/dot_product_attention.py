@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_engine.common.config import AttentionSwitches, attention_switches
 from transformer_engine.pytorch.attention.dot_product_attention import masks, sdpa, unfused
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
     check_biases,
@@ -32,12 +33,19 @@ from transformer_engine.pytorch.module.parameters import (
 from transformer_engine.pytorch.parallel import TensorParallel, check_group
 from transformer_engine.pytorch.recompute import checkpoint
 from transformer_engine.pytorch.state import current_state
+from transformer_engine.pytorch.torch_ops import constant_in_graphs
 
 __all__ = ["DotProductAttention"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
 _NAME = "DotProductAttention"
+
+
+@constant_in_graphs
+def _switches() -> AttentionSwitches:
+    """What the environment allows now; in a graph, what it allowed when that was traced."""
+    return attention_switches()
 
 
 class _Decision(NamedTuple):
@@ -378,6 +386,7 @@ score_mod_tensors, score_mod_bprop_tensors
             core_attention_bias_type,
             shape[1] == shape[2],
             query_layer.dtype,
+            _switches(),
         )
         if torch.compiler.is_compiling():
             decision = self._decide(*key)
@@ -514,6 +523,7 @@ score_mod_tensors, score_mod_bprop_tensors
         bias: str,
         square: bool,
         dtype: torch.dtype,
+        switches: AttentionSwitches,
     ) -> _Decision:
         """Find out what applies to calls of a kind."""
         kind = masks.mask_type(mask_name)
@@ -525,7 +535,9 @@ score_mod_tensors, score_mod_bprop_tensors
                 f"{', '.join(BIAS_TYPES)}"
             )
         grouped = self.num_gqa_groups != self.num_attention_heads
-        choice = choose_backend(Situation(kind, window, diagonal, square, bias, grouped, dtype))
+        choice = choose_backend(
+            Situation(kind, window, diagonal, square, bias, grouped, dtype, switches)
+        )
         return _Decision(kind, window, diagonal, bias, choice, choice.backend == "sdpa")
 
     def _limits(
