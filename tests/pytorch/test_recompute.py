@@ -12,6 +12,11 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.distributed import (
+    activation_recompute_forward,
+    in_fp8_activation_recompute_phase,
+    is_fp8_activation_recompute_enabled,
+)
 from transformer_engine.pytorch.state import current_state
 
 WIDTH, ROWS, STEPS = 32, 16, 3
@@ -31,6 +36,37 @@ CHECKPOINTS = {
     "te-reentrant": lambda f, *a: te.checkpoint(f, *a, use_reentrant=True),
     "te-saved": lambda f, *a: te.checkpoint(f, *a, use_reentrant=False),
 }
+
+
+class Program(torch.autograd.Function):
+    """The recompute of a program that does it by itself."""
+
+    @staticmethod
+    def forward(ctx, function, *args):
+        ctx.function, ctx.args = function, args
+        ctx.random = torch.get_rng_state()
+        ctx.cuda_random = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        with torch.no_grad(), activation_recompute_forward(activation_recompute=True):
+            assert is_fp8_activation_recompute_enabled()
+            assert not in_fp8_activation_recompute_phase()
+            return function(*args)
+
+    @staticmethod
+    def backward(ctx, grad):
+        args = [a.detach().requires_grad_() if torch.is_tensor(a) else a for a in ctx.args]
+        with torch.random.fork_rng():
+            torch.set_rng_state(ctx.random)
+            if ctx.cuda_random is not None:
+                torch.cuda.set_rng_state(ctx.cuda_random)
+            with torch.enable_grad(), activation_recompute_forward(True, recompute_phase=True):
+                assert in_fp8_activation_recompute_phase()
+                out = ctx.function(*args)
+        assert not is_fp8_activation_recompute_enabled()
+        torch.autograd.backward(out, grad)
+        return None, *(a.grad if torch.is_tensor(a) else None for a in args)
+
+
+PROGRAMS = CHECKPOINTS | {"program": Program.apply}
 
 
 KINDS = {"linear": 6, "norm-linear": 6, "mlp": 6, "mlp-checkpoint": 7}
@@ -120,7 +156,7 @@ SITUATIONS = [(r, d, "linear") for r in RECIPES for d in (0.0, 0.5)]
 SITUATIONS += [(r, 0.5, k) for r in ("delayed", "current") for k in KINDS if k != "linear"]
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize(("recipe", "dropout", "kind"), SITUATIONS)
 def test_region_outside(device, start, name, recipe, dropout, kind):
     made = RECIPES[recipe]()
@@ -131,10 +167,10 @@ def test_region_outside(device, start, name, recipe, dropout, kind):
                 x = run(block, x)
         return x
 
-    compare(start, device, (forward, CHECKPOINTS[name]), 6, dropout, kind)
+    compare(start, device, (forward, PROGRAMS[name]), 6, dropout, kind)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_region_inside(device, start, name, recipe):
     made = RECIPES[recipe]()
@@ -154,7 +190,7 @@ def test_region_inside(device, start, name, recipe):
 def compare_inside(start, device, forward, name):
     """As `compare`; a reentrant forward runs without gradients, so its exits update nothing."""
     results = []
-    for run in (plain, CHECKPOINTS[name]):
+    for run in (plain, PROGRAMS[name]):
         start()
         model = model_on(device)
         results.append(train(model, device, lambda x, m=model, r=run: forward(m, r, x)))
@@ -163,7 +199,7 @@ def compare_inside(start, device, forward, name):
     assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_one_checkpoint_around_all(device, start, name):
     made = RECIPES["delayed"]()
 
@@ -176,7 +212,7 @@ def test_one_checkpoint_around_all(device, start, name):
         with te.autocast(recipe=made):
             return run(all_blocks, x)
 
-    compare(start, device, (forward, CHECKPOINTS[name]), 6)
+    compare(start, device, (forward, PROGRAMS[name]), 6)
 
 
 @pytest.mark.parametrize(("outer", "inner"), list(itertools.product(CHECKPOINTS, CHECKPOINTS)))
@@ -481,3 +517,83 @@ def test_checkpoint_arguments(device):
         assert block.a._weight_caches[0] is not None
     out.sum().backward()
     assert entered == ["forward", "recompute"] and gemms.fp8 == 2
+
+
+# ---- a program's own recompute -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_program_with_several_forwards_pending(device, start, recipe):
+    """Two microbatches in flight: the oldest forward is repeated first."""
+    made = RECIPES[recipe]()
+
+    def step(model, run, xs):
+        outs = []
+        for x in xs:
+            with te.autocast(recipe=made):
+                outs.append(run(model, x))
+        for out in outs:
+            out.sum().backward()
+        return [x.grad for x in xs] + [p.grad for p in model.parameters()] + [states_of(model)]
+
+    results = []
+    for run in (plain, Program.apply):
+        start()
+        model = Block(device)
+        for factor in (1, 64):
+            xs = [torch.randn(ROWS, WIDTH, device=device) * n * factor for n in (1, 8)]
+            found = step(model, run, [x.requires_grad_() for x in xs])
+        results.append(found)
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("inner", ["te-reentrant", "te-saved", "torch-saved"])
+def test_checkpoint_inside_the_recompute_of_a_program(device, start, inner):
+    made = RECIPES["delayed"]()
+
+    def forward(model, run, x):
+        def all_blocks(x):
+            for block in model:
+                x = (CHECKPOINTS[inner] if run is not plain else plain)(block, x)
+            return x
+
+        with te.autocast(recipe=made):
+            return run(all_blocks, x)
+
+    compare(start, device, (forward, Program.apply), 12)
+
+
+def test_recompute_of_a_forward_that_was_not_marked(device):
+    layer = te.Linear(WIDTH, WIDTH, device=device)
+
+    class Unmarked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return layer(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad(), activation_recompute_forward(True, recompute_phase=True):
+                layer(ctx.saved_tensors[0].detach())
+            return grad
+
+    x = torch.ones(ROWS, WIDTH, device=device, requires_grad=True)
+    with te.autocast():
+        out = Unmarked.apply(x)
+        with pytest.raises(RuntimeError, match="did not run it in FP8"):
+            out.sum().backward()
+
+
+@activation_recompute_forward(activation_recompute=True)
+def decorated():
+    return is_fp8_activation_recompute_enabled(), in_fp8_activation_recompute_phase()
+
+
+def test_mark_is_a_decorator_and_ends_with_an_error():
+    assert decorated() == (True, False)
+    with pytest.raises(KeyError), activation_recompute_forward(True, True):
+        raise KeyError
+    assert not is_fp8_activation_recompute_enabled() and not in_fp8_activation_recompute_phase()
+    with activation_recompute_forward(recompute_phase=True):  # nothing is repeated
+        assert not in_fp8_activation_recompute_phase()

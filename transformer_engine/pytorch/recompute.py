@@ -315,6 +315,8 @@ def anywhere() -> bool:
 
 def in_reentrant_forward() -> bool:
     """Whether gradients are off only because a reentrant checkpoint runs its forward."""
+    if _phase.enabled and not _phase.repeats:
+        return True
     for kind, holder in _on_stack():
         if kind == "reentrant forward" and any(holder.needs_input_grad):
             return True
