@@ -110,3 +110,53 @@ def test_names_live_under_the_public_package():
     """Clients compare `__module__`; tools that rewrite torch.nn.Linear leave ours alone."""
     assert te.Linear.__module__.startswith("transformer_engine.pytorch")
     assert issubclass(te.Linear, torch.nn.Module) and not issubclass(te.Linear, torch.nn.Linear)
+
+
+LAZY = """
+import sys
+import transformer_engine
+modules = [name for name in sys.modules if name.startswith("transformer_engine.")]
+assert not modules and "torch" not in sys.modules, modules
+assert {"common", "pytorch"} <= set(dir(transformer_engine))
+assert not hasattr(transformer_engine, "jax")
+assert hasattr(transformer_engine, "pytorch") and "torch" in sys.modules
+import transformer_engine.pytorch
+assert transformer_engine.pytorch.Linear is transformer_engine.pytorch.module.Linear
+"""
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+import transformer_engine
+assert not hasattr(transformer_engine, "pytorch")
+try:
+    transformer_engine.pytorch
+except AttributeError as error:
+    assert "needs PyTorch" in str(error) and "pip install" in str(error), error
+assert transformer_engine.common.recipe.DelayedScaling()
+"""
+
+
+@pytest.mark.parametrize("code", [LAZY, WITHOUT_TORCH], ids=["with torch", "without torch"])
+def test_subpackages_are_attributes(code):
+    """Programs ask hasattr(transformer_engine, "pytorch"), having imported the package alone."""
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+RARE = """
+import sys
+import transformer_engine.pytorch as te
+rare = {"ops", "tensor", "optimizers", "cpp_extensions", "distributed", "quantization", "utils"}
+loaded = {name.split(".")[2] for name in sys.modules if name.count(".") > 1}
+loaded &= rare
+assert not loaded, loaded
+assert te.fp8.FP8GlobalStateManager and "transformer_engine.pytorch.quantization" in sys.modules
+"""
+
+
+def test_paths_that_few_programs_use_are_not_loaded():
+    run = [sys.executable, "-c", RARE]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
