@@ -149,8 +149,8 @@ RARE = """
 import sys
 import transformer_engine.pytorch as te
 rare = {"ops", "tensor", "optimizers", "cpp_extensions", "distributed", "quantization", "utils"}
-loaded = {name.split(".")[2] for name in sys.modules if name.count(".") > 1}
-loaded &= rare
+path = "transformer_engine.pytorch."
+loaded = [name for name in sys.modules if name.startswith(path) and name.split(".")[2] in rare]
 assert not loaded, loaded
 assert te.fp8.FP8GlobalStateManager and "transformer_engine.pytorch.quantization" in sys.modules
 """
