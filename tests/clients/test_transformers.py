@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Llama of transformers with its linear layers and norms swapped: train, generate, save, load."""
 
+import copy
 import subprocess
 import sys
 
@@ -98,9 +99,12 @@ def test_gradient_checkpointing_changes_no_bit(device):
     plain = Llama(configuration()).to(device).train()
     recomputed = Llama(configuration()).to(device).train()
     recomputed.load_state_dict(plain.state_dict())
-    recomputed.gradient_checkpointing_enable({"use_reentrant": False})
-    assert train(recomputed) == train(plain)
-    assert_same_bits(dict(recomputed.state_dict()), dict(plain.state_dict()))
+    recomputed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    found, expected = [
+        (train(model), copy.deepcopy(dict(model.state_dict()))) for model in (recomputed, plain)
+    ]
+    assert found[0] == expected[0]
+    assert_same_bits(found[1], expected[1])
 
 
 def test_generation_with_a_cache_in_fp8(device):
@@ -120,9 +124,8 @@ def test_generation_with_a_cache_in_fp8(device):
 @pytest.mark.parametrize("inside", [False, True], ids=["region-outside", "region-inside"])
 def test_compiled_training_equals_eager(device, inside):
     torch._dynamo.reset()
-    backend = "inductor" if device == "cuda" else "aot_eager"
-    eager = Llama(configuration()).to(device)
-    other = Llama(configuration()).to(device)
+    backend = "inductor" if device == "cuda" else "eager"
+    eager, other = (Llama(configuration(num_hidden_layers=1)).to(device) for _ in range(2))
     other.load_state_dict(eager.state_dict())
     fp8 = recipe()
 
@@ -139,7 +142,7 @@ def test_compiled_training_equals_eager(device, inside):
             expected = eager(input_ids=ids, labels=ids).loss
         with te.autocast(recipe=fp8, enabled=not inside), counted() as gemms:
             loss = compiled(ids)
-        assert gemms.fp8 == LINEARS and gemms.other == 0
+        assert gemms.fp8 == LINEARS // 2 and gemms.other == 0
         expected.backward()
         loss.backward()
         if device == "cpu":
@@ -189,9 +192,9 @@ def test_a_loaded_model_goes_on_with_its_scales(device, tmp_path):
     model = Llama(configuration()).to(device)
     train(model)
     model.save_pretrained(tmp_path)
-    again = load(Llama, tmp_path).to(device).train()
-    model.train()
-    assert train(again) == train(model)
+    expected = train(model.train())
+    te.reset()  # as in a new process
+    assert train(load(Llama, tmp_path).to(device).train()) == expected
 
 
 @pytest.mark.parametrize("trained_before", [False, True], ids=["new-program", "fp8-program"])
@@ -213,7 +216,7 @@ def test_the_original_class_loads_what_was_saved_without_scales(device, tmp_path
     model = Llama(configuration()).to(device)
     train(model, 1)
     weights = te.without_scaling_state(model.state_dict())
-    model.save_pretrained(tmp_path, state_dict=weights)
+    model.save_pretrained(tmp_path, state_dict=dict(weights))  # which it empties
     plain = load(transformers.LlamaForCausalLM, tmp_path).to(device)
     assert_same_bits(dict(plain.state_dict()), dict(weights))
 

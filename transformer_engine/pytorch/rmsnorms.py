@@ -76,7 +76,10 @@ def recognise(module: Module) -> Recognised | str:
     if eps is None:
         return f"it has none of {', '.join(_EPS)}"
     try:
-        return _try(module, eps, weight.dtype)
+        with torch.device(
+            "cpu"
+        ):  # transformers makes a model that it loads under torch.device("meta")
+            return _try(module, eps, weight.dtype)
     except Exception as error:  # whatever a class of another package raises
         return f"trying its forward raised {type(error).__name__}: {error}"
 
@@ -84,10 +87,10 @@ def recognise(module: Module) -> Recognised | str:
 def _try(module: Module, eps: float, dtype: torch.dtype) -> Recognised | str:
     """Compare the forward with both kinds of RMSNorm, while training and not."""
     features = module._parameters["weight"].shape[0]
-    steps = torch.arange(4 * features, device="cpu", dtype=torch.float64)
+    steps = torch.arange(4 * features, dtype=torch.float64)
     # Rows of several sizes, one where eps counts; with a mean, so that subtracting it shows.
     sizes = torch.tensor([[eps**0.5 or 1.0], [0.1], [1.0], [50.0]], dtype=torch.float64)
-    x = ((steps * 1.7).sin().view(4, features) + 0.5) * sizes.to("cpu")
+    x = ((steps * 1.7).sin().view(4, features) + 0.5) * sizes
     gamma = (steps[:features] * 0.9).cos() + 0.4
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     fits = {False, True}
