@@ -7,7 +7,6 @@ import pickle
 import re
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ WIDTH = 32
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    """accelerate keeps the first Accelerator's settings for the process."""
+    """Each Accelerator keeps the first Accelerator's settings for the process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -249,7 +248,8 @@ class Dataset(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids.clone()}
 
 
-def test_the_trainer_of_transformers(device, tmp_path, monkeypatch):
+@pytest.mark.parametrize("convert", [False, True], ids=["by-prepare", "beforehand"])
+def test_the_trainer_of_transformers(device, tmp_path, monkeypatch, convert):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     config = transformers.LlamaConfig(
@@ -271,24 +271,29 @@ def test_the_trainer_of_transformers(device, tmp_path, monkeypatch):
         report_to="none",
         use_cpu=device == "cpu",
         disable_tqdm=True,
-        bf16=False,
     )
 
     def make():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        te.reset()
         model = transformers.LlamaForCausalLM(config)
+        if convert:
+            te.convert(model)
         return transformers.Trainer(model=model, args=arguments, train_dataset=Dataset())
+
+    def losses_of(trainer):
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     trainer = make()
     with counted() as gemms:
         trainer.train()
     # q, k, v, o, gate, up, down and the head: three GEMMs each
     assert gemms.fp8 == 12 * 8 * 3 and gemms.other == 0
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = losses_of(trainer)
     assert losses[-1] < losses[0]
-    AcceleratorState._reset_state(reset_partial_state=True)
     resumed = make()
-    with warnings.catch_warnings():  # of loading into a model that is not converted yet
-        warnings.simplefilter("ignore")
-        resumed.train(resume_from_checkpoint=os.path.join(tmp_path, "checkpoint-6"))
-    again = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
-    assert again[:6] == losses[:6] and again[-1] < losses[5]
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    if convert:
+        assert losses_of(resumed) == losses
+    else:  # the checkpoint is loaded into a model of torch.nn, which takes no scales
+        assert losses_of(resumed)[:6] == losses[:6] and losses_of(resumed)[-1] < losses[5]
