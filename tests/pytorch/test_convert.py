@@ -261,6 +261,29 @@ def test_parametrizations(bias):
     assert type(model[0]) is te.Linear and isinstance(model[0]._parameters["weight"], nn.Parameter)
 
 
+@pytest.mark.parametrize("first", ["convert", "parametrize"])
+def test_copies_of_a_parametrized_layer_have_scales_of_their_own(device, first):
+    layer = nn.Linear(16, 32, device=device)
+    if first == "convert":
+        layer = parametrizations.weight_norm(te.convert(layer))
+    else:
+        layer = te.convert(parametrizations.weight_norm(layer))
+    x = torch.randn(16, 16, device=device)
+
+    def step(module, x):
+        with te.autocast():
+            return module(x)
+
+    step(layer, x)
+    twin = copy.deepcopy(layer)
+    assert te.scales(twin) == te.scales(layer)
+    step(twin, 128.0 * x)
+    assert te.scales(twin)["input"].amax == 128.0 * te.scales(layer)["input"].amax
+    assert te.scales(twin)["weight"] != te.scales(layer)["weight"]
+    back = te.convert(layer, to="torch")
+    assert_nmse(copy.deepcopy(back)(x), back(x).double(), tol("round", x.dtype))
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_weight_norm_by_hook():
     model, plain = (nn.Sequential(nn.utils.weight_norm(nn.Linear(16, 24))) for _ in range(2))

@@ -340,10 +340,11 @@ def _swap(old: Module, new: Module) -> Module:
         if getattr(hook, "with_module", False):
             hook.module = weakref.ref(new)
     if torch.nn.utils.parametrize.is_parametrized(new):
-        # The class that torch made for this one instance holds its properties.
-        own = {"__dict__", "__weakref__", "__doc__", "__module__"}
-        members = {k: v for k, v in vars(type(old)).items() if k not in own}
-        new.__class__ = type(f"Parametrized{type(new).__name__}", (type(new),), members)
+        # The class that torch makes for one instance holds the properties that stand for tensors.
+        torch.nn.utils.parametrize._inject_new_class(new)
+        for name, member in vars(type(old)).items():
+            if isinstance(member, property):
+                setattr(type(new), name, member)
     return new
 
 

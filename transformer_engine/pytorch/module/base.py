@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every module with FP8 GEMMs shares: its scaling state, its region, its checkpoints."""
 
+import copy
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -270,6 +271,19 @@ class Fp8Module(NativeModule):
         state["_slots"] = None
         state["_quantization"] = None
         return state
+
+    def __deepcopy__(self, memo: dict) -> "Fp8Module":
+        """Copy what pickling would take along.
+
+        The class that `torch.nn.utils.parametrize` makes refuses to be pickled, and would copy all
+        attributes, the chunks of the scaling state too, where there were no method of ours.
+        """
+        kind = type(self)
+        parametrized = torch.nn.utils.parametrize.is_parametrized(self)
+        state = (kind.__bases__[0] if parametrized else kind).__getstate__(self)
+        memo[id(self)] = twin = kind.__new__(kind)
+        twin.__setstate__(copy.deepcopy(state, memo))
+        return twin
 
     def get_extra_state(self) -> Tensor:
         """Delayed-scaling state as a 1-D uint8 tensor.
