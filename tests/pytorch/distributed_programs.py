@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of tests/pytorch/test_distributed.py run: one rank's part of it."""
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pytorch.helpers import RECIPES, states_of
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import transformer_engine.pytorch as te
+
+HIDDEN, BATCH = 32, 4
+
+
+def _transformer(fused):
+    def make(device):
+        return te.TransformerLayer(
+            HIDDEN, 64, 4, fuse_qkv_params=fused, hidden_dropout=0.0, attention_dropout=0.0,
+            device=device,
+        )  # fmt: skip
+
+    return make
+
+
+def _split(kind):
+    return lambda device: kind(HIDDEN, HIDDEN, parameters_split=("a", "b"), device=device)
+
+
+BLOCKS = {
+    "torch": lambda device: torch.nn.Linear(HIDDEN, HIDDEN, device=device),
+    "Linear": lambda device: te.Linear(HIDDEN, HIDDEN, device=device),
+    "Linear-split": _split(te.Linear),
+    "LayerNormLinear-split": _split(te.LayerNormLinear),
+    "LayerNormMLP": lambda device: te.LayerNormMLP(HIDDEN, 64, device=device),
+    "TransformerLayer": _transformer(fused=False),
+    "TransformerLayer-fused": _transformer(fused=True),
+    "wide-torch": lambda device: torch.nn.Linear(4096, 4096, device=device),
+    "wide": lambda device: te.Linear(4096, 4096, parameters_split=("a", "b"), device=device),
+}
+
+
+def make_model(kind, device):
+    """Make two blocks of a kind."""
+    return torch.nn.Sequential(*(BLOCKS[kind](device) for _ in range(2)))
+
+
+def region(use, group=None):
+    """Return the region of a recipe by name; of none for None."""
+    recipe = RECIPES[use]() if use else None
+    return te.autocast(enabled=use is not None, recipe=recipe, amax_reduction_group=group)
+
+
+def part(batch):
+    """Return this rank's share of a batch [sequence, batch, hidden], on its device."""
+    size = batch.shape[1] // dist.get_world_size()
+    return batch[:, dist.get_rank() * size :][:, :size].clone()
+
+
+def to_cpu(value):
+    """Copy tensors, whole ones, to the CPU."""
+    if isinstance(value, dict):
+        return {key: to_cpu(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_cpu(v) for v in value]
+    if isinstance(value, torch.Tensor):
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return value.detach().cpu().clone()
+    return value
+
+
+def run_steps(model, use, batches, every=1, flags=False, rate=0.0, wrap=None, group=None):
+    """Train; a batch is (input, gradient of the output), `every` of them make a step.
+
+    Returns the outputs, the gradients of each step, the parameters and the scaling states.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    outputs, gradients = [], []
+    for number, (x, grad) in enumerate(batches):
+        if number % every == 0:
+            optimizer.zero_grad()
+        options = {"is_first_microbatch": number % every == 0} if flags else {}
+        with region(use, group):
+            if wrap is None and not flags:
+                out = model(x)
+            else:  # blocks one by one; a reentrant checkpoint asks for an input with a gradient
+                out = x if wrap is None else x.requires_grad_()
+                for block in model:
+                    out = (block if wrap is None else wrap(block))(out, **options)
+        out.backward(grad)
+        outputs.append(out)
+        if (number + 1) % every == 0:
+            gradients.append({n: to_cpu(p.grad) for n, p in model.named_parameters()})
+            optimizer.step()
+    return {
+        "outputs": to_cpu(outputs),
+        "gradients": gradients,
+        "parameters": {n: to_cpu(p) for n, p in model.named_parameters()},
+        "states": to_cpu(states_of(model)),
+    }
+
+
+def _batches(batches, device, share=True):
+    share = part if share else (lambda t: t)
+    return [tuple(share(t).to(device) for t in batch) for batch in batches]
+
+
+def _restored(kind, device, weights):
+    model = make_model(kind, device)
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+
+def ddp(device, kind, use, weights, batches, every=1, flags=False, rate=0.0):
+    """`DistributedDataParallel` over all ranks; the names are those of the module."""
+    model = _restored(kind, device, weights)
+    steps = (_batches(batches, device), every, flags, rate)
+    result = run_steps(DistributedDataParallel(model), use, *steps)
+    for key in ("parameters", "gradients"):
+        dicts = result[key] if key == "gradients" else [result[key]]
+        dicts = [{n.removeprefix("module."): t for n, t in d.items()} for d in dicts]
+        result[key] = dicts if key == "gradients" else dicts[0]
+    return result
+
+
+def shard(model, device, alone=False, **options):
+    """`fully_shard` each block and the whole, over all ranks or over each alone."""
+    if alone:
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        mesh = DeviceMesh.from_group(groups[dist.get_rank()], device)
+    else:
+        mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
+    for block in model:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return mesh
+
+
+def _checkpointed(how):
+    if how == "ours":
+        return lambda block: lambda x, **options: te.checkpoint(block, x, **options)
+    if how == "torch":
+        return lambda block: lambda x, **o: torch_checkpoint(block, x, use_reentrant=False, **o)
+    return None
+
+
+def fsdp2(device, kind, use, weights, batches, reshard, half, recompute, every, flags, rate):
+    """FSDP2 over all ranks."""
+    model = _restored(kind, device, weights)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half else None)
+    shard(model, device, reshard_after_forward=reshard, mp_policy=policy)
+    inputs = _batches(batches, device)
+    if half:
+        inputs = [tuple(t.bfloat16() for t in batch) for batch in inputs]
+    return run_steps(model, use, inputs, every, flags, rate, wrap=_checkpointed(recompute))
+
+
+def fsdp2_from_meta(device, kind, how):
+    """Parameters made after `fully_shard`: (all on the device, mean square of each weight)."""
+    model = make_model(kind, "meta")
+    shard(model, device)
+    if how == "to_empty":
+        model.to_empty(device=device)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    x = torch.randn(8, BATCH, HIDDEN, device=device)
+    model(x).sum().backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.device.type == device and parameter.grad is not None
+        found[name] = to_cpu(parameter)
+    return found
+
+
+def in_place(device, kind):
+    """Change a weight between forward and backward, unsharded: the message of the error."""
+    model = make_model(kind, device)
+    shard(model, device, alone=True, reshard_after_forward=False)
+    out = model(torch.randn(8, BATCH, HIDDEN, device=device))
+    with torch.no_grad():
+        # The first block saves no weight: its input has no gradient.
+        next(p for p in model[1].parameters() if p.dim() == 2).mul_(2)
+    try:
+        out.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def memory_after_forward(device, kind, use):
+    """Bytes that a forward of FSDP2 leaves, beside those of the weights."""
+    model = make_model(kind, device)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    x = torch.randn(1, BATCH, model[0].in_features, device=device)
+    shard(model, device)
+    for _ in range(2):
+        with region(use):
+            model(x).sum().backward()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with region(use):
+        out = model(x)
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_allocated()
+    out.sum().backward()
+    return after - before, weights
+
+
+def save(device, kind, use, wrapper, weights, batches, folder):
+    """Train under a wrapper, and save with torch.distributed.checkpoint."""
+    model = _restored(kind, device, weights)
+    if wrapper == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        shard(model, device)
+    run_steps(model, use, _batches(batches, device), rate=1e-3)
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+    return _content(model)
+
+
+def _content(model):
+    parameters = [p for _, p in sorted(model.named_parameters())]
+    return {"states": to_cpu(states_of(model)), "parameters": to_cpu(parameters)}
+
+
+def load(device, kind, use, wrapper, folder, how):
+    """Load into a fresh model: in place ("place"), or whole from rank 0 ("rank 0") or from all.
+
+    Strictly, but for DDP without scales: torch asks for them under a wrapper.
+    """
+    strict = use is not None or wrapper != "ddp"
+    model = make_model(kind, device)
+    wrapped = DistributedDataParallel(model) if wrapper == "ddp" else model
+    if wrapper == "fsdp2":
+        shard(model, device)
+    with region(use):
+        if how == "place":
+            state = get_model_state_dict(wrapped)
+            dcp.load(state, checkpoint_id=folder)
+            set_model_state_dict(wrapped, state, options=StateDictOptions(strict=strict))
+        else:
+            source = make_model(kind, device)
+            state = source.state_dict()
+            dcp.load(state, checkpoint_id=folder)
+            from_first = how == "rank 0"
+            state = state if dist.get_rank() == 0 or not from_first else {}
+            options = StateDictOptions(
+                full_state_dict=True, broadcast_from_rank0=from_first, strict=strict
+            )
+            set_model_state_dict(wrapped, state, options=options)
+    return _content(model)

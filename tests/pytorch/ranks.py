@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of one group that wait for functions to run: a test costs no start of its own."""
+
+import contextlib
+import io
+import multiprocessing
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+LIMIT = 60  # seconds for one function
+
+
+def _packed(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _unpacked(data):
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _serve(rank, size, device, folder, connection):
+    import transformer_engine.pytorch as te
+
+    torch.set_num_threads(1)
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    store = f"file://{folder}/store"
+    limit = timedelta(seconds=LIMIT)
+    dist.init_process_group(backend, store, rank=rank, world_size=size, timeout=limit)
+    with contextlib.suppress(EOFError):  # the tests are over
+        while True:
+            function, arguments = _unpacked(connection.recv_bytes())
+            te.reset()
+            try:
+                answer = (function(*arguments), None)
+            except BaseException:  # whatever it is, the test has to know
+                answer = (None, traceback.format_exc())
+            connection.send_bytes(_packed(answer))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """The processes of a group.
+
+    Parameters
+    ----------
+    device : str
+        "cpu" (gloo), or "cuda" (one GPU each, NCCL).
+    size : int
+        Number of processes.
+    """
+
+    def __init__(self, device, size):
+        self.device, self.size = device, size
+        self._processes = []
+
+    def _start(self):
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._connections = []
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.size, self.device, Path(self._folder.name), theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def run(self, function, *arguments):
+        """Run ``function(device, *arguments)`` in every process; return the results by rank.
+
+        The function is one of a module; arguments and results are what `torch.save` takes.
+        """
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send_bytes(_packed((function, (self.device, *arguments))))
+        results, faults = [], []
+        for rank, connection in enumerate(self._connections):
+            # One that waits for a rank that failed never answers.
+            if not connection.poll(5 if faults else LIMIT):
+                faults.append(f"rank {rank} did not answer")
+                continue
+            result, fault = _unpacked(connection.recv_bytes())
+            results.append(result)
+            if fault is not None:
+                faults.append(f"rank {rank}:\n{fault}")
+        if faults:
+            self.close()  # they may stand in the middle of a collective
+            raise AssertionError("\n".join(faults))
+        return results
+
+    def close(self):
+        """End the processes."""
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            connection.close()
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes = []
+        self._folder.cleanup()
