@@ -68,6 +68,8 @@ LINEAR_GRAD_GAMMA: Final[int]
 LINEAR_GRAD_BETA: Final[int]
 LINEAR_RETURN_NORM: Final[int]
 LINEAR_BIAS_FROZEN: Final[int]
+LINEAR_NO_GAMMA: Final[int]
+LINEAR_NO_BETA: Final[int]
 
 # flags of mlp_plan (te_mlp_desc.flags)
 MLP_RECOMPUTE: Final[int]

@@ -93,7 +93,9 @@ enum {                                  /* te_linear_desc.flags */
        TE_LINEAR_GRAD_GAMMA = 1 << 18,    /* norm: gamma needs a gradient */
        TE_LINEAR_GRAD_BETA = 1 << 19,     /* norm: beta needs a gradient */
        TE_LINEAR_RETURN_NORM = 1 << 20, /* the norm's output is an output, its gradient an input */
-       TE_LINEAR_BIAS_FROZEN = 1 << 21  /* backward: the bias has no gradient */
+       TE_LINEAR_BIAS_FROZEN = 1 << 21, /* backward: the bias has no gradient */
+       TE_LINEAR_NO_GAMMA = 1 << 22,    /* norm by itself: it has neither gamma nor beta */
+       TE_LINEAR_NO_BETA = 1 << 23      /* norm by itself: it has no beta */
 };
 
 typedef enum te_recipe {
@@ -148,7 +150,8 @@ typedef struct te_norm_desc {
     int64_t features;
     int32_t kind; /* te_norm_kind */
     int32_t input_dtype, weight_dtype, output_dtype;
-    uint32_t flags; /* TE_LINEAR_DGRAD, _GRAD_GAMMA, _GRAD_BETA, _ZERO_CENTERED */
+    uint32_t flags; /* TE_LINEAR_DGRAD, _GRAD_GAMMA, _GRAD_BETA, _ZERO_CENTERED, _NO_GAMMA,
+                       _NO_BETA */
     float eps;
 } te_norm_desc;
 

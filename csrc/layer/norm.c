@@ -16,13 +16,25 @@ static int has_mean(const te_norm_desc *desc)
     return desc->kind == TE_NORM_LAYERNORM;
 }
 
+static int has_gamma(const te_norm_desc *desc)
+{
+    return desc->kind != TE_NORM_L2 && (desc->flags & TE_LINEAR_NO_GAMMA) == 0;
+}
+
+static int has_beta(const te_norm_desc *desc)
+{
+    return has_mean(desc) && has_gamma(desc) && (desc->flags & TE_LINEAR_NO_BETA) == 0;
+}
+
 static void add_parameters(te_plan *plan, const te_norm_desc *desc, norm_buffers *b)
 {
     te_dtype dtype = (te_dtype)desc->weight_dtype;
-    if (desc->kind == TE_NORM_L2) return;
-    b->gamma = te_plan_vector(plan, "gamma", TE_ROLE_PARAMETER, dtype, desc->features);
-    if (!has_mean(desc)) return;
-    b->beta = te_plan_vector(plan, "beta", TE_ROLE_PARAMETER, dtype, desc->features);
+    if (has_gamma(desc)) {
+        b->gamma = te_plan_vector(plan, "gamma", TE_ROLE_PARAMETER, dtype, desc->features);
+    }
+    if (has_beta(desc)) {
+        b->beta = te_plan_vector(plan, "beta", TE_ROLE_PARAMETER, dtype, desc->features);
+    }
 }
 
 static void add_statistics(te_plan *plan, const te_norm_desc *desc, te_buffer_role role,
@@ -77,7 +89,7 @@ static void build_backward(te_plan *plan, const te_norm_desc *desc)
                                   1, desc->features);
     b.input = te_plan_leading(plan, "input", TE_ROLE_INPUT, (te_dtype)desc->input_dtype, 1,
                               desc->features);
-    if (desc->kind != TE_NORM_L2) {
+    if (has_gamma(desc)) {
         b.gamma = te_plan_vector(plan, "gamma", TE_ROLE_PARAMETER, dtype, desc->features);
     }
     if ((desc->flags & TE_LINEAR_DGRAD) != 0) {
@@ -106,8 +118,8 @@ static void build_backward(te_plan *plan, const te_norm_desc *desc)
 
 static te_status check(const te_norm_desc *d)
 {
-    const uint32_t known =
-        TE_LINEAR_DGRAD | TE_LINEAR_GRAD_GAMMA | TE_LINEAR_GRAD_BETA | TE_LINEAR_ZERO_CENTERED;
+    const uint32_t known = TE_LINEAR_DGRAD | TE_LINEAR_GRAD_GAMMA | TE_LINEAR_GRAD_BETA |
+                           TE_LINEAR_ZERO_CENTERED | TE_LINEAR_NO_GAMMA | TE_LINEAR_NO_BETA;
     if (d == NULL || d->size != sizeof *d) {
         return TE_FAIL(TE_ERROR_INVALID, "norm: size = %u, expected %zu", d == NULL ? 0U : d->size,
                        sizeof *d);
@@ -118,6 +130,13 @@ static te_status check(const te_norm_desc *d)
         return TE_FAIL(TE_ERROR_INVALID,
                        "norm: features = %lld, kind = %d, direction = %d, flags = 0x%x",
                        (long long)d->features, d->kind, d->direction, d->flags);
+    }
+    if ((!has_gamma(d) && (d->flags & TE_LINEAR_GRAD_GAMMA) != 0) ||
+        (!has_beta(d) && (d->flags & TE_LINEAR_GRAD_BETA) != 0)) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "norm: kind = %d, flags = 0x%x ask for the gradient of a parameter that it "
+                       "has not",
+                       d->kind, d->flags);
     }
     if (!te_dtype_is_high_precision((te_dtype)d->input_dtype) ||
         !te_dtype_is_high_precision((te_dtype)d->weight_dtype) ||

@@ -12,26 +12,22 @@
 
 int tepy_int(PyObject *object, tepy_site site, int64_t low, int64_t high, int64_t *value)
 {
-    PyObject *index = NULL;
-    int overflow = 0;
-    if (PyLong_Check(object)) {
-        *value = PyLong_AsLongLongAndOverflow(object, &overflow);
-    } else {
-        index = PyNumber_Index(object);
-        if (index == NULL) {
-            if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
-            PyErr_Clear();
-            return tepy_fail(PyExc_TypeError, site, "expected an int, got %R", Py_TYPE(object));
-        }
-        *value = PyLong_AsLongLongAndOverflow(index, &overflow);
-        Py_DECREF(index);
+    PyObject *index = PyLong_Check(object) ? Py_NewRef(object) : PyNumber_Index(object);
+    int overflow = 0, result = 0;
+    if (index == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+        PyErr_Clear();
+        return tepy_fail(PyExc_TypeError, site, "expected an int, got %R", Py_TYPE(object));
     }
-    if (*value == -1 && PyErr_Occurred()) return -1;
-    if (overflow != 0 || *value < low || *value > high) {
-        return tepy_fail(PyExc_ValueError, site, "%R is out of range, expected %lld to %lld",
-                         object, (long long)low, (long long)high);
+    *value = PyLong_AsLongLongAndOverflow(index, &overflow);
+    if (*value == -1 && PyErr_Occurred()) {
+        result = -1;
+    } else if (overflow != 0 || *value < low || *value > high) {
+        result = tepy_fail(PyExc_ValueError, site, "%R is out of range, expected %lld to %lld",
+                           index, (long long)low, (long long)high);
     }
-    return 0;
+    Py_DECREF(index);
+    return result;
 }
 
 int tepy_float(PyObject *object, tepy_site site, double *value)

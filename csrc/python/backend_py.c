@@ -391,20 +391,22 @@ static int take_function(tepy_backend *backend, const tepy_state *state, PyObjec
     const char *name;
     if (key == NULL || function == NULL) return -1;
     if (!PyUnicode_Check(key)) {
-        return tepy_fail(PyExc_TypeError, site, "key %R is not an operator name", key);
+        return tepy_fail_showing(PyExc_TypeError, site, "key %U is not an operator name", key);
     }
     name = PyUnicode_AsUTF8AndSize(key, NULL);
     if (name == NULL) return -1;
     for (int op = 0; op < TE_OP_COUNT; op++) {
         if (strcmp(te_op_name((te_op)op), name) != 0) continue;
         if (!PyCallable_Check(function)) {
-            return tepy_fail(PyExc_TypeError, site, "%s: %R is not callable", name, function);
+            site.argument = name;
+            return tepy_fail_showing(PyExc_TypeError, site, "%U is not callable", function);
         }
         backend->functions[op] =
             (function_record){Py_NewRef(function), state, backend->name, (te_op)op};
         return 0;
     }
-    return tepy_fail(PyExc_ValueError, site, "there is no operator %R: op_names() lists them", key);
+    return tepy_fail_showing(PyExc_ValueError, site,
+                             "there is no operator %U: op_names() lists them", key);
 }
 
 static int take_functions(tepy_backend *backend, const tepy_state *state, PyObject *functions)
@@ -425,7 +427,8 @@ static int take_functions(tepy_backend *backend, const tepy_state *state, PyObje
     for (Py_ssize_t i = 0; !failed && i < PyList_Size(items); i++) {
         PyObject *item = PyList_GetItem(items, i);
         if (item == NULL || !PyTuple_Check(item)) {
-            failed = tepy_fail(PyExc_TypeError, site, "items() gave %R, expected pairs", items);
+            failed = tepy_fail(PyExc_TypeError, site, "items() gave %R, expected pairs",
+                               item == NULL ? Py_TYPE(items) : Py_TYPE(item));
         } else {
             failed = take_function(backend, state, item);
         }
@@ -516,6 +519,7 @@ PyObject *tepy_unregister_backend(PyObject *module, PyObject *arg)
         empty_records(backend);
         return Py_NewRef(Py_None);
     }
-    (void)tepy_fail(PyExc_ValueError, site, "no backend %R is registered through this module", arg);
+    (void)tepy_fail_showing(PyExc_ValueError, site,
+                            "no backend %U is registered through this module", arg);
     return NULL;
 }

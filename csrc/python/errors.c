@@ -47,6 +47,18 @@ int tepy_fail(PyObject *exception, tepy_site site, const char *format, ...)
     return -1;
 }
 
+int tepy_fail_showing(PyObject *exception, tepy_site site, const char *format, PyObject *object)
+{
+    int plain = object == Py_None || PyUnicode_Check(object) || PyLong_Check(object) ||
+                PyFloat_Check(object);
+    PyObject *shown =
+        plain ? PyObject_Repr(object) : PyUnicode_FromFormat("an object of %R", Py_TYPE(object));
+    if (shown == NULL) return -1;
+    (void)tepy_fail(exception, site, format, shown);
+    Py_DECREF(shown);
+    return -1;
+}
+
 int tepy_fail_from_current(PyObject *exception, tepy_site site, const char *fix)
 {
     PyObject *type = NULL, *cause = NULL, *trace = NULL, *new_type = NULL, *new_value = NULL,

@@ -108,6 +108,8 @@ static const constant constants[] = {
     C(LINEAR_GRAD_BETA),
     C(LINEAR_RETURN_NORM),
     C(LINEAR_BIAS_FROZEN),
+    C(LINEAR_NO_GAMMA),
+    C(LINEAR_NO_BETA),
     C(MLP_RECOMPUTE),
     C(AMAX_PARTIALS),
     C(NORM_LAYERNORM),

@@ -152,20 +152,26 @@ done:
     return result;
 }
 
+#define DTYPES_EXPECTED                                                                            \
+    " is not supported, expected float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, uint8, "  \
+    "int32 or int64 of torch"
+
 const char tepy_dtype_code_doc[] = "dtype_code($module, dtype, /)\n--\n\n"
                                    "DTYPE_* code of a torch dtype.";
 
 PyObject *tepy_dtype_code(PyObject *module, PyObject *arg)
 {
     tepy_state *state = tepy_state_of(module);
+    tepy_site site = {"dtype_code", "dtype"};
     if (tepy_require_torch(state, "dtype_code") != 0) return NULL;
     for (int i = 0; i < TE_DTYPE_COUNT; i++) {
         if (arg == state->dtypes[i]) return PyLong_FromLong(i);
     }
-    (void)tepy_fail(PyExc_TypeError, (tepy_site){"dtype_code", "dtype"},
-                    "%R is not supported, expected float32, float16, bfloat16, float8_e4m3fn, "
-                    "float8_e5m2, uint8, int32 or int64 of torch",
-                    arg);
+    if (Py_TYPE(arg) == Py_TYPE(state->dtypes[0])) {
+        (void)tepy_fail(PyExc_TypeError, site, "%R" DTYPES_EXPECTED, arg);
+    } else {
+        (void)tepy_fail_showing(PyExc_TypeError, site, "%U" DTYPES_EXPECTED, arg);
+    }
     return NULL;
 }
 

@@ -64,6 +64,101 @@ def kind(request):
 # ---- values --------------------------------------------------------------------------------------
 
 
+AFFINE = {"no bias": {"bias": False}, "not affine": {"elementwise_affine": False}}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("options", AFFINE)
+@pytest.mark.parametrize("shape", [(96,), (17,), (3, 5, 8)], ids=str)
+def test_without_parameters(device, kind, dtype, options, shape):
+    """As torch.nn's: values and gradients in float64, names, repr and state dict."""
+    options = AFFINE[options]
+    if kind == "rmsnorm" and "bias" in options:
+        with pytest.raises(TypeError, match="bias=True.*te.LayerNorm"):
+            te.RMSNorm(8, bias=True)
+        return
+    norm = make(kind, shape, device, dtype=dtype, eps=1e-3, **options)
+    theirs = {"layernorm": torch.nn.LayerNorm, "rmsnorm": torch.nn.RMSNorm}[kind]
+    exact = theirs(shape, eps=1e-3, dtype=torch.float64, **options)
+    assert dict(exact.named_parameters()).keys() == dict(norm.named_parameters()).keys()
+    assert exact.state_dict().keys() == norm.state_dict().keys()
+    assert exact._parameters.keys() == norm._parameters.keys()
+    exact.load_state_dict({n: wide(t) for n, t in norm.state_dict().items()})
+    text = "elementwise_affine=False" if norm.weight is None else "bias=False"
+    assert text in repr(norm)
+    assert copy.deepcopy(norm)(torch.ones(shape, device=device, dtype=dtype)).shape == shape
+    x = torch.randn(24, *shape, device=device, dtype=dtype)
+    grad = torch.randn_like(x)
+    out, grads = step(norm, x, grad)
+    inp = wide(x).requires_grad_()
+    result = exact(inp)
+    result.backward(wide(grad))
+    wanted = {"x": inp.grad} | {n: p.grad for n, p in exact.named_parameters()}
+    assert grads.keys() == wanted.keys()
+    assert_nmse(out, result.detach(), tol("chain", dtype, 24))
+    for name, found in grads.items():
+        assert_nmse(found, wanted[name], tol("chain", dtype, 24))
+    with torch.no_grad():
+        assert_same_bits(norm(x), out)
+
+
+@pytest.mark.parametrize("options", AFFINE)
+def test_without_parameters_compiled(device, options):
+    norm = te.LayerNorm(40, device=device, **AFFINE[options])
+    x, grad = torch.randn(8, 40, device=device), torch.randn(8, 40, device=device)
+    expected = step(norm, x, grad)
+    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
+    inp = x.clone().requires_grad_()
+    out = compiled(inp)
+    norm.zero_grad()
+    out.backward(grad)
+    assert_same_bits([out.detach(), inp.grad], [expected[0], expected[1]["x"]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_rmsnorm_without_eps(device, dtype):
+    """eps=None is the precision of fp32, for every dtype, as torch computes it."""
+    norm = te.RMSNorm(64, eps=None, device=device, dtype=dtype)
+    assert norm.eps is None and "eps=None" in repr(norm)
+    x = torch.randn(8, 64, device=device, dtype=dtype) * 2.0**-12  # so small that eps counts
+    same = te.RMSNorm(64, eps=torch.finfo(torch.float32).eps, device=device, dtype=dtype)
+    assert_same_bits(norm(x), same(x))
+    assert_nmse(norm(x), torch.nn.RMSNorm(64).to(x)(x), tol("chain", dtype, 64))
+
+
+def test_parameters_taken_away(device):
+    """As in torch.nn, a parameter that is set to None is left out."""
+    norm = make("layernorm", (32,), device)
+    x = torch.randn(4, 32, device=device)
+    norm(x)
+    norm.bias = None
+    whole = te.LayerNorm(32, bias=False, device=device)
+    whole.weight = norm.weight
+    assert_same_bits(norm(x), whole(x))
+    norm.weight = None
+    assert_same_bits(norm(x), te.LayerNorm(32, elementwise_affine=False, device=device)(x))
+    norm.bias = torch.nn.Parameter(torch.ones(32, device=device))
+    with pytest.raises(ValueError, match="weight is None and bias is not"):
+        norm(x)
+
+
+@pytest.mark.parametrize("eps", [float("nan"), -1e-5, float("inf"), "1e-5", None, True])
+@pytest.mark.parametrize(
+    "make_one",
+    [
+        lambda eps: te.LayerNorm(8, eps),
+        lambda eps: te.RMSNorm(8, eps="None" if eps is None else eps),  # None: see above
+        lambda eps: te.LayerNormLinear(8, 8, eps),
+        lambda eps: te.LayerNormMLP(8, 8, eps=eps),
+        lambda eps: te.TransformerLayer(32, 32, 2, layernorm_epsilon=eps),
+        lambda eps: L2Normalization(eps),
+    ],
+)
+def test_wrong_eps(make_one, eps):
+    with pytest.raises((TypeError, ValueError), match=r"eps=.*expected a .*1e-5"):
+        make_one(eps)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("centred", [False, True], ids=["", "zero-centred"])
 @pytest.mark.parametrize("shape", [(96,), (17,), (1,), (3, 5, 8)], ids=str)

@@ -49,6 +49,10 @@ def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **k
     TypeError
         The module is none of this package's.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(
+            f"explain: module: {type(module).__name__}, expected a module of this package"
+        )
     if not isinstance(module, Fp8Module):
         inner = [name for name, m in module.named_modules() if isinstance(m, Fp8Module)]
         hint = f"; explain its parts: {', '.join(inner)}" if inner else ""

@@ -42,6 +42,8 @@ GRAD_GAMMA = _core.LINEAR_GRAD_GAMMA
 GRAD_BETA = _core.LINEAR_GRAD_BETA
 RETURN_NORM = _core.LINEAR_RETURN_NORM
 BIAS_FROZEN = _core.LINEAR_BIAS_FROZEN
+NO_GAMMA = _core.LINEAR_NO_GAMMA
+NO_BETA = _core.LINEAR_NO_BETA
 
 
 class Quantization(NamedTuple):
@@ -479,7 +481,7 @@ def norm_plans(features: int, norm: Norm, dtypes: tuple[int, int], flags: int) -
     dtypes : tuple of int
         ``_core.DTYPE_*`` of input and output.
     flags : int
-        `DGRAD`, `GRAD_GAMMA`, `GRAD_BETA`, `ZERO_CENTERED`.
+        `DGRAD`, `GRAD_GAMMA`, `GRAD_BETA`, `ZERO_CENTERED`, `NO_GAMMA`, `NO_BETA`.
 
     Returns
     -------

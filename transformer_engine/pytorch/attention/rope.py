@@ -17,6 +17,22 @@ FORMATS = {"sbhd": 4, "bshd": 4, "thd": 3}
 """Dims of a tensor of each format: s sequence, b batch, h heads, d channels, t packed tokens."""
 
 
+MAX_POSITION = 2**24
+"""From here on fp32 has no place for every integer."""
+
+
+def _check_positions(length: int, offset: int) -> None:
+    for name, value in (("max_seq_len", length), ("offset", offset)):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"RotaryPositionEmbedding: {name}={value!r}, expected an int")
+    if length < 0 or abs(offset) > MAX_POSITION or length + offset > MAX_POSITION:
+        raise ValueError(
+            f"RotaryPositionEmbedding: max_seq_len={length}, offset={offset}: expected a length "
+            f"from 0 on and positions up to 2^24 = {MAX_POSITION}: beyond, fp32 can not tell "
+            "neighbours apart"
+        )
+
+
 class RotaryPositionEmbedding(torch.nn.Module):
     """Angles of the rotary position embedding.
 
@@ -114,7 +130,14 @@ class RotaryPositionEmbedding(torch.nn.Module):
         -------
         Tensor
             [max_seq_len, 1, 1, rotated channels] fp32 on the device of the module.
+
+        Raises
+        ------
+        TypeError, ValueError
+            No ints, a negative length, or positions beyond 2^24, which fp32 can not tell apart.
         """
+        if not torch.compiler.is_compiling():
+            _check_positions(max_seq_len, offset)
         device = self.inv_freq.device
         positions = torch.arange(max_seq_len, dtype=torch.float32, device=device) + offset
         longest = self.pretrained_max_position_embeddings
@@ -204,6 +227,11 @@ class _RopeCall:
 
 def _check(t: Tensor, freqs: Tensor, tensor_format: str, cu_seqlens: Tensor | None) -> None:
     """Raise for what the operator can not tell from shapes."""
+    for name, value in (("t", t), ("freqs", freqs)):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"apply_rotary_pos_emb: {name}: {type(value).__name__}, expected a tensor"
+            )
     if tensor_format not in FORMATS:
         raise ValueError(
             f"apply_rotary_pos_emb: tensor_format={tensor_format!r}, expected one of "

@@ -264,8 +264,22 @@ class ComposedModule(Fp8Module):
 
     def _promote(self, inp: Tensor, recipe: Any) -> CallTensors:
         """Apply the dtype rules to the input and this module's tensors."""
-        given = (inp, self._norm_tensors(), self._part_tensors())
+        norm, parts = self._norm_tensors(), self._part_tensors()
+        needed = [tensor for part in parts for tensor in (*part.weights, *part.biases)]
+        if norm is not None:
+            needed += norm if self.NORM == _core.NORM_LAYERNORM else norm[:1]
+        if any(tensor is None for tensor in needed):
+            self._refuse_missing()
+        given = (inp, norm, parts)
         return promoted(type(self).__name__, self._sizes()[0][0], given, recipe)
+
+    def _refuse_missing(self) -> None:
+        """Raise for parameters that were set to None."""
+        names = [n for n in self._parameter_names() if n and getattr(self, n, None) is None]
+        raise TypeError(
+            f"{type(self).__name__}: {', '.join(names)} was set to None: assign a parameter; a "
+            "module without biases is made with bias=False"
+        )
 
     def _prepare(
         self,

@@ -22,6 +22,11 @@ class LayerNorm(AffineNorm):
         Older names of `dtype` and `normalized_shape`.
     zero_centered_gamma : bool, default False
         The factor is 1 + gamma, which begins at 0.
+    elementwise_affine : bool, default True
+        Have gamma and beta; without, the output is normalized and no more. By name only: in
+        `torch.nn` it stands where `sequence_parallel` stands here.
+    bias : bool, default True
+        Have beta, where there is gamma. By name only.
     device : torch.device or str, optional
         Of the parameters; "cuda" where there is one, else "cpu". "meta": see `reset_parameters`.
     dtype : torch.dtype, optional
@@ -31,8 +36,8 @@ class LayerNorm(AffineNorm):
 
     Attributes
     ----------
-    weight, bias : Parameter
-        gamma and beta, of shape `normalized_shape`.
+    weight, bias : Parameter or None
+        gamma and beta, of shape `normalized_shape`; None where there is none.
     """
 
     KIND = _core.NORM_LAYERNORM

@@ -16,11 +16,17 @@ from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.call import ModuleCall, PlainCall
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
-from transformer_engine.pytorch.module.parameters import default_device, initialise
+from transformer_engine.pytorch.module.parameters import (
+    checked_eps,
+    default_device,
+    initialise,
+)
 from transformer_engine.pytorch.plans import (
     DGRAD,
     GRAD_BETA,
     GRAD_GAMMA,
+    NO_BETA,
+    NO_GAMMA,
     ZERO_CENTERED,
     CallPlans,
     Norm,
@@ -31,11 +37,15 @@ from transformer_engine.pytorch.plans import (
 __all__ = ["AffineNorm", "L2Normalization"]
 
 
+DEFAULT_EPS = torch.finfo(torch.float32).eps
+"""What ``eps=None`` means: the precision that the statistics are computed in, as in torch."""
+
+
 class _NormModule(NativeModule):
     """Base of the norms over the last dims of a tensor."""
 
     KIND: int
-    eps: float
+    eps: float | None
     zero_centered_gamma = False
 
     def __init__(self) -> None:
@@ -69,12 +79,22 @@ class _NormModule(NativeModule):
         if not torch.is_grad_enabled():
             wants = (False, False, False)
         dtype = inp.dtype if gamma is None else gamma.dtype
-        return inp.device, inp.dtype, dtype, inp.size(-1), wants, eps, self.zero_centered_gamma
+        flags = flags_of(
+            (
+                (NO_GAMMA, gamma is None),
+                (NO_BETA, beta is None),
+                (ZERO_CENTERED, self.zero_centered_gamma),
+                *zip((DGRAD, GRAD_GAMMA, GRAD_BETA), wants, strict=True),
+            )
+        )
+        return inp.device, inp.dtype, dtype, inp.size(-1), flags, eps
 
     def _run(self, inp: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
         """Normalize the last dim of `inp`."""
         traced = torch.compiler.is_compiling()
-        eps = torch_ops.as_constant(self.eps) if traced else self.eps
+        eps = DEFAULT_EPS if self.eps is None else self.eps
+        if traced:
+            eps = torch_ops.as_constant(eps)
         key = self._key(inp, gamma, beta, eps)
         if traced:
             self._ensure_plans(key)
@@ -97,7 +117,7 @@ class _NormModule(NativeModule):
             self._make_plans(key)
 
     def _make_plans(self, key: tuple) -> CallPlans:
-        device, inp, gamma, features, wants, eps, zero_centered = key
+        device, inp, gamma, features, flags, eps = key
         kind = type(self).__name__
         for label, dtype in (("inp", inp), ("weight", gamma)):
             if dtype not in DTYPES:
@@ -107,8 +127,6 @@ class _NormModule(NativeModule):
                 )
         prepare_device(device)
         code = _core.dtype_code(inp)
-        flags = flags_of(zip((DGRAD, GRAD_GAMMA, GRAD_BETA), wants, strict=True))
-        flags |= ZERO_CENTERED if zero_centered else 0
         norm = Norm(self.KIND, _core.dtype_code(gamma), eps)
         plans = self._plans[key] = norm_plans(features, norm, (code, code), flags)
         return plans
@@ -118,16 +136,19 @@ class AffineNorm(_NormModule):
     """Base of the norms with parameters."""
 
     HAS_BIAS: bool
+    EPS_IS_OPTIONAL = False
 
     def __init__(
         self,
         normalized_shape: int | Iterable[int] | None = None,
-        eps: float = 1e-5,
+        eps: float | None = 1e-5,
         sequence_parallel: bool | None = None,
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
         hidden_size: int | None = None,
         *,
+        elementwise_affine: bool = True,
+        bias: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         sm_margin: int | dict[str, int] = 0,
@@ -142,20 +163,27 @@ class AffineNorm(_NormModule):
         if dtype is not None and params_dtype is not None and dtype != params_dtype:
             raise RuntimeError(f"{kind}: dtype={dtype} and params_dtype={params_dtype} differ")
         shape = normalized_shape if hidden_size is None else hidden_size
-        self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        if not self.normalized_shape or min(self.normalized_shape) < 1:
+        self.normalized_shape = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+        sizes = self.normalized_shape
+        if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise ValueError(f"{kind}: normalized_shape={shape!r}: expected positive sizes")
         margins = sm_margin.values() if isinstance(sm_margin, dict) else (sm_margin,)
         if any(margins):
             raise NotImplementedError(f"{kind}: sm_margin={sm_margin!r}")
-        self.eps = float(eps)
+        self.eps = None if eps is None and self.EPS_IS_OPTIONAL else checked_eps(kind, eps)
+        self.elementwise_affine = bool(elementwise_affine)
         self.zero_centered_gamma = bool(zero_centered_gamma)
         self.sequence_parallel = sequence_parallel
         device = torch.device(default_device() if device is None else device)
         dtype = dtype or params_dtype or torch.get_default_dtype()
-        self.weight = Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+        if bias and not self.HAS_BIAS:
+            raise TypeError(f"{kind}: bias=True: this norm adds none; te.LayerNorm does")
+        has = {"weight": self.elementwise_affine}
         if self.HAS_BIAS:
-            self.bias = Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+            has["bias"] = self.elementwise_affine and bias is not False
+        for name, wanted in has.items():
+            empty = torch.empty(self.normalized_shape, device=device, dtype=dtype)
+            self.register_parameter(name, Parameter(empty) if wanted else None)
         if device.type != "meta":
             self.reset_parameters()
 
@@ -164,8 +192,9 @@ class AffineNorm(_NormModule):
         if defer_init:
             return
         fill: Callable = torch.nn.init.zeros_ if self.zero_centered_gamma else torch.nn.init.ones_
-        initialise(self, "weight", fill, (None, None))
-        if self.HAS_BIAS:
+        if self.weight is not None:
+            initialise(self, "weight", fill, (None, None))
+        if self.HAS_BIAS and self.bias is not None:
             initialise(self, "bias", torch.nn.init.zeros_, (None, None))
         if self.sequence_parallel is not None:
             for parameter in self.parameters():
@@ -174,6 +203,10 @@ class AffineNorm(_NormModule):
     def extra_repr(self) -> str:
         """Shape and what differs from the defaults."""
         text = f"{self.normalized_shape}, eps={self.eps}"
+        if self.weight is None:
+            text += ", elementwise_affine=False"
+        elif self.HAS_BIAS and self.bias is None:
+            text += ", bias=False"
         return text + (", zero_centered_gamma=True" if self.zero_centered_gamma else "")
 
     def forward(self, inp: Tensor) -> Tensor:
@@ -199,9 +232,14 @@ class AffineNorm(_NormModule):
         dims = len(self.normalized_shape)
         self._check(inp, self.normalized_shape)
         gamma, beta = self.weight, self.bias if self.HAS_BIAS else None
+        if gamma is None and beta is not None:
+            raise ValueError(
+                f"{type(self).__name__}: weight is None and bias is not: set both to None, or give "
+                "a weight of ones"
+            )
         if torch.is_autocast_enabled(inp.device.type):
             inp = inp.to(torch.get_autocast_dtype(inp.device.type))
-        elif gamma.dtype != inp.dtype:
+        elif gamma is not None and gamma.dtype != inp.dtype:
             raise TypeError(
                 f"{type(self).__name__}: inp is {inp.dtype}, weight {gamma.dtype}: outside "
                 "torch.autocast they must be of one dtype; convert the input or the module"
@@ -210,7 +248,8 @@ class AffineNorm(_NormModule):
             return self._run(inp, gamma, beta)
         size = math.prod(self.normalized_shape)
         flat = inp.reshape(*inp.shape[:-dims], size)
-        out = self._run(flat, gamma.reshape(size), None if beta is None else beta.reshape(size))
+        flat_parameters = [p if p is None else p.reshape(size) for p in (gamma, beta)]
+        out = self._run(flat, *flat_parameters)
         return out.reshape(inp.shape)
 
 
@@ -229,7 +268,7 @@ class L2Normalization(_NormModule):
         super().__init__()
         if options:
             raise TypeError(f"L2Normalization: unknown options {sorted(options)}")
-        self.eps = float(eps)
+        self.eps = checked_eps("L2Normalization", eps)
 
     def extra_repr(self) -> str:
         """Return eps."""

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from transformer_engine import _core
 from transformer_engine.pytorch.module.composed import ComposedModule
-from transformer_engine.pytorch.module.parameters import initialise
+from transformer_engine.pytorch.module.parameters import checked_eps, initialise
 
 __all__ = ["NormedModule"]
 
@@ -38,7 +38,7 @@ class NormedModule(ComposedModule):
             )
         self.normalization = normalization
         self.NORM = NORMS[normalization]
-        self.eps = float(eps)
+        self.eps = checked_eps(type(self).__name__, eps)
         self.zero_centered_gamma = bool(zero_centered_gamma)
         self.return_layernorm_output = bool(return_output)
 

@@ -2,8 +2,9 @@
 """Parameters of modules: where they are made, how they begin, how a weight is split."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.nn import Module, Parameter
 __all__ = [
     "Split",
     "bias_to_return",
+    "checked_eps",
     "default_device",
     "initialise",
     "positive_sizes",
@@ -54,6 +56,15 @@ def positive_sizes(module: str, **sizes: Any) -> None:
     for label, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{module}: {label} = {size!r}, expected a positive int")
+
+
+def checked_eps(module: str, eps: Any) -> float:
+    """An ``eps`` argument as a float; TypeError or ValueError for what can be added to no sum."""
+    if isinstance(eps, bool) or not isinstance(eps, SupportsFloat):
+        raise TypeError(f"{module}: eps={eps!r}, expected a number from 0 on, say 1e-5")
+    if not 0.0 <= float(eps) < math.inf:
+        raise ValueError(f"{module}: eps={eps!r}, expected a finite number from 0 on, say 1e-5")
+    return float(eps)
 
 
 def probabilities(module: str, **values: Any) -> None:
@@ -112,7 +123,8 @@ class Split(NamedTuple):
                 "sizes"
             )
         if isinstance(split, Mapping):
-            parts = tuple((str(name).rstrip("_"), int(size)) for name, size in split.items())
+            positive_sizes(module, **{f"parameters_split[{k!r}]": n for k, n in split.items()})
+            parts = tuple((str(name).rstrip("_"), size) for name, size in split.items())
         else:
             names = [str(name).rstrip("_") for name in split]
             if not names or rows % len(names) != 0:
@@ -121,6 +133,12 @@ class Split(NamedTuple):
                     "equal parts; give a dict of sizes"
                 )
             parts = tuple((name, rows // len(names)) for name in names)
+        for name, _ in parts:
+            if not name.isidentifier():
+                raise ValueError(
+                    f"{module}: parameters_split={split!r}: {name!r} can not be part of a "
+                    "parameter's name: use letters, digits and underscores"
+                )
         if sum(size for _, size in parts) != rows or min(size for _, size in parts) < 1:
             raise ValueError(
                 f"{module}: parameters_split={split!r}: the sizes must be positive and add up to "

@@ -8,13 +8,17 @@ __all__ = ["RMSNorm"]
 
 
 class RMSNorm(AffineNorm):
-    """x / sqrt(mean of squares + eps) * gamma over the last dims; parameters as of `LayerNorm`.
+    """x / sqrt(mean of squares + eps) * gamma over the last dims.
+
+    Parameters as of `LayerNorm`, without a bias; ``eps=None``, the default of `torch.nn.RMSNorm`, is
+    2^-23, the precision of fp32, as there.
 
     Attributes
     ----------
-    weight : Parameter
-        gamma, of shape `normalized_shape`.
+    weight : Parameter or None
+        gamma, of shape `normalized_shape`; None without `elementwise_affine`.
     """
 
     KIND = _core.NORM_RMSNORM
     HAS_BIAS = False
+    EPS_IS_OPTIONAL = True
