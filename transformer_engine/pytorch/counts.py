@@ -119,6 +119,8 @@ def scales(module: torch.nn.Module) -> dict[str, Scaling]:
         ``"layers.0.grad_output"``; of the two linear layers of a `LayerNormMLP`
         ``"mlp.fc1_input"`` and so on. Modules that never ran under delayed scaling have none.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"scales: module: {type(module).__name__}, expected a torch.nn.Module")
     found = {}
     for path, inner in module.named_modules():
         if isinstance(inner, ComposedModule):

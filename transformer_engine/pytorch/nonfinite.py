@@ -154,6 +154,12 @@ def _own(module: Module) -> Iterator[tuple[str, Tensor, bool]]:
 # ---- what is there now ---------------------------------------------------------------------------
 
 
+def _check_model(function: str, model: Any) -> None:
+    if not isinstance(model, Module):
+        kind = type(model).__name__
+        raise TypeError(f"{function}: model: {kind}, expected a torch.nn.Module")
+
+
 def find_nonfinite(model: Module) -> list[Finding]:
     """Look for values that are not finite in what a model holds now.
 
@@ -168,6 +174,7 @@ def find_nonfinite(model: Module) -> list[Finding]:
         Parameters, their ``grad``, buffers (where minus infinity alone is none) and scaling state,
         in the order of the model; empty where all is well.
     """
+    _check_model("find_nonfinite", model)
     findings = []
     for path, module in model.named_modules():
         kind = type(module).__name__
@@ -241,9 +248,7 @@ class watch_finite:  # noqa: N801 - reads as what it does, as `autocast`
     """
 
     def __init__(self, model: Module, *, skip: Any = (), raises: bool = True) -> None:
-        if not isinstance(model, Module):
-            kind = type(model).__name__
-            raise TypeError(f"watch_finite: model: {kind}, expected a torch.nn.Module")
+        _check_model("watch_finite", model)
         self._model = model
         self._skips = Skip("watch_finite", skip)
         self._skips.check([name for name, _ in model.named_modules(remove_duplicate=False)])

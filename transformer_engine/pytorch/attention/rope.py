@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding: the angles, and their application to queries and keys."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.function import run_call
-from transformer_engine.pytorch.module.parameters import default_device
+from transformer_engine.pytorch.module.parameters import default_device, positive_sizes
 
 __all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"]
 
@@ -71,6 +72,12 @@ class RotaryPositionEmbedding(torch.nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
+        positive_sizes("RotaryPositionEmbedding", dim=dim)
+        for name, value in (("rotary_percent", rotary_percent), ("rotary_base", rotary_base)):
+            if not isinstance(value, int | float) or not 0.0 < value < math.inf:
+                raise ValueError(
+                    f"RotaryPositionEmbedding: {name}={value!r}, expected a positive number"
+                )
         rotated = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if rotated < 2 or rotated % 2 != 0:
             raise ValueError(

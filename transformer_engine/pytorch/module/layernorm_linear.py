@@ -11,6 +11,7 @@ from transformer_engine.common import absent
 from transformer_engine.pytorch.module.normed import NormedModule
 from transformer_engine.pytorch.module.parameters import (
     Split,
+    checked_dtype,
     default_device,
     positive_sizes,
 )
@@ -104,7 +105,7 @@ ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, ub_name
         self._begin(fuse_wgrad_accumulation, delay_wgrad_compute)
         self._check_split()
         device = torch.device(default_device() if device is None else device)
-        dtype = params_dtype or torch.get_default_dtype()
+        dtype = checked_dtype("LayerNormLinear", params_dtype)
         self._make_norm(in_features, device, dtype)
         self._make_parameters(device, dtype)
 

@@ -13,6 +13,7 @@ from transformer_engine.pytorch.module.normed import NormedModule
 from transformer_engine.pytorch.module.operands import CallTensors, PartTensors
 from transformer_engine.pytorch.module.parameters import (
     bias_to_return,
+    checked_dtype,
     default_device,
     initialise,
     positive_sizes,
@@ -147,7 +148,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self._rng = (get_rng_state_tracker, None)
         self._begin(fuse_wgrad_accumulation, delay_wgrad_compute)
         device = torch.device(default_device() if device is None else device)
-        dtype = params_dtype or torch.get_default_dtype()
+        dtype = checked_dtype("LayerNormMLP", params_dtype)
         self._make_norm(hidden_size, device, dtype)
         for prefix, (columns, rows) in zip(self.PARTS, self._sizes(), strict=True):
             weight = torch.empty(rows, columns, device=device, dtype=dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformer_engine.common import absent
 from transformer_engine.pytorch.module.parameters import (
     Split,
+    checked_dtype,
     default_device,
     positive_sizes,
 )
@@ -128,7 +129,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, ub_name
         self._begin(fuse_wgrad_accumulation, delay_wgrad_compute)
         self._check_split()
         device = torch.device(default_device() if device is None else device)
-        dtype = params_dtype or dtype or torch.get_default_dtype()
+        dtype = checked_dtype("Linear", params_dtype, dtype)
         self._make_parameters(device, dtype)
 
     def extra_repr(self) -> str:

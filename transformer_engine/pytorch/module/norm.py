@@ -17,6 +17,7 @@ from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.call import ModuleCall, PlainCall
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import (
+    checked_dtype,
     checked_eps,
     default_device,
     initialise,
@@ -160,8 +161,6 @@ class AffineNorm(_NormModule):
                 f"{kind}: normalized_shape={normalized_shape!r} and hidden_size={hidden_size!r}: "
                 "give exactly one"
             )
-        if dtype is not None and params_dtype is not None and dtype != params_dtype:
-            raise RuntimeError(f"{kind}: dtype={dtype} and params_dtype={params_dtype} differ")
         shape = normalized_shape if hidden_size is None else hidden_size
         self.normalized_shape = tuple(shape) if isinstance(shape, Iterable) else (shape,)
         sizes = self.normalized_shape
@@ -175,7 +174,7 @@ class AffineNorm(_NormModule):
         self.zero_centered_gamma = bool(zero_centered_gamma)
         self.sequence_parallel = sequence_parallel
         device = torch.device(default_device() if device is None else device)
-        dtype = dtype or params_dtype or torch.get_default_dtype()
+        dtype = checked_dtype(kind, params_dtype, dtype)
         if bias and not self.HAS_BIAS:
             raise TypeError(f"{kind}: bias=True: this norm adds none; te.LayerNorm does")
         has = {"weight": self.elementwise_affine}

@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 __all__ = [
     "Split",
     "bias_to_return",
+    "checked_dtype",
     "checked_eps",
     "default_device",
     "initialise",
@@ -56,6 +57,31 @@ def positive_sizes(module: str, **sizes: Any) -> None:
     for label, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{module}: {label} = {size!r}, expected a positive int")
+
+
+def checked_dtype(
+    module: str, params_dtype: torch.dtype | None, dtype: torch.dtype | None = None
+) -> torch.dtype:
+    """The dtype of parameters: as given under either name, else torch's default dtype.
+
+    Raises
+    ------
+    TypeError
+        It is no dtype that parameters can have.
+    RuntimeError
+        The two differ.
+    """
+    if dtype is not None and params_dtype is not None and dtype != params_dtype:
+        raise RuntimeError(f"{module}: dtype={dtype} and params_dtype={params_dtype} differ")
+    found = params_dtype if dtype is None else dtype
+    if found is None:
+        return torch.get_default_dtype()
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise TypeError(
+            f"{module}: params_dtype={found!r}: expected torch.float32, torch.float16 or "
+            "torch.bfloat16; FP8 copies of the parameters are made inside te.autocast"
+        )
+    return found
 
 
 def checked_eps(module: str, eps: Any) -> float:
@@ -123,7 +149,6 @@ class Split(NamedTuple):
                 "sizes"
             )
         if isinstance(split, Mapping):
-            positive_sizes(module, **{f"parameters_split[{k!r}]": n for k, n in split.items()})
             parts = tuple((str(name).rstrip("_"), size) for name, size in split.items())
         else:
             names = [str(name).rstrip("_") for name in split]
@@ -139,7 +164,8 @@ class Split(NamedTuple):
                     f"{module}: parameters_split={split!r}: {name!r} can not be part of a "
                     "parameter's name: use letters, digits and underscores"
                 )
-        if sum(size for _, size in parts) != rows or min(size for _, size in parts) < 1:
+        sizes = [size for _, size in parts]
+        if not all(isinstance(n, int) and n > 0 for n in sizes) or sum(sizes) != rows:
             raise ValueError(
                 f"{module}: parameters_split={split!r}: the sizes must be positive and add up to "
                 f"{rows}"

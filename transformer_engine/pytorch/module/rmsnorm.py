@@ -10,8 +10,8 @@ __all__ = ["RMSNorm"]
 class RMSNorm(AffineNorm):
     """x / sqrt(mean of squares + eps) * gamma over the last dims.
 
-    Parameters as of `LayerNorm`, without a bias; ``eps=None``, the default of `torch.nn.RMSNorm`, is
-    2^-23, the precision of fp32, as there.
+    Parameters as of `LayerNorm`, without a bias; ``eps=None``, the default of `torch.nn.RMSNorm`,
+    is 2^-23, the precision of fp32, as there.
 
     Attributes
     ----------
