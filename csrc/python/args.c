@@ -172,7 +172,8 @@ static int raw_view(const tepy_state *state, PyObject *tensor, const tepy_want *
     if (state->exchange->view(tensor, dl) != 0) {
         return tepy_fail_from_current(PyExc_TypeError, site,
                                       "it has no memory to read (meta, sparse or transformed): "
-                                      "pass a plain dense CPU or CUDA tensor");
+                                      "pass a plain dense CPU or CUDA tensor (parameters "
+                                      "made on the meta device get memory by reset_parameters())");
     }
     if (dtype_of(dl->dtype, want->form, &view->dtype) != 0) {
         torch_dtype = PyObject_GetAttrString(tensor, "dtype");

@@ -479,7 +479,7 @@ def test_wrong_arguments(kind):
     for both in ({}, {"normalized_shape": 8, "hidden_size": 8}):
         with pytest.raises(RuntimeError, match="normalized_shape=.* hidden_size=.*exactly one"):
             make_one(**both, device="cpu")
-    with pytest.raises(RuntimeError, match="dtype=torch.float16 and params_dtype=torch.float32"):
+    with pytest.raises(ValueError, match="dtype=torch.float16 and params_dtype=torch.float32"):
         make_one(8, dtype=torch.float16, params_dtype=torch.float32, device="cpu")
     for shape in (0, (), (4, -1)):
         with pytest.raises(ValueError, match="normalized_shape=.*expected positive sizes"):

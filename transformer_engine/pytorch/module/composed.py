@@ -264,22 +264,12 @@ class ComposedModule(Fp8Module):
 
     def _promote(self, inp: Tensor, recipe: Any) -> CallTensors:
         """Apply the dtype rules to the input and this module's tensors."""
-        norm, parts = self._norm_tensors(), self._part_tensors()
-        needed = [tensor for part in parts for tensor in (*part.weights, *part.biases)]
-        if norm is not None:
-            needed += norm if self.NORM == _core.NORM_LAYERNORM else norm[:1]
-        if any(tensor is None for tensor in needed):
-            self._refuse_missing()
-        given = (inp, norm, parts)
+        missing = [n for n in self._parameter_names() if n and getattr(self, n) is None]
+        if missing:
+            what = f"{type(self).__name__}: {', '.join(missing)} was set to None"
+            raise TypeError(f"{what}: assign a parameter; bias=False makes one without biases")
+        given = (inp, self._norm_tensors(), self._part_tensors())
         return promoted(type(self).__name__, self._sizes()[0][0], given, recipe)
-
-    def _refuse_missing(self) -> None:
-        """Raise for parameters that were set to None."""
-        names = [n for n in self._parameter_names() if n and getattr(self, n, None) is None]
-        raise TypeError(
-            f"{type(self).__name__}: {', '.join(names)} was set to None: assign a parameter; a "
-            "module without biases is made with bias=False"
-        )
 
     def _prepare(
         self,

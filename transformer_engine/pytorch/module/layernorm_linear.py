@@ -123,7 +123,7 @@ ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, ub_name
         return ", ".join(parts + self._flags_text())
 
     def _parameter_names(self) -> tuple[str | None, ...]:
-        return ("layer_norm_weight", "layer_norm_bias", *super()._parameter_names())
+        return (*self._norm_names(), *super()._parameter_names())
 
     def forward(
         self,

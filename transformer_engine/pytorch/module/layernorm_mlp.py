@@ -200,8 +200,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         return PartTensors((self.fc1_weight,), first), PartTensors((self.fc2_weight,), second)
 
     def _parameter_names(self) -> tuple[str | None, ...]:
-        norm = ("layer_norm_weight", "layer_norm_bias")
-        return (*norm, "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+        return (*self._norm_names(), "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
     def _calibration_inputs(self, tensors: CallTensors) -> list[Tensor]:
         (normed,) = super()._calibration_inputs(tensors)

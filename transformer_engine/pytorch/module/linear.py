@@ -114,8 +114,6 @@ ub_bulk_dgrad, ub_bulk_wgrad, ub_name
         del ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self._set_parallel(tp_group, tp_size, parallel_mode, ub_name)
         positive_sizes("Linear", in_features=in_features, out_features=out_features)
-        if dtype is not None and params_dtype is not None and dtype != params_dtype:
-            raise ValueError(f"Linear: dtype={dtype} and params_dtype={params_dtype} differ")
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = bool(bias)

@@ -69,5 +69,10 @@ class NormedModule(ComposedModule):
             normed = normed.detach()  # the layers after the norm are no reason for a gradient
         return (out, normed) if bias is None else (out, bias, normed)
 
+    def _norm_names(self) -> tuple[str, str | None]:
+        """Attributes of `_norm_tensors`."""
+        has_bias = self.NORM == _core.NORM_LAYERNORM
+        return "layer_norm_weight", "layer_norm_bias" if has_bias else None
+
     def _norm_tensors(self) -> tuple[Tensor, Tensor | None] | None:
         return self.layer_norm_weight, self.layer_norm_bias

@@ -68,11 +68,11 @@ def checked_dtype(
     ------
     TypeError
         It is no dtype that parameters can have.
-    RuntimeError
+    ValueError
         The two differ.
     """
     if dtype is not None and params_dtype is not None and dtype != params_dtype:
-        raise RuntimeError(f"{module}: dtype={dtype} and params_dtype={params_dtype} differ")
+        raise ValueError(f"{module}: dtype={dtype} and params_dtype={params_dtype} differ")
     found = params_dtype if dtype is None else dtype
     if found is None:
         return torch.get_default_dtype()

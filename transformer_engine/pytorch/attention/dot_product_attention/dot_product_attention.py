@@ -177,7 +177,7 @@ class DotProductAttention(TensorParallel, NativeModule):
             raise ValueError(f"{_NAME}: layer_number={layer_number}: counts from 1")
         check_format(qkv_format)
         probabilities(_NAME, attention_dropout=attention_dropout)
-        channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+        channels = kv_channels if isinstance(kv_channels, tuple | list) else (kv_channels,) * 2
         for size in channels:
             positive_sizes(_NAME, kv_channels=size)
         self.num_attention_heads = num_attention_heads

@@ -1,0 +1,533 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes that users make: each gets an error that names the argument, the value and what to do.
+
+The words of a case are these three, in this order; `WORKS` has what looks like a mistake in a
+program for `torch.nn` and does what its author meant.
+"""
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+from pytorch.helpers import counted
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+
+DELAYED, CURRENT = recipes.DelayedScaling, recipes.Float8CurrentScaling
+
+
+def x(device, *shape, **options):
+    return torch.randn(*(shape or (8, 32)), device=device, **options)
+
+
+def linear(device, **options):
+    return te.Linear(32, 32, device=device, **options)
+
+
+def fp8(device, module, *inputs, recipe=None):
+    with te.autocast(recipe=recipe):
+        return module(*inputs)
+
+
+def attention(device, shape=(8, 2, 4, 16), **options):
+    q, k, v = (x(device, *shape) for _ in range(3))
+    return te.DotProductAttention(4, 16)(q, k, v, **options)
+
+
+def layer(device, **options):
+    return te.TransformerLayer(32, 64, 4, device=device, **options)
+
+
+def changed_in_place(device):
+    module = linear(device)
+    out = module(x(device, requires_grad=True))
+    with torch.no_grad():
+        module.weight.add_(1.0)
+    out.sum().backward()
+
+
+def input_changed_in_place(device):
+    inp = x(device, requires_grad=True)
+    hidden = inp * 1.0
+    out = linear(device)(hidden)
+    hidden.zero_()
+    out.sum().backward()
+
+
+def backward_twice(device):
+    out = linear(device)(x(device))
+    out.sum().backward()
+    out.sum().backward()
+
+
+def second_derivative(device):
+    inp = x(device, requires_grad=True)
+    (grad,) = torch.autograd.grad(linear(device)(inp).sum(), inp, create_graph=True)
+    grad.sum().backward()
+
+
+def enter_twice(device):
+    region = te.autocast()
+    with region, region:
+        pass
+
+
+def set_to_none(device, module, name):
+    setattr(module, name, None)
+    module(x(device))
+
+
+def load(device, state):
+    linear(device).load_state_dict(state)
+
+
+def damaged_state(device):
+    module = linear(device)
+    fp8(device, module, x(device))
+    state = module.state_dict()
+    state["_extra_state"][60] ^= 1
+    module.load_state_dict(state)
+
+
+def other_module_in_recompute(device):
+    first, second, calls = linear(device), linear(device), []
+
+    def function(inp):
+        calls.append(1)
+        return first(inp) if len(calls) == 1 else second(inp)
+
+    with te.autocast():
+        out = te.checkpoint(function, x(device, requires_grad=True))
+    out.sum().backward()
+
+
+def without_main_grad(device):
+    te.Linear(32, 32, device=device, fuse_wgrad_accumulation=True)(x(device)).sum().backward()
+
+
+# name: (what is done on a device, exception, words of its text)
+MISTAKES = {
+    # ---- construction ----
+    "a negative size": (lambda d: te.Linear(32, -1), ValueError, "out_features|-1|positive int"),
+    "a size that is a float": (lambda d: te.Linear(32.0, 8), ValueError, "in_features|32.0|int"),
+    "sizes in a tuple": (lambda d: te.Linear((32, 8), 8), ValueError, "in_features|(32, 8)|int"),
+    "FP8 parameters": (
+        lambda d: te.Linear(32, 8, dtype=torch.float8_e4m3fn),
+        TypeError,
+        "params_dtype|float8_e4m3fn|te.autocast",
+    ),
+    "integer parameters": (
+        lambda d: te.LayerNormLinear(32, 8, params_dtype=torch.int8),
+        TypeError,
+        "params_dtype|torch.int8|torch.bfloat16",
+    ),
+    "a dtype by its name": (
+        lambda d: te.LayerNormMLP(32, 8, params_dtype="bfloat16"),
+        TypeError,
+        "params_dtype|'bfloat16'|torch.bfloat16",
+    ),
+    "two dtypes": (
+        lambda d: te.Linear(32, 8, dtype=torch.float16, params_dtype=torch.float32),
+        ValueError,
+        "dtype|torch.float16|differ",
+    ),
+    "a misspelt keyword": (lambda d: te.Linear(32, 8, biass=False), TypeError, "biass|unexpected"),
+    "an unknown activation": (
+        lambda d: te.LayerNormMLP(32, 64, activation="mish"),
+        NotImplementedError,
+        "activation|mish|gelu",
+    ),
+    "an unknown norm": (
+        lambda d: te.LayerNormLinear(32, 8, normalization="BatchNorm"),
+        ValueError,
+        "normalization|'BatchNorm'|RMSNorm",
+    ),
+    "eps is NaN": (lambda d: te.LayerNorm(32, eps=float("nan")), ValueError, "eps|nan|1e-5"),
+    "eps is a str": (lambda d: te.RMSNorm(32, eps="1e-6"), TypeError, "eps|'1e-6'|number"),
+    "LayerNorm(eps=None)": (lambda d: te.LayerNorm(32, eps=None), TypeError, "eps|None|1e-5"),
+    "RMSNorm with a bias": (
+        lambda d: te.RMSNorm(32, bias=True),
+        TypeError,
+        "bias|True|te.LayerNorm",
+    ),
+    "a norm of nothing": (lambda d: te.LayerNorm(()), ValueError, "normalized_shape|()|positive"),
+    "both names of the shape": (
+        lambda d: te.LayerNorm(32, hidden_size=64),
+        RuntimeError,
+        "hidden_size|64|exactly one",
+    ),
+    "heads that do not divide": (
+        lambda d: te.TransformerLayer(30, 64, 4),
+        ValueError,
+        "hidden_size|30|num_attention_heads",
+    ),
+    "groups that do not divide": (
+        lambda d: te.MultiheadAttention(32, 4, num_gqa_groups=3),
+        ValueError,
+        "num_gqa_groups|3|divi",
+    ),
+    "dropout in percent": (
+        lambda d: te.TransformerLayer(32, 64, 4, hidden_dropout=10),
+        ValueError,
+        "hidden_dropout|10|from 0 to 1",
+    ),
+    "an unknown mask type": (
+        lambda d: te.DotProductAttention(4, 16, attn_mask_type="caussal"),
+        ValueError,
+        "attn_mask_type|'caussal'|causal",
+    ),
+    "an unknown layout": (
+        lambda d: te.DotProductAttention(4, 16, qkv_format="bhsd"),
+        ValueError,
+        "qkv_format|'bhsd'|bshd",
+    ),
+    "an unknown kind of layer": (
+        lambda d: te.TransformerLayer(32, 64, 4, layer_type="both"),
+        ValueError,
+        "layer_type|'both'|decoder",
+    ),
+    "a group that is a number": (
+        lambda d: te.DotProductAttention(4, 16, cp_group=3),
+        TypeError,
+        "cp_group|3|new_group",
+    ),
+    "two ranks": (
+        lambda d: te.Linear(32, 8, tp_size=2),
+        NotImplementedError,
+        "tp_size|2|DDP",
+    ),
+    "a dot in the name of a part": (
+        lambda d: te.Linear(32, 8, parameters_split=("q.proj", "k")),
+        ValueError,
+        "parameters_split|'q.proj'|underscores",
+    ),
+    "parts that do not add up": (
+        lambda d: te.Linear(32, 8, parameters_split={"q": 4, "k": 2}),
+        ValueError,
+        "parameters_split|{'q': 4, 'k': 2}|add up to 8",
+    ),
+    "an odd rotary dim": (
+        lambda d: te.RotaryPositionEmbedding(7),
+        ValueError,
+        "dim|7|even",
+    ),
+    # ---- regions and recipes ----
+    "a recipe as `enabled`": (
+        lambda d: te.autocast(CURRENT()),
+        TypeError,
+        "enabled|Float8|recipe=",
+    ),
+    "the class of a recipe": (
+        lambda d: te.autocast(recipe=DELAYED),
+        TypeError,
+        "recipe|DelayedScaling|DelayedScaling()",
+    ),
+    "a recipe by its name": (
+        lambda d: te.autocast(recipe="delayed"),
+        TypeError,
+        "recipe|'delayed'|DelayedScaling()",
+    ),
+    "a format as a recipe": (
+        lambda d: te.fp8_autocast(fp8_recipe=recipes.Format.HYBRID),
+        TypeError,
+        "recipe|Format|DelayedScaling()",
+    ),
+    "the base of recipes": (
+        lambda d: te.autocast(recipe=recipes.Recipe()),
+        TypeError,
+        "recipe|Recipe|DelayedScaling()",
+    ),
+    "both names of the recipe": (
+        lambda d: te.autocast(recipe=DELAYED(), fp8_recipe=CURRENT()),
+        TypeError,
+        "fp8_recipe|recipe|give one",
+    ),
+    "a decorator without parentheses": (
+        lambda d: te.autocast(lambda inp: inp),
+        TypeError,
+        "enabled|lambda|@autocast()",
+    ),
+    "a region that is entered twice": (
+        enter_twice,
+        RuntimeError,
+        "autocast|active already|another",
+    ),
+    "a region that was never entered": (
+        lambda d: te.autocast().__exit__(None, None, None),
+        RuntimeError,
+        "autocast|not active|with block",
+    ),
+    "a history of no length": (
+        lambda d: DELAYED(amax_history_len=0),
+        ValueError,
+        "amax_history_len|0|1",
+    ),
+    "an unknown amax algorithm": (
+        lambda d: DELAYED(amax_compute_algo="mean"),
+        ValueError,
+        "amax_compute_algo|'mean'|most_recent",
+    ),
+    "a format by a wrong name": (
+        lambda d: DELAYED(fp8_format="E3M4"),
+        (TypeError, ValueError),
+        "fp8_format|'E3M4'|HYBRID",
+    ),
+    # ---- inputs ----
+    "a list": (lambda d: linear(d)([1.0] * 32), TypeError, "inp|list|tensor"),
+    "a numpy array": (
+        lambda d: linear(d)(np.ones((8, 32), np.float32)),
+        TypeError,
+        "inp|ndarray|tensor",
+    ),
+    "no input": (lambda d: te.LayerNorm(32, device=d)(None), TypeError, "inp|NoneType|tensor"),
+    "token ids": (
+        lambda d: linear(d)(torch.zeros(8, 32, dtype=torch.long, device=d)),
+        TypeError,
+        "inp|torch.int64|convert",
+    ),
+    "another dtype": (
+        lambda d: linear(d)(x(d).bfloat16()),
+        TypeError,
+        "inp|torch.bfloat16|torch.autocast",
+    ),
+    "double": (
+        lambda d: linear(d).double()(x(d).double()),
+        TypeError,
+        "inp|torch.float64|torch.bfloat16",
+    ),
+    "an input of another width": (
+        lambda d: linear(d)(x(d, 8, 31)),
+        ValueError,
+        "inp|(8, 31)|[..., 32]",
+    ),
+    "a scalar": (lambda d: linear(d)(torch.tensor(1.0)), ValueError, "inp|()|[..., 32]"),
+    "a meta tensor": (
+        lambda d: linear(d)(torch.empty(8, 32, device="meta")),
+        TypeError,
+        "inp|meta|CPU",
+    ),
+    "a sparse tensor": (
+        lambda d: linear(d)(x(d).to_sparse()),
+        TypeError,
+        "input|sparse|dense",
+    ),
+    "FP8 output": (
+        lambda d: linear(d)(x(d), fp8_output=True),
+        NotImplementedError,
+        "Linear|fp8_output=True",
+    ),
+    "no main_grad": (
+        without_main_grad,
+        RuntimeError,
+        "fuse_wgrad_accumulation|main_grad|assign",
+    ),
+    "no pending weight gradient": (
+        lambda d: linear(d, delay_wgrad_compute=True).backward_dw(),
+        RuntimeError,
+        "backward_dw|no weight gradient|backward",
+    ),
+    "heads in the wrong place": (
+        lambda d: attention(d, (8, 4, 2, 16)),
+        ValueError,
+        "query|4|heads",
+    ),
+    "queries of two dims": (
+        lambda d: attention(d, (8, 64)),
+        ValueError,
+        "query|(8, 64)|4 heads of 16",
+    ),
+    "a mask of floats": (
+        lambda d: attention(
+            d, attn_mask_type="arbitrary", attention_mask=torch.zeros(2, 1, 8, 8, device=d)
+        ),
+        TypeError,
+        "attention_mask|float32|bool",
+    ),
+    "a mask of another shape": (
+        lambda d: attention(
+            d,
+            attn_mask_type="arbitrary",
+            attention_mask=torch.zeros(3, 1, 8, 8, dtype=torch.bool, device=d),
+        ),
+        ValueError,
+        "attention_mask|3, 1, 8, 8|2",
+    ),
+    "no mask": (
+        lambda d: attention(d, attn_mask_type="padding"),
+        ValueError,
+        "attention_mask|padding|cu_seqlens",
+    ),
+    "a window of one number": (
+        lambda d: attention(d, window_size=128),
+        (TypeError, ValueError),
+        "window_size|128|left",
+    ),
+    "a rotary embedding by its module": (
+        lambda d: te.apply_rotary_pos_emb(x(d, 8, 2, 4, 16), te.RotaryPositionEmbedding(16)),
+        TypeError,
+        "freqs|RotaryPositionEmbedding|tensor",
+    ),
+    "too few angles": (
+        lambda d: te.apply_rotary_pos_emb(
+            x(d, 8, 2, 4, 16), te.RotaryPositionEmbedding(16).to(d)(4)
+        ),
+        ValueError,
+        "8 positions|freqs|4",
+    ),
+    "positions that fp32 has not": (
+        lambda d: te.RotaryPositionEmbedding(16)(8, offset=2**70),
+        ValueError,
+        "offset|1180591620717411303424|2^24",
+    ),
+    # ---- life of a module ----
+    "weight = None": (
+        lambda d: set_to_none(d, linear(d), "weight"),
+        TypeError,
+        "weight|None|assign a parameter",
+    ),
+    "bias = None": (
+        lambda d: set_to_none(d, linear(d), "bias"),
+        TypeError,
+        "bias|None|bias=False",
+    ),
+    "a weight that is split": (
+        lambda d: setattr(
+            linear(d, parameters_split=("q", "k")), "weight", torch.nn.Parameter(x(d, 32, 32))
+        ),
+        AttributeError,
+        "weight|q_weight|assign those",
+    ),
+    "a weight on the meta device": (
+        lambda d: te.Linear(32, 32, device="meta")(x(d)),
+        TypeError,
+        "weight|meta|reset_parameters",
+    ),
+    "FP8 on the meta device": (
+        lambda d: fp8(d, te.Linear(32, 32, device="meta"), x(d)),
+        TypeError,
+        "weight|meta|reset_parameters",
+    ),
+    "a weight changed before the backward": (
+        changed_in_place,
+        RuntimeError,
+        "modified by an inplace operation|version",
+    ),
+    "an input changed before the backward": (
+        input_changed_in_place,
+        RuntimeError,
+        "modified by an inplace operation|version",
+    ),
+    "a second backward": (backward_twice, RuntimeError, "second time|retain_graph"),
+    "a second derivative": (second_derivative, RuntimeError, "differentiate twice|once_differ"),
+    "another module in the recompute": (
+        other_module_in_recompute,
+        RuntimeError,
+        "recompute|Linear|must do the same",
+    ),
+    "a state dict of another size": (
+        lambda d: load(d, te.Linear(32, 16).state_dict()),
+        RuntimeError,
+        "weight|[16, 32]|size mismatch",
+    ),
+    "a state dict of another module": (
+        lambda d: load(d, te.LayerNorm(32).state_dict()),
+        RuntimeError,
+        "weight|size mismatch",
+    ),
+    "a damaged scaling state": (
+        damaged_state,
+        ValueError,
+        "_extra_state|checksum|undamaged copy",
+    ),
+    "explain(None)": (lambda d: te.explain(None), TypeError, "module|NoneType|expected a module"),
+    "explain of another module": (
+        lambda d: te.explain(torch.nn.Linear(32, 8), x(d)),
+        TypeError,
+        "explain|Linear|no plans",
+    ),
+    "an unknown stage": (
+        lambda d: linear(d).override_stages(gemm=print),
+        ValueError,
+        "stage|'gemm'|gemm_output",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name, device):
+    wrong, exception, words = MISTAKES[name]
+    with pytest.raises(exception) as caught:
+        wrong(device)
+    text = str(caught.value)
+    missing = [word for word in words.split("|") if word not in text]
+    assert not missing, text
+
+
+def moved(device):
+    """A model that is made on the CPU and moved, FP8 state and all."""
+    module = te.Linear(32, 32, device="cpu")
+    fp8("cpu", module, torch.randn(8, 32))
+    return fp8(device, module.to(device), x(device))
+
+
+def copied_in_a_region(device):
+    module = linear(device)
+    with te.autocast():
+        module(x(device))
+        return copy.deepcopy(module)(x(device))
+
+
+def saved_whole(device):
+    module = linear(device)
+    fp8(device, module, x(device))
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return fp8(device, torch.load(file, weights_only=False), x(device))
+
+
+def backward_in_the_region(device):
+    module = linear(device)
+    with te.autocast():
+        out = module(x(device))
+        out.sum().backward()
+    assert module.weight.grad is not None
+    return out
+
+
+WORKS = {
+    "sizes of no multiple of 16": lambda d: fp8(d, te.Linear(7, 5, device=d), x(d, 3, 7)),
+    "no rows": lambda d: fp8(d, linear(d), x(d, 0, 32)),
+    "one row without a batch": lambda d: fp8(d, linear(d), x(d, 32)),
+    "an input that is not contiguous": lambda d: fp8(d, linear(d), x(d, 32, 8).t()),
+    "an expanded input": lambda d: fp8(d, linear(d), x(d, 1, 32).expand(8, 32)),
+    "no bias": lambda d: fp8(d, linear(d, bias=False), x(d)),
+    "half under torch.autocast": lambda d: torch.autocast(d, torch.bfloat16)(linear(d))(x(d)),
+    "a disabled region": lambda d: te.autocast(enabled=False)(linear(d).forward)(x(d)),
+    "a frozen layer": lambda d: fp8(d, linear(d).requires_grad_(False), x(d)),
+    "inference mode": lambda d: torch.inference_mode()(linear(d))(x(d)),
+    "a module that moved": moved,
+    "a copy inside a region": copied_in_a_region,
+    "a module that was saved whole": saved_whole,
+    "a backward inside the region": backward_in_the_region,
+    "torch.nn's norm arguments by name": lambda d: te.LayerNorm(
+        (32,), eps=1e-6, elementwise_affine=True, bias=False, device=d, dtype=torch.float32
+    )(x(d)),
+    "RMSNorm(eps=None)": lambda d: te.RMSNorm(32, eps=None, device=d)(x(d)),
+    "a decorated method": lambda d: te.autocast(recipe=CURRENT())(linear(d).forward)(x(d)),
+}
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_what_works(name, device):
+    with counted() as gemms:
+        out = WORKS[name](device)
+    assert out.isfinite().all()
+    assert gemms.fp8 + gemms.other > 0 or "orm" in name or name == "no rows"
+
+
+def test_there_are_enough():
+    assert len(MISTAKES) >= 60
