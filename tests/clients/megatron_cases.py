@@ -400,6 +400,7 @@ def saved(entries, folder):
     """Save by megatron-core; a function that loads into other entries."""
     from megatron.core import dist_checkpointing
 
+    importlib.import_module("psutil")  # the processes that write need it; without, this one hangs
     dist_checkpointing.save(entries, folder)
     return lambda given: dist_checkpointing.load(given, folder)
 

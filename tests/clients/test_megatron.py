@@ -23,6 +23,7 @@ import transformer_engine
 VERSIONS = ("0.16.1", "0.19.2")
 CASES = Path(__file__).with_name("megatron_cases.py")
 LINEAR_LAYERS, GEMMS, STEPS = 8, 3, 10  # two layers of four; forward and two gradients
+LONGEST = 240  # seconds for all cases of a version; they take about 30
 BF16 = torch.bfloat16
 TRAININGS = ("bf16", "bf16_llama", "fp8_delayed", "fp8_delayed_llama", "fp8_current")
 
@@ -39,10 +40,18 @@ def results(tmp_path_factory):
             path = os.pathsep.join([*map(str, folders), os.environ["PYTHONPATH"]])
             environment = {**os.environ, "PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
             command = [sys.executable, str(CASES), device, str(output)]
-            with open(output.with_suffix(".txt"), "w+") as said:
-                status = subprocess.run(
-                    command, env=environment, cwd=output.parent, stdout=said, stderr=said
-                ).returncode
+            with open(output.with_suffix(".txt"), "w") as said:
+                try:
+                    status = subprocess.run(
+                        command,
+                        env=environment,
+                        cwd=output.parent,
+                        stdout=said,
+                        stderr=said,
+                        timeout=LONGEST,
+                    ).returncode
+                except subprocess.TimeoutExpired:
+                    status = f"none: stopped after {LONGEST} s"
             end = output.with_suffix(".txt").read_text()[-8000:]
             found[key] = json.loads(output.read_text()) if output.exists() else {}
             found[key]["end"] = f"exit status {status}\n{end}"
