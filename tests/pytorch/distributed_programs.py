@@ -170,6 +170,7 @@ def fsdp2_from_meta(device, kind, how):
     """Parameters made after `fully_shard`: (all on the device, mean square of each weight)."""
     model = make_model(kind, "meta")
     shard(model, device)
+    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
     if how == "to_empty":
         model.to_empty(device=device)
     for module in model.modules():

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-LIMIT = 60  # seconds for one function
+LIMIT = 120  # seconds for one function
 
 
 def _packed(value):

@@ -356,8 +356,10 @@ class Fp8Module(NativeModule):
         mode = config.TE_EXTRA_STATE.get()
         if state.numel() > 0 or keep_vars or mode == "always":
             return
-        if mode == "auto" and any(p is not None and p.is_meta for p in self._parameters.values()):
+        own = [p for p in self._parameters.values() if type(p) is torch.nn.Parameter]
+        if mode == "auto" and any(p.is_meta for p in own):
             # A model without memory lists what it takes: transformers loads nothing else into it.
+            # One that FSDP2 has sharded does not: what deals out shards knows parameters alone.
             destination[key] = state.to("meta")
         else:
             del destination[key]  # a plain torch.nn state dict stays one
