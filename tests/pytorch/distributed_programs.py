@@ -262,3 +262,35 @@ def load(device, kind, use, wrapper, folder, how):
             )
             set_model_state_dict(wrapped, state, options=options)
     return _content(model)
+
+
+# ---- collectives of tensor parallelism -----------------------------------------------------------
+
+
+def collectives(device, tensors, wait):
+    """Run each collective on this rank's tensor; `wait`: asynchronously, and wait for it."""
+    from transformer_engine.pytorch import distributed
+
+    inp = tensors[dist.get_rank()].to(device)
+    given = inp.clone()
+    rows = [distributed.get_distributed_world_size() * len(inp), len(inp) // len(tensors)]
+    buffers = [inp.new_empty(n, *inp.shape[1:]) for n in rows]
+    found = []
+    for call in (
+        lambda: distributed.gather_along_first_dim(inp, None, wait),
+        lambda: distributed.gather_along_first_dim(inp, None, wait, output_tensor=buffers[0]),
+        lambda: distributed.reduce_scatter_along_first_dim(inp, None, wait),
+        lambda: distributed.reduce_scatter_along_first_dim(inp, None, wait, output=buffers[1]),
+        lambda: distributed.allreduce(inp.clone(), None, wait),
+    ):
+        out, handle = call()
+        assert (handle is not None) == (wait and len(tensors) > 1)
+        if handle is not None:
+            handle.wait()
+        found.append(out.clone())
+    assert torch.equal(inp, given)
+    part = distributed.split_tensor_into_1d_equal_chunks(inp, None, new_buffer=True)
+    assert part.shape == (inp.numel() // len(tensors),)
+    found.append(part)
+    whole = distributed.gather_split_1d_tensor(part, None)
+    return distributed.get_distributed_rank(), [t.cpu() for t in found], whole.cpu()

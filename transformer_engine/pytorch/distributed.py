@@ -3,7 +3,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -205,6 +205,11 @@ def get_distributed_rank(group: Any = None) -> int:
     return torch.distributed.get_rank(group)
 
 
+def _collective(name: str, older: str) -> Callable:
+    """A collective of torch, which renames some: by its name, or by the older one."""
+    return getattr(torch.distributed, name, None) or getattr(torch.distributed, older)
+
+
 def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[Tensor, Any]:
     """Sum a tensor over a group, in place.
 
@@ -258,9 +263,8 @@ def gather_along_first_dim(
         return inp, None
     if output_tensor is None:
         output_tensor = inp.new_empty((inp.shape[0] * world, *inp.shape[1:]))
-    handle = torch.distributed.all_gather_into_tensor(
-        output_tensor, inp.contiguous(), group=process_group, async_op=async_op
-    )
+    gather = _collective("all_gather_single", "all_gather_into_tensor")
+    handle = gather(output_tensor, inp.contiguous(), group=process_group, async_op=async_op)
     return output_tensor, handle
 
 
@@ -299,9 +303,8 @@ def reduce_scatter_along_first_dim(
         )
     if output is None:
         output = inp.new_empty((inp.shape[0] // world, *inp.shape[1:]))
-    handle = torch.distributed.reduce_scatter_tensor(
-        output, inp.contiguous(), group=tp_group, async_op=async_op
-    )
+    scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+    handle = scatter(output, inp.contiguous(), group=tp_group, async_op=async_op)
     return output, handle
 
 
