@@ -306,6 +306,30 @@ def test_layers_inside_a_linear_layer():
     assert type(model[0]) is te.Linear and type(model[0].adapter) is te.Linear
 
 
+NORMS = {
+    "no bias": lambda: nn.LayerNorm(24, bias=False),
+    "no parameters": lambda: nn.LayerNorm(24, elementwise_affine=False),
+    "two dims": lambda: nn.LayerNorm((4, 24), eps=1e-3),
+    "rms": lambda: nn.RMSNorm(24),  # eps=None
+    "rms without a weight": lambda: nn.RMSNorm(24, eps=1e-3, elementwise_affine=False),
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_with_and_without_parameters(device, kind):
+    norm = randomise(NORMS[kind]()).to(device)
+    plain = copy.deepcopy(norm)
+    x = 1e-3 * torch.randn(6, 4, 24, device=device)
+    new = te.convert(norm, strict=True)
+    assert type(new).__module__.startswith("transformer_engine")
+    assert list(new.state_dict()) == list(plain.state_dict())
+    assert_nmse(new(x), plain(x).double(), chain_bound(x))
+    back = te.convert(new, to="torch", strict=True)
+    assert type(back) is type(plain) and repr(back) == repr(plain)
+    assert list(back.state_dict()) == list(plain.state_dict())
+    assert_nmse(back(x), plain(x).double(), chain_bound(x))
+
+
 # ---- RMSNorm classes ----
 
 

@@ -285,13 +285,11 @@ def _make_ours(module: Module, ours: type) -> Module | str:
             return f"its weight is {tuple(weight.shape)}, where its features say {sizes}"
         bias = _has(module, "bias")
         return Linear(*reversed(sizes), bias=bias, params_dtype=dtype, device="meta")
-    if not _has(module, "weight"):
-        return "it has no weight"
-    if ours is LayerNorm and not _has(module, "bias"):
-        return "it has no bias"
-    if module.eps is None:
-        return "its eps is None"
-    return ours(tuple(module.normalized_shape), eps=module.eps, device="meta", dtype=dtype)
+    options = {"elementwise_affine": _has(module, "weight")}
+    if ours is LayerNorm:
+        options["bias"] = _has(module, "bias")
+    shape = tuple(module.normalized_shape)
+    return ours(shape, eps=module.eps, device="meta", dtype=dtype, **options)
 
 
 def _to_torch(module: Module) -> Module | str | None:
@@ -309,7 +307,10 @@ def _to_torch(module: Module) -> Module | str | None:
         return _torch_linear(module, dtype)
     if module.zero_centered_gamma:
         return "zero_centered_gamma=True: the factor of torch.nn's is gamma, not 1 + gamma"
-    return theirs(module.normalized_shape, eps=module.eps, device="meta", dtype=dtype)
+    options = {"elementwise_affine": _has(module, "weight")}
+    if kind is LayerNorm:
+        options["bias"] = _has(module, "bias")
+    return theirs(module.normalized_shape, module.eps, device="meta", dtype=dtype, **options)
 
 
 def _torch_linear(module: Linear, dtype: torch.dtype | None) -> Module | str:
