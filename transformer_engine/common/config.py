@@ -3,9 +3,10 @@
 
 Every variable is one `Variable` in this file: its name, its meaning, what it accepts. A caller
 asks for the value where it is needed, ``config.TE_NVRTC.get()``, when a recipe or a module is built
-or an ``autocast`` is entered; attention asks for its switches at each call. Nothing is read when a module of the package is imported, so that a
-program may set variables after its imports; and nothing is kept between two reads, so that a test
-may set and unset them. Native code never reads the environment: it receives values.
+or an ``autocast`` is entered; attention asks for its switches at each call. Nothing is read when a
+module of the package is imported, so that a program may set variables after its imports; and
+nothing is kept between two reads, so that a test may set and unset them. Native code never reads
+the environment: it receives values.
 
 Rules common to all variables:
 
