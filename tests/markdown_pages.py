@@ -3,7 +3,8 @@
 
 What GitHub does not show says how a block is tested: HTML comments right before it.
 
-    <!-- needs: gpu, accelerate -->   run it where there is a GPU and this package
+    <!-- needs: gpu, accelerate -->   run it where there is a GPU and this package; one of
+                                     build/clients by its folder's name, NAME-VERSION
     <!-- raises: ValueError -->       it must raise this exception
     <!-- setup: model = ... -->       Python to run before it, in as many lines as it takes
     <!-- not run: why -->             it can not be run or checked here

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every relative link of a page leads to a file."""
+"""Every relative link of a page leads to a file, and the README to every page."""
 
 import re
 
@@ -24,6 +24,12 @@ def test_links_resolve(page):
         assert target.resolve().is_relative_to(ROOT), f"{page.name} links to {link}"
         if anchor:
             assert anchor in anchors(target.read_text(encoding="utf-8")), f"{page.name}: {link}"
+
+
+def test_every_page_of_docs_is_in_the_readme():
+    linked = set(links((ROOT / "README.md").read_text(encoding="utf-8")))
+    found = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")}
+    assert found - linked == set(), "under More in README.md there is no link to these"
 
 
 def test_links_are_found():
