@@ -574,7 +574,8 @@ def test_recompute_of_a_forward_that_was_not_marked(device):
 
         @staticmethod
         def backward(ctx, grad):
-            with torch.enable_grad(), activation_recompute_forward(True, recompute_phase=True):
+            # a region of its own: on CUDA another thread runs this
+            with torch.enable_grad(), te.autocast(), activation_recompute_forward(True, True):
                 layer(ctx.saved_tensors[0].detach())
             return grad
 
