@@ -6,7 +6,7 @@ PYTHON ?= python3
 ARGS ?=
 NO_BUILD ?=
 TESTS ?= tests
-CLIENT_TESTS ?= tests/clients tests/docs/test_code_blocks.py
+CLIENT_TESTS ?= tests/clients tests/docs/test_code_blocks.py::test_python
 SANITIZE_TESTS ?= tests/core tests/backend
 
 ENV := build/env/$(subst /,_,$(PYTHON))

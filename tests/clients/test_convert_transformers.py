@@ -16,7 +16,7 @@ SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidd
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
          "max_position_embeddings": 64, "pad_token_id": 0}  # fmt: skip
 T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
-      "decoder_start_token_id": 0}  # fmt: skip
+      "decoder_start_token_id": 0, "dropout_rate": 0.0}  # fmt: skip
 # Architecture, its settings, whether the factor of its norms is 1 + gamma; None: torch's LayerNorm.
 MODELS = {
     "Llama": (SMALL, False),
@@ -30,7 +30,7 @@ MODELS = {
     "Gemma2": (SMALL, True),
     "T5": (T5, False),
     "GPTNeoX": ({**SMALL, "num_key_value_heads": 4}, None),
-    "OPT": ({**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}, None),
+    "OPT": ({**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}, None),
 }
 
 
