@@ -218,19 +218,21 @@ def in_child(function):
     pytest.fail("the child hangs")
 
 
-def train(layer, x, grad=None):
-    """A step in FP8; no torch operator that would use torch's own threads."""
-    layer.zero_grad()
+def step(layer, x):
+    """A forward in FP8, and the update of its scales.
+
+    No torch operator that would use torch's own threads, and no backward: torch refuses that in a
+    child where there is a GPU.
+    """
     with te.autocast(recipe=DelayedScaling(amax_history_len=2)):
-        out = layer(x)
-    out.backward(torch.ones_like(out) if grad is None else grad)
+        return layer(x)
 
 
 @pytest.mark.parametrize("lock", ["_UPDATING", "_BOOKS"])
 def test_a_fork_while_another_thread_holds_a_lock(lock):
     layer = te.Linear(16, 16, device="cpu")
     x = torch.randn(16, 16)
-    train(layer, x)
+    step(layer, x)
     taken, done = threading.Event(), threading.Event()
 
     @getattr(scaling, lock).held
@@ -244,8 +246,8 @@ def test_a_fork_while_another_thread_holds_a_lock(lock):
         assert taken.wait(TIMEOUT)
 
         def child():
-            train(layer, x)
-            train(te.Linear(16, 32, device="cpu"), x)
+            step(layer, x)
+            step(te.Linear(16, 32, device="cpu"), x)
             te.reset()
 
         in_child(child)
@@ -268,19 +270,35 @@ def test_cpu_kernels_in_a_child_whose_parent_used_threads(user):
         with torch.no_grad():
             found = layer(x)
         assert (found.numpy() == expected.numpy()).all()
-        train(layer, x, x)
+        step(layer, x)
 
     in_child(child)
+
+
+def test_a_child_updates_the_state_of_the_cpu_alone(monkeypatch):
+    layer = te.Linear(16, 16, device="cpu")
+    x = torch.randn(16, 16)
+    step(layer, x)
+    arena = layer._slots and next(iter(scaling._ARENAS["forward"].values()))
+    elsewhere = scaling.Arena(torch.device("meta"), "forward", arena.rule, None)
+    monkeypatch.setitem(scaling._ARENAS["forward"], ("of a device",), elsewhere)
+
+    def child():
+        assert list(scaling._ARENAS["forward"].values()) == [arena]
+        step(layer, x)
+
+    in_child(child)
+    assert ("of a device",) in scaling._ARENAS["forward"]
 
 
 def test_a_child_of_a_child():
     layer = te.Linear(64, 64, device="cpu")
     x = torch.randn(64, 64)
-    train(layer, x)
+    step(layer, x)
 
     def child():
-        train(layer, x)
-        in_child(lambda: train(layer, x))
+        step(layer, x)
+        in_child(lambda: step(layer, x))
 
     in_child(child)
 
@@ -347,6 +365,7 @@ def test_cuda_in_a_forked_child_says_what_to_do():
     x = torch.ones(16, 16, device="cuda")
     weight = layer.weight.detach()
     out = layer(x).detach()
+    step(layer, x)  # its scaling state is on the device
     torch.cuda.synchronize()
 
     def child():
@@ -356,8 +375,7 @@ def test_cuda_in_a_forked_child_says_what_to_do():
             assert "spawn" in str(error), error
         else:
             raise AssertionError("CUDA was used in a forked child")
-        # no backward: torch refuses one in the child of a process that has run one on CUDA
-        assert te.Linear(16, 16, device="cpu")(torch.ones(16, 16)).isfinite().all()
+        step(te.Linear(16, 16, device="cpu"), torch.ones(16, 16))
 
     in_child(child)
     assert layer(x).isfinite().all()

@@ -8,6 +8,7 @@ many modules share it. Native code always gets the whole chunk and a slot number
 views of state do not survive the functionalisation that `torch.compile` does.
 """
 
+import os
 import warnings
 import weakref
 from collections import deque
@@ -461,6 +462,16 @@ def _update(direction: str) -> None:
 
 
 _update_alone = _UPDATING.held(_update)
+
+
+def _forget_devices() -> None:
+    """Keep the state of the CPU alone: a forked child can not use CUDA, nor update state there."""
+    for arenas in _ARENAS.values():
+        for key in [key for key, arena in arenas.items() if arena.device.type != "cpu"]:
+            del arenas[key]
+
+
+os.register_at_fork(after_in_child=_forget_devices)
 
 
 @_BOOKS.held
