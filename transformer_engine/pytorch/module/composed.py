@@ -161,7 +161,12 @@ class ComposedModule(Fp8Module):
             self.__dict__["_last"] = None
             self.__dict__["_plans"] = {}
         elif name in self.__dict__.get("_parameters", ()):  # a subclass may set before __init__
-            self.__dict__["_weight_caches"] = (None,) * len(self.PARTS)
+            self._forget_casts_of(name)
+
+    def _forget_casts_of(self, name: str) -> None:
+        """Drop the cached cast of the weight that a parameter belongs to."""
+        kept = zip(self.PARTS, self._weight_caches, strict=True)
+        self._weight_caches = tuple(None if name.startswith(part) else c for part, c in kept)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "ComposedModule":
         """Convert or move the parameters; what was kept of the old ones goes."""
