@@ -113,10 +113,11 @@ class _DropoutCall:
     has_residual : bool
         There is a residual.
     traced : bool
-        A graph is being traced: run behind torch operators.
+        Run behind torch operators.
     """
 
     __slots__ = ("bias_dtype", "drop_path", "dropout", "has_residual", "samples", "traced")
+    label = "bias_dropout_add"
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class _DropoutCall:
     def run_forward(self, tensors: tuple) -> tuple[Tensor, tuple]:
         """Run the forward over (input, bias or None, residual or None, pair or None)."""
         inp, bias, residual, rng = tensors
-        run = torch.ops.transformer_engine.dropout_add if self.traced else _forward
+        run = torch_ops.choose(_forward, torch.ops.transformer_engine.dropout_add, self.traced)
         out = run(inp, bias, residual, rng, self.dropout, self.drop_path, self.samples)
         return out, () if rng is None else (rng,)
 
@@ -148,7 +149,8 @@ class _DropoutCall:
         grad_residual = grad if self.has_residual else None
         if rng is None and self.bias_dtype is None:
             return None, grad, None, grad_residual, None
-        run = torch.ops.transformer_engine.dropout_backward if self.traced else _backward
+        operator = torch.ops.transformer_engine.dropout_backward
+        run = torch_ops.choose(_backward, operator, self.traced)
         grad_input, bias_grad = run(
             grad, rng, self.bias_dtype, self.dropout, self.drop_path, self.samples
         )
@@ -203,6 +205,6 @@ def bias_dropout_add(
         inp, residual = inp.to(dtype), residual.to(dtype)
     bias_dtype = bias.dtype if bias is not None and bias.requires_grad else None
     samples = inp.shape[0] if drop_path > 0.0 and inp.shape[0] > 0 else 1
-    traced = torch.compiler.is_compiling()
+    traced = torch_ops.behind_operators(inp)
     call = _DropoutCall(dropout, drop_path, samples, bias_dtype, residual is not None, traced)
     return run_call(call, inp, bias, residual, draw_pair(inp) if drops else None)

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one autograd function of the package."""
+"""The autograd functions of the package: a module call as a node of the autograd graph."""
 
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Call", "apply_plainly", "run_call"]
+from transformer_engine.pytorch.modes import exporting, forward_gradients, in_transform
+
+__all__ = ["Call", "apply_of", "run_call", "run_without_backward"]
 
 
 class Call(Protocol):
@@ -16,12 +20,15 @@ class Call(Protocol):
     Attributes
     ----------
     traced : bool
-        A graph is being traced.
+        Run behind torch operators: a graph is being traced, or the tensors have no memory.
+    label : str
+        Whose call it is: a module's class, or a function.
     """
 
     traced: bool
+    label: str
 
-    def run_forward(self, tensors: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
+    def run_forward(self, tensors: tuple[Tensor, ...]) -> tuple[Any, Sequence[Tensor]]:
         """Run the forward; return the output and what the backward needs."""
 
     def run_backward(
@@ -30,8 +37,21 @@ class Call(Protocol):
         """Run the backward; return None, then one gradient or None per tensor of the forward."""
 
 
+def _refuse(label: str, what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{label}: {what} is not supported: its gradients are computed by native code in reverse "
+        "mode. torch.func.grad, torch.func.vjp and torch.func.functional_call work; for gradients "
+        "of each sample call torch.func.grad in a loop, for a batch of inputs add a leading dim"
+    )
+
+
+@once_differentiable
+def _backward_once(ctx: Any, count: int, *tensors: Tensor) -> tuple:
+    return ctx.call.run_backward(tensors[:count], tensors[count:])
+
+
 class _PlanFunction(torch.autograd.Function):
-    """A module call as a node of the autograd graph."""
+    """A call in a graph that is being traced: `torch.compile` takes no function that has a jvp."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> Any:
@@ -48,17 +68,94 @@ class _PlanFunction(torch.autograd.Function):
         return ctx.call.run_backward(grads, ctx.saved_tensors)
 
 
-@once_differentiable
-def _backward_once(ctx: Any, count: int, *tensors: Tensor) -> tuple:
-    return ctx.call.run_backward(tensors[:count], tensors[count:])
+class _EagerFunction(_PlanFunction):
+    """A call in eager mode; `apply_of` makes a class of each label."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _refuse(ctx.call.label, "forward-mode differentiation (jvp)")
 
 
-apply_plainly = super(torch.autograd.Function, _PlanFunction).apply
-"""`run_call` where no graph is traced and no function transform is active.
+@functools.cache
+def apply_of(label: str) -> Callable:
+    """`run_call` in eager mode, for calls of one label and outside of function transforms.
 
-It is the native half of `Function.apply`. The Python half binds default arguments, which there are
-none of, and unwraps what function transforms left behind, which costs more than the rest of a call.
-"""
+    It is the native half of `Function.apply`. The Python half binds default arguments, which there
+    are none of, and unwraps what function transforms left behind, which costs more than the rest of
+    a call. The class has the label's name, so that torch's messages (`torch.autograd.
+    set_detect_anomaly`), profilers and ``grad_fn`` say "LinearBackward".
+    """
+    kind = type(label, (_EagerFunction,), {"__doc__": f"Calls of a {label}."})
+    return super(torch.autograd.Function, kind).apply
+
+
+class _Recorded:
+    """A call under a function transform: what it saved, by where it came from.
+
+    Such a function may save its inputs and outputs alone, so what the backward needs besides is
+    made an output.
+
+    Attributes
+    ----------
+    call : Call
+        The call, behind torch operators: tensors of a transform have no memory of their own.
+    outputs : int
+        How many outputs are the module's results.
+    places : tuple of int
+        Of what is saved, among the tensors of the call followed by all outputs.
+    """
+
+    def __init__(self, call: Call) -> None:
+        call.traced = True
+        self.call = call
+        self.outputs = 1
+        self.places: tuple[int, ...] = ()
+
+    def run_forward(self, tensors: tuple) -> tuple[Tensor, ...]:
+        """Run the forward: the module's results, then what else is saved."""
+        output, saved = self.call.run_forward(tensors)
+        results = list(output) if isinstance(output, tuple | list) else [output]
+        self.outputs = len(results)
+        known = {id(t): place for place, t in enumerate([*tensors, *results]) if t is not None}
+        places = []
+        for tensor in saved:
+            place = known.get(id(tensor))
+            if place is None:
+                place = known[id(tensor)] = len(tensors) + len(results)
+                results.append(tensor)
+            places.append(place)
+        self.places = tuple(places)
+        return tuple(results)
+
+
+class _TransformedFunction(torch.autograd.Function):
+    """A call under a transform of `torch.func`."""
+
+    @staticmethod
+    def forward(recorded: _Recorded, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return recorded.run_forward(tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        recorded, *tensors = inputs
+        known = [*tensors, *output]
+        ctx.save_for_backward(*(known[place] for place in recorded.places))
+        ctx.mark_non_differentiable(*output[recorded.outputs :])
+        ctx.recorded, ctx.call = recorded, recorded.call
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        # Operators refuse to be differentiated again, at each level of transforms.
+        return ctx.call.run_backward(grads[: ctx.recorded.outputs], ctx.saved_tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _refuse(ctx.call.label, "forward-mode differentiation (jvp)")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, recorded: _Recorded, *tensors: Any) -> Any:
+        del info, in_dims, tensors
+        _refuse(recorded.call.label, "vmap")
 
 
 def run_call(call: Call, *tensors: Tensor) -> Any:
@@ -76,6 +173,19 @@ def run_call(call: Call, *tensors: Tensor) -> Any:
     Any
         The output of ``call.run_forward``.
     """
-    if call.traced or torch._C._are_functorch_transforms_active():
+    if call.traced and torch.compiler.is_compiling():
+        if exporting():
+            return call.run_forward(tensors)[0]
         return _PlanFunction.apply(call, *tensors)
-    return apply_plainly(call, *tensors)
+    if in_transform():
+        recorded = _Recorded(call)
+        results = _TransformedFunction.apply(recorded, *tensors)
+        return results[0] if recorded.outputs == 1 else results[: recorded.outputs]
+    return apply_of(call.label)(call, *tensors)
+
+
+def run_without_backward(call: Call, *tensors: Tensor) -> Any:
+    """Run a module call that no gradient is wanted of; arguments as of `run_call`."""
+    if not call.traced and (forward_gradients() or in_transform()):
+        return run_call(call, *tensors)  # which refuses tangents and batches
+    return call.run_forward(tensors)[0]

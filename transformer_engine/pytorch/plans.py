@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from transformer_engine import _core
 from transformer_engine.common import absent
 from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch.plan_text import make_plan, text_of
 
 __all__ = [
     "HIGH_PRECISION",
@@ -263,6 +264,8 @@ class CallPlans:
         What they were made for.
     forward, backward, wgrad : int
         Plan ids; 0 where the call can not need one.
+    texts : dict of int to str
+        What a graph carries of each of them (see `plan_text`).
     tensors : tuple of str
         Names of the differentiable tensors of a call; one that the call lacks is passed as None.
     quantized : bool
@@ -316,6 +319,7 @@ class CallPlans:
     ) -> None:
         self.spec = spec
         self.forward, self.backward, self.wgrad = forward, backward, wgrad
+        self.texts = {plan: text_of(plan) for plan in (forward, backward, wgrad) if plan}
         self.tensors = tensors
         parts = () if spec is None else spec.parts
         self.quantized = bool(parts) and parts[0].quantization.recipe != _core.RECIPE_NONE
@@ -422,13 +426,17 @@ def _fields(direction: int, spec: LinearSpec, norm: Norm | None) -> dict[str, An
     return fields
 
 
+_ACTIVATION_FIELDS = ("activation", "limit", "alpha", "linear_offset")
+
+
 def _plan(direction: int, spec: CallSpec) -> int:
     first = _fields(direction, spec.parts[0], spec.norm)
     if spec.activation is None:
-        return _core.linear_plan(**first)
+        return make_plan("linear", **first)
     flags = _core.MLP_RECOMPUTE if spec.recompute else 0
     second = _fields(direction, spec.parts[1], None)
-    return _core.mlp_plan(direction, *spec.activation, flags, fc1=first, fc2=second)
+    activation = dict(zip(_ACTIVATION_FIELDS, spec.activation, strict=True))
+    return make_plan("mlp", direction=direction, **activation, flags=flags, fc1=first, fc2=second)
 
 
 PREFIXES = {1: ("",), 2: ("fc1_", "fc2_")}
@@ -489,9 +497,19 @@ def norm_plans(features: int, norm: Norm, dtypes: tuple[int, int], flags: int) -
         Over (input, gamma, beta).
     """
     inp, out = dtypes
-    fields = (features, norm.kind, inp, norm.dtype, out, flags, norm.eps)
-    forward = _core.norm_plan(_core.LINEAR_FORWARD, *fields)
-    backward = _core.norm_plan(_core.LINEAR_BACKWARD, *fields) if flags & _GRADIENTS else 0
+    fields = {
+        "features": features,
+        "kind": norm.kind,
+        "input_dtype": inp,
+        "weight_dtype": norm.dtype,
+        "output_dtype": out,
+        "flags": flags,
+        "eps": norm.eps,
+    }
+    forward = make_plan("norm", direction=_core.LINEAR_FORWARD, **fields)
+    backward = 0
+    if flags & _GRADIENTS:
+        backward = make_plan("norm", direction=_core.LINEAR_BACKWARD, **fields)
     return CallPlans(("input", "gamma", "beta"), forward, backward)
 
 

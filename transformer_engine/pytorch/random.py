@@ -39,7 +39,7 @@ def draw_pair(like: Tensor) -> Tensor:
     Tensor
         [2] int64, not negative.
     """
-    if torch.compiler.is_compiling():
+    if torch_ops.behind_operators(like):
         # An operator of our own: a compiler would draw other bits for torch's than eager code does.
         return torch.ops.transformer_engine.draw_pair(like)
     return _draw(like)

@@ -21,9 +21,11 @@ from transformer_engine.common import config
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.locks import Lock
+from transformer_engine.pytorch.modes import faking, real_tensors
 
 __all__ = [
     "SLOTS",
+    "BlankSlots",
     "Chunk",
     "Rule",
     "Slots",
@@ -118,8 +120,7 @@ class Chunk:
     """
 
     def __init__(self, device: torch.device, rule: Rule) -> None:
-        # State outlives the call that made it: no inference tensors, no fake ones.
-        with torch.inference_mode(False), torch.no_grad():
+        with real_tensors():  # state outlives the call that made it
             self.scale = torch.ones(SLOTS, dtype=torch.float32, device=device)
             self.history = torch.zeros(rule.length, SLOTS, dtype=torch.float32, device=device)
         self.used = [False] * SLOTS
@@ -160,7 +161,7 @@ class Arena:
             chunk = Chunk(self.device, self.rule)
             self.chunks.append(chunk)
             first = chunk.take(count)
-        with torch.inference_mode(False), torch.no_grad():
+        with real_tensors():
             chunk.scale[first : first + count] = 1.0
             chunk.history[:, first : first + count] = 0.0
         return chunk, first
@@ -253,7 +254,7 @@ class Slots:
 
         A shorter history keeps the leading rows, a longer one gets rows of zeros at the end.
         """
-        with torch.inference_mode(False), torch.no_grad():
+        with real_tensors():
             for direction, count in zip(DIRECTIONS, self.counts, strict=True):
                 scale, history, first = self.chunk(direction)
                 last = first + count
@@ -274,6 +275,31 @@ class _Program:
     """Rows of the histories of the newest slots: it runs delayed scaling since they were made."""
     warned = False
     """It was told of `warn_of_fresh_scales`."""
+
+
+class BlankSlots:
+    """Stands for the slots of a module in a call on tensors without memory.
+
+    Chunks of the right shapes that are on no arena: nothing is read from them, nothing written, and
+    they go with the call.
+
+    Parameters
+    ----------
+    rule : Rule
+        Of the recipe in force.
+    like : Tensor
+        Input of the call, on the meta device or fake.
+    """
+
+    forward_slot = backward_slot = 0
+
+    def __init__(self, rule: Rule, like: torch.Tensor) -> None:
+        def make(*shape: int) -> torch.Tensor:
+            return like.new_empty(shape, dtype=torch.float32, requires_grad=False)
+
+        self.forward_scale, self.backward_scale = make(SLOTS), make(SLOTS)
+        self.forward_history = make(rule.length, SLOTS)
+        self.backward_history = make(rule.length, SLOTS)
 
 
 def expected_length(recipe: Any) -> int | None:
@@ -441,7 +467,7 @@ def update(direction: str) -> None:
     """
     if torch.compiler.is_compiling():
         _update(direction)
-    else:
+    elif not faking():  # no amax was recorded
         _sweep()
         _update_alone(direction)
 

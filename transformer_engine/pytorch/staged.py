@@ -131,7 +131,7 @@ def run_staged(
     Returns
     -------
     tuple
-        As of `torch_ops.run`: the outputs, then the packed saved tensor or None.
+        As of `torch_ops.run_native`: the outputs, then the packed saved tensor or None.
 
     Raises
     ------

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native entry points as torch operators, for `torch.compile`.
+"""The native entry points as torch operators, for graphs, dispatch modes and fake tensors.
 
-Eager code calls `_core` directly. While a graph is traced, the same plans run behind two operators
-of fixed arity whose fake kernels evaluate the plan's sizes on symbolic numbers. An operator that
-mutates and returns a list can not be functionalised, so absent results are empty tensors.
+Eager code calls `_core` directly. While a graph is traced, where a dispatch mode watches (a counter
+of FLOPs, a logger), and for tensors without memory, the same plans run behind two operators of
+fixed arity whose fake kernels evaluate the plan's sizes on symbolic numbers. An operator that
+mutates and returns a list can not be functionalised, so absent results are empty tensors. A graph
+carries the text of a plan, not its id: another process may load it.
 """
 
 import functools
@@ -13,20 +15,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from transformer_engine import _core
+from transformer_engine.pytorch.flops import offer_formulas
+from transformer_engine.pytorch.modes import (
+    after_autograd,
+    at_this_level,
+    below_autograd,
+    dispatch_modes,
+    without_memory,
+)
+from transformer_engine.pytorch.plan_text import plan_of
 
 __all__ = [
     "OUTPUTS",
     "as_constant",
-    "constant_in_graphs",
+    "behind_operators",
+    "choose",
     "define",
     "extent_value",
-    "run",
     "run_native",
     "run_traced",
     "scaling_update",
     "shapes",
+    "watched",
 ]
 
 OUTPUTS = 9
@@ -34,21 +47,12 @@ OUTPUTS = 9
 
 _LIBRARY = torch.library.Library("transformer_engine", "DEF")
 _LIBRARY.define(
-    "run(int plan, int slot_fwd, int slot_bwd, Tensor[] inputs, Tensor(a!)[] state, Tensor? saved, "
+    "run(str plan, int slot_fwd, int slot_bwd, Tensor[] inputs, Tensor(a!)[] state, Tensor? saved, "
     "SymInt rows) -> (" + ", ".join(["Tensor"] * (OUTPUTS + 1)) + ")"
 )
 _LIBRARY.define(
     "scaling_update(Tensor(a!) scale, Tensor(b!) history, float fp8_max, bool most_recent) -> ()"
 )
-
-
-def constant_in_graphs(function: Callable) -> Callable:
-    """Run a function while a graph is traced and keep its result as a constant (decorator).
-
-    What `torch.compiler.assume_constant_result` does, which imports the whole compiler: a second.
-    """
-    function._dynamo_marked_constant = True
-    return function
 
 
 def as_constant(number: float) -> float:
@@ -57,6 +61,39 @@ def as_constant(number: float) -> float:
     ``torch.compile(dynamic=True)`` makes symbols of the floats it meets; their text is a constant.
     """
     return float.fromhex(number.hex())
+
+
+def behind_operators(tensor: Tensor) -> bool:
+    """Whether a call that begins now is to run behind torch operators.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        Input of the call.
+
+    Returns
+    -------
+    bool
+        A graph is being traced, or the tensor has no memory that native code could read. Whether a
+        dispatch mode watches is asked at each run: see `watched`.
+    """
+    return torch.compiler.is_compiling() or without_memory(tensor)
+
+
+def watched() -> bool:
+    """Whether a dispatch mode is active, which sees torch operators alone."""
+    if not dispatch_modes():
+        return False
+    offer_formulas()
+    return True
+
+
+def choose(native: Callable, operator: Callable, traced: bool) -> Callable:
+    """The operator where a call runs behind operators or a dispatch mode watches, else the native.
+
+    Asked again by a backward: modes come and go between the two.
+    """
+    return operator if traced or watched() else native
 
 
 def define(
@@ -76,11 +113,76 @@ def define(
     tags : tuple of torch.Tag
         What a compiler must know.
     """
-    name = schema[: schema.index("(")]
     _LIBRARY.define(schema, tags=tags)
+    _implement(schema[: schema.index("(")], implementation, fake)
+
+
+def _implement(name: str, implementation: Callable, fake: Callable) -> None:
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, implementation, device)
     torch.library.register_fake(f"transformer_engine::{name}", fake, lib=_LIBRARY)
+    _LIBRARY.impl(name, _refusing_backward(name), "Autograd", with_keyset=True)
+    _LIBRARY.impl(name, _refusing_batches(name), "FuncTorchBatched", with_keyset=True)
+
+
+class _NoBackward(torch.autograd.Function):
+    """Pass results on; a backward that comes to them is an error, not a silent zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, results: tuple[Tensor, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        del tensors  # only they make the results require gradients
+        ctx.name = name
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise NotImplementedError(
+            f"transformer_engine::{ctx.name} can not be differentiated: a module has first "
+            "derivatives alone, and a program of torch.export has a forward alone: take first "
+            "derivatives of the module itself"
+        )
+
+
+_pass_on = super(torch.autograd.Function, _NoBackward).apply  # the same under function transforms
+
+
+def _refusing_batches(name: str) -> Callable:
+    """What an operator says to `torch.vmap`, which modules refuse; jacobians batch backwards."""
+
+    def run(*arguments: Any) -> Any:
+        raise NotImplementedError(
+            f"transformer_engine::{name}: vmap is not supported, and with it torch.func.jacrev and "
+            "is_grads_batched: run the module or its backward in a loop"
+        )
+
+    return run
+
+
+def _refusing_backward(name: str) -> Callable:
+    """Autograd's part of an operator.
+
+    Modules call operators inside of their own autograd function. Who differentiates through one
+    that stands alone, in a program of `torch.export` or in the backward of `torch.func.grad`, would
+    get no gradients and no error.
+    """
+
+    def run(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        operator = getattr(torch.ops.transformer_engine, name).default
+        with below_autograd():
+            results = operator.redispatch(after_autograd(keyset), *arguments)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return results
+        tensors = [t for t in pytree.arg_tree_leaves(*arguments) if isinstance(t, Tensor)]
+        if results is None or not any(t.requires_grad for t in tensors):
+            return results
+        single = isinstance(results, Tensor)
+        with at_this_level():
+            passed = _pass_on(name, (results,) if single else tuple(results), *tensors)
+        return passed[0] if single else passed
+
+    return run
 
 
 @functools.cache
@@ -138,7 +240,11 @@ def shapes(plan: int, leading: Any, rows: Any) -> tuple[list[tuple[torch.dtype, 
 def run_native(
     plan: int, slots: tuple[int, int], tensors: list[Tensor], saved: Tensor | None, rows: int = -1
 ) -> tuple:
-    """Run a plan at once; the same arguments and results as `run`, inputs and state in one list."""
+    """Run a plan, given by its id, at once.
+
+    Arguments as of `run_traced`, with inputs and state in one list; returns the outputs in plan
+    order, then the packed saved tensor or None.
+    """
     if rows >= 0:  # only a plan whose inputs have no leading dims is told
         return _core.run(plan, *slots, *tensors, saved, rows)
     if saved is not None:
@@ -147,7 +253,7 @@ def run_native(
 
 
 def _run(
-    plan: int,
+    plan: str,
     slot_fwd: int,
     slot_bwd: int,
     inputs: list[Tensor],
@@ -155,7 +261,8 @@ def _run(
     saved: Tensor | None,
     rows: int,
 ) -> tuple[Tensor, ...]:
-    *outputs, packed = run_native(plan, (slot_fwd, slot_bwd), [*inputs, *state], saved, rows)
+    slots, given = (slot_fwd, slot_bwd), [*inputs, *state]
+    *outputs, packed = run_native(plan_of(plan), slots, given, saved, rows)
     absent = OUTPUTS - len(outputs) + (packed is None)
     padding = [inputs[0].new_empty(0) for _ in range(absent)]
     if packed is None:
@@ -164,7 +271,7 @@ def _run(
 
 
 def _run_fake(
-    plan: int,
+    plan: str,
     slot_fwd: int,
     slot_bwd: int,
     inputs: list[Tensor],
@@ -176,7 +283,7 @@ def _run_fake(
     leading = inputs[0].shape[:-1]
     if rows == -1:
         rows = math.prod(leading)
-    outputs, packed = shapes(plan, leading, rows)
+    outputs, packed = shapes(plan_of(plan), leading, rows)
     made = [inputs[0].new_empty(shape, dtype=dtype) for dtype, shape in outputs]
     made += [inputs[0].new_empty(0) for _ in range(OUTPUTS - len(made))]
     saves = isinstance(packed, torch.SymInt) or packed > 0
@@ -188,34 +295,32 @@ def _scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent:
     _core.scaling_update(scale, history, fp8_max, most_recent)
 
 
-for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("run", _run, _device)
-    _LIBRARY.impl("scaling_update", _scaling_update, _device)
-torch.library.register_fake("transformer_engine::run", _run_fake, lib=_LIBRARY)
-torch.library.register_fake("transformer_engine::scaling_update", lambda *_: None, lib=_LIBRARY)
+_implement("run", _run, _run_fake)
+_implement("scaling_update", _scaling_update, lambda *_: None)
+offer_formulas()
 
 
-def run(
-    plan: int,
+def run_traced(
+    plan: str,
     slots: tuple[int, int],
     inputs: list[Tensor],
     state: list[Tensor],
-    saved: Tensor | None = None,
+    saved: Tensor | None,
     rows: Any = -1,
 ) -> tuple:
-    """Run a plan, in eager mode or in a graph being traced.
+    """Run a plan behind a torch operator.
 
     Parameters
     ----------
-    plan : int
-        Plan id.
+    plan : str
+        Its text (see `plan_text`).
     slots : tuple of int
         First slot of the module in the forward and in the backward chunk.
     inputs : list of Tensor
         What the plan reads: inputs, parameters and scales, in plan order.
     state : list of Tensor
         What it writes besides outputs: amax history, main gradient, in plan order.
-    saved : Tensor, optional
+    saved : Tensor or None
         Packed saved tensor of the forward, for a plan that reads it.
     rows : int
         Product of the leading dims; -1 where the first input has them.
@@ -223,23 +328,9 @@ def run(
     Returns
     -------
     tuple of Tensor
-        Outputs in plan order, then the packed saved tensor or None. In a traced graph absent ones
-        are empty tensors and there are always `OUTPUTS` + 1.
+        Outputs in plan order, then the packed saved tensor, always `OUTPUTS` + 1: absent ones are
+        empty tensors.
     """
-    if torch.compiler.is_compiling():
-        return run_traced(plan, slots, inputs, state, saved, rows)
-    return run_native(plan, slots, [*inputs, *state], saved, rows)
-
-
-def run_traced(
-    plan: int,
-    slots: tuple[int, int],
-    inputs: list[Tensor],
-    state: list[Tensor],
-    saved: Tensor | None,
-    rows: Any = -1,
-) -> tuple:
-    """Put a plan into the graph that is being traced; arguments and results as of `run`."""
     return torch.ops.transformer_engine.run(plan, *slots, inputs, state, saved, rows)
 
 
@@ -257,7 +348,6 @@ def scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent: 
     most_recent : bool
         The newest amax counts, not the largest of the history.
     """
-    if torch.compiler.is_compiling():
-        torch.ops.transformer_engine.scaling_update(scale, history, fp8_max, most_recent)
-    else:
-        _core.scaling_update(scale, history, fp8_max, most_recent)
+    operator = torch.ops.transformer_engine.scaling_update
+    run = choose(_core.scaling_update, operator, torch.compiler.is_compiling())
+    run(scale, history, fp8_max, most_recent)

@@ -95,7 +95,7 @@ qk_norm_before_rope, softmax_type
     normalization : str, default "LayerNorm"
         "LayerNorm" or "RMSNorm".
     device : torch.device or str, optional
-        Where the parameters are made; "cuda" where there is one, else "cpu".
+        Where the parameters are made; as of `Linear` where None.
     attn_input_format : str, default "sbhd"
         "sbhd": inputs are [sequence, batch, hidden_size]; "bshd": [batch, sequence, hidden_size].
     name : str, optional

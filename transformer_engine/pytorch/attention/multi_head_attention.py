@@ -90,7 +90,7 @@ ub_bulk_dgrad, ub_bulk_wgrad
     normalization : str, default "LayerNorm"
         "LayerNorm" or "RMSNorm", for the input norm.
     device : torch.device or str, optional
-        Where the parameters are made; "cuda" where there is one, else "cpu".
+        Where the parameters are made; as of `Linear` where None.
     qkv_format : str, default "sbhd"
         "sbhd": inputs are [sequence, batch, hidden_size]; "bshd": [batch, sequence, hidden_size].
     name : str, optional

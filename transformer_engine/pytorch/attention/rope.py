@@ -206,10 +206,11 @@ class _RopeCall:
     interleaved : bool
         Pairs of neighbours.
     traced : bool
-        A graph is being traced: run behind torch operators.
+        Run behind torch operators.
     """
 
     __slots__ = ("interleaved", "sequence_first", "traced")
+    label = "apply_rotary_pos_emb"
 
     def __init__(self, sequence_first: bool, interleaved: bool, traced: bool) -> None:
         self.sequence_first = sequence_first
@@ -217,7 +218,7 @@ class _RopeCall:
         self.traced = traced
 
     def _run(self, inp: Tensor, given: tuple, backward: bool) -> Tensor:
-        run = torch.ops.transformer_engine.rope if self.traced else _rotate
+        run = torch_ops.choose(_rotate, torch.ops.transformer_engine.rope, self.traced)
         if inp.stride(-1) != 1:
             inp = inp.contiguous()
         return run(inp, *given, self.sequence_first, self.interleaved, backward)
@@ -320,7 +321,7 @@ def apply_rotary_pos_emb(
     if tensor_format != "thd":
         cu_seqlens = None
     angles = freqs.reshape(freqs.shape[0], freqs.shape[3]).to(t.device, torch.float32)
-    call = _RopeCall(tensor_format == "sbhd", interleaved, torch.compiler.is_compiling())
+    call = _RopeCall(tensor_format == "sbhd", interleaved, torch_ops.behind_operators(t))
     return run_call(call, t, angles, cu_seqlens, start_positions)
 
 

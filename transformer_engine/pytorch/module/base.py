@@ -13,11 +13,11 @@ from transformer_engine.common import absent, config
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import recompute, scaling
 from transformer_engine.pytorch.extra_state import KEY, pack_state, unpack_state
+from transformer_engine.pytorch.modes import constant_in_graphs, exporting, real_tensors
 from transformer_engine.pytorch.module.fp8_meta import Fp8Meta, live_values
 from transformer_engine.pytorch.module.parameters import default_device
 from transformer_engine.pytorch.plans import quantization_of
 from transformer_engine.pytorch.state import RegionState, current_state
-from transformer_engine.pytorch.torch_ops import constant_in_graphs
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = [
@@ -49,6 +49,10 @@ class Region(NamedTuple):
         Checkpoints that want to know of this call.
     traced : bool
         The call is part of a graph that is being traced.
+    exported : bool
+        That of `torch.export`: a forward without a backward, over scales that stay as they are.
+    blank : bool
+        The tensors have no memory: the call makes and changes no state.
     """
 
     state: RegionState
@@ -56,6 +60,8 @@ class Region(NamedTuple):
     replay: recompute.Entry | None
     record: list
     traced: bool
+    exported: bool = False
+    blank: bool = False
 
 
 _NO_FRAMES: list = []
@@ -97,7 +103,7 @@ class Fp8Module(NativeModule):
         state = current_state()
         recipe = state.recipe if state.enabled else None
         if traced:
-            return Region(state, recipe, None, _NO_FRAMES, traced)
+            return Region(state, recipe, None, _NO_FRAMES, traced, exporting())
         in_backward = _graph_task() != -1
         fp8 = recipe is not None
         if not in_backward and not recompute.may_record(torch.is_grad_enabled(), fp8):
@@ -129,7 +135,7 @@ class Fp8Module(NativeModule):
         """
         if region.replay is not None:
             return region.replay.first
-        return records and region.state.first
+        return records and region.state.first and not region.blank
 
     def _record(
         self, region: Region, slots: scaling.Slots | None, cache: tuple | None, first: bool
@@ -168,6 +174,24 @@ class Fp8Module(NativeModule):
         if self._slots_fit(repr(recipe), group, device):
             return self._slots
         return self._make_slots(scaling.rule_of(recipe), group, device)
+
+    def _scales_to_export(self, device: torch.device) -> Tensor:
+        """Forward scales that an exported program computes with, for ever."""
+        scales = self._constant_scales(device)
+        if scales is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: torch.export under DelayedScaling takes the scales that "
+                "the module has found, and it has none: run it under this recipe first, load a "
+                "checkpoint that has them, or export under Float8CurrentScaling"
+            )
+        return scales
+
+    @constant_in_graphs
+    def _constant_scales(self, device: torch.device) -> Tensor | None:
+        """Copy of the forward scales outside of the graph, or None where there are none."""
+        with real_tensors():
+            values = self._state_values()
+            return None if values is None else values["forward"][0].to(device)
 
     def _slots_fit(self, identity: str, group: Any, device: torch.device) -> bool:
         slots = self._slots

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from transformer_engine import _core
 from transformer_engine.pytorch import scaling, torch_ops
+from transformer_engine.pytorch.modes import dispatch_modes
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.plans import PREFIXES, CallPlans
 from transformer_engine.pytorch.staged import Observer, run_staged
@@ -44,6 +45,14 @@ class Deferred(NamedTuple):
     rows: int
     weights: tuple[Parameter, ...]
 
+    def run(self, state: list[Tensor]) -> tuple:
+        """Compute them: the outputs of the plan, which adds to the main gradients in `state`."""
+        plan, inputs = self.plans.wgrad, self.inputs
+        if torch_ops.behind_operators(inputs[0]) or torch_ops.watched():
+            text = self.plans.texts[plan]
+            return torch_ops.run_traced(text, (0, 0), inputs, state, self.packed, self.rows)
+        return torch_ops.run_native(plan, (0, 0), [*inputs, *state], self.packed, self.rows)
+
 
 class Ran(NamedTuple):
     """What a module remembers of its last call, for `report`.
@@ -70,7 +79,7 @@ class ModuleCall:
     slots : Slots or None
         The module's slots (delayed scaling).
     scales : Tensor or None
-        Forward scales of the call that this one repeats.
+        Forward scales of the call that this one repeats, or of an exported program.
     first : bool
         Update the backward state after this call's backward.
     caches : tuple
@@ -85,8 +94,10 @@ class ModuleCall:
         Looks at each stage of the plans.
     split : SplitTensors or None
         The weight and the bias come as several tensors, and so do their gradients.
+    label : str
+        Class of the module and, where it has one, its name: what messages and profilers say.
     traced : bool
-        A graph is being traced: run behind torch operators.
+        Run behind torch operators: a graph is being traced, or the tensors have no memory.
     """
 
     split: SplitTensors | None = None
@@ -99,9 +110,10 @@ class ModuleCall:
     observer: Observer | None = None
     traced = False
 
-    def __init__(self, plans: CallPlans, slots: scaling.Slots | None) -> None:
+    def __init__(self, plans: CallPlans, slots: scaling.Slots | None, label: str) -> None:
         self.plans = plans
         self.slots = slots
+        self.label = label
 
     def _run(
         self,
@@ -111,11 +123,11 @@ class ModuleCall:
         state: list[Tensor],
         packed: Tensor | None = None,
     ) -> tuple:
-        if self.traced:
-            return torch_ops.run_traced(plan, slots, inputs, state, packed)
-        if self.stages or self.observer:
+        if not self.traced and (self.stages or self.observer):
             given = [*inputs, *state]
             return run_staged(plan, slots, given, packed, self.stages or {}, self.observer)
+        if self.traced or torch_ops.watched():
+            return torch_ops.run_traced(self.plans.texts[plan], slots, inputs, state, packed)
         return torch_ops.run_native(plan, slots, [*inputs, *state], packed)
 
     def _cached(self, names: dict[str, Tensor]) -> None:
@@ -147,10 +159,10 @@ class ModuleCall:
             self._cached(names)
         inputs = [names[name] for name in plans.forward_inputs]
         slots = self.slots
-        if slots is None:
-            results = self._run(plans.forward, (0, 0), inputs, [])
-        elif self.scales is not None:
+        if self.scales is not None:
             inputs.append(self.scales)
+            results = self._run(plans.forward, (0, 0), inputs, [])
+        elif slots is None:
             results = self._run(plans.forward, (0, 0), inputs, [])
         else:
             inputs.append(slots.forward_scale)
@@ -240,11 +252,14 @@ class PlainCall(ModuleCall):
     """A call in eager mode with nothing to decide but what its plans say.
 
     The same as `ModuleCall` for plans that are `plain`, with every other case left out: this is
-    what a training loop runs.
+    what a training loop runs. Behind torch operators, and where a dispatch mode watches, it is a
+    `ModuleCall` after all.
     """
 
     def run_forward(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, tuple[Tensor, ...]]:
         """Run the forward over the tensors that ``plans.tensors`` names."""
+        if self.traced or dispatch_modes():
+            return super().run_forward(tensors)
         plans = self.plans
         slots = self.slots
         parts = tensors
@@ -272,6 +287,8 @@ class PlainCall(ModuleCall):
         self, grads: tuple[Tensor, ...], saved: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, ...]:
         """Run the backward: None, then the gradient of each tensor of the forward."""
+        if self.traced or dispatch_modes():
+            return super().run_backward(grads, saved)
         plans = self.plans
         slots = self.slots
         if plans.takes < plans.returns:

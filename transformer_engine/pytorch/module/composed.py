@@ -12,7 +12,8 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.pytorch import scaling, torch_ops
 from transformer_engine.pytorch.device import prepare_device
-from transformer_engine.pytorch.function import apply_plainly, run_call
+from transformer_engine.pytorch.function import run_call, run_without_backward
+from transformer_engine.pytorch.modes import constant_in_graphs, forward_gradients, without_memory
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.call import Deferred, ModuleCall, Ran, main_grad_of
 from transformer_engine.pytorch.module.joined import SplitTensors
@@ -79,6 +80,9 @@ _SHOWN = (
 )
 
 
+_META = torch.device("meta")
+
+
 class _BoundState(NamedTuple):
     """What a call quantizes with, and the flags that follow for each part."""
 
@@ -108,6 +112,8 @@ class ComposedModule(Fp8Module):
     save_original_input = False
     eps = 0.0
     _observer: Observer | None = None
+    name: str | None = None
+    """Given by the user, for messages."""
 
     def _begin(self, fuse_wgrad_accumulation: bool, delay_wgrad_compute: bool) -> None:
         """Set what every instance has."""
@@ -197,9 +203,9 @@ class ComposedModule(Fp8Module):
         if last is not None and is_first_microbatch is None and not traced:
             state = current_state()
             call = repeated_call(last, self, state, inp)
-            if call is not None:
+            if call is not None and (last.records or not forward_gradients()):
                 if last.records:
-                    out = apply_plainly(call, inp, *last.tensors)
+                    out = last.apply(call, inp, *last.tensors)
                 else:
                     out = call.run_forward((inp, *last.tensors))[0]
                 if call.first:
@@ -210,16 +216,16 @@ class ComposedModule(Fp8Module):
     def _long_way(self, inp: Tensor, is_first_microbatch: bool | None, traced: bool) -> Any:
         """Find out what applies to a call, and run it."""
         region = self._region(traced)
+        if not traced and isinstance(inp, Tensor) and without_memory(inp):
+            region = region._replace(blank=True)
         owners = tuple(part.weights[0] for part in self._part_tensors())
         tensors = self._promote(inp, region.recipe)
-        if region.state.calibrating and region.recipe is None:
+        if region.state.calibrating and region.recipe is None and not region.blank:
             self._calibrate_in(region.state, tensors)
         call = self._prepare(tensors, region, is_first_microbatch, owners)
         flat = tensors.flat()
-        if call.plans.backward:
-            out = run_call(call, *flat)
-        else:
-            out = call.run_forward(flat)[0]
+        run = run_call if call.plans.backward else run_without_backward
+        out = run(call, *flat)
         if call.first and region.replay is None:
             region.state.first = False
         if call.plans.writes_cache:
@@ -227,7 +233,7 @@ class ComposedModule(Fp8Module):
         if region.record:
             caches = call.caches if call.plans.cached else None
             self._record(region, call.slots, caches, call.first)
-        if not traced:
+        if not call.traced:
             self._remember(region, call, flat)
             reason = region.state.why() if region.recipe is None else None
             self.__dict__["_ran"] = Ran(call.plans, reason)
@@ -286,7 +292,7 @@ class ComposedModule(Fp8Module):
         """Choose the plans and bind them to the state in force; `owners` are the weights."""
         recipe = region.recipe
         inp, parts = tensors.input, tensors.parts
-        flags, bias_grads, records = self._wanted(tensors)
+        flags, bias_grads, records = self._wanted(tensors, not region.exported)
         for i, owner in enumerate(owners):
             if flags[i] & WGRAD:
                 dtype = parts[i].weights[0].dtype
@@ -307,11 +313,12 @@ class ComposedModule(Fp8Module):
             dtypes.append(owner.main_grad.dtype if into_main else dtype)
         identity = None if recipe is None else repr(recipe)
         recompute = self.checkpoint and records
-        key = (inp.device, identity, recompute, *flags, *bias_grads, *dtypes)
+        device = _META if region.blank else inp.device  # no context is made of a device for nothing
+        key = (device, identity, recompute, *flags, *bias_grads, *dtypes)
         quantization = HIGH_PRECISION if bound is None else bound.quantization
         plans = self._plans_for(key, quantization, region.traced)
-        call = ModuleCall(plans, None if bound is None else bound.slots)
-        call.traced = region.traced
+        call = ModuleCall(plans, None if bound is None else bound.slots, self._label())
+        call.traced = region.traced or region.blank
         call.stages = self._stages
         call.observer = None if region.traced else self._observer
         call.split = self._split_tensors()
@@ -324,9 +331,14 @@ class ComposedModule(Fp8Module):
             call.queue = self._wgrads
         return call
 
-    def _wanted(self, tensors: CallTensors) -> tuple[list[int], list[bool], bool]:
+    def _label(self) -> str:
+        """Class and name, for messages and profilers."""
+        kind, name = type(self).__name__, self.name
+        return kind if name is None else f"{kind}[{name}]"
+
+    def _wanted(self, tensors: CallTensors, gradients: bool) -> tuple[list[int], list[bool], bool]:
         """(flags of each part, whether its bias has a gradient, whether anything has)."""
-        gradients = torch.is_grad_enabled()
+        gradients = gradients and torch.is_grad_enabled()
         before = gradients and tensors.input.requires_grad
         first = flags_of(((DGRAD, before), (ZERO_CENTERED, self.zero_centered_gamma)))
         if tensors.norm is not None:
@@ -366,8 +378,15 @@ class ComposedModule(Fp8Module):
         slots = None
         if region.recipe.delayed():
             device = tensors.input.device
-            slots = self._slots_for(region.recipe, region.state.group, device, region.traced)
-        if is_first_microbatch is None:
+            if region.exported:
+                scales = self._scales_to_export(device)
+                flags = (common | NO_AMAX,) * count
+                return _BoundState(quantization, flags, None, scales, (None,) * count)
+            if region.blank:
+                slots = scaling.BlankSlots(scaling.rule_of(region.recipe), tensors.input)
+            else:
+                slots = self._slots_for(region.recipe, region.state.group, device, region.traced)
+        if is_first_microbatch is None or region.exported or region.blank:
             return _BoundState(quantization, (common,) * count, slots, None, (None,) * count)
         if region.traced:
             raise NotImplementedError(
@@ -423,9 +442,12 @@ class ComposedModule(Fp8Module):
         holds = cache.holds(weights, quantization, slots)
         return CACHE_READ if holds else CACHE_WRITE
 
-    @torch_ops.constant_in_graphs
+    @constant_in_graphs
     def _ensure_plans(self, key: tuple, *quantization: Any) -> None:
         """Make plans while a graph is traced, outside of the graph."""
+        import torch.utils.flop_counter  # noqa: F401 - a graph may run where nothing of ours does
+
+        torch_ops.offer_formulas()
         if key not in self._plans:
             self._make_plans(key, Quantization(*quantization))
         if key[1] is not None:
@@ -517,7 +539,7 @@ class ComposedModule(Fp8Module):
         recipe = state.recipe if state.enabled else None
         owners = tuple(part.weights[0] for part in self._part_tensors())
         slots, loaded = self._slots, self._loaded_state
-        region = Region(state, recipe, None, [], False)
+        region = Region(state, recipe, None, [], False, blank=without_memory(inp))
         call = self._prepare(self._promote(inp, recipe), region, is_first_microbatch, owners)
         self._slots, self._loaded_state = slots, loaded
         plans = call.plans
@@ -581,8 +603,7 @@ class ComposedModule(Fp8Module):
         plans = pending.plans
         state = [main_grad_of(pending.weights[i]) for i in plans.main_grads]
         with torch.no_grad():
-            run = (plans.wgrad, (0, 0), pending.inputs, state, pending.packed, pending.rows)
-            outputs = iter(torch_ops.run(*run))
+            outputs = iter(pending.run(state))
             self._wgrads.popleft()  # only now: a call that raised can be made again
             for i, part in enumerate(plans.spec.parts):
                 if not part.flags & WGRAD:

@@ -28,7 +28,7 @@ class LayerNorm(AffineNorm):
     bias : bool, default True
         Have beta, where there is gamma. By name only.
     device : torch.device or str, optional
-        Of the parameters; "cuda" where there is one, else "cpu". "meta": see `reset_parameters`.
+        Of the parameters; as of `Linear`.
     dtype : torch.dtype, optional
         Of the parameters; torch's default dtype where None.
     sm_margin : int or dict, default 0

@@ -12,7 +12,7 @@ from transformer_engine.pytorch.module.normed import NormedModule
 from transformer_engine.pytorch.module.parameters import (
     Split,
     checked_dtype,
-    default_device,
+    device_of,
     positive_sizes,
 )
 from transformer_engine.pytorch.module.weights import WeightModule
@@ -104,7 +104,7 @@ ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, ub_name
         self._split = Split.of("LayerNormLinear", parameters_split, out_features)
         self._begin(fuse_wgrad_accumulation, delay_wgrad_compute)
         self._check_split()
-        device = torch.device(default_device() if device is None else device)
+        device = device_of(device)
         dtype = checked_dtype("LayerNormLinear", params_dtype)
         self._make_norm(in_features, device, dtype)
         self._make_parameters(device, dtype)

@@ -15,6 +15,8 @@ from transformer_engine.pytorch.module.parameters import (
     bias_to_return,
     checked_dtype,
     default_device,
+    device_of,
+    have_memory,
     initialise,
     positive_sizes,
 )
@@ -147,7 +149,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self._init_methods = (init_method, output_layer_init_method)
         self._rng = (get_rng_state_tracker, None)
         self._begin(fuse_wgrad_accumulation, delay_wgrad_compute)
-        device = torch.device(default_device() if device is None else device)
+        device = device_of(device)
         dtype = checked_dtype("LayerNormMLP", params_dtype)
         self._make_norm(hidden_size, device, dtype)
         for prefix, (columns, rows) in zip(self.PARTS, self._sizes(), strict=True):
@@ -158,7 +160,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
                 self.register_parameter(f"{prefix}bias", Parameter(empty))
             else:
                 setattr(self, f"{prefix}bias", empty)
-        if device.type != "meta":
+        if have_memory(self):
             self.reset_parameters()
         for prefix, mode in zip(self.PARTS, ("column", "row"), strict=True):
             biases = [getattr(self, f"{prefix}bias")] if self.use_bias and set_parallel_mode else []

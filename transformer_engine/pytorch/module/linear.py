@@ -11,7 +11,7 @@ from transformer_engine.common import absent
 from transformer_engine.pytorch.module.parameters import (
     Split,
     checked_dtype,
-    default_device,
+    device_of,
     positive_sizes,
 )
 from transformer_engine.pytorch.module.weights import WeightModule
@@ -59,8 +59,9 @@ ub_bulk_dgrad, ub_bulk_wgrad, ub_name
         Keep the weight and bias as several parameters along the outputs, ``<name>_weight`` and
         ``<name>_bias``: equal parts for a sequence, the given sizes for a dict.
     device : torch.device or str, optional
-        Where the parameters are made; "cuda" where there is one, else "cpu". On "meta" they have no
-        data until `reset_parameters`.
+        Where the parameters are made. Where None, on the device of an enclosing
+        ``with torch.device(...)`` or of `torch.set_default_device`; without one on "cuda" where
+        there is a GPU, else "cpu". On "meta" they have no data until `reset_parameters`.
     delay_wgrad_compute : bool, default False
         The backward leaves the weight gradient out; `backward_dw` computes it.
     save_original_input : bool, default False
@@ -126,7 +127,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, ub_name
         self._split = Split.of("Linear", parameters_split, out_features)
         self._begin(fuse_wgrad_accumulation, delay_wgrad_compute)
         self._check_split()
-        device = torch.device(default_device() if device is None else device)
+        device = device_of(device)
         dtype = checked_dtype("Linear", params_dtype, dtype)
         self._make_parameters(device, dtype)
 

@@ -12,14 +12,21 @@ from torch.nn import Parameter
 from transformer_engine import _core
 from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.device import prepare_device
-from transformer_engine.pytorch.function import run_call
+from transformer_engine.pytorch.function import run_call, run_without_backward
+from transformer_engine.pytorch.modes import (
+    constant_in_graphs,
+    exporting,
+    faking,
+    without_memory,
+)
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.call import ModuleCall, PlainCall
-from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
+from transformer_engine.pytorch.module.operands import DEVICES, DTYPES, refuse_memory
 from transformer_engine.pytorch.module.parameters import (
     checked_dtype,
     checked_eps,
-    default_device,
+    device_of,
+    have_memory,
     initialise,
 )
 from transformer_engine.pytorch.plans import (
@@ -72,12 +79,14 @@ class _NormModule(NativeModule):
                 f"[..., {', '.join(map(str, shape))}]"
             )
 
-    def _key(self, inp: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple:
+    def _key(
+        self, inp: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, exported: bool
+    ) -> tuple:
         """What the plans of a call depend on."""
         wants = (inp.requires_grad, gamma is not None and gamma.requires_grad, False)
         if beta is not None:
             wants = (wants[0], wants[1], beta.requires_grad)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or exported:
             wants = (False, False, False)
         dtype = inp.dtype if gamma is None else gamma.dtype
         flags = flags_of(
@@ -96,22 +105,27 @@ class _NormModule(NativeModule):
         eps = DEFAULT_EPS if self.eps is None else self.eps
         if traced:
             eps = torch_ops.as_constant(eps)
-        key = self._key(inp, gamma, beta, eps)
+        key = self._key(inp, gamma, beta, eps, traced and exporting())
         if traced:
             self._ensure_plans(key)
+        blank = not traced and without_memory(inp)
+        if blank and not faking():
+            refuse_memory(type(self).__name__, inp, [t for t in (gamma, beta) if t is not None])
+        if blank:
+            key = (torch.device("meta"), *key[1:])  # no device is prepared for nothing
         plans = self._plans.get(key)
         if plans is None:
             plans = self._make_plans(key)
-        if traced:
-            call = ModuleCall(plans, None)
+        label = type(self).__name__
+        if traced or blank:
+            call = ModuleCall(plans, None, label)
             call.traced = True
         else:
-            call = PlainCall(plans, None)
-        if plans.backward:
-            return run_call(call, inp, gamma, beta)
-        return call.run_forward((inp, gamma, beta))[0]
+            call = PlainCall(plans, None, label)
+        run = run_call if plans.backward else run_without_backward
+        return run(call, inp, gamma, beta)
 
-    @torch_ops.constant_in_graphs
+    @constant_in_graphs
     def _ensure_plans(self, key: tuple) -> None:
         """Make plans while a graph is traced, outside of the graph."""
         if key not in self._plans:
@@ -173,7 +187,7 @@ class AffineNorm(_NormModule):
         self.elementwise_affine = bool(elementwise_affine)
         self.zero_centered_gamma = bool(zero_centered_gamma)
         self.sequence_parallel = sequence_parallel
-        device = torch.device(default_device() if device is None else device)
+        device = device_of(device)
         dtype = checked_dtype(kind, params_dtype, dtype)
         if bias and not self.HAS_BIAS:
             raise TypeError(f"{kind}: bias=True: this norm adds none; te.LayerNorm does")
@@ -183,7 +197,7 @@ class AffineNorm(_NormModule):
         for name, wanted in has.items():
             empty = torch.empty(self.normalized_shape, device=device, dtype=dtype)
             self.register_parameter(name, Parameter(empty) if wanted else None)
-        if device.type != "meta":
+        if have_memory(self):
             self.reset_parameters()
 
     def reset_parameters(self, defer_init: bool = False) -> None:

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["DEVICES", "DTYPES", "CallTensors", "PartTensors", "promoted"]
+from transformer_engine.pytorch.modes import faking, without_memory
 
-DEVICES = ("cpu", "cuda")
+__all__ = ["DEVICES", "DTYPES", "CallTensors", "PartTensors", "promoted", "refuse_memory"]
+
+DEVICES = ("cpu", "cuda", "meta")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -61,6 +63,37 @@ class CallTensors(NamedTuple):
         return tuple(flat)
 
 
+def refuse_memory(kind: str, inp: Tensor, tensors: list[Tensor]) -> None:
+    """Raise for tensors of a module that have memory, where its input has none.
+
+    Parameters
+    ----------
+    kind : str
+        Name of the module's class.
+    inp : Tensor
+        On the meta device, or fake.
+    tensors : list of Tensor
+        What the module computes with.
+
+    Raises
+    ------
+    TypeError
+        One of them is real.
+    """
+    for tensor in tensors:
+        if tensor.device != inp.device or not without_memory(tensor):
+            raise TypeError(
+                f"{kind}: inp is {_what(inp)}, a parameter {_what(tensor)}: shapes alone are "
+                "computed where neither has memory. Make the module under torch.device('meta') or "
+                "the same FakeTensorMode, or take an input of the CPU or of a CUDA device: convert "
+                "it to a plain torch.Tensor"
+            )
+
+
+def _what(tensor: Tensor) -> str:
+    return "on meta" if tensor.is_meta else f"a {type(tensor).__name__} on {tensor.device}"
+
+
 def promoted(
     kind: str,
     features: int,
@@ -91,7 +124,8 @@ def promoted(
     Raises
     ------
     TypeError
-        The input is no tensor of the CPU or of a CUDA device, or dtypes differ.
+        The input is no tensor of the CPU, of a CUDA device or of the meta device, dtypes differ,
+        or the input has no memory and the module has.
     ValueError
         The last dim of the input is another one.
     """
@@ -105,15 +139,17 @@ def promoted(
         raise TypeError(
             f"{kind}: inp is on {inp.device}, expected a tensor of the CPU or of a CUDA device"
         )
-    if torch.is_autocast_enabled(device):
+    tensors = [t for part in parts for t in (*part.weights, *part.biases)]
+    tensors += [t for t in norm or () if t is not None]
+    if not torch.compiler.is_compiling() and without_memory(inp) and not faking():
+        refuse_memory(kind, inp, tensors)
+    if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         if recipe is None:
             inp = inp.to(dtype)
             parts = tuple(part.to(dtype) for part in parts)
         return CallTensors(inp, norm, parts, dtype)
     dtype = inp.dtype
-    tensors = [t for part in parts for t in (*part.weights, *part.biases)]
-    tensors += [t for t in norm or () if t is not None]
     if any(t.dtype != dtype for t in tensors):
         weights, biases = parts[0]
         raise TypeError(

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from transformer_engine.pytorch.modes import active_device
+
 __all__ = [
     "Split",
     "bias_to_return",
     "checked_dtype",
     "checked_eps",
     "default_device",
+    "device_of",
+    "have_memory",
     "initialise",
     "positive_sizes",
     "probabilities",
@@ -27,9 +31,33 @@ WEIGHT_DEVIATION = 0.023
 """Standard deviation of weights without an `init_method`."""
 
 
-def default_device() -> str:
-    """Device of modules that are told none: "cuda" where there is one, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def default_device() -> torch.device:
+    """Device of modules that are told none.
+
+    Returns
+    -------
+    torch.device
+        What an enclosing ``with torch.device(...)`` or `torch.set_default_device` says; else "cuda"
+        where there is one, else "cpu".
+    """
+    chosen = active_device()
+    if chosen is not None:
+        return chosen
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def device_of(device: torch.device | str | int | None) -> torch.device:
+    """Device of a constructor's argument; `default_device` for None."""
+    return default_device() if device is None else torch.device(device)
+
+
+def have_memory(module: Module) -> bool:
+    """Whether the parameters of a module that was just made can be given values.
+
+    Not by the device that they were asked for: a framework that loads large models replaces
+    `torch.nn.Module.register_parameter`, so that they come out on the meta device.
+    """
+    return not any(parameter.is_meta for parameter in module.parameters(recurse=False))
 
 
 def refuse_options(module: str, **arguments: tuple[Any, Any]) -> None:

@@ -7,11 +7,14 @@ remembered here, and a later call that finds it unchanged goes straight to its p
 that the long way decides by is compared, by identity where that is enough.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.function import apply_of
+from transformer_engine.pytorch.modes import in_transform
 from transformer_engine.pytorch.module.call import ModuleCall, PlainCall
 from transformer_engine.pytorch.recompute import anywhere, may_record
 from transformer_engine.pytorch.state import RegionState
@@ -21,7 +24,6 @@ __all__ = ["Repeat", "repeated_call"]
 _graph_task = torch._C._current_graph_task_id
 _autocast_enabled = torch.is_autocast_enabled
 _grad_enabled = torch.is_grad_enabled
-_in_transform = torch._C._are_functorch_transforms_active
 
 
 class Repeat(NamedTuple):
@@ -51,6 +53,8 @@ class Repeat(NamedTuple):
         The call, and the same as the region's first one that records a backward.
     records : bool
         It records a backward.
+    apply : callable
+        Runs one of the calls and records its backward.
     """
 
     tensors: tuple
@@ -64,13 +68,15 @@ class Repeat(NamedTuple):
     identity: str | None
     calls: tuple[PlainCall, PlainCall]
     records: bool
+    apply: Callable
 
     @classmethod
     def of(
         cls, call: ModuleCall, inp: Tensor, names: tuple, tensors: tuple, identity: str | None
     ) -> "Repeat":
         """Remember a call of the long way."""
-        later, first = PlainCall(call.plans, call.slots), PlainCall(call.plans, call.slots)
+        later = PlainCall(call.plans, call.slots, call.label)
+        first = PlainCall(call.plans, call.slots, call.label)
         first.first = True
         first.split = later.split = call.split
         parameters = tuple(
@@ -90,6 +96,7 @@ class Repeat(NamedTuple):
             identity,
             (later, first),
             call.plans.backward != 0,
+            apply_of(call.label),
         )
 
 
@@ -110,11 +117,22 @@ def repeated_call(last: Repeat, module: Any, state: RegionState, inp: Tensor) ->
     Returns
     -------
     PlainCall or None
-        Ready for ``run_call``.
+        Ready for ``last.apply``.
     """
-    _, tensors, dtype, device, kind, features, input_grad, gradients, identity, calls, records = (
-        last
-    )
+    (
+        _,
+        tensors,
+        dtype,
+        device,
+        kind,
+        features,
+        input_grad,
+        gradients,
+        identity,
+        calls,
+        records,
+        _,
+    ) = last
     recipe = state.recipe if state.enabled else None
     if recipe is None:
         if identity is not None or state.calibrating:
@@ -131,7 +149,7 @@ def repeated_call(last: Repeat, module: Any, state: RegionState, inp: Tensor) ->
         or _grad_enabled() is not gradients
         or _autocast_enabled(kind)
         or _graph_task() != -1
-        or _in_transform()
+        or in_transform()
         or (may_record(gradients, recipe is not None) and (gradients or anywhere()))
     ):
         return None

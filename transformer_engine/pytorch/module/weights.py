@@ -15,6 +15,7 @@ from transformer_engine.pytorch.module.parameters import (
     Split,
     bias_to_return,
     default_device,
+    have_memory,
     initialise,
     split_rows,
 )
@@ -56,7 +57,7 @@ class WeightModule(TensorParallel, ComposedModule):
         else:
             for label, _ in self._parts():
                 setattr(self, f"{label}bias", torch.empty(0, device=device, dtype=dtype))
-        if device.type != "meta":
+        if have_memory(self):
             self._pack()
             self.reset_parameters()
         labels = [label for label, _ in self._parts()]

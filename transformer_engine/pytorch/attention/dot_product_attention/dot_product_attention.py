@@ -25,6 +25,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.backends import 
 )
 from transformer_engine.pytorch.attention.dot_product_attention.masks import MaskType
 from transformer_engine.pytorch.module.base import NativeModule
+from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import (
     positive_sizes,
     probabilities,
@@ -37,8 +38,6 @@ from transformer_engine.pytorch.torch_ops import constant_in_graphs
 
 __all__ = ["DotProductAttention"]
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-DEVICES = ("cpu", "cuda")
 _NAME = "DotProductAttention"
 
 

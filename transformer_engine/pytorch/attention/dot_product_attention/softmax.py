@@ -114,10 +114,11 @@ class _SoftmaxCall:
     bias_shape, bias_dtype
         Of the gradient of the bias; None: none is wanted.
     traced : bool
-        A graph is being traced: run behind torch operators.
+        Run behind torch operators.
     """
 
     __slots__ = ("bias_dtype", "bias_shape", "settings", "traced")
+    label = "scaled_softmax"
 
     def __init__(self, settings: _Settings, bias: Tensor | None, traced: bool) -> None:
         self.settings = settings
@@ -129,7 +130,7 @@ class _SoftmaxCall:
     def run_forward(self, tensors: tuple) -> tuple[Tensor, tuple]:
         """Run the forward over (scores, mask or None, bias or None, pair or None)."""
         scores, mask, bias, rng = tensors
-        run = torch.ops.transformer_engine.softmax if self.traced else _forward
+        run = torch_ops.choose(_forward, torch.ops.transformer_engine.softmax, self.traced)
         output, probabilities = run(scores, mask, bias, rng, *self.settings)
         return output, (output,) if rng is None else (probabilities, rng)
 
@@ -139,7 +140,8 @@ class _SoftmaxCall:
         probabilities, *rng = saved
         scale, dropout = self.settings[:2]
         pair = rng[0] if rng else None
-        run = torch.ops.transformer_engine.softmax_backward if self.traced else _backward
+        operator = torch.ops.transformer_engine.softmax_backward
+        run = torch_ops.choose(_backward, operator, self.traced)
         if self.bias_shape is None:
             return None, run(grad, probabilities, pair, scale, dropout), None, None, None
         grad_bias = run(grad, probabilities, pair, 1.0, dropout)  # the bias is added after scaling
@@ -186,7 +188,7 @@ def scaled_softmax(
     Tensor
         Shape and dtype of `scores`.
     """
-    traced = torch.compiler.is_compiling()
+    traced = torch_ops.behind_operators(scores)
     if scores.stride(-1) != 1:
         scores = scores.contiguous()
     call = _SoftmaxCall(_Settings(scale, dropout, *window, diagonal), bias, traced)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `torch.utils.flop_counter.FlopCounterMode` counts for the operators of this package.
+
+2 m n k for each GEMM that a plan runs, on the sizes of the layer, not on what FP8 pads: as many as
+the same layer of `torch.nn` has. Everything else counts 0, as it does for torch's own operators.
+
+The counter's module is not imported for it (on a GPU it loads a compiler): formulas are handed over
+as soon as it is there and a plan is made or watched.
+"""
+
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.pytorch.modes import active_modes
+from transformer_engine.pytorch.plan_text import plan_of, read_text
+
+__all__ = ["offer_formulas"]
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+def _flops_of_run(
+    plan: str,
+    slot_fwd: int,
+    slot_bwd: int,
+    inputs: list[Tensor],
+    state: list[Tensor],
+    saved: Tensor | None,
+    rows: int,
+    **results: Any,
+) -> int:
+    """FLOPs of ``transformer_engine::run``; takes its arguments and the keyword `out_val`."""
+    del slot_fwd, slot_bwd, state, saved, results
+    if rows == -1:
+        rows = math.prod(inputs[0].shape[:-1])
+    per_row = 0
+    sizes = read_text(plan).sizes()
+    for name, operator in _core.plan_describe(plan_of(plan))["stages"]:
+        if operator == "gemm":
+            prefix = name[: name.index("gemm_")]
+            per_row += 2 * math.prod(sizes[prefix])
+    return rows * per_row
+
+
+def offer_formulas() -> None:
+    """Hand the formulas to the counter's module, if it is loaded, and to counters that run."""
+    counter = sys.modules.get(_COUNTER)
+    registry = getattr(counter, "flop_registry", None)
+    if registry is None:
+        return
+    operator = torch.ops.transformer_engine.run
+    if operator not in registry:
+        counter.register_flop_formula(operator, get_raw=True)(_flops_of_run)
+    for mode in active_modes():  # a counter copies the registry when it is made
+        owner = getattr(mode, "counter", None)
+        if isinstance(owner, counter.FlopCounterMode):
+            owner.flop_registry.setdefault(operator, registry[operator])

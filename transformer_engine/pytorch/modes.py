@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch is doing around a call: tracing, exporting, watching, transforming, or only faking.
+
+The names of torch that are not public stand here and nowhere else, because there is no public way
+to ask: tests of torch's tools fail where a release of torch renames one. Whether a graph is traced
+is public (`torch.compiler.is_compiling`).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _clear_transforms
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+
+__all__ = [
+    "active_device",
+    "active_modes",
+    "after_autograd",
+    "at_this_level",
+    "below_autograd",
+    "constant_in_graphs",
+    "dispatch_modes",
+    "exporting",
+    "faking",
+    "forward_gradients",
+    "in_transform",
+    "real_tensors",
+    "without_memory",
+]
+
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Number of active `TorchDispatchMode` objects: counters, loggers and fake modes, which see torch
+operators and nothing else."""
+
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether the thread is inside of a transform of `torch.func`."""
+
+active_modes: Callable[[], list] = _get_current_dispatch_mode_stack
+"""These objects."""
+
+below_autograd: Callable[[], AbstractContextManager] = torch._C._AutoDispatchBelowAutograd
+"""A block in which operators go on below autograd, for autograd's part of an operator."""
+
+at_this_level: Callable[[], AbstractContextManager] = enable_single_level_autograd_function
+"""A block in which an autograd function may be applied at one level of function transforms."""
+
+_forward_ad = torch.autograd.forward_ad
+_mode_of_kind = torch._C._get_dispatch_mode
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def constant_in_graphs(function: Callable) -> Callable:
+    """Run a function while a graph is traced and keep its result as a constant (decorator).
+
+    What `torch.compiler.assume_constant_result` does, which imports the whole compiler: a second.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant_in_graphs
+def exporting() -> bool:
+    """Whether `torch.export` traces: there is no backward then, and state must not change.
+
+    A constant in graphs: `torch.compile` of torch 2.11 takes `is_exporting` for true wherever it
+    meets it.
+    """
+    return torch.compiler.is_exporting()
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """A block that makes tensors that outlive it: real ones, whatever is active around it."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        if in_transform():
+            stack.enter_context(_clear_transforms())
+        if dispatch_modes():
+            stack.enter_context(_disable_current_modes())
+        yield
+
+
+def faking() -> bool:
+    """Whether a fake mode is active: tensors that are made now have no memory."""
+    return dispatch_modes() > 0 and _mode_of_kind(_FAKE) is not None
+
+
+def without_memory(tensor: Tensor) -> bool:
+    """Whether a call on a tensor gives shapes and dtypes alone; no graph is being traced.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        Input of the call.
+
+    Returns
+    -------
+    bool
+        It is on the meta device, or fake, or a fake mode is active.
+    """
+    if (type(tensor) is not Tensor and isinstance(tensor, FakeTensor)) or tensor.is_meta:
+        return True
+    return dispatch_modes() > 0 and faking()
+
+
+def after_autograd(keyset: torch._C.DispatchKeySet) -> torch._C.DispatchKeySet:
+    """Dispatch keys of an operator call that come after autograd."""
+    return keyset & torch._C._after_autograd_keyset
+
+
+def forward_gradients() -> bool:
+    """Whether forward-mode differentiation is active: a tensor may carry a tangent."""
+    return _forward_ad._current_level >= 0
+
+
+def active_device() -> torch.device | None:
+    """Device that ``with torch.device(...)`` or `torch.set_default_device` chose.
+
+    Returns
+    -------
+    torch.device or None
+        None where nobody has chosen: `torch.get_default_device` says "cpu" then too.
+    """
+    chosen = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None
+    if not chosen and torch._C._len_torch_function_stack() > 0:
+        from torch.utils._device import DeviceContext  # loaded by the first such context
+
+        modes = torch.overrides._get_current_function_mode_stack()
+        chosen = any(isinstance(mode, DeviceContext) for mode in modes)
+    return torch.get_default_device() if chosen else None
