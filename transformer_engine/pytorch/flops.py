@@ -10,6 +10,7 @@ as soon as it is there and a plan is made or watched.
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,13 +30,13 @@ def _flops_of_run(
     slot_fwd: int,
     slot_bwd: int,
     inputs: list[Tensor],
-    state: list[Tensor],
     saved: Tensor | None,
     rows: int,
+    state: Sequence[Tensor] = (),
     **results: Any,
 ) -> int:
     """FLOPs of ``transformer_engine::run``; takes its arguments and the keyword `out_val`."""
-    del slot_fwd, slot_bwd, state, saved, results
+    del slot_fwd, slot_bwd, saved, state, results
     if rows == -1:
         rows = math.prod(inputs[0].shape[:-1])
     per_row = 0
@@ -53,10 +54,12 @@ def offer_formulas() -> None:
     registry = getattr(counter, "flop_registry", None)
     if registry is None:
         return
-    operator = torch.ops.transformer_engine.run
-    if operator not in registry:
-        counter.register_flop_formula(operator, get_raw=True)(_flops_of_run)
+    ours = torch.ops.transformer_engine
+    operators = (ours.run, ours.run_with_state)
+    if operators[0] not in registry:
+        counter.register_flop_formula(operators, get_raw=True)(_flops_of_run)
     for mode in active_modes():  # a counter copies the registry when it is made
         owner = getattr(mode, "counter", None)
         if isinstance(owner, counter.FlopCounterMode):
-            owner.flop_registry.setdefault(operator, registry[operator])
+            for operator in operators:
+                owner.flop_registry.setdefault(operator, registry[operator])

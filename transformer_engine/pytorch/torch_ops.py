@@ -2,15 +2,16 @@
 """The native entry points as torch operators, for graphs, dispatch modes and fake tensors.
 
 Eager code calls `_core` directly. While a graph is traced, where a dispatch mode watches (a counter
-of FLOPs, a logger), and for tensors without memory, the same plans run behind two operators of
-fixed arity whose fake kernels evaluate the plan's sizes on symbolic numbers. An operator that
-mutates and returns a list can not be functionalised, so absent results are empty tensors. A graph
-carries the text of a plan, not its id: another process may load it.
+of FLOPs, a logger), and for tensors without memory, the same plans run behind operators of fixed
+arity whose fake kernels evaluate the plan's sizes on symbolic numbers: ``run``, which is a pure
+function of its inputs, and ``run_with_state`` for plans that write an amax history or a main
+gradient. An operator that mutates and returns a list can not be functionalised, so absent results
+are empty tensors. A graph carries the text of a plan, not its id: another process may load it.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,14 +46,10 @@ __all__ = [
 OUTPUTS = 9
 """Outputs of `transformer_engine::run` before the packed saved tensor."""
 
+_RUN = "str plan, int slot_fwd, int slot_bwd, Tensor[] inputs, Tensor? saved, SymInt rows"
+_RESULTS = f"({', '.join(['Tensor'] * (OUTPUTS + 1))})"
+
 _LIBRARY = torch.library.Library("transformer_engine", "DEF")
-_LIBRARY.define(
-    "run(str plan, int slot_fwd, int slot_bwd, Tensor[] inputs, Tensor(a!)[] state, Tensor? saved, "
-    "SymInt rows) -> (" + ", ".join(["Tensor"] * (OUTPUTS + 1)) + ")"
-)
-_LIBRARY.define(
-    "scaling_update(Tensor(a!) scale, Tensor(b!) history, float fp8_max, bool most_recent) -> ()"
-)
 
 
 def as_constant(number: float) -> float:
@@ -113,11 +110,8 @@ def define(
     tags : tuple of torch.Tag
         What a compiler must know.
     """
+    name = schema[: schema.index("(")]
     _LIBRARY.define(schema, tags=tags)
-    _implement(schema[: schema.index("(")], implementation, fake)
-
-
-def _implement(name: str, implementation: Callable, fake: Callable) -> None:
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, implementation, device)
     torch.library.register_fake(f"transformer_engine::{name}", fake, lib=_LIBRARY)
@@ -257,9 +251,9 @@ def _run(
     slot_fwd: int,
     slot_bwd: int,
     inputs: list[Tensor],
-    state: list[Tensor],
     saved: Tensor | None,
     rows: int,
+    state: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
     slots, given = (slot_fwd, slot_bwd), [*inputs, *state]
     *outputs, packed = run_native(plan_of(plan), slots, given, saved, rows)
@@ -275,9 +269,9 @@ def _run_fake(
     slot_fwd: int,
     slot_bwd: int,
     inputs: list[Tensor],
-    state: list[Tensor],
     saved: Tensor | None,
     rows: Any,
+    state: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
     del slot_fwd, slot_bwd, state, saved
     leading = inputs[0].shape[:-1]
@@ -295,8 +289,13 @@ def _scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent:
     _core.scaling_update(scale, history, fp8_max, most_recent)
 
 
-_implement("run", _run, _run_fake)
-_implement("scaling_update", _scaling_update, lambda *_: None)
+define(f"run({_RUN}) -> {_RESULTS}", _run, _run_fake)
+define(f"run_with_state({_RUN}, Tensor(a!)[] state) -> {_RESULTS}", _run, _run_fake)
+define(
+    "scaling_update(Tensor(a!) scale, Tensor(b!) history, float fp8_max, bool most_recent) -> ()",
+    _scaling_update,
+    lambda *_: None,
+)
 offer_formulas()
 
 
@@ -331,7 +330,10 @@ def run_traced(
         Outputs in plan order, then the packed saved tensor, always `OUTPUTS` + 1: absent ones are
         empty tensors.
     """
-    return torch.ops.transformer_engine.run(plan, *slots, inputs, state, saved, rows)
+    if state:
+        run = torch.ops.transformer_engine.run_with_state
+        return run(plan, *slots, inputs, saved, rows, state)
+    return torch.ops.transformer_engine.run(plan, *slots, inputs, saved, rows)
 
 
 def scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent: bool) -> None:

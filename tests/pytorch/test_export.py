@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.export`: programs with the bits of the module, in this process and in a new one."""
+
+import contextlib
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from pytorch.helpers import RECIPES, assert_same_bits, counted, states_of
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import plan_text
+
+WIDTH, TOKENS, BATCH = 32, 6, 2
+
+MAKERS = {
+    "linear": lambda d: te.Linear(WIDTH, 48, device=d),
+    "split": lambda d: te.Linear(WIDTH, 48, parameters_split=("a", "b"), device=d),
+    "layernorm-linear": lambda d: te.LayerNormLinear(
+        WIDTH, 48, normalization="RMSNorm", return_layernorm_output=True, device=d
+    ),
+    "mlp": lambda d: te.LayerNormMLP(WIDTH, 48, activation="swiglu", return_bias=True, device=d),
+    "layernorm": lambda d: te.LayerNorm(WIDTH, zero_centered_gamma=True, device=d),
+    "rmsnorm": lambda d: te.RMSNorm(WIDTH, device=d),
+    "attention": lambda d: te.MultiheadAttention(WIDTH, 4, qk_norm_type="RMSNorm", device=d),
+    "transformer": lambda d: te.TransformerLayer(
+        WIDTH, 48, 4, self_attn_mask_type="causal", device=d
+    ),
+    "transformer-window": lambda d: te.TransformerLayer(
+        WIDTH, 48, 4, window_size=(2, 0), device=d
+    ),
+}
+
+pytestmark = [
+    # Strict export says so of an autocast inside of the model, which puts back what it changed.
+    pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=MAKERS)
+def name(request):
+    return request.param
+
+
+class Model(torch.nn.Module):
+    """A layer in a region of its own."""
+
+    def __init__(self, layer, recipe):
+        super().__init__()
+        self.layer, self.recipe = layer, recipe
+
+    def forward(self, x):
+        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            return self.layer(x)
+
+
+def trained(device, name, recipe):
+    """A layer that has found scales, in evaluation mode."""
+    layer = MAKERS[name](device)
+    for number in range(2 if recipe is not None else 0):
+        with te.autocast(recipe=recipe):
+            out = layer(torch.randn(TOKENS, BATCH, WIDTH, device=device) * 4**number)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+    return layer.eval()
+
+
+def exported(layer, recipe, where, strict, x):
+    """The program, for any number of tokens, and what the module gives for other inputs."""
+    sizes = ({0: torch.export.Dim("tokens", min=2, max=4096)},)
+    if where == "inside":
+        return torch.export.export(Model(layer, recipe), (x,), strict=strict, dynamic_shapes=sizes)
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        return torch.export.export(layer, (x,), strict=strict, dynamic_shapes=sizes)
+
+
+def run(layer, recipe, x):
+    """The layer without gradients: it updates nothing."""
+    with torch.no_grad(), te.autocast(enabled=recipe is not None, recipe=recipe):
+        return layer(x)
+
+
+def as_tuple(out):
+    return out if isinstance(out, tuple) else (out,)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize(
+    ("recipe", "where"),
+    [(None, "outside"), ("delayed", "outside"), ("delayed", "inside"), ("current", "inside")],
+)
+def test_a_program_has_the_bits_of_the_module(device, name, recipe, where, strict):
+    recipe = recipe and RECIPES[recipe]()
+    layer = trained(device, name, recipe)
+    before = states_of(layer)
+    x = torch.randn(TOKENS, BATCH, WIDTH, device=device)
+    program = exported(layer, recipe, where, strict, x)
+    assert_same_bits(states_of(layer), before)
+    module = program.module()
+    for tokens in (TOKENS, 2, 37):
+        x = torch.randn(tokens, BATCH, WIDTH, device=device)
+        with counted() as ours:
+            expected = run(layer, recipe, x)
+        with counted() as programs:
+            out = module(x)
+        assert_same_bits(as_tuple(out), as_tuple(expected))
+        assert (programs.fp8, programs.other) == (ours.fp8, ours.other)
+    mutating = [n for n in program.graph.nodes if n.op == "call_function" and "state" in str(n)]
+    assert not mutating and not program.graph_signature.buffers_to_mutate
+
+
+LOAD = """
+import sys, torch
+import transformer_engine.pytorch
+program = torch.export.load(sys.argv[1])
+inputs, expected = torch.load(sys.argv[2])
+out = program.module()(inputs)
+out = out if isinstance(out, tuple) else (out,)
+assert len(out) == len(expected)
+for one, other in zip(out, expected):
+    assert torch.equal(one, other)
+"""
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
+def test_a_program_runs_in_a_new_process(device, recipe, tmp_path):
+    """Which has made no plan: the program says how."""
+    recipe = recipe and RECIPES[recipe]()
+    layer = trained(device, "transformer", recipe)
+    x = torch.randn(TOKENS, BATCH, WIDTH, device=device)
+    torch.export.save(exported(layer, recipe, "outside", False, x), tmp_path / "program.pt2")
+    x = torch.randn(17, BATCH, WIDTH, device=device)
+    torch.save((x, as_tuple(run(layer, recipe, x))), tmp_path / "data.pt")
+    files = [str(tmp_path / "program.pt2"), str(tmp_path / "data.pt")]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LOAD, *files],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_decompositions_and_other_operators(device):
+    """A program in terms of torch's core operators; ours stay."""
+    layer = te.TransformerLayer(WIDTH, 48, 4, window_size=(2, 0), device=device).eval()
+    x = torch.randn(TOKENS, BATCH, WIDTH, device=device)
+    program = exported(layer, None, "outside", False, x).run_decompositions()
+    seen = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert {"transformer_engine.run.default", "transformer_engine.softmax.default"} <= seen
+    assert_same_bits(program.module()(x), run(layer, None, x))
+
+
+def test_delayed_scaling_without_scales(device):
+    layer = te.Linear(WIDTH, 48, device=device)
+    x = torch.randn(TOKENS, WIDTH, device=device)
+    with (
+        te.autocast(recipe=RECIPES["delayed"]()),
+        pytest.raises(RuntimeError, match="takes the scales that the module has found, and it has"),
+    ):
+        torch.export.export(layer, (x,))
+    assert states_of(layer) == [None]
+
+
+def test_scales_of_a_checkpoint(device):
+    """Loaded ones count, before the module has run."""
+    recipe = RECIPES["delayed"]()
+    source = trained(device, "linear", recipe)
+    layer = te.Linear(WIDTH, 48, device=device)
+    layer.load_state_dict(source.state_dict())
+    x = torch.randn(TOKENS, BATCH, WIDTH, device=device)
+    program = exported(layer, recipe, "outside", False, x)
+    assert_same_bits(program.module()(x), run(source, recipe, x))
+
+
+def test_scales_of_a_program_stay(device):
+    recipe = RECIPES["delayed"]()
+    layer = trained(device, "linear", recipe)
+    x = torch.randn(TOKENS, BATCH, WIDTH, device=device)
+    module = exported(layer, recipe, "outside", False, x).module()
+    expected = run(layer, recipe, x)
+    for _ in range(3):
+        with te.autocast(recipe=recipe):
+            layer(x * 100).sum().backward()
+    assert_same_bits(module(x), expected)
+    assert not torch.equal(run(layer, recipe, x), expected)
+
+
+@pytest.mark.parametrize("name", ["linear", "rmsnorm", "transformer-window"])
+def test_a_program_has_no_backward(device, name):
+    """An error, not the silence that torch has for operators without a backward."""
+    layer = MAKERS[name](device).eval()
+    x = torch.randn(TOKENS, BATCH, WIDTH, device=device)
+    out = exported(layer, None, "outside", False, x).module()(x)
+    with pytest.raises(NotImplementedError, match="a program of torch.export has a forward alone"):
+        out.sum().backward()
+
+
+# ---- texts of plans ------------------------------------------------------------------------------
+
+
+def texts_of(layer, x, recipe):
+    with te.autocast(enabled=recipe is not None, recipe=recipe and RECIPES[recipe]()):
+        return [plan_text.text_of(plan) for _, plan in layer.plans_of(x)]
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("name", ["linear", "layernorm-linear", "mlp"])
+def test_a_text_is_the_plan(name, recipe):
+    layer = MAKERS[name]("cpu")
+    for text in texts_of(layer, torch.randn(TOKENS, WIDTH), recipe):
+        content = plan_text.read_text(text)
+        again = plan_text.make_plan(content.maker, **content.fields)
+        assert plan_text.text_of(again) == text
+        assert plan_text.plan_of(text) == again
+
+
+OWN = """
+import sys
+import transformer_engine.pytorch
+from transformer_engine.pytorch import plan_text
+for line in sys.stdin:
+    print(plan_text.plan_of(line.strip()))
+"""
+
+
+def test_a_text_gives_the_same_plan_in_another_process():
+    layer, x = MAKERS["mlp"]("cpu"), torch.randn(TOKENS, WIDTH)
+    texts = [text for recipe in (None, *RECIPES) for text in texts_of(layer, x, recipe)]
+    done = subprocess.run(
+        [sys.executable, "-c", OWN],
+        input="\n".join(texts),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [int(line) for line in done.stdout.split()] == [plan_text.plan_of(t) for t in texts]
+
+
+@pytest.mark.parametrize("change", ["version", "maker", "empty"])
+def test_a_text_of_another_version(change):
+    text = texts_of(MAKERS["linear"]("cpu"), torch.randn(TOKENS, WIDTH), None)[0]
+    wrong = {
+        "version": re.sub("/[0-9]+ ", "/99 ", text),
+        "maker": text.replace("linear/", "conv/"),
+        "empty": "-",
+    }[change]
+    with pytest.raises(ValueError, match="export the program again"):
+        plan_text.plan_of(wrong)
+    x, layer = torch.randn(TOKENS, WIDTH), MAKERS["linear"]("cpu")
+    with contextlib.suppress(ValueError):
+        torch.ops.transformer_engine.run(wrong, 0, 0, [x, layer.weight, layer.bias], None, -1)
+        pytest.fail("the operator took it")
