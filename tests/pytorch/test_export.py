@@ -28,9 +28,7 @@ MAKERS = {
     "transformer": lambda d: te.TransformerLayer(
         WIDTH, 48, 4, self_attn_mask_type="causal", device=d
     ),
-    "transformer-window": lambda d: te.TransformerLayer(
-        WIDTH, 48, 4, window_size=(2, 0), device=d
-    ),
+    "transformer-window": lambda d: te.TransformerLayer(WIDTH, 48, 4, window_size=(2, 0), device=d),
 }
 
 pytestmark = [

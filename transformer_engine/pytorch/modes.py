@@ -80,7 +80,7 @@ def exporting() -> bool:
 def real_tensors() -> Iterator[None]:
     """A block that makes tensors that outlive it: real ones, whatever is active around it."""
     with contextlib.ExitStack() as stack:
-        if torch._C._len_torch_function_stack() > 0:  # torch.export writes down changes of grad mode
+        if torch._C._len_torch_function_stack() > 0:  # torch.export records changes of grad mode
             stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from transformer_engine import _core
 
-__all__ = ["PlanText", "make_plan", "plan_of", "read_text", "text_of"]
+__all__ = ["ReadPlan", "make_plan", "plan_of", "read_text", "text_of"]
 
 VERSION = 1
 """Raised whenever a number of a plan gets another meaning."""
@@ -28,7 +28,7 @@ _PARTS = ("fc1", "fc2")
 _TEXTS: dict[int, str] = {}
 
 
-class PlanText(NamedTuple):
+class ReadPlan(NamedTuple):
     """What a text says.
 
     Attributes
@@ -85,7 +85,7 @@ def text_of(plan: int) -> str:
     return _TEXTS[plan]
 
 
-def read_text(text: str) -> PlanText:
+def read_text(text: str) -> ReadPlan:
     """Read a text.
 
     Parameters
@@ -95,7 +95,7 @@ def read_text(text: str) -> PlanText:
 
     Returns
     -------
-    PlanText
+    ReadPlan
         Its content.
 
     Raises
@@ -120,7 +120,7 @@ def read_text(text: str) -> PlanText:
             fields.setdefault(part, {})[inner] = value
         else:
             fields[name] = value
-    return PlanText(maker, fields)
+    return ReadPlan(maker, fields)
 
 
 @functools.cache

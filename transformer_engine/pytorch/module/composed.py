@@ -15,6 +15,7 @@ from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import run_call, run_without_backward
 from transformer_engine.pytorch.modes import constant_in_graphs, forward_gradients, without_memory
 from transformer_engine.pytorch.module.base import Fp8Module, Region
+from transformer_engine.pytorch.module.calibration import record_amaxes
 from transformer_engine.pytorch.module.call import Deferred, ModuleCall, Ran, main_grad_of
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.module.operands import (
@@ -52,7 +53,7 @@ from transformer_engine.pytorch.plans import (
     flags_of,
 )
 from transformer_engine.pytorch.staged import Observer, StageBuffers, external_bits
-from transformer_engine.pytorch.state import RegionState, current_state
+from transformer_engine.pytorch.state import current_state
 
 __all__ = ["ComposedModule", "add_grad"]
 
@@ -221,7 +222,7 @@ class ComposedModule(Fp8Module):
         owners = tuple(part.weights[0] for part in self._part_tensors())
         tensors = self._promote(inp, region.recipe)
         if region.state.calibrating and region.recipe is None and not region.blank:
-            self._calibrate_in(region.state, tensors)
+            record_amaxes(self, region.state, tensors)
         call = self._prepare(tensors, region, is_first_microbatch, owners)
         flat = tensors.flat()
         run = run_call if call.plans.backward else run_without_backward
@@ -491,27 +492,6 @@ class ComposedModule(Fp8Module):
         return [_core.dtype_code(dtype) for dtype in dtypes]
 
     # ---- calibration and inspection --------------------------------------------------------------
-
-    def _calibrate_in(self, state: RegionState, tensors: CallTensors) -> None:
-        """Record amaxes of a forward in high precision."""
-        recipe = state.recipe
-        if recipe is None or not recipe.delayed():
-            return
-        if torch.compiler.is_compiling():
-            raise NotImplementedError(
-                f"{type(self).__name__}: calibrating=True under torch.compile"
-            )
-        if torch._C._current_graph_task_id() != -1:
-            return  # the recompute of a forward that has recorded them
-        inp = tensors.input
-        prepare_device(inp.device)
-        slots = self._slots_for(recipe, state.group, inp.device)
-        with torch.no_grad():
-            for part, operand in enumerate(self._calibration_inputs(tensors)):
-                weight = torch.cat(tensors.parts[part].weights)
-                for offset, tensor in enumerate((operand, weight)):
-                    slot = slots.forward_slot + 3 * part + offset
-                    _core.quantize(tensor.detach(), amax=slots.forward_history[0, slot : slot + 1])
 
     def _calibration_inputs(self, tensors: CallTensors) -> list[Tensor]:
         """What each part's forward GEMM would multiply, in high precision."""

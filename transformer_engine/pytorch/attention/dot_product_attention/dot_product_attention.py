@@ -24,6 +24,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.backends import 
     choose_backend,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.masks import MaskType
+from transformer_engine.pytorch.modes import constant_in_graphs
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import (
@@ -34,7 +35,6 @@ from transformer_engine.pytorch.module.parameters import (
 from transformer_engine.pytorch.parallel import TensorParallel, check_group
 from transformer_engine.pytorch.recompute import checkpoint
 from transformer_engine.pytorch.state import current_state
-from transformer_engine.pytorch.torch_ops import constant_in_graphs
 
 __all__ = ["DotProductAttention"]
 

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration: a forward in high precision that finds scales for FP8."""
+
+from typing import Any
+
+import torch
+
+from transformer_engine import _core
+from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.pytorch.module.operands import CallTensors
+from transformer_engine.pytorch.state import RegionState
+
+__all__ = ["record_amaxes"]
+
+
+def record_amaxes(module: Any, state: RegionState, tensors: CallTensors) -> None:
+    """Record the amaxes of what a forward would have cast.
+
+    Parameters
+    ----------
+    module : ComposedModule
+        Whose forward it is.
+    state : RegionState
+        Of a calibrating region.
+    tensors : CallTensors
+        What the forward computes with.
+
+    Raises
+    ------
+    NotImplementedError
+        A graph is being traced.
+    """
+    recipe = state.recipe
+    if recipe is None or not recipe.delayed():
+        return
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(f"{type(module).__name__}: calibrating=True under torch.compile")
+    if torch._C._current_graph_task_id() != -1:
+        return  # the recompute of a forward that has recorded them
+    inp = tensors.input
+    prepare_device(inp.device)
+    slots = module._slots_for(recipe, state.group, inp.device)
+    with torch.no_grad():
+        for part, operand in enumerate(module._calibration_inputs(tensors)):
+            weight = torch.cat(tensors.parts[part].weights)
+            for offset, tensor in enumerate((operand, weight)):
+                slot = slots.forward_slot + 3 * part + offset
+                _core.quantize(tensor.detach(), amax=slots.forward_history[0, slot : slot + 1])
