@@ -81,9 +81,6 @@ _SHOWN = (
 )
 
 
-_META = torch.device("meta")
-
-
 class _BoundState(NamedTuple):
     """What a call quantizes with, and the flags that follow for each part."""
 
@@ -314,7 +311,7 @@ class ComposedModule(Fp8Module):
             dtypes.append(owner.main_grad.dtype if into_main else dtype)
         identity = None if recipe is None else repr(recipe)
         recompute = self.checkpoint and records
-        device = _META if region.blank else inp.device  # no context is made of a device for nothing
+        device = torch.device("meta") if region.blank else inp.device  # else it would be prepared
         key = (device, identity, recompute, *flags, *bias_grads, *dtypes)
         quantization = HIGH_PRECISION if bound is None else bound.quantization
         plans = self._plans_for(key, quantization, region.traced)

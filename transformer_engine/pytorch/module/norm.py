@@ -250,7 +250,7 @@ class AffineNorm(_NormModule):
                 f"{type(self).__name__}: weight is None and bias is not: set both to None, or give "
                 "a weight of ones"
             )
-        if torch.is_autocast_enabled(inp.device.type):
+        if not inp.is_meta and torch.is_autocast_enabled(inp.device.type):
             inp = inp.to(torch.get_autocast_dtype(inp.device.type))
         elif gamma is not None and gamma.dtype != inp.dtype:
             raise TypeError(
