@@ -49,6 +49,7 @@ test: $(ENV)-test ## set up, build, run the tests (TESTS=path, ARGS="-k name")
 
 test-clients: $(ENV)-clients ## run released client packages on top of this one (CLIENT_TESTS=path, ARGS=...)
 	@test -n "$(NO_BUILD)" || $(CLIENTS_PY) setup.py -q build_ext --inplace
+	@$(CLIENTS_PY) tools/fetch_clients.py $(CLIENT_TESTS)
 	$(CLIENTS_PY) -m pytest -q $(ARGS) $(CLIENT_TESTS)
 
 build: $(ENV)-demo ## build the extension in place (V=1 prints each command)

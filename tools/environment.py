@@ -5,14 +5,13 @@
 packages of tests/constraints.txt. PYTHON is used as it is where it has them all. Where it has torch
 but lacks others, these go into a virtual environment (FOLDER, or .venv) on top of it; where it has
 no torch, everything goes into a virtual environment. An environment that exists is completed, never
-rebuilt. The group `clients` also fills build/clients: see `fetch_apart`.
+rebuilt.
 """
 
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,39 +115,6 @@ def add_packages_of(base, folder):
     (site / "packages_of_base.pth").write_text(paths)
 
 
-def fetch_apart(python):
-    """Fill build/clients with what no environment can hold, a folder `NAME-VERSION` for each.
-
-    Of a package under [apart] the wheel is unpacked, for processes that have the folder in
-    PYTHONPATH: there are several versions of it, or it must not be there for the others. Of one
-    under [sources] it is the source archive, which has the package's own tests.
-    """
-    notes = read_notes()
-    for heading in ("apart", "sources"):
-        for pin in read_pins(heading):
-            name, version = pin.split("==")
-            folder = ROOT / "build/clients" / f"{name}-{version}"
-            if folder.exists() or (heading == "apart" and not find_missing(python, [name])):
-                continue
-            with tempfile.TemporaryDirectory() as scratch:
-                scratch = Path(scratch)
-                fetch = [python, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch, pin]
-                if heading == "apart":
-                    of_python = re.search(r"wheel of Python ([\d.]+)", notes[pin])
-                    other = ["--python-version", of_python[1]] if of_python else []
-                    subprocess.run([*fetch, "--only-binary", ":all:", *other], check=True)
-                    made = scratch / "new"
-                    shutil.unpack_archive(next(scratch.glob("*.whl")), made, "zip")
-                else:
-                    plain = ["--no-build-isolation", "--no-binary", name]
-                    subprocess.run([*fetch, *plain], check=True)
-                    shutil.unpack_archive(next(scratch.glob("*.tar.gz")), scratch / "all")
-                    made = next((scratch / "all").iterdir())
-                print(f"fetched {folder.relative_to(ROOT)}")
-                folder.parent.mkdir(parents=True, exist_ok=True)
-                shutil.move(made, folder)
-
-
 def main():
     """Print and record the interpreter, installing what it lacks."""
     if sys.version_info < (3, 11):  # noqa: UP036 - here it is found out
@@ -172,8 +138,6 @@ def main():
                 add_packages_of(base, folder)
     if missing:
         install(python, [pins[p] for p in missing], folder)
-    if group == "clients":
-        fetch_apart(python)
     stamp.parent.mkdir(parents=True, exist_ok=True)
     stamp.write_text(python + "\n")
     print(f"python: {python}")

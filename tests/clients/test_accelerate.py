@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from clients.released import client
 from comparators import assert_nmse
 from pytorch.helpers import assert_same_bits, counted, states_of
 from tols import tol
@@ -17,7 +18,7 @@ from torch import nn
 
 import transformer_engine.pytorch as te
 
-pytest.importorskip("accelerate", reason="accelerate is not installed")
+client("accelerate")
 
 from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
@@ -227,7 +228,7 @@ OWN_TESTS = {
 def test_its_own_tests_pass(name, fetched):
     file, selected, count = OWN_TESTS[name]
     if name == "unwrap":
-        pytest.importorskip("parameterized", reason="parameterized is not installed")
+        client("parameterized")
     folder = fetched("accelerate-1.15.0")
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(folder), "-q"]
     command += ["-p", "no:cacheprovider", f"tests/{file}", "-k", selected]
@@ -252,7 +253,7 @@ class Dataset(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("convert", [False, True], ids=["by-prepare", "beforehand"])
 def test_the_trainer_of_transformers(device, tmp_path, monkeypatch, convert):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = client("transformers")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     config = transformers.LlamaConfig(
         vocab_size=64,

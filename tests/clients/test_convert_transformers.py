@@ -5,12 +5,13 @@ import copy
 
 import pytest
 import torch
+from clients.released import client
 from comparators import assert_nmse
 from tols import tol
 
 import transformer_engine.pytorch as te
 
-transformers = pytest.importorskip("transformers", reason="`make test-clients` installs it")
+transformers = client("transformers")
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,

@@ -5,12 +5,13 @@ import copy
 
 import pytest
 import torch
+from clients.released import client
 from pytorch.helpers import assert_same_bits, counted
 from torch import nn
 
 import transformer_engine.pytorch as te
 
-lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+lightning = client("lightning")
 
 from lightning.fabric.plugins import TransformerEnginePrecision as ForFabric  # noqa: E402
 from lightning.pytorch.plugins import TransformerEnginePrecision as ForTrainer  # noqa: E402

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-import safetensors.torch
 import torch
+from clients.released import client
 from comparators import assert_nmse
 from pytorch.helpers import assert_same_bits, counted
 from tols import tol
@@ -15,7 +15,10 @@ from torch import nn
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 
-peft = pytest.importorskip("peft", reason="peft is not installed")
+peft = client("peft")
+client("safetensors")
+
+import safetensors.torch  # noqa: E402
 
 WIDTH = 32
 OPTIONS = {"hidden_dropout": 0.1, "attention_dropout": 0.0}

@@ -8,14 +8,17 @@ import copy
 import json
 import struct
 
-import accelerate
 import pytest
-import safetensors.torch
-import transformers
+from clients.released import client
 from pytorch.helpers import RECIPES
 from saved_layers import LAYERS, USES, Model, assert_came_back, content, made
 
 import transformer_engine.pytorch as te
+
+accelerate, transformers = client("accelerate"), client("transformers")
+client("safetensors")
+
+import safetensors.torch  # noqa: E402
 
 matrix = pytest.mark.parametrize("use", USES, ids=["unused", "FP8"])
 layers = pytest.mark.parametrize("kind", LAYERS)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from clients.released import client
 from comparators import assert_nmse
 from pytorch.helpers import assert_same_bits, counted, states_of
 from tols import tol
@@ -14,7 +15,7 @@ from tols import tol
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+transformers = client("transformers")
 
 LINEARS = 2 * 7  # of two layers: q, k, v, o, gate, up, down
 KEY = "_extra_state"
