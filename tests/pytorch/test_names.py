@@ -26,15 +26,15 @@ IMPORTED = {
     "Float8CurrentScaling Format MMParams MXFP8BlockScaling NVFP4BlockScaling QParams Recipe",
     "transformer_engine.pytorch": "CudaRNGStatesTracker DType DotProductAttention Fp8Padding "
     "Fp8Unpadding GroupedLinear InferenceParams LayerNorm LayerNormLinear LayerNormMLP Linear "
-    "MultiheadAttention RMSNorm RotaryPositionEmbedding TransformerLayer attention autocast "
-    "checkpoint constants cpp_extensions cpu_offload cpu_offload_v1 cross_entropy distributed "
-    "distributed_weight ep export float8_tensor fp8 fp8_autocast fp8_model_init "
-    "get_cpu_offload_context get_cudnn_version get_default_recipe get_device_compute_capability "
-    "graph is_bf16_available is_fp8_available is_fp8_block_scaling_available is_mxfp8_available "
-    "is_nvfp4_available jit make_graphed_callables module moe_permute moe_unpermute "
-    "moe_sort_chunks_by_index onnx_export ops optimizers parallel_cross_entropy permutation "
-    "quantization quantized_model_init quantized_tensor router tensor torch_version transformer "
-    "utils",
+    "MultiheadAttention RMSNorm RotaryPositionEmbedding TransformerLayer "
+    "UserBufferQuantizationMode attention autocast checkpoint constants cpp_extensions "
+    "cpu_offload cpu_offload_v1 cross_entropy destroy_ub distributed distributed_weight ep export "
+    "float8_tensor fp8 fp8_autocast fp8_model_init get_cpu_offload_context get_cudnn_version "
+    "get_default_recipe get_device_compute_capability graph initialize_ub is_bf16_available "
+    "is_fp8_available is_fp8_block_scaling_available is_mxfp8_available is_nvfp4_available jit "
+    "make_graphed_callables module moe_permute moe_unpermute moe_sort_chunks_by_index onnx_export "
+    "ops optimizers parallel_cross_entropy permutation quantization quantized_model_init "
+    "quantized_tensor router tensor torch_version transformer utils",
     "transformer_engine.pytorch.attention": "DotProductAttention InferenceParams "
     "MultiheadAttention RotaryPositionEmbedding _SplitAlongDim apply_fused_qkv_rotary_pos_emb "
     "apply_rotary_pos_emb dot_product_attention inference multi_head_attention rope",
@@ -71,8 +71,8 @@ IMPORTED = {
     "transformer_engine.pytorch.jit": "jit_fuser no_torch_dynamo set_jit_fusion_options "
     "warmup_jit_bias_dropout_add warmup_jit_bias_gelu warmup_jit_l2normalization",
     "transformer_engine.pytorch.module": "Fp8Padding Fp8Unpadding GroupedLinear LayerNorm "
-    "LayerNormLinear LayerNormMLP Linear RMSNorm base fp8_padding fp8_unpadding grouped_linear "
-    "layernorm layernorm_linear layernorm_mlp linear rmsnorm",
+    "LayerNormLinear LayerNormMLP Linear RMSNorm _common base fp8_padding fp8_unpadding grouped_linear "
+    "layernorm layernorm_linear layernorm_mlp linear rmsnorm initialize_ub",
     "transformer_engine.pytorch.module._common": "apply_normalization noop_cat",
     "transformer_engine.pytorch.module.base": "TransformerEngineBaseModule "
     "UserBufferQuantizationMode destroy_ub get_dummy_wgrad get_workspace initialize_ub",

@@ -325,7 +325,11 @@ FEATURES: tuple[Feature, ...] = (
         "Overlap of communication and GEMMs",
         "there are no user buffers",
         "leave the ub_* arguments at their defaults",
-        (("pytorch.module.base", "initialize_ub destroy_ub get_ub"),),
+        (
+            ("pytorch.module.base", "initialize_ub destroy_ub get_ub"),
+            ("pytorch.module", "initialize_ub destroy_ub"),
+            ("pytorch", "initialize_ub destroy_ub"),
+        ),
     ),
     Feature(
         "Communication of quantized tensors",

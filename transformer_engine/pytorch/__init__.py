@@ -74,6 +74,7 @@ _LAZY = {
     "CudaRNGStatesTracker": f"{__name__}.distributed",
     "DType": f"{__name__}.constants",
     "NonFiniteError": f"{__name__}.nonfinite",
+    "UserBufferQuantizationMode": f"{__name__}.module.base",
     "convert": f"{__name__}.conversion",
     "convertible": f"{__name__}.conversion",
     "counters": f"{__name__}.counts",

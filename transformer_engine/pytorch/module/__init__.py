@@ -2,14 +2,19 @@
 """Modules with FP8 GEMMs, norms, and what they share."""
 
 from transformer_engine.common import absent
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.base import (
+    TransformerEngineBaseModule,
+    UserBufferQuantizationMode,
+)
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
-__getattr__, __dir__ = absent.attach(globals(), ("fp8_padding", "fp8_unpadding", "grouped_linear"))
+__getattr__, __dir__ = absent.attach(
+    globals(), ("_common", "fp8_padding", "fp8_unpadding", "grouped_linear")
+)
 __all__ = [
     "LayerNorm",
     "LayerNormLinear",
@@ -17,5 +22,6 @@ __all__ = [
     "Linear",
     "RMSNorm",
     "TransformerEngineBaseModule",
+    "UserBufferQuantizationMode",
     *absent.names_of(__name__),
 ]
