@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.rmsnorms import recognise
+from transformer_engine.pytorch.tools.rmsnorms import recognise
 
 # ---- RMSNorm classes as model libraries write them ----
 

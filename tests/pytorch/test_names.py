@@ -71,8 +71,8 @@ IMPORTED = {
     "transformer_engine.pytorch.jit": "jit_fuser no_torch_dynamo set_jit_fusion_options "
     "warmup_jit_bias_dropout_add warmup_jit_bias_gelu warmup_jit_l2normalization",
     "transformer_engine.pytorch.module": "Fp8Padding Fp8Unpadding GroupedLinear LayerNorm "
-    "LayerNormLinear LayerNormMLP Linear RMSNorm _common base fp8_padding fp8_unpadding grouped_linear "
-    "layernorm layernorm_linear layernorm_mlp linear rmsnorm initialize_ub",
+    "LayerNormLinear LayerNormMLP Linear RMSNorm _common base fp8_padding fp8_unpadding "
+    "grouped_linear initialize_ub layernorm layernorm_linear layernorm_mlp linear rmsnorm",
     "transformer_engine.pytorch.module._common": "apply_normalization noop_cat",
     "transformer_engine.pytorch.module.base": "TransformerEngineBaseModule "
     "UserBufferQuantizationMode destroy_ub get_dummy_wgrad get_workspace initialize_ub",

@@ -15,7 +15,7 @@ from tols import tol
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.observation import count_cast
+from transformer_engine.pytorch.tools.observation import count_cast
 
 KINDS = {
     "Linear": lambda device, dtype: te.Linear(48, 32, params_dtype=dtype, device=device),

@@ -33,7 +33,6 @@ from transformer_engine.pytorch.device import (  # noqa: E402
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from transformer_engine.pytorch.explain import explain  # noqa: E402
 from transformer_engine.pytorch.extra_state import without_scaling_state  # noqa: E402
 from transformer_engine.pytorch.module.layernorm import LayerNorm  # noqa: E402
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear  # noqa: E402
@@ -42,6 +41,7 @@ from transformer_engine.pytorch.module.linear import Linear  # noqa: E402
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm  # noqa: E402
 from transformer_engine.pytorch.recompute import checkpoint  # noqa: E402
 from transformer_engine.pytorch.scaling import reset  # noqa: E402
+from transformer_engine.pytorch.tools.explain import explain  # noqa: E402
 from transformer_engine.pytorch.torch_version import torch_version  # noqa: E402
 from transformer_engine.pytorch.transformer import TransformerLayer  # noqa: E402
 
@@ -73,27 +73,27 @@ _SUBMODULES = (
 _LAZY = {
     "CudaRNGStatesTracker": f"{__name__}.distributed",
     "DType": f"{__name__}.constants",
-    "NonFiniteError": f"{__name__}.nonfinite",
+    "NonFiniteError": f"{__name__}.tools.nonfinite",
     "UserBufferQuantizationMode": f"{__name__}.module.base",
-    "convert": f"{__name__}.conversion",
-    "convertible": f"{__name__}.conversion",
-    "counters": f"{__name__}.counts",
-    "counting": f"{__name__}.counts",
+    "convert": f"{__name__}.tools.conversion",
+    "convertible": f"{__name__}.tools.conversion",
+    "counters": f"{__name__}.tools.counts",
+    "counting": f"{__name__}.tools.counts",
     "deinterleave_glu_tensor": f"{__name__}.utils",
-    "find_nonfinite": f"{__name__}.nonfinite",
+    "find_nonfinite": f"{__name__}.tools.nonfinite",
     "fp8_model_init": f"{__name__}.quantization",
     "get_cpu_offload_context": f"{__name__}.cpu_offload",
     "get_cudnn_version": f"{__name__}.utils",
     "interleave_glu_tensor": f"{__name__}.utils",
     "mark_not_offload": f"{__name__}.cpu_offload",
-    "observe": f"{__name__}.observation",
+    "observe": f"{__name__}.tools.observation",
     "onnx_export": f"{__name__}.export",
     "parallel_cross_entropy": f"{__name__}.cross_entropy",
     "quantized_model_init": f"{__name__}.quantization",
-    "report": f"{__name__}.reporting",
-    "reset_counters": f"{__name__}.counts",
-    "scales": f"{__name__}.counts",
-    "watch_finite": f"{__name__}.nonfinite",
+    "report": f"{__name__}.tools.reporting",
+    "reset_counters": f"{__name__}.tools.counts",
+    "scales": f"{__name__}.tools.counts",
+    "watch_finite": f"{__name__}.tools.nonfinite",
 }
 """Names whose modules are imported when they are asked for."""
 

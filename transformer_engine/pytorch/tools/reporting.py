@@ -11,13 +11,13 @@ from torch.nn import Module
 
 from transformer_engine import _core
 from transformer_engine.pytorch.attention import DotProductAttention
-from transformer_engine.pytorch.conversion import counterpart_of
-from transformer_engine.pytorch.counts import scales
 from transformer_engine.pytorch.module.call import Ran
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.norm import AffineNorm
-from transformer_engine.pytorch.observation import CASTS, ModuleRecord, count_cast, observe
 from transformer_engine.pytorch.plans import ALLOW_TF32, DEFER, DGRAD, WGRAD, LinearSpec
+from transformer_engine.pytorch.tools.conversion import counterpart_of
+from transformer_engine.pytorch.tools.counts import scales
+from transformer_engine.pytorch.tools.observation import CASTS, ModuleRecord, count_cast, observe
 
 __all__ = ["GemmReport", "LayerReport", "TensorReport", "report"]
 

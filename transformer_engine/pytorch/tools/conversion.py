@@ -14,8 +14,8 @@ from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
-from transformer_engine.pytorch.rmsnorms import named_like_one, recognise
-from transformer_engine.pytorch.skip import Skip
+from transformer_engine.pytorch.tools.rmsnorms import named_like_one, recognise
+from transformer_engine.pytorch.tools.skip import Skip
 
 __all__ = ["Conversion", "convert", "convertible", "counterpart_of"]
 

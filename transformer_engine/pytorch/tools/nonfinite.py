@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from transformer_engine.pytorch.counts import scales
-from transformer_engine.pytorch.skip import Skip
+from transformer_engine.pytorch.tools.counts import scales
+from transformer_engine.pytorch.tools.skip import Skip
 
 __all__ = ["Finding", "NonFiniteError", "find_nonfinite", "watch_finite"]
 
