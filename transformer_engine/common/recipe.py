@@ -19,7 +19,6 @@ with ``hasattr``.
 import functools
 import inspect
 import math
-import operator
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
 from transformer_engine.common import absent, config
+from transformer_engine.common import recipe_rules as rules
 
 __all__ = [
     "DelayedScaling",
@@ -112,42 +112,7 @@ class Format(Enum):
         return Format, (self.value,)
 
 
-# --- Rules: (where, value) -> the value to store, in one canonical type, so that two recipes that
-# mean the same print the same. All but the two that are marked raise ValueError for a wrong type
-# too: so did the validation library that client programs were written against.
-
-
-def _boolean(where: str, value: Any) -> bool:
-    """Accept a bool, or the numbers 0 and 1 as configuration files give them."""
-    if isinstance(value, int) and value in (0, 1):
-        return bool(value)
-    raise ValueError(f"{where} must be True or False, got {value!r}")
-
-
-def _integer(low: int, high: float, meaning: str) -> Callable[[str, Any], int]:
-    """Accept an integer of any type, `low` and `high` included."""
-
-    def rule(where: str, value: Any) -> int:
-        try:
-            number = operator.index(value)
-        except TypeError:
-            number = None
-        if number is None or isinstance(value, bool) or not low <= number <= high:
-            raise ValueError(f"{where} must be {meaning}, got {value!r}")
-        return number
-
-    return rule
-
-
-def _instance(kind: type) -> Callable[[str, Any], Any]:
-    """Accept an instance of one class."""
-
-    def rule(where: str, value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise ValueError(f"{where} must be a {kind.__name__}, got {value!r}")
-        return value
-
-    return rule
+# --- Rules of what is defined here; `recipe_rules` has the others, and says what a rule is.
 
 
 def _fp8_format(where: str, value: Any) -> Format:
@@ -165,41 +130,9 @@ def _fp8_format(where: str, value: Any) -> Format:
     return value
 
 
-def _backward_override(where: str, value: Any) -> str | None:
-    """Accept None and the names of `config.BACKWARD_OVERRIDES`; AssertionError otherwise."""
-    if value is None or value in config.BACKWARD_OVERRIDES:
-        return value
-    accepted = " or ".join(repr(v) for v in (None, *config.BACKWARD_OVERRIDES))
-    raise AssertionError(f"{where} must be {accepted}, got {value!r}")
-
-
-def _no_backward_override(where: str, value: Any) -> None:
-    """Accept None; AssertionError otherwise."""
-    if value is not None:
-        raise AssertionError(
-            f"{where} must be None (delayed scaling has no other backward), got {value!r}; where "
-            f"it was not passed, it came from the variable {config.TE_BACKWARD_OVERRIDE.name} or "
-            f"{config.TE_BACKWARD_OVERRIDE.aliases[0]}: unset that"
-        )
-
-
-def _amax_compute_algo(where: str, value: Any) -> str | Callable:
-    """Accept the two built-in algorithms and callables."""
-    if callable(value) or (isinstance(value, str) and value in ("max", "most_recent")):
-        return value
-    raise ValueError(f"{where} must be 'max', 'most_recent' or a callable, got {value!r}")
-
-
-def _optional_callable(where: str, value: Any) -> Callable | None:
-    """Accept None and callables."""
-    if value is None or callable(value):
-        return value
-    raise ValueError(f"{where} must be None or a callable, got {value!r}")
-
-
 def _fp8_qparams(where: str, value: Any) -> "QParams":
     """Accept a QParams that asks for nothing that exists in FP4 only."""
-    value = _instance(QParams)(where, value)
+    value = rules.instance(QParams)(where, value)
     for name in ("random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization"):
         if getattr(value, name):
             raise ValueError(f"{where} has {name}=True, which exists for NVFP4 only")
@@ -228,7 +161,7 @@ class MMParams:
         """Check and store the canonical value."""
         where = "MMParams.use_split_accumulator"
         object.__setattr__(
-            self, "use_split_accumulator", _boolean(where, self.use_split_accumulator)
+            self, "use_split_accumulator", rules.boolean(where, self.use_split_accumulator)
         )
 
 
@@ -265,7 +198,7 @@ class QParams:
         """Check and store the canonical values."""
         for f in fields(self):
             if f.name != "amax_epsilon":
-                value = _boolean(f"QParams.{f.name}", getattr(self, f.name))
+                value = rules.boolean(f"QParams.{f.name}", getattr(self, f.name))
                 object.__setattr__(self, f.name, value)
         try:
             epsilon = math.fabs(self.amax_epsilon)  # fabs: -0.0 and 0.0 print differently
@@ -506,15 +439,15 @@ class DelayedScaling(Recipe):
 
     _RULES = {
         # Beyond the exponents of fp32, 2**-margin is no scale any more.
-        "margin": _integer(-126, 126, "an integer from -126 to 126"),
+        "margin": rules.integer(-126, 126, "an integer from -126 to 126"),
         "fp8_format": _fp8_format,
-        "amax_history_len": _integer(1, math.inf, "an integer of at least 1"),
-        "amax_compute_algo": _amax_compute_algo,
-        "scaling_factor_compute_algo": _optional_callable,
-        "reduce_amax": _boolean,
-        "fp8_dpa": _boolean,
-        "fp8_mha": _boolean,
-        "backward_override": _no_backward_override,
+        "amax_history_len": rules.integer(1, math.inf, "an integer of at least 1"),
+        "amax_compute_algo": rules.amax_compute_algo,
+        "scaling_factor_compute_algo": rules.optional_callable,
+        "reduce_amax": rules.boolean,
+        "fp8_dpa": rules.boolean,
+        "fp8_mha": rules.boolean,
+        "backward_override": rules.no_backward_override,
     }
 
 
@@ -586,14 +519,14 @@ class Float8CurrentScaling(Recipe):
     fp8_quant_bwd_grad = _DerivedQParams()
 
     _RULES = {
-        "use_power_2_scales": _boolean,
+        "use_power_2_scales": rules.boolean,
         "fp8_format": _fp8_format,
-        "fp8_gemm_fprop": _instance(MMParams),
-        "fp8_gemm_dgrad": _instance(MMParams),
-        "fp8_gemm_wgrad": _instance(MMParams),
-        "fp8_dpa": _boolean,
-        "fp8_mha": _boolean,
-        "backward_override": _backward_override,
+        "fp8_gemm_fprop": rules.instance(MMParams),
+        "fp8_gemm_dgrad": rules.instance(MMParams),
+        "fp8_gemm_wgrad": rules.instance(MMParams),
+        "fp8_dpa": rules.boolean,
+        "fp8_mha": rules.boolean,
+        "backward_override": rules.backward_override,
         "fp8_quant_fwd_inp": _fp8_qparams,
         "fp8_quant_fwd_weight": _fp8_qparams,
         "fp8_quant_bwd_grad": _fp8_qparams,

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the fields of a recipe accept.
+
+A rule maps (where, value) to the value to store, in one canonical type, so that two recipes that
+mean the same print the same; `where` names the field in messages. Rules raise ValueError for a
+wrong type too, unless they say otherwise: so did the validation library that client programs were
+written against.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from transformer_engine.common import config
+
+__all__ = [
+    "amax_compute_algo",
+    "backward_override",
+    "boolean",
+    "instance",
+    "integer",
+    "no_backward_override",
+    "optional_callable",
+]
+
+
+def boolean(where: str, value: Any) -> bool:
+    """Accept a bool, or the numbers 0 and 1 as configuration files give them."""
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise ValueError(f"{where} must be True or False, got {value!r}")
+
+
+def integer(low: int, high: float, meaning: str) -> Callable[[str, Any], int]:
+    """Accept an integer of any type, `low` and `high` included."""
+
+    def rule(where: str, value: Any) -> int:
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = None
+        if number is None or isinstance(value, bool) or not low <= number <= high:
+            raise ValueError(f"{where} must be {meaning}, got {value!r}")
+        return number
+
+    return rule
+
+
+def instance(kind: type) -> Callable[[str, Any], Any]:
+    """Accept an instance of one class."""
+
+    def rule(where: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ValueError(f"{where} must be a {kind.__name__}, got {value!r}")
+        return value
+
+    return rule
+
+
+def backward_override(where: str, value: Any) -> str | None:
+    """Accept None and the names of `config.BACKWARD_OVERRIDES`; AssertionError otherwise."""
+    if value is None or value in config.BACKWARD_OVERRIDES:
+        return value
+    accepted = " or ".join(repr(v) for v in (None, *config.BACKWARD_OVERRIDES))
+    raise AssertionError(f"{where} must be {accepted}, got {value!r}")
+
+
+def no_backward_override(where: str, value: Any) -> None:
+    """Accept None; AssertionError otherwise."""
+    if value is not None:
+        raise AssertionError(
+            f"{where} must be None (delayed scaling has no other backward), got {value!r}; where "
+            f"it was not passed, it came from the variable {config.TE_BACKWARD_OVERRIDE.name} or "
+            f"{config.TE_BACKWARD_OVERRIDE.aliases[0]}: unset that"
+        )
+
+
+def amax_compute_algo(where: str, value: Any) -> str | Callable:
+    """Accept the two built-in algorithms and callables."""
+    if callable(value) or (isinstance(value, str) and value in ("max", "most_recent")):
+        return value
+    raise ValueError(f"{where} must be 'max', 'most_recent' or a callable, got {value!r}")
+
+
+def optional_callable(where: str, value: Any) -> Callable | None:
+    """Accept None and callables."""
+    if value is None or callable(value):
+        return value
+    raise ValueError(f"{where} must be None or a callable, got {value!r}")
