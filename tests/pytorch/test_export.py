@@ -31,6 +31,8 @@ MAKERS = {
     "transformer-window": lambda d: te.TransformerLayer(WIDTH, 48, 4, window_size=(2, 0), device=d),
 }
 
+OLD_TORCH = torch.__version__ < torch.torch_version.TorchVersion("2.12")
+
 pytestmark = [
     # Strict export says so of an autocast inside of the model, which puts back what it changed.
     pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects"),
@@ -73,7 +75,13 @@ def trained(device, name, recipe):
 
 
 def exported(layer, recipe, where, strict, x):
-    """The program, for any number of tokens, and what the module gives for other inputs."""
+    """The program, for any number of tokens."""
+    windowed = isinstance(layer, te.TransformerLayer) and layer.self_attention.window_size == (2, 0)
+    if not strict and windowed and OLD_TORCH:
+        pytest.skip(
+            "torch before 2.12 adds guards on strides of its own where a tensor of four dims is "
+            "viewed as one of three, and they exclude other numbers of tokens; strict=True works"
+        )
     sizes = ({0: torch.export.Dim("tokens", min=2, max=4096)},)
     if where == "inside":
         return torch.export.export(Model(layer, recipe), (x,), strict=strict, dynamic_shapes=sizes)
