@@ -404,6 +404,69 @@ def test_high_precision_under_a_checkpoint(device, start, name, kind):
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("before", [True, False])
+def test_part_without_gradients_inside_a_checkpoint(device, start, name, recipe, before):
+    """A frozen part, and a look at the output, of layers that did or did not run so before."""
+
+    def forward(model, run, x):
+        def function(x):
+            with torch.no_grad():
+                frozen = model[0](x)
+                model[1](x)
+            return model[1](frozen + x)
+
+        if before:
+            with torch.no_grad():
+                model[0](x)
+        region = te.autocast() if recipe is None else te.autocast(recipe=RECIPES[recipe]())
+        with contextlib.nullcontext() if recipe is None else region:
+            return run(function, x)
+
+    results = []
+    for run in (plain, CHECKPOINTS[name]):
+        start()
+        model = model_on(device, 2)
+        for _ in range(STEPS):
+            x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
+            out = forward(model, run, x)
+            out.square().sum().backward()
+        grads = [p.grad for p in model[1].parameters()]
+        assert all(p.grad is None for p in model[0].parameters())
+        results.append([out, x.grad, grads, states_of(model)])
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("together", [True, False])
+def test_frozen_block_before_the_first_backward(device, start, name, recipe, together):
+    """The scales of gradients are made although the region's first module has no backward."""
+
+    def forward(model, run, x, image):
+        if together:
+            return run(lambda image, x: model[1](model[0](image) + x), image, x)
+        return model[1](run(model[0], image) + x)
+
+    results = []
+    for run in (plain, CHECKPOINTS[name]):
+        start()
+        made = RECIPES[recipe]()
+        model = model_on(device, 2)
+        model[0].requires_grad_(False)
+        for _ in range(STEPS):
+            x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
+            image = torch.randn(ROWS, WIDTH, device=device)
+            with te.autocast(recipe=made):
+                out = forward(model, run, x, image)
+            out.square().sum().backward()
+        if made.delayed():
+            assert te.scales(model)["1.a.grad_output"].scale != 1.0
+        results.append([out, x.grad, [p.grad for p in model[1].parameters()], states_of(model)])
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_backward_inside_another_region(device, start, name):
     """What is in force when the backward runs does not matter, and is not disturbed."""
     made = RECIPES["delayed"]()

@@ -82,6 +82,7 @@ class Frame:
         self._entries: dict[int, list[Entry]] = {}  # by id of the module, which the entries hold
         self._next: dict[int, int] = {}
         self._pass = -1
+        self._owes_first = False  # a repeated call had the first-module flag, but no backward
 
     def record(self, entry: Entry) -> None:
         """Add a module call of the forward."""
@@ -99,6 +100,7 @@ class Frame:
         if current != self._pass:  # another backward through the same graph starts over
             self._pass = current
             self._next.clear()
+            self._owes_first = False
         entries = self._entries.get(id(module), [])
         at = self._next.get(id(module), 0)
         if at == len(entries):
@@ -111,6 +113,16 @@ class Frame:
             )
         self._next[id(module)] = at + 1
         return entries[at]
+
+    def is_first(self, entry: Entry, records: bool) -> bool:
+        """Whether a repeated call updates the backward state.
+
+        Its forward may have taken the flag where it could not tell that the function itself
+        switches gradients off for this call: then it goes to the next one that has a backward.
+        """
+        due = entry.first or self._owes_first
+        self._owes_first = due and not records
+        return due and records
 
 
 class _Queue(Frame):
@@ -194,7 +206,8 @@ _own_depth = _Depth()
 def may_record(gradients: bool, fp8: bool) -> bool:
     """Whether a checkpoint may have to know of a module call; cheap, and true where one has to.
 
-    A non-reentrant checkpoint hooks saved tensors, a reentrant one switches gradients off.
+    A non-reentrant checkpoint hooks saved tensors, also for functions that switch gradients off for
+    a part of what they do; a reentrant one switches gradients off itself.
 
     Parameters
     ----------
@@ -208,10 +221,8 @@ def may_record(gradients: bool, fp8: bool) -> bool:
     bool
         False: no checkpoint is around the call, or none that records it (see `Frame`).
     """
-    if gradients:
-        return _top_hooks(False) is not None
-    if not fp8:
-        return _own_depth.value > 0
+    if gradients or not fp8:
+        return _top_hooks(False) is not None or (not gradients and _own_depth.value > 0)
     return not torch.is_inference_mode_enabled()
 
 

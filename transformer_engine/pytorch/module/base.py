@@ -53,6 +53,8 @@ class Region(NamedTuple):
         That of `torch.export`: a forward without a backward, over scales that stay as they are.
     blank : bool
         The tensors have no memory: the call makes and changes no state.
+    frame : Frame or None
+        Of the checkpoint whose forward is being repeated; None without `replay`.
     """
 
     state: RegionState
@@ -62,6 +64,7 @@ class Region(NamedTuple):
     traced: bool
     exported: bool = False
     blank: bool = False
+    frame: recompute.Frame | None = None
 
 
 _NO_FRAMES: list = []
@@ -119,7 +122,7 @@ class Fp8Module(NativeModule):
                     "did not run it in FP8; the function under the checkpoint must do the same "
                     "at each call"
                 )
-            return Region(state, entry.recipe, entry, record, traced)
+            return Region(state, entry.recipe, entry, record, traced, frame=replay)
         if in_backward and recipe is not None:
             raise RuntimeError(
                 f"{type(self).__name__}: FP8 forward inside a backward, but not under a checkpoint "
@@ -131,10 +134,13 @@ class Fp8Module(NativeModule):
     def _is_first(self, region: Region, records: bool) -> bool:
         """Whether this call's backward is the one that updates the backward state.
 
-        The call takes the flag when it has succeeded: one that raises leaves it to the next.
+        The call takes the flag when it has succeeded: one that raises leaves it to the next. Under
+        a reentrant checkpoint gradients are off, and it takes the flag for its repetition.
         """
-        if region.replay is not None:
-            return region.replay.first
+        if not records and region.record and not torch.is_grad_enabled():
+            records = recompute.in_reentrant_forward()
+        if region.frame is not None:
+            return region.frame.is_first(region.replay, records)
         return records and region.state.first and not region.blank
 
     def _record(
@@ -142,7 +148,7 @@ class Fp8Module(NativeModule):
     ) -> None:
         """Leave what a recompute of this call needs."""
         if region.replay is not None:
-            entry = region.replay
+            entry = region.replay._replace(first=first)
         else:
             scales = None
             if slots is not None:

@@ -323,7 +323,7 @@ class ComposedModule(Fp8Module):
         if bound is not None:
             call.scales = bound.scales
             call.caches = bound.caches
-            call.first = self._is_first(region, records or bool(region.record))
+            call.first = self._is_first(region, records)
         if any(f & (ACCUMULATE | OVERWRITE | DEFER) for f in flags):
             call.weights = owners
             call.queue = self._wgrads
