@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.tools.rmsnorms import recognise
 
 # ---- RMSNorm classes as model libraries write them ----
@@ -261,6 +262,43 @@ def test_parametrizations(bias):
     assert type(model[0]) is te.Linear and isinstance(model[0]._parameters["weight"], nn.Parameter)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_a_call_reads_a_parametrization_once(split):
+    """One with a state moves on at each reading: spectral_norm's is a step of a power iteration."""
+    if split:
+        layer = te.Linear(16, 32, parameters_split=("a", "b"), device="cpu")
+        names = ("a_weight", "b_bias")
+    else:
+        layer, names = te.convert(nn.Linear(16, 32)), ("weight", "bias")
+    read = []
+
+    class Reads(nn.Module):
+        def forward(self, tensor):
+            read.append(tensor.shape)
+            return 2 * tensor
+
+    for name in names:
+        parametrize.register_parametrization(layer, name, Reads())
+    for recipe in (None, DelayedScaling()):
+        for _ in range(3):
+            read.clear()
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                layer(torch.randn(16, 16)).sum().backward()
+            assert len(read) == 2
+
+
+def test_spectral_norm_moves_on_as_in_torch():
+    torch_layer = parametrizations.spectral_norm(nn.Linear(16, 32))
+    layer = te.convert(copy.deepcopy(torch_layer))
+    for _ in range(3):
+        x = torch.randn(16, 16)
+        results = [module(x) for module in (layer, torch_layer)]
+        assert_nmse(results[0], results[1].double(), tol("layer", x.dtype, 16))
+        states = [module.state_dict() for module in (layer, torch_layer)]
+        for name, value in states[1].items():
+            assert torch.equal(states[0][name], value), name
+
+
 @pytest.mark.parametrize("first", ["convert", "parametrize"])
 def test_copies_of_a_parametrized_layer_have_scales_of_their_own(device, first):
     layer = nn.Linear(16, 32, device=device)
@@ -429,6 +467,7 @@ def test_what_stays_and_why():
         "mixed": nn.Linear(8, 8),
         "pruned": nn.Linear(8, 8),
         "compiled": nn.Linear(8, 8),
+        "outer": torch.compile(nn.Linear(8, 8), backend="eager"),
         "fine": nn.Linear(8, 8),
         "other": nn.Bilinear(8, 8, 8),
     })  # fmt: skip
@@ -445,12 +484,13 @@ def test_what_stays_and_why():
         "mixed": "its parameters differ in dtype",
         "pruned": "its weight is (4, 8), where its features say (8, 8)",
         "compiled": "it was compiled by itself",
+        "outer._orig_mod": "it was compiled by itself",
     }
     assert reasons.keys() == parts.keys() | {"fine"}
     for name, part in parts.items():
         assert part in reasons[name], name
     kinds = {name: type(module) for name, module in model.items()}
-    with pytest.raises(ValueError, match="7 modules can not be converted; nothing was") as error:
+    with pytest.raises(ValueError, match="8 modules can not be converted; nothing was") as error:
         te.convert(model, strict=True)
     assert all(f"{name} (" in str(error.value) for name in parts)
     assert {name: type(module) for name, module in model.items()} == kinds  # also "fine"

@@ -255,6 +255,10 @@ def test_precision_and_reasons(device):
     model[0].weight.requires_grad_(False)
     step(model, x.clone().requires_grad_(), RECIPES["delayed"]())
     assert found()[1:] == [("e5m2 x e4m3", None), (None, "the weight is frozen")]
+    assert [t.name for t in reported(model)[0]["0"].tensors] == ["input", "weight", "grad_output"]
+    step(model, x, RECIPES["delayed"]())  # its bias alone has a gradient: that is not cast
+    assert found()[1:] == [no_input, (None, "the weight is frozen")]
+    assert [t.name for t in reported(model)[0]["0"].tensors] == ["input", "weight"]
     model.half()
     model(x.half())
     assert found()[0] == ("f16 x f16", none)

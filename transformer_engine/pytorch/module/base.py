@@ -137,11 +137,12 @@ class Fp8Module(NativeModule):
         The call takes the flag when it has succeeded: one that raises leaves it to the next. Under
         a reentrant checkpoint gradients are off, and it takes the flag for its repetition.
         """
+        repeats = region.frame is not None
+        if region.blank or not (repeats or region.state.first):
+            return False
         if not records and region.record and not torch.is_grad_enabled():
             records = recompute.in_reentrant_forward()
-        if region.frame is not None:
-            return region.frame.is_first(region.replay, records)
-        return records and region.state.first and not region.blank
+        return region.frame.is_first(region.replay, records) if repeats else records
 
     def _record(
         self, region: Region, slots: scaling.Slots | None, cache: tuple | None, first: bool

@@ -24,6 +24,7 @@ from transformer_engine.pytorch.module.operands import (
     PartTensors,
     promoted,
 )
+from transformer_engine.pytorch.module.parameters import add_grad
 from transformer_engine.pytorch.module.repeat import Repeat, repeated_call
 from transformer_engine.pytorch.module.weight_cache import WeightCache
 from transformer_engine.pytorch.plans import (
@@ -55,7 +56,7 @@ from transformer_engine.pytorch.plans import (
 from transformer_engine.pytorch.staged import Observer, StageBuffers, external_bits
 from transformer_engine.pytorch.state import current_state
 
-__all__ = ["ComposedModule", "add_grad"]
+__all__ = ["ComposedModule"]
 
 _SETTINGS = (
     "activation_spec",
@@ -216,8 +217,7 @@ class ComposedModule(Fp8Module):
         region = self._region(traced)
         if not traced and isinstance(inp, Tensor) and without_memory(inp):
             region = region._replace(blank=True)
-        owners = tuple(part.weights[0] for part in self._part_tensors())
-        tensors = self._promote(inp, region.recipe)
+        tensors, owners = self._promote(inp, region.recipe)
         if region.state.calibrating and region.recipe is None and not region.blank:
             record_amaxes(self, region.state, tensors)
         call = self._prepare(tensors, region, is_first_microbatch, owners)
@@ -271,14 +271,20 @@ class ComposedModule(Fp8Module):
             identity = None if region.recipe is None else repr(region.recipe)
             self._last = Repeat.of(call, inp, names, tuple(rest), identity)
 
-    def _promote(self, inp: Tensor, recipe: Any) -> CallTensors:
-        """Apply the dtype rules to the input and this module's tensors."""
-        missing = [n for n in self._parameter_names() if n and getattr(self, n) is None]
+    def _promote(self, inp: Tensor, recipe: Any) -> tuple[CallTensors, tuple[Tensor, ...]]:
+        """Apply the dtype rules to the input and this module's tensors; these, and the weights.
+
+        Each tensor is read once a call: a parametrization computes it, and may move on as it does.
+        """
+        own = self.__dict__ | self._parameters
+        missing = [name for name in self._parameter_names() if name and own.get(name, self) is None]
         if missing:
             what = f"{type(self).__name__}: {', '.join(missing)} was set to None"
             raise TypeError(f"{what}: assign a parameter; bias=False makes one without biases")
-        given = (inp, self._norm_tensors(), self._part_tensors())
-        return promoted(type(self).__name__, self._sizes()[0][0], given, recipe)
+        parts = self._part_tensors()
+        given = (inp, self._norm_tensors(), parts)
+        tensors = promoted(type(self).__name__, self._sizes()[0][0], given, recipe)
+        return tensors, tuple(part.weights[0] for part in parts)
 
     def _prepare(
         self,
@@ -514,10 +520,10 @@ class ComposedModule(Fp8Module):
         """(title, plan id) of what a call would run; see `explain`. Changes no state."""
         state = current_state()
         recipe = state.recipe if state.enabled else None
-        owners = tuple(part.weights[0] for part in self._part_tensors())
         slots, loaded = self._slots, self._loaded_state
         region = Region(state, recipe, None, [], False, blank=without_memory(inp))
-        call = self._prepare(self._promote(inp, recipe), region, is_first_microbatch, owners)
+        tensors, owners = self._promote(inp, recipe)
+        call = self._prepare(tensors, region, is_first_microbatch, owners)
         self._slots, self._loaded_state = slots, loaded
         plans = call.plans
         titles = ("forward", plans.forward), ("backward", plans.backward), ("wgrad", plans.wgrad)
@@ -593,13 +599,3 @@ class ComposedModule(Fp8Module):
     def _add_weight_grad(self, part: int, grad: Tensor) -> None:
         """Add to the ``grad`` of a part's weight."""
         add_grad(getattr(self, f"{self.PARTS[part]}weight"), grad)
-
-
-def add_grad(parameter: Tensor, grad: Tensor) -> None:
-    """Add to a parameter's ``grad``, as a backward does."""
-    if not parameter.requires_grad:
-        return
-    if parameter.grad is None:
-        parameter.grad = grad.to(parameter.dtype)
-    else:
-        parameter.grad.add_(grad)

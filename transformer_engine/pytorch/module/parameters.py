@@ -14,6 +14,7 @@ from transformer_engine.pytorch.modes import active_device
 
 __all__ = [
     "Split",
+    "add_grad",
     "bias_to_return",
     "checked_dtype",
     "checked_eps",
@@ -259,3 +260,13 @@ def initialise(
         context = tracker().fork(fork) if fork is not None else tracker().fork()
     with context, torch.no_grad():
         (init_method or _normal)(parameter)
+
+
+def add_grad(parameter: Tensor, grad: Tensor) -> None:
+    """Add to a parameter's ``grad``, as a backward does."""
+    if not parameter.requires_grad:
+        return
+    if parameter.grad is None:
+        parameter.grad = grad.to(parameter.dtype)
+    else:
+        parameter.grad.add_(grad)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from transformer_engine.pytorch.module.composed import ComposedModule, add_grad
+from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
 from transformer_engine.pytorch.module.operands import PartTensors
 from transformer_engine.pytorch.module.parameters import (
     Split,
+    add_grad,
     bias_to_return,
     default_device,
     have_memory,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`convert`: swap the layers of a model for those of this package, and back."""
 
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -165,8 +166,16 @@ def _plan(model: Any, skip: Any, to: str) -> Iterator[tuple[_Found, Module | str
         if found.skipped:
             continue
         made = counterpart(found.module)
+        if isinstance(made, Module) and any(_is_compiled(parent) for parent, _ in found.places):
+            made = "it was compiled by itself (torch.compile): convert before"
         if made is not None:
             yield found, made
+
+
+def _is_compiled(module: Module) -> bool:
+    """Whether `torch.compile` made a module: it calls the one inside of it by another reference."""
+    functions = sys.modules.get("torch._dynamo.eval_frame")
+    return functions is not None and isinstance(module, functions.OptimizedModule)
 
 
 def _collect(

@@ -128,8 +128,8 @@ def report(
     Returns
     -------
     list of LayerReport
-        Linear layers, norms and attentions in the order of the model; those of `torch.nn` too where
-        they run in no FP8.
+        Linear layers, norms and attentions of this package in the order of the model, and the
+        linear layers of `torch.nn` among them.
 
     Raises
     ------
@@ -180,7 +180,7 @@ def _linear_layers(
             if record is not None:
                 tensors = tuple(_measured(prefix, record))
             elif ran.plans.quantized:
-                tensors = tuple(_known(module, prefix, spec, weights))
+                tensors = tuple(_known(module, prefix, ran, spec, weights))
         yield LayerReport(full, type(module).__name__, (rows, columns), gemms, tensors, None)
 
 
@@ -248,14 +248,17 @@ def _why_not(stage: str, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]
 
 
 def _known(
-    module: ComposedModule, prefix: str, spec: LinearSpec, weights: tuple[Tensor, ...]
+    module: ComposedModule, prefix: str, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]
 ) -> Iterator[TensorReport]:
     """Each tensor that is cast, as far as it is known without a measurement."""
+    casts_grad = ran.plans.backward and spec.flags & (DGRAD | WGRAD)
     names = _core.dtype_names()
     quantization = spec.quantization
     state = scales(module) if quantization.recipe == _core.RECIPE_DELAYED else {}
     for tensor in CASTS:
         backward = tensor == "grad_output"
+        if backward and not casts_grad:
+            continue
         code = quantization.backward_fp8 if backward else quantization.forward_fp8
         scaling = state.get(prefix + tensor)
         amax, scale = (scaling.amax, scaling.scale) if scaling else (None, None)
