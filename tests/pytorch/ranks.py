@@ -9,10 +9,16 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 LIMIT = 120  # seconds for one function
+GROUPS = [  # (device, ranks) of the groups that a test runs on
+    pytest.param(("cpu", 2), id="gloo-2"),
+    pytest.param(("cuda", 1), id="nccl-1", marks=pytest.mark.gpu),
+    pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multigpu),
+]
 
 
 def _packed(value):

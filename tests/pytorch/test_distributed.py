@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from comparators import assert_nmse
 from pytorch import distributed_programs as programs
 from pytorch.helpers import assert_same_bits, states_of
-from pytorch.ranks import Ranks
+from pytorch.ranks import GROUPS, Ranks
 from tols import BF16, E5M2, F32, PASSED_ON, tol
 
 import transformer_engine.pytorch as te
@@ -18,14 +18,7 @@ USES = [None, "delayed", "current"]
 KINDS = [kind for kind in programs.BLOCKS if kind not in ("torch", "wide", "wide-torch")]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(("cpu", 2), id="gloo-2"),
-        pytest.param(("cuda", 1), id="nccl-1", marks=pytest.mark.gpu),
-        pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multigpu),
-    ],
-)
+@pytest.fixture(scope="module", params=GROUPS)
 def ranks(request):
     """Processes of a group."""
     group = Ranks(*request.param)
