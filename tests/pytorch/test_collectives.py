@@ -5,20 +5,13 @@ import pytest
 import torch
 from pytorch import distributed_programs as programs
 from pytorch.helpers import assert_same_bits
-from pytorch.ranks import Ranks
+from pytorch.ranks import GROUPS, Ranks
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import distributed
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(("cpu", 2), id="gloo-2"),
-        pytest.param(("cuda", 1), id="nccl-1", marks=pytest.mark.gpu),
-        pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multigpu),
-    ],
-)
+@pytest.fixture(scope="module", params=GROUPS)
 def ranks(request):
     """Processes of a group."""
     group = Ranks(*request.param)
@@ -49,6 +42,10 @@ def test_one_process():
     ):
         out, handle = function(x, None)
         assert out is x and handle is None
+    gathered, scattered = torch.zeros(3, 2), torch.zeros(3, 2)
+    assert distributed.gather_along_first_dim(x, None, output_tensor=gathered)[0] is gathered
+    assert distributed.reduce_scatter_along_first_dim(x, None, output=scattered)[0] is scattered
+    assert_same_bits([gathered, scattered], [x, x])
     assert distributed.get_distributed_world_size() == 1
     assert distributed.get_distributed_rank() == 0
 

@@ -210,6 +210,11 @@ def _collective(name: str, older: str) -> Callable:
     return getattr(torch.distributed, name, None) or getattr(torch.distributed, older)
 
 
+def _alone(inp: Tensor, output: Tensor | None) -> Tensor:
+    """What a collective of one rank returns: its input, written where the caller wants it."""
+    return inp if output is None else output.copy_(inp)
+
+
 def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[Tensor, Any]:
     """Sum a tensor over a group, in place.
 
@@ -260,7 +265,7 @@ def gather_along_first_dim(
         raise absent.refusal("pytorch.distributed.gather_along_first_dim", "(quantizer=...)")
     world = get_distributed_world_size(process_group)
     if world == 1:
-        return inp, None
+        return _alone(inp, output_tensor), None
     if output_tensor is None:
         output_tensor = inp.new_empty((inp.shape[0] * world, *inp.shape[1:]))
     gather = _collective("all_gather_single", "all_gather_into_tensor")
@@ -296,7 +301,7 @@ def reduce_scatter_along_first_dim(
     """
     world = get_distributed_world_size(tp_group)
     if world == 1:
-        return inp, None
+        return _alone(inp, output), None
     if inp.shape[0] % world != 0:
         raise ValueError(
             f"reduce_scatter_along_first_dim: {inp.shape[0]} rows are no {world} equal parts"
