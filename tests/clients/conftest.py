@@ -45,6 +45,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.filterwarnings(*WARNINGS), append=False)
 
 
+@pytest.fixture(autouse=True)
+def clean():
+    """Begin as a program does that has run nothing in FP8, and leave nothing behind."""
+    import transformer_engine.pytorch as te
+
+    te.reset()
+    yield
+    te.reset()
+
+
 @pytest.fixture
 def fetched():
     """Find what `make test-clients` fetched into build/clients; skip where it did not."""

@@ -42,14 +42,6 @@ def options(how, plugin):
 asked = pytest.mark.parametrize("how", ASKED)
 
 
-@pytest.fixture(autouse=True)
-def clean():
-    """Begin as a program does that has run nothing in FP8."""
-    te.reset()
-    yield
-    te.reset()
-
-
 class Net(nn.Module):
     """Linear layers with and without bias, a norm, and sizes that lightning leaves alone."""
 

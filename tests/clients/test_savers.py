@@ -24,14 +24,6 @@ matrix = pytest.mark.parametrize("use", USES, ids=["unused", "FP8"])
 layers = pytest.mark.parametrize("kind", LAYERS)
 
 
-@pytest.fixture(autouse=True)
-def clean():
-    """Begin and end without FP8 state."""
-    te.reset()
-    yield
-    te.reset()
-
-
 def written(*files):
     """Bytes of each tensor in safetensors files, by key; no key twice."""
     sizes = {}

@@ -47,14 +47,6 @@ def recipe():
     return DelayedScaling(amax_history_len=4)
 
 
-@pytest.fixture(autouse=True)
-def clean():
-    """Begin as a program does that has run nothing in FP8."""
-    te.reset()
-    yield
-    te.reset()
-
-
 def train(model, steps=4, learning_rate=3e-3):
     """Train on one batch in FP8; return the losses."""
     ids = (torch.arange(32, device=model.device) * 5 % 64).view(2, 16)
