@@ -97,7 +97,6 @@ def get_cudnn_version() -> tuple[int, int, int]:
     return version // major, version % major // 100, version % 100
 
 
-@functools.cache
 def get_sm_count() -> int:
     """Multiprocessors of the current CUDA device; 0 where there is none."""
     if not torch.cuda.is_available():
