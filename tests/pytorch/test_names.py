@@ -281,6 +281,8 @@ def test_is_available(name, expected):
 def test_is_available_of_a_name_that_nobody_knows():
     answer, reason = te.is_available("Linnear", return_reason=True)
     assert answer is False and "Linnear" in reason
+    with pytest.raises(TypeError, match=r"name=<class .*Linear'>, expected a string"):
+        te.is_available(te.Linear)
 
 
 def test_an_attribute_that_nobody_knows():

@@ -10,7 +10,12 @@ import torch
 from pytorch.helpers import RECIPES, assert_same_bits, state_of
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+)
 from transformer_engine.pytorch import quantization
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 
@@ -149,6 +154,9 @@ def test_formats_of_a_recipe():
     assert quantization.get_fp8_max(hybrid, False) == 57344
     assert quantization.get_fp8_torch_dtype(e4m3, False) is torch.float8_e4m3fn
     assert quantization.get_align_size_for_quantization(hybrid) == 16
+    for question in (quantization.get_fp8_torch_dtype, quantization.get_fp8_max):
+        with pytest.raises(NotImplementedError, match="MXFP8BlockScaling is not built yet"):
+            question(MXFP8BlockScaling())
 
 
 # ---- fp8_meta ------------------------------------------------------------------------------------

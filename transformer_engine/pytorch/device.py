@@ -129,5 +129,12 @@ def is_available(name: str, return_reason: bool = False) -> bool | tuple[bool, s
     -------
     bool or (bool, str)
         The answer; the reason is empty where it is True.
+
+    Raises
+    ------
+    TypeError
+        `name` is no string.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"is_available: name={name!r}, expected a string such as 'GroupedLinear'")
     return _answer(*absent.find(name), return_reason)

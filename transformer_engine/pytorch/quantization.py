@@ -80,6 +80,8 @@ def check_recipe_support(recipe: Recipe) -> None:
 
     Raises
     ------
+    TypeError
+        It is no recipe.
     NotImplementedError
         The recipe is not built yet.
     RuntimeError
@@ -105,6 +107,7 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
 
 def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
     """Element type of a recipe, of the forward or of the backward, as a torch dtype."""
+    absent.refuse_use(fp8_recipe)
     kinds = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
     return kinds[fp8_recipe.fp8_format.dtype_name(_DIRECTION[fprop_tensor])]
 
@@ -116,6 +119,7 @@ def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> Any:
 
 def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
     """Largest finite value of a recipe's element type, of the forward or of the backward."""
+    absent.refuse_use(fp8_recipe)
     return fp8_recipe.fp8_format.fp8_max(_DIRECTION[fprop_tensor])
 
 
