@@ -7,7 +7,6 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from transformer_engine.pytorch.modes import exporting, forward_gradients, in_transform
 
@@ -45,9 +44,21 @@ def _refuse(label: str, what: str) -> NoReturn:
     )
 
 
-@once_differentiable
-def _backward_once(ctx: Any, count: int, *tensors: Tensor) -> tuple:
-    return ctx.call.run_backward(tensors[:count], tensors[count:])
+class _Gradients(torch.autograd.Function):
+    """A backward whose results can not be differentiated: that is an error, never a zero.
+
+    It stays connected with what it read. torch's ``once_differentiable`` cuts the graph, so
+    `torch.autograd.functional.hessian` would take the inputs for unused.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, count: int, *tensors: Tensor) -> tuple:
+        ctx.label = call.label
+        return call.run_backward(tensors[:count], tensors[count:])[1:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        _refuse(ctx.label, "a second derivative")
 
 
 class _PlanFunction(torch.autograd.Function):
@@ -64,7 +75,7 @@ class _PlanFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # create_graph: to differentiate again is an error, by gradients or by what was saved.
-            return _backward_once(ctx, len(grads), *grads, *ctx.saved_tensors)
+            return None, *_Gradients.apply(ctx.call, len(grads), *grads, *ctx.saved_tensors)
         return ctx.call.run_backward(grads, ctx.saved_tensors)
 
 

@@ -14,6 +14,7 @@ from transformer_engine.pytorch.module.parameters import (
     checked_dtype,
     device_of,
     positive_sizes,
+    refuse_options,
 )
 from transformer_engine.pytorch.module.weights import WeightModule
 
@@ -157,8 +158,8 @@ ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, ub_name
             The last dim is not `in_features`.
         """
         if fp8_output or fp8_grad:
-            name = "fp8_output" if fp8_output else "fp8_grad"
-            raise NotImplementedError(f"LayerNormLinear: {name}=True")
+            options = {"fp8_output": (fp8_output, False), "fp8_grad": (fp8_grad, False)}
+            refuse_options("LayerNormLinear", **options)
         out = self._call(inp, is_first_microbatch)
         if not (self.return_bias or self.return_layernorm_output):
             return out

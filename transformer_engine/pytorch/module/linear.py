@@ -13,6 +13,7 @@ from transformer_engine.pytorch.module.parameters import (
     checked_dtype,
     device_of,
     positive_sizes,
+    refuse_options,
 )
 from transformer_engine.pytorch.module.weights import WeightModule
 
@@ -171,6 +172,6 @@ ub_bulk_dgrad, ub_bulk_wgrad, ub_name
             The last dim is not `in_features`.
         """
         if fp8_output or fp8_grad:
-            raise NotImplementedError(f"Linear: {'fp8_output' if fp8_output else 'fp8_grad'}=True")
+            refuse_options("Linear", fp8_output=(fp8_output, False), fp8_grad=(fp8_grad, False))
         out = self._call(inp, is_first_microbatch)
         return (out, self._returned_bias(out.dtype)) if self.return_bias else out

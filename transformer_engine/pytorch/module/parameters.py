@@ -78,7 +78,9 @@ def refuse_options(module: str, **arguments: tuple[Any, Any]) -> None:
     """
     for name, (value, default) in arguments.items():
         if value is not default and value != default:
-            raise NotImplementedError(f"{module}: {name}={value!r}")
+            raise NotImplementedError(
+                f"{module}: {name}={value!r} is not there yet: leave it out, or give {default!r}"
+            )
 
 
 def positive_sizes(module: str, **sizes: Any) -> None:
