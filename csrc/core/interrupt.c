@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#define _POSIX_C_SOURCE 200809L /* clock_gettime */
 #include "core/interrupt.h"
 
 #include <time.h>
