@@ -89,15 +89,8 @@ class _NormModule(NativeModule):
         if not torch.is_grad_enabled() or exported:
             wants = (False, False, False)
         dtype = inp.dtype if gamma is None else gamma.dtype
-        flags = flags_of(
-            (
-                (NO_GAMMA, gamma is None),
-                (NO_BETA, beta is None),
-                (ZERO_CENTERED, self.zero_centered_gamma),
-                *zip((DGRAD, GRAD_GAMMA, GRAD_BETA), wants, strict=True),
-            )
-        )
-        return inp.device, inp.dtype, dtype, inp.size(-1), flags, eps
+        settings = (gamma is None, beta is None, self.zero_centered_gamma, *wants)
+        return inp.device, inp.dtype, dtype, inp.size(-1), settings, eps
 
     def _run(self, inp: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
         """Normalize the last dim of `inp`."""
@@ -132,7 +125,9 @@ class _NormModule(NativeModule):
             self._make_plans(key)
 
     def _make_plans(self, key: tuple) -> CallPlans:
-        device, inp, gamma, features, flags, eps = key
+        device, inp, gamma, features, settings, eps = key
+        names = NO_GAMMA, NO_BETA, ZERO_CENTERED, DGRAD, GRAD_GAMMA, GRAD_BETA
+        flags = flags_of(zip(names, settings, strict=True))
         kind = type(self).__name__
         for label, dtype in (("inp", inp), ("weight", gamma)):
             if dtype not in DTYPES:
