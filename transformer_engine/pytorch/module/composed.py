@@ -71,7 +71,6 @@ _SETTINGS = (
 )
 """Attributes that decide which plans a call runs and that users set after construction."""
 
-
 _SHOWN = (
     "zero_centered_gamma",
     "return_layernorm_output",
