@@ -54,7 +54,8 @@ class Program(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         args = [a.detach().requires_grad_() if torch.is_tensor(a) else a for a in ctx.args]
-        with torch.random.fork_rng():
+        devices = [] if ctx.cuda_random is None else [torch.cuda.current_device()]
+        with torch.random.fork_rng(devices):
             torch.set_rng_state(ctx.random)
             if ctx.cuda_random is not None:
                 torch.cuda.set_rng_state(ctx.cuda_random)

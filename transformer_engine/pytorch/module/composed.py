@@ -275,8 +275,8 @@ class ComposedModule(Fp8Module):
 
         Each tensor is read once a call: a parametrization computes it, and may move on as it does.
         """
-        own = self.__dict__ | self._parameters
-        missing = [name for name in self._parameter_names() if name and own.get(name, self) is None]
+        own = self._parameters
+        missing = [n for n in self._parameter_names() if n in own and own[n] is None]
         if missing:
             what = f"{type(self).__name__}: {', '.join(missing)} was set to None"
             raise TypeError(f"{what}: assign a parameter; bias=False makes one without biases")
