@@ -86,6 +86,7 @@ format: $(ENV)-lint ## format Python, C and CUDA C
 
 sanitize: $(ENV)-test ## run the C tests and SANITIZE_TESTS with the address and undefined-behaviour sanitizers
 	rm -rf build/sanitize/lib
+	@$(TEST_PY) setup.py -q build_ext --inplace  # the C tests import it from here
 	@$(SANITIZED) $(TEST_PY) setup.py -q build --build-lib build/sanitize/lib
 	$(SANITIZED) $(UBSAN_ENV) $(TEST_PY) -m pytest -q -m "not gpu" tests/c
 	$(SANITIZED) $(ASAN_RUN) $(TEST_PY) -m pytest -q -p only_sanitized \
