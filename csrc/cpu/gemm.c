@@ -13,13 +13,13 @@
 
 #include "core/counters.h"
 #include "core/interrupt.h"
-#include "core/scaling_math.h"
 #include "core/status.h"
 #include "cpu/fp8.h"
 #include "cpu/isa.h"
 #include "cpu/matrix.h"
 #include "cpu/ops.h"
 #include "cpu/pack.h"
+#include "cpu/record.h"
 
 enum {
     DEPTH = 256,             /* k per slice: a panel of b of 32 KiB, in the first-level cache */
@@ -329,7 +329,7 @@ te_status te_cpu_gemm(void *self, te_context *context, const void *opaque, void 
         return TE_FAIL(TE_ERROR_INTERRUPTED, "gemm: interrupted: d is not complete");
     }
     if (args->d_amax != NULL && te_dtype_is_fp8(job.d.dtype)) {
-        *args->d_amax = te_max_ignoring_nan(*args->d_amax, te_float_of(amax));
+        te_cpu_record_amax(args->d_amax, te_float_of(amax));
     }
     return TE_OK;
 }

@@ -6,32 +6,32 @@
 #include "core/scaling_math.h"
 #include "cpu/matrix.h"
 #include "cpu/ops.h"
+#include "cpu/record.h"
 
-/* The amax the next scale is made from. Row 0 is the live one; 0 stands for a step without a cast.
- */
-static float window_amax(const te_cpu_matrix *history, int64_t slot, te_amax_algo algo)
+static float *at(const te_cpu_matrix *matrix, int64_t row, int64_t slot)
 {
-    float amax = *(const float *)(const void *)te_cpu_at(history, 0, slot);
+    return (float *)(void *)te_cpu_at(matrix, row, slot);
+}
+
+/* The amax the next scale is made from: the live one and, with TE_AMAX_MAX, the window. */
+static float window_amax(const te_cpu_matrix *history, int64_t slot, te_amax_algo algo, float amax)
+{
     if (algo == TE_AMAX_MOST_RECENT) return amax;
     for (int64_t row = 1; row < history->rows; row++) {
-        amax =
-            te_max_ignoring_nan(amax, *(const float *)(const void *)te_cpu_at(history, row, slot));
+        amax = te_max_ignoring_nan(amax, *at(history, row, slot));
     }
     return amax;
 }
 
-/* Rows 2.. move down by one (row 1 drops out), the live row becomes the last one. */
-static void roll(const te_cpu_matrix *history, int64_t slot)
+/* Rows 2.. move down by one (row 1 drops out), the live amax becomes the last one. 0 stands for a
+ * step without a cast. */
+static void roll(const te_cpu_matrix *history, int64_t slot, float live)
 {
-    float *live = (float *)(void *)te_cpu_at(history, 0, slot);
-    float current = *live;
-    if (current == 0.0F) return;
+    if (live == 0.0F || history->rows < 2) return;
     for (int64_t row = 1; row + 1 < history->rows; row++) {
-        *(float *)(void *)te_cpu_at(history, row, slot) =
-            *(const float *)(const void *)te_cpu_at(history, row + 1, slot);
+        *at(history, row, slot) = *at(history, row + 1, slot);
     }
-    *(float *)(void *)te_cpu_at(history, history->rows - 1, slot) = current;
-    *live = 0.0F;
+    *at(history, history->rows - 1, slot) = live;
 }
 
 te_status te_cpu_scaling_update(void *self, te_context *context, const void *opaque, void *stream)
@@ -42,10 +42,10 @@ te_status te_cpu_scaling_update(void *self, te_context *context, const void *opa
     (void)self, (void)context, (void)stream;
     if (history.rows == 0) return TE_OK;
     for (int64_t slot = 0; slot < scale.columns; slot++) {
-        float *value = (float *)(void *)te_cpu_at(&scale, 0, slot);
-        float amax = window_amax(&history, slot, args->algo);
+        float live = te_cpu_take_amax(at(&history, 0, slot)), *value = at(&scale, 0, slot);
+        float amax = window_amax(&history, slot, args->algo, live);
         *value = te_delayed_scale(amax, *value, args->fp8_max);
-        roll(&history, slot);
+        roll(&history, slot, live);
     }
     return TE_OK;
 }

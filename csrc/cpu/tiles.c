@@ -7,6 +7,7 @@
 #include "core/scaling_math.h"
 #include "core/status.h"
 #include "cpu/fp8.h"
+#include "cpu/record.h"
 #include "cpu/tiles.h"
 
 static int64_t row_tiles(int64_t rows)
@@ -208,7 +209,7 @@ void te_cpu_tiles_end(const te_cpu_tiles *tiles, const te_cpu_wanted *wanted, in
     if (wanted->sums != NULL && wanted->sums->data != NULL) {
         te_cpu_join_sums(tiles->kernels, tiles->sums, row_tiles(tiles->rows), wanted->sums);
     }
-    if (recorded != NULL) *recorded = te_max_ignoring_nan(*recorded, te_float_of(amax));
+    if (recorded != NULL) te_cpu_record_amax(recorded, te_float_of(amax));
     if (wanted->amax_partials != NULL) {
         memset(wanted->amax_partials, 0, TE_AMAX_PARTIALS * sizeof(float));
         wanted->amax_partials[0] = te_float_of(amax);
