@@ -75,6 +75,7 @@ lint: $(ENV)-lint ## check style, spelling and the rules of the house; print wha
 	$(LINT_PY) tools/check_tests.py
 	@$(LINT_PY) setup.py -q build_ext --inplace
 	$(LINT_PY) tools/check_globals.py
+	$(LINT_PY) tools/check_layers.py
 	$(LINT_PY) tools/check_pyi.py
 	$(LINT_PATH) $(LINT_PY) tools/tidy.py
 	@$(LINT_PY) tools/report_sizes.py

@@ -18,17 +18,6 @@ static int registered_count;
 static _Atomic(te_op_table *) published[TE_DEVICE_COUNT];
 static const te_op_table empty_table;
 
-static const char *const op_name[TE_OP_COUNT] = {
-#define X(NAME, name) [TE_OP_##NAME] = #name,
-    TE_OPS(X)
-#undef X
-};
-
-const char *te_op_name(te_op op)
-{
-    return (int)op >= 0 && op < TE_OP_COUNT ? op_name[op] : "invalid";
-}
-
 static void add_backend(te_op_table *table, const te_backend *backend, const int32_t *priorities[])
 {
     for (int op = 0; op < TE_OP_COUNT; op++) {

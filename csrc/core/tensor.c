@@ -80,6 +80,16 @@ int64_t te_tensor_numel(const te_tensor *tensor)
     return count;
 }
 
+const char *te_op_name(te_op op)
+{
+    static const char *const names[TE_OP_COUNT] = {
+#define X(NAME, name) #name,
+        TE_OPS(X)
+#undef X
+    };
+    return (unsigned)op < TE_OP_COUNT ? names[op] : "invalid";
+}
+
 const char *te_activation_name(te_activation_kind kind)
 {
     static const char *const names[TE_ACTIVATION_COUNT] = {

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "core/status.h"
-#include "cpu/fp8.h"
+#include "core/fp8.h"
 #include "cpu/isa.h"
 #include "cpu/matrix.h"
 #include "cpu/ops.h"
@@ -36,7 +36,7 @@ te_status te_cpu_fill(void *self, te_context *context, const void *opaque, void 
     const te_fill_args *args = opaque;
     const te_cpu_matrix output = te_cpu_matrix_of(&args->output);
     unsigned char element[8] = {0};
-    size_t size = te_cpu_encode(output.dtype, args->value, element);
+    size_t size = te_encode(output.dtype, args->value, element);
     int threads = te_cpu_threads(output.rows * output.columns);
     (void)self, (void)context, (void)stream, (void)threads;
     if (output.columns == 0) return TE_OK;

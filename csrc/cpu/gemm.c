@@ -14,7 +14,7 @@
 #include "core/counters.h"
 #include "core/interrupt.h"
 #include "core/status.h"
-#include "cpu/fp8.h"
+#include "core/fp8.h"
 #include "cpu/isa.h"
 #include "cpu/matrix.h"
 #include "cpu/ops.h"

@@ -3,7 +3,7 @@
  * quantize.c - FP8 casts (one pass over the input, see tiles.h) and their inverse, and max|x|.
  */
 #include "core/status.h"
-#include "cpu/fp8.h"
+#include "core/fp8.h"
 #include "cpu/isa.h"
 #include "cpu/matrix.h"
 #include "cpu/ops.h"

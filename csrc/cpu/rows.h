@@ -11,7 +11,7 @@
 
 #include <string.h>
 
-#include "cpu/fp8.h"
+#include "core/fp8.h"
 #include "cpu/isa.h"
 
 /* X(ENUM, name, storage, load, store) */
@@ -24,7 +24,7 @@
     X(E4M3, e4m3, uint8_t, te_e4m3_to_f32, te_f32_to_e4m3)                                         \
     X(E5M2, e5m2, uint8_t, te_e5m2_to_f32, te_f32_to_e5m2)
 
-TE_CPU_INLINE float te_cpu_same(float value)
+TE_INLINE float te_cpu_same(float value)
 {
     return value;
 }
@@ -86,7 +86,7 @@ static void add(float *restrict x, const float *restrict y, int64_t n)
 }
 
 /* e^x within 3 units in the last place; 0 below -87.6 (no subnormals), Inf above 88.3. */
-TE_CPU_INLINE float exponential(float x)
+TE_INLINE float exponential(float x)
 {
     const float shift = 0x1.8p23F; /* adding it rounds to an integer, kept in the low bits */
     int32_t magnitude = te_bits_of(x) & 0x7fffffff;
@@ -114,21 +114,21 @@ TE_CPU_INLINE float exponential(float x)
 #define TE_CPU_LARGE 3.402823466e+38F
 
 /* condition ? yes : no, by masks for the reason given at te_select_below. */
-TE_CPU_INLINE float choose(int condition, float yes, float no)
+TE_INLINE float choose(int condition, float yes, float no)
 {
     int32_t mask = -(int32_t)condition;
     return te_float_of((te_bits_of(yes) & mask) | (te_bits_of(no) & ~mask));
 }
 
 /* x, but the lowest finite number for -Inf, which a factor of 0 would turn into NaN. */
-TE_CPU_INLINE float above_minus_infinity(float x)
+TE_INLINE float above_minus_infinity(float x)
 {
     return choose(x < -TE_CPU_LARGE, -TE_CPU_LARGE, x);
 }
 
 /* 0.5 x (1 + tanh(u)) with u = sqrt(2/pi) (x + 0.044715 x^3) is x / (1 + e^(-2u)), which keeps its
  * precision where tanh(u) is close to -1; 0 for -Inf. */
-TE_CPU_INLINE float gelu_value(float x)
+TE_INLINE float gelu_value(float x)
 {
     float value = above_minus_infinity(x);
     float u = value * (1.0F + 0.044715F * value * value);

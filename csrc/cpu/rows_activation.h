@@ -16,19 +16,19 @@
 #include "cpu/rows.h"
 
 /* x between -limit and limit; NaN stays. */
-TE_CPU_INLINE float limited(float x, float limit)
+TE_INLINE float limited(float x, float limit)
 {
     float below = choose(x > limit, limit, x);
     return choose(below < -limit, -limit, below);
 }
 
-TE_CPU_INLINE float logistic(float z)
+TE_INLINE float logistic(float z)
 {
     return 1.0F / (1.0F + exponential(-z));
 }
 
 /* Slope of the logistic function, and its value. Both from e^-|z|: 1 - s would lose its digits. */
-TE_CPU_INLINE float logistic_slope(float z, float *value)
+TE_INLINE float logistic_slope(float z, float *value)
 {
     float small = exponential(te_float_of(te_bits_of(z) | INT32_MIN));
     float inverse = 1.0F / (1.0F + small);
@@ -37,13 +37,13 @@ TE_CPU_INLINE float logistic_slope(float z, float *value)
 }
 
 /* x s(alpha x) */
-TE_CPU_INLINE float swish_value(float x, float alpha)
+TE_INLINE float swish_value(float x, float alpha)
 {
     float finite = above_minus_infinity(x);
     return finite / (1.0F + exponential(-alpha * finite));
 }
 
-TE_CPU_INLINE float swish_slope(float x, float alpha)
+TE_INLINE float swish_slope(float x, float alpha)
 {
     float value, z = limited(alpha * x, TE_CPU_LARGE);
     float slope = logistic_slope(z, &value);
@@ -51,82 +51,82 @@ TE_CPU_INLINE float swish_slope(float x, float alpha)
 }
 
 /* The slope is 0 or 1 in fp32 long before 16. */
-TE_CPU_INLINE float gelu_slope(float x)
+TE_INLINE float gelu_slope(float x)
 {
     float value, near = limited(x, 16.0F), square = near * near;
     float slope = logistic_slope(1.5957691216F * near * (1.0F + 0.044715F * square), &value);
     return value + slope * 1.5957691216F * near * (1.0F + 0.134145F * square);
 }
 
-TE_CPU_INLINE float relu_value(float x)
+TE_INLINE float relu_value(float x)
 {
     return choose(x <= 0.0F, 0.0F, x); /* no -0 */
 }
 
-TE_CPU_INLINE float relu_slope(float x)
+TE_INLINE float relu_slope(float x)
 {
     return choose(x > 0.0F, 1.0F, 0.0F);
 }
 
-TE_CPU_INLINE float srelu_value(float x)
+TE_INLINE float srelu_value(float x)
 {
     return relu_value(x) * relu_value(x);
 }
 
-TE_CPU_INLINE float srelu_slope(float x)
+TE_INLINE float srelu_slope(float x)
 {
     return 2.0F * relu_value(x);
 }
 
-TE_CPU_INLINE float silu_value(float x)
+TE_INLINE float silu_value(float x)
 {
     return swish_value(x, 1.0F);
 }
 
-TE_CPU_INLINE float silu_slope(float x)
+TE_INLINE float silu_slope(float x)
 {
     return swish_slope(x, 1.0F);
 }
 
-TE_CPU_INLINE float qgelu_value(float x)
+TE_INLINE float qgelu_value(float x)
 {
     return swish_value(x, 1.702F);
 }
 
-TE_CPU_INLINE float qgelu_slope(float x)
+TE_INLINE float qgelu_slope(float x)
 {
     return swish_slope(x, 1.702F);
 }
 
-TE_CPU_INLINE float glu_value(float x)
+TE_INLINE float glu_value(float x)
 {
     return logistic(x);
 }
 
-TE_CPU_INLINE float glu_slope(float x)
+TE_INLINE float glu_slope(float x)
 {
     float value;
     return logistic_slope(x, &value);
 }
 
-TE_CPU_INLINE float clamped_value(float x, const te_activation_params *p)
+TE_INLINE float clamped_value(float x, const te_activation_params *p)
 {
     return swish_value(choose(x > p->limit, p->limit, x), p->alpha);
 }
 
-TE_CPU_INLINE float clamped_slope(float x, const te_activation_params *p)
+TE_INLINE float clamped_slope(float x, const te_activation_params *p)
 {
     float slope = swish_slope(choose(x > p->limit, p->limit, x), p->alpha);
     return choose(x > p->limit, 0.0F, slope);
 }
 
-TE_CPU_INLINE float clamped_gate(float x, const te_activation_params *p)
+TE_INLINE float clamped_gate(float x, const te_activation_params *p)
 {
     return limited(x, p->limit) + p->linear_offset;
 }
 
 /* 1 within the limit, 0 outside; NaN stays. */
-TE_CPU_INLINE float clamped_gate_slope(float x, const te_activation_params *p)
+TE_INLINE float clamped_gate_slope(float x, const te_activation_params *p)
 {
     return choose(limited(x, p->limit) == x, 1.0F, choose(x == x, 0.0F, x));
 }

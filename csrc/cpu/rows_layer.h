@@ -24,7 +24,7 @@ static float dot(const float *x, const float *y, int64_t n)
 }
 
 /* Bits of a float as an integer of the same order, and back (it is its own inverse). */
-TE_CPU_INLINE int32_t ordered(int32_t bits)
+TE_INLINE int32_t ordered(int32_t bits)
 {
     return bits ^ ((bits >> 31) & 0x7fffffff);
 }

@@ -13,7 +13,7 @@
 enum { TE_CPU_PARTIAL_SUMS = 32 };
 
 /* The sum of the partial sums, halves first. */
-TE_CPU_INLINE float join_partial_sums(float *sums)
+TE_INLINE float join_partial_sums(float *sums)
 {
     for (int width = TE_CPU_PARTIAL_SUMS / 2; width > 0; width /= 2) {
         for (int j = 0; j < width; j++) sums[j] += sums[j + width];
@@ -32,7 +32,7 @@ static float row_sum(const float *x, int64_t n)
     return join_partial_sums(sums);
 }
 
-TE_CPU_INLINE void add_moment(float x, float shift, float *sum, float *square_sum)
+TE_INLINE void add_moment(float x, float shift, float *sum, float *square_sum)
 {
     float distance = x - shift;
     *sum += distance;

@@ -6,7 +6,7 @@
 
 #include "core/scaling_math.h"
 #include "core/status.h"
-#include "cpu/fp8.h"
+#include "core/fp8.h"
 #include "cpu/record.h"
 #include "cpu/tiles.h"
 

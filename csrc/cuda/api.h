@@ -52,8 +52,9 @@ typedef struct te_cuda_api {
 #undef X
 } te_cuda_api;
 
-/* Filled by the first te_cuda_open that succeeds, and not changed after. */
+/* Filled by the first te_cuda_load_api that succeeds, and not changed after. */
 extern te_cuda_api te_cuda_functions;
+te_status te_cuda_load_api(void);
 
 /* TE_OK, or DEVICE with the driver's name and description of the error and the call. */
 te_status te_cuda_check(CUresult result, const char *call, const char *file, int line);
@@ -82,12 +83,8 @@ struct te_cuda_state {
     te_cuda_kernel kernels[TE_CUDA_KERNEL_SLOTS];
 };
 
-/* image.c: makes and releases what hangs on a state; find returns a kernel, loading its image. A
- * kernel has dynamic shared memory at every launch, and then as much as the device has, or never.
- */
+/* image.c: makes and releases what hangs on a state. */
 te_status te_cuda_images_open(te_cuda_state *cuda);
 void te_cuda_images_close(te_cuda_state *cuda);
-te_status te_cuda_find_kernel(te_cuda_state *cuda, const char *family, const char *name,
-                              int dynamic_shared, CUfunction *function);
 
 #endif

@@ -2,8 +2,12 @@
  *
  * backend.c - the CUDA backend: its slots of the operator table, and how the core opens a device.
  */
+#include <stdlib.h>
+
 #include "core/context.h"
-#include "cuda/driver.h"
+#include "core/status.h"
+#include "cuda/api.h"
+#include "cuda/gemm_cublaslt.h"
 #include "cuda/ops.h"
 
 static const te_backend backend = {
@@ -39,9 +43,76 @@ static const te_backend backend = {
         },
 };
 
+static te_status read_attributes(te_cuda_state *cuda)
+{
+    const struct {
+        CUdevice_attribute attribute;
+        int *value;
+    } wanted[] = {
+        {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, &cuda->capability_major},
+        {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, &cuda->capability_minor},
+        {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, &cuda->shared_limit},
+    };
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+        TE_TRY(TE_CU(cuDeviceGetAttribute, wanted[i].value, wanted[i].attribute, cuda->device));
+    }
+    if (cuda->capability_major < 8) {
+        return TE_FAIL(TE_ERROR_DEVICE, "compute capability %d.%d, at least 8.0 is needed",
+                       cuda->capability_major, cuda->capability_minor);
+    }
+    return TE_OK;
+}
+
+/* Failures are passed over: at the end of a process the driver may be gone before its callers. */
+static void close_device(void *state)
+{
+    te_cuda_state *cuda = state;
+    te_cuda_scope scope = {0};
+    if (cuda == NULL) return;
+    if (cuda->context != NULL && te_cuda_enter(cuda, &scope) == TE_OK) {
+        te_cublaslt_destroy(cuda->cublaslt);
+        te_cuda_images_close(cuda);
+        te_cuda_leave(cuda, &scope);
+    } else {
+        te_cuda_images_close(cuda);
+    }
+    if (cuda->context != NULL) {
+        (void)te_cuda_functions.cuDevicePrimaryCtxRelease(cuda->device);
+    }
+    free(cuda);
+}
+
+static te_status open_device(int32_t index, void **state)
+{
+    te_status st = TE_OK;
+    te_cuda_state *cuda = NULL;
+    int count = 0;
+    *state = NULL;
+    TE_TRY_DONE(te_cuda_load_api());
+    TE_TRY_DONE(TE_CU(cuDeviceGetCount, &count));
+    if (index < 0 || index >= count) {
+        st = TE_FAIL(TE_ERROR_DEVICE, "CUDA device %d does not exist: there are %d", (int)index,
+                     count);
+        goto done;
+    }
+    cuda = calloc(1, sizeof *cuda);
+    if (cuda == NULL) {
+        st = TE_FAIL(TE_ERROR_MEMORY, "no memory for the state of CUDA device %d", (int)index);
+        goto done;
+    }
+    TE_TRY_DONE(TE_CU(cuDeviceGet, &cuda->device, index));
+    TE_TRY_DONE(read_attributes(cuda));
+    TE_TRY_DONE(te_cuda_images_open(cuda));
+    TE_TRY_DONE(TE_CU(cuDevicePrimaryCtxRetain, &cuda->context, cuda->device));
+    *state = cuda;
+    cuda = NULL;
+done:
+    close_device(cuda);
+    return st;
+}
+
 const te_device_driver *te_cuda_driver(void)
 {
-    static const te_device_driver driver = {te_cuda_open, te_cuda_close, &backend,
-                                            te_cuda_tune_gemm};
+    static const te_device_driver driver = {open_device, close_device, &backend, te_cuda_tune_gemm};
     return &driver;
 }

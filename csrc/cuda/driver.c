@@ -1,17 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * driver.c - opens the CUDA driver and a device, and makes its primary context current around
- * calls.
+ * driver.c - opens the CUDA driver, and makes a device's primary context current around calls.
  */
 #include "cuda/api.h"
 
 #include <dlfcn.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "core/fork.h"
 #include "core/status.h"
-#include "cuda/gemm_cublaslt.h"
 
 te_cuda_api te_cuda_functions;
 
@@ -46,7 +43,7 @@ static te_status load_symbols(void *library, te_cuda_api *api)
     return TE_OK;
 }
 
-static te_status load_api(void)
+te_status te_cuda_load_api(void)
 {
     te_status st = TE_OK;
     te_cuda_api api;
@@ -85,74 +82,6 @@ te_status te_cuda_check(CUresult result, const char *call, const char *file, int
     return te_fail(result == CUDA_ERROR_OUT_OF_MEMORY ? TE_ERROR_MEMORY : TE_ERROR_DEVICE, file,
                    line, "%s: %s (%d): %s%s", call, name != NULL ? name : "unknown error",
                    (int)result, description != NULL ? description : "no description", hint);
-}
-
-static te_status read_attributes(te_cuda_state *cuda)
-{
-    const struct {
-        CUdevice_attribute attribute;
-        int *value;
-    } wanted[] = {
-        {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, &cuda->capability_major},
-        {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, &cuda->capability_minor},
-        {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, &cuda->shared_limit},
-    };
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
-        TE_TRY(TE_CU(cuDeviceGetAttribute, wanted[i].value, wanted[i].attribute, cuda->device));
-    }
-    if (cuda->capability_major < 8) {
-        return TE_FAIL(TE_ERROR_DEVICE, "compute capability %d.%d, at least 8.0 is needed",
-                       cuda->capability_major, cuda->capability_minor);
-    }
-    return TE_OK;
-}
-
-te_status te_cuda_open(int32_t index, void **state)
-{
-    te_status st = TE_OK;
-    te_cuda_state *cuda = NULL;
-    int count = 0;
-    *state = NULL;
-    TE_TRY_DONE(load_api());
-    TE_TRY_DONE(TE_CU(cuDeviceGetCount, &count));
-    if (index < 0 || index >= count) {
-        st = TE_FAIL(TE_ERROR_DEVICE, "CUDA device %d does not exist: there are %d", (int)index,
-                     count);
-        goto done;
-    }
-    cuda = calloc(1, sizeof *cuda);
-    if (cuda == NULL) {
-        st = TE_FAIL(TE_ERROR_MEMORY, "no memory for the state of CUDA device %d", (int)index);
-        goto done;
-    }
-    TE_TRY_DONE(TE_CU(cuDeviceGet, &cuda->device, index));
-    TE_TRY_DONE(read_attributes(cuda));
-    TE_TRY_DONE(te_cuda_images_open(cuda));
-    TE_TRY_DONE(TE_CU(cuDevicePrimaryCtxRetain, &cuda->context, cuda->device));
-    *state = cuda;
-    cuda = NULL;
-done:
-    te_cuda_close(cuda);
-    return st;
-}
-
-/* Failures are passed over: at the end of a process the driver may be gone before its callers. */
-void te_cuda_close(void *state)
-{
-    te_cuda_state *cuda = state;
-    te_cuda_scope scope = {0};
-    if (cuda == NULL) return;
-    if (cuda->context != NULL && te_cuda_enter(cuda, &scope) == TE_OK) {
-        te_cublaslt_destroy(cuda->cublaslt);
-        te_cuda_images_close(cuda);
-        te_cuda_leave(cuda, &scope);
-    } else {
-        te_cuda_images_close(cuda);
-    }
-    if (cuda->context != NULL) {
-        (void)te_cuda_functions.cuDevicePrimaryCtxRelease(cuda->device);
-    }
-    free(cuda);
 }
 
 te_status te_cuda_enter(te_cuda_state *cuda, te_cuda_scope *scope)
@@ -209,45 +138,4 @@ int te_cuda_is_capturing(te_cuda_state *cuda, void *stream)
     (void)cuda;
     if (te_cuda_functions.cuStreamIsCapturing((CUstream)stream, &status) != CUDA_SUCCESS) return 0;
     return status != CU_STREAM_CAPTURE_STATUS_NONE;
-}
-
-struct te_cublaslt **te_cuda_cublaslt(te_cuda_state *cuda)
-{
-    return &cuda->cublaslt;
-}
-
-te_status te_cuda_launch(te_cuda_state *cuda, const char *family, const char *name,
-                         const te_cuda_dims *dims, const void *params, size_t params_size,
-                         void *stream)
-{
-    CUfunction function = NULL;
-    CUlaunchConfig config;
-    CUresult result;
-    void *extra[] = {CU_LAUNCH_PARAM_BUFFER_POINTER, (void *)(uintptr_t)params,
-                     CU_LAUNCH_PARAM_BUFFER_SIZE, &params_size, CU_LAUNCH_PARAM_END};
-    TE_TRY(te_cuda_find_kernel(cuda, family, name, dims->shared_bytes > 0, &function));
-    memset(&config, 0, sizeof config);
-    config.gridDimX = dims->grid_x;
-    config.gridDimY = dims->grid_y;
-    config.gridDimZ = dims->grid_z;
-    config.blockDimX = dims->block_x;
-    config.blockDimY = dims->block_y;
-    config.blockDimZ = dims->block_z;
-    config.sharedMemBytes = dims->shared_bytes;
-    config.hStream = (CUstream)stream;
-    result = te_cuda_functions.cuLaunchKernelEx(&config, function, NULL, extra);
-    return result == CUDA_SUCCESS ? TE_OK : te_cuda_check(result, name, __FILE__, __LINE__);
-}
-
-te_status te_cuda_run(te_cuda_state *cuda, const te_cuda_call *calls, int count, void *stream)
-{
-    te_status st = TE_OK;
-    te_cuda_scope scope;
-    TE_TRY(te_cuda_enter(cuda, &scope));
-    for (int i = 0; i < count && st == TE_OK; i++) {
-        st = te_cuda_launch(cuda, calls[i].family, calls[i].name, &calls[i].dims, calls[i].params,
-                            calls[i].params_size, stream);
-    }
-    te_cuda_leave(cuda, &scope);
-    return st;
 }

@@ -12,9 +12,6 @@
 /* Host objects of one device; what te_context_state() returns for a CUDA context. */
 typedef struct te_cuda_state te_cuda_state;
 
-te_status te_cuda_open(int32_t index, void **state);
-void te_cuda_close(void *state);
-
 /* Makes the device's primary context current for this thread, remembering what was; every entry
  * that calls the driver or a vendor library runs between enter and leave. Cheap when already
  * current. */
@@ -61,9 +58,5 @@ te_status te_cuda_run(te_cuda_state *cuda, const te_cuda_call *calls, int count,
 
 /* True while the stream is being captured into a graph. */
 int te_cuda_is_capturing(te_cuda_state *cuda, void *stream);
-
-/* Slot of the vendor-library states that hang on the device (gemm_cublaslt.c). */
-struct te_cublaslt;
-struct te_cublaslt **te_cuda_cublaslt(te_cuda_state *cuda);
 
 #endif

@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "core/status.h"
-#include "cpu/fp8.h"
+#include "core/fp8.h"
 #include "cuda/kernels/elementwise.h"
 #include "cuda/launch.h"
 
@@ -103,7 +103,7 @@ te_status te_cuda_fill(void *self, te_context *context, const void *args_, void 
     size_t bytes;
     (void)self;
     if (te_tensor_numel(&args->output) == 0) return TE_OK;
-    bytes = te_cpu_encode(args->output.dtype, args->value, pattern);
+    bytes = te_encode(args->output.dtype, args->value, pattern);
     for (size_t i = bytes; i < sizeof pattern; i++) pattern[i] = pattern[i % bytes];
     memcpy(&params.pattern, pattern, sizeof params.pattern);
     memcpy(&params.pattern_high, pattern + 4, sizeof params.pattern_high);

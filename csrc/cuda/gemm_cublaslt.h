@@ -2,7 +2,8 @@
  *
  * gemm_cublaslt.h - cuBLASLt behind the GEMM operator: what one matmul is (key), the algorithm
  * chosen for it (cached per device), and its launch. gemm_cublaslt.c makes keys from te_gemm_args;
- * gemm_algorithm.c owns the cache; gemm_tuner.c times candidates where that is switched on.
+ * gemm_algorithm.c owns the cache; gemm_tuner.c times candidates where that is switched on;
+ * gemm_matmul.c tells the library of one matmul.
  *
  * Row-major d[m, n] = a[m, k] b[k, n] is what cuBLASLt calls D = A B with D [n, m] column-major,
  * its A being our b and its B our a. The names here are ours.
@@ -97,6 +98,9 @@ typedef struct te_gemm_descriptor {
 } te_gemm_descriptor;
 te_status te_gemm_describe(const te_cublaslt *lt, const te_gemm_key *key,
                            const te_gemm_pointers *at, te_gemm_descriptor *out);
+/* Fills the layouts of an entry. */
+te_status te_gemm_describe_matrices(const te_cublaslt_api *api, const te_gemm_key *key,
+                                    te_gemm_entry *out);
 
 /* The entry of a key: from the cache, else made by the heuristic (and the tuner). `spare` is what
  * *out points to when the cache is full. UNSUPPORTED with the whole problem in the text where the

@@ -17,7 +17,6 @@
 
 #include "core/status.h"
 #include "cuda/api.h"
-#include "cuda/ops.h"
 
 #define FORMAT 1
 #define REPEATS 10
@@ -264,24 +263,4 @@ void te_gemm_tuner_destroy(te_gemm_tuner *tuner)
     free(tuner->winners);
     free(tuner->path);
     free(tuner);
-}
-
-te_status te_cuda_tune_gemm(void *state, int32_t enabled, const char *cache_file)
-{
-    te_cuda_state *cuda = state;
-    te_cuda_scope scope;
-    te_cublaslt *lt = NULL;
-    te_gemm_tuner *made = NULL, *old;
-    te_status st;
-    TE_TRY(te_cuda_enter(cuda, &scope));
-    TE_TRY_DONE(te_cublaslt_open(cuda, &lt));
-    if (enabled) TE_TRY_DONE(te_gemm_tuner_create(lt, cache_file, &made));
-    (void)pthread_mutex_lock(&lt->lock);
-    old = lt->tuner;
-    lt->tuner = made;
-    (void)pthread_mutex_unlock(&lt->lock);
-    te_gemm_tuner_destroy(old);
-done:
-    te_cuda_leave(cuda, &scope);
-    return st;
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * image.c - from the name of a kernel to its handle: loads the embedded image at first use, or
+ * image.c - from the name of a kernel to its launch: loads the embedded image at first use, or
  * compiles the embedded source where the driver refuses the image.
  */
 #include "cuda/api.h"
@@ -140,8 +140,8 @@ static void publish(te_cuda_state *cuda, const char *name, CUfunction function)
     }
 }
 
-te_status te_cuda_find_kernel(te_cuda_state *cuda, const char *family, const char *name,
-                              int dynamic_shared, CUfunction *function)
+static te_status find_kernel(te_cuda_state *cuda, const char *family, const char *name,
+                             int dynamic_shared, CUfunction *function)
 {
     te_status st = TE_OK;
     te_cuda_relaxed relaxed = {0};
@@ -161,5 +161,41 @@ te_status te_cuda_find_kernel(te_cuda_state *cuda, const char *family, const cha
 done:
     te_cuda_restore_capture(&relaxed);
     (void)pthread_mutex_unlock(&cuda->lock);
+    return st;
+}
+
+te_status te_cuda_launch(te_cuda_state *cuda, const char *family, const char *name,
+                         const te_cuda_dims *dims, const void *params, size_t params_size,
+                         void *stream)
+{
+    CUfunction function = NULL;
+    CUlaunchConfig config;
+    CUresult result;
+    void *extra[] = {CU_LAUNCH_PARAM_BUFFER_POINTER, (void *)(uintptr_t)params,
+                     CU_LAUNCH_PARAM_BUFFER_SIZE, &params_size, CU_LAUNCH_PARAM_END};
+    TE_TRY(find_kernel(cuda, family, name, dims->shared_bytes > 0, &function));
+    memset(&config, 0, sizeof config);
+    config.gridDimX = dims->grid_x;
+    config.gridDimY = dims->grid_y;
+    config.gridDimZ = dims->grid_z;
+    config.blockDimX = dims->block_x;
+    config.blockDimY = dims->block_y;
+    config.blockDimZ = dims->block_z;
+    config.sharedMemBytes = dims->shared_bytes;
+    config.hStream = (CUstream)stream;
+    result = te_cuda_functions.cuLaunchKernelEx(&config, function, NULL, extra);
+    return result == CUDA_SUCCESS ? TE_OK : te_cuda_check(result, name, __FILE__, __LINE__);
+}
+
+te_status te_cuda_run(te_cuda_state *cuda, const te_cuda_call *calls, int count, void *stream)
+{
+    te_status st = TE_OK;
+    te_cuda_scope scope;
+    TE_TRY(te_cuda_enter(cuda, &scope));
+    for (int i = 0; i < count && st == TE_OK; i++) {
+        st = te_cuda_launch(cuda, calls[i].family, calls[i].name, &calls[i].dims, calls[i].params,
+                            calls[i].params_size, stream);
+    }
+    te_cuda_leave(cuda, &scope);
     return st;
 }

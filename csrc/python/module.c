@@ -8,37 +8,11 @@
  */
 #include "python/state.h"
 
-int tepy_state_verify(const tepy_state *state, tepy_stage stage)
-{
-#define X(name, when)                                                                              \
-    if (stage == TEPY_##when && state->name == NULL) {                                             \
-        PyErr_SetString(PyExc_SystemError, "state slot " #name " is empty");                       \
-        return -1;                                                                                 \
-    }
-    TEPY_STATE_REFS(X)
-#undef X
-#define X(name, count, when)                                                                       \
-    for (int i = 0; stage == TEPY_##when && i < (count); i++) {                                    \
-        if (state->name[i] != NULL) continue;                                                      \
-        PyErr_SetString(PyExc_SystemError, "state slot " #name " is empty");                       \
-        return -1;                                                                                 \
-    }
-    TEPY_STATE_ARRAYS(X)
-#undef X
-    return 0;
-}
-
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     tepy_state *state = tepy_state_of(module);
-#define X(name, when) Py_VISIT(state->name);
-    TEPY_STATE_REFS(X)
-#undef X
-#define X(name, count, when)                                                                       \
-    for (int i = 0; i < (count); i++) Py_VISIT(state->name[i]);
-    TEPY_STATE_ARRAYS(X)
-#undef X
-    return tepy_backends_visit(state, visit, arg);
+    int result = tepy_state_visit(state, visit, arg);
+    return result != 0 ? result : tepy_backends_visit(state, visit, arg);
 }
 
 static int module_clear(PyObject *module)
@@ -46,14 +20,7 @@ static int module_clear(PyObject *module)
     tepy_state *state = tepy_state_of(module);
     tepy_backends_clear(state);
     tepy_plans_free(state);
-    state->exchange = NULL; /* its capsule goes below */
-#define X(name, when) Py_CLEAR(state->name);
-    TEPY_STATE_REFS(X)
-#undef X
-#define X(name, count, when)                                                                       \
-    for (int i = 0; i < (count); i++) Py_CLEAR(state->name[i]);
-    TEPY_STATE_ARRAYS(X)
-#undef X
+    tepy_state_clear(state);
     return 0;
 }
 

@@ -90,10 +90,12 @@ int tepy_fail_showing(PyObject *exception, tepy_site site, const char *format, P
 /* The same with the exception that is set as its cause. */
 int tepy_fail_from_current(PyObject *exception, tepy_site site, const char *fix);
 
-/* ---- module.c ---- */
+/* ---- state.c ---- */
 
 /* 0, or -1 with SystemError where a slot that is filled at `stage` is empty. */
 int tepy_state_verify(const tepy_state *state, tepy_stage stage);
+int tepy_state_visit(tepy_state *state, visitproc visit, void *arg);
+void tepy_state_clear(tepy_state *state);
 
 /* ---- gil.c ---- */
 

@@ -7,8 +7,8 @@
  * compiled for; all instruction sets thus share one definition. No conversion depends on the
  * denormals-are-zero mode of the processor: subnormals are made from integers.
  */
-#ifndef TE_CPU_FP8_H
-#define TE_CPU_FP8_H
+#ifndef TE_CORE_FP8_H
+#define TE_CORE_FP8_H
 
 #include <stdint.h>
 #include <string.h>
@@ -16,9 +16,9 @@
 #include "transformer_engine.h"
 
 #if defined(__GNUC__)
-#define TE_CPU_INLINE static inline __attribute__((always_inline))
+#define TE_INLINE static inline __attribute__((always_inline))
 #else
-#define TE_CPU_INLINE static inline
+#define TE_INLINE static inline
 #endif
 
 #define TE_F32_INF_BITS 0x7f800000
@@ -26,14 +26,14 @@
 
 /* Signed, because a signed maximum exists in more instruction sets and magnitudes never reach the
  * sign bit. */
-TE_CPU_INLINE int32_t te_bits_of(float value)
+TE_INLINE int32_t te_bits_of(float value)
 {
     int32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
 }
 
-TE_CPU_INLINE float te_float_of(int32_t bits)
+TE_INLINE float te_float_of(int32_t bits)
 {
     float value;
     memcpy(&value, &bits, sizeof value);
@@ -43,21 +43,21 @@ TE_CPU_INLINE float te_float_of(int32_t bits)
 /* low where value < limit, else high; both compared numbers are magnitudes. By masks, because with
  * a ternary the compiler moves the computation of one side into a branch and the loop around it is
  * not vectorized. */
-TE_CPU_INLINE int32_t te_select_below(int32_t value, int32_t limit, int32_t low, int32_t high)
+TE_INLINE int32_t te_select_below(int32_t value, int32_t limit, int32_t low, int32_t high)
 {
     int32_t mask = (value - limit) >> 31;
     return (low & mask) | (high & ~mask);
 }
 
 /* Bits of |value|; 0 for NaN. Ordered as the magnitudes are. */
-TE_CPU_INLINE int32_t te_magnitude_bits(float value)
+TE_INLINE int32_t te_magnitude_bits(float value)
 {
     int32_t bits = te_bits_of(value) & 0x7fffffff;
     return bits > TE_F32_INF_BITS ? 0 : bits;
 }
 
 /* Round to nearest even; beyond 448, Inf included, saturates; NaN gives 0x7f without a sign. */
-TE_CPU_INLINE uint8_t te_f32_to_e4m3(float value)
+TE_INLINE uint8_t te_f32_to_e4m3(float value)
 {
     int32_t bits = te_bits_of(value), magnitude = bits & 0x7fffffff;
     int32_t sign = (int32_t)((uint32_t)bits >> 24) & 0x80;
@@ -70,7 +70,7 @@ TE_CPU_INLINE uint8_t te_f32_to_e4m3(float value)
 }
 
 /* The same with 57344 as the largest value. */
-TE_CPU_INLINE uint8_t te_f32_to_e5m2(float value)
+TE_INLINE uint8_t te_f32_to_e5m2(float value)
 {
     int32_t bits = te_bits_of(value), magnitude = bits & 0x7fffffff;
     int32_t sign = (int32_t)((uint32_t)bits >> 24) & 0x80;
@@ -83,7 +83,7 @@ TE_CPU_INLINE uint8_t te_f32_to_e5m2(float value)
 }
 
 /* Round to nearest even; NaN stays a quiet NaN with the upper part of its payload. */
-TE_CPU_INLINE uint16_t te_f32_to_f16(float value)
+TE_INLINE uint16_t te_f32_to_f16(float value)
 {
     int32_t bits = te_bits_of(value), magnitude = bits & 0x7fffffff;
     int32_t sign = (int32_t)((uint32_t)bits >> 16) & 0x8000;
@@ -96,7 +96,7 @@ TE_CPU_INLINE uint16_t te_f32_to_f16(float value)
     return (uint16_t)(te_select_below(magnitude, TE_F32_NAN_BITS, code, nan) | sign);
 }
 
-TE_CPU_INLINE uint16_t te_f32_to_bf16(float value)
+TE_INLINE uint16_t te_f32_to_bf16(float value)
 {
     uint32_t bits = (uint32_t)te_bits_of(value);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -104,7 +104,7 @@ TE_CPU_INLINE uint16_t te_f32_to_bf16(float value)
     return (uint16_t)((int32_t)(bits & 0x7fffffff) > TE_F32_INF_BITS ? nan : rounded);
 }
 
-TE_CPU_INLINE float te_f16_to_f32(uint16_t code)
+TE_INLINE float te_f16_to_f32(uint16_t code)
 {
     int32_t magnitude = code & 0x7fff, sign = (int32_t)((uint32_t)(code & 0x8000) << 16);
     int32_t normal = (magnitude << 13) + (112 << 23);
@@ -114,12 +114,12 @@ TE_CPU_INLINE float te_f16_to_f32(uint16_t code)
     return te_float_of(te_select_below(magnitude, 0x7c00, bits, special) | sign);
 }
 
-TE_CPU_INLINE float te_bf16_to_f32(uint16_t code)
+TE_INLINE float te_bf16_to_f32(uint16_t code)
 {
     return te_float_of((int32_t)((uint32_t)code << 16));
 }
 
-TE_CPU_INLINE float te_e4m3_to_f32(uint8_t code)
+TE_INLINE float te_e4m3_to_f32(uint8_t code)
 {
     int32_t magnitude = code & 0x7f, sign = (int32_t)((uint32_t)(code & 0x80) << 24);
     int32_t normal = (magnitude << 20) + (120 << 23);
@@ -128,13 +128,13 @@ TE_CPU_INLINE float te_e4m3_to_f32(uint8_t code)
     return te_float_of(te_select_below(magnitude, 0x7f, bits, 0x7fc00000) | sign);
 }
 
-TE_CPU_INLINE float te_e5m2_to_f32(uint8_t code)
+TE_INLINE float te_e5m2_to_f32(uint8_t code)
 {
     return te_f16_to_f32((uint16_t)(code << 8));
 }
 
 /* One fp64 number rounded once to a dtype, as the element's bytes (at most 8, native order). FP8
  * saturates; integers round to nearest and saturate, NaN becoming 0. Returns the element's size. */
-size_t te_cpu_encode(te_dtype dtype, double value, unsigned char *bytes);
+size_t te_encode(te_dtype dtype, double value, unsigned char *bytes);
 
 #endif

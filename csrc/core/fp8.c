@@ -3,7 +3,7 @@
  * fp8.c - single numbers to elements of any dtype. The conversions of arrays are in fp8.h, where
  * the compiler can make vector code of them.
  */
-#include "cpu/fp8.h"
+#include "core/fp8.h"
 
 /* fp64 to fp32, rounded to odd: a second rounding, to a narrower float, then gives what a single
  * one would have given. */
@@ -41,7 +41,7 @@ static size_t put(unsigned char *bytes, const void *element, size_t size)
     return size;
 }
 
-size_t te_cpu_encode(te_dtype dtype, double value, unsigned char *bytes)
+size_t te_encode(te_dtype dtype, double value, unsigned char *bytes)
 {
     float odd = round_to_odd(value), nearest = (float)value;
     uint16_t half = dtype == TE_DTYPE_F16 ? te_f32_to_f16(odd) : te_f32_to_bf16(odd);

@@ -1,0 +1,131 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * gemm_matmul.c - one matmul as cuBLASLt is told of it, and its launch. Descriptors are rebuilt on
+ * the stack for each call (0.1 us): they hold the pointers of the call, and sharing them would need
+ * a lock.
+ */
+#include <string.h>
+
+#include "core/counters.h"
+#include "core/status.h"
+#include "cuda/gemm_cublaslt.h"
+
+static cudaDataType_t cuda_type(uint8_t dtype)
+{
+    static const cudaDataType_t types[TE_DTYPE_COUNT] = {
+#define X(NAME, name, bits, dlpack, cuda, max) [TE_DTYPE_##NAME] = (cudaDataType_t)(cuda),
+        TE_DTYPES(X)
+#undef X
+    };
+    return types[dtype];
+}
+
+/* ---- describing a problem ----------------------------------------------------------------- */
+
+static cublasLtEpilogue_t epilogue_of(const te_gemm_key *key)
+{
+    int bias = key->bias_dtype != TE_GEMM_NO_DTYPE;
+    if (key->features & TE_GEMM_FEATURE_BIAS_GRAD) return CUBLASLT_EPILOGUE_BGRADB;
+    if (!(key->features & TE_GEMM_FEATURE_GELU))
+        return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+    if (key->aux_dtype != TE_GEMM_NO_DTYPE)
+        return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+}
+
+te_status te_gemm_describe(const te_cublaslt *lt, const te_gemm_key *key,
+                           const te_gemm_pointers *at, te_gemm_descriptor *out)
+{
+    const te_cublaslt_api *api = &lt->api;
+    cublasLtMatmulDesc_t desc = (cublasLtMatmulDesc_t)(void *)out;
+    int tf32 = key->features & TE_GEMM_FEATURE_TF32;
+    int32_t op_a = key->b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+    int32_t op_b = key->a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+    uint32_t epilogue = (uint32_t)epilogue_of(key);
+    cublasStatus_t status;
+    memset(out, 0, sizeof *out);
+    status = api->cublasLtMatmulDescInit_internal(
+        desc, sizeof *out, tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUDA_R_32F);
+#define SET(NAME, value)                                                                           \
+    if (status == CUBLAS_STATUS_SUCCESS)                                                           \
+    status = api->cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_##NAME, &(value),      \
+                                                 sizeof(value))
+    SET(TRANSA, op_a);
+    SET(TRANSB, op_b);
+    SET(EPILOGUE, epilogue);
+    if (te_dtype_is_fp8((te_dtype)key->a_dtype)) {
+        int8_t fast = (key->features & TE_GEMM_FEATURE_FAST) != 0;
+        SET(FAST_ACCUM, fast);
+        SET(A_SCALE_POINTER, at->b_scale);
+        SET(B_SCALE_POINTER, at->a_scale);
+        if (te_dtype_is_fp8((te_dtype)key->d_dtype)) SET(D_SCALE_POINTER, at->d_scale);
+        if (key->features & TE_GEMM_FEATURE_AMAX) SET(AMAX_D_POINTER, at->amax);
+    }
+    if (key->bias_dtype != TE_GEMM_NO_DTYPE) {
+        int32_t type = cuda_type(key->bias_dtype);
+        SET(BIAS_POINTER, at->bias);
+        SET(BIAS_DATA_TYPE, type);
+    }
+    if (key->aux_dtype != TE_GEMM_NO_DTYPE) {
+        int32_t type = cuda_type(key->aux_dtype);
+        SET(EPILOGUE_AUX_POINTER, at->aux);
+        SET(EPILOGUE_AUX_LD, key->aux_stride);
+        SET(EPILOGUE_AUX_DATA_TYPE, type);
+    }
+#undef SET
+    return te_cublaslt_check(api, status, "cublasLtMatmulDescSetAttribute", __FILE__, __LINE__);
+}
+
+/* Column-major: a row-major [rows, columns] matrix is columns x rows. */
+static te_status describe_matrix(const te_cublaslt_api *api, cublasLtMatrixLayoutOpaque_t *out,
+                                 uint8_t dtype, int64_t rows, int64_t columns, int64_t stride)
+{
+    return TE_CUBLASLT(api, cublasLtMatrixLayoutInit_internal, out, sizeof *out, cuda_type(dtype),
+                       (uint64_t)columns, (uint64_t)rows, stride);
+}
+
+te_status te_gemm_describe_matrices(const te_cublaslt_api *api, const te_gemm_key *key,
+                                    te_gemm_entry *out)
+{
+    int64_t m = key->m, n = key->n, k = key->k;
+    TE_TRY(describe_matrix(api, &out->a, key->b_dtype, key->b_transposed ? n : k,
+                           key->b_transposed ? k : n, key->b_stride));
+    TE_TRY(describe_matrix(api, &out->b, key->a_dtype, key->a_transposed ? k : m,
+                           key->a_transposed ? m : k, key->a_stride));
+    TE_TRY(describe_matrix(api, &out->c, key->c_dtype, m, n, key->d_stride));
+    return describe_matrix(api, &out->d, key->d_dtype, m, n, key->d_stride);
+}
+
+/* ---- launching ---------------------------------------------------------------------------- */
+
+cublasStatus_t te_gemm_matmul(const te_cublaslt *lt, const te_gemm_entry *entry,
+                              const cublasLtMatmulAlgo_t *algo, const te_gemm_pointers *at,
+                              te_gemm_descriptor *desc, void *stream)
+{
+    static const float one = 1.0F, zero = 0.0F;
+    const float *beta = (entry->key.features & TE_GEMM_FEATURE_ACCUMULATE) ? &one : &zero;
+    const void *c =
+        entry->key.c_dtype == entry->key.d_dtype ? at->d : NULL; /* never read when beta = 0 */
+    return lt->api.cublasLtMatmul(
+        lt->handle, (cublasLtMatmulDesc_t)(void *)desc, &one, at->b,
+        (cublasLtMatrixLayout_t)&entry->a, at->a, (cublasLtMatrixLayout_t)&entry->b, beta, c,
+        (cublasLtMatrixLayout_t)&entry->c, at->d, (cublasLtMatrixLayout_t)&entry->d, algo,
+        at->workspace_size > 0 ? at->workspace : NULL, at->workspace_size, (cudaStream_t)stream);
+}
+
+te_status te_gemm_launch(const te_cublaslt *lt, te_gemm_entry *entry, const te_gemm_pointers *at,
+                         void *stream)
+{
+    te_gemm_descriptor desc;
+    te_cuda_relaxed relaxed;
+    cublasStatus_t status;
+    int cold = atomic_load_explicit(&entry->warm, memory_order_relaxed) == 0;
+    TE_TRY(te_gemm_describe(lt, &entry->key, at, &desc));
+    if (cold) TE_TRY(te_cuda_relax_capture(&relaxed)); /* the first launch of a kernel loads it */
+    status = te_gemm_matmul(lt, entry, &entry->algo, at, &desc, stream);
+    if (cold) te_cuda_restore_capture(&relaxed);
+    TE_TRY(te_cublaslt_check(&lt->api, status, "cublasLtMatmul", __FILE__, __LINE__));
+    if (cold) atomic_store_explicit(&entry->warm, 1, memory_order_relaxed);
+    te_count_gemm(TE_DEVICE_CUDA, (te_dtype)entry->key.a_dtype, (te_dtype)entry->key.b_dtype);
+    return TE_OK;
+}
