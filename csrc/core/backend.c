@@ -11,69 +11,171 @@
 #include "core/fork.h"
 #include "core/status.h"
 
-/* Registered plug-ins, guarded by the lock; the built-in backends come from the device drivers. */
-TE_PROCESS_LOCK(lock);
-static te_backend registered[TE_MAX_BACKENDS - 1];
-static int registered_count;
-static _Atomic(te_op_table *) published[TE_DEVICE_COUNT];
-static const te_op_table empty_table;
+/* A plug-in; the built-in backends come from the device drivers. */
+typedef struct registration {
+    te_backend backend;
+    int users; /* the list of those registered, and tables; guarded by the lock */
+    struct registration *next;
+} registration;
 
-static void add_backend(te_op_table *table, const te_backend *backend, const int32_t *priorities[])
+struct te_op_table {
+    /* 0 less one for each release; once the table is replaced, plus one for each acquisition: what
+     * is left is how many hold it. */
+    _Atomic int64_t balance;
+    int64_t number; /* 0: not in use; guarded by the lock */
+    int count[TE_OP_COUNT];
+    const te_backend *candidates[TE_OP_COUNT][TE_MAX_BACKENDS]; /* highest priority first */
+    registration *plugins[TE_MAX_BACKENDS]; /* those of the candidates, then NULL */
+};
+
+/* Tables that calls in flight may hold at a time, and those in force. pool[0] is never used. */
+#define POOL 32
+
+TE_PROCESS_LOCK(lock);
+static registration *registered[TE_MAX_BACKENDS - 1];
+static int registered_count;
+static int64_t published_count;
+static te_op_table pool[POOL];
+/* The place in the pool of the table in force, plus ACQUIRED for each time it was acquired: in one
+ * word, so that no table is replaced between the two. */
+static _Atomic uint64_t in_force[TE_DEVICE_COUNT];
+#define ACQUIRED ((uint64_t)POOL)
+
+static void add_backend(te_op_table *table, const te_backend *backend)
 {
     for (int op = 0; op < TE_OP_COUNT; op++) {
-        te_op_candidate *list = table->candidates[op];
+        const te_backend **list = table->candidates[op];
         int at = table->count[op];
-        if (backend->slots[op].function == NULL || at == TE_MAX_BACKENDS) continue;
+        if (backend->slots[op].function == NULL) continue;
         /* Later registrations of the same priority come first: an override overrides. */
-        while (at > 0 && *priorities[op * TE_MAX_BACKENDS + at - 1] <= backend->priority) {
-            list[at] = list[at - 1];
-            priorities[op * TE_MAX_BACKENDS + at] = priorities[op * TE_MAX_BACKENDS + at - 1];
-            at--;
-        }
-        list[at].backend = backend->name;
-        list[at].slot = backend->slots[op];
-        priorities[op * TE_MAX_BACKENDS + at] = &backend->priority;
+        for (; at > 0 && list[at - 1]->priority <= backend->priority; at--) list[at] = list[at - 1];
+        list[at] = backend;
         table->count[op]++;
     }
 }
 
-/* Builds and publishes the table of a device; the lock is held. */
-static const te_op_table *publish(te_device_type device)
+/* ---- the life of tables and plug-ins; the lock is held but for release_all ---- */
+
+static void disuse(registration *plugin, registration **unused)
 {
-    const int32_t *priorities[TE_OP_COUNT * TE_MAX_BACKENDS];
-    const te_device_driver *driver = device == TE_DEVICE_CPU ? te_cpu_driver() : te_cuda_driver();
-    te_op_table *table = calloc(1, sizeof *table);
-    if (table == NULL) return NULL;
-    if (driver != NULL) add_backend(table, driver->backend, priorities);
-    for (int i = 0; i < registered_count; i++) {
-        if (registered[i].device == device) add_backend(table, &registered[i], priorities);
-    }
-    atomic_store_explicit(&published[device], table, memory_order_release);
-    return table;
+    if (--plugin->users > 0) return;
+    plugin->next = *unused;
+    *unused = plugin;
 }
 
-const te_op_table *te_op_table_current(te_device_type device)
+static void empty_table(te_op_table *table, registration **unused)
 {
-    const te_op_table *table = atomic_load_explicit(&published[device], memory_order_acquire);
-    if (table != NULL) return table;
-    (void)pthread_mutex_lock(&lock);
-    table = atomic_load_explicit(&published[device], memory_order_acquire);
-    if (table == NULL) table = publish(device);
-    (void)pthread_mutex_unlock(&lock);
-    return table != NULL ? table : &empty_table;
+    for (int i = 0; table->plugins[i] != NULL; i++) disuse(table->plugins[i], unused);
+    table->number = 0;
 }
+
+/* Without the lock: the plug-in's own code runs. */
+static void release_all(registration *unused)
+{
+    while (unused != NULL) {
+        registration *plugin = unused;
+        unused = plugin->next;
+        if (plugin->backend.release != NULL) plugin->backend.release(plugin->backend.self);
+        free(plugin);
+    }
+}
+
+/* NULL where calls in flight hold the whole pool. */
+static te_op_table *unused_table(void)
+{
+    for (int i = 1; i < POOL; i++) {
+        if (pool[i].number == 0) return &pool[i];
+    }
+    return NULL;
+}
+
+/* Fills a table with the backends of a device and puts it in force. */
+static void publish(te_op_table *table, te_device_type device, registration **unused)
+{
+    const te_device_driver *driver = device == TE_DEVICE_CPU ? te_cpu_driver() : te_cuda_driver();
+    te_op_table *replaced;
+    uint64_t word;
+    int64_t acquired;
+    int plugins = 0;
+    memset(table, 0, sizeof *table);
+    table->number = ++published_count;
+    if (driver != NULL) add_backend(table, driver->backend);
+    for (int i = 0; i < registered_count; i++) {
+        if (registered[i]->backend.device != device) continue;
+        add_backend(table, &registered[i]->backend);
+        table->plugins[plugins++] = registered[i];
+        registered[i]->users++;
+    }
+    word = atomic_exchange(&in_force[device], (uint64_t)(table - pool));
+    replaced = &pool[word % ACQUIRED];
+    if (replaced == pool) return;
+    acquired = (int64_t)(word / ACQUIRED);
+    if (atomic_fetch_add(&replaced->balance, acquired) + acquired == 0) {
+        empty_table(replaced, unused);
+    }
+}
+
+/* The first tables of all devices at a time: later the pool might be used up. */
+static void publish_first(void)
+{
+    for (int device = 0; device < TE_DEVICE_COUNT; device++) {
+        if (in_force[device] == 0) publish(unused_table(), (te_device_type)device, NULL);
+    }
+}
+
+/* ---- calls ---- */
+
+te_op_table *te_op_table_acquire(te_device_type device)
+{
+    uint64_t word;
+    if (atomic_load_explicit(&in_force[device], memory_order_relaxed) == 0) {
+        (void)pthread_mutex_lock(&lock);
+        publish_first();
+        (void)pthread_mutex_unlock(&lock);
+    }
+    word = atomic_fetch_add_explicit(&in_force[device], ACQUIRED, memory_order_acquire);
+    return &pool[word % ACQUIRED];
+}
+
+void te_op_table_release(te_op_table *table)
+{
+    registration *unused = NULL;
+    if (atomic_fetch_sub_explicit(&table->balance, 1, memory_order_acq_rel) != 1) return;
+    (void)pthread_mutex_lock(&lock);
+    empty_table(table, &unused);
+    (void)pthread_mutex_unlock(&lock);
+    release_all(unused);
+}
+
+int64_t te_op_table_number(const te_op_table *table)
+{
+    return table->number;
+}
+
+/* ---- registration ---- */
 
 static int find_registered(const char *name)
 {
     for (int i = 0; i < registered_count; i++) {
-        if (strcmp(registered[i].name, name) == 0) return i;
+        if (strcmp(registered[i]->backend.name, name) == 0) return i;
     }
     return -1;
+}
+
+/* The lock is held. */
+static te_status no_table(const char *name)
+{
+    return TE_FAIL(
+        TE_ERROR_STATE,
+        "backend %s: calls in flight hold %d operator tables, no more fit: wait for them", name,
+        POOL - 1);
 }
 
 te_status te_backend_register(const te_backend *backend)
 {
     te_status st = TE_OK;
+    registration *made = NULL, *unused = NULL;
+    te_op_table *table;
     if (backend == NULL || backend->size < offsetof(te_backend, slots) || backend->name == NULL) {
         return TE_FAIL(TE_ERROR_INVALID, "backend: size and name must be set");
     }
@@ -81,70 +183,72 @@ te_status te_backend_register(const te_backend *backend)
         return TE_FAIL(TE_ERROR_INVALID, "backend %s: device = %d, expected 0 (CPU) or 1 (CUDA)",
                        backend->name, (int)backend->device);
     }
+    made = calloc(1, sizeof *made);
+    if (made == NULL) {
+        return TE_FAIL(TE_ERROR_MEMORY, "backend %s: no memory to register it", backend->name);
+    }
+    memcpy(&made->backend, backend,
+           backend->size < sizeof *backend ? backend->size : sizeof *backend);
+    made->users = 1;
     (void)pthread_mutex_lock(&lock);
+    publish_first();
+    table = unused_table();
     if (find_registered(backend->name) >= 0) {
         st = TE_FAIL(TE_ERROR_INVALID, "backend %s is registered already: unregister it first",
                      backend->name);
-        goto done;
-    }
-    if (registered_count == TE_MAX_BACKENDS - 1) {
+    } else if (registered_count == TE_MAX_BACKENDS - 1) {
         st = TE_FAIL(TE_ERROR_STATE, "backend %s: %d backends are registered, no more fit",
                      backend->name, registered_count);
-        goto done;
+    } else if (table == NULL) {
+        st = no_table(backend->name);
+    } else {
+        registered[registered_count++] = made;
+        made = NULL;
+        publish(table, backend->device, &unused);
     }
-    memset(&registered[registered_count], 0, sizeof registered[0]);
-    memcpy(&registered[registered_count], backend,
-           backend->size < sizeof *backend ? backend->size : sizeof *backend);
-    registered_count++;
-    if (publish(backend->device) == NULL) {
-        registered_count--;
-        st = TE_FAIL(TE_ERROR_MEMORY, "backend %s: no memory for an operator table", backend->name);
-    }
-done:
     (void)pthread_mutex_unlock(&lock);
+    free(made);
+    release_all(unused);
     return st;
 }
 
 te_status te_backend_unregister(const char *name)
 {
     te_status st = TE_OK;
-    te_backend removed;
+    registration *removed, *unused = NULL;
+    te_op_table *table;
     int at;
     if (name == NULL) return TE_FAIL(TE_ERROR_INVALID, "name is NULL");
     (void)pthread_mutex_lock(&lock);
+    table = unused_table();
     at = find_registered(name);
     if (at < 0) {
         st = TE_FAIL(TE_ERROR_INVALID, "no backend named %s is registered", name);
-        goto done;
-    }
-    removed = registered[at];
-    memmove(&registered[at], &registered[at + 1],
-            (size_t)(registered_count - at - 1) * sizeof registered[0]);
-    registered_count--;
-    if (publish(removed.device) == NULL) {
-        memmove(&registered[at + 1], &registered[at],
+    } else if (table == NULL) {
+        st = no_table(name);
+    } else {
+        removed = registered[at];
+        registered_count--;
+        memmove(&registered[at], &registered[at + 1],
                 (size_t)(registered_count - at) * sizeof registered[0]);
-        registered[at] = removed;
-        registered_count++;
-        st = TE_FAIL(TE_ERROR_MEMORY, "backend %s: no memory for an operator table", name);
+        publish(table, removed->backend.device, &unused);
+        disuse(removed, &unused);
     }
-done:
     (void)pthread_mutex_unlock(&lock);
+    release_all(unused);
     return st;
 }
 
 /* The next candidate from *at on that supports the call; *at moves behind it. */
 static te_status resolve(const te_op_table *table, te_context *context, te_op op, const void *args,
-                         int *at, const te_op_candidate **out)
+                         int *at, const te_op_slot **out)
 {
     te_status st = TE_OK;
     while (*at < table->count[op]) {
-        const te_op_candidate *candidate = &table->candidates[op][(*at)++];
-        st = candidate->slot.supports == NULL
-                 ? TE_OK
-                 : candidate->slot.supports(candidate->slot.self, context, args);
+        const te_op_slot *slot = &table->candidates[op][(*at)++]->slots[op];
+        st = slot->supports == NULL ? TE_OK : slot->supports(slot->self, context, args);
         if (st == TE_OK) {
-            *out = candidate;
+            *out = slot;
             return TE_OK;
         }
         if (st != TE_ERROR_UNSUPPORTED) return st;
@@ -165,13 +269,13 @@ static te_status check_call(te_context *context, te_op op, const void *args)
 te_status te_op_run_in(const te_op_table *table, te_context *context, te_op op, const void *args,
                        void *stream)
 {
-    const te_op_candidate *candidate = NULL;
+    const te_op_slot *slot = NULL;
     te_status st;
     int at = 0;
     TE_TRY(check_call(context, op, args));
     do { /* a function may find out only when called that it does not take the arguments */
-        TE_TRY(resolve(table, context, op, args, &at, &candidate));
-        st = candidate->slot.function(candidate->slot.self, context, args, stream);
+        TE_TRY(resolve(table, context, op, args, &at, &slot));
+        st = slot->function(slot->self, context, args, stream);
     } while (st == TE_ERROR_UNSUPPORTED && at < table->count[op]);
     if (st == TE_OK) te_count_op(te_context_device(context).type, op);
     return st;
@@ -180,36 +284,44 @@ te_status te_op_run_in(const te_op_table *table, te_context *context, te_op op, 
 te_status te_op_workspace_in(const te_op_table *table, te_context *context, te_op op,
                              const void *args, size_t *bytes)
 {
-    const te_op_candidate *candidate = NULL;
+    const te_op_slot *slot = NULL;
     te_status st;
     int at = 0;
     *bytes = 0;
     TE_TRY(check_call(context, op, args));
-    TE_TRY(resolve(table, context, op, args, &at, &candidate));
+    TE_TRY(resolve(table, context, op, args, &at, &slot));
     for (;;) { /* enough for every candidate that the call may end at */
         size_t need = 0;
-        if (candidate->slot.workspace != NULL) {
-            TE_TRY(candidate->slot.workspace(candidate->slot.self, context, args, &need));
+        if (slot->workspace != NULL) {
+            TE_TRY(slot->workspace(slot->self, context, args, &need));
         }
         if (need > *bytes) *bytes = need;
         if (at == table->count[op]) return TE_OK;
-        st = resolve(table, context, op, args, &at, &candidate);
+        st = resolve(table, context, op, args, &at, &slot);
         if (st != TE_OK) return st == TE_ERROR_UNSUPPORTED ? TE_OK : st;
     }
 }
 
 te_status te_op_run(te_context *context, te_op op, const void *args, void *stream)
 {
+    te_op_table *table;
+    te_status st;
     TE_TRY(te_context_check(context));
-    return te_op_run_in(te_op_table_current(te_context_device(context).type), context, op, args,
-                        stream);
+    table = te_op_table_acquire(te_context_device(context).type);
+    st = te_op_run_in(table, context, op, args, stream);
+    te_op_table_release(table);
+    return st;
 }
 
 te_status te_op_workspace(te_context *context, te_op op, const void *args, size_t *bytes)
 {
+    te_op_table *table;
+    te_status st;
     TE_TRY(te_context_check(context));
-    return te_op_workspace_in(te_op_table_current(te_context_device(context).type), context, op,
-                              args, bytes);
+    table = te_op_table_acquire(te_context_device(context).type);
+    st = te_op_workspace_in(table, context, op, args, bytes);
+    te_op_table_release(table);
+    return st;
 }
 
 #define X(NAME, name)                                                                              \

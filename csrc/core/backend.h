@@ -3,28 +3,23 @@
  * backend.h - the operator table: which function runs an operator on a device.
  *
  * Registered backends are kept in order of priority; each change publishes a new immutable table
- * per device atomically. Old tables live as long as the process, so a call in flight may go on
- * using the one it began with.
+ * per device atomically. A call holds the table it began with; a table that is no longer in force
+ * goes with its last call, and a backend with its last table.
  */
 #ifndef TE_CORE_BACKEND_H
 #define TE_CORE_BACKEND_H
 
 #include "transformer_engine.h"
 
-typedef struct te_op_candidate {
-    const char *backend; /* name, for messages */
-    te_op_slot slot;
-} te_op_candidate;
-
 #define TE_MAX_BACKENDS 8
 
-typedef struct te_op_table {
-    int count[TE_OP_COUNT];
-    te_op_candidate candidates[TE_OP_COUNT][TE_MAX_BACKENDS]; /* highest priority first */
-} te_op_table;
+typedef struct te_op_table te_op_table;
 
-/* The table in force for a device. Never NULL. */
-const te_op_table *te_op_table_current(te_device_type device);
+/* Holds the table in force for a device until te_op_table_release. Never NULL. */
+te_op_table *te_op_table_acquire(te_device_type device);
+void te_op_table_release(te_op_table *table);
+/* A number that no other table of the process has had; never 0. */
+int64_t te_op_table_number(const te_op_table *table);
 /* Checks the arguments, then runs the first candidate that supports the call. */
 te_status te_op_run_in(const te_op_table *table, te_context *context, te_op op, const void *args,
                        void *stream);

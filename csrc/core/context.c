@@ -8,7 +8,7 @@
 #include "core/fork.h"
 #include "core/status.h"
 
-/* Direct-mapped: a newer entry replaces an older one. A NULL table marks an empty entry. */
+/* Direct-mapped: a newer entry replaces an older one. Table 0 marks an empty entry. */
 #define SCRATCH_ENTRIES 4096
 
 typedef struct scratch_entry {

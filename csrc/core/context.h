@@ -30,7 +30,7 @@ void *te_context_state(const te_context *context);
  * need another workspace. lookup returns 1 and the bytes, or 0. */
 typedef struct te_scratch_key {
     int64_t plan, rows;
-    const void *table;
+    int64_t table; /* te_op_table_number */
 } te_scratch_key;
 int te_context_scratch_lookup(te_context *context, const te_scratch_key *key, size_t *bytes);
 void te_context_scratch_store(te_context *context, const te_scratch_key *key, size_t bytes);

@@ -546,14 +546,18 @@ typedef struct te_op_slot {
 
 typedef struct te_backend {
     size_t size;
-    const char *name; /* unique; kept by the caller */
+    const char *name; /* unique; kept by the caller until release */
     te_device_type device;
     int32_t priority; /* the highest priority that supports a call runs it; built-in ones have 0 */
+    /* Called once, with no lock held, when no call can come any more: by te_backend_unregister, or
+     * by the thread of the last call in flight. NULL: nothing to release. */
+    void (*release)(void *self);
+    void *self; /* of release; slots have their own */
     te_op_slot slots[TE_OP_COUNT];
 } te_backend;
 
-/* Adds or removes a backend; the struct is copied. A call in flight keeps the table it began
- * with; plans hold none and run with the one in force. */
+/* Adds or removes a backend; the struct is copied. A call in flight keeps the backends it began
+ * with; plans hold none and run with those in force. STATE where calls in flight hold too many. */
 TE_API te_status te_backend_register(const te_backend *backend);
 TE_API te_status te_backend_unregister(const char *name);
 

@@ -14,7 +14,7 @@
 /* What one run resolves its stages against. */
 typedef struct run_state {
     const te_plan *plan;
-    const te_op_table *table;
+    te_op_table *table; /* held while stages run or are measured */
     te_context *context;
     te_tensor buffers[TE_PLAN_MAX_BUFFERS];
     int32_t slots[TE_PLAN_SLOTS];
@@ -295,11 +295,26 @@ static te_status resolve_buffers(run_state *run, const te_plan_call *call, const
     return check_slots(run);
 }
 
+/* The stages [*s, last) as far as the next external one; *s moves to where it stopped. */
+static te_status run_stages(run_state *run, int32_t *s, int32_t last)
+{
+    stage_args args;
+    te_status st = TE_OK;
+    run->table = te_op_table_acquire(te_context_device(run->context).type);
+    for (; *s < last && !run->plan->stages[*s].external; (*s)++) {
+        const te_stage *stage = &run->plan->stages[*s];
+        TE_TRY_DONE(bind_stage(run, stage, &args));
+        TE_TRY_DONE(te_op_run_in(run->table, run->context, stage->op, &args, run->stream));
+    }
+done:
+    te_op_table_release(run->table);
+    return st;
+}
+
 te_status te_plan_run(te_context *context, const te_plan_call *call, int32_t *next, void *stream)
 {
     run_state run;
     const te_layout *layout;
-    stage_args args;
     int32_t last;
     int32_t s;
     TE_TRY(te_context_check(context));
@@ -313,7 +328,6 @@ te_status te_plan_run(te_context *context, const te_plan_call *call, int32_t *ne
                        call->first, last, run.plan->stage_count);
     }
     run.context = context;
-    run.table = te_op_table_current(te_context_device(context).type);
     run.stream = stream;
     memcpy(run.slots, call->slots, sizeof run.slots);
     layout = te_plan_layout_cached(run.plan, call->rows);
@@ -326,10 +340,8 @@ te_status te_plan_run(te_context *context, const te_plan_call *call, int32_t *ne
     run.workspace = (char *)call->scratch + layout->scratch_bytes;
     run.workspace_size = call->scratch_size - (size_t)layout->scratch_bytes;
     if (run.workspace_size == 0) run.workspace = NULL;
-    for (s = call->first; s < last && !run.plan->stages[s].external; s++) {
-        TE_TRY(bind_stage(&run, &run.plan->stages[s], &args));
-        TE_TRY(te_op_run_in(run.table, context, run.plan->stages[s].op, &args, stream));
-    }
+    s = call->first;
+    TE_TRY(run_stages(&run, &s, last));
     if (next != NULL) *next = s;
     return TE_OK;
 }
@@ -338,20 +350,24 @@ te_status te_plan_run(te_context *context, const te_plan_call *call, int32_t *ne
 #define ANY_ADDRESS ((void *)(uintptr_t)0x10000)
 
 /* The plan's own scratch and the largest workspace of its operators, for the buffers in run. */
-static te_status measure_scratch(const run_state *run, const te_layout *layout, size_t *bytes)
+static te_status measure_scratch(run_state *run, const te_layout *layout, size_t *bytes)
 {
+    te_status st = TE_OK;
     stage_args args;
     size_t largest = 0;
+    run->table = te_op_table_acquire(te_context_device(run->context).type);
     for (int s = 0; s < run->plan->stage_count; s++) {
         const te_stage *stage = &run->plan->stages[s];
         size_t need = 0;
         if (stage->external) continue;
-        TE_TRY(bind_stage(run, stage, &args));
-        TE_TRY(te_op_workspace_in(run->table, run->context, stage->op, &args, &need));
+        TE_TRY_DONE(bind_stage(run, stage, &args));
+        TE_TRY_DONE(te_op_workspace_in(run->table, run->context, stage->op, &args, &need));
         if (need > largest) largest = need;
     }
     *bytes = (size_t)layout->scratch_bytes + largest;
-    return TE_OK;
+done:
+    te_op_table_release(run->table);
+    return st;
 }
 
 /* Dense buffers at ANY_ADDRESS for the whole plan. */
@@ -362,7 +378,6 @@ static te_status imagine(run_state *run, te_context *context, int64_t id, int64_
     memset(run, 0, sizeof *run);
     TE_TRY(te_plan_get(id, &run->plan));
     run->context = context;
-    run->table = te_op_table_current(te_context_device(context).type);
     te_plan_layout(run->plan, rows, layout);
     for (int i = 0; i < run->plan->buffer_count; i++) {
         layout->offset[i] = 0;
@@ -376,12 +391,13 @@ te_status te_plan_scratch(te_context *context, int64_t id, int64_t rows, size_t 
 {
     run_state run;
     te_layout layout;
-    te_scratch_key key = {id, rows, NULL};
+    te_scratch_key key = {id, rows, 0};
     TE_TRY(te_context_check(context)); /* before its lock is taken */
-    key.table = te_op_table_current(te_context_device(context).type);
+    run.table = te_op_table_acquire(te_context_device(context).type);
+    key.table = te_op_table_number(run.table);
+    te_op_table_release(run.table);
     if (te_context_scratch_lookup(context, &key, bytes)) return TE_OK;
     TE_TRY(imagine(&run, context, id, rows, &layout));
-    key.table = run.table;
     TE_TRY(measure_scratch(&run, &layout, bytes));
     te_context_scratch_store(context, &key, *bytes);
     return TE_OK;

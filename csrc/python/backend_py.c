@@ -2,12 +2,13 @@
  *
  * backend_py.c - Python functions in the operator table.
  *
- * A slot's `self` is a record of ours. Operator tables that have been published live as long as the
- * process, so records do too: unregistering empties a record (under the GIL) instead of freeing it,
- * and a call that still comes through an old table finds it empty and goes to the next backend.
+ * A slot's `self` is a record of ours. Unregistering empties it (under the GIL): a call in flight,
+ * which holds an older table, finds it empty and goes to the next backend. The last such call lets
+ * the operator table drop the record, on a thread without the GIL, which is why it is emptied first.
  */
 #include "python/args.h"
 
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,6 +25,7 @@ typedef struct function_record {
 struct tepy_backend {
     tepy_backend *next;
     char *name;
+    atomic_int holders; /* the module's list, the operator table */
     function_record functions[TE_OP_COUNT];
 };
 
@@ -43,6 +45,15 @@ static void empty_records(tepy_backend *backend)
     }
 }
 
+/* One holder less: also te_backend.release, so without the GIL. */
+static void drop_backend(void *opaque)
+{
+    tepy_backend *backend = opaque;
+    if (atomic_fetch_sub(&backend->holders, 1) > 1) return;
+    free(backend->name);
+    free(backend);
+}
+
 void tepy_backends_clear(tepy_state *state)
 {
     while (state->backends != NULL) {
@@ -50,6 +61,7 @@ void tepy_backends_clear(tepy_state *state)
         state->backends = backend->next;
         (void)te_backend_unregister(backend->name);
         empty_records(backend);
+        drop_backend(backend);
     }
 }
 
@@ -471,7 +483,10 @@ PyObject *tepy_register_backend(PyObject *module, PyObject *const *args, Py_ssiz
         goto failed;
     }
     if (take_functions(record, state, args[3]) != 0) goto failed;
+    atomic_init(&record->holders, 2);
     backend.name = record->name;
+    backend.release = drop_backend;
+    backend.self = record;
     backend.device = device.type;
     backend.priority = (int32_t)priority;
     for (int op = 0; op < TE_OP_COUNT; op++) {
@@ -517,6 +532,7 @@ PyObject *tepy_unregister_backend(PyObject *module, PyObject *arg)
         if (st != TE_OK) return tepy_raise(st);
         *link = backend->next;
         empty_records(backend);
+        drop_backend(backend);
         return Py_NewRef(Py_None);
     }
     (void)tepy_fail_showing(PyExc_ValueError, site,
