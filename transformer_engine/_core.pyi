@@ -294,10 +294,10 @@ def cuda_configure(force_source: bool, cache_dir: Any = None, /) -> None:
 def tune_gemm(
     device_type: int, device_index: int, enabled: bool, cache_file: Any = None, /
 ) -> None:
-    """Time the candidates of each new GEMM problem on the module's own context of a device.
+    """Time the candidates of each new GEMM problem on the module's own contexts of a device.
 
-    `cache_file` (a path or None) keeps the winners across processes. `close_contexts` ends it.
-    NotImplementedError on other devices than CUDA.
+    `cache_file` (a path or None) keeps the winners across processes. The setting holds for contexts
+    after `close_contexts` too; `enabled` False ends it. NotImplementedError on other devices than CUDA.
     """
 
 def close_contexts() -> None:

@@ -134,7 +134,26 @@ static int is_usable(const tepy_context *self)
     return self != NULL && self->context != NULL && te_context_check(self->context) == TE_OK;
 }
 
-/* New reference to the module's own context of a device. */
+/* Switches the tuning of GEMMs off (NULL), or on with the path of a file (bytes) or None. */
+static int set_tuning(tepy_context *self, PyObject *setting)
+{
+    const char *path = NULL;
+    te_status st;
+    if (setting != NULL && setting != Py_None && (path = PyBytes_AsString(setting)) == NULL) {
+        return -1;
+    }
+    Py_XINCREF(setting);
+    Py_BEGIN_ALLOW_THREADS; /* reads the file */
+    st = te_context_tune_gemm(self->context, setting != NULL, path);
+    Py_END_ALLOW_THREADS;
+    Py_XDECREF(setting);
+    if (st == TE_OK) return 0;
+    (void)tepy_raise(st);
+    return -1;
+}
+
+/* New reference to the module's own context of a device, with the settings that outlive contexts.
+ */
 static tepy_context *own_context(tepy_state *state, te_device device)
 {
     int slot = tepy_device_slot(device);
@@ -144,6 +163,10 @@ static tepy_context *own_context(tepy_state *state, te_device device)
     if (!is_usable(self)) {
         self = context_make((PyTypeObject *)state->context_type, device);
         if (self == NULL) return NULL;
+        if (state->tuning[slot] != NULL && set_tuning(self, state->tuning[slot]) != 0) {
+            Py_DECREF(self);
+            return NULL;
+        }
         if (is_usable((tepy_context *)state->contexts[slot])) { /* another thread was first */
             Py_DECREF(self);
             return (tepy_context *)Py_NewRef(state->contexts[slot]);
@@ -238,16 +261,17 @@ PyObject *tepy_cuda_configure(PyObject *module, PyObject *const *args, Py_ssize_
 
 const char tepy_tune_gemm_doc[] =
     "tune_gemm($module, device_type, device_index, enabled, cache_file=None, /)\n--\n\n"
-    "Time the candidates of each new GEMM problem on the module's context of a device.";
+    "Time the candidates of each new GEMM problem on the module's contexts of a device.";
 
 PyObject *tepy_tune_gemm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyObject *bytes = NULL;
+    tepy_state *state = tepy_state_of(module);
+    PyObject *setting = NULL;
     const char *path = NULL;
     tepy_context *context;
     te_device device;
     int enabled;
-    te_status st;
+    int failed;
     if (tepy_count("tune_gemm", nargs, 3, 4) != 0 ||
         tepy_device_args("tune_gemm", args[0], args[1], &device) != 0) {
         return NULL;
@@ -255,18 +279,18 @@ PyObject *tepy_tune_gemm(PyObject *module, PyObject *const *args, Py_ssize_t nar
     enabled = PyObject_IsTrue(args[2]);
     if (enabled < 0) return NULL;
     if (nargs > 3 &&
-        tepy_path(args[3], (tepy_site){"tune_gemm", "cache_file"}, &bytes, &path) != 0) {
+        tepy_path(args[3], (tepy_site){"tune_gemm", "cache_file"}, &setting, &path) != 0) {
         return NULL;
     }
-    context = tepy_context_acquire(tepy_state_of(module), "tune_gemm", NULL, device);
-    if (context == NULL) {
-        Py_XDECREF(bytes);
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS; /* reads the file */
-    st = te_context_tune_gemm(context->context, enabled, path);
-    Py_END_ALLOW_THREADS;
+    if (!enabled) Py_CLEAR(setting);
+    if (enabled && setting == NULL) setting = Py_NewRef(Py_None);
+    context = tepy_context_acquire(state, "tune_gemm", NULL, device);
+    failed = context == NULL || set_tuning(context, setting) != 0;
     tepy_context_release(context);
-    Py_XDECREF(bytes);
-    return st == TE_OK ? Py_NewRef(Py_None) : tepy_raise(st);
+    if (failed) {
+        Py_XDECREF(setting);
+        return NULL;
+    }
+    tepy_set(&state->tuning[tepy_device_slot(device)], setting);
+    return Py_NewRef(Py_None);
 }

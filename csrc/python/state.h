@@ -39,9 +39,10 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
 
 /* X(name, count, stage) */
 #define TEPY_STATE_ARRAYS(X)                                                                       \
-    X(dtypes, TE_DTYPE_COUNT, BIND)                        /* torch dtypes by te_dtype */          \
-    X(contexts, TEPY_DEVICES, LAZY)                        /* Context objects by device */         \
-    X(devices, TEPY_DEVICES, LAZY)                         /* torch.device objects by device */    \
+    X(dtypes, TE_DTYPE_COUNT, BIND) /* torch dtypes by te_dtype */                                 \
+    X(contexts, TEPY_DEVICES, LAZY) /* Context objects by device */                                \
+    X(tuning, TEPY_DEVICES, LAZY)   /* by device: NULL: off; the cache file's path, or None */     \
+    X(devices, TEPY_DEVICES, LAZY)  /* torch.device objects by device */                           \
     X(empty_kwargs, (TEPY_DEVICES * TE_DTYPE_COUNT), LAZY) /* {dtype, device} by both */
 
 typedef struct tepy_plan tepy_plan;       /* plan_py.h */

@@ -183,6 +183,34 @@ def test_contexts_come_back_after_a_close(core):
     assert (output == 4.0).all()
 
 
+def test_tuning_that_was_refused_is_not_kept(core):
+    for enabled in (True, False):
+        with pytest.raises(NotImplementedError, match="tune_gemm"):
+            core.tune_gemm(core.DEVICE_CPU, 0, enabled, None)
+    core.close_contexts()
+    core.fill(torch.zeros(2, 2), 1.0)
+
+
+@pytest.mark.gpu
+def test_tuning_outlives_contexts(tmp_path):
+    """The file of winners grows by a line for each problem that was timed."""
+    core, file = fresh_core(), tmp_path / "winners"
+
+    def run(rows):
+        a, b, d = torch.randn(3, rows, rows, device="cuda", dtype=torch.bfloat16)
+        core.gemm(a, b, d)
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    assert run(256) == 0
+    core.tune_gemm(core.DEVICE_CUDA, 0, True, file)
+    assert run(512) == 1
+    core.close_contexts()
+    assert run(768) == 2
+    core.tune_gemm(core.DEVICE_CUDA, 0, False)
+    core.close_contexts()
+    assert run(1024) == 2
+
+
 def test_a_context_in_use_is_not_closed(core):
     context = core.Context(core.DEVICE_CPU)
     core.register_backend("closer", core.DEVICE_CPU, 1, {"fill": lambda args: context.close()})
