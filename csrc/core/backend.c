@@ -229,8 +229,7 @@ te_status te_backend_unregister(const char *name)
     } else {
         removed = registered[at];
         registered_count--;
-        memmove(&registered[at], &registered[at + 1],
-                (size_t)(registered_count - at) * sizeof registered[0]);
+        for (int i = at; i < registered_count; i++) registered[i] = registered[i + 1];
         publish(table, removed->backend.device, &unused);
         disuse(removed, &unused);
     }

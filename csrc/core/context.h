@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * context.h - the per-device context and how a built-in device hangs its state on it.
+ * context.h - the per-device context and how a built-in device attaches its state.
  *
  * The operator table below it is in backend.h. A device's driver (csrc/cpu, csrc/cuda) provides a
  * te_device_driver: it opens the device, and fills the built-in backend.

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * fork.h - what a forked child must not inherit: mutexes that another thread of the parent held,
- * contexts, and threads. A child has the forking thread alone; whoever else was at work in the
- * parent never goes on, and what it had locked would stay locked.
+ * contexts, and threads. A child has the forking thread alone; other threads of the parent do not
+ * continue there, and what they had locked would stay locked.
  */
 #ifndef TE_CORE_FORK_H
 #define TE_CORE_FORK_H

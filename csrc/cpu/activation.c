@@ -18,7 +18,8 @@ typedef struct activation_job {
     te_activation_params params;
 } activation_job;
 
-static const void *value_row(const void *self, int64_t row, int64_t column, int64_t n, float *room)
+static const void *value_row(const void *self, int64_t row, int64_t column, int64_t n,
+                             float *buffer)
 {
     const activation_job *job = self;
     float a[TE_CPU_MADE_COLUMNS], b[TE_CPU_MADE_COLUMNS];
@@ -27,13 +28,13 @@ static const void *value_row(const void *self, int64_t row, int64_t column, int6
     if (job->half < job->input.columns) {
         values.b = te_cpu_numbers(job->kernels, &job->input, row, job->half + column, n, b);
     }
-    job->loops[VALUE](&values, room, n);
-    return room;
+    job->loops[VALUE](&values, buffer, n);
+    return buffer;
 }
 
 /* Columns of the gradient; a piece may reach from the first half into the second. */
 static const void *gradient_row(const void *self, int64_t row, int64_t column, int64_t n,
-                                float *room)
+                                float *buffer)
 {
     const activation_job *job = self;
     float a[TE_CPU_MADE_COLUMNS], b[TE_CPU_MADE_COLUMNS], grad[TE_CPU_MADE_COLUMNS];
@@ -41,15 +42,15 @@ static const void *gradient_row(const void *self, int64_t row, int64_t column, i
     for (int64_t done = 0, width; done < n; done += width) {
         int second = column + done >= job->half;
         int64_t at = column + done - (second ? job->half : 0);
-        width = te_cpu_least(n - done, job->half - at);
+        width = te_cpu_min(n - done, job->half - at);
         values.a = te_cpu_numbers(job->kernels, &job->input, row, at, width, a);
         values.grad = te_cpu_numbers(job->kernels, &job->grad, row, at, width, grad);
         if (job->half < job->input.columns) {
             values.b = te_cpu_numbers(job->kernels, &job->input, row, job->half + at, width, b);
         }
-        job->loops[second ? GATE_GRADIENT : GRADIENT](&values, room + done, width);
+        job->loops[second ? GATE_GRADIENT : GRADIENT](&values, buffer + done, width);
     }
-    return room;
+    return buffer;
 }
 
 static activation_job job_of(te_activation_kind kind, const te_activation_params *params,
@@ -66,16 +67,16 @@ te_status te_cpu_activation(void *self, te_context *context, const void *opaque,
 {
     const te_activation_args *args = opaque;
     const activation_job job = job_of(args->kind, &args->params, &args->input);
-    const te_cpu_wanted wanted = {.output = &args->output,
-                                  .quantized = &args->quantized,
-                                  .partials = args->partials,
-                                  .amax_partials = args->amax_partials,
-                                  .amax_epsilon = args->amax_epsilon,
-                                  .power_2_scale = args->power_2_scale};
-    te_cpu_tiles tiles = te_cpu_tiles_begin(&wanted, job.input.rows, job.half, TE_DTYPE_F32, 1);
+    const te_cpu_request request = {.output = &args->output,
+                                    .quantized = &args->quantized,
+                                    .partials = args->partials,
+                                    .amax_partials = args->amax_partials,
+                                    .amax_epsilon = args->amax_epsilon,
+                                    .power_2_scale = args->power_2_scale};
+    te_cpu_tiles tiles = te_cpu_tiles_begin(&request, job.input.rows, job.half, TE_DTYPE_F32, 1);
     (void)self, (void)context, (void)stream;
     tiles.source = value_row;
-    te_cpu_tiles_end(&tiles, &wanted, te_cpu_all_tiles(&tiles, &job));
+    te_cpu_tiles_end(&tiles, &request, te_cpu_all_tiles(&tiles, &job));
     return TE_OK;
 }
 
@@ -85,7 +86,8 @@ te_status te_cpu_activation_backward_workspace(void *self, te_context *context, 
     const te_activation_backward_args *args = opaque;
     te_cpu_matrix input = te_cpu_matrix_of(&args->input);
     (void)self, (void)context;
-    *bytes = te_cpu_is_wanted(&args->bias_grad) ? te_cpu_sums_bytes(input.rows, input.columns) : 0;
+    *bytes =
+        te_cpu_is_requested(&args->bias_grad) ? te_cpu_sums_bytes(input.rows, input.columns) : 0;
     return TE_OK;
 }
 
@@ -94,14 +96,14 @@ te_status te_cpu_activation_backward(void *self, te_context *context, const void
 {
     const te_activation_backward_args *args = opaque;
     activation_job job = job_of(args->kind, &args->params, &args->input);
-    const te_cpu_wanted wanted = {.output = &args->grad_input,
-                                  .sums = &args->bias_grad,
-                                  .quantized = &args->quantized,
-                                  .partials = args->partials,
-                                  .amax_partials = args->amax_partials,
-                                  .amax_epsilon = args->amax_epsilon,
-                                  .power_2_scale = args->power_2_scale,
-                                  .workspace = args->workspace};
+    const te_cpu_request request = {.output = &args->grad_input,
+                                    .sums = &args->bias_grad,
+                                    .quantized = &args->quantized,
+                                    .partials = args->partials,
+                                    .amax_partials = args->amax_partials,
+                                    .amax_epsilon = args->amax_epsilon,
+                                    .power_2_scale = args->power_2_scale,
+                                    .workspace = args->workspace};
     size_t needed = 0;
     (void)stream;
     job.grad = te_cpu_matrix_of(&args->grad_output);
@@ -111,8 +113,8 @@ te_status te_cpu_activation_backward(void *self, te_context *context, const void
     TE_TRY(te_cpu_check_workspace("activation_backward", args->workspace, args->workspace_size,
                                   needed));
     te_cpu_tiles tiles =
-        te_cpu_tiles_begin(&wanted, job.input.rows, job.input.columns, TE_DTYPE_F32, 1);
+        te_cpu_tiles_begin(&request, job.input.rows, job.input.columns, TE_DTYPE_F32, 1);
     tiles.source = gradient_row;
-    te_cpu_tiles_end(&tiles, &wanted, te_cpu_all_tiles(&tiles, &job));
+    te_cpu_tiles_end(&tiles, &request, te_cpu_all_tiles(&tiles, &job));
     return TE_OK;
 }

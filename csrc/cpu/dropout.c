@@ -69,8 +69,8 @@ static void do_tile(const dropout_job *job, int64_t row, int64_t column)
 {
     const te_cpu_kernels *kernels = job->kernels;
     float values[TILE_COLUMNS], bias[TILE_COLUMNS], residual[TILE_COLUMNS], *sums = NULL;
-    int64_t n = te_cpu_least(TILE_COLUMNS, job->input.columns - column);
-    int64_t end = te_cpu_least(row + TILE_ROWS, job->input.rows);
+    int64_t n = te_cpu_min(TILE_COLUMNS, job->input.columns - column);
+    int64_t end = te_cpu_min(row + TILE_ROWS, job->input.rows);
     if (job->bias.data != NULL) {
         kernels->to_f32[job->bias.dtype](te_cpu_at(&job->bias, 0, column), bias, n);
     }
@@ -157,7 +157,7 @@ static void finish_bias_grad(const dropout_job *job, const te_tensor *bias_grad)
     te_cpu_matrix output = te_cpu_matrix_of(bias_grad);
     int64_t columns = job->input.columns, tiles = row_tiles(job->input.rows);
     for (int64_t first = 0; first < columns; first += TILE_COLUMNS) {
-        int64_t n = te_cpu_least(TILE_COLUMNS, columns - first);
+        int64_t n = te_cpu_min(TILE_COLUMNS, columns - first);
         memset(totals, 0, sizeof totals);
         for (int64_t tile = 0; tile < tiles; tile++) {
             job->kernels->add(totals, job->sums + tile * columns + first, n);

@@ -61,7 +61,7 @@ static void convert_row(const te_cpu_kernels *kernels, const unsigned char *x, t
         kernels->to_f32[from](x, (float *)(void *)y, n);
     } else {
         for (int64_t first = 0; first < n; first += PIECE) {
-            int64_t width = te_cpu_least(PIECE, n - first);
+            int64_t width = te_cpu_min(PIECE, n - first);
             kernels->to_f32[from](x + (size_t)first * x_bytes, values, width);
             kernels->from_f32[to](values, y + (size_t)first * y_bytes, width);
         }
@@ -74,8 +74,8 @@ te_status te_cpu_cast(void *self, te_context *context, const void *opaque, void 
     const te_cpu_kernels *kernels = te_cpu_kernels_get();
     const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
     const te_cpu_matrix output = te_cpu_matrix_of(&args->output);
-    int64_t rows = te_cpu_least(input.rows, output.rows);
-    int64_t columns = te_cpu_least(input.columns, output.columns);
+    int64_t rows = te_cpu_min(input.rows, output.rows);
+    int64_t columns = te_cpu_min(input.columns, output.columns);
     /* With a column stride, elements are converted one by one. */
     int64_t step = input.column_stride == 1 && output.column_stride == 1 ? columns : 1;
     int64_t zero_step = output.column_stride == 1 ? output.columns : 1;
@@ -89,7 +89,7 @@ te_status te_cpu_cast(void *self, te_context *context, const void *opaque, void 
                         output.dtype, step);
         }
         for (int64_t c = converted; c < output.columns;) {
-            int64_t n = te_cpu_least(zero_step, output.columns - c);
+            int64_t n = te_cpu_min(zero_step, output.columns - c);
             memset(te_cpu_at(&output, r, c), 0, (size_t)n * output.bytes);
             c += n;
         }
@@ -110,8 +110,8 @@ te_status te_cpu_transpose(void *self, te_context *context, const void *opaque, 
     for (int64_t tile = 0; tile < tiles; tile++) {
         uint8_t block[TE_CPU_BLOCK * TE_CPU_BLOCK];
         int64_t column = tile / tiles_down * TE_CPU_BLOCK, row = tile % tiles_down * TE_CPU_BLOCK;
-        int64_t rows = te_cpu_least(TE_CPU_BLOCK, input.rows - row);
-        int64_t columns = te_cpu_least(TE_CPU_BLOCK, input.columns - column);
+        int64_t rows = te_cpu_min(TE_CPU_BLOCK, input.rows - row);
+        int64_t columns = te_cpu_min(TE_CPU_BLOCK, input.columns - column);
         te_cpu_transpose_bytes(te_cpu_at(&input, row, column), input.row_stride, block,
                                TE_CPU_BLOCK, rows, columns);
         for (int64_t c = 0; c < columns; c++) {

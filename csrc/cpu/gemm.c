@@ -35,7 +35,7 @@ typedef struct gemm_job {
     const te_gemm_args *args;
     const te_cpu_kernels *kernels;
     te_cpu_operand a, b;
-    te_cpu_matrix d, aux; /* aux.data NULL: not wanted */
+    te_cpu_matrix d, aux; /* aux.data NULL: not requested */
     int64_t m, n, k;
     int64_t shared_rows; /* rows of packed a at a time */
     int64_t strip;       /* columns of a strip, a multiple of the tile's */
@@ -67,14 +67,14 @@ static gemm_job describe(const te_gemm_args *args)
     job.threads = job.m * job.n * job.k < SERIAL_WORK ? 1 : te_cpu_max_threads();
     int64_t block_bytes = (int64_t)sizeof(float) * BLOCK_ROWS * (job.k > 0 ? job.k : 1);
     int64_t blocks = SHARED_BYTES / block_bytes > 2 ? SHARED_BYTES / block_bytes : 2;
-    job.shared_rows = te_cpu_least(blocks * BLOCK_ROWS, te_round_up(job.m, tile_rows));
+    job.shared_rows = te_cpu_min(blocks * BLOCK_ROWS, te_round_up(job.m, tile_rows));
     blocks = te_ceil_div(job.shared_rows, BLOCK_ROWS);
-    job.strip_depth = blocks == 1 ? te_cpu_least(DEPTH, job.k) : job.k;
+    job.strip_depth = blocks == 1 ? te_cpu_min(DEPTH, job.k) : job.k;
     /* Wide strips, but enough tasks for all threads. */
     int64_t panels = te_ceil_div(job.n, tile_columns);
     int64_t share = panels * blocks / ((int64_t)job.threads * TASKS_PER_THREAD);
-    int64_t strip = te_cpu_least(STRIP_COLUMNS / tile_columns, panels);
-    if (job.threads > 1) strip = te_cpu_least(strip, share > 0 ? share : 1);
+    int64_t strip = te_cpu_min(STRIP_COLUMNS / tile_columns, panels);
+    if (job.threads > 1) strip = te_cpu_min(strip, share > 0 ? share : 1);
     job.strip = strip * tile_columns;
     return job;
 }
@@ -169,7 +169,7 @@ typedef struct gemm_strip {
 static float *pack_slice(const gemm_job *job, const gemm_strip *strip, int64_t k)
 {
     float *slice = strip->packed + (job->strip_depth < job->k ? 0 : k * job->strip);
-    te_cpu_operand part = te_cpu_operand_slice(&job->b, k, te_cpu_least(DEPTH, job->k - k));
+    te_cpu_operand part = te_cpu_operand_slice(&job->b, k, te_cpu_min(DEPTH, job->k - k));
     te_cpu_pack(&part, strip->column, strip->panels, slice);
     return slice;
 }
@@ -188,7 +188,7 @@ static void multiply_block(const gemm_job *job, const gemm_strip *strip, int64_t
     int64_t tile_rows = job->a.width, tile_columns = job->b.width;
     if (job->k == 0) memset(strip->sums, 0, (size_t)(rows * job->strip) * sizeof(float));
     for (int64_t k = 0; k < job->k; k += DEPTH) {
-        int64_t depth = te_cpu_least(DEPTH, job->k - k);
+        int64_t depth = te_cpu_min(DEPTH, job->k - k);
         const float *b = fresh ? pack_slice(job, strip, k) : strip->packed + k * job->strip;
         for (int64_t c = 0; c < strip->panels * tile_columns; c += tile_columns) {
             for (int64_t r = 0; r < rows; r += tile_rows) {
@@ -214,7 +214,7 @@ static int32_t run_task(const gemm_job *job, int64_t base, int64_t first, int64_
     float bias_values[STRIP_COLUMNS];
     const float *bias = NULL;
     int32_t amax = 0;
-    gemm_strip strip = {.column = column, .columns = te_cpu_least(job->strip, job->n - column)};
+    gemm_strip strip = {.column = column, .columns = te_cpu_min(job->strip, job->n - column)};
     strip.panels = te_ceil_div(strip.columns, job->b.width);
     strip.sums =
         job->buffers + (size_t)te_cpu_thread() * buffer_bytes(job, job->strip) / sizeof(float);
@@ -226,7 +226,7 @@ static int32_t run_task(const gemm_job *job, int64_t base, int64_t first, int64_
         bias = bias_values;
     }
     for (int64_t row = first; row < last && !is_stopped(job); row += BLOCK_ROWS) {
-        int64_t rows = te_cpu_least(BLOCK_ROWS, last - row);
+        int64_t rows = te_cpu_min(BLOCK_ROWS, last - row);
         multiply_block(job, &strip, row, rows, row == first);
         for (int64_t r = 0; r < rows; r++) {
             amax = finish_row(job, strip.sums + r * job->strip, bias, base + row + r, column,
@@ -246,28 +246,27 @@ static void sum_rows(const gemm_job *job, int64_t base, int64_t first, int64_t r
         float total[TE_CPU_MAX_TILE_ROWS] = {0};
         for (int64_t k = 0; k < job->k; k += DEPTH) {
             float part[TE_CPU_MAX_TILE_ROWS] = {0};
-            int64_t depth = te_cpu_least(DEPTH, job->k - k);
+            int64_t depth = te_cpu_min(DEPTH, job->k - k);
             const float *panel = packed_slice(job, k) + r * depth;
             for (int64_t p = 0; p < depth * width; p += width) {
                 for (int i = 0; i < width; i++) part[i] += panel[p + i];
             }
             for (int i = 0; i < width; i++) total[i] += part[i];
         }
-        int64_t n = te_cpu_least(width, first + rows - r);
+        int64_t n = te_cpu_min(width, first + rows - r);
         job->kernels->from_f32[output.dtype](total, te_cpu_at(&output, 0, base + r), n);
     }
 }
 
-/* Packs `rows` rows of a from `base` on, and sums them where bias_grad is wanted. */
+/* Packs `rows` rows of a from `base` on, and sums them where bias_grad is requested. */
 static void pack_rows(const gemm_job *job, int64_t base, int64_t rows)
 {
     int64_t group = 8 * (int64_t)job->a.width, groups = te_ceil_div(rows, group);
 #pragma omp parallel for num_threads(job->threads) schedule(dynamic, 1)
     for (int64_t g = 0; g < groups; g++) {
-        int64_t first = g * group, count = te_cpu_least(group, rows - first);
+        int64_t first = g * group, count = te_cpu_min(group, rows - first);
         for (int64_t k = 0; k < job->k; k += DEPTH) {
-            te_cpu_operand slice =
-                te_cpu_operand_slice(&job->a, k, te_cpu_least(DEPTH, job->k - k));
+            te_cpu_operand slice = te_cpu_operand_slice(&job->a, k, te_cpu_min(DEPTH, job->k - k));
             te_cpu_pack(&slice, base + first, te_ceil_div(count, job->a.width),
                         packed_slice(job, k) + first * slice.depth);
         }
@@ -282,15 +281,15 @@ static int32_t run_rows(const gemm_job *job, int64_t base, int64_t rows)
     /* Few strips: the rows are divided as well, and a strip is packed once per range of rows. */
     int64_t ranges = te_ceil_div((int64_t)job->threads * TASKS_PER_THREAD, strips);
     if (job->threads == 1) ranges = 1;
-    int64_t range = te_ceil_div(blocks, te_cpu_least(ranges, blocks)) * BLOCK_ROWS;
+    int64_t range = te_ceil_div(blocks, te_cpu_min(ranges, blocks)) * BLOCK_ROWS;
     ranges = te_ceil_div(rows, range);
     int32_t amax = 0;
     if (job->k > 0) pack_rows(job, base, rows);
 #pragma omp parallel for num_threads(job->threads) schedule(dynamic, 1) reduction(max : amax)
     for (int64_t task = 0; task < strips * ranges; task++) {
         int64_t first = task % ranges * range;
-        int32_t bits = run_task(job, base, first, te_cpu_least(first + range, rows),
-                                task / ranges * job->strip);
+        int32_t bits =
+            run_task(job, base, first, te_cpu_min(first + range, rows), task / ranges * job->strip);
         amax = bits > amax ? bits : amax;
     }
     return amax;
@@ -320,7 +319,7 @@ te_status te_cpu_gemm(void *self, te_context *context, const void *opaque, void 
     job.interruptible = &interruptible;
     for (int64_t row = 0; row < job.m && !te_interruptible_stopped(&interruptible);
          row += job.shared_rows) {
-        int64_t rows = te_cpu_least(job.shared_rows, job.m - row);
+        int64_t rows = te_cpu_min(job.shared_rows, job.m - row);
         job.shared_stride = te_round_up(rows, job.a.width);
         int32_t bits = run_rows(&job, row, rows);
         amax = bits > amax ? bits : amax;

@@ -48,7 +48,7 @@ static inline unsigned char *te_cpu_at(const te_cpu_matrix *matrix, int64_t row,
     return matrix->data + offset * (int64_t)matrix->bytes;
 }
 
-static inline int64_t te_cpu_least(int64_t a, int64_t b)
+static inline int64_t te_cpu_min(int64_t a, int64_t b)
 {
     return a < b ? a : b;
 }

@@ -50,13 +50,13 @@ typedef struct norm_strip {
 static void measure_row(const te_norm_args *args, const norm_strip *strip, int64_t row, float *mean,
                         float *rsigma)
 {
-    float room[PIECE], moments[2];
+    float buffer[PIECE], moments[2];
     int64_t columns = strip->input->columns;
     int centred = args->kind == TE_NORM_LAYERNORM;
     double total = 0.0, squares = 0.0, seen = 0.0; /* squares: around total / seen if centred */
     for (int64_t first = 0; first < columns; first += PIECE) {
-        int64_t width = te_cpu_least(PIECE, columns - first);
-        const float *x = te_cpu_numbers(strip->kernels, strip->input, row, first, width, room);
+        int64_t width = te_cpu_min(PIECE, columns - first);
+        const float *x = te_cpu_numbers(strip->kernels, strip->input, row, first, width, buffer);
         double count = (double)width;
         float shift = centred ? strip->kernels->row_sum(x, width) / (float)width : 0.0F;
         strip->kernels->row_moments(x, shift, width, moments);
@@ -99,16 +99,16 @@ static void measure_strip(const te_norm_args *args, norm_strip *strip, int64_t r
 }
 
 static const void *normalized_row(const void *self, int64_t row, int64_t column, int64_t n,
-                                  float *room)
+                                  float *buffer)
 {
     const norm_strip *strip = self;
     const te_cpu_norm_row values = {.mean = strip->mean[row - strip->first_row],
                                     .rsigma = strip->rsigma[row - strip->first_row],
                                     .weight = strip->weight,
                                     .bias = strip->bias};
-    strip->kernels->norm[strip->input->dtype](te_cpu_at(strip->input, row, column), &values, room,
+    strip->kernels->norm[strip->input->dtype](te_cpu_at(strip->input, row, column), &values, buffer,
                                               n);
-    return room;
+    return buffer;
 }
 
 /* The rows from first_row on; bits of their max|x|. */
@@ -118,9 +118,9 @@ static int32_t do_strip(const te_norm_args *args, const te_cpu_tiles *tiles,
     norm_strip strip = {.kernels = tiles->kernels, .input = input, .first_row = first_row};
     const te_cpu_matrix beta = te_cpu_matrix_of(&args->beta);
     int32_t amax = 0;
-    measure_strip(args, &strip, te_cpu_least(tiles->tile_rows, input->rows - first_row));
+    measure_strip(args, &strip, te_cpu_min(tiles->tile_rows, input->rows - first_row));
     for (int64_t column = 0; column < input->columns; column += tiles->tile_columns) {
-        int64_t width = te_cpu_least(tiles->tile_columns, input->columns - column);
+        int64_t width = te_cpu_min(tiles->tile_columns, input->columns - column);
         make_weight(tiles->kernels, &args->gamma, args->flags, column, width, strip.weight);
         if (beta.data != NULL) {
             tiles->kernels->to_f32[beta.dtype](te_cpu_at(&beta, 0, column), strip.bias, width);
@@ -135,13 +135,13 @@ te_status te_cpu_norm(void *self, te_context *context, const void *opaque, void 
 {
     const te_norm_args *args = opaque;
     const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
-    const te_cpu_wanted wanted = {.output = &args->output,
-                                  .quantized = &args->quantized,
-                                  .partials = args->partials,
-                                  .amax_partials = args->amax_partials,
-                                  .amax_epsilon = args->amax_epsilon,
-                                  .power_2_scale = args->power_2_scale};
-    te_cpu_tiles tiles = te_cpu_tiles_begin(&wanted, input.rows, input.columns, TE_DTYPE_F32, 1);
+    const te_cpu_request request = {.output = &args->output,
+                                    .quantized = &args->quantized,
+                                    .partials = args->partials,
+                                    .amax_partials = args->amax_partials,
+                                    .amax_epsilon = args->amax_epsilon,
+                                    .power_2_scale = args->power_2_scale};
+    te_cpu_tiles tiles = te_cpu_tiles_begin(&request, input.rows, input.columns, TE_DTYPE_F32, 1);
     tiles.source = normalized_row;
     if (tiles.columnwise.data == NULL) tiles.tile_rows = SHORT_STRIP;
     int threads = te_cpu_threads(input.rows * input.columns);
@@ -152,7 +152,7 @@ te_status te_cpu_norm(void *self, te_context *context, const void *opaque, void 
         int32_t bits = do_strip(args, &tiles, &input, row);
         amax = bits > amax ? bits : amax;
     }
-    te_cpu_tiles_end(&tiles, &wanted, amax);
+    te_cpu_tiles_end(&tiles, &request, amax);
     return TE_OK;
 }
 
@@ -161,7 +161,7 @@ te_status te_cpu_norm(void *self, te_context *context, const void *opaque, void 
 typedef struct backward_job {
     const te_cpu_kernels *kernels;
     const te_norm_backward_args *args;
-    te_cpu_matrix grad_output, grad_add, input, grad_input; /* data NULL: none, not wanted */
+    te_cpu_matrix grad_output, grad_add, input, grad_input; /* data NULL: none, not requested */
     float *gamma_sums, *beta_sums;                          /* [strips, columns] each, or NULL */
 } backward_job;
 
@@ -169,7 +169,7 @@ typedef struct backward_job {
 typedef struct backward_piece {
     const float *dz, *x;
     float dz_room[GRADIENT_PIECE], x_room[GRADIENT_PIECE], weight[GRADIENT_PIECE];
-    float unwanted[2][GRADIENT_PIECE]; /* column sums that nobody asked for */
+    float discarded[2][GRADIENT_PIECE]; /* column sums that were not requested */
 } backward_piece;
 
 static int64_t strips_of(int64_t rows)
@@ -182,7 +182,7 @@ te_status te_cpu_norm_backward_workspace(void *self, te_context *context, const 
 {
     const te_norm_backward_args *args = opaque;
     te_cpu_matrix input = te_cpu_matrix_of(&args->input);
-    int sums = te_cpu_is_wanted(&args->gamma_grad) + te_cpu_is_wanted(&args->beta_grad);
+    int sums = te_cpu_is_requested(&args->gamma_grad) + te_cpu_is_requested(&args->beta_grad);
     (void)self, (void)context;
     *bytes = (size_t)(sums * strips_of(input.rows) * input.columns) * sizeof(float);
     return TE_OK;
@@ -205,8 +205,8 @@ static void load_piece(const backward_job *job, int64_t row, int64_t column, int
     piece->dz = piece->dz_room;
 }
 
-/* One row whose column sums, where wanted, are added up from `sums` on. piece->weight holds for the
- * whole row if it has one piece only. */
+/* One row whose column sums, where requested, are added up from `sums` on. piece->weight holds for
+ * the whole row if it has one piece only. */
 static void backward_row(const backward_job *job, int64_t row, int64_t sums, backward_piece *piece)
 {
     const te_norm_backward_args *args = job->args;
@@ -218,9 +218,9 @@ static void backward_row(const backward_job *job, int64_t row, int64_t sums, bac
     int64_t columns = job->input.columns;
     double plain = 0.0, scaled = 0.0, count = (double)columns;
     for (int64_t first = 0; first < columns; first += GRADIENT_PIECE) {
-        int64_t width = te_cpu_least(GRADIENT_PIECE, columns - first);
-        values.gamma_sums = piece->unwanted[0];
-        values.beta_sums = piece->unwanted[1];
+        int64_t width = te_cpu_min(GRADIENT_PIECE, columns - first);
+        values.gamma_sums = piece->discarded[0];
+        values.beta_sums = piece->discarded[1];
         if (job->gamma_sums != NULL) values.gamma_sums = job->gamma_sums + sums + first;
         if (job->beta_sums != NULL) values.beta_sums = job->beta_sums + sums + first;
         load_piece(job, row, first, width, piece);
@@ -235,7 +235,7 @@ static void backward_row(const backward_job *job, int64_t row, int64_t sums, bac
     values.plain = args->kind == TE_NORM_LAYERNORM ? (float)(plain / count) : 0.0F;
     values.scaled = (float)(args->kind == TE_NORM_L2 ? scaled : scaled / count);
     for (int64_t first = 0; first < columns; first += GRADIENT_PIECE) {
-        int64_t width = te_cpu_least(GRADIENT_PIECE, columns - first);
+        int64_t width = te_cpu_min(GRADIENT_PIECE, columns - first);
         if (columns > GRADIENT_PIECE) {
             load_piece(job, row, first, width, piece);
             make_weight(job->kernels, &args->gamma, args->flags, first, width, piece->weight);
@@ -250,10 +250,10 @@ static void backward_strip(const backward_job *job, int64_t strip)
 {
     backward_piece piece;
     int64_t columns = job->input.columns, sums = strip * columns;
-    int64_t end = te_cpu_least((strip + 1) * GRADIENT_STRIP, job->input.rows);
+    int64_t end = te_cpu_min((strip + 1) * GRADIENT_STRIP, job->input.rows);
     size_t bytes = (size_t)columns * sizeof(float);
     for (int i = 0; i < 2; i++) {
-        memset(piece.unwanted[i], 0, (size_t)te_cpu_least(columns, GRADIENT_PIECE) * sizeof(float));
+        memset(piece.discarded[i], 0, (size_t)te_cpu_min(columns, GRADIENT_PIECE) * sizeof(float));
     }
     if (job->gamma_sums != NULL) memset(job->gamma_sums + sums, 0, bytes);
     if (job->beta_sums != NULL) memset(job->beta_sums + sums, 0, bytes);
@@ -275,8 +275,8 @@ te_status te_cpu_norm_backward(void *self, te_context *context, const void *opaq
                         .input = te_cpu_matrix_of(&args->input),
                         .grad_input = te_cpu_matrix_of(&args->grad_input)};
     int64_t strips = strips_of(job.input.rows), sums = strips * job.input.columns;
-    int wanted = (args->gamma_grad.data != NULL) + (args->beta_grad.data != NULL);
-    size_t needed = (size_t)(wanted * sums) * sizeof(float);
+    int requested = (args->gamma_grad.data != NULL) + (args->beta_grad.data != NULL);
+    size_t needed = (size_t)(requested * sums) * sizeof(float);
     int threads = te_cpu_threads(job.input.rows * job.input.columns);
     (void)self, (void)context, (void)stream, (void)threads;
     TE_TRY(te_cpu_check_workspace("norm_backward", args->workspace, args->workspace_size, needed));

@@ -42,7 +42,7 @@ static void pack_by_rows(const te_cpu_operand *operand, int64_t first, float *ou
     te_dtype dtype = operand->data.dtype;
     int width = operand->width;
     for (int64_t k = 0; k < operand->depth; k += PIECE) {
-        int64_t depth = te_cpu_least(PIECE, operand->depth - k);
+        int64_t depth = te_cpu_min(PIECE, operand->depth - k);
         for (int r = 0; r < width; r++) {
             if (first + r >= operand->outer) {
                 rows[r] = zeros;
@@ -56,13 +56,13 @@ static void pack_by_rows(const te_cpu_operand *operand, int64_t first, float *ou
     }
 }
 
-/* Panels of data [depth, outer]: every row is converted and dealt out to the panels. */
+/* Panels of data [depth, outer]: every row is converted and distributed to the panels. */
 static void pack_by_columns(const te_cpu_operand *operand, int64_t first, int64_t panels,
                             float *output)
 {
     float values[MAX_ACROSS];
     int64_t width = operand->width, panel = operand->depth * width;
-    int64_t across = te_cpu_least(panels * width, operand->outer - first);
+    int64_t across = te_cpu_min(panels * width, operand->outer - first);
     if (across < panels * width) {
         memset(values + across, 0, (size_t)(panels * width - across) * sizeof *values);
     }
@@ -84,7 +84,7 @@ void te_cpu_pack(const te_cpu_operand *operand, int64_t first, int64_t panels, f
         if (operand->depth_contiguous) {
             pack_by_rows(operand, first + p * width, output + p * panel);
         } else {
-            pack_by_columns(operand, first + p * width, te_cpu_least(group, panels - p),
+            pack_by_columns(operand, first + p * width, te_cpu_min(group, panels - p),
                             output + p * panel);
         }
     }

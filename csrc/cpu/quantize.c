@@ -15,14 +15,16 @@ te_status te_cpu_quantize_workspace(void *self, te_context *context, const void 
     const te_quantize_args *args = opaque;
     te_cpu_matrix input = te_cpu_matrix_of(&args->input);
     (void)self, (void)context;
-    *bytes = te_cpu_is_wanted(&args->bias_grad) ? te_cpu_sums_bytes(input.rows, input.columns) : 0;
+    *bytes =
+        te_cpu_is_requested(&args->bias_grad) ? te_cpu_sums_bytes(input.rows, input.columns) : 0;
     return TE_OK;
 }
 
 /* A row of the input as it lies. */
-static const void *input_row(const void *self, int64_t row, int64_t column, int64_t n, float *room)
+static const void *input_row(const void *self, int64_t row, int64_t column, int64_t n,
+                             float *buffer)
 {
-    (void)n, (void)room;
+    (void)n, (void)buffer;
     return te_cpu_at(self, row, column);
 }
 
@@ -30,12 +32,12 @@ te_status te_cpu_quantize(void *self, te_context *context, const void *opaque, v
 {
     const te_quantize_args *args = opaque;
     const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
-    const te_cpu_wanted wanted = {.sums = &args->bias_grad,
-                                  .quantized = &args->output,
-                                  .partials = args->partials,
-                                  .amax_epsilon = args->amax_epsilon,
-                                  .power_2_scale = args->power_2_scale,
-                                  .workspace = args->workspace};
+    const te_cpu_request request = {.sums = &args->bias_grad,
+                                    .quantized = &args->output,
+                                    .partials = args->partials,
+                                    .amax_epsilon = args->amax_epsilon,
+                                    .power_2_scale = args->power_2_scale,
+                                    .workspace = args->workspace};
     size_t needed = 0;
     (void)stream;
     if (args->bias_grad.data != NULL) {
@@ -43,11 +45,11 @@ te_status te_cpu_quantize(void *self, te_context *context, const void *opaque, v
     }
     TE_TRY(te_cpu_check_workspace("quantize", args->workspace, args->workspace_size, needed));
     if (args->noop != NULL && *args->noop != 0.0F) return TE_OK;
-    te_cpu_tiles tiles = te_cpu_tiles_begin(&wanted, input.rows, input.columns, input.dtype, 0);
+    te_cpu_tiles tiles = te_cpu_tiles_begin(&request, input.rows, input.columns, input.dtype, 0);
     tiles.source = input_row;
     /* With nothing to cast, measure or sum there is nothing to read. */
     int32_t amax = tiles.quantize == NULL ? 0 : te_cpu_all_tiles(&tiles, &input);
-    te_cpu_tiles_end(&tiles, &wanted, amax);
+    te_cpu_tiles_end(&tiles, &request, amax);
     return TE_OK;
 }
 
@@ -66,8 +68,8 @@ te_status te_cpu_amax(void *self, te_context *context, const void *opaque, void 
         int32_t amax = 0;
         for (int64_t tile = partial; tile < tiles; tile += TE_AMAX_PARTIALS) {
             int64_t row = tile / tiles_across * ROWS, column = tile % tiles_across * COLUMNS;
-            int64_t width = te_cpu_least(COLUMNS, input.columns - column);
-            int64_t end = te_cpu_least(row + ROWS, input.rows);
+            int64_t width = te_cpu_min(COLUMNS, input.columns - column);
+            int64_t end = te_cpu_min(row + ROWS, input.rows);
             for (int64_t r = row; r < end; r++) {
                 measure(te_cpu_at(&input, r, column), NULL, width, 1.0F, &amax, NULL);
             }
@@ -84,7 +86,7 @@ static void dequantize_row(const te_cpu_kernels *kernels, const te_cpu_matrix *o
 {
     float values[TE_CPU_TILE_COLUMNS];
     for (int64_t first = 0; first < n; first += TE_CPU_TILE_COLUMNS) {
-        int64_t width = te_cpu_least(TE_CPU_TILE_COLUMNS, n - first);
+        int64_t width = te_cpu_min(TE_CPU_TILE_COLUMNS, n - first);
         kernels->to_f32[dtype](codes + first, values, width);
         kernels->multiply(values, scale_inv, width);
         kernels->from_f32[output->dtype](values, te_cpu_at(output, row, column + first), width);
@@ -111,10 +113,10 @@ te_status te_cpu_dequantize(void *self, te_context *context, const void *opaque,
         uint8_t block[TE_CPU_BLOCK * TE_CPU_BLOCK];
         int64_t row = tile / tiles_across * TE_CPU_BLOCK;
         int64_t column = tile % tiles_across * TE_CPU_BLOCK;
-        int64_t rows = te_cpu_least(TE_CPU_BLOCK, output.rows - row);
+        int64_t rows = te_cpu_min(TE_CPU_BLOCK, output.rows - row);
         int64_t columns = output.columns;
         if (!by_rows) {
-            columns = te_cpu_least(TE_CPU_BLOCK, output.columns - column);
+            columns = te_cpu_min(TE_CPU_BLOCK, output.columns - column);
             te_cpu_transpose_bytes(te_cpu_at(&input, column, row), input.row_stride, block,
                                    TE_CPU_BLOCK, columns, rows);
         }

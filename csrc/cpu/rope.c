@@ -2,8 +2,8 @@
  *
  * rope.c - rotary position embedding of strided or packed sequences.
  *
- * The work is dealt out by the index in the sequence: its cosines and sines are made once and serve
- * all heads, and all batch entries that share the position. They are made for PIECE pairs of
+ * The work is distributed by the index in the sequence: its cosines and sines are made once and
+ * serve all heads, and all batch entries that share the position. They are made for PIECE pairs of
  * channels at a time, so that any head size fits on the stack.
  */
 #include <math.h>
@@ -182,7 +182,7 @@ static void rotate_index(const rope_job *job, int64_t s)
     rope_angles made;
     const te_cpu_angles angles = {made.cos_a, made.sin_a, made.cos_b, made.sin_b};
     for (int64_t first = 0; first < job->rotary / 2; first += PIECE) {
-        int64_t n = te_cpu_least(PIECE, job->rotary / 2 - first), current = -1;
+        int64_t n = te_cpu_min(PIECE, job->rotary / 2 - first), current = -1;
         for (int64_t b = 0; b < job->batch; b++) {
             int64_t position = position_of(job, b, s);
             if (position < 0) continue;

@@ -78,8 +78,8 @@ static softmax_row locate(const softmax_job *job, int64_t number)
     row.index[2] = number % queries;
     row.index[1] = number / queries % job->shape[1];
     row.index[0] = number / queries / job->shape[1];
-    row.begin = te_cpu_least(keys, row.index[2] + job->first_key);
-    row.end = te_cpu_least(keys, row.index[2] + job->end_key);
+    row.begin = te_cpu_min(keys, row.index[2] + job->first_key);
+    row.end = te_cpu_min(keys, row.index[2] + job->end_key);
     if (row.begin < 0) row.begin = 0;
     if (row.end < row.begin) row.end = row.begin;
     return row;
@@ -121,7 +121,7 @@ static float largest_score(const softmax_job *job, const softmax_row *row, float
 {
     float top = -INFINITY;
     for (int64_t key = row->begin; key < row->end; key += PIECE) {
-        int64_t n = te_cpu_least(PIECE, row->end - key);
+        int64_t n = te_cpu_min(PIECE, row->end - key);
         make_scores(job, row, key, n, scores);
         float largest = job->kernels->largest(scores, n);
         if (!(largest <= top)) top = largest; /* NaN stays, for nothing is more or less */
@@ -141,12 +141,12 @@ static void softmax_one(const softmax_job *job, const softmax_row *row)
     if (top == -INFINITY) seen.end = seen.begin;
     if (top == INFINITY) top = NAN; /* Inf - Inf, in every key and not only in this one */
     for (int64_t key = seen.begin; key < seen.end; key += PIECE) {
-        int64_t n = te_cpu_least(PIECE, seen.end - key);
+        int64_t n = te_cpu_min(PIECE, seen.end - key);
         if (!whole) make_scores(job, row, key, n, scores);
         sum += kernels->exponentials(scores, top, n);
     }
     for (int64_t key = seen.begin; key < seen.end; key += PIECE) {
-        int64_t n = te_cpu_least(PIECE, seen.end - key);
+        int64_t n = te_cpu_min(PIECE, seen.end - key);
         if (!whole) {
             make_scores(job, row, key, n, scores);
             (void)kernels->exponentials(scores, top, n);
@@ -185,7 +185,7 @@ te_status te_cpu_softmax(void *self, te_context *context, const void *opaque, vo
     if (args->window_right >= 0) {
         job.end_key = args->diagonal + args->window_right + 1;
     }
-    /* Rows of a causal window differ in length: they are dealt out in small lots. */
+    /* Rows of a causal window differ in length: they are distributed in small chunks. */
     int64_t rows = job.shape[0] * job.shape[1] * job.shape[2];
     int threads = te_cpu_threads(rows * job.shape[3]);
     (void)self, (void)context, (void)stream, (void)threads;
@@ -227,12 +227,12 @@ static void backward_one(const backward_job *job, const softmax_row *row)
     float dp[PIECE], p[PIECE], mean = 0.0F;
     int64_t keys = job->shape[3];
     for (int64_t key = 0; key < keys; key += PIECE) {
-        int64_t n = te_cpu_least(PIECE, keys - key);
+        int64_t n = te_cpu_min(PIECE, keys - key);
         load_pair(job, row, key, n, dp, p);
         mean += kernels->dot(dp, p, n);
     }
     for (int64_t key = 0; key < keys; key += PIECE) {
-        int64_t n = te_cpu_least(PIECE, keys - key);
+        int64_t n = te_cpu_min(PIECE, keys - key);
         if (keys > PIECE) load_pair(job, row, key, n, dp, p);
         kernels->softmax_backward(dp, p, mean, job->scale, n);
         kernels->from_f32[job->grad_input.dtype](dp, element(&job->grad_input, row, key), n);

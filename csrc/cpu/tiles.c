@@ -15,7 +15,7 @@ static int64_t row_tiles(int64_t rows)
     return te_ceil_div(rows, TE_CPU_TILE_ROWS);
 }
 
-int te_cpu_is_wanted(const te_tensor *tensor)
+int te_cpu_is_requested(const te_tensor *tensor)
 {
     return tensor->data != NULL || tensor->ndim > 0;
 }
@@ -39,7 +39,7 @@ void te_cpu_join_sums(const te_cpu_kernels *kernels, const float *sums, int64_t 
     float totals[TE_CPU_TILE_COLUMNS];
     te_cpu_matrix output = te_cpu_matrix_of(target);
     for (int64_t first = 0; first < output.columns; first += TE_CPU_TILE_COLUMNS) {
-        int64_t width = te_cpu_least(TE_CPU_TILE_COLUMNS, output.columns - first);
+        int64_t width = te_cpu_min(TE_CPU_TILE_COLUMNS, output.columns - first);
         memset(totals, 0, sizeof totals);
         for (int64_t i = 0; i < count; i++) {
             kernels->add(totals, sums + i * output.columns + first, width);
@@ -49,12 +49,12 @@ void te_cpu_join_sums(const te_cpu_kernels *kernels, const float *sums, int64_t 
 }
 
 const float *te_cpu_numbers(const te_cpu_kernels *kernels, const te_cpu_matrix *matrix, int64_t row,
-                            int64_t column, int64_t n, float *room)
+                            int64_t column, int64_t n, float *buffer)
 {
     const void *place = te_cpu_at(matrix, row, column);
     if (matrix->dtype == TE_DTYPE_F32) return place;
-    kernels->to_f32[matrix->dtype](place, room, n);
-    return room;
+    kernels->to_f32[matrix->dtype](place, buffer, n);
+    return buffer;
 }
 
 /* ---- begin -------------------------------------------------------------------------------- */
@@ -68,33 +68,34 @@ static te_dtype fp8_dtype(const te_quantized *quantized)
                                                      : quantized->columnwise.dtype;
 }
 
-static float current_scale(const te_cpu_wanted *wanted, te_dtype dtype)
+static float current_scale(const te_cpu_request *request, te_dtype dtype)
 {
     float amax = 0.0F;
-    if (wanted->partials == NULL) return 1.0F;
+    if (request->partials == NULL) return 1.0F;
     for (int i = 0; i < TE_AMAX_PARTIALS; i++) {
-        amax = te_max_ignoring_nan(amax, wanted->partials[i]);
+        amax = te_max_ignoring_nan(amax, request->partials[i]);
     }
-    return te_current_scale(amax, te_dtype_max(dtype), wanted->amax_epsilon, wanted->power_2_scale);
+    return te_current_scale(amax, te_dtype_max(dtype), request->amax_epsilon,
+                            request->power_2_scale);
 }
 
-te_cpu_tiles te_cpu_tiles_begin(const te_cpu_wanted *wanted, int64_t rows, int64_t columns,
+te_cpu_tiles te_cpu_tiles_begin(const te_cpu_request *request, int64_t rows, int64_t columns,
                                 te_dtype dtype, int made)
 {
-    const te_quantized *quantized = wanted->quantized;
+    const te_quantized *quantized = request->quantized;
     te_dtype codes = fp8_dtype(quantized);
     te_cpu_tiles tiles = {.kernels = te_cpu_kernels_get(),
                           .rows = rows,
                           .columns = columns,
                           .tile_rows = TE_CPU_TILE_ROWS,
                           .scale = 1.0F};
-    int with_sums = wanted->sums != NULL && wanted->sums->data != NULL;
-    if (wanted->output != NULL && wanted->output->data != NULL) {
-        tiles.output = te_cpu_matrix_of(wanted->output);
+    int with_sums = request->sums != NULL && request->sums->data != NULL;
+    if (request->output != NULL && request->output->data != NULL) {
+        tiles.output = te_cpu_matrix_of(request->output);
     }
-    if (with_sums) tiles.sums = wanted->workspace;
+    if (with_sums) tiles.sums = request->workspace;
     if (quantized->mode != TE_SCALING_NONE) {
-        tiles.scale = quantized->scale != NULL ? *quantized->scale : current_scale(wanted, codes);
+        tiles.scale = quantized->scale != NULL ? *quantized->scale : current_scale(request, codes);
         if (quantized->rowwise.data != NULL) tiles.rowwise = te_cpu_matrix_of(&quantized->rowwise);
         if (quantized->columnwise.data != NULL) {
             tiles.columnwise = te_cpu_matrix_of(&quantized->columnwise);
@@ -105,7 +106,7 @@ te_cpu_tiles te_cpu_tiles_begin(const te_cpu_wanted *wanted, int64_t rows, int64
         }
     }
     int casts = tiles.rowwise.data != NULL || tiles.columnwise.data != NULL;
-    if (casts || with_sums || quantized->amax != NULL || wanted->amax_partials != NULL) {
+    if (casts || with_sums || quantized->amax != NULL || request->amax_partials != NULL) {
         tiles.quantize =
             tiles.kernels->quantize[dtype][casts ? te_cpu_target(codes) : 0][with_sums];
     }
@@ -123,7 +124,7 @@ static void write_columnwise(const te_cpu_matrix *output, int64_t row, int64_t c
 {
     uint8_t block[TE_CPU_BLOCK * TE_CPU_BLOCK];
     for (int64_t first = 0; first < codes->columns; first += TE_CPU_BLOCK) {
-        int64_t width = te_cpu_least(TE_CPU_BLOCK, codes->columns - first);
+        int64_t width = te_cpu_min(TE_CPU_BLOCK, codes->columns - first);
         te_cpu_transpose_bytes(te_cpu_at(codes, 0, first), codes->row_stride, block, TE_CPU_BLOCK,
                                codes->rows, width);
         for (int64_t c = 0; c < width; c++) {
@@ -136,10 +137,10 @@ static void write_columnwise(const te_cpu_matrix *output, int64_t row, int64_t c
 int32_t te_cpu_tile(const te_cpu_tiles *tiles, const void *self, int64_t row, int64_t column)
 {
     uint8_t local[TE_CPU_TILE_ROWS * TE_CPU_TILE_COLUMNS]; /* codes that no row-wise output takes */
-    float room[TE_CPU_MADE_COLUMNS];
+    float buffer[TE_CPU_MADE_COLUMNS];
     const te_cpu_matrix *output = &tiles->output;
-    te_cpu_matrix codes = {.rows = te_cpu_least(tiles->tile_rows, tiles->rows - row),
-                           .columns = te_cpu_least(tiles->tile_columns, tiles->columns - column),
+    te_cpu_matrix codes = {.rows = te_cpu_min(tiles->tile_rows, tiles->rows - row),
+                           .columns = te_cpu_min(tiles->tile_columns, tiles->columns - column),
                            .column_stride = 1,
                            .bytes = 1};
     float *sums = NULL;
@@ -160,7 +161,7 @@ int32_t te_cpu_tile(const te_cpu_tiles *tiles, const void *self, int64_t row, in
         void *place = output->data == NULL ? NULL : te_cpu_at(output, row + r, column);
         int direct = place != NULL && output->dtype == TE_DTYPE_F32; /* made where it belongs */
         const void *values =
-            tiles->source(self, row + r, column, codes.columns, direct ? place : room);
+            tiles->source(self, row + r, column, codes.columns, direct ? place : buffer);
         if (place != NULL && !direct) {
             tiles->kernels->from_f32[output->dtype](values, place, codes.columns);
         }
@@ -201,17 +202,17 @@ static void zero_columns(const te_cpu_matrix *output, int64_t first)
     }
 }
 
-void te_cpu_tiles_end(const te_cpu_tiles *tiles, const te_cpu_wanted *wanted, int32_t amax)
+void te_cpu_tiles_end(const te_cpu_tiles *tiles, const te_cpu_request *request, int32_t amax)
 {
-    float *recorded = wanted->quantized->amax;
+    float *recorded = request->quantized->amax;
     zero_columns(&tiles->rowwise, tiles->columns);
     zero_columns(&tiles->columnwise, tiles->rows);
-    if (wanted->sums != NULL && wanted->sums->data != NULL) {
-        te_cpu_join_sums(tiles->kernels, tiles->sums, row_tiles(tiles->rows), wanted->sums);
+    if (request->sums != NULL && request->sums->data != NULL) {
+        te_cpu_join_sums(tiles->kernels, tiles->sums, row_tiles(tiles->rows), request->sums);
     }
     if (recorded != NULL) te_cpu_record_amax(recorded, te_float_of(amax));
-    if (wanted->amax_partials != NULL) {
-        memset(wanted->amax_partials, 0, TE_AMAX_PARTIALS * sizeof(float));
-        wanted->amax_partials[0] = te_float_of(amax);
+    if (request->amax_partials != NULL) {
+        memset(request->amax_partials, 0, TE_AMAX_PARTIALS * sizeof(float));
+        request->amax_partials[0] = te_float_of(amax);
     }
 }

@@ -17,18 +17,18 @@
 
 enum {
     TE_CPU_TILE_ROWS = TE_CPU_BLOCK,
-    TE_CPU_TILE_COLUMNS = 4 * TE_CPU_BLOCK, /* where a column-wise output is wanted */
-    TE_CPU_MADE_COLUMNS = 1024,             /* rows that are made: fp32 rooms fit in the cache */
+    TE_CPU_TILE_COLUMNS = 4 * TE_CPU_BLOCK, /* where a column-wise output is requested */
+    TE_CPU_MADE_COLUMNS = 1024,             /* rows that are made: fp32 buffers fit in the cache */
     TE_CPU_READ_COLUMNS = 4096              /* rows that are read where they lie */
 };
 
 /* Columns [column, column + n) of a row in the dtype of the source: where they lie, or made in
- * `room`, which has n floats. */
+ * `buffer`, which has n floats. */
 typedef const void *(*te_cpu_row_source)(const void *self, int64_t row, int64_t column, int64_t n,
-                                         float *room);
+                                         float *buffer);
 
-/* What a call asks for; NULL, or data NULL: not wanted. */
-typedef struct te_cpu_wanted {
+/* What a call asks for; NULL, or data NULL: not requested. */
+typedef struct te_cpu_request {
     const te_tensor *output; /* [rows, columns] high precision */
     const te_tensor *sums;   /* [columns] high precision */
     const te_quantized *quantized;
@@ -37,42 +37,42 @@ typedef struct te_cpu_wanted {
     float amax_epsilon;
     int32_t power_2_scale;
     void *workspace; /* te_cpu_sums_bytes */
-} te_cpu_wanted;
+} te_cpu_request;
 
 /* One call, as its tiles see it. */
 typedef struct te_cpu_tiles {
     const te_cpu_kernels *kernels;
     te_cpu_row_source source;
     int64_t rows, columns;
-    te_cpu_matrix output, rowwise, columnwise; /* data NULL: not wanted */
+    te_cpu_matrix output, rowwise, columnwise; /* data NULL: not requested */
     te_cpu_quantize_row quantize;              /* NULL: nothing is cast, measured or summed */
     int64_t tile_rows, tile_columns;
     float scale;
     float *sums; /* [row tiles, columns], or NULL */
 } te_cpu_tiles;
 
-/* Whether a tensor is wanted, also where a workspace query has no pointer yet. */
-int te_cpu_is_wanted(const te_tensor *tensor);
+/* Whether a tensor is requested, also where a workspace query has no pointer yet. */
+int te_cpu_is_requested(const te_tensor *tensor);
 /* Workspace of column sums. */
 size_t te_cpu_sums_bytes(int64_t rows, int64_t columns);
 /* target[c] = sum over i of sums[i][c], in the order of the `count` rows. */
 void te_cpu_join_sums(const te_cpu_kernels *kernels, const float *sums, int64_t count,
                       const te_tensor *target);
-/* n numbers of a row as fp32: where they lie, or converted in `room`. */
+/* n numbers of a row as fp32: where they lie, or converted in `buffer`. */
 const float *te_cpu_numbers(const te_cpu_kernels *kernels, const te_cpu_matrix *matrix, int64_t row,
-                            int64_t column, int64_t n, float *room);
+                            int64_t column, int64_t n, float *buffer);
 te_status te_cpu_check_workspace(const char *name, const void *workspace, size_t size,
                                  size_t needed);
 
 /* Outputs and scale of a call over [rows, columns] whose source gives numbers of `dtype`; writes
  * the scale pair. `made`: the source makes its rows. */
-te_cpu_tiles te_cpu_tiles_begin(const te_cpu_wanted *wanted, int64_t rows, int64_t columns,
+te_cpu_tiles te_cpu_tiles_begin(const te_cpu_request *request, int64_t rows, int64_t columns,
                                 te_dtype dtype, int made);
 /* The tile at (row, column); bits of its max|x|. */
 int32_t te_cpu_tile(const te_cpu_tiles *tiles, const void *self, int64_t row, int64_t column);
 /* All tiles, for sources without a state of their own per row. */
 int32_t te_cpu_all_tiles(const te_cpu_tiles *tiles, const void *self);
 /* What remains once every tile is done: padding, sums, maxima. */
-void te_cpu_tiles_end(const te_cpu_tiles *tiles, const te_cpu_wanted *wanted, int32_t amax);
+void te_cpu_tiles_end(const te_cpu_tiles *tiles, const te_cpu_request *request, int32_t amax);
 
 #endif

@@ -70,21 +70,21 @@ te_status te_cuda_activation(void *self, te_context *context, const void *args_,
 #undef X
     };
     const te_activation_args *args = args_;
-    const te_cuda_tile_want want = {.op = "activation",
-                                    .outputs = 1,
-                                    .rows = args->input.shape[0],
-                                    .columns = value_columns(&args->input, args->kind),
-                                    .to = &args->quantized,
-                                    .partials = args->partials,
-                                    .epsilon = args->amax_epsilon,
-                                    .power_2 = args->power_2_scale,
-                                    .output = &args->output,
-                                    .amax_partials = args->amax_partials};
+    const te_cuda_tile_request request = {.op = "activation",
+                                          .outputs = 1,
+                                          .rows = args->input.shape[0],
+                                          .columns = value_columns(&args->input, args->kind),
+                                          .to = &args->quantized,
+                                          .partials = args->partials,
+                                          .epsilon = args->amax_epsilon,
+                                          .power_2 = args->power_2_scale,
+                                          .output = &args->output,
+                                          .amax_partials = args->amax_partials};
     te_activation_kernel_params params = {0};
     te_cuda_call call = {.family = "activation", .params = &params, .params_size = sizeof params};
     te_cuda_tile_job job;
     (void)self;
-    TE_TRY(te_cuda_plan_tile_job(&want, &params.tile, &job));
+    TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
     set_input(&params, &args->input, args->kind, &args->params);
     call.name = kernels[te_activation_is_gated(args->kind)][args->input.dtype];
     if (call.name == NULL) {
@@ -93,22 +93,22 @@ te_status te_cuda_activation(void *self, te_context *context, const void *args_,
     return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
 }
 
-static te_cuda_tile_want want_backward(const te_activation_backward_args *args)
+static te_cuda_tile_request backward_request(const te_activation_backward_args *args)
 {
     const int sums = te_tensor_present(&args->bias_grad) || args->bias_grad.ndim > 0;
-    return (te_cuda_tile_want){.op = "activation_backward",
-                               .outputs = te_activation_is_gated(args->kind) ? 2 : 1,
-                               .rows = args->input.shape[0],
-                               .columns = value_columns(&args->input, args->kind),
-                               .to = &args->quantized,
-                               .partials = args->partials,
-                               .epsilon = args->amax_epsilon,
-                               .power_2 = args->power_2_scale,
-                               .output = &args->grad_input,
-                               .bias_grad = sums ? &args->bias_grad : NULL,
-                               .amax_partials = args->amax_partials,
-                               .workspace = args->workspace,
-                               .workspace_size = args->workspace_size};
+    return (te_cuda_tile_request){.op = "activation_backward",
+                                  .outputs = te_activation_is_gated(args->kind) ? 2 : 1,
+                                  .rows = args->input.shape[0],
+                                  .columns = value_columns(&args->input, args->kind),
+                                  .to = &args->quantized,
+                                  .partials = args->partials,
+                                  .epsilon = args->amax_epsilon,
+                                  .power_2 = args->power_2_scale,
+                                  .output = &args->grad_input,
+                                  .bias_grad = sums ? &args->bias_grad : NULL,
+                                  .amax_partials = args->amax_partials,
+                                  .workspace = args->workspace,
+                                  .workspace_size = args->workspace_size};
 }
 
 /* Column sums of several row groups, behind copies of inputs whose dtypes differ. */
@@ -117,9 +117,9 @@ te_status te_cuda_activation_backward_workspace(void *self, te_context *context,
 {
     const te_activation_backward_args *args = args_;
     const te_tensor *const inputs[] = {&args->grad_output, &args->input};
-    const te_cuda_tile_want want = want_backward(args);
+    const te_cuda_tile_request request = backward_request(args);
     (void)self, (void)context;
-    *bytes = te_cuda_widen_workspace(inputs, 2) + te_cuda_tile_workspace(&want);
+    *bytes = te_cuda_widen_workspace(inputs, 2) + te_cuda_tile_workspace(&request);
     return TE_OK;
 }
 
@@ -134,7 +134,7 @@ te_status te_cuda_activation_backward(void *self, te_context *context, const voi
 #undef X
     };
     const te_activation_backward_args *args = args_;
-    te_cuda_tile_want want = want_backward(args);
+    te_cuda_tile_request request = backward_request(args);
     te_activation_kernel_params params = {0};
     te_cuda_call call = {.family = "activation", .params = &params, .params_size = sizeof params};
     te_tensor grad = args->grad_output, input = args->input;
@@ -144,10 +144,10 @@ te_status te_cuda_activation_backward(void *self, te_context *context, const voi
     (void)self;
     TE_TRY(te_cuda_widen(context, inputs, 2, args->workspace, args->workspace_size, stream));
     if (copies > 0) {
-        want.workspace = (unsigned char *)args->workspace + copies;
-        want.workspace_size = args->workspace_size - copies;
+        request.workspace = (unsigned char *)args->workspace + copies;
+        request.workspace_size = args->workspace_size - copies;
     }
-    TE_TRY(te_cuda_plan_tile_job(&want, &params.tile, &job));
+    TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
     set_input(&params, &input, args->kind, &args->params);
     params.grad = te_cuda_view(&grad);
     params.aligned =

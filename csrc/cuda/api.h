@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * api.h - the driver functions this library calls, as a table of pointers, and the state of a
- * device. For the files of csrc/cuda that speak to the driver themselves; the others use driver.h.
+ * device. For the files of csrc/cuda that call the driver themselves; the others use driver.h.
  */
 #ifndef TE_CUDA_API_H
 #define TE_CUDA_API_H
@@ -83,7 +83,7 @@ struct te_cuda_state {
     te_cuda_kernel kernels[TE_CUDA_KERNEL_SLOTS];
 };
 
-/* image.c: makes and releases what hangs on a state. */
+/* image.c: the device images of a state. */
 te_status te_cuda_images_open(te_cuda_state *cuda);
 void te_cuda_images_close(te_cuda_state *cuda);
 

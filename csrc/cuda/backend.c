@@ -48,13 +48,13 @@ static te_status read_attributes(te_cuda_state *cuda)
     const struct {
         CUdevice_attribute attribute;
         int *value;
-    } wanted[] = {
+    } required[] = {
         {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, &cuda->capability_major},
         {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, &cuda->capability_minor},
         {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, &cuda->shared_limit},
     };
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
-        TE_TRY(TE_CU(cuDeviceGetAttribute, wanted[i].value, wanted[i].attribute, cuda->device));
+    for (size_t i = 0; i < sizeof required / sizeof *required; i++) {
+        TE_TRY(TE_CU(cuDeviceGetAttribute, required[i].value, required[i].attribute, cuda->device));
     }
     if (cuda->capability_major < 8) {
         return TE_FAIL(TE_ERROR_DEVICE, "compute capability %d.%d, at least 8.0 is needed",

@@ -13,7 +13,7 @@
 
 #define TARGET_BLOCKS 1024
 
-/* How a matrix is dealt out. */
+/* How a matrix is distributed. */
 typedef struct strips {
     int lanes_log2;
     int64_t columns; /* of blocks */
@@ -26,7 +26,7 @@ static strips plan_strips(int64_t rows, int64_t columns, te_dtype dtype)
     const int vector = 16 / (int)te_dtype_bytes(dtype);
     const int64_t vectors = te_ceil_div(columns, vector);
     strips plan = {0, 0, 0, 0};
-    int64_t tile, tiles, deep, least;
+    int64_t tile, tiles, deep, minimum;
     while (plan.lanes_log2 < TE_DROPOUT_LANES_LOG2 && (INT64_C(1) << plan.lanes_log2) < vectors) {
         plan.lanes_log2++;
     }
@@ -34,8 +34,8 @@ static strips plan_strips(int64_t rows, int64_t columns, te_dtype dtype)
     tile = ((int64_t)TE_DROPOUT_THREADS >> plan.lanes_log2) * TE_DROPOUT_ROWS;
     tiles = te_ceil_div(rows, tile);
     deep = tiles * plan.columns / TARGET_BLOCKS;
-    least = te_ceil_div(tiles, TE_CUDA_MAX_GRID_Y);
-    if (deep < least) deep = least;
+    minimum = te_ceil_div(tiles, TE_CUDA_MAX_GRID_Y);
+    if (deep < minimum) deep = minimum;
     if (deep < 1) deep = 1;
     plan.depth = deep * tile;
     plan.groups = te_ceil_div(rows, plan.depth);

@@ -17,7 +17,7 @@
 #define TILE 64
 #define TILE_THREADS 128
 
-te_walk te_cuda_plan_walk(int64_t rows, int64_t columns, int elements, uint32_t most,
+te_walk te_cuda_plan_walk(int64_t rows, int64_t columns, int elements, uint32_t limit,
                           uint32_t *blocks)
 {
     te_walk walk = {0, 0, 0};
@@ -25,7 +25,7 @@ te_walk te_cuda_plan_walk(int64_t rows, int64_t columns, int elements, uint32_t 
     while (walk.lanes_log2 < 8 && (1LL << walk.lanes_log2) < vectors) walk.lanes_log2++;
     walk.column_tiles = te_ceil_div(vectors, (int64_t)WALK_UNROLL << walk.lanes_log2);
     walk.tiles = te_ceil_div(rows, WALK_THREADS >> walk.lanes_log2) * walk.column_tiles;
-    *blocks = walk.tiles < 1 ? 1 : walk.tiles < most ? (uint32_t)walk.tiles : most;
+    *blocks = walk.tiles < 1 ? 1 : walk.tiles < limit ? (uint32_t)walk.tiles : limit;
     return walk;
 }
 

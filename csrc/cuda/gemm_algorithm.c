@@ -159,7 +159,7 @@ static te_status choose(te_cublaslt *lt, const te_gemm_key *key, const te_gemm_p
     cublasLtMatmulPreferenceOpaque_t preference;
     te_gemm_descriptor desc;
     te_gemm_pointers any = any_pointers(key);
-    int count = 0, wanted = lt->tuner != NULL ? TE_GEMM_CANDIDATES : 1;
+    int count = 0, requested = lt->tuner != NULL ? TE_GEMM_CANDIDATES : 1;
     cublasStatus_t status;
     memset(out, 0, sizeof *out);
     out->key = *key;
@@ -168,7 +168,7 @@ static te_status choose(te_cublaslt *lt, const te_gemm_key *key, const te_gemm_p
     TE_TRY(describe_preference(&lt->api, key, &preference));
     status = lt->api.cublasLtMatmulAlgoGetHeuristic(lt->handle, (cublasLtMatmulDesc_t)(void *)&desc,
                                                     &out->a, &out->b, &out->c, &out->d, &preference,
-                                                    wanted, found, &count);
+                                                    requested, found, &count);
     if (status == CUBLAS_STATUS_SUCCESS && count > 0) status = found[0].state;
     if (status != CUBLAS_STATUS_SUCCESS || count == 0) {
         if (status == CUBLAS_STATUS_SUCCESS) status = CUBLAS_STATUS_NOT_SUPPORTED;

@@ -5,9 +5,9 @@
  * cuBLASLt takes most calls as they are: one matmul, everything fused. What it refuses (measured by
  * benchmarks/cublaslt_support.c) goes through scratch in the caller's workspace, and is counted:
  *
- * FP8 wants 16-byte rows and addresses, and n such that a row of d is a multiple of 16 bytes; else
- * d (and b, bias and aux with it) goes through padded copies. Bias and inverse scales want a
- * 16-byte address too, aux rows of a multiple of 8 elements. k = 0 is a matmul of zeros, so that
+ * FP8 requires 16-byte rows and addresses, and n such that a row of d is a multiple of 16 bytes;
+ * else d (and b, bias and aux with it) goes through padded copies. Bias and inverse scales require
+ * a 16-byte address too, aux rows of a multiple of 8 elements. k = 0 is a matmul of zeros, so that
  * bias, activation and cast stay where they are. The amax of an FP8 output is overwritten, not
  * accumulated: a float of scratch, then a maximum; and with a bias it also sees the bias alone, in
  * rows of a tile that lie beyond m: then d is made wide, and the quantize operator casts it. The
@@ -36,7 +36,8 @@ typedef enum bias_grad_way {
     BIAS_GRAD_GEMM         /* a times ones: a is not transposed, its rows are summed */
 } bias_grad_way;
 
-/* One call, laid out: what the library is asked, and which views are scratch (data NULL: none). */
+/* One call, laid out: the problem for the library, and which views are scratch (data NULL: none).
+ */
 typedef struct gemm_call {
     const te_gemm_args *args;
     void *self;

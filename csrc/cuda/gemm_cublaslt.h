@@ -3,7 +3,7 @@
  * gemm_cublaslt.h - cuBLASLt behind the GEMM operator: what one matmul is (key), the algorithm
  * chosen for it (cached per device), and its launch. gemm_cublaslt.c makes keys from te_gemm_args;
  * gemm_algorithm.c owns the cache; gemm_tuner.c times candidates where that is switched on;
- * gemm_matmul.c tells the library of one matmul.
+ * gemm_matmul.c describes one matmul to the library and launches it.
  *
  * Row-major d[m, n] = a[m, k] b[k, n] is what cuBLASLt calls D = A B with D [n, m] column-major,
  * its A being our b and its B our a. The names here are ours.

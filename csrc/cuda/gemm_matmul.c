@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * gemm_matmul.c - one matmul as cuBLASLt is told of it, and its launch. Descriptors are rebuilt on
- * the stack for each call (0.1 us): they hold the pointers of the call, and sharing them would need
- * a lock.
+ * gemm_matmul.c - the cuBLASLt descriptors of one matmul, and its launch. Descriptors are rebuilt
+ * on the stack for each call (0.1 us): they hold the pointers of the call, and sharing them would
+ * need a lock.
  */
 #include <string.h>
 

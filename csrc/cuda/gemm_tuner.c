@@ -52,9 +52,9 @@ static const winner *find_winner(const te_gemm_tuner *tuner, const te_gemm_key *
 static void remember(te_gemm_tuner *tuner, const winner *won)
 {
     if (tuner->winner_count % 256 == 0) {
-        size_t room = (size_t)tuner->winner_count + 256;
+        size_t capacity = (size_t)tuner->winner_count + 256;
         winner *grown = tuner->winner_count < MAX_WINNERS
-                            ? realloc(tuner->winners, room * sizeof *grown)
+                            ? realloc(tuner->winners, capacity * sizeof *grown)
                             : NULL;
         if (grown == NULL) return;
         tuner->winners = grown;

@@ -60,8 +60,8 @@ static inline void te_cuda_flatten(te_view *view)
 }
 
 /* The walk of device/matrix.cuh over [rows, columns] with vectors of `elements`; *blocks is the
- * grid, at most `most`. */
-te_walk te_cuda_plan_walk(int64_t rows, int64_t columns, int elements, uint32_t most,
+ * grid, at most `limit`. */
+te_walk te_cuda_plan_walk(int64_t rows, int64_t columns, int elements, uint32_t limit,
                           uint32_t *blocks);
 
 /* The largest Philox word that drops an element: u = (word >> 8) * 2^-24 < probability, without

@@ -2,9 +2,9 @@
  *
  * norm.c - host side of the norms.
  *
- * A kernel on rows makes the statistics and whatever is wanted row by row; where FP8 is wanted
- * transposed, a kernel on tiles makes both forms of it from these statistics, beginning with the
- * rows that were read last.
+ * A kernel on rows makes the statistics and whatever is requested row by row; where FP8 is
+ * requested transposed, a kernel on tiles makes both forms of it from these statistics, beginning
+ * with the rows that were read last.
  */
 #include "cuda/norm.h"
 
@@ -16,24 +16,24 @@
 #define STATIC_SHARED 2048 /* at least what the kernels have besides */
 #define NAMED_BARRIERS 15  /* besides that of the whole block */
 
-int te_cuda_plan_row_teams(const te_cuda_row_want *want, te_cuda_row_teams *plan)
+int te_cuda_plan_row_teams(const te_cuda_row_request *request, te_cuda_row_teams *plan)
 {
-    const int64_t lanes = te_round_up(te_ceil_div(want->vectors, want->each), 32);
-    const int64_t factors = lanes * want->each * (int64_t)want->factors;
-    const int64_t row = lanes * want->each * (int64_t)want->piece;
-    const int64_t fit = (want->limit - STATIC_SHARED - factors) / row;
+    const int64_t lanes = te_round_up(te_ceil_div(request->vectors, request->each), 32);
+    const int64_t factors = lanes * request->each * (int64_t)request->factors;
+    const int64_t row = lanes * request->each * (int64_t)request->piece;
+    const int64_t fit = (request->limit - STATIC_SHARED - factors) / row;
     /* Few rows are spread over all blocks. */
-    const int64_t enough = want->rows > 0 ? te_ceil_div(want->rows, TE_CUDA_NORM_BLOCKS) : 1;
-    int64_t teams = want->threads / lanes;
+    const int64_t enough = request->rows > 0 ? te_ceil_div(request->rows, TE_CUDA_NORM_BLOCKS) : 1;
+    int64_t teams = request->threads / lanes;
     if (lanes > 32 && teams > NAMED_BARRIERS) teams = NAMED_BARRIERS;
     if (teams > enough) teams = enough;
     if (teams > fit) teams = fit;
     if (teams < 1) return 0;
     *plan = (te_cuda_row_teams){.lanes = lanes,
                                 .threads = teams * lanes,
-                                .blocks = te_ceil_div(want->rows, teams),
+                                .blocks = te_ceil_div(request->rows, teams),
                                 .stages = fit / teams};
-    if (plan->stages > want->stages) plan->stages = want->stages;
+    if (plan->stages > request->stages) plan->stages = request->stages;
     if (plan->blocks > TE_CUDA_NORM_BLOCKS) plan->blocks = TE_CUDA_NORM_BLOCKS;
     if (plan->blocks < 1) plan->blocks = 1;
     plan->shared = plan->stages * teams * row + factors;
@@ -52,43 +52,44 @@ static int is_whole(const te_norm_params *params, size_t bytes)
            (rowwise->data == NULL || (params->to.rowwise_aligned && rowwise->columns % 8 == 0));
 }
 
-/* How rows of elements of `bytes` are dealt out to teams and blocks. */
+/* How rows of elements of `bytes` are distributed to teams and blocks. */
 static row_plan plan_rows(te_norm_params *params, size_t bytes, int64_t limit, te_cuda_dims *dims)
 {
     /* The padding of FP8 rows is written by the threads that reach into it. */
     const int64_t width = params->to.rowwise.columns > params->input.columns
                               ? params->to.rowwise.columns
                               : params->input.columns;
-    const te_cuda_row_want want = {.rows = params->input.rows,
-                                   .vectors = te_ceil_div(width, 8),
-                                   .each = TE_NORM_WIDE_VECTORS,
-                                   .threads = TE_NORM_WIDE_THREADS,
-                                   .stages = TE_NORM_WIDE_STAGES,
-                                   .piece = 8 * bytes,
-                                   .factors = 2 * 8 * sizeof(float),
-                                   .limit = limit};
+    const te_cuda_row_request request = {.rows = params->input.rows,
+                                         .vectors = te_ceil_div(width, 8),
+                                         .each = TE_NORM_WIDE_VECTORS,
+                                         .threads = TE_NORM_WIDE_THREADS,
+                                         .stages = TE_NORM_WIDE_STAGES,
+                                         .piece = 8 * bytes,
+                                         .factors = 2 * 8 * sizeof(float),
+                                         .limit = limit};
     /* As many blocks as there are partial maxima; they are read by every block, too. */
     const int64_t most = params->amax_partials != NULL || params->to.partials != NULL
                              ? TE_CAST_PARTIALS
                              : TE_CUDA_NORM_MANY_BLOCKS;
     te_cuda_row_teams teams = {.lanes = 32, .threads = ROW_THREADS};
     row_plan plan = ODD;
-    if (want.vectors <= 32) {
+    if (request.vectors <= 32) {
         plan = NARROW;
         teams.lanes = 1;
-        while (teams.lanes < want.vectors) teams.lanes *= 2;
-        teams.blocks = te_ceil_div(want.rows, TE_NORM_NARROW_THREADS / teams.lanes * TE_NORM_ROWS);
-    } else if (is_whole(params, bytes) && te_cuda_plan_row_teams(&want, &teams)) {
+        while (teams.lanes < request.vectors) teams.lanes *= 2;
+        teams.blocks =
+            te_ceil_div(request.rows, TE_NORM_NARROW_THREADS / teams.lanes * TE_NORM_ROWS);
+    } else if (is_whole(params, bytes) && te_cuda_plan_row_teams(&request, &teams)) {
         plan = WIDE;
-    } else if (want.vectors > TE_NORM_THREADS * TE_NORM_VECTORS) {
+    } else if (request.vectors > TE_NORM_THREADS * TE_NORM_VECTORS) {
         plan = LONG;
         teams = (te_cuda_row_teams){
-            .lanes = TE_NORM_THREADS, .threads = TE_NORM_THREADS, .blocks = want.rows};
+            .lanes = TE_NORM_THREADS, .threads = TE_NORM_THREADS, .blocks = request.rows};
     } else {
-        if (want.vectors > teams.lanes * TE_NORM_VECTORS)
+        if (request.vectors > teams.lanes * TE_NORM_VECTORS)
             teams.lanes = teams.threads =
-                te_round_up(te_ceil_div(want.vectors, TE_NORM_VECTORS), 32);
-        teams.blocks = te_ceil_div(want.rows, teams.threads / teams.lanes);
+                te_round_up(te_ceil_div(request.vectors, TE_NORM_VECTORS), 32);
+        teams.blocks = te_ceil_div(request.rows, teams.threads / teams.lanes);
     }
     if (teams.blocks > most) teams.blocks = most;
     *dims = (te_cuda_dims){.grid_x = teams.blocks > 0 ? (uint32_t)teams.blocks : 1,
@@ -103,14 +104,14 @@ static row_plan plan_rows(te_norm_params *params, size_t bytes, int64_t limit, t
     return plan;
 }
 
-static int wants_tiles(const te_norm_args *args)
+static int needs_tiles(const te_norm_args *args)
 {
     const te_tensor *columnwise = &args->quantized.columnwise;
     return args->quantized.mode != TE_SCALING_NONE &&
            (te_tensor_present(columnwise) || columnwise->ndim > 0);
 }
 
-/* The kernel on tiles reads statistics, also where the caller does not want them. */
+/* The kernel on tiles reads statistics, also where the caller does not request them. */
 typedef struct statistics {
     float *mean, *rsigma;
     size_t bytes; /* of workspace in use */
@@ -121,7 +122,7 @@ static statistics plan_statistics(const te_norm_args *args)
     const size_t line = (size_t)args->input.shape[0] * sizeof(float);
     const int lacks_mean = args->kind == TE_NORM_LAYERNORM && !te_tensor_present(&args->mean);
     statistics found = {args->mean.data, args->rsigma.data, 0};
-    if (!wants_tiles(args) || (args->flags & TE_NORM_STATISTICS_GIVEN) != 0) return found;
+    if (!needs_tiles(args) || (args->flags & TE_NORM_STATISTICS_GIVEN) != 0) return found;
     if (!te_tensor_present(&args->rsigma)) {
         found.rsigma = args->workspace;
         found.bytes += line;
@@ -142,16 +143,16 @@ te_status te_cuda_norm_workspace(void *self, te_context *context, const void *ar
     return TE_OK;
 }
 
-static te_cuda_tile_want want_cast(const te_norm_args *args)
+static te_cuda_tile_request cast_request(const te_norm_args *args)
 {
-    return (te_cuda_tile_want){.op = "norm",
-                               .outputs = 1,
-                               .rows = args->input.shape[0],
-                               .columns = args->input.shape[1],
-                               .to = &args->quantized,
-                               .partials = args->partials,
-                               .epsilon = args->amax_epsilon,
-                               .power_2 = args->power_2_scale};
+    return (te_cuda_tile_request){.op = "norm",
+                                  .outputs = 1,
+                                  .rows = args->input.shape[0],
+                                  .columns = args->input.shape[1],
+                                  .to = &args->quantized,
+                                  .partials = args->partials,
+                                  .epsilon = args->amax_epsilon,
+                                  .power_2 = args->power_2_scale};
 }
 
 /* The launch on rows; without FP8 where the tiles make it. */
@@ -168,7 +169,7 @@ static te_cuda_call plan_row_call(const te_cuda_state *cuda, const te_norm_args 
             TE_NORM_WIDE_INSTANCES(X)
 #undef X
     };
-    const te_cuda_tile_want want = want_cast(args);
+    const te_cuda_tile_request request = cast_request(args);
     te_cuda_call call = {.family = "norm", .params = params, .params_size = sizeof *params};
     te_dtype dtype;
     *params =
@@ -188,7 +189,7 @@ static te_cuda_call plan_row_call(const te_cuda_state *cuda, const te_norm_args 
         params->output_aligned =
             te_cuda_aligned(&params->output, te_dtype_bytes(args->output.dtype), 16);
     }
-    if (!wants_tiles(args)) params->to = te_cuda_cast_target(&want, &dtype);
+    if (!needs_tiles(args)) params->to = te_cuda_cast_target(&request, &dtype);
     call.name = kernels[plan_rows(params, te_dtype_bytes(args->input.dtype),
                                   te_cuda_shared_limit(cuda), &call.dims)][args->input.dtype];
     return call;
@@ -202,7 +203,7 @@ te_status te_cuda_norm(void *self, te_context *context, const void *args_, void 
 #undef X
     };
     const te_norm_args *args = args_;
-    const te_cuda_tile_want want = want_cast(args);
+    const te_cuda_tile_request request = cast_request(args);
     const statistics found = plan_statistics(args);
     const int given = (args->flags & TE_NORM_STATISTICS_GIVEN) != 0;
     te_cuda_state *cuda = te_context_state(context);
@@ -216,12 +217,12 @@ te_status te_cuda_norm(void *self, te_context *context, const void *args_, void 
     if (call.name == NULL) {
         return TE_FAIL(TE_ERROR_UNSUPPORTED, "norm: %s", te_dtype_name(args->input.dtype));
     }
-    if (!wants_tiles(args)) return te_cuda_run(cuda, &row_call, 1, stream);
+    if (!needs_tiles(args)) return te_cuda_run(cuda, &row_call, 1, stream);
     if (found.bytes > 0 && (args->workspace == NULL || args->workspace_size < found.bytes)) {
         return TE_FAIL(TE_ERROR_INVALID, "norm: workspace of %zu bytes, %zu are needed",
                        args->workspace != NULL ? args->workspace_size : 0, found.bytes);
     }
-    TE_TRY(te_cuda_plan_tile_job(&want, &params.tile, &job));
+    TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
     params.input = rows.input;
     params.input_aligned = rows.input_aligned;
     params.factors = rows.factors;

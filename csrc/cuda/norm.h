@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * norm.h - what the norms and their gradients ask on the host.
+ * norm.h - what the norms and their gradients share on the host.
  */
 #ifndef TE_CUDA_NORM_H
 #define TE_CUDA_NORM_H
@@ -16,7 +16,7 @@
 #define TE_CUDA_NORM_MANY_BLOCKS (1 << 20)
 
 /* Rows for blocks that stay, see device/norm.cuh. */
-typedef struct te_cuda_row_want {
+typedef struct te_cuda_row_request {
     int64_t rows;
     int64_t vectors; /* of 8 elements, of a row */
     int64_t each;    /* of them, that a thread holds */
@@ -25,7 +25,7 @@ typedef struct te_cuda_row_want {
     size_t piece;    /* bytes of a vector, of all matrices that are read */
     size_t factors;  /* bytes of a vector's factors */
     int64_t limit;   /* bytes of shared memory of a block */
-} te_cuda_row_want;
+} te_cuda_row_request;
 
 typedef struct te_cuda_row_teams {
     int64_t lanes, threads, blocks;
@@ -33,7 +33,7 @@ typedef struct te_cuda_row_teams {
 } te_cuda_row_teams;
 
 /* False where a row does not fit a block. */
-int te_cuda_plan_row_teams(const te_cuda_row_want *want, te_cuda_row_teams *plan);
+int te_cuda_plan_row_teams(const te_cuda_row_request *request, te_cuda_row_teams *plan);
 
 /* Tensors may be absent; beta NULL: none. */
 static inline te_norm_factors te_cuda_norm_factors(const te_tensor *gamma, const te_tensor *beta,

@@ -33,30 +33,31 @@ static int is_wanted(const te_tensor *tensor)
 static void plan_rows(const te_norm_backward_args *args, size_t element, int64_t limit,
                       backward_plan *plan)
 {
-    const te_cuda_row_want want = {.rows = args->input.shape[0],
-                                   .vectors = te_ceil_div(args->input.shape[1], 8),
-                                   .each = TE_NORM_BACKWARD_BYTES / (8 * (int64_t)element),
-                                   .threads = TE_NORM_BACKWARD_THREADS,
-                                   .stages = TE_NORM_BACKWARD_STAGES,
-                                   .piece = 8 * element * (is_wanted(&args->grad_add) ? 3 : 2),
-                                   .factors = 8 * sizeof(float),
-                                   .limit = limit};
+    const te_cuda_row_request request = {.rows = args->input.shape[0],
+                                         .vectors = te_ceil_div(args->input.shape[1], 8),
+                                         .each = TE_NORM_BACKWARD_BYTES / (8 * (int64_t)element),
+                                         .threads = TE_NORM_BACKWARD_THREADS,
+                                         .stages = TE_NORM_BACKWARD_STAGES,
+                                         .piece =
+                                             8 * element * (is_wanted(&args->grad_add) ? 3 : 2),
+                                         .factors = 8 * sizeof(float),
+                                         .limit = limit};
     te_cuda_row_teams teams = {.lanes = 1, .threads = TE_NORM_NARROW_THREADS};
     int64_t tail = 32;
-    if (want.vectors <= 32) {
+    if (request.vectors <= 32) {
         plan->rows = NARROW;
-        while (teams.lanes < want.vectors) teams.lanes *= 2;
-        teams.blocks = te_ceil_div(want.rows, teams.threads / teams.lanes);
+        while (teams.lanes < request.vectors) teams.lanes *= 2;
+        teams.blocks = te_ceil_div(request.rows, teams.threads / teams.lanes);
         if (teams.blocks > NARROW_BLOCKS) teams.blocks = NARROW_BLOCKS;
         if (teams.blocks < 1) teams.blocks = 1;
-        teams.stages = want.stages;
-        teams.shared = teams.stages * teams.threads * (int64_t)want.piece;
-    } else if (te_cuda_plan_row_teams(&want, &teams)) {
+        teams.stages = request.stages;
+        teams.shared = teams.stages * teams.threads * (int64_t)request.piece;
+    } else if (te_cuda_plan_row_teams(&request, &teams)) {
         plan->rows = WIDE;
-        tail *= want.each;
+        tail *= request.each;
     } else {
         plan->rows = LONG;
-        teams = (te_cuda_row_teams){.threads = TE_NORM_BACKWARD_THREADS, .blocks = want.rows};
+        teams = (te_cuda_row_teams){.threads = TE_NORM_BACKWARD_THREADS, .blocks = request.rows};
         if (teams.blocks > TE_CUDA_NORM_MANY_BLOCKS) teams.blocks = TE_CUDA_NORM_MANY_BLOCKS;
         plan->teams = teams;
         return;
@@ -71,12 +72,12 @@ static te_status plan_tiles(const te_norm_backward_args *args, te_tile_params *t
                             te_cuda_tile_job *job)
 {
     const te_quantized nothing = {0};
-    const te_cuda_tile_want want = {.op = "norm_backward",
-                                    .outputs = 2,
-                                    .rows = args->input.shape[0],
-                                    .columns = args->input.shape[1],
-                                    .to = &nothing};
-    return te_cuda_plan_tile_job(&want, tile, job);
+    const te_cuda_tile_request request = {.op = "norm_backward",
+                                          .outputs = 2,
+                                          .rows = args->input.shape[0],
+                                          .columns = args->input.shape[1],
+                                          .to = &nothing};
+    return te_cuda_plan_tile_job(&request, tile, job);
 }
 
 static te_status plan_backward(te_context *context, const te_norm_backward_args *args,

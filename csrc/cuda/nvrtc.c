@@ -152,7 +152,7 @@ static te_status open_nvrtc(const char *name, nvrtc_api *api)
 static te_status choose_target(const nvrtc_api *api, const te_cuda_source *source, target *target)
 {
     te_status st = TE_OK;
-    const int wanted = source->major * 10 + source->minor;
+    const int required = source->major * 10 + source->minor;
     int count = 0, best = 0, *archs = NULL;
     if (api->arch_count(&count) != 0 || count <= 0) {
         st = TE_FAIL(TE_ERROR_DEVICE, "nvrtcGetNumSupportedArchs gave %d", count);
@@ -164,16 +164,17 @@ static te_status choose_target(const nvrtc_api *api, const te_cuda_source *sourc
         goto done;
     }
     for (int i = 0; i < count; i++) {
-        if (archs[i] <= wanted && archs[i] > best) best = archs[i];
+        if (archs[i] <= required && archs[i] > best) best = archs[i];
     }
     if (best < 80) {
         st = TE_FAIL(TE_ERROR_DEVICE, "NVRTC %d.%d can not compile for compute capability %d.%d",
                      api->major, api->minor, source->major, source->minor);
         goto done;
     }
-    target->is_ptx = best != wanted;
+    target->is_ptx = best != required;
     (void)snprintf(target->option, sizeof target->option, "--gpu-architecture=%s_%d%s",
-                   target->is_ptx ? "compute" : "sm", best, wanted == 90 && best == 90 ? "a" : "");
+                   target->is_ptx ? "compute" : "sm", best,
+                   required == 90 && best == 90 ? "a" : "");
 done:
     free(archs);
     return st;

@@ -11,30 +11,30 @@
 
 #define WALK_BLOCKS 16384
 
-static te_cuda_tile_want want_quantize(const te_quantize_args *args)
+static te_cuda_tile_request quantize_request(const te_quantize_args *args)
 {
     const int sums = te_tensor_present(&args->bias_grad) || args->bias_grad.ndim > 0;
-    return (te_cuda_tile_want){.op = "quantize",
-                               .outputs = 1,
-                               .rows = args->input.shape[0],
-                               .columns = args->input.shape[1],
-                               .to = &args->output,
-                               .partials = args->partials,
-                               .epsilon = args->amax_epsilon,
-                               .power_2 = args->power_2_scale,
-                               .bias_grad = sums ? &args->bias_grad : NULL,
-                               .noop = args->noop,
-                               .workspace = args->workspace,
-                               .workspace_size = args->workspace_size};
+    return (te_cuda_tile_request){.op = "quantize",
+                                  .outputs = 1,
+                                  .rows = args->input.shape[0],
+                                  .columns = args->input.shape[1],
+                                  .to = &args->output,
+                                  .partials = args->partials,
+                                  .epsilon = args->amax_epsilon,
+                                  .power_2 = args->power_2_scale,
+                                  .bias_grad = sums ? &args->bias_grad : NULL,
+                                  .noop = args->noop,
+                                  .workspace = args->workspace,
+                                  .workspace_size = args->workspace_size};
 }
 
 /* Column sums of several row groups meet in the workspace. */
 te_status te_cuda_quantize_workspace(void *self, te_context *context, const void *args_,
                                      size_t *bytes)
 {
-    const te_cuda_tile_want want = want_quantize(args_);
+    const te_cuda_tile_request request = quantize_request(args_);
     (void)self, (void)context;
-    *bytes = te_cuda_tile_workspace(&want);
+    *bytes = te_cuda_tile_workspace(&request);
     return TE_OK;
 }
 
@@ -46,12 +46,12 @@ te_status te_cuda_quantize(void *self, te_context *context, const void *args_, v
 #undef X
     };
     const te_quantize_args *args = args_;
-    const te_cuda_tile_want want = want_quantize(args);
+    const te_cuda_tile_request request = quantize_request(args);
     te_quantize_params params = {.input = te_cuda_view(&args->input)};
     te_cuda_call call = {.family = "quantize", .params = &params, .params_size = sizeof params};
     te_cuda_tile_job job;
     (void)self;
-    TE_TRY(te_cuda_plan_tile_job(&want, &params.tile, &job));
+    TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
     params.input_aligned = te_cuda_aligned(&params.input, te_dtype_bytes(args->input.dtype), 16);
     call.name = kernels[args->input.dtype][job.dtype];
     if (call.name == NULL) {

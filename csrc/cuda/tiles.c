@@ -10,18 +10,18 @@
 
 _Static_assert(TE_CAST_PARTIALS == TE_AMAX_PARTIALS, "two names of one size");
 
-/* How the tiles of a call are dealt out. */
+/* How the tiles of a call are distributed. */
 typedef struct tiling {
     int64_t columns; /* column tiles */
     int64_t groups;  /* row groups */
     int64_t depth;   /* row tiles of a group */
 } tiling;
 
-static tiling plan_tiles(const te_cuda_tile_want *want)
+static tiling plan_tiles(const te_cuda_tile_request *request)
 {
-    const te_quantized *to = want->to;
-    const int64_t before = (want->outputs - 1) * want->columns;
-    int64_t rows = want->rows, columns = want->columns, row_tiles, least;
+    const te_quantized *to = request->to;
+    const int64_t before = (request->outputs - 1) * request->columns;
+    int64_t rows = request->rows, columns = request->columns, row_tiles, minimum;
     tiling tiles;
     /* The padding of either usage is written by the tiles that reach into it. Shapes alone decide:
      * the workspace query reads no pointers. */
@@ -33,40 +33,40 @@ static tiling plan_tiles(const te_cuda_tile_want *want)
     tiles.columns = columns > 0 ? te_ceil_div(columns, TE_CUDA_TILE) : 1;
     tiles.depth = row_tiles * tiles.columns / TARGET_BLOCKS;
     if (tiles.depth > MAX_DEPTH) tiles.depth = MAX_DEPTH;
-    least = te_ceil_div(row_tiles, TE_CUDA_MAX_GRID_Y);
-    if (tiles.depth < least) tiles.depth = least;
+    minimum = te_ceil_div(row_tiles, TE_CUDA_MAX_GRID_Y);
+    if (tiles.depth < minimum) tiles.depth = minimum;
     tiles.groups = te_ceil_div(row_tiles, tiles.depth);
     return tiles;
 }
 
-static size_t sums_bytes(const te_cuda_tile_want *want, const tiling *tiles)
+static size_t sums_bytes(const te_cuda_tile_request *request, const tiling *tiles)
 {
-    if (want->bias_grad == NULL || tiles->groups <= 1) return 0;
-    return (size_t)(tiles->groups * want->outputs * want->columns) * sizeof(float);
+    if (request->bias_grad == NULL || tiles->groups <= 1) return 0;
+    return (size_t)(tiles->groups * request->outputs * request->columns) * sizeof(float);
 }
 
-size_t te_cuda_tile_workspace(const te_cuda_tile_want *want)
+size_t te_cuda_tile_workspace(const te_cuda_tile_request *request)
 {
-    const tiling tiles = plan_tiles(want);
-    return sums_bytes(want, &tiles);
+    const tiling tiles = plan_tiles(request);
+    return sums_bytes(request, &tiles);
 }
 
-te_cast_target te_cuda_cast_target(const te_cuda_tile_want *want, te_dtype *dtype)
+te_cast_target te_cuda_cast_target(const te_cuda_tile_request *request, te_dtype *dtype)
 {
-    const te_quantized *to = want->to;
+    const te_quantized *to = request->to;
     const te_dtype either =
         te_dtype_is_fp8(to->rowwise.dtype) ? to->rowwise.dtype : to->columnwise.dtype;
     /* The second half begins where the first ends. */
-    const int halves_aligned = want->outputs == 1 || want->columns % 8 == 0;
+    const int halves_aligned = request->outputs == 1 || request->columns % 8 == 0;
     te_cast_target target = {.amax = to->amax};
     *dtype = TE_DTYPE_COUNT;
     if (to->mode == TE_SCALING_NONE) return target;
     target.scale = to->scale;
-    target.partials = want->partials;
+    target.partials = request->partials;
     target.scale_pair = to->scale_pair;
-    target.epsilon = want->epsilon;
-    target.power_2 = want->power_2;
-    target.partials_aligned = (uintptr_t)want->partials % 16 == 0;
+    target.epsilon = request->epsilon;
+    target.power_2 = request->power_2;
+    target.partials_aligned = (uintptr_t)request->partials % 16 == 0;
     if (te_tensor_present(&to->rowwise)) {
         *dtype = to->rowwise.dtype;
         target.rowwise = te_cuda_view(&to->rowwise);
@@ -83,21 +83,21 @@ te_cast_target te_cuda_cast_target(const te_cuda_tile_want *want, te_dtype *dtyp
     return target;
 }
 
-static te_status plan_sums(const te_cuda_tile_want *want, const tiling *tiles, te_tile_params *tile,
-                           te_cuda_tile_job *job)
+static te_status plan_sums(const te_cuda_tile_request *request, const tiling *tiles,
+                           te_tile_params *tile, te_cuda_tile_job *job)
 {
-    const size_t needed = sums_bytes(want, tiles);
-    const int64_t columns = want->outputs * want->columns;
-    tile->bias_dtype = te_cuda_store(want->bias_grad->dtype);
-    tile->bias_grad = want->bias_grad->data;
+    const size_t needed = sums_bytes(request, tiles);
+    const int64_t columns = request->outputs * request->columns;
+    tile->bias_dtype = te_cuda_store(request->bias_grad->dtype);
+    tile->bias_grad = request->bias_grad->data;
     if (needed == 0) return TE_OK;
-    if (want->workspace == NULL || want->workspace_size < needed) {
-        return TE_FAIL(TE_ERROR_INVALID, "%s: workspace of %zu bytes, %zu are needed", want->op,
-                       want->workspace != NULL ? want->workspace_size : 0, needed);
+    if (request->workspace == NULL || request->workspace_size < needed) {
+        return TE_FAIL(TE_ERROR_INVALID, "%s: workspace of %zu bytes, %zu are needed", request->op,
+                       request->workspace != NULL ? request->workspace_size : 0, needed);
     }
-    tile->sums = want->workspace;
+    tile->sums = request->workspace;
     job->sums = (te_quantize_sums_params){.sums = tile->sums,
-                                          .noop = want->noop,
+                                          .noop = request->noop,
                                           .groups = tiles->groups,
                                           .columns = columns,
                                           .split = columns,
@@ -107,33 +107,35 @@ static te_status plan_sums(const te_cuda_tile_want *want, const tiling *tiles, t
     return TE_OK;
 }
 
-te_status te_cuda_plan_tile_job(const te_cuda_tile_want *want, te_tile_params *tile,
+te_status te_cuda_plan_tile_job(const te_cuda_tile_request *request, te_tile_params *tile,
                                 te_cuda_tile_job *job)
 {
-    const tiling tiles = plan_tiles(want);
+    const tiling tiles = plan_tiles(request);
     *job = (te_cuda_tile_job){.dims = {(uint32_t)tiles.columns, (uint32_t)tiles.groups, 1,
                                        TE_CUDA_TILE_THREADS, 1, 1, 0}};
-    *tile = (te_tile_params){.rows = want->rows,
-                             .columns = want->columns,
-                             .to = te_cuda_cast_target(want, &job->dtype),
-                             .noop = want->noop,
-                             .amax_partials = want->amax_partials,
+    *tile = (te_tile_params){.rows = request->rows,
+                             .columns = request->columns,
+                             .to = te_cuda_cast_target(request, &job->dtype),
+                             .noop = request->noop,
+                             .amax_partials = request->amax_partials,
                              .depth = (int)tiles.depth,
-                             .from_bottom = want->partials != NULL};
-    if (want->output != NULL && te_tensor_present(want->output)) {
-        const size_t bytes = te_dtype_bytes(want->output->dtype);
-        tile->output = te_cuda_view(want->output);
-        tile->output_dtype = te_cuda_store(want->output->dtype);
-        tile->output_aligned = te_cuda_aligned(&tile->output, bytes, 16) &&
-                               (want->outputs == 1 || (size_t)want->columns * bytes % 16 == 0);
+                             .from_bottom = request->partials != NULL};
+    if (request->output != NULL && te_tensor_present(request->output)) {
+        const size_t bytes = te_dtype_bytes(request->output->dtype);
+        tile->output = te_cuda_view(request->output);
+        tile->output_dtype = te_cuda_store(request->output->dtype);
+        tile->output_aligned =
+            te_cuda_aligned(&tile->output, bytes, 16) &&
+            (request->outputs == 1 || (size_t)request->columns * bytes % 16 == 0);
     }
-    if (want->amax_partials != NULL) { /* raised by whatever block comes */
-        job->clear.output =
-            (te_view){(unsigned char *)want->amax_partials, 1, TE_CAST_PARTIALS, TE_CAST_PARTIALS};
+    if (request->amax_partials != NULL) { /* raised by whatever block comes */
+        job->clear.output = (te_view){(unsigned char *)request->amax_partials, 1, TE_CAST_PARTIALS,
+                                      TE_CAST_PARTIALS};
         job->clears = 1;
     }
-    if (want->bias_grad != NULL && te_tensor_present(want->bias_grad) && want->columns > 0) {
-        return plan_sums(want, &tiles, tile, job);
+    if (request->bias_grad != NULL && te_tensor_present(request->bias_grad) &&
+        request->columns > 0) {
+        return plan_sums(request, &tiles, tile, job);
     }
     return TE_OK;
 }

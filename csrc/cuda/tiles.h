@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * tiles.h - host side of what device/tile_cast.cuh does: how tiles are dealt out, where FP8 goes,
+ * tiles.h - host side of what device/tile_cast.cuh does: how tiles are distributed, where FP8 goes,
  * and the launches that column sums and partial maxima need before and after. Grids are pure
  * functions of the shape, so that sums are made in the same order on every device.
  */
@@ -14,8 +14,8 @@
 #define TE_CUDA_TILE 64
 #define TE_CUDA_TILE_THREADS 128
 
-/* What is wanted of the values of a source. */
-typedef struct te_cuda_tile_want {
+/* What is requested of the values of a source. */
+typedef struct te_cuda_tile_request {
     const char *op;         /* for errors */
     int outputs;            /* 1, or 2: halves of what follows side by side */
     int64_t rows, columns;  /* of the values of one output */
@@ -29,7 +29,7 @@ typedef struct te_cuda_tile_want {
     const float *noop;          /* 1 float or NULL */
     void *workspace;
     size_t workspace_size;
-} te_cuda_tile_want;
+} te_cuda_tile_request;
 
 /* The launches of one call. */
 typedef struct te_cuda_tile_job {
@@ -41,10 +41,10 @@ typedef struct te_cuda_tile_job {
 } te_cuda_tile_job;
 
 /* Bytes of workspace; pointers are not read. */
-size_t te_cuda_tile_workspace(const te_cuda_tile_want *want);
+size_t te_cuda_tile_workspace(const te_cuda_tile_request *request);
 
 /* Fills `tile` and `job`; INVALID where the workspace is too small. */
-te_status te_cuda_plan_tile_job(const te_cuda_tile_want *want, te_tile_params *tile,
+te_status te_cuda_plan_tile_job(const te_cuda_tile_request *request, te_tile_params *tile,
                                 te_cuda_tile_job *job);
 
 /* Runs `before` (or nothing: NULL), then the kernel on tiles, with what clears and adds around it;
@@ -56,7 +56,7 @@ te_status te_cuda_run_tile_job(te_cuda_state *cuda, const te_cuda_tile_job *job,
 /* The call that adds up lines of column sums. */
 te_cuda_call te_cuda_sums_call(const te_quantize_sums_params *sums);
 
-/* Where FP8 goes; *dtype is that of the bytes, TE_DTYPE_COUNT where none are wanted. */
-te_cast_target te_cuda_cast_target(const te_cuda_tile_want *want, te_dtype *dtype);
+/* Where FP8 goes; *dtype is that of the bytes, TE_DTYPE_COUNT where none are requested. */
+te_cast_target te_cuda_cast_target(const te_cuda_tile_request *request, te_dtype *dtype);
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * widen.h - inputs of different dtypes: kernels that read several matrices want one dtype, so what
- * is not f32 is copied to f32 in the workspace first, which is exact.
+ * widen.h - inputs of different dtypes: kernels that read several matrices require one dtype, so
+ * what is not f32 is copied to f32 in the workspace first, which is exact.
  */
 #ifndef TE_CUDA_WIDEN_H
 #define TE_CUDA_WIDEN_H

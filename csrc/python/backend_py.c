@@ -4,7 +4,8 @@
  *
  * A slot's `self` is a record of ours. Unregistering empties it (under the GIL): a call in flight,
  * which holds an older table, finds it empty and goes to the next backend. The last such call lets
- * the operator table drop the record, on a thread without the GIL, which is why it is emptied first.
+ * the operator table drop the record, on a thread without the GIL, which is why it is emptied
+ * first.
  */
 #include "python/args.h"
 

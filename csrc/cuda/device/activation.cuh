@@ -42,7 +42,7 @@ __device__ __forceinline__ float te_logistic_2(float exponent)
     return result;
 }
 
-/* f(a), and where wanted f'(a). The derivative of a s(z) is s + s (1 - s) a z'. */
+/* f(a), and where requested f'(a). The derivative of a s(z) is s + s (1 - s) a z'. */
 template <int SHAPE, typename P> struct te_activation;
 
 template <typename P> struct te_activation<TE_SHAPE_GELU, P> {

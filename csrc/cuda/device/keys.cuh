@@ -2,11 +2,11 @@
  *
  * keys.cuh - a thread's vectors of a row that may begin anywhere.
  *
- * Rows are dealt out in the aligned 16 bytes of the operand that is written, so that only the first
- * and the last vector of a row are written one by one. Whatever is read beside it may lie otherwise
- * in its 16 bytes: it is fetched in aligned words, and shifted once they are there. A first or last
- * vector is read whole, with what lies before or behind the row, as long as that is within the
- * tensor.
+ * Rows are distributed in the aligned 16 bytes of the operand that is written, so that only the
+ * first and the last vector of a row are written one by one. Whatever is read beside it may lie
+ * otherwise in its 16 bytes: it is fetched in aligned words, and shifted once they are there. A
+ * first or last vector is read whole, with what lies before or behind the row, as long as that is
+ * within the tensor.
  */
 #ifndef TE_DEVICE_KEYS_CUH
 #define TE_DEVICE_KEYS_CUH
@@ -24,7 +24,7 @@ __device__ __forceinline__ int te_near(te_index keys)
  * from the thread's first, which may lie before the row. */
 template <int N, int STEP> struct te_part {
     int begin, count; /* the keys [begin, count) exist, */
-    int first, end;   /* and [first, end) of them are wanted */
+    int first, end;   /* and [first, end) of them are needed */
 
     __device__ __forceinline__ te_part(int begin_, int count_)
         : begin(begin_), count(count_), first(begin_), end(count_)
@@ -38,8 +38,8 @@ template <int N, int STEP> struct te_part {
         end = min(end, te_near(end_));
     }
 
-    /* Some keys of vector i are wanted. */
-    __device__ __forceinline__ bool wants(int i) const
+    /* Some keys of vector i are needed. */
+    __device__ __forceinline__ bool needs(int i) const
     {
         return i * STEP < end && i * STEP + N > first;
     }
@@ -51,18 +51,18 @@ template <int N, int STEP> struct te_part {
     }
 
     /* Bits 0 .. N - 1: which of them are. */
-    __device__ __forceinline__ unsigned wanted(int i) const
+    __device__ __forceinline__ unsigned needed(int i) const
     {
         const int low = min(max(first - i * STEP, 0), N), high = min(max(end - i * STEP, 0), N);
         return (1U << high) - 1U & ~0U << low;
     }
 
-    /* Bit i: some keys of vector i are wanted by some lane of the warp. */
+    /* Bit i: some keys of vector i are needed by some lane of the warp. */
     template <int VECTORS> __device__ __forceinline__ unsigned live() const
     {
         unsigned bits = 0U;
 #pragma unroll
-        for (int i = 0; i < VECTORS; i++) bits |= wants(i) ? 1U << i : 0U;
+        for (int i = 0; i < VECTORS; i++) bits |= needs(i) ? 1U << i : 0U;
         return __reduce_or_sync(0xffffffffU, bits);
     }
 };
@@ -93,7 +93,7 @@ template <typename T, int N, int STEP, int VECTORS, bool ALIGNED> struct te_oper
         for (int i = 0; i < VECTORS; i++) {
 #pragma unroll
             for (int j = 0; j < (ALIGNED ? words : words + 1); j++) word[i][j] = 0U;
-            if (!part.wants(i) || !whole(i)) continue;
+            if (!part.needs(i) || !whole(i)) continue;
             if (ALIGNED || misplaced == 0) {
                 te_vector<T, N> vector;
                 vector.load_aligned(at(i * STEP));
@@ -108,14 +108,14 @@ template <typename T, int N, int STEP, int VECTORS, bool ALIGNED> struct te_oper
         }
     }
 
-    /* Vector i; what is not wanted of it may be anything. */
+    /* Vector i; what is not needed of it may be anything. */
     __device__ __forceinline__ te_vector<T, N> take(const te_part<N, STEP> &part, int i) const
     {
         te_vector<T, N> vector;
         if constexpr (ALIGNED) {
 #pragma unroll
             for (int j = 0; j < words; j++) vector.word[j] = word[i][j];
-        } else if (whole(i) || !part.wants(i)) {
+        } else if (whole(i) || !part.needs(i)) {
 #pragma unroll
             for (int j = 0; j < words; j++)
                 vector.word[j] =
@@ -138,7 +138,7 @@ template <typename T, int N, int STEP, int VECTORS, bool ALIGNED> struct te_oper
     }
 };
 
-/* Writes vector i to a line whose rows lie in their 16 bytes as the dealing wants it; `line` is
+/* Writes vector i to a line whose rows lie in their 16 bytes as they are distributed; `line` is
  * the thread's first key. */
 template <bool ALIGNED, typename T, int N, int STEP>
 __device__ __forceinline__ void te_write_keys(const te_part<N, STEP> &part, unsigned char *line,

@@ -47,7 +47,7 @@ __device__ __forceinline__ void te_load_factors(const te_norm_factors &f, te_ind
     for (int j = 0; j < 8; j++) w[j] = j < left ? 1.0F + w[j] : 0.0F;
 }
 
-/* Vectors of 8 elements of a row are dealt out 32 at a time: warp i of the row's team has VECTORS
+/* Vectors of 8 elements of a row are distributed 32 at a time: warp i of the row's team has VECTORS
  * groups of them from group VECTORS * i on. So a thread's vectors lie 32 apart, and their addresses
  * differ by constants. */
 template <int VECTORS> __device__ __forceinline__ int te_first_vector(int lane)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * softmax.cuh - what softmax and its gradient share: how rows are dealt out to teams.
+ * softmax.cuh - what softmax and its gradient share: how rows are distributed to teams.
  */
 #ifndef TE_DEVICE_SOFTMAX_CUH
 #define TE_DEVICE_SOFTMAX_CUH

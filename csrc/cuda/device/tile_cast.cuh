@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * tile_cast.cuh - one pass over values that a source makes, for everything that may be wanted of
+ * tile_cast.cuh - one pass over values that a source makes, for everything that may be requested of
  * them: row-wise FP8 bytes, transposed bytes, the values in high precision, max|x|, column sums.
  *
  * Tiles of 64 x 64 with 32 elements per thread keep a small matrix on many multiprocessors and give
@@ -13,8 +13,8 @@
  *   S::params                        has a te_tile_params named `tile`
  *   S::outputs                       1, or 2: values of the left and the right half of the output
  *   S::pads                          rows outside give values other than 0
- *   S::writes                        high precision and partial maxima may be wanted
- *   S::adds                          column sums may be wanted
+ *   S::writes                        high precision and partial maxima may be requested
+ *   S::adds                          column sums may be requested
  *   S(const params &, column)        what does not change from row to row
  *   fetch(const params &, row)       issues the loads of 4 rows
  *   values(const params &, i, v)     row i of what was fetched: v[outputs][8]

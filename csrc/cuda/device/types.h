@@ -21,7 +21,7 @@ typedef struct te_view4 {
     te_index strides[4];
 } te_view4;
 
-/* How a matrix is dealt out to blocks, see matrix.cuh. Worked out on the host: 64-bit divisions
+/* How a matrix is distributed to blocks, see matrix.cuh. Worked out on the host: 64-bit divisions
  * cost a thread as much as its share of a copy. */
 typedef struct te_walk {
     te_index tiles, column_tiles; /* tiles: of the matrix; column_tiles: next to each other */
@@ -37,8 +37,8 @@ enum {
 
 /* Where FP8 goes, and with which scale: see cast.cuh. */
 typedef struct te_cast_target {
-    te_view rowwise;        /* [rows, >= columns] bytes; data NULL: not wanted */
-    te_view columnwise;     /* [columns, >= rows] bytes; data NULL: not wanted */
+    te_view rowwise;        /* [rows, >= columns] bytes; data NULL: not requested */
+    te_view columnwise;     /* [columns, >= rows] bytes; data NULL: not requested */
     const float *scale;     /* 1 float; NULL: from partials; both NULL: 1 */
     const float *partials;  /* TE_CAST_PARTIALS floats, 16-byte aligned if partials_aligned */
     float *scale_pair;      /* 2 floats or NULL */
@@ -57,7 +57,7 @@ typedef struct te_cast_target {
 typedef struct te_tile_params {
     te_index rows, columns; /* of the values of one output */
     te_cast_target to;
-    te_view output;       /* the values in high precision; data NULL: not wanted */
+    te_view output;       /* the values in high precision; data NULL: not requested */
     const float *noop;    /* 1 float or NULL */
     float *sums;          /* [row groups, outputs * columns] column sums of each group, or NULL */
     void *bias_grad;      /* [outputs * columns]; with one row group, where sums is NULL; or NULL */

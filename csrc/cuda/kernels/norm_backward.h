@@ -29,8 +29,8 @@ typedef struct te_norm_gradients {
  * the rows. Dynamic shared memory: see norm_backward.cu. */
 typedef struct te_norm_backward_params {
     te_norm_gradients of;
-    te_view output; /* [rows, columns] gradient of the input; data NULL: not wanted */
-    float *sums;    /* [blocks, lines * columns]: gamma, with 2 lines also beta; NULL: not wanted */
+    te_view output; /* [rows, columns] gradient of the input; data NULL: not requested */
+    float *sums; /* [blocks, lines * columns]: gamma, with 2 lines also beta; NULL: not requested */
     float inverse;
     int centered;
     int lines;

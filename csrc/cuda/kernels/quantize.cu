@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * quantize.cu - per-tensor cast to FP8 with everything that wants the same read of the input:
+ * quantize.cu - per-tensor cast to FP8 with everything that needs the same read of the input:
  * row-wise bytes, transposed bytes, max|x| and column sums; and the partial maxima of current
  * scaling.
  */

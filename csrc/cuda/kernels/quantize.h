@@ -45,7 +45,7 @@ typedef struct te_quantize_sums_params {
     const float *noop; /* 1 float or NULL */
     te_index groups, columns;
     te_index split;                /* columns from here on go to `second` */
-    void *first, *second;          /* [split], [columns - split]; NULL: not wanted */
+    void *first, *second;          /* [split], [columns - split]; NULL: not requested */
     int first_dtype, second_dtype; /* TE_STORE_* */
 } te_quantize_sums_params;
 

@@ -3,9 +3,9 @@
  * softmax.cu - softmax over the keys with scale, bias, mask, window and dropout.
  *
  * A row lives in the registers of a team of threads: half a warp, a warp or a few. It is read once,
- * and all that a thread wants of it is on its way before any of it is used. A row that is too long
+ * and all that a thread needs of it is on its way before any of it is used. A row that is too long
  * is gone over twice, in tiles: once for the largest score and the sum together, once for the
- * output. Vectors of which no lane of a warp wants anything, as most of a causal row, cost next to
+ * output. Vectors of which no lane of a warp needs anything, as most of a causal row, cost next to
  * nothing.
  */
 #include "softmax.h"
@@ -104,7 +104,7 @@ static __device__ __forceinline__ void add_bias_of(const te_softmax_params &p,
     bias.fetch(part, line, p.bias.data, p.bias_end);
 #pragma unroll
     for (int i = 0; i < VECTORS; i++)
-        if (part.wants(i)) add(bias.take(part, i), x + i * N);
+        if (part.needs(i)) add(bias.take(part, i), x + i * N);
 }
 
 /* The same with a dtype that is known at run time, or with one number for all keys. */
@@ -163,7 +163,7 @@ make_scores(const te_softmax_params &p, const te_softmax_place &place, te_index 
         float *at = x + i * N;
         if ((live >> i & 1U) == 0U) continue;
         if (masked || !part.wants_all(i)) {
-            unsigned allowed = part.wanted(i);
+            unsigned allowed = part.needed(i);
             if (masked) allowed &= ~nonzero<N>(mask.take(part, i));
 #pragma unroll
             for (int j = 0; j < N; j++) at[j] = (allowed >> j & 1U) != 0U ? at[j] : -INFINITE;
@@ -212,12 +212,12 @@ write_part(const te_softmax_params &p, const te_softmax_place &place, te_index s
 #pragma unroll
     for (int i = 0; i < KEYS / N; i++) {
         const int key = i * STEP;
-        const bool wanted = (live >> i & 1U) != 0U;
+        const bool needed = (live >> i & 1U) != 0U;
         float y[N];
         te_vector<T, N> out;
         if (p.probabilities.data != nullptr) {
             out.clear();
-            if (wanted) {
+            if (needed) {
 #pragma unroll
                 for (int j = 0; j < N; j++) y[j] = x[i * N + j] * factor;
                 out.encode(y);
@@ -229,7 +229,7 @@ write_part(const te_softmax_params &p, const te_softmax_place &place, te_index s
                                part.count - key);
         }
         out.clear();
-        if (wanted) {
+        if (needed) {
 #pragma unroll
             for (int j = 0; j < N; j++) y[j] = x[i * N + j] * kept_factor;
             if (p.rng != nullptr) {

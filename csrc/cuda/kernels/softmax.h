@@ -36,7 +36,7 @@ enum {
     TE_SOFTMAX_WARPS = TE_SOFTMAX_LONG_THREADS / 32 /* of a team, at most */
 };
 
-/* How rows are dealt out: a team of threads, a row of its block, does one. Grid: (groups of the
+/* How rows are distributed: a team of threads, a row of its block, does one. Grid: (groups of the
  * inner dim, middle, outer) of [batch, heads, queries] in the order that suits. */
 typedef struct te_softmax_walk {
     te_index inner;            /* size */
@@ -48,7 +48,7 @@ typedef struct te_softmax_walk {
 /* The views are [outer, middle, inner, keys]; the key stride of mask and bias may also be 0. The
  * ends are those of the tensors' memory. */
 typedef struct te_softmax_params {
-    te_view4 input, output, probabilities; /* probabilities: data NULL: not wanted */
+    te_view4 input, output, probabilities; /* probabilities: data NULL: not requested */
     te_view4 mask;                         /* bytes; data NULL: none */
     te_view4 bias;                         /* bias_dtype; data NULL: none */
     const unsigned char *input_end, *mask_end, *bias_end;

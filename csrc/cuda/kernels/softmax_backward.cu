@@ -30,8 +30,8 @@ template <typename T, int N, int VECTORS> struct softmax_keys {
             grad[i] = grads.take(part, i);
             probability[i] = probabilities.take(part, i);
             if (!ALIGNED && !part.wants_all(i)) {
-                grad[i].keep(part.wanted(i));
-                probability[i].keep(part.wanted(i));
+                grad[i].keep(part.needed(i));
+                probability[i].keep(part.needed(i));
             }
         }
     }
