@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LayerNormLinear and LayerNormMLP must compute, and what a call of theirs computed with.
+"""What linear modules must compute, and what a call of those with a norm computed with.
 
 `definition` is the whole module in float64. `Step` runs a forward and a backward and reads back the
 operands that the module's GEMMs had: what its forward saved, and what its backward put off with
@@ -7,7 +7,6 @@ operands that the module's GEMMs had: what its forward saved, and what its backw
 codes, a GEMM by the error of its sum, and no cast that rounded the other way hides an error.
 """
 
-import contextlib
 import math
 
 import layer_reference
@@ -17,9 +16,9 @@ import torch
 from comparators import assert_cast_within, assert_nmse, assert_within, nmse
 from layer_reference import wide
 from pytorch.helpers import FP8, assert_same_bits, high_precision_bound, state_of, sum_bound
+from pytorch.module_cases import region
 from tols import BF16, EPS, F32, GELU_GAIN, PASSED_ON, tol
 
-import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.pytorch.torch_ops import extent_value
 
@@ -27,40 +26,6 @@ KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 ACTIVATIONS = tuple(layer_reference.ACTIVATIONS)
 KINKED = {"relu", "reglu"}
 """Their derivatives jump at 0: there an input whose sign is in doubt has either."""
-
-
-def region(recipe):
-    """`autocast` with a recipe; nothing for None."""
-    return contextlib.nullcontext() if recipe is None else te.autocast(recipe=recipe)
-
-
-def make(kind, device, dtype=torch.float32, sizes=(48, 32), **options):
-    """A module whose values between its layers are about as large as its input.
-
-    Parameters
-    ----------
-    kind : str
-        "linear": LayerNormLinear of features `sizes`; or an activation: LayerNormMLP.
-    """
-    options = {"device": device, "params_dtype": dtype, **options}
-    if kind == "linear":
-        module = te.LayerNormLinear(*sizes, **options)
-    else:
-        module = te.LayerNormMLP(*sizes, activation=kind, **options)
-    randomise(module)
-    return module
-
-
-def randomise(module):
-    """New values for all parameters: weights of deviation 1/sqrt(inputs), the others about 1."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 1 / math.sqrt(parameter.shape[1]))
-            else:
-                parameter.normal_(float(name == "layer_norm_weight"), 0.25)
-            if name == "layer_norm_weight" and module.zero_centered_gamma:
-                parameter.sub_(1)
 
 
 def values_of(module):
@@ -72,7 +37,9 @@ def values_of(module):
 
 
 def norm64(module, x, values):
-    """The norm of [rows, features]."""
+    """The norm of [rows, features]; of a module without one, the rows themselves."""
+    if "layer_norm_weight" not in values:
+        return x
     gamma = values["layer_norm_weight"] + float(module.zero_centered_gamma)
     beta = values.get("layer_norm_bias", torch.zeros_like(gamma))
     return layer_reference.norm(KINDS[module.normalization], x, gamma, beta, module.eps)

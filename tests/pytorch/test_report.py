@@ -10,7 +10,7 @@ import reference
 import torch
 from comparators import assert_nmse
 from pytorch.helpers import FP8, RECIPES, assert_same_bits, state_of, states_of
-from pytorch.module_reference import make, region
+from pytorch.module_cases import make, region
 from tols import tol
 from torch.utils.checkpoint import checkpoint
 
@@ -19,8 +19,8 @@ from transformer_engine.pytorch.tools.observation import count_cast
 
 KINDS = {
     "Linear": lambda device, dtype: te.Linear(48, 32, params_dtype=dtype, device=device),
-    "LayerNormLinear": lambda device, dtype: make("linear", device, dtype),
-    "LayerNormMLP": lambda device, dtype: make("gelu", device, dtype),
+    "LayerNormLinear": lambda device, dtype: make("norm-linear", device, dtype, (48, 32)),
+    "LayerNormMLP": lambda device, dtype: make("gelu", device, dtype, (48, 32)),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -122,7 +122,7 @@ def test_measures_a_linear_layer(device, recipe, dtype):
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_measures_inside_an_mlp(device, activation, recompute):
     """The amaxes of the values between norm, activation and GEMMs are those that casts record."""
-    mlp = make(activation, device, checkpoint=recompute)
+    mlp = make(activation, device, sizes=(48, 32), checkpoint=recompute)
     x = torch.randn(32, 48, device=device, requires_grad=True)
     with te.observe(mlp) as seen:
         step(mlp, x, RECIPES["delayed"]())
