@@ -15,7 +15,9 @@ import transformer_engine.pytorch as te
 from transformer_engine import _core
 
 KINDS = ("linear", "norm-linear", "gelu", "swiglu")
-CHECKPOINTED = (*KINDS, "gelu checkpoint")
+FEW = ("linear", "norm-linear", "swiglu")
+"""Where the activation takes no part: one kind of each make."""
+CHECKPOINTED = (*FEW, "gelu checkpoint")
 SPLIT = ("linear split", "norm-linear split")
 RECIPE_NAMES = (None, "delayed", "current")
 IN, WIDTH, ROWS = 32, 48, 16
@@ -96,18 +98,18 @@ def last_weight(module):
     return f"{module.PARTS[-1]}weight"
 
 
-def whole(module, name, value=lambda parameter: parameter):
-    """A value of a parameter, joined of its pieces' where it is split."""
+def whole(module, name, value=lambda parameter: parameter, pieces=PIECES):
+    """A value of a parameter, joined of those of its pieces where it is split."""
     if hasattr(module, name):
         return value(getattr(module, name))
-    return torch.cat([value(getattr(module, f"{piece}_{name}")) for piece in PIECES])
+    return torch.cat([value(getattr(module, f"{piece}_{name}")) for piece in pieces])
 
 
-def copy_values(target, source):
+def copy_values(target, source, pieces=PIECES):
     """Give a module the parameters of another one, which may be split."""
     with torch.no_grad():
         for name, parameter in target.named_parameters():
-            parameter.copy_(whole(source, name))
+            parameter.copy_(whole(source, name, pieces=pieces))
 
 
 def batch(device, dtype=torch.float32):

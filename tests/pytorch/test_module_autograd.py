@@ -7,7 +7,7 @@ import pytest
 import torch
 from pytorch.helpers import RECIPES, assert_same_bits, counted, state_of
 from pytorch.module_cases import (
-    KINDS,
+    FEW,
     RECIPE_NAMES,
     ROWS,
     batch,
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
 
-kinds = pytest.mark.parametrize("kind", KINDS)
+kinds = pytest.mark.parametrize("kind", FEW)
 recipes = pytest.mark.parametrize("recipe", RECIPE_NAMES)
 
 # ---- derivatives ---------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_backward_in_another_thread(device, kind, recipe, needs_grad):
 @recipes
 @pytest.mark.parametrize(
     ("kind", "what"),
-    [("linear", "weight")] + [(k, w) for k in KINDS[1:] for w in ("input", "weight", "gamma")],
+    [("linear", "weight")] + [(k, w) for k in FEW[1:] for w in ("input", "weight", "gamma")],
 )
 def test_changes_in_place_before_the_backward_are_detected(device, kind, recipe, what):
     module = make(kind, device)

@@ -15,8 +15,8 @@ from pytorch.helpers import (
     high_precision_bound,
 )
 from pytorch.module_cases import (
+    FEW,
     IN,
-    KINDS,
     RECIPE_NAMES,
     ROWS,
     SPLIT,
@@ -47,7 +47,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "fused", "normed"),
-    [(k, *v) for k, v in itertools.product(KINDS, VARIANTS) if k != "linear" or not v[2]],
+    [(k, *v) for k, v in itertools.product(FEW, VARIANTS) if k != "linear" or not v[2]],
     ids=lambda v: str(v).removeprefix("torch."),
 )
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
@@ -97,7 +97,7 @@ def test_first_in_first_out(device, kind, dtype, recipe, fused, normed):
         pair.module.backward_dw()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("first", [True, False, None])
 def test_into_main_grad(device, kind, recipe, first):
@@ -138,7 +138,7 @@ def subsets_of(module):
         yield {"layer_norm_weight"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_some_weights(device, kind, recipe):
     """Frozen weights have nothing pending; the others have what they have without the option."""
@@ -192,7 +192,7 @@ def test_the_original_input(device, recipe):
     assert_same_bits(pair.module.weight.grad, pair.plain.weight.grad)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 def test_under_torch_autocast(device, kind):
     pair = Pair(kind, device, delay_wgrad_compute=True)
     x, grad = pair.batch()
@@ -207,7 +207,7 @@ def test_under_torch_autocast(device, kind):
         assert_nmse(weight.grad, wide(gradient), 4 * high_precision_bound(BF16, ROWS))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 def test_without_the_option_nothing_is_done(device, kind):
     module = make(kind, device)
     module.backward_dw()
@@ -217,7 +217,7 @@ def test_without_the_option_nothing_is_done(device, kind):
     assert_same_bits({n: p.grad for n, p in module.named_parameters()}, found)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 def test_a_gradient_survives_a_call_that_raises(device, kind):
     pair = Pair(kind, device, delay_wgrad_compute=True, fuse_wgrad_accumulation=True)
     pair.main_grads(torch.zeros)

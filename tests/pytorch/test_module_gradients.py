@@ -14,8 +14,8 @@ from layer_reference import wide
 from pytorch.helpers import RECIPES, assert_same_bits, assert_same_gemm, counted, state_of
 from pytorch.module_cases import (
     CHECKPOINTED,
+    FEW,
     IN,
-    KINDS,
     RECIPE_NAMES,
     ROWS,
     WIDTH,
@@ -175,7 +175,7 @@ def test_frameworks_that_count_gradients(device, kind, zero):
         assert (weight.main_grad != 0).any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("delay", [False, True], ids=["", "delay"])
 def test_main_grad_under_torch_autocast(device, kind, recipe, delay):
@@ -230,7 +230,7 @@ def test_main_grad_of_a_wrong_shape_is_refused(device, kind):
     assert (last.main_grad == 0).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 def test_accumulation_switched_on_later(device, kind):
     """Settings that are changed after calls count from the next call on."""
     module = make(kind, device)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from pytorch.helpers import assert_same_bits, counted, state_of
 from pytorch.module_cases import (
+    FEW,
     IN,
-    KINDS,
     ROWS,
     batch,
     count_of,
@@ -33,7 +33,7 @@ def slots_of(module):
     return 3 * parts, 2 * parts
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=FEW)
 def kind(request):
     return request.param
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from pytorch.helpers import assert_same_bits, assert_same_gemm, counted, state_of
 from pytorch.module_cases import (
+    FEW,
     IN,
-    KINDS,
     PIECES,
     RECIPE_NAMES,
     SPLIT,
@@ -31,7 +31,7 @@ from pytorch.module_cases import (
 
 import transformer_engine.pytorch as te
 
-kinds = pytest.mark.parametrize("kind", KINDS)
+kinds = pytest.mark.parametrize("kind", FEW)
 recipes = pytest.mark.parametrize("recipe", RECIPE_NAMES)
 
 # ---- replaced ------------------------------------------------------------------------------------

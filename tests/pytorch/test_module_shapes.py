@@ -13,7 +13,8 @@ from pytorch.helpers import (
     state_of,
 )
 from pytorch.module_cases import (
-    KINDS,
+    CHECKPOINTED,
+    FEW,
     RECIPE_NAMES,
     copy_values,
     count_of,
@@ -31,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 # ---- shapes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize(
     ("leading", "bias"),
@@ -66,7 +67,7 @@ def test_leading_dims(device, kind, recipe, leading, bias):
     assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "gelu checkpoint", "swiglu checkpoint"])
+@pytest.mark.parametrize("kind", CHECKPOINTED)
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("leading", [(0,), (2, 0), (0, 3)], ids=str)
 def test_zero_tokens(device, kind, recipe, leading):
@@ -93,7 +94,7 @@ LAYOUTS = {
     "flipped-3d": lambda t: t.view(4, -1, t.shape[1]).transpose(0, 1),
     "negative": lambda t: torch._neg_view(t),
 }
-ODD = [("linear", "input"), ("linear", "gradient"), *((kind, "both") for kind in KINDS[1:])]
+ODD = [("linear", "input"), ("linear", "gradient"), *((kind, "both") for kind in FEW[1:])]
 
 
 def strided_cases():

@@ -6,7 +6,7 @@ import torch
 from pytorch.helpers import assert_same_bits, counted, state_of
 from pytorch.module_cases import (
     CHECKPOINTED,
-    KINDS,
+    FEW,
     SPLIT,
     batch,
     count_of,
@@ -140,7 +140,7 @@ def assert_current(module, call):
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [(k, "split") for k in SPLIT] + [(k, h) for k in KINDS for h in ("parametrized", "functional")],
+    [(k, "split") for k in SPLIT] + [(k, h) for k in FEW for h in ("parametrized", "functional")],
 )
 def test_a_changed_source_of_a_computed_weight_is_cast_again(device, kind, how):
     """The weight of a call may be a new tensor each time, in the memory of the one before."""
@@ -164,7 +164,7 @@ def test_a_changed_source_of_a_computed_weight_is_cast_again(device, kind, how):
         assert_current(module, call)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 def test_another_weight_in_the_same_memory_is_cast_again(device, kind):
     """Same address, same version, other tensor: as when the allocator gives memory out again."""
     module = make(kind, device)
@@ -184,7 +184,7 @@ def test_another_weight_in_the_same_memory_is_cast_again(device, kind):
 # ---- beside other features -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 def test_cached_weight_feeds_no_amax(device, kind):
     """Only the calls that cast a weight record its amax: its scale and history stay put."""
     module = make(kind, device)
@@ -202,7 +202,7 @@ def test_cached_weight_feeds_no_amax(device, kind):
         assert (histories[-1][:, 3 * part] != 0).sum() == 2  # the input went on
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 def test_cached_forwards_before_their_backwards(device, kind):
     """A later True rewrites the cache; the earlier graph keeps its own."""
     pair = Pair(kind, device)
@@ -233,7 +233,7 @@ def test_cache_without_gradients(device, kind):
         assert_same_bits(outputs[1:], outputs[:1] * 2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 def test_parameters_can_be_swapped_after_caching(device, kind):
     """`torch.utils.swap_tensors` refuses a tensor that something refers to weakly."""
     module = make(kind, device)

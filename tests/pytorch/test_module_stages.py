@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of LayerNormLinear and LayerNormMLP: what `explain` prints, what Python may run."""
+"""Stages of modules with a norm: what `explain` prints, what Python may run.
+
+Those of `Linear` and collectives: test_stages.py.
+"""
 
 import io
 
@@ -15,7 +18,8 @@ from pytorch.helpers import (
     state_of,
     sum_bound,
 )
-from pytorch.module_reference import make, norm64, region, values_of
+from pytorch.module_cases import make, region
+from pytorch.module_reference import norm64, values_of
 from tols import tol
 
 import transformer_engine.pytorch as te
@@ -23,13 +27,9 @@ from transformer_engine import _core
 from transformer_engine.pytorch.state import current_state
 
 FP8 = [None, "delayed", "current"]
-KINDS = ["linear", "gelu", "swiglu"]
-GEMMS = {"linear": 3, "gelu": 6, "swiglu": 6}
+KINDS = ["norm-linear", "gelu", "swiglu"]
+GEMMS = {"norm-linear": 3, "gelu": 6, "swiglu": 6}
 ROWS, IN, WIDTH = 7, 40, 24
-
-
-def recipe_of(name):
-    return None if name is None else RECIPES[name]()
 
 
 def module_of(kind, device, **options):
@@ -38,7 +38,7 @@ def module_of(kind, device, **options):
 
 def text_of(module, x, recipe, **kwargs):
     file = io.StringIO()
-    with region(recipe_of(recipe)):
+    with region(recipe):
         te.explain(module, x, file=file, **kwargs)
     return file.getvalue()
 
@@ -46,15 +46,17 @@ def text_of(module, x, recipe, **kwargs):
 # ---- explain -------------------------------------------------------------------------------------
 
 STAGES = {
-    ("linear", None): [
+    ("norm-linear", None): [
         "produce_input [norm] -> gemm_output [gemm]\n",
         "gemm_grad_input [gemm] -> gemm_grad_weight [gemm] -> norm_backward [norm_backward]\n",
     ],
-    ("linear", "delayed"): [
+    ("norm-linear", "delayed"): [
         "quantize_input [norm] -> quantize_weight [quantize] -> cast_bias [cast] -> gemm_output",
         "quantize_grad_output [quantize] -> requantize_weight [quantize] -> gemm_grad_input",
     ],
-    ("linear", "current"): ["amax_input [norm] -> quantize_input [norm] -> amax_weight [amax]"],
+    ("norm-linear", "current"): [
+        "amax_input [norm] -> quantize_input [norm] -> amax_weight [amax]"
+    ],
     ("gelu", None): [  # in bf16, which is activated in the GEMM's epilogue
         "fc1_produce_input [norm] -> fc1_gemm_output [gemm] -> fc2_gemm_output [gemm]\n",
         "fc1_produce_grad_output [activation_backward] -> fc1_gemm_grad_input [gemm]",
@@ -86,7 +88,7 @@ def test_stages(device, kind, recipe):
         assert part in text
     assert "forward: plan " in text and "backward: plan " in text and "wgrad: plan" not in text
     assert repr(module) in text
-    with region(recipe_of(recipe)):
+    with region(recipe):
         out = module(x)
     packed = sum(t.nbytes for t in out.grad_fn.saved_tensors if t.dtype == torch.uint8)
     assert text.count(f"saved for backward: {packed} bytes") == 2  # written and read
@@ -109,11 +111,11 @@ def test_stages_follow_the_call(device):
 def test_explain_changes_and_runs_nothing(device):
     module = module_of("swiglu", device)
     x = torch.randn(16, IN, device=device, requires_grad=True)
-    with region(recipe_of("delayed")):
+    with region("delayed"):
         module(x)
     before, slots = state_of(module), module._slots
     _core.reset_counters()
-    with te.autocast(recipe=recipe_of("delayed-e4m3")):
+    with te.autocast(recipe=RECIPES["delayed-e4m3"]()):
         te.explain(module, x, file=io.StringIO())
         assert current_state().first
     assert {name.rpartition(".")[2] for name in _core.counters()} <= {"scaling_update"}
@@ -131,7 +133,7 @@ def steps(module, x, recipe, count=2):
     for _ in range(count):
         module.zero_grad()
         inp = x.clone().requires_grad_()
-        with region(recipe_of(recipe)):
+        with region(recipe):
             out = module(inp)
         out.square().sum().backward()
         seen.append([out.detach(), inp.grad, [p.grad.clone() for p in module.parameters()]])
@@ -190,7 +192,7 @@ def test_external_quantizer_of_the_activation_gradient(device, kind, recipe):
     prefix = module.PARTS[0]
 
     def quantize_grad(buffers):
-        grad = buffers["grad_output" if kind == "linear" else "fc1_grad_output_wide"]
+        grad = buffers["grad_output" if kind == "norm-linear" else "fc1_grad_output_wide"]
         buffers[f"{prefix}grad_bias"].copy_(grad.double().sum(0))
         limit = torch.tensor(57344.0, device=x.device)
         pair = buffers[f"{prefix}grad_output_pair"]
@@ -278,7 +280,7 @@ def test_external_reduction_of_the_amax(device, kind):
 
     for stages in ({}, {f"{prefix}reduce_amax_input": reduce}):
         module.override_stages(**{f"{prefix}gemm_output": note}, **stages)
-        with torch.no_grad(), region(recipe_of("current")):
+        with torch.no_grad(), region("current"):
             module(x)
     assert scales[0] == 2 * scales[1]
 
@@ -289,7 +291,7 @@ def test_unknown_stages(device):
         with pytest.raises(ValueError, match=f"stage '{name}' does not exist; there are .*'fc1_"):
             module.override_stages(**{name: print})
     with pytest.raises(ValueError, match="fc1_quantize_input"):
-        module_of("linear", device).override_stages(fc1_quantize_input=print)
+        module_of("norm-linear", device).override_stages(fc1_quantize_input=print)
 
 
 def test_overridden_stages_are_not_compiled(device):
