@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _clear_transforms
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
@@ -32,6 +33,7 @@ __all__ = [
     "faking",
     "forward_gradients",
     "in_transform",
+    "only_forwards",
     "real_tensors",
     "without_memory",
 ]
@@ -55,6 +57,7 @@ at_this_level: Callable[[], AbstractContextManager] = enable_single_level_autogr
 _forward_ad = torch.autograd.forward_ad
 _mode_of_kind = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+_CALL = torch.nn.Module.__call__
 
 
 def constant_in_graphs(function: Callable) -> Callable:
@@ -139,3 +142,28 @@ def active_device() -> torch.device | None:
         modes = torch.overrides._get_current_function_mode_stack()
         chosen = any(isinstance(mode, DeviceContext) for mode in modes)
     return torch.get_default_device() if chosen else None
+
+
+def only_forwards(module: torch.nn.Module) -> bool:
+    """Whether a call of a module runs the forward that its class was defined with, and no more.
+
+    A layer may do the work of such a submodule without calling it. Hooks, a forward of a subclass,
+    of an instance or put in place of the class's, and ``module.compile()`` ask for the call; so
+    does a graph that is being traced, which names its nodes by modules.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        A class of the library keeps its forward as ``_FORWARD``; other classes have none.
+    """
+    kind = type(module)
+    return (
+        kind.forward is getattr(kind, "_FORWARD", None)
+        and kind.__call__ is _CALL
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        and module._compiled_call_impl is None
+        and not _has_any_global_hook()
+        and not torch.compiler.is_compiling()
+    )

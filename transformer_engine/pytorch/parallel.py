@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-__all__ = ["TensorParallel", "check_group", "mark_linear"]
+__all__ = ["ContextParallel", "TensorParallel", "mark_linear"]
 
 _MODES = (None, "column", "row")
 _GROUPS = getattr(torch.distributed, "ProcessGroup", ())  # of a torch built without: none
 
 
-def check_group(module: str, argument: str, group: Any) -> None:
+def _check_group(module: str, argument: str, group: Any) -> None:
     """Raise for what is no process group of one rank, or for a list that has such a thing.
 
     Parameters
@@ -92,7 +92,7 @@ class TensorParallel:
             More than one rank.
         """
         kind = type(self).__name__
-        check_group(kind, "tp_group", tp_group)
+        _check_group(kind, "tp_group", tp_group)
         if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
             raise ValueError(f"{kind}: tp_size={tp_size!r}, expected a positive int")
         if tp_size > 1:
@@ -123,7 +123,7 @@ class TensorParallel:
         NotImplementedError
             It has more than one rank.
         """
-        check_group(type(self).__name__, "tp_group", tp_group)
+        _check_group(type(self).__name__, "tp_group", tp_group)
         for module in self.modules():
             if isinstance(module, TensorParallel):
                 module.tp_group = tp_group
@@ -134,6 +134,54 @@ class TensorParallel:
         for name in self._OF_THE_PROCESS:
             state.pop(name, None)
         return state
+
+
+class ContextParallel(TensorParallel):
+    """The same for a module that takes the group of context parallelism too.
+
+    Attributes
+    ----------
+    cp_group, cp_global_ranks, cp_stream, cp_comm_type
+        As given. Copies and pickles have neither group nor stream.
+    """
+
+    cp_group: Any = None
+    cp_global_ranks: Any = None
+    cp_stream: Any = None
+    cp_comm_type = "p2p"
+    _OF_THE_PROCESS = ("tp_group", "cp_group", "cp_stream")
+
+    def set_context_parallel_group(
+        self,
+        cp_group: Any,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Take a group that sequences are spread over, for this module and the modules inside.
+
+        Parameters
+        ----------
+        cp_group : ProcessGroup, list of ProcessGroup or None
+            Of one rank.
+        cp_global_ranks, cp_stream, cp_comm_type
+            How its ranks would talk to each other.
+
+        Raises
+        ------
+        TypeError
+            It is no process group.
+        NotImplementedError
+            It has more than one rank.
+        """
+        _check_group(type(self).__name__, "cp_group", cp_group)
+        self.cp_group, self.cp_stream = cp_group, cp_stream
+        self.cp_global_ranks, self.cp_comm_type = cp_global_ranks, cp_comm_type
+        for module in self.children():
+            if isinstance(module, ContextParallel):
+                module.set_context_parallel_group(
+                    cp_group, cp_global_ranks, cp_stream, cp_comm_type
+                )
 
 
 def mark_linear(weights: list[Parameter], biases: list[Parameter], mode: str | None) -> None:

@@ -8,24 +8,23 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.attention.dot_product_attention import masks
-from transformer_engine.pytorch.attention.multi_head_attention import (
-    MultiheadAttention,
-    reset_scaling,
-)
+from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
+from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.dropout import bias_dropout_add
+from transformer_engine.pytorch.modes import only_forwards
 from transformer_engine.pytorch.module.composite import CompositeLayer
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
-from transformer_engine.pytorch.module.parameters import probabilities
+from transformer_engine.pytorch.module.parameters import one_of, probabilities
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
-from transformer_engine.pytorch.parallel import TensorParallel
+from transformer_engine.pytorch.parallel import ContextParallel
 
 __all__ = ["TransformerLayer"]
 
 _NAME = "TransformerLayer"
 
 
-class TransformerLayer(TensorParallel, CompositeLayer):
+class TransformerLayer(ContextParallel, CompositeLayer):
     """One layer of a Transformer.
 
     x = x + dropout(attention(norm(x))); for a decoder x = x + dropout(cross_attention(norm(x),
@@ -176,25 +175,18 @@ qk_norm_before_rope, softmax_type
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
-        del seq_length, micro_batch_size, sequence_parallel, ub_tp_comm_overlap
-        del ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self._set_parallel(tp_group, tp_size)
         probabilities(_NAME, hidden_dropout=hidden_dropout, drop_path_rate=drop_path_rate)
-        if layer_type not in ("encoder", "decoder"):
-            raise ValueError(f"{_NAME}: layer_type={layer_type!r}: 'encoder' or 'decoder'")
+        one_of(_NAME, ("encoder", "decoder"), layer_type=layer_type)
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError(f"{_NAME}: fuse_wgrad_accumulation=True needs fuse_qkv_params=True")
-        if parallel_attention_mlp:
-            for option, set_ in (
-                ("layer_type='decoder'", layer_type == "decoder"),
-                (
-                    "apply_residual_connection_post_layernorm=True",
-                    apply_residual_connection_post_layernorm,
-                ),
-                ("output_layernorm=True", output_layernorm),
-            ):
-                if set_:
-                    raise ValueError(f"{_NAME}: parallel_attention_mlp=True excludes {option}")
+        for option, set_ in {
+            "layer_type='decoder'": layer_type == "decoder",
+            "apply_residual_connection_post_layernorm": apply_residual_connection_post_layernorm,
+            "output_layernorm": output_layernorm,
+        }.items():
+            if parallel_attention_mlp and set_:
+                raise ValueError(f"{_NAME}: parallel_attention_mlp=True excludes {option}")
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
         self.num_attention_heads = num_attention_heads
@@ -214,98 +206,46 @@ qk_norm_before_rope, softmax_type
         # The bias of a layer whose output is dropped is added in the pass that drops it.
         drops = hidden_dropout > 0.0 or drop_path_rate > 0.0
         self._biases_returned = bool(bias and drops and not parallel_attention_mlp)
-        norm = {
-            "normalization": normalization,
-            "zero_centered_gamma": zero_centered_gamma,
-            "return_layernorm_output": apply_residual_connection_post_layernorm,
-        }
-        common = {
-            "init_method": init_method,
-            "output_layer_init_method": output_layer_init_method,
-            "params_dtype": params_dtype,
-            "get_rng_state_tracker": get_rng_state_tracker,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "set_parallel_mode": set_parallel_mode,
-            "tp_group": tp_group,
-            "return_bias": self._biases_returned,
-            "bias": bias,
-            "device": device,
-        }
-        attention = {
-            "kv_channels": kv_channels,
-            "num_gqa_groups": num_gqa_groups,
-            "attention_dropout": attention_dropout,
-            "layernorm_epsilon": layernorm_epsilon,
-            "layer_number": layer_number,
-            "fuse_qkv_params": fuse_qkv_params,
-            "qkv_weight_interleaved": qkv_weight_interleaved,
-            "rotary_pos_interleaved": rotary_pos_interleaved,
-            "qkv_format": attn_input_format,
-            "qk_norm_type": qk_norm_type,
-            "qk_norm_eps": qk_norm_eps,
-            "qk_norm_before_rope": qk_norm_before_rope,
-            "softmax_type": softmax_type,
-        }
-        first = {} if output_layernorm else norm
+        norm = dict(
+            normalization=normalization, zero_centered_gamma=zero_centered_gamma,
+            return_layernorm_output=apply_residual_connection_post_layernorm,
+        )  # fmt: skip
+        common = dict(
+            init_method=init_method, output_layer_init_method=output_layer_init_method,
+            params_dtype=params_dtype, get_rng_state_tracker=get_rng_state_tracker,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation, set_parallel_mode=set_parallel_mode,
+            tp_group=tp_group, return_bias=self._biases_returned, bias=bias, device=device,
+        )  # fmt: skip
+        attention = dict(
+            kv_channels=kv_channels, num_gqa_groups=num_gqa_groups,
+            attention_dropout=attention_dropout, layernorm_epsilon=layernorm_epsilon,
+            layer_number=layer_number, fuse_qkv_params=fuse_qkv_params,
+            qkv_weight_interleaved=qkv_weight_interleaved, qk_norm_eps=qk_norm_eps,
+            rotary_pos_interleaved=rotary_pos_interleaved, qkv_format=attn_input_format,
+            qk_norm_type=qk_norm_type, qk_norm_before_rope=qk_norm_before_rope,
+            softmax_type=softmax_type, **common,
+        )  # fmt: skip
         self.self_attention = MultiheadAttention(
-            hidden_size,
-            num_attention_heads,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            input_layernorm=not output_layernorm,
-            **attention,
-            **common,
-            **first,
-        )
+            hidden_size, num_attention_heads, attn_mask_type=self_attn_mask_type,
+            window_size=window_size, bottom_right_diagonal=bottom_right_diagonal,
+            input_layernorm=not output_layernorm, **attention, **({} if output_layernorm else norm),
+        )  # fmt: skip
         if layer_type == "decoder":
             self.inter_attention = MultiheadAttention(
-                hidden_size,
-                num_attention_heads,
-                attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size,
-                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
-                input_layernorm=True,
-                attention_type="cross",
-                **attention,
-                **common,
-                **norm,
-            )
+                hidden_size, num_attention_heads, attn_mask_type=enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size, attention_type="cross", input_layernorm=True,
+                bottom_right_diagonal=enc_dec_bottom_right_diagonal, **attention, **norm,
+            )  # fmt: skip
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size,
-            ffn_hidden_size,
-            eps=layernorm_epsilon,
-            activation=activation,
-            activation_params=activation_params,
-            **common,
-            **norm,
-        )
+            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation,
+            activation_params=activation_params, **common, **norm,
+        )  # fmt: skip
         if output_layernorm:
             kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization]
             self.layernorm = kind(
-                hidden_size,
-                eps=layernorm_epsilon,
-                zero_centered_gamma=zero_centered_gamma,
-                device=device,
-                dtype=params_dtype,
-            )
-
-    def set_context_parallel_group(
-        self,
-        cp_group: Any,
-        cp_global_ranks: Any = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-    ) -> None:
-        """As of `DotProductAttention`, for all attentions of the layer."""
-        settings = (cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-        self.self_attention.set_context_parallel_group(*settings)
-        if self.layer_type == "decoder":
-            self.inter_attention.set_context_parallel_group(*settings)
-
-    def reset_fp8_meta_tensors(self) -> None:
-        """Start again from scale 1 and an empty history in every linear layer."""
-        reset_scaling(self)
+                hidden_size, layernorm_epsilon, params_dtype=params_dtype,
+                zero_centered_gamma=zero_centered_gamma, device=device,
+            )  # fmt: skip
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -377,50 +317,29 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
         """
         if encoder_output is not None and self.layer_type == "encoder":
             raise ValueError(f"{_NAME}: encoder_output with layer_type='encoder'")
-        attended = self.self_attention(
-            hidden_states,
-            attention_mask,
-            None,
-            self_attn_mask_type,
-            window_size,
-            bottom_right_diagonal,
-            is_first_microbatch,
-            checkpoint_core_attention,
-            inference_params,
-            rotary_pos_emb,
-            core_attention_bias_type,
-            core_attention_bias,
-            alibi_slopes,
-            cu_seqlens_q,
-            cu_seqlens_kv,
-            cu_seqlens_q_padded,
-            cu_seqlens_kv_padded,
-            max_seqlen_q,
-            max_seqlen_kv,
-            fast_zero_fill,
-            pad_between_seqs,
-        )
+        options = AttentionOptions(
+            attention_mask, None, self_attn_mask_type, window_size, bottom_right_diagonal,
+            is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
+            core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
+            cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv,
+            fast_zero_fill, pad_between_seqs,
+        )  # fmt: skip
+        modules = self._modules  # an attribute lookup of torch takes longer than a short operator
+        attended = _attend(modules["self_attention"], hidden_states, options)
         if self.parallel_attention_mlp:
-            branches = attended + self.layernorm_mlp(hidden_states, is_first_microbatch)
+            branches = attended + modules["layernorm_mlp"](hidden_states, is_first_microbatch)
             return self._add(branches, hidden_states, False)
         hidden_states = self._add(attended, hidden_states, not self.output_layernorm)
         if self.layer_type == "decoder":
-            attended = self.inter_attention(
-                hidden_states,
-                enc_dec_attn_mask,
-                encoder_output,
-                enc_dec_attn_mask_type,
-                enc_dec_window_size,
-                enc_dec_bottom_right_diagonal,
-                is_first_microbatch,
-                checkpoint_core_attention,
-                core_attention_bias_type=core_attention_bias_type,
-                core_attention_bias=core_attention_bias,
-                alibi_slopes=alibi_slopes,
+            options = AttentionOptions(
+                enc_dec_attn_mask, encoder_output, enc_dec_attn_mask_type, enc_dec_window_size,
+                enc_dec_bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention,
+                None, None, core_attention_bias_type, core_attention_bias, alibi_slopes,
                 fast_zero_fill=fast_zero_fill,
-            )
+            )  # fmt: skip
+            attended = _attend(self.inter_attention, hidden_states, options)
             hidden_states = self._add(attended, hidden_states, True)
-        made = self.layernorm_mlp(hidden_states, is_first_microbatch)
+        made = modules["layernorm_mlp"](hidden_states, is_first_microbatch)
         hidden_states = self._add(made, hidden_states, True)
         return self.layernorm(hidden_states) if self.output_layernorm else hidden_states
 
@@ -444,3 +363,10 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
         return bias_dropout_add(
             made, bias, residual, self.hidden_dropout, self.drop_path_rate, self.training
         )
+
+
+def _attend(attention: Any, hidden_states: Tensor, options: AttentionOptions) -> Any:
+    """Let a submodule attend, as a module where that is more than its forward."""
+    if only_forwards(attention):
+        return attention.attend(hidden_states, options)
+    return attention(hidden_states, *options)

@@ -8,31 +8,25 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
+from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
-from transformer_engine.pytorch.module.base import Fp8Module
+from transformer_engine.pytorch.modes import only_forwards
 from transformer_engine.pytorch.module.composite import CompositeLayer
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.norm import L2Normalization
-from transformer_engine.pytorch.module.parameters import positive_sizes, refuse_options
+from transformer_engine.pytorch.module.normed import NORMS
+from transformer_engine.pytorch.module.parameters import one_of, positive_sizes, refuse_options
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
-from transformer_engine.pytorch.parallel import TensorParallel
+from transformer_engine.pytorch.parallel import ContextParallel
 
-__all__ = ["MultiheadAttention", "reset_scaling"]
+__all__ = ["MultiheadAttention"]
 
 _NAME = "MultiheadAttention"
-NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
-def reset_scaling(module: torch.nn.Module) -> None:
-    """Let every FP8 module inside start again from scale 1 and an empty history."""
-    for child in module.modules():
-        if isinstance(child, Fp8Module):
-            child.reset_fp8_meta_tensors()
-
-
-class MultiheadAttention(TensorParallel, CompositeLayer):
+class MultiheadAttention(ContextParallel, CompositeLayer):
     """Multi-head attention, of a sequence to itself or to another one.
 
     Parameters
@@ -160,14 +154,10 @@ ub_bulk_dgrad, ub_bulk_wgrad
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
-        del seq_length, micro_batch_size, sequence_parallel
-        del ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self._set_parallel(tp_group, tp_size)
         refuse_options(_NAME, softmax_type=(softmax_type, "vanilla"))
-        if attention_type not in ("self", "cross"):
-            raise ValueError(f"{_NAME}: attention_type={attention_type!r}: 'self' or 'cross'")
-        if normalization not in NORMALIZATIONS:
-            raise ValueError(f"{_NAME}: normalization={normalization!r}: one of {NORMALIZATIONS}")
+        one_of(_NAME, ("self", "cross"), attention_type=attention_type)
+        one_of(_NAME, NORMS, normalization=normalization)
         if return_layernorm_output and not input_layernorm:
             raise ValueError(f"{_NAME}: return_layernorm_output=True needs input_layernorm=True")
         positive_sizes(_NAME, hidden_size=hidden_size, num_attention_heads=num_attention_heads)
@@ -178,21 +168,12 @@ ub_bulk_dgrad, ub_bulk_wgrad
                     f"{num_attention_heads}; give kv_channels"
                 )
             kv_channels = hidden_size // num_attention_heads
-        self.core_attention = DotProductAttention(
-            num_attention_heads,
-            kv_channels,
-            num_gqa_groups=num_gqa_groups,
-            attention_dropout=attention_dropout,
-            qkv_format=qkv_format,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            get_rng_state_tracker=get_rng_state_tracker,
-            layer_number=layer_number,
-            attention_type=attention_type,
+        self.core_attention = core = DotProductAttention(
+            num_attention_heads, kv_channels, num_gqa_groups, attention_dropout, qkv_format,
+            attn_mask_type, window_size, bottom_right_diagonal, layer_number=layer_number,
+            get_rng_state_tracker=get_rng_state_tracker, attention_type=attention_type,
             tp_group=tp_group,
-        )
-        core = self.core_attention
+        )  # fmt: skip
         self.hidden_size = hidden_size
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = core.num_gqa_groups
@@ -210,60 +191,50 @@ ub_bulk_dgrad, ub_bulk_wgrad
         self.qk_norm_before_rope = bool(qk_norm_before_rope)
         self.qkv_weight_interleaved = bool(qkv_weight_interleaved and fuse_qkv_params)
         self.name = name
-        common = {
-            "bias": bias,
-            "params_dtype": params_dtype,
-            "device": device,
-            "get_rng_state_tracker": get_rng_state_tracker,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "tp_group": tp_group,
-        }
-        modes = ("column", "row") if set_parallel_mode else (None, None)
-        norm = {
-            "eps": layernorm_epsilon,
-            "normalization": normalization,
-            "zero_centered_gamma": zero_centered_gamma,
-            "return_layernorm_output": self.return_layernorm_output,
-        }
-        inner = {**common, "parallel_mode": modes[0]}
-        self._make_projections(init_method, fuse_qkv_params, inner, norm)
+        common = dict(
+            bias=bias, params_dtype=params_dtype, device=device, tp_group=tp_group,
+            get_rng_state_tracker=get_rng_state_tracker,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+        )  # fmt: skip
+        norm = dict(
+            eps=layernorm_epsilon, normalization=normalization,
+            zero_centered_gamma=zero_centered_gamma,
+            return_layernorm_output=self.return_layernorm_output,
+        )  # fmt: skip
+        column, row = ("column", "row") if set_parallel_mode else (None, None)
+        inner = {**common, "parallel_mode": column, "init_method": init_method}
+        self._make_projections(fuse_qkv_params, inner, norm)
         self._make_qk_norms(qk_norm_type, qk_norm_eps, device, params_dtype)
-        values = num_attention_heads * self.hidden_size_per_attention_head_v
         self.proj = Linear(
-            values,
-            hidden_size,
-            init_method=output_layer_init_method,
-            return_bias=self.return_bias,
-            parallel_mode=modes[1],
-            **common,
-        )
+            num_attention_heads * self.hidden_size_per_attention_head_v, hidden_size,
+            init_method=output_layer_init_method, return_bias=self.return_bias,
+            parallel_mode=row, **common,
+        )  # fmt: skip
 
-    def _make_projections(
-        self, init_method: Callable | None, fused: bool, common: dict, norm: dict
-    ) -> None:
+    def _make_projections(self, fused: bool, common: dict, norm: dict) -> None:
         """Make the layers before the attention."""
-        sizes = {
-            "query": self.num_attention_heads * self.hidden_size_per_attention_head_k,
-            "key": self.num_gqa_groups * self.hidden_size_per_attention_head_k,
-            "value": self.num_gqa_groups * self.hidden_size_per_attention_head_v,
-        }
+        k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
+        groups = self.num_gqa_groups
+        rows = {"query": self.num_attention_heads * k, "key": groups * k, "value": groups * v}
 
-        def make(names: tuple[str, ...], normalized: bool) -> torch.nn.Module:
-            parts = {name: sizes[name] for name in names}
-            split = None if fused else parts
-            rows = sum(parts.values())
-            arguments = {"init_method": init_method, "parameters_split": split, **common}
+        def make(*names: str, normalized: bool = self.input_layernorm) -> torch.nn.Module:
+            parts = {name: rows[name] for name in names}
+            options = {**common, "parameters_split": None if fused else parts}
             if normalized:
-                return LayerNormLinear(self.hidden_size, rows, **norm, **arguments)
-            return Linear(self.hidden_size, rows, **arguments)
+                return LayerNormLinear(self.hidden_size, sum(parts.values()), **norm, **options)
+            return Linear(self.hidden_size, sum(parts.values()), **options)
 
         if self.attention_type == "self":
-            label = "layernorm_qkv" if self.input_layernorm else "qkv"
-            setattr(self, label, make(("query", "key", "value"), self.input_layernorm))
+            setattr(self, self._first(), make("query", "key", "value"))
         else:
-            label = "layernorm_query" if self.input_layernorm else "query_layer"
-            setattr(self, label, make(("query",), self.input_layernorm))
-            self.key_value = make(("key", "value"), False)
+            setattr(self, self._first(), make("query"))
+            self.key_value = make("key", "value", normalized=False)
+
+    def _first(self) -> str:
+        """Name of the projection of the hidden states."""
+        if self.attention_type == "self":
+            return "layernorm_qkv" if self.input_layernorm else "qkv"
+        return "layernorm_query" if self.input_layernorm else "query_layer"
 
     def _make_qk_norms(
         self, kind: str | None, eps: float, device: Any, dtype: torch.dtype | None
@@ -279,27 +250,10 @@ ub_bulk_dgrad, ub_bulk_wgrad
             "RMSNorm": lambda: RMSNorm(channels, eps=eps, device=device, dtype=dtype),
             "LayerNorm": lambda: LayerNorm(channels, eps=eps, device=device, dtype=dtype),
         }
-        if kind not in norms:
-            raise ValueError(f"{_NAME}: qk_norm_type={kind!r}, expected one of {', '.join(norms)}")
+        one_of(_NAME, norms, qk_norm_type=kind)
         self.q_norm = norms[kind]()
         # A norm without parameters is one module under both names.
         self.k_norm = self.q_norm if kind == "L2Normalization" else norms[kind]()
-
-    def set_context_parallel_group(
-        self,
-        cp_group: Any,
-        cp_global_ranks: Any = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-    ) -> None:
-        """As of `DotProductAttention`."""
-        self.core_attention.set_context_parallel_group(
-            cp_group, cp_global_ranks, cp_stream, cp_comm_type
-        )
-
-    def reset_fp8_meta_tensors(self) -> None:
-        """Start again from scale 1 and an empty history in every projection."""
-        reset_scaling(self)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -361,52 +315,45 @@ fast_zero_fill, pad_between_seqs
         NotImplementedError
             An option that is not there yet.
         """
-        if inference_params is not None:
-            raise NotImplementedError(f"{_NAME}: inference_params={inference_params!r}")
-        normalized = None
-        if self.attention_type == "self":
-            if encoder_output is not None:
-                raise ValueError(f"{_NAME}: encoder_output with attention_type='self'")
-            layer = self.layernorm_qkv if self.input_layernorm else self.qkv
-            mixed = layer(hidden_states, is_first_microbatch)
-            if self.return_layernorm_output:
-                mixed, normalized = mixed
+        options = AttentionOptions(
+            attention_mask, encoder_output, attn_mask_type, window_size, bottom_right_diagonal,
+            is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
+            core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
+            cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv,
+            fast_zero_fill, pad_between_seqs,
+        )  # fmt: skip
+        return self.attend(hidden_states, options)
+
+    _FORWARD = forward
+
+    def attend(self, hidden_states: Tensor, options: AttentionOptions) -> Any:
+        """`forward` with its other arguments in one."""
+        if options.inference_params is not None:
+            raise NotImplementedError(f"{_NAME}: inference_params={options.inference_params!r}")
+        first, source = options.is_first_microbatch, options.encoder_output
+        alone = self.attention_type == "self"
+        if alone and source is not None:
+            raise ValueError(f"{_NAME}: encoder_output with attention_type='self'")
+        if not alone and source is None:
+            raise ValueError(f"{_NAME}: attention_type='cross' needs encoder_output")
+        modules = self._modules  # an attribute lookup of torch takes longer than a short operator
+        mixed, normalized = modules[self._first()](hidden_states, first), None
+        if self.return_layernorm_output:
+            mixed, normalized = mixed
+        if alone:
             query, key, value = self._split(mixed, self.num_attention_heads)
         else:
-            if encoder_output is None:
-                raise ValueError(f"{_NAME}: attention_type='cross' needs encoder_output")
-            layer = self.layernorm_query if self.input_layernorm else self.query_layer
-            query = layer(hidden_states, is_first_microbatch)
-            if self.return_layernorm_output:
-                query, normalized = query
             heads = (self.num_attention_heads, self.hidden_size_per_attention_head_k)
-            query = query.unflatten(-1, heads)
-            key, value = self._split(self.key_value(encoder_output, is_first_microbatch), 0)
-        if self.q_norm is not None or rotary_pos_emb is not None:
-            query, key = self._position(query, key, rotary_pos_emb)
-        context = self.core_attention(
-            query,
-            key,
-            value,
-            attention_mask,
-            None,
-            cu_seqlens_q,
-            cu_seqlens_kv,
-            cu_seqlens_q_padded,
-            cu_seqlens_kv_padded,
-            max_seqlen_q,
-            max_seqlen_kv,
-            attn_mask_type,
-            window_size,
-            bottom_right_diagonal,
-            checkpoint_core_attention,
-            core_attention_bias_type,
-            core_attention_bias,
-            alibi_slopes,
-            fast_zero_fill,
-            pad_between_seqs=pad_between_seqs,
-        )
-        out = self.proj(context, is_first_microbatch)
+            query = mixed.unflatten(-1, heads)
+            key, value = self._split(modules["key_value"](source, first), 0)
+        if self.q_norm is not None or options.rotary_pos_emb is not None:
+            query, key = self._position(query, key, options.rotary_pos_emb)
+        core = modules["core_attention"]
+        if only_forwards(core):
+            context = core.attend(query, key, value, options)
+        else:
+            context = core(query, key, value, *options.for_core())
+        out = modules["proj"](context, first)
         if self.return_bias and not isinstance(out, tuple):
             out = (out, None)  # another package's module wraps the projection: the bias is added
         if normalized is None:
@@ -428,6 +375,9 @@ fast_zero_fill, pad_between_seqs
             if each <= 1:
                 return parts
             return parts[0].reshape(*lead, heads, k), parts[1], parts[2]
+        if k == v:
+            counts = [heads, groups, groups] if heads else [groups, groups]
+            return torch.split_with_sizes(mixed.view(*lead, sum(counts), k), counts, -2)
         parts = torch.split_with_sizes(mixed, [groups * size for size in sizes], -1)
         key, value = parts[-2].view(*lead, groups, k), parts[-1].view(*lead, groups, v)
         return (parts[0].view(*lead, heads, k), key, value) if heads else (key, value)

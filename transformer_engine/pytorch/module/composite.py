@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.composed import ComposedModule
 
 __all__ = ["CompositeLayer"]
@@ -24,3 +25,9 @@ class CompositeLayer(torch.nn.Module):
         super().__setattr__(name, value)
         if isinstance(replaced, ComposedModule) and not isinstance(value, ComposedModule):
             replaced.add_bias()
+
+    def reset_fp8_meta_tensors(self) -> None:
+        """Start again from scale 1 and an empty history in every linear layer."""
+        for module in self.modules():
+            if isinstance(module, Fp8Module):
+                module.reset_fp8_meta_tensors()

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from transformer_engine import _core
 from transformer_engine.pytorch.module.normed import NormedModule
@@ -14,11 +13,12 @@ from transformer_engine.pytorch.module.operands import CallTensors, PartTensors
 from transformer_engine.pytorch.module.parameters import (
     bias_to_return,
     checked_dtype,
-    default_device,
     device_of,
     have_memory,
-    initialise,
+    make_bias,
+    make_weight,
     positive_sizes,
+    reset_linear,
 )
 from transformer_engine.pytorch.parallel import TensorParallel, mark_linear
 from transformer_engine.pytorch.plans import Activation
@@ -129,37 +129,24 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         checkpoint: bool = False,
     ) -> None:
         super().__init__()
-        del sequence_parallel, symmetric_ar_type, return_layernorm_output_gathered
-        del ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self._set_parallel(tp_group, tp_size)
-        del seq_length, micro_batch_size
         positive_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         if checkpoint and delay_wgrad_compute:
             raise NotImplementedError("LayerNormMLP: checkpoint=True with delay_wgrad_compute=True")
+        self._begin(fuse_wgrad_accumulation, delay_wgrad_compute, bias, return_bias, name)
+        self._set_norm(normalization, eps, zero_centered_gamma, return_layernorm_output)
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
-        self.use_bias = bool(bias)
-        self.return_bias = bool(return_bias)
-        self.apply_bias = self.use_bias and not self.return_bias
         self.checkpoint = bool(checkpoint)
-        self.name = name
         self.activation = activation
         self.activation_spec = _activation(activation, activation_params)
-        self._set_norm(normalization, eps, zero_centered_gamma, return_layernorm_output)
         self._init_methods = (init_method, output_layer_init_method)
         self._rng = (get_rng_state_tracker, None)
-        self._begin(fuse_wgrad_accumulation, delay_wgrad_compute)
-        device = device_of(device)
-        dtype = checked_dtype("LayerNormMLP", params_dtype)
+        device, dtype = device_of(device), checked_dtype("LayerNormMLP", params_dtype)
         self._make_norm(hidden_size, device, dtype)
-        for prefix, (columns, rows) in zip(self.PARTS, self._sizes(), strict=True):
-            weight = torch.empty(rows, columns, device=device, dtype=dtype)
-            self.register_parameter(f"{prefix}weight", Parameter(weight))
-            empty = torch.empty(rows if self.use_bias else 0, device=device, dtype=dtype)
-            if self.use_bias:
-                self.register_parameter(f"{prefix}bias", Parameter(empty))
-            else:
-                setattr(self, f"{prefix}bias", empty)
+        for prefix, sizes in zip(self.PARTS, self._sizes(), strict=True):
+            make_weight(self, prefix, sizes, device, dtype)
+            make_bias(self, prefix, sizes[1], device, dtype)
         if have_memory(self):
             self.reset_parameters()
         for prefix, mode in zip(self.PARTS, ("column", "row"), strict=True):
@@ -172,19 +159,12 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
             return
         self.reset_layer_norm_parameters()
         for prefix, method in zip(self.PARTS, self._init_methods, strict=True):
-            initialise(self, f"{prefix}weight", method, self._rng)
-            if self.use_bias:
-                initialise(self, f"{prefix}bias", torch.nn.init.zeros_, self._rng)
-            elif getattr(self, f"{prefix}bias").device.type == "meta":
-                dtype = getattr(self, f"{prefix}bias").dtype
-                empty = torch.empty(0, dtype=dtype, device=default_device())
-                setattr(self, f"{prefix}bias", empty)
+            reset_linear(self, prefix, method)
 
     def extra_repr(self) -> str:
         """Sizes and what differs from the defaults."""
         parts = [f"hidden_size={self.hidden_size}", f"ffn_hidden_size={self.ffn_hidden_size}"]
-        parts += [self.normalization, f"eps={self.eps}", f"activation={self.activation}"]
-        parts.append(f"bias={self.use_bias}")
+        parts += [f"activation={self.activation}", f"bias={self.use_bias}"]
         if self.checkpoint:
             parts.append("checkpoint=True")
         return ", ".join(parts + self._flags_text())

@@ -5,16 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from transformer_engine.common import absent
-from transformer_engine.pytorch.module.parameters import (
-    Split,
-    checked_dtype,
-    device_of,
-    positive_sizes,
-    refuse_options,
-)
+from transformer_engine.pytorch.module.parameters import checked_dtype, device_of
 from transformer_engine.pytorch.module.weights import WeightModule
 
 __getattr__, __dir__ = absent.attach(
@@ -79,8 +72,6 @@ ub_bulk_dgrad, ub_bulk_wgrad, ub_name
         [out_features]; an empty tensor where there is none.
     """
 
-    SLOTS = (3, 2)
-
     def __init__(  # noqa: PLR0913 - the argument list that users know
         self,
         in_features: int,
@@ -112,66 +103,9 @@ ub_bulk_dgrad, ub_bulk_wgrad, ub_name
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        del sequence_parallel, symmetric_ar_type
-        del ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self._set_parallel(tp_group, tp_size, parallel_mode, ub_name)
-        positive_sizes("Linear", in_features=in_features, out_features=out_features)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.use_bias = bool(bias)
-        self.return_bias = bool(return_bias)
-        self.apply_bias = self.use_bias and not self.return_bias
+        self._begin(fuse_wgrad_accumulation, delay_wgrad_compute, bias, return_bias, name)
+        rng = (get_rng_state_tracker, rng_tracker_name)
+        self._set_linear(in_features, out_features, parameters_split, init_method, rng)
         self.save_original_input = bool(save_original_input)
-        self.name = name
-        self._init_method = init_method
-        self._rng = (get_rng_state_tracker, rng_tracker_name)
-        self._split = Split.of("Linear", parameters_split, out_features)
-        self._begin(fuse_wgrad_accumulation, delay_wgrad_compute)
-        self._check_split()
-        device = device_of(device)
-        dtype = checked_dtype("Linear", params_dtype, dtype)
-        self._make_parameters(device, dtype)
-
-    def extra_repr(self) -> str:
-        """Sizes and what differs from the defaults."""
-        parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]
-        parts.append(f"bias={self.use_bias}")
-        return ", ".join(parts + self._flags_text())
-
-    def forward(
-        self,
-        inp: Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
-    ) -> Any:
-        """Apply the layer.
-
-        Parameters
-        ----------
-        inp : Tensor
-            [..., in_features] in the dtype of the parameters, or in any of fp32, fp16 and bf16
-            under `torch.autocast`.
-        is_first_microbatch : bool, optional
-            With gradient accumulation: True for the first microbatch of a step (the weight is
-            quantized and kept), False for the others (the kept one is used). None quantizes the
-            weight at each call and keeps nothing.
-        fp8_output, fp8_grad : bool
-            Not there yet.
-
-        Returns
-        -------
-        Tensor or (Tensor, Tensor)
-            [..., out_features]; with `return_bias` and the bias, not added.
-
-        Raises
-        ------
-        TypeError
-            dtypes or kinds of tensors that do not go together.
-        ValueError
-            The last dim is not `in_features`.
-        """
-        if fp8_output or fp8_grad:
-            refuse_options("Linear", fp8_output=(fp8_output, False), fp8_grad=(fp8_grad, False))
-        out = self._call(inp, is_first_microbatch)
-        return (out, self._returned_bias(out.dtype)) if self.return_bias else out
+        self._make_parameters(device_of(device), checked_dtype("Linear", params_dtype, dtype))

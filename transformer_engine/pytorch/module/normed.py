@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from transformer_engine import _core
 from transformer_engine.pytorch.module.composed import ComposedModule
-from transformer_engine.pytorch.module.parameters import checked_eps, initialise
+from transformer_engine.pytorch.module.parameters import checked_eps, initialise, one_of
 
 __all__ = ["NormedModule"]
 
@@ -31,11 +31,7 @@ class NormedModule(ComposedModule):
         self, normalization: str, eps: float, zero_centered_gamma: bool, return_output: bool
     ) -> None:
         """Check and keep the settings."""
-        if normalization not in NORMS:
-            raise ValueError(
-                f"{type(self).__name__}: normalization={normalization!r}, expected one of "
-                f"{', '.join(NORMS)}"
-            )
+        one_of(type(self).__name__, NORMS, normalization=normalization)
         self.normalization = normalization
         self.NORM = NORMS[normalization]
         self.eps = checked_eps(type(self).__name__, eps)
@@ -58,6 +54,9 @@ class NormedModule(ComposedModule):
         initialise(self, "layer_norm_weight", fill, (None, None))
         if self.layer_norm_bias is not None:
             initialise(self, "layer_norm_bias", torch.nn.init.zeros_, (None, None))
+
+    def _flags_text(self) -> list[str]:
+        return [f"eps={self.eps}", self.normalization, *super()._flags_text()]
 
     def _results(self, inp: Tensor, out: Any, bias: Tensor | None) -> Any:
         """What a forward returns: the output, the bias if there is one, the norm's output."""

@@ -22,9 +22,13 @@ __all__ = [
     "device_of",
     "have_memory",
     "initialise",
+    "make_bias",
+    "make_weight",
+    "one_of",
     "positive_sizes",
     "probabilities",
     "refuse_options",
+    "reset_linear",
     "split_rows",
 ]
 
@@ -81,6 +85,14 @@ def refuse_options(module: str, **arguments: tuple[Any, Any]) -> None:
             raise NotImplementedError(
                 f"{module}: {name}={value!r} is not there yet: leave it out, or give {default!r}"
             )
+
+
+def one_of(module: str, allowed: Iterable, **values: Any) -> None:
+    """Raise a ValueError for a value, given by name, that is none of the allowed ones."""
+    for label, value in values.items():
+        if value not in allowed:
+            names = ", ".join(map(str, allowed))
+            raise ValueError(f"{module}: {label}={value!r}, expected one of {names}")
 
 
 def positive_sizes(module: str, **sizes: Any) -> None:
@@ -262,6 +274,36 @@ def initialise(
         context = tracker().fork(fork) if fork is not None else tracker().fork()
     with context, torch.no_grad():
         (init_method or _normal)(parameter)
+
+
+def make_weight(
+    module: Module, prefix: str, sizes: tuple[int, int], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Give a module the parameter ``<prefix>weight`` of (columns, rows), without values."""
+    columns, rows = sizes
+    weight = torch.empty(rows, columns, device=device, dtype=dtype)
+    module.register_parameter(f"{prefix}weight", Parameter(weight))
+
+
+def make_bias(
+    module: Module, prefix: str, rows: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Give a module ``<prefix>bias``: a parameter; an empty tensor unless it has ``use_bias``."""
+    if module.use_bias:
+        bias = torch.empty(rows, device=device, dtype=dtype)
+        module.register_parameter(f"{prefix}bias", Parameter(bias))
+    else:
+        setattr(module, f"{prefix}bias", torch.empty(0, device=device, dtype=dtype))
+
+
+def reset_linear(module: Module, prefix: str, init_method: Callable[[Tensor], Any] | None) -> None:
+    """Give what `make_weight` and `make_bias` made its first values; see `initialise`."""
+    initialise(module, f"{prefix}weight", init_method, module._rng)
+    bias = getattr(module, f"{prefix}bias")
+    if module.use_bias:
+        initialise(module, f"{prefix}bias", torch.nn.init.zeros_, module._rng)
+    elif bias.is_meta:
+        setattr(module, f"{prefix}bias", torch.empty_like(bias, device=default_device()))
 
 
 def add_grad(parameter: Tensor, grad: Tensor) -> None:

@@ -15,9 +15,12 @@ from transformer_engine.pytorch.module.parameters import (
     Split,
     add_grad,
     bias_to_return,
-    default_device,
     have_memory,
-    initialise,
+    make_bias,
+    make_weight,
+    positive_sizes,
+    refuse_options,
+    reset_linear,
     split_rows,
 )
 from transformer_engine.pytorch.parallel import TensorParallel, mark_linear
@@ -28,36 +31,46 @@ __all__ = ["WeightModule"]
 class WeightModule(TensorParallel, ComposedModule):
     """Base of modules around one weight [out_features, in_features] and bias [out_features].
 
-    The subclass sets what is declared here, then calls `_make_parameters`.
+    The subclass calls `_set_linear`, then `_make_parameters`.
     """
 
-    in_features: int
-    out_features: int
-    use_bias: bool
-    """There is a bias."""
-    apply_bias: bool
-    """The module adds it."""
-    _split: Split | None
-    _init_method: Callable | None
-    _rng: tuple[Callable | None, str | None]
+    SLOTS = (3, 2)
 
+    _split: Split | None
+    """How the weight is kept as several parameters."""
     _joined: dict[str, JoinedRows]
     """How split weights, and split biases, lie together."""
+
+    def _set_linear(
+        self,
+        in_features: int,
+        out_features: int,
+        parameters_split: Any,
+        init_method: Callable | None,
+        rng: tuple[Callable | None, str | None],
+    ) -> None:
+        """Check and keep the arguments about the parameters, after `_begin`."""
+        kind = type(self).__name__
+        positive_sizes(kind, in_features=in_features, out_features=out_features)
+        self.in_features = in_features
+        self.out_features = out_features
+        self._init_method = init_method
+        self._rng = rng
+        self._split = Split.of(kind, parameters_split, out_features)
+        if self._split is not None and self.fuse_wgrad_accumulation:
+            raise ValueError(
+                f"{kind}: fuse_wgrad_accumulation and parameters_split: the split weights have no "
+                "common main_grad"
+            )
 
     def _make_parameters(self, device: torch.device, dtype: torch.dtype) -> None:
         if self._split is not None:
             kinds = ("weight", "bias") if self.use_bias else ("weight",)
             self._joined = {kind: JoinedRows(self._split.rows) for kind in kinds}
         for label, rows in self._parts():
-            weight = torch.empty(rows, self.in_features, device=device, dtype=dtype)
-            self.register_parameter(f"{label}weight", Parameter(weight))
-        if self.use_bias:
-            for label, rows in self._parts():
-                bias = torch.empty(rows, device=device, dtype=dtype)
-                self.register_parameter(f"{label}bias", Parameter(bias))
-        else:
-            for label, _ in self._parts():
-                setattr(self, f"{label}bias", torch.empty(0, device=device, dtype=dtype))
+            make_weight(self, label, (self.in_features, rows), device, dtype)
+        for label, rows in self._parts():
+            make_bias(self, label, rows, device, dtype)
         if have_memory(self):
             self._pack()
             self.reset_parameters()
@@ -94,12 +107,10 @@ class WeightModule(TensorParallel, ComposedModule):
         self._pack()
         return self
 
-    def _check_split(self) -> None:
-        if self._split is not None and self.fuse_wgrad_accumulation:
-            raise ValueError(
-                f"{type(self).__name__}: fuse_wgrad_accumulation and parameters_split: the split "
-                "weights have no common main_grad"
-            )
+    def extra_repr(self) -> str:
+        """Sizes and what differs from the defaults."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return ", ".join([sizes, f"bias={self.use_bias}", *self._flags_text()])
 
     def _flags_text(self) -> list[str]:
         parts = super()._flags_text()
@@ -124,14 +135,54 @@ class WeightModule(TensorParallel, ComposedModule):
         if defer_init:
             return
         for label, _ in self._parts():
-            initialise(self, f"{label}weight", self._init_method, self._rng)
-            if self.use_bias:
-                initialise(self, f"{label}bias", torch.nn.init.zeros_, self._rng)
-            else:
-                empty = getattr(self, f"{label}bias")
-                if empty.device.type == "meta":
-                    empty = torch.empty(0, dtype=empty.dtype, device=default_device())
-                    setattr(self, f"{label}bias", empty)
+            reset_linear(self, label, self._init_method)
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """Apply the layer, after the norm of one that has a norm.
+
+        Parameters
+        ----------
+        inp : Tensor
+            [..., in_features] in the dtype of the parameters, or in any of fp32, fp16 and bf16
+            under `torch.autocast`.
+        is_first_microbatch : bool, optional
+            With gradient accumulation: True for the first microbatch of a step (the weight is
+            quantized and kept), False for the others (the kept one is used). None quantizes the
+            weight at each call and keeps nothing.
+        fp8_output, fp8_grad : bool
+            Not there yet.
+
+        Returns
+        -------
+        Tensor or tuple of Tensor
+            [..., out_features]; then the bias, not added, with `return_bias`; then the norm's
+            output [..., in_features] with `return_layernorm_output`.
+
+        Raises
+        ------
+        TypeError
+            dtypes or kinds of tensors that do not go together.
+        ValueError
+            The last dim is not `in_features`.
+        """
+        if fp8_output or fp8_grad:
+            options = {"fp8_output": (fp8_output, False), "fp8_grad": (fp8_grad, False)}
+            refuse_options(type(self).__name__, **options)
+        out = self._call(inp, is_first_microbatch)
+        if not (self.return_bias or self.return_layernorm_output):
+            return out
+        dtype = (out[0] if self.return_layernorm_output else out).dtype
+        return self._results(inp, out, self._returned_bias(dtype) if self.return_bias else None)
+
+    def _results(self, inp: Tensor, out: Any, bias: Tensor | None) -> Any:
+        """What a forward returns: the output, and the bias if there is one."""
+        return out if bias is None else (out, bias)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a name that `parameters_split` replaced is an error."""

@@ -1,55 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which backend runs an attention, and why not another one."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from transformer_engine.common import absent
-from transformer_engine.common.config import AttentionSwitches
+from transformer_engine.pytorch.attention.dot_product_attention import sdpa, unfused
+from transformer_engine.pytorch.attention.dot_product_attention.limits import Situation
 from transformer_engine.pytorch.attention.dot_product_attention.masks import (
     CAUSAL_WINDOW,
     NO_WINDOW,
-    MaskType,
 )
 
 __getattr__, __dir__ = absent.attach(globals())
-__all__ = ["BIAS_TYPES", "Choice", "Situation", "choose_backend", *absent.names_of(__name__)]
+__all__ = [
+    "BIAS_TYPES",
+    "Choice",
+    "Situation",
+    "attend_of",
+    "choose_backend",
+    *absent.names_of(__name__),
+]
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
-
-
-class Situation(NamedTuple):
-    """What a choice depends on.
-
-    Attributes
-    ----------
-    kind : MaskType
-        The mask type.
-    window : tuple of int
-        (left, right) as `masks.window_of` gives it.
-    bottom_right : bool
-        The diagonal ends in the bottom right corner.
-    square : bool
-        There are as many queries as keys.
-    bias : str
-        One of `BIAS_TYPES`.
-    grouped : bool
-        Several heads share keys and values.
-    dtype : torch.dtype
-        Of queries, keys and values.
-    switches : AttentionSwitches
-        What the environment allows.
-    """
-
-    kind: MaskType
-    window: tuple[int, int]
-    bottom_right: bool
-    square: bool
-    bias: str
-    grouped: bool
-    dtype: torch.dtype
-    switches: AttentionSwitches
 
 
 class Choice(NamedTuple):
@@ -90,9 +66,23 @@ def _unfused_lacks(situation: Situation) -> str | None:
     return None if situation.switches.unfused else "switched off by NVTE_UNFUSED_ATTN"
 
 
-# In order of preference. A backend is a name here, a function that says what it lacks, and its
-# branch in DotProductAttention._attend.
-_BACKENDS = (("sdpa", _sdpa_lacks), ("unfused", _unfused_lacks))
+class _Backend(NamedTuple):
+    """What it lacks for a situation, and ``attend(query, key, value, limits, scale, dropout)``."""
+
+    lacks: Callable[[Situation], str | None]
+    attend: Callable[..., Tensor]
+
+
+_BACKENDS = {
+    "sdpa": _Backend(_sdpa_lacks, sdpa.attend),
+    "unfused": _Backend(_unfused_lacks, unfused.attend),
+}
+"""By name, in order of preference."""
+
+
+def attend_of(choice: Choice) -> Callable[..., Tensor]:
+    """The function that runs the backend; see `unfused.attend` for its arguments."""
+    return _BACKENDS[choice.backend].attend
 
 
 def choose_backend(situation: Situation) -> Choice:
@@ -114,8 +104,8 @@ def choose_backend(situation: Situation) -> Choice:
         None is left: the environment switches off the one that would run it.
     """
     reasons: dict[str, str] = {}
-    for name, lacks in _BACKENDS:
-        reason = lacks(situation)
+    for name, backend in _BACKENDS.items():
+        reason = backend.lacks(situation)
         if reason is None:
             return Choice(name, reasons)
         reasons[name] = reason

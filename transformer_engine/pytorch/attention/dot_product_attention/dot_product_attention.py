@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.config import AttentionSwitches, attention_switches
-from transformer_engine.pytorch.attention.dot_product_attention import masks, sdpa, unfused
+from transformer_engine.pytorch.attention.dot_product_attention import masks
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
-    check_biases,
     check_format,
     refuse_fp8,
     unpack,
@@ -20,25 +19,36 @@ from transformer_engine.pytorch.attention.dot_product_attention.arguments import
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
     BIAS_TYPES,
     Choice,
-    Situation,
+    attend_of,
     choose_backend,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.masks import MaskType
+from transformer_engine.pytorch.attention.dot_product_attention.limits import (
+    Limits,
+    Situation,
+    constant_limits,
+    limits_of,
+)
+from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.modes import constant_in_graphs
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import (
+    one_of,
     positive_sizes,
     probabilities,
     refuse_options,
 )
-from transformer_engine.pytorch.parallel import TensorParallel, check_group
+from transformer_engine.pytorch.parallel import ContextParallel
 from transformer_engine.pytorch.recompute import checkpoint
 from transformer_engine.pytorch.state import current_state
 
 __all__ = ["DotProductAttention"]
 
 _NAME = "DotProductAttention"
+
+_TO_HEADS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
+_FROM_HEADS = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
+"""Permutations of a format to [batch, heads, length, channels], as backends take it, and back."""
 
 
 @constant_in_graphs
@@ -52,29 +62,23 @@ class _Decision(NamedTuple):
 
     Attributes
     ----------
-    kind : MaskType
-        The mask type.
-    window : tuple of int
-        (left, right).
-    bottom_right : bool
-        The diagonal ends in the bottom right corner.
-    bias : str
-        Bias type.
+    situation : Situation
+        The kind.
     choice : Choice
         The backend and why.
-    fused : bool
-        The backend is "sdpa", which takes no limits.
+    attend : callable
+        What runs it.
+    limits : Limits or None
+        Those of all calls; None where each has its own.
     """
 
-    kind: MaskType
-    window: tuple[int, int]
-    bottom_right: bool
-    bias: str
+    situation: Situation
     choice: Choice
-    fused: bool
+    attend: Callable[..., Tensor]
+    limits: Limits | None
 
 
-class DotProductAttention(TensorParallel, NativeModule):
+class DotProductAttention(ContextParallel, NativeModule):
     """Attention of queries to keys and values.
 
     Parameters
@@ -125,10 +129,6 @@ class DotProductAttention(TensorParallel, NativeModule):
         An option that is not there yet.
     """
 
-    cp_group: Any = None
-    cp_stream: Any = None
-    _OF_THE_PROCESS = ("tp_group", "cp_group", "cp_stream")
-
     def __init__(
         self,
         num_attention_heads: int,
@@ -170,8 +170,7 @@ class DotProductAttention(TensorParallel, NativeModule):
                 f"{_NAME}: num_attention_heads={num_attention_heads}, num_gqa_groups="
                 f"{num_gqa_groups}: the groups must divide the heads"
             )
-        if attention_type not in ("self", "cross"):
-            raise ValueError(f"{_NAME}: attention_type={attention_type!r}: 'self' or 'cross'")
+        one_of(_NAME, ("self", "cross"), attention_type=attention_type)
         if layer_number is not None and layer_number < 1:
             raise ValueError(f"{_NAME}: layer_number={layer_number}: counts from 1")
         check_format(qkv_format)
@@ -197,35 +196,6 @@ class DotProductAttention(TensorParallel, NativeModule):
         self._get_tracker = get_rng_state_tracker
         self._decisions: dict[tuple, _Decision] = {}
         self._ran: Choice | None = None  # of the last call that was not compiled, for `report`
-
-    def set_context_parallel_group(
-        self,
-        cp_group: Any,
-        cp_global_ranks: Any = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-    ) -> None:
-        """Take a group that sequences are spread over.
-
-        Parameters
-        ----------
-        cp_group : ProcessGroup, list of ProcessGroup or None
-            Of one rank.
-        cp_global_ranks, cp_stream, cp_comm_type
-            How its ranks would talk to each other.
-
-        Raises
-        ------
-        TypeError
-            It is no process group.
-        NotImplementedError
-            It has more than one rank.
-        """
-        check_group(_NAME, "cp_group", cp_group)
-        self.cp_group = cp_group
-        self.cp_global_ranks = cp_global_ranks
-        self.cp_stream = cp_stream
-        self.cp_comm_type = cp_comm_type
 
     def _load_from_state_dict(
         self,
@@ -343,22 +313,10 @@ score_mod_tensors, score_mod_bprop_tensors
         NotImplementedError
             An option that is not there yet.
         """
-        del cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
-        del fast_zero_fill, bf16_backward
-        if (
-            inference_params is not None
-            or pad_between_seqs
-            or fp8_output
-            or (num_splits is not None and num_splits != 1)
-            or score_mod is not None
-            or score_mod_bprop is not None
-            or score_mod_tensors is not None
-            or score_mod_bprop_tensors is not None
-        ):
+        unset = score_mod is score_mod_bprop is score_mod_tensors is score_mod_bprop_tensors is None
+        if fp8_output or not unset or (num_splits is not None and num_splits != 1):
             refuse_options(
                 _NAME,
-                inference_params=(inference_params, None),
-                pad_between_seqs=(bool(pad_between_seqs), False),
                 fp8_output=(fp8_output, False),
                 num_splits=(num_splits, 1),
                 score_mod=(score_mod, None),
@@ -371,134 +329,101 @@ score_mod_tensors, score_mod_bprop_tensors
             query_layer, key_layer, value_layer = unpack(
                 given, qkv_layer, kv_layer, qkv_interleave_dim
             )
+        options = AttentionOptions(
+            attention_mask, None, attn_mask_type, window_size, bottom_right_diagonal, None,
+            checkpoint_core_attention, inference_params, None, core_attention_bias_type,
+            core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv,
+            pad_between_seqs=pad_between_seqs,
+        )  # fmt: skip
+        return self.attend(query_layer, key_layer, value_layer, options, qkv_format)
+
+    _FORWARD = forward
+
+    def attend(
+        self, query: Any, key: Any, value: Any, options: AttentionOptions, form: str | None = None
+    ) -> Tensor:
+        """`forward` with its other arguments in one; `form` is its ``qkv_format``."""
+        if options.inference_params is not None or options.pad_between_seqs:
+            refuse_options(
+                _NAME,
+                inference_params=(options.inference_params, None),
+                pad_between_seqs=(bool(options.pad_between_seqs), False),
+            )
         state = current_state()
         if state.enabled:
             refuse_fp8(state.recipe)
-        form = self.qkv_format if qkv_format is None else qkv_format
-        if window_size is None:
-            window_size = self.window_size
-        shape = self._check(query_layer, key_layer, value_layer, form)
-        key = (
-            self.attn_mask_type if attn_mask_type is None else attn_mask_type,
-            tuple(window_size) if isinstance(window_size, list) else window_size,
-            self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
-            core_attention_bias_type,
-            shape[1] == shape[2],
-            query_layer.dtype,
-            _switches(),
-        )
-        if torch.compiler.is_compiling():
-            decision = self._decide(*key)
-        else:
-            decision = self._decisions.get(key)
-            if decision is None:
-                decision = self._decisions[key] = self._decide(*key)
-            self.__dict__["_ran"] = decision.choice
-        if form == "sbhd":
-            query = query_layer.permute(1, 2, 0, 3)
-            keys = key_layer.permute(1, 2, 0, 3)
-            values = value_layer.permute(1, 2, 0, 3)
-        else:
-            query = query_layer.transpose(1, 2)
-            keys = key_layer.transpose(1, 2)
-            values = value_layer.transpose(1, 2)
+        form = self.qkv_format if form is None else form
+        sizes = self._check(query, key, value, form)
+        decision = self._decision_for(options, sizes[2] == sizes[3], query.dtype)
+        limits = decision.limits
+        if (
+            limits is None
+            or options.core_attention_bias is not None
+            or options.alibi_slopes is not None
+        ):
+            limits = limits_of(decision.situation, options, sizes, self.softmax_scale, query)
+        order = _TO_HEADS[form]
+        layers = (query.permute(*order), key.permute(*order), value.permute(*order))
         dropout = self.attention_dropout if self.training else 0.0
-        if decision.fused:
-            limits = None
-            if core_attention_bias is not None or alibi_slopes is not None:
-                check_biases(
-                    core_attention_bias_type,
-                    core_attention_bias,
-                    alibi_slopes,
-                    self.num_attention_heads,
-                )
+        if self._get_tracker is not None or options.checkpoint_core_attention:
+            recompute = options.checkpoint_core_attention
+            out = self._attend_specially(decision.attend, layers, limits, dropout, recompute)
         else:
-            lengths = (cu_seqlens_q, cu_seqlens_kv)
-            limits, diagonal = self._limits(decision, attention_mask, lengths, shape)
-            biases = (core_attention_bias, alibi_slopes)
-            bias = self._bias(decision, biases, diagonal, shape, query.device)
-            limits = limits._replace(bias=bias)
-        if self._get_tracker is not None or checkpoint_core_attention:
-            out = self._attend_specially(
-                decision, (query, keys, values), limits, dropout, checkpoint_core_attention
-            )
-        else:
-            out = self._attend(decision, query, keys, values, limits, dropout)
+            out = decision.attend(*layers, limits, self.softmax_scale, dropout)
         # [b, heads, s, channels]; contiguous does nothing where the backend wrote in this order
-        out = out.permute(2, 0, 1, 3) if form == "sbhd" else out.transpose(1, 2)
-        return out.flatten(2).contiguous()
-
-    def _attend(
-        self,
-        decision: _Decision,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        limits: unfused.Limits | None,
-        dropout: float,
-    ) -> Tensor:
-        """Run the backend: [batch, heads, length, channels] views in, the same out."""
-        if decision.fused:
-            causal = decision.kind.causal
-            return sdpa.attend(query, key, value, causal, self.softmax_scale, dropout)
-        return unfused.attend(query, key, value, limits, self.softmax_scale, dropout)
+        return out.permute(*_FROM_HEADS[form]).flatten(2).contiguous()
 
     def _attend_specially(
         self,
-        decision: _Decision,
+        run: Callable[..., Tensor],
         layers: tuple[Tensor, Tensor, Tensor],
-        limits: unfused.Limits | None,
+        limits: Limits,
         dropout: float,
         recompute: bool,
     ) -> Tensor:
-        """`_attend` inside a fork of the random state, or under a checkpoint."""
+        """Run a backend inside a fork of the random state, or under a checkpoint."""
+        tracker = self._get_tracker if dropout > 0.0 else None
 
         def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-            fork = contextlib.nullcontext()
-            if self._get_tracker is not None and dropout > 0.0:
-                fork = self._get_tracker().fork()
-            given = None if limits is None else limits._replace(bias=bias)
-            with fork:
-                return self._attend(decision, query, key, value, given, dropout)
+            with contextlib.nullcontext() if tracker is None else tracker().fork():
+                own = limits._replace(bias=bias)
+                return run(query, key, value, own, self.softmax_scale, dropout)
 
-        bias = None if limits is None else limits.bias
         if not recompute:
-            return attend(*layers, bias)
-        tracker = self._get_tracker if dropout > 0.0 else None
-        return checkpoint(attend, *layers, bias, get_rng_state_tracker=tracker, use_reentrant=False)
+            return attend(*layers, limits.bias)
+        return checkpoint(
+            attend, *layers, limits.bias, get_rng_state_tracker=tracker, use_reentrant=False
+        )
 
     # ---- what applies --------------------------------------------------------------------------
 
-    def _check(self, query: Any, key: Any, value: Any, form: str) -> tuple[int, int, int]:
-        """(batch, queries, keys); raises for tensors that do not go together."""
+    def _check(self, query: Any, key: Any, value: Any, form: str) -> tuple[int, ...]:
+        """(batch, heads, queries, keys); raises for tensors that do not go together."""
         if not (
             isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
         ):
             found = tuple(type(t).__name__ for t in (query, key, value))
             raise TypeError(f"{_NAME}: query, key, value are {found}, expected three tensors")
         of_query, of_key, of_value = query.shape, key.shape, value.shape
-        if form == "sbhd":
-            s, b = 0, 1
-        else:
+        if form not in _TO_HEADS:
             check_format(form)
-            s, b = 1, 0
-        if (
-            len(of_query) != 4
-            or len(of_key) != 4
-            or of_key[:3] != of_value[:3]
-            or of_query[b] != of_key[b]
-            or of_query[2] != self.num_attention_heads
-            or of_key[2] != self.num_gqa_groups
-            or of_query[3] != self.hidden_size_per_attention_head_k
-            or of_key[3] != self.hidden_size_per_attention_head_k
-            or of_value[3] != self.hidden_size_per_attention_head_v
-        ):
-            k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
+        s, b = (0, 1) if form == "sbhd" else (1, 0)
+        heads, groups = self.num_attention_heads, self.num_gqa_groups
+        k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
+        fits = len(of_query) == len(of_key) == 4
+        if fits:
+            batch, queries, keys = of_query[b], of_query[s], of_key[s]
+            lead = (keys, batch) if s == 0 else (batch, keys)
+            fits = (
+                (of_query[2], of_query[3]) == (heads, k)
+                and of_key == (*lead, groups, k)
+                and of_value == (*lead, groups, v)
+            )
+        if not fits:
             raise ValueError(
                 f"{_NAME}: query {tuple(of_query)}, key {tuple(of_key)}, value {tuple(of_value)}: "
-                f"expected {form} with {self.num_attention_heads} heads of {k}, "
-                f"{self.num_gqa_groups} of {k} and {self.num_gqa_groups} of {v}, one batch size "
-                "and one length of keys and values"
+                f"expected {form} with {heads} heads of {k}, {groups} of {k} and {groups} of {v}, "
+                "one batch size and one length of keys and values"
             )
         dtype = query.dtype
         if key.dtype is not dtype or value.dtype is not dtype or dtype not in DTYPES:
@@ -512,7 +437,30 @@ score_mod_tensors, score_mod_bprop_tensors
                 f"{_NAME}: query is on {device}, key on {key.device}, value on {value.device}: "
                 "expected the CPU or one CUDA device"
             )
-        return of_query[b], of_query[s], of_key[s]
+        return batch, heads, queries, keys
+
+    def _decision_for(
+        self, options: AttentionOptions, square: bool, dtype: torch.dtype
+    ) -> _Decision:
+        """What applies to a call, remembered for the next one of its kind."""
+        mask, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
+        window = self.window_size if options.window_size is None else options.window_size
+        key = (
+            self.attn_mask_type if mask is None else mask,
+            tuple(window) if isinstance(window, list) else window,
+            self.bottom_right_diagonal if bottom_right is None else bottom_right,
+            options.core_attention_bias_type,
+            square,
+            dtype,
+            _switches(),
+        )
+        if torch.compiler.is_compiling():
+            return self._decide(*key)
+        decision = self._decisions.get(key)
+        if decision is None:
+            decision = self._decisions[key] = self._decide(*key)
+        self.__dict__["_ran"] = decision.choice
+        return decision
 
     def _decide(
         self,
@@ -528,70 +476,8 @@ score_mod_tensors, score_mod_bprop_tensors
         kind = masks.mask_type(mask_name)
         window = masks.window_of(window, kind)
         diagonal = masks.diagonal_of(bottom_right, kind)
-        if bias not in BIAS_TYPES:
-            raise ValueError(
-                f"{_NAME}: core_attention_bias_type={bias!r}, expected one of "
-                f"{', '.join(BIAS_TYPES)}"
-            )
+        one_of(_NAME, BIAS_TYPES, core_attention_bias_type=bias)
         grouped = self.num_gqa_groups != self.num_attention_heads
-        choice = choose_backend(
-            Situation(kind, window, diagonal, square, bias, grouped, dtype, switches)
-        )
-        return _Decision(kind, window, diagonal, bias, choice, choice.backend == "sdpa")
-
-    def _limits(
-        self, decision: _Decision, mask: Any, lengths: tuple, shape: tuple[int, int, int]
-    ) -> tuple[unfused.Limits, Any]:
-        """Mask and window for the unfused backend, and the diagonal: one, or one a sequence."""
-        batch, queries, keys = shape
-        window = decision.window
-        diagonal: Any = keys - queries if decision.bottom_right else 0
-        if decision.kind.name == "arbitrary":
-            sizes = (batch, self.num_attention_heads, queries, keys)
-            mask = masks.arbitrary_mask(mask, sizes)
-            return unfused.Limits(mask, None, window, diagonal), diagonal
-        if not decision.kind.padding:
-            return unfused.Limits(None, None, window, diagonal), diagonal
-        if mask is not None:
-            both = masks.padding_masks(mask, *shape)
-        elif lengths[0] is not None:
-            both = masks.lengths_to_masks(*lengths, *shape)
-        else:
-            raise ValueError(
-                f"{_NAME}: mask type {decision.kind.name} needs attention_mask or cu_seqlens_q"
-            )
-        mask = both[0].transpose(2, 3) | both[1]
-        if not decision.bottom_right or both[0] is both[1]:
-            return unfused.Limits(mask, None, window, diagonal), diagonal
-        diagonal = masks.length_difference(both)  # each sequence has its own: a mask says so
-        outside = masks.window_mask(window, diagonal, queries, keys)
-        mask = mask if outside is None else mask | outside
-        return unfused.Limits(mask, None, masks.NO_WINDOW, 0), diagonal
-
-    def _bias(
-        self,
-        decision: _Decision,
-        biases: tuple[Tensor | None, Tensor | None],
-        diagonal: Any,
-        shape: tuple[int, int, int],
-        device: torch.device,
-    ) -> Tensor | None:
-        """What the unfused backend adds to the scaled scores, of (bias, ALiBi slopes)."""
-        bias, slopes = biases
-        check_biases(decision.bias, bias, slopes, self.num_attention_heads)
-        batch, queries, keys = shape
-        if decision.bias == "alibi":
-            if slopes is None:
-                slopes = masks.default_alibi_slopes(self.num_attention_heads, device)
-            return masks.alibi_bias(slopes, queries, keys, diagonal)
-        if bias is None:
-            return None
-        sizes = (batch, self.num_attention_heads, queries, keys)
-        if bias.dim() != 4 or any(
-            n not in (1, size) for n, size in zip(bias.shape, sizes, strict=True)
-        ):
-            raise ValueError(
-                f"{_NAME}: core_attention_bias: shape {tuple(bias.shape)}, expected {sizes}, each "
-                "dim that or 1"
-            )
-        return bias.float() * self.softmax_scale if decision.bias == "pre_scale_bias" else bias
+        situation = Situation(kind, window, diagonal, square, bias, grouped, dtype, switches)
+        choice = choose_backend(situation)
+        return _Decision(situation, choice, attend_of(choice), constant_limits(situation))

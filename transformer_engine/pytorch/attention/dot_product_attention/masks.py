@@ -24,6 +24,7 @@ __all__ = [
     "lengths_to_masks",
     "mask_type",
     "padding_masks",
+    "padding_of",
     "window_mask",
     "window_of",
 ]
@@ -143,7 +144,7 @@ def window_of(window: Any, kind: MaskType, label: str = "window_size") -> tuple[
     if (left, right) == CAUSAL_WINDOW:
         warnings.warn(
             f"{label}={window!r} with mask type {kind.name!r} counts as (-1, -1): no window",
-            stacklevel=4,
+            stacklevel=6,
         )
         return NO_WINDOW
     if (left, right) == NO_WINDOW or (left >= 0 and right >= 0):
@@ -245,6 +246,17 @@ def lengths_to_masks(
     if cu_seqlens_kv is None:
         raise ValueError(f"cu_seqlens_kv: None, with {queries} queries and {keys} keys")
     return of_queries, mask(cu_seqlens_kv, keys, "cu_seqlens_kv")
+
+
+def padding_of(options: Any, kind: MaskType, *sizes: int) -> tuple[Tensor, Tensor]:
+    """The padding masks of a call's options, of (batch, queries, keys); see `padding_masks`."""
+    if options.attention_mask is not None:
+        return padding_masks(options.attention_mask, *sizes)
+    if options.cu_seqlens_q is None:
+        raise ValueError(
+            f"DotProductAttention: mask type {kind.name} needs attention_mask or cu_seqlens_q"
+        )
+    return lengths_to_masks(options.cu_seqlens_q, options.cu_seqlens_kv, *sizes)
 
 
 def arbitrary_mask(mask: Any, sizes: tuple[int, int, int, int]) -> Tensor:

@@ -4,11 +4,14 @@
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
+from transformer_engine.pytorch.attention.dot_product_attention.masks import CAUSAL_WINDOW
+
 __all__ = ["attend"]
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, limits: Limits, scale: float, dropout: float
 ) -> Tensor:
     """softmax(scale * query x key^T) x value; torch chooses among its kernels at each call.
 
@@ -16,8 +19,9 @@ def attend(
     ----------
     query, key, value : Tensor
         [batch, heads, length, channels], any strides; keys and values may have fewer heads.
-    causal : bool
-        A query sees keys up to its own position, counted from the start of both.
+    limits : Limits
+        Nothing but, where its window is causal: a query sees keys up to its own position, counted
+        from the start of both.
     scale : float
         Of the scores.
     dropout : float
@@ -28,7 +32,7 @@ def attend(
     Tensor
         [batch, heads, queries, channels].
     """
-    grouped = query.shape[1] != key.shape[1]
+    causal, grouped = limits.window == CAUSAL_WINDOW, query.shape[1] != key.shape[1]
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, None, dropout, causal, scale=scale, enable_gqa=grouped
     )

@@ -1,35 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in three steps on the library's own softmax: every mask, window and bias."""
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.attention.dot_product_attention.softmax import scaled_softmax
 
-__all__ = ["Limits", "attend"]
-
-
-class Limits(NamedTuple):
-    """What a query may attend.
-
-    Attributes
-    ----------
-    mask : Tensor or None
-        bool, True: masked out; each dim 1 or that of [batch, heads, queries, keys].
-    bias : Tensor or None
-        Added to the scaled scores; each dim 1 or that of the scores.
-    window : tuple of int
-        (left, right) of the diagonal; negative: no limit.
-    diagonal : int
-        Key on the diagonal of query 0.
-    """
-
-    mask: Tensor | None
-    bias: Tensor | None
-    window: tuple[int, int]
-    diagonal: Any
+__all__ = ["attend"]
 
 
 def attend(

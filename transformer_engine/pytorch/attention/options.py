@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AttentionOptions`: what a call of a layer says about its attention, handed on as one object."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+__all__ = ["AttentionOptions"]
+
+
+class AttentionOptions(NamedTuple):
+    """Arguments of `MultiheadAttention.forward` after the hidden states, in their order.
+
+    `TransformerLayer`, `MultiheadAttention` and `DotProductAttention` make one in their forwards
+    and hand it on through their methods ``attend``; what each field means stands with these
+    forwards. Where a submodule has to be called as a module (see `composite.only_forwards`), the
+    fields are its positional arguments: ``module(hidden_states, *options)``.
+    """
+
+    attention_mask: Any = None
+    encoder_output: Tensor | None = None
+    attn_mask_type: str | None = None
+    window_size: tuple[int, int] | None = None
+    bottom_right_diagonal: bool | None = None
+    is_first_microbatch: bool | None = None
+    checkpoint_core_attention: bool = False
+    inference_params: Any = None
+    rotary_pos_emb: Any = None
+    core_attention_bias_type: str = "no_bias"
+    core_attention_bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+    fast_zero_fill: bool = True
+    pad_between_seqs: bool | None = None
+
+    def for_core(self) -> tuple:
+        """Positional arguments of `DotProductAttention.forward` after query, key and value."""
+        return (
+            self.attention_mask, None, self.cu_seqlens_q, self.cu_seqlens_kv,
+            self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded, self.max_seqlen_q,
+            self.max_seqlen_kv, self.attn_mask_type, self.window_size, self.bottom_right_diagonal,
+            self.checkpoint_core_attention, self.core_attention_bias_type,
+            self.core_attention_bias, self.alibi_slopes, self.fast_zero_fill,
+            self.inference_params, self.pad_between_seqs,
+        )  # fmt: skip
