@@ -3,6 +3,8 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,19 +109,10 @@ class RotaryPositionEmbedding(torch.nn.Module):
             self.inv_freq = self._frequencies(self.inv_freq.device)
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict,
-        prefix: str,
-        local_metadata: dict,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *given: Any) -> None:
         """Load nothing: the frequencies follow from the arguments, whoever saved them."""
-        lists = (missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        super()._load_from_state_dict(state_dict, prefix, *given)
+        unexpected_keys = given[3]
         if f"{prefix}inv_freq" in unexpected_keys:
             unexpected_keys.remove(f"{prefix}inv_freq")
 
@@ -196,26 +189,14 @@ torch_ops.define(
 )
 
 
+@dataclass(slots=True)
 class _RopeCall:
-    """One application of the embedding (see `function.Call`).
+    """One application of the embedding (see `function.Call`); `sequence_first`: of sbhd."""
 
-    Attributes
-    ----------
-    sequence_first : bool
-        The format is sbhd.
-    interleaved : bool
-        Pairs of neighbours.
-    traced : bool
-        Run behind torch operators.
-    """
-
-    __slots__ = ("interleaved", "sequence_first", "traced")
+    sequence_first: bool
+    interleaved: bool
+    traced: bool
     label = "apply_rotary_pos_emb"
-
-    def __init__(self, sequence_first: bool, interleaved: bool, traced: bool) -> None:
-        self.sequence_first = sequence_first
-        self.interleaved = interleaved
-        self.traced = traced
 
     def _run(self, inp: Tensor, given: tuple, backward: bool) -> Tensor:
         run = torch_ops.choose(_rotate, torch.ops.transformer_engine.rope, self.traced)

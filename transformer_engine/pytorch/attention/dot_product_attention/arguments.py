@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["check_biases", "check_format", "refuse_fp8", "unpack"]
+__all__ = ["check_format", "refuse_fp8", "unpack"]
 
 _NAME = "DotProductAttention"
 
@@ -23,42 +23,6 @@ def check_format(form: str) -> None:
         raise NotImplementedError(f"{_NAME}: qkv_format='thd'")
     if form not in ("sbhd", "bshd"):
         raise ValueError(f"{_NAME}: qkv_format={form!r}, expected 'sbhd', 'bshd' or 'thd'")
-
-
-def check_biases(kind: str, bias: Tensor | None, slopes: Tensor | None, heads: int) -> None:
-    """Raise where the tensors are none of the bias type.
-
-    Parameters
-    ----------
-    kind : str
-        Bias type.
-    bias : Tensor or None
-        Of the types "pre_scale_bias" and "post_scale_bias".
-    slopes : Tensor or None
-        [heads] or [batch, heads], of the type "alibi".
-    heads : int
-        Heads of the queries.
-
-    Raises
-    ------
-    ValueError
-        One is missing, one too many, or of another shape.
-    """
-    takes = kind in ("pre_scale_bias", "post_scale_bias")
-    if takes != (bias is not None):
-        raise ValueError(
-            f"{_NAME}: core_attention_bias_type={kind!r} "
-            + ("needs core_attention_bias" if takes else "takes no core_attention_bias")
-        )
-    if slopes is None:
-        return
-    if kind != "alibi":
-        raise ValueError(f"{_NAME}: core_attention_bias_type={kind!r} takes no alibi_slopes")
-    if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads:
-        raise ValueError(
-            f"{_NAME}: alibi_slopes: shape {tuple(slopes.shape)}, expected [heads] or "
-            f"[batch, heads] of {heads} heads"
-        )
 
 
 def unpack(

@@ -20,7 +20,6 @@ __all__ = [
     "BIAS_TYPES",
     "Choice",
     "Situation",
-    "attend_of",
     "choose_backend",
     *absent.names_of(__name__),
 ]
@@ -66,23 +65,18 @@ def _unfused_lacks(situation: Situation) -> str | None:
     return None if situation.switches.unfused else "switched off by NVTE_UNFUSED_ATTN"
 
 
-class _Backend(NamedTuple):
-    """What it lacks for a situation, and ``attend(query, key, value, limits, scale, dropout)``."""
+class Backend(NamedTuple):
+    """What it lacks for a situation, and how it runs; see `unfused.attend` for the arguments."""
 
     lacks: Callable[[Situation], str | None]
     attend: Callable[..., Tensor]
 
 
-_BACKENDS = {
-    "sdpa": _Backend(_sdpa_lacks, sdpa.attend),
-    "unfused": _Backend(_unfused_lacks, unfused.attend),
+BACKENDS = {
+    "sdpa": Backend(_sdpa_lacks, sdpa.attend),
+    "unfused": Backend(_unfused_lacks, unfused.attend),
 }
 """By name, in order of preference."""
-
-
-def attend_of(choice: Choice) -> Callable[..., Tensor]:
-    """The function that runs the backend; see `unfused.attend` for its arguments."""
-    return _BACKENDS[choice.backend].attend
 
 
 def choose_backend(situation: Situation) -> Choice:
@@ -104,7 +98,7 @@ def choose_backend(situation: Situation) -> Choice:
         None is left: the environment switches off the one that would run it.
     """
     reasons: dict[str, str] = {}
-    for name, backend in _BACKENDS.items():
+    for name, backend in BACKENDS.items():
         reason = backend.lacks(situation)
         if reason is None:
             return Choice(name, reasons)

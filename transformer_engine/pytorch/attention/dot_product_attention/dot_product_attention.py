@@ -17,9 +17,9 @@ from transformer_engine.pytorch.attention.dot_product_attention.arguments import
     unpack,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+    BACKENDS,
     BIAS_TYPES,
     Choice,
-    attend_of,
     choose_backend,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.limits import (
@@ -58,23 +58,10 @@ def _switches() -> AttentionSwitches:
 
 
 class _Decision(NamedTuple):
-    """What was found out about calls of one kind.
-
-    Attributes
-    ----------
-    situation : Situation
-        The kind.
-    choice : Choice
-        The backend and why.
-    attend : callable
-        What runs it.
-    limits : Limits or None
-        Those of all calls; None where each has its own.
-    """
+    """What was found out about calls of one kind; `limits` is None where each call has its own."""
 
     situation: Situation
     choice: Choice
-    attend: Callable[..., Tensor]
     limits: Limits | None
 
 
@@ -197,19 +184,10 @@ class DotProductAttention(ContextParallel, NativeModule):
         self._decisions: dict[tuple, _Decision] = {}
         self._ran: Choice | None = None  # of the last call that was not compiled, for `report`
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict,
-        prefix: str,
-        local_metadata: dict,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *given: Any) -> None:
         """Load nothing: what peers save here is the scaling state of FP8 attention."""
-        lists = (missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        super()._load_from_state_dict(state_dict, prefix, *given)
+        unexpected_keys = given[3]
         for key in (f"{prefix}_extra_state", f"{prefix}fused_attention._extra_state"):
             if key in unexpected_keys:
                 unexpected_keys.remove(key)
@@ -354,22 +332,21 @@ score_mod_tensors, score_mod_bprop_tensors
             refuse_fp8(state.recipe)
         form = self.qkv_format if form is None else form
         sizes = self._check(query, key, value, form)
-        decision = self._decision_for(options, sizes[2] == sizes[3], query.dtype)
-        limits = decision.limits
+        situation, choice, limits = self._decision_for(options, sizes[2] == sizes[3], query.dtype)
         if (
             limits is None
             or options.core_attention_bias is not None
             or options.alibi_slopes is not None
         ):
-            limits = limits_of(decision.situation, options, sizes, self.softmax_scale, query)
-        order = _TO_HEADS[form]
+            limits = limits_of(situation, options, sizes, self.softmax_scale, query)
+        order, run = _TO_HEADS[form], BACKENDS[choice.backend].attend
         layers = (query.permute(*order), key.permute(*order), value.permute(*order))
         dropout = self.attention_dropout if self.training else 0.0
         if self._get_tracker is not None or options.checkpoint_core_attention:
             recompute = options.checkpoint_core_attention
-            out = self._attend_specially(decision.attend, layers, limits, dropout, recompute)
+            out = self._attend_specially(run, layers, limits, dropout, recompute)
         else:
-            out = decision.attend(*layers, limits, self.softmax_scale, dropout)
+            out = run(*layers, limits, self.softmax_scale, dropout)
         # [b, heads, s, channels]; contiguous does nothing where the backend wrote in this order
         return out.permute(*_FROM_HEADS[form]).flatten(2).contiguous()
 
@@ -455,29 +432,20 @@ score_mod_tensors, score_mod_bprop_tensors
             _switches(),
         )
         if torch.compiler.is_compiling():
-            return self._decide(*key)
+            return self._decide(key)
         decision = self._decisions.get(key)
         if decision is None:
-            decision = self._decisions[key] = self._decide(*key)
+            decision = self._decisions[key] = self._decide(key)
         self.__dict__["_ran"] = decision.choice
         return decision
 
-    def _decide(
-        self,
-        mask_name: str,
-        window: Any,
-        bottom_right: bool | None,
-        bias: str,
-        square: bool,
-        dtype: torch.dtype,
-        switches: AttentionSwitches,
-    ) -> _Decision:
+    def _decide(self, key: tuple) -> _Decision:
         """Find out what applies to calls of a kind."""
-        kind = masks.mask_type(mask_name)
+        name, window, bottom_right, bias, square, dtype, switches = key
+        kind = masks.mask_type(name)
         window = masks.window_of(window, kind)
         diagonal = masks.diagonal_of(bottom_right, kind)
         one_of(_NAME, BIAS_TYPES, core_attention_bias_type=bias)
         grouped = self.num_gqa_groups != self.num_attention_heads
         situation = Situation(kind, window, diagonal, square, bias, grouped, dtype, switches)
-        choice = choose_backend(situation)
-        return _Decision(situation, choice, attend_of(choice), constant_limits(situation))
+        return _Decision(situation, choose_backend(situation), constant_limits(situation))

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from transformer_engine.common.config import AttentionSwitches
 from transformer_engine.pytorch.attention.dot_product_attention import masks
-from transformer_engine.pytorch.attention.dot_product_attention.arguments import check_biases
 from transformer_engine.pytorch.attention.options import AttentionOptions
 
 __all__ = ["Limits", "Situation", "constant_limits", "limits_of"]
+
+_NAME = "DotProductAttention"
 
 
 class Situation(NamedTuple):
@@ -19,12 +20,8 @@ class Situation(NamedTuple):
 
     Attributes
     ----------
-    kind : MaskType
-        The mask type.
-    window : tuple of int
-        (left, right) as `masks.window_of` gives it.
-    bottom_right : bool
-        The diagonal ends in the bottom right corner.
+    kind, window, bottom_right
+        What `masks.mask_type`, `masks.window_of` and `masks.diagonal_of` give.
     square : bool
         There are as many queries as keys.
     bias : str
@@ -108,42 +105,50 @@ def limits_of(
     if kind.name == "arbitrary":
         mask = masks.arbitrary_mask(options.attention_mask, sizes)
     elif kind.padding:
-        both = masks.padding_of(options, kind, batch, queries, keys)
+        lengths = (options.cu_seqlens_q, options.cu_seqlens_kv)
+        if options.attention_mask is None and lengths[0] is None:
+            raise ValueError(f"{_NAME}: mask type {kind.name} needs attention_mask or cu_seqlens_q")
+        both = masks.padding_masks(options.attention_mask, lengths, batch, queries, keys)
         mask = both[0].transpose(2, 3) | both[1]
         if situation.bottom_right and both[0] is not both[1]:
             # Each sequence has a diagonal of its own: a mask says what the window leaves.
             diagonal = masks.length_difference(both)
             outside = masks.window_mask(window, diagonal, queries, keys)
             mask = mask if outside is None else mask | outside
-            bias = _bias(situation, options, sizes, scale, diagonal, query)
-            return Limits(mask, bias, masks.NO_WINDOW, 0)
-    bias = _bias(situation, options, sizes, scale, diagonal, query)
-    return Limits(mask, bias, window, diagonal)
+            window = masks.NO_WINDOW
+    bias = _bias(situation.bias, options, sizes, diagonal, query)
+    if situation.bias == "pre_scale_bias":
+        bias = bias.float() * scale
+    return Limits(mask, bias, window, 0 if isinstance(diagonal, Tensor) else diagonal)
 
 
 def _bias(
-    situation: Situation,
-    options: AttentionOptions,
-    sizes: tuple,
-    scale: float,
-    diagonal: Any,
-    query: Tensor,
+    kind: str, options: AttentionOptions, sizes: tuple, diagonal: Any, query: Tensor
 ) -> Tensor | None:
-    """What is added to the scaled scores."""
+    """What is added to the scores, as given or made."""
     bias, slopes = options.core_attention_bias, options.alibi_slopes
     _, heads, queries, keys = sizes
-    check_biases(situation.bias, bias, slopes, heads)
-    if situation.bias == "alibi":
-        if slopes is None:
-            slopes = masks.default_alibi_slopes(heads, query.device)
-        return masks.alibi_bias(slopes, queries, keys, diagonal)
-    if bias is None:
-        return None
-    if bias.dim() != 4 or any(
-        n not in (1, size) for n, size in zip(bias.shape, sizes, strict=True)
-    ):
+    takes = kind in ("pre_scale_bias", "post_scale_bias")
+    if takes != (bias is not None):
+        which = "needs core_attention_bias" if takes else "takes no core_attention_bias"
+        raise ValueError(f"{_NAME}: core_attention_bias_type={kind!r} {which}")
+    if kind != "alibi":
+        if slopes is not None:
+            raise ValueError(f"{_NAME}: core_attention_bias_type={kind!r} takes no alibi_slopes")
+        if takes and (
+            bias.dim() != 4
+            or any(n not in (1, size) for n, size in zip(bias.shape, sizes, strict=True))
+        ):
+            raise ValueError(
+                f"{_NAME}: core_attention_bias: shape {tuple(bias.shape)}, expected {sizes}, each "
+                "dim that or 1"
+            )
+        return bias
+    if slopes is None:
+        slopes = masks.default_alibi_slopes(heads, query.device)
+    elif slopes.dim() not in (1, 2) or slopes.shape[-1] != heads:
         raise ValueError(
-            f"DotProductAttention: core_attention_bias: shape {tuple(bias.shape)}, expected "
-            f"{sizes}, each dim that or 1"
+            f"{_NAME}: alibi_slopes: shape {tuple(slopes.shape)}, expected [heads] or "
+            f"[batch, heads] of {heads} heads"
         )
-    return bias.float() * scale if situation.bias == "pre_scale_bias" else bias
+    return masks.alibi_bias(slopes, queries, keys, diagonal)

@@ -21,10 +21,8 @@ __all__ = [
     "default_alibi_slopes",
     "diagonal_of",
     "length_difference",
-    "lengths_to_masks",
     "mask_type",
     "padding_masks",
-    "padding_of",
     "window_mask",
     "window_of",
 ]
@@ -164,25 +162,18 @@ def diagonal_of(bottom_right: bool | None, kind: MaskType) -> bool:
 # ---- masks as tensors ----------------------------------------------------------------------------
 
 
-def _check_padding(mask: Any, batch: int, length: int, label: str) -> Tensor:
-    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
-        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"{label}: {found}, expected a torch.bool tensor, True: masked out")
-    if tuple(mask.shape) != (batch, 1, 1, length):
-        raise ValueError(
-            f"{label}: shape {tuple(mask.shape)}, expected [batch, 1, 1, length] = "
-            f"[{batch}, 1, 1, {length}] for a padding mask"
-        )
-    return mask
-
-
-def padding_masks(mask: Any, batch: int, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+def padding_masks(
+    mask: Any, cumulative: tuple[Tensor, Tensor | None], batch: int, queries: int, keys: int
+) -> tuple[Tensor, Tensor]:
     """The padding masks of queries and of keys.
 
     Parameters
     ----------
-    mask : Tensor or pair of Tensor
+    mask : Tensor, pair of Tensor or None
         [batch, 1, 1, length] bool for both, or one for the queries and one for the keys.
+    cumulative : pair of Tensor or None
+        In place of a mask: [batch + 1] int32 sums of the lengths of the sequences before each;
+        without the second, the first counts for both.
     batch, queries, keys : int
         Sizes of the scores.
 
@@ -196,95 +187,57 @@ def padding_masks(mask: Any, batch: int, queries: int, keys: int) -> tuple[Tenso
     TypeError, ValueError
         Not such masks; one mask where queries and keys differ in number.
     """
-    if isinstance(mask, tuple | list):
-        if len(mask) != 2:
-            raise ValueError(f"attention_mask: {len(mask)} masks, expected one or a pair")
-        return (
-            _check_padding(mask[0], batch, queries, "attention_mask[0] (of the queries)"),
-            _check_padding(mask[1], batch, keys, "attention_mask[1] (of the keys)"),
-        )
-    if queries != keys:
+    if mask is None:
+        of_queries, of_keys = cumulative
+        first = _of_lengths(of_queries, batch, queries, "cu_seqlens_q")
+        if queries == keys and (of_keys is None or of_keys is of_queries):
+            return first, first
+        if of_keys is None:
+            raise ValueError(f"cu_seqlens_kv: None, with {queries} queries and {keys} keys")
+        return first, _of_lengths(of_keys, batch, keys, "cu_seqlens_kv")
+    pair = isinstance(mask, tuple | list)
+    if pair and len(mask) != 2:
+        raise ValueError(f"attention_mask: {len(mask)} masks, expected one or a pair")
+    if not pair and queries != keys:
         raise ValueError(
             f"attention_mask: {queries} queries and {keys} keys: padding needs a pair of masks, "
             "of the queries and of the keys"
         )
-    both = _check_padding(mask, batch, keys, "attention_mask")
-    return both, both
-
-
-def lengths_to_masks(
-    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, batch: int, queries: int, keys: int
-) -> tuple[Tensor, Tensor]:
-    """The padding masks that say what cumulative lengths say; see `padding_masks`.
-
-    Parameters
-    ----------
-    cu_seqlens_q, cu_seqlens_kv : Tensor
-        [batch + 1] int32 sums of the lengths of the sequences before each; without the second, the
-        first counts for both.
-    batch, queries, keys : int
-        Sizes of the scores.
-
-    Returns
-    -------
-    tuple of Tensor
-        [batch, 1, 1, queries] and [batch, 1, 1, keys]; the same object twice for one of lengths.
-    """
-
-    def mask(cumulative: Tensor, length: int, label: str) -> Tensor:
-        if cumulative.dtype is not torch.int32 or tuple(cumulative.shape) != (batch + 1,):
+    labels = ("[0] (of the queries)", "[1] (of the keys)") if pair else ("", "")
+    both = mask if pair else (mask, mask)
+    for each, length, label in zip(both, (queries, keys), labels, strict=True):
+        _check_bool(each, f"attention_mask{label}")
+        if tuple(each.shape) != (batch, 1, 1, length):
             raise ValueError(
-                f"{label}: {cumulative.dtype} of shape {tuple(cumulative.shape)}, expected "
-                f"torch.int32 [batch + 1] = [{batch + 1}]"
+                f"attention_mask{label}: shape {tuple(each.shape)}, expected [batch, 1, 1, length] "
+                f"= [{batch}, 1, 1, {length}] for a padding mask"
             )
-        lengths = (cumulative[1:] - cumulative[:-1])[:, None, None, None]
-        return torch.arange(length, device=cumulative.device) >= lengths
-
-    of_queries = mask(cu_seqlens_q, queries, "cu_seqlens_q")
-    if queries == keys and (cu_seqlens_kv is None or cu_seqlens_kv is cu_seqlens_q):
-        return of_queries, of_queries
-    if cu_seqlens_kv is None:
-        raise ValueError(f"cu_seqlens_kv: None, with {queries} queries and {keys} keys")
-    return of_queries, mask(cu_seqlens_kv, keys, "cu_seqlens_kv")
+    return tuple(both)
 
 
-def padding_of(options: Any, kind: MaskType, *sizes: int) -> tuple[Tensor, Tensor]:
-    """The padding masks of a call's options, of (batch, queries, keys); see `padding_masks`."""
-    if options.attention_mask is not None:
-        return padding_masks(options.attention_mask, *sizes)
-    if options.cu_seqlens_q is None:
+def _check_bool(mask: Any, label: str) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{label}: {found}, expected a torch.bool tensor, True: masked out")
+
+
+def _of_lengths(cumulative: Tensor, batch: int, length: int, label: str) -> Tensor:
+    """The padding mask that says what cumulative lengths say."""
+    if cumulative.dtype is not torch.int32 or tuple(cumulative.shape) != (batch + 1,):
         raise ValueError(
-            f"DotProductAttention: mask type {kind.name} needs attention_mask or cu_seqlens_q"
+            f"{label}: {cumulative.dtype} of shape {tuple(cumulative.shape)}, expected torch.int32 "
+            f"[batch + 1] = [{batch + 1}]"
         )
-    return lengths_to_masks(options.cu_seqlens_q, options.cu_seqlens_kv, *sizes)
+    lengths = (cumulative[1:] - cumulative[:-1])[:, None, None, None]
+    return torch.arange(length, device=cumulative.device) >= lengths
 
 
 def arbitrary_mask(mask: Any, sizes: tuple[int, int, int, int]) -> Tensor:
-    """A mask of any pattern, with 4 dims.
+    """View of a bool mask that can be broadcast to (batch, heads, queries, keys), with 4 dims.
 
-    Parameters
-    ----------
-    mask : Tensor
-        bool, broadcastable to `sizes`.
-    sizes : tuple of int
-        (batch, heads, queries, keys).
-
-    Returns
-    -------
-    Tensor
-        A view; each dim 1 or that of `sizes`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        No mask, or not such a one.
+    Raises TypeError or ValueError where it is no such mask.
     """
-    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
-        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(
-            f"attention_mask: {found}, expected a torch.bool tensor, True: masked out, for mask "
-            "type arbitrary"
-        )
+    _check_bool(mask, "attention_mask of mask type arbitrary")
     dims = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     if len(dims) != 4 or any(n not in (1, m) for n, m in zip(dims, sizes, strict=True)):
         raise ValueError(
@@ -309,21 +262,10 @@ def length_difference(masks: tuple[Tensor, Tensor]) -> Tensor:
 def window_mask(
     window: tuple[int, int], diagonal: Tensor, queries: int, keys: int
 ) -> Tensor | None:
-    """Mask of a window around diagonals that differ from sequence to sequence.
+    """Mask [batch, 1, queries, keys] of a window around diagonals that differ by sequence.
 
-    Parameters
-    ----------
-    window : tuple of int
-        (left, right); negative: no limit.
-    diagonal : Tensor
-        [batch, 1, 1, 1] key on the diagonal of query 0.
-    queries, keys : int
-        Sizes of the scores.
-
-    Returns
-    -------
-    Tensor or None
-        [batch, 1, queries, keys] bool; None where there is no limit on either side.
+    `diagonal` is the key on the diagonal of query 0, [batch, 1, 1, 1]. None where the window has no
+    limit on either side.
     """
     left, right = window
     if left < 0 and right < 0:
@@ -340,19 +282,9 @@ def window_mask(
 
 
 def default_alibi_slopes(heads: int, device: torch.device) -> Tensor:
-    """Slopes 2^(-8 k / n), k = 1 .. n, of the first n heads; 2^(-4 (2 k - 1) / n) of the others.
+    """Slopes [heads] fp32: 2^(-8 k / n), k = 1 .. n, then 2^(-4 (2 k - 1) / n).
 
-    Parameters
-    ----------
-    heads : int
-        Heads; n is the largest power of two of at most as many.
-    device : torch.device
-        Where to make them.
-
-    Returns
-    -------
-    Tensor
-        [heads] fp32.
+    n is the largest power of two of at most as many as there are heads.
     """
     power = 1 << (heads.bit_length() - 1)
     k = torch.arange(1, heads + 1, dtype=torch.float32, device=device)
@@ -361,21 +293,10 @@ def default_alibi_slopes(heads: int, device: torch.device) -> Tensor:
 
 
 def alibi_bias(slopes: Tensor, queries: int, keys: int, diagonal: Any) -> Tensor:
-    """-slope * |distance from the diagonal|.
+    """-slope * |distance from the diagonal|, [1 or batch, heads, queries, keys] fp32.
 
-    Parameters
-    ----------
-    slopes : Tensor
-        [heads] or [batch, heads] fp32.
-    queries, keys : int
-        Sizes of the scores.
-    diagonal : int or Tensor
-        Key on the diagonal of query 0; [batch, 1, 1, 1] where sequences differ.
-
-    Returns
-    -------
-    Tensor
-        [1 or batch, heads, queries, keys] fp32.
+    `slopes` are [heads] or [batch, heads]; `diagonal` is the key on the diagonal of query 0, an int
+    or, where sequences differ, [batch, 1, 1, 1].
     """
     distance = _distance(queries, keys, diagonal, slopes.device).abs()
     return distance * -slopes.reshape(-1, slopes.shape[-1], 1, 1).to(torch.float32)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differentiable softmax of attention scores: scale, mask, window, bias and dropout in one pass."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,28 +15,6 @@ from transformer_engine.pytorch.random import draw_pair
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = ["scaled_softmax", *absent.names_of(__name__)]
-
-
-class _Settings(NamedTuple):
-    """Numbers of one softmax, in the order of the operator's arguments.
-
-    Attributes
-    ----------
-    scale : float
-        Factor of the scores.
-    dropout : float
-        Probability that a probability is dropped.
-    left, right : int
-        Keys before and after the diagonal that are attended; negative: no limit.
-    diagonal : int
-        Key on the diagonal of query 0.
-    """
-
-    scale: float
-    dropout: float
-    left: int
-    right: int
-    diagonal: Any  # int, or SymInt in a graph that is being traced
 
 
 def _forward(
@@ -104,28 +83,24 @@ torch_ops.define(
 )
 
 
+@dataclass(slots=True)
 class _SoftmaxCall:
     """One call of `scaled_softmax` (see `function.Call`).
 
     Attributes
     ----------
-    settings : _Settings
-        Its numbers.
-    bias_shape, bias_dtype
-        Of the gradient of the bias; None: none is wanted.
+    settings : tuple
+        (scale, dropout, left, right, diagonal) in the order of the operator's arguments.
+    bias_grad : tuple or None
+        (shape, dtype) of the gradient of the bias; None: none is wanted.
     traced : bool
-        Run behind torch operators.
+        Run behind torch operators: `diagonal` may be a SymInt then.
     """
 
-    __slots__ = ("bias_dtype", "bias_shape", "settings", "traced")
+    settings: tuple
+    bias_grad: tuple | None
+    traced: bool
     label = "scaled_softmax"
-
-    def __init__(self, settings: _Settings, bias: Tensor | None, traced: bool) -> None:
-        self.settings = settings
-        wanted = bias is not None and bias.requires_grad
-        self.bias_shape = bias.shape if wanted else None
-        self.bias_dtype = bias.dtype if wanted else None
-        self.traced = traced
 
     def run_forward(self, tensors: tuple) -> tuple[Tensor, tuple]:
         """Run the forward over (scores, mask or None, bias or None, pair or None)."""
@@ -142,11 +117,12 @@ class _SoftmaxCall:
         pair = rng[0] if rng else None
         operator = torch.ops.transformer_engine.softmax_backward
         run = torch_ops.choose(_backward, operator, self.traced)
-        if self.bias_shape is None:
+        if self.bias_grad is None:
             return None, run(grad, probabilities, pair, scale, dropout), None, None, None
         grad_bias = run(grad, probabilities, pair, 1.0, dropout)  # the bias is added after scaling
         grad_scores = grad_bias if scale == 1.0 else grad_bias * scale
-        grad_bias = grad_bias.sum_to_size(self.bias_shape).to(self.bias_dtype)
+        shape, dtype = self.bias_grad
+        grad_bias = grad_bias.sum_to_size(shape).to(dtype)
         return None, grad_scores, None, grad_bias, None
 
 
@@ -191,6 +167,7 @@ def scaled_softmax(
     traced = torch_ops.behind_operators(scores)
     if scores.stride(-1) != 1:
         scores = scores.contiguous()
-    call = _SoftmaxCall(_Settings(scale, dropout, *window, diagonal), bias, traced)
+    bias_grad = (bias.shape, bias.dtype) if bias is not None and bias.requires_grad else None
+    call = _SoftmaxCall((scale, dropout, *window, diagonal), bias_grad, traced)
     rng = draw_pair(scores) if dropout > 0.0 else None
     return run_call(call, scores, mask, bias, rng)
