@@ -12,11 +12,9 @@ from transformer_engine.pytorch.attention.multi_head_attention import MultiheadA
 from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.dropout import bias_dropout_add
 from transformer_engine.pytorch.modes import only_forwards
-from transformer_engine.pytorch.module.composite import CompositeLayer
-from transformer_engine.pytorch.module.layernorm import LayerNorm
+from transformer_engine.pytorch.module.composite import NORMS, CompositeLayer
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.parameters import one_of, probabilities
-from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 from transformer_engine.pytorch.parallel import ContextParallel
 
 __all__ = ["TransformerLayer"]
@@ -38,22 +36,15 @@ class TransformerLayer(ContextParallel, CompositeLayer):
         Features inside the MLP.
     num_attention_heads : int
         Heads of the queries.
-    num_gqa_groups : int, optional
-        Heads of keys and values, which divide `num_attention_heads`; as many where None.
-    layernorm_epsilon : float, default 1e-5
-        Of the norms.
     hidden_dropout : float, default 0.1
         Probability that an element is dropped after attention and MLP, in training.
-    attention_dropout : float, default 0.1
-        Probability that an attention probability is dropped, in training.
     init_method, output_layer_init_method : callable, optional
-        ``f(weight)`` for the projections of queries, keys and values and the first layer of the
-        MLP, and for the layers that write to the residual stream; normal with mean 0 and deviation
-        0.023 where None.
-    layer_number : int, optional
-        From 1.
-    kv_channels : int or (int, int), optional
-        Channels of a head; ``hidden_size / num_attention_heads`` where None.
+        As of `MultiheadAttention`, for the first and the second layer of the MLP too.
+    num_gqa_groups, layernorm_epsilon, attention_dropout, layer_number, kv_channels, params_dtype, \
+set_parallel_mode, fuse_qkv_params, rotary_pos_interleaved, zero_centered_gamma, \
+qkv_weight_interleaved, bias, normalization, device, name, qk_norm_type, qk_norm_eps, \
+qk_norm_before_rope, softmax_type, seq_length, micro_batch_size
+        As of `MultiheadAttention`.
     self_attn_mask_type, window_size, bottom_right_diagonal
         Defaults of the forward; see `DotProductAttention`.
     enc_dec_attn_mask_type, enc_dec_bottom_right_diagonal, enc_dec_window_size
@@ -61,15 +52,11 @@ class TransformerLayer(ContextParallel, CompositeLayer):
     tp_group, tp_size, sequence_parallel, ub_tp_comm_overlap, ub_overlap_ag, ub_overlap_rs, \
 ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         As of `Linear`: a group of one rank, and what changes nothing there.
-    params_dtype : torch.dtype, optional
-        dtype of the parameters; torch's default dtype where None.
     get_rng_state_tracker : callable, optional
         Returns a tracker whose ``fork()`` is entered while parameters and attention dropout are
         drawn.
     fuse_wgrad_accumulation : bool, default False
         As of `Linear`; needs `fuse_qkv_params`.
-    seq_length, micro_batch_size : int, optional
-        Accepted for their callers: nothing is warmed up.
     apply_residual_connection_post_layernorm : bool, default False
         The residual is the norm's output, not its input.
     output_layernorm : bool, default False
@@ -80,25 +67,10 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         "encoder", or "decoder": with attention to ``encoder_output``.
     drop_path_rate : float, default 0
         Probability that a branch is dropped for a sample of the first dim, in training.
-    set_parallel_mode : bool, default False
-        As of `MultiheadAttention` and `LayerNormMLP`.
-    fuse_qkv_params, rotary_pos_interleaved, qkv_weight_interleaved, qk_norm_type, qk_norm_eps, \
-qk_norm_before_rope, softmax_type
-        As of `MultiheadAttention`.
-    zero_centered_gamma : bool, default False
-        The norms' factor is 1 + weight.
-    bias : bool, default True
-        The linear layers have biases.
     activation, activation_params
         As of `LayerNormMLP`.
-    normalization : str, default "LayerNorm"
-        "LayerNorm" or "RMSNorm".
-    device : torch.device or str, optional
-        Where the parameters are made; as of `Linear` where None.
     attn_input_format : str, default "sbhd"
         "sbhd": inputs are [sequence, batch, hidden_size]; "bshd": [batch, sequence, hidden_size].
-    name : str, optional
-        Name of the module for messages.
 
     Attributes
     ----------
@@ -180,29 +152,19 @@ qk_norm_before_rope, softmax_type
         one_of(_NAME, ("encoder", "decoder"), layer_type=layer_type)
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError(f"{_NAME}: fuse_wgrad_accumulation=True needs fuse_qkv_params=True")
-        for option, set_ in {
-            "layer_type='decoder'": layer_type == "decoder",
-            "apply_residual_connection_post_layernorm": apply_residual_connection_post_layernorm,
-            "output_layernorm": output_layernorm,
-        }.items():
-            if parallel_attention_mlp and set_:
-                raise ValueError(f"{_NAME}: parallel_attention_mlp=True excludes {option}")
-        self.hidden_size = hidden_size
-        self.ffn_hidden_size = ffn_hidden_size
+        self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.num_attention_heads = num_attention_heads
-        self.layer_type = layer_type
-        self.layer_number = layer_number
-        self.hidden_dropout = hidden_dropout
-        self.drop_path_rate = drop_path_rate
-        self.self_attn_mask_type = masks.mask_type(self_attn_mask_type, "self_attn_mask_type").name
-        self.enc_dec_attn_mask_type = masks.mask_type(
-            enc_dec_attn_mask_type, "enc_dec_attn_mask_type"
-        ).name
+        self.layer_type, self.layer_number, self.name = layer_type, layer_number, name
+        self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate
+        own, crossed = self_attn_mask_type, enc_dec_attn_mask_type
+        self.self_attn_mask_type = masks.mask_type(own, "self_attn_mask_type").name
+        self.enc_dec_attn_mask_type = masks.mask_type(crossed, "enc_dec_attn_mask_type").name
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         self.output_layernorm = output_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
         self.attn_input_format = attn_input_format
-        self.name = name
+        if parallel_attention_mlp:
+            self._check_parallel()
         # The bias of a layer whose output is dropped is added in the pass that drops it.
         drops = hidden_dropout > 0.0 or drop_path_rate > 0.0
         self._biases_returned = bool(bias and drops and not parallel_attention_mlp)
@@ -241,11 +203,18 @@ qk_norm_before_rope, softmax_type
             activation_params=activation_params, **common, **norm,
         )  # fmt: skip
         if output_layernorm:
-            kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization]
-            self.layernorm = kind(
-                hidden_size, layernorm_epsilon, params_dtype=params_dtype,
-                zero_centered_gamma=zero_centered_gamma, device=device,
-            )  # fmt: skip
+            options = {"zero_centered_gamma": zero_centered_gamma, "device": device}
+            norm_of = NORMS[normalization]
+            self.layernorm = norm_of(hidden_size, layernorm_epsilon, None, params_dtype, **options)
+
+    def _check_parallel(self) -> None:
+        """Raise for what excludes parallel branches."""
+        defaults = {"layer_type": "encoder", "output_layernorm": False}
+        defaults["apply_residual_connection_post_layernorm"] = False
+        for name, default in defaults.items():
+            value = getattr(self, name)
+            if value != default:
+                raise ValueError(f"{_NAME}: parallel_attention_mlp=True excludes {name}={value!r}")
 
     # ---- forward -------------------------------------------------------------------------------
 

@@ -11,14 +11,11 @@ from transformer_engine.pytorch.attention.dot_product_attention import DotProduc
 from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.modes import only_forwards
-from transformer_engine.pytorch.module.composite import CompositeLayer
-from transformer_engine.pytorch.module.layernorm import LayerNorm
+from transformer_engine.pytorch.module.composite import NORMS, CompositeLayer
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.norm import L2Normalization
-from transformer_engine.pytorch.module.normed import NORMS
 from transformer_engine.pytorch.module.parameters import one_of, positive_sizes, refuse_options
-from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 from transformer_engine.pytorch.parallel import ContextParallel
 
 __all__ = ["MultiheadAttention"]
@@ -38,26 +35,17 @@ class MultiheadAttention(ContextParallel, CompositeLayer):
     kv_channels : int or (int, int), optional
         Channels of a head, of queries and keys and of values where they differ;
         ``hidden_size / num_attention_heads`` where None.
-    attention_dropout : float, default 0.1
-        Probability that an attention probability is dropped, in training.
     layernorm_epsilon : float, default 1e-5
         Of the input norm.
     init_method, output_layer_init_method : callable, optional
         ``f(weight)`` for the projections of queries, keys and values, and for that of the output;
         normal with mean 0 and deviation 0.023 where None.
-    layer_number : int, optional
-        From 1.
-    attn_mask_type, window_size, bottom_right_diagonal, softmax_type, get_rng_state_tracker
-        As of `DotProductAttention`.
+    num_gqa_groups, attention_dropout, layer_number, attn_mask_type, window_size, \
+bottom_right_diagonal, softmax_type, get_rng_state_tracker, qkv_format
+        As of `DotProductAttention`; ``attention_dropout`` is 0.1 by default.
     tp_group, tp_size, sequence_parallel, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, \
-ub_bulk_dgrad, ub_bulk_wgrad
+ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, name
         As of `Linear`.
-    num_gqa_groups : int, optional
-        Heads of keys and values, which divide `num_attention_heads`; as many where None.
-    fuse_wgrad_accumulation : bool, default False
-        As of `Linear`.
-    params_dtype : torch.dtype, optional
-        dtype of the parameters; torch's default dtype where None.
     return_bias : bool, default False
         Return the bias of the output projection beside the output instead of adding it.
     return_layernorm_output : bool, default False
@@ -83,12 +71,6 @@ ub_bulk_dgrad, ub_bulk_wgrad
         The projections have biases.
     normalization : str, default "LayerNorm"
         "LayerNorm" or "RMSNorm", for the input norm.
-    device : torch.device or str, optional
-        Where the parameters are made; as of `Linear` where None.
-    qkv_format : str, default "sbhd"
-        "sbhd": inputs are [sequence, batch, hidden_size]; "bshd": [batch, sequence, hidden_size].
-    name : str, optional
-        Name of the module for messages.
     qk_norm_type : str, optional
         "L2Normalization", "RMSNorm" or "LayerNorm" over the channels of each head of queries and
         keys.
@@ -242,18 +224,13 @@ ub_bulk_dgrad, ub_bulk_wgrad
         """Make the norms of queries and keys, or none."""
         self.q_norm: torch.nn.Module | None = None
         self.k_norm: torch.nn.Module | None = None
-        if kind is None:
-            return
-        channels = self.hidden_size_per_attention_head_k
-        norms: dict[str, Callable] = {
-            "L2Normalization": lambda: L2Normalization(eps=eps),
-            "RMSNorm": lambda: RMSNorm(channels, eps=eps, device=device, dtype=dtype),
-            "LayerNorm": lambda: LayerNorm(channels, eps=eps, device=device, dtype=dtype),
-        }
-        one_of(_NAME, norms, qk_norm_type=kind)
-        self.q_norm = norms[kind]()
-        # A norm without parameters is one module under both names.
-        self.k_norm = self.q_norm if kind == "L2Normalization" else norms[kind]()
+        if kind == "L2Normalization":  # without parameters: one module under both names
+            self.q_norm = self.k_norm = L2Normalization(eps)
+        elif kind is not None:
+            one_of(_NAME, ("L2Normalization", *NORMS), qk_norm_type=kind)
+            size = self.hidden_size_per_attention_head_k
+            self.q_norm = NORMS[kind](size, eps, device=device, dtype=dtype)
+            self.k_norm = NORMS[kind](size, eps, device=device, dtype=dtype)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -331,16 +308,16 @@ fast_zero_fill, pad_between_seqs
         if options.inference_params is not None:
             raise NotImplementedError(f"{_NAME}: inference_params={options.inference_params!r}")
         first, source = options.is_first_microbatch, options.encoder_output
-        alone = self.attention_type == "self"
-        if alone and source is not None:
+        to_itself = self.attention_type == "self"
+        if to_itself and source is not None:
             raise ValueError(f"{_NAME}: encoder_output with attention_type='self'")
-        if not alone and source is None:
+        if not to_itself and source is None:
             raise ValueError(f"{_NAME}: attention_type='cross' needs encoder_output")
         modules = self._modules  # an attribute lookup of torch takes longer than a short operator
         mixed, normalized = modules[self._first()](hidden_states, first), None
         if self.return_layernorm_output:
             mixed, normalized = mixed
-        if alone:
+        if to_itself:
             query, key, value = self._split(mixed, self.num_attention_heads)
         else:
             heads = (self.num_attention_heads, self.hidden_size_per_attention_head_k)
@@ -388,9 +365,9 @@ fast_zero_fill, pad_between_seqs
             query, key = self.q_norm(query), self.k_norm(key)
         if angles is not None:
             of_query, of_key = angles if isinstance(angles, tuple | list) else (angles, angles)
-            form, pairs = self.qkv_format, self.rotary_pos_interleaved
-            query = apply_rotary_pos_emb(query, of_query, form, interleaved=pairs)
-            key = apply_rotary_pos_emb(key, of_key, form, interleaved=pairs)
+            options = {"interleaved": self.rotary_pos_interleaved}
+            query = apply_rotary_pos_emb(query, of_query, self.qkv_format, **options)
+            key = apply_rotary_pos_emb(key, of_key, self.qkv_format, **options)
         if self.q_norm is not None and not self.qk_norm_before_rope:
             query, key = self.q_norm(query), self.k_norm(key)
         return query, key

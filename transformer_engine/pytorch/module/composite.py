@@ -7,8 +7,13 @@ import torch
 
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.layernorm import LayerNorm
+from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
-__all__ = ["CompositeLayer"]
+__all__ = ["NORMS", "CompositeLayer"]
+
+NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+"""Norms of a layer by the names that its ``normalization`` takes."""
 
 
 class CompositeLayer(torch.nn.Module):

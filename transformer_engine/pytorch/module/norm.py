@@ -83,13 +83,12 @@ class _NormModule(NativeModule):
         self, inp: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, exported: bool
     ) -> tuple:
         """What the plans of a call depend on."""
-        wants = (inp.requires_grad, gamma is not None and gamma.requires_grad, False)
-        if beta is not None:
-            wants = (wants[0], wants[1], beta.requires_grad)
-        if not torch.is_grad_enabled() or exported:
-            wants = (False, False, False)
+        grads = (False, False, False)
+        if torch.is_grad_enabled() and not exported:
+            of_gamma = gamma is not None and gamma.requires_grad
+            grads = (inp.requires_grad, of_gamma, beta is not None and beta.requires_grad)
         dtype = inp.dtype if gamma is None else gamma.dtype
-        settings = (gamma is None, beta is None, self.zero_centered_gamma, *wants)
+        settings = (gamma is None, beta is None, self.zero_centered_gamma, *grads)
         return inp.device, inp.dtype, dtype, inp.size(-1), settings, eps
 
     def _run(self, inp: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
@@ -186,12 +185,12 @@ class AffineNorm(_NormModule):
         dtype = checked_dtype(kind, params_dtype, dtype)
         if bias and not self.HAS_BIAS:
             raise TypeError(f"{kind}: bias=True: this norm adds none; te.LayerNorm does")
-        has = {"weight": self.elementwise_affine}
+        present = {"weight": self.elementwise_affine}
         if self.HAS_BIAS:
-            has["bias"] = self.elementwise_affine and bias is not False
-        for name, wanted in has.items():
+            present["bias"] = self.elementwise_affine and bias is not False
+        for name, there in present.items():
             empty = torch.empty(self.normalized_shape, device=device, dtype=dtype)
-            self.register_parameter(name, Parameter(empty) if wanted else None)
+            self.register_parameter(name, Parameter(empty) if there else None)
         if have_memory(self):
             self.reset_parameters()
 

@@ -11,18 +11,18 @@ _NAME = "DotProductAttention"
 
 
 def refuse_fp8(recipe: Any) -> None:
-    """Raise for a recipe that wants attention in FP8 (NotImplementedError)."""
+    """Raise for a recipe that runs attention in FP8 (NotImplementedError)."""
     for option in ("fp8_dpa", "fp8_mha"):
         if getattr(recipe, option, False):
             raise NotImplementedError(f"{_NAME}: {option}=True")
 
 
-def check_format(form: str) -> None:
+def check_format(qkv_format: str) -> None:
     """Raise for what is no format (ValueError) and for thd (NotImplementedError)."""
-    if form == "thd":
+    if qkv_format == "thd":
         raise NotImplementedError(f"{_NAME}: qkv_format='thd'")
-    if form not in ("sbhd", "bshd"):
-        raise ValueError(f"{_NAME}: qkv_format={form!r}, expected 'sbhd', 'bshd' or 'thd'")
+    if qkv_format not in ("sbhd", "bshd"):
+        raise ValueError(f"{_NAME}: qkv_format={qkv_format!r}, expected 'sbhd', 'bshd' or 'thd'")
 
 
 def unpack(

@@ -17,6 +17,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.masks import (
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = [
+    "BACKENDS",
     "BIAS_TYPES",
     "Choice",
     "Situation",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.common.config import AttentionSwitches, attention_switches
+from transformer_engine.common.config import attention_switches
 from transformer_engine.pytorch.attention.dot_product_attention import masks
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
     check_format,
@@ -51,10 +51,8 @@ _FROM_HEADS = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
 """Permutations of a format to [batch, heads, length, channels], as backends take it, and back."""
 
 
-@constant_in_graphs
-def _switches() -> AttentionSwitches:
-    """What the environment allows now; in a graph, what it allowed when that was traced."""
-    return attention_switches()
+_switches = constant_in_graphs(attention_switches)
+"""What the environment allows now; in a graph, what it allowed when that was traced."""
 
 
 class _Decision(NamedTuple):
@@ -318,9 +316,14 @@ score_mod_tensors, score_mod_bprop_tensors
     _FORWARD = forward
 
     def attend(
-        self, query: Any, key: Any, value: Any, options: AttentionOptions, form: str | None = None
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        options: AttentionOptions,
+        qkv_format: str | None = None,
     ) -> Tensor:
-        """`forward` with its other arguments in one; `form` is its ``qkv_format``."""
+        """`forward` with its other arguments in one."""
         if options.inference_params is not None or options.pad_between_seqs:
             refuse_options(
                 _NAME,
@@ -330,8 +333,8 @@ score_mod_tensors, score_mod_bprop_tensors
         state = current_state()
         if state.enabled:
             refuse_fp8(state.recipe)
-        form = self.qkv_format if form is None else form
-        sizes = self._check(query, key, value, form)
+        qkv_format = self.qkv_format if qkv_format is None else qkv_format
+        sizes = self._check(query, key, value, qkv_format)
         situation, choice, limits = self._decision_for(options, sizes[2] == sizes[3], query.dtype)
         if (
             limits is None
@@ -339,7 +342,7 @@ score_mod_tensors, score_mod_bprop_tensors
             or options.alibi_slopes is not None
         ):
             limits = limits_of(situation, options, sizes, self.softmax_scale, query)
-        order, run = _TO_HEADS[form], BACKENDS[choice.backend].attend
+        order, run = _TO_HEADS[qkv_format], BACKENDS[choice.backend].attend
         layers = (query.permute(*order), key.permute(*order), value.permute(*order))
         dropout = self.attention_dropout if self.training else 0.0
         if self._get_tracker is not None or options.checkpoint_core_attention:
@@ -348,7 +351,7 @@ score_mod_tensors, score_mod_bprop_tensors
         else:
             out = run(*layers, limits, self.softmax_scale, dropout)
         # [b, heads, s, channels]; contiguous does nothing where the backend wrote in this order
-        return out.permute(*_FROM_HEADS[form]).flatten(2).contiguous()
+        return out.permute(*_FROM_HEADS[qkv_format]).flatten(2).contiguous()
 
     def _attend_specially(
         self,
@@ -374,7 +377,7 @@ score_mod_tensors, score_mod_bprop_tensors
 
     # ---- what applies --------------------------------------------------------------------------
 
-    def _check(self, query: Any, key: Any, value: Any, form: str) -> tuple[int, ...]:
+    def _check(self, query: Any, key: Any, value: Any, qkv_format: str) -> tuple[int, ...]:
         """(batch, heads, queries, keys); raises for tensors that do not go together."""
         if not (
             isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
@@ -382,9 +385,9 @@ score_mod_tensors, score_mod_bprop_tensors
             found = tuple(type(t).__name__ for t in (query, key, value))
             raise TypeError(f"{_NAME}: query, key, value are {found}, expected three tensors")
         of_query, of_key, of_value = query.shape, key.shape, value.shape
-        if form not in _TO_HEADS:
-            check_format(form)
-        s, b = (0, 1) if form == "sbhd" else (1, 0)
+        if qkv_format not in _TO_HEADS:
+            check_format(qkv_format)
+        s, b = (0, 1) if qkv_format == "sbhd" else (1, 0)
         heads, groups = self.num_attention_heads, self.num_gqa_groups
         k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
         fits = len(of_query) == len(of_key) == 4
@@ -399,8 +402,8 @@ score_mod_tensors, score_mod_bprop_tensors
         if not fits:
             raise ValueError(
                 f"{_NAME}: query {tuple(of_query)}, key {tuple(of_key)}, value {tuple(of_value)}: "
-                f"expected {form} with {heads} heads of {k}, {groups} of {k} and {groups} of {v}, "
-                "one batch size and one length of keys and values"
+                f"expected {qkv_format} with {heads} heads of {k}, {groups} of {k} and {groups} of "
+                f"{v}, one batch size and one length of keys and values"
             )
         dtype = query.dtype
         if key.dtype is not dtype or value.dtype is not dtype or dtype not in DTYPES:

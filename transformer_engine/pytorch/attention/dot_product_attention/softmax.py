@@ -92,7 +92,7 @@ class _SoftmaxCall:
     settings : tuple
         (scale, dropout, left, right, diagonal) in the order of the operator's arguments.
     bias_grad : tuple or None
-        (shape, dtype) of the gradient of the bias; None: none is wanted.
+        (shape, dtype) of the gradient of the bias; None where it is not needed.
     traced : bool
         Run behind torch operators: `diagonal` may be a SymInt then.
     """
