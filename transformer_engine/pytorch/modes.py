@@ -158,12 +158,12 @@ def only_forwards(module: torch.nn.Module) -> bool:
     """
     kind = type(module)
     return (
-        kind.forward is getattr(kind, "_FORWARD", None)
+        not torch.compiler.is_compiling()
+        and kind.forward is getattr(kind, "_FORWARD", None)
         and kind.__call__ is _CALL
         and "forward" not in module.__dict__
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
         and module._compiled_call_impl is None
         and not _has_any_global_hook()
-        and not torch.compiler.is_compiling()
     )
