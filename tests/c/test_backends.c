@@ -11,7 +11,7 @@
 
 #include "cpu_device.h"
 
-enum { CHANGES = 500, WORKERS = 2, TOO_MANY = 100 };
+enum { CHANGES = 200, WORKERS = 2, TOO_MANY = 100 };
 
 static atomic_int released, used_after_release;
 
