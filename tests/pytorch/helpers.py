@@ -16,6 +16,7 @@ from tols import tol
 
 from transformer_engine import _core
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.pytorch.arenas import all_domains
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 RECIPES = {
@@ -91,6 +92,12 @@ def state_of(module):
 def states_of(model):
     """State of every module of a model that has one, in order."""
     return [state_of(m) for m in model.modules() if hasattr(m, "_state_values")]
+
+
+def arenas(direction):
+    """Where the scaling state of all modules lies: `arenas.Arena` objects."""
+    found = all_domains()
+    return [arena for domain in found for arena in domain.arenas[direction].values()]
 
 
 class LinearModel:

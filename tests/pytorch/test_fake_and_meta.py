@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from pytorch.helpers import RECIPES, assert_same_bits, counted, states_of
+from pytorch.helpers import RECIPES, arenas, assert_same_bits, counted, states_of
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import transformer_engine.pytorch as te
@@ -64,8 +64,8 @@ def step(module, recipe, x):
 
 def chunks():
     """Everything that scaling state consists of in this process."""
-    arenas = [arena for arenas in scaling._ARENAS.values() for arena in arenas.values()]
-    return [tensor for arena in arenas for c in arena.chunks for tensor in (c.scale, c.history)]
+    found = [arena for direction in scaling.DIRECTIONS for arena in arenas(direction)]
+    return [tensor for arena in found for c in arena.chunks for tensor in (c.scale, c.history)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

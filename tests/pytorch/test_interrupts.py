@@ -14,7 +14,7 @@ from pytorch.helpers import assert_same_bits
 import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch import locks, scaling
+from transformer_engine.pytorch import arenas, locks, scaling, state
 
 CPU = torch.device("cpu")
 TIMEOUT = 60.0
@@ -52,7 +52,8 @@ def use_state():
     del handle
     handle = scaling.Slots(CPU, rule, None, (3, 2))
     assert handle.live
-    scaling.update("forward")
+    scaling.join(state.RegionState(), handle.domain)
+    scaling.update("forward", handle.domain)
     scaling.reset()
 
 
@@ -65,7 +66,7 @@ def finishes(function):
 
 
 def test_an_interrupt_leaves_no_lock_taken():
-    files = {scaling.__file__, locks.__file__}
+    files = {scaling.__file__, arenas.__file__, locks.__file__}
     at = 0
     while True:
         at += 1
@@ -228,14 +229,14 @@ def step(layer, x):
         return layer(x)
 
 
-@pytest.mark.parametrize("lock", ["_UPDATING", "_BOOKS"])
+@pytest.mark.parametrize("lock", [scaling._UPDATING, arenas.BOOKS], ids=["updating", "books"])
 def test_a_fork_while_another_thread_holds_a_lock(lock):
     layer = te.Linear(16, 16, device="cpu")
     x = torch.randn(16, 16)
     step(layer, x)
     taken, done = threading.Event(), threading.Event()
 
-    @getattr(scaling, lock).held
+    @lock.held
     def hold():
         taken.set()
         done.wait()
@@ -279,16 +280,18 @@ def test_a_child_updates_the_state_of_the_cpu_alone(monkeypatch):
     layer = te.Linear(16, 16, device="cpu")
     x = torch.randn(16, 16)
     step(layer, x)
-    arena = layer._slots and next(iter(scaling._ARENAS["forward"].values()))
-    elsewhere = scaling.Arena(torch.device("meta"), "forward", arena.rule, None)
-    monkeypatch.setitem(scaling._ARENAS["forward"], ("of a device",), elsewhere)
+    domain = layer._slots.domain
+    (arena,) = domain.arenas["forward"].values()
+    key = (torch.device("meta"), *arena.key[1:])
+    elsewhere = arenas.Arena(domain, "forward", key, arena.rule, None)
+    monkeypatch.setitem(domain.arenas["forward"], key, elsewhere)
 
     def child():
-        assert list(scaling._ARENAS["forward"].values()) == [arena]
+        assert list(domain.arenas["forward"].values()) == [arena]
         step(layer, x)
 
     in_child(child)
-    assert ("of a device",) in scaling._ARENAS["forward"]
+    assert list(domain.arenas["forward"].values()) == [arena, elsewhere]
 
 
 def test_a_child_of_a_child():

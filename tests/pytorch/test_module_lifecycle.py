@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from pytorch.helpers import assert_same_bits, counted, state_of
+from pytorch.helpers import arenas, assert_same_bits, counted, state_of
 from pytorch.module_cases import (
     FEW,
     IN,
@@ -25,6 +25,7 @@ from pytorch.module_cases import (
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import scaling
+from transformer_engine.pytorch.arenas import Chunk
 
 
 def slots_of(module):
@@ -236,9 +237,9 @@ def test_modules_that_die_during_an_update(device, monkeypatch):
         native(*arguments)
 
     monkeypatch.setattr(scaling.torch_ops, "scaling_update", update)
-    scaling.update("forward")
-    scaling._sweep()
-    assert not layers and len(scaling._ARENAS["forward"]) == 1
+    scaling.update("forward", survivor._slots.domain)
+    scaling.sweep()
+    assert not layers and len(arenas("forward")) == 1
     assert survivor._slots.live
 
 
@@ -251,14 +252,14 @@ def test_slots_freed_while_others_are_taken(device, monkeypatch):
         step(old, x, recipe)
         held = [old]
         del old
-        take = scaling.Chunk.take
+        take = Chunk.take
 
         def collect(chunk, count):
             held.clear()
             gc.collect()
             return take(chunk, count)
 
-        monkeypatch.setattr(scaling.Chunk, "take", collect)
+        monkeypatch.setattr(Chunk, "take", collect)
         step(young, x, recipe)
     assert gemms.fp8 == 6
     assert (state_of(young)["forward"][0][:2] != 1).all(), "its chunk was not updated"

@@ -7,7 +7,15 @@ import math
 import pytest
 import torch
 from comparators import assert_nmse
-from pytorch.helpers import LinearModel, Watch, assert_same_bits, counted, state_of, sum_bound
+from pytorch.helpers import (
+    LinearModel,
+    Watch,
+    arenas,
+    assert_same_bits,
+    counted,
+    state_of,
+    sum_bound,
+)
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
@@ -400,8 +408,8 @@ def test_reset_of_one_module(device):
 
 
 def chunks(direction="forward"):
-    scaling._sweep()
-    return [chunk for arena in scaling._ARENAS[direction].values() for chunk in arena.chunks]
+    scaling.sweep()
+    return [chunk for arena in arenas(direction) for chunk in arena.chunks]
 
 
 def test_many_modules_span_chunks(device):

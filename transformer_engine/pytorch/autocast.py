@@ -226,7 +226,7 @@ class autocast:  # noqa: N801 - the name that users know
             and (self._enabled or self._calibrating)
             and _updates(self._calibrating and not self._enabled)
         ):
-            scaling.update("forward")
+            scaling.update("forward", state.domain)
 
 
 def fp8_autocast(

@@ -19,7 +19,7 @@ from transformer_engine.pytorch.device import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from transformer_engine.pytorch.state import RegionState, current_state
+from transformer_engine.pytorch.state import Domain, RegionState, current_state
 
 __all__ = [
     "FP8GlobalStateManager",
@@ -214,6 +214,12 @@ class _QuantizationState:
         return FP8GlobalStateManager.fp8_graph_capturing()
 
 
+class _InForce(tuple):
+    """What a thread has in force, and the domain that its regions update."""
+
+    domain: Domain | None = None
+
+
 class FP8GlobalStateManager:
     """What is in force in this thread, and the scaling state of all modules.
 
@@ -310,12 +316,21 @@ class FP8GlobalStateManager:
     def get_autocast_state(cls) -> tuple:
         """All of what is in force, for `set_autocast_state`."""
         state = current_state()
-        return state.enabled, state.calibrating, state.recipe, state.group, state.first
+        values = state.enabled, state.calibrating, state.recipe, state.group, state.first
+        found = _InForce(values)
+        found.domain = state.domain
+        return found
 
     @classmethod
     def set_autocast_state(cls, state: tuple) -> None:
-        """Put what `get_autocast_state` gave in force, without entering a region."""
+        """Put what `get_autocast_state` gave in force, without entering a region.
+
+        A thread that takes over what another has in force works for that one's models.
+        """
         current = current_state()
+        domain = getattr(state, "domain", None)
+        if domain is not None and torch._C._current_graph_task_id() == -1:
+            scaling.join(current, domain)
         current.enabled, current.calibrating, current.recipe, current.group, current.first = state
 
     get_fp8_autocast_state = get_autocast_state
@@ -331,9 +346,10 @@ class FP8GlobalStateManager:
     def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
         """Turn the amaxes of the forward, or of the backward, into scales now.
 
-        Regions and backwards do it by themselves: for programs that replay captured graphs.
+        Regions and backwards do it by themselves: for programs that replay captured graphs. It
+        touches the models of this thread; all of the process in a thread that has run none.
         """
-        scaling.update("forward" if forward else "backward")
+        scaling.update_now("forward" if forward else "backward")
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:

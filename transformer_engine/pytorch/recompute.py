@@ -57,6 +57,8 @@ class Entry(NamedTuple):
         The quantized weight that the call kept or read.
     first : bool
         The call took the region's first-module flag.
+    domain : Domain
+        What its thread updates.
     """
 
     module: Any
@@ -65,6 +67,7 @@ class Entry(NamedTuple):
     scales: torch.Tensor | None
     cache: tuple | None
     first: bool
+    domain: Any
 
 
 class Frame:

@@ -1,178 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delayed-scaling state: arenas of chunks of slots.
+"""Delayed-scaling state: a module's slots, and their update.
 
-One arena holds the state of one (device, direction, recipe, reduction group): chunks of `SLOTS`
-scales and amax-history columns. A module owns a few consecutive slots of a forward and of a
-backward chunk (`Slots`). One launch updates a whole chunk and one all-reduce reduces it, however
-many modules share it. Native code always gets the whole chunk and a slot number, never a view:
-views of state do not survive the functionalisation that `torch.compile` does.
+A module owns a few consecutive slots of a forward and of a backward chunk (`Slots`; see `arenas`
+for where they lie). One launch updates a whole chunk and one all-reduce reduces it, however many
+modules share it. Native code always gets the whole chunk and a slot number, never a view: views of
+state do not survive the functionalisation that `torch.compile` does.
 """
 
 import os
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from transformer_engine.common import config
-from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import torch_ops
+from transformer_engine.pytorch.arenas import (
+    BOOKS,
+    DIRECTIONS,
+    SLOTS,
+    Arena,
+    Chunk,
+    Rule,
+    adopt,
+    all_domains,
+    drop_arenas,
+    join,
+    key_of,
+    own_domain,
+    rank_count,
+    rule_of,
+    sweep,
+    take,
+)
 from transformer_engine.pytorch.locks import Lock
 from transformer_engine.pytorch.modes import faking, real_tensors
+from transformer_engine.pytorch.state import Domain, current_state
 
 __all__ = [
+    "DIRECTIONS",
     "SLOTS",
     "BlankSlots",
-    "Chunk",
     "Rule",
     "Slots",
+    "adopt",
     "expected_length",
     "fresh_values",
     "is_fresh",
+    "join",
     "reset",
+    "rule_of",
     "slots_of",
     "update",
+    "update_now",
     "warn_of_fresh_scales",
 ]
 
-SLOTS = 256
-"""Slots of a chunk."""
-
-DIRECTIONS = ("forward", "backward")
-
-
-class Rule(NamedTuple):
-    """How the state of one recipe is updated.
-
-    Attributes
-    ----------
-    identity : str
-        The recipe's repr.
-    length : int
-        Rows of the amax history.
-    fp8_max : tuple of float
-        Largest FP8 value of the forward and of the backward.
-    margin : int
-        The scale is divided by 2 to this power.
-    amax : str or callable
-        "max", "most_recent", or ``f(history[length, n]) -> amax[n]``.
-    scale : callable or None
-        ``f(amax, old_scale, fp8_max, recipe) -> new_scale``; None: fp8_max / amax.
-    reduce : bool
-        Amaxes are reduced over the group.
-    fused : bool
-        The fused update does it, in one launch a chunk; else torch operations do: for callables and
-        where ``TE_UNFUSED_FP8_UPDATE`` asks for them.
-    recipe : DelayedScaling or None
-        The recipe, for a callable `scale`; None without one.
-    """
-
-    identity: str
-    length: int
-    fp8_max: tuple[float, float]
-    margin: int
-    amax: Any
-    scale: Callable | None
-    reduce: bool
-    fused: bool
-    recipe: DelayedScaling | None
-
-
-def rule_of(recipe: DelayedScaling) -> Rule:
-    """Rule of a recipe as it is now.
-
-    Parameters
-    ----------
-    recipe : DelayedScaling
-        The recipe; later writes to it make another rule.
-
-    Returns
-    -------
-    Rule
-        What the update of its state needs.
-    """
-    algo, scale = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
-    return Rule(
-        identity=repr(recipe),
-        length=recipe.amax_history_len,
-        fp8_max=tuple(torch_ops.as_constant(recipe.fp8_format.fp8_max(d)) for d in ("fwd", "bwd")),
-        margin=recipe.margin,
-        amax=algo,
-        scale=scale,
-        reduce=recipe.reduce_amax,
-        fused=isinstance(algo, str) and scale is None and not config.TE_UNFUSED_FP8_UPDATE.get(),
-        recipe=recipe if scale is not None else None,
-    )
-
-
-class Chunk:
-    """`SLOTS` scales and amax histories of one direction.
-
-    Attributes
-    ----------
-    scale : Tensor
-        [SLOTS] fp32; 1 where nothing was measured.
-    history : Tensor
-        [length, SLOTS] fp32; row 0 accumulates, the newest finished step is the last row.
-    """
-
-    def __init__(self, device: torch.device, rule: Rule) -> None:
-        with real_tensors():  # state outlives the call that made it
-            self.scale = torch.ones(SLOTS, dtype=torch.float32, device=device)
-            self.history = torch.zeros(rule.length, SLOTS, dtype=torch.float32, device=device)
-        self.used = [False] * SLOTS
-
-    def take(self, count: int) -> int:
-        """Reserve `count` consecutive slots; return the first, or -1."""
-        run = 0
-        for slot, used in enumerate(self.used):
-            run = 0 if used else run + 1
-            if run == count:
-                first = slot - count + 1
-                self.used[first : slot + 1] = [True] * count
-                return first
-        return -1
-
-    def give_back(self, first: int, count: int) -> None:
-        """Free slots for other modules. Their values are cleared when they are taken again."""
-        self.used[first : first + count] = [False] * count
-
-
-class Arena:
-    """Chunks of one (device, direction, recipe, reduction group)."""
-
-    def __init__(self, device: torch.device, direction: str, rule: Rule, group: Any) -> None:
-        self.device = device
-        self.direction = direction
-        self.rule = rule
-        self.group = group
-        self.chunks: list[Chunk] = []
-
-    def take(self, count: int) -> tuple[Chunk, int]:
-        """Reserve fresh consecutive slots (scale 1, history 0)."""
-        for chunk in self.chunks:
-            first = chunk.take(count)
-            if first >= 0:
-                break
-        else:
-            chunk = Chunk(self.device, self.rule)
-            self.chunks.append(chunk)
-            first = chunk.take(count)
-        with real_tensors():
-            chunk.scale[first : first + count] = 1.0
-            chunk.history[:, first : first + count] = 0.0
-        return chunk, first
-
-
-_ARENAS: dict[str, dict[tuple, Arena]] = {direction: {} for direction in DIRECTIONS}
-_FREED: deque[tuple] = deque()
-"""Slots of dead handles, as arguments of `_give_back`, until `_sweep` frees them: finalizers do no
-more than add to it."""
-_BOOKS = Lock()
-"""Guards the arenas."""
 _UPDATING = Lock()
 """Held by the thread that updates: native updates let the GIL go."""
 
@@ -182,7 +65,7 @@ class Slots:
 
     The slots are free for others once the last reference to the handle is gone (and the next slots
     are taken, or the next scales made), so a backward still to come keeps them although its module
-    died or moved on.
+    died or moved on. Those over several ranks are free after `reset` alone.
 
     Attributes
     ----------
@@ -192,42 +75,56 @@ class Slots:
         Where the state lives.
     group : ProcessGroup or None
         Reduction group.
+    domain : Domain
+        What they are updated with.
     forward_scale, forward_history, backward_scale, backward_history : Tensor
         The whole chunks.
     forward_slot, backward_slot : int
         First slot in each.
     live : bool
         False once `reset` has dropped all state.
+    current : bool
+        False where calls must take other slots: they are not live, or were made for another number
+        of ranks.
+    key : tuple
+        Of their arena.
+    kept : dict
+        Key -> the module's slots over several ranks: coming back to a recipe takes no more of them.
     """
 
     def __init__(
-        self, device: torch.device, rule: Rule, group: Any, counts: tuple[int, int]
+        self,
+        device: torch.device,
+        rule: Rule,
+        group: Any,
+        counts: tuple[int, int],
+        former: "Slots | None" = None,
     ) -> None:
         self.identity = rule.identity
         self.device = device
         self.group = group
         self.counts = counts
-        self.live = True
+        state = current_state()
+        self.domain = own_domain(state) if former is None else former.domain
+        self.live = self.current = True
+        self.kept: dict[tuple, Slots] = {} if former is None else former.kept
+        self.key = key_of(device, rule, group)
         _refuse_capture(device)
-        key = (device, rule.identity, id(group) if group is not None else None)
-        _sweep()
-        self._take(key, rule)
+        sweep()
+        self._take(rule)
+        if self.domain is state.domain:
+            state.label = self.domain.label
+        if self.key[-1] > 1:
+            self.kept[self.key] = self
         _Program.length = rule.length
 
-    @_BOOKS.held
-    def _take(self, key: tuple, rule: Rule) -> None:
-        for direction, count in zip(DIRECTIONS, self.counts, strict=True):
-            arenas = _ARENAS[direction]
-            arena = arenas.setdefault(key, Arena(self.device, direction, rule, self.group))
-            chunk, first = arena.take(count)
-            if direction == "forward":
-                self.forward_scale, self.forward_history = chunk.scale, chunk.history
-                self.forward_slot = first
-            else:
-                self.backward_scale, self.backward_history = chunk.scale, chunk.history
-                self.backward_slot = first
-            slots = (key, arena, chunk, first, count)
-            weakref.finalize(self, _FREED.append, slots).atexit = False
+    @BOOKS.held
+    def _take(self, rule: Rule) -> None:
+        forward, backward = take(self, self.domain, self.key, rule, self.group, self.counts)
+        chunk, self.forward_slot = forward
+        self.forward_scale, self.forward_history = chunk.scale, chunk.history
+        chunk, self.backward_slot = backward
+        self.backward_scale, self.backward_history = chunk.scale, chunk.history
         _HANDLES.add(self)
 
     def chunk(self, direction: str) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -348,32 +245,6 @@ def warn_of_fresh_scales() -> None:
     )
 
 
-@_BOOKS.held
-def _free_all() -> None:
-    while _FREED:
-        _give_back(*_FREED.popleft())
-
-
-def _sweep() -> None:
-    """Free the slots of dead handles.
-
-    Not while a graph is compiled: its guards name the arenas that its updates go through.
-    """
-    if _FREED and torch._guards.CompileContext.try_get() is None:
-        _free_all()
-
-
-def _give_back(key: tuple, arena: Arena, chunk: Chunk, first: int, count: int) -> None:
-    """Free slots; a chunk without slots in use goes, and so does an arena without chunks."""
-    chunk.give_back(first, count)
-    if any(chunk.used):
-        return
-    arena.chunks.remove(chunk)
-    arenas = _ARENAS[arena.direction]
-    if not arena.chunks and arenas.get(key) is arena:
-        del arenas[key]
-
-
 def _refuse_capture(device: torch.device) -> None:
     """State made while a graph is captured would live in the graph's own memory pool."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -410,22 +281,38 @@ def slots_of(
     Slots
         State carries over when the recipe's settings, the device or the group change.
     """
-    slots = Slots(device, rule, group, counts)
-    if current is not None and current.live:
+    slots = None if current is None else current.kept.get(key_of(device, rule, group))
+    if slots is None or not slots.current:
+        slots = Slots(device, rule, group, counts, current)
+    if current is not None and current.live and current is not slots:
         slots.load(current.values())
     return slots
 
 
-def _reduce(arena: Arena, chunk: Chunk) -> None:
-    """MAX all-reduce of the amaxes of this step over the recipe's group."""
-    if not arena.rule.reduce or not torch.distributed.is_available():
-        return
-    if not torch.distributed.is_initialized():
-        return
-    if torch.distributed.get_world_size(arena.group) > 1:
-        torch.distributed.all_reduce(
-            chunk.history[0], op=torch.distributed.ReduceOp.MAX, group=arena.group
-        )
+def _retire(arena: Arena) -> None:
+    """Let modules take other slots: the number of ranks has changed since they took these.
+
+    Until then the ranks had no reason to place them alike.
+    """
+    arena.retired = True
+    for handle in list(_HANDLES):
+        if handle.domain is arena.domain and handle.key == arena.key:
+            handle.current = False
+
+
+def _reduce(arenas: list[Arena]) -> None:
+    """MAX all-reduce of the amaxes of this step over the recipes' groups."""
+    compiling = torch.compiler.is_compiling()
+    for arena in arenas:
+        if arena.retired:
+            continue
+        if not compiling and arena.ranks != rank_count(arena.rule, arena.group):
+            _retire(arena)
+        elif arena.ranks > 1:
+            for chunk in list(arena.chunks):
+                torch.distributed.all_reduce(
+                    chunk.history[0], op=torch.distributed.ReduceOp.MAX, group=arena.group
+                )
 
 
 def _update_with_torch(arena: Arena, chunk: Chunk) -> None:
@@ -457,29 +344,51 @@ def _update_with_torch(arena: Arena, chunk: Chunk) -> None:
         history[0].zero_()
 
 
-def update(direction: str) -> None:
-    """Turn the amaxes collected since the last update into scales, for every module of the process.
+def update(direction: str, domain: Domain) -> None:
+    """Turn the amaxes collected since the last update into scales, for every module of a domain.
 
     Parameters
     ----------
     direction : str
         "forward" or "backward".
+    domain : Domain
+        Of the thread whose region ends, or ran the forward of a backward that has ended.
     """
-    if torch.compiler.is_compiling():
-        _update(direction)
-    elif not faking():  # no amax was recorded
-        _sweep()
-        _update_alone(direction)
+    _update_all(direction, domain.joined)
 
 
-def _update(direction: str) -> None:
+def update_now(direction: str) -> None:
+    """Update this thread's domain; all of them in a thread that has run no module (a backward's).
+
+    Parameters
+    ----------
+    direction : str
+        As of `update`.
+    """
+    domains = current_state().domain.joined
+    if not any(domain.has_state() for domain in domains):
+        domains = all_domains()
+    _update_all(direction, domains)
+
+
+def _update_all(direction: str, domains: list[Domain]) -> None:
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        if faking():
+            return  # no amax was recorded
+        sweep()
     # Over copies: a module that dies meanwhile, or another thread's first one, changes the arenas.
-    for arena in list(_ARENAS[direction].values()):
+    arenas = [a for domain in list(domains) for a in list(domain.arenas[direction].values())]
+    _reduce(arenas)  # without the lock: threads may wait for other ranks' threads in any order
+    (_update if compiling else _update_alone)(arenas)
+
+
+def _update(arenas: list[Arena]) -> None:
+    for arena in arenas:
         rule = arena.rule
         for chunk in list(arena.chunks):
-            _reduce(arena, chunk)
             if rule.fused:
-                fp8_max = rule.fp8_max[DIRECTIONS.index(direction)] * 2.0**-rule.margin
+                fp8_max = rule.fp8_max[DIRECTIONS.index(arena.direction)] * 2.0**-rule.margin
                 torch_ops.scaling_update(
                     chunk.scale, chunk.history, fp8_max, rule.amax == "most_recent"
                 )
@@ -492,19 +401,19 @@ _update_alone = _UPDATING.held(_update)
 
 def _forget_devices() -> None:
     """Keep the state of the CPU alone: a forked child can not use CUDA, nor update state there."""
-    for arenas in _ARENAS.values():
-        for key in [key for key, arena in arenas.items() if arena.device.type != "cpu"]:
-            del arenas[key]
+    for domain in all_domains():
+        for arenas in domain.arenas.values():
+            for key in [key for key, arena in arenas.items() if arena.device.type != "cpu"]:
+                del arenas[key]
 
 
 os.register_at_fork(after_in_child=_forget_devices)
 
 
-@_BOOKS.held
+@BOOKS.held
 def reset() -> None:
     """Drop the state of every module; each starts again from scale 1 at its next FP8 forward."""
     for handle in list(_HANDLES):
-        handle.live = False
-    for arenas in _ARENAS.values():
-        arenas.clear()
+        handle.live = handle.current = False
+    drop_arenas()
     _Program.length, _Program.warned = None, False

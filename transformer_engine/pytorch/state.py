@@ -4,7 +4,37 @@
 import threading
 from typing import Any
 
-__all__ = ["RegionState", "current_state"]
+__all__ = ["Domain", "RegionState", "current_state"]
+
+
+class Domain:
+    """Scaling state that is updated together: of the modules that first ran in one thread.
+
+    Attributes
+    ----------
+    arenas : dict
+        direction -> key -> `arenas.Arena`.
+    joined : list of Domain
+        Those that are updated with this one, because a thread trains modules of both, by their
+        numbers.
+    label : int
+        The same for those that are updated together; -1 before there is state and after a reset.
+    number : int
+        In the order in which they got state; -1 before.
+    """
+
+    def __init__(self) -> None:
+        self.arenas: dict[str, dict[tuple, Any]] = {"forward": {}, "backward": {}}
+        self.joined = [self]
+        self.label = self.number = -1
+
+    def has_state(self) -> bool:
+        """Whether modules have slots in it."""
+        return any(self.arenas.values())
+
+    def order(self) -> int:
+        """Number, to sort by: what ranks reduce must not follow the order of a set."""
+        return self.number
 
 
 class RegionState:
@@ -25,6 +55,10 @@ class RegionState:
         backward state after its own backward.
     depth : int
         Nested regions.
+    domain : Domain
+        What the updates of the thread's regions touch.
+    label : int
+        Of that domain; -1 where the thread has made no state and trained no module that has some.
     """
 
     def __init__(self) -> None:
@@ -34,6 +68,8 @@ class RegionState:
         self.group: Any = None
         self.first = False
         self.depth = 0
+        self.domain = Domain()
+        self.label = -1
 
     def why(self) -> str:
         """Why modules do not run in FP8, where they do not."""

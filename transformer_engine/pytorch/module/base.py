@@ -155,7 +155,8 @@ class Fp8Module(NativeModule):
             if slots is not None:
                 last = slots.forward_slot + self.SLOTS[0]
                 scales = slots.forward_scale[slots.forward_slot : last].clone()
-            entry = recompute.Entry(self, region.recipe, slots, scales, cache, first)
+            domain = region.state.domain
+            entry = recompute.Entry(self, region.recipe, slots, scales, cache, first, domain)
         for frame in region.record:
             frame.record(entry)
 
@@ -175,12 +176,19 @@ class Fp8Module(NativeModule):
         self, recipe: DelayedScaling, group: Any, device: torch.device, traced: bool = False
     ) -> scaling.Slots:
         """Slots of this module under a delayed-scaling recipe, on a device."""
+        state = current_state()
         if traced:
             self._ensure_slots(*scaling.rule_of(recipe)[:-1], group, device)
+            scaling.adopt(state, self._slots.domain)
             return self._slots
-        if self._slots_fit(repr(recipe), group, device):
-            return self._slots
-        return self._make_slots(scaling.rule_of(recipe), group, device)
+        slots = self._slots
+        if not self._slots_fit(repr(recipe), group, device):
+            slots = self._make_slots(scaling.rule_of(recipe), group, device)
+        if slots.domain.label != state.label and (
+            torch.is_grad_enabled() or state.calibrating or recompute.in_reentrant_forward()
+        ):
+            scaling.join(state, slots.domain)
+        return slots
 
     def _scales_to_export(self, device: torch.device) -> Tensor:
         """Forward scales that an exported program computes with, for ever."""
@@ -204,7 +212,7 @@ class Fp8Module(NativeModule):
         slots = self._slots
         return (
             slots is not None
-            and slots.live
+            and slots.current
             and slots.identity == identity
             and slots.device == device
             and slots.group is group
@@ -230,6 +238,9 @@ class Fp8Module(NativeModule):
             rule = rule._replace(recipe=recipe)
         if not self._slots_fit(rule.identity, group, device):
             self._make_slots(rule, group, device)
+        state = current_state()
+        if state.label >= 0:
+            scaling.join(state, self._slots.domain)
         self._keep_recipe(rule.identity)
 
     def _keep_recipe(self, identity: str) -> None:

@@ -15,6 +15,7 @@ from transformer_engine.pytorch.modes import dispatch_modes
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.plans import PREFIXES, CallPlans
 from transformer_engine.pytorch.staged import Observer, run_staged
+from transformer_engine.pytorch.state import Domain
 
 __all__ = ["Deferred", "ModuleCall", "PlainCall", "Ran", "main_grad_of"]
 
@@ -82,6 +83,8 @@ class ModuleCall:
         Forward scales of the call that this one repeats, or of an exported program.
     first : bool
         Update the backward state after this call's backward.
+    domain : Domain or None
+        What that touches.
     caches : tuple
         Per part the quantized weight (row-wise, column-wise, {1/scale, scale}) or None.
     weights : tuple of Parameter
@@ -103,6 +106,7 @@ class ModuleCall:
     split: SplitTensors | None = None
     scales: Tensor | None = None
     first = False
+    domain: Domain | None = None
     caches: tuple = (None, None)
     weights: tuple[Parameter, ...] = ()
     queue: deque | None = None
@@ -212,7 +216,7 @@ class ModuleCall:
             prefix = PREFIXES[len(plans.spec.parts)][i]
             found[plans.tensors.index(f"{prefix}weight")] = _dummy_grad(self.weights[i])
         if self.first:
-            scaling.update("backward")
+            scaling.update("backward", self.domain)
         return None, *(found if self.split is None else self.split.spread(found))
 
     def _save_parts(self, saved: Sequence[Tensor], given: tuple) -> Sequence[Tensor]:
@@ -311,7 +315,7 @@ class PlainCall(ModuleCall):
                 saved[0],
             )
         if self.first:
-            scaling.update("backward")
+            scaling.update("backward", self.domain)
         if self.split is not None:
             found = [None if at < 0 else results[at] for at in plans.places]
             return None, *self.split.spread(found)

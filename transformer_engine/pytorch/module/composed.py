@@ -340,6 +340,7 @@ class ComposedModule(Fp8Module):
             call.scales = bound.scales
             call.caches = bound.caches
             call.first = self._is_first(region, records)
+            call.domain = (region.replay or region.state).domain
         if any(f & (ACCUMULATE | OVERWRITE | DEFER) for f in flags):
             call.weights = owners
             call.queue = self._wgrads

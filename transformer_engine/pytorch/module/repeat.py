@@ -77,7 +77,7 @@ class Repeat(NamedTuple):
         """Remember a call of the long way."""
         later = PlainCall(call.plans, call.slots, call.label)
         first = PlainCall(call.plans, call.slots, call.label)
-        first.first = True
+        first.first, first.domain = True, call.domain
         first.split = later.split = call.split
         parameters = tuple(
             (name, tensor, tensor.requires_grad)
@@ -164,11 +164,12 @@ def repeated_call(last: Repeat, module: Any, state: RegionState, inp: Tensor) ->
     slots = calls[0].slots
     if slots is not None and (
         slots is not module._slots
-        or not slots.live
+        or not slots.current
         or slots.group is not state.group
+        or (gradients and slots.domain.label != state.label)
         or module._loaded_state is not None
     ):
         return None
     if records and recipe is not None and state.first:
-        return calls[1]
+        return calls[1] if calls[1].domain is state.domain else None
     return calls[0]
