@@ -28,17 +28,26 @@ FP8_GEMMS = GEMMS + LINEARS * 3 * SCALE_PASSES
 DROPOUT = ("--dropout", "0.1")
 
 
-def train(device, text, out, *flags, check=True):
-    """Run the example in a process of its own."""
+def arguments(device, text, out, *flags):
+    """The command line of a tiny run."""
     sizes = {"layers": LAYERS, "hidden": 32, "heads": 2, "seq": 16, "batch": BATCH, "steps": STEPS,
              "valid-windows": VALID, "sample": SAMPLE}  # fmt: skip
-    command = [sys.executable, str(EXAMPLES / "train_gpt.py"), "--device", device, "--no-check"]
-    command += ["--text", str(text), "--out", str(out)]
-    command += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    words = ["--device", device, "--no-check", "--text", str(text), "--out", str(out)]
+    words += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    return [*words, *flags]
+
+
+def train(device, text, out, *flags, check=True):
+    """Run the example in a process of its own."""
+    command = [sys.executable, str(EXAMPLES / "train_gpt.py")]
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, *flags], env=environment, capture_output=True, text=True, timeout=300
+        [*command, *arguments(device, text, out, *flags)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
@@ -80,6 +89,20 @@ def example():
         for name in ("checkpoints", "progress", "report", "textdata", "train_gpt"):
             if name not in before:
                 sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def run(example, device, text, tmp_path):
+    """Function of flags that runs the example in this process, which spares it a start.
+
+    An end by SystemExit with a text is what a program makes the exit status 1 of, and that text.
+    """
+    main = example("train_gpt").main
+
+    def function(*flags, text=text):
+        return main(arguments(device, text, tmp_path, *flags))
+
+    return function
 
 
 @pytest.fixture(scope="module")
@@ -190,27 +213,25 @@ def test_resumed_runs_equal_uninterrupted_ones(both, device, text, tmp_path, che
     assert "FP8 of linear GEMMs" in resumed.stdout
 
 
-def test_current_scaling_resumes_too(device, text, tmp_path, checkpoints):
+def test_current_scaling_resumes_too(run, tmp_path, checkpoints):
     flags = ["--precision", "fp8", "--recipe", "current"]
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
-    train(device, text, tmp_path, *flags, "--checkpoint", str(whole))
-    train(device, text, tmp_path, *flags, "--checkpoint", str(parts), "--stop-after", "5")
-    train(device, text, tmp_path, *flags, "--resume", str(parts))
+    assert run(*flags, "--checkpoint", str(whole)) == 0
+    assert run(*flags, "--checkpoint", str(parts), "--stop-after", "5") == 0
+    assert run(*flags, "--resume", str(parts)) == 0
     assert_same_training(whole, parts, checkpoints.load)
 
 
-def test_a_single_run_in_high_precision(device, text, tmp_path):
-    train(device, text, tmp_path, "--precision", "bf16")
-    (run,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["runs"]
-    assert run["gemms"] == {"fp8": 0, "total": GEMMS, "expected": GEMMS}
-    assert math.isfinite(run["valid_loss"])
+def test_a_single_run_in_high_precision(run, tmp_path):
+    assert run("--precision", "bf16") == 0
+    (only,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["runs"]
+    assert only["gemms"] == {"fp8": 0, "total": GEMMS, "expected": GEMMS}
+    assert math.isfinite(only["valid_loss"])
 
 
-def test_checkpoint_of_another_run_is_refused(both, device, text, tmp_path):
-    file = str(both[1] / "gpt.pt")
-    done = train(device, text, tmp_path, *DROPOUT, "--resume", file, "--seed", "7", check=False)
-    assert done.returncode == 1
-    assert "seed 0 -> 7" in done.stderr
+def test_checkpoint_of_another_run_is_refused(both, run):
+    with pytest.raises(SystemExit, match="seed 0 -> 7"):
+        run(*DROPOUT, "--resume", str(both[1] / "gpt.pt"), "--seed", "7")
 
 
 DAMAGES = {
@@ -257,40 +278,36 @@ def test_unreadable_checkpoint_is_refused(checkpoints, tmp_path):
         checkpoints.load(tmp_path, "cpu")
 
 
-def test_damaged_checkpoint_stops_the_program(both, device, text, tmp_path):
+def test_damaged_checkpoint_stops_the_program(both, run, tmp_path):
     file = tmp_path / "gpt.pt"
     file.write_bytes((both[1] / "gpt-fp8.pt").read_bytes()[:-100])
-    flags = ["--precision", "fp8", *DROPOUT, "--resume", str(file)]
-    done = train(device, text, tmp_path, *flags, check=False)
+    with pytest.raises(SystemExit, match=f"{file} .*--resume an undamaged copy"):
+        run("--precision", "fp8", *DROPOUT, "--resume", str(file))
+
+
+def test_missing_checkpoint_is_refused(text, tmp_path):
+    """In a process of its own: what is raised is printed, without a traceback, and status 1."""
+    done = train("cpu", text, tmp_path, "--resume", str(tmp_path / "none.pt"), check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert str(file) in done.stderr and "--resume an undamaged copy" in done.stderr
-
-
-def test_missing_checkpoint_is_refused(device, text, tmp_path):
-    done = train(device, text, tmp_path, "--resume", str(tmp_path / "none.pt"), check=False)
-    assert done.returncode == 1
     assert "there is no" in done.stderr and "none-fp8.pt" in done.stderr
 
 
-def test_too_short_a_text_is_refused(device, tmp_path):
+def test_too_short_a_text_is_refused(run, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("short", encoding="utf-8")
-    done = train(device, short, tmp_path / "out", check=False)
-    assert done.returncode == 1
-    assert "too few for windows of 16 bytes" in done.stderr
+    with pytest.raises(SystemExit, match="too few for windows of 16 bytes"):
+        run(text=short)
 
 
-def test_missing_text_is_refused(device, tmp_path):
-    done = train(device, tmp_path / "none.txt", tmp_path / "out", check=False)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f"--text: there is no file {tmp_path / 'none.txt'}" in done.stderr
+def test_missing_text_is_refused(run, tmp_path):
+    none = tmp_path / "none.txt"
+    with pytest.raises(SystemExit, match=f"--text: there is no file {none}"):
+        run(text=none)
 
 
-def test_diverging_run_fails(device, text, tmp_path):
-    flags = ["--precision", high(device), "--lr", "inf"]
-    done = train(device, text, tmp_path, *flags, check=False)
-    assert done.returncode == 1
-    assert f"{high(device)}: a loss of steps" in done.stderr
+def test_diverging_run_fails(run, device):
+    with pytest.raises(SystemExit, match=f"^{high(device)}: a loss of steps"):
+        run("--precision", high(device), "--lr", "inf")
 
 
 def test_scales_are_found_before_the_first_step(example, device, text):
