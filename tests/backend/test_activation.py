@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """activation: values against float64; FP8 forms against casts of the fp32 values."""
 
+import itertools
+
 import pytest
 import torch
 from buffers import FP8, HIGH, LAYOUTS, Poisoned, laid_out, name_of, names_of, normal
@@ -18,6 +20,7 @@ from fp8_output import (
 )
 from layer_reference import ACTIVATIONS, GATED, activation, activation_terms, wide
 from refusals import check_refused
+from thinning import case_id, in_turns
 from tols import BF16, E4M3, E5M2, F16, F32
 
 from transformer_engine import _core
@@ -91,9 +94,9 @@ def test_names_are_those_of_the_constants():
     assert len(ACTIVATIONS) == len(set(ACTIVATIONS.values())) == 12
 
 
-@pytest.mark.parametrize("dtypes", DTYPES[:2], ids=names_of)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("name", "shape", "dtypes"), in_turns(ACTIVATIONS, SHAPES, DTYPES[:2]), ids=case_id
+)
 def test_shapes(device, name, shape, dtypes, rng):
     check_activation(rng, device, name, shape, dtypes)
 
@@ -297,9 +300,14 @@ def test_wrong_argument(device, case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
-@pytest.mark.parametrize("shape", [(1, 1), (63, 1000), (1024, 3072), (5000, 70)])
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    [
+        *itertools.product(ACTIVATIONS, HIGH, [(63, 1000)]),  # every kernel
+        *in_turns(["relu", "gelu", "swiglu"], HIGH, [(1, 1), (1024, 3072), (5000, 70)]),
+    ],
+    ids=case_id,
+)
 def test_cuda_equals_cpu(name, shape, dtype, rng):
     """Both within the margin of the same exact values; the FP8 codes too."""
     problem = Problem(rng, "cpu", name, shape, dtype)

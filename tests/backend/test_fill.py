@@ -11,6 +11,7 @@ from comparators import assert_bits, bits
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import nearest
+from thinning import case_id, in_turns
 from tols import BF16, E4M3, E5M2, F16, F32
 
 from transformer_engine import _core
@@ -43,9 +44,11 @@ def check_fill(shape, value, dtype, device, layout="dense"):
     assert output.untouched()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ALL, ids=name_of)
-@pytest.mark.parametrize("shape", [(1, 1), (17, 33), (3, 1000), (1000, 3)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "layout"),
+    in_turns([(1, 1), (17, 33), (3, 1000), (1000, 3)], ALL, LAYOUTS),
+    ids=case_id,
+)
 def test_dtypes_and_layouts(device, shape, dtype, layout, rng):
     check_fill(shape, float(rng.integers(1, 100)) + 0.25, dtype, device, layout)
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import narrow
 from refusals import check_refused
+from thinning import case_id, in_turns
 from tols import BF16, E4M3, E5M2, F16, F32
 
 from transformer_engine import _core
@@ -41,9 +42,11 @@ def test_whole_numbers(device, combo, sizes, rng):
     check_whole(Problem(rng, device, combo, sizes, whole=True))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (33, 65, 47), (13, 8, 300)])
-@pytest.mark.parametrize("transposed", TRANSPOSES)
-@pytest.mark.parametrize("combo", HIGH_COMBOS, ids=names_of)
+@pytest.mark.parametrize(
+    ("combo", "transposed", "sizes"),
+    in_turns(HIGH_COMBOS, TRANSPOSES, [(1, 1, 1), (33, 65, 47), (13, 8, 300)]),
+    ids=case_id,
+)
 def test_transposes(device, combo, transposed, sizes, rng):
     check_whole(Problem(rng, device, combo, sizes, transposed=transposed, whole=True))
     problem = Problem(rng, device, combo, sizes, transposed=transposed)
@@ -51,18 +54,20 @@ def test_transposes(device, combo, transposed, sizes, rng):
     problem.check(problem.exact())
 
 
-@pytest.mark.parametrize("transposed", TRANSPOSES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("combo", HIGH_COMBOS, ids=names_of)
+@pytest.mark.parametrize(
+    ("combo", "layout", "transposed"), in_turns(HIGH_COMBOS, LAYOUTS, TRANSPOSES), ids=case_id
+)
 def test_layouts(device, combo, layout, transposed, rng):
     check_whole(
         Problem(rng, device, combo, (34, 50, 70), transposed=transposed, layout=layout, whole=True)
     )
 
 
-@pytest.mark.parametrize("sizes", [(34, 50, 80), (7, 3, 16)])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("combo", FP8_COMBOS, ids=names_of)
+@pytest.mark.parametrize(
+    ("combo", "layout", "sizes"),
+    in_turns(FP8_COMBOS, LAYOUTS, [(34, 50, 80), (7, 3, 16)]),
+    ids=case_id,
+)
 def test_fp8_layouts(device, combo, layout, sizes, rng):
     check_whole(Problem(rng, device, combo, sizes, layout=layout, whole=True))
 

@@ -8,11 +8,13 @@ from buffers import FP8, LAYOUTS, Poisoned, floats, name_of, names_of
 from comparators import assert_bits, assert_nmse
 from gemm_problem import COMBOS, FP8_PAIRS, HIGH_COMBOS, Problem, bias_dtype, sum_bound
 from reference import FP8_MAX, as_f32, encode, gelu, narrow, to_torch
+from thinning import case_id, in_turns
 from tols import BF16, E4M3, E5M2, F16, F32, GELU_GAIN, tol
 
 from transformer_engine import _core
 
 SIZES = [(16, 32, 64), (33, 65, 48), (5, 19, 320)]
+PLACES = ["dense", "ragged"]  # of LAYOUTS
 ACCUMULATES = [c for c in COMBOS if c[2] in (F32, BF16)]
 FP8_OUTPUTS = [(a, b, d) for a, b in FP8_PAIRS for d in FP8]
 
@@ -30,9 +32,7 @@ def refused_on_cuda(device, combo):
 # ---- bias ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["dense", "ragged"])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("combo", COMBOS, ids=names_of)
+@pytest.mark.parametrize(("combo", "sizes", "layout"), in_turns(COMBOS, SIZES, PLACES), ids=case_id)
 def test_bias(device, combo, sizes, layout, rng):
     problem = Problem(rng, device, combo, sizes, layout=layout)
     bias, wide = problem.vector(problem.n, bias_dtype(combo))
@@ -52,10 +52,11 @@ def test_bias_is_all_where_k_is_0(device, combo, rng):
 # ---- bias gradient -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("a_transposed", [True, False])
-@pytest.mark.parametrize("layout", ["dense", "ragged"])
-@pytest.mark.parametrize("sizes", [(16, 32, 64), (33, 17, 300), (130, 8, 1000)])
-@pytest.mark.parametrize("combo", HIGH_COMBOS, ids=names_of)
+@pytest.mark.parametrize(
+    ("combo", "sizes", "a_transposed", "layout"),
+    in_turns(HIGH_COMBOS, [(16, 32, 64), (33, 17, 300), (130, 8, 1000)], [True, False], PLACES),
+    ids=case_id,
+)
 def test_bias_grad(device, combo, sizes, layout, a_transposed, rng):
     """Sums of a over k, beside a product that is as good as without them."""
     problem = Problem(rng, device, combo, sizes, transposed=(a_transposed, False), layout=layout)
@@ -98,9 +99,9 @@ def test_bias_grad_of_nothing_is_0(device, combo, a_transposed, rng):
 # ---- accumulation --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["dense", "ragged"])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("combo", ACCUMULATES, ids=names_of)
+@pytest.mark.parametrize(
+    ("combo", "sizes", "layout"), in_turns(ACCUMULATES, SIZES, PLACES), ids=case_id
+)
 def test_accumulate(device, combo, sizes, layout, rng):
     problem = Problem(rng, device, combo, sizes, layout=layout)
     old = torch.from_numpy(rng.standard_normal(sizes[:2])).to(combo[2])
@@ -135,10 +136,11 @@ def test_accumulating_nothing_keeps_bits(device, combo, rng):
 # ---- GELU ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["dense", "ragged"])
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("combo", COMBOS, ids=names_of)
+@pytest.mark.parametrize(
+    ("combo", "sizes", "with_bias", "layout"),
+    in_turns(COMBOS, SIZES, [False, True], PLACES),
+    ids=case_id,
+)
 def test_gelu_and_aux(device, combo, sizes, with_bias, layout, rng):
     """The output, and what the activation was applied to."""
     problem = Problem(rng, device, combo, sizes, layout=layout)
@@ -192,10 +194,11 @@ def fp8_scale(problem, values):
     return 0.5 * FP8_MAX[problem.combo[2]] / float(values.abs().max())
 
 
-@pytest.mark.parametrize("layout", ["dense", "ragged"])
-@pytest.mark.parametrize("activation", [None, "bias", "bias gelu"])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("combo", FP8_OUTPUTS, ids=names_of)
+@pytest.mark.parametrize(
+    ("combo", "sizes", "activation", "layout"),
+    in_turns(FP8_OUTPUTS, SIZES, [None, "bias", "bias gelu"], PLACES),
+    ids=case_id,
+)
 def test_fp8_output(device, combo, sizes, activation, layout, rng):
     """Data and amax against float64; amax is that of the value before it is scaled."""
     problem = Problem(rng, device, combo, sizes, layout=layout)

@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layer_reference import NORMS, norm, norm_terms, statistics, wide
 from refusals import check_refused
+from thinning import case_id, in_turns
 from tols import BF16, E4M3, E5M2, F16, F32
 
 from transformer_engine import _core
@@ -276,10 +277,9 @@ def test_statistics_alone(device, rng):
 CAST_SHAPES = [(1, 1), (17, 1), (16, 64), (65, 130), (129, 40), (3, 5001), (18, 1096)]
 
 
-@pytest.mark.parametrize("dtype", FP8, ids=name_of)
-@pytest.mark.parametrize("usage", USAGES)
-@pytest.mark.parametrize("shape", CAST_SHAPES)
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize(
+    ("kind", "shape", "usage", "dtype"), in_turns(NORMS, CAST_SHAPES, USAGES, FP8), ids=case_id
+)
 def test_delayed_scaling(device, kind, shape, usage, dtype, rng):
     problem = Problem(rng, device, kind, shape, (BF16, BF16))
     check_delayed(problem, dtype, 150.0, usage=usage, pad=padding(shape))

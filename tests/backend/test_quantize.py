@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import amax, boundaries, to_numpy
 from refusals import check_refused
+from thinning import case_id, in_turns
 from tols import BF16, E4M3, E5M2, F16, F32, tol
 
 from transformer_engine import _core
@@ -84,9 +85,9 @@ def test_nan_is_kept_and_inf_saturates(device, dtype):
 # ---- shapes and layouts --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("usage", USAGES)
-@pytest.mark.parametrize("columns", RAGGED)
-@pytest.mark.parametrize("rows", RAGGED)
+@pytest.mark.parametrize(
+    ("rows", "columns", "usage"), in_turns(RAGGED, RAGGED, USAGES), ids=case_id
+)
 def test_shapes(device, rows, columns, usage, rng):
     values = normal(rng, (rows, columns), BF16)
     check_quantize(values, E4M3, device, 64.0, usage, pad=padding((rows, columns)))
@@ -418,9 +419,12 @@ def test_mixed_devices(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", FP8, ids=name_of)
-@pytest.mark.parametrize("source", HIGH, ids=name_of)
-@pytest.mark.parametrize("shape", [(1, 1), (63, 1000), (1024, 4096), (5000, 70)])
+@pytest.mark.parametrize(
+    ("shape", "source", "dtype"),
+    [((63, 1000), source, dtype) for source in HIGH for dtype in FP8]  # every kernel
+    + in_turns([(1, 1), (1024, 4096), (5000, 70)], HIGH, FP8),
+    ids=case_id,
+)
 def test_cuda_equals_cpu(shape, source, dtype, rng):
     values = normal(rng, shape, source, scale=30.0)
     results = []

@@ -9,6 +9,7 @@ from comparators import assert_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import FLT_MAX, FP8_MAX, amax, current_scale, quantize
+from thinning import case_id, in_turns
 from tols import BF16, E4M3, E5M2, F32
 
 from transformer_engine import _core
@@ -83,10 +84,11 @@ AMAXES = {
 }
 
 
-@pytest.mark.parametrize("power_2", [False, True])
-@pytest.mark.parametrize("epsilon", [0.0, 0.3, 100.0])
-@pytest.mark.parametrize("dtype", FP8, ids=name_of)
-@pytest.mark.parametrize("case", AMAXES)
+@pytest.mark.parametrize(
+    ("case", "epsilon", "dtype", "power_2"),
+    in_turns(AMAXES, [0.0, 0.3, 100.0], FP8, [False, True]),
+    ids=case_id,
+)
 def test_scale_from_partials(device, case, dtype, epsilon, power_2):
     values = AMAXES[case]
     largest = max((v for v in values if v == v), default=0.0)

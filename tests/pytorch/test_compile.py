@@ -27,14 +27,26 @@ RECIPES = {
 }
 
 # Inductor on a CPU needs a C++ compiler, which the package does without.
+OPTIONS = {"aot_eager": {"backend": "aot_eager"}, "inductor": {}}
+OPTIONS["reduce-overhead"] = {"mode": "reduce-overhead"}
 BACKENDS = [
-    pytest.param("cpu", {"backend": "aot_eager"}, id="cpu-aot_eager"),
-    pytest.param("cuda", {"backend": "aot_eager"}, id="cuda-aot_eager", marks=pytest.mark.gpu),
-    pytest.param("cuda", {}, id="cuda-inductor", marks=pytest.mark.gpu),
-    pytest.param(
-        "cuda", {"mode": "reduce-overhead"}, id="cuda-reduce-overhead", marks=pytest.mark.gpu
-    ),
+    pytest.param("cpu", OPTIONS["aot_eager"], id="cpu-aot_eager"),
+    pytest.param("cuda", OPTIONS["aot_eager"], id="cuda-aot_eager", marks=pytest.mark.gpu),
 ]
+
+
+def programs(cpu, cuda):
+    """Parameters (device, options, recipe, where, model): the CPU's, and some by CUDA compiler.
+
+    What is traced is the same on both devices, so the CPU has every combination; CUDA, where each
+    compiles for seconds, has every recipe, place and model, and each compiler has all models.
+    """
+    for case in cpu:
+        yield pytest.param("cpu", OPTIONS["aot_eager"], *case, id="-".join(["cpu", *case]))
+    for compiler, cases in cuda.items():
+        for case in cases:
+            name = "-".join(["cuda", compiler, *case])
+            yield pytest.param("cuda", OPTIONS[compiler], *case, id=name, marks=pytest.mark.gpu)
 
 
 @pytest.fixture(autouse=True)
@@ -121,16 +133,41 @@ def fp8_gemms():
 
 # torch captures an empty graph on purpose to own a memory pool.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-@pytest.mark.parametrize(("device", "options"), BACKENDS)
 @pytest.mark.parametrize(
-    ("recipe", "where", "model"),
-    [
-        *itertools.product(RECIPES, ["outside", "inside"], ["linear"]),
-        ("none", "outside", "norms-mlps"),
-        ("delayed", "outside", "norms-mlps"),
-        ("delayed", "inside", "norms-mlps"),
-        ("current", "outside", "norms-mlps"),
-    ],
+    ("device", "options", "recipe", "where", "model"),
+    list(
+        programs(
+            [
+                *itertools.product(RECIPES, ["outside", "inside"], ["linear"]),
+                ("none", "outside", "norms-mlps"),
+                ("delayed", "outside", "norms-mlps"),
+                ("delayed", "inside", "norms-mlps"),
+                ("current", "outside", "norms-mlps"),
+            ],
+            {
+                "aot_eager": [
+                    ("delayed", "outside", "linear"),
+                    ("current", "inside", "linear"),
+                    ("delayed", "inside", "norms-mlps"),
+                ],
+                "inductor": [
+                    ("delayed", "inside", "linear"),
+                    ("delayed-most-recent", "outside", "linear"),
+                    ("none", "outside", "linear"),
+                    ("delayed", "outside", "norms-mlps"),
+                    ("none", "outside", "norms-mlps"),
+                    ("current", "outside", "norms-mlps"),
+                ],
+                "reduce-overhead": [
+                    ("delayed", "outside", "linear"),
+                    ("current-power-2", "inside", "linear"),
+                    ("none", "inside", "linear"),
+                    ("delayed", "inside", "norms-mlps"),
+                    ("current", "outside", "norms-mlps"),
+                ],
+            },
+        )
+    ),
 )
 def test_bits_equal_eager_in_one_graph(device, options, where, recipe, model):
     make_recipe = RECIPES[recipe]
@@ -150,13 +187,26 @@ def test_bits_equal_eager_in_one_graph(device, options, where, recipe, model):
         assert torch.equal(reference, value)
 
 
-@pytest.mark.parametrize(("device", "options"), BACKENDS[:3])
 @pytest.mark.parametrize(
-    ("recipe", "where", "model"),
-    [
-        *itertools.product(["none", "delayed", "current"], ["outside", "inside"], ["linear"]),
-        ("delayed", "outside", "norms-mlps"),
-    ],
+    ("device", "options", "recipe", "where", "model"),
+    list(
+        programs(
+            [
+                *itertools.product(
+                    ["none", "delayed", "current"], ["outside", "inside"], ["linear"]
+                ),
+                ("delayed", "outside", "norms-mlps"),
+            ],
+            {
+                "aot_eager": [("delayed", "inside", "linear")],
+                "inductor": [
+                    ("none", "outside", "linear"),
+                    ("current", "inside", "linear"),
+                    ("delayed", "outside", "norms-mlps"),
+                ],
+            },
+        )
+    ),
 )
 def test_token_counts_make_no_new_graphs(device, options, where, recipe, model):
     make_recipe = RECIPES[recipe]
@@ -193,7 +243,7 @@ def test_weight_caches_are_not_traced(make):
         compiled(x, is_first_microbatch=True)
 
 
-@pytest.mark.parametrize(("device", "options"), BACKENDS[:2])
+@pytest.mark.parametrize(("device", "options"), BACKENDS)
 def test_callable_algorithms_are_traced(device, options):
     def most_recent(history):
         return history[0]
@@ -214,7 +264,7 @@ def test_callable_algorithms_are_traced(device, options):
         assert torch.equal(reference, value)
 
 
-@pytest.mark.parametrize(("device", "options"), BACKENDS[:2])
+@pytest.mark.parametrize(("device", "options"), BACKENDS)
 @pytest.mark.parametrize("model", MODELS)
 def test_training_evaluation_and_high_precision_alternate(device, options, model):
     model = model_on(device, model)

@@ -2,6 +2,7 @@
 """`torch.export`: programs with the bits of the module, in this process and in a new one."""
 
 import contextlib
+import itertools
 import re
 import subprocess
 import sys
@@ -45,11 +46,6 @@ def _fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture(params=MAKERS)
-def name(request):
-    return request.param
 
 
 class Model(torch.nn.Module):
@@ -99,11 +95,26 @@ def as_tuple(out):
     return out if isinstance(out, tuple) else (out,)
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
-@pytest.mark.parametrize(
-    ("recipe", "where"),
-    [(None, "outside"), ("delayed", "outside"), ("delayed", "inside"), ("current", "inside")],
-)
+REGIONS = [(None, "outside"), ("delayed", "outside"), ("delayed", "inside"), ("current", "inside")]
+
+
+def program_cases():
+    """Parameters of the test below.
+
+    Every module in every region, each of both traced strictly and not, in turns; what is traced is
+    the same on both devices, so CUDA has every module and region, but not each module in each.
+    """
+    for (row, name), (column, (recipe, where)) in itertools.product(
+        enumerate(MAKERS), enumerate(REGIONS)
+    ):
+        case = (name, recipe, where, (row + column) % 2 == 1)
+        text = f"{name}-{recipe}-{where}{'-strict' if case[-1] else ''}"
+        yield pytest.param("cpu", *case, id=f"cpu-{text}")
+        if (column - row) % 4 in (0, 3):
+            yield pytest.param("cuda", *case, id=f"cuda-{text}", marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("device", "name", "recipe", "where", "strict"), list(program_cases()))
 def test_a_program_has_the_bits_of_the_module(device, name, recipe, where, strict):
     recipe = recipe and RECIPES[recipe]()
     layer = trained(device, name, recipe)
@@ -127,28 +138,31 @@ def test_a_program_has_the_bits_of_the_module(device, name, recipe, where, stric
 LOAD = """
 import sys, torch
 import transformer_engine.pytorch
-program = torch.export.load(sys.argv[1])
-inputs, expected = torch.load(sys.argv[2])
-out = program.module()(inputs)
-out = out if isinstance(out, tuple) else (out,)
-assert len(out) == len(expected)
-for one, other in zip(out, expected):
-    assert torch.equal(one, other)
+for folder in sys.argv[1:]:
+    program = torch.export.load(f"{folder}/program.pt2")
+    inputs, expected = torch.load(f"{folder}/data.pt")
+    out = program.module()(inputs)
+    out = out if isinstance(out, tuple) else (out,)
+    assert len(out) == len(expected)
+    for one, other in zip(out, expected):
+        assert torch.equal(one, other), folder
 """
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
-def test_a_program_runs_in_a_new_process(device, recipe, tmp_path):
+def test_programs_run_in_a_new_process(device, tmp_path):
     """Which has made no plan: the program says how."""
-    recipe = recipe and RECIPES[recipe]()
-    layer = trained(device, "transformer", recipe)
-    x = torch.randn(TOKENS, BATCH, WIDTH, device=device)
-    torch.export.save(exported(layer, recipe, "outside", False, x), tmp_path / "program.pt2")
-    x = torch.randn(17, BATCH, WIDTH, device=device)
-    torch.save((x, as_tuple(run(layer, recipe, x))), tmp_path / "data.pt")
-    files = [str(tmp_path / "program.pt2"), str(tmp_path / "data.pt")]
+    folders = []
+    for name in (None, "delayed", "current"):
+        recipe = name and RECIPES[name]()
+        layer = trained(device, "transformer", recipe)
+        folders.append(tmp_path / str(name))
+        folders[-1].mkdir()
+        x = torch.randn(TOKENS, BATCH, WIDTH, device=device)
+        torch.export.save(exported(layer, recipe, "outside", False, x), folders[-1] / "program.pt2")
+        x = torch.randn(17, BATCH, WIDTH, device=device)
+        torch.save((x, as_tuple(run(layer, recipe, x))), folders[-1] / "data.pt")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LOAD, *files],
+        [sys.executable, "-W", "ignore", "-c", LOAD, *map(str, folders)],
         capture_output=True,
         text=True,
         timeout=120,
