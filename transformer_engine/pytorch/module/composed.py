@@ -113,21 +113,10 @@ class ComposedModule(Fp8Module):
     name: str | None = None
     """Given by the user, for messages."""
 
-    def _begin(
-        self,
-        fuse_wgrad_accumulation: bool,
-        delay_wgrad_compute: bool,
-        bias: bool,
-        return_bias: bool,
-        name: str | None,
-    ) -> None:
+    def _begin(self, fuse_wgrad_accumulation: bool, delay_wgrad_compute: bool) -> None:
         """Set what every instance has."""
         self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
         self.delay_wgrad_compute = bool(delay_wgrad_compute)
-        self.use_bias = bool(bias)
-        self.return_bias = bool(return_bias)
-        self.apply_bias = self.use_bias and not self.return_bias
-        self.name = name
         self._wgrads: deque = deque()
         self._plans: dict[tuple, CallPlans] = {}
         self._weight_caches: tuple = (None,) * len(self.PARTS)

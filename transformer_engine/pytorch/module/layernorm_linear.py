@@ -8,7 +8,7 @@ import torch
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.module.normed import NormedModule
-from transformer_engine.pytorch.module.parameters import checked_dtype, device_of
+from transformer_engine.pytorch.module.parameters import checked_dtype, device_of, set_bias
 from transformer_engine.pytorch.module.weights import WeightModule
 
 __getattr__, __dir__ = absent.attach(
@@ -81,7 +81,9 @@ ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, ub_name
     ) -> None:
         super().__init__()
         self._set_parallel(tp_group, tp_size, parallel_mode, ub_name)
-        self._begin(fuse_wgrad_accumulation, delay_wgrad_compute, bias, return_bias, name)
+        self._begin(fuse_wgrad_accumulation, delay_wgrad_compute)
+        set_bias(self, bias, return_bias)
+        self.name = name
         self._set_norm(normalization, eps, zero_centered_gamma, return_layernorm_output)
         rng = (get_rng_state_tracker, None)
         self._set_linear(in_features, out_features, parameters_split, init_method, rng)

@@ -19,6 +19,7 @@ from transformer_engine.pytorch.module.parameters import (
     make_weight,
     positive_sizes,
     reset_linear,
+    set_bias,
 )
 from transformer_engine.pytorch.parallel import TensorParallel, mark_linear
 from transformer_engine.pytorch.plans import Activation
@@ -133,7 +134,9 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         positive_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         if checkpoint and delay_wgrad_compute:
             raise NotImplementedError("LayerNormMLP: checkpoint=True with delay_wgrad_compute=True")
-        self._begin(fuse_wgrad_accumulation, delay_wgrad_compute, bias, return_bias, name)
+        self._begin(fuse_wgrad_accumulation, delay_wgrad_compute)
+        set_bias(self, bias, return_bias)
+        self.name = name
         self._set_norm(normalization, eps, zero_centered_gamma, return_layernorm_output)
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size

@@ -29,6 +29,7 @@ __all__ = [
     "probabilities",
     "refuse_options",
     "reset_linear",
+    "set_bias",
     "split_rows",
 ]
 
@@ -274,6 +275,13 @@ def initialise(
         context = tracker().fork(fork) if fork is not None else tracker().fork()
     with context, torch.no_grad():
         (init_method or _normal)(parameter)
+
+
+def set_bias(module: Module, bias: bool, return_bias: bool) -> None:
+    """Keep whether a module has a bias, whether it returns it, and whether it adds it."""
+    module.use_bias = bool(bias)
+    module.return_bias = bool(return_bias)
+    module.apply_bias = module.use_bias and not module.return_bias
 
 
 def make_weight(
