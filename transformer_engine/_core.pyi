@@ -551,6 +551,74 @@ def softmax_backward(
     the forward, `probabilities` what it wrote there.
     """
 
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    *,
+    statistics: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    rng: Tensor | None = None,
+    scale: float = 1.0,
+    dropout: float = 0.0,
+    window_left: int = -1,
+    window_right: int = -1,
+    diagonal: int = 0,
+    bottom_right: bool = False,
+    context: Context | None = None,
+) -> None:
+    """dropout(softmax(scale * `query` `key` + `bias`)) `value`, without a matrix of scores; CPU alone.
+
+    query, output
+        [batch, queries, heads, d_k] and [batch, queries, heads, d_v], unit last stride, any others.
+    key, value
+        [batch, keys, kv_heads, d_k] and [batch, keys, kv_heads, d_v]; kv_heads divides heads.
+    statistics
+        [batch, heads, queries] fp32: logarithms of the sums of the exponentiated scores, -Inf for a
+        query that attends no key.
+    mask, bias, window_left, window_right, diagonal
+        As in `softmax`, over [batch, heads, queries, keys].
+    query_lengths, key_lengths
+        [batch] int32: tokens of each sequence; those after them are not read.
+    bottom_right
+        The diagonal is further right by the keys less the queries of each sequence.
+    """
+
+def attention_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    statistics: Tensor,
+    *,
+    grad_query: Tensor | None = None,
+    grad_key: Tensor | None = None,
+    grad_value: Tensor | None = None,
+    grad_bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    rng: Tensor | None = None,
+    scale: float = 1.0,
+    dropout: float = 0.0,
+    window_left: int = -1,
+    window_right: int = -1,
+    diagonal: int = 0,
+    bottom_right: bool = False,
+    context: Context | None = None,
+) -> None:
+    """Gradients of `attention` from its `output` and `statistics`, each where given; CPU alone.
+
+    They may be views into one packed tensor. `grad_bias` has the shape of `bias`: it is summed over
+    the dims of 1.
+    """
+
 def dropout_add(
     input: Tensor,
     output: Tensor,

@@ -138,17 +138,25 @@ static te_status check_no_overlap(const te_check_site *site, const char *name,
     return TE_OK;
 }
 
+/* A tensor of these sizes. */
+static te_status check_sizes(const te_check_site *site, const char *name, const te_tensor *tensor,
+                             int32_t ndim, const int64_t *sizes)
+{
+    TE_TRY(check_dims(site, name, tensor, ndim));
+    for (int32_t i = 0; i < ndim; i++) {
+        if (tensor->shape[i] != sizes[i]) {
+            return FAIL_AT(TE_ERROR_INVALID, site, name, "dim %d: size %lld, expected %lld", (int)i,
+                           LL(tensor->shape[i]), LL(sizes[i]));
+        }
+    }
+    return TE_OK;
+}
+
 /* Shape and dtype of `like`. */
 static te_status check_alike(const te_check_site *site, const char *name, const te_tensor *tensor,
                              const te_tensor *like)
 {
-    TE_TRY(check_dims(site, name, tensor, like->ndim));
-    for (int32_t i = 0; i < like->ndim; i++) {
-        if (tensor->shape[i] != like->shape[i]) {
-            return FAIL_AT(TE_ERROR_INVALID, site, name, "dim %d: size %lld, expected %lld", (int)i,
-                           LL(tensor->shape[i]), LL(like->shape[i]));
-        }
-    }
+    TE_TRY(check_sizes(site, name, tensor, like->ndim, like->shape));
     return expect_dtype(site, name, tensor->dtype, like->dtype);
 }
 
@@ -313,12 +321,32 @@ enum { ATTENTION_DIMS = 4 }; /* batch, heads, queries, keys */
 /* Far beyond any sequence, and sums of a few do not overflow. */
 static const int64_t farthest = INT64_C(1) << 60;
 
-static te_status check_window(const te_check_site *site, const char *name, int64_t value,
-                              int64_t lowest)
+static te_status check_window(const te_check_site *site, const char *name, int64_t value)
 {
-    if (value >= lowest && value <= farthest) return TE_OK;
+    if (value >= -farthest && value <= farthest) return TE_OK;
     return FAIL_AT(TE_ERROR_INVALID, site, name, "%lld, expected %lld to %lld", LL(value),
-                   LL(lowest), LL(farthest));
+                   LL(-farthest), LL(farthest));
+}
+
+static te_status check_windows(const te_check_site *site, int64_t left, int64_t right,
+                               int64_t diagonal)
+{
+    TE_TRY(check_window(site, "window_left", left));
+    TE_TRY(check_window(site, "window_right", right));
+    return check_window(site, "diagonal", diagonal);
+}
+
+/* An optional mask and bias of scores. */
+static te_status check_limits(const te_check_site *site, const te_tensor *mask,
+                              const te_tensor *bias, const te_tensor *scores)
+{
+    if (te_tensor_present(mask)) {
+        TE_TRY(check_broadcast(site, "mask", mask, scores));
+        TE_TRY(expect_dtype(site, "mask", mask->dtype, TE_DTYPE_U8));
+    }
+    if (!te_tensor_present(bias)) return TE_OK;
+    TE_TRY(check_broadcast(site, "bias", bias, scores));
+    return te_check_high_precision(site, "bias", bias->dtype);
 }
 
 te_status te_check_softmax(const te_check_site *site, const te_softmax_args *args)
@@ -330,19 +358,10 @@ te_status te_check_softmax(const te_check_site *site, const te_softmax_args *arg
     if (te_tensor_present(&args->probabilities)) {
         TE_TRY(check_result(site, "probabilities", &args->probabilities, input));
     }
-    if (te_tensor_present(&args->mask)) {
-        TE_TRY(check_broadcast(site, "mask", &args->mask, input));
-        TE_TRY(expect_dtype(site, "mask", args->mask.dtype, TE_DTYPE_U8));
-    }
-    if (te_tensor_present(&args->bias)) {
-        TE_TRY(check_broadcast(site, "bias", &args->bias, input));
-        TE_TRY(te_check_high_precision(site, "bias", args->bias.dtype));
-    }
+    TE_TRY(check_limits(site, &args->mask, &args->bias, input));
     TE_TRY(check_probability(site, "dropout", args->dropout));
     TE_TRY(check_rng(site, args->rng, args->dropout, 0.0F));
-    TE_TRY(check_window(site, "window_left", args->window_left, -farthest));
-    TE_TRY(check_window(site, "window_right", args->window_right, -farthest));
-    return check_window(site, "diagonal", args->diagonal, -farthest);
+    return check_windows(site, args->window_left, args->window_right, args->diagonal);
 }
 
 te_status te_check_softmax_backward(const te_check_site *site, const te_softmax_backward_args *args)
@@ -354,6 +373,111 @@ te_status te_check_softmax_backward(const te_check_site *site, const te_softmax_
     TE_TRY(check_result(site, "grad_input", &args->grad_input, grad_output));
     TE_TRY(check_probability(site, "dropout", args->dropout));
     return check_rng(site, args->rng, args->dropout, 0.0F);
+}
+
+/* ---- attention ---- */
+
+static te_status check_lengths(const te_check_site *site, const char *name,
+                               const te_tensor *lengths, int64_t batch)
+{
+    if (!te_tensor_present(lengths)) return TE_OK;
+    TE_TRY(te_check_vector(site, name, lengths, batch));
+    return expect_dtype(site, name, lengths->dtype, TE_DTYPE_I32);
+}
+
+/* *scores: a tensor with the sizes of the scores. */
+static te_status check_attention_problem(const te_check_site *site, const te_attention_problem *p,
+                                         te_tensor *scores)
+{
+    const int64_t *query = p->query.shape, *key = p->key.shape;
+    const te_dtype dtype = p->query.dtype;
+    TE_TRY(check_dims(site, "query", &p->query, ATTENTION_DIMS));
+    TE_TRY(te_check_high_precision(site, "query", dtype));
+    TE_TRY(check_dims(site, "key", &p->key, ATTENTION_DIMS));
+    if (key[2] == 0 ? query[2] != 0 : query[2] % key[2] != 0) {
+        return FAIL_AT(TE_ERROR_INVALID, site, "key",
+                       "%lld heads, expected a number that divides the %lld of query", LL(key[2]),
+                       LL(query[2]));
+    }
+    TE_TRY(check_sizes(site, "key", &p->key, ATTENTION_DIMS,
+                       (const int64_t[]){query[0], key[1], key[2], query[3]}));
+    TE_TRY(expect_dtype(site, "key", p->key.dtype, dtype));
+    TE_TRY(check_sizes(site, "value", &p->value, ATTENTION_DIMS,
+                       (const int64_t[]){query[0], key[1], key[2], p->value.shape[3]}));
+    TE_TRY(expect_dtype(site, "value", p->value.dtype, dtype));
+    *scores = (te_tensor){.ndim = ATTENTION_DIMS, .shape = {query[0], query[2], query[1], key[1]}};
+    TE_TRY(check_lengths(site, "query_lengths", &p->query_lengths, query[0]));
+    TE_TRY(check_lengths(site, "key_lengths", &p->key_lengths, query[0]));
+    TE_TRY(check_limits(site, &p->mask, &p->bias, scores));
+    TE_TRY(check_probability(site, "dropout", p->dropout));
+    TE_TRY(check_rng(site, p->rng, p->dropout, 0.0F));
+    return check_windows(site, p->window_left, p->window_right, p->diagonal);
+}
+
+/* What is computed from the values: [batch, queries, heads, d_v] of the problem's dtype. */
+static te_status check_attended(const te_check_site *site, const char *name,
+                                const te_tensor *tensor, const te_attention_problem *p)
+{
+    const int64_t *query = p->query.shape;
+    TE_TRY(check_sizes(site, name, tensor, ATTENTION_DIMS,
+                       (const int64_t[]){query[0], query[1], query[2], p->value.shape[3]}));
+    return expect_dtype(site, name, tensor->dtype, p->query.dtype);
+}
+
+static te_status check_statistics(const te_check_site *site, const te_tensor *tensor,
+                                  const te_attention_problem *p)
+{
+    const int64_t *query = p->query.shape;
+    const int64_t sizes[] = {query[0], query[2], query[1]};
+    int64_t dense = 1;
+    TE_TRY(check_sizes(site, "statistics", tensor, 3, sizes));
+    for (int i = 2; i >= 0; i--) {
+        if (sizes[i] > 1 && tensor->strides[i] != dense) {
+            return FAIL_AT(TE_ERROR_INVALID, site, "statistics",
+                           "dim %d: stride %lld, expected %lld: make it contiguous", i,
+                           LL(tensor->strides[i]), LL(dense));
+        }
+        dense *= sizes[i];
+    }
+    return expect_dtype(site, "statistics", tensor->dtype, TE_DTYPE_F32);
+}
+
+te_status te_check_attention(const te_check_site *site, const te_attention_args *args)
+{
+    te_tensor scores;
+    TE_TRY(check_attention_problem(site, &args->problem, &scores));
+    TE_TRY(check_attended(site, "output", &args->output, &args->problem));
+    TE_TRY(check_no_overlap(site, "output", &args->output));
+    if (!te_tensor_present(&args->statistics)) return TE_OK;
+    return check_statistics(site, &args->statistics, &args->problem);
+}
+
+te_status te_check_attention_backward(const te_check_site *site,
+                                      const te_attention_backward_args *args)
+{
+    const te_attention_problem *p = &args->problem;
+    const struct {
+        const char *name;
+        const te_tensor *tensor, *like;
+    } results[] = {{"grad_query", &args->grad_query, &p->query},
+                   {"grad_key", &args->grad_key, &p->key},
+                   {"grad_value", &args->grad_value, &p->value}};
+    te_tensor scores;
+    TE_TRY(check_attention_problem(site, p, &scores));
+    TE_TRY(check_attended(site, "grad_output", &args->grad_output, p));
+    TE_TRY(check_attended(site, "output", &args->output, p));
+    TE_TRY(check_statistics(site, &args->statistics, p));
+    for (size_t i = 0; i < sizeof results / sizeof *results; i++) {
+        if (!te_tensor_present(results[i].tensor)) continue;
+        TE_TRY(check_result(site, results[i].name, results[i].tensor, results[i].like));
+    }
+    if (!te_tensor_present(&args->grad_bias)) return TE_OK;
+    if (!te_tensor_present(&p->bias)) {
+        return FAIL_AT(TE_ERROR_INVALID, site, "grad_bias", "%s", "there is no bias");
+    }
+    TE_TRY(check_sizes(site, "grad_bias", &args->grad_bias, ATTENTION_DIMS, p->bias.shape));
+    TE_TRY(te_check_high_precision(site, "grad_bias", args->grad_bias.dtype));
+    return check_no_overlap(site, "grad_bias", &args->grad_bias);
 }
 
 /* ---- dropout ---- */

@@ -35,6 +35,8 @@ static const te_backend backend = {
             [TE_OP_GEMM].workspace = te_cpu_gemm_workspace,
             [TE_OP_NORM_BACKWARD].workspace = te_cpu_norm_backward_workspace,
             [TE_OP_ACTIVATION_BACKWARD].workspace = te_cpu_activation_backward_workspace,
+            [TE_OP_ATTENTION].workspace = te_cpu_attention_workspace,
+            [TE_OP_ATTENTION_BACKWARD].workspace = te_cpu_attention_backward_workspace,
             [TE_OP_DROPOUT_BACKWARD].workspace = te_cpu_dropout_backward_workspace,
         },
 };

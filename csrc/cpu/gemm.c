@@ -200,13 +200,6 @@ static void multiply_block(const gemm_job *job, const gemm_strip *strip, int64_t
     }
 }
 
-/* Whether the call has been stopped; the thread that made it finds out for the others. */
-static int is_stopped(const gemm_job *job)
-{
-    return te_cpu_thread() == 0 ? te_interruptible_ask(job->interruptible)
-                                : te_interruptible_stopped(job->interruptible);
-}
-
 /* One strip of columns times the packed rows [first, last), whose row 0 is row `base` of d. */
 static int32_t run_task(const gemm_job *job, int64_t base, int64_t first, int64_t last,
                         int64_t column)
@@ -225,7 +218,8 @@ static int32_t run_task(const gemm_job *job, int64_t base, int64_t first, int64_
                                            strip.columns);
         bias = bias_values;
     }
-    for (int64_t row = first; row < last && !is_stopped(job); row += BLOCK_ROWS) {
+    for (int64_t row = first; row < last && !te_cpu_stopped(job->interruptible);
+         row += BLOCK_ROWS) {
         int64_t rows = te_cpu_min(BLOCK_ROWS, last - row);
         multiply_block(job, &strip, row, rows, row == first);
         for (int64_t r = 0; r < rows; r++) {

@@ -74,6 +74,8 @@ typedef struct te_cpu_kernels {
     float (*dot)(const float *x, const float *y, int64_t n);
     /* x = scale * p * (x - mean) */
     void (*softmax_backward)(float *x, const float *p, float mean, float scale, int64_t n);
+    /* The same, but 0 where p is 0, whatever x. */
+    void (*attention_backward)(float *x, const float *p, float mean, float scale, int64_t n);
     te_cpu_decide decide;
     /* x *= factor where keep is all ones, 0 where it is 0 */
     void (*keep)(float *x, const int32_t *keep, float factor, int64_t n);

@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #include "core/fork.h"
+#include "core/interrupt.h"
 #include "core/tensor.h"
 #include "transformer_engine.h"
 
@@ -72,6 +73,12 @@ static inline int te_cpu_thread(void)
 #else
     return 0;
 #endif
+}
+
+/* Whether a call has been stopped; the thread that made it finds out for the others. */
+static inline int te_cpu_stopped(te_interruptible *call)
+{
+    return te_cpu_thread() == 0 ? te_interruptible_ask(call) : te_interruptible_stopped(call);
 }
 
 /* Threads for a loop over so many elements: starting a team costs microseconds. */

@@ -20,6 +20,10 @@ te_status te_cpu_norm_backward_workspace(void *self, te_context *context, const 
                                          size_t *bytes);
 te_status te_cpu_activation_backward_workspace(void *self, te_context *context, const void *args,
                                                size_t *bytes);
+te_status te_cpu_attention_workspace(void *self, te_context *context, const void *args,
+                                     size_t *bytes);
+te_status te_cpu_attention_backward_workspace(void *self, te_context *context, const void *args,
+                                              size_t *bytes);
 te_status te_cpu_dropout_backward_workspace(void *self, te_context *context, const void *args,
                                             size_t *bytes);
 

@@ -72,6 +72,15 @@ static void softmax_backward(float *restrict x, const float *restrict p, float m
     for (int64_t i = 0; i < n; i++) x[i] = scale * (p[i] * (x[i] - mean));
 }
 
+static void attention_backward(float *restrict x, const float *restrict p, float mean, float scale,
+                               int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        int32_t present = -(int32_t)(te_bits_of(p[i]) != 0);
+        x[i] = te_float_of(te_bits_of(scale * (p[i] * (x[i] - mean))) & present);
+    }
+}
+
 static void decide(uint64_t seed, uint64_t counter, int64_t count, float probability,
                    int32_t *restrict keep)
 {
@@ -114,7 +123,7 @@ static void rotate_pairs(float *restrict x, const te_cpu_angles *angles, int64_t
 /* Initialisers of a te_cpu_kernels from what is above. */
 #define TE_CPU_LAYER_KERNELS                                                                       \
     .largest = largest, .exponentials = exponentials, .normalize = normalize, .forbid = forbid,    \
-    .dot = dot, .softmax_backward = softmax_backward, .decide = decide, .keep = keep_some,         \
-    .rotate = {rotate_halves, rotate_pairs}
+    .dot = dot, .softmax_backward = softmax_backward, .attention_backward = attention_backward,    \
+    .decide = decide, .keep = keep_some, .rotate = {rotate_halves, rotate_pairs}
 
 #endif

@@ -182,6 +182,8 @@ typedef struct te_quantized {
     X(ACTIVATION_BACKWARD, activation_backward)                                                    \
     X(SOFTMAX, softmax)                                                                            \
     X(SOFTMAX_BACKWARD, softmax_backward)                                                          \
+    X(ATTENTION, attention)                                                                        \
+    X(ATTENTION_BACKWARD, attention_backward)                                                      \
     X(DROPOUT_ADD, dropout_add)                                                                    \
     X(DROPOUT_BACKWARD, dropout_backward)                                                          \
     X(ROPE, rope)
@@ -471,6 +473,52 @@ typedef struct te_softmax_backward_args {
     const int64_t *rng;
     float scale, dropout;
 } te_softmax_backward_args;
+
+/* Which query attends which key, and how much: what te_attention and its gradient read. Query head
+ * h goes with key and value head h / (heads / kv_heads). Scores are scale * query . key + bias;
+ * mask, window, NaN, Inf and dropout are as in te_softmax, over [batch, heads, queries, keys]. Of a
+ * sequence with a length, tokens from there on are not read: such a query attends nothing, such a
+ * key is attended by none. A forbidden key adds nothing, whatever its key and value hold. */
+typedef struct te_attention_problem {
+    te_tensor query; /* [batch, queries, heads, d_k] f32, f16, bf16; unit last stride, any others */
+    te_tensor key;   /* [batch, keys, kv_heads, d_k]; dtype of query; kv_heads divides heads */
+    te_tensor value; /* [batch, keys, kv_heads, d_v]; dtype of query */
+    te_tensor mask;  /* u8, each dim 1 or the scores'; non-zero: masked out; data NULL: none */
+    te_tensor bias;  /* f32, f16, bf16, each dim 1 or the scores'; data NULL: none */
+    te_tensor query_lengths, key_lengths; /* [batch] i32, 0 to queries or keys; data NULL: all */
+    const int64_t *rng;                   /* NULL where dropout is 0 */
+    float scale, dropout;
+    int64_t window_left, window_right, diagonal;
+    int32_t bottom_right; /* the diagonal is further right by (keys - queries) of each sequence */
+} te_attention_problem;
+
+/* output = dropout(softmax(scores)) value, block by block in fp32: no matrix of scores is kept. The
+ * statistic of a query is the logarithm of the sum of its exponentiated scores: -Inf where it
+ * attends no key (its output is 0), NaN where its output is NaN. CPU alone. */
+typedef struct te_attention_args {
+    size_t size;
+    te_attention_problem problem;
+    te_tensor output; /* [batch, queries, heads, d_v]; dtype of query; any strides but the last */
+    te_tensor statistics; /* [batch, heads, queries] f32, dense; data NULL: not wanted */
+    void *workspace;
+    size_t workspace_size;
+} te_attention_args;
+
+/* Gradients of te_attention, from its output and statistics. Sums are fp32 in a fixed order:
+ * bitwise repeatable. Results may be views into one packed buffer. CPU alone. */
+typedef struct te_attention_backward_args {
+    size_t size;
+    te_attention_problem problem;               /* as in the forward */
+    te_tensor grad_output;                      /* as output */
+    te_tensor output;                           /* of the forward */
+    te_tensor statistics;                       /* of the forward */
+    te_tensor grad_query, grad_key, grad_value; /* shape and dtype of each; any strides but the
+                                                   last; data NULL: not wanted */
+    te_tensor grad_bias; /* shape of bias: summed over its dims of 1; f32, f16, bf16; data NULL: not
+                            wanted */
+    void *workspace;
+    size_t workspace_size;
+} te_attention_backward_args;
 
 /* output = residual + drop_path(dropout(input + bias)). drop_path keeps or drops rows / samples
  * rows at a time; its decisions are elements 0 .. samples - 1 of a stream that begins at offset +

@@ -184,6 +184,29 @@ static const field softmax_backward_fields[] = {F(softmax_backward, grad_output,
                                                 F(softmax_backward, scale, FLOAT, 0),
                                                 F(softmax_backward, dropout, FLOAT, 0),
                                                 END};
+#define PROBLEM_FIELD(op, name, kind, count)                                                       \
+    {                                                                                              \
+#name, FIELD_##kind, offsetof(te_##op##_args, problem.name), count                         \
+    }
+#define PROBLEM_FIELDS(op)                                                                         \
+    PROBLEM_FIELD(op, query, TENSOR, 0), PROBLEM_FIELD(op, key, TENSOR, 0),                        \
+        PROBLEM_FIELD(op, value, TENSOR, 0), PROBLEM_FIELD(op, mask, TENSOR, 0),                   \
+        PROBLEM_FIELD(op, bias, TENSOR, 0), PROBLEM_FIELD(op, query_lengths, TENSOR, 0),           \
+        PROBLEM_FIELD(op, key_lengths, TENSOR, 0), PROBLEM_FIELD(op, rng, INT64S, 2),              \
+        PROBLEM_FIELD(op, scale, FLOAT, 0), PROBLEM_FIELD(op, dropout, FLOAT, 0),                  \
+        PROBLEM_FIELD(op, window_left, INT64, 0), PROBLEM_FIELD(op, window_right, INT64, 0),       \
+        PROBLEM_FIELD(op, diagonal, INT64, 0), PROBLEM_FIELD(op, bottom_right, INT, 0)
+static const field attention_fields[] = {PROBLEM_FIELDS(attention), F(attention, output, TENSOR, 0),
+                                         F(attention, statistics, TENSOR, 0), END};
+static const field attention_backward_fields[] = {PROBLEM_FIELDS(attention_backward),
+                                                  F(attention_backward, grad_output, TENSOR, 0),
+                                                  F(attention_backward, output, TENSOR, 0),
+                                                  F(attention_backward, statistics, TENSOR, 0),
+                                                  F(attention_backward, grad_query, TENSOR, 0),
+                                                  F(attention_backward, grad_key, TENSOR, 0),
+                                                  F(attention_backward, grad_value, TENSOR, 0),
+                                                  F(attention_backward, grad_bias, TENSOR, 0),
+                                                  END};
 static const field dropout_add_fields[] = {F(dropout_add, input, TENSOR, 0),
                                            F(dropout_add, bias, TENSOR, 0),
                                            F(dropout_add, residual, TENSOR, 0),
@@ -209,6 +232,8 @@ static const field *const op_fields[TE_OP_COUNT] = {
 #undef CAST_FIELDS
 #undef CLAMP_FIELDS
 #undef DROP_FIELDS
+#undef PROBLEM_FIELD
+#undef PROBLEM_FIELDS
 
 _Static_assert(sizeof(te_epilogue) == sizeof(int32_t) && sizeof(te_amax_algo) == sizeof(int32_t) &&
                    sizeof(te_norm_kind) == sizeof(int32_t) &&

@@ -448,6 +448,71 @@ static const te_softmax_backward_args softmax_backward_defaults = {
 static const layer_op softmax_backward_op = {OP(SOFTMAX_BACKWARD, softmax_backward)};
 ENTRY(softmax_backward)
 
+/* What attention and its gradient have in common. */
+#define P_PROBLEM(op)                                                                              \
+    P_AT(op, MASK, "mask", problem.mask, 0), P_AT(op, DIMS, "bias", problem.bias, 0),              \
+        P_AT(op, VECTOR, "query_lengths", problem.query_lengths, 0),                               \
+        P_AT(op, VECTOR, "key_lengths", problem.key_lengths, 0),                                   \
+        P_AT(op, INT64S, "rng", problem.rng, 2), P_AT(op, FLOAT, "scale", problem.scale, 0),       \
+        P_AT(op, FLOAT, "dropout", problem.dropout, 0),                                            \
+        P_AT(op, LONG, "window_left", problem.window_left, 0),                                     \
+        P_AT(op, LONG, "window_right", problem.window_right, 0),                                   \
+        P_AT(op, LONG, "diagonal", problem.diagonal, 0),                                           \
+        P_AT(op, TRUTH, "bottom_right", problem.bottom_right, 0)
+#define P_ATTENDED(op, name)                                                                       \
+    {                                                                                              \
+#name, offsetof(te_##op##_args, problem.name), 0, PARAM_DIMS, BY_POSITION                  \
+    }
+#define PROBLEM_DEFAULTS .problem = {.scale = 1.0F, .window_left = -1, .window_right = -1}
+
+const char tepy_attention_doc[] =
+    "attention($module, /, query, key, value, output, *, statistics=None, mask=None, bias=None,\n"
+    "          query_lengths=None, key_lengths=None, rng=None, scale=1.0, dropout=0.0,\n"
+    "          window_left=-1, window_right=-1, diagonal=0, bottom_right=False,\n"
+    "          context=None)\n--\n\n"
+    "dropout(softmax(scale * query key + bias)) value, without a matrix of scores.";
+
+static const param attention_params[] = {P_ATTENDED(attention, query),
+                                         P_ATTENDED(attention, key),
+                                         P_ATTENDED(attention, value),
+                                         P(attention, DIMS_OUT, output, BY_POSITION),
+                                         P(attention, DIMS_OUT, statistics, OPTIONAL),
+                                         P_PROBLEM(attention),
+                                         P_END};
+
+static const te_attention_args attention_defaults = {.size = sizeof attention_defaults,
+                                                     PROBLEM_DEFAULTS};
+static const layer_op attention_op = {OP(ATTENTION, attention), OP_WORKSPACE(attention)};
+ENTRY(attention)
+
+const char tepy_attention_backward_doc[] =
+    "attention_backward($module, /, grad_output, query, key, value, output, statistics, *,\n"
+    "                   grad_query=None, grad_key=None, grad_value=None, grad_bias=None,\n"
+    "                   mask=None, bias=None, query_lengths=None, key_lengths=None, rng=None,\n"
+    "                   scale=1.0, dropout=0.0, window_left=-1, window_right=-1, diagonal=0,\n"
+    "                   bottom_right=False, context=None)\n--\n\n"
+    "Gradients of attention.";
+
+static const param attention_backward_params[] = {
+    P(attention_backward, DIMS, grad_output, BY_POSITION),
+    P_ATTENDED(attention_backward, query),
+    P_ATTENDED(attention_backward, key),
+    P_ATTENDED(attention_backward, value),
+    P(attention_backward, DIMS, output, BY_POSITION),
+    P(attention_backward, DIMS, statistics, BY_POSITION),
+    P(attention_backward, DIMS_OUT, grad_query, OPTIONAL),
+    P(attention_backward, DIMS_OUT, grad_key, OPTIONAL),
+    P(attention_backward, DIMS_OUT, grad_value, OPTIONAL),
+    P(attention_backward, DIMS_OUT, grad_bias, OPTIONAL),
+    P_PROBLEM(attention_backward),
+    P_END};
+
+static const te_attention_backward_args attention_backward_defaults = {
+    .size = sizeof attention_backward_defaults, PROBLEM_DEFAULTS};
+static const layer_op attention_backward_op = {OP(ATTENTION_BACKWARD, attention_backward),
+                                               OP_WORKSPACE(attention_backward)};
+ENTRY(attention_backward)
+
 const char tepy_dropout_add_doc[] =
     "dropout_add($module, /, input, output, *, bias=None, residual=None, rng=None, dropout=0.0,\n"
     "            drop_path=0.0, samples=1, context=None)\n--\n\n"

@@ -193,6 +193,8 @@ void tepy_backends_clear(tepy_state *state);
     X(activation_backward, FASTKEYS)                                                               \
     X(softmax, FASTKEYS)                                                                           \
     X(softmax_backward, FASTKEYS)                                                                  \
+    X(attention, FASTKEYS)                                                                         \
+    X(attention_backward, FASTKEYS)                                                                \
     X(dropout_add, FASTKEYS)                                                                       \
     X(dropout_backward, FASTKEYS)                                                                  \
     X(rope, FASTKEYS)                                                                              \

@@ -1,0 +1,196 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * attention.c - softmax(query key^T) value without a matrix of scores.
+ *
+ * A task is one head and a block of its queries. It goes over the blocks of keys from the first to
+ * the last and keeps, for each query, the largest score so far, the sum of the exponentials, and
+ * the sum of the values that they weight; where a block brings a larger score, both sums are scaled
+ * down. What becomes of a query depends on nothing but itself and the blocks of keys, so no result
+ * depends on the number of threads or the size of a block of queries.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "core/status.h"
+#include "cpu/attention.h"
+#include "cpu/ops.h"
+
+enum { MIN_QUERIES = 48 }; /* of a block; divided by the rows of every tile */
+
+typedef struct forward_job {
+    te_cpu_attention_job common;
+    te_cpu_tensor4 output;
+    float *statistics; /* [batch, heads, queries], or NULL */
+} forward_job;
+
+/* A thread's buffer: one block of queries. */
+typedef struct forward_block {
+    te_cpu_queries queries;
+    float top[TE_CPU_QUERIES], sum[TE_CPU_QUERIES];
+    float *query, *key, *value; /* packed */
+    float *scores;              /* [block][TE_CPU_KEYS] */
+    float *weights;             /* these, packed */
+    float *output;              /* [block + a tile][d_v_tiled] */
+} forward_block;
+
+/* Lays out a thread's buffer; returns its floats. */
+static int64_t lay_out(const te_cpu_attention_job *c, float *start, forward_block *block)
+{
+    const te_cpu_part parts[] = {
+        {&block->query, c->block * c->d_k},
+        {&block->key, TE_CPU_KEYS * c->d_k},
+        {&block->value, TE_CPU_KEYS * c->d_v_tiled},
+        {&block->scores, c->block * TE_CPU_KEYS},
+        {&block->weights, c->block * TE_CPU_KEYS},
+        {&block->output, (c->block + TE_CPU_MAX_TILE_ROWS) * c->d_v_tiled}};
+    return te_cpu_lay_out(parts, sizeof parts / sizeof *parts, start);
+}
+
+static void describe(const te_attention_args *args, forward_job *job)
+{
+    te_cpu_attention_job *c = &job->common;
+    forward_block block;
+    te_cpu_attention_describe(&args->problem, c);
+    job->output = te_cpu_tensor4_of(&args->output);
+    job->statistics = args->statistics.data;
+    int64_t heads = c->scores.shape[0] * c->scores.shape[1], queries = c->scores.shape[2];
+    while (c->block > MIN_QUERIES &&
+           (c->block / 2 >= queries || heads * te_ceil_div(queries, c->block) < 2 * c->threads)) {
+        c->block /= 2;
+    }
+    c->thread_floats = lay_out(c, NULL, &block);
+}
+
+te_status te_cpu_attention_workspace(void *self, te_context *context, const void *opaque,
+                                     size_t *bytes)
+{
+    forward_job job;
+    (void)self, (void)context;
+    describe(opaque, &job);
+    *bytes = te_cpu_attention_bytes(&job.common, 0);
+    return TE_OK;
+}
+
+/* Turns the scores of a query and a block of keys into weights, and scales down what was summed
+ * before. */
+static void weigh(const te_cpu_attention_job *c, forward_block *block,
+                  const te_cpu_meeting *meeting, int64_t r)
+{
+    const te_cpu_kernels *kernels = c->scores.kernels;
+    const te_cpu_row *row = &block->queries.rows[r];
+    int32_t decisions[TE_CPU_DECISIONS(TE_CPU_KEYS)];
+    float *scores = block->scores + r * TE_CPU_KEYS, old = block->top[r], top = -INFINITY;
+    int64_t begin = row->begin < meeting->key ? meeting->key : row->begin;
+    int64_t n = te_cpu_min(row->end, meeting->key + meeting->keys) - begin;
+    float *values = scores + (begin - meeting->key);
+    if (n > 0) {
+        te_cpu_finish_scores(&c->scores, row, begin, n, values);
+        top = kernels->largest(values, n);
+        if (top == INFINITY) top = NAN; /* Inf - Inf, in every key and not only in this one */
+        if (top <= old || isnan(old)) top = old;
+    }
+    if (n <= 0 || top == -INFINITY) {
+        memset(scores, 0, (size_t)meeting->keys * sizeof *scores);
+        return;
+    }
+    if (!(top == old)) {
+        (void)kernels->exponentials(&old, top, 1);
+        block->sum[r] *= old;
+        kernels->multiply(block->output + r * c->d_v_tiled, old, c->d_v);
+        block->top[r] = top;
+    }
+    block->sum[r] += kernels->exponentials(values, top, n);
+    if (c->scores.dropout.active) {
+        te_cpu_drop(kernels, &c->scores.dropout, row->number * c->scores.shape[3] + begin, values,
+                    n, decisions);
+    }
+    memset(scores, 0, (size_t)(values - scores) * sizeof *scores);
+    memset(values + n, 0, (size_t)(scores + meeting->keys - values - n) * sizeof *scores);
+}
+
+static void attend_keys(const te_cpu_attention_job *c, forward_block *block,
+                        const te_cpu_panels *query, const te_cpu_meeting *meeting)
+{
+    const te_cpu_kernels *kernels = c->scores.kernels;
+    const te_cpu_queries *q = &block->queries;
+    int64_t kv_head = q->head / c->group, count = meeting->to - meeting->from;
+    te_cpu_panels key = te_cpu_pack_right(
+        kernels, te_cpu_tokens(&c->key, q->batch, kv_head, meeting->key, meeting->keys, c->d_k), 1,
+        block->key);
+    te_cpu_panels value = te_cpu_pack_right(
+        kernels, te_cpu_tokens(&c->value, q->batch, kv_head, meeting->key, meeting->keys, c->d_v),
+        0, block->value);
+    te_cpu_product(kernels, query, meeting->from, meeting->to, &key, block->scores, TE_CPU_KEYS, 0);
+    for (int64_t r = meeting->from; r < meeting->to; r++) weigh(c, block, meeting, r);
+    te_cpu_panels weights =
+        te_cpu_pack_left(kernels,
+                         te_cpu_floats(block->scores + meeting->from * TE_CPU_KEYS, count,
+                                       meeting->keys, TE_CPU_KEYS),
+                         1, block->weights);
+    te_cpu_product(kernels, &weights, 0, count, &value,
+                   block->output + meeting->from * c->d_v_tiled, c->d_v_tiled, 1);
+}
+
+/* Output and statistics of the queries, and 0 for those beyond the sequence's length. */
+static void finish(const forward_job *job, forward_block *block)
+{
+    const te_cpu_attention_job *c = &job->common;
+    const te_cpu_kernels *kernels = c->scores.kernels;
+    const te_cpu_queries *q = &block->queries;
+    int64_t count = te_cpu_min(c->block, c->scores.shape[2] - q->first);
+    te_cpu_matrix output = te_cpu_tokens(&job->output, q->batch, q->head, q->first, count, c->d_v);
+    int64_t number = (q->batch * c->scores.shape[1] + q->head) * c->scores.shape[2] + q->first;
+    for (int64_t r = 0; r < count; r++) {
+        float *values = block->output + r * c->d_v_tiled, sum = block->sum[r];
+        if (sum != 0.0F) kernels->multiply(values, 1.0F / sum, c->d_v);
+        kernels->from_f32[output.dtype](values, te_cpu_at(&output, r, 0), c->d_v);
+        if (job->statistics != NULL) {
+            job->statistics[number + r] = sum == 0.0F ? -INFINITY : block->top[r] + logf(sum);
+        }
+    }
+}
+
+static void attend(forward_job *job, int64_t batch, int64_t head, int64_t first)
+{
+    te_cpu_attention_job *c = &job->common;
+    te_cpu_meeting meeting;
+    forward_block block;
+    int64_t keys = te_cpu_keys_of(c, batch);
+    (void)lay_out(c, te_cpu_attention_buffer(c), &block);
+    te_cpu_set_queries(c, batch, head, first, &block.queries);
+    te_cpu_panels query = te_cpu_pack_left(
+        c->scores.kernels,
+        te_cpu_tokens(&c->query, batch, head, first, block.queries.count, c->d_k), 1, block.query);
+    memset(block.output, 0, (size_t)(c->block * c->d_v_tiled) * sizeof *block.output);
+    for (int64_t r = 0; r < c->block; r++) {
+        block.top[r] = -INFINITY;
+        block.sum[r] = 0.0F;
+    }
+    for (int64_t key = 0; key < keys && !te_cpu_stopped(&c->interruptible); key += TE_CPU_KEYS) {
+        if (!te_cpu_meet(c, &block.queries, key, &meeting)) continue;
+        attend_keys(c, &block, &query, &meeting);
+    }
+    finish(job, &block);
+}
+
+te_status te_cpu_attention(void *self, te_context *context, const void *opaque, void *stream)
+{
+    const te_attention_args *args = opaque;
+    forward_job job;
+    (void)self, (void)context, (void)stream;
+    describe(args, &job);
+    TE_TRY(te_cpu_attention_begin("attention", &args->problem, &job.common, 0, args->workspace,
+                                  args->workspace_size));
+    int64_t heads = job.common.scores.shape[1];
+    int64_t blocks = te_ceil_div(job.common.scores.shape[2], job.common.block);
+    int64_t tasks = job.common.scores.shape[0] * heads * blocks;
+#pragma omp parallel for num_threads(job.common.threads) schedule(dynamic, 1)
+    for (int64_t task = 0; task < tasks; task++) {
+        attend(&job, task / blocks / heads, task / blocks % heads,
+               (blocks - 1 - task % blocks) * job.common.block); /* the long causal ones first */
+    }
+    if (te_interruptible_stopped(&job.common.interruptible)) {
+        return TE_FAIL(TE_ERROR_INTERRUPTED, "attention: interrupted: output is not complete");
+    }
+    return TE_OK;
+}

@@ -1,0 +1,74 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * scores.c - scale, bias, mask and window of a row of scores.
+ */
+#include "cpu/scores.h"
+
+#include <string.h>
+
+#include "cpu/matrix.h"
+
+te_cpu_tensor4 te_cpu_tensor4_of(const te_tensor *tensor)
+{
+    te_cpu_tensor4 x = {.data = tensor->data,
+                        .bytes = (int64_t)te_dtype_bytes(tensor->dtype),
+                        .dtype = tensor->dtype};
+    for (int dim = 0; x.data != NULL && dim < 4; dim++) {
+        x.strides[dim] = tensor->shape[dim] == 1 ? 0 : tensor->strides[dim];
+    }
+    return x;
+}
+
+unsigned char *te_cpu_score_at(const te_cpu_tensor4 *x, const te_cpu_row *row, int64_t key)
+{
+    int64_t offset = row->index[0] * x->strides[0] + row->index[1] * x->strides[1] +
+                     row->index[2] * x->strides[2] + key * x->strides[3];
+    return x->data + offset * x->bytes;
+}
+
+/* n elements from a key on: where they lie, or in `buffer` copies of one that stands for all. */
+static const void *spread(const te_cpu_tensor4 *x, const te_cpu_row *row, int64_t key, int64_t n,
+                          void *buffer)
+{
+    const unsigned char *source = te_cpu_score_at(x, row, key);
+    if (x->strides[3] != 0) return source;
+    for (int64_t i = 0; i < n; i++) {
+        memcpy((unsigned char *)buffer + i * x->bytes, source, (size_t)x->bytes);
+    }
+    return buffer;
+}
+
+void te_cpu_set_window(te_cpu_scores *scores, int64_t left, int64_t right, int64_t diagonal)
+{
+    scores->first_key = left >= 0 ? diagonal - left : -INT64_MAX / 2;
+    scores->end_key = right >= 0 ? diagonal + right + 1 : INT64_MAX / 2;
+}
+
+te_cpu_row te_cpu_row_of(const te_cpu_scores *scores, int64_t number, int64_t keys, int64_t shift)
+{
+    int64_t heads = scores->shape[1], queries = scores->shape[2];
+    te_cpu_row row = {
+        .index = {number / queries / heads, number / queries % heads, number % queries},
+        .number = number};
+    row.begin = te_cpu_min(keys, row.index[2] + scores->first_key + shift);
+    row.end = te_cpu_min(keys, row.index[2] + scores->end_key + shift);
+    if (row.begin < 0) row.begin = 0;
+    if (row.end < row.begin) row.end = row.begin;
+    return row;
+}
+
+void te_cpu_finish_scores(const te_cpu_scores *scores, const te_cpu_row *row, int64_t key,
+                          int64_t n, float *values)
+{
+    const te_cpu_kernels *kernels = scores->kernels;
+    uint32_t copies[TE_CPU_SCORES];
+    if (scores->scale != 1.0F) kernels->multiply(values, scores->scale, n);
+    if (scores->bias.data != NULL) {
+        float bias[TE_CPU_SCORES];
+        kernels->to_f32[scores->bias.dtype](spread(&scores->bias, row, key, n, copies), bias, n);
+        kernels->add(values, bias, n);
+    }
+    if (scores->mask.data != NULL) {
+        kernels->forbid(values, spread(&scores->mask, row, key, n, copies), n);
+    }
+}

@@ -1,0 +1,48 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * scores.h - what softmax and attention do to a row of scores before its exponentials: scale, bias,
+ * mask and window.
+ */
+#ifndef TE_CPU_SCORES_H
+#define TE_CPU_SCORES_H
+
+#include "cpu/isa.h"
+#include "cpu/random.h"
+
+enum { TE_CPU_SCORES = 2048 }; /* of a row at a time */
+
+/* A tensor of four dims; a dim of 1 that stands for all has stride 0. */
+typedef struct te_cpu_tensor4 {
+    unsigned char *data; /* NULL: absent */
+    int64_t strides[4];
+    int64_t bytes; /* of an element */
+    te_dtype dtype;
+} te_cpu_tensor4;
+
+/* A row of a call: its index, and the keys [begin, end) of its window. */
+typedef struct te_cpu_row {
+    int64_t index[3]; /* batch, head, query */
+    int64_t number, begin, end;
+} te_cpu_row;
+
+typedef struct te_cpu_scores {
+    const te_cpu_kernels *kernels;
+    te_cpu_tensor4 mask, bias;
+    int64_t shape[4]; /* batch, heads, queries, keys */
+    float scale;
+    int64_t first_key, end_key; /* of the window, relative to the query */
+    te_cpu_dropout dropout;
+} te_cpu_scores;
+
+te_cpu_tensor4 te_cpu_tensor4_of(const te_tensor *tensor);
+/* The element (row, key). */
+unsigned char *te_cpu_score_at(const te_cpu_tensor4 *x, const te_cpu_row *row, int64_t key);
+void te_cpu_set_window(te_cpu_scores *scores, int64_t left, int64_t right, int64_t diagonal);
+/* A row by its number, over the first `keys` keys and with a diagonal further right by `shift`. */
+te_cpu_row te_cpu_row_of(const te_cpu_scores *scores, int64_t number, int64_t keys, int64_t shift);
+/* values = scale * values + bias of n keys of a row, -Inf where the mask forbids; n is at most
+ * TE_CPU_SCORES. */
+void te_cpu_finish_scores(const te_cpu_scores *scores, const te_cpu_row *row, int64_t key,
+                          int64_t n, float *values);
+
+#endif
