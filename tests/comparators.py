@@ -112,19 +112,22 @@ def _order(codes):
     return (codes & 0x7F) * (1 - 2 * (codes >> 7))
 
 
-def nmse(actual, exact):
-    """Sum of squared errors over the sum of squares of `exact`, in float64."""
+def nmse(actual, exact, terms=None):
+    """Sum of squared errors over the sum of squares of `exact`, or of its `terms`, in float64."""
     actual, exact = (t.detach().cpu().double() for t in (actual, exact))
     assert actual.shape == exact.shape, f"{actual.shape}, expected {exact.shape}"
     assert exact.isfinite().all(), "the exact values are not finite"
-    squares = exact.square().sum()
+    squares = (exact if terms is None else terms).square().sum()
     errors = (actual - exact).square().sum()
     return (errors / squares).item() if squares > 0 else errors.item()
 
 
-def assert_nmse(actual, exact, bound, what=""):
-    """Normalised mean squared error of at most `bound`, a sum of `tols.tol`."""
-    error = nmse(actual, exact)
+def assert_nmse(actual, exact, bound, what="", terms=None):
+    """Normalised mean squared error of at most `bound`, a sum of `tols.tol`.
+
+    `terms`: sums of the magnitudes of the terms of `exact`, where these cancel.
+    """
+    error = nmse(actual, exact, terms)
     assert error <= bound, f"{what} normalised error {error:.3e} exceeds {bound:.3e}"
 
 

@@ -228,6 +228,35 @@ def _softmax_backward(core):
     )
 
 
+def _attended(core, *, length=4):
+    """Query, key and value; the output; keywords of a call."""
+    query, value = torch.randn(2, length, 4, 6), torch.randn(2, 5, 2, 3)
+    return (
+        [query, torch.randn(2, 5, 2, 6), value],
+        torch.zeros(2, length, 4, 3),
+        dict(
+            mask=torch.zeros(2, 1, length, 5, dtype=torch.bool), bias=torch.randn(1, 4, length, 5),
+            query_lengths=torch.tensor([length, 2], dtype=torch.int32),
+            key_lengths=torch.tensor([3, 5], dtype=torch.int32), rng=_rng(), scale=0.5,
+            dropout=0.1, window_left=-1, window_right=2, diagonal=1, bottom_right=True,
+            **_context(core),
+        ),
+    )  # fmt: skip
+
+
+def _attention(core):
+    inputs, output, keywords = _attended(core)
+    return Case([*inputs, output], {"statistics": torch.zeros(2, 4, 4)} | keywords)
+
+
+def _attention_backward(core):
+    inputs, output, keywords = _attended(core)
+    wanted = dict(zip(("query", "key", "value"), inputs, strict=True)) | {"bias": keywords["bias"]}
+    grads = {f"grad_{name}": torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    statistics = torch.zeros(2, 4, 4)
+    return Case([torch.randn_like(output), *inputs, output, statistics], grads | keywords)
+
+
 def _dropout(core):
     return dict(rng=_rng(), dropout=0.1, drop_path=0.1, samples=2, **_context(core))
 
@@ -318,6 +347,8 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "activation_backward": _activation_backward,
     "softmax": _softmax,
     "softmax_backward": _softmax_backward,
+    "attention": _attention,
+    "attention_backward": _attention_backward,
     "dropout_add": _dropout_add,
     "dropout_backward": _dropout_backward,
     "rope": _rope,

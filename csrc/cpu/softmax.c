@@ -109,7 +109,7 @@ te_status te_cpu_softmax(void *self, te_context *context, const void *opaque, vo
     int64_t *shape = job.scores.shape;
     memcpy(shape, args->input.shape, sizeof job.scores.shape);
     te_cpu_set_window(&job.scores, args->window_left, args->window_right, args->diagonal);
-    /* Rows of a causal window differ in length: they are dealt out in small lots. */
+    /* Rows of a causal window differ in length: they are distributed in small chunks. */
     int64_t rows = shape[0] * shape[1] * shape[2];
     int threads = te_cpu_threads(rows * shape[3]);
     (void)self, (void)context, (void)stream, (void)threads;

@@ -18,6 +18,8 @@ HERE = Path(__file__).parent
 
 # Operators whose tests stand in the file of a family.
 FAMILIES = {"softmax_backward": "softmax", "dropout_add": "dropout", "dropout_backward": "dropout"}
+FAMILIES["attention_backward"] = "attention"
+CPU_ALONE = ("attention", "attention_backward")
 
 
 @pytest.mark.parametrize("op", _core.op_names())
@@ -63,6 +65,11 @@ def arguments(op, device):
         ),
         "softmax": ([scores, scores.clone()], {}),
         "softmax_backward": ([scores, scores, scores.clone()], {}),
+        "attention": ([scores, scores, scores, scores.clone()], {}),
+        "attention_backward": (
+            [scores, scores, scores, scores, scores, torch.zeros(1, 8, 2, device=device)],
+            {"grad_query": scores.clone(), "grad_key": scores.clone()},
+        ),
         "dropout_add": ([wide, out], {}),
         "dropout_backward": ([wide], {"bias_grad": row.clone()}),
         "rope": ([scores, scores.clone(), wide], {}),
@@ -72,6 +79,10 @@ def arguments(op, device):
 @pytest.mark.parametrize("op", _core.op_names())
 def test_is_counted_once(device, op, counters):
     positional, keywords = arguments(op, device)
+    if device == "cuda" and op in CPU_ALONE:
+        with pytest.raises(NotImplementedError, match=f"{op}: no backend of this device has it"):
+            getattr(_core, op)(*positional, **keywords)
+        return
     getattr(_core, op)(*positional, **keywords)
     ops = {name: value for name, value in counters().items() if name.startswith("op.")}
     assert ops == {f"op.{device}.{op}": 1}
@@ -100,6 +111,18 @@ def layer(x, q, t, out, sums, add):
     _core.dropout_backward(x, grad_input=x, bias_grad=sums, rng=rng, dropout=0.1)
     add(out, x, sums)
 
+def attention(queries, keys, heads, groups, add):
+    q, k = torch.randn(1, queries, heads, 40), torch.randn(1, keys, groups, 40)
+    v, out = torch.randn(1, keys, groups, 24), torch.empty(1, queries, heads, 24)
+    bias, statistics = torch.randn(1, heads, 1, keys), torch.empty(1, heads, queries)
+    options = {"bias": bias, "rng": torch.tensor([3, 5]), "dropout": 0.1, "window_right": 50}
+    _core.attention(q, k, v, out, statistics=statistics, **options)
+    grads = [torch.empty_like(t) for t in (q, k, v, bias)]
+    names = ("grad_query", "grad_key", "grad_value", "grad_bias")
+    wanted = dict(zip(names, grads, strict=True))
+    _core.attention_backward(out, q, k, v, out, statistics, **wanted, **options)
+    add(out, statistics, *grads)
+
 def digest(seed):
     found = hashlib.sha256()
     torch.manual_seed(seed)
@@ -123,6 +146,8 @@ def digest(seed):
         a, b, d, sums = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n), torch.empty(m)
         _core.gemm(a, b, d, bias_grad=sums)
         add(d, sums)
+    attention(300, 500, 4, 1, add)
+    attention(500, 230, 6, 3, add)
     return found.hexdigest()
 """
 

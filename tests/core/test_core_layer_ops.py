@@ -20,16 +20,23 @@ def core():
 
 def fields_of(op):
     """Names of the fields of an args struct, from the header; workspaces are not lent."""
+    names = declared_in(f"{op}_args") - {"size", "workspace", "workspace_size"}
+    if "params" in names:
+        names = names - {"params"} | {"limit", "alpha", "linear_offset"}
+    if "problem" in names:
+        names = names - {"problem"} | declared_in("attention_problem")
+    return names
+
+
+def declared_in(struct):
+    """Names of the fields of a struct of the header."""
     text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
-    body = re.search(rf"typedef struct te_{op}_args {{(.*?)}} te_{op}_args;", text, re.DOTALL)[1]
+    body = re.search(rf"typedef struct te_{struct} {{(.*?)}} te_{struct};", text, re.DOTALL)[1]
     names = set()
     for declaration in body.split(";"):
         words = re.findall(r"\w+", declaration.split(",")[0])
         if words:
             names |= {words[-1], *re.findall(r",\s*\**(\w+)", declaration)}
-    names -= {"size", "workspace", "workspace_size"}
-    if "params" in names:
-        names = names - {"params"} | {"limit", "alpha", "linear_offset"}
     return names
 
 

@@ -1,0 +1,664 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attention and its gradient: values, layouts, groups, masks, lengths, special numbers, dropout."""
+
+import itertools
+import re
+import threading
+
+import pytest
+import torch
+from attention_reference import allowed, drop_factors, kept, new_pair, pair_on, softmax
+from buffers import HIGH, LAYOUTS, Poisoned, laid_out, name_of, normal
+from comparators import assert_bits, assert_nmse, assert_ref_ratio, assert_repeats
+from refusals import check_refused
+from tols import BF16, F16, F32, tol
+
+from transformer_engine import _core
+
+NAN, INF = float("nan"), float("inf")
+INPUTS = ("query", "key", "value")
+# Around the rows of a tile and the blocks of queries (48, 96, 192) and of keys (192).
+LENGTHS = [(1, 1), (1, 193), (5, 7), (13, 192), (47, 96), (97, 191), (193, 65), (200, 400)]
+SHAPE = (2, 70, 210, 4, 2, 24, 40)  # batch, queries, keys, heads, kv_heads, d_k, d_v
+
+
+class Problem:
+    """One attention; `check` compares a call and its gradients with float64."""
+
+    def __init__(self, rng, shape=SHAPE, dtype=F32, **options):
+        batch, queries, keys, heads, groups, d_k, d_v = shape
+        self.dtype, self.scores_shape = dtype, (batch, heads, queries, keys)
+        self.tensors = {
+            "query": normal(rng, (batch, queries, heads, d_k), dtype),
+            "key": normal(rng, (batch, keys, groups, d_k), dtype),
+            "value": normal(rng, (batch, keys, groups, d_v), dtype),
+        }
+        self.grad = normal(rng, (batch, queries, heads, d_v), dtype)
+        self.bias = options.pop("bias", None)
+        self.mask = options.pop("mask", None)
+        self.lengths = options.pop("lengths", {})
+        self.pair, self.dropout = options.pop("pair", None), options.pop("dropout", 0.0)
+        self.options = {"scale": d_k**-0.5 if d_k else 1.0} | options
+
+    @property
+    def inputs(self):
+        return self.tensors | ({} if self.bias is None else {"bias": self.bias})
+
+    def arguments(self):
+        """Keywords of a call, less the tensors by position."""
+        lengths = {
+            f"{n}_lengths": torch.tensor(v, dtype=torch.int32) for n, v in self.lengths.items()
+        }
+        drop = {} if self.pair is None else {"rng": pair_on("cpu", self.pair)}
+        return (
+            {"bias": self.bias, "mask": self.mask, "dropout": self.dropout}
+            | drop
+            | lengths
+            | self.options
+        )
+
+    def lengths_of(self, name, batch):
+        limit = self.scores_shape[2 if name == "query" else 3]
+        return self.lengths.get(name, [limit] * self.scores_shape[0])[batch]
+
+    @property
+    def may(self):
+        """Bool [batch, heads, queries, keys]: what a query may attend."""
+        batch, heads, queries, keys = self.scores_shape
+        window = [self.options.get(f"window_{side}", -1) for side in ("left", "right")]
+        rows = []
+        for b in range(batch):
+            q, k = self.lengths_of("query", b), self.lengths_of("key", b)
+            shift = k - q if self.options.get("bottom_right") else 0
+            mask = None if self.mask is None else self.mask[b % self.mask.shape[0]][None]
+            diagonal = self.options.get("diagonal", 0) + shift
+            row = allowed((1, heads, queries, keys), mask, *window, diagonal).clone()
+            row[:, :, q:] = False
+            row[..., k:] = False
+            rows.append(row)
+        return torch.cat(rows) if rows else torch.zeros(self.scores_shape, dtype=torch.bool)
+
+    def heads(self, **tensors):
+        """Tensors as [batch, heads, tokens, channels]: those of keys once for each head."""
+        group = self.scores_shape[1] // max(self.tensors["key"].shape[2], 1)
+        turned = {name: x.transpose(1, 2) for name, x in tensors.items()}
+        for name in {"key", "value"} & turned.keys():
+            turned[name] = turned[name].repeat_interleave(group, 1)
+        return turned
+
+    def weights(self, query, key, bias=None):
+        """What values are multiplied by, less dropout, for tensors as `heads` gives them."""
+        scores = (query @ key.mT) * self.options["scale"]
+        return softmax(scores if bias is None else scores + bias.to(scores.dtype), self.may)
+
+    def factors(self):
+        """Of the dropout, in float64."""
+        return drop_factors(self.pair or (0, 0), self.scores_shape, self.dropout)
+
+    def definition(self, query, key, value, bias=None):
+        """The output, in the dtype of its arguments."""
+        parts = self.heads(query=query, key=key, value=value)
+        weights = self.weights(parts["query"], parts["key"], bias)
+        return (weights * self.factors().to(weights.dtype) @ parts["value"]).transpose(1, 2)
+
+    def terms(self):
+        """Magnitudes of the terms of gradients that may cancel, by name."""
+        parts = self.heads(
+            grad=self.grad.double(), **{n: t.double() for n, t in self.tensors.items()}
+        )
+        weights = self.weights(parts["query"], parts["key"], self.bias)
+        of_weights = (parts["grad"] @ parts["value"].mT).abs() * self.factors()
+        of_scores = weights * (of_weights + (weights * of_weights).sum(-1, keepdim=True))
+        scale, groups = abs(self.options["scale"]), self.tensors["key"].shape[2]
+        of_keys = (of_scores.mT @ parts["query"].abs()).unflatten(1, (groups, -1)).sum(2)
+        terms = {
+            "grad_query": scale * (of_scores @ parts["key"].abs()).transpose(1, 2),
+            "grad_key": scale * of_keys.transpose(1, 2),
+        }
+        if self.bias is not None:
+            terms["grad_bias"] = of_scores.sum_to_size(self.bias.shape)
+        return terms
+
+    def reference(self, dtype):
+        """Output and gradients by autograd of the definition in a dtype."""
+        leaves = {n: t.detach().to(dtype).requires_grad_() for n, t in self.inputs.items()}
+        output = self.definition(**leaves)
+        grads = torch.autograd.grad(output, list(leaves.values()), self.grad.to(dtype))
+        return [output.detach(), *grads]
+
+    def run(self, layout="dense"):
+        """Output, statistics and gradients by name, each Poisoned."""
+        b, h, q, _ = self.scores_shape
+        made = {
+            "output": Poisoned(self.grad.shape, self.dtype, "cpu", layout=layout),
+            "statistics": Poisoned((b, h, q), F32, "cpu"),
+        }
+        inputs = [laid_out(t, layout, "cpu") for t in self.tensors.values()]
+        output, statistics = (memory.tensor for memory in made.values())
+        _core.attention(*inputs, output, statistics=statistics, **self.arguments())
+        for name, tensor in self.inputs.items():
+            made[f"grad_{name}"] = Poisoned(tensor.shape, tensor.dtype, "cpu", layout=layout)
+        grads = {n: memory.tensor for n, memory in made.items() if n.startswith("grad_")}
+        grad = laid_out(self.grad, layout, "cpu")
+        _core.attention_backward(grad, *inputs, output, statistics, **grads, **self.arguments())
+        for placed, given in zip(inputs, self.tensors.values(), strict=True):
+            assert_bits(placed, given)
+        assert all(memory.untouched() for memory in made.values())
+        return {name: memory.tensor for name, memory in made.items()}
+
+    def check(self, layout="dense", *, naive=None):
+        """Compare everything; naive: a dtype in which a plain computation may err half as much."""
+        made, terms = self.run(layout), self.terms()
+        depth = max(self.scores_shape[2] * self.scores_shape[1], self.scores_shape[3])
+        names = ["output", *(f"grad_{name}" for name in self.inputs)]
+        exact = dict(zip(names, self.reference(torch.float64), strict=True))
+        for name, expected in exact.items():
+            dtypes = (made[name].dtype, self.dtype)
+            bound = tol("attention", max(dtypes, key=lambda d: torch.finfo(d).eps), depth)
+            assert_nmse(made[name], expected, bound, name, terms.get(name))
+        if naive is not None:
+            for name, plain in zip(names, self.reference(naive), strict=True):
+                assert_ref_ratio(made[name], plain, exact[name], naive)
+        self.check_statistics(made["statistics"])
+        return made
+
+    def check_statistics(self, statistics):
+        parts = self.heads(**{n: t.double() for n, t in self.tensors.items()})
+        scores = (parts["query"] @ parts["key"].mT) * self.options["scale"]
+        scores = scores + (0.0 if self.bias is None else self.bias.double())
+        exact = scores.masked_fill(~self.may, -INF).logsumexp(-1)
+        empty = ~self.may.any(-1)
+        assert (statistics[empty] == -INF).all()
+        # The error is one of a score, and of 1 where the score is small: as for a probability.
+        terms = 1 + exact[~empty].abs()
+        bound = tol("attention", F32, scores.shape[-1])
+        assert_nmse(statistics[~empty], exact[~empty], bound, "statistics", terms)
+
+
+def random_mask(rng, shape):
+    return torch.from_numpy(rng.integers(0, 3, shape) == 0)
+
+
+def some_dims(shape, which):
+    """The shape with 1 for every dim that is not in `which`."""
+    return tuple(size if dim in which else 1 for dim, size in enumerate(shape))
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
+def test_lengths_of_blocks(dtype, lengths, causal, rng):
+    problem = Problem(rng, (2, *lengths, 2, 2, 16, 16), dtype, window_right=0 if causal else -1)
+    # With one key for all, the exact gradients of the scores are 0, and so are the naive ones.
+    problem.check(naive=dtype if dtype != F32 and lengths[0] > 1 else None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
+def test_layouts(dtype, layout, rng):
+    bias = normal(rng, (1, 4, 70, 210), dtype)
+    Problem(rng, dtype=dtype, bias=bias, window_right=130).check(layout)
+
+
+@pytest.mark.parametrize("widths", [(1, 1), (8, 33), (33, 8), (80, 64), (200, 130), (0, 4), (4, 0)])
+def test_widths_of_heads(widths, rng):
+    Problem(rng, (1, 30, 40, 2, 1, *widths), window_right=20).check()
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (6, 3), (1, 1)])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
+def test_grouped_heads(dtype, heads, rng):
+    Problem(rng, (2, 100, 100, *heads, 16, 16), dtype, window_right=0).check()
+
+
+@pytest.mark.parametrize("scale", [0.125, -0.3, 0.0, 1.0])
+def test_scale(scale, rng):
+    Problem(rng, (2, 30, 40, 2, 2, 16, 8), F32, scale=scale).check()
+
+
+def test_large_scores_do_not_overflow(rng):
+    """Only differences of scores matter; keys far below the largest one get 0."""
+    problem = Problem(rng, (1, 20, 400, 2, 2, 8, 8))
+    spread = torch.from_numpy(rng.integers(0, 2, (1, 2, 20, 400))) * 2.0**15
+    for shift in (-(2.0**16), 2.0**16):
+        problem.bias = spread + shift
+        problem.tensors["query"] = problem.tensors["query"].round()  # scores are exact
+        problem.tensors["key"] = problem.tensors["key"].round()
+        problem.options["scale"] = 1.0
+        exact = problem.reference(torch.float64)[0]
+        assert_nmse(problem.run()["output"], exact, tol("attention", F32, 400))
+
+
+@pytest.mark.parametrize("kind", ["sbhd", "packed", "expanded"])
+def test_any_strides(kind, rng):
+    """Sequence first, views into packed tensors, one key for all: the same bits as copies."""
+    problem = Problem(rng, (2, 50, 50, 3, 3, 16, 16), BF16, window_right=0)
+    inputs, grad = list(problem.tensors.values()), problem.grad
+    if kind == "sbhd":
+        inputs = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in inputs]
+        grad = grad.transpose(0, 1).contiguous().transpose(0, 1)
+        outputs = [torch.empty_like(t) for t in inputs]
+    elif kind == "packed":
+        inputs = list(torch.stack(inputs, 3).unbind(3))
+        outputs = list(torch.empty(2, 50, 3, 3, 16, dtype=BF16).unbind(3))
+    else:
+        inputs[1] = inputs[1][:, :1].expand(inputs[1].shape)
+        inputs[2] = inputs[2][:1].expand(inputs[2].shape)
+        outputs = [torch.empty(t.shape, dtype=BF16) for t in inputs]
+    output = torch.empty(50, 2, 3, 16, dtype=BF16).transpose(0, 1)
+    statistics = torch.empty(2, 3, 50)
+    options = problem.arguments()
+    _core.attention(*inputs, output, statistics=statistics, **options)
+    wanted = dict(zip(("grad_query", "grad_key", "grad_value"), outputs, strict=True))
+    _core.attention_backward(grad, *inputs, output, statistics, **wanted, **options)
+    problem.tensors = dict(zip(INPUTS, (t.contiguous() for t in inputs), strict=True))
+    expected = problem.run()
+    assert_bits(output, expected["output"])
+    for name, tensor in wanted.items():
+        assert_bits(tensor, expected[name])
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_empty(at, rng):
+    """No sequences, queries, keys, heads; channels are in test_widths_of_heads."""
+    shape = [2, 3, 4, 2, 2, 8, 8]
+    shape[at if at < 3 else 3] = 0
+    if at == 4:
+        shape[4] = 0  # nor heads of keys
+    made = Problem(rng, tuple(shape)).run()
+    for name, tensor in made.items():
+        expected = -INF if name == "statistics" else 0.0
+        assert (tensor == expected).all(), name
+
+
+def test_only_what_is_wanted_is_written(rng):
+    """Each gradient has the same bits whichever others are wanted."""
+    problem = Problem(rng, bias=normal(rng, (2, 1, 70, 210), F32), dtype=BF16)
+    made = problem.run()
+    inputs, arguments = list(problem.tensors.values()), problem.arguments()
+    output = torch.empty_like(made["output"])
+    _core.attention(*inputs, output, **arguments)
+    assert_bits(output, made["output"])
+    call = (problem.grad, *inputs, output, made["statistics"])
+    names = [name for name in made if name.startswith("grad_")]
+    for count in range(len(names)):
+        for some in itertools.combinations(names, count):
+            grads = {name: torch.empty_like(made[name]) for name in some}
+            _core.attention_backward(*call, **grads, **arguments)
+            for name, tensor in grads.items():
+                assert_bits(tensor, made[name])
+
+
+# ---- masks, windows, biases, lengths -------------------------------------------------------------
+
+DIMS = [(), (3,), (0, 3), (2,), (2, 3), (0,), (1, 3), (0, 1), (1, 2, 3), (0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize("which", DIMS, ids=str)
+def test_mask(which, rng):
+    shape = (SHAPE[0], SHAPE[3], SHAPE[1], SHAPE[2])
+    Problem(rng, mask=random_mask(rng, some_dims(shape, which))).check()
+
+
+@pytest.mark.parametrize("which", DIMS, ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
+def test_bias(dtype, which, rng):
+    """Its gradient is summed over the dims that it stands for."""
+    shape = (SHAPE[0], SHAPE[3], SHAPE[1], SHAPE[2])
+    bias = normal(rng, some_dims(shape, which), dtype)
+    problem = Problem(rng, dtype=dtype, bias=bias, window_left=30, window_right=140)
+    problem.check()
+
+
+@pytest.mark.parametrize("bias_dtype", HIGH, ids=name_of)
+@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
+def test_bias_dtypes(dtype, bias_dtype, rng):
+    made = Problem(rng, dtype=dtype, bias=normal(rng, (1, 4, 1, 210), bias_dtype)).check()
+    assert made["grad_bias"].dtype == bias_dtype
+
+
+WINDOWS = [(-1, 0, 0), (-1, 0, 140), (-1, 0, -20), (20, -1, 0), (3, 5, 30), (0, 0, 0), (1, 1, -3)]
+WINDOWS += [(0, 0, 500), (2**60, 2**60, -(2**60)), (-1, 2**60, 2**60), (-7, -7, 3)]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("queries", [1, 70, 250])
+def test_window(queries, window, rng):
+    shape = (2, queries, 210, 2, 1, 16, 16)
+    names = ("window_left", "window_right", "diagonal")
+    options = dict(zip(names, window, strict=True))
+    Problem(rng, shape, F32, **options).check()
+    Problem(rng, shape, F16, mask=random_mask(rng, (2, 1, 1, 210)), **options).check()
+
+
+@pytest.mark.parametrize("bottom_right", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
+def test_lengths(dtype, causal, bottom_right, rng):
+    """Tokens after a sequence's length are not read: they may hold anything."""
+    lengths = {"query": [70, 0, 13, 50], "key": [210, 100, 0, 195]}
+    problem = Problem(
+        rng,
+        (4, 70, 210, 4, 2, 16, 24),
+        dtype,
+        lengths=lengths,
+        window_right=0 if causal else -1,
+        bottom_right=bottom_right,
+    )
+    expected = problem.check()
+    for name in ("query", "key", "value"):
+        for b, length in enumerate(lengths["query" if name == "query" else "key"]):
+            problem.tensors[name][b, length:] = NAN
+    for b, length in enumerate(lengths["query"]):
+        problem.grad[b, length:] = INF
+    made = problem.run()
+    for name, tensor in made.items():
+        assert_bits(tensor, expected[name])
+    for b, length in enumerate(lengths["query"]):
+        assert (made["output"][b, length:] == 0).all()
+        assert (made["grad_query"][b, length:] == 0).all()
+        assert (made["statistics"][b, :, length:] == -INF).all()
+    for b, length in enumerate(lengths["key"]):
+        assert (made["grad_key"][b, length:] == 0).all()
+        assert (made["grad_value"][b, length:] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["query", "key"])
+def test_lengths_of_one_side(name, rng):
+    limit = SHAPE[1] if name == "query" else SHAPE[2]
+    Problem(rng, lengths={name: [limit, limit // 3]}, window_left=40, bottom_right=True).check()
+
+
+@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
+def test_query_without_keys_is_zero(dtype, rng):
+    mask = random_mask(rng, (2, 4, 70, 210))
+    mask[:, 1] = True
+    made = Problem(rng, dtype=dtype, mask=mask).check()
+    assert (made["output"][:, :, 1] == 0).all() and (made["grad_query"][:, :, 1] == 0).all()
+    made = Problem(rng, dtype=dtype, mask=torch.ones(1, 1, 1, 1).bool()).run()
+    for name, tensor in made.items():
+        assert (tensor == (-INF if name == "statistics" else 0)).all()
+
+
+# ---- special numbers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("special", [NAN, -NAN, INF])
+@pytest.mark.parametrize("key", [0, 100, 209])
+def test_nan_and_inf_spoil_their_query(key, special, rng):
+    """A score that is NaN or Inf makes all of its query's output NaN, and nothing else's."""
+    problem = Problem(rng, bias=torch.zeros(2, 4, 70, 210))
+    clean = problem.run()
+    problem.bias[1, 2, 33, key] = special
+    made = problem.run()
+    assert made["output"][1, 33, 2].isnan().all() and made["statistics"][1, 2, 33].isnan()
+    assert made["grad_query"][1, 33, 2].isnan().all()
+    for name in ("output", "grad_query"):
+        others = torch.ones(made[name].shape[:3], dtype=torch.bool)
+        others[1, 33, 2] = False
+        assert_bits(made[name][others], clean[name][others])
+    for name in ("grad_key", "grad_value"):  # of the head that the query goes with
+        assert made[name][1, :, 1].isnan().all()
+        assert_bits(made[name][:, :, 0], clean[name][:, :, 0])
+        assert_bits(made[name][0], clean[name][0])
+
+
+@pytest.mark.parametrize("special", [NAN, INF, -INF])
+@pytest.mark.parametrize("name", INPUTS)
+def test_what_is_forbidden_adds_nothing(name, special, rng):
+    """A token that meets no other may hold anything; all else is as it was."""
+    mask = random_mask(rng, (2, 4, 70, 210))
+    at = 41
+    if name == "query":
+        mask[:, :, at] = True
+    else:
+        mask[..., at] = True
+    problem = Problem(rng, mask=mask, window_right=150)
+    exact = problem.reference(torch.float64)
+    problem.tensors[name][:, at] = special
+    if name == "query":
+        problem.grad[:, at] = special
+    made = problem.run()
+    names = ("output", *(f"grad_{n}" for n in INPUTS))
+    for made_name, expected in zip(names, exact, strict=True):
+        assert_nmse(made[made_name], expected, tol("attention", F32, 280), made_name)
+
+
+@pytest.mark.parametrize("special", [NAN, INF, -INF])
+def test_values_spoil_those_who_attend_them(special, rng):
+    """Causal: the queries from the spoilt key on, and only their channel."""
+    problem = Problem(rng, (1, 200, 200, 1, 1, 8, 8), window_right=0)
+    exact = problem.reference(torch.float64)[0]
+    problem.tensors["value"][0, 77, 0, 3] = special
+    output = problem.run()["output"]
+    spoilt = torch.zeros(output.shape, dtype=torch.bool)
+    spoilt[:, 77:, :, 3] = True
+    assert not output[spoilt].isfinite().any()
+    assert_nmse(output[~spoilt], exact[~spoilt], tol("attention", F32, 200))
+
+
+def test_score_of_minus_inf_forbids(rng):
+    """A bias of -Inf is a mask, up to queries to which nothing is left."""
+    mask = random_mask(rng, (2, 4, 70, 210))
+    mask[0, 1] = True
+    by_mask = Problem(rng, mask=mask)
+    by_bias = Problem(rng, bias=torch.zeros(mask.shape).masked_fill(mask, -INF))
+    by_bias.tensors, by_bias.grad = by_mask.tensors, by_mask.grad
+    expected, made = by_mask.run(), by_bias.run()
+    for name, tensor in expected.items():
+        assert_bits(made[name], tensor)
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
+def test_dropout(dtype, probability, rng):
+    options = {"pair": new_pair(rng), "dropout": probability, "window_right": 100}
+    problem = Problem(rng, dtype=dtype, bias=normal(rng, (1, 4, 1, 210), dtype), **options)
+    problem.check()
+
+
+@pytest.mark.parametrize("keys", [1, 30, 193, 301])
+def test_dropped_are_those_of_the_stream(keys, rng):
+    """The values are a unit matrix: the outputs are the weights."""
+    problem = Problem(rng, (2, 50, keys, 2, 2, 4, keys), pair=new_pair(rng), dropout=0.4)
+    problem.tensors["value"] = torch.eye(keys)[None, :, None].expand(2, keys, 2, keys).contiguous()
+    weights = problem.run()["output"].transpose(1, 2)
+    assert torch.equal(weights != 0, kept(problem.pair, problem.scores_shape, 0.4))
+
+
+def test_dropout_of_zero_needs_no_numbers(rng):
+    problem = Problem(rng)
+    expected = problem.run()
+    problem.pair = new_pair(rng)
+    for name, tensor in problem.run().items():
+        assert_bits(tensor, expected[name])
+
+
+# ---- repeats, threads, workspace -----------------------------------------------------------------
+
+
+def test_twice_the_same(rng):
+    problem = Problem(
+        rng,
+        (3, 200, 300, 4, 2, 32, 24),
+        BF16,
+        bias=normal(rng, (1, 1, 200, 300), BF16),
+        pair=new_pair(rng),
+        dropout=0.2,
+        window_right=0,
+        bottom_right=True,
+    )
+    assert_repeats(lambda: list(problem.run().values()))
+
+
+def test_sequences_and_heads_do_not_see_each_other(rng):
+    """Alone, each has the bits that it has among others, however the work is divided."""
+    problem = Problem(rng, (3, 200, 250, 4, 2, 16, 16), window_right=60)
+    whole = problem.run()
+    for b, group in itertools.product(range(3), range(2)):
+        heads = slice(2 * group, 2 * group + 2)
+        alone = Problem(rng, (1, 200, 250, 2, 1, 16, 16), window_right=60)
+        for name in INPUTS:
+            of_name = heads if name == "query" else slice(group, group + 1)
+            alone.tensors[name] = problem.tensors[name][b : b + 1, :, of_name].contiguous()
+        alone.grad = problem.grad[b : b + 1, :, heads].contiguous()
+        for name, tensor in alone.run().items():
+            some = slice(group, group + 1) if name in ("grad_key", "grad_value") else heads
+            part = (
+                whole[name][b : b + 1, some]
+                if name == "statistics"
+                else (whole[name][b : b + 1, :, some])
+            )
+            assert_bits(tensor, part.contiguous())
+
+
+def test_several_at_once(rng):
+    """Calls from several threads do not disturb each other."""
+    problems = [Problem(rng, dtype=BF16, window_right=i) for i in range(4)]
+    expected, made = [p.run() for p in problems], [None] * 4
+
+    def work(i):
+        for _ in range(5):
+            made[i] = problems[i].run()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for got, want in zip(made, expected, strict=True):
+        for name, tensor in want.items():
+            assert_bits(got[name], tensor)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+Q, K = torch.zeros(2, 5, 4, 8), torch.zeros(2, 6, 2, 8)
+SHORT = torch.tensor([1, 2, 3], dtype=torch.int32)
+WRONG = {
+    "three dims": (ValueError, r"query: ndim = 3, expected 4", {"query": Q[0]}),
+    "integer query": (TypeError, r"query: dtype i32, expected", {"query": Q.int()}),
+    "other key dtype": (TypeError, r"key: dtype bf16, expected f32", {"key": K.bfloat16()}),
+    "other value dtype": (TypeError, r"value: dtype f16, expected f32", {"value": K.half()}),
+    "other output dtype": (TypeError, r"output: dtype f16, expected f32", {"output": Q.half()}),
+    "heads": (ValueError, r"key: 3 heads, .* divides the 4", {"key": torch.zeros(2, 6, 3, 8)}),
+    "no heads": (ValueError, r"key: 0 heads, .*", {"key": torch.zeros(2, 6, 0, 8)}),
+    "channels": (ValueError, r"key: dim 3: size 7, expected 8", {"key": K[..., :7].clone()}),
+    "batch": (ValueError, r"key: dim 0: size 1, expected 2", {"key": K[:1]}),
+    "values": (ValueError, r"value: dim 1: size 5, expected 6", {"value": K[:, :5].clone()}),
+    "output": (ValueError, r"output: dim 3: size 7, expected 8", {"output": Q[..., :7].clone()}),
+    "statistics": (
+        ValueError,
+        r"statistics: dim 1: size 5, expected 4",
+        {"statistics": torch.zeros(2, 5, 4)},
+    ),
+    "strided statistics": (
+        ValueError,
+        r"statistics: dim 1: stride 7, expected 5",
+        {"statistics": torch.zeros(2, 4, 7)[..., :5]},
+    ),
+    "double statistics": (
+        TypeError,
+        r"statistics: dtype f16, expected f32",
+        {"statistics": torch.zeros(2, 4, 5).half()},
+    ),
+    "float mask": (TypeError, r"mask: dtype f32, expected u8", {"mask": torch.zeros(1, 1, 5, 6)}),
+    "short mask": (
+        ValueError,
+        r"mask: dim 2: size 2, expected 1 or 5",
+        {"mask": torch.zeros(1, 1, 2, 6).bool()},
+    ),
+    "wide bias": (ValueError, r"bias: dim 1: size 6", {"bias": torch.zeros(2, 6, 5, 6)}),
+    "long lengths": (ValueError, r"query_lengths: .* vector of 2", {"query_lengths": SHORT}),
+    "float lengths": (TypeError, r"key_lengths: dtype f32", {"key_lengths": torch.ones(2)}),
+    "length too large": (
+        ValueError,
+        r"key_lengths: 7 of sequence 1, expected 0 to 6",
+        {"key_lengths": torch.tensor([0, 7], dtype=torch.int32)},
+    ),
+    "negative length": (
+        ValueError,
+        r"query_lengths: -1 of sequence 0, expected 0 to 5",
+        {"query_lengths": torch.tensor([-1, 5], dtype=torch.int32)},
+    ),
+    "no numbers": (ValueError, r"rng: .*NULL", {"dropout": 0.5}),
+    "probability": (ValueError, r"dropout: 1.5", {"dropout": 1.5}),
+    "window too far": (ValueError, r"window_right: \d+, expected", {"window_right": 2**61}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_argument(case):
+    output = Poisoned(Q.shape, F32, "cpu")
+    good = {"query": Q, "key": K, "value": K, "output": output.tensor}
+    check_refused("attention", "cpu", WRONG[case], good, output)
+
+
+B = torch.zeros(1, 4, 5, 6)
+WRONG_GRADIENTS = {
+    "grad of the output": (ValueError, r"grad_output: dim 1: size 4", {"grad_output": Q[:, :4]}),
+    "no statistics": (
+        ValueError,
+        r"statistics: dim 2: size 4",
+        {"statistics": torch.zeros(2, 4, 4)},
+    ),
+    "dtype": (TypeError, r"grad_query: dtype f16, expected f32", {"grad_query": Q.half()}),
+    "shape": (ValueError, r"grad_key: dim 1: size 5, expected 6", {"grad_key": K[:, :5].clone()}),
+    "no bias": (ValueError, r"grad_bias: there is no bias", {"grad_bias": B.clone()}),
+    "other bias": (
+        ValueError,
+        r"grad_bias: dim 0: size 2, expected 1",
+        {"bias": B, "grad_bias": torch.zeros(2, 4, 5, 6)},
+    ),
+    "integer bias": (TypeError, r"grad_bias: dtype i32", {"bias": B, "grad_bias": B.int()}),
+    "lengths": (
+        ValueError,
+        r"key_lengths: 9 of sequence 0",
+        {"key_lengths": torch.tensor([9, 0], dtype=torch.int32)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_GRADIENTS)
+def test_wrong_argument_of_the_gradient(case):
+    made = Poisoned(K.shape, F32, "cpu")
+    good = dict(zip(("grad_output", *INPUTS, "output"), (Q, Q, K, K, Q), strict=True))
+    good |= {"statistics": torch.zeros(2, 4, 5), "grad_value": made.tensor}
+    check_refused("attention_backward", "cpu", WRONG_GRADIENTS[case], good, made)
+
+
+def test_results_may_not_overlap_themselves():
+    memory = torch.zeros(2, 5, 1, 8).expand(2, 5, 4, 8)
+    with pytest.raises(ValueError, match=re.escape("attention: output: dim 2: stride 0")):
+        _core.attention(Q, K, K, memory)
+
+
+def test_counted_once(device, counters):
+    """The CPU alone has it."""
+    q, k = Q.to(device), K.to(device)
+    if device != "cpu":
+        with pytest.raises(NotImplementedError, match="attention: no backend of this device"):
+            _core.attention(q, k, k, torch.empty_like(q))
+        assert counters() == {}
+        return
+    _core.attention(q, k, k, torch.empty_like(q))
+    assert counters() == {"op.cpu.attention": 1}
+
+
+@pytest.mark.gpu
+def test_cuda_takes_a_plug_in(rng):
+    """A backend that is registered for a device runs it there."""
+    seen = []
+    _core.register_backend("spy", _core.DEVICE_CUDA, 1, {"attention": seen.append})
+    try:
+        q = Q.cuda()
+        _core.attention(q, K.cuda(), K.cuda(), torch.empty_like(q), scale=0.5)
+    finally:
+        _core.unregister_backend("spy")
+    assert len(seen) == 1 and seen[0]["scale"] == 0.5 and seen[0]["query"].is_cuda
