@@ -417,6 +417,55 @@ static void cases_softmax_backward(void)
     }
 }
 
+/* ---- attention: the CPU alone has it ---- */
+
+static void refused_case(te_op op, const any_args *args)
+{
+    any_args call = moved(op, args, 1);
+    size_t bytes = 0;
+    (void)snprintf(case_name, sizeof case_name, "%s on a device that lacks it", te_op_name(op));
+    if (te_op_run(contexts[1], op, &call, NULL) != TE_ERROR_UNSUPPORTED ||
+        te_op_workspace(contexts[1], op, &call, &bytes) != TE_ERROR_UNSUPPORTED) {
+        REPORT("expected UNSUPPORTED, not \"%s\"", te_last_error());
+    }
+    free_buffers();
+}
+
+static te_attention_problem new_problem(te_tensor *output, te_tensor *statistics)
+{
+    const dims shape = {{2, 3, 4, 8}};
+    te_attention_problem problem = {.query = input_dims(TE_DTYPE_BF16, shape),
+                                    .key = input_dims(TE_DTYPE_BF16, shape),
+                                    .value = input_dims(TE_DTYPE_BF16, shape),
+                                    .scale = 1.0F,
+                                    .window_left = -1,
+                                    .window_right = -1};
+    *output = input_dims(TE_DTYPE_BF16, shape);
+    *statistics = input_matrix(TE_DTYPE_F32, (extent){2 * 4 * 3, 1});
+    statistics->ndim = 3;
+    memcpy(statistics->shape, (int64_t[]){2, 4, 3}, 3 * sizeof *statistics->shape);
+    memcpy(statistics->strides, (int64_t[]){12, 3, 1}, 3 * sizeof *statistics->strides);
+    return problem;
+}
+
+static void cases_attention(void)
+{
+    any_args any = {0};
+    any.attention.size = sizeof any.attention;
+    any.attention.problem = new_problem(&any.attention.output, &any.attention.statistics);
+    refused_case(TE_OP_ATTENTION, &any);
+}
+
+static void cases_attention_backward(void)
+{
+    any_args any = {0};
+    te_attention_backward_args *args = &any.attention_backward;
+    args->size = sizeof *args;
+    args->problem = new_problem(&args->output, &args->statistics);
+    args->grad_output = args->output;
+    refused_case(TE_OP_ATTENTION_BACKWARD, &any);
+}
+
 /* ---- dropout ---- */
 
 static int64_t divisor_of(int64_t rows)

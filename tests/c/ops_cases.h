@@ -10,6 +10,7 @@
 #define TE_TESTS_OPS_CASES_H
 
 #include "activation_cases.h"
+#include "attend_cases.h"
 #include "attention_cases.h"
 #include "cast_checks.h"
 #include "gemm_cases.h"

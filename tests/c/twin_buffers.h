@@ -347,6 +347,37 @@ static void move_softmax_backward(te_softmax_backward_args *args, int to_device)
     move_pointer(&args->rng, to_device);
 }
 
+static void move_problem(te_attention_problem *problem, int to_device)
+{
+    move_tensor(&problem->query, to_device);
+    move_tensor(&problem->key, to_device);
+    move_tensor(&problem->value, to_device);
+    move_tensor(&problem->mask, to_device);
+    move_tensor(&problem->bias, to_device);
+    move_tensor(&problem->query_lengths, to_device);
+    move_tensor(&problem->key_lengths, to_device);
+    move_pointer(&problem->rng, to_device);
+}
+
+static void move_attention(te_attention_args *args, int to_device)
+{
+    move_problem(&args->problem, to_device);
+    move_tensor(&args->output, to_device);
+    move_tensor(&args->statistics, to_device);
+}
+
+static void move_attention_backward(te_attention_backward_args *args, int to_device)
+{
+    move_problem(&args->problem, to_device);
+    move_tensor(&args->grad_output, to_device);
+    move_tensor(&args->output, to_device);
+    move_tensor(&args->statistics, to_device);
+    move_tensor(&args->grad_query, to_device);
+    move_tensor(&args->grad_key, to_device);
+    move_tensor(&args->grad_value, to_device);
+    move_tensor(&args->grad_bias, to_device);
+}
+
 static void move_dropout_add(te_dropout_add_args *args, int to_device)
 {
     move_tensor(&args->input, to_device);
