@@ -254,10 +254,10 @@ static void run_attention(test_device *t, const attend_case *c, int gradients)
 
 static void run_attentions(test_device *t, int gradients)
 {
-    const int64_t sizes[][7] = {{1, 1, 1, 1, 1, 1, 1},     {2, 5, 7, 3, 1, 6, 9},
+    const int64_t sizes[][7] = {{1, 1, 1, 1, 1, 1, 1},    {2, 5, 7, 3, 1, 6, 9},
                                 {1, 50, 193, 2, 2, 8, 4}, {2, 13, 200, 4, 2, 9, 12},
-                                {0, 3, 4, 2, 2, 8, 8},     {2, 0, 4, 2, 1, 8, 8},
-                                {2, 3, 0, 2, 1, 8, 8},     {1, 100, 30, 1, 1, 33, 3}};
+                                {0, 3, 4, 2, 2, 8, 8},    {2, 0, 4, 2, 1, 8, 8},
+                                {2, 3, 0, 2, 1, 8, 8},    {1, 100, 30, 1, 1, 33, 3}};
     const int64_t windows[][3] = {{-1, -1, 0}, {-1, 0, 0}, {-1, 3, 4}, {20, 11, -1}, {0, 0, 0}};
     for (int i = 0; i < 40; i++) {
         const int64_t *size = sizes[i % 8], *window = windows[i % 5];
