@@ -160,6 +160,27 @@ def test_a_long_gemm_is_interrupted(direction, threads, alarm):
     assert stopped < 30
 
 
+@pytest.mark.parametrize("op", ["attention", "attention_backward"])
+def test_a_long_attention_is_interrupted(op, threads, alarm):
+    """Half a million queries and keys would take minutes."""
+    x, out = torch.ones(1, 1 << 19, 1, 16), torch.empty(1, 1 << 19, 1, 16)
+    statistics = torch.zeros(1, 1, 1 << 19)
+    small = torch.ones(1, 4, 1, 16)
+    _core.attention(small, small, small, torch.empty_like(small))
+    started = time.monotonic()
+    alarm(0.1, interrupt)
+    with pytest.raises(Interrupt):
+        if op == "attention":
+            _core.attention(x, x, x, out)
+        else:
+            _core.attention_backward(x, x, x, x, x, statistics, grad_query=out, grad_key=out)
+    stopped = time.monotonic() - started
+    out = torch.empty_like(small)
+    _core.attention(small, small, small, out)
+    assert_same_bits(out, small)  # what follows is whole
+    assert stopped < 30
+
+
 def test_a_handler_that_returns_interrupts_nothing(threads, alarm):
     layer = te.Linear(4096, 4096, bias=False, device="cpu")
     x = torch.randn(2048, 4096)
