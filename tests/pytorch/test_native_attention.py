@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`native.attend`: autograd, torch.compile and torch.func on the operator `attention`."""
+
+import pytest
+import torch
+from attention_reference import allowed, softmax
+from buffers import normal
+from comparators import assert_bits, assert_grad64
+from tols import BF16, F32, tol
+
+from transformer_engine.pytorch.attention.dot_product_attention.native import attend
+
+SHAPE = (2, 4, 30, 50)  # batch, heads, queries, keys
+
+
+def leaves(rng, dtype):
+    made = {
+        "query": normal(rng, (2, 30, 4, 16), dtype),
+        "key": normal(rng, (2, 50, 2, 16), dtype),
+        "value": normal(rng, (2, 50, 2, 8), dtype),
+        "bias": normal(rng, (1, 4, 1, 50), dtype),
+    }
+    return {name: tensor.requires_grad_() for name, tensor in made.items()}
+
+
+def options():
+    return {"scale": 0.25, "window": (-1, 0), "bottom_right": True}
+
+
+def definition(query, key, value, bias):
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    scores = 0.25 * q @ k.repeat_interleave(2, 1).mT + bias
+    weights = softmax(scores, allowed(SHAPE, None, -1, 0, 20))
+    return (weights @ v.repeat_interleave(2, 1)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_gradients(dtype, rng):
+    inputs = leaves(rng, dtype)
+    output = attend(**inputs, **options())
+    grad = normal(rng, output.shape, dtype)
+    grads = dict(zip(inputs, torch.autograd.grad(output, list(inputs.values()), grad), strict=True))
+    assert_grad64(grads, definition, inputs, grad, tol("attention", dtype, 240))
+
+
+def test_compiled_gives_the_same_bits(rng):
+    inputs = leaves(rng, F32)
+
+    def step(**tensors):
+        return attend(**tensors, **options())
+
+    results = []
+    for run in (step, torch.compile(step, fullgraph=True)):
+        output = run(**inputs)
+        grads = torch.autograd.grad(output.square().sum(), list(inputs.values()))
+        results.append((output, *grads))
+    for made, expected in zip(*results, strict=True):
+        assert_bits(made, expected)
+
+
+def test_functional_gradient_has_the_same_bits(rng):
+    inputs = leaves(rng, F32)
+
+    def loss(query):
+        return attend(**inputs | {"query": query}, **options()).square().sum()
+
+    (expected,) = torch.autograd.grad(loss(inputs["query"]), inputs["query"])
+    assert_bits(torch.func.grad(loss)(inputs["query"].detach()), expected)
+
+
+def test_dropout_follows_the_seed(rng):
+    inputs = leaves(rng, F32)
+    made = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        output = attend(**inputs, dropout=0.3)
+        made.append((output, *torch.autograd.grad(output.sum(), [inputs["query"]])))
+    for first, second in zip(made[0], made[1], strict=True):
+        assert_bits(first, second)
+    assert not torch.equal(made[0][0], made[2][0])
+
+
+def test_inputs_without_unit_stride_are_copied(rng):
+    inputs = leaves(rng, F32)
+    expected = attend(**inputs, **options())
+    turned = {n: t.transpose(-1, -2).contiguous().transpose(-1, -2) for n, t in inputs.items()}
+    turned["bias"] = inputs["bias"]
+    assert_bits(attend(**turned, **options()), expected)
