@@ -2,6 +2,7 @@
 """Every test of the front end begins and ends without FP8 state and without our variables."""
 
 import pytest
+import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import config
@@ -16,3 +17,15 @@ def clean(monkeypatch):
     te.reset()
     yield
     te.reset()
+
+
+@pytest.fixture
+def start():
+    """One seed for the two runs that a test compares."""
+    seed = int(torch.randint(2**31, ()))
+
+    def begin():
+        te.reset()
+        torch.manual_seed(seed)
+
+    return begin

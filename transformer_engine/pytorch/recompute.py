@@ -6,20 +6,35 @@ A forward that runs inside a backward repeats an earlier one. It must use what t
 So the original writes an `Entry` per module call into the `Frame` of its checkpoint, and the
 recompute reads them in the same order.
 
-Frames belong to one call of a checkpoint function and are found on the Python stack, so that
-checkpoints of either kind nest in any order. `transformer_engine.pytorch.checkpoint` makes its own;
-those of `torch.utils.checkpoint` hang on the objects that torch keeps for the call: the context of
-its autograd function (reentrant), its frame object (non-reentrant). A program with a recompute of
-its own says where it is with `activation_recompute_forward`.
+Frames belong to one call of a checkpoint function. `transformer_engine.pytorch.checkpoint` makes
+its own; those of `torch.utils.checkpoint` hang on the object that torch keeps from a call to its
+recompute: the context of its autograd function (reentrant), its frame object (non-reentrant). A
+program with a recompute of its own says where it is with `activation_recompute_forward`.
+
+Checkpoints are found on the Python stack, by the code objects of torch's functions and a variable
+of each (`_SIGNS`), because torch gives no sign that would do:
+
+- The function of a reentrant checkpoint runs with gradients off, and that is all: there is no hook
+  and no current autograd node, and past its first module no input requires a gradient. It can not
+  be told from `torch.no_grad`. Its context, which alone lives as long as a recompute may come, is
+  in a variable of torch's and nowhere else: the node that it belongs to is not in a graph yet.
+- A non-reentrant one hooks saved tensors, but torch tells the topmost pair of hooks alone: what a
+  program does with hooks inside (offloading), or another checkpoint there, hides it.
+- Both kinds nest in any order, and a recompute contains forwards of further checkpoints. What a
+  call must be recorded for, and what it repeats, follows from which of them is inside which.
+
+So a release of torch that renames one of these is an error when this module is imported.
 """
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -230,7 +245,7 @@ def may_record(gradients: bool, fp8: bool) -> bool:
 
 
 def _call(frame: Frame, recompute: bool, function: Callable, inputs: tuple, kwargs: dict) -> Any:
-    """Call a function under a checkpoint of this package; found on the stack by its code."""
+    """Call a function under a checkpoint of this package."""
     _own_depth.value += 1
     try:
         return function(*inputs, **kwargs)
@@ -238,35 +253,40 @@ def _call(frame: Frame, recompute: bool, function: Callable, inputs: tuple, kwar
         _own_depth.value -= 1
 
 
+_SIGNS = (  # function of torch.utils.checkpoint (and one inside it), its variable, the kind
+    ("CheckpointFunction.forward", "ctx", "reentrant forward"),
+    ("CheckpointFunction.backward", "ctx", "reentrant recompute"),
+    ("checkpoint", "gen", "forward"),  # a generator, or unset in a reentrant call
+    ("_checkpoint_without_reentrant_generator", "new_frame", "generator"),
+    ("_checkpoint_hook.__init__:unpack_hook", "frame", "recompute"),
+)
+
+
 @functools.cache
-def _codes() -> dict[int, tuple[str, CodeType]]:
-    """Code objects that stand for a checkpoint on the stack, by id: hashing one takes long."""
-    module = sys.modules["torch.utils.checkpoint"]
-    codes = {
-        _call.__code__: "own",
-        module.CheckpointFunction.forward.__code__: "reentrant forward",
-        module.CheckpointFunction.backward.__code__: "reentrant recompute",
-        module.checkpoint.__wrapped__.__code__
-        if hasattr(module.checkpoint, "__wrapped__")
-        else module.checkpoint.__code__: "forward",
-    }
-    for constant in module._checkpoint_hook.__init__.__code__.co_consts:
-        if isinstance(constant, CodeType) and constant.co_name == "unpack_hook":
-            codes[constant] = "recompute"
-    return {id(code): (kind, code) for code, kind in codes.items()}
+def _codes() -> dict[int, tuple[str, str, CodeType]]:
+    """(kind, variable, code) of `_SIGNS` and `_call`, by id: hashing a code object takes long."""
+    codes = [("own", "frame", _call.__code__)]
+    for path, variable, kind in _SIGNS:
+        name, _, inner = path.partition(":")
+        try:
+            code = inspect.unwrap(attrgetter(name)(sys.modules["torch.utils.checkpoint"])).__code__
+            if inner:
+                code = {getattr(c, "co_name", None): c for c in code.co_consts}[inner]
+            codes.append((kind, variable, code))
+            known = variable in code.co_varnames + code.co_freevars
+        except (AttributeError, KeyError):
+            known = False
+        if not known:
+            raise ImportError(
+                f"torch {torch.__version__}: torch.utils.checkpoint has no {path} with a variable "
+                f"{variable!r}, by which modules find the checkpoint that they run under; install "
+                "a release of torch that this package was tested with"
+            )
+    return {id(code): (kind, variable, code) for kind, variable, code in codes}
 
 
-def _holder(kind: str, frame: FrameType) -> Any:
-    """The object that torch keeps from a checkpoint's forward to its recompute."""
-    names = frame.f_locals
-    if kind.startswith("reentrant"):
-        return names.get("ctx")
-    if kind == "recompute":
-        return names.get("frame")
-    generator = names.get("gen")
-    if generator is None or generator.gi_frame is None:
-        return None  # a reentrant call: its own frame follows
-    return generator.gi_frame.f_locals.get("new_frame")
+if "torch.utils.checkpoint" in sys.modules:
+    _codes()  # now, where torch has loaded it, and not in the middle of a training
 
 
 def _on_stack() -> Iterator[tuple[str, Any]]:
@@ -279,12 +299,15 @@ def _on_stack() -> Iterator[tuple[str, Any]]:
         caller: FrameType | None = sys._getframe(2)
         while caller is not None:
             found = codes.get(id(caller.f_code))
-            kind = found and found[0]
-            if kind == "own":
+            if found is not None:
+                kind, variable, _ = found
                 names = caller.f_locals
-                yield ("recompute" if names["recompute"] else "forward"), names["frame"]
-            elif kind is not None:
-                holder = _holder(kind, caller)
+                holder = names.get(variable)
+                if kind == "own":
+                    kind = "recompute" if names["recompute"] else "forward"
+                elif kind == "forward":
+                    running = getattr(holder, "gi_frame", None)  # None: a reentrant call's follows
+                    holder = running and running.f_locals.get("new_frame")
                 if holder is not None:
                     yield kind, holder
             caller = caller.f_back
