@@ -166,9 +166,13 @@ def product(kind: Format, shape: tuple[int, int, int], machine: Machine) -> Call
     d = torch.empty(m, n, dtype=kind.d, device=machine.device)
     keywords: dict[str, Any] = {"b_transposed": True}
     if kind.fp8:
-        one = torch.ones(1, device=machine.device)
-        keywords |= {"a_scale_inv": one, "b_scale_inv": one, "fast_accumulation": kind.fast}
-    return lambda: _core.gemm(a, b, d, **keywords)
+        mode, one = _core.SCALING_TENSOR, torch.ones(2, device=machine.device)
+        keywords |= {"a_mode": mode, "a_row": a, "a_row_scales": one}
+        keywords |= {"b_mode": mode, "b_row": b, "b_row_scales": one}
+        keywords["fast_accumulation"] = kind.fast
+    else:
+        keywords |= {"a": a, "b": b}
+    return lambda: _core.gemm(d, **keywords)
 
 
 def operands(

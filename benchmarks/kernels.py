@@ -109,18 +109,18 @@ class Maker:
         self, data: torch.dtype, usages: str, *, source: torch.dtype = BF16, **wanted: bool
     ) -> Call:
         """A cast to FP8; `usages` of "r", "c", "rc", `wanted` of bias_grad and current."""
-        x, pair = self.random(source), self.floats(2)
-        rowwise = self.empty(data) if "r" in usages else None
-        columnwise = self.empty(data, transposed=True) if "c" in usages else None
-        keywords: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
-        reads, writes = [x], [t for t in (rowwise, columnwise) if t is not None]
+        x = self.random(source)
+        row = self.empty(data) if "r" in usages else None
+        column = self.empty(data, transposed=True) if "c" in usages else None
+        keywords: dict[str, Any] = {"row": row, "column": column}
+        reads, writes = [x], [t for t in (row, column) if t is not None]
         if wanted.get("current"):
             keywords["partials"] = self.floats(_core.AMAX_PARTIALS)
             reads.append(keywords["partials"])
         elif usages:
             keywords |= {"scale": self.floats(1), "amax": self.floats(1, 0.0)}
         if usages:
-            keywords["scale_pair"] = pair
+            keywords |= {"mode": _core.SCALING_TENSOR, "row_scales": self.floats(2)}
         if wanted.get("bias_grad"):
             keywords["bias_grad"] = torch.empty(self.columns, dtype=source, device=self.device)
             writes.append(keywords["bias_grad"])
@@ -129,9 +129,10 @@ class Maker:
     def dequantize(self, usage: str) -> Call:
         """A cast from FP8."""
         q, out = self.random(E4M3), self.empty(BF16)
-        if usage == "columnwise":
+        if usage == "column":
             q = q.t().contiguous()
-        keywords = {usage: q, "scale_pair": self.floats(2)}
+        scales = self.floats(2)
+        keywords = {"mode": _core.SCALING_TENSOR, usage: q, f"{usage}_scales": scales}
         return Call(lambda: _core.dequantize(out, **keywords), (q,), (out,))
 
     def amax(self, dtype: torch.dtype) -> Call:
@@ -187,8 +188,8 @@ CASES: list[Case] = [
     ("quantize", "e5m2 both, bias gradient", lambda m: m.quantize(E5M2, "rc", bias_grad=True)),
     ("quantize", "f32 to e4m3 both", lambda m: m.quantize(E4M3, "rc", source=F32)),
     ("quantize", "bias gradient alone", lambda m: m.quantize(E4M3, "", bias_grad=True)),
-    ("dequantize", "e4m3 rows", lambda m: m.dequantize("rowwise")),
-    ("dequantize", "e4m3 columns", lambda m: m.dequantize("columnwise")),
+    ("dequantize", "e4m3 rows", lambda m: m.dequantize("row")),
+    ("dequantize", "e4m3 columns", lambda m: m.dequantize("column")),
     ("amax", "bf16", lambda m: m.amax(BF16)),
     ("amax", "f32", lambda m: m.amax(F32)),
     ("transpose", "e4m3", lambda m: m.transpose()),

@@ -59,11 +59,11 @@ class Maker:
         columns = halves * self.columns
         keywords: dict[str, Any] = {}
         if "h" in form:
-            keywords["output"] = torch.empty(self.rows, columns, dtype=BF16, device=self.device)
+            keywords["wide"] = torch.empty(self.rows, columns, dtype=BF16, device=self.device)
         if "r" in form:
-            keywords["rowwise"] = torch.empty(self.rows, columns, dtype=data, device=self.device)
+            keywords["row"] = torch.empty(self.rows, columns, dtype=data, device=self.device)
         if "c" in form:
-            keywords["columnwise"] = torch.empty(columns, self.rows, dtype=data, device=self.device)
+            keywords["column"] = torch.empty(columns, self.rows, dtype=data, device=self.device)
         written = size(*keywords.values())
         if "a" in form:
             keywords["amax_partials"] = self.vector(_core.AMAX_PARTIALS)
@@ -72,7 +72,7 @@ class Maker:
         elif "r" in form or "c" in form:
             keywords |= {"scale": self.vector(1), "amax": self.vector(1)}
         if "r" in form or "c" in form:
-            keywords["scale_pair"] = self.vector(2)
+            keywords |= {"mode": _core.SCALING_TENSOR, "row_scales": self.vector(2)}
         return keywords, written
 
     def norm(
@@ -119,8 +119,6 @@ class Maker:
         """Backward; bias_grad: with the column sums."""
         x, grad = self.random(dtype, halves(kind)), self.random(dtype)
         keywords, written = self.outputs(form, halves(kind), E5M2)
-        if "output" in keywords:
-            keywords["grad_input"] = keywords.pop("output")
         if bias_grad:
             keywords["bias_grad"] = self.vector(halves(kind) * self.columns, dtype)
             written += size(keywords["bias_grad"])

@@ -4,12 +4,13 @@
 import torch
 from buffers import Poisoned, floats
 from comparators import assert_bits, assert_cast_within, assert_repeats
+from operands import operand
 from reference import amax, quantize
 from tols import E4M3, F32
 
 from transformer_engine import _core
 
-USAGES = {"rowwise": (1, 0), "columnwise": (0, 1), "both": (1, 1)}
+USAGES = {"row": (1, 0), "column": (0, 1), "both": (1, 1)}
 
 
 def round_up(size):
@@ -28,21 +29,21 @@ class Output:
         self.column = (
             Poisoned((columns, rows + pad[1]), dtype, device, **place) if want_column else None
         )
-        self.pair = Poisoned((2,), F32, device)
+        self.scales = Poisoned((2,), F32, device)
 
     def arguments(self):
-        return {
-            "rowwise": self.row.tensor if self.row else None,
-            "columnwise": self.column.tensor if self.column else None,
-            "scale_pair": self.pair.tensor,
-        }
+        return operand(
+            row=self.row.tensor if self.row else None,
+            column=self.column.tensor if self.column else None,
+            scales=self.scales.tensor,
+        )
 
     def memories(self):
         """The buffers that are there."""
-        return [m for m in (self.row, self.column, self.pair) if m is not None]
+        return [m for m in (self.row, self.column, self.scales) if m is not None]
 
     def check(self, values, scale):
-        """Compare with the reference: data, zero padding, scale pair, nothing else written."""
+        """Compare with the reference: data, zero padding, scales, nothing else written."""
         codes = quantize(values, scale, self.dtype)
         rows, columns = self.shape
         for memory, expected, used in ((self.row, codes, columns), (self.column, codes.T, rows)):
@@ -52,8 +53,8 @@ class Output:
                 assert memory.untouched()
         one = torch.tensor(1.0)
         with_scale = torch.tensor(scale, dtype=F32)
-        assert_bits(self.pair.tensor, torch.stack([one / with_scale, with_scale]))
-        assert self.pair.untouched()
+        assert_bits(self.scales.tensor, torch.stack([one / with_scale, with_scale]))
+        assert self.scales.untouched()
 
 
 # ---- casts fused to an operator ------------------------------------------------------------------
@@ -63,7 +64,7 @@ class Output:
 # with. The cast is one of the fp32 value, which the operator shows where it writes that result in
 # fp32.
 
-# (epsilon, power_2) of current scaling
+# (epsilon, power_2_scale) of current scaling
 SCALE_OPTIONS = [(0.0, False), (0.0, True), (1e3, False)]
 
 
@@ -81,7 +82,7 @@ def fp32_of(problem):
 
 
 def check_delayed(problem, dtype, scale, **place):
-    """A given scale: codes, padding, pair, amax and its partials; with the result and without."""
+    """A given scale: codes, padding, scales, amax and its partials; with the result and without."""
     device, values = problem.device, fp32_of(problem)
     largest = float(amax(values))
     for before, beside in ((0.0, F32), (2 * largest, None), (largest / 2, torch.bfloat16)):
@@ -112,7 +113,7 @@ def check_current(problem, dtype, epsilon=0.0, power_2=False, **place):
     parts, theirs = (torch.zeros(_core.AMAX_PARTIALS, device=device) for _ in range(2))
     problem.call(amax_partials=parts)
     _core.amax(values, theirs)
-    options = {"amax_epsilon": epsilon, "power_2": power_2}
+    options = {"amax_epsilon": epsilon, "power_2_scale": power_2}
     expected = Output(problem.shape, dtype, device, **place)
     _core.quantize(values, partials=theirs, **options, **expected.arguments())
     output = Output(problem.shape, dtype, device, **place)
@@ -132,7 +133,7 @@ def check_codes(problem, exact, dtype, scale, **results):
 
 
 def check_nothing(problem, **results):
-    """No elements: FP8 still has a pair and zero padding; amax stays, its partials are 0."""
+    """No elements: FP8 still has scales and zero padding; amax stays, its partials are 0."""
     device = problem.device
     output, slot = Output(problem.shape, E4M3, device, pad=(16, 16)), floats(device, 3.0)
     parts = Poisoned((_core.AMAX_PARTIALS,), F32, device)

@@ -5,6 +5,7 @@ import numpy as np
 import torch
 from buffers import FP8, Poisoned, floats, fp8_gemms, laid_out, name_of
 from comparators import assert_bits, assert_nmse
+from operands import operand
 from reference import as_f32, quantize
 from tols import BF16, E4M3, E5M2, F16, F32, tol
 
@@ -37,6 +38,14 @@ def sum_bound(device, dtype, k, *, fast=False, tf32=False):
     if dtype in FP8:
         return tol("sum_fast" if fast else "sum_split", dtype, k)
     return tol("sum_tf32" if tf32 and dtype == F32 else "sum", F32, k)
+
+
+def fp8_operands(device, operands, inverses):
+    """Keywords of a and b [n, k]: both are read row by row. A GEMM does not look at the scale."""
+    found = {"b_transposed": True}
+    for prefix, data, inverse in zip(("a_", "b_"), operands, inverses, strict=True):
+        found |= operand(prefix, row=data, scales=floats(device, inverse, float("nan")))
+    return found
 
 
 class Problem:
@@ -97,10 +106,11 @@ class Problem:
         a, b = self.operands
         arguments = {"a_transposed": self.transposed[0], "b_transposed": self.transposed[1]}
         if self.combo[0] in FP8:
-            scales = [floats(self.device, inverse) for inverse in self.inverses]
-            arguments |= {"a_scale_inv": scales[0], "b_scale_inv": scales[1]}
+            arguments |= fp8_operands(self.device, (a, b), self.inverses)
+        else:
+            arguments |= {"a": a, "b": b}
         _core.reset_counters()
-        _core.gemm(a, b, self.d.tensor, **{**arguments, **changes})
+        _core.gemm(self.d.tensor, **{**arguments, **changes})
         name = f"gemm.{self.device}.{name_of(self.combo[0])}.{name_of(self.combo[1])}"
         runs = 1 if self.m * self.n * self.k > 0 else 0
         if runs:  # a helper of the backend may run another GEMM, but never in FP8

@@ -122,10 +122,7 @@ def _quantize(core):
     return Case(
         [torch.randn(ROWS, K)],
         dict(
-            rowwise=fp8(ROWS, K), columnwise=fp8(K, ROWS), scale_pair=torch.zeros(2),
-            scale=torch.ones(1), amax=torch.zeros(1), bias_grad=torch.zeros(K),
-            noop=torch.zeros(1), partials=None, amax_epsilon=0.0, power_2=False,
-            context=core.Context(core.DEVICE_CPU),
+            bias_grad=torch.zeros(K), noop=torch.zeros(1), **_cast_to_fp8(core),
         ),
     )  # fmt: skip
 
@@ -134,32 +131,41 @@ def _dequantize(core):
     return Case(
         [torch.zeros(ROWS, K)],
         dict(
-            rowwise=fp8(ROWS, K), columnwise=None, scale_pair=torch.ones(2),
-            context=core.Context(core.DEVICE_CPU),
+            mode=core.SCALING_TENSOR, row=fp8(ROWS, K), row_scales=torch.ones(2), column=None,
+            column_scales=None, **_context(core),
         ),
     )  # fmt: skip
 
 
 def _gemm(core):
-    one = torch.ones(1)
+    mode = core.SCALING_TENSOR
     return Case(
-        [fp8(ROWS, 32), fp8(N, 32), fp8(ROWS, N)],
+        [fp8(ROWS, N)],
         dict(
-            a_transposed=False, b_transposed=True, a_scale_inv=one, b_scale_inv=one,
-            bias=torch.zeros(N, dtype=torch.bfloat16), bias_grad=None, aux=None, d_scale=one,
-            d_amax=torch.zeros(1), gelu=False, accumulate=False, fast_accumulation=True,
-            allow_tf32=False, context=core.Context(core.DEVICE_CPU),
+            a=None, a_mode=mode, a_row=fp8(ROWS, 32), a_row_scales=torch.ones(2), a_column=None,
+            a_column_scales=None, b=None, b_mode=mode, b_row=fp8(N, 32), b_row_scales=torch.ones(2),
+            b_column=None, b_column_scales=None, a_transposed=0, b_transposed=1,
+            bias=torch.zeros(N, dtype=torch.bfloat16), bias_grad=None, aux=None,
+            d_scale=torch.ones(1), d_amax=torch.zeros(1), epilogue=core.EPILOGUE_NONE,
+            accumulate=False, fast_accumulation=True, allow_tf32=False, **_context(core),
         ),
     )  # fmt: skip
 
 
-def _cast_kwargs(core, rows=ROWS, columns=K):
-    """The FP8 arguments of the operators that cast their result, and their context."""
+def _cast_to_fp8(core, columns=K):
+    """What an operator that casts is asked for, and its context."""
     return dict(
-        rowwise=fp8(rows, columns), columnwise=fp8(columns, rows), scale_pair=torch.zeros(2),
-        scale=torch.ones(1), amax=torch.zeros(1), partials=None,
-        amax_partials=torch.zeros(core.AMAX_PARTIALS), amax_epsilon=0.0, power_2=False,
-        **_context(core),
+        mode=core.SCALING_TENSOR, row=fp8(ROWS, columns), row_scales=torch.zeros(2),
+        column=fp8(columns, ROWS), column_scales=torch.zeros(2), scale=torch.ones(1),
+        amax=torch.zeros(1), partials=None, amax_epsilon=0.0, power_2_scale=0, **_context(core),
+    )  # fmt: skip
+
+
+def _cast_any(core, columns=K):
+    """The same of one that may write high precision too."""
+    return dict(
+        wide=torch.zeros(ROWS, columns), amax_partials=torch.zeros(core.AMAX_PARTIALS),
+        **_cast_to_fp8(core, columns),
     )  # fmt: skip
 
 
@@ -167,9 +173,9 @@ def _norm(core):
     return Case(
         [torch.randn(ROWS, K)],
         dict(
-            kind=core.NORM_LAYERNORM, output=torch.zeros(ROWS, K), gamma=torch.ones(K),
-            beta=torch.zeros(K), mean=torch.zeros(ROWS), rsigma=torch.zeros(ROWS), eps=1e-5,
-            zero_centered=False, statistics_given=False, **_cast_kwargs(core),
+            kind=core.NORM_LAYERNORM, gamma=torch.ones(K), beta=torch.zeros(K),
+            mean=torch.zeros(ROWS), rsigma=torch.zeros(ROWS), eps=1e-5, zero_centered=False,
+            statistics_given=False, **_cast_any(core),
         ),
     )  # fmt: skip
 
@@ -191,15 +197,13 @@ def _clamp_kwargs(core):
 
 
 def _activation(core):
-    output = dict(output=torch.zeros(ROWS, K))
-    return Case([torch.randn(ROWS, 2 * K)], _clamp_kwargs(core) | output | _cast_kwargs(core))
+    return Case([torch.randn(ROWS, 2 * K)], _clamp_kwargs(core) | _cast_any(core))
 
 
 def _activation_backward(core):
-    outputs = dict(grad_input=torch.zeros(ROWS, 2 * K), bias_grad=torch.zeros(2 * K))
     return Case(
         [torch.randn(ROWS, K), torch.randn(ROWS, 2 * K)],
-        _clamp_kwargs(core) | outputs | _cast_kwargs(core, columns=2 * K),
+        dict(bias_grad=torch.zeros(2 * K), **_clamp_kwargs(core), **_cast_any(core, 2 * K)),
     )
 
 
@@ -278,8 +282,8 @@ def _rope(core):
         [torch.randn(ROWS, 2, 8), torch.zeros(ROWS, 2, 8), torch.randn(ROWS, 6)],
         dict(
             cu_seqlens=torch.tensor([0, 2, ROWS], dtype=torch.int32),
-            start_positions=torch.tensor([1, 0], dtype=torch.int32), interleaved=False,
-            backward=False, **_context(core),
+            start_positions=torch.tensor([1, 0], dtype=torch.int32), interleaved=0,
+            backward=0, **_context(core),
         ),
     )  # fmt: skip
 
@@ -310,6 +314,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "torch_dtype": lambda core: Case([core.DTYPE_BF16]),
     "dtype_names": lambda core: Case([]),
     "op_names": lambda core: Case([]),
+    "op_fields": lambda core: Case(["gemm"]),
     "activation_names": lambda core: Case([]),
     "has_cuda": lambda core: Case([]),
     "linear_plan": _linear_plan,
@@ -336,7 +341,9 @@ CASES: dict[str, Callable[[Any], Case]] = {
     ),
     "transpose": lambda core: Case([fp8(ROWS, K), fp8(K, ROWS)], _context(core)),
     "gemm": _gemm,
-    "scaling_update": lambda core: Case([*state(), 448.0, False]),
+    "scaling_update": lambda core: Case(
+        [*state(), 448.0], dict(algo=core.AMAX_MAX, **_context(core))
+    ),
     "fill": lambda core: Case([torch.zeros(ROWS, K), 1.5], _context(core)),
     "cast": lambda core: Case(
         [torch.randn(ROWS, K), torch.zeros(ROWS, K, dtype=torch.bfloat16)], _context(core)

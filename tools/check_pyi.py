@@ -2,7 +2,8 @@
 """Check that transformer_engine/_core.pyi says what the built extension has.
 
 Names in both directions; for functions and methods the parameters that the signature line of the C
-docstring gives: names, kinds and which of them are optional.
+docstring gives: names, kinds and which of them are optional. The operators' part is as a whole what
+operator_stubs.py writes.
 """
 
 import ast
@@ -10,8 +11,7 @@ import inspect
 import sys
 
 from ctext import ROOT, finish
-
-STUB = ROOT / "transformer_engine/_core.pyi"
+from operator_stubs import STUB, with_operators
 
 
 def describe_stub(node):
@@ -76,7 +76,11 @@ def main():
     sys.path.insert(0, str(ROOT))
     import transformer_engine._core as core
 
-    finish(compare("", ast.parse(STUB.read_text()).body, core))
+    text = STUB.read_text()
+    problems = compare("", ast.parse(text).body, core)
+    if text != with_operators(text, core):
+        problems.append("the operators: run tools/operator_stubs.py")
+    finish(problems)
 
 
 if __name__ == "__main__":

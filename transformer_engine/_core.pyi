@@ -80,6 +80,18 @@ LINEAR_STAGES: Final[tuple[str, ...]]
 AMAX_PARTIALS: Final[int]
 """Elements of a `partials` tensor."""
 
+# te_scaling_mode
+SCALING_NONE: Final[int]
+SCALING_TENSOR: Final[int]
+
+# te_amax_algo
+AMAX_MAX: Final[int]
+AMAX_MOST_RECENT: Final[int]
+
+# te_epilogue
+EPILOGUE_NONE: Final[int]
+EPILOGUE_GELU: Final[int]
+
 # te_norm_kind
 NORM_LAYERNORM: Final[int]
 NORM_RMSNORM: Final[int]
@@ -120,6 +132,13 @@ def dtype_names() -> tuple[str, ...]:
 
 def op_names() -> tuple[str, ...]:
     """Names of the operators, in the order of the operator table."""
+
+def op_fields(name: str, /) -> tuple[tuple[str, str, str, bool], ...]:
+    """(name, type, access, required) of each argument of an operator, `context` left out.
+
+    The type is "tensor", "float", "int" or "bool", the access "read", "write" or "update". ValueError
+    for an unknown name.
+    """
 
 def activation_names() -> tuple[str, ...]:
     """Names of the activations, in the order of their numbers: ("gelu", "geglu", ...)."""
@@ -303,38 +322,46 @@ def tune_gemm(
 def close_contexts() -> None:
     """Close the module's own contexts; the next use makes new ones."""
 
-# ---- operators (tests and tools; te_<name>_args in the C header has the meaning) --------------
+# ---- operators ---------------------------------------------------------------------------------
+#
+# te_<name>_args in csrc/include/transformer_engine_ops.h has the meaning of every argument. Matrices
+# have all leading dims flattened. An optional tensor that is None is not read, or not computed.
+#
+# ValueError names an argument with a wrong shape, stride, number or device, TypeError one with a wrong
+# dtype or class; NotImplementedError where no backend of the device has the operator.
+
+# ---- written by tools/operator_stubs.py --------------------------------------------------------
 
 def quantize(
     input: Tensor,
     *,
-    rowwise: Tensor | None = None,
-    columnwise: Tensor | None = None,
-    scale_pair: Tensor | None = None,
+    mode: int = 0,
+    row: Tensor | None = None,
+    row_scales: Tensor | None = None,
+    column: Tensor | None = None,
+    column_scales: Tensor | None = None,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
-    bias_grad: Tensor | None = None,
-    noop: Tensor | None = None,
     partials: Tensor | None = None,
     amax_epsilon: float = 0.0,
-    power_2: bool = False,
+    power_2_scale: int = 0,
+    bias_grad: Tensor | None = None,
+    noop: Tensor | None = None,
     context: Context | None = None,
 ) -> None:
-    """Cast [rows, columns] to FP8 into `rowwise` and `columnwise` (transposed); amax, column sums.
-
-    The scale is `scale[0]` (delayed scaling), or made from `partials` (current scaling). With neither
-    `rowwise`, `columnwise` nor `scale_pair` nothing is cast: amax and column sums only.
-    """
+    """Cast a matrix to FP8, row-wise and (or) transposed; its amax and column sums."""
 
 def dequantize(
     output: Tensor,
     *,
-    rowwise: Tensor | None = None,
-    columnwise: Tensor | None = None,
-    scale_pair: Tensor,
+    mode: int = 0,
+    row: Tensor | None = None,
+    row_scales: Tensor | None = None,
+    column: Tensor | None = None,
+    column_scales: Tensor | None = None,
     context: Context | None = None,
 ) -> None:
-    """`output` = data * scale_pair[0], from `rowwise`, or from `columnwise` where that is None."""
+    """output = data / scale, from `row`, or from `column` where that is None."""
 
 def amax(input: Tensor, partials: Tensor, *, context: Context | None = None) -> None:
     """Write AMAX_PARTIALS partial maxima of |input|."""
@@ -343,31 +370,39 @@ def transpose(input: Tensor, output: Tensor, *, context: Context | None = None) 
     """Transpose one-byte elements."""
 
 def gemm(
-    a: Tensor,
-    b: Tensor,
     d: Tensor,
     *,
-    a_transposed: bool = False,
-    b_transposed: bool = False,
-    a_scale_inv: Tensor | None = None,
-    b_scale_inv: Tensor | None = None,
+    a: Tensor | None = None,
+    a_mode: int = 0,
+    a_row: Tensor | None = None,
+    a_row_scales: Tensor | None = None,
+    a_column: Tensor | None = None,
+    a_column_scales: Tensor | None = None,
+    b: Tensor | None = None,
+    b_mode: int = 0,
+    b_row: Tensor | None = None,
+    b_row_scales: Tensor | None = None,
+    b_column: Tensor | None = None,
+    b_column_scales: Tensor | None = None,
+    a_transposed: int = 0,
+    b_transposed: int = 0,
     bias: Tensor | None = None,
     bias_grad: Tensor | None = None,
     aux: Tensor | None = None,
     d_scale: Tensor | None = None,
     d_amax: Tensor | None = None,
-    gelu: bool = False,
+    epilogue: int = 0,
     accumulate: bool = False,
     fast_accumulation: bool = False,
     allow_tf32: bool = False,
     context: Context | None = None,
 ) -> None:
-    """`d` = epilogue(a b + bias); a scale is the first element of its tensor."""
+    """d = epilogue(a b + bias), in FP8 from `a_row`, `b_row`, ... or in high precision."""
 
 def scaling_update(
-    scale: Tensor, history: Tensor, fp8_max: float, most_recent: bool = False, /
+    scale: Tensor, history: Tensor, fp8_max: float, *, algo: int = 0, context: Context | None = None
 ) -> None:
-    """One update of a chunk of delayed-scaling slots, in place; called once per chunk and step."""
+    """Update a chunk of delayed-scaling slots in place."""
 
 def fill(output: Tensor, value: float, *, context: Context | None = None) -> None:
     """Set every element."""
@@ -375,67 +410,39 @@ def fill(output: Tensor, value: float, *, context: Context | None = None) -> Non
 def cast(input: Tensor, output: Tensor, *, context: Context | None = None) -> None:
     """Convert and copy between strided matrices."""
 
-# ---- operators of a Transformer layer ----------------------------------------------------------
-#
-# What several of them take:
-#
-# - matrices have all leading dims flattened; [rows, columns] below is that matrix. Data is f32, f16
-#   or bf16, each tensor in a dtype of its own unless said otherwise. A result that is None is not
-#   computed.
-# - rowwise, columnwise, scale_pair, scale, amax, partials, amax_epsilon, power_2: the result in FP8, as
-#   in `quantize`, from the fp32 value and not from the rounded `output`. Its amax is recorded only
-#   where it is cast.
-# - amax_partials: AMAX_PARTIALS floats that receive the partial maxima of the fp32 result, as `amax`
-#   makes them; pass them as `partials` to a second call (current scaling).
-# - rng: int64[2] on the device, {seed, offset} of the Philox generator; required where a probability
-#   is not 0.
-#
-# ValueError names an argument with a wrong shape, stride, number or device, TypeError one with a wrong
-# dtype or class; NotImplementedError where no backend of the device has the operator.
-
 def norm(
     input: Tensor,
-    *,
     kind: int,
-    output: Tensor | None = None,
+    *,
     gamma: Tensor | None = None,
     beta: Tensor | None = None,
     mean: Tensor | None = None,
     rsigma: Tensor | None = None,
-    eps: float = 1e-5,
-    zero_centered: bool = False,
-    statistics_given: bool = False,
-    rowwise: Tensor | None = None,
-    columnwise: Tensor | None = None,
-    scale_pair: Tensor | None = None,
+    wide: Tensor | None = None,
+    mode: int = 0,
+    row: Tensor | None = None,
+    row_scales: Tensor | None = None,
+    column: Tensor | None = None,
+    column_scales: Tensor | None = None,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
     partials: Tensor | None = None,
-    amax_partials: Tensor | None = None,
     amax_epsilon: float = 0.0,
-    power_2: bool = False,
+    power_2_scale: int = 0,
+    amax_partials: Tensor | None = None,
+    eps: float = 1e-05,
+    zero_centered: bool = False,
+    statistics_given: bool = False,
     context: Context | None = None,
 ) -> None:
-    """Normalize each row of `input` [rows, columns], times `gamma` plus `beta`; columns > 0.
-
-    kind
-        `NORM_LAYERNORM`, `NORM_RMSNORM` or `NORM_L2` (x * rsqrt(sum of squares + eps)).
-    output
-        [rows, columns].
-    gamma, beta
-        [columns]; None: 1 and 0. `beta` has the dtype of `gamma` and belongs to `NORM_LAYERNORM`.
-        `zero_centered`: the factor is 1 + gamma.
-    mean, rsigma
-        [rows] float32, written; with `statistics_given` read instead, and then required. `mean`
-        belongs to `NORM_LAYERNORM`.
-    """
+    """Normalize rows, times gamma plus beta; to high precision and (or) FP8."""
 
 def norm_backward(
     grad_output: Tensor,
     input: Tensor,
-    *,
     kind: int,
     rsigma: Tensor,
+    *,
     mean: Tensor | None = None,
     gamma: Tensor | None = None,
     grad_add: Tensor | None = None,
@@ -445,66 +452,55 @@ def norm_backward(
     zero_centered: bool = False,
     context: Context | None = None,
 ) -> None:
-    """Gradients of `norm` into `grad_input` [rows, columns], `gamma_grad` and `beta_grad` [columns].
-
-    `grad_add` [rows, columns], in the dtype of `grad_output`, is added to `grad_output` first. `mean`
-    and `rsigma` are those that the forward wrote; `mean` is required for `NORM_LAYERNORM`, which alone
-    has `beta_grad`.
-    """
+    """Gradients of norm."""
 
 def activation(
     input: Tensor,
-    *,
     kind: int,
-    output: Tensor | None = None,
-    rowwise: Tensor | None = None,
-    columnwise: Tensor | None = None,
-    scale_pair: Tensor | None = None,
+    *,
+    wide: Tensor | None = None,
+    mode: int = 0,
+    row: Tensor | None = None,
+    row_scales: Tensor | None = None,
+    column: Tensor | None = None,
+    column_scales: Tensor | None = None,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
     partials: Tensor | None = None,
-    amax_partials: Tensor | None = None,
     amax_epsilon: float = 0.0,
-    power_2: bool = False,
+    power_2_scale: int = 0,
+    amax_partials: Tensor | None = None,
     limit: float = 7.0,
     alpha: float = 1.702,
     linear_offset: float = 1.0,
     context: Context | None = None,
 ) -> None:
-    """Activate `input` [rows, columns] into `output` [rows, columns].
-
-    kind
-        `ACTIVATION_*`. A gated one takes [rows, 2 columns]: its first half is activated, the second
-        multiplies it.
-    limit, alpha, linear_offset
-        Of clamped_swiglu; the others ignore them.
-    """
+    """Activate rows (gated: two halves to one); to high precision and (or) FP8."""
 
 def activation_backward(
     grad_output: Tensor,
     input: Tensor,
-    *,
     kind: int,
-    grad_input: Tensor | None = None,
-    bias_grad: Tensor | None = None,
-    rowwise: Tensor | None = None,
-    columnwise: Tensor | None = None,
-    scale_pair: Tensor | None = None,
+    *,
+    wide: Tensor | None = None,
+    mode: int = 0,
+    row: Tensor | None = None,
+    row_scales: Tensor | None = None,
+    column: Tensor | None = None,
+    column_scales: Tensor | None = None,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
     partials: Tensor | None = None,
-    amax_partials: Tensor | None = None,
     amax_epsilon: float = 0.0,
-    power_2: bool = False,
+    power_2_scale: int = 0,
+    amax_partials: Tensor | None = None,
+    bias_grad: Tensor | None = None,
     limit: float = 7.0,
     alpha: float = 1.702,
     linear_offset: float = 1.0,
     context: Context | None = None,
 ) -> None:
-    """Gradient of `activation` into `grad_input`, in the shape of `input`, and (or) FP8.
-
-    `bias_grad` (one element per column of `input`) receives the column sums of its fp32 values.
-    """
+    """Gradient of activation, to high precision and (or) FP8, and its column sums."""
 
 def softmax(
     input: Tensor,
@@ -521,19 +517,7 @@ def softmax(
     diagonal: int = 0,
     context: Context | None = None,
 ) -> None:
-    """Softmax of scale * `input` + `bias` over the keys that each query may attend.
-
-    input
-        [batch, heads, queries, keys], unit last stride, any others.
-    output, probabilities
-        Of the same shape and dtype: with dropout, and without it.
-    mask, bias
-        Each dim 1 or that of `input`. `mask` is bool or uint8: True is masked out. A row without a key
-        is 0.
-    window_left, window_right, diagonal
-        Query i attends keys i + diagonal - window_left to i + diagonal + window_right; negative: no
-        limit on that side.
-    """
+    """Softmax of scale * input + bias over the keys that a query may attend, with dropout."""
 
 def softmax_backward(
     grad_output: Tensor,
@@ -545,11 +529,7 @@ def softmax_backward(
     dropout: float = 0.0,
     context: Context | None = None,
 ) -> None:
-    """Gradient of `softmax` with respect to `input`; `grad_input` may be `grad_output` itself.
-
-    All three are [batch, heads, queries, keys] of one dtype. `rng`, `scale` and `dropout` are those of
-    the forward, `probabilities` what it wrote there.
-    """
+    """Gradient of softmax."""
 
 def attention(
     query: Tensor,
@@ -568,25 +548,10 @@ def attention(
     window_left: int = -1,
     window_right: int = -1,
     diagonal: int = 0,
-    bottom_right: bool = False,
+    bottom_right: int = 0,
     context: Context | None = None,
 ) -> None:
-    """dropout(softmax(scale * `query` `key` + `bias`)) `value`, without a matrix of scores; CPU alone.
-
-    query, output
-        [batch, queries, heads, d_k] and [batch, queries, heads, d_v], unit last stride, any others.
-    key, value
-        [batch, keys, kv_heads, d_k] and [batch, keys, kv_heads, d_v]; kv_heads divides heads.
-    statistics
-        [batch, heads, queries] fp32: logarithms of the sums of the exponentiated scores, -Inf for a
-        query that attends no key.
-    mask, bias, window_left, window_right, diagonal
-        As in `softmax`, over [batch, heads, queries, keys].
-    query_lengths, key_lengths
-        [batch] int32: tokens of each sequence; those after them are not read.
-    bottom_right
-        The diagonal is further right by the keys less the queries of each sequence.
-    """
+    """dropout(softmax(scale * query key + bias)) value, without a matrix of scores."""
 
 def attention_backward(
     grad_output: Tensor,
@@ -610,14 +575,10 @@ def attention_backward(
     window_left: int = -1,
     window_right: int = -1,
     diagonal: int = 0,
-    bottom_right: bool = False,
+    bottom_right: int = 0,
     context: Context | None = None,
 ) -> None:
-    """Gradients of `attention` from its `output` and `statistics`, each where given; CPU alone.
-
-    They may be views into one packed tensor. `grad_bias` has the shape of `bias`: it is summed over
-    the dims of 1.
-    """
+    """Gradients of attention."""
 
 def dropout_add(
     input: Tensor,
@@ -631,11 +592,7 @@ def dropout_add(
     samples: int = 1,
     context: Context | None = None,
 ) -> None:
-    """`output` = `residual` + drop_path(dropout(`input` + `bias`)), all [rows, columns] of one dtype.
-
-    `bias` is [columns]. `drop_path` keeps or drops rows / samples consecutive rows together. `output`
-    may be `input` itself.
-    """
+    """output = residual + drop_path(dropout(input + bias))."""
 
 def dropout_backward(
     grad_output: Tensor,
@@ -648,10 +605,7 @@ def dropout_backward(
     samples: int = 1,
     context: Context | None = None,
 ) -> None:
-    """Gradients of `dropout_add` with respect to `input` and `bias`; that of `residual` is `grad_output`.
-
-    `grad_input` has the shape and dtype of `grad_output`, `bias_grad` one element per column.
-    """
+    """Gradients of dropout_add with respect to input and bias."""
 
 def rope(
     input: Tensor,
@@ -660,23 +614,13 @@ def rope(
     *,
     cu_seqlens: Tensor | None = None,
     start_positions: Tensor | None = None,
-    interleaved: bool = False,
-    backward: bool = False,
+    interleaved: int = 0,
+    backward: int = 0,
     context: Context | None = None,
 ) -> None:
-    """Rotary position embedding of `input` into `output`; `backward`: the transposed map.
+    """Rotary position embedding, or its transposed map."""
 
-    input, output
-        [batch, sequence, heads, dim] of one dtype, each with strides of its own (transpose [sequence,
-        batch, ...] without a copy), or packed [tokens, heads, dim] with `cu_seqlens`.
-    freqs
-        Angles in float32, [positions, ..., rotary]: rotary is even and at most dim, the dims between
-        are 1. Channels from rotary on are copied.
-    cu_seqlens
-        [batch + 1] int32: the first token of each sequence, and the number of tokens.
-    start_positions
-        [batch] int32, added to the index in the sequence; None: 0.
-    """
+# ---- end of what operator_stubs.py writes -----------------------------------------------------------
 
 # ---- backends --------------------------------------------------------------------------------
 
@@ -689,12 +633,9 @@ def register_backend(
 ) -> None:
     """Put Python functions into the operator table, by operator name.
 
-    A function gets one dict with the fields of the operator's C args struct: tensors (absent ones are
-    None), a float pointer as a 1-element tensor (`partials`: AMAX_PARTIALS; `scale_pair`: 2), `output`
-    of quantize and `input` of dequantize as a dict with mode, rowwise, columnwise, scale_pair, scale
-    and amax (`quantized` of the layer's operators likewise), GEMM operands as a dict with data,
-    scale_inv and transposed, `rng` as an int64 tensor of 2, and plain numbers. It writes into the
-    tensors. They are views of memory that is valid during the call only: keep none.
+    A function gets one dict with an entry per argument of the operator, by its name (`op_fields`):
+    tensors, None where absent, and plain numbers. It writes into the tensors. They are views of memory
+    that is valid during the call only: keep none.
     NotImplemented as the result hands the call to the backend with the next lower priority (built-in
     ones have 0); another result is ignored. An exception propagates to the caller of the operator.
     """

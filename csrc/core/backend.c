@@ -258,26 +258,30 @@ static te_status resolve(const te_op_table *table, te_context *context, te_op op
 
 static te_status check_call(te_context *context, te_op op, const void *args)
 {
-    if ((int)op < 0 || op >= TE_OP_COUNT) {
-        return TE_FAIL(TE_ERROR_INVALID, "operator %d does not exist", (int)op);
-    }
     TE_TRY(te_context_check(context));
     return te_check_args(op, te_context_device(context), args);
 }
 
-te_status te_op_run_in(const te_op_table *table, te_context *context, te_op op, const void *args,
-                       void *stream)
+/* Arguments have been checked. */
+static te_status run_checked(const te_op_table *table, te_context *context, te_op op,
+                             const void *args, void *stream)
 {
     const te_op_slot *slot = NULL;
     te_status st;
     int at = 0;
-    TE_TRY(check_call(context, op, args));
     do { /* a function may find out only when called that it does not take the arguments */
         TE_TRY(resolve(table, context, op, args, &at, &slot));
         st = slot->function(slot->self, context, args, stream);
     } while (st == TE_ERROR_UNSUPPORTED && at < table->count[op]);
     if (st == TE_OK) te_count_op(te_context_device(context).type, op);
     return st;
+}
+
+te_status te_op_run_in(const te_op_table *table, te_context *context, te_op op, const void *args,
+                       void *stream)
+{
+    TE_TRY(check_call(context, op, args));
+    return run_checked(table, context, op, args, stream);
 }
 
 te_status te_op_workspace_in(const te_op_table *table, te_context *context, te_op op,
@@ -303,19 +307,25 @@ te_status te_op_workspace_in(const te_op_table *table, te_context *context, te_o
 
 te_status te_op_run(te_context *context, te_op op, const void *args, void *stream)
 {
+    te_any_args whole;
     te_op_table *table;
     te_status st;
-    TE_TRY(te_context_check(context));
+    TE_TRY(te_check_size(op, args, &whole, &args));
+    TE_TRY(check_call(context, op, args));
+    TE_TRY(te_check_memory(op, args));
     table = te_op_table_acquire(te_context_device(context).type);
-    st = te_op_run_in(table, context, op, args, stream);
+    st = run_checked(table, context, op, args, stream);
     te_op_table_release(table);
     return st;
 }
 
 te_status te_op_workspace(te_context *context, te_op op, const void *args, size_t *bytes)
 {
+    te_any_args whole;
     te_op_table *table;
     te_status st;
+    if (bytes == NULL) return TE_FAIL(TE_ERROR_INVALID, "%s: bytes is NULL", te_op_name(op));
+    TE_TRY(te_check_size(op, args, &whole, &args));
     TE_TRY(te_context_check(context));
     table = te_op_table_acquire(te_context_device(context).type);
     st = te_op_workspace_in(table, context, op, args, bytes);

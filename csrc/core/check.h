@@ -2,16 +2,56 @@
  *
  * check.h - argument checks of the operators, done once for every backend before a slot is called.
  *
- * A backend may rely on what these let through: sizes agree, dtypes are legal for the operator, all
- * tensors live on the context's device, strides are as documented, data is there where there are
- * elements. A backend's `supports` only says what of that it has not got.
+ * Every field is checked by its row of fields.h (check.c), then those of one call against each
+ * other (check_ops.c). A backend may rely on what these let through: sizes agree, dtypes are legal
+ * for the operator, all tensors live on the context's device, strides are as documented, data is
+ * there where there are elements. A backend's `supports` only says what of that it has not got.
  */
 #ifndef TE_CORE_CHECK_H
 #define TE_CORE_CHECK_H
 
-#include "transformer_engine.h"
+#include "core/fields.h"
 
-/* Checks the args struct of an operator (args->size included). */
+/* The args struct of any operator. */
+typedef union te_any_args {
+    size_t size;
+#define X(NAME, name) te_##name##_args name;
+    TE_OPS(X)
+#undef X
+} te_any_args;
+
+/* Makes args of the size that this library knows. *whole is args itself, or *buffer: that of a
+ * caller that knows fewer fields has their initial values, that of one that knows more must be 0
+ * there. */
+te_status te_check_size(te_op op, const void *args, te_any_args *buffer, const void **whole);
+/* Checks whole args: each field, and how they agree. */
 te_status te_check_args(te_op op, te_device device, const void *args);
+/* Nothing that is written is the memory of another field, unless it is documented to be. Plans need
+ * not ask: they lay out their buffers. */
+te_status te_check_memory(te_op op, const void *args);
+
+/* ---- between check.c and check_ops.c ---- */
+
+typedef struct te_check_site {
+    te_op op;
+    te_device device;
+} te_check_site;
+
+/* "quantize: input: ..." */
+te_status te_check_fail(const te_check_site *site, const char *name, te_status kind,
+                        const char *file, int line, const char *format, ...)
+    __attribute__((format(printf, 6, 7)));
+/* A tensor by its field: present if it is required, and as the field says where it is given. */
+te_status te_check_tensor(const te_check_site *site, const te_field *field, const te_tensor *tensor,
+                          int required);
+/* Each field of a call by itself. */
+te_status te_check_fields(const te_check_site *site, const void *args);
+
+/* A failure names operator, argument, value and expectation. */
+#define INVALID(name, ...)                                                                         \
+    te_check_fail(site, name, TE_ERROR_INVALID, __FILE__, __LINE__, __VA_ARGS__)
+#define WRONG_TYPE(name, ...)                                                                      \
+    te_check_fail(site, name, TE_ERROR_TYPE, __FILE__, __LINE__, __VA_ARGS__)
+#define LL(value) ((long long)(value))
 
 #endif

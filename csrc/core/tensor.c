@@ -5,12 +5,12 @@
 
 typedef struct dtype_facts {
     const char *name;
-    size_t bytes;
+    int32_t bits;
     float max;
 } dtype_facts;
 
 static const dtype_facts facts[TE_DTYPE_COUNT] = {
-#define X(NAME, name, bits, dlpack, cuda, max) [TE_DTYPE_##NAME] = {#name, (bits) / 8, max},
+#define X(NAME, name, bits, dlpack, cuda, max) [TE_DTYPE_##NAME] = {#name, bits, max},
     TE_DTYPES(X)
 #undef X
 };
@@ -25,9 +25,19 @@ const char *te_dtype_name(te_dtype dtype)
     return valid(dtype) ? facts[dtype].name : "invalid";
 }
 
+int32_t te_dtype_bits(te_dtype dtype)
+{
+    return valid(dtype) ? facts[dtype].bits : 0;
+}
+
 size_t te_dtype_bytes(te_dtype dtype)
 {
-    return valid(dtype) ? facts[dtype].bytes : 0;
+    return (size_t)te_dtype_bits(dtype) / 8;
+}
+
+size_t te_dtype_size(te_dtype dtype, int64_t elements)
+{
+    return ((size_t)elements * (size_t)te_dtype_bits(dtype) + 7) / 8;
 }
 
 float te_dtype_max(te_dtype dtype)
@@ -71,6 +81,14 @@ te_tensor te_vector(void *data, te_dtype dtype, te_device device, int64_t length
     tensor.shape[0] = length;
     tensor.strides[0] = 1;
     return tensor;
+}
+
+te_dtype te_operand_dtype(const te_operand *operand)
+{
+    if (operand->mode == TE_SCALING_NONE) return TE_DTYPE_F32;
+    if (te_tensor_present(&operand->row)) return operand->row.dtype;
+    if (te_tensor_present(&operand->column)) return operand->column.dtype;
+    return te_dtype_is_fp8(operand->row.dtype) ? operand->row.dtype : operand->column.dtype;
 }
 
 int64_t te_tensor_numel(const te_tensor *tensor)

@@ -22,11 +22,19 @@ te_tensor te_matrix(void *data, te_dtype dtype, te_device device, int64_t rows, 
 /* A dense vector over data. */
 te_tensor te_vector(void *data, te_dtype dtype, te_device device, int64_t length);
 
+/* The dtype of the quantized forms, present or described; F32 where there are none. */
+te_dtype te_operand_dtype(const te_operand *operand);
+
 int64_t te_tensor_numel(const te_tensor *tensor);
-/* The argument was given (has data, or is a typed tensor of no elements). */
+/* The argument has data. */
 static inline int te_tensor_present(const te_tensor *tensor)
 {
     return tensor->data != NULL;
+}
+/* Or it is described: a workspace query has no pointers yet. */
+static inline int te_tensor_requested(const te_tensor *tensor)
+{
+    return tensor->data != NULL || tensor->ndim > 0;
 }
 
 #endif

@@ -67,12 +67,7 @@ te_status te_cpu_activation(void *self, te_context *context, const void *opaque,
 {
     const te_activation_args *args = opaque;
     const activation_job job = job_of(args->kind, &args->params, &args->input);
-    const te_cpu_request request = {.output = &args->output,
-                                    .quantized = &args->quantized,
-                                    .partials = args->partials,
-                                    .amax_partials = args->amax_partials,
-                                    .amax_epsilon = args->amax_epsilon,
-                                    .power_2_scale = args->power_2_scale};
+    const te_cpu_request request = {.cast = &args->cast};
     te_cpu_tiles tiles = te_cpu_tiles_begin(&request, job.input.rows, job.half, TE_DTYPE_F32, 1);
     (void)self, (void)context, (void)stream;
     tiles.source = value_row;
@@ -87,7 +82,7 @@ te_status te_cpu_activation_backward_workspace(void *self, te_context *context, 
     te_cpu_matrix input = te_cpu_matrix_of(&args->input);
     (void)self, (void)context;
     *bytes =
-        te_cpu_is_requested(&args->bias_grad) ? te_cpu_sums_bytes(input.rows, input.columns) : 0;
+        te_tensor_requested(&args->bias_grad) ? te_cpu_sums_bytes(input.rows, input.columns) : 0;
     return TE_OK;
 }
 
@@ -96,14 +91,7 @@ te_status te_cpu_activation_backward(void *self, te_context *context, const void
 {
     const te_activation_backward_args *args = opaque;
     activation_job job = job_of(args->kind, &args->params, &args->input);
-    const te_cpu_request request = {.output = &args->grad_input,
-                                    .sums = &args->bias_grad,
-                                    .quantized = &args->quantized,
-                                    .partials = args->partials,
-                                    .amax_partials = args->amax_partials,
-                                    .amax_epsilon = args->amax_epsilon,
-                                    .power_2_scale = args->power_2_scale,
-                                    .workspace = args->workspace};
+    const te_cpu_request request = {&args->cast, &args->bias_grad, args->workspace};
     size_t needed = 0;
     (void)stream;
     job.grad = te_cpu_matrix_of(&args->grad_output);

@@ -132,11 +132,6 @@ te_status te_cpu_dropout_add(void *self, te_context *context, const void *opaque
 
 /* ---- backward ----------------------------------------------------------------------------- */
 
-static int wants_bias_grad(const te_dropout_backward_args *args)
-{
-    return args->bias_grad.data != NULL || args->bias_grad.ndim > 0;
-}
-
 te_status te_cpu_dropout_backward_workspace(void *self, te_context *context, const void *opaque,
                                             size_t *bytes)
 {
@@ -144,7 +139,7 @@ te_status te_cpu_dropout_backward_workspace(void *self, te_context *context, con
     te_cpu_matrix grad = te_cpu_matrix_of(&args->grad_output);
     (void)self, (void)context;
     *bytes = 0;
-    if (wants_bias_grad(args)) {
+    if (te_tensor_requested(&args->bias_grad)) {
         *bytes = (size_t)(row_tiles(grad.rows) * grad.columns) * sizeof(float);
     }
     return TE_OK;

@@ -13,6 +13,7 @@
 
 #include "core/counters.h"
 #include "core/interrupt.h"
+#include "core/operand.h"
 #include "core/status.h"
 #include "core/fp8.h"
 #include "cpu/isa.h"
@@ -55,10 +56,11 @@ typedef struct gemm_job {
 /* Shapes and blocking; nothing of it depends on pointers. */
 static gemm_job describe(const te_gemm_args *args)
 {
-    gemm_job job = {.args = args, .kernels = te_cpu_kernels_get()};
+    gemm_job job = {.args = args, .kernels = te_cpu_kernels_get(), .alpha = 1.0F};
     int64_t tile_rows = job.kernels->tile_rows, tile_columns = job.kernels->tile_columns;
-    job.a = te_cpu_operand_of(job.kernels, &args->a.data, !args->a.transposed, (int)tile_rows);
-    job.b = te_cpu_operand_of(job.kernels, &args->b.data, args->b.transposed, (int)tile_columns);
+    te_gemm_operand a = te_gemm_a(args), b = te_gemm_b(args);
+    job.a = te_cpu_operand_of(job.kernels, a.data, !a.transposed, (int)tile_rows);
+    job.b = te_cpu_operand_of(job.kernels, b.data, b.transposed, (int)tile_columns);
     job.d = te_cpu_matrix_of(&args->d);
     job.m = job.a.outer;
     job.n = job.b.outer;
@@ -292,14 +294,14 @@ static int32_t run_rows(const gemm_job *job, int64_t base, int64_t rows)
 te_status te_cpu_gemm(void *self, te_context *context, const void *opaque, void *stream)
 {
     const te_gemm_args *args = opaque;
+    const te_gemm_operand a = te_gemm_a(args), b = te_gemm_b(args);
     gemm_job job = describe(args);
     te_interruptible interruptible;
     int32_t amax = 0;
     (void)self, (void)context, (void)stream;
     if (job.m == 0 || job.n == 0) return TE_OK;
     TE_TRY(place(&job));
-    job.alpha = (args->a.scale_inv != NULL ? *args->a.scale_inv : 1.0F) *
-                (args->b.scale_inv != NULL ? *args->b.scale_inv : 1.0F);
+    if (a.scales != NULL) job.alpha = *te_inverse_scale(a.scales) * *te_inverse_scale(b.scales);
     job.d_scale = args->d_scale != NULL ? *args->d_scale : 1.0F;
     if (args->aux.data != NULL) job.aux = te_cpu_matrix_of(&args->aux);
     if (job.k == 0) {
@@ -307,7 +309,7 @@ te_status te_cpu_gemm(void *self, te_context *context, const void *opaque, void 
         if (sums.data != NULL) memset(sums.data, 0, (size_t)job.m * sums.bytes);
         if (args->flags & TE_GEMM_ACCUMULATE) return TE_OK;
     } else {
-        te_count_gemm(TE_DEVICE_CPU, args->a.data.dtype, args->b.data.dtype);
+        te_count_gemm(TE_DEVICE_CPU, a.data->dtype, b.data->dtype);
     }
     te_interruptible_begin(&interruptible);
     job.interruptible = &interruptible;

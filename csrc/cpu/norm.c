@@ -135,15 +135,10 @@ te_status te_cpu_norm(void *self, te_context *context, const void *opaque, void 
 {
     const te_norm_args *args = opaque;
     const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
-    const te_cpu_request request = {.output = &args->output,
-                                    .quantized = &args->quantized,
-                                    .partials = args->partials,
-                                    .amax_partials = args->amax_partials,
-                                    .amax_epsilon = args->amax_epsilon,
-                                    .power_2_scale = args->power_2_scale};
+    const te_cpu_request request = {.cast = &args->cast};
     te_cpu_tiles tiles = te_cpu_tiles_begin(&request, input.rows, input.columns, TE_DTYPE_F32, 1);
     tiles.source = normalized_row;
-    if (tiles.columnwise.data == NULL) tiles.tile_rows = SHORT_STRIP;
+    if (tiles.column.data == NULL) tiles.tile_rows = SHORT_STRIP;
     int threads = te_cpu_threads(input.rows * input.columns);
     int32_t amax = 0;
     (void)self, (void)context, (void)stream, (void)threads;
@@ -182,7 +177,7 @@ te_status te_cpu_norm_backward_workspace(void *self, te_context *context, const 
 {
     const te_norm_backward_args *args = opaque;
     te_cpu_matrix input = te_cpu_matrix_of(&args->input);
-    int sums = te_cpu_is_requested(&args->gamma_grad) + te_cpu_is_requested(&args->beta_grad);
+    int sums = te_tensor_requested(&args->gamma_grad) + te_tensor_requested(&args->beta_grad);
     (void)self, (void)context;
     *bytes = (size_t)(sums * strips_of(input.rows) * input.columns) * sizeof(float);
     return TE_OK;

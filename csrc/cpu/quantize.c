@@ -2,6 +2,7 @@
  *
  * quantize.c - FP8 casts (one pass over the input, see tiles.h) and their inverse, and max|x|.
  */
+#include "core/operand.h"
 #include "core/status.h"
 #include "core/fp8.h"
 #include "cpu/isa.h"
@@ -16,7 +17,7 @@ te_status te_cpu_quantize_workspace(void *self, te_context *context, const void 
     te_cpu_matrix input = te_cpu_matrix_of(&args->input);
     (void)self, (void)context;
     *bytes =
-        te_cpu_is_requested(&args->bias_grad) ? te_cpu_sums_bytes(input.rows, input.columns) : 0;
+        te_tensor_requested(&args->bias_grad) ? te_cpu_sums_bytes(input.rows, input.columns) : 0;
     return TE_OK;
 }
 
@@ -32,12 +33,7 @@ te_status te_cpu_quantize(void *self, te_context *context, const void *opaque, v
 {
     const te_quantize_args *args = opaque;
     const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
-    const te_cpu_request request = {.sums = &args->bias_grad,
-                                    .quantized = &args->output,
-                                    .partials = args->partials,
-                                    .amax_epsilon = args->amax_epsilon,
-                                    .power_2_scale = args->power_2_scale,
-                                    .workspace = args->workspace};
+    const te_cpu_request request = {&args->cast, &args->bias_grad, args->workspace};
     size_t needed = 0;
     (void)stream;
     if (args->bias_grad.data != NULL) {
@@ -97,13 +93,13 @@ te_status te_cpu_dequantize(void *self, te_context *context, const void *opaque,
 {
     const te_dequantize_args *args = opaque;
     const te_cpu_kernels *kernels = te_cpu_kernels_get();
-    int by_rows = args->input.rowwise.data != NULL;
-    const te_cpu_matrix input =
-        te_cpu_matrix_of(by_rows ? &args->input.rowwise : &args->input.columnwise);
+    int by_rows = args->input.row.data != NULL;
+    const te_cpu_matrix input = te_cpu_matrix_of(by_rows ? &args->input.row : &args->input.column);
     const te_cpu_matrix output = te_cpu_matrix_of(&args->output);
     (void)self, (void)context, (void)stream;
     if (output.rows == 0 || output.columns == 0) return TE_OK;
-    float scale_inv = args->input.scale_pair[TE_PAIR_INVERSE];
+    float scale_inv =
+        *te_inverse_scale(by_rows ? &args->input.row_scales : &args->input.column_scales);
     int64_t tiles_across = by_rows ? 1 : te_ceil_div(output.columns, TE_CPU_BLOCK);
     int64_t tiles = te_ceil_div(output.rows, TE_CPU_BLOCK) * tiles_across;
     int threads = te_cpu_threads(output.rows * output.columns);

@@ -15,11 +15,6 @@ static int64_t row_tiles(int64_t rows)
     return te_ceil_div(rows, TE_CPU_TILE_ROWS);
 }
 
-int te_cpu_is_requested(const te_tensor *tensor)
-{
-    return tensor->data != NULL || tensor->ndim > 0;
-}
-
 size_t te_cpu_sums_bytes(int64_t rows, int64_t columns)
 {
     return (size_t)(row_tiles(rows) * columns) * sizeof(float);
@@ -59,68 +54,61 @@ const float *te_cpu_numbers(const te_cpu_kernels *kernels, const te_cpu_matrix *
 
 /* ---- begin -------------------------------------------------------------------------------- */
 
-static te_dtype fp8_dtype(const te_quantized *quantized)
-{
-    if (quantized->mode == TE_SCALING_NONE) return TE_DTYPE_F32;
-    if (quantized->rowwise.data != NULL) return quantized->rowwise.dtype;
-    if (quantized->columnwise.data != NULL) return quantized->columnwise.dtype;
-    return te_dtype_is_fp8(quantized->rowwise.dtype) ? quantized->rowwise.dtype
-                                                     : quantized->columnwise.dtype;
-}
-
-static float current_scale(const te_cpu_request *request, te_dtype dtype)
+static float make_scale(const te_cast_request *cast, te_dtype dtype)
 {
     float amax = 0.0F;
-    if (request->partials == NULL) return 1.0F;
+    if (cast->scale != NULL) return *cast->scale;
     for (int i = 0; i < TE_AMAX_PARTIALS; i++) {
-        amax = te_max_ignoring_nan(amax, request->partials[i]);
+        amax = te_max_ignoring_nan(amax, cast->partials[i]);
     }
-    return te_current_scale(amax, te_dtype_max(dtype), request->amax_epsilon,
-                            request->power_2_scale);
+    return te_current_scale(amax, te_dtype_max(dtype), cast->amax_epsilon, cast->power_2_scale);
+}
+
+static void write_scales(const te_tensor *scales, float scale)
+{
+    float *values = scales->data;
+    if (values == NULL) return;
+    values[TE_SCALES_INVERSE] = 1.0F / scale;
+    values[TE_SCALES_SCALE] = scale;
 }
 
 te_cpu_tiles te_cpu_tiles_begin(const te_cpu_request *request, int64_t rows, int64_t columns,
                                 te_dtype dtype, int made)
 {
-    const te_quantized *quantized = request->quantized;
-    te_dtype codes = fp8_dtype(quantized);
+    const te_cast_request *cast = request->cast;
+    const te_operand *result = &cast->result;
+    te_dtype codes = te_operand_dtype(result);
     te_cpu_tiles tiles = {.kernels = te_cpu_kernels_get(),
                           .rows = rows,
                           .columns = columns,
                           .tile_rows = TE_CPU_TILE_ROWS,
                           .scale = 1.0F};
     int with_sums = request->sums != NULL && request->sums->data != NULL;
-    if (request->output != NULL && request->output->data != NULL) {
-        tiles.output = te_cpu_matrix_of(request->output);
-    }
+    if (result->wide.data != NULL) tiles.wide = te_cpu_matrix_of(&result->wide);
     if (with_sums) tiles.sums = request->workspace;
-    if (quantized->mode != TE_SCALING_NONE) {
-        tiles.scale = quantized->scale != NULL ? *quantized->scale : current_scale(request, codes);
-        if (quantized->rowwise.data != NULL) tiles.rowwise = te_cpu_matrix_of(&quantized->rowwise);
-        if (quantized->columnwise.data != NULL) {
-            tiles.columnwise = te_cpu_matrix_of(&quantized->columnwise);
-        }
-        if (quantized->scale_pair != NULL) {
-            quantized->scale_pair[TE_PAIR_INVERSE] = 1.0F / tiles.scale;
-            quantized->scale_pair[TE_PAIR_SCALE] = tiles.scale;
-        }
+    if (result->mode != TE_SCALING_NONE) {
+        tiles.scale = make_scale(cast, codes);
+        if (result->row.data != NULL) tiles.row = te_cpu_matrix_of(&result->row);
+        if (result->column.data != NULL) tiles.column = te_cpu_matrix_of(&result->column);
+        write_scales(&result->row_scales, tiles.scale);
+        write_scales(&result->column_scales, tiles.scale);
     }
-    int casts = tiles.rowwise.data != NULL || tiles.columnwise.data != NULL;
-    if (casts || with_sums || quantized->amax != NULL || request->amax_partials != NULL) {
+    int casts = tiles.row.data != NULL || tiles.column.data != NULL;
+    if (casts || with_sums || cast->amax != NULL || cast->amax_partials != NULL) {
         tiles.quantize =
             tiles.kernels->quantize[dtype][casts ? te_cpu_target(codes) : 0][with_sums];
     }
-    tiles.tile_columns = tiles.columnwise.data != NULL ? TE_CPU_TILE_COLUMNS
-                         : made                        ? TE_CPU_MADE_COLUMNS
-                                                       : TE_CPU_READ_COLUMNS;
+    tiles.tile_columns = tiles.column.data != NULL ? TE_CPU_TILE_COLUMNS
+                         : made                    ? TE_CPU_MADE_COLUMNS
+                                                   : TE_CPU_READ_COLUMNS;
     return tiles;
 }
 
 /* ---- tiles -------------------------------------------------------------------------------- */
 
-/* The column-wise output of the tile at (row, column), from its codes [rows, columns]. */
-static void write_columnwise(const te_cpu_matrix *output, int64_t row, int64_t column,
-                             const te_cpu_matrix *codes)
+/* The columns' output of the tile at (row, column), from its codes [rows, columns]. */
+static void write_columns(const te_cpu_matrix *output, int64_t row, int64_t column,
+                          const te_cpu_matrix *codes)
 {
     uint8_t block[TE_CPU_BLOCK * TE_CPU_BLOCK];
     for (int64_t first = 0; first < codes->columns; first += TE_CPU_BLOCK) {
@@ -138,17 +126,17 @@ int32_t te_cpu_tile(const te_cpu_tiles *tiles, const void *self, int64_t row, in
 {
     uint8_t local[TE_CPU_TILE_ROWS * TE_CPU_TILE_COLUMNS]; /* codes that no row-wise output takes */
     float buffer[TE_CPU_MADE_COLUMNS];
-    const te_cpu_matrix *output = &tiles->output;
+    const te_cpu_matrix *wide = &tiles->wide;
     te_cpu_matrix codes = {.rows = te_cpu_min(tiles->tile_rows, tiles->rows - row),
                            .columns = te_cpu_min(tiles->tile_columns, tiles->columns - column),
                            .column_stride = 1,
                            .bytes = 1};
     float *sums = NULL;
     int32_t amax = 0;
-    if (tiles->rowwise.data != NULL) {
-        codes.data = te_cpu_at(&tiles->rowwise, row, column);
-        codes.row_stride = tiles->rowwise.row_stride;
-    } else if (tiles->columnwise.data != NULL) {
+    if (tiles->row.data != NULL) {
+        codes.data = te_cpu_at(&tiles->row, row, column);
+        codes.row_stride = tiles->row.row_stride;
+    } else if (tiles->column.data != NULL) {
         codes.data = local;
         codes.row_stride = TE_CPU_TILE_COLUMNS;
     }
@@ -158,18 +146,18 @@ int32_t te_cpu_tile(const te_cpu_tiles *tiles, const void *self, int64_t row, in
     }
     for (int64_t r = 0; r < codes.rows; r++) {
         uint8_t *target = codes.data == NULL ? NULL : te_cpu_at(&codes, r, 0);
-        void *place = output->data == NULL ? NULL : te_cpu_at(output, row + r, column);
-        int direct = place != NULL && output->dtype == TE_DTYPE_F32; /* made where it belongs */
+        void *place = wide->data == NULL ? NULL : te_cpu_at(wide, row + r, column);
+        int direct = place != NULL && wide->dtype == TE_DTYPE_F32; /* made where it belongs */
         const void *values =
             tiles->source(self, row + r, column, codes.columns, direct ? place : buffer);
         if (place != NULL && !direct) {
-            tiles->kernels->from_f32[output->dtype](values, place, codes.columns);
+            tiles->kernels->from_f32[wide->dtype](values, place, codes.columns);
         }
         if (tiles->quantize != NULL) {
             tiles->quantize(values, target, codes.columns, tiles->scale, &amax, sums);
         }
     }
-    if (tiles->columnwise.data != NULL) write_columnwise(&tiles->columnwise, row, column, &codes);
+    if (tiles->column.data != NULL) write_columns(&tiles->column, row, column, &codes);
     return amax;
 }
 
@@ -204,15 +192,15 @@ static void zero_columns(const te_cpu_matrix *output, int64_t first)
 
 void te_cpu_tiles_end(const te_cpu_tiles *tiles, const te_cpu_request *request, int32_t amax)
 {
-    float *recorded = request->quantized->amax;
-    zero_columns(&tiles->rowwise, tiles->columns);
-    zero_columns(&tiles->columnwise, tiles->rows);
+    const te_cast_request *cast = request->cast;
+    zero_columns(&tiles->row, tiles->columns);
+    zero_columns(&tiles->column, tiles->rows);
     if (request->sums != NULL && request->sums->data != NULL) {
         te_cpu_join_sums(tiles->kernels, tiles->sums, row_tiles(tiles->rows), request->sums);
     }
-    if (recorded != NULL) te_cpu_record_amax(recorded, te_float_of(amax));
-    if (request->amax_partials != NULL) {
-        memset(request->amax_partials, 0, TE_AMAX_PARTIALS * sizeof(float));
-        request->amax_partials[0] = te_float_of(amax);
+    if (cast->amax != NULL) te_cpu_record_amax(cast->amax, te_float_of(amax));
+    if (cast->amax_partials != NULL) {
+        memset(cast->amax_partials, 0, TE_AMAX_PARTIALS * sizeof(float));
+        cast->amax_partials[0] = te_float_of(amax);
     }
 }

@@ -27,16 +27,11 @@ enum {
 typedef const void *(*te_cpu_row_source)(const void *self, int64_t row, int64_t column, int64_t n,
                                          float *buffer);
 
-/* What a call asks for; NULL, or data NULL: not requested. */
+/* What a call asks for. */
 typedef struct te_cpu_request {
-    const te_tensor *output; /* [rows, columns] high precision */
-    const te_tensor *sums;   /* [columns] high precision */
-    const te_quantized *quantized;
-    const float *partials; /* to make the scale from */
-    float *amax_partials;  /* to write */
-    float amax_epsilon;
-    int32_t power_2_scale;
-    void *workspace; /* te_cpu_sums_bytes */
+    const te_cast_request *cast;
+    const te_tensor *sums; /* [columns] high precision; NULL, or data NULL: not requested */
+    void *workspace;       /* te_cpu_sums_bytes */
 } te_cpu_request;
 
 /* One call, as its tiles see it. */
@@ -44,15 +39,13 @@ typedef struct te_cpu_tiles {
     const te_cpu_kernels *kernels;
     te_cpu_row_source source;
     int64_t rows, columns;
-    te_cpu_matrix output, rowwise, columnwise; /* data NULL: not requested */
-    te_cpu_quantize_row quantize;              /* NULL: nothing is cast, measured or summed */
+    te_cpu_matrix wide, row, column; /* data NULL: not requested */
+    te_cpu_quantize_row quantize;    /* NULL: nothing is cast, measured or summed */
     int64_t tile_rows, tile_columns;
     float scale;
     float *sums; /* [row tiles, columns], or NULL */
 } te_cpu_tiles;
 
-/* Whether a tensor is requested, also where a workspace query has no pointer yet. */
-int te_cpu_is_requested(const te_tensor *tensor);
 /* Workspace of column sums. */
 size_t te_cpu_sums_bytes(int64_t rows, int64_t columns);
 /* target[c] = sum over i of sums[i][c], in the order of the `count` rows. */
@@ -65,7 +58,7 @@ te_status te_cpu_check_workspace(const char *name, const void *workspace, size_t
                                  size_t needed);
 
 /* Outputs and scale of a call over [rows, columns] whose source gives numbers of `dtype`; writes
- * the scale pair. `made`: the source makes its rows. */
+ * the scales. `made`: the source makes its rows. */
 te_cpu_tiles te_cpu_tiles_begin(const te_cpu_request *request, int64_t rows, int64_t columns,
                                 te_dtype dtype, int made);
 /* The tile at (row, column); bits of its max|x|. */

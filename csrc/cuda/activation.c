@@ -74,12 +74,7 @@ te_status te_cuda_activation(void *self, te_context *context, const void *args_,
                                           .outputs = 1,
                                           .rows = args->input.shape[0],
                                           .columns = value_columns(&args->input, args->kind),
-                                          .to = &args->quantized,
-                                          .partials = args->partials,
-                                          .epsilon = args->amax_epsilon,
-                                          .power_2 = args->power_2_scale,
-                                          .output = &args->output,
-                                          .amax_partials = args->amax_partials};
+                                          .cast = &args->cast};
     te_activation_kernel_params params = {0};
     te_cuda_call call = {.family = "activation", .params = &params, .params_size = sizeof params};
     te_cuda_tile_job job;
@@ -95,18 +90,13 @@ te_status te_cuda_activation(void *self, te_context *context, const void *args_,
 
 static te_cuda_tile_request backward_request(const te_activation_backward_args *args)
 {
-    const int sums = te_tensor_present(&args->bias_grad) || args->bias_grad.ndim > 0;
+    const int sums = te_tensor_requested(&args->bias_grad);
     return (te_cuda_tile_request){.op = "activation_backward",
                                   .outputs = te_activation_is_gated(args->kind) ? 2 : 1,
                                   .rows = args->input.shape[0],
                                   .columns = value_columns(&args->input, args->kind),
-                                  .to = &args->quantized,
-                                  .partials = args->partials,
-                                  .epsilon = args->amax_epsilon,
-                                  .power_2 = args->power_2_scale,
-                                  .output = &args->grad_input,
+                                  .cast = &args->cast,
                                   .bias_grad = sums ? &args->bias_grad : NULL,
-                                  .amax_partials = args->amax_partials,
                                   .workspace = args->workspace,
                                   .workspace_size = args->workspace_size};
 }

@@ -142,7 +142,7 @@ te_status te_cuda_dropout_backward_workspace(void *self, te_context *context, co
     const te_dropout_backward_args *args = args_;
     (void)self, (void)context;
     *bytes = 0;
-    if (te_tensor_present(&args->bias_grad) || args->bias_grad.ndim > 0) {
+    if (te_tensor_requested(&args->bias_grad)) {
         const strips plan = plan_backward(args);
         if (plan.groups > 1) {
             *bytes = (size_t)plan.groups * (size_t)args->grad_output.shape[1] * sizeof(float);

@@ -19,6 +19,7 @@
 
 #include "core/context.h"
 #include "core/counters.h"
+#include "core/operand.h"
 #include "core/status.h"
 #include "core/tensor.h"
 #include "cuda/ops.h"
@@ -40,6 +41,7 @@ typedef enum bias_grad_way {
  */
 typedef struct gemm_call {
     const te_gemm_args *args;
+    te_gemm_operand given_a, given_b;
     void *self;
     te_context *context;
     void *stream;
@@ -69,7 +71,7 @@ static void *take(gemm_call *call, size_t bytes)
 
 static te_tensor take_matrix(gemm_call *call, te_dtype dtype, int64_t rows, int64_t columns)
 {
-    void *data = take(call, (size_t)rows * (size_t)columns * te_dtype_bytes(dtype));
+    void *data = take(call, te_dtype_size(dtype, rows * columns));
     return te_matrix(data, dtype, te_context_device(call->context), rows, columns);
 }
 
@@ -117,11 +119,12 @@ static const float *place_scale(gemm_call *call, const float *scale, te_tensor *
 
 static void place_operands(gemm_call *call)
 {
-    const te_gemm_args *args = call->args;
     te_gemm_key *key = &call->key;
-    const te_tensor *a = &args->a.data, *b = &args->b.data;
-    key->a_transposed = args->a.transposed != 0;
-    key->b_transposed = args->b.transposed != 0;
+    const te_tensor *a = call->given_a.data, *b = call->given_b.data;
+    key->a_transposed = (uint8_t)call->given_a.transposed;
+    key->b_transposed = (uint8_t)call->given_b.transposed;
+    key->a_dtype = (uint8_t)a->dtype;
+    key->b_dtype = (uint8_t)b->dtype;
     if (key->k == 0) {
         key->k = FP8_ALIGNMENT;
         key->a_transposed = 0;
@@ -132,16 +135,14 @@ static void place_operands(gemm_call *call)
         a = place_operand(call, a, a->shape[0], &call->a);
         b = place_operand(call, b, te_dtype_is_fp8(b->dtype) ? key->n : b->shape[0], &call->b);
     }
-    key->a_dtype = (uint8_t)args->a.data.dtype;
-    key->b_dtype = (uint8_t)args->b.data.dtype;
     key->a_stride = stride_of(a);
     key->b_stride = stride_of(b);
     key->a_align = align_log2(a->data);
     key->b_align = align_log2(b->data);
     call->at.a = a->data;
     call->at.b = b->data;
-    call->at.a_scale = place_scale(call, args->a.scale_inv, &call->a_scale);
-    call->at.b_scale = place_scale(call, args->b.scale_inv, &call->b_scale);
+    call->at.a_scale = place_scale(call, te_inverse_scale(call->given_a.scales), &call->a_scale);
+    call->at.b_scale = place_scale(call, te_inverse_scale(call->given_b.scales), &call->b_scale);
 }
 
 /* The library's amax of this FP8 output would be wrong. */
@@ -155,12 +156,12 @@ static void place_output(gemm_call *call)
     const te_gemm_args *args = call->args;
     te_gemm_key *key = &call->key;
     const te_tensor *d = &args->d;
-    int64_t row_bytes = (int64_t)te_dtype_bytes(d->dtype) * stride_of(d);
+    int64_t row_bytes = (int64_t)te_dtype_size(d->dtype, stride_of(d));
     if (casts_separately(args)) {
         te_dtype wide = te_tensor_present(&args->aux) ? TE_DTYPE_BF16 : TE_DTYPE_F32;
         call->wide = take_matrix(call, wide, key->m, key->n);
         d = &call->wide;
-    } else if (te_dtype_is_fp8(args->a.data.dtype) &&
+    } else if (te_dtype_is_fp8((te_dtype)key->a_dtype) &&
                (key->n != d->shape[1] || row_bytes % FP8_ALIGNMENT != 0 ||
                 !is_aligned(d->data, FP8_ALIGNMENT))) {
         call->d = take_matrix(call, d->dtype, key->m, key->n);
@@ -215,7 +216,7 @@ static void place_epilogue(gemm_call *call)
 
 static te_quantize_args column_sums_args(const gemm_call *call)
 {
-    te_quantize_args sums = {.size = sizeof sums, .input = call->args->a.data};
+    te_quantize_args sums = {.size = sizeof sums, .input = *call->given_a.data};
     sums.bias_grad = call->args->bias_grad;
     sums.workspace = call->helper;
     sums.workspace_size = call->helper_size;
@@ -225,7 +226,7 @@ static te_quantize_args column_sums_args(const gemm_call *call)
 static te_quantize_args amax_args(const gemm_call *call)
 {
     te_quantize_args amax = {.size = sizeof amax, .input = call->amax};
-    amax.output.amax = call->args->d_amax;
+    amax.cast.amax = call->args->d_amax;
     amax.workspace = call->helper;
     amax.workspace_size = call->helper_size;
     return amax;
@@ -236,10 +237,10 @@ static te_quantize_args wide_args(const gemm_call *call)
     const te_gemm_args *args = call->args;
     te_quantize_args cast = {.size = sizeof cast, .input = call->wide};
     cast.input.shape[1] = args->d.shape[1]; /* without its padding */
-    cast.output.mode = TE_SCALING_TENSOR;
-    cast.output.rowwise = args->d;
-    cast.output.scale = args->d_scale;
-    cast.output.amax = args->d_amax;
+    cast.cast.result.mode = TE_SCALING_TENSOR;
+    cast.cast.result.row = args->d;
+    cast.cast.scale = args->d_scale;
+    cast.cast.amax = args->d_amax;
     cast.workspace = call->helper;
     cast.workspace_size = call->helper_size;
     return cast;
@@ -250,8 +251,8 @@ static te_gemm_args row_sums_args(const gemm_call *call)
 {
     te_gemm_args sums = {.size = sizeof sums, .a = call->args->a};
     const te_tensor *out = &call->args->bias_grad;
-    sums.b.data = call->ones;
-    sums.b.transposed = 1;
+    sums.b.wide = call->ones;
+    sums.b_transposed = 1;
     sums.d = te_matrix(out->data, out->dtype, out->device, out->shape[0], 1);
     sums.flags = call->args->flags & TE_GEMM_ALLOW_TF32;
     sums.workspace = call->helper;
@@ -264,7 +265,7 @@ static bias_grad_way choose_bias_grad(const gemm_call *call)
     const te_gemm_args *args = call->args;
     const te_tensor *out = &args->bias_grad;
     if (!te_tensor_present(out)) return BIAS_GRAD_NONE;
-    if (!args->a.transposed) return BIAS_GRAD_GEMM;
+    if (!args->a_transposed) return BIAS_GRAD_GEMM;
     if (te_tensor_present(&args->bias) || args->epilogue != TE_EPILOGUE_NONE ||
         out->dtype != args->d.dtype || !is_aligned(out->data, FP8_ALIGNMENT) ||
         call->key.m * call->key.k > FUSED_BIAS_GRAD_ELEMENTS)
@@ -295,7 +296,7 @@ static te_status place_helpers(gemm_call *call)
         TE_TRY(te_cuda_quantize_workspace(call->self, call->context, &sums, &need));
     } else if (call->bias_grad == BIAS_GRAD_GEMM) {
         te_gemm_args sums;
-        call->ones = take_matrix(call, args->a.data.dtype, 1, args->a.data.shape[1]);
+        call->ones = take_matrix(call, args->a.wide.dtype, 1, args->a.wide.shape[1]);
         sums = row_sums_args(call);
         TE_TRY(te_cuda_gemm_workspace(call->self, call->context, &sums, &need));
     }
@@ -309,16 +310,18 @@ static te_status lay_out(gemm_call *call)
 {
     const te_gemm_args *args = call->args;
     te_gemm_key *key = &call->key;
-    int64_t row_bytes = args->d.shape[1] * (int64_t)te_dtype_bytes(args->d.dtype);
+    int64_t row_bytes = (int64_t)te_dtype_size(args->d.dtype, args->d.shape[1]);
     key->m = args->d.shape[0];
     key->n = args->d.shape[1];
-    key->k = args->a.data.shape[args->a.transposed ? 0 : 1];
-    if (te_dtype_is_fp8(args->a.data.dtype) && row_bytes % FP8_ALIGNMENT != 0)
+    call->given_a = te_gemm_a(args);
+    call->given_b = te_gemm_b(args);
+    key->k = call->given_a.data->shape[!call->given_a.transposed];
+    if (args->a.mode != TE_SCALING_NONE && row_bytes % FP8_ALIGNMENT != 0)
         key->n = te_round_up(key->n, FP8_ALIGNMENT);
     if (args->flags & TE_GEMM_ACCUMULATE) key->features |= TE_GEMM_FEATURE_ACCUMULATE;
-    if (te_dtype_is_fp8(args->a.data.dtype)) {
+    if (args->a.mode != TE_SCALING_NONE) {
         if (args->flags & TE_GEMM_FAST_ACCUMULATION) key->features |= TE_GEMM_FEATURE_FAST;
-    } else if (args->a.data.dtype == TE_DTYPE_F32) {
+    } else if (args->a.wide.dtype == TE_DTYPE_F32) {
         if (args->flags & TE_GEMM_ALLOW_TF32) key->features |= TE_GEMM_FEATURE_TF32;
     }
     key->workspace_log2 = TE_GEMM_WORKSPACE_LOG2;
@@ -357,12 +360,12 @@ static te_status copy_in(const gemm_call *call)
 {
     const te_gemm_args *args = call->args;
     if (te_tensor_present(&call->a_scale))
-        TE_TRY(copy_scale(call, args->a.scale_inv, call->a_scale));
+        TE_TRY(copy_scale(call, te_inverse_scale(call->given_a.scales), call->a_scale));
     if (te_tensor_present(&call->b_scale))
-        TE_TRY(copy_scale(call, args->b.scale_inv, call->b_scale));
+        TE_TRY(copy_scale(call, te_inverse_scale(call->given_b.scales), call->b_scale));
     if (te_tensor_present(&call->zeros)) TE_TRY(fill(call, call->zeros, 0.0));
-    if (te_tensor_present(&call->a)) TE_TRY(copy(call, args->a.data, call->a));
-    if (te_tensor_present(&call->b)) TE_TRY(copy(call, args->b.data, call->b));
+    if (te_tensor_present(&call->a)) TE_TRY(copy(call, *call->given_a.data, call->a));
+    if (te_tensor_present(&call->b)) TE_TRY(copy(call, *call->given_b.data, call->b));
     if (te_tensor_present(&call->a) || te_tensor_present(&call->b))
         te_count_fallback(TE_FALLBACK_GEMM_OPERAND_COPIED);
     if (te_tensor_present(&call->bias)) {
@@ -459,7 +462,8 @@ static te_status run_call(te_cuda_state *cuda, gemm_call *call)
 /* k = 0 without bias or activation: zeros, or nothing where they are added. */
 static int is_empty(const te_gemm_args *args)
 {
-    return args->a.data.shape[args->a.transposed ? 0 : 1] == 0 && !te_tensor_present(&args->bias) &&
+    const te_gemm_operand a = te_gemm_a(args);
+    return a.data->shape[!a.transposed] == 0 && !te_tensor_present(&args->bias) &&
            args->epilogue == TE_EPILOGUE_NONE && !te_dtype_is_fp8(args->d.dtype);
 }
 
@@ -516,7 +520,7 @@ done:
 te_status te_cuda_gemm_supports(void *self, te_context *context, const void *untyped)
 {
     const te_gemm_args *args = untyped;
-    te_dtype a = args->a.data.dtype, b = args->b.data.dtype, d = args->d.dtype;
+    te_dtype a = te_gemm_a(args).data->dtype, b = te_gemm_b(args).data->dtype, d = args->d.dtype;
     int aux = te_tensor_present(&args->aux), bias = te_tensor_present(&args->bias);
     int capability = te_cuda_compute_capability(te_context_state(context));
     (void)self;

@@ -46,19 +46,18 @@ typedef enum row_plan { NARROW, WIDE, ODD, LONG, PLANS } row_plan;
  * in flight as the memory needs, and from there they are faster. */
 static int is_whole(const te_norm_params *params, size_t bytes)
 {
-    const te_view *rowwise = &params->to.rowwise;
+    const te_view *row = &params->to.row;
     return bytes == 2 && params->input_aligned && params->input.columns % 8 == 0 &&
            (params->output.data == NULL || params->output_aligned) &&
-           (rowwise->data == NULL || (params->to.rowwise_aligned && rowwise->columns % 8 == 0));
+           (row->data == NULL || (params->to.row_aligned && row->columns % 8 == 0));
 }
 
 /* How rows of elements of `bytes` are distributed to teams and blocks. */
 static row_plan plan_rows(te_norm_params *params, size_t bytes, int64_t limit, te_cuda_dims *dims)
 {
     /* The padding of FP8 rows is written by the threads that reach into it. */
-    const int64_t width = params->to.rowwise.columns > params->input.columns
-                              ? params->to.rowwise.columns
-                              : params->input.columns;
+    const int64_t width = params->to.row.columns > params->input.columns ? params->to.row.columns
+                                                                         : params->input.columns;
     const te_cuda_row_request request = {.rows = params->input.rows,
                                          .vectors = te_ceil_div(width, 8),
                                          .each = TE_NORM_WIDE_VECTORS,
@@ -106,9 +105,8 @@ static row_plan plan_rows(te_norm_params *params, size_t bytes, int64_t limit, t
 
 static int needs_tiles(const te_norm_args *args)
 {
-    const te_tensor *columnwise = &args->quantized.columnwise;
-    return args->quantized.mode != TE_SCALING_NONE &&
-           (te_tensor_present(columnwise) || columnwise->ndim > 0);
+    const te_tensor *column = &args->cast.result.column;
+    return args->cast.result.mode != TE_SCALING_NONE && te_tensor_requested(column);
 }
 
 /* The kernel on tiles reads statistics, also where the caller does not request them. */
@@ -143,16 +141,13 @@ te_status te_cuda_norm_workspace(void *self, te_context *context, const void *ar
     return TE_OK;
 }
 
-static te_cuda_tile_request cast_request(const te_norm_args *args)
+static te_cuda_tile_request cast_request(const te_norm_args *args, const te_cast_request *cast)
 {
     return (te_cuda_tile_request){.op = "norm",
                                   .outputs = 1,
                                   .rows = args->input.shape[0],
                                   .columns = args->input.shape[1],
-                                  .to = &args->quantized,
-                                  .partials = args->partials,
-                                  .epsilon = args->amax_epsilon,
-                                  .power_2 = args->power_2_scale};
+                                  .cast = cast};
 }
 
 /* The launch on rows; without FP8 where the tiles make it. */
@@ -169,7 +164,8 @@ static te_cuda_call plan_row_call(const te_cuda_state *cuda, const te_norm_args 
             TE_NORM_WIDE_INSTANCES(X)
 #undef X
     };
-    const te_cuda_tile_request request = cast_request(args);
+    const te_cuda_tile_request request = cast_request(args, &args->cast);
+    const te_tensor *wide = &args->cast.result.wide;
     te_cuda_call call = {.family = "norm", .params = params, .params_size = sizeof *params};
     te_dtype dtype;
     *params =
@@ -177,17 +173,16 @@ static te_cuda_call plan_row_call(const te_cuda_state *cuda, const te_norm_args 
                          .factors = te_cuda_norm_factors(&args->gamma, &args->beta, args->flags),
                          .mean = found->mean,
                          .rsigma = found->rsigma,
-                         .amax_partials = args->amax_partials,
+                         .amax_partials = args->cast.amax_partials,
                          .eps = args->eps,
                          .inverse = te_cuda_norm_inverse(args->kind, args->input.shape[1]),
                          .given = (args->flags & TE_NORM_STATISTICS_GIVEN) != 0,
                          .centered = args->kind == TE_NORM_LAYERNORM};
     params->input_aligned = te_cuda_aligned(&params->input, te_dtype_bytes(args->input.dtype), 16);
-    if (te_tensor_present(&args->output)) {
-        params->output = te_cuda_view(&args->output);
-        params->output_dtype = te_cuda_store(args->output.dtype);
-        params->output_aligned =
-            te_cuda_aligned(&params->output, te_dtype_bytes(args->output.dtype), 16);
+    if (te_tensor_present(wide)) {
+        params->output = te_cuda_view(wide);
+        params->output_dtype = te_cuda_store(wide->dtype);
+        params->output_aligned = te_cuda_aligned(&params->output, te_dtype_bytes(wide->dtype), 16);
     }
     if (!needs_tiles(args)) params->to = te_cuda_cast_target(&request, &dtype);
     call.name = kernels[plan_rows(params, te_dtype_bytes(args->input.dtype),
@@ -203,7 +198,8 @@ te_status te_cuda_norm(void *self, te_context *context, const void *args_, void 
 #undef X
     };
     const te_norm_args *args = args_;
-    const te_cuda_tile_request request = cast_request(args);
+    te_cast_request cast = args->cast; /* what the tiles do of it */
+    const te_cuda_tile_request request = cast_request(args, &cast);
     const statistics found = plan_statistics(args);
     const int given = (args->flags & TE_NORM_STATISTICS_GIVEN) != 0;
     te_cuda_state *cuda = te_context_state(context);
@@ -222,13 +218,15 @@ te_status te_cuda_norm(void *self, te_context *context, const void *args_, void 
         return TE_FAIL(TE_ERROR_INVALID, "norm: workspace of %zu bytes, %zu are needed",
                        args->workspace != NULL ? args->workspace_size : 0, found.bytes);
     }
+    cast.result.wide.data = NULL; /* by the launch on rows */
+    cast.amax_partials = NULL;
     TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
     params.input = rows.input;
     params.input_aligned = rows.input_aligned;
     params.factors = rows.factors;
     params.mean = found.mean;
     params.rsigma = found.rsigma;
-    if (given && !te_tensor_present(&args->output) && args->amax_partials == NULL) {
+    if (given && rows.output.data == NULL && rows.amax_partials == NULL) {
         return te_cuda_run_tile_job(cuda, &job, &call, NULL, stream);
     }
     params.tile.from_bottom = 1;

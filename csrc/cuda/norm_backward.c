@@ -24,11 +24,6 @@ typedef struct backward_plan {
     size_t copies, sums; /* bytes of workspace */
 } backward_plan;
 
-static int is_wanted(const te_tensor *tensor)
-{
-    return te_tensor_present(tensor) || tensor->ndim > 0;
-}
-
 /* Teams, blocks and shared memory of the kernel that stays; LONG where it can not serve. */
 static void plan_rows(const te_norm_backward_args *args, size_t element, int64_t limit,
                       backward_plan *plan)
@@ -38,8 +33,8 @@ static void plan_rows(const te_norm_backward_args *args, size_t element, int64_t
                                          .each = TE_NORM_BACKWARD_BYTES / (8 * (int64_t)element),
                                          .threads = TE_NORM_BACKWARD_THREADS,
                                          .stages = TE_NORM_BACKWARD_STAGES,
-                                         .piece =
-                                             8 * element * (is_wanted(&args->grad_add) ? 3 : 2),
+                                         .piece = 8 * element *
+                                                  (te_tensor_requested(&args->grad_add) ? 3 : 2),
                                          .factors = 8 * sizeof(float),
                                          .limit = limit};
     te_cuda_row_teams teams = {.lanes = 1, .threads = TE_NORM_NARROW_THREADS};
@@ -71,12 +66,12 @@ static void plan_rows(const te_norm_backward_args *args, size_t element, int64_t
 static te_status plan_tiles(const te_norm_backward_args *args, te_tile_params *tile,
                             te_cuda_tile_job *job)
 {
-    const te_quantized nothing = {0};
+    const te_cast_request nothing = {0};
     const te_cuda_tile_request request = {.op = "norm_backward",
                                           .outputs = 2,
                                           .rows = args->input.shape[0],
                                           .columns = args->input.shape[1],
-                                          .to = &nothing};
+                                          .cast = &nothing};
     return te_cuda_plan_tile_job(&request, tile, job);
 }
 
@@ -89,9 +84,9 @@ static te_status plan_backward(te_context *context, const te_norm_backward_args 
     *plan = (backward_plan){0};
     plan_rows(args, te_dtype_bytes(dtype), te_cuda_shared_limit(te_context_state(context)), plan);
     plan->copies = copies;
-    if (is_wanted(&args->beta_grad)) {
+    if (te_tensor_requested(&args->beta_grad)) {
         plan->lines = 2;
-    } else if (is_wanted(&args->gamma_grad)) {
+    } else if (te_tensor_requested(&args->gamma_grad)) {
         plan->lines = 1;
     }
     plan->groups = plan->teams.blocks;

@@ -5,6 +5,7 @@
  */
 #include "cuda/tiles.h"
 
+#include "core/operand.h"
 #include "core/status.h"
 #include "cuda/kernels/dequantize.h"
 #include "cuda/ops.h"
@@ -13,15 +14,12 @@
 
 static te_cuda_tile_request quantize_request(const te_quantize_args *args)
 {
-    const int sums = te_tensor_present(&args->bias_grad) || args->bias_grad.ndim > 0;
+    const int sums = te_tensor_requested(&args->bias_grad);
     return (te_cuda_tile_request){.op = "quantize",
                                   .outputs = 1,
                                   .rows = args->input.shape[0],
                                   .columns = args->input.shape[1],
-                                  .to = &args->output,
-                                  .partials = args->partials,
-                                  .epsilon = args->amax_epsilon,
-                                  .power_2 = args->power_2_scale,
+                                  .cast = &args->cast,
                                   .bias_grad = sums ? &args->bias_grad : NULL,
                                   .noop = args->noop,
                                   .workspace = args->workspace,
@@ -97,8 +95,8 @@ te_status te_cuda_dequantize(void *self, te_context *context, const void *args_,
 #undef X
     };
     const te_dequantize_args *args = args_;
-    const int transposed = !te_tensor_present(&args->input.rowwise);
-    const te_tensor *input = transposed ? &args->input.columnwise : &args->input.rowwise;
+    const int transposed = !te_tensor_present(&args->input.row);
+    const te_tensor *input = transposed ? &args->input.column : &args->input.row;
     const size_t bytes = te_dtype_bytes(args->output.dtype);
     const int elements = 16 / (int)bytes;
     te_dequantize_params params = {.input = te_cuda_view(input),
@@ -111,7 +109,8 @@ te_status te_cuda_dequantize(void *self, te_context *context, const void *args_,
         return TE_FAIL(TE_ERROR_UNSUPPORTED, "dequantize: %s to %s", te_dtype_name(input->dtype),
                        te_dtype_name(args->output.dtype));
     }
-    params.scale_inv = args->input.scale_pair + TE_PAIR_INVERSE;
+    params.scale_inv =
+        te_inverse_scale(transposed ? &args->input.column_scales : &args->input.row_scales);
     if (transposed) {
         int64_t tiles = te_ceil_div(params.output.columns, TE_CUDA_TILE);
         params.input_aligned = te_cuda_aligned(&params.input, 1, 8);

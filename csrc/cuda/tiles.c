@@ -19,15 +19,15 @@ typedef struct tiling {
 
 static tiling plan_tiles(const te_cuda_tile_request *request)
 {
-    const te_quantized *to = request->to;
+    const te_operand *to = &request->cast->result;
     const int64_t before = (request->outputs - 1) * request->columns;
     int64_t rows = request->rows, columns = request->columns, row_tiles, minimum;
     tiling tiles;
     /* The padding of either usage is written by the tiles that reach into it. Shapes alone decide:
      * the workspace query reads no pointers. */
-    if (to->columnwise.ndim == 2 && to->columnwise.shape[1] > rows) rows = to->columnwise.shape[1];
-    if (to->rowwise.ndim == 2 && to->rowwise.shape[1] - before > columns) {
-        columns = to->rowwise.shape[1] - before;
+    if (to->column.ndim == 2 && to->column.shape[1] > rows) rows = to->column.shape[1];
+    if (to->row.ndim == 2 && to->row.shape[1] - before > columns) {
+        columns = to->row.shape[1] - before;
     }
     row_tiles = rows > 0 ? te_ceil_div(rows, TE_CUDA_TILE) : 1;
     tiles.columns = columns > 0 ? te_ceil_div(columns, TE_CUDA_TILE) : 1;
@@ -53,32 +53,32 @@ size_t te_cuda_tile_workspace(const te_cuda_tile_request *request)
 
 te_cast_target te_cuda_cast_target(const te_cuda_tile_request *request, te_dtype *dtype)
 {
-    const te_quantized *to = request->to;
-    const te_dtype either =
-        te_dtype_is_fp8(to->rowwise.dtype) ? to->rowwise.dtype : to->columnwise.dtype;
+    const te_cast_request *cast = request->cast;
+    const te_operand *to = &cast->result;
+    const te_tensor *first =
+        te_tensor_present(&to->row_scales) ? &to->row_scales : &to->column_scales;
     /* The second half begins where the first ends. */
     const int halves_aligned = request->outputs == 1 || request->columns % 8 == 0;
-    te_cast_target target = {.amax = to->amax};
+    te_cast_target target = {.amax = cast->amax};
     *dtype = TE_DTYPE_COUNT;
     if (to->mode == TE_SCALING_NONE) return target;
-    target.scale = to->scale;
-    target.partials = request->partials;
-    target.scale_pair = to->scale_pair;
-    target.epsilon = request->epsilon;
-    target.power_2 = request->power_2;
-    target.partials_aligned = (uintptr_t)request->partials % 16 == 0;
-    if (te_tensor_present(&to->rowwise)) {
-        *dtype = to->rowwise.dtype;
-        target.rowwise = te_cuda_view(&to->rowwise);
-        target.rowwise_aligned = halves_aligned && te_cuda_aligned(&target.rowwise, 1, 8);
+    target.scale = cast->scale;
+    target.partials = cast->partials;
+    target.scales[0] = first->data;
+    if (to->column_scales.data != first->data) target.scales[1] = to->column_scales.data;
+    target.epsilon = cast->amax_epsilon;
+    target.power_2 = cast->power_2_scale;
+    target.partials_aligned = (uintptr_t)cast->partials % 16 == 0;
+    if (te_tensor_present(&to->row)) {
+        target.row = te_cuda_view(&to->row);
+        target.row_aligned = halves_aligned && te_cuda_aligned(&target.row, 1, 8);
     }
-    if (te_tensor_present(&to->columnwise)) {
-        *dtype = to->columnwise.dtype;
-        target.columnwise = te_cuda_view(&to->columnwise);
-        target.columnwise_aligned = te_cuda_aligned(&target.columnwise, 1, 16);
+    if (te_tensor_present(&to->column)) {
+        target.column = te_cuda_view(&to->column);
+        target.column_aligned = te_cuda_aligned(&target.column, 1, 16);
     }
-    /* Without data the dtypes still say what the scale is for. */
-    target.fp8_max = te_dtype_max(*dtype != TE_DTYPE_COUNT ? *dtype : either);
+    target.fp8_max = te_dtype_max(te_operand_dtype(to));
+    if (target.row.data != NULL || target.column.data != NULL) *dtype = te_operand_dtype(to);
     target.e5m2 = *dtype == TE_DTYPE_E5M2;
     return target;
 }
@@ -111,26 +111,27 @@ te_status te_cuda_plan_tile_job(const te_cuda_tile_request *request, te_tile_par
                                 te_cuda_tile_job *job)
 {
     const tiling tiles = plan_tiles(request);
+    const te_tensor *wide = &request->cast->result.wide;
     *job = (te_cuda_tile_job){.dims = {(uint32_t)tiles.columns, (uint32_t)tiles.groups, 1,
                                        TE_CUDA_TILE_THREADS, 1, 1, 0}};
     *tile = (te_tile_params){.rows = request->rows,
                              .columns = request->columns,
                              .to = te_cuda_cast_target(request, &job->dtype),
                              .noop = request->noop,
-                             .amax_partials = request->amax_partials,
+                             .amax_partials = request->cast->amax_partials,
                              .depth = (int)tiles.depth,
-                             .from_bottom = request->partials != NULL};
-    if (request->output != NULL && te_tensor_present(request->output)) {
-        const size_t bytes = te_dtype_bytes(request->output->dtype);
-        tile->output = te_cuda_view(request->output);
-        tile->output_dtype = te_cuda_store(request->output->dtype);
+                             .from_bottom = request->cast->partials != NULL};
+    if (te_tensor_present(wide)) {
+        const size_t bytes = te_dtype_bytes(wide->dtype);
+        tile->output = te_cuda_view(wide);
+        tile->output_dtype = te_cuda_store(wide->dtype);
         tile->output_aligned =
             te_cuda_aligned(&tile->output, bytes, 16) &&
             (request->outputs == 1 || (size_t)request->columns * bytes % 16 == 0);
     }
-    if (request->amax_partials != NULL) { /* raised by whatever block comes */
-        job->clear.output = (te_view){(unsigned char *)request->amax_partials, 1, TE_CAST_PARTIALS,
-                                      TE_CAST_PARTIALS};
+    if (tile->amax_partials != NULL) { /* raised by whatever block comes */
+        job->clear.output =
+            (te_view){(unsigned char *)tile->amax_partials, 1, TE_CAST_PARTIALS, TE_CAST_PARTIALS};
         job->clears = 1;
     }
     if (request->bias_grad != NULL && te_tensor_present(request->bias_grad) &&

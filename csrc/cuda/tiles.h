@@ -16,17 +16,12 @@
 
 /* What is requested of the values of a source. */
 typedef struct te_cuda_tile_request {
-    const char *op;         /* for errors */
-    int outputs;            /* 1, or 2: halves of what follows side by side */
-    int64_t rows, columns;  /* of the values of one output */
-    const te_quantized *to; /* [rows, outputs * columns] */
-    const float *partials;  /* to make the scale from, or NULL */
-    float epsilon;          /* with partials */
-    int power_2;
-    const te_tensor *output;    /* [rows, outputs * columns] high precision, or NULL */
-    const te_tensor *bias_grad; /* [outputs * columns], or NULL */
-    float *amax_partials;       /* to write, or NULL */
-    const float *noop;          /* 1 float or NULL */
+    const char *op;              /* for errors */
+    int outputs;                 /* 1, or 2: halves of what follows side by side */
+    int64_t rows, columns;       /* of the values of one output */
+    const te_cast_request *cast; /* of [rows, outputs * columns] */
+    const te_tensor *bias_grad;  /* [outputs * columns], or NULL */
+    const float *noop;           /* 1 float or NULL */
     void *workspace;
     size_t workspace_size;
 } te_cuda_tile_request;

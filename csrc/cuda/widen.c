@@ -7,11 +7,6 @@
 
 #define ALIGNMENT 256
 
-static int is_there(const te_tensor *tensor)
-{
-    return te_tensor_present(tensor) || tensor->ndim > 0;
-}
-
 static size_t copy_bytes(const te_tensor *tensor)
 {
     const size_t bytes = (size_t)te_tensor_numel(tensor) * sizeof(float);
@@ -23,7 +18,7 @@ size_t te_cuda_widen_workspace(const te_tensor *const *tensors, int count)
     size_t bytes = 0;
     int differ = 0;
     for (int i = 0; i < count; i++) {
-        if (!is_there(tensors[i])) continue;
+        if (!te_tensor_requested(tensors[i])) continue;
         differ |= tensors[i]->dtype != tensors[0]->dtype;
         if (tensors[i]->dtype != TE_DTYPE_F32) bytes += copy_bytes(tensors[i]);
     }

@@ -47,7 +47,8 @@ TE_API const char *te_last_error(void);
 
 /* ---- dtypes ------------------------------------------------------------------------------- */
 
-/* X(ENUM, name, bits, DLPack code, cudaDataType or -1, largest finite value or 0) */
+/* X(ENUM, name, bits, DLPack code, cudaDataType or -1, largest finite value or 0). Elements of less
+ * than a byte lie packed, the first in the low bits; shapes and strides count elements. */
 #define TE_DTYPES(X)                                                                               \
     X(F32, f32, 32, 2, 0, 3.402823466e+38F)                                                        \
     X(F16, f16, 16, 2, 2, 65504.0F)                                                                \
@@ -65,8 +66,10 @@ typedef enum te_dtype {
         TE_DTYPE_COUNT
 } te_dtype;
 
-TE_API const char *te_dtype_name(te_dtype dtype);      /* "bf16"; "invalid" for a bad value */
-TE_API size_t te_dtype_bytes(te_dtype dtype);          /* bytes of one element; 0 for a bad value */
+TE_API const char *te_dtype_name(te_dtype dtype); /* "bf16"; "invalid" for a bad value */
+TE_API int32_t te_dtype_bits(te_dtype dtype);     /* of one element; 0 for a bad value */
+TE_API size_t te_dtype_bytes(te_dtype dtype);     /* of one element; 0 if it has no whole one */
+TE_API size_t te_dtype_size(te_dtype dtype, int64_t elements); /* bytes of dense elements */
 TE_API float te_dtype_max(te_dtype dtype);             /* largest finite value; 0 for integers */
 TE_API int te_dtype_is_fp8(te_dtype dtype);            /* e4m3 or e5m2 */
 TE_API int te_dtype_is_high_precision(te_dtype dtype); /* f32, f16 or bf16 */
@@ -125,7 +128,7 @@ TE_API te_interrupt te_set_interrupt(te_interrupt hook);
 
 /* ---- tensors ------------------------------------------------------------------------------ */
 
-#define TE_MAX_DIMS 8
+#define TE_MAX_DIMS 4
 
 typedef struct te_tensor {
     void *data; /* NULL: absent (an optional argument), or no elements */
@@ -149,420 +152,54 @@ typedef enum te_scaling_mode {
         TE_SCALING_COUNT
 } te_scaling_mode;
 
-/* Elements of a scale pair. */
-enum { TE_PAIR_INVERSE = 0, TE_PAIR_SCALE = 1 };
+/* Elements of a tensor's scales under TE_SCALING_TENSOR: 1 / scale, to multiply data with, and the
+ * scale that the data was made with, for whoever casts it again. The inverse comes first, for GEMM
+ * libraries want its address aligned to 16 bytes. */
+enum { TE_SCALES_INVERSE = 0, TE_SCALES_SCALE = 1, TE_TENSOR_SCALES = 2 };
 
-/* An FP8 tensor in up to two usages. Logical shape [rows, columns]. Padding (columns up to
- * rowwise.shape[1], rows up to columnwise.shape[1]) is written as zero by quantize. */
-typedef struct te_quantized {
+/* One matrix [rows, columns] in up to three forms; a tensor whose data is NULL: not there, or not
+ * wanted. `mode` says what the scales of the quantized forms mean; with NONE there are none.
+ * Padding (columns up to row.shape[1], rows up to column.shape[1]) is zero. */
+typedef struct te_operand {
     te_scaling_mode mode;
-    te_tensor rowwise;    /* [rows, >= columns] FP8; data NULL: usage not wanted */
-    te_tensor columnwise; /* [columns, >= rows] FP8, physically transposed; data NULL: not wanted */
-    float *scale_pair;    /* device float[2]: {1/scale, scale} this data was made with. The inverse
-                             comes first, for GEMM libraries want its address aligned to 16 bytes */
-    const float *scale;   /* device float: the scale to quantize with; NULL: from partial amaxes */
-    float *amax;          /* device float: max-accumulates max|x|; NULL: not recorded */
-} te_quantized;
-
-/* ---- operators ---------------------------------------------------------------------------- */
-
-/* The one list of operators: X(ENUM, name). te_<name>(context, &te_<name>_args, stream) runs it. */
-#define TE_OPS(X)                                                                                  \
-    X(QUANTIZE, quantize)                                                                          \
-    X(DEQUANTIZE, dequantize)                                                                      \
-    X(AMAX, amax)                                                                                  \
-    X(TRANSPOSE, transpose)                                                                        \
-    X(GEMM, gemm)                                                                                  \
-    X(SCALING_UPDATE, scaling_update)                                                              \
-    X(FILL, fill)                                                                                  \
-    X(CAST, cast)                                                                                  \
-    X(NORM, norm)                                                                                  \
-    X(NORM_BACKWARD, norm_backward)                                                                \
-    X(ACTIVATION, activation)                                                                      \
-    X(ACTIVATION_BACKWARD, activation_backward)                                                    \
-    X(SOFTMAX, softmax)                                                                            \
-    X(SOFTMAX_BACKWARD, softmax_backward)                                                          \
-    X(ATTENTION, attention)                                                                        \
-    X(ATTENTION_BACKWARD, attention_backward)                                                      \
-    X(DROPOUT_ADD, dropout_add)                                                                    \
-    X(DROPOUT_BACKWARD, dropout_backward)                                                          \
-    X(ROPE, rope)
-
-typedef enum te_op {
-#define X(NAME, name) TE_OP_##NAME,
-    TE_OPS(X)
-#undef X
-        TE_OP_COUNT
-} te_op;
-
-TE_API const char *te_op_name(te_op op);
-
-/* Every args struct begins with its size, set by the caller to sizeof: later versions append
- * fields. */
+    te_tensor wide;          /* [rows, columns] f32, f16, bf16 */
+    te_tensor row;           /* [rows, >= columns] e4m3, e5m2 */
+    te_tensor row_scales;    /* of `row`: by the mode; TENSOR: f32 [TE_TENSOR_SCALES] */
+    te_tensor column;        /* [columns, >= rows] e4m3, e5m2: physically transposed */
+    te_tensor column_scales; /* of `column`; TENSOR: the same memory as row_scales, or other */
+} te_operand;
 
 #define TE_AMAX_PARTIALS 1024
 
-/* Casts [rows, columns] of f32, f16 or bf16 to FP8 per tensor: q = saturate(x * scale), in one pass
- * over the input for everything asked: row-wise data, column-wise (transposed) data, max|x|, column
- * sums. scale is read from output.scale (delayed scaling) or made from `partials` (current scaling:
- * amax = max(partials), raised to amax_epsilon; 1 if that is 0, Inf or NaN; else max/amax, Inf ->
- * FLT_MAX, rounded down to a power of two if asked). With mode NONE nothing is cast: amax and
- * column sums only. NaN stays NaN, Inf saturates, amax ignores NaN. scale_pair, where given,
- * receives {1/scale, scale} (also when rows or columns are 0). A non-zero *noop leaves every output
- * untouched. */
-typedef struct te_quantize_args {
-    size_t size;
-    te_tensor input; /* [rows, columns] f32, f16, bf16; unit column stride, any row stride */
-    te_quantized output;
-    te_tensor bias_grad; /* [columns] f32, f16, bf16: column sums in fp32; data NULL: not wanted */
-    const float *noop;   /* device float or NULL */
-    const float *partials; /* device float[TE_AMAX_PARTIALS] from te_amax, or NULL */
+/* What an operator is to do with the fp32 values that it reads or computes: any of high precision,
+ * FP8 in two usages, and their largest magnitude, in one pass.
+ *
+ * TENSOR: q = saturate(x * scale), and the scales where they are wanted. scale is *scale (delayed
+ * scaling), or made from `partials` (current scaling): amax = max(partials), raised to
+ * amax_epsilon; 1 if that is 0, Inf or NaN; else max / amax, Inf -> FLT_MAX, rounded down to a
+ * power of two if asked. Exactly one of scale and partials is given. NaN stays NaN, Inf saturates,
+ * amax ignores NaN. */
+typedef struct te_cast_request {
+    te_operand result;
+    const float *scale;    /* device float */
+    float *amax;           /* device float: max-accumulates max|x|; NULL: not recorded */
+    const float *partials; /* device float[TE_AMAX_PARTIALS] of an earlier amax_partials */
+    float *amax_partials;  /* device float[TE_AMAX_PARTIALS] to write, as te_amax does; or NULL */
     float amax_epsilon;
     int32_t power_2_scale;
-    void *workspace; /* te_op_workspace bytes; NULL if 0 */
-    size_t workspace_size;
-} te_quantize_args;
+} te_cast_request;
 
-/* x = q * scale_inv, from the row-wise data, or from the column-wise data where row-wise is absent.
- */
-typedef struct te_dequantize_args {
-    size_t size;
-    te_quantized input; /* scale_pair[TE_PAIR_INVERSE] is used */
-    te_tensor output;   /* [rows, columns] f32, f16, bf16; unit column stride */
-} te_dequantize_args;
+#ifdef __cplusplus
+}
+#endif
 
-/* Partial maxima of |x|, NaN ignored; their maximum is the amax. All TE_AMAX_PARTIALS entries are
- * written (unused ones with 0), so nothing has to be cleared before. */
-typedef struct te_amax_args {
-    size_t size;
-    te_tensor input; /* [rows, columns] f32, f16, bf16; unit column stride */
-    float *partials; /* device float[TE_AMAX_PARTIALS] */
-} te_amax_args;
+#include "transformer_engine_ops.h" /* te_op, and the args struct of each */
 
-/* output[c, r] = input[r, c] of one-byte elements (FP8, u8); columns of output beyond the input's
- * rows are zeroed. */
-typedef struct te_transpose_args {
-    size_t size;
-    te_tensor input;  /* [rows, columns] */
-    te_tensor output; /* [columns, >= rows] */
-} te_transpose_args;
+#ifdef __cplusplus
+extern "C" {
+#endif
 
-typedef struct te_gemm_operand {
-    te_tensor data;         /* matrix, unit column stride, any row stride */
-    const float *scale_inv; /* device float; NULL for high precision */
-    int32_t transposed;     /* the operand is the transpose of data */
-} te_gemm_operand;
-
-typedef enum te_epilogue { TE_EPILOGUE_NONE = 0, TE_EPILOGUE_GELU = 1 } te_epilogue; /* tanh GELU */
-
-enum {
-    TE_GEMM_ACCUMULATE = 1,        /* d += ... (d f32 or bf16, no bias or epilogue) */
-    TE_GEMM_FAST_ACCUMULATION = 2, /* FP8: less precise accumulation that is faster on Hopper */
-    TE_GEMM_ALLOW_TF32 = 4         /* f32 operands may be rounded to TF32 */
-};
-
-/* d[m, n] = epilogue(a[m, k] b[k, n] + bias), accumulated in fp32. Operands: both f32, f16 or bf16
- * (the same), or each e4m3 or e5m2 (not both e5m2) with their inverse scales and padded to k % 16
- * == 0 in the layout a row-major, b transposed. m == 0 or n == 0 does nothing; k == 0 gives d =
- * bias (or leaves d when accumulating). bias_grad, where given, receives the sums of a over k (bias
- * gradient of the weight-gradient GEMM, whose a is the transposed output gradient); high precision
- * only. */
-typedef struct te_gemm_args {
-    size_t size;
-    te_gemm_operand a, b;
-    te_tensor d; /* [m, n] f32, f16, bf16, or FP8 with d_scale; unit column stride */
-    te_tensor
-        bias; /* [n]; d's dtype in high precision; with FP8 operands f16 if d is f16, else bf16 */
-    te_tensor bias_grad; /* [m] in the dtype of the operands; data NULL: not wanted */
-    te_tensor aux; /* [m, n] receives the value before the activation; data NULL: not wanted */
-    const float *d_scale; /* device float: FP8 output = saturate(value * *d_scale) */
-    float *d_amax;        /* device float: max-accumulates max|value| of an FP8 output, or NULL */
-    te_epilogue epilogue;
-    uint32_t flags; /* TE_GEMM_* */
-    void *workspace;
-    size_t workspace_size;
-} te_gemm_args;
-
-typedef enum te_amax_algo { TE_AMAX_MAX = 0, TE_AMAX_MOST_RECENT = 1 } te_amax_algo;
-
-/* One update of a chunk of delayed-scaling slots, in place (see core/scaling_math.h). */
-typedef struct te_scaling_update_args {
-    size_t size;
-    te_tensor scale; /* [slots] f32 */
-    te_tensor
-        history;   /* [length, slots] f32; row 0 accumulates, the newest finished step is last */
-    float fp8_max; /* largest FP8 value times 2^-margin */
-    te_amax_algo algo;
-} te_scaling_update_args;
-
-typedef struct te_fill_args {
-    size_t size;
-    te_tensor output; /* [rows, columns] any dtype, unit column stride */
-    double value;     /* rounded to the dtype (FP8 saturates) */
-} te_fill_args;
-
-/* Converts and copies between strided matrices. input smaller than output: the rest is zeroed;
- * output smaller: the surplus of input is not read. Same dtype: bits are kept. */
-typedef struct te_cast_args {
-    size_t size;
-    te_tensor input; /* [rows, columns] f32, f16, bf16 (any dtype when output has the same) */
-    te_tensor output;
-} te_cast_args;
-
-/* ---- operators of a Transformer layer ------------------------------------------------------ */
-
-typedef enum te_norm_kind {
-    TE_NORM_LAYERNORM = 0, /* (x - mean) * rsigma, rsigma = rsqrt(var + eps), var biased */
-    TE_NORM_RMSNORM = 1,   /* x * rsigma, rsigma = rsqrt(mean of squares + eps) */
-    TE_NORM_L2 = 2         /* x * rsigma, rsigma = rsqrt(sum of squares + eps) */
-} te_norm_kind;
-
-enum {
-    TE_NORM_ZERO_CENTERED = 1,   /* the factor is 1 + gamma */
-    TE_NORM_STATISTICS_GIVEN = 2 /* mean and rsigma are read instead of computed and written */
-};
-
-/* output = normalized(input) * gamma + beta per row, in fp32, and cast in the same call: `output`
- * in high precision, `quantized` to FP8 from the fp32 value, each where wanted. `quantized` is as
- * in te_quantize_args: scale from quantized.scale, or made from `partials` (which then belong to an
- * earlier call that wrote `amax_partials`), scale_pair written, padding zeroed, amax recorded.
- * amax_partials receives the partial maxima of |fp32 value| as te_amax does (all entries). NaN and
- * Inf propagate as in the formula. 0 columns are INVALID. */
-typedef struct te_norm_args {
-    size_t size;
-    te_norm_kind kind;
-    uint32_t flags;         /* TE_NORM_ZERO_CENTERED, TE_NORM_STATISTICS_GIVEN */
-    te_tensor input;        /* [rows, columns] f32, f16, bf16; unit column stride, any row stride */
-    te_tensor gamma;        /* [columns] f32, f16, bf16; data NULL: 1 */
-    te_tensor beta;         /* [columns] in the dtype of gamma; data NULL: 0; LAYERNORM only */
-    te_tensor mean;         /* [rows] f32; LAYERNORM only; data NULL: not wanted */
-    te_tensor rsigma;       /* [rows] f32; data NULL: not wanted */
-    te_tensor output;       /* [rows, columns] f32, f16, bf16; data NULL: not wanted */
-    te_quantized quantized; /* mode NONE: not wanted */
-    const float *partials;  /* device float[TE_AMAX_PARTIALS] to make the scale from, or NULL */
-    float *amax_partials;   /* device float[TE_AMAX_PARTIALS] to write, or NULL */
-    float amax_epsilon;     /* with partials, as in te_quantize_args */
-    int32_t power_2_scale;
-    float eps;
-    void *workspace;
-    size_t workspace_size;
-} te_norm_args;
-
-/* Gradients of te_norm. With dz = grad_output + grad_add, w = gamma (or 1 + gamma, or 1) and xhat
- * the normalized input: gamma_grad = column sums of dz * xhat, beta_grad = column sums of dz, and
- * grad_input = rsigma * (dz w - c1 - xhat * c2), c1 = row mean of dz w (LAYERNORM, else 0), c2 =
- * row mean of dz w xhat (row sum for L2). fp32, in a fixed order: bitwise repeatable. */
-typedef struct te_norm_backward_args {
-    size_t size;
-    te_norm_kind kind;
-    uint32_t flags;        /* TE_NORM_ZERO_CENTERED */
-    te_tensor grad_output; /* [rows, columns] f32, f16, bf16 */
-    te_tensor grad_add;    /* [rows, columns] in the dtype of grad_output; data NULL: none */
-    te_tensor input;       /* [rows, columns] f32, f16, bf16 */
-    te_tensor gamma;       /* [columns]; data NULL: 1 */
-    te_tensor mean;        /* [rows] f32; LAYERNORM only */
-    te_tensor rsigma;      /* [rows] f32 */
-    te_tensor grad_input;  /* [rows, columns] f32, f16, bf16; data NULL: not wanted */
-    te_tensor gamma_grad;  /* [columns] f32, f16, bf16; data NULL: not wanted */
-    te_tensor beta_grad;   /* [columns]; LAYERNORM only; data NULL: not wanted */
-    void *workspace;
-    size_t workspace_size;
-} te_norm_backward_args;
-
-/* X(ENUM, name, gated). A gated activation takes [rows, 2 columns]: the first half, a, is
- * activated, the second, b, multiplies it. With s the logistic function:
- * - gelu: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); qgelu: x s(1.702 x)
- * - relu: max(x, 0); srelu: max(x, 0)^2
- * - silu: x s(x); glu: s(a) b
- * - clamped_swiglu: a' s(alpha a') (b' + linear_offset), a' = min(a, limit), b' = clamp(b, +-limit)
- */
-#define TE_ACTIVATIONS(X)                                                                          \
-    X(GELU, gelu, 0)                                                                               \
-    X(GEGLU, geglu, 1)                                                                             \
-    X(QGELU, qgelu, 0)                                                                             \
-    X(QGEGLU, qgeglu, 1)                                                                           \
-    X(RELU, relu, 0)                                                                               \
-    X(REGLU, reglu, 1)                                                                             \
-    X(SRELU, srelu, 0)                                                                             \
-    X(SREGLU, sreglu, 1)                                                                           \
-    X(SILU, silu, 0)                                                                               \
-    X(SWIGLU, swiglu, 1)                                                                           \
-    X(GLU, glu, 1)                                                                                 \
-    X(CLAMPED_SWIGLU, clamped_swiglu, 1)
-
-typedef enum te_activation_kind {
-#define X(NAME, name, gated) TE_ACTIVATION_##NAME,
-    TE_ACTIVATIONS(X)
-#undef X
-        TE_ACTIVATION_COUNT
-} te_activation_kind;
-
-TE_API const char *te_activation_name(te_activation_kind kind); /* "invalid" for a bad value */
-TE_API int te_activation_is_gated(te_activation_kind kind);
-
-/* Numbers of clamped_swiglu; the other kinds ignore them. */
-typedef struct te_activation_params {
-    float limit, alpha, linear_offset;
-} te_activation_params;
-
-/* output = activation(input) in fp32, to high precision and (or) FP8; the casts as in te_norm. */
-typedef struct te_activation_args {
-    size_t size;
-    te_activation_kind kind;
-    te_activation_params params;
-    te_tensor input;        /* [rows, columns] (gated: [rows, 2 columns]) f32, f16, bf16 */
-    te_tensor output;       /* [rows, columns] f32, f16, bf16; data NULL: not wanted */
-    te_quantized quantized; /* mode NONE: not wanted */
-    const float *partials;  /* device float[TE_AMAX_PARTIALS] to make the scale from, or NULL */
-    float *amax_partials;   /* device float[TE_AMAX_PARTIALS] to write, or NULL */
-    float amax_epsilon;
-    int32_t power_2_scale;
-    void *workspace;
-    size_t workspace_size;
-} te_activation_args;
-
-/* grad_input = grad_output * activation'(input) in fp32, to high precision and (or) FP8, with the
- * column sums of the fp32 values as the bias gradient of the linear layer before. The derivative of
- * relu and srelu at 0 is 0; of a clamped value it is 0 outside of the limit and 1 at it.
- * grad_input may be the memory of grad_output where the activation is not gated. */
-typedef struct te_activation_backward_args {
-    size_t size;
-    te_activation_kind kind;
-    te_activation_params params;
-    te_tensor grad_output;  /* [rows, columns] f32, f16, bf16 */
-    te_tensor input;        /* [rows, columns] (gated: [rows, 2 columns]) f32, f16, bf16 */
-    te_tensor grad_input;   /* shape of input; f32, f16, bf16; data NULL: not wanted */
-    te_quantized quantized; /* of grad_input; mode NONE: not wanted */
-    te_tensor bias_grad;    /* [columns of input] f32, f16, bf16; data NULL: not wanted */
-    const float *partials;  /* device float[TE_AMAX_PARTIALS] to make the scale from, or NULL */
-    float *amax_partials;   /* device float[TE_AMAX_PARTIALS] to write, or NULL */
-    float amax_epsilon;
-    int32_t power_2_scale;
-    void *workspace;
-    size_t workspace_size;
-} te_activation_backward_args;
-
-/* Random decisions are Philox4x32-10 (core/philox.h): `rng` is a device int64[2] {seed, offset};
- * element i of a tensor takes word i % 4 of counter offset + i / 4, u = (word >> 8) * 2^-24, and is
- * kept if u >= p; what is kept is multiplied by 1 / (1 - p) (0 everywhere for p = 1). The same bits
- * on every backend. */
-
-/* Softmax over the keys of scale * input + bias, in fp32. Query i may attend keys
- * i + diagonal - window_left .. i + diagonal + window_right (a negative window: no limit on that
- * side; causal: right = 0) that `mask` does not forbid; a score of -Inf forbids too. Forbidden keys
- * get 0, so a row with no key is 0; NaN or +Inf among the other scores makes all of these NaN. What
- * dropout drops is 0. Element order for dropout: dense [batch, heads, queries, keys]. */
-typedef struct te_softmax_args {
-    size_t size;
-    te_tensor input;  /* [batch, heads, queries, keys] f32, f16, bf16; unit last stride */
-    te_tensor mask;   /* u8, each dim 1 or the input's; non-zero: masked out; data NULL: none */
-    te_tensor bias;   /* f32, f16, bf16, each dim 1 or the input's; data NULL: none */
-    te_tensor output; /* as input: with dropout */
-    te_tensor probabilities; /* as input: without dropout; data NULL: not wanted */
-    const int64_t *rng;      /* NULL where dropout is 0 */
-    float scale, dropout;
-    int64_t window_left, window_right, diagonal;
-} te_softmax_args;
-
-/* grad_input = scale * p * (dp - sum over keys of dp * p), dp = grad_output through the dropout. */
-typedef struct te_softmax_backward_args {
-    size_t size;
-    te_tensor grad_output;   /* [batch, heads, queries, keys] f32, f16, bf16; unit last stride */
-    te_tensor probabilities; /* as grad_output: without dropout */
-    te_tensor grad_input;    /* as grad_output; may be the same memory */
-    const int64_t *rng;
-    float scale, dropout;
-} te_softmax_backward_args;
-
-/* Which query attends which key, and how much: what te_attention and its gradient read. Query head
- * h goes with key and value head h / (heads / kv_heads). Scores are scale * query . key + bias;
- * mask, window, NaN, Inf and dropout are as in te_softmax, over [batch, heads, queries, keys]. Of a
- * sequence with a length, tokens from there on are not read: such a query attends nothing, such a
- * key is attended by none. A forbidden key adds nothing, whatever its key and value hold. */
-typedef struct te_attention_problem {
-    te_tensor query; /* [batch, queries, heads, d_k] f32, f16, bf16; unit last stride, any others */
-    te_tensor key;   /* [batch, keys, kv_heads, d_k]; dtype of query; kv_heads divides heads */
-    te_tensor value; /* [batch, keys, kv_heads, d_v]; dtype of query */
-    te_tensor mask;  /* u8, each dim 1 or the scores'; non-zero: masked out; data NULL: none */
-    te_tensor bias;  /* f32, f16, bf16, each dim 1 or the scores'; data NULL: none */
-    te_tensor query_lengths, key_lengths; /* [batch] i32, 0 to queries or keys; data NULL: all */
-    const int64_t *rng;                   /* NULL where dropout is 0 */
-    float scale, dropout;
-    int64_t window_left, window_right, diagonal;
-    int32_t bottom_right; /* the diagonal is further right by (keys - queries) of each sequence */
-} te_attention_problem;
-
-/* output = dropout(softmax(scores)) value, block by block in fp32: no matrix of scores is kept. The
- * statistic of a query is the logarithm of the sum of its exponentiated scores: -Inf where it
- * attends no key (its output is 0), NaN where its output is NaN. CPU alone. */
-typedef struct te_attention_args {
-    size_t size;
-    te_attention_problem problem;
-    te_tensor output; /* [batch, queries, heads, d_v]; dtype of query; any strides but the last */
-    te_tensor statistics; /* [batch, heads, queries] f32, dense; data NULL: not wanted */
-    void *workspace;
-    size_t workspace_size;
-} te_attention_args;
-
-/* Gradients of te_attention, from its output and statistics. Sums are fp32 in a fixed order:
- * bitwise repeatable. Results may be views into one packed buffer. CPU alone. */
-typedef struct te_attention_backward_args {
-    size_t size;
-    te_attention_problem problem;               /* as in the forward */
-    te_tensor grad_output;                      /* as output */
-    te_tensor output;                           /* of the forward */
-    te_tensor statistics;                       /* of the forward */
-    te_tensor grad_query, grad_key, grad_value; /* shape and dtype of each; any strides but the
-                                                   last; data NULL: not wanted */
-    te_tensor grad_bias; /* shape of bias: summed over its dims of 1; f32, f16, bf16; data NULL: not
-                            wanted */
-    void *workspace;
-    size_t workspace_size;
-} te_attention_backward_args;
-
-/* output = residual + drop_path(dropout(input + bias)). drop_path keeps or drops rows / samples
- * rows at a time; its decisions are elements 0 .. samples - 1 of a stream that begins at offset +
- * ceil(rows * columns / 4). */
-typedef struct te_dropout_add_args {
-    size_t size;
-    te_tensor input;    /* [rows, columns] f32, f16, bf16 */
-    te_tensor bias;     /* [columns] f32, f16, bf16; data NULL: none */
-    te_tensor residual; /* [rows, columns] in the dtype of input; data NULL: none */
-    te_tensor output;   /* [rows, columns] in the dtype of input; may be input's memory */
-    const int64_t *rng; /* NULL where both probabilities are 0 */
-    float dropout, drop_path;
-    int64_t samples; /* divides rows */
-} te_dropout_add_args;
-
-/* Gradient of te_dropout_add with respect to input and bias; that of residual is grad_output. */
-typedef struct te_dropout_backward_args {
-    size_t size;
-    te_tensor grad_output; /* [rows, columns] f32, f16, bf16 */
-    te_tensor grad_input;  /* [rows, columns] in the dtype of grad_output; data NULL: not wanted */
-    te_tensor bias_grad;   /* [columns] f32, f16, bf16: column sums; data NULL: not wanted */
-    const int64_t *rng;
-    float dropout, drop_path;
-    int64_t samples;
-    void *workspace;
-    size_t workspace_size;
-} te_dropout_backward_args;
-
-/* Rotary position embedding: output = t cos + rot(t) sin over the first rotary channels, the others
- * are copied. rot(t) = (-second half, first half), or (-odd, even) pairs if interleaved. cos and
- * sin of freqs[position] in fp32. The position is the index in the sequence plus the batch entry's
- * start. backward: the transposed map, for gradients. Tokens of no sequence are copied. A position
- * that freqs lack is INVALID on the CPU; on a GPU no host sees it, and it gives NaN. */
-typedef struct te_rope_args {
-    size_t size;
-    te_tensor input;           /* [batch, sequence, heads, dim], or packed [tokens, heads, dim] with
-                                  cu_seqlens; f32, f16, bf16; unit last stride, any others */
-    te_tensor output;          /* as input, with strides of its own; may be the same memory */
-    te_tensor freqs;           /* [positions, rotary] f32 angles; rotary even, at most dim; dense */
-    te_tensor cu_seqlens;      /* [batch + 1] i32: first token of each sequence; data NULL: none */
-    te_tensor start_positions; /* [batch] i32; data NULL: 0 */
-    int32_t interleaved;
-    int32_t backward;
-} te_rope_args;
+/* ---- calling an operator ------------------------------------------------------------------ */
 
 /* Device bytes of workspace that one call needs (pointers in args are not read). */
 TE_API te_status te_op_workspace(te_context *context, te_op op, const void *args, size_t *bytes);

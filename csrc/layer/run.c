@@ -53,39 +53,40 @@ static float *stage_float(const run_state *run, const te_stage *stage, int posit
     return (float *)run->buffers[at].data + index;
 }
 
-/* The FP8 result of a stage; `partials` says that its scale is made from them. */
-static te_quantized stage_quantized(const run_state *run, const te_stage *stage,
-                                    const float *partials)
+/* What a stage casts. */
+static te_cast_request stage_cast(const run_state *run, const te_stage *stage)
 {
-    te_quantized quantized = {
-        .rowwise = *stage_buffer(run, stage, TE_QUANTIZE_ROW),
-        .columnwise = *stage_buffer(run, stage, TE_QUANTIZE_COLUMN),
-        .scale_pair = stage_float(run, stage, TE_QUANTIZE_PAIR, 0),
-        .scale = stage_float(run, stage, TE_QUANTIZE_SCALE, TE_PAIR_SCALE),
+    te_cast_request cast = {
+        .result = {.row = *stage_buffer(run, stage, TE_QUANTIZE_ROW),
+                   .row_scales = *stage_buffer(run, stage, TE_QUANTIZE_PAIR),
+                   .column = *stage_buffer(run, stage, TE_QUANTIZE_COLUMN),
+                   .column_scales = *stage_buffer(run, stage, TE_QUANTIZE_PAIR)},
+        .scale = stage_float(run, stage, TE_QUANTIZE_SCALE, TE_SCALES_SCALE),
         .amax = stage_float(run, stage, TE_QUANTIZE_HISTORY, 0),
-    };
-    quantized.mode =
-        quantized.scale == NULL && partials == NULL ? TE_SCALING_NONE : TE_SCALING_TENSOR;
-    return quantized;
+        .partials = stage_float(run, stage, TE_QUANTIZE_PARTIALS, 0),
+        .amax_epsilon = stage->amax_epsilon,
+        .power_2_scale = stage->power_2_scale};
+    if (cast.scale != NULL || cast.partials != NULL) cast.result.mode = TE_SCALING_TENSOR;
+    return cast;
 }
 
-/* What the operators that cast to FP8 have in common: where the scale comes from, and scratch. */
-#define BIND_CAST(run, stage, args, result)                                                        \
-    do {                                                                                           \
-        (args)->partials = stage_float(run, stage, TE_QUANTIZE_PARTIALS, 0);                       \
-        (args)->result = stage_quantized(run, stage, (args)->partials);                            \
-        (args)->amax_epsilon = (stage)->amax_epsilon;                                              \
-        (args)->power_2_scale = (stage)->power_2_scale;                                            \
-        (args)->workspace = (run)->workspace;                                                      \
-        (args)->workspace_size = (run)->workspace_size;                                            \
-    } while (0)
+/* The same of a stage that makes its values. */
+static te_cast_request stage_result(const run_state *run, const te_stage *stage)
+{
+    te_cast_request cast = stage_cast(run, stage);
+    cast.result.wide = *stage_buffer(run, stage, TE_PRODUCE_OUTPUT);
+    cast.amax_partials = stage_float(run, stage, TE_PRODUCE_AMAX_PARTIALS, 0);
+    return cast;
+}
 
 static void bind_quantize(const run_state *run, const te_stage *stage, te_quantize_args *args)
 {
     args->size = sizeof *args;
     args->input = *stage_buffer(run, stage, TE_QUANTIZE_INPUT);
     args->bias_grad = *stage_buffer(run, stage, TE_QUANTIZE_BIAS_GRAD);
-    BIND_CAST(run, stage, args, output);
+    args->cast = stage_cast(run, stage);
+    args->workspace = run->workspace;
+    args->workspace_size = run->workspace_size;
 }
 
 static void bind_norm(const run_state *run, const te_stage *stage, te_norm_args *args)
@@ -99,9 +100,9 @@ static void bind_norm(const run_state *run, const te_stage *stage, te_norm_args 
     args->beta = *stage_buffer(run, stage, TE_NORM_BETA);
     args->mean = *stage_buffer(run, stage, TE_NORM_MEAN);
     args->rsigma = *stage_buffer(run, stage, TE_NORM_RSIGMA);
-    args->output = *stage_buffer(run, stage, TE_PRODUCE_OUTPUT);
-    args->amax_partials = stage_float(run, stage, TE_PRODUCE_AMAX_PARTIALS, 0);
-    BIND_CAST(run, stage, args, quantized);
+    args->cast = stage_result(run, stage);
+    args->workspace = run->workspace;
+    args->workspace_size = run->workspace_size;
 }
 
 static void bind_norm_backward(const run_state *run, const te_stage *stage,
@@ -129,9 +130,9 @@ static void bind_activation(const run_state *run, const te_stage *stage, te_acti
     args->kind = (te_activation_kind)stage->kind;
     args->params = stage->activation;
     args->input = *stage_buffer(run, stage, TE_QUANTIZE_INPUT);
-    args->output = *stage_buffer(run, stage, TE_PRODUCE_OUTPUT);
-    args->amax_partials = stage_float(run, stage, TE_PRODUCE_AMAX_PARTIALS, 0);
-    BIND_CAST(run, stage, args, quantized);
+    args->cast = stage_result(run, stage);
+    args->workspace = run->workspace;
+    args->workspace_size = run->workspace_size;
 }
 
 static void bind_activation_backward(const run_state *run, const te_stage *stage,
@@ -142,21 +143,28 @@ static void bind_activation_backward(const run_state *run, const te_stage *stage
     args->params = stage->activation;
     args->grad_output = *stage_buffer(run, stage, TE_ACTIVATION_GRAD_OUTPUT);
     args->input = *stage_buffer(run, stage, TE_QUANTIZE_INPUT);
-    args->grad_input = *stage_buffer(run, stage, TE_PRODUCE_OUTPUT);
     args->bias_grad = *stage_buffer(run, stage, TE_QUANTIZE_BIAS_GRAD);
-    args->amax_partials = stage_float(run, stage, TE_PRODUCE_AMAX_PARTIALS, 0);
-    BIND_CAST(run, stage, args, quantized);
+    args->cast = stage_result(run, stage);
+    args->workspace = run->workspace;
+    args->workspace_size = run->workspace_size;
+}
+
+/* Stages name the data as the GEMM reads it: quantized, rows run along k. */
+static te_operand gemm_operand(const run_state *run, const te_stage *stage, int data, int scales)
+{
+    const te_tensor *given = stage_buffer(run, stage, data);
+    if (!te_dtype_is_fp8(given->dtype)) return (te_operand){.wide = *given};
+    return (te_operand){
+        .mode = TE_SCALING_TENSOR, .row = *given, .row_scales = *stage_buffer(run, stage, scales)};
 }
 
 static void bind_gemm(const run_state *run, const te_stage *stage, te_gemm_args *args)
 {
     args->size = sizeof *args;
-    args->a.data = *stage_buffer(run, stage, TE_GEMM_A);
-    args->a.scale_inv = stage_float(run, stage, TE_GEMM_A_PAIR, TE_PAIR_INVERSE);
-    args->a.transposed = stage->a_transposed;
-    args->b.data = *stage_buffer(run, stage, TE_GEMM_B);
-    args->b.scale_inv = stage_float(run, stage, TE_GEMM_B_PAIR, TE_PAIR_INVERSE);
-    args->b.transposed = stage->b_transposed;
+    args->a = gemm_operand(run, stage, TE_GEMM_A, TE_GEMM_A_PAIR);
+    args->b = gemm_operand(run, stage, TE_GEMM_B, TE_GEMM_B_PAIR);
+    args->a_transposed = stage->a_transposed;
+    args->b_transposed = stage->b_transposed;
     args->d = *stage_buffer(run, stage, TE_GEMM_D);
     args->bias = *stage_buffer(run, stage, TE_GEMM_BIAS);
     args->bias_grad = *stage_buffer(run, stage, TE_GEMM_BIAS_GRAD);

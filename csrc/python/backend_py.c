@@ -10,7 +10,6 @@
 #include "python/args.h"
 
 #include <stdatomic.h>
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -67,178 +66,6 @@ void tepy_backends_clear(tepy_state *state)
 }
 
 /* ---- args structs as dicts ---- */
-
-typedef enum field_kind {
-    FIELD_TENSOR,
-    FIELD_QUANTIZED,
-    FIELD_OPERAND,
-    FIELD_FLOATS, /* pointer to `count` floats */
-    FIELD_INT64S, /* pointer to `count` int64_t */
-    FIELD_FLOAT,
-    FIELD_DOUBLE,
-    FIELD_INT,
-    FIELD_INT64
-} field_kind;
-
-typedef struct field {
-    const char *name;
-    field_kind kind;
-    size_t offset;
-    int64_t count;
-} field;
-
-#define F(op, name, kind, count)                                                                   \
-    {                                                                                              \
-#name, FIELD_##kind, offsetof(te_##op##_args, name), count                                 \
-    }
-#define END                                                                                        \
-    {                                                                                              \
-        NULL, FIELD_INT, 0, 0                                                                      \
-    }
-
-/* Workspaces are left out: a Python function allocates what it needs. */
-static const field quantize_fields[] = {F(quantize, input, TENSOR, 0),
-                                        F(quantize, output, QUANTIZED, 0),
-                                        F(quantize, bias_grad, TENSOR, 0),
-                                        F(quantize, noop, FLOATS, 1),
-                                        F(quantize, partials, FLOATS, TE_AMAX_PARTIALS),
-                                        F(quantize, amax_epsilon, FLOAT, 0),
-                                        F(quantize, power_2_scale, INT, 0),
-                                        END};
-static const field dequantize_fields[] = {F(dequantize, input, QUANTIZED, 0),
-                                          F(dequantize, output, TENSOR, 0), END};
-static const field amax_fields[] = {F(amax, input, TENSOR, 0),
-                                    F(amax, partials, FLOATS, TE_AMAX_PARTIALS), END};
-static const field transpose_fields[] = {F(transpose, input, TENSOR, 0),
-                                         F(transpose, output, TENSOR, 0), END};
-static const field gemm_fields[] = {F(gemm, a, OPERAND, 0),
-                                    F(gemm, b, OPERAND, 0),
-                                    F(gemm, d, TENSOR, 0),
-                                    F(gemm, bias, TENSOR, 0),
-                                    F(gemm, bias_grad, TENSOR, 0),
-                                    F(gemm, aux, TENSOR, 0),
-                                    F(gemm, d_scale, FLOATS, 1),
-                                    F(gemm, d_amax, FLOATS, 1),
-                                    F(gemm, epilogue, INT, 0),
-                                    F(gemm, flags, INT, 0),
-                                    END};
-static const field scaling_update_fields[] = {
-    F(scaling_update, scale, TENSOR, 0), F(scaling_update, history, TENSOR, 0),
-    F(scaling_update, fp8_max, FLOAT, 0), F(scaling_update, algo, INT, 0), END};
-static const field fill_fields[] = {F(fill, output, TENSOR, 0), F(fill, value, DOUBLE, 0), END};
-static const field cast_fields[] = {F(cast, input, TENSOR, 0), F(cast, output, TENSOR, 0), END};
-
-#define CAST_FIELDS(op)                                                                            \
-    F(op, quantized, QUANTIZED, 0), F(op, partials, FLOATS, TE_AMAX_PARTIALS),                     \
-        F(op, amax_partials, FLOATS, TE_AMAX_PARTIALS), F(op, amax_epsilon, FLOAT, 0),             \
-        F(op, power_2_scale, INT, 0)
-#define CLAMP_FIELDS(op)                                                                           \
-    {"limit", FIELD_FLOAT, offsetof(te_##op##_args, params.limit), 0},                             \
-        {"alpha", FIELD_FLOAT, offsetof(te_##op##_args, params.alpha), 0},                         \
-    {                                                                                              \
-        "linear_offset", FIELD_FLOAT, offsetof(te_##op##_args, params.linear_offset), 0            \
-    }
-#define DROP_FIELDS(op)                                                                            \
-    F(op, rng, INT64S, 2), F(op, dropout, FLOAT, 0), F(op, drop_path, FLOAT, 0),                   \
-        F(op, samples, INT64, 0)
-static const field norm_fields[] = {F(norm, kind, INT, 0),
-                                    F(norm, flags, INT, 0),
-                                    F(norm, input, TENSOR, 0),
-                                    F(norm, gamma, TENSOR, 0),
-                                    F(norm, beta, TENSOR, 0),
-                                    F(norm, mean, TENSOR, 0),
-                                    F(norm, rsigma, TENSOR, 0),
-                                    F(norm, output, TENSOR, 0),
-                                    CAST_FIELDS(norm),
-                                    F(norm, eps, FLOAT, 0),
-                                    END};
-static const field norm_backward_fields[] = {
-    F(norm_backward, kind, INT, 0),           F(norm_backward, flags, INT, 0),
-    F(norm_backward, grad_output, TENSOR, 0), F(norm_backward, grad_add, TENSOR, 0),
-    F(norm_backward, input, TENSOR, 0),       F(norm_backward, gamma, TENSOR, 0),
-    F(norm_backward, mean, TENSOR, 0),        F(norm_backward, rsigma, TENSOR, 0),
-    F(norm_backward, grad_input, TENSOR, 0),  F(norm_backward, gamma_grad, TENSOR, 0),
-    F(norm_backward, beta_grad, TENSOR, 0),   END};
-static const field activation_fields[] = {
-    F(activation, kind, INT, 0),      CLAMP_FIELDS(activation), F(activation, input, TENSOR, 0),
-    F(activation, output, TENSOR, 0), CAST_FIELDS(activation),  END};
-static const field activation_backward_fields[] = {F(activation_backward, kind, INT, 0),
-                                                   CLAMP_FIELDS(activation_backward),
-                                                   F(activation_backward, grad_output, TENSOR, 0),
-                                                   F(activation_backward, input, TENSOR, 0),
-                                                   F(activation_backward, grad_input, TENSOR, 0),
-                                                   F(activation_backward, bias_grad, TENSOR, 0),
-                                                   CAST_FIELDS(activation_backward),
-                                                   END};
-static const field softmax_fields[] = {
-    F(softmax, input, TENSOR, 0),         F(softmax, mask, TENSOR, 0),
-    F(softmax, bias, TENSOR, 0),          F(softmax, output, TENSOR, 0),
-    F(softmax, probabilities, TENSOR, 0), F(softmax, rng, INT64S, 2),
-    F(softmax, scale, FLOAT, 0),          F(softmax, dropout, FLOAT, 0),
-    F(softmax, window_left, INT64, 0),    F(softmax, window_right, INT64, 0),
-    F(softmax, diagonal, INT64, 0),       END};
-static const field softmax_backward_fields[] = {F(softmax_backward, grad_output, TENSOR, 0),
-                                                F(softmax_backward, probabilities, TENSOR, 0),
-                                                F(softmax_backward, grad_input, TENSOR, 0),
-                                                F(softmax_backward, rng, INT64S, 2),
-                                                F(softmax_backward, scale, FLOAT, 0),
-                                                F(softmax_backward, dropout, FLOAT, 0),
-                                                END};
-#define PROBLEM_FIELD(op, name, kind, count)                                                       \
-    {                                                                                              \
-#name, FIELD_##kind, offsetof(te_##op##_args, problem.name), count                         \
-    }
-#define PROBLEM_FIELDS(op)                                                                         \
-    PROBLEM_FIELD(op, query, TENSOR, 0), PROBLEM_FIELD(op, key, TENSOR, 0),                        \
-        PROBLEM_FIELD(op, value, TENSOR, 0), PROBLEM_FIELD(op, mask, TENSOR, 0),                   \
-        PROBLEM_FIELD(op, bias, TENSOR, 0), PROBLEM_FIELD(op, query_lengths, TENSOR, 0),           \
-        PROBLEM_FIELD(op, key_lengths, TENSOR, 0), PROBLEM_FIELD(op, rng, INT64S, 2),              \
-        PROBLEM_FIELD(op, scale, FLOAT, 0), PROBLEM_FIELD(op, dropout, FLOAT, 0),                  \
-        PROBLEM_FIELD(op, window_left, INT64, 0), PROBLEM_FIELD(op, window_right, INT64, 0),       \
-        PROBLEM_FIELD(op, diagonal, INT64, 0), PROBLEM_FIELD(op, bottom_right, INT, 0)
-static const field attention_fields[] = {PROBLEM_FIELDS(attention), F(attention, output, TENSOR, 0),
-                                         F(attention, statistics, TENSOR, 0), END};
-static const field attention_backward_fields[] = {PROBLEM_FIELDS(attention_backward),
-                                                  F(attention_backward, grad_output, TENSOR, 0),
-                                                  F(attention_backward, output, TENSOR, 0),
-                                                  F(attention_backward, statistics, TENSOR, 0),
-                                                  F(attention_backward, grad_query, TENSOR, 0),
-                                                  F(attention_backward, grad_key, TENSOR, 0),
-                                                  F(attention_backward, grad_value, TENSOR, 0),
-                                                  F(attention_backward, grad_bias, TENSOR, 0),
-                                                  END};
-static const field dropout_add_fields[] = {F(dropout_add, input, TENSOR, 0),
-                                           F(dropout_add, bias, TENSOR, 0),
-                                           F(dropout_add, residual, TENSOR, 0),
-                                           F(dropout_add, output, TENSOR, 0),
-                                           DROP_FIELDS(dropout_add),
-                                           END};
-static const field dropout_backward_fields[] = {
-    F(dropout_backward, grad_output, TENSOR, 0), F(dropout_backward, grad_input, TENSOR, 0),
-    F(dropout_backward, bias_grad, TENSOR, 0), DROP_FIELDS(dropout_backward), END};
-static const field rope_fields[] = {
-    F(rope, input, TENSOR, 0),           F(rope, output, TENSOR, 0),
-    F(rope, freqs, TENSOR, 0),           F(rope, cu_seqlens, TENSOR, 0),
-    F(rope, start_positions, TENSOR, 0), F(rope, interleaved, INT, 0),
-    F(rope, backward, INT, 0),           END};
-
-static const field *const op_fields[TE_OP_COUNT] = {
-#define X(NAME, name) [TE_OP_##NAME] = name##_fields,
-    TE_OPS(X)
-#undef X
-};
-#undef F
-#undef END
-#undef CAST_FIELDS
-#undef CLAMP_FIELDS
-#undef DROP_FIELDS
-#undef PROBLEM_FIELD
-#undef PROBLEM_FIELDS
-
-_Static_assert(sizeof(te_epilogue) == sizeof(int32_t) && sizeof(te_amax_algo) == sizeof(int32_t) &&
-                   sizeof(te_norm_kind) == sizeof(int32_t) &&
-                   sizeof(te_activation_kind) == sizeof(int32_t),
-               "FIELD_INT reads 32 bits");
 
 /* A tensor lent to Python: DLPack's struct with its shape behind it. */
 typedef struct lent_tensor {
@@ -300,12 +127,6 @@ static PyObject *lend_elements(const tepy_state *state, const void *data, te_dty
     return lend_tensor(state, &view);
 }
 
-static PyObject *lend_floats(const tepy_state *state, const float *data, int64_t count,
-                             te_device device)
-{
-    return lend_elements(state, data, TE_DTYPE_F32, count, device);
-}
-
 /* Puts a new reference into the dict; NULL is an error. */
 static int put(PyObject *dict, const char *name, PyObject *value)
 {
@@ -314,73 +135,46 @@ static int put(PyObject *dict, const char *name, PyObject *value)
     return result;
 }
 
-static PyObject *lend_quantized(const tepy_state *state, const te_quantized *quantized,
-                                te_device device)
-{
-    static const char *const modes[TE_SCALING_COUNT] = {
-#define X(NAME, name, row, column) [TE_SCALING_##NAME] = #name,
-        TE_SCALING_MODES(X)
-#undef X
-    };
-    PyObject *dict = PyDict_New();
-    if (dict == NULL || put(dict, "mode", PyUnicode_FromString(modes[quantized->mode])) != 0 ||
-        put(dict, "rowwise", lend_tensor(state, &quantized->rowwise)) != 0 ||
-        put(dict, "columnwise", lend_tensor(state, &quantized->columnwise)) != 0 ||
-        put(dict, "scale_pair", lend_floats(state, quantized->scale_pair, 2, device)) != 0 ||
-        put(dict, "scale", lend_floats(state, quantized->scale, 1, device)) != 0 ||
-        put(dict, "amax", lend_floats(state, quantized->amax, 1, device)) != 0) {
-        Py_CLEAR(dict);
-    }
-    return dict;
-}
-
-static PyObject *lend_operand(const tepy_state *state, const te_gemm_operand *operand,
-                              te_device device)
-{
-    PyObject *dict = PyDict_New();
-    if (dict == NULL || put(dict, "data", lend_tensor(state, &operand->data)) != 0 ||
-        put(dict, "scale_inv", lend_floats(state, operand->scale_inv, 1, device)) != 0 ||
-        put(dict, "transposed", PyBool_FromLong(operand->transposed)) != 0) {
-        Py_CLEAR(dict);
-    }
-    return dict;
-}
-
-static PyObject *lend_field(const tepy_state *state, const field *f, const void *args,
+/* New reference. */
+static PyObject *lend_field(const tepy_state *state, const te_field *field, const void *args,
                             te_device device)
 {
-    const void *member = (const char *)args + f->offset;
-    switch (f->kind) {
-    case FIELD_TENSOR:
+    const void *member = (const char *)args + field->offset;
+    switch (field->kind) {
+    case TE_FIELD_TENSOR:
         return lend_tensor(state, member);
-    case FIELD_QUANTIZED:
-        return lend_quantized(state, member, device);
-    case FIELD_OPERAND:
-        return lend_operand(state, member, device);
-    case FIELD_FLOATS:
-        return lend_floats(state, *(float *const *)member, f->count, device);
-    case FIELD_INT64S:
-        return lend_elements(state, *(int64_t *const *)member, TE_DTYPE_I64, f->count, device);
-    case FIELD_FLOAT:
+    case TE_FIELD_FLOATS:
+        return lend_elements(state, *(float *const *)member, TE_DTYPE_F32, field->count, device);
+    case TE_FIELD_INT64S:
+        return lend_elements(state, *(int64_t *const *)member, TE_DTYPE_I64, field->count, device);
+    case TE_FIELD_FLOAT:
         return PyFloat_FromDouble((double)*(const float *)member);
-    case FIELD_DOUBLE:
+    case TE_FIELD_DOUBLE:
         return PyFloat_FromDouble(*(const double *)member);
-    case FIELD_INT:
+    case TE_FIELD_INT32:
+    case TE_FIELD_ENUM:
         return PyLong_FromLong(*(const int32_t *)member);
-    case FIELD_INT64:
+    case TE_FIELD_INT64:
         return PyLong_FromLongLong(*(const int64_t *)member);
+    case TE_FIELD_BIT:
+        return PyBool_FromLong((*(const uint32_t *)member & (uint32_t)field->count) != 0);
+    case TE_FIELD_WORKSPACE:
+        break;
     }
     return NULL;
 }
 
+/* New reference: every field by name, but for the workspace: a Python function allocates what it
+ * needs. */
 static PyObject *lend_args(const function_record *record, const void *args, te_device device)
 {
+    const te_op_info *info = te_op_describe(record->op);
     PyObject *dict = PyDict_New();
-    if (dict == NULL) return NULL;
-    for (const field *f = op_fields[record->op]; f->name != NULL; f++) {
-        if (put(dict, f->name, lend_field(record->state, f, args, device)) != 0) {
-            Py_DECREF(dict);
-            return NULL;
+    for (int i = 0; dict != NULL && i < info->field_count; i++) {
+        const te_field *field = &info->fields[i];
+        if (field->kind == TE_FIELD_WORKSPACE) continue;
+        if (put(dict, field->name, lend_field(record->state, field, args, device)) != 0) {
+            Py_CLEAR(dict);
         }
     }
     return dict;
@@ -426,25 +220,15 @@ static int take_function(tepy_backend *backend, const tepy_state *state, PyObjec
 {
     tepy_site site = {"register_backend", "functions"};
     PyObject *key = PyTuple_GetItem(item, 0), *function = PyTuple_GetItem(item, 1);
-    const char *name;
-    if (key == NULL || function == NULL) return -1;
-    if (!PyUnicode_Check(key)) {
-        return tepy_fail_showing(PyExc_TypeError, site, "key %U is not an operator name", key);
+    int op;
+    if (key == NULL || function == NULL || (op = tepy_op_by_name(key, site)) < 0) return -1;
+    if (!PyCallable_Check(function)) {
+        site.argument = te_op_name((te_op)op);
+        return tepy_fail_showing(PyExc_TypeError, site, "%U is not callable", function);
     }
-    name = PyUnicode_AsUTF8AndSize(key, NULL);
-    if (name == NULL) return -1;
-    for (int op = 0; op < TE_OP_COUNT; op++) {
-        if (strcmp(te_op_name((te_op)op), name) != 0) continue;
-        if (!PyCallable_Check(function)) {
-            site.argument = name;
-            return tepy_fail_showing(PyExc_TypeError, site, "%U is not callable", function);
-        }
-        backend->functions[op] =
-            (function_record){Py_NewRef(function), state, backend->name, (te_op)op};
-        return 0;
-    }
-    return tepy_fail_showing(PyExc_ValueError, site,
-                             "there is no operator %U: op_names() lists them", key);
+    backend->functions[op] =
+        (function_record){Py_NewRef(function), state, backend->name, (te_op)op};
+    return 0;
 }
 
 static int take_functions(tepy_backend *backend, const tepy_state *state, PyObject *functions)

@@ -27,6 +27,7 @@ static int module_clear(PyObject *module)
 static void module_free(void *module)
 {
     (void)module_clear(module);
+    tepy_operators_free(tepy_state_of(module)); /* functions hold the module: there are none now */
 }
 
 typedef struct constant {
@@ -41,11 +42,14 @@ static const constant constants[] = {
 #define X(NAME, name, gated) {"ACTIVATION_" #NAME, TE_ACTIVATION_##NAME},
         TE_ACTIVATIONS(X)
 #undef X
+#define X(NAME, name, row, column) {"SCALING_" #NAME, TE_SCALING_##NAME},
+            TE_SCALING_MODES(X)
+#undef X
 #define C(NAME)                                                                                    \
     {                                                                                              \
 #NAME, TE_##NAME                                                                           \
     }
-            C(DEVICE_CPU),
+                C(DEVICE_CPU),
     C(DEVICE_CUDA),
     C(RECIPE_NONE),
     C(RECIPE_DELAYED),
@@ -79,6 +83,10 @@ static const constant constants[] = {
     C(LINEAR_NO_BETA),
     C(MLP_RECOMPUTE),
     C(AMAX_PARTIALS),
+    C(AMAX_MAX),
+    C(AMAX_MOST_RECENT),
+    C(EPILOGUE_NONE),
+    C(EPILOGUE_GELU),
     C(NORM_LAYERNORM),
     C(NORM_RMSNORM),
     C(NORM_L2),
@@ -116,7 +124,7 @@ static int module_exec(PyObject *module)
     if ((state->key_device = PyUnicode_InternFromString("device")) == NULL) return -1;
     if ((state->context_type = tepy_context_make_type(module)) == NULL) return -1;
     if (PyModule_AddObjectRef(module, "Context", state->context_type) != 0) return -1;
-    if (add_constants(module) != 0) return -1;
+    if (add_constants(module) != 0 || tepy_operators_add(module) != 0) return -1;
     return tepy_state_verify(state, TEPY_INIT);
 }
 

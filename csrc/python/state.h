@@ -59,6 +59,7 @@ typedef struct tepy_state {
     tepy_plan **plans;                /* hash table of what run() has to know of a plan */
     size_t plan_capacity, plan_count;
     tepy_backend *backends; /* linked list of those registered through this module */
+    PyMethodDef *operators; /* of the operators' functions; NULL until they are added */
 } tepy_state;
 
 static inline tepy_state *tepy_state_of(PyObject *module)
@@ -125,7 +126,8 @@ PyObject *tepy_empty(tepy_state *state, te_device device, te_dtype dtype, const 
 typedef struct tepy_context {
     PyObject_HEAD te_context *context; /* NULL: closed */
     te_device device;
-    int users; /* calls in flight; guarded by the GIL */
+    int users;        /* calls in flight; guarded by the GIL */
+    uint64_t ops_met; /* operators that have run from Python, as bits; likewise */
 } tepy_context;
 
 /* New reference to `given` (an object or None/NULL: the module's own of `device`), checked and with
@@ -142,22 +144,27 @@ PyObject *tepy_context_make_type(PyObject *module);
 void tepy_plans_free(tepy_state *state);
 int tepy_backends_visit(tepy_state *state, visitproc visit, void *arg);
 void tepy_backends_clear(tepy_state *state);
+/* Adds a function per operator; what they are made of lives in the state for as long as they do. */
+int tepy_operators_add(PyObject *module);
+void tepy_operators_free(tepy_state *state);
+
+/* ---- operators_py.c ---- */
+
+/* Number of the operator that a str names; -1 with an exception. */
+int tepy_op_by_name(PyObject *name, tepy_site site);
 
 /* Calling conventions of TEPY_FUNCTIONS: parameters of the C function and flags of its method. */
 #define TEPY_PARAMS_FAST (PyObject * module, PyObject *const *args, Py_ssize_t nargs)
 #define TEPY_PARAMS_ONE (PyObject * module, PyObject * arg)
 #define TEPY_PARAMS_NONE (PyObject * module, PyObject * unused)
 #define TEPY_PARAMS_KEYS (PyObject * module, PyObject * args, PyObject * kwargs)
-#define TEPY_PARAMS_FASTKEYS                                                                       \
-    (PyObject * module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 #define TEPY_FLAGS_FAST METH_FASTCALL
 #define TEPY_FLAGS_ONE METH_O
 #define TEPY_FLAGS_NONE METH_NOARGS
 #define TEPY_FLAGS_KEYS METH_VARARGS | METH_KEYWORDS
-#define TEPY_FLAGS_FASTKEYS METH_FASTCALL | METH_KEYWORDS
 
-/* X(name, convention): every function of the module. Each has a docstring tepy_<name>_doc beside
- * its code, which begins with the signature line. */
+/* X(name, convention): every function of the module but the operators. Each has a docstring
+ * tepy_<name>_doc beside its code, which begins with the signature line. */
 #define TEPY_FUNCTIONS(X)                                                                          \
     X(bind_torch, FAST)                                                                            \
     X(dtype_code, ONE)                                                                             \
@@ -179,25 +186,7 @@ void tepy_backends_clear(tepy_state *state);
     X(cuda_configure, FAST)                                                                        \
     X(tune_gemm, FAST)                                                                             \
     X(close_contexts, NONE)                                                                        \
-    X(quantize, KEYS)                                                                              \
-    X(dequantize, KEYS)                                                                            \
-    X(amax, KEYS)                                                                                  \
-    X(transpose, KEYS)                                                                             \
-    X(gemm, KEYS)                                                                                  \
-    X(scaling_update, FAST)                                                                        \
-    X(fill, KEYS)                                                                                  \
-    X(cast, KEYS)                                                                                  \
-    X(norm, FASTKEYS)                                                                              \
-    X(norm_backward, FASTKEYS)                                                                     \
-    X(activation, FASTKEYS)                                                                        \
-    X(activation_backward, FASTKEYS)                                                               \
-    X(softmax, FASTKEYS)                                                                           \
-    X(softmax_backward, FASTKEYS)                                                                  \
-    X(attention, FASTKEYS)                                                                         \
-    X(attention_backward, FASTKEYS)                                                                \
-    X(dropout_add, FASTKEYS)                                                                       \
-    X(dropout_backward, FASTKEYS)                                                                  \
-    X(rope, FASTKEYS)                                                                              \
+    X(op_fields, ONE)                                                                              \
     X(register_backend, FAST)                                                                      \
     X(unregister_backend, ONE)                                                                     \
     X(counters, NONE)                                                                              \

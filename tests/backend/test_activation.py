@@ -19,6 +19,7 @@ from fp8_output import (
     padding,
 )
 from layer_reference import ACTIVATIONS, GATED, activation, activation_terms, wide
+from operands import operand
 from refusals import check_refused
 from thinning import case_id, in_turns
 from tols import BF16, E4M3, E5M2, F16, F32
@@ -50,7 +51,7 @@ class Problem:
         limit, alpha and linear_offset, where they are not the defaults.
     """
 
-    result = "output"
+    result = "wide"
 
     def __init__(self, rng, device, name, shape, dtype=F32, *, layout="dense", **numbers):
         self.name, self.shape, self.numbers = name, shape, numbers
@@ -80,7 +81,7 @@ def check_activation(rng, device, name, shape, dtypes=(F32, F32), layout="dense"
     """Compare one call with float64."""
     problem = Problem(rng, device, name, shape, dtypes[0], layout=layout, **numbers)
     output = Poisoned(shape, dtypes[1], device, layout=layout)
-    problem.call(output=output.tensor)
+    problem.call(wide=output.tensor)
     problem.check(output.tensor)
     assert output.untouched()
 
@@ -174,7 +175,7 @@ def test_leading_dims_are_rows(device, rng):
     x = normal(rng, (3, 2, 5, 24), BF16, device)
     outputs = [torch.empty(30, 12, dtype=BF16, device=device) for _ in range(2)]
     for view, output in zip((x, x.reshape(30, 24)), outputs, strict=True):
-        _core.activation(view, kind=_core.ACTIVATION_SWIGLU, output=output)
+        _core.activation(view, kind=_core.ACTIVATION_SWIGLU, wide=output)
     assert_bits(*outputs)
 
 
@@ -182,7 +183,7 @@ def test_leading_dims_are_rows(device, rng):
 @pytest.mark.parametrize("shape", [(0, 0), (0, 33), (33, 0)])
 def test_empty_input(device, name, shape, rng):
     problem = Problem(rng, device, name, shape)
-    check_nothing(problem, output=torch.empty(shape, device=device))
+    check_nothing(problem, wide=torch.empty(shape, device=device))
 
 
 # ---- FP8 -----------------------------------------------------------------------------------------
@@ -253,24 +254,24 @@ WRONG = {
     "FP8 input": (TypeError, r"input: dtype e4m3, expected", {"input": torch.ones(4, 12).to(E4M3)}),
     "output of both halves": (
         ValueError,
-        r"output: shape \[4, 12\], expected \[4, 6\]",
-        {"output": torch.ones(4, 12)},
+        r"wide: shape \[4, 12\], expected \[4, 6\]",
+        {"wide": torch.ones(4, 12)},
     ),
     "integer output": (
         TypeError,
-        r"output: dtype i32, expected f32, f16 or bf16",
-        {"output": torch.ones(4, 6, dtype=torch.int32)},
+        r"wide: dtype i32, expected f32, f16 or bf16",
+        {"wide": torch.ones(4, 6, dtype=torch.int32)},
     ),
-    "columnwise untransposed": (
+    "column untransposed": (
         ValueError,
-        r"columnwise: shape \[4, 6\], expected \[6, >= 4\]",
-        {"columnwise": torch.ones(4, 6).to(E4M3)},
+        r"column: shape \[4, 6\], expected \[6, >= 4\]",
+        {"column": torch.ones(4, 6).to(E4M3)},
     ),
-    "no scale": (ValueError, r"quantized: neither is given: exactly one of", {"scale": None}),
+    "no scale": (ValueError, r"mode: neither is given: exactly one of", {"scale": None}),
     "amax of no cast": (
         ValueError,
         r"amax: scaling mode none records none",
-        {"rowwise": None, "amax": torch.zeros(1)},
+        {"mode": _core.SCALING_NONE, "row": None, "amax": torch.zeros(1)},
     ),
     "negative limit": (
         ValueError,
@@ -290,7 +291,7 @@ WRONG = {
 def test_wrong_argument(device, case):
     output = Poisoned((4, 6), E4M3, device)
     good = {
-        "input": torch.ones(4, 12), "kind": _core.ACTIVATION_SWIGLU, "rowwise": output.tensor,
+        "input": torch.ones(4, 12), "kind": _core.ACTIVATION_SWIGLU, **operand(row=output.tensor),
         "scale": torch.ones(1),
     }  # fmt: skip
     check_refused("activation", device, WRONG[case], good, output)
@@ -315,5 +316,5 @@ def test_cuda_equals_cpu(name, shape, dtype, rng):
     for device in ("cpu", "cuda"):
         problem.place(device)
         values = torch.empty(shape, device=device)
-        check_codes(problem, exact, E4M3, 60.0, output=values)
+        check_codes(problem, exact, E4M3, 60.0, wide=values)
         assert_within(values, *exact)

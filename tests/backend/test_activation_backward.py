@@ -19,6 +19,7 @@ from fp8_output import (
     padding,
 )
 from layer_reference import ACTIVATIONS, GATED, activation, activation_grad_terms, wide
+from operands import operand
 from refusals import check_refused
 from thinning import case_id, in_turns
 from tols import BF16, E4M3, E5M2, F16, F32
@@ -44,7 +45,7 @@ class Problem:
     of the output gradient, and `dtypes`, of the input and of the output gradient.
     """
 
-    result = "grad_input"
+    result = "wide"
 
     def __init__(self, rng, device, name, shape, dtypes=(F32, F32), *, layout="dense", **numbers):
         self.name, self.numbers = name, numbers
@@ -68,10 +69,10 @@ class Problem:
         (exact,) = torch.autograd.grad(output, x, grad)
         return exact, activation_grad_terms(self.name, wide(self.x), grad, **self.numbers)
 
-    def check(self, grad_input, bias_grad=None):
+    def check(self, wide, bias_grad=None):
         exact, terms = self.exact()
-        if grad_input is not None:
-            assert_within(grad_input, exact, terms)
+        if wide is not None:
+            assert_within(wide, exact, terms)
         if bias_grad is not None:
             assert_within(bias_grad, exact.sum(0), terms.sum(0), self.shape[0])
 
@@ -81,7 +82,7 @@ def check_gradient(rng, device, name, shape, dtypes=DTYPES[0], layout="dense", *
     problem = Problem(rng, device, name, shape, dtypes[:2], layout=layout, **numbers)
     result = Poisoned(problem.shape, dtypes[2], device, layout=layout)
     sums = Poisoned(problem.shape[1:], dtypes[3], device, layout=layout)
-    problem.call(grad_input=result.tensor, bias_grad=sums.tensor)
+    problem.call(wide=result.tensor, bias_grad=sums.tensor)
     problem.check(result.tensor, sums.tensor)
     assert result.untouched() and sums.untouched()
 
@@ -131,7 +132,7 @@ def test_slope_of_relu_at_0_is_0(device, name):
     x[0, 0], x[0, 1] = 0.0, -0.0
     result = torch.full((1, columns), 5.0, device=device)
     _core.activation_backward(
-        torch.ones(1, 2, device=device), x, kind=ACTIVATIONS[name], grad_input=result
+        torch.ones(1, 2, device=device), x, kind=ACTIVATIONS[name], wide=result
     )
     assert (result[0, :2] == 0).all()
 
@@ -145,7 +146,7 @@ def test_slope_of_a_clamp_at_its_limit_is_1(device):
     result = torch.empty(1, 12, device=device)
     _core.activation_backward(
         torch.ones(1, 6, device=device), x, kind=_core.ACTIVATION_CLAMPED_SWIGLU,
-        grad_input=result, limit=limit,
+        wide=result, limit=limit,
     )  # fmt: skip
     of_a, of_b = result[0, :6], result[0, 6:]
     assert (of_a != 0).tolist() == [True, False, True, True, True, True]
@@ -173,7 +174,7 @@ def test_nan_stays_in_its_place(device, rng):
     problem.placed[0][4, 7] = float("nan")
     sums = torch.empty(100, device=device)
     result = torch.empty(9, 100, device=device)
-    problem.call(grad_input=result, bias_grad=sums)
+    problem.call(wide=result, bias_grad=sums)
     expected = torch.zeros(9, 100, dtype=torch.bool)
     expected[4, 7] = expected[4, 57] = True
     assert torch.equal(result.isnan().cpu(), expected)
@@ -181,14 +182,14 @@ def test_nan_stays_in_its_place(device, rng):
     assert_bits(result[:4], clean[:4])
 
 
-@pytest.mark.parametrize("wanted", ["grad_input", "bias_grad"])
+@pytest.mark.parametrize("wanted", ["wide", "bias_grad"])
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_one_of_the_results(device, name, wanted, rng):
     problem = Problem(rng, device, name, (130, 96), (BF16, BF16))
-    shapes = {"grad_input": problem.shape, "bias_grad": problem.shape[1:]}
+    shapes = {"wide": problem.shape, "bias_grad": problem.shape[1:]}
     alone = Poisoned(shapes[wanted], F32, device)
     problem.call(**{wanted: alone.tensor})
-    problem.check(**({"grad_input": None} | {wanted: alone.tensor}))
+    problem.check(**({"wide": None} | {wanted: alone.tensor}))
     assert alone.untouched()
 
 
@@ -275,8 +276,8 @@ WRONG = {
     ),
     "result of one half": (
         ValueError,
-        r"grad_input: shape \[4, 6\], expected \[4, 12\]",
-        {"grad_input": torch.ones(4, 6)},
+        r"wide: shape \[4, 6\], expected \[4, 12\]",
+        {"wide": torch.ones(4, 6)},
     ),
     "sums of one half": (
         ValueError,
@@ -290,10 +291,10 @@ WRONG = {
     ),
     "FP8 of one half": (
         ValueError,
-        r"columnwise: shape \[6, 4\], expected \[12, >= 4\]",
-        {"columnwise": torch.ones(6, 4).to(E4M3)},
+        r"column: shape \[6, 4\], expected \[12, >= 4\]",
+        {"column": torch.ones(6, 4).to(E4M3)},
     ),
-    "no scale": (ValueError, r"quantized: neither is given: exactly one of", {"scale": None}),
+    "no scale": (ValueError, r"mode: neither is given: exactly one of", {"scale": None}),
     "NaN limit": (
         ValueError,
         r"limit: -?nan, expected a number from 0 on",
@@ -307,7 +308,7 @@ def test_wrong_argument(device, case):
     output = Poisoned((4, 12), E4M3, device)
     good = {
         "grad_output": torch.ones(4, 6), "input": torch.ones(4, 12), "scale": torch.ones(1),
-        "kind": _core.ACTIVATION_SWIGLU, "rowwise": output.tensor,
+        "kind": _core.ACTIVATION_SWIGLU, **operand(row=output.tensor),
     }  # fmt: skip
     check_refused("activation_backward", device, WRONG[case], good, output)
 
@@ -332,5 +333,5 @@ def test_cuda_equals_cpu(name, shape, dtype, rng):
         problem.place(device)
         sums = torch.empty(problem.shape[1], device=device)
         values = torch.empty_like(problem.placed[1])
-        check_codes(problem, exact, E5M2, 60.0, grad_input=values, bias_grad=sums)
+        check_codes(problem, exact, E5M2, 60.0, wide=values, bias_grad=sums)
         problem.check(values, sums)

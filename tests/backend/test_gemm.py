@@ -6,9 +6,10 @@ import pytest
 import torch
 from buffers import FP8, HIGH, LAYOUTS, Poisoned, floats, fp8_gemms, laid_out, name_of, names_of
 from comparators import assert_bits
-from gemm_problem import COMBOS, FP8_COMBOS, HIGH_COMBOS, Problem
+from gemm_problem import COMBOS, FP8_COMBOS, HIGH_COMBOS, Problem, fp8_operands
 from hypothesis import given
 from hypothesis import strategies as st
+from operands import operand
 from reference import narrow
 from refusals import check_refused
 from thinning import case_id, in_turns
@@ -70,6 +71,24 @@ def test_layouts(device, combo, layout, transposed, rng):
 )
 def test_fp8_layouts(device, combo, layout, sizes, rng):
     check_whole(Problem(rng, device, combo, sizes, layout=layout, whole=True))
+
+
+@pytest.mark.parametrize("transposed", TRANSPOSES)
+@pytest.mark.parametrize("combo", FP8_COMBOS, ids=names_of)
+def test_fp8_forms(device, combo, transposed, rng):
+    """That form is read whose rows run along k, with its own scales; the other may be anything."""
+    problem, nan = Problem(rng, device, combo, (34, 50, 80), whole=True), float("nan")
+    arguments = {"a_transposed": transposed[0], "b_transposed": transposed[1]}
+    by_rows = not transposed[0], transposed[1]
+    operands = zip("ab", problem.operands, problem.inverses, by_rows, strict=True)
+    for name, data, inverse, by_row in operands:
+        read, other = ("row", "column") if by_row else ("column", "row")
+        junk = torch.full(data.shape[::-1], nan, device=device).to(data.dtype)
+        arguments |= operand(f"{name}_", **{read: data, other: junk})
+        arguments[f"{name}_{read}_scales"] = floats(device, inverse, nan)
+        arguments[f"{name}_{other}_scales"] = floats(device, nan, nan)
+    _core.gemm(problem.d.tensor, **arguments)
+    assert_bits(problem.d.tensor + 0.0, narrow(problem.exact().numpy(), combo[2]) + 0.0)
 
 
 @given(data=st.data())
@@ -172,13 +191,8 @@ def test_not_finite(device, dtype, value, rng):
 
 E4, E5 = (lambda *s: torch.zeros(*s).to(E4M3)), (lambda *s: torch.zeros(*s).to(E5M2))
 ONE = torch.ones(1)
-FP8_CALL = {
-    "a": E4(4, 16),
-    "b": E4(6, 16),
-    "b_transposed": True,
-    "a_scale_inv": ONE,
-    "b_scale_inv": ONE,
-}
+GELU = {"epilogue": _core.EPILOGUE_GELU}
+FP8_CALL = {"a": None, "b": None} | fp8_operands("cpu", (E4(4, 16), E4(6, 16)), (1.0, 1.0))
 WRONG = {
     "inner sizes": (
         ValueError,
@@ -191,41 +205,41 @@ WRONG = {
         "b: operands f32 and bf16, expected the same high precision",
         {"b": torch.zeros(5, 6, dtype=BF16)},
     ),
-    "one FP8": (TypeError, "b: operands f32 and e4m3", {"b": E4(5, 6)}),
+    "one FP8": (TypeError, "b: dtype e4m3, expected f32, f16 or bf16", {"b": E4(5, 6)}),
     "integers": (
         TypeError,
-        "b: operands i32 and i32",
+        "a: dtype i32, expected f32, f16 or bf16",
         {"a": torch.zeros(4, 5, dtype=torch.int32), "b": torch.zeros(5, 6, dtype=torch.int32)},
     ),
     "two e5m2": (
         TypeError,
         "b: operands e5m2 and e5m2, .* at most one e5m2",
-        {**FP8_CALL, "a": E5(4, 16), "b": E5(6, 16)},
+        {**FP8_CALL, "a_row": E5(4, 16), "b_row": E5(6, 16)},
     ),
     "no scale of a": (
         ValueError,
-        "a: FP8 operand e4m3 needs its inverse scale",
-        {**FP8_CALL, "a_scale_inv": None},
+        "a_row_scales: is missing",
+        {**FP8_CALL, "a_row_scales": None},
     ),
     "no scale of b": (
         ValueError,
-        "b: FP8 operand e4m3 needs its inverse scale",
-        {**FP8_CALL, "b_scale_inv": None},
+        "b_row_scales: is missing",
+        {**FP8_CALL, "b_row_scales": None},
     ),
     "FP8 k": (
         ValueError,
-        "a: FP8 GEMM takes .* k a multiple of 16; got .* k = 15",
-        {**FP8_CALL, "a": E4(4, 15), "b": E4(6, 15)},
+        "a: k = 15 of quantized operands, expected a multiple of 16",
+        {**FP8_CALL, "a_row": E4(4, 15), "b_row": E4(6, 15)},
     ),
     "FP8 b": (
         ValueError,
-        "a: FP8 GEMM takes .* b_transposed = 0, k = 16",
-        {**FP8_CALL, "b": E4(16, 6), "b_transposed": False},
+        "b_column: is missing: .* say which is read",
+        {**FP8_CALL, "b_transposed": False},
     ),
     "FP8 a": (
         ValueError,
-        "a: FP8 GEMM takes .* a_transposed = 1",
-        {**FP8_CALL, "a": E4(16, 4), "a_transposed": True},
+        "a_column: is missing: .* say which is read",
+        {**FP8_CALL, "a_transposed": True},
     ),
     "bf16 d of f32": (
         TypeError,
@@ -246,8 +260,8 @@ WRONG = {
     "integer d": (TypeError, "d: dtype i32, expected f32, f16 or bf16", {"d": torch.int32}),
     "bf16 scale": (
         TypeError,
-        "a_scale_inv: dtype bf16, expected f32",
-        {**FP8_CALL, "a_scale_inv": ONE.to(BF16)},
+        "a_row_scales: dtype bf16, expected f32",
+        {**FP8_CALL, "a_row_scales": torch.ones(2, dtype=BF16)},
     ),
     "short bias": (
         ValueError,
@@ -286,40 +300,40 @@ WRONG = {
     ),
     "aux alone": (
         ValueError,
-        r"aux: shape \[4, 6\], expected \[4, 6\] and an activation",
+        "aux: there is no activation",
         {"aux": torch.zeros(4, 6)},
     ),
     "aux shape": (
         ValueError,
         r"aux: shape \[4, 5\], expected \[4, 6\]",
-        {"aux": torch.zeros(4, 5), "gelu": True},
+        {"aux": torch.zeros(4, 5), **GELU},
     ),
     "byte aux": (
         TypeError,
         "aux: dtype u8, expected f32, f16 or bf16",
-        {"aux": torch.zeros(4, 6, dtype=torch.uint8), "gelu": True},
+        {"aux": torch.zeros(4, 6, dtype=torch.uint8), **GELU},
     ),
     "FP8 aux": (
         TypeError,
         "aux: dtype e4m3, expected f32, f16 or bf16",
-        {"aux": E4(4, 6), "gelu": True},
+        {"aux": E4(4, 6), **GELU},
     ),
     "bias accumulating": (
         ValueError,
-        "flags: accumulation into f32: only f32 or bf16, without bias",
+        "accumulate: into f32: only f32 or bf16, without bias",
         {"bias": torch.zeros(6), "accumulate": True},
     ),
     "gelu accumulating": (
         ValueError,
-        "flags: accumulation into f32",
-        {"gelu": True, "accumulate": True},
+        "accumulate: into f32",
+        {**GELU, "accumulate": True},
     ),
     "f16 accumulating": (
         ValueError,
-        "flags: accumulation into f16: only f32 or bf16",
+        "accumulate: into f16: only f32 or bf16",
         {**FP8_CALL, "d": F16, "accumulate": True},
     ),
-    "no operand": (TypeError, "a: expected a torch.Tensor, got None", {"a": None}),
+    "no operand": (ValueError, "a: ", {"a": None}),
     "number": (TypeError, "b: expected a torch.Tensor, got <class 'float'>", {"b": 1.0}),
 }
 
@@ -328,7 +342,7 @@ WRONG = {
 def test_wrong_argument(device, case, counters):
     exception, text, changes = WRONG[case]
     output = Poisoned((4, 6), changes.get("d", F32), device)
-    good = {"a": torch.zeros(4, 5), "b": torch.zeros(5, 6)}
+    good = {"d": output.tensor, "a": torch.zeros(4, 5), "b": torch.zeros(5, 6)}
     changes = {**changes, "d": output.tensor}
     check_refused("gemm", device, (exception, text, changes), good, output)
     assert counters() == {} and fp8_gemms() == 0
@@ -339,9 +353,9 @@ def test_strided_output_is_refused(device, which):
     a, b = torch.ones(4, 4, device=device), torch.ones(4, 4, device=device)
     d, memory = torch.zeros(4, 4, device=device), torch.zeros(4, 8, device=device)
     bad = memory[0, ::2] if which == "bias_grad" else memory[:, ::2]
-    keywords = {} if which == "d" else {which: bad, "gelu": which == "aux"}
+    keywords = {} if which == "d" else {which: bad, "epilogue": int(which == "aux")}
     with pytest.raises(ValueError, match=f"gemm: {which}: its strides .* contiguous"):
-        _core.gemm(a, b, bad if which == "d" else d, **keywords)
+        _core.gemm(bad if which == "d" else d, a=a, b=b, **keywords)
     assert (memory == 0).all() and (d == 0).all()
 
 
@@ -351,22 +365,18 @@ def test_views_are_read(device, rng):
     b = torch._neg_view(torch.from_numpy(rng.integers(-2, 3, (7, 12)).astype("float32")).to(device))
     bias = torch.arange(14.0, device=device)[::2]
     d = torch.empty(5, 7, device=device)
-    _core.gemm(a, b.t(), d, bias=bias)
+    _core.gemm(d, a=a, b=b.t(), bias=bias)
     assert_bits(d + 0.0, a @ b.resolve_neg().t() + bias + 0.0)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("which", ["b", "d", "bias", "aux", "a_scale_inv"])
+@pytest.mark.parametrize("which", ["b", "d", "bias", "aux", "a_row"])
 def test_mixed_devices(which):
-    where = {name: "cuda" for name in ("a", "b", "d", "bias", "aux", "a_scale_inv")} | {
-        which: "cpu"
-    }
-    a, b, d = (torch.zeros(4, 4, device=where[n]) for n in ("a", "b", "d"))
-    keywords = {} if which in ("b", "d") else {which: torch.zeros(4, 4, device="cpu")}
-    if which == "bias":
-        keywords["bias"] = keywords["bias"][0]
-    with pytest.raises(ValueError, match=f"gemm: {which}: it is on cpu:0"):
-        _core.gemm(a, b, d, **keywords)
+    arguments = {name: torch.zeros(4, 4, device="cuda") for name in ("d", "a", "b")}
+    arguments[which] = torch.zeros(4, 4)[0 if which == "bias" else slice(None)]
+    other = "a" if which == "d" else which  # the first tensor says where the call runs
+    with pytest.raises(ValueError, match=f"gemm: {other}: it is on c"):
+        _core.gemm(**arguments)
 
 
 @pytest.mark.gpu
@@ -376,13 +386,10 @@ def test_cuda_equals_cpu(combo, rng):
     host = Problem(rng, "cpu", combo, (500, 300, 784), whole=True)
     host.run()
     d = torch.empty(500, 300, dtype=combo[2], device="cuda")
-    inverses = [floats("cuda", v) if combo[0] in FP8 else None for v in host.inverses]
-    _core.gemm(
-        *(operand.cuda() for operand in host.operands),
-        d,
-        b_transposed=host.transposed[1],
-        a_scale_inv=inverses[0],
-        b_scale_inv=inverses[1],
-    )
+    a, b = (data.cuda() for data in host.operands)
+    if combo[0] in FP8:
+        _core.gemm(d, **fp8_operands("cuda", (a, b), host.inverses))
+    else:
+        _core.gemm(d, a=a, b=b, b_transposed=host.transposed[1])
     assert_bits(d + 0.0, host.d.tensor + 0.0)
     assert fp8_gemms() == (2 if combo[0] in FP8 else 0)

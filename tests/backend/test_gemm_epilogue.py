@@ -6,12 +6,22 @@ import pytest
 import torch
 from buffers import FP8, LAYOUTS, Poisoned, floats, name_of, names_of
 from comparators import assert_bits, assert_nmse
-from gemm_problem import COMBOS, FP8_PAIRS, HIGH_COMBOS, Problem, bias_dtype, sum_bound
+from gemm_problem import (
+    COMBOS,
+    FP8_PAIRS,
+    HIGH_COMBOS,
+    Problem,
+    bias_dtype,
+    fp8_operands,
+    sum_bound,
+)
 from reference import FP8_MAX, as_f32, encode, gelu, narrow, to_torch
 from thinning import case_id, in_turns
 from tols import BF16, E4M3, E5M2, F16, F32, GELU_GAIN, tol
 
 from transformer_engine import _core
+
+GELU = {"epilogue": _core.EPILOGUE_GELU}
 
 SIZES = [(16, 32, 64), (33, 65, 48), (5, 19, 320)]
 PLACES = ["dense", "ragged"]  # of LAYOUTS
@@ -146,7 +156,7 @@ def test_gelu_and_aux(device, combo, sizes, with_bias, layout, rng):
     problem = Problem(rng, device, combo, sizes, layout=layout)
     bias, wide = problem.vector(problem.n, bias_dtype(combo)) if with_bias else (None, None)
     aux = problem.output(sizes[:2], combo[2])
-    arguments = {"bias": bias, "aux": aux.tensor, "gelu": True}
+    arguments = {"bias": bias, "aux": aux.tensor, **GELU}
     if device == "cuda" and with_bias and combo[0] in FP8 and combo[2] == F32:
         with pytest.raises(NotImplementedError, match="gemm: aux and bias with FP8 operands"):
             problem.run(**arguments)
@@ -166,7 +176,7 @@ def test_gelu_and_aux(device, combo, sizes, with_bias, layout, rng):
 @pytest.mark.parametrize("combo", COMBOS, ids=names_of)
 def test_gelu_without_aux(device, combo, rng):
     problem = Problem(rng, device, combo, (33, 48, 64))
-    problem.run(gelu=True)
+    problem.run(**GELU)
     exact = torch.from_numpy(gelu(problem.exact().numpy()))
     bound = problem.bound() + GELU_GAIN * sum_bound(device, combo[0], 64) + gelu_bound(device)
     assert_nmse(problem.d.tensor, exact, bound)
@@ -177,7 +187,7 @@ def test_gelu_of_numbers(device):
     infinity, nan = float("inf"), float("nan")
     x = torch.tensor([[0.0, 1.0, -1.0, 30.0, 1e4, infinity, -30.0, nan]], device=device)
     d = torch.empty(1, 8, device=device)
-    _core.gemm(torch.ones(1, 1, device=device), x, d, gelu=True)
+    _core.gemm(d, a=torch.ones(1, 1, device=device), b=x, **GELU)
     got = d.cpu()[0]
     near = torch.from_numpy(gelu(np.array([1.0, -1.0])))
     assert_nmse(got[1:3], near, gelu_bound(device) + tol("round", F32))
@@ -210,7 +220,12 @@ def test_fp8_output(device, combo, sizes, activation, layout, rng):
     scale = floats(device, fp8_scale(problem, exact))
     largest = Poisoned((1,), F32, device)
     largest.put(torch.zeros(1))
-    arguments = {"bias": bias, "gelu": with_gelu, "d_scale": scale, "d_amax": largest.tensor}
+    arguments = {
+        "bias": bias,
+        "epilogue": int(with_gelu),
+        "d_scale": scale,
+        "d_amax": largest.tensor,
+    }
     if refused_on_cuda(device, combo):
         with pytest.raises(NotImplementedError, match="gemm: d = e5m2 from e4m3 x e4m3"):
             problem.run(**arguments)
@@ -231,11 +246,11 @@ def test_cpu_fp8_output_is_the_cast_of_the_f32_output(combo, with_gelu, rng):
     """Bit for bit: no rounding between the sum and the cast, amax of the unscaled value."""
     problem = Problem(rng, "cpu", combo, (37, 53, 320))
     wide = torch.empty(37, 53)
-    scales = {"a_scale_inv": floats("cpu", 2.0**-4), "b_scale_inv": floats("cpu", 2.0**-4)}
-    _core.gemm(*problem.operands, wide, b_transposed=True, gelu=with_gelu, **scales)
+    operands = fp8_operands("cpu", problem.operands, problem.inverses)
+    _core.gemm(wide, epilogue=int(with_gelu), **operands)
     scale = np.float32(fp8_scale(problem, wide) * 3)  # half of what is above saturates
     largest = floats("cpu", 0.0)
-    problem.run(d_scale=floats("cpu", float(scale)), d_amax=largest, gelu=with_gelu)
+    problem.run(d_scale=floats("cpu", float(scale)), d_amax=largest, epilogue=int(with_gelu))
     assert_bits(problem.d.tensor, to_torch(encode(wide.numpy() * scale, combo[2]), combo[2]))
     assert_bits(largest, wide.abs().max().reshape(1))
 
@@ -283,7 +298,7 @@ def test_aux_of_fp8_output(device, dtype, rng):
     """What the activation saw, in high precision, beside its FP8 result."""
     problem = Problem(rng, device, (E4M3, E4M3, E4M3), (32, 48, 64))
     aux = problem.output((32, 48), dtype)
-    arguments = {"aux": aux.tensor, "gelu": True, "d_scale": floats(device, 16.0)}
+    arguments = {"aux": aux.tensor, **GELU, "d_scale": floats(device, 16.0)}
     if device == "cuda" and dtype == F32:
         with pytest.raises(NotImplementedError, match="gemm: aux of dtype f32 with d e4m3"):
             problem.run(**arguments)
@@ -300,7 +315,7 @@ def test_aux_of_fp8_output(device, dtype, rng):
 def test_twice_the_same(device, combo, rng):
     problem = Problem(rng, device, combo, (70, 90, 128))
     bias, _ = problem.vector(90, bias_dtype(combo))
-    arguments = {"bias": bias, "gelu": True}
+    arguments = {"bias": bias, **GELU}
     if combo[2] in FP8:
         arguments |= {"d_scale": floats(device, 8.0), "d_amax": floats(device, 0.0)}
     problem.check_repeats(**arguments)

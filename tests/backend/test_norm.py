@@ -21,6 +21,7 @@ from fp8_output import (
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_reference import NORMS, norm, norm_terms, statistics, wide
+from operands import operand
 from refusals import check_refused
 from thinning import case_id, in_turns
 from tols import BF16, E4M3, E5M2, F16, F32
@@ -64,7 +65,7 @@ class Problem:
         Of the input.
     """
 
-    result = "output"
+    result = "wide"
 
     def __init__(self, rng, device, kind, shape, dtypes=(F32, F32), **options):
         self.kind, self.shape = kind, shape
@@ -118,7 +119,7 @@ def check_norm(rng, device, kind, shape, dtypes=(F32, F32, F32), **options):
     mean = Poisoned(shape[:1], F32, device) if kind == "layernorm" else None
     rsigma = Poisoned(shape[:1], F32, device)
     problem.call(
-        output=output.tensor, rsigma=rsigma.tensor, mean=None if mean is None else mean.tensor
+        wide=output.tensor, rsigma=rsigma.tensor, mean=None if mean is None else mean.tensor
     )
     problem.check(output.tensor)
     problem.check_statistics(None if mean is None else mean.tensor, rsigma.tensor)
@@ -185,7 +186,7 @@ def test_constant_rows(device, kind):
     x = torch.full((3, 1000), 12345.678, device=device)
     rsigma = torch.zeros(3, device=device)
     output = torch.empty(3, 1000, device=device)
-    _core.norm(x, kind=NORMS[kind], output=output, rsigma=rsigma)
+    _core.norm(x, kind=NORMS[kind], wide=output, rsigma=rsigma)
     expected = statistics(kind, wide(x), EPS)[1][:, 0]
     assert output.isfinite().all()
     size = expected * (1 + wide(x).abs()[:, 0] * expected if kind == "layernorm" else 1)
@@ -205,9 +206,9 @@ def test_any_shape_and_layout(device, data):
 def test_leading_dims_are_rows(device, rng):
     x = normal(rng, (3, 2, 5, 24), BF16, device)
     output = torch.empty(30, 24, dtype=BF16, device=device)
-    _core.norm(x, kind=_core.NORM_RMSNORM, output=output)
+    _core.norm(x, kind=_core.NORM_RMSNORM, wide=output)
     flat = torch.empty_like(output)
-    _core.norm(x.reshape(30, 24), kind=_core.NORM_RMSNORM, output=flat)
+    _core.norm(x.reshape(30, 24), kind=_core.NORM_RMSNORM, wide=flat)
     assert_bits(output, flat)
 
 
@@ -215,7 +216,7 @@ def test_leading_dims_are_rows(device, rng):
 def test_no_rows(device, kind, rng):
     problem = Problem(rng, device, kind, (0, 40))
     output, rsigma = torch.empty(0, 40, device=device), torch.empty(0, device=device)
-    check_nothing(problem, output=output, rsigma=rsigma)
+    check_nothing(problem, wide=output, rsigma=rsigma)
 
 
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
@@ -247,13 +248,13 @@ def test_given_statistics(device, kind, shape, rng):
     mean = torch.zeros(shape[0], device=device) if kind == "layernorm" else None
     rsigma = torch.zeros(shape[0], device=device)
     first, again = (torch.empty(shape, device=device) for _ in range(2))
-    problem.call(output=first, mean=mean, rsigma=rsigma)
-    problem.call(output=again, mean=mean, rsigma=rsigma, statistics_given=True)
+    problem.call(wide=first, mean=mean, rsigma=rsigma)
+    problem.call(wide=again, mean=mean, rsigma=rsigma, statistics_given=True)
     assert_bits(again, first)
     mean = None if mean is None else (mean + 0.25).contiguous()
     rsigma = rsigma * 1.5
     kept = (rsigma.clone(), None if mean is None else mean.clone())
-    problem.call(output=again, mean=mean, rsigma=rsigma, statistics_given=True)
+    problem.call(wide=again, mean=mean, rsigma=rsigma, statistics_given=True)
     shift = 0 if mean is None else wide(mean)[:, None]
     beta = 0 if problem.beta is None else wide(problem.beta)
     weight, factor = problem.weight(), wide(rsigma)[:, None]
@@ -386,50 +387,50 @@ WRONG = {
     ),
     "no given mean": (
         ValueError,
-        r"mean: data is NULL for 4 rows",
+        r"mean: is missing: statistics_given",
         {"statistics_given": True, "mean": None},
     ),
     "no given rsigma": (
         ValueError,
-        r"rsigma: data is NULL for 4 rows",
+        r"rsigma: is missing: statistics_given",
         {"statistics_given": True, "rsigma": None},
     ),
     "output's shape": (
         ValueError,
-        r"output: shape \[4, 5\], expected \[4, 6\]",
-        {"output": torch.zeros(4, 5)},
+        r"wide: shape \[4, 5\], expected \[4, 6\]",
+        {"wide": torch.zeros(4, 5)},
     ),
     "FP8 output": (
         TypeError,
-        r"output: dtype e4m3, expected f32, f16 or bf16",
-        {"output": torch.zeros(4, 6).to(E4M3)},
+        r"wide: dtype e4m3, expected f32, f16 or bf16",
+        {"wide": torch.zeros(4, 6).to(E4M3)},
     ),
     "negative eps": (ValueError, r"eps: -1, expected a finite number from 0 on", {"eps": -1.0}),
     "NaN eps": (ValueError, r"eps: -?nan, expected a finite number", {"eps": float("nan")}),
     "bf16 data": (
         TypeError,
-        r"rowwise: dtype bf16, expected e4m3 or e5m2",
-        {"rowwise": torch.zeros(4, 6, dtype=BF16)},
+        r"row: dtype bf16, expected e4m3 or e5m2",
+        {"row": torch.zeros(4, 6, dtype=BF16)},
     ),
-    "columnwise untransposed": (
+    "column untransposed": (
         ValueError,
-        r"columnwise: shape \[4, 6\], expected \[6, >= 4\]",
-        {"columnwise": torch.zeros(4, 6).to(E4M3)},
+        r"column: shape \[4, 6\], expected \[6, >= 4\]",
+        {"column": torch.zeros(4, 6).to(E4M3)},
     ),
     "no scale": (
         ValueError,
-        r"quantized: neither is given: exactly one of scale and partials",
+        r"mode: neither is given: exactly one of scale and partials",
         {"scale": None},
     ),
     "two scales": (
         ValueError,
-        r"quantized: both are given: exactly one of scale and partials",
+        r"mode: both are given: exactly one of scale and partials",
         {"partials": torch.zeros(_core.AMAX_PARTIALS)},
     ),
     "amax of no cast": (
         ValueError,
         r"amax: scaling mode none records none",
-        {"rowwise": None, "amax": torch.zeros(1)},
+        {"mode": _core.SCALING_NONE, "row": None, "amax": torch.zeros(1)},
     ),
     "no input": (TypeError, r"input: expected a torch.Tensor, got None", {"input": None}),
     "unknown name": (TypeError, r"unexpected keyword argument 'epsilon'", {"epsilon": 1.0}),
@@ -442,7 +443,7 @@ def test_wrong_argument(device, case):
     good = {
         "input": torch.ones(4, 6), "kind": 0, "gamma": torch.ones(6), "beta": torch.ones(6),
         "mean": torch.ones(4), "rsigma": torch.ones(4), "scale": torch.ones(1),
-        "rowwise": output.tensor,
+        **operand(row=output.tensor),
     }  # fmt: skip
     check_refused("norm", device, WRONG[case], good, output)
 
@@ -450,11 +451,11 @@ def test_wrong_argument(device, case):
 def test_partials_are_not_written_while_they_are_read(device):
     parts = torch.ones(_core.AMAX_PARTIALS, device=device)
     data = torch.zeros(4, 6, device=device).to(E4M3)
-    with pytest.raises(ValueError, match="norm: amax_partials: it is partials"):
+    with pytest.raises(ValueError, match="norm: amax_partials: it is memory of partials"):
         _core.norm(
             torch.ones(4, 6, device=device),
             kind=0,
-            rowwise=data,
+            **operand(row=data),
             partials=parts,
             amax_partials=parts,
         )
@@ -474,7 +475,7 @@ def test_cuda_equals_cpu(kind, shape, source, rng):
     for device in ("cpu", "cuda"):
         problem.place(device)
         values = torch.empty(shape, device=device)
-        check_codes(problem, exact, E4M3, 60.0, output=values)
+        check_codes(problem, exact, E4M3, 60.0, wide=values)
         assert_within(values, *exact)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from operands import operand
 from tols import BF16, E4M3
 
 from transformer_engine import _core
@@ -45,23 +46,23 @@ def arguments(op, device):
     fp8 = torch.zeros(16, 16, dtype=E4M3, device=device)
     out, row, scores = wide.clone(), wide[0].clone(), wide.reshape(1, 2, 8, 16)
     return {
-        "quantize": ([wide], {"rowwise": fp8, "scale": one}),
-        "dequantize": ([wide], {"rowwise": fp8, "scale_pair": one}),
+        "quantize": ([wide], {**operand(row=fp8), "scale": one}),
+        "dequantize": ([wide], operand(row=fp8, scales=one)),
         "amax": ([wide, torch.zeros(_core.AMAX_PARTIALS, device=device)], {}),
         "transpose": ([fp8, fp8.clone()], {}),
-        "gemm": ([wide, wide, wide.clone()], {}),
+        "gemm": ([out], {"a": wide, "b": wide}),
         "scaling_update": ([one, torch.zeros(3, 2, device=device), 448.0], {}),
         "fill": ([wide, 1.0], {}),
         "cast": ([wide, wide.to(BF16)], {}),
-        "norm": ([wide], {"kind": _core.NORM_LAYERNORM, "output": out}),
+        "norm": ([wide], {"kind": _core.NORM_LAYERNORM, "wide": out}),
         "norm_backward": (
             [wide, wide],
             {"kind": _core.NORM_RMSNORM, "rsigma": row, "gamma_grad": row.clone()},
         ),
-        "activation": ([wide], {"kind": _core.ACTIVATION_GELU, "output": out}),
+        "activation": ([wide], {"kind": _core.ACTIVATION_GELU, "wide": out}),
         "activation_backward": (
             [wide, wide],
-            {"kind": _core.ACTIVATION_GELU, "grad_input": out, "bias_grad": row.clone()},
+            {"kind": _core.ACTIVATION_GELU, "wide": out, "bias_grad": row.clone()},
         ),
         "softmax": ([scores, scores.clone()], {}),
         "softmax_backward": ([scores, scores, scores.clone()], {}),
@@ -96,15 +97,16 @@ from transformer_engine import _core
 def layer(x, q, t, out, sums, add):
     scale, rng = torch.full((1,), 20.0), torch.tensor([3, 5])
     mean, rsigma, beta_grad = torch.empty(len(x)), torch.empty(len(x)), torch.empty(x.shape[1])
-    kind, cast = _core.NORM_LAYERNORM, {"rowwise": q, "columnwise": t, "scale": scale}
-    _core.norm(x, kind=kind, mean=mean, rsigma=rsigma, output=out, **cast)
+    kind = _core.NORM_LAYERNORM
+    cast = {"mode": _core.SCALING_TENSOR, "row": q, "column": t, "scale": scale}
+    _core.norm(x, kind=kind, mean=mean, rsigma=rsigma, wide=out, **cast)
     add(q, t, mean, rsigma, out)
     grads = {"grad_input": out, "gamma_grad": sums, "beta_grad": beta_grad}
     _core.norm_backward(x, x, kind=kind, mean=mean, rsigma=rsigma, **grads)
     add(out, sums, beta_grad)
-    _core.activation(x, kind=_core.ACTIVATION_GELU, output=out, **cast)
+    _core.activation(x, kind=_core.ACTIVATION_GELU, wide=out, **cast)
     add(q, t, out)
-    wanted = {"grad_input": out, "bias_grad": sums}
+    wanted = {"wide": out, "bias_grad": sums}
     _core.activation_backward(x, x, kind=_core.ACTIVATION_GELU, **wanted, **cast)
     add(q, t, out, sums)
     _core.softmax(x[None, None], out[None, None], rng=rng, dropout=0.1, window_right=0)
@@ -138,13 +140,14 @@ def digest(seed):
         sums, amax, parts = torch.empty(columns), torch.zeros(1), torch.empty(_core.AMAX_PARTIALS)
         back = torch.empty(rows, columns)
         _core.amax(x, parts)
-        _core.quantize(x, rowwise=q, columnwise=t, partials=parts, bias_grad=sums, amax=amax)
-        _core.dequantize(back, columnwise=t, scale_pair=torch.ones(2))
+        mode, one = _core.SCALING_TENSOR, torch.ones(2)
+        _core.quantize(x, mode=mode, row=q, column=t, partials=parts, bias_grad=sums, amax=amax)
+        _core.dequantize(back, mode=mode, column=t, column_scales=one)
         add(q, t, sums, amax, parts, back)
         layer(x, q, t, back, sums, add)
     for m, n, k in ((500, 300, 600), (7, 900, 592), (900, 7, 592)):
         a, b, d, sums = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n), torch.empty(m)
-        _core.gemm(a, b, d, bias_grad=sums)
+        _core.gemm(d, a=a, b=b, bias_grad=sums)
         add(d, sums)
     attention(300, 500, 4, 1, add)
     attention(500, 230, 6, 3, add)

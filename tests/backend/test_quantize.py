@@ -20,6 +20,7 @@ from comparators import assert_bits, assert_nmse, assert_repeats
 from fp8_output import USAGES, Output, padding
 from hypothesis import given
 from hypothesis import strategies as st
+from operands import operand
 from reference import amax, boundaries, to_numpy
 from refusals import check_refused
 from thinning import case_id, in_turns
@@ -75,7 +76,7 @@ def test_random_fp32_bits(device, dtype, scale, rng):
 def test_nan_is_kept_and_inf_saturates(device, dtype):
     infinity = float("inf")
     values = torch.tensor([[float("nan"), infinity, -infinity, 0.0, -0.0]])
-    output = Output((1, 5), dtype, device, "rowwise")
+    output = Output((1, 5), dtype, device, "row")
     _core.quantize(values.to(device), scale=floats(device, 1.0), **output.arguments())
     top = 0x7E if dtype == E4M3 else 0x7B
     expected = torch.tensor([[0x7F, top, top | 0x80, 0x00, 0x80]], dtype=torch.uint8)
@@ -117,7 +118,7 @@ def test_any_shape_and_layout(device, data):
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 33), (33, 0)])
 def test_empty_input(device, shape, rng):
-    """scale_pair is written, amax stays, column sums are 0, padding is zeroed."""
+    """Scales are written, amax stays, column sums are 0, padding is zeroed."""
     output = Output(shape, E4M3, device, pad=(16, 16))
     largest, sums = floats(device, 3.0), Poisoned((shape[1],), F32, device)
     values = torch.empty(shape, device=device)
@@ -165,13 +166,13 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("which", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("which", ["row", "column"])
 def test_output_without_dense_rows_is_refused(device, which, view, rng):
     """A copy would hide where the data went."""
     values = normal(rng, (16, 16), F32, device)
     memory = torch.zeros(16, 32, dtype=E4M3, device=device)
     with pytest.raises(ValueError, match=f"quantize: {which}: its strides .* contiguous"):
-        _core.quantize(values, scale=floats(device, 1.0), **{which: VIEWS[view](memory)})
+        _core.quantize(values, scale=floats(device, 1.0), **operand(**{which: VIEWS[view](memory)}))
     assert (memory.view(torch.uint8) == 0).all()
 
 
@@ -183,7 +184,7 @@ def test_output_without_dense_rows_is_refused(device, which, view, rng):
 @pytest.mark.parametrize("shape", [(1, 1), (7, 129), (300, 257)])
 def test_amax_is_fused_and_accumulates(device, shape, source, casts, rng):
     values = normal(rng, shape, source)
-    output = Output(shape, E4M3, device, "rowwise")
+    output = Output(shape, E4M3, device, "row")
     arguments = {"scale": floats(device, 4.0), **output.arguments()} if casts else {}
     found = float(amax(values))
     for before in (0.0, found / 2, found, found * 2):
@@ -291,7 +292,7 @@ def test_noop_leaves_outputs_untouched(device, flag, rng):
         output.check(values, 2.0)
         assert_bits(slot.tensor, torch.from_numpy(amax(values).reshape(1)))
     else:
-        for memory in (output.row, output.column, output.pair, sums):
+        for memory in (output.row, output.column, output.scales, sums):
             assert memory.unwritten()
         assert_bits(slot.tensor, torch.tensor([0.5]))
 
@@ -319,28 +320,28 @@ WRONG = {
     ),
     "bf16 output": (
         TypeError,
-        r"rowwise: dtype bf16, expected e4m3 or e5m2",
-        {"rowwise": torch.zeros(4, 6, dtype=BF16)},
+        r"row: dtype bf16, expected e4m3 or e5m2",
+        {"row": torch.zeros(4, 6, dtype=BF16)},
     ),
     "few rows": (
         ValueError,
-        r"rowwise: shape \[3, 6\], expected \[4, >= 6\]",
-        {"rowwise": torch.zeros(3, 6).to(E4M3)},
+        r"row: shape \[3, 6\], expected \[4, >= 6\]",
+        {"row": torch.zeros(3, 6).to(E4M3)},
     ),
     "few columns": (
         ValueError,
-        r"rowwise: shape \[4, 5\], expected \[4, >= 6\]",
-        {"rowwise": torch.zeros(4, 5).to(E4M3)},
+        r"row: shape \[4, 5\], expected \[4, >= 6\]",
+        {"row": torch.zeros(4, 5).to(E4M3)},
     ),
-    "columnwise untransposed": (
+    "column untransposed": (
         ValueError,
-        r"columnwise: shape \[4, 6\], expected \[6, >= 4\]",
-        {"columnwise": torch.zeros(4, 6).to(E4M3)},
+        r"column: shape \[4, 6\], expected \[6, >= 4\]",
+        {"column": torch.zeros(4, 6).to(E4M3)},
     ),
     "two formats": (
         TypeError,
-        r"columnwise: dtype e5m2 differs from row-wise e4m3",
-        {"columnwise": torch.zeros(6, 4).to(E5M2)},
+        r"column: dtype e5m2, expected e4m3",
+        {"column": torch.zeros(6, 4).to(E5M2)},
     ),
     "short bias_grad": (
         ValueError,
@@ -359,12 +360,12 @@ WRONG = {
     ),
     "no scale": (
         ValueError,
-        r"output: neither is given: exactly one of scale and partials",
+        r"mode: neither is given: exactly one of scale and partials",
         {"scale": None},
     ),
     "two scales": (
         ValueError,
-        r"output: both are given: exactly one of scale and partials",
+        r"mode: both are given: exactly one of scale and partials",
         {"partials": torch.zeros(_core.AMAX_PARTIALS)},
     ),
     "bf16 scale": (
@@ -372,11 +373,13 @@ WRONG = {
         r"scale: dtype bf16, expected f32",
         {"scale": torch.ones(1, dtype=BF16)},
     ),
-    "one-element pair": (
+    "one of two scales": (
         ValueError,
-        r"scale_pair: 1 elements, expected at least 2",
-        {"scale_pair": torch.zeros(1)},
+        r"row_scales: .*length 1, expected a vector of 2",
+        {"row_scales": torch.zeros(1)},
     ),
+    "no mode": (ValueError, r"mode: ", {"mode": _core.SCALING_NONE}),
+    "unknown mode": (ValueError, r"mode: .*99", {"mode": 99}),
     "few partials": (
         ValueError,
         r"partials: 5 elements, expected at least 1024",
@@ -395,16 +398,17 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_argument(device, case):
     output = Poisoned((4, 6), E4M3, device)
-    good = {"input": torch.ones(4, 6), "rowwise": output.tensor, "scale": torch.ones(1)}
+    good = {"input": torch.ones(4, 6), **operand(row=output.tensor), "scale": torch.ones(1)}
     check_refused("quantize", device, WRONG[case], good, output)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["rowwise", "columnwise", "scale", "amax", "bias_grad", "noop"])
+@pytest.mark.parametrize("name", ["row", "column", "scale", "amax", "bias_grad", "noop"])
 def test_mixed_devices(name):
     arguments = {
-        "rowwise": torch.zeros(4, 4, dtype=E4M3, device="cuda"),
-        "columnwise": torch.zeros(4, 4, dtype=E4M3, device="cuda"),
+        "mode": _core.SCALING_TENSOR,
+        "row": torch.zeros(4, 4, dtype=E4M3, device="cuda"),
+        "column": torch.zeros(4, 4, dtype=E4M3, device="cuda"),
         **{n: torch.zeros(1, device="cuda") for n in ("scale", "amax", "noop")},
         "bias_grad": torch.zeros(4, device="cuda"),
     }
@@ -434,6 +438,6 @@ def test_cuda_equals_cpu(shape, source, dtype, rng):
         _core.quantize(
             values.to(device), scale=floats(device, 7.3), amax=slot, **output.arguments()
         )
-        results.append((output.row.tensor, output.column.tensor, output.pair.tensor, slot))
+        results.append((output.row.tensor, output.column.tensor, output.scales.tensor, slot))
     for on_cpu, on_cuda in zip(*results, strict=True):
         assert_bits(on_cuda, on_cpu)

@@ -8,6 +8,7 @@ from buffers import FP8, HIGH, Poisoned, floats, name_of, normal
 from comparators import assert_bits
 from hypothesis import given
 from hypothesis import strategies as st
+from operands import operand
 from reference import FLT_MAX, FP8_MAX, amax, current_scale, quantize
 from thinning import case_id, in_turns
 from tols import BF16, E4M3, E5M2, F32
@@ -18,7 +19,7 @@ INF, NAN = float("inf"), float("nan")
 SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
 
 
-def pair_of(scale):
+def scales_of(scale):
     """{1/s, s} in fp32."""
     scale = torch.tensor(scale, dtype=F32)
     return torch.stack([torch.tensor(1.0) / scale, scale])
@@ -32,42 +33,55 @@ def partials_of(device, *values):
     return partials.to(device)
 
 
-def scale_pair(device, partials, dtype, epsilon=0.0, power_2=False):
-    """The pair that quantize makes from partial maxima."""
-    pair = Poisoned((2,), F32, device)
+def made_scales(device, partials, dtype, epsilon=0.0, power_2=False):
+    """What quantize makes from partial maxima."""
+    scales = Poisoned((2,), F32, device)
     data = torch.empty(1, 1, dtype=dtype, device=device)
     _core.quantize(
         torch.ones(1, 1, device=device),
-        rowwise=data,
-        scale_pair=pair.tensor,
+        **operand(row=data, scales=scales.tensor),
         partials=partials,
         amax_epsilon=epsilon,
-        power_2=power_2,
+        power_2_scale=power_2,
     )
-    assert pair.untouched()
-    return pair.tensor
+    assert scales.untouched()
+    return scales.tensor
 
 
-@pytest.mark.parametrize("usage", ["rowwise", "columnwise", "none"])
+@pytest.mark.parametrize("usage", ["row", "column", "none"])
 @pytest.mark.parametrize("scale", [1.0, 3.0, 1.0e-40, SMALLEST, FLT_MAX, 0.1])
 def test_given_scale_is_written(device, scale, usage):
-    pair = Poisoned((2,), F32, device)
+    scales = Poisoned((2,), F32, device)
     outputs = {} if usage == "none" else {usage: torch.zeros(2, 2, dtype=E4M3, device=device)}
     _core.quantize(
         torch.ones(2, 2, device=device),
         scale=floats(device, scale),
-        scale_pair=pair.tensor,
-        **outputs,
+        **operand(scales=scales.tensor, **outputs),
     )
-    assert_bits(pair.tensor, pair_of(scale))
-    assert pair.untouched()
+    assert_bits(scales.tensor, scales_of(scale))
+    assert scales.untouched()
 
 
 def test_scale_is_the_first_element(device):
     """A slot of a chunk is passed as a view from it on."""
-    chunk, pair = floats(device, 2.0, 4.0, 8.0), floats(device, 0.0, 0.0, 5.0)
-    _core.quantize(torch.ones(1, 1, device=device), scale=chunk[1:], scale_pair=pair)
-    assert_bits(pair, torch.tensor([0.25, 4.0, 5.0]))
+    chunk, scales = floats(device, 2.0, 4.0, 8.0), floats(device, 0.0, 0.0, 5.0)
+    one = torch.ones(1, 1, device=device)
+    _core.quantize(one, scale=chunk[1:], **operand(scales=scales[:2]))
+    assert_bits(scales, torch.tensor([0.25, 4.0, 5.0]))
+
+
+def test_each_form_has_scales_of_its_own(device):
+    """One memory for both, as everywhere else, or two."""
+    forms = {n: torch.zeros(2, 2, dtype=E4M3, device=device) for n in ("row", "column")}
+    row, column = (Poisoned((2,), F32, device) for _ in range(2))
+    _core.quantize(
+        torch.ones(2, 2, device=device),
+        scale=floats(device, 3.0),
+        **(operand(**forms, scales=row.tensor) | {"column_scales": column.tensor}),
+    )
+    for scales in (row, column):
+        assert_bits(scales.tensor, scales_of(3.0))
+        assert scales.untouched()
 
 
 AMAXES = {
@@ -93,8 +107,8 @@ def test_scale_from_partials(device, case, dtype, epsilon, power_2):
     values = AMAXES[case]
     largest = max((v for v in values if v == v), default=0.0)
     expected = current_scale(largest, FP8_MAX[dtype], epsilon, power_2)
-    pair = scale_pair(device, partials_of(device, *values), dtype, epsilon, power_2)
-    assert_bits(pair, pair_of(expected))
+    scales = made_scales(device, partials_of(device, *values), dtype, epsilon, power_2)
+    assert_bits(scales, scales_of(expected))
 
 
 @given(data=st.data())
@@ -105,8 +119,8 @@ def test_any_amax(device, data):
     partials = torch.zeros(_core.AMAX_PARTIALS)
     partials[data.draw(st.integers(0, _core.AMAX_PARTIALS - 1))] = largest
     expected = current_scale(largest, FP8_MAX[dtype], epsilon, power_2)
-    pair = scale_pair(device, partials.to(device), dtype, epsilon, power_2)
-    assert_bits(pair, pair_of(expected))
+    scales = made_scales(device, partials.to(device), dtype, epsilon, power_2)
+    assert_bits(scales, scales_of(expected))
 
 
 def test_examples_of_the_definition(device):
@@ -124,8 +138,8 @@ def test_examples_of_the_definition(device):
         ((1.0e-38,), E4M3, 0.0, True, 2.0**127),
     ]
     for values, dtype, epsilon, power_2, expected in cases:
-        pair = scale_pair(device, partials_of(device, *values), dtype, epsilon, power_2)
-        assert_bits(pair, pair_of(expected))
+        scales = made_scales(device, partials_of(device, *values), dtype, epsilon, power_2)
+        assert_bits(scales, scales_of(expected))
 
 
 @pytest.mark.parametrize("power_2", [False, True])
@@ -141,41 +155,42 @@ def test_current_scaling_of_data(device, special, source, dtype, power_2, rng):
         values[int(rng.integers(130)), int(rng.integers(77))] = special
     placed = values.to(device)
     partials = torch.empty(_core.AMAX_PARTIALS, device=device)
-    data, pair = Poisoned((130, 77), dtype, device), Poisoned((2,), F32, device)
+    data, scales = Poisoned((130, 77), dtype, device), Poisoned((2,), F32, device)
     _core.amax(placed, partials)
     _core.quantize(
-        placed, rowwise=data.tensor, scale_pair=pair.tensor, partials=partials, power_2=power_2
+        placed,
+        **operand(row=data.tensor, scales=scales.tensor),
+        partials=partials,
+        power_2_scale=power_2,
     )
     scale = current_scale(amax(values), FP8_MAX[dtype], 0.0, power_2)
-    assert_bits(pair.tensor, pair_of(scale))
+    assert_bits(scales.tensor, scales_of(scale))
     assert_bits(data.tensor, quantize(values, scale, dtype))
     if special is None and not power_2:
         top = data.tensor.cpu().float().abs().max().item()
         assert top == FP8_MAX[dtype]
 
 
-def test_noop_keeps_the_pair(device):
-    pair = Poisoned((2,), F32, device)
+def test_noop_keeps_the_scales(device):
+    scales = Poisoned((2,), F32, device)
     _core.quantize(
         torch.ones(4, 4, device=device),
-        columnwise=torch.zeros(4, 4, dtype=E5M2, device=device),
-        scale_pair=pair.tensor,
+        **operand(column=torch.zeros(4, 4, dtype=E5M2, device=device), scales=scales.tensor),
         partials=partials_of(device, 2.0),
         noop=floats(device, 1.0),
     )
-    assert pair.unwritten()
+    assert scales.unwritten()
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
-def test_empty_input_has_a_pair(device, shape):
-    pair = Poisoned((2,), F32, device)
+def test_empty_input_has_scales(device, shape):
+    scales = Poisoned((2,), F32, device)
     partials = torch.empty(_core.AMAX_PARTIALS, device=device)
     values = torch.empty(shape, dtype=BF16, device=device)
     _core.amax(values, partials)
     _core.quantize(
         values,
-        rowwise=torch.empty(shape, dtype=E4M3, device=device),
-        scale_pair=pair.tensor,
+        **operand(row=torch.empty(shape, dtype=E4M3, device=device), scales=scales.tensor),
         partials=partials,
     )
-    assert_bits(pair.tensor, pair_of(1.0))
+    assert_bits(scales.tensor, scales_of(1.0))

@@ -321,7 +321,7 @@ WRONG = {
     ),
     "no limits": (
         ValueError,
-        r"cu_seqlens: ndim 1 and length 1",
+        r"cu_seqlens: length 1, expected a vector of batch",
         {"input": X[0], "output": X[0].clone(), "cu_seqlens": LIMITS[:1]},
     ),
     "few starts": (ValueError, r"start_positions: .*length 1", {"start_positions": LIMITS[:1]}),

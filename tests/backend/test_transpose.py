@@ -93,12 +93,12 @@ def test_counted(device, counters, rng):
 WRONG = {
     "two bytes": (
         TypeError,
-        "output: bf16 from bf16, expected one-byte elements of one dtype",
+        "input: dtype bf16, expected one-byte elements",
         BF16,
         BF16,
         (6, 4),
     ),
-    "two dtypes": (TypeError, "output: e5m2 from e4m3, expected one-byte", E4M3, E5M2, (6, 4)),
+    "two dtypes": (TypeError, "output: dtype e5m2, expected e4m3", E4M3, E5M2, (6, 4)),
     "untransposed": (
         ValueError,
         r"output: shape \[4, 6\], expected \[6, >= 4\]",

@@ -109,14 +109,13 @@ static void run_activation(test_device *t, const activation_case *c, const cast_
                                .kind = c->kind,
                                .params = activation_params,
                                .input = x.tensor,
-                               .output = made.tensor};
+                               .cast.result.wide = made.tensor};
     TEST_OK(t, te_activation(t->context, &args, t->stream));
     test_fetch(t, &made);
     check_activation(t, c, &x, NULL, &made);
 
     cast_outputs outputs = new_cast_outputs(t, cast, &made);
-    args.output = outputs.output.tensor;
-    WITH_CAST(args, outputs, cast);
+    args.cast = outputs.cast;
     args.workspace = test_workspace(t, TE_OP_ACTIVATION, &args, &args.workspace_size);
     TEST_OK(t, te_activation(t->context, &args, t->stream));
     check_cast_outputs(t, cast, &outputs, &made);
@@ -137,15 +136,14 @@ static void run_activation_backward(test_device *t, const activation_case *c, co
                                         .params = activation_params,
                                         .grad_output = grad.tensor,
                                         .input = x.tensor,
-                                        .grad_input = made.tensor};
+                                        .cast.result.wide = made.tensor};
     TEST_OK(t, te_activation_backward(t->context, &args, t->stream));
     test_fetch(t, &made);
     check_activation(t, c, &x, &grad, &made);
 
     cast_outputs outputs = new_cast_outputs(t, cast, &made);
-    args.grad_input = outputs.output.tensor;
     args.bias_grad = sums.tensor;
-    WITH_CAST(args, outputs, cast);
+    args.cast = outputs.cast;
     args.workspace = test_workspace(t, TE_OP_ACTIVATION_BACKWARD, &args, &args.workspace_size);
     TEST_OK(t, te_activation_backward(t->context, &args, t->stream));
     check_cast_outputs(t, cast, &outputs, &made);
@@ -179,12 +177,12 @@ static void run_activation_limits(test_device *t, te_activation_kind kind)
     test_upload(t, x.buffer);
     test_upload(t, ones.buffer);
     te_activation_args args = {
-        .size = sizeof args, .kind = kind, .input = x.tensor, .output = y.tensor};
+        .size = sizeof args, .kind = kind, .input = x.tensor, .cast.result.wide = y.tensor};
     te_activation_backward_args back = {.size = sizeof back,
                                         .kind = kind,
                                         .grad_output = ones.tensor,
                                         .input = x.tensor,
-                                        .grad_input = dx.tensor};
+                                        .cast.result.wide = dx.tensor};
     TEST_OK(t, te_activation(t->context, &args, t->stream));
     TEST_OK(t, te_activation_backward(t->context, &back, t->stream));
     test_fetch(t, &y);

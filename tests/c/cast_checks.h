@@ -78,17 +78,16 @@ static float current_scale(float amax, float fp8_max, float epsilon, int power_2
 typedef struct cast_case {
     te_dtype output, codes;
     int64_t gap;
-    int rowwise, columnwise, power_2;
+    int row, column, power_2;
     int current; /* the scale comes from partials */
 } cast_case;
 
 /* What a fused operator is asked for beside the fp32 values. */
 typedef struct cast_outputs {
-    test_matrix output, row, column;
-    test_buffer *amax, *pair, *written;
-    te_quantized quantized;
-    const float *partials;
-    float scale, epsilon;
+    test_matrix wide, row, column;
+    test_buffer *amax, *scales[2], *written; /* scales: of the rows, of the columns */
+    te_cast_request cast;
+    float scale;
 } cast_outputs;
 
 static const float old_amax = 0.75F;
@@ -97,61 +96,62 @@ static const float old_amax = 0.75F;
 static cast_outputs new_cast_outputs(test_device *t, const cast_case *c, const test_matrix *made)
 {
     const float zeros[2] = {0};
-    cast_outputs o = {.scale = 9.25F, .epsilon = 0x1p-10F};
-    o.output = test_matrix_new(t, c->output, made->rows, made->columns, c->gap);
+    const float epsilon = 0x1p-10F;
+    cast_outputs o = {.scale = 9.25F};
+    o.wide = test_matrix_new(t, c->output, made->rows, made->columns, c->gap);
     o.row = test_matrix_new(t, c->codes, made->rows, (made->columns + 15) / 16 * 16, c->gap);
     o.column = test_matrix_new(t, c->codes, made->columns, (made->rows + 15) / 16 * 16, c->gap);
     o.amax = test_float(t, old_amax);
-    o.pair = test_floats(t, zeros, 2);
+    o.scales[0] = o.scales[1] = test_floats(t, zeros, 2);
+    if (c->gap % 2 != 0) o.scales[1] = test_floats(t, zeros, 2);
     o.written = test_allocate(t, TE_AMAX_PARTIALS * sizeof(float));
-    o.quantized = (te_quantized){.mode = TE_SCALING_TENSOR,
-                                 .scale_pair = (float *)(void *)o.pair->device,
-                                 .amax = (float *)(void *)o.amax->device};
-    o.quantized.rowwise.dtype = c->codes;
-    if (c->rowwise) o.quantized.rowwise = o.row.tensor;
-    if (c->columnwise) o.quantized.columnwise = o.column.tensor;
+    o.cast.result =
+        (te_operand){.mode = TE_SCALING_TENSOR,
+                     .wide = o.wide.tensor,
+                     .row_scales = test_scales((float *)(void *)o.scales[0]->device, t->device),
+                     .column_scales = test_scales((float *)(void *)o.scales[1]->device, t->device)};
+    o.cast.amax = (float *)(void *)o.amax->device;
+    o.cast.amax_partials = (float *)(void *)o.written->device;
+    o.cast.power_2_scale = c->power_2;
+    o.cast.result.row.dtype = c->codes;
+    if (c->row) o.cast.result.row = o.row.tensor;
+    if (c->column) o.cast.result.column = o.column.tensor;
     if (c->current) {
         float partials[TE_AMAX_PARTIALS] = {0};
         partials[test_random() % TE_AMAX_PARTIALS] = largest(made);
-        o.partials = (float *)(void *)test_floats(t, partials, TE_AMAX_PARTIALS)->device;
-        o.scale = current_scale(largest(made), te_dtype_max(c->codes), o.epsilon, c->power_2);
+        o.cast.partials = (float *)(void *)test_floats(t, partials, TE_AMAX_PARTIALS)->device;
+        o.cast.amax_epsilon = epsilon;
+        o.scale = current_scale(largest(made), te_dtype_max(c->codes), epsilon, c->power_2);
     } else {
-        o.quantized.scale = (float *)(void *)test_float(t, o.scale)->device;
+        o.cast.scale = (float *)(void *)test_float(t, o.scale)->device;
     }
     return o;
 }
-
-/* Gives them to the args of an operator, whose own name for `output` is up to the caller. */
-#define WITH_CAST(args, outputs, cast)                                                             \
-    do {                                                                                           \
-        (args).quantized = (outputs).quantized;                                                    \
-        (args).partials = (outputs).partials;                                                      \
-        (args).amax_partials = (float *)(void *)(outputs).written->device;                         \
-        (args).amax_epsilon = (outputs).epsilon;                                                   \
-        (args).power_2_scale = (cast)->power_2;                                                    \
-    } while (0)
 
 /* High precision is the fp32 value rounded once, FP8 as well. */
 static void check_cast_outputs(test_device *t, const cast_case *c, cast_outputs *o,
                                const test_matrix *made)
 {
-    float pair[2], part, amax = 0.0F;
-    test_fetch(t, &o->output);
+    float scales[TE_TENSOR_SCALES], part, amax = 0.0F;
+    test_fetch(t, &o->wide);
     for (int64_t i = 0; i < made->rows * made->columns; i++) {
         double value = test_get(made, i / made->columns, i % made->columns);
-        double got = test_get(&o->output, i / made->columns, i % made->columns);
+        double got = test_get(&o->wide, i / made->columns, i % made->columns);
         if (c->output != TE_DTYPE_F32)
             value = test_decode(c->output, test_encode(c->output, value));
         TEST_CHECK(t, got == value || (isnan(got) && isnan(value)), "%s %.9g, not %.9g",
                    te_dtype_name(c->output), got, value);
     }
-    if (c->rowwise) check_codes(t, made, &o->row, 0, o->scale);
-    if (c->columnwise) check_codes(t, made, &o->column, 1, o->scale);
-    test_download(t, o->pair);
-    memcpy(pair, o->pair->host, sizeof pair);
-    TEST_CHECK(t, pair[TE_PAIR_SCALE] == o->scale && pair[TE_PAIR_INVERSE] == 1.0F / o->scale,
-               "scale pair %g %g, scale %g", (double)pair[TE_PAIR_SCALE],
-               (double)pair[TE_PAIR_INVERSE], (double)o->scale);
+    if (c->row) check_codes(t, made, &o->row, 0, o->scale);
+    if (c->column) check_codes(t, made, &o->column, 1, o->scale);
+    for (int i = 0; i < 2; i++) {
+        test_download(t, o->scales[i]);
+        memcpy(scales, o->scales[i]->host, sizeof scales);
+        TEST_CHECK(
+            t, scales[TE_SCALES_SCALE] == o->scale && scales[TE_SCALES_INVERSE] == 1.0F / o->scale,
+            "scales %g %g, scale %g", (double)scales[TE_SCALES_SCALE],
+            (double)scales[TE_SCALES_INVERSE], (double)o->scale);
+    }
     test_download(t, o->written);
     for (int i = 0; i < TE_AMAX_PARTIALS; i++) {
         memcpy(&part, o->written->host + (size_t)i * sizeof part, sizeof part);

@@ -12,7 +12,9 @@
 typedef struct gemm_case {
     te_dtype a, b, d;
     int64_t m, n, k, gap;
-    int a_transposed, b_transposed, bias, bias_grad, gelu, accumulate;
+    int a_transposed, b_transposed; /* as the data lies */
+    int by_columns;                 /* FP8: bit 0, of a; bit 1, of b: which form the data is */
+    int bias, bias_grad, gelu, accumulate;
 } gemm_case;
 
 typedef struct gemm_tensors {
@@ -131,6 +133,7 @@ static void finish_gemm(test_device *t, const gemm_case *c, te_gemm_args *args, 
 
 static void run_gemm(test_device *t, const gemm_case *c)
 {
+    const float scales[2][TE_TENSOR_SCALES] = {{0.5F, 2.0F}, {3.0F, 1.0F / 3.0F}};
     gemm_tensors g = {.alpha = 1.0, .d_scale = 1.0};
     te_gemm_args args = {.size = sizeof args};
     g.a = operand(t, c->a, c->m, c->k, c->a_transposed, c->gap);
@@ -141,14 +144,14 @@ static void run_gemm(test_device *t, const gemm_case *c)
     g.old = g.d;
     g.old.buffer = test_allocate(t, g.d.buffer->bytes);
     memcpy(g.old.buffer->host, g.d.buffer->host, g.d.buffer->bytes);
-    args.a = (te_gemm_operand){.data = g.a.tensor, .transposed = c->a_transposed};
-    args.b = (te_gemm_operand){.data = g.b.tensor, .transposed = c->b_transposed};
+    args.a_transposed = te_dtype_is_fp8(c->a) ? c->by_columns & 1 : c->a_transposed;
+    args.b_transposed = te_dtype_is_fp8(c->b) ? !(c->by_columns & 2) : c->b_transposed;
+    args.a = test_operand(g.a.tensor, (float *)(void *)test_floats(t, scales[0], 2)->device,
+                          c->by_columns & 1);
+    args.b = test_operand(g.b.tensor, (float *)(void *)test_floats(t, scales[1], 2)->device,
+                          c->by_columns & 2);
     args.d = g.d.tensor;
-    if (te_dtype_is_fp8(c->a)) {
-        args.a.scale_inv = (float *)(void *)test_float(t, 0.5F)->device;
-        args.b.scale_inv = (float *)(void *)test_float(t, 3.0F)->device;
-        g.alpha = 1.5;
-    }
+    if (te_dtype_is_fp8(c->a)) g.alpha = 1.5;
     if (te_dtype_is_fp8(c->d)) {
         args.d_scale = (float *)(void *)test_float(t, 4.0F)->device;
         g.d_scale = 4.0;
@@ -202,6 +205,7 @@ static void gemm_fp8(test_device *t, te_dtype a, te_dtype b, int64_t m, int64_t 
         gemm_case c = {.a = a, .b = b, .d = outputs[i], .m = m, .n = n, .k = k, .b_transposed = 1};
         c.gap = i % 2 * 16;
         c.bias = i % 2 == 0;
+        c.by_columns = i % 4;
         run_gemm(t, &c);
         c.bias = 0;
         c.accumulate = outputs[i] == TE_DTYPE_F32 || outputs[i] == TE_DTYPE_BF16;

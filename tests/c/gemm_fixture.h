@@ -209,8 +209,10 @@ static fixture set_up(const test_case *c)
     if (c->what & BIAS_GRAD) x.bias_grad = make(c->a, 1, 1, c->m, c->misaligned);
     make_reference(&x);
     x.args.size = sizeof x.args;
-    x.args.a = (te_gemm_operand){x.a.view, is_fp8_case(c) ? scales : NULL, c->ta};
-    x.args.b = (te_gemm_operand){x.b.view, is_fp8_case(c) ? scales + x.apart : NULL, c->tb};
+    x.args.a = test_operand(x.a.view, scales, 0);
+    x.args.b = test_operand(x.b.view, scales + x.apart, 0);
+    x.args.a_transposed = c->ta;
+    x.args.b_transposed = c->tb;
     x.args.d = x.d.view;
     x.args.bias = x.bias.view;
     x.args.aux = x.aux.view;

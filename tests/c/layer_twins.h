@@ -71,21 +71,6 @@ static const int64_t *new_rng(void)
 
 /* ---- the FP8 form of a result ---- */
 
-typedef struct cast_fields {
-    te_quantized *quantized;
-    const float **partials;
-    float **amax_partials;
-    float *amax_epsilon;
-    int32_t *power_2_scale;
-} cast_fields;
-
-#define CAST_OF(args)                                                                              \
-    (cast_fields)                                                                                  \
-    {                                                                                              \
-        &(args)->quantized, &(args)->partials, &(args)->amax_partials, &(args)->amax_epsilon,      \
-            &(args)->power_2_scale                                                                 \
-    }
-
 static te_tensor result_codes(te_dtype dtype, int64_t rows, int64_t columns)
 {
     te_tensor tensor = new_matrix(dtype, rows, columns, any_layout(columns, 16), CLOSE);
@@ -93,37 +78,38 @@ static te_tensor result_codes(te_dtype dtype, int64_t rows, int64_t columns)
     return tensor;
 }
 
-static void new_cast(cast_fields to, extent size, int variant)
+static void new_cast(te_cast_request *to, extent size, int variant)
 {
     const te_dtype dtype = fp8[variant % 2];
     const int usages = (int)pick(4);
     if (pick(2) == 0) {
-        *to.amax_partials =
+        to->amax_partials =
             (float *)(void *)new_buffer(TE_AMAX_PARTIALS * sizeof(float), MAXIMUM)->initial;
         buffers[buffer_count - 1].bound = 1e-5;
     }
     if (pick(4) == 0) return;
-    to.quantized->mode = TE_SCALING_TENSOR;
-    if (usages & 1) to.quantized->rowwise = result_codes(dtype, size.rows, padded(size.columns));
-    if (usages & 2) to.quantized->columnwise = result_codes(dtype, size.columns, padded(size.rows));
+    to->result.mode = TE_SCALING_TENSOR;
+    if (usages & 1) to->result.row = result_codes(dtype, size.rows, padded(size.columns));
+    if (usages & 2) to->result.column = result_codes(dtype, size.columns, padded(size.rows));
     if (pick(2) == 0) {
         const float before[] = {0.0F, 1e9F};
-        to.quantized->amax = new_floats(&before[pick(2)], 1);
+        to->amax = new_floats(&before[pick(2)], 1);
         buffers[buffer_count - 1].kind = CLOSE;
         buffers[buffer_count - 1].dtype = TE_DTYPE_F32;
         buffers[buffer_count - 1].bound = 1e-5;
     }
     if (usages == 0 || pick(2) == 0) { /* without data no dtype says what partials scale to */
         const float scale = 37.0F;
-        to.quantized->scale = new_floats(&scale, 1);
+        to->scale = new_floats(&scale, 1);
     } else {
         float partials[TE_AMAX_PARTIALS] = {0};
         const float pair[2] = {-1.0F, -1.0F};
         partials[pick(TE_AMAX_PARTIALS)] = 3.7F;
-        *to.partials = new_floats(partials, TE_AMAX_PARTIALS);
-        *to.amax_epsilon = pick(2) == 0 ? 0.0F : 5.0F;
-        *to.power_2_scale = pick(2) == 0;
-        to.quantized->scale_pair = new_floats(pair, 2);
+        to->partials = new_floats(partials, TE_AMAX_PARTIALS);
+        to->amax_epsilon = pick(2) == 0 ? 0.0F : 5.0F;
+        to->power_2_scale = pick(2) == 0;
+        to->result.row_scales = new_scales(pair);
+        to->result.column_scales = pick(2) == 0 ? to->result.row_scales : new_scales(pair);
     }
 }
 
@@ -149,8 +135,8 @@ static void norm_case(extent size, int variant)
         if (args->mean.data != NULL) buffers[buffer_count - 1].norm = (double)size.rows;
     }
     if (pick(4) != 0) args->rsigma = result_vector(size.rows);
-    if (pick(4) != 0) args->output = result_matrix(to, size);
-    new_cast(CAST_OF(args), size, variant);
+    if (pick(4) != 0) args->cast.result.wide = result_matrix(to, size);
+    new_cast(&args->cast, size, variant);
     (void)snprintf(case_name, sizeof case_name, "norm %d %s to %s, %lld x %lld, variant %d",
                    (int)args->kind, te_dtype_name(from), te_dtype_name(to), (long long)size.rows,
                    (long long)size.columns, variant);
@@ -220,8 +206,8 @@ static void activation_case(extent size, int variant)
     args->kind = (te_activation_kind)(variant % TE_ACTIVATION_COUNT);
     args->params = clamp_numbers;
     args->input = input_matrix(from, input_extent(args->kind, size));
-    if (pick(4) != 0) args->output = result_matrix(to, size);
-    new_cast(CAST_OF(args), size, variant);
+    if (pick(4) != 0) args->cast.result.wide = result_matrix(to, size);
+    new_cast(&args->cast, size, variant);
     (void)snprintf(case_name, sizeof case_name, "activation %s %s to %s, %lld x %lld, variant %d",
                    te_activation_name(args->kind), te_dtype_name(from), te_dtype_name(to),
                    (long long)size.rows, (long long)size.columns, variant);
@@ -248,9 +234,9 @@ static void activation_backward_case(extent size, int variant)
     wide = input_extent(args->kind, size);
     args->grad_output = input_matrix(high[pick(3)], size);
     args->input = input_matrix(from, wide);
-    if (pick(4) != 0) args->grad_input = result_matrix(to, wide);
+    if (pick(4) != 0) args->cast.result.wide = result_matrix(to, wide);
     if (pick(2) == 0) args->bias_grad = result_sums(to, wide.columns, 100 * wide.rows);
-    new_cast(CAST_OF(args), wide, variant);
+    new_cast(&args->cast, wide, variant);
     (void)snprintf(case_name, sizeof case_name,
                    "activation_backward %s %s to %s, %lld x %lld, variant %d",
                    te_activation_name(args->kind), te_dtype_name(from), te_dtype_name(to),

@@ -101,7 +101,7 @@ static void run_norm(test_device *t, const norm_case *c, const cast_case *cast)
     te_norm_args args = {.size = sizeof args,
                          .kind = c->kind,
                          .input = d.x.tensor,
-                         .output = made.tensor,
+                         .cast.result.wide = made.tensor,
                          .rsigma = d.rsigma.tensor,
                          .eps = eps};
     exact.mean = test_vector_new(t, TE_DTYPE_F32, c->rows);
@@ -118,8 +118,7 @@ static void run_norm(test_device *t, const norm_case *c, const cast_case *cast)
     check_normalized(t, c, &d, &exact, &made);
 
     cast_outputs outputs = new_cast_outputs(t, cast, &made);
-    args.output = outputs.output.tensor;
-    WITH_CAST(args, outputs, cast);
+    args.cast = outputs.cast;
     if (c->given) args.flags |= TE_NORM_STATISTICS_GIVEN;
     args.workspace = test_workspace(t, TE_OP_NORM, &args, &args.workspace_size);
     TEST_OK(t, te_norm(t->context, &args, t->stream));
@@ -132,8 +131,8 @@ static cast_case any_cast(int variant)
     return (cast_case){.output = high_precision[variant % 3],
                        .codes = fp8[variant / 3 % 2],
                        .gap = variant % 4,
-                       .rowwise = variant & 1,
-                       .columnwise = variant >> 1 & 1,
+                       .row = variant & 1,
+                       .column = variant >> 1 & 1,
                        .power_2 = variant >> 2 & 1,
                        .current = variant % 5 < 2};
 }

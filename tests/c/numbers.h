@@ -28,6 +28,32 @@ static inline double test_uniform(void)
     return ((double)test_random() + 0.5) / 2147483648.0 - 1.0;
 }
 
+/* ---- operands ----------------------------------------------------------------------------- */
+
+static inline te_tensor test_scales(float *scales, te_device device)
+{
+    return (te_tensor){.data = scales,
+                       .dtype = TE_DTYPE_F32,
+                       .device = device,
+                       .ndim = 1,
+                       .shape = {TE_TENSOR_SCALES},
+                       .strides = {1}};
+}
+
+/* An operand of a GEMM over data that lies as the GEMM reads it: high precision, or FP8 with
+ * scales, by rows or by columns. */
+static inline te_operand test_operand(te_tensor data, float *scales, int by_columns)
+{
+    if (!te_dtype_is_fp8(data.dtype)) return (te_operand){.wide = data};
+    if (by_columns) {
+        return (te_operand){.mode = TE_SCALING_TENSOR,
+                            .column = data,
+                            .column_scales = test_scales(scales, data.device)};
+    }
+    return (te_operand){
+        .mode = TE_SCALING_TENSOR, .row = data, .row_scales = test_scales(scales, data.device)};
+}
+
 /* ---- formats ------------------------------------------------------------------------------ */
 
 typedef struct test_format {

@@ -26,7 +26,7 @@ static const int64_t shapes[SHAPES][2] = {{0, 16},  {5, 0},    {1, 1},     {3, 7
 typedef struct quantize_case {
     te_dtype input, output;
     int64_t rows, columns, gap;
-    int rowwise, columnwise, sums, special, power_2, current;
+    int row, column, sums, special, power_2, current;
 } quantize_case;
 
 static void run_quantize(test_device *t, const quantize_case *c)
@@ -40,17 +40,17 @@ static void run_quantize(test_device *t, const quantize_case *c)
     test_buffer *amax = test_float(t, old_amax), *pair = test_floats(t, zeros, 2);
     test_buffer *noop = test_float(t, 1.0F);
     float scale = 37.5F;
-    te_quantize_args args = {.size = sizeof args,
-                             .input = x.tensor,
-                             .amax_epsilon = epsilon,
-                             .power_2_scale = c->power_2,
-                             .noop = (float *)(void *)noop->device};
-    args.output = (te_quantized){.mode = TE_SCALING_TENSOR,
-                                 .scale_pair = (float *)(void *)pair->device,
-                                 .amax = (float *)(void *)amax->device};
-    if (c->rowwise) args.output.rowwise = row.tensor;
-    if (c->columnwise) args.output.columnwise = column.tensor;
-    if (!c->rowwise && !c->columnwise) args.output.rowwise.dtype = c->output;
+    te_quantize_args args = {
+        .size = sizeof args, .input = x.tensor, .noop = (float *)(void *)noop->device};
+    args.cast = (te_cast_request){.amax = (float *)(void *)amax->device,
+                                  .amax_epsilon = epsilon,
+                                  .power_2_scale = c->power_2};
+    args.cast.result.mode = TE_SCALING_TENSOR;
+    args.cast.result.row_scales = test_scales((float *)(void *)pair->device, t->device);
+    if (c->column) args.cast.result.column_scales = args.cast.result.row_scales;
+    if (c->row) args.cast.result.row = row.tensor;
+    if (c->column) args.cast.result.column = column.tensor;
+    if (!c->row && !c->column) args.cast.result.row.dtype = c->output;
     if (c->sums) {
         sums = test_vector_new(t, c->input, c->columns);
         args.bias_grad = sums.tensor;
@@ -61,10 +61,10 @@ static void run_quantize(test_device *t, const quantize_case *c)
                                 .input = x.tensor,
                                 .partials = (float *)(void *)partials->device};
         TEST_OK(t, te_amax(t->context, &measure, t->stream));
-        args.partials = measure.partials;
+        args.cast.partials = measure.partials;
         scale = current_scale(largest(&x), te_dtype_max(c->output), epsilon, c->power_2);
     } else {
-        args.output.scale = (float *)(void *)test_float(t, scale)->device;
+        args.cast.scale = (float *)(void *)test_float(t, scale)->device;
     }
     args.workspace = test_workspace(t, TE_OP_QUANTIZE, &args, &args.workspace_size);
     TEST_OK(t, te_quantize(t->context, &args, t->stream));
@@ -77,10 +77,10 @@ static void run_quantize(test_device *t, const quantize_case *c)
     float made[2];
     test_download(t, pair);
     memcpy(made, pair->host, sizeof made);
-    TEST_CHECK(t, made[TE_PAIR_SCALE] == scale && made[TE_PAIR_INVERSE] == 1.0F / scale,
+    TEST_CHECK(t, made[TE_SCALES_SCALE] == scale && made[TE_SCALES_INVERSE] == 1.0F / scale,
                "scale pair %g %g, scale %g", (double)made[0], (double)made[1], (double)scale);
-    if (c->rowwise) check_codes(t, &x, &row, 0, scale);
-    if (c->columnwise) check_codes(t, &x, &column, 1, scale);
+    if (c->row) check_codes(t, &x, &row, 0, scale);
+    if (c->column) check_codes(t, &x, &column, 1, scale);
     if (c->sums && !c->special) check_sums(t, &x, &sums);
     test_release(t);
 }
@@ -93,7 +93,7 @@ static void run_quantize_nothing(test_device *t, te_dtype dtype, int64_t rows, i
     test_matrix sums = test_vector_new(t, TE_DTYPE_F32, columns);
     test_buffer *amax = test_float(t, 0.0F);
     te_quantize_args args = {.size = sizeof args, .input = x.tensor, .bias_grad = sums.tensor};
-    args.output.amax = (float *)(void *)amax->device;
+    args.cast.amax = (float *)(void *)amax->device;
     args.workspace = test_workspace(t, TE_OP_QUANTIZE, &args, &args.workspace_size);
     TEST_OK(t, te_quantize(t->context, &args, t->stream));
     TEST_CHECK(t, test_read_float(t, amax) == largest(&x), "amax without a cast");
@@ -116,8 +116,8 @@ static void run_quantize_boundaries(test_device *t, te_dtype input, te_dtype out
     }
     test_upload(t, x.buffer);
     te_quantize_args args = {.size = sizeof args, .input = x.tensor};
-    args.output = (te_quantized){.mode = TE_SCALING_TENSOR, .rowwise = q.tensor};
-    args.output.scale = (float *)(void *)test_float(t, 1.0F)->device;
+    args.cast.result = (te_operand){.mode = TE_SCALING_TENSOR, .row = q.tensor};
+    args.cast.scale = (float *)(void *)test_float(t, 1.0F)->device;
     TEST_OK(t, te_quantize(t->context, &args, t->stream));
     check_codes(t, &x, &q, 0, 1.0F);
     test_release(t);
@@ -135,8 +135,8 @@ static void test_quantize(test_device *t)
                                                      .rows = shapes[shape][0],
                                                      .columns = shapes[shape][1],
                                                      .gap = (variant + usage) % 4,
-                                                     .rowwise = usage & 1,
-                                                     .columnwise = usage >> 1,
+                                                     .row = usage & 1,
+                                                     .column = usage >> 1,
                                                      .sums = (variant + usage) % 2,
                                                      .special = variant % 3 == 0,
                                                      .power_2 = variant / 2 % 2,
@@ -151,29 +151,27 @@ static void test_quantize(test_device *t)
 
 /* ---- dequantize, amax, transpose ---------------------------------------------------------- */
 
-static void run_dequantize(test_device *t, te_dtype input, te_dtype output, int columnwise)
+static void run_dequantize(test_device *t, te_dtype input, te_dtype output, int by_columns)
 {
     const float pair[2] = {0.3F, 4.0F};
-    test_matrix x = test_matrix_new(t, output, 67, 130, columnwise), q;
-    q = columnwise ? test_matrix_new(t, input, 130, 80, 5) : test_matrix_new(t, input, 67, 144, 5);
+    test_matrix x = test_matrix_new(t, output, 67, 130, by_columns), q;
+    q = by_columns ? test_matrix_new(t, input, 130, 80, 5) : test_matrix_new(t, input, 67, 144, 5);
     for (int64_t i = 0; i < q.rows; i++) {
         for (int64_t j = 0; j < q.columns; j++) *test_at(&q, i, j) = (unsigned char)(i * 3 + j);
     }
     test_upload(t, q.buffer);
     te_dequantize_args args = {.size = sizeof args, .output = x.tensor};
-    args.input = (te_quantized){.mode = TE_SCALING_TENSOR,
-                                .scale_pair = (float *)(void *)test_floats(t, pair, 2)->device};
-    if (columnwise) args.input.columnwise = q.tensor;
-    if (!columnwise) args.input.rowwise = q.tensor;
+    args.input =
+        test_operand(q.tensor, (float *)(void *)test_floats(t, pair, 2)->device, by_columns);
     TEST_OK(t, te_dequantize(t->context, &args, t->stream));
     test_fetch(t, &x);
     for (int64_t r = 0; r < x.rows; r++) {
         for (int64_t c = 0; c < x.columns; c++) {
-            float code = (float)(columnwise ? test_get(&q, c, r) : test_get(&q, r, c));
-            double value = (double)(code * pair[TE_PAIR_INVERSE]), got = test_get(&x, r, c);
+            float code = (float)(by_columns ? test_get(&q, c, r) : test_get(&q, r, c));
+            double value = (double)(code * pair[TE_SCALES_INVERSE]), got = test_get(&x, r, c);
             if (output != TE_DTYPE_F32) value = test_decode(output, test_encode(output, value));
             TEST_CHECK(t, got == value || (isnan(got) && isnan(value)), "%g * %g gave %g",
-                       (double)code, (double)pair[TE_PAIR_INVERSE], got);
+                       (double)code, (double)pair[TE_SCALES_INVERSE], got);
         }
     }
     test_release(t);

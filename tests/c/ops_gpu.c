@@ -23,34 +23,35 @@ static void quantize_case(extent size, te_dtype from, te_dtype to, int variant)
     args->size = sizeof *args;
     args->input = new_matrix(from, size.rows, size.columns, any_layout(size.columns, 8), BITS);
     fill_numbers(&buffers[0], 0, from, !wants_sums);
-    args->output.mode = casts ? TE_SCALING_TENSOR : TE_SCALING_NONE;
-    args->output.rowwise.dtype = args->output.columnwise.dtype = to;
+    args->cast.result.mode = casts ? TE_SCALING_TENSOR : TE_SCALING_NONE;
+    args->cast.result.row.dtype = args->cast.result.column.dtype = to;
     if (usages & 1) {
         int64_t columns = padded(size.columns);
-        args->output.rowwise = new_matrix(to, size.rows, columns, any_layout(columns, 16), BITS);
+        args->cast.result.row = new_matrix(to, size.rows, columns, any_layout(columns, 16), BITS);
     }
     if (usages & 2) {
         int64_t columns = padded(size.rows);
-        args->output.columnwise =
+        args->cast.result.column =
             new_matrix(to, size.columns, columns, any_layout(columns, 16), BITS);
     }
     if (casts && pick(4) != 0) {
         const float pair[2] = {-1.0F, -1.0F};
-        args->output.scale_pair = new_floats(pair, 2);
+        args->cast.result.row_scales = new_scales(pair);
+        if (pick(2) == 0) args->cast.result.column_scales = new_scales(pair);
     }
     if (casts && pick(2) == 0) {
-        args->output.scale = new_floats(&scales[pick(4)], 1);
+        args->cast.scale = new_floats(&scales[pick(4)], 1);
     } else if (casts) {
         float partials[TE_AMAX_PARTIALS] = {0};
         const float amaxes[] = {0.0F, 3.7F, 1e-30F, 1e-42F, INFINITY, 250.0F};
         partials[pick(TE_AMAX_PARTIALS)] = amaxes[pick(6)];
-        args->partials = new_floats(partials, TE_AMAX_PARTIALS);
-        args->amax_epsilon = pick(2) == 0 ? 0.0F : 0.5F;
-        args->power_2_scale = pick(2) == 0;
+        args->cast.partials = new_floats(partials, TE_AMAX_PARTIALS);
+        args->cast.amax_epsilon = pick(2) == 0 ? 0.0F : 0.5F;
+        args->cast.power_2_scale = pick(2) == 0;
     }
     if (pick(4) != 0) {
         const float before[] = {0.0F, 2.0F, 1e9F};
-        args->output.amax = new_floats(&before[pick(3)], 1);
+        args->cast.amax = new_floats(&before[pick(3)], 1);
     }
     if (wants_sums) {
         te_dtype dtype = high[pick(3)];
@@ -103,11 +104,11 @@ static void cases_dequantize(void)
             data = new_matrix(from, i < 6 ? size.rows : size.columns, minor, any_layout(minor, 16),
                               BITS);
             if (i < 6) {
-                args->input.rowwise = data;
+                args->input.row = data;
             } else {
-                args->input.columnwise = data;
+                args->input.column = data;
             }
-            args->input.scale_pair = new_floats(pair, 2);
+            args->input.row_scales = args->input.column_scales = new_scales(pair);
             args->output =
                 new_matrix(to, size.rows, size.columns, any_layout(size.columns, 8), FLOATS);
             (void)snprintf(case_name, sizeof case_name, "dequantize %s to %s, %lld x %lld, %s",
@@ -241,19 +242,15 @@ static void cases_cast(void)
 }
 
 /* One operand as [rows, k] or, transposed, [k, rows]. */
-static te_gemm_operand new_operand(te_dtype dtype, extent size, int transposed)
+static te_operand new_operand(te_dtype dtype, extent size, int transposed, int by_columns)
 {
-    te_gemm_operand operand = {.transposed = transposed};
+    const float scales[TE_TENSOR_SCALES] = {0.01F, 100.0F};
+    te_tensor data;
     if (transposed) size = (extent){size.columns, size.rows};
-    operand.data =
-        new_matrix(dtype, size.rows, size.columns,
-                   (layout){te_dtype_is_fp8(dtype) ? 16 * pick(2) : 8 * pick(2), 0}, BITS);
+    data = new_matrix(dtype, size.rows, size.columns,
+                      (layout){te_dtype_is_fp8(dtype) ? 16 * pick(2) : 8 * pick(2), 0}, BITS);
     fill_numbers(&buffers[buffer_count - 1], 0, dtype, 0);
-    if (te_dtype_is_fp8(dtype)) {
-        const float inverse = 0.01F;
-        operand.scale_inv = new_floats(&inverse, 1);
-    }
-    return operand;
+    return test_operand(data, te_dtype_is_fp8(dtype) ? new_floats(scales, 2) : NULL, by_columns);
 }
 
 typedef struct gemm_shape {
@@ -276,8 +273,10 @@ static void gemm_case(gemm_shape size, te_dtype a, te_dtype b, te_dtype d, int v
     any_args any = {0};
     te_gemm_args *args = &any.gemm;
     args->size = sizeof *args;
-    args->a = new_operand(a, (extent){size.m, size.k}, !is_fp8 && variant & 1);
-    args->b = new_operand(b, (extent){size.k, size.n}, is_fp8 || variant & 2);
+    args->a_transposed = variant & 1; /* FP8: which form the data is */
+    args->b_transposed = variant & 2;
+    args->a = new_operand(a, (extent){size.m, size.k}, !is_fp8 && variant & 1, variant & 1);
+    args->b = new_operand(b, (extent){size.k, size.n}, is_fp8 || variant & 2, !(variant & 2));
     args->d = new_matrix(d, size.m, size.n, (layout){8 * pick(2), 0},
                          te_dtype_is_fp8(d) ? WORKSPACE : CLOSE);
     fill_numbers(&buffers[buffer_count - 1], 0, d, 0);

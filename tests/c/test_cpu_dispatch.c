@@ -36,13 +36,13 @@ static uint64_t quantize(test_device *t, const void *data)
     test_fill_random(t, &finite, 1.0, 0);
     test_buffer *amax = test_float(t, 0.0F);
     te_quantize_args args = {.size = sizeof args, .input = c->input};
-    args.output = (te_quantized){
-        .mode = TE_SCALING_TENSOR, .rowwise = row.tensor, .columnwise = column.tensor};
-    args.output.scale = (float *)(void *)test_float(t, 3.7F)->device;
-    args.output.amax = (float *)(void *)amax->device;
+    args.cast.result =
+        (te_operand){.mode = TE_SCALING_TENSOR, .row = row.tensor, .column = column.tensor};
+    args.cast.scale = (float *)(void *)test_float(t, 3.7F)->device;
+    args.cast.amax = (float *)(void *)amax->device;
     TEST_OK(t, te_quantize(t->context, &args, NULL));
     args.input = finite.tensor;
-    args.output = (te_quantized){.mode = TE_SCALING_NONE};
+    args.cast = (te_cast_request){.amax = NULL};
     args.bias_grad = sums.tensor;
     args.workspace = test_workspace(t, TE_OP_QUANTIZE, &args, &args.workspace_size);
     TEST_OK(t, te_quantize(t->context, &args, NULL));
@@ -81,8 +81,9 @@ static uint64_t multiply(test_device *t, const void *data)
     test_matrix d = test_matrix_new(t, TE_DTYPE_F32, p->a.rows, p->b.rows, 0);
     te_gemm_args args = {
         .size = sizeof args, .d = d.tensor, .bias = p->bias.tensor, .epilogue = TE_EPILOGUE_GELU};
-    args.a = (te_gemm_operand){.data = p->a.tensor};
-    args.b = (te_gemm_operand){.data = p->b.tensor, .transposed = 1};
+    args.a.wide = p->a.tensor;
+    args.b.wide = p->b.tensor;
+    args.b_transposed = 1;
     args.workspace = test_workspace(t, TE_OP_GEMM, &args, &args.workspace_size);
     TEST_OK(t, te_gemm(t->context, &args, NULL));
     return test_digest(empty_digest, d.buffer);

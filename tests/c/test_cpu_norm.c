@@ -24,13 +24,14 @@ static uint64_t digest(const norm_data *d, uint64_t hash)
     return test_digest(hash, d->amax);
 }
 
-static te_quantized cast_of(const norm_data *d, const test_matrix *column)
+static te_cast_request cast_of(const norm_data *d, te_tensor wide)
 {
-    return (te_quantized){.mode = TE_SCALING_TENSOR,
-                          .rowwise = d->row.tensor,
-                          .columnwise = column->tensor,
-                          .scale = (float *)(void *)d->scale->device,
-                          .amax = (float *)(void *)d->amax->device};
+    return (te_cast_request){.result = {.mode = TE_SCALING_TENSOR,
+                                        .wide = wide,
+                                        .row = d->row.tensor,
+                                        .column = d->column.tensor},
+                             .scale = (float *)(void *)d->scale->device,
+                             .amax = (float *)(void *)d->amax->device};
 }
 
 static void run_norms(test_device *t, norm_data *d, uint64_t *hash)
@@ -42,8 +43,7 @@ static void run_norms(test_device *t, norm_data *d, uint64_t *hash)
                              .input = d->x.tensor,
                              .gamma = d->gamma.tensor,
                              .rsigma = d->rsigma.tensor,
-                             .output = d->made.tensor,
-                             .quantized = cast_of(d, &d->column),
+                             .cast = cast_of(d, d->made.tensor),
                              .eps = 1e-5F};
         te_norm_backward_args back = {.size = sizeof back,
                                       .kind = (te_norm_kind)kind,
@@ -84,20 +84,18 @@ static void run_activations(test_device *t, norm_data *d, uint64_t *hash)
                                    .kind = (te_activation_kind)kind,
                                    .params = {2.0F, 1.5F, 0.5F},
                                    .input = first_columns(&d->x, wide),
-                                   .output = first_columns(&d->made, columns),
-                                   .quantized = cast_of(d, &d->column)};
+                                   .cast = cast_of(d, first_columns(&d->made, columns))};
         te_activation_backward_args back = {.size = sizeof back,
                                             .kind = args.kind,
                                             .params = args.params,
                                             .grad_output = first_columns(&d->grad, columns),
                                             .input = args.input,
-                                            .grad_input = first_columns(&d->wide, wide),
-                                            .quantized = args.quantized,
+                                            .cast = cast_of(d, first_columns(&d->wide, wide)),
                                             .bias_grad = d->sums.tensor};
-        args.quantized.columnwise.shape[0] = columns;
+        args.cast.result.column.shape[0] = columns;
         TEST_OK(t, te_activation(t->context, &args, NULL));
         *hash = digest(d, *hash);
-        back.quantized.columnwise.shape[0] = back.bias_grad.shape[0] = wide;
+        back.cast.result.column.shape[0] = back.bias_grad.shape[0] = wide;
         back.workspace = test_workspace(t, TE_OP_ACTIVATION_BACKWARD, &back, &back.workspace_size);
         TEST_OK(t, te_activation_backward(t->context, &back, NULL));
         *hash = digest(d, *hash);

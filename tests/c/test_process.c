@@ -47,8 +47,8 @@ static int make(te_context *context, problem *p)
         for (size_t j = 0; j < count; j++) (*all[i])[j] = 1.0F;
     }
     p->args.size = sizeof p->args;
-    p->args.a.data = square(p->a);
-    p->args.b.data = square(p->b);
+    p->args.a.wide = square(p->a);
+    p->args.b.wide = square(p->b);
     p->args.d = square(p->d);
     EXPECT(te_op_workspace(context, TE_OP_GEMM, &p->args, &p->args.workspace_size) == TE_OK);
     p->workspace = malloc(p->args.workspace_size);

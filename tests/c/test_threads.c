@@ -38,7 +38,7 @@ static void record(shared_slot *slot, float amax)
                                        .ndim = 2,
                                        .shape = {1, COLUMNS},
                                        .strides = {COLUMNS, 1}},
-                             .output = {.amax = slot->history}};
+                             .cast = {.amax = slot->history}};
     if (te_quantize(slot->context, &args, NULL) != TE_OK) slot->failures++;
 }
 

@@ -59,39 +59,8 @@ typedef union any_args {
 static any_args moved(te_op op, const any_args *args, int to_device)
 {
     any_args result = *args;
-    switch (op) {
-#define X(NAME, name)                                                                              \
-    case TE_OP_##NAME:                                                                             \
-        move_##name(&result.name, to_device);                                                      \
-        break;
-        TE_OPS(X)
-#undef X
-    case TE_OP_COUNT:
-        break;
-    }
+    move_args(op, &result, to_device);
     return result;
-}
-
-/* Where an args struct holds its workspace, for the operators that have one. */
-static void set_workspace(te_op op, any_args *args, void *workspace, size_t bytes)
-{
-    switch (op) {
-#define X(NAME, name)                                                                              \
-    case TE_OP_##NAME:                                                                             \
-        args->name.workspace = workspace;                                                          \
-        args->name.workspace_size = bytes;                                                         \
-        break;
-        X(QUANTIZE, quantize)
-        X(GEMM, gemm)
-        X(NORM, norm)
-        X(NORM_BACKWARD, norm_backward)
-        X(ACTIVATION, activation)
-        X(ACTIVATION_BACKWARD, activation_backward)
-        X(DROPOUT_BACKWARD, dropout_backward)
-#undef X
-    default:
-        if (bytes > 0) REPORT("%zu bytes of workspace, and no field for them", bytes);
-    }
 }
 
 static void run_on_cpu(te_op op, const any_args *args)

@@ -188,6 +188,11 @@ static float *new_floats(const float *values, int count)
     return (float *)(void *)b->initial;
 }
 
+static te_tensor new_scales(const float *values)
+{
+    return test_scales(new_floats(values, TE_TENSOR_SCALES), (te_device){TE_DEVICE_CPU, 0});
+}
+
 /* ---- from host to device, and from the initial bytes to the CPU's copy ---- */
 
 static void move_pointer(const void *where, int to_device)
@@ -207,201 +212,38 @@ static void move_pointer(const void *where, int to_device)
     exit(1);
 }
 
-static void move_tensor(te_tensor *tensor, int to_device)
+/* All pointers of an args struct, found by its list of fields. */
+static void move_args(te_op op, void *args, int to_device)
 {
-    move_pointer(&tensor->data, to_device);
-    tensor->device.type = to_device ? TE_DEVICE_CUDA : TE_DEVICE_CPU;
+    const te_op_info *info = te_op_describe(op);
+    for (int32_t i = 0; i < info->field_count; i++) {
+        char *member = (char *)args + info->fields[i].offset;
+        switch (info->fields[i].kind) {
+        case TE_FIELD_TENSOR:
+            ((te_tensor *)(void *)member)->device.type =
+                to_device ? TE_DEVICE_CUDA : TE_DEVICE_CPU; /* data comes first */
+            move_pointer(member, to_device);
+            break;
+        case TE_FIELD_FLOATS:
+        case TE_FIELD_INT64S:
+            move_pointer(member, to_device);
+            break;
+        default:
+            break;
+        }
+    }
 }
 
-static void move_quantized(te_quantized *quantized, int to_device)
+static void set_workspace(te_op op, void *args, void *workspace, size_t bytes)
 {
-    move_tensor(&quantized->rowwise, to_device);
-    move_tensor(&quantized->columnwise, to_device);
-    move_pointer(&quantized->scale_pair, to_device);
-    move_pointer(&quantized->scale, to_device);
-    move_pointer(&quantized->amax, to_device);
-}
-
-static void move_quantize(te_quantize_args *args, int to_device)
-{
-    move_tensor(&args->input, to_device);
-    move_quantized(&args->output, to_device);
-    move_tensor(&args->bias_grad, to_device);
-    move_pointer(&args->noop, to_device);
-    move_pointer(&args->partials, to_device);
-}
-
-static void move_dequantize(te_dequantize_args *args, int to_device)
-{
-    move_quantized(&args->input, to_device);
-    move_tensor(&args->output, to_device);
-}
-
-static void move_amax(te_amax_args *args, int to_device)
-{
-    move_tensor(&args->input, to_device);
-    move_pointer(&args->partials, to_device);
-}
-
-static void move_transpose(te_transpose_args *args, int to_device)
-{
-    move_tensor(&args->input, to_device);
-    move_tensor(&args->output, to_device);
-}
-
-static void move_gemm(te_gemm_args *args, int to_device)
-{
-    move_tensor(&args->a.data, to_device);
-    move_pointer(&args->a.scale_inv, to_device);
-    move_tensor(&args->b.data, to_device);
-    move_pointer(&args->b.scale_inv, to_device);
-    move_tensor(&args->d, to_device);
-    move_tensor(&args->bias, to_device);
-    move_tensor(&args->bias_grad, to_device);
-    move_tensor(&args->aux, to_device);
-    move_pointer(&args->d_scale, to_device);
-    move_pointer(&args->d_amax, to_device);
-}
-
-static void move_scaling_update(te_scaling_update_args *args, int to_device)
-{
-    move_tensor(&args->scale, to_device);
-    move_tensor(&args->history, to_device);
-}
-
-static void move_fill(te_fill_args *args, int to_device)
-{
-    move_tensor(&args->output, to_device);
-}
-
-static void move_cast(te_cast_args *args, int to_device)
-{
-    move_tensor(&args->input, to_device);
-    move_tensor(&args->output, to_device);
-}
-
-/* ---- of the layer's operators ---- */
-
-#define MOVE_CAST(args)                                                                            \
-    do {                                                                                           \
-        move_quantized(&(args)->quantized, to_device);                                             \
-        move_pointer(&(args)->partials, to_device);                                                \
-        move_pointer(&(args)->amax_partials, to_device);                                           \
-    } while (0)
-
-static void move_norm(te_norm_args *args, int to_device)
-{
-    move_tensor(&args->input, to_device);
-    move_tensor(&args->gamma, to_device);
-    move_tensor(&args->beta, to_device);
-    move_tensor(&args->mean, to_device);
-    move_tensor(&args->rsigma, to_device);
-    move_tensor(&args->output, to_device);
-    MOVE_CAST(args);
-}
-
-static void move_norm_backward(te_norm_backward_args *args, int to_device)
-{
-    move_tensor(&args->grad_output, to_device);
-    move_tensor(&args->grad_add, to_device);
-    move_tensor(&args->input, to_device);
-    move_tensor(&args->gamma, to_device);
-    move_tensor(&args->mean, to_device);
-    move_tensor(&args->rsigma, to_device);
-    move_tensor(&args->grad_input, to_device);
-    move_tensor(&args->gamma_grad, to_device);
-    move_tensor(&args->beta_grad, to_device);
-}
-
-static void move_activation(te_activation_args *args, int to_device)
-{
-    move_tensor(&args->input, to_device);
-    move_tensor(&args->output, to_device);
-    MOVE_CAST(args);
-}
-
-static void move_activation_backward(te_activation_backward_args *args, int to_device)
-{
-    move_tensor(&args->grad_output, to_device);
-    move_tensor(&args->input, to_device);
-    move_tensor(&args->grad_input, to_device);
-    move_tensor(&args->bias_grad, to_device);
-    MOVE_CAST(args);
-}
-
-static void move_softmax(te_softmax_args *args, int to_device)
-{
-    move_tensor(&args->input, to_device);
-    move_tensor(&args->mask, to_device);
-    move_tensor(&args->bias, to_device);
-    move_tensor(&args->output, to_device);
-    move_tensor(&args->probabilities, to_device);
-    move_pointer(&args->rng, to_device);
-}
-
-static void move_softmax_backward(te_softmax_backward_args *args, int to_device)
-{
-    move_tensor(&args->grad_output, to_device);
-    move_tensor(&args->probabilities, to_device);
-    move_tensor(&args->grad_input, to_device);
-    move_pointer(&args->rng, to_device);
-}
-
-static void move_problem(te_attention_problem *problem, int to_device)
-{
-    move_tensor(&problem->query, to_device);
-    move_tensor(&problem->key, to_device);
-    move_tensor(&problem->value, to_device);
-    move_tensor(&problem->mask, to_device);
-    move_tensor(&problem->bias, to_device);
-    move_tensor(&problem->query_lengths, to_device);
-    move_tensor(&problem->key_lengths, to_device);
-    move_pointer(&problem->rng, to_device);
-}
-
-static void move_attention(te_attention_args *args, int to_device)
-{
-    move_problem(&args->problem, to_device);
-    move_tensor(&args->output, to_device);
-    move_tensor(&args->statistics, to_device);
-}
-
-static void move_attention_backward(te_attention_backward_args *args, int to_device)
-{
-    move_problem(&args->problem, to_device);
-    move_tensor(&args->grad_output, to_device);
-    move_tensor(&args->output, to_device);
-    move_tensor(&args->statistics, to_device);
-    move_tensor(&args->grad_query, to_device);
-    move_tensor(&args->grad_key, to_device);
-    move_tensor(&args->grad_value, to_device);
-    move_tensor(&args->grad_bias, to_device);
-}
-
-static void move_dropout_add(te_dropout_add_args *args, int to_device)
-{
-    move_tensor(&args->input, to_device);
-    move_tensor(&args->bias, to_device);
-    move_tensor(&args->residual, to_device);
-    move_tensor(&args->output, to_device);
-    move_pointer(&args->rng, to_device);
-}
-
-static void move_dropout_backward(te_dropout_backward_args *args, int to_device)
-{
-    move_tensor(&args->grad_output, to_device);
-    move_tensor(&args->grad_input, to_device);
-    move_tensor(&args->bias_grad, to_device);
-    move_pointer(&args->rng, to_device);
-}
-
-static void move_rope(te_rope_args *args, int to_device)
-{
-    move_tensor(&args->input, to_device);
-    move_tensor(&args->output, to_device);
-    move_tensor(&args->freqs, to_device);
-    move_tensor(&args->cu_seqlens, to_device);
-    move_tensor(&args->start_positions, to_device);
+    const te_op_info *info = te_op_describe(op);
+    const te_field *last = &info->fields[info->field_count - 1];
+    if (last->kind == TE_FIELD_WORKSPACE) {
+        memcpy((char *)args + last->offset, &workspace, sizeof workspace);
+        memcpy((char *)args + last->offset + sizeof workspace, &bytes, sizeof bytes);
+    } else if (bytes > 0) {
+        REPORT("%zu bytes of workspace, and no field for them", bytes);
+    }
 }
 
 #endif

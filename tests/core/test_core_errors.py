@@ -130,8 +130,8 @@ def test_references_of_wrong_arguments(value):
     calls = [
         lambda: core.run(value, 0, 0),
         lambda: core.run(linear_plan(core, 0), 0, 0, value, *[value] * 4),
-        lambda: core.quantize(value, rowwise=value, scale=value),
-        lambda: core.gemm(value, value, value, context=value),
+        lambda: core.quantize(value, row=value, scale=value),
+        lambda: core.gemm(value, a=value, b=value, context=value),
         lambda: core.register_backend(value, value, value, value),
         lambda: core.plan_infer(value, value),
         lambda: core.dtype_code(value),
@@ -294,17 +294,17 @@ def x24():
 
 OP_ERRORS = [
     (
-        lambda: core.quantize(x24(), rowwise=fp8(ROWS, K)),
+        lambda: core.quantize(x24(), mode=core.SCALING_TENSOR, row=fp8(ROWS, K)),
         ValueError,
-        "quantize: output: neither is given",
+        "quantize: mode: neither is given",
     ),
     (
-        lambda: core.quantize(x24(), rowwise=x24(), scale=torch.ones(1)),
+        lambda: core.quantize(x24(), row=x24(), mode=1, scale=torch.ones(1)),
         TypeError,
-        "quantize: rowwise:",
+        "quantize: row:",
     ),
     (
-        lambda: core.quantize(x24(), rowwise=fp8(ROWS, K), scale=torch.ones(1).double()),
+        lambda: core.quantize(x24(), row=fp8(ROWS, K), scale=torch.ones(1).double()),
         TypeError,
         "quantize: scale: dtype",
     ),
@@ -325,17 +325,21 @@ OP_ERRORS = [
     ),
     (lambda: core.quantize(None), TypeError, "quantize: input: expected a torch.Tensor, got None"),
     (
-        lambda: core.dequantize(x24(), rowwise=fp8(ROWS, K)),
-        TypeError,
-        "dequantize: scale_pair: expected",
+        lambda: core.dequantize(x24(), row=fp8(ROWS, K), row_scales=torch.ones(2)),
+        ValueError,
+        "dequantize: mode: the input is not quantized",
     ),
-    (lambda: core.gemm(x24(), x24(), x24()), ValueError, "gemm: d:"),
+    (lambda: core.gemm(x24(), a=x24(), b=x24()), ValueError, "gemm: d:"),
     (
-        lambda: core.gemm(x24(), x24().half(), torch.zeros(ROWS, ROWS), b_transposed=True),
+        lambda: core.gemm(torch.zeros(ROWS, ROWS), a=x24(), b=x24().half(), b_transposed=1),
         TypeError,
         "gemm: b:",
     ),
-    (lambda: core.transpose(x24(), x24()), TypeError, "transpose: output:"),
+    (
+        lambda: core.transpose(x24(), x24()),
+        TypeError,
+        "transpose: input: dtype f32, expected one-byte",
+    ),
     (
         lambda: core.cast(x24(), torch.zeros(K, ROWS).t()),
         ValueError,

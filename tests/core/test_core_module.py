@@ -392,9 +392,10 @@ def test_external_stage_stops_the_range(core):
 
     core.quantize(
         tensors[0],
-        rowwise=member("input_row", torch.float8_e4m3fn, ROWS, 32),
-        columnwise=member("input_column", torch.float8_e4m3fn, K, 16),
-        scale_pair=member("input_pair", torch.float32, 2),
+        mode=core.SCALING_TENSOR,
+        row=member("input_row", torch.float8_e4m3fn, ROWS, 32),
+        row_scales=member("input_pair", torch.float32, 2),
+        column=member("input_column", torch.float8_e4m3fn, K, 16),
         scale=torch.tensor([2.0]),
     )
     assert call(stop + 1) == len(stages)
@@ -480,25 +481,22 @@ def test_arguments_of_a_python_backend(core):
     got = {}
 
     def quantize(args):
-        got.update(args, output=dict(args["output"]))
-        for key, value in got["output"].items():
-            if isinstance(value, torch.Tensor):
-                got["output"][key] = value.clone()
-        got["input"] = args["input"].clone()
+        for key, value in args.items():
+            got[key] = value.clone() if isinstance(value, torch.Tensor) else value
         return NotImplemented
 
     core.register_backend("spy", core.DEVICE_CPU, 5, {"quantize": quantize})
     x, row = torch.randn(ROWS, K), native.fp8(ROWS, K)
     try:
         core.quantize(
-            x, rowwise=row, scale=torch.tensor([2.0, 3.0]), power_2=True, amax_epsilon=0.5
-        )
+            x, mode=core.SCALING_TENSOR, row=row, scale=torch.tensor([2.0, 3.0]), power_2_scale=1,
+            amax_epsilon=0.5,
+        )  # fmt: skip
     finally:
         core.unregister_backend("spy")
     assert torch.equal(got["input"], x)
-    assert got["output"]["rowwise"].dtype is torch.float8_e4m3fn
-    assert got["output"]["mode"] == "tensor" and got["output"]["columnwise"] is None
-    assert got["output"]["scale"].tolist() == [2.0]
+    assert got["row"].dtype is torch.float8_e4m3fn and got["column"] is None
+    assert got["mode"] == core.SCALING_TENSOR and got["scale"].tolist() == [2.0]
     assert got["partials"] is None and got["power_2_scale"] == 1 and got["amax_epsilon"] == 0.5
 
 

@@ -149,7 +149,7 @@ def test_a_long_gemm_is_interrupted(direction, threads, alarm):
     alarm(0.1, interrupt)
     with pytest.raises(Interrupt):
         if direction == "operator":
-            _core.gemm(x.detach(), layer.weight.detach(), out, b_transposed=True)
+            _core.gemm(out, a=x.detach(), b=layer.weight.detach(), b_transposed=True)
         elif direction == "forward":
             layer(x)
         else:
@@ -334,7 +334,7 @@ def test_contexts_of_a_child_while_a_call_of_the_parent_runs():
 
     def work():
         while not stop.is_set():
-            _core.gemm(x, x, torch.empty(512, 512))
+            _core.gemm(torch.empty(512, 512), a=x, b=x)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -342,9 +342,9 @@ def test_contexts_of_a_child_while_a_call_of_the_parent_runs():
 
         def child():
             _core.close_contexts()  # no call of this process is running
-            _core.gemm(x, x, out)
+            _core.gemm(out, a=x, b=x)
             try:
-                _core.gemm(x, x, out, context=own)
+                _core.gemm(out, a=x, b=x, context=own)
             except RuntimeError as error:
                 assert "forked" in str(error) and "new one" in str(error)
             else:
@@ -356,7 +356,7 @@ def test_contexts_of_a_child_while_a_call_of_the_parent_runs():
     finally:
         stop.set()
         thread.join()
-    _core.gemm(x, x, out, context=own)  # the parent's goes on
+    _core.gemm(out, a=x, b=x, context=own)  # the parent's goes on
     assert (out == 512).all()
 
 
@@ -394,7 +394,7 @@ def test_cuda_in_a_forked_child_says_what_to_do():
 
     def child():
         try:
-            _core.gemm(x, weight, out, b_transposed=True)
+            _core.gemm(out, a=x, b=weight, b_transposed=True)
         except RuntimeError as error:
             assert "spawn" in str(error), error
         else:

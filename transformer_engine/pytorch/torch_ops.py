@@ -286,7 +286,8 @@ def _run_fake(
 
 
 def _scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent: bool) -> None:
-    _core.scaling_update(scale, history, fp8_max, most_recent)
+    algo = _core.AMAX_MOST_RECENT if most_recent else _core.AMAX_MAX
+    _core.scaling_update(scale, history, fp8_max, algo=algo)
 
 
 define(f"run({_RUN}) -> {_RESULTS}", _run, _run_fake)
@@ -351,5 +352,5 @@ def scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent: 
         The newest amax counts, not the largest of the history.
     """
     operator = torch.ops.transformer_engine.scaling_update
-    run = choose(_core.scaling_update, operator, torch.compiler.is_compiling())
+    run = choose(_scaling_update, operator, torch.compiler.is_compiling())
     run(scale, history, fp8_max, most_recent)

@@ -146,10 +146,13 @@ __device__ __forceinline__ float te_read_scale(const te_cast_target &to, unsigne
 }
 
 /* Leaves {1/scale, scale} for who reads the data; by one thread. */
-__device__ __forceinline__ void te_write_pair(const te_cast_target &to, float scale)
+__device__ __forceinline__ void te_write_scales(const te_cast_target &to, float scale)
 {
-    to.scale_pair[0] = __fdiv_rn(1.0F, scale);
-    to.scale_pair[1] = scale;
+    for (int i = 0; i < 2; i++) {
+        if (to.scales[i] == nullptr) return;
+        to.scales[i][0] = __fdiv_rn(1.0F, scale);
+        to.scales[i][1] = scale;
+    }
 }
 
 #endif

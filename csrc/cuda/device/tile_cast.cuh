@@ -113,17 +113,16 @@ static __device__ __forceinline__ void te_tile_cast(const typename S::params &p)
     const te_index first = group * t.depth * TE_TILE;
     const bool sums_wanted = S::adds && (t.sums != nullptr || t.bias_grad != nullptr);
     te_index end = first + (te_index)t.depth * TE_TILE;
-    const te_index rows =
-        max(t.rows, t.to.columnwise.data != nullptr ? t.to.columnwise.columns : 0);
+    const te_index rows = max(t.rows, t.to.column.data != nullptr ? t.to.column.columns : 0);
     float amax = 0.0F, scale = 1.0F, sums[outputs][8] = {};
     S source(p, column);
 
     /* The first loads come before anything waits for the flag or the scale. */
     source.fetch(p, first + te_tile_row());
     if (t.noop != nullptr && *t.noop != 0.0F) return;
-    if (casts || t.to.scale_pair != nullptr) scale = te_read_scale<TE_TILE_THREADS>(t.to, scratch);
-    if (t.to.scale_pair != nullptr && (blockIdx.x | blockIdx.y | threadIdx.x) == 0)
-        te_write_pair(t.to, scale);
+    if (casts || t.to.scales[0] != nullptr) scale = te_read_scale<TE_TILE_THREADS>(t.to, scratch);
+    if (t.to.scales[0] != nullptr && (blockIdx.x | blockIdx.y | threadIdx.x) == 0)
+        te_write_scales(t.to, scale);
 
     end = min(end, rows);
     int buffer = 0;
@@ -157,22 +156,21 @@ static __device__ __forceinline__ void te_tile_cast(const typename S::params &p)
         }
         if (top + TE_TILE < end) source.fetch(p, row + TE_TILE);
         if constexpr (casts) {
-            if (t.to.rowwise.data != nullptr)
+            if (t.to.row.data != nullptr)
 #pragma unroll
                 for (int half = 0; half < outputs; half++)
-                    te_put_rows<TO>(te_half_columns<outputs>(t.to.rowwise, half, t.columns, 1),
-                                    t.to.rowwise_aligned != 0, row, column, out[half]);
-            if (t.to.columnwise.data != nullptr) { /* two buffers: one barrier per tile is enough */
+                    te_put_rows<TO>(te_half_columns<outputs>(t.to.row, half, t.columns, 1),
+                                    t.to.row_aligned != 0, row, column, out[half]);
+            if (t.to.column.data != nullptr) { /* two buffers: one barrier per tile is enough */
 #pragma unroll
                 for (int half = 0; half < outputs; half++)
                     te_tile_put<TO>(tiles[buffer][half], out[half]);
                 __syncthreads();
 #pragma unroll
                 for (int half = 0; half < outputs; half++)
-                    te_tile_store<TO>(tiles[buffer][half],
-                                      te_half_rows<outputs>(t.to.columnwise, half, t.columns),
-                                      t.to.columnwise_aligned != 0, (te_index)blockIdx.x * TE_TILE,
-                                      top);
+                    te_tile_store<TO>(
+                        tiles[buffer][half], te_half_rows<outputs>(t.to.column, half, t.columns),
+                        t.to.column_aligned != 0, (te_index)blockIdx.x * TE_TILE, top);
             }
         }
     }

@@ -37,16 +37,16 @@ enum {
 
 /* Where FP8 goes, and with which scale: see cast.cuh. */
 typedef struct te_cast_target {
-    te_view rowwise;        /* [rows, >= columns] bytes; data NULL: not requested */
-    te_view columnwise;     /* [columns, >= rows] bytes; data NULL: not requested */
+    te_view row;            /* [rows, >= columns] bytes; data NULL: not requested */
+    te_view column;         /* [columns, >= rows] bytes; data NULL: not requested */
     const float *scale;     /* 1 float; NULL: from partials; both NULL: 1 */
     const float *partials;  /* TE_CAST_PARTIALS floats, 16-byte aligned if partials_aligned */
-    float *scale_pair;      /* 2 floats or NULL */
+    float *scales[2];       /* 2 floats each; the first NULL: not wanted; the second: no others */
     float *amax;            /* 1 float or NULL */
     float fp8_max, epsilon; /* for partials */
     int power_2;
     int e5m2; /* the bytes are E5M2, else E4M3, where no template parameter says so */
-    int rowwise_aligned, columnwise_aligned; /* every row begins at 8 (columnwise: 16) bytes */
+    int row_aligned, column_aligned; /* every row begins at 8 (column: 16) bytes */
     int partials_aligned;
 } te_cast_target;
 

@@ -73,18 +73,18 @@ apply(const te_norm_params &p, te_norm_state<TEAM> &state, const te_vector<T, 8>
     if (state.measures) state.amax = largest_of(y, state.amax);
     if (p.output.data != nullptr)
         te_store_values(p.output_dtype, p.output, p.output_aligned != 0, row, column, left, y);
-    if (p.to.rowwise.data != nullptr) {
+    if (p.to.row.data != nullptr) {
         te_vector<te_any_fp8, 8> bytes;
         te_cast_vector<te_any_fp8>(y, state.scale, p.to.e5m2, bytes);
         if (left < 8) te_clear_beyond<te_any_fp8>(left, bytes);
-        bytes.store(te_at<te_any_fp8>(p.to.rowwise, row, column), p.to.rowwise_aligned != 0,
-                    p.to.rowwise.columns - column);
+        bytes.store(te_at<te_any_fp8>(p.to.row, row, column), p.to.row_aligned != 0,
+                    p.to.row.columns - column);
     }
 }
 
 static __device__ __forceinline__ bool applies(const te_norm_params &p)
 {
-    return p.output.data != nullptr || p.to.rowwise.data != nullptr || p.to.amax != nullptr ||
+    return p.output.data != nullptr || p.to.row.data != nullptr || p.to.amax != nullptr ||
            p.amax_partials != nullptr;
 }
 
@@ -106,9 +106,9 @@ static __device__ __forceinline__ void finish(const te_norm_params &p, float ama
 static __device__ __forceinline__ float begin(const te_norm_params &p)
 {
     __shared__ unsigned maxima[32];
-    if (p.to.rowwise.data == nullptr && p.to.scale_pair == nullptr) return 1.0F;
+    if (p.to.row.data == nullptr && p.to.scales[0] == nullptr) return 1.0F;
     const float scale = te_read_scale<0>(p.to, maxima);
-    if (p.to.scale_pair != nullptr && (blockIdx.x | threadIdx.x) == 0) te_write_pair(p.to, scale);
+    if (p.to.scales[0] != nullptr && (blockIdx.x | threadIdx.x) == 0) te_write_scales(p.to, scale);
     return scale;
 }
 
@@ -263,13 +263,11 @@ write_row(const te_norm_params &p, te_norm_state<TEAM> &state,
         else
             write_row_as<T, te_f32, VECTORS>(p, state, factors, p.output, x, row, mean, rsigma);
     }
-    if (p.to.rowwise.data != nullptr) {
+    if (p.to.row.data != nullptr) {
         if (p.to.e5m2)
-            write_row_as<T, te_e5m2, VECTORS>(p, state, factors, p.to.rowwise, x, row, mean,
-                                              rsigma);
+            write_row_as<T, te_e5m2, VECTORS>(p, state, factors, p.to.row, x, row, mean, rsigma);
         else
-            write_row_as<T, te_e4m3, VECTORS>(p, state, factors, p.to.rowwise, x, row, mean,
-                                              rsigma);
+            write_row_as<T, te_e4m3, VECTORS>(p, state, factors, p.to.row, x, row, mean, rsigma);
     } else if (p.output.data == nullptr) {
         write_row_as<T, te_none, VECTORS>(p, state, factors, p.input, x, row, mean, rsigma);
     }
@@ -336,7 +334,7 @@ template <typename T> static __device__ __forceinline__ void norm_long_rows(cons
     __shared__ __align__(16) float scratch[TE_TEAM_SCRATCH];
     te_norm_state<te_team<TE_TEAM_BLOCK, float>> state(p, scratch);
     const te_index columns = p.input.columns, step = 8 * (te_index)blockDim.x;
-    const te_index width = max(columns, p.to.rowwise.data != nullptr ? p.to.rowwise.columns : 0);
+    const te_index width = max(columns, p.to.row.data != nullptr ? p.to.row.columns : 0);
     state.scale = begin(p);
     for (te_index row = blockIdx.x; row < p.input.rows; row += gridDim.x) {
         float mean = 0.0F, rsigma = 0.0F, w[8], b[8];

@@ -45,7 +45,7 @@ typedef struct te_norm_factors {
 typedef struct te_norm_params {
     te_view input;     /* [rows, columns] */
     te_view output;    /* [rows, columns]; data NULL: not requested */
-    te_cast_target to; /* columnwise is not read */
+    te_cast_target to; /* column is not read */
     te_norm_factors factors;
     float *mean, *rsigma; /* [rows]; written, or read if `given`; NULL: not requested, mean 0 */
     float *amax_partials; /* TE_CAST_PARTIALS floats, for at most as many blocks; or NULL */

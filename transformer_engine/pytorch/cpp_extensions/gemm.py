@@ -100,9 +100,9 @@ def general_gemm(
     prepare_device(A.device)
     adds = bias is not None and bias.numel() > 0 and not grad
     _core.gemm(
-        left,
-        right,
         out.detach(),
+        a=left,
+        b=right,
         bias=bias.detach() if adds else None,
         accumulate=accumulate,
         allow_tf32=torch.backends.cuda.matmul.allow_tf32,

@@ -506,7 +506,7 @@ class ComposedModule(Fp8Module):
         _core.norm(
             inp,
             kind=self.NORM,
-            output=out,
+            wide=out,
             gamma=gamma,
             beta=beta,
             eps=self.eps,

@@ -194,7 +194,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         kind, limit, alpha, offset = self.activation_spec
         out = before.new_empty(*before.shape[:-1], self.ffn_hidden_size)
         _core.activation(
-            before, kind=kind, output=out, limit=limit, alpha=alpha, linear_offset=offset
+            before, kind=kind, wide=out, limit=limit, alpha=alpha, linear_offset=offset
         )
         return [normed, out]
 

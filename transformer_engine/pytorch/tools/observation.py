@@ -157,7 +157,7 @@ class ModuleRecord:
             _core.norm(
                 inp,
                 kind=module.NORM,
-                output=out,
+                wide=out,
                 gamma=buffers["gamma"],
                 beta=buffers.get("beta"),
                 eps=module.eps,
@@ -171,11 +171,11 @@ class ModuleRecord:
             if operator == "activation":
                 features = module._sizes()[1][0]
                 out = before.new_empty(*before.shape[:-1], features, dtype=torch.float32)
-                _core.activation(before, output=out, **keywords)
+                _core.activation(before, wide=out, **keywords)
             else:
                 out = torch.empty(before.shape, dtype=torch.float32, device=before.device)
                 grad = buffers["grad_activation"]
-                _core.activation_backward(grad, before, grad_input=out, **keywords)
+                _core.activation_backward(grad, before, wide=out, **keywords)
             return out
         sources = (f"{prefix}{tensor}_wide", f"{prefix}{tensor}", tensor)
         return next(buffers[name] for name in sources if name in buffers)

@@ -298,11 +298,12 @@ def _weight(
         data = torch.empty(shape, dtype=_core.torch_dtype(code), device=weight.device)
         _core.quantize(
             weight,
-            rowwise=data,
-            scale_pair=pair,
+            mode=_core.SCALING_TENSOR,
+            row=data,
+            row_scales=pair,
             partials=partials,
             amax_epsilon=spec.quantization.epsilon[1],
-            power_2=bool(spec.quantization.flags & _POWER_2_WEIGHT),
+            power_2_scale=bool(spec.quantization.flags & _POWER_2_WEIGHT),
         )
     else:
         pair[1] = found.scale

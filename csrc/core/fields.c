@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * fields.c - the lists of fields.h as tables.
+ */
+#include "core/fields.h"
+
+#include <string.h>
+
+/* The kind of a field is that of its member: a list can not say something else than the struct. */
+#define KIND_OF(lvalue)                                                                            \
+    _Generic((lvalue),                                                                             \
+        te_tensor: TE_FIELD_TENSOR,                                                                \
+        float *: TE_FIELD_FLOATS,                                                                  \
+        const float *: TE_FIELD_FLOATS,                                                            \
+        const int64_t *: TE_FIELD_INT64S,                                                          \
+        float: TE_FIELD_FLOAT,                                                                     \
+        double: TE_FIELD_DOUBLE,                                                                   \
+        int32_t: TE_FIELD_INT32,                                                                   \
+        int64_t: TE_FIELD_INT64,                                                                   \
+        uint32_t: TE_FIELD_ENUM,                                                                   \
+        void *: TE_FIELD_WORKSPACE)
+
+_Static_assert(_Generic((te_norm_kind)0, uint32_t : 1) &&
+                   _Generic((te_scaling_mode)0, uint32_t : 1),
+               "an enum is read as 32 bits");
+
+/* Flags are listed bit by bit. */
+#define X_FIELD(op, field, member, needed, how, lies, of, many, start)                             \
+    {.name = #field,                                                                               \
+     .offset = offsetof(te_##op##_args, member),                                                   \
+     .size = sizeof(((te_##op##_args *)0)->member),                                                \
+     .kind = KIND_OF(((te_##op##_args *)0)->member) == TE_FIELD_ENUM && (many) != 0                \
+                 ? TE_FIELD_BIT                                                                    \
+                 : KIND_OF(((te_##op##_args *)0)->member),                                         \
+     .form = TE_FORM_##lies,                                                                       \
+     .dtypes = TE_DTYPES_##of,                                                                     \
+     .access = TE_ACCESS_##how,                                                                    \
+     .required = needed,                                                                           \
+     .count = many,                                                                                \
+     .initial = start},
+
+#define X(NAME, op)                                                                                \
+    static const te_field op##_fields[] = {TE_FIELDS_##op(X_FIELD)};                               \
+    _Static_assert((int)te_field_count_##op <= (int)TE_OP_MAX_FIELDS,                              \
+                   "TE_OP_MAX_FIELDS is too low");
+TE_OPS(X)
+#undef X
+
+static const te_op_info infos[TE_OP_COUNT] = {
+#define X(NAME, op)                                                                                \
+    [TE_OP_##NAME] = {.size = sizeof(te_##op##_args),                                              \
+                      .fields = op##_fields,                                                       \
+                      .field_count = te_field_count_##op,                                          \
+                      .summary = TE_SUMMARY_##op},
+    TE_OPS(X)
+#undef X
+};
+
+const te_op_info *te_op_describe(te_op op)
+{
+    return (int)op >= 0 && op < TE_OP_COUNT ? &infos[op] : NULL;
+}
+
+void te_field_set_number(const te_field *field, void *args, double value)
+{
+    void *member = (char *)args + field->offset;
+    switch (field->kind) {
+    case TE_FIELD_FLOAT:
+        *(float *)member = (float)value;
+        return;
+    case TE_FIELD_DOUBLE:
+        *(double *)member = value;
+        return;
+    case TE_FIELD_INT32:
+    case TE_FIELD_ENUM:
+        *(int32_t *)member = (int32_t)value;
+        return;
+    case TE_FIELD_INT64:
+        *(int64_t *)member = (int64_t)value;
+        return;
+    case TE_FIELD_BIT:
+        *(uint32_t *)member &= ~(uint32_t)field->count;
+        if (value != 0.0) *(uint32_t *)member |= (uint32_t)field->count;
+        return;
+    default:
+        return;
+    }
+}
+
+double te_field_number(const te_field *field, const void *args)
+{
+    const void *member = te_field_member(field, args);
+    switch (field->kind) {
+    case TE_FIELD_FLOAT:
+        return (double)*(const float *)member;
+    case TE_FIELD_DOUBLE:
+        return *(const double *)member;
+    case TE_FIELD_INT32:
+    case TE_FIELD_ENUM:
+        return (double)*(const int32_t *)member;
+    case TE_FIELD_INT64:
+        return (double)*(const int64_t *)member;
+    case TE_FIELD_BIT:
+        return (*(const uint32_t *)member & (uint32_t)field->count) != 0U;
+    default:
+        return 0.0;
+    }
+}
+
+void te_op_initial(te_op op, void *args)
+{
+    const te_op_info *info = &infos[op];
+    memset(args, 0, info->size);
+    *(size_t *)args = info->size;
+    for (int32_t i = 0; i < info->field_count; i++) {
+        te_field_set_number(&info->fields[i], args, info->fields[i].initial);
+    }
+}

@@ -1,0 +1,275 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * fields.h - the one list of each operator's fields.
+ *
+ * X(op, name, member, required, access, form, dtypes, count, initial): `name` is the keyword in
+ * Python, the key of a plug-in's view and, through te_at_<op>_<name>, the position by which a stage
+ * of a plan speaks of the field. The kind follows from the type of the member. Required fields come
+ * first in a Python signature, in this order. TE_SUMMARY_<op> is the operator in one sentence.
+ */
+#ifndef TE_CORE_FIELDS_H
+#define TE_CORE_FIELDS_H
+
+#include "transformer_engine.h"
+
+/* Rows of the lists. IN, OUT: a tensor that must be there; the others may be left out. */
+#define TE_IN(X, op, name, form, dtypes) X(op, name, name, 1, READ, form, dtypes, 0, 0)
+#define TE_OPT(X, op, name, form, dtypes) X(op, name, name, 0, READ, form, dtypes, 0, 0)
+#define TE_OUT(X, op, name, form, dtypes) X(op, name, name, 1, WRITE, form, dtypes, 0, 0)
+#define TE_OPT_OUT(X, op, name, form, dtypes) X(op, name, name, 0, WRITE, form, dtypes, 0, 0)
+#define TE_NUMBER(X, op, name, initial) X(op, name, name, 0, READ, NONE, ANY, 0, initial)
+#define TE_BIT(X, op, name, bit) X(op, name, flags, 0, READ, NONE, ANY, bit, 0)
+#define TE_WORKSPACE(X, op) X(op, workspace, workspace, 0, WRITE, NONE, ANY, 0, 0)
+
+/* The forms of an operand that is read; `prefix` is part of the names. */
+#define TE_OPERAND(X, op, prefix, member)                                                          \
+    X(op, prefix##mode, member.mode, 0, READ, NONE, ANY, 0, 0)                                     \
+    X(op, prefix##row, member.row, 0, READ, MATRIX, FP8, 0, 0)                                     \
+    X(op, prefix##row_scales, member.row_scales, 0, READ, VECTOR, F32, 0, 0)                       \
+    X(op, prefix##column, member.column, 0, READ, MATRIX, FP8, 0, 0)                               \
+    X(op, prefix##column_scales, member.column_scales, 0, READ, VECTOR, F32, 0, 0)
+
+/* What a casting operator is asked for. */
+#define TE_CAST_TO_FP8(X, op)                                                                      \
+    X(op, mode, cast.result.mode, 0, READ, NONE, ANY, 0, 0)                                        \
+    X(op, row, cast.result.row, 0, WRITE, MATRIX, FP8, 0, 0)                                       \
+    X(op, row_scales, cast.result.row_scales, 0, WRITE, VECTOR, F32, 0, 0)                         \
+    X(op, column, cast.result.column, 0, WRITE, MATRIX, FP8, 0, 0)                                 \
+    X(op, column_scales, cast.result.column_scales, 0, WRITE, VECTOR, F32, 0, 0)                   \
+    X(op, scale, cast.scale, 0, READ, NONE, F32, 1, 0)                                             \
+    X(op, amax, cast.amax, 0, UPDATE, NONE, F32, 1, 0)                                             \
+    X(op, partials, cast.partials, 0, READ, NONE, F32, TE_AMAX_PARTIALS, 0)                        \
+    X(op, amax_epsilon, cast.amax_epsilon, 0, READ, NONE, ANY, 0, 0)                               \
+    X(op, power_2_scale, cast.power_2_scale, 0, READ, NONE, ANY, 0, 0)
+#define TE_CAST_ANY(X, op)                                                                         \
+    X(op, wide, cast.result.wide, 0, WRITE, MATRIX, NUMBERS, 0, 0)                                 \
+    TE_CAST_TO_FP8(X, op)                                                                          \
+    X(op, amax_partials, cast.amax_partials, 0, WRITE, NONE, F32, TE_AMAX_PARTIALS, 0)
+
+#define TE_ACTIVATION_PARAMS(X, op)                                                                \
+    X(op, limit, params.limit, 0, READ, NONE, ANY, 0, 7.0)                                         \
+    X(op, alpha, params.alpha, 0, READ, NONE, ANY, 0, 1.702)                                       \
+    X(op, linear_offset, params.linear_offset, 0, READ, NONE, ANY, 0, 1.0)
+#define TE_KIND(X, op) X(op, kind, kind, 1, READ, NONE, ANY, 0, 0)
+#define TE_RNG(X, op) X(op, rng, rng, 0, READ, NONE, ANY, 2, 0)
+#define TE_DROPS(X, op)                                                                            \
+    TE_RNG(X, op)                                                                                  \
+    TE_NUMBER(X, op, dropout, 0) TE_NUMBER(X, op, drop_path, 0) TE_NUMBER(X, op, samples, 1)
+
+#define TE_SUMMARY_quantize                                                                        \
+    "Cast a matrix to FP8, row-wise and (or) transposed; its amax and column sums."
+#define TE_FIELDS_quantize(X)                                                                      \
+    TE_IN(X, quantize, input, MATRIX, NUMBERS)                                                     \
+    TE_CAST_TO_FP8(X, quantize)                                                                    \
+    TE_OPT_OUT(X, quantize, bias_grad, VECTOR, NUMBERS)                                            \
+    X(quantize, noop, noop, 0, READ, NONE, F32, 1, 0)                                              \
+    TE_WORKSPACE(X, quantize)
+
+#define TE_SUMMARY_dequantize                                                                      \
+    "output = data / scale, from `row`, or from `column` where that is None."
+#define TE_FIELDS_dequantize(X)                                                                    \
+    TE_OUT(X, dequantize, output, MATRIX, NUMBERS)                                                 \
+    TE_OPERAND(X, dequantize, , input)
+
+#define TE_SUMMARY_amax "Write AMAX_PARTIALS partial maxima of |input|."
+#define TE_FIELDS_amax(X)                                                                          \
+    TE_IN(X, amax, input, MATRIX, NUMBERS)                                                         \
+    X(amax, partials, partials, 1, WRITE, NONE, F32, TE_AMAX_PARTIALS, 0)
+
+#define TE_SUMMARY_transpose "Transpose one-byte elements."
+#define TE_FIELDS_transpose(X)                                                                     \
+    TE_IN(X, transpose, input, MATRIX, ANY) TE_OUT(X, transpose, output, MATRIX, ANY)
+
+#define TE_SUMMARY_gemm                                                                            \
+    "d = epilogue(a b + bias), in FP8 from `a_row`, `b_row`, ... or in high precision."
+#define TE_FIELDS_gemm(X)                                                                          \
+    TE_OUT(X, gemm, d, MATRIX, ANY)                                                                \
+    X(gemm, a, a.wide, 0, READ, MATRIX, NUMBERS, 0, 0)                                             \
+    TE_OPERAND(X, gemm, a_, a)                                                                     \
+    X(gemm, b, b.wide, 0, READ, MATRIX, NUMBERS, 0, 0)                                             \
+    TE_OPERAND(X, gemm, b_, b)                                                                     \
+    TE_NUMBER(X, gemm, a_transposed, 0)                                                            \
+    TE_NUMBER(X, gemm, b_transposed, 0)                                                            \
+    TE_OPT(X, gemm, bias, VECTOR, NUMBERS)                                                         \
+    TE_OPT_OUT(X, gemm, bias_grad, VECTOR, NUMBERS)                                                \
+    TE_OPT_OUT(X, gemm, aux, MATRIX, NUMBERS)                                                      \
+    X(gemm, d_scale, d_scale, 0, READ, NONE, F32, 1, 0)                                            \
+    X(gemm, d_amax, d_amax, 0, UPDATE, NONE, F32, 1, 0)                                            \
+    TE_NUMBER(X, gemm, epilogue, 0)                                                                \
+    TE_BIT(X, gemm, accumulate, TE_GEMM_ACCUMULATE)                                                \
+    TE_BIT(X, gemm, fast_accumulation, TE_GEMM_FAST_ACCUMULATION)                                  \
+    TE_BIT(X, gemm, allow_tf32, TE_GEMM_ALLOW_TF32)                                                \
+    TE_WORKSPACE(X, gemm)
+
+#define TE_SUMMARY_scaling_update "Update a chunk of delayed-scaling slots in place."
+#define TE_FIELDS_scaling_update(X)                                                                \
+    X(scaling_update, scale, scale, 1, WRITE, VECTOR, F32, 0, 0)                                   \
+    X(scaling_update, history, history, 1, UPDATE, MATRIX, F32, 0, 0)                              \
+    X(scaling_update, fp8_max, fp8_max, 1, READ, NONE, ANY, 0, 0)                                  \
+    TE_NUMBER(X, scaling_update, algo, TE_AMAX_MAX)
+
+#define TE_SUMMARY_fill "Set every element."
+#define TE_FIELDS_fill(X)                                                                          \
+    TE_OUT(X, fill, output, MATRIX, ANY) X(fill, value, value, 1, READ, NONE, ANY, 0, 0)
+
+#define TE_SUMMARY_cast "Convert and copy between strided matrices."
+#define TE_FIELDS_cast(X) TE_IN(X, cast, input, MATRIX, ANY) TE_OUT(X, cast, output, MATRIX, ANY)
+
+#define TE_SUMMARY_norm "Normalize rows, times gamma plus beta; to high precision and (or) FP8."
+#define TE_FIELDS_norm(X)                                                                          \
+    TE_IN(X, norm, input, MATRIX, NUMBERS)                                                         \
+    TE_KIND(X, norm)                                                                               \
+    TE_OPT(X, norm, gamma, VECTOR, NUMBERS)                                                        \
+    TE_OPT(X, norm, beta, VECTOR, NUMBERS)                                                         \
+    X(norm, mean, mean, 0, UPDATE, VECTOR, F32, 0, 0)                                              \
+    X(norm, rsigma, rsigma, 0, UPDATE, VECTOR, F32, 0, 0)                                          \
+    TE_CAST_ANY(X, norm)                                                                           \
+    TE_NUMBER(X, norm, eps, 1e-5)                                                                  \
+    TE_BIT(X, norm, zero_centered, TE_NORM_ZERO_CENTERED)                                          \
+    TE_BIT(X, norm, statistics_given, TE_NORM_STATISTICS_GIVEN)                                    \
+    TE_WORKSPACE(X, norm)
+
+#define TE_SUMMARY_norm_backward "Gradients of norm."
+#define TE_FIELDS_norm_backward(X)                                                                 \
+    TE_IN(X, norm_backward, grad_output, MATRIX, NUMBERS)                                          \
+    TE_IN(X, norm_backward, input, MATRIX, NUMBERS)                                                \
+    TE_KIND(X, norm_backward)                                                                      \
+    TE_IN(X, norm_backward, rsigma, VECTOR, F32)                                                   \
+    TE_OPT(X, norm_backward, mean, VECTOR, F32)                                                    \
+    TE_OPT(X, norm_backward, gamma, VECTOR, NUMBERS)                                               \
+    TE_OPT(X, norm_backward, grad_add, MATRIX, NUMBERS)                                            \
+    TE_OPT_OUT(X, norm_backward, grad_input, MATRIX, NUMBERS)                                      \
+    TE_OPT_OUT(X, norm_backward, gamma_grad, VECTOR, NUMBERS)                                      \
+    TE_OPT_OUT(X, norm_backward, beta_grad, VECTOR, NUMBERS)                                       \
+    TE_BIT(X, norm_backward, zero_centered, TE_NORM_ZERO_CENTERED)                                 \
+    TE_WORKSPACE(X, norm_backward)
+
+#define TE_SUMMARY_activation                                                                      \
+    "Activate rows (gated: two halves to one); to high precision and (or) FP8."
+#define TE_FIELDS_activation(X)                                                                    \
+    TE_IN(X, activation, input, MATRIX, NUMBERS)                                                   \
+    TE_KIND(X, activation)                                                                         \
+    TE_CAST_ANY(X, activation)                                                                     \
+    TE_ACTIVATION_PARAMS(X, activation)                                                            \
+    TE_WORKSPACE(X, activation)
+
+#define TE_SUMMARY_activation_backward                                                             \
+    "Gradient of activation, to high precision and (or) FP8, and its column sums."
+#define TE_FIELDS_activation_backward(X)                                                           \
+    TE_IN(X, activation_backward, grad_output, MATRIX, NUMBERS)                                    \
+    TE_IN(X, activation_backward, input, MATRIX, NUMBERS)                                          \
+    TE_KIND(X, activation_backward)                                                                \
+    TE_CAST_ANY(X, activation_backward)                                                            \
+    TE_OPT_OUT(X, activation_backward, bias_grad, VECTOR, NUMBERS)                                 \
+    TE_ACTIVATION_PARAMS(X, activation_backward)                                                   \
+    TE_WORKSPACE(X, activation_backward)
+
+#define TE_SUMMARY_softmax                                                                         \
+    "Softmax of scale * input + bias over the keys that a query may attend, with dropout."
+#define TE_FIELDS_softmax(X)                                                                       \
+    TE_IN(X, softmax, input, DIMS, NUMBERS)                                                        \
+    TE_OUT(X, softmax, output, DIMS, NUMBERS)                                                      \
+    TE_OPT(X, softmax, mask, DIMS, MASK)                                                           \
+    TE_OPT(X, softmax, bias, DIMS, NUMBERS)                                                        \
+    TE_OPT_OUT(X, softmax, probabilities, DIMS, NUMBERS)                                           \
+    TE_RNG(X, softmax)                                                                             \
+    TE_NUMBER(X, softmax, scale, 1)                                                                \
+    TE_NUMBER(X, softmax, dropout, 0)                                                              \
+    TE_NUMBER(X, softmax, window_left, -1)                                                         \
+    TE_NUMBER(X, softmax, window_right, -1)                                                        \
+    TE_NUMBER(X, softmax, diagonal, 0)
+
+#define TE_SUMMARY_softmax_backward "Gradient of softmax."
+#define TE_FIELDS_softmax_backward(X)                                                              \
+    TE_IN(X, softmax_backward, grad_output, DIMS, NUMBERS)                                         \
+    TE_IN(X, softmax_backward, probabilities, DIMS, NUMBERS)                                       \
+    TE_OUT(X, softmax_backward, grad_input, DIMS, NUMBERS)                                         \
+    TE_RNG(X, softmax_backward)                                                                    \
+    TE_NUMBER(X, softmax_backward, scale, 1)                                                       \
+    TE_NUMBER(X, softmax_backward, dropout, 0)
+
+/* What attention and its gradient read. */
+#define TE_ATTENDED(X, op, name) X(op, name, problem.name, 1, READ, DIMS, NUMBERS, 0, 0)
+#define TE_PROBLEM(X, op)                                                                          \
+    X(op, mask, problem.mask, 0, READ, DIMS, MASK, 0, 0)                                           \
+    X(op, bias, problem.bias, 0, READ, DIMS, NUMBERS, 0, 0)                                        \
+    X(op, query_lengths, problem.query_lengths, 0, READ, VECTOR, I32, 0, 0)                        \
+    X(op, key_lengths, problem.key_lengths, 0, READ, VECTOR, I32, 0, 0)                            \
+    X(op, rng, problem.rng, 0, READ, NONE, ANY, 2, 0)                                              \
+    X(op, scale, problem.scale, 0, READ, NONE, ANY, 0, 1)                                          \
+    X(op, dropout, problem.dropout, 0, READ, NONE, ANY, 0, 0)                                      \
+    X(op, window_left, problem.window_left, 0, READ, NONE, ANY, 0, -1)                             \
+    X(op, window_right, problem.window_right, 0, READ, NONE, ANY, 0, -1)                           \
+    X(op, diagonal, problem.diagonal, 0, READ, NONE, ANY, 0, 0)                                    \
+    X(op, bottom_right, problem.bottom_right, 0, READ, NONE, ANY, 0, 0)
+
+#define TE_SUMMARY_attention                                                                       \
+    "dropout(softmax(scale * query key + bias)) value, without a matrix of scores."
+#define TE_FIELDS_attention(X)                                                                     \
+    TE_ATTENDED(X, attention, query)                                                               \
+    TE_ATTENDED(X, attention, key)                                                                 \
+    TE_ATTENDED(X, attention, value)                                                               \
+    TE_OUT(X, attention, output, DIMS, NUMBERS)                                                    \
+    TE_OPT_OUT(X, attention, statistics, DIMS, F32)                                                \
+    TE_PROBLEM(X, attention)                                                                       \
+    TE_WORKSPACE(X, attention)
+
+#define TE_SUMMARY_attention_backward "Gradients of attention."
+#define TE_FIELDS_attention_backward(X)                                                            \
+    TE_IN(X, attention_backward, grad_output, DIMS, NUMBERS)                                       \
+    TE_ATTENDED(X, attention_backward, query)                                                      \
+    TE_ATTENDED(X, attention_backward, key)                                                        \
+    TE_ATTENDED(X, attention_backward, value)                                                      \
+    TE_IN(X, attention_backward, output, DIMS, NUMBERS)                                            \
+    TE_IN(X, attention_backward, statistics, DIMS, F32)                                            \
+    TE_OPT_OUT(X, attention_backward, grad_query, DIMS, NUMBERS)                                   \
+    TE_OPT_OUT(X, attention_backward, grad_key, DIMS, NUMBERS)                                     \
+    TE_OPT_OUT(X, attention_backward, grad_value, DIMS, NUMBERS)                                   \
+    TE_OPT_OUT(X, attention_backward, grad_bias, DIMS, NUMBERS)                                    \
+    TE_PROBLEM(X, attention_backward)                                                              \
+    TE_WORKSPACE(X, attention_backward)
+
+#define TE_SUMMARY_dropout_add "output = residual + drop_path(dropout(input + bias))."
+#define TE_FIELDS_dropout_add(X)                                                                   \
+    TE_IN(X, dropout_add, input, MATRIX, NUMBERS)                                                  \
+    TE_OUT(X, dropout_add, output, MATRIX, NUMBERS)                                                \
+    TE_OPT(X, dropout_add, bias, VECTOR, NUMBERS)                                                  \
+    TE_OPT(X, dropout_add, residual, MATRIX, NUMBERS)                                              \
+    TE_DROPS(X, dropout_add)
+
+#define TE_SUMMARY_dropout_backward "Gradients of dropout_add with respect to input and bias."
+#define TE_FIELDS_dropout_backward(X)                                                              \
+    TE_IN(X, dropout_backward, grad_output, MATRIX, NUMBERS)                                       \
+    TE_OPT_OUT(X, dropout_backward, grad_input, MATRIX, NUMBERS)                                   \
+    TE_OPT_OUT(X, dropout_backward, bias_grad, VECTOR, NUMBERS)                                    \
+    TE_DROPS(X, dropout_backward)                                                                  \
+    TE_WORKSPACE(X, dropout_backward)
+
+#define TE_SUMMARY_rope "Rotary position embedding, or its transposed map."
+#define TE_FIELDS_rope(X)                                                                          \
+    TE_IN(X, rope, input, DIMS, NUMBERS)                                                           \
+    TE_OUT(X, rope, output, DIMS, NUMBERS)                                                         \
+    TE_IN(X, rope, freqs, MATRIX, F32)                                                             \
+    TE_OPT(X, rope, cu_seqlens, VECTOR, I32)                                                       \
+    TE_OPT(X, rope, start_positions, VECTOR, I32)                                                  \
+    TE_NUMBER(X, rope, interleaved, 0)                                                             \
+    TE_NUMBER(X, rope, backward, 0)
+
+/* Positions in the lists: te_at_norm_gamma, ... */
+#define X_AT(op, name, ...) te_at_##op##_##name,
+#define X(NAME, op) enum { TE_FIELDS_##op(X_AT) te_field_count_##op };
+TE_OPS(X)
+#undef X
+
+/* Sets a number, an enum or a bit; a field of another kind stays as it is. */
+void te_field_set_number(const te_field *field, void *args, double value);
+/* The value of one; 0 for a field of another kind. */
+double te_field_number(const te_field *field, const void *args);
+
+/* Where a field lies. Data comes first in a tensor: the same for pointers. */
+static inline const void *te_field_member(const te_field *field, const void *args)
+{
+    return (const char *)args + field->offset;
+}
+
+#endif

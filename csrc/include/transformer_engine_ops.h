@@ -1,0 +1,453 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * transformer_engine_ops.h - public C API: the operators, what each computes and its args struct.
+ *
+ * Part of transformer_engine.h, which has the types of everything here.
+ */
+#ifndef TRANSFORMER_ENGINE_OPS_H
+#define TRANSFORMER_ENGINE_OPS_H
+
+#ifndef TRANSFORMER_ENGINE_H
+#error "include transformer_engine.h, which includes this file"
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- operators ---------------------------------------------------------------------------- */
+
+/* The one list of operators: X(ENUM, name). te_<name>(context, &te_<name>_args, stream) runs it. */
+#define TE_OPS(X)                                                                                  \
+    X(QUANTIZE, quantize)                                                                          \
+    X(DEQUANTIZE, dequantize)                                                                      \
+    X(AMAX, amax)                                                                                  \
+    X(TRANSPOSE, transpose)                                                                        \
+    X(GEMM, gemm)                                                                                  \
+    X(SCALING_UPDATE, scaling_update)                                                              \
+    X(FILL, fill)                                                                                  \
+    X(CAST, cast)                                                                                  \
+    X(NORM, norm)                                                                                  \
+    X(NORM_BACKWARD, norm_backward)                                                                \
+    X(ACTIVATION, activation)                                                                      \
+    X(ACTIVATION_BACKWARD, activation_backward)                                                    \
+    X(SOFTMAX, softmax)                                                                            \
+    X(SOFTMAX_BACKWARD, softmax_backward)                                                          \
+    X(ATTENTION, attention)                                                                        \
+    X(ATTENTION_BACKWARD, attention_backward)                                                      \
+    X(DROPOUT_ADD, dropout_add)                                                                    \
+    X(DROPOUT_BACKWARD, dropout_backward)                                                          \
+    X(ROPE, rope)
+
+typedef enum te_op {
+#define X(NAME, name) TE_OP_##NAME,
+    TE_OPS(X)
+#undef X
+        TE_OP_COUNT
+} te_op;
+
+TE_API const char *te_op_name(te_op op);
+
+/* Every args struct begins with its size, set by the caller to sizeof: later versions append
+ * fields. */
+
+/* Casts a matrix, and sums its columns. With mode NONE nothing is cast: amax and sums only. Scales,
+ * where wanted, are written also when rows or columns are 0. A non-zero *noop leaves every output
+ * untouched. */
+typedef struct te_quantize_args {
+    size_t size;
+    te_tensor input;      /* [rows, columns] f32, f16, bf16; unit column stride, any row stride */
+    te_cast_request cast; /* but for `wide` and `amax_partials` */
+    te_tensor bias_grad;  /* [columns] f32, f16, bf16: column sums in fp32; data NULL: not wanted */
+    const float *noop;    /* device float or NULL */
+    void *workspace;      /* te_op_workspace bytes; NULL if 0 */
+    size_t workspace_size;
+} te_quantize_args;
+
+/* x = q * inverse scale, from the row-wise data, or from the column-wise data where there is none.
+ */
+typedef struct te_dequantize_args {
+    size_t size;
+    te_operand input; /* but for `wide` */
+    te_tensor output; /* [rows, columns] f32, f16, bf16; unit column stride */
+} te_dequantize_args;
+
+/* Partial maxima of |x|, NaN ignored; their maximum is the amax. All TE_AMAX_PARTIALS entries are
+ * written (unused ones with 0), so nothing has to be cleared before. */
+typedef struct te_amax_args {
+    size_t size;
+    te_tensor input; /* [rows, columns] f32, f16, bf16; unit column stride */
+    float *partials; /* device float[TE_AMAX_PARTIALS] */
+} te_amax_args;
+
+/* output[c, r] = input[r, c] of one-byte elements (FP8, u8); columns of output beyond the input's
+ * rows are zeroed. */
+typedef struct te_transpose_args {
+    size_t size;
+    te_tensor input;  /* [rows, columns] */
+    te_tensor output; /* [columns, >= rows] */
+} te_transpose_args;
+
+typedef enum te_epilogue { TE_EPILOGUE_NONE = 0, TE_EPILOGUE_GELU = 1 } te_epilogue; /* tanh GELU */
+
+enum {
+    TE_GEMM_ACCUMULATE = 1,        /* d += ... (d f32 or bf16, no bias or epilogue) */
+    TE_GEMM_FAST_ACCUMULATION = 2, /* FP8: less precise accumulation that is faster on Hopper */
+    TE_GEMM_ALLOW_TF32 = 4         /* f32 operands may be rounded to TF32 */
+};
+
+/* d[m, n] = epilogue(a[m, k] b[k, n] + bias), accumulated in fp32; with a_transposed the matrix of
+ * the operand `a` is [k, m], with b_transposed that of `b` [n, k]. Operands: both in high precision
+ * (mode NONE: `wide`), of one dtype; or each e4m3 or e5m2 (not both e5m2), padded to k % 16 == 0.
+ * Of quantized data that form is read whose rows run along k: of a `row`, or `column` if it is
+ * transposed; of b `column`, or `row` if it is transposed. m == 0 or n == 0 does nothing; k == 0
+ * gives d = bias (or leaves d when accumulating). bias_grad, where given, receives the sums of a
+ * over k (bias gradient of the weight-gradient GEMM, whose a is the transposed output gradient);
+ * high precision only. */
+typedef struct te_gemm_args {
+    size_t size;
+    te_operand a, b;
+    int32_t a_transposed, b_transposed;
+    te_tensor d;    /* [m, n] f32, f16, bf16, or FP8 with d_scale; unit column stride */
+    te_tensor bias; /* [n]; d's dtype in high precision; with FP8 operands f16 if d is f16, else
+                       bf16 */
+    te_tensor bias_grad; /* [m] in the dtype of the operands; data NULL: not wanted */
+    te_tensor aux; /* [m, n] receives the value before the activation; data NULL: not wanted */
+    const float *d_scale; /* device float: FP8 output = saturate(value * *d_scale) */
+    float *d_amax;        /* device float: max-accumulates max|value| of an FP8 output, or NULL */
+    te_epilogue epilogue;
+    uint32_t flags; /* TE_GEMM_* */
+    void *workspace;
+    size_t workspace_size;
+} te_gemm_args;
+
+typedef enum te_amax_algo { TE_AMAX_MAX = 0, TE_AMAX_MOST_RECENT = 1 } te_amax_algo;
+
+/* One update of a chunk of delayed-scaling slots, in place (see core/scaling_math.h). */
+typedef struct te_scaling_update_args {
+    size_t size;
+    te_tensor scale; /* [slots] f32 */
+    te_tensor
+        history;   /* [length, slots] f32; row 0 accumulates, the newest finished step is last */
+    float fp8_max; /* largest FP8 value times 2^-margin */
+    te_amax_algo algo;
+} te_scaling_update_args;
+
+typedef struct te_fill_args {
+    size_t size;
+    te_tensor output; /* [rows, columns] any dtype, unit column stride */
+    double value;     /* rounded to the dtype (FP8 saturates) */
+} te_fill_args;
+
+/* Converts and copies between strided matrices. input smaller than output: the rest is zeroed;
+ * output smaller: the surplus of input is not read. Same dtype: bits are kept. */
+typedef struct te_cast_args {
+    size_t size;
+    te_tensor input; /* [rows, columns] f32, f16, bf16 (any dtype when output has the same) */
+    te_tensor output;
+} te_cast_args;
+
+/* ---- operators of a Transformer layer ------------------------------------------------------ */
+
+typedef enum te_norm_kind {
+    TE_NORM_LAYERNORM = 0, /* (x - mean) * rsigma, rsigma = rsqrt(var + eps), var biased */
+    TE_NORM_RMSNORM = 1,   /* x * rsigma, rsigma = rsqrt(mean of squares + eps) */
+    TE_NORM_L2 = 2         /* x * rsigma, rsigma = rsqrt(sum of squares + eps) */
+} te_norm_kind;
+
+enum {
+    TE_NORM_ZERO_CENTERED = 1,   /* the factor is 1 + gamma */
+    TE_NORM_STATISTICS_GIVEN = 2 /* mean and rsigma are read instead of computed and written */
+};
+
+/* normalized(input) * gamma + beta per row, in fp32, cast as asked. NaN and Inf propagate as in the
+ * formula. 0 columns are INVALID. */
+typedef struct te_norm_args {
+    size_t size;
+    te_norm_kind kind;
+    uint32_t flags;   /* TE_NORM_ZERO_CENTERED, TE_NORM_STATISTICS_GIVEN */
+    te_tensor input;  /* [rows, columns] f32, f16, bf16; unit column stride, any row stride */
+    te_tensor gamma;  /* [columns] f32, f16, bf16; data NULL: 1 */
+    te_tensor beta;   /* [columns] in the dtype of gamma; data NULL: 0; LAYERNORM only */
+    te_tensor mean;   /* [rows] f32; LAYERNORM only; data NULL: not wanted */
+    te_tensor rsigma; /* [rows] f32; data NULL: not wanted */
+    te_cast_request cast;
+    float eps;
+    void *workspace;
+    size_t workspace_size;
+} te_norm_args;
+
+/* Gradients of te_norm. With dz = grad_output + grad_add, w = gamma (or 1 + gamma, or 1) and xhat
+ * the normalized input: gamma_grad = column sums of dz * xhat, beta_grad = column sums of dz, and
+ * grad_input = rsigma * (dz w - c1 - xhat * c2), c1 = row mean of dz w (LAYERNORM, else 0), c2 =
+ * row mean of dz w xhat (row sum for L2). fp32, in a fixed order: bitwise repeatable. */
+typedef struct te_norm_backward_args {
+    size_t size;
+    te_norm_kind kind;
+    uint32_t flags;        /* TE_NORM_ZERO_CENTERED */
+    te_tensor grad_output; /* [rows, columns] f32, f16, bf16 */
+    te_tensor grad_add;    /* [rows, columns] in the dtype of grad_output; data NULL: none */
+    te_tensor input;       /* [rows, columns] f32, f16, bf16 */
+    te_tensor gamma;       /* [columns]; data NULL: 1 */
+    te_tensor mean;        /* [rows] f32; LAYERNORM only */
+    te_tensor rsigma;      /* [rows] f32 */
+    te_tensor grad_input;  /* [rows, columns] f32, f16, bf16; data NULL: not wanted */
+    te_tensor gamma_grad;  /* [columns] f32, f16, bf16; data NULL: not wanted */
+    te_tensor beta_grad;   /* [columns]; LAYERNORM only; data NULL: not wanted */
+    void *workspace;
+    size_t workspace_size;
+} te_norm_backward_args;
+
+/* X(ENUM, name, gated). A gated activation takes [rows, 2 columns]: the first half, a, is
+ * activated, the second, b, multiplies it. With s the logistic function:
+ * - gelu: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); qgelu: x s(1.702 x)
+ * - relu: max(x, 0); srelu: max(x, 0)^2
+ * - silu: x s(x); glu: s(a) b
+ * - clamped_swiglu: a' s(alpha a') (b' + linear_offset), a' = min(a, limit), b' = clamp(b, +-limit)
+ */
+#define TE_ACTIVATIONS(X)                                                                          \
+    X(GELU, gelu, 0)                                                                               \
+    X(GEGLU, geglu, 1)                                                                             \
+    X(QGELU, qgelu, 0)                                                                             \
+    X(QGEGLU, qgeglu, 1)                                                                           \
+    X(RELU, relu, 0)                                                                               \
+    X(REGLU, reglu, 1)                                                                             \
+    X(SRELU, srelu, 0)                                                                             \
+    X(SREGLU, sreglu, 1)                                                                           \
+    X(SILU, silu, 0)                                                                               \
+    X(SWIGLU, swiglu, 1)                                                                           \
+    X(GLU, glu, 1)                                                                                 \
+    X(CLAMPED_SWIGLU, clamped_swiglu, 1)
+
+typedef enum te_activation_kind {
+#define X(NAME, name, gated) TE_ACTIVATION_##NAME,
+    TE_ACTIVATIONS(X)
+#undef X
+        TE_ACTIVATION_COUNT
+} te_activation_kind;
+
+TE_API const char *te_activation_name(te_activation_kind kind); /* "invalid" for a bad value */
+TE_API int te_activation_is_gated(te_activation_kind kind);
+
+/* Numbers of clamped_swiglu; the other kinds ignore them. */
+typedef struct te_activation_params {
+    float limit, alpha, linear_offset;
+} te_activation_params;
+
+/* activation(input) in fp32, cast as asked. */
+typedef struct te_activation_args {
+    size_t size;
+    te_activation_kind kind;
+    te_activation_params params;
+    te_tensor input; /* [rows, columns] (gated: [rows, 2 columns]) f32, f16, bf16 */
+    te_cast_request cast;
+    void *workspace;
+    size_t workspace_size;
+} te_activation_args;
+
+/* grad_output * activation'(input) in fp32, cast as asked, with the column sums of the fp32 values
+ * as the bias gradient of the linear layer before. The derivative of relu and srelu at 0 is 0; of a
+ * clamped value it is 0 outside of the limit and 1 at it. `wide` may be the memory of grad_output
+ * where the activation is not gated. */
+typedef struct te_activation_backward_args {
+    size_t size;
+    te_activation_kind kind;
+    te_activation_params params;
+    te_tensor grad_output; /* [rows, columns] f32, f16, bf16 */
+    te_tensor input;       /* [rows, columns] (gated: [rows, 2 columns]) f32, f16, bf16 */
+    te_cast_request cast;  /* shape of input */
+    te_tensor bias_grad;   /* [columns of input] f32, f16, bf16; data NULL: not wanted */
+    void *workspace;
+    size_t workspace_size;
+} te_activation_backward_args;
+
+/* Random decisions are Philox4x32-10 (core/philox.h): `rng` is a device int64[2] {seed, offset};
+ * element i of a tensor takes word i % 4 of counter offset + i / 4, u = (word >> 8) * 2^-24, and is
+ * kept if u >= p; what is kept is multiplied by 1 / (1 - p) (0 everywhere for p = 1). The same bits
+ * on every backend. */
+
+/* Softmax over the keys of scale * input + bias, in fp32. Query i may attend keys
+ * i + diagonal - window_left .. i + diagonal + window_right (a negative window: no limit on that
+ * side; causal: right = 0) that `mask` does not forbid; a score of -Inf forbids too. Forbidden keys
+ * get 0, so a row with no key is 0; NaN or +Inf among the other scores makes all of these NaN. What
+ * dropout drops is 0. Element order for dropout: dense [batch, heads, queries, keys]. */
+typedef struct te_softmax_args {
+    size_t size;
+    te_tensor input;  /* [batch, heads, queries, keys] f32, f16, bf16; unit last stride */
+    te_tensor mask;   /* u8, each dim 1 or the input's; non-zero: masked out; data NULL: none */
+    te_tensor bias;   /* f32, f16, bf16, each dim 1 or the input's; data NULL: none */
+    te_tensor output; /* as input: with dropout */
+    te_tensor probabilities; /* as input: without dropout; data NULL: not wanted */
+    const int64_t *rng;      /* NULL where dropout is 0 */
+    float scale, dropout;
+    int64_t window_left, window_right, diagonal;
+} te_softmax_args;
+
+/* grad_input = scale * p * (dp - sum over keys of dp * p), dp = grad_output through the dropout. */
+typedef struct te_softmax_backward_args {
+    size_t size;
+    te_tensor grad_output;   /* [batch, heads, queries, keys] f32, f16, bf16; unit last stride */
+    te_tensor probabilities; /* as grad_output: without dropout */
+    te_tensor grad_input;    /* as grad_output; may be the same memory */
+    const int64_t *rng;
+    float scale, dropout;
+} te_softmax_backward_args;
+
+/* Which query attends which key, and how much: what te_attention and its gradient read. Query head
+ * h goes with key and value head h / (heads / kv_heads). Scores are scale * query . key + bias;
+ * mask, window, NaN, Inf and dropout are as in te_softmax, over [batch, heads, queries, keys]. Of a
+ * sequence with a length, tokens from there on are not read: such a query attends nothing, such a
+ * key is attended by none. A forbidden key adds nothing, whatever its key and value hold. */
+typedef struct te_attention_problem {
+    te_tensor query; /* [batch, queries, heads, d_k] f32, f16, bf16; unit last stride, any others */
+    te_tensor key;   /* [batch, keys, kv_heads, d_k]; dtype of query; kv_heads divides heads */
+    te_tensor value; /* [batch, keys, kv_heads, d_v]; dtype of query */
+    te_tensor mask;  /* u8, each dim 1 or the scores'; non-zero: masked out; data NULL: none */
+    te_tensor bias;  /* f32, f16, bf16, each dim 1 or the scores'; data NULL: none */
+    te_tensor query_lengths, key_lengths; /* [batch] i32, 0 to queries or keys; data NULL: all */
+    const int64_t *rng;                   /* NULL where dropout is 0 */
+    float scale, dropout;
+    int64_t window_left, window_right, diagonal;
+    int32_t bottom_right; /* the diagonal is further right by (keys - queries) of each sequence */
+} te_attention_problem;
+
+/* output = dropout(softmax(scores)) value, block by block in fp32: no matrix of scores is kept. The
+ * statistic of a query is the logarithm of the sum of its exponentiated scores: -Inf where it
+ * attends no key (its output is 0), NaN where its output is NaN. CPU alone. */
+typedef struct te_attention_args {
+    size_t size;
+    te_attention_problem problem;
+    te_tensor output; /* [batch, queries, heads, d_v]; dtype of query; any strides but the last */
+    te_tensor statistics; /* [batch, heads, queries] f32, dense; data NULL: not wanted */
+    void *workspace;
+    size_t workspace_size;
+} te_attention_args;
+
+/* Gradients of te_attention, from its output and statistics. Sums are fp32 in a fixed order:
+ * bitwise repeatable. Results may be views into one packed buffer. CPU alone. */
+typedef struct te_attention_backward_args {
+    size_t size;
+    te_attention_problem problem;               /* as in the forward */
+    te_tensor grad_output;                      /* as output */
+    te_tensor output;                           /* of the forward */
+    te_tensor statistics;                       /* of the forward */
+    te_tensor grad_query, grad_key, grad_value; /* shape and dtype of each; any strides but the
+                                                   last; data NULL: not wanted */
+    te_tensor grad_bias; /* shape of bias: summed over its dims of 1; f32, f16, bf16; data NULL: not
+                            wanted */
+    void *workspace;
+    size_t workspace_size;
+} te_attention_backward_args;
+
+/* output = residual + drop_path(dropout(input + bias)). drop_path keeps or drops rows / samples
+ * rows at a time; its decisions are elements 0 .. samples - 1 of a stream that begins at offset +
+ * ceil(rows * columns / 4). */
+typedef struct te_dropout_add_args {
+    size_t size;
+    te_tensor input;    /* [rows, columns] f32, f16, bf16 */
+    te_tensor bias;     /* [columns] f32, f16, bf16; data NULL: none */
+    te_tensor residual; /* [rows, columns] in the dtype of input; data NULL: none */
+    te_tensor output;   /* [rows, columns] in the dtype of input; may be input's memory */
+    const int64_t *rng; /* NULL where both probabilities are 0 */
+    float dropout, drop_path;
+    int64_t samples; /* divides rows */
+} te_dropout_add_args;
+
+/* Gradient of te_dropout_add with respect to input and bias; that of residual is grad_output. */
+typedef struct te_dropout_backward_args {
+    size_t size;
+    te_tensor grad_output; /* [rows, columns] f32, f16, bf16 */
+    te_tensor grad_input;  /* [rows, columns] in the dtype of grad_output, may be its memory; data
+                              NULL: not wanted */
+    te_tensor bias_grad;   /* [columns] f32, f16, bf16: column sums; data NULL: not wanted */
+    const int64_t *rng;
+    float dropout, drop_path;
+    int64_t samples;
+    void *workspace;
+    size_t workspace_size;
+} te_dropout_backward_args;
+
+/* Rotary position embedding: output = t cos + rot(t) sin over the first rotary channels, the others
+ * are copied. rot(t) = (-second half, first half), or (-odd, even) pairs if interleaved. cos and
+ * sin of freqs[position] in fp32. The position is the index in the sequence plus the batch entry's
+ * start. backward: the transposed map, for gradients. Tokens of no sequence are copied. A position
+ * that freqs lack is INVALID on the CPU; on a GPU no host sees it, and it gives NaN. */
+typedef struct te_rope_args {
+    size_t size;
+    te_tensor input;           /* [batch, sequence, heads, dim], or packed [tokens, heads, dim] with
+                                  cu_seqlens; f32, f16, bf16; unit last stride, any others */
+    te_tensor output;          /* as input, with strides of its own; may be the same memory */
+    te_tensor freqs;           /* [positions, rotary] f32 angles; rotary even, at most dim; dense */
+    te_tensor cu_seqlens;      /* [batch + 1] i32: first token of each sequence; data NULL: none */
+    te_tensor start_positions; /* [batch] i32; data NULL: 0 */
+    int32_t interleaved;
+    int32_t backward;
+} te_rope_args;
+
+/* ---- fields ------------------------------------------------------------------------------- */
+
+/* What is known of each field of an args struct, for whoever fills or reads one without knowing the
+ * operator: a binding of another language, a plug-in. */
+
+typedef enum te_field_kind {
+    TE_FIELD_TENSOR,   /* te_tensor */
+    TE_FIELD_FLOATS,   /* float *: `count` elements on the device */
+    TE_FIELD_INT64S,   /* int64_t *: likewise */
+    TE_FIELD_FLOAT,    /* float */
+    TE_FIELD_DOUBLE,   /* double */
+    TE_FIELD_INT32,    /* int32_t */
+    TE_FIELD_INT64,    /* int64_t */
+    TE_FIELD_ENUM,     /* an enum, or uint32_t */
+    TE_FIELD_BIT,      /* bit `count` of a uint32_t */
+    TE_FIELD_WORKSPACE /* void *, and its size_t behind it; the last field */
+} te_field_kind;
+
+/* How the elements of a tensor lie. */
+typedef enum te_field_form {
+    TE_FORM_NONE,
+    TE_FORM_MATRIX, /* two dims, unit column stride */
+    TE_FORM_VECTOR, /* one dim, dense */
+    TE_FORM_DIMS    /* up to TE_MAX_DIMS dims, unit last stride */
+} te_field_form;
+
+typedef enum te_field_dtypes {
+    TE_DTYPES_ANY,
+    TE_DTYPES_NUMBERS, /* f32, f16, bf16 */
+    TE_DTYPES_FP8,     /* e4m3, e5m2 */
+    TE_DTYPES_F32,
+    TE_DTYPES_I32,
+    TE_DTYPES_MASK /* u8: 0 or not */
+} te_field_dtypes;
+
+typedef enum te_field_access { TE_ACCESS_READ, TE_ACCESS_WRITE, TE_ACCESS_UPDATE } te_field_access;
+
+typedef struct te_field {
+    const char *name;
+    size_t offset, size; /* of the member; a workspace has its size behind it */
+    te_field_kind kind;
+    te_field_form form;
+    te_field_dtypes dtypes;
+    te_field_access access;
+    int32_t required; /* a call without it is INVALID */
+    int64_t count;
+    double initial; /* of a number that is not given */
+} te_field;
+
+typedef struct te_op_info {
+    size_t size; /* of the args struct */
+    const te_field *fields;
+    int32_t field_count; /* at most TE_OP_MAX_FIELDS */
+    const char *summary; /* one sentence */
+} te_op_info;
+
+enum { TE_OP_MAX_FIELDS = 32 };
+
+/* Fields of an operator in the order of its args struct; NULL for a bad number. */
+TE_API const te_op_info *te_op_describe(te_op op);
+/* Fills an args struct as if nothing was given: its size, initial values, zeros. */
+TE_API void te_op_initial(te_op op, void *args);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,395 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * operators_py.c - one function of the module per operator, for tests, tools and the parts of a
+ * layer that are no plan.
+ *
+ * Signature, docstring, parsing and conversion come from te_op_describe: required fields are
+ * positional or keywords, the others keywords with their initial values, `context` the last. What
+ * an operator demands of its arguments is checked in csrc/core.
+ */
+#include "python/args.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct op_call {
+    tepy_state *state;
+    te_op op;
+    const te_op_info *info;
+    const char *function;
+    te_device device; /* of the first tensor; all are on it */
+    int device_known;
+    PyObject *values[TE_OP_MAX_FIELDS + 1]; /* by field, then the context; NULL: not given */
+    PyObject *held[TE_OP_MAX_FIELDS];       /* by field: what its pointer needs, or NULL */
+    union {
+#define X(NAME, name) te_##name##_args name;
+        TE_OPS(X)
+#undef X
+    } args;
+} op_call;
+
+typedef PyObject *(*operator_function)(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);
+
+/* ---- which value is whose ---- */
+
+/* Name of an argument; NULL for a workspace, which nobody passes. */
+static const char *argument_name(const te_op_info *info, int at)
+{
+    if (at == info->field_count) return "context";
+    return info->fields[at].kind == TE_FIELD_WORKSPACE ? NULL : info->fields[at].name;
+}
+
+/* How many arguments may be positional: the required ones that the list begins with. */
+static int count_positional(const te_op_info *info)
+{
+    int count = 0;
+    while (count < info->field_count && info->fields[count].required) count++;
+    return count;
+}
+
+/* The argument of this name, looked for from `from` on and around; -1 with an exception. */
+static int find_argument(const op_call *call, PyObject *name, int from)
+{
+    const int count = call->info->field_count + 1;
+    for (int step = 0; step < count; step++) {
+        const int at = (from + step) % count;
+        const char *own = argument_name(call->info, at);
+        if (own != NULL && PyUnicode_CompareWithASCIIString(name, own) == 0) return at;
+    }
+    PyErr_Format(PyExc_TypeError, "%s: unexpected keyword argument %R", call->function, name);
+    return -1;
+}
+
+/* Fills call->values from the arrays of a vectorcall. */
+static int sort_values(op_call *call, PyObject *const *given, Py_ssize_t nargs, PyObject *names)
+{
+    const te_op_info *info = call->info;
+    const Py_ssize_t named = names == NULL ? 0 : PyTuple_Size(names);
+    int next = (int)nargs;
+    if (tepy_count(call->function, nargs, 0, count_positional(info)) != 0) return -1;
+    for (int i = 0; i < next; i++) call->values[i] = given[i];
+    for (Py_ssize_t i = 0; i < named; i++) {
+        PyObject *name = PyTuple_GetItem(names, i); /* borrowed */
+        const int at = name == NULL ? -1 : find_argument(call, name, next);
+        if (at < 0) return -1;
+        if (call->values[at] != NULL) {
+            PyErr_Format(PyExc_TypeError, "%s: %U: given by name and position", call->function,
+                         name);
+            return -1;
+        }
+        call->values[at] = given[nargs + i];
+        next = at + 1;
+    }
+    for (int i = 0; i < info->field_count; i++) {
+        if (!info->fields[i].required || call->values[i] != NULL) continue;
+        PyErr_Format(PyExc_TypeError, "%s: %s: missing required argument", call->function,
+                     info->fields[i].name);
+        return -1;
+    }
+    return 0;
+}
+
+/* ---- from a value to its field ---- */
+
+static int take_tensor(op_call *call, int at, tepy_site site, te_tensor *view)
+{
+    static const tepy_form forms[] = {
+        [TE_FORM_MATRIX] = TEPY_ROWS, [TE_FORM_VECTOR] = TEPY_VECTOR, [TE_FORM_DIMS] = TEPY_DIMS};
+    const te_field *field = &call->info->fields[at];
+    const tepy_want want = {
+        .site = site,
+        .form = field->dtypes == TE_DTYPES_MASK ? TEPY_MASK : forms[field->form],
+        .access = field->access == TE_ACCESS_READ ? TEPY_READ : TEPY_WRITE,
+    };
+    if (tepy_view(call->state, call->values[at], &want, view, &call->held[at]) != 0) return -1;
+    if (call->device_known) return tepy_same_device(site, view->device, call->device);
+    call->device = view->device;
+    call->device_known = 1;
+    return 0;
+}
+
+/* Lists begin with a tensor, so that the device is known here. */
+static int take_elements(op_call *call, int at, tepy_site site, void *member)
+{
+    const te_field *field = &call->info->fields[at];
+    const tepy_elements want = {site, field->kind == TE_FIELD_INT64S ? TE_DTYPE_I64 : TE_DTYPE_F32,
+                                field->count, call->device};
+    void *data = NULL;
+    if (tepy_view_elements(call->state, call->values[at], &want, &data, &call->held[at]) != 0) {
+        return -1;
+    }
+    memcpy(member, &data, sizeof data); /* float * and int64_t * look alike */
+    return 0;
+}
+
+static int take_number(const te_field *field, PyObject *value, tepy_site site, void *member)
+{
+    const int is_wide = field->kind == TE_FIELD_INT64;
+    double real = 0.0;
+    int64_t whole = 0;
+    int truth;
+    switch (field->kind) {
+    case TE_FIELD_FLOAT:
+    case TE_FIELD_DOUBLE:
+        if (tepy_float(value, site, &real) != 0) return -1;
+        if (field->kind == TE_FIELD_FLOAT) {
+            *(float *)member = (float)real;
+        } else {
+            *(double *)member = real;
+        }
+        return 0;
+    case TE_FIELD_BIT:
+        if ((truth = PyObject_IsTrue(value)) < 0) return -1;
+        *(uint32_t *)member &= ~(uint32_t)field->count;
+        if (truth) *(uint32_t *)member |= (uint32_t)field->count;
+        return 0;
+    default: /* 32 bits, or 64 */
+        if (tepy_int(value, site, is_wide ? INT64_MIN : INT32_MIN, is_wide ? INT64_MAX : INT32_MAX,
+                     &whole) != 0) {
+            return -1;
+        }
+        if (is_wide) {
+            *(int64_t *)member = whole;
+        } else {
+            *(int32_t *)member = (int32_t)whole;
+        }
+        return 0;
+    }
+}
+
+static int take_value(op_call *call, int at)
+{
+    const te_field *field = &call->info->fields[at];
+    const tepy_site site = {call->function, field->name};
+    const int is_tensor = field->kind == TE_FIELD_TENSOR;
+    void *member = (char *)&call->args + field->offset;
+    PyObject *value = call->values[at];
+    if (value == NULL) return 0;
+    if (!is_tensor && field->kind != TE_FIELD_FLOATS && field->kind != TE_FIELD_INT64S) {
+        return take_number(field, value, site, member);
+    }
+    if (value == Py_None) {
+        if (!field->required) return 0; /* absent: the struct is zero there */
+        return tepy_fail(PyExc_TypeError, site, "expected a torch.Tensor, got None");
+    }
+    return is_tensor ? take_tensor(call, at, site, member) : take_elements(call, at, site, member);
+}
+
+/* ---- the call ---- */
+
+/* Asks how much workspace the call needs, and lends it a tensor of that size. */
+static int make_workspace(op_call *call, te_context *context)
+{
+    const int at = call->info->field_count - 1; /* the last field, where there is one */
+    const te_field *field = &call->info->fields[at];
+    struct {
+        void *data;
+        size_t size;
+    } workspace = {NULL, 0};
+    int64_t length;
+    tepy_elements want = {{call->function, field->name}, TE_DTYPE_U8, 0, call->device};
+    PyObject *copy = NULL;
+    te_status st;
+    if (field->kind != TE_FIELD_WORKSPACE) return 0;
+    st = te_op_workspace(context, call->op, &call->args, &workspace.size);
+    if (st != TE_OK) {
+        (void)tepy_raise(st);
+        return -1;
+    }
+    if (workspace.size == 0) return 0;
+    length = want.count = (int64_t)workspace.size;
+    call->held[at] = tepy_empty(call->state, call->device, TE_DTYPE_U8, &length, 1);
+    if (call->held[at] == NULL ||
+        tepy_view_elements(call->state, call->held[at], &want, &workspace.data, &copy) != 0) {
+        return -1;
+    }
+    memcpy((char *)&call->args + field->offset, &workspace, sizeof workspace);
+    return 0;
+}
+
+/* Runs the operator on torch's current stream. On the CPU the kernel runs in the call, without the
+ * GIL; on CUDA only the first call of an operator on a context waits for anything (libraries and
+ * device code are loaded), the others are a launch. */
+static int run(op_call *call)
+{
+    const uint64_t bit = UINT64_C(1) << call->op;
+    tepy_context *context = tepy_context_acquire(
+        call->state, call->function, call->values[call->info->field_count], call->device);
+    tepy_without_gil without = {NULL, {NULL, NULL}};
+    void *stream = NULL;
+    te_status st = TE_ERROR_INVALID;
+    int failed = -1;
+    if (context == NULL) return -1;
+    if (make_workspace(call, context->context) == 0 &&
+        tepy_stream(call->state, call->device, &stream) == 0) {
+        if (call->device.type == TE_DEVICE_CPU || (context->ops_met & bit) == 0) {
+            tepy_leave_gil(&without);
+        }
+        st = te_op_run(context->context, call->op, &call->args, stream);
+        tepy_retake_gil(&without);
+        if (st == TE_OK) {
+            context->ops_met |= bit;
+            failed = 0;
+        } else {
+            (void)tepy_raise(st);
+        }
+    }
+    tepy_context_release(context);
+    return failed;
+}
+
+_Static_assert(TE_OP_COUNT <= 64, "ops_met has a bit per operator");
+
+static PyObject *call_operator(te_op op, PyObject *module, PyObject *const *given, Py_ssize_t nargs,
+                               PyObject *names)
+{
+    op_call call = {.state = tepy_state_of(module),
+                    .op = op,
+                    .info = te_op_describe(op),
+                    .function = te_op_name(op)};
+    int failed = tepy_require_torch(call.state, call.function) != 0 ||
+                 sort_values(&call, given, nargs, names) != 0;
+    if (failed) return NULL;
+    te_op_initial(op, &call.args);
+    for (int i = 0; !failed && i < call.info->field_count; i++) failed = take_value(&call, i) != 0;
+    failed = failed || run(&call) != 0;
+    for (int i = 0; i < call.info->field_count; i++) Py_XDECREF(call.held[i]);
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
+#define X(NAME, name)                                                                              \
+    static PyObject *call_##name(PyObject *module, PyObject *const *args, Py_ssize_t nargs,        \
+                                 PyObject *names)                                                  \
+    {                                                                                              \
+        return call_operator(TE_OP_##NAME, module, args, nargs, names);                            \
+    }
+TE_OPS(X)
+#undef X
+
+/* ---- what the fields are, for Python ---- */
+
+/* New reference: the value of an argument that is not given. */
+static PyObject *default_of(const te_field *field)
+{
+    switch (field->kind) {
+    case TE_FIELD_FLOAT:
+    case TE_FIELD_DOUBLE:
+        return PyFloat_FromDouble(field->initial);
+    case TE_FIELD_INT32:
+    case TE_FIELD_INT64:
+    case TE_FIELD_ENUM:
+        return PyLong_FromDouble(field->initial);
+    case TE_FIELD_BIT:
+        return PyBool_FromLong(field->initial != 0.0);
+    default:
+        return Py_NewRef(Py_None);
+    }
+}
+
+/* New reference: "quantize($module, /, input, *, mode=0, ..., context=None)", "--", the summary. */
+static PyObject *make_doc(te_op op)
+{
+    const te_op_info *info = te_op_describe(op);
+    const int positional = count_positional(info);
+    PyObject *doc = PyUnicode_FromFormat("%s($module, /", te_op_name(op));
+    for (int i = 0; i < info->field_count; i++) {
+        const te_field *field = &info->fields[i];
+        PyObject *value;
+        if (i == positional) PyUnicode_AppendAndDel(&doc, PyUnicode_FromString(", *"));
+        if (argument_name(info, i) == NULL) continue;
+        if (field->required) {
+            PyUnicode_AppendAndDel(&doc, PyUnicode_FromFormat(", %s", field->name));
+            continue;
+        }
+        value = default_of(field);
+        PyUnicode_AppendAndDel(
+            &doc, value == NULL ? NULL : PyUnicode_FromFormat(", %s=%R", field->name, value));
+        Py_XDECREF(value);
+    }
+    PyUnicode_AppendAndDel(&doc, PyUnicode_FromFormat("%s, context=None)\n--\n\n%s",
+                                                      positional == info->field_count ? ", *" : "",
+                                                      info->summary));
+    return doc;
+}
+
+int tepy_operators_add(PyObject *module)
+{
+    static const operator_function functions[] = {
+#define X(NAME, name) call_##name,
+        TE_OPS(X)
+#undef X
+    };
+    tepy_state *state = tepy_state_of(module);
+    state->operators = calloc(TE_OP_COUNT + 1, sizeof *state->operators);
+    if (state->operators == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    for (int op = 0; op < TE_OP_COUNT; op++) {
+        PyObject *doc = make_doc((te_op)op);
+        const char *text = doc == NULL ? NULL : PyUnicode_AsUTF8AndSize(doc, NULL);
+        char *copy = text == NULL ? NULL : strdup(text);
+        Py_XDECREF(doc);
+        if (copy == NULL) {
+            if (text != NULL) (void)PyErr_NoMemory();
+            return -1;
+        }
+        state->operators[op] =
+            (PyMethodDef){te_op_name((te_op)op), (PyCFunction)(void (*)(void))functions[op],
+                          METH_FASTCALL | METH_KEYWORDS, copy};
+    }
+    return PyModule_AddFunctions(module, state->operators);
+}
+
+void tepy_operators_free(tepy_state *state)
+{
+    for (int op = 0; state->operators != NULL && op < TE_OP_COUNT; op++) {
+        free((void *)(uintptr_t)state->operators[op].ml_doc);
+    }
+    free(state->operators);
+    state->operators = NULL;
+}
+
+int tepy_op_by_name(PyObject *name, tepy_site site)
+{
+    if (!PyUnicode_Check(name)) {
+        return tepy_fail_showing(PyExc_TypeError, site, "%U is not an operator name", name);
+    }
+    for (int op = 0; op < TE_OP_COUNT; op++) {
+        if (PyUnicode_CompareWithASCIIString(name, te_op_name((te_op)op)) == 0) return op;
+    }
+    return tepy_fail_showing(PyExc_ValueError, site,
+                             "there is no operator %U: op_names() lists them", name);
+}
+
+const char tepy_op_fields_doc[] =
+    "op_fields($module, name, /)\n--\n\n"
+    "(name, type, access, required) of each field of an operator, workspaces left out.";
+
+PyObject *tepy_op_fields(PyObject *module, PyObject *name)
+{
+    static const char *const types[] = {
+        [TE_FIELD_TENSOR] = "tensor", [TE_FIELD_FLOATS] = "tensor", [TE_FIELD_INT64S] = "tensor",
+        [TE_FIELD_FLOAT] = "float",   [TE_FIELD_DOUBLE] = "float",  [TE_FIELD_INT32] = "int",
+        [TE_FIELD_INT64] = "int",     [TE_FIELD_ENUM] = "int",      [TE_FIELD_BIT] = "bool"};
+    static const char *const accesses[] = {
+        [TE_ACCESS_READ] = "read", [TE_ACCESS_WRITE] = "write", [TE_ACCESS_UPDATE] = "update"};
+    const int op = tepy_op_by_name(name, (tepy_site){"op_fields", "name"});
+    const te_op_info *info = op < 0 ? NULL : te_op_describe((te_op)op);
+    PyObject *list, *tuple;
+    (void)module;
+    if (info == NULL) return NULL;
+    list = PyList_New(0);
+    for (int i = 0; list != NULL && i < info->field_count; i++) {
+        const te_field *field = &info->fields[i];
+        PyObject *entry;
+        if (argument_name(info, i) == NULL) continue;
+        entry = Py_BuildValue("(sssO)", field->name, types[field->kind], accesses[field->access],
+                              field->required ? Py_True : Py_False);
+        if (entry == NULL || PyList_Append(list, entry) != 0) Py_CLEAR(list);
+        Py_XDECREF(entry);
+    }
+    tuple = list == NULL ? NULL : PyList_AsTuple(list);
+    Py_XDECREF(list);
+    return tuple;
+}
