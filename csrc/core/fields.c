@@ -109,7 +109,8 @@ double te_field_number(const te_field *field, const void *args)
 
 void te_op_initial(te_op op, void *args)
 {
-    const te_op_info *info = &infos[op];
+    const te_op_info *info = te_op_describe(op);
+    if (info == NULL) return;
     memset(args, 0, info->size);
     *(size_t *)args = info->size;
     for (int32_t i = 0; i < info->field_count; i++) {

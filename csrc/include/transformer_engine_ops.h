@@ -49,7 +49,11 @@ typedef enum te_op {
 TE_API const char *te_op_name(te_op op);
 
 /* Every args struct begins with its size, set by the caller to sizeof: later versions append
- * fields. */
+ * fields. A smaller size is that of an older caller: what it lacks is as te_op_initial has it. A
+ * larger one is that of a newer caller, which may use nothing of what this library does not know.
+ *
+ * What an operator writes may be the memory of another field only where it says so, and then with
+ * the same dtype, shape and strides; else te_op_run returns INVALID where dense memory overlaps. */
 
 /* Casts a matrix, and sums its columns. With mode NONE nothing is cast: amax and sums only. Scales,
  * where wanted, are written also when rows or columns are 0. A non-zero *noop leaves every output
