@@ -207,6 +207,12 @@ def _activation_backward(core):
     )
 
 
+def _softcap(core):
+    return Case(
+        [torch.randn(ROWS, K), 30.0], dict(grad_output=torch.randn(ROWS, K), **_cast_any(core))
+    )
+
+
 SCORES = (2, 3, 4, 5)  # batch, heads, queries, keys
 
 
@@ -352,6 +358,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "norm_backward": _norm_backward,
     "activation": _activation,
     "activation_backward": _activation_backward,
+    "softcap": _softcap,
     "softmax": _softmax,
     "softmax_backward": _softmax_backward,
     "attention": _attention,

@@ -502,6 +502,27 @@ def activation_backward(
 ) -> None:
     """Gradient of activation, to high precision and (or) FP8, and its column sums."""
 
+def softcap(
+    input: Tensor,
+    cap: float,
+    *,
+    grad_output: Tensor | None = None,
+    wide: Tensor | None = None,
+    mode: int = 0,
+    row: Tensor | None = None,
+    row_scales: Tensor | None = None,
+    column: Tensor | None = None,
+    column_scales: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    partials: Tensor | None = None,
+    amax_epsilon: float = 0.0,
+    power_2_scale: int = 0,
+    amax_partials: Tensor | None = None,
+    context: Context | None = None,
+) -> None:
+    """cap tanh(input / cap), or its gradient from grad_output; to high precision and (or) FP8."""
+
 def softmax(
     input: Tensor,
     output: Tensor,

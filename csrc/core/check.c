@@ -207,6 +207,8 @@ static extent extent_of(const te_field *field, const void *member)
 /* Fields that the documentation of an operator lets be one memory: X(ENUM, name, written, read). */
 #define IN_PLACE(X)                                                                                \
     X(ACTIVATION_BACKWARD, activation_backward, wide, grad_output)                                 \
+    X(SOFTCAP, softcap, wide, input)                                                               \
+    X(SOFTCAP, softcap, wide, grad_output)                                                         \
     X(SOFTMAX_BACKWARD, softmax_backward, grad_input, grad_output)                                 \
     X(DROPOUT_ADD, dropout_add, output, input)                                                     \
     X(DROPOUT_BACKWARD, dropout_backward, grad_input, grad_output)                                 \

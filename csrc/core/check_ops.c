@@ -90,6 +90,9 @@ typedef struct rule {
 #define RULES_activation_backward(R, N)                                                            \
     KIND(N, activation_backward, TE_ACTIVATION_COUNT - 1)                                          \
     R(activation_backward, bias_grad, COLUMNS, input) R(activation_backward, mode, CAST, input)
+#define RULES_softcap(R, N)                                                                        \
+    N(softcap, cap, RANGE, SMALLEST, FLT_MAX, "a positive number")                                 \
+    R(softcap, grad_output, ALIKE, input) R(softcap, mode, CAST, input)
 #define RULES_softmax(R, N)                                                                        \
     N(softmax, input, DIMS, 4, 0, NULL)                                                            \
     R(softmax, output, ALIKE, input)                                                               \

@@ -164,6 +164,14 @@
     TE_ACTIVATION_PARAMS(X, activation_backward)                                                   \
     TE_WORKSPACE(X, activation_backward)
 
+#define TE_SUMMARY_softcap                                                                         \
+    "cap tanh(input / cap), or its gradient from grad_output; to high precision and (or) FP8."
+#define TE_FIELDS_softcap(X)                                                                       \
+    TE_IN(X, softcap, input, MATRIX, NUMBERS)                                                      \
+    X(softcap, cap, cap, 1, READ, NONE, ANY, 0, 0)                                                 \
+    TE_OPT(X, softcap, grad_output, MATRIX, NUMBERS)                                               \
+    TE_CAST_ANY(X, softcap)
+
 #define TE_SUMMARY_softmax                                                                         \
     "Softmax of scale * input + bias over the keys that a query may attend, with dropout."
 #define TE_FIELDS_softmax(X)                                                                       \

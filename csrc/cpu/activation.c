@@ -3,6 +3,8 @@
  * activation.c - activations and their gradients, cast to FP8 on the way out. Each row of a tile is
  * made in fp32 from rows that lie in memory as fp32 or are converted first.
  */
+#include <math.h>
+
 #include "core/status.h"
 #include "cpu/ops.h"
 #include "cpu/tiles.h"
@@ -71,6 +73,42 @@ te_status te_cpu_activation(void *self, te_context *context, const void *opaque,
     te_cpu_tiles tiles = te_cpu_tiles_begin(&request, job.input.rows, job.half, TE_DTYPE_F32, 1);
     (void)self, (void)context, (void)stream;
     tiles.source = value_row;
+    te_cpu_tiles_end(&tiles, &request, te_cpu_all_tiles(&tiles, &job));
+    return TE_OK;
+}
+
+/* params.limit is the cap. 1 - tanh^2 has few digits where tanh is close to 1. */
+static const void *softcap_row(const void *self, int64_t row, int64_t column, int64_t n,
+                               float *buffer)
+{
+    const activation_job *job = self;
+    const float cap = job->params.limit;
+    float a[TE_CPU_MADE_COLUMNS], b[TE_CPU_MADE_COLUMNS];
+    const float *x = te_cpu_numbers(job->kernels, &job->input, row, column, n, a), *grad;
+    if (job->grad.data == NULL) {
+        for (int64_t i = 0; i < n; i++) buffer[i] = cap * tanhf(x[i] / cap);
+        return buffer;
+    }
+    grad = te_cpu_numbers(job->kernels, &job->grad, row, column, n, b);
+    for (int64_t i = 0; i < n; i++) {
+        float small = expf(-2.0F * fabsf(x[i] / cap));
+        buffer[i] = grad[i] * (4.0F * small / ((1.0F + small) * (1.0F + small)));
+    }
+    return buffer;
+}
+
+te_status te_cpu_softcap(void *self, te_context *context, const void *opaque, void *stream)
+{
+    const te_softcap_args *args = opaque;
+    const te_cpu_request request = {.cast = &args->cast};
+    activation_job job = {.kernels = te_cpu_kernels_get(),
+                          .input = te_cpu_matrix_of(&args->input),
+                          .params.limit = args->cap};
+    te_cpu_tiles tiles =
+        te_cpu_tiles_begin(&request, job.input.rows, job.input.columns, TE_DTYPE_F32, 1);
+    (void)self, (void)context, (void)stream;
+    if (args->grad_output.data != NULL) job.grad = te_cpu_matrix_of(&args->grad_output);
+    tiles.source = softcap_row;
     te_cpu_tiles_end(&tiles, &request, te_cpu_all_tiles(&tiles, &job));
     return TE_OK;
 }

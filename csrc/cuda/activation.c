@@ -88,6 +88,34 @@ te_status te_cuda_activation(void *self, te_context *context, const void *args_,
     return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
 }
 
+te_status te_cuda_softcap(void *self, te_context *context, const void *args_, void *stream)
+{
+    static const char *const kernels[TE_DTYPE_COUNT] = {
+#define X(I, i) [TE_DTYPE_##I] = "te_softcap_" #i,
+        TE_ACTIVATION_INSTANCES(X)
+#undef X
+    };
+    const te_softcap_args *args = args_;
+    const size_t bytes = te_dtype_bytes(args->input.dtype);
+    const te_cuda_tile_request request = {.op = "softcap",
+                                          .outputs = 1,
+                                          .rows = args->input.shape[0],
+                                          .columns = args->input.shape[1],
+                                          .cast = &args->cast};
+    te_activation_kernel_params params = {.input = te_cuda_view(&args->input), .limit = args->cap};
+    te_cuda_call call = {.family = "activation",
+                         .name = kernels[args->input.dtype],
+                         .params = &params,
+                         .params_size = sizeof params};
+    te_cuda_tile_job job;
+    (void)self;
+    if (te_tensor_present(&args->grad_output)) params.grad = te_cuda_view(&args->grad_output);
+    params.aligned =
+        te_cuda_aligned(&params.input, bytes, 16) && te_cuda_aligned(&params.grad, bytes, 16);
+    TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
+    return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
+}
+
 static te_cuda_tile_request backward_request(const te_activation_backward_args *args)
 {
     const int sums = te_tensor_requested(&args->bias_grad);

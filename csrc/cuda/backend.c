@@ -34,6 +34,7 @@ static const te_backend backend = {
             [TE_OP_ACTIVATION] = {.function = te_cuda_activation},
             [TE_OP_ACTIVATION_BACKWARD] = {.function = te_cuda_activation_backward,
                                            .workspace = te_cuda_activation_backward_workspace},
+            [TE_OP_SOFTCAP] = {.function = te_cuda_softcap},
             [TE_OP_SOFTMAX] = {.function = te_cuda_softmax},
             [TE_OP_SOFTMAX_BACKWARD] = {.function = te_cuda_softmax_backward},
             [TE_OP_DROPOUT_ADD] = {.function = te_cuda_dropout_add},

@@ -31,6 +31,7 @@ extern "C" {
     X(NORM_BACKWARD, norm_backward)                                                                \
     X(ACTIVATION, activation)                                                                      \
     X(ACTIVATION_BACKWARD, activation_backward)                                                    \
+    X(SOFTCAP, softcap)                                                                            \
     X(SOFTMAX, softmax)                                                                            \
     X(SOFTMAX_BACKWARD, softmax_backward)                                                          \
     X(ATTENTION, attention)                                                                        \
@@ -264,6 +265,17 @@ typedef struct te_activation_backward_args {
     void *workspace;
     size_t workspace_size;
 } te_activation_backward_args;
+
+/* cap tanh(input / cap), or with grad_output the gradient of input: grad_output (1 - tanh(input /
+ * cap)^2). In fp32, cast as asked; NaN stays NaN. `wide` may be the memory of input or grad_output.
+ */
+typedef struct te_softcap_args {
+    size_t size;
+    te_tensor input;       /* [rows, columns] f32, f16, bf16 */
+    te_tensor grad_output; /* [rows, columns] in the dtype of input; data NULL: forward */
+    te_cast_request cast;
+    float cap; /* positive */
+} te_softcap_args;
 
 /* Random decisions are Philox4x32-10 (core/philox.h): `rng` is a device int64[2] {seed, offset};
  * element i of a tensor takes word i % 4 of counter offset + i / 4, u = (word >> 8) * 2^-24, and is

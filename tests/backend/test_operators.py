@@ -64,6 +64,7 @@ def arguments(op, device):
             [wide, wide],
             {"kind": _core.ACTIVATION_GELU, "wide": out, "bias_grad": row.clone()},
         ),
+        "softcap": ([wide, 30.0], {"wide": out}),
         "softmax": ([scores, scores.clone()], {}),
         "softmax_backward": ([scores, scores, scores.clone()], {}),
         "attention": ([scores, scores, scores, scores.clone()], {}),

@@ -227,4 +227,45 @@ static void test_activation_backward(test_device *t)
     }
 }
 
+/* ---- softcap ---- */
+
+static void run_softcap(test_device *t, const activation_case *c, const cast_case *cast,
+                        int backward)
+{
+    const double cap = 3.0;
+    test_matrix x = test_matrix_new(t, c->input, c->rows, c->columns, c->gap);
+    test_matrix grad = test_matrix_new(t, c->input, c->rows, c->columns, 0);
+    test_matrix made = test_matrix_new(t, TE_DTYPE_F32, c->rows, c->columns, c->gap);
+    te_softcap_args args = {
+        .size = sizeof args, .input = x.tensor, .cast.result.wide = made.tensor, .cap = (float)cap};
+    test_fill_random(t, &x, 5.0, 0);
+    test_fill_random(t, &grad, 1.0, 0);
+    args.input = x.tensor;
+    if (backward) args.grad_output = grad.tensor;
+    TEST_OK(t, te_softcap(t->context, &args, t->stream));
+    test_fetch(t, &made);
+    for (int64_t i = 0; i < made.rows * made.columns; i++) {
+        int64_t row = i / made.columns, column = i % made.columns;
+        double value = tanh(test_get(&x, row, column) / cap), expected = cap * value;
+        if (backward) expected = test_get(&grad, row, column) * (1.0 - value * value);
+        check_near(t, &made, row, column, expected, 0x1p-18 * fabs(expected));
+    }
+    cast_outputs outputs = new_cast_outputs(t, cast, &made);
+    args.cast = outputs.cast;
+    TEST_OK(t, te_softcap(t->context, &args, t->stream));
+    check_cast_outputs(t, cast, &outputs, &made);
+    test_release(t);
+}
+
+static void test_softcap(test_device *t)
+{
+    for (int shape = 0; shape < LAYER_SHAPES - 1; shape++) {
+        const activation_case c = any_activation(TE_ACTIVATION_GELU, shape, shape);
+        for (int i = 0; i < 4; i++) {
+            const cast_case cast = any_cast(4 * shape + i);
+            run_softcap(t, &c, &cast, i % 2);
+        }
+    }
+}
+
 #endif

@@ -252,6 +252,26 @@ static void cases_activation_backward(void)
     activation_backward_case((extent){5000, 64}, TE_ACTIVATION_GEGLU);
 }
 
+static void cases_softcap(void)
+{
+    for (int i = 0; i < 12 * EXTENTS; i++) {
+        const extent size = extents[i % EXTENTS];
+        const te_dtype from = high[pick(3)], to = high[pick(3)];
+        any_args any = {0};
+        te_softcap_args *args = &any.softcap;
+        args->size = sizeof *args;
+        args->cap = 2.0F;
+        args->input = input_matrix(from, size);
+        if (pick(2) == 0) args->grad_output = input_matrix(from, size);
+        if (pick(4) != 0) args->cast.result.wide = result_matrix(to, size);
+        new_cast(&args->cast, size, i / EXTENTS);
+        (void)snprintf(case_name, sizeof case_name, "softcap %s to %s, %lld x %lld, case %d",
+                       te_dtype_name(from), te_dtype_name(to), (long long)size.rows,
+                       (long long)size.columns, i);
+        run_case(TE_OP_SOFTCAP, &any);
+    }
+}
+
 /* ---- four dims ---- */
 
 typedef struct dims {

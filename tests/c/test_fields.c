@@ -40,6 +40,7 @@ static const sample samples[] = {
     {TE_OP_NORM_BACKWARD, " ", 0},
     {TE_OP_ACTIVATION, " partials ", 1},
     {TE_OP_ACTIVATION_BACKWARD, " partials ", 1},
+    {TE_OP_SOFTCAP, " partials ", 1},
     {TE_OP_SOFTMAX, " ", 0},
     {TE_OP_SOFTMAX_BACKWARD, " ", 0},
     {TE_OP_ATTENTION, " ", 0},
@@ -194,6 +195,7 @@ static any_args fill(test_device *t, const sample *s)
         }
     }
     if (s->op == TE_OP_SCALING_UPDATE) args.scaling_update.fp8_max = 448.0F;
+    if (s->op == TE_OP_SOFTCAP) args.softcap.cap = 1.0F;
     if (s->op == TE_OP_GEMM) args.gemm.b_transposed = 1;
     if (s->op == TE_OP_ATTENTION) {
         fill_attention(&args.attention.problem, &args.attention.statistics);
@@ -293,6 +295,8 @@ static int may_share(te_op op, const char *written, const char *other)
         te_op op;
         const char *written, *other;
     } pairs[] = {{TE_OP_ACTIVATION_BACKWARD, "wide", "grad_output"},
+                 {TE_OP_SOFTCAP, "wide", "input"},
+                 {TE_OP_SOFTCAP, "wide", "grad_output"},
                  {TE_OP_SOFTMAX_BACKWARD, "grad_input", "grad_output"},
                  {TE_OP_DROPOUT_ADD, "output", "input"},
                  {TE_OP_DROPOUT_BACKWARD, "grad_input", "grad_output"},

@@ -50,6 +50,7 @@ NEEDED = {
     "norm_backward": {"mean", "grad_input"},
     "activation": {"wide"},
     "activation_backward": {"wide"},
+    "softcap": {"wide"},
     "dropout_backward": {"bias_grad"},
     "rope": {"cu_seqlens"},
 }

@@ -112,6 +112,36 @@ template <typename T, bool GATED> struct te_gradient_source {
     }
 };
 
+/* cap tanh(x / cap), or its gradient. 1 - tanh^2 has few digits where tanh is close to 1. */
+template <typename T> struct te_softcap_source {
+    typedef te_p params;
+    static constexpr int outputs = 1;
+    static constexpr bool pads = false, writes = true, adds = false;
+    te_index column;
+    te_vector<T, 8> x[4], g[4];
+
+    __device__ __forceinline__ te_softcap_source(const te_p &, te_index at) : column(at)
+    {
+    }
+
+    __device__ __forceinline__ void fetch(const te_p &p, te_index row)
+    {
+        te_fetch_rows<T>(p.input, p.aligned != 0, row, column, x);
+        if (p.grad.data != nullptr) te_fetch_rows<T>(p.grad, p.aligned != 0, row, column, g);
+    }
+
+    __device__ __forceinline__ void values(const te_p &p, int i, float v[1][8]) const
+    {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float u = x[i].value(j) / p.limit, small = expf(-2.0F * fabsf(u));
+            v[0][j] = p.grad.data == nullptr
+                          ? p.limit * tanhf(u)
+                          : g[i].value(j) * (4.0F * small / ((1.0F + small) * (1.0F + small)));
+        }
+    }
+};
+
 /* As many blocks per multiprocessor as need no spills. */
 #define X(I, i)                                                                                    \
     extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, 6)                               \
@@ -133,6 +163,11 @@ template <typename T, bool GATED> struct te_gradient_source {
         te_activation_backward_gated_##i(const __grid_constant__ te_p p)                           \
     {                                                                                              \
         te_tile_cast<te_gradient_source<te_##i, true>, te_any_fp8>(p);                             \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, 4)                               \
+        te_softcap_##i(const __grid_constant__ te_p p)                                             \
+    {                                                                                              \
+        te_tile_cast<te_softcap_source<te_##i>, te_any_fp8>(p);                                    \
     }
 TE_ACTIVATION_INSTANCES(X)
 #undef X

@@ -27,12 +27,12 @@ enum {
 /* A kernel on tiles, see te_tile_params; the gradient of a gated activation has two outputs. */
 typedef struct te_activation_kernel_params {
     te_tile_params tile;
-    te_view grad;  /* [rows, columns] gradient of the result; gradients alone */
-    te_view input; /* [rows, columns]: a */
-    te_view gate;  /* [rows, columns]: b; gated ones alone */
-    int aligned;   /* every row of these begins at 16 bytes */
-    int shape;     /* TE_SHAPE_* */
-    float alpha, limit, offset;
+    te_view grad;               /* [rows, columns] gradient of the result; gradients alone */
+    te_view input;              /* [rows, columns]: a */
+    te_view gate;               /* [rows, columns]: b; gated ones alone */
+    int aligned;                /* every row of these begins at 16 bytes */
+    int shape;                  /* TE_SHAPE_* */
+    float alpha, limit, offset; /* of softcap: limit is the cap */
 } te_activation_kernel_params;
 
 #endif
