@@ -33,7 +33,8 @@ from transformer_engine.pytorch.device import prepare_device
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F32 = torch.bfloat16, torch.float32
-COMPUTE_BOUND = {"gemm"}  # benchmarks/gemm.py
+# benchmarks/gemm.py; attention, on the CPU alone, is products that go through its kernels
+COMPUTE_BOUND = {"gemm", "attention", "attention_backward"}
 ATTENTION = {  # benchmarks/kernels_attention.py
     "softmax",
     "softmax_backward",
@@ -41,7 +42,8 @@ ATTENTION = {  # benchmarks/kernels_attention.py
     "dropout_backward",
     "rope",
 }
-LAYER = {"norm", "norm_backward", "activation", "activation_backward"}  # kernels_layer.py
+# benchmarks/kernels_layer.py
+LAYER = {"norm", "norm_backward", "activation", "activation_backward", "softcap"}
 SLOTS, HISTORY = 256, 1024  # of a chunk of scaling state
 
 COLUMNS = [

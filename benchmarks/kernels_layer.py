@@ -125,6 +125,13 @@ class Maker:
         keywords["kind"] = _core.activation_names().index(kind)
         return Work(lambda: _core.activation_backward(grad, x, **keywords), size(x, grad) + written)
 
+    def softcap(self, form: str, *, backward: bool = False) -> Work:
+        """Of scores or logits; its gradient."""
+        x, grad = self.random(), self.random() if backward else None
+        keywords, written = self.outputs(form)
+        keywords["grad_output"] = grad
+        return Work(lambda: _core.softcap(x, 30.0, **keywords), size(x, grad) + written)
+
 
 def halves(kind: str) -> int:
     """2 for a gated activation, whose input is twice as wide as its result."""
@@ -155,6 +162,9 @@ WIDE: list[Case] = [
     ("activation", "relu, e4m3 both", lambda m: m.activation("rc", kind="relu")),
     ("activation", "swiglu", lambda m: m.activation("h", kind="swiglu")),
     ("activation", "swiglu, e4m3 both", lambda m: m.activation("rc", kind="swiglu")),
+    ("softcap", "forward", lambda m: m.softcap("h")),
+    ("softcap", "backward", lambda m: m.softcap("h", backward=True)),
+    ("softcap", "backward, e4m3 both", lambda m: m.softcap("rc", backward=True)),
     ("activation_backward", "gelu", lambda m: m.activation_backward("h")),
     ("activation_backward", "gelu, bias gradient",
      lambda m: m.activation_backward("h", bias_grad=True)),

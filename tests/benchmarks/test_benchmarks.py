@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ("host", "gemm", "kernels", "kernels_attention", "kernels_layer")
 """Those of a device; import_time knows none."""
 ATTENTION = {"softmax", "softmax_backward", "dropout_add", "dropout_backward", "rope"}
-LAYER = {"norm", "norm_backward", "activation", "activation_backward"}
+LAYER = {"norm", "norm_backward", "activation", "activation_backward", "softcap"}
+COMPUTE_BOUND = {"gemm", "attention", "attention_backward"}
 FACTS = {"date", "command", "package", "torch", "python", "device", "device_type", "processor"}
 MODES = ["torch.nn.Linear", "bf16", "delayed", "current"]
 
@@ -124,7 +125,8 @@ def test_gemm(results, device):
 
 def test_kernels(results):
     rows = only_table(results, "kernels")
-    assert {row["operator"] for row in rows} == set(_core.op_names()) - {"gemm"} - ATTENTION - LAYER
+    elsewhere = COMPUTE_BOUND | ATTENTION | LAYER
+    assert {row["operator"] for row in rows} == set(_core.op_names()) - elsewhere
     for row in rows:
         assert positive(row, "bytes", "us", "tb_s", "limit_us", "percent_of_copy")
     sizes = {(row["operator"], row["case"]): row["bytes"] for row in rows}
