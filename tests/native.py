@@ -10,14 +10,13 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from transformer_engine import _core as shared
 
 K, N, ROWS, SLOTS = 24, 40, 6, 8
-ALL_GRADS = shared.LINEAR_BIAS | shared.LINEAR_DGRAD | shared.LINEAR_WGRAD_NEEDED
 
 
 def fresh_core(bind: bool = True):
@@ -31,19 +30,132 @@ def fresh_core(bind: bool = True):
     return core
 
 
-def linear_fields(core, direction: int, recipe: int = 1, flags: int = ALL_GRADS) -> dict[str, int]:
-    """Keywords of a float32 linear_plan with the module's features."""
-    f32 = core.DTYPE_F32
-    return dict(
-        direction=direction, in_features=K, out_features=N, input_dtype=f32, weight_dtype=f32,
-        bias_dtype=f32, output_dtype=f32, grad_weight_dtype=f32, recipe=recipe,
-        forward_fp8=core.DTYPE_E4M3, backward_fp8=core.DTYPE_E5M2, flags=flags,
-    )  # fmt: skip
+class Value(NamedTuple):
+    """A value as make_plan takes it."""
+
+    name: str
+    flags: int
+    dtype: int
+    grad_dtype: int
+    shape: tuple
 
 
-def linear_plan(core, direction: int, recipe: int = 1, flags: int = ALL_GRADS, **changes) -> int:
-    """Id of a float32 plan with the module's features; `changes` by keyword."""
-    return core.linear_plan(**(linear_fields(core, direction, recipe, flags) | changes))
+class Node(NamedTuple):
+    """A node as make_plan takes it."""
+
+    name: str
+    kind: int
+    variant: int
+    flags: int
+    inputs: tuple
+    output: int
+    numbers: tuple
+    quantization: tuple
+    slots: tuple
+    gather: int
+    external: int
+
+
+class Graph:
+    """Collects float32 values and nodes; every tensor that is given has a gradient."""
+
+    def __init__(self, core, recipe: int = 1, flags: int = 0):
+        self.core, self.recipe, self.flags = core, recipe, flags
+        self.values: list[Value] = []
+        self.nodes: list[Node] = []
+
+    def value(self, name: str, shape: tuple, flags: int = 0) -> int:
+        """Add a value; return its number."""
+        f32 = self.core.DTYPE_F32
+        self.values.append(Value(name, flags, f32, f32, shape))
+        return len(self.values) - 1
+
+    def rows(self, name: str, columns: int, flags: int = 0) -> int:
+        """Add a value with the leading dims of the first input."""
+        shape = ((self.core.SYMBOL_ROWS, 1, 1), columns)
+        return self.value(name, shape, flags | self.core.VALUE_LEADING)
+
+    def input(self, columns: int = K, name: str = "input") -> int:
+        """Add an input."""
+        return self.rows(name, columns, self.core.VALUE_INPUT | self.core.VALUE_GRADIENT)
+
+    def parameter(self, name: str, *shape: int, flags: int = 0) -> int:
+        """Add a parameter."""
+        flags |= self.core.VALUE_PARAMETER | self.core.VALUE_GRADIENT
+        return self.value(name, shape, flags)
+
+    def result(self, columns: int, name: str = "output") -> int:
+        """Add a result."""
+        return self.rows(name, columns, self.core.VALUE_RESULT)
+
+    def node(self, kind: int, inputs: tuple, output: int, name: str = "", **fields) -> None:
+        """Add a node; fields by name."""
+        quantization = (self.recipe, self.core.DTYPE_E4M3, self.core.DTYPE_E5M2, 0, (0.0,) * 3)
+        inputs = (*inputs, -1, -1, -1)[:4]
+        node = Node(
+            name, kind, 0, 0, inputs, output, (1e-5, 0.0, 0.0), quantization, (0, 0), 1, 0
+        )  # fmt: skip
+        self.nodes.append(node._replace(**fields))
+
+    def linear(self, x: int, y: int, name: str = "", bias: bool = True, **fields) -> None:
+        """Add a linear node with its parameters; weight_flags are its weight's."""
+        columns = [self.values[number].shape[1] for number in (y, x)]
+        flags = fields.pop("weight_flags", 0)
+        parameters = [self.parameter(f"{name}weight", *columns, flags=flags)]
+        if bias:
+            parameters.append(self.parameter(f"{name}bias", columns[0]))
+        self.node(self.core.NODE_LINEAR, (x, *parameters), y, name, **fields)
+
+    def norm(self, x: int, y: int, name: str = "") -> None:
+        """Add a LayerNorm with its parameters."""
+        names = f"{name}gamma", f"{name}beta"
+        parameters = [self.parameter(n, self.values[x].shape[1]) for n in names]
+        self.node(self.core.NODE_NORM, (x, *parameters), y, name)
+
+    def arguments(self, direction: int) -> list:
+        """Arguments of make_plan."""
+        return [direction, self.flags, tuple(self.values), tuple(self.nodes)]
+
+    def plan(self, direction: int) -> int:
+        """Id of a plan."""
+        return self.core.make_plan(*self.arguments(direction))
+
+
+def linear_plan(core, direction: int, recipe: int = 1, **fields) -> int:
+    """Id of a plan of a linear node with the module's features; fields as of `Graph.linear`."""
+    graph = Graph(core, recipe)
+    x, y = graph.input(), graph.result(N)
+    graph.linear(x, y, **fields)
+    return graph.plan(direction)
+
+
+def mlp_graph(core, recipe: int = 1, flags: int = 0) -> Graph:
+    """Norm, linear, GELU, linear: every kind of node."""
+    graph = Graph(core, recipe, flags)
+    x, y = graph.input(), graph.result(K)
+    normed = graph.rows("norm_output", K)
+    before, after = (graph.rows(name, N) for name in ("fc1_output", "fc2_input"))
+    graph.norm(x, normed)
+    graph.linear(normed, before, "fc1_")
+    graph.node(core.NODE_ACTIVATION, (before,), after, variant=core.ACTIVATION_GELU)
+    graph.linear(after, y, "fc2_", slots=(3, 2))
+    return graph
+
+
+def chain_graph(core, depth: int, recipe: int = 1) -> Graph:
+    """So many linear nodes in a row."""
+    graph = Graph(core, recipe)
+    x = graph.input()
+    for i in range(depth):
+        y = graph.rows(f"y{i}", K) if i < depth - 1 else graph.result(K)
+        graph.linear(x, y, f"n{i}_")
+        x = y
+    return graph
+
+
+def buffers_of(core, plan: int, *roles: str) -> list[str]:
+    """Names of a plan's buffers of some roles, in plan order."""
+    return [name for name, role, *_ in core.plan_describe(plan)["buffers"] if role in roles]
 
 
 def state() -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,36 +198,28 @@ def _bind(core):
     return Case([torch, None])
 
 
-def _linear_plan(core):
-    f32 = core.DTYPE_F32
-    return Case(
-        [0, K, N, f32, f32, f32, f32, f32, 1, core.DTYPE_E4M3, core.DTYPE_E5M2, ALL_GRADS],
-        dict(
-            gather=1, external=0, eps_input=0.0, eps_weight=0.0, eps_grad=0.0,
-            norm=1 + core.NORM_LAYERNORM, norm_dtype=f32, norm_eps=1e-5,
-        ),
-    )  # fmt: skip
+def _make_plan(core):
+    return Case(mlp_graph(core).arguments(core.DIRECTION_FORWARD))
 
 
-def _mlp_plan(core):
-    first = linear_fields(core, core.LINEAR_FORWARD)
-    second = first | {"in_features": N, "out_features": K}
-    numbers = dict(limit=0.0, alpha=0.0, linear_offset=0.0, flags=0)
-    return Case([core.LINEAR_FORWARD, core.ACTIVATION_GELU], dict(**numbers, fc1=first, fc2=second))
+def stage_bit(core, name: str) -> int:
+    """Bit of a stage in a node's `external`."""
+    return 1 << core.LINEAR_STAGES.index(name)
 
 
-def _norm_plan(core):
-    f32 = core.DTYPE_F32
-    return Case([core.LINEAR_FORWARD, K, core.NORM_RMSNORM, f32, f32, f32, 0, 1e-5])
+def _run_staged(core):
+    """The first stage in Python: whatever is wrong shows before anything has changed."""
+    plan = linear_plan(core, core.DIRECTION_FORWARD, external=stage_bit(core, "quantize_input"))
+    number = {name: i for i, (name, *_) in enumerate(core.plan_describe(plan)["buffers"])}
 
+    def quantize(lend):
+        lend(number["input_row"]).view(torch.uint8).zero_()
+        lend(number["input_scales"]).fill_(1.0)
 
-def _run_range(core):
-    external = 1 << core.LINEAR_STAGES.index("gemm_output")
-    plan = linear_plan(core, core.LINEAR_FORWARD, external=external)
-    saved = core.empty_aligned(core.plan_infer(plan, ROWS)[0], core.DEVICE_CPU)
-    scratch = core.empty_aligned(core.plan_scratch(plan, ROWS, core.DEVICE_CPU), core.DEVICE_CPU)
-    buffers = [*linear_tensors(), None]
-    return Case([plan, 0, -1, 0, 0, buffers, saved, scratch, ROWS])
+    functions = {"quantize_input": quantize}
+    observer = lambda stage, operator, buffers, done: None  # noqa: E731
+    make_buffers = lambda lend, plan, rows, slot: lend  # noqa: E731
+    return Case([plan, 0, 0, functions, observer, make_buffers, *linear_tensors()])
 
 
 def _quantize(core):
@@ -323,19 +427,16 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "op_fields": lambda core: Case(["gemm"]),
     "activation_names": lambda core: Case([]),
     "has_cuda": lambda core: Case([]),
-    "linear_plan": _linear_plan,
-    "mlp_plan": _mlp_plan,
-    "norm_plan": _norm_plan,
-    "plan_describe": lambda core: Case([linear_plan(core, core.LINEAR_FORWARD)]),
-    "plan_infer": lambda core: Case([linear_plan(core, core.LINEAR_FORWARD), ROWS]),
+    "make_plan": _make_plan,
+    "plan_describe": lambda core: Case([linear_plan(core, core.DIRECTION_FORWARD)]),
+    "plan_infer": lambda core: Case([linear_plan(core, core.DIRECTION_FORWARD), ROWS]),
     "plan_scratch": lambda core: Case(
-        [linear_plan(core, core.LINEAR_FORWARD), ROWS, core.DEVICE_CPU, 0]
+        [linear_plan(core, core.DIRECTION_FORWARD), ROWS, core.DEVICE_CPU, 0]
     ),
     "run": lambda core: Case(
-        [linear_plan(core, core.LINEAR_FORWARD), 0, 0, *linear_tensors()]
+        [linear_plan(core, core.DIRECTION_FORWARD), 0, 0, *linear_tensors()]
     ),
-    "run_range": _run_range,
-    "empty_aligned": lambda core: Case([100, core.DEVICE_CPU, 0]),
+    "run_staged": _run_staged,
     "split_storage": lambda core: Case([torch.randn(ROWS, K), (1, ROWS - 1)]),
     "cuda_configure": lambda core: Case([os.environ.get("TE_NVRTC") == "1", None], needs_cuda=True),
     "tune_gemm": lambda core: Case([core.DEVICE_CPU, 0, False, None], needs_cuda=True),

@@ -13,7 +13,7 @@ NotImplementedError (legal, but no backend has it), MemoryError, RuntimeError (w
 context, external stages; or a failing device), and whatever a Python backend raised.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypedDict, final
 
 import torch
@@ -40,42 +40,48 @@ RECIPE_NONE: Final[int]
 RECIPE_DELAYED: Final[int]
 RECIPE_CURRENT: Final[int]
 
-# direction of linear_plan
-LINEAR_FORWARD: Final[int]
-LINEAR_BACKWARD: Final[int]
-LINEAR_WGRAD: Final[int]
+# te_direction
+DIRECTION_FORWARD: Final[int]
+DIRECTION_BACKWARD: Final[int]
+DIRECTION_DEFERRED: Final[int]
 
-# flags of linear_plan (te_linear_desc.flags)
-LINEAR_BIAS: Final[int]
-LINEAR_DGRAD: Final[int]
-LINEAR_WGRAD_NEEDED: Final[int]
+# te_symbol
+SYMBOL_ROWS: Final[int]
+
+# te_value_desc.flags
+VALUE_INPUT: Final[int]
+VALUE_PARAMETER: Final[int]
+VALUE_RESULT: Final[int]
+VALUE_LEADING: Final[int]
+VALUE_GRADIENT: Final[int]
+VALUE_ACCUMULATE: Final[int]
+VALUE_OVERWRITE: Final[int]
+VALUE_DEFER: Final[int]
+VALUE_KEEP_QUANTIZED: Final[int]
+VALUE_QUANTIZED: Final[int]
+
+# te_node_kind
+NODE_LINEAR: Final[int]
+NODE_NORM: Final[int]
+NODE_ACTIVATION: Final[int]
+
+# te_node_desc.flags
 LINEAR_SAVE_INPUT: Final[int]
 LINEAR_NO_AMAX: Final[int]
-LINEAR_POWER_2_INPUT: Final[int]
-LINEAR_POWER_2_WEIGHT: Final[int]
-LINEAR_POWER_2_GRAD: Final[int]
-LINEAR_FAST_FPROP: Final[int]
-LINEAR_FAST_DGRAD: Final[int]
-LINEAR_FAST_WGRAD: Final[int]
 LINEAR_ALLOW_TF32: Final[int]
-LINEAR_ACCUMULATE_WGRAD: Final[int]
-LINEAR_OVERWRITE_WGRAD: Final[int]
-LINEAR_DEFER_WGRAD: Final[int]
-LINEAR_CACHE_WRITE: Final[int]
-LINEAR_CACHE_READ: Final[int]
-LINEAR_ZERO_CENTERED: Final[int]
-LINEAR_GRAD_GAMMA: Final[int]
-LINEAR_GRAD_BETA: Final[int]
-LINEAR_RETURN_NORM: Final[int]
-LINEAR_BIAS_FROZEN: Final[int]
-LINEAR_NO_GAMMA: Final[int]
-LINEAR_NO_BETA: Final[int]
+LINEAR_FAST_OUTPUT: Final[int]
+LINEAR_FAST_GRAD_INPUT: Final[int]
+LINEAR_FAST_GRAD_WEIGHT: Final[int]
+NODE_ZERO_CENTERED: Final[int]
 
-# flags of mlp_plan (te_mlp_desc.flags)
-MLP_RECOMPUTE: Final[int]
+# te_graph_desc.flags
+GRAPH_RECOMPUTE: Final[int]
+
+OPERAND_ROLES: Final[int]
+"""Operands of a linear node; number node * OPERAND_ROLES + 1 is its weight in quantized form."""
 
 LINEAR_STAGES: Final[tuple[str, ...]]
-"""Names of the linear stages; bit i of `external` stands for LINEAR_STAGES[i]."""
+"""Stages of a linear node; bit i of its `external` stands for LINEAR_STAGES[i]."""
 
 AMAX_PARTIALS: Final[int]
 """Elements of a `partials` tensor."""
@@ -148,76 +154,39 @@ def has_cuda() -> bool:
 
 # ---- plans -----------------------------------------------------------------------------------
 
-def linear_plan(
-    direction: int,
-    in_features: int,
-    out_features: int,
-    input_dtype: int,
-    weight_dtype: int,
-    bias_dtype: int,
-    output_dtype: int,
-    grad_weight_dtype: int,
-    recipe: int,
-    forward_fp8: int,
-    backward_fp8: int,
-    flags: int,
-    gather: int = 1,
-    external: int = 0,
-    eps_input: float = 0.0,
-    eps_weight: float = 0.0,
-    eps_grad: float = 0.0,
-    norm: int = 0,
-    norm_dtype: int = 0,
-    norm_eps: float = 0.0,
+def make_plan(
+    direction: int, flags: int, values: tuple[tuple, ...], nodes: tuple[tuple, ...], /
 ) -> int:
-    """Id of a linear plan (te_linear_desc); the same description has the same id in every process.
+    """Id of a plan of a graph (te_graph_desc); the same graph has the same id in every process.
 
-    norm: 0 for none, else 1 + NORM_*.
+    direction: DIRECTION_*; flags: GRAPH_*. A value is (name, VALUE_* flags, dtype, dtype of the
+    gradient, shape), a dim of the shape being an int or (SYMBOL_*, multiply, align). A node is (name,
+    NODE_* kind, variant, flags, 4 inputs, output, 3 numbers, (RECIPE_*, forward FP8 dtype, backward FP8
+    dtype, power-of-2 bits, 3 amax epsilons), 2 slots, gather, external stages), with numbers of values
+    as inputs (-1: not there) and output. te_value_desc and te_node_desc say what each means.
+
+    ValueError or TypeError for a graph that can not be, NotImplementedError for gradients that no plan
+    has.
     """
-
-def mlp_plan(
-    direction: int,
-    activation: int,
-    limit: float = 0.0,
-    alpha: float = 0.0,
-    linear_offset: float = 0.0,
-    flags: int = 0,
-    *,
-    fc1: dict[str, Any],
-    fc2: dict[str, Any],
-) -> int:
-    """Id of the plan of an MLP (te_mlp_desc); fc1 and fc2 are the keywords of `linear_plan`.
-
-    activation: ACTIVATION_*, with limit, alpha and linear_offset for clamped_swiglu.
-    """
-
-def norm_plan(
-    direction: int,
-    features: int,
-    kind: int,
-    input_dtype: int,
-    weight_dtype: int,
-    output_dtype: int,
-    flags: int,
-    eps: float,
-) -> int:
-    """Id of the plan of a norm by itself (te_norm_desc); kind: NORM_*."""
 
 class PlanDescription(TypedDict):
     """What `plan_describe` returns."""
 
-    kind: str
-    """"linear_forward", "linear_backward", "linear_wgrad", the same with "norm_linear" and "mlp",
-    "norm_forward", "norm_backward"."""
-    buffers: list[tuple[str, str, int, int, list[tuple[int, int, int]]]]
-    """(name, role, dtype code, leading, shape). role: "input", "parameter", "state", "output", "saved"
-    or "scratch". An extent (multiply, align, add) is multiply * roundup(rows, align) + add; add =
-    2**31 - 1 in a state buffer stands for any length. leading: 1 where shape[0] stands for the leading
-    dims."""
-    stages: list[tuple[str, str]]
-    """(stage name, operator name or "external")."""
+    direction: str
+    """"forward", "backward" or "deferred"."""
+    buffers: tuple[tuple[str, str, int, int, tuple[tuple[int, int, int], ...], str, int, int], ...]
+    """(name, role, dtype code, leading, shape, link, of, written). role: "input", "parameter", "state",
+    "output", "saved" or "scratch". An extent (multiply, align, add) is multiply * roundup(rows, align) +
+    add; add = 2**31 - 1 in a state buffer stands for any length. leading: 1 where shape[0] stands for
+    the leading dims. link and `of` say what it is, the same in every plan of a graph (TE_LINKS): the
+    "gradient" of value `of`, the "row" form of operand `of`, ... written: 1 where the run changes a
+    state."""
+    stages: tuple[tuple[str, str, int, tuple[int, ...]], ...]
+    """(stage name, operator name or "external", node or -1, numbers of its buffers)."""
     saved_bytes: tuple[int, int, int]
     """Size of the packed saved buffer, an extent."""
+    quantized: bool
+    """GEMMs of it run in FP8."""
 
 def plan_describe(plan: int, /) -> PlanDescription:
     """Buffers and stages of a plan, in plan order. ValueError for an unknown id."""
@@ -247,33 +216,27 @@ def run(plan: int, slot_fwd: int, slot_bwd: int, /, *tensors: Any) -> tuple[Any,
     nothing and for every other plan, so `*outputs, saved = run(...)` is always right. An output with
     leading dims gets those of the first input that has them. Outputs come from `torch.empty`.
 
-    RuntimeError for a plan with external stages: those run by `run_range`.
+    RuntimeError for a plan with external stages: those run by `run_staged`.
     """
 
-def run_range(
+def run_staged(
     plan: int,
-    first: int,
-    last: int,
     slot_fwd: int,
     slot_bwd: int,
-    buffers: Sequence[Tensor | None],
-    saved: Tensor | None,
-    scratch: Tensor | None,
-    rows: int,
+    functions: dict[str, Callable[[Any], Any]],
+    observer: Callable[[str, str, Any, bool], Any] | None,
+    make_buffers: Callable[[Callable[[int], Tensor], int, int, int], Any],
     /,
-) -> int:
-    """Run the stages [first, last) (`last` < 0: to the end); return the stage to go on with.
+    *tensors: Any,
+) -> tuple[Any, ...]:
+    """`run` with Python functions at stages, called inside the run; arguments and result as there.
 
-    Stops before an external stage and returns its number; returns the number of stages when done.
-    `buffers` has one entry per plan buffer whose role is neither saved nor scratch, in plan order,
-    outputs included; None where these stages do not touch it. `saved` and `scratch` are 1-D uint8
-    tensors of at least `plan_infer(...)[0]` and `plan_scratch(...)` bytes; scratch data must be aligned
-    to 256 bytes (see `empty_aligned`). External buffers inside them are sliced at the offsets of
-    `plan_infer`.
+    functions: ``f(buffers)`` by stage name, one for each external stage. observer:
+    ``f(stage, operator, buffers, done)``, called before and after every stage. What they raise ends the
+    run. buffers: what ``make_buffers(lend, plan, rows, slot)`` gave, once; `lend(number)` is the
+    argument or the output of that buffer, or a tensor over its packed memory, which it keeps. `lend` is
+    for functions while they run, slot the first one in the chunk of the plan's direction.
     """
-
-def empty_aligned(size: int, device_type: int, device_index: int = 0, /) -> Tensor:
-    """A 1-D uint8 tensor whose data is aligned to 256 bytes, for `saved` and `scratch`."""
 
 def split_storage(tensor: Tensor, rows: tuple[int, ...], /) -> tuple[Tensor, ...]:
     """Consecutive rows of a tensor as tensors with storages of their own over its memory.

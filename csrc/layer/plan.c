@@ -1,316 +1,275 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * plan.c - the intern table of plans, and what is inferred from a plan without a device.
+ * plan.c - what a builder adds to a plan, and the last steps of its making.
  */
 #include "layer/plan.h"
 
-#include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/fork.h"
 #include "core/status.h"
 #include "core/tensor.h"
-#include "layer/layout.h"
-
-#define BUCKETS 1024
-
-/* Nodes are immutable once published and never freed: readers need no lock. */
-static _Atomic(te_plan *) buckets[BUCKETS];
-TE_PROCESS_LOCK(lock);
 
 te_extent te_constant(int64_t value)
 {
-    te_extent extent = {0, 1, value};
-    return extent;
+    return (te_extent){.symbol = TE_SYMBOL_NONE, .align = 1, .add = value};
 }
 
-te_extent te_rows(int64_t multiply, int64_t align)
+te_extent te_rows(int64_t multiply, int32_t align)
 {
-    te_extent extent = {multiply, align, 0};
-    return extent;
+    return (te_extent){.symbol = TE_SYMBOL_ROWS, .align = align, .multiply = multiply};
 }
 
 int64_t te_extent_value(const te_extent *extent, int64_t rows)
 {
+    if (extent->symbol == TE_SYMBOL_NONE) return extent->add;
     return extent->multiply * te_round_up(rows, extent->align) + extent->add;
 }
 
-static int16_t add_buffer(te_plan *plan, const te_buffer_info *info)
+/* An array with space for one more element; NULL, and the plan's status, where there is none. */
+static void *grow(te_plan *plan, void *array, int32_t count, int32_t *capacity, size_t size)
 {
-    if (plan->buffer_count == TE_PLAN_MAX_BUFFERS) {
-        plan->buffer_count++; /* one too many: te_plan_intern reports it */
+    int32_t wanted = *capacity == 0 ? 8 : 2 * *capacity;
+    void *grown;
+    if (count < *capacity) return array;
+    grown = realloc(array, (size_t)wanted * size);
+    if (grown == NULL) {
+        plan->status = TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
+        return NULL;
+    }
+    *capacity = wanted;
+    return grown;
+}
+
+int16_t te_plan_add_buffer(te_plan *plan, const te_buffer_info *info)
+{
+    te_buffer *buffers, *added;
+    if (plan->status != TE_OK) return 0;
+    if (plan->buffer_count == INT16_MAX) {
+        plan->status = TE_FAIL(TE_ERROR_UNSUPPORTED, "a plan of more than %d buffers", INT16_MAX);
         return 0;
     }
-    if (plan->buffer_count > TE_PLAN_MAX_BUFFERS) return 0;
-    plan->buffers[plan->buffer_count] = *info;
+    buffers =
+        grow(plan, plan->buffers, plan->buffer_count, &plan->buffer_capacity, sizeof *buffers);
+    if (buffers == NULL) return 0;
+    plan->buffers = buffers;
+    added = &buffers[plan->buffer_count];
+    memset(added, 0, sizeof *added);
+    added->info = *info;
+    (void)snprintf(added->name, sizeof added->name, "%s", info->name);
     return (int16_t)plan->buffer_count++;
 }
 
-int16_t te_plan_vector(te_plan *plan, const char *name, te_buffer_role role, te_dtype dtype,
-                       int64_t length)
+te_stage *te_plan_add_stage(te_plan *plan, const char *prefix, const char *name, te_op op)
 {
-    te_buffer_info info = {name, role, dtype, 1, 0, {te_constant(length), te_constant(1)}};
-    return add_buffer(plan, &info);
-}
-
-int16_t te_plan_row_vector(te_plan *plan, const char *name, te_buffer_role role, te_dtype dtype)
-{
-    te_buffer_info info = {name, role, dtype, 1, 0, {te_rows(1, 1), te_constant(1)}};
-    return add_buffer(plan, &info);
-}
-
-int16_t te_plan_matrix(te_plan *plan, const char *name, te_buffer_role role, te_dtype dtype,
-                       te_extent rows, te_extent columns)
-{
-    te_buffer_info info = {name, role, dtype, 2, 0, {rows, columns}};
-    return add_buffer(plan, &info);
-}
-
-int16_t te_plan_leading(te_plan *plan, const char *name, te_buffer_role role, te_dtype dtype,
-                        int64_t gather, int64_t columns)
-{
-    te_buffer_info info = {name, role, dtype, 2, 1, {te_rows(gather, 1), te_constant(columns)}};
-    return add_buffer(plan, &info);
-}
-
-te_stage *te_plan_stage(te_plan *plan, const char *name, te_op op, int external)
-{
-    static _Thread_local te_stage overflow;
-    te_stage *stage = &overflow;
-    if (plan->stage_count < TE_PLAN_MAX_STAGES) stage = &plan->stages[plan->stage_count];
-    plan->stage_count++;
-    memset(stage, 0, sizeof *stage);
-    stage->name = name;
-    stage->op = op;
-    stage->external = external;
-    for (int i = 0; i < TE_STAGE_BUFFERS; i++) stage->buffer[i] = TE_NO_BUFFER;
-    return stage;
-}
-
-/* FNV-1a over the family and the description: the same in every process. 0 is no id. */
-static int64_t hash_description(const char *family, const void *desc, size_t bytes)
-{
-    uint64_t hash = 0xcbf29ce484222325ULL;
-    const unsigned char *p = desc;
-    for (; *family != '\0'; family++) hash = (hash ^ (unsigned char)*family) * 0x100000001b3ULL;
-    for (size_t i = 0; i < bytes; i++) hash = (hash ^ p[i]) * 0x100000001b3ULL;
-    hash &= INT64_MAX;
-    return hash == 0 ? 1 : (int64_t)hash;
-}
-
-static te_plan *find(int64_t id)
-{
-    te_plan *plan = atomic_load_explicit(&buckets[(uint64_t)id % BUCKETS], memory_order_acquire);
-    while (plan != NULL && plan->id != id) plan = plan->next;
-    return plan;
-}
-
-te_status te_plan_get(int64_t id, const te_plan **plan)
-{
-    *plan = find(id);
-    if (*plan != NULL) return TE_OK;
-    return TE_FAIL(TE_ERROR_INVALID, "plan %lld does not exist in this process", (long long)id);
-}
-
-te_status te_plan_find_desc(const char *family, const void *desc, size_t bytes, int64_t *id,
-                            const te_plan **found)
-{
-    *id = hash_description(family, desc, bytes);
-    *found = find(*id);
-    if (*found != NULL &&
-        ((*found)->desc_bytes != bytes || memcmp((*found)->desc, desc, bytes) != 0)) {
-        return TE_FAIL(TE_ERROR_STATE, "plan %lld: two descriptions of %s have the same hash",
-                       (long long)*id, family);
+    /* Takes what is said of a stage that there is no memory for. */
+    static _Thread_local te_stage nowhere;
+    static _Thread_local union {
+#define X(NAME, name) te_##name##_args name;
+        TE_OPS(X)
+#undef X
+    } no_args;
+    te_stage *stages, *added;
+    nowhere = (te_stage){.op = op, .args = &no_args};
+    if (plan->status != TE_OK) return &nowhere;
+    stages = grow(plan, plan->stages, plan->stage_count, &plan->stage_capacity, sizeof *stages);
+    if (stages == NULL) return &nowhere;
+    plan->stages = stages;
+    added = &stages[plan->stage_count];
+    memset(added, 0, sizeof *added);
+    added->args = malloc(te_op_describe(op)->size);
+    if (added->args == NULL) {
+        plan->status = TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
+        return &nowhere;
     }
+    te_op_initial(op, added->args);
+    added->op = op;
+    (void)snprintf(added->name, sizeof added->name, "%s%s", prefix, name);
+    plan->stage_count++;
+    return added;
+}
+
+void te_stage_use_at(te_plan *plan, te_stage *stage, int field, int16_t buffer, int32_t element,
+                     int32_t chunk)
+{
+    te_use *uses;
+    if (buffer == TE_NO_BUFFER || plan->status != TE_OK) return;
+    uses = grow(plan, stage->uses, stage->use_count, &stage->use_capacity, sizeof *uses);
+    if (uses == NULL) return;
+    stage->uses = uses;
+    uses[stage->use_count++] = (te_use){(int16_t)field, buffer, element, chunk};
+}
+
+void te_stage_use(te_plan *plan, te_stage *stage, int field, int16_t buffer)
+{
+    te_stage_use_at(plan, stage, field, buffer, 0, 0);
+}
+
+void te_plan_clear(te_plan *plan)
+{
+    te_layout *layout = plan->layouts;
+    while (layout != NULL) {
+        te_layout *next = layout->next;
+        free(layout);
+        layout = next;
+    }
+    for (int32_t s = 0; s < plan->stage_count; s++) {
+        free(plan->stages[s].uses);
+        free(plan->stages[s].args);
+        if (plan->stage_infos != NULL) free((void *)(uintptr_t)plan->stage_infos[s].buffers);
+    }
+    free(plan->stages);
+    free(plan->buffers);
+    free(plan->stage_infos);
+    free(plan->buffer_infos);
+    free(plan->desc);
+}
+
+/* ---- the last steps ------------------------------------------------------------------------ */
+
+static int varies(const te_buffer_info *info)
+{
+    for (int32_t d = 0; d < info->ndim; d++) {
+        if (info->shape[d].symbol != TE_SYMBOL_NONE) return 1;
+    }
+    return 0;
+}
+
+/* Arguments first, in the order of a call: gradients, values, quantized forms, state; then outputs,
+ * likewise; then what is packed, the saved buffers of a fixed size before the others. Within a kind
+ * by number; so the saved buffers lie alike in every plan of a graph. */
+static int compare(const void *left, const void *right)
+{
+    const te_buffer_info *a = &((const te_buffer *)left)->info;
+    const te_buffer_info *b = &((const te_buffer *)right)->info;
+    static const int order[TE_ROLE_COUNT] = {0, 0, 1, 2, 3, 4};
+    if (order[a->role] != order[b->role]) return order[a->role] < order[b->role] ? -1 : 1;
+    /* The gradients of parameters that a plan adds to are state, and behind the chunks. */
+    if (a->role == TE_ROLE_STATE &&
+        (a->link == TE_LINK_GRADIENT) != (b->link == TE_LINK_GRADIENT)) {
+        return a->link == TE_LINK_GRADIENT ? 1 : -1;
+    }
+    if (a->role == TE_ROLE_SAVED && varies(a) != varies(b)) return varies(a) - varies(b);
+    if (a->link != b->link) return a->link < b->link ? -1 : 1;
+    return (a->of > b->of) - (a->of < b->of);
+}
+
+static te_status sort_buffers(te_plan *plan)
+{
+    int32_t count = plan->buffer_count;
+    int16_t *place;
+    if (count == 0) return TE_OK;
+    place = malloc((size_t)count * sizeof *place);
+    if (place == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
+    for (int32_t i = 0; i < count; i++) plan->buffers[i].first_use = i; /* where it was */
+    qsort(plan->buffers, (size_t)count, sizeof *plan->buffers, compare);
+    for (int32_t i = 0; i < count; i++) place[plan->buffers[i].first_use] = (int16_t)i;
+    for (int32_t s = 0; s < plan->stage_count; s++) {
+        te_stage *stage = &plan->stages[s];
+        for (int32_t u = 0; u < stage->use_count; u++) {
+            stage->uses[u].buffer = place[stage->uses[u].buffer];
+        }
+    }
+    free(place);
     return TE_OK;
 }
+
+static void find_lifetimes(te_plan *plan)
+{
+    for (int32_t i = 0; i < plan->buffer_count; i++) {
+        plan->buffers[i].first_use = INT32_MAX;
+        plan->buffers[i].last_use = -1;
+    }
+    for (int32_t s = 0; s < plan->stage_count; s++) {
+        for (int32_t u = 0; u < plan->stages[s].use_count; u++) {
+            te_buffer *buffer = &plan->buffers[plan->stages[s].uses[u].buffer];
+            if (buffer->first_use > s) buffer->first_use = s;
+            buffer->last_use = s;
+        }
+    }
+}
+
+/* So that the size of the saved buffer stays within 64 bits. */
+#define MOST_SAVED_PER_ROW ((int64_t)1 << 31)
 
 /* The saved buffer's size as one extent, exact for one member that varies with rows and else an
  * upper bound: every row count is rounded up to the largest alignment, every member to
  * TE_MEMBER_ALIGN. */
-static te_status saved_extent(te_plan *plan)
+static te_status sum_saved(te_plan *plan)
 {
-    te_extent total = {0, 1, 0};
+    te_extent total = te_rows(0, 1);
     int varying_members = 0;
-    for (int i = 0; i < plan->buffer_count; i++) {
-        const te_buffer_info *info = &plan->buffers[i];
-        int64_t bytes = (int64_t)te_dtype_bytes(info->dtype);
-        const te_extent *varying = info->shape[0].multiply != 0 ? &info->shape[0] : &info->shape[1];
-        const te_extent *fixed = varying == &info->shape[0] ? &info->shape[1] : &info->shape[0];
+    for (int32_t i = 0; i < plan->buffer_count; i++) {
+        const te_buffer_info *info = &plan->buffers[i].info;
+        int64_t fixed = (int64_t)te_dtype_bytes(info->dtype);
+        const te_extent *varying = NULL;
         if (info->role != TE_ROLE_SAVED) continue;
-        if (fixed->multiply != 0 || (varying->multiply != 0 && varying->add != 0)) {
-            return TE_FAIL(TE_ERROR_STATE,
-                           "plan %s: the size of the saved buffer %s is not linear in the rows",
-                           plan->kind, info->name);
+        for (int32_t d = 0; d < info->ndim; d++) {
+            const te_extent *extent = &info->shape[d];
+            if (extent->symbol == TE_SYMBOL_NONE) {
+                fixed *= extent->add;
+            } else if (varying == NULL && extent->add == 0) {
+                varying = extent;
+            } else {
+                return TE_FAIL(TE_ERROR_STATE,
+                               "the size of the saved buffer %s is not linear in the rows",
+                               plan->buffers[i].name);
+            }
         }
         if (varying_members > 0) total.add += TE_MEMBER_ALIGN; /* where this member begins */
-        if (varying->multiply == 0) {
-            total.add += te_round_up(varying->add * fixed->add * bytes, TE_MEMBER_ALIGN);
+        if (varying == NULL) {
+            total.add += te_round_up(fixed, TE_MEMBER_ALIGN);
             continue;
         }
-        total.multiply += varying->multiply * fixed->add * bytes;
+        total.multiply += varying->multiply * fixed;
         if (varying->align > total.align) total.align = varying->align;
         varying_members++;
+    }
+    if (total.multiply > MOST_SAVED_PER_ROW) {
+        return TE_FAIL(TE_ERROR_INVALID, "graph: it saves %lld bytes per row",
+                       (long long)total.multiply);
     }
     plan->saved_bytes = total;
     return TE_OK;
 }
 
-/* Between which stages each scratch buffer holds something; the whole run where the caller runs
- * stages of its own, whose buffers are not known here. */
-static void find_lifetimes(te_plan *plan)
+/* What te_plan_describe hands out. */
+static te_status make_infos(te_plan *plan)
 {
-    int external = 0;
-    for (int i = 0; i < plan->buffer_count; i++) {
-        plan->first_use[i] = INT16_MAX;
-        plan->last_use[i] = -1;
+    plan->buffer_infos = calloc((size_t)plan->buffer_count + 1, sizeof *plan->buffer_infos);
+    plan->stage_infos = calloc((size_t)plan->stage_count + 1, sizeof *plan->stage_infos);
+    if (plan->buffer_infos == NULL || plan->stage_infos == NULL) goto no_memory;
+    for (int32_t i = 0; i < plan->buffer_count; i++) {
+        plan->buffer_infos[i] = plan->buffers[i].info;
+        plan->buffer_infos[i].name = plan->buffers[i].name;
     }
-    for (int s = 0; s < plan->stage_count; s++) {
-        external |= plan->stages[s].external;
-        for (int position = 0; position < TE_STAGE_BUFFERS; position++) {
-            int16_t at = plan->stages[s].buffer[position];
-            if (at == TE_NO_BUFFER) continue;
-            if (plan->first_use[at] > s) plan->first_use[at] = (int16_t)s;
-            plan->last_use[at] = (int16_t)s;
+    for (int32_t s = 0; s < plan->stage_count; s++) {
+        const te_stage *stage = &plan->stages[s];
+        int32_t *numbers = malloc(((size_t)stage->use_count + 1) * sizeof *numbers);
+        if (numbers == NULL) goto no_memory;
+        for (int32_t u = 0; u < stage->use_count; u++) numbers[u] = stage->uses[u].buffer;
+        plan->stage_infos[s] = (te_stage_info){.name = stage->name,
+                                               .op = stage->op,
+                                               .external = stage->external,
+                                               .buffers = numbers,
+                                               .buffer_count = stage->use_count,
+                                               .node = stage->node};
+        if (stage->op == TE_OP_GEMM &&
+            ((const te_gemm_args *)stage->args)->a.mode != TE_SCALING_NONE) {
+            plan->quantized = 1;
         }
     }
-    for (int i = 0; external && i < plan->buffer_count; i++) {
-        plan->first_use[i] = 0;
-        plan->last_use[i] = (int16_t)plan->stage_count;
-    }
+    return TE_OK;
+no_memory:
+    return TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
 }
 
-te_status te_plan_intern(const te_plan *built, const char *family, const void *desc, size_t bytes)
+te_status te_plan_finish(te_plan *plan)
 {
-    te_status st = TE_OK;
-    te_plan *plan = NULL;
-    _Atomic(te_plan *) *bucket;
-    if (built->buffer_count > TE_PLAN_MAX_BUFFERS || built->stage_count > TE_PLAN_MAX_STAGES ||
-        bytes > sizeof plan->desc) {
-        return TE_FAIL(TE_ERROR_STATE,
-                       "plan %s: %d buffers, %d stages, %zu bytes of description do not fit",
-                       built->kind, built->buffer_count, built->stage_count, bytes);
-    }
-    plan = malloc(sizeof *plan);
-    if (plan == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
-    *plan = *built;
-    plan->id = hash_description(family, desc, bytes);
-    plan->desc_bytes = bytes;
-    memcpy(plan->desc, desc, bytes);
-    for (int i = 0; i < plan->stage_count; i++) {
-        const te_stage *stage = &plan->stages[i];
-        plan->stage_info[i].name = stage->name;
-        plan->stage_info[i].op = stage->external ? "external" : te_op_name(stage->op);
-    }
+    TE_TRY(plan->status);
+    TE_TRY(sort_buffers(plan));
     find_lifetimes(plan);
-    st = saved_extent(plan);
-    if (st != TE_OK) goto done;
-    bucket = &buckets[(uint64_t)plan->id % BUCKETS];
-    (void)pthread_mutex_lock(&lock);
-    if (find(plan->id) == NULL) { /* another thread may have been first */
-        plan->next = atomic_load_explicit(bucket, memory_order_relaxed);
-        atomic_store_explicit(bucket, plan, memory_order_release);
-        plan = NULL;
-    }
-    (void)pthread_mutex_unlock(&lock);
-done:
-    free(plan);
-    return st;
-}
-
-te_status te_plan_describe(int64_t id, te_plan_info *info)
-{
-    const te_plan *plan = NULL;
-    TE_TRY(te_plan_get(id, &plan));
-    info->size = sizeof *info;
-    info->kind = plan->kind;
-    info->buffers = plan->buffers;
-    info->buffer_count = plan->buffer_count;
-    info->stages = plan->stage_info;
-    info->stage_count = plan->stage_count;
-    info->saved_bytes = plan->saved_bytes;
-    return TE_OK;
-}
-
-/* The lowest place for `bytes` of scratch buffer i that no buffer alive at the same time has. */
-static int64_t place_scratch(const te_plan *plan, const te_layout *layout, int i, int64_t bytes)
-{
-    int64_t place = 0;
-    int moved = 1;
-    while (moved) { /* ends: `place` only grows, past one buffer at a time */
-        moved = 0;
-        for (int other = 0; other < i; other++) {
-            int64_t begin = layout->offset[other];
-            int64_t end = begin + layout->bytes[other];
-            if (plan->buffers[other].role != TE_ROLE_SCRATCH ||
-                plan->last_use[other] < plan->first_use[i] ||
-                plan->first_use[other] > plan->last_use[i] || end <= place ||
-                begin >= place + bytes) {
-                continue;
-            }
-            place = te_round_up(end, TE_MEMBER_ALIGN);
-            moved = 1;
-        }
-    }
-    return place;
-}
-
-void te_plan_layout(const te_plan *plan, int64_t rows, te_layout *layout)
-{
-    int64_t saved = 0;
-    int64_t scratch = 0;
-    for (int i = 0; i < plan->buffer_count; i++) {
-        const te_buffer_info *info = &plan->buffers[i];
-        layout->rows[i] = te_extent_value(&info->shape[0], rows);
-        layout->columns[i] = te_extent_value(&info->shape[1], rows);
-        layout->bytes[i] = 0;
-        layout->offset[i] = -1;
-        if (info->role != TE_ROLE_SAVED && info->role != TE_ROLE_SCRATCH) continue;
-        layout->bytes[i] =
-            layout->rows[i] * layout->columns[i] * (int64_t)te_dtype_bytes(info->dtype);
-        if (info->role == TE_ROLE_SAVED) {
-            layout->offset[i] = te_round_up(saved, TE_MEMBER_ALIGN);
-            saved = layout->offset[i] + layout->bytes[i];
-        } else {
-            int64_t end;
-            layout->offset[i] = place_scratch(plan, layout, i, layout->bytes[i]);
-            end = layout->offset[i] + layout->bytes[i];
-            if (end > scratch) scratch = end;
-        }
-    }
-    layout->saved_bytes = te_extent_value(&plan->saved_bytes, rows);
-    layout->scratch_bytes = te_round_up(scratch, TE_MEMBER_ALIGN);
-}
-
-const te_layout *te_plan_layout_cached(const te_plan *plan, int64_t rows)
-{
-    enum { ENTRIES = 32 };
-    static _Thread_local struct {
-        int64_t id, rows;
-        te_layout layout;
-    } cache[ENTRIES];
-    unsigned at = (unsigned)((uint64_t)plan->id ^ (uint64_t)rows) % ENTRIES;
-    if (cache[at].id != plan->id || cache[at].rows != rows) {
-        te_plan_layout(plan, rows, &cache[at].layout);
-        cache[at].id = plan->id;
-        cache[at].rows = rows;
-    }
-    return &cache[at].layout;
-}
-
-te_status te_plan_infer(int64_t id, int64_t rows, te_plan_sizes *sizes, int64_t *offsets)
-{
-    const te_plan *plan = NULL;
-    te_layout layout;
-    TE_TRY(te_plan_get(id, &plan));
-    if (rows < 0) return TE_FAIL(TE_ERROR_INVALID, "rows = %lld is negative", (long long)rows);
-    te_plan_layout(plan, rows, &layout);
-    sizes->size = sizeof *sizes;
-    sizes->saved_bytes = layout.saved_bytes;
-    sizes->scratch_bytes = layout.scratch_bytes;
-    if (offsets != NULL) {
-        memcpy(offsets, layout.offset, (size_t)plan->buffer_count * sizeof *offsets);
-    }
-    return TE_OK;
+    TE_TRY(sum_saved(plan));
+    return make_infos(plan);
 }

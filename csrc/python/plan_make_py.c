@@ -1,223 +1,170 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * plan_make_py.c - making plans: keywords become the fields of a description.
+ * plan_make_py.c - making plans: tuples become the description of a graph.
  */
 #include "python/plan_py.h"
 
-#include <stddef.h>
+#include <stdarg.h>
 #include <string.h>
 
-typedef enum field_kind { FIELD_I32, FIELD_U32, FIELD_I64, FIELD_F32 } field_kind;
+/* A graph and the memory of its lists. */
+typedef struct graph_memory {
+    te_graph_desc graph;
+    te_value_desc *values;
+    te_node_desc *nodes;
+} graph_memory;
 
-typedef struct desc_field {
-    const char *keyword;
-    size_t offset;
-    field_kind kind;
-    int required;
-} desc_field;
-
-/* X(keyword, member, kind, required) */
-#define LINEAR_FIELDS(X)                                                                           \
-    X(direction, direction, I32, 1)                                                                \
-    X(in_features, in_features, I64, 1)                                                            \
-    X(out_features, out_features, I64, 1)                                                          \
-    X(input_dtype, input_dtype, I32, 1)                                                            \
-    X(weight_dtype, weight_dtype, I32, 1)                                                          \
-    X(bias_dtype, bias_dtype, I32, 1)                                                              \
-    X(output_dtype, output_dtype, I32, 1)                                                          \
-    X(grad_weight_dtype, grad_weight_dtype, I32, 1)                                                \
-    X(recipe, recipe, I32, 1)                                                                      \
-    X(forward_fp8, forward_fp8, I32, 1)                                                            \
-    X(backward_fp8, backward_fp8, I32, 1)                                                          \
-    X(flags, flags, U32, 1)                                                                        \
-    X(gather, gather, I32, 0)                                                                      \
-    X(external, external, U32, 0)                                                                  \
-    X(eps_input, amax_epsilon_input, F32, 0)                                                       \
-    X(eps_weight, amax_epsilon_weight, F32, 0)                                                     \
-    X(eps_grad, amax_epsilon_grad, F32, 0)                                                         \
-    X(norm, norm, I32, 0)                                                                          \
-    X(norm_dtype, norm_dtype, I32, 0)                                                              \
-    X(norm_eps, norm_eps, F32, 0)
-
-#define MLP_FIELDS(X)                                                                              \
-    X(direction, direction, I32, 1)                                                                \
-    X(activation, activation, I32, 1)                                                              \
-    X(limit, params.limit, F32, 0)                                                                 \
-    X(alpha, params.alpha, F32, 0)                                                                 \
-    X(linear_offset, params.linear_offset, F32, 0)                                                 \
-    X(flags, flags, U32, 0)
-
-#define NORM_FIELDS(X)                                                                             \
-    X(direction, direction, I32, 1)                                                                \
-    X(features, features, I64, 1)                                                                  \
-    X(kind, kind, I32, 1)                                                                          \
-    X(input_dtype, input_dtype, I32, 1)                                                            \
-    X(weight_dtype, weight_dtype, I32, 1)                                                          \
-    X(output_dtype, output_dtype, I32, 1)                                                          \
-    X(flags, flags, U32, 1)                                                                        \
-    X(eps, eps, F32, 1)
-
-#define X(keyword, member, kind, required)                                                         \
-    {#keyword, offsetof(te_linear_desc, member), FIELD_##kind, required},
-static const desc_field linear_fields[] = {LINEAR_FIELDS(X){NULL, 0, FIELD_I32, 0}};
-#undef X
-#define X(keyword, member, kind, required)                                                         \
-    {#keyword, offsetof(te_mlp_desc, member), FIELD_##kind, required},
-static const desc_field mlp_fields[] = {MLP_FIELDS(X){NULL, 0, FIELD_I32, 0}};
-#undef X
-#define X(keyword, member, kind, required)                                                         \
-    {#keyword, offsetof(te_norm_desc, member), FIELD_##kind, required},
-static const desc_field norm_fields[] = {NORM_FIELDS(X){NULL, 0, FIELD_I32, 0}};
-#undef X
-
-static int set_field(void *desc, const desc_field *field, const char *function, PyObject *object)
+static int copy_name(char *to, const char *name, const char *what)
 {
-    void *member = (char *)desc + field->offset;
-    tepy_site site = {function, field->keyword};
-    int64_t whole = 0;
-    double real = 0.0;
-    switch (field->kind) {
-    case FIELD_I32:
-        if (tepy_int(object, site, INT32_MIN, INT32_MAX, &whole) != 0) return -1;
-        *(int32_t *)member = (int32_t)whole;
-        return 0;
-    case FIELD_U32:
-        if (tepy_int(object, site, 0, UINT32_MAX, &whole) != 0) return -1;
-        *(uint32_t *)member = (uint32_t)whole;
-        return 0;
-    case FIELD_I64:
-        return tepy_int(object, site, INT64_MIN, INT64_MAX, member);
-    case FIELD_F32:
-        if (tepy_float(object, site, &real) != 0) return -1;
-        *(float *)member = (float)real;
+    if (strlen(name) < TE_NAME_BYTES) {
+        (void)strncpy(to, name, TE_NAME_BYTES);
         return 0;
     }
-    return 0;
+    PyErr_Format(PyExc_ValueError, "make_plan: %s: %s has more than %d characters", what, name,
+                 TE_NAME_BYTES - 1);
+    return -1;
 }
 
-/* The keyword's value, borrowed; NULL where it is not given, or with an exception. */
-static PyObject *find_keyword(PyObject *kwargs, const char *name)
+/* PyArg_ParseTuple for an item that may be anything. */
+static int parse(PyObject *item, const char *what, const char *format, ...)
 {
-    PyObject *key, *value;
-    if (kwargs == NULL) return NULL;
-    key = PyUnicode_FromString(name);
-    if (key == NULL) return NULL;
-    value = PyDict_GetItemWithError(kwargs, key);
-    Py_DECREF(key);
-    return value;
+    tepy_site site = {"make_plan", what};
+    va_list arguments;
+    int parsed;
+    if (!PyTuple_Check(item)) {
+        return tepy_fail(PyExc_TypeError, site, "expected a tuple, got %R", Py_TYPE(item));
+    }
+    va_start(arguments, format);
+    parsed = PyArg_VaParse(item, format, arguments);
+    va_end(arguments);
+    if (parsed) return 0;
+    if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        (void)tepy_fail_from_current(PyExc_ValueError, site, "a number is out of range");
+    }
+    return -1;
 }
 
-/* Fills a description from positional arguments and keywords; `skipped` names of the keywords are
- * the caller's own. */
-static int fill(void *desc, const desc_field *fields, const char *function, PyObject *args,
-                PyObject *kwargs, Py_ssize_t skipped)
+/* For "O&", which unlike "I" lets nothing wrap around. */
+static int take_bits(PyObject *object, void *to)
 {
-    Py_ssize_t given = args == NULL ? 0 : PyTuple_Size(args);
-    Py_ssize_t used = given;
-    Py_ssize_t count = 0;
-    for (const desc_field *field = fields; field->keyword != NULL; field++, count++) {
-        PyObject *object = find_keyword(kwargs, field->keyword);
-        if (object == NULL && PyErr_Occurred()) return -1;
-        if (object != NULL) {
-            used++;
-            if (count < given) {
-                PyErr_Format(PyExc_TypeError, "%s: %s is given twice", function, field->keyword);
-                return -1;
-            }
-        } else if (count < given) {
-            object = PyTuple_GetItem(args, count);
-        }
-        if (object == NULL) {
-            if (!field->required) continue;
-            PyErr_Format(PyExc_TypeError, "%s: %s is missing", function, field->keyword);
+    int64_t bits = 0;
+    if (tepy_int(object, (tepy_site){"make_plan", "flags"}, 0, UINT32_MAX, &bits) != 0) return 0;
+    *(uint32_t *)to = (uint32_t)bits;
+    return 1;
+}
+
+/* An int is a constant; (symbol, multiply, align) is a multiple of a symbol. */
+static int take_extent(PyObject *object, te_extent *extent)
+{
+    long long value = 0;
+    extent->align = 1;
+    if (PyTuple_Check(object)) {
+        if (parse(object, "shape", "iLi:make_plan", &extent->symbol, &value, &extent->align) != 0) {
             return -1;
         }
-        if (set_field(desc, field, function, object) != 0) return -1;
+        extent->multiply = value;
+        return 0;
     }
-    if (given > count || used != given + (kwargs == NULL ? 0 : PyDict_Size(kwargs)) - skipped) {
-        PyErr_Format(PyExc_TypeError, "%s: more arguments than its %zd, or an unknown keyword",
-                     function, count + skipped);
+    return tepy_int(object, (tepy_site){"make_plan", "shape"}, 1, INT32_MAX, &extent->add);
+}
+
+static int take_value(PyObject *item, te_value_desc *value)
+{
+    const char *name;
+    PyObject *shape;
+    Py_ssize_t ndim;
+    if (parse(item, "values", "sO&iiO!:make_plan", &name, take_bits, &value->flags, &value->dtype,
+              &value->grad_dtype, &PyTuple_Type, &shape) != 0 ||
+        copy_name(value->name, name, "values") != 0) {
         return -1;
+    }
+    ndim = PyTuple_Size(shape);
+    if (ndim < 1 || ndim > TE_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "make_plan: %s: %zd dims, expected 1 to %d", name, ndim,
+                     TE_MAX_DIMS);
+        return -1;
+    }
+    value->ndim = (int32_t)ndim;
+    for (Py_ssize_t i = 0; i < ndim; i++) {
+        if (take_extent(PyTuple_GetItem(shape, i), &value->shape[i]) != 0) return -1;
     }
     return 0;
 }
 
-const char tepy_linear_plan_doc[] =
-    "linear_plan($module, direction, in_features, out_features, input_dtype, weight_dtype,\n"
-    "            bias_dtype, output_dtype, grad_weight_dtype, recipe, forward_fp8, backward_fp8,\n"
-    "            flags, gather=1, external=0, eps_input=0.0, eps_weight=0.0, eps_grad=0.0, "
-    "norm=0,\n"
-    "            norm_dtype=0, norm_eps=0.0)\n--\n\n"
-    "Id of a linear plan; the same description has the same id in every process.";
-
-static void begin_linear(te_linear_desc *desc)
+static int take_node(PyObject *item, te_node_desc *node)
 {
-    memset(desc, 0, sizeof *desc);
-    desc->size = sizeof *desc;
-    desc->gather = 1;
-}
-
-PyObject *tepy_linear_plan(PyObject *module, PyObject *args, PyObject *kwargs)
-{
-    te_linear_desc desc;
-    int64_t id = 0;
-    te_status st;
-    (void)module;
-    begin_linear(&desc);
-    if (fill(&desc, linear_fields, "linear_plan", args, kwargs, 0) != 0) return NULL;
-    st = te_plan_linear(&desc, &id);
-    return st == TE_OK ? PyLong_FromLongLong(id) : tepy_raise(st);
-}
-
-const char tepy_mlp_plan_doc[] =
-    "mlp_plan($module, direction, activation, limit=0.0, alpha=0.0, linear_offset=0.0, flags=0, "
-    "*,\n"
-    "         fc1, fc2)\n--\n\n"
-    "Id of the plan of an MLP; fc1 and fc2 are dicts of linear_plan's keywords.";
-
-static int fill_part(te_linear_desc *desc, PyObject *kwargs, const char *name)
-{
-    PyObject *part = find_keyword(kwargs, name);
-    if (part == NULL && PyErr_Occurred()) return -1;
-    if (part == NULL || !PyDict_Check(part)) {
-        PyErr_Format(PyExc_TypeError, "mlp_plan: %s: expected a dict of linear_plan's keywords",
-                     name);
+    const char *name;
+    te_quantization *q = &node->quantization;
+    if (parse(item, "nodes", "siiO&(iiii)i(fff)(iiiO&(fff))(ii)iO&:make_plan", &name, &node->kind,
+              &node->variant, take_bits, &node->flags, &node->inputs[0], &node->inputs[1],
+              &node->inputs[2], &node->inputs[3], &node->output, &node->numbers[0],
+              &node->numbers[1], &node->numbers[2], &q->recipe, &q->forward_fp8, &q->backward_fp8,
+              take_bits, &q->power_2, &q->amax_epsilon[0], &q->amax_epsilon[1], &q->amax_epsilon[2],
+              &node->slots[0], &node->slots[1], &node->gather, take_bits, &node->external) != 0) {
         return -1;
     }
-    begin_linear(desc);
-    return fill(desc, linear_fields, "mlp_plan", NULL, part, 0);
+    return copy_name(node->name, name, "nodes");
 }
 
-PyObject *tepy_mlp_plan(PyObject *module, PyObject *args, PyObject *kwargs)
+/* Each item of a tuple into its struct: new, zeroed memory, for its bytes are hashed. */
+static int take_lists(graph_memory *memory, PyObject *values, PyObject *nodes)
 {
-    te_mlp_desc desc;
-    int64_t id = 0;
-    te_status st;
+    Py_ssize_t value_count = PyTuple_Size(values), node_count = PyTuple_Size(nodes);
+    if (value_count > TE_GRAPH_VALUES || node_count > TE_GRAPH_NODES) {
+        PyErr_Format(PyExc_ValueError,
+                     "make_plan: %zd values and %zd nodes, expected at most %d and %d", value_count,
+                     node_count, TE_GRAPH_VALUES, TE_GRAPH_NODES);
+        return -1;
+    }
+    memory->values = PyMem_Calloc((size_t)value_count + 1, sizeof *memory->values);
+    memory->nodes = PyMem_Calloc((size_t)node_count + 1, sizeof *memory->nodes);
+    if (memory->values == NULL || memory->nodes == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < value_count; i++) {
+        if (take_value(PyTuple_GetItem(values, i), &memory->values[i]) != 0) return -1;
+    }
+    for (Py_ssize_t i = 0; i < node_count; i++) {
+        if (take_node(PyTuple_GetItem(nodes, i), &memory->nodes[i]) != 0) return -1;
+    }
+    memory->graph.size = sizeof memory->graph;
+    memory->graph.values = memory->values;
+    memory->graph.nodes = memory->nodes;
+    memory->graph.value_count = (int32_t)value_count;
+    memory->graph.node_count = (int32_t)node_count;
+    return 0;
+}
+
+const char tepy_make_plan_doc[] =
+    "make_plan($module, direction, flags, values, nodes, /)\n--\n\n"
+    "Id of a plan of a graph; the same graph has the same id in every process.\n\n"
+    "values: (name, flags, dtype, dtype of the gradient, shape), a dim being an int or\n"
+    "(symbol, multiply, align). nodes: (name, kind, variant, flags, 4 inputs, output, 3 numbers,\n"
+    "(recipe, forward fp8, backward fp8, power of 2 bits, 3 epsilons), 2 slots, gather, external).";
+
+PyObject *tepy_make_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    graph_memory memory = {.values = NULL, .nodes = NULL};
+    int64_t id = 0, direction = 0, flags = 0;
+    te_status st = TE_ERROR_CALLBACK; /* an exception is set */
     (void)module;
-    memset(&desc, 0, sizeof desc);
-    desc.size = sizeof desc;
-    if (fill_part(&desc.fc1, kwargs, "fc1") != 0 || fill_part(&desc.fc2, kwargs, "fc2") != 0 ||
-        fill(&desc, mlp_fields, "mlp_plan", args, kwargs, 2) != 0) {
+    if (tepy_count("make_plan", nargs, 4, 4) != 0 ||
+        tepy_int(args[0], (tepy_site){"make_plan", "direction"}, 0, TE_DIRECTION_COUNT - 1,
+                 &direction) != 0 ||
+        tepy_int(args[1], (tepy_site){"make_plan", "flags"}, 0, UINT32_MAX, &flags) != 0) {
         return NULL;
     }
-    st = te_plan_mlp(&desc, &id);
-    return st == TE_OK ? PyLong_FromLongLong(id) : tepy_raise(st);
-}
-
-const char tepy_norm_plan_doc[] = "norm_plan($module, direction, features, kind, input_dtype, "
-                                  "weight_dtype, output_dtype, flags,\n"
-                                  "          eps)\n--\n\n"
-                                  "Id of the plan of a norm by itself.";
-
-PyObject *tepy_norm_plan(PyObject *module, PyObject *args, PyObject *kwargs)
-{
-    te_norm_desc desc;
-    int64_t id = 0;
-    te_status st;
-    (void)module;
-    memset(&desc, 0, sizeof desc);
-    desc.size = sizeof desc;
-    if (fill(&desc, norm_fields, "norm_plan", args, kwargs, 0) != 0) return NULL;
-    st = te_plan_norm(&desc, &id);
+    if (!PyTuple_Check(args[2]) || !PyTuple_Check(args[3])) {
+        PyErr_Format(PyExc_TypeError, "make_plan: values: %R, nodes: %R, expected tuples",
+                     Py_TYPE(args[2]), Py_TYPE(args[3]));
+        return NULL;
+    }
+    if (take_lists(&memory, args[2], args[3]) == 0) {
+        memory.graph.flags = (uint32_t)flags;
+        st = te_plan_make(&memory.graph, (te_direction)direction, &id);
+    }
+    PyMem_Free(memory.values);
+    PyMem_Free(memory.nodes);
     return st == TE_OK ? PyLong_FromLongLong(id) : tepy_raise(st);
 }

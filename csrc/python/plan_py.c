@@ -4,8 +4,6 @@
  */
 #include "python/plan_py.h"
 
-#include <string.h>
-
 /* ---- the table ---- */
 
 void tepy_plans_free(tepy_state *state)
@@ -45,20 +43,17 @@ static int grow(tepy_state *state)
 
 static void examine(tepy_plan *plan)
 {
-    size_t kind = strlen(plan->info.kind);
-    size_t suffix = strlen("_forward");
-    plan->makes_saved = kind >= suffix && strcmp(plan->info.kind + kind - suffix, "_forward") == 0;
+    plan->makes_saved = plan->info.direction == TE_DIRECTION_FORWARD;
     plan->lead = -1;
     plan->seen_rows = -1;
     for (int32_t i = 0; i < plan->info.stage_count; i++) {
-        if (strcmp(plan->info.stages[i].op, "external") == 0) plan->external = 1;
+        plan->external |= plan->info.stages[i].external;
     }
     for (int32_t i = 0; i < plan->info.buffer_count; i++) {
         const te_buffer_info *info = &plan->info.buffers[i];
-        if (info->role == TE_ROLE_SAVED) plan->has_saved = 1;
-        if (info->role == TE_ROLE_OUTPUT) plan->outputs[plan->output_count++] = i;
-        if (info->role == TE_ROLE_OUTPUT || tepy_is_packed(info)) continue;
-        plan->args[plan->arg_count++] = i;
+        plan->has_saved |= info->role == TE_ROLE_SAVED;
+        plan->output_count += info->role == TE_ROLE_OUTPUT;
+        plan->arg_count += info->role <= TE_ROLE_STATE;
         if (info->role == TE_ROLE_INPUT && info->leading && plan->lead < 0) plan->lead = i;
     }
 }
@@ -96,32 +91,61 @@ tepy_plan *tepy_plan_find(tepy_state *state, PyObject *id, const char *function)
 
 /* ---- describing and sizing ---- */
 
-static const char *const role_names[] = {
-    [TE_ROLE_INPUT] = "input",   [TE_ROLE_PARAMETER] = "parameter", [TE_ROLE_STATE] = "state",
-    [TE_ROLE_OUTPUT] = "output", [TE_ROLE_SAVED] = "saved",         [TE_ROLE_SCRATCH] = "scratch",
-};
-
 static PyObject *extent_tuple(const te_extent *extent)
 {
-    return Py_BuildValue("(LLL)", (long long)extent->multiply, (long long)extent->align,
+    return Py_BuildValue("(LiL)", (long long)extent->multiply, (int)extent->align,
                          (long long)extent->add);
 }
 
-static PyObject *buffer_tuple(const te_buffer_info *info)
+/* New reference: a tuple of `count` items; the reference that make gives is taken. */
+static PyObject *tuple_of(int32_t count, PyObject *(*make)(const void *of, int32_t i),
+                          const void *of)
 {
-    PyObject *shape = info->ndim == 1 ? Py_BuildValue("[N]", extent_tuple(&info->shape[0]))
-                                      : Py_BuildValue("[NN]", extent_tuple(&info->shape[0]),
-                                                      extent_tuple(&info->shape[1]));
-    return Py_BuildValue("(ssiiN)", info->name, role_names[info->role], (int)info->dtype,
-                         (int)info->leading, shape);
+    PyObject *tuple = PyTuple_New(count);
+    for (int32_t i = 0; tuple != NULL && i < count; i++) {
+        PyObject *item = make(of, i);
+        if (item == NULL || PyTuple_SetItem(tuple, i, item) != 0) {
+            Py_DECREF(tuple);
+            return NULL;
+        }
+    }
+    return tuple;
 }
 
-/* Appends an object whose reference is taken; NULL is an error. */
-static int append(PyObject *list, PyObject *object)
+static PyObject *shape_item(const void *of, int32_t i)
 {
-    int result = object == NULL ? -1 : PyList_Append(list, object);
-    Py_XDECREF(object);
-    return result;
+    return extent_tuple(&((const te_buffer_info *)of)->shape[i]);
+}
+
+static PyObject *buffer_item(const void *of, int32_t i)
+{
+    static const char *const roles[] = {
+#define X(NAME, name) #name,
+        TE_BUFFER_ROLES(X)
+#undef X
+    };
+    static const char *const links[] = {
+#define X(NAME, name, number) #name,
+        TE_LINKS(X)
+#undef X
+    };
+    const te_buffer_info *info = &((const te_plan_info *)of)->buffers[i];
+    return Py_BuildValue("(ssiiNsii)", info->name, roles[info->role], (int)info->dtype,
+                         (int)info->leading, tuple_of(info->ndim, shape_item, info),
+                         links[info->link], (int)info->of, (int)info->written);
+}
+
+static PyObject *number_item(const void *of, int32_t i)
+{
+    return PyLong_FromLong(((const te_stage_info *)of)->buffers[i]);
+}
+
+static PyObject *stage_item(const void *of, int32_t i)
+{
+    const te_stage_info *stage = &((const te_plan_info *)of)->stages[i];
+    return Py_BuildValue("(ssiN)", stage->name,
+                         stage->external ? "external" : te_op_name(stage->op), (int)stage->node,
+                         tuple_of(stage->buffer_count, number_item, stage));
 }
 
 const char tepy_plan_describe_doc[] = "plan_describe($module, plan, /)\n--\n\n"
@@ -129,28 +153,19 @@ const char tepy_plan_describe_doc[] = "plan_describe($module, plan, /)\n--\n\n"
 
 PyObject *tepy_plan_describe(PyObject *module, PyObject *arg)
 {
+    static const char *const directions[] = {"forward", "backward", "deferred"};
     const tepy_plan *plan = tepy_plan_find(tepy_state_of(module), arg, "plan_describe");
-    const te_plan_info *info;
-    PyObject *buffers = NULL, *stages = NULL, *result = NULL;
     if (plan == NULL) return NULL;
-    info = &plan->info;
-    buffers = PyList_New(0);
-    stages = PyList_New(0);
-    if (buffers == NULL || stages == NULL) goto done;
-    for (int32_t i = 0; i < info->buffer_count; i++) {
-        if (append(buffers, buffer_tuple(&info->buffers[i])) != 0) goto done;
-    }
-    for (int32_t i = 0; i < info->stage_count; i++) {
-        if (append(stages, Py_BuildValue("(ss)", info->stages[i].name, info->stages[i].op)) != 0) {
-            goto done;
-        }
-    }
-    result = Py_BuildValue("{sssOsOsN}", "kind", info->kind, "buffers", buffers, "stages", stages,
-                           "saved_bytes", extent_tuple(&info->saved_bytes));
-done:
-    Py_XDECREF(buffers);
-    Py_XDECREF(stages);
-    return result;
+    return Py_BuildValue("{sssNsNsNsO}", "direction", directions[plan->info.direction], "buffers",
+                         tuple_of(plan->info.buffer_count, buffer_item, &plan->info), "stages",
+                         tuple_of(plan->info.stage_count, stage_item, &plan->info), "saved_bytes",
+                         extent_tuple(&plan->info.saved_bytes), "quantized",
+                         plan->info.quantized ? Py_True : Py_False);
+}
+
+static PyObject *offset_item(const void *of, int32_t i)
+{
+    return PyLong_FromLongLong(((const int64_t *)of)[i]);
 }
 
 const char tepy_plan_infer_doc[] =
@@ -161,8 +176,8 @@ PyObject *tepy_plan_infer(PyObject *module, PyObject *const *args, Py_ssize_t na
 {
     const tepy_plan *plan;
     int64_t rows = 0;
-    int64_t offsets[TE_PLAN_MAX_BUFFERS];
     te_plan_sizes sizes = {.size = sizeof sizes};
+    int64_t *offsets;
     PyObject *tuple;
     te_status st;
     if (tepy_count("plan_infer", nargs, 2, 2) != 0) return NULL;
@@ -171,17 +186,12 @@ PyObject *tepy_plan_infer(PyObject *module, PyObject *const *args, Py_ssize_t na
         tepy_int(args[1], (tepy_site){"plan_infer", "rows"}, 0, INT32_MAX, &rows) != 0) {
         return NULL;
     }
+    offsets = PyMem_Calloc((size_t)plan->info.buffer_count + 1, sizeof *offsets);
+    if (offsets == NULL) return PyErr_NoMemory();
     st = te_plan_infer(plan->id, rows, &sizes, offsets);
+    tuple = st == TE_OK ? tuple_of(plan->info.buffer_count, offset_item, offsets) : NULL;
+    PyMem_Free(offsets);
     if (st != TE_OK) return tepy_raise(st);
-    tuple = PyTuple_New(plan->info.buffer_count);
-    if (tuple == NULL) return NULL;
-    for (int32_t i = 0; i < plan->info.buffer_count; i++) {
-        PyObject *offset = PyLong_FromLongLong(offsets[i]);
-        if (offset == NULL || PyTuple_SetItem(tuple, i, offset) != 0) {
-            Py_DECREF(tuple);
-            return NULL;
-        }
-    }
     return Py_BuildValue("(LLN)", (long long)sizes.saved_bytes, (long long)sizes.scratch_bytes,
                          tuple);
 }

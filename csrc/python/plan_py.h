@@ -8,20 +8,16 @@
 
 #include "python/args.h"
 
-#include "layer/plan.h"
-
 struct tepy_plan {
     int64_t id;
     te_plan_info info;
     int external;    /* a stage is external: run() refuses the plan */
-    int makes_saved; /* a forward plan: the packed saved buffer is a result, not an argument */
+    int makes_saved; /* a forward: the packed saved buffer is a result, not an argument */
     int has_saved;
-    int32_t lead;      /* the first input with leading dims, or -1: rows are an argument */
-    int32_t arg_count; /* inputs, parameters and state */
-    int32_t args[TE_PLAN_MAX_BUFFERS]; /* their buffer numbers, in order of the arguments */
-    int32_t output_count;
-    int32_t outputs[TE_PLAN_MAX_BUFFERS]; /* buffer numbers, in order of the results */
-    int64_t seen_rows; /* of the last run, on seen_device: that one found its caches filled */
+    int32_t lead;         /* the first input with leading dims, or -1: rows are an argument */
+    int32_t arg_count;    /* inputs, parameters and state: buffers from 0 on */
+    int32_t output_count; /* buffers behind them, in order of the results */
+    int64_t seen_rows;    /* of the last run, on seen_device: that one found its caches filled */
     te_device seen_device;
 };
 
@@ -39,7 +35,7 @@ static inline tepy_want tepy_buffer_want(const char *function, const te_buffer_i
     tepy_want want = {{function, info->name}, TEPY_MATRIX, TEPY_READ, NULL};
     if (info->ndim == 1) want.form = TEPY_VECTOR;
     if (info->leading) want.form = TEPY_ROWS;
-    if (info->role == TE_ROLE_STATE || info->role == TE_ROLE_OUTPUT) want.access = TEPY_WRITE;
+    if (info->written || info->role == TE_ROLE_OUTPUT) want.access = TEPY_WRITE;
     return want;
 }
 

@@ -173,15 +173,12 @@ int tepy_op_by_name(PyObject *name, tepy_site site);
     X(op_names, NONE)                                                                              \
     X(activation_names, NONE)                                                                      \
     X(has_cuda, NONE)                                                                              \
-    X(linear_plan, KEYS)                                                                           \
-    X(mlp_plan, KEYS)                                                                              \
-    X(norm_plan, KEYS)                                                                             \
+    X(make_plan, FAST)                                                                             \
     X(plan_describe, ONE)                                                                          \
     X(plan_infer, FAST)                                                                            \
     X(plan_scratch, FAST)                                                                          \
     X(run, FAST)                                                                                   \
-    X(run_range, FAST)                                                                             \
-    X(empty_aligned, FAST)                                                                         \
+    X(run_staged, FAST)                                                                            \
     X(split_storage, FAST)                                                                         \
     X(cuda_configure, FAST)                                                                        \
     X(tune_gemm, FAST)                                                                             \

@@ -6,7 +6,7 @@
  * whole for each view, or keeps one view and drops the others. A part made here is a storage that
  * begins and ends with it. All parts keep the tensor alive whose memory they are in.
  */
-#include "python/args.h"
+#include "python/run_py.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -83,6 +83,22 @@ static PyObject *make_part(const tepy_state *state, PyObject *whole, const tepy_
         return NULL;
     }
     return (PyObject *)object;
+}
+
+PyObject *tepy_share(const tepy_state *state, PyObject *whole, const te_tensor *view)
+{
+    static const tepy_dl_dtype dtypes[TE_DTYPE_COUNT] = {
+#define X(NAME, name, bits, dlpack, cuda, max) [TE_DTYPE_##NAME] = {dlpack, bits, 1},
+        TE_DTYPES(X)
+#undef X
+    };
+    int64_t shape[TE_MAX_DIMS];
+    tepy_dl_tensor tensor = {.data = view->data, .ndim = view->ndim, .dtype = dtypes[view->dtype]};
+    tensor.device.type = view->device.type == TE_DEVICE_CPU ? TEPY_DL_CPU : TEPY_DL_CUDA;
+    tensor.device.index = view->device.index;
+    for (int32_t i = 0; i < view->ndim; i++) shape[i] = view->shape[i];
+    tensor.shape = shape;
+    return make_part(state, whole, &tensor, shape[0], 0);
 }
 
 const char tepy_split_storage_doc[] =

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * plans.h - runs plans from C: their buffers by name, memory of the sizes that they ask for with
- * guards behind it, and scratch memory full of NaN.
+ * plans.h - runs plans from C: memory for every buffer that the caller gives, kept by what the
+ * buffer is and so handed from plan to plan, with guards behind it; and scratch memory full of NaN.
  */
 #ifndef TE_TESTS_PLANS_H
 #define TE_TESTS_PLANS_H
@@ -13,7 +13,8 @@
 
 #include <transformer_engine.h>
 
-enum { PLAN_MAX_BUFFERS = 64, PLAN_ALIGN = 256, PLAN_GUARD = 64, PLAN_GUARD_BYTE = 0xa5 };
+enum { PLAN_MEMBERS = 512, PLAN_ALIGN = 256, PLAN_GUARD = 64, PLAN_GUARD_BYTE = 0xa5 };
+enum { PLAN_SLOTS = 256, PLAN_HISTORY = 4 };
 
 #define EXPECT(condition, ...)                                                                     \
     do {                                                                                           \
@@ -28,35 +29,28 @@ enum { PLAN_MAX_BUFFERS = 64, PLAN_ALIGN = 256, PLAN_GUARD = 64, PLAN_GUARD_BYTE
 
 static const te_device plan_cpu = {TE_DEVICE_CPU, 0};
 
-/* A tensor of the caller's; FP8 ones that a deferred plan passes on have another dtype than f32. */
-typedef struct plan_tensor {
-    const char *name;
+typedef struct plan_member {
+    te_link link;
+    int32_t of;
+    size_t bytes;
     void *data;
-    int64_t rows, columns; /* 0 rows: a vector */
-} plan_tensor;
+} plan_member;
 
-static inline te_tensor plan_view(const plan_tensor *table, const te_buffer_info *info)
-{
-    te_tensor tensor;
-    memset(&tensor, 0, sizeof tensor);
-    for (; table->name != NULL; table++) {
-        if (strcmp(table->name, info->name) != 0) continue;
-        tensor.data = table->data;
-        tensor.dtype = info->dtype;
-        tensor.device = plan_cpu;
-        tensor.ndim = table->rows > 0 ? 2 : 1;
-        tensor.shape[0] = table->rows > 0 ? table->rows : table->columns;
-        tensor.strides[0] = table->rows > 0 ? table->columns : 1;
-        tensor.shape[1] = table->rows > 0 ? table->columns : 0;
-        tensor.strides[1] = 1;
-        return tensor;
-    }
-    EXPECT(0, "the plan wants a buffer %s", info->name);
-    return tensor;
-}
+/* What the plans of a graph are given and give, and what lives across them. */
+typedef struct plan_memory {
+    int64_t rows;
+    int32_t slots[2];
+    plan_member members[PLAN_MEMBERS];
+    int count;
+    void *saved;
+    float scale[2][PLAN_SLOTS], history[2][PLAN_HISTORY * PLAN_SLOTS];
+    te_stage_function stage; /* of external stages, with the memory as self */
+    int observed;
+    int64_t running; /* plan */
+} plan_memory;
 
 /* Aligned memory of exactly `bytes`, full of NaN, and a guard. */
-static inline void *plan_memory(size_t bytes)
+static inline void *plan_allocate(size_t bytes)
 {
     size_t all = (bytes + PLAN_GUARD + PLAN_ALIGN - 1) / PLAN_ALIGN * PLAN_ALIGN;
     unsigned char *memory = aligned_alloc(PLAN_ALIGN, all);
@@ -74,52 +68,113 @@ static inline void plan_check_guard(const void *memory, size_t bytes, const char
     }
 }
 
-/* Runs a whole plan over the tensors of a table that ends with a NULL name. A forward allocates
- * *saved; the caller frees it. */
-static inline void plan_run(te_context *context, int64_t plan, int64_t rows,
-                            const plan_tensor *table, void **saved, const int32_t slots[2])
+static inline void plan_memory_start(plan_memory *memory, int64_t rows)
 {
-    te_tensor buffers[PLAN_MAX_BUFFERS];
+    memset(memory, 0, sizeof *memory);
+    memory->rows = rows;
+    for (int i = 0; i < PLAN_SLOTS; i++) memory->scale[0][i] = memory->scale[1][i] = 1.0F;
+}
+
+static inline void plan_memory_end(plan_memory *memory)
+{
+    for (int i = 0; i < memory->count; i++) free(memory->members[i].data);
+    free(memory->saved);
+    memory->count = 0;
+    memory->saved = NULL;
+}
+
+static inline plan_member *plan_find(plan_memory *memory, te_link link, int32_t of)
+{
+    for (int i = 0; i < memory->count; i++) {
+        plan_member *member = &memory->members[i];
+        if (member->link == link && member->of == of) return member;
+    }
+    return NULL;
+}
+
+/* Memory of a buffer, made where it is not there. */
+static inline void *plan_data(plan_memory *memory, te_link link, int32_t of, size_t bytes)
+{
+    plan_member *member = plan_find(memory, link, of);
+    if (member == NULL) {
+        EXPECT(memory->count < PLAN_MEMBERS, "too many buffers");
+        member = &memory->members[memory->count++];
+        *member = (plan_member){link, of, bytes, plan_allocate(bytes)};
+    }
+    EXPECT(member->bytes == bytes, "link %d of %d: %zu bytes, expected %zu", (int)link, of, bytes,
+           member->bytes);
+    return member->data;
+}
+
+static inline float *plan_floats(plan_memory *memory, te_link link, int32_t of, int64_t count)
+{
+    return plan_data(memory, link, of, (size_t)count * sizeof(float));
+}
+
+/* A dense tensor for a buffer. Inputs have to be there, outputs are NaN again. */
+static inline te_tensor plan_view(plan_memory *memory, const te_buffer_info *info, int backward)
+{
+    te_tensor tensor = {.dtype = info->dtype, .device = plan_cpu, .ndim = info->ndim};
+    size_t bytes = te_dtype_bytes(info->dtype);
+    int64_t stride = 1;
+    for (int32_t d = info->ndim - 1; d >= 0; d--) {
+        int64_t length = te_extent_value(&info->shape[d], memory->rows);
+        if (length == TE_ANY_LENGTH) length = d == info->ndim - 1 ? PLAN_SLOTS : PLAN_HISTORY;
+        tensor.shape[d] = length;
+        tensor.strides[d] = stride;
+        stride *= length;
+        bytes *= (size_t)length;
+    }
+    if (info->link == TE_LINK_SCALE || info->link == TE_LINK_HISTORY) {
+        tensor.data =
+            info->link == TE_LINK_SCALE ? memory->scale[backward] : memory->history[backward];
+        return tensor;
+    }
+    EXPECT(info->role == TE_ROLE_OUTPUT || plan_find(memory, info->link, info->of) != NULL,
+           "the plan reads %s, which nobody has made", info->name);
+    tensor.data = plan_data(memory, info->link, info->of, bytes);
+    if (info->role == TE_ROLE_OUTPUT) memset(tensor.data, 0xff, bytes);
+    return tensor;
+}
+
+/* Runs a whole plan. */
+static inline void plan_run(te_context *context, int64_t plan, plan_memory *memory)
+{
     te_plan_info info;
     te_plan_sizes sizes;
-    te_plan_call call;
-    size_t scratch_bytes = 0;
-    int32_t next = 0;
-    memset(buffers, 0, sizeof buffers);
-    memset(&call, 0, sizeof call);
+    te_plan_call call = {.size = sizeof call, .plan = plan, .rows = memory->rows};
+    te_tensor *buffers;
     OK(te_plan_describe(plan, &info));
-    EXPECT(info.buffer_count <= PLAN_MAX_BUFFERS, "%d buffers", info.buffer_count);
-    OK(te_plan_infer(plan, rows, &sizes, NULL));
-    OK(te_plan_scratch(context, plan, rows, &scratch_bytes));
+    OK(te_plan_infer(plan, memory->rows, &sizes, NULL));
+    OK(te_plan_scratch(context, plan, memory->rows, &call.scratch_size));
+    buffers = calloc((size_t)info.buffer_count + 1, sizeof *buffers);
+    EXPECT(buffers != NULL, "no memory");
     for (int i = 0; i < info.buffer_count; i++) {
         te_buffer_role role = info.buffers[i].role;
         if (role == TE_ROLE_SAVED || role == TE_ROLE_SCRATCH) continue;
-        buffers[i] = plan_view(table, &info.buffers[i]);
+        buffers[i] = plan_view(memory, &info.buffers[i], info.direction != TE_DIRECTION_FORWARD);
     }
-    if (strstr(info.kind, "forward") != NULL) *saved = plan_memory((size_t)sizes.saved_bytes);
-    call.size = sizeof call;
-    call.plan = plan;
-    call.rows = rows;
-    call.last = -1;
+    if (info.direction == TE_DIRECTION_FORWARD) {
+        free(memory->saved);
+        memory->saved = plan_allocate((size_t)sizes.saved_bytes);
+    }
     call.buffers = buffers;
-    call.saved = *saved;
-    call.scratch_size = scratch_bytes;
-    call.scratch = plan_memory(scratch_bytes);
-    call.slots[0] = slots[0];
-    call.slots[1] = slots[1];
-    OK(te_plan_run(context, &call, &next, NULL));
-    EXPECT(next == info.stage_count, "stopped at stage %d of %d", next, info.stage_count);
-    plan_check_guard(call.scratch, scratch_bytes, "scratch");
+    call.saved = memory->saved;
+    call.scratch = plan_allocate(call.scratch_size);
+    call.slots[0] = memory->slots[0];
+    call.slots[1] = memory->slots[1];
+    call.stage = memory->stage;
+    call.stage_self = memory;
+    call.observed = memory->observed;
+    memory->running = plan;
+    OK(te_plan_run(context, &call, NULL));
+    plan_check_guard(call.scratch, call.scratch_size, "scratch");
     plan_check_guard(call.saved, (size_t)sizes.saved_bytes, "saved");
-    free(call.scratch);
-}
-
-static inline void plan_fill_integers(float *values, int64_t count, int largest, unsigned seed)
-{
-    for (int64_t i = 0; i < count; i++) {
-        seed = seed * 1664525U + 1013904223U;
-        values[i] = (float)((int)(seed >> 16) % (2 * largest + 1) - largest);
+    for (int i = 0; i < memory->count; i++) {
+        plan_check_guard(memory->members[i].data, memory->members[i].bytes, "caller's");
     }
+    free(call.scratch);
+    free(buffers);
 }
 
 static inline int64_t plan_count(const char *name)

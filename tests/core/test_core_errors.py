@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong arguments: an exception that names argument, value and fix, and nothing has changed."""
 
-import copy
+import re
 import sys
 
 import native
@@ -134,6 +134,9 @@ def test_references_of_wrong_arguments(value):
         lambda: core.gemm(value, a=value, b=value, context=value),
         lambda: core.register_backend(value, value, value, value),
         lambda: core.plan_infer(value, value),
+        lambda: core.make_plan(0, 0, value, value),
+        lambda: core.make_plan(0, 0, (value,), (value,)),
+        lambda: core.run_staged(linear_plan(core, 0), 0, 0, value, value, value, value),
         lambda: core.dtype_code(value),
     ]
     for call in calls:
@@ -162,7 +165,7 @@ def run_with(**changes):
     before = snapshot(tensors.values())
     core.reset_counters()
     with pytest.raises(ACCEPTED) as raised:
-        core.run(linear_plan(core, core.LINEAR_FORWARD), 0, 0, *tensors.values())
+        core.run(linear_plan(core, core.DIRECTION_FORWARD), 0, 0, *tensors.values())
     assert unchanged(before) and core.counters() == {}
     return raised.value
 
@@ -200,7 +203,6 @@ RUN_ERRORS = [
     ("bias", lambda: torch.zeros(N, 1), ValueError, ["2 dims", "expected 1"]),
     ("bias", lambda: torch.zeros(N - 1), ValueError, [f"{N - 1}", f"expected {N}"]),
     ("scale", lambda: torch.zeros(0), ValueError, ["size 0", "at least 1"]),
-    ("scale", lambda: torch.zeros(2 * SLOTS)[::2], ValueError, ["strides", "contiguous"]),
     ("history", lambda: torch.zeros(SLOTS, 4).t(), ValueError, ["strides", "contiguous"]),
     ("history", lambda: torch.zeros(4, SLOTS).double(), TypeError, ["torch.float64"]),
 ]
@@ -215,9 +217,9 @@ def test_run_names_argument_value_and_fix(argument, value, kind, words):
 
 
 def test_run_counts_and_numbers():
-    plan = linear_plan(core, core.LINEAR_FORWARD)
+    plan = linear_plan(core, core.DIRECTION_FORWARD)
     tensors = linear_tensors()
-    with pytest.raises(TypeError, match="run: expected 8 positional arguments, got 7"):
+    with pytest.raises(TypeError, match="run: expected 5 tensors, got 4 arguments for them"):
         core.run(plan, 0, 0, *tensors[:4])
     with pytest.raises(TypeError, match="run: plan: expected an int, got <class 'str'>"):
         core.run("plan", 0, 0, *tensors)
@@ -233,8 +235,8 @@ def test_run_counts_and_numbers():
 
 def test_rows_and_saved_must_agree():
     tensors = linear_tensors()
-    _, saved = core.run(linear_plan(core, core.LINEAR_FORWARD), 0, 0, *tensors)
-    plan = linear_plan(core, core.LINEAR_BACKWARD)
+    _, saved = core.run(linear_plan(core, core.DIRECTION_FORWARD), 0, 0, *tensors)
+    plan = linear_plan(core, core.DIRECTION_BACKWARD)
     chunk = state()
     with pytest.raises(
         TypeError, match="run: saved: expected a uint8 tensor of [0-9]+ bytes, got None"
@@ -250,7 +252,7 @@ def test_rows_and_saved_must_agree():
         ValueError, match="run: input: its leading dims hold 5 rows, expected 6 as in grad_output"
     ):
         core.run(
-            linear_plan(core, core.LINEAR_BACKWARD, core.RECIPE_NONE),
+            linear_plan(core, core.DIRECTION_BACKWARD, core.RECIPE_NONE),
             0, 0, torch.ones(6, N), torch.zeros(5, K), tensors[1],
         )  # fmt: skip
     assert (chunk[1] == 0).all()
@@ -284,7 +286,7 @@ def test_fake_mode_gives_no_silent_result():
 
     tensors = linear_tensors()
     with FakeTensorMode(), pytest.raises(TypeError, match="fake"):
-        core.run(linear_plan(core, core.LINEAR_FORWARD), 0, 0, *tensors)
+        core.run(linear_plan(core, core.DIRECTION_FORWARD), 0, 0, *tensors)
     assert (tensors[4] == 0).all()
 
 
@@ -358,21 +360,6 @@ OP_ERRORS = [
         "scaling_update: scale:",
     ),
     (lambda: core.amax(x24()), TypeError, "partials"),
-    (lambda: core.linear_plan(0, K), TypeError, "out_features"),
-    (lambda: linear_plan(core, 0, in_features=0), ValueError, "in_features = 0"),
-    (
-        lambda: linear_plan(core, 0, in_features="x"),
-        TypeError,
-        "linear_plan: in_features: expected an int",
-    ),
-    (lambda: linear_plan(core, 3), ValueError, "direction = 3"),
-    (lambda: linear_plan(core, 0, flags=-1), ValueError, "linear_plan: flags: -1 is out of range"),
-    (
-        lambda: linear_plan(core, 0, eps_grad="x"),
-        TypeError,
-        "linear_plan: eps_grad: expected a float",
-    ),
-    (lambda: linear_plan(core, 0, weight_dtype=core.DTYPE_U8), TypeError, "weight_dtype = u8"),
     (lambda: core.plan_infer(linear_plan(core, 0), -1), ValueError, "plan_infer: rows: -1"),
     (
         lambda: core.plan_scratch(linear_plan(core, 0), 1, 9),
@@ -407,41 +394,181 @@ def test_operators_name_argument_value_and_fix(at):
         call()
 
 
-def test_run_range_arguments():
-    plan = linear_plan(core, core.LINEAR_FORWARD)
-    tensors = [*linear_tensors(), torch.zeros(2, 3, N)]
-    saved = core.empty_aligned(core.plan_infer(plan, ROWS)[0], 0)
-    scratch = core.empty_aligned(core.plan_scratch(plan, ROWS, 0), 0)
-    good = [plan, 0, -1, 0, 0, tensors, saved, scratch, ROWS]
+def test_run_staged_arguments():
+    name = "gemm_output"
+    plan = linear_plan(core, core.DIRECTION_FORWARD, external=native.stage_bit(core, name))
+    tensors = linear_tensors()
+    good = [plan, 0, 0, {name: print}, None, lambda *_: None, *tensors]
     before = snapshot(tensors)
     for at, value, kind, text in (
-        (1, 99, ValueError, r"run_range: last: stages \[99, [0-9]+\) are not among"),
-        (2, 99, ValueError, r"run_range: last: stages \[0, 99\) are not among"),
-        (5, tensors[:3], ValueError, "run_range: buffers: 3 entries, expected 6"),
-        (5, 3, TypeError, "run_range: buffers: expected a sequence"),
-        (5, [None] * 6, TypeError, "run_range: (input|weight): stage"),
-        (6, saved[:10], ValueError, "run_range: saved: 10 bytes, expected at least"),
-        (6, None, TypeError, "run_range: saved: expected a uint8 tensor"),
-        (7, scratch[:10], ValueError, "run_range: scratch: 10 bytes, expected at least"),
-        (
-            7,
-            core.empty_aligned(scratch.numel() + 1, 0)[1:],
-            ValueError,
-            "aligned to 256.*empty_aligned",
-        ),
-        (
-            8,
-            ROWS + 1,
-            ValueError,
-            "run_range: input: its leading dims hold 6 rows, expected 7 as in",
-        ),
+        (3, [name], TypeError, "run_staged: functions: expected a dict, got <class 'list'>"),
+        (3, {}, RuntimeError, f"run_staged: functions: stage {name} is external and has no"),
+        (3, {name: 3}, TypeError, f"run_staged: functions: {name}: 3 is not callable"),
+        (4, 3, TypeError, "run_staged: observer: expected callables .* got <class 'int'> and"),
+        (5, None, TypeError, "run_staged: observer: expected callables .* <class 'NoneType'>$"),
+        (6, torch.zeros(ROWS, K + 1), ValueError, "run_staged: input: the last dim has size 25"),
     ):
-        args = copy.copy(good)
+        args = list(good)
         args[at] = value
         with pytest.raises(kind, match=text):
-            core.run_range(*args)
+            core.run_staged(*args)
         assert unchanged(before)
-    core.run_range(*good)
+    with pytest.raises(TypeError, match="run_staged: expected plan, .* got 5 arguments"):
+        core.run_staged(*good[:5])
+
+
+@pytest.mark.parametrize("number", [-1, 10**6, 2**70, None, "x"])
+def test_a_stage_asks_for_a_buffer_that_is_not_there(number):
+    def gemm(lend):
+        return lend(number)
+
+    plan = linear_plan(core, 0, external=native.stage_bit(core, "gemm_output"))
+    functions = {"gemm_output": gemm}
+    with pytest.raises((ValueError, TypeError), match="run_staged: buffers:"):
+        core.run_staged(plan, 0, 0, functions, None, lambda lend, *_: lend, *linear_tensors())
+
+
+# ---- graphs ----
+
+
+def junked(item, junk):
+    """Every way to put junk into a nested tuple, in place of one item or of the whole."""
+    yield junk
+    if not isinstance(item, tuple):
+        return
+    for at, inner in enumerate(item):
+        for changed in junked(inner, junk):
+            yield (*item[:at], changed, *item[at + 1 :])
+    yield item[:-1]
+    yield (*item, junk)
+
+
+NUMBERS = {"-2": -2, "1000": 1000, "2**31": 2**31, "2**32": 2**32, "2**63": 2**63}
+
+
+@pytest.mark.parametrize("value", [*JUNK, *NUMBERS])
+def test_no_graph_crashes(value):
+    """Each field of each value and node is junk in turn; what is taken has a layout."""
+    junk = (JUNK | NUMBERS)[value]
+    direction, flags, *lists = native.mlp_graph(core).arguments(core.DIRECTION_FORWARD)
+    made = refused = 0
+    for number, items in enumerate(lists):
+        for at, item in enumerate(items):
+            for changed in junked(item, junk):
+                graph = list(lists)
+                graph[number] = (*items[:at], changed, *items[at + 1 :])
+                try:
+                    plan = core.make_plan(made % 3, flags, *graph)
+                except ACCEPTED as error:
+                    assert str(error)
+                    refused += 1
+                    continue
+                made += 1
+                assert core.plan_describe(plan)["direction"] and core.plan_infer(plan, 3)
+    assert refused > made
+
+
+def graph_error(direction=0, flags=0, value=(0, {}), node=(0, {}), **change):
+    """What make_plan says of the norm-MLP with some fields of a value and of a node replaced."""
+    graph = native.mlp_graph(core)
+    values, nodes = graph.values, graph.nodes
+    at = [v.name for v in values].index(value[0]) if value[0] else 0
+    values[at] = values[at]._replace(**value[1])
+    nodes[node[0]] = nodes[node[0]]._replace(**node[1])
+    lists = {"values": tuple(values), "nodes": tuple(nodes)} | change
+    with pytest.raises(ACCEPTED) as raised:
+        core.make_plan(direction, flags, lists["values"], lists["nodes"])
+    return raised.value
+
+
+ROWS_DIM = (core.SYMBOL_ROWS, 1, 1)
+LINEAR = native.mlp_graph(core).nodes[1]
+CAST = LINEAR.quantization
+GRAPH_ERRORS = [
+    (dict(direction=3), ValueError, "make_plan: direction: 3 is out of range, expected 0 to 2"),
+    (dict(flags=-1), ValueError, "make_plan: flags: -1 is out of range"),
+    (dict(flags=2), ValueError, "graph: size, counts or flags"),
+    (dict(values=()), ValueError, "graph: size, counts or flags"),
+    (dict(values=[]), TypeError, "make_plan: values: <class 'list'>, nodes: .* expected tuples"),
+    (dict(values=(3,)), TypeError, "make_plan: values: expected a tuple, got <class 'int'>"),
+    (dict(nodes=(LINEAR,) * 1025), ValueError, "1025 nodes, expected at most 8192 and 1024"),
+    (dict(value=("", dict(name="x" * 24))), ValueError, "x{24} has more than 23 characters"),
+    (dict(value=("", dict(name="a\0b"))), ValueError, "embedded null"),
+    (dict(value=("", dict(flags=2**32))), ValueError, "make_plan: flags: 4294967296 is out of"),
+    (dict(value=("", dict(flags=1 << 10))), ValueError, "value 0: name, ndim = 2 or flags = 0x400"),
+    (dict(value=("", dict(flags=3))), ValueError, "flags = 0x3"),
+    (
+        dict(value=("", dict(dtype=core.DTYPE_U8))),
+        TypeError,
+        "graph: input: dtype u8, gradient f32",
+    ),
+    (dict(value=("", dict(grad_dtype=99))), TypeError, "gradient invalid, expected f32, f16 or"),
+    (dict(value=("", dict(shape=()))), ValueError, "make_plan: input: 0 dims, expected 1 to 4"),
+    (dict(value=("", dict(shape=(1,) * 5))), ValueError, "make_plan: input: 5 dims, expected 1"),
+    (dict(value=("", dict(shape=(0, K)))), ValueError, "make_plan: shape: 0 is out of range"),
+    (dict(value=("", dict(shape=((9, 1, 1), K)))), ValueError, "dim 0 is 1 . roundup.symbol 9, 1"),
+    (dict(value=("", dict(shape=(2**31 - 1, K)))), ValueError, "graph: input: dim 0 is"),
+    (dict(value=("", dict(shape=(ROWS_DIM, 2**30)))), ValueError, "graph: input: too large"),
+    (dict(value=("", dict(shape=(5, K)))), ValueError, "input: leading dims that are no number"),
+    (
+        dict(value=("fc1_bias", dict(flags=core.VALUE_PARAMETER | core.VALUE_DEFER))),
+        ValueError,
+        "node 1 reads fc1_bias, whose flags 0x82 only a linear's weight has",
+    ),
+    (dict(value=("fc1_weight", dict(shape=(N, K + 1)))), ValueError, "fc1_weight is no parameter"),
+    (dict(value=("fc1_bias", dict(shape=(N + 1,)))), ValueError, "fc1_bias is no parameter of 1 x"),
+    (dict(value=("gamma", dict(shape=(K - 1,)))), ValueError, "norm: gamma: gamma is no parameter"),
+    (dict(value=("fc2_input", dict(flags=0, shape=(7, N)))), ValueError, "activation: from .*rows"),
+    (dict(node=(0, dict(name="x" * 24))), ValueError, "nodes: x{24} has more than 23 characters"),
+    (dict(node=(0, dict(kind=7))), ValueError, "graph: node 0: name, kind 7"),
+    (dict(node=(1, dict(flags=128))), ValueError, "flags 0x80"),
+    (dict(node=(1, dict(inputs=(99, *LINEAR.inputs[1:])))), ValueError, "there is no value 99"),
+    (dict(node=(0, dict(inputs=(2, 5, 6, -1)))), ValueError, "reads norm_output, which nobody"),
+    (dict(node=(1, dict(inputs=LINEAR.inputs[:1] + (-1,) * 3))), ValueError, "it has no weight"),
+    (dict(node=(0, dict(output=0))), ValueError, "node 0 makes input, which is there already"),
+    (dict(node=(0, dict(variant=3))), ValueError, "norm: kind = 3 does not exist"),
+    (dict(node=(0, dict(variant=1))), ValueError, "norm: kind 1 with a beta"),
+    (dict(node=(0, dict(numbers=(-1.0, 0.0, 0.0)))), ValueError, "eps = -1"),
+    (dict(node=(2, dict(variant=99))), ValueError, "activation: kind = 99 does not exist"),
+    (
+        dict(node=(2, dict(variant=1))),
+        ValueError,
+        "activation: geglu of 40 f32 columns gives no 40",
+    ),
+    (dict(node=(1, dict(quantization=(9, *CAST[1:])))), ValueError, "recipe = 9 does not exist"),
+    (dict(node=(1, dict(quantization=(1, 0, *CAST[2:])))), TypeError, "FP8 dtypes f32 and e5m2"),
+    (dict(node=(1, dict(quantization=(*CAST[:3], 8, CAST[4])))), ValueError, "power_2 = 0x8"),
+    (dict(node=(1, dict(slots=(-1, 0)))), ValueError, "slots.0. = -1, expected 0 to 32767"),
+    (dict(node=(1, dict(external=1 << 31))), ValueError, "external = 0x80000000"),
+    (dict(node=(1, dict(gather=0))), ValueError, "gather = 0: at least 1"),
+    (dict(node=(1, dict(gather=2))), ValueError, "gather = 2: at least 1; more needs a recipe and"),
+]
+
+
+@pytest.mark.parametrize("at", range(len(GRAPH_ERRORS)))
+def test_make_plan_names_what_is_wrong(at):
+    change, kind, text = GRAPH_ERRORS[at]
+    error = graph_error(**change)
+    assert type(error) is kind and re.search(text, str(error)), error
+
+
+def test_graphs_that_can_not_be():
+    graph = native.mlp_graph(core)
+    graph.rows("nothing", K, core.VALUE_RESULT)
+    with pytest.raises(ValueError, match="no node makes the result nothing"):
+        graph.plan(0)
+    graph.linear(0, graph.rows("dead", K), "dead_")
+    with pytest.raises(ValueError, match="node 4 makes dead, which is no result and which nobody"):
+        graph.plan(0)
+    graph = native.chain_graph(core, 2)
+    first = graph.nodes[0].inputs
+    graph.nodes[1] = graph.nodes[1]._replace(inputs=(graph.nodes[1].inputs[0], *first[1:]))
+    with pytest.raises(NotImplementedError, match="the gradient of n0_weight, which is read twice"):
+        graph.plan(0)
+    graph = native.chain_graph(core, 1, core.RECIPE_NONE)
+    graph.values[0] = graph.values[0]._replace(dtype=core.DTYPE_BF16)
+    with pytest.raises(TypeError, match="without a recipe all are one dtype"):
+        graph.plan(0)
 
 
 @pytest.mark.gpu

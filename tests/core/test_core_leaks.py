@@ -148,8 +148,8 @@ def test_memory(core, name):
 def test_memory_of_plans_backward_and_copies(core):
     """Copies of strange strides, negative bits and saved buffers go back."""
     tensors = native.linear_tensors()
-    forward = native.linear_plan(core, core.LINEAR_FORWARD)
-    backward = native.linear_plan(core, core.LINEAR_BACKWARD)
+    forward = native.linear_plan(core, core.DIRECTION_FORWARD)
+    backward = native.linear_plan(core, core.DIRECTION_BACKWARD)
     chunk = native.state()
     _, saved = core.run(forward, 0, 0, *tensors)
     expanded = torch.ones(()).expand(2, 3, native.N)
@@ -177,7 +177,7 @@ def test_memory_of_plans_backward_and_copies(core):
 def test_memory_of_instances():
     def make():
         core = fresh_core()
-        core.run(native.linear_plan(core, core.LINEAR_FORWARD), 0, 0, *native.linear_tensors())
+        core.run(native.linear_plan(core, core.DIRECTION_FORWARD), 0, 0, *native.linear_tensors())
         core.counters()
 
     for _ in range(5):

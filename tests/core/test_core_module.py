@@ -113,6 +113,7 @@ def test_instances_are_isolated():
 
 def test_plans_are_the_same_in_every_instance():
     assert linear_plan(fresh_core(), 0) == linear_plan(fresh_core(bind=False), 0)
+    assert linear_plan(shared, 0) != linear_plan(shared, 1)
 
 
 def test_importing_twice_gives_one_module():
@@ -237,11 +238,11 @@ def reference(tensors):
 
 def test_run_returns_outputs_and_saved(core):
     tensors = linear_tensors()
-    plain = linear_plan(core, core.LINEAR_FORWARD, core.RECIPE_NONE)
+    plain = linear_plan(core, core.DIRECTION_FORWARD, core.RECIPE_NONE)
     output, saved = core.run(plain, 0, 0, *tensors[:3])
     assert saved is None and output.shape == (2, 3, N) and type(output) is torch.Tensor
     assert_nmse(output, reference(tensors), tol("sum", torch.float32, K))
-    delayed = linear_plan(core, core.LINEAR_FORWARD)
+    delayed = linear_plan(core, core.DIRECTION_FORWARD)
     output, saved = core.run(delayed, 1, 0, *tensors)
     assert saved.dtype is torch.uint8 and saved.shape == (core.plan_infer(delayed, ROWS)[0],)
     assert_nmse(output, reference(tensors), 2 * tol("round", torch.float8_e4m3fn))
@@ -249,7 +250,7 @@ def test_run_returns_outputs_and_saved(core):
     assert history[0, 1] == tensors[0].abs().max() and history[0, 2] == tensors[1].abs().max()
     assert history[0, 0] == 0 and history[0, 3] == 0
     grads = core.run(
-        linear_plan(core, core.LINEAR_BACKWARD),
+        linear_plan(core, core.DIRECTION_BACKWARD),
         1,
         0,
         torch.randn(2, 3, N),
@@ -264,14 +265,14 @@ def test_run_returns_outputs_and_saved(core):
 def test_leading_dims(core, leading):
     tensors = linear_tensors()
     tensors[0] = torch.randn(*leading, K)
-    output, _ = core.run(linear_plan(core, core.LINEAR_FORWARD), 0, 0, *tensors)
+    output, _ = core.run(linear_plan(core, core.DIRECTION_FORWARD), 0, 0, *tensors)
     assert output.shape == (*leading, N)
 
 
 def test_sixty_dims(core):
     tensors = linear_tensors()
     tensors[0] = torch.randn(*[1] * 60, K)
-    output, _ = core.run(linear_plan(core, core.LINEAR_FORWARD), 0, 0, *tensors)
+    output, _ = core.run(linear_plan(core, core.DIRECTION_FORWARD), 0, 0, *tensors)
     assert output.shape == (*[1] * 60, N)
 
 
@@ -288,7 +289,7 @@ def test_sixty_dims(core):
 )
 def test_strides(core, change):
     tensors = linear_tensors()
-    plan = linear_plan(core, core.LINEAR_FORWARD)
+    plan = linear_plan(core, core.DIRECTION_FORWARD)
     expected, _ = core.run(plan, 0, 0, *tensors)
     tensors[0] = change(tensors[0])
     output, _ = core.run(plan, 0, 0, *tensors)
@@ -297,7 +298,7 @@ def test_strides(core, change):
 
 def test_expanded_gradient(core):
     tensors = linear_tensors()
-    backward = linear_plan(core, core.LINEAR_BACKWARD, core.RECIPE_NONE)
+    backward = linear_plan(core, core.DIRECTION_BACKWARD, core.RECIPE_NONE)
     expanded = torch.ones(()).expand(2, 3, N)
     got = core.run(backward, 0, 0, expanded, tensors[0], tensors[1])
     expected = core.run(backward, 0, 0, torch.ones(2, 3, N), tensors[0], tensors[1])
@@ -318,7 +319,7 @@ def test_negative_bit(core):
 
 def test_saved_may_be_none_where_nothing_was_saved(core):
     tensors = linear_tensors()
-    backward = linear_plan(core, core.LINEAR_BACKWARD, core.RECIPE_NONE)
+    backward = linear_plan(core, core.DIRECTION_BACKWARD, core.RECIPE_NONE)
     args = [torch.ones(2, 3, N), tensors[0], tensors[1]]
     assert len(core.run(backward, 0, 0, *args)) == len(core.run(backward, 0, 0, *args, None))
     with pytest.raises(TypeError, match="run: saved: this plan saves nothing: pass None"):
@@ -327,101 +328,173 @@ def test_saved_may_be_none_where_nothing_was_saved(core):
 
 def test_deferred_weight_gradient_takes_rows(core):
     tensors = linear_tensors()
-    _, saved = core.run(linear_plan(core, core.LINEAR_FORWARD), 0, 0, *tensors)
+    _, saved = core.run(linear_plan(core, core.DIRECTION_FORWARD), 0, 0, *tensors)
     grad_output = torch.randn(2, 3, N)
     now = core.run(
-        linear_plan(core, core.LINEAR_BACKWARD), 0, 0, grad_output, tensors[1], *state(), saved
+        linear_plan(core, core.DIRECTION_BACKWARD), 0, 0, grad_output, tensors[1], *state(), saved
     )
-    deferred = linear_plan(
-        core, core.LINEAR_BACKWARD, flags=native.ALL_GRADS | core.LINEAR_DEFER_WGRAD
-    )
-    names = [b[0] for b in core.plan_describe(deferred)["buffers"] if b[1] == "output"]
-    later = core.run(deferred, 0, 0, grad_output, tensors[1], *state(), saved)
-    results = dict(zip(names, later, strict=False))
-    wgrad = linear_plan(core, core.LINEAR_WGRAD, flags=core.LINEAR_DGRAD | core.LINEAR_WGRAD_NEEDED)
-    inputs = [b[0] for b in core.plan_describe(wgrad)["buffers"] if b[1] == "input"]
-    grad_weight, none = core.run(wgrad, 0, 0, *[results[name] for name in inputs], saved, ROWS)
+    put_off = {"weight_flags": core.VALUE_DEFER}
+    backward = linear_plan(core, core.DIRECTION_BACKWARD, **put_off)
+    outputs = native.buffers_of(core, backward, "output")
+    assert outputs == ["grad_input", "grad_bias", "grad_output_column", "grad_output_scales"]
+    later = core.run(backward, 0, 0, grad_output, tensors[1], *state(), saved)
+    results = dict(zip(outputs, later, strict=False))
+    wgrad = linear_plan(core, core.DIRECTION_DEFERRED, **put_off)
+    given = [results[name] for name in native.buffers_of(core, wgrad, "input")]
+    grad_weight, none = core.run(wgrad, 0, 0, *given, saved, ROWS)
     assert none is None and torch.equal(grad_weight, now[1])
     with pytest.raises(TypeError, match="run: rows: expected an int"):
-        core.run(wgrad, 0, 0, *[results[name] for name in inputs], saved, saved)
+        core.run(wgrad, 0, 0, *given, saved, saved)
 
 
-def test_run_range_equals_run(core):
+def test_more_buffers_than_a_run_has_at_hand(core):
+    """A chain whose backward has over 56 buffers and 40 stages, against torch."""
+    depth = 12
+    graph = native.chain_graph(core, depth, core.RECIPE_NONE)
+    forward, backward = (graph.plan(d) for d in (core.DIRECTION_FORWARD, core.DIRECTION_BACKWARD))
+    x = torch.randn(2, 3, K, requires_grad=True)
+    weights = [torch.randn(K, K).div_(K**0.5).requires_grad_() for _ in range(depth)]
+    biases = [torch.randn(K, requires_grad=True) for _ in range(depth)]
+    y = x
+    for w, b in zip(weights, biases, strict=True):
+        y = torch.nn.functional.linear(y, w, b)
+    parameters = [p for pair in zip(weights, biases, strict=True) for p in pair]
+    given = {"input": x, "grad_output": torch.randn(2, 3, K)}
+    given |= {f"n{i}_weight": w for i, w in enumerate(weights)}
+    given |= {f"n{i}_bias": b for i, b in enumerate(biases)}
+    given = {name: tensor.detach() for name, tensor in given.items()}
+
+    def tensors_of(plan):
+        return [given[name] for name in native.buffers_of(core, plan, "input", "parameter")]
+
+    output, saved = core.run(forward, 0, 0, *tensors_of(forward))
+    assert_nmse(output, y, depth * tol("sum", torch.float32, K))
+    *grads, none = core.run(backward, 0, 0, *tensors_of(backward), saved)
+    expected = torch.autograd.grad(y, [x, *parameters], given["grad_output"])
+    for grad, exact in zip(grads, expected, strict=True):
+        assert_nmse(grad, exact, 2 * depth * tol("sum", torch.float32, K))
+    described = core.plan_describe(native.chain_graph(core, depth).plan(core.DIRECTION_BACKWARD))
+    assert len(described["buffers"]) > 56 and len(described["stages"]) > 40 and none is None
+
+
+def test_a_plan_that_does_nothing(core):
+    """Rows are its only argument, and there is no tensor to tell a device."""
+    plan = linear_plan(core, core.DIRECTION_DEFERRED, core.RECIPE_NONE)
+    assert core.plan_describe(plan)["stages"] == () and core.plan_infer(plan, 3) == (0, 0, ())
+    assert core.run(plan, 0, 0, ROWS) == (None,)
+
+
+# ---- functions at stages ----
+
+
+def run_staged(core, plan, functions, observer, *tensors):
+    """run_staged, whose functions get lend() itself."""
+    return core.run_staged(
+        plan, 0, 0, functions, observer, lambda lend, plan, rows, slot: lend, *tensors
+    )
+
+
+def test_an_observer_sees_every_stage_and_changes_nothing(core):
     tensors = linear_tensors()
-    plan = linear_plan(core, core.LINEAR_FORWARD)
+    plan = linear_plan(core, core.DIRECTION_FORWARD)
     output, saved = core.run(plan, 0, 0, *tensors)
-    staged = torch.full_like(output, float("nan"))
-    again = core.empty_aligned(saved.numel(), core.DEVICE_CPU)
-    scratch = core.empty_aligned(core.plan_scratch(plan, ROWS, core.DEVICE_CPU), core.DEVICE_CPU)
-    buffers = [*tensors[:3], *state(), staged]
-    stages = core.plan_describe(plan)["stages"]
-    for stage in range(len(stages)):
-        at = core.run_range(plan, stage, stage + 1, 0, 0, buffers, again, scratch, ROWS)
-        assert at == stage + 1
-    assert torch.equal(staged, output)
-    assert torch.equal(buffers[4], tensors[4])
+    described, seen = core.plan_describe(plan), []
+    output_number = [name for name, *_ in described["buffers"]].index("output")
+
+    def look(stage, operator, lend, done):
+        seen.append((stage, operator, done))
+        if (stage, done) == ("gemm_output", True):
+            assert torch.equal(lend(output_number), output)
+
+    history = torch.zeros_like(tensors[4])
+    again = run_staged(core, plan, {}, look, *tensors[:4], history)
+    assert torch.equal(again[0], output) and torch.equal(history, tensors[4])
+    assert again[1].shape == saved.shape
+    assert seen == [
+        (name, operator, done)
+        for name, operator, *_ in described["stages"]
+        for done in (False, True)
+    ]
 
 
-def test_external_stage_stops_the_range(core):
+def test_an_external_stage_is_called(core):
     name = "quantize_input"
-    plan = linear_plan(core, core.LINEAR_FORWARD, external=1 << core.LINEAR_STAGES.index(name))
-    stages = core.plan_describe(plan)["stages"]
-    assert (name, "external") in stages
-    with pytest.raises(
-        RuntimeError, match="run: plan: linear_forward has external stages: use run_range"
-    ):
+    plan = linear_plan(core, core.DIRECTION_FORWARD, external=native.stage_bit(core, name))
+    described = core.plan_describe(plan)
+    assert (name, "external", 0) in [stage[:3] for stage in described["stages"]]
+    with pytest.raises(RuntimeError, match="run: plan: it has external stages: use run_staged"):
         core.run(plan, 0, 0, *linear_tensors())
-    saved_bytes, _, offsets = core.plan_infer(plan, ROWS)
-    saved = core.empty_aligned(saved_bytes, core.DEVICE_CPU)
-    scratch = core.empty_aligned(core.plan_scratch(plan, ROWS, core.DEVICE_CPU), core.DEVICE_CPU)
-    tensors = linear_tensors()
-    output = torch.empty(2, 3, N)
-    call = lambda first: core.run_range(  # noqa: E731
-        plan, first, -1, 0, 0, [*tensors, output], saved, scratch, ROWS
-    )
-    stop = call(0)
-    assert stages[stop] == (name, "external")
-    description = core.plan_describe(plan)["buffers"]
-    where = {b[0]: (b[1], offset) for b, offset in zip(description, offsets, strict=True)}
+    numbers = {buffer[0]: i for i, buffer in enumerate(described["buffers"])}
+    tensors, calls, kept = linear_tensors(), [], []
 
-    def member(buffer, dtype, *shape):
-        role, offset = where[buffer]
-        packed = saved if role == "saved" else scratch
-        size = torch.Size(shape).numel() * dtype.itemsize
-        return packed[offset : offset + size].view(dtype).view(shape)
+    def make_buffers(lend, *rest):
+        calls.append(rest)
+        return lend
 
-    core.quantize(
-        tensors[0],
-        mode=core.SCALING_TENSOR,
-        row=member("input_row", torch.float8_e4m3fn, ROWS, 32),
-        row_scales=member("input_pair", torch.float32, 2),
-        column=member("input_column", torch.float8_e4m3fn, K, 16),
-        scale=torch.tensor([2.0]),
-    )
-    assert call(stop + 1) == len(stages)
+    def quantize(lend):
+        forms = {name: lend(numbers[f"input_{name}"]) for name in ("row", "column")}
+        kept.extend([lend, forms["row"], lend(numbers["output"])])
+        assert lend(numbers["input"]) is tensors[0] and lend(numbers["scale"]) is tensors[3]
+        scales = lend(numbers["input_scales"])
+        core.quantize(
+            tensors[0], mode=core.SCALING_TENSOR, row_scales=scales, column_scales=scales,
+            scale=torch.tensor([2.0]), **forms,
+        )  # fmt: skip
+
+    functions = {name: quantize}
+    output, _ = core.run_staged(plan, 1, 2, functions, None, make_buffers, *tensors)
+    assert calls == [(plan, ROWS, 1)] and kept[2] is output
     assert_nmse(output, reference(tensors), 2 * tol("round", torch.float8_e4m3fn))
+    assert tensors[4][0].nonzero().flatten().tolist() == [2]  # the weight's alone
+    lend, row, _ = kept
+    assert row.dtype is torch.float8_e4m3fn and row.shape == (ROWS, 32)  # outlives the run
+    with pytest.raises(RuntimeError, match="run_staged: buffers: the run is over"):
+        lend(0)
 
 
-def test_run_range_names_the_tensor_that_a_stage_needs(core):
-    plan = linear_plan(core, core.LINEAR_FORWARD, core.RECIPE_NONE)
+def test_a_run_within_a_run(core):
+    """The function of a stage runs the same plan; each run has buffers of its own."""
+    name = "gemm_output"
+    plan = linear_plan(
+        core, core.DIRECTION_FORWARD, core.RECIPE_NONE, external=native.stage_bit(core, name)
+    )
+    numbers = {buffer[0]: i for i, buffer in enumerate(core.plan_describe(plan)["buffers"])}
     tensors = linear_tensors()[:3]
-    scratch = core.empty_aligned(core.plan_scratch(plan, ROWS, 0), core.DEVICE_CPU)
-    with pytest.raises(TypeError, match="run_range: output: stage gemm_output needs this tensor"):
-        core.run_range(plan, 0, -1, 0, 0, [*tensors, None], None, scratch, ROWS)
-    assert core.run_range(plan, 0, 0, 0, 0, [*tensors, None], None, scratch, ROWS) == 0
+
+    def inner(lend):
+        lend(numbers["output"]).fill_(3.0)
+
+    def outer(lend):
+        mine = lend(numbers["output"])
+        (theirs, _) = run_staged(core, plan, {name: inner}, None, *tensors)
+        mine.copy_(theirs + 1)
+
+    output, _ = run_staged(core, plan, {name: outer}, None, *tensors)
+    assert (output == 4.0).all()
 
 
-def test_empty_aligned(core):
-    for size in (0, 1, 255, 4096):
-        tensor = core.empty_aligned(size, core.DEVICE_CPU)
-        assert tensor.shape == (size,) and tensor.dtype is torch.uint8
-        assert size == 0 or tensor.data_ptr() % 256 == 0
+def test_an_exception_of_a_stage_is_the_callers(core):
+    class Special(Exception):
+        pass
+
+    def fail(lend):
+        raise Special("of its own")
+
+    name = "gemm_output"
+    plan = linear_plan(
+        core, core.DIRECTION_FORWARD, core.RECIPE_NONE, external=native.stage_bit(core, name)
+    )
+    tensors = linear_tensors()[:3]
+    with pytest.raises(Special, match="of its own"):
+        run_staged(core, plan, {name: fail}, None, *tensors)
+    with pytest.raises(Special, match="of its own"):
+        run_staged(core, plan, {name: print}, lambda *_: fail(None), *tensors)
 
 
 def test_threads(core):
     """Calls of several threads, while another closes the contexts that none is using."""
     tensors = linear_tensors()[:3]
-    plan = linear_plan(core, core.LINEAR_FORWARD, core.RECIPE_NONE)
+    plan = linear_plan(core, core.DIRECTION_FORWARD, core.RECIPE_NONE)
     expected, _ = core.run(plan, 0, 0, *tensors)
     failures = []
 
@@ -507,7 +580,7 @@ def test_an_exception_of_a_python_backend_is_the_callers(core):
     def gemm(args):
         raise Special("of its own")
 
-    plan = linear_plan(core, core.LINEAR_FORWARD, core.RECIPE_NONE)
+    plan = linear_plan(core, core.DIRECTION_FORWARD, core.RECIPE_NONE)
     core.register_backend("raiser", core.DEVICE_CPU, 1, {"gemm": gemm})
     try:
         with pytest.raises(Special, match="of its own"):
@@ -536,7 +609,7 @@ def test_a_backend_may_unregister_itself_in_a_call(core):
 def test_counters(core):
     core.reset_counters()
     assert core.counters() == {}
-    core.run(linear_plan(core, core.LINEAR_FORWARD), 0, 0, *linear_tensors())
+    core.run(linear_plan(core, core.DIRECTION_FORWARD), 0, 0, *linear_tensors())
     counted = core.counters()
     assert counted["gemm.cpu.e4m3.e4m3"] == 1 and counted["op.cpu.quantize"] == 2
     core.reset_counters()

@@ -283,7 +283,7 @@ def quantize_like_the_library(source, buffers, name, slot):
         history[0, slot] = torch.maximum(history[0, slot], x.abs().max())
     else:
         scale = torch.tensor(448.0, device=x.device) / x.abs().max()  # 448 / t is not rounded once
-    pair = buffers[f"{name}_pair"]
+    pair = buffers[f"{name}_scales"]
     pair[0] = 1.0 / scale
     pair[1] = scale
     codes = (x * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)

@@ -120,7 +120,9 @@ class Step:
         self.buffers = saved_buffers(plan, self.rows, packed)
         self.out.backward(grad)
         pending = module._wgrads[-1]
-        self.buffers |= zip(pending.plans.wgrad_inputs, pending.inputs, strict=True)
+        described = _core.plan_describe(pending.plans.wgrad)["buffers"]
+        names = [name for name, role, *_ in described if role in ("input", "parameter")]
+        self.buffers |= zip(names, pending.inputs, strict=True)
         module.backward_dw()
         self.grads = {"x": inp.grad} | {n: p.grad for n, p in module.named_parameters()}
         self.after = state_of(module)
@@ -135,19 +137,27 @@ class Step:
     def operand(self, name):
         """What the weight-gradient GEMM multiplies, in float64 [rows, columns]."""
         if self.recipe is not None:
-            pair = self.buffers[f"{name}_pair"]
+            pair = self.buffers[f"{name}_scales"]
             return self.codes(name).double() * pair[0].double().cpu()
-        for found in (f"{name}_wide", name.removeprefix("fc2_")):
-            if found in self.buffers:
-                return wide(self.buffers[found]).flatten(0, -2)
-        raise AssertionError(f"{name} is not among {list(self.buffers)}")
+        return wide(self.wide_operand(name)).flatten(0, -2)
+
+    def wide_operand(self, name):
+        """The value that an operand is, in high precision."""
+        if name.endswith("grad_output"):
+            found = "grad_fc1_output" if name == "fc1_grad_output" else "grad_output"
+        elif name == "fc2_input":
+            found = name
+        else:
+            found = "norm_output" if self.module.NORM is not None else "input"
+        assert found in self.buffers, f"{name} is not among {list(self.buffers)}"
+        return self.buffers[found]
 
     def weight(self, prefix):
         """What the forward and input-gradient GEMMs multiply, in float64."""
         weight = getattr(self.module, f"{prefix}weight").detach()
         if self.recipe is None:
             return wide(weight)
-        pair = self.buffers[f"{prefix}weight_pair"].cpu()
+        pair = self.buffers[f"{prefix}weight_scales"].cpu()
         codes = reference.quantize(weight, float(pair[1]), self.formats[0])
         return codes.double() * pair[0].double()
 
@@ -176,12 +186,9 @@ class Step:
     def check_operand(self, name, exact, terms, depth=1):
         """An operand made from exactly known values: its codes, or its values."""
         if self.recipe is None:
-            for found in (f"{name}_wide", name.removeprefix("fc2_")):
-                if found in self.buffers:
-                    assert_within(self.buffers[found].flatten(0, -2), exact, terms, depth)
-                    return
-            raise AssertionError(f"{name} is not among {list(self.buffers)}")
-        pair = self.buffers[f"{name}_pair"].cpu()
+            assert_within(self.wide_operand(name).flatten(0, -2), exact, terms, depth)
+            return
+        pair = self.buffers[f"{name}_scales"].cpu()
         assert pair[0] == np.float32(1) / np.float32(pair[1]), f"{name}: pair {pair}"
         if not self.recipe.delayed():
             expected = reference.FP8_MAX[self.formats[0]] / float(exact.abs().max())
@@ -254,7 +261,7 @@ class Step:
             bound = error + (tol("round", self.out.dtype) if error else 0.0)
             assert nmse(self.operand(name), exact) <= bound
             return
-        scale = float(self.buffers[f"{name}_pair"][1])
+        scale = float(self.buffers[f"{name}_scales"][1])
         dtype = self.formats[1]
         if not error:  # what the caller gave: bits
             given = self.grad.flatten(0, -2)
@@ -300,7 +307,7 @@ class Step:
 
     def _check_slot(self, direction, slot, name):
         """The scale of a cast, and its amax: the number whose code is the largest one."""
-        used = self.buffers[f"{name}_pair"].cpu()[1]
+        used = self.buffers[f"{name}_scales"].cpu()[1]
         dtype = self.formats[direction == "backward"]
         exact = {"weight": self.module.get_parameter, "grad_output": lambda _: self.grad}
         known = name.endswith("weight") or name == f"{self.module.PARTS[-1]}grad_output"

@@ -29,8 +29,8 @@ from tols import tol
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
+from transformer_engine.common.graphs import quantization_of
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MMParams
-from transformer_engine.pytorch.plans import quantization_of
 
 BOTH = FEW[1:]
 SIZES = (48, 32)
@@ -308,7 +308,11 @@ def test_assigning_a_name_that_the_split_replaced(device, kind, name):
 
 # ---- accumulation --------------------------------------------------------------------------------
 
-FAST = (_core.LINEAR_FAST_FPROP, _core.LINEAR_FAST_DGRAD, _core.LINEAR_FAST_WGRAD)
+FAST = (
+    _core.LINEAR_FAST_OUTPUT,
+    _core.LINEAR_FAST_GRAD_INPUT,
+    _core.LINEAR_FAST_GRAD_WEIGHT,
+)
 
 
 @pytest.mark.parametrize("split", [(True, True, False), (False, False, True), None], ids=str)
@@ -321,7 +325,7 @@ def test_accumulation_follows_the_recipe(split):
         chosen = {name: MMParams(value) for name, value in zip(names, split, strict=True)}
         given = [Float8CurrentScaling(**chosen)]
     for recipe in given:
-        flags = quantization_of(recipe).flags
+        flags = quantization_of(recipe).fast
         assert [bool(flags & flag) for flag in FAST] == [not value for value in split]
 
 

@@ -68,7 +68,7 @@ STAGES = {
         "fc1_quantize_input [norm] -> fc1_quantize_weight [quantize]",
         "fc2_quantize_input [activation] -> fc2_quantize_weight [quantize]",
         "fc1_quantize_grad_output [activation_backward] -> fc1_requantize_weight [quantize]",
-        "fc1_norm_backward [norm_backward]\n",
+        "norm_backward [norm_backward]\n",
     ],
     ("gelu", "current"): [
         "fc2_amax_input [activation] -> fc2_quantize_input [activation]",
@@ -97,15 +97,15 @@ def test_stages(device, kind, recipe):
 def test_stages_follow_the_call(device):
     x = torch.randn(16, IN, device=device, requires_grad=True)
     module = module_of("swiglu", device)
-    assert "mlp_forward" in text_of(module, x, None)
+    assert "forward: plan" in text_of(module, x, None)
     with torch.no_grad():
-        assert "mlp_backward" not in text_of(module, x, None)
+        assert "backward: plan" not in text_of(module, x, None)
     cached = text_of(module, x, "current", is_first_microbatch=True)
     assert "fc1_weight_column" in cached and "requantize_weight" not in cached
     again = text_of(module_of("swiglu", device, checkpoint=True), x, "delayed")
     assert "fc1_requantize_input [norm]" in again and "fc2_requantize_input [activation]" in again
     late = text_of(module_of("swiglu", device, delay_wgrad_compute=True), x, "delayed")
-    assert "mlp_wgrad" in late and "fc2_gemm_grad_weight [gemm] -> fc1_gemm_grad_weight" in late
+    assert "wgrad: plan" in late and "fc2_gemm_grad_weight [gemm] -> fc1_gemm_grad_weight" in late
 
 
 def test_explain_changes_and_runs_nothing(device):
@@ -155,7 +155,7 @@ def test_external_quantizers_see_what_is_cast(device, kind, recipe, dtype):
     for number, prefix in enumerate(module.PARTS):
 
         def quantize_input(buffers, prefix=prefix, slot=3 * number):
-            made = buffers[f"{prefix}input_wide"]
+            made = buffers["norm_output" if prefix != "fc2_" else "fc2_input"]
             seen[prefix] = (made.clone(), buffers.get("fc1_output", made).clone())
             quantize_like_the_library(made, buffers, f"{prefix}input", buffers.slot + slot)
 
@@ -192,10 +192,10 @@ def test_external_quantizer_of_the_activation_gradient(device, kind, recipe):
     prefix = module.PARTS[0]
 
     def quantize_grad(buffers):
-        grad = buffers["grad_output" if kind == "norm-linear" else "fc1_grad_output_wide"]
-        buffers[f"{prefix}grad_bias"].copy_(grad.double().sum(0))
+        grad = buffers["grad_output" if kind == "norm-linear" else "grad_fc1_output"]
+        buffers[f"grad_{prefix}bias"].copy_(grad.double().sum(0))
         limit = torch.tensor(57344.0, device=x.device)
-        pair = buffers[f"{prefix}grad_output_pair"]
+        pair = buffers[f"{prefix}grad_output_scales"]
         if "scale" in buffers:
             scale, history = buffers["scale"][buffers.slot].clone(), buffers["history"]
             history[0, buffers.slot] = torch.maximum(history[0, buffers.slot], grad.abs().max())
@@ -235,18 +235,21 @@ def test_gemms_overridden_by_python(device, kind, recipe, which):
     def gemm_output(buffers):
         calls.append(buffers.rows)
         if recipe is None:
-            wide_input = buffers.get(f"{prefix}input_wide", buffers.get("fc2_input_wide"))
+            wide_input = buffers["fc2_input" if prefix == "fc2_" else "norm_output"]
             a, b, bias = wide_input, buffers[f"{prefix}weight"], buffers[f"{prefix}bias"]
         else:
-            a = buffers[f"{prefix}input_row"].double() * buffers[f"{prefix}input_pair"][0].double()
+            a = (
+                buffers[f"{prefix}input_row"].double()
+                * buffers[f"{prefix}input_scales"][0].double()
+            )
             b = (
                 buffers[f"{prefix}weight_row"].double()
-                * buffers[f"{prefix}weight_pair"][0].double()
+                * buffers[f"{prefix}weight_scales"][0].double()
             )
             bias = buffers[f"{prefix}bias_cast"]
         made = a.double() @ b.double().t() + bias.double()
         if prefix == "fc1_" and recipe is None and kind == "gelu":  # its epilogue
-            buffers["fc2_input_wide"].copy_(torch.nn.functional.gelu(made, approximate="tanh"))
+            buffers["fc2_input"].copy_(torch.nn.functional.gelu(made, approximate="tanh"))
         buffers["fc1_output" if prefix == "fc1_" else "output"].copy_(made)
 
     expected = steps(module, x, recipe, 1)
@@ -273,9 +276,9 @@ def test_external_reduction_of_the_amax(device, kind):
         buffers["partials"].mul_(2.0)
 
     def note(buffers):
-        scales.append(buffers[f"{prefix}input_pair"][1].item())
-        a = buffers[f"{prefix}input_row"].double() * buffers[f"{prefix}input_pair"][0].double()
-        b = buffers[f"{prefix}weight_row"].double() * buffers[f"{prefix}weight_pair"][0].double()
+        scales.append(buffers[f"{prefix}input_scales"][1].item())
+        a = buffers[f"{prefix}input_row"].double() * buffers[f"{prefix}input_scales"][0].double()
+        b = buffers[f"{prefix}weight_row"].double() * buffers[f"{prefix}weight_scales"][0].double()
         buffers["output"].copy_(a @ b.t() + buffers[f"{prefix}bias_cast"].double())
 
     for stages in ({}, {f"{prefix}reduce_amax_input": reduce}):

@@ -10,8 +10,9 @@ from tols import tol
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
+from transformer_engine.common.graphs import LinearSpec, quantization_of
+from transformer_engine.common.plans import linear_plans
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.pytorch.plans import LinearSpec, linear_plans, quantization_of
 from transformer_engine.pytorch.staged import external_bits, run_staged
 
 RECIPES = {"delayed": lambda: DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling}
@@ -66,8 +67,8 @@ def test_operator_overridden_by_python(device, recipe):
 
     def gemm_output(buffers):
         calls.append(buffers.rows)
-        a = buffers["input_row"].double() * buffers["input_pair"][0].double()
-        b = buffers["weight_row"].double() * buffers["weight_pair"][0].double()
+        a = buffers["input_row"].double() * buffers["input_scales"][0].double()
+        b = buffers["weight_row"].double() * buffers["weight_scales"][0].double()
         buffers["output"].copy_(a @ b.t() + buffers["bias_cast"].double() + 1.0)
 
     expected = run_layer(device, RECIPES[recipe](), {})
@@ -97,7 +98,7 @@ def test_unknown_stage_and_missing_function(device):
     with pytest.raises(RuntimeError, match="external"):
         _core.run(plan, 0, 0, x, w, scale, history)
     with pytest.raises(RuntimeError, match="gemm_output"):
-        run_staged(plan, (0, 0), [x, w, scale, history], None, {})
+        run_staged(plan, (0, 0), [x, w, scale, history], {})
 
 
 def _gather_worker(rank, world, store, results):
@@ -131,7 +132,6 @@ def _gather_worker(rank, world, store, results):
         linear_plans(spec).forward,
         (0, 0),
         [mine, w, scale, history],
-        None,
         {"gather_input": gather},
     )
     torch.distributed.all_reduce(history[0], op=torch.distributed.ReduceOp.MAX)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.common.plan_text import plan_of, read_text
 from transformer_engine.pytorch.modes import active_modes
-from transformer_engine.pytorch.plan_text import plan_of, read_text
 
 __all__ = ["offer_formulas"]
 
@@ -39,13 +39,10 @@ def _flops_of_run(
     del slot_fwd, slot_bwd, saved, state, results
     if rows == -1:
         rows = math.prod(inputs[0].shape[:-1])
-    per_row = 0
-    sizes = read_text(plan).sizes()
-    for name, operator in _core.plan_describe(plan_of(plan))["stages"]:
-        if operator == "gemm":
-            prefix = name[: name.index("gemm_")]
-            per_row += 2 * math.prod(sizes[prefix])
-    return rows * per_row
+    graph = read_text(plan)
+    stages = _core.plan_describe(plan_of(plan))["stages"]
+    gemms = [node for _, operator, node, _ in stages if operator == "gemm"]
+    return rows * sum(2 * math.prod(graph.weight_sizes(node)) for node in gemms)
 
 
 def offer_formulas() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from transformer_engine import _core
+from transformer_engine.common.plan_text import plan_of
 from transformer_engine.pytorch.flops import offer_formulas
 from transformer_engine.pytorch.modes import (
     after_autograd,
@@ -27,7 +28,6 @@ from transformer_engine.pytorch.modes import (
     dispatch_modes,
     without_memory,
 )
-from transformer_engine.pytorch.plan_text import plan_of
 
 __all__ = [
     "OUTPUTS",
@@ -226,7 +226,7 @@ def shapes(plan: int, leading: Any, rows: Any) -> tuple[list[tuple[torch.dtype, 
             shape = [extent_value(extent, rows) for extent in extents]
         outputs.append((_core.torch_dtype(code), shape))
     saved = (
-        extent_value(described["saved_bytes"], rows) if described["kind"].endswith("forward") else 0
+        extent_value(described["saved_bytes"], rows) if described["direction"] == "forward" else 0
     )
     return outputs, saved
 

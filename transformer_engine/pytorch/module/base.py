@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common import absent, config
+from transformer_engine.common.graphs import quantization_of
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import recompute, scaling
 from transformer_engine.pytorch.extra_state import KEY, pack_state, unpack_state
 from transformer_engine.pytorch.modes import constant_in_graphs, exporting, real_tensors
 from transformer_engine.pytorch.module.fp8_meta import Fp8Meta, live_values
 from transformer_engine.pytorch.module.parameters import default_device
-from transformer_engine.pytorch.plans import quantization_of
 from transformer_engine.pytorch.state import RegionState, current_state
 
 __getattr__, __dir__ = absent.attach(globals())

@@ -10,17 +10,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine import _core
+from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch import scaling, torch_ops
-from transformer_engine.pytorch.modes import dispatch_modes
 from transformer_engine.pytorch.module.joined import SplitTensors
-from transformer_engine.pytorch.plans import PREFIXES, CallPlans
 from transformer_engine.pytorch.staged import Observer, run_staged
 from transformer_engine.pytorch.state import Domain
 
-__all__ = ["Deferred", "ModuleCall", "PlainCall", "Ran", "main_grad_of"]
-
-CACHED = ("weight_row", "weight_column", "weight_pair")
-"""Buffers of a part that make up the cache of its quantized weight."""
+__all__ = ["Deferred", "ModuleCall", "Ran", "main_grad_of"]
 
 
 class Deferred(NamedTuple):
@@ -86,7 +82,7 @@ class ModuleCall:
     domain : Domain or None
         What that touches.
     caches : tuple
-        Per part the quantized weight (row-wise, column-wise, {1/scale, scale}) or None.
+        Per part the quantized weight (row-wise, column-wise, scales) or None.
     weights : tuple of Parameter
         Of each part; whose ``main_grad`` takes the weight gradient.
     queue : deque or None
@@ -123,100 +119,75 @@ class ModuleCall:
         self,
         plan: int,
         slots: tuple[int, int],
-        inputs: list[Tensor],
-        state: list[Tensor],
-        packed: Tensor | None = None,
+        given: Sequence[Tensor],
+        written: int,
+        packed: tuple[Tensor | None, ...] = (),
     ) -> tuple:
-        if not self.traced and (self.stages or self.observer):
-            given = [*inputs, *state]
-            return run_staged(plan, slots, given, packed, self.stages or {}, self.observer)
+        """Run a plan; it writes to the last `written` of what it is given."""
         if self.traced or torch_ops.watched():
-            return torch_ops.run_traced(self.plans.texts[plan], slots, inputs, state, packed)
-        return torch_ops.run_native(plan, slots, [*inputs, *state], packed)
+            at = len(given) - written
+            inputs, state = list(given[:at]), list(given[at:])
+            saved = packed[0] if packed else None
+            return torch_ops.run_traced(self.plans.texts[plan], slots, inputs, state, saved)
+        if self.stages or self.observer:
+            return run_staged(plan, slots, (*given, *packed), self.stages or {}, self.observer)
+        return _core.run(plan, *slots, *given, *packed)
 
-    def _cached(self, names: dict[str, Tensor]) -> None:
-        """Add the cached weights by the names of their buffers."""
-        plans = self.plans
-        prefixes = PREFIXES[len(plans.spec.parts)]
-        for i in plans.cached:
-            if self.caches[i] is not None:
-                for name, tensor in zip(CACHED, self.caches[i], strict=True):
-                    names[prefixes[i] + name] = tensor
-
-    def _keep_caches(self, names: dict[str, Tensor]) -> None:
-        """Take the weights that the forward has quantized into the caches."""
-        plans = self.plans
-        caches = list(self.caches)
-        for i, prefix in enumerate(PREFIXES[len(plans.spec.parts)]):
-            if f"{prefix}weight_row" in plans.outputs:
-                caches[i] = tuple(names[prefix + name] for name in CACHED)
-        self.caches = tuple(caches)
-
-    def run_forward(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, list[Tensor]]:
+    def run_forward(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, Sequence[Tensor]]:
         """Run the forward over the tensors that ``plans.tensors`` names."""
-        plans = self.plans
-        given = tensors
+        plans, slots = self.plans, self.slots
+        parts = tensors
         if self.split is not None:
-            tensors = self.split.join(given, self.traced)
-        names = dict(zip(plans.tensors, tensors, strict=True))
-        if plans.cached:
-            self._cached(names)
-        inputs = [names[name] for name in plans.forward_inputs]
-        slots = self.slots
+            tensors = self.split.join(parts, self.traced)
+        for i in plans.reads_caches:
+            tensors = (*tensors, *self.caches[i])
+        given = plans.pick_inputs(tensors)
         if self.scales is not None:
-            inputs.append(self.scales)
-            results = self._run(plans.forward, (0, 0), inputs, [])
+            results = self._run(plans.forward, (0, 0), (*given, self.scales), 0)
         elif slots is None:
-            results = self._run(plans.forward, (0, 0), inputs, [])
+            results = self._run(plans.forward, (0, 0), given, 0)
         else:
-            inputs.append(slots.forward_scale)
-            place = (slots.forward_slot, 0)
-            results = self._run(plans.forward, place, inputs, [slots.forward_history])
-        for at, name in enumerate(plans.outputs):
-            names[name] = results[at]
-        if plans.writes_cache:
-            self._keep_caches(names)
-        saved = [results[-1]] if plans.saves_packed else []
-        saved += [names[name] for name in plans.saved]
-        if self.split is not None:
-            saved = self._save_parts(saved, given)
-        return (results[0] if plans.returns == 1 else tuple(results[:2])), saved
+            given = (*given, slots.forward_scale, slots.forward_history)
+            results = self._run(plans.forward, (slots.forward_slot, 0), given, 1)
+        count = len(plans.results)
+        out = results[0] if count == 1 else results[:count]
+        if plans.writes_caches:
+            self.caches = plans.pick_caches(results, self.caches)
+        if not plans.backward:
+            return out, ()
+        saved = plans.pick_saved((*results[: len(plans.outputs)], results[-1], *tensors))
+        return out, saved if self.split is None else self._save_parts(saved, parts)
 
     def run_backward(
         self, grads: tuple[Tensor, ...], saved: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, ...]:
         """Run the backward: None, then the gradient of each tensor of the forward."""
-        plans = self.plans
-        packed = None
+        plans, slots = self.plans, self.slots
         if self.split is not None:
             saved = self._join_saved(saved)
-        if plans.saves_packed:
-            packed, *saved = saved
-        names = dict(zip(plans.saved, saved, strict=True))
-        names["grad_output"] = grads[0]
-        if plans.takes == 2:
-            names["grad_norm_output"] = grads[1]
-        slots = self.slots
-        place = (0, 0)
+        packed, saved = saved[: plans.saves_packed], saved[plans.saves_packed :]
+        given = [*plans.pick_grads(grads), *saved[: plans.saved_for_backward]]
+        place, written = (0, 0), len(plans.main_grads) if plans.main_grads_now else 0
         if slots is not None and plans.reads_state:
-            names["scale"] = slots.backward_scale
-            names["history"] = slots.backward_history
-            place = (0, slots.backward_slot)
-        self._add_main_grads(names)
-        inputs, state = [], []
-        for name, mutated in plans.backward_arguments:
-            (state if mutated else inputs).append(names[name])
-        results = self._run(plans.backward, place, inputs, state, packed)
-        for at, name in enumerate(plans.gradients):
-            names[name] = results[at]
-        found = [None if at < 0 else results[at] for at in plans.places]
+            given += (slots.backward_scale, slots.backward_history)
+            place, written = (0, slots.backward_slot), written + 1
+        for i, _ in plans.main_grads if plans.main_grads_now else ():
+            given.append(main_grad_of(self.weights[i]))
+        results = self._run(plans.backward, place, given, written, packed)
         if plans.defer:
-            self._defer(names, packed, grads[0])
-        for i in plans.main_grads if not plans.defer else ():
-            prefix = PREFIXES[len(plans.spec.parts)][i]
-            found[plans.tensors.index(f"{prefix}weight")] = _dummy_grad(self.weights[i])
+            inputs = plans.pick_deferred((*results[: len(plans.gradients)], *saved, *grads))
+            # A plan that reads a tensor with leading dims takes the number of rows from that.
+            rows = -1 if plans.wgrad_has_rows else grads[0].shape[:-1].numel()
+            self.queue.append(
+                Deferred(plans, list(inputs), packed[0] if packed else None, rows, self.weights)
+            )
         if self.first:
             scaling.update("backward", self.domain)
+        if plans.all_gradients and self.split is None:
+            return None, *results[: len(plans.places)]
+        found = [None if at < 0 else results[at] for at in plans.places]
+        for i, (_, of) in plans.main_grads if not plans.defer else ():
+            found[plans.tensors.index(("value", of))] = _dummy_grad(self.weights[i])
         return None, *(found if self.split is None else self.split.spread(found))
 
     def _save_parts(self, saved: Sequence[Tensor], given: tuple) -> Sequence[Tensor]:
@@ -236,92 +207,6 @@ class ModuleCall:
         end = len(saved) - len(self.split.weight.rows)
         weight = self.split.weight.join(saved[end:], self.traced)
         return (*saved[:at], weight, *saved[at:end])
-
-    def _add_main_grads(self, names: dict[str, Tensor]) -> None:
-        plans = self.plans
-        for i in plans.main_grads:
-            prefix = PREFIXES[len(plans.spec.parts)][i]
-            names[f"{prefix}main_grad"] = main_grad_of(self.weights[i])
-
-    def _defer(self, names: dict[str, Tensor], packed: Tensor | None, grad: Tensor) -> None:
-        """Put the weight gradients off: what their plan reads goes to the module's queue."""
-        plans = self.plans
-        inputs = [names[name] for name in plans.wgrad_inputs]
-        # A plan that reads a tensor with leading dims takes the number of rows from that.
-        rows = -1 if plans.wgrad_has_rows else grad.shape[:-1].numel()
-        self.queue.append(Deferred(plans, inputs, packed, rows, self.weights))
-
-
-class PlainCall(ModuleCall):
-    """A call in eager mode with nothing to decide but what its plans say.
-
-    The same as `ModuleCall` for plans that are `plain`, with every other case left out: this is
-    what a training loop runs. Behind torch operators, and where a dispatch mode watches, it is a
-    `ModuleCall` after all.
-    """
-
-    def run_forward(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, tuple[Tensor, ...]]:
-        """Run the forward over the tensors that ``plans.tensors`` names."""
-        if self.traced or dispatch_modes():
-            return super().run_forward(tensors)
-        plans = self.plans
-        slots = self.slots
-        parts = tensors
-        if self.split is not None:
-            tensors = self.split.join(parts, False)
-        given = tensors if plans.all_given else [t for t in tensors if t is not None]
-        if slots is None:
-            results = _core.run(plans.forward, 0, 0, *given)
-        else:
-            results = _core.run(
-                plans.forward,
-                slots.forward_slot,
-                0,
-                *given,
-                slots.forward_scale,
-                slots.forward_history,
-            )
-        out = results[0] if plans.returns == 1 else results[:2]
-        if not plans.backward:
-            return out, ()
-        saved = plans.pick_saved((*results, *tensors))
-        return out, saved if self.split is None else self._save_parts(saved, parts)
-
-    def run_backward(
-        self, grads: tuple[Tensor, ...], saved: tuple[Tensor, ...]
-    ) -> tuple[Tensor | None, ...]:
-        """Run the backward: None, then the gradient of each tensor of the forward."""
-        if self.traced or dispatch_modes():
-            return super().run_backward(grads, saved)
-        plans = self.plans
-        slots = self.slots
-        if plans.takes < plans.returns:
-            grads = grads[:1]
-        if self.split is not None:
-            saved = self._join_saved(saved)
-        if not plans.saves_packed:
-            results = _core.run(plans.backward, 0, 0, *grads, *saved)
-        elif slots is None or not plans.reads_state:
-            results = _core.run(plans.backward, 0, 0, *grads, *saved[1:], saved[0])
-        else:
-            results = _core.run(
-                plans.backward,
-                0,
-                slots.backward_slot,
-                *grads,
-                *saved[1:],
-                slots.backward_scale,
-                slots.backward_history,
-                saved[0],
-            )
-        if self.first:
-            scaling.update("backward", self.domain)
-        if self.split is not None:
-            found = [None if at < 0 else results[at] for at in plans.places]
-            return None, *self.split.spread(found)
-        if plans.all_gradients:
-            return None, *results[:-1]
-        return None, *[None if at < 0 else results[at] for at in plans.places]
 
 
 def main_grad_of(weight: Parameter) -> Tensor:

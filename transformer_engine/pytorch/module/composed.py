@@ -10,24 +10,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.pytorch import scaling, torch_ops
-from transformer_engine.pytorch.device import prepare_device
-from transformer_engine.pytorch.function import run_call, run_without_backward
-from transformer_engine.pytorch.modes import constant_in_graphs, forward_gradients, without_memory
-from transformer_engine.pytorch.module.base import Fp8Module, Region
-from transformer_engine.pytorch.module.calibration import record_amaxes
-from transformer_engine.pytorch.module.call import Deferred, ModuleCall, Ran, main_grad_of
-from transformer_engine.pytorch.module.joined import SplitTensors
-from transformer_engine.pytorch.module.operands import (
-    DTYPES,
-    CallTensors,
-    PartTensors,
-    promoted,
-)
-from transformer_engine.pytorch.module.parameters import add_grad
-from transformer_engine.pytorch.module.repeat import Repeat, repeated_call
-from transformer_engine.pytorch.module.weight_cache import WeightCache
-from transformer_engine.pytorch.plans import (
+from transformer_engine.common.graphs import (
     ACCUMULATE,
     ALLOW_TF32,
     BIAS,
@@ -45,14 +28,30 @@ from transformer_engine.pytorch.plans import (
     WGRAD,
     ZERO_CENTERED,
     Activation,
-    CallPlans,
     CallSpec,
     LinearSpec,
     Norm,
     Quantization,
-    call_plans,
     flags_of,
 )
+from transformer_engine.common.plans import CallPlans, call_plans
+from transformer_engine.pytorch import scaling, torch_ops
+from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.pytorch.function import run_call, run_without_backward
+from transformer_engine.pytorch.modes import constant_in_graphs, forward_gradients, without_memory
+from transformer_engine.pytorch.module.base import Fp8Module, Region
+from transformer_engine.pytorch.module.calibration import record_amaxes
+from transformer_engine.pytorch.module.call import Deferred, ModuleCall, Ran, main_grad_of
+from transformer_engine.pytorch.module.joined import SplitTensors
+from transformer_engine.pytorch.module.operands import (
+    DTYPES,
+    CallTensors,
+    PartTensors,
+    promoted,
+)
+from transformer_engine.pytorch.module.parameters import add_grad
+from transformer_engine.pytorch.module.situation import Bound, situation_of
+from transformer_engine.pytorch.module.weight_cache import WeightCache
 from transformer_engine.pytorch.staged import Observer, StageBuffers, external_bits
 from transformer_engine.pytorch.state import current_state
 
@@ -70,6 +69,9 @@ _SETTINGS = (
     "zero_centered_gamma",
 )
 """Attributes that decide which plans a call runs and that users set after construction."""
+
+_KEPT = 16
+"""Situations that a module keeps calls of."""
 
 _SHOWN = (
     "zero_centered_gamma",
@@ -122,7 +124,8 @@ class ComposedModule(Fp8Module):
         self._weight_caches: tuple = (None,) * len(self.PARTS)
         self._stages: dict[str, Callable] | None = None
         self._external = (0,) * len(self.PARTS)
-        self._last: Repeat | None = None
+        self._bound: dict[tuple, Bound] = {}
+        self._present: tuple[str | None, ...] | None = None
         self._ran: Ran | None = None
 
     # ---- what a subclass says ------------------------------------------------------------------
@@ -162,7 +165,7 @@ class ComposedModule(Fp8Module):
         """
         super().__setattr__(name, value)
         if name in _SETTINGS:  # calls and plans were remembered under the old setting
-            self.__dict__["_last"] = None
+            self.__dict__["_bound"], self.__dict__["_present"] = {}, None
             self.__dict__["_plans"] = {}
         elif name in self.__dict__.get("_parameters", ()):  # a subclass may set before __init__
             self._forget_casts_of(name)
@@ -175,14 +178,14 @@ class ComposedModule(Fp8Module):
     def _apply(self, fn: Callable, recurse: bool = True) -> "ComposedModule":
         """Convert or move the parameters; what was kept of the old ones goes."""
         self._weight_caches = (None,) * len(self.PARTS)
-        self._last = None
+        self._bound = {}
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict:
         """Copy and pickle without caches and pending weight gradients."""
         state = super().__getstate__()
         state["_plans"] = {}
-        state["_last"] = state["_ran"] = None
+        state["_bound"], state["_ran"] = {}, None
         state.pop("_observer", None)
         state["_weight_caches"] = (None,) * len(self.PARTS)
         state["_wgrads"] = deque()
@@ -197,22 +200,53 @@ class ComposedModule(Fp8Module):
     def _call(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
         """Run a call: the output, or (output, norm output)."""
         traced = torch.compiler.is_compiling()
-        last = self._last
-        if last is not None and is_first_microbatch is None and not traced:
-            state = current_state()
-            call = repeated_call(last, self, state, inp)
-            if call is not None and (last.records or not forward_gradients()):
-                if last.records:
-                    out = last.apply(call, inp, *last.tensors)
-                else:
-                    out = call.run_forward((inp, *last.tensors))[0]
-                if call.first:
-                    state.first = False
-                return out
-        return self._long_way(inp, is_first_microbatch, traced)
+        if traced or is_first_microbatch is not None:
+            return self._decide(inp, is_first_microbatch, traced)[0]
+        state = current_state()
+        tensors = self._own_tensors()
+        key = None if tensors is None else situation_of(state, inp, tensors)
+        bound = None if key is None else self._bound.get(key)
+        call = None if bound is None else bound.call_in(self, state)
+        if call is None or not (bound.records or not forward_gradients()):
+            out, made = self._decide(inp, None, False)
+            if key is not None and made is not None:
+                if len(self._bound) == _KEPT:
+                    self._bound = {}
+                self._bound[key] = Bound.of(made)
+            return out
+        if bound.records:
+            out = bound.apply(call, inp, *tensors)
+        else:
+            out = call.run_forward((inp, *tensors))[0]
+        if call.first:
+            state.first = False
+        return out
 
-    def _long_way(self, inp: Tensor, is_first_microbatch: bool | None, traced: bool) -> Any:
-        """Find out what applies to a call, and run it."""
+    def _own_tensors(self) -> tuple[Tensor | None, ...] | None:
+        """The tensors of a call after the input; None where one is no parameter of this module."""
+        names = self._present
+        if names is None:
+            return None
+        parameters = self._parameters
+        tensors = []
+        for name in names:
+            tensor = None if name is None else parameters.get(name)
+            if tensor is None and name is not None:
+                return None
+            tensors.append(tensor)
+        return tuple(tensors)
+
+    def _find_present(self, flat: tuple[Tensor | None, ...]) -> None:
+        """Note which parameters a call consists of, where it consists of them alone."""
+        names = self._parameter_names()
+        pairs = list(zip(names, flat[1:], strict=True))
+        own = all(t is None or self._parameters.get(name) is t for name, t in pairs)
+        self._present = tuple(None if t is None else n for n, t in pairs) if own else None
+
+    def _decide(
+        self, inp: Tensor, is_first_microbatch: bool | None, traced: bool
+    ) -> tuple[Any, ModuleCall | None]:
+        """Find out what applies to a call, and run it: the output, and the call to keep or None."""
         region = self._region(traced)
         if not traced and isinstance(inp, Tensor) and without_memory(inp):
             region = region._replace(blank=True)
@@ -220,21 +254,24 @@ class ComposedModule(Fp8Module):
         if region.state.calibrating and region.recipe is None and not region.blank:
             record_amaxes(self, region.state, tensors)
         call = self._prepare(tensors, region, is_first_microbatch, owners)
-        flat = tensors.flat()
         run = run_call if call.plans.backward else run_without_backward
+        flat = tensors.flat()
         out = run(call, *flat)
         if call.first and region.replay is None:
             region.state.first = False
-        if call.plans.writes_cache:
+        if call.plans.writes_caches:
             self._keep_caches(call, tensors)
         if region.record:
-            caches = call.caches if call.plans.cached else None
-            self._record(region, call.slots, caches, call.first)
-        if not call.traced:
-            self._remember(region, call, flat)
-            reason = region.state.why() if region.recipe is None else None
-            self.__dict__["_ran"] = Ran(call.plans, reason)
-        return out
+            has_caches = call.plans.reads_caches or call.plans.writes_caches
+            self._record(region, call.slots, call.caches if has_caches else None, call.first)
+        if call.traced:
+            return out, None
+        reason = region.state.why() if region.recipe is None else None
+        self.__dict__["_ran"] = Ran(call.plans, reason)
+        if self._present is None:
+            self._find_present(flat)
+        bindable = call.plans.plain and region.replay is None and not region.record
+        return out, call if bindable else None
 
     def _keep_caches(self, call: ModuleCall, tensors: CallTensors) -> None:
         caches = list(self._weight_caches)
@@ -243,32 +280,6 @@ class ComposedModule(Fp8Module):
                 sources = tensors.parts[i].weights
                 caches[i] = WeightCache.of(call.caches[i], sources, part.quantization, call.slots)
         self._weight_caches = tuple(caches)
-
-    def _remember(self, region: Region, call: ModuleCall, flat: tuple) -> None:
-        """Keep what a later call of the same kind can start from; see `repeat`."""
-        self._last = None
-        inp, *rest = flat
-        names = self._parameter_names()
-        parameters = self._parameters
-        if (
-            call.plans.plain
-            and region.replay is None
-            and not region.record
-            and self._stages is None
-            and self._observer is None
-            and all(
-                t is None or (name is not None and parameters.get(name) is t)
-                for name, t in zip(names, rest, strict=True)
-            )
-            and not torch.is_autocast_enabled(inp.device.type)
-            and (  # on a GPU, whether fp32 may use TF32 can change
-                region.recipe is not None
-                or inp.dtype is not torch.float32
-                or inp.device.type == "cpu"
-            )
-        ):
-            identity = None if region.recipe is None else repr(region.recipe)
-            self._last = Repeat.of(call, inp, names, tuple(rest), identity)
 
     def _promote(self, inp: Tensor, recipe: Any) -> tuple[CallTensors, tuple[Tensor, ...]]:
         """Apply the dtype rules to the input and this module's tensors; these, and the weights.
@@ -535,11 +546,12 @@ class ComposedModule(Fp8Module):
         Parameters
         ----------
         observer : callable or None
-            ``f(stage, operator, buffers, run)``, which calls `run` once; None ends it. The backward
-            of a call that was observed is observed too. Calls inside compiled graphs are not.
+            ``f(stage, operator, buffers, done)``, called before and after each stage; None ends it.
+            The backward of a call that was observed is observed too. Calls inside compiled graphs
+            are not.
         """
         self._observer = observer
-        self._last = None
+        self._bound = {}
 
     def override_stages(self, **stages: Callable[[StageBuffers], Any]) -> None:
         """Let Python functions run stages of this module's plans; none restores the built-in ones.
@@ -560,7 +572,7 @@ class ComposedModule(Fp8Module):
         self._external = external_bits(stages, self.PARTS)
         self._stages = dict(stages) or None
         self._plans = {}
-        self._last = None
+        self._bound = {}
 
     # ---- delayed weight gradients --------------------------------------------------------------
 
@@ -584,14 +596,14 @@ class ComposedModule(Fp8Module):
             )
         pending: Deferred = self._wgrads[0]
         plans = pending.plans
-        state = [main_grad_of(pending.weights[i]) for i in plans.main_grads]
+        state = [main_grad_of(pending.weights[i]) for i, _ in plans.main_grads]
         with torch.no_grad():
             outputs = iter(pending.run(state))
             self._wgrads.popleft()  # only now: a call that raised can be made again
             for i, part in enumerate(plans.spec.parts):
                 if not part.flags & WGRAD:
                     continue
-                if i not in plans.main_grads:
+                if i not in dict(plans.main_grads):
                     self._add_weight_grad(i, next(outputs))
                 elif hasattr(pending.weights[i], "grad_added_to_main_grad"):
                     pending.weights[i].grad_added_to_main_grad = True

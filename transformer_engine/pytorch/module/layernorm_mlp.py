@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.common.graphs import Activation
 from transformer_engine.pytorch.module.normed import NormedModule
 from transformer_engine.pytorch.module.operands import CallTensors, PartTensors
 from transformer_engine.pytorch.module.parameters import (
@@ -22,7 +23,6 @@ from transformer_engine.pytorch.module.parameters import (
     set_bias,
 )
 from transformer_engine.pytorch.parallel import TensorParallel, mark_linear
-from transformer_engine.pytorch.plans import Activation
 
 __all__ = ["ACTIVATIONS", "LayerNormMLP"]
 

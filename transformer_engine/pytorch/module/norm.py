@@ -10,6 +10,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine import _core
+from transformer_engine.common.graphs import (
+    DGRAD,
+    GRAD_BETA,
+    GRAD_GAMMA,
+    NO_BETA,
+    NO_GAMMA,
+    ZERO_CENTERED,
+    Norm,
+    flags_of,
+)
+from transformer_engine.common.plans import CallPlans, norm_plans
 from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import run_call, run_without_backward
@@ -20,7 +31,7 @@ from transformer_engine.pytorch.modes import (
     without_memory,
 )
 from transformer_engine.pytorch.module.base import NativeModule
-from transformer_engine.pytorch.module.call import ModuleCall, PlainCall
+from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES, refuse_memory
 from transformer_engine.pytorch.module.parameters import (
     checked_dtype,
@@ -28,18 +39,6 @@ from transformer_engine.pytorch.module.parameters import (
     device_of,
     have_memory,
     initialise,
-)
-from transformer_engine.pytorch.plans import (
-    DGRAD,
-    GRAD_BETA,
-    GRAD_GAMMA,
-    NO_BETA,
-    NO_GAMMA,
-    ZERO_CENTERED,
-    CallPlans,
-    Norm,
-    flags_of,
-    norm_plans,
 )
 
 __all__ = ["AffineNorm", "L2Normalization"]
@@ -109,11 +108,8 @@ class _NormModule(NativeModule):
         if plans is None:
             plans = self._make_plans(key)
         label = type(self).__name__
-        if traced or blank:
-            call = ModuleCall(plans, None, label)
-            call.traced = True
-        else:
-            call = PlainCall(plans, None, label)
+        call = ModuleCall(plans, None, label)
+        call.traced = traced or blank
         run = run_call if plans.backward else run_without_backward
         return run(call, inp, gamma, beta)
 

@@ -18,8 +18,8 @@ def _plan_text(title: str, plan: int, rows: int) -> list[str]:
     described = _core.plan_describe(plan)
     saved, scratch, _ = _core.plan_infer(plan, rows)
     names = _core.dtype_names()
-    lines = [f"{title}: plan {plan} ({described['kind']})"]
-    lines.append("  stages:  " + " -> ".join(f"{n} [{op}]" for n, op in described["stages"]))
+    lines = [f"{title}: plan {plan}"]
+    lines.append("  stages:  " + " -> ".join(f"{n} [{op}]" for n, op, *_ in described["stages"]))
     for name, role, code, _, extents, *_ in described["buffers"]:
         shape = " x ".join(
             "any" if add == 2**31 - 1 else str(m * (-(-rows // align) * align) + add)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`observe`: look at what the FP8 casts and GEMMs of a step really do, without changing it.
 
-Inside the block a module's plans run stage by stage (`staged.run_staged`): the same stages over the
-same buffers, so the numbers are the same bit for bit. Between the stages the values that are about
-to be cast, and the scale that they were cast with, are there to be counted.
+Inside the block a function is told of each stage of a module's plans (`staged.run_staged`): the
+same stages over the same buffers, so the numbers are the same bit for bit. Between the stages the
+values that are about to be cast, and the scale that they were cast with, are there to be counted.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -109,25 +108,25 @@ class ModuleRecord:
         self._module = module
         self.casts: dict[str, CastRecord] = {}
         self.gemms: dict[str, Counter[str]] = {}
+        self._before: Any = None  # of the stage that is running
 
-    def __call__(
-        self, stage: str, operator: str, buffers: StageBuffers, run: Callable[[], Any]
-    ) -> None:
-        """Run a stage, and record what it did."""
+    def __call__(self, stage: str, operator: str, buffers: StageBuffers, done: bool) -> None:
+        """Record what a stage does."""
         prefix = next((p for p in self._module.PARTS if p and stage.startswith(p)), "")
         name = stage.removeprefix(prefix)
         if name in _GEMMS:
-            self._count_gemm(stage, operator, run)
+            self._count_gemm(stage, operator, done)
             return
         tensor = name.removeprefix("quantize_")
         again = tensor != "grad_output" and torch._C._current_graph_task_id() != -1
         if name == tensor or tensor not in CASTS or again:  # a recompute casts the same once more
-            run()
             return
         with torch.no_grad():
-            values = self._values(prefix, tensor, operator, buffers)
-            run()
-            pair = buffers.get(f"{prefix}{tensor}_pair")
+            if not done:
+                self._before = self._values(prefix, tensor, operator, buffers)
+                return
+            values, self._before = self._before, None
+            pair = buffers.get(f"{prefix}{tensor}_scales")
             if pair is None:  # it sums columns for the bias gradient, and casts nothing
                 return
             data = buffers.get(f"{prefix}{tensor}_row")
@@ -135,18 +134,17 @@ class ModuleRecord:
             record = self.casts.setdefault(prefix + tensor, CastRecord(dtype))
             record.add(values, pair[1], dtype)
 
-    def _count_gemm(self, stage: str, operator: str, run: Callable[[], Any]) -> None:
+    def _count_gemm(self, stage: str, operator: str, done: bool) -> None:
         counts = self.gemms.setdefault(stage, Counter())
         if operator == "external":
-            counts["a Python function"] += 1
-            run()
-            return
-        before = _core.counters()
-        run()
-        for counter, count in _core.counters().items():
-            kind, _, *operands = counter.split(".")
-            if kind == "gemm" and count > before.get(counter, 0):
-                counts[" x ".join(operands)] += count - before.get(counter, 0)
+            counts["a Python function"] += done
+        elif not done:
+            self._before = _core.counters()
+        else:
+            for counter, count in _core.counters().items():
+                kind, _, *operands = counter.split(".")
+                if kind == "gemm" and count > self._before.get(counter, 0):
+                    counts[" x ".join(operands)] += count - self._before.get(counter, 0)
 
     def _values(self, prefix: str, tensor: str, operator: str, buffers: StageBuffers) -> Tensor:
         """What a stage casts, as the operator computes it before the cast: in fp32."""
@@ -174,10 +172,14 @@ class ModuleRecord:
                 _core.activation(before, wide=out, **keywords)
             else:
                 out = torch.empty(before.shape, dtype=torch.float32, device=before.device)
-                grad = buffers["grad_activation"]
+                grad = buffers["grad_fc2_input"]
                 _core.activation_backward(grad, before, wide=out, **keywords)
             return out
-        sources = (f"{prefix}{tensor}_wide", f"{prefix}{tensor}", tensor)
+        written = {"fc2_input": "fc2_input", "fc1_grad_output": "grad_fc1_output"}
+        sources = (written.get(prefix + tensor, ""), f"{prefix}{tensor}")
+        if tensor == "input" and module.NORM is not None:
+            sources = (*sources, "norm_output")
+        sources = (*sources, tensor)
         return next(buffers[name] for name in sources if name in buffers)
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from transformer_engine import _core
+from transformer_engine.common.graphs import ALLOW_TF32, DEFER, DGRAD, WGRAD, LinearSpec
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.module.call import Ran
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.norm import AffineNorm
-from transformer_engine.pytorch.plans import ALLOW_TF32, DEFER, DGRAD, WGRAD, LinearSpec
 from transformer_engine.pytorch.tools.conversion import counterpart_of
 from transformer_engine.pytorch.tools.counts import scales
 from transformer_engine.pytorch.tools.observation import CASTS, ModuleRecord, count_cast, observe
@@ -26,7 +26,7 @@ _GEMMS = {
     "gemm_grad_input": "input gradient",
     "gemm_grad_weight": "weight gradient",
 }
-_POWER_2_WEIGHT = _core.LINEAR_POWER_2_WEIGHT
+_POWER_2_WEIGHT = 1 << 1
 
 
 class GemmReport(NamedTuple):
@@ -192,7 +192,7 @@ def _stages(ran: Ran) -> dict[str, str]:
     """Operator of each stage of the plans of a call."""
     plans = ran.plans
     ids = [plan for plan in (plans.forward, plans.backward, plans.wgrad) if plan]
-    return {name: op for plan in ids for name, op in _core.plan_describe(plan)["stages"]}
+    return {name: op for plan in ids for name, op, *_ in _core.plan_describe(plan)["stages"]}
 
 
 def _gemms(
@@ -303,7 +303,7 @@ def _weight(
             row_scales=pair,
             partials=partials,
             amax_epsilon=spec.quantization.epsilon[1],
-            power_2_scale=bool(spec.quantization.flags & _POWER_2_WEIGHT),
+            power_2_scale=bool(spec.quantization.power_2 & _POWER_2_WEIGHT),
         )
     else:
         pair[1] = found.scale

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short way of a repeated call decides what the long way decides, in whatever order they come.
+"""A call that is found by its situation is the one that would be decided on, in whatever order.
 
-Random programs run twice over equal modules: as they are, and with the short way shut. Outputs,
-gradients, scaling state and errors must be the same, bit for bit.
+Random programs run twice over equal modules: as they are, and with every call decided anew.
+Outputs, gradients, scaling state and errors must be the same, bit for bit.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.pytorch.module import composed
+from transformer_engine.pytorch.module import composed, situation
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
@@ -50,7 +50,7 @@ CALLS = {
 
 
 def programs(seed, length=24):
-    """Steps of a random program: most repeat the one before, so that there is a short way."""
+    """Steps of a random program: most repeat the one before, so that calls are found."""
     rng = random.Random(seed)
     step = None
     for _ in range(length):
@@ -126,9 +126,9 @@ def run_program(make, seed, device):
 
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("seed", range(12))
-def test_the_short_way_decides_as_the_long_way(kind, seed, device, monkeypatch):
+def test_found_calls_are_those_that_would_be_decided_on(kind, seed, device, monkeypatch):
     as_it_is = run_program(MODULES[kind], seed, device)
-    monkeypatch.setattr(composed, "repeated_call", lambda *_: None)
+    monkeypatch.setattr(composed, "situation_of", lambda *_: None)
     long_way = run_program(MODULES[kind], seed, device)
     for (step, ours, state), (_, theirs, expected) in zip(as_it_is, long_way, strict=True):
         assert isinstance(ours, str) == isinstance(theirs, str), (step, ours, theirs)
@@ -139,16 +139,20 @@ def test_the_short_way_decides_as_the_long_way(kind, seed, device, monkeypatch):
         assert_same_bits(state, expected, str(step))
 
 
-def test_the_programs_take_the_short_way(device, monkeypatch):
+def test_the_programs_find_calls(device, monkeypatch):
     taken = []
-    real = composed.repeated_call
+    real = situation.Bound.call_in
 
     def noted(*arguments):
         call = real(*arguments)
         taken.append(call is not None)
         return call
 
-    monkeypatch.setattr(composed, "repeated_call", noted)
+    decided = composed.ComposedModule._decide
+    monkeypatch.setattr(situation.Bound, "call_in", noted)
+    monkeypatch.setattr(
+        composed.ComposedModule, "_decide", lambda *a: (taken.append(False), decided(*a))[1]
+    )
     for seed in range(12):
         run_program(MODULES["linear"], seed, device)
     assert sum(taken) > 10 and taken.count(False) > 10

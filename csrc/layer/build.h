@@ -1,0 +1,168 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * build.h - from a graph to a plan.
+ *
+ * Buffers are known by what they are (a te_link and its number), the same in every plan of a graph;
+ * whether one is an argument, saved or scratch follows from that and from the direction. A node
+ * speaks of buffers by link alone.
+ *
+ * A value, or a gradient, that a casting operator makes is *pending* until somebody reads it: who
+ * needs it in FP8 lets the operator cast in the same pass, who needs it in high precision lets it
+ * write. A value's FP8 forms always come from its operator, so that a backward has the bits of the
+ * forward whatever else it reads. What a backward reads of its forward is found out by building the
+ * backward: what is not given is saved.
+ */
+#ifndef TE_LAYER_BUILD_H
+#define TE_LAYER_BUILD_H
+
+#include "layer/plan.h"
+
+/* A set of links. */
+typedef struct te_links {
+    struct te_link_of {
+        te_link link;
+        int32_t of;
+    } * items;
+    int32_t count, capacity;
+} te_links;
+
+int te_links_has(const te_links *links, te_link link, int32_t of);
+
+enum { TE_NOBODY = -1 };
+
+/* What a builder knows of a value. */
+typedef struct te_value_state {
+    int32_t producer;     /* node; TE_NOBODY: an argument */
+    int32_t readers;      /* nodes that read it */
+    int32_t needs_grad;   /* something that it is made of needs a gradient */
+    int32_t pending;      /* node whose operator makes it for whoever reads it */
+    int32_t again;        /* ... and repeats what the forward did */
+    int32_t grad_pending; /* the same of its gradient: the node that reads it */
+    int32_t grads;        /* contributions to the gradient */
+    int16_t grad_alias;   /* buffer that holds it, where that is not the gradient's own */
+} te_value_state;
+
+typedef struct te_node_rules te_node_rules;
+
+typedef struct te_build {
+    te_plan plan;
+    const te_graph_desc *graph;
+    te_direction direction;
+    const te_node_rules *const *rules; /* by te_node_kind */
+    te_value_state *values;
+    te_links saved;    /* what backward and deferred plan read of the forward */
+    te_links deferred; /* what the deferred plan reads of the backward */
+} te_build;
+
+/* One kind of node: how it is built. Functions that make a stage add it with the inputs of the
+ * operator alone; what it writes is the caller's to add. */
+struct te_node_rules {
+    const char *name; /* of the stage that runs it alone */
+    te_status (*check)(const te_graph_desc *graph, int32_t node);
+    void (*forward)(te_build *build, int32_t node);
+    void (*backward)(te_build *build, int32_t node);
+    void (*deferred)(te_build *build, int32_t node); /* NULL: nothing of it is put off */
+    /* Repeats the forward in a backward, with the scales and statistics of then. */
+    void (*again)(te_build *build, int32_t node);
+    /* Of a pending value, and of a pending gradient; `again`: statistics are read. */
+    te_stage *(*produce)(te_build *build, int32_t node, const char *prefix, const char *name,
+                         int again);
+    te_stage *(*produce_grad)(te_build *build, int32_t node, const char *prefix, const char *name);
+};
+
+/* ---- what the checks of nodes share (make.c) ---- */
+
+/* A parameter [rows, columns], or of `columns` elements where rows is 0; or none. */
+te_status te_check_parameter(const te_graph_desc *graph, int32_t value, const char *what,
+                             int64_t rows, int64_t columns);
+/* Input 0 and output are matrices, the output with the rows of so many ranks. */
+te_status te_check_rows(const te_graph_desc *graph, int32_t node, const char *what, int64_t ranks);
+/* Of a linear node (linear_check.c). */
+te_status te_check_linear(const te_graph_desc *graph, int32_t node);
+
+extern const te_node_rules te_linear_rules, te_norm_rules, te_activation_rules;
+
+static inline const te_node_desc *te_node(const te_build *build, int32_t node)
+{
+    return &build->graph->nodes[node];
+}
+static inline const te_value_desc *te_value(const te_build *build, int32_t value)
+{
+    return &build->graph->values[value];
+}
+static inline const te_node_rules *te_rules_of(const te_build *build, int32_t node)
+{
+    return build->rules[te_node(build, node)->kind];
+}
+/* Number of a quantized operand, for te_link. */
+static inline int32_t te_operand_of(int32_t node, te_operand_role role)
+{
+    return node * TE_OPERAND_ROLES + (int32_t)role;
+}
+
+/* ---- buffers ---- */
+
+/* The buffer, or TE_NO_BUFFER where the plan has none yet. */
+int16_t te_find(const te_build *build, te_link link, int32_t of);
+/* The buffer, added where it is not there. */
+int16_t te_get(te_build *build, te_link link, int32_t of);
+/* The same of what the forward has made; it is saved where it is not given. */
+int16_t te_need(te_build *build, te_link link, int32_t of);
+
+/* The same of what the backward has made for the deferred plan, which is being built. */
+int16_t te_defer(te_build *build, te_link link, int32_t of);
+
+/* ---- values ---- */
+
+/* Whether a gradient has more than one contribution. */
+static inline int te_value_is_shared(const te_build *build, int32_t value)
+{
+    return build->values[value].readers > 1 || (te_value(build, value)->flags & TE_VALUE_RESULT);
+}
+/* Does a node read the value in FP8, or one in high precision? */
+int te_is_read(const te_build *build, int32_t value, int quantized);
+/* Is it to be written in high precision with the cast that is being added? */
+int te_wide_wanted(const te_build *build, int32_t value);
+/* It in high precision: given, made already, made now by whoever it is pending at, in a backward
+ * saved or repeated. */
+int16_t te_wide(te_build *build, int32_t value, const char *prefix, const char *name);
+/* In a backward: leaves the value pending at its node, or there. */
+void te_make_again(te_build *build, int32_t value);
+
+/* ---- gradients ---- */
+
+/* Whether somebody has a gradient for the value. */
+int te_has_grad(const te_build *build, int32_t value);
+/* Where the next contribution to the gradient of a value goes. */
+int16_t te_grad_target(te_build *build, int32_t value);
+/* Up to two contributions, the others added to the first; the second may be TE_NO_BUFFER. */
+void te_grad_pair(te_build *build, int32_t value, int16_t pair[2]);
+/* The whole gradient in high precision. */
+int16_t te_grad(te_build *build, int32_t value);
+/* Where a deferred plan finds it. */
+te_link te_grad_link(const te_build *build, int32_t value);
+/* Output or state for the gradient of a parameter; TE_NO_BUFFER where none is wanted now. */
+int16_t te_parameter_grad(te_build *build, int32_t value);
+
+/* ---- stages ---- */
+
+te_stage *te_add(te_build *build, int32_t node, const char *prefix, const char *name, te_op op);
+/* Lets a buffer fill the field of this name. */
+void te_use_as(te_build *build, te_stage *stage, const char *field, int16_t buffer);
+/* Sets a number, kind or flag. */
+void te_set_number(te_build *build, te_stage *stage, const char *field, double value);
+
+/* What a casting stage is asked for; TE_NO_BUFFER where it is not wanted. */
+typedef struct te_cast_to {
+    int16_t wide, row, column, scales, bias_grad, amax_partials;
+    int16_t scale, history, partials; /* where the scale comes from: a chunk, or partial maxima */
+    int16_t given;                    /* or the scales of an earlier cast */
+    int32_t chunk, slot;
+    float amax_epsilon;
+    int32_t power_2;
+} te_cast_to;
+
+te_cast_to te_cast_nothing(void);
+void te_ask_cast(te_build *build, te_stage *stage, const te_cast_to *cast);
+
+#endif

@@ -1,0 +1,153 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * layout.c - sizes and offsets of a plan's buffers for a number of rows, without a device.
+ */
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/status.h"
+#include "core/tensor.h"
+#include "layer/plan.h"
+
+/* Layouts that are kept with a plan: those of training. A decoder meets other row counts at each
+ * call, and works them out again. */
+#define KEPT 16
+
+/* Of one buffer, so that no sum of them leaves 64 bits. */
+#define MOST_BYTES ((int64_t)1 << 46)
+
+static int64_t bytes_of(const te_tensor *tensor)
+{
+    return te_tensor_numel(tensor) * (int64_t)te_dtype_bytes(tensor->dtype);
+}
+
+static int64_t offset_of(const te_tensor *tensor)
+{
+    return (int64_t)(uintptr_t)tensor->data;
+}
+
+/* The lowest place for scratch buffer i that no buffer alive at the same time has. */
+static int64_t place_scratch(const te_plan *plan, const te_layout *layout, int32_t i)
+{
+    const te_buffer *self = &plan->buffers[i];
+    int64_t bytes = bytes_of(&layout->tensors[i]);
+    int64_t place = 0;
+    int moved = 1;
+    while (moved) { /* ends: `place` only grows, past one buffer at a time */
+        moved = 0;
+        for (int32_t other = 0; other < i; other++) {
+            const te_buffer *buffer = &plan->buffers[other];
+            int64_t begin, end;
+            if (buffer->info.role != TE_ROLE_SCRATCH || buffer->last_use < self->first_use ||
+                buffer->first_use > self->last_use) {
+                continue;
+            }
+            begin = offset_of(&layout->tensors[other]);
+            end = begin + bytes_of(&layout->tensors[other]);
+            if (end <= place || begin >= place + bytes) continue;
+            place = te_round_up(end, TE_MEMBER_ALIGN);
+            moved = 1;
+        }
+    }
+    return place;
+}
+
+/* Dense, and where it is packed of a size that can be. */
+static te_status shape_tensor(const te_buffer *buffer, int64_t rows, te_tensor *tensor)
+{
+    const te_buffer_info *info = &buffer->info;
+    int64_t stride = 1;
+    tensor->dtype = info->dtype;
+    tensor->ndim = info->ndim;
+    for (int32_t d = info->ndim - 1; d >= 0; d--) {
+        int64_t length = te_extent_value(&info->shape[d], rows);
+        tensor->shape[d] = length;
+        tensor->strides[d] = stride;
+        if (te_is_packed(info->role) && length > 0 &&
+            stride > MOST_BYTES / (int64_t)sizeof(float) / length) {
+            return TE_FAIL(TE_ERROR_INVALID, "plan: %s: too large for %lld rows", buffer->name,
+                           (long long)rows);
+        }
+        stride *= length;
+    }
+    return TE_OK;
+}
+
+static te_status fill(const te_plan *plan, te_device device, int64_t rows, te_layout *layout)
+{
+    int64_t saved = 0, scratch = 0;
+    layout->device = device;
+    layout->rows = rows;
+    for (int32_t i = 0; i < plan->buffer_count; i++) {
+        const te_buffer_info *info = &plan->buffers[i].info;
+        te_tensor *tensor = &layout->tensors[i];
+        int64_t offset;
+        memset(tensor, 0, sizeof *tensor);
+        tensor->device = device;
+        TE_TRY(shape_tensor(&plan->buffers[i], rows, tensor));
+        if (!te_is_packed(info->role)) continue;
+        offset = info->role == TE_ROLE_SAVED ? saved : place_scratch(plan, layout, i);
+        tensor->data = (void *)(uintptr_t)offset; /* NOLINT(performance-no-int-to-ptr) */
+        offset += te_round_up(bytes_of(tensor), TE_MEMBER_ALIGN);
+        if (info->role == TE_ROLE_SAVED) {
+            saved = offset;
+        } else if (offset > scratch) {
+            scratch = offset;
+        }
+    }
+    layout->saved_bytes = te_extent_value(&plan->saved_bytes, rows);
+    layout->scratch_bytes = scratch;
+    return TE_OK;
+}
+
+te_status te_plan_layout(const te_plan *plan, te_device device, int64_t rows,
+                         const te_layout **layout, te_layout **own)
+{
+    _Atomic(te_layout *) *head = (_Atomic(te_layout *) *)&plan->layouts;
+    te_layout *first = atomic_load_explicit(head, memory_order_acquire);
+    te_layout *made;
+    te_status st;
+    int count = 0;
+    *own = NULL;
+    if (rows < 0 || rows > INT32_MAX) {
+        return TE_FAIL(TE_ERROR_INVALID, "rows = %lld, expected 0 to %d", (long long)rows,
+                       INT32_MAX);
+    }
+    for (te_layout *known = first; known != NULL; known = known->next, count++) {
+        if (known->rows == rows && known->device.type == device.type &&
+            known->device.index == device.index) {
+            *layout = known;
+            return TE_OK;
+        }
+    }
+    made = malloc(sizeof *made + (size_t)(plan->buffer_count + 1) * sizeof made->tensors[0]);
+    if (made == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a layout");
+    st = fill(plan, device, rows, made);
+    if (st != TE_OK) {
+        free(made);
+        return st;
+    }
+    made->next = first;
+    *layout = made;
+    if (count >= KEPT || !atomic_compare_exchange_strong(head, &first, made)) *own = made;
+    return TE_OK;
+}
+
+te_status te_plan_infer(int64_t id, int64_t rows, te_plan_sizes *sizes, int64_t *offsets)
+{
+    const te_plan *plan = NULL;
+    const te_layout *layout = NULL;
+    te_layout *own = NULL;
+    te_device device = {TE_DEVICE_CPU, 0};
+    TE_TRY(te_plan_get(id, &plan));
+    TE_TRY(te_plan_layout(plan, device, rows, &layout, &own));
+    sizes->size = sizeof *sizes;
+    sizes->saved_bytes = layout->saved_bytes;
+    sizes->scratch_bytes = layout->scratch_bytes;
+    for (int32_t i = 0; offsets != NULL && i < plan->buffer_count; i++) {
+        offsets[i] = te_is_packed(plan->buffers[i].info.role) ? offset_of(&layout->tensors[i]) : -1;
+    }
+    free(own);
+    return TE_OK;
+}

@@ -1,0 +1,313 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * make.c - makes the plans of a graph: checks it, walks its nodes, and interns what comes out.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/status.h"
+#include "layer/build.h"
+#include "layer/recipe.h"
+
+static const te_node_rules *const rules[TE_NODE_KINDS] = {
+    [TE_NODE_LINEAR] = &te_linear_rules,
+    [TE_NODE_NORM] = &te_norm_rules,
+    [TE_NODE_ACTIVATION] = &te_activation_rules,
+};
+
+/* ---- checks ------------------------------------------------------------------------------- */
+
+/* What keeps every size of a plan within 64 bits: elements of a value, by row where rows vary. */
+#define MOST_IN_ROW ((int64_t)1 << 28)
+#define MOST_FIXED ((int64_t)1 << 40)
+
+/* Flags that only the weight of a linear node knows. */
+#define OF_WEIGHT                                                                                  \
+    (uint32_t)(TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE | TE_VALUE_DEFER |                         \
+               TE_VALUE_KEEP_QUANTIZED | TE_VALUE_QUANTIZED)
+
+static int is_given(const te_value_desc *value)
+{
+    return (value->flags & (uint32_t)(TE_VALUE_INPUT | TE_VALUE_PARAMETER)) != 0;
+}
+
+static te_status check_shape(const te_value_desc *value)
+{
+    int64_t most = MOST_FIXED, elements = 1;
+    for (int32_t d = 0; d < value->ndim; d++) {
+        const te_extent *e = &value->shape[d];
+        int constant = e->symbol == TE_SYMBOL_NONE;
+        int64_t length = constant ? e->add : e->multiply;
+        if (e->symbol < 0 || e->symbol >= TE_SYMBOL_COUNT || e->align < 1 || length < 1 ||
+            length >= TE_ANY_LENGTH || (!constant && (e->add != 0 || most == MOST_IN_ROW))) {
+            return TE_FAIL(TE_ERROR_INVALID,
+                           "graph: %s: dim %d is %lld * roundup(symbol %d, %d) + %lld", value->name,
+                           d, (long long)e->multiply, e->symbol, e->align, (long long)e->add);
+        }
+        if (!constant) most = MOST_IN_ROW;
+        elements = length > MOST_FIXED / elements ? MOST_FIXED + 1 : elements * length;
+    }
+    if (elements > most) return TE_FAIL(TE_ERROR_INVALID, "graph: %s: too large", value->name);
+    if ((value->flags & TE_VALUE_LEADING) != 0 &&
+        (value->shape[0].symbol != TE_SYMBOL_ROWS || value->shape[0].align != 1)) {
+        return TE_FAIL(TE_ERROR_INVALID, "graph: %s: leading dims that are no number of rows",
+                       value->name);
+    }
+    return TE_OK;
+}
+
+static te_status check_value(const te_value_desc *value, int32_t number)
+{
+    const uint32_t kinds = TE_VALUE_INPUT | TE_VALUE_PARAMETER | TE_VALUE_RESULT;
+    uint32_t kind = value->flags & kinds;
+    if (memchr(value->name, '\0', sizeof value->name) == NULL || value->ndim < 1 ||
+        value->ndim > TE_MAX_DIMS || (kind & (kind - 1)) != 0 ||
+        value->flags >= (uint32_t)TE_VALUE_QUANTIZED << 1 ||
+        ((value->flags & OF_WEIGHT) != 0 && kind != TE_VALUE_PARAMETER)) {
+        return TE_FAIL(TE_ERROR_INVALID, "graph: value %d: name, ndim = %d or flags = 0x%x", number,
+                       value->ndim, value->flags);
+    }
+    if (!te_dtype_is_high_precision((te_dtype)value->dtype) ||
+        !te_dtype_is_high_precision((te_dtype)value->grad_dtype)) {
+        return TE_FAIL(TE_ERROR_TYPE, "graph: %s: dtype %s, gradient %s, expected f32, f16 or bf16",
+                       value->name, te_dtype_name((te_dtype)value->dtype),
+                       te_dtype_name((te_dtype)value->grad_dtype));
+    }
+    return check_shape(value);
+}
+
+static te_status check_node(const te_graph_desc *graph, int32_t n)
+{
+    const te_node_desc *node = &graph->nodes[n];
+    if (node->kind < 0 || node->kind >= TE_NODE_KINDS ||
+        memchr(node->name, '\0', sizeof node->name) == NULL || node->inputs[0] < 0 ||
+        node->output < 0 || node->output >= graph->value_count ||
+        node->flags >= (uint32_t)TE_NODE_ZERO_CENTERED << 1) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "graph: node %d: name, kind %d, input %d, output %d or flags 0x%x", n,
+                       node->kind, node->inputs[0], node->output, node->flags);
+    }
+    for (int i = 0; i < TE_NODE_INPUTS; i++) {
+        if (node->inputs[i] < -1 || node->inputs[i] >= graph->value_count) {
+            return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: there is no value %d", n,
+                           node->inputs[i]);
+        }
+        if (node->inputs[i] >= 0 && (node->kind != TE_NODE_LINEAR || i != 1) &&
+            (graph->values[node->inputs[i]].flags & OF_WEIGHT) != 0) {
+            return TE_FAIL(TE_ERROR_INVALID,
+                           "graph: node %d reads %s, whose flags 0x%x only a linear's weight has",
+                           n, graph->values[node->inputs[i]].name,
+                           graph->values[node->inputs[i]].flags);
+        }
+    }
+    return rules[node->kind]->check(graph, n);
+}
+
+/* How often the nodes before `node` read a value, and `node` by its first `inputs`. */
+static int32_t count_readers(const te_graph_desc *graph, int32_t value, int32_t node, int inputs)
+{
+    int32_t count = 0;
+    for (int32_t n = 0; n < node; n++) {
+        for (int i = 0; i < TE_NODE_INPUTS; i++) count += graph->nodes[n].inputs[i] == value;
+    }
+    for (int i = 0; i < inputs; i++) count += graph->nodes[node].inputs[i] == value;
+    return count;
+}
+
+static int is_made(const te_graph_desc *graph, int32_t value, int32_t node)
+{
+    for (int32_t n = 0; n < node; n++) {
+        if (graph->nodes[n].output == value) return 1;
+    }
+    return 0;
+}
+
+/* Every value is given or made by one node, before those that read it, and none in vain. */
+static te_status check_order(const te_graph_desc *graph)
+{
+    const uint32_t trained = TE_VALUE_PARAMETER | TE_VALUE_GRADIENT;
+    for (int32_t n = 0; n < graph->node_count; n++) {
+        int32_t y = graph->nodes[n].output;
+        for (int i = 0; i < TE_NODE_INPUTS; i++) {
+            int32_t x = graph->nodes[n].inputs[i];
+            if (x < 0) continue;
+            if (!is_given(&graph->values[x]) && !is_made(graph, x, n)) {
+                return TE_FAIL(TE_ERROR_INVALID, "graph: node %d reads %s, which nobody has made",
+                               n, graph->values[x].name);
+            }
+            if ((graph->values[x].flags & trained) == trained &&
+                count_readers(graph, x, n, i) > 0) {
+                return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                               "graph: node %d: the gradient of %s, which is read twice", n,
+                               graph->values[x].name);
+            }
+        }
+        if (is_given(&graph->values[y]) || is_made(graph, y, n)) {
+            return TE_FAIL(TE_ERROR_INVALID, "graph: node %d makes %s, which is there already", n,
+                           graph->values[y].name);
+        }
+        if ((graph->values[y].flags & TE_VALUE_RESULT) == 0 &&
+            count_readers(graph, y, graph->node_count, 0) == 0) {
+            return TE_FAIL(TE_ERROR_INVALID,
+                           "graph: node %d makes %s, which is no result and which nobody reads", n,
+                           graph->values[y].name);
+        }
+    }
+    for (int32_t v = 0; v < graph->value_count; v++) {
+        if ((graph->values[v].flags & TE_VALUE_RESULT) == 0) continue;
+        if (is_made(graph, v, graph->node_count)) continue;
+        return TE_FAIL(TE_ERROR_INVALID, "graph: no node makes the result %s",
+                       graph->values[v].name);
+    }
+    return TE_OK;
+}
+
+static te_status check_graph(const te_graph_desc *graph, te_direction direction)
+{
+    if (graph == NULL || graph->size != sizeof *graph || graph->values == NULL ||
+        graph->nodes == NULL || graph->value_count < 1 || graph->value_count > TE_GRAPH_VALUES ||
+        graph->node_count < 1 || graph->node_count > TE_GRAPH_NODES ||
+        (graph->flags & ~(uint32_t)TE_GRAPH_RECOMPUTE) != 0) {
+        return TE_FAIL(TE_ERROR_INVALID, "graph: size, counts or flags");
+    }
+    if ((int)direction < 0 || direction >= TE_DIRECTION_COUNT) {
+        return TE_FAIL(TE_ERROR_INVALID, "graph: direction = %d does not exist", (int)direction);
+    }
+    for (int32_t v = 0; v < graph->value_count; v++) TE_TRY(check_value(&graph->values[v], v));
+    for (int32_t n = 0; n < graph->node_count; n++) TE_TRY(check_node(graph, n));
+    return check_order(graph);
+}
+
+/* ---- walks -------------------------------------------------------------------------------- */
+
+/* Empties the plan, and begins one in a direction; the sets of links stay. */
+static void start(te_build *build, te_direction direction)
+{
+    const te_graph_desc *graph = build->graph;
+    te_status status = build->plan.status;
+    te_plan_clear(&build->plan);
+    memset(&build->plan, 0, sizeof build->plan);
+    build->plan.direction = build->direction = direction;
+    build->plan.status = status;
+    for (int32_t v = 0; v < graph->value_count; v++) {
+        uint32_t flags = graph->values[v].flags;
+        build->values[v] = (te_value_state){.producer = TE_NOBODY,
+                                            .pending = TE_NOBODY,
+                                            .grad_pending = TE_NOBODY,
+                                            .grad_alias = TE_NO_BUFFER,
+                                            .needs_grad = (flags & TE_VALUE_GRADIENT) != 0,
+                                            .grads = (flags & TE_VALUE_RESULT) != 0};
+    }
+    for (int32_t n = 0; n < graph->node_count; n++) {
+        const te_node_desc *node = &graph->nodes[n];
+        te_value_state *made = &build->values[node->output];
+        made->producer = n;
+        for (int i = 0; i < TE_NODE_INPUTS; i++) {
+            if (node->inputs[i] < 0) continue;
+            made->needs_grad |= build->values[node->inputs[i]].needs_grad;
+            build->values[node->inputs[i]].readers++;
+        }
+    }
+}
+
+static void walk_deferred(te_build *build)
+{
+    start(build, TE_DIRECTION_DEFERRED);
+    for (int32_t n = build->graph->node_count - 1; n >= 0; n--) {
+        const te_node_rules *rules = te_rules_of(build, n);
+        if (rules->deferred != NULL) rules->deferred(build, n);
+    }
+}
+
+static void walk_backward(te_build *build)
+{
+    start(build, TE_DIRECTION_BACKWARD);
+    for (int32_t n = build->graph->node_count - 1; n >= 0; n--) {
+        te_rules_of(build, n)->backward(build, n);
+    }
+    for (int32_t v = 0; v < build->graph->value_count; v++) { /* an input that several nodes read */
+        if (build->values[v].producer == TE_NOBODY && build->values[v].grads > 1) {
+            (void)te_grad(build, v);
+        }
+    }
+}
+
+static void walk_forward(te_build *build)
+{
+    start(build, TE_DIRECTION_FORWARD);
+    for (int32_t n = 0; n < build->graph->node_count; n++) {
+        te_rules_of(build, n)->forward(build, n);
+    }
+    for (int32_t v = 0; v < build->graph->value_count; v++) {
+        int32_t pending = build->values[v].pending;
+        if (pending == TE_NOBODY || (te_value(build, v)->flags & TE_VALUE_RESULT) == 0) continue;
+        (void)te_wide(build, v, te_node(build, pending)->name, te_rules_of(build, pending)->name);
+    }
+}
+
+/* The later plans first: they say what the earlier ones have to keep. */
+static te_status build_plan(te_build *build, te_direction direction)
+{
+    walk_deferred(build);
+    if (direction == TE_DIRECTION_DEFERRED) { /* what the backward saves lies before, or behind */
+        walk_backward(build);
+        walk_deferred(build);
+    } else {
+        walk_backward(build);
+        if (direction == TE_DIRECTION_FORWARD) walk_forward(build);
+    }
+    if (direction != TE_DIRECTION_FORWARD) { /* all of the saved buffer, to lie as it was written */
+        for (int32_t i = 0; i < build->saved.count; i++) {
+            (void)te_need(build, build->saved.items[i].link, build->saved.items[i].of);
+        }
+    }
+    return te_plan_finish(&build->plan);
+}
+
+/* ---- canonical bytes ------------------------------------------------------------------------ */
+
+/* New memory with direction, flags, values and nodes one after the other. */
+static void *describe(const te_graph_desc *graph, te_direction direction, size_t *bytes)
+{
+    size_t values = (size_t)graph->value_count * sizeof *graph->values;
+    size_t nodes = (size_t)graph->node_count * sizeof *graph->nodes;
+    const uint32_t head[4] = {(uint32_t)direction, graph->flags, (uint32_t)graph->value_count,
+                              (uint32_t)graph->node_count};
+    char *desc = malloc(sizeof head + values + nodes);
+    if (desc == NULL) return NULL;
+    memcpy(desc, head, sizeof head);
+    memcpy(desc + sizeof head, graph->values, values);
+    memcpy(desc + sizeof head + values, graph->nodes, nodes);
+    *bytes = sizeof head + values + nodes;
+    return desc;
+}
+
+te_status te_plan_make(const te_graph_desc *graph, te_direction direction, int64_t *id)
+{
+    te_build build;
+    const te_plan *found = NULL;
+    size_t bytes = 0;
+    void *desc;
+    te_status st;
+    TE_TRY(check_graph(graph, direction));
+    memset(&build, 0, sizeof build);
+    build.graph = graph;
+    build.rules = rules;
+    desc = describe(graph, direction, &bytes);
+    build.values = calloc((size_t)graph->value_count, sizeof *build.values);
+    if (desc == NULL || build.values == NULL) {
+        st = TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
+        goto done;
+    }
+    st = te_plan_find_desc(desc, bytes, id, &found);
+    if (st != TE_OK || found != NULL) goto done;
+    st = build_plan(&build, direction);
+    if (st == TE_OK) st = te_plan_intern(&build.plan, desc, bytes);
+done:
+    te_plan_clear(&build.plan);
+    free(build.saved.items);
+    free(build.deferred.items);
+    free(build.values);
+    free(desc);
+    return st;
+}

@@ -1,0 +1,551 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * node_linear.c - y = x W^T + b as a node: three GEMMs, and the casts of what they multiply.
+ *
+ * With a recipe the forward casts input and weight row-wise for its GEMM and, in the same pass, the
+ * input column-wise for the weight gradient; the scales of both are saved, so that the backward
+ * reads what the forward used and the state may move on. The weight is cast again, column-wise, in
+ * the backward, to the same bits, unless it arrives quantized.
+ */
+#include "core/status.h"
+#include "layer/build.h"
+#include "layer/recipe.h"
+
+static const char *const stage_names[] = {
+#define X(NAME, name) [TE_LINEAR_STAGE_##NAME] = #name,
+    TE_LINEAR_STAGES(X)
+#undef X
+};
+
+static int is_external(const te_build *build, int32_t k, te_linear_stage number)
+{
+    return (te_node(build, k)->external >> number & 1U) != 0;
+}
+
+/* A stage of the node; the caller's, where the graph says so. */
+static te_stage *add_stage(te_build *build, int32_t k, te_linear_stage number, te_op op)
+{
+    te_stage *stage = te_add(build, k, te_node(build, k)->name, stage_names[number], op);
+    stage->external = is_external(build, k, number);
+    return stage;
+}
+
+/* A stage that is the caller's alone, over one buffer; none where the graph does not ask for it. */
+static void add_external(te_build *build, int32_t k, te_linear_stage number, int16_t buffer)
+{
+    te_stage *stage;
+    if (!is_external(build, k, number)) return;
+    stage = add_stage(build, k, number, TE_OP_QUANTIZE);
+    te_stage_use(&build->plan, stage, 0, buffer);
+}
+
+static int is_quantized(const te_build *build, int32_t k)
+{
+    return te_is_quantized(&te_node(build, k)->quantization);
+}
+
+static int16_t form(te_build *build, int32_t k, te_operand_role role, te_link link)
+{
+    return te_get(build, link, te_operand_of(k, role));
+}
+
+static int32_t weight_of(const te_build *build, int32_t k)
+{
+    return te_node(build, k)->inputs[1];
+}
+
+static int32_t bias_of(const te_build *build, int32_t k)
+{
+    return te_node(build, k)->inputs[2];
+}
+
+static int wants(const te_build *build, int32_t value, uint32_t flag)
+{
+    return value >= 0 && (te_value(build, value)->flags & flag) != 0;
+}
+
+static int needs_grad_input(const te_build *build, int32_t k)
+{
+    return build->values[te_node(build, k)->inputs[0]].needs_grad;
+}
+
+static int needs_grad_weight(const te_build *build, int32_t k)
+{
+    return wants(build, weight_of(build, k), TE_VALUE_GRADIENT);
+}
+
+/* The weight's quantized forms are the caller's: no cast of it in this plan. */
+static int weight_arrives(const te_build *build, int32_t k)
+{
+    uint32_t flags = TE_VALUE_QUANTIZED;
+    if (build->direction != TE_DIRECTION_FORWARD) flags |= TE_VALUE_KEEP_QUANTIZED;
+    return wants(build, weight_of(build, k), flags);
+}
+
+/* ---- casts -------------------------------------------------------------------------------- */
+
+/* Stages of an operand's cast. */
+static const struct cast_stages {
+    te_linear_stage produce, amax, reduce, quantize, again;
+} stages_of[] = {
+    [TE_INPUT_OPERAND] = {TE_LINEAR_STAGE_PRODUCE_INPUT, TE_LINEAR_STAGE_AMAX_INPUT,
+                          TE_LINEAR_STAGE_REDUCE_AMAX_INPUT, TE_LINEAR_STAGE_QUANTIZE_INPUT,
+                          TE_LINEAR_STAGE_REQUANTIZE_INPUT},
+    [TE_WEIGHT_OPERAND] = {TE_LINEAR_STAGE_QUANTIZE_WEIGHT, TE_LINEAR_STAGE_AMAX_WEIGHT,
+                           TE_LINEAR_STAGE_REDUCE_AMAX_WEIGHT, TE_LINEAR_STAGE_QUANTIZE_WEIGHT,
+                           TE_LINEAR_STAGE_REQUANTIZE_WEIGHT},
+    [TE_GRAD_OPERAND] = {TE_LINEAR_STAGE_PRODUCE_GRAD_OUTPUT, TE_LINEAR_STAGE_AMAX_GRAD_OUTPUT,
+                         TE_LINEAR_STAGE_REDUCE_AMAX_GRAD_OUTPUT,
+                         TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT,
+                         TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT},
+};
+
+/* Where an operand comes from: a buffer in high precision, or an operator that has not run yet. */
+typedef struct source {
+    te_operand_role role;
+    int32_t value;
+    int32_t pending; /* node whose operator makes it; TE_NOBODY: it is in `wide` */
+    int16_t wide;
+} source;
+
+static source source_of(te_build *build, int32_t k, te_operand_role role)
+{
+    const te_node_desc *node = te_node(build, k);
+    int gradient = role == TE_GRAD_OPERAND;
+    source from = {role, gradient ? node->output : node->inputs[role], TE_NOBODY, TE_NO_BUFFER};
+    const te_value_state *state = &build->values[from.value];
+    if (gradient) {
+        from.pending = state->grad_pending;
+        if (from.pending == TE_NOBODY) from.wide = te_grad(build, from.value);
+        return from;
+    }
+    if (build->direction != TE_DIRECTION_FORWARD) te_make_again(build, from.value);
+    from.pending = state->pending;
+    if (from.pending == TE_NOBODY) {
+        from.wide = te_wide(build, from.value, node->name, stage_names[stages_of[role].produce]);
+    }
+    return from;
+}
+
+/* A stage that reads the source, to cast or to measure it: by `plain`, or by its operator, which
+ * finds its statistics in a second pass. */
+static te_stage *stage_over(te_build *build, int32_t k, te_linear_stage number, const source *from,
+                            te_op plain, int second)
+{
+    const te_node_rules *rules;
+    const char *prefix = te_node(build, k)->name;
+    te_stage *stage;
+    if (from->pending == TE_NOBODY) {
+        stage = add_stage(build, k, number, plain);
+        te_use_as(build, stage, "input", from->wide);
+        return stage;
+    }
+    rules = te_rules_of(build, from->pending);
+    stage = from->role == TE_GRAD_OPERAND
+                ? rules->produce_grad(build, from->pending, prefix, stage_names[number])
+                : rules->produce(build, from->pending, prefix, stage_names[number],
+                                 second || build->values[from->value].again);
+    stage->external = is_external(build, k, number);
+    stage->node = k;
+    return stage;
+}
+
+/* The source in high precision, written by its operator alone, which sums its columns too. */
+static void write_source(te_build *build, int32_t k, source *from, int16_t bias_grad)
+{
+    int gradient = from->role == TE_GRAD_OPERAND;
+    te_link link = gradient ? TE_LINK_GRADIENT : TE_LINK_VALUE;
+    te_cast_to only = te_cast_nothing();
+    te_stage *stage;
+    if (from->pending == TE_NOBODY) return;
+    only.wide = gradient ? TE_NO_BUFFER : te_find(build, link, from->value);
+    if (only.wide == TE_NO_BUFFER) {
+        stage = stage_over(build, k, stages_of[from->role].produce, from, TE_OP_QUANTIZE, 0);
+        only.wide = te_get(build, link, from->value);
+        only.bias_grad = bias_grad;
+        te_ask_cast(build, stage, &only);
+    }
+    if (gradient) build->values[from->value].grad_pending = TE_NOBODY;
+    from->pending = TE_NOBODY;
+    from->wide = only.wide;
+}
+
+/* The input in high precision. */
+static int16_t wide_input(te_build *build, int32_t k)
+{
+    const te_node_desc *node = te_node(build, k);
+    int32_t x = node->inputs[0];
+    source from = {TE_INPUT_OPERAND, x, build->values[x].pending, TE_NO_BUFFER};
+    if (from.pending == TE_NOBODY || build->direction != TE_DIRECTION_FORWARD) {
+        return te_wide(build, x, node->name, stage_names[TE_LINEAR_STAGE_PRODUCE_INPUT]);
+    }
+    write_source(build, k, &from, TE_NO_BUFFER);
+    return from.wide;
+}
+
+/* The high-precision form, where somebody reads it besides this cast: written in the first pass. */
+static int16_t wide_besides(te_build *build, const source *from)
+{
+    if (from->pending == TE_NOBODY || from->role == TE_GRAD_OPERAND) return TE_NO_BUFFER;
+    if (!te_wide_wanted(build, from->value)) return TE_NO_BUFFER;
+    return te_get(build, TE_LINK_VALUE, from->value);
+}
+
+/* The pass of current scaling that finds the largest magnitude. */
+static void measure(te_build *build, int32_t k, const source *from, int16_t wide)
+{
+    const struct cast_stages *stages = &stages_of[from->role];
+    int16_t partials = te_get(build, TE_LINK_PARTIALS, 0);
+    te_stage *stage = stage_over(build, k, stages->amax, from, TE_OP_AMAX, 0);
+    te_cast_to cast = te_cast_nothing();
+    if (from->pending == TE_NOBODY) {
+        te_use_as(build, stage, "partials", partials);
+    } else {
+        cast.wide = wide;
+        cast.amax_partials = partials;
+        te_ask_cast(build, stage, &cast);
+    }
+    add_external(build, k, stages->reduce, partials);
+}
+
+/* Casts an operand with the recipe's scales. `cast` says which forms. */
+static void quantize(te_build *build, int32_t k, te_operand_role role, te_cast_to cast)
+{
+    const te_node_desc *node = te_node(build, k);
+    const te_quantization *q = &node->quantization;
+    const struct cast_stages *stages = &stages_of[role];
+    int measured = te_recipe_rule_of(q, role)->measured;
+    source from = source_of(build, k, role);
+    te_stage *stage;
+    int16_t wide;
+    if (is_external(build, k, stages->quantize) ||
+        (measured && is_external(build, k, stages->amax))) {
+        write_source(build, k, &from, TE_NO_BUFFER);
+    }
+    wide = wide_besides(build, &from);
+    if (measured) {
+        measure(build, k, &from, wide);
+        cast.partials = te_get(build, TE_LINK_PARTIALS, 0);
+    } else {
+        cast.wide = wide;
+        cast.scale = te_get(build, TE_LINK_SCALE, 0);
+        if (role == TE_GRAD_OPERAND || (node->flags & TE_LINEAR_NO_AMAX) == 0)
+            cast.history = te_get(build, TE_LINK_HISTORY, 0);
+    }
+    cast.chunk = role == TE_GRAD_OPERAND;
+    cast.slot = node->slots[cast.chunk] + (role == TE_WEIGHT_OPERAND);
+    cast.amax_epsilon = q->amax_epsilon[role];
+    cast.power_2 = (int32_t)(q->power_2 >> role & 1U);
+    cast.scales = form(build, k, role, TE_LINK_SCALES);
+    stage = stage_over(build, k, stages->quantize, &from, TE_OP_QUANTIZE, measured);
+    te_ask_cast(build, stage, &cast);
+}
+
+/* Casts an operand with the scales of the forward: the same bits, no amax. */
+static void quantize_again(te_build *build, int32_t k, te_operand_role role, int row, int column)
+{
+    source from = source_of(build, k, role);
+    te_cast_to cast = te_cast_nothing();
+    te_stage *stage;
+    cast.given = te_need(build, TE_LINK_SCALES, te_operand_of(k, role));
+    if (row) cast.row = form(build, k, role, TE_LINK_ROW);
+    if (column) cast.column = form(build, k, role, TE_LINK_COLUMN);
+    stage = stage_over(build, k, stages_of[role].again, &from, TE_OP_QUANTIZE, 0);
+    te_ask_cast(build, stage, &cast);
+}
+
+/* ---- forward ------------------------------------------------------------------------------ */
+
+static te_stage *add_gemm(te_build *build, int32_t k, te_linear_stage number, uint32_t fast)
+{
+    const te_node_desc *node = te_node(build, k);
+    te_stage *stage = add_stage(build, k, number, TE_OP_GEMM);
+    te_set_number(build, stage, "fast_accumulation",
+                  (node->flags & fast) != 0 && is_quantized(build, k));
+    te_set_number(build, stage, "allow_tf32", (node->flags & TE_LINEAR_ALLOW_TF32) != 0);
+    return stage;
+}
+
+/* One operand of a GEMM: its quantized form with scales, or high precision. */
+typedef struct gemm_operand {
+    te_operand_role role;
+    te_link form;   /* that is read where it is quantized */
+    int16_t data;   /* buffer of it */
+    int transposed; /* in the product */
+} gemm_operand;
+
+static void use_operand(te_build *build, te_stage *stage, int32_t k, int second,
+                        const gemm_operand *operand)
+{
+    const te_recipe_rule *rule = te_recipe_rule_of(&te_node(build, k)->quantization, operand->role);
+    static const char *const names[2][7] = {
+        {"a", "a_mode", "a_row", "a_column", "a_row_scales", "a_column_scales", "a_transposed"},
+        {"b", "b_mode", "b_row", "b_column", "b_row_scales", "b_column_scales", "b_transposed"}};
+    const char *const *name = names[second];
+    te_set_number(build, stage, name[6], operand->transposed);
+    if (rule->mode == TE_SCALING_NONE) {
+        te_use_as(build, stage, name[0], operand->data);
+        return;
+    }
+    te_set_number(build, stage, name[1], rule->mode);
+    te_use_as(build, stage, name[operand->form == TE_LINK_ROW ? 2 : 3], operand->data);
+    te_use_as(build, stage, name[operand->form == TE_LINK_ROW ? 4 : 5],
+              form(build, k, operand->role, TE_LINK_SCALES));
+}
+
+/* The activation that the GEMM's epilogue applies: where the result is 16-bit and nobody casts it
+ * to FP8 anyway. cuBLASLt's tanh is not as accurate as fp32 results would show. */
+static int32_t activation_in_epilogue(const te_build *build, int32_t k)
+{
+    int32_t y = te_node(build, k)->output;
+    if (is_quantized(build, k) || te_value(build, y)->dtype == TE_DTYPE_F32 ||
+        te_value_is_shared(build, y) || is_external(build, k, TE_LINEAR_STAGE_GEMM_OUTPUT) ||
+        is_external(build, k, TE_LINEAR_STAGE_REDUCE_OUTPUT)) {
+        return TE_NOBODY;
+    }
+    for (int32_t n = k + 1; n < build->graph->node_count; n++) {
+        const te_node_desc *reader = te_node(build, n);
+        if (reader->inputs[0] != y) continue;
+        return reader->kind == TE_NODE_ACTIVATION && reader->variant == TE_ACTIVATION_GELU &&
+                       !te_is_read(build, reader->output, 1)
+                   ? n
+                   : TE_NOBODY;
+    }
+    return TE_NOBODY;
+}
+
+static int16_t cast_bias(te_build *build, int32_t k)
+{
+    const te_node_desc *node = te_node(build, k);
+    int32_t bias = bias_of(build, k);
+    te_stage *stage;
+    if (bias < 0) return TE_NO_BUFFER;
+    if (te_bias_dtype(&node->quantization, (te_dtype)te_value(build, node->output)->dtype) ==
+        (te_dtype)te_value(build, bias)->dtype) {
+        return te_get(build, TE_LINK_VALUE, bias);
+    }
+    stage = add_stage(build, k, TE_LINEAR_STAGE_CAST_BIAS, TE_OP_CAST);
+    te_use_as(build, stage, "input", te_get(build, TE_LINK_VALUE, bias));
+    te_use_as(build, stage, "output", te_get(build, TE_LINK_BIAS_CAST, k));
+    return te_get(build, TE_LINK_BIAS_CAST, k);
+}
+
+/* Row-wise input of the GEMM: the local one, or what the caller gathers from every rank. */
+static int16_t gathered_input(te_build *build, int32_t k)
+{
+    int16_t local = form(build, k, TE_INPUT_OPERAND, TE_LINK_ROW);
+    te_stage *stage;
+    if (te_node(build, k)->gather <= 1) return local;
+    stage = add_stage(build, k, TE_LINEAR_STAGE_GATHER_INPUT, TE_OP_QUANTIZE);
+    te_stage_use(&build->plan, stage, 0, local);
+    te_stage_use(&build->plan, stage, 0, te_get(build, TE_LINK_GATHERED, k));
+    return te_get(build, TE_LINK_GATHERED, k);
+}
+
+static void multiply(te_build *build, int32_t k, int16_t input, int16_t bias)
+{
+    const te_node_desc *node = te_node(build, k);
+    int32_t activation = activation_in_epilogue(build, k);
+    int16_t d = te_get(build, TE_LINK_VALUE,
+                       activation < 0 ? node->output : te_node(build, activation)->output);
+    te_stage *gemm = add_gemm(build, k, TE_LINEAR_STAGE_GEMM_OUTPUT, TE_LINEAR_FAST_OUTPUT);
+    gemm_operand a = {TE_INPUT_OPERAND, TE_LINK_ROW, input, 0};
+    gemm_operand b = {TE_WEIGHT_OPERAND, TE_LINK_ROW, TE_NO_BUFFER, 1};
+    b.data = is_quantized(build, k) ? form(build, k, TE_WEIGHT_OPERAND, TE_LINK_ROW)
+                                    : te_get(build, TE_LINK_VALUE, weight_of(build, k));
+    use_operand(build, gemm, k, 0, &a);
+    use_operand(build, gemm, k, 1, &b);
+    te_use_as(build, gemm, "d", d);
+    te_use_as(build, gemm, "bias", bias);
+    if (activation >= 0) {
+        te_set_number(build, gemm, "epilogue", TE_EPILOGUE_GELU);
+        if (build->direction != TE_DIRECTION_FORWARD ||
+            te_links_has(&build->saved, TE_LINK_VALUE, node->output)) {
+            te_use_as(build, gemm, "aux", te_get(build, TE_LINK_VALUE, node->output));
+        }
+    }
+    add_external(build, k, TE_LINEAR_STAGE_REDUCE_OUTPUT, d);
+}
+
+static void forward(te_build *build, int32_t k)
+{
+    te_cast_to input = te_cast_nothing(), weight = te_cast_nothing();
+    int16_t bias;
+    if (!is_quantized(build, k)) {
+        int16_t wide = wide_input(build, k);
+        multiply(build, k, wide, cast_bias(build, k));
+        return;
+    }
+    input.row = form(build, k, TE_INPUT_OPERAND, TE_LINK_ROW);
+    if (te_links_has(&build->saved, TE_LINK_COLUMN, te_operand_of(k, TE_INPUT_OPERAND))) {
+        input.column = form(build, k, TE_INPUT_OPERAND, TE_LINK_COLUMN);
+    }
+    quantize(build, k, TE_INPUT_OPERAND, input);
+    if (!weight_arrives(build, k)) {
+        weight.row = form(build, k, TE_WEIGHT_OPERAND, TE_LINK_ROW);
+        if (wants(build, weight_of(build, k), TE_VALUE_KEEP_QUANTIZED)) {
+            weight.column = form(build, k, TE_WEIGHT_OPERAND, TE_LINK_COLUMN);
+        }
+        quantize(build, k, TE_WEIGHT_OPERAND, weight);
+    }
+    bias = cast_bias(build, k);
+    multiply(build, k, gathered_input(build, k), bias);
+}
+
+static void again(te_build *build, int32_t k)
+{
+    int16_t input;
+    if (is_quantized(build, k)) {
+        quantize_again(build, k, TE_INPUT_OPERAND, 1, needs_grad_weight(build, k));
+        if (!weight_arrives(build, k)) {
+            quantize_again(build, k, TE_WEIGHT_OPERAND, 1, needs_grad_input(build, k));
+        }
+        input = form(build, k, TE_INPUT_OPERAND, TE_LINK_ROW);
+    } else {
+        input = wide_input(build, k);
+    }
+    multiply(build, k, input, cast_bias(build, k));
+}
+
+/* ---- backward ----------------------------------------------------------------------------- */
+
+static void multiply_grad_input(te_build *build, int32_t k, int16_t grad)
+{
+    int32_t x = te_node(build, k)->inputs[0];
+    te_stage *gemm = add_gemm(build, k, TE_LINEAR_STAGE_GEMM_GRAD_INPUT, TE_LINEAR_FAST_GRAD_INPUT);
+    gemm_operand a = {TE_GRAD_OPERAND, TE_LINK_ROW, grad, 0};
+    gemm_operand b = {TE_WEIGHT_OPERAND, TE_LINK_COLUMN, TE_NO_BUFFER, 0};
+    int16_t d = te_grad_target(build, x);
+    b.data = is_quantized(build, k) ? form(build, k, TE_WEIGHT_OPERAND, TE_LINK_COLUMN)
+                                    : te_get(build, TE_LINK_VALUE, weight_of(build, k));
+    use_operand(build, gemm, k, 0, &a);
+    use_operand(build, gemm, k, 1, &b);
+    te_use_as(build, gemm, "d", d);
+    add_external(build, k, TE_LINEAR_STAGE_REDUCE_GRAD_INPUT, d);
+}
+
+/* Sums of the gradient over the rows by the GEMM itself, in high precision, where the gradient is
+ * read as it lies. */
+static void multiply_grad_weight(te_build *build, int32_t k, int16_t grad, int16_t input,
+                                 int16_t bias_grad)
+{
+    int32_t weight = weight_of(build, k);
+    te_stage *gemm =
+        add_gemm(build, k, TE_LINEAR_STAGE_GEMM_GRAD_WEIGHT, TE_LINEAR_FAST_GRAD_WEIGHT);
+    gemm_operand a = {TE_GRAD_OPERAND, TE_LINK_COLUMN, grad, 1};
+    gemm_operand b = {TE_INPUT_OPERAND, TE_LINK_COLUMN, input, 0};
+    use_operand(build, gemm, k, 0, &a);
+    use_operand(build, gemm, k, 1, &b);
+    te_use_as(build, gemm, "d", te_parameter_grad(build, weight));
+    te_use_as(build, gemm, "bias_grad", bias_grad);
+    te_set_number(build, gemm, "accumulate", wants(build, weight, TE_VALUE_ACCUMULATE));
+}
+
+/* The column-wise input: saved, or cast again from what the forward was given. */
+static int16_t input_column(te_build *build, int32_t k)
+{
+    int32_t of = te_operand_of(k, TE_INPUT_OPERAND);
+    int repeat = (te_node(build, k)->flags & TE_LINEAR_SAVE_INPUT) != 0 ||
+                 (build->graph->flags & TE_GRAPH_RECOMPUTE) != 0;
+    (void)te_need(build, TE_LINK_SCALES, of);
+    if (te_find(build, TE_LINK_COLUMN, of) != TE_NO_BUFFER)
+        return te_find(build, TE_LINK_COLUMN, of);
+    if (!repeat) return te_need(build, TE_LINK_COLUMN, of);
+    quantize_again(build, k, TE_INPUT_OPERAND, 0, 1);
+    return te_find(build, TE_LINK_COLUMN, of);
+}
+
+/* The bias gradient by itself. */
+static void sum_grad(te_build *build, int32_t k, const source *from, int16_t bias_grad)
+{
+    te_cast_to cast = te_cast_nothing();
+    te_stage *stage;
+    if (bias_grad == TE_NO_BUFFER) return;
+    stage = stage_over(build, k, TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT, from, TE_OP_QUANTIZE, 0);
+    cast.bias_grad = bias_grad;
+    te_ask_cast(build, stage, &cast);
+}
+
+static void backward_quantized(te_build *build, int32_t k)
+{
+    te_cast_to grad = te_cast_nothing();
+    int put_off = wants(build, weight_of(build, k), TE_VALUE_DEFER);
+    grad.bias_grad = te_parameter_grad(build, bias_of(build, k));
+    if (!needs_grad_input(build, k) && !needs_grad_weight(build, k)) {
+        source from = source_of(build, k, TE_GRAD_OPERAND);
+        sum_grad(build, k, &from, grad.bias_grad);
+        return;
+    }
+    if (needs_grad_weight(build, k)) grad.column = form(build, k, TE_GRAD_OPERAND, TE_LINK_COLUMN);
+    if (needs_grad_input(build, k)) grad.row = form(build, k, TE_GRAD_OPERAND, TE_LINK_ROW);
+    quantize(build, k, TE_GRAD_OPERAND, grad);
+    if (needs_grad_input(build, k)) {
+        int32_t of = te_operand_of(k, TE_WEIGHT_OPERAND);
+        if (!weight_arrives(build, k) && te_find(build, TE_LINK_COLUMN, of) == TE_NO_BUFFER) {
+            quantize_again(build, k, TE_WEIGHT_OPERAND, 0, 1);
+        }
+        multiply_grad_input(build, k, grad.row);
+    }
+    if (!needs_grad_weight(build, k) || put_off) return;
+    multiply_grad_weight(build, k, grad.column, input_column(build, k), TE_NO_BUFFER);
+}
+
+static void backward_wide(te_build *build, int32_t k)
+{
+    int put_off = wants(build, weight_of(build, k), TE_VALUE_DEFER);
+    int16_t bias_grad = te_parameter_grad(build, bias_of(build, k));
+    source from = source_of(build, k, TE_GRAD_OPERAND);
+    if (!needs_grad_input(build, k) && !needs_grad_weight(build, k)) {
+        sum_grad(build, k, &from, bias_grad);
+        return;
+    }
+    if (from.pending != TE_NOBODY) {
+        write_source(build, k, &from, bias_grad);
+        bias_grad = TE_NO_BUFFER;
+    }
+    if (needs_grad_input(build, k)) multiply_grad_input(build, k, from.wide);
+    if (needs_grad_weight(build, k) && !put_off) {
+        int16_t input = wide_input(build, k);
+        multiply_grad_weight(build, k, from.wide, input, bias_grad);
+    } else {
+        sum_grad(build, k, &from, bias_grad);
+    }
+}
+
+static void backward(te_build *build, int32_t k)
+{
+    if (!te_has_grad(build, te_node(build, k)->output)) return;
+    if (te_node(build, k)->gather > 1 && build->values[te_node(build, k)->output].needs_grad) {
+        build->plan.status = TE_FAIL(TE_ERROR_UNSUPPORTED, "linear: gradients of a gathered input");
+        return;
+    }
+    if (is_quantized(build, k)) {
+        backward_quantized(build, k);
+    } else {
+        backward_wide(build, k);
+    }
+}
+
+/* The weight gradient that an earlier backward put off. */
+static void deferred(te_build *build, int32_t k)
+{
+    const te_node_desc *node = te_node(build, k);
+    int16_t grad, input;
+    if (!needs_grad_weight(build, k) || !wants(build, weight_of(build, k), TE_VALUE_DEFER)) return;
+    if (is_quantized(build, k)) {
+        grad = te_defer(build, TE_LINK_COLUMN, te_operand_of(k, TE_GRAD_OPERAND));
+        (void)te_defer(build, TE_LINK_SCALES, te_operand_of(k, TE_GRAD_OPERAND));
+        input = input_column(build, k);
+    } else {
+        grad = te_defer(build, te_grad_link(build, node->output), node->output);
+        input = wide_input(build, k);
+    }
+    multiply_grad_weight(build, k, grad, input, TE_NO_BUFFER);
+}
+
+const te_node_rules te_linear_rules = {.name = "gemm",
+                                       .check = te_check_linear,
+                                       .forward = forward,
+                                       .backward = backward,
+                                       .deferred = deferred,
+                                       .again = again};

@@ -1,0 +1,136 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * node_norm.c - LayerNorm, RMSNorm or L2 norm as a node. Who reads its output lets it cast.
+ */
+#include "core/status.h"
+#include "layer/build.h"
+
+static int has_mean(const te_node_desc *node)
+{
+    return node->variant == TE_NORM_LAYERNORM;
+}
+
+static void use_value(te_build *build, te_stage *stage, const char *field, int32_t value)
+{
+    if (value >= 0) te_use_as(build, stage, field, te_get(build, TE_LINK_VALUE, value));
+}
+
+static void set_kind(te_build *build, te_stage *stage, const te_node_desc *node)
+{
+    te_set_number(build, stage, "kind", node->variant);
+    te_set_number(build, stage, "zero_centered", (node->flags & TE_NODE_ZERO_CENTERED) != 0);
+}
+
+/* Statistics are kept where a backward or a second pass reads them. */
+static int keeps_statistics(const te_build *build, int32_t n)
+{
+    if (te_links_has(&build->saved, TE_LINK_RSIGMA, n)) return 1;
+    for (int32_t k = n + 1; k < build->graph->node_count; k++) {
+        const te_node_desc *reader = te_node(build, k);
+        if (reader->inputs[0] == te_node(build, n)->output &&
+            reader->quantization.recipe == TE_RECIPE_CURRENT) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static te_stage *produce(te_build *build, int32_t n, const char *prefix, const char *name,
+                         int again)
+{
+    const te_node_desc *node = te_node(build, n);
+    int forward = build->direction == TE_DIRECTION_FORWARD;
+    int16_t input = te_wide(build, node->inputs[0], node->name, "norm_input");
+    te_stage *stage = te_add(build, n, prefix, name, TE_OP_NORM);
+    set_kind(build, stage, node);
+    te_set_number(build, stage, "eps", (double)node->numbers[0]);
+    te_set_number(build, stage, "statistics_given", again != 0);
+    te_use_as(build, stage, "input", input);
+    use_value(build, stage, "gamma", node->inputs[1]);
+    use_value(build, stage, "beta", node->inputs[2]);
+    if (forward && !keeps_statistics(build, n)) return stage;
+    if (has_mean(node)) {
+        te_use_as(build, stage, "mean",
+                  forward ? te_get(build, TE_LINK_MEAN, n) : te_need(build, TE_LINK_MEAN, n));
+    }
+    te_use_as(build, stage, "rsigma",
+              forward ? te_get(build, TE_LINK_RSIGMA, n) : te_need(build, TE_LINK_RSIGMA, n));
+    return stage;
+}
+
+static void forward(te_build *build, int32_t n)
+{
+    build->values[te_node(build, n)->output].pending = n;
+}
+
+static void again(te_build *build, int32_t n)
+{
+    te_value_state *state = &build->values[te_node(build, n)->output];
+    state->pending = n;
+    state->again = 1;
+}
+
+static void backward(te_build *build, int32_t n)
+{
+    const te_node_desc *node = te_node(build, n);
+    int32_t x = node->inputs[0];
+    int16_t pair[2], gamma, beta, input;
+    te_stage *stage;
+    if (!build->values[node->output].needs_grad || !te_has_grad(build, node->output)) return;
+    te_grad_pair(build, node->output, pair);
+    gamma = te_parameter_grad(build, node->inputs[1]);
+    beta = te_parameter_grad(build, node->inputs[2]);
+    input = te_wide(build, x, node->name, "norm_input");
+    stage = te_add(build, n, node->name, "norm_backward", TE_OP_NORM_BACKWARD);
+    set_kind(build, stage, node);
+    te_use_as(build, stage, "grad_output", pair[0]);
+    te_use_as(build, stage, "grad_add", pair[1]);
+    te_use_as(build, stage, "input", input);
+    use_value(build, stage, "gamma", node->inputs[1]);
+    if (has_mean(node)) te_use_as(build, stage, "mean", te_need(build, TE_LINK_MEAN, n));
+    te_use_as(build, stage, "rsigma", te_need(build, TE_LINK_RSIGMA, n));
+    te_use_as(build, stage, "gamma_grad", gamma);
+    te_use_as(build, stage, "beta_grad", beta);
+    if (build->values[x].needs_grad)
+        te_use_as(build, stage, "grad_input", te_grad_target(build, x));
+}
+
+static te_status check(const te_graph_desc *graph, int32_t n)
+{
+    const te_node_desc *node = &graph->nodes[n];
+    int32_t gamma = node->inputs[1], beta = node->inputs[2];
+    int64_t columns = graph->values[node->output].shape[1].add;
+    TE_TRY(te_check_rows(graph, n, "norm", 1));
+    if (graph->values[node->inputs[0]].shape[1].add != columns || node->inputs[3] >= 0 ||
+        !(node->numbers[0] >= 0.0F)) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "norm: from %lld columns to %lld, a fourth input %d or eps = %g",
+                       (long long)graph->values[node->inputs[0]].shape[1].add, (long long)columns,
+                       node->inputs[3], (double)node->numbers[0]);
+    }
+    TE_TRY(te_check_parameter(graph, gamma, "norm: gamma", 0, columns));
+    TE_TRY(te_check_parameter(graph, beta, "norm: beta", 0, columns));
+    if (node->variant < TE_NORM_LAYERNORM || node->variant > TE_NORM_L2) {
+        return TE_FAIL(TE_ERROR_INVALID, "norm: kind = %d does not exist", node->variant);
+    }
+    if ((beta >= 0 && (gamma < 0 || !has_mean(node))) ||
+        (gamma >= 0 && node->variant == TE_NORM_L2)) {
+        return TE_FAIL(
+            TE_ERROR_INVALID,
+            "norm: kind %d with %s: only layernorm (0) has a beta, and l2 (2) has neither",
+            node->variant, beta >= 0 ? "a beta" : "a gamma");
+    }
+    if (beta >= 0 && graph->values[gamma].dtype != graph->values[beta].dtype) {
+        return TE_FAIL(TE_ERROR_TYPE, "norm: gamma %s, beta %s, expected one dtype",
+                       te_dtype_name((te_dtype)graph->values[gamma].dtype),
+                       te_dtype_name((te_dtype)graph->values[beta].dtype));
+    }
+    return TE_OK;
+}
+
+const te_node_rules te_norm_rules = {.name = "norm",
+                                     .check = check,
+                                     .forward = forward,
+                                     .backward = backward,
+                                     .again = again,
+                                     .produce = produce};

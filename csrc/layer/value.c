@@ -1,0 +1,43 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * value.c - what the checks of nodes ask of values.
+ */
+#include "core/status.h"
+#include "layer/build.h"
+
+te_status te_check_parameter(const te_graph_desc *graph, int32_t value, const char *what,
+                             int64_t rows, int64_t columns)
+{
+    const te_value_desc *desc;
+    const te_extent *shape;
+    int matrix = rows > 0;
+    if (value < 0) return TE_OK;
+    desc = &graph->values[value];
+    shape = desc->shape;
+    if ((desc->flags & TE_VALUE_PARAMETER) != 0 && desc->ndim == 1 + matrix &&
+        shape[0].symbol == TE_SYMBOL_NONE && shape[matrix].symbol == TE_SYMBOL_NONE &&
+        shape[matrix].add == columns && (!matrix || shape[0].add == rows)) {
+        return TE_OK;
+    }
+    return TE_FAIL(TE_ERROR_INVALID, "%s: %s is no parameter of %lld x %lld", what, desc->name,
+                   (long long)(matrix ? rows : 1), (long long)columns);
+}
+
+te_status te_check_rows(const te_graph_desc *graph, int32_t n, const char *what, int64_t ranks)
+{
+    const te_node_desc *node = &graph->nodes[n];
+    const te_value_desc *x = &graph->values[node->inputs[0]], *y = &graph->values[node->output];
+    const te_extent *in = x->shape, *out = y->shape;
+    if (x->ndim != 2 || y->ndim != 2 || in[1].symbol != TE_SYMBOL_NONE ||
+        out[1].symbol != TE_SYMBOL_NONE || (x->flags & TE_VALUE_PARAMETER) != 0) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "%s: from %s of %d dims to %s of %d, expected 2, the last of them constant",
+                       what, x->name, x->ndim, y->name, y->ndim);
+    }
+    if (in->symbol != out->symbol || in->align != out->align ||
+        (in->symbol == TE_SYMBOL_NONE ? in->add * ranks != out->add
+                                      : in->multiply * ranks != out->multiply)) {
+        return TE_FAIL(TE_ERROR_INVALID, "%s: from %s to %s: other rows", what, x->name, y->name);
+    }
+    return TE_OK;
+}

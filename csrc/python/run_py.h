@@ -1,0 +1,56 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * run_py.h - one run of a plan (run_py.c), and the Python functions at its stages (staged_py.c).
+ */
+#ifndef TE_PYTHON_RUN_PY_H
+#define TE_PYTHON_RUN_PY_H
+
+#include "python/plan_py.h"
+
+/* Buffers of a run that need no memory of their own. */
+#define TEPY_FEW_BUFFERS 48
+
+/* One run of a plan and what it holds until it is over. */
+typedef struct tepy_run_call {
+    tepy_state *state;
+    tepy_plan *plan;
+    const char *function;
+    te_plan_call call;
+    te_device device;
+    int device_known;
+    tepy_leading leading;
+    tepy_context *context;
+    tepy_dl_managed *scratch; /* from the exchange allocator */
+    PyObject *scratch_object; /* or from torch.empty */
+    PyObject *saved;          /* a new tensor, for the result */
+    PyObject *saved_given;    /* borrowed: the argument */
+    PyObject *outputs;        /* the result */
+    int held_count;
+    PyObject **held; /* what views point into */
+    te_tensor *buffers;
+    PyObject **plain; /* borrowed: the argument itself, where its view is dense */
+    PyObject *few_held[2 * TEPY_FEW_BUFFERS + 2];
+    te_tensor few_buffers[TEPY_FEW_BUFFERS];
+    PyObject *few_plain[TEPY_FEW_BUFFERS];
+} tepy_run_call;
+
+/* Python functions that take part in a run. */
+typedef struct tepy_staged {
+    tepy_run_call *run;
+    PyObject *functions, *observer, *make_buffers; /* borrowed */
+    PyObject *const *given;                        /* arguments of the plan */
+    PyObject *buffers;                             /* what make_buffers gave; NULL before */
+    PyObject *self;                                /* capsule of this struct, of lend() */
+    const te_tensor *views;                        /* all buffers, in a callback */
+} tepy_staged;
+
+/* Once the plan is known: checks the functions; -1 with an exception. */
+int tepy_staged_begin(tepy_staged *staged, tepy_run_call *run, PyObject *const *args);
+void tepy_staged_end(tepy_staged *staged);
+
+/* ---- storage_py.c ---- */
+
+/* New reference: a tensor over a view of `whole`'s memory, which keeps it. */
+PyObject *tepy_share(const tepy_state *state, PyObject *whole, const te_tensor *view);
+
+#endif

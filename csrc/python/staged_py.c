@@ -1,0 +1,144 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * staged_py.c - Python functions at the stages of a run: a collective, a quantizer, an overridden
+ * operator, somebody who looks on.
+ *
+ * They are called inside the run. Buffers become tensors when they are asked for: one over scratch
+ * or saved memory keeps that memory.
+ */
+#include "python/run_py.h"
+
+#include "core/status.h"
+
+static const char *const capsule_name = "transformer_engine._core.run";
+
+/* lend(number): the argument, the output, or a tensor over packed memory. */
+static PyObject *lend(PyObject *capsule, PyObject *number)
+{
+    tepy_staged *staged = NULL; /* of a run that is over there is none any more */
+    const tepy_site site = {"run_staged", "buffers"};
+    const tepy_plan *plan;
+    const te_buffer_info *info;
+    int64_t at = 0;
+    PyObject *whole;
+    if (PyCapsule_IsValid(capsule, capsule_name)) {
+        staged = PyCapsule_GetPointer(capsule, capsule_name);
+    }
+    if (staged == NULL || staged->views == NULL) {
+        (void)tepy_fail(PyExc_RuntimeError, site, "the run is over: take buffers while it runs");
+        return NULL;
+    }
+    plan = staged->run->plan;
+    if (tepy_int(number, site, 0, plan->info.buffer_count - 1, &at) != 0) return NULL;
+    info = &plan->info.buffers[at];
+    if (info->role <= TE_ROLE_STATE) return Py_NewRef(staged->given[at]);
+    if (info->role == TE_ROLE_OUTPUT) {
+        return Py_XNewRef(PyTuple_GetItem(staged->run->outputs, at - plan->arg_count));
+    }
+    whole = staged->run->scratch_object;
+    if (info->role == TE_ROLE_SAVED) {
+        whole = staged->run->saved != NULL ? staged->run->saved : staged->run->saved_given;
+    }
+    return tepy_share(staged->run->state, whole, &staged->views[at]);
+}
+
+static PyMethodDef lend_methods[] = {
+    {"lend", lend, METH_O, "A tensor over the memory of a buffer."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* The object that functions get, made at first use. Borrowed. */
+static PyObject *buffers_of(tepy_staged *staged)
+{
+    const te_plan_call *call = &staged->run->call;
+    int forward = staged->run->plan->info.direction == TE_DIRECTION_FORWARD;
+    PyObject *function;
+    if (staged->buffers != NULL) return staged->buffers;
+    staged->self = PyCapsule_New(staged, capsule_name, NULL);
+    if (staged->self == NULL) return NULL;
+    function = PyCFunction_New(lend_methods, staged->self);
+    if (function == NULL) return NULL;
+    staged->buffers = PyObject_CallFunction(staged->make_buffers, "NLLi", function,
+                                            (long long)staged->run->plan->id, (long long)call->rows,
+                                            (int)call->slots[!forward]);
+    return staged->buffers;
+}
+
+/* New reference: what an external stage calls. */
+static PyObject *function_of(const tepy_staged *staged, const te_stage_info *stage)
+{
+    const tepy_site site = {"run_staged", "functions"};
+    PyObject *name = PyUnicode_FromString(stage->name), *function = NULL;
+    if (name != NULL) function = PyDict_GetItemWithError(staged->functions, name);
+    Py_XDECREF(name);
+    if (function != NULL && PyCallable_Check(function)) return Py_NewRef(function);
+    if (PyErr_Occurred()) return NULL;
+    if (function == NULL) {
+        (void)tepy_fail(PyExc_RuntimeError, site, "stage %s is external and has no function",
+                        stage->name);
+    } else {
+        (void)tepy_fail(PyExc_TypeError, site, "%s: %R is not callable", stage->name, function);
+    }
+    return NULL;
+}
+
+/* The te_stage_function of every staged run. */
+static te_status call_python(void *self, int32_t stage, te_stage_event event,
+                             const te_tensor *buffers)
+{
+    tepy_staged *staged = self;
+    const te_stage_info *info = &staged->run->plan->info.stages[stage];
+    const char *operator= info->external ? "external" : te_op_name(info->op);
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *given, *result = NULL;
+    staged->views = buffers;
+    given = buffers_of(staged);
+    if (given != NULL && event == TE_STAGE_RUN) {
+        PyObject *function = function_of(staged, info);
+        if (function != NULL) result = PyObject_CallFunctionObjArgs(function, given, NULL);
+        Py_XDECREF(function);
+    } else if (given != NULL) {
+        result = PyObject_CallFunction(staged->observer, "ssOO", info->name, operator, given,
+                                       event == TE_STAGE_AFTER ? Py_True : Py_False);
+    }
+    staged->views = NULL;
+    Py_XDECREF(result);
+    PyGILState_Release(gil);
+    if (result != NULL) return TE_OK;
+    return TE_FAIL(TE_ERROR_CALLBACK, "stage %s: its Python function raised", info->name);
+}
+
+int tepy_staged_begin(tepy_staged *staged, tepy_run_call *run, PyObject *const *args)
+{
+    const te_plan_info *info = &run->plan->info;
+    *staged = (tepy_staged){.run = run,
+                            .functions = args[3],
+                            .observer = args[4],
+                            .make_buffers = args[5],
+                            .given = args + 6};
+    run->call.stage = call_python;
+    run->call.stage_self = staged;
+    run->call.observed = staged->observer != Py_None;
+    if ((run->call.observed && !PyCallable_Check(staged->observer)) ||
+        !PyCallable_Check(staged->make_buffers)) {
+        return tepy_fail(PyExc_TypeError, (tepy_site){"run_staged", "observer"},
+                         "expected callables for observer and make_buffers, got %R and %R",
+                         Py_TYPE(staged->observer), Py_TYPE(staged->make_buffers));
+    }
+    for (int32_t s = 0; s < info->stage_count; s++) {
+        PyObject *function;
+        if (!info->stages[s].external) continue;
+        function = function_of(staged, &info->stages[s]);
+        if (function == NULL) return -1;
+        Py_DECREF(function);
+    }
+    return 0;
+}
+
+void tepy_staged_end(tepy_staged *staged)
+{
+    /* Whoever has kept lend() finds no run. */
+    if (staged->self != NULL) (void)PyCapsule_SetName(staged->self, NULL);
+    Py_XDECREF(staged->buffers);
+    Py_XDECREF(staged->self);
+}

@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a module's settings and a recipe to the graph that it computes: values and nodes."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from transformer_engine import _core
+from transformer_engine.common import absent
+from transformer_engine.common.plan_text import make_plan
+from transformer_engine.common.recipe import Recipe
+
+__all__ = [
+    "HIGH_PRECISION",
+    "Activation",
+    "CallSpec",
+    "Graph",
+    "LinearSpec",
+    "Norm",
+    "Quantization",
+    "call_graph",
+    "flags_of",
+    "norm_graph",
+    "quantization_of",
+]
+
+
+Link = tuple[str, int]
+"""What a buffer is: its link and the number that goes with it (see te_links in the C header)."""
+
+# Flags of a linear layer's part of a call: bias added, which gradients are wanted, and so on.
+(
+    BIAS,
+    DGRAD,
+    WGRAD,
+    SAVE_INPUT,
+    NO_AMAX,
+    ALLOW_TF32,
+    ACCUMULATE,
+    OVERWRITE,
+    DEFER,
+    CACHE_WRITE,
+    CACHE_READ,
+    ZERO_CENTERED,
+    GRAD_GAMMA,
+    GRAD_BETA,
+    RETURN_NORM,
+    NO_GAMMA,
+    NO_BETA,
+) = (1 << bit for bit in range(17))
+
+
+class Quantization(NamedTuple):
+    """What of a recipe the plans of a linear layer depend on.
+
+    Attributes
+    ----------
+    recipe : int
+        ``_core.RECIPE_*``.
+    forward_fp8, backward_fp8 : int
+        ``_core.DTYPE_*`` of inputs and weights, and of output gradients.
+    power_2 : int
+        Bits of input, weight and gradient: the scale is a power of two (current scaling).
+    fast : int
+        ``_core.LINEAR_FAST_*``: GEMMs with fast accumulation.
+    epsilon : tuple of float
+        Smallest amax of input, weight and gradient (current scaling).
+    """
+
+    recipe: int
+    forward_fp8: int
+    backward_fp8: int
+    power_2: int
+    fast: int
+    epsilon: tuple[float, float, float]
+
+
+HIGH_PRECISION = Quantization(
+    _core.RECIPE_NONE, _core.DTYPE_E4M3, _core.DTYPE_E4M3, 0, 0, (0.0, 0.0, 0.0)
+)
+"""No recipe: GEMMs in the dtype of the operands."""
+
+_FP8_CODES = {"e4m3": _core.DTYPE_E4M3, "e5m2": _core.DTYPE_E5M2}
+
+
+def quantization_of(recipe: Recipe) -> Quantization:
+    """Quantization that a recipe asks for.
+
+    Parameters
+    ----------
+    recipe : Recipe
+        A `DelayedScaling` or `Float8CurrentScaling`.
+
+    Returns
+    -------
+    Quantization
+        Hashable, and equal for recipes that compute the same.
+
+    Raises
+    ------
+    NotImplementedError
+        The recipe asks for something that linear layers do not have.
+    """
+    absent.refuse_use(recipe)
+    for name in ("fp8_dpa", "fp8_mha"):
+        if getattr(recipe, name):
+            raise NotImplementedError(f"{type(recipe).__name__}: {name}=True")
+    if recipe.backward_override is not None:
+        raise NotImplementedError(
+            f"{type(recipe).__name__}: backward_override={recipe.backward_override!r}"
+        )
+    forward = _FP8_CODES[recipe.fp8_format.dtype_name("fwd")]
+    backward = _FP8_CODES[recipe.fp8_format.dtype_name("bwd")]
+    if recipe.delayed():
+        fast = _core.LINEAR_FAST_OUTPUT
+        return Quantization(_core.RECIPE_DELAYED, forward, backward, 0, fast, (0.0, 0.0, 0.0))
+    if not recipe.float8_current_scaling():
+        raise NotImplementedError(f"Linear: recipe {type(recipe).__name__}")
+    tensors = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
+    gemms = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
+    kinds = (
+        _core.LINEAR_FAST_OUTPUT,
+        _core.LINEAR_FAST_GRAD_INPUT,
+        _core.LINEAR_FAST_GRAD_WEIGHT,
+    )
+    power_2 = flags_of((1 << i, tensor.power_2_scale) for i, tensor in enumerate(tensors))
+    fast = flags_of(
+        (kind, not gemm.use_split_accumulator) for kind, gemm in zip(kinds, gemms, strict=True)
+    )
+    epsilon = tuple(float(tensor.amax_epsilon) for tensor in tensors)
+    return Quantization(_core.RECIPE_CURRENT, forward, backward, power_2, fast, epsilon)
+
+
+class LinearSpec(NamedTuple):
+    """One linear layer of a call; everything but the number of tokens.
+
+    Attributes
+    ----------
+    in_features, out_features : int
+        Sizes.
+    input, weight, bias, output, grad_weight : int
+        ``_core.DTYPE_*``.
+    quantization : Quantization
+        How the operands are cast.
+    flags : int
+        `BIAS`, `DGRAD`, `WGRAD`, ... of this call.
+    bias_grad : bool
+        The bias needs a gradient.
+    external : int
+        Bits of the stages that the caller runs (``_core.LINEAR_STAGES``).
+    gather : int
+        Ranks from which the quantized input is gathered before the GEMM.
+    """
+
+    in_features: int
+    out_features: int
+    input: int
+    weight: int
+    bias: int
+    output: int
+    grad_weight: int
+    quantization: Quantization
+    flags: int
+    bias_grad: bool = False
+    external: int = 0
+    gather: int = 1
+
+
+class Norm(NamedTuple):
+    """The norm before a linear layer.
+
+    Attributes
+    ----------
+    kind : int
+        ``_core.NORM_*``.
+    dtype : int
+        ``_core.DTYPE_*`` of gamma and beta.
+    eps : float
+        Added to the variance.
+    """
+
+    kind: int
+    dtype: int
+    eps: float
+
+
+class Activation(NamedTuple):
+    """The activation between two linear layers.
+
+    Attributes
+    ----------
+    kind : int
+        ``_core.ACTIVATION_*``.
+    limit, alpha, linear_offset : float
+        Of clamped_swiglu.
+    """
+
+    kind: int
+    limit: float = 0.0
+    alpha: float = 0.0
+    linear_offset: float = 0.0
+
+
+class CallSpec(NamedTuple):
+    """One way to call a module made of a norm, one or two linear layers and an activation.
+
+    Attributes
+    ----------
+    parts : tuple of LinearSpec
+        One linear layer, or two with the activation between them.
+    norm : Norm or None
+        Before the first.
+    activation : Activation or None
+        With two layers.
+    recompute : bool
+        The backward repeats norm, first layer and activation instead of reading what they made.
+    """
+
+    parts: tuple[LinearSpec, ...]
+    norm: Norm | None = None
+    activation: Activation | None = None
+    recompute: bool = False
+
+
+_ROWS = (_core.SYMBOL_ROWS, 1, 1)
+_NO_CAST = (_core.RECIPE_NONE, _core.DTYPE_E4M3, _core.DTYPE_E4M3, 0, (0.0, 0.0, 0.0))
+
+
+class Graph:
+    """Values and nodes of a module, as ``_core.make_plan`` takes them.
+
+    Attributes
+    ----------
+    tensors : list of Link or None
+        The inputs and parameters in the order of a call.
+    weights : list of int
+        Value of each linear layer's weight.
+    weight_operands : list of int
+        Number of each linear layer's weight as a quantized operand.
+    has_gradients, defers : bool
+        There is a backward, and a deferred weight gradient.
+    """
+
+    def __init__(self, flags: int = 0) -> None:
+        self.flags = flags
+        self.values: list[tuple] = []
+        self.nodes: list[tuple] = []
+        self.tensors: list[Link | None] = []
+        self.weights: list[int] = []
+        self.weight_operands: list[int] = []
+        self.has_gradients = self.defers = False
+
+    def make(self, direction: int) -> int:
+        """Id of a plan of it."""
+        return make_plan(direction, self.flags, tuple(self.values), tuple(self.nodes))
+
+    def value(
+        self, name: str, dtype: int, shape: tuple, flags: int = 0, grad_dtype: int | None = None
+    ) -> int:
+        """Add a value; return its number."""
+        grad = dtype if grad_dtype is None else grad_dtype
+        self.values.append((name, flags, dtype, grad, shape))
+        self.has_gradients |= bool(flags & _core.VALUE_GRADIENT)
+        return len(self.values) - 1
+
+    def tensor(self, *value: Any) -> int:
+        """Add a value that a call is given."""
+        number = self.value(*value)
+        self.tensors.append(("value", number))
+        return number
+
+    def absent(self) -> int:
+        """Leave a tensor of a call out."""
+        self.tensors.append(None)
+        return -1
+
+    def node(  # noqa: PLR0913 - the fields of a node
+        self,
+        kind: int,
+        inputs: tuple,
+        output: int,
+        *,
+        name: str = "",
+        variant: int = 0,
+        flags: int = 0,
+        numbers: tuple = (0.0, 0.0, 0.0),
+        quantization: tuple = _NO_CAST,
+        slots: tuple[int, int] = (0, 0),
+        gather: int = 1,
+        external: int = 0,
+    ) -> None:
+        """Add a node."""
+        inputs = (*inputs, -1, -1, -1)[:4]
+        node = (name, kind, variant, flags, inputs, output, numbers, quantization, slots)
+        self.nodes.append((*node, gather, external))
+
+    def norm_parameters(self, norm: Norm, features: int, flags: int) -> tuple[int, int]:
+        """Add gamma and beta, as far as the norm has them."""
+        wanted = (GRAD_GAMMA, GRAD_BETA)
+        absent = (NO_GAMMA, NO_GAMMA | NO_BETA)
+        kinds = (_core.NORM_LAYERNORM, _core.NORM_RMSNORM), (_core.NORM_LAYERNORM,)
+        numbers = []
+        for name, gradient, lacks, of in zip(("gamma", "beta"), wanted, absent, kinds, strict=True):
+            if flags & lacks or norm.kind not in of:
+                numbers.append(self.absent())
+                continue
+            bits = _core.VALUE_PARAMETER | (_core.VALUE_GRADIENT if flags & gradient else 0)
+            numbers.append(self.tensor(name, norm.dtype, (features,), bits))
+        return numbers[0], numbers[1]
+
+    def linear_parameters(self, spec: LinearSpec, prefix: str) -> tuple[int, int]:
+        """Add weight and bias."""
+        flags = spec.flags
+        bits = _core.VALUE_PARAMETER | flags_of(
+            (
+                (_core.VALUE_QUANTIZED, flags & CACHE_READ),
+                (_core.VALUE_KEEP_QUANTIZED, flags & CACHE_WRITE),
+            )
+        )
+        if flags & WGRAD:
+            bits |= _core.VALUE_GRADIENT | flags_of(
+                (
+                    (_core.VALUE_ACCUMULATE, flags & ACCUMULATE),
+                    (_core.VALUE_OVERWRITE, flags & OVERWRITE),
+                    (_core.VALUE_DEFER, flags & DEFER),
+                )
+            )
+            self.defers |= bool(flags & DEFER)
+        shape = (spec.out_features, spec.in_features)
+        weight = self.tensor(f"{prefix}weight", spec.weight, shape, bits, spec.grad_weight)
+        self.weights.append(weight)
+        if not flags & BIAS:
+            return weight, self.absent()
+        bits = _core.VALUE_PARAMETER | (_core.VALUE_GRADIENT if spec.bias_grad else 0)
+        return weight, self.tensor(f"{prefix}bias", spec.bias, (spec.out_features,), bits)
+
+    def add_norm(self, norm: Norm, inputs: tuple, output: int, zero_centered: int) -> None:
+        """Add a norm."""
+        flags = _core.NODE_ZERO_CENTERED if zero_centered else 0
+        numbers = (norm.eps, 0.0, 0.0)
+        node = _core.NODE_NORM
+        self.node(node, inputs, output, variant=norm.kind, flags=flags, numbers=numbers)
+
+    def add_linear(
+        self, spec: LinearSpec, inputs: tuple, output: int, name: str, part: int
+    ) -> None:
+        """Add a linear layer, which owns the slots of its part."""
+        recipe, forward, backward, power_2, fast, epsilon = spec.quantization
+        flags = fast | flags_of(
+            (
+                (_core.LINEAR_SAVE_INPUT, spec.flags & SAVE_INPUT),
+                (_core.LINEAR_NO_AMAX, spec.flags & NO_AMAX),
+                (_core.LINEAR_ALLOW_TF32, spec.flags & ALLOW_TF32),
+            )
+        )
+        self.weight_operands.append(len(self.nodes) * _core.OPERAND_ROLES + 1)
+        self.node(
+            _core.NODE_LINEAR,
+            inputs,
+            output,
+            name=name,
+            flags=flags,
+            quantization=(recipe, forward, backward, power_2, epsilon),
+            slots=(3 * part, 2 * part),
+            gather=spec.gather,
+            external=spec.external,
+        )
+
+
+PREFIXES = {1: ("",), 2: ("fc1_", "fc2_")}
+"""Of the names of nodes and their values, by number of parts."""
+
+_RESULT = _core.VALUE_RESULT | _core.VALUE_LEADING
+
+
+def _input_flags(wants_grad: int) -> int:
+    gradient = _core.VALUE_GRADIENT if wants_grad else 0
+    return _core.VALUE_INPUT | _core.VALUE_LEADING | gradient
+
+
+def call_graph(spec: CallSpec) -> Graph:
+    """Graph of a call."""
+    first, last = spec.parts[0], spec.parts[-1]
+    prefixes = PREFIXES[len(spec.parts)]
+    graph = Graph(_core.GRAPH_RECOMPUTE if spec.recompute else 0)
+    features = first.in_features
+    x = graph.tensor("input", first.input, (_ROWS, features), _input_flags(first.flags & DGRAD))
+    if spec.norm is not None:
+        affine = graph.norm_parameters(spec.norm, features, first.flags)
+    parameters = [
+        graph.linear_parameters(part, prefix)
+        for part, prefix in zip(spec.parts, prefixes, strict=True)
+    ]
+    rows = (_core.SYMBOL_ROWS, last.gather, 1)
+    y = graph.value("output", last.output, (rows, last.out_features), _RESULT)
+    if spec.norm is not None:
+        flags = _RESULT if first.flags & RETURN_NORM else _core.VALUE_LEADING
+        normed = graph.value("norm_output", first.output, (_ROWS, features), flags)
+        graph.add_norm(spec.norm, (x, *affine), normed, first.flags & ZERO_CENTERED)
+        x = normed
+    if spec.activation is not None:
+        before = graph.value("fc1_output", first.output, (_ROWS, first.out_features))
+        after = graph.value("fc2_input", first.output, (_ROWS, last.in_features))
+        graph.add_linear(first, (x, *parameters[0]), before, prefixes[0], 0)
+        kind, *numbers = spec.activation
+        graph.node(_core.NODE_ACTIVATION, (before,), after, variant=kind, numbers=tuple(numbers))
+        x = after
+    graph.add_linear(last, (x, *parameters[-1]), y, prefixes[-1], len(spec.parts) - 1)
+    return graph
+
+
+def norm_graph(features: int, norm: Norm, dtypes: tuple[int, int], flags: int) -> Graph:
+    """Graph of a norm by itself; arguments as of `plans.norm_plans`."""
+    graph = Graph()
+    x = graph.tensor("input", dtypes[0], (_ROWS, features), _input_flags(flags & DGRAD))
+    affine = graph.norm_parameters(norm, features, flags)
+    y = graph.value("output", dtypes[1], (_ROWS, features), _RESULT)
+    graph.add_norm(norm, (x, *affine), y, flags & ZERO_CENTERED)
+    return graph
+
+
+def flags_of(bits: Iterable[tuple[int, Any]]) -> int:
+    """Join the flags whose condition holds."""
+    joined = 0
+    for flag, condition in bits:
+        if condition:
+            joined |= flag
+    return joined

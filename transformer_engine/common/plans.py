@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plans of a kind of call, and how their arguments hang together."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from transformer_engine import _core
+from transformer_engine.common.graphs import (
+    ACCUMULATE,
+    CACHE_READ,
+    CACHE_WRITE,
+    OVERWRITE,
+    WGRAD,
+    CallSpec,
+    Graph,
+    LinearSpec,
+    Link,
+    Norm,
+    call_graph,
+    norm_graph,
+)
+from transformer_engine.common.plan_text import text_of
+
+__all__ = ["CallPlans", "call_plans", "linear_plans", "norm_plans"]
+
+_STATE = (("scale", 0), ("history", 0))
+_GIVEN = ("input", "parameter", "state")
+
+
+class Argument(NamedTuple):
+    """What a plan is given.
+
+    Attributes
+    ----------
+    link : Link
+        What it is.
+    role : str
+        "input", "parameter" or "state".
+    written : bool
+        The run changes it.
+    """
+
+    link: Link
+    role: str
+    written: bool
+
+
+def _arguments(plan: int) -> list[Argument]:
+    buffers = _core.plan_describe(plan)["buffers"]
+    return [
+        Argument((link, of), role, bool(written))
+        for _, role, _, _, _, link, of, written in buffers
+        if role in _GIVEN
+    ]
+
+
+def _links(plan: int, role: str) -> list[Link]:
+    buffers = _core.plan_describe(plan)["buffers"]
+    return [(link, of) for _, found, _, _, _, link, of, _ in buffers if found == role]
+
+
+def _picker(wanted: Sequence[Link], known: Sequence[Link | None]) -> Callable[[tuple], Sequence]:
+    """A function that picks those items of a tuple that are wanted, by what its items are."""
+    at = {link: i for i, link in enumerate(known)}
+    places = [at[link] for link in wanted]
+    if places == list(range(len(known))):
+        return lambda values: values
+    return lambda values: tuple([values[i] for i in places])
+
+
+class CallPlans:
+    """Plans of one kind of call, and how their arguments hang together, worked out once.
+
+    Everything follows from the links of the plans' buffers, which are the same in all plans of a
+    graph: what the backward reads besides gradients and scaling state was an argument or an output
+    of the forward.
+
+    Attributes
+    ----------
+    spec : CallSpec or None
+        What they were made for.
+    forward, backward, wgrad : int
+        Plan ids; 0 where the call can not need one.
+    texts : dict of int to str
+        What a graph of torch carries of each of them (see `plan_text`).
+    tensors : tuple of Link or None
+        The differentiable tensors of a call, as values; None for one that the call lacks and that
+        is passed as None.
+    quantized : bool
+        The GEMMs run in FP8.
+    forward_inputs, saved, wgrad_inputs : tuple of Link
+        Arguments of the forward (without state), of the backward (without gradients and state) and
+        of the deferred weight gradient.
+    wgrad_has_rows : bool
+        An input of the deferred weight gradient has the leading dims of the call.
+    outputs, gradients : tuple of Link
+        Results of the forward and of the backward.
+    results : tuple of Link
+        The module's results, which come first among `outputs`.
+    reads_caches : tuple of int
+        Parts whose quantized weight is taken from the cache.
+    writes_caches : bool
+        The quantized weight of one is kept.
+    main_grads : tuple of (int, Link)
+        Parts whose weight gradient goes to ``weight.main_grad``, and the link of that.
+    main_grads_now : bool
+        In the backward, not later.
+    defer : bool
+        Weight gradients are put off.
+    saves_packed : bool
+        The forward makes a packed tensor for the backward.
+    saved_for_backward : int
+        How many of `saved` the backward reads; the others are for the deferred weight gradient.
+    weight_place : int
+        Where the weight of a single part stands among what is saved, the packed tensor first; -1
+        where it is not saved.
+    pick_inputs, pick_saved, pick_grads, pick_deferred : callable
+        From the tensors and caches of a call to `forward_inputs`; from (outputs of the forward...,
+        packed tensor, tensors and caches...) to what is saved, the packed tensor first; from the
+        gradients of the results to those that the backward reads; from (gradients..., saved...,
+        gradients of the results...) to `wgrad_inputs`.
+    places : tuple of int
+        For each of `tensors` its gradient's place among the backward's outputs, or -1.
+    all_gradients : bool
+        The backward's outputs are the gradients of all tensors, in order.
+    plain : bool
+        Nothing but plain gradients: no cache, main gradient or deferred work.
+    """
+
+    def __init__(self, graph: Graph, spec: CallSpec | None = None) -> None:
+        self.spec = spec
+        self.forward = graph.make(_core.DIRECTION_FORWARD)
+        self.backward = graph.make(_core.DIRECTION_BACKWARD) if graph.has_gradients else 0
+        self.wgrad = graph.make(_core.DIRECTION_DEFERRED) if graph.defers else 0
+        ids = (self.forward, self.backward, self.wgrad)
+        self.texts = {plan: text_of(plan) for plan in ids if plan}
+        self.tensors = tuple(graph.tensors)
+        parts = () if spec is None else spec.parts
+        self.quantized = bool(parts) and parts[0].quantization.recipe != _core.RECIPE_NONE
+        given = _arguments(self.forward)
+        self.forward_inputs = tuple(a.link for a in given if a.link not in _STATE)
+        self.outputs = tuple(_links(self.forward, "output"))
+        self.results = tuple(link for link in self.outputs if link[0] == "value")
+        flags = [part.flags for part in parts]
+        self._caches = [
+            (("row", of), ("column", of), ("scales", of)) for of in graph.weight_operands
+        ]
+        self.reads_caches = tuple(i for i, f in enumerate(flags) if f & CACHE_READ)
+        self.writes_caches = any(f & CACHE_WRITE for f in flags)
+        self.main_grads = tuple(
+            (i, ("gradient", graph.weights[i]))
+            for i, f in enumerate(flags)
+            if f & WGRAD and f & (ACCUMULATE | OVERWRITE)
+        )
+        self.defer = self.wgrad != 0
+        self.main_grads_now = not self.defer
+        self.plain = not (self.reads_caches or self.writes_caches or self.defer or self.main_grads)
+        sources = list(self.tensors)
+        for i in self.reads_caches:
+            sources += self._caches[i]
+        self.pick_inputs = _picker(self.forward_inputs, sources)
+        self._examine_backward(graph, sources)
+
+    def pick_caches(self, results: tuple, caches: tuple) -> tuple:
+        """Caches of each part after a forward: those that it has written, and the others."""
+        known = dict(zip(self.outputs, results, strict=False))
+        return tuple(
+            tuple(known[link] for link in links) if links[0] in known else cache
+            for links, cache in zip(self._caches, caches, strict=False)
+        )
+
+    def _examine_backward(self, graph: Graph, sources: list) -> None:
+        self.saves_packed = False
+        self.saved_for_backward = 0
+        self.weight_place = -1
+        self.saved = self.wgrad_inputs = self.gradients = ()
+        self.wgrad_has_rows = False
+        self.reads_state = False
+        self.places = (-1,) * len(self.tensors)
+        self.all_gradients = False
+        if not self.backward:
+            return
+        self.saves_packed = bool(_links(self.forward, "saved"))
+        arguments = _arguments(self.backward)
+        self.reads_state = any(a.link == _STATE[0] for a in arguments)
+        results = [("gradient", of) for _, of in self.results]
+        saved = [a.link for a in arguments if a.link not in _STATE and a.link[0] != "gradient"]
+        self.saved_for_backward = len(saved)
+        self.pick_grads = _picker([a.link for a in arguments if a.link in results], results)
+        self.gradients = tuple(_links(self.backward, "output"))
+        if self.wgrad:
+            given = _arguments(self.wgrad)
+            self.wgrad_inputs = tuple(a.link for a in given if not a.written)
+            known = {*results, *saved, *self.gradients}
+            saved += [link for link in self.wgrad_inputs if link not in known]
+            buffers = _core.plan_describe(self.wgrad)["buffers"]
+            self.wgrad_has_rows = any(role == "input" and lead for _, role, _, lead, *_ in buffers)
+            self.pick_deferred = _picker(self.wgrad_inputs, [*self.gradients, *saved, *results])
+        self.saved = tuple(saved)
+        packed = [_PACKED] if self.saves_packed else []
+        self.pick_saved = _picker([*packed, *saved], [*self.outputs, _PACKED, *sources])
+        weight = ("value", graph.weights[0]) if graph.weights else None
+        if weight in saved:
+            self.weight_place = saved.index(weight) + self.saves_packed
+        at = {link: i for i, link in enumerate(self.gradients)}
+        self.places = tuple(
+            -1 if link is None else at.get(("gradient", link[1]), -1) for link in self.tensors
+        )
+        self.all_gradients = self.places == tuple(range(len(self.gradients)))
+
+
+_PACKED = ("packed", 0)
+"""Stands for the packed tensor, which is no single buffer."""
+
+
+@functools.cache
+def call_plans(spec: CallSpec) -> CallPlans:
+    """Plans of a call, made once per process and spec.
+
+    Parameters
+    ----------
+    spec : CallSpec
+        The call.
+
+    Returns
+    -------
+    CallPlans
+        Their ids and arguments.
+    """
+    return CallPlans(call_graph(spec), spec)
+
+
+def linear_plans(spec: LinearSpec) -> CallPlans:
+    """Plans of a linear layer by itself; see `call_plans`."""
+    return call_plans(CallSpec((spec,)))
+
+
+@functools.cache
+def norm_plans(features: int, norm: Norm, dtypes: tuple[int, int], flags: int) -> CallPlans:
+    """Plans of a norm by itself, made once per process and kind.
+
+    Parameters
+    ----------
+    features : int
+        Size of the normalized dim.
+    norm : Norm
+        Its kind.
+    dtypes : tuple of int
+        ``_core.DTYPE_*`` of input and output.
+    flags : int
+        `DGRAD`, `GRAD_GAMMA`, `GRAD_BETA`, `ZERO_CENTERED`, `NO_GAMMA`, `NO_BETA`.
+
+    Returns
+    -------
+    CallPlans
+        Over (input, gamma, beta).
+    """
+    return CallPlans(norm_graph(features, norm, dtypes, flags))

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call of a module is decided by, as one key; and the calls that a module keeps by it.
+
+A training loop calls a layer thousands of times in a few situations. `situation_of` puts every fact
+that `ComposedModule._prepare` decides by into a tuple; what was decided once for it is a `Bound`
+call, which a later call finds under the same key. A situation in which something outside of these
+facts counts, a checkpoint say, has no key: it is decided anew each time.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.function import apply_of
+from transformer_engine.pytorch.modes import in_transform
+from transformer_engine.pytorch.module.call import ModuleCall
+from transformer_engine.pytorch.recompute import anywhere, may_record
+from transformer_engine.pytorch.state import RegionState
+
+__all__ = ["Bound", "situation_of"]
+
+_graph_task = torch._C._current_graph_task_id
+_autocast_enabled = torch.is_autocast_enabled
+_grad_enabled = torch.is_grad_enabled
+
+
+class Bound(NamedTuple):
+    """A call of a module that can be made again, with the tensors that the module has then.
+
+    Attributes
+    ----------
+    calls : tuple of ModuleCall
+        The call, and the same as the region's first one that records a backward.
+    records : bool
+        It records a backward.
+    apply : callable
+        Runs one of the calls and records its backward.
+    """
+
+    calls: tuple[ModuleCall, ModuleCall]
+    records: bool
+    apply: Callable
+
+    @classmethod
+    def of(cls, call: ModuleCall) -> "Bound":
+        """Keep a call that has been made."""
+        later, first = copy.copy(call), copy.copy(call)
+        later.first, first.first = False, True
+        return cls((later, first), call.plans.backward != 0, apply_of(call.label))
+
+    def call_in(self, module: Any, state: RegionState) -> ModuleCall | None:
+        """The call to make now; None where the state that it is bound to is no longer in force."""
+        call, first = self.calls
+        slots = call.slots
+        if slots is not None and (
+            slots is not module._slots
+            or not slots.current
+            or slots.group is not state.group
+            or (slots.domain.label != state.label and _grad_enabled())
+            or module._loaded_state is not None
+        ):
+            return None
+        if self.records and call.plans.quantized and state.first:
+            return first if first.domain is state.domain else None
+        return call
+
+
+def situation_of(
+    state: RegionState, inp: Tensor, tensors: tuple[Tensor | None, ...]
+) -> tuple | None:
+    """Key of the situation of a call.
+
+    Parameters
+    ----------
+    state : RegionState
+        Of the thread; no graph is being traced.
+    inp : Tensor
+        The input.
+    tensors : tuple of Tensor or None
+        The module's parameters, in the order of a call.
+
+    Returns
+    -------
+    tuple or None
+        None where the call has to be decided by itself.
+    """
+    recipe = state.recipe if state.enabled else None
+    if type(inp) is not Tensor or inp.dim() == 0 or (recipe is None and state.calibrating):
+        return None
+    dtype, device, gradients = inp.dtype, inp.device, _grad_enabled()
+    kind = device.type
+    if (
+        kind not in ("cpu", "cuda")
+        or _autocast_enabled(kind)
+        or _graph_task() != -1
+        or in_transform()
+        or (may_record(gradients, recipe is not None) and (gradients or anywhere()))
+        # On a GPU, whether fp32 may use TF32 can change.
+        or (recipe is None and dtype is torch.float32 and kind != "cpu")
+    ):
+        return None
+    wanted = 0
+    for tensor in tensors:
+        if tensor is not None:
+            if tensor.dtype is not dtype:
+                return None
+            wanted = 2 * wanted + tensor.requires_grad
+    identity = None if recipe is None else recipe.__repr__()
+    return identity, dtype, device, inp.size(-1), gradients, inp.requires_grad, wanted
