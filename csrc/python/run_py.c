@@ -42,8 +42,8 @@ static int find_plan(tepy_run_call *run, PyObject *id)
     run->call.plan = run->plan->id;
     if (count > TEPY_FEW_BUFFERS) {
         run->buffers = PyMem_Calloc(count, sizeof *run->buffers);
-        run->plain = PyMem_Calloc(count, sizeof *run->plain);
-        run->held = PyMem_Calloc(2 * count + 2, sizeof *run->held);
+        run->plain = PyMem_Calloc(count, sizeof(PyObject *));
+        run->held = PyMem_Calloc(2 * count + 2, sizeof(PyObject *));
         if (run->buffers == NULL || run->plain == NULL || run->held == NULL) {
             (void)PyErr_NoMemory();
             return -1;

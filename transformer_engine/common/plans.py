@@ -2,7 +2,8 @@
 """The plans of a kind of call, and how their arguments hang together."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from transformer_engine import _core
@@ -60,13 +61,31 @@ def _links(plan: int, role: str) -> list[Link]:
     return [(link, of) for _, found, _, _, _, link, of, _ in buffers if found == role]
 
 
-def _picker(wanted: Sequence[Link], known: Sequence[Link | None]) -> Callable[[tuple], Sequence]:
-    """A function that picks those items of a tuple that are wanted, by what its items are."""
-    at = {link: i for i, link in enumerate(known)}
-    places = [at[link] for link in wanted]
-    if places == list(range(len(known))):
-        return lambda values: values
-    return lambda values: tuple([values[i] for i in places])
+class Picker:
+    """Picks those items of a tuple that are wanted.
+
+    Attributes
+    ----------
+    places : list of int
+        Of the items.
+    fast : callable or None
+        Picks them from a tuple; None where all of them are wanted, or code is being traced: torch's
+        tracer knows no `operator.itemgetter`.
+    """
+
+    def __init__(self, wanted: Sequence[Link], known: Sequence[Link | None]) -> None:
+        at = {link: i for i, link in enumerate(known)}
+        self.places = [at[link] for link in wanted]
+        self.all = self.places == list(range(len(known)))
+        self.fast = itemgetter(*self.places) if len(self.places) > 1 else None
+
+    def __call__(self, values: tuple, traced: bool = False) -> tuple:
+        """Pick; `traced`: in a graph that is being traced."""
+        if self.all:
+            return values
+        if self.fast is not None and not traced:
+            return self.fast(values)
+        return tuple([values[i] for i in self.places])
 
 
 class CallPlans:
@@ -97,29 +116,29 @@ class CallPlans:
     outputs, gradients : tuple of Link
         Results of the forward and of the backward.
     results : tuple of Link
-        The module's results, which come first among `outputs`.
+        The module's results, which come first among `outputs`; `result_count` of them.
+    counts : dict of int to int
+        How many outputs each of the plans has.
     reads_caches : tuple of int
         Parts whose quantized weight is taken from the cache.
     writes_caches : bool
         The quantized weight of one is kept.
     main_grads : tuple of (int, Link)
         Parts whose weight gradient goes to ``weight.main_grad``, and the link of that.
-    main_grads_now : bool
-        In the backward, not later.
     defer : bool
         Weight gradients are put off.
     saves_packed : bool
         The forward makes a packed tensor for the backward.
-    saved_for_backward : int
+    reads_saved : int
         How many of `saved` the backward reads; the others are for the deferred weight gradient.
     weight_place : int
         Where the weight of a single part stands among what is saved, the packed tensor first; -1
         where it is not saved.
-    pick_inputs, pick_saved, pick_grads, pick_deferred : callable
+    pick_inputs, pick_saved, pick_grads, pick_deferred : Picker
         From the tensors and caches of a call to `forward_inputs`; from (outputs of the forward...,
         packed tensor, tensors and caches...) to what is saved, the packed tensor first; from the
         gradients of the results to those that the backward reads; from (gradients..., saved...,
-        gradients of the results...) to `wgrad_inputs`.
+        those) to `wgrad_inputs`.
     places : tuple of int
         For each of `tensors` its gradient's place among the backward's outputs, or -1.
     all_gradients : bool
@@ -142,6 +161,8 @@ class CallPlans:
         self.forward_inputs = tuple(a.link for a in given if a.link not in _STATE)
         self.outputs = tuple(_links(self.forward, "output"))
         self.results = tuple(link for link in self.outputs if link[0] == "value")
+        self.result_count = len(self.results)
+        self.counts = {plan: len(_links(plan, "output")) for plan in self.texts}
         flags = [part.flags for part in parts]
         self._caches = [
             (("row", of), ("column", of), ("scales", of)) for of in graph.weight_operands
@@ -154,12 +175,11 @@ class CallPlans:
             if f & WGRAD and f & (ACCUMULATE | OVERWRITE)
         )
         self.defer = self.wgrad != 0
-        self.main_grads_now = not self.defer
         self.plain = not (self.reads_caches or self.writes_caches or self.defer or self.main_grads)
         sources = list(self.tensors)
         for i in self.reads_caches:
             sources += self._caches[i]
-        self.pick_inputs = _picker(self.forward_inputs, sources)
+        self.pick_inputs = Picker(self.forward_inputs, sources)
         self._examine_backward(graph, sources)
 
     def pick_caches(self, results: tuple, caches: tuple) -> tuple:
@@ -172,7 +192,7 @@ class CallPlans:
 
     def _examine_backward(self, graph: Graph, sources: list) -> None:
         self.saves_packed = False
-        self.saved_for_backward = 0
+        self.reads_saved = 0
         self.weight_place = -1
         self.saved = self.wgrad_inputs = self.gradients = ()
         self.wgrad_has_rows = False
@@ -186,8 +206,8 @@ class CallPlans:
         self.reads_state = any(a.link == _STATE[0] for a in arguments)
         results = [("gradient", of) for _, of in self.results]
         saved = [a.link for a in arguments if a.link not in _STATE and a.link[0] != "gradient"]
-        self.saved_for_backward = len(saved)
-        self.pick_grads = _picker([a.link for a in arguments if a.link in results], results)
+        self.reads_saved = len(saved)
+        self.pick_grads = Picker([a.link for a in arguments if a.link in results], results)
         self.gradients = tuple(_links(self.backward, "output"))
         if self.wgrad:
             given = _arguments(self.wgrad)
@@ -196,10 +216,11 @@ class CallPlans:
             saved += [link for link in self.wgrad_inputs if link not in known]
             buffers = _core.plan_describe(self.wgrad)["buffers"]
             self.wgrad_has_rows = any(role == "input" and lead for _, role, _, lead, *_ in buffers)
-            self.pick_deferred = _picker(self.wgrad_inputs, [*self.gradients, *saved, *results])
+            read = [a.link for a in arguments if a.link in results]
+            self.pick_deferred = Picker(self.wgrad_inputs, [*self.gradients, *saved, *read])
         self.saved = tuple(saved)
         packed = [_PACKED] if self.saves_packed else []
-        self.pick_saved = _picker([*packed, *saved], [*self.outputs, _PACKED, *sources])
+        self.pick_saved = Picker([*packed, *saved], [*self.outputs, _PACKED, *sources])
         weight = ("value", graph.weights[0]) if graph.weights else None
         if weight in saved:
             self.weight_place = saved.index(weight) + self.saves_packed

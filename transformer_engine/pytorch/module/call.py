@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from transformer_engine import _core
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch import scaling, torch_ops
+from transformer_engine.pytorch.modes import dispatch_modes
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.staged import Observer, run_staged
 from transformer_engine.pytorch.state import Domain
@@ -118,20 +119,23 @@ class ModuleCall:
     def _run(
         self,
         plan: int,
-        slots: tuple[int, int],
+        slot_fwd: int,
+        slot_bwd: int,
         given: Sequence[Tensor],
         written: int,
         packed: tuple[Tensor | None, ...] = (),
     ) -> tuple:
-        """Run a plan; it writes to the last `written` of what it is given."""
+        """Run a plan, which writes to the last `written` of what it is given: outputs, packed."""
+        if not (self.traced or self.stages or self.observer or dispatch_modes()):
+            return _core.run(plan, slot_fwd, slot_bwd, *given, *packed)
+        slots = (slot_fwd, slot_bwd)
         if self.traced or torch_ops.watched():
             at = len(given) - written
             inputs, state = list(given[:at]), list(given[at:])
             saved = packed[0] if packed else None
-            return torch_ops.run_traced(self.plans.texts[plan], slots, inputs, state, saved)
-        if self.stages or self.observer:
-            return run_staged(plan, slots, (*given, *packed), self.stages or {}, self.observer)
-        return _core.run(plan, *slots, *given, *packed)
+            results = torch_ops.run_traced(self.plans.texts[plan], slots, inputs, state, saved)
+            return (*results[: self.plans.counts[plan]], results[-1])
+        return run_staged(plan, slots, (*given, *packed), self.stages or {}, self.observer)
 
     def run_forward(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, Sequence[Tensor]]:
         """Run the forward over the tensors that ``plans.tensors`` names."""
@@ -141,21 +145,21 @@ class ModuleCall:
             tensors = self.split.join(parts, self.traced)
         for i in plans.reads_caches:
             tensors = (*tensors, *self.caches[i])
-        given = plans.pick_inputs(tensors)
+        given = tensors if plans.pick_inputs.all else plans.pick_inputs(tensors, self.traced)
         if self.scales is not None:
-            results = self._run(plans.forward, (0, 0), (*given, self.scales), 0)
+            results = self._run(plans.forward, 0, 0, (*given, self.scales), 0)
         elif slots is None:
-            results = self._run(plans.forward, (0, 0), given, 0)
+            results = self._run(plans.forward, 0, 0, given, 0)
         else:
             given = (*given, slots.forward_scale, slots.forward_history)
-            results = self._run(plans.forward, (slots.forward_slot, 0), given, 1)
-        count = len(plans.results)
+            results = self._run(plans.forward, slots.forward_slot, 0, given, 1)
+        count = plans.result_count
         out = results[0] if count == 1 else results[:count]
         if plans.writes_caches:
             self.caches = plans.pick_caches(results, self.caches)
         if not plans.backward:
             return out, ()
-        saved = plans.pick_saved((*results[: len(plans.outputs)], results[-1], *tensors))
+        saved = plans.pick_saved((*results, *tensors), self.traced)
         return out, saved if self.split is None else self._save_parts(saved, parts)
 
     def run_backward(
@@ -166,16 +170,19 @@ class ModuleCall:
         if self.split is not None:
             saved = self._join_saved(saved)
         packed, saved = saved[: plans.saves_packed], saved[plans.saves_packed :]
-        given = [*plans.pick_grads(grads), *saved[: plans.saved_for_backward]]
-        place, written = (0, 0), len(plans.main_grads) if plans.main_grads_now else 0
+        if not plans.pick_grads.all:
+            grads = plans.pick_grads(grads, self.traced)
+        given = (*grads, *saved) if not plans.defer else (*grads, *saved[: plans.reads_saved])
+        slot, written = 0, 0
         if slots is not None and plans.reads_state:
-            given += (slots.backward_scale, slots.backward_history)
-            place, written = (0, slots.backward_slot), written + 1
-        for i, _ in plans.main_grads if plans.main_grads_now else ():
-            given.append(main_grad_of(self.weights[i]))
-        results = self._run(plans.backward, place, given, written, packed)
+            given = (*given, slots.backward_scale, slots.backward_history)
+            slot, written = slots.backward_slot, 1
+        if plans.main_grads and not plans.defer:
+            given = (*given, *(main_grad_of(self.weights[i]) for i, _ in plans.main_grads))
+            written += len(plans.main_grads)
+        results = self._run(plans.backward, 0, slot, given, written, packed)
         if plans.defer:
-            inputs = plans.pick_deferred((*results[: len(plans.gradients)], *saved, *grads))
+            inputs = plans.pick_deferred((*results[:-1], *saved, *grads), self.traced)
             # A plan that reads a tensor with leading dims takes the number of rows from that.
             rows = -1 if plans.wgrad_has_rows else grads[0].shape[:-1].numel()
             self.queue.append(
@@ -184,7 +191,7 @@ class ModuleCall:
         if self.first:
             scaling.update("backward", self.domain)
         if plans.all_gradients and self.split is None:
-            return None, *results[: len(plans.places)]
+            return None, *results[:-1]
         found = [None if at < 0 else results[at] for at in plans.places]
         for i, (_, of) in plans.main_grads if not plans.defer else ():
             found[plans.tensors.index(("value", of))] = _dummy_grad(self.weights[i])

@@ -203,8 +203,9 @@ class ComposedModule(Fp8Module):
         if traced or is_first_microbatch is not None:
             return self._decide(inp, is_first_microbatch, traced)[0]
         state = current_state()
-        tensors = self._own_tensors()
-        key = None if tensors is None else situation_of(state, inp, tensors)
+        key, tensors = None, ()
+        if self._present is not None:
+            key, tensors = situation_of(state, inp, self._parameters, self._present)
         bound = None if key is None else self._bound.get(key)
         call = None if bound is None else bound.call_in(self, state)
         if call is None or not (bound.records or not forward_gradients()):
@@ -221,20 +222,6 @@ class ComposedModule(Fp8Module):
         if call.first:
             state.first = False
         return out
-
-    def _own_tensors(self) -> tuple[Tensor | None, ...] | None:
-        """The tensors of a call after the input; None where one is no parameter of this module."""
-        names = self._present
-        if names is None:
-            return None
-        parameters = self._parameters
-        tensors = []
-        for name in names:
-            tensor = None if name is None else parameters.get(name)
-            if tensor is None and name is not None:
-                return None
-            tensors.append(tensor)
-        return tuple(tensors)
 
     def _find_present(self, flat: tuple[Tensor | None, ...]) -> None:
         """Note which parameters a call consists of, where it consists of them alone."""

@@ -69,9 +69,9 @@ class Bound(NamedTuple):
 
 
 def situation_of(
-    state: RegionState, inp: Tensor, tensors: tuple[Tensor | None, ...]
-) -> tuple | None:
-    """Key of the situation of a call.
+    state: RegionState, inp: Tensor, parameters: dict[str, Tensor | None], names: tuple
+) -> tuple[tuple | None, tuple[Tensor | None, ...]]:
+    """Key of the situation of a call, and the module's tensors in it.
 
     Parameters
     ----------
@@ -79,21 +79,25 @@ def situation_of(
         Of the thread; no graph is being traced.
     inp : Tensor
         The input.
-    tensors : tuple of Tensor or None
-        The module's parameters, in the order of a call.
+    parameters : dict of str to Parameter
+        Of the module.
+    names : tuple of str or None
+        Of the parameters that a call reads, in the order of its tensors; None for one it lacks.
 
     Returns
     -------
-    tuple or None
+    key : tuple or None
         None where the call has to be decided by itself.
+    tensors : tuple of Tensor or None
+        After the input; nothing without a key.
     """
     recipe = state.recipe if state.enabled else None
     if type(inp) is not Tensor or inp.dim() == 0 or (recipe is None and state.calibrating):
-        return None
-    dtype, device, gradients = inp.dtype, inp.device, _grad_enabled()
-    kind = device.type
+        return None, ()
+    dtype, gradients = inp.dtype, _grad_enabled()
+    kind = "cpu" if inp.is_cpu else "cuda"
     if (
-        kind not in ("cpu", "cuda")
+        not (inp.is_cpu or inp.is_cuda)
         or _autocast_enabled(kind)
         or _graph_task() != -1
         or in_transform()
@@ -101,12 +105,16 @@ def situation_of(
         # On a GPU, whether fp32 may use TF32 can change.
         or (recipe is None and dtype is torch.float32 and kind != "cpu")
     ):
-        return None
-    wanted = 0
-    for tensor in tensors:
-        if tensor is not None:
-            if tensor.dtype is not dtype:
-                return None
+        return None, ()
+    wanted, tensors = int(inp.requires_grad), []
+    for name in names:
+        tensor = None
+        if name is not None:
+            tensor = parameters.get(name)
+            if tensor is None or tensor.dtype is not dtype:
+                return None, ()
             wanted = 2 * wanted + tensor.requires_grad
+        tensors.append(tensor)
     identity = None if recipe is None else recipe.__repr__()
-    return identity, dtype, device, inp.size(-1), gradients, inp.requires_grad, wanted
+    key = (identity, dtype, inp.get_device(), inp.size(-1), gradients, wanted)
+    return key, tuple(tensors)
