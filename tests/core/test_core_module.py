@@ -196,7 +196,7 @@ def test_tuning_outlives_contexts(tmp_path):
 
     def run(rows):
         a, b, d = torch.randn(3, rows, rows, device="cuda", dtype=torch.bfloat16)
-        core.gemm(a, b, d)
+        core.gemm(d, a=a, b=b)
         return len(file.read_text().splitlines()) if file.exists() else 0
 
     assert run(256) == 0
