@@ -266,7 +266,15 @@ static te_status build_plan(te_build *build, te_direction direction)
 
 /* ---- canonical bytes ------------------------------------------------------------------------ */
 
-/* New memory with direction, flags, values and nodes one after the other. */
+/* What lies behind the end of a name is no part of it. */
+static void end_name(char *name)
+{
+    size_t length = strlen(name);
+    memset(name + length, 0, TE_NAME_BYTES - length);
+}
+
+/* New memory with direction, flags, values and nodes one after the other, and zeros where the
+ * caller's structs may hold anything. */
 static void *describe(const te_graph_desc *graph, te_direction direction, size_t *bytes)
 {
     size_t values = (size_t)graph->value_count * sizeof *graph->values;
@@ -278,6 +286,16 @@ static void *describe(const te_graph_desc *graph, te_direction direction, size_t
     memcpy(desc, head, sizeof head);
     memcpy(desc + sizeof head, graph->values, values);
     memcpy(desc + sizeof head + values, graph->nodes, nodes);
+    for (int32_t v = 0; v < graph->value_count; v++) {
+        te_value_desc *value = (te_value_desc *)(void *)(desc + sizeof head) + v;
+        end_name(value->name);
+        for (int32_t d = value->ndim; d < TE_MAX_DIMS; d++) {
+            memset(&value->shape[d], 0, sizeof value->shape[d]);
+        }
+    }
+    for (int32_t n = 0; n < graph->node_count; n++) {
+        end_name(((te_node_desc *)(void *)(desc + sizeof head + values) + n)->name);
+    }
     *bytes = sizeof head + values + nodes;
     return desc;
 }

@@ -22,7 +22,8 @@ static int begin(tepy_run_call *run, PyObject *module, const char *function)
     run->device_known = 0;
     run->context = NULL;
     run->scratch = NULL;
-    run->scratch_object = run->saved = run->outputs = NULL;
+    run->scratch_object = run->saved = run->saved_given = run->outputs = NULL;
+    run->plan = NULL;
     run->held_count = 0;
     run->leading.count = 0;
     run->buffers = run->few_buffers;

@@ -39,6 +39,10 @@ static PyObject *lend(PyObject *capsule, PyObject *number)
     if (info->role == TE_ROLE_SAVED) {
         whole = staged->run->saved != NULL ? staged->run->saved : staged->run->saved_given;
     }
+    if (whole == NULL || whole == Py_None) { /* there is none for what has no elements */
+        return tepy_empty(staged->run->state, staged->run->device, info->dtype,
+                          staged->views[at].shape, info->ndim);
+    }
     return tepy_share(staged->run->state, whole, &staged->views[at]);
 }
 

@@ -11,6 +11,7 @@ import random
 import pytest
 import torch
 from pytorch.helpers import assert_same_bits, states_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
@@ -174,3 +175,79 @@ def test_a_checkpoint_after_calls_without_gradients(kind, mode, reentrant, devic
     module.zero_grad()
     module(x).sum().backward()
     assert_same_bits(grads, [x.grad, *(p.grad for p in module.parameters())])
+
+
+# ---- what a found call leaves behind -------------------------------------------------------------
+
+
+def step(module, x, recipe):
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        out = module(x)
+    if out.requires_grad:
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_the_last_call_is_the_one_that_is_told_of(device, kind):
+    """By turns in FP8 and without, both situations being known."""
+    module, x = MODULES[kind](device=device), torch.randn(16, 16, device=device, requires_grad=True)
+    for recipe in (DELAYED, None, CURRENT) * 3:
+        step(module, x, recipe)
+        assert module._ran.plans.quantized == (recipe is not None)
+        assert (module._ran.reason is None) == (recipe is not None)
+        if recipe is not None:
+            assert module.fp8_meta["recipe"] is recipe or repr(module.fp8_meta["recipe"]) == repr(
+                recipe
+            )
+    module(x)
+    assert module._ran.reason == "no autocast was in force"
+
+
+def test_a_fake_call_between_takes_nothing(device):
+    """A program that looks at shapes under a fake mode has the state of one that does not."""
+    states = []
+    for fake in (False, True):
+        te.reset()
+        torch.manual_seed(3)
+        module, x = MODULES["linear"](device=device), torch.randn(16, 16, device=device)
+        for number in range(4):
+            with te.autocast(recipe=DELAYED):
+                if fake:
+                    with FakeTensorMode(allow_non_fake_inputs=True):
+                        module(x)
+                out = module(x)
+            (out * 10**number).sum().backward()
+        states.append(states_of(module))
+    assert_same_bits(*states)
+
+
+def test_a_name_and_sizes_that_are_set_count_from_the_next_call_on(device):
+    module, x = te.Linear(16, 16, device=device), torch.randn(4, 16, device=device)
+    module(x), module(x)
+    module.name = "head"
+    assert type(module(x).grad_fn).__name__ == "Linear[head]Backward"
+    module.out_features = 8
+    module.weight = torch.nn.Parameter(torch.randn(8, 16, device=device))
+    module.bias = torch.nn.Parameter(torch.randn(8, device=device))
+    assert module(x).shape == (4, 8)
+
+
+@pytest.mark.parametrize("recipe", [None, DELAYED, CURRENT], ids=["none", "delayed", "current"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpoint"])
+def test_buffers_of_a_run_without_rows_can_be_looked_at(device, recipe, checkpointed):
+    module = te.LayerNormMLP(
+        16, 32, normalization="RMSNorm", checkpoint=checkpointed, device=device
+    )
+    seen = set()
+
+    def look(stage, operator, buffers, done):
+        del operator, done
+        seen.add(stage)
+        for name in buffers:
+            assert isinstance(buffers[name], torch.Tensor)
+
+    module.observe_stages(look)
+    x = torch.randn(0, 16, device=device, requires_grad=True)
+    step(module, x, recipe)
+    assert {"fc1_gemm_output", "fc2_gemm_grad_weight"} <= seen
+    assert x.grad.shape == x.shape

@@ -63,12 +63,17 @@ _SETTINGS = (
     "checkpoint",
     "delay_wgrad_compute",
     "eps",
+    "ffn_hidden_size",
     "fuse_wgrad_accumulation",
+    "hidden_size",
+    "in_features",
+    "name",
+    "out_features",
     "return_layernorm_output",
     "save_original_input",
     "zero_centered_gamma",
 )
-"""Attributes that decide which plans a call runs and that users set after construction."""
+"""Attributes that a call depends on and that users set after construction."""
 
 _KEPT = 16
 """Situations that a module keeps calls of."""
@@ -213,8 +218,9 @@ class ComposedModule(Fp8Module):
             if key is not None and made is not None:
                 if len(self._bound) == _KEPT:
                     self._bound = {}
-                self._bound[key] = Bound.of(made)
+                self._bound[key] = Bound.of(made, self)
             return out
+        self.__dict__.update(bound.remembered)
         if bound.records:
             out = bound.apply(call, inp, *tensors)
         else:

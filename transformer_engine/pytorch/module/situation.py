@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a call of a module is decided by, as one key; and the calls that a module keeps by it.
 
-A training loop calls a layer thousands of times in a few situations. `situation_of` puts every fact
-that `ComposedModule._prepare` decides by into a tuple; what was decided once for it is a `Bound`
-call, which a later call finds under the same key. A situation in which something outside of these
-facts counts, a checkpoint say, has no key: it is decided anew each time.
+A training loop calls a layer thousands of times in a few situations. `situation_of` puts the facts
+that `ComposedModule._decide` goes by into a tuple; what was decided once for it is a `Bound` call,
+which a later call finds under the same key. A situation in which something else counts, a
+checkpoint say, has no key: it is decided anew each time. Settings of the module are no part of it:
+one that is set takes its bound calls away.
 """
 
 import copy
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.function import apply_of
-from transformer_engine.pytorch.modes import in_transform
+from transformer_engine.pytorch.modes import dispatch_modes, faking, in_transform
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.recompute import anywhere, may_record
 from transformer_engine.pytorch.state import RegionState
@@ -38,18 +39,24 @@ class Bound(NamedTuple):
         It records a backward.
     apply : callable
         Runs one of the calls and records its backward.
+    remembered : dict
+        Attributes of the module that tell of its last call.
     """
 
     calls: tuple[ModuleCall, ModuleCall]
     records: bool
     apply: Callable
+    remembered: dict[str, Any]
 
     @classmethod
-    def of(cls, call: ModuleCall) -> "Bound":
-        """Keep a call that has been made."""
+    def of(cls, call: ModuleCall, module: Any) -> "Bound":
+        """Keep a call that a module has just made."""
         later, first = copy.copy(call), copy.copy(call)
         later.first, first.first = False, True
-        return cls((later, first), call.plans.backward != 0, apply_of(call.label))
+        remembered = {"_ran": module._ran}
+        if call.plans.quantized:
+            remembered["_quantization"] = module._quantization
+        return cls((later, first), call.plans.backward != 0, apply_of(call.label), remembered)
 
     def call_in(self, module: Any, state: RegionState) -> ModuleCall | None:
         """The call to make now; None where the state that it is bound to is no longer in force."""
@@ -59,7 +66,7 @@ class Bound(NamedTuple):
             slots is not module._slots
             or not slots.current
             or slots.group is not state.group
-            or (slots.domain.label != state.label and _grad_enabled())
+            or (slots.domain.label != state.label and (_grad_enabled() or state.calibrating))
             or module._loaded_state is not None
         ):
             return None
@@ -98,6 +105,7 @@ def situation_of(
     kind = "cpu" if inp.is_cpu else "cuda"
     if (
         not (inp.is_cpu or inp.is_cuda)
+        or (dispatch_modes() and faking())
         or _autocast_enabled(kind)
         or _graph_task() != -1
         or in_transform()
@@ -115,6 +123,6 @@ def situation_of(
                 return None, ()
             wanted = 2 * wanted + tensor.requires_grad
         tensors.append(tensor)
-    identity = None if recipe is None else recipe.__repr__()
+    identity = state.depth > 0 if recipe is None else recipe.__repr__()
     key = (identity, dtype, inp.get_device(), inp.size(-1), gradients, wanted)
     return key, tuple(tensors)
