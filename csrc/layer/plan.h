@@ -15,7 +15,7 @@
 /* A field of a stage's args struct that a buffer fills. A pointer field gets the address of element
  * `element`; of a chunk of slots, of that many behind the module's first slot. */
 typedef struct te_use {
-    int16_t field; /* te_at_<op>_<name>; -1: an external stage of no operator */
+    int16_t field; /* te_at_<op>_<name>; 0 where the caller alone runs the stage */
     int16_t buffer;
     int32_t element;
     int32_t chunk; /* 0: no chunk; else 1 + which of te_plan_call.slots */

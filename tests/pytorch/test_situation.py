@@ -6,7 +6,9 @@ Outputs, gradients, scaling state and errors must be the same, bit for bit.
 """
 
 import contextlib
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -251,3 +253,17 @@ def test_buffers_of_a_run_without_rows_can_be_looked_at(device, recipe, checkpoi
     step(module, x, recipe)
     assert {"fc1_gemm_output", "fc2_gemm_grad_weight"} <= seen
     assert x.grad.shape == x.shape
+
+
+def test_found_calls_keep_no_state_of_another_recipe(device):
+    module, x = MODULES["linear"](device=device), torch.randn(4, 16, device=device)
+    for length in (2, 3):
+        for _ in range(3):  # decided, kept, found
+            with te.autocast(recipe=DelayedScaling(amax_history_len=length)):
+                out = module(x)
+            out.sum().backward()
+        if length == 2:
+            slots = weakref.ref(module._slots)
+    del out
+    gc.collect()
+    assert slots() is None

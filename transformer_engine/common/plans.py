@@ -36,21 +36,18 @@ class Argument(NamedTuple):
     ----------
     link : Link
         What it is.
-    role : str
-        "input", "parameter" or "state".
     written : bool
         The run changes it.
     """
 
     link: Link
-    role: str
     written: bool
 
 
 def _arguments(plan: int) -> list[Argument]:
     buffers = _core.plan_describe(plan)["buffers"]
     return [
-        Argument((link, of), role, bool(written))
+        Argument((link, of), bool(written))
         for _, role, _, _, _, link, of, written in buffers
         if role in _GIVEN
     ]
@@ -69,8 +66,10 @@ class Picker:
     places : list of int
         Of the items.
     fast : callable or None
-        Picks them from a tuple; None where all of them are wanted, or code is being traced: torch's
-        tracer knows no `operator.itemgetter`.
+        Picks them from a tuple where no graph is traced: torch's tracer knows no
+        `operator.itemgetter`. None where there are fewer than two.
+    all : bool
+        Every item is wanted, in order.
     """
 
     def __init__(self, wanted: Sequence[Link], known: Sequence[Link | None]) -> None:

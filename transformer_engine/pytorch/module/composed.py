@@ -172,6 +172,8 @@ class ComposedModule(Fp8Module):
         if name in _SETTINGS:  # calls and plans were remembered under the old setting
             self.__dict__["_bound"], self.__dict__["_present"] = {}, None
             self.__dict__["_plans"] = {}
+        elif name == "_slots":  # calls that are bound to others would keep them
+            self.__dict__["_bound"] = {}
         elif name in self.__dict__.get("_parameters", ()):  # a subclass may set before __init__
             self._forget_casts_of(name)
 
