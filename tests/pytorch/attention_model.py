@@ -59,16 +59,27 @@ def attention(q, k, v, may, *, scale=None, bias=0.0, factors=1.0):
     return (reference.softmax(scale * (q @ k.mT) + bias, may) * factors) @ v
 
 
+def score_gradients(q, k, v, may, grad):
+    """The scores' gradient p (dp - sum(p dp)), and the magnitudes of its terms."""
+    p = reference.softmax(q.shape[-1] ** -0.5 * (q @ k.mT), may)
+    dp = grad @ v.mT
+    gradient = p * (dp - (p * dp).sum(-1, keepdim=True))
+    return gradient, p * (dp.abs() + (p * dp.abs()).sum(-1, keepdim=True))
+
+
+def gradient_terms(q, k, v, may, grad):
+    """Sums of the magnitudes of the terms of the gradients of q and k, [b, h, s, d]."""
+    terms = score_gradients(q, k, v, may, grad)[1] * q.shape[-1] ** -0.5
+    return terms @ k.abs(), terms.mT @ q.abs()
+
+
 def cancellation(q, k, v, may, grad):
     """Mean square of the terms of the scores' gradient p (dp - sum(p dp)), over that of their sum.
 
     A probability near 1 leaves little of terms that were rounded before: errors of the gradients of
     q and k grow by as much.
     """
-    p = reference.softmax(q.shape[-1] ** -0.5 * (q @ k.mT), may)
-    dp = grad @ v.mT
-    terms = p * (dp.abs() + (p * dp.abs()).sum(-1, keepdim=True))
-    gradient = p * (dp - (p * dp).sum(-1, keepdim=True))
+    gradient, terms = score_gradients(q, k, v, may, grad)
     return float(terms.square().sum() / gradient.square().sum())
 
 

@@ -10,11 +10,13 @@ from comparators import assert_grad64, assert_nmse
 from pytorch import attention_model as model
 from pytorch.helpers import assert_same_bits
 from tols import BF16, F16, F32, tol
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine import _core
 from transformer_engine.common.config import AttentionSwitches
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+    BIAS_TYPES,
     Situation,
     choose_backend,
 )
@@ -24,6 +26,7 @@ from transformer_engine.pytorch.random import draw_pair
 BATCH, QUERIES, KEYS, HEADS, CHANNELS = 2, 7, 11, 4, 16
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["f32", "bf16", "f16"])
 FORMS = pytest.mark.parametrize("form", ["sbhd", "bshd"])
+OURS = pytest.mark.parametrize("backend", ["native", "unfused"], indirect=True)
 
 
 def sizes(queries=QUERIES, keys=KEYS, groups=HEADS, channels=(CHANNELS, CHANNELS)):
@@ -31,8 +34,9 @@ def sizes(queries=QUERIES, keys=KEYS, groups=HEADS, channels=(CHANNELS, CHANNELS
 
 
 def ran():
-    """Backend of what ran since the counters began: our softmax is the unfused one's."""
-    return "unfused" if any(name.endswith(".softmax") for name in _core.counters()) else "sdpa"
+    """Backend of what ran since the counters began: one operator of ours each, or none."""
+    names = {name.rpartition(".")[2] for name in _core.counters()}
+    return "native" if "attention" in names else "unfused" if "softmax" in names else "sdpa"
 
 
 def check(module, qkv, definition, *, form, bias=None, dtype, depth=KEYS, **arguments):
@@ -65,7 +69,7 @@ def check(module, qkv, definition, *, form, bias=None, dtype, depth=KEYS, **argu
 @pytest.mark.parametrize("groups", [HEADS, 2, 1])
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
 @pytest.mark.parametrize("square", [True, False])
-def test_values_and_gradients(device, dtype, form, groups, mask, square):
+def test_values_and_gradients(device, backend, dtype, form, groups, mask, square):
     queries, keys = (KEYS, KEYS) if square else (QUERIES, KEYS)
     module = DotProductAttention(
         HEADS, CHANNELS, groups, qkv_format=form, attn_mask_type=mask, softmax_scale=0.3
@@ -81,36 +85,13 @@ def test_values_and_gradients(device, dtype, form, groups, mask, square):
         form=form,
         dtype=dtype,
     )
-    assert ran() == ("unfused" if groups != HEADS and dtype == F32 else "sdpa")
-
-
-@DTYPES
-@FORMS
-@pytest.mark.parametrize("groups", [HEADS, 2])
-@pytest.mark.parametrize("mask", ["no_mask", "causal"])
-def test_the_two_backends_agree(device, dtype, form, groups, mask):
-    """The same attention once as it is, once with a bias of 0, which only the unfused one has."""
-    module = DotProductAttention(HEADS, CHANNELS, groups, qkv_format=form, attn_mask_type=mask)
-    qkv = model.make_qkv(form, sizes(KEYS, KEYS, groups), dtype, device)
-    grad = torch.randn(torch.Size((KEYS, BATCH) if form == "sbhd" else (BATCH, KEYS)) + (64,))
-    results, backends = [], []
-    zero = torch.zeros(1, 1, 1, KEYS, device=device, dtype=dtype)
-    for arguments in (
-        {},
-        {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": zero},
-    ):
-        _core.reset_counters()
-        out = module(*qkv, **arguments)
-        backends.append(ran())
-        results.append([out, *torch.autograd.grad(out, qkv, grad.to(out))])
-    assert backends == ["unfused" if groups != HEADS and dtype == F32 else "sdpa", "unfused"]
-    for one, other in zip(*results, strict=True):
-        assert_nmse(one, other.double(), 4 * tol("attention", dtype, KEYS))
+    lacks = backend == "sdpa" and groups != HEADS and dtype == F32
+    assert ran() == ("unfused" if lacks else backend)
 
 
 @FORMS
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
-def test_values_of_other_width(device, form, mask):
+def test_values_of_other_width(device, backend, form, mask):
     module = DotProductAttention(HEADS, (16, 24), qkv_format=form, attn_mask_type=mask)
     qkv = model.make_qkv(form, sizes(channels=(16, 24)), F32, device)
     window = (-1, -1) if mask == "no_mask" else (-1, 0)
@@ -120,14 +101,15 @@ def test_values_of_other_width(device, form, mask):
     assert out.shape[2] == HEADS * 24
 
 
-def test_choice_and_reasons():
-    def choose(mask, window=(-1, -1), square=True, bias="no_bias", grouped=False, dtype=BF16):
-        kind = mask_type(mask)
-        bottom_right = kind.bottom_right is not False
-        on = AttentionSwitches(True, True, True)
-        situation = Situation(kind, window, bottom_right, square, bias, grouped, dtype, on)
-        return choose_backend(situation)
+def choose(mask, window=(-1, -1), square=True, bias="no_bias", grouped=False, dtype=BF16, **other):
+    kind = mask_type(mask)
+    bottom_right = kind.bottom_right is not False
+    on, of = other.get("on", (True, True, True)), other.get("device", "cuda")
+    problem = kind, window, bottom_right, square, bias, grouped, dtype, of, AttentionSwitches(*on)
+    return choose_backend(Situation(*problem))
 
+
+def test_choice_and_reasons():
     for taken in (
         choose("no_mask"),
         choose("no_mask", square=False),
@@ -136,7 +118,8 @@ def test_choice_and_reasons():
         choose("causal_bottom_right", (-1, 0)),
         choose("no_mask", grouped=True),
     ):
-        assert taken == ("sdpa", {})
+        assert taken.backend == "sdpa" and set(taken.reasons) == {"native"}
+        assert "CPU alone" in taken.reasons["native"]
     for refused, word in (
         (choose("padding"), "padding"),
         (choose("arbitrary"), "arbitrary"),
@@ -149,6 +132,17 @@ def test_choice_and_reasons():
         assert refused.backend == "unfused" and word in refused.reasons["sdpa"]
 
 
+def test_the_cpu_runs_everything_natively():
+    options = ("padding", (2, 2)), ("padding_causal_bottom_right", (3, 0)), ("arbitrary", (-1, -1))
+    for mask, window in options:
+        for bias in BIAS_TYPES:
+            problem = (mask, window, False, bias, True, F32)
+            assert choose(*problem, device="cpu") == ("native", {})
+            without_fused = choose(*problem, device="cpu", on=(True, False, True))
+            assert without_fused.backend == "unfused"
+            assert without_fused.reasons["native"] == "switched off by NVTE_FUSED_ATTN"
+
+
 def backend_of(module, qkv):
     """Run the module, and say by the counters which backend it was."""
     _core.reset_counters()
@@ -157,24 +151,25 @@ def backend_of(module, qkv):
 
 
 @pytest.mark.parametrize(
-    ("flash", "fused", "unfused", "expected"),
+    ("flash", "fused", "unfused", "expected", "on_cpu"),
     [
-        ("1", "1", "1", "sdpa"),
-        ("1", "0", "0", "sdpa"),
-        ("0", "1", "0", "sdpa"),
-        ("0", "0", "1", "unfused"),
-        ("1", "0", "1", "sdpa"),
+        ("1", "1", "1", "sdpa", "native"),
+        ("1", "0", "0", "sdpa", "sdpa"),
+        ("0", "1", "0", "sdpa", "native"),
+        ("0", "0", "1", "unfused", "unfused"),
+        ("1", "0", "1", "sdpa", "sdpa"),
     ],
 )
-def test_switches_choose_at_each_call(device, flash, fused, unfused, expected, monkeypatch):
+def test_switches_choose_at_each_call(device, flash, fused, unfused, expected, on_cpu, monkeypatch):
+    default, expected = ("native", on_cpu) if device == "cpu" else ("sdpa", expected)
     module = DotProductAttention(HEADS, CHANNELS, attn_mask_type="no_mask")
     qkv = model.make_qkv("sbhd", sizes(), BF16, device)
-    assert backend_of(module, qkv) == "sdpa"
+    assert backend_of(module, qkv) == default
     for name, value in (("FLASH", flash), ("FUSED", fused), ("UNFUSED", unfused)):
         monkeypatch.setenv(f"NVTE_{name}_ATTN", value)
     assert backend_of(module, qkv) == expected
     monkeypatch.undo()
-    assert backend_of(module, qkv) == "sdpa"
+    assert backend_of(module, qkv) == default
 
 
 def test_switches_that_leave_no_backend(device, monkeypatch):
@@ -183,15 +178,63 @@ def test_switches_that_leave_no_backend(device, monkeypatch):
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
     mask = torch.zeros(BATCH, 1, 1, KEYS, dtype=torch.bool, device=device)
     pair = (mask[..., :QUERIES], mask)
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     with pytest.raises(ValueError, match=r"mask type padding.*NVTE_UNFUSED_ATTN"):
         module(*qkv, pair, attn_mask_type="padding")
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     names = "NVTE_FLASH_ATTN and NVTE_FUSED_ATTN.*NVTE_UNFUSED_ATTN"
     with pytest.raises(ValueError, match=names):
         module(*qkv)
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")
     assert backend_of(module, qkv) == "unfused"
+
+
+# ---- what the library's operator neither copies nor makes ----------------------------------------
+
+
+class Operators(TorchDispatchMode):
+    """Names of torch's operators that make or move data, and the largest result of any."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.largest = set(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for tensor in results if isinstance(results, tuple | list) else (results,):
+            if isinstance(tensor, torch.Tensor) and not function.is_view:
+                self.made.add(function.__name__.partition(".")[0])
+                self.largest = max(self.largest, tensor.numel())
+        return results
+
+
+@FORMS
+@pytest.mark.parametrize("kind", ["causal", "causal_bottom_right", "padding_causal_bottom_right"])
+def test_formats_are_read_by_strides_and_limits_as_numbers(form, kind):
+    """Of views of a packed projection nothing is copied; no tensor has the size of the scores."""
+    length = 64
+    lead = (length, BATCH) if form == "sbhd" else (BATCH, length)
+    packed = torch.randn(*lead, HEADS, 3, 4, requires_grad=True)
+    qkv = packed.unbind(-2)
+    module = DotProductAttention(HEADS, 4, qkv_format=form, attn_mask_type=kind, window_size=(9, 0))
+    ends = [torch.tensor([0, 50, 50 + n], dtype=torch.int32) for n in (20, 60)]
+    lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), ends, strict=True))
+    log = Operators()
+    with log:
+        out = module(*qkv, **lengths)
+        grads = torch.autograd.grad(out, qkv, torch.ones_like(out))
+    assert log.made <= {"attention", "attention_backward", "ones_like", "sub"}
+    assert log.largest <= packed.numel() < BATCH * HEADS * length * length
+    assert all(grad.is_contiguous() for grad in grads)
+
+
+@pytest.mark.parametrize(("lengths", "wrong"), [((4, KEYS + 1), KEYS + 1), ((-1, 3), -1)])
+def test_lengths_beyond_the_sequence_are_refused(lengths, wrong):
+    module = DotProductAttention(HEADS, CHANNELS, attn_mask_type="padding")
+    qkv = model.make_qkv("sbhd", sizes(KEYS), F32, "cpu")
+    ends = torch.tensor((0, *lengths)).cumsum(0).int()
+    with pytest.raises(ValueError, match=f"query_lengths: {wrong} of.* 0 to {KEYS}"):
+        module(*qkv, cu_seqlens_q=ends)
 
 
 # ---- biases --------------------------------------------------------------------------------------
@@ -207,7 +250,8 @@ BIAS_SHAPES = {
 
 @pytest.mark.parametrize("shape", BIAS_SHAPES)
 @pytest.mark.parametrize("kind", ["pre_scale_bias", "post_scale_bias"])
-def test_bias(device, kind, shape):
+@OURS
+def test_bias(device, backend, kind, shape):
     module = DotProductAttention(HEADS, CHANNELS, attn_mask_type="causal")
     qkv = model.make_qkv("sbhd", sizes(), F32, device)
     bias = torch.randn(BIAS_SHAPES[shape], device=device).requires_grad_()
@@ -224,7 +268,8 @@ def test_bias(device, kind, shape):
     )
 
 
-def test_bias_in_16_bits_with_groups(device):
+@OURS
+def test_bias_in_16_bits_with_groups(device, backend):
     module = DotProductAttention(HEADS, CHANNELS, 2, attn_mask_type="no_mask")
     qkv = model.make_qkv("sbhd", sizes(groups=2), BF16, device)
     bias = torch.randn(BATCH, HEADS, QUERIES, KEYS).to(device, BF16).requires_grad_()
@@ -243,7 +288,8 @@ def test_bias_in_16_bits_with_groups(device):
 @pytest.mark.parametrize("heads", [1, 4, 6])
 @pytest.mark.parametrize("slopes", ["default", "heads", "batch"])
 @pytest.mark.parametrize("mask", ["causal", "no_mask", "causal_bottom_right"])
-def test_alibi(device, mask, slopes, heads):
+@OURS
+def test_alibi(device, backend, mask, slopes, heads):
     module = DotProductAttention(heads, CHANNELS, attn_mask_type=mask)
     qkv = model.make_qkv(
         "sbhd", (BATCH, QUERIES, KEYS, heads, heads, CHANNELS, CHANNELS), F32, device
@@ -275,8 +321,9 @@ def test_alibi(device, mask, slopes, heads):
 # ---- dropout -------------------------------------------------------------------------------------
 
 
+@OURS
 @pytest.mark.parametrize("groups", [HEADS, 2])
-def test_dropout_of_the_unfused_backend(device, groups):
+def test_dropout_is_philox(device, backend, groups):
     """The probabilities that the pair of the call says, for output and gradients."""
     module = DotProductAttention(
         HEADS, CHANNELS, groups, attention_dropout=0.4, attn_mask_type="causal", window_size=(4, 0)
@@ -298,12 +345,9 @@ def test_dropout_of_the_unfused_backend(device, groups):
     )
 
 
-@pytest.mark.parametrize("window", [None, (KEYS, 0)], ids=["sdpa", "unfused"])
-def test_dropout_is_seeded_and_off_in_eval(device, window):
-    """Both backends: one seed, one result; the mean over many draws is the undropped output."""
-    module = DotProductAttention(
-        HEADS, CHANNELS, attention_dropout=0.5, attn_mask_type="causal", window_size=window
-    )
+def test_dropout_is_seeded_and_off_in_eval(device, backend):
+    """Every backend: one seed, one result; the mean over many draws is the undropped output."""
+    module = DotProductAttention(HEADS, CHANNELS, attention_dropout=0.5)
     dtype = F32 if device == "cpu" else F16
     qkv = model.make_qkv("sbhd", (BATCH, KEYS, KEYS, HEADS, HEADS, 16, 16), dtype, device)
     seed = int(torch.randint(2**31, ()))
@@ -359,20 +403,14 @@ def test_packed(device, form, dim):
 # ---- recompute, compile, copies ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [None, (3, 0)], ids=["sdpa", "unfused"])
-def test_checkpoint_core_attention(device, window):
-    module = DotProductAttention(HEADS, CHANNELS, attention_dropout=0.3, window_size=window)
+def test_checkpoint_core_attention(device, backend):
+    module = DotProductAttention(HEADS, CHANNELS, attention_dropout=0.3)
     qkv = model.make_qkv("sbhd", sizes(KEYS), F32, device)
-    bias = torch.randn(1, 1, KEYS, KEYS, device=device, requires_grad=True)
-    arguments = (
-        {}
-        if window is None
-        else {
-            "core_attention_bias_type": "post_scale_bias",
-            "core_attention_bias": bias,
-        }
-    )
-    wanted = qkv if window is None else [*qkv, bias]
+    wanted, arguments = qkv, {}
+    if backend != "sdpa":
+        bias = torch.randn(1, 1, KEYS, KEYS, device=device, requires_grad=True)
+        wanted = [*qkv, bias]
+        arguments = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
     seed = int(torch.randint(2**31, ()))
     results, saved = [], []
     for recompute in (False, True):
@@ -389,16 +427,19 @@ def test_checkpoint_core_attention(device, window):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("mask", ["causal", "padding"])
-def test_compiled_equals_eager(device, mask, recompute):
-    module = DotProductAttention(HEADS, CHANNELS, attention_dropout=0.0, attn_mask_type=mask)
+@pytest.mark.parametrize("mask", ["causal", "padding", "lengths"])
+def test_compiled_equals_eager(device, backend, mask, recompute):
+    kind = "padding" if mask == "lengths" else mask
+    module = DotProductAttention(HEADS, CHANNELS, attention_dropout=0.0, attn_mask_type=kind)
     qkv = model.make_qkv("sbhd", sizes(KEYS), F32, device)
     padding = torch.arange(KEYS, device=device) >= torch.tensor([KEYS, 5], device=device)[:, None]
+    ends = torch.tensor([0, KEYS, KEYS + 5], device=device, dtype=torch.int32)
 
     def f(*qkv):
         return module(
             *qkv,
             attention_mask=padding[:, None, None] if mask == "padding" else None,
+            cu_seqlens_q=ends if mask == "lengths" else None,
             checkpoint_core_attention=recompute,
         )
 
@@ -408,6 +449,18 @@ def test_compiled_equals_eager(device, mask, recompute):
         out = function(*qkv)
         results.append([out, *torch.autograd.grad(out.square().sum(), qkv)])
     assert_same_bits(*results)
+
+
+def test_compiled_attention_of_a_tensor_to_itself(device, backend):
+    module = DotProductAttention(HEADS, CHANNELS)
+    x = model.make_qkv("sbhd", sizes(KEYS), F32, device)[0]
+    torch._dynamo.reset()
+    results = []
+    for function in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        out = function(x, x, x)
+        results.append([out, *torch.autograd.grad(out.square().sum(), x)])
+    assert_same_bits(results[0][0], results[1][0])
+    assert_nmse(results[1][1], results[0][1].double(), tol("round", F32))
 
 
 def test_copies_and_state_dict(device):
@@ -422,18 +475,18 @@ def test_copies_and_state_dict(device):
         module.load_state_dict({"other": torch.empty(0)})
 
 
-def test_autocast_computes_in_its_dtype(device):
-    for arguments in ({}, {"window_size": (3, 0)}):
-        module = DotProductAttention(HEADS, CHANNELS, **arguments)
-        qkv = model.make_qkv("sbhd", sizes(KEYS), F32, device)
-        with torch.autocast(device, dtype=BF16):
-            out = module(*qkv)
-        assert out.dtype == BF16
-        out.float().sum().backward()
-        assert qkv[0].grad.dtype == F32
+def test_autocast_computes_in_its_dtype(device, backend):
+    module = DotProductAttention(HEADS, CHANNELS)
+    qkv = model.make_qkv("sbhd", sizes(KEYS), F32, device)
+    with torch.autocast(device, dtype=BF16):
+        out = module(*qkv)
+    assert out.dtype == BF16
+    out.float().sum().backward()
+    assert qkv[0].grad.dtype == F32
 
 
-def test_fp16_scores_do_not_overflow_before_scaling(device):
+@OURS
+def test_fp16_scores_do_not_overflow_before_scaling(device, backend):
     """64 products of 40 x 40 are beyond fp16, an eighth of them is not."""
     module = DotProductAttention(1, 64, attn_mask_type="causal", window_size=(2, 0))
     q = torch.full((4, 1, 1, 64), 40.0, device=device, dtype=F16)

@@ -162,14 +162,15 @@ TE_EXTRA_STATE = Variable(
 )
 TE_FLASH_ATTN = _flag(
     "TE_FLASH_ATTN",
-    "Attention may run by torch's scaled_dot_product_attention; that one is off where "
-    "TE_FUSED_ATTN is off too. Read at each call.",
+    "Attention may run by torch's scaled_dot_product_attention, which chooses among its kernels by "
+    "itself; that one is off where TE_FUSED_ATTN is off too. Read at each call.",
     "NVTE_FLASH_ATTN",
     default=True,
 )
 TE_FUSED_ATTN = _flag(
     "TE_FUSED_ATTN",
-    "As TE_FLASH_ATTN: torch chooses among its kernels by itself.",
+    "Attention may run by the library's own operator (CPU), or as with TE_FLASH_ATTN. Read at each "
+    "call.",
     "NVTE_FUSED_ATTN",
     default=True,
 )

@@ -169,6 +169,15 @@ class _TransformedFunction(torch.autograd.Function):
         _refuse(recorded.call.label, "vmap")
 
 
+def _distinct(tensors: tuple) -> list[Tensor | None]:
+    """The same with views for repeated tensors, which torch.compile takes in no function."""
+    made: list[Tensor | None] = []
+    for tensor in tensors:
+        repeated = tensor is not None and any(tensor is other for other in made)
+        made.append(tensor.view_as(tensor) if repeated else tensor)
+    return made
+
+
 def run_call(call: Call, *tensors: Tensor) -> Any:
     """Run a module call and record its backward.
 
@@ -187,7 +196,7 @@ def run_call(call: Call, *tensors: Tensor) -> Any:
     if call.traced and torch.compiler.is_compiling():
         if exporting():
             return call.run_forward(tensors)[0]
-        return _PlanFunction.apply(call, *tensors)
+        return _PlanFunction.apply(call, *_distinct(tensors))
     if in_transform():
         recorded = _Recorded(call)
         results = _TransformedFunction.apply(recorded, *tensors)

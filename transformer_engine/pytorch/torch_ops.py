@@ -117,6 +117,7 @@ def define(
     torch.library.register_fake(f"transformer_engine::{name}", fake, lib=_LIBRARY)
     _LIBRARY.impl(name, _refusing_backward(name), "Autograd", with_keyset=True)
     _LIBRARY.impl(name, _refusing_batches(name), "FuncTorchBatched", with_keyset=True)
+    offer_formulas()
 
 
 class _NoBackward(torch.autograd.Function):
@@ -297,7 +298,6 @@ define(
     _scaling_update,
     lambda *_: None,
 )
-offer_formulas()
 
 
 def run_traced(

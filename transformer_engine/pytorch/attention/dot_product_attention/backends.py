@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common import absent
-from transformer_engine.pytorch.attention.dot_product_attention import sdpa, unfused
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Situation
+from transformer_engine.pytorch.attention.dot_product_attention import native, sdpa, unfused
+from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits, Situation
 from transformer_engine.pytorch.attention.dot_product_attention.masks import (
     CAUSAL_WINDOW,
     NO_WINDOW,
@@ -34,13 +34,20 @@ class Choice(NamedTuple):
     Attributes
     ----------
     backend : str
-        "sdpa" or "unfused".
+        A key of `BACKENDS`.
     reasons : dict of str to str
         For each backend that would have been preferred, what it can not do.
     """
 
     backend: str
     reasons: dict[str, str]
+
+
+def _native_lacks(situation: Situation) -> str | None:
+    """What keeps the library's own operator from running it; None: nothing."""
+    if situation.device != "cpu":
+        return f"device {situation.device}: the operator runs on the CPU alone"
+    return None if situation.switches.fused else "switched off by NVTE_FUSED_ATTN"
 
 
 def _sdpa_lacks(situation: Situation) -> str | None:
@@ -66,16 +73,35 @@ def _unfused_lacks(situation: Situation) -> str | None:
     return None if situation.switches.unfused else "switched off by NVTE_UNFUSED_ATTN"
 
 
+_TO_HEADS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
+_FROM_HEADS = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
+"""Permutations of a format to [batch, heads, length, channels], and back."""
+
+
+def _by_heads(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A backend from a function of tensors [batch, heads, length, channels]."""
+
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, qkv_format: str, *arguments: Limits | float
+    ) -> Tensor:
+        order = _TO_HEADS[qkv_format]
+        out = attend(query.permute(*order), key.permute(*order), value.permute(*order), *arguments)
+        return out.permute(*_FROM_HEADS[qkv_format])
+
+    return run
+
+
 class Backend(NamedTuple):
-    """What it lacks for a situation, and how it runs; see `unfused.attend` for the arguments."""
+    """What it lacks for a situation, and how it runs; see `native.run` for the arguments."""
 
     lacks: Callable[[Situation], str | None]
-    attend: Callable[..., Tensor]
+    run: Callable[..., Tensor]
 
 
 BACKENDS = {
-    "sdpa": Backend(_sdpa_lacks, sdpa.attend),
-    "unfused": Backend(_unfused_lacks, unfused.attend),
+    "native": Backend(_native_lacks, native.run),
+    "sdpa": Backend(_sdpa_lacks, _by_heads(sdpa.attend)),
+    "unfused": Backend(_unfused_lacks, _by_heads(unfused.attend)),
 }
 """By name, in order of preference."""
 

@@ -46,11 +46,6 @@ __all__ = ["DotProductAttention"]
 
 _NAME = "DotProductAttention"
 
-_TO_HEADS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
-_FROM_HEADS = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
-"""Permutations of a format to [batch, heads, length, channels], as backends take it, and back."""
-
-
 _switches = constant_in_graphs(attention_switches)
 """What the environment allows now; in a graph, what it allowed when that was traced."""
 
@@ -335,28 +330,28 @@ score_mod_tensors, score_mod_bprop_tensors
             refuse_fp8(state.recipe)
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         sizes = self._check(query, key, value, qkv_format)
-        situation, choice, limits = self._decision_for(options, sizes[2] == sizes[3], query.dtype)
+        situation, choice, limits = self._decision_for(options, sizes[2] == sizes[3], query)
         if (
             limits is None
             or options.core_attention_bias is not None
             or options.alibi_slopes is not None
         ):
             limits = limits_of(situation, options, sizes, self.softmax_scale, query)
-        order, run = _TO_HEADS[qkv_format], BACKENDS[choice.backend].attend
-        layers = (query.permute(*order), key.permute(*order), value.permute(*order))
+        run, layers = BACKENDS[choice.backend].run, (query, key, value)
         dropout = self.attention_dropout if self.training else 0.0
         if self._get_tracker is not None or options.checkpoint_core_attention:
             recompute = options.checkpoint_core_attention
-            out = self._attend_specially(run, layers, limits, dropout, recompute)
+            out = self._attend_specially(run, layers, qkv_format, limits, dropout, recompute)
         else:
-            out = run(*layers, limits, self.softmax_scale, dropout)
-        # [b, heads, s, channels]; contiguous does nothing where the backend wrote in this order
-        return out.permute(*_FROM_HEADS[qkv_format]).flatten(2).contiguous()
+            out = run(*layers, qkv_format, limits, self.softmax_scale, dropout)
+        # contiguous does nothing where the backend wrote in this order
+        return out.flatten(2).contiguous()
 
     def _attend_specially(
         self,
         run: Callable[..., Tensor],
         layers: tuple[Tensor, Tensor, Tensor],
+        qkv_format: str,
         limits: Limits,
         dropout: float,
         recompute: bool,
@@ -367,7 +362,7 @@ score_mod_tensors, score_mod_bprop_tensors
         def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
             with contextlib.nullcontext() if tracker is None else tracker().fork():
                 own = limits._replace(bias=bias)
-                return run(query, key, value, own, self.softmax_scale, dropout)
+                return run(query, key, value, qkv_format, own, self.softmax_scale, dropout)
 
         if not recompute:
             return attend(*layers, limits.bias)
@@ -385,8 +380,7 @@ score_mod_tensors, score_mod_bprop_tensors
             found = tuple(type(t).__name__ for t in (query, key, value))
             raise TypeError(f"{_NAME}: query, key, value are {found}, expected three tensors")
         of_query, of_key, of_value = query.shape, key.shape, value.shape
-        if qkv_format not in _TO_HEADS:
-            check_format(qkv_format)
+        check_format(qkv_format)
         s, b = (0, 1) if qkv_format == "sbhd" else (1, 0)
         heads, groups = self.num_attention_heads, self.num_gqa_groups
         k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
@@ -419,9 +413,7 @@ score_mod_tensors, score_mod_bprop_tensors
             )
         return batch, heads, queries, keys
 
-    def _decision_for(
-        self, options: AttentionOptions, square: bool, dtype: torch.dtype
-    ) -> _Decision:
+    def _decision_for(self, options: AttentionOptions, square: bool, query: Tensor) -> _Decision:
         """What applies to a call, remembered for the next one of its kind."""
         mask, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
         window = self.window_size if options.window_size is None else options.window_size
@@ -431,7 +423,8 @@ score_mod_tensors, score_mod_bprop_tensors
             self.bottom_right_diagonal if bottom_right is None else bottom_right,
             options.core_attention_bias_type,
             square,
-            dtype,
+            query.dtype,
+            query.device.type,
             _switches(),
         )
         if torch.compiler.is_compiling():
@@ -444,11 +437,11 @@ score_mod_tensors, score_mod_bprop_tensors
 
     def _decide(self, key: tuple) -> _Decision:
         """Find out what applies to calls of a kind."""
-        name, window, bottom_right, bias, square, dtype, switches = key
+        name, window, bottom_right, bias, square, *rest = key
         kind = masks.mask_type(name)
         window = masks.window_of(window, kind)
         diagonal = masks.diagonal_of(bottom_right, kind)
         one_of(_NAME, BIAS_TYPES, core_attention_bias_type=bias)
         grouped = self.num_gqa_groups != self.num_attention_heads
-        situation = Situation(kind, window, diagonal, square, bias, grouped, dtype, switches)
+        situation = Situation(kind, window, diagonal, square, bias, grouped, *rest)
         return _Decision(situation, choose_backend(situation), constant_limits(situation))

@@ -30,6 +30,8 @@ class Situation(NamedTuple):
         Several heads share keys and values.
     dtype : torch.dtype
         Of queries, keys and values.
+    device : str
+        Type of their device.
     switches : AttentionSwitches
         What the environment allows.
     """
@@ -41,6 +43,7 @@ class Situation(NamedTuple):
     bias: str
     grouped: bool
     dtype: torch.dtype
+    device: str
     switches: AttentionSwitches
 
 
@@ -55,24 +58,54 @@ class Limits(NamedTuple):
         Added to the scaled scores; each dim 1 or that of the scores.
     window : tuple of int
         (left, right) of the diagonal; negative: no limit.
-    diagonal : int
-        Key on the diagonal of query 0.
+    bottom_right : bool
+        The diagonal ends in the bottom right corner of the scores of each sequence.
+    query_lengths, key_lengths : Tensor or None
+        [batch] int32: where the sequences end; both, or neither.
     """
 
     mask: Tensor | None
     bias: Tensor | None
     window: tuple[int, int]
-    diagonal: Any
+    bottom_right: bool
+    query_lengths: Tensor | None = None
+    key_lengths: Tensor | None = None
+
+    def without_lengths(self, queries: int, keys: int) -> "Limits":
+        """The same as a mask, for a backend that reads no lengths."""
+        if self.query_lengths is None:
+            return self
+        lengths = self.query_lengths, self.key_lengths
+        of_queries = masks.length_mask(self.query_lengths, queries)
+        if self.key_lengths is self.query_lengths:
+            both = of_queries, of_queries
+        else:
+            both = of_queries, masks.length_mask(self.key_lengths, keys)
+        return self._masked(both, _corner_shift(self.bottom_right, lengths))
+
+    def _masked(self, both: tuple[Tensor, Tensor], shift: Tensor | None) -> "Limits":
+        """With padding masks, and with none but a mask where a `shift` tells diagonals apart."""
+        of_queries, of_keys = both
+        mask, window = of_queries.transpose(2, 3) | of_keys, self.window
+        if shift is not None:
+            outside = masks.window_mask(window, shift, of_queries.shape[3], of_keys.shape[3])
+            mask, window = mask if outside is None else mask | outside, masks.NO_WINDOW
+        return Limits(mask, self.bias, window, self.bottom_right)
+
+
+def _corner_shift(bottom_right: bool, lengths: tuple[Tensor, Tensor]) -> Tensor | None:
+    """Keys less queries of each sequence [batch, 1, 1, 1]; None where all have one diagonal."""
+    if not bottom_right or lengths[0] is lengths[1]:
+        return None
+    return (lengths[1] - lengths[0])[:, None, None, None]
 
 
 def constant_limits(situation: Situation) -> Limits | None:
-    """Limits that all calls of a kind have; None where they depend on tensors or on lengths."""
+    """Limits that all calls of a kind have; None where they depend on tensors."""
     kind = situation.kind
     if kind.padding or kind.name == "arbitrary" or situation.bias != "no_bias":
         return None
-    if situation.bottom_right and not situation.square and situation.window != masks.NO_WINDOW:
-        return None
-    return Limits(None, None, situation.window, 0)
+    return Limits(None, None, situation.window, situation.bottom_right)
 
 
 def limits_of(
@@ -99,27 +132,27 @@ def limits_of(
         A tensor is missing, one too many, or none of the kind.
     """
     batch, _, queries, keys = sizes
-    kind, window = situation.kind, situation.window
-    diagonal: Any = keys - queries if situation.bottom_right else 0
-    mask = None
+    kind, corner, shift = situation.kind, situation.bottom_right, None
+    limits = Limits(None, None, situation.window, corner)
     if kind.name == "arbitrary":
-        mask = masks.arbitrary_mask(options.attention_mask, sizes)
+        limits = limits._replace(mask=masks.arbitrary_mask(options.attention_mask, sizes))
+    elif kind.padding and options.attention_mask is not None:
+        both = masks.padding_masks(options.attention_mask, batch, queries, keys)
+        if corner and both[0] is not both[1]:
+            shift = _corner_shift(corner, tuple((~mask[:, 0, 0]).sum(-1) for mask in both))
+        limits = limits._masked(both, shift)
     elif kind.padding:
-        lengths = (options.cu_seqlens_q, options.cu_seqlens_kv)
-        if options.attention_mask is None and lengths[0] is None:
+        if options.cu_seqlens_q is None:
             raise ValueError(f"{_NAME}: mask type {kind.name} needs attention_mask or cu_seqlens_q")
-        both = masks.padding_masks(options.attention_mask, lengths, batch, queries, keys)
-        mask = both[0].transpose(2, 3) | both[1]
-        if situation.bottom_right and both[0] is not both[1]:
-            # Each sequence has a diagonal of its own: a mask says what the window leaves.
-            diagonal = masks.length_difference(both)
-            outside = masks.window_mask(window, diagonal, queries, keys)
-            mask = mask if outside is None else mask | outside
-            window = masks.NO_WINDOW
+        cumulative = (options.cu_seqlens_q, options.cu_seqlens_kv)
+        lengths = masks.sequence_lengths(cumulative, batch, queries, keys)
+        shift = _corner_shift(corner, lengths)
+        limits = limits._replace(query_lengths=lengths[0], key_lengths=lengths[1])
+    diagonal = shift if shift is not None else keys - queries if corner else 0
     bias = _bias(situation.bias, options, sizes, diagonal, query)
     if situation.bias == "pre_scale_bias":
         bias = bias.float() * scale
-    return Limits(mask, bias, window, 0 if isinstance(diagonal, Tensor) else diagonal)
+    return limits._replace(bias=bias)
 
 
 def _bias(

@@ -20,9 +20,10 @@ __all__ = [
     "arbitrary_mask",
     "default_alibi_slopes",
     "diagonal_of",
-    "length_difference",
+    "length_mask",
     "mask_type",
     "padding_masks",
+    "sequence_lengths",
     "window_mask",
     "window_of",
 ]
@@ -162,18 +163,13 @@ def diagonal_of(bottom_right: bool | None, kind: MaskType) -> bool:
 # ---- masks as tensors ----------------------------------------------------------------------------
 
 
-def padding_masks(
-    mask: Any, cumulative: tuple[Tensor, Tensor | None], batch: int, queries: int, keys: int
-) -> tuple[Tensor, Tensor]:
+def padding_masks(mask: Any, batch: int, queries: int, keys: int) -> tuple[Tensor, Tensor]:
     """The padding masks of queries and of keys.
 
     Parameters
     ----------
-    mask : Tensor, pair of Tensor or None
+    mask : Tensor or pair of Tensor
         [batch, 1, 1, length] bool for both, or one for the queries and one for the keys.
-    cumulative : pair of Tensor or None
-        In place of a mask: [batch + 1] int32 sums of the lengths of the sequences before each;
-        without the second, the first counts for both.
     batch, queries, keys : int
         Sizes of the scores.
 
@@ -187,14 +183,6 @@ def padding_masks(
     TypeError, ValueError
         Not such masks; one mask where queries and keys differ in number.
     """
-    if mask is None:
-        of_queries, of_keys = cumulative
-        first = _of_lengths(of_queries, batch, queries, "cu_seqlens_q")
-        if queries == keys and (of_keys is None or of_keys is of_queries):
-            return first, first
-        if of_keys is None:
-            raise ValueError(f"cu_seqlens_kv: None, with {queries} queries and {keys} keys")
-        return first, _of_lengths(of_keys, batch, keys, "cu_seqlens_kv")
     pair = isinstance(mask, tuple | list)
     if pair and len(mask) != 2:
         raise ValueError(f"attention_mask: {len(mask)} masks, expected one or a pair")
@@ -221,15 +209,50 @@ def _check_bool(mask: Any, label: str) -> None:
         raise TypeError(f"{label}: {found}, expected a torch.bool tensor, True: masked out")
 
 
-def _of_lengths(cumulative: Tensor, batch: int, length: int, label: str) -> Tensor:
-    """The padding mask that says what cumulative lengths say."""
+def sequence_lengths(
+    cumulative: tuple[Tensor, Tensor | None], batch: int, queries: int, keys: int
+) -> tuple[Tensor, Tensor]:
+    """Lengths of the sequences of queries and of keys.
+
+    Parameters
+    ----------
+    cumulative : pair of Tensor or None
+        [batch + 1] int32 sums of the lengths of the sequences before each; without the second, the
+        first counts for both.
+    batch, queries, keys : int
+        Sizes of the scores.
+
+    Returns
+    -------
+    tuple of Tensor
+        [batch] int32 each; the same object twice for one.
+
+    Raises
+    ------
+    ValueError
+        Not such sums; one where queries and keys differ in number.
+    """
+    of_queries, of_keys = cumulative
+    first = _lengths(of_queries, batch, "cu_seqlens_q")
+    if queries == keys and (of_keys is None or of_keys is of_queries):
+        return first, first
+    if of_keys is None:
+        raise ValueError(f"cu_seqlens_kv: None, with {queries} queries and {keys} keys")
+    return first, _lengths(of_keys, batch, "cu_seqlens_kv")
+
+
+def _lengths(cumulative: Tensor, batch: int, label: str) -> Tensor:
     if cumulative.dtype is not torch.int32 or tuple(cumulative.shape) != (batch + 1,):
         raise ValueError(
             f"{label}: {cumulative.dtype} of shape {tuple(cumulative.shape)}, expected torch.int32 "
             f"[batch + 1] = [{batch + 1}]"
         )
-    lengths = (cumulative[1:] - cumulative[:-1])[:, None, None, None]
-    return torch.arange(length, device=cumulative.device) >= lengths
+    return cumulative[1:] - cumulative[:-1]
+
+
+def length_mask(lengths: Tensor, longest: int) -> Tensor:
+    """The padding mask [batch, 1, 1, longest] of sequences of these lengths [batch]."""
+    return torch.arange(longest, device=lengths.device) >= lengths[:, None, None, None]
 
 
 def arbitrary_mask(mask: Any, sizes: tuple[int, int, int, int]) -> Tensor:
@@ -251,12 +274,6 @@ def _distance(queries: int, keys: int, diagonal: Any, device: torch.device) -> T
     """Key minus the diagonal's key, [queries, keys] or with the leading dims of `diagonal`."""
     rows = torch.arange(queries, device=device)[:, None] + diagonal
     return torch.arange(keys, device=device) - rows
-
-
-def length_difference(masks: tuple[Tensor, Tensor]) -> Tensor:
-    """Unmasked keys minus unmasked queries of each sequence, [batch, 1, 1, 1]."""
-    of_queries, of_keys = masks
-    return (~of_keys).sum(-1, keepdim=True) - (~of_queries).sum(-1, keepdim=True)
 
 
 def window_mask(

@@ -39,6 +39,7 @@ def attend(
     """
     batch, heads, queries, channels = query.shape
     groups, keys = key.shape[1], key.shape[2]
+    limits = limits.without_lengths(queries, keys)
     folded = heads // groups * queries
     scores = torch.baddbmm(
         query.new_empty(1),  # times 0: not read
@@ -53,7 +54,7 @@ def attend(
         limits.bias,
         dropout=dropout,
         window=limits.window,
-        diagonal=limits.diagonal,
+        diagonal=keys - queries if limits.bottom_right else 0,
     )
     values = value.reshape(batch * groups, keys, value.shape[3])
     out = torch.bmm(probabilities.view(batch * groups, folded, keys), values)
