@@ -8,6 +8,13 @@
 
 typedef long long te_index; /* 64 bits: rows, columns, strides and offsets, in elements */
 
+/* A kernel: its parameter struct is `p`, its bounds (threads[, blocks per multiprocessor]). */
+#define TE_KERNEL(name, params, bounds, ...)                                                       \
+    extern "C" __global__ void __launch_bounds__ bounds name(const __grid_constant__ params p)     \
+    {                                                                                              \
+        __VA_ARGS__;                                                                               \
+    }
+
 /* A matrix with unit column stride. */
 typedef struct te_view {
     unsigned char *data;

@@ -13,6 +13,25 @@
 
 typedef te_activation_kernel_params te_p;
 
+/* Row i of a source, by the function of this call. Gated ones alone have the last two. */
+template <bool GATED, typename S>
+static __device__ __forceinline__ void apply_shape(const S &source, const te_p &p, int i,
+                                                   float v[S::outputs][8])
+{
+    if (p.shape == TE_SHAPE_GELU)
+        source.template apply<TE_SHAPE_GELU>(p, i, v);
+    else if (p.shape == TE_SHAPE_SWISH)
+        source.template apply<TE_SHAPE_SWISH>(p, i, v);
+    else if (p.shape == TE_SHAPE_RELU)
+        source.template apply<TE_SHAPE_RELU>(p, i, v);
+    else if (!GATED || p.shape == TE_SHAPE_SRELU)
+        source.template apply<TE_SHAPE_SRELU>(p, i, v);
+    else if (p.shape == TE_SHAPE_GLU)
+        source.template apply<TE_SHAPE_GLU>(p, i, v);
+    else
+        source.template apply<TE_SHAPE_CLAMPED>(p, i, v);
+}
+
 /* f(a), times the gate. */
 template <typename T, bool GATED> struct te_value_source {
     typedef te_p params;
@@ -32,29 +51,18 @@ template <typename T, bool GATED> struct te_value_source {
     }
 
     template <int SHAPE>
-    __device__ __forceinline__ void apply(const te_p &p, int i, float v[8]) const
+    __device__ __forceinline__ void apply(const te_p &p, int i, float v[1][8]) const
     {
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            v[j] = te_activation<SHAPE, te_p>::value(a[i].value(j), p);
-            if constexpr (GATED) v[j] *= te_gate_value<SHAPE>(b[i].value(j), p);
+            v[0][j] = te_activation<SHAPE, te_p>::value(a[i].value(j), p);
+            if constexpr (GATED) v[0][j] *= te_gate_value<SHAPE>(b[i].value(j), p);
         }
     }
 
     __device__ __forceinline__ void values(const te_p &p, int i, float v[1][8]) const
     {
-        if (p.shape == TE_SHAPE_GELU)
-            apply<TE_SHAPE_GELU>(p, i, v[0]);
-        else if (p.shape == TE_SHAPE_SWISH)
-            apply<TE_SHAPE_SWISH>(p, i, v[0]);
-        else if (p.shape == TE_SHAPE_RELU)
-            apply<TE_SHAPE_RELU>(p, i, v[0]);
-        else if (!GATED || p.shape == TE_SHAPE_SRELU)
-            apply<TE_SHAPE_SRELU>(p, i, v[0]);
-        else if (p.shape == TE_SHAPE_GLU)
-            apply<TE_SHAPE_GLU>(p, i, v[0]);
-        else
-            apply<TE_SHAPE_CLAMPED>(p, i, v[0]);
+        apply_shape<GATED>(*this, p, i, v);
     }
 };
 
@@ -97,18 +105,7 @@ template <typename T, bool GATED> struct te_gradient_source {
 
     __device__ __forceinline__ void values(const te_p &p, int i, float v[outputs][8]) const
     {
-        if (p.shape == TE_SHAPE_GELU)
-            apply<TE_SHAPE_GELU>(p, i, v);
-        else if (p.shape == TE_SHAPE_SWISH)
-            apply<TE_SHAPE_SWISH>(p, i, v);
-        else if (p.shape == TE_SHAPE_RELU)
-            apply<TE_SHAPE_RELU>(p, i, v);
-        else if (!GATED || p.shape == TE_SHAPE_SRELU)
-            apply<TE_SHAPE_SRELU>(p, i, v);
-        else if (p.shape == TE_SHAPE_GLU)
-            apply<TE_SHAPE_GLU>(p, i, v);
-        else
-            apply<TE_SHAPE_CLAMPED>(p, i, v);
+        apply_shape<GATED>(*this, p, i, v);
     }
 };
 
@@ -144,30 +141,16 @@ template <typename T> struct te_softcap_source {
 
 /* As many blocks per multiprocessor as need no spills. */
 #define X(I, i)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, 6)                               \
-        te_activation_##i(const __grid_constant__ te_p p)                                          \
-    {                                                                                              \
-        te_tile_cast<te_value_source<te_##i, false>, te_any_fp8>(p);                               \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, te_##i::bytes == 4 ? 4 : 5)      \
-        te_activation_gated_##i(const __grid_constant__ te_p p)                                    \
-    {                                                                                              \
-        te_tile_cast<te_value_source<te_##i, true>, te_any_fp8>(p);                                \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, te_##i::bytes == 4 ? 4 : 5)      \
-        te_activation_backward_##i(const __grid_constant__ te_p p)                                 \
-    {                                                                                              \
-        te_tile_cast<te_gradient_source<te_##i, false>, te_any_fp8>(p);                            \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, te_##i::bytes == 4 ? 2 : 4)      \
-        te_activation_backward_gated_##i(const __grid_constant__ te_p p)                           \
-    {                                                                                              \
-        te_tile_cast<te_gradient_source<te_##i, true>, te_any_fp8>(p);                             \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, 4)                               \
-        te_softcap_##i(const __grid_constant__ te_p p)                                             \
-    {                                                                                              \
-        te_tile_cast<te_softcap_source<te_##i>, te_any_fp8>(p);                                    \
-    }
+    TE_KERNEL(te_activation_##i, te_p, (TE_TILE_THREADS, 6),                                       \
+              te_tile_cast<te_value_source<te_##i, false>, te_any_fp8>(p))                         \
+    TE_KERNEL(te_activation_gated_##i, te_p, (TE_TILE_THREADS, te_##i::bytes == 4 ? 4 : 5),        \
+              te_tile_cast<te_value_source<te_##i, true>, te_any_fp8>(p))                          \
+    TE_KERNEL(te_activation_backward_##i, te_p, (TE_TILE_THREADS, te_##i::bytes == 4 ? 4 : 5),     \
+              te_tile_cast<te_gradient_source<te_##i, false>, te_any_fp8>(p))                      \
+    TE_KERNEL(te_activation_backward_gated_##i, te_p,                                              \
+              (TE_TILE_THREADS, te_##i::bytes == 4 ? 2 : 4),                                       \
+              te_tile_cast<te_gradient_source<te_##i, true>, te_any_fp8>(p))                       \
+    TE_KERNEL(te_softcap_##i, te_p, (TE_TILE_THREADS, 4),                                          \
+              te_tile_cast<te_softcap_source<te_##i>, te_any_fp8>(p))
 TE_ACTIVATION_INSTANCES(X)
 #undef X

@@ -69,15 +69,9 @@ static __device__ __forceinline__ void dequantize_transposed(const te_dequantize
 }
 
 #define X(I, i, O, o)                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_MATRIX_THREADS)                                \
-        te_dequantize_##i##_##o(const __grid_constant__ te_dequantize_params p)                    \
-    {                                                                                              \
-        dequantize<te_##i, te_##o>(p);                                                             \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS)                                  \
-        te_dequantize_transposed_##i##_##o(const __grid_constant__ te_dequantize_params p)         \
-    {                                                                                              \
-        dequantize_transposed<te_##i, te_##o>(p);                                                  \
-    }
+    TE_KERNEL(te_dequantize_##i##_##o, te_dequantize_params, (TE_MATRIX_THREADS),                  \
+              dequantize<te_##i, te_##o>(p))                                                       \
+    TE_KERNEL(te_dequantize_transposed_##i##_##o, te_dequantize_params, (TE_TILE_THREADS),         \
+              dequantize_transposed<te_##i, te_##o>(p))
 TE_DEQUANTIZE_INSTANCES(X)
 #undef X

@@ -241,11 +241,7 @@ static __device__ __forceinline__ void dropout(const te_dropout_params &p)
 
 /* Blocks per multiprocessor: as many as need no spills. */
 #define KERNEL(name, T, SUMS, ALIGNED, BLOCKS)                                                     \
-    extern "C" __global__ void __launch_bounds__(TE_DROPOUT_THREADS, BLOCKS)                       \
-        name(const __grid_constant__ te_dropout_params p)                                          \
-    {                                                                                              \
-        dropout<T, SUMS, ALIGNED>(p);                                                              \
-    }
+    TE_KERNEL(name, te_dropout_params, (TE_DROPOUT_THREADS, BLOCKS), dropout<T, SUMS, ALIGNED>(p))
 #define X(I, i)                                                                                    \
     KERNEL(te_dropout_##i, te_##i, false, true, 3)                                                 \
     KERNEL(te_dropout_any_##i, te_##i, false, false, 2)                                            \

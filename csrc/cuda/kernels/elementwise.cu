@@ -46,11 +46,7 @@ static __device__ __forceinline__ void cast(const te_cast_params &p)
 }
 
 #define X(I, i, O, o)                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_MATRIX_THREADS)                                \
-        te_cast_##i##_##o(const __grid_constant__ te_cast_params p)                                \
-    {                                                                                              \
-        cast<te_##i, te_##o>(p);                                                                   \
-    }
+    TE_KERNEL(te_cast_##i##_##o, te_cast_params, (TE_MATRIX_THREADS), cast<te_##i, te_##o>(p))
 TE_CAST_INSTANCES(X)
 #undef X
 
@@ -71,16 +67,9 @@ template <typename T> static __device__ __forceinline__ void fill(const te_fill_
 }
 
 #define X(BYTES)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(TE_MATRIX_THREADS)                                \
-        te_copy_##BYTES(const __grid_constant__ te_cast_params p)                                  \
-    {                                                                                              \
-        cast<te_opaque<BYTES>, te_opaque<BYTES>>(p);                                               \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_MATRIX_THREADS)                                \
-        te_fill_##BYTES(const __grid_constant__ te_fill_params p)                                  \
-    {                                                                                              \
-        fill<te_opaque<BYTES>>(p);                                                                 \
-    }
+    TE_KERNEL(te_copy_##BYTES, te_cast_params, (TE_MATRIX_THREADS),                                \
+              cast<te_opaque<BYTES>, te_opaque<BYTES>>(p))                                         \
+    TE_KERNEL(te_fill_##BYTES, te_fill_params, (TE_MATRIX_THREADS), fill<te_opaque<BYTES>>(p))
 TE_COPY_INSTANCES(X)
 #undef X
 

@@ -407,35 +407,20 @@ template <typename T> struct te_norm_source {
 };
 
 #define X(I, i)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(TE_NORM_NARROW_THREADS,                           \
-                                                 te_##i::bytes == 4 ? 2 : 3)                       \
-        te_norm_narrow_##i(const __grid_constant__ te_norm_params p)                               \
-    {                                                                                              \
-        norm_rows<te_##i, TE_NORM_ROWS, 1, te_team<TE_TEAM_LANES, float2>>(p);                     \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_NORM_THREADS, te_##i::bytes == 4 ? 1 : 2)      \
-        te_norm_odd_##i(const __grid_constant__ te_norm_params p)                                  \
-    {                                                                                              \
-        norm_rows<te_##i, 1, TE_NORM_VECTORS, te_team<TE_TEAM_BLOCK, float>>(p);                   \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_NORM_THREADS, 1)                               \
-        te_norm_long_##i(const __grid_constant__ te_norm_params p)                                 \
-    {                                                                                              \
-        norm_long_rows<te_##i>(p);                                                                 \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, te_##i::bytes == 4 ? 4 : 5)      \
-        te_norm_tile_##i(const __grid_constant__ te_norm_tile_params p)                            \
-    {                                                                                              \
-        te_tile_cast<te_norm_source<te_##i>, te_any_fp8>(p);                                       \
-    }
+    TE_KERNEL(te_norm_narrow_##i, te_norm_params,                                                  \
+              (TE_NORM_NARROW_THREADS, te_##i::bytes == 4 ? 2 : 3),                                \
+              norm_rows<te_##i, TE_NORM_ROWS, 1, te_team<TE_TEAM_LANES, float2>>(p))               \
+    TE_KERNEL(te_norm_odd_##i, te_norm_params, (TE_NORM_THREADS, te_##i::bytes == 4 ? 1 : 2),      \
+              norm_rows<te_##i, 1, TE_NORM_VECTORS, te_team<TE_TEAM_BLOCK, float>>(p))             \
+    TE_KERNEL(te_norm_long_##i, te_norm_params, (TE_NORM_THREADS, 1), norm_long_rows<te_##i>(p))   \
+    TE_KERNEL(te_norm_tile_##i, te_norm_tile_params,                                               \
+              (TE_TILE_THREADS, te_##i::bytes == 4 ? 4 : 5),                                       \
+              te_tile_cast<te_norm_source<te_##i>, te_any_fp8>(p))
 TE_NORM_INSTANCES(X)
 #undef X
 
 #define X(I, i)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(TE_NORM_WIDE_THREADS, 1)                          \
-        te_norm_wide_##i(const __grid_constant__ te_norm_params p)                                 \
-    {                                                                                              \
-        norm_staged_rows<te_##i, TE_NORM_WIDE_VECTORS>(p);                                         \
-    }
+    TE_KERNEL(te_norm_wide_##i, te_norm_params, (TE_NORM_WIDE_THREADS, 1),                         \
+              norm_staged_rows<te_##i, TE_NORM_WIDE_VECTORS>(p))
 TE_NORM_WIDE_INSTANCES(X)
 #undef X

@@ -302,38 +302,20 @@ template <typename T> struct te_norm_sums_source {
 };
 
 #define X(I, i)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(TE_NORM_NARROW_THREADS, 3)                        \
-        te_norm_backward_narrow_##i(const __grid_constant__ te_norm_backward_params p)             \
-    {                                                                                              \
-        norm_backward<te_##i, 1, false, true, TE_TEAM_LANES>(p);                                   \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_NORM_BACKWARD_THREADS, 1)                      \
-        te_norm_backward_wide_##i(const __grid_constant__ te_norm_backward_params p)               \
-    {                                                                                              \
-        norm_backward<te_##i, TE_NORM_BACKWARD_BYTES / (8 * te_##i::bytes), true, false,           \
-                      TE_TEAM_WARPS>(p);                                                           \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_NORM_BACKWARD_THREADS, 1)                      \
-        te_norm_backward_adding_##i(const __grid_constant__ te_norm_backward_params p)             \
-    {                                                                                              \
-        norm_backward<te_##i, TE_NORM_BACKWARD_BYTES / (8 * te_##i::bytes), true, true,            \
-                      TE_TEAM_WARPS>(p);                                                           \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_NORM_BACKWARD_THREADS, 1)                      \
-        te_norm_backward_odd_##i(const __grid_constant__ te_norm_backward_params p)                \
-    {                                                                                              \
-        norm_backward<te_##i, TE_NORM_BACKWARD_BYTES / (8 * te_##i::bytes), false, true,           \
-                      TE_TEAM_WARPS>(p);                                                           \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_NORM_BACKWARD_THREADS, 1)                      \
-        te_norm_backward_long_##i(const __grid_constant__ te_norm_backward_params p)               \
-    {                                                                                              \
-        norm_backward_long<te_##i>(p);                                                             \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, 3)                               \
-        te_norm_sums_##i(const __grid_constant__ te_norm_sums_params p)                            \
-    {                                                                                              \
-        te_tile_cast<te_norm_sums_source<te_##i>, te_none>(p);                                     \
-    }
+    TE_KERNEL(te_norm_backward_narrow_##i, te_norm_backward_params, (TE_NORM_NARROW_THREADS, 3),   \
+              norm_backward<te_##i, 1, false, true, TE_TEAM_LANES>(p))                             \
+    TE_KERNEL(te_norm_backward_wide_##i, te_norm_backward_params, (TE_NORM_BACKWARD_THREADS, 1),   \
+              norm_backward<te_##i, TE_NORM_BACKWARD_BYTES / (8 * te_##i::bytes), true, false,     \
+                            TE_TEAM_WARPS>(p))                                                     \
+    TE_KERNEL(te_norm_backward_adding_##i, te_norm_backward_params, (TE_NORM_BACKWARD_THREADS, 1), \
+              norm_backward<te_##i, TE_NORM_BACKWARD_BYTES / (8 * te_##i::bytes), true, true,      \
+                            TE_TEAM_WARPS>(p))                                                     \
+    TE_KERNEL(te_norm_backward_odd_##i, te_norm_backward_params, (TE_NORM_BACKWARD_THREADS, 1),    \
+              norm_backward<te_##i, TE_NORM_BACKWARD_BYTES / (8 * te_##i::bytes), false, true,     \
+                            TE_TEAM_WARPS>(p))                                                     \
+    TE_KERNEL(te_norm_backward_long_##i, te_norm_backward_params, (TE_NORM_BACKWARD_THREADS, 1),   \
+              norm_backward_long<te_##i>(p))                                                       \
+    TE_KERNEL(te_norm_sums_##i, te_norm_sums_params, (TE_TILE_THREADS, 3),                         \
+              te_tile_cast<te_norm_sums_source<te_##i>, te_none>(p))
 TE_NORM_INSTANCES(X)
 #undef X

@@ -34,11 +34,8 @@ template <typename T> struct te_plain_source {
 
 /* Enough blocks per multiprocessor to cover the latency of memory, as many as need no spills. */
 #define X(I, i, O, o)                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_TILE_THREADS, 7)                               \
-        te_quantize_##i##_##o(const __grid_constant__ te_quantize_params p)                        \
-    {                                                                                              \
-        te_tile_cast<te_plain_source<te_##i>, te_##o>(p);                                          \
-    }
+    TE_KERNEL(te_quantize_##i##_##o, te_quantize_params, (TE_TILE_THREADS, 7),                     \
+              te_tile_cast<te_plain_source<te_##i>, te_##o>(p))
 TE_QUANTIZE_INSTANCES(X)
 #undef X
 
@@ -94,11 +91,6 @@ template <typename T> static __device__ __forceinline__ void partial_amax(const 
             p.partials[i] = 0.0F;
 }
 
-#define X(I, i)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(TE_AMAX_THREADS)                                  \
-        te_amax_##i(const __grid_constant__ te_amax_params p)                                      \
-    {                                                                                              \
-        partial_amax<te_##i>(p);                                                                   \
-    }
+#define X(I, i) TE_KERNEL(te_amax_##i, te_amax_params, (TE_AMAX_THREADS), partial_amax<te_##i>(p))
 TE_AMAX_INSTANCES(X)
 #undef X

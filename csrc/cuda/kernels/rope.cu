@@ -232,15 +232,7 @@ static __device__ __forceinline__ void rope(const te_rope_params &p)
 }
 
 #define X(I, i)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(TE_ROPE_THREADS)                                  \
-        te_rope_##i(const __grid_constant__ te_rope_params p)                                      \
-    {                                                                                              \
-        rope<te_##i, true>(p);                                                                     \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(TE_ROPE_THREADS)                                  \
-        te_rope_any_##i(const __grid_constant__ te_rope_params p)                                  \
-    {                                                                                              \
-        rope<te_##i, false>(p);                                                                    \
-    }
+    TE_KERNEL(te_rope_##i, te_rope_params, (TE_ROPE_THREADS), rope<te_##i, true>(p))               \
+    TE_KERNEL(te_rope_any_##i, te_rope_params, (TE_ROPE_THREADS), rope<te_##i, false>(p))
 TE_ROPE_INSTANCES(X)
 #undef X

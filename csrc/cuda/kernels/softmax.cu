@@ -285,11 +285,8 @@ static __device__ __forceinline__ void softmax(const te_softmax_params &p)
 /* Blocks per multiprocessor: as many as leave a thread the registers for its keys, and of 16-bit
  * elements one more: that spills a few bytes and takes up to two fifths less time. */
 #define KERNEL(name, T, LANES, KEYS, ALIGNED, BLOCKS)                                              \
-    extern "C" __global__ void __launch_bounds__(TE_SOFTMAX_THREADS, BLOCKS)                       \
-        name(const __grid_constant__ te_softmax_params p)                                          \
-    {                                                                                              \
-        softmax<T, LANES, KEYS, ALIGNED>(p);                                                       \
-    }
+    TE_KERNEL(name, te_softmax_params, (TE_SOFTMAX_THREADS, BLOCKS),                               \
+              softmax<T, LANES, KEYS, ALIGNED>(p))
 #define ALIGNED_KERNEL(I, i, LANES, KEYS)                                                          \
     KERNEL(te_softmax_##i##_##LANES##_##KEYS, te_##i, LANES, KEYS, true,                           \
            te_##i::bytes == 2 ? (KEYS == 32 ? 8 : 5) : 7 - KEYS / 16)
@@ -341,10 +338,7 @@ static __device__ __forceinline__ void softmax_long(const te_softmax_params &p)
 }
 
 #define X(I, i, ...)                                                                               \
-    extern "C" __global__ void __launch_bounds__(TE_SOFTMAX_LONG_THREADS, 2)                       \
-        te_softmax_long_##i(const __grid_constant__ te_softmax_params p)                           \
-    {                                                                                              \
-        softmax_long<te_##i>(p);                                                                   \
-    }
+    TE_KERNEL(te_softmax_long_##i, te_softmax_params, (TE_SOFTMAX_LONG_THREADS, 2),                \
+              softmax_long<te_##i>(p))
 TE_SOFTMAX_DTYPES(X, )
 #undef X

@@ -102,11 +102,8 @@ static __device__ __forceinline__ void backward(const te_softmax_backward_params
 
 /* Two operands stay in registers, as they were read. */
 #define KERNEL(name, T, LANES, KEYS, ALIGNED, BLOCKS)                                              \
-    extern "C" __global__ void __launch_bounds__(TE_SOFTMAX_THREADS, BLOCKS)                       \
-        name(const __grid_constant__ te_softmax_backward_params p)                                 \
-    {                                                                                              \
-        backward<T, LANES, KEYS, ALIGNED>(p);                                                      \
-    }
+    TE_KERNEL(name, te_softmax_backward_params, (TE_SOFTMAX_THREADS, BLOCKS),                      \
+              backward<T, LANES, KEYS, ALIGNED>(p))
 #define ALIGNED_KERNEL(I, i, LANES, KEYS)                                                          \
     KERNEL(te_softmax_backward_##i##_##LANES##_##KEYS, te_##i, LANES, KEYS, true,                  \
            te_##i::bytes == 2 ? 4 : 3)
@@ -150,10 +147,7 @@ static __device__ __forceinline__ void backward_long(const te_softmax_backward_p
 }
 
 #define X(I, i, ...)                                                                               \
-    extern "C" __global__ void __launch_bounds__(TE_SOFTMAX_LONG_THREADS, 2)                       \
-        te_softmax_backward_long_##i(const __grid_constant__ te_softmax_backward_params p)         \
-    {                                                                                              \
-        backward_long<te_##i>(p);                                                                  \
-    }
+    TE_KERNEL(te_softmax_backward_long_##i, te_softmax_backward_params,                            \
+              (TE_SOFTMAX_LONG_THREADS, 2), backward_long<te_##i>(p))
 TE_SOFTMAX_DTYPES(X, )
 #undef X
