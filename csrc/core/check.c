@@ -174,6 +174,13 @@ te_status te_check_size(te_op op, const void *args, te_any_args *buffer, const v
     return TE_OK;
 }
 
+te_status te_check_workspace(te_op op, const void *workspace, size_t size, size_t needed)
+{
+    if (needed == 0 || (workspace != NULL && size >= needed)) return TE_OK;
+    return TE_FAIL(TE_ERROR_INVALID, "%s: workspace of %zu bytes, %zu are needed", te_op_name(op),
+                   workspace != NULL ? size : 0, needed);
+}
+
 /* ---- memory that is written --------------------------------------------------------------- */
 
 /* Bytes [begin, end) that a field certainly occupies: all of a dense tensor, else its first element

@@ -29,6 +29,8 @@ te_status te_check_args(te_op op, te_device device, const void *args);
 /* Nothing that is written is the memory of another field, unless it is documented to be. Plans need
  * not ask: they lay out their buffers. */
 te_status te_check_memory(te_op op, const void *args);
+/* The workspace of a call has the bytes that its operator needs. */
+te_status te_check_workspace(te_op op, const void *workspace, size_t size, size_t needed);
 
 /* ---- between check.c and check_ops.c ---- */
 

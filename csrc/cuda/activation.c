@@ -63,14 +63,10 @@ static int64_t value_columns(const te_tensor *input, te_activation_kind kind)
 
 te_status te_cuda_activation(void *self, te_context *context, const void *args_, void *stream)
 {
-    static const char *const kernels[2][TE_DTYPE_COUNT] = {
-#define X(I, i)                                                                                    \
-    [0][TE_DTYPE_##I] = "te_activation_" #i, [1][TE_DTYPE_##I] = "te_activation_gated_" #i,
-        TE_ACTIVATION_INSTANCES(X)
-#undef X
-    };
+    static const char *const kernels[2][TE_DTYPE_COUNT] = {TE_CUDA_NAMES("te_activation_"),
+                                                           TE_CUDA_NAMES("te_activation_gated_")};
     const te_activation_args *args = args_;
-    const te_cuda_tile_request request = {.op = "activation",
+    const te_cuda_tile_request request = {.op = TE_OP_ACTIVATION,
                                           .outputs = 1,
                                           .rows = args->input.shape[0],
                                           .columns = value_columns(&args->input, args->kind),
@@ -82,22 +78,15 @@ te_status te_cuda_activation(void *self, te_context *context, const void *args_,
     TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
     set_input(&params, &args->input, args->kind, &args->params);
     call.name = kernels[te_activation_is_gated(args->kind)][args->input.dtype];
-    if (call.name == NULL) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "activation: %s", te_dtype_name(args->input.dtype));
-    }
     return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
 }
 
 te_status te_cuda_softcap(void *self, te_context *context, const void *args_, void *stream)
 {
-    static const char *const kernels[TE_DTYPE_COUNT] = {
-#define X(I, i) [TE_DTYPE_##I] = "te_softcap_" #i,
-        TE_ACTIVATION_INSTANCES(X)
-#undef X
-    };
+    static const char *const kernels[TE_DTYPE_COUNT] = TE_CUDA_NAMES("te_softcap_");
     const te_softcap_args *args = args_;
     const size_t bytes = te_dtype_bytes(args->input.dtype);
-    const te_cuda_tile_request request = {.op = "softcap",
+    const te_cuda_tile_request request = {.op = TE_OP_SOFTCAP,
                                           .outputs = 1,
                                           .rows = args->input.shape[0],
                                           .columns = args->input.shape[1],
@@ -119,7 +108,7 @@ te_status te_cuda_softcap(void *self, te_context *context, const void *args_, vo
 static te_cuda_tile_request backward_request(const te_activation_backward_args *args)
 {
     const int sums = te_tensor_requested(&args->bias_grad);
-    return (te_cuda_tile_request){.op = "activation_backward",
+    return (te_cuda_tile_request){.op = TE_OP_ACTIVATION_BACKWARD,
                                   .outputs = te_activation_is_gated(args->kind) ? 2 : 1,
                                   .rows = args->input.shape[0],
                                   .columns = value_columns(&args->input, args->kind),
@@ -145,12 +134,7 @@ te_status te_cuda_activation_backward(void *self, te_context *context, const voi
                                       void *stream)
 {
     static const char *const kernels[2][TE_DTYPE_COUNT] = {
-#define X(I, i)                                                                                    \
-    [0][TE_DTYPE_##I] = "te_activation_backward_" #i,                                              \
-    [1][TE_DTYPE_##I] = "te_activation_backward_gated_" #i,
-        TE_ACTIVATION_INSTANCES(X)
-#undef X
-    };
+        TE_CUDA_NAMES("te_activation_backward_"), TE_CUDA_NAMES("te_activation_backward_gated_")};
     const te_activation_backward_args *args = args_;
     te_cuda_tile_request request = backward_request(args);
     te_activation_kernel_params params = {0};
@@ -171,8 +155,5 @@ te_status te_cuda_activation_backward(void *self, te_context *context, const voi
     params.aligned =
         params.aligned && te_cuda_aligned(&params.grad, te_dtype_bytes(grad.dtype), 16);
     call.name = kernels[te_activation_is_gated(args->kind)][input.dtype];
-    if (call.name == NULL) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "activation_backward: %s", te_dtype_name(input.dtype));
-    }
     return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
 }

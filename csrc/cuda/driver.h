@@ -47,7 +47,8 @@ te_status te_cuda_launch(te_cuda_state *cuda, const char *family, const char *na
                          const te_cuda_dims *dims, const void *params, size_t params_size,
                          void *stream);
 
-/* The same as a value; te_cuda_run enters, launches in order until one fails, and leaves. */
+/* The same as a value; te_cuda_run enters, launches in order until one fails, and leaves. A NULL
+ * name, of dtypes that a table of names lacks, is UNSUPPORTED. */
 typedef struct te_cuda_call {
     const char *family, *name;
     te_cuda_dims dims;

@@ -6,6 +6,7 @@
 #include "cuda/kernels/dropout.h"
 
 #include "core/philox.h"
+#include "core/check.h"
 #include "core/status.h"
 #include "cuda/launch.h"
 #include "cuda/ops.h"
@@ -87,18 +88,10 @@ static te_cuda_call call_of(te_dropout_params *params, const strips *plan, const
 /* [aligned][dtype] */
 typedef const char *kernel_names[2][TE_DTYPE_COUNT];
 
-static const kernel_names plain_kernels = {
-#define X(I, i) [0][TE_DTYPE_##I] = "te_dropout_any_" #i, [1][TE_DTYPE_##I] = "te_dropout_" #i,
-    TE_DROPOUT_INSTANCES(X)
-#undef X
-};
-
-static const kernel_names sums_kernels = {
-#define X(I, i)                                                                                    \
-    [0][TE_DTYPE_##I] = "te_dropout_sums_any_" #i, [1][TE_DTYPE_##I] = "te_dropout_sums_" #i,
-    TE_DROPOUT_INSTANCES(X)
-#undef X
-};
+static const kernel_names plain_kernels = {TE_CUDA_NAMES("te_dropout_any_"),
+                                           TE_CUDA_NAMES("te_dropout_")};
+static const kernel_names sums_kernels = {TE_CUDA_NAMES("te_dropout_sums_any_"),
+                                          TE_CUDA_NAMES("te_dropout_sums_")};
 
 te_status te_cuda_dropout_add(void *self, te_context *context, const void *args_, void *stream)
 {
@@ -120,9 +113,6 @@ te_status te_cuda_dropout_add(void *self, te_context *context, const void *args_
         params.bias != NULL && args->bias.dtype == dtype && (uintptr_t)params.bias % 16 == 0;
     aligned = vectors_fit(&params.input, bytes) && vectors_fit(&params.residual, bytes) &&
               vectors_fit(&params.output, bytes);
-    if (plain_kernels[aligned][dtype] == NULL) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "dropout_add: %s", te_dtype_name(dtype));
-    }
     call = call_of(&params, &plan, plain_kernels[aligned][dtype]);
     return te_cuda_run(te_context_state(context), &call, 1, stream);
 }
@@ -169,7 +159,6 @@ te_status te_cuda_dropout_backward(void *self, te_context *context, const void *
                                     .first = args->bias_grad.data,
                                     .first_dtype = params.bias_dtype};
     te_cuda_call calls[2];
-    const char *name;
     size_t needed;
     int aligned, count = 1;
     (void)self;
@@ -177,18 +166,11 @@ te_status te_cuda_dropout_backward(void *self, te_context *context, const void *
     if (!with_sums && params.output.data == NULL) return TE_OK;
     set_drops(&params, args->dropout, args->drop_path, args->rng, args->samples);
     aligned = vectors_fit(&params.input, bytes) && vectors_fit(&params.output, bytes);
-    name = with_sums ? sums_kernels[aligned][dtype] : plain_kernels[aligned][dtype];
-    if (name == NULL) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "dropout_backward: %s", te_dtype_name(dtype));
-    }
-    calls[0] = call_of(&params, &plan, name);
+    calls[0] = call_of(&params, &plan, (with_sums ? sums_kernels : plain_kernels)[aligned][dtype]);
     if (with_sums && plan.groups > 1) {
         TE_TRY(te_cuda_dropout_backward_workspace(self, context, args, &needed));
-        if (args->workspace == NULL || args->workspace_size < needed) {
-            return TE_FAIL(TE_ERROR_INVALID,
-                           "dropout_backward: workspace of %zu bytes, %zu are needed",
-                           args->workspace != NULL ? args->workspace_size : 0, needed);
-        }
+        TE_TRY(te_check_workspace(TE_OP_DROPOUT_BACKWARD, args->workspace, args->workspace_size,
+                                  needed));
         params.sums = args->workspace;
         calls[1] = te_cuda_sums_call(&sums);
         count = 2;

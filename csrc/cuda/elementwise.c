@@ -8,14 +8,11 @@
 
 #include "core/status.h"
 #include "core/fp8.h"
-#include "cuda/kernels/elementwise.h"
-#include "cuda/launch.h"
+#include "cuda/tiles.h"
 
 #define WALK_THREADS 256
 #define WALK_UNROLL 4
 #define WALK_BLOCKS 16384 /* more gain nothing: blocks stride over what is left */
-#define TILE 64
-#define TILE_THREADS 128
 
 te_walk te_cuda_plan_walk(int64_t rows, int64_t columns, int elements, uint32_t limit,
                           uint32_t *blocks)
@@ -71,10 +68,6 @@ te_status te_cuda_cast(void *self, te_context *context, const void *args_, void 
     if (te_tensor_numel(&args->output) == 0) return TE_OK;
     if (in_bytes == 8) in_bytes = out_bytes = 4;
     name = from == to ? copies[in_bytes] : kernels[from][to];
-    if (name == NULL) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "cast: %s to %s", te_dtype_name(from),
-                       te_dtype_name(to));
-    }
     if (params.input.rows == params.output.rows && params.input.columns == params.output.columns &&
         te_cuda_is_dense(&params.input) && te_cuda_is_dense(&params.output)) {
         te_cuda_flatten(&params.input);
@@ -120,14 +113,11 @@ te_status te_cuda_transpose(void *self, te_context *context, const void *args_, 
 {
     const te_transpose_args *args = args_;
     te_transpose_params params = {te_cuda_view(&args->input), te_cuda_view(&args->output), 0, 0};
-    te_cuda_call call = {
-        "elementwise", "te_transpose", {1, 1, 1, TILE_THREADS, 1, 1, 0}, &params, sizeof params};
-    int64_t row_tiles = te_ceil_div(params.output.columns, TILE);
+    const te_cuda_call call = {"elementwise", "te_transpose", te_cuda_tile_dims(&params.output),
+                               &params, sizeof params};
     (void)self;
     if (te_tensor_numel(&args->output) == 0) return TE_OK;
     params.input_aligned = te_cuda_aligned(&params.input, 1, 8);
     params.output_aligned = te_cuda_aligned(&params.output, 1, 16);
-    call.dims.grid_x = (uint32_t)te_ceil_div(params.output.rows, TILE);
-    call.dims.grid_y = (uint32_t)(row_tiles < TE_CUDA_MAX_GRID_Y ? row_tiles : TE_CUDA_MAX_GRID_Y);
     return te_cuda_run(te_context_state(context), &call, 1, stream);
 }

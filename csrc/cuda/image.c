@@ -193,6 +193,10 @@ te_status te_cuda_run(te_cuda_state *cuda, const te_cuda_call *calls, int count,
     te_cuda_scope scope;
     TE_TRY(te_cuda_enter(cuda, &scope));
     for (int i = 0; i < count && st == TE_OK; i++) {
+        if (calls[i].name == NULL) {
+            st = TE_FAIL(TE_ERROR_UNSUPPORTED, "%s: no kernel for these dtypes", calls[i].family);
+            break;
+        }
         st = te_cuda_launch(cuda, calls[i].family, calls[i].name, &calls[i].dims, calls[i].params,
                             calls[i].params_size, stream);
     }

@@ -74,6 +74,13 @@ static inline uint32_t te_cuda_drop_limit(float probability)
     return (uint32_t)((threshold << 8) - 1);
 }
 
+/* Names of the kernels of one kind, by the dtype of what they read. */
+#define TE_CUDA_NAME(I, i, prefix) [TE_DTYPE_##I] = prefix #i,
+#define TE_CUDA_NAMES(prefix)                                                                      \
+    {                                                                                              \
+        TE_NUMBERS(TE_CUDA_NAME, prefix)                                                           \
+    }
+
 /* TE_STORE_* of f32, f16 or bf16. */
 static inline int te_cuda_store(te_dtype dtype)
 {

@@ -8,6 +8,7 @@
  */
 #include "cuda/norm.h"
 
+#include "core/check.h"
 #include "core/status.h"
 #include "cuda/ops.h"
 #include "cuda/tiles.h"
@@ -143,7 +144,7 @@ te_status te_cuda_norm_workspace(void *self, te_context *context, const void *ar
 
 static te_cuda_tile_request cast_request(const te_norm_args *args, const te_cast_request *cast)
 {
-    return (te_cuda_tile_request){.op = "norm",
+    return (te_cuda_tile_request){.op = TE_OP_NORM,
                                   .outputs = 1,
                                   .rows = args->input.shape[0],
                                   .columns = args->input.shape[1],
@@ -154,16 +155,13 @@ static te_cuda_tile_request cast_request(const te_norm_args *args, const te_cast
 static te_cuda_call plan_row_call(const te_cuda_state *cuda, const te_norm_args *args,
                                   const statistics *found, te_norm_params *params)
 {
+#define X(I, i) [TE_DTYPE_##I] = "te_norm_wide_" #i,
     static const char *const kernels[PLANS][TE_DTYPE_COUNT] = {
-#define X(I, i)                                                                                    \
-    [NARROW][TE_DTYPE_##I] = "te_norm_narrow_" #i, [ODD][TE_DTYPE_##I] = "te_norm_odd_" #i,        \
-    [LONG][TE_DTYPE_##I] = "te_norm_long_" #i,
-        TE_NORM_INSTANCES(X)
+        [NARROW] = TE_CUDA_NAMES("te_norm_narrow_"),
+        [WIDE] = {TE_NORM_WIDE_INSTANCES(X)},
+        [ODD] = TE_CUDA_NAMES("te_norm_odd_"),
+        [LONG] = TE_CUDA_NAMES("te_norm_long_")};
 #undef X
-#define X(I, i) [WIDE][TE_DTYPE_##I] = "te_norm_wide_" #i,
-            TE_NORM_WIDE_INSTANCES(X)
-#undef X
-    };
     const te_cuda_tile_request request = cast_request(args, &args->cast);
     const te_tensor *wide = &args->cast.result.wide;
     te_cuda_call call = {.family = "norm", .params = params, .params_size = sizeof *params};
@@ -192,11 +190,7 @@ static te_cuda_call plan_row_call(const te_cuda_state *cuda, const te_norm_args 
 
 te_status te_cuda_norm(void *self, te_context *context, const void *args_, void *stream)
 {
-    static const char *const tile_kernels[TE_DTYPE_COUNT] = {
-#define X(I, i) [TE_DTYPE_##I] = "te_norm_tile_" #i,
-        TE_NORM_INSTANCES(X)
-#undef X
-    };
+    static const char *const tile_kernels[TE_DTYPE_COUNT] = TE_CUDA_NAMES("te_norm_tile_");
     const te_norm_args *args = args_;
     te_cast_request cast = args->cast; /* what the tiles do of it */
     const te_cuda_tile_request request = cast_request(args, &cast);
@@ -210,14 +204,8 @@ te_status te_cuda_norm(void *self, te_context *context, const void *args_, void 
     te_cuda_tile_job job;
     (void)self;
     call.name = tile_kernels[args->input.dtype];
-    if (call.name == NULL) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "norm: %s", te_dtype_name(args->input.dtype));
-    }
     if (!needs_tiles(args)) return te_cuda_run(cuda, &row_call, 1, stream);
-    if (found.bytes > 0 && (args->workspace == NULL || args->workspace_size < found.bytes)) {
-        return TE_FAIL(TE_ERROR_INVALID, "norm: workspace of %zu bytes, %zu are needed",
-                       args->workspace != NULL ? args->workspace_size : 0, found.bytes);
-    }
+    TE_TRY(te_check_workspace(TE_OP_NORM, args->workspace, args->workspace_size, found.bytes));
     cast.result.wide.data = NULL; /* by the launch on rows */
     cast.amax_partials = NULL;
     TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));

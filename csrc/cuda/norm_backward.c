@@ -6,6 +6,7 @@
  */
 #include "cuda/kernels/norm_backward.h"
 
+#include "core/check.h"
 #include "core/status.h"
 #include "cuda/norm.h"
 #include "cuda/ops.h"
@@ -67,7 +68,7 @@ static te_status plan_tiles(const te_norm_backward_args *args, te_tile_params *t
                             te_cuda_tile_job *job)
 {
     const te_cast_request nothing = {0};
-    const te_cuda_tile_request request = {.op = "norm_backward",
+    const te_cuda_tile_request request = {.op = TE_OP_NORM_BACKWARD,
                                           .outputs = 2,
                                           .rows = args->input.shape[0],
                                           .columns = args->input.shape[1],
@@ -135,15 +136,11 @@ static const char *name_kernel(const te_norm_backward_args *args, row_plan rows,
 {
     enum { KERNEL_NARROW, KERNEL_WIDE, KERNEL_ADDING, KERNEL_ODD, KERNEL_LONG, KERNELS };
     static const char *const names[KERNELS][TE_DTYPE_COUNT] = {
-#define X(I, i)                                                                                    \
-    [KERNEL_NARROW][TE_DTYPE_##I] = "te_norm_backward_narrow_" #i,                                 \
-    [KERNEL_WIDE][TE_DTYPE_##I] = "te_norm_backward_wide_" #i,                                     \
-    [KERNEL_ADDING][TE_DTYPE_##I] = "te_norm_backward_adding_" #i,                                 \
-    [KERNEL_ODD][TE_DTYPE_##I] = "te_norm_backward_odd_" #i,                                       \
-    [KERNEL_LONG][TE_DTYPE_##I] = "te_norm_backward_long_" #i,
-        TE_NORM_INSTANCES(X)
-#undef X
-    };
+        [KERNEL_NARROW] = TE_CUDA_NAMES("te_norm_backward_narrow_"),
+        [KERNEL_WIDE] = TE_CUDA_NAMES("te_norm_backward_wide_"),
+        [KERNEL_ADDING] = TE_CUDA_NAMES("te_norm_backward_adding_"),
+        [KERNEL_ODD] = TE_CUDA_NAMES("te_norm_backward_odd_"),
+        [KERNEL_LONG] = TE_CUDA_NAMES("te_norm_backward_long_")};
     const int whole = params->of.aligned && params->of.input.columns % 8 == 0 &&
                       (params->output.data == NULL ||
                        (params->output_aligned && args->grad_input.dtype == args->input.dtype));
@@ -162,11 +159,7 @@ static const char *name_kernel(const te_norm_backward_args *args, row_plan rows,
 static te_status launch(te_context *context, const te_norm_backward_args *args,
                         const backward_plan *plan, float *sums, void *stream)
 {
-    static const char *const sum_kernels[TE_DTYPE_COUNT] = {
-#define X(I, i) [TE_DTYPE_##I] = "te_norm_sums_" #i,
-        TE_NORM_INSTANCES(X)
-#undef X
-    };
+    static const char *const sum_kernels[TE_DTYPE_COUNT] = TE_CUDA_NAMES("te_norm_sums_");
     const te_dtype dtype = args->input.dtype;
     te_norm_backward_params params = {.of = gradients_of(args),
                                       .sums = sums,
@@ -225,11 +218,8 @@ te_status te_cuda_norm_backward(void *self, te_context *context, const void *arg
         return TE_OK;
     }
     TE_TRY(plan_backward(context, &args, &plan));
-    if (plan.copies + plan.sums > 0 &&
-        (args.workspace == NULL || args.workspace_size < plan.copies + plan.sums)) {
-        return TE_FAIL(TE_ERROR_INVALID, "norm_backward: workspace of %zu bytes, %zu are needed",
-                       args.workspace != NULL ? args.workspace_size : 0, plan.copies + plan.sums);
-    }
+    TE_TRY(te_check_workspace(TE_OP_NORM_BACKWARD, args.workspace, args.workspace_size,
+                              plan.copies + plan.sums));
     TE_TRY(te_cuda_widen(context, inputs, 3, args.workspace, args.workspace_size, stream));
     if (plan.sums > 0) sums = (float *)((unsigned char *)args.workspace + plan.copies);
     return launch(context, &args, &plan, sums, stream);

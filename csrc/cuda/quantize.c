@@ -15,7 +15,7 @@
 static te_cuda_tile_request quantize_request(const te_quantize_args *args)
 {
     const int sums = te_tensor_requested(&args->bias_grad);
-    return (te_cuda_tile_request){.op = "quantize",
+    return (te_cuda_tile_request){.op = TE_OP_QUANTIZE,
                                   .outputs = 1,
                                   .rows = args->input.shape[0],
                                   .columns = args->input.shape[1],
@@ -52,20 +52,12 @@ te_status te_cuda_quantize(void *self, te_context *context, const void *args_, v
     TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
     params.input_aligned = te_cuda_aligned(&params.input, te_dtype_bytes(args->input.dtype), 16);
     call.name = kernels[args->input.dtype][job.dtype];
-    if (call.name == NULL) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "quantize: %s to %s", te_dtype_name(args->input.dtype),
-                       te_dtype_name(job.dtype));
-    }
     return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
 }
 
 te_status te_cuda_amax(void *self, te_context *context, const void *args_, void *stream)
 {
-    static const char *const kernels[TE_DTYPE_COUNT] = {
-#define X(I, i) [TE_DTYPE_##I] = "te_amax_" #i,
-        TE_AMAX_INSTANCES(X)
-#undef X
-    };
+    static const char *const kernels[TE_DTYPE_COUNT] = TE_CUDA_NAMES("te_amax_");
     const te_amax_args *args = args_;
     const size_t bytes = te_dtype_bytes(args->input.dtype);
     te_amax_params params = {.input = te_cuda_view(&args->input), .partials = args->partials};
@@ -75,9 +67,6 @@ te_status te_cuda_amax(void *self, te_context *context, const void *args_, void 
                          &params,
                          sizeof params};
     (void)self;
-    if (call.name == NULL) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "amax: %s", te_dtype_name(args->input.dtype));
-    }
     if (te_cuda_is_dense(&params.input)) te_cuda_flatten(&params.input);
     params.aligned = te_cuda_aligned(&params.input, bytes, 16);
     params.walk = te_cuda_plan_walk(params.input.rows, params.input.columns, 16 / (int)bytes,
@@ -88,7 +77,7 @@ te_status te_cuda_amax(void *self, te_context *context, const void *args_, void 
 te_status te_cuda_dequantize(void *self, te_context *context, const void *args_, void *stream)
 {
     static const char *const kernels[2][TE_DTYPE_COUNT][TE_DTYPE_COUNT] = {
-#define X(I, i, O, o)                                                                              \
+#define X(O, o, I, i)                                                                              \
     [0][TE_DTYPE_##I][TE_DTYPE_##O] = "te_dequantize_" #i "_" #o,                                  \
     [1][TE_DTYPE_##I][TE_DTYPE_##O] = "te_dequantize_transposed_" #i "_" #o,
         TE_DEQUANTIZE_INSTANCES(X)
@@ -105,18 +94,11 @@ te_status te_cuda_dequantize(void *self, te_context *context, const void *args_,
     (void)self;
     if (te_tensor_numel(&args->output) == 0) return TE_OK;
     call.name = kernels[transposed][input->dtype][args->output.dtype];
-    if (call.name == NULL) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "dequantize: %s to %s", te_dtype_name(input->dtype),
-                       te_dtype_name(args->output.dtype));
-    }
     params.scale_inv =
         te_inverse_scale(transposed ? &args->input.column_scales : &args->input.row_scales);
     if (transposed) {
-        int64_t tiles = te_ceil_div(params.output.columns, TE_CUDA_TILE);
         params.input_aligned = te_cuda_aligned(&params.input, 1, 8);
-        call.dims.grid_x = (uint32_t)te_ceil_div(params.output.rows, TE_CUDA_TILE);
-        call.dims.grid_y = (uint32_t)(tiles < TE_CUDA_MAX_GRID_Y ? tiles : TE_CUDA_MAX_GRID_Y);
-        call.dims.block_x = TE_CUDA_TILE_THREADS;
+        call.dims = te_cuda_tile_dims(&params.output);
     } else {
         if (params.input.columns == params.output.columns && te_cuda_is_dense(&params.input) &&
             te_cuda_is_dense(&params.output)) {

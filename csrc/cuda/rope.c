@@ -34,11 +34,8 @@ static uint32_t threads_of(const te_rope_params *params)
 
 te_status te_cuda_rope(void *self, te_context *context, const void *args_, void *stream)
 {
-    static const char *const kernels[2][TE_DTYPE_COUNT] = {
-#define X(I, i) [0][TE_DTYPE_##I] = "te_rope_any_" #i, [1][TE_DTYPE_##I] = "te_rope_" #i,
-        TE_ROPE_INSTANCES(X)
-#undef X
-    };
+    static const char *const kernels[2][TE_DTYPE_COUNT] = {TE_CUDA_NAMES("te_rope_any_"),
+                                                           TE_CUDA_NAMES("te_rope_")};
     const te_rope_args *args = args_;
     const te_tensor *input = &args->input;
     const int64_t *shape = input->shape + input->ndim - 3; /* [sequence, heads, dim] */
@@ -67,9 +64,6 @@ te_status te_cuda_rope(void *self, te_context *context, const void *args_, void 
     params.units = te_ceil_div(params.split, vector);
     params.in_place = memcmp(&params.input, &params.output, sizeof params.input) == 0;
     call.name = kernels[vectors_fit(&params, bytes)][input->dtype];
-    if (call.name == NULL) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "rope: %s", te_dtype_name(input->dtype));
-    }
     call.dims.grid_x = (uint32_t)(params.tokens < MOST_BLOCKS ? params.tokens : MOST_BLOCKS);
     call.dims.block_x = threads_of(&params);
     return te_cuda_run(te_context_state(context), &call, 1, stream);

@@ -21,8 +21,7 @@ typedef struct kernel_set {
 #define NAMES(I, i, ANY, LANES, KEYS)                                                              \
     .forward[TE_DTYPE_##I] = "te_softmax_" ANY #i "_" #LANES "_" #KEYS,                            \
     .backward[TE_DTYPE_##I] = "te_softmax_backward_" ANY #i "_" #LANES "_" #KEYS,
-#define SET(ANY, LANES, KEYS)                                                                      \
-    {.lanes = LANES, .keys = KEYS, TE_SOFTMAX_DTYPES(NAMES, ANY, LANES, KEYS)},
+#define SET(ANY, LANES, KEYS) {.lanes = LANES, .keys = KEYS, TE_NUMBERS(NAMES, ANY, LANES, KEYS)},
 static const kernel_set aligned_sets[] = {TE_SOFTMAX_TEAMS(SET, "")};
 static const kernel_set any_sets[] = {TE_SOFTMAX_ANY_TEAMS(SET, "any_")};
 #undef SET
@@ -32,7 +31,7 @@ static const kernel_set long_set = {
 #define NAMES(I, i, ...)                                                                           \
     .forward[TE_DTYPE_##I] = "te_softmax_long_" #i,                                                \
     .backward[TE_DTYPE_##I] = "te_softmax_backward_long_" #i,
-    TE_SOFTMAX_DTYPES(NAMES, )
+    TE_NUMBERS(NAMES, )
 #undef NAMES
 };
 
@@ -213,9 +212,6 @@ te_status te_cuda_softmax(void *self, te_context *context, const void *args_, vo
               (params.bias.data == NULL || args->bias.dtype == dtype);
     choose_team(&plan, aligned, rows_aligned);
     call.name = plan.set->forward[dtype];
-    if (call.name == NULL) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "softmax: %s", te_dtype_name(dtype));
-    }
     return run(te_context_state(context), &plan, &call, &params.walk, stream);
 }
 
@@ -249,8 +245,5 @@ te_status te_cuda_softmax_backward(void *self, te_context *context, const void *
               te_cuda_aligned4(&params.probabilities, bytes, 16);
     choose_team(&plan, aligned, rows_aligned);
     call.name = plan.set->backward[dtype];
-    if (call.name == NULL) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "softmax_backward: %s", te_dtype_name(dtype));
-    }
     return run(te_context_state(context), &plan, &call, &params.walk, stream);
 }

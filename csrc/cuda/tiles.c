@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "cuda/tiles.h"
 
+#include "core/check.h"
 #include "core/status.h"
 
 #define TARGET_BLOCKS                                                                              \
@@ -91,10 +92,7 @@ static te_status plan_sums(const te_cuda_tile_request *request, const tiling *ti
     tile->bias_dtype = te_cuda_store(request->bias_grad->dtype);
     tile->bias_grad = request->bias_grad->data;
     if (needed == 0) return TE_OK;
-    if (request->workspace == NULL || request->workspace_size < needed) {
-        return TE_FAIL(TE_ERROR_INVALID, "%s: workspace of %zu bytes, %zu are needed", request->op,
-                       request->workspace != NULL ? request->workspace_size : 0, needed);
-    }
+    TE_TRY(te_check_workspace(request->op, request->workspace, request->workspace_size, needed));
     tile->sums = request->workspace;
     job->sums = (te_quantize_sums_params){.sums = tile->sums,
                                           .noop = request->noop,

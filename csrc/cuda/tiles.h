@@ -14,9 +14,22 @@
 #define TE_CUDA_TILE 64
 #define TE_CUDA_TILE_THREADS 128
 
+/* A block per 64 rows, striding over the columns: for a kernel that transposes into `output`. */
+static inline te_cuda_dims te_cuda_tile_dims(const te_view *output)
+{
+    const int64_t tiles = te_ceil_div(output->columns, TE_CUDA_TILE);
+    return (te_cuda_dims){.grid_x = (uint32_t)te_ceil_div(output->rows, TE_CUDA_TILE),
+                          .grid_y =
+                              (uint32_t)(tiles < TE_CUDA_MAX_GRID_Y ? tiles : TE_CUDA_MAX_GRID_Y),
+                          .grid_z = 1,
+                          .block_x = TE_CUDA_TILE_THREADS,
+                          .block_y = 1,
+                          .block_z = 1};
+}
+
 /* What is requested of the values of a source. */
 typedef struct te_cuda_tile_request {
-    const char *op;              /* for errors */
+    te_op op;                    /* for errors */
     int outputs;                 /* 1, or 2: halves of what follows side by side */
     int64_t rows, columns;       /* of the values of one output */
     const te_cast_request *cast; /* of [rows, outputs * columns] */

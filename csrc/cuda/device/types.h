@@ -8,6 +8,12 @@
 
 typedef long long te_index; /* 64 bits: rows, columns, strides and offsets, in elements */
 
+/* X(DTYPE, dtype, ...): the dtypes of numbers that kernels read. */
+#define TE_NUMBERS(X, ...)                                                                         \
+    X(F32, f32, __VA_ARGS__)                                                                       \
+    X(F16, f16, __VA_ARGS__)                                                                       \
+    X(BF16, bf16, __VA_ARGS__)
+
 /* A kernel: its parameter struct is `p`, its bounds (threads[, blocks per multiprocessor]). */
 #define TE_KERNEL(name, params, bounds, ...)                                                       \
     extern "C" __global__ void __launch_bounds__ bounds name(const __grid_constant__ params p)     \

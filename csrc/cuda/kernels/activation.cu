@@ -140,7 +140,7 @@ template <typename T> struct te_softcap_source {
 };
 
 /* As many blocks per multiprocessor as need no spills. */
-#define X(I, i)                                                                                    \
+#define X(I, i, ...)                                                                               \
     TE_KERNEL(te_activation_##i, te_p, (TE_TILE_THREADS, 6),                                       \
               te_tile_cast<te_value_source<te_##i, false>, te_any_fp8>(p))                         \
     TE_KERNEL(te_activation_gated_##i, te_p, (TE_TILE_THREADS, te_##i::bytes == 4 ? 4 : 5),        \
@@ -152,5 +152,5 @@ template <typename T> struct te_softcap_source {
               te_tile_cast<te_gradient_source<te_##i, true>, te_any_fp8>(p))                       \
     TE_KERNEL(te_softcap_##i, te_p, (TE_TILE_THREADS, 4),                                          \
               te_tile_cast<te_softcap_source<te_##i>, te_any_fp8>(p))
-TE_ACTIVATION_INSTANCES(X)
+TE_NUMBERS(X, )
 #undef X

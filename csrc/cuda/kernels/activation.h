@@ -9,11 +9,6 @@
 #include "cuda/device/types.h"
 
 /* X(DTYPE, dtype) of all that is read. */
-#define TE_ACTIVATION_INSTANCES(X)                                                                 \
-    X(F32, f32)                                                                                    \
-    X(F16, f16)                                                                                    \
-    X(BF16, bf16)
-
 /* The function of one number a. s is the logistic function. */
 enum {
     TE_SHAPE_GELU,  /* tanh GELU */

@@ -68,7 +68,7 @@ static __device__ __forceinline__ void dequantize_transposed(const te_dequantize
     }
 }
 
-#define X(I, i, O, o)                                                                              \
+#define X(O, o, I, i)                                                                              \
     TE_KERNEL(te_dequantize_##i##_##o, te_dequantize_params, (TE_MATRIX_THREADS),                  \
               dequantize<te_##i, te_##o>(p))                                                       \
     TE_KERNEL(te_dequantize_transposed_##i##_##o, te_dequantize_params, (TE_TILE_THREADS),         \

@@ -8,14 +8,10 @@
 
 #include "cuda/device/types.h"
 
-/* X(INPUT, input, OUTPUT, output) */
+/* X(OUTPUT, output, INPUT, input) */
 #define TE_DEQUANTIZE_INSTANCES(X)                                                                 \
-    X(E4M3, e4m3, F32, f32)                                                                        \
-    X(E4M3, e4m3, F16, f16)                                                                        \
-    X(E4M3, e4m3, BF16, bf16)                                                                      \
-    X(E5M2, e5m2, F32, f32)                                                                        \
-    X(E5M2, e5m2, F16, f16)                                                                        \
-    X(E5M2, e5m2, BF16, bf16)
+    TE_NUMBERS(X, E4M3, e4m3)                                                                      \
+    TE_NUMBERS(X, E5M2, e5m2)
 
 /* te_dequantize_*: row-wise input, a matrix walk of 256 threads. te_dequantize_transposed_*: input
  * [columns, >= rows]; grid (row tiles, column tiles) of 64 x 64, 128 threads. */

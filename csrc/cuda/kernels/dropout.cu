@@ -242,11 +242,11 @@ static __device__ __forceinline__ void dropout(const te_dropout_params &p)
 /* Blocks per multiprocessor: as many as need no spills. */
 #define KERNEL(name, T, SUMS, ALIGNED, BLOCKS)                                                     \
     TE_KERNEL(name, te_dropout_params, (TE_DROPOUT_THREADS, BLOCKS), dropout<T, SUMS, ALIGNED>(p))
-#define X(I, i)                                                                                    \
+#define X(I, i, ...)                                                                               \
     KERNEL(te_dropout_##i, te_##i, false, true, 3)                                                 \
     KERNEL(te_dropout_any_##i, te_##i, false, false, 2)                                            \
     KERNEL(te_dropout_sums_##i, te_##i, true, true, 4)                                             \
     KERNEL(te_dropout_sums_any_##i, te_##i, true, false, 2)
-TE_DROPOUT_INSTANCES(X)
+TE_NUMBERS(X, )
 #undef X
 #undef KERNEL

@@ -9,13 +9,9 @@
 
 #include "cuda/device/types.h"
 
-/* X(DTYPE, dtype): te_dropout_<dtype> and te_dropout_sums_<dtype>, the gradient with column sums;
+/* Of TE_NUMBERS: te_dropout_<dtype> and te_dropout_sums_<dtype>, the gradient with column sums;
  * both for rows that all begin at 16 bytes and are a multiple of them, and as
  * te_dropout_any_<dtype> and te_dropout_sums_any_<dtype> for the others. */
-#define TE_DROPOUT_INSTANCES(X)                                                                    \
-    X(F32, f32)                                                                                    \
-    X(F16, f16)                                                                                    \
-    X(BF16, bf16)
 
 enum {
     TE_DROPOUT_THREADS_LOG2 = 8,

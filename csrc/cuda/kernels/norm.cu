@@ -406,7 +406,7 @@ template <typename T> struct te_norm_source {
     }
 };
 
-#define X(I, i)                                                                                    \
+#define X(I, i, ...)                                                                               \
     TE_KERNEL(te_norm_narrow_##i, te_norm_params,                                                  \
               (TE_NORM_NARROW_THREADS, te_##i::bytes == 4 ? 2 : 3),                                \
               norm_rows<te_##i, TE_NORM_ROWS, 1, te_team<TE_TEAM_LANES, float2>>(p))               \
@@ -416,7 +416,7 @@ template <typename T> struct te_norm_source {
     TE_KERNEL(te_norm_tile_##i, te_norm_tile_params,                                               \
               (TE_TILE_THREADS, te_##i::bytes == 4 ? 4 : 5),                                       \
               te_tile_cast<te_norm_source<te_##i>, te_any_fp8>(p))
-TE_NORM_INSTANCES(X)
+TE_NUMBERS(X, )
 #undef X
 
 #define X(I, i)                                                                                    \

@@ -11,13 +11,10 @@
 
 #include "cuda/device/types.h"
 
-/* X(DTYPE, dtype) of the matrices that are read. */
+/* X(DTYPE, dtype) of the kernel for wide rows; the others are there for all TE_NUMBERS. */
 #define TE_NORM_WIDE_INSTANCES(X)                                                                  \
     X(F16, f16)                                                                                    \
     X(BF16, bf16)
-#define TE_NORM_INSTANCES(X)                                                                       \
-    X(F32, f32)                                                                                    \
-    TE_NORM_WIDE_INSTANCES(X)
 
 enum {
     TE_NORM_ROWS = 4, /* narrow rows that a thread holds a vector of 8 elements of */

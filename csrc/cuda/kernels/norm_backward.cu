@@ -301,7 +301,7 @@ template <typename T> struct te_norm_sums_source {
     }
 };
 
-#define X(I, i)                                                                                    \
+#define X(I, i, ...)                                                                               \
     TE_KERNEL(te_norm_backward_narrow_##i, te_norm_backward_params, (TE_NORM_NARROW_THREADS, 3),   \
               norm_backward<te_##i, 1, false, true, TE_TEAM_LANES>(p))                             \
     TE_KERNEL(te_norm_backward_wide_##i, te_norm_backward_params, (TE_NORM_BACKWARD_THREADS, 1),   \
@@ -317,5 +317,5 @@ template <typename T> struct te_norm_sums_source {
               norm_backward_long<te_##i>(p))                                                       \
     TE_KERNEL(te_norm_sums_##i, te_norm_sums_params, (TE_TILE_THREADS, 3),                         \
               te_tile_cast<te_norm_sums_source<te_##i>, te_none>(p))
-TE_NORM_INSTANCES(X)
+TE_NUMBERS(X, )
 #undef X

@@ -91,6 +91,7 @@ template <typename T> static __device__ __forceinline__ void partial_amax(const 
             p.partials[i] = 0.0F;
 }
 
-#define X(I, i) TE_KERNEL(te_amax_##i, te_amax_params, (TE_AMAX_THREADS), partial_amax<te_##i>(p))
-TE_AMAX_INSTANCES(X)
+#define X(I, i, ...)                                                                               \
+    TE_KERNEL(te_amax_##i, te_amax_params, (TE_AMAX_THREADS), partial_amax<te_##i>(p))
+TE_NUMBERS(X, )
 #undef X

@@ -10,20 +10,9 @@
 
 /* X(INPUT, input, OUTPUT, output); output none: amax and column sums alone. */
 #define TE_QUANTIZE_INSTANCES(X)                                                                   \
-    X(F32, f32, E4M3, e4m3)                                                                        \
-    X(F16, f16, E4M3, e4m3)                                                                        \
-    X(BF16, bf16, E4M3, e4m3)                                                                      \
-    X(F32, f32, E5M2, e5m2)                                                                        \
-    X(F16, f16, E5M2, e5m2)                                                                        \
-    X(BF16, bf16, E5M2, e5m2)                                                                      \
-    X(F32, f32, COUNT, none)                                                                       \
-    X(F16, f16, COUNT, none)                                                                       \
-    X(BF16, bf16, COUNT, none)
-
-#define TE_AMAX_INSTANCES(X)                                                                       \
-    X(F32, f32)                                                                                    \
-    X(F16, f16)                                                                                    \
-    X(BF16, bf16)
+    TE_NUMBERS(X, E4M3, e4m3)                                                                      \
+    TE_NUMBERS(X, E5M2, e5m2)                                                                      \
+    TE_NUMBERS(X, COUNT, none)
 
 enum {
     TE_AMAX_THREADS = 256,

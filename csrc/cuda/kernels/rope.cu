@@ -231,8 +231,8 @@ static __device__ __forceinline__ void rope(const te_rope_params &p)
     }
 }
 
-#define X(I, i)                                                                                    \
+#define X(I, i, ...)                                                                               \
     TE_KERNEL(te_rope_##i, te_rope_params, (TE_ROPE_THREADS), rope<te_##i, true>(p))               \
     TE_KERNEL(te_rope_any_##i, te_rope_params, (TE_ROPE_THREADS), rope<te_##i, false>(p))
-TE_ROPE_INSTANCES(X)
+TE_NUMBERS(X, )
 #undef X

@@ -8,12 +8,8 @@
 
 #include "cuda/device/types.h"
 
-/* X(DTYPE, dtype): te_rope_<dtype>, where each head begins at 16 bytes and split and rotary are
+/* te_rope_<dtype> of TE_NUMBERS, where each head begins at 16 bytes and split and rotary are
  * multiples of them (the rest of the channels need not be), and te_rope_any_<dtype>. */
-#define TE_ROPE_INSTANCES(X)                                                                       \
-    X(F32, f32)                                                                                    \
-    X(F16, f16)                                                                                    \
-    X(BF16, bf16)
 
 enum {
     TE_ROPE_THREADS = 128, /* at most; whole warps */

@@ -292,8 +292,8 @@ static __device__ __forceinline__ void softmax(const te_softmax_params &p)
            te_##i::bytes == 2 ? (KEYS == 32 ? 8 : 5) : 7 - KEYS / 16)
 #define ANY_KERNEL(I, i, LANES, KEYS)                                                              \
     KERNEL(te_softmax_any_##i##_##LANES##_##KEYS, te_##i, LANES, KEYS, false, 5)
-TE_SOFTMAX_TEAMS(TE_SOFTMAX_DTYPES, ALIGNED_KERNEL)
-TE_SOFTMAX_ANY_TEAMS(TE_SOFTMAX_DTYPES, ANY_KERNEL)
+TE_SOFTMAX_TEAMS(TE_NUMBERS, ALIGNED_KERNEL)
+TE_SOFTMAX_ANY_TEAMS(TE_NUMBERS, ANY_KERNEL)
 #undef ALIGNED_KERNEL
 #undef ANY_KERNEL
 #undef KERNEL
@@ -340,5 +340,5 @@ static __device__ __forceinline__ void softmax_long(const te_softmax_params &p)
 #define X(I, i, ...)                                                                               \
     TE_KERNEL(te_softmax_long_##i, te_softmax_params, (TE_SOFTMAX_LONG_THREADS, 2),                \
               softmax_long<te_##i>(p))
-TE_SOFTMAX_DTYPES(X, )
+TE_NUMBERS(X, )
 #undef X

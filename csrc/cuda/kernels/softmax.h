@@ -8,12 +8,6 @@
 
 #include "cuda/device/types.h"
 
-/* X(DTYPE, dtype, ...) */
-#define TE_SOFTMAX_DTYPES(X, ...)                                                                  \
-    X(F32, f32, __VA_ARGS__)                                                                       \
-    X(F16, f16, __VA_ARGS__)                                                                       \
-    X(BF16, bf16, __VA_ARGS__)
-
 /* X(..., lanes, keys): the registers of a team of threads, `lanes` of a warp or several warps, hold
  * a row, `keys` of it in each thread. te_softmax_<dtype>_<lanes>_<keys> where everything is
  * aligned: each row of each operand begins at 16 bytes of the input's dtype (of the mask, at as

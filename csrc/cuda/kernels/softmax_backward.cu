@@ -110,8 +110,8 @@ static __device__ __forceinline__ void backward(const te_softmax_backward_params
 #define ANY_KERNEL(I, i, LANES, KEYS)                                                              \
     KERNEL(te_softmax_backward_any_##i##_##LANES##_##KEYS, te_##i, LANES, KEYS, false,             \
            te_##i::bytes == 2 ? 5 : 4)
-TE_SOFTMAX_TEAMS(TE_SOFTMAX_DTYPES, ALIGNED_KERNEL)
-TE_SOFTMAX_ANY_TEAMS(TE_SOFTMAX_DTYPES, ANY_KERNEL)
+TE_SOFTMAX_TEAMS(TE_NUMBERS, ALIGNED_KERNEL)
+TE_SOFTMAX_ANY_TEAMS(TE_NUMBERS, ANY_KERNEL)
 #undef ALIGNED_KERNEL
 #undef ANY_KERNEL
 #undef KERNEL
@@ -149,5 +149,5 @@ static __device__ __forceinline__ void backward_long(const te_softmax_backward_p
 #define X(I, i, ...)                                                                               \
     TE_KERNEL(te_softmax_backward_long_##i, te_softmax_backward_params,                            \
               (TE_SOFTMAX_LONG_THREADS, 2), backward_long<te_##i>(p))
-TE_SOFTMAX_DTYPES(X, )
+TE_NUMBERS(X, )
 #undef X
