@@ -113,31 +113,18 @@ te_status te_cpu_softcap(void *self, te_context *context, const void *opaque, vo
     return TE_OK;
 }
 
-te_status te_cpu_activation_backward_workspace(void *self, te_context *context, const void *opaque,
-                                               size_t *bytes)
-{
-    const te_activation_backward_args *args = opaque;
-    te_cpu_matrix input = te_cpu_matrix_of(&args->input);
-    (void)self, (void)context;
-    *bytes =
-        te_tensor_requested(&args->bias_grad) ? te_cpu_sums_bytes(input.rows, input.columns) : 0;
-    return TE_OK;
-}
+TE_CPU_SUMS_WORKSPACE(activation_backward, input)
 
 te_status te_cpu_activation_backward(void *self, te_context *context, const void *opaque,
                                      void *stream)
 {
     const te_activation_backward_args *args = opaque;
     activation_job job = job_of(args->kind, &args->params, &args->input);
-    const te_cpu_request request = {&args->cast, &args->bias_grad, args->workspace};
-    size_t needed = 0;
-    (void)stream;
+    const te_cpu_request request = {&args->cast, &args->bias_grad, args->workspace,
+                                    args->workspace_size};
+    (void)self, (void)context, (void)stream;
     job.grad = te_cpu_matrix_of(&args->grad_output);
-    if (args->bias_grad.data != NULL) {
-        TE_TRY(te_cpu_activation_backward_workspace(self, context, args, &needed));
-    }
-    TE_TRY(te_cpu_check_workspace("activation_backward", args->workspace, args->workspace_size,
-                                  needed));
+    TE_TRY(te_cpu_check_sums(TE_OP_ACTIVATION_BACKWARD, &args->input, &request));
     te_cpu_tiles tiles =
         te_cpu_tiles_begin(&request, job.input.rows, job.input.columns, TE_DTYPE_F32, 1);
     tiles.source = gradient_row;

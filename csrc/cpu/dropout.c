@@ -1,21 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * dropout.c - residual + drop_path(dropout(input + bias)), and its gradient.
- *
- * In tiles, so that the bias is converted once for several rows and the numbers between two steps
- * stay in the first-level cache. Column sums are per tile and joined in the order of the tiles:
- * nothing depends on the number of threads.
+ * dropout.c - residual + drop_path(dropout(input + bias)), and its gradient: rows that are made for
+ * the tiles of tiles.h, so that the bias is converted once for several rows.
  */
 #include <string.h>
 
-#include "core/scaling_math.h"
 #include "core/status.h"
-#include "cpu/isa.h"
-#include "cpu/matrix.h"
 #include "cpu/ops.h"
 #include "cpu/random.h"
-
-enum { TILE_ROWS = 64, TILE_COLUMNS = 1024 };
+#include "cpu/tiles.h"
 
 /* The random decisions of both operators. */
 typedef struct drop_plan {
@@ -23,12 +16,12 @@ typedef struct drop_plan {
     int64_t sample_rows; /* rows of one sample */
 } drop_plan;
 
+/* One call, and the columns of the tile being made. */
 typedef struct dropout_job {
     const te_cpu_kernels *kernels;
-    te_cpu_matrix input, residual, output; /* data NULL: absent */
-    te_cpu_matrix bias;                    /* one row; data NULL: absent */
+    te_cpu_matrix input, residual, bias; /* data NULL: absent; the bias is one row */
     drop_plan plan;
-    float *sums; /* [row tiles, columns] of the output's fp32 values, or NULL */
+    float bias_values[TE_CPU_MADE_COLUMNS];
 } dropout_job;
 
 static drop_plan plan_of(const int64_t *rng, float dropout, float drop_path, int64_t samples,
@@ -53,7 +46,7 @@ static int path_kept(const te_cpu_kernels *kernels, const drop_plan *plan, int64
 static void drop(const dropout_job *job, int64_t row, int64_t column, int64_t n, float *values)
 {
     const drop_plan *plan = &job->plan;
-    int32_t decisions[TE_CPU_DECISIONS(TILE_COLUMNS)];
+    int32_t decisions[TE_CPU_DECISIONS(TE_CPU_MADE_COLUMNS)];
     if (plan->drop_path.active && !path_kept(job->kernels, plan, row)) {
         memset(values, 0, (size_t)n * sizeof *values);
         return;
@@ -65,119 +58,76 @@ static void drop(const dropout_job *job, int64_t row, int64_t column, int64_t n,
     if (plan->drop_path.active) job->kernels->multiply(values, plan->drop_path.factor, n);
 }
 
-static void do_tile(const dropout_job *job, int64_t row, int64_t column)
+/* Of the gradient there are neither bias nor residual. */
+static const void *dropout_row(const void *self, int64_t row, int64_t column, int64_t n,
+                               float *buffer)
 {
+    const dropout_job *job = self;
     const te_cpu_kernels *kernels = job->kernels;
-    float values[TILE_COLUMNS], bias[TILE_COLUMNS], residual[TILE_COLUMNS], *sums = NULL;
-    int64_t n = te_cpu_min(TILE_COLUMNS, job->input.columns - column);
-    int64_t end = te_cpu_min(row + TILE_ROWS, job->input.rows);
-    if (job->bias.data != NULL) {
-        kernels->to_f32[job->bias.dtype](te_cpu_at(&job->bias, 0, column), bias, n);
+    float residual[TE_CPU_MADE_COLUMNS];
+    const float *input = te_cpu_numbers(kernels, &job->input, row, column, n, buffer);
+    if (input != buffer) memcpy(buffer, input, (size_t)n * sizeof *buffer);
+    if (job->bias.data != NULL) kernels->add(buffer, job->bias_values, n);
+    drop(job, row, column, n, buffer);
+    if (job->residual.data != NULL) {
+        kernels->add(buffer, te_cpu_numbers(kernels, &job->residual, row, column, n, residual), n);
     }
-    if (job->sums != NULL) {
-        sums = job->sums + row / TILE_ROWS * job->input.columns + column;
-        memset(sums, 0, (size_t)n * sizeof *sums);
-    }
-    for (int64_t r = row; r < end; r++) {
-        kernels->to_f32[job->input.dtype](te_cpu_at(&job->input, r, column), values, n);
-        if (job->bias.data != NULL) kernels->add(values, bias, n);
-        drop(job, r, column, n, values);
-        if (sums != NULL) kernels->add(sums, values, n);
-        if (job->residual.data != NULL) {
-            kernels->to_f32[job->residual.dtype](te_cpu_at(&job->residual, r, column), residual, n);
-            kernels->add(values, residual, n);
-        }
-        if (job->output.data != NULL) {
-            kernels->from_f32[job->output.dtype](values, te_cpu_at(&job->output, r, column), n);
-        }
-    }
+    return buffer;
 }
 
-static int64_t row_tiles(int64_t rows)
+static void do_tile(const dropout_job *job, const te_cpu_tiles *tiles, int64_t row, int64_t column)
 {
-    return te_ceil_div(rows, TILE_ROWS);
+    dropout_job own = *job;
+    if (own.bias.data != NULL) {
+        own.kernels->to_f32[own.bias.dtype](
+            te_cpu_at(&own.bias, 0, column), own.bias_values,
+            te_cpu_min(tiles->tile_columns, tiles->columns - column));
+    }
+    (void)te_cpu_tile(tiles, &own, row, column);
 }
 
-static void do_all(const dropout_job *job)
+static void do_all(const dropout_job *job, const te_cpu_request *request)
 {
-    int64_t across = te_ceil_div(job->input.columns, TILE_COLUMNS);
-    int64_t tiles = row_tiles(job->input.rows) * across;
-    int threads = te_cpu_threads(job->input.rows * job->input.columns);
+    te_cpu_tiles tiles =
+        te_cpu_tiles_begin(request, job->input.rows, job->input.columns, TE_DTYPE_F32, 1);
+    int64_t across = te_ceil_div(tiles.columns, tiles.tile_columns);
+    int64_t count = te_ceil_div(tiles.rows, tiles.tile_rows) * across;
+    int threads = te_cpu_threads(tiles.rows * tiles.columns);
     (void)threads;
+    tiles.source = dropout_row;
 #pragma omp parallel for num_threads(threads)
-    for (int64_t tile = 0; tile < tiles; tile++) {
-        do_tile(job, tile / across * TILE_ROWS, tile % across * TILE_COLUMNS);
+    for (int64_t tile = 0; tile < count; tile++) {
+        do_tile(job, &tiles, tile / across * tiles.tile_rows, tile % across * tiles.tile_columns);
     }
-}
-
-static te_cpu_matrix optional(const te_tensor *tensor)
-{
-    te_cpu_matrix absent = {0};
-    return tensor->data == NULL ? absent : te_cpu_matrix_of(tensor);
+    te_cpu_tiles_end(&tiles, request, 0);
 }
 
 te_status te_cpu_dropout_add(void *self, te_context *context, const void *opaque, void *stream)
 {
     const te_dropout_add_args *args = opaque;
-    dropout_job job = {.kernels = te_cpu_kernels_get(),
-                       .input = te_cpu_matrix_of(&args->input),
-                       .bias = optional(&args->bias),
-                       .residual = optional(&args->residual),
-                       .output = te_cpu_matrix_of(&args->output)};
+    const te_cast_request cast = {.result.wide = args->output};
+    const te_cpu_request request = {.cast = &cast};
+    dropout_job job = {.kernels = te_cpu_kernels_get(), .input = te_cpu_matrix_of(&args->input)};
     (void)self, (void)context, (void)stream;
+    if (args->bias.data != NULL) job.bias = te_cpu_matrix_of(&args->bias);
+    if (args->residual.data != NULL) job.residual = te_cpu_matrix_of(&args->residual);
     job.plan = plan_of(args->rng, args->dropout, args->drop_path, args->samples, &job.input);
-    do_all(&job);
+    do_all(&job, &request);
     return TE_OK;
 }
 
-/* ---- backward ----------------------------------------------------------------------------- */
-
-te_status te_cpu_dropout_backward_workspace(void *self, te_context *context, const void *opaque,
-                                            size_t *bytes)
-{
-    const te_dropout_backward_args *args = opaque;
-    te_cpu_matrix grad = te_cpu_matrix_of(&args->grad_output);
-    (void)self, (void)context;
-    *bytes = 0;
-    if (te_tensor_requested(&args->bias_grad)) {
-        *bytes = (size_t)(row_tiles(grad.rows) * grad.columns) * sizeof(float);
-    }
-    return TE_OK;
-}
-
-/* bias_grad = column sums, in the order of the row tiles. */
-static void finish_bias_grad(const dropout_job *job, const te_tensor *bias_grad)
-{
-    float totals[TILE_COLUMNS];
-    te_cpu_matrix output = te_cpu_matrix_of(bias_grad);
-    int64_t columns = job->input.columns, tiles = row_tiles(job->input.rows);
-    for (int64_t first = 0; first < columns; first += TILE_COLUMNS) {
-        int64_t n = te_cpu_min(TILE_COLUMNS, columns - first);
-        memset(totals, 0, sizeof totals);
-        for (int64_t tile = 0; tile < tiles; tile++) {
-            job->kernels->add(totals, job->sums + tile * columns + first, n);
-        }
-        job->kernels->from_f32[output.dtype](totals, te_cpu_at(&output, 0, first), n);
-    }
-}
+TE_CPU_SUMS_WORKSPACE(dropout_backward, grad_output)
 
 te_status te_cpu_dropout_backward(void *self, te_context *context, const void *opaque, void *stream)
 {
     const te_dropout_backward_args *args = opaque;
+    const te_cast_request cast = {.result.wide = args->grad_input};
+    const te_cpu_request request = {&cast, &args->bias_grad, args->workspace, args->workspace_size};
     dropout_job job = {.kernels = te_cpu_kernels_get(),
-                       .input = te_cpu_matrix_of(&args->grad_output),
-                       .output = optional(&args->grad_input)};
-    int with_sums = args->bias_grad.data != NULL;
-    size_t needed = 0;
-    (void)stream;
-    if (with_sums) TE_TRY(te_cpu_dropout_backward_workspace(self, context, args, &needed));
-    if (args->workspace_size < needed || (needed > 0 && args->workspace == NULL)) {
-        return TE_FAIL(TE_ERROR_INVALID, "dropout_backward: workspace of %zu bytes, needs %zu",
-                       args->workspace == NULL ? 0 : args->workspace_size, needed);
-    }
-    if (with_sums) job.sums = args->workspace;
+                       .input = te_cpu_matrix_of(&args->grad_output)};
+    (void)self, (void)context, (void)stream;
+    TE_TRY(te_cpu_check_sums(TE_OP_DROPOUT_BACKWARD, &args->grad_output, &request));
     job.plan = plan_of(args->rng, args->dropout, args->drop_path, args->samples, &job.input);
-    do_all(&job);
-    if (with_sums) finish_bias_grad(&job, &args->bias_grad);
+    do_all(&job, &request);
     return TE_OK;
 }

@@ -6,10 +6,8 @@
 
 #include "core/status.h"
 #include "core/fp8.h"
-#include "cpu/isa.h"
-#include "cpu/matrix.h"
 #include "cpu/ops.h"
-#include "cpu/transpose.h"
+#include "cpu/tiles.h"
 
 enum {
     PIECE = 512
@@ -108,20 +106,13 @@ te_status te_cpu_transpose(void *self, te_context *context, const void *opaque, 
     (void)self, (void)context, (void)stream, (void)threads;
 #pragma omp parallel for num_threads(threads)
     for (int64_t tile = 0; tile < tiles; tile++) {
-        uint8_t block[TE_CPU_BLOCK * TE_CPU_BLOCK];
         int64_t column = tile / tiles_down * TE_CPU_BLOCK, row = tile % tiles_down * TE_CPU_BLOCK;
-        int64_t rows = te_cpu_min(TE_CPU_BLOCK, input.rows - row);
-        int64_t columns = te_cpu_min(TE_CPU_BLOCK, input.columns - column);
-        te_cpu_transpose_bytes(te_cpu_at(&input, row, column), input.row_stride, block,
-                               TE_CPU_BLOCK, rows, columns);
-        for (int64_t c = 0; c < columns; c++) {
-            memcpy(te_cpu_at(&output, column + c, row), block + c * TE_CPU_BLOCK, (size_t)rows);
-        }
+        te_cpu_matrix block = input;
+        block.data = te_cpu_at(&input, row, column);
+        block.rows = te_cpu_min(TE_CPU_BLOCK, input.rows - row);
+        block.columns = te_cpu_min(TE_CPU_BLOCK, input.columns - column);
+        te_cpu_write_columns(&output, row, column, &block);
     }
-    if (output.columns > input.rows) {
-        for (int64_t c = 0; c < output.rows; c++) {
-            memset(te_cpu_at(&output, c, input.rows), 0, (size_t)(output.columns - input.rows));
-        }
-    }
+    te_cpu_zero_columns(&output, input.rows);
     return TE_OK;
 }

@@ -10,6 +10,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "core/check.h"
 #include "core/status.h"
 #include "cpu/ops.h"
 #include "cpu/tiles.h"
@@ -274,7 +275,7 @@ te_status te_cpu_norm_backward(void *self, te_context *context, const void *opaq
     size_t needed = (size_t)(requested * sums) * sizeof(float);
     int threads = te_cpu_threads(job.input.rows * job.input.columns);
     (void)self, (void)context, (void)stream, (void)threads;
-    TE_TRY(te_cpu_check_workspace("norm_backward", args->workspace, args->workspace_size, needed));
+    TE_TRY(te_check_workspace(TE_OP_NORM_BACKWARD, args->workspace, args->workspace_size, needed));
     if (args->gamma_grad.data != NULL) job.gamma_sums = args->workspace;
     if (args->beta_grad.data != NULL) {
         job.beta_sums = (float *)args->workspace + (job.gamma_sums != NULL ? sums : 0);

@@ -5,21 +5,10 @@
 #include "core/operand.h"
 #include "core/status.h"
 #include "core/fp8.h"
-#include "cpu/isa.h"
-#include "cpu/matrix.h"
 #include "cpu/ops.h"
 #include "cpu/tiles.h"
 
-te_status te_cpu_quantize_workspace(void *self, te_context *context, const void *opaque,
-                                    size_t *bytes)
-{
-    const te_quantize_args *args = opaque;
-    te_cpu_matrix input = te_cpu_matrix_of(&args->input);
-    (void)self, (void)context;
-    *bytes =
-        te_tensor_requested(&args->bias_grad) ? te_cpu_sums_bytes(input.rows, input.columns) : 0;
-    return TE_OK;
-}
+TE_CPU_SUMS_WORKSPACE(quantize, input)
 
 /* A row of the input as it lies. */
 static const void *input_row(const void *self, int64_t row, int64_t column, int64_t n,
@@ -33,13 +22,10 @@ te_status te_cpu_quantize(void *self, te_context *context, const void *opaque, v
 {
     const te_quantize_args *args = opaque;
     const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
-    const te_cpu_request request = {&args->cast, &args->bias_grad, args->workspace};
-    size_t needed = 0;
-    (void)stream;
-    if (args->bias_grad.data != NULL) {
-        TE_TRY(te_cpu_quantize_workspace(self, context, args, &needed));
-    }
-    TE_TRY(te_cpu_check_workspace("quantize", args->workspace, args->workspace_size, needed));
+    const te_cpu_request request = {&args->cast, &args->bias_grad, args->workspace,
+                                    args->workspace_size};
+    (void)self, (void)context, (void)stream;
+    TE_TRY(te_cpu_check_sums(TE_OP_QUANTIZE, &args->input, &request));
     if (args->noop != NULL && *args->noop != 0.0F) return TE_OK;
     te_cpu_tiles tiles = te_cpu_tiles_begin(&request, input.rows, input.columns, input.dtype, 0);
     tiles.source = input_row;

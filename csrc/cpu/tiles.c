@@ -4,8 +4,8 @@
  */
 #include <string.h>
 
+#include "core/check.h"
 #include "core/scaling_math.h"
-#include "core/status.h"
 #include "core/fp8.h"
 #include "cpu/record.h"
 #include "cpu/tiles.h"
@@ -15,17 +15,17 @@ static int64_t row_tiles(int64_t rows)
     return te_ceil_div(rows, TE_CPU_TILE_ROWS);
 }
 
-size_t te_cpu_sums_bytes(int64_t rows, int64_t columns)
+size_t te_cpu_sums_bytes(const te_tensor *matrix, const te_tensor *sums)
 {
-    return (size_t)(row_tiles(rows) * columns) * sizeof(float);
+    if (!te_tensor_requested(sums)) return 0;
+    return (size_t)(row_tiles(matrix->shape[0]) * matrix->shape[1]) * sizeof(float);
 }
 
-te_status te_cpu_check_workspace(const char *name, const void *workspace, size_t size,
-                                 size_t needed)
+te_status te_cpu_check_sums(te_op op, const te_tensor *matrix, const te_cpu_request *request)
 {
-    if (needed == 0 || (size >= needed && workspace != NULL)) return TE_OK;
-    return TE_FAIL(TE_ERROR_INVALID, "%s: workspace of %zu bytes, needs %zu", name,
-                   workspace == NULL ? 0 : size, needed);
+    if (!te_tensor_present(request->sums)) return TE_OK;
+    return te_check_workspace(op, request->workspace, request->workspace_size,
+                              te_cpu_sums_bytes(matrix, request->sums));
 }
 
 void te_cpu_join_sums(const te_cpu_kernels *kernels, const float *sums, int64_t count,
@@ -106,18 +106,17 @@ te_cpu_tiles te_cpu_tiles_begin(const te_cpu_request *request, int64_t rows, int
 
 /* ---- tiles -------------------------------------------------------------------------------- */
 
-/* The columns' output of the tile at (row, column), from its codes [rows, columns]. */
-static void write_columns(const te_cpu_matrix *output, int64_t row, int64_t column,
-                          const te_cpu_matrix *codes)
+void te_cpu_write_columns(const te_cpu_matrix *output, int64_t row, int64_t column,
+                          const te_cpu_matrix *bytes)
 {
     uint8_t block[TE_CPU_BLOCK * TE_CPU_BLOCK];
-    for (int64_t first = 0; first < codes->columns; first += TE_CPU_BLOCK) {
-        int64_t width = te_cpu_min(TE_CPU_BLOCK, codes->columns - first);
-        te_cpu_transpose_bytes(te_cpu_at(codes, 0, first), codes->row_stride, block, TE_CPU_BLOCK,
-                               codes->rows, width);
+    for (int64_t first = 0; first < bytes->columns; first += TE_CPU_BLOCK) {
+        int64_t width = te_cpu_min(TE_CPU_BLOCK, bytes->columns - first);
+        te_cpu_transpose_bytes(te_cpu_at(bytes, 0, first), bytes->row_stride, block, TE_CPU_BLOCK,
+                               bytes->rows, width);
         for (int64_t c = 0; c < width; c++) {
             memcpy(te_cpu_at(output, column + first + c, row), block + c * TE_CPU_BLOCK,
-                   (size_t)codes->rows);
+                   (size_t)bytes->rows);
         }
     }
 }
@@ -157,7 +156,7 @@ int32_t te_cpu_tile(const te_cpu_tiles *tiles, const void *self, int64_t row, in
             tiles->quantize(values, target, codes.columns, tiles->scale, &amax, sums);
         }
     }
-    if (tiles->column.data != NULL) write_columns(&tiles->column, row, column, &codes);
+    if (tiles->column.data != NULL) te_cpu_write_columns(&tiles->column, row, column, &codes);
     return amax;
 }
 
@@ -181,8 +180,7 @@ int32_t te_cpu_all_tiles(const te_cpu_tiles *tiles, const void *self)
 
 /* ---- end ---------------------------------------------------------------------------------- */
 
-/* Zeroes the columns from `first` on. */
-static void zero_columns(const te_cpu_matrix *output, int64_t first)
+void te_cpu_zero_columns(const te_cpu_matrix *output, int64_t first)
 {
     if (output->data == NULL || output->columns <= first) return;
     for (int64_t r = 0; r < output->rows; r++) {
@@ -193,8 +191,8 @@ static void zero_columns(const te_cpu_matrix *output, int64_t first)
 void te_cpu_tiles_end(const te_cpu_tiles *tiles, const te_cpu_request *request, int32_t amax)
 {
     const te_cast_request *cast = request->cast;
-    zero_columns(&tiles->row, tiles->columns);
-    zero_columns(&tiles->column, tiles->rows);
+    te_cpu_zero_columns(&tiles->row, tiles->columns);
+    te_cpu_zero_columns(&tiles->column, tiles->rows);
     if (request->sums != NULL && request->sums->data != NULL) {
         te_cpu_join_sums(tiles->kernels, tiles->sums, row_tiles(tiles->rows), request->sums);
     }

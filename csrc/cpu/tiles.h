@@ -32,6 +32,7 @@ typedef struct te_cpu_request {
     const te_cast_request *cast;
     const te_tensor *sums; /* [columns] high precision; NULL, or data NULL: not requested */
     void *workspace;       /* te_cpu_sums_bytes */
+    size_t workspace_size;
 } te_cpu_request;
 
 /* One call, as its tiles see it. */
@@ -46,16 +47,32 @@ typedef struct te_cpu_tiles {
     float *sums; /* [row tiles, columns], or NULL */
 } te_cpu_tiles;
 
-/* Workspace of column sums. */
-size_t te_cpu_sums_bytes(int64_t rows, int64_t columns);
+/* Workspace of the column sums of a matrix; 0 where none are requested. */
+size_t te_cpu_sums_bytes(const te_tensor *matrix, const te_tensor *sums);
+/* Whether the request has it, where there are sums to write. */
+te_status te_cpu_check_sums(te_op op, const te_tensor *matrix, const te_cpu_request *request);
+/* The workspace query of an operator that sums the columns of its argument `matrix`. */
+#define TE_CPU_SUMS_WORKSPACE(op, matrix)                                                          \
+    te_status te_cpu_##op##_workspace(void *self, te_context *context, const void *opaque,         \
+                                      size_t *bytes)                                               \
+    {                                                                                              \
+        const te_##op##_args *args = opaque;                                                       \
+        (void)self, (void)context;                                                                 \
+        *bytes = te_cpu_sums_bytes(&args->matrix, &args->bias_grad);                               \
+        return TE_OK;                                                                              \
+    }
 /* target[c] = sum over i of sums[i][c], in the order of the `count` rows. */
 void te_cpu_join_sums(const te_cpu_kernels *kernels, const float *sums, int64_t count,
                       const te_tensor *target);
 /* n numbers of a row as fp32: where they lie, or converted in `buffer`. */
 const float *te_cpu_numbers(const te_cpu_kernels *kernels, const te_cpu_matrix *matrix, int64_t row,
                             int64_t column, int64_t n, float *buffer);
-te_status te_cpu_check_workspace(const char *name, const void *workspace, size_t size,
-                                 size_t needed);
+/* Writes the transpose of `bytes` (up to 64 rows) to columns [row, ...) of `output`, from its row
+ * `column` on. */
+void te_cpu_write_columns(const te_cpu_matrix *output, int64_t row, int64_t column,
+                          const te_cpu_matrix *bytes);
+/* Zeroes the columns of a matrix of bytes from `first` on. */
+void te_cpu_zero_columns(const te_cpu_matrix *output, int64_t first);
 
 /* Outputs and scale of a call over [rows, columns] whose source gives numbers of `dtype`; writes
  * the scales. `made`: the source makes its rows. */
