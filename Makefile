@@ -103,7 +103,7 @@ wheel-check: $(ENV)-test ## install into build/wheel-check without a network and
 		print(c.__file__); assert "wheel-check" in c.__file__'
 
 clean: ## delete what the build made
-	rm -rf build transformer_engine/_core*.so
+	rm -rf build transformer_engine/_core*.so transformer_engine/_core_names.pyi
 
 # The clients' packages go on top of the test environment, which stays as light as it is.
 $(ENV)-clients: $(ENV)-test

@@ -295,7 +295,15 @@ class build_ext(_build_ext):
     @locked
     def build_extension(self, ext):
         objects, flags = build_objects(GROUPS)
-        link(Path(self.get_ext_fullpath(ext.name)), objects, flags)
+        self.built = Path(self.get_ext_fullpath(ext.name))
+        link(self.built, objects, flags)
+        if not SANITIZE:  # which this interpreter could not load; the stub would be the same
+            subprocess.run([sys.executable, "tools/operator_stubs.py", str(self.built)], check=True)
+
+    def copy_extensions_to_source(self):
+        super().copy_extensions_to_source()
+        for stub in self.built.parent.glob("_core_*.pyi"):
+            shutil.copy2(stub, "transformer_engine")
 
 
 class library(Command):

@@ -1,19 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the operators' part of transformer_engine/_core.pyi, from the built extension itself.
+"""Write _core_names.pyi beside a built extension: what of its stub the lists of the C sources give.
 
-The extension has their fields from csrc/core/fields.h. ``python tools/operator_stubs.py`` writes
-what stands between the two markers; check_pyi.py finds out where that was forgotten.
+``python tools/operator_stubs.py FOLDER/_core.abi3.so``, which the build runs. The constants are the
+enumerators and flags of the public headers, the operators have their fields from
+csrc/core/fields.h; transformer_engine/_core.pyi has the rest, and imports these.
 """
 
+import importlib.machinery
+import importlib.util
 import inspect
+import re
 import sys
+from pathlib import Path
 
-from ctext import ROOT
-
-STUB = ROOT / "transformer_engine/_core.pyi"
-BEGIN = "# ---- written by tools/operator_stubs.py"
-END = "# ---- end of what operator_stubs.py writes"
+NAME = "_core_names.pyi"
+OTHER = Path(__file__).parents[1] / "transformer_engine/_core.pyi"
 WIDTH = 100
+HEADING = '''\
+# SPDX-License-Identifier: Apache-2.0
+"""Constants and operators of `_core`, written by the build (tools/operator_stubs.py)."""
+
+from typing import Final
+
+from torch import Tensor
+
+from transformer_engine._core import Context
+
+# Enumerators and flags of transformer_engine.h, with what each means, are TE_<name> there.
+'''
+
+
+def load(path):
+    """Return the extension at a path, without the package around it."""
+    loader = importlib.machinery.ExtensionFileLoader("transformer_engine._core", str(path))
+    spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
+    core = importlib.util.module_from_spec(spec)
+    loader.exec_module(core)
+    return core
 
 
 def stub_of(core, name):
@@ -38,23 +61,19 @@ def stub_of(core, name):
     return f'{text}\n    """{function.__doc__}"""\n'
 
 
-def with_operators(text, core):
-    """Return the text of the stub with the operators that the extension has."""
-    before, _, rest = text.partition(BEGIN)
-    heading, _, rest = rest.partition("\n")
-    _, _, after = rest.partition(END)
-    if not after:
-        raise SystemExit(f"{STUB.name}: it lacks the lines {BEGIN!r} and {END!r}")
-    operators = "\n".join(stub_of(core, name) for name in core.op_names())
-    return f"{before}{BEGIN}{heading}\n\n{operators}\n{END}{after}"
+def stub(core):
+    """Return the whole text; what _core.pyi declares itself is left to it."""
+    declared = re.findall(r"^(\w+):", OTHER.read_text(), re.MULTILINE)
+    names = [name for name, value in vars(core).items() if type(value) is int]
+    constants = [f"{name}: Final[int]" for name in names if name not in declared]
+    operators = [stub_of(core, name) for name in core.op_names()]
+    return HEADING + "\n".join([*constants, "", *operators])
 
 
 def main():
-    """Write the stub."""
-    sys.path.insert(0, str(ROOT))
-    import transformer_engine._core as core
-
-    STUB.write_text(with_operators(STUB.read_text(), core))
+    """Write the stub beside the extension that is named."""
+    path = Path(sys.argv[1])
+    path.with_name(NAME).write_text(stub(load(path)))
 
 
 if __name__ == "__main__":

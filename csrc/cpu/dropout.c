@@ -58,20 +58,22 @@ static void drop(const dropout_job *job, int64_t row, int64_t column, int64_t n,
     if (plan->drop_path.active) job->kernels->multiply(values, plan->drop_path.factor, n);
 }
 
-/* Of the gradient there are neither bias nor residual. */
+/* Of the gradient there are neither bias nor residual. The buffer may be the output itself, and so
+ * the memory of the input or of the residual. */
 static const void *dropout_row(const void *self, int64_t row, int64_t column, int64_t n,
                                float *buffer)
 {
     const dropout_job *job = self;
     const te_cpu_kernels *kernels = job->kernels;
-    float residual[TE_CPU_MADE_COLUMNS];
-    const float *input = te_cpu_numbers(kernels, &job->input, row, column, n, buffer);
-    if (input != buffer) memcpy(buffer, input, (size_t)n * sizeof *buffer);
-    if (job->bias.data != NULL) kernels->add(buffer, job->bias_values, n);
-    drop(job, row, column, n, buffer);
-    if (job->residual.data != NULL) {
-        kernels->add(buffer, te_cpu_numbers(kernels, &job->residual, row, column, n, residual), n);
-    }
+    float made[TE_CPU_MADE_COLUMNS], residual[TE_CPU_MADE_COLUMNS];
+    float *values = job->residual.data == NULL ? buffer : made;
+    const float *input = te_cpu_numbers(kernels, &job->input, row, column, n, values);
+    if (input != values) memcpy(values, input, (size_t)n * sizeof *values);
+    if (job->bias.data != NULL) kernels->add(values, job->bias_values, n);
+    drop(job, row, column, n, values);
+    if (job->residual.data == NULL) return buffer;
+    kernels->add(made, te_cpu_numbers(kernels, &job->residual, row, column, n, residual), n);
+    memcpy(buffer, made, (size_t)n * sizeof *made);
     return buffer;
 }
 
