@@ -94,9 +94,11 @@ def apply_of(label: str) -> Callable:
     It is the native half of `Function.apply`. The Python half binds default arguments, which there
     are none of, and unwraps what function transforms left behind, which costs more than the rest of
     a call. The class has the label's name, so that torch's messages (`torch.autograd.
-    set_detect_anomaly`), profilers and ``grad_fn`` say "LinearBackward".
+    set_detect_anomaly`), profilers and ``grad_fn`` say "LinearBackward". The node's ``apply``,
+    which looks for the function's backward among several, is that backward at once.
     """
     kind = type(label, (_EagerFunction,), {"__doc__": f"Calls of a {label}."})
+    kind._backward_cls.apply = kind.backward
     return super(torch.autograd.Function, kind).apply
 
 

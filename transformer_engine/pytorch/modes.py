@@ -25,6 +25,7 @@ __all__ = [
     "active_device",
     "active_modes",
     "after_autograd",
+    "any_autocast",
     "at_this_level",
     "below_autograd",
     "constant_in_graphs",
@@ -44,6 +45,9 @@ operators and nothing else."""
 
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether the thread is inside of a transform of `torch.func`."""
+
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether `torch.autocast` is on for a kind of device; public ways ask about one kind, slower."""
 
 active_modes: Callable[[], list] = _get_current_dispatch_mode_stack
 """These objects."""

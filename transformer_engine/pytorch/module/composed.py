@@ -211,22 +211,22 @@ class ComposedModule(Fp8Module):
             return self._decide(inp, is_first_microbatch, traced)[0]
         state = current_state()
         key, tensors = None, ()
-        if self._present is not None:
-            key, tensors = situation_of(state, inp, self._parameters, self._present)
-        bound = None if key is None else self._bound.get(key)
+        own = self.__dict__  # a class with __getattr__ takes longer for each
+        if own["_present"] is not None:
+            key, tensors = situation_of(state, inp, own["_parameters"], own["_present"])
+        bound = None if key is None else own["_bound"].get(key)
         call = None if bound is None else bound.call_in(self, state)
         if call is None or not (bound.records or not forward_gradients()):
             out, made = self._decide(inp, None, False)
             if key is not None and made is not None:
                 if len(self._bound) == _KEPT:
                     self._bound = {}
-                self._bound[key] = Bound.of(made, self)
+                self._bound[key] = Bound(made, self)
             return out
-        self.__dict__.update(bound.remembered)
-        if bound.records:
-            out = bound.apply(call, inp, *tensors)
-        else:
-            out = call.run_forward((inp, *tensors))[0]
+        own["_ran"] = bound.ran
+        if bound.quantized:
+            own["_quantization"] = bound.quantization
+        out = bound.apply(call, *tensors) if bound.records else call.run_forward(tensors)[0]
         if call.first:
             state.first = False
         return out

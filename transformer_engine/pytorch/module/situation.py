@@ -9,14 +9,13 @@ one that is set takes its bound calls away.
 """
 
 import copy
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.function import apply_of
-from transformer_engine.pytorch.modes import dispatch_modes, faking, in_transform
+from transformer_engine.pytorch.modes import any_autocast, dispatch_modes, faking, in_transform
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.recompute import anywhere, may_record
 from transformer_engine.pytorch.state import RegionState
@@ -24,43 +23,40 @@ from transformer_engine.pytorch.state import RegionState
 __all__ = ["Bound", "situation_of"]
 
 _graph_task = torch._C._current_graph_task_id
-_autocast_enabled = torch.is_autocast_enabled
 _grad_enabled = torch.is_grad_enabled
 
 
-class Bound(NamedTuple):
-    """A call of a module that can be made again, with the tensors that the module has then.
+class Bound:
+    """A call that a module has just made and can make again, with the tensors that it has then.
 
     Attributes
     ----------
-    calls : tuple of ModuleCall
+    call, first : ModuleCall
         The call, and the same as the region's first one that records a backward.
     records : bool
         It records a backward.
+    quantized : bool
+        Its GEMMs run in FP8.
     apply : callable
         Runs one of the calls and records its backward.
-    remembered : dict
-        Attributes of the module that tell of its last call.
+    ran, quantization : tuple
+        What the module tells of its last call, and of the last in FP8.
     """
 
-    calls: tuple[ModuleCall, ModuleCall]
-    records: bool
-    apply: Callable
-    remembered: dict[str, Any]
+    __slots__ = ("apply", "call", "first", "quantization", "quantized", "ran", "records")
 
-    @classmethod
-    def of(cls, call: ModuleCall, module: Any) -> "Bound":
-        """Keep a call that a module has just made."""
-        later, first = copy.copy(call), copy.copy(call)
-        later.first, first.first = False, True
-        remembered = {"_ran": module._ran}
-        if call.plans.quantized:
-            remembered["_quantization"] = module._quantization
-        return cls((later, first), call.plans.backward != 0, apply_of(call.label), remembered)
+    def __init__(self, call: ModuleCall, module: Any) -> None:
+        self.call, self.first = copy.copy(call), copy.copy(call)
+        self.call.first, self.first.first = False, True
+        self.records = call.plans.backward != 0
+        self.quantized = call.plans.quantized
+        self.apply = apply_of(call.label)
+        self.ran = module._ran
+        self.quantization = module._quantization if self.quantized else None
 
     def call_in(self, module: Any, state: RegionState) -> ModuleCall | None:
         """The call to make now; None where the state that it is bound to is no longer in force."""
-        call, first = self.calls
+        call = self.call
         slots = call.slots
         if slots is not None and (
             slots is not module._slots
@@ -70,8 +66,8 @@ class Bound(NamedTuple):
             or module._loaded_state is not None
         ):
             return None
-        if self.records and call.plans.quantized and state.first:
-            return first if first.domain is state.domain else None
+        if self.quantized and self.records and state.first:
+            return self.first if call.domain is state.domain else None
         return call
 
 
@@ -96,25 +92,26 @@ def situation_of(
     key : tuple or None
         None where the call has to be decided by itself.
     tensors : tuple of Tensor or None
-        After the input; nothing without a key.
+        The input and these; nothing without a key.
     """
     recipe = state.recipe if state.enabled else None
-    if type(inp) is not Tensor or inp.dim() == 0 or (recipe is None and state.calibrating):
+    shape = inp.shape if type(inp) is Tensor else None
+    if not shape or (recipe is None and state.calibrating):
         return None, ()
     dtype, gradients = inp.dtype, _grad_enabled()
-    kind = "cpu" if inp.is_cpu else "cuda"
+    device = inp.get_device() if inp.is_cuda else -1
     if (
-        not (inp.is_cpu or inp.is_cuda)
+        (device < 0 and not inp.is_cpu)
         or (dispatch_modes() and faking())
-        or _autocast_enabled(kind)
+        or any_autocast()
         or _graph_task() != -1
         or in_transform()
         or (may_record(gradients, recipe is not None) and (gradients or anywhere()))
         # On a GPU, whether fp32 may use TF32 can change.
-        or (recipe is None and dtype is torch.float32 and kind != "cpu")
+        or (device >= 0 and recipe is None and dtype is torch.float32)
     ):
         return None, ()
-    wanted, tensors = int(inp.requires_grad), []
+    wanted, tensors = inp.requires_grad, [inp]
     for name in names:
         tensor = None
         if name is not None:
@@ -124,5 +121,4 @@ def situation_of(
             wanted = 2 * wanted + tensor.requires_grad
         tensors.append(tensor)
     identity = state.depth > 0 if recipe is None else recipe.__repr__()
-    key = (identity, dtype, inp.get_device(), inp.size(-1), gradients, wanted)
-    return key, tuple(tensors)
+    return (identity, dtype, device, shape[-1], gradients, wanted), tuple(tensors)
