@@ -72,18 +72,7 @@ def _entry(path: str) -> tuple[Feature, str] | None:
 
 
 def names_of(module: str) -> list[str]:
-    """Absent names that a module offers.
-
-    Parameters
-    ----------
-    module : str
-        Its full name.
-
-    Returns
-    -------
-    list of str
-        Without methods.
-    """
+    """Absent names that a module (its full name) offers, without methods."""
     return [name for name in _INDEX.get(module, {}) if "." not in name]
 
 
@@ -93,19 +82,9 @@ def message(path: str, feature: Feature, what: str = "") -> str:
 
 
 def refusal(name: str, what: str) -> NotImplementedError:
-    """The error of something that is built in part.
+    """The error, to be raised, of something that is built in part.
 
-    Parameters
-    ----------
-    name : str
-        Path as `Feature.partly` has it.
-    what : str
-        What of it is refused, say ``"(enabled=True)"``.
-
-    Returns
-    -------
-    NotImplementedError
-        To be raised.
+    `name` is a path as `Feature.partly` has it, `what` of it is refused, say ``"(enabled=True)"``.
     """
     for feature in FEATURES:
         if name in feature.partly.split():
@@ -114,48 +93,22 @@ def refusal(name: str, what: str) -> NotImplementedError:
 
 
 def feature_of(stand_in: Any) -> Feature | None:
-    """The feature that an object stands in for; None for everything that is built.
-
-    Parameters
-    ----------
-    stand_in : object
-        Any object.
-
-    Returns
-    -------
-    Feature or None
-        Subclasses of an absent class are as absent as it.
-    """
+    """The feature that an object stands in for, itself or a base of it; None for what is built."""
     entry = _entry(getattr(stand_in, _MARK, ""))
     return None if entry is None else entry[0]
 
 
 def refuse_use(carried: Any) -> None:
-    """Raise NotImplementedError for an object of an absent class; do nothing for every other one.
-
-    Parameters
-    ----------
-    carried : object
-        What is about to be used.
-    """
+    """Raise NotImplementedError for an object of an absent class; do nothing for others."""
     feature = feature_of(carried)
     if feature is not None:
         raise NotImplementedError(message(getattr(carried, _MARK), feature))
 
 
 def find(path: str) -> tuple[bool, str]:
-    """Whether a name is built.
+    """Whether a name is built, and the reason, empty where it is.
 
-    Parameters
-    ----------
-    path : str
-        Dotted: a full name, or one relative to ``transformer_engine`` or
-        ``transformer_engine.pytorch``.
-
-    Returns
-    -------
-    (bool, str)
-        The answer; the reason is empty where it is True.
+    The name is a full one, or relative to ``transformer_engine`` or ``transformer_engine.pytorch``.
     """
     tried = [PACKAGE + path, f"{PACKAGE}pytorch.{path}"]
     if path.startswith("transformer_engine"):

@@ -68,12 +68,7 @@ class Variable(Generic[T]):
     aliases: tuple[str, ...] = ()
 
     def get(self) -> T:
-        """Read the variable now.
-
-        Returns
-        -------
-        T
-            The parsed value of the first of `name` and `aliases` that is set, or `default`.
+        """Read the variable now: the first of its names that is set, parsed, or `default`.
 
         Raises
         ------
@@ -202,13 +197,7 @@ TABLE: tuple[Variable, ...] = tuple(v for v in list(globals().values()) if isins
 
 
 class AttentionSwitches(NamedTuple):
-    """Which kinds of attention may run.
-
-    Attributes
-    ----------
-    flash, fused, unfused : bool
-        ``TE_FLASH_ATTN``, ``TE_FUSED_ATTN``, ``TE_UNFUSED_ATTN``.
-    """
+    """Which kinds of attention may run: ``TE_FLASH_ATTN`` and the other two."""
 
     flash: bool
     fused: bool
@@ -230,17 +219,8 @@ def attention_switches() -> AttentionSwitches:
     """Which kinds of attention may run now: programs flip the switches between two calls.
 
     Every attention call asks, so it must take no time: asking ``os.environ`` for a variable that is
-    not set takes a microsecond, the dictionary of bytes behind it a fiftieth of that.
-
-    Returns
-    -------
-    AttentionSwitches
-        The values.
-
-    Raises
-    ------
-    ValueError
-        A switch is not understood.
+    not set takes a microsecond, the dictionary of bytes behind it a fiftieth of that. ValueError
+    for a switch that is not understood.
     """
     data = getattr(os.environ, "_data", None)
     if type(data) is not dict:  # a program has put another mapping in place of os.environ
@@ -251,16 +231,9 @@ def attention_switches() -> AttentionSwitches:
 def cache_dir() -> Path | None:
     """Return the directory for what is remembered between processes; it may not exist yet.
 
-    Returns
-    -------
-    pathlib.Path or None
-        ``TE_CACHE_DIR`` where it is set, else ``transformer_engine`` under ``XDG_CACHE_HOME`` or
-        ``~/.cache``. None where the process has no home directory: nothing is remembered then.
-
-    Raises
-    ------
-    ValueError
-        ``TE_CACHE_DIR`` is a relative path.
+    ``TE_CACHE_DIR`` where it is set (ValueError for a relative path), else ``transformer_engine``
+    under ``XDG_CACHE_HOME`` or ``~/.cache``. None where the process has no home directory: nothing
+    is remembered then.
     """
     path = TE_CACHE_DIR.get()
     if path is not None:

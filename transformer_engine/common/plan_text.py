@@ -60,17 +60,7 @@ def text_of(plan: int) -> str:
 
 @functools.lru_cache
 def read_text(text: str) -> PlanGraph:
-    """Read a text.
-
-    Parameters
-    ----------
-    text : str
-        What `text_of` gave, in this process or another one.
-
-    Returns
-    -------
-    PlanGraph
-        Its content.
+    """Read what `text_of` gave, in this process or another one.
 
     Raises
     ------

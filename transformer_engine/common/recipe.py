@@ -89,22 +89,7 @@ class Format(Enum):
         raise ValueError(f"direction must be 'fwd' or 'bwd', got {direction!r}")
 
     def dtype_name(self, direction: str) -> str:
-        """Return the name of a direction's element type: "e4m3", "e5m2" or "e2m1".
-
-        Parameters
-        ----------
-        direction : {"fwd", "bwd"}
-            Forward (activations, weights) or backward (gradients).
-
-        Returns
-        -------
-        str
-
-        Raises
-        ------
-        ValueError
-            `direction` is neither.
-        """
+        """Return the name of a direction's element type: "e4m3", "e5m2" or "e2m1"; as `fp8_max`."""
         return _DTYPE_OF_LARGEST[self.fp8_max(direction)]
 
     def __reduce_ex__(self, protocol: int) -> tuple:

@@ -88,18 +88,7 @@ class Rule(NamedTuple):
 
 
 def rule_of(recipe: DelayedScaling) -> Rule:
-    """Rule of a recipe as it is now.
-
-    Parameters
-    ----------
-    recipe : DelayedScaling
-        The recipe; later writes to it make another rule.
-
-    Returns
-    -------
-    Rule
-        What the update of its state needs.
-    """
+    """Rule of a recipe as it is now; later writes to the recipe make another one."""
     algo, scale = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
     return Rule(
         identity=repr(recipe),
@@ -224,10 +213,7 @@ def take(
 ) -> list[tuple[Chunk, int]]:
     """Reserve slots in both directions for as long as `owner` lives; called under `BOOKS`.
 
-    Returns
-    -------
-    list
-        Of each direction the chunk and the first slot.
+    Returns of each direction the chunk and the first slot.
     """
     _DOMAINS.add(domain)
     if domain.number < 0:

@@ -21,13 +21,7 @@ __all__ = [
 
 
 def get_device_compute_capability() -> tuple[int, int]:
-    """Compute capability of the current CUDA device.
-
-    Returns
-    -------
-    tuple of int
-        (major, minor); (0, 0) where there is no CUDA device.
-    """
+    """(major, minor) of the current CUDA device; (0, 0) where there is none."""
     if not torch.cuda.is_available():
         return (0, 0)
     return torch.cuda.get_device_capability()
@@ -35,13 +29,7 @@ def get_device_compute_capability() -> tuple[int, int]:
 
 @functools.cache
 def prepare_device(device: torch.device) -> None:
-    """Hand the environment's settings to the native side before it first uses a device.
-
-    Parameters
-    ----------
-    device : torch.device
-        The device of a module that is about to run.
-    """
+    """Hand the environment's settings to the native side before it first uses a device."""
     if device.type != "cuda" or not _core.has_cuda():
         return
     cache = config.cache_dir()
@@ -82,18 +70,7 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether bf16 GEMMs run natively on the current device.
-
-    Parameters
-    ----------
-    return_reason : bool, default False
-        Say why not as well.
-
-    Returns
-    -------
-    bool or (bool, str)
-        The answer; the reason is empty where it is True.
-    """
+    """Whether bf16 GEMMs run natively on the current device; as `is_fp8_available`."""
     capability = get_device_compute_capability()
     reason = f"bf16 needs a CUDA device of compute capability 8.0 or higher, not {capability}"
     return _answer(capability >= (8, 0), reason, return_reason)

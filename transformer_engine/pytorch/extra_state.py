@@ -35,17 +35,9 @@ M = TypeVar("M", bound=dict)
 
 
 def pack_state(values: dict[str, tuple[Tensor, Tensor]] | None) -> Tensor:
-    """State as bytes.
+    """State as bytes: a 1-D uint8 tensor on the CPU, of no elements for None.
 
-    Parameters
-    ----------
-    values : dict or None
-        direction -> (scale [n], history [length, n]) fp32.
-
-    Returns
-    -------
-    Tensor
-        1-D uint8 on the CPU; no elements for None.
+    `values` is direction -> (scale [n], history [length, n]) fp32.
     """
     if values is None:
         return torch.empty(0, dtype=torch.uint8, device="cpu")

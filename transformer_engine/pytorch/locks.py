@@ -28,18 +28,7 @@ class Lock:
         self._lock = threading.RLock()
 
     def held(self, function: Callable) -> Callable:
-        """Run a function under the lock (decorator).
-
-        Parameters
-        ----------
-        function : callable
-            What to run.
-
-        Returns
-        -------
-        callable
-            It waits for the lock, and gives it back however `function` ends.
-        """
+        """Run a function under the lock (decorator), and give it back however the function ends."""
 
         @functools.wraps(function)
         def locked(*args: Any) -> Any:

@@ -106,15 +106,7 @@ def faking() -> bool:
 def without_memory(tensor: Tensor) -> bool:
     """Whether a call on a tensor gives shapes and dtypes alone; no graph is being traced.
 
-    Parameters
-    ----------
-    tensor : Tensor
-        Input of the call.
-
-    Returns
-    -------
-    bool
-        It is on the meta device, or fake, or a fake mode is active.
+    It is on the meta device, or fake, or a fake mode is active.
     """
     if (type(tensor) is not Tensor and isinstance(tensor, FakeTensor)) or tensor.is_meta:
         return True
@@ -132,12 +124,9 @@ def forward_gradients() -> bool:
 
 
 def active_device() -> torch.device | None:
-    """Device that ``with torch.device(...)`` or `torch.set_default_device` chose.
+    """Device that ``with torch.device(...)`` or `torch.set_default_device` chose, or None.
 
-    Returns
-    -------
-    torch.device or None
-        None where nobody has chosen: `torch.get_default_device` says "cpu" then too.
+    `torch.get_default_device` says "cpu" also where neither has been used.
     """
     chosen = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None
     if not chosen and torch._C._len_torch_function_stack() > 0:
@@ -153,12 +142,8 @@ def only_forwards(module: torch.nn.Module) -> bool:
 
     A layer may do the work of such a submodule without calling it. Hooks, a forward of a subclass,
     of an instance or put in place of the class's, and ``module.compile()`` ask for the call; so
-    does a graph that is being traced, which names its nodes by modules.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        A class of the library keeps its forward as ``_FORWARD``; other classes have none.
+    does a graph that is being traced, which names its nodes by modules. A class of the library
+    keeps its forward as ``_FORWARD``; other classes have none.
     """
     kind = type(module)
     return (

@@ -19,19 +19,8 @@ _GROUPS = getattr(torch.distributed, "ProcessGroup", ())  # of a torch built wit
 def _check_group(module: str, argument: str, group: Any) -> None:
     """Raise for what is no process group of one rank, or for a list that has such a thing.
 
-    Parameters
-    ----------
-    module, argument : str
-        Names, for the message.
-    group : ProcessGroup, list of ProcessGroup or None
-        What was given; None: no parallelism.
-
-    Raises
-    ------
-    TypeError
-        It is no process group.
-    NotImplementedError
-        It has more than one rank: work would have to be spread over it.
+    TypeError: it is no group; NotImplementedError: it has more than one rank, work would have to be
+    spread over it. `module` and `argument` are names for the message; None is no parallelism.
     """
     for each in group if isinstance(group, list | tuple) else (group,):
         if each is None:

@@ -225,19 +225,9 @@ def may_record(gradients: bool, fp8: bool) -> bool:
     """Whether a checkpoint may have to know of a module call; cheap, and true where one has to.
 
     A non-reentrant checkpoint hooks saved tensors, also for functions that switch gradients off for
-    a part of what they do; a reentrant one switches gradients off itself.
-
-    Parameters
-    ----------
-    gradients : bool
-        Grad mode.
-    fp8 : bool
-        The call runs in FP8.
-
-    Returns
-    -------
-    bool
-        False: no checkpoint is around the call, or none that records it (see `Frame`).
+    a part of what they do; a reentrant one switches gradients off itself. False: no checkpoint is
+    around the call, or none that records it (see `Frame`). `gradients` is the grad mode, `fp8`
+    whether the call runs in FP8.
     """
     if gradients or not fp8:
         return _top_hooks(False) is not None or (not gradients and _own_depth.value > 0)
@@ -326,15 +316,10 @@ def _frame_of(kind: str, holder: Any) -> Frame:
 
 
 def frames() -> tuple[list[Frame], Frame | None]:
-    """Checkpoints around the current module call.
+    """Checkpoints around the current module call: (those that record it, the one that it repeats).
 
-    Returns
-    -------
-    record : list of Frame
-        Frames whose forward this call is part of.
-    replay : Frame or None
-        The innermost frame whose forward is being repeated; frames around it are none of this
-        call's business.
+    Of the frames whose forward is being repeated the innermost one counts, or None; frames around
+    it are none of this call's business.
     """
     record: list[Frame] = []
     for kind, holder in _on_stack():

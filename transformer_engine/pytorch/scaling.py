@@ -175,17 +175,10 @@ class _Program:
 
 
 class BlankSlots:
-    """Stands for the slots of a module in a call on tensors without memory.
+    """Stands for the slots of a module in a call on tensors without memory, such as `like`.
 
     Chunks of the right shapes that are on no arena: nothing is read from them, nothing written, and
     they go with the call.
-
-    Parameters
-    ----------
-    rule : Rule
-        Of the recipe in force.
-    like : Tensor
-        Input of the call, on the meta device or fake.
     """
 
     forward_slot = backward_slot = 0
@@ -202,16 +195,8 @@ class BlankSlots:
 def expected_length(recipe: Any) -> int | None:
     """Rows of the history that a module without state will probably have.
 
-    Parameters
-    ----------
-    recipe : Recipe or None
-        In force.
-
-    Returns
-    -------
-    int or None
-        By the recipe where it is one of delayed scaling, else by the newest state of the program;
-        None where neither says that the program runs delayed scaling.
+    By the recipe in force where it is one of delayed scaling, else by the newest state of the
+    program; None where neither says that the program runs delayed scaling.
     """
     if recipe is not None and recipe.delayed():
         return recipe.amax_history_len
@@ -263,23 +248,8 @@ def slots_of(
 ) -> Slots:
     """Slots for a recipe: `current` where it fits, else new ones with its values.
 
-    Parameters
-    ----------
-    current : Slots or None
-        What the module has.
-    rule : Rule
-        Of the recipe in force.
-    group : ProcessGroup or None
-        Reduction group in force.
-    device : torch.device
-        Where the module computes.
-    counts : tuple of int
-        Slots that the module needs: forward, backward.
-
-    Returns
-    -------
-    Slots
-        State carries over when the recipe's settings, the device or the group change.
+    State carries over when the recipe's settings, the device or the group change. `counts` are the
+    slots that the module needs, forward and backward.
     """
     slots = None if current is None else current.kept.get(key_of(device, rule, group))
     if slots is None or not slots.current:
@@ -347,24 +317,14 @@ def _update_with_torch(arena: Arena, chunk: Chunk) -> None:
 def update(direction: str, domain: Domain) -> None:
     """Turn the amaxes collected since the last update into scales, for every module of a domain.
 
-    Parameters
-    ----------
-    direction : str
-        "forward" or "backward".
-    domain : Domain
-        Of the thread whose region ends, or ran the forward of a backward that has ended.
+    The domain is that of the thread whose region ends ("forward"), or which ran the forward of a
+    backward that has ended ("backward").
     """
     _update_all(direction, domain.joined)
 
 
 def update_now(direction: str) -> None:
-    """Update this thread's domain; all of them in a thread that has run no module (a backward's).
-
-    Parameters
-    ----------
-    direction : str
-        As of `update`.
-    """
+    """Update this thread's domain; all in a thread that has run no module (a backward's)."""
     domains = current_state().domain.joined
     if not any(domain.has_state() for domain in domains):
         domains = all_domains()

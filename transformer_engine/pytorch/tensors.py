@@ -8,26 +8,11 @@ __all__ = ["plain_tensor"]
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
-    """The plain tensor behind an instance of a subclass.
+    """The plain tensor over the memory of an instance of a proper subclass of `Tensor`.
 
     A subclass without a dispatch of its own (a `torch.nn.Buffer`, a user's ``class T(Tensor)``) is
     only a label on real memory. One with ``__torch_dispatch__`` may have no memory at all, or
-    memory that means something else, so its bytes must not be read.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        An instance of a proper subclass of `Tensor`.
-
-    Returns
-    -------
-    Tensor
-        A view of the same memory.
-
-    Raises
-    ------
-    TypeError
-        The class computes in its own way.
+    memory that means something else, so its bytes must not be read: TypeError.
     """
     kind = type(tensor)
     dispatches = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__

@@ -14,16 +14,7 @@ __all__ = ["record_amaxes"]
 
 
 def record_amaxes(module: Any, state: RegionState, tensors: CallTensors) -> None:
-    """Record the amaxes of what a forward would have cast.
-
-    Parameters
-    ----------
-    module : ComposedModule
-        Whose forward it is.
-    state : RegionState
-        Of a calibrating region.
-    tensors : CallTensors
-        What the forward computes with.
+    """Record the amaxes of what a forward of a module would have cast, in a calibrating region.
 
     Raises
     ------

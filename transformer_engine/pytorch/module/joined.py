@@ -39,10 +39,7 @@ class JoinedRows:
     def lay_together(self, parameters: Sequence[Tensor]) -> None:
         """Move parameters into one allocation, where they do not lie in one already.
 
-        Parameters
-        ----------
-        parameters : sequence of Parameter
-            [rows, ...] each, of one dtype and device. They stay the same objects.
+        They are [rows, ...] each, of one dtype and device, and stay the same objects.
         """
         if self._found(parameters) is not None:
             return
@@ -54,19 +51,10 @@ class JoinedRows:
         self._whole = weakref.ref(whole)
 
     def join(self, parts: Sequence[Tensor], traced: bool) -> Tensor:
-        """One tensor of all rows: the allocation that the parts lie in, else a copy.
+        """One tensor [sum of rows, ...]: the allocation that the parts lie in, else a copy.
 
-        Parameters
-        ----------
-        parts : sequence of Tensor
-            [rows, ...] each.
-        traced : bool
-            A graph is being traced, which knows no addresses: always a copy.
-
-        Returns
-        -------
-        Tensor
-            [sum of rows, ...]. Changes of the parts do not count in its version.
+        Always a copy where a graph is traced, which knows no addresses. Changes of the parts do not
+        count in its version.
         """
         whole = None if traced else self._found(parts)
         return torch.cat(tuple(parts)) if whole is None else whole

@@ -64,22 +64,7 @@ class CallTensors(NamedTuple):
 
 
 def refuse_memory(kind: str, inp: Tensor, tensors: list[Tensor]) -> None:
-    """Raise for tensors of a module that have memory, where its input has none.
-
-    Parameters
-    ----------
-    kind : str
-        Name of the module's class.
-    inp : Tensor
-        On the meta device, or fake.
-    tensors : list of Tensor
-        What the module computes with.
-
-    Raises
-    ------
-    TypeError
-        One of them is real.
-    """
+    """Raise a TypeError for tensors of a module that have memory, where its input has none."""
     for tensor in tensors:
         if tensor.device != inp.device or not without_memory(tensor):
             raise TypeError(
@@ -100,26 +85,10 @@ def promoted(
     given: tuple[Tensor, tuple[Tensor, Tensor | None] | None, tuple[PartTensors, ...]],
     recipe: Any,
 ) -> CallTensors:
-    """Check a call's tensors and apply the dtype rules.
+    """Check a call's tensors, as `CallTensors` has them, and apply the dtype rules.
 
     Outside `torch.autocast` all are of one dtype. Inside, the result has its dtype; what FP8 casts
     anyway is read as it is, and without a recipe everything but the norm's parameters is converted.
-
-    Parameters
-    ----------
-    kind : str
-        Name of the module's class, for messages.
-    features : int
-        Last dim of the input.
-    given : tuple
-        Input, parameters of the norm and of the linear layers, as of `CallTensors`.
-    recipe : Recipe or None
-        How the call quantizes.
-
-    Returns
-    -------
-    CallTensors
-        What the call computes with.
 
     Raises
     ------
@@ -127,7 +96,7 @@ def promoted(
         The input is no tensor of the CPU, of a CUDA device or of the meta device, dtypes differ,
         or the input has no memory and the module has.
     ValueError
-        The last dim of the input is another one.
+        The last dim of the input is not `features`.
     """
     inp, norm, parts = given
     if not isinstance(inp, Tensor):

@@ -40,11 +40,8 @@ WEIGHT_DEVIATION = 0.023
 def default_device() -> torch.device:
     """Device of modules that are told none.
 
-    Returns
-    -------
-    torch.device
-        What an enclosing ``with torch.device(...)`` or `torch.set_default_device` says; else "cuda"
-        where there is one, else "cpu".
+    What an enclosing ``with torch.device(...)`` or `torch.set_default_device` says; else "cuda"
+    where there is one, else "cpu".
     """
     chosen = active_device()
     if chosen is not None:
@@ -67,20 +64,7 @@ def have_memory(module: Module) -> bool:
 
 
 def refuse_options(module: str, **arguments: tuple[Any, Any]) -> None:
-    """Raise for arguments that are not built yet.
-
-    Parameters
-    ----------
-    module : str
-        Name of the module, for the message.
-    **arguments
-        (given value, default) by name.
-
-    Raises
-    ------
-    NotImplementedError
-        A value is not its default.
-    """
+    """Raise NotImplementedError for an argument, name=(given, default), that is not its default."""
     for name, (value, default) in arguments.items():
         if value is not default and value != default:
             raise NotImplementedError(
@@ -108,12 +92,7 @@ def checked_dtype(
 ) -> torch.dtype:
     """The dtype of parameters: as given under either name, else torch's default dtype.
 
-    Raises
-    ------
-    TypeError
-        It is no dtype that parameters can have.
-    ValueError
-        The two differ.
+    TypeError for no dtype that parameters can have, ValueError where the two differ.
     """
     if dtype is not None and params_dtype is not None and dtype != params_dtype:
         raise ValueError(f"{module}: dtype={dtype} and params_dtype={params_dtype} differ")
@@ -162,21 +141,10 @@ class Split(NamedTuple):
 
     @classmethod
     def of(cls, module: str, split: Any, rows: int) -> "Split | None":
-        """Read a ``parameters_split`` argument.
+        """Read a ``parameters_split`` argument of a weight with `rows` rows; None gives None.
 
-        Parameters
-        ----------
-        module : str
-            Name of the module, for messages.
-        split : sequence of str, dict of str to int, or None
-            Equal parts, or rows by name. A trailing "_" of a name is dropped.
-        rows : int
-            Rows of the whole weight.
-
-        Returns
-        -------
-        Split or None
-            None where `split` is.
+        Equal parts for a sequence of names, rows by name for a dict; a trailing "_" of a name is
+        dropped.
 
         Raises
         ------
@@ -248,16 +216,8 @@ def initialise(
 ) -> None:
     """Give a parameter its first values, on the default device where it is on the meta device.
 
-    Parameters
-    ----------
-    module : Module
-        Owner.
-    name : str
-        Name of the parameter.
-    init_method : callable or None
-        Initialises a tensor in place; None: normal, deviation `WEIGHT_DEVIATION`.
-    rng : tuple
-        (function that returns a random-state tracker or None, name to fork or None).
+    `init_method` initialises a tensor in place; None: normal, deviation `WEIGHT_DEVIATION`. `rng`:
+    (function that returns a random-state tracker or None, name to fork or None).
     """
     parameter = getattr(module, name)
     if parameter.device.type == "meta":

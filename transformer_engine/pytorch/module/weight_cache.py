@@ -33,19 +33,7 @@ class WeightCache(NamedTuple):
     def of(
         cls, tensors: tuple, sources: tuple[Tensor, ...], quantization: Any, slots: Slots | None
     ) -> "WeightCache":
-        """Keep what a forward made.
-
-        Parameters
-        ----------
-        tensors : tuple of Tensor
-            The quantized weight.
-        sources : tuple of Tensor
-            The parameters whose rows it has.
-        quantization : Quantization
-            How it was cast.
-        slots : Slots or None
-            The state it was cast with (delayed scaling).
-        """
+        """Keep what a forward made of `sources`, and how: the state for delayed scaling alone."""
         key = cls._key_of(sources, quantization, slots)
         return cls(tensors, key, tuple(map(weakref.ref, sources)))
 

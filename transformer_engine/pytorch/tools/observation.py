@@ -31,22 +31,10 @@ _GEMMS = ("gemm_output", "gemm_grad_input", "gemm_grad_weight")
 
 
 def count_cast(values: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Count what a cast to FP8 loses at both ends of its range.
+    """Count what a cast of values (of any shape) to FP8, by one fp32 scale, loses at both ends.
 
-    Parameters
-    ----------
-    values : Tensor
-        What is cast, in any shape.
-    scale : Tensor
-        One fp32 element.
-    dtype : torch.dtype
-        The FP8 dtype.
-
-    Returns
-    -------
-    saturated, flushed, amax : Tensor
-        How many values come out smaller than rounding makes them, as the format ends; how many that
-        are not 0 come out as 0; the largest magnitude. On the device of `values`, not waited for.
+    Returns how many values come out smaller than rounding makes them, as the format ends; how many
+    that are not 0 come out as 0; the largest magnitude. On the device of `values`, not waited for.
     """
     _, largest, smallest = _LIMITS[dtype]
     values = values.detach().float()

@@ -46,20 +46,11 @@ def named_like_one(module: Module) -> bool:
 
 
 def recognise(module: Module) -> Recognised | str:
-    """Find out which RMSNorm a module of another package is.
+    """Find out which RMSNorm a module of another package, `named_like_one`, is.
 
     Its forward runs on the CPU, over a shallow copy that has weights of its own: neither the
     module's weights nor its hooks, device or buffers are touched, and no random number is drawn.
-
-    Parameters
-    ----------
-    module : Module
-        Its class is `named_like_one`.
-
-    Returns
-    -------
-    Recognised or str
-        What it computes; as text, why that can not be told.
+    Returns as text why it can not be told.
     """
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) != 1:
