@@ -13,12 +13,12 @@ from page_tables import ROOT, keep, rows
 
 def _names(feature):
     """Return the cell of names: each under its home module."""
-    seen, lines = set(), []
-    for module, names in feature.names:
-        fresh = [name for name in names.split() if name not in seen]
-        seen.update(fresh)
-        if fresh:
-            lines.append(f"`{module}`: " + ", ".join(f"`{name}`" for name in sorted(fresh)))
+    homes, seen = {}, set()
+    for module, name in feature.listed():
+        if name not in seen:
+            homes.setdefault(module, []).append(name)
+        seen.add(name)
+    lines = [f"`{m}`: " + ", ".join(f"`{n}`" for n in sorted(homes[m])) for m in homes]
     for path in feature.partly.split():
         module, _, name = path.rpartition(".")
         lines.append(f"`{module}`: `{name}` (in part)")

@@ -122,12 +122,7 @@ IMPORTED = {
     "thd_get_partitioned_indices",
 }
 
-LISTED = [
-    (absent._full(module), name)
-    for feature in FEATURES
-    for module, names in feature.names
-    for name in names.split()
-]
+LISTED = [(absent._full(module), name) for feature in FEATURES for module, name in feature.listed()]
 
 
 def look_up(module, path):

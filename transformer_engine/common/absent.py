@@ -50,10 +50,9 @@ def _index() -> dict[str, dict[str, tuple[Feature, str]]]:
     index: dict[str, dict[str, tuple[Feature, str]]] = {}
     for feature in FEATURES:
         homes: dict[str, str] = {}
-        for module, names in feature.names:
-            for name in names.split():
-                home = homes.setdefault(name, _full(module))
-                index.setdefault(_full(module), {})[name] = (feature, home)
+        for module, name in feature.listed():
+            home = homes.setdefault(name, _full(module))
+            index.setdefault(_full(module), {})[name] = (feature, home)
     return index
 
 

@@ -5,6 +5,7 @@ An entry leaves this list when its names are built. A name that begins with a ca
 underscores) is a class, any other one a function; ``Class.method`` is a method that is called on
 the class itself. Modules are relative to ``transformer_engine``. Where a name is listed under
 several modules of one feature, the first is its home and the others give the same object.
+Modules that have the same names share a row.
 """
 
 from typing import NamedTuple
@@ -24,7 +25,7 @@ class Feature(NamedTuple):
     instead : str
         What a program can do today.
     names : tuple of (str, str)
-        (module, names in it, separated by spaces).
+        (modules, names in each of them), both separated by spaces; see `listed`.
     base : str
         Full name of the base class of the absent classes; "" for `object`.
     carries : bool
@@ -41,6 +42,11 @@ class Feature(NamedTuple):
     base: str = ""
     partly: str = ""
     carries: bool = False
+
+    def listed(self) -> list[tuple[str, str]]:
+        """Return (module, name) of every row."""
+        rows = [(row[0].split(), row[1].split()) for row in self.names]
+        return [(m, name) for modules, names in rows for m in modules for name in names]
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -107,30 +113,25 @@ FEATURES: tuple[Feature, ...] = (
             ),
             ("pytorch.tensor.nvfp4_tensor", "NVFP4Tensor NVFP4Quantizer"),
             ("pytorch.tensor.grouped_tensor", "GroupedTensor"),
-            ("pytorch.quantized_tensor", "QuantizedTensor QuantizedTensorStorage Quantizer"),
+            (
+                "pytorch.quantized_tensor pytorch.tensor.quantized_tensor",
+                "QuantizedTensor QuantizedTensorStorage Quantizer",
+            ),
             (
                 "pytorch.quantized_tensor",
                 "prepare_for_saving restore_from_saved restore_from_func_ctx",
             ),
-            ("pytorch.tensor.quantized_tensor", "QuantizedTensor QuantizedTensorStorage Quantizer"),
             ("pytorch.float8_tensor", "Float8Tensor Float8Tensor.make_like Float8Quantizer"),
             (
-                "pytorch.tensor",
-                "QuantizedTensor QuantizedTensorStorage Quantizer Float8Tensor Float8Quantizer "
-                "Float8CurrentScalingQuantizer MXFP8Tensor MXFP8Quantizer Float8BlockwiseQTensor "
-                "Float8BlockQuantizer NVFP4Tensor NVFP4Quantizer GroupedTensor HybridQuantizer "
-                "IdentityQuantizer Float8TensorStorage MXFP8TensorStorage NVFP4TensorStorage "
-                "Float8BlockwiseQTensorStorage prepare_for_saving restore_from_saved",
-            ),
-            (
-                "pytorch",
+                "pytorch.tensor pytorch",
                 "QuantizedTensor QuantizedTensorStorage Quantizer Float8Tensor Float8Quantizer "
                 "Float8CurrentScalingQuantizer MXFP8Tensor MXFP8Quantizer Float8BlockwiseQTensor "
                 "Float8BlockQuantizer NVFP4Tensor NVFP4Quantizer HybridQuantizer "
                 "IdentityQuantizer Float8TensorStorage MXFP8TensorStorage NVFP4TensorStorage "
-                "Float8BlockwiseQTensorStorage prepare_for_saving restore_from_saved "
-                "restore_from_func_ctx",
+                "Float8BlockwiseQTensorStorage prepare_for_saving restore_from_saved",
             ),
+            ("pytorch.tensor", "GroupedTensor"),
+            ("pytorch", "restore_from_func_ctx"),
             (
                 "transformer_engine_torch",
                 "Float8Quantizer Float8CurrentScalingQuantizer MXFP8Quantizer Float8BlockQuantizer "
@@ -147,10 +148,8 @@ FEATURES: tuple[Feature, ...] = (
             ("pytorch.module.grouped_linear", "GroupedLinear"),
             ("pytorch.module.fp8_padding", "Fp8Padding"),
             ("pytorch.module.fp8_unpadding", "Fp8Unpadding"),
-            ("pytorch.module", "GroupedLinear Fp8Padding Fp8Unpadding"),
-            ("pytorch", "GroupedLinear Fp8Padding Fp8Unpadding"),
-            ("pytorch.cpp_extensions.gemm", "general_grouped_gemm"),
-            ("pytorch.cpp_extensions", "general_grouped_gemm"),
+            ("pytorch.module pytorch", "GroupedLinear Fp8Padding Fp8Unpadding"),
+            ("pytorch.cpp_extensions.gemm pytorch.cpp_extensions", "general_grouped_gemm"),
         ),
         base="torch.nn.Module",
     ),
@@ -160,12 +159,7 @@ FEATURES: tuple[Feature, ...] = (
         "torch.argsort, index_select and index_add (megatron-core: leave --moe-permute-fusion out)",
         (
             (
-                "pytorch.permutation",
-                "moe_permute moe_permute_with_probs moe_permute_and_pad_with_probs moe_unpermute "
-                "moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs",
-            ),
-            (
-                "pytorch",
+                "pytorch.permutation pytorch",
                 "moe_permute moe_permute_with_probs moe_permute_and_pad_with_probs moe_unpermute "
                 "moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs",
             ),
@@ -202,10 +196,10 @@ FEATURES: tuple[Feature, ...] = (
         "the modules te.Linear, te.LayerNormLinear, te.LayerNormMLP, which fuse what they consist "
         "of (megatron-core: leave --use-transformer-engine-op-fuser out)",
         (
-            ("pytorch.ops.op", "FusibleOperation BasicOperation FusedOperation"),
+            ("pytorch.ops.op pytorch.ops", "FusibleOperation BasicOperation FusedOperation"),
             ("pytorch.ops.basic.grouped_linear", "GroupedLinear"),
             (
-                "pytorch.ops.basic",
+                "pytorch.ops.basic pytorch.ops",
                 "AddExtraInput AllGather AllReduce BasicLinear Bias ConstantScale Dropout "
                 "GroupedLinear Identity L2Normalization LayerNorm MakeExtraOutput Quantize "
                 "ReduceScatter Reshape RMSNorm GELU GEGLU GLU QGELU QGEGLU ReLU ReGLU SReLU SReGLU "
@@ -214,12 +208,7 @@ FEATURES: tuple[Feature, ...] = (
             ),
             (
                 "pytorch.ops",
-                "FusibleOperation BasicOperation FusedOperation Sequential Linear AddExtraInput "
-                "AllGather AllReduce BasicLinear Bias ConstantScale Dropout GroupedLinear Identity "
-                "L2Normalization LayerNorm MakeExtraOutput Quantize ReduceScatter Reshape RMSNorm "
-                "GELU GEGLU GLU QGELU QGEGLU ReLU ReGLU SReLU SReGLU SiLU SwiGLU SiTUGLU "
-                "ClampedSwiGLU ScaledSwiGLU ScaledSReLU ScaledSiTUGLU ScaledClampedQGeGLU "
-                "register_forward_fusion register_backward_fusion "
+                "Sequential Linear register_forward_fusion register_backward_fusion "
                 "register_forward_backward_fusion",
             ),
         ),
@@ -244,10 +233,7 @@ FEATURES: tuple[Feature, ...] = (
         "modules are captured by torch.cuda.graph, not by a helper of this library",
         "torch.cuda.make_graphed_callables or torch.cuda.graph, after one warm-up step with the "
         "same recipe",
-        (
-            ("pytorch.graph", "make_graphed_callables"),
-            ("pytorch", "make_graphed_callables"),
-        ),
+        (("pytorch.graph pytorch", "make_graphed_callables"),),
         partly="pytorch.quantization.FP8GlobalStateManager.set_skip_fp8_weight_update_tensor",
     ),
     Feature(
@@ -280,8 +266,7 @@ FEATURES: tuple[Feature, ...] = (
                 "pytorch.attention.inference",
                 "InferenceParams KVCacheManager NonPagedKVCacheManager PagedKVCacheManager",
             ),
-            ("pytorch.attention", "InferenceParams"),
-            ("pytorch", "InferenceParams"),
+            ("pytorch.attention pytorch", "InferenceParams"),
         ),
     ),
     Feature(
@@ -300,11 +285,7 @@ FEATURES: tuple[Feature, ...] = (
             ),
             ("pytorch.attention.dot_product_attention.softmax", "FusedScaleMaskSoftmax"),
             (
-                "pytorch.cpp_extensions.fused_attn",
-                "fused_attn_fwd fused_attn_bwd get_fused_attn_backend",
-            ),
-            (
-                "pytorch.cpp_extensions",
+                "pytorch.cpp_extensions.fused_attn pytorch.cpp_extensions",
                 "fused_attn_fwd fused_attn_bwd get_fused_attn_backend",
             ),
         ),
@@ -327,8 +308,7 @@ FEATURES: tuple[Feature, ...] = (
         "leave the ub_* arguments at their defaults",
         (
             ("pytorch.module.base", "initialize_ub destroy_ub get_ub"),
-            ("pytorch.module", "initialize_ub destroy_ub"),
-            ("pytorch", "initialize_ub destroy_ub"),
+            ("pytorch.module pytorch", "initialize_ub destroy_ub"),
         ),
     ),
     Feature(
