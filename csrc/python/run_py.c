@@ -4,7 +4,7 @@
  * the same with Python functions at stages.
  *
  * Everything is checked and allocated before the first stage, so a wrong argument changes no state.
- * Outputs come from torch.empty_strided because they outlive the call (a tensor made by DLPack can not be
+ * Outputs come from torch.empty because they outlive the call (a tensor made by DLPack can not be
  * resized); scratch does not outlive it and comes from torch's allocator through DLPack, which is
  * cheaper. On CUDA it goes back right after the launches: the allocator reuses it in stream order.
  */
@@ -28,6 +28,7 @@ static int begin(tepy_run_call *run, PyObject *module, const char *function)
     run->leading.count = 0;
     run->buffers = run->few_buffers;
     run->held = run->few_held;
+    run->plain = run->few_plain;
     run->call = (te_plan_call){.size = sizeof run->call};
     return tepy_require_torch(run->state, function);
 }
@@ -42,8 +43,9 @@ static int find_plan(tepy_run_call *run, PyObject *id)
     run->call.plan = run->plan->id;
     if (count > TEPY_FEW_BUFFERS) {
         run->buffers = PyMem_Calloc(count, sizeof *run->buffers);
+        run->plain = PyMem_Calloc(count, sizeof(PyObject *));
         run->held = PyMem_Calloc(2 * count + 2, sizeof(PyObject *));
-        if (run->buffers == NULL || run->held == NULL) {
+        if (run->buffers == NULL || run->plain == NULL || run->held == NULL) {
             (void)PyErr_NoMemory();
             return -1;
         }
@@ -61,6 +63,7 @@ static void end(tepy_run_call *run)
     Py_XDECREF(run->outputs);
     for (int i = 0; run->held != NULL && i < run->held_count; i++) Py_DECREF(run->held[i]);
     if (run->buffers != run->few_buffers) PyMem_Free(run->buffers);
+    if (run->plain != run->few_plain) PyMem_Free(run->plain);
     if (run->held != run->few_held) PyMem_Free(run->held);
 }
 
@@ -168,8 +171,10 @@ static int take_arguments(tepy_run_call *run, PyObject *const *args, Py_ssize_t 
     }
     for (int32_t i = 0; i < plan->arg_count; i++) {
         tepy_want want = tepy_buffer_want(run->function, &plan->info.buffers[i]);
+        int held = run->held_count;
         if (i == plan->lead) want.leading = &run->leading;
         if (take_tensor(run, args[i], &want, &run->buffers[i]) != 0) return -1;
+        run->plain[i] = run->held_count == held ? args[i] : NULL;
     }
     if (plan->lead >= 0) run->call.rows = run->buffers[plan->lead].shape[0];
     for (int32_t i = 0; i < plan->arg_count; i++) {
@@ -189,7 +194,7 @@ static int take_arguments(tepy_run_call *run, PyObject *const *args, Py_ssize_t 
     return 0;
 }
 
-/* Address of a tensor that torch just made. */
+/* Address of a tensor that torch.empty just made. */
 static int fresh_data(const tepy_run_call *run, PyObject *tensor, const char *name,
                       int64_t elements, void **data)
 {
@@ -198,7 +203,7 @@ static int fresh_data(const tepy_run_call *run, PyObject *tensor, const char *na
     if (dl.data == NULL && elements > 0) {
         return tepy_fail(
             PyExc_TypeError, (tepy_site){run->function, name},
-            "torch.empty_strided gave %R without memory (a fake tensor mode is on): trace through "
+            "torch.empty gave %R without memory (a fake tensor mode is on): trace through "
             "the registered operators instead",
             Py_TYPE(tensor));
     }
@@ -206,7 +211,25 @@ static int fresh_data(const tepy_run_call *run, PyObject *tensor, const char *na
     return 0;
 }
 
-/* Makes output `at` and stores it as item `index` of the result. */
+/* Borrowed: an argument of the output's dtype and shape, dense, or NULL. */
+static PyObject *find_alike(const tepy_run_call *run, const te_buffer_info *info,
+                            const int64_t *matrix)
+{
+    for (int32_t at = 0; at < run->plan->arg_count; at++) {
+        const te_buffer_info *other = &run->plan->info.buffers[at];
+        const te_tensor *view = &run->buffers[at];
+        if (other->dtype == info->dtype && other->leading == info->leading && info->ndim == 2 &&
+            (!info->leading || at == run->plan->lead) && view->ndim == 2 &&
+            view->shape[0] == matrix[0] && view->shape[1] == matrix[1] &&
+            view->strides[0] == matrix[1] && view->strides[1] == 1) {
+            return run->plain[at];
+        }
+    }
+    return NULL;
+}
+
+/* Makes output `at` and stores it as item `index` of the result: a new tensor like one of the
+ * arguments where there is one, for torch parses less for that. */
 static int make_output(tepy_run_call *run, int32_t at, int32_t index)
 {
     const te_buffer_info *info = &run->plan->info.buffers[at];
@@ -214,7 +237,7 @@ static int make_output(tepy_run_call *run, int32_t at, int32_t index)
     int64_t matrix[2] = {1, 1};
     int32_t ndim = 0;
     te_tensor *view = &run->buffers[at];
-    PyObject *tensor;
+    PyObject *tensor, *alike;
     for (int32_t i = 0; i < info->ndim; i++) {
         matrix[i] = te_extent_value(&info->shape[i], run->call.rows);
     }
@@ -225,7 +248,9 @@ static int make_output(tepy_run_call *run, int32_t at, int32_t index)
     } else {
         for (; ndim < info->ndim; ndim++) shape[ndim] = matrix[ndim];
     }
-    tensor = tepy_empty(run->state, run->device, info->dtype, shape, ndim);
+    alike = find_alike(run, info, matrix);
+    tensor = alike != NULL ? PyObject_CallFunctionObjArgs(run->state->empty_like, alike, NULL)
+                           : tepy_empty(run->state, run->device, info->dtype, shape, ndim);
     if (tensor == NULL) return -1;
     if (PyTuple_SetItem(run->outputs, index, tensor) != 0) return -1; /* takes the reference */
     view->dtype = info->dtype;
@@ -261,7 +286,7 @@ static int make_results(tepy_run_call *run)
     return PyTuple_SetItem(run->outputs, plan->output_count, Py_NewRef(run->saved));
 }
 
-/* The exchange allocator's own report is dropped: torch.empty_strided is tried next and says it better. */
+/* The exchange allocator's own report is dropped: torch.empty is tried next and says it better. */
 static void ignore_error(void *context, const char *kind, const char *message)
 {
     (void)context;

@@ -21,15 +21,17 @@ typedef struct tepy_run_call {
     tepy_leading leading;
     tepy_context *context;
     tepy_dl_managed *scratch; /* from the exchange allocator */
-    PyObject *scratch_object; /* or from torch.empty_strided */
+    PyObject *scratch_object; /* or from torch.empty */
     PyObject *saved;          /* a new tensor, for the result */
     PyObject *saved_given;    /* borrowed: the argument */
     PyObject *outputs;        /* the result */
     int held_count;
     PyObject **held; /* what views point into */
     te_tensor *buffers;
+    PyObject **plain; /* borrowed: the argument itself, where its view is dense */
     PyObject *few_held[2 * TEPY_FEW_BUFFERS + 2];
     te_tensor few_buffers[TEPY_FEW_BUFFERS];
+    PyObject *few_plain[TEPY_FEW_BUFFERS];
 } tepy_run_call;
 
 /* Python functions that take part in a run. */

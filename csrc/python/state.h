@@ -28,7 +28,8 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(context_type, INIT)                                                                          \
     X(key_dtype, INIT)        /* "dtype" */                                                        \
     X(key_device, INIT)       /* "device" */                                                       \
-    X(empty, BIND)            /* torch.empty_strided */                                            \
+    X(empty_like, BIND)       /* torch.empty_like */                                               \
+    X(empty, BIND)            /* torch.empty */                                                    \
     X(device_type, BIND)      /* torch.device */                                                   \
     X(tensor_type, BIND)      /* torch.Tensor */                                                   \
     X(parameter_type, BIND)   /* torch.nn.Parameter */                                             \
@@ -116,8 +117,7 @@ void tepy_retake_gil(tepy_without_gil *without); /* does nothing where it was no
 int tepy_require_torch(const tepy_state *state, const char *function);
 /* Index into the arrays by device; -1 with ValueError where there is no such device. */
 int tepy_device_slot(te_device device);
-/* New reference: a dense tensor of this shape. torch.empty_strided makes it, whose arguments torch
- * parses faster than those of its other makers. */
+/* New reference: torch.empty of this shape. */
 PyObject *tepy_empty(tepy_state *state, te_device device, te_dtype dtype, const int64_t *shape,
                      int32_t ndim);
 

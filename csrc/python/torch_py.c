@@ -55,7 +55,7 @@ static const tepy_dl_exchange *find_exchange(PyObject *capsule)
 
 /* What bind_torch collects before it changes the state. */
 typedef struct binding {
-    PyObject *empty, *device_type, *tensor_type, *parameter_type, *is_neg,
+    PyObject *empty, *empty_like, *device_type, *tensor_type, *parameter_type, *is_neg,
         *exchange_capsule;
     PyObject *dtypes[TE_DTYPE_COUNT];
 } binding;
@@ -64,7 +64,8 @@ static int collect(binding *found, PyObject *torch)
 {
     PyObject *nn = NULL;
     int result = -1;
-    if ((found->empty = PyObject_GetAttrString(torch, "empty_strided")) == NULL) goto done;
+    if ((found->empty = PyObject_GetAttrString(torch, "empty")) == NULL) goto done;
+    if ((found->empty_like = PyObject_GetAttrString(torch, "empty_like")) == NULL) goto done;
     if ((found->device_type = PyObject_GetAttrString(torch, "device")) == NULL) goto done;
     if ((found->tensor_type = PyObject_GetAttrString(torch, "Tensor")) == NULL) goto done;
     if ((found->is_neg = PyObject_GetAttrString(found->tensor_type, "is_neg")) == NULL) goto done;
@@ -127,6 +128,7 @@ PyObject *tepy_bind_torch(PyObject *module, PyObject *const *args, Py_ssize_t na
     state->exchange = exchange;
 #define TAKE(name) (tepy_set(&state->name, found.name), found.name = NULL)
     TAKE(empty);
+    TAKE(empty_like);
     TAKE(device_type);
     TAKE(tensor_type);
     TAKE(parameter_type);
@@ -140,6 +142,7 @@ PyObject *tepy_bind_torch(PyObject *module, PyObject *const *args, Py_ssize_t na
     if (tepy_state_verify(state, TEPY_BIND) == 0) result = Py_NewRef(Py_None);
 done:
     Py_XDECREF(found.empty);
+    Py_XDECREF(found.empty_like);
     Py_XDECREF(found.device_type);
     Py_XDECREF(found.tensor_type);
     Py_XDECREF(found.parameter_type);
@@ -233,39 +236,23 @@ static PyObject *empty_kwargs(tepy_state *state, te_device device, te_dtype dtyp
     return kwargs;
 }
 
-/* New reference: a tuple of sizes or strides. */
-static PyObject *numbers(const int64_t *values, int32_t count)
-{
-    PyObject *tuple = PyTuple_New(count);
-    for (int32_t i = 0; tuple != NULL && i < count; i++) {
-        PyObject *number = PyLong_FromLongLong(values[i]);
-        if (number == NULL || PyTuple_SetItem(tuple, i, number) != 0) Py_CLEAR(tuple);
-    }
-    return tuple;
-}
-
 PyObject *tepy_empty(tepy_state *state, te_device device, te_dtype dtype, const int64_t *shape,
                      int32_t ndim)
 {
-    int64_t strides[TEPY_MAX_LEADING + 1];
     PyObject *kwargs = empty_kwargs(state, device, dtype);
-    PyObject *args, *sizes, *steps, *tensor = NULL;
-    int64_t stride = 1;
+    PyObject *args, *tensor;
     if (kwargs == NULL) return NULL;
-    for (int32_t i = ndim - 1; i >= 0; i--) {
-        strides[i] = stride;
-        if (shape[i] > 1) stride *= shape[i];
+    args =
+        PyTuple_New(ndim); /* sizes one by one: torch parses them faster than a tuple in a tuple */
+    if (args == NULL) return NULL;
+    for (int32_t i = 0; i < ndim; i++) {
+        PyObject *size = PyLong_FromLongLong(shape[i]);
+        if (size == NULL || PyTuple_SetItem(args, i, size) != 0) {
+            Py_DECREF(args);
+            return NULL;
+        }
     }
-    sizes = numbers(shape, ndim);
-    steps = numbers(strides, ndim);
-    args = PyTuple_New(2);
-    if (args != NULL && sizes != NULL && steps != NULL) {
-        (void)PyTuple_SetItem(args, 0, Py_NewRef(sizes));
-        (void)PyTuple_SetItem(args, 1, Py_NewRef(steps));
-        tensor = PyObject_Call(state->empty, args, kwargs);
-    }
-    Py_XDECREF(sizes);
-    Py_XDECREF(steps);
-    Py_XDECREF(args);
+    tensor = PyObject_Call(state->empty, args, kwargs);
+    Py_DECREF(args);
     return tensor;
 }
