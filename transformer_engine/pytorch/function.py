@@ -2,6 +2,7 @@
 """The autograd functions of the package: a module call as a node of the autograd graph."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -87,6 +88,11 @@ class _EagerFunction(_PlanFunction):
         _refuse(ctx.call.label, "forward-mode differentiation (jvp)")
 
 
+_ASKED_FOR = ("forward", "setup_context", "boxed_grads_call", "clear_saved_tensors_on_access")
+"""What torch looks up at each call, by a new string and so through all bases: each class has them
+itself. Flags that this torch does not know are None."""
+
+
 @functools.cache
 def apply_of(label: str) -> Callable:
     """`run_call` in eager mode, for calls of one label and outside of function transforms.
@@ -97,7 +103,8 @@ def apply_of(label: str) -> Callable:
     set_detect_anomaly`), profilers and ``grad_fn`` say "LinearBackward". The node's ``apply``,
     which looks for the function's backward among several, is that backward at once.
     """
-    kind = type(label, (_EagerFunction,), {"__doc__": f"Calls of a {label}."})
+    names = {name: inspect.getattr_static(_EagerFunction, name, None) for name in _ASKED_FOR}
+    kind = type(label, (_EagerFunction,), {**names, "__doc__": f"Calls of a {label}."})
     kind._backward_cls.apply = kind.backward
     return super(torch.autograd.Function, kind).apply
 
