@@ -437,6 +437,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
         [linear_plan(core, core.DIRECTION_FORWARD), 0, 0, *linear_tensors()]
     ),
     "run_staged": _run_staged,
+    "tensors_of_call": lambda core: Case([torch.randn(ROWS, K), {"w": torch.ones(K)}, ("w", None)]),
     "split_storage": lambda core: Case([torch.randn(ROWS, K), (1, ROWS - 1)]),
     "cuda_configure": lambda core: Case([os.environ.get("TE_NVRTC") == "1", None], needs_cuda=True),
     "tune_gemm": lambda core: Case([core.DEVICE_CPU, 0, False, None], needs_cuda=True),

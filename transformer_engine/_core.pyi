@@ -42,6 +42,15 @@ def bind_torch(torch_module: Any, classify: Callable[[Any], Tensor] | None = Non
     Calling again replaces the binding.
     """
 
+def tensors_of_call(
+    inp: torch.Tensor, parameters: dict, names: tuple[str | None, ...], /
+) -> tuple[tuple[int, int, int, int] | None, tuple[torch.Tensor | None, ...]]:
+    """((dtype, device or -1, last size, flags), (inp, parameter or None, ...)) of a module's call.
+
+    (None, ()) where inp or a parameter is no plain tensor with memory, one is missing or the dtypes
+    differ: such a call is decided by itself. The flags say which of them require a gradient.
+    """
+
 def dtype_code(dtype: torch.dtype, /) -> int:
     """`DTYPE_*` of a torch dtype; TypeError for one that has no code."""
 

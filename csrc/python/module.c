@@ -119,6 +119,8 @@ static int module_exec(PyObject *module)
 {
     tepy_state *state = tepy_state_of(module);
     if ((state->key_dtype = PyUnicode_InternFromString("dtype")) == NULL) return -1;
+    state->key_requires_grad = PyUnicode_InternFromString("requires_grad");
+    if (state->key_requires_grad == NULL) return -1;
     if ((state->key_device = PyUnicode_InternFromString("device")) == NULL) return -1;
     if ((state->context_type = tepy_context_make_type(module)) == NULL) return -1;
     if (PyModule_AddObjectRef(module, "Context", state->context_type) != 0) return -1;

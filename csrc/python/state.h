@@ -27,6 +27,7 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
 #define TEPY_STATE_REFS(X)                                                                         \
     X(context_type, INIT)                                                                          \
     X(key_dtype, INIT)        /* "dtype" */                                                        \
+    X(key_requires_grad, INIT) /* "requires_grad" */                                              \
     X(key_device, INIT)       /* "device" */                                                       \
     X(empty_like, BIND)       /* torch.empty_like */                                               \
     X(empty, BIND)            /* torch.empty */                                                    \
@@ -167,6 +168,7 @@ int tepy_op_by_name(PyObject *name, tepy_site site);
  * tepy_<name>_doc beside its code, which begins with the signature line. */
 #define TEPY_FUNCTIONS(X)                                                                          \
     X(bind_torch, FAST)                                                                            \
+    X(tensors_of_call, FAST)                                                                       \
     X(dtype_code, ONE)                                                                             \
     X(torch_dtype, ONE)                                                                            \
     X(dtype_names, NONE)                                                                           \

@@ -256,3 +256,68 @@ PyObject *tepy_empty(tepy_state *state, te_device device, te_dtype dtype, const 
     Py_DECREF(args);
     return tensor;
 }
+
+/* ---- what a call is found by ------------------------------------------------------------------ */
+
+/* Puts the tensors of a call into `tensors` and which of them require a gradient into `flags`, as
+ * bits; -1 without an exception or with one where a call has to be decided by itself. */
+static int look_at(const tepy_state *state, PyObject *const *args, PyObject *tensors,
+                   tepy_dl_tensor *inp, int64_t *flags)
+{
+    Py_ssize_t count = PyTuple_Size(tensors);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *name = i == 0 ? NULL : PyTuple_GetItem(args[2], i - 1);
+        PyObject *tensor = args[0];
+        PyObject *flag;
+        tepy_dl_tensor dl;
+        if (i > 0) tensor = name == Py_None ? Py_None : PyDict_GetItemWithError(args[1], name);
+        if (tensor == NULL || PyTuple_SetItem(tensors, i, Py_NewRef(tensor)) != 0) return -1;
+        if (tensor == Py_None && name == Py_None) continue;
+        if (state->exchange->view(tensor, i == 0 ? inp : &dl) != 0) return -1;
+        flag = PyObject_GetAttr(tensor, state->key_requires_grad);
+        if (flag == NULL) return -1;
+        *flags = (int64_t)((uint64_t)*flags << 1 | (flag == Py_True));
+        Py_DECREF(flag);
+        if (i > 0 && (dl.dtype.code != inp->dtype.code || dl.dtype.bits != inp->dtype.bits)) {
+            return -1;
+        }
+    }
+    return inp->ndim > 0 && count < 63 ? 0 : -1; /* the bits have to fit */
+}
+
+const char tepy_tensors_of_call_doc[] =
+    "tensors_of_call($module, inp, parameters, names, /)\n--\n\n"
+    "((dtype, device or -1, last size, flags), (inp, parameter or None, ...)) of a module's call.\n\n"
+    "(None, ()) where inp or a parameter is no plain tensor with memory, one is missing or\n"
+    "the dtypes differ.";
+
+PyObject *tepy_tensors_of_call(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    const tepy_state *state = tepy_state_of(module);
+    PyObject *tensors;
+    tepy_dl_tensor inp;
+    int64_t flags = 0;
+    if (tepy_require_torch(state, "tensors_of_call") != 0 ||
+        tepy_count("tensors_of_call", nargs, 3, 3) != 0) {
+        return NULL;
+    }
+    if (!PyDict_Check(args[1]) || !PyTuple_Check(args[2])) {
+        (void)tepy_fail(PyExc_TypeError, (tepy_site){"tensors_of_call", "parameters"},
+                        "expected a dict and a tuple of names, got %R and %R", Py_TYPE(args[1]),
+                        Py_TYPE(args[2]));
+        return NULL;
+    }
+    tensors = PyTuple_New(1 + PyTuple_Size(args[2]));
+    if (tensors == NULL) return NULL;
+    if ((PyObject *)Py_TYPE(args[0]) == state->tensor_type &&
+        look_at(state, args, tensors, &inp, &flags) == 0 &&
+        (inp.device.type != TEPY_DL_CUDA || inp.device.index >= 0) &&
+        inp.device.type <= TEPY_DL_CUDA_HOST) {
+        int device = inp.device.type == TEPY_DL_CUDA ? inp.device.index : -1;
+        return Py_BuildValue("((iiLL)N)", inp.dtype.code << 8 | inp.dtype.bits, device,
+                             (long long)inp.shape[inp.ndim - 1], (long long)flags, tensors);
+    }
+    PyErr_Clear();
+    Py_DECREF(tensors);
+    return Py_BuildValue("(O())", Py_None);
+}

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
+from transformer_engine import _core
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.module import composed, situation
 
@@ -267,3 +268,24 @@ def test_found_calls_keep_no_state_of_another_recipe(device):
     del out
     gc.collect()
     assert slots() is None
+
+
+def test_tensors_of_a_call():
+    own = {
+        "weight": torch.nn.Parameter(torch.randn(4, 5)),
+        "half": torch.randn(5).half(),
+        "no": None,
+    }
+    inp = torch.randn(2, 3, 5)
+    names = ("weight", None)
+    facts, tensors = _core.tensors_of_call(inp, own, names)
+    assert tensors[0] is inp and tensors[1] is own["weight"] and tensors[2] is None
+    assert facts[1:] == (-1, 5, 0b01)
+    kinds = [facts, _core.tensors_of_call(inp.requires_grad_(), own, names)[0]]
+    kinds += [_core.tensors_of_call(torch.randn(2, 4), own, names)[0]]
+    kinds += [_core.tensors_of_call(torch.randn(2, 5).half(), own, ("half",))[0]]
+    assert len(set(kinds)) == 4
+    alone = [(inp, ("half",)), (inp, ("missing",)), (inp, ("no",)), (torch.tensor(1.0), ())]
+    alone += [(own["weight"], ()), (torch.empty(2, 5, device="meta"), ()), (None, ())]
+    for given, wanted in alone:
+        assert _core.tensors_of_call(given, own, wanted) == (None, ())

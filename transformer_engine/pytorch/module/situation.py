@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine import _core
 from transformer_engine.pytorch.function import apply_of
 from transformer_engine.pytorch.modes import any_autocast, dispatch_modes, faking, in_transform
 from transformer_engine.pytorch.module.call import ModuleCall
@@ -95,30 +96,19 @@ def situation_of(
         The input and these; nothing without a key.
     """
     recipe = state.recipe if state.enabled else None
-    shape = inp.shape if type(inp) is Tensor else None
-    if not shape or (recipe is None and state.calibrating):
+    if recipe is None and state.calibrating:
         return None, ()
-    dtype, gradients = inp.dtype, _grad_enabled()
-    device = inp.get_device() if inp.is_cuda else -1
+    facts, tensors = _core.tensors_of_call(inp, parameters, names)
+    gradients = _grad_enabled()
     if (
-        (device < 0 and not inp.is_cpu)
+        facts is None
         or (dispatch_modes() and faking())
         or any_autocast()
         or _graph_task() != -1
         or in_transform()
         or (may_record(gradients, recipe is not None) and (gradients or anywhere()))
         # On a GPU, whether fp32 may use TF32 can change.
-        or (device >= 0 and recipe is None and dtype is torch.float32)
+        or (recipe is None and facts[1] >= 0 and inp.dtype is torch.float32)
     ):
         return None, ()
-    wanted, tensors = inp.requires_grad, [inp]
-    for name in names:
-        tensor = None
-        if name is not None:
-            tensor = parameters.get(name)
-            if tensor is None or tensor.dtype is not dtype:
-                return None, ()
-            wanted = 2 * wanted + tensor.requires_grad
-        tensors.append(tensor)
-    identity = state.depth > 0 if recipe is None else recipe.__repr__()
-    return (identity, dtype, device, shape[-1], gradients, wanted), tuple(tensors)
+    return (state.depth > 0 if recipe is None else recipe.__repr__(), gradients, facts), tensors
