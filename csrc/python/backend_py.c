@@ -67,53 +67,10 @@ void tepy_backends_clear(tepy_state *state)
 
 /* ---- args structs as dicts ---- */
 
-/* A tensor lent to Python: DLPack's struct with its shape behind it. */
-typedef struct lent_tensor {
-    tepy_dl_managed managed;
-    int64_t shape[TE_MAX_DIMS], strides[TE_MAX_DIMS];
-} lent_tensor;
-
-static void lent_delete(tepy_dl_managed *managed)
-{
-    free(managed->owner); /* the lent_tensor; its data is the caller's */
-}
-
-static tepy_dl_dtype dl_dtype_of(te_dtype dtype)
-{
-    static const tepy_dl_dtype table[TE_DTYPE_COUNT] = {
-#define X(NAME, name, bits, dlpack, cuda, max) [TE_DTYPE_##NAME] = {dlpack, bits, 1},
-        TE_DTYPES(X)
-#undef X
-    };
-    return table[dtype];
-}
-
 /* New reference: a torch tensor over the view's memory; None for an absent one. */
 static PyObject *lend_tensor(const tepy_state *state, const te_tensor *view)
 {
-    lent_tensor *lent;
-    void *object = NULL;
-    if (view->ndim == 0) return Py_NewRef(Py_None);
-    lent = calloc(1, sizeof *lent);
-    if (lent == NULL) return PyErr_NoMemory();
-    for (int32_t i = 0; i < view->ndim; i++) {
-        lent->shape[i] = view->shape[i];
-        lent->strides[i] = view->strides[i];
-    }
-    lent->managed.version = (tepy_dl_version){1, 0};
-    lent->managed.owner = lent;
-    lent->managed.deleter = lent_delete;
-    lent->managed.tensor.data = view->data;
-    lent->managed.tensor.device.type =
-        view->device.type == TE_DEVICE_CPU ? TEPY_DL_CPU : TEPY_DL_CUDA;
-    lent->managed.tensor.device.index = view->device.index;
-    lent->managed.tensor.ndim = view->ndim;
-    lent->managed.tensor.dtype = dl_dtype_of(view->dtype);
-    lent->managed.tensor.shape = lent->shape;
-    lent->managed.tensor.strides = lent->strides;
-    /* A failure may or may not have taken `lent` over: better lose it than free it twice. */
-    if (state->exchange->object_from_managed(&lent->managed, &object) != 0) return NULL;
-    return object;
+    return view->ndim == 0 ? Py_NewRef(Py_None) : tepy_share(state, NULL, view);
 }
 
 /* New reference: the elements behind a pointer; None for NULL. */

@@ -48,9 +48,4 @@ typedef struct tepy_staged {
 int tepy_staged_begin(tepy_staged *staged, tepy_run_call *run, PyObject *const *args);
 void tepy_staged_end(tepy_staged *staged);
 
-/* ---- storage_py.c ---- */
-
-/* New reference: a tensor over a view of `whole`'s memory, which keeps it. */
-PyObject *tepy_share(const tepy_state *state, PyObject *whole, const te_tensor *view);
-
 #endif

@@ -122,6 +122,12 @@ int tepy_device_slot(te_device device);
 PyObject *tepy_empty(tepy_state *state, te_device device, te_dtype dtype, const int64_t *shape,
                      int32_t ndim);
 
+/* ---- storage_py.c ---- */
+
+/* New reference: a tensor over a view of `whole`'s memory, which keeps it; NULL: over memory of the
+ * caller, which outlives the tensor. */
+PyObject *tepy_share(const tepy_state *state, PyObject *whole, const te_tensor *view);
+
 /* ---- context_py.c ---- */
 
 typedef struct tepy_context {

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * storage_py.c - parts of one tensor as tensors with storages of their own.
+ * storage_py.c - tensors over memory that is there: lent to Python functions, and parts of one
+ * tensor with storages of their own.
  *
  * torch's views share a storage, and what saves tensors goes by storages: it writes a shared one
  * whole for each view, or keeps one view and drops the others. A part made here is a storage that
  * begins and ends with it. All parts keep the tensor alive whose memory they are in.
  */
-#include "python/run_py.h"
+#include "python/args.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -15,7 +16,7 @@
 
 typedef struct part {
     tepy_dl_managed managed; /* first: the deleter gets its address */
-    PyObject *whole;         /* owns the memory */
+    PyObject *whole;         /* owns the memory; NULL: the caller does */
     int64_t shape[MAX_DIMS], strides[MAX_DIMS];
 } part;
 
@@ -23,7 +24,8 @@ typedef struct part {
 static void release(tepy_dl_managed *managed)
 {
     part *self = (part *)managed;
-    if (Py_IsInitialized()) { /* else the object is gone with its interpreter */
+    if (self->whole != NULL &&
+        Py_IsInitialized()) { /* else the object is gone with its interpreter */
         PyGILState_STATE gil = PyGILState_Ensure();
         Py_DECREF(self->whole);
         PyGILState_Release(gil);
@@ -57,32 +59,46 @@ static int dense_view(const tepy_state *state, PyObject *whole, tepy_dl_tensor *
     return 0;
 }
 
-/* New reference: `rows` rows of `whole` from byte `offset` on. */
-static PyObject *make_part(const tepy_state *state, PyObject *whole, const tepy_dl_tensor *view,
-                           int64_t rows, uint64_t offset)
+/* New reference: a tensor of this shape over memory that `whole` keeps, or the caller where it is
+ * NULL. */
+static PyObject *lend(const tepy_state *state, PyObject *whole, const tepy_dl_tensor *view)
 {
     void *object = NULL;
-    int64_t stride = 1;
     part *self = calloc(1, sizeof *self);
     if (self == NULL) return PyErr_NoMemory();
-    self->whole = Py_NewRef(whole);
+    self->whole = Py_XNewRef(whole);
     self->managed.version = (tepy_dl_version){1, 0};
     self->managed.deleter = release;
     self->managed.tensor = *view;
-    self->managed.tensor.data = (char *)view->data + view->byte_offset + offset;
-    self->managed.tensor.byte_offset = 0;
     self->managed.tensor.shape = self->shape;
     self->managed.tensor.strides = self->strides;
-    for (int32_t i = view->ndim - 1; i >= 0; i--) {
-        self->shape[i] = i == 0 ? rows : view->shape[i];
-        self->strides[i] = stride;
-        stride *= self->shape[i];
+    for (int32_t i = 0; i < view->ndim; i++) {
+        self->shape[i] = view->shape[i];
+        self->strides[i] = view->strides[i];
     }
     if (state->exchange->object_from_managed(&self->managed, &object) != 0) {
         release(&self->managed); /* it is taken over by success alone */
         return NULL;
     }
     return (PyObject *)object;
+}
+
+/* New reference: `rows` rows of `whole` from byte `offset` on. */
+static PyObject *make_part(const tepy_state *state, PyObject *whole, const tepy_dl_tensor *view,
+                           int64_t rows, uint64_t offset)
+{
+    int64_t shape[MAX_DIMS], strides[MAX_DIMS], stride = 1;
+    tepy_dl_tensor tensor = *view;
+    tensor.data = (char *)view->data + view->byte_offset + offset;
+    tensor.byte_offset = 0;
+    tensor.shape = shape;
+    tensor.strides = strides;
+    for (int32_t i = view->ndim - 1; i >= 0; i--) {
+        shape[i] = i == 0 ? rows : view->shape[i];
+        strides[i] = stride;
+        stride *= shape[i];
+    }
+    return lend(state, whole, &tensor);
 }
 
 PyObject *tepy_share(const tepy_state *state, PyObject *whole, const te_tensor *view)
@@ -92,13 +108,15 @@ PyObject *tepy_share(const tepy_state *state, PyObject *whole, const te_tensor *
         TE_DTYPES(X)
 #undef X
     };
-    int64_t shape[TE_MAX_DIMS];
-    tepy_dl_tensor tensor = {.data = view->data, .ndim = view->ndim, .dtype = dtypes[view->dtype]};
+    te_tensor own = *view;
+    tepy_dl_tensor tensor = {.data = view->data,
+                             .ndim = view->ndim,
+                             .dtype = dtypes[view->dtype],
+                             .shape = own.shape,
+                             .strides = own.strides};
     tensor.device.type = view->device.type == TE_DEVICE_CPU ? TEPY_DL_CPU : TEPY_DL_CUDA;
     tensor.device.index = view->device.index;
-    for (int32_t i = 0; i < view->ndim; i++) shape[i] = view->shape[i];
-    tensor.shape = shape;
-    return make_part(state, whole, &tensor, shape[0], 0);
+    return lend(state, whole, &tensor);
 }
 
 const char tepy_split_storage_doc[] =
