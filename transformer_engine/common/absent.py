@@ -10,14 +10,18 @@ A class that is absent can be subclassed, compared and used in ``isinstance`` (n
 instance of it); making an instance of it or of a subclass raises, and so does calling an absent
 function. Recipes are the exception: programs make them long before they use one, if they do, and
 ask `find` or its like which they may. They can be made, and are refused where they are used.
+
+Modules with no other names are made when they are imported (`_Finder`).
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from importlib.machinery import ModuleSpec
+from types import MappingProxyType, ModuleType
 from typing import Any
 
-from transformer_engine.common.absent_names import FEATURES, Feature
+from transformer_engine.common.absent_names import FEATURES, MODULES, Feature
 
 __all__ = [
     "PACKAGE",
@@ -254,3 +258,29 @@ def attach(
         return sorted({*namespace, *names, *lazy, *below})
 
     return __getattr__, __dir__
+
+
+class _Finder:
+    """Finds and loads `MODULES`; it comes before the finders of files, and of empty folders."""
+
+    _modules = frozenset(map(_full, MODULES))
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Describe a module; None for one that is none of these."""
+        if name not in self._modules:
+            return None
+        is_package = any(other.startswith(f"{name}.") for other in self._modules)
+        return ModuleSpec(name, self, is_package=is_package)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Let the import system make it."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give it its names."""
+        features = dict.fromkeys(feature.title for feature, _ in _INDEX[module.__name__].values())
+        module.__doc__ = f"{', '.join(features)}: names that are not built yet."
+        module.__getattr__, module.__dir__ = attach(vars(module))
+        module.__all__ = names_of(module.__name__)
+
+
+sys.meta_path.insert(0, _Finder())

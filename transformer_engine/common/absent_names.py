@@ -10,7 +10,19 @@ Modules that have the same names share a row.
 
 from typing import NamedTuple
 
-__all__ = ["FEATURES", "Feature"]
+__all__ = ["FEATURES", "MODULES", "Feature"]
+
+MODULES = frozenset(
+    "pytorch.attention.dot_product_attention.context_parallel "
+    "pytorch.attention.dot_product_attention.utils pytorch.attention.inference "
+    "pytorch.cpp_extensions.fused_attn pytorch.distributed_weight pytorch.float8_tensor "
+    "pytorch.module.fp8_padding pytorch.module.fp8_unpadding pytorch.module.grouped_linear "
+    "pytorch.ops.op pytorch.permutation pytorch.quantized_tensor pytorch.router pytorch.tensor "
+    "pytorch.tensor.float8_blockwise_tensor pytorch.tensor.float8_tensor "
+    "pytorch.tensor.grouped_tensor pytorch.tensor.mxfp8_tensor pytorch.tensor.nvfp4_tensor "
+    "pytorch.tensor.quantized_tensor pytorch.tensor.utils".split()
+)
+"""Modules with no other names than absent ones. They have no files: `absent` makes them."""
 
 
 class Feature(NamedTuple):
