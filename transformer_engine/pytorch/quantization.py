@@ -171,42 +171,23 @@ def fp8_model_init(
     return _nothing()
 
 
+def _of_thread(field: str, doc: str) -> property:
+    """A field of this thread's state as a read-only attribute."""
+    return property(lambda self: getattr(current_state(), field), doc=doc)
+
+
 class _QuantizationState:
     """State of this thread as attributes; `FP8GlobalStateManager.quantization_state`."""
 
     fp8_parameters = False
     high_precision_init_val = False
     skip_fp8_weight_update_tensor = None
-
-    @property
-    def fp8_enabled(self) -> bool:
-        """Modules run in FP8."""
-        return current_state().enabled
-
-    @property
-    def fp8_calibration(self) -> bool:
-        """Modules record amaxes in high precision."""
-        return current_state().calibrating
-
-    @property
-    def fp8_recipe(self) -> Recipe | None:
-        """Recipe in force."""
-        return current_state().recipe
-
-    @property
-    def fp8_distributed_group(self) -> Any:
-        """Group that amaxes are reduced over."""
-        return current_state().group
-
-    @property
-    def is_first_fp8_module(self) -> bool:
-        """No module of the region has recorded a backward yet."""
-        return current_state().first
-
-    @property
-    def autocast_depth(self) -> int:
-        """Nested regions."""
-        return current_state().depth
+    fp8_enabled = _of_thread("enabled", "Modules run in FP8.")
+    fp8_calibration = _of_thread("calibrating", "Modules record amaxes in high precision.")
+    fp8_recipe = _of_thread("recipe", "Recipe in force.")
+    fp8_distributed_group = _of_thread("group", "Group that amaxes are reduced over.")
+    is_first_fp8_module = _of_thread("first", "No module has recorded a backward yet.")
+    autocast_depth = _of_thread("depth", "Nested regions.")
 
     @property
     def fp8_graph_capturing(self) -> bool:
@@ -241,25 +222,10 @@ class FP8GlobalStateManager:
 
     # ---- what this machine can do ----------------------------------------------------------------
 
-    @classmethod
-    def is_fp8_available(cls) -> tuple[bool, str]:
-        """(whether FP8 GEMMs run natively on the current device, why not)."""
-        return check_fp8_support()
-
-    @classmethod
-    def is_mxfp8_available(cls) -> tuple[bool, str]:
-        """(whether MXFP8 can be used, why not)."""
-        return check_mxfp8_support()
-
-    @classmethod
-    def is_nvfp4_available(cls) -> tuple[bool, str]:
-        """(whether NVFP4 can be used, why not)."""
-        return check_nvfp4_support()
-
-    @classmethod
-    def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
-        """(whether FP8 block scaling can be used, why not)."""
-        return check_fp8_block_scaling_support()
+    is_fp8_available = staticmethod(check_fp8_support)
+    is_mxfp8_available = staticmethod(check_mxfp8_support)
+    is_nvfp4_available = staticmethod(check_nvfp4_support)
+    is_fp8_block_scaling_available = staticmethod(check_fp8_block_scaling_support)
 
     # ---- what is in force ------------------------------------------------------------------------
 
