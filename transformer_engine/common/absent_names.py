@@ -26,34 +26,18 @@ MODULES = frozenset(
 
 
 class Feature(NamedTuple):
-    """Names that wait for one piece of work.
+    """Names that wait for one piece of work."""
 
-    Attributes
-    ----------
-    title : str
-        For the documentation.
-    reason : str
-        What is missing; a clause that follows a colon.
-    instead : str
-        What a program can do today.
-    names : tuple of (str, str)
-        (modules, names in each of them), both separated by spaces; see `listed`.
-    base : str
-        Full name of the base class of the absent classes; "" for `object`.
-    carries : bool
-        Objects of the classes carry settings and do nothing by themselves: they can be made, with
-        any arguments, and what is given one refuses it (`absent.refuse_use`).
-    partly : str
-        Paths of what is built, but refuses some of its arguments for this reason.
-    """
-
-    title: str
-    reason: str
-    instead: str
+    title: str  # for the documentation
+    reason: str  # what is missing; a clause that follows a colon
+    instead: str  # what a program can do today
     names: tuple[tuple[str, str], ...]
-    base: str = ""
-    partly: str = ""
+    """(modules, names in each of them), both separated by spaces; see `listed`."""
+    base: str = ""  # full name of the base class of the absent classes; "" for `object`
+    partly: str = ""  # paths of what is built, but refuses some of its arguments for this reason
     carries: bool = False
+    """Objects of the classes carry settings and do nothing by themselves: they can be made, with
+    any arguments, and what is given one refuses it (`absent.refuse_use`)."""
 
     def listed(self) -> list[tuple[str, str]]:
         """Return (module, name) of every row."""

@@ -41,31 +41,16 @@ BACKWARD_OVERRIDES = ("high_precision", "dequantized")
 
 @dataclass(frozen=True)
 class Variable(Generic[T]):
-    """One environment variable.
+    """One environment variable."""
 
-    Attributes
-    ----------
-    name : str
-        Its name, starting with ``TE_``.
-    default : T
-        The value where it is unset or empty.
-    parse : callable
-        From the text, neither empty nor surrounded by white space, to the value. Raises ValueError
-        where the text is none of what is accepted.
-    accepted : str
-        What `parse` accepts, in words, for error messages and documentation.
-    doc : str
-        What it does, in one sentence.
-    aliases : tuple of str
-        Other names, tried in order where `name` is not set.
-    """
-
-    name: str
-    default: T
+    name: str  # its name, starting with ``TE_``
+    default: T  # the value where it is unset or empty
     parse: Callable[[str], T]
-    accepted: str
-    doc: str
-    aliases: tuple[str, ...] = ()
+    """From the text, neither empty nor surrounded by white space, to the value. Raises ValueError
+    where the text is none of what is accepted."""
+    accepted: str  # what `parse` accepts, in words, for error messages and documentation
+    doc: str  # what it does, in one sentence
+    aliases: tuple[str, ...] = ()  # other names, tried in order where `name` is not set
 
     def get(self) -> T:
         """Read the variable now: the first of its names that is set, parsed, or `default`.

@@ -21,22 +21,12 @@ _TEXTS: dict[int, str] = {}
 
 
 class PlanGraph(NamedTuple):
-    """Arguments of ``_core.make_plan``; see `_core.make_plan` for the tuples.
+    """Arguments of ``_core.make_plan``; see `_core.make_plan` for the tuples."""
 
-    Attributes
-    ----------
-    direction : int
-        ``_core.DIRECTION_*``.
-    flags : int
-        ``_core.GRAPH_*``.
-    values, nodes : tuple of tuple
-        What the graph consists of.
-    """
-
-    direction: int
-    flags: int
-    values: tuple
-    nodes: tuple
+    direction: int  # ``_core.DIRECTION_*``
+    flags: int  # ``_core.GRAPH_*``
+    values: tuple  # what the graph consists of
+    nodes: tuple  # what the graph consists of
 
     def weight_sizes(self, node: int) -> tuple[int, int]:
         """(out_features, in_features) of a linear node."""

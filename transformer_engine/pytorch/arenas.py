@@ -51,40 +51,20 @@ DIRECTIONS = ("forward", "backward")
 
 
 class Rule(NamedTuple):
-    """How the state of one recipe is updated.
+    """How the state of one recipe is updated."""
 
-    Attributes
-    ----------
-    identity : str
-        The recipe's repr.
-    length : int
-        Rows of the amax history.
-    fp8_max : tuple of float
-        Largest FP8 value of the forward and of the backward.
-    margin : int
-        The scale is divided by 2 to this power.
-    amax : str or callable
-        "max", "most_recent", or ``f(history[length, n]) -> amax[n]``.
-    scale : callable or None
-        ``f(amax, old_scale, fp8_max, recipe) -> new_scale``; None: fp8_max / amax.
-    reduce : bool
-        Amaxes are reduced over the group.
-    fused : bool
-        The fused update does it, in one launch a chunk; else torch operations do: for callables and
-        where ``TE_UNFUSED_FP8_UPDATE`` asks for them.
-    recipe : DelayedScaling or None
-        The recipe, for a callable `scale`; None without one.
-    """
-
-    identity: str
-    length: int
-    fp8_max: tuple[float, float]
-    margin: int
-    amax: Any
+    identity: str  # the recipe's repr
+    length: int  # rows of the amax history
+    fp8_max: tuple[float, float]  # largest FP8 value of the forward and of the backward
+    margin: int  # the scale is divided by 2 to this power
+    amax: Any  # "max", "most_recent", or ``f(history[length, n]) -> amax[n]``
     scale: Callable | None
-    reduce: bool
+    """``f(amax, old_scale, fp8_max, recipe) -> new_scale``; None: fp8_max / amax."""
+    reduce: bool  # amaxes are reduced over the group
     fused: bool
-    recipe: DelayedScaling | None
+    """The fused update does it, in one launch a chunk; else torch operations do: for callables and
+    where ``TE_UNFUSED_FP8_UPDATE`` asks for them."""
+    recipe: DelayedScaling | None  # the recipe, for a callable `scale`; None without one
 
 
 def rule_of(recipe: DelayedScaling) -> Rule:
@@ -104,19 +84,13 @@ def rule_of(recipe: DelayedScaling) -> Rule:
 
 
 class Chunk:
-    """`SLOTS` scales and amax histories of one direction.
-
-    Attributes
-    ----------
-    scale : Tensor
-        [SLOTS] fp32; 1 where nothing was measured.
-    history : Tensor
-        [length, SLOTS] fp32; row 0 accumulates, the newest finished step is the last row.
-    """
+    """`SLOTS` scales and amax histories of one direction."""
 
     def __init__(self, device: torch.device, rule: Rule) -> None:
         with real_tensors():  # state outlives the call that made it
+            # 1 where nothing was measured.
             self.scale = torch.ones(SLOTS, dtype=torch.float32, device=device)
+            # Row 0 accumulates, the newest finished step is the last row.
             self.history = torch.zeros(rule.length, SLOTS, dtype=torch.float32, device=device)
         self.used = [False] * SLOTS
 

@@ -56,33 +56,15 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Entry(NamedTuple):
-    """One module call inside a checkpointed forward.
+    """One module call inside a checkpointed forward."""
 
-    Attributes
-    ----------
-    module : Module
-        Whose call it was.
-    recipe : Recipe or None
-        The recipe in force; None: high precision.
-    slots : Slots or None
-        The module's scaling state (delayed scaling).
-    scales : Tensor or None
-        Copy of its forward scales as they were.
-    cache : tuple of Tensor or None
-        The quantized weight that the call kept or read.
-    first : bool
-        The call took the region's first-module flag.
-    domain : Domain
-        What its thread updates.
-    """
-
-    module: Any
-    recipe: Any
-    slots: Any
-    scales: torch.Tensor | None
-    cache: tuple | None
-    first: bool
-    domain: Any
+    module: Any  # whose call it was
+    recipe: Any  # the `Recipe` in force; None: high precision
+    slots: Any  # the module's scaling state, `Slots`, under delayed scaling; else None
+    scales: torch.Tensor | None  # copy of its forward scales as they were
+    cache: tuple | None  # the quantized weight that the call kept or read
+    first: bool  # the call took the region's first-module flag
+    domain: Any  # the `Domain` that its thread updates
 
 
 class Frame:

@@ -66,30 +66,6 @@ class Slots:
     The slots are free for others once the last reference to the handle is gone (and the next slots
     are taken, or the next scales made), so a backward still to come keeps them although its module
     died or moved on. Those over several ranks are free after `reset` alone.
-
-    Attributes
-    ----------
-    identity : str
-        Repr of the recipe.
-    device : torch.device
-        Where the state lives.
-    group : ProcessGroup or None
-        Reduction group.
-    domain : Domain
-        What they are updated with.
-    forward_scale, forward_history, backward_scale, backward_history : Tensor
-        The whole chunks.
-    forward_slot, backward_slot : int
-        First slot in each.
-    live : bool
-        False once `reset` has dropped all state.
-    current : bool
-        False where calls must take other slots: they are not live, or were made for another number
-        of ranks.
-    key : tuple
-        Of their arena.
-    kept : dict
-        Key -> the module's slots over several ranks: coming back to a recipe takes no more of them.
     """
 
     def __init__(
@@ -102,13 +78,16 @@ class Slots:
     ) -> None:
         self.identity = rule.identity
         self.device = device
-        self.group = group
+        self.group = group  # that amaxes are reduced over
         self.counts = counts
         state = current_state()
-        self.domain = own_domain(state) if former is None else former.domain
-        self.live = self.current = True
+        self.domain = own_domain(state) if former is None else former.domain  # updated with it
+        self.live = True  # until `reset` drops all state
+        # False where calls must take other slots: not live, or made for another number of ranks.
+        self.current = True
+        # By key, the module's slots over several ranks: coming back to a recipe takes no more.
         self.kept: dict[tuple, Slots] = {} if former is None else former.kept
-        self.key = key_of(device, rule, group)
+        self.key = key_of(device, rule, group)  # of their arena
         _refuse_capture(device)
         sweep()
         self._take(rule)
@@ -120,6 +99,7 @@ class Slots:
 
     @BOOKS.held
     def _take(self, rule: Rule) -> None:
+        """Keep the whole chunks, and the first slot in each."""
         forward, backward = take(self, self.domain, self.key, rule, self.group, self.counts)
         chunk, self.forward_slot = forward
         self.forward_scale, self.forward_history = chunk.scale, chunk.history

@@ -8,25 +8,16 @@ __all__ = ["Domain", "RegionState", "current_state"]
 
 
 class Domain:
-    """Scaling state that is updated together: of the modules that first ran in one thread.
-
-    Attributes
-    ----------
-    arenas : dict
-        direction -> key -> `arenas.Arena`.
-    joined : list of Domain
-        Those that are updated with this one, because a thread trains modules of both, by their
-        numbers.
-    label : int
-        The same for those that are updated together; -1 before there is state and after a reset.
-    number : int
-        In the order in which they got state; -1 before.
-    """
+    """Scaling state that is updated together: of the modules that first ran in one thread."""
 
     def __init__(self) -> None:
+        # Direction -> key -> `arenas.Arena`.
         self.arenas: dict[str, dict[tuple, Any]] = {"forward": {}, "backward": {}}
+        # Those that are updated with this one, because a thread trains modules of both, by number.
         self.joined = [self]
-        self.label = self.number = -1
+        # The same for those that are updated together; -1 before there is state and after a reset.
+        self.label = -1
+        self.number = -1  # in the order in which they got state; -1 before
 
     def has_state(self) -> bool:
         """Whether modules have slots in it."""
@@ -38,37 +29,19 @@ class Domain:
 
 
 class RegionState:
-    """State of the innermost region of a thread.
-
-    Attributes
-    ----------
-    enabled : bool
-        Modules run in FP8.
-    calibrating : bool
-        Modules that do not run in FP8 record amaxes.
-    recipe : Recipe or None
-        How the modules quantize; None outside every region.
-    group : torch.distributed.ProcessGroup or None
-        Amaxes are reduced over it.
-    first : bool
-        No module of the region has recorded a backward yet: the first one that does updates the
-        backward state after its own backward.
-    depth : int
-        Nested regions.
-    domain : Domain
-        What the updates of the thread's regions touch.
-    label : int
-        Of that domain; -1 where the thread has made no state and trained no module that has some.
-    """
+    """State of the innermost region of a thread."""
 
     def __init__(self) -> None:
-        self.enabled = False
-        self.calibrating = False
-        self.recipe: Any = None
-        self.group: Any = None
+        self.enabled = False  # modules run in FP8
+        self.calibrating = False  # modules that do not run in FP8 record amaxes
+        self.recipe: Any = None  # how the modules quantize; None outside every region
+        self.group: Any = None  # the ProcessGroup that amaxes are reduced over, or None
+        # No module of the region has recorded a backward yet: the first one that does updates the
+        # backward state after its own backward.
         self.first = False
-        self.depth = 0
-        self.domain = Domain()
+        self.depth = 0  # nested regions
+        self.domain = Domain()  # what the updates of the thread's regions touch
+        # Of that domain; -1 where the thread has made no state and trained no module that has some.
         self.label = -1
 
     def why(self) -> str:

@@ -35,36 +35,18 @@ _graph_task = torch._C._current_graph_task_id
 
 
 class Region(NamedTuple):
-    """What is in force for one call of a module.
+    """What is in force for one call of a module."""
 
-    Attributes
-    ----------
-    state : RegionState
-        Of the thread.
-    recipe : Recipe or None
-        How to quantize; None: high precision.
-    replay : Entry or None
-        The call that this one repeats.
-    record : list of Frame
-        Checkpoints that want to know of this call.
-    traced : bool
-        The call is part of a graph that is being traced.
-    exported : bool
-        That of `torch.export`: a forward without a backward, over scales that stay as they are.
-    blank : bool
-        The tensors have no memory: the call makes and changes no state.
-    frame : Frame or None
-        Of the checkpoint whose forward is being repeated; None without `replay`.
-    """
-
-    state: RegionState
-    recipe: Recipe | None
-    replay: recompute.Entry | None
-    record: list
-    traced: bool
+    state: RegionState  # of the thread
+    recipe: Recipe | None  # how to quantize; None: high precision
+    replay: recompute.Entry | None  # the call that this one repeats
+    record: list  # checkpoints that want to know of this call
+    traced: bool  # the call is part of a graph that is being traced
     exported: bool = False
-    blank: bool = False
+    """That of `torch.export`: a forward without a backward, over scales that stay as they are."""
+    blank: bool = False  # the tensors have no memory: the call makes and changes no state
     frame: recompute.Frame | None = None
+    """Of the checkpoint whose forward is being repeated; None without `replay`."""
 
 
 _NO_FRAMES: list = []

@@ -78,18 +78,11 @@ class JoinedRows:
 
 
 class SplitTensors(NamedTuple):
-    """How the last tensors of a call make up one weight and one bias.
+    """How the last tensors of a call make up one weight and one bias."""
 
-    Attributes
-    ----------
-    weight : JoinedRows
-        Of the weights.
-    bias : JoinedRows or None
-        Of the biases; None where the call adds none, and has None in their place.
-    """
-
-    weight: JoinedRows
+    weight: JoinedRows  # of the weights
     bias: JoinedRows | None
+    """Of the biases; None where the call adds none, and has None in their place."""
 
     def weights(self, tensors: tuple) -> tuple[Tensor, ...]:
         """Return the weights among a call's tensors."""

@@ -15,18 +15,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class PartTensors(NamedTuple):
-    """What one linear layer of a call computes with.
-
-    Attributes
-    ----------
-    weights : tuple of Tensor
-        [rows, in_features] each; together the weight [out_features, in_features].
-    biases : tuple of Tensor
-        [rows] each; empty where the layer adds none.
-    """
+    """What one linear layer of a call computes with."""
 
     weights: tuple[Tensor, ...]
-    biases: tuple[Tensor, ...]
+    """[rows, in_features] each; together the weight [out_features, in_features]."""
+    biases: tuple[Tensor, ...]  # [rows] each; empty where the layer adds none
 
     def to(self, dtype: torch.dtype) -> "PartTensors":
         """Convert all of them."""
@@ -35,24 +28,13 @@ class PartTensors(NamedTuple):
 
 
 class CallTensors(NamedTuple):
-    """The tensors of a call.
+    """The tensors of a call."""
 
-    Attributes
-    ----------
-    input : Tensor
-        [..., features].
-    norm : tuple of Tensor or None
-        (gamma, beta or None) of the norm before the first layer; None without a norm.
-    parts : tuple of PartTensors
-        The linear layers.
-    output_dtype : torch.dtype
-        Of the result.
-    """
-
-    input: Tensor
+    input: Tensor  # [..., features]
     norm: tuple[Tensor, Tensor | None] | None
-    parts: tuple[PartTensors, ...]
-    output_dtype: torch.dtype
+    """(gamma, beta or None) of the norm before the first layer; None without a norm."""
+    parts: tuple[PartTensors, ...]  # the linear layers
+    output_dtype: torch.dtype  # of the result
 
     def flat(self) -> tuple[Tensor | None, ...]:
         """Return them in the order of ``CallPlans.tensors``, None for what there is not."""

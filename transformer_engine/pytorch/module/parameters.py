@@ -124,15 +124,9 @@ def probabilities(module: str, **values: Any) -> None:
 
 
 class Split(NamedTuple):
-    """How a weight is kept as several parameters.
+    """How a weight is kept as several parameters."""
 
-    Attributes
-    ----------
-    parts : tuple of (str, int)
-        Name and rows of each.
-    """
-
-    parts: tuple[tuple[str, int], ...]
+    parts: tuple[tuple[str, int], ...]  # name and rows of each
 
     @property
     def rows(self) -> tuple[int, ...]:

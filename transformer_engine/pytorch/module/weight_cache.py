@@ -13,21 +13,11 @@ __all__ = ["WeightCache"]
 
 
 class WeightCache(NamedTuple):
-    """The quantized weight, and of what it is the quantized form.
+    """The quantized weight, and of what it is the quantized form."""
 
-    Attributes
-    ----------
-    tensors : tuple of Tensor
-        Row-wise and column-wise data, {1/scale, scale}.
-    key : tuple
-        Memory, versions and dtype of the weight, recipe, whether inference mode made it.
-    sources : tuple of weakref
-        The tensors that the weight consisted of.
-    """
-
-    tensors: tuple[Tensor, Tensor, Tensor]
-    key: tuple
-    sources: tuple
+    tensors: tuple[Tensor, Tensor, Tensor]  # row-wise and column-wise data, {1/scale, scale}
+    key: tuple  # memory, versions and dtype of the weight, recipe, whether inference mode made it
+    sources: tuple  # the tensors that the weight consisted of
 
     @classmethod
     def of(

@@ -26,18 +26,10 @@ _CLOSE = 1e-4
 
 
 class Recognised(NamedTuple):
-    """An RMSNorm of another package.
+    """An RMSNorm of another package."""
 
-    Attributes
-    ----------
-    eps : float
-        Added to the mean square.
-    zero_centered : bool
-        The factor is 1 + gamma.
-    """
-
-    eps: float
-    zero_centered: bool
+    eps: float  # added to the mean square
+    zero_centered: bool  # the factor is 1 + gamma
 
 
 def named_like_one(module: Module) -> bool:
