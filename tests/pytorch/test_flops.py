@@ -196,7 +196,7 @@ def test_a_mode_changes_no_bit(device, twin, recipe):
             if number in modes:
                 collected.append(step(module, recipe, x, log))
                 names = {name.split(".")[1] for name in log.seen if "transformer_engine" in name}
-                assert names & {"run", "run_with_state"}
+                assert any(name.startswith("run") for name in names)
             else:
                 with counted():
                     collected.append(step(module, recipe, x, torch.enable_grad()))

@@ -21,7 +21,7 @@ from transformer_engine import _core
 from transformer_engine.common.plan_text import plan_of, read_text
 from transformer_engine.pytorch.modes import active_modes
 
-__all__ = ["offer_formulas"]
+__all__ = ["FORMULAS", "offer_formulas"]
 
 _COUNTER = "torch.utils.flop_counter"
 
@@ -36,7 +36,7 @@ def _flops_of_run(
     state: Sequence[Tensor] = (),
     **results: Any,
 ) -> int:
-    """FLOPs of ``transformer_engine::run``; takes its arguments and the keyword `out_val`."""
+    """FLOPs of ``transformer_engine::run`` and ``run_with_state_<n>``, from their arguments."""
     del slot_fwd, slot_bwd, saved, state, results
     if rows == -1:
         rows = math.prod(inputs[0].shape[:-1])
@@ -65,12 +65,12 @@ def _flops_of_attention_backward(
     return _flops_of_products(3, 2, arguments)
 
 
-_FORMULAS = {
+FORMULAS = {
     "run": _flops_of_run,
-    "run_with_state": _flops_of_run,
     "attention": _flops_of_attention,
     "attention_backward": _flops_of_attention_backward,
 }
+"""By name of the operator; those that are defined later, with their definition."""
 
 
 def offer_formulas() -> None:
@@ -80,7 +80,7 @@ def offer_formulas() -> None:
     if registry is None:
         return
     ours, operators = torch.ops.transformer_engine, []
-    for name, formula in _FORMULAS.items():
+    for name, formula in FORMULAS.items():
         if hasattr(ours, name):  # else its file is yet to be imported
             operators.append(getattr(ours, name))
             if operators[-1] not in registry:

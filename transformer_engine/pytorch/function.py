@@ -122,7 +122,7 @@ class _Recorded:
     outputs : int
         How many outputs are the module's results.
     places : tuple of int
-        Of what is saved, among the tensors of the call followed by all outputs.
+        Of what is saved, among the tensors of the call followed by all outputs; -1: None.
     """
 
     def __init__(self, call: Call) -> None:
@@ -137,6 +137,7 @@ class _Recorded:
         results = list(output) if isinstance(output, tuple | list) else [output]
         self.outputs = len(results)
         known = {id(t): place for place, t in enumerate([*tensors, *results]) if t is not None}
+        known[id(None)] = -1
         places = []
         for tensor in saved:
             place = known.get(id(tensor))
@@ -158,7 +159,7 @@ class _TransformedFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         recorded, *tensors = inputs
-        known = [*tensors, *output]
+        known = [*tensors, *output, None]
         ctx.save_for_backward(*(known[place] for place in recorded.places))
         ctx.mark_non_differentiable(*output[recorded.outputs :])
         ctx.recorded, ctx.call = recorded, recorded.call

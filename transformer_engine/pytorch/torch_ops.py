@@ -2,15 +2,21 @@
 """The native entry points as torch operators, for graphs, dispatch modes and fake tensors.
 
 Eager code calls `_core` directly. While a graph is traced, where a dispatch mode watches (a counter
-of FLOPs, a logger), and for tensors without memory, the same plans run behind operators of fixed
-arity whose fake kernels evaluate the plan's sizes on symbolic numbers: ``run``, which is a pure
-function of its inputs, and ``run_with_state`` for plans that write an amax history or a main
-gradient. An operator that mutates and returns a list can not be functionalised, so absent results
-are empty tensors. A graph carries the text of a plan, not its id: another process may load it.
+of FLOPs, a logger), and for tensors without memory, the same plans run behind operators whose fake
+kernels evaluate the plan's sizes on symbolic numbers. A graph carries the text of a plan, not its
+id: another process may load it.
+
+``run`` is a pure function of its inputs and returns a list, for any number of results. A plan that
+writes amax histories or main gradients runs behind ``run_with_state_<n>``, which gives n tensors:
+an operator that mutates and returns a list can not be functionalised. Of these, one is defined when
+the first plan of as many results is traced. Graphs that outlive a process find what they need:
+programs of torch.export change no state, so they hold ``run`` alone, and what torch.compile has
+cached it takes after it has traced the same calls again.
 """
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,20 +26,19 @@ from torch.utils import _pytree as pytree
 
 from transformer_engine import _core
 from transformer_engine.common.plan_text import plan_of
-from transformer_engine.pytorch.flops import offer_formulas
+from transformer_engine.pytorch.flops import FORMULAS, offer_formulas
 from transformer_engine.pytorch.modes import (
     after_autograd,
     at_this_level,
     below_autograd,
+    constant_in_graphs,
     dispatch_modes,
     without_memory,
 )
 
 __all__ = [
-    "OUTPUTS",
     "as_constant",
     "behind_operators",
-    "choose",
     "define",
     "extent_value",
     "run_native",
@@ -43,11 +48,7 @@ __all__ = [
     "watched",
 ]
 
-OUTPUTS = 9
-"""Outputs of `transformer_engine::run` before the packed saved tensor."""
-
 _RUN = "str plan, int slot_fwd, int slot_bwd, Tensor[] inputs, Tensor? saved, SymInt rows"
-_RESULTS = f"({', '.join(['Tensor'] * (OUTPUTS + 1))})"
 
 _LIBRARY = torch.library.Library("transformer_engine", "DEF")
 
@@ -83,14 +84,6 @@ def watched() -> bool:
         return False
     offer_formulas()
     return True
-
-
-def choose(native: Callable, operator: Callable, traced: bool) -> Callable:
-    """The operator where a call runs behind operators or a dispatch mode watches, else the native.
-
-    Asked again by a backward: modes come and go between the two.
-    """
-    return operator if traced or watched() else native
 
 
 def define(
@@ -226,10 +219,14 @@ def shapes(plan: int, leading: Any, rows: Any) -> tuple[list[tuple[torch.dtype, 
         else:
             shape = [extent_value(extent, rows) for extent in extents]
         outputs.append((_core.torch_dtype(code), shape))
-    saved = (
-        extent_value(described["saved_bytes"], rows) if described["direction"] == "forward" else 0
-    )
-    return outputs, saved
+    return outputs, extent_value(described["saved_bytes"], rows) if _saves(plan) else 0
+
+
+def _saves(plan: int) -> bool:
+    """Whether a plan makes a packed saved tensor, be it of no bytes for no rows."""
+    described = _describe(plan)
+    multiply, _, add = described["saved_bytes"]
+    return described["direction"] == "forward" and (multiply > 0 or add > 0)
 
 
 def run_native(
@@ -248,42 +245,37 @@ def run_native(
 
 
 def _run(
-    plan: str,
+    text: str,
     slot_fwd: int,
     slot_bwd: int,
     inputs: list[Tensor],
     saved: Tensor | None,
     rows: int,
     state: Sequence[Tensor] = (),
-) -> tuple[Tensor, ...]:
-    slots, given = (slot_fwd, slot_bwd), [*inputs, *state]
-    *outputs, packed = run_native(plan_of(plan), slots, given, saved, rows)
-    absent = OUTPUTS - len(outputs) + (packed is None)
-    padding = [inputs[0].new_empty(0) for _ in range(absent)]
-    if packed is None:
-        return (*outputs, *padding)
-    return (*outputs, *padding, packed)
+) -> list[Tensor]:
+    plan = plan_of(text)
+    *made, packed = run_native(plan, (slot_fwd, slot_bwd), [*inputs, *state], saved, rows)
+    if _saves(plan):
+        made.append(inputs[0].new_empty(0, dtype=torch.uint8) if packed is None else packed)
+    return made
 
 
 def _run_fake(
-    plan: str,
+    text: str,
     slot_fwd: int,
     slot_bwd: int,
     inputs: list[Tensor],
     saved: Tensor | None,
     rows: Any,
     state: Sequence[Tensor] = (),
-) -> tuple[Tensor, ...]:
+) -> list[Tensor]:
     del slot_fwd, slot_bwd, state, saved
-    leading = inputs[0].shape[:-1]
-    if rows == -1:
-        rows = math.prod(leading)
-    outputs, packed = shapes(plan_of(plan), leading, rows)
+    plan, leading = plan_of(text), inputs[0].shape[:-1]
+    outputs, packed = shapes(plan, leading, math.prod(leading) if rows == -1 else rows)
     made = [inputs[0].new_empty(shape, dtype=dtype) for dtype, shape in outputs]
-    made += [inputs[0].new_empty(0) for _ in range(OUTPUTS - len(made))]
-    saves = isinstance(packed, torch.SymInt) or packed > 0
-    made.append(inputs[0].new_empty(packed, dtype=torch.uint8) if saves else inputs[0].new_empty(0))
-    return tuple(made)
+    if _saves(plan):
+        made.append(inputs[0].new_empty(packed, dtype=torch.uint8))
+    return made
 
 
 def _scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent: bool) -> None:
@@ -291,13 +283,48 @@ def _scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent:
     _core.scaling_update(scale, history, fp8_max, algo=algo)
 
 
-define(f"run({_RUN}) -> {_RESULTS}", _run, _run_fake)
-define(f"run_with_state({_RUN}, Tensor(a!)[] state) -> {_RESULTS}", _run, _run_fake)
+define(f"run({_RUN}) -> Tensor[]", _run, _run_fake)
 define(
     "scaling_update(Tensor(a!) scale, Tensor(b!) history, float fp8_max, bool most_recent) -> ()",
     _scaling_update,
     lambda *_: None,
 )
+
+_defining = threading.Lock()
+
+
+@functools.cache
+def _define_with_state(count: int) -> str:
+    """Define ``run_with_state_<count>``; return its name."""
+    name = f"run_with_state_{count}"
+    FORMULAS[name] = FORMULAS["run"]
+    schema = f"{name}({_RUN}, Tensor(a!)[] state) -> ({', '.join(['Tensor'] * count)})"
+
+    def returned(function: Callable) -> Callable:
+        """A function that returns what the schema says: a tuple, a tensor or nothing."""
+
+        def run(*arguments: Any) -> Any:
+            made = function(*arguments)
+            return tuple(made) if count > 1 else made[0] if made else None
+
+        return run
+
+    define(schema, returned(_run), returned(_run_fake))
+    return name
+
+
+@constant_in_graphs
+def _with_state(text: str) -> str:
+    """Name of the operator that runs a plan which writes state; defined outside of the graph."""
+    with _defining:
+        plan = plan_of(text)
+        outputs = sum(role == "output" for _, role, *_ in _describe(plan)["buffers"])
+        return _define_with_state(outputs + _saves(plan))
+
+
+@constant_in_graphs
+def _packs(text: str) -> bool:
+    return _saves(plan_of(text))
 
 
 def run_traced(
@@ -328,13 +355,15 @@ def run_traced(
     Returns
     -------
     tuple of Tensor
-        Outputs in plan order, then the packed saved tensor, always `OUTPUTS` + 1: absent ones are
-        empty tensors.
+        Outputs in plan order, then the packed saved tensor or None.
     """
     if state:
-        run = torch.ops.transformer_engine.run_with_state
-        return run(plan, *slots, inputs, saved, rows, state)
-    return torch.ops.transformer_engine.run(plan, *slots, inputs, saved, rows)
+        run = getattr(torch.ops.transformer_engine, _with_state(plan))
+        made = run(plan, *slots, inputs, saved, rows, state)
+        made = (made,) if isinstance(made, Tensor) else made or ()
+    else:
+        made = torch.ops.transformer_engine.run(plan, *slots, inputs, saved, rows)
+    return tuple(made) if _packs(plan) else (*made, None)
 
 
 def scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent: bool) -> None:
@@ -351,6 +380,6 @@ def scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent: 
     most_recent : bool
         The newest amax counts, not the largest of the history.
     """
-    operator = torch.ops.transformer_engine.scaling_update
-    run = choose(_scaling_update, operator, torch.compiler.is_compiling())
-    run(scale, history, fp8_max, most_recent)
+    traced = torch.compiler.is_compiling() or watched()
+    update = torch.ops.transformer_engine.scaling_update if traced else _scaling_update
+    update(scale, history, fp8_max, most_recent)

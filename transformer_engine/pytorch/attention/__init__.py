@@ -3,6 +3,7 @@
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
+from transformer_engine.pytorch.attention.logits import softcap
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.attention.rope import (
     RotaryPositionEmbedding,
@@ -19,5 +20,6 @@ __all__ = [
     "RotaryPositionEmbedding",
     "apply_fused_qkv_rotary_pos_emb",
     "apply_rotary_pos_emb",
+    "softcap",
     *absent.names_of(__name__),
 ]

@@ -3,16 +3,14 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_engine import _core
-from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.module.parameters import default_device, positive_sizes
+from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, operator
 
 __all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"]
 
@@ -155,63 +153,27 @@ class RotaryPositionEmbedding(torch.nn.Module):
         return angles[:, None, None, :]
 
 
-def _rotate(
-    inp: Tensor,
-    freqs: Tensor,
-    cu_seqlens: Tensor | None,
-    start_positions: Tensor | None,
-    sequence_first: bool,
-    interleaved: bool,
-    backward: bool,
-) -> Tensor:
-    out = torch.empty_like(inp, memory_format=torch.contiguous_format)
-    if sequence_first:  # [batch, sequence, heads, channels] by strides
-        source, target = inp.transpose(0, 1), out.transpose(0, 1)
-    else:
-        source, target = inp, out
-    _core.rope(
-        source,
-        target,
-        freqs,
-        cu_seqlens=cu_seqlens,
-        start_positions=start_positions,
-        interleaved=interleaved,
-        backward=backward,
-    )
-    return out
-
-
-torch_ops.define(
-    "rope(Tensor input, Tensor freqs, Tensor? cu_seqlens, Tensor? start_positions, "
-    "bool sequence_first, bool interleaved, bool backward) -> Tensor",
-    _rotate,
-    lambda inp, *_: torch.empty_like(inp, memory_format=torch.contiguous_format),
+_rotate = operator(
+    "rope",
+    "Tensor input, Tensor freqs, Tensor? cu_seqlens, Tensor? start_positions, bool sequence_first, "
+    "bool interleaved, bool backward",
+    "output",
+    lambda inp, *_: contiguous_like(inp),
+    by_sequence="input output",
 )
 
 
-@dataclass(slots=True)
-class _RopeCall:
-    """One application of the embedding (see `function.Call`); `sequence_first`: of sbhd."""
+class _Rope(OperatorCall):
+    """Settings: the format is sbhd, pairs are interleaved."""
 
-    sequence_first: bool
-    interleaved: bool
-    traced: bool
     label = "apply_rotary_pos_emb"
 
-    def _run(self, inp: Tensor, given: tuple, backward: bool) -> Tensor:
-        run = torch_ops.choose(_rotate, torch.ops.transformer_engine.rope, self.traced)
-        if inp.stride(-1) != 1:
-            inp = inp.contiguous()
-        return run(inp, *given, self.sequence_first, self.interleaved, backward)
-
     def run_forward(self, tensors: tuple) -> tuple[Tensor, tuple]:
-        """Run the forward over (input, freqs, cu_seqlens or None, start_positions or None)."""
-        inp, *given = tensors
-        return self._run(inp, given, False), given
+        return _rotate(self.traced, *tensors, *self.settings, False), tensors[1:]
 
     def run_backward(self, grads: tuple, saved: tuple) -> tuple[Tensor | None, ...]:
-        """Run the backward: None, then the gradient of the input and None for the others."""
-        return None, self._run(grads[0], saved, True), None, None, None
+        grad = _rotate(self.traced, *grads, *saved, *self.settings, True)
+        return None, grad, None, None, None
 
 
 def _check(t: Tensor, freqs: Tensor, tensor_format: str, cu_seqlens: Tensor | None) -> None:
@@ -302,7 +264,7 @@ def apply_rotary_pos_emb(
     if tensor_format != "thd":
         cu_seqlens = None
     angles = freqs.reshape(freqs.shape[0], freqs.shape[3]).to(t.device, torch.float32)
-    call = _RopeCall(tensor_format == "sbhd", interleaved, torch_ops.behind_operators(t))
+    call = _Rope(t, tensor_format == "sbhd", interleaved)
     return run_call(call, t, angles, cu_seqlens, start_positions)
 
 

@@ -133,8 +133,7 @@ class ModuleCall:
             at = len(given) - written
             inputs, state = list(given[:at]), list(given[at:])
             saved = packed[0] if packed else None
-            results = torch_ops.run_traced(self.plans.texts[plan], slots, inputs, state, saved)
-            return (*results[: self.plans.counts[plan]], results[-1])
+            return torch_ops.run_traced(self.plans.texts[plan], slots, inputs, state, saved)
         return run_staged(plan, slots, (*given, *packed), self.stages or {}, self.observer)
 
     def run_forward(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, Sequence[Tensor]]:

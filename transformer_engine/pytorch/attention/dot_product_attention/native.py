@@ -1,48 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differentiable attention by the library's own operator: no matrix of scores is kept."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_engine import _core
-from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.function import run_call
+from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, operator
 from transformer_engine.pytorch.random import draw_pair
 
 __all__ = ["attend", "run"]
 
-_OPTIONAL = ("mask", "bias", "query_lengths", "key_lengths", "rng")
-_SCHEMA = (
-    "Tensor? mask, Tensor? bias, Tensor? query_lengths, Tensor? key_lengths, Tensor? rng, "
-    "float scale, float dropout, int window_left, int window_right, bool bottom_right, "
-    "bool sequence_first"
-)
 
-
-class _Settings(NamedTuple):
-    """Numbers of one attention, by the names of the operator's arguments and in their order."""
-
-    scale: float
-    dropout: float
-    window_left: int
-    window_right: int
-    bottom_right: bool
-
-
-def _problem(arguments: tuple) -> dict[str, Any]:
-    """Keywords of the operator, from what `_SCHEMA` lists before `sequence_first`."""
-    return dict(zip((*_OPTIONAL, *_Settings._fields), arguments, strict=True))
-
-
-def _batch_first(sequence_first: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors as the operator takes them, [batch, length, heads, channels]: by strides."""
-    return tuple(t.transpose(0, 1) for t in tensors) if sequence_first else tensors
-
-
-def _empty(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _results(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     del key
     *lead, heads, _ = query.shape
     batch, queries = lead[::-1] if arguments[-1] else lead
@@ -50,86 +22,47 @@ def _empty(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[
     return output, query.new_empty(batch, heads, queries, dtype=torch.float32)
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    *problem, sequence_first = arguments
-    output, statistics = _empty(query, key, value, sequence_first)
-    tensors = _batch_first(sequence_first, query, key, value, output)
-    _core.attention(*tensors, statistics=statistics, **_problem(problem))
-    return output, statistics
+def _gradients(grad: Tensor, wants_bias: bool, *arguments: Any) -> tuple[Tensor | None, ...]:
+    del grad
+    bias = torch.empty_like(arguments[6]) if wants_bias else None
+    return *map(contiguous_like, arguments[:3]), bias
 
 
-def _empty_gradients(grad: Tensor, wants_bias: bool, *tensors: Any) -> tuple[Tensor, ...]:
-    query, key, value, _, _, _, bias, *_ = tensors
-    grads = [
-        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)
-    ]
-    return *grads, torch.empty_like(bias) if wants_bias else grad.new_empty(0)
-
-
-def _backward(grad: Tensor, wants_bias: bool, *tensors: Any) -> tuple[Tensor, ...]:
-    *tensors, sequence_first = tensors
-    if grad.stride(-1) != 1:
-        grad = grad.contiguous()
-    grads = _empty_gradients(grad, wants_bias, *tensors)
-    first = _batch_first(sequence_first, grad, *tensors[:4], *grads[:3])
-    wanted = dict(zip(("grad_query", "grad_key", "grad_value"), first[5:], strict=True))
-    if wants_bias:
-        wanted["grad_bias"] = grads[3]
-    _core.attention_backward(*first[:5], tensors[4], **wanted, **_problem(tensors[5:]))
-    return grads
-
-
-torch_ops.define(
-    f"attention(Tensor query, Tensor key, Tensor value, {_SCHEMA}) -> (Tensor, Tensor)",
-    _forward,
-    _empty,
+_PROBLEM = (
+    "Tensor? mask, Tensor? bias, Tensor? query_lengths, Tensor? key_lengths, Tensor? rng, "
+    "float scale, float dropout, int window_left, int window_right, bool bottom_right, "
+    "bool sequence_first"
 )
-torch_ops.define(
-    "attention_backward(Tensor grad, bool wants_bias, Tensor query, Tensor key, Tensor value, "
-    f"Tensor output, Tensor statistics, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _backward,
-    _empty_gradients,
+_forward = operator(
+    "attention",
+    f"Tensor query, Tensor key, Tensor value, {_PROBLEM}",
+    "output statistics",
+    _results,
+    by_sequence="query key value output",
+)
+_backward = operator(
+    "attention_backward",
+    "Tensor grad_output, bool wants_bias, Tensor query, Tensor key, Tensor value, Tensor output, "
+    f"Tensor statistics, {_PROBLEM}",
+    "grad_query grad_key grad_value grad_bias",
+    _gradients,
+    by_sequence="grad_output query key value output grad_query grad_key grad_value",
 )
 
 
-class _AttentionCall:
-    """One call of `attend` (see `function.Call`).
+class _Attention(OperatorCall):
+    """Settings: the bias has a gradient, then numbers of the operator."""
 
-    Attributes
-    ----------
-    settings : tuple
-        Its numbers, and whether its tensors begin with the sequence.
-    wants_bias : bool
-        The bias has a gradient.
-    traced : bool
-        Run behind torch operators.
-    given : list of bool
-        Which optional tensors there are.
-    """
-
-    __slots__ = ("given", "settings", "traced", "wants_bias")
     label = "attention"
 
-    def __init__(self, settings: tuple, bias: Tensor | None, traced: bool) -> None:
-        self.settings, self.traced, self.given = settings, traced, []
-        self.wants_bias = bias is not None and bias.requires_grad
-
     def run_forward(self, tensors: tuple) -> tuple[Tensor, tuple]:
-        """Run the forward over query, key, value and the optional tensors."""
-        run = torch_ops.choose(_forward, torch.ops.transformer_engine.attention, self.traced)
-        output, statistics = run(*tensors, *self.settings)
-        self.given = [tensor is not None for tensor in tensors[3:]]
-        optional = [tensor for tensor in tensors[3:] if tensor is not None]
-        return output, (*tensors[:3], output, statistics, *optional)
+        output, statistics = _forward(self.traced, *tensors, *self.settings[1:])
+        return output, (*tensors[:3], output, statistics, *tensors[3:])
 
     def run_backward(self, grads: tuple, saved: tuple) -> tuple[Tensor | None, ...]:
-        """Run the backward: None, then the gradients of the tensors of the forward."""
-        optional = iter(saved[5:])
-        tensors = *saved[:5], *(next(optional) if given else None for given in self.given)
-        operator = torch.ops.transformer_engine.attention_backward
-        run = torch_ops.choose(_backward, operator, self.traced)
-        *made, grad_bias = run(grads[0], self.wants_bias, *tensors, *self.settings)
-        return None, *made, None, grad_bias if self.wants_bias else None, None, None, None
+        wants_bias, *numbers = self.settings
+        *made, grad_bias = _backward(self.traced, *grads, wants_bias, *saved, *numbers)
+        return None, *made, None, grad_bias if wants_bias else None, None, None, None
 
 
 def attend(
@@ -184,11 +117,10 @@ def attend(
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    inputs = [t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)]
-    settings = (*_Settings(scale, dropout, *window, bottom_right), sequence_first)
-    call = _AttentionCall(settings, bias, torch_ops.behind_operators(query))
+    wants_bias = bias is not None and bias.requires_grad
+    call = _Attention(query, wants_bias, scale, dropout, *window, bottom_right, sequence_first)
     rng = draw_pair(query) if dropout > 0.0 else None
-    return run_call(call, *inputs, mask, bias, query_lengths, key_lengths, rng)
+    return run_call(call, query, key, value, mask, bias, query_lengths, key_lengths, rng)
 
 
 def run(

@@ -1,129 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differentiable softmax of attention scores: scale, mask, window, bias and dropout in one pass."""
 
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from transformer_engine import _core
 from transformer_engine.common import absent
-from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.function import run_call
+from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, operator
 from transformer_engine.pytorch.random import draw_pair
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = ["scaled_softmax", *absent.names_of(__name__)]
 
-
-def _forward(
-    scores: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    rng: Tensor | None,
-    scale: float,
-    dropout: float,
-    left: int,
-    right: int,
-    diagonal: int,
-) -> tuple[Tensor, Tensor | None]:
-    output = torch.empty_like(scores, memory_format=torch.contiguous_format)
-    probabilities = None if rng is None else torch.empty_like(output)
-    _core.softmax(
-        scores,
-        output,
-        mask=mask,
-        bias=bias,
-        probabilities=probabilities,
-        rng=rng,
-        scale=scale,
-        dropout=dropout,
-        window_left=left,
-        window_right=right,
-        diagonal=diagonal,
-    )
-    return output, probabilities
-
-
-def _forward_op(scores: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    output, probabilities = _forward(scores, *arguments)
-    return output, scores.new_empty(0) if probabilities is None else probabilities
-
-
-def _forward_fake(
-    scores: Tensor, mask: Tensor | None, bias: Tensor | None, rng: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor]:
-    del mask, bias
-    output = torch.empty_like(scores, memory_format=torch.contiguous_format)
-    return output, scores.new_empty(0) if rng is None else torch.empty_like(output)
-
-
-def _backward(
-    grad: Tensor, probabilities: Tensor, rng: Tensor | None, scale: float, dropout: float
-) -> Tensor:
-    if grad.stride(-1) != 1:
-        grad = grad.contiguous()
-    grad_input = torch.empty_like(probabilities)
-    _core.softmax_backward(grad, probabilities, grad_input, rng=rng, scale=scale, dropout=dropout)
-    return grad_input
-
-
-torch_ops.define(
-    "softmax(Tensor scores, Tensor? mask, Tensor? bias, Tensor? rng, float scale, float dropout, "
-    "int left, int right, SymInt diagonal) -> (Tensor, Tensor)",
-    _forward_op,
-    _forward_fake,
+_forward = operator(
+    "softmax",
+    "Tensor input, Tensor? mask, Tensor? bias, Tensor? rng, float scale, float dropout, "
+    "int window_left, int window_right, SymInt diagonal",
+    "output probabilities",
+    lambda scores, mask, bias, rng, *_: (
+        contiguous_like(scores),
+        None if rng is None else contiguous_like(scores),
+    ),
 )
-torch_ops.define(
-    "softmax_backward(Tensor grad, Tensor probabilities, Tensor? rng, float scale, float dropout) "
-    "-> Tensor",
-    _backward,
-    lambda grad, probabilities, *_: torch.empty_like(probabilities),
+_backward = operator(
+    "softmax_backward",
+    "Tensor grad_output, Tensor probabilities, Tensor? rng, float scale, float dropout",
+    "grad_input",
+    lambda grad, probabilities, *_: contiguous_like(probabilities),
 )
 
 
-@dataclass(slots=True)
-class _SoftmaxCall:
-    """One call of `scaled_softmax` (see `function.Call`).
+class _ScaledSoftmax(OperatorCall):
+    """Settings: shape and dtype of the bias gradient or None, then numbers of the operator."""
 
-    Attributes
-    ----------
-    settings : tuple
-        (scale, dropout, left, right, diagonal) in the order of the operator's arguments.
-    bias_grad : tuple or None
-        (shape, dtype) of the gradient of the bias; None where it is not needed.
-    traced : bool
-        Run behind torch operators: `diagonal` may be a SymInt then.
-    """
-
-    settings: tuple
-    bias_grad: tuple | None
-    traced: bool
     label = "scaled_softmax"
 
     def run_forward(self, tensors: tuple) -> tuple[Tensor, tuple]:
-        """Run the forward over (scores, mask or None, bias or None, pair or None)."""
-        scores, mask, bias, rng = tensors
-        run = torch_ops.choose(_forward, torch.ops.transformer_engine.softmax, self.traced)
-        output, probabilities = run(scores, mask, bias, rng, *self.settings)
-        return output, (output,) if rng is None else (probabilities, rng)
+        output, probabilities = _forward(self.traced, *tensors, *self.settings[1:])
+        rng = tensors[3]
+        return output, (output if rng is None else probabilities, rng)
 
     def run_backward(self, grads: tuple, saved: tuple) -> tuple[Tensor | None, ...]:
-        """Run the backward: None, then the gradients of (scores, mask, bias, pair)."""
-        (grad,) = grads
-        probabilities, *rng = saved
-        scale, dropout = self.settings[:2]
-        pair = rng[0] if rng else None
-        operator = torch.ops.transformer_engine.softmax_backward
-        run = torch_ops.choose(_backward, operator, self.traced)
-        if self.bias_grad is None:
-            return None, run(grad, probabilities, pair, scale, dropout), None, None, None
-        grad_bias = run(grad, probabilities, pair, 1.0, dropout)  # the bias is added after scaling
+        of_bias, scale, dropout, *_ = self.settings
+        given = self.traced, *grads, *saved
+        if of_bias is None:
+            return None, _backward(*given, scale, dropout), None, None, None
+        grad_bias = _backward(*given, 1.0, dropout)  # the bias is added after scaling
         grad_scores = grad_bias if scale == 1.0 else grad_bias * scale
-        shape, dtype = self.bias_grad
-        grad_bias = grad_bias.sum_to_size(shape).to(dtype)
-        return None, grad_scores, None, grad_bias, None
+        shape, dtype = of_bias
+        return None, grad_scores, None, grad_bias.sum_to_size(shape).to(dtype), None
 
 
 def scaled_softmax(
@@ -164,10 +88,6 @@ def scaled_softmax(
     Tensor
         Shape and dtype of `scores`.
     """
-    traced = torch_ops.behind_operators(scores)
-    if scores.stride(-1) != 1:
-        scores = scores.contiguous()
-    bias_grad = (bias.shape, bias.dtype) if bias is not None and bias.requires_grad else None
-    call = _SoftmaxCall((scale, dropout, *window, diagonal), bias_grad, traced)
-    rng = draw_pair(scores) if dropout > 0.0 else None
-    return run_call(call, scores, mask, bias, rng)
+    of_bias = (bias.shape, bias.dtype) if bias is not None and bias.requires_grad else None
+    call = _ScaledSoftmax(scores, of_bias, scale, dropout, *window, diagonal)
+    return run_call(call, scores, mask, bias, draw_pair(scores) if dropout > 0.0 else None)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of `_core` that make tensors: torch operators, and the calls that differentiate them.
+
+An operator is its arguments, the names of its results and a function that allocates these. From
+that and the fields of the function (`_core.op_fields`) come what eager code calls, the torch
+operator and its fake kernel. A differentiable function is an `OperatorCall` of two such.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.pytorch import torch_ops
+from transformer_engine.pytorch.modes import dispatch_modes
+
+__all__ = ["OperatorCall", "contiguous_like", "operator"]
+
+
+def contiguous_like(tensor: Tensor) -> Tensor:
+    """Allocate a dense tensor of the shape and dtype of another one."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def operator(
+    name: str, arguments: str, results: str, empty: Callable, by_sequence: str = ""
+) -> Callable:
+    """Make a function of `_core` a torch operator, and what runs either.
+
+    Parameters
+    ----------
+    name : str
+        Of the function, and of ``torch.ops.transformer_engine.<name>``.
+    arguments : str
+        Of the torch operator, as its schema has them, with the names of the function's fields;
+        those that are no fields are for `empty`. Tensors that the function can not do without may
+        have any strides.
+    results : str
+        Fields that it writes, in their order.
+    empty : callable
+        Allocates the results for these arguments: a tensor, or a tuple with None for what there is
+        none of. Behind the torch operator that is an empty tensor.
+    by_sequence : str
+        Fields [batch, sequence, ...] that come as [sequence, batch, ...] where the argument
+        ``sequence_first`` is True.
+
+    Returns
+    -------
+    callable
+        ``run(traced, *arguments)``: the results, by the torch operator where the call is traced or
+        a dispatch mode watches. A backward asks again: modes come and go between the two.
+    """
+    names = [argument.split()[-1] for argument in arguments.split(",")]
+    native = _native(name, names, results.split(), empty, by_sequence.split())
+    made = ", ".join(["Tensor"] * len(results.split()))
+    torch_ops.define(
+        f"{name}({arguments}) -> ({made})", _without_none(native), _without_none(empty)
+    )
+    packet = getattr(torch.ops.transformer_engine, name)
+
+    def run(traced: bool, *arguments: Any) -> Any:
+        if traced or (dispatch_modes() and torch_ops.watched()):
+            return packet(*arguments)
+        return native(*arguments)
+
+    return run
+
+
+def _native(
+    name: str, arguments: list[str], results: list[str], empty: Callable, by_sequence: list[str]
+) -> Callable:
+    """What eager code calls: made as text, so that a call costs what one written by hand does."""
+    fields = _core.op_fields(name)
+    lines = [f"def {name}({', '.join(arguments)}):"]
+    for field, kind, access, required in fields:
+        if kind == "tensor" and access == "read" and required:
+            lines.append(f"if {field}.stride(-1) != 1: {field} = {field}.contiguous()")
+    lines.append(f"{', '.join(results)} = made = empty({', '.join(arguments)})")
+    if by_sequence:
+        turned = (f"{field}.transpose(0, 1)" for field in by_sequence)
+        lines.append(f"if sequence_first: {', '.join(by_sequence)} = {', '.join(turned)}")
+    first = [field for field, *_ in itertools.takewhile(lambda field: field[3], fields)]
+    known = {field for field, *_ in fields} - set(first)
+    keywords = [f"{each}={each}" for each in (*results, *arguments) if each in known]
+    lines += [f"core({', '.join(first + keywords)})", "return made"]
+    scope = {"core": getattr(_core, name), "empty": empty}
+    exec("\n    ".join(lines), scope)
+    return scope[name]
+
+
+def _without_none(function: Callable) -> Callable:
+    """A function whose results are tensors, as torch operators have them: empty ones for None."""
+
+    def run(*arguments: Any) -> Any:
+        made = function(*arguments)
+        if isinstance(made, Tensor):
+            return made
+        return tuple(arguments[0].new_empty(0) if tensor is None else tensor for tensor in made)
+
+    return run
+
+
+class OperatorCall:
+    """One call of a differentiable function of operators; see `function.Call` for its methods.
+
+    Attributes
+    ----------
+    settings : tuple
+        What the forward and the backward need besides tensors.
+    traced : bool
+        Run behind torch operators.
+    label : str
+        Name of the function.
+    """
+
+    __slots__ = ("settings", "traced")
+    label = ""
+
+    def __init__(self, like: Tensor, *settings: Any) -> None:
+        self.settings, self.traced = settings, torch_ops.behind_operators(like)
