@@ -4,6 +4,11 @@
 import contextlib
 import gc
 import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +16,10 @@ import torch._dynamo.utils
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
+from transformer_engine.common.graphs import Graph, Norm
+from transformer_engine.common.plan_text import text_of
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.pytorch import torch_ops
 
 WIDTH = 48
 STEPS = 6
@@ -359,3 +367,66 @@ def test_state_loaded_into_a_compiled_model():
     eager = train(False)
     for one, other in zip(train(True), eager, strict=True):
         assert torch.equal(one, other)
+
+
+# ---- operators by the number of results ----------------------------------------------------------
+
+
+def test_a_plan_of_more_results_than_any_module_has():
+    code = _core.dtype_code(torch.float32)
+    graph, shape = Graph(), ((_core.SYMBOL_ROWS, 1, 1), WIDTH)
+    x = graph.tensor("input", code, shape, _core.VALUE_INPUT | _core.VALUE_LEADING)
+    for number in range(20):
+        flags = _core.VALUE_RESULT | _core.VALUE_LEADING
+        y = graph.value(f"output_{number}", code, shape, flags)
+        norm = Norm(_core.NORM_RMSNORM, code, 10.0 ** -(number % 4))
+        graph.add_norm(norm, (x, -1, -1), y, 0)
+    plan = graph.make(_core.DIRECTION_FORWARD)
+    inp = torch.randn(6, WIDTH)
+
+    def function(inp):
+        return torch_ops.run_traced(text_of(plan), (0, 0), [inp], [], None)
+
+    expected = torch_ops.run_native(plan, (0, 0), [inp], None)
+    assert len(expected) == 21
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for made in (function(inp), compiled(inp)):
+        assert made[20] is None is expected[20]
+        assert all(map(torch.equal, made[:20], expected[:20]))
+
+
+CACHED = """
+import json, sys, torch
+from torch._dynamo.utils import counters
+import transformer_engine.pytorch as te
+torch.manual_seed(int(sys.argv[2]))
+layer = te.LayerNormMLP(48, 64, device=sys.argv[1])
+compiled = torch.compile(lambda x: layer(x), fullgraph=True)
+x = torch.randn(8, 48, device=sys.argv[1], requires_grad=True)
+with te.autocast(recipe=te.recipe.DelayedScaling()):
+    out = compiled(x)
+out.square().sum().backward()
+known = [name for name in dir(torch.ops.transformer_engine) if name.startswith("run_with_state_")]
+hits = counters["inductor"]["fxgraph_cache_hit"]
+print(json.dumps([hits, sorted(known), x.grad.tolist(), out.tolist()]))
+"""
+
+
+def test_cached_graphs_of_another_process(device, seed, tmp_path):
+    """They hold operators that a process defines when it traces calls: before it looks for them."""
+    if device == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("Inductor on a CPU needs a C++ compiler")
+    results = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", CACHED, device, str(seed)],
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(done.stdout))
+    (misses, *first), (hits, *second) = results
+    assert misses == 0 and hits == 2
+    assert first == second and len(first[0]) == 2

@@ -26,7 +26,13 @@ def contiguous_like(tensor: Tensor) -> Tensor:
 
 
 def operator(
-    name: str, arguments: str, results: str, empty: Callable, by_sequence: str = ""
+    name: str,
+    arguments: str,
+    results: str,
+    empty: Callable,
+    *,
+    unit_stride: str = "",
+    by_sequence: str = "",
 ) -> Callable:
     """Make a function of `_core` a torch operator, and what runs either.
 
@@ -36,13 +42,14 @@ def operator(
         Of the function, and of ``torch.ops.transformer_engine.<name>``.
     arguments : str
         Of the torch operator, as its schema has them, with the names of the function's fields;
-        those that are no fields are for `empty`. Tensors that the function can not do without may
-        have any strides.
+        those that are no fields are for `empty`.
     results : str
         Fields that it writes, in their order.
     empty : callable
         Allocates the results for these arguments: a tensor, or a tuple with None for what there is
         none of. Behind the torch operator that is an empty tensor.
+    unit_stride : str
+        Fields that are copied where they have another last stride than 1.
     by_sequence : str
         Fields [batch, sequence, ...] that come as [sequence, batch, ...] where the argument
         ``sequence_first`` is True.
@@ -54,7 +61,8 @@ def operator(
         a dispatch mode watches. A backward asks again: modes come and go between the two.
     """
     names = [argument.split()[-1] for argument in arguments.split(",")]
-    native = _native(name, names, results.split(), empty, by_sequence.split())
+    given = (names, results.split(), empty, unit_stride.split(), by_sequence.split())
+    native = _native(name, *given)
     made = ", ".join(["Tensor"] * len(results.split()))
     torch_ops.define(
         f"{name}({arguments}) -> ({made})", _without_none(native), _without_none(empty)
@@ -70,14 +78,18 @@ def operator(
 
 
 def _native(
-    name: str, arguments: list[str], results: list[str], empty: Callable, by_sequence: list[str]
+    name: str,
+    arguments: list[str],
+    results: list[str],
+    empty: Callable,
+    unit_stride: list[str],
+    by_sequence: list[str],
 ) -> Callable:
     """What eager code calls: made as text, so that a call costs what one written by hand does."""
     fields = _core.op_fields(name)
     lines = [f"def {name}({', '.join(arguments)}):"]
-    for field, kind, access, required in fields:
-        if kind == "tensor" and access == "read" and required:
-            lines.append(f"if {field}.stride(-1) != 1: {field} = {field}.contiguous()")
+    for field in unit_stride:
+        lines.append(f"if {field}.stride(-1) != 1: {field} = {field}.contiguous()")
     lines.append(f"{', '.join(results)} = made = empty({', '.join(arguments)})")
     if by_sequence:
         turned = (f"{field}.transpose(0, 1)" for field in by_sequence)

@@ -159,6 +159,7 @@ _rotate = operator(
     "bool interleaved, bool backward",
     "output",
     lambda inp, *_: contiguous_like(inp),
+    unit_stride="input",
     by_sequence="input output",
 )
 

@@ -38,6 +38,7 @@ _forward = operator(
     f"Tensor query, Tensor key, Tensor value, {_PROBLEM}",
     "output statistics",
     _results,
+    unit_stride="query key value",
     by_sequence="query key value output",
 )
 _backward = operator(
@@ -46,6 +47,7 @@ _backward = operator(
     f"Tensor statistics, {_PROBLEM}",
     "grad_query grad_key grad_value grad_bias",
     _gradients,
+    unit_stride="grad_output query key value",
     by_sequence="grad_output query key value output grad_query grad_key grad_value",
 )
 

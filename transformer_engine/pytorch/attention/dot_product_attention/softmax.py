@@ -20,12 +20,14 @@ _forward = operator(
         contiguous_like(scores),
         None if rng is None else contiguous_like(scores),
     ),
+    unit_stride="input",
 )
 _backward = operator(
     "softmax_backward",
     "Tensor grad_output, Tensor probabilities, Tensor? rng, float scale, float dropout",
     "grad_input",
     lambda grad, probabilities, *_: contiguous_like(probabilities),
+    unit_stride="grad_output",
 )
 
 
