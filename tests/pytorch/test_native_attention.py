@@ -8,6 +8,7 @@ from buffers import normal
 from comparators import assert_bits, assert_grad64
 from tols import BF16, F32, tol
 
+from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.attention.dot_product_attention.native import attend
 
 SHAPE = (2, 4, 30, 50)  # batch, heads, queries, keys
@@ -23,8 +24,9 @@ def leaves(rng, dtype):
     return {name: tensor.requires_grad_() for name, tensor in made.items()}
 
 
-def options():
-    return {"scale": 0.25, "window": (-1, 0), "bottom_right": True}
+def run(query, key, value, bias, dropout=0.0):
+    limits = Limits(None, bias, (-1, 0), True)
+    return attend(query, key, value, "bshd", limits, 0.25, dropout)
 
 
 def definition(query, key, value, bias):
@@ -37,7 +39,7 @@ def definition(query, key, value, bias):
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_gradients(dtype, rng):
     inputs = leaves(rng, dtype)
-    output = attend(**inputs, **options())
+    output = run(**inputs)
     grad = normal(rng, output.shape, dtype)
     grads = dict(zip(inputs, torch.autograd.grad(output, list(inputs.values()), grad), strict=True))
     assert_grad64(grads, definition, inputs, grad, tol("attention", dtype, 240))
@@ -47,11 +49,11 @@ def test_compiled_gives_the_same_bits(rng):
     inputs = leaves(rng, F32)
 
     def step(**tensors):
-        return attend(**tensors, **options())
+        return run(**tensors)
 
     results = []
-    for run in (step, torch.compile(step, fullgraph=True)):
-        output = run(**inputs)
+    for function in (step, torch.compile(step, fullgraph=True)):
+        output = function(**inputs)
         grads = torch.autograd.grad(output.square().sum(), list(inputs.values()))
         results.append((output, *grads))
     for made, expected in zip(*results, strict=True):
@@ -62,7 +64,7 @@ def test_functional_gradient_has_the_same_bits(rng):
     inputs = leaves(rng, F32)
 
     def loss(query):
-        return attend(**inputs | {"query": query}, **options()).square().sum()
+        return run(**inputs | {"query": query}).square().sum()
 
     (expected,) = torch.autograd.grad(loss(inputs["query"]), inputs["query"])
     assert_bits(torch.func.grad(loss)(inputs["query"].detach()), expected)
@@ -73,7 +75,7 @@ def test_dropout_follows_the_seed(rng):
     made = []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
-        output = attend(**inputs, dropout=0.3)
+        output = run(**inputs, dropout=0.3)
         made.append((output, *torch.autograd.grad(output.sum(), [inputs["query"]])))
     for first, second in zip(made[0], made[1], strict=True):
         assert_bits(first, second)
@@ -82,7 +84,7 @@ def test_dropout_follows_the_seed(rng):
 
 def test_inputs_without_unit_stride_are_copied(rng):
     inputs = leaves(rng, F32)
-    expected = attend(**inputs, **options())
+    expected = run(**inputs)
     turned = {n: t.transpose(-1, -2).contiguous().transpose(-1, -2) for n, t in inputs.items()}
     turned["bias"] = inputs["bias"]
-    assert_bits(attend(**turned, **options()), expected)
+    assert_bits(run(**turned), expected)

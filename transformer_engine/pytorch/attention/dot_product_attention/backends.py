@@ -92,14 +92,14 @@ def _by_heads(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class Backend(NamedTuple):
-    """What it lacks for a situation, and how it runs; see `native.run` for the arguments."""
+    """What it lacks for a situation, and how it runs; see `native.attend` for the arguments."""
 
     lacks: Callable[[Situation], str | None]
     run: Callable[..., Tensor]
 
 
 BACKENDS = {
-    "native": Backend(_native_lacks, native.run),
+    "native": Backend(_native_lacks, native.attend),
     "sdpa": Backend(_sdpa_lacks, _by_heads(sdpa.attend)),
     "unfused": Backend(_unfused_lacks, _by_heads(unfused.attend)),
 }

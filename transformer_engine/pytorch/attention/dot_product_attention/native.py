@@ -11,7 +11,7 @@ from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, operator
 from transformer_engine.pytorch.random import draw_pair
 
-__all__ = ["attend", "run"]
+__all__ = ["attend"]
 
 
 def _results(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -71,79 +71,22 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    query_lengths: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    scale: float = 1.0,
-    dropout: float = 0.0,
-    window: tuple[int, int] = (-1, -1),
-    bottom_right: bool = False,
-    sequence_first: bool = False,
-) -> Tensor:
-    """Softmax(scale * query key^T + bias) value with dropout of the weights; on the CPU.
-
-    Parameters
-    ----------
-    query : Tensor
-        [batch, queries, heads, channels] fp32, fp16 or bf16, unit last stride, any others.
-    key, value : Tensor
-        [batch, keys, groups, channels], [batch, keys, groups, channels of values]; groups divides
-        heads.
-    mask : Tensor, optional
-        bool, True: masked out; each dim 1 or that of [batch, heads, queries, keys].
-    bias : Tensor, optional
-        fp32, fp16 or bf16, broadcastable likewise. Differentiable.
-    query_lengths, key_lengths : Tensor, optional
-        [batch] int32: tokens of each sequence; those after them are not read.
-    scale : float, default 1
-        Factor of the scores.
-    dropout : float, default 0
-        Probability that a weight is dropped.
-    window : tuple of int
-        Keys to the left and to the right of the diagonal; negative: no limit. (-1, 0) is causal.
-    bottom_right : bool, default False
-        The diagonal, key 0 of query 0, is further right by the keys less the queries of each
-        sequence.
-    sequence_first : bool, default False
-        Tensors are [queries or keys, batch, heads, channels], and so is the result.
-
-    Returns
-    -------
-    Tensor
-        [batch, queries, heads, channels of values], contiguous, in the dtype of `query`; under
-        `torch.autocast` in its dtype.
-    """
-    device = query.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    wants_bias = bias is not None and bias.requires_grad
-    call = _Attention(query, wants_bias, scale, dropout, *window, bottom_right, sequence_first)
-    rng = draw_pair(query) if dropout > 0.0 else None
-    return run_call(call, query, key, value, mask, bias, query_lengths, key_lengths, rng)
-
-
-def run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
     qkv_format: str,
     limits: Limits,
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """`attend` as a backend of `DotProductAttention`.
+    """Softmax(scale * query key^T + bias) value, with dropout of the weights; on the CPU.
 
     Parameters
     ----------
     query, key, value : Tensor
-        [sequence, batch, heads, channels] (sbhd) or [batch, sequence, heads, channels] (bshd).
+        [sequence, batch, heads, channels] (sbhd) or [batch, sequence, heads, channels] (bshd) fp32,
+        fp16 or bf16; keys and values may have fewer heads, which divide those of `query`.
     qkv_format : str
         Which of these.
     limits : Limits
-        What a query may attend.
+        What a query may attend. The bias is differentiable.
     scale : float
         Factor of the scores.
     dropout : float
@@ -152,19 +95,15 @@ def run(
     Returns
     -------
     Tensor
-        [.., .., heads, channels of values] in the order of `query`.
+        [.., .., heads, channels of values] in the order and dtype of `query`, contiguous; under
+        `torch.autocast` in its dtype.
     """
-    return attend(
-        query,
-        key,
-        value,
-        mask=limits.mask,
-        bias=limits.bias,
-        query_lengths=limits.query_lengths,
-        key_lengths=limits.key_lengths,
-        scale=scale,
-        dropout=dropout,
-        window=limits.window,
-        bottom_right=limits.bottom_right,
-        sequence_first=qkv_format == "sbhd",
-    )
+    device = query.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    mask, bias, window, bottom_right, *lengths = limits
+    wants_bias, turned = bias is not None and bias.requires_grad, qkv_format == "sbhd"
+    call = _Attention(query, wants_bias, scale, dropout, *window, bottom_right, turned)
+    rng = draw_pair(query) if dropout > 0.0 else None
+    return run_call(call, query, key, value, mask, bias, *lengths, rng)

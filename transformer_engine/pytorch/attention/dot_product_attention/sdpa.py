@@ -15,22 +15,9 @@ def attend(
 ) -> Tensor:
     """softmax(scale * query x key^T) x value; torch chooses among its kernels at each call.
 
-    Parameters
-    ----------
-    query, key, value : Tensor
-        [batch, heads, length, channels], any strides; keys and values may have fewer heads.
-    limits : Limits
-        Nothing but, where its window is causal: a query sees keys up to its own position, counted
-        from the start of both.
-    scale : float
-        Of the scores.
-    dropout : float
-        Probability with which a probability is dropped; torch's generator draws.
-
-    Returns
-    -------
-    Tensor
-        [batch, heads, queries, channels].
+    Arguments as of `unfused.attend`; the limits say nothing but, where the window is causal, that a
+    query sees keys up to its own position, counted from the start of both. Torch's generator draws
+    the dropout.
     """
     causal, grouped = limits.window == CAUSAL_WINDOW, query.shape[1] != key.shape[1]
     return torch.nn.functional.scaled_dot_product_attention(
