@@ -16,7 +16,6 @@ cached it takes after it has traced the same calls again.
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch.utils import _pytree as pytree
 from transformer_engine import _core
 from transformer_engine.common.plan_text import plan_of
 from transformer_engine.pytorch.flops import FORMULAS, offer_formulas
+from transformer_engine.pytorch.locks import Lock
 from transformer_engine.pytorch.modes import (
     after_autograd,
     at_this_level,
@@ -219,14 +219,9 @@ def shapes(plan: int, leading: Any, rows: Any) -> tuple[list[tuple[torch.dtype, 
         else:
             shape = [extent_value(extent, rows) for extent in extents]
         outputs.append((_core.torch_dtype(code), shape))
-    return outputs, extent_value(described["saved_bytes"], rows) if _saves(plan) else 0
-
-
-def _saves(plan: int) -> bool:
-    """Whether a plan makes a packed saved tensor, be it of no bytes for no rows."""
-    described = _describe(plan)
-    multiply, _, add = described["saved_bytes"]
-    return described["direction"] == "forward" and (multiply > 0 or add > 0)
+    if described["direction"] != "forward":
+        return outputs, 0
+    return outputs, extent_value(described["saved_bytes"], rows)
 
 
 def run_native(
@@ -253,11 +248,9 @@ def _run(
     rows: int,
     state: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    plan = plan_of(text)
-    *made, packed = run_native(plan, (slot_fwd, slot_bwd), [*inputs, *state], saved, rows)
-    if _saves(plan):
-        made.append(inputs[0].new_empty(0, dtype=torch.uint8) if packed is None else packed)
-    return made
+    given = [*inputs, *state]
+    *outputs, packed = run_native(plan_of(text), (slot_fwd, slot_bwd), given, saved, rows)
+    return [*outputs, inputs[0].new_empty(0, dtype=torch.uint8) if packed is None else packed]
 
 
 def _run_fake(
@@ -270,12 +263,10 @@ def _run_fake(
     state: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     del slot_fwd, slot_bwd, state, saved
-    plan, leading = plan_of(text), inputs[0].shape[:-1]
-    outputs, packed = shapes(plan, leading, math.prod(leading) if rows == -1 else rows)
-    made = [inputs[0].new_empty(shape, dtype=dtype) for dtype, shape in outputs]
-    if _saves(plan):
-        made.append(inputs[0].new_empty(packed, dtype=torch.uint8))
-    return made
+    leading = inputs[0].shape[:-1]
+    made, packed = shapes(plan_of(text), leading, math.prod(leading) if rows == -1 else rows)
+    made.append((torch.uint8, [packed]))
+    return [inputs[0].new_empty(shape, dtype=dtype) for dtype, shape in made]
 
 
 def _scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent: bool) -> None:
@@ -290,9 +281,8 @@ define(
     lambda *_: None,
 )
 
-_defining = threading.Lock()
 
-
+@Lock().held
 @functools.cache
 def _define_with_state(count: int) -> str:
     """Define ``run_with_state_<count>``; return its name."""
@@ -301,13 +291,7 @@ def _define_with_state(count: int) -> str:
     schema = f"{name}({_RUN}, Tensor(a!)[] state) -> ({', '.join(['Tensor'] * count)})"
 
     def returned(function: Callable) -> Callable:
-        """A function that returns what the schema says: a tuple, a tensor or nothing."""
-
-        def run(*arguments: Any) -> Any:
-            made = function(*arguments)
-            return tuple(made) if count > 1 else made[0] if made else None
-
-        return run
+        return lambda *arguments: made[0] if len(made := function(*arguments)) == 1 else tuple(made)
 
     define(schema, returned(_run), returned(_run_fake))
     return name
@@ -316,15 +300,8 @@ def _define_with_state(count: int) -> str:
 @constant_in_graphs
 def _with_state(text: str) -> str:
     """Name of the operator that runs a plan which writes state; defined outside of the graph."""
-    with _defining:
-        plan = plan_of(text)
-        outputs = sum(role == "output" for _, role, *_ in _describe(plan)["buffers"])
-        return _define_with_state(outputs + _saves(plan))
-
-
-@constant_in_graphs
-def _packs(text: str) -> bool:
-    return _saves(plan_of(text))
+    buffers = _describe(plan_of(text))["buffers"]
+    return _define_with_state(sum(role == "output" for _, role, *_ in buffers) + 1)
 
 
 def run_traced(
@@ -355,15 +332,13 @@ def run_traced(
     Returns
     -------
     tuple of Tensor
-        Outputs in plan order, then the packed saved tensor or None.
+        Outputs in plan order, then the packed saved tensor, empty where there is none.
     """
-    if state:
-        run = getattr(torch.ops.transformer_engine, _with_state(plan))
-        made = run(plan, *slots, inputs, saved, rows, state)
-        made = (made,) if isinstance(made, Tensor) else made or ()
-    else:
-        made = torch.ops.transformer_engine.run(plan, *slots, inputs, saved, rows)
-    return tuple(made) if _packs(plan) else (*made, None)
+    if not state:
+        return tuple(torch.ops.transformer_engine.run(plan, *slots, inputs, saved, rows))
+    run = getattr(torch.ops.transformer_engine, _with_state(plan))
+    made = run(plan, *slots, inputs, saved, rows, state)
+    return (made,) if isinstance(made, Tensor) else made
 
 
 def scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent: bool) -> None:
