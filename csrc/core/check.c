@@ -72,10 +72,10 @@ static te_status check_layout(const te_check_site *site, const te_field *field,
                               const te_tensor *tensor)
 {
     const int32_t ndim = tensor->ndim, last = ndim - 1;
-    const int32_t most = field->form == TE_FORM_DIMS     ? TE_MAX_DIMS
-                         : field->form == TE_FORM_MATRIX ? 2
-                                                         : 1;
-    if (ndim > most || ndim < (field->form == TE_FORM_MATRIX ? 2 : 1)) {
+    const int32_t limit = field->form == TE_FORM_DIMS     ? TE_MAX_DIMS
+                          : field->form == TE_FORM_MATRIX ? 2
+                                                          : 1;
+    if (ndim > limit || ndim < (field->form == TE_FORM_MATRIX ? 2 : 1)) {
         return INVALID(field->name, "ndim = %d, expected %s", (int)ndim,
                        field->form == TE_FORM_DIMS     ? "1 to 4"
                        : field->form == TE_FORM_MATRIX ? "a matrix (2)"

@@ -164,7 +164,7 @@ typedef struct backward_job {
 /* A piece of a row. */
 typedef struct backward_piece {
     const float *dz, *x;
-    float dz_room[GRADIENT_PIECE], x_room[GRADIENT_PIECE], weight[GRADIENT_PIECE];
+    float dz_buffer[GRADIENT_PIECE], x_buffer[GRADIENT_PIECE], weight[GRADIENT_PIECE];
     float discarded[2][GRADIENT_PIECE]; /* column sums that were not requested */
 } backward_piece;
 
@@ -188,17 +188,18 @@ te_status te_cpu_norm_backward_workspace(void *self, te_context *context, const 
 static void load_piece(const backward_job *job, int64_t row, int64_t column, int64_t n,
                        backward_piece *piece)
 {
-    float add_room[GRADIENT_PIECE];
-    piece->x = te_cpu_numbers(job->kernels, &job->input, row, column, n, piece->x_room);
+    float add_buffer[GRADIENT_PIECE];
+    piece->x = te_cpu_numbers(job->kernels, &job->input, row, column, n, piece->x_buffer);
     if (job->grad_add.data == NULL) {
-        piece->dz = te_cpu_numbers(job->kernels, &job->grad_output, row, column, n, piece->dz_room);
+        piece->dz =
+            te_cpu_numbers(job->kernels, &job->grad_output, row, column, n, piece->dz_buffer);
         return;
     }
     job->kernels->to_f32[job->grad_output.dtype](te_cpu_at(&job->grad_output, row, column),
-                                                 piece->dz_room, n);
-    job->kernels->add(piece->dz_room,
-                      te_cpu_numbers(job->kernels, &job->grad_add, row, column, n, add_room), n);
-    piece->dz = piece->dz_room;
+                                                 piece->dz_buffer, n);
+    job->kernels->add(piece->dz_buffer,
+                      te_cpu_numbers(job->kernels, &job->grad_add, row, column, n, add_buffer), n);
+    piece->dz = piece->dz_buffer;
 }
 
 /* One row whose column sums, where requested, are added up from `sums` on. piece->weight holds for

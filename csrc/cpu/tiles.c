@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * tiles.c - rows on their way out: what quantize shares with the operators that are fused with it.
+ * tiles.c - the outputs of a pass over rows: what quantize shares with the operators that are fused
+ * with it.
  */
 #include <string.h>
 

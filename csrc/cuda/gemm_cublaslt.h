@@ -92,7 +92,7 @@ te_status te_cublaslt_open(te_cuda_state *cuda, te_cublaslt **out);
 void te_cublaslt_destroy(te_cublaslt *lt);
 
 /* A descriptor of the key's matmul with this call's pointers (for the heuristic only their
- * alignment counts). Room for later versions of the library. */
+ * alignment counts). Space for later versions of the library. */
 typedef struct te_gemm_descriptor {
     uint64_t data[64];
 } te_gemm_descriptor;

@@ -19,8 +19,8 @@ te_status te_gemm_tuner_create(te_cublaslt *lt, const char *path, te_gemm_tuner 
 void te_gemm_tuner_destroy(te_gemm_tuner *tuner);
 
 /* Gives an entry the best algorithm that it can find out: the file's, else the fastest candidate on
- * these pointers, else (sizes only, accumulating, capturing) what the heuristic said, with room for
- * any candidate. Never fails: the entry holds a valid choice already. */
+ * these pointers, else (sizes only, accumulating, capturing) what the heuristic said, with space
+ * for any candidate. Never fails: the entry holds a valid choice already. */
 void te_gemm_tune_entry(te_cublaslt *lt, te_gemm_entry *entry,
                         const cublasLtMatmulHeuristicResult_t *candidates, int count,
                         const te_gemm_pointers *at, void *stream);

@@ -68,9 +68,9 @@ static row_plan plan_rows(te_norm_params *params, size_t bytes, int64_t limit, t
                                          .factors = 2 * 8 * sizeof(float),
                                          .limit = limit};
     /* As many blocks as there are partial maxima; they are read by every block, too. */
-    const int64_t most = params->amax_partials != NULL || params->to.partials != NULL
-                             ? TE_CAST_PARTIALS
-                             : TE_CUDA_NORM_MANY_BLOCKS;
+    const int64_t max_blocks = params->amax_partials != NULL || params->to.partials != NULL
+                                   ? TE_CAST_PARTIALS
+                                   : TE_CUDA_NORM_MANY_BLOCKS;
     te_cuda_row_teams teams = {.lanes = 32, .threads = ROW_THREADS};
     row_plan plan = ODD;
     if (request.vectors <= 32) {
@@ -91,7 +91,7 @@ static row_plan plan_rows(te_norm_params *params, size_t bytes, int64_t limit, t
                 te_round_up(te_ceil_div(request.vectors, TE_NORM_VECTORS), 32);
         teams.blocks = te_ceil_div(request.rows, teams.threads / teams.lanes);
     }
-    if (teams.blocks > most) teams.blocks = most;
+    if (teams.blocks > max_blocks) teams.blocks = max_blocks;
     *dims = (te_cuda_dims){.grid_x = teams.blocks > 0 ? (uint32_t)teams.blocks : 1,
                            .grid_y = 1,
                            .grid_z = 1,

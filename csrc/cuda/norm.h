@@ -21,7 +21,7 @@ typedef struct te_cuda_row_request {
     int64_t vectors; /* of 8 elements, of a row */
     int64_t each;    /* of them, that a thread holds */
     int64_t threads; /* of a block, at most */
-    int64_t stages;  /* rows of a team on their way, at most */
+    int64_t stages;  /* rows that a team loads ahead, at most */
     size_t piece;    /* bytes of a vector, of all matrices that are read */
     size_t factors;  /* bytes of a vector's factors */
     int64_t limit;   /* bytes of shared memory of a block */

@@ -58,7 +58,7 @@ static void plan_rows(const te_norm_backward_args *args, size_t element, int64_t
         plan->teams = teams;
         return;
     }
-    tail *= teams.threads + 4; /* the column sums of a block, see hand_on() */
+    tail *= teams.threads + 4; /* the column sums of a block, see write_sums() */
     if (teams.shared < tail) teams.shared = tail;
     plan->teams = teams;
 }

@@ -11,8 +11,8 @@
 #include "cuda/launch.h"
 #include "cuda/ops.h"
 
-#define MOST_BLOCKS INT32_MAX
-#define LEAST_THREADS 64 /* that make cosines and sines where there is one head */
+#define MAX_BLOCKS INT32_MAX
+#define MIN_THREADS 64 /* that make cosines and sines where there is one head */
 
 /* Every unit is two whole vectors at 16 bytes. */
 static int vectors_fit(const te_rope_params *params, size_t bytes)
@@ -28,7 +28,7 @@ static uint32_t threads_of(const te_rope_params *params)
 {
     const int64_t units = params->units < TE_ROPE_UNITS ? params->units : TE_ROPE_UNITS;
     const int64_t threads = te_round_up(te_ceil_div(params->heads, 2) * units, 32);
-    if (threads < LEAST_THREADS) return LEAST_THREADS;
+    if (threads < MIN_THREADS) return MIN_THREADS;
     return threads < TE_ROPE_THREADS ? (uint32_t)threads : TE_ROPE_THREADS;
 }
 
@@ -64,7 +64,7 @@ te_status te_cuda_rope(void *self, te_context *context, const void *args_, void 
     params.units = te_ceil_div(params.split, vector);
     params.in_place = memcmp(&params.input, &params.output, sizeof params.input) == 0;
     call.name = kernels[vectors_fit(&params, bytes)][input->dtype];
-    call.dims.grid_x = (uint32_t)(params.tokens < MOST_BLOCKS ? params.tokens : MOST_BLOCKS);
+    call.dims.grid_x = (uint32_t)(params.tokens < MAX_BLOCKS ? params.tokens : MAX_BLOCKS);
     call.dims.block_x = threads_of(&params);
     return te_cuda_run(te_context_state(context), &call, 1, stream);
 }

@@ -339,7 +339,7 @@ def test_deferred_weight_gradients(device):
         step(layer, torch.randn(16, 32, device=device), RECIPES["delayed"]())
     assert gemms_of(reported(layer)[0][""])["weight gradient"].precision == "e5m2 x e4m3"
     gemm = gemms_of(reported(layer, seen)[0][""])["weight gradient"]
-    assert gemm[1:] == (None, "put off: backward_dw", 0)
+    assert gemm[1:] == (None, "deferred: backward_dw", 0)
     layer.backward_dw()
 
 

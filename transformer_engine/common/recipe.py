@@ -233,8 +233,8 @@ def _callable_text(function: Callable) -> str:
     return f"<{name} at {id(function.__self__ if is_method else function):#x}>"
 
 
-# Keyword arguments that existing programs pass to every version: dropped in silence, because
-# nobody who sees the warning could act on it.
+# Keyword arguments that existing programs pass to every version: dropped in silence,
+# because the user of such a program could not act on a warning.
 _IGNORED_ARGUMENTS = frozenset(
     {"backend", "device", "interval", "opt_level", "override_linear_precision", "params_dtype"}
 )

@@ -49,17 +49,8 @@ def _same(tensor: Tensor) -> Tensor:
 def get_cpu_offload_context(enabled: bool = False, *args: Any, **options: Any) -> tuple:
     """(context, function to call on each layer's output): only the disabled form is built.
 
-    Parameters
-    ----------
-    enabled : bool, default False
-        Copy activations to the host.
-    *args, **options
-        How; read for nothing but ``manual_synchronization``, which adds a None to the result.
-
-    Returns
-    -------
-    tuple
-        A context that changes nothing, and the identity.
+    A context that changes nothing and the identity; and None with ``manual_synchronization``, the
+    only option that is read.
 
     Raises
     ------

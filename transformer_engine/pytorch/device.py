@@ -100,12 +100,7 @@ def is_available(name: str, return_reason: bool = False) -> bool | tuple[bool, s
         Dotted, a full name or one relative to ``transformer_engine.pytorch``: "GroupedLinear",
         "permutation.moe_permute", "transformer_engine.common.recipe.MXFP8BlockScaling".
     return_reason : bool, default False
-        Say why not as well, and what to do instead.
-
-    Returns
-    -------
-    bool or (bool, str)
-        The answer; the reason is empty where it is True.
+        Say why not as well, and what to do instead; the result is as of `is_fp8_available`.
 
     Raises
     ------

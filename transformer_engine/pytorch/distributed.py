@@ -87,13 +87,7 @@ class CudaRNGStatesTracker:
         return dict(self.states_)
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Take over states that `get_states` gave.
-
-        Parameters
-        ----------
-        states : dict of str to Tensor
-            All names from now on.
-        """
+        """Take over states that `get_states` gave: all names from now on."""
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
@@ -158,22 +152,13 @@ _TRACKERS: "weakref.WeakSet[CudaRNGStatesTracker]" = weakref.WeakSet()
 def get_all_rng_states() -> dict[str, Tensor]:
     """States by name of all trackers that are alive.
 
-    Returns
-    -------
-    dict of str to Tensor
-        Trackers that share a name are taken for one: either's state is there.
+    Trackers that share a name are taken for one: either's state is there.
     """
     return {name: state for each in list(_TRACKERS) for name, state in each.get_states().items()}
 
 
 def set_all_rng_states(states: dict[str, Tensor]) -> None:
-    """Give every tracker those states whose names it has.
-
-    Parameters
-    ----------
-    states : dict of str to Tensor
-        What `get_all_rng_states` gave.
-    """
+    """Give every tracker those states, as `get_all_rng_states` gave them, whose names it has."""
     for each in list(_TRACKERS):
         each.states_.update({name: states[name] for name in each.states_ if name in states})
 
@@ -211,7 +196,7 @@ def _collective(name: str, older: str) -> Callable:
 
 
 def _alone(inp: Tensor, output: Tensor | None) -> Tensor:
-    """What a collective of one rank returns: its input, written where the caller wants it."""
+    """What a collective of one rank returns: its input, written to the output that is given."""
     return inp if output is None else output.copy_(inp)
 
 
@@ -276,28 +261,10 @@ def gather_along_first_dim(
 def reduce_scatter_along_first_dim(
     inp: Tensor, tp_group: Any, async_op: bool = False, output: Tensor | None = None
 ) -> tuple[Tensor, Any]:
-    """Sum a tensor over a group; each rank gets its part of the rows.
+    """Sum a tensor [ranks * n, ...] over a group; each rank gets its part of the rows, [n, ...].
 
-    Parameters
-    ----------
-    inp : Tensor
-        [ranks * n, ...].
-    tp_group : ProcessGroup
-        The ranks; None: all.
-    async_op : bool, default False
-        Return before it is done.
-    output : Tensor, optional
-        [n, ...], contiguous, to be written.
-
-    Returns
-    -------
-    (Tensor, handle or None)
-        [n, ...]. The handle of an asynchronous call is to be waited for.
-
-    Raises
-    ------
-    ValueError
-        The ranks do not divide the rows.
+    Arguments and result as of `gather_along_first_dim`. ValueError where the ranks do not divide
+    the rows.
     """
     world = get_distributed_world_size(tp_group)
     if world == 1:

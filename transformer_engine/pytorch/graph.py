@@ -41,17 +41,8 @@ def is_graph_capturing() -> bool:
 def save_fp8_tensors(modules: Iterable[torch.nn.Module], recipe: Recipe | None) -> list | None:
     """Copy the scaling state of modules, so that warm-up and capture leave no trace in it.
 
-    Parameters
-    ----------
-    modules : iterable of Module
-        Their submodules are included.
-    recipe : Recipe or None
-        The recipe of the capture.
-
-    Returns
-    -------
-    list or None
-        For `restore_fp8_tensors`; None for recipes without state.
+    Their submodules are included. Returns a list for `restore_fp8_tensors`; None for recipes
+    without state.
     """
     if recipe is None or not recipe.delayed():
         return None
@@ -66,19 +57,7 @@ def restore_fp8_tensors(modules: Iterable[torch.nn.Module], fp8_tensors: Any) ->
     """Give modules the state that `save_fp8_tensors` copied.
 
     Values are written in place where a module has state, so that captured graphs see them. A module
-    that had none starts again from scale 1.
-
-    Parameters
-    ----------
-    modules : iterable of Module
-        The same modules.
-    fp8_tensors : list or None
-        What was saved.
-
-    Raises
-    ------
-    RuntimeError
-        There is state for another number of modules.
+    that had none starts again from scale 1. RuntimeError for state of another number of modules.
     """
     if fp8_tensors is None:
         return

@@ -149,19 +149,8 @@ class ContextParallel(TensorParallel):
     ) -> None:
         """Take a group that sequences are spread over, for this module and the modules inside.
 
-        Parameters
-        ----------
-        cp_group : ProcessGroup, list of ProcessGroup or None
-            Of one rank.
-        cp_global_ranks, cp_stream, cp_comm_type
-            How its ranks would talk to each other.
-
-        Raises
-        ------
-        TypeError
-            It is no process group.
-        NotImplementedError
-            It has more than one rank.
+        `cp_group` (a list of groups, too) and the errors are as of `set_tensor_parallel_group`; the
+        others say how its ranks would talk to each other.
         """
         _check_group(type(self).__name__, "cp_group", cp_group)
         self.cp_group, self.cp_stream = cp_group, cp_stream

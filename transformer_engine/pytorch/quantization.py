@@ -136,17 +136,7 @@ def quantized_model_init(
 ) -> Any:
     """Make modules with quantized parameters inside: only the disabled form is built.
 
-    Parameters
-    ----------
-    enabled : bool, default True
-        False: a context that changes nothing.
-    recipe, preserve_high_precision_init_val
-        Read only where enabled.
-
-    Returns
-    -------
-    context manager
-        It changes nothing.
+    With ``enabled=False`` a context that changes nothing; the other arguments are not read.
 
     Raises
     ------

@@ -65,7 +65,7 @@ class StageBuffers(Mapping[str, Tensor]):
     columns], ``<tensor>_column`` [columns, padded rows] (transposed) and ``<tensor>_scales``
     {1/scale, scale}; padding must be written as zero. ``scale`` and ``history`` are the whole
     chunks. Buffers can be taken while the run goes on; tensors may be kept, but later stages write
-    over those that nobody reads any more.
+    over those that are not read any more.
 
     Attributes
     ----------

@@ -207,7 +207,7 @@ def combine_tensors(tensors: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def clear_tensor_data(*tensors: Any) -> None:
-    """Free the memory of tensors that nobody reads any more; None and `_do_not_clear` are kept."""
+    """Free the memory of tensors that are not read any more; None and `_do_not_clear` are kept."""
     for tensor in tensors:
         if tensor is not None and not getattr(tensor, "_do_not_clear", False):
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -269,7 +269,7 @@ def make_weak_ref(x: Any) -> Any:
 
 
 class _Memory:
-    """Device memory of somebody else, as the CUDA array interface describes it."""
+    """Device memory of another owner, as the CUDA array interface describes it."""
 
     def __init__(self, pointer: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -306,17 +306,9 @@ def nvtx_range_push(msg: str) -> None:
 
 
 def nvtx_range_pop(msg: str | None = None) -> None:
-    """End the innermost range.
+    """End the innermost range, which began with `msg` where one is given.
 
-    Parameters
-    ----------
-    msg : str, optional
-        The message that it began with.
-
-    Raises
-    ------
-    RuntimeError, ValueError
-        No range is open, or it began with another message.
+    RuntimeError where no range is open, ValueError where it began with another message.
     """
     if not _RANGES:
         raise RuntimeError("nvtx_range_pop: no range is open")

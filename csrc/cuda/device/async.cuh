@@ -21,7 +21,7 @@ __device__ __forceinline__ void te_copy_group()
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Waits until at most `left` of the groups (0, 1 or 2) are on their way. */
+/* Waits until at most `left` of the groups (0, 1 or 2) are not complete. */
 __device__ __forceinline__ void te_copy_wait(int left)
 {
     if (left == 2)

@@ -31,7 +31,7 @@ template <int N, int STEP> struct te_part {
     {
     }
 
-    /* Wants no more than [first_, end_). */
+    /* Needs no more than [first_, end_). */
     __device__ __forceinline__ void narrow(te_index first_, te_index end_)
     {
         first = max(first, te_near(first_));
@@ -45,7 +45,7 @@ template <int N, int STEP> struct te_part {
     }
 
     /* All of them are. */
-    __device__ __forceinline__ bool wants_all(int i) const
+    __device__ __forceinline__ bool needs_all(int i) const
     {
         return i * STEP >= first && i * STEP + N <= end;
     }

@@ -14,7 +14,7 @@
 #include "cast.cuh"
 #include "cuda/kernels/norm.h"
 
-/* Both are on their way before either is waited for. */
+/* Both loads are issued before either is waited for. */
 template <typename T>
 __device__ __forceinline__ void te_load_factors_of(const te_norm_factors &f, te_index column,
                                                    te_index left, float w[8], float b[8])
@@ -120,7 +120,7 @@ template <typename T, int VECTORS> struct te_row_stages {
         return own + (stage * matrices + matrix) * pitch;
     }
 
-    /* Vector v of a row sets out to its place. WHOLE: it is aligned, and all of it in the row, else
+    /* Begins to load vector v of a row. WHOLE: it is aligned, and all of it in the row, else
      * `left` elements at most. */
     template <bool WHOLE>
     static __device__ __forceinline__ void fetch(uint4 *place, int v, const typename T::raw *from,

@@ -50,12 +50,12 @@ enum {
 
 /* Where FP8 goes, and with which scale: see cast.cuh. */
 typedef struct te_cast_target {
-    te_view row;            /* [rows, >= columns] bytes; data NULL: not requested */
-    te_view column;         /* [columns, >= rows] bytes; data NULL: not requested */
-    const float *scale;     /* 1 float; NULL: from partials; both NULL: 1 */
-    const float *partials;  /* TE_CAST_PARTIALS floats, 16-byte aligned if partials_aligned */
-    float *scales[2];       /* 2 floats each; the first NULL: not wanted; the second: no others */
-    float *amax;            /* 1 float or NULL */
+    te_view row;           /* [rows, >= columns] bytes; data NULL: not requested */
+    te_view column;        /* [columns, >= rows] bytes; data NULL: not requested */
+    const float *scale;    /* 1 float; NULL: from partials; both NULL: 1 */
+    const float *partials; /* TE_CAST_PARTIALS floats, 16-byte aligned if partials_aligned */
+    float *scales[2];      /* 2 floats each; the first NULL: not requested; the second: no others */
+    float *amax;           /* 1 float or NULL */
     float fp8_max, epsilon; /* for partials */
     int power_2;
     int e5m2; /* the bytes are E5M2, else E4M3, where no template parameter says so */

@@ -3,8 +3,8 @@
  * dropout.cu - residual + drop_path(dropout(input + bias)), and its gradient with column sums.
  *
  * A thread stays in its 16 bytes of columns and goes down the rows: the bias is read once, and a
- * column sum is a register. Four rows are on their way at all times, as a row that was used makes
- * place for the one four further down: the random decisions cost about half the time that the
+ * column sum is a register. Four rows are being loaded at all times: the registers of a row that
+ * was used take the one four further down: the random decisions cost about half the time that the
  * memory takes. Sums of the lines of a block are joined in order, and those of the groups of rows
  * by te_quantize_sums: the same bits in every run.
  */
@@ -12,7 +12,7 @@
 #include "random.cuh"
 #include "vector.cuh"
 
-enum { ROWS = TE_DROPOUT_ROWS, MOST_LINES = TE_DROPOUT_THREADS };
+enum { ROWS = TE_DROPOUT_ROWS, MAX_LINES = TE_DROPOUT_THREADS };
 
 /* A thread's place in its block, and the rows of its block. */
 struct dropout_place {
@@ -231,7 +231,7 @@ static __device__ __forceinline__ void dropout(const te_dropout_params &p, float
 template <typename T, bool SUMS, bool ALIGNED>
 static __device__ __forceinline__ void dropout(const te_dropout_params &p)
 {
-    __shared__ float paths[MOST_LINES * ROWS];
+    __shared__ float paths[MAX_LINES * ROWS];
     __shared__ float scratch[SUMS ? TE_DROPOUT_THREADS * (16 / T::bytes) : 1];
     if (p.drops != 0)
         dropout<T, SUMS, ALIGNED, true>(p, paths, scratch);

@@ -21,7 +21,7 @@ enum {
     TE_NORM_NARROW_THREADS = 256,
     TE_NORM_WIDE_VECTORS = 4, /* of a wide row of 16-bit elements, that a thread holds */
     TE_NORM_WIDE_THREADS = 768,
-    TE_NORM_WIDE_STAGES = 2, /* such rows of a team on their way, at most */
+    TE_NORM_WIDE_STAGES = 2, /* such rows that a team loads ahead, at most */
     TE_NORM_VECTORS = 4,     /* of any other row, that a thread holds */
     TE_NORM_THREADS = 512    /* at most: rows beyond 512 * 4 * 8 columns are read in turns */
 };

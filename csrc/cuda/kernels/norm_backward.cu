@@ -4,7 +4,7 @@
  *
  * One read of the inputs serves the gradient of the input, which needs two sums along the row
  * first, and the column sums of gamma and beta, which a thread keeps in registers for its columns
- * over all rows that it meets: blocks stay for the whole launch. The rows to come are on their way
+ * over all rows that it meets: blocks stay for the whole launch. The next rows are loaded
  * to shared memory meanwhile, see norm.cuh.
  *
  * Rows too wide for this are read twice, and their column sums are made by a kernel on tiles.
@@ -42,8 +42,8 @@ static __device__ __forceinline__ void combine(const float dz[8], const float no
 
 /* Adds the column sums of the block's teams and leaves them in `to`. */
 template <int VECTORS>
-static __device__ __forceinline__ void hand_on(const float sums[VECTORS][8], int lanes,
-                                               te_index columns, float *scratch, float *to)
+static __device__ __forceinline__ void write_sums(const float sums[VECTORS][8], int lanes,
+                                                  te_index columns, float *scratch, float *to)
 {
     const int pitch = blockDim.x + 4; /* 8 neighbouring columns lie in different banks */
     const int teams = blockDim.x / lanes;
@@ -95,7 +95,7 @@ template <typename T, int VECTORS, bool WHOLE, bool ADDS> struct te_backward_sta
                                                   (int)of.input.columns - start - 256 * v);
     }
 
-    /* A row sets out. */
+    /* Begins to load a row. */
     __device__ __forceinline__ void fetch(int stage, te_index row) const
     {
         fetch_one(of.input, stages.place(stage, 0), row);
@@ -103,7 +103,7 @@ template <typename T, int VECTORS, bool WHOLE, bool ADDS> struct te_backward_sta
         if (adds) fetch_one(of.add, stages.place(stage, 2), row);
     }
 
-    /* The first rows set out, `step` apart; vectors beyond their end are 0 for good. */
+    /* Begins to load the first rows, `step` apart; vectors beyond their end stay 0. */
     __device__ __forceinline__ void fetch_first(int count, te_index row, te_index step) const
     {
         te_vector<T, 8> zero;
@@ -218,8 +218,9 @@ static __device__ __forceinline__ void norm_backward(const te_norm_backward_para
     te_copy_wait(0);
     if (p.sums == nullptr) return;
     float *to = p.sums + (te_index)blockIdx.x * p.lines * columns;
-    hand_on<VECTORS>(gamma_sums, p.lanes, columns, (float *)memory, to);
-    if (p.lines > 1) hand_on<VECTORS>(beta_sums, p.lanes, columns, (float *)memory, to + columns);
+    write_sums<VECTORS>(gamma_sums, p.lanes, columns, (float *)memory, to);
+    if (p.lines > 1)
+        write_sums<VECTORS>(beta_sums, p.lanes, columns, (float *)memory, to + columns);
 }
 
 /* The gradient of the input for rows of any width: a block per row. */

@@ -11,7 +11,7 @@
 enum {
     TE_NORM_BACKWARD_THREADS = 384, /* at most */
     TE_NORM_BACKWARD_BYTES = 64,    /* of a wide row of whole vectors of each matrix, of a thread */
-    TE_NORM_BACKWARD_STAGES = 3     /* such rows of a team on their way, at most */
+    TE_NORM_BACKWARD_STAGES = 3     /* such rows that a team loads ahead, at most */
 };
 
 /* What all of them read. */

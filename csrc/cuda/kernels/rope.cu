@@ -4,7 +4,7 @@
  *
  * A block has a token: cosines and sines of its position are made once, in shared memory, and serve
  * all heads. A thread stays with its channels and goes through heads, two at a time; the first two
- * are on their way from memory while the angles are worked out. Each pair of channels is rotated by
+ * are loaded while the angles are computed. Each pair of channels is rotated by
  * one thread, which has read both before it writes either, so that the output may be the input.
  */
 #include "rope.h"
@@ -191,7 +191,7 @@ static __device__ __forceinline__ void rotate_units(const te_rope_params &p, con
 #pragma unroll
     for (int i = 0; i < HEADS; i++)
         if (slot + i * slots < heads) x[i].load(p, from + i * from_step, channel);
-    __syncthreads(); /* nobody reads the table of the units before */
+    __syncthreads(); /* all threads have read the table of the units before */
     fill_table<N>(p, at.position, first, units, table);
     __syncthreads();
 #pragma unroll

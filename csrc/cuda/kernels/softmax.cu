@@ -162,7 +162,7 @@ make_scores(const te_softmax_params &p, const te_softmax_place &place, te_index 
     for (int i = 0; i < VECTORS; i++) {
         float *at = x + i * N;
         if ((live >> i & 1U) == 0U) continue;
-        if (masked || !part.wants_all(i)) {
+        if (masked || !part.needs_all(i)) {
             unsigned allowed = part.needed(i);
             if (masked) allowed &= ~nonzero<N>(mask.take(part, i));
 #pragma unroll

@@ -29,7 +29,7 @@ template <typename T, int N, int VECTORS> struct softmax_keys {
             if ((live >> i & 1U) == 0U) continue;
             grad[i] = grads.take(part, i);
             probability[i] = probabilities.take(part, i);
-            if (!ALIGNED && !part.wants_all(i)) {
+            if (!ALIGNED && !part.needs_all(i)) {
                 grad[i].keep(part.needed(i));
                 probability[i].keep(part.needed(i));
             }

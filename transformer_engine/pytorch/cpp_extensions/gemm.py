@@ -83,9 +83,9 @@ def general_gemm(
     del use_split_accumulator
     if isinstance(workspace, torch.dtype):
         out_dtype = workspace
-    wanted = {"quantization_params": quantization_params, "gelu": gelu, "gelu_in": gelu_in}
-    wanted |= {"beta": beta, "alpha": alpha != 1.0, **options}
-    for name, value in wanted.items():
+    refused = {"quantization_params": quantization_params, "gelu": gelu, "gelu_in": gelu_in}
+    refused |= {"beta": beta, "alpha": alpha != 1.0, **options}
+    for name, value in refused.items():
         if value is not None and value is not False:
             raise absent.refusal("pytorch.cpp_extensions.general_gemm", f"({name}=...)")
     if layout not in _LAYOUTS:

@@ -40,7 +40,7 @@ class Region(NamedTuple):
     state: RegionState  # of the thread
     recipe: Recipe | None  # how to quantize; None: high precision
     replay: recompute.Entry | None  # the call that this one repeats
-    record: list  # checkpoints that want to know of this call
+    record: list  # frames of the checkpoints that record this call
     traced: bool  # the call is part of a graph that is being traced
     exported: bool = False
     """That of `torch.export`: a forward without a backward, over scales that stay as they are."""
@@ -444,20 +444,9 @@ _DUMMIES: dict[tuple, Tensor] = {}
 def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
     """What stands for a weight gradient that was added to ``main_grad`` already.
 
-    Parameters
-    ----------
-    shape : sequence of int
-        Of the weight.
-    dtype : torch.dtype
-        Of the weight.
-    zero : bool, default False
-        Of zeros; its contents mean nothing otherwise.
-
-    Returns
-    -------
-    Tensor
-        On the current CUDA device, or the CPU where there is none. One memory serves all calls of a
-        kind.
+    Of the shape and dtype of the weight, on the current CUDA device, or the CPU where there is
+    none; of zeros with `zero`, else its contents mean nothing. One memory serves all calls of a
+    kind.
     """
     device = torch.device(default_device())
     if device.type == "cuda":

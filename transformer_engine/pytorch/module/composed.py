@@ -572,7 +572,7 @@ class ComposedModule(Fp8Module):
     # ---- delayed weight gradients --------------------------------------------------------------
 
     def backward_dw(self) -> None:
-        """Compute the oldest weight gradients that a backward put off.
+        """Compute the oldest weight gradients that a backward deferred.
 
         They are added to ``weight.grad`` (of each split weight), or to ``weight.main_grad`` with
         `fuse_wgrad_accumulation`. Does nothing without `delay_wgrad_compute`.

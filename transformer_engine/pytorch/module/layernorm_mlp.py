@@ -199,27 +199,13 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         return [normed, out]
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """Apply the MLP.
-
-        Parameters
-        ----------
-        inp : Tensor
-            [..., hidden_size]; dtypes as of `Linear.forward`.
-        is_first_microbatch : bool, optional
-            As of `Linear.forward`, for both weights.
+        """Apply the MLP to [..., hidden_size]; arguments, dtypes and errors as of `Linear.forward`.
 
         Returns
         -------
         Tensor or tuple of Tensor
             [..., hidden_size]; then the second bias, not added, with `return_bias`; then the norm's
             output [..., hidden_size] with `return_layernorm_output`.
-
-        Raises
-        ------
-        TypeError
-            dtypes or kinds of tensors that do not go together.
-        ValueError
-            The last dim is not `hidden_size`.
         """
         out = self._call(inp, is_first_microbatch)
         if not (self.return_bias or self.return_layernorm_output):

@@ -2,8 +2,8 @@
 """`FusedAdam`: Adam whose state is fp32 whatever the parameters are.
 
 The arithmetic is torch's fused kernel. This class adds what training programs rely on: state and,
-if wanted, parameters in fp32 beside 16-bit parameters, gradients under ``decoupled_grad``, and the
-step counted by group.
+if asked for, parameters in fp32 beside 16-bit parameters, gradients under ``decoupled_grad``, and
+the step counted by group.
 """
 
 from collections.abc import Callable, Iterable

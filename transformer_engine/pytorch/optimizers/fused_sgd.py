@@ -64,11 +64,5 @@ class FusedSGD(torch.optim.SGD):
         self._grad_none = True if set_grad_none is None else bool(set_grad_none)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget the gradients, or fill them with 0.
-
-        Parameters
-        ----------
-        set_to_none : bool, optional
-            None: what ``set_grad_none`` said, or True.
-        """
+        """Forget the gradients, or fill them with 0; as of `FusedAdam.zero_grad`."""
         super().zero_grad(self._grad_none if set_to_none is None else set_to_none)

@@ -122,23 +122,10 @@ def multi_tensor_l2norm(
     tensor_lists: list[list[Tensor]],
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of all elements, and of each tensor.
+    """The norm of all elements, [1] fp32, and of each tensor, [tensors] (or [0]) fp32.
 
-    Parameters
-    ----------
-    chunk_size : int
-        Ignored.
-    noop_flag : Tensor
-        [1] int32, set to 1 where a norm is not finite.
-    tensor_lists : list of one list of Tensor
-        Tensors of any dtypes.
-    per_tensor : bool, default False
-        Return the norm of each tensor as well.
-
-    Returns
-    -------
-    (Tensor, Tensor)
-        [1] and [tensors] (or [0]) fp32.
+    Arguments as of `multi_tensor_scale`: the flag is set where a norm is not finite, and there is
+    one list of tensors, of any dtypes. The norms of tensors come with `per_tensor` alone.
     """
     del chunk_size
     with torch.no_grad():

@@ -216,8 +216,8 @@ def _gemms(
             reason = _why_not(stage, ran, spec, weights)
             yield GemmReport(name, None, reason, None if record is None else 0)
         elif record is not None:
-            put_off = spec.flags & DEFER and stage == "gemm_grad_weight"
-            reason = "put off: backward_dw" if put_off else "did not run in the observed block"
+            deferred = spec.flags & DEFER and stage == "gemm_grad_weight"
+            reason = "deferred: backward_dw" if deferred else "did not run in the observed block"
             yield GemmReport(name, None, reason, 0)
         elif operator == "external":
             yield GemmReport(name, "a Python function", "override_stages", None)
@@ -293,7 +293,7 @@ def _weight(
         size = _core.AMAX_PARTIALS
         partials = torch.empty(size, dtype=torch.float32, device=weight.device)
         _core.amax(weight, partials)
-        # Where only the scale is wanted, the format is told by data of it.
+        # Where only the scale is requested, data says which format.
         shape = weight.shape[0], -(-weight.shape[1] // 16) * 16
         data = torch.empty(shape, dtype=_core.torch_dtype(code), device=weight.device)
         _core.quantize(

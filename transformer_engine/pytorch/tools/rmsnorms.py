@@ -80,9 +80,9 @@ def _try(module: Module, eps: float, dtype: torch.dtype) -> Recognised | str:
     for training in (True, False):
         found = _forward(module, x, gamma, torch.float32, training).double()
         for zero_centered in list(fits):
-            wanted = normed * (gamma + 1.0 if zero_centered else gamma)
-            error = (found - wanted).abs().amax(-1)
-            if not bool((error <= _CLOSE * wanted.abs().amax(-1)).all()):
+            expected = normed * (gamma + 1.0 if zero_centered else gamma)
+            error = (found - expected).abs().amax(-1)
+            if not bool((error <= _CLOSE * expected.abs().amax(-1)).all()):
                 fits.discard(zero_centered)
         if not fits:
             return "its forward computes something else than an RMSNorm"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of a model that a caller wants left out."""
+"""Modules of a model that a caller leaves out."""
 
 import difflib
 import fnmatch
