@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core/tensor.h"
 
-#include <string.h>
-
 typedef struct dtype_facts {
     const char *name;
     int32_t bits;
@@ -57,30 +55,22 @@ int te_dtype_is_high_precision(te_dtype dtype)
 
 te_tensor te_matrix(void *data, te_dtype dtype, te_device device, int64_t rows, int64_t columns)
 {
-    te_tensor tensor;
-    memset(&tensor, 0, sizeof tensor);
-    tensor.data = data;
-    tensor.dtype = dtype;
-    tensor.device = device;
-    tensor.ndim = 2;
-    tensor.shape[0] = rows;
-    tensor.shape[1] = columns;
-    tensor.strides[0] = columns;
-    tensor.strides[1] = 1;
-    return tensor;
+    return (te_tensor){.data = data,
+                       .dtype = dtype,
+                       .device = device,
+                       .ndim = 2,
+                       .shape = {rows, columns},
+                       .strides = {columns, 1}};
 }
 
 te_tensor te_vector(void *data, te_dtype dtype, te_device device, int64_t length)
 {
-    te_tensor tensor;
-    memset(&tensor, 0, sizeof tensor);
-    tensor.data = data;
-    tensor.dtype = dtype;
-    tensor.device = device;
-    tensor.ndim = 1;
-    tensor.shape[0] = length;
-    tensor.strides[0] = 1;
-    return tensor;
+    return (te_tensor){.data = data,
+                       .dtype = dtype,
+                       .device = device,
+                       .ndim = 1,
+                       .shape = {length},
+                       .strides = {1}};
 }
 
 te_dtype te_operand_dtype(const te_operand *operand)
