@@ -30,14 +30,9 @@ static const te_backend backend = {
 #define X(NAME, name) [TE_OP_##NAME].function = te_cpu_##name,
             TE_OPS(X)
 #undef X
-                [TE_OP_QUANTIZE]
-                    .workspace = te_cpu_quantize_workspace,
-            [TE_OP_GEMM].workspace = te_cpu_gemm_workspace,
-            [TE_OP_NORM_BACKWARD].workspace = te_cpu_norm_backward_workspace,
-            [TE_OP_ACTIVATION_BACKWARD].workspace = te_cpu_activation_backward_workspace,
-            [TE_OP_ATTENTION].workspace = te_cpu_attention_workspace,
-            [TE_OP_ATTENTION_BACKWARD].workspace = te_cpu_attention_backward_workspace,
-            [TE_OP_DROPOUT_BACKWARD].workspace = te_cpu_dropout_backward_workspace,
+#define X(NAME, name) [TE_OP_##NAME].workspace = te_cpu_##name##_workspace,
+                TE_CPU_WORKSPACES(X)
+#undef X
         },
 };
 

@@ -13,18 +13,20 @@
 TE_OPS(X)
 #undef X
 
-te_status te_cpu_quantize_workspace(void *self, te_context *context, const void *args,
-                                    size_t *bytes);
-te_status te_cpu_gemm_workspace(void *self, te_context *context, const void *args, size_t *bytes);
-te_status te_cpu_norm_backward_workspace(void *self, te_context *context, const void *args,
-                                         size_t *bytes);
-te_status te_cpu_activation_backward_workspace(void *self, te_context *context, const void *args,
-                                               size_t *bytes);
-te_status te_cpu_attention_workspace(void *self, te_context *context, const void *args,
-                                     size_t *bytes);
-te_status te_cpu_attention_backward_workspace(void *self, te_context *context, const void *args,
-                                              size_t *bytes);
-te_status te_cpu_dropout_backward_workspace(void *self, te_context *context, const void *args,
-                                            size_t *bytes);
+/* The operators that need a workspace. */
+#define TE_CPU_WORKSPACES(X)                                                                       \
+    X(QUANTIZE, quantize)                                                                          \
+    X(GEMM, gemm)                                                                                  \
+    X(NORM_BACKWARD, norm_backward)                                                                \
+    X(ACTIVATION_BACKWARD, activation_backward)                                                    \
+    X(ATTENTION, attention)                                                                        \
+    X(ATTENTION_BACKWARD, attention_backward)                                                      \
+    X(DROPOUT_BACKWARD, dropout_backward)
+
+#define X(NAME, name)                                                                              \
+    te_status te_cpu_##name##_workspace(void *self, te_context *context, const void *args,         \
+                                        size_t *bytes);
+TE_CPU_WORKSPACES(X)
+#undef X
 
 #endif

@@ -17,30 +17,17 @@ static const te_backend backend = {
     .priority = 0,
     .slots =
         {
-            [TE_OP_QUANTIZE] = {.function = te_cuda_quantize,
-                                .workspace = te_cuda_quantize_workspace},
-            [TE_OP_DEQUANTIZE] = {.function = te_cuda_dequantize},
-            [TE_OP_AMAX] = {.function = te_cuda_amax},
-            [TE_OP_TRANSPOSE] = {.function = te_cuda_transpose},
-            [TE_OP_GEMM] = {.function = te_cuda_gemm,
-                            .supports = te_cuda_gemm_supports,
-                            .workspace = te_cuda_gemm_workspace},
-            [TE_OP_SCALING_UPDATE] = {.function = te_cuda_scaling_update},
-            [TE_OP_FILL] = {.function = te_cuda_fill},
-            [TE_OP_CAST] = {.function = te_cuda_cast},
-            [TE_OP_NORM] = {.function = te_cuda_norm, .workspace = te_cuda_norm_workspace},
-            [TE_OP_NORM_BACKWARD] = {.function = te_cuda_norm_backward,
-                                     .workspace = te_cuda_norm_backward_workspace},
-            [TE_OP_ACTIVATION] = {.function = te_cuda_activation},
-            [TE_OP_ACTIVATION_BACKWARD] = {.function = te_cuda_activation_backward,
-                                           .workspace = te_cuda_activation_backward_workspace},
-            [TE_OP_SOFTCAP] = {.function = te_cuda_softcap},
-            [TE_OP_SOFTMAX] = {.function = te_cuda_softmax},
-            [TE_OP_SOFTMAX_BACKWARD] = {.function = te_cuda_softmax_backward},
-            [TE_OP_DROPOUT_ADD] = {.function = te_cuda_dropout_add},
-            [TE_OP_DROPOUT_BACKWARD] = {.function = te_cuda_dropout_backward,
-                                        .workspace = te_cuda_dropout_backward_workspace},
-            [TE_OP_ROPE] = {.function = te_cuda_rope},
+/* Attention runs by torch's operator on CUDA. */
+#define te_cuda_attention NULL
+#define te_cuda_attention_backward NULL
+#define X(NAME, name) [TE_OP_##NAME].function = te_cuda_##name,
+            TE_OPS(X)
+#undef X
+#define X(NAME, name) [TE_OP_##NAME].workspace = te_cuda_##name##_workspace,
+                TE_CUDA_WORKSPACES(X)
+#undef X
+                    [TE_OP_GEMM]
+                        .supports = te_cuda_gemm_supports,
         },
 };
 

@@ -13,16 +13,21 @@
 TE_OPS(X)
 #undef X
 
-te_status te_cuda_quantize_workspace(void *self, te_context *context, const void *args,
-                                     size_t *bytes);
-te_status te_cuda_norm_workspace(void *self, te_context *context, const void *args, size_t *bytes);
-te_status te_cuda_norm_backward_workspace(void *self, te_context *context, const void *args,
-                                          size_t *bytes);
-te_status te_cuda_activation_backward_workspace(void *self, te_context *context, const void *args,
-                                                size_t *bytes);
-te_status te_cuda_dropout_backward_workspace(void *self, te_context *context, const void *args,
-                                             size_t *bytes);
-te_status te_cuda_gemm_workspace(void *self, te_context *context, const void *args, size_t *bytes);
+/* The operators that need a workspace. */
+#define TE_CUDA_WORKSPACES(X)                                                                      \
+    X(QUANTIZE, quantize)                                                                          \
+    X(GEMM, gemm)                                                                                  \
+    X(NORM, norm)                                                                                  \
+    X(NORM_BACKWARD, norm_backward)                                                                \
+    X(ACTIVATION_BACKWARD, activation_backward)                                                    \
+    X(DROPOUT_BACKWARD, dropout_backward)
+
+#define X(NAME, name)                                                                              \
+    te_status te_cuda_##name##_workspace(void *self, te_context *context, const void *args,        \
+                                         size_t *bytes);
+TE_CUDA_WORKSPACES(X)
+#undef X
+
 te_status te_cuda_gemm_supports(void *self, te_context *context, const void *args);
 /* te_context_tune_gemm of a CUDA context, on its device state. */
 te_status te_cuda_tune_gemm(void *state, int32_t enabled, const char *cache_file);
