@@ -16,7 +16,7 @@ from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 from transformer_engine.pytorch.tools.rmsnorms import named_like_one, recognise
-from transformer_engine.pytorch.tools.skip import Skip
+from transformer_engine.pytorch.tools.skip import Skip, check_model
 
 __all__ = ["Conversion", "convert", "convertible", "counterpart_of"]
 
@@ -153,8 +153,7 @@ def convertible(
 
 def _plan(model: Any, skip: Any, to: str) -> Iterator[tuple[_Found, Module | str]]:
     """Yield each module of interest with an empty one of its new class, or the reason it stays."""
-    if not isinstance(model, Module):
-        raise TypeError(f"convert: model: {type(model).__name__}, expected a torch.nn.Module")
+    check_model("convert", model)
     if to not in ("transformer_engine", "torch"):
         raise ValueError(f'convert: to={to!r}, expected "transformer_engine" or "torch"')
     counterpart = counterpart_of if to == "transformer_engine" else _to_torch

@@ -9,6 +9,7 @@ import torch
 
 from transformer_engine import _core
 from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.tools.skip import check_model
 
 __all__ = ["Counters", "Scaling", "counters", "counting", "reset_counters", "scales"]
 
@@ -119,8 +120,7 @@ def scales(module: torch.nn.Module) -> dict[str, Scaling]:
         ``"layers.0.grad_output"``; of the two linear layers of a `LayerNormMLP`
         ``"mlp.fc1_input"`` and so on. Modules that never ran under delayed scaling have none.
     """
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"scales: module: {type(module).__name__}, expected a torch.nn.Module")
+    check_model("scales", module, "module")
     found = {}
     for path, inner in module.named_modules():
         if isinstance(inner, ComposedModule):

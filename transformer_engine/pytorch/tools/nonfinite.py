@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from transformer_engine.pytorch.tools.counts import scales
-from transformer_engine.pytorch.tools.skip import Skip
+from transformer_engine.pytorch.tools.skip import Skip, check_model
 
 __all__ = ["Finding", "NonFiniteError", "find_nonfinite", "watch_finite"]
 
@@ -154,12 +154,6 @@ def _own(module: Module) -> Iterator[tuple[str, Tensor, bool]]:
 # ---- what is there now ---------------------------------------------------------------------------
 
 
-def _check_model(function: str, model: Any) -> None:
-    if not isinstance(model, Module):
-        kind = type(model).__name__
-        raise TypeError(f"{function}: model: {kind}, expected a torch.nn.Module")
-
-
 def find_nonfinite(model: Module) -> list[Finding]:
     """Look for values that are not finite in what a model holds now.
 
@@ -174,29 +168,25 @@ def find_nonfinite(model: Module) -> list[Finding]:
         Parameters, their ``grad``, buffers (where minus infinity alone is none) and scaling state,
         in the order of the model; empty where all is well.
     """
-    _check_model("find_nonfinite", model)
+    check_model("find_nonfinite", model)
     findings = []
+
+    def look(path: str, label: str, tensor: Tensor, here: bool, note: str, allow: bool) -> None:
+        counted = _count(tensor, allow)
+        if counted:
+            module = model.get_submodule(path)
+            findings.append(_finding("state", path, module, label, counted, here, note))
+
     for path, module in model.named_modules():
-        kind = type(module).__name__
         for label, tensor, allow in _own(module):
-            counted = _count(tensor, allow)
-            if counted:
-                findings.append(Finding("state", path, kind, label, *counted, True, "it is there"))
+            look(path, label, tensor, True, "it is there", allow)
             if _checkable(tensor.grad) and tensor.is_leaf:
-                counted = _count(tensor.grad)
-                if counted:
-                    label = f"gradient of {label}"
-                    finding = Finding("state", path, kind, label, *counted, False, "it is there")
-                    findings.append(finding)
+                look(path, f"gradient of {label}", tensor.grad, False, "it is there", False)
     for name, scaling in scales(model).items():
         path, _, tensor = name.rpartition(".")
         amaxes = torch.tensor([scaling.scale, scaling.pending, *scaling.history])
-        counted = _count(amaxes)
-        if counted:
-            kind = type(model.get_submodule(path)).__name__
-            label = f"scale and amaxes of {tensor}"
-            note = "a cast has met an infinite value; the scale stays until the history forgets it"
-            findings.append(Finding("state", path, kind, label, *counted, False, note))
+        note = "a cast has met an infinite value; the scale stays until the history forgets it"
+        look(path, f"scale and amaxes of {tensor}", amaxes, False, note, False)
     return findings
 
 
@@ -248,7 +238,7 @@ class watch_finite:  # noqa: N801 - reads as what it does, as `autocast`
     """
 
     def __init__(self, model: Module, *, skip: Any = (), raises: bool = True) -> None:
-        _check_model("watch_finite", model)
+        check_model("watch_finite", model)
         self._model = model
         self._skips = Skip("watch_finite", skip)
         self._skips.check([name for name, _ in model.named_modules(remove_duplicate=False)])

@@ -16,6 +16,7 @@ from torch.nn import Module
 from transformer_engine import _core
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.staged import StageBuffers
+from transformer_engine.pytorch.tools.skip import check_model
 
 __all__ = ["CASTS", "CastRecord", "ModuleRecord", "count_cast", "observe"]
 
@@ -199,9 +200,7 @@ class observe:  # noqa: N801 - reads as what it does, as `autocast`
     """
 
     def __init__(self, model: Module) -> None:
-        if not isinstance(model, Module):
-            kind = type(model).__name__
-            raise TypeError(f"observe: model: {kind}, expected a torch.nn.Module")
+        check_model("observe", model)
         self._model = model
         self.records: dict[Module, ModuleRecord] = {}
 

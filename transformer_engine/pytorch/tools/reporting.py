@@ -18,6 +18,7 @@ from transformer_engine.pytorch.module.norm import AffineNorm
 from transformer_engine.pytorch.tools.conversion import counterpart_of
 from transformer_engine.pytorch.tools.counts import scales
 from transformer_engine.pytorch.tools.observation import CASTS, ModuleRecord, count_cast, observe
+from transformer_engine.pytorch.tools.skip import check_model
 
 __all__ = ["GemmReport", "LayerReport", "TensorReport", "report"]
 
@@ -136,8 +137,7 @@ def report(
     TypeError
         `model` is no module, or `observed` no observation.
     """
-    if not isinstance(model, Module):
-        raise TypeError(f"report: model: {type(model).__name__}, expected a torch.nn.Module")
+    check_model("report", model)
     if observed is not None and not isinstance(observed, observe):
         kind = type(observed).__name__
         raise TypeError(f"report: observed: {kind}, expected what te.observe(model) gives")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of a model that a caller leaves out."""
+"""What tools are given: a model, and modules of it to leave out."""
 
 import difflib
 import fnmatch
@@ -8,7 +8,14 @@ from typing import Any
 
 from torch.nn import Module
 
-__all__ = ["Skip"]
+__all__ = ["Skip", "check_model"]
+
+
+def check_model(caller: str, model: Any, argument: str = "model") -> None:
+    """Raise a TypeError for what is no module."""
+    if not isinstance(model, Module):
+        kind = type(model).__name__
+        raise TypeError(f"{caller}: {argument}: {kind}, expected a torch.nn.Module")
 
 
 class Skip:
