@@ -5,7 +5,6 @@
 #include "cpu/attention.h"
 
 #include <math.h>
-#include <string.h>
 
 #include "core/status.h"
 #include "cpu/pack.h"

@@ -9,8 +9,6 @@
 #ifndef TE_CPU_ROWS_H
 #define TE_CPU_ROWS_H
 
-#include <string.h>
-
 #include "core/fp8.h"
 #include "cpu/isa.h"
 

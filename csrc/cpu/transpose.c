@@ -3,7 +3,6 @@
  * transpose.c - blocks of 16 x 16 bytes and 4 x 4 floats in registers (SSE2, which every x86-64
  * has), plain loops for the edges and elsewhere.
  */
-#include <string.h>
 
 #include "cpu/isa.h"
 #include "cpu/transpose.h"

@@ -15,8 +15,6 @@
  */
 #include "cuda/gemm_cublaslt.h"
 
-#include <string.h>
-
 #include "core/context.h"
 #include "core/counters.h"
 #include "core/operand.h"
