@@ -50,7 +50,9 @@ class Node(NamedTuple):
     inputs: tuple
     output: int
     numbers: tuple
+    slices: tuple
     quantization: tuple
+    owner: int
     slots: tuple
     gather: int
     external: int
@@ -91,9 +93,9 @@ class Graph:
     def node(self, kind: int, inputs: tuple, output: int, name: str = "", **fields) -> None:
         """Add a node; fields by name."""
         quantization = (self.recipe, self.core.DTYPE_E4M3, self.core.DTYPE_E5M2, 0, (0.0,) * 3)
-        inputs = (*inputs, -1, -1, -1)[:4]
+        numbers = (1e-5,)
         node = Node(
-            name, kind, 0, 0, inputs, output, (1e-5, 0.0, 0.0), quantization, (0, 0), 1, 0
+            name, kind, 0, 0, inputs, output, numbers, (), quantization, 0, (0, 0), 1, 0
         )  # fmt: skip
         self.nodes.append(node._replace(**fields))
 
@@ -437,7 +439,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
         [linear_plan(core, core.DIRECTION_FORWARD), 0, 0, *linear_tensors()]
     ),
     "run_staged": _run_staged,
-    "tensors_of_call": lambda core: Case([torch.randn(ROWS, K), {"w": torch.ones(K)}, ("w", None)]),
+    "tensors_of_call": lambda core: Case([torch.randn(K), (({"w": torch.ones(K)}, "w"), None)]),
     "split_storage": lambda core: Case([torch.randn(ROWS, K), (1, ROWS - 1)]),
     "cuda_configure": lambda core: Case([os.environ.get("TE_NVRTC") == "1", None], needs_cuda=True),
     "tune_gemm": lambda core: Case([core.DEVICE_CPU, 0, False, None], needs_cuda=True),

@@ -8,7 +8,7 @@
 #include "core/status.h"
 
 /* Direct-mapped: a newer entry replaces an older one. Table 0 marks an empty entry. */
-#define SCRATCH_ENTRIES 4096
+#define SCRATCH_ENTRIES 2048
 
 typedef struct scratch_entry {
     te_scratch_key key;
@@ -116,7 +116,10 @@ void *te_context_state(const te_context *context)
 
 static scratch_entry *scratch_slot(te_context *context, const te_scratch_key *key)
 {
-    uint64_t mixed = (uint64_t)key->plan ^ (uint64_t)key->rows * 0x9e3779b97f4a7c15ULL;
+    uint64_t mixed = (uint64_t)key->plan;
+    for (int s = 0; s < TE_SYMBOL_COUNT; s++) {
+        mixed = (mixed ^ (uint64_t)key->sizes.of[s]) * 0x9e3779b97f4a7c15ULL;
+    }
     return &context->scratch[(mixed * 0xff51afd7ed558ccdULL >> 32) % SCRATCH_ENTRIES];
 }
 
@@ -126,7 +129,7 @@ int te_context_scratch_lookup(te_context *context, const te_scratch_key *key, si
     int hit;
     (void)pthread_mutex_lock(&context->lock);
     hit = entry->key.table == key->table && entry->key.plan == key->plan &&
-          entry->key.rows == key->rows;
+          memcmp(&entry->key.sizes, &key->sizes, sizeof key->sizes) == 0;
     if (hit) *bytes = entry->bytes;
     (void)pthread_mutex_unlock(&context->lock);
     return hit;

@@ -29,7 +29,8 @@ void *te_context_state(const te_context *context);
 /* Plan scratch sizes remembered per context (plan.c), for one operator table: another backend may
  * need another workspace. lookup returns 1 and the bytes, or 0. */
 typedef struct te_scratch_key {
-    int64_t plan, rows;
+    int64_t plan;
+    te_sizes sizes;
     int64_t table; /* te_op_table_number */
 } te_scratch_key;
 int te_context_scratch_lookup(te_context *context, const te_scratch_key *key, size_t *bytes);

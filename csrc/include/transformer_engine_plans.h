@@ -21,12 +21,32 @@ extern "C" {
 
 /* ---- shapes ------------------------------------------------------------------------------- */
 
-/* Numbers that a plan does not fix: they are given with each run. */
+/* Numbers that a plan does not fix: they are given with each run. Of the tokens, and of a second
+ * sequence that they attend to (the source, encoder_output): how many there are, and their two
+ * leading dims, whose product that is. */
 typedef enum te_symbol {
     TE_SYMBOL_NONE, /* of constants */
-    TE_SYMBOL_ROWS, /* product of the leading dims of the first input */
+    TE_SYMBOL_ROWS,
+    TE_SYMBOL_DIM_0,
+    TE_SYMBOL_DIM_1,
+    TE_SYMBOL_SOURCE_ROWS,
+    TE_SYMBOL_SOURCE_DIM_0,
+    TE_SYMBOL_SOURCE_DIM_1,
     TE_SYMBOL_COUNT
 } te_symbol;
+#define TE_SEQUENCES 2 /* the tokens, the source */
+
+/* Values of the symbols; [TE_SYMBOL_NONE] is not read, nor are the dims where no extent names them.
+ */
+typedef struct te_sizes {
+    int64_t of[TE_SYMBOL_COUNT];
+} te_sizes;
+
+static inline te_sizes te_sizes_of_rows(int64_t rows)
+{
+    te_sizes sizes = {{0, rows, 0, 0, 0, 0, 0}};
+    return sizes;
+}
 
 /* multiply * roundup(symbol, align) + add */
 typedef struct te_extent {
@@ -34,7 +54,7 @@ typedef struct te_extent {
     int64_t multiply, add;
 } te_extent;
 
-TE_API int64_t te_extent_value(const te_extent *extent, int64_t rows);
+TE_API int64_t te_extent_value(const te_extent *extent, const te_sizes *sizes);
 
 /* Constant length that is whatever the caller's buffer has (chunks of slots). */
 #define TE_ANY_LENGTH INT32_MAX
@@ -47,7 +67,7 @@ enum {                              /* te_value_desc.flags */
        TE_VALUE_INPUT = 1 << 0,     /* given; data of a call */
        TE_VALUE_PARAMETER = 1 << 1, /* given; a weight */
        TE_VALUE_RESULT = 1 << 2,    /* what the graph is for; its gradient is given to a backward */
-       TE_VALUE_LEADING = 1 << 3,   /* shape[0] stands for the leading dims of the first input */
+       TE_VALUE_LEADING = 1 << 3,   /* shape[0] stands for the leading dims of tokens or source */
        TE_VALUE_GRADIENT = 1 << 4,  /* of an input or parameter: its gradient is wanted */
        TE_VALUE_ACCUMULATE = 1 << 5, /* the gradient is added to the caller's buffer (main_grad) */
        TE_VALUE_OVERWRITE = 1 << 6,  /* it is written there */
@@ -88,9 +108,14 @@ typedef struct te_quantization {
 } te_quantization;
 
 typedef enum te_node_kind {
-    TE_NODE_LINEAR,     /* y = x W^T + b; inputs x, W, b */
-    TE_NODE_NORM,       /* inputs x, gamma, beta */
-    TE_NODE_ACTIVATION, /* inputs x */
+    TE_NODE_LINEAR,      /* y = x W^T + b; inputs x, W, b */
+    TE_NODE_NORM,        /* inputs x, gamma, beta */
+    TE_NODE_ACTIVATION,  /* inputs x */
+    TE_NODE_SOFTCAP,     /* inputs x */
+    TE_NODE_ATTENTION,   /* inputs query, key, value (by slices), mask, bias, lengths of queries, of
+                            keys */
+    TE_NODE_ROPE,        /* inputs x (by slice), angles */
+    TE_NODE_DROPOUT_ADD, /* inputs x, bias, residual */
     TE_NODE_KINDS
 } te_node_kind;
 
@@ -101,10 +126,21 @@ enum {                           /* te_node_desc.flags */
        TE_LINEAR_FAST_OUTPUT = 8, /* fast accumulation, per GEMM */
        TE_LINEAR_FAST_GRAD_INPUT = 16,
        TE_LINEAR_FAST_GRAD_WEIGHT = 32,
-       TE_NODE_ZERO_CENTERED = 64 /* norm: the factor is 1 + gamma */
+       TE_NODE_ZERO_CENTERED = 64,   /* norm: the factor is 1 + gamma */
+       TE_NODE_SEQUENCE_FIRST = 128, /* attention, rope: the leading dims are (sequence, batch) */
+       TE_NODE_BOTTOM_RIGHT = 256,   /* attention: see te_attention_problem */
+       TE_NODE_INTERLEAVED = 512     /* rope */
 };
 
-#define TE_NODE_INPUTS 4
+#define TE_NODE_INPUTS 7
+#define TE_NODE_SLICES 3
+
+/* Heads of a matrix of rows: head h of a row begins at element offset + h * stride. All columns of
+ * a matrix that is read by slices belong to one of them. */
+typedef struct te_slice {
+    int32_t heads, channels;
+    int64_t offset, stride;
+} te_slice;
 
 typedef struct te_node_desc {
     char name[TE_NAME_BYTES]; /* prefix of its stages and buffers, "" or with a "_" behind */
@@ -113,11 +149,16 @@ typedef struct te_node_desc {
     uint32_t flags;
     int32_t inputs[TE_NODE_INPUTS]; /* values; -1: not there */
     int32_t output;
-    float numbers[3];             /* norm: eps; activation: limit, alpha, linear_offset */
-    te_quantization quantization; /* linear */
-    int32_t slots[2];  /* of the node in the module's slots of the forward and backward chunk */
+    /* norm: eps; activation: limit, alpha, linear_offset; softcap: cap; attention: scale, dropout,
+     * window to the left and to the right; dropout + add: dropout, drop path */
+    double numbers[4];
+    te_slice slices[TE_NODE_SLICES]; /* attention, rope: of the first inputs */
+    te_quantization quantization;    /* linear */
+    int32_t owner;                   /* linear: module of the call whose slots it takes */
+    int32_t slots[2];  /* of the node in the owner's slots of the forward and backward chunk */
     int32_t gather;    /* linear, > 1: the quantized input is gathered from that many ranks */
-    uint32_t external; /* 1 << te_linear_stage that the caller runs */
+    uint32_t external; /* 1 << te_linear_stage that the caller runs; attention: 1, the caller
+                          attends, and makes the output */
 } te_node_desc;
 
 /* Stages of a linear node, in order of execution: X(ENUM, name). A plan has those it needs. */
@@ -182,7 +223,8 @@ typedef enum te_direction {
     X(STATE, state)     /* lives across calls; read, and written where buffer.written says so */   \
     X(OUTPUT, output)   /* written */                                                              \
     X(SAVED, saved)     /* packed into the saved buffer: written in forward, read in backward */   \
-    X(SCRATCH, scratch) /* packed into the scratch buffer */
+    X(SCRATCH, scratch) /* packed into the scratch buffer */                                       \
+    X(VIEW, view)       /* elements of another buffer */
 
 typedef enum te_buffer_role {
 #define X(NAME, name) TE_ROLE_##NAME,
@@ -203,9 +245,11 @@ typedef enum te_buffer_role {
     X(RSIGMA, rsigma, node)                                                                        \
     X(BIAS_CAST, bias_cast, node)                                                                  \
     X(GATHERED, gathered, node)                                                                    \
+    X(STATISTICS, statistics, node)                                                                \
+    X(RNG, rng, node)                                                                              \
     X(PARTIALS, partials, nothing)                                                                 \
-    X(SCALE, scale, nothing)                                                                       \
-    X(HISTORY, history, nothing)                                                                   \
+    X(SCALE, scale, owner)                                                                         \
+    X(HISTORY, history, owner)                                                                     \
     X(PART, part, value + n * count of values) /* its gradient's contribution n; 0: their sum */
 
 typedef enum te_link {
@@ -222,9 +266,13 @@ typedef struct te_buffer_info {
     int32_t of;
     te_dtype dtype;
     int32_t written; /* of a state: the run changes it */
-    int32_t leading; /* shape[0] stands for the leading dims of the first input (times multiply) */
+    int32_t leading; /* shape[0] stands for the leading dims of its sequence (times multiply) */
+    int32_t late;    /* an output that an external stage makes, not the caller before the run */
     int32_t ndim;
     te_extent shape[TE_MAX_DIMS];
+    int32_t base; /* of a view: the buffer that it is part of, which is dense */
+    int64_t offset;
+    te_extent strides[TE_MAX_DIMS]; /* of a view */
 } te_buffer_info;
 
 typedef struct te_stage_info {
@@ -242,8 +290,9 @@ typedef struct te_plan_info {
     const te_buffer_info *buffers;
     const te_stage_info *stages;
     int32_t buffer_count, stage_count;
-    int32_t quantized;     /* GEMMs of it run in FP8 */
-    te_extent saved_bytes; /* of the packed saved buffer */
+    int32_t quantized;                   /* GEMMs of it run in FP8 */
+    te_extent saved_bytes[TE_SEQUENCES]; /* their sum: of the packed saved buffer */
+    int32_t owners;                      /* modules whose slots it takes */
 } te_plan_info;
 
 /* Interns a plan: the same description gives the same id in every process. INVALID or TYPE for a
@@ -253,7 +302,7 @@ TE_API te_status te_plan_make(const te_graph_desc *graph, te_direction direction
 /* Buffers and stages of a plan; the pointers live as long as the process. */
 TE_API te_status te_plan_describe(int64_t id, te_plan_info *info);
 
-/* What te_plan_infer says for a number of rows: pure arithmetic, no device. */
+/* What te_plan_infer says for given sizes: pure arithmetic, no device. */
 typedef struct te_plan_sizes {
     size_t size;
     int64_t saved_bytes;   /* of the packed saved buffer; 0: none */
@@ -262,28 +311,31 @@ typedef struct te_plan_sizes {
 
 /* offsets, where not NULL, has room for buffer_count byte offsets into the saved or scratch buffer
  * (-1 for buffers of other roles). */
-TE_API te_status te_plan_infer(int64_t id, int64_t rows, te_plan_sizes *sizes, int64_t *offsets);
+TE_API te_status te_plan_infer(int64_t id, const te_sizes *given, te_plan_sizes *sizes,
+                               int64_t *offsets);
 /* Bytes of scratch that a run over dense, aligned buffers takes on this device: the plan's own plus
  * the largest operator workspace. */
-TE_API te_status te_plan_scratch(te_context *context, int64_t id, int64_t rows, size_t *bytes);
+TE_API te_status te_plan_scratch(te_context *context, int64_t id, const te_sizes *sizes,
+                                 size_t *bytes);
 
 /* What is called at an external stage, in the run: it does the stage's work on the buffers of the
- * plan, which are all there, on the stream of the run. With `observed` set it is called before and
- * after every other stage too. */
+ * plan, which are all there, on the stream of the run; late buffers it makes, and puts in. With
+ * `observed` set it is called before and after every other stage too. */
 typedef enum te_stage_event { TE_STAGE_RUN, TE_STAGE_BEFORE, TE_STAGE_AFTER } te_stage_event;
 typedef te_status (*te_stage_function)(void *self, int32_t stage, te_stage_event event,
-                                       const te_tensor *buffers);
+                                       te_tensor *buffers);
 
 typedef struct te_plan_call {
     size_t size;
     int64_t plan;
-    int64_t rows;             /* product of the leading dims of the first input */
+    te_sizes sizes;
     const te_tensor *buffers; /* buffer_count entries in plan order, matrices flattened to 2-D;
-                                 SAVED and SCRATCH entries are ignored */
+                                 those of late, SAVED, SCRATCH and VIEW buffers are ignored */
     void *saved;              /* packed saved buffer, 16-byte aligned */
     void *scratch;            /* packed scratch, 256-byte aligned */
     size_t scratch_size;
-    int32_t slots[2]; /* first slot of this module in the forward and in the backward chunk */
+    const int32_t
+        *slots; /* two per owner: its first slot in the forward and in the backward chunk */
     te_stage_function stage; /* NULL where no stage is external */
     void *stage_self;
     int32_t observed;

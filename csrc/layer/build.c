@@ -118,6 +118,18 @@ static void describe(const te_build *build, te_link link, int32_t of, te_buffer_
         info->shape[0].multiply *= node->gather;
         (void)snprintf(name, size, "%sinput_gathered", node->name);
         return;
+    case TE_LINK_STATISTICS:
+        node = te_node(build, of);
+        info->ndim = 2;
+        info->shape[0] = te_value(build, node->output)->shape[0];
+        info->shape[1] = te_constant(node->slices[0].heads);
+        (void)snprintf(name, size, "%sstatistics", node->name);
+        return;
+    case TE_LINK_RNG:
+        info->dtype = TE_DTYPE_I64;
+        info->shape[0] = te_constant(2);
+        (void)snprintf(name, size, "%srng", te_node(build, of)->name);
+        return;
     case TE_LINK_PARTIALS:
         info->shape[0] = te_constant(TE_AMAX_PARTIALS);
         (void)snprintf(name, size, "partials");
@@ -127,18 +139,27 @@ static void describe(const te_build *build, te_link link, int32_t of, te_buffer_
         info->shape[1] = te_constant(TE_ANY_LENGTH);
         info->written = 1;
         info->shape[0] = te_constant(TE_ANY_LENGTH);
-        (void)snprintf(name, size, "history");
+        (void)snprintf(name, size, of == 0 ? "history" : "history_%d", of);
         return;
     default:
         info->shape[0] = te_constant(TE_ANY_LENGTH);
-        (void)snprintf(name, size, "scale");
+        (void)snprintf(name, size, of == 0 ? "scale" : "scale_%d", of);
         return;
     }
+}
+
+/* Made by the caller, in its stage. */
+static int is_late(const te_build *build, int32_t value)
+{
+    int32_t maker = build->values[value].producer;
+    return maker != TE_NOBODY && te_node(build, maker)->kind == TE_NODE_ATTENTION &&
+           te_node(build, maker)->external != 0;
 }
 
 static te_buffer_role role_of_value(const te_build *build, int32_t of)
 {
     uint32_t flags = te_value(build, of)->flags;
+    if (is_late(build, of)) flags |= TE_VALUE_RESULT; /* it is handed on as one is */
     if ((flags & TE_VALUE_PARAMETER) != 0) return TE_ROLE_PARAMETER;
     if ((flags & TE_VALUE_INPUT) != 0) return TE_ROLE_INPUT;
     if ((flags & TE_VALUE_RESULT) == 0) return TE_ROLE_SCRATCH;
@@ -182,6 +203,7 @@ int16_t te_find(const te_build *build, te_link link, int32_t of)
     }
     for (int32_t i = 0; i < build->plan.buffer_count; i++) {
         const te_buffer_info *info = &build->plan.buffers[i].info;
+        if (info->role == TE_ROLE_VIEW) continue;
         if (info->link == link && info->of == of) return (int16_t)i;
     }
     return TE_NO_BUFFER;
@@ -194,6 +216,7 @@ static int16_t add(te_build *build, te_link link, int32_t of, te_buffer_role rol
     describe(build, link, of, &info, name, sizeof name);
     info.role = role;
     if (role == TE_ROLE_STATE && link == TE_LINK_GRADIENT) info.written = 1;
+    info.late = role == TE_ROLE_OUTPUT && link == TE_LINK_VALUE && is_late(build, of);
     return te_plan_add_buffer(&build->plan, &info);
 }
 
@@ -217,6 +240,52 @@ int16_t te_defer(te_build *build, te_link link, int32_t of)
 {
     add_link(build, &build->deferred, link, of);
     return te_get(build, link, of);
+}
+
+int16_t te_view(te_build *build, const te_buffer_info *view)
+{
+    te_buffer_info info = *view;
+    const te_buffer_info *base;
+    if (build->plan.status != TE_OK) return 0;
+    base = &build->plan.buffers[view->base].info;
+    info.role = TE_ROLE_VIEW;
+    info.link = base->link;
+    info.of = base->of;
+    info.dtype = base->dtype;
+    for (int32_t i = 0; i < build->plan.buffer_count; i++) {
+        const te_buffer_info *known = &build->plan.buffers[i].info;
+        if (known->role == TE_ROLE_VIEW && known->base == info.base &&
+            known->offset == info.offset && known->ndim == info.ndim &&
+            memcmp(known->shape, info.shape, sizeof info.shape) == 0 &&
+            memcmp(known->strides, info.strides, sizeof info.strides) == 0) {
+            return (int16_t)i;
+        }
+    }
+    return te_plan_add_buffer(&build->plan, &info);
+}
+
+int16_t te_heads_of(te_build *build, int32_t n, int16_t matrix, const te_slice *slice)
+{
+    te_buffer_info info = {.ndim = 4, .base = matrix, .offset = slice->offset};
+    int first = (te_node(build, n)->flags & TE_NODE_SEQUENCE_FIRST) != 0;
+    char name[2 * TE_NAME_BYTES];
+    int64_t columns;
+    int32_t rows;
+    if (build->plan.status != TE_OK) return 0;
+    columns = build->plan.buffers[matrix].info.shape[1].add;
+    rows = build->plan.buffers[matrix].info.shape[0].symbol;
+    (void)snprintf(name, sizeof name, "%.24s_at_%lld", build->plan.buffers[matrix].name,
+                   (long long)slice->offset);
+    info.name = name;
+    info.shape[first] = te_multiple(rows + 1, 1);
+    info.shape[!first] = te_multiple(rows + 2, 1);
+    info.shape[2] = te_constant(slice->heads);
+    info.shape[3] = te_constant(slice->channels);
+    info.strides[first] = te_multiple(rows + 2, columns);
+    info.strides[!first] = te_constant(columns);
+    info.strides[2] = te_constant(slice->stride);
+    info.strides[3] = te_constant(1);
+    return te_view(build, &info);
 }
 
 /* ---- values ------------------------------------------------------------------------------- */
@@ -305,6 +374,38 @@ int16_t te_grad_target(te_build *build, int32_t value)
     return contribution(build, value, build->values[value].grads++);
 }
 
+void te_grad_pass(te_build *build, int32_t value, int16_t grad)
+{
+    te_value_state *state = &build->values[value];
+    if (state->grads == 0 && !te_links_has(&build->deferred, TE_LINK_GRADIENT, value)) {
+        state->grad_alias = grad;
+        state->grads = 1;
+        return;
+    }
+    te_sum(build, grad, TE_NO_BUFFER, te_grad_target(build, value));
+}
+
+int16_t te_grad_heads(te_build *build, int32_t node, int32_t value, const te_slice *slice)
+{
+    int16_t matrix = te_has_grad(build, value) ? te_get(build, TE_LINK_GRADIENT, value)
+                                               : te_grad_target(build, value);
+    return te_heads_of(build, node, matrix, slice);
+}
+
+int te_grad_is_own(const te_build *build, int32_t value, int16_t buffer)
+{
+    const te_buffer_info *info;
+    if (build->plan.status != TE_OK) return 0;
+    info = &build->plan.buffers[buffer].info;
+    if (info->role != TE_ROLE_SCRATCH || info->link != TE_LINK_GRADIENT || info->of != value) {
+        return 0;
+    }
+    for (int32_t v = 0; v < build->graph->value_count; v++) {
+        if (v != value && build->values[v].grad_alias == buffer) return 0;
+    }
+    return 1;
+}
+
 void te_grad_pair(te_build *build, int32_t value, int16_t pair[2])
 {
     te_value_state *state = &build->values[value];
@@ -313,28 +414,26 @@ void te_grad_pair(te_build *build, int32_t value, int16_t pair[2])
         pair[1] = TE_NO_BUFFER;
         return;
     }
-    while (state->grads > 2) { /* as autograd does: one after the other, in their dtype */
-        te_stage *stage = te_add(build, TE_NOBODY, "", "add_gradients", TE_OP_DROPOUT_ADD);
-        int16_t last = contribution(build, value, --state->grads);
-        te_use_as(build, stage, "input", contribution(build, value, state->grads - 1));
-        te_use_as(build, stage, "residual", last);
-        te_use_as(build, stage, "output", contribution(build, value, state->grads - 1));
-    }
     pair[0] = contribution(build, value, 0);
     pair[1] = state->grads > 1 ? contribution(build, value, 1) : TE_NO_BUFFER;
+    for (int32_t n = 2; n < state->grads;
+         n++) { /* as autograd does: in their dtype, as they came */
+        te_sum(build, pair[1], pair[0], pair[1]);
+        pair[0] = pair[1];
+        pair[1] = contribution(build, value, n);
+    }
 }
 
 int16_t te_grad(te_build *build, int32_t value)
 {
     te_value_state *state = &build->values[value];
-    te_stage *stage;
     int16_t pair[2], sum;
     if (state->grad_pending != TE_NOBODY) {
         const te_node_desc *node = te_node(build, state->grad_pending);
         te_cast_to cast = te_cast_nothing();
-        stage = te_rules_of(build, state->grad_pending)
-                    ->produce_grad(build, state->grad_pending, node->name,
-                                   te_rules_of(build, state->grad_pending)->name);
+        te_stage *stage = te_rules_of(build, state->grad_pending)
+                              ->produce_grad(build, state->grad_pending, node->name,
+                                             te_rules_of(build, state->grad_pending)->name);
         cast.wide = te_get(build, TE_LINK_GRADIENT, value);
         te_ask_cast(build, stage, &cast);
         state->grad_pending = TE_NOBODY;
@@ -342,11 +441,9 @@ int16_t te_grad(te_build *build, int32_t value)
     }
     te_grad_pair(build, value, pair);
     if (pair[1] == TE_NO_BUFFER) return pair[0];
+    state->grad_alias = TE_NO_BUFFER;
     sum = te_get(build, te_grad_link(build, value), value);
-    stage = te_add(build, TE_NOBODY, "", "add_gradients", TE_OP_DROPOUT_ADD);
-    te_use_as(build, stage, "input", pair[1]);
-    te_use_as(build, stage, "residual", pair[0]);
-    te_use_as(build, stage, "output", sum);
+    te_sum(build, pair[1], pair[0], sum);
     state->grads = 1;
     state->grad_alias = sum;
     return sum;
@@ -393,6 +490,38 @@ void te_use_as(te_build *build, te_stage *stage, const char *field, int16_t buff
     te_stage_use(&build->plan, stage, field_number(build, stage, field), buffer);
 }
 
+void te_use_value(te_build *build, te_stage *stage, const char *field, int32_t value)
+{
+    if (value >= 0) te_use_as(build, stage, field, te_get(build, TE_LINK_VALUE, value));
+}
+
+void te_use_size(te_build *build, te_stage *stage, const char *field, int32_t symbol)
+{
+    te_stage_use_at(&build->plan, stage, field_number(build, stage, field), TE_NO_BUFFER, symbol,
+                    0);
+}
+
+void te_sum(te_build *build, int16_t input, int16_t residual, int16_t output)
+{
+    const char *name = residual == TE_NO_BUFFER ? "copy_gradient" : "add_gradients";
+    te_stage *stage = te_add(build, TE_NOBODY, "", name, TE_OP_DROPOUT_ADD);
+    te_use_as(build, stage, "input", input);
+    te_use_as(build, stage, "residual", residual);
+    te_use_as(build, stage, "output", output);
+}
+
+int16_t te_draw(te_build *build, int32_t n)
+{
+    te_stage *stage;
+    int16_t pair;
+    if (build->direction != TE_DIRECTION_FORWARD) return te_need(build, TE_LINK_RNG, n);
+    pair = te_get(build, TE_LINK_RNG, n);
+    stage = te_add(build, n, te_node(build, n)->name, "draw", TE_OP_FILL);
+    stage->external = 1;
+    te_stage_use(&build->plan, stage, 0, pair);
+    return pair;
+}
+
 void te_set_number(te_build *build, te_stage *stage, const char *field, double value)
 {
     int f = field_number(build, stage, field);
@@ -427,10 +556,11 @@ void te_ask_cast(te_build *build, te_stage *stage, const te_cast_to *cast)
     if (cast->given != TE_NO_BUFFER) {
         te_stage_use_at(&build->plan, stage, field_number(build, stage, "scale"), cast->given,
                         TE_SCALES_SCALE, 0);
-    } else {
+    } else if (cast->scale != TE_NO_BUFFER) {
         te_stage_use_at(&build->plan, stage, field_number(build, stage, "scale"), cast->scale,
                         cast->slot, chunk);
     }
+    if (cast->history == TE_NO_BUFFER) return;
     te_stage_use_at(&build->plan, stage, field_number(build, stage, "amax"), cast->history,
                     cast->slot, chunk);
 }

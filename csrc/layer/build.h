@@ -39,7 +39,7 @@ typedef struct te_value_state {
     int32_t again;        /* ... and repeats what the forward did */
     int32_t grad_pending; /* the same of its gradient: the node that reads it */
     int32_t grads;        /* contributions to the gradient */
-    int16_t grad_alias;   /* buffer that holds it, where that is not the gradient's own */
+    int16_t grad_alias; /* buffer that holds the first one (or the sum), where it is not its own */
 } te_value_state;
 
 typedef struct te_node_rules te_node_rules;
@@ -58,11 +58,14 @@ typedef struct te_build {
  * operator alone; what it writes is the caller's to add. */
 struct te_node_rules {
     const char *name; /* of the stage that runs it alone */
+    int inputs;       /* at most, and how many of them are read by slices */
+    int slices;
     te_status (*check)(const te_graph_desc *graph, int32_t node);
     void (*forward)(te_build *build, int32_t node);
     void (*backward)(te_build *build, int32_t node);
     void (*deferred)(te_build *build, int32_t node); /* NULL: nothing of it is put off */
-    /* Repeats the forward in a backward, with the scales and statistics of then. */
+    /* Repeats the forward in a backward, with the scales and statistics of then; NULL: it can not.
+     */
     void (*again)(te_build *build, int32_t node);
     /* Of a pending value, and of a pending gradient; `again`: statistics are read. */
     te_stage *(*produce)(te_build *build, int32_t node, const char *prefix, const char *name,
@@ -80,7 +83,11 @@ te_status te_check_rows(const te_graph_desc *graph, int32_t node, const char *wh
 /* Of a linear node (linear_check.c). */
 te_status te_check_linear(const te_graph_desc *graph, int32_t node);
 
-extern const te_node_rules te_linear_rules, te_norm_rules, te_activation_rules;
+/* Input i of a node is a matrix of rows of a sequence, whose slice i lies inside. */
+te_status te_check_slice(const te_graph_desc *graph, int32_t node, int i);
+
+extern const te_node_rules te_linear_rules, te_norm_rules, te_activation_rules, te_softcap_rules,
+    te_attention_rules, te_rope_rules, te_dropout_add_rules;
 
 static inline const te_node_desc *te_node(const te_build *build, int32_t node)
 {
@@ -112,6 +119,18 @@ int16_t te_need(te_build *build, te_link link, int32_t of);
 /* The same of what the backward has made for the deferred plan, which is being built. */
 int16_t te_defer(te_build *build, te_link link, int32_t of);
 
+/* Heads of a matrix of rows as [batch, sequence, heads, channels]; `node` says the order of dims.
+ */
+int16_t te_heads_of(te_build *build, int32_t node, int16_t matrix, const te_slice *slice);
+/* Part of a buffer; `view` has name, shape, base, offset and strides. */
+int16_t te_view(te_build *build, const te_buffer_info *view);
+/* Slice without gaps: the heads one after the other. */
+static inline te_slice te_dense_heads(int32_t heads, int32_t channels)
+{
+    te_slice slice = {heads, channels, 0, channels};
+    return slice;
+}
+
 /* ---- values ---- */
 
 /* Whether a gradient has more than one contribution. */
@@ -135,7 +154,14 @@ void te_make_again(te_build *build, int32_t value);
 int te_has_grad(const te_build *build, int32_t value);
 /* Where the next contribution to the gradient of a value goes. */
 int16_t te_grad_target(te_build *build, int32_t value);
-/* Up to two contributions, the others added to the first; the second may be TE_NO_BUFFER. */
+/* Makes a gradient that is there a contribution to that of another value, without a copy where it
+ * is the first one. */
+void te_grad_pass(te_build *build, int32_t value, int16_t grad);
+/* Where the gradient of a slice of a matrix goes: heads of its one contribution. */
+int16_t te_grad_heads(te_build *build, int32_t node, int32_t value, const te_slice *slice);
+/* Whether the buffer holds the gradient of this value alone. */
+int te_grad_is_own(const te_build *build, int32_t value, int16_t buffer);
+/* Up to two contributions, the others added as they came; the second may be TE_NO_BUFFER. */
 void te_grad_pair(te_build *build, int32_t value, int16_t pair[2]);
 /* The whole gradient in high precision. */
 int16_t te_grad(te_build *build, int32_t value);
@@ -149,6 +175,16 @@ int16_t te_parameter_grad(te_build *build, int32_t value);
 te_stage *te_add(te_build *build, int32_t node, const char *prefix, const char *name, te_op op);
 /* Lets a buffer fill the field of this name. */
 void te_use_as(te_build *build, te_stage *stage, const char *field, int16_t buffer);
+/* Lets a buffer fill the field, where there is the value; as te_get and te_need. */
+void te_use_value(te_build *build, te_stage *stage, const char *field, int32_t value);
+/* Gives a number the value of a te_symbol. */
+void te_use_size(te_build *build, te_stage *stage, const char *field, int32_t symbol);
+/* output = residual + input; TE_NO_BUFFER: a copy. */
+void te_sum(te_build *build, int16_t input, int16_t residual, int16_t output);
+/* The node's pair (seed, offset): drawn by the caller in a forward, saved where a backward reads
+ * it.
+ */
+int16_t te_draw(te_build *build, int32_t node);
 /* Sets a number, kind or flag. */
 void te_set_number(te_build *build, te_stage *stage, const char *field, double value);
 

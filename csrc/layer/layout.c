@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * layout.c - sizes and offsets of a plan's buffers for a number of rows, without a device.
+ * layout.c - shapes and offsets of a plan's buffers for given sizes, without a device.
  */
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -10,8 +10,8 @@
 #include "core/tensor.h"
 #include "layer/plan.h"
 
-/* Layouts that are kept with a plan: those of training. A decoder meets other row counts at each
- * call, and works them out again. */
+/* Layouts that are kept with a plan: those of training. A generating model meets other sizes at
+ * each call, and works them out again. */
 #define KEPT 16
 
 /* Of one buffer, so that no sum of them leaves 64 bits. */
@@ -53,39 +53,45 @@ static int64_t place_scratch(const te_plan *plan, const te_layout *layout, int32
     return place;
 }
 
-/* Dense, and where it is packed of a size that can be. */
-static te_status shape_tensor(const te_buffer *buffer, int64_t rows, te_tensor *tensor)
+/* Dense, but for a view; what has any length is the caller's, and so are its strides. */
+static te_status shape_tensor(const te_buffer *buffer, const te_sizes *sizes, te_tensor *tensor)
 {
     const te_buffer_info *info = &buffer->info;
     int64_t stride = 1;
     tensor->dtype = info->dtype;
     tensor->ndim = info->ndim;
     for (int32_t d = info->ndim - 1; d >= 0; d--) {
-        int64_t length = te_extent_value(&info->shape[d], rows);
+        int64_t length = te_extent_value(&info->shape[d], sizes);
+        int view = info->role == TE_ROLE_VIEW;
         tensor->shape[d] = length;
-        tensor->strides[d] = stride;
-        if (te_is_packed(info->role) && length > 0 &&
-            stride > MOST_BYTES / (int64_t)sizeof(float) / length) {
+        tensor->strides[d] = view ? te_extent_value(&info->strides[d], sizes) : stride;
+        if (view || length == TE_ANY_LENGTH) continue;
+        if (length > 0 && stride > MOST_BYTES / (int64_t)sizeof(float) / length) {
             return TE_FAIL(TE_ERROR_INVALID, "plan: %s: too large for %lld rows", buffer->name,
-                           (long long)rows);
+                           (long long)sizes->of[TE_SYMBOL_ROWS]);
         }
         stride *= length;
     }
     return TE_OK;
 }
 
-static te_status fill(const te_plan *plan, te_device device, int64_t rows, te_layout *layout)
+static te_status fill(const te_plan *plan, te_device device, const te_sizes *sizes,
+                      te_layout *layout)
 {
     int64_t saved = 0, scratch = 0;
     layout->device = device;
-    layout->rows = rows;
+    layout->sizes = *sizes;
     for (int32_t i = 0; i < plan->buffer_count; i++) {
         const te_buffer_info *info = &plan->buffers[i].info;
         te_tensor *tensor = &layout->tensors[i];
         int64_t offset;
         memset(tensor, 0, sizeof *tensor);
         tensor->device = device;
-        TE_TRY(shape_tensor(&plan->buffers[i], rows, tensor));
+        TE_TRY(shape_tensor(&plan->buffers[i], sizes, tensor));
+        if (info->role == TE_ROLE_VIEW) {
+            offset = info->offset * (int64_t)te_dtype_bytes(info->dtype);
+            tensor->data = (void *)(uintptr_t)offset; /* NOLINT(performance-no-int-to-ptr) */
+        }
         if (!te_is_packed(info->role)) continue;
         offset = info->role == TE_ROLE_SAVED ? saved : place_scratch(plan, layout, i);
         tensor->data = (void *)(uintptr_t)offset; /* NOLINT(performance-no-int-to-ptr) */
@@ -96,12 +102,34 @@ static te_status fill(const te_plan *plan, te_device device, int64_t rows, te_la
             scratch = offset;
         }
     }
-    layout->saved_bytes = te_extent_value(&plan->saved_bytes, rows);
+    for (int s = 0; s < TE_SEQUENCES; s++) {
+        layout->saved_bytes += te_extent_value(&plan->saved_bytes[s], sizes);
+    }
     layout->scratch_bytes = scratch;
     return TE_OK;
 }
 
-te_status te_plan_layout(const te_plan *plan, te_device device, int64_t rows,
+/* Numbers that the plan names are in range, and dims make up the rows. */
+static te_status check_sizes(const te_plan *plan, const te_sizes *sizes)
+{
+    for (int s = TE_SYMBOL_ROWS; s < TE_SYMBOL_COUNT; s++) {
+        if ((plan->symbols >> s & 1U) == 0 || (sizes->of[s] >= 0 && sizes->of[s] <= INT32_MAX)) {
+            continue;
+        }
+        return TE_FAIL(TE_ERROR_INVALID, "rows = %lld, expected 0 to %d", (long long)sizes->of[s],
+                       INT32_MAX);
+    }
+    for (int rows = TE_SYMBOL_ROWS; rows < TE_SYMBOL_COUNT;
+         rows += TE_SYMBOL_SOURCE_ROWS - TE_SYMBOL_ROWS) {
+        const int64_t *of = &sizes->of[rows];
+        if ((plan->symbols >> rows & 2U) == 0 || of[1] * of[2] == of[0]) continue;
+        return TE_FAIL(TE_ERROR_INVALID, "leading dims %lld x %lld, expected the %lld rows",
+                       (long long)of[1], (long long)of[2], (long long)of[0]);
+    }
+    return TE_OK;
+}
+
+te_status te_plan_layout(const te_plan *plan, te_device device, const te_sizes *sizes,
                          const te_layout **layout, te_layout **own)
 {
     _Atomic(te_layout *) *head = (_Atomic(te_layout *) *)&plan->layouts;
@@ -110,20 +138,17 @@ te_status te_plan_layout(const te_plan *plan, te_device device, int64_t rows,
     te_status st;
     int count = 0;
     *own = NULL;
-    if (rows < 0 || rows > INT32_MAX) {
-        return TE_FAIL(TE_ERROR_INVALID, "rows = %lld, expected 0 to %d", (long long)rows,
-                       INT32_MAX);
-    }
     for (te_layout *known = first; known != NULL; known = known->next, count++) {
-        if (known->rows == rows && known->device.type == device.type &&
-            known->device.index == device.index) {
+        if (known->device.type == device.type && known->device.index == device.index &&
+            memcmp(&known->sizes, sizes, sizeof *sizes) == 0) {
             *layout = known;
             return TE_OK;
         }
     }
-    made = malloc(sizeof *made + (size_t)(plan->buffer_count + 1) * sizeof made->tensors[0]);
+    TE_TRY(check_sizes(plan, sizes));
+    made = calloc(1, sizeof *made + (size_t)(plan->buffer_count + 1) * sizeof made->tensors[0]);
     if (made == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a layout");
-    st = fill(plan, device, rows, made);
+    st = fill(plan, device, sizes, made);
     if (st != TE_OK) {
         free(made);
         return st;
@@ -134,14 +159,14 @@ te_status te_plan_layout(const te_plan *plan, te_device device, int64_t rows,
     return TE_OK;
 }
 
-te_status te_plan_infer(int64_t id, int64_t rows, te_plan_sizes *sizes, int64_t *offsets)
+te_status te_plan_infer(int64_t id, const te_sizes *given, te_plan_sizes *sizes, int64_t *offsets)
 {
     const te_plan *plan = NULL;
     const te_layout *layout = NULL;
     te_layout *own = NULL;
     te_device device = {TE_DEVICE_CPU, 0};
     TE_TRY(te_plan_get(id, &plan));
-    TE_TRY(te_plan_layout(plan, device, rows, &layout, &own));
+    TE_TRY(te_plan_layout(plan, device, given, &layout, &own));
     sizes->size = sizeof *sizes;
     sizes->saved_bytes = layout->saved_bytes;
     sizes->scratch_bytes = layout->scratch_bytes;

@@ -64,10 +64,11 @@ static te_status check_numbers(const te_node_desc *node)
         return TE_FAIL(TE_ERROR_INVALID, "linear: recipe = %d does not exist", q->recipe);
     }
     if (negative || q->power_2 >> TE_OPERAND_ROLES != 0 ||
-        node->external >> TE_LINEAR_STAGE_COUNT != 0 || node->inputs[3] >= 0) {
+        node->external >> TE_LINEAR_STAGE_COUNT != 0 || node->owner < 0 ||
+        node->owner >= TE_GRAPH_NODES) {
         return TE_FAIL(TE_ERROR_INVALID,
-                       "linear: amax_epsilon, power_2 = 0x%x, external = 0x%x or a fourth input %d",
-                       q->power_2, node->external, node->inputs[3]);
+                       "linear: amax_epsilon, power_2 = 0x%x, external = 0x%x or owner %d",
+                       q->power_2, node->external, node->owner);
     }
     for (int i = 0; i < 2; i++) {
         if (node->slots[i] >= 0 && node->slots[i] <= INT16_MAX) continue;

@@ -10,9 +10,10 @@
 #include "layer/recipe.h"
 
 static const te_node_rules *const rules[TE_NODE_KINDS] = {
-    [TE_NODE_LINEAR] = &te_linear_rules,
-    [TE_NODE_NORM] = &te_norm_rules,
-    [TE_NODE_ACTIVATION] = &te_activation_rules,
+    [TE_NODE_LINEAR] = &te_linear_rules,           [TE_NODE_NORM] = &te_norm_rules,
+    [TE_NODE_ACTIVATION] = &te_activation_rules,   [TE_NODE_SOFTCAP] = &te_softcap_rules,
+    [TE_NODE_ATTENTION] = &te_attention_rules,     [TE_NODE_ROPE] = &te_rope_rules,
+    [TE_NODE_DROPOUT_ADD] = &te_dropout_add_rules,
 };
 
 /* ---- checks ------------------------------------------------------------------------------- */
@@ -34,12 +35,15 @@ static int is_given(const te_value_desc *value)
 static te_status check_shape(const te_value_desc *value)
 {
     int64_t most = MOST_FIXED, elements = 1;
+    int free = (value->flags & (uint32_t)(TE_VALUE_INPUT | TE_VALUE_LEADING)) == TE_VALUE_INPUT;
     for (int32_t d = 0; d < value->ndim; d++) {
         const te_extent *e = &value->shape[d];
         int constant = e->symbol == TE_SYMBOL_NONE;
         int64_t length = constant ? e->add : e->multiply;
+        if (free && constant && length == TE_ANY_LENGTH) continue;
         if (e->symbol < 0 || e->symbol >= TE_SYMBOL_COUNT || e->align < 1 || length < 1 ||
-            length >= TE_ANY_LENGTH || (!constant && (e->add != 0 || most == MOST_IN_ROW))) {
+            length >= TE_ANY_LENGTH ||
+            (!constant && (e->add != 0 || (!free && most == MOST_IN_ROW)))) {
             return TE_FAIL(TE_ERROR_INVALID,
                            "graph: %s: dim %d is %lld * roundup(symbol %d, %d) + %lld", value->name,
                            d, (long long)e->multiply, e->symbol, e->align, (long long)e->add);
@@ -49,7 +53,9 @@ static te_status check_shape(const te_value_desc *value)
     }
     if (elements > most) return TE_FAIL(TE_ERROR_INVALID, "graph: %s: too large", value->name);
     if ((value->flags & TE_VALUE_LEADING) != 0 &&
-        (value->shape[0].symbol != TE_SYMBOL_ROWS || value->shape[0].align != 1)) {
+        ((value->shape[0].symbol != TE_SYMBOL_ROWS &&
+          value->shape[0].symbol != TE_SYMBOL_SOURCE_ROWS) ||
+         value->shape[0].align != 1)) {
         return TE_FAIL(TE_ERROR_INVALID, "graph: %s: leading dims that are no number of rows",
                        value->name);
     }
@@ -67,6 +73,10 @@ static te_status check_value(const te_value_desc *value, int32_t number)
         return TE_FAIL(TE_ERROR_INVALID, "graph: value %d: name, ndim = %d or flags = 0x%x", number,
                        value->ndim, value->flags);
     }
+    if (value->flags == TE_VALUE_INPUT &&
+        (value->dtype == TE_DTYPE_U8 || value->dtype == TE_DTYPE_I32)) {
+        return check_shape(value);
+    }
     if (!te_dtype_is_high_precision((te_dtype)value->dtype) ||
         !te_dtype_is_high_precision((te_dtype)value->grad_dtype)) {
         return TE_FAIL(TE_ERROR_TYPE, "graph: %s: dtype %s, gradient %s, expected f32, f16 or bf16",
@@ -82,15 +92,16 @@ static te_status check_node(const te_graph_desc *graph, int32_t n)
     if (node->kind < 0 || node->kind >= TE_NODE_KINDS ||
         memchr(node->name, '\0', sizeof node->name) == NULL || node->inputs[0] < 0 ||
         node->output < 0 || node->output >= graph->value_count ||
-        node->flags >= (uint32_t)TE_NODE_ZERO_CENTERED << 1) {
+        node->flags >= (uint32_t)TE_NODE_INTERLEAVED << 1) {
         return TE_FAIL(TE_ERROR_INVALID,
                        "graph: node %d: name, kind %d, input %d, output %d or flags 0x%x", n,
                        node->kind, node->inputs[0], node->output, node->flags);
     }
     for (int i = 0; i < TE_NODE_INPUTS; i++) {
-        if (node->inputs[i] < -1 || node->inputs[i] >= graph->value_count) {
-            return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: there is no value %d", n,
-                           node->inputs[i]);
+        if (node->inputs[i] < -1 || node->inputs[i] >= graph->value_count ||
+            (node->inputs[i] >= 0 && i >= rules[node->kind]->inputs)) {
+            return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: there is no value %d or input %d", n,
+                           node->inputs[i], i);
         }
         if (node->inputs[i] >= 0 && (node->kind != TE_NODE_LINEAR || i != 1) &&
             (graph->values[node->inputs[i]].flags & OF_WEIGHT) != 0) {
@@ -122,10 +133,57 @@ static int is_made(const te_graph_desc *graph, int32_t value, int32_t node)
     return 0;
 }
 
+/* Whether two slices of a matrix have elements in common. */
+static int overlap(const te_slice *a, const te_slice *b)
+{
+    for (int32_t i = 0, j = 0; i < a->heads && j < b->heads;) {
+        int64_t at = a->offset + i * a->stride, other = b->offset + j * b->stride;
+        if (at < other + b->channels && other < at + a->channels) return 1;
+        if (at < other) {
+            i++;
+        } else {
+            j++;
+        }
+    }
+    return 0;
+}
+
+/* A matrix that is read by slices is read by nothing else, and each column once: its gradient is
+ * that of its slices. */
+static te_status check_slices(const te_graph_desc *graph, int32_t n, int i)
+{
+    const te_slice *slice = &graph->nodes[n].slices[i];
+    int32_t x = graph->nodes[n].inputs[i];
+    int64_t columns = 0;
+    int whole = (graph->values[x].flags & TE_VALUE_RESULT) == 0;
+    for (int32_t k = 0; k < graph->node_count; k++) {
+        for (int j = 0; j < TE_NODE_INPUTS; j++) {
+            const te_slice *other;
+            if (graph->nodes[k].inputs[j] != x) continue;
+            whole &= j < rules[graph->nodes[k].kind]->slices;
+            if (!whole) break;
+            other = &graph->nodes[k].slices[j];
+            columns += (int64_t)other->heads * other->channels;
+            whole &= (k == n && j == i) || !overlap(slice, other);
+        }
+    }
+    if (whole && columns == graph->values[x].shape[1].add) return TE_OK;
+    return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                   "graph: node %d: %s is read by slices: each of its columns by one of them, and "
+                   "by nothing else",
+                   n, graph->values[x].name);
+}
+
+/* Its gradient is written as a whole: only those of matrices of data are summed. */
+static int has_one_reader(const te_value_desc *value)
+{
+    return (value->flags & TE_VALUE_GRADIENT) != 0 &&
+           ((value->flags & TE_VALUE_PARAMETER) != 0 || value->ndim != 2);
+}
+
 /* Every value is given or made by one node, before those that read it, and none in vain. */
 static te_status check_order(const te_graph_desc *graph)
 {
-    const uint32_t trained = TE_VALUE_PARAMETER | TE_VALUE_GRADIENT;
     for (int32_t n = 0; n < graph->node_count; n++) {
         int32_t y = graph->nodes[n].output;
         for (int i = 0; i < TE_NODE_INPUTS; i++) {
@@ -135,12 +193,17 @@ static te_status check_order(const te_graph_desc *graph)
                 return TE_FAIL(TE_ERROR_INVALID, "graph: node %d reads %s, which nobody has made",
                                n, graph->values[x].name);
             }
-            if ((graph->values[x].flags & trained) == trained &&
-                count_readers(graph, x, n, i) > 0) {
+            if (has_one_reader(&graph->values[x]) && count_readers(graph, x, n, i) > 0) {
                 return TE_FAIL(TE_ERROR_UNSUPPORTED,
                                "graph: node %d: the gradient of %s, which is read twice", n,
                                graph->values[x].name);
             }
+            if (i < rules[graph->nodes[n].kind]->slices) TE_TRY(check_slices(graph, n, i));
+        }
+        if ((graph->flags & TE_GRAPH_RECOMPUTE) != 0 &&
+            rules[graph->nodes[n].kind]->again == NULL) {
+            return TE_FAIL(TE_ERROR_UNSUPPORTED, "graph: node %d (%s) can not be repeated", n,
+                           rules[graph->nodes[n].kind]->name);
         }
         if (is_given(&graph->values[y]) || is_made(graph, y, n)) {
             return TE_FAIL(TE_ERROR_INVALID, "graph: node %d makes %s, which is there already", n,
@@ -219,6 +282,15 @@ static void walk_deferred(te_build *build)
     }
 }
 
+/* Whether what holds the gradient of an input is the buffer of something else. */
+static int is_passed_on(const te_build *build, int32_t value)
+{
+    const te_buffer_info *info;
+    if (build->plan.status != TE_OK) return 0;
+    info = &build->plan.buffers[build->values[value].grad_alias].info;
+    return info->link != TE_LINK_GRADIENT || info->of != value;
+}
+
 static void walk_backward(te_build *build)
 {
     start(build, TE_DIRECTION_BACKWARD);
@@ -226,8 +298,17 @@ static void walk_backward(te_build *build)
         te_rules_of(build, n)->backward(build, n);
     }
     for (int32_t v = 0; v < build->graph->value_count; v++) { /* an input that several nodes read */
-        if (build->values[v].producer == TE_NOBODY && build->values[v].grads > 1) {
-            (void)te_grad(build, v);
+        te_value_state *state = &build->values[v];
+        if (state->producer != TE_NOBODY) continue;
+        if ((te_value(build, v)->flags & TE_VALUE_LEADING) != 0 &&
+            te_value(build, v)->shape[0].symbol == TE_SYMBOL_SOURCE_ROWS) {
+            (void)te_need(build, TE_LINK_VALUE, v); /* its shape tells the sizes of the source */
+        }
+        if (state->grads > 1) (void)te_grad(build, v);
+        if (state->grads == 1 && state->grad_alias != TE_NO_BUFFER && is_passed_on(build, v)) {
+            int16_t grad = state->grad_alias;
+            state->grad_alias = TE_NO_BUFFER;
+            te_sum(build, grad, TE_NO_BUFFER, te_get(build, TE_LINK_GRADIENT, v));
         }
     }
 }
@@ -273,6 +354,13 @@ static void end_name(char *name)
     memset(name + length, 0, TE_NAME_BYTES - length);
 }
 
+/* Nor what lies between the fields of a node. */
+static void end_output(te_node_desc *node)
+{
+    char *end = (char *)(&node->output + 1);
+    memset(end, 0, (size_t)((char *)node->numbers - end));
+}
+
 /* New memory with direction, flags, values and nodes one after the other, and zeros where the
  * caller's structs may hold anything. */
 static void *describe(const te_graph_desc *graph, te_direction direction, size_t *bytes)
@@ -294,7 +382,9 @@ static void *describe(const te_graph_desc *graph, te_direction direction, size_t
         }
     }
     for (int32_t n = 0; n < graph->node_count; n++) {
-        end_name(((te_node_desc *)(void *)(desc + sizeof head + values) + n)->name);
+        te_node_desc *node = (te_node_desc *)(void *)(desc + sizeof head + values) + n;
+        end_name(node->name);
+        end_output(node);
     }
     *bytes = sizeof head + values + nodes;
     return desc;

@@ -228,12 +228,12 @@ static void quantize(te_build *build, int32_t k, te_operand_role role, te_cast_t
         cast.partials = te_get(build, TE_LINK_PARTIALS, 0);
     } else {
         cast.wide = wide;
-        cast.scale = te_get(build, TE_LINK_SCALE, 0);
+        cast.scale = te_get(build, TE_LINK_SCALE, node->owner);
         if (role == TE_GRAD_OPERAND || (node->flags & TE_LINEAR_NO_AMAX) == 0)
-            cast.history = te_get(build, TE_LINK_HISTORY, 0);
+            cast.history = te_get(build, TE_LINK_HISTORY, node->owner);
     }
-    cast.chunk = role == TE_GRAD_OPERAND;
-    cast.slot = node->slots[cast.chunk] + (role == TE_WEIGHT_OPERAND);
+    cast.chunk = 2 * node->owner + (role == TE_GRAD_OPERAND);
+    cast.slot = node->slots[role == TE_GRAD_OPERAND] + (role == TE_WEIGHT_OPERAND);
     cast.amax_epsilon = q->amax_epsilon[role];
     cast.power_2 = (int32_t)(q->power_2 >> role & 1U);
     cast.scales = form(build, k, role, TE_LINK_SCALES);
@@ -544,6 +544,7 @@ static void deferred(te_build *build, int32_t k)
 }
 
 const te_node_rules te_linear_rules = {.name = "gemm",
+                                       .inputs = 3,
                                        .check = te_check_linear,
                                        .forward = forward,
                                        .backward = backward,

@@ -10,11 +10,6 @@ static int has_mean(const te_node_desc *node)
     return node->variant == TE_NORM_LAYERNORM;
 }
 
-static void use_value(te_build *build, te_stage *stage, const char *field, int32_t value)
-{
-    if (value >= 0) te_use_as(build, stage, field, te_get(build, TE_LINK_VALUE, value));
-}
-
 static void set_kind(te_build *build, te_stage *stage, const te_node_desc *node)
 {
     te_set_number(build, stage, "kind", node->variant);
@@ -43,11 +38,11 @@ static te_stage *produce(te_build *build, int32_t n, const char *prefix, const c
     int16_t input = te_wide(build, node->inputs[0], node->name, "norm_input");
     te_stage *stage = te_add(build, n, prefix, name, TE_OP_NORM);
     set_kind(build, stage, node);
-    te_set_number(build, stage, "eps", (double)node->numbers[0]);
+    te_set_number(build, stage, "eps", node->numbers[0]);
     te_set_number(build, stage, "statistics_given", again != 0);
     te_use_as(build, stage, "input", input);
-    use_value(build, stage, "gamma", node->inputs[1]);
-    use_value(build, stage, "beta", node->inputs[2]);
+    te_use_value(build, stage, "gamma", node->inputs[1]);
+    te_use_value(build, stage, "beta", node->inputs[2]);
     if (forward && !keeps_statistics(build, n)) return stage;
     if (has_mean(node)) {
         te_use_as(build, stage, "mean",
@@ -86,7 +81,7 @@ static void backward(te_build *build, int32_t n)
     te_use_as(build, stage, "grad_output", pair[0]);
     te_use_as(build, stage, "grad_add", pair[1]);
     te_use_as(build, stage, "input", input);
-    use_value(build, stage, "gamma", node->inputs[1]);
+    te_use_value(build, stage, "gamma", node->inputs[1]);
     if (has_mean(node)) te_use_as(build, stage, "mean", te_need(build, TE_LINK_MEAN, n));
     te_use_as(build, stage, "rsigma", te_need(build, TE_LINK_RSIGMA, n));
     te_use_as(build, stage, "gamma_grad", gamma);
@@ -101,12 +96,10 @@ static te_status check(const te_graph_desc *graph, int32_t n)
     int32_t gamma = node->inputs[1], beta = node->inputs[2];
     int64_t columns = graph->values[node->output].shape[1].add;
     TE_TRY(te_check_rows(graph, n, "norm", 1));
-    if (graph->values[node->inputs[0]].shape[1].add != columns || node->inputs[3] >= 0 ||
-        !(node->numbers[0] >= 0.0F)) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "norm: from %lld columns to %lld, a fourth input %d or eps = %g",
+    if (graph->values[node->inputs[0]].shape[1].add != columns || !(node->numbers[0] >= 0.0)) {
+        return TE_FAIL(TE_ERROR_INVALID, "norm: from %lld columns to %lld, or eps = %g",
                        (long long)graph->values[node->inputs[0]].shape[1].add, (long long)columns,
-                       node->inputs[3], (double)node->numbers[0]);
+                       node->numbers[0]);
     }
     TE_TRY(te_check_parameter(graph, gamma, "norm: gamma", 0, columns));
     TE_TRY(te_check_parameter(graph, beta, "norm: beta", 0, columns));
@@ -129,6 +122,7 @@ static te_status check(const te_graph_desc *graph, int32_t n)
 }
 
 const te_node_rules te_norm_rules = {.name = "norm",
+                                     .inputs = 3,
                                      .check = check,
                                      .forward = forward,
                                      .backward = backward,

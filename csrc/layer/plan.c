@@ -16,15 +16,15 @@ te_extent te_constant(int64_t value)
     return (te_extent){.symbol = TE_SYMBOL_NONE, .align = 1, .add = value};
 }
 
-te_extent te_rows(int64_t multiply, int32_t align)
+te_extent te_multiple(int32_t symbol, int64_t multiply)
 {
-    return (te_extent){.symbol = TE_SYMBOL_ROWS, .align = align, .multiply = multiply};
+    return (te_extent){.symbol = symbol, .align = 1, .multiply = multiply};
 }
 
-int64_t te_extent_value(const te_extent *extent, int64_t rows)
+int64_t te_extent_value(const te_extent *extent, const te_sizes *sizes)
 {
     if (extent->symbol == TE_SYMBOL_NONE) return extent->add;
-    return extent->multiply * te_round_up(rows, extent->align) + extent->add;
+    return extent->multiply * te_round_up(sizes->of[extent->symbol], extent->align) + extent->add;
 }
 
 /* An array with space for one more element; NULL, and the plan's status, where there is none. */
@@ -94,7 +94,7 @@ void te_stage_use_at(te_plan *plan, te_stage *stage, int field, int16_t buffer, 
                      int32_t chunk)
 {
     te_use *uses;
-    if (buffer == TE_NO_BUFFER || plan->status != TE_OK) return;
+    if (plan->status != TE_OK) return;
     uses = grow(plan, stage->uses, stage->use_count, &stage->use_capacity, sizeof *uses);
     if (uses == NULL) return;
     stage->uses = uses;
@@ -103,7 +103,7 @@ void te_stage_use_at(te_plan *plan, te_stage *stage, int field, int16_t buffer, 
 
 void te_stage_use(te_plan *plan, te_stage *stage, int field, int16_t buffer)
 {
-    te_stage_use_at(plan, stage, field, buffer, 0, 0);
+    if (buffer != TE_NO_BUFFER) te_stage_use_at(plan, stage, field, buffer, 0, 0);
 }
 
 void te_plan_clear(te_plan *plan)
@@ -143,7 +143,7 @@ static int compare(const void *left, const void *right)
 {
     const te_buffer_info *a = &((const te_buffer *)left)->info;
     const te_buffer_info *b = &((const te_buffer *)right)->info;
-    static const int order[TE_ROLE_COUNT] = {0, 0, 1, 2, 3, 4};
+    static const int order[TE_ROLE_COUNT] = {0, 0, 1, 2, 3, 4, 5};
     if (order[a->role] != order[b->role]) return order[a->role] < order[b->role] ? -1 : 1;
     /* The gradients of parameters that a plan adds to are state, and behind the chunks. */
     if (a->role == TE_ROLE_STATE &&
@@ -152,7 +152,8 @@ static int compare(const void *left, const void *right)
     }
     if (a->role == TE_ROLE_SAVED && varies(a) != varies(b)) return varies(a) - varies(b);
     if (a->link != b->link) return a->link < b->link ? -1 : 1;
-    return (a->of > b->of) - (a->of < b->of);
+    if (a->of != b->of) return a->of < b->of ? -1 : 1;
+    return (a->offset > b->offset) - (a->offset < b->offset);
 }
 
 static te_status sort_buffers(te_plan *plan)
@@ -165,9 +166,14 @@ static te_status sort_buffers(te_plan *plan)
     for (int32_t i = 0; i < count; i++) plan->buffers[i].first_use = i; /* where it was */
     qsort(plan->buffers, (size_t)count, sizeof *plan->buffers, compare);
     for (int32_t i = 0; i < count; i++) place[plan->buffers[i].first_use] = (int16_t)i;
+    for (int32_t i = 0; i < count; i++) {
+        te_buffer_info *info = &plan->buffers[i].info;
+        if (info->role == TE_ROLE_VIEW) info->base = place[info->base];
+    }
     for (int32_t s = 0; s < plan->stage_count; s++) {
         te_stage *stage = &plan->stages[s];
         for (int32_t u = 0; u < stage->use_count; u++) {
+            if (stage->uses[u].buffer == TE_NO_BUFFER) continue;
             stage->uses[u].buffer = place[stage->uses[u].buffer];
         }
     }
@@ -183,7 +189,11 @@ static void find_lifetimes(te_plan *plan)
     }
     for (int32_t s = 0; s < plan->stage_count; s++) {
         for (int32_t u = 0; u < plan->stages[s].use_count; u++) {
-            te_buffer *buffer = &plan->buffers[plan->stages[s].uses[u].buffer];
+            int16_t used = plan->stages[s].uses[u].buffer;
+            te_buffer *buffer;
+            if (used == TE_NO_BUFFER) continue;
+            buffer = &plan->buffers[used];
+            if (buffer->info.role == TE_ROLE_VIEW) buffer = &plan->buffers[buffer->info.base];
             if (buffer->first_use > s) buffer->first_use = s;
             buffer->last_use = s;
         }
@@ -193,23 +203,27 @@ static void find_lifetimes(te_plan *plan)
 /* So that the size of the saved buffer stays within 64 bits. */
 #define MOST_SAVED_PER_ROW ((int64_t)1 << 31)
 
-/* The saved buffer's size as one extent, exact for one member that varies with rows and else an
+/* The saved buffer's size as one extent per sequence, exact for one member that varies and else an
  * upper bound: every row count is rounded up to the largest alignment, every member to
  * TE_MEMBER_ALIGN. */
 static te_status sum_saved(te_plan *plan)
 {
-    te_extent total = te_rows(0, 1);
+    te_extent totals[TE_SEQUENCES] = {te_multiple(TE_SYMBOL_ROWS, 0),
+                                      te_multiple(TE_SYMBOL_SOURCE_ROWS, 0)};
     int varying_members = 0;
     for (int32_t i = 0; i < plan->buffer_count; i++) {
         const te_buffer_info *info = &plan->buffers[i].info;
         int64_t fixed = (int64_t)te_dtype_bytes(info->dtype);
         const te_extent *varying = NULL;
+        te_extent *total = &totals[0];
         if (info->role != TE_ROLE_SAVED) continue;
         for (int32_t d = 0; d < info->ndim; d++) {
             const te_extent *extent = &info->shape[d];
             if (extent->symbol == TE_SYMBOL_NONE) {
                 fixed *= extent->add;
-            } else if (varying == NULL && extent->add == 0) {
+            } else if (varying == NULL && extent->add == 0 &&
+                       (extent->symbol == TE_SYMBOL_ROWS ||
+                        extent->symbol == TE_SYMBOL_SOURCE_ROWS)) {
                 varying = extent;
             } else {
                 return TE_FAIL(TE_ERROR_STATE,
@@ -217,21 +231,29 @@ static te_status sum_saved(te_plan *plan)
                                plan->buffers[i].name);
             }
         }
-        if (varying_members > 0) total.add += TE_MEMBER_ALIGN; /* where this member begins */
+        if (varying_members > 0) total->add += TE_MEMBER_ALIGN; /* where this member begins */
         if (varying == NULL) {
-            total.add += te_round_up(fixed, TE_MEMBER_ALIGN);
+            total->add += te_round_up(fixed, TE_MEMBER_ALIGN);
             continue;
         }
-        total.multiply += varying->multiply * fixed;
-        if (varying->align > total.align) total.align = varying->align;
+        total += varying->symbol == TE_SYMBOL_SOURCE_ROWS;
+        total->multiply += varying->multiply * fixed;
+        if (total->multiply > MOST_SAVED_PER_ROW) {
+            return TE_FAIL(TE_ERROR_INVALID, "graph: it saves %lld bytes per row",
+                           (long long)total->multiply);
+        }
+        if (varying->align > total->align) total->align = varying->align;
         varying_members++;
     }
-    if (total.multiply > MOST_SAVED_PER_ROW) {
-        return TE_FAIL(TE_ERROR_INVALID, "graph: it saves %lld bytes per row",
-                       (long long)total.multiply);
-    }
-    plan->saved_bytes = total;
+    memcpy(plan->saved_bytes, totals, sizeof totals);
     return TE_OK;
+}
+
+/* A dim is named with its rows and the other one. */
+static void name_symbol(te_plan *plan, int32_t symbol)
+{
+    int32_t rows = symbol < TE_SYMBOL_SOURCE_ROWS ? TE_SYMBOL_ROWS : TE_SYMBOL_SOURCE_ROWS;
+    plan->symbols |= symbol <= rows ? 1U << symbol : 7U << rows;
 }
 
 /* What te_plan_describe hands out. */
@@ -241,19 +263,32 @@ static te_status make_infos(te_plan *plan)
     plan->stage_infos = calloc((size_t)plan->stage_count + 1, sizeof *plan->stage_infos);
     if (plan->buffer_infos == NULL || plan->stage_infos == NULL) goto no_memory;
     for (int32_t i = 0; i < plan->buffer_count; i++) {
-        plan->buffer_infos[i] = plan->buffers[i].info;
+        const te_buffer_info *info = &plan->buffers[i].info;
+        plan->buffer_infos[i] = *info;
         plan->buffer_infos[i].name = plan->buffers[i].name;
+        plan->has_late |= info->late;
+        for (int32_t d = 0; d < info->ndim; d++) {
+            name_symbol(plan, info->shape[d].symbol);
+        }
+        if (info->link == TE_LINK_SCALE && info->of >= plan->owners) plan->owners = info->of + 1;
     }
     for (int32_t s = 0; s < plan->stage_count; s++) {
         const te_stage *stage = &plan->stages[s];
         int32_t *numbers = malloc(((size_t)stage->use_count + 1) * sizeof *numbers);
+        int32_t count = 0;
         if (numbers == NULL) goto no_memory;
-        for (int32_t u = 0; u < stage->use_count; u++) numbers[u] = stage->uses[u].buffer;
+        for (int32_t u = 0; u < stage->use_count; u++) {
+            if (stage->uses[u].buffer != TE_NO_BUFFER) {
+                numbers[count++] = stage->uses[u].buffer;
+            } else {
+                name_symbol(plan, stage->uses[u].element);
+            }
+        }
         plan->stage_infos[s] = (te_stage_info){.name = stage->name,
                                                .op = stage->op,
                                                .external = stage->external,
                                                .buffers = numbers,
-                                               .buffer_count = stage->use_count,
+                                               .buffer_count = count,
                                                .node = stage->node};
         if (stage->op == TE_OP_GEMM &&
             ((const te_gemm_args *)stage->args)->a.mode != TE_SCALING_NONE) {

@@ -13,10 +13,11 @@
 #define TE_MEMBER_ALIGN 256
 
 /* A field of a stage's args struct that a buffer fills. A pointer field gets the address of element
- * `element`; of a chunk of slots, of that many behind the module's first slot. */
+ * `element`; of a chunk of slots, of that many behind the owner's first slot. Without a buffer a
+ * number gets the value of symbol `element`, at least 1. */
 typedef struct te_use {
-    int16_t field; /* te_at_<op>_<name>; 0 where the caller alone runs the stage */
-    int16_t buffer;
+    int16_t field;  /* te_at_<op>_<name>; 0 where the caller alone runs the stage */
+    int16_t buffer; /* or TE_NO_BUFFER */
     int32_t element;
     int32_t chunk; /* 0: no chunk; else 1 + which of te_plan_call.slots */
 } te_use;
@@ -37,13 +38,13 @@ typedef struct te_buffer {
     int32_t first_use, last_use; /* stages between which a scratch buffer is alive */
 } te_buffer;
 
-/* Shapes and offsets of a plan's buffers for one number of rows. */
+/* Shapes and offsets of a plan's buffers for given sizes. */
 typedef struct te_layout {
     struct te_layout *next;
     te_device device;
-    int64_t rows;
+    te_sizes sizes;
     int64_t saved_bytes, scratch_bytes;
-    te_tensor tensors[]; /* of packed buffers, `data` is the offset */
+    te_tensor tensors[]; /* of packed buffers and views, `data` is the offset in bytes */
 } te_layout;
 
 typedef struct te_plan {
@@ -56,15 +57,18 @@ typedef struct te_plan {
     te_stage *stages;
     te_buffer_info *buffer_infos; /* for te_plan_describe */
     te_stage_info *stage_infos;
-    te_extent saved_bytes;
-    void *desc; /* canonical bytes, to tell a hash collision */
+    te_extent saved_bytes[TE_SEQUENCES];
+    int32_t owners;
+    int32_t has_late;
+    uint32_t symbols; /* 1 << te_symbol of those that it names */
+    void *desc;       /* canonical bytes, to tell a hash collision */
     size_t desc_bytes;
-    _Atomic(te_layout *) layouts; /* of the first row counts that were met */
+    _Atomic(te_layout *) layouts; /* of the first sizes that were met */
     te_status status;             /* of the first step of its making that failed */
 } te_plan;
 
 te_extent te_constant(int64_t value);
-te_extent te_rows(int64_t multiply, int32_t align);
+te_extent te_multiple(int32_t symbol, int64_t multiply);
 
 /* ---- making (plan.c) ---- */
 
@@ -74,6 +78,7 @@ int16_t te_plan_add_buffer(te_plan *plan, const te_buffer_info *info);
 te_stage *te_plan_add_stage(te_plan *plan, const char *prefix, const char *name, te_op op);
 /* Lets a buffer fill a field; TE_NO_BUFFER does nothing. */
 void te_stage_use(te_plan *plan, te_stage *stage, int field, int16_t buffer);
+/* The same of an element; of a size, for TE_NO_BUFFER. */
 void te_stage_use_at(te_plan *plan, te_stage *stage, int field, int16_t buffer, int32_t element,
                      int32_t chunk);
 /* Releases what the plan owns, and not the plan. */
@@ -92,9 +97,9 @@ te_status te_plan_get(int64_t id, const te_plan **plan);
 
 /* ---- layout.c ---- */
 
-/* The layout for a number of rows: one that is kept with the plan, or a new one, in *own too, which
- * the caller frees. */
-te_status te_plan_layout(const te_plan *plan, te_device device, int64_t rows,
+/* The layout for given sizes: one that is kept with the plan, or a new one, in *own too, which the
+ * caller frees. */
+te_status te_plan_layout(const te_plan *plan, te_device device, const te_sizes *sizes,
                          const te_layout **layout, te_layout **own);
 
 static inline int te_is_packed(te_buffer_role role)

@@ -14,7 +14,7 @@
 #include "layer/plan.h"
 
 /* Buffers of a run that need no memory of their own. */
-#define FEW_BUFFERS 48
+#define FEW_BUFFERS 160
 
 /* What one run resolves its stages against. */
 typedef struct run_state {
@@ -25,7 +25,7 @@ typedef struct run_state {
     te_layout *own_layout;
     te_tensor *buffers;
     te_tensor few[FEW_BUFFERS];
-    const int32_t *slots;
+    const int32_t *slots; /* two per owner */
     void *workspace;
     size_t workspace_size;
 } run_state;
@@ -36,7 +36,7 @@ typedef union stage_args {
 #undef X
 } stage_args;
 
-static te_status begin(run_state *run, te_context *context, int64_t id, int64_t rows)
+static te_status begin(run_state *run, te_context *context, int64_t id, const te_sizes *sizes)
 {
     run->buffers = NULL;
     run->own_layout = NULL;
@@ -45,7 +45,7 @@ static te_status begin(run_state *run, te_context *context, int64_t id, int64_t 
     TE_TRY(te_plan_get(id, &run->plan));
     run->context = context;
     run->table = te_op_table_acquire(te_context_device(context).type);
-    TE_TRY(te_plan_layout(run->plan, te_context_device(context), rows, &run->layout,
+    TE_TRY(te_plan_layout(run->plan, te_context_device(context), sizes, &run->layout,
                           &run->own_layout));
     run->buffers = run->few;
     if (run->plan->buffer_count > FEW_BUFFERS) {
@@ -64,7 +64,7 @@ static void end(run_state *run)
     if (run->table != NULL) te_op_table_release(run->table);
 }
 
-/* Address of an element of a buffer; of a chunk, of the module's slot. */
+/* Address of an element of a buffer; of a chunk, of the owner's slot. */
 static char *element_of(const run_state *run, const te_use *use)
 {
     const te_tensor *tensor = &run->buffers[use->buffer];
@@ -89,7 +89,10 @@ static void bind(const run_state *run, const te_stage *stage, stage_args *args)
         const te_use *use = &stage->uses[u];
         const te_field *field = &info->fields[use->field];
         char *member = (char *)args + field->offset;
-        if (field->kind == TE_FIELD_TENSOR) {
+        if (use->buffer == TE_NO_BUFFER) {
+            int64_t size = run->layout->sizes.of[use->element];
+            te_field_set_number(field, args, size > 0 ? (double)size : 1.0);
+        } else if (field->kind == TE_FIELD_TENSOR) {
             put_tensor((te_tensor *)(void *)member, &run->buffers[use->buffer], field->form);
         } else {
             *(void **)(void *)member = element_of(run, use);
@@ -127,16 +130,17 @@ static te_status check_buffer(const te_buffer *buffer, const te_tensor *expected
                    (int)given->ndim, (int)expected->ndim);
 }
 
-/* The module's slots must lie inside every chunk that its stages use. */
+/* The slots of each owner must lie inside every chunk that its stages use. */
 static te_status check_slots(const run_state *run)
 {
     for (int32_t s = 0; s < run->plan->stage_count; s++) {
         const te_stage *stage = &run->plan->stages[s];
         for (int32_t u = 0; u < stage->use_count; u++) {
             const te_use *use = &stage->uses[u];
-            const te_tensor *chunk = &run->buffers[use->buffer];
+            const te_tensor *chunk;
             int64_t slot;
             if (use->chunk == 0) continue;
+            chunk = &run->buffers[use->buffer];
             slot = run->slots[use->chunk - 1] + (int64_t)use->element;
             if (slot < 0 || slot >= chunk->shape[chunk->ndim - 1] ||
                 chunk->strides[chunk->ndim - 1] != 1) {
@@ -150,12 +154,37 @@ static te_status check_slots(const run_state *run)
     return TE_OK;
 }
 
+/* Lets views point into their buffers, as far as these are there. */
+static te_status place_views(run_state *run)
+{
+    for (int32_t i = run->plan->buffer_count - 1; i >= 0; i--) {
+        const te_buffer_info *info = &run->plan->buffers[i].info;
+        const te_tensor *base = &run->buffers[info->base];
+        int64_t dense = 1;
+        if (info->role != TE_ROLE_VIEW) break;
+        for (int32_t d = base->ndim - 1; d >= 0; d--) {
+            if (base->shape[d] > 1 && base->strides[d] != dense) {
+                return TE_FAIL(TE_ERROR_INVALID, "plan: %s: dim %d has stride %lld, expected %lld",
+                               run->plan->buffers[info->base].name, (int)d,
+                               (long long)base->strides[d], (long long)dense);
+            }
+            dense *= base->shape[d];
+        }
+        run->buffers[i].data = base->data == NULL
+                                   ? NULL
+                                   : (char *)base->data + (uintptr_t)run->layout->tensors[i].data;
+    }
+    return TE_OK;
+}
+
 static te_status resolve_buffers(run_state *run, const te_plan_call *call)
 {
     for (int32_t i = 0; i < run->plan->buffer_count; i++) {
         const te_buffer *buffer = &run->plan->buffers[i];
         te_tensor *tensor = &run->buffers[i];
         void *base = buffer->info.role == TE_ROLE_SAVED ? call->saved : call->scratch;
+        if (buffer->info.late) continue;
+        if (buffer->info.role == TE_ROLE_VIEW) break; /* they come last */
         if (!te_is_packed(buffer->info.role)) {
             TE_TRY(check_buffer(buffer, tensor, &call->buffers[i]));
             *tensor = call->buffers[i];
@@ -168,11 +197,28 @@ static te_status resolve_buffers(run_state *run, const te_plan_call *call)
             tensor->data = NULL;
         }
     }
+    TE_TRY(place_views(run));
     return check_slots(run);
 }
 
-static te_status tell(const run_state *run, const te_plan_call *call, int32_t s,
-                      te_stage_event event)
+/* After an external stage: what it was to make. */
+static te_status take_late(run_state *run, const te_stage *stage)
+{
+    for (int32_t u = 0; u < stage->use_count; u++) {
+        int16_t at = stage->uses[u].buffer;
+        const te_buffer *buffer = &run->plan->buffers[at];
+        const te_tensor *given = &run->buffers[at];
+        if (!buffer->info.late) continue;
+        TE_TRY(check_buffer(buffer, &run->layout->tensors[at], given));
+        if (given->data == NULL && te_tensor_numel(given) > 0) {
+            return TE_FAIL(TE_ERROR_INVALID, "plan: stage %s has not made %s", stage->name,
+                           buffer->name);
+        }
+    }
+    return place_views(run);
+}
+
+static te_status tell(run_state *run, const te_plan_call *call, int32_t s, te_stage_event event)
 {
     if (call->stage == NULL) {
         return TE_FAIL(TE_ERROR_STATE, "plan: stage %s is external and has no function",
@@ -189,6 +235,7 @@ static te_status run_stages(run_state *run, const te_plan_call *call, void *stre
         if (call->observed) TE_TRY(tell(run, call, s, TE_STAGE_BEFORE));
         if (stage->external) {
             TE_TRY(tell(run, call, s, TE_STAGE_RUN));
+            if (run->plan->has_late) TE_TRY(take_late(run, stage));
         } else {
             bind(run, stage, &args);
             TE_TRY(te_op_run_in(run->table, run->context, stage->op, &args, stream));
@@ -205,8 +252,12 @@ te_status te_plan_run(te_context *context, const te_plan_call *call, void *strea
     if (call == NULL || call->size != sizeof *call || call->buffers == NULL) {
         return TE_FAIL(TE_ERROR_INVALID, "plan: call is incomplete (size or buffers)");
     }
-    st = begin(&run, context, call->plan, call->rows);
+    st = begin(&run, context, call->plan, &call->sizes);
     if (st != TE_OK) goto done;
+    if (call->slots == NULL && run.plan->owners > 0) {
+        st = TE_FAIL(TE_ERROR_INVALID, "plan: call is incomplete (slots)");
+        goto done;
+    }
     if (call->scratch_size < (size_t)run.layout->scratch_bytes) {
         st = TE_FAIL(TE_ERROR_INVALID,
                      "plan: scratch of %zu bytes, expected at least %lld (te_plan_scratch)",
@@ -231,14 +282,14 @@ done:
 
 /* The plan's own scratch and the largest workspace of its operators; `given` NULL: over dense,
  * aligned buffers. */
-static te_status measure(te_context *context, int64_t id, int64_t rows, const te_tensor *given,
-                         size_t *bytes)
+static te_status measure(te_context *context, int64_t id, const te_sizes *sizes,
+                         const te_tensor *given, size_t *bytes)
 {
-    static const int32_t first_slots[2];
+    static const int32_t first_slots[2 * TE_GRAPH_NODES];
     run_state run;
     stage_args args;
     size_t largest = 0;
-    te_status st = begin(&run, context, id, rows);
+    te_status st = begin(&run, context, id, sizes);
     if (st != TE_OK) goto done;
     run.slots = first_slots;
     run.workspace = NULL;
@@ -265,16 +316,16 @@ done:
     return st;
 }
 
-te_status te_plan_scratch(te_context *context, int64_t id, int64_t rows, size_t *bytes)
+te_status te_plan_scratch(te_context *context, int64_t id, const te_sizes *sizes, size_t *bytes)
 {
-    te_scratch_key key = {.plan = id, .rows = rows};
+    te_scratch_key key = {.plan = id, .sizes = *sizes};
     te_op_table *table;
     TE_TRY(te_context_check(context)); /* before its lock is taken */
     table = te_op_table_acquire(te_context_device(context).type);
     key.table = te_op_table_number(table);
     te_op_table_release(table);
     if (te_context_scratch_lookup(context, &key, bytes)) return TE_OK;
-    TE_TRY(measure(context, id, rows, NULL, bytes));
+    TE_TRY(measure(context, id, sizes, NULL, bytes));
     te_context_scratch_store(context, &key, *bytes);
     return TE_OK;
 }
@@ -294,6 +345,6 @@ te_status te_plan_scratch_for(te_context *context, const te_plan_call *call, siz
     for (int32_t i = 0; i < plan->buffer_count; i++) {
         if (plan->buffers[i].info.role <= TE_ROLE_STATE) ordinary &= is_ordinary(&call->buffers[i]);
     }
-    if (ordinary) return te_plan_scratch(context, call->plan, call->rows, bytes);
-    return measure(context, call->plan, call->rows, call->buffers, bytes);
+    if (ordinary) return te_plan_scratch(context, call->plan, &call->sizes, bytes);
+    return measure(context, call->plan, &call->sizes, call->buffers, bytes);
 }

@@ -3,6 +3,7 @@
  * value.c - what the checks of nodes ask of values.
  */
 #include "core/status.h"
+#include "core/tensor.h"
 #include "layer/build.h"
 
 te_status te_check_parameter(const te_graph_desc *graph, int32_t value, const char *what,
@@ -23,21 +24,59 @@ te_status te_check_parameter(const te_graph_desc *graph, int32_t value, const ch
                    (long long)(matrix ? rows : 1), (long long)columns);
 }
 
+/* A number of rows, or a constant. */
+static int is_rows(const te_extent *extent)
+{
+    return extent->symbol == TE_SYMBOL_NONE || extent->symbol == TE_SYMBOL_ROWS ||
+           extent->symbol == TE_SYMBOL_SOURCE_ROWS;
+}
+
 te_status te_check_rows(const te_graph_desc *graph, int32_t n, const char *what, int64_t ranks)
 {
     const te_node_desc *node = &graph->nodes[n];
     const te_value_desc *x = &graph->values[node->inputs[0]], *y = &graph->values[node->output];
     const te_extent *in = x->shape, *out = y->shape;
+    if (!te_dtype_is_high_precision((te_dtype)x->dtype) ||
+        !te_dtype_is_high_precision((te_dtype)y->dtype)) {
+        return TE_FAIL(TE_ERROR_TYPE, "%s: from %s to %s, expected f32, f16 or bf16", what,
+                       te_dtype_name((te_dtype)x->dtype), te_dtype_name((te_dtype)y->dtype));
+    }
     if (x->ndim != 2 || y->ndim != 2 || in[1].symbol != TE_SYMBOL_NONE ||
         out[1].symbol != TE_SYMBOL_NONE || (x->flags & TE_VALUE_PARAMETER) != 0) {
         return TE_FAIL(TE_ERROR_INVALID,
                        "%s: from %s of %d dims to %s of %d, expected 2, the last of them constant",
                        what, x->name, x->ndim, y->name, y->ndim);
     }
-    if (in->symbol != out->symbol || in->align != out->align ||
+    if (in->symbol != out->symbol || in->align != out->align || !is_rows(in) ||
         (in->symbol == TE_SYMBOL_NONE ? in->add * ranks != out->add
                                       : in->multiply * ranks != out->multiply)) {
         return TE_FAIL(TE_ERROR_INVALID, "%s: from %s to %s: other rows", what, x->name, y->name);
+    }
+    return TE_OK;
+}
+
+te_status te_check_slice(const te_graph_desc *graph, int32_t n, int i)
+{
+    const te_node_desc *node = &graph->nodes[n];
+    const te_value_desc *x = &graph->values[node->inputs[i]];
+    const te_slice *slice = &node->slices[i];
+    const te_extent *rows = &x->shape[0];
+    if (x->ndim != 2 || !te_dtype_is_high_precision((te_dtype)x->dtype) ||
+        (rows->symbol != TE_SYMBOL_ROWS && rows->symbol != TE_SYMBOL_SOURCE_ROWS) ||
+        rows->multiply != 1 || rows->align != 1 || x->shape[1].symbol != TE_SYMBOL_NONE ||
+        (x->flags & TE_VALUE_PARAMETER) != 0) {
+        return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: heads of %s, which is no matrix of rows",
+                       n, x->name);
+    }
+    if (slice->heads < 1 || slice->channels < 1 || slice->offset < 0 ||
+        slice->offset > x->shape[1].add || slice->stride < slice->channels ||
+        slice->stride > x->shape[1].add ||
+        slice->offset + (slice->heads - 1) * slice->stride + slice->channels > x->shape[1].add) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "graph: node %d: %d heads of %d channels at %lld + %lld h in the %lld "
+                       "columns of %s",
+                       n, slice->heads, slice->channels, (long long)slice->offset,
+                       (long long)slice->stride, (long long)x->shape[1].add, x->name);
     }
     return TE_OK;
 }

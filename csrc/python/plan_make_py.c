@@ -91,16 +91,69 @@ static int take_value(PyObject *item, te_value_desc *value)
     return 0;
 }
 
+/* Items of a tuple, which may be fewer than there can be. */
+static int take_items(PyObject *items, const char *what, Py_ssize_t most,
+                      int (*take)(PyObject *item, void *to, Py_ssize_t at), void *to)
+{
+    Py_ssize_t count = PyTuple_Size(items);
+    if (count > most) {
+        PyErr_Format(PyExc_ValueError, "make_plan: %s: %zd, expected at most %zd", what, count,
+                     most);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (take(PyTuple_GetItem(items, i), to, i) != 0) return -1;
+    }
+    return 0;
+}
+
+static int take_input(PyObject *item, void *to, Py_ssize_t at)
+{
+    int64_t value = -1;
+    const tepy_site site = {"make_plan", "inputs"};
+    if (tepy_int(item, site, -1, TE_GRAPH_VALUES, &value) != 0) return -1;
+    ((int32_t *)to)[at] = (int32_t)value;
+    return 0;
+}
+
+static int take_number(PyObject *item, void *to, Py_ssize_t at)
+{
+    double value = PyFloat_AsDouble(item);
+    if (value == -1.0 && PyErr_Occurred()) return -1;
+    ((double *)to)[at] = value;
+    return 0;
+}
+
+static int take_slice(PyObject *item, void *to, Py_ssize_t at)
+{
+    te_slice *slice = (te_slice *)to + at;
+    long long offset = 0, stride = 0;
+    if (parse(item, "slices", "iiLL:make_plan", &slice->heads, &slice->channels, &offset,
+              &stride) != 0) {
+        return -1;
+    }
+    slice->offset = offset;
+    slice->stride = stride;
+    return 0;
+}
+
 static int take_node(PyObject *item, te_node_desc *node)
 {
     const char *name;
+    PyObject *inputs, *numbers, *slices;
     te_quantization *q = &node->quantization;
-    if (parse(item, "nodes", "siiO&(iiii)i(fff)(iiiO&(fff))(ii)iO&:make_plan", &name, &node->kind,
-              &node->variant, take_bits, &node->flags, &node->inputs[0], &node->inputs[1],
-              &node->inputs[2], &node->inputs[3], &node->output, &node->numbers[0],
-              &node->numbers[1], &node->numbers[2], &q->recipe, &q->forward_fp8, &q->backward_fp8,
-              take_bits, &q->power_2, &q->amax_epsilon[0], &q->amax_epsilon[1], &q->amax_epsilon[2],
-              &node->slots[0], &node->slots[1], &node->gather, take_bits, &node->external) != 0) {
+    if (parse(item, "nodes", "siiO&O!iO!O!(iiiO&(fff))i(ii)iO&:make_plan", &name, &node->kind,
+              &node->variant, take_bits, &node->flags, &PyTuple_Type, &inputs, &node->output,
+              &PyTuple_Type, &numbers, &PyTuple_Type, &slices, &q->recipe, &q->forward_fp8,
+              &q->backward_fp8, take_bits, &q->power_2, &q->amax_epsilon[0], &q->amax_epsilon[1],
+              &q->amax_epsilon[2], &node->owner, &node->slots[0], &node->slots[1], &node->gather,
+              take_bits, &node->external) != 0) {
+        return -1;
+    }
+    for (int i = 0; i < TE_NODE_INPUTS; i++) node->inputs[i] = -1;
+    if (take_items(inputs, "inputs", TE_NODE_INPUTS, take_input, node->inputs) != 0 ||
+        take_items(numbers, "numbers", 4, take_number, node->numbers) != 0 ||
+        take_items(slices, "slices", TE_NODE_SLICES, take_slice, node->slices) != 0) {
         return -1;
     }
     return copy_name(node->name, name, "nodes");
@@ -140,8 +193,10 @@ const char tepy_make_plan_doc[] =
     "make_plan($module, direction, flags, values, nodes, /)\n--\n\n"
     "Id of a plan of a graph; the same graph has the same id in every process.\n\n"
     "values: (name, flags, dtype, dtype of the gradient, shape), a dim being an int or\n"
-    "(symbol, multiply, align). nodes: (name, kind, variant, flags, 4 inputs, output, 3 numbers,\n"
-    "(recipe, forward fp8, backward fp8, power of 2 bits, 3 epsilons), 2 slots, gather, external).";
+    "(symbol, multiply, align). nodes: (name, kind, variant, flags, inputs, output, numbers, "
+    "slices,\n"
+    "(recipe, forward fp8, backward fp8, power of 2 bits, 3 epsilons), owner, 2 slots, gather,\n"
+    "external), slices being (heads, channels, offset, stride).";
 
 PyObject *tepy_make_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

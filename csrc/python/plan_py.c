@@ -44,8 +44,8 @@ static int grow(tepy_state *state)
 static void examine(tepy_plan *plan)
 {
     plan->makes_saved = plan->info.direction == TE_DIRECTION_FORWARD;
-    plan->lead = -1;
-    plan->seen_rows = -1;
+    plan->lead[0] = plan->lead[1] = -1;
+    plan->seen_sizes.of[TE_SYMBOL_ROWS] = -1;
     for (int32_t i = 0; i < plan->info.stage_count; i++) {
         plan->external |= plan->info.stages[i].external;
     }
@@ -54,7 +54,12 @@ static void examine(tepy_plan *plan)
         plan->has_saved |= info->role == TE_ROLE_SAVED;
         plan->output_count += info->role == TE_ROLE_OUTPUT;
         plan->arg_count += info->role <= TE_ROLE_STATE;
-        if (info->role == TE_ROLE_INPUT && info->leading && plan->lead < 0) plan->lead = i;
+        for (int32_t d = 0; d < info->ndim; d++) {
+            plan->symbols |= 1U << info->shape[d].symbol | 1U << info->strides[d].symbol;
+        }
+        if (info->role == TE_ROLE_INPUT && info->leading && plan->lead[tepy_sequence(info)] < 0) {
+            plan->lead[tepy_sequence(info)] = i;
+        }
     }
 }
 
@@ -159,7 +164,7 @@ PyObject *tepy_plan_describe(PyObject *module, PyObject *arg)
     return Py_BuildValue("{sssNsNsNsO}", "direction", directions[plan->info.direction], "buffers",
                          tuple_of(plan->info.buffer_count, buffer_item, &plan->info), "stages",
                          tuple_of(plan->info.stage_count, stage_item, &plan->info), "saved_bytes",
-                         extent_tuple(&plan->info.saved_bytes), "quantized",
+                         extent_tuple(&plan->info.saved_bytes[0]), "quantized",
                          plan->info.quantized ? Py_True : Py_False);
 }
 
@@ -177,6 +182,7 @@ PyObject *tepy_plan_infer(PyObject *module, PyObject *const *args, Py_ssize_t na
     const tepy_plan *plan;
     int64_t rows = 0;
     te_plan_sizes sizes = {.size = sizeof sizes};
+    te_sizes given;
     int64_t *offsets;
     PyObject *tuple;
     te_status st;
@@ -188,7 +194,8 @@ PyObject *tepy_plan_infer(PyObject *module, PyObject *const *args, Py_ssize_t na
     }
     offsets = PyMem_Calloc((size_t)plan->info.buffer_count + 1, sizeof *offsets);
     if (offsets == NULL) return PyErr_NoMemory();
-    st = te_plan_infer(plan->id, rows, &sizes, offsets);
+    given = te_sizes_of_rows(rows);
+    st = te_plan_infer(plan->id, &given, &sizes, offsets);
     tuple = st == TE_OK ? tuple_of(plan->info.buffer_count, offset_item, offsets) : NULL;
     PyMem_Free(offsets);
     if (st != TE_OK) return tepy_raise(st);
@@ -208,6 +215,7 @@ PyObject *tepy_plan_scratch(PyObject *module, PyObject *const *args, Py_ssize_t 
     te_device device;
     int64_t rows = 0;
     size_t bytes = 0;
+    te_sizes sizes;
     te_status st;
     if (tepy_count("plan_scratch", nargs, 3, 4) != 0) return NULL;
     plan = tepy_plan_find(state, args[0], "plan_scratch");
@@ -218,8 +226,9 @@ PyObject *tepy_plan_scratch(PyObject *module, PyObject *const *args, Py_ssize_t 
     }
     context = tepy_context_acquire(state, "plan_scratch", NULL, device);
     if (context == NULL) return NULL;
+    sizes = te_sizes_of_rows(rows);
     Py_BEGIN_ALLOW_THREADS; /* may ask a vendor library */
-    st = te_plan_scratch(context->context, plan->id, rows, &bytes);
+    st = te_plan_scratch(context->context, plan->id, &sizes, &bytes);
     Py_END_ALLOW_THREADS;
     tepy_context_release(context);
     return st == TE_OK ? PyLong_FromSize_t(bytes) : tepy_raise(st);

@@ -14,10 +14,12 @@ struct tepy_plan {
     int external;    /* a stage is external: run() refuses the plan */
     int makes_saved; /* a forward: the packed saved buffer is a result, not an argument */
     int has_saved;
-    int32_t lead;         /* the first input with leading dims, or -1: rows are an argument */
-    int32_t arg_count;    /* inputs, parameters and state: buffers from 0 on */
-    int32_t output_count; /* buffers behind them, in order of the results */
-    int64_t seen_rows;    /* of the last run, on seen_device: that one found its caches filled */
+    int32_t lead[TE_SEQUENCES]; /* the first input with leading dims of each sequence, or -1;
+                                   without one of the tokens rows are an argument */
+    uint32_t symbols;           /* 1 << te_symbol of those that its buffers name */
+    int32_t arg_count;          /* inputs, parameters and state: buffers from 0 on */
+    int32_t output_count;       /* buffers behind them, in order of the results */
+    te_sizes seen_sizes; /* of the last run, on seen_device: that one found its caches filled */
     te_device seen_device;
 };
 
@@ -29,11 +31,18 @@ static inline int tepy_is_packed(const te_buffer_info *info)
     return info->role == TE_ROLE_SAVED || info->role == TE_ROLE_SCRATCH;
 }
 
+/* The sequence whose leading dims a buffer has. */
+static inline int tepy_sequence(const te_buffer_info *info)
+{
+    return info->shape[0].symbol == TE_SYMBOL_SOURCE_ROWS;
+}
+
 /* How the tensor of a buffer is read. */
 static inline tepy_want tepy_buffer_want(const char *function, const te_buffer_info *info)
 {
     tepy_want want = {{function, info->name}, TEPY_MATRIX, TEPY_READ, NULL};
     if (info->ndim == 1) want.form = TEPY_VECTOR;
+    if (info->ndim > 2) want.form = info->dtype == TE_DTYPE_U8 ? TEPY_MASK : TEPY_DIMS;
     if (info->leading) want.form = TEPY_ROWS;
     if (info->written || info->role == TE_ROLE_OUTPUT) want.access = TEPY_WRITE;
     return want;

@@ -25,7 +25,8 @@ static int begin(tepy_run_call *run, PyObject *module, const char *function)
     run->scratch_object = run->saved = run->saved_given = run->outputs = NULL;
     run->plan = NULL;
     run->held_count = 0;
-    run->leading.count = 0;
+    for (int i = 0; i < TE_SEQUENCES; i++) run->leading[i].count = 0;
+    run->slots = run->few_slots;
     run->buffers = run->few_buffers;
     run->held = run->few_held;
     run->plain = run->few_plain;
@@ -41,6 +42,13 @@ static int find_plan(tepy_run_call *run, PyObject *id)
     if (run->plan == NULL) return -1;
     count = (size_t)run->plan->info.buffer_count;
     run->call.plan = run->plan->id;
+    if (run->plan->info.owners > TEPY_FEW_OWNERS) {
+        run->slots = PyMem_Calloc(2 * (size_t)run->plan->info.owners, sizeof *run->slots);
+        if (run->slots == NULL) {
+            (void)PyErr_NoMemory();
+            return -1;
+        }
+    }
     if (count > TEPY_FEW_BUFFERS) {
         run->buffers = PyMem_Calloc(count, sizeof *run->buffers);
         run->plain = PyMem_Calloc(count, sizeof(PyObject *));
@@ -65,18 +73,35 @@ static void end(tepy_run_call *run)
     if (run->buffers != run->few_buffers) PyMem_Free(run->buffers);
     if (run->plain != run->few_plain) PyMem_Free(run->plain);
     if (run->held != run->few_held) PyMem_Free(run->held);
+    if (run->slots != run->few_slots) PyMem_Free(run->slots);
+}
+
+/* The first slot of each owner in the chunks of one direction: an int for one, else a tuple. */
+static int take_slots_of(tepy_run_call *run, PyObject *object, const char *name, int way)
+{
+    const tepy_site site = {run->function, name};
+    Py_ssize_t owners = run->plan->info.owners, count = 1;
+    int tuple = PyTuple_Check(object);
+    if (tuple) count = PyTuple_Size(object);
+    if (count < owners) {
+        return tepy_fail(PyExc_ValueError, site, "%zd slots, expected those of %zd modules", count,
+                         owners);
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int64_t value = 0;
+        PyObject *item = tuple ? PyTuple_GetItem(object, i) : object;
+        if (tepy_int(item, site, 0, INT32_MAX, &value) != 0) return -1;
+        if (i < owners) run->slots[2 * i + way] = (int32_t)value;
+    }
+    return 0;
 }
 
 static int take_slots(tepy_run_call *run, PyObject *forward, PyObject *backward)
 {
-    int64_t value[2] = {0, 0};
-    if (tepy_int(forward, (tepy_site){run->function, "slot_fwd"}, 0, INT32_MAX, &value[0]) != 0 ||
-        tepy_int(backward, (tepy_site){run->function, "slot_bwd"}, 0, INT32_MAX, &value[1]) != 0) {
-        return -1;
-    }
-    run->call.slots[0] = (int32_t)value[0];
-    run->call.slots[1] = (int32_t)value[1];
-    return 0;
+    const int backward_too = run->plan->info.direction != TE_DIRECTION_FORWARD;
+    PyObject *other = backward_too ? backward : forward;
+    run->call.slots = run->slots;
+    return take_slots_of(run, other, backward_too ? "slot_bwd" : "slot_fwd", backward_too);
 }
 
 /* A view of one argument; all of them are on one device. */
@@ -113,7 +138,8 @@ static int take_bytes(tepy_run_call *run, PyObject *object, const char *name, in
     if (view.shape[0] < least) {
         return tepy_fail(PyExc_ValueError, want.site,
                          "%lld bytes, expected at least %lld for %lld rows",
-                         (long long)view.shape[0], (long long)least, (long long)run->call.rows);
+                         (long long)view.shape[0], (long long)least,
+                         (long long)run->call.sizes.of[TE_SYMBOL_ROWS]);
     }
     *data = view.data;
     *size = (size_t)view.shape[0];
@@ -131,14 +157,15 @@ static int check_shape(const tepy_run_call *run, int32_t at)
                          te_dtype_name(view->dtype), te_dtype_name(info->dtype));
     }
     for (int32_t i = info->ndim - 1; i >= 0; i--) {
-        int64_t expected = te_extent_value(&info->shape[i], run->call.rows);
+        int64_t expected = te_extent_value(&info->shape[i], &run->call.sizes);
         if (view->shape[i] == expected || (expected == TE_ANY_LENGTH && view->shape[i] > 0))
             continue;
         if (info->leading && i == 0) {
-            return tepy_fail(
-                PyExc_ValueError, site, "its leading dims hold %lld rows, expected %lld as in %s",
-                (long long)view->shape[i], (long long)expected,
-                run->plan->lead < 0 ? "rows" : run->plan->info.buffers[run->plan->lead].name);
+            int32_t lead = run->plan->lead[tepy_sequence(info)];
+            return tepy_fail(PyExc_ValueError, site,
+                             "its leading dims hold %lld rows, expected %lld as in %s",
+                             (long long)view->shape[i], (long long)expected,
+                             lead < 0 ? "rows" : run->plan->info.buffers[lead].name);
         }
         if (expected == TE_ANY_LENGTH) {
             return tepy_fail(PyExc_ValueError, site, "dim %d has size 0, expected at least 1",
@@ -151,41 +178,69 @@ static int check_shape(const tepy_run_call *run, int32_t at)
     return 0;
 }
 
+static int64_t saved_bytes_of(const tepy_run_call *run)
+{
+    int64_t bytes = 0;
+    for (int s = 0; s < TE_SEQUENCES; s++) {
+        bytes += te_extent_value(&run->plan->info.saved_bytes[s], &run->call.sizes);
+    }
+    return bytes;
+}
+
+/* Sizes of a sequence, from the leading dims of its first input. */
+static int take_sizes(tepy_run_call *run, int sequence)
+{
+    const tepy_plan *plan = run->plan;
+    const tepy_leading *leading = &run->leading[sequence];
+    const int32_t lead = plan->lead[sequence];
+    const int rows = sequence == 0 ? TE_SYMBOL_ROWS : TE_SYMBOL_SOURCE_ROWS;
+    if (lead < 0) return 0;
+    run->call.sizes.of[rows] = run->buffers[lead].shape[0];
+    if ((plan->symbols >> (rows + 1) & 3U) == 0) return 0;
+    if (leading->count != 2) {
+        return tepy_fail(PyExc_ValueError,
+                         (tepy_site){run->function, plan->info.buffers[lead].name},
+                         "%d dims, expected 3", (int)leading->count + 1);
+    }
+    for (int i = 0; i < 2; i++) run->call.sizes.of[rows + 1 + i] = leading->dims[i];
+    return 0;
+}
+
 /* The tensors, then the saved buffer, then the number of rows. */
 static int take_arguments(tepy_run_call *run, PyObject *const *args, Py_ssize_t nargs)
 {
     const tepy_plan *plan = run->plan;
     Py_ssize_t extra = nargs - plan->arg_count;
-    int reads_saved = !plan->makes_saved && plan->has_saved;
+    int reads_saved = !plan->makes_saved && plan->has_saved, takes_rows = plan->lead[0] < 0;
     PyObject *saved = NULL;
     size_t size;
-    if (extra < reads_saved + (plan->lead < 0) || extra > !plan->makes_saved + (plan->lead < 0)) {
+    if (extra < reads_saved + takes_rows || extra > !plan->makes_saved + takes_rows) {
         PyErr_Format(PyExc_TypeError, "%s: expected %d tensors%s%s, got %zd arguments for them",
                      run->function, (int)plan->arg_count, reads_saved ? ", the saved tensor" : "",
-                     plan->lead < 0 ? " and the rows" : "", nargs);
+                     takes_rows ? " and the rows" : "", nargs);
         return -1;
     }
-    if (plan->lead < 0 && tepy_int(args[nargs - 1], (tepy_site){run->function, "rows"}, 0,
-                                   INT32_MAX, &run->call.rows) != 0) {
+    if (takes_rows && tepy_int(args[nargs - 1], (tepy_site){run->function, "rows"}, 0, INT32_MAX,
+                               &run->call.sizes.of[TE_SYMBOL_ROWS]) != 0) {
         return -1;
     }
     for (int32_t i = 0; i < plan->arg_count; i++) {
         tepy_want want = tepy_buffer_want(run->function, &plan->info.buffers[i]);
         int held = run->held_count;
-        if (i == plan->lead) want.leading = &run->leading;
+        for (int q = 0; q < TE_SEQUENCES; q++) {
+            if (i == plan->lead[q]) want.leading = &run->leading[q];
+        }
         if (take_tensor(run, args[i], &want, &run->buffers[i]) != 0) return -1;
         run->plain[i] = run->held_count == held ? args[i] : NULL;
     }
-    if (plan->lead >= 0) run->call.rows = run->buffers[plan->lead].shape[0];
+    if (take_sizes(run, 0) != 0 || take_sizes(run, 1) != 0) return -1;
     for (int32_t i = 0; i < plan->arg_count; i++) {
         if (check_shape(run, i) != 0) return -1;
     }
-    if (extra > (plan->lead < 0)) saved = args[plan->arg_count];
+    if (extra > takes_rows) saved = args[plan->arg_count];
     if (reads_saved) {
         run->saved_given = saved;
-        return take_bytes(run, saved, "saved",
-                          te_extent_value(&plan->info.saved_bytes, run->call.rows),
-                          &run->call.saved, &size);
+        return take_bytes(run, saved, "saved", saved_bytes_of(run), &run->call.saved, &size);
     }
     if (saved != NULL && saved != Py_None) {
         return tepy_fail(PyExc_TypeError, (tepy_site){run->function, "saved"},
@@ -219,7 +274,7 @@ static PyObject *find_alike(const tepy_run_call *run, const te_buffer_info *info
         const te_buffer_info *other = &run->plan->info.buffers[at];
         const te_tensor *view = &run->buffers[at];
         if (other->dtype == info->dtype && other->leading == info->leading && info->ndim == 2 &&
-            (!info->leading || at == run->plan->lead) && view->ndim == 2 &&
+            (!info->leading || at == run->plan->lead[tepy_sequence(info)]) && view->ndim == 2 &&
             view->shape[0] == matrix[0] && view->shape[1] == matrix[1] &&
             view->strides[0] == matrix[1] && view->strides[1] == 1) {
             return run->plain[at];
@@ -233,34 +288,29 @@ static PyObject *find_alike(const tepy_run_call *run, const te_buffer_info *info
 static int make_output(tepy_run_call *run, int32_t at, int32_t index)
 {
     const te_buffer_info *info = &run->plan->info.buffers[at];
-    int64_t shape[TEPY_MAX_LEADING + 1];
-    int64_t matrix[2] = {1, 1};
-    int32_t ndim = 0;
+    const tepy_leading *leading = &run->leading[tepy_sequence(info)];
+    int64_t shape[TEPY_MAX_LEADING + TE_MAX_DIMS], elements = 1;
+    int32_t ndim = 0, d = 0;
     te_tensor *view = &run->buffers[at];
     PyObject *tensor, *alike;
-    for (int32_t i = 0; i < info->ndim; i++) {
-        matrix[i] = te_extent_value(&info->shape[i], run->call.rows);
+    *view = (te_tensor){.dtype = info->dtype, .device = run->device, .ndim = info->ndim};
+    for (int32_t i = info->ndim - 1; i >= 0; i--) {
+        view->shape[i] = te_extent_value(&info->shape[i], &run->call.sizes);
+        view->strides[i] = elements;
+        elements *= view->shape[i];
     }
-    if (info->leading && run->plan->lead >= 0) {
-        for (; ndim < run->leading.count; ndim++) shape[ndim] = run->leading.dims[ndim];
+    if (info->leading && run->plan->lead[tepy_sequence(info)] >= 0) {
+        for (; ndim < leading->count; ndim++) shape[ndim] = leading->dims[ndim];
         if (ndim > 0) shape[0] *= info->shape[0].multiply; /* rows of several ranks */
-        shape[ndim++] = matrix[1];
-    } else {
-        for (; ndim < info->ndim; ndim++) shape[ndim] = matrix[ndim];
+        d = 1;
     }
-    alike = find_alike(run, info, matrix);
+    for (; d < info->ndim; d++) shape[ndim++] = view->shape[d];
+    alike = find_alike(run, info, view->shape);
     tensor = alike != NULL ? PyObject_CallFunctionObjArgs(run->state->empty_like, alike, NULL)
                            : tepy_empty(run->state, run->device, info->dtype, shape, ndim);
     if (tensor == NULL) return -1;
     if (PyTuple_SetItem(run->outputs, index, tensor) != 0) return -1; /* takes the reference */
-    view->dtype = info->dtype;
-    view->device = run->device;
-    view->ndim = info->ndim;
-    view->shape[0] = matrix[0];
-    view->shape[1] = matrix[1];
-    view->strides[0] = info->ndim == 1 ? 1 : matrix[1];
-    view->strides[1] = 1;
-    return fresh_data(run, tensor, info->name, matrix[0] * matrix[1], &view->data);
+    return fresh_data(run, tensor, info->name, elements, &view->data);
 }
 
 /* The result tuple with its tensors: outputs, then the saved buffer or None. */
@@ -271,10 +321,14 @@ static int make_results(tepy_run_call *run)
     run->outputs = PyTuple_New(plan->output_count + 1);
     if (run->outputs == NULL) return -1;
     for (int32_t i = 0; i < plan->output_count; i++) {
-        if (make_output(run, plan->arg_count + i, i) != 0) return -1;
+        if (plan->info.buffers[plan->arg_count + i].late) { /* its stage makes it */
+            if (PyTuple_SetItem(run->outputs, i, Py_NewRef(Py_None)) != 0) return -1;
+        } else if (make_output(run, plan->arg_count + i, i) != 0) {
+            return -1;
+        }
     }
     if (plan->makes_saved && plan->has_saved) {
-        saved_bytes = te_extent_value(&plan->info.saved_bytes, run->call.rows);
+        saved_bytes = saved_bytes_of(run);
     }
     if (saved_bytes == 0)
         return PyTuple_SetItem(run->outputs, plan->output_count, Py_NewRef(Py_None));
@@ -331,7 +385,8 @@ static int make_scratch(tepy_run_call *run, int kept)
  * count. */
 static int may_block(const tepy_run_call *run)
 {
-    return run->device.type == TE_DEVICE_CPU || run->plan->seen_rows != run->call.rows ||
+    return run->device.type == TE_DEVICE_CPU ||
+           memcmp(&run->plan->seen_sizes, &run->call.sizes, sizeof run->call.sizes) != 0 ||
            !tepy_same(run->plan->seen_device, run->device);
 }
 
@@ -362,7 +417,7 @@ static int launch(tepy_run_call *run)
         (void)tepy_raise(st);
         return -1;
     }
-    run->plan->seen_rows = run->call.rows;
+    run->plan->seen_sizes = run->call.sizes;
     run->plan->seen_device = run->device;
     return 0;
 }
@@ -383,6 +438,7 @@ static PyObject *run_whole(tepy_run_call *run, PyObject *const *args, Py_ssize_t
 const char tepy_run_doc[] =
     "run($module, plan, slot_fwd, slot_bwd, /, *tensors)\n--\n\n"
     "Run a plan: (outputs..., packed saved tensor or None).\n\n"
+    "slot_fwd, slot_bwd: first slot of the module; of several modules a tuple. "
     "tensors: one per input, parameter and state buffer in plan order; then, for a plan that "
     "reads\n"
     "saved data, the packed saved tensor; then, for a plan with no leading input, the rows.";

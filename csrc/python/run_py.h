@@ -9,6 +9,7 @@
 
 /* Buffers of a run that need no memory of their own. */
 #define TEPY_FEW_BUFFERS 48
+#define TEPY_FEW_OWNERS 8
 
 /* One run of a plan and what it holds until it is over. */
 typedef struct tepy_run_call {
@@ -18,7 +19,7 @@ typedef struct tepy_run_call {
     te_plan_call call;
     te_device device;
     int device_known;
-    tepy_leading leading;
+    tepy_leading leading[TE_SEQUENCES];
     tepy_context *context;
     tepy_dl_managed *scratch; /* from the exchange allocator */
     PyObject *scratch_object; /* or from torch.empty */
@@ -26,6 +27,8 @@ typedef struct tepy_run_call {
     PyObject *saved_given;    /* borrowed: the argument */
     PyObject *outputs;        /* the result */
     int held_count;
+    int32_t *slots; /* two per owner */
+    int32_t few_slots[2 * TEPY_FEW_OWNERS];
     PyObject **held; /* what views point into */
     te_tensor *buffers;
     PyObject **plain; /* borrowed: the argument itself, where its view is dense */
@@ -41,7 +44,7 @@ typedef struct tepy_staged {
     PyObject *const *given;                        /* arguments of the plan */
     PyObject *buffers;                             /* what make_buffers gave; NULL before */
     PyObject *self;                                /* capsule of this struct, of lend() */
-    const te_tensor *views;                        /* all buffers, in a callback */
+    te_tensor *views;                              /* all buffers, in a callback */
 } tepy_staged;
 
 /* Once the plan is known: checks the functions; -1 with an exception. */

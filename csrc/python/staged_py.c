@@ -12,7 +12,19 @@
 
 static const char *const capsule_name = "transformer_engine._core.run";
 
-/* lend(number): the argument, the output, or a tensor over packed memory. */
+/* Borrowed: the argument, the output, or the tensor of all packed memory that a buffer lies in. */
+static PyObject *whole_of(const tepy_staged *staged, int32_t at)
+{
+    const tepy_plan *plan = staged->run->plan;
+    te_buffer_role role = plan->info.buffers[at].role;
+    if (role == TE_ROLE_VIEW) return whole_of(staged, plan->info.buffers[at].base);
+    if (role <= TE_ROLE_STATE) return staged->given[at];
+    if (role == TE_ROLE_OUTPUT) return PyTuple_GetItem(staged->run->outputs, at - plan->arg_count);
+    if (role == TE_ROLE_SCRATCH) return staged->run->scratch_object;
+    return staged->run->saved != NULL ? staged->run->saved : staged->run->saved_given;
+}
+
+/* lend(number): the argument, the output, or a tensor over other memory. */
 static PyObject *lend(PyObject *capsule, PyObject *number)
 {
     tepy_staged *staged = NULL; /* of a run that is over there is none any more */
@@ -31,14 +43,8 @@ static PyObject *lend(PyObject *capsule, PyObject *number)
     plan = staged->run->plan;
     if (tepy_int(number, site, 0, plan->info.buffer_count - 1, &at) != 0) return NULL;
     info = &plan->info.buffers[at];
-    if (info->role <= TE_ROLE_STATE) return Py_NewRef(staged->given[at]);
-    if (info->role == TE_ROLE_OUTPUT) {
-        return Py_XNewRef(PyTuple_GetItem(staged->run->outputs, at - plan->arg_count));
-    }
-    whole = staged->run->scratch_object;
-    if (info->role == TE_ROLE_SAVED) {
-        whole = staged->run->saved != NULL ? staged->run->saved : staged->run->saved_given;
-    }
+    whole = whole_of(staged, (int32_t)at);
+    if (info->role <= TE_ROLE_STATE || info->role == TE_ROLE_OUTPUT) return Py_XNewRef(whole);
     if (whole == NULL || whole == Py_None) { /* there is none for what has no elements */
         return tepy_empty(staged->run->state, staged->run->device, info->dtype,
                           staged->views[at].shape, info->ndim);
@@ -62,9 +68,9 @@ static PyObject *buffers_of(tepy_staged *staged)
     if (staged->self == NULL) return NULL;
     function = PyCFunction_New(lend_methods, staged->self);
     if (function == NULL) return NULL;
-    staged->buffers = PyObject_CallFunction(staged->make_buffers, "NLLi", function,
-                                            (long long)staged->run->plan->id, (long long)call->rows,
-                                            (int)call->slots[!forward]);
+    staged->buffers = PyObject_CallFunction(
+        staged->make_buffers, "NLLi", function, (long long)staged->run->plan->id,
+        (long long)call->sizes.of[TE_SYMBOL_ROWS], (int)call->slots[!forward]);
     return staged->buffers;
 }
 
@@ -86,9 +92,25 @@ static PyObject *function_of(const tepy_staged *staged, const te_stage_info *sta
     return NULL;
 }
 
+/* What a function made: the late output of its stage; -1 with an exception. */
+static int take_late(tepy_staged *staged, const te_stage_info *stage, PyObject *result)
+{
+    tepy_run_call *run = staged->run;
+    for (int32_t i = 0; i < stage->buffer_count; i++) {
+        int32_t at = stage->buffers[i];
+        const te_buffer_info *info = &run->plan->info.buffers[at];
+        tepy_want want = tepy_buffer_want(run->function, info);
+        PyObject *held = NULL;
+        if (!info->late) continue;
+        if (tepy_view(run->state, result, &want, &staged->views[at], &held) != 0) return -1;
+        if (held != NULL) run->held[run->held_count++] = held;
+        return PyTuple_SetItem(run->outputs, at - run->plan->arg_count, Py_NewRef(result));
+    }
+    return 0;
+}
+
 /* The te_stage_function of every staged run. */
-static te_status call_python(void *self, int32_t stage, te_stage_event event,
-                             const te_tensor *buffers)
+static te_status call_python(void *self, int32_t stage, te_stage_event event, te_tensor *buffers)
 {
     tepy_staged *staged = self;
     const te_stage_info *info = &staged->run->plan->info.stages[stage];
@@ -101,6 +123,7 @@ static te_status call_python(void *self, int32_t stage, te_stage_event event,
         PyObject *function = function_of(staged, info);
         if (function != NULL) result = PyObject_CallFunctionObjArgs(function, given, NULL);
         Py_XDECREF(function);
+        if (result != NULL && take_late(staged, info, result) != 0) Py_CLEAR(result);
     } else if (given != NULL) {
         result = PyObject_CallFunction(staged->observer, "ssOO", info->name, operator, given,
                                        event == TE_STAGE_AFTER ? Py_True : Py_False);

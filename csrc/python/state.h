@@ -26,17 +26,17 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
 /* X(name, stage) */
 #define TEPY_STATE_REFS(X)                                                                         \
     X(context_type, INIT)                                                                          \
-    X(key_dtype, INIT)        /* "dtype" */                                                        \
-    X(key_requires_grad, INIT) /* "requires_grad" */                                              \
-    X(key_device, INIT)       /* "device" */                                                       \
-    X(empty_like, BIND)       /* torch.empty_like */                                               \
-    X(empty, BIND)            /* torch.empty */                                                    \
-    X(device_type, BIND)      /* torch.device */                                                   \
-    X(tensor_type, BIND)      /* torch.Tensor */                                                   \
-    X(parameter_type, BIND)   /* torch.nn.Parameter */                                             \
-    X(is_neg, BIND)           /* torch.Tensor.is_neg, unbound */                                   \
-    X(exchange_capsule, BIND) /* keeps `exchange` alive */                                         \
-    X(classify, BIND)         /* callable for subclasses, or None */
+    X(key_dtype, INIT)         /* "dtype" */                                                       \
+    X(key_requires_grad, INIT) /* "requires_grad" */                                               \
+    X(key_device, INIT)        /* "device" */                                                      \
+    X(empty_like, BIND)        /* torch.empty_like */                                              \
+    X(empty, BIND)             /* torch.empty */                                                   \
+    X(device_type, BIND)       /* torch.device */                                                  \
+    X(tensor_type, BIND)       /* torch.Tensor */                                                  \
+    X(parameter_type, BIND)    /* torch.nn.Parameter */                                            \
+    X(is_neg, BIND)            /* torch.Tensor.is_neg, unbound */                                  \
+    X(exchange_capsule, BIND)  /* keeps `exchange` alive */                                        \
+    X(classify, BIND)          /* callable for subclasses, or None */
 
 /* X(name, count, stage) */
 #define TEPY_STATE_ARRAYS(X)                                                                       \

@@ -257,7 +257,19 @@ PyObject *tepy_empty(tepy_state *state, te_device device, te_dtype dtype, const 
     return tensor;
 }
 
-/* ---- what a call is found by ------------------------------------------------------------------ */
+/* ---- what a call is found by ------------------------------------------------------------------
+ */
+
+/* Borrowed: the item of a dict that a place (dict, key) names, or None for None; NULL where there
+ * is none. */
+static PyObject *at_place(PyObject *place)
+{
+    PyObject *items;
+    if (place == Py_None) return Py_None;
+    if (!PyTuple_Check(place) || PyTuple_Size(place) != 2) return NULL;
+    items = PyTuple_GetItem(place, 0);
+    return PyDict_Check(items) ? PyDict_GetItemWithError(items, PyTuple_GetItem(place, 1)) : NULL;
+}
 
 /* Puts the tensors of a call into `tensors` and which of them require a gradient into `flags`, as
  * bits; -1 without an exception or with one where a call has to be decided by itself. */
@@ -266,13 +278,12 @@ static int look_at(const tepy_state *state, PyObject *const *args, PyObject *ten
 {
     Py_ssize_t count = PyTuple_Size(tensors);
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *name = i == 0 ? NULL : PyTuple_GetItem(args[2], i - 1);
-        PyObject *tensor = args[0];
+        PyObject *place = i == 0 ? NULL : PyTuple_GetItem(args[1], i - 1);
+        PyObject *tensor = i == 0 ? args[0] : at_place(place);
         PyObject *flag;
         tepy_dl_tensor dl;
-        if (i > 0) tensor = name == Py_None ? Py_None : PyDict_GetItemWithError(args[1], name);
         if (tensor == NULL || PyTuple_SetItem(tensors, i, Py_NewRef(tensor)) != 0) return -1;
-        if (tensor == Py_None && name == Py_None) continue;
+        if (place == Py_None) continue;
         if (state->exchange->view(tensor, i == 0 ? inp : &dl) != 0) return -1;
         flag = PyObject_GetAttr(tensor, state->key_requires_grad);
         if (flag == NULL) return -1;
@@ -286,8 +297,10 @@ static int look_at(const tepy_state *state, PyObject *const *args, PyObject *ten
 }
 
 const char tepy_tensors_of_call_doc[] =
-    "tensors_of_call($module, inp, parameters, names, /)\n--\n\n"
-    "((dtype, device or -1, last size, flags), (inp, parameter or None, ...)) of a module's call.\n\n"
+    "tensors_of_call($module, inp, places, /)\n--\n\n"
+    "((dtype, device or -1, last size, flags), (inp, parameter or None, ...)) of a module's "
+    "call.\n\n"
+    "places: (dict, key) of each parameter, or None. "
     "(None, ()) where inp or a parameter is no plain tensor with memory, one is missing or\n"
     "the dtypes differ.";
 
@@ -298,16 +311,15 @@ PyObject *tepy_tensors_of_call(PyObject *module, PyObject *const *args, Py_ssize
     tepy_dl_tensor inp;
     int64_t flags = 0;
     if (tepy_require_torch(state, "tensors_of_call") != 0 ||
-        tepy_count("tensors_of_call", nargs, 3, 3) != 0) {
+        tepy_count("tensors_of_call", nargs, 2, 2) != 0) {
         return NULL;
     }
-    if (!PyDict_Check(args[1]) || !PyTuple_Check(args[2])) {
-        (void)tepy_fail(PyExc_TypeError, (tepy_site){"tensors_of_call", "parameters"},
-                        "expected a dict and a tuple of names, got %R and %R", Py_TYPE(args[1]),
-                        Py_TYPE(args[2]));
+    if (!PyTuple_Check(args[1])) {
+        (void)tepy_fail(PyExc_TypeError, (tepy_site){"tensors_of_call", "places"},
+                        "expected a tuple, got %R", Py_TYPE(args[1]));
         return NULL;
     }
-    tensors = PyTuple_New(1 + PyTuple_Size(args[2]));
+    tensors = PyTuple_New(1 + PyTuple_Size(args[1]));
     if (tensors == NULL) return NULL;
     if ((PyObject *)Py_TYPE(args[0]) == state->tensor_type &&
         look_at(state, args, tensors, &inp, &flags) == 0 &&

@@ -14,7 +14,7 @@
 #include <transformer_engine.h>
 
 enum { PLAN_MEMBERS = 512, PLAN_ALIGN = 256, PLAN_GUARD = 64, PLAN_GUARD_BYTE = 0xa5 };
-enum { PLAN_SLOTS = 256, PLAN_HISTORY = 4 };
+enum { PLAN_SLOTS = 256, PLAN_HISTORY = 4, PLAN_OWNERS = 8, PLAN_ANY_LENGTH = 40 };
 
 #define EXPECT(condition, ...)                                                                     \
     do {                                                                                           \
@@ -38,13 +38,15 @@ typedef struct plan_member {
 
 /* What the plans of a graph are given and give, and what lives across them. */
 typedef struct plan_memory {
-    int64_t rows;
-    int32_t slots[2];
+    te_sizes sizes;
+    int32_t slots[2 * PLAN_OWNERS];
     plan_member members[PLAN_MEMBERS];
     int count;
     void *saved;
-    float scale[2][PLAN_SLOTS], history[2][PLAN_HISTORY * PLAN_SLOTS];
-    te_stage_function stage; /* of external stages, with the memory as self */
+    /* of an owner, forward and backward */
+    float scale[PLAN_OWNERS][2][PLAN_SLOTS], history[PLAN_OWNERS][2][PLAN_HISTORY * PLAN_SLOTS];
+    te_stage_function stage;    /* of external stages, with the memory as self */
+    const te_graph_desc *graph; /* for it */
     int observed;
     int64_t running; /* plan */
 } plan_memory;
@@ -68,11 +70,13 @@ static inline void plan_check_guard(const void *memory, size_t bytes, const char
     }
 }
 
-static inline void plan_memory_start(plan_memory *memory, int64_t rows)
+static inline void plan_memory_start(plan_memory *memory, const te_sizes *sizes)
 {
     memset(memory, 0, sizeof *memory);
-    memory->rows = rows;
-    for (int i = 0; i < PLAN_SLOTS; i++) memory->scale[0][i] = memory->scale[1][i] = 1.0F;
+    memory->sizes = *sizes;
+    for (int i = 0; i < PLAN_OWNERS * 2 * PLAN_SLOTS; i++) {
+        memory->scale[i / (2 * PLAN_SLOTS)][i / PLAN_SLOTS % 2][i % PLAN_SLOTS] = 1.0F;
+    }
 }
 
 static inline void plan_memory_end(plan_memory *memory)
@@ -111,23 +115,40 @@ static inline float *plan_floats(plan_memory *memory, te_link link, int32_t of, 
     return plan_data(memory, link, of, (size_t)count * sizeof(float));
 }
 
-/* A dense tensor for a buffer. Inputs have to be there, outputs are NaN again. */
-static inline te_tensor plan_view(plan_memory *memory, const te_buffer_info *info, int backward)
+/* Where the plan says no length, one that is the caller's. */
+static inline int64_t plan_length(const te_extent *extent, const te_sizes *sizes)
+{
+    int64_t length = te_extent_value(extent, sizes);
+    return length == TE_ANY_LENGTH ? PLAN_ANY_LENGTH : length;
+}
+
+/* A dense tensor without data for a buffer. */
+static inline te_tensor plan_dense(const plan_memory *memory, const te_buffer_info *info)
 {
     te_tensor tensor = {.dtype = info->dtype, .device = plan_cpu, .ndim = info->ndim};
-    size_t bytes = te_dtype_bytes(info->dtype);
     int64_t stride = 1;
     for (int32_t d = info->ndim - 1; d >= 0; d--) {
-        int64_t length = te_extent_value(&info->shape[d], memory->rows);
-        if (length == TE_ANY_LENGTH) length = d == info->ndim - 1 ? PLAN_SLOTS : PLAN_HISTORY;
+        int64_t length = plan_length(&info->shape[d], &memory->sizes);
+        if (info->link == TE_LINK_SCALE || info->link == TE_LINK_HISTORY) {
+            length = d == info->ndim - 1 ? PLAN_SLOTS : PLAN_HISTORY;
+        }
         tensor.shape[d] = length;
         tensor.strides[d] = stride;
         stride *= length;
-        bytes *= (size_t)length;
     }
+    return tensor;
+}
+
+/* The same with data. Inputs have to be there, outputs are NaN again. */
+static inline te_tensor plan_view(plan_memory *memory, const te_buffer_info *info, int backward)
+{
+    te_tensor tensor = plan_dense(memory, info);
+    size_t bytes = te_dtype_bytes(info->dtype);
+    for (int32_t d = 0; d < info->ndim; d++) bytes *= (size_t)tensor.shape[d];
     if (info->link == TE_LINK_SCALE || info->link == TE_LINK_HISTORY) {
-        tensor.data =
-            info->link == TE_LINK_SCALE ? memory->scale[backward] : memory->history[backward];
+        EXPECT(info->of < PLAN_OWNERS, "owner %d", info->of);
+        tensor.data = info->link == TE_LINK_SCALE ? memory->scale[info->of][backward]
+                                                  : memory->history[info->of][backward];
         return tensor;
     }
     EXPECT(info->role == TE_ROLE_OUTPUT || plan_find(memory, info->link, info->of) != NULL,
@@ -142,16 +163,15 @@ static inline void plan_run(te_context *context, int64_t plan, plan_memory *memo
 {
     te_plan_info info;
     te_plan_sizes sizes;
-    te_plan_call call = {.size = sizeof call, .plan = plan, .rows = memory->rows};
+    te_plan_call call = {.size = sizeof call, .plan = plan, .sizes = memory->sizes};
     te_tensor *buffers;
     OK(te_plan_describe(plan, &info));
-    OK(te_plan_infer(plan, memory->rows, &sizes, NULL));
-    OK(te_plan_scratch(context, plan, memory->rows, &call.scratch_size));
+    OK(te_plan_infer(plan, &memory->sizes, &sizes, NULL));
+    OK(te_plan_scratch(context, plan, &memory->sizes, &call.scratch_size));
     buffers = calloc((size_t)info.buffer_count + 1, sizeof *buffers);
     EXPECT(buffers != NULL, "no memory");
     for (int i = 0; i < info.buffer_count; i++) {
-        te_buffer_role role = info.buffers[i].role;
-        if (role == TE_ROLE_SAVED || role == TE_ROLE_SCRATCH) continue;
+        if (info.buffers[i].role > TE_ROLE_OUTPUT || info.buffers[i].late) continue;
         buffers[i] = plan_view(memory, &info.buffers[i], info.direction != TE_DIRECTION_FORWARD);
     }
     if (info.direction == TE_DIRECTION_FORWARD) {
@@ -161,8 +181,7 @@ static inline void plan_run(te_context *context, int64_t plan, plan_memory *memo
     call.buffers = buffers;
     call.saved = memory->saved;
     call.scratch = plan_allocate(call.scratch_size);
-    call.slots[0] = memory->slots[0];
-    call.slots[1] = memory->slots[1];
+    call.slots = memory->slots;
     call.stage = memory->stage;
     call.stage_self = memory;
     call.observed = memory->observed;

@@ -8,11 +8,11 @@
 
 enum { TOKENS = 9, IN = 40, OUT = 24, FORWARD_SLOT = 5, BACKWARD_SLOT = 7 };
 
-static float amax_of(const graph *g, plan_memory *memory, te_link link, int32_t value)
+static float amax_of(const graph *g, plan_memory *m, te_link link, int32_t value)
 {
     double amax = 0;
-    for (int64_t i = 0; i < graph_count(g, value, TOKENS); i++) {
-        amax = fmax(amax, fabs(graph_get(g, memory, link, value, i)));
+    for (int64_t i = 0; i < graph_count(g, value, &m->sizes); i++) {
+        amax = fmax(amax, fabs(graph_get(g, m, link, value, i)));
     }
     return (float)amax;
 }
@@ -31,21 +31,22 @@ static void check_scaling(te_context *context, const graph *g, plan_memory *m, i
     const float amax[3] = {amax_of(g, m, TE_LINK_VALUE, x),
                            amax_of(g, m, TE_LINK_VALUE, g->nodes[0].inputs[1]),
                            amax_of(g, m, TE_LINK_GRADIENT, y)};
-    EXPECT(m->history[0][FORWARD_SLOT] == amax[0], "amax of the input");
-    EXPECT(m->history[0][FORWARD_SLOT + 1] == amax[1], "amax of the weight");
-    EXPECT(m->history[1][BACKWARD_SLOT] == amax[2], "amax of the gradient");
-    update(context, m->scale[0], m->history[0], 448.0F);
-    update(context, m->scale[1], m->history[1], 57344.0F);
-    EXPECT(m->scale[0][FORWARD_SLOT] == 448.0F / amax[0], "scale of the input");
-    EXPECT(m->scale[0][FORWARD_SLOT + 1] == 448.0F / amax[1], "scale of the weight");
-    EXPECT(m->scale[1][BACKWARD_SLOT] == 57344.0F / amax[2], "scale of the gradient");
-    EXPECT(m->scale[0][0] == 1.0F, "an unused slot");
+    EXPECT(m->history[0][0][FORWARD_SLOT] == amax[0], "amax of the input");
+    EXPECT(m->history[0][0][FORWARD_SLOT + 1] == amax[1], "amax of the weight");
+    EXPECT(m->history[0][1][BACKWARD_SLOT] == amax[2], "amax of the gradient");
+    update(context, m->scale[0][0], m->history[0][0], 448.0F);
+    update(context, m->scale[0][1], m->history[0][1], 57344.0F);
+    EXPECT(m->scale[0][0][FORWARD_SLOT] == 448.0F / amax[0], "scale of the input");
+    EXPECT(m->scale[0][0][FORWARD_SLOT + 1] == 448.0F / amax[1], "scale of the weight");
+    EXPECT(m->scale[0][1][BACKWARD_SLOT] == 57344.0F / amax[2], "scale of the gradient");
+    EXPECT(m->scale[0][0][0] == 1.0F, "an unused slot");
 }
 
 int main(void)
 {
     static graph g, other;
     static plan_memory m;
+    const te_sizes tokens = te_sizes_of_rows(TOKENS);
     te_context *context = NULL;
     int64_t again = 0;
     int32_t x, y;
@@ -60,7 +61,7 @@ int main(void)
     OK(te_plan_make(&other.desc, TE_DIRECTION_FORWARD, &again));
     EXPECT(g.plans[0] == again && g.plans[0] != g.plans[1], "one description, two ids");
 
-    plan_memory_start(&m, TOKENS);
+    plan_memory_start(&m, &tokens);
     m.slots[0] = FORWARD_SLOT;
     m.slots[1] = BACKWARD_SLOT;
     graph_fill_integers(&g, &m, TE_LINK_VALUE, x, 4);

@@ -38,7 +38,7 @@ static void fill_sparse(const graph *g, plan_memory *memory, int32_t weight)
 {
     int64_t columns = graph_columns(g, weight);
     graph_fill_integers(g, memory, TE_LINK_VALUE, weight, 1);
-    for (int64_t i = 0; i < graph_count(g, weight, 0); i++) {
+    for (int64_t i = 0; i < graph_count(g, weight, &memory->sizes); i++) {
         if ((i / columns + i % columns) % 4 != 0) graph_set(g, memory, TE_LINK_VALUE, weight, i, 0);
     }
 }
@@ -47,7 +47,7 @@ static void fill(const mlp *m, plan_memory *memory)
 {
     const graph *g = &m->g;
     graph_fill_integers(g, memory, TE_LINK_VALUE, m->x, 1);
-    for (int64_t i = 0; i < memory->rows * HIDDEN; i++) {
+    for (int64_t i = 0; i < memory->sizes.of[TE_SYMBOL_ROWS] * HIDDEN; i++) {
         if (graph_get(g, memory, TE_LINK_VALUE, m->x, i) == 0) {
             graph_set(g, memory, TE_LINK_VALUE, m->x, i, 1);
         }
@@ -66,20 +66,20 @@ static void check_history(const mlp *m, plan_memory *memory)
     static const int forward[] = {1, 1, 0, 1, 1, 0, 0};
     static const int backward[] = {1, 0, 1, 0, 0};
     double largest = 0;
-    for (int64_t i = 0; i < memory->rows * HIDDEN; i++) {
+    for (int64_t i = 0; i < memory->sizes.of[TE_SYMBOL_ROWS] * HIDDEN; i++) {
         largest = fmax(largest, fabs(graph_get(&m->g, memory, TE_LINK_GRADIENT, m->y, i)));
     }
     for (int i = 0; i < 7; i++) {
-        float amax = memory->history[0][FORWARD_SLOT + i];
+        float amax = memory->history[0][0][FORWARD_SLOT + i];
         EXPECT((amax >= 1) == forward[i], "forward slot %d: %g", i, (double)amax);
     }
     for (int i = 0; i < 5; i++) {
-        float amax = memory->history[1][BACKWARD_SLOT + i];
+        float amax = memory->history[0][1][BACKWARD_SLOT + i];
         EXPECT((amax >= 1) == backward[i], "backward slot %d: %g", i, (double)amax);
     }
-    EXPECT(memory->history[0][FORWARD_SLOT + 1] == 1, "amax of fc1_weight");
-    EXPECT(memory->history[0][FORWARD_SLOT + 4] == 1, "amax of fc2_weight");
-    EXPECT(memory->history[1][BACKWARD_SLOT + 2] == (float)largest, "amax of grad_output");
+    EXPECT(memory->history[0][0][FORWARD_SLOT + 1] == 1, "amax of fc1_weight");
+    EXPECT(memory->history[0][0][FORWARD_SLOT + 4] == 1, "amax of fc2_weight");
+    EXPECT(memory->history[0][1][BACKWARD_SLOT + 2] == (float)largest, "amax of grad_output");
 }
 
 static void step(te_context *context, te_recipe recipe, uint32_t flags, uint32_t weight_flags,
@@ -88,9 +88,10 @@ static void step(te_context *context, te_recipe recipe, uint32_t flags, uint32_t
     static mlp m;
     static plan_memory memory;
     int deferred = weight_flags != 0, again = flags != 0;
+    const te_sizes sizes = te_sizes_of_rows(rows);
     int64_t gemms;
     build(&m, recipe, flags, weight_flags);
-    plan_memory_start(&memory, rows);
+    plan_memory_start(&memory, &sizes);
     memory.slots[0] = FORWARD_SLOT;
     memory.slots[1] = BACKWARD_SLOT;
     fill(&m, &memory);
@@ -112,13 +113,14 @@ static void step(te_context *context, te_recipe recipe, uint32_t flags, uint32_t
  * saved memory is no larger than its members with a member's alignment for each. */
 static void check_layout(int64_t plan, int64_t rows)
 {
+    const te_sizes given = te_sizes_of_rows(rows);
     te_plan_info info;
     te_plan_sizes sizes;
     int64_t offsets[64];
     int64_t members = 0, largest = 0, end = 0, count = 0;
     OK(te_plan_describe(plan, &info));
     EXPECT(info.buffer_count <= 64, "%d buffers", info.buffer_count);
-    OK(te_plan_infer(plan, rows, &sizes, offsets));
+    OK(te_plan_infer(plan, &given, &sizes, offsets));
     for (int i = 0; i < info.buffer_count; i++) {
         const te_buffer_info *b = &info.buffers[i];
         int64_t bytes = (int64_t)te_dtype_bytes(b->dtype);
@@ -126,7 +128,7 @@ static void check_layout(int64_t plan, int64_t rows)
             EXPECT(offsets[i] == -1, "%s", b->name);
             continue; /* chunks of state have no size that could be multiplied */
         }
-        for (int d = 0; d < b->ndim; d++) bytes *= te_extent_value(&b->shape[d], rows);
+        for (int d = 0; d < b->ndim; d++) bytes *= te_extent_value(&b->shape[d], &given);
         if (b->role == TE_ROLE_SCRATCH) {
             EXPECT(offsets[i] >= 0 && offsets[i] % PLAN_ALIGN == 0, "%s", b->name);
             EXPECT(offsets[i] + bytes <= sizes.scratch_bytes, "%s", b->name);
@@ -139,7 +141,8 @@ static void check_layout(int64_t plan, int64_t rows)
         }
     }
     EXPECT(end <= sizes.saved_bytes, "saves %d bytes in %d", (int)end, (int)sizes.saved_bytes);
-    EXPECT(te_extent_value(&info.saved_bytes, rows) == sizes.saved_bytes, "saved bytes");
+    EXPECT(te_extent_value(&info.saved_bytes[0], &given) == sizes.saved_bytes, "saved bytes");
+    EXPECT(info.saved_bytes[1].multiply == 0 && info.saved_bytes[1].add == 0, "of no source");
     /* Every member may be rounded up to the padding of another and aligned once more. */
     EXPECT(sizes.saved_bytes <= members + count * (PLAN_ALIGN + 15 * 4 * HIDDEN), "saves %d bytes",
            (int)sizes.saved_bytes);
@@ -149,6 +152,7 @@ static void check_layout(int64_t plan, int64_t rows)
 static void check_memory(void)
 {
     static mlp m;
+    const te_sizes most = te_sizes_of_rows(MOST);
     for (int r = 0; r < 3; r++) {
         te_plan_sizes sizes[2];
         for (uint32_t again = 0; again < 2; again++) {
@@ -156,7 +160,7 @@ static void check_memory(void)
             for (int64_t rows = 0; rows < 70; rows++) {
                 for (int d = 0; d < TE_DIRECTION_COUNT; d++) check_layout(m.g.plans[d], rows);
             }
-            OK(te_plan_infer(m.g.plans[0], MOST, &sizes[again], NULL));
+            OK(te_plan_infer(m.g.plans[0], &most, &sizes[again], NULL));
         }
         EXPECT(sizes[1].saved_bytes < sizes[0].saved_bytes, "recompute saves %d bytes, else %d",
                (int)sizes[1].saved_bytes, (int)sizes[0].saved_bytes);

@@ -272,7 +272,7 @@ def test_a_text_gives_the_same_plan_in_another_process():
 def test_a_text_of_another_version(change):
     text = texts_of(MAKERS["linear"]("cpu"), torch.randn(TOKENS, WIDTH), None)[0]
     wrong = {
-        "version": text.replace("plan/2 ", "plan/99 "),
+        "version": text.replace("plan/3 ", "plan/99 "),
         "older": "linear/1 direction=0 in_features=48",
         "empty": "-",
     }[change]

@@ -277,15 +277,16 @@ def test_tensors_of_a_call():
         "no": None,
     }
     inp = torch.randn(2, 3, 5)
-    names = ("weight", None)
-    facts, tensors = _core.tensors_of_call(inp, own, names)
+    places = ((own, "weight"), None)
+    facts, tensors = _core.tensors_of_call(inp, places)
     assert tensors[0] is inp and tensors[1] is own["weight"] and tensors[2] is None
     assert facts[1:] == (-1, 5, 0b01)
-    kinds = [facts, _core.tensors_of_call(inp.requires_grad_(), own, names)[0]]
-    kinds += [_core.tensors_of_call(torch.randn(2, 4), own, names)[0]]
-    kinds += [_core.tensors_of_call(torch.randn(2, 5).half(), own, ("half",))[0]]
+    kinds = [facts, _core.tensors_of_call(inp.requires_grad_(), places)[0]]
+    kinds += [_core.tensors_of_call(torch.randn(2, 4), places)[0]]
+    kinds += [_core.tensors_of_call(torch.randn(2, 5).half(), ((own, "half"),))[0]]
     assert len(set(kinds)) == 4
     alone = [(inp, ("half",)), (inp, ("missing",)), (inp, ("no",)), (torch.tensor(1.0), ())]
     alone += [(own["weight"], ()), (torch.empty(2, 5, device="meta"), ()), (None, ())]
     for given, wanted in alone:
-        assert _core.tensors_of_call(given, own, wanted) == (None, ())
+        places = tuple((own, name) for name in wanted)
+        assert _core.tensors_of_call(given, places) == (None, ())

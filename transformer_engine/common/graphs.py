@@ -221,7 +221,7 @@ class CallSpec(NamedTuple):
     recompute: bool = False
 
 
-_ROWS = (_core.SYMBOL_ROWS, 1, 1)
+ROWS = (_core.SYMBOL_ROWS, 1, 1)
 _NO_CAST = (_core.RECIPE_NONE, _core.DTYPE_E4M3, _core.DTYPE_E4M3, 0, (0.0, 0.0, 0.0))
 
 
@@ -232,6 +232,8 @@ class Graph:
     ----------
     tensors : list of Link or None
         The inputs and parameters in the order of a call.
+    results : list of Link
+        What the module returns.
     weights : list of int
         Value of each linear layer's weight.
     weight_operands : list of int
@@ -245,6 +247,7 @@ class Graph:
         self.values: list[tuple] = []
         self.nodes: list[tuple] = []
         self.tensors: list[Link | None] = []
+        self.results: list[Link] = []
         self.weights: list[int] = []
         self.weight_operands: list[int] = []
         self.has_gradients = self.defers = False
@@ -260,6 +263,8 @@ class Graph:
         grad = dtype if grad_dtype is None else grad_dtype
         self.values.append((name, flags, dtype, grad, shape))
         self.has_gradients |= bool(flags & _core.VALUE_GRADIENT)
+        if flags & _core.VALUE_RESULT:
+            self.results.append(("value", len(self.values) - 1))
         return len(self.values) - 1
 
     def tensor(self, *value: Any) -> int:
@@ -282,18 +287,21 @@ class Graph:
         name: str = "",
         variant: int = 0,
         flags: int = 0,
-        numbers: tuple = (0.0, 0.0, 0.0),
+        numbers: tuple = (),
+        slices: tuple = (),
         quantization: tuple = _NO_CAST,
+        owner: int = 0,
         slots: tuple[int, int] = (0, 0),
         gather: int = 1,
         external: int = 0,
     ) -> None:
         """Add a node."""
-        inputs = (*inputs, -1, -1, -1)[:4]
-        node = (name, kind, variant, flags, inputs, output, numbers, quantization, slots)
-        self.nodes.append((*node, gather, external))
+        node = (name, kind, variant, flags, inputs, output, numbers, slices, quantization)
+        self.nodes.append((*node, owner, slots, gather, external))
 
-    def norm_parameters(self, norm: Norm, features: int, flags: int) -> tuple[int, int]:
+    def norm_parameters(
+        self, norm: Norm, features: int, flags: int, prefix: str = ""
+    ) -> tuple[int, int]:
         """Add gamma and beta, as far as the norm has them."""
         wanted = (GRAD_GAMMA, GRAD_BETA)
         absent = (NO_GAMMA, NO_GAMMA | NO_BETA)
@@ -304,7 +312,7 @@ class Graph:
                 numbers.append(self.absent())
                 continue
             bits = _core.VALUE_PARAMETER | (_core.VALUE_GRADIENT if flags & gradient else 0)
-            numbers.append(self.tensor(name, norm.dtype, (features,), bits))
+            numbers.append(self.tensor(prefix + name, norm.dtype, (features,), bits))
         return numbers[0], numbers[1]
 
     def linear_parameters(self, spec: LinearSpec, prefix: str) -> tuple[int, int]:
@@ -333,17 +341,73 @@ class Graph:
         bits = _core.VALUE_PARAMETER | (_core.VALUE_GRADIENT if spec.bias_grad else 0)
         return weight, self.tensor(f"{prefix}bias", spec.bias, (spec.out_features,), bits)
 
-    def add_norm(self, norm: Norm, inputs: tuple, output: int, zero_centered: int) -> None:
+    def call_parameters(self, spec: CallSpec, prefix: str = "") -> tuple:
+        """Add the parameters of a call: those of its norm, of each linear layer; see `add_call`."""
+        affine = ()
+        if spec.norm is not None:
+            first = spec.parts[0]
+            affine = self.norm_parameters(spec.norm, first.in_features, first.flags, prefix)
+        names = PREFIXES[len(spec.parts)]
+        pairs = zip(spec.parts, names, strict=True)
+        return affine, tuple(self.linear_parameters(part, prefix + name) for part, name in pairs)
+
+    def add_call(
+        self, spec: CallSpec, given: tuple, x: int, y: int, *, prefix: str = "", owner: int = 0
+    ) -> int:
+        """Add the nodes of a call.
+
+        Parameters
+        ----------
+        spec : CallSpec
+            The call; its ``recompute`` is a matter of the graph.
+        given : tuple
+            What `call_parameters` gave.
+        x, y : int
+            Input and output.
+        prefix : str
+            Of the names of its nodes and values.
+        owner : int
+            Its number among the modules of the graph.
+
+        Returns
+        -------
+        int
+            The output of the norm, or `x` where there is none.
+        """
+        first, last = spec.parts[0], spec.parts[-1]
+        names = [prefix + name for name in PREFIXES[len(spec.parts)]]
+        affine, parameters = given
+        rows, *_ = self.values[x][4]
+        if spec.norm is not None:
+            flags = RESULT if first.flags & RETURN_NORM else _core.VALUE_LEADING
+            shape = (rows, first.in_features)
+            normed = self.value(f"{prefix}norm_output", first.output, shape, flags)
+            self.add_norm(spec.norm, (x, *affine), normed, first.flags & ZERO_CENTERED, prefix)
+            x = normed
+        if spec.activation is not None:
+            before = self.value(f"{names[0]}output", first.output, (rows, first.out_features))
+            after = self.value(f"{names[1]}input", first.output, (rows, last.in_features))
+            self.add_linear(first, (x, *parameters[0]), before, names[0], 0, owner)
+            kind, *numbers = spec.activation
+            node = _core.NODE_ACTIVATION
+            self.node(node, (before,), after, variant=kind, numbers=tuple(numbers))
+            self.add_linear(last, (after, *parameters[1]), y, names[1], 1, owner)
+        else:
+            self.add_linear(last, (x, *parameters[0]), y, names[0], 0, owner)
+        return x
+
+    def add_norm(
+        self, norm: Norm, inputs: tuple, output: int, zero_centered: int, name: str = ""
+    ) -> None:
         """Add a norm."""
         flags = _core.NODE_ZERO_CENTERED if zero_centered else 0
-        numbers = (norm.eps, 0.0, 0.0)
-        node = _core.NODE_NORM
-        self.node(node, inputs, output, variant=norm.kind, flags=flags, numbers=numbers)
+        options = {"variant": norm.kind, "flags": flags, "numbers": (norm.eps,), "name": name}
+        self.node(_core.NODE_NORM, inputs, output, **options)
 
-    def add_linear(
-        self, spec: LinearSpec, inputs: tuple, output: int, name: str, part: int
+    def add_linear(  # noqa: PLR0913 - the fields of a linear node
+        self, spec: LinearSpec, inputs: tuple, output: int, name: str, part: int, owner: int
     ) -> None:
-        """Add a linear layer, which owns the slots of its part."""
+        """Add a linear layer, which has the slots of its part of the owner's."""
         recipe, forward, backward, power_2, fast, epsilon = spec.quantization
         flags = fast | flags_of(
             (
@@ -360,6 +424,7 @@ class Graph:
             name=name,
             flags=flags,
             quantization=(recipe, forward, backward, power_2, epsilon),
+            owner=owner,
             slots=(3 * part, 2 * part),
             gather=spec.gather,
             external=spec.external,
@@ -369,10 +434,10 @@ class Graph:
 PREFIXES = {1: ("",), 2: ("fc1_", "fc2_")}
 """Of the names of nodes and their values, by number of parts."""
 
-_RESULT = _core.VALUE_RESULT | _core.VALUE_LEADING
+RESULT = _core.VALUE_RESULT | _core.VALUE_LEADING
 
 
-def _input_flags(wants_grad: int) -> int:
+def input_flags(wants_grad: int) -> int:
     gradient = _core.VALUE_GRADIENT if wants_grad else 0
     return _core.VALUE_INPUT | _core.VALUE_LEADING | gradient
 
@@ -380,40 +445,22 @@ def _input_flags(wants_grad: int) -> int:
 def call_graph(spec: CallSpec) -> Graph:
     """Graph of a call."""
     first, last = spec.parts[0], spec.parts[-1]
-    prefixes = PREFIXES[len(spec.parts)]
     graph = Graph(_core.GRAPH_RECOMPUTE if spec.recompute else 0)
-    features = first.in_features
-    x = graph.tensor("input", first.input, (_ROWS, features), _input_flags(first.flags & DGRAD))
-    if spec.norm is not None:
-        affine = graph.norm_parameters(spec.norm, features, first.flags)
-    parameters = [
-        graph.linear_parameters(part, prefix)
-        for part, prefix in zip(spec.parts, prefixes, strict=True)
-    ]
+    shape = (ROWS, first.in_features)
+    x = graph.tensor("input", first.input, shape, input_flags(first.flags & DGRAD))
+    given = graph.call_parameters(spec)
     rows = (_core.SYMBOL_ROWS, last.gather, 1)
-    y = graph.value("output", last.output, (rows, last.out_features), _RESULT)
-    if spec.norm is not None:
-        flags = _RESULT if first.flags & RETURN_NORM else _core.VALUE_LEADING
-        normed = graph.value("norm_output", first.output, (_ROWS, features), flags)
-        graph.add_norm(spec.norm, (x, *affine), normed, first.flags & ZERO_CENTERED)
-        x = normed
-    if spec.activation is not None:
-        before = graph.value("fc1_output", first.output, (_ROWS, first.out_features))
-        after = graph.value("fc2_input", first.output, (_ROWS, last.in_features))
-        graph.add_linear(first, (x, *parameters[0]), before, prefixes[0], 0)
-        kind, *numbers = spec.activation
-        graph.node(_core.NODE_ACTIVATION, (before,), after, variant=kind, numbers=tuple(numbers))
-        x = after
-    graph.add_linear(last, (x, *parameters[-1]), y, prefixes[-1], len(spec.parts) - 1)
+    y = graph.value("output", last.output, (rows, last.out_features), RESULT)
+    graph.add_call(spec, given, x, y)
     return graph
 
 
 def norm_graph(features: int, norm: Norm, dtypes: tuple[int, int], flags: int) -> Graph:
     """Graph of a norm by itself; arguments as of `plans.norm_plans`."""
     graph = Graph()
-    x = graph.tensor("input", dtypes[0], (_ROWS, features), _input_flags(flags & DGRAD))
+    x = graph.tensor("input", dtypes[0], (ROWS, features), input_flags(flags & DGRAD))
     affine = graph.norm_parameters(norm, features, flags)
-    y = graph.value("output", dtypes[1], (_ROWS, features), _RESULT)
+    y = graph.value("output", dtypes[1], (ROWS, features), RESULT)
     graph.add_norm(norm, (x, *affine), y, flags & ZERO_CENTERED)
     return graph
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans as text: what a graph of torch carries, so that a process that never made a plan can.
 
-``plan/2 (direction, flags, values, nodes)``: the version of this format, and the arguments of
+``plan/3 (direction, flags, values, nodes)``: the version of this format, and the arguments of
 ``_core.make_plan``. A plan's id is a hash of these, but a process that loads an exported program
 knows no plan of that id.
 """
@@ -14,7 +14,7 @@ from transformer_engine import _core
 
 __all__ = ["PlanGraph", "make_plan", "plan_of", "read_text", "text_of"]
 
-_HEAD = "plan/2 "
+_HEAD = "plan/3 "
 """With a version that is raised whenever a number of a plan gets another meaning."""
 
 _TEXTS: dict[int, str] = {}

@@ -21,11 +21,12 @@ from transformer_engine.common.graphs import (
     call_graph,
     norm_graph,
 )
+from transformer_engine.common.layer_graphs import LayerSpec, layer_graph
 from transformer_engine.common.plan_text import text_of
 
-__all__ = ["CallPlans", "call_plans", "linear_plans", "norm_plans"]
+__all__ = ["CallPlans", "call_plans", "layer_plans", "linear_plans", "norm_plans"]
 
-_STATE = (("scale", 0), ("history", 0))
+_STATE = ("scale", "history")
 _GIVEN = ("input", "parameter", "state")
 
 
@@ -96,7 +97,7 @@ class CallPlans:
 
     Attributes
     ----------
-    spec : CallSpec or None
+    spec : CallSpec, LayerSpec or None
         What they were made for.
     forward, backward, wgrad : int
         Plan ids; 0 where the call can not need one.
@@ -110,6 +111,8 @@ class CallPlans:
     forward_inputs, saved, wgrad_inputs : tuple of Link
         Arguments of the forward (without state), of the backward (without gradients and state) and
         of the deferred weight gradient.
+    forward_state, backward_state : tuple of Link
+        The scaling state that forward and backward are given: ("scale" or "history", owner).
     wgrad_has_rows : bool
         An input of the deferred weight gradient has the leading dims of the call.
     outputs, gradients : tuple of Link
@@ -130,9 +133,9 @@ class CallPlans:
         The forward makes a packed tensor for the backward.
     reads_saved : int
         How many of `saved` the backward reads; the others are for the deferred weight gradient.
-    weight_place : int
-        Where the weight of a single part stands among what is saved, the packed tensor first; -1
-        where it is not saved.
+    weight_places : tuple of int
+        Where the weight of each part stands among what is saved, the packed tensor first; -1 where
+        it is not saved.
     pick_inputs, pick_saved, pick_grads, pick_deferred : Picker
         From the tensors and caches of a call to `forward_inputs`; from (outputs of the forward...,
         packed tensor, tensors and caches...) to what is saved, the packed tensor first; from the
@@ -146,7 +149,7 @@ class CallPlans:
         Nothing but plain gradients: no cache, main gradient or deferred work.
     """
 
-    def __init__(self, graph: Graph, spec: CallSpec | None = None) -> None:
+    def __init__(self, graph: Graph, spec: CallSpec | LayerSpec | None = None) -> None:
         self.spec = spec
         self.forward = graph.make(_core.DIRECTION_FORWARD)
         self.backward = graph.make(_core.DIRECTION_BACKWARD) if graph.has_gradients else 0
@@ -157,9 +160,10 @@ class CallPlans:
         parts = () if spec is None else spec.parts
         self.quantized = bool(parts) and parts[0].quantization.recipe != _core.RECIPE_NONE
         given = _arguments(self.forward)
-        self.forward_inputs = tuple(a.link for a in given if a.link not in _STATE)
+        self.forward_inputs = tuple(a.link for a in given if a.link[0] not in _STATE)
+        self.forward_state = tuple(a.link for a in given if a.link[0] in _STATE)
         self.outputs = tuple(_links(self.forward, "output"))
-        self.results = tuple(link for link in self.outputs if link[0] == "value")
+        self.results = tuple(graph.results)
         self.result_count = len(self.results)
         self.counts = {plan: len(_links(plan, "output")) for plan in self.texts}
         flags = [part.flags for part in parts]
@@ -192,19 +196,20 @@ class CallPlans:
     def _examine_backward(self, graph: Graph, sources: list) -> None:
         self.saves_packed = False
         self.reads_saved = 0
-        self.weight_place = -1
+        self.weight_places = (-1,) * len(graph.weights)
         self.saved = self.wgrad_inputs = self.gradients = ()
         self.wgrad_has_rows = False
-        self.reads_state = False
+        self.backward_state = ()
         self.places = (-1,) * len(self.tensors)
         self.all_gradients = False
         if not self.backward:
             return
         self.saves_packed = bool(_links(self.forward, "saved"))
         arguments = _arguments(self.backward)
-        self.reads_state = any(a.link == _STATE[0] for a in arguments)
+        self.backward_state = tuple(a.link for a in arguments if a.link[0] in _STATE)
         results = [("gradient", of) for _, of in self.results]
-        saved = [a.link for a in arguments if a.link not in _STATE and a.link[0] != "gradient"]
+        ours = (*_STATE, "gradient")
+        saved = [a.link for a in arguments if a.link[0] not in ours]
         self.reads_saved = len(saved)
         self.pick_grads = Picker([a.link for a in arguments if a.link in results], results)
         self.gradients = tuple(_links(self.backward, "output"))
@@ -220,9 +225,8 @@ class CallPlans:
         self.saved = tuple(saved)
         packed = [_PACKED] if self.saves_packed else []
         self.pick_saved = Picker([*packed, *saved], [*self.outputs, _PACKED, *sources])
-        weight = ("value", graph.weights[0]) if graph.weights else None
-        if weight in saved:
-            self.weight_place = saved.index(weight) + self.saves_packed
+        found = {link: i + self.saves_packed for i, link in enumerate(saved)}
+        self.weight_places = tuple(found.get(("value", of), -1) for of in graph.weights)
         at = {link: i for i, link in enumerate(self.gradients)}
         self.places = tuple(
             -1 if link is None else at.get(("gradient", link[1]), -1) for link in self.tensors
@@ -249,6 +253,12 @@ def call_plans(spec: CallSpec) -> CallPlans:
         Their ids and arguments.
     """
     return CallPlans(call_graph(spec), spec)
+
+
+@functools.cache
+def layer_plans(spec: LayerSpec) -> CallPlans:
+    """Plans of a whole layer, made once per process and spec; see `call_plans`."""
+    return CallPlans(layer_graph(spec), spec)
 
 
 def linear_plans(spec: LinearSpec) -> CallPlans:

@@ -62,6 +62,7 @@ _forward_ad = torch.autograd.forward_ad
 _mode_of_kind = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _CALL = torch.nn.Module.__call__
+_LIBRARY = __name__.partition(".")[0] + "."
 
 
 def constant_in_graphs(function: Callable) -> Callable:
@@ -143,12 +144,13 @@ def only_forwards(module: torch.nn.Module) -> bool:
     A layer may do the work of such a submodule without calling it. Hooks, a forward of a subclass,
     of an instance or put in place of the class's, and ``module.compile()`` ask for the call; so
     does a graph that is being traced, which names its nodes by modules. A class of the library
-    keeps its forward as ``_FORWARD``; other classes have none.
+    keeps its forward as ``_FORWARD``; other classes, subclasses of those too, may do anything.
     """
     kind = type(module)
     return (
-        not torch.compiler.is_compiling()
+        kind.__module__.startswith(_LIBRARY)
         and kind.forward is getattr(kind, "_FORWARD", None)
+        and not torch.compiler.is_compiling()
         and kind.__call__ is _CALL
         and "forward" not in module.__dict__
         and not (module._forward_hooks or module._forward_pre_hooks)

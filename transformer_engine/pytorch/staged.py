@@ -76,14 +76,14 @@ class StageBuffers(Mapping[str, Tensor]):
     """
 
     def __init__(self, lend: Callable[[int], Tensor], plan: int, rows: int, slot: int) -> None:
-        self._lend = lend
+        self.lend = lend
         self._numbers = _numbers(plan)
         self.rows = rows
         self.slot = slot
 
     def __getitem__(self, name: str) -> Tensor:
         """Tensor of a buffer; KeyError for one that the plan does not have."""
-        return self._lend(self._numbers[name])
+        return self.lend(self._numbers[name])
 
     def __iter__(self) -> Iterator[str]:
         """Names, in plan order."""

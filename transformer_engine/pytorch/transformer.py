@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.common.layer_graphs import AddSpec
 from transformer_engine.pytorch.attention.dot_product_attention import masks
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.dropout import bias_dropout_add
 from transformer_engine.pytorch.modes import only_forwards
 from transformer_engine.pytorch.module.composite import NORMS, CompositeLayer
+from transformer_engine.pytorch.module.layer_call import Branch, Layer, LayerCalls
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.parameters import one_of, probabilities
 from transformer_engine.pytorch.parallel import ContextParallel
@@ -293,24 +295,63 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
             cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv,
             fast_zero_fill, pad_between_seqs,
         )  # fmt: skip
+        crossed = None
+        if self.layer_type == "decoder":
+            crossed = AttentionOptions(
+                enc_dec_attn_mask, encoder_output, enc_dec_attn_mask_type, enc_dec_window_size,
+                enc_dec_bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention,
+                None, None, core_attention_bias_type, core_attention_bias, alibi_slopes,
+                fast_zero_fill=fast_zero_fill,
+            )  # fmt: skip
+        calls = LayerCalls.of(self)
+        out: Any = NotImplemented
+        if calls is not None:
+            given = (options, None) if crossed is None else (options, crossed, None)
+            out = calls.run(self, hidden_states, given)
+        if out is NotImplemented:
+            out = self._forward_by_modules(hidden_states, options, crossed)
+        return self.layernorm(out) if self.output_layernorm else out
+
+    def _branches(self) -> tuple[Branch, ...]:
+        """What the layer is made of; see `layer_call`."""
+        modules, branches = self._modules, ()
+        for name, prefix in (("self_attention", "attn_"), ("inter_attention", "cross_")):
+            if name in modules:
+                attention = modules[name]
+                if not isinstance(attention, MultiheadAttention):
+                    return ()
+                branches += attention._branches(prefix)
+        mlp = modules["layernorm_mlp"]
+        bias = "fc2_bias" if getattr(mlp, "return_bias", False) and mlp.use_bias else None
+        return (*branches, Branch("mlp_", (mlp,), bias=bias))
+
+    def _layer(self) -> Layer:
+        """How the layer puts its branches together now."""
+        training = self.training
+        add = AddSpec(
+            self.hidden_dropout if training else 0.0, self.drop_path_rate if training else 0.0
+        )
+        if self.parallel_attention_mlp:
+            return Layer((None, None), add)
+        count = 3 if self.layer_type == "decoder" else 2
+        return Layer((add,) * count, None, self.apply_residual_connection_post_layernorm)
+
+    def _forward_by_modules(
+        self, hidden_states: Tensor, options: AttentionOptions, crossed: AttentionOptions | None
+    ) -> Tensor:
+        """The layer module by module, but for the norm of its output."""
+        is_first_microbatch = options.is_first_microbatch
         modules = self._modules  # an attribute lookup of torch takes longer than a short operator
         attended = _attend(modules["self_attention"], hidden_states, options)
         if self.parallel_attention_mlp:
             branches = attended + modules["layernorm_mlp"](hidden_states, is_first_microbatch)
             return self._add(branches, hidden_states, False)
         hidden_states = self._add(attended, hidden_states, not self.output_layernorm)
-        if self.layer_type == "decoder":
-            options = AttentionOptions(
-                enc_dec_attn_mask, encoder_output, enc_dec_attn_mask_type, enc_dec_window_size,
-                enc_dec_bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention,
-                None, None, core_attention_bias_type, core_attention_bias, alibi_slopes,
-                fast_zero_fill=fast_zero_fill,
-            )  # fmt: skip
-            attended = _attend(self.inter_attention, hidden_states, options)
+        if crossed is not None:
+            attended = _attend(self.inter_attention, hidden_states, crossed)
             hidden_states = self._add(attended, hidden_states, True)
         made = modules["layernorm_mlp"](hidden_states, is_first_microbatch)
-        hidden_states = self._add(made, hidden_states, True)
-        return self.layernorm(hidden_states) if self.output_layernorm else hidden_states
+        return self._add(made, hidden_states, True)
 
     def _add(self, made: Any, residual: Tensor, normalizes: bool) -> Tensor:
         """Add what a branch made to the residual stream.

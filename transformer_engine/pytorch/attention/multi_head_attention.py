@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.attention.attending import attending
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.modes import only_forwards
 from transformer_engine.pytorch.module.composite import NORMS, CompositeLayer
+from transformer_engine.pytorch.module.layer_call import Attending, Branch, Layer, LayerCalls
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.norm import L2Normalization
@@ -303,8 +305,94 @@ fast_zero_fill, pad_between_seqs
 
     _FORWARD = forward
 
+    def _branches(self, name: str = "") -> tuple[Branch, ...]:
+        """What it is made of; with a name, as the branch of a layer that adds its bias."""
+        modules = self._modules
+        first = (modules[self._first()],)
+        if self.attention_type != "self":
+            first += (modules["key_value"],)
+        core, last = modules["core_attention"], modules["proj"]
+        bias = "bias" if name and getattr(last, "return_bias", False) and last.use_bias else None
+        return (Branch(name, (*first, last), (self, core) if name else (core,), self, bias),)
+
+    def _layer(self) -> Layer:
+        """How it puts its one branch together: the output is the result."""
+        return Layer((None,))
+
+    def _attending(self, inp: Tensor, options: AttentionOptions) -> Attending | None:
+        """How a call attends as part of a layer; None where it has to call its modules."""
+        core, source = self._modules["core_attention"], options.encoder_output
+        slices, keys = self._slices(), inp if source is None else source
+        s, b = (0, 1) if self.qkv_format == "sbhd" else (1, 0)
+        if (
+            slices is None
+            or options.inference_params is not None
+            or options.is_first_microbatch is not None
+            or options.checkpoint_core_attention
+            or options.pad_between_seqs
+            or core.qkv_format != self.qkv_format
+            or (source is None) != (self.attention_type == "self")
+            or not _alike(keys, inp, b)
+        ):
+            return None
+        angles = _angles(options.rotary_pos_emb, (inp.shape[s], keys.shape[s]), slices, inp)
+        if angles is None:
+            return None
+        sizes = (inp.shape[b], self.num_attention_heads, inp.shape[s], keys.shape[s])
+        choice, limits = core.limits_for(options, sizes, inp)
+        return attending(
+            core,
+            (choice.backend, limits),
+            slices,
+            (() if source is None else (source,), angles, self.rotary_pos_interleaved),
+        )
+
+    def _slices(self) -> tuple | None:
+        """Where queries, keys and values lie in their projections (see `layer_graphs`).
+
+        None where the heads of a part have no common distance, and where norms come between.
+        """
+        if self.q_norm is not None:
+            return None
+        heads, groups = self.num_attention_heads, self.num_gqa_groups
+        k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
+        to_itself, each = self.attention_type == "self", heads // groups
+        if not to_itself:
+            query, before = (heads, k, 0, k), 0
+        elif not self.qkv_weight_interleaved:
+            query, before = (heads, k, 0, k), heads * k
+        elif each == 1:
+            return (
+                (heads, k, 0, 2 * k + v),
+                (groups, k, k, 2 * k + v),
+                (groups, v, 2 * k, 2 * k + v),
+            )
+        else:
+            return None
+        if self.qkv_weight_interleaved:
+            return query, (groups, k, 0, k + v), (groups, v, k, k + v)
+        return query, (groups, k, before, k), (groups, v, before + groups * k, v)
+
     def attend(self, hidden_states: Tensor, options: AttentionOptions) -> Any:
         """`forward` with its other arguments in one."""
+        calls = LayerCalls.of(self)
+        if calls is not None:
+            out = calls.run(self, hidden_states, (options,))
+            if out is not NotImplemented:
+                return self._results(*(out if isinstance(out, tuple) else (out,)))
+        return self._attend_by_modules(hidden_states, options)
+
+    def _results(self, out: Tensor, normalized: Tensor | None = None) -> Any:
+        """What a forward returns, from the results of the layer's graph."""
+        results = [out]
+        if self.return_bias:
+            results.append(self._modules["proj"]._returned_bias(out.dtype))
+        if self.return_layernorm_output:
+            results.append(normalized)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _attend_by_modules(self, hidden_states: Tensor, options: AttentionOptions) -> Any:
+        """`attend`, module by module."""
         if options.inference_params is not None:
             raise NotImplementedError(f"{_NAME}: inference_params={options.inference_params!r}")
         first, source = options.is_first_microbatch, options.encoder_output
@@ -371,3 +459,43 @@ fast_zero_fill, pad_between_seqs
         if self.q_norm is not None and not self.qk_norm_before_rope:
             query, key = self.q_norm(query), self.k_norm(key)
         return query, key
+
+
+def _alike(keys: Any, inp: Tensor, batch: int) -> bool:
+    """Whether a source of keys goes together with the input."""
+    return keys is inp or (
+        type(keys) is Tensor
+        and keys.dim() == 3
+        and keys.dtype is inp.dtype
+        and keys.device == inp.device
+        and keys.shape[batch] == inp.shape[batch]
+    )
+
+
+def _angles(
+    given: Any, lengths: tuple[int, int], slices: tuple, inp: Tensor
+) -> tuple[Tensor, ...] | None:
+    """Angles [positions, channels] of queries and keys; None for what is to be called, or refused.
+
+    One for both where they are the same.
+    """
+    if given is None:
+        return ()
+    both = given if isinstance(given, tuple | list) else (given, given)
+    if len(both) != 2:
+        return None
+    found = []
+    for angles, length, slice_ in zip(both, lengths, slices, strict=False):
+        if (
+            type(angles) is not Tensor
+            or angles.dim() != 4
+            or angles.shape[1:3] != (1, 1)
+            or angles.requires_grad
+            or angles.shape[0] < length
+            or angles.shape[3] > slice_[1]
+            or angles.shape[3] % 2 != 0
+        ):
+            return None
+        flat = angles.reshape(angles.shape[0], angles.shape[3])
+        found.append(flat.to(inp.device, torch.float32).contiguous())
+    return tuple(found[:1] if both[0] is both[1] else found)

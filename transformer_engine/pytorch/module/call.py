@@ -3,6 +3,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.staged import Observer, run_staged
 from transformer_engine.pytorch.state import Domain
 
-__all__ = ["Deferred", "ModuleCall", "Ran", "main_grad_of"]
+__all__ = ["Deferred", "LayerCall", "LayerRun", "ModuleCall", "Ran", "main_grad_of"]
 
 
 class Deferred(NamedTuple):
@@ -74,8 +75,8 @@ class ModuleCall:
     ----------
     plans : CallPlans
         What runs.
-    slots : Slots or None
-        The module's slots (delayed scaling).
+    owners : tuple of Slots or None
+        Slots of each module that takes part (delayed scaling).
     scales : Tensor or None
         Forward scales of the call that this one repeats, or of an exported program.
     first : bool
@@ -92,15 +93,15 @@ class ModuleCall:
         Python functions of external stages.
     observer : callable or None
         Looks at each stage of the plans.
-    split : SplitTensors or None
-        The weight and the bias come as several tensors, and so do their gradients.
+    splits : tuple of SplitTensors
+        Weights and biases that come as several tensors, and so do their gradients; by place.
     label : str
         Class of the module and, where it has one, its name: what messages and profilers say.
     traced : bool
         Run behind torch operators: a graph is being traced, or the tensors have no memory.
     """
 
-    split: SplitTensors | None = None
+    splits: tuple[SplitTensors, ...] = ()
     scales: Tensor | None = None
     first = False
     domain: Domain | None = None
@@ -113,22 +114,20 @@ class ModuleCall:
 
     def __init__(self, plans: CallPlans, slots: scaling.Slots | None, label: str) -> None:
         self.plans = plans
-        self.slots = slots
+        self.owners = (slots,)
         self.label = label
 
+    @property
+    def slots(self) -> scaling.Slots | None:
+        """Slots of the first module."""
+        return self.owners[0]
+
     def _run(
-        self,
-        plan: int,
-        slot_fwd: int,
-        slot_bwd: int,
-        given: Sequence[Tensor],
-        written: int,
-        packed: tuple[Tensor | None, ...] = (),
+        self, plan: int, slots: tuple, given: Sequence, written: int, packed: tuple = ()
     ) -> tuple:
         """Run a plan, which writes to the last `written` of what it is given: outputs, packed."""
         if not (self.traced or self.stages or self.observer or dispatch_modes()):
-            return _core.run(plan, slot_fwd, slot_bwd, *given, *packed)
-        slots = (slot_fwd, slot_bwd)
+            return _core.run(plan, *slots, *given, *packed)
         if self.traced or torch_ops.watched():
             at = len(given) - written
             inputs, state = list(given[:at]), list(given[at:])
@@ -138,20 +137,20 @@ class ModuleCall:
 
     def run_forward(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, Sequence[Tensor]]:
         """Run the forward over the tensors that ``plans.tensors`` names."""
-        plans, slots = self.plans, self.slots
+        plans, slots = self.plans, self.owners[0]
         parts = tensors
-        if self.split is not None:
-            tensors = self.split.join(parts, self.traced)
+        for split in reversed(self.splits):
+            tensors = split.join(tensors, self.traced)
         for i in plans.reads_caches:
             tensors = (*tensors, *self.caches[i])
         given = tensors if plans.pick_inputs.all else plans.pick_inputs(tensors, self.traced)
         if self.scales is not None:
-            results = self._run(plans.forward, 0, 0, (*given, self.scales), 0)
+            results = self._run(plans.forward, (0, 0), (*given, self.scales), 0)
         elif slots is None:
-            results = self._run(plans.forward, 0, 0, given, 0)
+            results = self._run(plans.forward, (0, 0), given, 0)
         else:
             given = (*given, slots.forward_scale, slots.forward_history)
-            results = self._run(plans.forward, slots.forward_slot, 0, given, 1)
+            results = self._run(plans.forward, (slots.forward_slot, 0), given, 1)
         count = plans.result_count
         out = results[0] if count == 1 else results[:count]
         if plans.writes_caches:
@@ -159,27 +158,27 @@ class ModuleCall:
         if not plans.backward:
             return out, ()
         saved = plans.pick_saved((*results, *tensors), self.traced)
-        return out, saved if self.split is None else self._save_parts(saved, parts)
+        return out, self._save_parts(saved, parts) if self.splits else saved
 
     def run_backward(
         self, grads: tuple[Tensor, ...], saved: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, ...]:
         """Run the backward: None, then the gradient of each tensor of the forward."""
-        plans, slots = self.plans, self.slots
-        if self.split is not None:
+        plans, slots = self.plans, self.owners[0]
+        if self.splits:
             saved = self._join_saved(saved)
         packed, saved = saved[: plans.saves_packed], saved[plans.saves_packed :]
         if not plans.pick_grads.all:
             grads = plans.pick_grads(grads, self.traced)
         given = (*grads, *saved) if not plans.defer else (*grads, *saved[: plans.reads_saved])
         slot, written = 0, 0
-        if slots is not None and plans.reads_state:
+        if slots is not None and plans.backward_state:
             given = (*given, slots.backward_scale, slots.backward_history)
             slot, written = slots.backward_slot, 1
         if plans.main_grads and not plans.defer:
             given = (*given, *(main_grad_of(self.weights[i]) for i, _ in plans.main_grads))
             written += len(plans.main_grads)
-        results = self._run(plans.backward, 0, slot, given, written, packed)
+        results = self._run(plans.backward, (0, slot), given, written, packed)
         if plans.defer:
             inputs = plans.pick_deferred((*results[:-1], *saved, *grads), self.traced)
             # A plan that reads a tensor with leading dims takes the number of rows from that.
@@ -187,14 +186,21 @@ class ModuleCall:
             self.queue.append(
                 Deferred(plans, list(inputs), packed[0] if packed else None, rows, self.weights)
             )
+        return self._gradients(results)
+
+    def _gradients(self, results: tuple) -> tuple[Tensor | None, ...]:
+        """From what a backward gave to what autograd wants, and the update of the scaling state."""
+        plans = self.plans
         if self.first:
             scaling.update("backward", self.domain)
-        if plans.all_gradients and self.split is None:
+        if plans.all_gradients and not self.splits:
             return None, *results[:-1]
-        found = [None if at < 0 else results[at] for at in plans.places]
+        found: Sequence = [None if at < 0 else results[at] for at in plans.places]
         for i, (_, of) in plans.main_grads if not plans.defer else ():
             found[plans.tensors.index(("value", of))] = _dummy_grad(self.weights[i])
-        return None, *(found if self.split is None else self.split.spread(found))
+        for split in self.splits:
+            found = split.spread(found)
+        return None, *found
 
     def _save_parts(self, saved: Sequence[Tensor], given: tuple) -> Sequence[Tensor]:
         """Save the weights themselves, last, and not what they make up.
@@ -202,17 +208,115 @@ class ModuleCall:
         So autograd sees a change of any of them, and a framework that frees and restores parameters
         (FSDP) finds them.
         """
-        at = self.plans.weight_place
-        return saved if at < 0 else (*saved[:at], *saved[at + 1 :], *self.split.weights(given))
+        places = [self.plans.weight_places[split.part] for split in self.splits]
+        kept = [tensor for i, tensor in enumerate(saved) if i not in places]
+        for place, split in zip(places, self.splits, strict=True):
+            kept += split.weights(given) if place >= 0 else ()
+        return kept
 
     def _join_saved(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
         """Undo `_save_parts`."""
-        at = self.plans.weight_place
-        if at < 0:
-            return saved
-        end = len(saved) - len(self.split.weight.rows)
-        weight = self.split.weight.join(saved[end:], self.traced)
-        return (*saved[:at], weight, *saved[at:end])
+        wholes, end = {}, len(saved)
+        for split in reversed(self.splits):
+            place = self.plans.weight_places[split.part]
+            if place >= 0:
+                begin = end - len(split.weight.rows)
+                wholes[place] = split.weight.join(saved[begin:end], self.traced)
+                end = begin
+        others = iter(saved[:end])
+        count = end + len(wholes)
+        return [wholes[i] if i in wholes else next(others) for i in range(count)]
+
+
+class LayerCall(ModuleCall):
+    """One call of a layer, whose modules lend it their parameters and slots.
+
+    Attributes
+    ----------
+    functions : tuple of dict
+        Of forward and backward: what runs external stages, by their names, with the numbers of the
+        buffers that the stage reads and writes. Called with these as tensors and with the dict of
+        what the forward keeps for the backward, (how, tensors) by name; None without a backward.
+    """
+
+    functions: tuple[dict, dict] = ({}, {})
+
+    def run(self, tensors: tuple, kept: dict | None) -> tuple[Any, Sequence[Tensor]]:
+        """Run the forward as `run_forward` does, with stages in Python."""
+        plans, parts = self.plans, tensors
+        for split in reversed(self.splits):
+            tensors = split.join(tensors, False)
+        given = (*plans.pick_inputs(tensors), *self._state(plans.forward_state, "forward"))
+        results = self._run_layer(0, given, kept)
+        count = plans.result_count
+        out = results[0] if count == 1 else results[:count]
+        if not plans.backward:
+            return out, ()
+        saved = plans.pick_saved((*results, *tensors))
+        return out, self._save_parts(saved, parts) if self.splits else saved
+
+    def run_back(self, grads: tuple, saved: Sequence[Tensor], kept: dict | None) -> tuple:
+        """Run the backward likewise."""
+        plans = self.plans
+        if self.splits:
+            saved = self._join_saved(saved)
+        packed, saved = saved[: plans.saves_packed], saved[plans.saves_packed :]
+        given = (*plans.pick_grads(grads), *saved, *self._state(plans.backward_state, "backward"))
+        return self._gradients(self._run_layer(1, (*given, *packed), kept))
+
+    def _state(self, links: tuple, way: str) -> list[Tensor]:
+        """The scaling state that a plan is given."""
+        return [getattr(self.owners[of], f"{way}_{what}") for what, of in links]
+
+    def _run_layer(self, way: int, given: tuple, kept: dict | None) -> tuple:
+        names = ("forward_slot", "backward_slot")
+        slots = tuple(0 if s is None else getattr(s, names[way]) for s in self.owners)
+        plan = (self.plans.forward, self.plans.backward)[way]
+        both = (0, slots) if way else (slots, 0)
+        functions = self.functions[way]
+        if not functions:
+            return _core.run(plan, *both, *given)
+        bound = {name: partial(_run_stage, *of, kept) for name, of in functions.items()}
+        return run_staged(plan, both, given, bound)
+
+
+def _run_stage(function: Callable, numbers: tuple, kept: dict | None, buffers: Any) -> Any:
+    return function([buffers.lend(number) for number in numbers], kept)
+
+
+class LayerRun:
+    """A run of a `LayerCall` (see `function.Call`), which knows what its forward kept."""
+
+    __slots__ = ("call", "kept")
+    traced = False
+
+    def __init__(self, call: LayerCall) -> None:
+        self.call = call
+        self.kept: list[tuple] = []  # name, how, number of tensors
+
+    @property
+    def label(self) -> str:
+        """Of the call."""
+        return self.call.label
+
+    def run_forward(self, tensors: tuple) -> tuple[Any, Sequence[Tensor]]:
+        """Run the forward; what its stages keep comes last among what is saved."""
+        kept: dict[str, tuple] | None = {} if self.call.plans.backward else None
+        out, saved = self.call.run(tensors, kept)
+        if kept:
+            saved = list(saved)
+            for name, (how, values) in kept.items():
+                self.kept.append((name, how, len(values)))
+                saved += values
+        return out, saved
+
+    def run_backward(self, grads: tuple, saved: tuple) -> tuple:
+        """Run the backward: None, then the gradient of each tensor of the forward."""
+        kept, end = {}, len(saved)
+        for name, how, count in reversed(self.kept):
+            kept[name] = (how, saved[end - count : end])
+            end -= count
+        return self.call.run_back(grads, saved[:end], kept)
 
 
 def main_grad_of(weight: Parameter) -> Tensor:

@@ -130,7 +130,7 @@ class ComposedModule(Fp8Module):
         self._stages: dict[str, Callable] | None = None
         self._external = (0,) * len(self.PARTS)
         self._bound: dict[tuple, Bound] = {}
-        self._present: tuple[str | None, ...] | None = None
+        self._present: tuple[tuple[dict, str] | None, ...] | None = None
         self._ran: Ran | None = None
 
     # ---- what a subclass says ------------------------------------------------------------------
@@ -192,7 +192,7 @@ class ComposedModule(Fp8Module):
         """Copy and pickle without caches and pending weight gradients."""
         state = super().__getstate__()
         state["_plans"] = {}
-        state["_bound"], state["_ran"] = {}, None
+        state["_bound"], state["_ran"], state["_present"] = {}, None, None
         state.pop("_observer", None)
         state["_weight_caches"] = (None,) * len(self.PARTS)
         state["_wgrads"] = deque()
@@ -213,7 +213,7 @@ class ComposedModule(Fp8Module):
         key, tensors = None, ()
         own = self.__dict__  # a class with __getattr__ takes longer for each
         if own["_present"] is not None:
-            key, tensors = situation_of(state, inp, own["_parameters"], own["_present"])
+            key, tensors = situation_of(state, inp, own["_present"])
         bound = None if key is None else own["_bound"].get(key)
         call = None if bound is None else bound.call_in(self, state)
         if call is None or not (bound.records or not forward_gradients()):
@@ -236,7 +236,8 @@ class ComposedModule(Fp8Module):
         names = self._parameter_names()
         pairs = list(zip(names, flat[1:], strict=True))
         own = all(t is None or self._parameters.get(name) is t for name, t in pairs)
-        self._present = tuple(None if t is None else n for n, t in pairs) if own else None
+        places = tuple(None if t is None else (self._parameters, name) for name, t in pairs)
+        self._present = places if own else None
 
     def _decide(
         self, inp: Tensor, is_first_microbatch: bool | None, traced: bool
@@ -330,7 +331,9 @@ class ComposedModule(Fp8Module):
         call.traced = region.traced or region.blank
         call.stages = self._stages
         call.observer = None if region.traced else self._observer
-        call.split = self._split_tensors()
+        split = self._split_tensors()
+        if split is not None:
+            call.splits = (split._replace(begin=len(tensors.flat()) - split.count),)
         if bound is not None:
             call.scales = bound.scales
             call.caches = bound.caches

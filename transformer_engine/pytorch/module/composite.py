@@ -7,6 +7,7 @@ import torch
 
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.layer_call import LayerCalls
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
@@ -23,6 +24,13 @@ class CompositeLayer(torch.nn.Module):
     returns, which therefore has to be a tensor: a module that was to return its bias for the layer
     to add adds it itself from then on.
     """
+
+    _calls: LayerCalls | None = None
+    name: str | None = None
+
+    def __getstate__(self) -> dict:
+        """Copy and pickle without calls."""
+        return {**self.__dict__, "_calls": None}
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a linear module that is replaced by a foreign one adds its bias."""

@@ -78,33 +78,43 @@ class JoinedRows:
 
 
 class SplitTensors(NamedTuple):
-    """How the last tensors of a call make up one weight and one bias."""
+    """How some tensors of a call make up one weight and one bias."""
 
     weight: JoinedRows  # of the weights
     bias: JoinedRows | None
     """Of the biases; None where the call adds none, and has None in their place."""
+    begin: int = 0
+    """Place of the first weight among the tensors of the call; biases come behind the weights."""
+    part: int = 0
+    """Number of the weight among those of the call."""
+
+    @property
+    def count(self) -> int:
+        """How many tensors there are."""
+        return len(self.weight.rows) + (1 if self.bias is None else len(self.weight.rows))
 
     def weights(self, tensors: tuple) -> tuple[Tensor, ...]:
         """Return the weights among a call's tensors."""
-        count = len(self.weight.rows)
-        end = len(tensors) - (1 if self.bias is None else count)
-        return tensors[end - count : end]
+        return tensors[self.begin : self.begin + len(self.weight.rows)]
 
     def join(self, tensors: tuple, traced: bool) -> tuple[Tensor | None, ...]:
-        """Return the tensors with one weight and one bias in place of the last ones."""
-        weights = self.weights(tensors)
-        bias = None if self.bias is None else self.bias.join(tensors[-len(weights) :], traced)
-        count = len(weights) + (1 if self.bias is None else len(weights))
-        return (*tensors[:-count], self.weight.join(weights, traced), bias)
+        """Return the tensors with one weight and one bias in the place of these."""
+        weights, end = self.weights(tensors), self.begin + self.count
+        weight = self.weight.join(weights, traced)
+        bias = None
+        if self.bias is not None:
+            bias = self.bias.join(tensors[self.begin + len(weights) : end], traced)
+        return (*tensors[: self.begin], weight, bias, *tensors[end:])
 
     def spread(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients with those of the weight and the bias by rows."""
-        *others, weight, bias = found
+        weight, bias = found[self.begin : self.begin + 2]
         rows = self.weight.rows
         none: tuple[Any, ...] = (None,) * len(rows)
         of_bias = (None,) if self.bias is None else none
         return [
-            *others,
+            *found[: self.begin],
             *(none if weight is None else weight.split_with_sizes(rows)),
             *(of_bias if bias is None else bias.split_with_sizes(rows)),
+            *found[self.begin + 2 :],
         ]

@@ -185,7 +185,8 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         return PartTensors((self.fc1_weight,), first), PartTensors((self.fc2_weight,), second)
 
     def _parameter_names(self) -> tuple[str | None, ...]:
-        return (*self._norm_names(), "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+        biases = "fc1_bias" if self.use_bias else None, "fc2_bias" if self.apply_bias else None
+        return (*self._norm_names(), "fc1_weight", biases[0], "fc2_weight", biases[1])
 
     def _calibration_inputs(self, tensors: CallTensors) -> list[Tensor]:
         (normed,) = super()._calibration_inputs(tensors)
@@ -213,6 +214,8 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         dtype = (out[0] if self.return_layernorm_output else out).dtype
         bias = bias_to_return(self.fc2_bias, dtype) if self.return_bias else None
         return self._results(inp, out, bias)
+
+    _FORWARD = forward
 
 
 def _is_gated(activation: str) -> bool:

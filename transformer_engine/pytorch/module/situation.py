@@ -19,9 +19,10 @@ from transformer_engine.pytorch.function import apply_of
 from transformer_engine.pytorch.modes import any_autocast, dispatch_modes, faking, in_transform
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.recompute import anywhere, may_record
+from transformer_engine.pytorch.scaling import Slots
 from transformer_engine.pytorch.state import RegionState
 
-__all__ = ["Bound", "situation_of"]
+__all__ = ["Bound", "in_force", "situation_of"]
 
 _graph_task = torch._C._current_graph_task_id
 _grad_enabled = torch.is_grad_enabled
@@ -59,21 +60,26 @@ class Bound:
         """The call to make now; None where the state that it is bound to is no longer in force."""
         call = self.call
         slots = call.slots
-        if slots is not None and (
-            slots is not module._slots
-            or not slots.current
-            or slots.group is not state.group
-            or (slots.domain.label != state.label and (_grad_enabled() or state.calibrating))
-            or module._loaded_state is not None
-        ):
+        if slots is not None and not in_force(slots, module, state):
             return None
         if self.quantized and self.records and state.first:
             return self.first if call.domain is state.domain else None
         return call
 
 
+def in_force(slots: Slots, module: Any, state: RegionState) -> bool:
+    """Whether a module still has these slots, and a call in this state takes them."""
+    return (
+        slots is module._slots
+        and slots.current
+        and slots.group is state.group
+        and (slots.domain.label == state.label or not (_grad_enabled() or state.calibrating))
+        and module._loaded_state is None
+    )
+
+
 def situation_of(
-    state: RegionState, inp: Tensor, parameters: dict[str, Tensor | None], names: tuple
+    state: RegionState, inp: Tensor, places: tuple[tuple[dict, str] | None, ...]
 ) -> tuple[tuple | None, tuple[Tensor | None, ...]]:
     """Key of the situation of a call, and the module's tensors in it.
 
@@ -83,10 +89,9 @@ def situation_of(
         Of the thread; no graph is being traced.
     inp : Tensor
         The input.
-    parameters : dict of str to Parameter
-        Of the module.
-    names : tuple of str or None
-        Of the parameters that a call reads, in the order of its tensors; None for one it lacks.
+    places : tuple of (dict, str) or None
+        Where the parameters that a call reads stand, in the order of its tensors; None for one that
+        it lacks.
 
     Returns
     -------
@@ -98,7 +103,7 @@ def situation_of(
     recipe = state.recipe if state.enabled else None
     if recipe is None and state.calibrating:
         return None, ()
-    facts, tensors = _core.tensors_of_call(inp, parameters, names)
+    facts, tensors = _core.tensors_of_call(inp, places)
     gradients = _grad_enabled()
     if (
         facts is None

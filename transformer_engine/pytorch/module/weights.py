@@ -180,6 +180,8 @@ class WeightModule(TensorParallel, ComposedModule):
         dtype = (out[0] if self.return_layernorm_output else out).dtype
         return self._results(inp, out, self._returned_bias(dtype) if self.return_bias else None)
 
+    _FORWARD = forward
+
     def _results(self, inp: Tensor, out: Any, bias: Tensor | None) -> Any:
         """What a forward returns: the output, and the bias if there is one."""
         return out if bias is None else (out, bias)

@@ -330,13 +330,7 @@ score_mod_tensors, score_mod_bprop_tensors
             refuse_fp8(state.recipe)
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         sizes = self._check(query, key, value, qkv_format)
-        situation, choice, limits = self._decision_for(options, sizes[2] == sizes[3], query)
-        if (
-            limits is None
-            or options.core_attention_bias is not None
-            or options.alibi_slopes is not None
-        ):
-            limits = limits_of(situation, options, sizes, self.softmax_scale, query)
+        choice, limits = self.limits_for(options, sizes, query)
         run, layers = BACKENDS[choice.backend].run, (query, key, value)
         dropout = self.attention_dropout if self.training else 0.0
         if self._get_tracker is not None or options.checkpoint_core_attention:
@@ -412,6 +406,29 @@ score_mod_tensors, score_mod_bprop_tensors
                 "expected the CPU or one CUDA device"
             )
         return batch, heads, queries, keys
+
+    def limits_for(
+        self, options: AttentionOptions, sizes: tuple[int, ...], query: Tensor
+    ) -> tuple[Choice, Limits]:
+        """Which backend runs a call, and what its queries may attend.
+
+        Parameters
+        ----------
+        options : AttentionOptions
+            Of the call.
+        sizes : tuple of int
+            (batch, heads, queries, keys).
+        query : Tensor
+            Of the dtype and device of the queries.
+        """
+        situation, choice, limits = self._decision_for(options, sizes[2] == sizes[3], query)
+        if (
+            limits is None
+            or options.core_attention_bias is not None
+            or options.alibi_slopes is not None
+        ):
+            limits = limits_of(situation, options, sizes, self.softmax_scale, query)
+        return choice, limits
 
     def _decision_for(self, options: AttentionOptions, square: bool, query: Tensor) -> _Decision:
         """What applies to a call, remembered for the next one of its kind."""

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's fused attention: `torch.nn.functional.scaled_dot_product_attention`."""
+"""Torch's fused attention: `torch.nn.functional.scaled_dot_product_attention`.
+
+`forward` and `backward` are what that does for one of its fused kernels and what autograd does for
+its gradient, for attention in the middle of a native run.
+"""
 
 import torch
 from torch import Tensor
@@ -7,7 +11,15 @@ from torch import Tensor
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.attention.dot_product_attention.masks import CAUSAL_WINDOW
 
-__all__ = ["attend"]
+__all__ = ["attend", "backward", "forward", "runs"]
+
+_aten = torch.ops.aten
+_FLASH, _EFFICIENT, _CUDNN = 1, 2, 3
+"""Numbers of `torch.nn.attention.SDPBackend`."""
+
+Kept = tuple[int, tuple[Tensor, ...]]
+"""Which kernel ran, and what its gradient needs: the logarithms of the sums, and two of the random
+numbers."""
 
 
 def attend(
@@ -23,3 +35,93 @@ def attend(
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, None, dropout, causal, scale=scale, enable_gqa=grouped
     )
+
+
+def runs(channels: tuple[int, int]) -> bool:
+    """Whether heads of so many channels, of keys and of values, need no padding by torch."""
+    return channels[0] % 8 == 0 and channels[1] % 8 == 0
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, settings: tuple[float, bool, float], records: bool
+) -> tuple[Tensor, Kept | None]:
+    """`attend` by the kernel that torch chooses; arguments as of that.
+
+    Parameters
+    ----------
+    query, key, value : Tensor
+        [batch, heads, length, channels].
+    settings : tuple
+        Dropout, whether the mask is causal, and the scale.
+    records : bool
+        A backward will follow.
+
+    Returns
+    -------
+    output : Tensor
+        [batch, heads, queries, channels].
+    kept : Kept or None
+        For `backward`; None where torch chooses no fused kernel: nothing has run.
+    """
+    dropout, causal, scale = settings
+    if records:
+        for tensor in (query, key, value):
+            tensor.requires_grad_()
+    grouped = query.shape[1] != key.shape[1]
+    kind = torch._fused_sdp_choice(
+        query, key, value, None, dropout, causal, scale=scale, enable_gqa=grouped
+    )
+    if kind == _FLASH:
+        out, sums, _, _, _, _, *random, _ = torch._scaled_dot_product_flash_attention(
+            query, key, value, dropout, causal, False, scale=scale
+        )
+    elif kind == _CUDNN:
+        out, sums, _, _, _, _, *random, _ = torch._scaled_dot_product_cudnn_attention(
+            query, key, value, None, records, dropout, causal, False, scale=scale
+        )
+    elif kind == _EFFICIENT:
+        out, sums, *random = torch._scaled_dot_product_efficient_attention(
+            query, key, value, None, records, dropout, causal, scale=scale
+        )
+    else:
+        raise NotImplementedError(
+            f"scaled_dot_product_attention: torch chooses kernel {kind} for query "
+            f"{tuple(query.shape)} {query.dtype}, key {tuple(key.shape)}: a layer runs its fused "
+            "kernels alone; allow one of them (torch.nn.attention.sdpa_kernel)"
+        )
+    return out, (kind, (sums, *random))
+
+
+def backward(
+    grad: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    kept: Kept,
+    settings: tuple[float, bool, float],
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value.
+
+    Parameters
+    ----------
+    grad : Tensor
+        Of the output.
+    tensors : tuple of Tensor
+        Query, key, value and output.
+    kept, settings
+        As of `forward`.
+    """
+    dropout, causal, scale = settings
+    kind, (sums, *random) = kept
+    lengths = tensors[0].shape[2], tensors[1].shape[2]
+    if kind == _FLASH:
+        return _aten._scaled_dot_product_flash_attention_backward(
+            grad, *tensors, sums, None, None, *lengths, dropout, causal, *random, scale=scale
+        )
+    if kind == _CUDNN:
+        return _aten._scaled_dot_product_cudnn_attention_backward(
+            grad, *tensors, sums, *random, None, None, None, *lengths, dropout, causal, scale=scale
+        )
+    wanted = [True, True, True, False]
+    query, key, value, out = tensors
+    return _aten._scaled_dot_product_efficient_attention_backward(
+        grad, query, key, value, None, out, sums, *random, dropout, wanted, causal, scale=scale
+    )[:3]

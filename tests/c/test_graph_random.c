@@ -1,0 +1,375 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * test_graph_random.c - random graphs of every kind of node, every way; and the same with words of
+ * their description replaced by others, which gives a plan with sizes, or a status.
+ */
+#include "graph_ways.h"
+
+enum { RANDOM_GRAPHS = 400, DAMAGED_GRAPHS = 3000 };
+
+static uint32_t one_in(uint32_t count)
+{
+    return test_random() % count == 0;
+}
+
+/* What a random graph is made of, so far. */
+typedef struct pool {
+    graph *g;
+    int first, source;              /* order of the leading dims; there is a source */
+    int32_t values[2][GRAPH_NODES]; /* of the tokens, of the source: any node may read them */
+    int count[2];
+    int nodes;
+} pool;
+
+/* A value that is read now, the latest ones most of all. */
+static int32_t pick(const pool *p, int sequence)
+{
+    int count = p->count[sequence];
+    int back = (int)(test_random() % 3 * test_random() % (uint32_t)count);
+    return p->values[sequence][count - 1 - back % count];
+}
+
+static void add(pool *p, int sequence, int32_t value)
+{
+    p->values[sequence][p->count[sequence]++] = value;
+}
+
+static const char *named(const char *what, int number)
+{
+    static char name[TE_NAME_BYTES];
+    (void)snprintf(name, sizeof name, "%.8s%d", what, number);
+    return name;
+}
+
+static int64_t rows_in(int sequence)
+{
+    return sequence ? GRAPH_SOURCE : GRAPH_ROWS;
+}
+
+static te_node_desc *add_linear(graph *g, const char *name, int32_t x, int32_t y)
+{
+    static const uint32_t flags[] = {0,
+                                     0,
+                                     0,
+                                     TE_VALUE_DEFER,
+                                     TE_VALUE_ACCUMULATE,
+                                     TE_VALUE_OVERWRITE,
+                                     TE_VALUE_ACCUMULATE | TE_VALUE_DEFER};
+    te_node_desc *node;
+    g->owner = (int32_t)(test_random() % 3);
+    node = graph_linear(g, name, x, y, flags[test_random() % 7]);
+    g->values[node->inputs[1]].grad_dtype = TE_DTYPE_F32;
+    if (one_in(3)) node->inputs[2] = -1;
+    if (one_in(4)) node->quantization.recipe = (int32_t)(test_random() % 3);
+    return node;
+}
+
+/* A value of so many columns as y among what there is, or none. */
+static int32_t find_residual(const pool *p, int sequence, int32_t y)
+{
+    for (int tries = 0; tries < 4; tries++) {
+        int32_t value = pick(p, sequence);
+        if (graph_columns(p->g, value) == graph_columns(p->g, y)) return value;
+    }
+    return -1;
+}
+
+static void add_random_node(pool *p, const char *name, int sequence, int32_t x, int32_t y)
+{
+    static const double probabilities[] = {0, 0, 0.3, 1};
+    graph *g = p->g;
+    uint32_t kind = test_random() % 5;
+    int64_t in = graph_columns(g, x), out = graph_columns(g, y);
+    if (in == 2 * out && kind == 0) {
+        graph_activation(g, TE_ACTIVATION_REGLU, x, y);
+    } else if (in != out || kind == 0) {
+        (void)add_linear(g, name, x, y);
+    } else if (kind == 1) {
+        te_norm_kind norm = one_in(2) ? TE_NORM_LAYERNORM : TE_NORM_RMSNORM;
+        graph_norm(g, norm, name, x, y)->numbers[0] = 0.01; /* rows may be 0 */
+    } else if (kind == 2) {
+        graph_activation(g, one_in(2) ? TE_ACTIVATION_RELU : TE_ACTIVATION_GELU, x, y);
+    } else if (kind == 3) {
+        graph_softcap(g, 2, x, y);
+    } else {
+        te_node_desc *node =
+            graph_dropout_add(g, name, x, find_residual(p, sequence, y), y, (int)one_in(2));
+        node->numbers[0] = probabilities[test_random() % 4];
+        node->numbers[1] = one_in(3) ? 0.5 : 0;
+    }
+}
+
+/* ---- heads ---- */
+
+/* Queries, keys and values, as matrices and slices of them. */
+typedef struct heads {
+    int32_t x[3];
+    te_slice slices[3];
+} heads;
+
+/* A matrix that is to be read by slices: an input, or a projection. */
+static int32_t project(pool *p, const char *what, int sequence, int64_t columns)
+{
+    graph *g = p->g;
+    const char *name = named(what, p->nodes);
+    int32_t y, x = pick(p, sequence);
+    if (one_in(6)) {
+        uint32_t flags = TE_VALUE_INPUT | TE_VALUE_GRADIENT;
+        return graph_value(g, name, flags, rows_in(sequence), columns);
+    }
+    y = graph_value(g, name, 0, rows_in(sequence), columns);
+    (void)add_linear(g, name, x, y);
+    return y;
+}
+
+/* Slices of one matrix for the last `count` of the three: one behind the other, or by group of
+ * heads. */
+static void share(heads *h, int count, int32_t matrix, int interleaved)
+{
+    int32_t groups = h->slices[2].heads;
+    int64_t offset = 0, whole = 0;
+    for (int i = 3 - count; i < 3; i++) {
+        whole += (int64_t)h->slices[i].heads / groups * h->slices[i].channels;
+    }
+    for (int i = 3 - count; i < 3; i++) {
+        te_slice *slice = &h->slices[i];
+        int by_group = interleaved && slice->heads == groups;
+        h->x[i] = matrix;
+        slice->offset = offset;
+        slice->stride = by_group ? whole : slice->channels;
+        offset += (int64_t)(by_group ? 1 : slice->heads) * slice->channels;
+    }
+}
+
+static heads make_heads(pool *p, int sequence, int cross, int32_t channels)
+{
+    static const int32_t groups[][2] = {{2, 2}, {2, 1}, {4, 4}, {4, 2}};
+    const int32_t *count = groups[test_random() % 4];
+    int32_t key = 2 * (1 + (int32_t)(test_random() % 4)), value = channels / count[0];
+    int from = cross ? !sequence : sequence, interleaved = (int)one_in(2);
+    heads h = {
+        .slices = {{count[0], key, 0, key}, {count[1], key, 0, key}, {count[1], value, 0, value}}};
+    int64_t q = (int64_t)count[0] * key, k = (int64_t)count[1] * key;
+    int64_t v = (int64_t)count[1] * value;
+    if (!cross && one_in(2)) {
+        share(&h, 3, project(p, "qkv", sequence, q + k + v), interleaved && count[0] == count[1]);
+        return h;
+    }
+    h.x[0] = project(p, "q", sequence, q);
+    if (one_in(2)) {
+        share(&h, 2, project(p, "kv", from, k + v), interleaved);
+        return h;
+    }
+    h.x[1] = project(p, "k", from, k);
+    h.x[2] = project(p, "v", from, v);
+    return h;
+}
+
+/* Turns queries or keys. */
+static void turn(pool *p, heads *h, int i, int sequence)
+{
+    graph *g = p->g;
+    te_slice slice = h->slices[i];
+    te_extent shape[2] = {graph_constant(TE_ANY_LENGTH),
+                          graph_constant(one_in(2) ? slice.channels : 2)};
+    int32_t angles =
+        graph_tensor(g, named("f", 2 * p->nodes + i), TE_VALUE_INPUT, TE_DTYPE_F32, 2, shape);
+    int32_t y = graph_value(g, named("r", 2 * p->nodes + i), 0, rows_in(sequence),
+                            (int64_t)slice.heads * slice.channels);
+    te_node_desc *node = graph_rope(g, "", h->x[i], slice, angles, y);
+    (void)snprintf(node->name, sizeof node->name, "rope%d_", 2 * p->nodes + i);
+    if (p->first) node->flags |= TE_NODE_SEQUENCE_FIRST;
+    if (one_in(2)) node->flags |= TE_NODE_INTERLEAVED;
+    h->x[i] = y;
+    h->slices[i] = graph_dense(slice.heads, slice.channels);
+}
+
+/* Shape of scores, with lengths of 1 here and there. */
+static void score_shape(const pool *p, const heads *h, int sequence, int from, te_extent shape[4])
+{
+    int32_t rows[2] = {sequence ? TE_SYMBOL_SOURCE_ROWS : TE_SYMBOL_ROWS,
+                       from ? TE_SYMBOL_SOURCE_ROWS : TE_SYMBOL_ROWS};
+    shape[0] = graph_symbol(rows[0] + 1 + p->first);
+    shape[1] = graph_constant(h->slices[0].heads);
+    shape[2] = graph_symbol(rows[0] + 2 - p->first);
+    shape[3] = graph_symbol(rows[1] + 2 - p->first);
+    for (int d = 0; d < 4; d++) {
+        if (one_in(3)) shape[d] = graph_constant(1);
+    }
+}
+
+static void add_random_attention(pool *p, const char *name, int sequence, int32_t y)
+{
+    graph *g = p->g;
+    int cross = p->source && one_in(2), from = cross ? !sequence : sequence;
+    heads h = make_heads(p, sequence, cross, (int32_t)graph_columns(g, y));
+    te_extent shape[4];
+    te_node_desc *node;
+    char prefix[TE_NAME_BYTES];
+    (void)snprintf(prefix, sizeof prefix, "%s", name);
+    if (one_in(3)) turn(p, &h, 0, sequence);
+    if (one_in(3)) turn(p, &h, 1, from);
+    node = graph_attention(g, prefix, h.x, h.slices, y);
+    if (p->first) node->flags |= TE_NODE_SEQUENCE_FIRST;
+    if (one_in(3)) node->flags |= TE_NODE_BOTTOM_RIGHT;
+    if (one_in(3)) node->numbers[1] = 0.25;
+    if (one_in(2)) node->numbers[3] = (double)(test_random() % 3);
+    if (one_in(3)) node->numbers[2] = (double)(test_random() % 4);
+    score_shape(p, &h, sequence, from, shape);
+    if (one_in(3)) {
+        node->inputs[3] =
+            graph_tensor(g, named("m", p->nodes), TE_VALUE_INPUT, TE_DTYPE_U8, 4, shape);
+    }
+    score_shape(p, &h, sequence, from, shape);
+    if (one_in(3)) {
+        node->inputs[4] = graph_tensor(g, named("b", p->nodes), TE_VALUE_INPUT | TE_VALUE_GRADIENT,
+                                       g->dtype, 4, shape);
+    }
+    shape[0] = graph_symbol((sequence ? TE_SYMBOL_SOURCE_ROWS : TE_SYMBOL_ROWS) + 1 + p->first);
+    for (int i = 5; i < 7; i++) {
+        if (!one_in(4)) continue;
+        node->inputs[i] =
+            graph_tensor(g, named("l", 2 * p->nodes + i), TE_VALUE_INPUT, TE_DTYPE_I32, 1, shape);
+    }
+}
+
+/* ---- whole graphs ---- */
+
+/* Returns whether sequences come first. */
+static int make_random(graph *g)
+{
+    int nodes = 1 + (int)(test_random() % 9);
+    pool p = {.g = g, .first = (int)one_in(2), .source = (int)one_in(3)};
+    graph_start(g, (te_recipe)(test_random() % 3), 0);
+    g->dtype = one_in(4) ? TE_DTYPE_BF16 : TE_DTYPE_F32;
+    add(&p, 0, graph_input(g, "x", WIDTH * (1 + one_in(3))));
+    if (one_in(3)) add(&p, 0, graph_input(g, "z", WIDTH * (1 + one_in(3))));
+    if (p.source) {
+        uint32_t flags = TE_VALUE_INPUT | TE_VALUE_GRADIENT;
+        add(&p, 1, graph_value(g, "s", flags, GRAPH_SOURCE, WIDTH));
+    }
+    for (; p.nodes < nodes; p.nodes++) {
+        char name[TE_NAME_BYTES];
+        int sequence = p.source && one_in(4);
+        int32_t x = pick(&p, sequence), y;
+        y = graph_value(g, named("y", p.nodes), one_in(5) ? TE_VALUE_RESULT : 0, rows_in(sequence),
+                        WIDTH * (1 + one_in(3)));
+        (void)snprintf(name, sizeof name, "n%d_", p.nodes);
+        if (one_in(4)) {
+            add_random_attention(&p, name, sequence, y);
+        } else {
+            add_random_node(&p, name, sequence, x, y);
+        }
+        add(&p, sequence, y);
+    }
+    for (int i = 0; i < p.count[0] + p.count[1]; i++) {
+        int32_t v = i < p.count[0] ? p.values[0][i] : p.values[1][i - p.count[0]];
+        int read = 0;
+        for (int32_t n = 0; n < g->desc.node_count; n++) {
+            for (int k = 0; k < TE_NODE_INPUTS; k++) read |= g->nodes[n].inputs[k] == v;
+        }
+        if (!read && !graph_has(g, v, TE_VALUE_INPUT)) g->values[v].flags |= TE_VALUE_RESULT;
+    }
+    if (repeats(g) && one_in(4)) g->desc.flags = TE_GRAPH_RECOMPUTE;
+    for (int32_t v = 0; v < g->desc.value_count; v++) {
+        if (one_in(6)) g->values[v].flags &= ~(uint32_t)TE_VALUE_GRADIENT;
+    }
+    return p.first;
+}
+
+static void check_random(void)
+{
+    static const int64_t lengths[][3] = {{0, 3, 2}, {2, 0, 3},  {1, 1, 1}, {1, 5, 7},
+                                         {2, 7, 4}, {3, 11, 6}, {2, 4, 0}};
+    static graph g;
+    for (int i = 0; i < RANDOM_GRAPHS; i++) {
+        const int64_t *size = lengths[i % 7];
+        te_sizes sizes;
+        test_seed = (uint64_t)i + 1;
+        sizes = sizes_of(size[0], size[1], size[2], make_random(&g));
+        if (getenv("GRAPHS_SAY") != NULL) (void)fprintf(stderr, "graph %d\n", i);
+        check_every_way(&g, &sizes);
+    }
+}
+
+/* ---- damaged graphs ------------------------------------------------------------------------- */
+
+/* A word of a random graph is another one. */
+static void damage(graph *g)
+{
+    static const uint32_t words[] = {0,          1,          2,          3,          7,
+                                     16,         32,         255,        0x7fffffff, 0x80000000,
+                                     0xffffffff, 0xfffffffe, 0x7fc00000, 0x7f800000, 0x10000000};
+    uint32_t word = words[test_random() % (sizeof words / sizeof words[0])];
+    int values = (int)one_in(2);
+    size_t bytes = values ? (size_t)g->desc.value_count * sizeof g->values[0]
+                          : (size_t)g->desc.node_count * sizeof g->nodes[0];
+    size_t at = test_random() % (bytes / sizeof word) * sizeof word;
+    memcpy((values ? (char *)g->values : (char *)g->nodes) + at, &word, sizeof word);
+}
+
+/* Whether sizes of a plan depend on those of a call. */
+static int varies(int64_t plan)
+{
+    te_plan_info info;
+    int symbols = 0;
+    OK(te_plan_describe(plan, &info));
+    for (int i = 0; i < info.buffer_count; i++) {
+        const te_buffer_info *buffer = &info.buffers[i];
+        for (int d = 0; d < buffer->ndim; d++) symbols |= buffer->shape[d].symbol;
+    }
+    return symbols != TE_SYMBOL_NONE;
+}
+
+/* What is taken all the same has sizes, or none that fits. */
+static void check_taken(int64_t plan)
+{
+    const te_sizes few = sizes_of(1, 5, 3, 0);
+    te_sizes too_many;
+    te_plan_sizes sizes;
+    size_t scratch;
+    for (int64_t rows = 1; rows <= INT32_MAX; rows = rows * 46341 + 1) {
+        const te_sizes given = te_sizes_of_rows(rows);
+        (void)te_plan_infer(plan, &given, &sizes, NULL);
+    }
+    for (int s = 0; s < TE_SYMBOL_COUNT; s++) too_many.of[s] = (int64_t)INT32_MAX + 1;
+    EXPECT(te_plan_infer(plan, &too_many, &sizes, NULL) ==
+               (varies(plan) ? TE_ERROR_INVALID : TE_OK),
+           "rows");
+    (void)te_plan_scratch(context, plan, &few, &scratch);
+}
+
+static void check_damage(void)
+{
+    static graph g;
+    int taken = 0, refused = 0;
+    for (int i = 0; i < DAMAGED_GRAPHS; i++) {
+        test_seed = (uint64_t)i + 1;
+        (void)make_random(&g);
+        for (int k = 0; k < 3; k++) damage(&g);
+        for (int d = 0; d < TE_DIRECTION_COUNT; d++) {
+            int64_t id = 0;
+            te_status st = te_plan_make(&g.desc, (te_direction)d, &id);
+            if (st == TE_OK) {
+                taken++;
+                check_taken(id);
+                continue;
+            }
+            refused++;
+            EXPECT(st == TE_ERROR_INVALID || st == TE_ERROR_TYPE || st == TE_ERROR_UNSUPPORTED,
+                   "%d: %s", (int)st, te_last_error());
+        }
+    }
+    EXPECT(taken > DAMAGED_GRAPHS / 10 && refused > DAMAGED_GRAPHS / 10, "%d taken, %d refused",
+           taken, refused);
+}
+
+int main(void)
+{
+    OK(te_context_create(plan_cpu, &context));
+    check_random();
+    check_damage();
+    te_context_destroy(context);
+    (void)puts("random graphs: ok");
+    return 0;
+}

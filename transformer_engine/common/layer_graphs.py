@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs of whole layers: calls of modules with attention and residual additions between them."""
+
+from typing import NamedTuple
+
+from transformer_engine import _core
+from transformer_engine.common.graphs import (
+    DGRAD,
+    RESULT,
+    RETURN_NORM,
+    ROWS,
+    CallSpec,
+    Graph,
+    LinearSpec,
+    flags_of,
+    input_flags,
+)
+
+__all__ = ["AddSpec", "AttentionSpec", "BranchSpec", "LayerSpec", "layer_graph"]
+
+_SOURCE = (_core.SYMBOL_SOURCE_ROWS, 1, 1)
+
+
+class AttentionSpec(NamedTuple):
+    """Attention between the projections of a branch.
+
+    Attributes
+    ----------
+    slices : tuple
+        Of queries, keys and values in their projections: (heads, channels, offset, stride) each.
+    sequence_first : bool
+        The leading dims are (sequence, batch), not (batch, sequence).
+    scale, dropout, window, bottom_right
+        As of ``_core.attention``.
+    external : bool
+        The caller attends, in the run.
+    angles : tuple of int
+        Channels that the rotary embedding of queries and of keys turns, each with angles of its
+        own; one number: both with the same angles; empty: there is none.
+    interleaved : bool
+        Of the rotary embedding.
+    mask, bias : tuple of int or None
+        Lengths of the dims of this input: 1, or 0 for that of the scores.
+    lengths : int
+        How many vectors of lengths there are: 0, or 2, of queries and of keys.
+    bias_dtype : int
+        ``_core.DTYPE_*``.
+    bias_grad : bool
+        The bias has a gradient.
+    """
+
+    slices: tuple
+    sequence_first: bool
+    scale: float
+    dropout: float
+    window: tuple[int, int]
+    bottom_right: bool
+    external: bool
+    angles: tuple[int, ...] = ()
+    interleaved: bool = False
+    mask: tuple[int, ...] | None = None
+    bias: tuple[int, ...] | None = None
+    lengths: int = 0
+    bias_dtype: int = _core.DTYPE_F32
+    bias_grad: bool = False
+
+
+class AddSpec(NamedTuple):
+    """How the output of a branch joins the residual stream.
+
+    Attributes
+    ----------
+    dropout, drop_path : float
+        Probabilities.
+    bias : int or None
+        ``_core.DTYPE_*`` of the bias that is added first.
+    bias_grad : bool
+        That has a gradient.
+    """
+
+    dropout: float = 0.0
+    drop_path: float = 0.0
+    bias: int | None = None
+    bias_grad: bool = False
+
+
+class BranchSpec(NamedTuple):
+    """Attention or MLP.
+
+    Attributes
+    ----------
+    name : str
+        Prefix of its nodes.
+    calls : tuple of CallSpec
+        The MLP; or the projections before the attention (of all three, or of the queries and then
+        of keys and values) and the one behind it.
+    attention : AttentionSpec or None
+        Between the projections.
+    add : AddSpec or None
+        Joins the output to the residual stream; None: it is the result.
+    residual_is_norm : bool
+        The residual is the output of the branch's norm, not its input.
+    """
+
+    name: str
+    calls: tuple[CallSpec, ...]
+    attention: AttentionSpec | None = None
+    add: AddSpec | None = None
+    residual_is_norm: bool = False
+
+
+class LayerSpec(NamedTuple):
+    """A layer.
+
+    Attributes
+    ----------
+    branches : tuple of BranchSpec
+        One after the other.
+    parallel : AddSpec or None
+        All branches read the input, and their sum joins the residual stream.
+    """
+
+    branches: tuple[BranchSpec, ...]
+    parallel: AddSpec | None = None
+
+    @property
+    def parts(self) -> tuple[LinearSpec, ...]:
+        """The linear layers."""
+        return tuple(part for b in self.branches for call in b.calls for part in call.parts)
+
+
+class _Given(NamedTuple):
+    """Values that a branch is given: parameters of its calls, bias of its addition, and inputs."""
+
+    calls: tuple
+    bias: int
+    source: int
+    angles: tuple[int, ...]
+    limits: tuple[int, ...]
+
+
+def layer_graph(spec: LayerSpec) -> Graph:
+    """Graph of a layer.
+
+    Its tensors are the input; for each branch what its attention is given (source, angles, mask,
+    bias, lengths); for each branch the parameters of its calls and the bias of its addition.
+    """
+    graph = Graph()
+    first, last = spec.branches[0].calls[0].parts[0], spec.branches[-1].calls[-1].parts[-1]
+    wanted = any(b.calls[0].parts[0].flags & DGRAD for b in spec.branches[:1])
+    x = graph.tensor("input", first.input, (ROWS, first.in_features), input_flags(wanted))
+    inputs = [_attention_inputs(graph, branch) for branch in spec.branches]
+    given = []
+    for branch, tensors in zip(spec.branches, inputs, strict=True):
+        names = _call_names(branch)
+        pairs = zip(branch.calls, names, strict=True)
+        calls = tuple(graph.call_parameters(_inner(call), name) for call, name in pairs)
+        given.append(_Given(calls, _bias(graph, branch.name, branch.add, last), *tensors))
+    y = graph.value("output", last.output, (ROWS, last.out_features), RESULT)
+    _add_branches(graph, spec, given, x, y)
+    return graph
+
+
+def _add_branches(graph: Graph, spec: LayerSpec, given: list, x: int, y: int) -> None:
+    """Add the nodes of all branches, from `x` to `y`."""
+    dtype, features = graph.values[y][2], graph.values[y][4][1]
+    owner, made, stream = 0, [], x
+    for i, (branch, tensors) in enumerate(zip(spec.branches, given, strict=True)):
+        alone = branch.add is None and spec.parallel is None
+        out = y if alone else graph.value(f"{branch.name}branch", dtype, (ROWS, features))
+        normed = _add_branch(graph, branch, tensors, stream, out, owner)
+        owner += len(branch.calls)
+        made.append(out)
+        if branch.add is not None:
+            last = i == len(spec.branches) - 1
+            residual = normed if branch.residual_is_norm else stream
+            after = y if last else graph.value(f"{branch.name}output", dtype, (ROWS, features))
+            _add(graph, branch.name, branch.add, (out, tensors.bias, residual), after)
+            stream = after
+    if spec.parallel is not None:
+        both = graph.value("branches", dtype, (ROWS, features))
+        _add(graph, "sum_", AddSpec(), (made[0], -1, made[1]), both)
+        _add(graph, "", spec.parallel, (both, -1, x), y)
+
+
+def _add(graph: Graph, name: str, add: AddSpec, inputs: tuple, output: int) -> None:
+    numbers = (add.dropout, add.drop_path)
+    graph.node(_core.NODE_DROPOUT_ADD, inputs, output, name=name, numbers=numbers)
+
+
+def _inner(call: CallSpec) -> CallSpec:
+    """A call whose norm's output is no result of the graph."""
+    first, *rest = call.parts
+    return call._replace(parts=(first._replace(flags=first.flags & ~RETURN_NORM), *rest))
+
+
+def _call_names(branch: BranchSpec) -> tuple[str, ...]:
+    names = {1: ("",), 2: ("qkv_", "proj_"), 3: ("query_", "kv_", "proj_")}[len(branch.calls)]
+    return tuple(branch.name + name for name in names)
+
+
+def _bias(graph: Graph, name: str, add: AddSpec | None, last: LinearSpec) -> int:
+    """Add the bias of an addition, or leave it out."""
+    if add is None or add.bias is None:
+        return -1
+    flags = _core.VALUE_PARAMETER | (_core.VALUE_GRADIENT if add.bias_grad else 0)
+    return graph.tensor(f"{name}added_bias", add.bias, (last.out_features,), flags)
+
+
+def _attention_inputs(graph: Graph, branch: BranchSpec) -> tuple:
+    """Add what the attention of a branch is given: source, angles, and limits."""
+    attention, name = branch.attention, branch.name
+    if attention is None:
+        return -1, (), ()
+    source = -1
+    if len(branch.calls) == 3:
+        part = branch.calls[1].parts[0]
+        flags = input_flags(part.flags & DGRAD)
+        source = graph.tensor(f"{name}source", part.input, (_SOURCE, part.in_features), flags)
+    given = _core.VALUE_INPUT
+    angles = tuple(
+        graph.tensor(f"{name}angles_{i}", _core.DTYPE_F32, (_core.ANY_LENGTH, channels), given)
+        for i, channels in enumerate(attention.angles)
+    )
+    dims = _score_dims(attention, source >= 0)
+    limits = []
+    wanted = given | (_core.VALUE_GRADIENT if attention.bias_grad else 0)
+    tensors = (
+        ("mask", attention.mask, _core.DTYPE_U8, given),
+        ("scores_bias", attention.bias, attention.bias_dtype, wanted),
+    )
+    for what, shape, dtype, flags in tensors:
+        if shape is None:
+            limits.append(-1)
+            continue
+        full = tuple(n or dim for n, dim in zip(shape, dims, strict=True))
+        limits.append(graph.tensor(name + what, dtype, full, flags))
+    for what in ("query_lengths", "key_lengths")[: attention.lengths]:
+        limits.append(graph.tensor(name + what, _core.DTYPE_I32, (dims[0],), given))
+    return source, angles, tuple(limits)
+
+
+def _score_dims(attention: AttentionSpec, crossed: bool) -> tuple:
+    """[batch, heads, queries, keys] as extents."""
+    dims = (_core.SYMBOL_DIM_0, 1, 1), (_core.SYMBOL_DIM_1, 1, 1)
+    keys = (_core.SYMBOL_SOURCE_DIM_0, 1, 1), (_core.SYMBOL_SOURCE_DIM_1, 1, 1)
+    first = not attention.sequence_first  # where the sequence stands
+    return dims[not first], attention.slices[0][0], dims[first], (keys if crossed else dims)[first]
+
+
+def _add_branch(
+    graph: Graph, branch: BranchSpec, given: _Given, x: int, out: int, owner: int
+) -> int:
+    """Add the nodes of a branch; return the output of its norm, or `x`."""
+    names = _call_names(branch)
+    if branch.attention is None:
+        call = _inner(branch.calls[0])
+        return graph.add_call(call, given.calls[0], x, out, prefix=names[0], owner=owner)
+    attention, last = branch.attention, len(branch.calls) - 1
+    projected, normed = [], x
+    for i, call in enumerate(branch.calls[:last]):
+        part, rows = call.parts[-1], _SOURCE if i else ROWS
+        made = graph.value(f"{names[i]}made", part.output, (rows, part.out_features))
+        options = {"prefix": names[i], "owner": owner + i}
+        normed_here = graph.add_call(
+            _kept_norm(branch, call, i), given.calls[i], given.source if i else x, made, **options
+        )
+        normed = normed if i else normed_here
+        projected.append(made)
+    context = _attend(graph, branch.name, attention, projected, given)
+    options = {"prefix": names[last], "owner": owner + last}
+    graph.add_call(branch.calls[last], given.calls[last], context, out, **options)
+    return normed
+
+
+def _kept_norm(branch: BranchSpec, call: CallSpec, i: int) -> CallSpec:
+    """The call with its norm's output as a result, where the branch alone is the layer."""
+    return call if i == 0 and branch.add is None else _inner(call)
+
+
+def _attend(
+    graph: Graph, name: str, attention: AttentionSpec, projected: list[int], given: _Given
+) -> int:
+    """Add the rotary embedding and the attention; return its output."""
+    values = [projected[0], projected[-1], projected[-1]]
+    slices = list(attention.slices)
+    order = _core.NODE_SEQUENCE_FIRST if attention.sequence_first else 0
+    dtype = graph.values[projected[0]][2]
+    for i, kind in enumerate(("query", "key") if attention.angles else ()):
+        heads, channels, *_ = slices[i]
+        rows, _ = graph.values[values[i]][4]
+        turned = graph.value(f"{name}{kind}", dtype, (rows, heads * channels))
+        inputs = (values[i], given.angles[min(i, len(given.angles) - 1)])
+        flags = order | (_core.NODE_INTERLEAVED if attention.interleaved else 0)
+        options = {"flags": flags, "slices": (slices[i],), "name": f"{name}{kind}_"}
+        graph.node(_core.NODE_ROPE, inputs, turned, **options)
+        values[i], slices[i] = turned, (heads, channels, 0, channels)
+    heads, channels = slices[0][0], slices[2][1]
+    context = graph.value(f"{name}context", dtype, (ROWS, heads * channels))
+    graph.node(
+        _core.NODE_ATTENTION,
+        (*values, *given.limits),
+        context,
+        name=f"{name}core_",
+        flags=order | flags_of([(_core.NODE_BOTTOM_RIGHT, attention.bottom_right)]),
+        numbers=(attention.scale, attention.dropout, *map(float, attention.window)),
+        slices=tuple(slices),
+        external=int(attention.external),
+    )
+    return context

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention as a node of a layer's plan: by the library's operator, or by torch's in the run."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.common.layer_graphs import AttentionSpec
+from transformer_engine.pytorch.attention.dot_product_attention import sdpa
+from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
+from transformer_engine.pytorch.attention.dot_product_attention.masks import CAUSAL_WINDOW
+from transformer_engine.pytorch.module.layer_call import Attending
+
+__all__ = ["attending"]
+
+
+def attending(
+    core: Any, how: tuple[str, Limits], slices: tuple, given: tuple[tuple, tuple, bool]
+) -> Attending | None:
+    """How a call attends as part of a layer.
+
+    Parameters
+    ----------
+    core : DotProductAttention
+        Whose scale, dropout and random state count.
+    how : tuple
+        The backend, and what queries may attend.
+    slices : tuple
+        Of queries, keys and values in their projections.
+    given : tuple
+        The source or nothing; the angles; whether these are interleaved.
+
+    Returns
+    -------
+    Attending or None
+        None for a backend that runs in no plan.
+    """
+    backend, limits = how
+    source, angles, interleaved = given
+    dropout = core.attention_dropout if core.training else 0.0
+    tracker = core._get_tracker if dropout > 0.0 else None
+    if backend == "native":
+        functions = {"core_draw": _draw_in(tracker)}
+    elif backend == "sdpa" and sdpa.runs((slices[0][1], slices[2][1])):
+        causal = limits.window == CAUSAL_WINDOW
+        functions = _sdpa_functions(tracker, (dropout, causal, core.softmax_scale), core.qkv_format)
+    else:
+        return None
+    masks = [
+        None if tensor is None else tuple(1 if n == 1 else 0 for n in tensor.shape)
+        for tensor in (limits.mask, limits.bias)
+    ]
+    lengths = [n for n in (limits.query_lengths, limits.key_lengths) if n is not None]
+    bias = limits.bias
+    bias_dtype = torch.float32 if bias is None else bias.dtype
+    bias_grad = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    window = tuple(limits.window)
+    channels = tuple(of.shape[1] for of in angles)
+    key = (
+        backend, dropout, tracker, core.softmax_scale, window, limits.bottom_right, *masks,
+        len(lengths), bias_dtype, bias_grad, channels, interleaved, core.qkv_format,
+        bool(source) and source[0].requires_grad,
+    )  # fmt: skip
+
+    def spec() -> AttentionSpec:
+        return AttentionSpec(
+            slices, core.qkv_format == "sbhd", core.softmax_scale, dropout, window,
+            limits.bottom_right, backend == "sdpa", channels, interleaved, *masks, len(lengths),
+            _core.dtype_code(bias_dtype), bias_grad,
+        )  # fmt: skip
+
+    tensors = (limits.mask, bias, *lengths)
+    tensors = (*source, *angles, *(tensor for tensor in tensors if tensor is not None))
+    return Attending(key, spec, tensors, functions)
+
+
+def _fork(tracker: Callable | None) -> Any:
+    return contextlib.nullcontext() if tracker is None else tracker().fork()
+
+
+def _draw_in(tracker: Callable | None) -> Callable:
+    def draw(tensors: Sequence[Tensor], kept: dict | None) -> None:
+        del kept
+        with _fork(tracker):
+            tensors[0].random_()
+
+    return draw
+
+
+def _sdpa_functions(
+    tracker: Callable | None, settings: tuple[float, bool, float], qkv_format: str
+) -> dict[str, Callable]:
+    """Torch's attention as the stages of forward and backward.
+
+    A forward gets query, key and value [batch, length, heads, channels] and makes the output; what
+    torch's gradient needs besides is kept. A backward gets query, key, value, the gradient of the
+    output, the output, and the gradients that it fills.
+    """
+    name = f"sdpa {id(settings)}"
+
+    def forward(tensors: Sequence[Tensor], kept: dict | None) -> Tensor:
+        heads = [tensor.transpose(1, 2) for tensor in tensors[:3]]
+        with _fork(tracker):
+            out, found = sdpa.forward(*heads, settings, kept is not None)
+        if kept is not None:
+            kept[name] = found
+        return _from_heads(out, qkv_format)
+
+    def backward(tensors: Sequence[Tensor], kept: dict) -> None:
+        query, key, value, grad, out, *grads = tensors
+        heads = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+        shape = (*heads[0].shape[:3], value.shape[3])
+        grad, out = (_to_heads(tensor, shape, qkv_format) for tensor in (grad, out))
+        made = sdpa.backward(grad, (*heads, out), kept[name], settings)
+        for target, tensor in zip(grads, _wanted(made, len(grads)), strict=True):
+            target.copy_(tensor.transpose(1, 2))
+
+    return {"core_attention": forward, "core_attention_backward": backward}
+
+
+def _wanted(made: tuple, count: int) -> tuple:
+    """Gradients of all; of the query alone, or of key and value, whose projections are others."""
+    return {1: made[:1], 2: made[1:], 3: made}[count]
+
+
+def _from_heads(out: Tensor, qkv_format: str) -> Tensor:
+    """[batch, heads, length, channels] as the projection reads it."""
+    order = (2, 0, 1, 3) if qkv_format == "sbhd" else (0, 2, 1, 3)
+    return out.permute(*order).flatten(2).contiguous()
+
+
+def _to_heads(matrix: Tensor, shape: tuple, qkv_format: str) -> Tensor:
+    """[.., heads * channels] as [batch, heads, length, channels]."""
+    batch, heads, length, channels = shape
+    if qkv_format == "sbhd":
+        return matrix.view(length, batch, heads, channels).permute(1, 2, 0, 3)
+    return matrix.view(batch, length, heads, channels).transpose(1, 2)

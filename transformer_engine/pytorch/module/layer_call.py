@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole layers as one call: the modules of a layer lend it their parameters and scaling state.
+
+A layer says how it is made of modules. Where these do nothing but what their classes define, and
+the situation has a key (see `situation`), the layer runs as one plan per direction; else it calls
+its modules, with the same bits.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.common.layer_graphs import AddSpec, BranchSpec, LayerSpec
+from transformer_engine.common.plans import CallPlans, layer_plans
+from transformer_engine.pytorch.function import apply_of
+from transformer_engine.pytorch.modes import dispatch_modes, forward_gradients, only_forwards
+from transformer_engine.pytorch.module.call import LayerCall, LayerRun, ModuleCall, Ran
+from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.situation import in_force, situation_of
+from transformer_engine.pytorch.state import RegionState, current_state
+
+__all__ = ["Attending", "Branch", "Layer", "LayerCalls"]
+
+_KEPT = 16
+"""Situations that a layer keeps calls of."""
+_UNKNOWN: Any = object()
+
+
+class Branch(NamedTuple):
+    """A branch of a layer, as it is made of modules.
+
+    Attributes
+    ----------
+    name : str
+        Prefix of its nodes.
+    modules : tuple of ComposedModule
+        As of `layer_graphs.BranchSpec.calls`.
+    others : tuple of Module
+        Further modules whose forwards the layer does the work of.
+    attention : MultiheadAttention or None
+        Whose ``_attending`` says how it attends.
+    bias : str or None
+        Parameter of the last module that the addition adds.
+    """
+
+    name: str
+    modules: tuple[ComposedModule, ...]
+    others: tuple[torch.nn.Module, ...] = ()
+    attention: Any = None
+    bias: str | None = None
+
+
+class Attending(NamedTuple):
+    """How one call attends.
+
+    Attributes
+    ----------
+    key : tuple
+        What its plans depend on.
+    spec : callable
+        Makes the `layer_graphs.AttentionSpec`.
+    tensors : tuple of Tensor
+        Source, angles, mask, bias and lengths, as far as they are there.
+    functions : dict of str to callable
+        What runs stages that are not native (see `LayerCall.functions`), by their names behind the
+        branch's.
+    """
+
+    key: tuple
+    spec: Callable
+    tensors: tuple[Tensor, ...]
+    functions: dict[str, Callable]
+
+
+class Layer(NamedTuple):
+    """How a layer puts its branches together, now.
+
+    Attributes
+    ----------
+    adds : tuple of AddSpec or None
+        How each joins the residual stream, but for biases.
+    parallel : AddSpec or None
+        How the sum of all does.
+    residual_is_norm : bool
+        The residuals are the outputs of the branches' norms.
+    """
+
+    adds: tuple[AddSpec | None, ...]
+    parallel: AddSpec | None = None
+    residual_is_norm: bool = False
+
+
+class _BoundLayer(NamedTuple):
+    """A call of a layer that can be made again (see `situation.Bound`).
+
+    Attributes
+    ----------
+    call, first : LayerCall
+        The call, and the same as the region's first one that records a backward.
+    apply : callable
+        Runs one and records its backward.
+    remembered : tuple of (dict, dict)
+        Attributes of modules that tell of their last calls.
+    """
+
+    call: LayerCall
+    first: LayerCall
+    apply: Callable
+    remembered: tuple[tuple[dict, dict], ...]
+
+
+class LayerCalls:
+    """The modules of a layer as they were found, and the calls that were bound to them.
+
+    Attributes
+    ----------
+    branches : tuple of Branch
+        Of the layer.
+    modules : tuple of ComposedModule
+        Of all branches.
+    calls : dict
+        By key the bound call; None where the layer has to call its modules.
+    """
+
+    def __init__(self, branches: tuple[Branch, ...]) -> None:
+        self.branches = branches
+        self.modules = tuple(module for branch in branches for module in branch.modules)
+        self._others = tuple(module for branch in branches for module in branch.others)
+        self._settings = tuple(module._bound for module in self.modules)
+        self._places = tuple(self._find_places())
+        self.calls: dict[tuple, _BoundLayer | None] = {}
+
+    @classmethod
+    def of(cls, layer: Any) -> "LayerCalls | None":
+        """Those of a layer; None where one of its modules does more than its class defines."""
+        if torch.compiler.is_compiling():
+            return None
+        known, branches = layer._calls, layer._branches()
+        if known is None or known.branches != branches or not known._hold():
+            known = None
+            if branches and all(isinstance(m, ComposedModule) for b in branches for m in b.modules):
+                known = cls(branches)
+                known = known if known._hold() else None
+            layer.__dict__["_calls"] = known
+        return known
+
+    def _hold(self) -> bool:
+        """Whether the modules still only forward, and have the settings that they had."""
+        for module, bound in zip(self.modules, self._settings, strict=True):
+            if module._bound is not bound or not only_forwards(module):
+                return False
+        return all(map(only_forwards, self._others))
+
+    def _find_places(self) -> Iterable[tuple[dict, str] | None]:
+        """Where the parameters of a call stand."""
+        for branch in self.branches:
+            for module in branch.modules:
+                parameters = module._parameters
+                for name in module._parameter_names():
+                    there = name is not None and parameters.get(name) is not None
+                    yield (parameters, name) if there else None
+            if branch.bias is not None:
+                yield branch.modules[-1]._parameters, branch.bias
+
+    def run(self, layer: Any, inp: Tensor, options: tuple) -> Any:
+        """Run the layer as one call.
+
+        Parameters
+        ----------
+        layer : CompositeLayer
+            Its ``_layer()`` says how its branches are put together now.
+        inp : Tensor
+            Its input.
+        options : tuple of AttentionOptions or None
+            Of each branch.
+
+        Returns
+        -------
+        Any
+            The results of its graph; `NotImplemented` where it has to call its modules.
+        """
+        state = current_state()
+        key, tensors = situation_of(state, inp, self._places)
+        if key is None or inp.dim() != 3 or dispatch_modes():
+            return NotImplemented
+        attending: list[Attending | None] = []
+        made = layer._layer()
+        key = (key, made)
+        for branch, given in zip(self.branches, options, strict=True):
+            how = None
+            if branch.attention is not None:
+                how = branch.attention._attending(inp, given)
+                if how is None:
+                    return NotImplemented
+                key, tensors = (*key, how.key), (tensors[0], *how.tensors, *tensors[1:])
+            attending.append(how)
+        bound = self.calls.get(key, _UNKNOWN)
+        if bound is None:
+            return NotImplemented
+        call = None if bound is _UNKNOWN else self._call_in(bound, state)
+        if call is None:
+            bound = self._bind(layer, made, inp, attending, state)
+            if len(self.calls) >= _KEPT:
+                self.calls.clear()
+            self.calls[key] = bound
+            call = None if bound is None else self._call_in(bound, state)
+        if call is None or (not call.plans.backward and forward_gradients()):
+            return NotImplemented
+        for attributes, values in bound.remembered:
+            attributes.update(values)
+        run = LayerRun(call)
+        out = bound.apply(run, *tensors) if call.plans.backward else run.run_forward(tensors)[0]
+        if call.first:
+            state.first = False
+        return out
+
+    def _call_in(self, bound: _BoundLayer, state: RegionState) -> LayerCall | None:
+        """The call to make now; None where the state that it is bound to is no longer in force."""
+        call = bound.call
+        for module, slots in zip(self.modules, call.owners, strict=True):
+            if slots is not None and not in_force(slots, module, state):
+                return None
+        if call.plans.quantized and call.plans.backward and state.first:
+            return bound.first if call.domain is state.domain else None
+        return call
+
+    # ---- binding -------------------------------------------------------------------------------
+
+    def _bind(
+        self, layer: Any, made: Layer, inp: Tensor, attending: Sequence, state: RegionState
+    ) -> _BoundLayer | None:
+        """Find out what applies to a call of the layer; None where it has to call its modules."""
+        calls = self._module_calls(made, inp, attending)
+        if calls is None:
+            return None
+        plans = layer_plans(self._spec(made, calls, attending))
+        flat = [call for found in calls for call in found]
+        label = type(layer).__name__ + ("" if layer.name is None else f"[{layer.name}]")
+        call = LayerCall(plans, None, label)
+        call.owners = tuple(of.slots for of in flat)
+        call.splits = self._splits(flat, attending)
+        call.functions = self._functions(plans, attending)
+        call.domain = state.domain
+        first = copy.copy(call)
+        first.first = True
+        reason = None if plans.quantized else state.why()
+        remembered = []
+        for module, of in zip(self.modules, flat, strict=True):
+            values: dict[str, Any] = {"_ran": Ran(of.plans, reason)}
+            if plans.quantized:
+                values["_quantization"] = module._quantization
+            remembered.append((module.__dict__, values))
+        self._settings = tuple(module._bound for module in self.modules)
+        return _BoundLayer(call, first, apply_of(label), tuple(remembered))
+
+    def _module_calls(
+        self, made: Layer, inp: Tensor, attending: Sequence
+    ) -> list[list[ModuleCall]] | None:
+        """The calls that the modules of each branch would make; None where one can not be joined.
+
+        Nothing has run yet, so each gets a tensor without rows that requires a gradient where its
+        input will.
+        """
+        gradients = torch.is_grad_enabled()
+        stream = gradients and inp.requires_grad
+        calls = []
+        for branch, how in zip(self.branches, attending, strict=True):
+            wanted, found = stream, []
+            for i, module in enumerate(branch.modules):
+                given = wanted
+                if i == 1 and len(branch.modules) == 3:
+                    given = gradients and how.tensors[0].requires_grad
+                call = _call_of(module, inp, given)
+                if call is None:
+                    return None
+                found.append(call)
+                wanted = wanted or call.plans.backward != 0
+            if made.parallel is None:
+                stream = wanted
+            calls.append(found)
+        return calls
+
+    def _spec(self, made: Layer, calls: list, attending: Sequence) -> LayerSpec:
+        """What the plans of a call are made of."""
+        branches = []
+        for branch, add, found, how in zip(self.branches, made.adds, calls, attending, strict=True):
+            if add is not None and branch.bias is not None:
+                bias = branch.modules[-1]._parameters[branch.bias]
+                wanted = torch.is_grad_enabled() and bias.requires_grad
+                add = add._replace(bias=_core.dtype_code(bias.dtype), bias_grad=wanted)
+            specs = tuple(call.plans.spec for call in found)
+            attention = None if how is None else how.spec()
+            branches.append(BranchSpec(branch.name, specs, attention, add, made.residual_is_norm))
+        return LayerSpec(tuple(branches), made.parallel)
+
+    def _splits(self, calls: list[ModuleCall], attending: Sequence) -> tuple:
+        """Weights that come as several tensors, with their places among those of the layer."""
+        at = 1 + sum(len(how.tensors) for how in attending if how is not None)
+        found, part, of = [], 0, iter(calls)
+        for branch in self.branches:
+            for module in branch.modules:
+                call = next(of)
+                for split in call.splits:
+                    found.append(split._replace(begin=at + split.begin - 1, part=part))
+                at += len(module._parameter_names())
+                part += len(call.plans.spec.parts)
+            at += branch.bias is not None
+        return tuple(found)
+
+    def _functions(self, plans: CallPlans, attending: Sequence) -> tuple[dict, dict]:
+        """What runs the external stages of forward and backward (see `LayerCall.functions`)."""
+        known: dict[str, Callable] = {"draw": _draw}
+        for branch, how in zip(self.branches, attending, strict=True):
+            known[f"{branch.name}draw"] = _draw
+            if how is not None:
+                known.update({branch.name + name: f for name, f in how.functions.items()})
+        found = []
+        for plan in (plans.forward, plans.backward):
+            stages = _core.plan_describe(plan)["stages"] if plan else ()
+            found.append(
+                {
+                    name: (known[name], buffers)
+                    for name, operator, _, buffers in stages
+                    if operator == "external"
+                }
+            )
+        return found[0], found[1]
+
+
+def _draw(tensors: Sequence[Tensor], kept: dict | None) -> None:
+    """Draw the (seed, offset) of a dropout."""
+    del kept
+    tensors[0].random_()
+
+
+def _call_of(module: ComposedModule, like: Tensor, wants_grad: bool) -> ModuleCall | None:
+    """The call that a module would make of an input; None for one that can not be joined."""
+    if module.checkpoint:
+        return None
+    region = module._region(False)
+    if region.replay is not None or region.record:
+        return None
+    given = torch.empty(0, module._sizes()[0][0], dtype=like.dtype, device=like.device)
+    tensors, owners = module._promote(given.requires_grad_(wants_grad), region.recipe)
+    call = module._prepare(tensors, region, None, owners)
+    return call if call.plans.plain and not (call.traced or call.stages or call.observer) else None
