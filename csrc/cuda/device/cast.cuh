@@ -13,10 +13,7 @@
 #include "core/scaling_math.h"
 
 /* FP8 whose format is known at run time: te_cast_target.e5m2. */
-struct te_any_fp8 {
-    typedef unsigned char raw;
-    static constexpr int bytes = 1;
-    static constexpr bool casts = true;
+struct te_any_fp8 : te_tag<unsigned char, true> {
 };
 
 /* out = FP8(values * scale). */

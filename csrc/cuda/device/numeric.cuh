@@ -12,41 +12,27 @@
 
 #include "cuda/device/types.h"
 
-/* Tags: the size of an element, `raw`, an unsigned type that holds its bits, and whether it is FP8.
- */
-struct te_f32 {
-    typedef unsigned raw;
-    static constexpr int bytes = 4;
-    static constexpr bool casts = false;
+/* Tags: `raw`, an unsigned type that holds an element's bits, its size, and whether it is FP8. */
+template <typename RAW, bool CASTS = false> struct te_tag {
+    typedef RAW raw;
+    static constexpr int bytes = sizeof(RAW);
+    static constexpr bool casts = CASTS;
 };
-struct te_f16 {
-    typedef unsigned short raw;
-    static constexpr int bytes = 2;
-    static constexpr bool casts = false;
+struct te_f32 : te_tag<unsigned> {
 };
-struct te_bf16 {
-    typedef unsigned short raw;
-    static constexpr int bytes = 2;
-    static constexpr bool casts = false;
+struct te_f16 : te_tag<unsigned short> {
 };
-struct te_e4m3 {
-    typedef unsigned char raw;
-    static constexpr int bytes = 1;
-    static constexpr bool casts = true;
+struct te_bf16 : te_tag<unsigned short> {
+};
+struct te_e4m3 : te_tag<unsigned char, true> {
     static constexpr int mantissa = 3, bias = 7;
     static constexpr unsigned largest = 0x7eU;
 };
-struct te_e5m2 {
-    typedef unsigned char raw;
-    static constexpr int bytes = 1;
-    static constexpr bool casts = true;
+struct te_e5m2 : te_tag<unsigned char, true> {
     static constexpr int mantissa = 2, bias = 15;
     static constexpr unsigned largest = 0x7bU;
 };
-struct te_none { /* nothing is cast */
-    typedef unsigned char raw;
-    static constexpr int bytes = 1;
-    static constexpr bool casts = false;
+struct te_none : te_tag<unsigned char> { /* nothing is cast */
 };
 
 /* ---- high precision to float: exact ---- */

@@ -177,17 +177,11 @@ template <typename T, int N> struct te_vector {
 
 /* 8-byte elements exist for copies and fills alone. */
 template <int BYTES> struct te_opaque;
-template <> struct te_opaque<1> {
-    typedef unsigned char raw;
-    static constexpr int bytes = 1;
+template <> struct te_opaque<1> : te_tag<unsigned char> {
 };
-template <> struct te_opaque<2> {
-    typedef unsigned short raw;
-    static constexpr int bytes = 2;
+template <> struct te_opaque<2> : te_tag<unsigned short> {
 };
-template <> struct te_opaque<4> {
-    typedef unsigned raw;
-    static constexpr int bytes = 4;
+template <> struct te_opaque<4> : te_tag<unsigned> {
 };
 
 /* Element (row, column) of a view of T. */
