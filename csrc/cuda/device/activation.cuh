@@ -20,13 +20,13 @@
 #define TE_FAR 1e18F
 
 /* The smaller, the larger; NaN stays. */
-__device__ __forceinline__ float te_least(float a, float b)
+__device__ __forceinline__ float te_min_nan(float a, float b)
 {
     float result;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
     return result;
 }
-__device__ __forceinline__ float te_most(float a, float b)
+__device__ __forceinline__ float te_max_nan(float a, float b)
 {
     float result;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -48,14 +48,14 @@ template <int SHAPE, typename P> struct te_activation;
 template <typename P> struct te_activation<TE_SHAPE_GELU, P> {
     static __device__ __forceinline__ float value(float a, const P &)
     {
-        a = te_most(a, -TE_FAR); /* -Inf * 0 */
+        a = te_max_nan(a, -TE_FAR); /* -Inf * 0 */
         return a * te_logistic_2(a * __fmaf_rn(TE_GELU_3, a * a, TE_GELU_1));
     }
     static __device__ __forceinline__ float slope(float a, const P &, float *value)
     {
-        const float near = te_least(te_most(a, -TE_FAR), TE_FAR), square = near * near;
+        const float near = te_min_nan(te_max_nan(a, -TE_FAR), TE_FAR), square = near * near;
         const float s = te_logistic_2(near * __fmaf_rn(TE_GELU_3, square, TE_GELU_1));
-        *value = te_most(a, -TE_FAR) * s;
+        *value = te_max_nan(a, -TE_FAR) * s;
         return __fmaf_rn((s - s * s) * near, __fmaf_rn(TE_GELU_SLOPE_3, square, TE_GELU_SLOPE_1),
                          s);
     }
@@ -64,14 +64,14 @@ template <typename P> struct te_activation<TE_SHAPE_GELU, P> {
 template <typename P> struct te_activation<TE_SHAPE_SWISH, P> {
     static __device__ __forceinline__ float value(float a, const P &p)
     {
-        a = te_most(a, -TE_FAR);
+        a = te_max_nan(a, -TE_FAR);
         return a * te_logistic_2(a * (p.alpha * TE_MINUS_LOG2_E));
     }
     static __device__ __forceinline__ float slope(float a, const P &p, float *value)
     {
-        const float near = te_least(te_most(a, -TE_FAR), TE_FAR);
+        const float near = te_min_nan(te_max_nan(a, -TE_FAR), TE_FAR);
         const float s = te_logistic_2(near * (p.alpha * TE_MINUS_LOG2_E));
-        *value = te_most(a, -TE_FAR) * s;
+        *value = te_max_nan(a, -TE_FAR) * s;
         return __fmaf_rn(s - s * s, p.alpha * near, s);
     }
 };
@@ -79,11 +79,11 @@ template <typename P> struct te_activation<TE_SHAPE_SWISH, P> {
 template <typename P> struct te_activation<TE_SHAPE_RELU, P> {
     static __device__ __forceinline__ float value(float a, const P &)
     {
-        return te_most(a, 0.0F);
+        return te_max_nan(a, 0.0F);
     }
     static __device__ __forceinline__ float slope(float a, const P &, float *value)
     {
-        *value = te_most(a, 0.0F);
+        *value = te_max_nan(a, 0.0F);
         return a > 0.0F ? 1.0F : 0.0F;
     }
 };
@@ -91,12 +91,12 @@ template <typename P> struct te_activation<TE_SHAPE_RELU, P> {
 template <typename P> struct te_activation<TE_SHAPE_SRELU, P> {
     static __device__ __forceinline__ float value(float a, const P &)
     {
-        a = te_most(a, 0.0F);
+        a = te_max_nan(a, 0.0F);
         return a * a;
     }
     static __device__ __forceinline__ float slope(float a, const P &, float *value)
     {
-        a = te_most(a, 0.0F);
+        a = te_max_nan(a, 0.0F);
         *value = a * a;
         return 2.0F * a;
     }
@@ -119,11 +119,11 @@ template <typename P> struct te_activation<TE_SHAPE_CLAMPED, P> {
     typedef te_activation<TE_SHAPE_SWISH, P> swish;
     static __device__ __forceinline__ float value(float a, const P &p)
     {
-        return swish::value(te_least(a, p.limit), p);
+        return swish::value(te_min_nan(a, p.limit), p);
     }
     static __device__ __forceinline__ float slope(float a, const P &p, float *value)
     {
-        const float inside = swish::slope(te_least(a, p.limit), p, value);
+        const float inside = swish::slope(te_min_nan(a, p.limit), p, value);
         return a > p.limit ? 0.0F : inside;
     }
 };
@@ -132,7 +132,7 @@ template <typename P> struct te_activation<TE_SHAPE_CLAMPED, P> {
 template <int SHAPE, typename P> __device__ __forceinline__ float te_gate_value(float b, const P &p)
 {
     if (SHAPE != TE_SHAPE_CLAMPED) return b;
-    return te_most(te_least(b, p.limit), -p.limit) + p.offset;
+    return te_max_nan(te_min_nan(b, p.limit), -p.limit) + p.offset;
 }
 template <int SHAPE, typename P> __device__ __forceinline__ float te_gate_slope(float b, const P &p)
 {

@@ -400,9 +400,7 @@ template <typename T> struct te_norm_source {
 
     __device__ __forceinline__ void values(const params &, int i, float v[1][8]) const
     {
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-            v[0][j] = __fmaf_rn((x[i].value(j) - mean[i]) * rsigma[i], w[j], b[j]);
+        normalize<T>(x[i], mean[i], rsigma[i], w, b, v[0]);
     }
 };
 
