@@ -162,10 +162,10 @@ static int dtype_of(tepy_dl_dtype dtype, tepy_form form, te_dtype *out)
 }
 
 /* DLPack's view, with the checks that do not depend on the form. */
-static int raw_view(const tepy_state *state, PyObject *tensor, const tepy_want *want,
+static int raw_view(const tepy_state *state, PyObject *tensor, const tepy_spec *spec,
                     tepy_dl_tensor *dl, te_tensor *view)
 {
-    const tepy_site site = want->site;
+    const tepy_site site = spec->site;
     PyObject *torch_dtype;
     int64_t elements = 1;
     memset(dl, 0, sizeof *dl);
@@ -175,7 +175,7 @@ static int raw_view(const tepy_state *state, PyObject *tensor, const tepy_want *
                                       "pass a plain dense CPU or CUDA tensor (parameters "
                                       "made on the meta device get memory by reset_parameters())");
     }
-    if (dtype_of(dl->dtype, want->form, &view->dtype) != 0) {
+    if (dtype_of(dl->dtype, spec->form, &view->dtype) != 0) {
         torch_dtype = PyObject_GetAttrString(tensor, "dtype");
         if (torch_dtype == NULL) return -1;
         (void)tepy_fail(PyExc_TypeError, site, "dtype %R is not supported", torch_dtype);
@@ -276,23 +276,23 @@ static int fit(const tepy_dl_tensor *dl, tepy_form form, te_tensor *view)
     return is_dims(form) ? keep_dims(dl, view) : fold(dl, form, view);
 }
 
-static int check_form(const tepy_dl_tensor *dl, const tepy_want *want)
+static int check_form(const tepy_dl_tensor *dl, const tepy_spec *spec)
 {
-    tepy_leading *leading = want->leading;
-    if (is_dims(want->form)) {
+    tepy_leading *leading = spec->leading;
+    if (is_dims(spec->form)) {
         if (dl->ndim >= 1 && dl->ndim <= TE_MAX_DIMS) return 0;
-        return tepy_fail(PyExc_ValueError, want->site, "it has %d dims, expected 1 to %d",
+        return tepy_fail(PyExc_ValueError, spec->site, "it has %d dims, expected 1 to %d",
                          (int)dl->ndim, TE_MAX_DIMS);
     }
-    if (want->form == TEPY_VECTOR ? dl->ndim != 1
-                                  : dl->ndim != 2 && (want->form == TEPY_MATRIX || dl->ndim < 1)) {
-        return tepy_fail(PyExc_ValueError, want->site, "it has %d dims, expected %s", (int)dl->ndim,
-                         want->form == TEPY_VECTOR   ? "1: reshape it"
-                         : want->form == TEPY_MATRIX ? "2: reshape it"
+    if (spec->form == TEPY_VECTOR ? dl->ndim != 1
+                                  : dl->ndim != 2 && (spec->form == TEPY_MATRIX || dl->ndim < 1)) {
+        return tepy_fail(PyExc_ValueError, spec->site, "it has %d dims, expected %s", (int)dl->ndim,
+                         spec->form == TEPY_VECTOR   ? "1: reshape it"
+                         : spec->form == TEPY_MATRIX ? "2: reshape it"
                                                      : "at least 1");
     }
     if (dl->ndim > TEPY_MAX_LEADING) {
-        return tepy_fail(PyExc_ValueError, want->site, "it has %d dims, expected at most %d",
+        return tepy_fail(PyExc_ValueError, spec->site, "it has %d dims, expected at most %d",
                          (int)dl->ndim, TEPY_MAX_LEADING);
     }
     if (leading != NULL) {
@@ -302,67 +302,67 @@ static int check_form(const tepy_dl_tensor *dl, const tepy_want *want)
     return 0;
 }
 
-int tepy_view(const tepy_state *state, PyObject *object, const tepy_want *want, te_tensor *view,
+int tepy_view(const tepy_state *state, PyObject *object, const tepy_spec *spec, te_tensor *view,
               PyObject **held)
 {
-    PyObject *tensor = plain_tensor(state, object, want->site, held);
+    PyObject *tensor = plain_tensor(state, object, spec->site, held);
     PyObject *negative;
     tepy_dl_tensor dl;
-    if (tensor == NULL || raw_view(state, tensor, want, &dl, view) != 0) return -1;
+    if (tensor == NULL || raw_view(state, tensor, spec, &dl, view) != 0) return -1;
     if (te_dtype_is_high_precision(view->dtype)) { /* the others can not be negated lazily */
         negative = PyObject_CallFunctionObjArgs(state->is_neg, tensor, NULL);
         if (negative == NULL) return -1;
         Py_DECREF(negative); /* True and False outlive this */
         if (negative == Py_True) {
-            if (want->access == TEPY_WRITE) {
-                return tepy_fail(PyExc_ValueError, want->site,
+            if (spec->access == TEPY_WRITE) {
+                return tepy_fail(PyExc_ValueError, spec->site,
                                  "its negative bit is set and it is written to: pass "
                                  "tensor.resolve_neg()");
             }
             tensor = replace(tensor, "resolve_neg", held);
-            if (tensor == NULL || raw_view(state, tensor, want, &dl, view) != 0) return -1;
+            if (tensor == NULL || raw_view(state, tensor, spec, &dl, view) != 0) return -1;
         }
     }
-    if (check_form(&dl, want) != 0) return -1;
-    if (fit(&dl, want->form, view) == 0) return 0;
-    if (want->access == TEPY_WRITE) {
-        return tepy_fail(PyExc_ValueError, want->site,
+    if (check_form(&dl, spec) != 0) return -1;
+    if (fit(&dl, spec->form, view) == 0) return 0;
+    if (spec->access == TEPY_WRITE) {
+        return tepy_fail(PyExc_ValueError, spec->site,
                          "its strides are not those of %s and it is written to: pass a contiguous "
                          "tensor",
-                         is_dims(want->form) ? "a tensor with a unit last stride"
+                         is_dims(spec->form) ? "a tensor with a unit last stride"
                                              : "a matrix with dense rows");
     }
     tensor = replace(tensor, "contiguous", held);
-    if (tensor == NULL || raw_view(state, tensor, want, &dl, view) != 0) return -1;
-    if (fit(&dl, want->form, view) == 0) return 0;
-    return tepy_fail(PyExc_ValueError, want->site, "contiguous() gave other strides");
+    if (tensor == NULL || raw_view(state, tensor, spec, &dl, view) != 0) return -1;
+    if (fit(&dl, spec->form, view) == 0) return 0;
+    return tepy_fail(PyExc_ValueError, spec->site, "contiguous() gave other strides");
 }
 
-int tepy_view_elements(const tepy_state *state, PyObject *object, const tepy_elements *want,
+int tepy_view_elements(const tepy_state *state, PyObject *object, const tepy_elements *spec,
                        void **data, PyObject **held)
 {
-    const tepy_want plain = {want->site, TEPY_VECTOR, TEPY_WRITE, NULL};
-    PyObject *tensor = plain_tensor(state, object, want->site, held);
+    const tepy_spec plain = {spec->site, TEPY_VECTOR, TEPY_WRITE, NULL};
+    PyObject *tensor = plain_tensor(state, object, spec->site, held);
     tepy_dl_tensor dl;
     te_tensor view;
     int64_t elements = 1;
     if (tensor == NULL || raw_view(state, tensor, &plain, &dl, &view) != 0) return -1;
     for (int32_t i = 0; i < dl.ndim; i++) {
-        if (want->count > 1 && dl.shape[i] > 1 && (dl.ndim > 1 || stride_of(&dl, i) != 1)) {
-            return tepy_fail(PyExc_ValueError, want->site, "expected a dense tensor of one dim");
+        if (spec->count > 1 && dl.shape[i] > 1 && (dl.ndim > 1 || stride_of(&dl, i) != 1)) {
+            return tepy_fail(PyExc_ValueError, spec->site, "expected a dense tensor of one dim");
         }
         elements *= dl.shape[i];
     }
-    if (view.dtype != want->dtype) {
-        return tepy_fail(PyExc_TypeError, want->site,
+    if (view.dtype != spec->dtype) {
+        return tepy_fail(PyExc_TypeError, spec->site,
                          "dtype %s, expected %s: convert it with .to()", te_dtype_name(view.dtype),
-                         te_dtype_name(want->dtype));
+                         te_dtype_name(spec->dtype));
     }
-    if (elements < want->count) {
-        return tepy_fail(PyExc_ValueError, want->site, "%lld elements, expected at least %lld",
-                         (long long)elements, (long long)want->count);
+    if (elements < spec->count) {
+        return tepy_fail(PyExc_ValueError, spec->site, "%lld elements, expected at least %lld",
+                         (long long)elements, (long long)spec->count);
     }
-    if (tepy_same_device(want->site, view.device, want->device) != 0) return -1;
+    if (tepy_same_device(spec->site, view.device, spec->device) != 0) return -1;
     *data = view.data;
     return 0;
 }

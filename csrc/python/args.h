@@ -33,16 +33,17 @@ typedef struct tepy_leading {
     int64_t dims[TEPY_MAX_LEADING];
 } tepy_leading;
 
-typedef struct tepy_want {
+/* What an argument has to be, and where it stands. */
+typedef struct tepy_spec {
     tepy_site site;
     tepy_form form;
     tepy_access access;
     tepy_leading *leading; /* filled for TEPY_ROWS where not NULL */
-} tepy_want;
+} tepy_spec;
 
 /* View of a tensor object. *held, where it becomes not NULL, is a new reference that the view
  * needs. */
-int tepy_view(const tepy_state *state, PyObject *object, const tepy_want *want, te_tensor *view,
+int tepy_view(const tepy_state *state, PyObject *object, const tepy_spec *spec, te_tensor *view,
               PyObject **held);
 /* The first `count` elements of a dense tensor of `dtype` on `device`. */
 typedef struct tepy_elements {
@@ -52,7 +53,7 @@ typedef struct tepy_elements {
     te_device device;
 } tepy_elements;
 
-int tepy_view_elements(const tepy_state *state, PyObject *object, const tepy_elements *want,
+int tepy_view_elements(const tepy_state *state, PyObject *object, const tepy_elements *spec,
                        void **data, PyObject **held);
 /* A whole number (anything with __index__) from low to high. */
 int tepy_int(PyObject *object, tepy_site site, int64_t low, int64_t high, int64_t *value);

@@ -96,12 +96,12 @@ static int take_tensor(op_call *call, int at, tepy_site site, te_tensor *view)
     static const tepy_form forms[] = {
         [TE_FORM_MATRIX] = TEPY_ROWS, [TE_FORM_VECTOR] = TEPY_VECTOR, [TE_FORM_DIMS] = TEPY_DIMS};
     const te_field *field = &call->info->fields[at];
-    const tepy_want want = {
+    const tepy_spec spec = {
         .site = site,
         .form = field->dtypes == TE_DTYPES_MASK ? TEPY_MASK : forms[field->form],
         .access = field->access == TE_ACCESS_READ ? TEPY_READ : TEPY_WRITE,
     };
-    if (tepy_view(call->state, call->values[at], &want, view, &call->held[at]) != 0) return -1;
+    if (tepy_view(call->state, call->values[at], &spec, view, &call->held[at]) != 0) return -1;
     if (call->device_known) return tepy_same_device(site, view->device, call->device);
     call->device = view->device;
     call->device_known = 1;
@@ -112,10 +112,10 @@ static int take_tensor(op_call *call, int at, tepy_site site, te_tensor *view)
 static int take_elements(op_call *call, int at, tepy_site site, void *member)
 {
     const te_field *field = &call->info->fields[at];
-    const tepy_elements want = {site, field->kind == TE_FIELD_INT64S ? TE_DTYPE_I64 : TE_DTYPE_F32,
+    const tepy_elements spec = {site, field->kind == TE_FIELD_INT64S ? TE_DTYPE_I64 : TE_DTYPE_F32,
                                 field->count, call->device};
     void *data = NULL;
-    if (tepy_view_elements(call->state, call->values[at], &want, &data, &call->held[at]) != 0) {
+    if (tepy_view_elements(call->state, call->values[at], &spec, &data, &call->held[at]) != 0) {
         return -1;
     }
     memcpy(member, &data, sizeof data); /* float * and int64_t * look alike */
@@ -187,7 +187,7 @@ static int make_workspace(op_call *call, te_context *context)
         size_t size;
     } workspace = {NULL, 0};
     int64_t length;
-    tepy_elements want = {{call->function, field->name}, TE_DTYPE_U8, 0, call->device};
+    tepy_elements spec = {{call->function, field->name}, TE_DTYPE_U8, 0, call->device};
     PyObject *copy = NULL;
     te_status st;
     if (field->kind != TE_FIELD_WORKSPACE) return 0;
@@ -197,10 +197,10 @@ static int make_workspace(op_call *call, te_context *context)
         return -1;
     }
     if (workspace.size == 0) return 0;
-    length = want.count = (int64_t)workspace.size;
+    length = spec.count = (int64_t)workspace.size;
     call->held[at] = tepy_empty(call->state, call->device, TE_DTYPE_U8, &length, 1);
     if (call->held[at] == NULL ||
-        tepy_view_elements(call->state, call->held[at], &want, &workspace.data, &copy) != 0) {
+        tepy_view_elements(call->state, call->held[at], &spec, &workspace.data, &copy) != 0) {
         return -1;
     }
     memcpy((char *)&call->args + field->offset, &workspace, sizeof workspace);

@@ -38,14 +38,14 @@ static inline int tepy_sequence(const te_buffer_info *info)
 }
 
 /* How the tensor of a buffer is read. */
-static inline tepy_want tepy_buffer_want(const char *function, const te_buffer_info *info)
+static inline tepy_spec tepy_buffer_spec(const char *function, const te_buffer_info *info)
 {
-    tepy_want want = {{function, info->name}, TEPY_MATRIX, TEPY_READ, NULL};
-    if (info->ndim == 1) want.form = TEPY_VECTOR;
-    if (info->ndim > 2) want.form = info->dtype == TE_DTYPE_U8 ? TEPY_MASK : TEPY_DIMS;
-    if (info->leading) want.form = TEPY_ROWS;
-    if (info->written || info->role == TE_ROLE_OUTPUT) want.access = TEPY_WRITE;
-    return want;
+    tepy_spec spec = {{function, info->name}, TEPY_MATRIX, TEPY_READ, NULL};
+    if (info->ndim == 1) spec.form = TEPY_VECTOR;
+    if (info->ndim > 2) spec.form = info->dtype == TE_DTYPE_U8 ? TEPY_MASK : TEPY_DIMS;
+    if (info->leading) spec.form = TEPY_ROWS;
+    if (info->written || info->role == TE_ROLE_OUTPUT) spec.access = TEPY_WRITE;
+    return spec;
 }
 
 #endif

@@ -105,13 +105,13 @@ static int take_slots(tepy_run_call *run, PyObject *forward, PyObject *backward)
 }
 
 /* A view of one argument; all of them are on one device. */
-static int take_tensor(tepy_run_call *run, PyObject *object, const tepy_want *want, te_tensor *view)
+static int take_tensor(tepy_run_call *run, PyObject *object, const tepy_spec *spec, te_tensor *view)
 {
     PyObject *held = NULL;
-    int result = tepy_view(run->state, object, want, view, &held);
+    int result = tepy_view(run->state, object, spec, view, &held);
     if (held != NULL) run->held[run->held_count++] = held;
     if (result != 0) return -1;
-    if (run->device_known) return tepy_same_device(want->site, view->device, run->device);
+    if (run->device_known) return tepy_same_device(spec->site, view->device, run->device);
     run->device = view->device;
     run->device_known = 1;
     return 0;
@@ -121,22 +121,22 @@ static int take_tensor(tepy_run_call *run, PyObject *object, const tepy_want *wa
 static int take_bytes(tepy_run_call *run, PyObject *object, const char *name, int64_t least,
                       void **data, size_t *size)
 {
-    tepy_want want = {{run->function, name}, TEPY_VECTOR, TEPY_WRITE, NULL};
+    tepy_spec spec = {{run->function, name}, TEPY_VECTOR, TEPY_WRITE, NULL};
     te_tensor view;
     *data = NULL;
     *size = 0;
     if (object == NULL || object == Py_None) {
         if (least == 0) return 0;
-        return tepy_fail(PyExc_TypeError, want.site,
+        return tepy_fail(PyExc_TypeError, spec.site,
                          "expected a uint8 tensor of %lld bytes, got None", (long long)least);
     }
-    if (take_tensor(run, object, &want, &view) != 0) return -1;
+    if (take_tensor(run, object, &spec, &view) != 0) return -1;
     if (view.dtype != TE_DTYPE_U8) {
-        return tepy_fail(PyExc_TypeError, want.site, "dtype %s, expected u8",
+        return tepy_fail(PyExc_TypeError, spec.site, "dtype %s, expected u8",
                          te_dtype_name(view.dtype));
     }
     if (view.shape[0] < least) {
-        return tepy_fail(PyExc_ValueError, want.site,
+        return tepy_fail(PyExc_ValueError, spec.site,
                          "%lld bytes, expected at least %lld for %lld rows",
                          (long long)view.shape[0], (long long)least,
                          (long long)run->call.sizes.of[TE_SYMBOL_ROWS]);
@@ -225,12 +225,12 @@ static int take_arguments(tepy_run_call *run, PyObject *const *args, Py_ssize_t 
         return -1;
     }
     for (int32_t i = 0; i < plan->arg_count; i++) {
-        tepy_want want = tepy_buffer_want(run->function, &plan->info.buffers[i]);
+        tepy_spec spec = tepy_buffer_spec(run->function, &plan->info.buffers[i]);
         int held = run->held_count;
         for (int q = 0; q < TE_SEQUENCES; q++) {
-            if (i == plan->lead[q]) want.leading = &run->leading[q];
+            if (i == plan->lead[q]) spec.leading = &run->leading[q];
         }
-        if (take_tensor(run, args[i], &want, &run->buffers[i]) != 0) return -1;
+        if (take_tensor(run, args[i], &spec, &run->buffers[i]) != 0) return -1;
         run->plain[i] = run->held_count == held ? args[i] : NULL;
     }
     if (take_sizes(run, 0) != 0 || take_sizes(run, 1) != 0) return -1;

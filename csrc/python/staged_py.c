@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * staged_py.c - Python functions at the stages of a run: a collective, a quantizer, an overridden
- * operator, somebody who looks on.
+ * operator, an observer.
  *
  * They are called inside the run. Buffers become tensors when they are asked for: one over scratch
  * or saved memory keeps that memory.
@@ -99,10 +99,10 @@ static int take_late(tepy_staged *staged, const te_stage_info *stage, PyObject *
     for (int32_t i = 0; i < stage->buffer_count; i++) {
         int32_t at = stage->buffers[i];
         const te_buffer_info *info = &run->plan->info.buffers[at];
-        tepy_want want = tepy_buffer_want(run->function, info);
+        tepy_spec spec = tepy_buffer_spec(run->function, info);
         PyObject *held = NULL;
         if (!info->late) continue;
-        if (tepy_view(run->state, result, &want, &staged->views[at], &held) != 0) return -1;
+        if (tepy_view(run->state, result, &spec, &staged->views[at], &held) != 0) return -1;
         if (held != NULL) run->held[run->held_count++] = held;
         return PyTuple_SetItem(run->outputs, at - run->plan->arg_count, Py_NewRef(result));
     }
