@@ -296,7 +296,8 @@ def _attend(
         graph.node(_core.NODE_ROPE, inputs, turned, **options)
         values[i], slices[i] = turned, (heads, channels, 0, channels)
     heads, channels = slices[0][0], slices[2][1]
-    context = graph.value(f"{name}context", dtype, (ROWS, heads * channels))
+    shape = (ROWS, heads * channels)
+    context = graph.value(f"{name}context", dtype, shape, _core.VALUE_LEADING)
     graph.node(
         _core.NODE_ATTENTION,
         (*values, *given.limits),
