@@ -50,28 +50,16 @@ Link = tuple[str, int]
 
 
 class Quantization(NamedTuple):
-    """What of a recipe the plans of a linear layer depend on.
+    """What of a recipe the plans of a linear layer depend on."""
 
-    Attributes
-    ----------
-    recipe : int
-        ``_core.RECIPE_*``.
-    forward_fp8, backward_fp8 : int
-        ``_core.DTYPE_*`` of inputs and weights, and of output gradients.
-    power_2 : int
-        Bits of input, weight and gradient: the scale is a power of two (current scaling).
-    fast : int
-        ``_core.LINEAR_FAST_*``: GEMMs with fast accumulation.
-    epsilon : tuple of float
-        Smallest amax of input, weight and gradient (current scaling).
-    """
-
-    recipe: int
-    forward_fp8: int
-    backward_fp8: int
+    recipe: int  # ``_core.RECIPE_*``
+    forward_fp8: int  # ``_core.DTYPE_*`` of inputs and weights
+    backward_fp8: int  # ``_core.DTYPE_*`` of output gradients
     power_2: int
-    fast: int
+    """Bits of input, weight and gradient: the scale is a power of two (current scaling)."""
+    fast: int  # ``_core.LINEAR_FAST_*``: GEMMs with fast accumulation
     epsilon: tuple[float, float, float]
+    """Smallest amax of input, weight and gradient (current scaling)."""
 
 
 HIGH_PRECISION = Quantization(
@@ -131,94 +119,47 @@ def quantization_of(recipe: Recipe) -> Quantization:
 
 
 class LinearSpec(NamedTuple):
-    """One linear layer of a call; everything but the number of tokens.
-
-    Attributes
-    ----------
-    in_features, out_features : int
-        Sizes.
-    input, weight, bias, output, grad_weight : int
-        ``_core.DTYPE_*``.
-    quantization : Quantization
-        How the operands are cast.
-    flags : int
-        `BIAS`, `DGRAD`, `WGRAD`, ... of this call.
-    bias_grad : bool
-        The bias needs a gradient.
-    external : int
-        Bits of the stages that the caller runs (``_core.LINEAR_STAGES``).
-    gather : int
-        Ranks from which the quantized input is gathered before the GEMM.
-    """
+    """One linear layer of a call; everything but the number of tokens."""
 
     in_features: int
     out_features: int
-    input: int
-    weight: int
-    bias: int
-    output: int
-    grad_weight: int
-    quantization: Quantization
-    flags: int
-    bias_grad: bool = False
-    external: int = 0
-    gather: int = 1
+    input: int  # ``_core.DTYPE_*``
+    weight: int  # ``_core.DTYPE_*``
+    bias: int  # ``_core.DTYPE_*``
+    output: int  # ``_core.DTYPE_*``
+    grad_weight: int  # ``_core.DTYPE_*``
+    quantization: Quantization  # how the operands are cast
+    flags: int  # `BIAS`, `DGRAD`, `WGRAD`, ... of this call
+    bias_grad: bool = False  # the bias needs a gradient
+    external: int = 0  # bits of the stages that the caller runs (``_core.LINEAR_STAGES``)
+    gather: int = 1  # ranks from which the quantized input is gathered before the GEMM
 
 
 class Norm(NamedTuple):
-    """The norm before a linear layer.
+    """The norm before a linear layer."""
 
-    Attributes
-    ----------
-    kind : int
-        ``_core.NORM_*``.
-    dtype : int
-        ``_core.DTYPE_*`` of gamma and beta.
-    eps : float
-        Added to the variance.
-    """
-
-    kind: int
-    dtype: int
-    eps: float
+    kind: int  # ``_core.NORM_*``
+    dtype: int  # ``_core.DTYPE_*`` of gamma and beta
+    eps: float  # added to the variance
 
 
 class Activation(NamedTuple):
-    """The activation between two linear layers.
+    """The activation between two linear layers."""
 
-    Attributes
-    ----------
-    kind : int
-        ``_core.ACTIVATION_*``.
-    limit, alpha, linear_offset : float
-        Of clamped_swiglu.
-    """
-
-    kind: int
-    limit: float = 0.0
-    alpha: float = 0.0
-    linear_offset: float = 0.0
+    kind: int  # ``_core.ACTIVATION_*``
+    limit: float = 0.0  # of clamped_swiglu
+    alpha: float = 0.0  # of clamped_swiglu
+    linear_offset: float = 0.0  # of clamped_swiglu
 
 
 class CallSpec(NamedTuple):
-    """One way to call a module made of a norm, one or two linear layers and an activation.
+    """One way to call a module made of a norm, one or two linear layers and an activation."""
 
-    Attributes
-    ----------
-    parts : tuple of LinearSpec
-        One linear layer, or two with the activation between them.
-    norm : Norm or None
-        Before the first.
-    activation : Activation or None
-        With two layers.
-    recompute : bool
-        The backward repeats norm, first layer and activation instead of reading what they made.
-    """
-
-    parts: tuple[LinearSpec, ...]
-    norm: Norm | None = None
-    activation: Activation | None = None
+    parts: tuple[LinearSpec, ...]  # one linear layer, or two with the activation between them
+    norm: Norm | None = None  # before the first
+    activation: Activation | None = None  # with two layers
     recompute: bool = False
+    """The backward repeats norm, first layer and activation instead of reading what they made."""
 
 
 ROWS = (_core.SYMBOL_ROWS, 1, 1)

@@ -31,18 +31,10 @@ _GIVEN = ("input", "parameter", "state")
 
 
 class Argument(NamedTuple):
-    """What a plan is given.
+    """What a plan is given."""
 
-    Attributes
-    ----------
-    link : Link
-        What it is.
-    written : bool
-        The run changes it.
-    """
-
-    link: Link
-    written: bool
+    link: Link  # what it is
+    written: bool  # the run changes it
 
 
 def _arguments(plan: int) -> list[Argument]:

@@ -15,18 +15,11 @@ __all__ = ["Call", "apply_of", "run_call", "run_without_backward"]
 
 
 class Call(Protocol):
-    """One call of a module: which plans run, over which state.
-
-    Attributes
-    ----------
-    traced : bool
-        Run behind torch operators: a graph is being traced, or the tensors have no memory.
-    label : str
-        Whose call it is: a module's class, or a function.
-    """
+    """One call of a module: which plans run, over which state."""
 
     traced: bool
-    label: str
+    """Run behind torch operators: a graph is being traced, or the tensors have no memory."""
+    label: str  # whose call it is: a module's class, or a function
 
     def run_forward(self, tensors: tuple[Tensor, ...]) -> tuple[Any, Sequence[Tensor]]:
         """Run the forward; return the output and what the backward needs."""

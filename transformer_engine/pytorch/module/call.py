@@ -22,27 +22,13 @@ __all__ = ["Deferred", "LayerCall", "LayerRun", "ModuleCall", "Ran", "main_grad_
 
 
 class Deferred(NamedTuple):
-    """Weight gradients that a backward put off.
+    """Weight gradients that a backward deferred."""
 
-    Attributes
-    ----------
-    plans : CallPlans
-        Whose ``wgrad`` plan computes them.
-    inputs : list of Tensor
-        What it reads.
-    packed : Tensor or None
-        Packed tensor of the forward.
-    rows : int
-        Product of the leading dims, -1 where an input has them.
-    weights : tuple of Parameter
-        Of each part.
-    """
-
-    plans: CallPlans
-    inputs: list[Tensor]
-    packed: Tensor | None
-    rows: int
-    weights: tuple[Parameter, ...]
+    plans: CallPlans  # whose ``wgrad`` plan computes them
+    inputs: list[Tensor]  # what it reads
+    packed: Tensor | None  # packed tensor of the forward
+    rows: int  # product of the leading dims, -1 where an input has them
+    weights: tuple[Parameter, ...]  # of each part
 
     def run(self, state: list[Tensor]) -> tuple:
         """Compute them: the outputs of the plan, which adds to the main gradients in `state`."""
@@ -54,18 +40,10 @@ class Deferred(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a module remembers of its last call, for `report`.
+    """What a module remembers of its last call, for `report`."""
 
-    Attributes
-    ----------
-    plans : CallPlans
-        What ran; of a compiled call, what was traced last.
-    reason : str or None
-        Why its GEMMs were not in FP8; None where they were.
-    """
-
-    plans: CallPlans
-    reason: str | None
+    plans: CallPlans  # what ran; of a compiled call, what was traced last
+    reason: str | None  # why its GEMMs were not in FP8; None where they were
 
 
 class ModuleCall:
@@ -229,17 +207,12 @@ class ModuleCall:
 
 
 class LayerCall(ModuleCall):
-    """One call of a layer, whose modules lend it their parameters and slots.
-
-    Attributes
-    ----------
-    functions : tuple of dict
-        Of forward and backward: what runs external stages, by their names, with the numbers of the
-        buffers that the stage reads and writes. Called with these as tensors and with the dict of
-        what the forward keeps for the backward, (how, tensors) by name; None without a backward.
-    """
+    """One call of a layer, whose modules lend it their parameters and slots."""
 
     functions: tuple[dict, dict] = ({}, {})
+    """Of forward and backward: what runs external stages, by their names, with the numbers of the
+    buffers that the stage reads and writes. Called with these as tensors and with the dict of what
+    the forward keeps for the backward, (how, tensors) by name; None without a backward."""
 
     def run(self, tensors: tuple, kept: dict | None) -> tuple[Any, Sequence[Tensor]]:
         """Run the forward as `run_forward` does, with stages in Python."""

@@ -31,86 +31,42 @@ _UNKNOWN: Any = object()
 
 
 class Branch(NamedTuple):
-    """A branch of a layer, as it is made of modules.
+    """A branch of a layer, as it is made of modules."""
 
-    Attributes
-    ----------
-    name : str
-        Prefix of its nodes.
-    modules : tuple of ComposedModule
-        As of `layer_graphs.BranchSpec.calls`.
-    others : tuple of Module
-        Further modules whose forwards the layer does the work of.
-    attention : MultiheadAttention or None
-        Whose ``_attending`` says how it attends.
-    bias : str or None
-        Parameter of the last module that the addition adds.
-    """
-
-    name: str
-    modules: tuple[ComposedModule, ...]
+    name: str  # prefix of its nodes
+    modules: tuple[ComposedModule, ...]  # as of `layer_graphs.BranchSpec.calls`
     others: tuple[torch.nn.Module, ...] = ()
-    attention: Any = None
-    bias: str | None = None
+    """Further modules whose forwards the layer does the work of."""
+    attention: Any = None  # whose ``_attending`` says how it attends
+    bias: str | None = None  # parameter of the last module that the addition adds
 
 
 class Attending(NamedTuple):
-    """How one call attends.
+    """How one call attends."""
 
-    Attributes
-    ----------
-    key : tuple
-        What its plans depend on.
-    spec : callable
-        Makes the `layer_graphs.AttentionSpec`.
-    tensors : tuple of Tensor
-        Source, angles, mask, bias and lengths, as far as they are there.
-    functions : dict of str to callable
-        What runs stages that are not native (see `LayerCall.functions`), by their names behind the
-        branch's.
-    """
-
-    key: tuple
-    spec: Callable
-    tensors: tuple[Tensor, ...]
+    key: tuple  # what its plans depend on
+    spec: Callable  # makes the `layer_graphs.AttentionSpec`
+    tensors: tuple[Tensor, ...]  # source, angles, mask, bias and lengths, as far as they are there
     functions: dict[str, Callable]
+    """What runs stages that are not native (see `LayerCall.functions`), by their names behind the
+    branch's."""
 
 
 class Layer(NamedTuple):
-    """How a layer puts its branches together, now.
+    """How a layer puts its branches together, now."""
 
-    Attributes
-    ----------
-    adds : tuple of AddSpec or None
-        How each joins the residual stream, but for biases.
-    parallel : AddSpec or None
-        How the sum of all does.
-    residual_is_norm : bool
-        The residuals are the outputs of the branches' norms.
-    """
-
-    adds: tuple[AddSpec | None, ...]
-    parallel: AddSpec | None = None
-    residual_is_norm: bool = False
+    adds: tuple[AddSpec | None, ...]  # how each joins the residual stream, but for biases
+    parallel: AddSpec | None = None  # how the sum of all does
+    residual_is_norm: bool = False  # the residuals are the outputs of the branches' norms
 
 
 class _BoundLayer(NamedTuple):
-    """A call of a layer that can be made again (see `situation.Bound`).
-
-    Attributes
-    ----------
-    call, first : LayerCall
-        The call, and the same as the region's first one that records a backward.
-    apply : callable
-        Runs one and records its backward.
-    remembered : tuple of (dict, dict)
-        Attributes of modules that tell of their last calls.
-    """
+    """A call of a layer that can be made again (see `situation.Bound`)."""
 
     call: LayerCall
-    first: LayerCall
-    apply: Callable
-    remembered: tuple[tuple[dict, dict], ...]
+    first: LayerCall  # the same as the region's first one that records a backward
+    apply: Callable  # runs one and records its backward
+    remembered: tuple[tuple[dict, dict], ...]  # attributes of modules that tell of their last calls
 
 
 class LayerCalls:

@@ -29,18 +29,10 @@ BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
 
 class Choice(NamedTuple):
-    """The outcome.
+    """The outcome."""
 
-    Attributes
-    ----------
-    backend : str
-        A key of `BACKENDS`.
-    reasons : dict of str to str
-        For each backend that would have been preferred, what it can not do.
-    """
-
-    backend: str
-    reasons: dict[str, str]
+    backend: str  # a key of `BACKENDS`
+    reasons: dict[str, str]  # for each backend that would have been preferred, what it can not do
 
 
 def _native_lacks(situation: Situation) -> str | None:

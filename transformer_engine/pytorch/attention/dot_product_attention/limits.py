@@ -16,60 +16,30 @@ _NAME = "DotProductAttention"
 
 
 class Situation(NamedTuple):
-    """A kind of call: what the choice of a backend depends on.
+    """A kind of call: what the choice of a backend depends on."""
 
-    Attributes
-    ----------
-    kind, window, bottom_right
-        What `masks.mask_type`, `masks.window_of` and `masks.diagonal_of` give.
-    square : bool
-        There are as many queries as keys.
-    bias : str
-        One of `backends.BIAS_TYPES`.
-    grouped : bool
-        Several heads share keys and values.
-    dtype : torch.dtype
-        Of queries, keys and values.
-    device : str
-        Type of their device.
-    switches : AttentionSwitches
-        What the environment allows.
-    """
-
-    kind: masks.MaskType
-    window: tuple[int, int]
-    bottom_right: bool
-    square: bool
-    bias: str
-    grouped: bool
-    dtype: torch.dtype
-    device: str
-    switches: AttentionSwitches
+    kind: masks.MaskType  # as `masks.mask_type` gives it
+    window: tuple[int, int]  # as `masks.window_of` gives it
+    bottom_right: bool  # as `masks.diagonal_of` gives it
+    square: bool  # there are as many queries as keys
+    bias: str  # one of `backends.BIAS_TYPES`
+    grouped: bool  # several heads share keys and values
+    dtype: torch.dtype  # of queries, keys and values
+    device: str  # type of their device
+    switches: AttentionSwitches  # what the environment allows
 
 
 class Limits(NamedTuple):
-    """What a query may attend.
-
-    Attributes
-    ----------
-    mask : Tensor or None
-        bool, True: masked out; each dim 1 or that of [batch, heads, queries, keys].
-    bias : Tensor or None
-        Added to the scaled scores; each dim 1 or that of the scores.
-    window : tuple of int
-        (left, right) of the diagonal; negative: no limit.
-    bottom_right : bool
-        The diagonal ends in the bottom right corner of the scores of each sequence.
-    query_lengths, key_lengths : Tensor or None
-        [batch] int32: where the sequences end; both, or neither.
-    """
+    """What a query may attend."""
 
     mask: Tensor | None
-    bias: Tensor | None
-    window: tuple[int, int]
+    """bool, True: masked out; each dim 1 or that of [batch, heads, queries, keys]."""
+    bias: Tensor | None  # added to the scaled scores; each dim 1 or that of the scores
+    window: tuple[int, int]  # (left, right) of the diagonal; negative: no limit
     bottom_right: bool
-    query_lengths: Tensor | None = None
-    key_lengths: Tensor | None = None
+    """The diagonal ends in the bottom right corner of the scores of each sequence."""
+    query_lengths: Tensor | None = None  # [batch] int32: where the sequences end; both, or neither
+    key_lengths: Tensor | None = None  # [batch] int32: where the sequences end; both, or neither
 
     def without_lengths(self, queries: int, keys: int) -> "Limits":
         """The same as a mask, for a backend that reads no lengths."""

@@ -30,25 +30,14 @@ __all__ = [
 
 
 class MaskType(NamedTuple):
-    """One kind of mask.
-
-    Attributes
-    ----------
-    name : str
-        Its name.
-    padding : bool
-        Sequences end before the longest one does.
-    causal : bool
-        A query attends no key after its diagonal.
-    bottom_right : bool or None
-        The diagonal ends in the bottom right corner of the scores, not begins in the top left one;
-        None: the caller says so.
-    """
+    """One kind of mask."""
 
     name: str
-    padding: bool
-    causal: bool
+    padding: bool  # sequences end before the longest one does
+    causal: bool  # a query attends no key after its diagonal
     bottom_right: bool | None
+    """The diagonal ends in the bottom right corner of the scores, not begins in the top left one;
+    None: the caller says so."""
 
 
 MASK_TYPES = {
