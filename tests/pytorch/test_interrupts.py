@@ -47,12 +47,12 @@ class InterruptAt:
 
 def use_state():
     """Everything that takes a lock: slots taken, freed and swept, scales updated, all dropped."""
-    rule = scaling.rule_of(DelayedScaling(amax_history_len=2))
+    rule = arenas.rule_of(DelayedScaling(amax_history_len=2))
     handle = scaling.Slots(CPU, rule, None, (3, 2))
     del handle
     handle = scaling.Slots(CPU, rule, None, (3, 2))
     assert handle.live
-    scaling.join(state.RegionState(), handle.domain)
+    arenas.join(state.RegionState(), handle.domain)
     scaling.update("forward", handle.domain)
     scaling.reset()
 

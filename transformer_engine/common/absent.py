@@ -23,18 +23,6 @@ from typing import Any
 
 from transformer_engine.common.absent_names import FEATURES, MODULES, Feature
 
-__all__ = [
-    "PACKAGE",
-    "attach",
-    "feature_of",
-    "find",
-    "message",
-    "names_of",
-    "refusal",
-    "refuse_use",
-    "stand_in",
-]
-
 PACKAGE = "transformer_engine."
 
 _MARK = "_te_absent"

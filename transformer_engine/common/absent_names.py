@@ -10,8 +10,6 @@ Modules that have the same names share a row.
 
 from typing import NamedTuple
 
-__all__ = ["FEATURES", "MODULES", "Feature"]
-
 MODULES = frozenset(
     "pytorch.attention.dot_product_attention.context_parallel "
     "pytorch.attention.dot_product_attention.utils pytorch.attention.inference "

@@ -24,15 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-__all__ = [
-    "BACKWARD_OVERRIDES",
-    "TABLE",
-    "AttentionSwitches",
-    "Variable",
-    "attention_switches",
-    "cache_dir",
-]
-
 T = TypeVar("T")
 
 BACKWARD_OVERRIDES = ("high_precision", "dequantized")

@@ -9,21 +9,6 @@ from transformer_engine.common import absent
 from transformer_engine.common.plan_text import make_plan
 from transformer_engine.common.recipe import Recipe
 
-__all__ = [
-    "HIGH_PRECISION",
-    "Activation",
-    "CallSpec",
-    "Graph",
-    "LinearSpec",
-    "Norm",
-    "Quantization",
-    "call_graph",
-    "flags_of",
-    "norm_graph",
-    "quantization_of",
-]
-
-
 Link = tuple[str, int]
 """What a buffer is: its link and the number that goes with it (see te_links in the C header)."""
 
@@ -379,6 +364,7 @@ RESULT = _core.VALUE_RESULT | _core.VALUE_LEADING
 
 
 def input_flags(wants_grad: int) -> int:
+    """`VALUE_*` of a graph's input."""
     gradient = _core.VALUE_GRADIENT if wants_grad else 0
     return _core.VALUE_INPUT | _core.VALUE_LEADING | gradient
 

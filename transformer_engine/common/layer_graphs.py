@@ -16,8 +16,6 @@ from transformer_engine.common.graphs import (
     input_flags,
 )
 
-__all__ = ["AddSpec", "AttentionSpec", "BranchSpec", "LayerSpec", "layer_graph"]
-
 _SOURCE = (_core.SYMBOL_SOURCE_ROWS, 1, 1)
 
 

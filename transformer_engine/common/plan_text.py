@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from transformer_engine import _core
 
-__all__ = ["PlanGraph", "make_plan", "plan_of", "read_text", "text_of"]
-
 _HEAD = "plan/3 "
 """With a version that is raised whenever a number of a plan gets another meaning."""
 

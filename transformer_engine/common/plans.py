@@ -24,8 +24,6 @@ from transformer_engine.common.graphs import (
 from transformer_engine.common.layer_graphs import LayerSpec, layer_graph
 from transformer_engine.common.plan_text import text_of
 
-__all__ = ["CallPlans", "call_plans", "layer_plans", "linear_plans", "norm_plans"]
-
 _STATE = ("scale", "history")
 _GIVEN = ("input", "parameter", "state")
 

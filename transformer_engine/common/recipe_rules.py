@@ -13,16 +13,6 @@ from typing import Any
 
 from transformer_engine.common import config
 
-__all__ = [
-    "amax_compute_algo",
-    "backward_override",
-    "boolean",
-    "instance",
-    "integer",
-    "no_backward_override",
-    "optional_callable",
-]
-
 
 def boolean(where: str, value: Any) -> bool:
     """Accept a bool, or the numbers 0 and 1 as configuration files give them."""

@@ -25,25 +25,6 @@ from transformer_engine.pytorch.locks import Lock
 from transformer_engine.pytorch.modes import real_tensors
 from transformer_engine.pytorch.state import Domain, RegionState
 
-__all__ = [
-    "BOOKS",
-    "DIRECTIONS",
-    "SLOTS",
-    "Arena",
-    "Chunk",
-    "Rule",
-    "adopt",
-    "all_domains",
-    "drop_arenas",
-    "join",
-    "key_of",
-    "own_domain",
-    "rank_count",
-    "rule_of",
-    "sweep",
-    "take",
-]
-
 SLOTS = 256
 """Slots of a chunk."""
 

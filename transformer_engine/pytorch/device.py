@@ -8,17 +8,6 @@ import torch
 from transformer_engine import _core
 from transformer_engine.common import absent, config
 
-__all__ = [
-    "get_device_compute_capability",
-    "is_available",
-    "is_bf16_available",
-    "is_fp8_available",
-    "is_fp8_block_scaling_available",
-    "is_mxfp8_available",
-    "is_nvfp4_available",
-    "prepare_device",
-]
-
 
 def get_device_compute_capability() -> tuple[int, int]:
     """(major, minor) of the current CUDA device; (0, 0) where there is none."""

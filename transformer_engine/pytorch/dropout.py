@@ -10,8 +10,6 @@ from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, operator
 from transformer_engine.pytorch.random import draw_pair
 
-__all__ = ["bias_dropout_add"]
-
 
 def _gradients(
     grad: Tensor, rng: Tensor | None, bias_dtype: torch.dtype | None, *_: Any

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from transformer_engine.common import config
 
-__all__ = ["KEY", "pack_state", "unpack_state", "without_scaling_state"]
-
 KEY = "_extra_state"
 """Last part of the keys under which `torch.nn.Module` saves such state."""
 

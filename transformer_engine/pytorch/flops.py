@@ -21,8 +21,6 @@ from transformer_engine import _core
 from transformer_engine.common.plan_text import plan_of, read_text
 from transformer_engine.pytorch.modes import active_modes
 
-__all__ = ["FORMULAS", "offer_formulas"]
-
 _COUNTER = "torch.utils.flop_counter"
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from transformer_engine.pytorch.modes import exporting, forward_gradients, in_transform
 
-__all__ = ["Call", "apply_of", "run_call", "run_without_backward"]
-
 
 class Call(Protocol):
     """One call of a module: which plans run, over which state."""

@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Lock"]
-
 
 class Lock:
     """A re-entrant lock for functions: ``@lock.held`` runs a function while the thread holds it.

@@ -21,24 +21,6 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-__all__ = [
-    "active_device",
-    "active_modes",
-    "after_autograd",
-    "any_autocast",
-    "at_this_level",
-    "below_autograd",
-    "constant_in_graphs",
-    "dispatch_modes",
-    "exporting",
-    "faking",
-    "forward_gradients",
-    "in_transform",
-    "only_forwards",
-    "real_tensors",
-    "without_memory",
-]
-
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Number of active `TorchDispatchMode` objects: counters, loggers and fake modes, which see torch
 operators and nothing else."""

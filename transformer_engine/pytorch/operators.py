@@ -17,8 +17,6 @@ from transformer_engine import _core
 from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.modes import dispatch_modes
 
-__all__ = ["OperatorCall", "contiguous_like", "operator"]
-
 
 def contiguous_like(tensor: Tensor) -> Tensor:
     """Allocate a dense tensor of the shape and dtype of another one."""

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-__all__ = ["ContextParallel", "TensorParallel", "mark_linear"]
-
 _MODES = (None, "column", "row")
 _GROUPS = getattr(torch.distributed, "ProcessGroup", ())  # of a torch built without: none
 

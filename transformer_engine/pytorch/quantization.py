@@ -9,7 +9,7 @@ import torch
 
 from transformer_engine.common import absent
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch import graph, scaling
+from transformer_engine.pytorch import arenas, graph, scaling
 from transformer_engine.pytorch.autocast import autocast, fp8_autocast, get_default_recipe
 from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.device import (
@@ -286,7 +286,7 @@ class FP8GlobalStateManager:
         current = current_state()
         domain = getattr(state, "domain", None)
         if domain is not None and torch._C._current_graph_task_id() == -1:
-            scaling.join(current, domain)
+            arenas.join(current, domain)
         current.enabled, current.calibrating, current.recipe, current.group, current.first = state
 
     get_fp8_autocast_state = get_autocast_state

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from transformer_engine.pytorch import torch_ops
 
-__all__ = ["draw_pair"]
-
 
 def _draw(like: Tensor) -> Tensor:
     return torch.empty(2, dtype=torch.int64, device=like.device).random_()

@@ -40,18 +40,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "Entry",
-    "activation_recompute_forward",
-    "anywhere",
-    "checkpoint",
-    "frames",
-    "in_fp8_activation_recompute_phase",
-    "in_reentrant_forward",
-    "is_fp8_activation_recompute_enabled",
-    "may_record",
-]
-
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 

@@ -22,39 +22,17 @@ from transformer_engine.pytorch.arenas import (
     Arena,
     Chunk,
     Rule,
-    adopt,
     all_domains,
     drop_arenas,
-    join,
     key_of,
     own_domain,
     rank_count,
-    rule_of,
     sweep,
     take,
 )
 from transformer_engine.pytorch.locks import Lock
 from transformer_engine.pytorch.modes import faking, real_tensors
 from transformer_engine.pytorch.state import Domain, current_state
-
-__all__ = [
-    "DIRECTIONS",
-    "SLOTS",
-    "BlankSlots",
-    "Rule",
-    "Slots",
-    "adopt",
-    "expected_length",
-    "fresh_values",
-    "is_fresh",
-    "join",
-    "reset",
-    "rule_of",
-    "slots_of",
-    "update",
-    "update_now",
-    "warn_of_fresh_scales",
-]
 
 _UPDATING = Lock()
 """Held by the thread that updates: native updates let the GIL go."""

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from transformer_engine import _core
 
-__all__ = ["Observer", "StageBuffers", "external_bits", "run_staged"]
-
 
 def external_bits(
     stages: Mapping[str, Any] | None, prefixes: tuple[str, ...] = ("",)

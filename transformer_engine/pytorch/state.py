@@ -4,8 +4,6 @@
 import threading
 from typing import Any
 
-__all__ = ["Domain", "RegionState", "current_state"]
-
 
 class Domain:
     """Scaling state that is updated together: of the modules that first ran in one thread."""

@@ -4,8 +4,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["plain_tensor"]
-
 
 def plain_tensor(tensor: Tensor) -> Tensor:
     """The plain tensor over the memory of an instance of a proper subclass of `Tensor`.

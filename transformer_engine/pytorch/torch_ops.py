@@ -36,18 +36,6 @@ from transformer_engine.pytorch.modes import (
     without_memory,
 )
 
-__all__ = [
-    "as_constant",
-    "behind_operators",
-    "define",
-    "extent_value",
-    "run_native",
-    "run_traced",
-    "scaling_update",
-    "shapes",
-    "watched",
-]
-
 _RUN = "str plan, int slot_fwd, int slot_bwd, Tensor[] inputs, Tensor? saved, SymInt rows"
 
 _LIBRARY = torch.library.Library("transformer_engine", "DEF")

@@ -6,8 +6,6 @@ from torch import Tensor
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, operator
 
-__all__ = ["softcap"]
-
 _softcap = operator(
     "softcap",
     "Tensor input, Tensor? grad_output, float cap",

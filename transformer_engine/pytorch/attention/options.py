@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["AttentionOptions"]
-
 
 class AttentionOptions(NamedTuple):
     """Arguments of `MultiheadAttention.forward` after the hidden states, in their order.

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformer_engine.common import absent, config
 from transformer_engine.common.graphs import quantization_of
 from transformer_engine.common.recipe import DelayedScaling, Recipe
-from transformer_engine.pytorch import recompute, scaling
+from transformer_engine.pytorch import arenas, recompute, scaling
 from transformer_engine.pytorch.extra_state import KEY, pack_state, unpack_state
 from transformer_engine.pytorch.modes import constant_in_graphs, exporting, real_tensors
 from transformer_engine.pytorch.module.fp8_meta import Fp8Meta, live_values
@@ -160,16 +160,16 @@ class Fp8Module(NativeModule):
         """Slots of this module under a delayed-scaling recipe, on a device."""
         state = current_state()
         if traced:
-            self._ensure_slots(*scaling.rule_of(recipe)[:-1], group, device)
-            scaling.adopt(state, self._slots.domain)
+            self._ensure_slots(*arenas.rule_of(recipe)[:-1], group, device)
+            arenas.adopt(state, self._slots.domain)
             return self._slots
         slots = self._slots
         if not self._slots_fit(repr(recipe), group, device):
-            slots = self._make_slots(scaling.rule_of(recipe), group, device)
+            slots = self._make_slots(arenas.rule_of(recipe), group, device)
         if slots.domain.label != state.label and (
             torch.is_grad_enabled() or state.calibrating or recompute.in_reentrant_forward()
         ):
-            scaling.join(state, slots.domain)
+            arenas.join(state, slots.domain)
         return slots
 
     def _scales_to_export(self, device: torch.device) -> Tensor:
@@ -222,7 +222,7 @@ class Fp8Module(NativeModule):
             self._make_slots(rule, group, device)
         state = current_state()
         if state.label >= 0:
-            scaling.join(state, self._slots.domain)
+            arenas.join(state, self._slots.domain)
         self._keep_recipe(rule.identity)
 
     def _keep_recipe(self, identity: str) -> None:

@@ -10,8 +10,6 @@ from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.module.operands import CallTensors
 from transformer_engine.pytorch.state import RegionState
 
-__all__ = ["record_amaxes"]
-
 
 def record_amaxes(module: Any, state: RegionState, tensors: CallTensors) -> None:
     """Record the amaxes of what a forward of a module would have cast, in a calibrating region.

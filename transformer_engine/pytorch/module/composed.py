@@ -35,7 +35,7 @@ from transformer_engine.common.graphs import (
     flags_of,
 )
 from transformer_engine.common.plans import CallPlans, call_plans
-from transformer_engine.pytorch import scaling, torch_ops
+from transformer_engine.pytorch import arenas, scaling, torch_ops
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import run_call, run_without_backward
 from transformer_engine.pytorch.modes import constant_in_graphs, forward_gradients, without_memory
@@ -54,8 +54,6 @@ from transformer_engine.pytorch.module.situation import Bound, situation_of
 from transformer_engine.pytorch.module.weight_cache import WeightCache
 from transformer_engine.pytorch.staged import Observer, StageBuffers, external_bits
 from transformer_engine.pytorch.state import current_state
-
-__all__ = ["ComposedModule"]
 
 _SETTINGS = (
     "activation_spec",
@@ -396,7 +394,7 @@ class ComposedModule(Fp8Module):
                 flags = (common | NO_AMAX,) * count
                 return _BoundState(quantization, flags, None, scales, (None,) * count)
             if region.blank:
-                slots = scaling.BlankSlots(scaling.rule_of(region.recipe), tensors.input)
+                slots = scaling.BlankSlots(arenas.rule_of(region.recipe), tensors.input)
             else:
                 slots = self._slots_for(region.recipe, region.state.group, device, region.traced)
         if is_first_microbatch is None or region.exported or region.blank:

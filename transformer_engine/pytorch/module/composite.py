@@ -11,8 +11,6 @@ from transformer_engine.pytorch.module.layer_call import LayerCalls
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
-__all__ = ["NORMS", "CompositeLayer"]
-
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 """Norms of a layer by the names that its ``normalization`` takes."""
 

@@ -12,8 +12,6 @@ from transformer_engine.pytorch.state import current_state
 if TYPE_CHECKING:
     from transformer_engine.pytorch.module.base import Fp8Module
 
-__all__ = ["Fp8Meta", "ScalingView"]
-
 _DIRECTIONS = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
 
 

@@ -41,9 +41,6 @@ from transformer_engine.pytorch.module.parameters import (
     initialise,
 )
 
-__all__ = ["AffineNorm", "L2Normalization"]
-
-
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 """What ``eps=None`` means: the precision that the statistics are computed in, as in torch."""
 

@@ -11,8 +11,6 @@ from transformer_engine import _core
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.parameters import checked_eps, initialise, one_of
 
-__all__ = ["NormedModule"]
-
 NORMS = {"LayerNorm": _core.NORM_LAYERNORM, "RMSNorm": _core.NORM_RMSNORM}
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from transformer_engine.pytorch.modes import faking, without_memory
 
-__all__ = ["DEVICES", "DTYPES", "CallTensors", "PartTensors", "promoted", "refuse_memory"]
-
 DEVICES = ("cpu", "cuda", "meta")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

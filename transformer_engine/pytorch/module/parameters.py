@@ -12,27 +12,6 @@ from torch.nn import Module, Parameter
 
 from transformer_engine.pytorch.modes import active_device
 
-__all__ = [
-    "Split",
-    "add_grad",
-    "bias_to_return",
-    "checked_dtype",
-    "checked_eps",
-    "default_device",
-    "device_of",
-    "have_memory",
-    "initialise",
-    "make_bias",
-    "make_weight",
-    "one_of",
-    "positive_sizes",
-    "probabilities",
-    "refuse_options",
-    "reset_linear",
-    "set_bias",
-    "split_rows",
-]
-
 WEIGHT_DEVIATION = 0.023
 """Standard deviation of weights without an `init_method`."""
 

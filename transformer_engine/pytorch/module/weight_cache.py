@@ -9,8 +9,6 @@ from torch import Tensor
 
 from transformer_engine.pytorch.scaling import Slots
 
-__all__ = ["WeightCache"]
-
 
 class WeightCache(NamedTuple):
     """The quantized weight, and of what it is the quantized form."""

@@ -25,8 +25,6 @@ from transformer_engine.pytorch.module.parameters import (
 )
 from transformer_engine.pytorch.parallel import TensorParallel, mark_linear
 
-__all__ = ["WeightModule"]
-
 
 class WeightModule(TensorParallel, ComposedModule):
     """Base of modules around one weight [out_features, in_features] and bias [out_features].

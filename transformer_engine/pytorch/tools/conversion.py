@@ -18,8 +18,6 @@ from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 from transformer_engine.pytorch.tools.rmsnorms import named_like_one, recognise
 from transformer_engine.pytorch.tools.skip import Skip, check_model
 
-__all__ = ["Conversion", "convert", "convertible", "counterpart_of"]
-
 _BASE = frozenset(vars(Module()))
 """Attributes that every module has: parameters, buffers, children, hooks, training mode."""
 _OWN_COPY = ("_parameters", "_buffers", "_modules")

@@ -11,8 +11,6 @@ from transformer_engine import _core
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.tools.skip import check_model
 
-__all__ = ["Counters", "Scaling", "counters", "counting", "reset_counters", "scales"]
-
 _FP8 = {"e4m3", "e5m2"}
 
 

@@ -11,8 +11,6 @@ from transformer_engine import _core
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.state import current_state
 
-__all__ = ["explain"]
-
 
 def _plan_text(title: str, plan: int, rows: int) -> list[str]:
     described = _core.plan_describe(plan)

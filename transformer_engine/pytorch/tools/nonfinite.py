@@ -14,8 +14,6 @@ from torch.nn import Module
 from transformer_engine.pytorch.tools.counts import scales
 from transformer_engine.pytorch.tools.skip import Skip, check_model
 
-__all__ = ["Finding", "NonFiniteError", "find_nonfinite", "watch_finite"]
-
 
 class Finding(NamedTuple):
     """A tensor that is not finite.

@@ -18,8 +18,6 @@ from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.staged import StageBuffers
 from transformer_engine.pytorch.tools.skip import check_model
 
-__all__ = ["CASTS", "CastRecord", "ModuleRecord", "count_cast", "observe"]
-
 _LIMITS = {
     torch.float8_e4m3fn: ("e4m3", 464.0, 2.0**-10),
     torch.float8_e5m2: ("e5m2", 61440.0 - 2.0**-8, 2.0**-17),

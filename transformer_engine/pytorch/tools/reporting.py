@@ -20,8 +20,6 @@ from transformer_engine.pytorch.tools.counts import scales
 from transformer_engine.pytorch.tools.observation import CASTS, ModuleRecord, count_cast, observe
 from transformer_engine.pytorch.tools.skip import check_model
 
-__all__ = ["GemmReport", "LayerReport", "TensorReport", "report"]
-
 _GEMMS = {
     "gemm_output": "output",
     "gemm_grad_input": "input gradient",

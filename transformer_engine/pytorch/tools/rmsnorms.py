@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-__all__ = ["Recognised", "named_like_one", "recognise"]
-
 _NAMES = re.compile("RMSNorm|RmsNorm|^T5LayerNorm$")
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 """Attributes that hold what is added to the mean square, in order of preference."""

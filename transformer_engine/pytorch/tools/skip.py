@@ -8,8 +8,6 @@ from typing import Any
 
 from torch.nn import Module
 
-__all__ = ["Skip", "check_model"]
-
 
 def check_model(caller: str, model: Any, argument: str = "model") -> None:
     """Raise a TypeError for what is no module."""

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["check_format", "refuse_fp8", "unpack"]
-
 _NAME = "DotProductAttention"
 
 

@@ -10,8 +10,6 @@ from transformer_engine.common.config import AttentionSwitches
 from transformer_engine.pytorch.attention.dot_product_attention import masks
 from transformer_engine.pytorch.attention.options import AttentionOptions
 
-__all__ = ["Limits", "Situation", "constant_limits", "limits_of"]
-
 _NAME = "DotProductAttention"
 
 

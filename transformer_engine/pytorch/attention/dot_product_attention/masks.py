@@ -11,23 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CAUSAL_WINDOW",
-    "MASK_TYPES",
-    "NO_WINDOW",
-    "MaskType",
-    "alibi_bias",
-    "arbitrary_mask",
-    "default_alibi_slopes",
-    "diagonal_of",
-    "length_mask",
-    "mask_type",
-    "padding_masks",
-    "sequence_lengths",
-    "window_mask",
-    "window_of",
-]
-
 
 class MaskType(NamedTuple):
     """One kind of mask."""

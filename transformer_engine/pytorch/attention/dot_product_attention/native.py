@@ -11,8 +11,6 @@ from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, operator
 from transformer_engine.pytorch.random import draw_pair
 
-__all__ = ["attend"]
-
 
 def _results(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     del key

@@ -7,8 +7,6 @@ from torch import Tensor
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.attention.dot_product_attention.softmax import scaled_softmax
 
-__all__ = ["attend"]
-
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, limits: Limits, scale: float, dropout: float
