@@ -144,6 +144,31 @@ def mlp_graph(core, recipe: int = 1, flags: int = 0) -> Graph:
     return graph
 
 
+HEADS, HEAD = 2, 6
+
+
+def attention_graph(core, recipe: int = 1, **attention) -> Graph:
+    """Linear, rotary embedding of the queries, causal attention, softcap, dropout + add.
+
+    The fields of its attention by name.
+    """
+    graph = Graph(core, recipe)
+    width = HEADS * HEAD
+    dense, *packed = [(HEADS, HEAD, i * width, HEAD) for i in (0, 0, 1, 2)]
+    x, y = graph.input(width), graph.result(width)
+    qkv, turned = graph.rows("qkv", 3 * width), graph.rows("turned", width)
+    attended, capped = graph.rows("attended", width), graph.rows("capped", width)
+    angles = graph.value("angles", (core.ANY_LENGTH, HEAD), core.VALUE_INPUT)
+    graph.linear(x, qkv, "qkv_")
+    graph.node(core.NODE_ROPE, (qkv, angles), turned, slices=(packed[0],))
+    fields = {"numbers": (0.5, 0.0, -1.0, 0.0), "slices": (dense, *packed[1:])} | attention
+    graph.node(core.NODE_ATTENTION, (turned, qkv, qkv), attended, **fields)
+    graph.node(core.NODE_SOFTCAP, (attended,), capped, numbers=(30.0,))
+    bias = graph.parameter("add_bias", width)
+    graph.node(core.NODE_DROPOUT_ADD, (capped, bias, x), y, "add_", numbers=(0.25, 0.0), owner=1)
+    return graph
+
+
 def chain_graph(core, depth: int, recipe: int = 1) -> Graph:
     """So many linear nodes in a row."""
     graph = Graph(core, recipe)
@@ -440,6 +465,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     ),
     "run_staged": _run_staged,
     "tensors_of_call": lambda core: Case([torch.randn(K), (({"w": torch.ones(K)}, "w"), None)]),
+    "lie_in": lambda core: Case([x := torch.randn(ROWS, K), (x[:1], x[1:]), (1, ROWS - 1)]),
     "split_storage": lambda core: Case([torch.randn(ROWS, K), (1, ROWS - 1)]),
     "cuda_configure": lambda core: Case([os.environ.get("TE_NVRTC") == "1", None], needs_cuda=True),
     "tune_gemm": lambda core: Case([core.DEVICE_CPU, 0, False, None], needs_cuda=True),

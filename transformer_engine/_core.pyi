@@ -162,6 +162,9 @@ def run_staged(
     for functions while they run, slot the first one in the chunk of the plan's direction.
     """
 
+def lie_in(tensor: Tensor, parts: tuple[Tensor, ...], rows: tuple[int, ...], /) -> bool:
+    """Whether the parts are consecutive rows of a tensor, as `split_storage` made them."""
+
 def split_storage(tensor: Tensor, rows: tuple[int, ...], /) -> tuple[Tensor, ...]:
     """Consecutive rows of a tensor as tensors with storages of their own over its memory.
 

@@ -270,7 +270,7 @@ te_status te_check_memory(te_op op, const void *args)
             extent its;
             if (j == i || fields[j].kind > TE_FIELD_INT64S) continue;
             its = extent_of(&fields[j], other);
-            if (its.begin >= mine.end || its.end <= mine.begin) continue;
+            if (its.begin >= mine.end || its.end <= mine.begin || its.begin == its.end) continue;
             if (fields[i].kind == TE_FIELD_TENSOR && fields[j].kind == TE_FIELD_TENSOR &&
                 may_share(op, fields, i, j) && is_same_view(written, other)) {
                 continue;

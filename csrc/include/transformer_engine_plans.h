@@ -293,6 +293,7 @@ typedef struct te_plan_info {
     int32_t quantized;                   /* GEMMs of it run in FP8 */
     te_extent saved_bytes[TE_SEQUENCES]; /* their sum: of the packed saved buffer */
     int32_t owners;                      /* modules whose slots it takes */
+    uint32_t symbols;                    /* 1 << te_symbol of those that a call has to give */
 } te_plan_info;
 
 /* Interns a plan: the same description gives the same id in every process. INVALID or TYPE for a

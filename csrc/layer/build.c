@@ -270,20 +270,23 @@ int16_t te_heads_of(te_build *build, int32_t n, int16_t matrix, const te_slice *
     int first = (te_node(build, n)->flags & TE_NODE_SEQUENCE_FIRST) != 0;
     char name[2 * TE_NAME_BYTES];
     int64_t columns;
-    int32_t rows;
+    int32_t rows, length, outer, inner; /* dims of the sequence, of both leading ones */
     if (build->plan.status != TE_OK) return 0;
     columns = build->plan.buffers[matrix].info.shape[1].add;
     rows = build->plan.buffers[matrix].info.shape[0].symbol;
     (void)snprintf(name, sizeof name, "%.24s_at_%lld", build->plan.buffers[matrix].name,
                    (long long)slice->offset);
     info.name = name;
-    info.shape[first] = te_multiple(rows + 1, 1);
-    info.shape[!first] = te_multiple(rows + 2, 1);
-    info.shape[2] = te_constant(slice->heads);
+    length = 1 + (te_node(build, n)->kind == TE_NODE_ATTENTION && te_node(build, n)->external != 0);
+    outer = first ? length : 0;
+    inner = first ? 0 : length;
+    info.shape[outer] = te_multiple(rows + 1, 1);
+    info.shape[inner] = te_multiple(rows + 2, 1);
+    info.shape[3 - length] = te_constant(slice->heads);
     info.shape[3] = te_constant(slice->channels);
-    info.strides[first] = te_multiple(rows + 2, columns);
-    info.strides[!first] = te_constant(columns);
-    info.strides[2] = te_constant(slice->stride);
+    info.strides[outer] = te_multiple(rows + 2, columns);
+    info.strides[inner] = te_constant(columns);
+    info.strides[3 - length] = te_constant(slice->stride);
     info.strides[3] = te_constant(1);
     return te_view(build, &info);
 }

@@ -119,8 +119,8 @@ int16_t te_need(te_build *build, te_link link, int32_t of);
 /* The same of what the backward has made for the deferred plan, which is being built. */
 int16_t te_defer(te_build *build, te_link link, int32_t of);
 
-/* Heads of a matrix of rows as [batch, sequence, heads, channels]; `node` says the order of dims.
- */
+/* Heads of a matrix of rows as [batch, sequence, heads, channels], `node` says in which order of
+ * memory; for the caller's attention as [batch, heads, sequence, channels]. */
 int16_t te_heads_of(te_build *build, int32_t node, int16_t matrix, const te_slice *slice);
 /* Part of a buffer; `view` has name, shape, base, offset and strides. */
 int16_t te_view(te_build *build, const te_buffer_info *view);

@@ -92,7 +92,8 @@ te_status te_plan_describe(int64_t id, te_plan_info *info)
                            .buffer_count = plan->buffer_count,
                            .stage_count = plan->stage_count,
                            .quantized = plan->quantized,
-                           .owners = plan->owners};
+                           .owners = plan->owners,
+                           .symbols = plan->symbols};
     memcpy(info->saved_bytes, plan->saved_bytes, sizeof info->saved_bytes);
     return TE_OK;
 }

@@ -54,9 +54,6 @@ static void examine(tepy_plan *plan)
         plan->has_saved |= info->role == TE_ROLE_SAVED;
         plan->output_count += info->role == TE_ROLE_OUTPUT;
         plan->arg_count += info->role <= TE_ROLE_STATE;
-        for (int32_t d = 0; d < info->ndim; d++) {
-            plan->symbols |= 1U << info->shape[d].symbol | 1U << info->strides[d].symbol;
-        }
         if (info->role == TE_ROLE_INPUT && info->leading && plan->lead[tepy_sequence(info)] < 0) {
             plan->lead[tepy_sequence(info)] = i;
         }

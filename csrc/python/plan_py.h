@@ -16,7 +16,6 @@ struct tepy_plan {
     int has_saved;
     int32_t lead[TE_SEQUENCES]; /* the first input with leading dims of each sequence, or -1;
                                    without one of the tokens rows are an argument */
-    uint32_t symbols;           /* 1 << te_symbol of those that its buffers name */
     int32_t arg_count;          /* inputs, parameters and state: buffers from 0 on */
     int32_t output_count;       /* buffers behind them, in order of the results */
     te_sizes seen_sizes; /* of the last run, on seen_device: that one found its caches filled */

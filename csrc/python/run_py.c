@@ -196,7 +196,7 @@ static int take_sizes(tepy_run_call *run, int sequence)
     const int rows = sequence == 0 ? TE_SYMBOL_ROWS : TE_SYMBOL_SOURCE_ROWS;
     if (lead < 0) return 0;
     run->call.sizes.of[rows] = run->buffers[lead].shape[0];
-    if ((plan->symbols >> (rows + 1) & 3U) == 0) return 0;
+    if ((plan->info.symbols >> (rows + 1) & 3U) == 0) return 0;
     if (leading->count != 2) {
         return tepy_fail(PyExc_ValueError,
                          (tepy_site){run->function, plan->info.buffers[lead].name},

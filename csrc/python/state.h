@@ -187,6 +187,7 @@ int tepy_op_by_name(PyObject *name, tepy_site site);
     X(plan_scratch, FAST)                                                                          \
     X(run, FAST)                                                                                   \
     X(run_staged, FAST)                                                                            \
+    X(lie_in, FAST)                                                                                \
     X(split_storage, FAST)                                                                         \
     X(cuda_configure, FAST)                                                                        \
     X(tune_gemm, FAST)                                                                             \

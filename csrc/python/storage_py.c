@@ -159,3 +159,61 @@ failed:
     Py_DECREF(parts);
     return NULL;
 }
+
+/* Dense, of the same kind of elements and of this address and number of rows? */
+static int is_part(const tepy_dl_tensor *whole, const tepy_dl_tensor *part, const char *address,
+                   int64_t rows, int64_t *bytes)
+{
+    int64_t expected = 1;
+    if (part->ndim != whole->ndim || part->shape[0] != rows || part->data == NULL ||
+        (const char *)part->data + part->byte_offset != address ||
+        part->dtype.code != whole->dtype.code || part->dtype.bits != whole->dtype.bits ||
+        part->device.type != whole->device.type || part->device.index != whole->device.index) {
+        return 0;
+    }
+    for (int32_t i = part->ndim - 1; i >= 0; i--) {
+        if (part->shape[i] > 1 && part->strides != NULL && part->strides[i] != expected) return 0;
+        expected *= part->shape[i];
+    }
+    *bytes = expected * part->dtype.bits * part->dtype.lanes / 8;
+    return 1;
+}
+
+const char tepy_lie_in_doc[] =
+    "lie_in($module, tensor, parts, rows, /)\n--\n\n"
+    "Whether the parts are consecutive rows of a tensor, as split_storage made them.";
+
+PyObject *tepy_lie_in(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    tepy_state *state = tepy_state_of(module);
+    tepy_dl_tensor whole;
+    const char *address;
+    Py_ssize_t count;
+    if (tepy_require_torch(state, "lie_in") != 0 || tepy_count("lie_in", nargs, 3, 3) != 0 ||
+        dense_view(state, args[0], &whole) != 0) {
+        return NULL;
+    }
+    if (!PyTuple_Check(args[1]) || !PyTuple_Check(args[2]) ||
+        PyTuple_Size(args[1]) != PyTuple_Size(args[2])) {
+        (void)tepy_fail(PyExc_TypeError, (tepy_site){"lie_in", "parts"},
+                        "expected as many tensors as rows, in tuples");
+        return NULL;
+    }
+    count = PyTuple_Size(args[1]);
+    address = (const char *)whole.data + whole.byte_offset;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        tepy_dl_tensor part;
+        int64_t rows = 0, bytes = 0;
+        if (tepy_int(PyTuple_GetItem(args[2], i), (tepy_site){"lie_in", "rows"}, 0, INT64_MAX,
+                     &rows) != 0) {
+            return NULL;
+        }
+        if (state->exchange->view(PyTuple_GetItem(args[1], i), &part) != 0) {
+            PyErr_Clear();
+            Py_RETURN_FALSE;
+        }
+        if (!is_part(&whole, &part, address, rows, &bytes)) Py_RETURN_FALSE;
+        address += bytes;
+    }
+    Py_RETURN_TRUE;
+}

@@ -158,9 +158,10 @@ static inline te_tensor plan_view(plan_memory *memory, const te_buffer_info *inf
     return tensor;
 }
 
-/* Runs a whole plan. */
-static inline void plan_run(te_context *context, int64_t plan, plan_memory *memory)
+/* Runs a whole plan, as far as it goes. */
+static inline te_status plan_try(te_context *context, int64_t plan, plan_memory *memory)
 {
+    te_status status;
     te_plan_info info;
     te_plan_sizes sizes;
     te_plan_call call = {.size = sizeof call, .plan = plan, .sizes = memory->sizes};
@@ -186,7 +187,7 @@ static inline void plan_run(te_context *context, int64_t plan, plan_memory *memo
     call.stage_self = memory;
     call.observed = memory->observed;
     memory->running = plan;
-    OK(te_plan_run(context, &call, NULL));
+    status = te_plan_run(context, &call, NULL);
     plan_check_guard(call.scratch, call.scratch_size, "scratch");
     plan_check_guard(call.saved, (size_t)sizes.saved_bytes, "saved");
     for (int i = 0; i < memory->count; i++) {
@@ -194,6 +195,100 @@ static inline void plan_run(te_context *context, int64_t plan, plan_memory *memo
     }
     free(call.scratch);
     free(buffers);
+    return status;
+}
+
+static inline void plan_run(te_context *context, int64_t plan, plan_memory *memory)
+{
+    OK(plan_try(context, plan, memory));
+}
+
+/* ---- layouts ------------------------------------------------------------------------------ */
+
+static inline int64_t plan_bytes(const te_buffer_info *info, const te_sizes *sizes)
+{
+    int64_t bytes = (int64_t)te_dtype_bytes(info->dtype);
+    for (int d = 0; d < info->ndim; d++) bytes *= te_extent_value(&info->shape[d], sizes);
+    return bytes;
+}
+
+/* First and last stage that uses a buffer, by itself or by views of it; {count of stages, -1}:
+ * none.
+ */
+static inline void plan_lifetime(const te_plan_info *info, int32_t buffer, int32_t life[2])
+{
+    life[0] = info->stage_count;
+    life[1] = -1;
+    for (int32_t s = 0; s < info->stage_count; s++) {
+        for (int32_t i = 0; i < info->stages[s].buffer_count; i++) {
+            int32_t used = info->stages[s].buffers[i];
+            if (info->buffers[used].role == TE_ROLE_VIEW) used = info->buffers[used].base;
+            if (used != buffer) continue;
+            if (life[0] > s) life[0] = s;
+            life[1] = s;
+        }
+    }
+}
+
+/* A view lies inside of what it is a view of. */
+static inline void plan_check_view(const te_plan_info *info, int32_t view, const te_sizes *sizes)
+{
+    const te_buffer_info *b = &info->buffers[view];
+    int64_t last = b->offset, bytes = (int64_t)te_dtype_bytes(b->dtype);
+    EXPECT(info->buffers[b->base].role != TE_ROLE_VIEW, "%s is a view of a view", b->name);
+    for (int d = 0; d < b->ndim; d++) {
+        int64_t length = te_extent_value(&b->shape[d], sizes);
+        if (length == 0) return;
+        last += (length - 1) * te_extent_value(&b->strides[d], sizes);
+    }
+    EXPECT(b->offset >= 0 && (last + 1) * bytes <= plan_bytes(&info->buffers[b->base], sizes), "%s",
+           b->name);
+}
+
+/* Members lie within the packed memory, aligned, and apart from those that live at the same time.
+ * Returns how many bytes the saved ones take, each rounded up. */
+static inline int64_t plan_check_layout(int64_t plan, const te_sizes *given)
+{
+    te_plan_info info;
+    te_plan_sizes sizes;
+    int64_t *offsets, saved = 0, largest = 0, members = 0, all = 0;
+    int32_t life[2], other[2];
+    OK(te_plan_describe(plan, &info));
+    offsets = malloc(((size_t)info.buffer_count + 1) * sizeof *offsets);
+    EXPECT(offsets != NULL, "no memory");
+    OK(te_plan_infer(plan, given, &sizes, offsets));
+    for (int32_t i = 0; i < info.buffer_count; i++) {
+        const te_buffer_info *b = &info.buffers[i];
+        int64_t bytes;
+        if (b->role == TE_ROLE_VIEW) plan_check_view(&info, i, given);
+        if (b->role != TE_ROLE_SCRATCH && b->role != TE_ROLE_SAVED) {
+            EXPECT(offsets[i] == -1, "%s", b->name);
+            continue;
+        }
+        bytes = plan_bytes(b, given);
+        EXPECT(offsets[i] >= 0 && offsets[i] % PLAN_ALIGN == 0, "%s", b->name);
+        if (b->role == TE_ROLE_SAVED) {
+            EXPECT(offsets[i] >= saved, "%s", b->name);
+            saved = offsets[i] + bytes;
+            members += (bytes + PLAN_ALIGN - 1) / PLAN_ALIGN * PLAN_ALIGN;
+            continue;
+        }
+        if (offsets[i] + bytes > largest) largest = offsets[i] + bytes;
+        plan_lifetime(&info, i, life);
+        for (int32_t j = 0; j < i && bytes > 0; j++) {
+            if (info.buffers[j].role != TE_ROLE_SCRATCH) continue;
+            plan_lifetime(&info, j, other);
+            if (other[1] < life[0] || life[1] < other[0]) continue;
+            EXPECT(offsets[j] >= offsets[i] + bytes ||
+                       offsets[j] + plan_bytes(&info.buffers[j], given) <= offsets[i],
+                   "%s and %s share memory", b->name, info.buffers[j].name);
+        }
+    }
+    for (int s = 0; s < TE_SEQUENCES; s++) all += te_extent_value(&info.saved_bytes[s], given);
+    EXPECT(all == sizes.saved_bytes && saved <= all, "saves %d bytes in %d", (int)saved, (int)all);
+    EXPECT(largest <= sizes.scratch_bytes && sizes.scratch_bytes < largest + PLAN_ALIGN, "scratch");
+    free(offsets);
+    return members;
 }
 
 static inline int64_t plan_count(const char *name)

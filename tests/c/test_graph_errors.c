@@ -3,6 +3,8 @@
  * test_graph_errors.c - graphs that can not be are refused, whatever is wrong with them; and what
  * is no part of a graph changes none.
  */
+#include <stddef.h>
+
 #include "graph_ways.h"
 
 static void make_small(graph *g)
@@ -108,10 +110,143 @@ static void check_refusals(void)
     EXPECT(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &id) == TE_OK, "%s", te_last_error());
 }
 
-/* What the caller's structs hold behind names and dims is no part of a graph. */
+/* ---- heads, dropout ------------------------------------------------------------------------- */
+
+/* qkv, angles, turned, attended, mask, bias, y, bias of the sum; rope, attention, dropout + add. */
+static void make_attention(graph *g)
+{
+    const te_slice slices[3] = {{4, 4, 0, 4}, {2, 4, 16, 8}, {2, 4, 20, 8}};
+    const te_extent angles[2] = {graph_constant(TE_ANY_LENGTH), graph_constant(4)};
+    const te_extent scores[4] = {graph_constant(1), graph_constant(4),
+                                 graph_symbol(TE_SYMBOL_DIM_1), graph_symbol(TE_SYMBOL_DIM_1)};
+    const uint32_t wanted = TE_VALUE_INPUT | TE_VALUE_GRADIENT;
+    int32_t x, turned, attended;
+    te_node_desc *node;
+    graph_start(g, TE_RECIPE_DELAYED, 0);
+    x = graph_input(g, "x", 32);
+    (void)graph_tensor(g, "angles", TE_VALUE_INPUT, TE_DTYPE_F32, 2, angles);
+    turned = rows_of(g, "turned", 0, WIDTH);
+    attended = rows_of(g, "attended", 0, WIDTH);
+    (void)graph_tensor(g, "mask", TE_VALUE_INPUT, TE_DTYPE_U8, 4, scores);
+    (void)graph_tensor(g, "bias", wanted, TE_DTYPE_F32, 4, scores);
+    (void)graph_rope(g, "", x, slices[0], 1, turned);
+    node = graph_attention(g, "", (const int32_t[]){turned, x, x},
+                           (const te_slice[]){graph_dense(4, 4), slices[1], slices[2]}, attended);
+    node->inputs[GRAPH_MASK] = 4;
+    node->inputs[GRAPH_BIAS] = 5;
+    (void)graph_dropout_add(g, "add_", attended, attended, rows_of(g, "y", TE_VALUE_RESULT, WIDTH),
+                            1);
+}
+
+#define REFUSE_HEADS(field, wrong, status, text)                                                   \
+    do {                                                                                           \
+        make_attention(&g);                                                                        \
+        g.field = wrong;                                                                           \
+        refuse(&g, TE_ERROR_##status, text);                                                       \
+    } while (0)
+
+static void check_heads(void)
+{
+    static graph g;
+    int64_t id = 0;
+    make_attention(&g);
+    OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &id));
+    REFUSE_HEADS(desc.flags, TE_GRAPH_RECOMPUTE, UNSUPPORTED, "node 0 (rope) can not be repeated");
+    for (int n = 0; n < 2; n++) {
+        for (int i = 0; i <= 2 * n; i++) {
+            REFUSE_HEADS(nodes[n].slices[i].heads, 0, INVALID, ": 0 heads of 4 channels");
+            REFUSE_HEADS(nodes[n].slices[i].heads, -1, INVALID, "-1 heads of 4 channels");
+            REFUSE_HEADS(nodes[n].slices[i].heads, INT32_MAX, INVALID, "2147483647 heads");
+            REFUSE_HEADS(nodes[n].slices[i].channels, 0, INVALID, "heads of 0 channels");
+            REFUSE_HEADS(nodes[n].slices[i].channels, INT32_MAX, INVALID, "of 2147483647 channels");
+            REFUSE_HEADS(nodes[n].slices[i].offset, -1, INVALID, "channels at -1 + ");
+            REFUSE_HEADS(nodes[n].slices[i].offset, 32, INVALID, "h in the ");
+            REFUSE_HEADS(nodes[n].slices[i].offset, INT64_MAX, INVALID, "h in the ");
+            REFUSE_HEADS(nodes[n].slices[i].stride, 3, INVALID, " + 3 h in the ");
+            REFUSE_HEADS(nodes[n].slices[i].stride, INT64_MAX, INVALID, "h in the ");
+            REFUSE_HEADS(nodes[n].slices[i].stride, INT64_MIN, INVALID, "h in the ");
+        }
+    }
+    /* Each column once: an overlap, columns that nobody reads, another reader. */
+    REFUSE_HEADS(nodes[0].slices[0].offset, 4, UNSUPPORTED, "node 0: x is read by slices");
+    REFUSE_HEADS(nodes[1].slices[1].offset, 20, UNSUPPORTED, "node 1: x is read by slices");
+    REFUSE_HEADS(values[2].flags, TE_VALUE_RESULT | TE_VALUE_LEADING, UNSUPPORTED,
+                 "node 1: turned is read by slices");
+    REFUSE_HEADS(nodes[2].inputs[2], 2, UNSUPPORTED, "node 1: turned is read by slices");
+    REFUSE_HEADS(values[0].shape[1].add, 36, UNSUPPORTED, "node 0: x is read by slices");
+    REFUSE_HEADS(values[0].ndim, 3, INVALID, "x: dim 2");
+    REFUSE_HEADS(values[0].shape[0].multiply, 2, INVALID, "heads of x, which is no matrix of rows");
+    REFUSE_HEADS(values[0].dtype, TE_DTYPE_U8, TYPE, "x: dtype u8");
+    /* rope */
+    REFUSE_HEADS(nodes[0].inputs[1], -1, INVALID, "rope: nothing is no input");
+    REFUSE_HEADS(nodes[0].inputs[1], 5, INVALID, "rope: bias is no input");
+    REFUSE_HEADS(values[1].dtype, TE_DTYPE_BF16, INVALID, "rope: angles is no input");
+    REFUSE_HEADS(values[1].flags, TE_VALUE_PARAMETER, INVALID, "angles: dim 0 is");
+    REFUSE_HEADS(values[2].shape[1].add, 12, INVALID, "rope: turned is no matrix of 4 heads of 4");
+    REFUSE_HEADS(values[2].dtype, TE_DTYPE_BF16, INVALID, "rope: turned is no matrix");
+    /* attention */
+    REFUSE_HEADS(nodes[1].inputs[1], -1, INVALID, "attention: inputs 2, -1, 0");
+    REFUSE_HEADS(nodes[1].inputs[2], -1, INVALID, "attention: inputs 2, 0, -1");
+    REFUSE_HEADS(nodes[1].external, 2, INVALID, "external 2");
+    REFUSE_HEADS(nodes[1].numbers[1], 1, INVALID, "dropout 1,");
+    REFUSE_HEADS(nodes[1].numbers[1], -0.1, INVALID, "dropout -0.1,");
+    REFUSE_HEADS(nodes[1].numbers[1], (double)NAN, INVALID, "dropout ");
+    REFUSE_HEADS(nodes[1].numbers[2], (double)NAN, INVALID, "window ");
+    REFUSE_HEADS(nodes[1].numbers[2], -2, INVALID, "window -2 and -1");
+    REFUSE_HEADS(nodes[1].numbers[3], 0.5, INVALID, "window -1 and 0.5");
+    REFUSE_HEADS(nodes[1].numbers[3], 1e300, INVALID, "window -1 and 1e+300");
+    REFUSE_HEADS(nodes[1].slices[0].channels, 2, INVALID, "key of 2 of 4");
+    REFUSE_HEADS(nodes[1].slices[2].heads, 1, INVALID, "value of 1");
+    REFUSE_HEADS(nodes[1].slices[0].heads, 3, INVALID, "query of 3 heads");
+    REFUSE_HEADS(values[3].shape[1].add, 12, INVALID,
+                 "attention: attended is no matrix of 4 heads");
+    REFUSE_HEADS(values[3].shape[0].symbol, TE_SYMBOL_SOURCE_ROWS, INVALID,
+                 "attended is no matrix");
+    REFUSE_HEADS(values[4].dtype, TE_DTYPE_I32, INVALID, "attention: mask is no mask");
+    REFUSE_HEADS(values[4].ndim, 3, INVALID, "attention: mask is no mask");
+    REFUSE_HEADS(values[4].shape[0].add, TE_ANY_LENGTH, INVALID, "attention: mask is no mask");
+    REFUSE_HEADS(nodes[1].inputs[4], 4, INVALID, "attention: mask is no mask");
+    REFUSE_HEADS(nodes[1].inputs[3], 5, INVALID, "attention: bias is no mask");
+    REFUSE_HEADS(nodes[1].inputs[5], 4, INVALID, "attention: mask is no mask");
+    /* dropout + add */
+    REFUSE_HEADS(nodes[2].numbers[0], 1.5, INVALID, "dropout + add: probability 1.5");
+    REFUSE_HEADS(nodes[2].numbers[1], (double)NAN, INVALID, "dropout + add: probability");
+    REFUSE_HEADS(nodes[2].inputs[1], 5, INVALID, "dropout + add: bias: bias is no parameter");
+    REFUSE_HEADS(nodes[2].inputs[2], 0, INVALID, "dropout + add: attended, x and y of different");
+    REFUSE_HEADS(values[6].dtype, TE_DTYPE_BF16, INVALID, "attended, attended and y of different");
+    make_attention(&g); /* the gradient of a bias is written as a whole */
+    (void)graph_attention(&g, "two_", (const int32_t[]){6, 6, 6},
+                          (const te_slice[]){{1, 4, 0, 4}, {1, 4, 4, 4}, {1, 8, 8, 8}},
+                          rows_of(&g, "z", TE_VALUE_RESULT, 8));
+    g.values[6].flags &= ~(uint32_t)TE_VALUE_RESULT;
+    g.nodes[3].inputs[GRAPH_BIAS] = 5;
+    refuse(&g, TE_ERROR_UNSUPPORTED, "node 3: the gradient of bias, which is read twice");
+    make_attention(&g);
+    graph_softcap(&g, 0, 6, rows_of(&g, "z", TE_VALUE_RESULT, WIDTH));
+    refuse(&g, TE_ERROR_INVALID, "softcap: cap = 0");
+    make_attention(&g);
+    g.values[0].shape[0] = g.values[2].shape[0] = graph_symbol(TE_SYMBOL_DIM_0);
+    g.values[0].flags &= ~(uint32_t)TE_VALUE_LEADING;
+    g.values[2].flags = 0;
+    refuse(&g, TE_ERROR_INVALID, "heads of x, which is no matrix of rows");
+    make_small(&g);
+    for (int v = 0; v < 4; v++) {
+        g.values[v].shape[0].symbol = TE_SYMBOL_DIM_0;
+        g.values[v].flags &= ~(uint32_t)TE_VALUE_LEADING;
+    }
+    refuse(&g, TE_ERROR_INVALID, "linear: from x to a: other rows");
+    make_small(&g);
+    g.nodes[0].owner = -1;
+    refuse(&g, TE_ERROR_INVALID, "or owner -1");
+    g.nodes[0].owner = TE_GRAPH_NODES;
+    refuse(&g, TE_ERROR_INVALID, "or owner 1024");
+}
+
+/* What the caller's structs hold behind names, dims and fields is no part of a graph. */
 static void check_identity(void)
 {
-    graph g;
+    static graph g;
+    const size_t end = offsetof(te_node_desc, output) + sizeof g.nodes[0].output;
     int64_t first = 0, second = 0;
     make_small(&g);
     OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &first));
@@ -120,16 +255,19 @@ static void check_identity(void)
         value->name[TE_NAME_BYTES - 1] = 'x';
         value->shape[TE_MAX_DIMS - 1].add = 7;
     }
-    for (int i = 0; i < g.desc.node_count; i++) g.nodes[i].name[TE_NAME_BYTES - 1] = 'x';
+    for (int i = 0; i < g.desc.node_count; i++) {
+        g.nodes[i].name[TE_NAME_BYTES - 1] = 'x';
+        memset((char *)&g.nodes[i] + end, 0xa5, offsetof(te_node_desc, numbers) - end);
+    }
     OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &second));
     EXPECT(first == second, "%lld and %lld", (long long)first, (long long)second);
-    graph_forget(&g);
 }
 
 int main(void)
 {
     check_identity();
     check_refusals();
+    check_heads();
     (void)puts("graph errors: ok");
     return 0;
 }

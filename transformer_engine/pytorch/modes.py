@@ -120,23 +120,28 @@ def active_device() -> torch.device | None:
     return torch.get_default_device() if chosen else None
 
 
-def only_forwards(module: torch.nn.Module) -> bool:
-    """Whether a call of a module runs the forward that its class was defined with, and no more.
+def only_forwards(*modules: torch.nn.Module) -> bool:
+    """Whether calls of modules run the forwards that their classes were defined with, and no more.
 
-    A layer may do the work of such a submodule without calling it. Hooks, a forward of a subclass,
+    A layer may do the work of such submodules without calling them. Hooks, a forward of a subclass,
     of an instance or put in place of the class's, and ``module.compile()`` ask for the call; so
     does a graph that is being traced, which names its nodes by modules. A class of the library
     keeps its forward as ``_FORWARD``; other classes, subclasses of those too, may do anything.
     """
-    kind = type(module)
-    return (
-        kind.__module__.startswith(_LIBRARY)
-        and kind.forward is getattr(kind, "_FORWARD", None)
-        and not torch.compiler.is_compiling()
-        and kind.__call__ is _CALL
-        and "forward" not in module.__dict__
-        and not (module._forward_hooks or module._forward_pre_hooks)
-        and not (module._backward_hooks or module._backward_pre_hooks)
-        and module._compiled_call_impl is None
-        and not _has_any_global_hook()
-    )
+    if torch.compiler.is_compiling() or _has_any_global_hook():
+        return False
+    for module in modules:
+        kind, own = type(module), module.__dict__
+        if (
+            not kind.__module__.startswith(_LIBRARY)
+            or kind.forward is not getattr(kind, "_FORWARD", None)
+            or kind.__call__ is not _CALL
+            or "forward" in own
+            or own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or own.get("_compiled_call_impl") is not None
+        ):
+            return False
+    return True

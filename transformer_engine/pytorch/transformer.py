@@ -325,6 +325,10 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
         bias = "fc2_bias" if getattr(mlp, "return_bias", False) and mlp.use_bias else None
         return (*branches, Branch("mlp_", (mlp,), bias=bias))
 
+    def _layer_key(self) -> tuple:
+        """What `_layer` depends on."""
+        return self.training, self.hidden_dropout, self.drop_path_rate
+
     def _layer(self) -> Layer:
         """How the layer puts its branches together now."""
         training = self.training

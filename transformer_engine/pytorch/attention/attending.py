@@ -11,6 +11,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common.layer_graphs import AttentionSpec
 from transformer_engine.pytorch.attention.dot_product_attention import sdpa
+from transformer_engine.pytorch.attention.dot_product_attention.backends import Choice
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.attention.dot_product_attention.masks import CAUSAL_WINDOW
 from transformer_engine.pytorch.module.layer_call import Attending
@@ -19,7 +20,7 @@ __all__ = ["attending"]
 
 
 def attending(
-    core: Any, how: tuple[str, Limits], slices: tuple, given: tuple[tuple, tuple, bool]
+    core: Any, how: tuple[Choice, Limits], slices: tuple, given: tuple[tuple, tuple, bool]
 ) -> Attending | None:
     """How a call attends as part of a layer.
 
@@ -28,7 +29,7 @@ def attending(
     core : DotProductAttention
         Whose scale, dropout and random state count.
     how : tuple
-        The backend, and what queries may attend.
+        What `DotProductAttention.limits_for` gives.
     slices : tuple
         Of queries, keys and values in their projections.
     given : tuple
@@ -39,7 +40,8 @@ def attending(
     Attending or None
         None for a backend that runs in no plan.
     """
-    backend, limits = how
+    choice, limits = how
+    backend = choice.backend
     source, angles, interleaved = given
     dropout = core.attention_dropout if core.training else 0.0
     tracker = core._get_tracker if dropout > 0.0 else None
@@ -96,28 +98,25 @@ def _sdpa_functions(
 ) -> dict[str, Callable]:
     """Torch's attention as the stages of forward and backward.
 
-    A forward gets query, key and value [batch, length, heads, channels] and makes the output; what
-    torch's gradient needs besides is kept. A backward gets query, key, value, the gradient of the
-    output, the output, and the gradients that it fills.
+    A forward gets query, key and value [batch, heads, length, channels] and makes the output [..,
+    heads * channels]; what torch's gradient needs besides is kept. A backward gets query, key,
+    value, the gradient of the output, the output, and the gradients that it fills.
     """
-    name = f"sdpa {id(settings)}"
+    name = object()
 
     def forward(tensors: Sequence[Tensor], kept: dict | None) -> Tensor:
-        heads = [tensor.transpose(1, 2) for tensor in tensors[:3]]
         with _fork(tracker):
-            out, found = sdpa.forward(*heads, settings, kept is not None)
+            out, found = sdpa.forward(*tensors[:3], settings, kept is not None)
         if kept is not None:
             kept[name] = found
-        return _from_heads(out, qkv_format)
+        return _rows_of(out, qkv_format)
 
     def backward(tensors: Sequence[Tensor], kept: dict) -> None:
         query, key, value, grad, out, *grads = tensors
-        heads = [tensor.transpose(1, 2) for tensor in (query, key, value)]
-        shape = (*heads[0].shape[:3], value.shape[3])
-        grad, out = (_to_heads(tensor, shape, qkv_format) for tensor in (grad, out))
-        made = sdpa.backward(grad, (*heads, out), kept[name], settings)
-        for target, tensor in zip(grads, _wanted(made, len(grads)), strict=True):
-            target.copy_(tensor.transpose(1, 2))
+        shape = (*query.shape[:3], value.shape[3])
+        grad, out = _heads_of(grad, shape, qkv_format), _heads_of(out, shape, qkv_format)
+        made = sdpa.backward(grad, (query, key, value, out), kept[name], settings)
+        torch._foreach_copy_(grads, list(_wanted(made, len(grads))))
 
     return {"core_attention": forward, "core_attention_backward": backward}
 
@@ -127,15 +126,24 @@ def _wanted(made: tuple, count: int) -> tuple:
     return {1: made[:1], 2: made[1:], 3: made}[count]
 
 
-def _from_heads(out: Tensor, qkv_format: str) -> Tensor:
-    """[batch, heads, length, channels] as the projection reads it."""
-    order = (2, 0, 1, 3) if qkv_format == "sbhd" else (0, 2, 1, 3)
-    return out.permute(*order).flatten(2).contiguous()
-
-
-def _to_heads(matrix: Tensor, shape: tuple, qkv_format: str) -> Tensor:
-    """[.., heads * channels] as [batch, heads, length, channels]."""
-    batch, heads, length, channels = shape
+def _rows_of(out: Tensor, qkv_format: str) -> Tensor:
+    """[batch, heads, length, channels] as the projection reads it, [.., heads * channels]."""
+    batch, heads, length, channels = out.shape
+    columns = heads * channels
     if qkv_format == "sbhd":
-        return matrix.view(length, batch, heads, channels).permute(1, 2, 0, 3)
-    return matrix.view(batch, length, heads, channels).transpose(1, 2)
+        shape, strides = (length, batch, columns), (columns, channels, batch * columns, 1)
+    else:
+        shape, strides = (batch, length, columns), (length * columns, channels, columns, 1)
+    if out.stride() != strides:  # the kernel has written in another order
+        order = (2, 0, 1, 3) if qkv_format == "sbhd" else (0, 2, 1, 3)
+        return out.permute(*order).flatten(2).contiguous()
+    return out.as_strided(shape, (shape[1] * columns, columns, 1))
+
+
+def _heads_of(matrix: Tensor, shape: tuple, qkv_format: str) -> Tensor:
+    """The inverse: [.., heads * channels] as [batch, heads, length, channels]."""
+    batch, heads, length, channels = shape
+    columns = heads * channels
+    if qkv_format == "sbhd":
+        return matrix.as_strided(shape, (columns, channels, batch * columns, 1))
+    return matrix.as_strided(shape, (length * columns, channels, columns, 1))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.common.config import attention_switches
 from transformer_engine.pytorch.attention.attending import attending
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.options import AttentionOptions
@@ -164,6 +165,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         self.hidden_size_per_attention_head_k = core.hidden_size_per_attention_head_k
         self.hidden_size_per_attention_head_v = core.hidden_size_per_attention_head_v
         self.attention_type = attention_type
+        self._ways: dict[tuple, Attending] = {}
         self.input_layernorm = bool(input_layernorm)
         self.return_bias = bool(return_bias)
         self.return_layernorm_output = bool(return_layernorm_output)
@@ -315,13 +317,37 @@ fast_zero_fill, pad_between_seqs
         bias = "bias" if name and getattr(last, "return_bias", False) and last.use_bias else None
         return (Branch(name, (*first, last), (self, core) if name else (core,), self, bias),)
 
+    def _layer_key(self) -> tuple:
+        """What `_layer` depends on."""
+        return ()
+
     def _layer(self) -> Layer:
         """How it puts its one branch together: the output is the result."""
         return Layer((None,))
 
     def _attending(self, inp: Tensor, options: AttentionOptions) -> Attending | None:
         """How a call attends as part of a layer; None where it has to call its modules."""
-        core, source = self._modules["core_attention"], options.encoder_output
+        core, key = self._modules["core_attention"], None
+        if options.without_tensors():
+            key = (
+                options, core.training, core.attention_dropout, core.softmax_scale,
+                core._get_tracker, core.attn_mask_type, core.window_size,
+                core.bottom_right_diagonal, core.qkv_format, inp.dtype, inp.is_cuda,
+                attention_switches(),
+            )  # fmt: skip
+            known = self._ways.get(key)
+            if known is not None:
+                return known
+        found = self._find_way(core, inp, options)
+        if key is not None and found is not None:
+            found = self._ways[key] = found._replace(key=(object(),))  # found by itself from now on
+        return found
+
+    def _find_way(
+        self, core: DotProductAttention, inp: Tensor, options: AttentionOptions
+    ) -> Attending | None:
+        """`_attending`, anew."""
+        source = options.encoder_output
         slices, keys = self._slices(), inp if source is None else source
         s, b = (0, 1) if self.qkv_format == "sbhd" else (1, 0)
         if (
@@ -339,13 +365,9 @@ fast_zero_fill, pad_between_seqs
         if angles is None:
             return None
         sizes = (inp.shape[b], self.num_attention_heads, inp.shape[s], keys.shape[s])
-        choice, limits = core.limits_for(options, sizes, inp)
-        return attending(
-            core,
-            (choice.backend, limits),
-            slices,
-            (() if source is None else (source,), angles, self.rotary_pos_interleaved),
-        )
+        how = core.limits_for(options, sizes, inp)
+        given = (() if source is None else (source,), angles, self.rotary_pos_interleaved)
+        return attending(core, how, slices, given)
 
     def _slices(self) -> tuple | None:
         """Where queries, keys and values lie in their projections (see `layer_graphs`).

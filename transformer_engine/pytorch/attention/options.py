@@ -36,6 +36,20 @@ class AttentionOptions(NamedTuple):
     fast_zero_fill: bool = True
     pad_between_seqs: bool | None = None
 
+    def without_tensors(self) -> bool:
+        """Whether a call has nothing but its input, and settings that compare by value."""
+        return (
+            self.attention_mask is None
+            and self.encoder_output is None
+            and self.rotary_pos_emb is None
+            and self.core_attention_bias is None
+            and self.alibi_slopes is None
+            and self.cu_seqlens_q is None
+            and self.cu_seqlens_kv is None
+            and self.inference_params is None
+            and type(self.window_size) is not list
+        )
+
     def for_core(self) -> tuple:
         """Positional arguments of `DotProductAttention.forward` after query, key and value."""
         return (

@@ -219,7 +219,7 @@ class LayerCall(ModuleCall):
         plans, parts = self.plans, tensors
         for split in reversed(self.splits):
             tensors = split.join(tensors, False)
-        given = (*plans.pick_inputs(tensors), *self._state(plans.forward_state, "forward"))
+        given = (*plans.pick_inputs(tensors), *self._state[0])
         results = self._run_layer(0, given, kept)
         count = plans.result_count
         out = results[0] if count == 1 else results[:count]
@@ -234,27 +234,40 @@ class LayerCall(ModuleCall):
         if self.splits:
             saved = self._join_saved(saved)
         packed, saved = saved[: plans.saves_packed], saved[plans.saves_packed :]
-        given = (*plans.pick_grads(grads), *saved, *self._state(plans.backward_state, "backward"))
+        given = (*plans.pick_grads(grads), *saved, *self._state[1])
         return self._gradients(self._run_layer(1, (*given, *packed), kept))
 
-    def _state(self, links: tuple, way: str) -> list[Tensor]:
-        """The scaling state that a plan is given."""
-        return [getattr(self.owners[of], f"{way}_{what}") for what, of in links]
+    def set_owners(self, owners: tuple) -> None:
+        """Take the slots of the modules, which stay what and where they are."""
+        self.owners = owners
+        ways = (("forward", self.plans.forward_state), ("backward", self.plans.backward_state))
+        self._state = tuple(
+            tuple(getattr(owners[of], f"{way}_{what}") for what, of in links) for way, links in ways
+        )
+        self._slots = tuple(
+            tuple(0 if slots is None else getattr(slots, f"{way}_slot") for slots in owners)
+            for way, _ in ways
+        )
 
     def _run_layer(self, way: int, given: tuple, kept: dict | None) -> tuple:
-        names = ("forward_slot", "backward_slot")
-        slots = tuple(0 if s is None else getattr(s, names[way]) for s in self.owners)
-        plan = (self.plans.forward, self.plans.backward)[way]
+        slots, functions = self._slots[way], self.functions[way]
+        plan = self.plans.backward if way else self.plans.forward
         both = (0, slots) if way else (slots, 0)
-        functions = self.functions[way]
         if not functions:
             return _core.run(plan, *both, *given)
         bound = {name: partial(_run_stage, *of, kept) for name, of in functions.items()}
-        return run_staged(plan, both, given, bound)
+        return _core.run_staged(plan, *both, bound, None, _lending, *given)
 
 
-def _run_stage(function: Callable, numbers: tuple, kept: dict | None, buffers: Any) -> Any:
-    return function([buffers.lend(number) for number in numbers], kept)
+def _lending(lend: Callable[[int], Tensor], *_: Any) -> Callable[[int], Tensor]:
+    """What the stages of a layer get: the function that lends a buffer by its number."""
+    return lend
+
+
+def _run_stage(
+    function: Callable, numbers: tuple, kept: dict | None, lend: Callable[[int], Tensor]
+) -> Any:
+    return function([lend(number) for number in numbers], kept)
 
 
 class LayerRun:

@@ -28,7 +28,7 @@ class CompositeLayer(torch.nn.Module):
 
     def __getstate__(self) -> dict:
         """Copy and pickle without calls."""
-        return {**self.__dict__, "_calls": None}
+        return {**self.__dict__, "_calls": None, "_ways": {}}
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a linear module that is replaced by a foreign one adds its bias."""

@@ -64,17 +64,7 @@ class JoinedRows:
         whole = None if self._whole is None else self._whole()
         if whole is None:
             return None
-        address = whole.data_ptr()
-        for part, rows in zip(parts, self.rows, strict=True):
-            if (
-                part.data_ptr() != address
-                or part.dtype is not whole.dtype
-                or part.size(0) != rows
-                or not part.is_contiguous()
-            ):
-                return None
-            address += part.nbytes
-        return whole
+        return whole if _core.lie_in(whole, tuple(parts), self.rows) else None
 
 
 class SplitTensors(NamedTuple):

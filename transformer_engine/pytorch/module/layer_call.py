@@ -85,8 +85,9 @@ class LayerCalls:
     def __init__(self, branches: tuple[Branch, ...]) -> None:
         self.branches = branches
         self.modules = tuple(module for branch in branches for module in branch.modules)
-        self._others = tuple(module for branch in branches for module in branch.others)
         self._settings = tuple(module._bound for module in self.modules)
+        others = (module for branch in branches for module in branch.others)
+        self._all = (*self.modules, *others)
         self._places = tuple(self._find_places())
         self.calls: dict[tuple, _BoundLayer | None] = {}
 
@@ -95,7 +96,8 @@ class LayerCalls:
         """Those of a layer; None where one of its modules does more than its class defines."""
         if torch.compiler.is_compiling():
             return None
-        known, branches = layer._calls, layer._branches()
+        known: LayerCalls | None = layer.__dict__.get("_calls")
+        branches = layer._branches()
         if known is None or known.branches != branches or not known._hold():
             known = None
             if branches and all(isinstance(m, ComposedModule) for b in branches for m in b.modules):
@@ -107,9 +109,9 @@ class LayerCalls:
     def _hold(self) -> bool:
         """Whether the modules still only forward, and have the settings that they had."""
         for module, bound in zip(self.modules, self._settings, strict=True):
-            if module._bound is not bound or not only_forwards(module):
+            if module.__dict__["_bound"] is not bound:
                 return False
-        return all(map(only_forwards, self._others))
+        return only_forwards(*self._all)
 
     def _find_places(self) -> Iterable[tuple[dict, str] | None]:
         """Where the parameters of a call stand."""
@@ -128,7 +130,8 @@ class LayerCalls:
         Parameters
         ----------
         layer : CompositeLayer
-            Its ``_layer()`` says how its branches are put together now.
+            Its ``_layer()`` says how its branches are put together now, and depends on
+            ``_layer_key()``.
         inp : Tensor
             Its input.
         options : tuple of AttentionOptions or None
@@ -144,8 +147,7 @@ class LayerCalls:
         if key is None or inp.dim() != 3 or dispatch_modes():
             return NotImplemented
         attending: list[Attending | None] = []
-        made = layer._layer()
-        key = (key, made)
+        key = (key, layer._layer_key())
         for branch, given in zip(self.branches, options, strict=True):
             how = None
             if branch.attention is not None:
@@ -159,7 +161,7 @@ class LayerCalls:
             return NotImplemented
         call = None if bound is _UNKNOWN else self._call_in(bound, state)
         if call is None:
-            bound = self._bind(layer, made, inp, attending, state)
+            bound = self._bind(layer, inp, attending, state)
             if len(self.calls) >= _KEPT:
                 self.calls.clear()
             self.calls[key] = bound
@@ -187,9 +189,10 @@ class LayerCalls:
     # ---- binding -------------------------------------------------------------------------------
 
     def _bind(
-        self, layer: Any, made: Layer, inp: Tensor, attending: Sequence, state: RegionState
+        self, layer: Any, inp: Tensor, attending: Sequence, state: RegionState
     ) -> _BoundLayer | None:
         """Find out what applies to a call of the layer; None where it has to call its modules."""
+        made = layer._layer()
         calls = self._module_calls(made, inp, attending)
         if calls is None:
             return None
@@ -197,7 +200,7 @@ class LayerCalls:
         flat = [call for found in calls for call in found]
         label = type(layer).__name__ + ("" if layer.name is None else f"[{layer.name}]")
         call = LayerCall(plans, None, label)
-        call.owners = tuple(of.slots for of in flat)
+        call.set_owners(tuple(of.slots for of in flat))
         call.splits = self._splits(flat, attending)
         call.functions = self._functions(plans, attending)
         call.domain = state.domain
