@@ -212,19 +212,9 @@ def attach(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Give a module its absent names, and others that are fetched when they are asked for.
 
-    Parameters
-    ----------
-    namespace : dict
-        ``globals()`` of the module.
-    submodules : iterable of str
-        Modules below it.
-    lazy : dict of str to str
-        Name -> full name of the module that has it.
-
-    Returns
-    -------
-    (callable, callable)
-        The module's ``__getattr__`` and ``__dir__``.
+    `namespace` is the ``globals()`` of the module, `submodules` are modules below it, and `lazy`
+    tells for a name the full name of the module that has it. Returns the module's ``__getattr__``
+    and ``__dir__``.
     """
     module = namespace["__name__"]
     names = frozenset(names_of(module))

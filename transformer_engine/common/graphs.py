@@ -56,22 +56,9 @@ _FP8_CODES = {"e4m3": _core.DTYPE_E4M3, "e5m2": _core.DTYPE_E5M2}
 
 
 def quantization_of(recipe: Recipe) -> Quantization:
-    """Quantization that a recipe asks for.
+    """Quantization that a recipe asks for: hashable, and equal for recipes that compute the same.
 
-    Parameters
-    ----------
-    recipe : Recipe
-        A `DelayedScaling` or `Float8CurrentScaling`.
-
-    Returns
-    -------
-    Quantization
-        Hashable, and equal for recipes that compute the same.
-
-    Raises
-    ------
-    NotImplementedError
-        The recipe asks for something that linear layers do not have.
+    NotImplementedError where it asks for something that linear layers do not have.
     """
     absent.refuse_use(recipe)
     for name in ("fp8_dpa", "fp8_mha"):
@@ -152,31 +139,17 @@ _NO_CAST = (_core.RECIPE_NONE, _core.DTYPE_E4M3, _core.DTYPE_E4M3, 0, (0.0, 0.0,
 
 
 class Graph:
-    """Values and nodes of a module, as ``_core.make_plan`` takes them.
-
-    Attributes
-    ----------
-    tensors : list of Link or None
-        The inputs and parameters in the order of a call.
-    results : list of Link
-        What the module returns.
-    weights : list of int
-        Value of each linear layer's weight.
-    weight_operands : list of int
-        Number of each linear layer's weight as a quantized operand.
-    has_gradients, defers : bool
-        There is a backward, and a deferred weight gradient.
-    """
+    """Values and nodes of a module, as ``_core.make_plan`` takes them."""
 
     def __init__(self, flags: int = 0) -> None:
         self.flags = flags
         self.values: list[tuple] = []
         self.nodes: list[tuple] = []
-        self.tensors: list[Link | None] = []
-        self.results: list[Link] = []
-        self.weights: list[int] = []
-        self.weight_operands: list[int] = []
-        self.has_gradients = self.defers = False
+        self.tensors: list[Link | None] = []  # inputs and parameters in the order of a call
+        self.results: list[Link] = []  # what the module returns
+        self.weights: list[int] = []  # value of each linear layer's weight
+        self.weight_operands: list[int] = []  # its number as a quantized operand
+        self.has_gradients = self.defers = False  # a backward, a deferred weight gradient
 
     def make(self, direction: int) -> int:
         """Id of a plan of it."""
@@ -280,25 +253,10 @@ class Graph:
     def add_call(
         self, spec: CallSpec, given: tuple, x: int, y: int, *, prefix: str = "", owner: int = 0
     ) -> int:
-        """Add the nodes of a call.
+        """Add the nodes of a call from value `x` to value `y`; return the norm's output, else `x`.
 
-        Parameters
-        ----------
-        spec : CallSpec
-            The call; its ``recompute`` is a matter of the graph.
-        given : tuple
-            What `call_parameters` gave.
-        x, y : int
-            Input and output.
-        prefix : str
-            Of the names of its nodes and values.
-        owner : int
-            Its number among the modules of the graph.
-
-        Returns
-        -------
-        int
-            The output of the norm, or `x` where there is none.
+        `given` is what `call_parameters` gave, `owner` the call's number among the modules of the
+        graph. The ``recompute`` of the spec is a matter of the graph.
         """
         first, last = spec.parts[0], spec.parts[-1]
         names = [prefix + name for name in PREFIXES[len(spec.parts)]]

@@ -20,106 +20,54 @@ _SOURCE = (_core.SYMBOL_SOURCE_ROWS, 1, 1)
 
 
 class AttentionSpec(NamedTuple):
-    """Attention between the projections of a branch.
-
-    Attributes
-    ----------
-    slices : tuple
-        Of queries, keys and values in their projections: (heads, channels, offset, stride) each.
-    sequence_first : bool
-        The leading dims are (sequence, batch), not (batch, sequence).
-    scale, dropout, window, bottom_right
-        As of ``_core.attention``.
-    external : bool
-        The caller attends, in the run.
-    angles : tuple of int
-        Channels that the rotary embedding of queries and of keys turns, each with angles of its
-        own; one number: both with the same angles; empty: there is none.
-    interleaved : bool
-        Of the rotary embedding.
-    mask, bias : tuple of int or None
-        Lengths of the dims of this input: 1, or 0 for that of the scores.
-    lengths : int
-        How many vectors of lengths there are: 0, or 2, of queries and of keys.
-    bias_dtype : int
-        ``_core.DTYPE_*``.
-    bias_grad : bool
-        The bias has a gradient.
-    """
+    """Attention between the projections of a branch."""
 
     slices: tuple
-    sequence_first: bool
-    scale: float
+    """Of queries, keys and values in their projections: (heads, channels, offset, stride) each."""
+    sequence_first: bool  # the leading dims are (sequence, batch), not (batch, sequence)
+    scale: float  # this one and the next three as of ``_core.attention``
     dropout: float
     window: tuple[int, int]
     bottom_right: bool
-    external: bool
+    external: bool  # the caller attends, in the run
     angles: tuple[int, ...] = ()
-    interleaved: bool = False
-    mask: tuple[int, ...] | None = None
-    bias: tuple[int, ...] | None = None
-    lengths: int = 0
-    bias_dtype: int = _core.DTYPE_F32
-    bias_grad: bool = False
+    """Channels that the rotary embedding of queries and of keys turns, each with angles of its own;
+    one number: both with the same angles; empty: there is none."""
+    interleaved: bool = False  # of the rotary embedding
+    mask: tuple[int, ...] | None = None  # lengths of its dims: 1, or 0 for that of the scores
+    bias: tuple[int, ...] | None = None  # likewise
+    lengths: int = 0  # how many vectors of them there are: 0, or 2, of queries and of keys
+    bias_dtype: int = _core.DTYPE_F32  # ``_core.DTYPE_*``
+    bias_grad: bool = False  # the bias has a gradient
 
 
 class AddSpec(NamedTuple):
-    """How the output of a branch joins the residual stream.
-
-    Attributes
-    ----------
-    dropout, drop_path : float
-        Probabilities.
-    bias : int or None
-        ``_core.DTYPE_*`` of the bias that is added first.
-    bias_grad : bool
-        That has a gradient.
-    """
+    """How the output of a branch joins the residual stream."""
 
     dropout: float = 0.0
     drop_path: float = 0.0
-    bias: int | None = None
-    bias_grad: bool = False
+    bias: int | None = None  # ``_core.DTYPE_*`` of the bias that is added first
+    bias_grad: bool = False  # that has a gradient
 
 
 class BranchSpec(NamedTuple):
-    """Attention or MLP.
+    """Attention or MLP."""
 
-    Attributes
-    ----------
-    name : str
-        Prefix of its nodes.
-    calls : tuple of CallSpec
-        The MLP; or the projections before the attention (of all three, or of the queries and then
-        of keys and values) and the one behind it.
-    attention : AttentionSpec or None
-        Between the projections.
-    add : AddSpec or None
-        Joins the output to the residual stream; None: it is the result.
-    residual_is_norm : bool
-        The residual is the output of the branch's norm, not its input.
-    """
-
-    name: str
+    name: str  # prefix of its nodes
     calls: tuple[CallSpec, ...]
-    attention: AttentionSpec | None = None
-    add: AddSpec | None = None
-    residual_is_norm: bool = False
+    """The MLP; or the projections before the attention (of all three, or of the queries and then of
+    keys and values) and the one behind it."""
+    attention: AttentionSpec | None = None  # between the projections
+    add: AddSpec | None = None  # joins the output to the residual stream; None: it is the result
+    residual_is_norm: bool = False  # the residual is the output of the branch's norm, not its input
 
 
 class LayerSpec(NamedTuple):
-    """A layer.
+    """A layer."""
 
-    Attributes
-    ----------
-    branches : tuple of BranchSpec
-        One after the other.
-    parallel : AddSpec or None
-        All branches read the input, and their sum joins the residual stream.
-    """
-
-    branches: tuple[BranchSpec, ...]
+    branches: tuple[BranchSpec, ...]  # one after the other
     parallel: AddSpec | None = None
+    """All branches read the input, and their sum joins the residual stream."""
 
     @property
     def parts(self) -> tuple[LinearSpec, ...]:

@@ -50,23 +50,13 @@ def _links(plan: int, role: str) -> list[Link]:
 
 
 class Picker:
-    """Picks those items of a tuple that are wanted.
-
-    Attributes
-    ----------
-    places : list of int
-        Of the items.
-    fast : callable or None
-        Picks them from a tuple where no graph is traced: torch's tracer knows no
-        `operator.itemgetter`. None where there are fewer than two.
-    all : bool
-        Every item is wanted, in order.
-    """
+    """Picks those items of a tuple that are wanted."""
 
     def __init__(self, wanted: Sequence[Link], known: Sequence[Link | None]) -> None:
         at = {link: i for i, link in enumerate(known)}
         self.places = [at[link] for link in wanted]
-        self.all = self.places == list(range(len(known)))
+        self.all = self.places == list(range(len(known)))  # every item is wanted, in order
+        # Where no graph is traced: torch's tracer knows no `operator.itemgetter`.
         self.fast = itemgetter(*self.places) if len(self.places) > 1 else None
 
     def __call__(self, values: tuple, traced: bool = False) -> tuple:
@@ -84,94 +74,49 @@ class CallPlans:
     Everything follows from the links of the plans' buffers, which are the same in all plans of a
     graph: what the backward reads besides gradients and scaling state was an argument or an output
     of the forward.
-
-    Attributes
-    ----------
-    spec : CallSpec, LayerSpec or None
-        What they were made for.
-    forward, backward, wgrad : int
-        Plan ids; 0 where the call can not need one.
-    texts : dict of int to str
-        What a graph of torch carries of each of them (see `plan_text`).
-    tensors : tuple of Link or None
-        The differentiable tensors of a call, as values; None for one that the call lacks and that
-        is passed as None.
-    quantized : bool
-        The GEMMs run in FP8.
-    forward_inputs, saved, wgrad_inputs : tuple of Link
-        Arguments of the forward (without state), of the backward (without gradients and state) and
-        of the deferred weight gradient.
-    forward_state, backward_state : tuple of Link
-        The scaling state that forward and backward are given: ("scale" or "history", owner).
-    wgrad_has_rows : bool
-        An input of the deferred weight gradient has the leading dims of the call.
-    outputs, gradients : tuple of Link
-        Results of the forward and of the backward.
-    results : tuple of Link
-        The module's results, which come first among `outputs`; `result_count` of them.
-    counts : dict of int to int
-        How many outputs each of the plans has.
-    reads_caches : tuple of int
-        Parts whose quantized weight is taken from the cache.
-    writes_caches : bool
-        The quantized weight of one is kept.
-    main_grads : tuple of (int, Link)
-        Parts whose weight gradient goes to ``weight.main_grad``, and the link of that.
-    defer : bool
-        Weight gradients are put off.
-    saves_packed : bool
-        The forward makes a packed tensor for the backward.
-    reads_saved : int
-        How many of `saved` the backward reads; the others are for the deferred weight gradient.
-    weight_places : tuple of int
-        Where the weight of each part stands among what is saved, the packed tensor first; -1 where
-        it is not saved.
-    pick_inputs, pick_saved, pick_grads, pick_deferred : Picker
-        From the tensors and caches of a call to `forward_inputs`; from (outputs of the forward...,
-        packed tensor, tensors and caches...) to what is saved, the packed tensor first; from the
-        gradients of the results to those that the backward reads; from (gradients..., saved...,
-        those) to `wgrad_inputs`.
-    places : tuple of int
-        For each of `tensors` its gradient's place among the backward's outputs, or -1.
-    all_gradients : bool
-        The backward's outputs are the gradients of all tensors, in order.
-    plain : bool
-        Nothing but plain gradients: no cache, main gradient or deferred work.
     """
 
     def __init__(self, graph: Graph, spec: CallSpec | LayerSpec | None = None) -> None:
-        self.spec = spec
+        self.spec = spec  # what they were made for
+        # Plan ids; 0 where the call can not need one.
         self.forward = graph.make(_core.DIRECTION_FORWARD)
         self.backward = graph.make(_core.DIRECTION_BACKWARD) if graph.has_gradients else 0
         self.wgrad = graph.make(_core.DIRECTION_DEFERRED) if graph.defers else 0
         ids = (self.forward, self.backward, self.wgrad)
+        # What a graph of torch carries of each of them; see `plan_text`.
         self.texts = {plan: text_of(plan) for plan in ids if plan}
+        # The differentiable tensors of a call; None for one that it lacks: passed as None.
         self.tensors = tuple(graph.tensors)
         parts = () if spec is None else spec.parts
         self.quantized = bool(parts) and parts[0].quantization.recipe != _core.RECIPE_NONE
         given = _arguments(self.forward)
+        # Arguments of the forward, and the scaling state that it is given.
         self.forward_inputs = tuple(a.link for a in given if a.link[0] not in _STATE)
         self.forward_state = tuple(a.link for a in given if a.link[0] in _STATE)
         self.outputs = tuple(_links(self.forward, "output"))
-        self.results = tuple(graph.results)
+        self.results = tuple(graph.results)  # of the module: the first of `outputs`
         self.result_count = len(self.results)
         self.counts = {plan: len(_links(plan, "output")) for plan in self.texts}
         flags = [part.flags for part in parts]
         self._caches = [
             (("row", of), ("column", of), ("scales", of)) for of in graph.weight_operands
         ]
+        # Parts whose quantized weight is taken from the cache; whether one is kept.
         self.reads_caches = tuple(i for i, f in enumerate(flags) if f & CACHE_READ)
         self.writes_caches = any(f & CACHE_WRITE for f in flags)
+        # (part, link of it) where the weight's gradient goes to ``weight.main_grad``.
         self.main_grads = tuple(
             (i, ("gradient", graph.weights[i]))
             for i, f in enumerate(flags)
             if f & WGRAD and f & (ACCUMULATE | OVERWRITE)
         )
         self.defer = self.wgrad != 0
+        # Nothing but plain gradients.
         self.plain = not (self.reads_caches or self.writes_caches or self.defer or self.main_grads)
         sources = list(self.tensors)
         for i in self.reads_caches:
             sources += self._caches[i]
+        # From the tensors and caches of a call.
         self.pick_inputs = Picker(self.forward_inputs, sources)
         self._examine_backward(graph, sources)
 
@@ -184,14 +129,19 @@ class CallPlans:
         )
 
     def _examine_backward(self, graph: Graph, sources: list) -> None:
-        self.saves_packed = False
+        self.saves_packed = False  # the forward makes a packed tensor for the backward
+        # Arguments of the backward without gradients and state: the first `reads_saved` of these,
+        # the others are for the deferred weight gradient.
+        self.saved: tuple[Link, ...] = ()
         self.reads_saved = 0
+        # Where the weight of each part stands among what is saved, the packed tensor first; -1: it
+        # is not saved.
         self.weight_places = (-1,) * len(graph.weights)
-        self.saved = self.wgrad_inputs = self.gradients = ()
-        self.wgrad_has_rows = False
-        self.backward_state = ()
+        self.wgrad_inputs = self.gradients = self.backward_state = ()
+        self.wgrad_has_rows = False  # an input of it has the leading dims of the call
+        # For each of `tensors` its gradient's place among the backward's outputs, or -1.
         self.places = (-1,) * len(self.tensors)
-        self.all_gradients = False
+        self.all_gradients = False  # the backward's outputs are these, in order
         if not self.backward:
             return
         self.saves_packed = bool(_links(self.forward, "saved"))
@@ -211,9 +161,11 @@ class CallPlans:
             buffers = _core.plan_describe(self.wgrad)["buffers"]
             self.wgrad_has_rows = any(role == "input" and lead for _, role, _, lead, *_ in buffers)
             read = [a.link for a in arguments if a.link in results]
+            # From (gradients..., saved..., gradients of the results).
             self.pick_deferred = Picker(self.wgrad_inputs, [*self.gradients, *saved, *read])
         self.saved = tuple(saved)
         packed = [_PACKED] if self.saves_packed else []
+        # From (outputs of the forward..., packed tensor, tensors and caches...).
         self.pick_saved = Picker([*packed, *saved], [*self.outputs, _PACKED, *sources])
         found = {link: i + self.saves_packed for i, link in enumerate(saved)}
         self.weight_places = tuple(found.get(("value", of), -1) for of in graph.weights)
@@ -230,18 +182,7 @@ _PACKED = ("packed", 0)
 
 @functools.cache
 def call_plans(spec: CallSpec) -> CallPlans:
-    """Plans of a call, made once per process and spec.
-
-    Parameters
-    ----------
-    spec : CallSpec
-        The call.
-
-    Returns
-    -------
-    CallPlans
-        Their ids and arguments.
-    """
+    """Plans of a call, made once per process and spec."""
     return CallPlans(call_graph(spec), spec)
 
 
@@ -258,22 +199,9 @@ def linear_plans(spec: LinearSpec) -> CallPlans:
 
 @functools.cache
 def norm_plans(features: int, norm: Norm, dtypes: tuple[int, int], flags: int) -> CallPlans:
-    """Plans of a norm by itself, made once per process and kind.
+    """Plans of a norm by itself, made once per process and kind, over (input, gamma, beta).
 
-    Parameters
-    ----------
-    features : int
-        Size of the normalized dim.
-    norm : Norm
-        Its kind.
-    dtypes : tuple of int
-        ``_core.DTYPE_*`` of input and output.
-    flags : int
-        `DGRAD`, `GRAD_GAMMA`, `GRAD_BETA`, `ZERO_CENTERED`, `NO_GAMMA`, `NO_BETA`.
-
-    Returns
-    -------
-    CallPlans
-        Over (input, gamma, beta).
+    `dtypes` are ``_core.DTYPE_*`` of input and output, `flags` of `DGRAD`, `GRAD_GAMMA`,
+    `GRAD_BETA`, `ZERO_CENTERED`, `NO_GAMMA`, `NO_BETA`.
     """
     return CallPlans(norm_graph(features, norm, dtypes, flags))

@@ -69,25 +69,10 @@ def bias_dropout_add(
 ) -> Tensor:
     """Compute residual + drop_path(dropout(input + bias)) in fp32.
 
-    Parameters
-    ----------
-    inp : Tensor
-        [samples, ..., features] fp32, fp16 or bf16.
-    bias : Tensor, optional
-        [features]; one of no elements counts as none.
-    residual : Tensor, optional
-        Shape of `inp`. The result has the common dtype of both.
-    dropout : float, default 0
-        Probability that an element is dropped; what is kept is multiplied by 1 / (1 - dropout).
-    drop_path : float, default 0
-        Probability that a whole sample (of the first dim) is dropped, likewise.
-    training : bool, default True
-        False: nothing is dropped.
-
-    Returns
-    -------
-    Tensor
-        Shape of `inp`.
+    `inp` is [samples, ..., features] in fp32, fp16 or bf16, `bias` [features]; one of no elements
+    counts as none. The result has the shape of `inp`, and the common dtype of it and `residual`.
+    `dropout` is the probability that an element is dropped, `drop_path` that a whole sample (of the
+    first dim) is; what is kept is multiplied by 1 / (1 - p). Nothing is dropped unless `training`.
     """
     if not training:
         dropout = drop_path = 0.0

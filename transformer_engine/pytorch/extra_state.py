@@ -126,26 +126,11 @@ def _check_values(name: str, direction: str, scale: Tensor, history: Tensor) -> 
 def unpack_state(
     state: Any, slots: tuple[int, int], name: str = KEY
 ) -> dict[str, tuple[Tensor, Tensor]] | None:
-    """Bytes as state.
+    """Bytes of `pack_state` as state; None where there is none.
 
-    Parameters
-    ----------
-    state : Tensor or None
-        What `pack_state` gave.
-    slots : tuple of int
-        Slots that the module has, forward and backward.
-    name : str, default "_extra_state"
-        Its key in the state dict, for messages.
-
-    Returns
-    -------
-    dict or None
-        direction -> (scale [n], history [length, n]) fp32 on the CPU; None where there is none.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError
-        The bytes are not such state, or no training made it.
+    It is direction -> (scale [n], history [length, n]), fp32 on the CPU. `slots` are those that the
+    module has, forward and backward; `name` is the key in the state dict, for messages. TypeError,
+    ValueError or RuntimeError where the bytes are not such state, or no training made it.
     """
     if _is_absent(state) or config.TE_EXTRA_STATE.get() == "ignore":
         return None

@@ -105,21 +105,13 @@ class _Recorded:
 
     Such a function may save its inputs and outputs alone, so what the backward needs besides is
     made an output.
-
-    Attributes
-    ----------
-    call : Call
-        The call, behind torch operators: tensors of a transform have no memory of their own.
-    outputs : int
-        How many outputs are the module's results.
-    places : tuple of int
-        Of what is saved, among the tensors of the call followed by all outputs; -1: None.
     """
 
     def __init__(self, call: Call) -> None:
-        call.traced = True
+        call.traced = True  # tensors of a transform have no memory of their own
         self.call = call
-        self.outputs = 1
+        self.outputs = 1  # how many outputs are the module's results
+        # Of what is saved, among the tensors of the call followed by all outputs; -1: None.
         self.places: tuple[int, ...] = ()
 
     def run_forward(self, tensors: tuple) -> tuple[Tensor, ...]:
@@ -180,19 +172,9 @@ def _distinct(tensors: tuple) -> list[Tensor | None]:
 
 
 def run_call(call: Call, *tensors: Tensor) -> Any:
-    """Run a module call and record its backward.
+    """Run a module call and record its backward; returns the output of ``call.run_forward``.
 
-    Parameters
-    ----------
-    call : Call
-        What to run.
-    *tensors : Tensor
-        The differentiable inputs, in the order that `call` expects.
-
-    Returns
-    -------
-    Any
-        The output of ``call.run_forward``.
+    `tensors` are the differentiable inputs, in the order that `call` expects.
     """
     if call.traced and torch.compiler.is_compiling():
         if exporting():

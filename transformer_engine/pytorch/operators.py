@@ -34,6 +34,9 @@ def operator(
 ) -> Callable:
     """Make a function of `_core` a torch operator, and what runs either.
 
+    It returns ``run(traced, *arguments)``: the results, by the torch operator where the call is
+    traced or a dispatch mode watches. A backward asks again: modes come and go between the two.
+
     Parameters
     ----------
     name : str
@@ -51,12 +54,6 @@ def operator(
     by_sequence : str
         Fields [batch, sequence, ...] that come as [sequence, batch, ...] where the argument
         ``sequence_first`` is True.
-
-    Returns
-    -------
-    callable
-        ``run(traced, *arguments)``: the results, by the torch operator where the call is traced or
-        a dispatch mode watches. A backward asks again: modes come and go between the two.
     """
     names = [argument.split()[-1] for argument in arguments.split(",")]
     given = (names, results.split(), empty, unit_stride.split(), by_sequence.split())
@@ -114,20 +111,11 @@ def _without_none(function: Callable) -> Callable:
 
 
 class OperatorCall:
-    """One call of a differentiable function of operators; see `function.Call` for its methods.
-
-    Attributes
-    ----------
-    settings : tuple
-        What the forward and the backward need besides tensors.
-    traced : bool
-        Run behind torch operators.
-    label : str
-        Name of the function.
-    """
+    """One call of a differentiable function of operators; see `function.Call` for its methods."""
 
     __slots__ = ("settings", "traced")
     label = ""
 
     def __init__(self, like: Tensor, *settings: Any) -> None:
+        """`settings`: what the forward and the backward need besides tensors."""
         self.settings, self.traced = settings, torch_ops.behind_operators(like)

@@ -37,27 +37,14 @@ def _check_group(module: str, argument: str, group: Any) -> None:
 
 
 class TensorParallel:
-    """Mixin, the first base of a module that takes the arguments of tensor parallelism.
+    """Mixin, the first base of a module that takes the arguments of tensor parallelism."""
 
-    Attributes
-    ----------
-    tp_group : ProcessGroup or None
-        As given. Copies and pickles have none.
-    tp_size : int
-        1.
-    parallel_mode : str or None
-        "column": the outputs would be split over the ranks, "row": the inputs.
-    sequence_parallel : bool
-        False: one rank has the whole sequence.
-    ub_name : str or None
-        As given.
-    """
-
-    tp_group: Any = None
+    tp_group: Any = None  # as given; copies and pickles have none
     tp_size = 1
     parallel_mode: str | None = None
-    sequence_parallel = False
-    ub_name: str | None = None
+    """"column": the outputs would be split over the ranks, "row": the inputs."""
+    sequence_parallel = False  # one rank has the whole sequence
+    ub_name: str | None = None  # as given
 
     _OF_THE_PROCESS: tuple[str, ...] = ("tp_group",)
     """Attributes that another process, or a copy, can not share."""
@@ -71,12 +58,8 @@ class TensorParallel:
     ) -> None:
         """Check and keep the arguments of the constructor.
 
-        Raises
-        ------
-        TypeError, ValueError
-            No group, no mode or no number of ranks.
-        NotImplementedError
-            More than one rank.
+        TypeError or ValueError for no group, no mode or no number of ranks, NotImplementedError for
+        more than one rank.
         """
         kind = type(self).__name__
         _check_group(kind, "tp_group", tp_group)
@@ -126,10 +109,7 @@ class TensorParallel:
 class ContextParallel(TensorParallel):
     """The same for a module that takes the group of context parallelism too.
 
-    Attributes
-    ----------
-    cp_group, cp_global_ranks, cp_stream, cp_comm_type
-        As given. Copies and pickles have neither group nor stream.
+    Copies and pickles have neither group nor stream.
     """
 
     cp_group: Any = None

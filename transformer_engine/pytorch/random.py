@@ -25,18 +25,7 @@ torch_ops.define(
 
 
 def draw_pair(like: Tensor) -> Tensor:
-    """Draw the (seed, offset) of one call.
-
-    Parameters
-    ----------
-    like : Tensor
-        A tensor of the device to draw on.
-
-    Returns
-    -------
-    Tensor
-        [2] int64, not negative.
-    """
+    """Draw the (seed, offset) of one call, [2] int64, not negative, on the device of `like`."""
     if torch_ops.behind_operators(like):
         # An operator of our own: a compiler would draw other bits for torch's than eager code does.
         return torch.ops.transformer_engine.draw_pair(like)

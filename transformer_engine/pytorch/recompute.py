@@ -58,11 +58,9 @@ class Entry(NamedTuple):
 class Frame:
     """Module calls of one checkpointed forward, in order for each module.
 
-    Parameters
-    ----------
-    complete : bool, default True
-        High-precision calls are recorded too. They are not under a reentrant checkpoint of torch,
-        where finding the checkpoint costs each of them more than the rest of the call.
+    High-precision calls are recorded too where it is `complete`. They are not under a reentrant
+    checkpoint of torch, where finding the checkpoint costs each of them more than the rest of the
+    call.
     """
 
     def __init__(self, complete: bool = True) -> None:
@@ -79,10 +77,8 @@ class Frame:
     def replay(self, module: Any) -> Entry | None:
         """Entry of the module call that is being repeated; None: it was not recorded.
 
-        Raises
-        ------
-        RuntimeError
-            The recompute calls a module that the forward did not call, or calls it more often.
+        RuntimeError where the recompute calls a module that the forward did not call, or more
+        often.
         """
         current = torch._C._current_graph_task_id()
         if current != self._pass:  # another backward through the same graph starts over

@@ -17,24 +17,9 @@ from transformer_engine import _core
 def external_bits(
     stages: Mapping[str, Any] | None, prefixes: tuple[str, ...] = ("",)
 ) -> tuple[int, ...]:
-    """Bits of `LinearSpec.external` of each part for stages by name.
+    """Bits of `LinearSpec.external` of each part, one with each prefix, for stages by name.
 
-    Parameters
-    ----------
-    stages : mapping or None
-        Keys are stage names, with the prefix of their part.
-    prefixes : tuple of str
-        Of the parts.
-
-    Returns
-    -------
-    tuple of int
-        One per part.
-
-    Raises
-    ------
-    ValueError
-        A name is none of ``_core.LINEAR_STAGES`` with a prefix.
+    ValueError for a name that is none of ``_core.LINEAR_STAGES`` with a prefix.
     """
     known = {
         prefix + name: (part, bit)
@@ -63,14 +48,8 @@ class StageBuffers(Mapping[str, Tensor]):
     columns], ``<tensor>_column`` [columns, padded rows] (transposed) and ``<tensor>_scales``
     {1/scale, scale}; padding must be written as zero. ``scale`` and ``history`` are the whole
     chunks. Buffers can be taken while the run goes on; tensors may be kept, but later stages write
-    over those that are not read any more.
-
-    Attributes
-    ----------
-    rows : int
-        Product of the leading dims.
-    slot : int
-        First slot of the module in `scale` and `history`.
+    over those that are not read any more. ``rows`` is the product of the leading dims, ``slot`` the
+    first slot of the module in `scale` and `history`.
     """
 
     def __init__(self, lend: Callable[[int], Tensor], plan: int, rows: int, slot: int) -> None:
@@ -103,30 +82,11 @@ def run_staged(
     stages: Mapping[str, Callable[[StageBuffers], Any]],
     observer: Observer | None = None,
 ) -> tuple:
-    """Run a plan with Python functions at its stages.
+    """Run a plan with Python functions at its stages: ``f(buffers)`` for each external one.
 
-    Parameters
-    ----------
-    plan : int
-        Plan id.
-    slots : tuple of int
-        First slot of the module in the forward and in the backward chunk.
-    given : sequence of Tensor
-        Buffers of role input, parameter and state, in plan order; then, for a plan that reads it,
-        the packed saved tensor of the forward.
-    stages : mapping of str to callable
-        ``f(buffers)`` for each external stage.
-    observer : callable, optional
-        Is told of each stage.
-
-    Returns
-    -------
-    tuple
-        As of `torch_ops.run_native`: the outputs, then the packed saved tensor or None.
-
-    Raises
-    ------
-    RuntimeError
-        The plan has an external stage for which there is no function.
+    `slots` are the module's first ones in the forward and in the backward chunk. `given` are the
+    buffers of role input, parameter and state, in plan order; then, for a plan that reads it, the
+    packed saved tensor of the forward. Returns what `torch_ops.run_native` does: the outputs, then
+    the packed saved tensor or None. RuntimeError for an external stage without a function.
     """
     return _core.run_staged(plan, *slots, dict(stages), observer, StageBuffers, *given)

@@ -50,18 +50,10 @@ def as_constant(number: float) -> float:
 
 
 def behind_operators(tensor: Tensor) -> bool:
-    """Whether a call that begins now is to run behind torch operators.
+    """Whether a call of this input that begins now is to run behind torch operators.
 
-    Parameters
-    ----------
-    tensor : Tensor
-        Input of the call.
-
-    Returns
-    -------
-    bool
-        A graph is being traced, or the tensor has no memory that native code could read. Whether a
-        dispatch mode watches is asked at each run: see `watched`.
+    That is where a graph is being traced, or the tensor has no memory that native code could read.
+    Whether a dispatch mode watches is asked at each run: see `watched`.
     """
     return torch.compiler.is_compiling() or without_memory(tensor)
 
@@ -79,17 +71,9 @@ def define(
 ) -> None:
     """Make a native function an operator ``torch.ops.transformer_engine.<name>``.
 
-    Parameters
-    ----------
-    schema : str
-        Name, arguments and results. At least one argument is a tensor: it says on which device to
-        run.
-    implementation : callable
-        Runs the function on tensors of the CPU or of a CUDA device.
-    fake : callable
-        Gives empty results of the right shapes and dtypes.
-    tags : tuple of torch.Tag
-        What a compiler must know.
+    At least one argument of the schema is a tensor: it says on which device to run.
+    `implementation` gets tensors of the CPU or of a CUDA device, `fake` gives empty results of the
+    right shapes and dtypes.
     """
     name = schema[: schema.index("(")]
     _LIBRARY.define(schema, tags=tags)
@@ -178,21 +162,9 @@ def extent_value(extent: tuple[int, int, int], rows: Any) -> Any:
 def shapes(plan: int, leading: Any, rows: Any) -> tuple[list[tuple[torch.dtype, list]], Any]:
     """Shapes of what a plan makes, on integers or symbolic ones.
 
-    Parameters
-    ----------
-    plan : int
-        Plan id.
-    leading : sequence of int or SymInt
-        Leading dims of the first input.
-    rows : int or SymInt
-        Their product.
-
-    Returns
-    -------
-    outputs : list of (torch.dtype, list)
-        dtype and shape of each output, in plan order.
-    saved : int or SymInt
-        Bytes of the packed saved tensor; 0: none.
+    `leading` are the dims of the first input but for the last, `rows` is their product. Returns
+    dtype and shape of each output, in plan order, and the bytes of the packed saved tensor; 0:
+    none.
     """
     described = _describe(plan)
     outputs = []
@@ -300,27 +272,13 @@ def run_traced(
     saved: Tensor | None,
     rows: Any = -1,
 ) -> tuple:
-    """Run a plan behind a torch operator.
+    """Run a plan, given by its text (see `plan_text`), behind a torch operator.
 
-    Parameters
-    ----------
-    plan : str
-        Its text (see `plan_text`).
-    slots : tuple of int
-        First slot of the module in the forward and in the backward chunk.
-    inputs : list of Tensor
-        What the plan reads: inputs, parameters and scales, in plan order.
-    state : list of Tensor
-        What it writes besides outputs: amax history, main gradient, in plan order.
-    saved : Tensor or None
-        Packed saved tensor of the forward, for a plan that reads it.
-    rows : int
-        Product of the leading dims; -1 where the first input has them.
-
-    Returns
-    -------
-    tuple of Tensor
-        Outputs in plan order, then the packed saved tensor, empty where there is none.
+    `slots` are the module's first ones in the forward and in the backward chunk. `inputs` is what
+    the plan reads: inputs, parameters and scales; `state` what it writes besides outputs: amax
+    history, main gradient; both in plan order. `saved` is the packed tensor of the forward, for a
+    plan that reads it, `rows` the product of the leading dims; -1 where the first input has them.
+    Returns the outputs in plan order, then the packed saved tensor, empty where there is none.
     """
     if not state:
         return tuple(torch.ops.transformer_engine.run(plan, *slots, inputs, saved, rows))
@@ -332,16 +290,8 @@ def run_traced(
 def scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent: bool) -> None:
     """Update a chunk of delayed-scaling slots in place.
 
-    Parameters
-    ----------
-    scale : Tensor
-        [slots] fp32.
-    history : Tensor
-        [length, slots] fp32.
-    fp8_max : float
-        Largest FP8 value times 2^-margin.
-    most_recent : bool
-        The newest amax counts, not the largest of the history.
+    Scale [slots] and history [length, slots] are fp32, `fp8_max` is the largest FP8 value times
+    2^-margin. `most_recent`: the newest amax counts, not the largest of the history.
     """
     traced = torch.compiler.is_compiling() or watched()
     update = torch.ops.transformer_engine.scaling_update if traced else _scaling_update

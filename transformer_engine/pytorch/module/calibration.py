@@ -14,10 +14,7 @@ from transformer_engine.pytorch.state import RegionState
 def record_amaxes(module: Any, state: RegionState, tensors: CallTensors) -> None:
     """Record the amaxes of what a forward of a module would have cast, in a calibrating region.
 
-    Raises
-    ------
-    NotImplementedError
-        A graph is being traced.
+    NotImplementedError where a graph is being traced.
     """
     recipe = state.recipe
     if recipe is None or not recipe.delayed():

@@ -129,13 +129,7 @@ class Fp8Meta(Mapping):
         return len(self._items())
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Accept what is there already, as programs that replay graphs write it.
-
-        Raises
-        ------
-        TypeError
-            It would change something.
-        """
+        """Accept what is there already, as programs that replay graphs do; else TypeError."""
         items = self._items()
         if items.get(key) is value or (key == "recipe" and value == items.get(key)):
             return

@@ -15,15 +15,7 @@ NORMS = {"LayerNorm": _core.NORM_LAYERNORM, "RMSNorm": _core.NORM_RMSNORM}
 
 
 class NormedModule(ComposedModule):
-    """Base of modules that begin with a norm of their own.
-
-    Attributes
-    ----------
-    layer_norm_weight : Parameter
-        gamma, [in_features].
-    layer_norm_bias : Parameter or None
-        beta, [in_features]; None for RMSNorm.
-    """
+    """Base of modules that begin with a norm of their own."""
 
     def _set_norm(
         self, normalization: str, eps: float, zero_centered_gamma: bool, return_output: bool

@@ -70,13 +70,9 @@ def promoted(
     Outside `torch.autocast` all are of one dtype. Inside, the result has its dtype; what FP8 casts
     anyway is read as it is, and without a recipe everything but the norm's parameters is converted.
 
-    Raises
-    ------
-    TypeError
-        The input is no tensor of the CPU, of a CUDA device or of the meta device, dtypes differ,
-        or the input has no memory and the module has.
-    ValueError
-        The last dim of the input is not `features`.
+    TypeError where the input is no tensor of the CPU, of a CUDA device or of the meta device,
+    dtypes differ, or the input has no memory and the module has; ValueError where its last dim is
+    not `features`.
     """
     inp, norm, parts = given
     if not isinstance(inp, Tensor):

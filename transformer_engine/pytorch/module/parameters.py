@@ -117,14 +117,8 @@ class Split(NamedTuple):
         """Read a ``parameters_split`` argument of a weight with `rows` rows; None gives None.
 
         Equal parts for a sequence of names, rows by name for a dict; a trailing "_" of a name is
-        dropped.
-
-        Raises
-        ------
-        TypeError
-            It is no collection of names.
-        ValueError
-            The parts do not make up the weight, or two have one name.
+        dropped. TypeError for no collection of names, ValueError where the parts do not make up the
+        weight, or two have one name.
         """
         if split is None:
             return None

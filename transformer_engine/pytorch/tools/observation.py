@@ -44,29 +44,15 @@ def count_cast(values: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tenso
 
 
 class CastRecord:
-    """The casts of one tensor in a block.
-
-    Attributes
-    ----------
-    dtype : str
-        "e4m3" or "e5m2".
-    values : int
-        Elements that were cast.
-    saturated, flushed : Tensor
-        How many of them were; see `count_cast`.
-    amax : Tensor
-        Largest magnitude.
-    scale : Tensor
-        Of the last cast.
-    """
+    """The casts of one tensor in a block."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = _LIMITS[dtype][0]
-        self.values = 0
-        self.saturated: Any = 0
+        self.dtype = _LIMITS[dtype][0]  # "e4m3" or "e5m2"
+        self.values = 0  # elements that were cast
+        self.saturated: Any = 0  # how many of them were, as a tensor; see `count_cast`
         self.flushed: Any = 0
         self.amax: Any = None
-        self.scale: Any = None
+        self.scale: Any = None  # of the last cast
 
     def add(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
         """Count one cast."""
@@ -81,19 +67,13 @@ class CastRecord:
 
 
 class ModuleRecord:
-    """What one module did in a block; called for every stage of its plans.
-
-    Attributes
-    ----------
-    casts : dict of str to CastRecord
-        By tensor: "input", "weight", "grad_output", with the prefix of the part.
-    gemms : dict of str to Counter
-        By stage: how many GEMMs of which operand dtypes the library counted, "e4m3 x e5m2".
-    """
+    """What one module did in a block; called for every stage of its plans."""
 
     def __init__(self, module: ComposedModule) -> None:
         self._module = module
+        # By tensor: "input", "weight", "grad_output", with the prefix of the part.
         self.casts: dict[str, CastRecord] = {}
+        # By stage: how many GEMMs of which operand dtypes the library counted, "e4m3 x e5m2".
         self.gemms: dict[str, Counter[str]] = {}
         self._before: Any = None  # of the stage that is running
 

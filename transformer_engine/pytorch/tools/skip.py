@@ -17,19 +17,10 @@ def check_model(caller: str, model: Any, argument: str = "model") -> None:
 
 
 class Skip:
-    """A ``skip`` argument.
+    """A ``skip`` argument of `caller`.
 
-    Parameters
-    ----------
-    caller : str
-        Whose argument it is, for messages.
-    skip : str, class, Module, callable, or iterable of these
-        Modules by path (or a pattern of paths), class, object, or ``f(path, module) -> bool``.
-
-    Raises
-    ------
-    TypeError
-        It holds something else.
+    It names modules by path (or a pattern of paths), class, object, or ``f(path, module) -> bool``,
+    or is an iterable of these. TypeError for something else.
     """
 
     def __init__(self, caller: str, skip: Any) -> None:

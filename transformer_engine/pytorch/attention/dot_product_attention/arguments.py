@@ -28,26 +28,9 @@ def unpack(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as views of packed tensors.
 
-    Parameters
-    ----------
-    separate : tuple of Tensor or None
-        Query, key and value as they were given; only the query beside `kv`.
-    qkv : Tensor or None
-        All three in one, counted by dim `dim`.
-    kv : Tensor or None
-        Keys and values in one.
-    dim : int
-        -3 or -2.
-
-    Returns
-    -------
-    tuple of Tensor
-        Query, key, value.
-
-    Raises
-    ------
-    ValueError
-        Tensors that exclude each other, or a shape or stride that can not be.
+    `separate` are query, key and value as they were given; only the query beside `kv`, keys and
+    values in one. `qkv` has all three; `dim`, -3 or -2, counts them. ValueError for tensors that
+    exclude each other, or a shape or stride that can not be.
     """
     query, key, value = separate
     packed, count, label = (qkv, 3, "qkv_layer") if qkv is not None else (kv, 2, "kv_layer")

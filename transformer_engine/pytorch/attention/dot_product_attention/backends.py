@@ -99,22 +99,9 @@ BACKENDS = {
 
 
 def choose_backend(situation: Situation) -> Choice:
-    """Choose the first backend that lacks nothing.
+    """Choose the first backend that lacks nothing, and say why the ones before it were passed over.
 
-    Parameters
-    ----------
-    situation : Situation
-        What is to be run.
-
-    Returns
-    -------
-    Choice
-        The backend, and why the ones before it were passed over.
-
-    Raises
-    ------
-    ValueError
-        None is left: the environment switches off the one that would run it.
+    ValueError where none is left: the environment switches off the one that would run it.
     """
     reasons: dict[str, str] = {}
     for name, backend in BACKENDS.items():

@@ -412,14 +412,7 @@ score_mod_tensors, score_mod_bprop_tensors
     ) -> tuple[Choice, Limits]:
         """Which backend runs a call, and what its queries may attend.
 
-        Parameters
-        ----------
-        options : AttentionOptions
-            Of the call.
-        sizes : tuple of int
-            (batch, heads, queries, keys).
-        query : Tensor
-            Of the dtype and device of the queries.
+        `sizes` are (batch, heads, queries, keys); `query` has the dtype and device of the queries.
         """
         situation, choice, limits = self._decision_for(options, sizes[2] == sizes[3], query)
         if (

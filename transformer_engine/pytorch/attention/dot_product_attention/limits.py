@@ -79,25 +79,10 @@ def constant_limits(situation: Situation) -> Limits | None:
 def limits_of(
     situation: Situation, options: AttentionOptions, sizes: tuple, scale: float, query: Tensor
 ) -> Limits:
-    """Limits of one call.
+    """Limits of one call, of `sizes` (batch, heads, queries, keys).
 
-    Parameters
-    ----------
-    situation : Situation
-        Its kind.
-    options : AttentionOptions
-        Its masks, lengths and biases.
-    sizes : tuple of int
-        (batch, heads, queries, keys).
-    scale : float
-        Factor of the scores.
-    query : Tensor
-        On whose device a bias is made.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A tensor is missing, one too many, or none of the kind.
+    `scale` is the factor of the scores. A bias is made on the device of `query`. TypeError or
+    ValueError where a tensor of the options is missing, one too many, or none of the kind.
     """
     batch, _, queries, keys = sizes
     kind, corner, shift = situation.kind, situation.bottom_right, None

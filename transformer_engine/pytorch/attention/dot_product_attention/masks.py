@@ -45,25 +45,10 @@ CAUSAL_WINDOW = (-1, 0)
 
 
 def mask_type(name: str, label: str = "attn_mask_type") -> MaskType:
-    """Mask type of a name.
+    """Mask type of a name: a key of `MASK_TYPES`, or another spelling of "padding_causal".
 
-    Parameters
-    ----------
-    name : str
-        A key of `MASK_TYPES`; "padding,causal", "causal,padding" and "causal_padding" (also with
-        "_bottom_right") are other spellings of "padding_causal".
-    label : str
-        Name of the argument, for the message.
-
-    Returns
-    -------
-    MaskType
-        What the name stands for.
-
-    Raises
-    ------
-    ValueError
-        There is no such type.
+    These are "padding,causal", "causal,padding" and "causal_padding", also with "_bottom_right".
+    ValueError for others; `label` is the argument in its message.
     """
     kind = MASK_TYPES.get(name)
     if kind is not None:
@@ -78,26 +63,11 @@ def mask_type(name: str, label: str = "attn_mask_type") -> MaskType:
 
 
 def window_of(window: Any, kind: MaskType, label: str = "window_size") -> tuple[int, int]:
-    """The window that applies to a mask type.
+    """The window (left, right) that applies to a mask type; right is 0 for a causal one.
 
-    Parameters
-    ----------
-    window : pair of int or None
-        Keys to the left and to the right of the diagonal; -1: no limit on that side.
-    kind : MaskType
-        The mask type.
-    label : str
-        Name of the argument, for messages.
-
-    Returns
-    -------
-    tuple of int
-        (left, right); right is 0 for a causal type.
-
-    Raises
-    ------
-    ValueError
-        It is no pair, or none that goes with the mask type.
+    They are keys to the left and to the right of the diagonal; -1: no limit on that side.
+    ValueError where it is no pair, or none that goes with the mask type; `label` is the argument in
+    its message.
     """
     if window is None:
         return CAUSAL_WINDOW if kind.causal else NO_WINDOW
@@ -136,24 +106,10 @@ def diagonal_of(bottom_right: bool | None, kind: MaskType) -> bool:
 
 
 def padding_masks(mask: Any, batch: int, queries: int, keys: int) -> tuple[Tensor, Tensor]:
-    """The padding masks of queries and of keys.
+    """The padding masks of queries [batch, 1, 1, queries] and of keys [batch, 1, 1, keys].
 
-    Parameters
-    ----------
-    mask : Tensor or pair of Tensor
-        [batch, 1, 1, length] bool for both, or one for the queries and one for the keys.
-    batch, queries, keys : int
-        Sizes of the scores.
-
-    Returns
-    -------
-    tuple of Tensor
-        [batch, 1, 1, queries] and [batch, 1, 1, keys]; the same object twice for one mask.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Not such masks; one mask where queries and keys differ in number.
+    `mask` is a pair of bool tensors, or one for both: then they are the same object. TypeError or
+    ValueError for what are no such masks, and for one where queries and keys differ in number.
     """
     pair = isinstance(mask, tuple | list)
     if pair and len(mask) != 2:
@@ -184,25 +140,11 @@ def _check_bool(mask: Any, label: str) -> None:
 def sequence_lengths(
     cumulative: tuple[Tensor, Tensor | None], batch: int, queries: int, keys: int
 ) -> tuple[Tensor, Tensor]:
-    """Lengths of the sequences of queries and of keys.
+    """Lengths of the sequences of queries and of keys, [batch] int32 each; one object for one.
 
-    Parameters
-    ----------
-    cumulative : pair of Tensor or None
-        [batch + 1] int32 sums of the lengths of the sequences before each; without the second, the
-        first counts for both.
-    batch, queries, keys : int
-        Sizes of the scores.
-
-    Returns
-    -------
-    tuple of Tensor
-        [batch] int32 each; the same object twice for one.
-
-    Raises
-    ------
-    ValueError
-        Not such sums; one where queries and keys differ in number.
+    `cumulative` are [batch + 1] int32 sums of the lengths of the sequences before each; without the
+    second, the first counts for both. ValueError for what are no such sums, and for one where
+    queries and keys differ in number.
     """
     of_queries, of_keys = cumulative
     first = _lengths(of_queries, batch, "cu_seqlens_q")

@@ -76,25 +76,11 @@ def attend(
 ) -> Tensor:
     """Softmax(scale * query key^T + bias) value, with dropout of the weights; on the CPU.
 
-    Parameters
-    ----------
-    query, key, value : Tensor
-        [sequence, batch, heads, channels] (sbhd) or [batch, sequence, heads, channels] (bshd) fp32,
-        fp16 or bf16; keys and values may have fewer heads, which divide those of `query`.
-    qkv_format : str
-        Which of these.
-    limits : Limits
-        What a query may attend. The bias is differentiable.
-    scale : float
-        Factor of the scores.
-    dropout : float
-        Probability that a weight is dropped.
-
-    Returns
-    -------
-    Tensor
-        [.., .., heads, channels of values] in the order and dtype of `query`, contiguous; under
-        `torch.autocast` in its dtype.
+    Tensors are [sequence, batch, heads, channels] (sbhd) or [batch, sequence, heads, channels]
+    (bshd), in fp32, fp16 or bf16; keys and values may have fewer heads, which divide those of
+    `query`. The bias of the limits is differentiable. The output [.., .., heads, channels of
+    values] has the order and dtype of `query` and is contiguous; under `torch.autocast` it has its
+    dtype.
     """
     device = query.device.type
     if device != "meta" and torch.is_autocast_enabled(device):

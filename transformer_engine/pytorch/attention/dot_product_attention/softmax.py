@@ -65,30 +65,13 @@ def scaled_softmax(
     """Softmax over the keys of scale * scores + bias, with dropout, in fp32.
 
     Query i attends the keys i + diagonal - window[0] .. i + diagonal + window[1] that `mask`
-    leaves. A query that attends none has probabilities of 0.
+    leaves; a negative number of the window is no limit on that side, and (-1, 0) is causal. The
+    diagonal, the key of query 0, is 0, or keys - queries for the bottom right corner. A query that
+    attends no key has probabilities of 0.
 
-    Parameters
-    ----------
-    scores : Tensor
-        [batch, heads, queries, keys] fp32, fp16 or bf16, unit last stride.
-    mask : Tensor, optional
-        bool, True: masked out; each dim 1 or that of `scores`.
-    bias : Tensor, optional
-        fp32, fp16 or bf16; each dim 1 or that of `scores`. Differentiable.
-    scale : float, default 1
-        Factor of the scores.
-    dropout : float, default 0
-        Probability that a probability is dropped.
-    window : tuple of int
-        Keys to the left and to the right of the diagonal; negative: no limit on that side. (-1, 0)
-        is causal.
-    diagonal : int, default 0
-        The key on the diagonal of query 0: 0, or keys - queries for the bottom right corner.
-
-    Returns
-    -------
-    Tensor
-        Shape and dtype of `scores`.
+    `scores` are [batch, heads, queries, keys] fp32, fp16 or bf16, with a unit last stride; each dim
+    of `mask` (bool, True: masked out) and `bias` (a float dtype, differentiable) is 1 or theirs.
+    The result has their shape and dtype.
     """
     of_bias = (bias.shape, bias.dtype) if bias is not None and bias.requires_grad else None
     call = _ScaledSoftmax(scores, of_bias, scale, dropout, *window, diagonal)

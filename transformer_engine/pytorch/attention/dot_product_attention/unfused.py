@@ -15,25 +15,9 @@ def attend(
 
     Heads that share keys and values are folded into the queries of one product, so keys and values
     are not repeated. The product is scaled before it is rounded: fp16 scores do not overflow for
-    being unscaled.
-
-    Parameters
-    ----------
-    query : Tensor
-        [batch, heads, queries, channels].
-    key, value : Tensor
-        [batch, groups, keys, channels], [batch, groups, keys, channels of values].
-    limits : Limits
-        What a query may attend.
-    scale : float
-        Factor of the scores.
-    dropout : float
-        Probability that a probability is dropped.
-
-    Returns
-    -------
-    Tensor
-        [batch, heads, queries, channels of values], contiguous.
+    being unscaled. Shapes: query [batch, heads, queries, channels], key [batch, groups, keys,
+    channels], value [batch, groups, keys, channels of values]; the output [batch, heads, queries,
+    channels of values] is contiguous.
     """
     batch, heads, queries, channels = query.shape
     groups, keys = key.shape[1], key.shape[2]
