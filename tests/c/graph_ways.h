@@ -87,13 +87,25 @@ static te_tensor *next_buffer(attention_stage *s)
     return &s->buffers[s->info->buffers[s->next++]];
 }
 
+/* [batch, heads, length, channels] as the operator takes it. */
+static te_tensor heads_last(te_tensor heads)
+{
+    te_tensor swapped = heads;
+    for (int i = 1; i < 3; i++) {
+        swapped.shape[i] = heads.shape[3 - i];
+        swapped.strides[i] = heads.strides[3 - i];
+    }
+    return swapped;
+}
+
 static void take_problem(attention_stage *s)
 {
     te_attention_problem *p = &s->problem;
     te_tensor *const inputs[TE_NODE_INPUTS] = {
         &p->query, &p->key, &p->value, &p->mask, &p->bias, &p->query_lengths, &p->key_lengths};
     for (int i = 0; i < TE_NODE_INPUTS; i++) {
-        if (s->node->inputs[i] >= 0) *inputs[i] = *next_buffer(s);
+        if (s->node->inputs[i] < 0) continue;
+        *inputs[i] = i < 3 ? heads_last(*next_buffer(s)) : *next_buffer(s);
     }
     p->scale = (float)s->node->numbers[0];
     p->dropout = (float)s->node->numbers[1];
@@ -145,7 +157,8 @@ static te_status attend_backward(plan_memory *memory, attention_stage *s)
     args.statistics = make_statistics(memory, s->info->node, &s->problem.query);
     for (int i = 0; i < 4; i++) {
         int32_t value = s->node->inputs[i < 3 ? i : GRAPH_BIAS];
-        if (value >= 0 && is_gradient(memory, s, value)) *grads[i] = *next_buffer(s);
+        if (value < 0 || !is_gradient(memory, s, value)) continue;
+        *grads[i] = i < 3 ? heads_last(*next_buffer(s)) : *next_buffer(s);
     }
     EXPECT(s->next == s->info->buffer_count, "%d buffers", s->info->buffer_count);
     OK(te_op_workspace(context, TE_OP_ATTENTION_BACKWARD, &args, &args.workspace_size));

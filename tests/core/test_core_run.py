@@ -322,7 +322,8 @@ def attention_tensors():
 def attend(core, lend, number, late):
     """The caller's attention: what it gives is the late output."""
     query, key, value = (lend(number[name]) for name in ("turned_at_0", "qkv_at_12", "qkv_at_24"))
-    assert query.shape == key.shape == (2, 5, native.HEADS, native.HEAD)
+    assert query.shape == key.shape == (2, native.HEADS, 5, native.HEAD)
+    query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
     output = torch.zeros(2, 5, native.HEADS, native.HEAD)
     context = core.Context(core.DEVICE_CPU)
     core.attention(query, key, value, output, scale=0.5, window_right=0, context=context)

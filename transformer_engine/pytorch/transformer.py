@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`TransformerLayer`: attention and MLP with their norms, dropouts and residuals."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,10 @@ from transformer_engine.pytorch.parallel import ContextParallel
 __all__ = ["TransformerLayer"]
 
 _NAME = "TransformerLayer"
+
+_ONE_CALL = 32 << 20
+"""Bytes of hidden states up to which a layer is one call. Beyond, each branch is: the device takes
+longer than the host, and what a branch has saved is freed when its gradients are there."""
 
 
 class TransformerLayer(ContextParallel, CompositeLayer):
@@ -303,14 +307,44 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
                 None, None, core_attention_bias_type, core_attention_bias, alibi_slopes,
                 fast_zero_fill=fast_zero_fill,
             )  # fmt: skip
-        calls = LayerCalls.of(self)
-        out: Any = NotImplemented
-        if calls is not None:
-            given = (options, None) if crossed is None else (options, crossed, None)
-            out = calls.run(self, hidden_states, given)
-        if out is NotImplemented:
-            out = self._forward_by_modules(hidden_states, options, crossed)
+        given = (options, None) if crossed is None else (options, crossed, None)
+        out = self._forward(hidden_states, given)
         return self.layernorm(out) if self.output_layernorm else out
+
+    def _forward(self, hidden_states: Tensor, options: tuple) -> Tensor:
+        """The layer but for the norm of its output; `options` are those of each branch."""
+        calls, parallel = LayerCalls.of(self), self.parallel_attention_mlp
+        parts: Sequence[Any] = (None,) * len(options)
+        if calls is not None:
+            if parallel or hidden_states.nbytes <= _ONE_CALL:
+                out = calls.run(self, hidden_states, options)
+                if out is not NotImplemented:
+                    return out
+            else:
+                parts = calls.parts
+        if parallel:
+            first = options[0].is_first_microbatch
+            made = _attend(self._modules["self_attention"], hidden_states, options[0])
+            made = made + self._modules["layernorm_mlp"](hidden_states, first)
+            return self._add(made, hidden_states, False)
+        for i, part in enumerate(parts):
+            out = NotImplemented
+            if part is not None:
+                out = part.run(self, hidden_states, options[i : i + 1])
+            if out is NotImplemented:
+                out = self._run_branch(i, hidden_states, options)
+            hidden_states = out
+        return hidden_states
+
+    def _run_branch(self, branch: int, hidden_states: Tensor, options: tuple) -> Tensor:
+        """One branch by its modules."""
+        modules = self._modules  # an attribute lookup of torch takes longer than a short operator
+        if branch == len(options) - 1:
+            made = modules["layernorm_mlp"](hidden_states, options[0].is_first_microbatch)
+        else:
+            name = "inter_attention" if branch else "self_attention"
+            made = _attend(modules[name], hidden_states, options[branch])
+        return self._add(made, hidden_states, branch > 0 or not self.output_layernorm)
 
     def _branches(self) -> tuple[Branch, ...]:
         """What the layer is made of; see `layer_call`."""
@@ -339,23 +373,6 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
             return Layer((None, None), add)
         count = 3 if self.layer_type == "decoder" else 2
         return Layer((add,) * count, None, self.apply_residual_connection_post_layernorm)
-
-    def _forward_by_modules(
-        self, hidden_states: Tensor, options: AttentionOptions, crossed: AttentionOptions | None
-    ) -> Tensor:
-        """The layer module by module, but for the norm of its output."""
-        is_first_microbatch = options.is_first_microbatch
-        modules = self._modules  # an attribute lookup of torch takes longer than a short operator
-        attended = _attend(modules["self_attention"], hidden_states, options)
-        if self.parallel_attention_mlp:
-            branches = attended + modules["layernorm_mlp"](hidden_states, is_first_microbatch)
-            return self._add(branches, hidden_states, False)
-        hidden_states = self._add(attended, hidden_states, not self.output_layernorm)
-        if crossed is not None:
-            attended = _attend(self.inter_attention, hidden_states, crossed)
-            hidden_states = self._add(attended, hidden_states, True)
-        made = modules["layernorm_mlp"](hidden_states, is_first_microbatch)
-        return self._add(made, hidden_states, True)
 
     def _add(self, made: Any, residual: Tensor, normalizes: bool) -> Tensor:
         """Add what a branch made to the residual stream.

@@ -80,16 +80,20 @@ class LayerCalls:
         Of all branches.
     calls : dict
         By key the bound call; None where the layer has to call its modules.
+    parts : tuple of LayerCalls
+        Each branch by itself, where there are several.
     """
 
-    def __init__(self, branches: tuple[Branch, ...]) -> None:
+    def __init__(self, branches: tuple[Branch, ...], first: int = 0) -> None:
         self.branches = branches
+        self._first = first
         self.modules = tuple(module for branch in branches for module in branch.modules)
         self._settings = tuple(module._bound for module in self.modules)
         others = (module for branch in branches for module in branch.others)
         self._all = (*self.modules, *others)
         self._places = tuple(self._find_places())
         self.calls: dict[tuple, _BoundLayer | None] = {}
+        self.parts: tuple[LayerCalls, ...] = ()
 
     @classmethod
     def of(cls, layer: Any) -> "LayerCalls | None":
@@ -103,6 +107,8 @@ class LayerCalls:
             if branches and all(isinstance(m, ComposedModule) for b in branches for m in b.modules):
                 known = cls(branches)
                 known = known if known._hold() else None
+            if known is not None and len(branches) > 1:
+                known.parts = tuple(cls((branch,), i) for i, branch in enumerate(branches))
             layer.__dict__["_calls"] = known
         return known
 
@@ -193,6 +199,7 @@ class LayerCalls:
     ) -> _BoundLayer | None:
         """Find out what applies to a call of the layer; None where it has to call its modules."""
         made = layer._layer()
+        made = made._replace(adds=made.adds[self._first :][: len(self.branches)])
         calls = self._module_calls(made, inp, attending)
         if calls is None:
             return None
