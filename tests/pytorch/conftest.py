@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every test of the front end begins and ends without FP8 state and without our variables."""
 
+import sys
+
 import pytest
 import torch
 
 import transformer_engine.pytorch as te
+from transformer_engine import _core
 from transformer_engine.common import config
 
 
@@ -42,3 +45,34 @@ def backend(request, device, monkeypatch):
     for name, value in zip(("FLASH", "FUSED"), FLASH_AND_FUSED[request.param], strict=True):
         monkeypatch.setenv(f"NVTE_{name}_ATTN", value)
     return request.param
+
+
+class _Noting:
+    """The extension module; calls of what runs on tensors are noted."""
+
+    RUN = ("run", "run_staged", "attention", "attention_backward", "dropout_add", "rope", "norm")
+
+    def __init__(self, found):
+        self._found = found
+
+    def __getattr__(self, name):
+        value = getattr(_core, name)
+        if name not in self.RUN:
+            return value
+
+        def noted(*args, **kwargs):
+            self._found.append(name)
+            return value(*args, **kwargs)
+
+        return noted
+
+
+@pytest.fixture
+def native_runs(monkeypatch):
+    """Names of the calls of plans and operators that the package makes."""
+    found = []
+    noting = _Noting(found)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformer_engine.pytorch") and getattr(module, "_core", None) is _core:
+            monkeypatch.setattr(module, "_core", noting)
+    return found

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers run as one call, in parts, and module by module: what all three must give alike."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from pytorch.attention_model import randomise
+from pytorch.helpers import RECIPES, assert_same_bits, counted, states_of
+from tols import BF16, F32
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.module.layer_call import LayerCalls
+
+HIDDEN, FFN, HEADS, LENGTH, SOURCE, BATCH = 32, 64, 4, 6, 9, 2
+LAYER, ATTENTION = "TransformerLayer", "MultiheadAttention"
+
+
+def dtype_of(device, recipe=None):
+    """Of a layer that runs as one call: on a GPU, fp32 without FP8 asks for TF32 at each call."""
+    return F32 if device == "cpu" and recipe is None else BF16
+
+
+def region(recipe):
+    """`autocast` with the recipe of a name, or nothing."""
+    return contextlib.nullcontext() if recipe is None else te.autocast(recipe=RECIPES[recipe]())
+
+
+def make_layer(device, dtype=F32, **options):
+    """A `TransformerLayer` without dropout unless told, with random parameters."""
+    given = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": dtype, **options}
+    layer = te.TransformerLayer(HIDDEN, FFN, HEADS, device=device, **given)
+    randomise(layer)
+    return layer
+
+
+def make_attention(device, dtype=F32, **options):
+    """A `MultiheadAttention` likewise."""
+    given = {"attention_dropout": 0.0, "params_dtype": dtype, **options}
+    layer = te.MultiheadAttention(HIDDEN, HEADS, device=device, **given)
+    randomise(layer)
+    return layer
+
+
+def form_of(layer):
+    """Format of the inputs."""
+    return getattr(layer, "attn_input_format", None) or layer.qkv_format
+
+
+def is_crossed(layer):
+    """Whether it takes ``encoder_output``."""
+    return getattr(layer, "layer_type", None) == "decoder" or (
+        getattr(layer, "attention_type", None) == "cross"
+    )
+
+
+def states(layer, length=LENGTH, batch=BATCH, dtype=None):
+    """Random states that want a gradient."""
+    parameter = next(layer.parameters())
+    shape = (length, batch) if form_of(layer) == "sbhd" else (batch, length)
+    made = torch.randn(*shape, HIDDEN).to(parameter.device, dtype or parameter.dtype)
+    return made.requires_grad_()
+
+
+def inputs_of(layer, **given):
+    """Arguments of a call by name: the states, those of the source where it takes one, others."""
+    given = {"hidden_states": states(layer), **given}
+    if is_crossed(layer) and "encoder_output" not in given:
+        given["encoder_output"] = states(layer, SOURCE)
+    return given
+
+
+# ---- which way a layer runs ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def watched():
+    """Note (class of the layer, it runs as one call) of each call in the block."""
+    found = []
+    of, run = LayerCalls.of.__func__, LayerCalls.run
+
+    def noted_of(cls, layer):
+        calls = of(cls, layer)
+        if calls is None:
+            found.append((type(layer).__name__, False))
+        return calls
+
+    def noted_run(calls, layer, *given):
+        out = run(calls, layer, *given)
+        found.append((type(layer).__name__, out is not NotImplemented))
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerCalls, "of", classmethod(noted_of))
+        patch.setattr(LayerCalls, "run", noted_run)
+        yield found
+
+
+@contextlib.contextmanager
+def by_modules():
+    """Every layer calls its modules in the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerCalls, "of", classmethod(lambda cls, layer: None))
+        yield
+
+
+@contextlib.contextmanager
+def in_parts(layer):
+    """A `TransformerLayer` calls its modules in the block; its attention may run as one call."""
+    mlp = getattr(layer, "layernorm_mlp", None)
+    if mlp is None:
+        yield
+        return
+    with mlp.register_forward_hook(lambda *_: None):
+        yield
+
+
+def assert_whole(layer, **given):
+    """Assert that the next call is one; return its result."""
+    return _assert_way(layer, True, given)
+
+
+def assert_modules(layer, **given):
+    """Assert that the next call calls the modules; return its result."""
+    return _assert_way(layer, False, given)
+
+
+def _assert_way(layer, whole, given):
+    with watched() as found:
+        out = layer(**given)
+    assert found[0] == (type(layer).__name__, whole), found
+    return out
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def _fresh(given, step):
+    """The arguments of a step, the differentiable ones as new leaves with values of their own."""
+    fresh, leaves = {}, {}
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and name != _ANGLES:
+            wants = value.requires_grad
+            value = (value.detach() * (1 + step)).requires_grad_(wants)
+            leaves[name] = value
+        fresh[name] = value
+    return fresh, leaves
+
+
+_ANGLES = "rotary_pos_emb"
+
+
+def _tensors(out):
+    return [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
+
+
+def backward(outs):
+    """Run the backward of results with gradients that are the same each time."""
+    generator = torch.Generator().manual_seed(7)
+    found = [out for out in outs if out.requires_grad]
+    grads = [torch.randn(out.shape, generator=generator).to(out) for out in found]
+    if found:
+        torch.autograd.backward(found, grads)
+
+
+def random_states(device):
+    """States of the generators."""
+    found = [torch.get_rng_state()]
+    return found + ([torch.cuda.get_rng_state()] if device == "cuda" else [])
+
+
+def train(layer, given, recipe=None, steps=3):
+    """Run steps: of each the results, all gradients, scaling state and random states."""
+    results = []
+    for step in range(steps):
+        layer.zero_grad()
+        fresh, leaves = _fresh(given, step)
+        with region(recipe):
+            outs = _tensors(layer(**fresh))
+        backward(outs)
+        results.append(
+            {
+                "outputs": [out.detach().clone() for out in outs],
+                "inputs": {name: leaf.grad for name, leaf in leaves.items()},
+                "parameters": {name: p.grad for name, p in layer.named_parameters()},
+                "state": states_of(layer),
+                "random": random_states(outs[0].device.type),
+            }
+        )
+    return results
+
+
+def assert_ways_agree(layer, given, *, recipe=None, whole=True, steps=3, start=lambda: None):
+    """Assert that a layer runs as one call or not, and that all ways give the same bits.
+
+    Parameters
+    ----------
+    layer : Module
+        Left as it is: copies of it run.
+    given : dict
+        Arguments of the call by name. Floating tensors differ from step to step.
+    recipe : str, optional
+        In RECIPES.
+    whole : bool
+        The layer is expected to run as one call.
+    steps : int
+        How many.
+    start : callable
+        Called before the steps of each way.
+
+    Returns
+    -------
+    list of dict
+        As of `train`.
+    """
+    seed = int(torch.randint(2**31, ()))
+
+    def run(way):
+        own = copy.deepcopy(layer)
+        te.reset()
+        torch.manual_seed(seed)
+        start()
+        with way(own), counted() as gemms:
+            return train(own, given, recipe, steps), (gemms.fp8, gemms.other)
+
+    with watched() as found:
+        ours, gemms = run(lambda _: contextlib.nullcontext())
+    own = [taken for name, taken in found if name == type(layer).__name__]
+    assert own == [whole] * steps, found
+    for way in (lambda _: by_modules(), in_parts):
+        theirs, others = run(way)
+        assert gemms == others
+        for step, pair in enumerate(zip(ours, theirs, strict=True)):
+            assert_same_bits(*pair, f"step {step}: ")
+    return ours
