@@ -73,6 +73,9 @@ def native_runs(monkeypatch):
     found = []
     noting = _Noting(found)
     for name, module in list(sys.modules.items()):
-        if name.startswith("transformer_engine.pytorch") and getattr(module, "_core", None) is _core:
+        if (
+            name.startswith("transformer_engine.pytorch")
+            and getattr(module, "_core", None) is _core
+        ):
             monkeypatch.setattr(module, "_core", noting)
     return found

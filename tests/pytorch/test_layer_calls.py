@@ -75,7 +75,11 @@ LAYERS = {
 DECODERS = {
     "plain": {},
     **BOTH_ATTENTIONS,
-    "groups, fused": {"num_gqa_groups": 1, "fuse_qkv_params": True, "qkv_weight_interleaved": False},
+    "groups, fused": {
+        "num_gqa_groups": 1,
+        "fuse_qkv_params": True,
+        "qkv_weight_interleaved": False,
+    },
     "bshd": {"attn_input_format": "bshd", **FUSED},
     "dropped": DROPS,
     "post-residual": {"apply_residual_connection_post_layernorm": True, **DROPS},
@@ -145,13 +149,6 @@ def test_dtypes_and_recipes(device, layer_type, dtype, recipe):
     layer = make_layer(device, dtype, layer_type=layer_type, **DROPS)
     may_use_tf32 = device == "cuda" and dtype is F32 and recipe is None
     assert_ways_agree(layer, inputs_of(layer), recipe=recipe, whole=not may_use_tf32)
-
-
-def test_parameters_in_another_dtype_than_the_input(device):
-    """The modules promote or refuse it; so does the layer."""
-    layer = make_layer(device, F32)
-    x = states(layer, dtype=BF16)
-    assert_ways_agree(layer, {"hidden_states": x}, recipe="current")
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
@@ -417,9 +414,21 @@ def test_angles_with_gradients_call_the_modules(device):
     """The plan gives angles no gradient, so the modules say what becomes of it."""
     layer = make_layer(device, dtype_of(device))
     learned = angles(device).requires_grad_()
-    with watched() as found:
+    with watched() as found, pytest.raises(NotImplementedError, match="gradients of freqs"):
         layer(states(layer), rotary_pos_emb=learned)
     assert found[0] == (LAYER, False)
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_rotary_positions_of_a_decoder(device, form):
+    """Both attentions are given tensors of their own."""
+    options = {"layer_type": "decoder", "attn_input_format": form}
+    layer = make_layer(device, dtype_of(device), **options, **DROPS)
+    pair = ANGLES["pair"](device)
+    assert_ways_agree(layer, inputs_of(layer, rotary_pos_emb=pair))
+    masks = {**padded("padding_causal", True)(device), **TO_SOURCE["masks"](device)}
+    given = inputs_of(layer, rotary_pos_emb=pair, **masks)
+    assert_ways_agree(layer, given, whole=device == "cpu")
 
 
 # ---- what has a gradient -------------------------------------------------------------------------

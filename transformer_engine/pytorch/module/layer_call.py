@@ -153,15 +153,16 @@ class LayerCalls:
         if key is None or inp.dim() != 3 or dispatch_modes():
             return NotImplemented
         attending: list[Attending | None] = []
-        key = (key, layer._layer_key())
+        key, attended = (key, layer._layer_key()), ()
         for branch, given in zip(self.branches, options, strict=True):
             how = None
             if branch.attention is not None:
                 how = branch.attention._attending(inp, given)
                 if how is None:
                     return NotImplemented
-                key, tensors = (*key, how.key), (tensors[0], *how.tensors, *tensors[1:])
+                key, attended = (*key, how.key), (*attended, *how.tensors)
             attending.append(how)
+        tensors = (tensors[0], *attended, *tensors[1:])
         bound = self.calls.get(key, _UNKNOWN)
         if bound is None:
             return NotImplemented
