@@ -14,6 +14,9 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.module.layer_call import LayerCalls
 
 HIDDEN, FFN, HEADS, LENGTH, SOURCE, BATCH = 32, 64, 4, 6, 9, 2
+RECIPE_NAMES = [None, "delayed", "current"]
+DROPS = {"hidden_dropout": 0.3, "attention_dropout": 0.2, "drop_path_rate": 0.25}
+FUSED = {"fuse_qkv_params": True}
 LAYER, ATTENTION = "TransformerLayer", "MultiheadAttention"
 
 

@@ -13,28 +13,25 @@ import torch
 from pytorch.layer_ways import (
     ATTENTION,
     BATCH,
+    DROPS,
+    FUSED,
     HEADS,
-    HIDDEN,
     LAYER,
     LENGTH,
+    RECIPE_NAMES,
     SOURCE,
     assert_ways_agree,
     dtype_of,
     inputs_of,
     make_attention,
     make_layer,
-    region,
     states,
     watched,
 )
 from tols import BF16, F16, F32
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 
-RECIPE_NAMES = [None, "delayed", "current"]
-DROPS = {"hidden_dropout": 0.3, "attention_dropout": 0.2, "drop_path_rate": 0.25}
-FUSED = {"fuse_qkv_params": True}
 APART = {"fuse_qkv_params": True, "qkv_weight_interleaved": False}
 BOTH_ATTENTIONS = {
     "fused": FUSED,
@@ -429,117 +426,3 @@ def test_rotary_positions_of_a_decoder(device, form):
     masks = {**padded("padding_causal", True)(device), **TO_SOURCE["masks"](device)}
     given = inputs_of(layer, rotary_pos_emb=pair, **masks)
     assert_ways_agree(layer, given, whole=device == "cpu")
-
-
-# ---- what has a gradient -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recipe", [None, "delayed"])
-@pytest.mark.parametrize("kind", ["encoder", "decoder", "dropped", "parallel", "attention"])
-def test_any_subset_of_parameters_is_frozen(device, rng, kind, recipe):
-    """Each alone, all but each, and random ones; with a gradient of the input and without."""
-    dtype = dtype_of(device, recipe)
-    options = {
-        "decoder": {"layer_type": "decoder"},
-        "dropped": {**DROPS, **FUSED},
-        "parallel": {"parallel_attention_mlp": True},
-    }.get(kind, {})
-    if kind == "attention":
-        layer = make_attention(device, dtype, input_layernorm=True, **FUSED)
-    else:
-        layer = make_layer(device, dtype, **options)
-    names = [name for name, _ in layer.named_parameters()]
-    one = names[rng.integers(len(names))]
-    subsets = [{one}, set(names) - {one}, set(), set(names)]
-    subsets += [set(rng.choice(names, len(names) // 2, replace=False)) for _ in range(3)]
-    for wanted in subsets:
-        for name, parameter in layer.named_parameters():
-            parameter.requires_grad_(name in wanted)
-        given = inputs_of(layer)
-        for name in ("hidden_states", "encoder_output"):
-            if name in given:
-                given[name].requires_grad_(bool(rng.integers(2)))
-        assert_ways_agree(layer, given, recipe=recipe, steps=2)
-
-
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("wanted", [(), ("hidden_states",), ("encoder_output",)])
-def test_gradients_of_the_inputs(device, wanted, recipe):
-    layer = make_layer(device, dtype_of(device, recipe), layer_type="decoder")
-    given = inputs_of(layer)
-    for name in ("hidden_states", "encoder_output"):
-        given[name].requires_grad_(name in wanted)
-    found = assert_ways_agree(layer, given, recipe=recipe)
-    for name in ("hidden_states", "encoder_output"):
-        assert (found[-1]["inputs"][name] is not None) == (name in wanted)
-
-
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(device, mode, recipe):
-    layer = make_layer(device, dtype_of(device, recipe), **DROPS)
-    given = inputs_of(layer)
-    given["hidden_states"].requires_grad_(False)
-    with mode():
-        assert_ways_agree(layer, given, recipe=recipe)
-
-
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("layer_type", ["encoder", "decoder"])
-def test_eval(device, layer_type, recipe):
-    layer = make_layer(device, dtype_of(device, recipe), layer_type=layer_type, **DROPS).eval()
-    assert_ways_agree(layer, inputs_of(layer), recipe=recipe)
-
-
-# ---- dropout from other generators ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_tracker(device, kind, monkeypatch):
-    """Attention dropout is drawn inside of the tracker's fork, hidden dropout is not."""
-    if device == "cpu":  # the tracker swaps the CPU's state where there is no CUDA device
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    tracker = CudaRNGStatesTracker()
-    tracker.add("model-parallel-rng", 1234)
-    begin = tracker.get_states()
-    ends = []
-
-    def start():
-        ends.append(tracker.get_states())
-        tracker.set_states(begin)
-
-    layer = make_layer(
-        device, dtype_of(device), layer_type=kind, get_rng_state_tracker=lambda: tracker, **DROPS
-    )
-    assert_ways_agree(layer, inputs_of(layer), start=start)
-    start()
-    assert len(ends) == 4 and not torch.equal(*(s["model-parallel-rng"] for s in ends[:2]))
-    for end in ends[2:]:
-        assert torch.equal(end["model-parallel-rng"], ends[1]["model-parallel-rng"])
-
-
-# ---- one native call each ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("layer_type", ["encoder", "decoder"])
-def test_one_native_run_forward_and_one_backward(device, layer_type, recipe, native_runs):
-    options = {"layer_type": layer_type, **DROPS}
-    layer = make_layer(device, dtype_of(device, recipe), **options)
-    given = inputs_of(layer)
-    for _ in range(2):
-        native_runs.clear()
-        with region(recipe):
-            out = layer(**given)
-        assert len(native_runs) == 1, native_runs
-        out.sum().backward()
-        assert len(native_runs) == 2, native_runs
-
-
-@pytest.mark.parametrize("sizes", [(1, BATCH), (LENGTH, 1), (1, 1), (0, BATCH), (LENGTH, 0)])
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_sizes(device, sizes, recipe):
-    """Also none at all: then the modules say what comes out."""
-    layer = make_layer(device, dtype_of(device, recipe), **DROPS)
-    x = torch.randn(*sizes, HIDDEN, device=device, dtype=dtype_of(device, recipe))
-    assert_ways_agree(layer, {"hidden_states": x.requires_grad_()}, recipe=recipe)

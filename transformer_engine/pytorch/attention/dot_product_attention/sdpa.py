@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch's fused attention: `torch.nn.functional.scaled_dot_product_attention`.
 
-`forward` and `backward` are what that does for one of its fused kernels and what autograd does for
-its gradient, for attention in the middle of a native run.
+`forward` and `backward` are what that does and what autograd does for its gradient, for attention
+in the middle of a native run; a fused kernel of a GPU is called without autograd.
 """
 
 import torch
@@ -17,9 +17,9 @@ _aten = torch.ops.aten
 _FLASH, _EFFICIENT, _CUDNN = 1, 2, 3
 """Numbers of `torch.nn.attention.SDPBackend`."""
 
-Kept = tuple[int, tuple[Tensor, ...]]
+Kept = tuple[int | tuple[Tensor, ...], tuple[Tensor, ...]]
 """Which kernel ran, and what its gradient needs: the logarithms of the sums, and two of the random
-numbers."""
+numbers. Of others the output, with its graph, and query, key and value; nothing more."""
 
 
 def attend(
@@ -44,7 +44,7 @@ def runs(channels: tuple[int, int]) -> bool:
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, settings: tuple[float, bool, float], records: bool
-) -> tuple[Tensor, Kept | None]:
+) -> tuple[Tensor, Kept]:
     """`attend` by the kernel that torch chooses; arguments as of that.
 
     Parameters
@@ -60,8 +60,8 @@ def forward(
     -------
     output : Tensor
         [batch, heads, queries, channels].
-    kept : Kept or None
-        For `backward`; None where torch chooses no fused kernel: nothing has run.
+    kept : Kept
+        For `backward`.
     """
     dropout, causal, scale = settings
     if records:
@@ -71,6 +71,12 @@ def forward(
     kind = torch._fused_sdp_choice(
         query, key, value, None, dropout, causal, scale=scale, enable_gqa=grouped
     )
+    if not query.is_cuda or kind not in (_FLASH, _CUDNN, _EFFICIENT):
+        with torch.set_grad_enabled(records):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, None, dropout, causal, scale=scale, enable_gqa=grouped
+            )
+        return out.detach(), ((out, query, key, value), ())
     if kind == _FLASH:
         out, sums, _, _, _, _, *random, _ = torch._scaled_dot_product_flash_attention(
             query, key, value, dropout, causal, False, scale=scale
@@ -79,15 +85,9 @@ def forward(
         out, sums, _, _, _, _, *random, _ = torch._scaled_dot_product_cudnn_attention(
             query, key, value, None, records, dropout, causal, False, scale=scale
         )
-    elif kind == _EFFICIENT:
+    else:
         out, sums, *random = torch._scaled_dot_product_efficient_attention(
             query, key, value, None, records, dropout, causal, scale=scale
-        )
-    else:
-        raise NotImplementedError(
-            f"scaled_dot_product_attention: torch chooses kernel {kind} for query "
-            f"{tuple(query.shape)} {query.dtype}, key {tuple(key.shape)}: a layer runs its fused "
-            "kernels alone; allow one of them (torch.nn.attention.sdpa_kernel)"
         )
     return out, (kind, (sums, *random))
 
@@ -110,7 +110,10 @@ def backward(
         As of `forward`.
     """
     dropout, causal, scale = settings
-    kind, (sums, *random) = kept
+    kind, found = kept
+    if isinstance(kind, tuple):
+        return torch.autograd.grad(kind[0], kind[1:], grad, retain_graph=True)
+    sums, *random = found
     lengths = tensors[0].shape[2], tensors[1].shape[2]
     if kind == _FLASH:
         return _aten._scaled_dot_product_flash_attention_backward(
