@@ -18,13 +18,7 @@ __all__ = ["autocast", "fp8_autocast", "get_default_recipe"]
 
 
 def get_default_recipe() -> Recipe:
-    """Recipe of an `autocast` that names none: `DelayedScaling()`.
-
-    Returns
-    -------
-    Recipe
-        A new object.
-    """
+    """Recipe of an `autocast` that names none: a new `DelayedScaling()`."""
     return DelayedScaling()
 
 
@@ -161,17 +155,9 @@ class autocast:  # noqa: N801 - the name that users know
         self._outer: tuple | None = None
 
     def __call__(self, function: Callable) -> Callable:
-        """Decorate a function: each of its calls runs in a region of its own.
+        """Decorate a function or method: each of its calls runs in a region of its own.
 
-        Parameters
-        ----------
-        function : callable
-            A function or method, no generator and no coroutine.
-
-        Returns
-        -------
-        callable
-            The function inside a region.
+        Neither a generator nor a coroutine can be decorated.
         """
         _refuse_generators(function)
         settings = (self._enabled, self._calibrating, self._recipe, self._group)
@@ -238,21 +224,8 @@ def fp8_autocast(
 ) -> autocast:
     """`autocast` under its older name and argument names.
 
-    Parameters
-    ----------
-    enabled, calibrating : bool
-        As of `autocast`.
-    fp8_recipe : Recipe, optional
-        `recipe` of `autocast`.
-    fp8_group : torch.distributed.ProcessGroup, optional
-        `amax_reduction_group` of `autocast`.
-    **renamed
-        ``recipe`` and ``amax_reduction_group``, the newer names of the two above.
-
-    Returns
-    -------
-    autocast
-        A region to enter.
+    `fp8_recipe` is its `recipe`, `fp8_group` its `amax_reduction_group`; these newer names are
+    accepted as well.
     """
     unknown = set(renamed) - {"recipe", "amax_reduction_group"}
     if unknown:

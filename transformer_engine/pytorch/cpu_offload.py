@@ -50,12 +50,7 @@ def get_cpu_offload_context(enabled: bool = False, *args: Any, **options: Any) -
     """(context, function to call on each layer's output): only the disabled form is built.
 
     A context that changes nothing and the identity; and None with ``manual_synchronization``, the
-    only option that is read.
-
-    Raises
-    ------
-    NotImplementedError
-        Where enabled.
+    only option that is read. NotImplementedError where enabled.
     """
     if enabled:
         raise absent.refusal("pytorch.cpu_offload.get_cpu_offload_context", "(enabled=True)")

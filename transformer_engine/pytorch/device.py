@@ -37,17 +37,8 @@ def _answer(available: bool, reason: str, return_reason: bool) -> bool | tuple[b
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """Whether FP8 GEMMs run natively on the current device.
 
-    The CPU backend computes FP8 everywhere as a reference; it does not count as native.
-
-    Parameters
-    ----------
-    return_reason : bool, default False
-        Say why not as well.
-
-    Returns
-    -------
-    bool or (bool, str)
-        The answer; the reason is empty where it is True.
+    The CPU backend computes FP8 everywhere as a reference; it does not count as native. With
+    `return_reason` the answer and why not, empty where it is True.
     """
     capability = get_device_compute_capability()
     if capability == (0, 0):
@@ -83,18 +74,9 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[
 def is_available(name: str, return_reason: bool = False) -> bool | tuple[bool, str]:
     """Whether a name of NVIDIA Transformer Engine is built, rather than importable alone.
 
-    Parameters
-    ----------
-    name : str
-        Dotted, a full name or one relative to ``transformer_engine.pytorch``: "GroupedLinear",
-        "permutation.moe_permute", "transformer_engine.common.recipe.MXFP8BlockScaling".
-    return_reason : bool, default False
-        Say why not as well, and what to do instead; the result is as of `is_fp8_available`.
-
-    Raises
-    ------
-    TypeError
-        `name` is no string.
+    The name is dotted, a full one or relative to ``transformer_engine.pytorch``: "GroupedLinear",
+    "permutation.moe_permute", "transformer_engine.common.recipe.MXFP8BlockScaling"; TypeError for
+    no string. With `return_reason` also why not, and what to do instead, as of `is_fp8_available`.
     """
     if not isinstance(name, str):
         raise TypeError(f"is_available: name={name!r}, expected a string such as 'GroupedLinear'")

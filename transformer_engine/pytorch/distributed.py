@@ -64,13 +64,6 @@ class CudaRNGStatesTracker:
     So ranks draw equal numbers for what they share and different ones for what they do not. The
     state is that of the current CUDA device, or of the CPU where there is no CUDA device; on a
     machine with a GPU, the CPU's generator is left alone.
-
-    Attributes
-    ----------
-    states_ : dict of str to Tensor
-        uint8 states by name.
-    seeds_ : set of int
-        Seeds that were given.
     """
 
     def __init__(self) -> None:
@@ -79,8 +72,8 @@ class CudaRNGStatesTracker:
 
     def reset(self) -> None:
         """Forget all names."""
-        self.states_: dict[str, Tensor] = {}
-        self.seeds_: set[int] = set()
+        self.states_: dict[str, Tensor] = {}  # uint8 states by name
+        self.seeds_: set[int] = set()  # that were given
 
     def get_states(self) -> dict[str, Tensor]:
         """The states by name, in a new dictionary."""
@@ -93,17 +86,8 @@ class CudaRNGStatesTracker:
     def add(self, name: str, seed: int) -> None:
         """Begin a state from a seed; the generator itself stays as it is.
 
-        Parameters
-        ----------
-        name : str
-            A new name.
-        seed : int
-            A new seed: equal seeds would draw equal numbers.
-
-        Raises
-        ------
-        RuntimeError
-            The name or the seed is there already.
+        RuntimeError where the name or the seed is there already: equal seeds would draw equal
+        numbers.
         """
         if seed in self.seeds_:
             raise RuntimeError(f"CudaRNGStatesTracker.add: seed {seed} is there already")
@@ -120,18 +104,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Draw from a named state inside a ``with`` block.
-
-        Parameters
-        ----------
-        name : str, default "model-parallel-rng"
-            A name that was added.
-
-        Raises
-        ------
-        KeyError
-            It was not.
-        """
+        """Draw from a named state in a ``with`` block; KeyError where it was not added."""
         if name not in self.states_:
             raise KeyError(
                 f"CudaRNGStatesTracker.fork: no state {name!r}, there are {sorted(self.states_)}; "
@@ -201,12 +174,9 @@ def _alone(inp: Tensor, output: Tensor | None) -> Tensor:
 
 
 def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[Tensor, Any]:
-    """Sum a tensor over a group, in place.
+    """Sum a tensor over a group, in place; return it and a handle or None.
 
-    Returns
-    -------
-    (Tensor, handle or None)
-        The handle of an asynchronous call is to be waited for.
+    The handle of an asynchronous call is to be waited for.
     """
     if get_distributed_world_size(tp_group) == 1:
         return inp, None
@@ -221,30 +191,11 @@ def gather_along_first_dim(
     quantizer: Any = None,
     output_tensor: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    """Put the tensors of all ranks one below the other.
+    """Put the tensors [n, ...] of all ranks, of one shape, one below the other: [ranks * n, ...].
 
-    Parameters
-    ----------
-    inp : Tensor
-        [n, ...], of one shape on all ranks.
-    process_group : ProcessGroup
-        The ranks; None: all.
-    async_op : bool, default False
-        Return before it is done.
-    quantizer : None
-        Quantized tensors are not there yet.
-    output_tensor : Tensor, optional
-        [ranks * n, ...], contiguous, to be written.
-
-    Returns
-    -------
-    (Tensor, handle or None)
-        [ranks * n, ...]. The handle of an asynchronous call is to be waited for.
-
-    Raises
-    ------
-    NotImplementedError
-        For a quantizer.
+    `process_group` None: all ranks. `output_tensor`, contiguous, is written where it is given.
+    Returns it and a handle or None; that of an asynchronous call is to be waited for. Quantized
+    tensors are not there yet: NotImplementedError for a quantizer.
     """
     if quantizer is not None:
         raise absent.refusal("pytorch.distributed.gather_along_first_dim", "(quantizer=...)")
@@ -283,16 +234,9 @@ def reduce_scatter_along_first_dim(
 def split_tensor_into_1d_equal_chunks(
     tensor: Tensor, tp_group: Any, new_buffer: bool = False
 ) -> Tensor:
-    """Part of a tensor's elements, that of this rank, as a row.
+    """Part of a tensor's elements, that of this rank, as a row; `new_buffer`: as a copy.
 
-    Parameters
-    ----------
-    tensor : Tensor
-        Its elements divide by the ranks.
-    tp_group : ProcessGroup
-        The ranks.
-    new_buffer : bool, default False
-        A copy rather than a view.
+    ValueError where the elements do not divide by the ranks.
     """
     world = get_distributed_world_size(tp_group)
     if tensor.numel() % world != 0:
@@ -316,10 +260,7 @@ def set_tensor_model_parallel_attributes(
 ) -> None:
     """Say on a parameter how it is split over the ranks of tensor parallelism.
 
-    Raises
-    ------
-    RuntimeError
-        It has been said.
+    RuntimeError where it has been said.
     """
     names = ("tensor_model_parallel", "partition_dim", "partition_stride")
     for name in names:

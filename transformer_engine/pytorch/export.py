@@ -19,10 +19,7 @@ def _nothing() -> Iterator[None]:
 def onnx_export(enabled: bool = False) -> contextlib.AbstractContextManager:
     """Make modules exportable inside: only the disabled form, which changes nothing, is built.
 
-    Raises
-    ------
-    NotImplementedError
-        Where enabled.
+    NotImplementedError where enabled.
     """
     if enabled:
         raise absent.refusal("pytorch.export.onnx_export", "(enabled=True)")

@@ -45,10 +45,7 @@ def lazy_compile(function: Callable) -> Callable:
 def no_torch_dynamo(recursive: bool = True) -> Callable[[Callable], Callable]:
     """A decorator that keeps a function out of graphs of `torch.compile`.
 
-    Parameters
-    ----------
-    recursive : bool, default True
-        The functions that it calls, too.
+    With `recursive` the functions that it calls, too.
     """
     return lambda function: torch.compiler.disable(function, recursive=recursive)
 
@@ -94,10 +91,7 @@ def l2normalization_fused(x: Tensor, eps: float) -> Tensor:
 def get_bias_dropout_add(training: bool) -> Callable:
     """A function ``f(x, bias, residual, prob)``: residual + dropout(x + bias).
 
-    Parameters
-    ----------
-    training : bool
-        Drop.
+    Nothing is dropped unless `training`.
     """
 
     def run(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float) -> Tensor:

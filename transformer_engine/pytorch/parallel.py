@@ -79,19 +79,9 @@ class TensorParallel:
         self.ub_name = ub_name
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Take a group, for this module and the modules inside.
+        """Take a group of one rank, or None, for this module and the modules inside.
 
-        Parameters
-        ----------
-        tp_group : ProcessGroup or None
-            Of one rank.
-
-        Raises
-        ------
-        TypeError
-            It is no process group.
-        NotImplementedError
-            It has more than one rank.
+        TypeError for no process group, NotImplementedError for one of more ranks.
         """
         _check_group(type(self).__name__, "tp_group", tp_group)
         for module in self.modules():

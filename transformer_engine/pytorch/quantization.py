@@ -73,20 +73,9 @@ def check_fp8_block_scaling_support() -> tuple[bool, str]:
 def check_recipe_support(recipe: Recipe) -> None:
     """Raise where a recipe can not run here.
 
-    Parameters
-    ----------
-    recipe : Recipe
-        Any recipe.
-
-    Raises
-    ------
-    TypeError
-        It is no recipe.
-    NotImplementedError
-        The recipe is not built yet.
-    RuntimeError
-        The CUDA device has no FP8 GEMMs. Without a CUDA device the CPU backend runs every recipe
-        as a reference.
+    TypeError for no recipe, NotImplementedError for one that is not built yet, RuntimeError where
+    the CUDA device has no FP8 GEMMs. Without a CUDA device the CPU backend runs every recipe as a
+    reference.
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe: {type(recipe).__name__} object, expected a recipe")
@@ -137,11 +126,7 @@ def quantized_model_init(
     """Make modules with quantized parameters inside: only the disabled form is built.
 
     With ``enabled=False`` a context that changes nothing; the other arguments are not read.
-
-    Raises
-    ------
-    NotImplementedError
-        Where enabled.
+    NotImplementedError where enabled.
     """
     del recipe, preserve_high_precision_init_val
     if enabled:
@@ -309,13 +294,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
-        """Let captured graphs keep their quantized weights: only False is built.
-
-        Raises
-        ------
-        NotImplementedError
-            For True.
-        """
+        """Let captured graphs keep quantized weights: NotImplementedError for True."""
         if skip:
             raise absent.refusal(
                 "pytorch.quantization.FP8GlobalStateManager.set_skip_fp8_weight_update_tensor",

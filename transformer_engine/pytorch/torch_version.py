@@ -9,11 +9,5 @@ __all__ = ["torch_version"]
 
 
 def torch_version() -> tuple[int, ...]:
-    """The release of torch in use.
-
-    Returns
-    -------
-    tuple of int
-        (major, minor, patch), to be compared with tuples.
-    """
+    """The release of torch in use, (major, minor, patch), to be compared with tuples."""
     return tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:3])

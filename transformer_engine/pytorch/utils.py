@@ -181,18 +181,9 @@ class _SplitAlongDim:
         split_size_or_sections: int | Sequence[int],
         squeeze: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Views of the parts.
+        """Views of the parts, as of `torch.split`.
 
-        Parameters
-        ----------
-        mixed_x_layer : Tensor
-            Any tensor.
-        split_dim : int
-            The dim to split.
-        split_size_or_sections : int or sequence of int
-            As of `torch.split`.
-        squeeze : bool, default False
-            Drop the split dim, which is 1 in every part.
+        `squeeze` drops the split dim, which is 1 in every part.
         """
         parts = torch.split(mixed_x_layer, split_size_or_sections, dim=split_dim)
         return tuple(part.squeeze(split_dim) for part in parts) if squeeze else parts
@@ -238,20 +229,9 @@ def deinterleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
 def make_weak_ref(x: Any) -> Any:
     """Tensors that share memory with others and do not keep it alive.
 
-    Parameters
-    ----------
-    x : Tensor, number, None, or a list, tuple or dict of these
-        A CUDA tensor gives an alias; a tensor of the CPU itself.
-
-    Returns
-    -------
-    Any
-        The same structure. Reading an alias after its memory was freed reads what is there then.
-
-    Raises
-    ------
-    TypeError
-        For other objects.
+    For a tensor, a number, None, or a list, tuple or dict of these it gives the same structure: an
+    alias of a CUDA tensor, a tensor of the CPU itself. Reading an alias after its memory was freed
+    reads what is there then. TypeError for other objects.
     """
     if isinstance(x, Tensor):
         return _alias(x) if x.is_cuda else x

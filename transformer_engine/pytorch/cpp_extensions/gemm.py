@@ -49,14 +49,10 @@ def general_gemm(
         Ignored: the library finds its own. May be left out: a dtype in its place is `out_dtype`.
     out_dtype : torch.dtype, optional
         Of the result; that of `A` where None.
-    quantization_params, gelu, gelu_in
-        Quantized results and fused activations: not built, only the defaults are accepted.
-    alpha, beta
-        Only the defaults are accepted.
     accumulate : bool, default False
         Add to `out`.
     layout : str, default "TN"
-        "TN", "NN" or "NT".
+        "TN", "NN" or "NT"; ValueError for another one.
     out : Tensor, optional
         To be written.
     bias : Tensor, optional
@@ -65,20 +61,14 @@ def general_gemm(
         Ignored: sums are fp32.
     grad : bool, default False
         The product is one of a backward.
-    **options
-        ``ub``, ``ub_type``, ``extra_output``, ``bulk_overlap``: not built.
+    quantization_params, gelu, gelu_in, alpha, beta, **options
+        Quantized results, fused activations, factors, ``ub``, ``ub_type``, ``extra_output``,
+        ``bulk_overlap``: NotImplementedError for anything but the defaults.
 
     Returns
     -------
     tuple
         (result, gradient of the bias or None, None, None).
-
-    Raises
-    ------
-    ValueError
-        Another layout.
-    NotImplementedError
-        For what is not built.
     """
     del use_split_accumulator
     if isinstance(workspace, torch.dtype):

@@ -327,20 +327,11 @@ class Fp8Module(NativeModule):
         return state
 
     def set_extra_state(self, state: Tensor | None) -> None:
-        """Take over what `get_extra_state` gave.
+        """Take over what `get_extra_state` gave: 1-D uint8.
 
-        Parameters
-        ----------
-        state : Tensor or None
-            1-D uint8; None, torch's placeholder for it and an empty tensor change nothing.
-
-        Raises
-        ------
-        TypeError, ValueError
-            It is not such a tensor, it is damaged, or no training made it; the module keeps what
-            it had.
-        RuntimeError
-            It was written by another package as a pickle, which is never loaded.
+        None, torch's placeholder for it and an empty tensor change nothing. TypeError or ValueError
+        where it is not such a tensor, it is damaged, or no training made it; RuntimeError where
+        another package wrote it as a pickle, which is never loaded. The module keeps what it had.
         """
         values = unpack_state(state, self.SLOTS)
         if values is not None and (self._has_state() or not scaling.is_fresh(values)):

@@ -125,10 +125,7 @@ class WeightModule(TensorParallel, ComposedModule):
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise the parameters; those on the meta device are made on the default device first.
 
-        Parameters
-        ----------
-        defer_init : bool, default False
-            Do nothing.
+        With `defer_init` do nothing.
         """
         if defer_init:
             return

@@ -121,10 +121,7 @@ class FusedAdam(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget the gradients that `step` reads, or fill them with 0.
 
-        Parameters
-        ----------
-        set_to_none : bool, optional
-            None: what ``set_grad_none`` said, or True.
+        `set_to_none` None: what ``set_grad_none`` said, or True.
         """
         forget = self._grad_none if set_to_none is None else set_to_none
         if not self.use_decoupled_grad:
@@ -146,12 +143,7 @@ class FusedAdam(torch.optim.Optimizer):
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
         """Give a parameter its first state: means of 0 and, with masters, a copy in fp32.
 
-        Parameters
-        ----------
-        param : Tensor
-            Of one of the groups.
-        store_param_remainders : bool, default False
-            Not there yet.
+        It is one of the groups'; `store_param_remainders` is not there yet.
         """
         if store_param_remainders:
             raise absent.refusal(_PATH, ".initialize_state(store_param_remainders=True)")
@@ -188,24 +180,10 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None, grad_scaler: Any = None) -> Any:
-        """Take one step.
+        """Take one step; return what `closure` did, which computes loss and gradients again.
 
-        Parameters
-        ----------
-        closure : callable, optional
-            Computes the loss and the gradients again.
-        grad_scaler : object, optional
-            Not there yet: call ``grad_scaler.step(optimizer)``.
-
-        Returns
-        -------
-        object
-            What `closure` returned.
-
-        Raises
-        ------
-        TypeError
-            A parameter or a gradient that is sparse, or of another dtype.
+        `grad_scaler` is not there yet: call ``grad_scaler.step(optimizer)``. TypeError for a
+        parameter or a gradient that is sparse, or of another dtype.
         """
         if grad_scaler is not None:
             raise absent.refusal(_PATH, ".step(grad_scaler=...)")

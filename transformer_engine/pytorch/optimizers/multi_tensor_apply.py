@@ -25,10 +25,7 @@ __all__ = [
 class MultiTensorApply:
     """Calls an operation on lists of tensors.
 
-    Parameters
-    ----------
-    chunk_size : int
-        Handed to the operations, which do not need it.
+    `chunk_size` is handed to the operations, which do not need it.
     """
 
     available = True
@@ -40,28 +37,10 @@ class MultiTensorApply:
     def __call__(
         self, op: Callable, noop_flag_buffer: Tensor, tensor_lists: list[list[Tensor]], *args: Any
     ) -> Any:
-        """Call an operation on the tensors that have elements.
+        """Call an operation (see above) on the tensors that have elements; None where none has.
 
-        Parameters
-        ----------
-        op : callable
-            See above.
-        noop_flag_buffer : Tensor
-            [1] int32.
-        tensor_lists : list of list of Tensor
-            Of one length; DTensors stand for this rank's part.
-        *args
-            Further arguments of `op`.
-
-        Returns
-        -------
-        Any
-            What `op` returns; None where no tensor has elements.
-
-        Raises
-        ------
-        RuntimeError
-            The lists have different lengths.
+        `noop_flag_buffer` is [1] int32, `args` are further arguments of `op`. The lists have one
+        length (RuntimeError otherwise); DTensors stand for this rank's part.
         """
         if len({len(each) for each in tensor_lists}) > 1:
             lengths = [len(each) for each in tensor_lists]
@@ -88,16 +67,9 @@ def multi_tensor_scale(
 ) -> None:
     """Write ``input * scale``, computed in fp32, into the second list.
 
-    Parameters
-    ----------
-    chunk_size : int
-        Ignored.
-    noop_flag : Tensor
-        [1] int32, set to 1 where an input is not finite.
-    tensor_lists : list of two lists of Tensor
-        Inputs and outputs, of any dtypes; they may be the same tensors.
-    scale : float or Tensor
-        One number.
+    The lists are of inputs and outputs, of any dtypes; they may be the same tensors. `noop_flag`,
+    [1] int32, is set to 1 where an input is not finite, `scale` is one number; `chunk_size` is
+    ignored.
     """
     del chunk_size
     with torch.no_grad():

@@ -28,24 +28,12 @@ _COUNTERPARTS = ((torch.nn.Linear, Linear), (torch.nn.LayerNorm, LayerNorm),
 
 
 class Conversion(NamedTuple):
-    """What becomes of one module.
+    """What becomes of one module."""
 
-    Attributes
-    ----------
-    name : str
-        Its path in the model; empty for the model itself.
-    module : type
-        Its class.
-    target : type or None
-        The class that it gets; None: it stays as it is.
-    reason : str or None
-        Why it stays.
-    """
-
-    name: str
-    module: type
-    target: type | None
-    reason: str | None
+    name: str  # its path in the model; empty for the model itself
+    module: type  # its class
+    target: type | None  # the class that it gets; None: it stays as it is
+    reason: str | None  # why it stays
 
 
 class _Found:

@@ -40,15 +40,10 @@ class Counters(dict[str, int]):
 
 
 def counters() -> Counters:
-    """Return what has run since the process began or `reset_counters` was called.
+    """A copy of what has run since the process began or `reset_counters` was called.
 
     The counts are those of the process: of all models, threads and devices. What a CUDA graph
     replays is not counted, as the host does nothing then; nor is what torch runs itself.
-
-    Returns
-    -------
-    Counters
-        A copy.
     """
     return Counters(_core.counters())
 
@@ -62,11 +57,8 @@ def reset_counters() -> None:
 def counting() -> Iterator[Counters]:
     """Count what runs in a ``with`` block, in any thread.
 
-    Yields
-    ------
-    Counters
-        Empty inside the block; filled when it is left. Blocks nest. `reset_counters` inside of one
-        makes its counts meaningless.
+    It yields `Counters`, empty inside the block; filled when it is left. Blocks nest.
+    `reset_counters` inside of one makes its counts meaningless.
     """
     ran = Counters()
     before = _core.counters()
@@ -79,24 +71,13 @@ def counting() -> Iterator[Counters]:
 
 
 class Scaling(NamedTuple):
-    """Delayed-scaling state of one tensor.
+    """Delayed-scaling state of one tensor."""
 
-    Attributes
-    ----------
-    scale : float
-        What the next cast multiplies by; 1 until an amax was seen.
-    amax : float
-        Largest magnitude that the history knows.
-    history : tuple of float
-        amaxes of the finished steps, the newest first; 0 where nothing was recorded.
-    pending : float
-        amax of the casts since the last update.
-    """
-
-    scale: float
-    amax: float
+    scale: float  # what the next cast multiplies by; 1 until an amax was seen
+    amax: float  # largest magnitude that the history knows
     history: tuple[float, ...]
-    pending: float
+    """amaxes of the finished steps, the newest first; 0 where nothing was recorded."""
+    pending: float  # amax of the casts since the last update
 
 
 TENSORS = (("forward", 3, ("input", "weight")), ("backward", 2, ("grad_output",)))

@@ -16,39 +16,20 @@ from transformer_engine.pytorch.tools.skip import Skip, check_model
 
 
 class Finding(NamedTuple):
-    """A tensor that is not finite.
+    """A tensor that is not finite."""
 
-    Attributes
-    ----------
-    phase : str
-        "forward", "backward", or "state" for what `find_nonfinite` finds.
-    module : str
-        Path of the module; empty for the model itself.
-    kind : str
-        Its class.
-    tensor : str
-        What of the module it is: "input x", "output", "parameter weight", "buffer table",
-        "gradient of input x", "gradient of output", "gradient of parameter weight".
-    nan, inf, total : int
-        How many of its values are NaN, how many infinite, and how many there are.
-    index : tuple of int
-        Place of the first of them.
-    origin : bool
-        All that the module had read was finite: the values were made here.
-    note : str
-        Where they come from, as far as can be told.
-    """
-
-    phase: str
-    module: str
-    kind: str
+    phase: str  # "forward", "backward", or "state" for what `find_nonfinite` finds
+    module: str  # its path; empty for the model itself
+    kind: str  # its class
     tensor: str
-    nan: int
-    inf: int
-    total: int
-    index: tuple[int, ...]
-    origin: bool
-    note: str
+    """What of the module it is: "input x", "output", "parameter weight", "buffer table", "gradient
+    of input x", "gradient of output", "gradient of parameter weight"."""
+    nan: int  # how many of its values are NaN
+    inf: int  # how many are infinite
+    total: int  # how many there are
+    index: tuple[int, ...]  # place of the first of them
+    origin: bool  # all that the module had read was finite: the values were made here
+    note: str  # where they come from, as far as can be told
 
     def __str__(self) -> str:
         """One sentence."""
@@ -60,13 +41,7 @@ class Finding(NamedTuple):
 
 
 class NonFiniteError(FloatingPointError):
-    """Raised by `watch_finite`.
-
-    Attributes
-    ----------
-    finding : Finding
-        What was found.
-    """
+    """Raised by `watch_finite`; ``finding`` is the `Finding`."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(str(finding))

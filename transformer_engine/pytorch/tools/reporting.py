@@ -29,77 +29,37 @@ _POWER_2_WEIGHT = 1 << 1
 
 
 class GemmReport(NamedTuple):
-    """One GEMM of a linear layer.
+    """One GEMM of a linear layer."""
 
-    Attributes
-    ----------
-    name : str
-        "output", "input gradient" or "weight gradient".
-    precision : str or None
-        dtypes of its operands, "e4m3 x e4m3"; None where it did not run, or torch ran it.
-    reason : str or None
-        Why it was not in FP8, or did not run; None where it was.
-    count : int or None
-        How often it ran in the observed block; None without one.
-    """
-
-    name: str
+    name: str  # "output", "input gradient" or "weight gradient"
     precision: str | None
-    reason: str | None
-    count: int | None
+    """dtypes of its operands, "e4m3 x e4m3"; None where it did not run, or torch ran it."""
+    reason: str | None  # why it was not in FP8, or did not run; None where it was
+    count: int | None  # how often it ran in the observed block; None without one
 
 
 class TensorReport(NamedTuple):
-    """One tensor that is cast to FP8. What is not known is None.
+    """One tensor that is cast to FP8. What is not known is None."""
 
-    Attributes
-    ----------
-    name : str
-        "input", "weight" or "grad_output".
-    dtype : str
-        "e4m3" or "e5m2".
-    amax : float or None
-        Largest magnitude: of the observed block, else of the amax history.
-    scale : float or None
-        Of the last observed cast; else the one that the next cast uses.
-    saturated, flushed : float or None
-        Shares, from 0 to 1, of the values that lie beyond the format's range, and of those that are
-        not 0 and become 0.
-    """
-
-    name: str
-    dtype: str
-    amax: float | None
-    scale: float | None
-    saturated: float | None
-    flushed: float | None
+    name: str  # "input", "weight" or "grad_output"
+    dtype: str  # "e4m3" or "e5m2"
+    amax: float | None  # largest magnitude: of the observed block, else of the amax history
+    scale: float | None  # of the last observed cast; else the one that the next cast uses
+    saturated: float | None  # share, 0 to 1, of the values that lie beyond the format's range
+    flushed: float | None  # likewise of those that are not 0 and become 0
 
 
 class LayerReport(NamedTuple):
-    """One layer: a linear layer, a norm or an attention.
+    """One layer: a linear layer, a norm or an attention."""
 
-    Attributes
-    ----------
-    name : str
-        Its path; that of a part of a `LayerNormMLP` ends in ``.fc1`` or ``.fc2``.
-    kind : str
-        The class of its module.
-    shape : tuple of int
-        Of the weight; empty where there is none.
-    gemms : tuple of GemmReport
-        Of a linear layer.
-    tensors : tuple of TensorReport
-        What it casts to FP8; empty where its last call did not run in FP8.
-    note : str or None
-        What else there is to say: of a norm its precision, of an attention its backend.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    gemms: tuple[GemmReport, ...]
+    name: str  # its path; that of a part of a `LayerNormMLP` ends in ``.fc1`` or ``.fc2``
+    kind: str  # the class of its module
+    shape: tuple[int, ...]  # of the weight; empty where there is none
+    gemms: tuple[GemmReport, ...]  # of a linear layer
     tensors: tuple[TensorReport, ...]
+    """What it casts to FP8; empty where its last call did not run in FP8."""
     note: str | None
+    """What else there is to say: of a norm its precision, of an attention its backend."""
 
 
 def report(
