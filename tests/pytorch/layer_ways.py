@@ -180,7 +180,7 @@ def train(layer, given, recipe=None, steps=3):
         layer.zero_grad()
         fresh, leaves = _fresh(given, step)
         with region(recipe):
-            outs = _tensors(layer(**fresh))
+            outs = _tensors(layer(fresh.pop("hidden_states"), **fresh))
         backward(outs)
         results.append(
             {
@@ -237,3 +237,62 @@ def assert_ways_agree(layer, given, *, recipe=None, whole=True, steps=3, start=l
         for step, pair in enumerate(zip(ours, theirs, strict=True)):
             assert_same_bits(*pair, f"step {step}: ")
     return ours
+
+
+# ---- changes between two calls -------------------------------------------------------------------
+
+
+def assert_counts(layer, change, whole, *, undo=None, recipe=None, given=None):
+    """Assert that a change counts, and that of both ways the bits are the same.
+
+    Parameters
+    ----------
+    layer : Module
+        Copies of it run.
+    change : callable
+        ``change(layer)``; returns another layer, or None for the same, or what `undo` takes.
+    whole : bool
+        The layer runs as one call after it.
+    undo : callable, optional
+        ``undo(layer, changed)``: it does so again after this.
+    recipe, given
+        As of `layer_ways.assert_ways_agree`.
+    """
+    given = inputs_of(layer) if given is None else given
+    seed = int(torch.randint(2**31, ()))
+    whole = [True, whole] + [True] * (undo is not None)
+
+    def run():
+        own = copy.deepcopy(layer)
+        te.reset()
+        torch.manual_seed(seed)
+        results, ways = [], []
+        for phase, _ in enumerate(whole):
+            if phase == 1:
+                changed = change(own)
+                if isinstance(changed, type(own)):
+                    own = changed
+            elif phase == 2:
+                undo(own, changed)
+            with watched() as found:
+                results.append(train(own, given, recipe, 2))
+            ways.append([taken for name, taken in found if name == type(own).__name__])
+        return results, ways
+
+    ours, ways = run()
+    assert ways == [[way] * 2 for way in whole]
+    with by_modules():
+        theirs, _ = run()
+    for phase, pair in enumerate(zip(ours, theirs, strict=True)):
+        assert_same_bits(*pair, f"phase {phase}: ")
+    return ours
+
+
+def set_of(path, value):
+    """A change: set an attribute of a submodule, or of the layer."""
+    path, _, name = path.rpartition(".")
+
+    def change(layer):
+        setattr(layer.get_submodule(path), name, value)
+
+    return change

@@ -63,7 +63,7 @@ def attending(
     window = tuple(limits.window)
     channels = tuple(of.shape[1] for of in angles)
     key = (
-        backend, dropout, tracker, core.softmax_scale, window, limits.bottom_right, *masks,
+        backend, slices, dropout, tracker, core.softmax_scale, window, limits.bottom_right, *masks,
         len(lengths), bias_dtype, bias_grad, channels, interleaved, core.qkv_format,
         bool(source) and source[0].requires_grad,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.modes import only_forwards
 from transformer_engine.pytorch.module.composite import NORMS, CompositeLayer
-from transformer_engine.pytorch.module.layer_call import Attending, Branch, Layer, LayerCalls
+from transformer_engine.pytorch.module.layer_call import KEPT, Attending, Branch, Layer, LayerCalls
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.norm import L2Normalization
@@ -332,14 +332,16 @@ fast_zero_fill, pad_between_seqs
             key = (
                 options, core.training, core.attention_dropout, core.softmax_scale,
                 core._get_tracker, core.attn_mask_type, core.window_size,
-                core.bottom_right_diagonal, core.qkv_format, inp.dtype, inp.is_cuda,
-                attention_switches(),
+                core.bottom_right_diagonal, core.qkv_format, self.qkv_weight_interleaved,
+                inp.dtype, inp.is_cuda, attention_switches(),
             )  # fmt: skip
             known = self._ways.get(key)
             if known is not None:
                 return known
         found = self._find_way(core, inp, options)
         if key is not None and found is not None:
+            if len(self._ways) >= KEPT:
+                self._ways.clear()
             found = self._ways[key] = found._replace(key=(object(),))  # found by itself from now on
         return found
 
@@ -408,7 +410,8 @@ fast_zero_fill, pad_between_seqs
         """What a forward returns, from the results of the layer's graph."""
         results = [out]
         if self.return_bias:
-            results.append(self._modules["proj"]._returned_bias(out.dtype))
+            proj = self._modules["proj"]
+            results.append(proj._returned_bias(out.dtype) if proj.return_bias else None)
         if self.return_layernorm_output:
             results.append(normalized)
         return results[0] if len(results) == 1 else tuple(results)

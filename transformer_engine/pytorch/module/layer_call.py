@@ -25,7 +25,7 @@ from transformer_engine.pytorch.state import RegionState, current_state
 
 __all__ = ["Attending", "Branch", "Layer", "LayerCalls"]
 
-_KEPT = 16
+KEPT = 16
 """Situations that a layer keeps calls of."""
 _UNKNOWN: Any = object()
 
@@ -169,7 +169,7 @@ class LayerCalls:
         call = None if bound is _UNKNOWN else self._call_in(bound, state)
         if call is None:
             bound = self._bind(layer, inp, attending, state)
-            if len(self.calls) >= _KEPT:
+            if len(self.calls) >= KEPT:
                 self.calls.clear()
             self.calls[key] = bound
             call = None if bound is None else self._call_in(bound, state)
