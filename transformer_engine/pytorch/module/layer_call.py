@@ -91,6 +91,7 @@ class LayerCalls:
         self._settings = tuple(module._bound for module in self.modules)
         others = (module for branch in branches for module in branch.others)
         self._all = (*self.modules, *others)
+        self._parents: tuple[tuple[dict, str, torch.nn.Module], ...] = ()
         self._places = tuple(self._find_places())
         self.calls: dict[tuple, _BoundLayer | None] = {}
         self.parts: tuple[LayerCalls, ...] = ()
@@ -101,19 +102,29 @@ class LayerCalls:
         if torch.compiler.is_compiling():
             return None
         known: LayerCalls | None = layer.__dict__.get("_calls")
-        branches = layer._branches()
-        if known is None or known.branches != branches or not known._hold():
-            known = None
-            if branches and all(isinstance(m, ComposedModule) for b in branches for m in b.modules):
-                known = cls(branches)
-                known = known if known._hold() else None
-            if known is not None and len(branches) > 1:
-                known.parts = tuple(cls((branch,), i) for i, branch in enumerate(branches))
-            layer.__dict__["_calls"] = known
-        return known
+        if known is not None and known._hold():
+            return known
+        branches, found = layer._branches(), None
+        if branches and all(isinstance(m, ComposedModule) for b in branches for m in b.modules):
+            made = cls(branches)
+            made._find_parents(layer)
+            if made._hold():
+                found = made
+                found.parts = tuple(cls((branch,), i) for i, branch in enumerate(branches))
+        layer.__dict__["_calls"] = found
+        return found
+
+    def _find_parents(self, layer: torch.nn.Module) -> None:
+        """Note where the modules stand, which programs may change at any time."""
+        for parent in layer.modules():
+            children = parent._modules
+            self._parents += tuple((children, n, m) for n, m in children.items() if m in self._all)
 
     def _hold(self) -> bool:
-        """Whether the modules still only forward, and have the settings that they had."""
+        """Whether the modules are still the layer's, only forward, and have their settings."""
+        for children, name, module in self._parents:
+            if children.get(name) is not module:
+                return False
         for module, bound in zip(self.modules, self._settings, strict=True):
             if module.__dict__["_bound"] is not bound:
                 return False
