@@ -29,8 +29,8 @@ class Feature(NamedTuple):
     title: str  # for the documentation
     reason: str  # what is missing; a clause that follows a colon
     instead: str  # what a program can do today
-    names: tuple[tuple[str, str], ...]
-    """(modules, names in each of them), both separated by spaces; see `listed`."""
+    names: str
+    """Rows "modules: names in each of them"; lines without modules go on with those before."""
     base: str = ""  # full name of the base class of the absent classes; "" for `object`
     partly: str = ""  # paths of what is built, but refuses some of its arguments for this reason
     carries: bool = False
@@ -38,9 +38,14 @@ class Feature(NamedTuple):
     any arguments, and what is given one refuses it (`absent.refuse_use`)."""
 
     def listed(self) -> list[tuple[str, str]]:
-        """Return (module, name) of every row."""
-        rows = [(row[0].split(), row[1].split()) for row in self.names]
-        return [(m, name) for modules, names in rows for m in modules for name in names]
+        """Return (module, name) of all rows."""
+        where: list[str] = []
+        rows = []
+        for line in self.names.splitlines():
+            modules, _, names = line.rpartition(":")
+            where = modules.split() or where
+            rows += [(module, name) for module in where for name in names.split()]
+        return rows
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -49,7 +54,7 @@ FEATURES: tuple[Feature, ...] = (
         "there are no scales per 1 x 128 or 128 x 128 tile",
         "recipe.Float8CurrentScaling() or recipe.DelayedScaling(); ask "
         "te.is_fp8_block_scaling_available()",
-        (("common.recipe", "Float8BlockScaling"),),
+        "common.recipe: Float8BlockScaling",
         base="transformer_engine.common.recipe.Recipe",
         carries=True,
     ),
@@ -57,7 +62,7 @@ FEATURES: tuple[Feature, ...] = (
         "MXFP8",
         "there are no scales per 32 values",
         "recipe.Float8CurrentScaling() or recipe.DelayedScaling(); ask te.is_mxfp8_available()",
-        (("common.recipe", "MXFP8BlockScaling"),),
+        "common.recipe: MXFP8BlockScaling",
         base="transformer_engine.common.recipe.Recipe",
         carries=True,
     ),
@@ -65,7 +70,7 @@ FEATURES: tuple[Feature, ...] = (
         "NVFP4",
         "there are no FP4 casts and GEMMs",
         "recipe.Float8CurrentScaling() or recipe.DelayedScaling(); ask te.is_nvfp4_available()",
-        (("common.recipe", "NVFP4BlockScaling"),),
+        "common.recipe: NVFP4BlockScaling",
         base="transformer_engine.common.recipe.Recipe",
         carries=True,
     ),
@@ -73,7 +78,7 @@ FEATURES: tuple[Feature, ...] = (
         "Custom recipes",
         "modules take no quantizers of the user",
         "override_stages() of a module, or a plug-in backend (docs/adding_a_backend.md)",
-        (("common.recipe", "CustomRecipe"),),
+        "common.recipe: CustomRecipe",
         base="transformer_engine.common.recipe.Recipe",
         carries=True,
     ),
@@ -82,144 +87,107 @@ FEATURES: tuple[Feature, ...] = (
         "weights are kept in high precision and cast at each call",
         "quantized_model_init(enabled=False), or leave it out; is_first_microbatch keeps the cast "
         "weight between microbatches",
-        (
-            (
-                "pytorch.tensor.utils",
-                "cast_master_weights_to_fp8 post_all_gather_processing quantize_master_weights "
-                "replace_raw_data",
-            ),
-        ),
+        """
+        pytorch.tensor.utils: cast_master_weights_to_fp8 post_all_gather_processing
+            quantize_master_weights replace_raw_data
+        """,
         partly="pytorch.quantized_model_init pytorch.fp8_model_init",
     ),
     Feature(
         "Quantized tensors",
         "there are no tensor classes that hold quantized data; modules quantize inside their calls",
         "pass plain tensors to the modules; isinstance(tensor, QuantizedTensor) is False for all",
-        (
-            (
-                "pytorch.tensor.float8_tensor",
-                "Float8Tensor Float8Tensor.make_like Float8Quantizer Float8CurrentScalingQuantizer",
-            ),
-            ("pytorch.tensor.mxfp8_tensor", "MXFP8Tensor MXFP8Quantizer"),
-            (
-                "pytorch.tensor.float8_blockwise_tensor",
-                "Float8BlockwiseQTensor Float8BlockQuantizer",
-            ),
-            ("pytorch.tensor.nvfp4_tensor", "NVFP4Tensor NVFP4Quantizer"),
-            ("pytorch.tensor.grouped_tensor", "GroupedTensor"),
-            (
-                "pytorch.quantized_tensor pytorch.tensor.quantized_tensor",
-                "QuantizedTensor QuantizedTensorStorage Quantizer",
-            ),
-            (
-                "pytorch.quantized_tensor",
-                "prepare_for_saving restore_from_saved restore_from_func_ctx",
-            ),
-            ("pytorch.float8_tensor", "Float8Tensor Float8Tensor.make_like Float8Quantizer"),
-            (
-                "pytorch.tensor pytorch",
-                "QuantizedTensor QuantizedTensorStorage Quantizer Float8Tensor Float8Quantizer "
-                "Float8CurrentScalingQuantizer MXFP8Tensor MXFP8Quantizer Float8BlockwiseQTensor "
-                "Float8BlockQuantizer NVFP4Tensor NVFP4Quantizer HybridQuantizer "
-                "IdentityQuantizer Float8TensorStorage MXFP8TensorStorage NVFP4TensorStorage "
-                "Float8BlockwiseQTensorStorage prepare_for_saving restore_from_saved",
-            ),
-            ("pytorch.tensor", "GroupedTensor"),
-            ("pytorch", "restore_from_func_ctx"),
-            (
-                "transformer_engine_torch",
-                "Float8Quantizer Float8CurrentScalingQuantizer MXFP8Quantizer Float8BlockQuantizer "
-                "NVFP4Quantizer",
-            ),
-        ),
+        """
+        pytorch.tensor.float8_tensor: Float8Tensor Float8Tensor.make_like Float8Quantizer
+            Float8CurrentScalingQuantizer
+        pytorch.tensor.mxfp8_tensor: MXFP8Tensor MXFP8Quantizer
+        pytorch.tensor.float8_blockwise_tensor: Float8BlockwiseQTensor Float8BlockQuantizer
+        pytorch.tensor.nvfp4_tensor: NVFP4Tensor NVFP4Quantizer
+        pytorch.tensor.grouped_tensor: GroupedTensor
+        pytorch.quantized_tensor pytorch.tensor.quantized_tensor: QuantizedTensor
+            QuantizedTensorStorage Quantizer
+        pytorch.quantized_tensor: prepare_for_saving restore_from_saved restore_from_func_ctx
+        pytorch.float8_tensor: Float8Tensor Float8Tensor.make_like Float8Quantizer
+        pytorch.tensor pytorch: QuantizedTensor QuantizedTensorStorage Quantizer Float8Tensor
+            Float8Quantizer Float8CurrentScalingQuantizer MXFP8Tensor MXFP8Quantizer
+            Float8BlockwiseQTensor Float8BlockQuantizer NVFP4Tensor NVFP4Quantizer HybridQuantizer
+            IdentityQuantizer Float8TensorStorage MXFP8TensorStorage NVFP4TensorStorage
+            Float8BlockwiseQTensorStorage prepare_for_saving restore_from_saved
+        pytorch.tensor: GroupedTensor
+        pytorch: restore_from_func_ctx
+        transformer_engine_torch: Float8Quantizer Float8CurrentScalingQuantizer MXFP8Quantizer
+            Float8BlockQuantizer NVFP4Quantizer
+        """,
     ),
     Feature(
         "Grouped linear layers",
         "there are no grouped GEMMs",
         "one te.Linear for each expert in a torch.nn.ModuleList (megatron-core: leave "
         "--moe-grouped-gemm out)",
-        (
-            ("pytorch.module.grouped_linear", "GroupedLinear"),
-            ("pytorch.module.fp8_padding", "Fp8Padding"),
-            ("pytorch.module.fp8_unpadding", "Fp8Unpadding"),
-            ("pytorch.module pytorch", "GroupedLinear Fp8Padding Fp8Unpadding"),
-            ("pytorch.cpp_extensions.gemm pytorch.cpp_extensions", "general_grouped_gemm"),
-        ),
+        """
+        pytorch.module.grouped_linear: GroupedLinear
+        pytorch.module.fp8_padding: Fp8Padding
+        pytorch.module.fp8_unpadding: Fp8Unpadding
+        pytorch.module pytorch: GroupedLinear Fp8Padding Fp8Unpadding
+        pytorch.cpp_extensions.gemm pytorch.cpp_extensions: general_grouped_gemm
+        """,
         base="torch.nn.Module",
     ),
     Feature(
         "Mixtures of experts: permutation",
         "there are no kernels that permute tokens",
         "torch.argsort, index_select and index_add (megatron-core: leave --moe-permute-fusion out)",
-        (
-            (
-                "pytorch.permutation pytorch",
-                "moe_permute moe_permute_with_probs moe_permute_and_pad_with_probs moe_unpermute "
-                "moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs",
-            ),
-        ),
+        """
+        pytorch.permutation pytorch: moe_permute moe_permute_with_probs
+            moe_permute_and_pad_with_probs moe_unpermute moe_sort_chunks_by_index
+            moe_sort_chunks_by_index_with_probs
+        """,
     ),
     Feature(
         "Mixtures of experts: router",
         "there are no router kernels",
         "torch.topk and torch.softmax (megatron-core: leave --moe-router-fusion out)",
-        (
-            (
-                "pytorch.router",
-                "fused_topk_with_score_function fused_compute_score_for_moe_aux_loss "
-                "fused_moe_aux_loss",
-            ),
-        ),
+        """
+        pytorch.router: fused_topk_with_score_function fused_compute_score_for_moe_aux_loss
+            fused_moe_aux_loss
+        """,
     ),
     Feature(
         "Mixtures of experts: communication",
         "tokens are not exchanged by this library",
         "torch.distributed.all_to_all_single",
-        (
-            (
-                "pytorch.ep",
-                "EpBuffer ep_bootstrap ep_prepare ep_dispatch ep_combine ep_finalize "
-                "symm_mem_alloc",
-            ),
-            ("pytorch.distributed", "symm_mem_alloc release_symm_mem_pool"),
-        ),
+        """
+        pytorch.ep: EpBuffer ep_bootstrap ep_prepare ep_dispatch ep_combine ep_finalize
+            symm_mem_alloc
+        pytorch.distributed: symm_mem_alloc release_symm_mem_pool
+        """,
     ),
     Feature(
         "Fused operations",
         "there is no operation fuser",
         "the modules te.Linear, te.LayerNormLinear, te.LayerNormMLP, which fuse what they consist "
         "of (megatron-core: leave --use-transformer-engine-op-fuser out)",
-        (
-            ("pytorch.ops.op pytorch.ops", "FusibleOperation BasicOperation FusedOperation"),
-            ("pytorch.ops.basic.grouped_linear", "GroupedLinear"),
-            (
-                "pytorch.ops.basic pytorch.ops",
-                "AddExtraInput AllGather AllReduce BasicLinear Bias ConstantScale Dropout "
-                "GroupedLinear Identity L2Normalization LayerNorm MakeExtraOutput Quantize "
-                "ReduceScatter Reshape RMSNorm GELU GEGLU GLU QGELU QGEGLU ReLU ReGLU SReLU SReGLU "
-                "SiLU SwiGLU SiTUGLU ClampedSwiGLU ScaledSwiGLU ScaledSReLU ScaledSiTUGLU "
-                "ScaledClampedQGeGLU",
-            ),
-            (
-                "pytorch.ops",
-                "Sequential Linear register_forward_fusion register_backward_fusion "
-                "register_forward_backward_fusion",
-            ),
-        ),
+        """
+        pytorch.ops.op pytorch.ops: FusibleOperation BasicOperation FusedOperation
+        pytorch.ops.basic.grouped_linear: GroupedLinear
+        pytorch.ops.basic pytorch.ops: AddExtraInput AllGather AllReduce BasicLinear Bias
+            ConstantScale Dropout GroupedLinear Identity L2Normalization LayerNorm MakeExtraOutput
+            Quantize ReduceScatter Reshape RMSNorm GELU GEGLU GLU QGELU QGEGLU ReLU ReGLU SReLU
+            SReGLU SiLU SwiGLU SiTUGLU ClampedSwiGLU ScaledSwiGLU ScaledSReLU ScaledSiTUGLU
+            ScaledClampedQGeGLU
+        pytorch.ops: Sequential Linear register_forward_fusion register_backward_fusion
+            register_forward_backward_fusion
+        """,
         base="torch.nn.Module",
     ),
     Feature(
         "Optimizer kernels",
         "optimizers compute by torch's fused kernels, in fp32",
         "optimizers.FusedAdam and optimizers.FusedSGD with these options at their defaults",
-        (
-            (
-                "pytorch.optimizers",
-                "multi_tensor_adam multi_tensor_adam_fp8 multi_tensor_adam_capturable "
-                "multi_tensor_adam_capturable_master multi_tensor_adam_param_remainder "
-                "multi_tensor_sgd",
-            ),
-        ),
+        """
+        pytorch.optimizers: multi_tensor_adam multi_tensor_adam_fp8 multi_tensor_adam_capturable
+            multi_tensor_adam_capturable_master multi_tensor_adam_param_remainder multi_tensor_sgd
+        """,
         partly="pytorch.optimizers.FusedAdam pytorch.optimizers.FusedSGD",
     ),
     Feature(
@@ -227,20 +195,17 @@ FEATURES: tuple[Feature, ...] = (
         "modules are captured by torch.cuda.graph, not by a helper of this library",
         "torch.cuda.make_graphed_callables or torch.cuda.graph, after one warm-up step with the "
         "same recipe",
-        (("pytorch.graph pytorch", "make_graphed_callables"),),
+        "pytorch.graph pytorch: make_graphed_callables",
         partly="pytorch.quantization.FP8GlobalStateManager.set_skip_fp8_weight_update_tensor",
     ),
     Feature(
         "CPU offload",
         "activations are not copied to the host",
         "torch.autograd.graph.save_on_cpu(pin_memory=True), or te.checkpoint",
-        (
-            (
-                "pytorch.cpu_offload",
-                "OffloadableLayerState DefaultOffloadSynchronizer ManualOffloadSynchronizer "
-                "start_offload",
-            ),
-        ),
+        """
+        pytorch.cpu_offload: OffloadableLayerState DefaultOffloadSynchronizer
+            ManualOffloadSynchronizer start_offload
+        """,
         partly="pytorch.cpu_offload.get_cpu_offload_context "
         "pytorch.cpu_offload_v1.get_cpu_offload_context",
     ),
@@ -248,68 +213,57 @@ FEATURES: tuple[Feature, ...] = (
         "Cross entropy over several ranks",
         "logits that are split over ranks are not gathered",
         "torch.nn.functional.cross_entropy on whole logits",
-        (),
+        "",
         partly="pytorch.cross_entropy.parallel_cross_entropy",
     ),
     Feature(
         "Caches for inference",
         "attention has no KV cache",
         "keep keys and values outside, and pass them to DotProductAttention",
-        (
-            (
-                "pytorch.attention.inference",
-                "InferenceParams KVCacheManager NonPagedKVCacheManager PagedKVCacheManager",
-            ),
-            ("pytorch.attention pytorch", "InferenceParams"),
-        ),
+        """
+        pytorch.attention.inference: InferenceParams KVCacheManager NonPagedKVCacheManager
+            PagedKVCacheManager
+        pytorch.attention pytorch: InferenceParams
+        """,
     ),
     Feature(
         "Attention: queries and parts of other backends",
         "the backends are torch's scaled_dot_product_attention and this library's own",
         "NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN choose (docs/attention.md); "
         "te.DotProductAttention attends",
-        (
-            (
-                "pytorch.attention.dot_product_attention.utils",
-                "AttentionParams FlashAttentionUtils get_attention_backend",
-            ),
-            (
-                "pytorch.attention.dot_product_attention.backends",
-                "FlashAttention FusedAttention UnfusedDotProductAttention",
-            ),
-            ("pytorch.attention.dot_product_attention.softmax", "FusedScaleMaskSoftmax"),
-            (
-                "pytorch.cpp_extensions.fused_attn pytorch.cpp_extensions",
-                "fused_attn_fwd fused_attn_bwd get_fused_attn_backend",
-            ),
-        ),
+        """
+        pytorch.attention.dot_product_attention.utils: AttentionParams FlashAttentionUtils
+            get_attention_backend
+        pytorch.attention.dot_product_attention.backends: FlashAttention FusedAttention
+            UnfusedDotProductAttention
+        pytorch.attention.dot_product_attention.softmax: FusedScaleMaskSoftmax
+        pytorch.cpp_extensions.fused_attn pytorch.cpp_extensions: fused_attn_fwd fused_attn_bwd
+            get_fused_attn_backend
+        """,
     ),
     Feature(
         "Context parallelism",
         "attention is not spread over ranks",
         "cp_group of one rank",
-        (
-            (
-                "pytorch.attention.dot_product_attention.context_parallel",
-                "attn_forward_func_with_cp AttnFuncWithCPAndKVP2P AttnFuncWithCPAndKVAllGather "
-                "AttnFuncWithCPAndQKVOA2A",
-            ),
-        ),
+        """
+        pytorch.attention.dot_product_attention.context_parallel: attn_forward_func_with_cp
+            AttnFuncWithCPAndKVP2P AttnFuncWithCPAndKVAllGather AttnFuncWithCPAndQKVOA2A
+        """,
     ),
     Feature(
         "Overlap of communication and GEMMs",
         "there are no user buffers",
         "leave the ub_* arguments at their defaults",
-        (
-            ("pytorch.module.base", "initialize_ub destroy_ub get_ub"),
-            ("pytorch.module pytorch", "initialize_ub destroy_ub"),
-        ),
+        """
+        pytorch.module.base: initialize_ub destroy_ub get_ub
+        pytorch.module pytorch: initialize_ub destroy_ub
+        """,
     ),
     Feature(
         "Communication of quantized tensors",
         "there are no quantized tensors to communicate",
         "pass plain tensors, quantizer=None",
-        (("pytorch.distributed", "_NVFP4AllGatherAsyncHandle"),),
+        "pytorch.distributed: _NVFP4AllGatherAsyncHandle",
         partly="pytorch.distributed.gather_along_first_dim",
     ),
     Feature(
@@ -317,63 +271,56 @@ FEATURES: tuple[Feature, ...] = (
         "what a forward saves is not split over ranks",
         "torch.distributed.fsdp.fully_shard or FullyShardedDataParallel, which shard parameters; "
         "te.checkpoint for activations",
-        (("pytorch.distributed", "FullyShardedDataParallel prepare_te_modules_for_fsdp"),),
+        """
+        pytorch.distributed: FullyShardedDataParallel prepare_te_modules_for_fsdp
+        """,
     ),
     Feature(
         "Single kernels",
         "the native entry points have another form",
         "the modules (te.RMSNorm, te.Linear, ...), or the C API (transformer_engine.h)",
-        (
-            (
-                "pytorch.cpp_extensions",
-                "rmsnorm_fwd rmsnorm_bwd layernorm_fwd layernorm_bwd cast_to_fp8 cast_from_fp8 "
-                "fp8_gemm",
-            ),
-            (
-                "transformer_engine_torch",
-                "rmsnorm_fwd rmsnorm_bwd layernorm_fwd layernorm_bwd quantize dequantize "
-                "generic_gemm fused_rope_forward fused_rope_backward",
-            ),
-            ("pytorch.module._common", "apply_normalization WeightGradStore"),
-        ),
+        """
+        pytorch.cpp_extensions: rmsnorm_fwd rmsnorm_bwd layernorm_fwd layernorm_bwd cast_to_fp8
+            cast_from_fp8 fp8_gemm
+        transformer_engine_torch: rmsnorm_fwd rmsnorm_bwd layernorm_fwd layernorm_bwd quantize
+            dequantize generic_gemm fused_rope_forward fused_rope_backward
+        pytorch.module._common: apply_normalization WeightGradStore
+        """,
         partly="pytorch.cpp_extensions.general_gemm",
     ),
     Feature(
         "Export to ONNX",
         "modules have no decomposed forward",
         "torch.export.export",
-        (("pytorch.export", "te_translation_table"),),
+        "pytorch.export: te_translation_table",
         partly="pytorch.export.onnx_export",
     ),
     Feature(
         "Newton-Schulz",
         "there is no distributed solver",
         "the iteration in torch.matmul on whole matrices",
-        (("pytorch", "CusolverMpCtx newton_schulz"),),
+        "pytorch: CusolverMpCtx newton_schulz",
     ),
     Feature(
         "Fused projection of MLA",
         "there is no such kernel",
         "te.Linear and te.apply_rotary_pos_emb",
-        (("pytorch", "FusedMLAQUpProjRopeQuant"),),
+        "pytorch: FusedMLAQUpProjRopeQuant",
     ),
     Feature(
         "Sharded weights of other libraries",
         "weights are plain parameters",
         "FSDP2 (torch.distributed.fsdp.fully_shard)",
-        (
-            (
-                "pytorch.distributed_weight",
-                "DistributedWeight materialize_weight_for_forward materialize_weight_for_backward "
-                "materialize_weights_for_forward materialize_weights_for_backward "
-                "finalize_weight_grads",
-            ),
-        ),
+        """
+        pytorch.distributed_weight: DistributedWeight materialize_weight_for_forward
+            materialize_weight_for_backward materialize_weights_for_forward
+            materialize_weights_for_backward finalize_weight_grads
+        """,
     ),
     Feature(
         "Debug features",
         "nothing reads configuration files of nvdlfw_inspect",
         "te.explain and docs/debugging_numerics.md",
-        (("debug.pytorch.debug_state", "TEDebugState"),),
+        "debug.pytorch.debug_state: TEDebugState",
     ),
 )
