@@ -18,41 +18,10 @@
 #include "cpu/rows_layer.h"
 #include "cpu/rows_norm.h"
 
-enum { ROWS = 4, VECTORS = 3, LANES = 8, COLUMNS = VECTORS * LANES };
-
-static void gemm_tile(int64_t k, const float *restrict a, const float *restrict b,
-                      float *restrict c, int64_t ldc, int accumulate)
-{
-    __m256 sum[ROWS][VECTORS]; /* in registers only if every loop over it is unrolled */
-#pragma GCC unroll 4
-    for (int i = 0; i < ROWS; i++) {
-#pragma GCC unroll 3
-        for (int j = 0; j < VECTORS; j++) sum[i][j] = _mm256_setzero_ps();
-    }
-    for (int64_t p = 0; p < k; p++) {
-        __m256 b0 = _mm256_loadu_ps(b), b1 = _mm256_loadu_ps(b + LANES);
-        __m256 b2 = _mm256_loadu_ps(b + 2 * LANES);
-#pragma GCC unroll 4
-        for (int i = 0; i < ROWS; i++) {
-            __m256 value = _mm256_broadcast_ss(a + i);
-            sum[i][0] = _mm256_fmadd_ps(value, b0, sum[i][0]);
-            sum[i][1] = _mm256_fmadd_ps(value, b1, sum[i][1]);
-            sum[i][2] = _mm256_fmadd_ps(value, b2, sum[i][2]);
-        }
-        a += ROWS;
-        b += COLUMNS;
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < ROWS; i++) {
-#pragma GCC unroll 3
-        for (int j = 0; j < VECTORS; j++) {
-            float *target = c + i * ldc + (int64_t)j * LANES;
-            __m256 result = sum[i][j];
-            if (accumulate) result = _mm256_add_ps(_mm256_loadu_ps(target), result);
-            _mm256_storeu_ps(target, result);
-        }
-    }
-}
+enum { ROWS = 4, VECTORS = 3, LANES = 8 };
+#define VECTOR __m256
+#define SIMD(name) _mm256_##name
+#include "cpu/rows_gemm.h"
 
 const te_cpu_kernels te_cpu_kernels_avx2 = {
     TE_CPU_ROW_KERNELS,        TE_CPU_LAYER_KERNELS,   TE_CPU_NORM_KERNELS,

@@ -20,36 +20,10 @@
 #include "cpu/rows_layer.h"
 #include "cpu/rows_norm.h"
 
-enum { ROWS = 12, LANES = 16, COLUMNS = 2 * LANES };
-
-static void gemm_tile(int64_t k, const float *restrict a, const float *restrict b,
-                      float *restrict c, int64_t ldc, int accumulate)
-{
-    __m512 sum[ROWS][2]; /* in registers only if every loop over it is unrolled */
-#pragma GCC unroll 12
-    for (int i = 0; i < ROWS; i++) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
-    for (int64_t p = 0; p < k; p++) {
-        __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + LANES);
-#pragma GCC unroll 12
-        for (int i = 0; i < ROWS; i++) {
-            __m512 value = _mm512_set1_ps(a[i]);
-            sum[i][0] = _mm512_fmadd_ps(value, b0, sum[i][0]);
-            sum[i][1] = _mm512_fmadd_ps(value, b1, sum[i][1]);
-        }
-        a += ROWS;
-        b += COLUMNS;
-    }
-#pragma GCC unroll 12
-    for (int i = 0; i < ROWS; i++) {
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; j++) {
-            float *target = c + i * ldc + (int64_t)j * LANES;
-            __m512 result = sum[i][j];
-            if (accumulate) result = _mm512_add_ps(_mm512_loadu_ps(target), result);
-            _mm512_storeu_ps(target, result);
-        }
-    }
-}
+enum { ROWS = 12, VECTORS = 2, LANES = 16 };
+#define VECTOR __m512
+#define SIMD(name) _mm512_##name
+#include "cpu/rows_gemm.h"
 
 const te_cpu_kernels te_cpu_kernels_avx512 = {
     TE_CPU_ROW_KERNELS,        TE_CPU_LAYER_KERNELS,   TE_CPU_NORM_KERNELS,

@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/fields.h"
 #include "core/status.h"
 
 typedef struct function_record {
@@ -96,7 +97,7 @@ static int put(PyObject *dict, const char *name, PyObject *value)
 static PyObject *lend_field(const tepy_state *state, const te_field *field, const void *args,
                             te_device device)
 {
-    const void *member = (const char *)args + field->offset;
+    const void *member = te_field_member(field, args);
     switch (field->kind) {
     case TE_FIELD_TENSOR:
         return lend_tensor(state, member);
@@ -104,21 +105,11 @@ static PyObject *lend_field(const tepy_state *state, const te_field *field, cons
         return lend_elements(state, *(float *const *)member, TE_DTYPE_F32, field->count, device);
     case TE_FIELD_INT64S:
         return lend_elements(state, *(int64_t *const *)member, TE_DTYPE_I64, field->count, device);
-    case TE_FIELD_FLOAT:
-        return PyFloat_FromDouble((double)*(const float *)member);
-    case TE_FIELD_DOUBLE:
-        return PyFloat_FromDouble(*(const double *)member);
-    case TE_FIELD_INT32:
-    case TE_FIELD_ENUM:
-        return PyLong_FromLong(*(const int32_t *)member);
-    case TE_FIELD_INT64:
+    case TE_FIELD_INT64: /* more than a double holds */
         return PyLong_FromLongLong(*(const int64_t *)member);
-    case TE_FIELD_BIT:
-        return PyBool_FromLong((*(const uint32_t *)member & (uint32_t)field->count) != 0);
-    case TE_FIELD_WORKSPACE:
-        break;
+    default:
+        return tepy_number(field, te_field_number(field, args));
     }
-    return NULL;
 }
 
 /* New reference: every field by name, but for the workspace: a Python function allocates what it

@@ -12,6 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/fields.h"
+
 typedef struct op_call {
     tepy_state *state;
     te_op op;
@@ -122,39 +124,29 @@ static int take_elements(op_call *call, int at, tepy_site site, void *member)
     return 0;
 }
 
-static int take_number(const te_field *field, PyObject *value, tepy_site site, void *member)
+static int take_number(op_call *call, const te_field *field, PyObject *value, tepy_site site)
 {
-    const int is_wide = field->kind == TE_FIELD_INT64;
-    double real = 0.0;
+    double number = 0.0;
     int64_t whole = 0;
-    int truth;
+    int truth = 0;
     switch (field->kind) {
     case TE_FIELD_FLOAT:
     case TE_FIELD_DOUBLE:
-        if (tepy_float(value, site, &real) != 0) return -1;
-        if (field->kind == TE_FIELD_FLOAT) {
-            *(float *)member = (float)real;
-        } else {
-            *(double *)member = real;
-        }
-        return 0;
+        if (tepy_float(value, site, &number) != 0) return -1;
+        break;
     case TE_FIELD_BIT:
         if ((truth = PyObject_IsTrue(value)) < 0) return -1;
-        *(uint32_t *)member &= ~(uint32_t)field->count;
-        if (truth) *(uint32_t *)member |= (uint32_t)field->count;
-        return 0;
-    default: /* 32 bits, or 64 */
-        if (tepy_int(value, site, is_wide ? INT64_MIN : INT32_MIN, is_wide ? INT64_MAX : INT32_MAX,
-                     &whole) != 0) {
-            return -1;
-        }
-        if (is_wide) {
-            *(int64_t *)member = whole;
-        } else {
-            *(int32_t *)member = (int32_t)whole;
-        }
-        return 0;
+        number = (double)truth;
+        break;
+    case TE_FIELD_INT64: /* more than a double holds */
+        return tepy_int(value, site, INT64_MIN, INT64_MAX,
+                        (int64_t *)((char *)&call->args + field->offset));
+    default:
+        if (tepy_int(value, site, INT32_MIN, INT32_MAX, &whole) != 0) return -1;
+        number = (double)whole;
     }
+    te_field_set_number(field, &call->args, number);
+    return 0;
 }
 
 static int take_value(op_call *call, int at)
@@ -166,7 +158,7 @@ static int take_value(op_call *call, int at)
     PyObject *value = call->values[at];
     if (value == NULL) return 0;
     if (!is_tensor && field->kind != TE_FIELD_FLOATS && field->kind != TE_FIELD_INT64S) {
-        return take_number(field, value, site, member);
+        return take_number(call, field, value, site);
     }
     if (value == Py_None) {
         if (!field->required) return 0; /* absent: the struct is zero there */
@@ -268,19 +260,18 @@ TE_OPS(X)
 
 /* ---- what the fields are, for Python ---- */
 
-/* New reference: the value of an argument that is not given. */
-static PyObject *default_of(const te_field *field)
+PyObject *tepy_number(const te_field *field, double value)
 {
     switch (field->kind) {
     case TE_FIELD_FLOAT:
     case TE_FIELD_DOUBLE:
-        return PyFloat_FromDouble(field->initial);
+        return PyFloat_FromDouble(value);
     case TE_FIELD_INT32:
     case TE_FIELD_INT64:
     case TE_FIELD_ENUM:
-        return PyLong_FromDouble(field->initial);
+        return PyLong_FromDouble(value);
     case TE_FIELD_BIT:
-        return PyBool_FromLong(field->initial != 0.0);
+        return PyBool_FromLong(value != 0.0);
     default:
         return Py_NewRef(Py_None);
     }
@@ -301,7 +292,7 @@ static PyObject *make_doc(te_op op)
             PyUnicode_AppendAndDel(&doc, PyUnicode_FromFormat(", %s", field->name));
             continue;
         }
-        value = default_of(field);
+        value = tepy_number(field, field->initial);
         PyUnicode_AppendAndDel(
             &doc, value == NULL ? NULL : PyUnicode_FromFormat(", %s=%R", field->name, value));
         Py_XDECREF(value);

@@ -159,6 +159,8 @@ void tepy_operators_free(tepy_state *state);
 
 /* Number of the operator that a str names; -1 with an exception. */
 int tepy_op_by_name(PyObject *name, tepy_site site);
+/* New reference: what a field has for a value; None for a field that is no number. */
+PyObject *tepy_number(const te_field *field, double value);
 
 /* Calling conventions of TEPY_FUNCTIONS: parameters of the C function and flags of its method. */
 #define TEPY_PARAMS_FAST (PyObject * module, PyObject *const *args, Py_ssize_t nargs)
