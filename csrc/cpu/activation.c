@@ -65,13 +65,11 @@ static activation_job job_of(te_activation_kind kind, const te_activation_params
     return job;
 }
 
-te_status te_cpu_activation(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_activation(const te_activation_args *args)
 {
-    const te_activation_args *args = opaque;
     const activation_job job = job_of(args->kind, &args->params, &args->input);
     const te_cpu_request request = {.cast = &args->cast};
     te_cpu_tiles tiles = te_cpu_tiles_begin(&request, job.input.rows, job.half, TE_DTYPE_F32, 1);
-    (void)self, (void)context, (void)stream;
     tiles.source = value_row;
     te_cpu_tiles_end(&tiles, &request, te_cpu_all_tiles(&tiles, &job));
     return TE_OK;
@@ -97,16 +95,14 @@ static const void *softcap_row(const void *self, int64_t row, int64_t column, in
     return buffer;
 }
 
-te_status te_cpu_softcap(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_softcap(const te_softcap_args *args)
 {
-    const te_softcap_args *args = opaque;
     const te_cpu_request request = {.cast = &args->cast};
     activation_job job = {.kernels = te_cpu_kernels_get(),
                           .input = te_cpu_matrix_of(&args->input),
                           .params.limit = args->cap};
     te_cpu_tiles tiles =
         te_cpu_tiles_begin(&request, job.input.rows, job.input.columns, TE_DTYPE_F32, 1);
-    (void)self, (void)context, (void)stream;
     if (args->grad_output.data != NULL) job.grad = te_cpu_matrix_of(&args->grad_output);
     tiles.source = softcap_row;
     te_cpu_tiles_end(&tiles, &request, te_cpu_all_tiles(&tiles, &job));
@@ -115,14 +111,11 @@ te_status te_cpu_softcap(void *self, te_context *context, const void *opaque, vo
 
 TE_CPU_SUMS_WORKSPACE(activation_backward, input)
 
-te_status te_cpu_activation_backward(void *self, te_context *context, const void *opaque,
-                                     void *stream)
+te_status te_cpu_activation_backward(const te_activation_backward_args *args)
 {
-    const te_activation_backward_args *args = opaque;
     activation_job job = job_of(args->kind, &args->params, &args->input);
     const te_cpu_request request = {&args->cast, &args->bias_grad, args->workspace,
                                     args->workspace_size};
-    (void)self, (void)context, (void)stream;
     job.grad = te_cpu_matrix_of(&args->grad_output);
     TE_TRY(te_cpu_check_sums(TE_OP_ACTIVATION_BACKWARD, &args->input, &request));
     te_cpu_tiles tiles =

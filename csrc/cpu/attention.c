@@ -61,14 +61,11 @@ static void describe(const te_attention_args *args, forward_job *job)
     c->thread_floats = lay_out(c, NULL, &block);
 }
 
-te_status te_cpu_attention_workspace(void *self, te_context *context, const void *opaque,
-                                     size_t *bytes)
+size_t te_cpu_attention_workspace(const te_attention_args *args)
 {
     forward_job job;
-    (void)self, (void)context;
-    describe(opaque, &job);
-    *bytes = te_cpu_attention_bytes(&job.common, 0);
-    return TE_OK;
+    describe(args, &job);
+    return te_cpu_attention_bytes(&job.common, 0);
 }
 
 /* Turns the scores of a query and a block of keys into weights, and scales down what was summed
@@ -173,11 +170,9 @@ static void attend(forward_job *job, int64_t batch, int64_t head, int64_t first)
     finish(job, &block);
 }
 
-te_status te_cpu_attention(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_attention(const te_attention_args *args)
 {
-    const te_attention_args *args = opaque;
     forward_job job;
-    (void)self, (void)context, (void)stream;
     describe(args, &job);
     TE_TRY(te_cpu_attention_begin("attention", &args->problem, &job.common, 0, args->workspace,
                                   args->workspace_size));

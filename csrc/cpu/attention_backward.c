@@ -105,14 +105,11 @@ static int64_t describe(const te_attention_backward_args *args, backward_job *jo
     return fixed;
 }
 
-te_status te_cpu_attention_backward_workspace(void *self, te_context *context, const void *opaque,
-                                              size_t *bytes)
+size_t te_cpu_attention_backward_workspace(const te_attention_backward_args *args)
 {
     backward_job job;
-    (void)self, (void)context;
-    int64_t fixed = describe(opaque, &job);
-    *bytes = te_cpu_attention_bytes(&job.common, fixed);
-    return TE_OK;
+    int64_t fixed = describe(args, &job);
+    return te_cpu_attention_bytes(&job.common, fixed);
 }
 
 /* ---- one block of queries and one of keys ---------------------------------------------------- */
@@ -439,13 +436,10 @@ static void run_keys_and_queries(backward_job *job)
     }
 }
 
-te_status te_cpu_attention_backward(void *self, te_context *context, const void *opaque,
-                                    void *stream)
+te_status te_cpu_attention_backward(const te_attention_backward_args *args)
 {
-    const te_attention_backward_args *args = opaque;
     backward_job job;
     int64_t fixed = describe(args, &job), rows = rows_of(&job);
-    (void)self, (void)context, (void)stream;
     TE_TRY(te_cpu_attention_begin("attention_backward", &args->problem, &job.common, fixed,
                                   args->workspace, args->workspace_size));
     job.means = job.common.fixed;

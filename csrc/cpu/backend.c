@@ -21,16 +21,34 @@ static void close_cpu(void *state)
     (void)state;
 }
 
+#define X(NAME, name)                                                                              \
+    static te_status run_##name(void *self, te_context *context, const void *args, void *stream)   \
+    {                                                                                              \
+        (void)self, (void)context, (void)stream;                                                   \
+        return te_cpu_##name(args);                                                                \
+    }
+TE_OPS(X)
+#undef X
+#define X(NAME, name)                                                                              \
+    static te_status ask_##name(void *self, te_context *context, const void *args, size_t *bytes)  \
+    {                                                                                              \
+        (void)self, (void)context;                                                                 \
+        *bytes = te_cpu_##name##_workspace(args);                                                  \
+        return TE_OK;                                                                              \
+    }
+TE_CPU_WORKSPACES(X)
+#undef X
+
 static const te_backend backend = {
     .size = sizeof(te_backend),
     .name = "cpu",
     .device = TE_DEVICE_CPU,
     .slots =
         {
-#define X(NAME, name) [TE_OP_##NAME].function = te_cpu_##name,
+#define X(NAME, name) [TE_OP_##NAME].function = run_##name,
             TE_OPS(X)
 #undef X
-#define X(NAME, name) [TE_OP_##NAME].workspace = te_cpu_##name##_workspace,
+#define X(NAME, name) [TE_OP_##NAME].workspace = ask_##name,
                 TE_CPU_WORKSPACES(X)
 #undef X
         },

@@ -104,13 +104,11 @@ static void do_all(const dropout_job *job, const te_cpu_request *request)
     te_cpu_tiles_end(&tiles, request, 0);
 }
 
-te_status te_cpu_dropout_add(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_dropout_add(const te_dropout_add_args *args)
 {
-    const te_dropout_add_args *args = opaque;
     const te_cast_request cast = {.result.wide = args->output};
     const te_cpu_request request = {.cast = &cast};
     dropout_job job = {.kernels = te_cpu_kernels_get(), .input = te_cpu_matrix_of(&args->input)};
-    (void)self, (void)context, (void)stream;
     if (args->bias.data != NULL) job.bias = te_cpu_matrix_of(&args->bias);
     if (args->residual.data != NULL) job.residual = te_cpu_matrix_of(&args->residual);
     job.plan = plan_of(args->rng, args->dropout, args->drop_path, args->samples, &job.input);
@@ -120,14 +118,12 @@ te_status te_cpu_dropout_add(void *self, te_context *context, const void *opaque
 
 TE_CPU_SUMS_WORKSPACE(dropout_backward, grad_output)
 
-te_status te_cpu_dropout_backward(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_dropout_backward(const te_dropout_backward_args *args)
 {
-    const te_dropout_backward_args *args = opaque;
     const te_cast_request cast = {.result.wide = args->grad_input};
     const te_cpu_request request = {&cast, &args->bias_grad, args->workspace, args->workspace_size};
     dropout_job job = {.kernels = te_cpu_kernels_get(),
                        .input = te_cpu_matrix_of(&args->grad_output)};
-    (void)self, (void)context, (void)stream;
     TE_TRY(te_cpu_check_sums(TE_OP_DROPOUT_BACKWARD, &args->grad_output, &request));
     job.plan = plan_of(args->rng, args->dropout, args->drop_path, args->samples, &job.input);
     do_all(&job, &request);

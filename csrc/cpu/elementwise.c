@@ -29,14 +29,13 @@ static void fill_row(unsigned char *target, const unsigned char *element, size_t
     }
 }
 
-te_status te_cpu_fill(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_fill(const te_fill_args *args)
 {
-    const te_fill_args *args = opaque;
     const te_cpu_matrix output = te_cpu_matrix_of(&args->output);
     unsigned char element[8] = {0};
     size_t size = te_encode(output.dtype, args->value, element);
     int threads = te_cpu_threads(output.rows * output.columns);
-    (void)self, (void)context, (void)stream, (void)threads;
+    (void)threads;
     if (output.columns == 0) return TE_OK;
 #pragma omp parallel for num_threads(threads)
     for (int64_t r = 0; r < output.rows; r++) {
@@ -66,9 +65,8 @@ static void convert_row(const te_cpu_kernels *kernels, const unsigned char *x, t
     }
 }
 
-te_status te_cpu_cast(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_cast(const te_cast_args *args)
 {
-    const te_cast_args *args = opaque;
     const te_cpu_kernels *kernels = te_cpu_kernels_get();
     const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
     const te_cpu_matrix output = te_cpu_matrix_of(&args->output);
@@ -78,7 +76,7 @@ te_status te_cpu_cast(void *self, te_context *context, const void *opaque, void 
     int64_t step = input.column_stride == 1 && output.column_stride == 1 ? columns : 1;
     int64_t zero_step = output.column_stride == 1 ? output.columns : 1;
     int threads = te_cpu_threads(output.rows * output.columns);
-    (void)self, (void)context, (void)stream, (void)threads;
+    (void)threads;
 #pragma omp parallel for num_threads(threads)
     for (int64_t r = 0; r < output.rows; r++) {
         int64_t converted = r < rows ? columns : 0;
@@ -95,15 +93,14 @@ te_status te_cpu_cast(void *self, te_context *context, const void *opaque, void 
     return TE_OK;
 }
 
-te_status te_cpu_transpose(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_transpose(const te_transpose_args *args)
 {
-    const te_transpose_args *args = opaque;
     const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
     const te_cpu_matrix output = te_cpu_matrix_of(&args->output);
     int64_t tiles_down = te_ceil_div(input.rows, TE_CPU_BLOCK);
     int64_t tiles = te_ceil_div(input.columns, TE_CPU_BLOCK) * tiles_down;
     int threads = te_cpu_threads(output.rows * output.columns);
-    (void)self, (void)context, (void)stream, (void)threads;
+    (void)threads;
 #pragma omp parallel for num_threads(threads)
     for (int64_t tile = 0; tile < tiles; tile++) {
         int64_t column = tile / tiles_down * TE_CPU_BLOCK, row = tile % tiles_down * TE_CPU_BLOCK;

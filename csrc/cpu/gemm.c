@@ -92,16 +92,11 @@ static size_t buffer_bytes(const gemm_job *job, int64_t strip)
     return (size_t)((BLOCK_ROWS + te_round_up(job->strip_depth, 4)) * strip) * sizeof(float);
 }
 
-te_status te_cpu_gemm_workspace(void *self, te_context *context, const void *opaque, size_t *bytes)
+size_t te_cpu_gemm_workspace(const te_gemm_args *args)
 {
-    gemm_job job = describe(opaque);
-    (void)self, (void)context;
-    *bytes = 0;
-    if (job.m > 0 && job.n > 0) {
-        *bytes =
-            ALIGNMENT + packed_a_bytes(&job) + (size_t)job.threads * buffer_bytes(&job, job.strip);
-    }
-    return TE_OK;
+    gemm_job job = describe(args);
+    if (job.m == 0 || job.n == 0) return 0;
+    return ALIGNMENT + packed_a_bytes(&job) + (size_t)job.threads * buffer_bytes(&job, job.strip);
 }
 
 /* Lays the buffers out in the workspace, with fewer threads or narrower strips where the number of
@@ -291,14 +286,12 @@ static int32_t run_rows(const gemm_job *job, int64_t base, int64_t rows)
     return amax;
 }
 
-te_status te_cpu_gemm(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_gemm(const te_gemm_args *args)
 {
-    const te_gemm_args *args = opaque;
     const te_gemm_operand a = te_gemm_a(args), b = te_gemm_b(args);
     gemm_job job = describe(args);
     te_interruptible interruptible;
     int32_t amax = 0;
-    (void)self, (void)context, (void)stream;
     if (job.m == 0 || job.n == 0) return TE_OK;
     TE_TRY(place(&job));
     if (a.scales != NULL) job.alpha = *te_inverse_scale(a.scales) * *te_inverse_scale(b.scales);

@@ -132,9 +132,8 @@ static int32_t do_strip(const te_norm_args *args, const te_cpu_tiles *tiles,
     return amax;
 }
 
-te_status te_cpu_norm(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_norm(const te_norm_args *args)
 {
-    const te_norm_args *args = opaque;
     const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
     const te_cpu_request request = {.cast = &args->cast};
     te_cpu_tiles tiles = te_cpu_tiles_begin(&request, input.rows, input.columns, TE_DTYPE_F32, 1);
@@ -142,7 +141,7 @@ te_status te_cpu_norm(void *self, te_context *context, const void *opaque, void 
     if (tiles.column.data == NULL) tiles.tile_rows = SHORT_STRIP;
     int threads = te_cpu_threads(input.rows * input.columns);
     int32_t amax = 0;
-    (void)self, (void)context, (void)stream, (void)threads;
+    (void)threads;
 #pragma omp parallel for num_threads(threads) reduction(max : amax)
     for (int64_t row = 0; row < input.rows; row += tiles.tile_rows) {
         int32_t bits = do_strip(args, &tiles, &input, row);
@@ -173,15 +172,11 @@ static int64_t strips_of(int64_t rows)
     return te_ceil_div(rows, GRADIENT_STRIP);
 }
 
-te_status te_cpu_norm_backward_workspace(void *self, te_context *context, const void *opaque,
-                                         size_t *bytes)
+size_t te_cpu_norm_backward_workspace(const te_norm_backward_args *args)
 {
-    const te_norm_backward_args *args = opaque;
     te_cpu_matrix input = te_cpu_matrix_of(&args->input);
     int sums = te_tensor_requested(&args->gamma_grad) + te_tensor_requested(&args->beta_grad);
-    (void)self, (void)context;
-    *bytes = (size_t)(sums * strips_of(input.rows) * input.columns) * sizeof(float);
-    return TE_OK;
+    return (size_t)(sums * strips_of(input.rows) * input.columns) * sizeof(float);
 }
 
 /* dz and x of columns [column, column + n). */
@@ -262,9 +257,8 @@ static void backward_strip(const backward_job *job, int64_t strip)
     }
 }
 
-te_status te_cpu_norm_backward(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_norm_backward(const te_norm_backward_args *args)
 {
-    const te_norm_backward_args *args = opaque;
     backward_job job = {.kernels = te_cpu_kernels_get(),
                         .args = args,
                         .grad_output = te_cpu_matrix_of(&args->grad_output),
@@ -275,7 +269,7 @@ te_status te_cpu_norm_backward(void *self, te_context *context, const void *opaq
     int requested = (args->gamma_grad.data != NULL) + (args->beta_grad.data != NULL);
     size_t needed = (size_t)(requested * sums) * sizeof(float);
     int threads = te_cpu_threads(job.input.rows * job.input.columns);
-    (void)self, (void)context, (void)stream, (void)threads;
+    (void)threads;
     TE_TRY(te_check_workspace(TE_OP_NORM_BACKWARD, args->workspace, args->workspace_size, needed));
     if (args->gamma_grad.data != NULL) job.gamma_sums = args->workspace;
     if (args->beta_grad.data != NULL) {

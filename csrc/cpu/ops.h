@@ -1,19 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * ops.h - the operators of the CPU backend, one function per slot; backend.c puts them in the
- * table.
+ * ops.h - the operators of the CPU backend, which has no state and no streams; backend.c puts them
+ * in the table.
  */
 #ifndef TE_CPU_OPS_H
 #define TE_CPU_OPS_H
 
 #include "transformer_engine.h"
 
-#define X(NAME, name)                                                                              \
-    te_status te_cpu_##name(void *self, te_context *context, const void *args, void *stream);
+#define X(NAME, name) te_status te_cpu_##name(const te_##name##_args *args);
 TE_OPS(X)
 #undef X
 
-/* The operators that need a workspace. */
+/* The operators that need a workspace, and its bytes. */
 #define TE_CPU_WORKSPACES(X)                                                                       \
     X(QUANTIZE, quantize)                                                                          \
     X(GEMM, gemm)                                                                                  \
@@ -23,9 +22,7 @@ TE_OPS(X)
     X(ATTENTION_BACKWARD, attention_backward)                                                      \
     X(DROPOUT_BACKWARD, dropout_backward)
 
-#define X(NAME, name)                                                                              \
-    te_status te_cpu_##name##_workspace(void *self, te_context *context, const void *args,         \
-                                        size_t *bytes);
+#define X(NAME, name) size_t te_cpu_##name##_workspace(const te_##name##_args *args);
 TE_CPU_WORKSPACES(X)
 #undef X
 

@@ -18,13 +18,11 @@ static const void *input_row(const void *self, int64_t row, int64_t column, int6
     return te_cpu_at(self, row, column);
 }
 
-te_status te_cpu_quantize(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_quantize(const te_quantize_args *args)
 {
-    const te_quantize_args *args = opaque;
     const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
     const te_cpu_request request = {&args->cast, &args->bias_grad, args->workspace,
                                     args->workspace_size};
-    (void)self, (void)context, (void)stream;
     TE_TRY(te_cpu_check_sums(TE_OP_QUANTIZE, &args->input, &request));
     if (args->noop != NULL && *args->noop != 0.0F) return TE_OK;
     te_cpu_tiles tiles = te_cpu_tiles_begin(&request, input.rows, input.columns, input.dtype, 0);
@@ -35,16 +33,15 @@ te_status te_cpu_quantize(void *self, te_context *context, const void *opaque, v
     return TE_OK;
 }
 
-te_status te_cpu_amax(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_amax(const te_amax_args *args)
 {
     enum { ROWS = 16, COLUMNS = 2048 };
-    const te_amax_args *args = opaque;
     const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
     te_cpu_quantize_row measure = te_cpu_kernels_get()->quantize[input.dtype][0][0];
     int64_t tiles_across = te_ceil_div(input.columns, COLUMNS);
     int64_t tiles = te_ceil_div(input.rows, ROWS) * tiles_across;
     int threads = te_cpu_threads(input.rows * input.columns);
-    (void)self, (void)context, (void)stream, (void)threads;
+    (void)threads;
 #pragma omp parallel for num_threads(threads)
     for (int64_t partial = 0; partial < TE_AMAX_PARTIALS; partial++) {
         int32_t amax = 0;
@@ -75,14 +72,12 @@ static void dequantize_row(const te_cpu_kernels *kernels, const te_cpu_matrix *o
     }
 }
 
-te_status te_cpu_dequantize(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_dequantize(const te_dequantize_args *args)
 {
-    const te_dequantize_args *args = opaque;
     const te_cpu_kernels *kernels = te_cpu_kernels_get();
     int by_rows = args->input.row.data != NULL;
     const te_cpu_matrix input = te_cpu_matrix_of(by_rows ? &args->input.row : &args->input.column);
     const te_cpu_matrix output = te_cpu_matrix_of(&args->output);
-    (void)self, (void)context, (void)stream;
     if (output.rows == 0 || output.columns == 0) return TE_OK;
     float scale_inv =
         *te_inverse_scale(by_rows ? &args->input.row_scales : &args->input.column_scales);

@@ -199,12 +199,11 @@ static void rotate_index(const rope_job *job, int64_t s)
     }
 }
 
-te_status te_cpu_rope(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_rope(const te_rope_args *args)
 {
-    const te_rope_args *args = opaque;
     rope_job job = describe(args);
     int threads = te_cpu_threads(job.batch * job.sequence * job.heads * job.dim);
-    (void)self, (void)context, (void)stream, (void)threads;
+    (void)threads;
     if (job.batch == 0 || job.heads == 0 || job.dim == 0) return TE_OK;
     TE_TRY(check_positions(&job, args->freqs.shape[0]));
 #pragma omp parallel for num_threads(threads)

@@ -34,12 +34,10 @@ static void roll(const te_cpu_matrix *history, int64_t slot, float live)
     *at(history, history->rows - 1, slot) = live;
 }
 
-te_status te_cpu_scaling_update(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_scaling_update(const te_scaling_update_args *args)
 {
-    const te_scaling_update_args *args = opaque;
     const te_cpu_matrix scale = te_cpu_matrix_of(&args->scale);
     const te_cpu_matrix history = te_cpu_matrix_of(&args->history);
-    (void)self, (void)context, (void)stream;
     if (history.rows == 0) return TE_OK;
     for (int64_t slot = 0; slot < scale.columns; slot++) {
         float live = te_cpu_take_amax(at(&history, 0, slot)), *value = at(&scale, 0, slot);

@@ -95,9 +95,8 @@ static void softmax_one(const softmax_job *job, const te_cpu_row *row)
     zero(&job->probabilities, row, seen.end, job->scores.shape[3]);
 }
 
-te_status te_cpu_softmax(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_softmax(const te_softmax_args *args)
 {
-    const te_softmax_args *args = opaque;
     softmax_job job = {.scores = {.kernels = te_cpu_kernels_get(),
                                   .mask = te_cpu_tensor4_of(&args->mask),
                                   .bias = te_cpu_tensor4_of(&args->bias),
@@ -112,7 +111,7 @@ te_status te_cpu_softmax(void *self, te_context *context, const void *opaque, vo
     /* Rows of a causal window differ in length: they are distributed in small chunks. */
     int64_t rows = shape[0] * shape[1] * shape[2];
     int threads = te_cpu_threads(rows * shape[3]);
-    (void)self, (void)context, (void)stream, (void)threads;
+    (void)threads;
     if (shape[3] == 0) return TE_OK;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 16)
     for (int64_t number = 0; number < rows; number++) {
@@ -166,9 +165,8 @@ static void backward_one(const backward_job *job, const te_cpu_row *row)
     }
 }
 
-te_status te_cpu_softmax_backward(void *self, te_context *context, const void *opaque, void *stream)
+te_status te_cpu_softmax_backward(const te_softmax_backward_args *args)
 {
-    const te_softmax_backward_args *args = opaque;
     backward_job job = {.kernels = te_cpu_kernels_get(),
                         .grad_output = te_cpu_tensor4_of(&args->grad_output),
                         .probabilities = te_cpu_tensor4_of(&args->probabilities),
@@ -179,7 +177,7 @@ te_status te_cpu_softmax_backward(void *self, te_context *context, const void *o
     int64_t heads = job.shape[1], queries = job.shape[2];
     int64_t rows = job.shape[0] * heads * queries;
     int threads = te_cpu_threads(rows * job.shape[3]);
-    (void)self, (void)context, (void)stream, (void)threads;
+    (void)threads;
 #pragma omp parallel for num_threads(threads)
     for (int64_t number = 0; number < rows; number++) {
         te_cpu_row row = {

@@ -53,13 +53,9 @@ size_t te_cpu_sums_bytes(const te_tensor *matrix, const te_tensor *sums);
 te_status te_cpu_check_sums(te_op op, const te_tensor *matrix, const te_cpu_request *request);
 /* The workspace query of an operator that sums the columns of its argument `matrix`. */
 #define TE_CPU_SUMS_WORKSPACE(op, matrix)                                                          \
-    te_status te_cpu_##op##_workspace(void *self, te_context *context, const void *opaque,         \
-                                      size_t *bytes)                                               \
+    size_t te_cpu_##op##_workspace(const te_##op##_args *args)                                     \
     {                                                                                              \
-        const te_##op##_args *args = opaque;                                                       \
-        (void)self, (void)context;                                                                 \
-        *bytes = te_cpu_sums_bytes(&args->matrix, &args->bias_grad);                               \
-        return TE_OK;                                                                              \
+        return te_cpu_sums_bytes(&args->matrix, &args->bias_grad);                                 \
     }
 /* target[c] = sum over i of sums[i][c], in the order of the `count` rows. */
 void te_cpu_join_sums(const te_cpu_kernels *kernels, const float *sums, int64_t count,
