@@ -46,11 +46,8 @@ class Variable(Generic[T]):
     def get(self) -> T:
         """Read the variable now: the first of its names that is set, parsed, or `default`.
 
-        Raises
-        ------
-        ValueError
-            The text is not understood. The message names the variable that was set, its value and
-            what is accepted.
+        ValueError for a text that is not understood: the message names the variable that was set,
+        its value and what is accepted.
         """
         for name in (self.name, *self.aliases):
             text = os.environ.get(name, "").strip()

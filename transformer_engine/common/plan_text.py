@@ -50,10 +50,7 @@ def text_of(plan: int) -> str:
 def read_text(text: str) -> PlanGraph:
     """Read what `text_of` gave, in this process or another one.
 
-    Raises
-    ------
-    ValueError
-        It is no such text, or one of another version of this package.
+    ValueError for no such text, or one of another version of this package.
     """
     if not text.startswith(_HEAD):
         raise ValueError(

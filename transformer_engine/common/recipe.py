@@ -68,19 +68,8 @@ class Format(Enum):
     def fp8_max(self, direction: str) -> float:
         """Return the largest finite value of a direction's element type.
 
-        Parameters
-        ----------
-        direction : {"fwd", "bwd"}
-            Forward (activations, weights) or backward (gradients).
-
-        Returns
-        -------
-        float
-
-        Raises
-        ------
-        ValueError
-            `direction` is neither.
+        The direction is "fwd" (activations, weights) or "bwd" (gradients); ValueError for another
+        one.
         """
         if direction == "fwd":
             return self.value.max_fwd
@@ -132,12 +121,8 @@ class MMParams:
     ----------
     use_split_accumulator : bool, default True
         Add partial sums to an fp32 accumulator at short intervals: more exact. False is fast
-        accumulation: more of the sum stays in the tensor core's narrower accumulator.
-
-    Raises
-    ------
-    ValueError
-        The value is no bool.
+        accumulation: more of the sum stays in the tensor core's narrower accumulator. ValueError
+        for what is no bool.
     """
 
     use_split_accumulator: bool = True

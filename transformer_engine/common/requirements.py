@@ -12,11 +12,8 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 def check_requirements() -> None:
     """Import torch and look for the extension.
 
-    Raises
-    ------
-    ImportError
-        If there is no torch, or one that is too old, or the extension was not built; the message
-        has the command that helps.
+    ImportError where there is no torch, or one that is too old, or the extension was not built; the
+    message has the command that helps.
     """
     oldest = ".".join(map(str, OLDEST_TORCH))
     install = (

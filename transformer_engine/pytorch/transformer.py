@@ -375,16 +375,9 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
         return Layer((add,) * count, None, self.apply_residual_connection_post_layernorm)
 
     def _add(self, made: Any, residual: Tensor, normalizes: bool) -> Tensor:
-        """Add what a branch made to the residual stream.
+        """Add what a branch made, output[, bias][, normalized input], to the residual stream.
 
-        Parameters
-        ----------
-        made : Tensor or tuple of Tensor
-            Output[, bias][, normalized input], as the branch returns it.
-        residual : Tensor
-            Input of the branch.
-        normalizes : bool
-            The branch has a norm.
+        `residual` is the input of the branch, which has a norm where it `normalizes`.
         """
         bias = None
         if type(made) is tuple:

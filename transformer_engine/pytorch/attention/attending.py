@@ -22,23 +22,11 @@ __all__ = ["attending"]
 def attending(
     core: Any, how: tuple[Choice, Limits], slices: tuple, given: tuple[tuple, tuple, bool]
 ) -> Attending | None:
-    """How a call attends as part of a layer.
+    """How a call attends as part of a layer; None for a backend that runs in no plan.
 
-    Parameters
-    ----------
-    core : DotProductAttention
-        Whose scale, dropout and random state count.
-    how : tuple
-        What `DotProductAttention.limits_for` gives.
-    slices : tuple
-        Of queries, keys and values in their projections.
-    given : tuple
-        The source or nothing; the angles; whether these are interleaved.
-
-    Returns
-    -------
-    Attending or None
-        None for a backend that runs in no plan.
+    Scale, dropout and random state are those of `core`, a `DotProductAttention`; `how` is what its
+    `limits_for` gives; `slices` are of queries, keys and values in their projections; `given` is
+    the source or nothing, the angles, and whether these are interleaved.
     """
     choice, limits = how
     backend = choice.backend

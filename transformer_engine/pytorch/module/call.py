@@ -47,53 +47,26 @@ class Ran(NamedTuple):
 
 
 class ModuleCall:
-    """One call of a module: its plans, over the state in force (see `function.Call`).
-
-    Attributes
-    ----------
-    plans : CallPlans
-        What runs.
-    owners : tuple of Slots or None
-        Slots of each module that takes part (delayed scaling).
-    scales : Tensor or None
-        Forward scales of the call that this one repeats, or of an exported program.
-    first : bool
-        Update the backward state after this call's backward.
-    domain : Domain or None
-        What that touches.
-    caches : tuple
-        Per part the quantized weight (row-wise, column-wise, scales) or None.
-    weights : tuple of Parameter
-        Of each part; whose ``main_grad`` takes the weight gradient.
-    queue : deque or None
-        Where deferred weight gradients go.
-    stages : dict or None
-        Python functions of external stages.
-    observer : callable or None
-        Looks at each stage of the plans.
-    splits : tuple of SplitTensors
-        Weights and biases that come as several tensors, and so do their gradients; by place.
-    label : str
-        Class of the module and, where it has one, its name: what messages and profilers say.
-    traced : bool
-        Run behind torch operators: a graph is being traced, or the tensors have no memory.
-    """
+    """One call of a module: its plans, over the state in force (see `function.Call`)."""
 
     splits: tuple[SplitTensors, ...] = ()
+    """Weights and biases that come as several tensors, and so do their gradients; by place."""
     scales: Tensor | None = None
-    first = False
-    domain: Domain | None = None
+    """Forward scales of the call that this one repeats, or of an exported program."""
+    first = False  # update the backward state after this call's backward
+    domain: Domain | None = None  # what that touches
     caches: tuple = (None, None)
-    weights: tuple[Parameter, ...] = ()
-    queue: deque | None = None
-    stages: dict[str, Callable] | None = None
-    observer: Observer | None = None
+    """Per part the quantized weight (row-wise, column-wise, scales) or None."""
+    weights: tuple[Parameter, ...] = ()  # of each part; their ``main_grad`` takes the gradient
+    queue: deque | None = None  # where deferred weight gradients go
+    stages: dict[str, Callable] | None = None  # Python functions of external stages
+    observer: Observer | None = None  # looks at each stage of the plans
     traced = False
 
     def __init__(self, plans: CallPlans, slots: scaling.Slots | None, label: str) -> None:
         self.plans = plans
-        self.owners = (slots,)
-        self.label = label
+        self.owners = (slots,)  # of each module that takes part (delayed scaling)
+        self.label = label  # class and, where it has one, name: for messages and profilers
 
     @property
     def slots(self) -> scaling.Slots | None:

@@ -539,12 +539,8 @@ class ComposedModule(Fp8Module):
     def observe_stages(self, observer: Observer | None) -> None:
         """Let a function look at the stages of this module's plans from the next call on.
 
-        Parameters
-        ----------
-        observer : callable or None
-            ``f(stage, operator, buffers, done)``, called before and after each stage; None ends it.
-            The backward of a call that was observed is observed too. Calls inside compiled graphs
-            are not.
+        ``f(stage, operator, buffers, done)`` is called before and after each stage. The backward of
+        a call that was observed is observed too. Calls inside compiled graphs are not.
         """
         self._observer = observer
         self._bound = {}
@@ -552,18 +548,10 @@ class ComposedModule(Fp8Module):
     def override_stages(self, **stages: Callable[[StageBuffers], Any]) -> None:
         """Let Python functions run stages of this module's plans; none restores the built-in ones.
 
-        Parameters
-        ----------
-        **stages
-            ``f(buffers)`` by stage name (see `explain`, and `staged.StageBuffers`); it fills the
-            buffers that the stage writes. ``gemm_output`` is the forward GEMM, ``quantize_input``
-            the cast of the input, ``reduce_amax_input`` stands between measuring and casting
-            (current scaling), and so on.
-
-        Raises
-        ------
-        ValueError
-            A name is no stage.
+        ``f(buffers)`` by stage name (see `explain`, and `staged.StageBuffers`) fills the buffers
+        that the stage writes. ``gemm_output`` is the forward GEMM, ``quantize_input`` the cast of
+        the input, ``reduce_amax_input`` stands between measuring and casting (current scaling), and
+        so on. ValueError for a name that is no stage.
         """
         self._external = external_bits(stages, self.PARTS)
         self._stages = dict(stages) or None
@@ -576,12 +564,8 @@ class ComposedModule(Fp8Module):
         """Compute the oldest weight gradients that a backward deferred.
 
         They are added to ``weight.grad`` (of each split weight), or to ``weight.main_grad`` with
-        `fuse_wgrad_accumulation`. Does nothing without `delay_wgrad_compute`.
-
-        Raises
-        ------
-        RuntimeError
-            No weight gradient is pending.
+        `fuse_wgrad_accumulation`. Does nothing without `delay_wgrad_compute`; RuntimeError where no
+        weight gradient is pending.
         """
         if not self.delay_wgrad_compute:
             return

@@ -18,13 +18,7 @@ __all__ = ["JoinedRows", "SplitTensors"]
 
 
 class JoinedRows:
-    """Several tensors as one, whose rows theirs are.
-
-    Parameters
-    ----------
-    rows : tuple of int
-        Rows of each.
-    """
+    """Several tensors of so many `rows` each as one, whose rows theirs are."""
 
     def __init__(self, rows: tuple[int, ...]) -> None:
         self.rows = rows

@@ -70,19 +70,7 @@ class _BoundLayer(NamedTuple):
 
 
 class LayerCalls:
-    """The modules of a layer as they were found, and the calls that were bound to them.
-
-    Attributes
-    ----------
-    branches : tuple of Branch
-        Of the layer.
-    modules : tuple of ComposedModule
-        Of all branches.
-    calls : dict
-        By key the bound call; None where the layer has to call its modules.
-    parts : tuple of LayerCalls
-        Each branch by itself, where there are several.
-    """
+    """The modules of a layer as they were found, and the calls that were bound to them."""
 
     def __init__(self, branches: tuple[Branch, ...], first: int = 0) -> None:
         self.branches = branches
@@ -93,8 +81,9 @@ class LayerCalls:
         self._all = (*self.modules, *others)
         self._parents: tuple[tuple[dict, str, torch.nn.Module], ...] = ()
         self._places = tuple(self._find_places())
+        # By key the bound call; None where the layer has to call its modules.
         self.calls: dict[tuple, _BoundLayer | None] = {}
-        self.parts: tuple[LayerCalls, ...] = ()
+        self.parts: tuple[LayerCalls, ...] = ()  # each branch by itself, where there are several
 
     @classmethod
     def of(cls, layer: Any) -> "LayerCalls | None":
@@ -142,22 +131,11 @@ class LayerCalls:
                 yield branch.modules[-1]._parameters, branch.bias
 
     def run(self, layer: Any, inp: Tensor, options: tuple) -> Any:
-        """Run the layer as one call.
+        """Run the layer as one call: the results of its graph.
 
-        Parameters
-        ----------
-        layer : CompositeLayer
-            Its ``_layer()`` says how its branches are put together now, and depends on
-            ``_layer_key()``.
-        inp : Tensor
-            Its input.
-        options : tuple of AttentionOptions or None
-            Of each branch.
-
-        Returns
-        -------
-        Any
-            The results of its graph; `NotImplemented` where it has to call its modules.
+        Its ``_layer()`` says how its branches are put together now, and depends on
+        ``_layer_key()``; `options` are those of each branch. `NotImplemented` where it has to call
+        its modules.
         """
         state = current_state()
         key, tensors = situation_of(state, inp, self._places)

@@ -29,31 +29,18 @@ _grad_enabled = torch.is_grad_enabled
 
 
 class Bound:
-    """A call that a module has just made and can make again, with the tensors that it has then.
-
-    Attributes
-    ----------
-    call, first : ModuleCall
-        The call, and the same as the region's first one that records a backward.
-    records : bool
-        It records a backward.
-    quantized : bool
-        Its GEMMs run in FP8.
-    apply : callable
-        Runs one of the calls and records its backward.
-    ran, quantization : tuple
-        What the module tells of its last call, and of the last in FP8.
-    """
+    """A call that a module has just made and can make again, with the tensors that it has then."""
 
     __slots__ = ("apply", "call", "first", "quantization", "quantized", "ran", "records")
 
     def __init__(self, call: ModuleCall, module: Any) -> None:
+        # The same, as the region's first one that records a backward: `first`.
         self.call, self.first = copy.copy(call), copy.copy(call)
         self.call.first, self.first.first = False, True
         self.records = call.plans.backward != 0
         self.quantized = call.plans.quantized
-        self.apply = apply_of(call.label)
-        self.ran = module._ran
+        self.apply = apply_of(call.label)  # runs one of them and records its backward
+        self.ran = module._ran  # what the module tells of its last call, and of the last in FP8
         self.quantization = module._quantization if self.quantized else None
 
     def call_in(self, module: Any, state: RegionState) -> ModuleCall | None:
@@ -81,24 +68,11 @@ def in_force(slots: Slots, module: Any, state: RegionState) -> bool:
 def situation_of(
     state: RegionState, inp: Tensor, places: tuple[tuple[dict, str] | None, ...]
 ) -> tuple[tuple | None, tuple[Tensor | None, ...]]:
-    """Key of the situation of a call, and the module's tensors in it.
+    """Key of the situation of a call, and the input and the module's tensors in it.
 
-    Parameters
-    ----------
-    state : RegionState
-        Of the thread; no graph is being traced.
-    inp : Tensor
-        The input.
-    places : tuple of (dict, str) or None
-        Where the parameters that a call reads stand, in the order of its tensors; None for one that
-        it lacks.
-
-    Returns
-    -------
-    key : tuple or None
-        None where the call has to be decided by itself.
-    tensors : tuple of Tensor or None
-        The input and these; nothing without a key.
+    No graph is being traced. `places` say where the parameters that a call reads stand, in the
+    order of its tensors; None for one that it lacks. (None, ()) where the call has to be decided by
+    itself.
     """
     recipe = state.recipe if state.enabled else None
     if recipe is None and state.calibrating:

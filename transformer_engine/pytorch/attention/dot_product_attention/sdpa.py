@@ -45,23 +45,10 @@ def runs(channels: tuple[int, int]) -> bool:
 def forward(
     query: Tensor, key: Tensor, value: Tensor, settings: tuple[float, bool, float], records: bool
 ) -> tuple[Tensor, Kept]:
-    """`attend` by the kernel that torch chooses; arguments as of that.
+    """`attend` by the kernel that torch chooses: the output, and what `backward` needs.
 
-    Parameters
-    ----------
-    query, key, value : Tensor
-        [batch, heads, length, channels].
-    settings : tuple
-        Dropout, whether the mask is causal, and the scale.
-    records : bool
-        A backward will follow.
-
-    Returns
-    -------
-    output : Tensor
-        [batch, heads, queries, channels].
-    kept : Kept
-        For `backward`.
+    Tensors are [batch, heads, length, channels]; `settings` are dropout, whether the mask is
+    causal, and the scale; `records`: a backward will follow.
     """
     dropout, causal, scale = settings
     if records:
@@ -100,14 +87,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value.
 
-    Parameters
-    ----------
-    grad : Tensor
-        Of the output.
-    tensors : tuple of Tensor
-        Query, key, value and output.
-    kept, settings
-        As of `forward`.
+    `tensors` are query, key, value and output; the others as of `forward`.
     """
     dropout, causal, scale = settings
     kind, found = kept
