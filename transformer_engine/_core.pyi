@@ -85,9 +85,10 @@ def make_plan(
 
     direction: DIRECTION_*; flags: GRAPH_*. A value is (name, VALUE_* flags, dtype, dtype of the
     gradient, shape), a dim of the shape being an int or (SYMBOL_*, multiply, align). A node is (name,
-    NODE_* kind, variant, flags, 4 inputs, output, 3 numbers, (RECIPE_*, forward FP8 dtype, backward FP8
-    dtype, power-of-2 bits, 3 amax epsilons), 2 slots, gather, external stages), with numbers of values
-    as inputs (-1: not there) and output. te_value_desc and te_node_desc say what each means.
+    NODE_* kind, variant, flags, inputs, output, numbers, slices, (RECIPE_*, forward FP8 dtype, backward
+    FP8 dtype, power-of-2 bits, 3 amax epsilons), owner, 2 slots, gather, external stages), with numbers
+    of values as inputs (-1: not there) and output; a slice is (heads, channels, offset, stride).
+    te_value_desc and te_node_desc say what each means.
 
     ValueError or TypeError for a graph that can not be, NotImplementedError for gradients that no plan
     has.
@@ -98,30 +99,35 @@ class PlanDescription(TypedDict):
 
     direction: str
     """"forward", "backward" or "deferred"."""
-    buffers: tuple[tuple[str, str, int, int, tuple[tuple[int, int, int], ...], str, int, int], ...]
+    buffers: tuple[
+        tuple[str, str, int, int, tuple[tuple[int, int, int, int], ...], str, int, int], ...
+    ]
     """(name, role, dtype code, leading, shape, link, of, written). role: "input", "parameter", "state",
-    "output", "saved" or "scratch". An extent (multiply, align, add) is multiply * roundup(rows, align) +
-    add; add = 2**31 - 1 in a state buffer stands for any length. leading: 1 where shape[0] stands for
+    "output", "saved", "scratch" or "view". An extent (multiply, align, add, symbol) is multiply *
+    roundup(value of SYMBOL_*, align) + add; add = 2**31 - 1 in a state buffer stands for any length. leading: 1 where shape[0] stands for
     the leading dims. link and `of` say what it is, the same in every plan of a graph (TE_LINKS): the
     "gradient" of value `of`, the "row" form of operand `of`, ... written: 1 where the run changes a
     state."""
     stages: tuple[tuple[str, str, int, tuple[int, ...]], ...]
     """(stage name, operator name or "external", node or -1, numbers of its buffers)."""
-    saved_bytes: tuple[int, int, int]
-    """Size of the packed saved buffer, an extent."""
+    saved_bytes: tuple[int, int, int, int]
+    """Size of the packed saved buffer, an extent; of what does not vary with a source."""
     quantized: bool
     """GEMMs of it run in FP8."""
 
 def plan_describe(plan: int, /) -> PlanDescription:
     """Buffers and stages of a plan, in plan order. ValueError for an unknown id."""
 
-def plan_infer(plan: int, rows: int, /) -> tuple[int, int, tuple[int, ...]]:
+def plan_infer(plan: int, rows: int | tuple[int, ...], /) -> tuple[int, int, tuple[int, ...]]:
     """(saved bytes, scratch bytes of the plan's own, byte offset per buffer); pure arithmetic.
 
+    rows: the value of SYMBOL_ROWS, or a tuple of its value and those of the symbols behind it.
     Offsets count within the packed saved or scratch buffer; -1 for buffers of other roles.
     """
 
-def plan_scratch(plan: int, rows: int, device_type: int, device_index: int = 0, /) -> int:
+def plan_scratch(
+    plan: int, rows: int | tuple[int, ...], device_type: int, device_index: int = 0, /
+) -> int:
     """Bytes of scratch that a run on this device takes, operator workspaces included."""
 
 def run(plan: int, slot_fwd: int, slot_bwd: int, /, *tensors: Any) -> tuple[Any, ...]:

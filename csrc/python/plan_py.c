@@ -4,6 +4,8 @@
  */
 #include "python/plan_py.h"
 
+#include <string.h>
+
 /* ---- the table ---- */
 
 void tepy_plans_free(tepy_state *state)
@@ -95,8 +97,8 @@ tepy_plan *tepy_plan_find(tepy_state *state, PyObject *id, const char *function)
 
 static PyObject *extent_tuple(const te_extent *extent)
 {
-    return Py_BuildValue("(LiL)", (long long)extent->multiply, (int)extent->align,
-                         (long long)extent->add);
+    return Py_BuildValue("(LiLi)", (long long)extent->multiply, (int)extent->align,
+                         (long long)extent->add, (int)extent->symbol);
 }
 
 /* New reference: a tuple of `count` items; the reference that make gives is taken. */
@@ -170,6 +172,23 @@ static PyObject *offset_item(const void *of, int32_t i)
     return PyLong_FromLongLong(((const int64_t *)of)[i]);
 }
 
+/* Sizes from the rows, or from a tuple of the values of SYMBOL_ROWS and those behind it. */
+static int take_sizes(PyObject *object, const char *function, te_sizes *sizes)
+{
+    const tepy_site site = {function, "rows"};
+    Py_ssize_t count = PyTuple_Check(object) ? PyTuple_Size(object) : 1;
+    memset(sizes, 0, sizeof *sizes);
+    if (count < 1 || count >= TE_SYMBOL_COUNT) {
+        return tepy_fail(PyExc_ValueError, site, "%zd sizes, expected 1 to %d", count,
+                         TE_SYMBOL_COUNT - 1);
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PyTuple_Check(object) ? PyTuple_GetItem(object, i) : object;
+        if (tepy_int(item, site, 0, INT32_MAX, &sizes->of[TE_SYMBOL_ROWS + i]) != 0) return -1;
+    }
+    return 0;
+}
+
 const char tepy_plan_infer_doc[] =
     "plan_infer($module, plan, rows, /)\n--\n\n"
     "(saved bytes, own scratch bytes, offsets per buffer); pure arithmetic.";
@@ -177,7 +196,6 @@ const char tepy_plan_infer_doc[] =
 PyObject *tepy_plan_infer(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     const tepy_plan *plan;
-    int64_t rows = 0;
     te_plan_sizes sizes = {.size = sizeof sizes};
     te_sizes given;
     int64_t *offsets;
@@ -185,13 +203,9 @@ PyObject *tepy_plan_infer(PyObject *module, PyObject *const *args, Py_ssize_t na
     te_status st;
     if (tepy_count("plan_infer", nargs, 2, 2) != 0) return NULL;
     plan = tepy_plan_find(tepy_state_of(module), args[0], "plan_infer");
-    if (plan == NULL ||
-        tepy_int(args[1], (tepy_site){"plan_infer", "rows"}, 0, INT32_MAX, &rows) != 0) {
-        return NULL;
-    }
+    if (plan == NULL || take_sizes(args[1], "plan_infer", &given) != 0) return NULL;
     offsets = PyMem_Calloc((size_t)plan->info.buffer_count + 1, sizeof *offsets);
     if (offsets == NULL) return PyErr_NoMemory();
-    given = te_sizes_of_rows(rows);
     st = te_plan_infer(plan->id, &given, &sizes, offsets);
     tuple = st == TE_OK ? tuple_of(plan->info.buffer_count, offset_item, offsets) : NULL;
     PyMem_Free(offsets);
@@ -210,20 +224,17 @@ PyObject *tepy_plan_scratch(PyObject *module, PyObject *const *args, Py_ssize_t 
     const tepy_plan *plan;
     tepy_context *context;
     te_device device;
-    int64_t rows = 0;
     size_t bytes = 0;
     te_sizes sizes;
     te_status st;
     if (tepy_count("plan_scratch", nargs, 3, 4) != 0) return NULL;
     plan = tepy_plan_find(state, args[0], "plan_scratch");
-    if (plan == NULL ||
-        tepy_int(args[1], (tepy_site){"plan_scratch", "rows"}, 0, INT32_MAX, &rows) != 0 ||
+    if (plan == NULL || take_sizes(args[1], "plan_scratch", &sizes) != 0 ||
         tepy_device_args("plan_scratch", args[2], nargs > 3 ? args[3] : NULL, &device) != 0) {
         return NULL;
     }
     context = tepy_context_acquire(state, "plan_scratch", NULL, device);
     if (context == NULL) return NULL;
-    sizes = te_sizes_of_rows(rows);
     Py_BEGIN_ALLOW_THREADS; /* may ask a vendor library */
     st = te_plan_scratch(context->context, plan->id, &sizes, &bytes);
     Py_END_ALLOW_THREADS;

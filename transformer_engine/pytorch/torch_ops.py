@@ -150,9 +150,9 @@ def _describe(plan: int) -> dict:
     return _core.plan_describe(plan)
 
 
-def extent_value(extent: tuple[int, int, int], rows: Any) -> Any:
+def extent_value(extent: tuple[int, int, int, int], rows: Any) -> Any:
     """Multiply * roundup(rows, align) + add, on integers or symbolic ones."""
-    multiply, align, add = extent
+    multiply, align, add, _ = extent
     if multiply == 0:
         return add
     padded = rows if align == 1 else (rows + align - 1) // align * align

@@ -23,7 +23,7 @@ __all__ = ["TransformerLayer"]
 
 _NAME = "TransformerLayer"
 
-_ONE_CALL = 32 << 20
+_ONE_CALL = 16 << 20
 """Bytes of hidden states up to which a layer is one call. Beyond, each branch is: the device takes
 longer than the host, and what a branch has saved is freed when its gradients are there."""
 
