@@ -12,20 +12,30 @@ from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.state import current_state
 
 
-def _plan_text(title: str, plan: int, rows: int) -> list[str]:
+def _plan_text(title: str, plan: int, sizes: tuple[int, ...]) -> list[str]:
+    """Lines about a plan; `sizes` are the values of ``_core.SYMBOL_ROWS`` and those behind it."""
     described = _core.plan_describe(plan)
-    saved, scratch, _ = _core.plan_infer(plan, rows)
+    saved, scratch, _ = _core.plan_infer(plan, sizes)
+    of = (0, *sizes)
     names = _core.dtype_names()
     lines = [f"{title}: plan {plan}"]
     lines.append("  stages:  " + " -> ".join(f"{n} [{op}]" for n, op, *_ in described["stages"]))
     for name, role, code, _, extents, *_ in described["buffers"]:
         shape = " x ".join(
-            "any" if add == 2**31 - 1 else str(m * (-(-rows // align) * align) + add)
-            for m, align, add in extents
+            "any" if add == _core.ANY_LENGTH else str(m * (-(-of[symbol] // align) * align) + add)
+            for m, align, add, symbol in extents
         )
         lines.append(f"  {role:9s} {name}: {names[code]} [{shape}]")
     lines.append(f"  saved for backward: {saved} bytes; scratch: {scratch} bytes and workspaces")
     return lines
+
+
+def _sizes(inp: Tensor | None) -> tuple[int, ...]:
+    """Rows and the two leading dims, which only plans of three dims name."""
+    if inp is None:
+        return ()
+    dims = tuple(inp.shape[:-1]) if inp.dim() == 3 else (0, 0)
+    return inp.shape[:-1].numel(), *dims
 
 
 def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **kwargs: Any) -> None:
@@ -62,7 +72,7 @@ def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **k
     recipe = state.recipe if state.enabled else None
     where = "CPU reference backend" if inp.device.type == "cpu" else f"device {inp.device}"
     lines = [f"{module} on {where}, recipe: {recipe}"]
-    rows = inp.shape[:-1].numel()
+    sizes = _sizes(inp) + _sizes(kwargs.get("encoder_output"))
     for title, plan in module.plans_of(*args, **kwargs):
-        lines += _plan_text(title, plan, rows)
+        lines += _plan_text(title, plan, sizes)
     print("\n".join(lines), file=file or sys.stdout)
