@@ -23,6 +23,8 @@ from transformer_engine._core_names import *  # noqa: F403 - the other constants
 
 version: Final[str]
 
+_Slots = int | tuple[int, ...]
+
 OPERAND_ROLES: Final[int]
 """Operands of a linear node; number node * OPERAND_ROLES + 1 is its weight in quantized form."""
 
@@ -47,8 +49,9 @@ def tensors_of_call(
 ) -> tuple[tuple[int, int, int, int] | None, tuple[torch.Tensor | None, ...]]:
     """((dtype, device or -1, last size, flags), (inp, parameter or None, ...)) of a module's call.
 
-    `places` are those of its parameters, (dict, key), or None for one that it lacks. (None, ()) where inp or a parameter is no plain tensor with memory, one is missing or the dtypes
-    differ: such a call is decided by itself. The flags say which of them require a gradient.
+    `places` are those of its parameters, (dict, key), or None for one that it lacks. (None, ()) where
+    inp or a parameter is no plain tensor with memory, one is missing or the dtypes differ: such a call
+    is decided by itself. The flags say which of them require a gradient.
     """
 
 def dtype_code(dtype: torch.dtype, /) -> int:
@@ -130,10 +133,11 @@ def plan_scratch(
 ) -> int:
     """Bytes of scratch that a run on this device takes, operator workspaces included."""
 
-def run(plan: int, slot_fwd: int, slot_bwd: int, /, *tensors: Any) -> tuple[Any, ...]:
+def run(plan: int, slot_fwd: _Slots, slot_bwd: _Slots, /, *tensors: Any) -> tuple[Any, ...]:
     """Run a whole plan; the hot entry point of every module.
 
-    `tensors` are, positionally:
+    `slot_fwd` and `slot_bwd` are the module's first slots; of several modules a tuple. `tensors` are,
+    positionally:
 
     1. one tensor per buffer of role input, parameter or state, in plan order;
     2. for a plan that is not a forward one and has saved buffers: the packed saved tensor that the
@@ -151,8 +155,8 @@ def run(plan: int, slot_fwd: int, slot_bwd: int, /, *tensors: Any) -> tuple[Any,
 
 def run_staged(
     plan: int,
-    slot_fwd: int,
-    slot_bwd: int,
+    slot_fwd: _Slots,
+    slot_bwd: _Slots,
     functions: dict[str, Callable[[Any], Any]],
     observer: Callable[[str, str, Any, bool], Any] | None,
     make_buffers: Callable[[Callable[[int], Tensor], int, int, int], Any],

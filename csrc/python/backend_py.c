@@ -207,10 +207,6 @@ static int take_functions(tepy_backend *backend, const tepy_state *state, PyObje
     return failed;
 }
 
-const char tepy_register_backend_doc[] =
-    "register_backend($module, name, device_type, priority, functions, /)\n--\n\n"
-    "Put Python functions into the operator table, by operator name.";
-
 PyObject *tepy_register_backend(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     tepy_state *state = tepy_state_of(module);
@@ -267,9 +263,6 @@ failed: /* no table knows the record */
     }
     return NULL;
 }
-
-const char tepy_unregister_backend_doc[] = "unregister_backend($module, name, /)\n--\n\n"
-                                           "Take a backend of register_backend out again.";
 
 PyObject *tepy_unregister_backend(PyObject *module, PyObject *arg)
 {

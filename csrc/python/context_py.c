@@ -215,10 +215,6 @@ void tepy_context_release(tepy_context *context)
     Py_DECREF((PyObject *)context);
 }
 
-const char tepy_close_contexts_doc[] =
-    "close_contexts($module, /)\n--\n\n"
-    "Close the module's own contexts; the next use makes new ones.";
-
 PyObject *tepy_close_contexts(PyObject *module, PyObject *unused)
 {
     tepy_state *state = tepy_state_of(module);
@@ -235,10 +231,6 @@ PyObject *tepy_close_contexts(PyObject *module, PyObject *unused)
     }
     return Py_NewRef(Py_None);
 }
-
-const char tepy_cuda_configure_doc[] =
-    "cuda_configure($module, force_source, cache_dir=None, /)\n--\n\n"
-    "Where the CUDA backend gets its device code, from the next context on.";
 
 PyObject *tepy_cuda_configure(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -258,10 +250,6 @@ PyObject *tepy_cuda_configure(PyObject *module, PyObject *const *args, Py_ssize_
     Py_XDECREF(bytes);
     return st == TE_OK ? Py_NewRef(Py_None) : tepy_raise(st);
 }
-
-const char tepy_tune_gemm_doc[] =
-    "tune_gemm($module, device_type, device_index, enabled, cache_file=None, /)\n--\n\n"
-    "Time the candidates of each new GEMM problem on the module's contexts of a device.";
 
 PyObject *tepy_tune_gemm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -4,9 +4,6 @@
  */
 #include "python/state.h"
 
-const char tepy_counters_doc[] = "counters($module, /)\n--\n\n"
-                                 "What really ran since the last reset, without zeros.";
-
 PyObject *tepy_counters(PyObject *module, PyObject *unused)
 {
     te_counter *list = NULL;
@@ -37,8 +34,6 @@ done:
     PyMem_Free(list);
     return dict;
 }
-
-const char tepy_reset_counters_doc[] = "reset_counters($module, /)\n--\n\nSet all counters to 0.";
 
 PyObject *tepy_reset_counters(PyObject *module, PyObject *unused)
 {

@@ -141,9 +141,6 @@ static int module_exec(PyObject *module)
     return tepy_state_verify(state, TEPY_INIT);
 }
 
-const char tepy_op_names_doc[] = "op_names($module, /)\n--\n\n"
-                                 "Names of the operators, in the order of the operator table.";
-
 PyObject *tepy_op_names(PyObject *module, PyObject *unused)
 {
     (void)module;
@@ -155,9 +152,6 @@ PyObject *tepy_op_names(PyObject *module, PyObject *unused)
 #undef X
 }
 
-const char tepy_activation_names_doc[] = "activation_names($module, /)\n--\n\n"
-                                         "Names of the activations, in the order of their numbers.";
-
 PyObject *tepy_activation_names(PyObject *module, PyObject *unused)
 {
     (void)module;
@@ -168,9 +162,6 @@ PyObject *tepy_activation_names(PyObject *module, PyObject *unused)
 #undef COUNT
 #undef X
 }
-
-const char tepy_has_cuda_doc[] = "has_cuda($module, /)\n--\n\n"
-                                 "True where the library was built with its CUDA backend.";
 
 PyObject *tepy_has_cuda(PyObject *module, PyObject *unused)
 {
@@ -185,8 +176,9 @@ PyObject *tepy_has_cuda(PyObject *module, PyObject *unused)
 
 /* Every convention's function goes through a PyCFunction in the table, as CPython wants it. */
 static PyMethodDef module_methods[] = {
-#define X(name, convention)                                                                        \
-    {#name, (PyCFunction)(void (*)(void))tepy_##name, TEPY_FLAGS_##convention, tepy_##name##_doc},
+#define X(name, convention, parameters, doc)                                                       \
+    {#name, (PyCFunction)(void (*)(void))tepy_##name, TEPY_FLAGS_##convention,                     \
+     #name "($module, " parameters ")\n--\n\n" doc},
     TEPY_FUNCTIONS(X)
 #undef X
         {NULL, NULL, 0, NULL},

@@ -353,10 +353,6 @@ int tepy_op_by_name(PyObject *name, tepy_site site)
                              "there is no operator %U: op_names() lists them", name);
 }
 
-const char tepy_op_fields_doc[] =
-    "op_fields($module, name, /)\n--\n\n"
-    "(name, type, access, required) of each field of an operator, workspaces left out.";
-
 PyObject *tepy_op_fields(PyObject *module, PyObject *name)
 {
     static const char *const types[] = {

@@ -189,15 +189,6 @@ static int take_lists(graph_memory *memory, PyObject *values, PyObject *nodes)
     return 0;
 }
 
-const char tepy_make_plan_doc[] =
-    "make_plan($module, direction, flags, values, nodes, /)\n--\n\n"
-    "Id of a plan of a graph; the same graph has the same id in every process.\n\n"
-    "values: (name, flags, dtype, dtype of the gradient, shape), a dim being an int or\n"
-    "(symbol, multiply, align). nodes: (name, kind, variant, flags, inputs, output, numbers, "
-    "slices,\n"
-    "(recipe, forward fp8, backward fp8, power of 2 bits, 3 epsilons), owner, 2 slots, gather,\n"
-    "external), slices being (heads, channels, offset, stride).";
-
 PyObject *tepy_make_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     graph_memory memory = {.values = NULL, .nodes = NULL};

@@ -152,9 +152,6 @@ static PyObject *stage_item(const void *of, int32_t i)
                          tuple_of(stage->buffer_count, number_item, stage));
 }
 
-const char tepy_plan_describe_doc[] = "plan_describe($module, plan, /)\n--\n\n"
-                                      "Buffers and stages of a plan, in plan order.";
-
 PyObject *tepy_plan_describe(PyObject *module, PyObject *arg)
 {
     static const char *const directions[] = {"forward", "backward", "deferred"};
@@ -189,10 +186,6 @@ static int take_sizes(PyObject *object, const char *function, te_sizes *sizes)
     return 0;
 }
 
-const char tepy_plan_infer_doc[] =
-    "plan_infer($module, plan, rows, /)\n--\n\n"
-    "(saved bytes, own scratch bytes, offsets per buffer); pure arithmetic.";
-
 PyObject *tepy_plan_infer(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     const tepy_plan *plan;
@@ -213,10 +206,6 @@ PyObject *tepy_plan_infer(PyObject *module, PyObject *const *args, Py_ssize_t na
     return Py_BuildValue("(LLN)", (long long)sizes.saved_bytes, (long long)sizes.scratch_bytes,
                          tuple);
 }
-
-const char tepy_plan_scratch_doc[] =
-    "plan_scratch($module, plan, rows, device_type, device_index=0, /)\n--\n\n"
-    "Bytes of scratch that a run on this device takes, operator workspaces included.";
 
 PyObject *tepy_plan_scratch(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -435,14 +435,6 @@ static PyObject *run_whole(tepy_run_call *run, PyObject *const *args, Py_ssize_t
     return result;
 }
 
-const char tepy_run_doc[] =
-    "run($module, plan, slot_fwd, slot_bwd, /, *tensors)\n--\n\n"
-    "Run a plan: (outputs..., packed saved tensor or None).\n\n"
-    "slot_fwd, slot_bwd: first slot of the module; of several modules a tuple. "
-    "tensors: one per input, parameter and state buffer in plan order; then, for a plan that "
-    "reads\n"
-    "saved data, the packed saved tensor; then, for a plan with no leading input, the rows.";
-
 PyObject *tepy_run(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     tepy_run_call run;
@@ -467,14 +459,6 @@ done:
     end(&run);
     return result;
 }
-
-const char tepy_run_staged_doc[] =
-    "run_staged($module, plan, slot_fwd, slot_bwd, functions, observer, make_buffers, /, "
-    "*tensors)\n--\n\n"
-    "run() whose external stages are functions, a dict by name of f(buffers).\n\n"
-    "observer, where not None: f(stage, operator, buffers, done) before and after each stage.\n"
-    "buffers is what make_buffers(lend, names, rows, slot) gives: lend(number) is a tensor over\n"
-    "the memory of a buffer.";
 
 PyObject *tepy_run_staged(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

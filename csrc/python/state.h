@@ -172,37 +172,50 @@ PyObject *tepy_number(const te_field *field, double value);
 #define TEPY_FLAGS_NONE METH_NOARGS
 #define TEPY_FLAGS_KEYS METH_VARARGS | METH_KEYWORDS
 
-/* X(name, convention): every function of the module but the operators. Each has a docstring
- * tepy_<name>_doc beside its code, which begins with the signature line. */
+/* X(name, convention, parameters, documentation): every function of the module but the operators;
+ * _core.pyi says more. */
 #define TEPY_FUNCTIONS(X)                                                                          \
-    X(bind_torch, FAST)                                                                            \
-    X(tensors_of_call, FAST)                                                                       \
-    X(dtype_code, ONE)                                                                             \
-    X(torch_dtype, ONE)                                                                            \
-    X(dtype_names, NONE)                                                                           \
-    X(op_names, NONE)                                                                              \
-    X(activation_names, NONE)                                                                      \
-    X(has_cuda, NONE)                                                                              \
-    X(make_plan, FAST)                                                                             \
-    X(plan_describe, ONE)                                                                          \
-    X(plan_infer, FAST)                                                                            \
-    X(plan_scratch, FAST)                                                                          \
-    X(run, FAST)                                                                                   \
-    X(run_staged, FAST)                                                                            \
-    X(lie_in, FAST)                                                                                \
-    X(split_storage, FAST)                                                                         \
-    X(cuda_configure, FAST)                                                                        \
-    X(tune_gemm, FAST)                                                                             \
-    X(close_contexts, NONE)                                                                        \
-    X(op_fields, ONE)                                                                              \
-    X(register_backend, FAST)                                                                      \
-    X(unregister_backend, ONE)                                                                     \
-    X(counters, NONE)                                                                              \
-    X(reset_counters, NONE)
+    X(bind_torch, FAST, "torch_module, classify=None, /",                                          \
+      "Take from torch what the entry points need; classify(tensor) is asked about subclasses.")   \
+    X(tensors_of_call, FAST, "inp, places, /",                                                     \
+      "((dtype, device or -1, last size, flags), (inp, parameter or None, ...)) of a module's "    \
+      "call.")                                                                                     \
+    X(dtype_code, ONE, "dtype, /", "DTYPE_* code of a torch dtype.")                               \
+    X(torch_dtype, ONE, "code, /", "The torch dtype of a DTYPE_* code.")                           \
+    X(dtype_names, NONE, "/", "Names of the dtypes, by code.")                                     \
+    X(op_names, NONE, "/", "Names of the operators, in the order of the operator table.")          \
+    X(activation_names, NONE, "/", "Names of the activations, in the order of their numbers.")     \
+    X(has_cuda, NONE, "/", "True where the library was built with its CUDA backend.")              \
+    X(make_plan, FAST, "direction, flags, values, nodes, /",                                       \
+      "Id of a plan of a graph; the same graph has the same id in every process.")                 \
+    X(plan_describe, ONE, "plan, /", "Buffers and stages of a plan, in plan order.")               \
+    X(plan_infer, FAST, "plan, rows, /",                                                           \
+      "(saved bytes, own scratch bytes, offsets per buffer); pure arithmetic.")                    \
+    X(plan_scratch, FAST, "plan, rows, device_type, device_index=0, /",                            \
+      "Bytes of scratch that a run on this device takes, operator workspaces included.")           \
+    X(run, FAST, "plan, slot_fwd, slot_bwd, /, *tensors",                                          \
+      "Run a plan: (outputs..., packed saved tensor or None).")                                    \
+    X(run_staged, FAST,                                                                            \
+      "plan, slot_fwd, slot_bwd, functions, observer, make_buffers, /, *tensors",                  \
+      "run() whose external stages are functions, a dict by name of f(buffers).")                  \
+    X(lie_in, FAST, "tensor, parts, rows, /",                                                      \
+      "Whether the parts are consecutive rows of a tensor, as split_storage made them.")           \
+    X(split_storage, FAST, "tensor, rows, /",                                                      \
+      "Consecutive rows of a tensor as tensors with storages of their own over its memory.")       \
+    X(cuda_configure, FAST, "force_source, cache_dir=None, /",                                     \
+      "Where the CUDA backend gets its device code, from the next context on.")                    \
+    X(tune_gemm, FAST, "device_type, device_index, enabled, cache_file=None, /",                   \
+      "Time the candidates of each new GEMM problem on the module's contexts of a device.")        \
+    X(close_contexts, NONE, "/", "Close the module's own contexts; the next use makes new ones.")  \
+    X(op_fields, ONE, "name, /",                                                                   \
+      "(name, type, access, required) of each field of an operator, workspaces left out.")         \
+    X(register_backend, FAST, "name, device_type, priority, functions, /",                         \
+      "Put Python functions into the operator table, by operator name.")                           \
+    X(unregister_backend, ONE, "name, /", "Take a backend of register_backend out again.")         \
+    X(counters, NONE, "/", "What really ran since the last reset, without zeros.")                 \
+    X(reset_counters, NONE, "/", "Set all counters to 0.")
 
-#define X(name, convention)                                                                        \
-    PyObject *tepy_##name TEPY_PARAMS_##convention;                                                \
-    extern const char tepy_##name##_doc[];
+#define X(name, convention, ...) PyObject *tepy_##name TEPY_PARAMS_##convention;
 TEPY_FUNCTIONS(X)
 #undef X
 

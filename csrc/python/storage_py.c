@@ -119,10 +119,6 @@ PyObject *tepy_share(const tepy_state *state, PyObject *whole, const te_tensor *
     return lend(state, whole, &tensor);
 }
 
-const char tepy_split_storage_doc[] =
-    "split_storage($module, tensor, rows, /)\n--\n\n"
-    "Consecutive rows of a tensor as tensors with storages of their own over its memory.";
-
 PyObject *tepy_split_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     const tepy_site site = {"split_storage", "rows"};
@@ -178,10 +174,6 @@ static int is_part(const tepy_dl_tensor *whole, const tepy_dl_tensor *part, cons
     *bytes = expected * part->dtype.bits * part->dtype.lanes / 8;
     return 1;
 }
-
-const char tepy_lie_in_doc[] =
-    "lie_in($module, tensor, parts, rows, /)\n--\n\n"
-    "Whether the parts are consecutive rows of a tensor, as split_storage made them.";
 
 PyObject *tepy_lie_in(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -96,10 +96,6 @@ done:
     return result;
 }
 
-const char tepy_bind_torch_doc[] =
-    "bind_torch($module, torch_module, classify=None, /)\n--\n\n"
-    "Take from torch what the entry points need; classify(tensor) is asked about subclasses.";
-
 PyObject *tepy_bind_torch(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     tepy_state *state = tepy_state_of(module);
@@ -156,9 +152,6 @@ done:
     " is not supported, expected float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, uint8, "  \
     "int32 or int64 of torch"
 
-const char tepy_dtype_code_doc[] = "dtype_code($module, dtype, /)\n--\n\n"
-                                   "DTYPE_* code of a torch dtype.";
-
 PyObject *tepy_dtype_code(PyObject *module, PyObject *arg)
 {
     tepy_state *state = tepy_state_of(module);
@@ -175,9 +168,6 @@ PyObject *tepy_dtype_code(PyObject *module, PyObject *arg)
     return NULL;
 }
 
-const char tepy_torch_dtype_doc[] = "torch_dtype($module, code, /)\n--\n\n"
-                                    "The torch dtype of a DTYPE_* code.";
-
 PyObject *tepy_torch_dtype(PyObject *module, PyObject *arg)
 {
     tepy_state *state = tepy_state_of(module);
@@ -188,9 +178,6 @@ PyObject *tepy_torch_dtype(PyObject *module, PyObject *arg)
     }
     return Py_NewRef(state->dtypes[code]);
 }
-
-const char tepy_dtype_names_doc[] = "dtype_names($module, /)\n--\n\n"
-                                    "Names of the dtypes, by code.";
 
 PyObject *tepy_dtype_names(PyObject *module, PyObject *unused)
 {
@@ -295,14 +282,6 @@ static int look_at(const tepy_state *state, PyObject *const *args, PyObject *ten
     }
     return inp->ndim > 0 && count < 63 ? 0 : -1; /* the bits have to fit */
 }
-
-const char tepy_tensors_of_call_doc[] =
-    "tensors_of_call($module, inp, places, /)\n--\n\n"
-    "((dtype, device or -1, last size, flags), (inp, parameter or None, ...)) of a module's "
-    "call.\n\n"
-    "places: (dict, key) of each parameter, or None. "
-    "(None, ()) where inp or a parameter is no plain tensor with memory, one is missing or\n"
-    "the dtypes differ.";
 
 PyObject *tepy_tensors_of_call(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
