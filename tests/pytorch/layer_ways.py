@@ -11,6 +11,7 @@ from pytorch.helpers import RECIPES, assert_same_bits, counted, states_of
 from tols import BF16, F32
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch import transformer
 from transformer_engine.pytorch.module.layer_call import LayerCalls
 
 HIDDEN, FFN, HEADS, LENGTH, SOURCE, BATCH = 32, 64, 4, 6, 9, 2
@@ -116,6 +117,14 @@ def in_parts(layer):
         yield
         return
     with mlp.register_forward_hook(lambda *_: None):
+        yield
+
+
+@contextlib.contextmanager
+def by_branches():
+    """A `TransformerLayer` runs one call for each branch, as large ones do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer, "_ONE_CALL", -1)
         yield
 
 
@@ -231,8 +240,12 @@ def assert_ways_agree(layer, given, *, recipe=None, whole=True, steps=3, start=l
         ours, gemms = run(lambda _: contextlib.nullcontext())
     own = [taken for name, taken in found if name == type(layer).__name__]
     assert own == [whole] * steps, found
-    for way in (lambda _: by_modules(), in_parts):
-        theirs, others = run(way)
+    branches = lambda _: by_branches()  # noqa: E731
+    for way in (branches, lambda _: by_modules(), in_parts):
+        with watched() as found:
+            theirs, others = run(way)
+        if way is branches and whole:
+            assert {taken for name, taken in found if name == LAYER} <= {True}, found
         assert gemms == others
         for step, pair in enumerate(zip(ours, theirs, strict=True)):
             assert_same_bits(*pair, f"step {step}: ")
@@ -296,3 +309,55 @@ def set_of(path, value):
         setattr(layer.get_submodule(path), name, value)
 
     return change
+
+
+# ---- other programs ------------------------------------------------------------------------------
+
+
+def both_ways(layer, run, whole=True, kind=LAYER):
+    """Results of ``run(layer)`` of two equal layers, which are the same; of the first one.
+
+    The first one runs as one call where it can, and that is asserted to be `whole` of each call
+    (None: of none in particular); the second one calls its modules.
+    """
+    seed, results = int(torch.randint(2**31, ())), []
+    for way in (contextlib.nullcontext, by_modules):
+        own = copy.deepcopy(layer)
+        te.reset()
+        torch.manual_seed(seed)
+        with way(), watched() as found:
+            results.append((run(own), states_of(own), torch.get_rng_state()))
+        taken = {taken for name, taken in found if name == kind}
+        assert way is by_modules or whole is None or taken == {whole}, found
+    assert_same_bits(*results)
+    return results[0][0]
+
+
+def gradients(layer, x, out):
+    """Gradients of an input and of all parameters."""
+    layer.zero_grad()
+    x.grad = None
+    backward([out])
+    return [out.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def error_of(function):
+    with pytest.raises(Exception) as error:  # noqa: B017, PT011 - the same of both ways
+        function()
+    return type(error.value).__name__, str(error.value)
+
+
+def assert_same_error(layer, function):
+    """Assert that both ways raise the same; the layer has made calls before, and makes them."""
+    given = inputs_of(layer)
+    expected = layer(**given).detach()
+    ours = error_of(function)
+    assert_same_bits(assert_whole(layer, **given), expected)
+    with by_modules():
+        theirs = error_of(function)
+    assert ours[0] == theirs[0]
+    # a refusal names the call that it is of: the layer's, or that of its first module
+    assert (
+        ours[1].removeprefix(LAYER) == theirs[1].removeprefix("LayerNormLinear") or ours == theirs
+    )
+    return ours[1]

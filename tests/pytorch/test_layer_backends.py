@@ -111,5 +111,5 @@ def test_tracker(device, backend, options, monkeypatch):
     assert_ways_agree(layer, inputs_of(layer), start=start, whole=whole)
     start()
     begun, *ended = found
-    assert len(ended) == 3 and not torch.equal(begun, ended[0])
+    assert len(ended) == 4 and not torch.equal(begun, ended[0])
     assert all(torch.equal(end, ended[0]) for end in ended)

@@ -316,7 +316,7 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
         calls, parallel = LayerCalls.of(self), self.parallel_attention_mlp
         parts: Sequence[Any] = (None,) * len(options)
         if calls is not None:
-            if parallel or hidden_states.nbytes <= _ONE_CALL:
+            if parallel or getattr(hidden_states, "nbytes", 0) <= _ONE_CALL:
                 out = calls.run(self, hidden_states, options)
                 if out is not NotImplemented:
                     return out

@@ -494,6 +494,7 @@ def _alike(keys: Any, inp: Tensor, batch: int) -> bool:
         and keys.dtype is inp.dtype
         and keys.device == inp.device
         and keys.shape[batch] == inp.shape[batch]
+        and keys.shape[2] == inp.shape[2]
     )
 
 

@@ -188,6 +188,8 @@ class LayerCalls:
         self, layer: Any, inp: Tensor, attending: Sequence, state: RegionState
     ) -> _BoundLayer | None:
         """Find out what applies to a call of the layer; None where it has to call its modules."""
+        if inp.shape[2] != self.modules[0]._sizes()[0][0]:
+            return None
         made = layer._layer()
         made = made._replace(adds=made.adds[self._first :][: len(self.branches)])
         calls = self._module_calls(made, inp, attending)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing outlives a step of a layer that runs as one call, nor the layer itself."""
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from pytorch.layer_ways import (
+    BATCH,
+    DROPS,
+    HIDDEN,
+    LAYER,
+    LENGTH,
+    RECIPE_NAMES,
+    by_branches,
+    dtype_of,
+    inputs_of,
+    make_attention,
+    make_layer,
+    region,
+    states,
+    watched,
+)
+from tols import BF16
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.module import layer_call
+
+MAKES = {
+    "encoder": lambda *where: make_layer(*where, **DROPS),
+    "decoder": lambda *where: make_layer(*where, layer_type="decoder", **DROPS),
+    "attention": lambda *where: make_attention(*where, attention_dropout=0.3),
+}
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Weak references to the runs of layers."""
+    found = []
+
+    class Noted(layer_call.LayerRun):
+        __slots__ = ("__weakref__",)
+
+        def __init__(self, *given):
+            super().__init__(*given)
+            found.append(weakref.ref(self))
+
+    monkeypatch.setattr(layer_call, "LayerRun", Noted)
+    return found
+
+
+@contextlib.contextmanager
+def without_collector():
+    """What is freed in the block is freed by its last reference."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def step(layer, given, recipe):
+    with region(recipe):
+        return layer(**given)
+
+
+def alive(references):
+    return [reference() for reference in references if reference() is not None]
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("kind", MAKES)
+def test_runs_and_tensors_end_with_the_backward(device, backend, kind, recipe, runs):
+    """Without the collector: there is no cycle."""
+    layer = MAKES[kind](device, BF16)
+    given = inputs_of(layer)
+    step(layer, given, recipe).sum().backward()
+    runs.clear()
+    with without_collector():
+        out = step(layer, given, recipe)
+        made = [weakref.ref(out)]
+        if backend != "unfused":
+            assert len(alive(runs)) == 1
+        out.sum().backward()
+        del out
+        assert not alive(runs) and not alive(made)
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("kind", MAKES)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_runs_end_without_a_backward(device, kind, recipe, mode, runs):
+    layer = MAKES[kind](device, dtype_of(device, recipe))
+    given = inputs_of(layer)
+    with without_collector():
+        with mode():
+            made = weakref.ref(step(layer, given, recipe))
+        assert runs and not alive(runs) and made() is None
+
+
+def test_inputs_are_not_kept(device, runs):
+    """Masks, angles and biases of a call end with it, with the cast of what they were made of."""
+    layer = make_layer(device, BF16)
+    with without_collector():
+        given = inputs_of(layer)
+        given["rotary_pos_emb"] = te.RotaryPositionEmbedding(8).to(device)(LENGTH).to(BF16)
+        mask = torch.zeros(BATCH, 1, 1, LENGTH, dtype=torch.bool, device=device)
+        bias = torch.randn(1, 1, LENGTH, LENGTH, device=device)
+        if device == "cpu":
+            given.update(attention_mask=mask, self_attn_mask_type="padding_causal")
+            given.update(core_attention_bias=bias, core_attention_bias_type="post_scale_bias")
+        kept = [weakref.ref(t) for t in (*given.values(), mask, bias) if torch.is_tensor(t)]
+        step(layer, given, None).sum().backward()
+        assert runs
+        del given, mask, bias
+        assert not alive(kept)
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("kind", MAKES)
+def test_layers_can_be_collected(device, kind, recipe):
+    layer = MAKES[kind](device, dtype_of(device, recipe))
+    parts = [weakref.ref(module) for module in layer.modules()]
+    parts += [weakref.ref(parameter) for parameter in layer.parameters()]
+    given = inputs_of(layer)
+    for _ in range(2):
+        step(layer, given, recipe).sum().backward()
+    assert layer._calls.calls
+    del layer
+    gc.collect()
+    assert not alive(parts)
+
+
+def test_replaced_parts_can_be_collected(device):
+    """Before the next call of the layer, which is the first one to see it, and after that."""
+    layer = make_layer(device, dtype_of(device))
+    given = inputs_of(layer)
+    step(layer, given, None).sum().backward()
+    old = weakref.ref(layer.layernorm_mlp)
+    layer.layernorm_mlp = make_layer(device, dtype_of(device)).layernorm_mlp
+    with watched() as found:
+        step(layer, given, None).sum().backward()
+    assert found == [(LAYER, True)]
+    gc.collect()
+    assert old() is None
+
+
+@pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.parametrize("recipe", [None, "delayed"])
+def test_steps_do_not_add_up(device, recipe, branches):
+    """Objects and tensors that the collector knows are as many after twenty steps as after four."""
+    layer = make_layer(device, dtype_of(device, recipe), layer_type="decoder", **DROPS)
+    given = inputs_of(layer)
+
+    def count(steps):
+        for _ in range(steps):
+            step(layer, given, recipe).sum().backward()
+        gc.collect()
+        return len(gc.get_objects())
+
+    with by_branches() if branches else contextlib.nullcontext():
+        count(4)
+        before = count(1)
+        after = count(20)
+    assert after <= before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("kind", MAKES)
+def test_memory_of_the_device_is_given_back(kind, recipe):
+    layer = MAKES[kind]("cuda", BF16)
+    given = inputs_of(layer)
+
+    def allocated(steps):
+        for _ in range(steps):
+            step(layer, given, recipe).sum().backward()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    allocated(4)
+    assert allocated(1) == allocated(8)
+
+
+def test_what_a_step_saves_is_what_the_backward_reads(device):
+    """Without gradients of parameters nothing is kept of their inputs."""
+    layer = make_layer(device, dtype_of(device))
+    sizes = []
+    for wanted in (True, False):
+        layer.requires_grad_(wanted)
+        x = torch.randn(LENGTH, BATCH, HIDDEN, device=device, dtype=dtype_of(device))
+        out = layer(x.requires_grad_())
+        own = {parameter.data_ptr() for parameter in layer.parameters()}
+        saved = {t.data_ptr(): t.nbytes for t in out.grad_fn.saved_tensors}
+        sizes.append(sum(n for at, n in saved.items() if at not in own))
+    assert 0 < sizes[1] < sizes[0]
+
+
+def test_a_run_that_fails_leaves_nothing(device, runs, monkeypatch):
+    """An error in the middle, of torch's generator here."""
+    layer = make_layer(device, dtype_of(device), **DROPS)
+    x = states(layer)
+    layer(x).sum().backward()
+    runs.clear()
+
+    def failing(tensor):
+        raise RuntimeError("drawn in vain")
+
+    monkeypatch.setattr(torch.Tensor, "random_", failing)
+    with pytest.raises(RuntimeError, match="drawn in vain"):
+        layer(x)
+    monkeypatch.undo()
+    gc.collect()
+    assert not alive(runs)
+    layer(x).sum().backward()
