@@ -61,17 +61,12 @@ def parallel_cross_entropy(
     if dist_process_group is not None:
         ranks = get_distributed_world_size(dist_process_group)
         if ranks > 1:
-            raise absent.refusal(
-                "pytorch.cross_entropy.parallel_cross_entropy", f" over {ranks} ranks"
-            )
+            name = "pytorch.cross_entropy.parallel_cross_entropy"
+            raise absent.refusal(name, f" over {ranks} ranks")
     classes = target.reshape(-1).long()
-    loss = torch.nn.functional.cross_entropy(
-        inp.reshape(-1, inp.shape[-1]).float(),
-        classes,
-        ignore_index=ignore_idx,
-        label_smoothing=label_smoothing,
-        reduction="none",
-    )
+    logits = inp.reshape(-1, inp.shape[-1]).float()
+    options = {"label_smoothing": label_smoothing, "reduction": "none"}
+    loss = torch.nn.functional.cross_entropy(logits, classes, ignore_index=ignore_idx, **options)
     if not reduce_loss:
         return loss.view(inp.shape[:-1])
     counted = (classes != ignore_idx).sum().clamp(min=1)

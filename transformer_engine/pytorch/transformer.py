@@ -2,6 +2,7 @@
 """`TransformerLayer`: attention and MLP with their norms, dropouts and residuals."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError(f"{_NAME}: fuse_wgrad_accumulation=True needs fuse_qkv_params=True")
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
-        self.num_attention_heads = num_attention_heads
+        self.num_attention_heads, self.attn_input_format = num_attention_heads, attn_input_format
         self.layer_type, self.layer_number, self.name = layer_type, layer_number, name
         self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate
         own, crossed = self_attn_mask_type, enc_dec_attn_mask_type
@@ -168,7 +169,6 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         self.output_layernorm = output_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
-        self.attn_input_format = attn_input_format
         if parallel_attention_mlp:
             self._check_parallel()
         # The bias of a layer whose output is dropped is added in the pass that drops it.
@@ -178,40 +178,35 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
             normalization=normalization, zero_centered_gamma=zero_centered_gamma,
             return_layernorm_output=apply_residual_connection_post_layernorm,
         )  # fmt: skip
-        common = dict(
-            init_method=init_method, output_layer_init_method=output_layer_init_method,
-            params_dtype=params_dtype, get_rng_state_tracker=get_rng_state_tracker,
+        linear = dict(
+            params_dtype=params_dtype, get_rng_state_tracker=get_rng_state_tracker, device=device,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation, set_parallel_mode=set_parallel_mode,
-            tp_group=tp_group, return_bias=self._biases_returned, bias=bias, device=device,
+            tp_group=tp_group, return_bias=self._biases_returned, bias=bias,
         )  # fmt: skip
-        attention = dict(
-            kv_channels=kv_channels, num_gqa_groups=num_gqa_groups,
-            attention_dropout=attention_dropout, layernorm_epsilon=layernorm_epsilon,
-            layer_number=layer_number, fuse_qkv_params=fuse_qkv_params,
-            qkv_weight_interleaved=qkv_weight_interleaved, qk_norm_eps=qk_norm_eps,
-            rotary_pos_interleaved=rotary_pos_interleaved, qkv_format=attn_input_format,
-            qk_norm_type=qk_norm_type, qk_norm_before_rope=qk_norm_before_rope,
-            softmax_type=softmax_type, **common,
+        attention = partial(
+            MultiheadAttention, hidden_size, num_attention_heads, kv_channels, attention_dropout,
+            layernorm_epsilon, init_method, output_layer_init_method, layer_number,
+            num_gqa_groups=num_gqa_groups, fuse_qkv_params=fuse_qkv_params, qk_norm_eps=qk_norm_eps,
+            qkv_weight_interleaved=qkv_weight_interleaved, qk_norm_before_rope=qk_norm_before_rope,
+            rotary_pos_interleaved=rotary_pos_interleaved, qk_norm_type=qk_norm_type,
+            qkv_format=attn_input_format, softmax_type=softmax_type, **linear,
         )  # fmt: skip
-        self.self_attention = MultiheadAttention(
-            hidden_size, num_attention_heads, attn_mask_type=self_attn_mask_type,
-            window_size=window_size, bottom_right_diagonal=bottom_right_diagonal,
-            input_layernorm=not output_layernorm, **attention, **({} if output_layernorm else norm),
+        self.self_attention = attention(
+            self_attn_mask_type, window_size, bottom_right_diagonal,
+            input_layernorm=not output_layernorm, **({} if output_layernorm else norm),
         )  # fmt: skip
         if layer_type == "decoder":
-            self.inter_attention = MultiheadAttention(
-                hidden_size, num_attention_heads, attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size, attention_type="cross", input_layernorm=True,
-                bottom_right_diagonal=enc_dec_bottom_right_diagonal, **attention, **norm,
-            )  # fmt: skip
+            masking = enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal
+            options = {"attention_type": "cross", "input_layernorm": True, **norm}
+            self.inter_attention = attention(*masking, **options)
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation,
-            activation_params=activation_params, **common, **norm,
+            hidden_size, ffn_hidden_size, layernorm_epsilon, init_method=init_method,
+            output_layer_init_method=output_layer_init_method, activation=activation,
+            activation_params=activation_params, **linear, **norm,
         )  # fmt: skip
         if output_layernorm:
-            options = {"zero_centered_gamma": zero_centered_gamma, "device": device}
-            norm_of = NORMS[normalization]
-            self.layernorm = norm_of(hidden_size, layernorm_epsilon, None, params_dtype, **options)
+            settings = hidden_size, layernorm_epsilon, None, params_dtype, zero_centered_gamma
+            self.layernorm = NORMS[normalization](*settings, device=device)
 
     def _check_parallel(self) -> None:
         """Raise for what excludes parallel branches."""
@@ -365,14 +360,11 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
 
     def _layer(self) -> Layer:
         """How the layer puts its branches together now."""
-        training = self.training
-        add = AddSpec(
-            self.hidden_dropout if training else 0.0, self.drop_path_rate if training else 0.0
-        )
+        add = AddSpec(self.hidden_dropout, self.drop_path_rate) if self.training else AddSpec()
         if self.parallel_attention_mlp:
             return Layer((None, None), add)
-        count = 3 if self.layer_type == "decoder" else 2
-        return Layer((add,) * count, None, self.apply_residual_connection_post_layernorm)
+        adds = (add,) * (3 if self.layer_type == "decoder" else 2)
+        return Layer(adds, None, self.apply_residual_connection_post_layernorm)
 
     def _add(self, made: Any, residual: Tensor, normalizes: bool) -> Tensor:
         """Add what a branch made, output[, bias][, normalized input], to the residual stream.

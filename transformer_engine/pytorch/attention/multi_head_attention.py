@@ -92,7 +92,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         An option that is not there yet.
     """
 
-    def __init__(  # noqa: PLR0915 - the argument list that users know
+    def __init__(
         self,
         hidden_size: int,
         num_attention_heads: int,
@@ -159,25 +159,19 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
             get_rng_state_tracker=get_rng_state_tracker, attention_type=attention_type,
             tp_group=tp_group,
         )  # fmt: skip
-        self.hidden_size = hidden_size
-        self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = core.num_gqa_groups
-        self.hidden_size_per_attention_head_k = core.hidden_size_per_attention_head_k
-        self.hidden_size_per_attention_head_v = core.hidden_size_per_attention_head_v
-        self.attention_type = attention_type
-        self._ways: dict[tuple, Attending] = {}
-        self.input_layernorm = bool(input_layernorm)
-        self.return_bias = bool(return_bias)
+        k, v = core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = k, v
+        self.hidden_size, self.num_attention_heads = hidden_size, num_attention_heads
+        self.num_gqa_groups, self.attention_type = core.num_gqa_groups, attention_type
+        self.attn_mask_type, self.window_size = core.attn_mask_type, core.window_size
+        self.qkv_format, self.layer_number, self.name = qkv_format, layer_number, name
+        self.input_layernorm, self.return_bias = bool(input_layernorm), bool(return_bias)
         self.return_layernorm_output = bool(return_layernorm_output)
-        self.qkv_format = qkv_format
-        self.attn_mask_type = core.attn_mask_type
-        self.window_size = core.window_size
-        self.layer_number = layer_number
         self.rotary_pos_interleaved = bool(rotary_pos_interleaved)
         self.qk_norm_before_rope = bool(qk_norm_before_rope)
         self.qkv_weight_interleaved = bool(qkv_weight_interleaved and fuse_qkv_params)
-        self.name = name
-        common = dict(
+        self._ways: dict[tuple, Attending] = {}
+        linear = dict(
             bias=bias, params_dtype=params_dtype, device=device, tp_group=tp_group,
             get_rng_state_tracker=get_rng_state_tracker,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
@@ -188,14 +182,12 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
             return_layernorm_output=self.return_layernorm_output,
         )  # fmt: skip
         column, row = ("column", "row") if set_parallel_mode else (None, None)
-        inner = {**common, "parallel_mode": column, "init_method": init_method}
+        inner = {**linear, "parallel_mode": column, "init_method": init_method}
         self._make_projections(fuse_qkv_params, inner, norm)
         self._make_qk_norms(qk_norm_type, qk_norm_eps, device, params_dtype)
-        self.proj = Linear(
-            num_attention_heads * self.hidden_size_per_attention_head_v, hidden_size,
-            init_method=output_layer_init_method, return_bias=self.return_bias,
-            parallel_mode=row, **common,
-        )  # fmt: skip
+        outer = {**linear, "parallel_mode": row, "init_method": output_layer_init_method}
+        heads = num_attention_heads * v
+        self.proj = Linear(heads, hidden_size, return_bias=self.return_bias, **outer)
 
     def _make_projections(self, fused: bool, common: dict, norm: dict) -> None:
         """Make the layers before the attention."""

@@ -89,13 +89,9 @@ def general_gemm(
         out = torch.empty(shape, dtype=out_dtype or A.dtype, device=A.device)
     prepare_device(A.device)
     adds = bias is not None and bias.numel() > 0 and not grad
-    _core.gemm(
-        out.detach(),
-        a=left,
-        b=right,
-        bias=bias.detach() if adds else None,
-        accumulate=accumulate,
-        allow_tf32=torch.backends.cuda.matmul.allow_tf32,
-    )
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    added = bias.detach() if adds else None
+    operands = {"a": left, "b": right, "bias": added}
+    _core.gemm(out.detach(), **operands, accumulate=accumulate, allow_tf32=tf32)
     sums = B.sum(0, dtype=torch.float32).to(bias.dtype) if grad and bias is not None else None
     return out, sums, None, None

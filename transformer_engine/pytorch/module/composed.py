@@ -3,37 +3,15 @@
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import (
-    ACCUMULATE,
-    ALLOW_TF32,
-    BIAS,
-    CACHE_READ,
-    CACHE_WRITE,
-    DEFER,
-    DGRAD,
-    GRAD_BETA,
-    GRAD_GAMMA,
-    HIGH_PRECISION,
-    NO_AMAX,
-    OVERWRITE,
-    RETURN_NORM,
-    SAVE_INPUT,
-    WGRAD,
-    ZERO_CENTERED,
-    Activation,
-    CallSpec,
-    LinearSpec,
-    Norm,
-    Quantization,
-    flags_of,
-)
+from transformer_engine.common import graphs
+from transformer_engine.common.graphs import CallSpec, LinearSpec, Norm, Quantization, flags_of
 from transformer_engine.common.plans import CallPlans, call_plans
 from transformer_engine.pytorch import arenas, scaling, torch_ops
 from transformer_engine.pytorch.device import prepare_device
@@ -49,7 +27,7 @@ from transformer_engine.pytorch.module.operands import (
     PartTensors,
     promoted,
 )
-from transformer_engine.pytorch.module.parameters import add_grad
+from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
 from transformer_engine.pytorch.module.situation import Bound, situation_of
 from transformer_engine.pytorch.module.weight_cache import WeightCache
 from transformer_engine.pytorch.staged import Observer, StageBuffers, external_bits
@@ -106,7 +84,7 @@ class ComposedModule(Fp8Module):
     """Prefix of the attribute names of each linear layer's weight and bias."""
     NORM: int | None = None
     """``_core.NORM_*`` of the norm before the first layer."""
-    activation_spec: Activation | None = None
+    activation_spec: graphs.Activation | None = None
     """The activation between two layers."""
     checkpoint = False
     """The backward repeats the forward up to the last layer."""
@@ -118,10 +96,18 @@ class ComposedModule(Fp8Module):
     name: str | None = None
     """Given by the user, for messages."""
 
-    def _begin(self, fuse_wgrad_accumulation: bool, delay_wgrad_compute: bool) -> None:
-        """Set what every instance has."""
-        self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
-        self.delay_wgrad_compute = bool(delay_wgrad_compute)
+    def _begin(
+        self, name: str | None, biases: tuple[bool, bool], gradients: tuple[bool, bool]
+    ) -> None:
+        """Set what every instance has.
+
+        `biases` are the arguments bias and return_bias, `gradients` fuse_wgrad_accumulation and
+        delay_wgrad_compute.
+        """
+        self.name = name
+        self.use_bias, self.return_bias = map(bool, biases)
+        self.apply_bias = self.use_bias and not self.return_bias
+        self.fuse_wgrad_accumulation, self.delay_wgrad_compute = map(bool, gradients)
         self._wgrads: deque = deque()
         self._plans: dict[tuple, CallPlans] = {}
         self._weight_caches: tuple = (None,) * len(self.PARTS)
@@ -153,12 +139,32 @@ class ComposedModule(Fp8Module):
         """How tensors of a call make up the one part's weight and bias; None for whole ones."""
         return None
 
+    @abstractmethod
+    def _returned_bias(self, dtype: torch.dtype) -> Tensor:
+        """The bias that ``return_bias=True`` returns beside an output of a dtype."""
+
+    @abstractmethod
+    def _initialisers(self) -> Iterable[tuple[str, Callable | None]]:
+        """(prefix of the attribute names, init method) of each weight."""
+
     def add_bias(self) -> None:
         """Add the bias that ``return_bias=True`` returned beside the output, from now on."""
         if getattr(self, "return_bias", False):
             self.return_bias, self.apply_bias = False, self.use_bias
 
     # ---- life ----------------------------------------------------------------------------------
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise the parameters; those on the meta device are made on the default device first.
+
+        With `defer_init` do nothing.
+        """
+        if defer_init:
+            return
+        if self.NORM is not None:
+            self.reset_layer_norm_parameters()
+        for prefix, method in self._initialisers():
+            reset_linear(self, prefix, method)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a setting counts from the next call on.
@@ -229,6 +235,16 @@ class ComposedModule(Fp8Module):
             state.first = False
         return out
 
+    def _results(self, inp: Tensor, out: Any) -> Any:
+        """What a forward returns, of the results of a call: output[, bias][, norm output]."""
+        out, *normed = out if self.return_layernorm_output else (out,)
+        if normed:
+            before = (inp, *self._norm_tensors())
+            if not any(tensor is not None and tensor.requires_grad for tensor in before):
+                normed = [normed[0].detach()]  # what follows the norm is no reason for a gradient
+        biases = [self._returned_bias(out.dtype)] if self.return_bias else []
+        return (out, *biases, *normed) if biases or normed else out
+
     def _find_present(self, flat: tuple[Tensor | None, ...]) -> None:
         """Note which parameters a call consists of, where it consists of them alone."""
         names = self._parameter_names()
@@ -270,7 +286,7 @@ class ComposedModule(Fp8Module):
     def _keep_caches(self, call: ModuleCall, tensors: CallTensors) -> None:
         caches = list(self._weight_caches)
         for i, part in enumerate(call.plans.spec.parts):
-            if part.flags & CACHE_WRITE:
+            if part.flags & graphs.CACHE_WRITE:
                 sources = tensors.parts[i].weights
                 caches[i] = WeightCache.of(call.caches[i], sources, part.quantization, call.slots)
         self._weight_caches = tuple(caches)
@@ -302,7 +318,7 @@ class ComposedModule(Fp8Module):
         inp, parts = tensors.input, tensors.parts
         flags, bias_grads, records = self._wanted(tensors, not region.exported)
         for i, owner in enumerate(owners):
-            if flags[i] & WGRAD:
+            if flags[i] & graphs.WGRAD:
                 dtype = parts[i].weights[0].dtype
                 flags[i] |= self._wgrad_flags(owner, dtype, recipe, is_first_microbatch)
         bound = None
@@ -310,11 +326,11 @@ class ComposedModule(Fp8Module):
             bound = self._bind_state(tensors, region, is_first_microbatch)
             flags = [f | g for f, g in zip(flags, bound.flags, strict=True)]
         elif inp.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-            flags = [f | ALLOW_TF32 for f in flags]
+            flags = [f | graphs.ALLOW_TF32 for f in flags]
         dtypes = [inp.dtype, tensors.output_dtype]
         dtypes.append(inp.dtype if tensors.norm is None else tensors.norm[0].dtype)
         for (weights, biases), owner, f in zip(parts, owners, flags, strict=True):
-            into_main = f & (ACCUMULATE | OVERWRITE)
+            into_main = f & (graphs.ACCUMULATE | graphs.OVERWRITE)
             dtype = weights[0].dtype
             dtypes.append(dtype)
             dtypes.append(biases[0].dtype if biases else dtype)
@@ -323,7 +339,7 @@ class ComposedModule(Fp8Module):
         recompute = self.checkpoint and records
         device = torch.device("meta") if region.blank else inp.device  # else it would be prepared
         key = (device, identity, recompute, *flags, *bias_grads, *dtypes)
-        quantization = HIGH_PRECISION if bound is None else bound.quantization
+        quantization = graphs.HIGH_PRECISION if bound is None else bound.quantization
         plans = self._plans_for(key, quantization, region.traced)
         call = ModuleCall(plans, None if bound is None else bound.slots, self._label())
         call.traced = region.traced or region.blank
@@ -337,7 +353,7 @@ class ComposedModule(Fp8Module):
             call.caches = bound.caches
             call.first = self._is_first(region, records)
             call.domain = (region.replay or region.state).domain
-        if any(f & (ACCUMULATE | OVERWRITE | DEFER) for f in flags):
+        if any(f & (graphs.ACCUMULATE | graphs.OVERWRITE | graphs.DEFER) for f in flags):
             call.weights = owners
             call.queue = self._wgrads
         return call
@@ -351,23 +367,24 @@ class ComposedModule(Fp8Module):
         """(flags of each part, whether its bias has a gradient, whether anything has)."""
         gradients = gradients and torch.is_grad_enabled()
         before = gradients and tensors.input.requires_grad
-        first = flags_of(((DGRAD, before), (ZERO_CENTERED, self.zero_centered_gamma)))
+        first = flags_of(((graphs.DGRAD, before), (graphs.ZERO_CENTERED, self.zero_centered_gamma)))
         if tensors.norm is not None:
             gamma, beta = tensors.norm
             if self.return_layernorm_output:
-                first |= RETURN_NORM
+                first |= graphs.RETURN_NORM
             if gradients and gamma.requires_grad:
-                first |= GRAD_GAMMA
+                first |= graphs.GRAD_GAMMA
                 before = True
             if gradients and beta is not None and beta.requires_grad:
-                first |= GRAD_BETA
+                first |= graphs.GRAD_BETA
                 before = True
         flags, bias_grads = [], []
         for weights, biases in tensors.parts:
             wgrad = gradients and any(weight.requires_grad for weight in weights)
             bias_grad = gradients and any(bias.requires_grad for bias in biases)
             dgrad = before if flags else False
-            flags.append(flags_of(((BIAS, len(biases) > 0), (DGRAD, dgrad), (WGRAD, wgrad))))
+            bits = (graphs.BIAS, len(biases) > 0), (graphs.DGRAD, dgrad), (graphs.WGRAD, wgrad)
+            flags.append(flags_of(bits))
             bias_grads.append(bias_grad)
             before = before or wgrad or bias_grad
         flags[0] |= first
@@ -378,20 +395,20 @@ class ComposedModule(Fp8Module):
     ) -> _BoundState:
         """What an FP8 call quantizes with: the state in force, or that of the call it repeats."""
         quantization = self._quantization_of(region.recipe, region.traced)
-        common = SAVE_INPUT if self.save_original_input else 0
+        common = graphs.SAVE_INPUT if self.save_original_input else 0
         count = len(self.PARTS)
         replay = region.replay
         if replay is not None:
-            common |= NO_AMAX if replay.scales is not None else 0
+            common |= graphs.NO_AMAX if replay.scales is not None else 0
             caches = replay.cache if replay.cache is not None else (None,) * count
-            flags = tuple(common | (0 if cache is None else CACHE_READ) for cache in caches)
+            flags = tuple(common | (0 if cache is None else graphs.CACHE_READ) for cache in caches)
             return _BoundState(quantization, flags, replay.slots, replay.scales, caches)
         slots = None
         if region.recipe.delayed():
             device = tensors.input.device
             if region.exported:
                 scales = self._scales_to_export(device)
-                flags = (common | NO_AMAX,) * count
+                flags = (common | graphs.NO_AMAX,) * count
                 return _BoundState(quantization, flags, None, scales, (None,) * count)
             if region.blank:
                 slots = scaling.BlankSlots(arenas.rule_of(region.recipe), tensors.input)
@@ -405,10 +422,11 @@ class ComposedModule(Fp8Module):
                 "torch.compile"
             )
         flags, caches = [], []
-        for i, part in enumerate(tensors.parts):
-            flag = self._cache_flag(i, part.weights, is_first_microbatch, quantization, slots)
-            flags.append(common | flag)
-            caches.append(self._weight_caches[i].tensors if flag & CACHE_READ else None)
+        for cache, part in zip(self._weight_caches, tensors.parts, strict=True):
+            reads = not (is_first_microbatch or cache is None)
+            reads = reads and cache.holds(part.weights, quantization, slots)
+            flags.append(common | (graphs.CACHE_READ if reads else graphs.CACHE_WRITE))
+            caches.append(cache.tensors if reads else None)
         return _BoundState(quantization, tuple(flags), slots, None, tuple(caches))
 
     def _plans_for(self, key: tuple, quantization: Quantization, traced: bool) -> CallPlans:
@@ -426,7 +444,7 @@ class ComposedModule(Fp8Module):
         self, owner: Tensor, dtype: torch.dtype, recipe: Any, is_first_microbatch: bool | None
     ) -> int:
         """Where the weight gradient goes; `dtype` is that of the GEMM's operands without FP8."""
-        flags = DEFER if self.delay_wgrad_compute else 0
+        flags = graphs.DEFER if self.delay_wgrad_compute else 0
         if self.fuse_wgrad_accumulation:
             main = main_grad_of(owner).dtype
             if recipe is None and main not in (dtype, torch.float32):
@@ -435,23 +453,8 @@ class ComposedModule(Fp8Module):
                     "without FP8 it must be torch.float32 or of their dtype"
                 )
             overwrite = is_first_microbatch or getattr(owner, "overwrite_main_grad", False)
-            flags |= OVERWRITE if overwrite else ACCUMULATE
+            flags |= graphs.OVERWRITE if overwrite else graphs.ACCUMULATE
         return flags
-
-    def _cache_flag(
-        self,
-        part: int,
-        weights: tuple[Tensor, ...],
-        is_first_microbatch: bool,
-        quantization: Quantization,
-        slots: scaling.Slots | None,
-    ) -> int:
-        """Write the weight cache, or read it where it holds this very weight."""
-        cache = self._weight_caches[part]
-        if is_first_microbatch or cache is None:
-            return CACHE_WRITE
-        holds = cache.holds(weights, quantization, slots)
-        return CACHE_READ if holds else CACHE_WRITE
 
     @constant_in_graphs
     def _ensure_plans(self, key: tuple, *quantization: Any) -> None:
@@ -477,11 +480,8 @@ class ComposedModule(Fp8Module):
         for i, sizes in enumerate(self._sizes()):
             weight, bias, grad = rest[3 * i : 3 * i + 3]
             dtypes = (inp if i == 0 else out, weight, bias, out, grad)
-            parts.append(
-                LinearSpec(
-                    *sizes, *dtypes, quantization, flags[i], bias_grads[i], self._external[i]
-                )
-            )
+            how = (quantization, flags[i], bias_grads[i], self._external[i])
+            parts.append(LinearSpec(*sizes, *dtypes, *how))
         norm = None if self.NORM is None else Norm(self.NORM, norm_dtype, self.eps)
         prepare_device(device)
         plans = call_plans(CallSpec(tuple(parts), norm, self.activation_spec, recompute))
@@ -505,21 +505,7 @@ class ComposedModule(Fp8Module):
 
     def _calibration_inputs(self, tensors: CallTensors) -> list[Tensor]:
         """What each part's forward GEMM would multiply, in high precision."""
-        inp = tensors.input.detach()
-        if tensors.norm is None:
-            return [inp]
-        gamma, beta = tensors.norm
-        out = torch.empty_like(inp, memory_format=torch.contiguous_format)
-        _core.norm(
-            inp,
-            kind=self.NORM,
-            wide=out,
-            gamma=gamma,
-            beta=beta,
-            eps=self.eps,
-            zero_centered=self.zero_centered_gamma,
-        )
-        return [out]
+        return [tensors.input.detach()]
 
     def plans_of(
         self, inp: Tensor, is_first_microbatch: bool | None = None
@@ -582,7 +568,7 @@ class ComposedModule(Fp8Module):
             outputs = iter(pending.run(state))
             self._wgrads.popleft()  # only now: a call that raised can be made again
             for i, part in enumerate(plans.spec.parts):
-                if not part.flags & WGRAD:
+                if not part.flags & graphs.WGRAD:
                     continue
                 if i not in dict(plans.main_grads):
                     self._add_weight_grad(i, next(outputs))

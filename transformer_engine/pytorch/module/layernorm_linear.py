@@ -8,7 +8,7 @@ import torch
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.module.normed import NormedModule
-from transformer_engine.pytorch.module.parameters import checked_dtype, device_of, set_bias
+from transformer_engine.pytorch.module.parameters import checked_dtype, device_of
 from transformer_engine.pytorch.module.weights import WeightModule
 
 __getattr__, __dir__ = absent.attach(
@@ -48,7 +48,7 @@ ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, ub_name
         As of `Linear`.
     """
 
-    def __init__(  # noqa: PLR0913 - the argument list that users know
+    def __init__(
         self,
         in_features: int,
         out_features: int,
@@ -81,21 +81,14 @@ ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, ub_name
     ) -> None:
         super().__init__()
         self._set_parallel(tp_group, tp_size, parallel_mode, ub_name)
-        self._begin(fuse_wgrad_accumulation, delay_wgrad_compute)
-        set_bias(self, bias, return_bias)
-        self.name = name
+        gradients = (fuse_wgrad_accumulation, delay_wgrad_compute)
+        self._begin(name, (bias, return_bias), gradients)
         self._set_norm(normalization, eps, zero_centered_gamma, return_layernorm_output)
         rng = (get_rng_state_tracker, None)
         self._set_linear(in_features, out_features, parameters_split, init_method, rng)
         device, dtype = device_of(device), checked_dtype("LayerNormLinear", params_dtype)
         self._make_norm(in_features, device, dtype)
         self._make_parameters(device, dtype)
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise the parameters; see `Linear.reset_parameters`."""
-        if not defer_init:
-            self.reset_layer_norm_parameters()
-        super().reset_parameters(defer_init)
 
     def _parameter_names(self) -> tuple[str | None, ...]:
         return (*self._norm_names(), *super()._parameter_names())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LayerNormMLP`: norm, linear, activation, linear in one call."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ from transformer_engine.pytorch.module.parameters import (
     make_bias,
     make_weight,
     positive_sizes,
-    reset_linear,
-    set_bias,
 )
 from transformer_engine.pytorch.parallel import TensorParallel, mark_linear
 
@@ -94,7 +92,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
     SLOTS = (6, 4)
     PARTS = ("fc1_", "fc2_")
 
-    def __init__(  # noqa: PLR0913 - the argument list that users know
+    def __init__(
         self,
         hidden_size: int,
         ffn_hidden_size: int,
@@ -134,9 +132,8 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         positive_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         if checkpoint and delay_wgrad_compute:
             raise NotImplementedError("LayerNormMLP: checkpoint=True with delay_wgrad_compute=True")
-        self._begin(fuse_wgrad_accumulation, delay_wgrad_compute)
-        set_bias(self, bias, return_bias)
-        self.name = name
+        gradients = (fuse_wgrad_accumulation, delay_wgrad_compute)
+        self._begin(name, (bias, return_bias), gradients)
         self._set_norm(normalization, eps, zero_centered_gamma, return_layernorm_output)
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
@@ -155,14 +152,6 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         for prefix, mode in zip(self.PARTS, ("column", "row"), strict=True):
             biases = [getattr(self, f"{prefix}bias")] if self.use_bias and set_parallel_mode else []
             mark_linear([getattr(self, f"{prefix}weight")], biases, mode)
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise the parameters; see `Linear.reset_parameters`."""
-        if defer_init:
-            return
-        self.reset_layer_norm_parameters()
-        for prefix, method in zip(self.PARTS, self._init_methods, strict=True):
-            reset_linear(self, prefix, method)
 
     def extra_repr(self) -> str:
         """Sizes and what differs from the defaults."""
@@ -188,6 +177,12 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         biases = "fc1_bias" if self.use_bias else None, "fc2_bias" if self.apply_bias else None
         return (*self._norm_names(), "fc1_weight", biases[0], "fc2_weight", biases[1])
 
+    def _returned_bias(self, dtype: torch.dtype) -> Tensor:
+        return bias_to_return(self.fc2_bias, dtype)
+
+    def _initialisers(self) -> Iterable[tuple[str, Callable | None]]:
+        return zip(self.PARTS, self._init_methods, strict=True)
+
     def _calibration_inputs(self, tensors: CallTensors) -> list[Tensor]:
         (normed,) = super()._calibration_inputs(tensors)
         (weight,), biases = tensors.parts[0]
@@ -209,11 +204,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
             output [..., hidden_size] with `return_layernorm_output`.
         """
         out = self._call(inp, is_first_microbatch)
-        if not (self.return_bias or self.return_layernorm_output):
-            return out
-        dtype = (out[0] if self.return_layernorm_output else out).dtype
-        bias = bias_to_return(self.fc2_bias, dtype) if self.return_bias else None
-        return self._results(inp, out, bias)
+        return self._results(inp, out) if self.return_bias or self.return_layernorm_output else out
 
     _FORWARD = forward
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from transformer_engine.common import absent
-from transformer_engine.pytorch.module.parameters import checked_dtype, device_of, set_bias
+from transformer_engine.pytorch.module.parameters import checked_dtype, device_of
 from transformer_engine.pytorch.module.weights import WeightModule
 
 __getattr__, __dir__ = absent.attach(
@@ -72,7 +72,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, ub_name
         [out_features]; an empty tensor where there is none.
     """
 
-    def __init__(  # noqa: PLR0913 - the argument list that users know
+    def __init__(
         self,
         in_features: int,
         out_features: int,
@@ -104,9 +104,8 @@ ub_bulk_dgrad, ub_bulk_wgrad, ub_name
     ) -> None:
         super().__init__()
         self._set_parallel(tp_group, tp_size, parallel_mode, ub_name)
-        self._begin(fuse_wgrad_accumulation, delay_wgrad_compute)
-        set_bias(self, bias, return_bias)
-        self.name = name
+        gradients = (fuse_wgrad_accumulation, delay_wgrad_compute)
+        self._begin(name, (bias, return_bias), gradients)
         rng = (get_rng_state_tracker, rng_tracker_name)
         self._set_linear(in_features, out_features, parameters_split, init_method, rng)
         self.save_original_input = bool(save_original_input)

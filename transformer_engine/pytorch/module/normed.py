@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm that `LayerNormLinear` and `LayerNormMLP` begin with: its parameters and settings."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine import _core
 from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.operands import CallTensors
 from transformer_engine.pytorch.module.parameters import checked_eps, initialise, one_of
 
 NORMS = {"LayerNorm": _core.NORM_LAYERNORM, "RMSNorm": _core.NORM_RMSNORM}
@@ -48,15 +47,12 @@ class NormedModule(ComposedModule):
     def _flags_text(self) -> list[str]:
         return [f"eps={self.eps}", self.normalization, *super()._flags_text()]
 
-    def _results(self, inp: Tensor, out: Any, bias: Tensor | None) -> Any:
-        """What a forward returns: the output, the bias if there is one, the norm's output."""
-        if not self.return_layernorm_output:
-            return out if bias is None else (out, bias)
-        out, normed = out
-        before = (inp, *self._norm_tensors())
-        if not any(tensor is not None and tensor.requires_grad for tensor in before):
-            normed = normed.detach()  # the layers after the norm are no reason for a gradient
-        return (out, normed) if bias is None else (out, bias, normed)
+    def _calibration_inputs(self, tensors: CallTensors) -> list[Tensor]:
+        (inp,), (gamma, beta) = super()._calibration_inputs(tensors), tensors.norm
+        out = torch.empty_like(inp, memory_format=torch.contiguous_format)
+        operands = {"wide": out, "gamma": gamma, "beta": beta, "eps": self.eps}
+        _core.norm(inp, kind=self.NORM, zero_centered=self.zero_centered_gamma, **operands)
+        return [out]
 
     def _norm_names(self) -> tuple[str, str | None]:
         """Attributes of `_norm_tensors`."""

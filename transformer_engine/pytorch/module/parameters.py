@@ -204,13 +204,6 @@ def initialise(
         (init_method or _normal)(parameter)
 
 
-def set_bias(module: Module, bias: bool, return_bias: bool) -> None:
-    """Keep whether a module has a bias, whether it returns it, and whether it adds it."""
-    module.use_bias = bool(bias)
-    module.return_bias = bool(return_bias)
-    module.apply_bias = module.use_bias and not module.return_bias
-
-
 def make_weight(
     module: Module, prefix: str, sizes: tuple[int, int], device: torch.device, dtype: torch.dtype
 ) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A module with one weight and bias, kept whole or as several parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from transformer_engine.pytorch.module.parameters import (
     make_weight,
     positive_sizes,
     refuse_options,
-    reset_linear,
     split_rows,
 )
 from transformer_engine.pytorch.parallel import TensorParallel, mark_linear
@@ -122,15 +121,8 @@ class WeightModule(TensorParallel, ComposedModule):
             return [("", self.out_features)]
         return [(f"{name}_", rows) for name, rows in self._split.parts]
 
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise the parameters; those on the meta device are made on the default device first.
-
-        With `defer_init` do nothing.
-        """
-        if defer_init:
-            return
-        for label, _ in self._parts():
-            reset_linear(self, label, self._init_method)
+    def _initialisers(self) -> Iterable[tuple[str, Callable | None]]:
+        return ((label, self._init_method) for label, _ in self._parts())
 
     def forward(
         self,
@@ -170,16 +162,9 @@ class WeightModule(TensorParallel, ComposedModule):
             options = {"fp8_output": (fp8_output, False), "fp8_grad": (fp8_grad, False)}
             refuse_options(type(self).__name__, **options)
         out = self._call(inp, is_first_microbatch)
-        if not (self.return_bias or self.return_layernorm_output):
-            return out
-        dtype = (out[0] if self.return_layernorm_output else out).dtype
-        return self._results(inp, out, self._returned_bias(dtype) if self.return_bias else None)
+        return self._results(inp, out) if self.return_bias or self.return_layernorm_output else out
 
     _FORWARD = forward
-
-    def _results(self, inp: Tensor, out: Any, bias: Tensor | None) -> Any:
-        """What a forward returns: the output, and the bias if there is one."""
-        return out if bias is None else (out, bias)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a name that `parameters_split` replaced is an error."""

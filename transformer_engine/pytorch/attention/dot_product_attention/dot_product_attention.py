@@ -137,11 +137,8 @@ class DotProductAttention(ContextParallel, NativeModule):
         super().__init__()
         del sequence_parallel
         self._set_parallel(tp_group, tp_size)
-        refuse_options(
-            _NAME,
-            softmax_type=(softmax_type, "vanilla"),
-            return_max_logit=(return_max_logit, False),
-        )
+        unbuilt = {"softmax_type": (softmax_type, "vanilla")}
+        refuse_options(_NAME, **unbuilt, return_max_logit=(return_max_logit, False))
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         positive_sizes(_NAME, num_attention_heads=num_attention_heads, num_gqa_groups=groups)
@@ -158,21 +155,16 @@ class DotProductAttention(ContextParallel, NativeModule):
         channels = kv_channels if isinstance(kv_channels, tuple | list) else (kv_channels,) * 2
         for size in channels:
             positive_sizes(_NAME, kv_channels=size)
-        self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = groups
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = channels
-        self.attention_dropout = attention_dropout
-        self.qkv_format = qkv_format
+        self.attention_dropout, self.qkv_format = attention_dropout, qkv_format
         self.attn_mask_type = masks.mask_type(attn_mask_type).name
         masks.window_of(window_size, masks.mask_type(attn_mask_type))  # raises where it must
         self.window_size = None if window_size is None else tuple(window_size)
         self.bottom_right_diagonal = bottom_right_diagonal
-        self.layer_number = layer_number
-        self.attention_type = attention_type
-        self.softmax_scale = (
-            1.0 / math.sqrt(channels[0]) if softmax_scale is None else softmax_scale
-        )
-        self.name = name
+        self.attention_type, self.layer_number, self.name = attention_type, layer_number, name
+        scale = 1.0 / math.sqrt(channels[0]) if softmax_scale is None else softmax_scale
+        self.softmax_scale = scale
         self._get_tracker = get_rng_state_tracker
         self._decisions: dict[tuple, _Decision] = {}
         self._ran: Choice | None = None  # of the last call that was not compiled, for `report`
@@ -287,19 +279,15 @@ score_mod_tensors, score_mod_bprop_tensors
         unset = score_mod is score_mod_bprop is score_mod_tensors is score_mod_bprop_tensors is None
         if fp8_output or not unset or (num_splits is not None and num_splits != 1):
             refuse_options(
-                _NAME,
-                fp8_output=(fp8_output, False),
-                num_splits=(num_splits, 1),
-                score_mod=(score_mod, None),
-                score_mod_bprop=(score_mod_bprop, None),
+                _NAME, fp8_output=(fp8_output, False), num_splits=(num_splits, 1),
+                score_mod=(score_mod, None), score_mod_bprop=(score_mod_bprop, None),
                 score_mod_tensors=(score_mod_tensors, None),
                 score_mod_bprop_tensors=(score_mod_bprop_tensors, None),
-            )
+            )  # fmt: skip
         if qkv_layer is not None or kv_layer is not None:
-            given = (query_layer, key_layer, value_layer)
-            query_layer, key_layer, value_layer = unpack(
-                given, qkv_layer, kv_layer, qkv_interleave_dim
-            )
+            layers = (query_layer, key_layer, value_layer)
+            layers = unpack(layers, qkv_layer, kv_layer, qkv_interleave_dim)
+            query_layer, key_layer, value_layer = layers
         options = AttentionOptions(
             attention_mask, None, attn_mask_type, window_size, bottom_right_diagonal, None,
             checkpoint_core_attention, inference_params, None, core_attention_bias_type,
