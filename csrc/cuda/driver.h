@@ -39,16 +39,11 @@ typedef struct te_cuda_dims {
     uint32_t shared_bytes; /* dynamic shared memory: 0 at every launch of a kernel, or at none */
 } te_cuda_dims;
 
-/* Launches kernel `name` (a string literal: its address is the cache key) of image `family`
- * (csrc/cuda/kernels/<family>.cu) with one by-value parameter struct; between te_cuda_enter and
- * te_cuda_leave. Loads the image at first use: embedded binary, else NVRTC on the embedded source.
+/* A launch of kernel `name` (a string literal: its address is the cache key) of image `family`
+ * (csrc/cuda/kernels/<family>.cu) with one by-value parameter struct. The image is loaded at first
+ * use: embedded binary, else NVRTC on the embedded source. A NULL name, of dtypes that a table of
+ * names lacks, is UNSUPPORTED. te_cuda_run enters, launches in order until one fails, and leaves.
  */
-te_status te_cuda_launch(te_cuda_state *cuda, const char *family, const char *name,
-                         const te_cuda_dims *dims, const void *params, size_t params_size,
-                         void *stream);
-
-/* The same as a value; te_cuda_run enters, launches in order until one fails, and leaves. A NULL
- * name, of dtypes that a table of names lacks, is UNSUPPORTED. */
 typedef struct te_cuda_call {
     const char *family, *name;
     te_cuda_dims dims;

@@ -146,11 +146,6 @@ static te_status no_algorithm(const te_cublaslt *lt, const te_gemm_key *key, cub
                    (int)key->workspace_log2);
 }
 
-static size_t round_up_256(size_t bytes)
-{
-    return (bytes + 255) / 256 * 256;
-}
-
 /* Fills an entry. May allocate and load code inside the library. */
 static te_status choose(te_cublaslt *lt, const te_gemm_key *key, const te_gemm_pointers *at,
                         void *stream, te_gemm_entry *out)
@@ -174,8 +169,7 @@ static te_status choose(te_cublaslt *lt, const te_gemm_key *key, const te_gemm_p
         if (status == CUBLAS_STATUS_SUCCESS) status = CUBLAS_STATUS_NOT_SUPPORTED;
         return no_algorithm(lt, key, status);
     }
-    out->algo = found[0].algo;
-    out->workspace = round_up_256(found[0].workspaceSize);
+    te_gemm_adopt(out, &found[0].algo, found[0].workspaceSize);
     if (lt->tuner != NULL) te_gemm_tune_entry(lt, out, found, count, at, stream);
     return TE_OK;
 }

@@ -212,35 +212,37 @@ static void place_epilogue(gemm_call *call)
     }
 }
 
+static te_quantize_args quantize_args(const gemm_call *call, const te_tensor *input)
+{
+    return (te_quantize_args){.size = sizeof(te_quantize_args),
+                              .input = *input,
+                              .workspace = call->helper,
+                              .workspace_size = call->helper_size};
+}
+
 static te_quantize_args column_sums_args(const gemm_call *call)
 {
-    te_quantize_args sums = {.size = sizeof sums, .input = *call->given_a.data};
+    te_quantize_args sums = quantize_args(call, call->given_a.data);
     sums.bias_grad = call->args->bias_grad;
-    sums.workspace = call->helper;
-    sums.workspace_size = call->helper_size;
     return sums;
 }
 
 static te_quantize_args amax_args(const gemm_call *call)
 {
-    te_quantize_args amax = {.size = sizeof amax, .input = call->amax};
+    te_quantize_args amax = quantize_args(call, &call->amax);
     amax.cast.amax = call->args->d_amax;
-    amax.workspace = call->helper;
-    amax.workspace_size = call->helper_size;
     return amax;
 }
 
 static te_quantize_args wide_args(const gemm_call *call)
 {
     const te_gemm_args *args = call->args;
-    te_quantize_args cast = {.size = sizeof cast, .input = call->wide};
+    te_quantize_args cast = quantize_args(call, &call->wide);
     cast.input.shape[1] = args->d.shape[1]; /* without its padding */
     cast.cast.result.mode = TE_SCALING_TENSOR;
     cast.cast.result.row = args->d;
     cast.cast.scale = args->d_scale;
     cast.cast.amax = args->d_amax;
-    cast.workspace = call->helper;
-    cast.workspace_size = call->helper_size;
     return cast;
 }
 

@@ -70,6 +70,14 @@ typedef struct te_gemm_entry {
     struct te_gemm_entry *next; /* in its bucket */
 } te_gemm_entry;
 
+/* The algorithm of an entry from now on. */
+static inline void te_gemm_adopt(te_gemm_entry *entry, const cublasLtMatmulAlgo_t *algo,
+                                 size_t workspace)
+{
+    entry->algo = *algo;
+    entry->workspace = (workspace + 255) / 256 * 256;
+}
+
 #define TE_GEMM_BUCKETS 4096
 /* Past this many problems the heuristic is asked on every call rather than memory taken without
  * end. */

@@ -155,12 +155,6 @@ static float time_candidate(te_cublaslt *lt, const te_gemm_entry *entry,
     return milliseconds / REPEATS;
 }
 
-static void adopt(te_gemm_entry *entry, const cublasLtMatmulAlgo_t *algo, size_t workspace)
-{
-    entry->algo = *algo;
-    entry->workspace = (workspace + 255) / 256 * 256;
-}
-
 /* Uses a remembered winner where the library still accepts it; 1 where it does. */
 static int adopt_winner(te_cublaslt *lt, te_gemm_entry *entry, const winner *won)
 {
@@ -174,7 +168,7 @@ static int adopt_winner(te_cublaslt *lt, te_gemm_entry *entry, const winner *won
                                         &checked) != CUBLAS_STATUS_SUCCESS ||
         checked.workspaceSize > limit)
         return 0;
-    adopt(entry, &won->algo, checked.workspaceSize);
+    te_gemm_adopt(entry, &won->algo, checked.workspaceSize);
     return 1;
 }
 
@@ -196,7 +190,7 @@ static void time_candidates(te_cublaslt *lt, te_gemm_entry *entry,
         chosen = i;
     }
     if (chosen < 0) return;
-    adopt(entry, &candidates[chosen].algo, candidates[chosen].workspaceSize);
+    te_gemm_adopt(entry, &candidates[chosen].algo, candidates[chosen].workspaceSize);
     won = (winner){.key = entry->key, .algo = entry->algo};
     remember(lt->tuner, &won);
     append_to_file(lt->tuner, &won, best);

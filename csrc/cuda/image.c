@@ -164,27 +164,28 @@ done:
     return st;
 }
 
-te_status te_cuda_launch(te_cuda_state *cuda, const char *family, const char *name,
-                         const te_cuda_dims *dims, const void *params, size_t params_size,
-                         void *stream)
+static te_status launch(te_cuda_state *cuda, const te_cuda_call *call, void *stream)
 {
+    const te_cuda_dims *dims = &call->dims;
     CUfunction function = NULL;
-    CUlaunchConfig config;
     CUresult result;
-    void *extra[] = {CU_LAUNCH_PARAM_BUFFER_POINTER, (void *)(uintptr_t)params,
+    size_t params_size = call->params_size;
+    void *extra[] = {CU_LAUNCH_PARAM_BUFFER_POINTER, (void *)(uintptr_t)call->params,
                      CU_LAUNCH_PARAM_BUFFER_SIZE, &params_size, CU_LAUNCH_PARAM_END};
-    TE_TRY(find_kernel(cuda, family, name, dims->shared_bytes > 0, &function));
-    memset(&config, 0, sizeof config);
-    config.gridDimX = dims->grid_x;
-    config.gridDimY = dims->grid_y;
-    config.gridDimZ = dims->grid_z;
-    config.blockDimX = dims->block_x;
-    config.blockDimY = dims->block_y;
-    config.blockDimZ = dims->block_z;
-    config.sharedMemBytes = dims->shared_bytes;
-    config.hStream = (CUstream)stream;
+    const CUlaunchConfig config = {.gridDimX = dims->grid_x,
+                                   .gridDimY = dims->grid_y,
+                                   .gridDimZ = dims->grid_z,
+                                   .blockDimX = dims->block_x,
+                                   .blockDimY = dims->block_y,
+                                   .blockDimZ = dims->block_z,
+                                   .sharedMemBytes = dims->shared_bytes,
+                                   .hStream = (CUstream)stream};
+    if (call->name == NULL) {
+        return TE_FAIL(TE_ERROR_UNSUPPORTED, "%s: no kernel for these dtypes", call->family);
+    }
+    TE_TRY(find_kernel(cuda, call->family, call->name, dims->shared_bytes > 0, &function));
     result = te_cuda_functions.cuLaunchKernelEx(&config, function, NULL, extra);
-    return result == CUDA_SUCCESS ? TE_OK : te_cuda_check(result, name, __FILE__, __LINE__);
+    return result == CUDA_SUCCESS ? TE_OK : te_cuda_check(result, call->name, __FILE__, __LINE__);
 }
 
 te_status te_cuda_run(te_cuda_state *cuda, const te_cuda_call *calls, int count, void *stream)
@@ -192,14 +193,7 @@ te_status te_cuda_run(te_cuda_state *cuda, const te_cuda_call *calls, int count,
     te_status st = TE_OK;
     te_cuda_scope scope;
     TE_TRY(te_cuda_enter(cuda, &scope));
-    for (int i = 0; i < count && st == TE_OK; i++) {
-        if (calls[i].name == NULL) {
-            st = TE_FAIL(TE_ERROR_UNSUPPORTED, "%s: no kernel for these dtypes", calls[i].family);
-            break;
-        }
-        st = te_cuda_launch(cuda, calls[i].family, calls[i].name, &calls[i].dims, calls[i].params,
-                            calls[i].params_size, stream);
-    }
+    for (int i = 0; i < count && st == TE_OK; i++) st = launch(cuda, &calls[i], stream);
     te_cuda_leave(cuda, &scope);
     return st;
 }

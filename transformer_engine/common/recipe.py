@@ -128,7 +128,6 @@ class MMParams:
     use_split_accumulator: bool = True
 
     def __post_init__(self) -> None:
-        """Check and store the canonical value."""
         where = "MMParams.use_split_accumulator"
         object.__setattr__(
             self, "use_split_accumulator", rules.boolean(where, self.use_split_accumulator)
@@ -165,7 +164,6 @@ class QParams:
     fp4_2d_quantization: bool = False
 
     def __post_init__(self) -> None:
-        """Check and store the canonical values."""
         for f in fields(self):
             if f.name != "amax_epsilon":
                 value = rules.boolean(f"QParams.{f.name}", getattr(self, f.name))
@@ -341,7 +339,6 @@ class Recipe:
         repr(self)
 
     def __eq__(self, other: object) -> bool:
-        """Compare class and numerics."""
         if type(self) is not type(other):
             return NotImplemented
         return self._numerics() == other._numerics()

@@ -161,11 +161,9 @@ class activation_recompute_forward(contextlib.ContextDecorator):  # noqa: N801 -
         self._repeats = bool(activation_recompute and recompute_phase)
 
     def __enter__(self) -> None:
-        """Begin a forward."""
         _phase.enabled, _phase.repeats = self._enabled, self._repeats
 
     def __exit__(self, *error: Any) -> None:
-        """End it."""
         _phase.enabled = _phase.repeats = False
 
 

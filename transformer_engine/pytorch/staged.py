@@ -63,11 +63,9 @@ class StageBuffers(Mapping[str, Tensor]):
         return self.lend(self._numbers[name])
 
     def __iter__(self) -> Iterator[str]:
-        """Names, in plan order."""
         return iter(self._numbers)
 
     def __len__(self) -> int:
-        """Count the buffers."""
         return len(self._numbers)
 
 

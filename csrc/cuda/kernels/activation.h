@@ -8,7 +8,6 @@
 
 #include "cuda/device/types.h"
 
-/* X(DTYPE, dtype) of all that is read. */
 /* The function of one number a. s is the logistic function. */
 enum {
     TE_SHAPE_GELU,  /* tanh GELU */

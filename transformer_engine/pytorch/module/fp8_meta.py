@@ -53,7 +53,6 @@ class ScalingView:
         return self._tensors()[1]
 
     def __repr__(self) -> str:
-        """Return the tensors."""
         scale, history = self._tensors()
         return f"ScalingView(scale={scale}, amax_history={history})"
 
@@ -117,15 +116,12 @@ class Fp8Meta(Mapping):
         return items
 
     def __getitem__(self, key: str) -> Any:
-        """Return the value as it is now."""
         return self._items()[key]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names that there are now."""
         return iter(self._items())
 
     def __len__(self) -> int:
-        """Return the number of names that there are now."""
         return len(self._items())
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -140,5 +136,4 @@ class Fp8Meta(Mapping):
         )
 
     def __repr__(self) -> str:
-        """Return the items."""
         return f"Fp8Meta({self._items()})"

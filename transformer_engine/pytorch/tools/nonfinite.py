@@ -32,7 +32,6 @@ class Finding(NamedTuple):
     note: str  # where they come from, as far as can be told
 
     def __str__(self) -> str:
-        """One sentence."""
         where = f"{self.module} ({self.kind})" if self.module else f"the model ({self.kind})"
         return (
             f"{self.phase}: {self.tensor} of {where}: {self.nan} NaN and {self.inf} infinite of "
@@ -221,7 +220,6 @@ class watch_finite:  # noqa: N801 - reads as what it does, as `autocast`
         self.finding: Finding | None = None
 
     def __enter__(self) -> "watch_finite":
-        """Begin to watch."""
         if self._active:
             raise RuntimeError("watch_finite: this block is active already; make another one")
         from torch.utils.weak import WeakTensorKeyDictionary  # here: it takes a while to import
@@ -233,7 +231,6 @@ class watch_finite:  # noqa: N801 - reads as what it does, as `autocast`
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Take every hook off again."""
         self._active = False
         for handle in self._handles:
             handle.remove()

@@ -78,7 +78,6 @@ class ModuleRecord:
         self._before: Any = None  # of the stage that is running
 
     def __call__(self, stage: str, operator: str, buffers: StageBuffers, done: bool) -> None:
-        """Record what a stage does."""
         prefix = next((p for p in self._module.PARTS if p and stage.startswith(p)), "")
         name = stage.removeprefix(prefix)
         if name in _GEMMS:
@@ -183,7 +182,6 @@ class observe:  # noqa: N801 - reads as what it does, as `autocast`
         self.records: dict[Module, ModuleRecord] = {}
 
     def __enter__(self) -> "observe":
-        """Begin to look."""
         modules = [m for m in self._model.modules() if isinstance(m, ComposedModule)]
         if any(module._observer is not None for module in modules):
             raise RuntimeError("observe: a module of the model is being observed already")
@@ -193,6 +191,5 @@ class observe:  # noqa: N801 - reads as what it does, as `autocast`
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Stop looking; what was recorded stays."""
         for module in self.records:
             module.observe_stages(None)
