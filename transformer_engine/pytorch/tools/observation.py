@@ -78,6 +78,7 @@ class ModuleRecord:
         self._before: Any = None  # of the stage that is running
 
     def __call__(self, stage: str, operator: str, buffers: StageBuffers, done: bool) -> None:
+        """Record what a stage does."""
         prefix = next((p for p in self._module.PARTS if p and stage.startswith(p)), "")
         name = stage.removeprefix(prefix)
         if name in _GEMMS:
