@@ -162,22 +162,10 @@ def unpack_state(
 def without_scaling_state(state_dict: M) -> M:
     """A state dict for `torch.nn` modules: without the scaling state of FP8 training.
 
-    Parameters
-    ----------
-    state_dict : dict
-        Of a model with modules of this package, at any depth and under any prefix.
-
-    Returns
-    -------
-    dict
-        A shallow copy of the same type, without the ``_extra_state`` entries that hold scaling
-        state, are empty or are pickles in bytes. Entries of other modules, say of a user's own
-        ``get_extra_state``, stay.
-
-    Raises
-    ------
-    TypeError
-        It is no dict.
+    The given one is of a model with modules of this package, at any depth and under any prefix. The
+    result is a shallow copy of the same type, without the ``_extra_state`` entries that hold
+    scaling state, are empty or are pickles in bytes. Entries of other modules, say of a user's own
+    ``get_extra_state``, stay. TypeError for what is no dict.
     """
     if not isinstance(state_dict, dict):
         raise TypeError(

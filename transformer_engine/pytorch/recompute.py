@@ -143,17 +143,11 @@ _phase = _Phase()
 class activation_recompute_forward(contextlib.ContextDecorator):  # noqa: N801 - users' name
     """Mark the forwards of a recompute that a program does by itself (context or decorator).
 
-    The first forward, with gradients off, leaves what each FP8 module call used; the second one,
-    which a backward repeats with gradients on, takes it up in the same order. Several forwards may
-    be pending: the oldest is repeated first. Not needed around the `checkpoint` of this package and
-    those of torch. Contexts do not nest.
-
-    Parameters
-    ----------
-    activation_recompute : bool, default False
-        The forward inside will be repeated, or is.
-    recompute_phase : bool, default False
-        It is the second one.
+    With `activation_recompute` the forward inside will be repeated, or is: then in
+    `recompute_phase`. The first forward, with gradients off, leaves what each FP8 module call used;
+    the second one, which a backward repeats with gradients on, takes it up in the same order.
+    Several forwards may be pending: the oldest is repeated first. Not needed around the
+    `checkpoint` of this package and those of torch. Contexts do not nest.
     """
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None:

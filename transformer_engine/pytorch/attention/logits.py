@@ -29,21 +29,7 @@ class _Softcap(OperatorCall):
 def softcap(inp: Tensor, cap: float) -> Tensor:
     """Bound logits smoothly: cap tanh(inp / cap), computed in fp32.
 
-    Parameters
-    ----------
-    inp : Tensor
-        [..., features] fp32, fp16 or bf16. Differentiable.
-    cap : float
-        Bound of the absolute values, positive.
-
-    Returns
-    -------
-    Tensor
-        Shape and dtype of `inp`.
-
-    Raises
-    ------
-    ValueError
-        The cap is not positive, or the input has no dims.
+    `inp` is [..., features] in fp32, fp16 or bf16, and differentiable; the result has its shape and
+    dtype. ValueError where the cap is not positive, or the input has no dims.
     """
     return run_call(_Softcap(inp, cap), inp)

@@ -115,24 +115,10 @@ class RotaryPositionEmbedding(torch.nn.Module):
             unexpected_keys.remove(f"{prefix}inv_freq")
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Angles of a range of positions.
+        """Angles of `max_seq_len` positions from `offset`, [max_seq_len, 1, 1, rotated channels].
 
-        Parameters
-        ----------
-        max_seq_len : int
-            Positions.
-        offset : int, default 0
-            The first one.
-
-        Returns
-        -------
-        Tensor
-            [max_seq_len, 1, 1, rotated channels] fp32 on the device of the module.
-
-        Raises
-        ------
-        TypeError, ValueError
-            No ints, a negative length, or positions beyond 2^24, which fp32 can not tell apart.
+        They are fp32, on the device of the module. TypeError or ValueError for no ints, a negative
+        length, or positions beyond 2^24, which fp32 can not tell apart.
         """
         if not torch.compiler.is_compiling():
             _check_positions(max_seq_len, offset)

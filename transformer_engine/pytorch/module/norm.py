@@ -210,24 +210,11 @@ class AffineNorm(_NormModule):
         return text + (", zero_centered_gamma=True" if self.zero_centered_gamma else "")
 
     def forward(self, inp: Tensor) -> Tensor:
-        """Normalize over the last dims.
+        """Normalize [..., *normalized_shape] over the last dims.
 
-        Parameters
-        ----------
-        inp : Tensor
-            [..., *normalized_shape] in fp32, fp16 or bf16.
-
-        Returns
-        -------
-        Tensor
-            Shape of `inp`, in its dtype (the dtype of `torch.autocast` inside one).
-
-        Raises
-        ------
-        ValueError
-            The last dims are not `normalized_shape`.
-        TypeError
-            dtypes or kinds of tensors that do not go together.
+        The input is fp32, fp16 or bf16; the output has its shape and dtype (the dtype of
+        `torch.autocast` inside one). ValueError where the last dims are not `normalized_shape`,
+        TypeError for dtypes or kinds of tensors that do not go together.
         """
         dims = len(self.normalized_shape)
         self._check(inp, self.normalized_shape)
@@ -254,13 +241,7 @@ class AffineNorm(_NormModule):
 
 
 class L2Normalization(_NormModule):
-    """x / sqrt(sum of squares + eps) over the last dim.
-
-    Parameters
-    ----------
-    eps : float, default 1e-6
-        Added to the sum.
-    """
+    """x / sqrt(sum of squares + eps) over the last dim."""
 
     KIND = _core.NORM_L2
 

@@ -11,12 +11,8 @@ class RMSNorm(AffineNorm):
     """x / sqrt(mean of squares + eps) * gamma over the last dims.
 
     Parameters as of `LayerNorm`, without a bias; ``eps=None``, the default of `torch.nn.RMSNorm`,
-    is 2^-23, the precision of fp32, as there.
-
-    Attributes
-    ----------
-    weight : Parameter or None
-        gamma, of shape `normalized_shape`; None without `elementwise_affine`.
+    is 2^-23, the precision of fp32, as there. ``weight`` is gamma, of shape `normalized_shape`;
+    None without `elementwise_affine`.
     """
 
     KIND = _core.NORM_RMSNORM

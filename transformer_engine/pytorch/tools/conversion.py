@@ -108,23 +108,10 @@ def convert(
 def convertible(
     model: Module, *, skip: Any = (), to: str = "transformer_engine"
 ) -> list[Conversion]:
-    """List what `convert` does with a model, without doing it.
+    """List what `convert` does with a model, without doing it; arguments and errors as there.
 
-    Parameters
-    ----------
-    model, skip, to
-        As of `convert`.
-
-    Returns
-    -------
-    list of Conversion
-        The modules that are swapped, and those that look like them and stay, with the reason; in
-        the order of the model. Not those that `skip` names.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As of `convert`.
+    These are the modules that are swapped, and those that look like them and stay, with the reason;
+    in the order of the model. Not those that `skip` names.
     """
     return [
         Conversion(name, type(found.module), *((None, made) if isinstance(made, str) else

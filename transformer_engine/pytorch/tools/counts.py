@@ -85,19 +85,11 @@ TENSORS = (("forward", 3, ("input", "weight")), ("backward", 2, ("grad_output",)
 
 
 def scales(module: torch.nn.Module) -> dict[str, Scaling]:
-    """Return the delayed-scaling state of every module in a model.
+    """Return the delayed-scaling state of every module in a model, or in a module of this package.
 
-    Parameters
-    ----------
-    module : Module
-        A model, or a module of this package.
-
-    Returns
-    -------
-    dict of str to Scaling
-        By the path of the module and the tensor: ``"layers.0.input"``, ``"layers.0.weight"``,
-        ``"layers.0.grad_output"``; of the two linear layers of a `LayerNormMLP`
-        ``"mlp.fc1_input"`` and so on. Modules that never ran under delayed scaling have none.
+    It is by the path of the module and the tensor: ``"layers.0.input"``, ``"layers.0.weight"``,
+    ``"layers.0.grad_output"``; of the two linear layers of a `LayerNormMLP` ``"mlp.fc1_input"`` and
+    so on. Modules that never ran under delayed scaling have none.
     """
     check_model("scales", module, "module")
     found = {}

@@ -41,21 +41,9 @@ def _sizes(inp: Tensor | None) -> tuple[int, ...]:
 def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **kwargs: Any) -> None:
     """Print the plans that calls of a module's layers run, without running them.
 
-    Uses the `autocast` region and the grad mode that are in force.
-
-    Parameters
-    ----------
-    module : Module
-        A module of this package.
-    *args, **kwargs
-        What its forward would be given.
-    file : text file, optional
-        Where to print; standard output where None.
-
-    Raises
-    ------
-    TypeError
-        The module is none of this package's.
+    The arguments are what the forward of the module would be given; the `autocast` region and the
+    grad mode are those in force. Prints to `file`, to standard output where that is None. TypeError
+    for a module that is none of this package's.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(

@@ -129,16 +129,8 @@ def _own(module: Module) -> Iterator[tuple[str, Tensor, bool]]:
 def find_nonfinite(model: Module) -> list[Finding]:
     """Look for values that are not finite in what a model holds now.
 
-    Parameters
-    ----------
-    model : Module
-        The model.
-
-    Returns
-    -------
-    list of Finding
-        Parameters, their ``grad``, buffers (where minus infinity alone is none) and scaling state,
-        in the order of the model; empty where all is well.
+    These are parameters, their ``grad``, buffers (where minus infinity alone is none) and scaling
+    state, in the order of the model; the list is empty where all is well.
     """
     check_model("find_nonfinite", model)
     findings = []
