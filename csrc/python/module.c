@@ -30,6 +30,21 @@ static void module_free(void *module)
     tepy_operators_free(tepy_state_of(module)); /* functions hold the module: there are none now */
 }
 
+/* Numbers of the public headers by their names there, less the TE_. */
+#define NUMBERS(C)                                                                                 \
+    C(DEVICE_CPU), C(DEVICE_CUDA), C(RECIPE_NONE), C(RECIPE_DELAYED), C(RECIPE_CURRENT),           \
+        C(DIRECTION_FORWARD), C(DIRECTION_BACKWARD), C(DIRECTION_DEFERRED), C(SYMBOL_ROWS),        \
+        C(SYMBOL_DIM_0), C(SYMBOL_DIM_1), C(SYMBOL_SOURCE_ROWS), C(SYMBOL_SOURCE_DIM_0),           \
+        C(SYMBOL_SOURCE_DIM_1), C(NODE_LINEAR), C(NODE_NORM), C(NODE_ACTIVATION), C(NODE_SOFTCAP), \
+        C(NODE_ATTENTION), C(NODE_ROPE), C(NODE_DROPOUT_ADD), C(VALUE_INPUT), C(VALUE_PARAMETER),  \
+        C(VALUE_RESULT), C(VALUE_LEADING), C(VALUE_GRADIENT), C(VALUE_ACCUMULATE),                 \
+        C(VALUE_OVERWRITE), C(VALUE_DEFER), C(VALUE_KEEP_QUANTIZED), C(VALUE_QUANTIZED),           \
+        C(LINEAR_SAVE_INPUT), C(LINEAR_NO_AMAX), C(LINEAR_ALLOW_TF32), C(LINEAR_FAST_OUTPUT),      \
+        C(LINEAR_FAST_GRAD_INPUT), C(LINEAR_FAST_GRAD_WEIGHT), C(NODE_ZERO_CENTERED),              \
+        C(NODE_SEQUENCE_FIRST), C(NODE_BOTTOM_RIGHT), C(NODE_INTERLEAVED), C(ANY_LENGTH),          \
+        C(GRAPH_RECOMPUTE), C(OPERAND_ROLES), C(AMAX_PARTIALS), C(AMAX_MAX), C(AMAX_MOST_RECENT),  \
+        C(EPILOGUE_NONE), C(EPILOGUE_GELU), C(NORM_LAYERNORM), C(NORM_RMSNORM), C(NORM_L2)
+
 typedef struct constant {
     const char *name;
     long value;
@@ -45,63 +60,12 @@ static const constant constants[] = {
 #define X(NAME, name, row, column) {"SCALING_" #NAME, TE_SCALING_##NAME},
             TE_SCALING_MODES(X)
 #undef X
-#define C(NAME)                                                                                    \
+#define X(NAME)                                                                                    \
     {                                                                                              \
 #NAME, TE_##NAME                                                                           \
     }
-                C(DEVICE_CPU),
-    C(DEVICE_CUDA),
-    C(RECIPE_NONE),
-    C(RECIPE_DELAYED),
-    C(RECIPE_CURRENT),
-    C(DIRECTION_FORWARD),
-    C(DIRECTION_BACKWARD),
-    C(DIRECTION_DEFERRED),
-    C(SYMBOL_ROWS),
-    C(SYMBOL_DIM_0),
-    C(SYMBOL_DIM_1),
-    C(SYMBOL_SOURCE_ROWS),
-    C(SYMBOL_SOURCE_DIM_0),
-    C(SYMBOL_SOURCE_DIM_1),
-    C(NODE_LINEAR),
-    C(NODE_NORM),
-    C(NODE_ACTIVATION),
-    C(NODE_SOFTCAP),
-    C(NODE_ATTENTION),
-    C(NODE_ROPE),
-    C(NODE_DROPOUT_ADD),
-    C(VALUE_INPUT),
-    C(VALUE_PARAMETER),
-    C(VALUE_RESULT),
-    C(VALUE_LEADING),
-    C(VALUE_GRADIENT),
-    C(VALUE_ACCUMULATE),
-    C(VALUE_OVERWRITE),
-    C(VALUE_DEFER),
-    C(VALUE_KEEP_QUANTIZED),
-    C(VALUE_QUANTIZED),
-    C(LINEAR_SAVE_INPUT),
-    C(LINEAR_NO_AMAX),
-    C(LINEAR_ALLOW_TF32),
-    C(LINEAR_FAST_OUTPUT),
-    C(LINEAR_FAST_GRAD_INPUT),
-    C(LINEAR_FAST_GRAD_WEIGHT),
-    C(NODE_ZERO_CENTERED),
-    C(NODE_SEQUENCE_FIRST),
-    C(NODE_BOTTOM_RIGHT),
-    C(NODE_INTERLEAVED),
-    C(ANY_LENGTH),
-    C(GRAPH_RECOMPUTE),
-    C(OPERAND_ROLES),
-    C(AMAX_PARTIALS),
-    C(AMAX_MAX),
-    C(AMAX_MOST_RECENT),
-    C(EPILOGUE_NONE),
-    C(EPILOGUE_GELU),
-    C(NORM_LAYERNORM),
-    C(NORM_RMSNORM),
-    C(NORM_L2),
-#undef C
+                NUMBERS(X)
+#undef X
 };
 
 /* Adds a new reference (or fails on NULL); the reference is taken either way. */
