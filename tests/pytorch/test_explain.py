@@ -101,3 +101,35 @@ def test_wrong_arguments(layer, x):
         te.explain(layer)
     with pytest.raises(ValueError, match="expected \\[\\.\\.\\., 32\\]"):
         te.explain(layer, x[..., :7])
+
+
+@pytest.mark.parametrize("recipe", STAGES)
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_a_whole_layer(device, recipe, kind):
+    layer = te.TransformerLayer(
+        32, 64, 4, layer_type=kind, params_dtype=torch.bfloat16, device=device, layer_number=1
+    )
+    x = torch.randn(8, 2, 32, device=device, dtype=torch.bfloat16, requires_grad=True)
+    context = {"encoder_output": torch.randn_like(x)[:6]} if kind == "decoder" else {}
+    made = recipe and RECIPES[recipe]()
+    with te.autocast(enabled=made is not None, recipe=made):
+        text = text_of(layer, x, **context)
+        assert all(m._slots is None for m in layer.modules() if isinstance(m, te.Linear))
+        again = text_of(layer, hidden_states=x, **context)
+    assert again == text
+    forward, backward = text.split("\nbackward: plan ")
+    assert "forward: plan " in forward
+    for name in ("attn_qkv_gemm_output", "attn_core_attention", "mlp_fc2_gemm_output"):
+        assert name in forward and name not in backward
+    assert ("cross_kv_gemm_output" in forward) == (kind == "decoder")
+    assert "attn_core_attention_backward" in backward and "mlp_dropout_backward" in backward
+    assert "output: bf16 [16 x 32]" in forward
+    if kind == "decoder":
+        assert "cross_source: bf16 [12 x 32]" in forward
+
+
+def test_a_layer_by_its_modules(device):
+    layer = te.TransformerLayer(32, 64, 4, device=device)
+    layer.layernorm_mlp.register_forward_hook(lambda *_: None)
+    text = text_of(layer, torch.randn(8, 2, 32, device=device))
+    assert "it calls its modules; explain them: self_attention.layernorm_qkv" in text

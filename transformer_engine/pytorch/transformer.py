@@ -311,7 +311,7 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
         calls, parallel = LayerCalls.of(self), self.parallel_attention_mlp
         parts: Sequence[Any] = (None,) * len(options)
         if calls is not None:
-            if parallel or getattr(hidden_states, "nbytes", 0) <= _ONE_CALL:
+            if self._is_one_call(hidden_states):
                 out = calls.run(self, hidden_states, options)
                 if out is not NotImplemented:
                     return out
@@ -330,6 +330,16 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
                 out = self._run_branch(i, hidden_states, options)
             hidden_states = out
         return hidden_states
+
+    def _is_one_call(self, inp: Tensor) -> bool:
+        return self.parallel_attention_mlp or getattr(inp, "nbytes", 0) <= _ONE_CALL
+
+    def _pieces(self, calls: LayerCalls, inp: Tensor, options: tuple) -> list[tuple]:
+        if self._is_one_call(inp):
+            return super()._pieces(calls, inp, options)
+        return [
+            (part.branches[0].name, part, options[i : i + 1]) for i, part in enumerate(calls.parts)
+        ]
 
     def _run_branch(self, branch: int, hidden_states: Tensor, options: tuple) -> Tensor:
         """One branch by its modules."""

@@ -4,6 +4,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.composed import ComposedModule
@@ -36,6 +37,41 @@ class CompositeLayer(torch.nn.Module):
         super().__setattr__(name, value)
         if isinstance(replaced, ComposedModule) and not isinstance(value, ComposedModule):
             replaced.add_bias()
+
+    def plans_of(self, *args: Any, **kwargs: Any) -> list[tuple[str, int]]:
+        """(title, plan id) of what a call would run; see `explain`. Changes no state.
+
+        Nothing where the layer would call its modules.
+        """
+        given: list[tuple] = []
+        step = "attend" if hasattr(self, "attend") else "_forward"  # gets all options in one
+        self.__dict__[step] = lambda inp, options: given.append((inp, options)) or inp
+        try:
+            self.forward(*args, **kwargs)
+        finally:
+            del self.__dict__[step]
+        ((inp, options),) = given
+        options = (options,) if step == "attend" else options
+        calls = LayerCalls.of(self)
+        if calls is None:
+            return []
+        before = [(module, module._slots, module._loaded_state) for module in calls.modules]
+        pieces = self._pieces(calls, inp, options)
+        found = [(name, calls.plans(self, inp, own)) for name, calls, own in pieces]
+        for module, slots, loaded in before:
+            module._slots, module._loaded_state = slots, loaded
+        return [
+            (f"{name}{title}", plan)
+            for name, plans in found
+            if plans is not None
+            for title, plan in (("forward", plans.forward), ("backward", plans.backward))
+            if plan
+        ]
+
+    def _pieces(self, calls: LayerCalls, inp: Tensor, options: tuple) -> list[tuple]:
+        """(prefix of titles, calls, their options) of each call that a call of the layer makes."""
+        del inp
+        return [("", calls, options)]
 
     def reset_fp8_meta_tensors(self) -> None:
         """Start again from scale 1 and an empty history in every linear layer."""

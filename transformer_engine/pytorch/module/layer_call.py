@@ -138,32 +138,10 @@ class LayerCalls:
         its modules.
         """
         state = current_state()
-        key, tensors = situation_of(state, inp, self._places)
-        if key is None or inp.dim() != 3 or dispatch_modes():
+        found = self._find(layer, inp, options, state)
+        if found is None or (not found[1].plans.backward and forward_gradients()):
             return NotImplemented
-        attending: list[Attending | None] = []
-        key, attended = (key, layer._layer_key()), ()
-        for branch, given in zip(self.branches, options, strict=True):
-            how = None
-            if branch.attention is not None:
-                how = branch.attention._attending(inp, given)
-                if how is None:
-                    return NotImplemented
-                key, attended = (*key, how.key), (*attended, *how.tensors)
-            attending.append(how)
-        tensors = (tensors[0], *attended, *tensors[1:])
-        bound = self.calls.get(key, _UNKNOWN)
-        if bound is None:
-            return NotImplemented
-        call = None if bound is _UNKNOWN else self._call_in(bound, state)
-        if call is None:
-            bound = self._bind(layer, inp, attending, state)
-            if len(self.calls) >= KEPT:
-                self.calls.clear()
-            self.calls[key] = bound
-            call = None if bound is None else self._call_in(bound, state)
-        if call is None or (not call.plans.backward and forward_gradients()):
-            return NotImplemented
+        bound, call, tensors = found
         for attributes, values in bound.remembered:
             attributes.update(values)
         run = LayerRun(call)
@@ -171,6 +149,41 @@ class LayerCalls:
         if call.first:
             state.first = False
         return out
+
+    def plans(self, layer: Any, inp: Tensor, options: tuple) -> CallPlans | None:
+        """What `run` would run; makes slots where there are none."""
+        found = self._find(layer, inp, options, current_state())
+        return None if found is None else found[1].plans
+
+    def _find(
+        self, layer: Any, inp: Tensor, options: tuple, state: RegionState
+    ) -> tuple[_BoundLayer, LayerCall, tuple] | None:
+        """The call to make, and its tensors; None where the layer has to call its modules."""
+        key, tensors = situation_of(state, inp, self._places)
+        if key is None or inp.dim() != 3 or dispatch_modes():
+            return None
+        attending: list[Attending | None] = []
+        key, attended = (key, layer._layer_key()), ()
+        for branch, given in zip(self.branches, options, strict=True):
+            how = None
+            if branch.attention is not None:
+                how = branch.attention._attending(inp, given)
+                if how is None:
+                    return None
+                key, attended = (*key, how.key), (*attended, *how.tensors)
+            attending.append(how)
+        tensors = (tensors[0], *attended, *tensors[1:])
+        bound = self.calls.get(key, _UNKNOWN)
+        if bound is None:
+            return None
+        call = None if bound is _UNKNOWN else self._call_in(bound, state)
+        if call is None:
+            bound = self._bind(layer, inp, attending, state)
+            if len(self.calls) >= KEPT:
+                self.calls.clear()
+            self.calls[key] = bound
+            call = None if bound is None else self._call_in(bound, state)
+        return None if call is None else (bound, call, tensors)
 
     def _call_in(self, bound: _BoundLayer, state: RegionState) -> LayerCall | None:
         """The call to make now; None where the state that it is bound to is no longer in force."""

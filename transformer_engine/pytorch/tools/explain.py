@@ -9,6 +9,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.module.base import Fp8Module
+from transformer_engine.pytorch.module.composite import CompositeLayer
 from transformer_engine.pytorch.state import current_state
 
 
@@ -49,11 +50,11 @@ def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **k
         raise TypeError(
             f"explain: module: {type(module).__name__}, expected a module of this package"
         )
-    if not isinstance(module, Fp8Module):
+    if not isinstance(module, Fp8Module | CompositeLayer):
         inner = [name for name, m in module.named_modules() if isinstance(m, Fp8Module)]
         hint = f"; explain its parts: {', '.join(inner)}" if inner else ""
         raise TypeError(f"explain: {type(module).__name__} runs no plans of its own{hint}")
-    inp = args[0] if args else kwargs.get("inp")
+    inp = args[0] if args else kwargs.get("inp", kwargs.get("hidden_states"))
     if not isinstance(inp, Tensor):
         raise TypeError(f"explain: input: {type(inp).__name__}, expected a tensor")
     state = current_state()
@@ -61,6 +62,10 @@ def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **k
     where = "CPU reference backend" if inp.device.type == "cpu" else f"device {inp.device}"
     lines = [f"{module} on {where}, recipe: {recipe}"]
     sizes = _sizes(inp) + _sizes(kwargs.get("encoder_output"))
-    for title, plan in module.plans_of(*args, **kwargs):
+    plans = module.plans_of(*args, **kwargs)
+    for title, plan in plans:
         lines += _plan_text(title, plan, sizes)
+    if not plans:
+        inner = [name for name, m in module.named_modules() if isinstance(m, Fp8Module)]
+        lines.append(f"it calls its modules; explain them: {', '.join(inner)}")
     print("\n".join(lines), file=file or sys.stdout)
