@@ -166,11 +166,9 @@ PyObject *tepy_number(const te_field *field, double value);
 #define TEPY_PARAMS_FAST (PyObject * module, PyObject *const *args, Py_ssize_t nargs)
 #define TEPY_PARAMS_ONE (PyObject * module, PyObject * arg)
 #define TEPY_PARAMS_NONE (PyObject * module, PyObject * unused)
-#define TEPY_PARAMS_KEYS (PyObject * module, PyObject * args, PyObject * kwargs)
 #define TEPY_FLAGS_FAST METH_FASTCALL
 #define TEPY_FLAGS_ONE METH_O
 #define TEPY_FLAGS_NONE METH_NOARGS
-#define TEPY_FLAGS_KEYS METH_VARARGS | METH_KEYWORDS
 
 /* X(name, convention, parameters, documentation): every function of the module but the operators;
  * _core.pyi says more. */

@@ -10,8 +10,8 @@ from tols import tol
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
-from transformer_engine.common.graphs import LinearSpec, quantization_of
-from transformer_engine.common.plans import linear_plans
+from transformer_engine.common.graphs import CallSpec, LinearSpec, quantization_of
+from transformer_engine.common.plans import call_plans
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.staged import external_bits, run_staged
 
@@ -92,7 +92,7 @@ def test_unknown_stage_and_missing_function(device):
         0,
         external=external_bits({"gemm_output": None})[0],
     )
-    plan = linear_plans(spec).forward
+    plan = call_plans(CallSpec((spec,))).forward
     x, w = torch.randn(4, 16, device=device), torch.randn(16, 16, device=device)
     scale, history = torch.ones(256, device=device), torch.zeros(4, 256, device=device)
     with pytest.raises(RuntimeError, match="external"):
@@ -129,7 +129,7 @@ def _gather_worker(rank, world, store, results):
 
     mine = x[rank * rows : (rank + 1) * rows]
     out, _ = run_staged(
-        linear_plans(spec).forward,
+        call_plans(CallSpec((spec,))).forward,
         (0, 0),
         [mine, w, scale, history],
         {"gather_input": gather},
@@ -158,7 +158,7 @@ def test_gather_between_quantize_and_gemm_equals_one_process(tmp_path):
     x, w, scale = _gather_problem()
     history = torch.zeros(4, 256)
     spec = LinearSpec(32, 48, *[_core.DTYPE_F32] * 5, quantization_of(DelayedScaling()), 0)
-    expected, _ = _core.run(linear_plans(spec).forward, 0, 0, x, w, scale, history)
+    expected, _ = _core.run(call_plans(CallSpec((spec,))).forward, 0, 0, x, w, scale, history)
     for rank in range(world):
         out, amax = results[rank]
         assert torch.equal(out, expected)

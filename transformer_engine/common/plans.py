@@ -15,7 +15,6 @@ from transformer_engine.common.graphs import (
     WGRAD,
     CallSpec,
     Graph,
-    LinearSpec,
     Link,
     Norm,
     call_graph,
@@ -190,11 +189,6 @@ def call_plans(spec: CallSpec) -> CallPlans:
 def layer_plans(spec: LayerSpec) -> CallPlans:
     """Plans of a whole layer, made once per process and spec; see `call_plans`."""
     return CallPlans(layer_graph(spec), spec)
-
-
-def linear_plans(spec: LinearSpec) -> CallPlans:
-    """Plans of a linear layer by itself; see `call_plans`."""
-    return call_plans(CallSpec((spec,)))
 
 
 @functools.cache
