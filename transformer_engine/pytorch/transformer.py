@@ -315,7 +315,7 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
                 out = calls.run(self, hidden_states, options)
                 if out is not NotImplemented:
                     return out
-            else:
+            elif options[0].is_first_microbatch is None:
                 parts = calls.parts
         if parallel:
             first = options[0].is_first_microbatch
