@@ -94,10 +94,8 @@ static void do_all(const dropout_job *job, const te_cpu_request *request)
         te_cpu_tiles_begin(request, job->input.rows, job->input.columns, TE_DTYPE_F32, 1);
     int64_t across = te_ceil_div(tiles.columns, tiles.tile_columns);
     int64_t count = te_ceil_div(tiles.rows, tiles.tile_rows) * across;
-    int threads = te_cpu_threads(tiles.rows * tiles.columns);
-    (void)threads;
     tiles.source = dropout_row;
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(te_cpu_threads(tiles.rows, tiles.columns))
     for (int64_t tile = 0; tile < count; tile++) {
         do_tile(job, &tiles, tile / across * tiles.tile_rows, tile % across * tiles.tile_columns);
     }

@@ -34,10 +34,8 @@ te_status te_cpu_fill(const te_fill_args *args)
     const te_cpu_matrix output = te_cpu_matrix_of(&args->output);
     unsigned char element[8] = {0};
     size_t size = te_encode(output.dtype, args->value, element);
-    int threads = te_cpu_threads(output.rows * output.columns);
-    (void)threads;
     if (output.columns == 0) return TE_OK;
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(te_cpu_threads(output.rows, output.columns))
     for (int64_t r = 0; r < output.rows; r++) {
         fill_row(te_cpu_at(&output, r, 0), element, size, output.columns);
     }
@@ -75,9 +73,7 @@ te_status te_cpu_cast(const te_cast_args *args)
     /* With a column stride, elements are converted one by one. */
     int64_t step = input.column_stride == 1 && output.column_stride == 1 ? columns : 1;
     int64_t zero_step = output.column_stride == 1 ? output.columns : 1;
-    int threads = te_cpu_threads(output.rows * output.columns);
-    (void)threads;
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(te_cpu_threads(output.rows, output.columns))
     for (int64_t r = 0; r < output.rows; r++) {
         int64_t converted = r < rows ? columns : 0;
         for (int64_t c = 0; c < converted; c += step) {
@@ -99,9 +95,7 @@ te_status te_cpu_transpose(const te_transpose_args *args)
     const te_cpu_matrix output = te_cpu_matrix_of(&args->output);
     int64_t tiles_down = te_ceil_div(input.rows, TE_CPU_BLOCK);
     int64_t tiles = te_ceil_div(input.columns, TE_CPU_BLOCK) * tiles_down;
-    int threads = te_cpu_threads(output.rows * output.columns);
-    (void)threads;
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(te_cpu_threads(output.rows, output.columns))
     for (int64_t tile = 0; tile < tiles; tile++) {
         int64_t column = tile / tiles_down * TE_CPU_BLOCK, row = tile % tiles_down * TE_CPU_BLOCK;
         te_cpu_matrix block = input;

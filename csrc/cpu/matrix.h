@@ -81,10 +81,10 @@ static inline int te_cpu_stopped(te_interruptible *call)
     return te_cpu_thread() == 0 ? te_interruptible_ask(call) : te_interruptible_stopped(call);
 }
 
-/* Threads for a loop over so many elements: starting a team costs microseconds. */
-static inline int te_cpu_threads(int64_t elements)
+/* Threads for a loop over so many rows of elements: starting a team costs microseconds. */
+static inline int te_cpu_threads(int64_t rows, int64_t columns)
 {
-    return elements < 32768 ? 1 : te_cpu_max_threads();
+    return rows * columns < 32768 ? 1 : te_cpu_max_threads();
 }
 
 #endif

@@ -139,7 +139,7 @@ te_status te_cpu_norm(const te_norm_args *args)
     te_cpu_tiles tiles = te_cpu_tiles_begin(&request, input.rows, input.columns, TE_DTYPE_F32, 1);
     tiles.source = normalized_row;
     if (tiles.column.data == NULL) tiles.tile_rows = SHORT_STRIP;
-    int threads = te_cpu_threads(input.rows * input.columns);
+    int threads = te_cpu_threads(input.rows, input.columns);
     int32_t amax = 0;
     (void)threads;
 #pragma omp parallel for num_threads(threads) reduction(max : amax)
@@ -268,14 +268,12 @@ te_status te_cpu_norm_backward(const te_norm_backward_args *args)
     int64_t strips = strips_of(job.input.rows), sums = strips * job.input.columns;
     int requested = (args->gamma_grad.data != NULL) + (args->beta_grad.data != NULL);
     size_t needed = (size_t)(requested * sums) * sizeof(float);
-    int threads = te_cpu_threads(job.input.rows * job.input.columns);
-    (void)threads;
     TE_TRY(te_check_workspace(TE_OP_NORM_BACKWARD, args->workspace, args->workspace_size, needed));
     if (args->gamma_grad.data != NULL) job.gamma_sums = args->workspace;
     if (args->beta_grad.data != NULL) {
         job.beta_sums = (float *)args->workspace + (job.gamma_sums != NULL ? sums : 0);
     }
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(te_cpu_threads(job.input.rows, job.input.columns))
     for (int64_t strip = 0; strip < strips; strip++) backward_strip(&job, strip);
     if (args->gamma_grad.data != NULL) {
         te_cpu_join_sums(job.kernels, job.gamma_sums, strips, &args->gamma_grad);

@@ -40,9 +40,7 @@ te_status te_cpu_amax(const te_amax_args *args)
     te_cpu_quantize_row measure = te_cpu_kernels_get()->quantize[input.dtype][0][0];
     int64_t tiles_across = te_ceil_div(input.columns, COLUMNS);
     int64_t tiles = te_ceil_div(input.rows, ROWS) * tiles_across;
-    int threads = te_cpu_threads(input.rows * input.columns);
-    (void)threads;
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(te_cpu_threads(input.rows, input.columns))
     for (int64_t partial = 0; partial < TE_AMAX_PARTIALS; partial++) {
         int32_t amax = 0;
         for (int64_t tile = partial; tile < tiles; tile += TE_AMAX_PARTIALS) {
@@ -83,9 +81,7 @@ te_status te_cpu_dequantize(const te_dequantize_args *args)
         *te_inverse_scale(by_rows ? &args->input.row_scales : &args->input.column_scales);
     int64_t tiles_across = by_rows ? 1 : te_ceil_div(output.columns, TE_CPU_BLOCK);
     int64_t tiles = te_ceil_div(output.rows, TE_CPU_BLOCK) * tiles_across;
-    int threads = te_cpu_threads(output.rows * output.columns);
-    (void)threads;
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(te_cpu_threads(output.rows, output.columns))
     for (int64_t tile = 0; tile < tiles; tile++) {
         uint8_t block[TE_CPU_BLOCK * TE_CPU_BLOCK];
         int64_t row = tile / tiles_across * TE_CPU_BLOCK;

@@ -202,7 +202,7 @@ static void rotate_index(const rope_job *job, int64_t s)
 te_status te_cpu_rope(const te_rope_args *args)
 {
     rope_job job = describe(args);
-    int threads = te_cpu_threads(job.batch * job.sequence * job.heads * job.dim);
+    int threads = te_cpu_threads(job.batch * job.sequence, job.heads * job.dim);
     (void)threads;
     if (job.batch == 0 || job.heads == 0 || job.dim == 0) return TE_OK;
     TE_TRY(check_positions(&job, args->freqs.shape[0]));

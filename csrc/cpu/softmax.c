@@ -110,10 +110,8 @@ te_status te_cpu_softmax(const te_softmax_args *args)
     te_cpu_set_window(&job.scores, args->window_left, args->window_right, args->diagonal);
     /* Rows of a causal window differ in length: they are distributed in small chunks. */
     int64_t rows = shape[0] * shape[1] * shape[2];
-    int threads = te_cpu_threads(rows * shape[3]);
-    (void)threads;
     if (shape[3] == 0) return TE_OK;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 16)
+#pragma omp parallel for num_threads(te_cpu_threads(rows, shape[3])) schedule(dynamic, 16)
     for (int64_t number = 0; number < rows; number++) {
         te_cpu_row row = te_cpu_row_of(&job.scores, number, shape[3], 0);
         softmax_one(&job, &row);
@@ -176,9 +174,7 @@ te_status te_cpu_softmax_backward(const te_softmax_backward_args *args)
     memcpy(job.shape, args->grad_output.shape, sizeof job.shape);
     int64_t heads = job.shape[1], queries = job.shape[2];
     int64_t rows = job.shape[0] * heads * queries;
-    int threads = te_cpu_threads(rows * job.shape[3]);
-    (void)threads;
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(te_cpu_threads(rows, job.shape[3]))
     for (int64_t number = 0; number < rows; number++) {
         te_cpu_row row = {
             .index = {number / queries / heads, number / queries % heads, number % queries},

@@ -167,7 +167,7 @@ int32_t te_cpu_all_tiles(const te_cpu_tiles *tiles, const void *self)
      * pages are used again by the next tile. */
     int64_t tiles_down = row_tiles(tiles->rows);
     int64_t count = tiles_down * te_ceil_div(tiles->columns, tiles->tile_columns);
-    int threads = te_cpu_threads(tiles->rows * tiles->columns);
+    int threads = te_cpu_threads(tiles->rows, tiles->columns);
     int32_t amax = 0;
     (void)threads;
 #pragma omp parallel for num_threads(threads) reduction(max : amax)
