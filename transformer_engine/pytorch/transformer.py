@@ -359,14 +359,17 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
                 attention = modules[name]
                 if not isinstance(attention, MultiheadAttention):
                     return ()
-                branches += attention._branches(prefix)
+                branches += attention._branches(prefix, name)
         mlp = modules["layernorm_mlp"]
         bias = "fc2_bias" if getattr(mlp, "return_bias", False) and mlp.use_bias else None
         return (*branches, Branch("mlp_", (mlp,), bias=bias))
 
     def _layer_key(self) -> tuple:
         """What `_layer` depends on."""
-        return self.training, self.hidden_dropout, self.drop_path_rate
+        return (
+            self.training, self.hidden_dropout, self.drop_path_rate,
+            self.apply_residual_connection_post_layernorm, self.parallel_attention_mlp,
+        )  # fmt: skip
 
     def _layer(self) -> Layer:
         """How the layer puts its branches together now."""

@@ -299,15 +299,15 @@ fast_zero_fill, pad_between_seqs
 
     _FORWARD = forward
 
-    def _branches(self, name: str = "") -> tuple[Branch, ...]:
-        """What it is made of; with a name, as the branch of a layer that adds its bias."""
+    def _branches(self, name: str = "", path: str = "") -> tuple[Branch, ...]:
+        """What it is made of; at a path, as the branch of a layer that adds its bias."""
         modules = self._modules
         first = (modules[self._first()],)
         if self.attention_type != "self":
             first += (modules["key_value"],)
         core, last = modules["core_attention"], modules["proj"]
         bias = "bias" if name and getattr(last, "return_bias", False) and last.use_bias else None
-        return (Branch(name, (*first, last), (self, core) if name else (core,), self, bias),)
+        return (Branch(name, (*first, last), (self, core) if name else (core,), path, bias),)
 
     def _layer_key(self) -> tuple:
         """What `_layer` depends on."""
@@ -320,18 +320,19 @@ fast_zero_fill, pad_between_seqs
     def _attending(self, inp: Tensor, options: AttentionOptions) -> Attending | None:
         """How a call attends as part of a layer; None where it has to call its modules."""
         core, key = self._modules["core_attention"], None
-        if options.without_tensors():
-            key = (
-                options, core.training, core.attention_dropout, core.softmax_scale,
-                core._get_tracker, core.attn_mask_type, core.window_size,
-                core.bottom_right_diagonal, core.qkv_format, self.qkv_weight_interleaved,
-                inp.dtype, inp.is_cuda, attention_switches(),
+        if options.without_tensors() and type(core.window_size) is not list:
+            key = (  # of the options those that are read: mask type to type of the bias
+                options[2:10], options.pad_between_seqs, self.q_norm is None,
+                self.qkv_weight_interleaved, core.training, core.attention_dropout,
+                core.softmax_scale, core._get_tracker, core.attn_mask_type, core.window_size,
+                core.bottom_right_diagonal, core.qkv_format, inp.dtype, inp.is_cuda,
+                attention_switches(),
             )  # fmt: skip
             known = self._ways.get(key)
             if known is not None:
                 return known
         found = self._find_way(core, inp, options)
-        if key is not None and found is not None:
+        if key is not None and found is not None and not found.tensors:  # a bias fits one length
             if len(self._ways) >= KEPT:
                 self._ways.clear()
             found = self._ways[key] = found._replace(key=(object(),))  # found by itself from now on

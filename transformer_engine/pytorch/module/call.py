@@ -185,7 +185,7 @@ class LayerCall(ModuleCall):
     functions: tuple[dict, dict] = ({}, {})
     """Of forward and backward: what runs external stages, by their names, with the numbers of the
     buffers that the stage reads and writes. Called with these as tensors and with the dict of what
-    the forward keeps for the backward, (how, tensors) by name; None without a backward."""
+    the forward keeps for those of the backward, (how, tensors) by name; None without any."""
 
     def run(self, tensors: tuple, kept: dict | None) -> tuple[Any, Sequence[Tensor]]:
         """Run the forward as `run_forward` does, with stages in Python."""
@@ -260,7 +260,7 @@ class LayerRun:
 
     def run_forward(self, tensors: tuple) -> tuple[Any, Sequence[Tensor]]:
         """Run the forward; what its stages keep comes last among what is saved."""
-        kept: dict[str, tuple] | None = {} if self.call.plans.backward else None
+        kept: dict[str, tuple] | None = {} if self.call.functions[1] else None
         out, saved = self.call.run(tensors, kept)
         if kept:
             saved = list(saved)

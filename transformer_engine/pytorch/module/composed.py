@@ -202,6 +202,12 @@ class ComposedModule(Fp8Module):
         state["_wgrads"] = deque()
         return state
 
+    def _replicate_for_data_parallel(self) -> "ComposedModule":
+        """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
+        made = super()._replicate_for_data_parallel()
+        made.__dict__.update(_bound={}, _present=None)
+        return made
+
     def _flags_text(self) -> list[str]:
         """Settings that differ from their defaults, for ``repr``."""
         return [f"{name}=True" for name in _SHOWN if getattr(self, name, False)]

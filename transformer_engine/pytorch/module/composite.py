@@ -31,6 +31,12 @@ class CompositeLayer(torch.nn.Module):
         """Copy and pickle without calls."""
         return {**self.__dict__, "_calls": None, "_ways": {}}
 
+    def _replicate_for_data_parallel(self) -> "CompositeLayer":
+        """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
+        made = super()._replicate_for_data_parallel()
+        made.__dict__.update(_calls=None, _ways={})
+        return made
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a linear module that is replaced by a foreign one adds its bias."""
         replaced = self.__dict__.get("_modules", {}).get(name)

@@ -37,7 +37,9 @@ class Branch(NamedTuple):
     modules: tuple[ComposedModule, ...]  # as of `layer_graphs.BranchSpec.calls`
     others: tuple[torch.nn.Module, ...] = ()
     """Further modules whose forwards the layer does the work of."""
-    attention: Any = None  # whose ``_attending`` says how it attends
+    attention: str | None = None
+    """Where the module stands whose ``_attending`` says how it attends; "": the layer itself, which
+    no branch holds, for a layer that nobody else holds has to be freed at once."""
     bias: str | None = None  # parameter of the last module that the addition adds
 
 
@@ -83,6 +85,9 @@ class LayerCalls:
         self._places = tuple(self._find_places())
         # By key the bound call; None where the layer has to call its modules.
         self.calls: dict[tuple, _BoundLayer | None] = {}
+        self._made = 0  # how many situations calls were bound to
+        self._new: tuple = ()  # the last one that there was no call for,
+        self._row = 0  # and how often it came in a row
         self.parts: tuple[LayerCalls, ...] = ()  # each branch by itself, where there are several
 
     @classmethod
@@ -167,14 +172,15 @@ class LayerCalls:
         for branch, given in zip(self.branches, options, strict=True):
             how = None
             if branch.attention is not None:
-                how = branch.attention._attending(inp, given)
+                attends = layer._modules[branch.attention] if branch.attention else layer
+                how = attends._attending(inp, given)
                 if how is None:
                     return None
                 key, attended = (*key, how.key), (*attended, *how.tensors)
             attending.append(how)
         tensors = (tensors[0], *attended, *tensors[1:])
         bound = self.calls.get(key, _UNKNOWN)
-        if bound is None:
+        if bound is None or (bound is _UNKNOWN and not self._recurs(key)):
             return None
         call = None if bound is _UNKNOWN else self._call_in(bound, state)
         if call is None:
@@ -184,6 +190,20 @@ class LayerCalls:
             self.calls[key] = bound
             call = None if bound is None else self._call_in(bound, state)
         return None if call is None else (bound, call, tensors)
+
+    def _recurs(self, key: tuple) -> bool:
+        """Whether a call is bound to a new situation, which takes plans.
+
+        They live as long as the process, so a setting that changes all the time, a dropout by a
+        schedule, must not make some at each step: the more there are, the more often a situation
+        has to come in a row.
+        """
+        self._row = self._row + 1 if key == self._new else 1
+        self._new = key
+        if self._row <= self._made // KEPT:
+            return False
+        self._made += 1
+        return True
 
     def _call_in(self, bound: _BoundLayer, state: RegionState) -> LayerCall | None:
         """The call to make now; None where the state that it is bound to is no longer in force."""
@@ -317,5 +337,8 @@ def _call_of(module: ComposedModule, like: Tensor, wants_grad: bool) -> ModuleCa
         return None
     given = torch.empty(0, module._sizes()[0][0], dtype=like.dtype, device=like.device)
     tensors, owners = module._promote(given.requires_grad_(wants_grad), region.recipe)
+    module._find_present(tensors.flat())
+    if module._present is None:  # some are no parameters of its own
+        return None
     call = module._prepare(tensors, region, None, owners)
     return call if call.plans.plain and not (call.traced or call.stages or call.observer) else None

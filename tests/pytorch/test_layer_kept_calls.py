@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that a layer keeps: found again only where they fit, few, and no longer than the layer."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from pytorch.helpers import assert_same_bits
+from pytorch.layer_ways import (
+    LENGTH,
+    assert_counts,
+    assert_whole,
+    by_modules,
+    dtype_of,
+    inputs_of,
+    make_attention,
+    make_layer,
+    set_of,
+    states,
+    train,
+)
+from tols import BF16
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.plans import layer_plans
+from transformer_engine.pytorch.module.layer_call import KEPT
+from transformer_engine.pytorch.module.norm import L2Normalization
+
+
+def assert_same_step(layer, inp, **given):
+    """Assert that a call gives the bits of the modules, in output and gradients."""
+
+    def step():
+        leaf = inp.detach().requires_grad_()
+        layer.zero_grad()
+        out = layer(leaf, **given)
+        out.backward(torch.ones_like(out))
+        return [out.detach(), leaf.grad, *(p.grad for p in layer.parameters())]
+
+    ours = step()
+    with by_modules():
+        assert_same_bits(ours, step())
+
+
+# ---- what a kept call depends on -----------------------------------------------------------------
+
+
+def test_a_bias_that_is_made_for_a_length(device):
+    """That of ALiBi; a call of one token has one that broadcasts to any length."""
+    layer = make_layer(device, dtype_of(device))
+    with torch.inference_mode():
+        layer(states(layer).detach(), core_attention_bias_type="alibi")
+    for length in (1, LENGTH, LENGTH + 3, 2):
+        assert_same_step(layer, states(layer, length), core_attention_bias_type="alibi")
+
+
+def test_norms_of_queries_and_keys_that_are_set(device):
+    def change(layer):
+        layer.q_norm = layer.k_norm = L2Normalization(1e-6)
+
+    def undo(layer, _):
+        layer.q_norm = layer.k_norm = None
+
+    assert_counts(make_attention(device, dtype_of(device)), change, False, undo=undo)
+
+
+def test_a_window_that_is_set_as_a_list(device):
+    layer = make_layer(device, dtype_of(device))
+    change = set_of("self_attention.core_attention.window_size", [2, 0])
+    assert_counts(layer, change, device == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        ({}, "parallel_attention_mlp", True),
+        (
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm",
+            False,
+        ),
+    ],
+)
+def test_how_branches_are_put_together(device, options, name, value):
+    layer = make_layer(device, dtype_of(device), **options)
+    assert_counts(layer, set_of(name, value), True)
+
+
+def test_sums_of_lengths_that_nothing_reads(device):
+    """They find the call of the ones before."""
+    layer = make_attention(device, dtype_of(device))
+    inp = states(layer)
+    for length in range(3):
+        sums = torch.tensor([0, length, LENGTH], device=inp.device)
+        layer(inp, cu_seqlens_q_padded=sums, max_seqlen_q=length)
+    assert len(layer._calls.calls) == 1
+
+
+# ---- whose parameters it reads -------------------------------------------------------------------
+
+
+def _as_buffers(module):
+    for part in module.modules():
+        for name, parameter in list(part._parameters.items()):
+            if parameter is not None:
+                delattr(part, name)
+                part.register_buffer(name, parameter.detach() * 2)
+    return module
+
+
+def _replica(module):
+    """What `torch.nn.parallel.replicate` makes: tensors in the place of parameters."""
+    made = module._replicate_for_data_parallel()
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            made._parameters[name] = None
+        else:
+            object.__setattr__(made, name, (parameter * 2).detach())
+    for name, child in module._modules.items():
+        made._modules[name] = None if child is None else _replica(child)
+    return made
+
+
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("change", [_as_buffers, _replica])
+@pytest.mark.parametrize(
+    "make", [make_layer, make_attention, lambda *of: te.Linear(32, 48, device=of[0]).to(of[1])]
+)
+def test_other_tensors_in_the_place_of_parameters(device, make, change, warm):
+    module = make(device, dtype_of(device))
+    doubled = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in doubled.parameters():
+            parameter *= 2
+    inp = torch.randn(LENGTH, 2, 32).to(device, dtype_of(device))
+    expected = doubled(inp)
+    for _ in range(2 * warm):
+        module(inp)
+    odd = change(module)
+    for _ in range(2):
+        assert torch.equal(odd(inp), expected)
+
+
+# ---- how much is kept ----------------------------------------------------------------------------
+
+
+def test_a_dropout_by_a_schedule_makes_few_plans(device):
+    """They live as long as the process; and the bits are those of the modules all the same."""
+    layer = make_layer(device, dtype_of(device), hidden_dropout=0.3)
+    inp = states(layer)
+
+    def steps(own):
+        torch.manual_seed(5)
+        results = []
+        for step in range(4 * KEPT):
+            own.hidden_dropout = 0.1 + 0.01 * step / KEPT
+            results += train(own, {"hidden_states": inp}, steps=1)
+        return results
+
+    before = layer_plans.cache_info().currsize
+    ours = steps(copy.deepcopy(layer))
+    made = layer_plans.cache_info().currsize - before
+    assert 0 < made <= KEPT + 1  # its attention by itself is one more
+    with by_modules():
+        theirs = steps(copy.deepcopy(layer))
+    for step, pair in enumerate(zip(ours, theirs, strict=True)):
+        assert_same_bits(*pair, f"step {step}: ")
+
+
+def test_a_situation_that_comes_again_after_many_has_its_call(device):
+    layer = make_layer(device, dtype_of(device))
+    inp = states(layer)
+    for step in range(2 * KEPT):
+        layer.drop_path_rate = 0.01 * (step + 1)
+        layer(inp)
+    layer(inp)
+    assert_whole(layer, hidden_states=inp)
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed"])
+@pytest.mark.parametrize("make", [make_layer, make_attention])
+def test_a_layer_is_freed_at_once(device, make, recipe):
+    """Without the garbage collector, which may come late for so few objects of so much memory."""
+    layer = make(device, dtype_of(device, recipe))
+    train(layer, inputs_of(layer), recipe, 2)
+    assert layer._calls is not None
+    found = [weakref.ref(thing) for thing in (layer, *layer.parameters())]
+    gc.collect()
+    gc.disable()
+    try:
+        del layer
+        assert not [ref for ref in found if ref() is not None]
+    finally:
+        gc.enable()
+
+
+def test_attention_that_has_no_backward_keeps_nothing(device, monkeypatch):
+    """Only the projection behind it is trained."""
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    layer = make_attention(device, BF16).requires_grad_(False)
+    for trained, kept in ((layer.qkv, 1), (layer.proj, 0)):
+        layer.requires_grad_(False)
+        trained.requires_grad_(True)
+        out = assert_whole(layer, hidden_states=states(layer).detach())
+        assert len(out.grad_fn.call.kept) == kept
