@@ -151,7 +151,7 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
     const te_slice *q = &node->slices[QUERY], *k = &node->slices[KEY], *v = &node->slices[VALUE];
     const te_value_desc *x, *y = &graph->values[node->output];
     if (node->inputs[KEY] < 0 || node->inputs[VALUE] < 0 || node->external > 1 ||
-        !(node->numbers[1] >= 0.0 && node->numbers[1] < 1.0) || !is_window(node->numbers[2]) ||
+        !(node->numbers[1] >= 0.0 && node->numbers[1] <= 1.0) || !is_window(node->numbers[2]) ||
         !is_window(node->numbers[3])) {
         return TE_FAIL(TE_ERROR_INVALID,
                        "attention: inputs %d, %d, %d, external %u, dropout %g, window %g and %g",

@@ -188,7 +188,7 @@ static void check_heads(void)
     REFUSE_HEADS(nodes[1].inputs[1], -1, INVALID, "attention: inputs 2, -1, 0");
     REFUSE_HEADS(nodes[1].inputs[2], -1, INVALID, "attention: inputs 2, 0, -1");
     REFUSE_HEADS(nodes[1].external, 2, INVALID, "external 2");
-    REFUSE_HEADS(nodes[1].numbers[1], 1, INVALID, "dropout 1,");
+    REFUSE_HEADS(nodes[1].numbers[1], 1.5, INVALID, "dropout 1.5,");
     REFUSE_HEADS(nodes[1].numbers[1], -0.1, INVALID, "dropout -0.1,");
     REFUSE_HEADS(nodes[1].numbers[1], (double)NAN, INVALID, "dropout ");
     REFUSE_HEADS(nodes[1].numbers[2], (double)NAN, INVALID, "window ");

@@ -148,6 +148,12 @@ def test_dtypes_and_recipes(device, layer_type, dtype, recipe):
     assert_ways_agree(layer, inputs_of(layer), recipe=recipe, whole=not may_use_tf32)
 
 
+@pytest.mark.parametrize("name", ["hidden_dropout", "attention_dropout", "drop_path_rate"])
+def test_everything_is_dropped(device, name):
+    layer = make_layer(device, dtype_of(device), **{name: 1.0})
+    assert_ways_agree(layer, inputs_of(layer))
+
+
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("norm", ["L2Normalization", "RMSNorm", "LayerNorm"])
 def test_norms_of_queries_and_keys_call_the_modules(device, norm, recipe):

@@ -58,9 +58,10 @@ def test_settings(device, path, value, recipe):
     assert_counts(layer, set_of(path, value), True, recipe=recipe)
 
 
-def test_a_window_that_is_set(device):
+@pytest.mark.parametrize("window", [(2, 0), [2, 0]], ids=["pair", "list"])
+def test_a_window_that_is_set(device, window):
     layer = make_layer(device, dtype_of(device))
-    change = set_of("self_attention.core_attention.window_size", (2, 0))
+    change = set_of("self_attention.core_attention.window_size", window)
     undo = lambda layer, _: set_of("self_attention.core_attention.window_size", None)(layer)  # noqa: E731
     assert_counts(layer, change, device == "cpu", undo=undo)
 

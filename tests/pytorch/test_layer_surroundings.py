@@ -321,6 +321,8 @@ def test_what_the_backward_reads_must_not_change(device):
 
 def test_the_name_of_the_node(device):
     """Messages and profilers name the layer."""
-    layer, x = make_layer(device, dtype_of(device), name="third"), None
-    x = states(layer)
-    assert type(assert_whole(layer, hidden_states=x).grad_fn).__name__.startswith(LAYER)
+    layer = make_layer(device, dtype_of(device))
+    for name, label in (("third", f"{LAYER}[third]"), ("last", f"{LAYER}[last]"), (None, LAYER)):
+        layer.name = name
+        node = assert_whole(layer, hidden_states=states(layer)).grad_fn
+        assert type(node).__name__ == f"{label}Backward"

@@ -368,7 +368,7 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
         """What `_layer` depends on."""
         return (
             self.training, self.hidden_dropout, self.drop_path_rate,
-            self.apply_residual_connection_post_layernorm, self.parallel_attention_mlp,
+            self.apply_residual_connection_post_layernorm, self.parallel_attention_mlp, self.name,
         )  # fmt: skip
 
     def _layer(self) -> Layer:

@@ -310,8 +310,8 @@ fast_zero_fill, pad_between_seqs
         return (Branch(name, (*first, last), (self, core) if name else (core,), path, bias),)
 
     def _layer_key(self) -> tuple:
-        """What `_layer` depends on."""
-        return ()
+        """What `_layer` and messages depend on."""
+        return (self.name,)
 
     def _layer(self) -> Layer:
         """How it puts its one branch together: the output is the result."""
