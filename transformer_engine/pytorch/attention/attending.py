@@ -65,7 +65,7 @@ def attending(
 
     tensors = (limits.mask, bias, *lengths)
     tensors = (*source, *angles, *(tensor for tensor in tensors if tensor is not None))
-    return Attending(key, spec, tensors, functions)
+    return Attending(key, spec, tensors, functions, choice)
 
 
 def _fork(tracker: Callable | None) -> Any:

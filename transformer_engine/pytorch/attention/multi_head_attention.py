@@ -330,6 +330,7 @@ fast_zero_fill, pad_between_seqs
             )  # fmt: skip
             known = self._ways.get(key)
             if known is not None:
+                core.__dict__["_ran"] = known.choice
                 return known
         found = self._find_way(core, inp, options)
         if key is not None and found is not None and not found.tensors:  # a bias fits one length

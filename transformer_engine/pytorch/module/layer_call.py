@@ -52,6 +52,7 @@ class Attending(NamedTuple):
     functions: dict[str, Callable]
     """What runs stages that are not native (see `LayerCall.functions`), by their names behind the
     branch's."""
+    choice: Any  # of a backend, for `report`
 
 
 class Layer(NamedTuple):

@@ -17,9 +17,9 @@ _aten = torch.ops.aten
 _FLASH, _EFFICIENT, _CUDNN = 1, 2, 3
 """Numbers of `torch.nn.attention.SDPBackend`."""
 
-Kept = tuple[int | tuple[Tensor, ...], tuple[Tensor, ...]]
+Kept = tuple[int | None, tuple[Tensor, ...]]
 """Which kernel ran, and what its gradient needs: the logarithms of the sums, and two of the random
-numbers. Of others the output, with its graph, and query, key and value; nothing more."""
+numbers. None is another one: the output, with its graph, and query, key and value."""
 
 
 def attend(
@@ -63,7 +63,7 @@ def forward(
             out = torch.nn.functional.scaled_dot_product_attention(
                 query, key, value, None, dropout, causal, scale=scale, enable_gqa=grouped
             )
-        return out.detach(), ((out, query, key, value), ())
+        return out.detach(), (None, (out, query, key, value))
     if kind == _FLASH:
         out, sums, _, _, _, _, *random, _ = torch._scaled_dot_product_flash_attention(
             query, key, value, dropout, causal, False, scale=scale
@@ -91,8 +91,8 @@ def backward(
     """
     dropout, causal, scale = settings
     kind, found = kept
-    if isinstance(kind, tuple):
-        return torch.autograd.grad(kind[0], kind[1:], grad, retain_graph=True)
+    if kind is None:
+        return torch.autograd.grad(found[0], found[1:], grad, retain_graph=True)
     sums, *random = found
     lengths = tensors[0].shape[2], tensors[1].shape[2]
     if kind == _FLASH:
