@@ -25,11 +25,6 @@ struct tepy_plan {
 /* Borrowed from the module's table; NULL with an exception. */
 tepy_plan *tepy_plan_find(tepy_state *state, PyObject *id, const char *function);
 
-static inline int tepy_is_packed(const te_buffer_info *info)
-{
-    return info->role == TE_ROLE_SAVED || info->role == TE_ROLE_SCRATCH;
-}
-
 /* The sequence whose leading dims a buffer has. */
 static inline int tepy_sequence(const te_buffer_info *info)
 {
