@@ -46,56 +46,29 @@ from transformer_engine.pytorch.torch_version import torch_version  # noqa: E402
 from transformer_engine.pytorch.transformer import TransformerLayer  # noqa: E402
 
 _SUBMODULES = (
-    "constants",
-    "cpp_extensions",
-    "cpu_offload",
-    "cpu_offload_v1",
-    "cross_entropy",
-    "distributed",
-    "distributed_weight",
-    "ep",
-    "export",
-    "float8_tensor",
-    "fp8",
-    "graph",
-    "jit",
-    "ops",
-    "optimizers",
-    "permutation",
-    "quantization",
-    "quantized_tensor",
-    "router",
-    "tensor",
-    "utils",
-)
+    "constants cpp_extensions cpu_offload cpu_offload_v1 cross_entropy distributed "
+    "distributed_weight ep export float8_tensor fp8 graph jit ops optimizers permutation "
+    "quantization quantized_tensor router tensor utils"
+).split()
 """Submodules that are imported when they are asked for."""
 
-_LAZY = {
-    "CudaRNGStatesTracker": f"{__name__}.distributed",
-    "DType": f"{__name__}.constants",
-    "NonFiniteError": f"{__name__}.tools.nonfinite",
-    "UserBufferQuantizationMode": f"{__name__}.module.base",
-    "convert": f"{__name__}.tools.conversion",
-    "convertible": f"{__name__}.tools.conversion",
-    "counters": f"{__name__}.tools.counts",
-    "counting": f"{__name__}.tools.counts",
-    "deinterleave_glu_tensor": f"{__name__}.utils",
-    "find_nonfinite": f"{__name__}.tools.nonfinite",
-    "fp8_model_init": f"{__name__}.quantization",
-    "get_cpu_offload_context": f"{__name__}.cpu_offload",
-    "get_cudnn_version": f"{__name__}.utils",
-    "interleave_glu_tensor": f"{__name__}.utils",
-    "mark_not_offload": f"{__name__}.cpu_offload",
-    "observe": f"{__name__}.tools.observation",
-    "onnx_export": f"{__name__}.export",
-    "parallel_cross_entropy": f"{__name__}.cross_entropy",
-    "quantized_model_init": f"{__name__}.quantization",
-    "report": f"{__name__}.tools.reporting",
-    "reset_counters": f"{__name__}.tools.counts",
-    "scales": f"{__name__}.tools.counts",
-    "watch_finite": f"{__name__}.tools.nonfinite",
+_NAMES_OF = {
+    "constants": "DType",
+    "cpu_offload": "get_cpu_offload_context mark_not_offload",
+    "cross_entropy": "parallel_cross_entropy",
+    "distributed": "CudaRNGStatesTracker",
+    "export": "onnx_export",
+    "module.base": "UserBufferQuantizationMode",
+    "quantization": "fp8_model_init quantized_model_init",
+    "tools.conversion": "convert convertible",
+    "tools.counts": "counters counting reset_counters scales",
+    "tools.nonfinite": "NonFiniteError find_nonfinite watch_finite",
+    "tools.observation": "observe",
+    "tools.reporting": "report",
+    "utils": "deinterleave_glu_tensor get_cudnn_version interleave_glu_tensor",
 }
-"""Names whose modules are imported when they are asked for."""
+"""Modules that are imported when one of these names is asked for."""
+_LAZY = {name: f"{__name__}.{of}" for of, names in _NAMES_OF.items() for name in names.split()}
 
 __getattr__, __dir__ = absent.attach(globals(), _SUBMODULES, _LAZY)
 

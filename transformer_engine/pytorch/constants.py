@@ -50,30 +50,17 @@ TE_DType_To_Torch: dict[DType, torch.dtype] = {code: dtype for dtype, code in TE
 """Torch dtype of a code."""
 
 
-class FP8FwdTensors(IntEnum):
-    """Slots of a module's forward state: three for each GEMM."""
+FP8FwdTensors = IntEnum(
+    "FP8FwdTensors",
+    [f"GEMM{i}_{what}" for i in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT")],
+    start=0,
+)
+"""Slots of a module's forward state: three for each GEMM."""
 
-    GEMM1_INPUT = 0
-    GEMM1_WEIGHT = 1
-    GEMM1_OUTPUT = 2
-    GEMM2_INPUT = 3
-    GEMM2_WEIGHT = 4
-    GEMM2_OUTPUT = 5
-    GEMM3_INPUT = 6
-    GEMM3_WEIGHT = 7
-    GEMM3_OUTPUT = 8
-
-
-class FP8BwdTensors(IntEnum):
-    """Slots of a module's backward state: two for each GEMM."""
-
-    GRAD_OUTPUT1 = 0
-    GRAD_INPUT1 = 1
-    GRAD_OUTPUT2 = 2
-    GRAD_INPUT2 = 3
-    GRAD_OUTPUT3 = 4
-    GRAD_INPUT3 = 5
-
+FP8BwdTensors = IntEnum(
+    "FP8BwdTensors", [f"GRAD_{what}{i}" for i in (1, 2, 3) for what in ("OUTPUT", "INPUT")], start=0
+)
+"""Slots of a module's backward state: two for each GEMM."""
 
 MXFP8_BLOCK_SCALING_SIZE = 32
 """Values that share a scale in MXFP8."""

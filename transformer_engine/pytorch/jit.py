@@ -66,20 +66,22 @@ warmup_jit_l2normalization = _warm_up
 warmup_jit_l2normalization_all_dtypes = _warm_up
 
 
+def _add(inp: Tensor, bias: Tensor | None) -> Tensor:
+    return inp if bias is None or bias.numel() == 0 else inp + bias
+
+
 def bias_gelu_fused(inp: Tensor, bias: Tensor | None) -> Tensor:
     """gelu(inp + bias) in the tanh form; without a bias gelu(inp)."""
-    added = inp if bias is None or bias.numel() == 0 else inp + bias
-    return torch.nn.functional.gelu(added, approximate="tanh")
+    return torch.nn.functional.gelu(_add(inp, bias), approximate="tanh")
 
 
 def bgrad_dgelu_fused(
     grad_output: Tensor, inp: Tensor, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
     """(gradient of the bias or None, gradient of the input) of `bias_gelu_fused`."""
-    has_bias = bias is not None and bias.numel() != 0
-    added = inp + bias if has_bias else inp
+    added = _add(inp, bias)
     grad = torch.ops.aten.gelu_backward(grad_output, added, approximate="tanh")
-    return (grad.flatten(0, -2).sum(0) if has_bias else None), grad
+    return (None if added is inp else grad.flatten(0, -2).sum(0)), grad
 
 
 def l2normalization_fused(x: Tensor, eps: float) -> Tensor:
@@ -95,7 +97,6 @@ def get_bias_dropout_add(training: bool) -> Callable:
     """
 
     def run(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float) -> Tensor:
-        added = x if bias is None or bias.numel() == 0 else x + bias
-        return residual + torch.nn.functional.dropout(added, prob, training)
+        return residual + torch.nn.functional.dropout(_add(x, bias), prob, training)
 
     return run

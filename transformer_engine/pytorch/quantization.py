@@ -3,6 +3,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,24 +51,11 @@ get_default_fp8_recipe = get_default_recipe
 _DIRECTION = {True: "fwd", False: "bwd"}
 
 
-def check_fp8_support() -> tuple[bool, str]:
-    """(whether FP8 GEMMs run natively on the current device, why not)."""
-    return is_fp8_available(return_reason=True)
-
-
-def check_mxfp8_support() -> tuple[bool, str]:
-    """(whether MXFP8 can be used, why not)."""
-    return is_mxfp8_available(return_reason=True)
-
-
-def check_nvfp4_support() -> tuple[bool, str]:
-    """(whether NVFP4 can be used, why not)."""
-    return is_nvfp4_available(return_reason=True)
-
-
-def check_fp8_block_scaling_support() -> tuple[bool, str]:
-    """(whether FP8 block scaling can be used, why not)."""
-    return is_fp8_block_scaling_available(return_reason=True)
+check_fp8_support = partial(is_fp8_available, return_reason=True)
+check_mxfp8_support = partial(is_mxfp8_available, return_reason=True)
+check_nvfp4_support = partial(is_nvfp4_available, return_reason=True)
+check_fp8_block_scaling_support = partial(is_fp8_block_scaling_available, return_reason=True)
+"""Answer and reason: (whether it can be used here, why not)."""
 
 
 def check_recipe_support(recipe: Recipe) -> None:

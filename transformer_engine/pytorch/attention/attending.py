@@ -117,21 +117,22 @@ def _wanted(made: tuple, count: int) -> tuple:
 def _rows_of(out: Tensor, qkv_format: str) -> Tensor:
     """[batch, heads, length, channels] as the projection reads it, [.., heads * channels]."""
     batch, heads, length, channels = out.shape
-    columns = heads * channels
-    if qkv_format == "sbhd":
-        shape, strides = (length, batch, columns), (columns, channels, batch * columns, 1)
-    else:
-        shape, strides = (batch, length, columns), (length * columns, channels, columns, 1)
-    if out.stride() != strides:  # the kernel has written in another order
-        order = (2, 0, 1, 3) if qkv_format == "sbhd" else (0, 2, 1, 3)
-        return out.permute(*order).flatten(2).contiguous()
+    columns, sbhd = heads * channels, qkv_format == "sbhd"
+    if out.stride() != _strides(out.shape, qkv_format):  # the kernel wrote in another order
+        return out.permute(*((2, 0, 1, 3) if sbhd else (0, 2, 1, 3))).flatten(2).contiguous()
+    shape = (length, batch, columns) if sbhd else (batch, length, columns)
     return out.as_strided(shape, (shape[1] * columns, columns, 1))
 
 
 def _heads_of(matrix: Tensor, shape: tuple, qkv_format: str) -> Tensor:
     """The inverse: [.., heads * channels] as [batch, heads, length, channels]."""
+    return matrix.as_strided(shape, _strides(shape, qkv_format))
+
+
+def _strides(shape: tuple, qkv_format: str) -> tuple[int, int, int, int]:
+    """Strides of heads [batch, heads, length, channels] in a contiguous matrix."""
     batch, heads, length, channels = shape
     columns = heads * channels
     if qkv_format == "sbhd":
-        return matrix.as_strided(shape, (columns, channels, batch * columns, 1))
-    return matrix.as_strided(shape, (length * columns, channels, columns, 1))
+        return columns, channels, batch * columns, 1
+    return length * columns, channels, columns, 1

@@ -86,22 +86,20 @@ class ModuleCall:
             return torch_ops.run_traced(self.plans.texts[plan], slots, inputs, state, saved)
         return run_staged(plan, slots, (*given, *packed), self.stages or {}, self.observer)
 
-    def run_forward(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, Sequence[Tensor]]:
-        """Run the forward over the tensors that ``plans.tensors`` names."""
-        plans, slots = self.plans, self.owners[0]
-        parts = tensors
+    def run_forward(
+        self, tensors: tuple[Tensor | None, ...], kept: dict | None = None
+    ) -> tuple[Any, Sequence[Tensor]]:
+        """Run the forward over the tensors that ``plans.tensors`` names.
+
+        `kept` is where stages of a layer leave what their backwards read.
+        """
+        plans, parts = self.plans, tensors
         for split in reversed(self.splits):
             tensors = split.join(tensors, self.traced)
         for i in plans.reads_caches:
             tensors = (*tensors, *self.caches[i])
         given = tensors if plans.pick_inputs.all else plans.pick_inputs(tensors, self.traced)
-        if self.scales is not None:
-            results = self._run(plans.forward, (0, 0), (*given, self.scales), 0)
-        elif slots is None:
-            results = self._run(plans.forward, (0, 0), given, 0)
-        else:
-            given = (*given, slots.forward_scale, slots.forward_history)
-            results = self._run(plans.forward, (slots.forward_slot, 0), given, 1)
+        results = self._run_forward(given, kept)
         count = plans.result_count
         out = results[0] if count == 1 else results[:count]
         if plans.writes_caches:
@@ -111,25 +109,29 @@ class ModuleCall:
         saved = plans.pick_saved((*results, *tensors), self.traced)
         return out, self._save_parts(saved, parts) if self.splits else saved
 
+    def _run_forward(self, given: tuple, kept: dict | None) -> tuple:
+        """Run the forward's plan, over the scaling state too."""
+        del kept
+        plan, slots = self.plans.forward, self.owners[0]
+        if self.scales is not None:
+            return self._run(plan, (0, 0), (*given, self.scales), 0)
+        if slots is None:
+            return self._run(plan, (0, 0), given, 0)
+        given = (*given, slots.forward_scale, slots.forward_history)
+        return self._run(plan, (slots.forward_slot, 0), given, 1)
+
     def run_backward(
-        self, grads: tuple[Tensor, ...], saved: tuple[Tensor, ...]
+        self, grads: tuple[Tensor, ...], saved: Sequence[Tensor], kept: dict | None = None
     ) -> tuple[Tensor | None, ...]:
         """Run the backward: None, then the gradient of each tensor of the forward."""
-        plans, slots = self.plans, self.owners[0]
+        plans = self.plans
         if self.splits:
             saved = self._join_saved(saved)
         packed, saved = saved[: plans.saves_packed], saved[plans.saves_packed :]
         if not plans.pick_grads.all:
             grads = plans.pick_grads(grads, self.traced)
         given = (*grads, *saved) if not plans.defer else (*grads, *saved[: plans.reads_saved])
-        slot, written = 0, 0
-        if slots is not None and plans.backward_state:
-            given = (*given, slots.backward_scale, slots.backward_history)
-            slot, written = slots.backward_slot, 1
-        if plans.main_grads and not plans.defer:
-            given = (*given, *(main_grad_of(self.weights[i]) for i, _ in plans.main_grads))
-            written += len(plans.main_grads)
-        results = self._run(plans.backward, (0, slot), given, written, packed)
+        results = self._run_backward(given, packed, kept)
         if plans.defer:
             inputs = plans.pick_deferred((*results[:-1], *saved, *grads), self.traced)
             # A plan that reads a tensor with leading dims takes the number of rows from that.
@@ -137,11 +139,6 @@ class ModuleCall:
             self.queue.append(
                 Deferred(plans, list(inputs), packed[0] if packed else None, rows, self.weights)
             )
-        return self._gradients(results)
-
-    def _gradients(self, results: tuple) -> tuple[Tensor | None, ...]:
-        """From what a backward gave to what autograd wants, and the update of the scaling state."""
-        plans = self.plans
         if self.first:
             scaling.update("backward", self.domain)
         if plans.all_gradients and not self.splits:
@@ -152,6 +149,19 @@ class ModuleCall:
         for split in self.splits:
             found = split.spread(found)
         return None, *found
+
+    def _run_backward(self, given: tuple, packed: tuple, kept: dict | None) -> tuple:
+        """Run the backward's plan, over the scaling state and main gradients too."""
+        del kept
+        plans, slots = self.plans, self.owners[0]
+        slot, written = 0, 0
+        if slots is not None and plans.backward_state:
+            given = (*given, slots.backward_scale, slots.backward_history)
+            slot, written = slots.backward_slot, 1
+        if plans.main_grads and not plans.defer:
+            given = (*given, *(main_grad_of(self.weights[i]) for i, _ in plans.main_grads))
+            written += len(plans.main_grads)
+        return self._run(plans.backward, (0, slot), given, written, packed)
 
     def _save_parts(self, saved: Sequence[Tensor], given: tuple) -> Sequence[Tensor]:
         """Save the weights themselves, last, and not what they make up.
@@ -187,29 +197,6 @@ class LayerCall(ModuleCall):
     buffers that the stage reads and writes. Called with these as tensors and with the dict of what
     the forward keeps for those of the backward, (how, tensors) by name; None without any."""
 
-    def run(self, tensors: tuple, kept: dict | None) -> tuple[Any, Sequence[Tensor]]:
-        """Run the forward as `run_forward` does, with stages in Python."""
-        plans, parts = self.plans, tensors
-        for split in reversed(self.splits):
-            tensors = split.join(tensors, False)
-        given = (*plans.pick_inputs(tensors), *self._state[0])
-        results = self._run_layer(0, given, kept)
-        count = plans.result_count
-        out = results[0] if count == 1 else results[:count]
-        if not plans.backward:
-            return out, ()
-        saved = plans.pick_saved((*results, *tensors))
-        return out, self._save_parts(saved, parts) if self.splits else saved
-
-    def run_back(self, grads: tuple, saved: Sequence[Tensor], kept: dict | None) -> tuple:
-        """Run the backward likewise."""
-        plans = self.plans
-        if self.splits:
-            saved = self._join_saved(saved)
-        packed, saved = saved[: plans.saves_packed], saved[plans.saves_packed :]
-        given = (*plans.pick_grads(grads), *saved, *self._state[1])
-        return self._gradients(self._run_layer(1, (*given, *packed), kept))
-
     def set_owners(self, owners: tuple) -> None:
         """Take the slots of the modules, which stay what and where they are."""
         self.owners = owners
@@ -221,6 +208,12 @@ class LayerCall(ModuleCall):
             tuple(0 if slots is None else getattr(slots, f"{way}_slot") for slots in owners)
             for way, _ in ways
         )
+
+    def _run_forward(self, given: tuple, kept: dict | None) -> tuple:
+        return self._run_layer(0, (*given, *self._state[0]), kept)
+
+    def _run_backward(self, given: tuple, packed: tuple, kept: dict | None) -> tuple:
+        return self._run_layer(1, (*given, *self._state[1], *packed), kept)
 
     def _run_layer(self, way: int, given: tuple, kept: dict | None) -> tuple:
         slots, functions = self._slots[way], self.functions[way]
@@ -261,7 +254,7 @@ class LayerRun:
     def run_forward(self, tensors: tuple) -> tuple[Any, Sequence[Tensor]]:
         """Run the forward; what its stages keep comes last among what is saved."""
         kept: dict[str, tuple] | None = {} if self.call.functions[1] else None
-        out, saved = self.call.run(tensors, kept)
+        out, saved = self.call.run_forward(tensors, kept)
         if kept:
             saved = list(saved)
             for name, (how, values) in kept.items():
@@ -275,7 +268,7 @@ class LayerRun:
         for name, how, count in reversed(self.kept):
             kept[name] = (how, saved[end - count : end])
             end -= count
-        return self.call.run_back(grads, saved[:end], kept)
+        return self.call.run_backward(grads, saved[:end], kept)
 
 
 def main_grad_of(weight: Parameter) -> Tensor:

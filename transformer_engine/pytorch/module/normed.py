@@ -49,10 +49,16 @@ class NormedModule(ComposedModule):
 
     def _calibration_inputs(self, tensors: CallTensors) -> list[Tensor]:
         (inp,), (gamma, beta) = super()._calibration_inputs(tensors), tensors.norm
-        out = torch.empty_like(inp, memory_format=torch.contiguous_format)
+        return [self._normed(inp, gamma, beta, inp.dtype)]
+
+    def _normed(
+        self, inp: Tensor, gamma: Tensor, beta: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """What the norm alone makes of `inp`, in a dtype."""
+        out = torch.empty(inp.shape, dtype=dtype, device=inp.device)
         operands = {"wide": out, "gamma": gamma, "beta": beta, "eps": self.eps}
         _core.norm(inp, kind=self.NORM, zero_centered=self.zero_centered_gamma, **operands)
-        return [out]
+        return out
 
     def _norm_names(self) -> tuple[str, str | None]:
         """Attributes of `_norm_tensors`."""

@@ -71,10 +71,8 @@ class WeightModule(TensorParallel, ComposedModule):
         if have_memory(self):
             self._pack()
             self.reset_parameters()
-        labels = [label for label, _ in self._parts()]
-        weights = [getattr(self, f"{label}weight") for label in labels]
-        biases = [getattr(self, f"{label}bias") for label in labels] if self.use_bias else []
-        mark_linear(weights, biases, self.parallel_mode)
+        biases = self._tensors("bias") if self.use_bias else ()
+        mark_linear(self._tensors("weight"), biases, self.parallel_mode)
 
     def _pack(self) -> None:
         """Lay split weights one after the other, so that a call reads them as one.
@@ -84,7 +82,7 @@ class WeightModule(TensorParallel, ComposedModule):
         if self._split is None:
             return
         for kind, joined in self._joined.items():
-            parameters = [self._parameters.get(f"{label}{kind}") for label, _ in self._parts()]
+            parameters = [self._parameters.get(name) for name in self._names(kind)]
             if any(type(p) is not Parameter or p.device.type == "meta" for p in parameters):
                 continue
             if len({(p.dtype, p.device) for p in parameters}) > 1:
@@ -120,6 +118,12 @@ class WeightModule(TensorParallel, ComposedModule):
         if self._split is None:
             return [("", self.out_features)]
         return [(f"{name}_", rows) for name, rows in self._split.parts]
+
+    def _names(self, kind: str) -> tuple[str, ...]:
+        return tuple(f"{label}{kind}" for label, _ in self._parts())
+
+    def _tensors(self, kind: str) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self._names(kind))
 
     def _initialisers(self) -> Iterable[tuple[str, Callable | None]]:
         return ((label, self._init_method) for label, _ in self._parts())
@@ -189,11 +193,9 @@ class WeightModule(TensorParallel, ComposedModule):
                 return (PartTensors((weight,), ()),)
             bias = parameters.get("bias")
             return (PartTensors((weight,), (self.bias if bias is None else bias,)),)
-        labels = [label for label, _ in self._parts()]
-        weights = tuple(getattr(self, f"{label}weight") for label in labels)
-        if not self.apply_bias:
-            return (PartTensors(weights, ()),)
-        return (PartTensors(weights, tuple(getattr(self, f"{label}bias") for label in labels)),)
+        return (
+            PartTensors(self._tensors("weight"), self._tensors("bias") if self.apply_bias else ()),
+        )
 
     def _split_tensors(self) -> SplitTensors | None:
         if self._split is None:
@@ -203,15 +205,14 @@ class WeightModule(TensorParallel, ComposedModule):
         )
 
     def _parameter_names(self) -> tuple[str | None, ...]:
-        labels = [label for label, _ in self._parts()]
-        weights = [f"{label}weight" for label in labels]
-        return (*weights, *([f"{label}bias" for label in labels] if self.apply_bias else [None]))
+        return (*self._names("weight"), *(self._names("bias") if self.apply_bias else (None,)))
 
     def _returned_bias(self, dtype: torch.dtype) -> Tensor:
-        biases = [getattr(self, f"{label}bias") for label, _ in self._parts()]
+        biases = self._tensors("bias")
         return bias_to_return(biases[0] if len(biases) == 1 else torch.cat(biases), dtype)
 
     def _add_weight_grad(self, part: int, grad: Tensor) -> None:
-        names = [f"{label}weight" for label, _ in self._parts()]
-        for name, rows in zip(names, split_rows(grad, self._parts()), strict=True):
-            add_grad(getattr(self, name), rows)
+        for weight, rows in zip(
+            self._tensors("weight"), split_rows(grad, self._parts()), strict=True
+        ):
+            add_grad(weight, rows)

@@ -117,18 +117,8 @@ class ModuleRecord:
         """What a stage casts, as the operator computes it before the cast: in fp32."""
         module = self._module
         if operator == "norm":
-            inp = buffers["input"]
-            out = torch.empty(inp.shape, dtype=torch.float32, device=inp.device)
-            _core.norm(
-                inp,
-                kind=module.NORM,
-                wide=out,
-                gamma=buffers["gamma"],
-                beta=buffers.get("beta"),
-                eps=module.eps,
-                zero_centered=module.zero_centered_gamma,
-            )
-            return out
+            parameters = buffers["gamma"], buffers.get("beta")
+            return module._normed(buffers["input"], *parameters, torch.float32)
         if operator in ("activation", "activation_backward"):
             kind, limit, alpha, offset = module.activation_spec
             before = buffers["fc1_output"]
