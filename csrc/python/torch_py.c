@@ -247,6 +247,12 @@ PyObject *tepy_empty(tepy_state *state, te_device device, te_dtype dtype, const 
 /* ---- what a call is found by ------------------------------------------------------------------
  */
 
+/* Index of a CUDA device, -1 for the CPU. */
+static int number_of(const tepy_dl_device *device)
+{
+    return device->type == TEPY_DL_CUDA ? device->index : -1;
+}
+
 /* Borrowed: the item of a dict that a place (dict, key) names, or None for None; NULL where there
  * is none. */
 static PyObject *at_place(PyObject *place)
@@ -276,7 +282,8 @@ static int look_at(const tepy_state *state, PyObject *const *args, PyObject *ten
         if (flag == NULL) return -1;
         *flags = (int64_t)((uint64_t)*flags << 1 | (flag == Py_True));
         Py_DECREF(flag);
-        if (i > 0 && (dl.dtype.code != inp->dtype.code || dl.dtype.bits != inp->dtype.bits)) {
+        if (i > 0 && (dl.dtype.code != inp->dtype.code || dl.dtype.bits != inp->dtype.bits ||
+                      number_of(&dl.device) != number_of(&inp->device))) {
             return -1;
         }
     }
@@ -304,7 +311,7 @@ PyObject *tepy_tensors_of_call(PyObject *module, PyObject *const *args, Py_ssize
         look_at(state, args, tensors, &inp, &flags) == 0 &&
         (inp.device.type != TEPY_DL_CUDA || inp.device.index >= 0) &&
         inp.device.type <= TEPY_DL_CUDA_HOST) {
-        int device = inp.device.type == TEPY_DL_CUDA ? inp.device.index : -1;
+        int device = number_of(&inp.device);
         return Py_BuildValue("((iiLL)N)", inp.dtype.code << 8 | inp.dtype.bits, device,
                              (long long)inp.shape[inp.ndim - 1], (long long)flags, tensors);
     }

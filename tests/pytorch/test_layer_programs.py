@@ -201,6 +201,8 @@ def test_random_programs(kind, number, device, rng):
             assert isinstance(result, str) == isinstance(expected[1], str), (step, result)
             if isinstance(result, str):
                 assert result == expected[1], step
+                if "inplace operation" in result:
+                    break  # raised in a backward, which modules have done a part of by then
             else:
                 assert_same_bits(result, expected[1], str(step))
             assert_same_bits(rest, list(expected[2:]), str(step))

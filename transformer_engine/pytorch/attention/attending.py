@@ -95,15 +95,22 @@ def _sdpa_functions(
     def forward(tensors: Sequence[Tensor], kept: dict | None) -> Tensor:
         with _fork(tracker):
             out, found = sdpa.forward(*tensors[:3], settings, kept is not None)
+        rows = _rows_of(out, qkv_format)
         if kept is not None:
-            kept[name] = found
-        return _rows_of(out, qkv_format)
+            # The gradient has the bits of torch's own where it reads the output as it was written.
+            how, values = found
+            copied = how is not None and rows.data_ptr() != out.data_ptr()
+            kept[name] = how, (*values, out) if copied else values
+        return rows
 
     def backward(tensors: Sequence[Tensor], kept: dict) -> None:
         query, key, value, grad, out, *grads = tensors
         shape = (*query.shape[:3], value.shape[3])
         grad, out = _heads_of(grad, shape, qkv_format), _heads_of(out, shape, qkv_format)
-        made = sdpa.backward(grad, (query, key, value, out), kept[name], settings)
+        how, values = kept[name]
+        if how is not None and len(values) == 4:
+            *values, out = values
+        made = sdpa.backward(grad, (query, key, value, out), (how, values), settings)
         torch._foreach_copy_(grads, list(_wanted(made, len(grads))))
 
     return {"core_attention": forward, "core_attention_backward": backward}

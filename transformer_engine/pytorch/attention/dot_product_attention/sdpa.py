@@ -5,8 +5,11 @@
 in the middle of a native run; a fused kernel of a GPU is called without autograd.
 """
 
+import contextlib
+
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.attention.dot_product_attention.masks import CAUSAL_WINDOW
@@ -31,10 +34,19 @@ def attend(
     query sees keys up to its own position, counted from the start of both. Torch's generator draws
     the dropout.
     """
-    causal, grouped = limits.window == CAUSAL_WINDOW, query.shape[1] != key.shape[1]
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, None, dropout, causal, scale=scale, enable_gqa=grouped
-    )
+    return _attend(query, key, value, (dropout, limits.window == CAUSAL_WINDOW, scale))
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, settings: tuple) -> Tensor:
+    """The attention, differentiable; `settings` as of `forward`."""
+    dropout, causal, scale = settings
+    grouped = query.shape[1] != key.shape[1]
+    # cuDNN refuses to drop everything
+    one = sdpa_kernel(SDPBackend.MATH) if dropout == 1.0 else contextlib.nullcontext()
+    with one:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, None, dropout, causal, scale=scale, enable_gqa=grouped
+        )
 
 
 def runs(channels: tuple[int, int]) -> bool:
@@ -58,11 +70,10 @@ def forward(
     kind = torch._fused_sdp_choice(
         query, key, value, None, dropout, causal, scale=scale, enable_gqa=grouped
     )
-    if not query.is_cuda or kind not in (_FLASH, _CUDNN, _EFFICIENT):
+    empty = query.numel() == 0 or key.numel() == 0
+    if not query.is_cuda or empty or dropout == 1.0 or kind not in (_FLASH, _CUDNN, _EFFICIENT):
         with torch.set_grad_enabled(records):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, None, dropout, causal, scale=scale, enable_gqa=grouped
-            )
+            out = _attend(query, key, value, settings)
         return out.detach(), (None, (out, query, key, value))
     if kind == _FLASH:
         out, sums, _, _, _, _, *random, _ = torch._scaled_dot_product_flash_attention(
