@@ -10,6 +10,7 @@ import torch
 from pytorch.helpers import assert_same_bits
 from pytorch.layer_ways import (
     LENGTH,
+    SOURCE,
     assert_counts,
     assert_whole,
     by_modules,
@@ -97,6 +98,41 @@ def test_sums_of_lengths_that_nothing_reads(device):
         sums = torch.tensor([0, length, LENGTH], device=inp.device)
         layer(inp, cu_seqlens_q_padded=sums, max_seqlen_q=length)
     assert len(layer._calls.calls) == 1
+
+
+@pytest.mark.parametrize("name", ["encoder_output", "core_attention_bias"])
+def test_tensors_that_want_a_gradient_by_turns(device, name):
+    """The keys of calls with tensors tell whether these do."""
+    layer = make_attention(device, dtype_of(device), attention_type="cross")
+    given = inputs_of(layer)
+    if name == "core_attention_bias":
+        bias = torch.randn(1, 1, LENGTH, SOURCE, device=given["hidden_states"].device)
+        given |= {name: bias, "core_attention_bias_type": "post_scale_bias"}
+    for wants in (False, True, False, True):
+        given[name] = given[name].detach().requires_grad_(wants)
+        ours = train(layer, given, steps=1)
+        with by_modules():
+            assert_same_bits(ours, train(layer, given, steps=1))
+        assert (ours[0]["inputs"][name] is not None) == wants
+
+
+def test_diagonals_by_turns(device):
+    """The same for the corner that the diagonal of each sequence ends in."""
+    layer = make_attention(device, dtype_of(device), attention_type="cross")
+    given = inputs_of(layer)
+    for name, length in (("cu_seqlens_q", LENGTH), ("cu_seqlens_kv", SOURCE)):
+        given[name] = torch.tensor(
+            [0, length - 2, 2 * length - 3], device=given["hidden_states"].device
+        )
+        given[name] = given[name].int()
+    found = []
+    for kind in ("padding_causal", "padding_causal_bottom_right") * 2:
+        given["attn_mask_type"] = kind
+        ours = train(layer, given, steps=1)
+        with by_modules():
+            assert_same_bits(ours, train(layer, given, steps=1))
+        found.append(ours[0]["outputs"][0])
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
 
 
 # ---- whose parameters it reads -------------------------------------------------------------------
