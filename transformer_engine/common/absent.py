@@ -14,9 +14,10 @@ ask `find` or its like which they may. They can be made, and are refused where t
 Modules with no other names are made when they are imported (`_Finder`).
 """
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.machinery import ModuleSpec
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -81,6 +82,21 @@ def refusal(name: str, what: str) -> NotImplementedError:
         if name in feature.partly.split():
             return NotImplementedError(message(_full(name), feature, what))
     raise AssertionError(f"{name} is in no feature's `partly`")
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def disabled(name: str, enabled: bool) -> Any:
+    """A context, or decorator, that changes nothing: the disabled form of what is not built.
+
+    Raises `refusal` of the name where `enabled`.
+    """
+    if enabled:
+        raise refusal(name, "(enabled=True)")
+    return _nothing()
 
 
 def feature_of(stand_in: Any) -> Feature | None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Export to ONNX: only its disabled form is built."""
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from transformer_engine.common import absent
 
@@ -11,19 +10,12 @@ __all__ = ["is_in_onnx_export_mode", "onnx_export", *absent.names_of(__name__)]
 __getattr__, __dir__ = absent.attach(globals())
 
 
-@contextlib.contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-def onnx_export(enabled: bool = False) -> contextlib.AbstractContextManager:
+def onnx_export(enabled: bool = False) -> AbstractContextManager:
     """Make modules exportable inside: only the disabled form, which changes nothing, is built.
 
     NotImplementedError where enabled.
     """
-    if enabled:
-        raise absent.refusal("pytorch.export.onnx_export", "(enabled=True)")
-    return _nothing()
+    return absent.disabled("pytorch.export.onnx_export", enabled)
 
 
 def is_in_onnx_export_mode() -> bool:

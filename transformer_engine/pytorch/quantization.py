@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is in force, and what this machine can do, under the names that programs ask by."""
 
-import contextlib
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -100,12 +98,6 @@ def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
     return fp8_recipe.fp8_format.fp8_max(_DIRECTION[fprop_tensor])
 
 
-@contextlib.contextmanager
-def _nothing() -> Iterator[None]:
-    """A context, or decorator, that changes nothing."""
-    yield
-
-
 def quantized_model_init(
     enabled: bool = True,
     recipe: Recipe | None = None,
@@ -117,9 +109,7 @@ def quantized_model_init(
     NotImplementedError where enabled.
     """
     del recipe, preserve_high_precision_init_val
-    if enabled:
-        raise absent.refusal("pytorch.quantized_model_init", "(enabled=True)")
-    return _nothing()
+    return absent.disabled("pytorch.quantized_model_init", enabled)
 
 
 def fp8_model_init(
@@ -129,9 +119,7 @@ def fp8_model_init(
 ) -> Any:
     """`quantized_model_init` under its older name."""
     del recipe, preserve_high_precision_init_val
-    if enabled:
-        raise absent.refusal("pytorch.fp8_model_init", "(enabled=True)")
-    return _nothing()
+    return absent.disabled("pytorch.fp8_model_init", enabled)
 
 
 def _of_thread(field: str, doc: str) -> property:

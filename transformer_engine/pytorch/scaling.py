@@ -91,14 +91,18 @@ class Slots:
             return self.forward_scale, self.forward_history, self.forward_slot
         return self.backward_scale, self.backward_history, self.backward_slot
 
-    def values(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Copies of the state: direction -> (scale[n], history[length, n]), contiguous."""
+    def views(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """The state, not copied: direction -> (scale[n], history[length, n])."""
         out = {}
         for direction, count in zip(DIRECTIONS, self.counts, strict=True):
             scale, history, first = self.chunk(direction)
             last = first + count
-            out[direction] = (scale[first:last].clone(), history[:, first:last].clone())
+            out[direction] = (scale[first:last], history[:, first:last])
         return out
+
+    def values(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of `views`, contiguous."""
+        return {way: (scale.clone(), rows.clone()) for way, (scale, rows) in self.views().items()}
 
     def fits(self, values: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Whether the histories of such state are as long as these."""
@@ -110,14 +114,12 @@ class Slots:
         A shorter history keeps the leading rows, a longer one gets rows of zeros at the end.
         """
         with real_tensors():
-            for direction, count in zip(DIRECTIONS, self.counts, strict=True):
-                scale, history, first = self.chunk(direction)
-                last = first + count
+            for direction, (scale, history) in self.views().items():
                 old_scale, old_history = values[direction]
                 rows = min(len(history), len(old_history))
-                scale[first:last] = old_scale.to(scale.device)
-                history[:rows, first:last] = old_history[:rows].to(history.device)
-                history[rows:, first:last] = 0.0
+                scale[:] = old_scale.to(scale.device)
+                history[:rows] = old_history[:rows].to(history.device)
+                history[rows:] = 0.0
 
 
 _HANDLES: "weakref.WeakSet[Slots]" = weakref.WeakSet()

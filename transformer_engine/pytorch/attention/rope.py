@@ -14,6 +14,8 @@ from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, 
 
 __all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"]
 
+_NAME = "apply_rotary_pos_emb"
+
 FORMATS = {"sbhd": 4, "bshd": 4, "thd": 3}
 """Dims of a tensor of each format: s sequence, b batch, h heads, d channels, t packed tokens."""
 
@@ -153,7 +155,7 @@ _rotate = operator(
 class _Rope(OperatorCall):
     """Settings: the format is sbhd, pairs are interleaved."""
 
-    label = "apply_rotary_pos_emb"
+    label = _NAME
 
     def run_forward(self, tensors: tuple) -> tuple[Tensor, tuple]:
         return _rotate(self.traced, *tensors, *self.settings, False), tensors[1:]
@@ -167,34 +169,24 @@ def _check(t: Tensor, freqs: Tensor, tensor_format: str, cu_seqlens: Tensor | No
     """Raise for what the operator can not tell from shapes."""
     for name, value in (("t", t), ("freqs", freqs)):
         if not isinstance(value, Tensor):
-            raise TypeError(
-                f"apply_rotary_pos_emb: {name}: {type(value).__name__}, expected a tensor"
-            )
+            raise TypeError(f"{_NAME}: {name}: {type(value).__name__}, expected a tensor")
     if tensor_format not in FORMATS:
-        raise ValueError(
-            f"apply_rotary_pos_emb: tensor_format={tensor_format!r}, expected one of "
-            f"{', '.join(FORMATS)}"
-        )
-    if t.dim() != FORMATS[tensor_format]:
-        raise ValueError(
-            f"apply_rotary_pos_emb: t: shape {tuple(t.shape)}, {tensor_format} has "
-            f"{FORMATS[tensor_format]} dims"
-        )
+        known = ", ".join(FORMATS)
+        raise ValueError(f"{_NAME}: tensor_format={tensor_format!r}, expected one of {known}")
+    dims = FORMATS[tensor_format]
+    if t.dim() != dims:
+        raise ValueError(f"{_NAME}: t: shape {tuple(t.shape)}, {tensor_format} has {dims} dims")
     if freqs.dim() != 4 or freqs.shape[1] != 1 or freqs.shape[2] != 1:
-        raise ValueError(
-            f"apply_rotary_pos_emb: freqs: shape {tuple(freqs.shape)}, expected [s, 1, 1, d]"
-        )
+        raise ValueError(f"{_NAME}: freqs: shape {tuple(freqs.shape)}, expected [s, 1, 1, d]")
     if freqs.requires_grad:
-        raise NotImplementedError("apply_rotary_pos_emb: gradients of freqs")
+        raise NotImplementedError(f"{_NAME}: gradients of freqs")
     if tensor_format == "thd":
         if cu_seqlens is None:
-            raise ValueError("apply_rotary_pos_emb: tensor_format='thd' needs cu_seqlens")
+            raise ValueError(f"{_NAME}: tensor_format='thd' needs cu_seqlens")
         return
     length = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
     if freqs.shape[0] < length:
-        raise ValueError(
-            f"apply_rotary_pos_emb: {length} positions, but freqs has {freqs.shape[0]}"
-        )
+        raise ValueError(f"{_NAME}: {length} positions, but freqs has {freqs.shape[0]}")
 
 
 def apply_rotary_pos_emb(
@@ -246,7 +238,7 @@ def apply_rotary_pos_emb(
     """
     del fused, cp_rank
     if cp_size > 1:
-        raise NotImplementedError(f"apply_rotary_pos_emb: cp_size={cp_size}")
+        raise NotImplementedError(f"{_NAME}: cp_size={cp_size}")
     _check(t, freqs, tensor_format, cu_seqlens)
     if tensor_format != "thd":
         cu_seqlens = None

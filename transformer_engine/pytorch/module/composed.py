@@ -22,9 +22,9 @@ from transformer_engine.pytorch.module.calibration import record_amaxes
 from transformer_engine.pytorch.module.call import Deferred, ModuleCall, Ran, main_grad_of
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.module.operands import (
-    DTYPES,
     CallTensors,
     PartTensors,
+    check_dtypes,
     promoted,
 )
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
@@ -499,12 +499,7 @@ class ComposedModule(Fp8Module):
         labels = ["inp", "output", "layer_norm_weight"]
         for prefix in self.PARTS:
             labels += [f"{prefix}weight", f"{prefix}bias", f"{prefix}main_grad"]
-        for label, dtype in zip(labels, dtypes, strict=True):
-            if dtype not in DTYPES:
-                raise TypeError(
-                    f"{type(self).__name__}: {label} is {dtype}, expected torch.float32, "
-                    "torch.float16 or torch.bfloat16; convert it"
-                )
+        check_dtypes(type(self).__name__, labels, dtypes)
         return [_core.dtype_code(dtype) for dtype in dtypes]
 
     # ---- calibration and inspection --------------------------------------------------------------

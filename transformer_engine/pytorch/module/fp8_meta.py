@@ -64,11 +64,7 @@ def live_values(module: "Fp8Module") -> dict[str, tuple[Tensor, Tensor]] | None:
     slots = module._slots
     if slots is None or not slots.live:
         return None
-    values = {}
-    for direction, count in zip(_DIRECTIONS.values(), slots.counts, strict=True):
-        scale, history, first = slots.chunk(direction)
-        values[direction] = (scale[first : first + count], history[:, first : first + count])
-    return values
+    return slots.views()
 
 
 class Fp8Meta(Mapping):

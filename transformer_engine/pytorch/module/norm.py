@@ -32,7 +32,7 @@ from transformer_engine.pytorch.modes import (
 )
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.call import ModuleCall
-from transformer_engine.pytorch.module.operands import DEVICES, DTYPES, refuse_memory
+from transformer_engine.pytorch.module.operands import check_dtypes, check_input, refuse_memory
 from transformer_engine.pytorch.module.parameters import (
     checked_dtype,
     checked_eps,
@@ -63,12 +63,7 @@ class _NormModule(NativeModule):
     def _check(self, inp: Any, shape: tuple[int, ...]) -> None:
         """Raise where `inp` is no tensor [..., *shape] on a device of the library."""
         kind = type(self).__name__
-        if not isinstance(inp, Tensor):
-            raise TypeError(f"{kind}: inp: {type(inp).__name__}, expected a tensor")
-        if inp.device.type not in DEVICES:
-            raise TypeError(
-                f"{kind}: inp is on {inp.device}, expected a tensor of the CPU or of a CUDA device"
-            )
+        check_input(kind, inp)
         if tuple(inp.shape[-len(shape) :]) != shape:
             raise ValueError(
                 f"{kind}: inp: shape {tuple(inp.shape)}, expected "
@@ -120,13 +115,7 @@ class _NormModule(NativeModule):
         device, inp, gamma, features, settings, eps = key
         names = NO_GAMMA, NO_BETA, ZERO_CENTERED, DGRAD, GRAD_GAMMA, GRAD_BETA
         flags = flags_of(zip(names, settings, strict=True))
-        kind = type(self).__name__
-        for label, dtype in (("inp", inp), ("weight", gamma)):
-            if dtype not in DTYPES:
-                raise TypeError(
-                    f"{kind}: {label} is {dtype}, expected torch.float32, torch.float16 or "
-                    "torch.bfloat16; convert it"
-                )
+        check_dtypes(type(self).__name__, ("inp", "weight"), (inp, gamma))
         prepare_device(device)
         code = _core.dtype_code(inp)
         norm = Norm(self.KIND, _core.dtype_code(gamma), eps)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors that a call of a composed module computes with, and the rules of their dtypes."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +56,26 @@ def refuse_memory(kind: str, inp: Tensor, tensors: list[Tensor]) -> None:
             )
 
 
+def check_input(kind: str, inp: Any) -> None:
+    """Raise a TypeError for what is no tensor on a device of the library."""
+    if not isinstance(inp, Tensor):
+        raise TypeError(f"{kind}: inp: {type(inp).__name__}, expected a tensor")
+    if inp.device.type not in DEVICES:
+        raise TypeError(
+            f"{kind}: inp is on {inp.device}, expected a tensor of the CPU or of a CUDA device"
+        )
+
+
+def check_dtypes(kind: str, labels: Iterable[str], dtypes: Iterable[torch.dtype]) -> None:
+    """Raise a TypeError for a dtype that no plan takes."""
+    for label, dtype in zip(labels, dtypes, strict=True):
+        if dtype not in DTYPES:
+            raise TypeError(
+                f"{kind}: {label} is {dtype}, expected torch.float32, torch.float16 or "
+                "torch.bfloat16; convert it"
+            )
+
+
 def _what(tensor: Tensor) -> str:
     return "on meta" if tensor.is_meta else f"a {type(tensor).__name__} on {tensor.device}"
 
@@ -75,15 +96,10 @@ def promoted(
     not `features`.
     """
     inp, norm, parts = given
-    if not isinstance(inp, Tensor):
-        raise TypeError(f"{kind}: inp: {type(inp).__name__}, expected a tensor")
+    check_input(kind, inp)
     if inp.dim() == 0 or inp.size(-1) != features:
         raise ValueError(f"{kind}: inp: shape {tuple(inp.shape)}, expected [..., {features}]")
     device = inp.device.type
-    if device not in DEVICES:
-        raise TypeError(
-            f"{kind}: inp is on {inp.device}, expected a tensor of the CPU or of a CUDA device"
-        )
     tensors = [t for part in parts for t in (*part.weights, *part.biases)]
     tensors += [t for t in norm or () if t is not None]
     if not torch.compiler.is_compiling() and without_memory(inp) and not faking():

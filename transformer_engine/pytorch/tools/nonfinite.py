@@ -269,19 +269,16 @@ class watch_finite:  # noqa: N801 - reads as what it does, as `autocast`
         """Look at what a module reads."""
         if not self._looking():
             return
-        for label, tensor, allow in _own(module):
+        own = [(*each, True, "it was so before this call") for each in _own(module)]
+        note = _before_note(path)
+        given = [(*each, True, False, note) for each in _inputs(module, args, kwargs)]
+        for label, tensor, allow, origin, note in (*own, *given):
             counted = _count(tensor, allow)
             if counted:
-                note = "it was so before this call"
-                self._found(_finding("forward", path, module, label, counted, True, note))
+                self._found(_finding("forward", path, module, label, counted, origin, note))
                 return
-        for label, tensor in _inputs(module, args, kwargs):
-            counted = _count(tensor, allow_minus_inf=True)
-            if counted:
-                note = _before_note(path)
-                self._found(_finding("forward", path, module, label, counted, False, note))
-                return
-            self._follow(tensor, _Role(path, module, label, True))
+            if not origin:
+                self._follow(tensor, _Role(path, module, label, True))
 
     def _after(self, path: str, module: Module, args: tuple, output: Any) -> None:
         """Look at what a module made."""
@@ -343,18 +340,15 @@ def _backward_finding(roles: list[_Role], counted: tuple) -> Finding:
     """
     readers = [r for r in roles if r.reads]
     readers = [r for r in readers if not any(_inside(o.path, r.path) for o in readers)]
-    if not readers:
-        role = roles[-1]  # the outermost module that made it: nothing inside reads it
-        note = "made by the loss, or by code after this module"
-        label = f"gradient of {role.label}"
-        return _finding("backward", role.path, role.module, label, counted, False, note)
-    role = readers[0]
+    role = readers[0] if readers else roles[-1]
     note = "the gradients that came into its backward were finite"
+    if not readers:  # the last one is the outermost that made it: nothing inside reads it
+        note = "made by the loss, or by code after this module"
     others = sorted({r.path for r in readers} - {role.path})
     if others:
         note += f"; {', '.join(others)} read the same tensor, and the gradient is their sum"
     label = f"gradient of {role.label}"
-    return _finding("backward", role.path, role.module, label, counted, True, note)
+    return _finding("backward", role.path, role.module, label, counted, bool(readers), note)
 
 
 def _inside(path: str, other: str) -> bool:
