@@ -41,9 +41,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, settings: tuple) -> Tenso
     """The attention, differentiable; `settings` as of `forward`."""
     dropout, causal, scale = settings
     grouped = query.shape[1] != key.shape[1]
-    # cuDNN refuses to drop everything
-    one = sdpa_kernel(SDPBackend.MATH) if dropout == 1.0 else contextlib.nullcontext()
-    with one:
+    # cuDNN refuses to drop everything, and makes nothing of a batch of none.
+    plain = dropout == 1.0 or query.numel() == 0 or key.numel() == 0
+    with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, None, dropout, causal, scale=scale, enable_gqa=grouped
         )
