@@ -27,15 +27,15 @@ CPU_ALONE = ("attention", "attention_backward")
 def test_has_a_test_module(op):
     """A new name in the operator table needs tests on both backends."""
     family = FAMILIES.get(op, op)
-    source = (HERE / f"test_{family}.py").read_text()
+    modules = [ast.parse(path.read_text()) for path in HERE.glob(f"test_{family}*.py")]
     calls = {
         node.func.attr
-        for path in HERE.glob(f"test_{family}*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for module in modules
+        for node in ast.walk(module)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }
     assert op in calls or (op == "gemm" and "run" in calls)
-    tests = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+    tests = [n for module in modules for n in module.body if isinstance(n, ast.FunctionDef)]
     assert any("device" in [a.arg for a in t.args.args] for t in tests)
     assert any(t.name.startswith("test_cuda_") for t in tests)
 
