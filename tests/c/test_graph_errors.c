@@ -30,13 +30,15 @@ static void refuse(const graph *g, te_status status, const char *text)
     }
 }
 
-/* One field of the small graph (x, a, b, y, weight, bias, gamma, beta; linear, GELU, norm). */
-#define REFUSE(field, wrong, status, text)                                                         \
+/* One field of a graph. */
+#define REFUSE_OF(make, field, wrong, status, text)                                                \
     do {                                                                                           \
-        make_small(&g);                                                                            \
+        make(&g);                                                                                  \
         g.field = wrong;                                                                           \
         refuse(&g, TE_ERROR_##status, text);                                                       \
     } while (0)
+/* Of the small one (x, a, b, y, weight, bias, gamma, beta; linear, GELU, norm). */
+#define REFUSE(field, wrong, status, text) REFUSE_OF(make_small, field, wrong, status, text)
 
 static void check_refusals(void)
 {
@@ -139,11 +141,7 @@ static void make_attention(graph *g)
 }
 
 #define REFUSE_HEADS(field, wrong, status, text)                                                   \
-    do {                                                                                           \
-        make_attention(&g);                                                                        \
-        g.field = wrong;                                                                           \
-        refuse(&g, TE_ERROR_##status, text);                                                       \
-    } while (0)
+    REFUSE_OF(make_attention, field, wrong, status, text)
 
 static void check_heads(void)
 {

@@ -27,8 +27,8 @@ from tols import BF16
 import transformer_engine.pytorch as te
 from transformer_engine.common.plans import layer_plans
 from transformer_engine.pytorch.attention.dot_product_attention import sdpa
-from transformer_engine.pytorch.module.layer_call import KEPT
 from transformer_engine.pytorch.module.norm import L2Normalization
+from transformer_engine.pytorch.module.situation import KEPT
 
 
 def assert_same_step(layer, inp, **given):

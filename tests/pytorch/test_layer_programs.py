@@ -12,31 +12,13 @@ import pytest
 import torch
 from pytorch.helpers import assert_same_bits, states_of
 from pytorch.layer_ways import BATCH, HIDDEN, LAYER, by_branches, by_modules, make_layer, watched
+from pytorch.random_programs import CALLS, MODES, REGIONS, steps_of
 from tols import BF16
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
-DELAYED, CURRENT = DelayedScaling(amax_history_len=3), Float8CurrentScaling()
-MODES = {
-    "plain": contextlib.nullcontext,
-    "no_grad": torch.no_grad,
-    "inference": torch.inference_mode,
-}
-REGIONS = {
-    "none": contextlib.nullcontext,
-    "delayed": lambda: te.autocast(recipe=DELAYED),
-    "current": lambda: te.autocast(recipe=CURRENT),
-    "calibrating": lambda: te.autocast(enabled=False, calibrating=True, recipe=DELAYED),
-}
-CALLS = {
-    "direct": lambda f, x: f(x),
-    "own": lambda f, x: te.checkpoint(f, x),
-    "torch, hooked": lambda f, x: torch_checkpoint(f, x, use_reentrant=False),
-}
 LAYERS = {
     "encoder": {"hidden_dropout": 0.2, "attention_dropout": 0.2},
     "fused": {"fuse_qkv_params": True, "attn_input_format": "bshd"},
@@ -54,24 +36,24 @@ class Wrapper(torch.nn.Module):
         return self.base(*given)
 
 
-def programs(seed, length=24):
-    """Steps of a random program: most repeat the one before, so that calls are found."""
-    rng = random.Random(seed)
-    step = None
-    for _ in range(length):
-        if step is None or rng.random() < 0.5:
-            step = {
-                "mode": rng.choice(["plain", "plain", *MODES]),
-                "region": rng.choice([*REGIONS, "delayed", "delayed"]),
-                "call": rng.choice(["direct", "direct", *CALLS]),
-                "cast": rng.random() < 0.1,
-                "wants": rng.random() < 0.7,
-                "times": rng.choice([1, 1, 2]),
-                "backward": rng.choice(["now", "now", "later", "never"]),
-                "length": rng.choice([5, 5, 1, 8]),
-                "mask": rng.choice([None, None, "no_mask", "causal_bottom_right"]),
-                "first": rng.choice([None] * 6 + [True, False]),
-            }
+def programs(seed):
+    """Steps of a random program, and what happens to the layer before each."""
+
+    def draw(rng):
+        return {
+            "mode": rng.choice(["plain", "plain", "plain", "no_grad", "inference"]),
+            "region": rng.choice(["none", *["delayed"] * 3, "current", "calibrating"]),
+            "call": rng.choice(["direct", "direct", "direct", "own", "torch, hooked"]),
+            "cast": rng.random() < 0.1,
+            "wants": rng.random() < 0.7,
+            "times": rng.choice([1, 1, 2]),
+            "backward": rng.choice(["now", "now", "later", "never"]),
+            "length": rng.choice([5, 5, 1, 8]),
+            "mask": rng.choice([None, None, "no_mask", "causal_bottom_right"]),
+            "first": rng.choice([None] * 6 + [True, False]),
+        }
+
+    for rng, step in steps_of(seed, draw, 0.5):
         yield {**step, "change": rng.choice([None] * 12 + list(CHANGES)), "seed": rng.random()}
 
 

@@ -12,6 +12,7 @@ from pytorch.layer_ways import (
     LAYER,
     RECIPE_NAMES,
     assert_counts,
+    both_ways,
     by_branches,
     by_modules,
     dtype_of,
@@ -172,15 +173,7 @@ def test_recipes_by_turns(device):
     layer = make_layer(device, BF16, **DROPS)
     given = inputs_of(layer)
     order = ["delayed", None, "current", "delayed-e4m3", "delayed", "current-power2", None] * 2
-    seed, results = int(torch.randint(2**31, ())), []
-    for way in (contextlib.nullcontext, by_modules):
-        own = copy.deepcopy(layer)
-        te.reset()
-        torch.manual_seed(seed)
-        with way(), watched() as found:
-            results.append([train(own, given, recipe, 1) for recipe in order])
-        assert way is by_modules or found == [(LAYER, True)] * len(order)
-    assert_same_bits(*results)
+    both_ways(layer, lambda own: [train(own, given, recipe, 1) for recipe in order])
 
 
 @pytest.mark.parametrize("name", ["hidden_", "self_attention.core_attention.attention_"])

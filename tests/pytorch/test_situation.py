@@ -5,74 +5,49 @@ Random programs run twice over equal modules: as they are, and with every call d
 Outputs, gradients, scaling state and errors must be the same, bit for bit.
 """
 
-import contextlib
 import gc
-import random
 import weakref
 
 import pytest
 import torch
 from pytorch.helpers import assert_same_bits, states_of
+from pytorch.random_programs import CALLS, CURRENT, DELAYED, MODES, REGIONS, steps_of
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.module import composed, situation
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
-DELAYED, CURRENT = DelayedScaling(amax_history_len=3), Float8CurrentScaling()
 MODULES = {
     "linear": lambda **where: te.Linear(16, 16, **where),
     "split": lambda **where: te.Linear(16, 16, parameters_split=("a", "b"), **where),
     "norm_linear": lambda **where: te.LayerNormLinear(16, 16, **where),
     "mlp": lambda **where: te.LayerNormMLP(16, 32, **where),
 }
-MODES = {
-    "plain": contextlib.nullcontext,
-    "no_grad": torch.no_grad,
-    "enable_grad": torch.enable_grad,
-    "inference": torch.inference_mode,
-    "saved hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
-}
-REGIONS = {
-    "none": contextlib.nullcontext,
-    "delayed": lambda: te.autocast(recipe=DELAYED),
-    "current": lambda: te.autocast(recipe=CURRENT),
-    "disabled": lambda: te.autocast(enabled=False),
-    "calibrating": lambda: te.autocast(enabled=False, calibrating=True, recipe=DELAYED),
-}
-CALLS = {
-    "direct": lambda f, x: f(x),
-    "own": lambda f, x: te.checkpoint(f, x),
-    "own, hooked": lambda f, x: te.checkpoint(f, x, use_reentrant=False),
-    "torch": lambda f, x: torch_checkpoint(f, x, use_reentrant=True),
-    "torch, hooked": lambda f, x: torch_checkpoint(f, x, use_reentrant=False),
-}
 
 
-def programs(seed, length=24):
-    """Steps of a random program: most repeat the one before, so that calls are found."""
-    rng = random.Random(seed)
-    step = None
-    for _ in range(length):
-        if step is None or rng.random() < 0.6:
-            step = {
-                "mode": rng.choice(list(MODES)),
-                "outer": rng.choice(list(REGIONS)),
-                "inner": rng.choice(["none", "none", *REGIONS]),
-                "call": rng.choice(["direct", *CALLS]),
-                "cast": rng.random() < 0.15,
-                "wants": rng.random() < 0.6,
-                "times": rng.choice([1, 1, 2]),
-                "backward": rng.random() < 0.7,
-                "shape": rng.choice([(4, 16), (2, 3, 16), (16,), (4, 8)]),
-                "change": rng.choice([None] * 6 + ["freeze", "thaw", "replace", "reset"]),
-                "first": rng.choice([None] * 8 + [True, False]),
-            }
-        yield step
+def programs(seed):
+    """Steps of a random program."""
+
+    def draw(rng):
+        return {
+            "mode": rng.choice(list(MODES)),
+            "outer": rng.choice(list(REGIONS)),
+            "inner": rng.choice(["none", "none", *REGIONS]),
+            "call": rng.choice(["direct", *CALLS]),
+            "cast": rng.random() < 0.15,
+            "wants": rng.random() < 0.6,
+            "times": rng.choice([1, 1, 2]),
+            "backward": rng.random() < 0.7,
+            "shape": rng.choice([(4, 16), (2, 3, 16), (16,), (4, 8)]),
+            "change": rng.choice([None] * 6 + ["freeze", "thaw", "replace", "reset"]),
+            "first": rng.choice([None] * 8 + [True, False]),
+        }
+
+    return (step for _, step in steps_of(seed, draw, 0.6))
 
 
 def change(module, what):

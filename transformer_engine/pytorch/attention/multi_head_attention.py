@@ -14,11 +14,12 @@ from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.modes import only_forwards
 from transformer_engine.pytorch.module.composite import NORMS, CompositeLayer
-from transformer_engine.pytorch.module.layer_call import KEPT, Attending, Branch, Layer, LayerCalls
+from transformer_engine.pytorch.module.layer_call import Attending, Branch, Layer, LayerCalls
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.norm import L2Normalization
 from transformer_engine.pytorch.module.parameters import one_of, positive_sizes, refuse_options
+from transformer_engine.pytorch.module.situation import KEPT
 from transformer_engine.pytorch.parallel import ContextParallel
 
 __all__ = ["MultiheadAttention"]

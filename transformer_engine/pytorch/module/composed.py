@@ -28,7 +28,7 @@ from transformer_engine.pytorch.module.operands import (
     promoted,
 )
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
-from transformer_engine.pytorch.module.situation import Bound, situation_of
+from transformer_engine.pytorch.module.situation import KEPT, Bound, situation_of
 from transformer_engine.pytorch.module.weight_cache import WeightCache
 from transformer_engine.pytorch.staged import Observer, StageBuffers, external_bits
 from transformer_engine.pytorch.state import current_state
@@ -50,9 +50,6 @@ _SETTINGS = (
     "zero_centered_gamma",
 )
 """Attributes that a call depends on and that users set after construction."""
-
-_KEPT = 16
-"""Situations that a module keeps calls of."""
 
 _SHOWN = (
     "zero_centered_gamma",
@@ -229,7 +226,7 @@ class ComposedModule(Fp8Module):
         if call is None or not (bound.records or not forward_gradients()):
             out, made = self._decide(inp, None, False)
             if key is not None and made is not None:
-                if len(self._bound) == _KEPT:
+                if len(self._bound) == KEPT:
                     self._bound = {}
                 self._bound[key] = Bound(made, self)
             return out

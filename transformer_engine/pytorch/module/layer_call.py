@@ -20,13 +20,11 @@ from transformer_engine.pytorch.function import apply_of
 from transformer_engine.pytorch.modes import dispatch_modes, forward_gradients, only_forwards
 from transformer_engine.pytorch.module.call import LayerCall, LayerRun, ModuleCall, Ran
 from transformer_engine.pytorch.module.composed import ComposedModule
-from transformer_engine.pytorch.module.situation import in_force, situation_of
+from transformer_engine.pytorch.module.situation import KEPT, in_force, situation_of
 from transformer_engine.pytorch.state import RegionState, current_state
 
 __all__ = ["Attending", "Branch", "Layer", "LayerCalls"]
 
-KEPT = 16
-"""Situations that a layer keeps calls of."""
 _UNKNOWN: Any = object()
 
 
@@ -105,7 +103,8 @@ class LayerCalls:
             made._find_parents(layer)
             if made._hold():
                 found = made
-                found.parts = tuple(cls((branch,), i) for i, branch in enumerate(branches))
+                if len(branches) > 1:
+                    found.parts = tuple(cls((branch,), i) for i, branch in enumerate(branches))
         layer.__dict__["_calls"] = found
         return found
 

@@ -24,6 +24,9 @@ from transformer_engine.pytorch.state import RegionState
 
 __all__ = ["Bound", "in_force", "situation_of"]
 
+KEPT = 16
+"""Situations that a module, or a layer, keeps calls of."""
+
 _graph_task = torch._C._current_graph_task_id
 _grad_enabled = torch.is_grad_enabled
 
