@@ -20,7 +20,7 @@ from pytorch.module_cases import region
 from tols import BF16, EPS, F32, GELU_GAIN, PASSED_ON, tol
 
 from transformer_engine import _core
-from transformer_engine.pytorch.torch_ops import extent_value
+from transformer_engine.common.plans import extent_value
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 ACTIVATIONS = tuple(layer_reference.ACTIVATIONS)
@@ -77,12 +77,12 @@ def rows_off_kinks(module, x, dtype):
 
 def saved_buffers(plan, rows, packed):
     """Members of the packed saved tensor of a forward plan, by name."""
-    offsets = _core.plan_infer(plan, rows)[2]
+    offsets, sizes = _core.plan_infer(plan, rows)[2], (0, rows)
     members = {}
     buffers = _core.plan_describe(plan)["buffers"]
     for (name, role, code, _, extents, *_), at in zip(buffers, offsets, strict=True):
         if role == "saved":
-            dtype, shape = _core.torch_dtype(code), [extent_value(e, rows) for e in extents]
+            dtype, shape = _core.torch_dtype(code), [extent_value(e, sizes) for e in extents]
             size = math.prod(shape) * dtype.itemsize
             members[name] = packed[at : at + size].view(dtype).view(shape)
     return members

@@ -385,9 +385,9 @@ def test_a_plan_of_more_results_than_any_module_has():
     inp = torch.randn(6, WIDTH)
 
     def function(inp):
-        return torch_ops.run_traced(text_of(plan), (0, 0), [inp], [], None)
+        return torch_ops.run_traced(text_of(plan), (0,), [inp], [], None)
 
-    expected = torch_ops.run_native(plan, (0, 0), [inp], None)
+    expected = torch_ops.run_native(plan, (0,), [inp], None)
     assert len(expected) == 21
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for made in (function(inp), compiled(inp)):

@@ -142,6 +142,30 @@ def test_deferred_weight_gradient(device):
     assert counter.get_total_flops() == 2 * TOKENS * WIDTH * FFN
 
 
+@pytest.mark.parametrize("observed", [False, True])
+def test_python_functions_of_stages(device, observed):
+    """What they run is seen as itself, once; an observer sees the stages that it sees otherwise."""
+    layer = te.Linear(WIDTH, FFN, bias=False, device=device)
+    x = torch.randn(TOKENS, WIDTH, device=device)
+
+    def gemm(buffers):
+        torch.mm(buffers["input"], buffers["weight"].t(), out=buffers["output"])
+
+    layer.override_stages(gemm_output=gemm)
+    stages = {False: [], True: []}
+    collected, counter, log = [], FlopCounterMode(display=False), Log()
+    for mode in (torch.enable_grad(), counter, log):
+        if observed:
+            found = stages[mode in (counter, log)]
+            layer.observe_stages(lambda stage, *_, found=found: found.append(stage))
+        collected.append(step(layer, None, x, mode))
+    assert counter.get_total_flops() == 3 * 2 * TOKENS * WIDTH * FFN
+    assert sum(name.startswith("aten.mm.") for name in log.seen) == 1
+    assert stages[True] == 2 * stages[False] and bool(stages[False]) == observed
+    assert_same_bits(*collected[:2])
+    assert_same_bits(*collected[1:])
+
+
 def test_recompute_is_counted(device):
     plain, recomputing = (te.LayerNormMLP(WIDTH, FFN, checkpoint=c, device=device) for c in (0, 1))
     x = torch.randn(TOKENS, WIDTH, device=device)

@@ -5,7 +5,6 @@ Calls that keep their situation stay one call; where something watches or transf
 layer calls its modules. Bits are the same throughout.
 """
 
-import contextlib
 import copy
 
 import pytest
@@ -34,7 +33,6 @@ from pytorch.layer_ways import (
 from tols import BF16, F32
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_engine.pytorch as te
 
@@ -58,51 +56,6 @@ def test_autocast_of_torch(device, recipe):
     with watched() as found:
         both_ways(layer, run, None)
     assert [taken for name, taken in found if name == LAYER][:3] == [False, bool(whole), False]
-
-
-def counted_step(layer, x, recipe, when):
-    """Operations that a counter sees around a part of a step, and the gradients of the step."""
-    counter = FlopCounterMode(display=False)
-    with counter if when != "backward" else contextlib.nullcontext(), region(recipe):
-        out = layer(x)
-    with counter if when != "forward" else contextlib.nullcontext():
-        found = gradients(layer, x, out)
-    return torch.tensor(counter.get_total_flops()), found
-
-
-@pytest.mark.parametrize("when", ["forward", "both"])
-@pytest.mark.parametrize("recipe", [None, "delayed"])
-def test_counted_operations(device, when, recipe):
-    """A mode sees the operators of the layer."""
-    layer = make_layer(device, dtype_of(device, recipe))
-
-    def run(layer):
-        x = states(layer)
-        return [counted_step(layer, x, recipe, when) for _ in range(2)]
-
-    ((count, _), _) = both_ways(layer, run, whole=False)
-    assert count > 0
-
-
-@pytest.mark.parametrize("recipe", [None, "delayed"])
-def test_a_mode_around_the_backward_alone(device, recipe):
-    """It changes no gradient of a layer that ran as one call."""
-    layer = make_layer(device, dtype_of(device, recipe))
-
-    def run(layer):
-        x = states(layer)
-        return [counted_step(layer, x, recipe, "backward")[1] for _ in range(2)]
-
-    both_ways(layer, run)
-
-
-@pytest.mark.xfail(
-    strict=True, reason="a backward that is one call shows no operators to a mode around it alone"
-)
-@pytest.mark.parametrize("recipe", [None, "delayed"])
-def test_counted_operations_of_the_backward_alone(device, recipe):
-    layer = make_layer(device, dtype_of(device, recipe))
-    assert counted_step(layer, states(layer), recipe, "backward")[0] > 0
 
 
 def test_fake_tensors(device):

@@ -13,7 +13,7 @@ from transformer_engine import _core
 from transformer_engine.common.graphs import CallSpec, LinearSpec, quantization_of
 from transformer_engine.common.plans import call_plans
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.pytorch.staged import external_bits, run_staged
+from transformer_engine.pytorch.staged import Staged, external_bits
 
 RECIPES = {"delayed": lambda: DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling}
 
@@ -98,7 +98,7 @@ def test_unknown_stage_and_missing_function(device):
     with pytest.raises(RuntimeError, match="external"):
         _core.run(plan, 0, 0, x, w, scale, history)
     with pytest.raises(RuntimeError, match="gemm_output"):
-        run_staged(plan, (0, 0), [x, w, scale, history], {})
+        _core.run_staged(plan, 0, 0, *Staged({}), x, w, scale, history)
 
 
 def _gather_worker(rank, world, store, results):
@@ -128,12 +128,9 @@ def _gather_worker(rank, world, store, results):
         whole.copy_(torch.cat(parts))
 
     mine = x[rank * rows : (rank + 1) * rows]
-    out, _ = run_staged(
-        call_plans(CallSpec((spec,))).forward,
-        (0, 0),
-        [mine, w, scale, history],
-        {"gather_input": gather},
-    )
+    staged = Staged({"gather_input": gather})
+    plan = call_plans(CallSpec((spec,))).forward
+    out, _ = _core.run_staged(plan, 0, 0, *staged, mine, w, scale, history)
     torch.distributed.all_reduce(history[0], op=torch.distributed.ReduceOp.MAX)
     results[rank] = (out, history[0].clone())
     torch.distributed.destroy_process_group()

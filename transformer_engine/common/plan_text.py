@@ -31,6 +31,11 @@ class PlanGraph(NamedTuple):
         _, _, _, _, inputs, *_ = self.nodes[node]
         return self.values[inputs[1]][4]
 
+    def rows_symbol(self, node: int, at: int = 0) -> int:
+        """`SYMBOL_*` of the rows of an input of a node."""
+        _, _, _, _, inputs, *_ = self.nodes[node]
+        return self.values[inputs[at]][4][0][0]
+
 
 def make_plan(direction: int, flags: int, values: tuple, nodes: tuple) -> int:
     """Id of a plan, made where it is not there yet; `text_of` knows its text from now on."""

@@ -2,9 +2,10 @@
 """The plans of a kind of call, and how their arguments hang together."""
 
 import functools
+import math
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformer_engine import _core
 from transformer_engine.common.graphs import (
@@ -22,6 +23,9 @@ from transformer_engine.common.graphs import (
 )
 from transformer_engine.common.layer_graphs import LayerSpec, layer_graph
 from transformer_engine.common.plan_text import text_of
+
+described = functools.lru_cache(_core.plan_describe)
+"""What `_core.plan_describe` says of a plan, kept for some of those that torch operators run."""
 
 _STATE = ("scale", "history")
 _GIVEN = ("input", "parameter", "state")
@@ -46,6 +50,43 @@ def _arguments(plan: int) -> list[Argument]:
 def _links(plan: int, role: str) -> list[Link]:
     buffers = _core.plan_describe(plan)["buffers"]
     return [(link, of) for _, found, _, _, _, link, of, _ in buffers if found == role]
+
+
+def leading_dims(plan: int, shapes: Sequence) -> list:
+    """Leading dims of the tokens and of a source sequence; None where no input has them.
+
+    `shapes` are those of the first tensors that the plan is given.
+    """
+    found: list = [None, None]
+    for (_, role, _, lead, extents, *_), shape in zip(
+        described(plan)["buffers"], shapes, strict=False
+    ):
+        source = extents[0][3] == _core.SYMBOL_SOURCE_ROWS
+        if role == "input" and lead and found[source] is None:
+            found[source] = shape[:-1]
+    return found
+
+
+def sizes_of(plan: int, shapes: Sequence, rows: Any = -1) -> list:
+    """Values of the symbols in a run of a plan, integers or symbolic ones, by `SYMBOL_*`.
+
+    Arguments as of `leading_dims`; `rows` is the number of tokens, -1 where an input says it.
+    """
+    sizes: list = [0]
+    for dims in leading_dims(plan, shapes):
+        sizes += (0, 0, 0) if dims is None else (math.prod(dims), *(*dims, 0, 0)[:2])
+    if rows != -1:
+        sizes[_core.SYMBOL_ROWS] = rows
+    return sizes
+
+
+def extent_value(extent: tuple[int, int, int, int], sizes: Sequence) -> Any:
+    """Multiply * roundup(value of the symbol, align) + add; `sizes` as of `sizes_of`."""
+    multiply, align, add, symbol = extent
+    if multiply == 0:
+        return add
+    size = sizes[symbol]
+    return multiply * (size if align == 1 else (size + align - 1) // align * align) + add
 
 
 class Picker:

@@ -3,13 +3,13 @@
 
 2 m n k for each GEMM that a plan runs, on the sizes of the layer, not on what FP8 pads: as many as
 the same layer of `torch.nn` has. Attention counts as in torch's kernels on a GPU: two products
-of all queries and keys forward, five backward. Everything else counts 0, as torch's own operators.
+of all queries and keys forward, five backward. Everything else counts 0, as torch's own operators;
+what Python functions of a plan run is counted by itself.
 
 The counter's module is not imported for it (on a GPU it loads a compiler): formulas are handed over
 as soon as it is there and an operator is defined or watched.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.common.plan_text import plan_of, read_text
+from transformer_engine.common.plan_text import PlanGraph, plan_of, read_text
+from transformer_engine.common.plans import described, sizes_of
 from transformer_engine.pytorch.modes import active_modes
 
 _COUNTER = "torch.utils.flop_counter"
@@ -26,41 +27,59 @@ _COUNTER = "torch.utils.flop_counter"
 
 def _flops_of_run(
     plan: str,
-    slot_fwd: int,
-    slot_bwd: int,
+    slots: Sequence[int],
     inputs: list[Tensor],
     saved: Tensor | None,
     rows: int,
+    staged: int,
     state: Sequence[Tensor] = (),
     **results: Any,
 ) -> int:
     """FLOPs of ``transformer_engine::run`` and ``run_with_state_<n>``, from their arguments."""
-    del slot_fwd, slot_bwd, saved, state, results
-    if rows == -1:
-        rows = math.prod(inputs[0].shape[:-1])
-    graph = read_text(plan)
-    stages = _core.plan_describe(plan_of(plan))["stages"]
-    gemms = [node for _, operator, node, _ in stages if operator == "gemm"]
-    return rows * sum(2 * math.prod(graph.weight_sizes(node)) for node in gemms)
+    del slots, saved, staged, state, results
+    graph, number = read_text(plan), plan_of(plan)
+    sizes = sizes_of(number, [tensor.shape for tensor in inputs], rows)
+    stages = described(number)["stages"]
+    return sum(_flops_of_stage(graph, node, operator, sizes) for _, operator, node, _ in stages)
 
 
-def _flops_of_products(of_keys: int, of_values: int, tensors: tuple) -> int:
-    """FLOPs of products over the channels of keys and of values; `tensors`: query, key, ..."""
-    query, key, value, *_, sequence_first = tensors
-    scores = math.prod(query.shape[:3]) * key.shape[0 if sequence_first else 1]
-    return 2 * scores * (of_keys * query.shape[3] + of_values * value.shape[3])
+def _flops_of_stage(graph: PlanGraph, node: int, operator: str, sizes: list) -> int:
+    if operator == "gemm":
+        out_features, in_features = graph.weight_sizes(node)
+        return 2 * sizes[graph.rows_symbol(node)] * out_features * in_features
+    if operator not in _PRODUCTS:
+        return 0
+    _, _, _, flags, _, _, _, slices, *_ = graph.nodes[node]
+    queries, keys = (sizes[graph.rows_symbol(node, at) :][1:3] for at in (0, 1))
+    sequence_first = bool(flags & _core.NODE_SEQUENCE_FIRST)
+    (heads, of_query, *_), _, (_, of_value, *_) = slices
+    scores = heads * queries[0] * queries[1] * keys[not sequence_first]
+    return _flops_of_products(operator, scores, of_query, of_value)
 
 
-def _flops_of_attention(*arguments: Any, **results: Any) -> int:
-    del results
-    return _flops_of_products(1, 1, arguments)
+_PRODUCTS = {"attention": (1, 1), "attention_backward": (3, 2)}
+"""How many products each operator makes over the channels of keys, and over those of values."""
+
+
+def _flops_of_products(operator: str, scores: int, of_query: int, of_value: int) -> int:
+    """FLOPs of an attention of so many pairs of queries and keys, and so many channels."""
+    over_keys, over_values = _PRODUCTS[operator]
+    return 2 * scores * (over_keys * of_query + over_values * of_value)
+
+
+def _flops_of_attention(
+    query: Tensor, key: Tensor, value: Tensor, *others: Any, operator: str = "attention", **_: Any
+) -> int:
+    *_, sequence_first = others
+    scores = query.shape[:3].numel() * key.shape[0 if sequence_first else 1]
+    return _flops_of_products(operator, scores, query.shape[3], value.shape[3])
 
 
 def _flops_of_attention_backward(
     grad: Tensor, wants_bias: bool, *arguments: Any, **results: Any
 ) -> int:
     del grad, wants_bias, results
-    return _flops_of_products(3, 2, arguments)
+    return _flops_of_attention(*arguments, operator="attention_backward")
 
 
 FORMULAS = {

@@ -9,6 +9,7 @@ is public (`torch.compiler.is_compiling`).
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
 )
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -79,6 +82,30 @@ def real_tensors() -> Iterator[None]:
         if dispatch_modes():
             stack.enter_context(_disable_current_modes())
         yield
+
+
+def seen_here() -> Callable[[Callable], Callable]:
+    """Make a decorator of functions that an operator calls: what they run is seen as if run here.
+
+    That is by the dispatch modes that are active now, which are off while an operator runs, and by
+    autograd. Function transforms see nothing of it: an operator gets no tensors of theirs.
+    """
+    modes = [] if in_transform() else active_modes()
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+    def wrap(function: Callable) -> Callable:
+        def run(*arguments: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                for mode in modes:
+                    _push_mode(mode)
+                    stack.callback(_pop_mode)
+                if modes:
+                    stack.enter_context(torch._C._ForceDispatchKeyGuard(*keys))
+                return function(*arguments)
+
+        return run
+
+    return wrap
 
 
 def faking() -> bool:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of plans whose stages are partly Python: a collective, a quantizer, an overridden operator.
 
-A run of a plan made with external stages calls the Python function given for each of them, with
-the plan's buffers as tensors. Functions are arguments of the run, never part of the plan.
+A run of a plan made with external stages (`_core.run_staged`) calls the Python function given for
+each of them, with the plan's buffers as tensors. Functions are arguments of the run, never part of
+the plan.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -73,18 +74,16 @@ Observer = Callable[[str, str, StageBuffers, bool], Any]
 """``f(stage, operator, buffers, done)``: looks on before a stage, and when it is done."""
 
 
-def run_staged(
-    plan: int,
-    slots: tuple[int, int],
-    given: Sequence[Tensor | None],
-    stages: Mapping[str, Callable[[StageBuffers], Any]],
-    observer: Observer | None = None,
-) -> tuple:
-    """Run a plan with Python functions at its stages: ``f(buffers)`` for each external one.
+class Staged(NamedTuple):
+    """The Python functions of a run, as `_core.run_staged` takes them."""
 
-    `slots` are the module's first ones in the forward and in the backward chunk. `given` are the
-    buffers of role input, parameter and state, in plan order; then, for a plan that reads it, the
-    packed saved tensor of the forward. Returns what `torch_ops.run_native` does: the outputs, then
-    the packed saved tensor or None. RuntimeError for an external stage without a function.
-    """
-    return _core.run_staged(plan, *slots, dict(stages), observer, StageBuffers, *given)
+    functions: Mapping[str, Callable]  # ``f(buffers)`` for each external stage
+    observer: Observer | None = None
+    make_buffers: Callable = StageBuffers
+    """What they get: the result for lend(), plan, rows and first slot (see `StageBuffers`)."""
+
+    def wrapped(self, wrap: Callable[[Callable], Callable]) -> "Staged":
+        """The same with all functions wrapped."""
+        functions = {name: wrap(function) for name, function in self.functions.items()}
+        observer = None if self.observer is None else wrap(self.observer)
+        return Staged(functions, observer, self.make_buffers)

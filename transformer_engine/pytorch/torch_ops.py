@@ -15,7 +15,7 @@ cached it takes after it has traced the same calls again.
 """
 
 import functools
-import math
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from transformer_engine import _core
 from transformer_engine.common.plan_text import plan_of
+from transformer_engine.common.plans import described, extent_value, leading_dims, sizes_of
 from transformer_engine.pytorch.flops import FORMULAS, offer_formulas
 from transformer_engine.pytorch.locks import Lock
 from transformer_engine.pytorch.modes import (
@@ -33,10 +34,12 @@ from transformer_engine.pytorch.modes import (
     below_autograd,
     constant_in_graphs,
     dispatch_modes,
+    seen_here,
     without_memory,
 )
+from transformer_engine.pytorch.staged import Staged
 
-_RUN = "str plan, int slot_fwd, int slot_bwd, Tensor[] inputs, Tensor? saved, SymInt rows"
+_RUN = "str plan, int[] slots, Tensor[] inputs, Tensor? saved, SymInt rows, int staged"
 
 _LIBRARY = torch.library.Library("transformer_engine", "DEF")
 
@@ -145,86 +148,84 @@ def _refusing_backward(name: str) -> Callable:
     return run
 
 
-@functools.cache
-def _describe(plan: int) -> dict:
-    return _core.plan_describe(plan)
-
-
-def extent_value(extent: tuple[int, int, int, int], rows: Any) -> Any:
-    """Multiply * roundup(rows, align) + add, on integers or symbolic ones."""
-    multiply, align, add, _ = extent
-    if multiply == 0:
-        return add
-    padded = rows if align == 1 else (rows + align - 1) // align * align
-    return multiply * padded + add
-
-
-def shapes(plan: int, leading: Any, rows: Any) -> tuple[list[tuple[torch.dtype, list]], Any]:
+def shapes(plan: int, inputs: Sequence, rows: Any) -> tuple[list[tuple[torch.dtype, list]], Any]:
     """Shapes of what a plan makes, on integers or symbolic ones.
 
-    `leading` are the dims of the first input but for the last, `rows` is their product. Returns
-    dtype and shape of each output, in plan order, and the bytes of the packed saved tensor; 0:
-    none.
+    `inputs` are the shapes of the first tensors that it is given, `rows` as of `run_traced`.
+    Returns dtype and shape of each output, in plan order, and the bytes of the packed saved tensor;
+    0: none.
     """
-    described = _describe(plan)
+    leading, sizes = leading_dims(plan, inputs), sizes_of(plan, inputs, rows)
     outputs = []
-    for name, role, code, lead, extents, *_ in described["buffers"]:
-        del name
+    for _, role, code, lead, extents, *_ in described(plan)["buffers"]:
         if role != "output":
             continue
-        if lead:
+        shape = [extent_value(extent, sizes) for extent in extents]
+        dims = leading[extents[0][3] == _core.SYMBOL_SOURCE_ROWS] if lead else None
+        if dims is not None:
             gather = extents[0][0]
-            first = [gather * leading[0], *leading[1:]] if leading else []
-            shape = [*first, extent_value(extents[1], rows)]
-        else:
-            shape = [extent_value(extent, rows) for extent in extents]
+            shape[:1] = [gather * dims[0], *dims[1:]] if dims else []
         outputs.append((_core.torch_dtype(code), shape))
-    if described["direction"] != "forward":
+    if described(plan)["direction"] != "forward":
         return outputs, 0
-    return outputs, extent_value(described["saved_bytes"], rows)
+    return outputs, extent_value(described(plan)["saved_bytes"], sizes)
 
 
 def run_native(
-    plan: int, slots: tuple[int, int], tensors: list[Tensor], saved: Tensor | None, rows: int = -1
+    plan: int,
+    slots: Sequence[int],
+    tensors: list[Tensor],
+    saved: Tensor | None,
+    rows: int = -1,
+    staged: Staged | None = None,
 ) -> tuple:
     """Run a plan, given by its id, at once.
 
     Arguments as of `run_traced`, with inputs and state in one list; returns the outputs in plan
     order, then the packed saved tensor or None.
     """
+    given, slots = [*tensors], tuple(slots)
+    if saved is not None or rows >= 0:
+        given.append(saved)
     if rows >= 0:  # only a plan whose inputs have no leading dims is told
-        return _core.run(plan, *slots, *tensors, saved, rows)
-    if saved is not None:
-        return _core.run(plan, *slots, *tensors, saved)
-    return _core.run(plan, *slots, *tensors)
+        given.append(rows)
+    if staged is not None:
+        return _core.run_staged(plan, slots, slots, *staged, *given)
+    return _core.run(plan, slots, slots, *given)
+
+
+_STAGED: dict[int, Staged] = {}
+"""The Python functions of runs that go on, which a torch operator can not be given, by a number
+that it can; 0: there are none."""
+
+_numbers = itertools.count(1)
 
 
 def _run(
     text: str,
-    slot_fwd: int,
-    slot_bwd: int,
+    slots: Sequence[int],
     inputs: list[Tensor],
     saved: Tensor | None,
     rows: int,
+    staged: int,
     state: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    given = [*inputs, *state]
-    *outputs, packed = run_native(plan_of(text), (slot_fwd, slot_bwd), given, saved, rows)
+    given, functions = [*inputs, *state], _STAGED.get(staged)
+    *outputs, packed = run_native(plan_of(text), slots, given, saved, rows, functions)
     return [*outputs, inputs[0].new_empty(0, dtype=torch.uint8) if packed is None else packed]
 
 
 def _run_fake(
     text: str,
-    slot_fwd: int,
-    slot_bwd: int,
+    slots: Sequence[int],
     inputs: list[Tensor],
     saved: Tensor | None,
     rows: Any,
+    staged: int,
     state: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    del slot_fwd, slot_bwd, state, saved
-    leading = inputs[0].shape[:-1]
-    made, packed = shapes(plan_of(text), leading, math.prod(leading) if rows == -1 else rows)
+    del slots, state, saved, staged
+    made, packed = shapes(plan_of(text), [tensor.shape for tensor in inputs], rows)
     made.append((torch.uint8, [packed]))
     return [inputs[0].new_empty(shape, dtype=dtype) for dtype, shape in made]
 
@@ -260,30 +261,51 @@ def _define_with_state(count: int) -> str:
 @constant_in_graphs
 def _with_state(text: str) -> str:
     """Name of the operator that runs a plan which writes state; defined outside of the graph."""
-    buffers = _describe(plan_of(text))["buffers"]
+    buffers = described(plan_of(text))["buffers"]
     return _define_with_state(sum(role == "output" for _, role, *_ in buffers) + 1)
 
 
 def run_traced(
     plan: str,
-    slots: tuple[int, int],
+    slots: tuple[int, ...],
     inputs: list[Tensor],
     state: list[Tensor],
     saved: Tensor | None,
     rows: Any = -1,
+    staged: Staged | None = None,
 ) -> tuple:
     """Run a plan, given by its text (see `plan_text`), behind a torch operator.
 
-    `slots` are the module's first ones in the forward and in the backward chunk. `inputs` is what
-    the plan reads: inputs, parameters and scales; `state` what it writes besides outputs: amax
+    `slots` are the first ones of each module in the chunks of the plan's direction. `inputs` is
+    what the plan reads: inputs, parameters and scales; `state` what it writes besides outputs: amax
     history, main gradient; both in plan order. `saved` is the packed tensor of the forward, for a
-    plan that reads it, `rows` the product of the leading dims; -1 where the first input has them.
-    Returns the outputs in plan order, then the packed saved tensor, empty where there is none.
+    plan that reads it, `rows` the product of the leading dims; -1 where an input has them. Dispatch
+    modes see what functions of `staged` run as if there were no operator around it. Returns the
+    outputs in plan order, then the packed saved tensor, empty where there is none.
     """
+    if staged is not None:
+        number = next(_numbers)
+        _STAGED[number] = staged.wrapped(seen_here())
+        try:
+            return _run_operator(plan, slots, inputs, state, saved, rows, number)
+        finally:
+            del _STAGED[number]
+    return _run_operator(plan, slots, inputs, state, saved, rows, 0)
+
+
+def _run_operator(
+    plan: str,
+    slots: tuple[int, ...],
+    inputs: list[Tensor],
+    state: list[Tensor],
+    saved: Tensor | None,
+    rows: Any,
+    staged: int,
+) -> tuple:
+    given = (plan, slots, inputs, saved, rows, staged)
     if not state:
-        return tuple(torch.ops.transformer_engine.run(plan, *slots, inputs, saved, rows))
-    run = getattr(torch.ops.transformer_engine, _with_state(plan))
-    made = run(plan, *slots, inputs, saved, rows, state)
+        return tuple(torch.ops.transformer_engine.run(*given))
+    made = getattr(torch.ops.transformer_engine, _with_state(plan))(*given, state)
     return (made,) if isinstance(made, Tensor) else made
 
 

@@ -15,7 +15,7 @@ from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch import scaling, torch_ops
 from transformer_engine.pytorch.modes import dispatch_modes
 from transformer_engine.pytorch.module.joined import SplitTensors
-from transformer_engine.pytorch.staged import Observer, run_staged
+from transformer_engine.pytorch.staged import Staged
 from transformer_engine.pytorch.state import Domain
 
 __all__ = ["Deferred", "LayerCall", "LayerRun", "ModuleCall", "Ran", "main_grad_of"]
@@ -35,8 +35,8 @@ class Deferred(NamedTuple):
         plan, inputs = self.plans.wgrad, self.inputs
         if torch_ops.behind_operators(inputs[0]) or torch_ops.watched():
             text = self.plans.texts[plan]
-            return torch_ops.run_traced(text, (0, 0), inputs, state, self.packed, self.rows)
-        return torch_ops.run_native(plan, (0, 0), [*inputs, *state], self.packed, self.rows)
+            return torch_ops.run_traced(text, (0,), inputs, state, self.packed, self.rows)
+        return torch_ops.run_native(plan, (0,), [*inputs, *state], self.packed, self.rows)
 
 
 class Ran(NamedTuple):
@@ -59,8 +59,7 @@ class ModuleCall:
     """Per part the quantized weight (row-wise, column-wise, scales) or None."""
     weights: tuple[Parameter, ...] = ()  # of each part; their ``main_grad`` takes the gradient
     queue: deque | None = None  # where deferred weight gradients go
-    stages: dict[str, Callable] | None = None  # Python functions of external stages
-    observer: Observer | None = None  # looks at each stage of the plans
+    staged: Staged | None = None  # Python functions of external stages, and an observer
     traced = False
 
     def __init__(self, plans: CallPlans, slots: scaling.Slots | None, label: str) -> None:
@@ -74,17 +73,28 @@ class ModuleCall:
         return self.owners[0]
 
     def _run(
-        self, plan: int, slots: tuple, given: Sequence, written: int, packed: tuple = ()
+        self,
+        plan: int,
+        slots: tuple,
+        given: Sequence,
+        written: int,
+        packed: tuple = (),
+        staged: Staged | None = None,
     ) -> tuple:
-        """Run a plan, which writes to the last `written` of what it is given: outputs, packed."""
-        if not (self.traced or self.stages or self.observer or dispatch_modes()):
-            return _core.run(plan, *slots, *given, *packed)
-        if self.traced or torch_ops.watched():
+        """Run a plan, which writes to none but the last `written` of what it is given.
+
+        Returns its outputs and what it packs for the backward. `staged`: as of this call, but for
+        those of one run.
+        """
+        staged = staged or self.staged
+        if self.traced or (dispatch_modes() and torch_ops.watched()):
             at = len(given) - written
             inputs, state = list(given[:at]), list(given[at:])
-            saved = packed[0] if packed else None
-            return torch_ops.run_traced(self.plans.texts[plan], slots, inputs, state, saved)
-        return run_staged(plan, slots, (*given, *packed), self.stages or {}, self.observer)
+            saved, text = packed[0] if packed else None, self.plans.texts[plan]
+            return torch_ops.run_traced(text, slots, inputs, state, saved, staged=staged)
+        if staged is None:
+            return _core.run(plan, slots, slots, *given, *packed)
+        return _core.run_staged(plan, slots, slots, *staged, *given, *packed)
 
     def run_forward(
         self, tensors: tuple[Tensor | None, ...], kept: dict | None = None
@@ -114,11 +124,11 @@ class ModuleCall:
         del kept
         plan, slots = self.plans.forward, self.owners[0]
         if self.scales is not None:
-            return self._run(plan, (0, 0), (*given, self.scales), 0)
+            return self._run(plan, (0,), (*given, self.scales), 0)
         if slots is None:
-            return self._run(plan, (0, 0), given, 0)
+            return self._run(plan, (0,), given, 0)
         given = (*given, slots.forward_scale, slots.forward_history)
-        return self._run(plan, (slots.forward_slot, 0), given, 1)
+        return self._run(plan, (slots.forward_slot,), given, 1)
 
     def run_backward(
         self, grads: tuple[Tensor, ...], saved: Sequence[Tensor], kept: dict | None = None
@@ -161,7 +171,7 @@ class ModuleCall:
         if plans.main_grads and not plans.defer:
             given = (*given, *(main_grad_of(self.weights[i]) for i, _ in plans.main_grads))
             written += len(plans.main_grads)
-        return self._run(plans.backward, (0, slot), given, written, packed)
+        return self._run(plans.backward, (slot,), given, written, packed)
 
     def _save_parts(self, saved: Sequence[Tensor], given: tuple) -> Sequence[Tensor]:
         """Save the weights themselves, last, and not what they make up.
@@ -210,19 +220,20 @@ class LayerCall(ModuleCall):
         )
 
     def _run_forward(self, given: tuple, kept: dict | None) -> tuple:
-        return self._run_layer(0, (*given, *self._state[0]), kept)
+        return self._run_layer(0, self.plans.forward, given, (), kept)
 
     def _run_backward(self, given: tuple, packed: tuple, kept: dict | None) -> tuple:
-        return self._run_layer(1, (*given, *self._state[1], *packed), kept)
+        return self._run_layer(1, self.plans.backward, given, packed, kept)
 
-    def _run_layer(self, way: int, given: tuple, kept: dict | None) -> tuple:
-        slots, functions = self._slots[way], self.functions[way]
-        plan = self.plans.backward if way else self.plans.forward
-        both = (0, slots) if way else (slots, 0)
-        if not functions:
-            return _core.run(plan, *both, *given)
-        bound = {name: partial(_run_stage, *of, kept) for name, of in functions.items()}
-        return _core.run_staged(plan, *both, bound, None, _lending, *given)
+    def _run_layer(
+        self, way: int, plan: int, given: tuple, packed: tuple, kept: dict | None
+    ) -> tuple:
+        functions, state, staged = self.functions[way], self._state[way], None
+        if functions:
+            bound = {name: partial(_run_stage, *of, kept) for name, of in functions.items()}
+            staged = Staged(bound, None, _lending)
+        given = (*given, *state)  # scales are among those that are said to be written
+        return self._run(plan, self._slots[way], given, len(state), packed, staged)
 
 
 def _lending(lend: Callable[[int], Tensor], *_: Any) -> Callable[[int], Tensor]:

@@ -30,7 +30,7 @@ from transformer_engine.pytorch.module.operands import (
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
 from transformer_engine.pytorch.module.situation import KEPT, Bound, situation_of
 from transformer_engine.pytorch.module.weight_cache import WeightCache
-from transformer_engine.pytorch.staged import Observer, StageBuffers, external_bits
+from transformer_engine.pytorch.staged import Observer, StageBuffers, Staged, external_bits
 from transformer_engine.pytorch.state import current_state
 
 _SETTINGS = (
@@ -346,8 +346,9 @@ class ComposedModule(Fp8Module):
         plans = self._plans_for(key, quantization, region.traced)
         call = ModuleCall(plans, None if bound is None else bound.slots, self._label())
         call.traced = region.traced or region.blank
-        call.stages = self._stages
-        call.observer = None if region.traced else self._observer
+        observer = None if region.traced else self._observer
+        if self._stages or observer is not None:
+            call.staged = Staged(self._stages or {}, observer)
         split = self._split_tensors()
         if split is not None:
             call.splits = (split._replace(begin=len(tensors.flat()) - split.count),)

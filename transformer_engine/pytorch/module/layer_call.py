@@ -341,4 +341,4 @@ def _call_of(module: ComposedModule, like: Tensor, wants_grad: bool) -> ModuleCa
     if module._present is None:  # some are no parameters of its own
         return None
     call = module._prepare(tensors, region, None, owners)
-    return call if call.plans.plain and not (call.traced or call.stages or call.observer) else None
+    return call if call.plans.plain and not (call.traced or call.staged) else None
