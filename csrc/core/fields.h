@@ -235,6 +235,7 @@
     TE_OPT_OUT(X, attention_backward, grad_value, DIMS, NUMBERS)                                   \
     TE_OPT_OUT(X, attention_backward, grad_bias, DIMS, NUMBERS)                                    \
     TE_PROBLEM(X, attention_backward)                                                              \
+    TE_NUMBER(X, attention_backward, deterministic, 0)                                             \
     TE_WORKSPACE(X, attention_backward)
 
 #define TE_SUMMARY_dropout_add "output = residual + drop_path(dropout(input + bias))."

@@ -35,6 +35,9 @@
     X(cuCtxGetCurrent)                                                                             \
     X(cuCtxPushCurrent)                                                                            \
     X(cuCtxPopCurrent)                                                                             \
+    X(cuCtxSynchronize)                                                                            \
+    X(cuMemsetD8Async)                                                                             \
+    X(cuMemsetD32Async)                                                                            \
     X(cuStreamIsCapturing)                                                                         \
     X(cuThreadExchangeStreamCaptureMode)                                                           \
     X(cuLibraryLoadData)                                                                           \
@@ -78,6 +81,7 @@ struct te_cuda_state {
     int capability_major, capability_minor;
     int shared_limit; /* bytes of shared memory of a block, static and dynamic */
     struct te_cublaslt *cublaslt;
+    _Atomic(struct te_sdpa_plans *) sdpa;
     pthread_mutex_t lock; /* guards what follows, for writing */
     CUlibrary *libraries; /* one per image, NULL until loaded */
     te_cuda_kernel kernels[TE_CUDA_KERNEL_SLOTS];

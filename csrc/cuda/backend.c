@@ -9,6 +9,7 @@
 #include "cuda/api.h"
 #include "cuda/gemm_cublaslt.h"
 #include "cuda/ops.h"
+#include "cuda/sdpa_plans.h"
 
 static const te_backend backend = {
     .size = sizeof(te_backend),
@@ -17,17 +18,15 @@ static const te_backend backend = {
     .priority = 0,
     .slots =
         {
-/* Attention runs by torch's operator on CUDA. */
-#define te_cuda_attention NULL
-#define te_cuda_attention_backward NULL
 #define X(NAME, name) [TE_OP_##NAME].function = te_cuda_##name,
             TE_OPS(X)
 #undef X
 #define X(NAME, name) [TE_OP_##NAME].workspace = te_cuda_##name##_workspace,
                 TE_CUDA_WORKSPACES(X)
 #undef X
-                    [TE_OP_GEMM]
-                        .supports = te_cuda_gemm_supports,
+#define X(NAME, name) [TE_OP_##NAME].supports = te_cuda_##name##_supports,
+                    TE_CUDA_SUPPORTS(X)
+#undef X
         },
 };
 
@@ -59,6 +58,7 @@ static void close_device(void *state)
     if (cuda == NULL) return;
     if (cuda->context != NULL && te_cuda_enter(cuda, &scope) == TE_OK) {
         te_cublaslt_destroy(cuda->cublaslt);
+        te_sdpa_close(cuda->sdpa);
         te_cuda_images_close(cuda);
         te_cuda_leave(cuda, &scope);
     } else {

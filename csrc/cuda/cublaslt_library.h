@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * cublaslt_library.h - cuBLASLt as a table of function pointers. Nothing is linked: the library
- * that the process has already loaded (torch's own) is preferred to one found by name.
+ * cublaslt_library.h - cuBLASLt as a table of function pointers (library.h).
  */
 #ifndef TE_CUDA_CUBLASLT_LIBRARY_H
 #define TE_CUDA_CUBLASLT_LIBRARY_H

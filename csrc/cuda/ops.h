@@ -20,6 +20,8 @@ TE_OPS(X)
     X(NORM, norm)                                                                                  \
     X(NORM_BACKWARD, norm_backward)                                                                \
     X(ACTIVATION_BACKWARD, activation_backward)                                                    \
+    X(ATTENTION, attention)                                                                        \
+    X(ATTENTION_BACKWARD, attention_backward)                                                      \
     X(DROPOUT_BACKWARD, dropout_backward)
 
 #define X(NAME, name)                                                                              \
@@ -28,7 +30,17 @@ TE_OPS(X)
 TE_CUDA_WORKSPACES(X)
 #undef X
 
-te_status te_cuda_gemm_supports(void *self, te_context *context, const void *args);
+/* The operators that a library limits. */
+#define TE_CUDA_SUPPORTS(X)                                                                        \
+    X(GEMM, gemm)                                                                                  \
+    X(ATTENTION, attention)                                                                        \
+    X(ATTENTION_BACKWARD, attention_backward)
+
+#define X(NAME, name)                                                                              \
+    te_status te_cuda_##name##_supports(void *self, te_context *context, const void *args);
+TE_CUDA_SUPPORTS(X)
+#undef X
+
 /* te_context_tune_gemm of a CUDA context, on its device state. */
 te_status te_cuda_tune_gemm(void *state, int32_t enabled, const char *cache_file);
 

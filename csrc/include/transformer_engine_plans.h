@@ -129,7 +129,8 @@ enum {                           /* te_node_desc.flags */
        TE_NODE_ZERO_CENTERED = 64,   /* norm: the factor is 1 + gamma */
        TE_NODE_SEQUENCE_FIRST = 128, /* attention, rope: the leading dims are (sequence, batch) */
        TE_NODE_BOTTOM_RIGHT = 256,   /* attention: see te_attention_problem */
-       TE_NODE_INTERLEAVED = 512     /* rope */
+       TE_NODE_INTERLEAVED = 512,    /* rope */
+       TE_NODE_DETERMINISTIC = 1024  /* attention: see te_attention_backward_args */
 };
 
 #define TE_NODE_INPUTS 7

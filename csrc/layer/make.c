@@ -92,7 +92,7 @@ static te_status check_node(const te_graph_desc *graph, int32_t n)
     if (node->kind < 0 || node->kind >= TE_NODE_KINDS ||
         memchr(node->name, '\0', sizeof node->name) == NULL || node->inputs[0] < 0 ||
         node->output < 0 || node->output >= graph->value_count ||
-        node->flags >= (uint32_t)TE_NODE_INTERLEAVED << 1) {
+        node->flags >= (uint32_t)TE_NODE_DETERMINISTIC << 1) {
         return TE_FAIL(TE_ERROR_INVALID,
                        "graph: node %d: name, kind %d, input %d, output %d or flags 0x%x", n,
                        node->kind, node->inputs[0], node->output, node->flags);

@@ -112,6 +112,7 @@ static void backward_attention(te_build *build, int32_t n)
     }
     stage =
         add_attention(build, n, TE_OP_ATTENTION_BACKWARD, "attention_backward", pair_of(build, n));
+    te_set_number(build, stage, "deterministic", (node->flags & TE_NODE_DETERMINISTIC) != 0);
     te_use_as(build, stage, "grad_output", grad);
     te_use_as(build, stage, "output", output);
     te_use_as(build, stage, "statistics", statistics);

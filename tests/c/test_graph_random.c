@@ -214,6 +214,7 @@ static void add_random_attention(pool *p, const char *name, int sequence, int32_
     node = graph_attention(g, prefix, h.x, h.slices, y);
     if (p->first) node->flags |= TE_NODE_SEQUENCE_FIRST;
     if (one_in(3)) node->flags |= TE_NODE_BOTTOM_RIGHT;
+    if (one_in(3)) node->flags |= TE_NODE_DETERMINISTIC;
     if (one_in(3)) node->numbers[1] = 0.25;
     if (one_in(2)) node->numbers[3] = (double)(test_random() % 3);
     if (one_in(3)) node->numbers[2] = (double)(test_random() % 4);

@@ -104,30 +104,51 @@ def test_values_of_other_width(device, backend, form, mask):
 def choose(mask, window=(-1, -1), square=True, bias="no_bias", grouped=False, dtype=BF16, **other):
     kind = mask_type(mask)
     bottom_right = kind.bottom_right is not False
-    on, of = other.get("on", (True, True, True)), other.get("device", "cuda")
+    on, of = other.pop("on", (True, True, True)), other.pop("device", "cuda")
     problem = kind, window, bottom_right, square, bias, grouped, dtype, of, AttentionSwitches(*on)
-    return choose_backend(Situation(*problem))
+    channels, capability = other.pop("channels", (64, 64)), other.pop("capability", (9, 0))
+    return choose_backend(Situation(*problem, channels, capability, **other))
+
+
+@pytest.mark.parametrize("mask", ["no_mask", "padding_causal", "arbitrary", "causal_bottom_right"])
+@pytest.mark.parametrize("bias", BIAS_TYPES)
+def test_what_cudnn_takes_runs_natively(mask, bias):
+    problem = {"window": (3, 2), "square": False, "bias": bias, "grouped": True}
+    assert choose(mask, **problem) == ("native", {})
+    for changed, word in (
+        ({"dtype": F32}, "fp32"),
+        ({"channels": (64, 60)}, "(64, 60) channels"),
+        ({"channels": (264, 64)}, "(264, 64) channels"),
+        ({"capability": (8, 0)}, "compute capability 8.0"),
+        ({"bias_grad": "the gradient of something"}, "gradient of something"),
+        ({"on": (True, False, True)}, "NVTE_FUSED_ATTN"),
+    ):
+        refused = choose(mask, **{**problem, **changed})
+        assert refused.backend == "unfused" and word in refused.reasons["native"]
 
 
 def test_choice_and_reasons():
+    other = {"on": (True, False, True)}
     for taken in (
-        choose("no_mask"),
-        choose("no_mask", square=False),
-        choose("causal", (-1, 0)),
-        choose("causal", (-1, 0), square=False),
-        choose("causal_bottom_right", (-1, 0)),
-        choose("no_mask", grouped=True),
+        choose("no_mask", **other),
+        choose("no_mask", square=False, **other),
+        choose("causal", (-1, 0), **other),
+        choose("causal", (-1, 0), square=False, **other),
+        choose("causal_bottom_right", (-1, 0), **other),
+        choose("no_mask", grouped=True, **other),
+        choose("no_mask", dtype=F32),
+        choose("no_mask", capability=(8, 0)),
     ):
         assert taken.backend == "sdpa" and set(taken.reasons) == {"native"}
-        assert "CPU alone" in taken.reasons["native"]
     for refused, word in (
-        (choose("padding"), "padding"),
-        (choose("arbitrary"), "arbitrary"),
-        (choose("causal", (3, 0)), "window"),
-        (choose("no_mask", (2, 2)), "window"),
-        (choose("no_mask", bias="alibi"), "alibi"),
-        (choose("causal_bottom_right", (-1, 0), square=False), "top left"),
+        (choose("padding", **other), "padding"),
+        (choose("arbitrary", **other), "arbitrary"),
+        (choose("causal", (3, 0), **other), "window"),
+        (choose("no_mask", (2, 2), **other), "window"),
+        (choose("no_mask", bias="alibi", **other), "alibi"),
+        (choose("causal_bottom_right", (-1, 0), square=False, **other), "top left"),
         (choose("no_mask", grouped=True, dtype=F32), "fp32"),
+        (choose("no_mask", on=(True, False, True, False)), "not repeatable"),
     ):
         assert refused.backend == "unfused" and word in refused.reasons["sdpa"]
 

@@ -137,8 +137,7 @@ TE_FLASH_ATTN = _flag(
 )
 TE_FUSED_ATTN = _flag(
     "TE_FUSED_ATTN",
-    "Attention may run by the library's own operator (CPU), or as with TE_FLASH_ATTN. Read at each "
-    "call.",
+    "Attention may run by the library's own operator, or as with TE_FLASH_ATTN. Read at each call.",
     "NVTE_FUSED_ATTN",
     default=True,
 )
@@ -146,6 +145,13 @@ TE_UNFUSED_ATTN = _flag(
     "TE_UNFUSED_ATTN",
     "Attention may run by two matrix products and the library's softmax. Read at each call.",
     "NVTE_UNFUSED_ATTN",
+    default=True,
+)
+TE_ALLOW_NONDETERMINISTIC_ALGO = _flag(
+    "TE_ALLOW_NONDETERMINISTIC_ALGO",
+    "Gradients of attention may differ in their last bits from run to run. They do not where this "
+    "is 0 or torch asks for deterministic algorithms. Read at each call.",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
     default=True,
 )
 TE_NVRTC = _flag(
@@ -170,14 +176,15 @@ TABLE: tuple[Variable, ...] = tuple(v for v in list(globals().values()) if isins
 
 
 class AttentionSwitches(NamedTuple):
-    """Which kinds of attention may run: ``TE_FLASH_ATTN`` and the other two."""
+    """Which kinds of attention may run: ``TE_FLASH_ATTN`` and the others."""
 
     flash: bool
     fused: bool
     unfused: bool
+    nondeterministic: bool = True
 
 
-_SWITCHES = (TE_FLASH_ATTN, TE_FUSED_ATTN, TE_UNFUSED_ATTN)
+_SWITCHES = (TE_FLASH_ATTN, TE_FUSED_ATTN, TE_UNFUSED_ATTN, TE_ALLOW_NONDETERMINISTIC_ALGO)
 _SWITCH_KEYS = tuple(os.fsencode(name) for v in _SWITCHES for name in (v.name, *v.aliases))
 
 

@@ -39,6 +39,7 @@ class AttentionSpec(NamedTuple):
     lengths: int = 0  # how many vectors of them there are: 0, or 2, of queries and of keys
     bias_dtype: int = _core.DTYPE_F32  # ``_core.DTYPE_*``
     bias_grad: bool = False  # the bias has a gradient
+    deterministic: bool = False  # gradients are bitwise repeatable
 
 
 class AddSpec(NamedTuple):
@@ -244,12 +245,18 @@ def _attend(
     heads, channels = slices[0][0], slices[2][1]
     shape = (ROWS, heads * channels)
     context = graph.value(f"{name}context", dtype, shape, _core.VALUE_LEADING)
+    flags = flags_of(
+        [
+            (_core.NODE_BOTTOM_RIGHT, attention.bottom_right),
+            (_core.NODE_DETERMINISTIC, attention.deterministic),
+        ]
+    )
     graph.node(
         _core.NODE_ATTENTION,
         (*values, *given.limits),
         context,
         name=f"{name}core_",
-        flags=order | flags_of([(_core.NODE_BOTTOM_RIGHT, attention.bottom_right)]),
+        flags=order | flags,
         numbers=(attention.scale, attention.dropout, *map(float, attention.window)),
         slices=tuple(slices),
         external=int(attention.external),

@@ -23,6 +23,16 @@ def contiguous_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
+def _is_aligned(tensor: Tensor) -> bool:
+    """Whether every line of the last dim begins at a multiple of 16 bytes."""
+    size = tensor.element_size()
+    return tensor.data_ptr() % 16 == 0 and all(n * size % 16 == 0 for n in tensor.stride()[:-1])
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return contiguous_like(tensor).copy_(tensor)
+
+
 def operator(
     name: str,
     arguments: str,
@@ -30,6 +40,7 @@ def operator(
     empty: Callable,
     *,
     unit_stride: str = "",
+    aligned: bool = False,
     by_sequence: str = "",
 ) -> Callable:
     """Make a function of `_core` a torch operator, and what runs either.
@@ -51,12 +62,15 @@ def operator(
         none of. Behind the torch operator that is an empty tensor.
     unit_stride : str
         Fields that are copied where they have another last stride than 1.
+    aligned : bool
+        These are copied also where lines of their last dim begin at no multiple of 16 bytes on a
+        CUDA device.
     by_sequence : str
         Fields [batch, sequence, ...] that come as [sequence, batch, ...] where the argument
         ``sequence_first`` is True.
     """
     names = [argument.split()[-1] for argument in arguments.split(",")]
-    given = (names, results.split(), empty, unit_stride.split(), by_sequence.split())
+    given = (names, results.split(), empty, unit_stride.split(), aligned, by_sequence.split())
     native = _native(name, *given)
     made = ", ".join(["Tensor"] * len(results.split()))
     torch_ops.define(
@@ -78,6 +92,7 @@ def _native(
     results: list[str],
     empty: Callable,
     unit_stride: list[str],
+    aligned: bool,
     by_sequence: list[str],
 ) -> Callable:
     """What eager code calls: made as text, so that a call costs what one written by hand does."""
@@ -85,6 +100,8 @@ def _native(
     lines = [f"def {name}({', '.join(arguments)}):"]
     for field in unit_stride:
         lines.append(f"if {field}.stride(-1) != 1: {field} = {field}.contiguous()")
+        if aligned:
+            lines.append(f"if {field}.is_cuda and not lies({field}): {field} = copied({field})")
     lines.append(f"{', '.join(results)} = made = empty({', '.join(arguments)})")
     if by_sequence:
         turned = (f"{field}.transpose(0, 1)" for field in by_sequence)
@@ -93,7 +110,7 @@ def _native(
     known = {field for field, *_ in fields} - set(first)
     keywords = [f"{each}={each}" for each in (*results, *arguments) if each in known]
     lines += [f"core({', '.join(first + keywords)})", "return made"]
-    scope = {"core": getattr(_core, name), "empty": empty}
+    scope = {"core": getattr(_core, name), "empty": empty, "lies": _is_aligned, "copied": _copied}
     exec("\n    ".join(lines), scope)
     return scope[name]
 

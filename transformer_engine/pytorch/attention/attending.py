@@ -10,7 +10,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.layer_graphs import AttentionSpec
-from transformer_engine.pytorch.attention.dot_product_attention import sdpa
+from transformer_engine.pytorch.attention.dot_product_attention import native, sdpa
 from transformer_engine.pytorch.attention.dot_product_attention.backends import Choice
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.attention.dot_product_attention.masks import CAUSAL_WINDOW
@@ -50,17 +50,18 @@ def attending(
     bias_grad = bias is not None and bias.requires_grad and torch.is_grad_enabled()
     window = tuple(limits.window)
     channels = tuple(of.shape[1] for of in angles)
+    repeatable = native.deterministic()
     key = (
         backend, slices, dropout, tracker, core.softmax_scale, window, limits.bottom_right, *masks,
         len(lengths), bias_dtype, bias_grad, channels, interleaved, core.qkv_format,
-        bool(source) and source[0].requires_grad,
+        bool(source) and source[0].requires_grad, repeatable,
     )  # fmt: skip
 
     def spec() -> AttentionSpec:
         return AttentionSpec(
             slices, core.qkv_format == "sbhd", core.softmax_scale, dropout, window,
             limits.bottom_right, backend == "sdpa", channels, interleaved, *masks, len(lengths),
-            _core.dtype_code(bias_dtype), bias_grad,
+            _core.dtype_code(bias_dtype), bias_grad, repeatable,
         )  # fmt: skip
 
     tensors = (limits.mask, bias, *lengths)

@@ -326,8 +326,8 @@ fast_zero_fill, pad_between_seqs
                 options[2:10], options.pad_between_seqs, self.q_norm is None,
                 self.qkv_weight_interleaved, core.training, core.attention_dropout,
                 core.softmax_scale, core._get_tracker, core.attn_mask_type, core.window_size,
-                core.bottom_right_diagonal, core.qkv_format, inp.dtype, inp.is_cuda,
-                attention_switches(),
+                core.bottom_right_diagonal, core.qkv_format, inp.dtype, inp.device,
+                attention_switches(), torch.are_deterministic_algorithms_enabled(),
             )  # fmt: skip
             known = self._ways.get(key)
             if known is not None:

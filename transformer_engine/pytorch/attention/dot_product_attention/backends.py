@@ -37,9 +37,21 @@ class Choice(NamedTuple):
 
 def _native_lacks(situation: Situation) -> str | None:
     """What keeps the library's own operator from running it; None: nothing."""
-    if situation.device != "cpu":
-        return f"device {situation.device}: the operator runs on the CPU alone"
-    return None if situation.switches.fused else "switched off by NVTE_FUSED_ATTN"
+    if not situation.switches.fused:
+        return "switched off by NVTE_FUSED_ATTN"
+    return None if situation.device == "cpu" else _cudnn_lacks(situation)
+
+
+def _cudnn_lacks(situation: Situation) -> str | None:
+    """What keeps cuDNN, which is behind the operator on CUDA, from running it."""
+    if situation.capability != (9, 0):
+        found = ".".join(map(str, situation.capability))
+        return f"compute capability {found}: it was built and tested for 9.0"
+    if situation.dtype is torch.float32:
+        return "fp32: cuDNN's kernels take fp16 and bf16"
+    if any(n % 8 != 0 or n > 256 for n in situation.channels):
+        return f"{situation.channels} channels of a head, which are no multiples of 8 up to 256"
+    return situation.bias_grad or None
 
 
 def _sdpa_lacks(situation: Situation) -> str | None:
@@ -47,6 +59,8 @@ def _sdpa_lacks(situation: Situation) -> str | None:
     if not (situation.switches.flash or situation.switches.fused):
         return "switched off by NVTE_FLASH_ATTN and NVTE_FUSED_ATTN"
     kind = situation.kind
+    if situation.device != "cpu" and not situation.switches.nondeterministic:
+        return "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: its gradients are not repeatable"
     if kind.padding or kind.name == "arbitrary":
         return f"mask type {kind.name}: it would take a mask of the size of the scores"
     if situation.bias != "no_bias":

@@ -58,6 +58,18 @@ class _Decision(NamedTuple):
     limits: Limits | None
 
 
+def _odd_gradient(options: AttentionOptions, sizes: tuple[int, ...], query: Tensor) -> str:
+    """What keeps the operator on CUDA from making the gradient of a bias; "": nothing."""
+    bias = options.core_attention_bias
+    if not bias.requires_grad or not torch.is_grad_enabled() or bias.dim() != 4:
+        return ""
+    if options.core_attention_bias_type != "post_scale_bias" or bias.dtype is not query.dtype:
+        return "the gradient of a bias in another dtype than the queries, or before the scale"
+    if tuple(bias.shape[2:]) != tuple(sizes[2:]):
+        return "the gradient of a bias that several queries or keys share"
+    return ""
+
+
 class DotProductAttention(ContextParallel, NativeModule):
     """Attention of queries to keys and values.
 
@@ -402,7 +414,7 @@ score_mod_tensors, score_mod_bprop_tensors
 
         `sizes` are (batch, heads, queries, keys); `query` has the dtype and device of the queries.
         """
-        situation, choice, limits = self._decision_for(options, sizes[2] == sizes[3], query)
+        situation, choice, limits = self._decision_for(options, sizes, query)
         if (
             limits is None
             or options.core_attention_bias is not None
@@ -411,8 +423,11 @@ score_mod_tensors, score_mod_bprop_tensors
             limits = limits_of(situation, options, sizes, self.softmax_scale, query)
         return choice, limits
 
-    def _decision_for(self, options: AttentionOptions, square: bool, query: Tensor) -> _Decision:
+    def _decision_for(
+        self, options: AttentionOptions, sizes: tuple[int, ...], query: Tensor
+    ) -> _Decision:
         """What applies to a call, remembered for the next one of its kind."""
+        bias = options.core_attention_bias
         mask, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
         window = self.window_size if options.window_size is None else options.window_size
         key = (
@@ -420,10 +435,13 @@ score_mod_tensors, score_mod_bprop_tensors
             tuple(window) if isinstance(window, list) else window,
             self.bottom_right_diagonal if bottom_right is None else bottom_right,
             options.core_attention_bias_type,
-            square,
+            sizes[2] == sizes[3],
             query.dtype,
-            query.device.type,
+            query.device,
             _switches(),
+            ""
+            if bias is None or query.device.type == "cpu"
+            else _odd_gradient(options, sizes, query),
         )
         if torch.compiler.is_compiling():
             return self._decide(key)
@@ -435,11 +453,16 @@ score_mod_tensors, score_mod_bprop_tensors
 
     def _decide(self, key: tuple) -> _Decision:
         """Find out what applies to calls of a kind."""
-        name, window, bottom_right, bias, square, *rest = key
+        name, window, bottom_right, bias, square, dtype, device, switches, bias_grad = key
         kind = masks.mask_type(name)
         window = masks.window_of(window, kind)
         diagonal = masks.diagonal_of(bottom_right, kind)
         one_of(_NAME, BIAS_TYPES, core_attention_bias_type=bias)
         grouped = self.num_gqa_groups != self.num_attention_heads
-        situation = Situation(kind, window, diagonal, square, bias, grouped, *rest)
+        channels = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
+        cuda = device.type == "cuda"
+        situation = Situation(
+            kind, window, diagonal, square, bias, grouped, dtype, device.type, switches, channels,
+            torch.cuda.get_device_capability(device) if cuda else (0, 0), bias_grad,
+        )  # fmt: skip
         return _Decision(situation, choose_backend(situation), constant_limits(situation))

@@ -25,6 +25,9 @@ class Situation(NamedTuple):
     dtype: torch.dtype  # of queries, keys and values
     device: str  # type of their device
     switches: AttentionSwitches  # what the environment allows
+    channels: tuple[int, int]  # of a head: of queries and keys, and of values
+    capability: tuple[int, int] = (0, 0)  # of a CUDA device
+    bias_grad: str = ""  # what is unusual about the gradient of a bias
 
 
 class Limits(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.common.config import attention_switches
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, operator
@@ -37,31 +38,38 @@ _forward = operator(
     "output statistics",
     _results,
     unit_stride="query key value",
+    aligned=True,
     by_sequence="query key value output",
 )
 _backward = operator(
     "attention_backward",
     "Tensor grad_output, bool wants_bias, Tensor query, Tensor key, Tensor value, Tensor output, "
-    f"Tensor statistics, {_PROBLEM}",
+    f"Tensor statistics, {_PROBLEM}, bool deterministic",
     "grad_query grad_key grad_value grad_bias",
     _gradients,
     unit_stride="grad_output query key value",
+    aligned=True,
     by_sequence="grad_output query key value output grad_query grad_key grad_value",
 )
 
 
+def deterministic() -> bool:
+    """Whether gradients must be the same from run to run, bit for bit."""
+    return torch.are_deterministic_algorithms_enabled() or not attention_switches().nondeterministic
+
+
 class _Attention(OperatorCall):
-    """Settings: the bias has a gradient, then numbers of the operator."""
+    """Settings: the bias has a gradient, gradients are repeatable, numbers of the operator."""
 
     label = "attention"
 
     def run_forward(self, tensors: tuple) -> tuple[Tensor, tuple]:
-        output, statistics = _forward(self.traced, *tensors, *self.settings[1:])
+        output, statistics = _forward(self.traced, *tensors, *self.settings[2:])
         return output, (*tensors[:3], output, statistics, *tensors[3:])
 
     def run_backward(self, grads: tuple, saved: tuple) -> tuple[Tensor | None, ...]:
-        wants_bias, *numbers = self.settings
-        *made, grad_bias = _backward(self.traced, *grads, wants_bias, *saved, *numbers)
+        wants_bias, repeatable, *numbers = self.settings
+        *made, grad_bias = _backward(self.traced, *grads, wants_bias, *saved, *numbers, repeatable)
         return None, *made, None, grad_bias if wants_bias else None, None, None, None
 
 
@@ -74,13 +82,13 @@ def attend(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """Softmax(scale * query key^T + bias) value, with dropout of the weights; on the CPU.
+    """Softmax(scale * query key^T + bias) value, with dropout of the weights.
 
     Tensors are [sequence, batch, heads, channels] (sbhd) or [batch, sequence, heads, channels]
-    (bshd), in fp32, fp16 or bf16; keys and values may have fewer heads, which divide those of
-    `query`. The bias of the limits is differentiable. The output [.., .., heads, channels of
-    values] has the order and dtype of `query` and is contiguous; under `torch.autocast` it has its
-    dtype.
+    (bshd), in fp32 (on the CPU), fp16 or bf16; keys and values may have fewer heads, which divide
+    those of `query`. The bias of the limits is differentiable. The output [.., .., heads, channels
+    of values] has the order and dtype of `query` and is contiguous; under `torch.autocast` it has
+    its dtype.
     """
     device = query.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
@@ -88,6 +96,7 @@ def attend(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     mask, bias, window, bottom_right, *lengths = limits
     wants_bias, turned = bias is not None and bias.requires_grad, qkv_format == "sbhd"
-    call = _Attention(query, wants_bias, scale, dropout, *window, bottom_right, turned)
+    numbers = scale, dropout, *window, bottom_right, turned
+    call = _Attention(query, wants_bias, deterministic(), *numbers)
     rng = draw_pair(query) if dropout > 0.0 else None
     return run_call(call, query, key, value, mask, bias, *lengths, rng)

@@ -1,0 +1,451 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * attention.c - attention and its gradient on CUDA: what of a problem cuDNN's fused kernels take,
+ * and what is done around them.
+ *
+ * A mask becomes a bias. A backward over keys that are no multiple of 128, or of one query, is
+ * given lengths, full ones where the caller has none: without them cuDNN's gradients are NaN where
+ * scores are very negative. A gradient that nobody wants goes to the workspace.
+ */
+#include "cuda/kernels/attention.h"
+
+#include <string.h>
+
+#include "core/check.h"
+#include "core/status.h"
+#include "cuda/api.h"
+#include "cuda/launch.h"
+#include "cuda/ops.h"
+#include "cuda/sdpa_plans.h"
+
+#define VECTOR 8 /* elements of 16 bytes: what heads are multiples of and begin at */
+#define MAX_CHANNELS 256
+#define MAX_BLOCKS 65536
+#define CLEAR_BLOCKS 64 /* of a sequence */
+#define WHOLE_KEYS 128  /* a backward over a multiple of these needs no lengths */
+
+/* A call, laid out. */
+typedef struct sdpa_call {
+    const te_attention_problem *problem;
+    te_op op;
+    te_sdpa_key key;
+    void *places[TE_SDPA_PLACES];
+    char *base;  /* of the workspace; NULL: sizes alone are asked */
+    size_t used; /* bytes taken */
+    int makes_lengths, makes_bias;
+} sdpa_call;
+
+static void *take(sdpa_call *call, int64_t elements, size_t bytes)
+{
+    char *piece = call->base == NULL ? NULL : call->base + call->used;
+    call->used += ((size_t)elements * bytes + 255) / 256 * 256;
+    return piece;
+}
+
+/* ---- which problems ---- */
+
+#define UNSUPPORTED(...) TE_FAIL(TE_ERROR_UNSUPPORTED, __VA_ARGS__)
+
+static int is_aligned(const te_tensor *heads)
+{
+    int aligned = (uintptr_t)heads->data % 16 == 0;
+    for (int i = 0; i < 3; i++) {
+        aligned &= heads->shape[i] <= 1 || heads->strides[i] % VECTOR == 0;
+    }
+    return aligned;
+}
+
+static te_status check_aligned(const char *op, const te_tensor *const *tensors, int count)
+{
+    for (int i = 0; i < count; i++) {
+        if (is_aligned(tensors[i])) continue;
+        return UNSUPPORTED("%s: heads that begin at no multiple of 16 bytes", op);
+    }
+    return TE_OK;
+}
+
+static te_status check_problem(const char *op, te_context *context, const te_attention_problem *p)
+{
+    const int64_t d_k = p->query.shape[3], d_v = p->value.shape[3];
+    const te_tensor *const tensors[] = {&p->query, &p->key, &p->value};
+    te_cuda_state *cuda = te_context_state(context);
+    if (te_cuda_compute_capability(cuda) / 10 != 9) {
+        return UNSUPPORTED("%s: compute capability %d.%d: built and tested for 9.0", op,
+                           cuda->capability_major, cuda->capability_minor);
+    }
+    if (p->query.dtype == TE_DTYPE_F32) return UNSUPPORTED("%s: fp32", op);
+    if (d_k % VECTOR != 0 || d_v % VECTOR != 0 || d_k < 1 || d_v < 1 || d_k > MAX_CHANNELS ||
+        d_v > MAX_CHANNELS) {
+        return UNSUPPORTED("%s: heads of %lld and %lld channels, which are no multiples of %d up "
+                           "to %d",
+                           op, (long long)d_k, (long long)d_v, VECTOR, MAX_CHANNELS);
+    }
+    return check_aligned(op, tensors, 3);
+}
+
+te_status te_cuda_attention_supports(void *self, te_context *context, const void *args_)
+{
+    const te_attention_args *args = args_;
+    const te_tensor *const tensors[] = {&args->output};
+    (void)self;
+    TE_TRY(check_problem("attention", context, &args->problem));
+    return check_aligned("attention", tensors, 1);
+}
+
+te_status te_cuda_attention_backward_supports(void *self, te_context *context, const void *args_)
+{
+    static const char name[] = "attention_backward";
+    const te_attention_backward_args *args = args_;
+    const te_tensor *const tensors[] = {&args->grad_output, &args->output, &args->grad_query,
+                                        &args->grad_key, &args->grad_value};
+    const te_tensor *grad = &args->grad_bias;
+    int64_t dense = 1;
+    (void)self;
+    TE_TRY(check_problem(name, context, &args->problem));
+    TE_TRY(check_aligned(name, tensors, sizeof tensors / sizeof *tensors));
+    if (!te_tensor_requested(grad)) return TE_OK;
+    if (grad->dtype != args->problem.query.dtype || args->problem.bias.dtype != grad->dtype ||
+        grad->shape[2] != args->problem.query.shape[1] ||
+        grad->shape[3] != args->problem.key.shape[1]) {
+        return UNSUPPORTED("%s: the gradient of a bias of another dtype than the queries, or of "
+                           "one for all queries or keys",
+                           name);
+    }
+    for (int i = 3; i >= 0; i--) {
+        if (grad->shape[i] > 1 && grad->strides[i] != dense) {
+            return UNSUPPORTED("%s: a gradient of the bias that is not contiguous", name);
+        }
+        dense *= grad->shape[i];
+    }
+    return TE_OK;
+}
+
+/* ---- the problem for cuDNN ---- */
+
+/* Heads [batch, tokens, heads, channels]; a stride along a dim of 1 means nothing. */
+static te_sdpa_strides strides_of(const te_tensor *heads)
+{
+    const int64_t *n = heads->shape, *s = heads->strides;
+    te_sdpa_strides of = {s[0], s[2], s[1]};
+    if (n[2] <= 1) of.head = n[3];
+    if (n[1] <= 1) of.token = n[2] * n[3];
+    if (n[0] <= 1) of.batch = n[1] * n[2] * n[3];
+    return of;
+}
+
+static void place_heads(sdpa_call *call, int32_t place, const te_tensor *heads, te_sdpa_strides *of)
+{
+    *of = strides_of(heads);
+    call->places[place] = heads->data;
+}
+
+/* The bias as it is; or one made of mask and bias, where there is a mask, or a backward would read
+ * lines that several queries or keys share, which cuDNN gets wrong. */
+static void place_bias(sdpa_call *call)
+{
+    const te_tensor *mask = &call->problem->mask, *bias = &call->problem->bias;
+    te_sdpa_key *key = &call->key;
+    const int64_t scores[4] = {1, 1, key->queries, key->keys};
+    const int has_mask = te_tensor_requested(mask), has_bias = te_tensor_requested(bias);
+    int64_t dense = 1;
+    if (!has_bias && !has_mask) return;
+    key->has_bias = 1;
+    key->bias_dtype = (uint8_t)(has_bias ? bias->dtype : call->problem->query.dtype);
+    call->makes_bias = has_mask;
+    for (int i = 0; i < 4; i++) {
+        const int64_t of_bias = has_bias ? bias->shape[i] : 1,
+                      of_mask = has_mask ? mask->shape[i] : 1;
+        key->bias_shape[i] = of_bias > of_mask ? of_bias : of_mask;
+        if (key->backward && key->bias_shape[i] < scores[i]) key->bias_shape[i] = scores[i];
+        call->makes_bias |= key->bias_shape[i] != of_bias;
+    }
+    for (int i = 3; i >= 0; i--) {
+        const int one = key->bias_shape[i] == 1;
+        key->bias_strides[i] = call->makes_bias || one ? dense : bias->strides[i];
+        dense *= key->bias_shape[i];
+    }
+    call->places[TE_SDPA_BIAS] = call->makes_bias
+                                     ? take(call, dense, te_dtype_bytes((te_dtype)key->bias_dtype))
+                                     : bias->data;
+}
+
+static void place_lengths(sdpa_call *call, int makes)
+{
+    const te_attention_problem *p = call->problem;
+    te_sdpa_key *key = &call->key;
+    const te_tensor *given[] = {&p->query_lengths, &p->key_lengths};
+    const int present[] = {te_tensor_requested(given[0]), te_tensor_requested(given[1])};
+    key->has_lengths = makes || present[0] || present[1];
+    if (!key->has_lengths) return;
+    call->makes_lengths = (!present[0] ? 1 : 0) | (!present[1] ? 2 : 0);
+    for (int i = 0; i < 2; i++) {
+        call->places[TE_SDPA_QUERY_LENGTHS + i] =
+            present[i] ? given[i]->data : take(call, key->batch, sizeof(int32_t));
+    }
+}
+
+static void lay_out(sdpa_call *call)
+{
+    const te_attention_problem *p = call->problem;
+    te_sdpa_key *key = &call->key;
+    key->batch = p->query.shape[0];
+    key->queries = p->query.shape[1];
+    key->heads = p->query.shape[2];
+    key->d_k = p->query.shape[3];
+    key->keys = p->key.shape[1];
+    key->kv_heads = p->key.shape[2];
+    key->d_v = p->value.shape[3];
+    key->dtype = (uint8_t)p->query.dtype;
+    key->scale = p->scale;
+    key->window_left = p->window_left < 0 ? -1 : p->window_left;
+    key->window_right = p->window_right < 0 ? -1 : p->window_right;
+    if (key->window_left >= 0 || key->window_right >= 0) {
+        key->diagonal = p->diagonal;
+        key->bottom_right = p->bottom_right != 0;
+    }
+    if (p->dropout > 0.0F && p->dropout < 1.0F) {
+        key->dropout = p->dropout;
+        call->places[TE_SDPA_SEED] = (void *)(uintptr_t)p->rng;
+        call->places[TE_SDPA_OFFSET] = (void *)(uintptr_t)(p->rng == NULL ? NULL : p->rng + 1);
+    }
+    place_heads(call, TE_SDPA_QUERY, &p->query, &key->query);
+    place_heads(call, TE_SDPA_KEY, &p->key, &key->key);
+    place_heads(call, TE_SDPA_VALUE, &p->value, &key->value);
+    place_bias(call);
+}
+
+/* Whether there are lengths of the caller, of which one may be 0. */
+static int has_given_lengths(const sdpa_call *call)
+{
+    return call->key.has_lengths && call->makes_lengths != 3;
+}
+
+/* What is done before cuDNN's kernels. */
+static te_status prepare(sdpa_call *call, te_cuda_state *cuda, void *stream)
+{
+    static const char *const kernels[TE_DTYPE_COUNT] = TE_CUDA_NAMES("te_attention_bias_");
+    const te_attention_problem *p = call->problem;
+    te_sdpa_key *key = &call->key;
+    const int64_t lengths[] = {key->queries, key->keys};
+    for (int i = 0; i < 2; i++) {
+        if ((call->makes_lengths >> i & 1) == 0) continue;
+        TE_TRY(TE_CU(cuMemsetD32Async, (CUdeviceptr)call->places[TE_SDPA_QUERY_LENGTHS + i],
+                     (unsigned)lengths[i], (size_t)key->batch, (CUstream)stream));
+    }
+    if (call->makes_bias) {
+        const int64_t *n = key->bias_shape, lines = n[0] * n[1] * n[2];
+        te_attention_bias_params params = {.mask = te_cuda_view4(&p->mask),
+                                           .output = call->places[TE_SDPA_BIAS],
+                                           .shape = {n[0], n[1], n[2], n[3]}};
+        const te_cuda_call bias = {"attention",
+                                   kernels[key->bias_dtype],
+                                   {(uint32_t)(lines < MAX_BLOCKS ? lines : MAX_BLOCKS), 1, 1,
+                                    TE_ATTENTION_THREADS, 1, 1, 0},
+                                   &params,
+                                   sizeof params};
+        if (te_tensor_requested(&p->bias)) {
+            params.bias = te_cuda_view4(&p->bias);
+            params.bias_dtype = te_cuda_store(p->bias.dtype);
+        }
+        TE_TRY(te_cuda_run(cuda, &bias, 1, stream));
+    }
+    return TE_OK;
+}
+
+/* Clears heads (absent ones are passed over) and statistics (NULL: none): all, or where `call` has
+ * lengths of its caller, the sequences of which cuDNN writes nothing, those without a query or a
+ * key. */
+static te_status clear(te_cuda_state *cuda, const sdpa_call *call, const te_tensor *const heads[3],
+                       const te_tensor *statistics, void *stream)
+{
+    te_attention_clear_params params = {.batch = call->problem->query.shape[0]};
+    const te_cuda_call launch = {
+        "attention",
+        "te_attention_clear",
+        {CLEAR_BLOCKS,
+         (uint32_t)(params.batch < TE_CUDA_MAX_GRID_Y ? params.batch : TE_CUDA_MAX_GRID_Y), 4,
+         TE_ATTENTION_THREADS, 1, 1, 0},
+        &params,
+        sizeof params};
+    if (params.batch == 0) return TE_OK;
+    for (int i = 0; i < 3; i++) {
+        const int64_t *n = heads[i] == NULL ? NULL : heads[i]->shape;
+        if (n == NULL || !te_tensor_present(heads[i])) continue;
+        params.heads[i] = (te_attention_heads){te_cuda_view4(heads[i]), n[1], n[2], n[3] / VECTOR};
+    }
+    if (statistics != NULL && te_tensor_present(statistics)) {
+        params.statistics = statistics->data;
+        params.rows = statistics->shape[1] * statistics->shape[2];
+    }
+    params.query_lengths = call->places[TE_SDPA_QUERY_LENGTHS];
+    params.key_lengths = call->places[TE_SDPA_KEY_LENGTHS];
+    return te_cuda_run(cuda, &launch, 1, stream);
+}
+
+/* Lays out what cuDNN needs of the workspace, behind what was taken; runs, where there is one. */
+static te_status finish(sdpa_call *call, te_cuda_state *cuda, size_t size, void *stream,
+                        size_t *bytes)
+{
+    te_status st = TE_OK;
+    te_cuda_scope scope;
+    te_sdpa_plans *plans = NULL;
+    size_t own = 0;
+    void *workspace;
+    TE_TRY(te_cuda_enter(cuda, &scope));
+    TE_TRY_DONE(te_sdpa_open(cuda, &plans));
+    if (bytes != NULL) {
+        TE_TRY_DONE(te_sdpa_workspace(plans, &call->key, &own));
+        (void)take(call, (int64_t)own, 1);
+        *bytes = call->used;
+        goto done;
+    }
+    TE_TRY_DONE(te_check_workspace(call->op, call->base, size, call->used));
+    workspace = call->base + call->used;
+    TE_TRY_DONE(prepare(call, cuda, stream));
+    st = te_sdpa_run(plans, &call->key, call->places, workspace, size - call->used, stream);
+done:
+    te_cuda_leave(cuda, &scope);
+    return st;
+}
+
+/* ---- forward ---- */
+
+static int is_empty(const te_attention_problem *p)
+{
+    return te_tensor_numel(&p->query) == 0 || te_tensor_numel(&p->key) == 0;
+}
+
+static void lay_out_forward(const te_attention_args *args, void *workspace, sdpa_call *call)
+{
+    memset(call, 0, sizeof *call);
+    call->problem = &args->problem;
+    call->op = TE_OP_ATTENTION;
+    call->base = workspace;
+    lay_out(call);
+    place_heads(call, TE_SDPA_OUTPUT, &args->output, &call->key.output);
+    call->key.keeps_statistics = te_tensor_requested(&args->statistics);
+    call->places[TE_SDPA_STATISTICS] = args->statistics.data;
+    place_lengths(call, 0);
+}
+
+te_status te_cuda_attention_workspace(void *self, te_context *context, const void *args_,
+                                      size_t *bytes)
+{
+    const te_attention_args *args = args_;
+    sdpa_call call;
+    (void)self;
+    *bytes = 0;
+    if (is_empty(&args->problem)) return TE_OK;
+    lay_out_forward(args, NULL, &call);
+    return finish(&call, te_context_state(context), 0, NULL, bytes);
+}
+
+te_status te_cuda_attention(void *self, te_context *context, const void *args_, void *stream)
+{
+    const te_attention_args *args = args_;
+    te_cuda_state *cuda = te_context_state(context);
+    const te_tensor *const heads[3] = {&args->output};
+    sdpa_call call = {.problem = &args->problem};
+    (void)self;
+    if (is_empty(&args->problem)) return clear(cuda, &call, heads, &args->statistics, stream);
+    lay_out_forward(args, args->workspace, &call);
+    TE_TRY(finish(&call, cuda, args->workspace_size, stream, NULL));
+    if (has_given_lengths(&call)) {
+        TE_TRY(clear(cuda, &call, heads, &args->statistics, stream));
+    }
+    if (args->problem.dropout < 1.0F) return TE_OK;
+    call.places[TE_SDPA_QUERY_LENGTHS] = NULL;
+    return clear(cuda, &call, heads, NULL, stream);
+}
+
+/* ---- backward ---- */
+
+/* A dense gradient of 2-byte elements. */
+static te_status clear_bias(te_cuda_state *cuda, const te_tensor *grad, void *stream)
+{
+    const size_t bytes = te_dtype_size(grad->dtype, te_tensor_numel(grad));
+    te_status st;
+    te_cuda_scope scope;
+    if (!te_tensor_present(grad) || bytes == 0) return TE_OK;
+    TE_TRY(te_cuda_enter(cuda, &scope));
+    st = TE_CU(cuMemsetD8Async, (CUdeviceptr)grad->data, 0, bytes, (CUstream)stream);
+    te_cuda_leave(cuda, &scope);
+    return st;
+}
+
+static int has_no_gradient(const te_attention_problem *p)
+{
+    return is_empty(p) || p->dropout >= 1.0F;
+}
+
+/* A gradient, or scratch for one that nobody wants. */
+static void place_gradient(sdpa_call *call, int32_t place, const te_tensor *grad,
+                           const te_tensor *like, te_sdpa_strides *of)
+{
+    if (te_tensor_requested(grad)) {
+        place_heads(call, place, grad, of);
+        return;
+    }
+    call->places[place] = take(call, te_tensor_numel(like), te_dtype_bytes(like->dtype));
+    of->head = like->shape[3];
+    of->token = of->head * like->shape[2];
+    of->batch = of->token * like->shape[1];
+}
+
+static void lay_out_backward(const te_attention_backward_args *args, void *workspace,
+                             sdpa_call *call)
+{
+    const te_attention_problem *p = &args->problem;
+    te_sdpa_key *key = &call->key;
+    memset(call, 0, sizeof *call);
+    call->problem = p;
+    call->op = TE_OP_ATTENTION_BACKWARD;
+    call->base = workspace;
+    key->backward = 1;
+    lay_out(call);
+    key->wants_bias_grad = te_tensor_requested(&args->grad_bias);
+    key->deterministic = args->deterministic != 0;
+    place_heads(call, TE_SDPA_OUTPUT, &args->output, &key->output);
+    place_heads(call, TE_SDPA_GRAD_OUTPUT, &args->grad_output, &key->grad_output);
+    call->places[TE_SDPA_STATISTICS] = args->statistics.data;
+    call->places[TE_SDPA_GRAD_BIAS] = args->grad_bias.data;
+    place_gradient(call, TE_SDPA_GRAD_QUERY, &args->grad_query, &p->query, &key->grad_query);
+    place_gradient(call, TE_SDPA_GRAD_KEY, &args->grad_key, &p->key, &key->grad_key);
+    place_gradient(call, TE_SDPA_GRAD_VALUE, &args->grad_value, &p->value, &key->grad_value);
+    place_lengths(call, key->keys % WHOLE_KEYS != 0 || key->queries == 1);
+    call->places[TE_SDPA_ROW_SUM] =
+        take(call, key->batch * key->heads * key->queries, sizeof(float));
+    if (te_sdpa_sums_queries(key)) {
+        call->places[TE_SDPA_QUERY_SUM] =
+            take(call, key->batch * key->heads * key->queries * key->d_k, sizeof(float));
+    }
+}
+
+te_status te_cuda_attention_backward_workspace(void *self, te_context *context, const void *args_,
+                                               size_t *bytes)
+{
+    const te_attention_backward_args *args = args_;
+    sdpa_call call;
+    (void)self;
+    *bytes = 0;
+    if (has_no_gradient(&args->problem)) return TE_OK;
+    lay_out_backward(args, NULL, &call);
+    return finish(&call, te_context_state(context), 0, NULL, bytes);
+}
+
+te_status te_cuda_attention_backward(void *self, te_context *context, const void *args_,
+                                     void *stream)
+{
+    const te_attention_backward_args *args = args_;
+    te_cuda_state *cuda = te_context_state(context);
+    const te_tensor *const grads[3] = {&args->grad_query, &args->grad_key, &args->grad_value};
+    sdpa_call call = {.problem = &args->problem};
+    (void)self;
+    if (has_no_gradient(&args->problem)) {
+        TE_TRY(clear_bias(cuda, &args->grad_bias, stream));
+        return clear(cuda, &call, grads, NULL, stream);
+    }
+    lay_out_backward(args, args->workspace, &call);
+    TE_TRY(finish(&call, cuda, args->workspace_size, stream, NULL));
+    return has_given_lengths(&call) ? clear(cuda, &call, grads, NULL, stream) : TE_OK;
+}

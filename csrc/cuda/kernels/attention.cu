@@ -1,0 +1,78 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * attention.cu - what attention needs beside cuDNN's kernels: a mask as a bias, and zeros.
+ */
+#include "attention.h"
+#include "numeric.cuh"
+#include "view4.cuh"
+
+/* An element of a line whose dtype is known at run time only. */
+static __device__ __forceinline__ float load(const unsigned char *line, te_index at, int dtype)
+{
+    if (dtype == TE_STORE_F32) return ((const float *)line)[at];
+    const unsigned short bits = ((const unsigned short *)line)[at];
+    return dtype == TE_STORE_F16 ? te_decode<te_f16>(bits) : te_decode<te_bf16>(bits);
+}
+
+template <typename T>
+static __device__ __forceinline__ void fill_bias(const te_attention_bias_params &p)
+{
+    const te_index lines = p.shape[0] * p.shape[1] * p.shape[2], keys = p.shape[3];
+    const int bytes = p.bias_dtype == TE_STORE_F32 ? 4 : 2;
+    for (te_index line = blockIdx.x; line < lines; line += gridDim.x) {
+        te_index head, query;
+        const te_index rest = te_divide(line, p.shape[2], &query);
+        const te_index batch = te_divide(rest, p.shape[1], &head);
+        const unsigned char *mask = te_line(p.mask, 1, batch, head, query);
+        const unsigned char *bias = te_line(p.bias, bytes, batch, head, query);
+        typename T::raw *output = (typename T::raw *)p.output + line * keys;
+        for (te_index key = threadIdx.x; key < keys; key += blockDim.x) {
+            float value = 0.0F;
+            if (mask != nullptr && mask[key * p.mask.strides[3]] != 0) {
+                value = __uint_as_float(0xff800000U);
+            } else if (bias != nullptr) {
+                value = load(bias, key * p.bias.strides[3], p.bias_dtype);
+            }
+            output[key] = te_encode<T>(value);
+        }
+    }
+}
+
+#define X(I, i, ...)                                                                               \
+    TE_KERNEL(te_attention_bias_##i, te_attention_bias_params, (TE_ATTENTION_THREADS),             \
+              fill_bias<te_##i>(p))
+TE_NUMBERS(X, )
+#undef X
+
+static __device__ __forceinline__ void clear_entry(const te_attention_clear_params &p,
+                                                   te_index batch)
+{
+    const te_index first = (te_index)blockIdx.x * blockDim.x + threadIdx.x;
+    const te_index step = (te_index)gridDim.x * blockDim.x;
+    if (blockIdx.z == 3) {
+        for (te_index at = first; p.statistics != nullptr && at < p.rows; at += step) {
+            p.statistics[batch * p.rows + at] = __uint_as_float(0xff800000U);
+        }
+        return;
+    }
+    const te_attention_heads &heads = p.heads[blockIdx.z];
+    const te_index count = heads.tokens * heads.heads * heads.vectors;
+    for (te_index at = first; heads.view.data != nullptr && at < count; at += step) {
+        te_index vector, head;
+        const te_index rest = te_divide(at, heads.vectors, &vector);
+        const te_index token = te_divide(rest, heads.heads, &head);
+        ((uint4 *)te_line(heads.view, 2, batch, token, head))[vector] = make_uint4(0, 0, 0, 0);
+    }
+}
+
+static __device__ __forceinline__ void clear(const te_attention_clear_params &p)
+{
+    for (te_index batch = blockIdx.y; batch < p.batch; batch += gridDim.y) {
+        if (p.query_lengths == nullptr || p.query_lengths[batch] == 0 ||
+            p.key_lengths[batch] == 0) {
+            clear_entry(p, batch);
+        }
+    }
+}
+
+TE_KERNEL(te_attention_clear, te_attention_clear_params, (TE_ATTENTION_THREADS), clear(p))

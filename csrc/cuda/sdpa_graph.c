@@ -1,0 +1,371 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "cuda/sdpa_graph.h"
+
+#include <math.h>
+
+#include "core/philox.h"
+
+typedef te_cudnn_tensor tensor;
+
+/* A graph being written, and what both directions read. */
+typedef struct writer {
+    te_cudnn_graph *graph;
+    const te_sdpa_key *key;
+    cudnnDataType_t dtype; /* of queries, keys and values */
+    tensor *query_lengths, *key_lengths;
+    tensor *query, *key_turned; /* [.., tokens, d_k] and [.., d_k, tokens] */
+    tensor *scale;
+} writer;
+
+static cudnnDataType_t type_of(uint8_t dtype)
+{
+    return dtype == TE_DTYPE_F16    ? CUDNN_DATA_HALF
+           : dtype == TE_DTYPE_BF16 ? CUDNN_DATA_BFLOAT16
+                                    : CUDNN_DATA_FLOAT;
+}
+
+/* ---- tensors of a problem ---- */
+
+/* Heads at a place: [batch, heads, tokens, channels], or turned, with the last two exchanged. */
+static tensor *heads_at(const writer *w, int32_t place, const te_sdpa_strides *of, int64_t heads,
+                        int64_t tokens, int64_t channels, int turned)
+{
+    const int64_t shape[4] = {w->key->batch, heads, turned ? channels : tokens,
+                              turned ? tokens : channels};
+    const int64_t strides[4] = {of->batch, of->head, turned ? 1 : of->token,
+                                turned ? of->token : 1};
+    return te_cudnn_at(w->graph, place, w->dtype, shape, strides, NULL);
+}
+
+static tensor *queries_at(const writer *w, int32_t place, const te_sdpa_strides *of, int64_t d)
+{
+    return heads_at(w, place, of, w->key->heads, w->key->queries, d, 0);
+}
+
+static tensor *keys_at(const writer *w, int32_t place, const te_sdpa_strides *of, int64_t d,
+                       int turned)
+{
+    return heads_at(w, place, of, w->key->kv_heads, w->key->keys, d, turned);
+}
+
+/* A number or, with the extent of the batch, one number of each sequence. */
+static tensor *numbers_at(const writer *w, int32_t place, cudnnDataType_t dtype, int64_t count)
+{
+    const int64_t shape[4] = {count, 1, 1, 1}, strides[4] = {1, 1, 1, 1};
+    return te_cudnn_at(w->graph, place, dtype, shape, strides, NULL);
+}
+
+/* One fp32 number of each row of the scores. */
+static tensor *rows_at(const writer *w, int32_t place)
+{
+    const int64_t shape[4] = {w->key->batch, w->key->heads, w->key->queries, 1};
+    const int64_t strides[4] = {shape[1] * shape[2], shape[2], 1, 1};
+    return te_cudnn_at(w->graph, place, CUDNN_DATA_FLOAT, shape, strides, NULL);
+}
+
+static tensor *virtual_rows(const writer *w)
+{
+    const int64_t shape[4] = {w->key->batch, w->key->heads, w->key->queries, 1};
+    return te_cudnn_virtual(w->graph, CUDNN_DATA_FLOAT, shape, NULL);
+}
+
+static tensor *virtual_scores(const writer *w)
+{
+    const int64_t shape[4] = {w->key->batch, w->key->heads, w->key->queries, w->key->keys};
+    return te_cudnn_virtual(w->graph, CUDNN_DATA_FLOAT, shape, NULL);
+}
+
+static tensor *multiplied(const writer *w, tensor *x, tensor *b)
+{
+    return te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_MUL, x, b, CUDNN_DATA_FLOAT);
+}
+
+static tensor *subtracted(const writer *w, tensor *x, tensor *b)
+{
+    return te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_SUB, x, b, CUDNN_DATA_FLOAT);
+}
+
+static tensor *exponential(const writer *w, tensor *x)
+{
+    return te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_EXP, x, NULL, CUDNN_DATA_FLOAT);
+}
+
+/* x in the dtype of the operands, as the last step before a product. */
+static tensor *narrowed(const writer *w, tensor *x, tensor *factor)
+{
+    return te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_MUL, x, factor, w->dtype);
+}
+
+static void multiply(const writer *w, tensor *a, tensor *b, tensor *c, const tensor *m,
+                     const tensor *n, const tensor *k)
+{
+    const tensor *extents[3] = {m, n, k};
+    te_cudnn_multiply(w->graph, a, b, c, extents);
+}
+
+/* ---- masks ---- */
+
+static tensor *kept_where(const writer *w, tensor *scores, cudnnPointwiseMode_t mode, tensor *x,
+                          tensor *b)
+{
+    tensor *keep = te_cudnn_pointwise(w->graph, mode, x, b, CUDNN_DATA_BOOLEAN);
+    return te_cudnn_select(w->graph, scores, te_cudnn_float(w->graph, -INFINITY), keep);
+}
+
+static tensor *integers(const writer *w, cudnnPointwiseMode_t mode, tensor *x, tensor *b)
+{
+    return te_cudnn_pointwise(w->graph, mode, x, b, CUDNN_DATA_INT32);
+}
+
+static tensor *plus(const writer *w, tensor *x, int64_t number)
+{
+    if (number == 0) return x;
+    return integers(w, CUDNN_POINTWISE_ADD, x, te_cudnn_int(w->graph, (int32_t)number));
+}
+
+/* Tokens behind the ends of the sequences. */
+static tensor *without_padding(const writer *w, tensor *scores)
+{
+    tensor *row, *column, *both;
+    if (!w->key->has_lengths) return scores;
+    row = te_cudnn_index(w->graph, scores, 2);
+    column = te_cudnn_index(w->graph, scores, 3);
+    row = te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_CMP_LT, row, w->query_lengths,
+                             CUDNN_DATA_BOOLEAN);
+    column = te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_CMP_LT, column, w->key_lengths,
+                                CUDNN_DATA_BOOLEAN);
+    both =
+        te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_LOGICAL_AND, row, column, CUDNN_DATA_BOOLEAN);
+    return te_cudnn_select(w->graph, scores, te_cudnn_float(w->graph, -INFINITY), both);
+}
+
+/* How far the diagonal is to the right of that which begins in the top left corner; of sequences
+ * with lengths, without what depends on these. */
+static int64_t shift_of(const te_sdpa_key *key)
+{
+    const int64_t corner = key->has_lengths ? 0 : key->keys - key->queries;
+    return key->bottom_right ? key->diagonal + corner : key->diagonal;
+}
+
+/* Keys up to query + shift + right. */
+static tensor *without_later(const writer *w, tensor *scores)
+{
+    const te_sdpa_key *key = w->key;
+    tensor *row, *column;
+    if (key->window_right < 0) return scores;
+    row = te_cudnn_index(w->graph, scores, 2);
+    column = te_cudnn_index(w->graph, scores, 3);
+    if (key->bottom_right && key->has_lengths) {
+        row = integers(w, CUDNN_POINTWISE_ADD, row, w->key_lengths);
+        row = integers(w, CUDNN_POINTWISE_SUB, row, w->query_lengths);
+    }
+    row = plus(w, row, shift_of(key) + key->window_right);
+    return kept_where(w, scores, CUDNN_POINTWISE_CMP_GE, row, column);
+}
+
+/* Keys from query + shift - left on. The engine takes the sum on the side of the keys alone: on
+ * that of the queries it makes another mask. */
+static tensor *without_earlier(const writer *w, tensor *scores)
+{
+    const te_sdpa_key *key = w->key;
+    const int64_t more = key->window_left + 1 - shift_of(key);
+    tensor *row, *column;
+    if (key->window_left < 0) return scores;
+    row = te_cudnn_index(w->graph, scores, 2);
+    column = te_cudnn_index(w->graph, scores, 3);
+    if (key->bottom_right && key->has_lengths) {
+        column = integers(w, CUDNN_POINTWISE_ADD, column, te_cudnn_int(w->graph, (int32_t)more));
+        column = integers(w, CUDNN_POINTWISE_SUB, column, w->key_lengths);
+        column = integers(w, CUDNN_POINTWISE_ADD, column, w->query_lengths);
+    } else {
+        column = te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_ADD, column,
+                                    te_cudnn_float(w->graph, (float)more), CUDNN_DATA_FLOAT);
+    }
+    return kept_where(w, scores, CUDNN_POINTWISE_CMP_GT, column, row);
+}
+
+static tensor *within_window(const writer *w, tensor *scores)
+{
+    return without_earlier(w, without_later(w, scores));
+}
+
+/* ---- what both directions read ---- */
+
+static void begin(writer *w)
+{
+    const te_sdpa_key *key = w->key;
+    if (key->has_lengths) {
+        w->query_lengths = numbers_at(w, TE_SDPA_QUERY_LENGTHS, CUDNN_DATA_INT32, key->batch);
+        w->key_lengths = numbers_at(w, TE_SDPA_KEY_LENGTHS, CUDNN_DATA_INT32, key->batch);
+    }
+    w->query = queries_at(w, TE_SDPA_QUERY, &key->query, key->d_k);
+    w->key_turned = keys_at(w, TE_SDPA_KEY, &key->key, key->d_k, 1);
+    w->scale = te_cudnn_float(w->graph, key->scale);
+}
+
+/* scale * query key^T + bias, without keys of no sequence. */
+static tensor *scores_of(const writer *w)
+{
+    const te_sdpa_key *key = w->key;
+    tensor *scores = virtual_scores(w);
+    multiply(w, w->query, w->key_turned, scores, w->query_lengths, w->key_lengths, NULL);
+    scores = multiplied(w, scores, w->scale);
+    if (key->has_bias) {
+        tensor *bias = te_cudnn_at(w->graph, TE_SDPA_BIAS, type_of(key->bias_dtype),
+                                   key->bias_shape, key->bias_strides, NULL);
+        scores = te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_ADD, scores, bias, CUDNN_DATA_FLOAT);
+    }
+    return without_padding(w, scores);
+}
+
+/* 1 for a weight that stays, 0 for one that is dropped. */
+static tensor *decisions(const writer *w)
+{
+    tensor *made = virtual_scores(w);
+    te_cudnn_bernoulli(w->graph, numbers_at(w, TE_SDPA_SEED, CUDNN_DATA_INT64, 1),
+                       numbers_at(w, TE_SDPA_OFFSET, CUDNN_DATA_INT64, 1),
+                       1.0 - (double)w->key->dropout, made);
+    return made;
+}
+
+/* ---- forward ---- */
+
+static void write_forward(writer *w)
+{
+    const te_sdpa_key *key = w->key;
+    const int drops = key->dropout > 0.0F;
+    tensor *scores, *top = virtual_rows(w), *sum = virtual_rows(w), *weights, *statistics;
+    begin(w);
+    scores = within_window(w, scores_of(w));
+    te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_MAX, scores, top);
+    weights = exponential(w, subtracted(w, scores, top));
+    te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_ADD, weights, sum);
+    /* The pattern has the statistics even where nobody reads them. */
+    statistics = key->keeps_statistics ? rows_at(w, TE_SDPA_STATISTICS) : virtual_rows(w);
+    te_cudnn_pointwise_to(
+        w->graph, CUDNN_POINTWISE_ADD, top,
+        te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_LOG, sum, NULL, CUDNN_DATA_FLOAT), statistics);
+    weights = te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_DIV, weights, sum,
+                                 drops ? CUDNN_DATA_FLOAT : w->dtype);
+    if (drops) {
+        weights = multiplied(w, weights, decisions(w));
+        weights = narrowed(w, weights, te_cudnn_float(w->graph, te_keep_factor(key->dropout)));
+    }
+    multiply(w, weights, keys_at(w, TE_SDPA_VALUE, &key->value, key->d_v, 0),
+             queries_at(w, TE_SDPA_OUTPUT, &key->output, key->d_v), w->query_lengths, NULL,
+             w->key_lengths);
+}
+
+/* ---- backward ---- */
+
+/* The transpose of a matrix of scores, narrowed: the left operand of a product over queries. */
+static tensor *turned(const writer *w, tensor *x)
+{
+    const te_sdpa_key *key = w->key;
+    const int64_t area = key->queries * key->keys;
+    const int64_t shape[4] = {key->batch, key->heads, key->keys, key->queries};
+    const int64_t strides[4] = {key->heads * area, area, 1, key->keys};
+    tensor *y = te_cudnn_virtual(w->graph, w->dtype, shape, strides);
+    te_cudnn_reshape(w->graph, x, y);
+    return y;
+}
+
+/* y = x^T b, of heads that share keys and values: their sum. */
+static void multiply_by_keys(const writer *w, tensor *x, tensor *b, tensor *y)
+{
+    const te_sdpa_key *key = w->key;
+    tensor *all = y;
+    if (key->heads != key->kv_heads) {
+        const int64_t shape[4] = {key->batch, key->heads, key->keys, y->shape[3]};
+        all = te_cudnn_virtual(w->graph, w->dtype, shape, NULL);
+    }
+    multiply(w, turned(w, x), b, all, w->key_lengths, NULL, w->query_lengths);
+    if (all != y) te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_ADD, all, y);
+}
+
+static tensor *keys_again(const writer *w)
+{
+    const te_sdpa_key *key = w->key;
+    const int64_t shape[4] = {key->batch, key->kv_heads, key->keys, key->d_k};
+    const int64_t strides[4] = {key->key.batch, key->key.head, key->key.token, 1};
+    tensor *y = te_cudnn_virtual(w->graph, CUDNN_DATA_FLOAT, shape, strides);
+    te_cudnn_reshape(w->graph, w->key_turned, y);
+    return y;
+}
+
+/* Sums over channels of grad_output * output, times what dropout keeps. */
+static tensor *row_sums(const writer *w, tensor *grad_output)
+{
+    const te_sdpa_key *key = w->key;
+    tensor *output = queries_at(w, TE_SDPA_OUTPUT, &key->output, key->d_v);
+    tensor *sums = virtual_rows(w), *kept = rows_at(w, TE_SDPA_ROW_SUM);
+    te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_ADD, multiplied(w, grad_output, output), sums);
+    /* Without this product, by 1 too, the engine keeps all scores in its workspace. */
+    te_cudnn_pointwise_to(w->graph, CUDNN_POINTWISE_MUL, sums,
+                          te_cudnn_float(w->graph, 1.0F - key->dropout), kept);
+    return kept;
+}
+
+int te_sdpa_sums_queries(const te_sdpa_key *key)
+{
+    return key->backward && !key->deterministic && !key->wants_bias_grad;
+}
+
+static void write_query_gradient(const writer *w, tensor *grad_scores)
+{
+    const te_sdpa_key *key = w->key;
+    tensor *result = queries_at(w, TE_SDPA_GRAD_QUERY, &key->grad_query, key->d_k), *sum = result;
+    if (te_sdpa_sums_queries(key)) {
+        const int64_t shape[4] = {key->batch, key->heads, key->queries, key->d_k};
+        const int64_t strides[4] = {shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3],
+                                    1};
+        sum = te_cudnn_at(w->graph, TE_SDPA_QUERY_SUM, CUDNN_DATA_FLOAT, shape, strides, NULL);
+    }
+    multiply(w, grad_scores, keys_again(w), sum, w->query_lengths, NULL, w->key_lengths);
+    if (sum != result) {
+        te_cudnn_pointwise_to(w->graph, CUDNN_POINTWISE_IDENTITY, sum, NULL, result);
+    }
+}
+
+static void write_backward(writer *w)
+{
+    const te_sdpa_key *key = w->key;
+    const int drops = key->dropout > 0.0F;
+    tensor *grad_output, *sums, *scores, *weights, *dropped, *grads, *kept = NULL, *factor = NULL;
+    begin(w);
+    grad_output = queries_at(w, TE_SDPA_GRAD_OUTPUT, &key->grad_output, key->d_v);
+    if (drops) {
+        kept = decisions(w);
+        factor = te_cudnn_float(w->graph, te_keep_factor(key->dropout));
+    }
+    sums = row_sums(w, grad_output);
+    scores = subtracted(w, scores_of(w), rows_at(w, TE_SDPA_STATISTICS));
+    weights = exponential(w, within_window(w, scores));
+    dropped = drops ? multiplied(w, multiplied(w, weights, kept), factor) : weights;
+    multiply_by_keys(w, dropped, grad_output,
+                     keys_at(w, TE_SDPA_GRAD_VALUE, &key->grad_value, key->d_v, 0));
+    grads = virtual_scores(w);
+    multiply(w, grad_output, keys_at(w, TE_SDPA_VALUE, &key->value, key->d_v, 1), grads,
+             w->query_lengths, w->key_lengths, NULL);
+    if (drops) grads = multiplied(w, grads, kept);
+    grads = multiplied(w, subtracted(w, grads, sums), weights);
+    if (drops) grads = multiplied(w, grads, factor);
+    if (key->wants_bias_grad) {
+        te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_ADD, grads,
+                        te_cudnn_at(w->graph, TE_SDPA_GRAD_BIAS, type_of(key->bias_dtype),
+                                    key->bias_shape, NULL, NULL));
+    }
+    grads = multiplied(w, grads, w->scale);
+    multiply_by_keys(w, grads, w->query, keys_at(w, TE_SDPA_GRAD_KEY, &key->grad_key, key->d_k, 0));
+    write_query_gradient(w, grads);
+}
+
+void te_sdpa_write(te_cudnn_graph *graph, const te_sdpa_key *key)
+{
+    writer w = {.graph = graph, .key = key, .dtype = type_of(key->dtype)};
+    if (key->backward) {
+        write_backward(&w);
+    } else {
+        write_forward(&w);
+    }
+}

@@ -1,0 +1,63 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * sdpa_graph.h - attention and its gradient as graphs of cuDNN operations.
+ *
+ * cuDNN knows these patterns and runs each as one fused kernel of its own; the operations must be
+ * those of its patterns, in the same roles, or no engine takes the graph.
+ */
+#ifndef TE_CUDA_SDPA_GRAPH_H
+#define TE_CUDA_SDPA_GRAPH_H
+
+#include "cuda/cudnn_graph.h"
+
+/* Strides of [batch, heads, tokens, channels]; channels are adjacent. */
+typedef struct te_sdpa_strides {
+    int64_t batch, head, token;
+} te_sdpa_strides;
+
+/* All that a plan depends on; bytes that are no field are 0, so that keys are compared by bytes. */
+typedef struct te_sdpa_key {
+    int64_t batch, heads, kv_heads, queries, keys, d_k, d_v;
+    te_sdpa_strides query, key, value, output, grad_output, grad_query, grad_key, grad_value;
+    int64_t bias_shape[4], bias_strides[4];
+    int64_t window_left, window_right; /* -1: no limit */
+    int64_t diagonal; /* the key on the diagonal of query 0; further right by (keys - queries) of
+                         each sequence where bottom_right */
+    float scale, dropout;
+    uint8_t dtype, bias_dtype;
+    uint8_t backward;
+    uint8_t has_bias, has_lengths, bottom_right;
+    uint8_t keeps_statistics; /* of a forward */
+    uint8_t wants_bias_grad;  /* of a backward */
+    uint8_t deterministic;    /* of a backward */
+    uint8_t unused[7];
+} te_sdpa_key;
+
+/* Where a run finds its tensors. */
+enum {
+    TE_SDPA_QUERY,
+    TE_SDPA_KEY,
+    TE_SDPA_VALUE,
+    TE_SDPA_OUTPUT,
+    TE_SDPA_STATISTICS,
+    TE_SDPA_BIAS,
+    TE_SDPA_QUERY_LENGTHS,
+    TE_SDPA_KEY_LENGTHS,
+    TE_SDPA_SEED,
+    TE_SDPA_OFFSET,
+    TE_SDPA_GRAD_OUTPUT,
+    TE_SDPA_GRAD_QUERY,
+    TE_SDPA_GRAD_KEY,
+    TE_SDPA_GRAD_VALUE,
+    TE_SDPA_GRAD_BIAS, /* dense, in the dtype of the bias */
+    TE_SDPA_QUERY_SUM, /* scratch: [batch, heads, queries, d_k] f32, where not deterministic */
+    TE_SDPA_ROW_SUM,   /* scratch: [batch, heads, queries] f32 */
+    TE_SDPA_PLACES
+};
+
+/* Whether a backward sums the gradient of the query in TE_SDPA_QUERY_SUM. */
+int te_sdpa_sums_queries(const te_sdpa_key *key);
+/* Writes the graph of a problem; the outcome is in its status. */
+void te_sdpa_write(te_cudnn_graph *graph, const te_sdpa_key *key);
+
+#endif
