@@ -138,15 +138,18 @@ class CallPlans:
         self.result_count = len(self.results)
         self.counts = {plan: len(_links(plan, "output")) for plan in self.texts}
         flags = [part.flags for part in parts]
-        self._caches = [
-            (("row", of), ("column", of), ("scales", of)) for of in graph.weight_operands
-        ]
-        # Parts whose quantized weight is taken from the cache; whether one is kept.
+        caches = [(("row", of), ("column", of), ("scales", of)) for of in graph.weight_operands]
+        # Parts whose quantized weight is taken from the cache; (part, places among `outputs`) of
+        # those where it is kept.
         self.reads_caches = tuple(i for i, f in enumerate(flags) if f & CACHE_READ)
-        self.writes_caches = any(f & CACHE_WRITE for f in flags)
-        # (part, link of it) where the weight's gradient goes to ``weight.main_grad``.
+        self.writes_caches = tuple(
+            (i, tuple(map(self.outputs.index, caches[i])))
+            for i, f in enumerate(flags)
+            if f & CACHE_WRITE
+        )
+        # (part, weight's place among `tensors`) where its gradient goes to ``weight.main_grad``.
         self.main_grads = tuple(
-            (i, ("gradient", graph.weights[i]))
+            (i, self.tensors.index(("value", graph.weights[i])))
             for i, f in enumerate(flags)
             if f & WGRAD and f & (ACCUMULATE | OVERWRITE)
         )
@@ -155,18 +158,10 @@ class CallPlans:
         self.plain = not (self.reads_caches or self.writes_caches or self.defer or self.main_grads)
         sources = list(self.tensors)
         for i in self.reads_caches:
-            sources += self._caches[i]
+            sources += caches[i]
         # From the tensors and caches of a call.
         self.pick_inputs = Picker(self.forward_inputs, sources)
         self._examine_backward(graph, sources)
-
-    def pick_caches(self, results: tuple, caches: tuple) -> tuple:
-        """Caches of each part after a forward: those that it has written, and the others."""
-        known = dict(zip(self.outputs, results, strict=False))
-        return tuple(
-            tuple(known[link] for link in links) if links[0] in known else cache
-            for links, cache in zip(self._caches, caches, strict=False)
-        )
 
     def _examine_backward(self, graph: Graph, sources: list) -> None:
         self.saves_packed = False  # the forward makes a packed tensor for the backward

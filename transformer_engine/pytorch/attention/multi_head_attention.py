@@ -350,7 +350,6 @@ fast_zero_fill, pad_between_seqs
         if (
             slices is None
             or options.inference_params is not None
-            or options.is_first_microbatch is not None
             or options.checkpoint_core_attention
             or options.pad_between_seqs
             or core.qkv_format != self.qkv_format
@@ -398,17 +397,17 @@ fast_zero_fill, pad_between_seqs
         if calls is not None:
             out = calls.run(self, hidden_states, (options,))
             if out is not NotImplemented:
-                return self._results(*(out if isinstance(out, tuple) else (out,)))
+                return self._results(hidden_states, *(out if isinstance(out, tuple) else (out,)))
         return self._attend_by_modules(hidden_states, options)
 
-    def _results(self, out: Tensor, normalized: Tensor | None = None) -> Any:
+    def _results(self, inp: Tensor, out: Tensor, normalized: Tensor | None = None) -> Any:
         """What a forward returns, from the results of the layer's graph."""
         results = [out]
         if self.return_bias:
             proj = self._modules["proj"]
             results.append(proj._returned_bias(out.dtype) if proj.return_bias else None)
         if self.return_layernorm_output:
-            results.append(normalized)
+            results.append(self._modules[self._first()]._norm_result(inp, normalized))
         return results[0] if len(results) == 1 else tuple(results)
 
     def _attend_by_modules(self, hidden_states: Tensor, options: AttentionOptions) -> Any:

@@ -3,7 +3,7 @@
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +68,7 @@ class _BoundState(NamedTuple):
     flags: tuple[int, ...]
     slots: scaling.Slots | None
     scales: Tensor | None
-    caches: tuple
+    caches: Sequence  # as of `ModuleCall`
 
 
 class ComposedModule(Fp8Module):
@@ -241,12 +241,15 @@ class ComposedModule(Fp8Module):
     def _results(self, inp: Tensor, out: Any) -> Any:
         """What a forward returns, of the results of a call: output[, bias][, norm output]."""
         out, *normed = out if self.return_layernorm_output else (out,)
-        if normed:
-            before = (inp, *self._norm_tensors())
-            if not any(tensor is not None and tensor.requires_grad for tensor in before):
-                normed = [normed[0].detach()]  # what follows the norm is no reason for a gradient
+        normed = [self._norm_result(inp, tensor) for tensor in normed]
         biases = [self._returned_bias(out.dtype)] if self.return_bias else []
         return (out, *biases, *normed) if biases or normed else out
+
+    def _norm_result(self, inp: Tensor, normed: Tensor) -> Tensor:
+        """The norm's output as it is returned: what follows the norm gives it no gradient."""
+        before = (inp, *self._norm_tensors())
+        wanted = any(tensor is not None and tensor.requires_grad for tensor in before)
+        return normed if wanted else normed.detach()
 
     def _find_present(self, flat: tuple[Tensor | None, ...]) -> None:
         """Note which parameters a call consists of, where it consists of them alone."""
@@ -273,7 +276,8 @@ class ComposedModule(Fp8Module):
         if call.first and region.replay is None:
             region.state.first = False
         if call.plans.writes_caches:
-            self._keep_caches(call, tensors)
+            how = call.plans.spec.parts[0].quantization, call.slots
+            self._keep_caches(call.caches, tensors.parts, *how)
         if region.record:
             has_caches = call.plans.reads_caches or call.plans.writes_caches
             self._record(region, call.slots, call.caches if has_caches else None, call.first)
@@ -286,13 +290,23 @@ class ComposedModule(Fp8Module):
         bindable = call.plans.plain and region.replay is None and not region.record
         return out, call if bindable else None
 
-    def _keep_caches(self, call: ModuleCall, tensors: CallTensors) -> None:
-        caches = list(self._weight_caches)
-        for i, part in enumerate(call.plans.spec.parts):
-            if part.flags & graphs.CACHE_WRITE:
-                sources = tensors.parts[i].weights
-                caches[i] = WeightCache.of(call.caches[i], sources, part.quantization, call.slots)
-        self._weight_caches = tuple(caches)
+    def _held_caches(self, first: bool, parts: Sequence, *how: Any) -> list[tuple | None]:
+        """Of each part the quantized weight that a microbatch reads; None where it makes one.
+
+        `how` are quantization and slots.
+        """
+        return [
+            None if first or known is None or not known.holds(part.weights, *how) else known.tensors
+            for known, part in zip(self._weight_caches, parts, strict=True)
+        ]
+
+    def _keep_caches(self, caches: Sequence, parts: Sequence, *how: Any) -> None:
+        """Keep the quantized weights that a call has made, among those that it has read."""
+        kept = zip(self._weight_caches, caches, parts, strict=True)
+        self._weight_caches = tuple(
+            old if old and old.tensors is new else WeightCache.of(new, part.weights, *how)
+            for old, new, part in kept
+        )
 
     def _promote(self, inp: Tensor, recipe: Any) -> tuple[CallTensors, tuple[Tensor, ...]]:
         """Apply the dtype rules to the input and this module's tensors; these, and the weights.
@@ -425,13 +439,9 @@ class ComposedModule(Fp8Module):
                 f"{type(self).__name__}: is_first_microbatch={is_first_microbatch} in FP8 under "
                 "torch.compile"
             )
-        flags, caches = [], []
-        for cache, part in zip(self._weight_caches, tensors.parts, strict=True):
-            reads = not (is_first_microbatch or cache is None)
-            reads = reads and cache.holds(part.weights, quantization, slots)
-            flags.append(common | (graphs.CACHE_READ if reads else graphs.CACHE_WRITE))
-            caches.append(cache.tensors if reads else None)
-        return _BoundState(quantization, tuple(flags), slots, None, tuple(caches))
+        caches = self._held_caches(is_first_microbatch, tensors.parts, quantization, slots)
+        ways = (graphs.CACHE_WRITE if cache is None else graphs.CACHE_READ for cache in caches)
+        return _BoundState(quantization, tuple(common | way for way in ways), slots, None, caches)
 
     def _plans_for(self, key: tuple, quantization: Quantization, traced: bool) -> CallPlans:
         if traced:
