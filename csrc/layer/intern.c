@@ -1,6 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * intern.c - the table of plans of the process, by the hash of their descriptions.
+ * intern.c - the table of the plans that somebody holds, by the hash of their descriptions.
+ *
+ * A call has its plan by pointer, and its caller holds it: the table is searched where plans are
+ * made, or found by id, and where the last holder lets one go.
  */
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -12,7 +15,7 @@
 
 #define BUCKETS 1024
 
-/* Plans are immutable once published and live as long as the process: readers need no lock. */
+/* The lock guards the lists; each store leaves them whole, for a child that is forked meanwhile. */
 static _Atomic(te_plan *) buckets[BUCKETS];
 TE_PROCESS_LOCK(lock);
 
@@ -26,66 +29,122 @@ static int64_t hash_description(const void *desc, size_t bytes)
     return hash == 0 ? 1 : (int64_t)hash;
 }
 
+static _Atomic(te_plan *) *bucket_of(int64_t id)
+{
+    return &buckets[(uint64_t)id % BUCKETS];
+}
+
+/* One holder more, unless the last one is just letting go: then the plan is about to leave. */
+static int hold(te_plan *plan)
+{
+    int64_t holders = atomic_load(&plan->holders);
+    while (holders > 0 && !atomic_compare_exchange_weak(&plan->holders, &holders, holders + 1)) {
+    }
+    return holders > 0;
+}
+
+/* The lock is held. */
 static te_plan *find(int64_t id)
 {
-    te_plan *plan = atomic_load_explicit(&buckets[(uint64_t)id % BUCKETS], memory_order_acquire);
-    while (plan != NULL && plan->id != id) plan = plan->next;
+    te_plan *plan = atomic_load(bucket_of(id));
+    while (plan != NULL && (plan->id != id || !hold(plan))) plan = atomic_load(&plan->next);
     return plan;
 }
 
-te_status te_plan_get(int64_t id, const te_plan **plan)
+te_status te_plan_find(int64_t id, te_plan **plan)
 {
+    if (plan == NULL) return TE_FAIL(TE_ERROR_INVALID, "plan is NULL");
+    (void)pthread_mutex_lock(&lock);
     *plan = find(id);
+    (void)pthread_mutex_unlock(&lock);
     if (*plan != NULL) return TE_OK;
-    return TE_FAIL(TE_ERROR_INVALID, "plan %lld does not exist in this process", (long long)id);
+    return TE_FAIL(TE_ERROR_INVALID, "plan %lld: nobody holds it in this process", (long long)id);
 }
 
-te_status te_plan_find_desc(const void *desc, size_t bytes, int64_t *id, const te_plan **found)
+void te_plan_retain(te_plan *plan)
 {
-    *id = hash_description(desc, bytes);
-    *found = find(*id);
-    if (*found != NULL &&
-        ((*found)->desc_bytes != bytes || memcmp((*found)->desc, desc, bytes) != 0)) {
-        return TE_FAIL(TE_ERROR_STATE, "plan %lld: two descriptions have the same hash",
-                       (long long)*id);
+    if (plan != NULL) (void)atomic_fetch_add_explicit(&plan->holders, 1, memory_order_relaxed);
+}
+
+void te_plan_release(te_plan *plan)
+{
+    _Atomic(te_plan *) *at;
+    if (plan == NULL || atomic_fetch_sub(&plan->holders, 1) != 1) return;
+    at = bucket_of(plan->id);
+    (void)pthread_mutex_lock(&lock);
+    while (atomic_load(at) != plan) at = &atomic_load(at)->next;
+    atomic_store(at, atomic_load(&plan->next));
+    (void)pthread_mutex_unlock(&lock);
+    te_plan_clear(plan);
+    free(plan);
+}
+
+int64_t te_plan_count(void)
+{
+    int64_t count = 0;
+    (void)pthread_mutex_lock(&lock);
+    for (int i = 0; i < BUCKETS; i++) {
+        te_plan *plan = atomic_load(&buckets[i]);
+        for (; plan != NULL; plan = atomic_load(&plan->next))
+            count += atomic_load(&plan->holders) > 0;
     }
-    return TE_OK;
+    (void)pthread_mutex_unlock(&lock);
+    return count;
 }
 
-te_status te_plan_intern(te_plan *built, const void *desc, size_t bytes)
+te_status te_plan_find_desc(const void *desc, size_t bytes, te_plan **plan)
 {
-    te_plan *plan = malloc(sizeof *plan);
-    _Atomic(te_plan *) *bucket;
+    int64_t id = hash_description(desc, bytes);
+    (void)pthread_mutex_lock(&lock);
+    *plan = find(id);
+    (void)pthread_mutex_unlock(&lock);
+    if (*plan == NULL ||
+        ((*plan)->desc_bytes == bytes && memcmp((*plan)->desc, desc, bytes) == 0)) {
+        return TE_OK;
+    }
+    te_plan_release(*plan);
+    return TE_FAIL(TE_ERROR_STATE, "plan %lld: two descriptions have the same hash", (long long)id);
+}
+
+te_status te_plan_intern(te_plan *built, const void *desc, size_t bytes, te_plan **plan)
+{
+    te_plan *made = malloc(sizeof *made);
     built->desc = malloc(bytes);
-    if (plan == NULL || built->desc == NULL) {
-        free(plan);
+    if (made == NULL || built->desc == NULL) {
+        free(made);
         return TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
     }
     built->id = hash_description(desc, bytes);
     built->desc_bytes = bytes;
     memcpy(built->desc, desc, bytes);
-    memcpy(plan, built, sizeof *plan);
-    bucket = &buckets[(uint64_t)plan->id % BUCKETS];
+    memcpy(made, built, sizeof *made);
+    memset(built, 0, sizeof *built); /* what it owned has moved */
     (void)pthread_mutex_lock(&lock);
-    if (find(plan->id) == NULL) { /* another thread may have been first */
-        plan->next = atomic_load_explicit(bucket, memory_order_relaxed);
-        atomic_store_explicit(bucket, plan, memory_order_release);
-        plan = NULL;
+    *plan = find(made->id); /* another thread may have been first */
+    if (*plan == NULL) {
+        *plan = made;
+        atomic_store(&made->holders, 1);
+        atomic_store(&made->next, atomic_load(bucket_of(made->id)));
+        atomic_store(bucket_of(made->id), made);
     }
     (void)pthread_mutex_unlock(&lock);
-    if (plan != NULL) {
-        te_plan_clear(plan);
-        free(plan);
+    if (*plan != made) {
+        te_plan_clear(made);
+        free(made);
     }
-    memset(built, 0, sizeof *built); /* what it owned has moved */
     return TE_OK;
 }
 
-te_status te_plan_describe(int64_t id, te_plan_info *info)
+te_status te_plan_check(const te_plan *plan)
 {
-    const te_plan *plan = NULL;
-    TE_TRY(te_plan_get(id, &plan));
+    return plan != NULL ? TE_OK : TE_FAIL(TE_ERROR_INVALID, "plan is NULL");
+}
+
+te_status te_plan_describe(const te_plan *plan, te_plan_info *info)
+{
+    TE_TRY(te_plan_check(plan));
     *info = (te_plan_info){.size = sizeof *info,
+                           .id = plan->id,
                            .direction = plan->direction,
                            .buffers = plan->buffer_infos,
                            .stages = plan->stage_infos,

@@ -19,7 +19,7 @@ from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.norm import L2Normalization
 from transformer_engine.pytorch.module.parameters import one_of, positive_sizes, refuse_options
-from transformer_engine.pytorch.module.situation import KEPT
+from transformer_engine.pytorch.module.situation import keep
 from transformer_engine.pytorch.parallel import ContextParallel
 
 __all__ = ["MultiheadAttention"]
@@ -335,9 +335,7 @@ fast_zero_fill, pad_between_seqs
                 return known
         found = self._find_way(core, inp, options)
         if key is not None and found is not None and not found.tensors:  # a bias fits one length
-            if len(self._ways) >= KEPT:
-                self._ways.clear()
-            found = self._ways[key] = found._replace(key=(object(),))  # found by itself from now on
+            found = keep(self._ways, key, found._replace(key=(object(),)))  # found by itself now
         return found
 
     def _find_way(

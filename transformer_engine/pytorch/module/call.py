@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine import _core
+from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch import scaling, torch_ops
 from transformer_engine.pytorch.modes import dispatch_modes
@@ -35,8 +36,7 @@ class Deferred(NamedTuple):
         """Compute them: the outputs of the plan, which adds to the main gradients in `state`."""
         plan, inputs = self.plans.wgrad, self.inputs
         if torch_ops.behind_operators(inputs[0]) or torch_ops.watched():
-            text = self.plans.texts[plan]
-            return torch_ops.run_traced(text, (0,), inputs, state, self.packed, self.rows)
+            return torch_ops.run_traced(plan.text, (0,), inputs, state, self.packed, self.rows)
         return torch_ops.run_native(plan, (0,), [*inputs, *state], self.packed, self.rows)
 
 
@@ -76,7 +76,7 @@ class ModuleCall:
 
     def _run(
         self,
-        plan: int,
+        plan: Plan,
         slots: tuple,
         given: Sequence,
         written: int,
@@ -92,11 +92,12 @@ class ModuleCall:
         if self.traced or (dispatch_modes() and torch_ops.watched()):
             at = len(given) - written
             inputs, state = list(given[:at]), list(given[at:])
-            saved, text = packed[0] if packed else None, self.plans.texts[plan]
-            return torch_ops.run_traced(text, slots, inputs, state, saved, staged=staged)
+            saved = packed[0] if packed else None
+            return torch_ops.run_traced(plan.text, slots, inputs, state, saved, staged=staged)
         if staged is None:
-            return _core.run(plan, slots, slots, *given, *packed)
-        return _core.run_staged(plan, slots, slots, *staged, *given, *packed)
+            return _core.run(plan.native, slots, slots, *given, *packed)
+        of_run = staged.of(plan)
+        return _core.run_staged(plan.native, slots, slots, *of_run, *given, *packed)
 
     def run_forward(
         self,
@@ -120,7 +121,7 @@ class ModuleCall:
         out = results[0] if count == 1 else results[:count]
         for i, places in plans.writes_caches:
             caches[i] = tuple([results[place] for place in places])
-        if not plans.backward:
+        if plans.backward is None:
             return out, ()
         saved = plans.pick_saved((*results, *tensors), self.traced)
         return out, self._save_parts(saved, parts) if self.splits else saved
@@ -249,8 +250,9 @@ class LayerCall(ModuleCall):
         return self._run(plan, self._slots[way], given, len(state), packed, staged)
 
 
-def _lending(lend: Callable[[int], Tensor], *_: Any) -> Callable[[int], Tensor]:
+def _lending(plan: Plan, lend: Callable[[int], Tensor], *sizes: int) -> Callable[[int], Tensor]:
     """What the stages of a layer get: the function that lends a buffer by its number."""
+    del plan, sizes
     return lend
 
 

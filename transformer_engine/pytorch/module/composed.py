@@ -12,6 +12,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common import graphs
 from transformer_engine.common.graphs import CallSpec, LinearSpec, Norm, Quantization, flags_of
+from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, call_plans
 from transformer_engine.pytorch import arenas, scaling, torch_ops
 from transformer_engine.pytorch.device import prepare_device
@@ -28,7 +29,7 @@ from transformer_engine.pytorch.module.operands import (
     promoted,
 )
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
-from transformer_engine.pytorch.module.situation import KEPT, Bound, situation_of
+from transformer_engine.pytorch.module.situation import Bound, keep, situation_of
 from transformer_engine.pytorch.module.weight_cache import WeightCache
 from transformer_engine.pytorch.staged import Observer, StageBuffers, Staged, external_bits
 from transformer_engine.pytorch.state import current_state
@@ -226,9 +227,7 @@ class ComposedModule(Fp8Module):
         if call is None or not (bound.records or not forward_gradients()):
             out, made = self._decide(inp, None, False)
             if key is not None and made is not None:
-                if len(self._bound) == KEPT:
-                    self._bound = {}
-                self._bound[key] = Bound(made, self)
+                keep(self._bound, key, Bound(made, self))
             return out
         own["_ran"] = bound.ran
         if bound.quantized:
@@ -270,7 +269,7 @@ class ComposedModule(Fp8Module):
         if region.state.calibrating and region.recipe is None and not region.blank:
             record_amaxes(self, region.state, tensors)
         call = self._prepare(tensors, region, is_first_microbatch, owners)
-        run = run_call if call.plans.backward else run_without_backward
+        run = run_without_backward if call.plans.backward is None else run_call
         flat = tensors.flat()
         out = run(call, *flat)
         if call.first and region.replay is None:
@@ -476,11 +475,11 @@ class ComposedModule(Fp8Module):
         import torch.utils.flop_counter  # noqa: F401 - a graph may run where nothing of ours does
 
         torch_ops.offer_formulas()
-        if key not in self._plans:
-            self._make_plans(key, Quantization(*quantization))
+        plans = self._plans.get(key)
+        if plans is None:
+            plans = self._make_plans(key, Quantization(*quantization))
         if key[1] is not None:
             self._keep_recipe(key[1])
-        plans = self._plans[key]
         reason = None if plans.quantized else "no FP8 was in force where it was compiled"
         self.__dict__["_ran"] = Ran(plans, reason)
 
@@ -498,9 +497,8 @@ class ComposedModule(Fp8Module):
             parts.append(LinearSpec(*sizes, *dtypes, *how))
         norm = None if self.NORM is None else Norm(self.NORM, norm_dtype, self.eps)
         prepare_device(device)
-        plans = call_plans(CallSpec(tuple(parts), norm, self.activation_spec, recompute))
-        self._plans[key] = plans
-        return plans
+        spec = CallSpec(tuple(parts), norm, self.activation_spec, recompute)
+        return keep(self._plans, key, call_plans(spec))
 
     def _codes(self, dtypes: tuple) -> list[int]:
         """Codes of the dtypes of a key; TypeError for what no plan takes."""
@@ -518,8 +516,8 @@ class ComposedModule(Fp8Module):
 
     def plans_of(
         self, inp: Tensor, is_first_microbatch: bool | None = None
-    ) -> list[tuple[str, int]]:
-        """(title, plan id) of what a call would run; see `explain`. Changes no state."""
+    ) -> list[tuple[str, Plan]]:
+        """(title, plan) of what a call would run; see `explain`. Changes no state."""
         state = current_state()
         recipe = state.recipe if state.enabled else None
         slots, loaded = self._slots, self._loaded_state
@@ -529,7 +527,7 @@ class ComposedModule(Fp8Module):
         self._slots, self._loaded_state = slots, loaded
         plans = call.plans
         titles = ("forward", plans.forward), ("backward", plans.backward), ("wgrad", plans.wgrad)
-        return [(title, plan) for title, plan in titles if plan]
+        return [(title, plan) for title, plan in titles if plan is not None]
 
     def observe_stages(self, observer: Observer | None) -> None:
         """Let a function look at the stages of this module's plans from the next call on.

@@ -20,7 +20,7 @@ from transformer_engine.pytorch.function import apply_of
 from transformer_engine.pytorch.modes import dispatch_modes, forward_gradients, only_forwards
 from transformer_engine.pytorch.module.call import LayerCall, LayerRun, ModuleCall, Ran
 from transformer_engine.pytorch.module.composed import ComposedModule
-from transformer_engine.pytorch.module.situation import KEPT, in_force, situation_of
+from transformer_engine.pytorch.module.situation import KEPT, in_force, keep, situation_of
 from transformer_engine.pytorch.state import RegionState, current_state
 
 __all__ = ["Attending", "Branch", "Layer", "LayerCalls"]
@@ -222,17 +222,15 @@ class LayerCalls:
         if call is None:
             bound = self._bind(layer, inp, (attending, first), state)
             own, key = self._microbatch(first, state, before)  # slots may be others
-            if len(self.calls) >= KEPT:
-                self.calls.clear()
-            self.calls[key] = bound
+            keep(self.calls, key, bound)
             call = None if bound is None else self._call_in(bound, state)
         return None if call is None else (bound, call, tensors, own)
 
     def _recurs(self, key: tuple) -> bool:
         """Whether a call is bound to a new situation, which takes plans.
 
-        They live as long as the process, so a setting that changes all the time, a dropout by a
-        schedule, must not make some at each step: the more there are, the more often a situation
+        To make them takes longer than a call, so a setting that changes all the time, a dropout by
+        a schedule, must not make some at each step: the more there were, the more often a situation
         has to come in a row.
         """
         self._row = self._row + 1 if key == self._new else 1
@@ -312,7 +310,7 @@ class LayerCalls:
                 if call is None:
                     return None
                 found.append(call)
-                wanted = wanted or call.plans.backward != 0
+                wanted = wanted or call.plans.backward is not None
             if made.parallel is None:
                 stream = wanted
             calls.append(found)
@@ -354,7 +352,7 @@ class LayerCalls:
                 known.update({branch.name + name: f for name, f in how.functions.items()})
         found = []
         for plan in (plans.forward, plans.backward):
-            stages = _core.plan_describe(plan)["stages"] if plan else ()
+            stages = () if plan is None else plan.described["stages"]
             found.append(
                 {
                     name: (known[name], buffers)
