@@ -17,6 +17,7 @@
 
 /* The lock guards the lists; each store leaves them whole, for a child that is forked meanwhile. */
 static _Atomic(te_plan *) buckets[BUCKETS];
+static _Atomic int64_t count; /* of plans that are held */
 TE_PROCESS_LOCK(lock);
 
 /* FNV-1a: the same in every process. 0 is no id. */
@@ -43,20 +44,29 @@ static int hold(te_plan *plan)
     return holders > 0;
 }
 
-/* The lock is held. */
-static te_plan *find(int64_t id)
+/* The plan of an id, held for the caller; `made`, which nobody knows yet, where there is none. */
+static te_plan *find_or_add(int64_t id, te_plan *made)
 {
-    te_plan *plan = atomic_load(bucket_of(id));
+    _Atomic(te_plan *) *bucket = bucket_of(id);
+    te_plan *plan;
+    (void)pthread_mutex_lock(&lock);
+    plan = atomic_load(bucket);
     while (plan != NULL && (plan->id != id || !hold(plan))) plan = atomic_load(&plan->next);
+    if (plan == NULL && made != NULL) {
+        plan = made;
+        atomic_store(&plan->holders, 1);
+        atomic_store(&plan->next, atomic_load(bucket));
+        atomic_store(bucket, plan);
+        (void)atomic_fetch_add(&count, 1);
+    }
+    (void)pthread_mutex_unlock(&lock);
     return plan;
 }
 
 te_status te_plan_find(int64_t id, te_plan **plan)
 {
     if (plan == NULL) return TE_FAIL(TE_ERROR_INVALID, "plan is NULL");
-    (void)pthread_mutex_lock(&lock);
-    *plan = find(id);
-    (void)pthread_mutex_unlock(&lock);
+    *plan = find_or_add(id, NULL);
     if (*plan != NULL) return TE_OK;
     return TE_FAIL(TE_ERROR_INVALID, "plan %lld: nobody holds it in this process", (long long)id);
 }
@@ -75,34 +85,26 @@ void te_plan_release(te_plan *plan)
     while (atomic_load(at) != plan) at = &atomic_load(at)->next;
     atomic_store(at, atomic_load(&plan->next));
     (void)pthread_mutex_unlock(&lock);
+    (void)atomic_fetch_sub(&count, 1);
     te_plan_clear(plan);
     free(plan);
 }
 
 int64_t te_plan_count(void)
 {
-    int64_t count = 0;
-    (void)pthread_mutex_lock(&lock);
-    for (int i = 0; i < BUCKETS; i++) {
-        te_plan *plan = atomic_load(&buckets[i]);
-        for (; plan != NULL; plan = atomic_load(&plan->next))
-            count += atomic_load(&plan->holders) > 0;
-    }
-    (void)pthread_mutex_unlock(&lock);
-    return count;
+    return atomic_load(&count);
 }
 
 te_status te_plan_find_desc(const void *desc, size_t bytes, te_plan **plan)
 {
     int64_t id = hash_description(desc, bytes);
-    (void)pthread_mutex_lock(&lock);
-    *plan = find(id);
-    (void)pthread_mutex_unlock(&lock);
+    *plan = find_or_add(id, NULL);
     if (*plan == NULL ||
         ((*plan)->desc_bytes == bytes && memcmp((*plan)->desc, desc, bytes) == 0)) {
         return TE_OK;
     }
     te_plan_release(*plan);
+    *plan = NULL;
     return TE_FAIL(TE_ERROR_STATE, "plan %lld: two descriptions have the same hash", (long long)id);
 }
 
@@ -119,16 +121,8 @@ te_status te_plan_intern(te_plan *built, const void *desc, size_t bytes, te_plan
     memcpy(built->desc, desc, bytes);
     memcpy(made, built, sizeof *made);
     memset(built, 0, sizeof *built); /* what it owned has moved */
-    (void)pthread_mutex_lock(&lock);
-    *plan = find(made->id); /* another thread may have been first */
-    if (*plan == NULL) {
-        *plan = made;
-        atomic_store(&made->holders, 1);
-        atomic_store(&made->next, atomic_load(bucket_of(made->id)));
-        atomic_store(bucket_of(made->id), made);
-    }
-    (void)pthread_mutex_unlock(&lock);
-    if (*plan != made) {
+    *plan = find_or_add(made->id, made);
+    if (*plan != made) { /* another thread was first */
         te_plan_clear(made);
         free(made);
     }
