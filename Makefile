@@ -8,6 +8,12 @@ NO_BUILD ?=
 TESTS ?= tests
 CLIENT_TESTS ?= tests/clients tests/docs/test_code_blocks.py::test_python
 SANITIZE_TESTS ?= tests/core tests/backend
+WORKERS ?= logical
+# Tests share the cores among processes, eight at most (WORKERS=0: one, without pytest-xdist). Two threads in each
+# run every parallel loop; a thread that waits sleeps, for another process needs the core.
+SPREAD = -n $(WORKERS) --maxprocesses 8 --dist worksteal
+test test-clients sanitize: export OMP_NUM_THREADS ?= 2
+test test-clients sanitize: export OMP_WAIT_POLICY ?= passive
 
 ENV := build/env/$(subst /,_,$(PYTHON))
 DEMO_PY = $$(cat $(ENV)-demo)
@@ -44,13 +50,13 @@ demo: $(ENV)-demo ## set up, build, train a small GPT in FP8 and in high precisi
 
 test: $(ENV)-test ## set up, build, run the tests (TESTS=path, ARGS="-k name")
 	$(call BUILD,$(TEST_PY))
-	$(TEST_PY) -m pytest -q $(ARGS) $(TESTS)
+	$(TEST_PY) -m pytest -q $(SPREAD) $(ARGS) $(TESTS)
 	@$(TEST_PY) tools/editable_install.py --say
 
 test-clients: $(ENV)-clients ## run released client packages on top of this one (CLIENT_TESTS=path, ARGS=...)
 	@test -n "$(NO_BUILD)" || $(CLIENTS_PY) setup.py -q build_ext --inplace
 	@$(CLIENTS_PY) tools/fetch_clients.py $(CLIENT_TESTS)
-	$(CLIENTS_PY) -m pytest -q $(ARGS) $(CLIENT_TESTS)
+	$(CLIENTS_PY) -m pytest -q $(SPREAD) $(ARGS) $(CLIENT_TESTS)
 
 build: $(ENV)-demo ## build the extension in place (V=1 prints each command)
 	$(call BUILD,$(DEMO_PY))
@@ -89,8 +95,8 @@ sanitize: $(ENV)-test ## run the C tests and SANITIZE_TESTS with the address and
 	rm -rf build/sanitize/lib
 	@$(TEST_PY) setup.py -q build_ext --inplace  # the C tests import it from here
 	@$(SANITIZED) $(TEST_PY) setup.py -q build --build-lib build/sanitize/lib
-	$(SANITIZED) $(UBSAN_ENV) $(TEST_PY) -m pytest -q -m "not gpu" tests/c
-	$(SANITIZED) $(ASAN_RUN) $(TEST_PY) -m pytest -q -p only_sanitized \
+	$(SANITIZED) $(UBSAN_ENV) $(TEST_PY) -m pytest -q $(SPREAD) -m "not gpu" tests/c
+	$(SANITIZED) $(ASAN_RUN) $(TEST_PY) -m pytest -q $(SPREAD) -p only_sanitized \
 		-o pythonpath="build/sanitize/lib . tests tools" -m "not gpu" \
 		--ignore=tests/core/test_core_leaks.py $(ARGS) $(SANITIZE_TESTS)
 

@@ -316,8 +316,10 @@ class library(Command):
     def run(self):
         objects, flags = build_objects([g for g in GROUPS if g != "python"])
         archive = BUILD / "libtransformer_engine.a"
-        archive.unlink(missing_ok=True)
-        subprocess.run([os.environ.get("AR", "ar"), "rcs", str(archive), *objects], check=True)
+        scratch = archive.with_name(archive.name + ".tmp")
+        scratch.unlink(missing_ok=True)
+        subprocess.run([os.environ.get("AR", "ar"), "rcs", str(scratch), *objects], check=True)
+        scratch.replace(archive)  # while another process links with the old one
         flags = ["-Wl,-soname,libtransformer_engine.so", "-Wl,--no-undefined", *flags]
         link(BUILD / "libtransformer_engine.so", objects, flags)
 

@@ -5,6 +5,7 @@ A run draws one seed; every test makes its own from it and its name. `pytest --s
 run, in any selection and order of tests.
 """
 
+import gc
 import secrets
 import zlib
 
@@ -27,11 +28,24 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if config.getoption("seed") is None:
-        config.option.seed = secrets.randbits(31)
+        sent = getattr(config, "workerinput", {})
+        config.option.seed = sent.get("seed", secrets.randbits(31))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Give the processes of pytest-xdist one seed."""
+    node.workerinput["seed"] = node.config.getoption("seed")
 
 
 def pytest_report_header(config):
     return f"test data: --seed {config.getoption('seed')}"
+
+
+def pytest_collection_finish():
+    """Keep torch and the list of tests out of every later collection: many tests make one."""
+    gc.collect()
+    gc.freeze()
 
 
 def missing(marker):

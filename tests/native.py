@@ -118,8 +118,8 @@ class Graph:
         """Arguments of make_plan."""
         return [direction, self.flags, tuple(self.values), tuple(self.nodes)]
 
-    def plan(self, direction: int) -> int:
-        """Id of a plan."""
+    def plan(self, direction: int) -> Any:
+        """Make a plan."""
         return self.core.make_plan(*self.arguments(direction))
 
 
@@ -245,7 +245,7 @@ def _run_staged(core):
 
     functions = {"quantize_input": quantize}
     observer = lambda stage, operator, buffers, done: None  # noqa: E731
-    make_buffers = lambda lend, plan, rows, slot: lend  # noqa: E731
+    make_buffers = lambda lend, rows, slot: lend  # noqa: E731
     return Case([plan, 0, 0, functions, observer, make_buffers, *linear_tensors()])
 
 
@@ -455,6 +455,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "activation_names": lambda core: Case([]),
     "has_cuda": lambda core: Case([]),
     "make_plan": _make_plan,
+    "plan_count": lambda core: Case([]),
     "plan_describe": lambda core: Case([linear_plan(core, core.DIRECTION_FORWARD)]),
     "plan_infer": lambda core: Case([linear_plan(core, core.DIRECTION_FORWARD), ROWS]),
     "plan_scratch": lambda core: Case(

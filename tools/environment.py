@@ -23,7 +23,12 @@ GROUPS = {  # the headings of the constraints file that a group takes
 }
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 MARK = "made_by = transformer_engine/tools/environment.py\n"  # a line of pyvenv.cfg
-MODULES = {"clang-format": "clang_format", "clang-tidy": "clang_tidy", "codespell": "codespell_lib"}
+MODULES = {
+    "clang-format": "clang_format",
+    "clang-tidy": "clang_tidy",
+    "codespell": "codespell_lib",
+    "pytest-xdist": "xdist",
+}
 PROBE = """
 import importlib.util, sys
 missing = [m for m in sys.argv[1:] if importlib.util.find_spec(m) is None]

@@ -81,10 +81,18 @@ def has_cuda() -> bool:
 
 # ---- plans -----------------------------------------------------------------------------------
 
+@final
+class Plan:
+    """A plan of `make_plan`, which is freed when nobody in the process holds it any more."""
+
+    @property
+    def id(self) -> int:
+        """The same for the same graph in every process."""
+
 def make_plan(
     direction: int, flags: int, values: tuple[tuple, ...], nodes: tuple[tuple, ...], /
-) -> int:
-    """Id of a plan of a graph (te_graph_desc); the same graph has the same id in every process.
+) -> Plan:
+    """A plan of a graph (te_graph_desc). All who make it share what is native of it.
 
     direction: DIRECTION_*; flags: GRAPH_*. A value is (name, VALUE_* flags, dtype, dtype of the
     gradient, shape), a dim of the shape being an int or (SYMBOL_*, multiply, align). A node is (name,
@@ -118,10 +126,13 @@ class PlanDescription(TypedDict):
     quantized: bool
     """GEMMs of it run in FP8."""
 
-def plan_describe(plan: int, /) -> PlanDescription:
-    """Buffers and stages of a plan, in plan order. ValueError for an unknown id."""
+def plan_count() -> int:
+    """How many plans somebody in the process holds."""
 
-def plan_infer(plan: int, rows: int | tuple[int, ...], /) -> tuple[int, int, tuple[int, ...]]:
+def plan_describe(plan: Plan, /) -> PlanDescription:
+    """Buffers and stages of a plan, in plan order."""
+
+def plan_infer(plan: Plan, rows: int | tuple[int, ...], /) -> tuple[int, int, tuple[int, ...]]:
     """(saved bytes, scratch bytes of the plan's own, byte offset per buffer); pure arithmetic.
 
     rows: the value of SYMBOL_ROWS, or a tuple of its value and those of the symbols behind it.
@@ -129,11 +140,11 @@ def plan_infer(plan: int, rows: int | tuple[int, ...], /) -> tuple[int, int, tup
     """
 
 def plan_scratch(
-    plan: int, rows: int | tuple[int, ...], device_type: int, device_index: int = 0, /
+    plan: Plan, rows: int | tuple[int, ...], device_type: int, device_index: int = 0, /
 ) -> int:
     """Bytes of scratch that a run on this device takes, operator workspaces included."""
 
-def run(plan: int, slot_fwd: _Slots, slot_bwd: _Slots, /, *tensors: Any) -> tuple[Any, ...]:
+def run(plan: Plan, slot_fwd: _Slots, slot_bwd: _Slots, /, *tensors: Any) -> tuple[Any, ...]:
     """Run a whole plan; the hot entry point of every module.
 
     `slot_fwd` and `slot_bwd` are the module's first slots; of several modules a tuple. `tensors` are,
@@ -154,12 +165,12 @@ def run(plan: int, slot_fwd: _Slots, slot_bwd: _Slots, /, *tensors: Any) -> tupl
     """
 
 def run_staged(
-    plan: int,
+    plan: Plan,
     slot_fwd: _Slots,
     slot_bwd: _Slots,
     functions: dict[str, Callable[[Any], Any]],
     observer: Callable[[str, str, Any, bool], Any] | None,
-    make_buffers: Callable[[Callable[[int], Tensor], int, int, int], Any],
+    make_buffers: Callable[[Callable[[int], Tensor], int, int], Any],
     /,
     *tensors: Any,
 ) -> tuple[Any, ...]:
@@ -167,7 +178,7 @@ def run_staged(
 
     functions: ``f(buffers)`` by stage name, one for each external stage. observer:
     ``f(stage, operator, buffers, done)``, called before and after every stage. What they raise ends the
-    run. buffers: what ``make_buffers(lend, plan, rows, slot)`` gave, once; `lend(number)` is the
+    run. buffers: what ``make_buffers(lend, rows, slot)`` gave, once; `lend(number)` is the
     argument or the output of that buffer, or a tensor over its packed memory, which it keeps. `lend` is
     for functions while they run, slot the first one in the chunk of the plan's direction.
     """

@@ -5,8 +5,8 @@
  * A graph is a list of nodes (norm, linear layer, activation, ...) over values: what a module
  * computes. One builder makes plans of it: the forward, the backward, and the weight gradients that
  * a backward has put off. A plan is an immutable list of stages (an operator, or a point where the
- * caller works) over buffers; it is known by an id, and holds no memory and no weights. Part of
- * transformer_engine.h, which has the types of everything here.
+ * caller works) over buffers; it is known by an id, and holds no memory and no weights. It lives as
+ * long as somebody holds it. Part of transformer_engine.h, which has the types of everything here.
  */
 #ifndef TRANSFORMER_ENGINE_PLANS_H
 #define TRANSFORMER_ENGINE_PLANS_H
@@ -287,6 +287,7 @@ typedef struct te_stage_info {
 
 typedef struct te_plan_info {
     size_t size;
+    int64_t id; /* a hash of the graph and the direction: the same in every process */
     te_direction direction;
     const te_buffer_info *buffers;
     const te_stage_info *stages;
@@ -297,12 +298,23 @@ typedef struct te_plan_info {
     uint32_t symbols;                    /* 1 << te_symbol of those that a call has to give */
 } te_plan_info;
 
-/* Interns a plan: the same description gives the same id in every process. INVALID or TYPE for a
- * graph that can not be: what a node makes is a result or read, a parameter with a gradient is read
- * once (else UNSUPPORTED). */
-TE_API te_status te_plan_make(const te_graph_desc *graph, te_direction direction, int64_t *id);
-/* Buffers and stages of a plan; the pointers live as long as the process. */
-TE_API te_status te_plan_describe(int64_t id, te_plan_info *info);
+/* All who hold the plan of a graph share it. Whoever has got one from te_plan_make or te_plan_find,
+ * or retains one, holds it until it has released it as often: for as long as it hands the plan to
+ * the functions below, and no call runs it longer. Any thread may do any of this at any time. */
+typedef struct te_plan te_plan;
+
+/* The plan of a graph, made where nobody holds it, which takes from some 10 microseconds to
+ * milliseconds. INVALID or TYPE for a graph that can not be: what a node makes is a result or read,
+ * a parameter with a gradient is read once (else UNSUPPORTED). */
+TE_API te_status te_plan_make(const te_graph_desc *graph, te_direction direction, te_plan **plan);
+/* The plan of an id; INVALID where nobody holds it. */
+TE_API te_status te_plan_find(int64_t id, te_plan **plan);
+TE_API void te_plan_retain(te_plan *plan);
+TE_API void te_plan_release(te_plan *plan); /* the last one frees it; NULL is legal */
+/* Plans that somebody in the process holds. */
+TE_API int64_t te_plan_count(void);
+/* Buffers and stages of a plan; the pointers live as long as it. */
+TE_API te_status te_plan_describe(const te_plan *plan, te_plan_info *info);
 
 /* What te_plan_infer says for given sizes: pure arithmetic, no device. */
 typedef struct te_plan_sizes {
@@ -313,11 +325,11 @@ typedef struct te_plan_sizes {
 
 /* offsets, where not NULL, has room for buffer_count byte offsets into the saved or scratch buffer
  * (-1 for buffers of other roles). */
-TE_API te_status te_plan_infer(int64_t id, const te_sizes *given, te_plan_sizes *sizes,
+TE_API te_status te_plan_infer(const te_plan *plan, const te_sizes *given, te_plan_sizes *sizes,
                                int64_t *offsets);
 /* Bytes of scratch that a run over dense, aligned buffers takes on this device: the plan's own plus
  * the largest operator workspace. */
-TE_API te_status te_plan_scratch(te_context *context, int64_t id, const te_sizes *sizes,
+TE_API te_status te_plan_scratch(te_context *context, const te_plan *plan, const te_sizes *sizes,
                                  size_t *bytes);
 
 /* What is called at an external stage, in the run: it does the stage's work on the buffers of the
@@ -329,7 +341,7 @@ typedef te_status (*te_stage_function)(void *self, int32_t stage, te_stage_event
 
 typedef struct te_plan_call {
     size_t size;
-    int64_t plan;
+    const te_plan *plan;
     te_sizes sizes;
     const te_tensor *buffers; /* buffer_count entries in plan order, matrices flattened to 2-D;
                                  those of late, SAVED, SCRATCH and VIEW buffers are ignored */

@@ -159,13 +159,13 @@ te_status te_plan_layout(const te_plan *plan, te_device device, const te_sizes *
     return TE_OK;
 }
 
-te_status te_plan_infer(int64_t id, const te_sizes *given, te_plan_sizes *sizes, int64_t *offsets)
+te_status te_plan_infer(const te_plan *plan, const te_sizes *given, te_plan_sizes *sizes,
+                        int64_t *offsets)
 {
-    const te_plan *plan = NULL;
     const te_layout *layout = NULL;
     te_layout *own = NULL;
     te_device device = {TE_DEVICE_CPU, 0};
-    TE_TRY(te_plan_get(id, &plan));
+    TE_TRY(te_plan_check(plan));
     TE_TRY(te_plan_layout(plan, device, given, &layout, &own));
     sizes->size = sizeof *sizes;
     sizes->saved_bytes = layout->saved_bytes;

@@ -390,13 +390,14 @@ static void *describe(const te_graph_desc *graph, te_direction direction, size_t
     return desc;
 }
 
-te_status te_plan_make(const te_graph_desc *graph, te_direction direction, int64_t *id)
+te_status te_plan_make(const te_graph_desc *graph, te_direction direction, te_plan **plan)
 {
     te_build build;
-    const te_plan *found = NULL;
     size_t bytes = 0;
     void *desc;
     te_status st;
+    if (plan == NULL) return TE_FAIL(TE_ERROR_INVALID, "plan is NULL");
+    *plan = NULL;
     TE_TRY(check_graph(graph, direction));
     memset(&build, 0, sizeof build);
     build.graph = graph;
@@ -407,10 +408,10 @@ te_status te_plan_make(const te_graph_desc *graph, te_direction direction, int64
         st = TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
         goto done;
     }
-    st = te_plan_find_desc(desc, bytes, id, &found);
-    if (st != TE_OK || found != NULL) goto done;
+    st = te_plan_find_desc(desc, bytes, plan);
+    if (st != TE_OK || *plan != NULL) goto done;
     st = build_plan(&build, direction);
-    if (st == TE_OK) st = te_plan_intern(&build.plan, desc, bytes);
+    if (st == TE_OK) st = te_plan_intern(&build.plan, desc, bytes, plan);
 done:
     te_plan_clear(&build.plan);
     free(build.saved.items);

@@ -47,8 +47,9 @@ typedef struct te_layout {
     te_tensor tensors[]; /* of packed buffers and views, `data` is the offset in bytes */
 } te_layout;
 
-typedef struct te_plan {
-    struct te_plan *next; /* bucket of the intern table */
+struct te_plan {
+    _Atomic(te_plan *) next; /* bucket of the intern table */
+    _Atomic int64_t holders; /* 0: it is being freed */
     int64_t id;
     te_direction direction;
     int32_t quantized;
@@ -65,7 +66,7 @@ typedef struct te_plan {
     size_t desc_bytes;
     _Atomic(te_layout *) layouts; /* of the first sizes that were met */
     te_status status;             /* of the first step of its making that failed */
-} te_plan;
+};
 
 te_extent te_constant(int64_t value);
 te_extent te_multiple(int32_t symbol, int64_t multiply);
@@ -88,12 +89,13 @@ te_status te_plan_finish(te_plan *plan);
 
 /* ---- the intern table (intern.c) ---- */
 
-/* Looks a description up; *found is NULL where it is not interned yet. */
-te_status te_plan_find_desc(const void *desc, size_t bytes, int64_t *id, const te_plan **found);
-/* Takes a finished plan over under its description, or clears it where another thread was first. */
-te_status te_plan_intern(te_plan *plan, const void *desc, size_t bytes);
-/* The plan of an id; INVALID where there is none. */
-te_status te_plan_get(int64_t id, const te_plan **plan);
+/* The plan of a description, held for the caller; NULL where nobody holds one. */
+te_status te_plan_find_desc(const void *desc, size_t bytes, te_plan **plan);
+/* Takes what was built over, under its description, and holds it for the caller; clears it where
+ * another thread was first, whose plan it is then. */
+te_status te_plan_intern(te_plan *built, const void *desc, size_t bytes, te_plan **plan);
+/* INVALID where it is NULL. */
+te_status te_plan_check(const te_plan *plan);
 
 /* ---- layout.c ---- */
 

@@ -36,13 +36,15 @@ typedef union stage_args {
 #undef X
 } stage_args;
 
-static te_status begin(run_state *run, te_context *context, int64_t id, const te_sizes *sizes)
+static te_status begin(run_state *run, te_context *context, const te_plan *plan,
+                       const te_sizes *sizes)
 {
     run->buffers = NULL;
     run->own_layout = NULL;
     run->table = NULL;
     TE_TRY(te_context_check(context));
-    TE_TRY(te_plan_get(id, &run->plan));
+    TE_TRY(te_plan_check(plan));
+    run->plan = plan;
     run->context = context;
     run->table = te_op_table_acquire(te_context_device(context).type);
     TE_TRY(te_plan_layout(run->plan, te_context_device(context), sizes, &run->layout,
@@ -282,14 +284,14 @@ done:
 
 /* The plan's own scratch and the largest workspace of its operators; `given` NULL: over dense,
  * aligned buffers. */
-static te_status measure(te_context *context, int64_t id, const te_sizes *sizes,
+static te_status measure(te_context *context, const te_plan *plan, const te_sizes *sizes,
                          const te_tensor *given, size_t *bytes)
 {
     static const int32_t first_slots[2 * TE_GRAPH_NODES];
     run_state run;
     stage_args args;
     size_t largest = 0;
-    te_status st = begin(&run, context, id, sizes);
+    te_status st = begin(&run, context, plan, sizes);
     if (st != TE_OK) goto done;
     run.slots = first_slots;
     run.workspace = NULL;
@@ -316,16 +318,19 @@ done:
     return st;
 }
 
-te_status te_plan_scratch(te_context *context, int64_t id, const te_sizes *sizes, size_t *bytes)
+te_status te_plan_scratch(te_context *context, const te_plan *plan, const te_sizes *sizes,
+                          size_t *bytes)
 {
-    te_scratch_key key = {.plan = id, .sizes = *sizes};
+    te_scratch_key key = {.sizes = *sizes};
     te_op_table *table;
     TE_TRY(te_context_check(context)); /* before its lock is taken */
+    TE_TRY(te_plan_check(plan));
+    key.plan = plan->id;
     table = te_op_table_acquire(te_context_device(context).type);
     key.table = te_op_table_number(table);
     te_op_table_release(table);
     if (te_context_scratch_lookup(context, &key, bytes)) return TE_OK;
-    TE_TRY(measure(context, id, sizes, NULL, bytes));
+    TE_TRY(measure(context, plan, sizes, NULL, bytes));
     te_context_scratch_store(context, &key, *bytes);
     return TE_OK;
 }
@@ -339,12 +344,12 @@ static int is_ordinary(const te_tensor *tensor)
 
 te_status te_plan_scratch_for(te_context *context, const te_plan_call *call, size_t *bytes)
 {
-    const te_plan *plan = NULL;
+    const te_plan *plan = call->plan;
     int ordinary = 1;
-    TE_TRY(te_plan_get(call->plan, &plan));
+    TE_TRY(te_plan_check(plan));
     for (int32_t i = 0; i < plan->buffer_count; i++) {
         if (plan->buffers[i].info.role <= TE_ROLE_STATE) ordinary &= is_ordinary(&call->buffers[i]);
     }
-    if (ordinary) return te_plan_scratch(context, call->plan, &call->sizes, bytes);
-    return measure(context, call->plan, &call->sizes, call->buffers, bytes);
+    if (ordinary) return te_plan_scratch(context, plan, &call->sizes, bytes);
+    return measure(context, plan, &call->sizes, call->buffers, bytes);
 }

@@ -19,7 +19,6 @@ static int module_clear(PyObject *module)
 {
     tepy_state *state = tepy_state_of(module);
     tepy_backends_clear(state);
-    tepy_plans_free(state);
     tepy_state_clear(state);
     return 0;
 }
@@ -102,6 +101,8 @@ static int module_exec(PyObject *module)
     if ((state->key_device = PyUnicode_InternFromString("device")) == NULL) return -1;
     if ((state->context_type = tepy_context_make_type(module)) == NULL) return -1;
     if (PyModule_AddObjectRef(module, "Context", state->context_type) != 0) return -1;
+    if ((state->plan_type = tepy_plan_make_type(module)) == NULL) return -1;
+    if (PyModule_AddObjectRef(module, "Plan", state->plan_type) != 0) return -1;
     if (add_constants(module) != 0 || tepy_operators_add(module) != 0) return -1;
     return tepy_state_verify(state, TEPY_INIT);
 }

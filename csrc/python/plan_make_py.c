@@ -192,9 +192,9 @@ static int take_lists(graph_memory *memory, PyObject *values, PyObject *nodes)
 PyObject *tepy_make_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     graph_memory memory = {.values = NULL, .nodes = NULL};
-    int64_t id = 0, direction = 0, flags = 0;
+    int64_t direction = 0, flags = 0;
+    te_plan *plan = NULL;
     te_status st = TE_ERROR_CALLBACK; /* an exception is set */
-    (void)module;
     if (tepy_count("make_plan", nargs, 4, 4) != 0 ||
         tepy_int(args[0], (tepy_site){"make_plan", "direction"}, 0, TE_DIRECTION_COUNT - 1,
                  &direction) != 0 ||
@@ -208,9 +208,9 @@ PyObject *tepy_make_plan(PyObject *module, PyObject *const *args, Py_ssize_t nar
     }
     if (take_lists(&memory, args[2], args[3]) == 0) {
         memory.graph.flags = (uint32_t)flags;
-        st = te_plan_make(&memory.graph, (te_direction)direction, &id);
+        st = te_plan_make(&memory.graph, (te_direction)direction, &plan);
     }
     PyMem_Free(memory.values);
     PyMem_Free(memory.nodes);
-    return st == TE_OK ? PyLong_FromLongLong(id) : tepy_raise(st);
+    return st == TE_OK ? tepy_plan_wrap(tepy_state_of(module), plan) : tepy_raise(st);
 }

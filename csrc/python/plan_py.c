@@ -1,47 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * plan_py.c - describing and sizing plans, and the module's table of them.
+ * plan_py.c - the Plan type: a te_plan, held as long as the object; describing and sizing plans.
  */
 #include "python/plan_py.h"
 
 #include <string.h>
 
-/* ---- the table ---- */
-
-void tepy_plans_free(tepy_state *state)
-{
-    for (size_t i = 0; i < state->plan_capacity; i++) PyMem_Free(state->plans[i]);
-    PyMem_Free(state->plans);
-    state->plans = NULL;
-    state->plan_capacity = state->plan_count = 0;
-}
-
-/* Entry of an id, or the empty one where it belongs. The ids are hashes already; capacity is 2^n.
- */
-static tepy_plan **locate(tepy_plan **plans, size_t capacity, int64_t id)
-{
-    size_t at = (size_t)id & (capacity - 1);
-    while (plans[at] != NULL && plans[at]->id != id) at = (at + 1) & (capacity - 1);
-    return &plans[at];
-}
-
-static int grow(tepy_state *state)
-{
-    size_t capacity = state->plan_capacity == 0 ? 64 : state->plan_capacity * 2;
-    tepy_plan **plans = PyMem_Calloc(capacity, sizeof(tepy_plan *));
-    if (plans == NULL) {
-        (void)PyErr_NoMemory();
-        return -1;
-    }
-    for (size_t i = 0; i < state->plan_capacity; i++) {
-        if (state->plans[i] != NULL)
-            *locate(plans, capacity, state->plans[i]->id) = state->plans[i];
-    }
-    PyMem_Free(state->plans);
-    state->plans = plans;
-    state->plan_capacity = capacity;
-    return 0;
-}
+/* ---- the type ---- */
 
 static void examine(tepy_plan *plan)
 {
@@ -62,35 +27,73 @@ static void examine(tepy_plan *plan)
     }
 }
 
-tepy_plan *tepy_plan_find(tepy_state *state, PyObject *id, const char *function)
+static void plan_dealloc(PyObject *self)
 {
-    int64_t value = 0;
-    tepy_plan *plan, **entry;
-    te_plan_info info = {.size = sizeof info};
-    te_status st;
-    if (tepy_int(id, (tepy_site){function, "plan"}, 1, INT64_MAX, &value) != 0) return NULL;
-    if (state->plan_capacity != 0) {
-        plan = *locate(state->plans, state->plan_capacity, value);
-        if (plan != NULL) return plan;
-    }
-    st = te_plan_describe(value, &info);
-    if (st != TE_OK) {
-        (void)tepy_raise(st);
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    te_plan_release(((tepy_plan *)self)->plan);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyObject *plan_id(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLongLong(((const tepy_plan *)self)->info.id);
+}
+
+static PyGetSetDef plan_getset[] = {
+    {"id", plan_id, NULL, "The same for the same graph in every process.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot plan_slots[] = {
+    {Py_tp_doc, "A plan of make_plan, which lives as long as somebody holds it."},
+    {Py_tp_dealloc, plan_dealloc},
+    {Py_tp_getset, plan_getset},
+    {0, NULL},
+};
+
+static PyType_Spec plan_spec = {
+    .name = "transformer_engine._core.Plan",
+    .basicsize = sizeof(tepy_plan),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = plan_slots,
+};
+
+PyObject *tepy_plan_make_type(PyObject *module)
+{
+    return PyType_FromModuleAndSpec(module, &plan_spec, NULL);
+}
+
+PyObject *tepy_plan_wrap(const tepy_state *state, te_plan *plan)
+{
+    PyTypeObject *type = (PyTypeObject *)state->plan_type;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    tepy_plan *self = (tepy_plan *)allocate(type, 0);
+    if (self == NULL) {
+        te_plan_release(plan);
         return NULL;
     }
-    if (2 * (state->plan_count + 1) > state->plan_capacity && grow(state) != 0) return NULL;
-    plan = PyMem_Calloc(1, sizeof *plan);
-    if (plan == NULL) {
-        (void)PyErr_NoMemory();
-        return NULL;
-    }
-    plan->id = value;
-    plan->info = info;
-    examine(plan);
-    entry = locate(state->plans, state->plan_capacity, value);
-    *entry = plan;
-    state->plan_count++;
-    return plan;
+    self->plan = plan;
+    (void)te_plan_describe(plan, &self->info); /* it is there */
+    examine(self);
+    return (PyObject *)self;
+}
+
+tepy_plan *tepy_plan_of(const tepy_state *state, PyObject *object, const char *function)
+{
+    if ((PyObject *)Py_TYPE(object) == state->plan_type) return (tepy_plan *)object;
+    (void)tepy_fail(PyExc_TypeError, (tepy_site){function, "plan"},
+                    "expected a Plan, of make_plan, got %R", Py_TYPE(object));
+    return NULL;
+}
+
+PyObject *tepy_plan_count(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyLong_FromLongLong(te_plan_count());
 }
 
 /* ---- describing and sizing ---- */
@@ -155,7 +158,7 @@ static PyObject *stage_item(const void *of, int32_t i)
 PyObject *tepy_plan_describe(PyObject *module, PyObject *arg)
 {
     static const char *const directions[] = {"forward", "backward", "deferred"};
-    const tepy_plan *plan = tepy_plan_find(tepy_state_of(module), arg, "plan_describe");
+    const tepy_plan *plan = tepy_plan_of(tepy_state_of(module), arg, "plan_describe");
     if (plan == NULL) return NULL;
     return Py_BuildValue("{sssNsNsNsO}", "direction", directions[plan->info.direction], "buffers",
                          tuple_of(plan->info.buffer_count, buffer_item, &plan->info), "stages",
@@ -195,11 +198,11 @@ PyObject *tepy_plan_infer(PyObject *module, PyObject *const *args, Py_ssize_t na
     PyObject *tuple;
     te_status st;
     if (tepy_count("plan_infer", nargs, 2, 2) != 0) return NULL;
-    plan = tepy_plan_find(tepy_state_of(module), args[0], "plan_infer");
+    plan = tepy_plan_of(tepy_state_of(module), args[0], "plan_infer");
     if (plan == NULL || take_sizes(args[1], "plan_infer", &given) != 0) return NULL;
     offsets = PyMem_Calloc((size_t)plan->info.buffer_count + 1, sizeof *offsets);
     if (offsets == NULL) return PyErr_NoMemory();
-    st = te_plan_infer(plan->id, &given, &sizes, offsets);
+    st = te_plan_infer(plan->plan, &given, &sizes, offsets);
     tuple = st == TE_OK ? tuple_of(plan->info.buffer_count, offset_item, offsets) : NULL;
     PyMem_Free(offsets);
     if (st != TE_OK) return tepy_raise(st);
@@ -217,7 +220,7 @@ PyObject *tepy_plan_scratch(PyObject *module, PyObject *const *args, Py_ssize_t 
     te_sizes sizes;
     te_status st;
     if (tepy_count("plan_scratch", nargs, 3, 4) != 0) return NULL;
-    plan = tepy_plan_find(state, args[0], "plan_scratch");
+    plan = tepy_plan_of(state, args[0], "plan_scratch");
     if (plan == NULL || take_sizes(args[1], "plan_scratch", &sizes) != 0 ||
         tepy_device_args("plan_scratch", args[2], nargs > 3 ? args[3] : NULL, &device) != 0) {
         return NULL;
@@ -225,7 +228,7 @@ PyObject *tepy_plan_scratch(PyObject *module, PyObject *const *args, Py_ssize_t 
     context = tepy_context_acquire(state, "plan_scratch", NULL, device);
     if (context == NULL) return NULL;
     Py_BEGIN_ALLOW_THREADS; /* may ask a vendor library */
-    st = te_plan_scratch(context->context, plan->id, &sizes, &bytes);
+    st = te_plan_scratch(context->context, plan->plan, &sizes, &bytes);
     Py_END_ALLOW_THREADS;
     tepy_context_release(context);
     return st == TE_OK ? PyLong_FromSize_t(bytes) : tepy_raise(st);

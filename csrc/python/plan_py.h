@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * plan_py.h - what run() knows of a plan, worked out once per plan so that a call compares no
+ * plan_py.h - the Plan type: what run() knows of a plan, worked out once so that a call compares no
  * strings.
  */
 #ifndef TE_PYTHON_PLAN_PY_H
@@ -8,8 +8,8 @@
 
 #include "python/args.h"
 
-struct tepy_plan {
-    int64_t id;
+typedef struct tepy_plan {
+    PyObject_HEAD te_plan *plan; /* held */
     te_plan_info info;
     int external;    /* a stage is external: run() refuses the plan */
     int makes_saved; /* a forward: the packed saved buffer is a result, not an argument */
@@ -20,10 +20,12 @@ struct tepy_plan {
     int32_t output_count;       /* buffers behind them, in order of the results */
     te_sizes seen_sizes; /* of the last run, on seen_device: that one found its caches filled */
     te_device seen_device;
-};
+} tepy_plan;
 
-/* Borrowed from the module's table; NULL with an exception. */
-tepy_plan *tepy_plan_find(tepy_state *state, PyObject *id, const char *function);
+/* New reference to a plan that the caller holds, and no longer; NULL with an exception. */
+PyObject *tepy_plan_wrap(const tepy_state *state, te_plan *plan);
+/* The argument, borrowed; NULL with an exception. */
+tepy_plan *tepy_plan_of(const tepy_state *state, PyObject *object, const char *function);
 
 /* The sequence whose leading dims a buffer has. */
 static inline int tepy_sequence(const te_buffer_info *info)

@@ -35,13 +35,13 @@ static int begin(tepy_run_call *run, PyObject *module, const char *function)
 }
 
 /* The plan, and memory for what is kept of each of its buffers. */
-static int find_plan(tepy_run_call *run, PyObject *id)
+static int take_plan(tepy_run_call *run, PyObject *plan)
 {
     size_t count;
-    run->plan = tepy_plan_find(run->state, id, run->function);
+    run->plan = tepy_plan_of(run->state, plan, run->function);
     if (run->plan == NULL) return -1;
     count = (size_t)run->plan->info.buffer_count;
-    run->call.plan = run->plan->id;
+    run->call.plan = run->plan->plan;
     if (run->plan->info.owners > TEPY_FEW_OWNERS) {
         run->slots = PyMem_Calloc(2 * (size_t)run->plan->info.owners, sizeof *run->slots);
         if (run->slots == NULL) {
@@ -446,7 +446,7 @@ PyObject *tepy_run(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
                      nargs);
         return NULL;
     }
-    if (find_plan(&run, args[0]) != 0) goto done;
+    if (take_plan(&run, args[0]) != 0) goto done;
     if (run.plan->external) {
         (void)tepy_fail(PyExc_RuntimeError, (tepy_site){"run", "plan"},
                         "it has external stages: use run_staged");
@@ -478,7 +478,7 @@ PyObject *tepy_run_staged(PyObject *module, PyObject *const *args, Py_ssize_t na
                         "expected a dict, got %R", Py_TYPE(args[3]));
         return NULL;
     }
-    if (find_plan(&run, args[0]) == 0 && tepy_staged_begin(&staged, &run, args) == 0 &&
+    if (take_plan(&run, args[0]) == 0 && tepy_staged_begin(&staged, &run, args) == 0 &&
         take_slots(&run, args[1], args[2]) == 0) {
         result = run_whole(&run, args + 6, nargs - 6, 1);
     }

@@ -68,9 +68,9 @@ static PyObject *buffers_of(tepy_staged *staged)
     if (staged->self == NULL) return NULL;
     function = PyCFunction_New(lend_methods, staged->self);
     if (function == NULL) return NULL;
-    staged->buffers = PyObject_CallFunction(
-        staged->make_buffers, "NLLi", function, (long long)staged->run->plan->id,
-        (long long)call->sizes.of[TE_SYMBOL_ROWS], (int)call->slots[!forward]);
+    staged->buffers = PyObject_CallFunction(staged->make_buffers, "NLi", function,
+                                            (long long)call->sizes.of[TE_SYMBOL_ROWS],
+                                            (int)call->slots[!forward]);
     return staged->buffers;
 }
 

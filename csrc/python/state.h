@@ -26,6 +26,7 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
 /* X(name, stage) */
 #define TEPY_STATE_REFS(X)                                                                         \
     X(context_type, INIT)                                                                          \
+    X(plan_type, INIT)                                                                             \
     X(key_dtype, INIT)         /* "dtype" */                                                       \
     X(key_requires_grad, INIT) /* "requires_grad" */                                               \
     X(key_device, INIT)        /* "device" */                                                      \
@@ -46,7 +47,6 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(devices, TEPY_DEVICES, LAZY)  /* torch.device objects by device */                           \
     X(empty_kwargs, (TEPY_DEVICES * TE_DTYPE_COUNT), LAZY) /* {dtype, device} by both */
 
-typedef struct tepy_plan tepy_plan;       /* plan_py.h */
 typedef struct tepy_backend tepy_backend; /* backend_py.c */
 
 typedef struct tepy_state {
@@ -57,10 +57,8 @@ typedef struct tepy_state {
     TEPY_STATE_ARRAYS(X)
 #undef X
     const tepy_dl_exchange *exchange; /* NULL until bind_torch */
-    tepy_plan **plans;                /* hash table of what run() has to know of a plan */
-    size_t plan_capacity, plan_count;
-    tepy_backend *backends; /* linked list of those registered through this module */
-    PyMethodDef *operators; /* of the operators' functions; NULL until they are added */
+    tepy_backend *backends;           /* linked list of those registered through this module */
+    PyMethodDef *operators;           /* of the operators' functions; NULL until they are added */
 } tepy_state;
 
 static inline tepy_state *tepy_state_of(PyObject *module)
@@ -148,7 +146,8 @@ PyObject *tepy_context_make_type(PyObject *module);
 
 /* ---- what the families give to module.c ---- */
 
-void tepy_plans_free(tepy_state *state);
+/* Creates the type of Plan; new reference. */
+PyObject *tepy_plan_make_type(PyObject *module);
 int tepy_backends_visit(tepy_state *state, visitproc visit, void *arg);
 void tepy_backends_clear(tepy_state *state);
 /* Adds a function per operator; what they are made of lives in the state for as long as they do. */
@@ -185,7 +184,8 @@ PyObject *tepy_number(const te_field *field, double value);
     X(activation_names, NONE, "/", "Names of the activations, in the order of their numbers.")     \
     X(has_cuda, NONE, "/", "True where the library was built with its CUDA backend.")              \
     X(make_plan, FAST, "direction, flags, values, nodes, /",                                       \
-      "Id of a plan of a graph; the same graph has the same id in every process.")                 \
+      "A plan of a graph, which all who make it share.")                                           \
+    X(plan_count, NONE, "/", "How many plans somebody in the process holds.")                      \
     X(plan_describe, ONE, "plan, /", "Buffers and stages of a plan, in plan order.")               \
     X(plan_infer, FAST, "plan, rows, /",                                                           \
       "(saved bytes, own scratch bytes, offsets per buffer); pure arithmetic.")                    \

@@ -17,7 +17,7 @@ typedef struct graph {
     te_dtype dtype;   /* of the next value */
     te_recipe recipe; /* of the next linear node */
     int32_t owner;    /* likewise */
-    int64_t plans[TE_DIRECTION_COUNT];
+    te_plan *plans[TE_DIRECTION_COUNT];
     double *value[GRAPH_VALUES], *grad[GRAPH_VALUES]; /* the reference, and its sizes */
     te_sizes sizes;
 } graph;
@@ -191,6 +191,11 @@ static inline void graph_make(graph *g)
     for (int d = 0; d < TE_DIRECTION_COUNT; d++) {
         OK(te_plan_make(&g->desc, (te_direction)d, &g->plans[d]));
     }
+}
+
+static inline void graph_drop(graph *g)
+{
+    for (int d = 0; d < TE_DIRECTION_COUNT; d++) te_plan_release(g->plans[d]);
 }
 
 /* ---- memory -------------------------------------------------------------------------------- */

@@ -327,9 +327,11 @@ static inline void check_every_way(const graph *described, const te_sizes *sizes
         if (i == 0) {
             graph_check(&g, now, tolerance(&g));
             graph_forget(&g);
+            graph_drop(&g);
             continue;
         }
         compare_bits(&g, now, &memory[0]);
+        graph_drop(&g);
         if ((variants[i].weight & TE_VALUE_KEEP_QUANTIZED) != 0) { /* and once more, from FP8 */
             const variant given = {variants[i].graph, TE_VALUE_QUANTIZED, 0, 0};
             g = *described;
@@ -339,6 +341,7 @@ static inline void check_every_way(const graph *described, const te_sizes *sizes
             graph_run(context, &g, now);
             compare_bits(&g, now, &memory[0]);
             check_no_wide_weight(&g);
+            graph_drop(&g);
         }
         plan_memory_end(now);
     }

@@ -48,7 +48,7 @@ typedef struct plan_memory {
     te_stage_function stage;    /* of external stages, with the memory as self */
     const te_graph_desc *graph; /* for it */
     int observed;
-    int64_t running; /* plan */
+    const te_plan *running;
 } plan_memory;
 
 /* Aligned memory of exactly `bytes`, full of NaN, and a guard. */
@@ -159,7 +159,7 @@ static inline te_tensor plan_view(plan_memory *memory, const te_buffer_info *inf
 }
 
 /* Runs a whole plan, as far as it goes. */
-static inline te_status plan_try(te_context *context, int64_t plan, plan_memory *memory)
+static inline te_status plan_try(te_context *context, const te_plan *plan, plan_memory *memory)
 {
     te_status status;
     te_plan_info info;
@@ -198,7 +198,7 @@ static inline te_status plan_try(te_context *context, int64_t plan, plan_memory 
     return status;
 }
 
-static inline void plan_run(te_context *context, int64_t plan, plan_memory *memory)
+static inline void plan_run(te_context *context, const te_plan *plan, plan_memory *memory)
 {
     OK(plan_try(context, plan, memory));
 }
@@ -247,7 +247,7 @@ static inline void plan_check_view(const te_plan_info *info, int32_t view, const
 
 /* Members lie within the packed memory, aligned, and apart from those that live at the same time.
  * Returns how many bytes the saved ones take, each rounded up. */
-static inline int64_t plan_check_layout(int64_t plan, const te_sizes *given)
+static inline int64_t plan_check_layout(const te_plan *plan, const te_sizes *given)
 {
     te_plan_info info;
     te_plan_sizes sizes;

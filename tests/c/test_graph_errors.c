@@ -23,8 +23,8 @@ static void make_small(graph *g)
 static void refuse(const graph *g, te_status status, const char *text)
 {
     for (int d = 0; d < TE_DIRECTION_COUNT; d++) {
-        int64_t id = 0;
-        EXPECT(te_plan_make(&g->desc, (te_direction)d, &id) == status, "%s: %s", text,
+        te_plan *plan = NULL;
+        EXPECT(te_plan_make(&g->desc, (te_direction)d, &plan) == status, "%s: %s", text,
                te_last_error());
         EXPECT(strstr(te_last_error(), text) != NULL, "%s: %s", text, te_last_error());
     }
@@ -43,7 +43,7 @@ static void refuse(const graph *g, te_status status, const char *text)
 static void check_refusals(void)
 {
     static graph g;
-    int64_t id = 0;
+    te_plan *plan = NULL;
     REFUSE(desc.size, 8, INVALID, "graph: size");
     REFUSE(desc.values, NULL, INVALID, "graph: size, counts");
     REFUSE(desc.nodes, NULL, INVALID, "graph: size, counts");
@@ -106,10 +106,10 @@ static void check_refusals(void)
     make_small(&g);
     graph_linear(&g, "two_", 0, rows_of(&g, "z", TE_VALUE_RESULT, WIDTH), 0)->inputs[1] = 4;
     refuse(&g, TE_ERROR_UNSUPPORTED, "node 3: the gradient of weight, which is read twice");
-    EXPECT(te_plan_make(NULL, TE_DIRECTION_FORWARD, &id) == TE_ERROR_INVALID, "no graph");
+    EXPECT(te_plan_make(NULL, TE_DIRECTION_FORWARD, &plan) == TE_ERROR_INVALID, "no graph");
     make_small(&g);
-    EXPECT(te_plan_make(&g.desc, TE_DIRECTION_COUNT, &id) == TE_ERROR_INVALID, "direction 3");
-    EXPECT(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &id) == TE_OK, "%s", te_last_error());
+    EXPECT(te_plan_make(&g.desc, TE_DIRECTION_COUNT, &plan) == TE_ERROR_INVALID, "direction 3");
+    EXPECT(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &plan) == TE_OK, "%s", te_last_error());
 }
 
 /* ---- heads, dropout ------------------------------------------------------------------------- */
@@ -146,9 +146,9 @@ static void make_attention(graph *g)
 static void check_heads(void)
 {
     static graph g;
-    int64_t id = 0;
+    te_plan *plan = NULL;
     make_attention(&g);
-    OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &id));
+    OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &plan));
     REFUSE_HEADS(desc.flags, TE_GRAPH_RECOMPUTE, UNSUPPORTED, "node 0 (rope) can not be repeated");
     for (int n = 0; n < 2; n++) {
         for (int i = 0; i <= 2 * n; i++) {
@@ -245,7 +245,7 @@ static void check_identity(void)
 {
     static graph g;
     const size_t end = offsetof(te_node_desc, output) + sizeof g.nodes[0].output;
-    int64_t first = 0, second = 0;
+    te_plan *first = NULL, *second = NULL;
     make_small(&g);
     OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &first));
     for (int i = 0; i < g.desc.value_count; i++) {
@@ -258,7 +258,7 @@ static void check_identity(void)
         memset((char *)&g.nodes[i] + end, 0xa5, offsetof(te_node_desc, numbers) - end);
     }
     OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &second));
-    EXPECT(first == second, "%lld and %lld", (long long)first, (long long)second);
+    EXPECT(first == second, "two plans of one graph");
 }
 
 int main(void)

@@ -244,7 +244,7 @@ static void make_layer(graph *g, const layer_options *o)
     node->numbers[0] = o->dropout;
 }
 
-static int count_stages(int64_t plan, const char *name)
+static int count_stages(const te_plan *plan, const char *name)
 {
     te_plan_info info;
     int count = 0;

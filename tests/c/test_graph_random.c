@@ -316,7 +316,7 @@ static void damage(graph *g)
 }
 
 /* What is taken all the same has sizes, or none that fits. */
-static void check_taken(int64_t plan)
+static void check_taken(const te_plan *plan)
 {
     const te_sizes few = sizes_of(1, 5, 3, 0);
     te_sizes too_many;
@@ -344,11 +344,12 @@ static void check_damage(void)
         (void)make_random(&g);
         for (int k = 0; k < 3; k++) damage(&g);
         for (int d = 0; d < TE_DIRECTION_COUNT; d++) {
-            int64_t id = 0;
-            te_status st = te_plan_make(&g.desc, (te_direction)d, &id);
+            te_plan *plan = NULL;
+            te_status st = te_plan_make(&g.desc, (te_direction)d, &plan);
             if (st == TE_OK) {
                 taken++;
-                check_taken(id);
+                check_taken(plan);
+                te_plan_release(plan);
                 continue;
             }
             refused++;

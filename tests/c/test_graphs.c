@@ -188,7 +188,7 @@ static void check_gather(void)
     static graph g;
     static plan_memory memory;
     te_node_desc *node;
-    int64_t id = 0;
+    te_plan *plan = NULL;
     const te_sizes five = te_sizes_of_rows(5);
     int32_t x, y;
     graph_start(&g, TE_RECIPE_DELAYED, 0);
@@ -198,7 +198,7 @@ static void check_gather(void)
     node = graph_linear(&g, "", x, y, 0);
     node->gather = 2;
     node->external = 1U << TE_LINEAR_STAGE_GATHER_INPUT;
-    EXPECT(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &id) == TE_ERROR_UNSUPPORTED &&
+    EXPECT(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &plan) == TE_ERROR_UNSUPPORTED &&
                strstr(te_last_error(), "gradients of a gathered input") != NULL,
            "%s", te_last_error());
     for (int i = 1; i < 3; i++) g.values[node->inputs[i]].flags &= ~(uint32_t)TE_VALUE_GRADIENT;

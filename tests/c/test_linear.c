@@ -48,7 +48,7 @@ int main(void)
     static plan_memory m;
     const te_sizes tokens = te_sizes_of_rows(TOKENS);
     te_context *context = NULL;
-    int64_t again = 0;
+    te_plan *again = NULL;
     int32_t x, y;
     graph_start(&g, TE_RECIPE_DELAYED, 0);
     x = graph_input(&g, "input", IN);
@@ -59,7 +59,7 @@ int main(void)
     other.desc.values = other.values;
     other.desc.nodes = other.nodes;
     OK(te_plan_make(&other.desc, TE_DIRECTION_FORWARD, &again));
-    EXPECT(g.plans[0] == again && g.plans[0] != g.plans[1], "one description, two ids");
+    EXPECT(g.plans[0] == again && g.plans[0] != g.plans[1], "one description, two plans");
 
     plan_memory_start(&m, &tokens);
     m.slots[0] = FORWARD_SLOT;

@@ -110,7 +110,7 @@ static void step(te_context *context, te_recipe recipe, uint32_t flags, uint32_t
 }
 
 /* The saved memory is no larger than its members with a member's alignment for each. */
-static void check_layout(int64_t plan, int64_t rows)
+static void check_layout(const te_plan *plan, int64_t rows)
 {
     const te_sizes given = te_sizes_of_rows(rows);
     te_plan_info info;

@@ -12,7 +12,7 @@
 
 #include <transformer_engine.h>
 
-enum { SIZE = 2048 };
+enum { SIZE = 1024 };
 
 #define EXPECT(condition)                                                                          \
     do {                                                                                           \

@@ -221,10 +221,14 @@ def test_run_counts_and_numbers():
     tensors = linear_tensors()
     with pytest.raises(TypeError, match="run: expected 5 tensors, got 4 arguments for them"):
         core.run(plan, 0, 0, *tensors[:4])
-    with pytest.raises(TypeError, match="run: plan: expected an int, got <class 'str'>"):
+    with pytest.raises(
+        TypeError, match="run: plan: expected a Plan, of make_plan, got <class 'str'"
+    ):
         core.run("plan", 0, 0, *tensors)
-    with pytest.raises(ValueError, match="plan 7 does not exist"):
-        core.run(7, 0, 0, *tensors)
+    with pytest.raises(TypeError, match="plan: expected a Plan"):  # of another instance
+        fresh_core().run(plan, 0, 0, *tensors)
+    with pytest.raises(TypeError, match="cannot create"):
+        core.Plan()
     with pytest.raises(ValueError, match="run: slot_fwd: -1 is out of range, expected 0 to"):
         core.run(plan, -1, 0, *tensors)
     before = snapshot(tensors)

@@ -174,6 +174,30 @@ def test_memory_of_plans_backward_and_copies(core):
     assert counts(watched) == before
 
 
+def test_memory_of_plans_of_ever_new_shapes(core):
+    """Of each thousands of bytes, that go with it."""
+    tensors = native.linear_tensors()
+    first, before = 1, core.plan_count()
+
+    def step(outputs):
+        graph = native.Graph(core)
+        graph.linear(graph.input(), graph.result(outputs))
+        plan = graph.plan(core.DIRECTION_FORWARD)
+        core.run(plan, 0, 0, tensors[0], torch.ones(outputs, native.K), torch.ones(outputs), *chunk)
+        assert core.plan_count() == before + 1
+
+    chunk = native.state()
+    for _ in range(5):
+        heap = heap_bytes()
+        for outputs in range(first, first + CALLS):
+            step(outputs)
+        grown = 0 if heap is None else heap_bytes() - heap
+        first += CALLS
+        if grown <= 4096:
+            break
+    assert grown <= 4096 and core.plan_count() == before
+
+
 def test_memory_of_instances():
     def make():
         core = fresh_core()

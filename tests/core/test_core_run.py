@@ -176,9 +176,7 @@ def test_a_plan_that_does_nothing(core):
 
 def run_staged(core, plan, functions, observer, *tensors):
     """run_staged, whose functions get lend() itself."""
-    return core.run_staged(
-        plan, 0, 0, functions, observer, lambda lend, plan, rows, slot: lend, *tensors
-    )
+    return core.run_staged(plan, 0, 0, functions, observer, lambda lend, rows, slot: lend, *tensors)
 
 
 def test_an_observer_sees_every_stage_and_changes_nothing(core):
@@ -230,7 +228,7 @@ def test_an_external_stage_is_called(core):
 
     functions = {name: quantize}
     output, _ = core.run_staged(plan, 1, 2, functions, None, make_buffers, *tensors)
-    assert calls == [(plan, ROWS, 1)] and kept[2] is output
+    assert calls == [(ROWS, 1)] and kept[2] is output
     assert_nmse(output, reference(tensors), 2 * tol("round", torch.float8_e4m3fn))
     assert tensors[4][0].nonzero().flatten().tolist() == [2]  # the weight's alone
     lend, row, _ = kept

@@ -77,10 +77,11 @@ def rows_off_kinks(module, x, dtype):
 
 def saved_buffers(plan, rows, packed):
     """Members of the packed saved tensor of a forward plan, by name."""
-    offsets, sizes = _core.plan_infer(plan, rows)[2], (0, rows)
+    offsets, sizes = _core.plan_infer(plan.native, rows)[2], (0, rows)
     members = {}
-    buffers = _core.plan_describe(plan)["buffers"]
-    for (name, role, code, _, extents, *_), at in zip(buffers, offsets, strict=True):
+    for (name, role, code, _, extents, *_), at in zip(
+        plan.described["buffers"], offsets, strict=True
+    ):
         if role == "saved":
             dtype, shape = _core.torch_dtype(code), [extent_value(e, sizes) for e in extents]
             size = math.prod(shape) * dtype.itemsize
@@ -120,7 +121,7 @@ class Step:
         self.buffers = saved_buffers(plan, self.rows, packed)
         self.out.backward(grad)
         pending = module._wgrads[-1]
-        described = _core.plan_describe(pending.plans.wgrad)["buffers"]
+        described = pending.plans.wgrad.described["buffers"]
         names = [name for name, role, *_ in described if role in ("input", "parameter")]
         self.buffers |= zip(names, pending.inputs, strict=True)
         module.backward_dw()

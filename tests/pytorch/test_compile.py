@@ -17,7 +17,6 @@ import torch._dynamo.utils
 import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.graphs import Graph, Norm
-from transformer_engine.common.plan_text import text_of
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch import torch_ops
 
@@ -385,7 +384,7 @@ def test_a_plan_of_more_results_than_any_module_has():
     inp = torch.randn(6, WIDTH)
 
     def function(inp):
-        return torch_ops.run_traced(text_of(plan), (0,), [inp], [], None)
+        return torch_ops.run_traced(plan.text, (0,), [inp], [], None)
 
     expected = torch_ops.run_native(plan, (0,), [inp], None)
     assert len(expected) == 21

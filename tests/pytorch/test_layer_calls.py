@@ -11,7 +11,6 @@ import itertools
 import pytest
 import torch
 from pytorch.layer_ways import (
-    ATTENTION,
     BATCH,
     DROPS,
     FUSED,
@@ -166,22 +165,6 @@ def test_interleaved_groups_call_the_modules(device):
     """The query heads of a group lie together: there is no one distance between them."""
     layer = make_layer(device, dtype_of(device), num_gqa_groups=2, **FUSED)
     assert_ways_agree(layer, inputs_of(layer), whole=False)
-
-
-@pytest.mark.parametrize("options", [{"fuse_wgrad_accumulation": True}], ids=["main_grad"])
-def test_main_grads_call_the_modules(device, options):
-    """A module that adds to ``main_grad`` does more than give gradients."""
-    layer = make_layer(device, dtype_of(device), **options, **FUSED)
-    for module in layer.modules():
-        for name in ("weight", "fc1_weight", "fc2_weight"):
-            weight = getattr(module, name, None)
-            if weight is not None and weight.dim() == 2:
-                weight.main_grad = torch.zeros_like(weight, dtype=F32)
-    given = inputs_of(layer)
-    with watched() as found:
-        layer(**given).sum().backward()
-    assert (LAYER, False) in found and (ATTENTION, False) in found
-    assert layer.layernorm_mlp.fc1_weight.main_grad.abs().sum() > 0
 
 
 # ---- what is attended ----------------------------------------------------------------------------

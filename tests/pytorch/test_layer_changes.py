@@ -19,7 +19,6 @@ from pytorch.layer_ways import (
     make_layer,
     set_of,
 )
-from tols import F32
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize, prune
 
@@ -102,22 +101,6 @@ def test_settings_that_call_the_modules(device, path, name):
         False,
         undo=lambda layer, _: set_of(f"{path}.{name}", False)(layer),
     )
-
-
-def test_main_grads(device):
-    layer = make_layer(device, dtype_of(device))
-
-    def change(layer):
-        weight = layer.layernorm_mlp.fc1_weight
-        weight.main_grad = torch.ones_like(weight, dtype=F32)
-        weight2 = layer.layernorm_mlp.fc2_weight
-        weight2.main_grad = torch.ones_like(weight2, dtype=F32)
-        layer.layernorm_mlp.fuse_wgrad_accumulation = True
-
-    def undo(layer, _):
-        layer.layernorm_mlp.fuse_wgrad_accumulation = False
-
-    assert_counts(layer, change, False, undo=undo)
 
 
 @pytest.mark.parametrize("part", ["", "self_attention", "self_attention.core_attention",

@@ -117,6 +117,22 @@ def test_counted_operations(device, name, recipe):
 
 
 @pytest.mark.parametrize("recipe", [None, "delayed"])
+def test_counted_operations_of_main_gradients(device, recipe):
+    """Which the operator says it writes."""
+    layer = make_layer(device, dtype_of(device, recipe), fuse_wgrad_accumulation=True, **FUSED)
+
+    def run(layer):
+        for parameter in layer.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        found = [counted_step(layer, recipe, "backward") for _ in range(2)]
+        return *found, [parameter.main_grad for parameter in layer.parameters()]
+
+    ((count, _), *_) = both_ways(layer, run)
+    plain = make_layer(device, dtype_of(device, recipe))
+    assert count == counted_step(plain, recipe, "backward")[0]
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed"])
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_counted_operations_of_attention(device, name, recipe):
     layer = make_attention(device, dtype_of(device, recipe), **ATTENTIONS[name])

@@ -24,6 +24,7 @@ LAYERS = {
     "fused": {"fuse_qkv_params": True, "attn_input_format": "bshd"},
     "decoder": {"layer_type": "decoder", "hidden_dropout": 0.2},
     "parallel": {"parallel_attention_mlp": True, "drop_path_rate": 0.3},
+    "main_grad": {"fuse_qkv_params": True, "fuse_wgrad_accumulation": True, "hidden_dropout": 0.1},
 }
 
 
@@ -50,7 +51,7 @@ def programs(seed):
             "backward": rng.choice(["now", "now", "later", "never"]),
             "length": rng.choice([5, 5, 1, 8]),
             "mask": rng.choice([None, None, "no_mask", "causal_bottom_right"]),
-            "first": rng.choice([None] * 6 + [True, False]),
+            "first": rng.choice([None] * 4 + [True, True, False, False]),
         }
 
     for rng, step in steps_of(seed, draw, 0.5):
@@ -151,6 +152,15 @@ def run_step(layer, step, waiting):
     return [*(out.detach() for out in outs), *(x.grad for x in inputs)]
 
 
+def main_grads_of(layer):
+    """What the weights' gradients are added to; a weight that has come anew gets zeros."""
+    weights = [p for name, p in layer.named_parameters() if name.endswith("weight") and p.dim() > 1]
+    for weight in weights:
+        if not hasattr(weight, "main_grad"):
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    return [weight.main_grad for weight in weights]
+
+
 def run_program(kind, seed, device):
     """Results of every step, with the gradients and the state after it."""
     torch.manual_seed(seed)
@@ -160,8 +170,10 @@ def run_program(kind, seed, device):
             CHANGES[step["change"]](layer, random.Random(step["seed"]))
         for parameter in layer.parameters():
             parameter.grad = None
+        main = main_grads_of(layer)
         result = run_step(layer, step, waiting)
         grads = [parameter.grad for parameter in layer.parameters()]
+        grads += [grad.clone() for grad in main]
         results.append((step, result, grads, states_of(layer)))
     return results
 

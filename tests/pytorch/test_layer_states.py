@@ -13,7 +13,6 @@ from pytorch.layer_ways import (
     RECIPE_NAMES,
     assert_counts,
     both_ways,
-    by_branches,
     by_modules,
     dtype_of,
     inputs_of,
@@ -204,23 +203,3 @@ def test_calibration(device):
             found += train(own, given, "delayed", 2)
         results.append(found)
     assert_same_bits(*results)
-
-
-def test_first_microbatches(device):
-    """Such a call caches weights, so the modules make it; calls without go on as one."""
-    layer = make_layer(device, BF16)
-    given = inputs_of(layer)
-    results = []
-    for way in (contextlib.nullcontext, by_branches, by_modules):
-        own = copy.deepcopy(layer)
-        te.reset()
-        found = []
-        with way():
-            for first in (None, True, False, None, False, True, None):
-                with watched() as taken:
-                    found += train(own, {**given, "is_first_microbatch": first}, "delayed", 1)
-                ways = {whole for name, whole in taken if name == LAYER}
-                assert way is by_modules or ways <= {first is None}
-        results.append(found)
-    assert_same_bits(results[0], results[2])
-    assert_same_bits(results[1], results[2])

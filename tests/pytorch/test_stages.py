@@ -96,9 +96,9 @@ def test_unknown_stage_and_missing_function(device):
     x, w = torch.randn(4, 16, device=device), torch.randn(16, 16, device=device)
     scale, history = torch.ones(256, device=device), torch.zeros(4, 256, device=device)
     with pytest.raises(RuntimeError, match="external"):
-        _core.run(plan, 0, 0, x, w, scale, history)
+        _core.run(plan.native, 0, 0, x, w, scale, history)
     with pytest.raises(RuntimeError, match="gemm_output"):
-        _core.run_staged(plan, 0, 0, *Staged({}), x, w, scale, history)
+        _core.run_staged(plan.native, 0, 0, *Staged({}).of(plan), x, w, scale, history)
 
 
 def _gather_worker(rank, world, store, results):
@@ -130,7 +130,7 @@ def _gather_worker(rank, world, store, results):
     mine = x[rank * rows : (rank + 1) * rows]
     staged = Staged({"gather_input": gather})
     plan = call_plans(CallSpec((spec,))).forward
-    out, _ = _core.run_staged(plan, 0, 0, *staged, mine, w, scale, history)
+    out, _ = _core.run_staged(plan.native, 0, 0, *staged.of(plan), mine, w, scale, history)
     torch.distributed.all_reduce(history[0], op=torch.distributed.ReduceOp.MAX)
     results[rank] = (out, history[0].clone())
     torch.distributed.destroy_process_group()
@@ -155,7 +155,8 @@ def test_gather_between_quantize_and_gemm_equals_one_process(tmp_path):
     x, w, scale = _gather_problem()
     history = torch.zeros(4, 256)
     spec = LinearSpec(32, 48, *[_core.DTYPE_F32] * 5, quantization_of(DelayedScaling()), 0)
-    expected, _ = _core.run(call_plans(CallSpec((spec,))).forward, 0, 0, x, w, scale, history)
+    plan = call_plans(CallSpec((spec,))).forward
+    expected, _ = _core.run(plan.native, 0, 0, x, w, scale, history)
     for rank in range(world):
         out, amax = results[rank]
         assert torch.equal(out, expected)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from transformer_engine import _core
 from transformer_engine.common import absent
-from transformer_engine.common.plan_text import make_plan
+from transformer_engine.common.plan_text import Plan, make_plan
 from transformer_engine.common.recipe import Recipe
 
 Link = tuple[str, int]
@@ -151,8 +151,8 @@ class Graph:
         self.weight_operands: list[int] = []  # its number as a quantized operand
         self.has_gradients = self.defers = False  # a backward, a deferred weight gradient
 
-    def make(self, direction: int) -> int:
-        """Id of a plan of it."""
+    def make(self, direction: int) -> Plan:
+        """Make a plan of it."""
         return make_plan(direction, self.flags, tuple(self.values), tuple(self.nodes))
 
     def value(

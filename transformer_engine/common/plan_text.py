@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans as text: what a graph of torch carries, so that a process that never made a plan can.
+"""Plans, and plans as text: what a graph of torch carries, so that any process can make the plan.
 
 ``plan/3 (direction, flags, values, nodes)``: the version of this format, and the arguments of
-``_core.make_plan``. A plan's id is a hash of these, but a process that loads an exported program
-knows no plan of that id.
+``_core.make_plan``. A graph does not hold its plans: where nobody else does any more, or in another
+process, they are made again.
 """
 
 import ast
 import functools
+import weakref
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
@@ -15,7 +16,26 @@ from transformer_engine import _core
 _HEAD = "plan/3 "
 """With a version that is raised whenever a number of a plan gets another meaning."""
 
-_TEXTS: dict[int, str] = {}
+_HELD: weakref.WeakValueDictionary[str, "Plan"] = weakref.WeakValueDictionary()
+"""Plans that somebody holds, by text."""
+
+
+class Plan:
+    """A plan, for as long as somebody holds it."""
+
+    def __init__(self, graph: "PlanGraph", text: str) -> None:
+        self.native = _core.make_plan(*graph)  # what ``_core`` runs
+        self.text = text  # see `plan_of`
+
+    @functools.cached_property
+    def described(self) -> dict:
+        """What ``_core.plan_describe`` says of it."""
+        return _core.plan_describe(self.native)
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, int]:
+        """Numbers of its buffers by name."""
+        return {name: i for i, (name, *_) in enumerate(self.described["buffers"])}
 
 
 class PlanGraph(NamedTuple):
@@ -37,23 +57,19 @@ class PlanGraph(NamedTuple):
         return self.values[inputs[at]][4][0][0]
 
 
-def make_plan(direction: int, flags: int, values: tuple, nodes: tuple) -> int:
-    """Id of a plan, made where it is not there yet; `text_of` knows its text from now on."""
+def make_plan(direction: int, flags: int, values: tuple, nodes: tuple) -> Plan:
+    """Return the plan of a graph, made where nobody holds it."""
     graph = PlanGraph(direction, flags, values, nodes)
-    plan = _core.make_plan(*graph)
-    if plan not in _TEXTS:
-        _TEXTS[plan] = _HEAD + repr(tuple(graph))
+    text = _HEAD + repr(tuple(graph))
+    plan = _HELD.get(text)
+    if plan is None:
+        plan = _HELD[text] = Plan(graph, text)
     return plan
-
-
-def text_of(plan: int) -> str:
-    """Text of a plan that `make_plan` made."""
-    return _TEXTS[plan]
 
 
 @functools.lru_cache
 def read_text(text: str) -> PlanGraph:
-    """Read what `text_of` gave, in this process or another one.
+    """Read the text of a plan, in this process or another one.
 
     ValueError for no such text, or one of another version of this package.
     """
@@ -66,7 +82,8 @@ def read_text(text: str) -> PlanGraph:
     return PlanGraph(*content)
 
 
-@functools.cache
-def plan_of(text: str) -> int:
-    """Id of the plan of a text, made where this process has none; ValueError as of `read_text`."""
-    return make_plan(*read_text(text))
+@functools.lru_cache
+def plan_of(text: str) -> Plan:
+    """Return the plan of a text, made where nobody holds it; ValueError as of `read_text`."""
+    plan = _HELD.get(text)
+    return make_plan(*read_text(text)) if plan is None else plan

@@ -22,13 +22,13 @@ from transformer_engine.common.graphs import (
     norm_graph,
 )
 from transformer_engine.common.layer_graphs import LayerSpec, layer_graph
-from transformer_engine.common.plan_text import text_of
-
-described = functools.lru_cache(_core.plan_describe)
-"""What `_core.plan_describe` says of a plan, kept for some of those that torch operators run."""
+from transformer_engine.common.plan_text import Plan
 
 _STATE = ("scale", "history")
 _GIVEN = ("input", "parameter", "state")
+
+_keep = functools.lru_cache(maxsize=64)
+"""Keeps plans for modules to come, when those that made them are gone."""
 
 
 class Argument(NamedTuple):
@@ -38,28 +38,27 @@ class Argument(NamedTuple):
     written: bool  # the run changes it
 
 
-def _arguments(plan: int) -> list[Argument]:
-    buffers = _core.plan_describe(plan)["buffers"]
+def _arguments(plan: Plan) -> list[Argument]:
     return [
         Argument((link, of), bool(written))
-        for _, role, _, _, _, link, of, written in buffers
+        for _, role, _, _, _, link, of, written in plan.described["buffers"]
         if role in _GIVEN
     ]
 
 
-def _links(plan: int, role: str) -> list[Link]:
-    buffers = _core.plan_describe(plan)["buffers"]
+def _links(plan: Plan, role: str) -> list[Link]:
+    buffers = plan.described["buffers"]
     return [(link, of) for _, found, _, _, _, link, of, _ in buffers if found == role]
 
 
-def leading_dims(plan: int, shapes: Sequence) -> list:
+def leading_dims(plan: Plan, shapes: Sequence) -> list:
     """Leading dims of the tokens and of a source sequence; None where no input has them.
 
     `shapes` are those of the first tensors that the plan is given.
     """
     found: list = [None, None]
     for (_, role, _, lead, extents, *_), shape in zip(
-        described(plan)["buffers"], shapes, strict=False
+        plan.described["buffers"], shapes, strict=False
     ):
         source = extents[0][3] == _core.SYMBOL_SOURCE_ROWS
         if role == "input" and lead and found[source] is None:
@@ -67,7 +66,7 @@ def leading_dims(plan: int, shapes: Sequence) -> list:
     return found
 
 
-def sizes_of(plan: int, shapes: Sequence, rows: Any = -1) -> list:
+def sizes_of(plan: Plan, shapes: Sequence, rows: Any = -1) -> list:
     """Values of the symbols in a run of a plan, integers or symbolic ones, by `SYMBOL_*`.
 
     Arguments as of `leading_dims`; `rows` is the number of tokens, -1 where an input says it.
@@ -118,13 +117,10 @@ class CallPlans:
 
     def __init__(self, graph: Graph, spec: CallSpec | LayerSpec | None = None) -> None:
         self.spec = spec  # what they were made for
-        # Plan ids; 0 where the call can not need one.
+        # None where the call can not need one.
         self.forward = graph.make(_core.DIRECTION_FORWARD)
-        self.backward = graph.make(_core.DIRECTION_BACKWARD) if graph.has_gradients else 0
-        self.wgrad = graph.make(_core.DIRECTION_DEFERRED) if graph.defers else 0
-        ids = (self.forward, self.backward, self.wgrad)
-        # What a graph of torch carries of each of them; see `plan_text`.
-        self.texts = {plan: text_of(plan) for plan in ids if plan}
+        self.backward = graph.make(_core.DIRECTION_BACKWARD) if graph.has_gradients else None
+        self.wgrad = graph.make(_core.DIRECTION_DEFERRED) if graph.defers else None
         # The differentiable tensors of a call; None for one that it lacks: passed as None.
         self.tensors = tuple(graph.tensors)
         parts = () if spec is None else spec.parts
@@ -136,37 +132,31 @@ class CallPlans:
         self.outputs = tuple(_links(self.forward, "output"))
         self.results = tuple(graph.results)  # of the module: the first of `outputs`
         self.result_count = len(self.results)
-        self.counts = {plan: len(_links(plan, "output")) for plan in self.texts}
         flags = [part.flags for part in parts]
-        self._caches = [
-            (("row", of), ("column", of), ("scales", of)) for of in graph.weight_operands
-        ]
-        # Parts whose quantized weight is taken from the cache; whether one is kept.
+        caches = [(("row", of), ("column", of), ("scales", of)) for of in graph.weight_operands]
+        # Parts whose quantized weight is taken from the cache; (part, places among `outputs`) of
+        # those where it is kept.
         self.reads_caches = tuple(i for i, f in enumerate(flags) if f & CACHE_READ)
-        self.writes_caches = any(f & CACHE_WRITE for f in flags)
-        # (part, link of it) where the weight's gradient goes to ``weight.main_grad``.
+        self.writes_caches = tuple(
+            (i, tuple(map(self.outputs.index, caches[i])))
+            for i, f in enumerate(flags)
+            if f & CACHE_WRITE
+        )
+        # (part, weight's place among `tensors`) where its gradient goes to ``weight.main_grad``.
         self.main_grads = tuple(
-            (i, ("gradient", graph.weights[i]))
+            (i, self.tensors.index(("value", graph.weights[i])))
             for i, f in enumerate(flags)
             if f & WGRAD and f & (ACCUMULATE | OVERWRITE)
         )
-        self.defer = self.wgrad != 0
+        self.defer = self.wgrad is not None
         # Nothing but plain gradients.
         self.plain = not (self.reads_caches or self.writes_caches or self.defer or self.main_grads)
         sources = list(self.tensors)
         for i in self.reads_caches:
-            sources += self._caches[i]
+            sources += caches[i]
         # From the tensors and caches of a call.
         self.pick_inputs = Picker(self.forward_inputs, sources)
         self._examine_backward(graph, sources)
-
-    def pick_caches(self, results: tuple, caches: tuple) -> tuple:
-        """Caches of each part after a forward: those that it has written, and the others."""
-        known = dict(zip(self.outputs, results, strict=False))
-        return tuple(
-            tuple(known[link] for link in links) if links[0] in known else cache
-            for links, cache in zip(self._caches, caches, strict=False)
-        )
 
     def _examine_backward(self, graph: Graph, sources: list) -> None:
         self.saves_packed = False  # the forward makes a packed tensor for the backward
@@ -182,7 +172,7 @@ class CallPlans:
         # For each of `tensors` its gradient's place among the backward's outputs, or -1.
         self.places = (-1,) * len(self.tensors)
         self.all_gradients = False  # the backward's outputs are these, in order
-        if not self.backward:
+        if self.backward is None:
             return
         self.saves_packed = bool(_links(self.forward, "saved"))
         arguments = _arguments(self.backward)
@@ -193,12 +183,12 @@ class CallPlans:
         self.reads_saved = len(saved)
         self.pick_grads = Picker([a.link for a in arguments if a.link in results], results)
         self.gradients = tuple(_links(self.backward, "output"))
-        if self.wgrad:
+        if self.wgrad is not None:
             given = _arguments(self.wgrad)
             self.wgrad_inputs = tuple(a.link for a in given if not a.written)
             known = {*results, *saved, *self.gradients}
             saved += [link for link in self.wgrad_inputs if link not in known]
-            buffers = _core.plan_describe(self.wgrad)["buffers"]
+            buffers = self.wgrad.described["buffers"]
             self.wgrad_has_rows = any(role == "input" and lead for _, role, _, lead, *_ in buffers)
             read = [a.link for a in arguments if a.link in results]
             # From (gradients..., saved..., gradients of the results).
@@ -220,21 +210,21 @@ _PACKED = ("packed", 0)
 """Stands for the packed tensor, which is no single buffer."""
 
 
-@functools.cache
+@_keep
 def call_plans(spec: CallSpec) -> CallPlans:
-    """Plans of a call, made once per process and spec."""
+    """Plans of a call; those of the last calls are kept."""
     return CallPlans(call_graph(spec), spec)
 
 
-@functools.cache
+@_keep
 def layer_plans(spec: LayerSpec) -> CallPlans:
-    """Plans of a whole layer, made once per process and spec; see `call_plans`."""
+    """Plans of a whole layer; see `call_plans`."""
     return CallPlans(layer_graph(spec), spec)
 
 
-@functools.cache
+@_keep
 def norm_plans(features: int, norm: Norm, dtypes: tuple[int, int], flags: int) -> CallPlans:
-    """Plans of a norm by itself, made once per process and kind, over (input, gamma, beta).
+    """Plans of a norm by itself, over (input, gamma, beta); see `call_plans`.
 
     `dtypes` are ``_core.DTYPE_*`` of input and output, `flags` of `DGRAD`, `GRAD_GAMMA`,
     `GRAD_BETA`, `ZERO_CENTERED`, `NO_GAMMA`, `NO_BETA`.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.plan_text import PlanGraph, plan_of, read_text
-from transformer_engine.common.plans import described, sizes_of
+from transformer_engine.common.plans import sizes_of
 from transformer_engine.pytorch.modes import active_modes
 
 _COUNTER = "torch.utils.flop_counter"
@@ -37,9 +37,9 @@ def _flops_of_run(
 ) -> int:
     """FLOPs of ``transformer_engine::run`` and ``run_with_state_<n>``, from their arguments."""
     del slots, saved, staged, state, results
-    graph, number = read_text(plan), plan_of(plan)
-    sizes = sizes_of(number, [tensor.shape for tensor in inputs], rows)
-    stages = described(number)["stages"]
+    graph, made = read_text(plan), plan_of(plan)
+    sizes = sizes_of(made, [tensor.shape for tensor in inputs], rows)
+    stages = made.described["stages"]
     return sum(_flops_of_stage(graph, node, operator, sizes) for _, operator, node, _ in stages)
 
 

@@ -79,14 +79,25 @@ class _EagerFunction(_PlanFunction):
         _refuse(ctx.call.label, "forward-mode differentiation (jvp)")
 
 
+class _SeveralFunction(_EagerFunction):
+    """A call of several results, which is told of which of them there is no gradient: None."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return _EagerFunction.forward(ctx, call, *tensors)
+
+
 _ASKED_FOR = ("forward", "setup_context", "boxed_grads_call", "clear_saved_tensors_on_access")
 """What torch looks up at each call, by a new string and so through all bases: each class has them
 itself. Flags that this torch does not know are None."""
 
 
 @functools.cache
-def apply_of(label: str) -> Callable:
+def apply_of(label: str, several: bool = False) -> Callable:
     """`run_call` in eager mode, for calls of one label and outside of function transforms.
+
+    Without a gradient of one of `several` results its backward gets None, else zeros.
 
     It is the native half of `Function.apply`. The Python half binds default arguments, which there
     are none of, and unwraps what function transforms left behind, which costs more than the rest of
@@ -94,8 +105,9 @@ def apply_of(label: str) -> Callable:
     set_detect_anomaly`), profilers and ``grad_fn`` say "LinearBackward". The node's ``apply``,
     which looks for the function's backward among several, is that backward at once.
     """
-    names = {name: inspect.getattr_static(_EagerFunction, name, None) for name in _ASKED_FOR}
-    kind = type(label, (_EagerFunction,), {**names, "__doc__": f"Calls of a {label}."})
+    base = _SeveralFunction if several else _EagerFunction
+    names = {name: inspect.getattr_static(base, name, None) for name in _ASKED_FOR}
+    kind = type(label, (base,), {**names, "__doc__": f"Calls of a {label}."})
     kind._backward_cls.apply = kind.backward
     return super(torch.autograd.Function, kind).apply
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.common.plan_text import Plan
 
 
 def external_bits(
@@ -36,12 +37,6 @@ def external_bits(
     return tuple(bits)
 
 
-@functools.cache
-def _numbers(plan: int) -> dict[str, int]:
-    """Numbers of a plan's buffers by name."""
-    return {name: i for i, (name, *_) in enumerate(_core.plan_describe(plan)["buffers"])}
-
-
 class StageBuffers(Mapping[str, Tensor]):
     """The buffers of a running plan by name, as tensors that share its memory.
 
@@ -53,9 +48,9 @@ class StageBuffers(Mapping[str, Tensor]):
     first slot of the module in `scale` and `history`.
     """
 
-    def __init__(self, lend: Callable[[int], Tensor], plan: int, rows: int, slot: int) -> None:
+    def __init__(self, plan: Plan, lend: Callable[[int], Tensor], rows: int, slot: int) -> None:
         self.lend = lend
-        self._numbers = _numbers(plan)
+        self._numbers = plan.numbers
         self.rows = rows
         self.slot = slot
 
@@ -75,12 +70,16 @@ Observer = Callable[[str, str, StageBuffers, bool], Any]
 
 
 class Staged(NamedTuple):
-    """The Python functions of a run, as `_core.run_staged` takes them."""
+    """The Python functions of runs."""
 
     functions: Mapping[str, Callable]  # ``f(buffers)`` for each external stage
     observer: Observer | None = None
     make_buffers: Callable = StageBuffers
-    """What they get: the result for lend(), plan, rows and first slot (see `StageBuffers`)."""
+    """What they get: the result for plan, lend(), rows and first slot (see `StageBuffers`)."""
+
+    def of(self, plan: Plan) -> tuple[Mapping, Observer | None, Callable]:
+        """What ``_core.run_staged`` takes for a run of a plan."""
+        return self.functions, self.observer, functools.partial(self.make_buffers, plan)
 
     def wrapped(self, wrap: Callable[[Callable], Callable]) -> "Staged":
         """The same with all functions wrapped."""

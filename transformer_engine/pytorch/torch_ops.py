@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from transformer_engine import _core
-from transformer_engine.common.plan_text import plan_of
-from transformer_engine.common.plans import described, extent_value, leading_dims, sizes_of
+from transformer_engine.common.plan_text import Plan, plan_of
+from transformer_engine.common.plans import extent_value, leading_dims, sizes_of
 from transformer_engine.pytorch.flops import FORMULAS, offer_formulas
 from transformer_engine.pytorch.locks import Lock
 from transformer_engine.pytorch.modes import (
@@ -148,7 +148,7 @@ def _refusing_backward(name: str) -> Callable:
     return run
 
 
-def shapes(plan: int, inputs: Sequence, rows: Any) -> tuple[list[tuple[torch.dtype, list]], Any]:
+def shapes(plan: Plan, inputs: Sequence, rows: Any) -> tuple[list[tuple[torch.dtype, list]], Any]:
     """Shapes of what a plan makes, on integers or symbolic ones.
 
     `inputs` are the shapes of the first tensors that it is given, `rows` as of `run_traced`.
@@ -157,7 +157,7 @@ def shapes(plan: int, inputs: Sequence, rows: Any) -> tuple[list[tuple[torch.dty
     """
     leading, sizes = leading_dims(plan, inputs), sizes_of(plan, inputs, rows)
     outputs = []
-    for _, role, code, lead, extents, *_ in described(plan)["buffers"]:
+    for _, role, code, lead, extents, *_ in plan.described["buffers"]:
         if role != "output":
             continue
         shape = [extent_value(extent, sizes) for extent in extents]
@@ -166,20 +166,20 @@ def shapes(plan: int, inputs: Sequence, rows: Any) -> tuple[list[tuple[torch.dty
             gather = extents[0][0]
             shape[:1] = [gather * dims[0], *dims[1:]] if dims else []
         outputs.append((_core.torch_dtype(code), shape))
-    if described(plan)["direction"] != "forward":
+    if plan.described["direction"] != "forward":
         return outputs, 0
-    return outputs, extent_value(described(plan)["saved_bytes"], sizes)
+    return outputs, extent_value(plan.described["saved_bytes"], sizes)
 
 
 def run_native(
-    plan: int,
+    plan: Plan,
     slots: Sequence[int],
     tensors: list[Tensor],
     saved: Tensor | None,
     rows: int = -1,
     staged: Staged | None = None,
 ) -> tuple:
-    """Run a plan, given by its id, at once.
+    """Run a plan at once.
 
     Arguments as of `run_traced`, with inputs and state in one list; returns the outputs in plan
     order, then the packed saved tensor or None.
@@ -190,8 +190,8 @@ def run_native(
     if rows >= 0:  # only a plan whose inputs have no leading dims is told
         given.append(rows)
     if staged is not None:
-        return _core.run_staged(plan, slots, slots, *staged, *given)
-    return _core.run(plan, slots, slots, *given)
+        return _core.run_staged(plan.native, slots, slots, *staged.of(plan), *given)
+    return _core.run(plan.native, slots, slots, *given)
 
 
 _STAGED: dict[int, Staged] = {}
@@ -261,7 +261,7 @@ def _define_with_state(count: int) -> str:
 @constant_in_graphs
 def _with_state(text: str) -> str:
     """Name of the operator that runs a plan which writes state; defined outside of the graph."""
-    buffers = described(plan_of(text))["buffers"]
+    buffers = plan_of(text).described["buffers"]
     return _define_with_state(sum(role == "output" for _, role, *_ in buffers) + 1)
 
 

@@ -302,7 +302,7 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
                 None, None, core_attention_bias_type, core_attention_bias, alibi_slopes,
                 fast_zero_fill=fast_zero_fill,
             )  # fmt: skip
-        given = (options, None) if crossed is None else (options, crossed, None)
+        given = (options, options) if crossed is None else (options, crossed, options)
         out = self._forward(hidden_states, given)
         return self.layernorm(out) if self.output_layernorm else out
 
@@ -315,7 +315,7 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
                 out = calls.run(self, hidden_states, options)
                 if out is not NotImplemented:
                     return out
-            elif options[0].is_first_microbatch is None:
+            else:
                 parts = calls.parts
         if parallel:
             first = options[0].is_first_microbatch
@@ -345,7 +345,7 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
         """One branch by its modules."""
         modules = self._modules  # an attribute lookup of torch takes longer than a short operator
         if branch == len(options) - 1:
-            made = modules["layernorm_mlp"](hidden_states, options[0].is_first_microbatch)
+            made = modules["layernorm_mlp"](hidden_states, options[branch].is_first_microbatch)
         else:
             name = "inter_attention" if branch else "self_attention"
             made = _attend(modules[name], hidden_states, options[branch])

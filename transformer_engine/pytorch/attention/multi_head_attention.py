@@ -19,7 +19,7 @@ from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.norm import L2Normalization
 from transformer_engine.pytorch.module.parameters import one_of, positive_sizes, refuse_options
-from transformer_engine.pytorch.module.situation import KEPT
+from transformer_engine.pytorch.module.situation import keep
 from transformer_engine.pytorch.parallel import ContextParallel
 
 __all__ = ["MultiheadAttention"]
@@ -335,9 +335,7 @@ fast_zero_fill, pad_between_seqs
                 return known
         found = self._find_way(core, inp, options)
         if key is not None and found is not None and not found.tensors:  # a bias fits one length
-            if len(self._ways) >= KEPT:
-                self._ways.clear()
-            found = self._ways[key] = found._replace(key=(object(),))  # found by itself from now on
+            found = keep(self._ways, key, found._replace(key=(object(),)))  # found by itself now
         return found
 
     def _find_way(
@@ -350,7 +348,6 @@ fast_zero_fill, pad_between_seqs
         if (
             slices is None
             or options.inference_params is not None
-            or options.is_first_microbatch is not None
             or options.checkpoint_core_attention
             or options.pad_between_seqs
             or core.qkv_format != self.qkv_format
@@ -398,17 +395,17 @@ fast_zero_fill, pad_between_seqs
         if calls is not None:
             out = calls.run(self, hidden_states, (options,))
             if out is not NotImplemented:
-                return self._results(*(out if isinstance(out, tuple) else (out,)))
+                return self._results(hidden_states, *(out if isinstance(out, tuple) else (out,)))
         return self._attend_by_modules(hidden_states, options)
 
-    def _results(self, out: Tensor, normalized: Tensor | None = None) -> Any:
+    def _results(self, inp: Tensor, out: Tensor, normalized: Tensor | None = None) -> Any:
         """What a forward returns, from the results of the layer's graph."""
         results = [out]
         if self.return_bias:
             proj = self._modules["proj"]
             results.append(proj._returned_bias(out.dtype) if proj.return_bias else None)
         if self.return_layernorm_output:
-            results.append(normalized)
+            results.append(self._modules[self._first()]._norm_result(inp, normalized))
         return results[0] if len(results) == 1 else tuple(results)
 
     def _attend_by_modules(self, hidden_states: Tensor, options: AttentionOptions) -> Any:

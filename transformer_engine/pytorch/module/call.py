@@ -4,6 +4,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine import _core
+from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch import scaling, torch_ops
 from transformer_engine.pytorch.modes import dispatch_modes
@@ -34,8 +36,7 @@ class Deferred(NamedTuple):
         """Compute them: the outputs of the plan, which adds to the main gradients in `state`."""
         plan, inputs = self.plans.wgrad, self.inputs
         if torch_ops.behind_operators(inputs[0]) or torch_ops.watched():
-            text = self.plans.texts[plan]
-            return torch_ops.run_traced(text, (0,), inputs, state, self.packed, self.rows)
+            return torch_ops.run_traced(plan.text, (0,), inputs, state, self.packed, self.rows)
         return torch_ops.run_native(plan, (0,), [*inputs, *state], self.packed, self.rows)
 
 
@@ -55,8 +56,9 @@ class ModuleCall:
     """Forward scales of the call that this one repeats, or of an exported program."""
     first = False  # update the backward state after this call's backward
     domain: Domain | None = None  # what that touches
-    caches: tuple = (None, None)
-    """Per part the quantized weight (row-wise, column-wise, scales) or None."""
+    caches: Sequence = ()
+    """Per part the quantized weight (row-wise, column-wise, scales) or None. A list where a forward
+    writes to it; of a call that is made again each run has its own, as it has `weights`."""
     weights: tuple[Parameter, ...] = ()  # of each part; their ``main_grad`` takes the gradient
     queue: deque | None = None  # where deferred weight gradients go
     staged: Staged | None = None  # Python functions of external stages, and an observer
@@ -74,7 +76,7 @@ class ModuleCall:
 
     def _run(
         self,
-        plan: int,
+        plan: Plan,
         slots: tuple,
         given: Sequence,
         written: int,
@@ -90,31 +92,36 @@ class ModuleCall:
         if self.traced or (dispatch_modes() and torch_ops.watched()):
             at = len(given) - written
             inputs, state = list(given[:at]), list(given[at:])
-            saved, text = packed[0] if packed else None, self.plans.texts[plan]
-            return torch_ops.run_traced(text, slots, inputs, state, saved, staged=staged)
+            saved = packed[0] if packed else None
+            return torch_ops.run_traced(plan.text, slots, inputs, state, saved, staged=staged)
         if staged is None:
-            return _core.run(plan, slots, slots, *given, *packed)
-        return _core.run_staged(plan, slots, slots, *staged, *given, *packed)
+            return _core.run(plan.native, slots, slots, *given, *packed)
+        of_run = staged.of(plan)
+        return _core.run_staged(plan.native, slots, slots, *of_run, *given, *packed)
 
     def run_forward(
-        self, tensors: tuple[Tensor | None, ...], kept: dict | None = None
+        self,
+        tensors: tuple[Tensor | None, ...],
+        caches: Sequence | None = None,
+        kept: dict | None = None,
     ) -> tuple[Any, Sequence[Tensor]]:
         """Run the forward over the tensors that ``plans.tensors`` names.
 
         `kept` is where stages of a layer leave what their backwards read.
         """
         plans, parts = self.plans, tensors
+        caches = self.caches if caches is None else caches
         for split in reversed(self.splits):
             tensors = split.join(tensors, self.traced)
         for i in plans.reads_caches:
-            tensors = (*tensors, *self.caches[i])
+            tensors = (*tensors, *caches[i])
         given = tensors if plans.pick_inputs.all else plans.pick_inputs(tensors, self.traced)
         results = self._run_forward(given, kept)
         count = plans.result_count
         out = results[0] if count == 1 else results[:count]
-        if plans.writes_caches:
-            self.caches = plans.pick_caches(results, self.caches)
-        if not plans.backward:
+        for i, places in plans.writes_caches:
+            caches[i] = tuple([results[place] for place in places])
+        if plans.backward is None:
             return out, ()
         saved = plans.pick_saved((*results, *tensors), self.traced)
         return out, self._save_parts(saved, parts) if self.splits else saved
@@ -131,47 +138,51 @@ class ModuleCall:
         return self._run(plan, (slots.forward_slot,), given, 1)
 
     def run_backward(
-        self, grads: tuple[Tensor, ...], saved: Sequence[Tensor], kept: dict | None = None
+        self,
+        grads: tuple[Tensor, ...],
+        saved: Sequence[Tensor],
+        weights: tuple | None = None,
+        kept: dict | None = None,
     ) -> tuple[Tensor | None, ...]:
         """Run the backward: None, then the gradient of each tensor of the forward."""
         plans = self.plans
+        weights = self.weights if weights is None else weights
         if self.splits:
             saved = self._join_saved(saved)
         packed, saved = saved[: plans.saves_packed], saved[plans.saves_packed :]
         if not plans.pick_grads.all:
             grads = plans.pick_grads(grads, self.traced)
         given = (*grads, *saved) if not plans.defer else (*grads, *saved[: plans.reads_saved])
-        results = self._run_backward(given, packed, kept)
+        main = plans.main_grads if not plans.defer else ()
+        into = tuple([main_grad_of(weights[i]) for i, _ in main]) if main else ()
+        results = self._run_backward(given, packed, into, kept)
         if plans.defer:
             inputs = plans.pick_deferred((*results[:-1], *saved, *grads), self.traced)
             # A plan that reads a tensor with leading dims takes the number of rows from that.
             rows = -1 if plans.wgrad_has_rows else grads[0].shape[:-1].numel()
             self.queue.append(
-                Deferred(plans, list(inputs), packed[0] if packed else None, rows, self.weights)
+                Deferred(plans, list(inputs), packed[0] if packed else None, rows, weights)
             )
         if self.first:
             scaling.update("backward", self.domain)
         if plans.all_gradients and not self.splits:
             return None, *results[:-1]
         found: Sequence = [None if at < 0 else results[at] for at in plans.places]
-        for i, (_, of) in plans.main_grads if not plans.defer else ():
-            found[plans.tensors.index(("value", of))] = _dummy_grad(self.weights[i])
+        for i, place in main:
+            found[place] = _dummy_grad(weights[i])
         for split in self.splits:
             found = split.spread(found)
         return None, *found
 
-    def _run_backward(self, given: tuple, packed: tuple, kept: dict | None) -> tuple:
+    def _run_backward(self, given: tuple, packed: tuple, main: tuple, kept: dict | None) -> tuple:
         """Run the backward's plan, over the scaling state and main gradients too."""
         del kept
         plans, slots = self.plans, self.owners[0]
-        slot, written = 0, 0
+        slot, written = 0, len(main)
         if slots is not None and plans.backward_state:
             given = (*given, slots.backward_scale, slots.backward_history)
-            slot, written = slots.backward_slot, 1
-        if plans.main_grads and not plans.defer:
-            given = (*given, *(main_grad_of(self.weights[i]) for i, _ in plans.main_grads))
-            written += len(plans.main_grads)
-        return self._run(plans.backward, (slot,), given, written, packed)
+            slot, written = slots.backward_slot, written + 1
+        return self._run(plans.backward, (slot,), (*given, *main), written, packed)
 
     def _save_parts(self, saved: Sequence[Tensor], given: tuple) -> Sequence[Tensor]:
         """Save the weights themselves, last, and not what they make up.
@@ -206,6 +217,8 @@ class LayerCall(ModuleCall):
     """Of forward and backward: what runs external stages, by their names, with the numbers of the
     buffers that the stage reads and writes. Called with these as tensors and with the dict of what
     the forward keeps for those of the backward, (how, tensors) by name; None without any."""
+    first_module = (0, 0)
+    """Begin and end of the gradients of the first module, among what `run_backward` gives."""
 
     def set_owners(self, owners: tuple) -> None:
         """Take the slots of the modules, which stay what and where they are."""
@@ -220,24 +233,26 @@ class LayerCall(ModuleCall):
         )
 
     def _run_forward(self, given: tuple, kept: dict | None) -> tuple:
-        return self._run_layer(0, self.plans.forward, given, (), kept)
+        return self._run_layer(0, given, self._state[0], (), kept)
 
-    def _run_backward(self, given: tuple, packed: tuple, kept: dict | None) -> tuple:
-        return self._run_layer(1, self.plans.backward, given, packed, kept)
+    def _run_backward(self, given: tuple, packed: tuple, main: tuple, kept: dict | None) -> tuple:
+        return self._run_layer(1, given, (*self._state[1], *main), packed, kept)
 
     def _run_layer(
-        self, way: int, plan: int, given: tuple, packed: tuple, kept: dict | None
+        self, way: int, given: tuple, state: tuple, packed: tuple, kept: dict | None
     ) -> tuple:
-        functions, state, staged = self.functions[way], self._state[way], None
+        functions, staged = self.functions[way], None
         if functions:
             bound = {name: partial(_run_stage, *of, kept) for name, of in functions.items()}
             staged = Staged(bound, None, _lending)
         given = (*given, *state)  # scales are among those that are said to be written
+        plan = self.plans.backward if way else self.plans.forward
         return self._run(plan, self._slots[way], given, len(state), packed, staged)
 
 
-def _lending(lend: Callable[[int], Tensor], *_: Any) -> Callable[[int], Tensor]:
+def _lending(plan: Plan, lend: Callable[[int], Tensor], *sizes: int) -> Callable[[int], Tensor]:
     """What the stages of a layer get: the function that lends a buffer by its number."""
+    del plan, sizes
     return lend
 
 
@@ -248,13 +263,16 @@ def _run_stage(
 
 
 class LayerRun:
-    """A run of a `LayerCall` (see `function.Call`), which knows what its forward kept."""
+    """A run of a `LayerCall` (see `function.Call`), which knows what its forward kept.
 
-    __slots__ = ("call", "kept")
+    `caches` and `weights` are as of `ModuleCall`.
+    """
+
+    __slots__ = ("caches", "call", "kept", "weights")
     traced = False
 
-    def __init__(self, call: LayerCall) -> None:
-        self.call = call
+    def __init__(self, call: LayerCall, caches: Sequence = (), weights: tuple = ()) -> None:
+        self.call, self.caches, self.weights = call, caches, weights
         self.kept: list[tuple] = []  # name, how, number of tensors
 
     @property
@@ -265,7 +283,8 @@ class LayerRun:
     def run_forward(self, tensors: tuple) -> tuple[Any, Sequence[Tensor]]:
         """Run the forward; what its stages keep comes last among what is saved."""
         kept: dict[str, tuple] | None = {} if self.call.functions[1] else None
-        out, saved = self.call.run_forward(tensors, kept)
+        out, saved = self.call.run_forward(tensors, self.caches, kept)
+        self.caches = ()
         if kept:
             saved = list(saved)
             for name, (how, values) in kept.items():
@@ -275,11 +294,23 @@ class LayerRun:
 
     def run_backward(self, grads: tuple, saved: tuple) -> tuple:
         """Run the backward: None, then the gradient of each tensor of the forward."""
-        kept, end = {}, len(saved)
+        kept, end, weights, unused = {}, len(saved), self.weights, False
+        if len(grads) > 1:  # None for a result that nobody has used
+            unused = grads[0] is None
+            some = grads[1] if unused else grads[0]
+            grads = tuple([some.new_zeros(some.shape) if g is None else g for g in grads])
+            main = [i for i, _ in self.call.plans.main_grads if i > 0] if unused else ()
+            for i in main:  # nobody wants the gradients behind the first module
+                nowhere = SimpleNamespace(main_grad=torch.zeros_like(main_grad_of(weights[i])))
+                weights = (*weights[:i], nowhere, *weights[i + 1 :])
         for name, how, count in reversed(self.kept):
             kept[name] = (how, saved[end - count : end])
             end -= count
-        return self.call.run_backward(grads, saved[:end], kept)
+        found = self.call.run_backward(grads, saved[:end], weights, kept)
+        if not unused:
+            return found
+        begin, end = self.call.first_module
+        return tuple([g if i == 1 or begin <= i < end else None for i, g in enumerate(found)])
 
 
 def main_grad_of(weight: Parameter) -> Tensor:

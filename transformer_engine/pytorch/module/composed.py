@@ -3,7 +3,7 @@
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common import graphs
 from transformer_engine.common.graphs import CallSpec, LinearSpec, Norm, Quantization, flags_of
+from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, call_plans
 from transformer_engine.pytorch import arenas, scaling, torch_ops
 from transformer_engine.pytorch.device import prepare_device
@@ -28,7 +29,7 @@ from transformer_engine.pytorch.module.operands import (
     promoted,
 )
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
-from transformer_engine.pytorch.module.situation import KEPT, Bound, situation_of
+from transformer_engine.pytorch.module.situation import Bound, keep, situation_of
 from transformer_engine.pytorch.module.weight_cache import WeightCache
 from transformer_engine.pytorch.staged import Observer, StageBuffers, Staged, external_bits
 from transformer_engine.pytorch.state import current_state
@@ -68,7 +69,7 @@ class _BoundState(NamedTuple):
     flags: tuple[int, ...]
     slots: scaling.Slots | None
     scales: Tensor | None
-    caches: tuple
+    caches: Sequence  # as of `ModuleCall`
 
 
 class ComposedModule(Fp8Module):
@@ -226,9 +227,7 @@ class ComposedModule(Fp8Module):
         if call is None or not (bound.records or not forward_gradients()):
             out, made = self._decide(inp, None, False)
             if key is not None and made is not None:
-                if len(self._bound) == KEPT:
-                    self._bound = {}
-                self._bound[key] = Bound(made, self)
+                keep(self._bound, key, Bound(made, self))
             return out
         own["_ran"] = bound.ran
         if bound.quantized:
@@ -241,12 +240,15 @@ class ComposedModule(Fp8Module):
     def _results(self, inp: Tensor, out: Any) -> Any:
         """What a forward returns, of the results of a call: output[, bias][, norm output]."""
         out, *normed = out if self.return_layernorm_output else (out,)
-        if normed:
-            before = (inp, *self._norm_tensors())
-            if not any(tensor is not None and tensor.requires_grad for tensor in before):
-                normed = [normed[0].detach()]  # what follows the norm is no reason for a gradient
+        normed = [self._norm_result(inp, tensor) for tensor in normed]
         biases = [self._returned_bias(out.dtype)] if self.return_bias else []
         return (out, *biases, *normed) if biases or normed else out
+
+    def _norm_result(self, inp: Tensor, normed: Tensor) -> Tensor:
+        """The norm's output as it is returned: what follows the norm gives it no gradient."""
+        before = (inp, *self._norm_tensors())
+        wanted = any(tensor is not None and tensor.requires_grad for tensor in before)
+        return normed if wanted else normed.detach()
 
     def _find_present(self, flat: tuple[Tensor | None, ...]) -> None:
         """Note which parameters a call consists of, where it consists of them alone."""
@@ -267,13 +269,14 @@ class ComposedModule(Fp8Module):
         if region.state.calibrating and region.recipe is None and not region.blank:
             record_amaxes(self, region.state, tensors)
         call = self._prepare(tensors, region, is_first_microbatch, owners)
-        run = run_call if call.plans.backward else run_without_backward
+        run = run_without_backward if call.plans.backward is None else run_call
         flat = tensors.flat()
         out = run(call, *flat)
         if call.first and region.replay is None:
             region.state.first = False
         if call.plans.writes_caches:
-            self._keep_caches(call, tensors)
+            how = call.plans.spec.parts[0].quantization, call.slots
+            self._keep_caches(call.caches, tensors.parts, *how)
         if region.record:
             has_caches = call.plans.reads_caches or call.plans.writes_caches
             self._record(region, call.slots, call.caches if has_caches else None, call.first)
@@ -286,13 +289,23 @@ class ComposedModule(Fp8Module):
         bindable = call.plans.plain and region.replay is None and not region.record
         return out, call if bindable else None
 
-    def _keep_caches(self, call: ModuleCall, tensors: CallTensors) -> None:
-        caches = list(self._weight_caches)
-        for i, part in enumerate(call.plans.spec.parts):
-            if part.flags & graphs.CACHE_WRITE:
-                sources = tensors.parts[i].weights
-                caches[i] = WeightCache.of(call.caches[i], sources, part.quantization, call.slots)
-        self._weight_caches = tuple(caches)
+    def _held_caches(self, first: bool, parts: Sequence, *how: Any) -> list[tuple | None]:
+        """Of each part the quantized weight that a microbatch reads; None where it makes one.
+
+        `how` are quantization and slots.
+        """
+        return [
+            None if first or known is None or not known.holds(part.weights, *how) else known.tensors
+            for known, part in zip(self._weight_caches, parts, strict=True)
+        ]
+
+    def _keep_caches(self, caches: Sequence, parts: Sequence, *how: Any) -> None:
+        """Keep the quantized weights that a call has made, among those that it has read."""
+        kept = zip(self._weight_caches, caches, parts, strict=True)
+        self._weight_caches = tuple(
+            old if old and old.tensors is new else WeightCache.of(new, part.weights, *how)
+            for old, new, part in kept
+        )
 
     def _promote(self, inp: Tensor, recipe: Any) -> tuple[CallTensors, tuple[Tensor, ...]]:
         """Apply the dtype rules to the input and this module's tensors; these, and the weights.
@@ -425,13 +438,9 @@ class ComposedModule(Fp8Module):
                 f"{type(self).__name__}: is_first_microbatch={is_first_microbatch} in FP8 under "
                 "torch.compile"
             )
-        flags, caches = [], []
-        for cache, part in zip(self._weight_caches, tensors.parts, strict=True):
-            reads = not (is_first_microbatch or cache is None)
-            reads = reads and cache.holds(part.weights, quantization, slots)
-            flags.append(common | (graphs.CACHE_READ if reads else graphs.CACHE_WRITE))
-            caches.append(cache.tensors if reads else None)
-        return _BoundState(quantization, tuple(flags), slots, None, tuple(caches))
+        caches = self._held_caches(is_first_microbatch, tensors.parts, quantization, slots)
+        ways = (graphs.CACHE_WRITE if cache is None else graphs.CACHE_READ for cache in caches)
+        return _BoundState(quantization, tuple(common | way for way in ways), slots, None, caches)
 
     def _plans_for(self, key: tuple, quantization: Quantization, traced: bool) -> CallPlans:
         if traced:
@@ -466,11 +475,11 @@ class ComposedModule(Fp8Module):
         import torch.utils.flop_counter  # noqa: F401 - a graph may run where nothing of ours does
 
         torch_ops.offer_formulas()
-        if key not in self._plans:
-            self._make_plans(key, Quantization(*quantization))
+        plans = self._plans.get(key)
+        if plans is None:
+            plans = self._make_plans(key, Quantization(*quantization))
         if key[1] is not None:
             self._keep_recipe(key[1])
-        plans = self._plans[key]
         reason = None if plans.quantized else "no FP8 was in force where it was compiled"
         self.__dict__["_ran"] = Ran(plans, reason)
 
@@ -488,9 +497,8 @@ class ComposedModule(Fp8Module):
             parts.append(LinearSpec(*sizes, *dtypes, *how))
         norm = None if self.NORM is None else Norm(self.NORM, norm_dtype, self.eps)
         prepare_device(device)
-        plans = call_plans(CallSpec(tuple(parts), norm, self.activation_spec, recompute))
-        self._plans[key] = plans
-        return plans
+        spec = CallSpec(tuple(parts), norm, self.activation_spec, recompute)
+        return keep(self._plans, key, call_plans(spec))
 
     def _codes(self, dtypes: tuple) -> list[int]:
         """Codes of the dtypes of a key; TypeError for what no plan takes."""
@@ -508,8 +516,8 @@ class ComposedModule(Fp8Module):
 
     def plans_of(
         self, inp: Tensor, is_first_microbatch: bool | None = None
-    ) -> list[tuple[str, int]]:
-        """(title, plan id) of what a call would run; see `explain`. Changes no state."""
+    ) -> list[tuple[str, Plan]]:
+        """(title, plan) of what a call would run; see `explain`. Changes no state."""
         state = current_state()
         recipe = state.recipe if state.enabled else None
         slots, loaded = self._slots, self._loaded_state
@@ -519,7 +527,7 @@ class ComposedModule(Fp8Module):
         self._slots, self._loaded_state = slots, loaded
         plans = call.plans
         titles = ("forward", plans.forward), ("backward", plans.backward), ("wgrad", plans.wgrad)
-        return [(title, plan) for title, plan in titles if plan]
+        return [(title, plan) for title, plan in titles if plan is not None]
 
     def observe_stages(self, observer: Observer | None) -> None:
         """Let a function look at the stages of this module's plans from the next call on.

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.common.plan_text import Plan
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.layer_call import LayerCalls
@@ -44,8 +45,8 @@ class CompositeLayer(torch.nn.Module):
         if isinstance(replaced, ComposedModule) and not isinstance(value, ComposedModule):
             replaced.add_bias()
 
-    def plans_of(self, *args: Any, **kwargs: Any) -> list[tuple[str, int]]:
-        """(title, plan id) of what a call would run; see `explain`. Changes no state.
+    def plans_of(self, *args: Any, **kwargs: Any) -> list[tuple[str, Plan]]:
+        """(title, plan) of what a call would run; see `explain`. Changes no state.
 
         Nothing where the layer would call its modules.
         """
@@ -71,7 +72,7 @@ class CompositeLayer(torch.nn.Module):
             for name, plans in found
             if plans is not None
             for title, plan in (("forward", plans.forward), ("backward", plans.backward))
-            if plan
+            if plan is not None
         ]
 
     def _pieces(self, calls: LayerCalls, inp: Tensor, options: tuple) -> list[tuple]:

@@ -20,7 +20,7 @@ from transformer_engine.pytorch.function import apply_of
 from transformer_engine.pytorch.modes import dispatch_modes, forward_gradients, only_forwards
 from transformer_engine.pytorch.module.call import LayerCall, LayerRun, ModuleCall, Ran
 from transformer_engine.pytorch.module.composed import ComposedModule
-from transformer_engine.pytorch.module.situation import KEPT, in_force, situation_of
+from transformer_engine.pytorch.module.situation import KEPT, in_force, keep, situation_of
 from transformer_engine.pytorch.state import RegionState, current_state
 
 __all__ = ["Attending", "Branch", "Layer", "LayerCalls"]
@@ -82,6 +82,7 @@ class LayerCalls:
         self._all = (*self.modules, *others)
         self._parents: tuple[tuple[dict, str, torch.nn.Module], ...] = ()
         self._places = tuple(self._find_places())
+        self._accumulates = any(module.fuse_wgrad_accumulation for module in self.modules)
         # By key the bound call; None where the layer has to call its modules.
         self.calls: dict[tuple, _BoundLayer | None] = {}
         self._made = 0  # how many situations calls were bound to
@@ -146,14 +147,44 @@ class LayerCalls:
         found = self._find(layer, inp, options, state)
         if found is None or (not found[1].plans.backward and forward_gradients()):
             return NotImplemented
-        bound, call, tensors = found
+        bound, call, tensors, own = found
         for attributes, values in bound.remembered:
             attributes.update(values)
-        run = LayerRun(call)
+        run = LayerRun(call, *own)
         out = bound.apply(run, *tensors) if call.plans.backward else run.run_forward(tensors)[0]
         if call.first:
             state.first = False
+        if call.plans.writes_caches:
+            caches, how = iter(own[0]), call.plans.spec.parts[0].quantization
+            for module, slots in zip(self.modules, call.owners, strict=True):
+                parts = module._part_tensors()
+                module._keep_caches([next(caches) for _ in parts], parts, how, slots)
         return out
+
+    def _microbatch(
+        self, first: bool | None, state: RegionState, key: tuple
+    ) -> tuple[tuple[Sequence, tuple], tuple]:
+        """What a run has of its own, caches and weights, and the key with what depends on these.
+
+        As of `ModuleCall`; `first` is ``is_first_microbatch``.
+        """
+        if first is None and not self._accumulates:
+            return ((), ()), key
+        recipe, caches = state.recipe if state.enabled else None, []
+        parts = [module._part_tensors() for module in self.modules]
+        if first is not None and recipe is not None:
+            delayed = recipe.delayed()
+            for module, own in zip(self.modules, parts, strict=True):
+                how = module._quantization_of(recipe, False), module._slots if delayed else None
+                caches += module._held_caches(first, own, *how)
+            key = (key, *[cache is None for cache in caches])
+        weights = ()
+        if self._accumulates:
+            weights = tuple([part.weights[0] for own in parts for part in own])
+            main = [getattr(weight, "main_grad", None) for weight in weights]
+            overwrites = [bool(getattr(w, "overwrite_main_grad", False)) for w in weights]
+            key = (key, bool(first), *overwrites, *[getattr(into, "dtype", None) for into in main])
+        return (caches, weights), key
 
     def plans(self, layer: Any, inp: Tensor, options: tuple) -> CallPlans | None:
         """What `run` would run; makes slots where there are none."""
@@ -162,8 +193,11 @@ class LayerCalls:
 
     def _find(
         self, layer: Any, inp: Tensor, options: tuple, state: RegionState
-    ) -> tuple[_BoundLayer, LayerCall, tuple] | None:
-        """The call to make, and its tensors; None where the layer has to call its modules."""
+    ) -> tuple[_BoundLayer, LayerCall, tuple, tuple] | None:
+        """The call to make, its tensors and what its run has of its own (see `_microbatch`).
+
+        None where the layer has to call its modules.
+        """
         key, tensors = situation_of(state, inp, self._places)
         if key is None or inp.dim() != 3 or dispatch_modes():
             return None
@@ -179,23 +213,24 @@ class LayerCalls:
                 key, attended = (*key, how.key), (*attended, *how.tensors)
             attending.append(how)
         tensors = (tensors[0], *attended, *tensors[1:])
+        first, before = options[0].is_first_microbatch, key
+        own, key = self._microbatch(first, state, before)
         bound = self.calls.get(key, _UNKNOWN)
         if bound is None or (bound is _UNKNOWN and not self._recurs(key)):
             return None
         call = None if bound is _UNKNOWN else self._call_in(bound, state)
         if call is None:
-            bound = self._bind(layer, inp, attending, state)
-            if len(self.calls) >= KEPT:
-                self.calls.clear()
-            self.calls[key] = bound
+            bound = self._bind(layer, inp, (attending, first), state)
+            own, key = self._microbatch(first, state, before)  # slots may be others
+            keep(self.calls, key, bound)
             call = None if bound is None else self._call_in(bound, state)
-        return None if call is None else (bound, call, tensors)
+        return None if call is None else (bound, call, tensors, own)
 
     def _recurs(self, key: tuple) -> bool:
         """Whether a call is bound to a new situation, which takes plans.
 
-        They live as long as the process, so a setting that changes all the time, a dropout by a
-        schedule, must not make some at each step: the more there are, the more often a situation
+        To make them takes longer than a call, so a setting that changes all the time, a dropout by
+        a schedule, must not make some at each step: the more there were, the more often a situation
         has to come in a row.
         """
         self._row = self._row + 1 if key == self._new else 1
@@ -218,14 +253,18 @@ class LayerCalls:
     # ---- binding -------------------------------------------------------------------------------
 
     def _bind(
-        self, layer: Any, inp: Tensor, attending: Sequence, state: RegionState
+        self, layer: Any, inp: Tensor, given: tuple[Sequence, bool | None], state: RegionState
     ) -> _BoundLayer | None:
-        """Find out what applies to a call of the layer; None where it has to call its modules."""
+        """Find out what applies to a call of the layer; None where it has to call its modules.
+
+        `given` is how each branch attends, and ``is_first_microbatch``.
+        """
+        attending, first_microbatch = given
         if inp.shape[2] != self.modules[0]._sizes()[0][0]:
             return None
         made = layer._layer()
         made = made._replace(adds=made.adds[self._first :][: len(self.branches)])
-        calls = self._module_calls(made, inp, attending)
+        calls = self._module_calls(made, inp, attending, first_microbatch)
         if calls is None:
             return None
         plans = layer_plans(self._spec(made, calls, attending))
@@ -234,6 +273,8 @@ class LayerCalls:
         call = LayerCall(plans, None, label)
         call.set_owners(tuple(of.slots for of in flat))
         call.splits = self._splits(flat, attending)
+        begin = 2 + sum(len(how.tensors) for how in attending if how is not None)
+        call.first_module = (begin, begin + len(self.modules[0]._parameter_names()))
         call.functions = self._functions(plans, attending)
         call.domain = state.domain
         first = copy.copy(call)
@@ -246,10 +287,10 @@ class LayerCalls:
                 values["_quantization"] = module._quantization
             remembered.append((module.__dict__, values))
         self._settings = tuple(module._bound for module in self.modules)
-        return _BoundLayer(call, first, apply_of(label), tuple(remembered))
+        return _BoundLayer(call, first, apply_of(label, plans.result_count > 1), tuple(remembered))
 
     def _module_calls(
-        self, made: Layer, inp: Tensor, attending: Sequence
+        self, made: Layer, inp: Tensor, attending: Sequence, first: bool | None
     ) -> list[list[ModuleCall]] | None:
         """The calls that the modules of each branch would make; None where one can not be joined.
 
@@ -265,11 +306,11 @@ class LayerCalls:
                 given = wanted
                 if i == 1 and len(branch.modules) == 3:
                     given = gradients and how.tensors[0].requires_grad
-                call = _call_of(module, inp, given)
+                call = _call_of(module, inp, given, first)
                 if call is None:
                     return None
                 found.append(call)
-                wanted = wanted or call.plans.backward != 0
+                wanted = wanted or call.plans.backward is not None
             if made.parallel is None:
                 stream = wanted
             calls.append(found)
@@ -311,7 +352,7 @@ class LayerCalls:
                 known.update({branch.name + name: f for name, f in how.functions.items()})
         found = []
         for plan in (plans.forward, plans.backward):
-            stages = _core.plan_describe(plan)["stages"] if plan else ()
+            stages = () if plan is None else plan.described["stages"]
             found.append(
                 {
                     name: (known[name], buffers)
@@ -328,7 +369,9 @@ def _draw(tensors: Sequence[Tensor], kept: dict | None) -> None:
     tensors[0].random_()
 
 
-def _call_of(module: ComposedModule, like: Tensor, wants_grad: bool) -> ModuleCall | None:
+def _call_of(
+    module: ComposedModule, like: Tensor, wants_grad: bool, first: bool | None
+) -> ModuleCall | None:
     """The call that a module would make of an input; None for one that can not be joined."""
     if module.checkpoint:
         return None
@@ -340,5 +383,5 @@ def _call_of(module: ComposedModule, like: Tensor, wants_grad: bool) -> ModuleCa
     module._find_present(tensors.flat())
     if module._present is None:  # some are no parameters of its own
         return None
-    call = module._prepare(tensors, region, None, owners)
-    return call if call.plans.plain and not (call.traced or call.staged) else None
+    call = module._prepare(tensors, region, first, owners)
+    return None if call.plans.defer or call.traced or call.staged else call

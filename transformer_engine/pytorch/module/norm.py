@@ -40,6 +40,7 @@ from transformer_engine.pytorch.module.parameters import (
     have_memory,
     initialise,
 )
+from transformer_engine.pytorch.module.situation import keep
 
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 """What ``eps=None`` means: the precision that the statistics are computed in, as in torch."""
@@ -102,7 +103,7 @@ class _NormModule(NativeModule):
         label = type(self).__name__
         call = ModuleCall(plans, None, label)
         call.traced = traced or blank
-        run = run_call if plans.backward else run_without_backward
+        run = run_without_backward if plans.backward is None else run_call
         return run(call, inp, gamma, beta)
 
     @constant_in_graphs
@@ -119,8 +120,7 @@ class _NormModule(NativeModule):
         prepare_device(device)
         code = _core.dtype_code(inp)
         norm = Norm(self.KIND, _core.dtype_code(gamma), eps)
-        plans = self._plans[key] = norm_plans(features, norm, (code, code), flags)
-        return plans
+        return keep(self._plans, key, norm_plans(features, norm, (code, code), flags))
 
 
 class AffineNorm(_NormModule):

@@ -22,13 +22,21 @@ from transformer_engine.pytorch.recompute import anywhere, may_record
 from transformer_engine.pytorch.scaling import Slots
 from transformer_engine.pytorch.state import RegionState
 
-__all__ = ["Bound", "in_force", "situation_of"]
+__all__ = ["Bound", "in_force", "keep", "situation_of"]
 
 KEPT = 16
-"""Situations that a module, or a layer, keeps calls of."""
+"""Situations that a module, or a layer, keeps calls and plans of."""
 
 _graph_task = torch._C._current_graph_task_id
 _grad_enabled = torch.is_grad_enabled
+
+
+def keep(kept: dict, key: Any, value: Any) -> Any:
+    """Keep a value by its key, among at most `KEPT`; return it."""
+    if len(kept) >= KEPT:
+        kept.clear()
+    kept[key] = value
+    return value
 
 
 class Bound:
@@ -40,7 +48,7 @@ class Bound:
         # The same, as the region's first one that records a backward: `first`.
         self.call, self.first = copy.copy(call), copy.copy(call)
         self.call.first, self.first.first = False, True
-        self.records = call.plans.backward != 0
+        self.records = call.plans.backward is not None
         self.quantized = call.plans.quantized
         self.apply = apply_of(call.label)  # runs one of them and records its backward
         self.ran = module._ran  # what the module tells of its last call, and of the last in FP8

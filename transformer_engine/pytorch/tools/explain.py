@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.common.plan_text import Plan
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.composite import CompositeLayer
 from transformer_engine.pytorch.state import current_state
 
 
-def _plan_text(title: str, plan: int, sizes: tuple[int, ...]) -> list[str]:
+def _plan_text(title: str, plan: Plan, sizes: tuple[int, ...]) -> list[str]:
     """Lines about a plan; `sizes` are the values of ``_core.SYMBOL_ROWS`` and those behind it."""
-    described = _core.plan_describe(plan)
-    saved, scratch, _ = _core.plan_infer(plan, sizes)
+    described = plan.described
+    saved, scratch, _ = _core.plan_infer(plan.native, sizes)
     of = (0, *sizes)
     names = _core.dtype_names()
-    lines = [f"{title}: plan {plan}"]
+    lines = [f"{title}: plan {plan.native.id}"]
     lines.append("  stages:  " + " -> ".join(f"{n} [{op}]" for n, op, *_ in described["stages"]))
     for name, role, code, _, extents, *_ in described["buffers"]:
         shape = " x ".join(

@@ -149,8 +149,8 @@ def _no_gemms(reason: str) -> tuple[GemmReport, ...]:
 def _stages(ran: Ran) -> dict[str, str]:
     """Operator of each stage of the plans of a call."""
     plans = ran.plans
-    ids = [plan for plan in (plans.forward, plans.backward, plans.wgrad) if plan]
-    return {name: op for plan in ids for name, op, *_ in _core.plan_describe(plan)["stages"]}
+    all_plans = [plan for plan in (plans.forward, plans.backward, plans.wgrad) if plan is not None]
+    return {name: op for plan in all_plans for name, op, *_ in plan.described["stages"]}
 
 
 def _gemms(
