@@ -27,6 +27,11 @@ def cumulative(lengths, device):
     return torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
 
 
+def dtype_of(device, backend):
+    """One that the backend takes on the device."""
+    return BF16 if device == "cuda" and backend == "native" else F32
+
+
 def qkv_of(device, queries=LENGTH, keys=LENGTH, dtype=F32, form="sbhd"):
     sizes = (BATCH, queries, keys, HEADS, HEADS, CHANNELS, CHANNELS)
     return model.make_qkv(form, sizes, dtype, device)
@@ -68,7 +73,7 @@ WINDOWS = [
 def test_padding_of_one_sequence(device, backend, mask, window, form, given):
     lengths = (9, 5, 1)
     padded = lengths_mask(lengths, LENGTH, device)
-    qkv = qkv_of(device, form=form)
+    qkv = qkv_of(device, form=form, dtype=dtype_of(device, backend))
     module = DotProductAttention(
         HEADS, CHANNELS, qkv_format=form, attn_mask_type=mask, window_size=window
     )
@@ -90,7 +95,7 @@ def test_padding_of_one_sequence(device, backend, mask, window, form, given):
 def test_padding_of_two_sequences(device, backend, mask, bottom_right, window, given):
     """The diagonal of the bottom right corner is that of each sequence without its padding."""
     masks = lengths_mask(OF_QUERIES, QUERIES, device), lengths_mask(OF_KEYS, KEYS, device)
-    qkv = qkv_of(device, QUERIES, KEYS)
+    qkv = qkv_of(device, QUERIES, KEYS, dtype=dtype_of(device, backend))
     module = DotProductAttention(
         HEADS,
         CHANNELS,
@@ -132,7 +137,7 @@ def test_masked_queries_are_0_and_get_no_gradient(device, backend, mask, dtype):
 @OURS
 def test_alibi_counts_from_the_diagonal_of_each_sequence(device, backend):
     masks = lengths_mask(OF_QUERIES, QUERIES, device), lengths_mask(OF_KEYS, KEYS, device)
-    qkv = qkv_of(device, QUERIES, KEYS)
+    qkv = qkv_of(device, QUERIES, KEYS, dtype=dtype_of(device, backend))
     module = DotProductAttention(HEADS, CHANNELS, attn_mask_type="padding_causal_bottom_right")
     slopes = torch.rand(HEADS, device=device)
     out = module(*qkv, attention_mask=masks, core_attention_bias_type="alibi", alibi_slopes=slopes)
@@ -161,7 +166,7 @@ SHAPES = {
 @OURS
 def test_arbitrary(device, backend, shape):
     mask = torch.rand(SHAPES[shape], device=device) < 1 / 3
-    qkv = qkv_of(device, QUERIES, KEYS)
+    qkv = qkv_of(device, QUERIES, KEYS, dtype=dtype_of(device, backend))
     module = DotProductAttention(HEADS, CHANNELS, attn_mask_type="arbitrary")
     out = module(*qkv, attention_mask=mask)
     check(out, qkv, model.may_attend((BATCH, HEADS, QUERIES, KEYS), mask))
@@ -171,7 +176,7 @@ def test_arbitrary(device, backend, shape):
 def test_arbitrary_with_window_and_strides(device, backend):
     wide = torch.rand(BATCH, 1, KEYS, 2 * QUERIES, device=device) < 1 / 3
     mask = wide[..., ::2].transpose(2, 3)
-    qkv = qkv_of(device, QUERIES, KEYS)
+    qkv = qkv_of(device, QUERIES, KEYS, dtype=dtype_of(device, backend))
     module = DotProductAttention(HEADS, CHANNELS, attn_mask_type="arbitrary", window_size=(3, 1))
     for corner in (True, False):
         out = module(*qkv, attention_mask=mask, bottom_right_diagonal=corner)
@@ -188,7 +193,7 @@ def test_arbitrary_with_window_and_strides(device, backend):
 @OURS
 def test_causal(device, backend, mask, window, size):
     """With more queries than keys the first ones have nothing to attend: 0."""
-    qkv = qkv_of(device, *size)
+    qkv = qkv_of(device, *size, dtype=dtype_of(device, backend))
     module = DotProductAttention(HEADS, CHANNELS, attn_mask_type=mask, window_size=window)
     diagonal = size[1] - size[0] if mask == "causal_bottom_right" else 0
     may = model.may_attend((BATCH, HEADS, *size), None, window or (-1, 0), diagonal)
@@ -199,7 +204,7 @@ def test_causal(device, backend, mask, window, size):
 @pytest.mark.parametrize("window", [(0, 0), (2, 3), (100, 0)], ids=str)
 @OURS
 def test_window_without_mask(device, backend, window, bottom_right):
-    qkv = qkv_of(device, QUERIES, KEYS)
+    qkv = qkv_of(device, QUERIES, KEYS, dtype=dtype_of(device, backend))
     module = DotProductAttention(HEADS, CHANNELS, attn_mask_type="no_mask")
     out = module(*qkv, window_size=window, bottom_right_diagonal=bottom_right)
     diagonal = 0 if bottom_right is False else KEYS - QUERIES

@@ -85,6 +85,8 @@ def test_values_and_gradients(device, backend, dtype, form, groups, mask, square
         form=form,
         dtype=dtype,
     )
+    if backend == "native" and device == "cuda" and dtype == F32:
+        backend = "sdpa"
     lacks = backend == "sdpa" and groups != HEADS and dtype == F32
     assert ran() == ("unfused" if lacks else backend)
 
@@ -106,8 +108,8 @@ def choose(mask, window=(-1, -1), square=True, bias="no_bias", grouped=False, dt
     bottom_right = kind.bottom_right is not False
     on, of = other.pop("on", (True, True, True)), other.pop("device", "cuda")
     problem = kind, window, bottom_right, square, bias, grouped, dtype, of, AttentionSwitches(*on)
-    channels, capability = other.pop("channels", (64, 64)), other.pop("capability", (9, 0))
-    return choose_backend(Situation(*problem, channels, capability, **other))
+    other = {"channels": (64, 64), "capability": (9, 0), "cudnn": 91900, **other}
+    return choose_backend(Situation(*problem, **other))
 
 
 @pytest.mark.parametrize("mask", ["no_mask", "padding_causal", "arbitrary", "causal_bottom_right"])
@@ -120,6 +122,7 @@ def test_what_cudnn_takes_runs_natively(mask, bias):
         ({"channels": (64, 60)}, "(64, 60) channels"),
         ({"channels": (264, 64)}, "(264, 64) channels"),
         ({"capability": (8, 0)}, "compute capability 8.0"),
+        ({"cudnn": 91800}, "cuDNN 91800, expected at least 91900"),
         ({"bias_grad": "the gradient of something"}, "gradient of something"),
         ({"on": (True, False, True)}, "NVTE_FUSED_ATTN"),
     ):
@@ -172,25 +175,24 @@ def backend_of(module, qkv):
 
 
 @pytest.mark.parametrize(
-    ("flash", "fused", "unfused", "expected", "on_cpu"),
+    ("flash", "fused", "unfused", "expected"),
     [
-        ("1", "1", "1", "sdpa", "native"),
-        ("1", "0", "0", "sdpa", "sdpa"),
-        ("0", "1", "0", "sdpa", "native"),
-        ("0", "0", "1", "unfused", "unfused"),
-        ("1", "0", "1", "sdpa", "sdpa"),
+        ("1", "1", "1", "native"),
+        ("1", "0", "0", "sdpa"),
+        ("0", "1", "0", "native"),
+        ("0", "0", "1", "unfused"),
+        ("1", "0", "1", "sdpa"),
     ],
 )
-def test_switches_choose_at_each_call(device, flash, fused, unfused, expected, on_cpu, monkeypatch):
-    default, expected = ("native", on_cpu) if device == "cpu" else ("sdpa", expected)
+def test_switches_choose_at_each_call(device, flash, fused, unfused, expected, monkeypatch):
     module = DotProductAttention(HEADS, CHANNELS, attn_mask_type="no_mask")
     qkv = model.make_qkv("sbhd", sizes(), BF16, device)
-    assert backend_of(module, qkv) == default
+    assert backend_of(module, qkv) == "native"
     for name, value in (("FLASH", flash), ("FUSED", fused), ("UNFUSED", unfused)):
         monkeypatch.setenv(f"NVTE_{name}_ATTN", value)
     assert backend_of(module, qkv) == expected
     monkeypatch.undo()
-    assert backend_of(module, qkv) == default
+    assert backend_of(module, qkv) == "native"
 
 
 def test_switches_that_leave_no_backend(device, monkeypatch):

@@ -71,7 +71,7 @@ def test_norms_of_queries_and_keys_that_are_set(device):
 def test_a_window_that_is_set_as_a_list(device):
     layer = make_layer(device, dtype_of(device))
     change = set_of("self_attention.core_attention.window_size", [2, 0])
-    assert_counts(layer, change, device == "cpu")
+    assert_counts(layer, change, True)
 
 
 @pytest.mark.parametrize(
@@ -268,5 +268,4 @@ def test_report_says_which_attention_ran_last(device, monkeypatch):
     for fused in ("1", "0", "1"):
         monkeypatch.setenv("NVTE_FUSED_ATTN", fused)
         assert_whole(layer, hidden_states=states(layer))
-        expected = "native" if device == "cpu" and fused == "1" else "sdpa"
-        assert layer.core_attention._ran.backend == expected
+        assert layer.core_attention._ran.backend == ("native" if fused == "1" else "sdpa")

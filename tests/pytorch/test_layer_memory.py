@@ -109,9 +109,8 @@ def test_inputs_are_not_kept(device, runs):
         given["rotary_pos_emb"] = te.RotaryPositionEmbedding(8).to(device)(LENGTH).to(BF16)
         mask = torch.zeros(BATCH, 1, 1, LENGTH, dtype=torch.bool, device=device)
         bias = torch.randn(1, 1, LENGTH, LENGTH, device=device)
-        if device == "cpu":
-            given.update(attention_mask=mask, self_attn_mask_type="padding_causal")
-            given.update(core_attention_bias=bias, core_attention_bias_type="post_scale_bias")
+        given.update(attention_mask=mask, self_attn_mask_type="padding_causal")
+        given.update(core_attention_bias=bias, core_attention_bias_type="post_scale_bias")
         kept = [weakref.ref(t) for t in (*given.values(), mask, bias) if torch.is_tensor(t)]
         step(layer, given, None).sum().backward()
         assert runs

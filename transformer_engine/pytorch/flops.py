@@ -76,9 +76,9 @@ def _flops_of_attention(
 
 
 def _flops_of_attention_backward(
-    grad: Tensor, wants_bias: bool, *arguments: Any, **results: Any
+    grad: Tensor, wants_bias: bool, deterministic: bool, *arguments: Any, **results: Any
 ) -> int:
-    del grad, wants_bias, results
+    del grad, wants_bias, deterministic, results
     return _flops_of_attention(*arguments, operator="attention_backward")
 
 

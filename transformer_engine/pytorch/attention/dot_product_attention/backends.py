@@ -25,6 +25,7 @@ __all__ = [
     *absent.names_of(__name__),
 ]
 
+OLDEST_CUDNN = 91900  # as of csrc/cuda/cudnn_library.c
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
 
@@ -47,6 +48,8 @@ def _cudnn_lacks(situation: Situation) -> str | None:
     if situation.capability != (9, 0):
         found = ".".join(map(str, situation.capability))
         return f"compute capability {found}: it was built and tested for 9.0"
+    if situation.cudnn < OLDEST_CUDNN:
+        return f"cuDNN {situation.cudnn}, expected at least {OLDEST_CUDNN}"
     if situation.dtype is torch.float32:
         return "fp32: cuDNN's kernels take fp16 and bf16"
     if any(n % 8 != 0 or n > 256 for n in situation.channels):

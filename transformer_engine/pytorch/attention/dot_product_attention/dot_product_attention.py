@@ -29,7 +29,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.limits import (
     limits_of,
 )
 from transformer_engine.pytorch.attention.options import AttentionOptions
-from transformer_engine.pytorch.modes import constant_in_graphs
+from transformer_engine.pytorch.modes import any_autocast, constant_in_graphs
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import (
@@ -58,12 +58,18 @@ class _Decision(NamedTuple):
     limits: Limits | None
 
 
+def _dtype_of(query: Tensor) -> torch.dtype:
+    """The dtype that attention computes in."""
+    on = query.device.type
+    return torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else query.dtype
+
+
 def _odd_gradient(options: AttentionOptions, sizes: tuple[int, ...], query: Tensor) -> str:
     """What keeps the operator on CUDA from making the gradient of a bias; "": nothing."""
     bias = options.core_attention_bias
     if not bias.requires_grad or not torch.is_grad_enabled() or bias.dim() != 4:
         return ""
-    if options.core_attention_bias_type != "post_scale_bias" or bias.dtype is not query.dtype:
+    if options.core_attention_bias_type != "post_scale_bias" or bias.dtype is not _dtype_of(query):
         return "the gradient of a bias in another dtype than the queries, or before the scale"
     if tuple(bias.shape[2:]) != tuple(sizes[2:]):
         return "the gradient of a bias that several queries or keys share"
@@ -436,7 +442,7 @@ score_mod_tensors, score_mod_bprop_tensors
             self.bottom_right_diagonal if bottom_right is None else bottom_right,
             options.core_attention_bias_type,
             sizes[2] == sizes[3],
-            query.dtype,
+            _dtype_of(query) if any_autocast() else query.dtype,
             query.device,
             _switches(),
             ""
@@ -463,6 +469,7 @@ score_mod_tensors, score_mod_bprop_tensors
         cuda = device.type == "cuda"
         situation = Situation(
             kind, window, diagonal, square, bias, grouped, dtype, device.type, switches, channels,
-            torch.cuda.get_device_capability(device) if cuda else (0, 0), bias_grad,
+            torch.cuda.get_device_capability(device) if cuda else (0, 0),
+            (torch.backends.cudnn.version() or 0) if cuda else 0, bias_grad,
         )  # fmt: skip
         return _Decision(situation, choose_backend(situation), constant_limits(situation))

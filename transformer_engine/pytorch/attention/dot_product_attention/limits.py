@@ -27,6 +27,7 @@ class Situation(NamedTuple):
     switches: AttentionSwitches  # what the environment allows
     channels: tuple[int, int]  # of a head: of queries and keys, and of values
     capability: tuple[int, int] = (0, 0)  # of a CUDA device
+    cudnn: int = 0  # version of the library on a CUDA device, 91900 for 9.19.0
     bias_grad: str = ""  # what is unusual about the gradient of a bias
 
 

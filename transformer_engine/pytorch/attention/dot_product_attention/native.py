@@ -21,8 +21,10 @@ def _results(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tupl
     return output, query.new_empty(batch, heads, queries, dtype=torch.float32)
 
 
-def _gradients(grad: Tensor, wants_bias: bool, *arguments: Any) -> tuple[Tensor | None, ...]:
-    del grad
+def _gradients(
+    grad: Tensor, wants_bias: bool, deterministic: bool, *arguments: Any
+) -> tuple[Tensor | None, ...]:
+    del grad, deterministic
     bias = torch.empty_like(arguments[6]) if wants_bias else None
     return *map(contiguous_like, arguments[:3]), bias
 
@@ -43,8 +45,8 @@ _forward = operator(
 )
 _backward = operator(
     "attention_backward",
-    "Tensor grad_output, bool wants_bias, Tensor query, Tensor key, Tensor value, Tensor output, "
-    f"Tensor statistics, {_PROBLEM}, bool deterministic",
+    "Tensor grad_output, bool wants_bias, bool deterministic, Tensor query, Tensor key, "
+    f"Tensor value, Tensor output, Tensor statistics, {_PROBLEM}",
     "grad_query grad_key grad_value grad_bias",
     _gradients,
     unit_stride="grad_output query key value",
@@ -68,9 +70,9 @@ class _Attention(OperatorCall):
         return output, (*tensors[:3], output, statistics, *tensors[3:])
 
     def run_backward(self, grads: tuple, saved: tuple) -> tuple[Tensor | None, ...]:
-        wants_bias, repeatable, *numbers = self.settings
-        *made, grad_bias = _backward(self.traced, *grads, wants_bias, *saved, *numbers, repeatable)
-        return None, *made, None, grad_bias if wants_bias else None, None, None, None
+        how, numbers = self.settings[:2], self.settings[2:]
+        *made, grad_bias = _backward(self.traced, *grads, *how, *saved, *numbers)
+        return None, *made, None, grad_bias if how[0] else None, None, None, None
 
 
 def attend(

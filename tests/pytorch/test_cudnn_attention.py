@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention on CUDA, which cuDNN's kernels run: values, gradients, limits, dropout and capture."""
+
+import concurrent.futures
+import math
+import random
+
+import pytest
+import torch
+from attention_reference import softmax
+from comparators import assert_nmse, assert_ref_ratio
+from pytorch.helpers import assert_same_bits
+from tols import BF16, EPS, F16, F32, tol
+
+from transformer_engine import _core
+from transformer_engine.pytorch.attention import DotProductAttention
+
+pytestmark = pytest.mark.gpu
+
+HEADS, CHANNELS = 4, 64
+
+
+def heads(batch, tokens, count, channels, dtype, order="bshd"):
+    """Normal numbers [batch, tokens, count, channels] that lie in some order."""
+    if order == "packed":
+        return torch.randn(batch, tokens, count, 3, channels).to("cuda", dtype)[..., 1, :]
+    places = ["bshd".index(letter) for letter in order]
+    shape = (batch, tokens, count, channels)
+    made = torch.randn([shape[i] for i in places]).to("cuda", dtype)
+    return made.permute([places.index(i) for i in range(4)])
+
+
+def allowed(limits, sizes):
+    """Bool [batch, heads, queries, keys]: what may be attended."""
+    batch, count, queries, keys = sizes
+    mask, ends = limits.get("mask"), []
+    for name, longest in (("query_lengths", queries), ("key_lengths", keys)):
+        given = limits.get(name)
+        ends.append(torch.full((batch,), longest) if given is None else given.cpu().long())
+    row, column = torch.arange(queries)[:, None], torch.arange(keys)
+    middle = torch.full((batch,), limits.get("diagonal", 0))
+    if limits.get("bottom_right"):
+        middle = middle + ends[1] - ends[0]
+    of_queries, of_keys, middle = (t[:, None, None, None] for t in (*ends, middle))
+    may = (row < of_queries) & (column < of_keys)
+    for name, side in (("window_left", -1), ("window_right", 1)):
+        if limits.get(name, -1) >= 0:
+            may = may & (side * (column - row - middle) <= limits[name])
+    may = may.expand(sizes)
+    return may if mask is None else may & (mask.cpu() == 0)
+
+
+def definition(q, k, v, bias, may, scale, factors=1.0):
+    """[batch, tokens, heads, channels], in the dtype of the arguments."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = scale * (q @ k.mT) + (0.0 if bias is None else bias)
+    return ((softmax(scores, may) * factors).to(v.dtype) @ v).transpose(1, 2)
+
+
+def differentiated(tensors, grad, dtype, *arguments):
+    """Output and gradients of the definition in a dtype, on the CPU."""
+    wide = [None if t is None else t.detach().cpu().to(dtype).requires_grad_() for t in tensors]
+    out = definition(*wide, *arguments)
+    wanted = [t for t in wide if t is not None]
+    return [out.detach(), *torch.autograd.grad(out, wanted, grad.cpu().to(dtype))]
+
+
+def attended(tensors, grad, wants_bias=True, **limits):
+    """Output, gradients and statistics of the operators; they fill memory that holds NaN."""
+    query, key, value, bias = tensors
+    batch, queries, count, _ = query.shape
+    out = torch.full((batch, queries, count, value.shape[3]), math.nan).to(query)
+    statistics = torch.full((batch, count, queries), math.nan, device="cuda")
+    inputs = {"query": query, "key": key, "value": value, **limits}
+    if bias is not None:
+        inputs["bias"] = bias
+    _core.attention(output=out, statistics=statistics, **inputs)
+    names = ("query", "key", "value", *(["bias"] if bias is not None and wants_bias else []))
+    grads = {f"grad_{n}": torch.full_like(inputs[n], math.nan) for n in names}
+    _core.attention_backward(grad_output=grad, output=out, statistics=statistics, **inputs, **grads)
+    return [out, *grads.values(), statistics]
+
+
+def assert_right(tensors, limits, scale):
+    query, key, value, bias = tensors
+    batch, queries, count, _ = query.shape
+    may = allowed(limits, (batch, count, queries, key.shape[1]))
+    grad = torch.randn(batch, queries, count, value.shape[3]).to(query)
+    dtype = query.dtype
+    gradient_of_bias = bias is not None and bias.dtype is dtype and bias.shape[2:] == may.shape[2:]
+    *found, statistics = attended(tensors, grad, gradient_of_bias, scale=scale, **limits)
+    exact = differentiated(tensors, grad, torch.float64, may, scale)
+    naive = differentiated(tensors, grad, dtype, may, scale)
+    # One key alone leaves gradients of 0: of terms up to this size, which cancel in fp32.
+    size = [t.detach().abs().max().double().item() for t in (grad, query, key, value)]
+    terms = scale * size[0] * size[3] * max(size[1], size[2]) * value.shape[3] * max(queries, 32)
+    for each in zip(found, naive, exact, strict=False):  # without the bias where it has none
+        if each[0].numel() and (each[0].cpu().double() - each[2]).abs().max() > EPS[F32] * terms:
+            assert_ref_ratio(*each, dtype)
+    none = ~may.any(3)
+    assert (statistics.cpu()[none] == -math.inf).all() and statistics.isfinite().cpu()[~none].all()
+    assert (found[0].cpu().transpose(1, 2)[none] == 0).all()
+
+
+def some_limits(rng, batch, queries, keys):
+    limits = {}
+    if rng.random() < 0.5:
+        limits["window_right"] = rng.choice([0, 0, 5, 50])
+    if rng.random() < 0.3:
+        limits["window_left"] = rng.choice([0, 3, 40])
+    if limits and rng.random() < 0.4:
+        limits["bottom_right"] = 1
+    elif limits and rng.random() < 0.2:
+        limits["diagonal"] = rng.choice([-20, 7])
+    for name, longest in (("query_lengths", queries), ("key_lengths", keys)):
+        if rng.random() < 0.3:
+            ends = [rng.choice([0, 1, longest, rng.randrange(longest + 1)]) for _ in range(batch)]
+            limits[name] = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    if rng.random() < 0.25:
+        shape = [rng.choice([1, n]) for n in (batch, 1, queries, keys)]
+        mask = torch.rand(shape) < 0.3
+        if shape[2] > 6:
+            mask[:, :, 3:6] = True  # rows that attend nothing
+        limits["mask"] = mask.to("cuda", torch.uint8)
+    return limits
+
+
+@pytest.mark.parametrize("part", range(12))
+def test_random_problems(part, seed):
+    del part
+    rng = random.Random(seed)
+    for _ in range(4):
+        batch, count = rng.choice([1, 3]), rng.choice([1, 2, 6])
+        groups = rng.choice([g for g in range(1, count + 1) if count % g == 0])
+        queries = rng.choice([1, 2, 17, 64, 100, 128, 130, 192])
+        keys = rng.choice([queries, queries, 1, 3, 64, 77, 128, 192, 200])
+        d_k, d_v, dtype = (
+            rng.choice([8, 40, 64, 128]),
+            rng.choice([16, 64]),
+            rng.choice([BF16, F16]),
+        )
+        orders = [rng.choice(["bshd", "sbhd", "bhsd", "packed"]) for _ in range(3)]
+        limits, bias = some_limits(rng, batch, queries, keys), None
+        if rng.random() < 0.4:
+            of = rng.choice([(queries, keys), (queries, keys), (1, keys), (queries, 1)])
+            shape = (rng.choice([1, batch]), rng.choice([1, count]), *of)
+            bias = torch.randn(shape).to("cuda", rng.choice([dtype, dtype, F32]))
+        tensors = (
+            heads(batch, queries, count, d_k, dtype, orders[0]),
+            heads(batch, keys, groups, d_k, dtype, orders[1]),
+            heads(batch, keys, groups, d_v, dtype, orders[2]),
+            bias,
+        )
+        print(dtype, [None if t is None else tuple(t.shape) for t in tensors], orders, limits)
+        assert_right(tensors, limits, d_k**-0.5)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(192, 192), (64, 64), (1, 128), (77, 64)])
+@pytest.mark.parametrize("limits", [{}, {"window_right": 0}], ids=["full", "causal"])
+def test_very_negative_scores(queries, keys, limits):
+    """Of which cuDNN's own gradients are NaN where a block of 128 keys is not whole."""
+    ones = torch.ones(2, queries, HEADS, CHANNELS)
+    tensors = (
+        (ones * -4.0 + 0.1 * torch.randn_like(ones)).to("cuda", BF16),
+        (torch.ones(2, keys, HEADS, CHANNELS) * 4.0).to("cuda", BF16),
+        heads(2, keys, HEADS, CHANNELS, BF16),
+        None,
+    )
+    *_, statistics = attended(tensors, torch.ones_like(tensors[0]), scale=0.125, **limits)
+    assert statistics.max() < -100
+    assert_right(tensors, limits, 0.125)
+
+
+@pytest.mark.parametrize("limits", [{}, {"window_right": 0}, {"window_left": 9}], ids=str)
+@pytest.mark.parametrize(("queries", "keys", "groups"), [(128, 128, HEADS), (77, 100, 2)])
+def test_dropout(queries, keys, groups, limits):
+    """The decisions are read from an output of equal weights, and are those of the gradients."""
+    probability = 0.3
+    rng = torch.randint(2**40, (2,), device="cuda")
+    zeros = torch.zeros(2, queries, HEADS, CHANNELS, device="cuda", dtype=BF16)
+    ones = (
+        torch.eye(keys, 256).to("cuda", BF16)[None, :, None].expand(2, -1, HEADS, -1).contiguous()
+    )
+    drops = {"dropout": probability, "rng": rng}
+    marked = attended(
+        (zeros, zeros.new_zeros(2, keys, HEADS, CHANNELS), ones, None),
+        torch.zeros_like(zeros[..., :1]).expand(-1, -1, -1, 256).contiguous(), scale=1.0, **drops,
+    )[0]  # fmt: skip
+    kept = marked.cpu().transpose(1, 2)[..., :keys] > 0
+    count = kept.numel()
+    deviation = math.sqrt(probability * (1 - probability) / count)
+    assert abs(kept.double().mean() - (1 - probability)) < 5 * deviation
+    tensors = (
+        heads(2, queries, HEADS, CHANNELS, BF16),
+        heads(2, keys, groups, CHANNELS, BF16),
+        heads(2, keys, groups, CHANNELS, BF16),
+        None,
+    )
+    grad = torch.randn_like(tensors[0])
+    *found, _ = attended(tensors, grad, scale=0.125, **drops, **limits)
+    may = allowed(limits, (2, HEADS, queries, keys))
+    factors = kept.double() / (1 - probability)
+    exact = differentiated(tensors, grad, torch.float64, may, 0.125, factors)
+    for each, right in zip(found, exact, strict=True):
+        assert_nmse(each, right, tol("attention", BF16, keys))
+
+
+def test_everything_and_nothing_is_dropped():
+    tensors = [heads(2, 64, HEADS, CHANNELS, BF16) for _ in range(4)]
+    rng = torch.randint(2**40, (2,), device="cuda")
+    grad = tensors.pop()
+    plain = attended((*tensors, None), grad, scale=0.125)
+    assert_same_bits(
+        attended((*tensors, None), grad, scale=0.125, dropout=0.0, rng=rng)[:3:2], plain[:3:2]
+    )
+    *found, statistics = attended((*tensors, None), grad, scale=0.125, dropout=1.0, rng=rng)
+    assert all((tensor == 0).all() for tensor in found)
+    assert_same_bits(statistics, plain[-1])
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0)])
+def test_nothing_to_attend(queries, keys):
+    query, key = heads(2, queries, HEADS, 64, BF16), heads(2, keys, HEADS, 64, BF16)
+    *found, statistics = attended((query, key, key, None), query, scale=1.0)
+    assert all((tensor == 0).all() for tensor in found) and (statistics == -math.inf).all()
+
+
+def module_and_tensors(length=256, **options):
+    module = DotProductAttention(HEADS, CHANNELS, qkv_format="bshd", **options)
+    return module, [heads(2, length, HEADS, CHANNELS, BF16).requires_grad_() for _ in range(3)]
+
+
+def step(module, tensors, **given):
+    out = module(*tensors, **given)
+    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), tensors)]
+
+
+@pytest.mark.parametrize("how", ["torch", "environment"])
+def test_repeatable_gradients(how, monkeypatch):
+    module, tensors = module_and_tensors(length=512)
+    grads = [torch.empty_like(t) for t in tensors]
+    _core.reset_counters()
+    if how == "torch":
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    else:
+        monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    try:
+        found = [step(module, tensors) for _ in range(6)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for each in found[1:]:
+        assert_same_bits(each, found[0])
+    assert _core.counters()["cuda.attention_backward"] == 6
+    del grads
+
+
+def test_heads_at_odd_addresses_are_copied():
+    module, tensors = module_and_tensors()
+    expected = step(module, tensors)
+    moved = []
+    for tensor in tensors:
+        storage = torch.empty(tensor.numel() + 3, device="cuda", dtype=BF16)
+        view = storage[3:].view(tensor.shape)
+        view.copy_(tensor.detach())
+        moved.append(view.requires_grad_())
+    assert moved[0].data_ptr() % 16 != 0
+    found = step(module, moved)
+    assert_same_bits(found[0], expected[0])
+    for each, right in zip(found[1:], expected[1:], strict=True):
+        assert_nmse(each, right.double(), tol("round", BF16))
+
+
+def test_capture():
+    """Plans that are met first while a graph is captured are made then."""
+    module, tensors = module_and_tensors(length=320, attention_dropout=0.1)
+    module.eval()
+    other = DotProductAttention(HEADS, CHANNELS, qkv_format="bshd", attn_mask_type="no_mask")
+    module(*(t[:, :64] for t in tensors))  # the library is loaded
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [*step(module, tensors), other(*tensors)]
+    for _ in range(2):
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.copy_(torch.randn_like(tensor))
+        graph.replay()
+        right = [*step(module, tensors), other(*tensors)]
+        for each, expected in zip(captured, right, strict=True):
+            assert_nmse(each, expected.double(), tol("round", BF16))
+
+
+def test_threads():
+    """Of problems of their own and of one that all share, on streams of their own."""
+    module, tensors = module_and_tensors()
+    expected = module(*tensors).detach()
+
+    def work(number):
+        own, given = module_and_tensors(length=64 + 8 * number)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            alone = own(*given).detach()
+            results = [(own(*given).detach(), module(*tensors).detach()) for _ in range(20)]
+            torch.cuda.current_stream().synchronize()
+        return all(torch.equal(a, alone) and torch.equal(b, expected) for a, b in results)
+
+    torch.cuda.synchronize()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_memory_is_linear_in_the_length():
+    length = 16384
+    module, tensors = module_and_tensors(length=length)
+    step(module, tensors)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step(module, tensors)
+    used = torch.cuda.max_memory_allocated() - before
+    assert used < 24 * tensors[0].nbytes < 2 * HEADS * length**2
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"dtype": F32}, "fp32"),
+        ({"channels": 60}, "60 channels"),
+        ({"channels": 264}, "264 .*channels"),
+    ],
+    ids=str,
+)
+def test_what_the_operator_refuses(changed, text):
+    tensor = heads(1, 16, 2, changed.get("channels", 64), changed.get("dtype", BF16))
+    with pytest.raises(NotImplementedError, match=text):
+        _core.attention(tensor, tensor, tensor, torch.empty_like(tensor))
