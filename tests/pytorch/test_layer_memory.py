@@ -40,14 +40,14 @@ def runs(monkeypatch):
     """Weak references to the runs of layers."""
     found = []
 
-    class Noted(layer_call.LayerRun):
+    class Noted(layer_call.CallRun):
         __slots__ = ("__weakref__",)
 
         def __init__(self, *given):
             super().__init__(*given)
             found.append(weakref.ref(self))
 
-    monkeypatch.setattr(layer_call, "LayerRun", Noted)
+    monkeypatch.setattr(layer_call, "CallRun", Noted)
     return found
 
 

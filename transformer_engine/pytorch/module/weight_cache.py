@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantized weight kept over the microbatches of a step."""
+"""Microbatches of a step: the quantized weights that they share, and their main gradients."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.scaling import Slots
+from transformer_engine.pytorch.state import RegionState
 
 
 class WeightCache(NamedTuple):
@@ -43,3 +45,48 @@ class WeightCache(NamedTuple):
             None if slots is None else slots.identity,
             torch.is_inference_mode_enabled(),  # what it makes can not be saved for a backward
         )
+
+
+def held_caches(module: Any, first: bool, parts: Sequence, *how: Any) -> list[tuple | None]:
+    """Of each part the quantized weight that a microbatch reads; None where it makes one.
+
+    `parts` are the `operands.PartTensors` of a call of the module, `how` quantization and slots.
+    """
+    return [
+        None if first or known is None or not known.holds(part.weights, *how) else known.tensors
+        for known, part in zip(module._weight_caches, parts, strict=True)
+    ]
+
+
+def keep_caches(modules: Sequence, call: Any, caches: Sequence, parts: Sequence) -> None:
+    """Let the modules of a call keep the quantized weights that it made, among those it read."""
+    made, quantization = iter(caches), call.plans.spec.parts[0].quantization
+    for module, own, slots in zip(modules, parts, call.owners, strict=True):
+        kept = []
+        for old, new, part in zip(module._weight_caches, made, own, strict=False):
+            same = old is not None and old.tensors is new
+            kept.append(old if same else WeightCache.of(new, part.weights, quantization, slots))
+        module._weight_caches = tuple(kept)
+
+
+def microbatch_of(
+    modules: Sequence, first: bool | None, state: RegionState, key: tuple
+) -> tuple[tuple[Sequence, tuple], tuple]:
+    """What a run has of its own, caches and weights, and the key with what depends on these.
+
+    As of `call.ModuleCall`. `first` is ``is_first_microbatch``, `key` that of the situation.
+    """
+    caches, weights, recipe = [], (), state.recipe if state.enabled else None
+    parts = [module._part_tensors() for module in modules]
+    if first is not None and recipe is not None:
+        delayed = recipe.delayed()
+        for module, own in zip(modules, parts, strict=True):
+            how = module._quantization_of(recipe, False), module._slots if delayed else None
+            caches += held_caches(module, first, own, *how)
+        key = (key, *[cache is None for cache in caches])
+    if any(module.fuse_wgrad_accumulation for module in modules):
+        weights = tuple([part.weights[0] for own in parts for part in own])
+        main = [getattr(weight, "main_grad", None) for weight in weights]
+        overwrites = [bool(getattr(w, "overwrite_main_grad", False)) for w in weights]
+        key = (key, bool(first), *overwrites, *[getattr(into, "dtype", None) for into in main])
+    return (caches, weights), key
