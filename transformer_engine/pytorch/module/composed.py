@@ -30,7 +30,12 @@ from transformer_engine.pytorch.module.operands import (
 )
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
 from transformer_engine.pytorch.module.situation import Bound, keep, situation_of
-from transformer_engine.pytorch.module.weight_cache import held_caches, keep_caches, microbatch_of
+from transformer_engine.pytorch.module.weight_cache import (
+    held_caches,
+    keep_caches,
+    microbatch_of,
+    reads,
+)
 from transformer_engine.pytorch.staged import Observer, StageBuffers, Staged, external_bits
 from transformer_engine.pytorch.state import current_state
 
@@ -217,7 +222,7 @@ class ComposedModule(Fp8Module):
         if torch.compiler.is_compiling():
             return self._decide(inp, is_first_microbatch, True)[0]
         state = current_state()
-        key, tensors, shared = None, (), None
+        key, tensors, shared = None, (), ((), ())
         own = self.__dict__  # a class with __getattr__ takes longer for each
         if own["_present"] is not None:
             key, tensors = situation_of(state, inp, own["_present"])
@@ -228,18 +233,18 @@ class ComposedModule(Fp8Module):
         call = None if bound is None else bound.call_in(self, state)
         if call is None or not (bound.records or not forward_gradients()):
             out, made = self._decide(inp, is_first_microbatch, False)
-            if key is not None and made is not None and _reads(made, shared):
+            if key is not None and made is not None and reads(made, shared[0]):
                 keep(self._bound, key, Bound(made, self))
             return out
         own["_ran"] = bound.ran
         if bound.quantized:
             own["_quantization"] = bound.quantization
-        run = call if shared is None else CallRun(call, *shared)
+        run = CallRun(call, *shared) if shared[0] or shared[1] else call
         out = bound.apply(run, *tensors) if bound.records else run.run_forward(tensors)[0]
         if call.first:
             state.first = False
-        if shared is not None and call.plans.writes_caches:
-            keep_caches((self,), call, shared[0], (self._part_tensors(),))
+        if call.plans.writes_caches:
+            keep_caches((self,), shared[0], (self._part_tensors(),), state.recipe)
         return out
 
     def _results(self, inp: Tensor, out: Any) -> Any:
@@ -280,7 +285,7 @@ class ComposedModule(Fp8Module):
         if call.first and region.replay is None:
             region.state.first = False
         if call.plans.writes_caches:
-            keep_caches((self,), call, call.caches, (tensors.parts,))
+            keep_caches((self,), call.caches, (tensors.parts,), region.recipe)
         if region.record:
             has_caches = call.plans.reads_caches or call.plans.writes_caches
             self._record(region, call.slots, call.caches if has_caches else None, call.first)
@@ -423,7 +428,7 @@ class ComposedModule(Fp8Module):
                 f"{type(self).__name__}: is_first_microbatch={is_first_microbatch} in FP8 under "
                 "torch.compile"
             )
-        caches = held_caches(self, is_first_microbatch, tensors.parts, quantization, slots)
+        caches = held_caches(self, is_first_microbatch, tensors.parts, region.recipe)
         ways = (graphs.CACHE_WRITE if cache is None else graphs.CACHE_READ for cache in caches)
         return _BoundState(quantization, tuple(common | way for way in ways), slots, None, caches)
 
@@ -570,9 +575,3 @@ class ComposedModule(Fp8Module):
     def _add_weight_grad(self, part: int, grad: Tensor) -> None:
         """Add to the ``grad`` of a part's weight."""
         add_grad(getattr(self, f"{self.PARTS[part]}weight"), grad)
-
-
-def _reads(call: ModuleCall, shared: tuple | None) -> bool:
-    """Whether the quantized weights that a call reads are those that its key was made for."""
-    caches = () if shared is None else shared[0]
-    return call.plans.reads_caches == tuple(i for i, c in enumerate(caches) if c is not None)

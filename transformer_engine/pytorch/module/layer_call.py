@@ -21,7 +21,7 @@ from transformer_engine.pytorch.modes import dispatch_modes, forward_gradients, 
 from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.situation import KEPT, in_force, keep, situation_of
-from transformer_engine.pytorch.module.weight_cache import keep_caches, microbatch_of
+from transformer_engine.pytorch.module.weight_cache import keep_caches, microbatch_of, reads
 from transformer_engine.pytorch.state import RegionState, current_state
 
 __all__ = ["Attending", "Branch", "Layer", "LayerCalls"]
@@ -157,7 +157,7 @@ class LayerCalls:
             state.first = False
         if call.plans.writes_caches:
             parts = [module._part_tensors() for module in self.modules]
-            keep_caches(self.modules, call, own[0], parts)
+            keep_caches(self.modules, own[0], parts, state.recipe)
         return out
 
     def plans(self, layer: Any, inp: Tensor, options: tuple) -> CallPlans | None:
@@ -187,18 +187,17 @@ class LayerCalls:
                 key, attended = (*key, how.key), (*attended, *how.tensors)
             attending.append(how)
         tensors = (tensors[0], *attended, *tensors[1:])
-        first, own, before = options[0].is_first_microbatch, ((), ()), key
-        shares = first is not None or self._accumulates
-        if shares:
-            own, key = microbatch_of(self.modules, first, state, before)
+        first, own = options[0].is_first_microbatch, ((), ())
+        if first is not None or self._accumulates:
+            own, key = microbatch_of(self.modules, first, state, key)
         bound = self.calls.get(key, _UNKNOWN)
         if bound is None or (bound is _UNKNOWN and not self._recurs(key)):
             return None
         call = None if bound is _UNKNOWN else self._call_in(bound, state)
         if call is None:
             bound = self._bind(layer, inp, (attending, first), state)
-            if shares:  # slots may be others now
-                own, key = microbatch_of(self.modules, first, state, before)
+            if bound is not None and not reads(bound.call, own[0]):
+                return None
             keep(self.calls, key, bound)
             call = None if bound is None else self._call_in(bound, state)
         return None if call is None else (bound, call, tensors, own)
