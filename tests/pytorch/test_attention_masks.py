@@ -148,7 +148,7 @@ def test_alibi_counts_from_the_diagonal_of_each_sequence(device, backend):
     bias = -slopes.cpu().double()[:, None, None] * far[:, None]
     wide = (model.to_bhsd(t.detach().cpu().double(), "sbhd") for t in qkv)
     exact = model.joined(model.attention(*wide, may, bias=bias), "sbhd")
-    assert_nmse(out, exact, tol("attention", F32, KEYS))
+    assert_nmse(out, exact, tol("attention", out.dtype, KEYS))
 
 
 # ---- arbitrary -----------------------------------------------------------------------------------

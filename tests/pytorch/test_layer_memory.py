@@ -40,14 +40,14 @@ def runs(monkeypatch):
     """Weak references to the runs of layers."""
     found = []
 
-    class Noted(layer_call.LayerRun):
+    class Noted(layer_call.CallRun):
         __slots__ = ("__weakref__",)
 
         def __init__(self, *given):
             super().__init__(*given)
             found.append(weakref.ref(self))
 
-    monkeypatch.setattr(layer_call, "LayerRun", Noted)
+    monkeypatch.setattr(layer_call, "CallRun", Noted)
     return found
 
 
@@ -177,6 +177,7 @@ def test_memory_of_the_device_is_given_back(kind, recipe):
     def allocated(steps):
         for _ in range(steps):
             step(layer, given, recipe).sum().backward()
+        gc.collect()  # what other tests have left
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 

@@ -231,21 +231,21 @@ def test_fake_tensors_of_the_backward_alone(device):
 
 def test_modes_of_threads(device):
     """A mode sees the backwards of its thread alone."""
-    counts, barrier = {}, threading.Barrier(2)
-
-    def train(name, **options):
-        layer = make_layer(device, dtype_of(device), **options)
+    layers = [make_layer(device, dtype_of(device), layer_type=t) for t in ("encoder", "decoder")]
+    expected, counts, barrier = [], {}, threading.Barrier(2, timeout=60)
+    for layer in layers:
         assert_whole(layer, **inputs_of(layer))
-        barrier.wait()
-        counts[name] = [int(counted_step(layer, None, "backward")[0]) for _ in range(5)]
+        expected.append(int(counted_step(layer, None, "backward")[0]))
 
-    options = {"encoder": {}, "decoder": {"layer_type": "decoder"}}
-    threads = [
-        threading.Thread(target=train, args=(n,), kwargs=kwargs) for n, kwargs in options.items()
-    ]
+    def train(number):
+        barrier.wait()
+        steps = [counted_step(layers[number], None, "backward") for _ in range(5)]
+        counts[number] = [int(count) for count, _ in steps]
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {name: len(set(found)) for name, found in counts.items()} == {"encoder": 1, "decoder": 1}
-    assert counts["decoder"][0] > counts["encoder"][0] > 0
+    assert [counts[number] for number in range(2)] == [[count] * 5 for count in expected]
+    assert expected[1] > expected[0] > 0

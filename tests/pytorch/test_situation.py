@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from pytorch.helpers import assert_same_bits, states_of
+from pytorch.module_cases import quantized
 from pytorch.random_programs import CALLS, CURRENT, DELAYED, MODES, REGIONS, steps_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -26,7 +27,14 @@ MODULES = {
     "split": lambda **where: te.Linear(16, 16, parameters_split=("a", "b"), **where),
     "norm_linear": lambda **where: te.LayerNormLinear(16, 16, **where),
     "mlp": lambda **where: te.LayerNormMLP(16, 32, **where),
+    "main_grad": lambda **where: te.LayerNormMLP(16, 32, fuse_wgrad_accumulation=True, **where),
+    "late": lambda **where: te.Linear(16, 16, delay_wgrad_compute=True, **where),
+    "both": lambda **where: te.LayerNormLinear(
+        16, 16, fuse_wgrad_accumulation=True, delay_wgrad_compute=True, **where
+    ),
 }
+
+PLAIN = ["linear", "split", "norm_linear", "mlp"]
 
 
 def programs(seed):
@@ -44,7 +52,7 @@ def programs(seed):
             "backward": rng.random() < 0.7,
             "shape": rng.choice([(4, 16), (2, 3, 16), (16,), (4, 8)]),
             "change": rng.choice([None] * 6 + ["freeze", "thaw", "replace", "reset"]),
-            "first": rng.choice([None] * 8 + [True, False]),
+            "first": rng.choice([None] * 6 + [True, False, False]),
         }
 
     return (step for _, step in steps_of(seed, draw, 0.6))
@@ -90,16 +98,30 @@ def run_step(module, step, x):
     return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
+def main_grads_of(module):
+    """What the weights' gradients are added to; a weight that has come anew gets zeros."""
+    weights = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+    for weight in weights:
+        if not hasattr(weight, "main_grad"):
+            weight.main_grad = torch.zeros_like(weight)
+    return [weight.main_grad for weight in weights]
+
+
 def run_program(make, seed, device):
-    """Results of every step, and the scaling state after it."""
+    """Results of every step, how much it cast, and what state and main gradients are after it."""
     torch.manual_seed(seed)
     module = make(device=device)
     results = []
     for step in programs(seed):
         change(module, step["change"])
         x = torch.randn(step["shape"], device=device, requires_grad=step["wants"])
+        main = main_grads_of(module)
+        _core.reset_counters()
         result = run_step(module, step, x)
-        results.append((step, result, states_of(module)))
+        while module._wgrads:
+            module.backward_dw()
+        left = [p.grad for p in module.parameters()] + [grad.clone() for grad in main]
+        results.append((step, result, [torch.tensor(quantized()), states_of(module), left]))
     return results
 
 
@@ -137,9 +159,26 @@ def test_the_programs_find_calls(device, monkeypatch):
     assert sum(taken) > 10 and taken.count(False) > 10
 
 
+@pytest.mark.parametrize("first", [None, True, False])
+@pytest.mark.parametrize("kind", ["linear", "split", "main_grad", "both"])
+def test_microbatches_are_found(device, kind, first, monkeypatch):
+    """From the third one on nothing is decided anew."""
+    module = MODULES[kind](device=device)
+    main_grads_of(module)
+    decided, found = composed.ComposedModule._decide, []
+    monkeypatch.setattr(
+        composed.ComposedModule, "_decide", lambda *a: (found.append(a), decided(*a))[1]
+    )
+    for _ in range(6):
+        x = torch.randn(16, 16, device=device, requires_grad=True)
+        with te.autocast(recipe=DELAYED):
+            module(x, is_first_microbatch=first).sum().backward()
+    assert len(found) <= 3 if first is False else len(found) <= 2
+
+
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooked"])
 @pytest.mark.parametrize("mode", ["no_grad", "inference"])
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("kind", PLAIN)
 def test_a_checkpoint_after_calls_without_gradients(kind, mode, reentrant, device):
     module = MODULES[kind](device=device)
     x = torch.randn(8, 16, device=device, requires_grad=True)
@@ -165,7 +204,7 @@ def step(module, x, recipe):
         out.sum().backward()
 
 
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("kind", PLAIN)
 def test_the_last_call_is_the_one_that_is_told_of(device, kind):
     """By turns in FP8 and without, both situations being known."""
     module, x = MODULES[kind](device=device), torch.randn(16, 16, device=device, requires_grad=True)

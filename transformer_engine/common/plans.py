@@ -149,8 +149,6 @@ class CallPlans:
             if f & WGRAD and f & (ACCUMULATE | OVERWRITE)
         )
         self.defer = self.wgrad is not None
-        # Nothing but plain gradients.
-        self.plain = not (self.reads_caches or self.writes_caches or self.defer or self.main_grads)
         sources = list(self.tensors)
         for i in self.reads_caches:
             sources += caches[i]

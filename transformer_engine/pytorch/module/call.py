@@ -20,7 +20,7 @@ from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.staged import Staged
 from transformer_engine.pytorch.state import Domain
 
-__all__ = ["Deferred", "LayerCall", "LayerRun", "ModuleCall", "Ran", "main_grad_of"]
+__all__ = ["CallRun", "Deferred", "LayerCall", "ModuleCall", "Ran", "main_grad_of"]
 
 
 class Deferred(NamedTuple):
@@ -62,6 +62,10 @@ class ModuleCall:
     weights: tuple[Parameter, ...] = ()  # of each part; their ``main_grad`` takes the gradient
     queue: deque | None = None  # where deferred weight gradients go
     staged: Staged | None = None  # Python functions of external stages, and an observer
+    functions: tuple[dict, dict] = ({}, {})
+    """Of forward and backward: what runs external stages, by their names, with the numbers of the
+    buffers that the stage reads and writes. Called with these as tensors and with the dict of what
+    the forward keeps for those of the backward, (how, tensors) by name; None without any."""
     traced = False
 
     def __init__(self, plans: CallPlans, slots: scaling.Slots | None, label: str) -> None:
@@ -213,10 +217,6 @@ class ModuleCall:
 class LayerCall(ModuleCall):
     """One call of a layer, whose modules lend it their parameters and slots."""
 
-    functions: tuple[dict, dict] = ({}, {})
-    """Of forward and backward: what runs external stages, by their names, with the numbers of the
-    buffers that the stage reads and writes. Called with these as tensors and with the dict of what
-    the forward keeps for those of the backward, (how, tensors) by name; None without any."""
     first_module = (0, 0)
     """Begin and end of the gradients of the first module, among what `run_backward` gives."""
 
@@ -262,8 +262,8 @@ def _run_stage(
     return function([lend(number) for number in numbers], kept)
 
 
-class LayerRun:
-    """A run of a `LayerCall` (see `function.Call`), which knows what its forward kept.
+class CallRun:
+    """A run of a call that is made again (see `function.Call`), with what is its own.
 
     `caches` and `weights` are as of `ModuleCall`.
     """

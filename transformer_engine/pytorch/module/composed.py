@@ -20,7 +20,7 @@ from transformer_engine.pytorch.function import run_call, run_without_backward
 from transformer_engine.pytorch.modes import constant_in_graphs, forward_gradients, without_memory
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.calibration import record_amaxes
-from transformer_engine.pytorch.module.call import Deferred, ModuleCall, Ran, main_grad_of
+from transformer_engine.pytorch.module.call import CallRun, Deferred, ModuleCall, Ran, main_grad_of
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.module.operands import (
     CallTensors,
@@ -30,7 +30,12 @@ from transformer_engine.pytorch.module.operands import (
 )
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
 from transformer_engine.pytorch.module.situation import Bound, keep, situation_of
-from transformer_engine.pytorch.module.weight_cache import WeightCache
+from transformer_engine.pytorch.module.weight_cache import (
+    held_caches,
+    keep_caches,
+    microbatch_of,
+    reads,
+)
 from transformer_engine.pytorch.staged import Observer, StageBuffers, Staged, external_bits
 from transformer_engine.pytorch.state import current_state
 
@@ -214,27 +219,32 @@ class ComposedModule(Fp8Module):
 
     def _call(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
         """Run a call: the output, or (output, norm output)."""
-        traced = torch.compiler.is_compiling()
-        if traced or is_first_microbatch is not None:
-            return self._decide(inp, is_first_microbatch, traced)[0]
+        if torch.compiler.is_compiling():
+            return self._decide(inp, is_first_microbatch, True)[0]
         state = current_state()
-        key, tensors = None, ()
+        key, tensors, shared = None, (), ((), ())
         own = self.__dict__  # a class with __getattr__ takes longer for each
         if own["_present"] is not None:
             key, tensors = situation_of(state, inp, own["_present"])
+            shares = is_first_microbatch is not None or own["fuse_wgrad_accumulation"]
+            if key is not None and shares:
+                shared, key = microbatch_of((self,), is_first_microbatch, state, key)
         bound = None if key is None else own["_bound"].get(key)
         call = None if bound is None else bound.call_in(self, state)
         if call is None or not (bound.records or not forward_gradients()):
-            out, made = self._decide(inp, None, False)
-            if key is not None and made is not None:
+            out, made = self._decide(inp, is_first_microbatch, False)
+            if key is not None and made is not None and reads(made, shared[0]):
                 keep(self._bound, key, Bound(made, self))
             return out
         own["_ran"] = bound.ran
         if bound.quantized:
             own["_quantization"] = bound.quantization
-        out = bound.apply(call, *tensors) if bound.records else call.run_forward(tensors)[0]
+        run = CallRun(call, *shared) if shared[0] or shared[1] else call
+        out = bound.apply(run, *tensors) if bound.records else run.run_forward(tensors)[0]
         if call.first:
             state.first = False
+        if call.plans.writes_caches:
+            keep_caches((self,), shared[0], (self._part_tensors(),), state.recipe)
         return out
 
     def _results(self, inp: Tensor, out: Any) -> Any:
@@ -275,8 +285,7 @@ class ComposedModule(Fp8Module):
         if call.first and region.replay is None:
             region.state.first = False
         if call.plans.writes_caches:
-            how = call.plans.spec.parts[0].quantization, call.slots
-            self._keep_caches(call.caches, tensors.parts, *how)
+            keep_caches((self,), call.caches, (tensors.parts,), region.recipe)
         if region.record:
             has_caches = call.plans.reads_caches or call.plans.writes_caches
             self._record(region, call.slots, call.caches if has_caches else None, call.first)
@@ -286,26 +295,7 @@ class ComposedModule(Fp8Module):
         self.__dict__["_ran"] = Ran(call.plans, reason)
         if self._present is None:
             self._find_present(flat)
-        bindable = call.plans.plain and region.replay is None and not region.record
-        return out, call if bindable else None
-
-    def _held_caches(self, first: bool, parts: Sequence, *how: Any) -> list[tuple | None]:
-        """Of each part the quantized weight that a microbatch reads; None where it makes one.
-
-        `how` are quantization and slots.
-        """
-        return [
-            None if first or known is None or not known.holds(part.weights, *how) else known.tensors
-            for known, part in zip(self._weight_caches, parts, strict=True)
-        ]
-
-    def _keep_caches(self, caches: Sequence, parts: Sequence, *how: Any) -> None:
-        """Keep the quantized weights that a call has made, among those that it has read."""
-        kept = zip(self._weight_caches, caches, parts, strict=True)
-        self._weight_caches = tuple(
-            old if old and old.tensors is new else WeightCache.of(new, part.weights, *how)
-            for old, new, part in kept
-        )
+        return out, call if region.replay is None and not region.record else None
 
     def _promote(self, inp: Tensor, recipe: Any) -> tuple[CallTensors, tuple[Tensor, ...]]:
         """Apply the dtype rules to the input and this module's tensors; these, and the weights.
@@ -438,7 +428,7 @@ class ComposedModule(Fp8Module):
                 f"{type(self).__name__}: is_first_microbatch={is_first_microbatch} in FP8 under "
                 "torch.compile"
             )
-        caches = self._held_caches(is_first_microbatch, tensors.parts, quantization, slots)
+        caches = held_caches(self, is_first_microbatch, tensors.parts, region.recipe)
         ways = (graphs.CACHE_WRITE if cache is None else graphs.CACHE_READ for cache in caches)
         return _BoundState(quantization, tuple(common | way for way in ways), slots, None, caches)
 

@@ -18,9 +18,10 @@ from transformer_engine.common.layer_graphs import AddSpec, BranchSpec, LayerSpe
 from transformer_engine.common.plans import CallPlans, layer_plans
 from transformer_engine.pytorch.function import apply_of
 from transformer_engine.pytorch.modes import dispatch_modes, forward_gradients, only_forwards
-from transformer_engine.pytorch.module.call import LayerCall, LayerRun, ModuleCall, Ran
+from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.situation import KEPT, in_force, keep, situation_of
+from transformer_engine.pytorch.module.weight_cache import keep_caches, microbatch_of, reads
 from transformer_engine.pytorch.state import RegionState, current_state
 
 __all__ = ["Attending", "Branch", "Layer", "LayerCalls"]
@@ -150,41 +151,14 @@ class LayerCalls:
         bound, call, tensors, own = found
         for attributes, values in bound.remembered:
             attributes.update(values)
-        run = LayerRun(call, *own)
+        run = CallRun(call, *own)
         out = bound.apply(run, *tensors) if call.plans.backward else run.run_forward(tensors)[0]
         if call.first:
             state.first = False
         if call.plans.writes_caches:
-            caches, how = iter(own[0]), call.plans.spec.parts[0].quantization
-            for module, slots in zip(self.modules, call.owners, strict=True):
-                parts = module._part_tensors()
-                module._keep_caches([next(caches) for _ in parts], parts, how, slots)
+            parts = [module._part_tensors() for module in self.modules]
+            keep_caches(self.modules, own[0], parts, state.recipe)
         return out
-
-    def _microbatch(
-        self, first: bool | None, state: RegionState, key: tuple
-    ) -> tuple[tuple[Sequence, tuple], tuple]:
-        """What a run has of its own, caches and weights, and the key with what depends on these.
-
-        As of `ModuleCall`; `first` is ``is_first_microbatch``.
-        """
-        if first is None and not self._accumulates:
-            return ((), ()), key
-        recipe, caches = state.recipe if state.enabled else None, []
-        parts = [module._part_tensors() for module in self.modules]
-        if first is not None and recipe is not None:
-            delayed = recipe.delayed()
-            for module, own in zip(self.modules, parts, strict=True):
-                how = module._quantization_of(recipe, False), module._slots if delayed else None
-                caches += module._held_caches(first, own, *how)
-            key = (key, *[cache is None for cache in caches])
-        weights = ()
-        if self._accumulates:
-            weights = tuple([part.weights[0] for own in parts for part in own])
-            main = [getattr(weight, "main_grad", None) for weight in weights]
-            overwrites = [bool(getattr(w, "overwrite_main_grad", False)) for w in weights]
-            key = (key, bool(first), *overwrites, *[getattr(into, "dtype", None) for into in main])
-        return (caches, weights), key
 
     def plans(self, layer: Any, inp: Tensor, options: tuple) -> CallPlans | None:
         """What `run` would run; makes slots where there are none."""
@@ -194,7 +168,7 @@ class LayerCalls:
     def _find(
         self, layer: Any, inp: Tensor, options: tuple, state: RegionState
     ) -> tuple[_BoundLayer, LayerCall, tuple, tuple] | None:
-        """The call to make, its tensors and what its run has of its own (see `_microbatch`).
+        """The call to make, its tensors and what its run has of its own (see `microbatch_of`).
 
         None where the layer has to call its modules.
         """
@@ -213,15 +187,17 @@ class LayerCalls:
                 key, attended = (*key, how.key), (*attended, *how.tensors)
             attending.append(how)
         tensors = (tensors[0], *attended, *tensors[1:])
-        first, before = options[0].is_first_microbatch, key
-        own, key = self._microbatch(first, state, before)
+        first, own = options[0].is_first_microbatch, ((), ())
+        if first is not None or self._accumulates:
+            own, key = microbatch_of(self.modules, first, state, key)
         bound = self.calls.get(key, _UNKNOWN)
         if bound is None or (bound is _UNKNOWN and not self._recurs(key)):
             return None
         call = None if bound is _UNKNOWN else self._call_in(bound, state)
         if call is None:
             bound = self._bind(layer, inp, (attending, first), state)
-            own, key = self._microbatch(first, state, before)  # slots may be others
+            if bound is not None and not reads(bound.call, own[0]):
+                return None
             keep(self.calls, key, bound)
             call = None if bound is None else self._call_in(bound, state)
         return None if call is None else (bound, call, tensors, own)

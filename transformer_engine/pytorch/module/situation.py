@@ -46,7 +46,9 @@ class Bound:
 
     def __init__(self, call: ModuleCall, module: Any) -> None:
         # The same, as the region's first one that records a backward: `first`.
-        self.call, self.first = copy.copy(call), copy.copy(call)
+        self.call = copy.copy(call)
+        self.call.caches = self.call.weights = ()  # each run has its own
+        self.first = copy.copy(self.call)
         self.call.first, self.first.first = False, True
         self.records = call.plans.backward is not None
         self.quantized = call.plans.quantized

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantized weight kept over the microbatches of a step."""
+"""Microbatches of a step: the quantized weights that they share, and their main gradients."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.scaling import Slots
+from transformer_engine.pytorch.state import RegionState
 
 
 class WeightCache(NamedTuple):
@@ -18,28 +19,72 @@ class WeightCache(NamedTuple):
     sources: tuple  # the tensors that the weight consisted of
 
     @classmethod
-    def of(
-        cls, tensors: tuple, sources: tuple[Tensor, ...], quantization: Any, slots: Slots | None
-    ) -> "WeightCache":
-        """Keep what a forward made of `sources`, and how: the state for delayed scaling alone."""
-        key = cls._key_of(sources, quantization, slots)
-        return cls(tensors, key, tuple(map(weakref.ref, sources)))
+    def of(cls, tensors: tuple, sources: tuple[Tensor, ...], recipe: Any) -> "WeightCache":
+        """Keep what a forward made of `sources` under a recipe."""
+        return cls(tensors, cls._key_of(sources, recipe), tuple(map(weakref.ref, sources)))
 
-    def holds(self, sources: tuple[Tensor, ...], quantization: Any, slots: Slots | None) -> bool:
+    def holds(self, sources: tuple[Tensor, ...], recipe: Any) -> bool:
         """Whether it is these very tensors with the values they have now, under this recipe."""
-        if self.key != self._key_of(sources, quantization, slots):
+        if self.key != self._key_of(sources, recipe):
             return False  # they changed, moved, or another recipe is in force
         # Another tensor may lie in the memory that the cached one had.
         return all(kept() is t for kept, t in zip(self.sources, sources, strict=True))
 
     @staticmethod
-    def _key_of(sources: tuple[Tensor, ...], quantization: Any, slots: Slots | None) -> tuple:
+    def _key_of(sources: tuple[Tensor, ...], recipe: Any) -> tuple:
         versions = [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in sources]
         return (
             *versions,
             sources[0].dtype,
             sources[0].device,
-            quantization,
-            None if slots is None else slots.identity,
+            repr(recipe),
             torch.is_inference_mode_enabled(),  # what it makes can not be saved for a backward
         )
+
+
+def held_caches(module: Any, first: bool, parts: Sequence, recipe: Any) -> list[tuple | None]:
+    """Of each part the quantized weight that a microbatch reads; None where it makes one.
+
+    `parts` are the `operands.PartTensors` of a call of the module.
+    """
+    return [
+        None if first or old is None or not old.holds(part.weights, recipe) else old.tensors
+        for old, part in zip(module._weight_caches, parts, strict=True)
+    ]
+
+
+def keep_caches(modules: Sequence, caches: Sequence, parts: Sequence, recipe: Any) -> None:
+    """Let the modules of a call keep the quantized weights that it made, among those it read."""
+    made = iter(caches)
+    for module, own in zip(modules, parts, strict=True):
+        kept = []
+        for old, new, part in zip(module._weight_caches, made, own, strict=False):
+            same = old is not None and old.tensors is new
+            kept.append(old if same else WeightCache.of(new, part.weights, recipe))
+        module._weight_caches = tuple(kept)
+
+
+def microbatch_of(
+    modules: Sequence, first: bool | None, state: RegionState, key: tuple
+) -> tuple[tuple[Sequence, tuple], tuple]:
+    """What a run has of its own, caches and weights, and the key with what depends on these.
+
+    As of `call.ModuleCall`. `first` is ``is_first_microbatch``, `key` that of the situation.
+    """
+    caches, weights, recipe = [], (), state.recipe if state.enabled else None
+    parts = [module._part_tensors() for module in modules]
+    if first is not None and recipe is not None:
+        for module, own in zip(modules, parts, strict=True):
+            caches += held_caches(module, first, own, recipe)
+        key = (key, *[cache is None for cache in caches])
+    if any(module.fuse_wgrad_accumulation for module in modules):
+        weights = tuple([part.weights[0] for own in parts for part in own])
+        main = [getattr(weight, "main_grad", None) for weight in weights]
+        overwrites = [bool(getattr(w, "overwrite_main_grad", False)) for w in weights]
+        key = (key, bool(first), *overwrites, *[getattr(into, "dtype", None) for into in main])
+    return (caches, weights), key
+
+
+def reads(call: Any, caches: Sequence) -> bool:
+    """Whether these are what a call reads: another thread may have kept some since."""
+    return call.plans.reads_caches == tuple(i for i, c in enumerate(caches) if c is not None)

@@ -50,6 +50,14 @@ _switches = constant_in_graphs(attention_switches)
 """What the environment allows now; in a graph, what it allowed when that was traced."""
 
 
+@constant_in_graphs
+def _device_facts(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability and version of cuDNN; zeros for the CPU."""
+    if device.type != "cuda":
+        return (0, 0), 0
+    return torch.cuda.get_device_capability(device), torch.backends.cudnn.version() or 0
+
+
 class _Decision(NamedTuple):
     """What was found out about calls of one kind; `limits` is None where each call has its own."""
 
@@ -466,10 +474,8 @@ score_mod_tensors, score_mod_bprop_tensors
         one_of(_NAME, BIAS_TYPES, core_attention_bias_type=bias)
         grouped = self.num_gqa_groups != self.num_attention_heads
         channels = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
-        cuda = device.type == "cuda"
         situation = Situation(
             kind, window, diagonal, square, bias, grouped, dtype, device.type, switches, channels,
-            torch.cuda.get_device_capability(device) if cuda else (0, 0),
-            (torch.backends.cudnn.version() or 0) if cuda else 0, bias_grad,
+            *_device_facts(device), bias_grad,
         )  # fmt: skip
         return _Decision(situation, choose_backend(situation), constant_limits(situation))
