@@ -79,7 +79,7 @@ void te_cudnn_bernoulli(te_cudnn_graph *graph, te_cudnn_tensor *seed, te_cudnn_t
 
 /* A graph that is made ready to run. */
 typedef struct te_cudnn_plan {
-    cudnnBackendDescriptor_t graph, plan;
+    cudnnBackendDescriptor_t plan;
     size_t workspace;
     te_cudnn_bound bound[TE_CUDNN_MAX_BOUND];
     int bound_count;
@@ -95,6 +95,11 @@ typedef struct te_cudnn_target {
  * UNSUPPORTED where there is none. */
 te_status te_cudnn_plan_make(te_cudnn_graph *graph, const te_cudnn_target *target,
                              te_cudnn_plan *plan);
+/* The plan of a graph from the text of an earlier one, of the same graph, library and device. */
+te_status te_cudnn_plan_restore(const te_cudnn_graph *graph, cudnnHandle_t handle, const char *text,
+                                size_t size, te_cudnn_plan *plan);
+/* That text (JSON), which the caller frees; NULL where the library gives none. */
+char *te_cudnn_plan_text(const te_cudnn_plan *plan, size_t *size);
 void te_cudnn_plan_clear(te_cudnn_plan *plan);
 /* Runs on the handle's stream; `places` are device pointers by place. */
 te_status te_cudnn_plan_run(const te_cudnn_plan *plan, cudnnHandle_t handle, void *const *places,

@@ -2,6 +2,7 @@
  *
  * cudnn_plan.c - from a graph to what runs it.
  */
+#include <stdlib.h>
 #include <string.h>
 
 #include "core/status.h"
@@ -63,14 +64,15 @@ static te_status set_handle(descriptor of, cudnnBackendAttributeName_t name,
     return TE_CUDNN(cudnnBackendSetAttribute, of, name, CUDNN_TYPE_HANDLE, 1, &target->handle);
 }
 
-static te_status compile(const te_cudnn_target *target, descriptor configuration,
-                         te_cudnn_plan *plan)
+/* Makes a plan of one attribute, a configuration or a text. */
+static te_status finalize(const te_cudnn_target *target, cudnnBackendAttributeName_t name,
+                          cudnnBackendAttributeType_t kind, int64_t length, const void *values,
+                          te_cudnn_plan *plan)
 {
     te_status st = TE_OK;
     int64_t workspace = 0, count = 0;
-    TE_TRY_DONE(create_with(CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR,
-                            CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, CUDNN_TYPE_BACKEND_DESCRIPTOR,
-                            1, &configuration, &plan->plan));
+    TE_TRY_DONE(create_with(CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR, name, kind, length, values,
+                            &plan->plan));
     TE_TRY_DONE(set_handle(plan->plan, CUDNN_ATTR_EXECUTION_PLAN_HANDLE, target));
     TE_TRY_DONE(TE_CUDNN(cudnnBackendFinalize, plan->plan));
     TE_TRY_DONE(TE_CUDNN(cudnnBackendGetAttribute, plan->plan,
@@ -78,44 +80,78 @@ static te_status compile(const te_cudnn_target *target, descriptor configuration
                          &workspace));
     plan->workspace = (size_t)workspace;
 done:
-    if (st != TE_OK) {
-        destroy(plan->plan);
-        plan->plan = NULL;
-    }
+    if (st != TE_OK) te_cudnn_plan_clear(plan);
     return st;
+}
+
+static void take_bound(te_cudnn_plan *plan, const te_cudnn_graph *graph)
+{
+    memcpy(plan->bound, graph->bound, sizeof plan->bound);
+    plan->bound_count = graph->bound_count;
 }
 
 te_status te_cudnn_plan_make(te_cudnn_graph *graph, const te_cudnn_target *target,
                              te_cudnn_plan *plan)
 {
     te_status st = graph->status;
-    descriptor configurations[MAX_CONFIGURATIONS] = {NULL};
+    descriptor configurations[MAX_CONFIGURATIONS] = {NULL}, whole = NULL;
     int64_t count = 0;
     memset(plan, 0, sizeof *plan);
     TE_TRY_DONE(st);
     TE_TRY_DONE(create_with(CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR, CUDNN_ATTR_OPERATIONGRAPH_OPS,
                             CUDNN_TYPE_BACKEND_DESCRIPTOR, graph->operation_count,
-                            graph->operations, &plan->graph));
-    TE_TRY_DONE(set_handle(plan->graph, CUDNN_ATTR_OPERATIONGRAPH_HANDLE, target));
-    TE_TRY_DONE(TE_CUDNN(cudnnBackendFinalize, plan->graph));
-    TE_TRY_DONE(ask_heuristics(plan->graph, target, configurations, &count));
+                            graph->operations, &whole));
+    TE_TRY_DONE(set_handle(whole, CUDNN_ATTR_OPERATIONGRAPH_HANDLE, target));
+    TE_TRY_DONE(TE_CUDNN(cudnnBackendFinalize, whole));
+    TE_TRY_DONE(ask_heuristics(whole, target, configurations, &count));
     st = TE_FAIL(TE_ERROR_UNSUPPORTED, "cuDNN has no engine for this attention");
     for (int64_t i = 0; i < count && st != TE_OK; i++) {
-        st = compile(target, configurations[i], plan);
+        st = finalize(target, CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG,
+                      CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &configurations[i], plan);
     }
-    memcpy(plan->bound, graph->bound, sizeof plan->bound);
-    plan->bound_count = graph->bound_count;
+    take_bound(plan, graph);
 done:
     for (int i = 0; i < MAX_CONFIGURATIONS; i++) destroy(configurations[i]);
-    if (st != TE_OK) te_cudnn_plan_clear(plan);
+    destroy(whole);
     return st;
+}
+
+te_status te_cudnn_plan_restore(const te_cudnn_graph *graph, cudnnHandle_t handle, const char *text,
+                                size_t size, te_cudnn_plan *plan)
+{
+    const te_cudnn_target target = {handle, NULL};
+    memset(plan, 0, sizeof *plan);
+    TE_TRY(graph->status);
+    TE_TRY(finalize(&target, CUDNN_ATTR_EXECUTION_PLAN_JSON_REPRESENTATION, CUDNN_TYPE_CHAR,
+                    (int64_t)size, text, plan));
+    take_bound(plan, graph);
+    return TE_OK;
+}
+
+char *te_cudnn_plan_text(const te_cudnn_plan *plan, size_t *size)
+{
+    int64_t length = 0;
+    char *text = NULL;
+    const cudnnBackendAttributeName_t name = CUDNN_ATTR_EXECUTION_PLAN_JSON_REPRESENTATION;
+    if (te_cudnn.cudnnBackendGetAttribute(plan->plan, name, CUDNN_TYPE_CHAR, 0, &length, NULL) !=
+            CUDNN_STATUS_SUCCESS ||
+        length <= 0) {
+        return NULL;
+    }
+    text = malloc((size_t)length);
+    if (text != NULL && te_cudnn.cudnnBackendGetAttribute(plan->plan, name, CUDNN_TYPE_CHAR, length,
+                                                          &length, text) == CUDNN_STATUS_SUCCESS) {
+        *size = (size_t)length;
+        return text;
+    }
+    free(text);
+    return NULL;
 }
 
 void te_cudnn_plan_clear(te_cudnn_plan *plan)
 {
     destroy(plan->plan);
-    destroy(plan->graph);
-    plan->plan = plan->graph = NULL;
+    plan->plan = NULL;
 }
 
 te_status te_cudnn_plan_run(const te_cudnn_plan *plan, cudnnHandle_t handle, void *const *places,

@@ -14,11 +14,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "core/fork.h"
 #include "core/status.h"
+#include "cuda/disk_cache.h"
 
 #define PATH_BYTES 4096
 #define LOG_BYTES 1024
@@ -55,20 +54,13 @@ typedef struct target {
 } target;
 
 TE_PROCESS_LOCK(settings_lock);
-static int settings_forced;              /* guarded by settings_lock, as is the folder */
-static char settings_folder[PATH_BYTES]; /* "": nothing is kept on disk */
+static int settings_forced; /* guarded by settings_lock */
 
 te_status te_cuda_configure(int force_source, const char *cache_dir)
 {
-    size_t length = cache_dir != NULL ? strlen(cache_dir) : 0;
-    if (length >= PATH_BYTES - 128) {
-        return TE_FAIL(TE_ERROR_INVALID, "cache_dir has %zu bytes, at most %d are possible", length,
-                       PATH_BYTES - 129);
-    }
+    TE_TRY(te_cache_set_folder(cache_dir));
     (void)pthread_mutex_lock(&settings_lock);
     settings_forced = force_source != 0;
-    if (length > 0) memcpy(settings_folder, cache_dir, length);
-    settings_folder[length] = '\0';
     (void)pthread_mutex_unlock(&settings_lock);
     return TE_OK;
 }
@@ -216,98 +208,30 @@ done:
     return st;
 }
 
-/* ---- the cache: a header, then the code. Whatever goes wrong here only costs a compilation. ----
- */
-
-typedef struct cache_header {
-    char magic[8];
-    uint64_t size, hash;
-} cache_header;
-
-static const char cache_magic[8] = {'T', 'E', 'C', 'O', 'D', 'E', '0', '1'};
-
-/* FNV-1a. */
-static uint64_t hash_bytes(uint64_t hash, const void *data, size_t size)
-{
-    const unsigned char *bytes = data;
-    for (size_t i = 0; i < size; i++) hash = (hash ^ bytes[i]) * 0x100000001b3ULL;
-    return hash;
-}
-
-/* Path of the cache file, empty where nothing is kept. The name holds all that the code depends on.
- */
-static void cache_path(const nvrtc_api *api, const te_cuda_source *source, const target *target,
-                       char path[PATH_BYTES])
+/* All that the code depends on. */
+static te_cache_key key_of(const nvrtc_api *api, const te_cuda_source *source, const target *target)
 {
     const int version[2] = {api->major, api->minor};
-    uint64_t hashes[2] = {0xcbf29ce484222325ULL, 0x9ae16a3b2f90404fULL};
-    for (int i = 0; i < 2; i++) {
-        hashes[i] = hash_bytes(hashes[i], source->text, source->size);
-        hashes[i] = hash_bytes(hashes[i], target->option, strlen(target->option));
-        hashes[i] = hash_bytes(hashes[i], version, sizeof version);
-    }
-    path[0] = '\0';
-    (void)pthread_mutex_lock(&settings_lock);
-    if (settings_folder[0] != '\0') {
-        (void)mkdir(settings_folder, 0700);
-        (void)snprintf(path, PATH_BYTES, "%.*s/%.32s-%016llx%016llx.bin", PATH_BYTES - 128,
-                       settings_folder, source->name, (unsigned long long)hashes[0],
-                       (unsigned long long)hashes[1]);
-    }
-    (void)pthread_mutex_unlock(&settings_lock);
-}
-
-static int cache_read(const char *path, te_cuda_code *code)
-{
-    cache_header header;
-    struct stat status;
-    int good = 0;
-    FILE *file = path[0] != '\0' ? fopen(path, "rb") : NULL;
-    if (file == NULL) return 0;
-    if (fstat(fileno(file), &status) == 0 && fread(&header, sizeof header, 1, file) == 1 &&
-        memcmp(header.magic, cache_magic, sizeof cache_magic) == 0 && header.size > 0 &&
-        (uint64_t)status.st_size == header.size + sizeof header) {
-        code->size = (size_t)header.size;
-        code->data = malloc(code->size);
-        good = code->data != NULL && fread(code->data, 1, code->size, file) == code->size &&
-               hash_bytes(0, code->data, code->size) == header.hash;
-    }
-    (void)fclose(file);
-    if (!good) te_cuda_code_free(code);
-    code->cached = good;
-    return good;
-}
-
-/* Written under another name and moved into place, so that readers see all or nothing. */
-static void cache_write(const char *path, const te_cuda_code *code)
-{
-    char scratch[PATH_BYTES + 32];
-    cache_header header = {.size = code->size, .hash = hash_bytes(0, code->data, code->size)};
-    FILE *file;
-    int good;
-    if (path[0] == '\0') return;
-    memcpy(header.magic, cache_magic, sizeof header.magic);
-    (void)snprintf(scratch, sizeof scratch, "%s.%ld.tmp", path, (long)getpid());
-    file = fopen(scratch, "wb");
-    if (file == NULL) return;
-    good = fwrite(&header, sizeof header, 1, file) == 1 &&
-           fwrite(code->data, 1, code->size, file) == code->size;
-    good = fclose(file) == 0 && good;
-    if (!good || rename(scratch, path) != 0) (void)remove(scratch);
+    te_cache_key key = te_cache_key_of(source->name);
+    te_cache_key_add(&key, source->text, source->size);
+    te_cache_key_add(&key, target->option, strlen(target->option));
+    te_cache_key_add(&key, version, sizeof version);
+    return key;
 }
 
 te_status te_cuda_compile(const te_cuda_source *source, int use_cache, te_cuda_code *code)
 {
     nvrtc_api api = {0};
     target target;
-    char path[PATH_BYTES];
+    te_cache_key key;
     memset(code, 0, sizeof *code);
     TE_TRY(open_nvrtc(source->name, &api));
     TE_TRY(choose_target(&api, source, &target));
-    cache_path(&api, source, &target, path);
-    if (use_cache && cache_read(path, code)) return TE_OK;
+    key = key_of(&api, source, &target);
+    code->cached = use_cache && te_cache_read(&key, &code->data, &code->size);
+    if (code->cached) return TE_OK;
     TE_TRY(compile(&api, source, &target, code));
-    cache_write(path, code);
+    te_cache_write(&key, code->data, code->size);
     return TE_OK; /* the library stays open: other families follow, and unloading it gains nothing
                    */
 }

@@ -1,17 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "cuda/sdpa_plans.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "core/check.h"
 #include "core/status.h"
 #include "cuda/api.h"
+#include "cuda/disk_cache.h"
 
 enum {
     BUCKETS = 256,
     MAX_PLANS = 1024, /* kept; past it the older half goes */
-    MAX_HANDLES = 16  /* kept: one for each thread that runs at a time */
+    MAX_HANDLES = 16, /* kept: one for each thread that runs at a time */
+    FORMAT = 1        /* of what is kept on disk: another one for other graphs of a key */
 };
 
 typedef struct entry {
@@ -31,6 +34,7 @@ typedef struct held_handle {
 
 struct te_sdpa_plans {
     te_cuda_state *cuda;
+    char device[96];        /* its name, and how many multiprocessors it has */
     pthread_mutex_t making; /* one plan at a time, so that no two threads make the same */
     pthread_mutex_t lock;   /* guards what follows */
     entry *buckets[BUCKETS];
@@ -39,6 +43,17 @@ struct te_sdpa_plans {
     held_handle handles[MAX_HANDLES];
     int handle_count;
 };
+
+static te_status name_device(te_sdpa_plans *plans)
+{
+    char name[64] = "";
+    int processors = 0;
+    TE_TRY(TE_CU(cuDeviceGetName, name, sizeof name - 1, plans->cuda->device));
+    TE_TRY(TE_CU(cuDeviceGetAttribute, &processors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+                 plans->cuda->device));
+    (void)snprintf(plans->device, sizeof plans->device, "%s, %d", name, processors);
+    return TE_OK;
+}
 
 te_status te_sdpa_open(te_cuda_state *cuda, te_sdpa_plans **out)
 {
@@ -54,14 +69,18 @@ te_status te_sdpa_open(te_cuda_state *cuda, te_sdpa_plans **out)
     if (made == NULL || pthread_mutex_init(&made->making, NULL) != 0 ||
         pthread_mutex_init(&made->lock, NULL) != 0) {
         free(made);
+        made = NULL;
         st = TE_FAIL(TE_ERROR_MEMORY, "no memory for the plans of attention");
         goto done;
     }
     made->cuda = cuda;
+    TE_TRY_DONE(name_device(made));
     atomic_store_explicit(&cuda->sdpa, made, memory_order_release);
     *out = made;
+    made = NULL;
 done:
     (void)pthread_mutex_unlock(&cuda->lock);
+    te_sdpa_close(made);
     return st;
 }
 
@@ -225,19 +244,42 @@ static te_status make_space(te_sdpa_plans *plans)
     return st;
 }
 
-static te_status make_plan(const te_sdpa_key *key, cudnnHandle_t handle, te_cudnn_plan *plan)
+/* All that a plan depends on. */
+static te_cache_key key_on_disk(const te_sdpa_plans *plans, const te_sdpa_key *key)
 {
-    te_status st;
-    te_cuda_relaxed relaxed;
+    const uint64_t library[] = {FORMAT, te_cudnn.cudnnGetVersion()};
+    te_cache_key on_disk = te_cache_key_of("attention");
+    te_cache_key_add(&on_disk, library, sizeof library);
+    te_cache_key_add(&on_disk, plans->device, sizeof plans->device);
+    te_cache_key_add(&on_disk, key, sizeof *key);
+    return on_disk;
+}
+
+/* From the disk, or made and kept there. */
+static te_status make_plan(const te_sdpa_plans *plans, const te_sdpa_key *key, cudnnHandle_t handle,
+                           te_cudnn_plan *plan)
+{
     const te_cudnn_target target = {handle, NULL};
+    const te_cache_key on_disk = key_on_disk(plans, key);
     te_cudnn_graph *graph = calloc(1, sizeof *graph);
+    void *text = NULL;
+    size_t size = 0;
+    te_cuda_relaxed relaxed = {0};
+    te_status st;
     if (graph == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a graph of attention");
-    st = te_cuda_relax_capture(&relaxed);
-    if (st == TE_OK) {
-        te_sdpa_write(graph, key);
-        st = te_cudnn_plan_make(graph, &target, plan);
-        te_cuda_restore_capture(&relaxed);
+    TE_TRY_DONE(te_cuda_relax_capture(&relaxed));
+    te_sdpa_write(graph, key);
+    if (te_cache_read(&on_disk, &text, &size) &&
+        te_cudnn_plan_restore(graph, handle, text, size, plan) == TE_OK) {
+        goto done;
     }
+    free(text);
+    TE_TRY_DONE(te_cudnn_plan_make(graph, &target, plan));
+    text = te_cudnn_plan_text(plan, &size);
+    if (text != NULL) te_cache_write(&on_disk, text, size);
+done:
+    te_cuda_restore_capture(&relaxed);
+    free(text);
     te_cudnn_graph_clear(graph);
     free(graph);
     return st;
@@ -260,7 +302,7 @@ static te_status find(te_sdpa_plans *plans, const te_sdpa_key *key, cudnnHandle_
         goto done;
     }
     if (!captures) TE_TRY_DONE(make_space(plans));
-    TE_TRY_DONE(make_plan(key, handle, &made->plan));
+    TE_TRY_DONE(make_plan(plans, key, handle, &made->plan));
     made->key = *key;
     made->users = 1;
     made->captured = captures;
