@@ -40,6 +40,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.layer_call import LayerCalls
 
 NORMED = {"input_layernorm": True, "return_layernorm_output": True}
 LAYERS = {
@@ -226,6 +227,33 @@ def test_false_without_kept_weights_and_another_recipe(device):
     casts = [int(step["counts"][0]) for step in found]
     assert casts[0] - casts[1] == casts[2] - casts[3] == 4
     assert casts[5] == casts[6] == casts[0] and casts[4] == 0
+
+
+@pytest.mark.parametrize("way", ["whole", "modules"])
+def test_weights_that_another_thread_has_kept_meanwhile(device, way, monkeypatch):
+    """Between the look for kept weights and the choice of plans; later calls are as ever."""
+    layer = make("encoder", device, BF16)
+    x = states(layer).detach()
+    owner, name = (LayerCalls, "_bind") if way == "whole" else (ComposedModule, "_decide")
+    choose, raced = getattr(owner, name), []
+
+    def race(*given):
+        if not raced:
+            raced.append(True)
+            with by_modules():
+                layer(x, is_first_microbatch=True)
+        return choose(*given)
+
+    with region("current"), torch.no_grad():
+        expected = copy.deepcopy(layer)(x)
+        with by_modules() if way == "modules" else contextlib.nullcontext():
+            layer(x)  # so that the parameters of each module are known
+            monkeypatch.setattr(owner, name, race)
+            for _ in range(3):
+                assert_same_bits(layer(x, is_first_microbatch=False), expected)
+                for weight in layer.parameters():
+                    weight.mul_(1.0)  # none is kept for the next call
+    assert raced
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
