@@ -41,11 +41,16 @@ def chosen(*languages):
                 yield pytest.param(block, id=f"{page.stem}:{block.line}")
 
 
-def programs():
-    """Yield every page with each set of needs of its blocks: the fewer ones are met with it."""
+def programs(clients):
+    """Yield every page with each set of needs of its blocks: the fewer ones are met with it.
+
+    `clients` chooses those that need client packages, or those that need none.
+    """
     for page, found in ALL.items():
         runnable = [b for b in found if b.language == "python" and "not run" not in b.notes]
         for needs in sorted({b.needs for b in runnable}, key=lambda n: (len(n), sorted(n))):
+            if bool(needs - {GPU}) != clients:
+                continue
             name = "-".join([page.stem, *sorted(needs)])
             marks = [pytest.mark.gpu] if GPU in needs else []
             yield pytest.param([b for b in runnable if b.needs <= needs], id=name, marks=marks)
@@ -75,8 +80,14 @@ def run_python(found, folder, *paths):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("found", list(programs()))
+@pytest.mark.parametrize("found", list(programs(clients=False)))
 def test_python(found, tmp_path):
+    status, said = run_python(found, tmp_path)
+    assert status == 0, said
+
+
+@pytest.mark.parametrize("found", list(programs(clients=True)))
+def test_python_with_clients(found, tmp_path):
     paths = provide(frozenset().union(*(b.needs for b in found)))
     status, said = run_python(found, tmp_path, *paths)
     assert status == 0, said

@@ -31,7 +31,7 @@ MEGATRON = {"megatron-core", "triton"}
         (["tests/clients/test_peft.py::test_merging"], set()),
         (["tests/clients/test_accelerate.py::test_its_own_tests_pass"], {"accelerate"}),
         (["tests/clients/test_megatron.py", "tests/core"], MEGATRON),
-        (["tests/docs/test_code_blocks.py::test_python"], {"megatron-core"}),
+        (["tests/docs/test_code_blocks.py::test_python_with_clients"], {"megatron-core"}),
         (["tests/clients/"], MEGATRON | {"accelerate"}),
     ],
     ids=lambda value: value[0].rpartition("/")[2] if isinstance(value, list) else "",

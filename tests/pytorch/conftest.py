@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from pytorch.ranks import GROUPS, Ranks
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
@@ -20,6 +21,14 @@ def clean(monkeypatch):
     te.reset()
     yield
     te.reset()
+
+
+@pytest.fixture(scope="session", params=GROUPS)
+def ranks(request):
+    """Processes of a group; the first function that they run starts them."""
+    group = Ranks(*request.param)
+    yield group
+    group.close()
 
 
 @pytest.fixture

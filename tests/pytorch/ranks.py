@@ -107,7 +107,9 @@ class Ranks:
         return results
 
     def close(self):
-        """End the processes."""
+        """End the processes, if there are any."""
+        if not self._processes:
+            return
         for connection, process in zip(self._connections, self._processes, strict=True):
             connection.close()
             process.join(10)

@@ -5,18 +5,9 @@ import pytest
 import torch
 from pytorch import distributed_programs as programs
 from pytorch.helpers import assert_same_bits
-from pytorch.ranks import GROUPS, Ranks
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import distributed
-
-
-@pytest.fixture(scope="module", params=GROUPS)
-def ranks(request):
-    """Processes of a group."""
-    group = Ranks(*request.param)
-    yield group
-    group.close()
 
 
 @pytest.mark.parametrize("wait", [False, True])

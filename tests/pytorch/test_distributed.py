@@ -7,7 +7,6 @@ import torch.distributed.checkpoint as dcp
 from comparators import assert_nmse
 from pytorch import distributed_programs as programs
 from pytorch.helpers import assert_same_bits, states_of
-from pytorch.ranks import GROUPS, Ranks
 from tols import BF16, E5M2, F32, PASSED_ON, tol
 
 import transformer_engine.pytorch as te
@@ -16,14 +15,6 @@ RATE = 1e-3  # weights change, but not so much that rounding errors grow
 PRODUCTS = 24  # of two layers, one after the other: their errors add up
 USES = [None, "delayed", "current"]
 KINDS = [kind for kind in programs.BLOCKS if kind not in ("torch", "wide", "wide-torch")]
-
-
-@pytest.fixture(scope="module", params=GROUPS)
-def ranks(request):
-    """Processes of a group."""
-    group = Ranks(*request.param)
-    yield group
-    group.close()
 
 
 def random_weights(kind):

@@ -10,139 +10,45 @@ import io
 
 import pytest
 import torch
-from pytorch.helpers import RECIPES, assert_same_bits, counted, states_of
+from pytorch.helpers import RECIPES, assert_same_bits, states_of
+from pytorch.layer_microbatches import (
+    ATTENTIONS,
+    KINDS,
+    NORMED,
+    STEP,
+    accumulate,
+    assert_microbatches_agree,
+    linears_of,
+    make,
+    microbatch,
+    run_steps,
+    weights_of,
+)
 from pytorch.layer_ways import (
     ATTENTION,
-    DROPS,
     FUSED,
     RECIPE_NAMES,
     assert_modules,
     assert_same_error,
     backward,
     both_ways,
-    by_branches,
     by_modules,
     dtype_of,
-    in_parts,
     inputs_of,
     is_crossed,
     make_attention,
     make_layer,
-    random_states,
     region,
     states,
     watched,
 )
-from pytorch.module_cases import quantized
 from tols import BF16, F32
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.module.composed import ComposedModule
-
-NORMED = {"input_layernorm": True, "return_layernorm_output": True}
-LAYERS = {
-    "encoder": {},
-    "encoder, fused": {**FUSED, **DROPS},
-    "decoder": {"layer_type": "decoder", **DROPS},
-    "decoder, fused": {"layer_type": "decoder", **FUSED},
-    "parallel": {"parallel_attention_mlp": True, **FUSED},
-    "post-residual": {"apply_residual_connection_post_layernorm": True, "bias": False, **FUSED},
-}
-ATTENTIONS = {
-    "attention": {},
-    "attention, fused": {**FUSED, **NORMED},
-    "cross-attention": {"attention_type": "cross", **NORMED},
-    "cross-attention, fused": {"attention_type": "cross", **FUSED},
-}
-KINDS = [*LAYERS, *ATTENTIONS]
-STEP = (True, False, False)
-"""``is_first_microbatch`` of the microbatches of a step."""
-
-
-def make(kind, device, dtype):
-    if kind in LAYERS:
-        return make_layer(device, dtype, **LAYERS[kind])
-    return make_attention(device, dtype, **ATTENTIONS[kind])
-
-
-def linears_of(layer):
-    return [module for module in layer.modules() if isinstance(module, ComposedModule)]
-
-
-def weights_of(layer):
-    """Weights of the linear layers that are whole."""
-    names = ("weight", "fc1_weight", "fc2_weight")
-    found = [getattr(module, name, None) for module in linears_of(layer) for name in names]
-    return [weight for weight in found if weight is not None]
-
-
-def accumulate(layer, dtype=F32, **marks):
-    """Let the modules with whole weights add to a random ``main_grad`` of each; with attributes."""
-    generator = torch.Generator().manual_seed(11)
-    for module in linears_of(layer):
-        module.fuse_wgrad_accumulation = getattr(module, "_split", None) is None
-    for weight in weights_of(layer):
-        weight.main_grad = torch.randn(weight.shape, generator=generator).to(weight.device, dtype)
-        for name, value in marks.items():
-            setattr(weight, name, value)
-
-
-def microbatch(layer, number, first, recipe, given):
-    """Run one: its results, what it adds to, and how much was cast and multiplied."""
-    fresh = dict(given)
-    for name in ("hidden_states", "encoder_output"):
-        if name in given:
-            fresh[name] = (given[name].detach() * (1 + number)).requires_grad_()
-    with counted() as gemms:
-        with region(recipe):
-            out = layer(is_first_microbatch=first, **fresh)
-        outs = list(out) if isinstance(out, tuple) else [out]
-        backward(outs)
-    told = [getattr(weight, "grad_added_to_main_grad", None) for weight in weights_of(layer)]
-    main = [getattr(weight, "main_grad", None) for weight in weights_of(layer)]
-    return {
-        "outputs": [out.detach() for out in outs],
-        "inputs": [value.grad for name, value in fresh.items() if name in given],
-        "parameters": [None if p.grad is None else p.grad.clone() for p in layer.parameters()],
-        "main": [None if grad is None else grad.clone() for grad in main],
-        "told": torch.tensor([-1 if mark is None else int(mark) for mark in told]),
-        "state": states_of(layer),
-        "random": random_states(outs[0].device.type),
-        "counts": torch.tensor([quantized(), gemms.fp8, gemms.other]),
-    }
-
-
-def run_steps(layer, recipe, given, steps=2, firsts=STEP):
-    """Microbatches of steps, after each of which the parameters change."""
-    found = []
-    for _ in range(steps):
-        for number, first in enumerate(firsts):
-            found.append(microbatch(layer, number, first, recipe, given))
-        with torch.no_grad():
-            for parameter in layer.parameters():
-                parameter.mul_(0.75)
-                parameter.grad = None
-    return found
-
-
-def assert_microbatches_agree(layer, run, prepare=lambda layer: None, whole=True):
-    """Assert that ``run(layer)`` gives the same of all ways; return what it gives."""
-    seed, results = int(torch.randint(2**31, ())), []
-    ways = contextlib.nullcontext, by_branches, by_modules, None
-    for way in ways:
-        own = copy.deepcopy(layer)
-        prepare(own)
-        te.reset()
-        torch.manual_seed(seed)
-        with in_parts(own) if way is None else way(), watched() as found:
-            results.append(run(own))
-        taken = {taken for name, taken in found if name == type(layer).__name__}
-        assert way not in ways[:1] or taken == {whole}, found
-        assert_same_bits(results[0], results[-1], str(way))
-    return results[0]
-
+from transformer_engine.pytorch.module.layer_call import LayerCalls
 
 # ---- weights kept in FP8 -------------------------------------------------------------------------
 
@@ -226,6 +132,33 @@ def test_false_without_kept_weights_and_another_recipe(device):
     casts = [int(step["counts"][0]) for step in found]
     assert casts[0] - casts[1] == casts[2] - casts[3] == 4
     assert casts[5] == casts[6] == casts[0] and casts[4] == 0
+
+
+@pytest.mark.parametrize("way", ["whole", "modules"])
+def test_weights_that_another_thread_has_kept_meanwhile(device, way, monkeypatch):
+    """Between the look for kept weights and the choice of plans; later calls are as ever."""
+    layer = make("encoder", device, BF16)
+    x = states(layer).detach()
+    owner, name = (LayerCalls, "_bind") if way == "whole" else (ComposedModule, "_decide")
+    choose, raced = getattr(owner, name), []
+
+    def race(*given):
+        if not raced:
+            raced.append(True)
+            with by_modules():
+                layer(x, is_first_microbatch=True)
+        return choose(*given)
+
+    with region("current"), torch.no_grad():
+        expected = copy.deepcopy(layer)(x)
+        with by_modules() if way == "modules" else contextlib.nullcontext():
+            layer(x)  # so that the parameters of each module are known
+            monkeypatch.setattr(owner, name, race)
+            for _ in range(3):
+                assert_same_bits(layer(x, is_first_microbatch=False), expected)
+                for weight in layer.parameters():
+                    weight.mul_(1.0)  # none is kept for the next call
+    assert raced
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])

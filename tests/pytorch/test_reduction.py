@@ -5,15 +5,6 @@ import pytest
 import torch
 from pytorch import distributed_programs as programs
 from pytorch.helpers import assert_same_bits
-from pytorch.ranks import GROUPS, Ranks
-
-
-@pytest.fixture(scope="module", params=GROUPS)
-def ranks(request):
-    """Processes of a group."""
-    group = Ranks(*request.param)
-    yield group
-    group.close()
 
 
 def data_of(size):
