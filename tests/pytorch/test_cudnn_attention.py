@@ -3,7 +3,10 @@
 
 import concurrent.futures
 import math
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -334,3 +337,38 @@ def test_what_the_operator_refuses(changed, text):
     tensor = heads(1, 16, 2, changed.get("channels", 64), changed.get("dtype", BF16))
     with pytest.raises(NotImplementedError, match=text):
         _core.attention(tensor, tensor, tensor, torch.empty_like(tensor))
+
+
+FIRST_CALL = """
+import hashlib, sys, torch
+from transformer_engine.pytorch.attention import DotProductAttention
+
+torch.manual_seed(5)
+q = torch.randn(2, 384, 4, 64, device="cuda").bfloat16().requires_grad_()
+out = DotProductAttention(4, 64, qkv_format="bshd")(q, q.detach(), q.detach())
+out.float().square().sum().backward()
+print(hashlib.sha256(out.detach().cpu().view(torch.int16).numpy().tobytes()).hexdigest())
+print(bool(q.grad.isfinite().all()))
+"""
+
+
+def test_plans_are_kept_on_disk(tmp_path):
+    """A later process takes them from there, and makes what is damaged anew."""
+
+    def run():
+        environment = {**os.environ, "TE_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", FIRST_CALL]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, {p: p.stat().st_mtime_ns for p in tmp_path.rglob("attention-*.bin")}
+
+    printed, files = run()
+    assert printed.endswith("True\n") and len(files) == 2
+    assert run() == (printed, files)
+    damaged = sorted(files)[0]
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    again, later = run()
+    assert again == printed and later[damaged] > files[damaged]
+    assert damaged.read_bytes() != bytes(content)

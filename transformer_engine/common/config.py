@@ -167,7 +167,8 @@ TE_CACHE_DIR: Variable[Path | None] = Variable(
     None,
     _absolute_path,
     "an absolute path",
-    "Directory of what is remembered between processes (compiled device code, tuned GEMMs). Use "
+    "Directory of what is remembered between processes (compiled device code, plans of attention, "
+    "tuned GEMMs). Use "
     "cache_dir(), which knows the default.",
 )
 
