@@ -23,7 +23,7 @@ CLIENTS_PY = $$(cat $(ENV)-clients)
 # The tools of the lint environment, found beside its interpreter first.
 LINT_PATH = PATH="$$(dirname "$(LINT_PY)"):$$PATH"
 
-C_FILES = $$(find csrc tests/c \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \) | sort)
+C_FILES = $$(find csrc tests/c tests/cudnn \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \) | sort)
 # The sanitizers keep freed memory aside, so the tests that weigh the heap (test_core_leaks.py) stay out.
 SANITIZED = TE_CUDA=0 TE_SANITIZE=address,undefined
 UBSAN_ENV = UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1

@@ -1,0 +1,178 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * sdpa_graphs.c - writes the graphs of attention and has cuDNN compile them for an H200, which it
+ * is told of: no GPU takes part. Over a stub of the driver the last step, loading what was
+ * compiled, fails; that is as far as a machine without a GPU gets. Exits with 77 where cuDNN is not
+ * there.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "cuda/sdpa_graph.h"
+
+static const char device_text[] =
+    "{\"maxGridSize\":[2147483647,65535,65535],\"maxBlockSize\":[1024,1024,64],"
+    "\"regsPerBlock\":65536,\"multiProcessorCount\":132,\"warpSize\":32,"
+    "\"maxSharedMemoryPerBlock\":49152,\"maxSharedMemoryPerBlockOptin\":232448,"
+    "\"reservedSharedMemoryPerBlock\":1024,\"maxRegistersPerSM\":65536,\"maxCtasPerSM\":32,"
+    "\"maxThreadsPerBlock\":1024,\"maxThreadsPerSM\":2048,\"pciDeviceId\":0,\"isTccDriver\":0,"
+    "\"supportCoopLaunch\":1,\"totalGlobalMem\":150754820096,\"smClockRateKHz\":1980000,"
+    "\"memClockRateKHz\":3201000,\"l2CacheSize\":62914560,\"cudaDeviceId\":0,\"deviceVer\":900,"
+    "\"driverVer\":13000,\"deviceName\":\"NVIDIA H200\"}";
+
+static te_cudnn_target target;
+static int failures;
+
+/* ---- problems ---- */
+
+static te_sdpa_strides dense(int64_t heads, int64_t tokens, int64_t channels)
+{
+    return (te_sdpa_strides){heads * tokens * channels, channels, heads * channels};
+}
+
+static te_sdpa_key problem(int64_t heads, int64_t kv_heads, int64_t queries, int64_t keys,
+                           int64_t d_k, int64_t d_v)
+{
+    te_sdpa_key key;
+    memset(&key, 0, sizeof key);
+    key.batch = 3;
+    key.heads = heads;
+    key.kv_heads = kv_heads;
+    key.queries = queries;
+    key.keys = keys;
+    key.d_k = d_k;
+    key.d_v = d_v;
+    key.query = key.grad_query = dense(heads, queries, d_k);
+    key.key = key.grad_key = dense(kv_heads, keys, d_k);
+    key.value = key.grad_value = dense(kv_heads, keys, d_v);
+    key.output = key.grad_output = dense(heads, queries, d_v);
+    key.window_left = key.window_right = -1;
+    key.scale = 0.1F;
+    key.dtype = TE_DTYPE_BF16;
+    key.keeps_statistics = 1;
+    return key;
+}
+
+static te_sdpa_key small(void)
+{
+    return problem(4, 4, 256, 256, 64, 64);
+}
+
+static void add_bias(te_sdpa_key *key, int64_t batch, int64_t heads, te_dtype dtype)
+{
+    const int64_t shape[4] = {batch, heads, key->queries, key->keys};
+    int64_t stride = 1;
+    key->has_bias = 1;
+    key->bias_dtype = (uint8_t)dtype;
+    for (int i = 3; i >= 0; i--) {
+        key->bias_shape[i] = shape[i];
+        key->bias_strides[i] = stride;
+        stride *= shape[i];
+    }
+}
+
+/* ---- the check ---- */
+
+static void compile(const char *name, te_sdpa_key key, int backward)
+{
+    static te_cudnn_graph graph;
+    te_cudnn_plan plan;
+    const char *said;
+    te_status st;
+    memset(&graph, 0, sizeof graph);
+    key.backward = (uint8_t)backward;
+    te_sdpa_write(&graph, &key);
+    st = te_cudnn_plan_make(&graph, &target, &plan);
+    said = te_last_error();
+    if (st == TE_OK) {
+        te_cudnn_plan_clear(&plan);
+    } else if (strstr(said, "cuLibraryLoadData") == NULL) {
+        (void)printf("%s, %s: %s\n", name, backward ? "backward" : "forward", said);
+        failures++;
+    }
+    te_cudnn_graph_clear(&graph);
+}
+
+static void check(const char *name, te_sdpa_key key)
+{
+    compile(name, key, 0);
+    compile(name, key, 1);
+}
+
+static void check_masks(void)
+{
+    te_sdpa_key key = small();
+    check("no mask", key);
+    key.window_right = 0;
+    check("causal", key);
+    key.window_right = 16;
+    key.window_left = 64;
+    key.diagonal = 3;
+    check("window", key);
+    key = problem(4, 4, 200, 256, 64, 64);
+    key.window_right = 0;
+    key.bottom_right = 1;
+    check("bottom right", key);
+    key.window_left = 31;
+    key.has_lengths = 1;
+    check("lengths, window, bottom right", key);
+}
+
+static void check_shapes(void)
+{
+    te_sdpa_key key = problem(8, 2, 256, 256, 128, 128);
+    check("groups", key);
+    check("192 and 128 channels", problem(4, 4, 256, 256, 192, 128));
+    check("8 channels", problem(4, 4, 256, 256, 8, 8));
+    key = problem(4, 4, 1, 77, 64, 64);
+    key.has_lengths = 1;
+    check("one query", key);
+    key = small();
+    key.grad_query = key.grad_key = key.grad_value = dense(3 * 4, 256, 64);
+    key.dtype = TE_DTYPE_F16;
+    check("packed gradients, f16", key);
+}
+
+static void check_extras(void)
+{
+    te_sdpa_key key = small();
+    key.dropout = 0.1F;
+    key.window_right = 0;
+    check("dropout", key);
+    key = small();
+    add_bias(&key, 1, 4, TE_DTYPE_BF16);
+    key.wants_bias_grad = 1;
+    check("bias and its gradient", key);
+    key = small();
+    add_bias(&key, 3, 1, TE_DTYPE_F32);
+    key.dropout = 0.1F;
+    key.has_lengths = 1;
+    check("bias in f32, lengths, dropout", key);
+    key = small();
+    key.deterministic = 1;
+    compile("deterministic", key, 1);
+    key.keeps_statistics = 0;
+    compile("no statistics", key, 0);
+}
+
+int main(void)
+{
+    if (te_cudnn_load() != TE_OK) {
+        (void)puts(te_last_error());
+        return 77;
+    }
+    if (te_cudnn.cudnnBackendCreateDescriptor(CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR,
+                                              &target.device) != CUDNN_STATUS_SUCCESS ||
+        te_cudnn.cudnnBackendSetAttribute(target.device, CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION,
+                                          CUDNN_TYPE_CHAR, (int64_t)sizeof device_text - 1,
+                                          device_text) != CUDNN_STATUS_SUCCESS ||
+        te_cudnn.cudnnBackendFinalize(target.device) != CUDNN_STATUS_SUCCESS) {
+        (void)puts("cuDNN takes no description of a device");
+        return 1;
+    }
+    check_masks();
+    check_shapes();
+    check_extras();
+    (void)te_cudnn.cudnnBackendDestroyDescriptor(target.device);
+    return failures != 0;
+}
