@@ -108,7 +108,7 @@ def choose(mask, window=(-1, -1), square=True, bias="no_bias", grouped=False, dt
     bottom_right = kind.bottom_right is not False
     on, of = other.pop("on", (True, True, True)), other.pop("device", "cuda")
     problem = kind, window, bottom_right, square, bias, grouped, dtype, of, AttentionSwitches(*on)
-    other = {"channels": (64, 64), "capability": (9, 0), "cudnn": 91900, **other}
+    other = {"channels": (64, 64), "capability": 90, "cudnn": 91900, **other}
     return choose_backend(Situation(*problem, **other))
 
 
@@ -121,7 +121,7 @@ def test_what_cudnn_takes_runs_natively(mask, bias):
         ({"dtype": F32}, "fp32"),
         ({"channels": (64, 60)}, "(64, 60) channels"),
         ({"channels": (264, 64)}, "(264, 64) channels"),
-        ({"capability": (8, 0)}, "compute capability 8.0"),
+        ({"capability": 80}, "compute capability 8.0"),
         ({"cudnn": 91800}, "cuDNN 91800, expected at least 91900"),
         ({"bias_grad": "the gradient of something"}, "gradient of something"),
         ({"on": (True, False, True)}, "NVTE_FUSED_ATTN"),
@@ -140,7 +140,7 @@ def test_choice_and_reasons():
         choose("causal_bottom_right", (-1, 0), **other),
         choose("no_mask", grouped=True, **other),
         choose("no_mask", dtype=F32),
-        choose("no_mask", capability=(8, 0)),
+        choose("no_mask", capability=80),
     ):
         assert taken.backend == "sdpa" and set(taken.reasons) == {"native"}
     for refused, word in (

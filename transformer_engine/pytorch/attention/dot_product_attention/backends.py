@@ -45,9 +45,9 @@ def _native_lacks(situation: Situation) -> str | None:
 
 def _cudnn_lacks(situation: Situation) -> str | None:
     """What keeps cuDNN, which is behind the operator on CUDA, from running it."""
-    if situation.capability != (9, 0):
-        found = ".".join(map(str, situation.capability))
-        return f"compute capability {found}: it was built and tested for 9.0"
+    if situation.capability != 90:
+        found = situation.capability / 10
+        return f"compute capability {found:.1f}: it was built and tested for 9.0"
     if situation.cudnn < OLDEST_CUDNN:
         return f"cuDNN {situation.cudnn}, expected at least {OLDEST_CUDNN}"
     if situation.dtype is torch.float32:

@@ -29,6 +29,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.limits import (
     limits_of,
 )
 from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.modes import any_autocast, constant_in_graphs
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
@@ -51,11 +52,13 @@ _switches = constant_in_graphs(attention_switches)
 
 
 @constant_in_graphs
-def _device_facts(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and version of cuDNN; zeros for the CPU."""
+def _device_facts(device: torch.device) -> tuple[int, int]:
+    """Compute capability (90 for 9.0) and version of cuDNN; zeros for the CPU."""
     if device.type != "cuda":
-        return (0, 0), 0
-    return torch.cuda.get_device_capability(device), torch.backends.cudnn.version() or 0
+        return 0, 0
+    prepare_device(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor, torch.backends.cudnn.version() or 0
 
 
 class _Decision(NamedTuple):

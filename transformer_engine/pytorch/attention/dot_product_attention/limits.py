@@ -26,7 +26,7 @@ class Situation(NamedTuple):
     device: str  # type of their device
     switches: AttentionSwitches  # what the environment allows
     channels: tuple[int, int]  # of a head: of queries and keys, and of values
-    capability: tuple[int, int] = (0, 0)  # of a CUDA device
+    capability: int = 0  # of a CUDA device: 90 for 9.0. Tracers compare numbers, not their tuples
     cudnn: int = 0  # version of the library on a CUDA device, 91900 for 9.19.0
     bias_grad: str = ""  # what is unusual about the gradient of a bias
 
