@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `import transformer_engine.pytorch` does not do: processes, CUDA libraries, environment."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -160,3 +162,23 @@ def test_paths_that_few_programs_use_are_not_loaded():
     run = [sys.executable, "-c", RARE]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def _private_names(path):
+    """Yield the names of torch that a file reads and that are not public."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+        yield from (name for name in names if re.match(r"torch\..*\b_(?!foreach_|_)", name))
+
+
+def test_names_of_torch_that_are_not_public_stand_in_one_file():
+    """What a release of torch may rename is found in one place."""
+    package = Path(te.__file__).parent
+    found = {path.relative_to(package) for path in package.rglob("*.py") if [*_private_names(path)]}
+    sdpa = Path("attention", "dot_product_attention", "sdpa.py")  # the kernels that it calls
+    assert found == {Path("modes.py"), sdpa}

@@ -22,7 +22,7 @@ from transformer_engine.common import config
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.locks import Lock
-from transformer_engine.pytorch.modes import real_tensors
+from transformer_engine.pytorch.modes import compiles_here, real_tensors
 from transformer_engine.pytorch.state import Domain, RegionState
 
 SLOTS = 256
@@ -203,7 +203,7 @@ def sweep() -> None:
 
     Not while a graph is compiled: its guards name the arenas that its updates go through.
     """
-    if _FREED and torch._guards.CompileContext.try_get() is None:
+    if _FREED and not compiles_here():
         _free_all()
 
 

@@ -11,7 +11,7 @@ import torch
 from transformer_engine.common import absent
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import recompute, scaling
-from transformer_engine.pytorch.modes import constant_in_graphs, exporting
+from transformer_engine.pytorch.modes import constant_in_graphs, exporting, graph_task
 from transformer_engine.pytorch.state import current_state
 
 __all__ = ["autocast", "fp8_autocast", "get_default_recipe"]
@@ -37,7 +37,7 @@ def _updates(calibrating: bool) -> bool:
     """Whether leaving a region updates scales: gradients on or calibrating, and no recompute."""
     if torch.compiler.is_compiling():
         return (calibrating or torch.is_grad_enabled()) and not exporting()
-    if torch._C._current_graph_task_id() != -1:
+    if graph_task() != -1:
         return False  # a forward inside a backward repeats an earlier one
     return calibrating or torch.is_grad_enabled() or recompute.in_reentrant_forward()
 

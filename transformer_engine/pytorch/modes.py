@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What torch is doing around a call: tracing, exporting, watching, transforming, or only faking.
 
-The names of torch that are not public stand here and nowhere else, because there is no public way
-to ask: tests of torch's tools fail where a release of torch renames one. Whether a graph is traced
-is public (`torch.compiler.is_compiling`).
+Names of torch that are not public stand here, because there is no public way to ask: tests of
+torch's tools fail where a release of torch renames one. Elsewhere are the kernels that attention by
+`sdpa` calls, and the variables of torch's checkpoints, by name in `recompute`. Whether a
+graph is traced is public (`torch.compiler.is_compiling`).
 """
 
 import contextlib
@@ -15,14 +16,18 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _clear_transforms
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils.parametrize import _inject_new_class
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
+    is_traceable_wrapper_subclass,
 )
+from torch.utils._pytree import arg_tree_leaves
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Number of active `TorchDispatchMode` objects: counters, loggers and fake modes, which see torch
@@ -36,6 +41,21 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 active_modes: Callable[[], list] = _get_current_dispatch_mode_stack
 """These objects."""
+
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward that the thread runs a part of; -1: it is in none."""
+
+top_saved_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+"""Innermost pair of `torch.autograd.graph.saved_tensors_hooks` in force, or None; given False."""
+
+wraps_tensors: Callable[[Any], bool] = is_traceable_wrapper_subclass
+"""Whether a tensor is one of a subclass that has its values in other tensors."""
+
+leaves_of: Callable[..., list] = arg_tree_leaves
+"""What arguments consist of: items of the lists, tuples and dicts among them."""
+
+give_own_class: Callable[[torch.nn.Module], None] = _inject_new_class
+"""Give a module a class of its own, as the first parametrization of a module does."""
 
 below_autograd: Callable[[], AbstractContextManager] = torch._C._AutoDispatchBelowAutograd
 """A block in which operators go on below autograd, for autograd's part of an operator."""
@@ -111,6 +131,11 @@ def seen_here() -> Callable[[Callable], Callable]:
 def faking() -> bool:
     """Whether a fake mode is active: tensors that are made now have no memory."""
     return dispatch_modes() > 0 and _mode_of_kind(_FAKE) is not None
+
+
+def compiles_here() -> bool:
+    """Whether the thread is compiling a graph, tracing or not."""
+    return CompileContext.try_get() is not None
 
 
 def without_memory(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from transformer_engine.pytorch.device import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from transformer_engine.pytorch.modes import graph_task
 from transformer_engine.pytorch.state import Domain, RegionState, current_state
 
 __all__ = [
@@ -246,7 +247,7 @@ class FP8GlobalStateManager:
         """
         current = current_state()
         domain = getattr(state, "domain", None)
-        if domain is not None and torch._C._current_graph_task_id() == -1:
+        if domain is not None and graph_task() == -1:
             arenas.join(current, domain)
         current.enabled, current.calibrating, current.recipe, current.group, current.first = state
 

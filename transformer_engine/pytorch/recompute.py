@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+from transformer_engine.pytorch.modes import graph_task, top_saved_hooks
 
 
 class Entry(NamedTuple):
@@ -80,7 +80,7 @@ class Frame:
         RuntimeError where the recompute calls a module that the forward did not call, or more
         often.
         """
-        current = torch._C._current_graph_task_id()
+        current = graph_task()
         if current != self._pass:  # another backward through the same graph starts over
             self._pass = current
             self._next.clear()
@@ -188,7 +188,7 @@ def may_record(gradients: bool, fp8: bool) -> bool:
     whether the call runs in FP8.
     """
     if gradients or not fp8:
-        return _top_hooks(False) is not None or (not gradients and _own_depth.value > 0)
+        return top_saved_hooks(False) is not None or (not gradients and _own_depth.value > 0)
     return not torch.is_inference_mode_enabled()
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the native module asks about tensors that are not plainly `Tensor` or `Parameter`."""
 
-import torch
 from torch import Tensor
+
+from transformer_engine.pytorch.modes import wraps_tensors
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
@@ -14,7 +15,7 @@ def plain_tensor(tensor: Tensor) -> Tensor:
     """
     kind = type(tensor)
     dispatches = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
-    if dispatches or torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+    if dispatches or wraps_tensors(tensor):
         raise TypeError(
             f"{kind.__module__}.{kind.__qualname__}: tensors of this class have no memory that a "
             "kernel can read; convert it to a plain torch.Tensor first"

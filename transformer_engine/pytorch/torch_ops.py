@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan, plan_of
@@ -34,6 +33,7 @@ from transformer_engine.pytorch.modes import (
     below_autograd,
     constant_in_graphs,
     dispatch_modes,
+    leaves_of,
     seen_here,
     without_memory,
 )
@@ -131,13 +131,13 @@ def _refusing_backward(name: str) -> Callable:
     get no gradients and no error.
     """
 
-    def run(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+    def run(keyset: Any, *arguments: Any) -> Any:
         operator = getattr(torch.ops.transformer_engine, name).default
         with below_autograd():
             results = operator.redispatch(after_autograd(keyset), *arguments)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return results
-        tensors = [t for t in pytree.arg_tree_leaves(*arguments) if isinstance(t, Tensor)]
+        tensors = [t for t in leaves_of(*arguments) if isinstance(t, Tensor)]
         if results is None or not any(t.requires_grad for t in tensors):
             return results
         single = isinstance(results, Tensor)

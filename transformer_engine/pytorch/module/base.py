@@ -14,7 +14,12 @@ from transformer_engine.common.graphs import quantization_of
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import arenas, recompute, scaling
 from transformer_engine.pytorch.extra_state import KEY, pack_state, unpack_state
-from transformer_engine.pytorch.modes import constant_in_graphs, exporting, real_tensors
+from transformer_engine.pytorch.modes import (
+    constant_in_graphs,
+    exporting,
+    graph_task,
+    real_tensors,
+)
 from transformer_engine.pytorch.module.fp8_meta import Fp8Meta, live_values
 from transformer_engine.pytorch.module.parameters import default_device
 from transformer_engine.pytorch.state import RegionState, current_state
@@ -30,8 +35,6 @@ __all__ = [
     "get_workspace",
     *absent.names_of(__name__),
 ]
-
-_graph_task = torch._C._current_graph_task_id
 
 
 class Region(NamedTuple):
@@ -89,7 +92,7 @@ class Fp8Module(NativeModule):
         recipe = state.recipe if state.enabled else None
         if traced:
             return Region(state, recipe, None, _NO_FRAMES, traced, exporting())
-        in_backward = _graph_task() != -1
+        in_backward = graph_task() != -1
         fp8 = recipe is not None
         if not in_backward and not recompute.may_record(torch.is_grad_enabled(), fp8):
             return Region(state, recipe, None, _NO_FRAMES, traced)

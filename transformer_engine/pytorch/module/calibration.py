@@ -7,6 +7,7 @@ import torch
 
 from transformer_engine import _core
 from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.pytorch.modes import graph_task
 from transformer_engine.pytorch.module.operands import CallTensors
 from transformer_engine.pytorch.state import RegionState
 
@@ -21,7 +22,7 @@ def record_amaxes(module: Any, state: RegionState, tensors: CallTensors) -> None
         return
     if torch.compiler.is_compiling():
         raise NotImplementedError(f"{type(module).__name__}: calibrating=True under torch.compile")
-    if torch._C._current_graph_task_id() != -1:
+    if graph_task() != -1:
         return  # the recompute of a forward that has recorded them
     inp = tensors.input
     prepare_device(inp.device)

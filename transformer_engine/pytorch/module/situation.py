@@ -16,7 +16,13 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.function import apply_of
-from transformer_engine.pytorch.modes import any_autocast, dispatch_modes, faking, in_transform
+from transformer_engine.pytorch.modes import (
+    any_autocast,
+    dispatch_modes,
+    faking,
+    graph_task,
+    in_transform,
+)
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.recompute import anywhere, may_record
 from transformer_engine.pytorch.scaling import Slots
@@ -27,7 +33,6 @@ __all__ = ["Bound", "in_force", "keep", "situation_of"]
 KEPT = 16
 """Situations that a module, or a layer, keeps calls and plans of."""
 
-_graph_task = torch._C._current_graph_task_id
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -96,7 +101,7 @@ def situation_of(
         facts is None
         or (dispatch_modes() and faking())
         or any_autocast()
-        or _graph_task() != -1
+        or graph_task() != -1
         or in_transform()
         or (may_record(gradients, recipe is not None) and (gradients or anywhere()))
         # On a GPU, whether fp32 may use TF32 can change.

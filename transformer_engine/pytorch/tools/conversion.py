@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from transformer_engine.pytorch.modes import give_own_class
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.linear import Linear
@@ -323,7 +324,7 @@ def _swap(old: Module, new: Module) -> Module:
             hook.module = weakref.ref(new)
     if torch.nn.utils.parametrize.is_parametrized(new):
         # The class that torch makes for one instance holds the properties that stand for tensors.
-        torch.nn.utils.parametrize._inject_new_class(new)
+        give_own_class(new)
         for name, member in vars(type(old)).items():
             if isinstance(member, property):
                 setattr(type(new), name, member)

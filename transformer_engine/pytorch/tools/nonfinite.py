@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from transformer_engine.pytorch.modes import in_transform
 from transformer_engine.pytorch.tools.counts import scales
 from transformer_engine.pytorch.tools.skip import Skip, check_model
 
@@ -255,7 +256,7 @@ class watch_finite:  # noqa: N801 - reads as what it does, as `autocast`
             self._active
             and self.finding is None
             and not torch.compiler.is_compiling()
-            and not torch._C._are_functorch_transforms_active()
+            and not in_transform()
         )
 
     def _found(self, finding: Finding) -> None:

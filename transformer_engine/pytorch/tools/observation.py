@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from transformer_engine import _core
+from transformer_engine.pytorch.modes import graph_task
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.staged import StageBuffers
 from transformer_engine.pytorch.tools.skip import check_model
@@ -85,7 +86,7 @@ class ModuleRecord:
             self._count_gemm(stage, operator, done)
             return
         tensor = name.removeprefix("quantize_")
-        again = tensor != "grad_output" and torch._C._current_graph_task_id() != -1
+        again = tensor != "grad_output" and graph_task() != -1
         if name == tensor or tensor not in CASTS or again:  # a recompute casts the same once more
             return
         with torch.no_grad():
