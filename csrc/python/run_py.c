@@ -118,7 +118,7 @@ static int take_tensor(tepy_run_call *run, PyObject *object, const tepy_spec *sp
 }
 
 /* A packed byte buffer given by the caller; NULL or None where it may be absent. */
-static int take_bytes(tepy_run_call *run, PyObject *object, const char *name, int64_t least,
+static int take_bytes(tepy_run_call *run, PyObject *object, const char *name, int64_t minimum,
                       void **data, size_t *size)
 {
     tepy_spec spec = {{run->function, name}, TEPY_VECTOR, TEPY_WRITE, NULL};
@@ -126,19 +126,19 @@ static int take_bytes(tepy_run_call *run, PyObject *object, const char *name, in
     *data = NULL;
     *size = 0;
     if (object == NULL || object == Py_None) {
-        if (least == 0) return 0;
+        if (minimum == 0) return 0;
         return tepy_fail(PyExc_TypeError, spec.site,
-                         "expected a uint8 tensor of %lld bytes, got None", (long long)least);
+                         "expected a uint8 tensor of %lld bytes, got None", (long long)minimum);
     }
     if (take_tensor(run, object, &spec, &view) != 0) return -1;
     if (view.dtype != TE_DTYPE_U8) {
         return tepy_fail(PyExc_TypeError, spec.site, "dtype %s, expected u8",
                          te_dtype_name(view.dtype));
     }
-    if (view.shape[0] < least) {
+    if (view.shape[0] < minimum) {
         return tepy_fail(PyExc_ValueError, spec.site,
                          "%lld bytes, expected at least %lld for %lld rows",
-                         (long long)view.shape[0], (long long)least,
+                         (long long)view.shape[0], (long long)minimum,
                          (long long)run->call.sizes.of[TE_SYMBOL_ROWS]);
     }
     *data = view.data;
