@@ -269,13 +269,16 @@ def test_a_text_gives_the_same_plan_in_another_process():
     assert [int(line) for line in done.stdout.split()] == expected
 
 
-@pytest.mark.parametrize("change", ["version", "older", "empty"])
-def test_a_text_of_another_version(change):
+@pytest.mark.parametrize("change", ["version", "older", "empty", "cut", "short", "call"])
+def test_a_text_of_another_version_or_damaged(change):
     text = texts_of(MAKERS["linear"]("cpu"), torch.randn(TOKENS, WIDTH), None)[0]
     wrong = {
         "version": text.replace("plan/3 ", "plan/99 "),
         "older": "linear/1 direction=0 in_features=48",
         "empty": "-",
+        "cut": text[:-5],
+        "short": "plan/3 (0, 0)",
+        "call": "plan/3 print()",
     }[change]
     with pytest.raises(ValueError, match="export the program again"):
         plan_text.plan_of(wrong)

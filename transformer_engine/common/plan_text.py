@@ -75,11 +75,14 @@ def read_text(text: str) -> PlanGraph:
     """
     if not text.startswith(_HEAD):
         raise ValueError(
-            f"plan {text[:16]!r}: this version of transformer_engine reads {_HEAD}: export the "
-            "program again with it, or load it with the version that exported it"
+            f"plan {text[:16]!r}: this version of transformer_engine reads {_HEAD.strip()}: export "
+            "the program again with it, or load it with the version that exported it"
         )
-    content: Any = ast.literal_eval(text.removeprefix(_HEAD))
-    return PlanGraph(*content)
+    try:
+        content: Any = ast.literal_eval(text.removeprefix(_HEAD))
+        return PlanGraph(*content)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(f"plan {text[:64]!r}: damaged: export the program again") from error
 
 
 @functools.lru_cache

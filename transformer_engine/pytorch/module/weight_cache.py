@@ -61,7 +61,7 @@ def keep_caches(modules: Sequence, caches: Sequence, parts: Sequence, recipe: An
         for old, new, part in zip(module._weight_caches, made, own, strict=False):
             same = old is not None and old.tensors is new
             kept.append(old if same else WeightCache.of(new, part.weights, recipe))
-        module._weight_caches = tuple(kept)
+        module.__dict__["_weight_caches"] = tuple(kept)  # torch's setattr takes longer
 
 
 def microbatch_of(
