@@ -529,7 +529,7 @@ GRAPH_ERRORS = [
     (dict(value=("fc2_input", dict(flags=0, shape=(7, N)))), ValueError, "activation: from .*rows"),
     (dict(node=(0, dict(name="x" * 24))), ValueError, "nodes: x{24} has more than 23 characters"),
     (dict(node=(0, dict(kind=7))), ValueError, "graph: node 0: name, kind 7"),
-    (dict(node=(1, dict(flags=1024))), ValueError, "flags 0x400"),
+    (dict(node=(1, dict(flags=2 * core.NODE_DETERMINISTIC))), ValueError, "flags 0x800"),
     (dict(node=(1, dict(inputs=(99, *LINEAR.inputs[1:])))), ValueError, "there is no value 99"),
     (dict(node=(0, dict(inputs=(2, 5, 6)))), ValueError, "reads norm_output, which nobody"),
     (dict(node=(1, dict(inputs=LINEAR.inputs[:1]))), ValueError, "it has no weight"),
