@@ -167,23 +167,23 @@ def test_no_other_module_reads_the_environment():
 
 # ---- switches of attention -----------------------------------------------------------------------
 
-SWITCHES = ("FLASH", "FUSED", "UNFUSED")
+SWITCHES = ("FLASH_ATTN", "FUSED_ATTN", "UNFUSED_ATTN", "ALLOW_NONDETERMINISTIC_ALGO")
 
 
 @pytest.mark.parametrize("off", SWITCHES)
 @pytest.mark.parametrize("prefix", ["TE", "NVTE"])
 def test_attention_switches_are_read_at_each_call(prefix, off, monkeypatch):
-    assert config.attention_switches() == (True, True, True)
-    monkeypatch.setenv(f"{prefix}_{off}_ATTN", "0")
+    assert config.attention_switches() == (True,) * 4
+    monkeypatch.setenv(f"{prefix}_{off}", "0")
     assert config.attention_switches() == tuple(each != off for each in SWITCHES)
-    monkeypatch.setenv(f"TE_{off}_ATTN", "1")  # the TE name counts
-    assert config.attention_switches() == (True, True, True)
-    monkeypatch.setenv(f"TE_{off}_ATTN", "no")
-    with pytest.raises(ValueError, match=f"TE_{off}_ATTN='no'"):
+    monkeypatch.setenv(f"TE_{off}", "1")  # the TE name counts
+    assert config.attention_switches() == (True,) * 4
+    monkeypatch.setenv(f"TE_{off}", "no")
+    with pytest.raises(ValueError, match=f"TE_{off}='no'"):
         config.attention_switches()
 
 
 def test_attention_switches_of_another_mapping(monkeypatch):
     """A program may put a plain dictionary in place of os.environ."""
     monkeypatch.setattr(os, "environ", {"NVTE_FUSED_ATTN": "0"})
-    assert config.attention_switches() == (True, False, True)
+    assert config.attention_switches() == (True, False, True, True)
