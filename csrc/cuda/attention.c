@@ -50,7 +50,8 @@ static int is_aligned(const te_tensor *heads)
 {
     int aligned = (uintptr_t)heads->data % 16 == 0;
     for (int i = 0; i < 3; i++) {
-        aligned &= heads->shape[i] <= 1 || heads->strides[i] % VECTOR == 0;
+        const int64_t stride = heads->strides[i];
+        aligned &= heads->shape[i] <= 1 || (stride > 0 && stride % VECTOR == 0);
     }
     return aligned;
 }
@@ -59,12 +60,13 @@ static te_status check_aligned(const char *op, const te_tensor *const *tensors, 
 {
     for (int i = 0; i < count; i++) {
         if (is_aligned(tensors[i])) continue;
-        return UNSUPPORTED("%s: heads that begin at no multiple of 16 bytes", op);
+        return UNSUPPORTED("%s: heads that begin at no multiple of 16 bytes, or share memory", op);
     }
     return TE_OK;
 }
 
-static te_status check_problem(const char *op, te_context *context, const te_attention_problem *p)
+static te_status check_problem(const char *op, te_context *context, const te_attention_problem *p,
+                               const te_tensor *statistics)
 {
     const int64_t d_k = p->query.shape[3], d_v = p->value.shape[3];
     const te_tensor *const tensors[] = {&p->query, &p->key, &p->value};
@@ -80,6 +82,9 @@ static te_status check_problem(const char *op, te_context *context, const te_att
                            "to %d",
                            op, (long long)d_k, (long long)d_v, VECTOR, MAX_CHANNELS);
     }
+    if ((uintptr_t)statistics->data % 16 != 0) {
+        return UNSUPPORTED("%s: statistics that begin at no multiple of 16 bytes", op);
+    }
     return check_aligned(op, tensors, 3);
 }
 
@@ -88,7 +93,7 @@ te_status te_cuda_attention_supports(void *self, te_context *context, const void
     const te_attention_args *args = args_;
     const te_tensor *const tensors[] = {&args->output};
     (void)self;
-    TE_TRY(check_problem("attention", context, &args->problem));
+    TE_TRY(check_problem("attention", context, &args->problem, &args->statistics));
     return check_aligned("attention", tensors, 1);
 }
 
@@ -101,7 +106,7 @@ te_status te_cuda_attention_backward_supports(void *self, te_context *context, c
     const te_tensor *grad = &args->grad_bias;
     int64_t dense = 1;
     (void)self;
-    TE_TRY(check_problem(name, context, &args->problem));
+    TE_TRY(check_problem(name, context, &args->problem, &args->statistics));
     TE_TRY(check_aligned(name, tensors, sizeof tensors / sizeof *tensors));
     if (!te_tensor_requested(grad)) return TE_OK;
     if (grad->dtype != args->problem.query.dtype || args->problem.bias.dtype != grad->dtype ||
@@ -139,8 +144,16 @@ static void place_heads(sdpa_call *call, int32_t place, const te_tensor *heads, 
     call->places[place] = heads->data;
 }
 
-/* The bias as it is; or one made of mask and bias, where there is a mask, or a backward would read
- * lines that several queries or keys share, which cuDNN gets wrong. */
+/* Whether lines of a bias have memory of their own, in a dtype that goes with the queries'. */
+static int is_plain(const te_tensor *bias, te_dtype dtype)
+{
+    int plain = bias->dtype == dtype || bias->dtype == TE_DTYPE_F32;
+    for (int i = 0; i < 4; i++) plain &= bias->shape[i] <= 1 || bias->strides[i] > 0;
+    return plain && (bias->shape[3] <= 1 || bias->strides[3] == 1);
+}
+
+/* The bias as it is; or one made of mask and bias, where there is a mask, or the bias is not plain,
+ * or a backward would read lines that several queries or keys share, which cuDNN gets wrong. */
 static void place_bias(sdpa_call *call)
 {
     const te_tensor *mask = &call->problem->mask, *bias = &call->problem->bias;
@@ -150,8 +163,9 @@ static void place_bias(sdpa_call *call)
     int64_t dense = 1;
     if (!has_bias && !has_mask) return;
     key->has_bias = 1;
-    key->bias_dtype = (uint8_t)(has_bias ? bias->dtype : call->problem->query.dtype);
-    call->makes_bias = has_mask;
+    key->bias_dtype = key->dtype;
+    if (has_bias && bias->dtype != (te_dtype)key->dtype) key->bias_dtype = TE_DTYPE_F32;
+    call->makes_bias = has_mask || !is_plain(bias, (te_dtype)key->dtype);
     for (int i = 0; i < 4; i++) {
         const int64_t of_bias = has_bias ? bias->shape[i] : 1,
                       of_mask = has_mask ? mask->shape[i] : 1;
@@ -184,6 +198,24 @@ static void place_lengths(sdpa_call *call, int makes)
     }
 }
 
+/* The window, where it keeps anything out. The graph has 32-bit numbers: what is further away than
+ * all tokens together is as near as that. */
+static void place_window(sdpa_call *call)
+{
+    const te_attention_problem *p = call->problem;
+    te_sdpa_key *key = &call->key;
+    const int64_t all = key->queries + key->keys;
+    const int64_t first = p->diagonal - p->window_left, last = p->diagonal + p->window_right;
+    const int has_first = p->window_left >= 0 && first > -all;
+    const int has_last = p->window_right >= 0 && last < all;
+    key->window_left = key->window_right = -1;
+    if (!has_first && !has_last) return;
+    key->diagonal = p->diagonal < -all ? -all : p->diagonal > all ? all : p->diagonal;
+    key->bottom_right = p->bottom_right != 0;
+    if (has_first) key->window_left = key->diagonal - (first < all ? first : all);
+    if (has_last) key->window_right = (last > -all ? last : -all) - key->diagonal;
+}
+
 static void lay_out(sdpa_call *call)
 {
     const te_attention_problem *p = call->problem;
@@ -197,12 +229,7 @@ static void lay_out(sdpa_call *call)
     key->d_v = p->value.shape[3];
     key->dtype = (uint8_t)p->query.dtype;
     key->scale = p->scale;
-    key->window_left = p->window_left < 0 ? -1 : p->window_left;
-    key->window_right = p->window_right < 0 ? -1 : p->window_right;
-    if (key->window_left >= 0 || key->window_right >= 0) {
-        key->diagonal = p->diagonal;
-        key->bottom_right = p->bottom_right != 0;
-    }
+    place_window(call);
     if (p->dropout > 0.0F && p->dropout < 1.0F) {
         key->dropout = p->dropout;
         call->places[TE_SDPA_SEED] = (void *)(uintptr_t)p->rng;
@@ -282,6 +309,18 @@ static te_status clear(te_cuda_state *cuda, const sdpa_call *call, const te_tens
     return te_cuda_run(cuda, &launch, 1, stream);
 }
 
+/* The gradient of a bias is summed from scores in cuDNN's workspace, of which sequences without a
+ * query or a key write none. */
+static te_status clear_scores(const sdpa_call *call, te_sdpa_plans *plans, void *workspace,
+                              size_t size, void *stream)
+{
+    size_t own = 0;
+    TE_TRY(te_sdpa_workspace(plans, &call->key, &own));
+    TE_TRY(te_check_workspace(call->op, workspace, size, own));
+    if (own == 0) return TE_OK;
+    return TE_CU(cuMemsetD8Async, (CUdeviceptr)workspace, 0, own, (CUstream)stream);
+}
+
 /* Lays out what cuDNN needs of the workspace, behind what was taken; runs, where there is one. */
 static te_status finish(sdpa_call *call, te_cuda_state *cuda, size_t size, void *stream,
                         size_t *bytes)
@@ -300,8 +339,11 @@ static te_status finish(sdpa_call *call, te_cuda_state *cuda, size_t size, void 
         goto done;
     }
     TE_TRY_DONE(te_check_workspace(call->op, call->base, size, call->used));
-    workspace = call->base + call->used;
+    workspace = call->base == NULL ? NULL : call->base + call->used;
     TE_TRY_DONE(prepare(call, cuda, stream));
+    if (call->key.wants_bias_grad && has_given_lengths(call)) {
+        TE_TRY_DONE(clear_scores(call, plans, workspace, size - call->used, stream));
+    }
     st = te_sdpa_run(plans, &call->key, call->places, workspace, size - call->used, stream);
 done:
     te_cuda_leave(cuda, &scope);
@@ -392,6 +434,17 @@ static void place_gradient(sdpa_call *call, int32_t place, const te_tensor *grad
     of->batch = of->token * like->shape[1];
 }
 
+/* A mask may give the bias that cuDNN reads more batch entries and heads. */
+static void place_bias_gradient(sdpa_call *call, const te_tensor *grad)
+{
+    te_sdpa_key *key = &call->key;
+    key->wants_bias_grad = 1;
+    for (int i = 0; i < 4; i++) {
+        if (grad->shape[i] < key->bias_shape[i]) key->bias_grad_sums |= (uint8_t)(1 << i);
+    }
+    call->places[TE_SDPA_GRAD_BIAS] = grad->data;
+}
+
 static void lay_out_backward(const te_attention_backward_args *args, void *workspace,
                              sdpa_call *call)
 {
@@ -403,12 +456,11 @@ static void lay_out_backward(const te_attention_backward_args *args, void *works
     call->base = workspace;
     key->backward = 1;
     lay_out(call);
-    key->wants_bias_grad = te_tensor_requested(&args->grad_bias);
+    if (te_tensor_requested(&args->grad_bias)) place_bias_gradient(call, &args->grad_bias);
     key->deterministic = args->deterministic != 0;
     place_heads(call, TE_SDPA_OUTPUT, &args->output, &key->output);
     place_heads(call, TE_SDPA_GRAD_OUTPUT, &args->grad_output, &key->grad_output);
     call->places[TE_SDPA_STATISTICS] = args->statistics.data;
-    call->places[TE_SDPA_GRAD_BIAS] = args->grad_bias.data;
     place_gradient(call, TE_SDPA_GRAD_QUERY, &args->grad_query, &p->query, &key->grad_query);
     place_gradient(call, TE_SDPA_GRAD_KEY, &args->grad_key, &p->key, &key->grad_key);
     place_gradient(call, TE_SDPA_GRAD_VALUE, &args->grad_value, &p->value, &key->grad_value);

@@ -81,9 +81,10 @@ void te_cudnn_graph_clear(te_cudnn_graph *graph)
 /* The tensor's number is its uid. */
 static te_cudnn_tensor *add_tensor(te_cudnn_graph *graph, cudnnDataType_t dtype,
                                    const int64_t shape[4], const int64_t strides[4],
-                                   cudnnBackendAttributeName_t kind, const te_cudnn_tensor *ragged)
+                                   cudnnBackendAttributeName_t kind, int64_t alignment,
+                                   const te_cudnn_tensor *ragged)
 {
-    const int64_t uid = graph->tensor_count + 1, alignment = 16;
+    const int64_t uid = graph->tensor_count + 1;
     const bool yes = true;
     te_cudnn_tensor *tensor = &graph->tensors[graph->tensor_count];
     int64_t dense[4] = {0, 0, 0, 1};
@@ -126,11 +127,11 @@ static te_cudnn_bound *bind(te_cudnn_graph *graph, int32_t place)
 }
 
 te_cudnn_tensor *te_cudnn_at(te_cudnn_graph *graph, int32_t place, cudnnDataType_t dtype,
-                             const int64_t shape[4], const int64_t strides[4],
+                             const int64_t shape[4], const int64_t strides[4], int64_t alignment,
                              const te_cudnn_tensor *ragged)
 {
     te_cudnn_tensor *tensor =
-        add_tensor(graph, dtype, shape, strides, CUDNN_ATTR_TENSOR_UNIQUE_ID, ragged);
+        add_tensor(graph, dtype, shape, strides, CUDNN_ATTR_TENSOR_UNIQUE_ID, alignment, ragged);
     (void)bind(graph, place);
     return tensor;
 }
@@ -138,13 +139,13 @@ te_cudnn_tensor *te_cudnn_at(te_cudnn_graph *graph, int32_t place, cudnnDataType
 te_cudnn_tensor *te_cudnn_virtual(te_cudnn_graph *graph, cudnnDataType_t dtype,
                                   const int64_t shape[4], const int64_t strides[4])
 {
-    return add_tensor(graph, dtype, shape, strides, CUDNN_ATTR_TENSOR_IS_VIRTUAL, NULL);
+    return add_tensor(graph, dtype, shape, strides, CUDNN_ATTR_TENSOR_IS_VIRTUAL, 16, NULL);
 }
 
 te_cudnn_tensor *te_cudnn_float(te_cudnn_graph *graph, float value)
 {
     te_cudnn_tensor *tensor =
-        add_tensor(graph, CUDNN_DATA_FLOAT, one, one, CUDNN_ATTR_TENSOR_IS_BY_VALUE, NULL);
+        add_tensor(graph, CUDNN_DATA_FLOAT, one, one, CUDNN_ATTR_TENSOR_IS_BY_VALUE, 16, NULL);
     bind(graph, -1)->constant.f = value;
     return tensor;
 }
@@ -152,7 +153,7 @@ te_cudnn_tensor *te_cudnn_float(te_cudnn_graph *graph, float value)
 te_cudnn_tensor *te_cudnn_int(te_cudnn_graph *graph, int32_t value)
 {
     te_cudnn_tensor *tensor =
-        add_tensor(graph, CUDNN_DATA_INT32, one, one, CUDNN_ATTR_TENSOR_IS_BY_VALUE, NULL);
+        add_tensor(graph, CUDNN_DATA_INT32, one, one, CUDNN_ATTR_TENSOR_IS_BY_VALUE, 16, NULL);
     bind(graph, -1)->constant.i = value;
     return tensor;
 }

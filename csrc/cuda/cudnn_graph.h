@@ -45,9 +45,10 @@ typedef struct te_cudnn_graph {
 /* An empty graph is {0}. Destroys what it made. */
 void te_cudnn_graph_clear(te_cudnn_graph *graph);
 
-/* A tensor at a place. `ragged` (NULL: none) has the first element of each batch entry. */
+/* A tensor at a place, whose address is a multiple of `alignment` bytes. `ragged` (NULL: none) has
+ * the first element of each batch entry. */
 te_cudnn_tensor *te_cudnn_at(te_cudnn_graph *graph, int32_t place, cudnnDataType_t dtype,
-                             const int64_t shape[4], const int64_t strides[4],
+                             const int64_t shape[4], const int64_t strides[4], int64_t alignment,
                              const te_cudnn_tensor *ragged);
 /* A tensor that is not kept; strides NULL: dense. */
 te_cudnn_tensor *te_cudnn_virtual(te_cudnn_graph *graph, cudnnDataType_t dtype,

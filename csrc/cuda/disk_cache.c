@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "cuda/disk_cache.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -98,14 +99,16 @@ int te_cache_read(const te_cache_key *key, void **data, size_t *size)
 
 void te_cache_write(const te_cache_key *key, const void *data, size_t size)
 {
-    char path[PATH_BYTES], scratch[PATH_BYTES + 32];
+    static atomic_uint writes;
+    char path[PATH_BYTES], scratch[PATH_BYTES + 48];
     cache_header header = {.size = size, .hash = hash_bytes(0, data, size)};
     FILE *file;
     int good;
     path_of(key, path);
     if (path[0] == '\0') return;
     memcpy(header.magic, cache_magic, sizeof header.magic);
-    (void)snprintf(scratch, sizeof scratch, "%s.%ld.tmp", path, (long)getpid());
+    (void)snprintf(scratch, sizeof scratch, "%s.%ld.%u.tmp", path, (long)getpid(),
+                   atomic_fetch_add(&writes, 1)); /* two devices may make the same at a time */
     file = fopen(scratch, "wb");
     if (file == NULL) return;
     good = fwrite(&header, sizeof header, 1, file) == 1 && fwrite(data, 1, size, file) == size;

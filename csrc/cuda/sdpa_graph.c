@@ -34,7 +34,7 @@ static tensor *heads_at(const writer *w, int32_t place, const te_sdpa_strides *o
                               turned ? tokens : channels};
     const int64_t strides[4] = {of->batch, of->head, turned ? 1 : of->token,
                                 turned ? of->token : 1};
-    return te_cudnn_at(w->graph, place, w->dtype, shape, strides, NULL);
+    return te_cudnn_at(w->graph, place, w->dtype, shape, strides, 16, NULL);
 }
 
 static tensor *queries_at(const writer *w, int32_t place, const te_sdpa_strides *of, int64_t d)
@@ -48,11 +48,22 @@ static tensor *keys_at(const writer *w, int32_t place, const te_sdpa_strides *of
     return heads_at(w, place, of, w->key->kv_heads, w->key->keys, d, turned);
 }
 
+/* What a caller may have put wherever its dtype can lie: the second of a pair of numbers, a part of
+ * a bias. */
+static tensor *at(const writer *w, int32_t place, cudnnDataType_t dtype, const int64_t shape[4],
+                  const int64_t strides[4])
+{
+    const int64_t alignment = dtype == CUDNN_DATA_INT64                                ? 8
+                              : dtype == CUDNN_DATA_FLOAT || dtype == CUDNN_DATA_INT32 ? 4
+                                                                                       : 2;
+    return te_cudnn_at(w->graph, place, dtype, shape, strides, alignment, NULL);
+}
+
 /* A number or, with the extent of the batch, one number of each sequence. */
 static tensor *numbers_at(const writer *w, int32_t place, cudnnDataType_t dtype, int64_t count)
 {
     const int64_t shape[4] = {count, 1, 1, 1}, strides[4] = {1, 1, 1, 1};
-    return te_cudnn_at(w->graph, place, dtype, shape, strides, NULL);
+    return at(w, place, dtype, shape, strides);
 }
 
 /* One fp32 number of each row of the scores. */
@@ -60,7 +71,7 @@ static tensor *rows_at(const writer *w, int32_t place)
 {
     const int64_t shape[4] = {w->key->batch, w->key->heads, w->key->queries, 1};
     const int64_t strides[4] = {shape[1] * shape[2], shape[2], 1, 1};
-    return te_cudnn_at(w->graph, place, CUDNN_DATA_FLOAT, shape, strides, NULL);
+    return te_cudnn_at(w->graph, place, CUDNN_DATA_FLOAT, shape, strides, 16, NULL);
 }
 
 static tensor *virtual_rows(const writer *w)
@@ -211,8 +222,8 @@ static tensor *scores_of(const writer *w)
     multiply(w, w->query, w->key_turned, scores, w->query_lengths, w->key_lengths, NULL);
     scores = multiplied(w, scores, w->scale);
     if (key->has_bias) {
-        tensor *bias = te_cudnn_at(w->graph, TE_SDPA_BIAS, type_of(key->bias_dtype),
-                                   key->bias_shape, key->bias_strides, NULL);
+        tensor *bias =
+            at(w, TE_SDPA_BIAS, type_of(key->bias_dtype), key->bias_shape, key->bias_strides);
         scores = te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_ADD, scores, bias, CUDNN_DATA_FLOAT);
     }
     return without_padding(w, scores);
@@ -319,12 +330,20 @@ static void write_query_gradient(const writer *w, tensor *grad_scores)
         const int64_t shape[4] = {key->batch, key->heads, key->queries, key->d_k};
         const int64_t strides[4] = {shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3],
                                     1};
-        sum = te_cudnn_at(w->graph, TE_SDPA_QUERY_SUM, CUDNN_DATA_FLOAT, shape, strides, NULL);
+        sum = te_cudnn_at(w->graph, TE_SDPA_QUERY_SUM, CUDNN_DATA_FLOAT, shape, strides, 16, NULL);
     }
     multiply(w, grad_scores, keys_again(w), sum, w->query_lengths, NULL, w->key_lengths);
     if (sum != result) {
         te_cudnn_pointwise_to(w->graph, CUDNN_POINTWISE_IDENTITY, sum, NULL, result);
     }
+}
+
+static tensor *bias_gradient(const writer *w)
+{
+    const te_sdpa_key *key = w->key;
+    int64_t shape[4];
+    for (int i = 0; i < 4; i++) shape[i] = key->bias_grad_sums >> i & 1 ? 1 : key->bias_shape[i];
+    return at(w, TE_SDPA_GRAD_BIAS, type_of(key->bias_dtype), shape, NULL);
 }
 
 static void write_backward(writer *w)
@@ -351,9 +370,7 @@ static void write_backward(writer *w)
     grads = multiplied(w, subtracted(w, grads, sums), weights);
     if (drops) grads = multiplied(w, grads, factor);
     if (key->wants_bias_grad) {
-        te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_ADD, grads,
-                        te_cudnn_at(w->graph, TE_SDPA_GRAD_BIAS, type_of(key->bias_dtype),
-                                    key->bias_shape, NULL, NULL));
+        te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_ADD, grads, bias_gradient(w));
     }
     grads = multiplied(w, grads, w->scale);
     multiply_by_keys(w, grads, w->query, keys_at(w, TE_SDPA_GRAD_KEY, &key->grad_key, key->d_k, 0));

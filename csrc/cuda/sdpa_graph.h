@@ -29,8 +29,9 @@ typedef struct te_sdpa_key {
     uint8_t has_bias, has_lengths, bottom_right;
     uint8_t keeps_statistics; /* of a forward */
     uint8_t wants_bias_grad;  /* of a backward */
+    uint8_t bias_grad_sums;   /* 1 << dim: its gradient has one entry where the bias has several */
     uint8_t deterministic;    /* of a backward */
-    uint8_t unused[7];
+    uint8_t unused[6];
 } te_sdpa_key;
 
 /* Where a run finds its tensors. */
@@ -49,7 +50,7 @@ enum {
     TE_SDPA_GRAD_QUERY,
     TE_SDPA_GRAD_KEY,
     TE_SDPA_GRAD_VALUE,
-    TE_SDPA_GRAD_BIAS, /* dense, in the dtype of the bias */
+    TE_SDPA_GRAD_BIAS, /* dense, in the dtype of the bias; see bias_grad_sums */
     TE_SDPA_QUERY_SUM, /* scratch: [batch, heads, queries, d_k] f32, where not deterministic */
     TE_SDPA_ROW_SUM,   /* scratch: [batch, heads, queries] f32 */
     TE_SDPA_PLACES

@@ -13,8 +13,9 @@
 enum {
     BUCKETS = 256,
     MAX_PLANS = 1024, /* kept; past it the older half goes */
+    MORE_PLANS = 64,  /* before that is tried again, where most had to stay */
     MAX_HANDLES = 16, /* kept: one for each thread that runs at a time */
-    FORMAT = 1        /* of what is kept on disk: another one for other graphs of a key */
+    FORMAT = 2        /* of what is kept on disk: another one for other graphs of a key */
 };
 
 typedef struct entry {
@@ -38,7 +39,7 @@ struct te_sdpa_plans {
     pthread_mutex_t making; /* one plan at a time, so that no two threads make the same */
     pthread_mutex_t lock;   /* guards what follows */
     entry *buckets[BUCKETS];
-    int count;
+    int count, limit; /* at which some go */
     uint64_t calls;
     held_handle handles[MAX_HANDLES];
     int handle_count;
@@ -74,6 +75,7 @@ te_status te_sdpa_open(te_cuda_state *cuda, te_sdpa_plans **out)
         goto done;
     }
     made->cuda = cuda;
+    made->limit = MAX_PLANS;
     TE_TRY_DONE(name_device(made));
     atomic_store_explicit(&cuda->sdpa, made, memory_order_release);
     *out = made;
@@ -110,6 +112,15 @@ void te_sdpa_close(te_sdpa_plans *plans)
 
 /* ---- handles ---- */
 
+/* It frees memory, which a capture of this thread would forbid. */
+static void destroy_handle(cudnnHandle_t handle)
+{
+    te_cuda_relaxed relaxed;
+    if (te_cuda_relax_capture(&relaxed) != TE_OK) return;
+    (void)te_cudnn.cudnnDestroy(handle);
+    te_cuda_restore_capture(&relaxed);
+}
+
 /* A handle of no other thread, on the stream. */
 static te_status take_handle(te_sdpa_plans *plans, void *stream, held_handle *held)
 {
@@ -129,7 +140,7 @@ static te_status take_handle(te_sdpa_plans *plans, void *stream, held_handle *he
     }
     st = TE_CUDNN(cudnnSetStream, held->handle, (cudaStream_t)stream);
     held->stream = stream;
-    if (st != TE_OK) (void)te_cudnn.cudnnDestroy(held->handle);
+    if (st != TE_OK) destroy_handle(held->handle);
     return st;
 }
 
@@ -141,7 +152,7 @@ static void give_handle(te_sdpa_plans *plans, const held_handle *held)
         held = NULL;
     }
     (void)pthread_mutex_unlock(&plans->lock);
-    if (held != NULL) (void)te_cudnn.cudnnDestroy(held->handle);
+    if (held != NULL) destroy_handle(held->handle);
 }
 
 /* ---- plans ---- */
@@ -213,11 +224,11 @@ static int compare_times(const void *a, const void *b)
 /* The moment before which half of the plans were used last. */
 static uint64_t median_use(te_sdpa_plans *plans)
 {
-    uint64_t times[MAX_PLANS];
+    uint64_t times[2 * MAX_PLANS];
     int count = 0;
     (void)pthread_mutex_lock(&plans->lock);
     for (int i = 0; i < BUCKETS; i++) {
-        for (entry *at = plans->buckets[i]; at != NULL && count < MAX_PLANS; at = at->next) {
+        for (entry *at = plans->buckets[i]; at != NULL && count < 2 * MAX_PLANS; at = at->next) {
             times[count++] = at->used;
         }
     }
@@ -226,22 +237,47 @@ static uint64_t median_use(te_sdpa_plans *plans)
     return count > 0 ? times[count / 2] : 0;
 }
 
-/* Frees what was not used for long. What was launched must have run before its code goes. */
-static te_status make_space(te_sdpa_plans *plans)
+/* Puts entries (NULL: none) back into the table, and says at how many to look again. */
+static void put_back(te_sdpa_plans *plans, entry *entries)
 {
-    te_status st;
+    (void)pthread_mutex_lock(&plans->lock);
+    while (entries != NULL) {
+        entry *this = entries, **bucket = bucket_of(plans, &this->key);
+        entries = this->next;
+        this->next = *bucket;
+        *bucket = this;
+        plans->count++;
+    }
+    plans->limit = plans->count < MAX_PLANS - MORE_PLANS ? MAX_PLANS : plans->count + MORE_PLANS;
+    (void)pthread_mutex_unlock(&plans->lock);
+}
+
+/* Frees what was not used for long, where there are many. What was launched must have run before
+ * its code goes; that can not be waited for while a thread captures, and then all stay for a while.
+ */
+static void make_space(te_sdpa_plans *plans)
+{
     te_cuda_relaxed relaxed;
-    entry *old = plans->count < MAX_PLANS ? NULL : take_old(plans, median_use(plans));
-    if (old == NULL) return TE_OK;
-    TE_TRY(te_cuda_relax_capture(&relaxed)); /* of another thread */
-    st = TE_CU(cuCtxSynchronize, );
-    te_cuda_restore_capture(&relaxed);
-    while (old != NULL) {
+    entry *old = NULL;
+    int is_full, waited;
+    (void)pthread_mutex_lock(&plans->lock);
+    is_full = plans->count >= plans->limit;
+    (void)pthread_mutex_unlock(&plans->lock);
+    if (!is_full) return;
+    (void)pthread_mutex_lock(&plans->making);
+    old = take_old(plans, median_use(plans));
+    waited = te_cuda_relax_capture(&relaxed) == TE_OK;
+    if (waited) {
+        waited = TE_CU(cuCtxSynchronize, ) == TE_OK;
+        te_cuda_restore_capture(&relaxed);
+    }
+    while (waited && old != NULL) {
         entry *next = old->next;
-        if (st == TE_OK) free_entry(old);
+        free_entry(old);
         old = next;
     }
-    return st;
+    put_back(plans, old);
+    (void)pthread_mutex_unlock(&plans->making);
 }
 
 /* All that a plan depends on. */
@@ -274,6 +310,7 @@ static te_status make_plan(const te_sdpa_plans *plans, const te_sdpa_key *key, c
         goto done;
     }
     free(text);
+    text = NULL;
     TE_TRY_DONE(te_cudnn_plan_make(graph, &target, plan));
     text = te_cudnn_plan_text(plan, &size);
     if (text != NULL) te_cache_write(&on_disk, text, size);
@@ -301,7 +338,6 @@ static te_status find(te_sdpa_plans *plans, const te_sdpa_key *key, cudnnHandle_
         st = TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan of attention");
         goto done;
     }
-    if (!captures) TE_TRY_DONE(make_space(plans));
     TE_TRY_DONE(make_plan(plans, key, handle, &made->plan));
     made->key = *key;
     made->users = 1;
@@ -342,8 +378,10 @@ te_status te_sdpa_run(te_sdpa_plans *plans, const te_sdpa_key *key, void *const 
     te_status st;
     held_handle held;
     entry *found;
+    const int captures = te_cuda_is_capturing(plans->cuda, stream);
+    if (!captures) make_space(plans);
     TE_TRY(take_handle(plans, stream, &held));
-    st = find(plans, key, held.handle, te_cuda_is_capturing(plans->cuda, stream), &found);
+    st = find(plans, key, held.handle, captures, &found);
     if (st == TE_OK) {
         st = te_check_workspace(key->backward ? TE_OP_ATTENTION_BACKWARD : TE_OP_ATTENTION,
                                 workspace, size, found->plan.workspace);

@@ -331,7 +331,8 @@ typedef struct te_attention_problem {
  * statistic of a query is the logarithm of the sum of its exponentiated scores: -Inf where it
  * attends no key (its output is 0), NaN where its output is NaN. On CUDA cuDNN's kernels run it:
  * f16 and bf16 on compute capability 9.0, heads of multiples of 8 channels up to 256 that begin at
- * 16 bytes; the random numbers of its dropout are cuDNN's. */
+ * 16 bytes and share no memory, statistics at 16 bytes; the random numbers of its dropout are
+ * cuDNN's. */
 typedef struct te_attention_args {
     size_t size;
     te_attention_problem problem;

@@ -335,11 +335,16 @@ te_status te_plan_scratch(te_context *context, const te_plan *plan, const te_siz
     return TE_OK;
 }
 
-/* Dense rows, and aligned as every library wants it. */
+/* Dense, and aligned as every library wants it. */
 static int is_ordinary(const te_tensor *tensor)
 {
-    return ((uintptr_t)tensor->data & 15U) == 0 &&
-           (tensor->ndim < 2 || tensor->shape[0] < 2 || tensor->strides[0] == tensor->shape[1]);
+    int ordinary = ((uintptr_t)tensor->data & 15U) == 0;
+    int64_t dense = 1;
+    for (int32_t d = tensor->ndim - 1; d >= 0; d--) {
+        ordinary &= tensor->shape[d] < 2 || tensor->strides[d] == dense;
+        dense *= tensor->shape[d];
+    }
+    return ordinary;
 }
 
 te_status te_plan_scratch_for(te_context *context, const te_plan_call *call, size_t *bytes)

@@ -229,6 +229,120 @@ def test_nothing_to_attend(queries, keys):
     assert all((tensor == 0).all() for tensor in found) and (statistics == -math.inf).all()
 
 
+def some_heads(batch, queries, keys=None, dtype=BF16):
+    lengths = (queries, keys or queries, keys or queries)
+    return [heads(batch, n, HEADS, CHANNELS, dtype) for n in lengths]
+
+
+@pytest.mark.parametrize("of_bias", [(1, HEADS), (1, 1), (3, 1), (3, HEADS)], ids=str)
+@pytest.mark.parametrize("of_mask", [(3, 1), (1, HEADS), (3, HEADS)], ids=str)
+def test_the_gradient_of_a_bias_beside_a_mask(of_bias, of_mask):
+    """The mask has batch entries or heads that share the bias: its gradient is their sum."""
+    mask = (torch.rand(*of_mask, 64, 80) < 0.3).to("cuda", torch.uint8)
+    mask[:, :, 5] = 1
+    bias = torch.randn(*of_bias, 64, 80).to("cuda", BF16)
+    assert_right((*some_heads(3, 64, 80), bias), {"mask": mask}, 0.125)
+
+
+@pytest.mark.parametrize("window", [{}, {"window_right": 0}], ids=str)
+def test_the_gradient_of_a_bias_beside_lengths(window):
+    """Sequences without tokens add nothing to it, whatever lay in the workspace."""
+    lengths = [
+        torch.tensor(n, dtype=torch.int32, device="cuda") for n in ([0, 130, 64], [200, 0, 77])
+    ]
+    limits = dict(query_lengths=lengths[0], key_lengths=lengths[1], **window)
+    for shape in ((1, HEADS), (3, 1)):
+        bias = torch.randn(*shape, 130, 200).to("cuda", BF16)
+        torch.full((2**25,), math.nan, device="cuda")  # freed, for the allocator to hand out
+        assert_right((*some_heads(3, 130, 200), bias), limits, 0.125)
+
+
+@pytest.mark.parametrize(
+    "how", ["turned", "every second", "expanded", "expanded lines", "odd address", "other dtype"]
+)
+def test_biases_that_lie_oddly(how):
+    full = torch.randn(2, HEADS, 64, 88).to("cuda", BF16)
+    bias = {
+        "turned": full.mT.contiguous().mT,
+        "every second": torch.randn(2, HEADS, 64, 176).to("cuda", BF16)[..., ::2],
+        "expanded": full[:1, :1].expand(2, HEADS, -1, -1),
+        "expanded lines": full[:, :, :1].expand(-1, -1, 64, -1),
+        "odd address": torch.randn(2, HEADS, 64, 89).to("cuda", BF16)[..., 1:],
+        "other dtype": full.to(F16),
+    }[how]
+    tensors = some_heads(2, 64, 88)
+    grad = torch.randn_like(tensors[0])
+    *found, statistics = attended((*tensors, bias), grad, False, scale=0.125)
+    plain = bias.contiguous().float() if how == "other dtype" else bias.contiguous()
+    *right, expected = attended((*tensors, plain), grad, False, scale=0.125)
+    for each, of in zip((*found, statistics), (*right, expected), strict=True):
+        assert_nmse(each, of.double(), tol("round", BF16))
+
+
+FAR = 2**32
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"window_left": FAR, "window_right": FAR},
+        {"window_left": 2**60, "window_right": 3},
+        {"window_right": 2**60, "diagonal": 2 - 2**60},
+        {"window_left": 2**60, "diagonal": 2**60},
+        {"window_right": 0, "diagonal": -FAR},
+        {"window_left": 0, "diagonal": FAR},
+        {"window_left": 5, "window_right": FAR, "diagonal": 4 - FAR},
+        {"window_left": 140, "window_right": 200, "bottom_right": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ends", [None, (20, 90)])
+def test_far_windows(limits, ends):
+    if ends is not None:
+        names = ("query_lengths", "key_lengths")
+        tensors = (torch.tensor([n], dtype=torch.int32, device="cuda") for n in ends)
+        limits = {**limits, **dict(zip(names, tensors, strict=True))}
+    assert_right((*some_heads(1, 64, 100), None), limits, 0.125)
+
+
+def test_small_tensors_at_odd_addresses():
+    """Lengths, the random pair and its second number need no more than their dtypes do."""
+    numbers = torch.randint(2**40, (3,), device="cuda")
+    ends = torch.tensor([0, 64, 30, 7], dtype=torch.int32, device="cuda")
+    tensors = (*some_heads(3, 64), None)
+    grad, results = torch.randn_like(tensors[0]), []
+    for rng, of in ((numbers[1:], ends[1:]), (numbers[1:].clone(), ends[1:].clone())):
+        given = {"rng": rng, "dropout": 0.2, "query_lengths": of, "key_lengths": of}
+        results.append(attended(tensors, grad, scale=0.125, window_right=0, **given))
+    for each, right in zip(*results, strict=True):
+        finite = right.isfinite()
+        assert torch.equal(each.isfinite(), finite)
+        assert_nmse(each[finite], right[finite].double(), tol("round", BF16))
+
+
+def test_heads_that_share_memory_are_copied():
+    module, tensors = module_and_tensors(length=64)
+    query = tensors[0].detach()[:1].expand(2, -1, -1, -1)
+    with pytest.raises(NotImplementedError, match="share memory"):
+        _core.attention(query, *(t.detach() for t in tensors[1:]), torch.empty_like(tensors[1]))
+    expanded, dense = query.requires_grad_(), query.detach().contiguous().requires_grad_()
+    results = []
+    for each in (expanded, dense):
+        given = [each, *tensors[1:]]
+        out = module(*given)
+        results.append([out.detach(), *torch.autograd.grad(out.mean(1).float().sum(), given)])
+    for each, right in zip(*results, strict=True):
+        assert_nmse(each, right.double(), tol("round", BF16))
+
+
+def test_slopes_may_learn():
+    module, tensors = module_and_tensors(length=64)
+    slopes = torch.rand(HEADS, device="cuda", requires_grad=True)
+    out = module(*tensors, core_attention_bias_type="alibi", alibi_slopes=slopes)
+    made = torch.autograd.grad(out.float().square().sum(), [slopes, *tensors])
+    assert all(grad.isfinite().all() and grad.any() for grad in made)
+
+
 def module_and_tensors(length=256, **options):
     module = DotProductAttention(HEADS, CHANNELS, qkv_format="bshd", **options)
     return module, [heads(2, length, HEADS, CHANNELS, BF16).requires_grad_() for _ in range(3)]

@@ -8,8 +8,12 @@ from buffers import normal
 from comparators import assert_bits, assert_grad64
 from tols import BF16, F32, tol
 
+from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
+    _odd_gradient as odd_gradient,
+)
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.attention.dot_product_attention.native import attend
+from transformer_engine.pytorch.attention.options import AttentionOptions
 
 SHAPE = (2, 4, 30, 50)  # batch, heads, queries, keys
 
@@ -88,3 +92,38 @@ def test_inputs_without_unit_stride_are_copied(rng):
     turned = {n: t.transpose(-1, -2).contiguous().transpose(-1, -2) for n, t in inputs.items()}
     turned["bias"] = inputs["bias"]
     assert_bits(run(**turned), expected)
+
+
+def test_the_gradient_of_a_turned_bias_is_dense(rng):
+    """The operator writes it so, however the bias lies."""
+    inputs = leaves(rng, F32)
+    turned = normal(rng, (1, 4, 50, 30), F32).transpose(2, 3)
+    made = []
+    for bias in (turned, turned.contiguous()):
+        given = {**inputs, "bias": bias.requires_grad_()}
+        made.append(torch.autograd.grad(run(**given).square().sum(), given["bias"])[0])
+    assert made[0].is_contiguous()
+    assert_bits(*made)
+
+
+def _options(**given):
+    return AttentionOptions(core_attention_bias_type="post_scale_bias", **given)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_gradients_of_biases_that_cudnn_makes(gradients):
+    """The choice is that of the recompute, whose first pass runs without gradients."""
+    query, sizes = torch.zeros(2, 30, 4, 16, dtype=BF16), SHAPE
+
+    def odd(shape, dtype=BF16, **more):
+        bias = torch.zeros(shape, dtype=dtype, requires_grad=True)
+        return bool(odd_gradient(_options(core_attention_bias=bias, **more), sizes, query))
+
+    with torch.set_grad_enabled(gradients):
+        assert not odd((1, 4, 30, 50)) and not odd((2, 1, 30, 50))
+        assert odd((1, 4, 1, 50)) and odd((1, 4, 30, 1)) and odd((1, 4, 30, 50), F32)
+        slopes = torch.ones(4)
+        alibi = AttentionOptions(core_attention_bias_type="alibi", alibi_slopes=slopes)
+        assert not odd_gradient(alibi, sizes, query)
+        slopes.requires_grad_()
+        assert odd_gradient(alibi, sizes, query)

@@ -24,9 +24,11 @@ def contiguous_like(tensor: Tensor) -> Tensor:
 
 
 def _is_aligned(tensor: Tensor) -> bool:
-    """Whether every line of the last dim begins at a multiple of 16 bytes."""
+    """Whether each line of the last dim has memory of its own that begins at 16 bytes."""
     size = tensor.element_size()
-    return tensor.data_ptr() % 16 == 0 and all(n * size % 16 == 0 for n in tensor.stride()[:-1])
+    return tensor.data_ptr() % 16 == 0 and all(
+        n > 0 and n * size % 16 == 0 for n in tensor.stride()[:-1]
+    )
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -63,8 +65,8 @@ def operator(
     unit_stride : str
         Fields that are copied where they have another last stride than 1.
     aligned : bool
-        These are copied also where lines of their last dim begin at no multiple of 16 bytes on a
-        CUDA device.
+        These are copied also where lines of their last dim begin at no multiple of 16 bytes, or
+        are one in memory (`Tensor.expand`), on a CUDA device.
     by_sequence : str
         Fields [batch, sequence, ...] that come as [sequence, batch, ...] where the argument
         ``sequence_first`` is True.

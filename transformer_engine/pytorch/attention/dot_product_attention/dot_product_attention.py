@@ -76,9 +76,14 @@ def _dtype_of(query: Tensor) -> torch.dtype:
 
 
 def _odd_gradient(options: AttentionOptions, sizes: tuple[int, ...], query: Tensor) -> str:
-    """What keeps the operator on CUDA from making the gradient of a bias; "": nothing."""
-    bias = options.core_attention_bias
-    if not bias.requires_grad or not torch.is_grad_enabled() or bias.dim() != 4:
+    """What keeps the operator on CUDA from making the gradient of a bias; "": nothing.
+
+    The same with gradients switched off: a recompute must run what the first pass ran.
+    """
+    bias, slopes = options.core_attention_bias, options.alibi_slopes
+    if slopes is not None and slopes.requires_grad:
+        return "the gradient of the slopes of ALiBi"
+    if bias is None or not bias.requires_grad or bias.dim() != 4:
         return ""
     if options.core_attention_bias_type != "post_scale_bias" or bias.dtype is not _dtype_of(query):
         return "the gradient of a bias in another dtype than the queries, or before the scale"
@@ -457,7 +462,7 @@ score_mod_tensors, score_mod_bprop_tensors
             query.device,
             _switches(),
             ""
-            if bias is None or query.device.type == "cpu"
+            if (bias is None and options.alibi_slopes is None) or query.device.type == "cpu"
             else _odd_gradient(options, sizes, query),
         )
         if torch.compiler.is_compiling():

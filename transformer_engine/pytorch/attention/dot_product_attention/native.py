@@ -25,7 +25,7 @@ def _gradients(
     grad: Tensor, wants_bias: bool, deterministic: bool, *arguments: Any
 ) -> tuple[Tensor | None, ...]:
     del grad, deterministic
-    bias = torch.empty_like(arguments[6]) if wants_bias else None
+    bias = contiguous_like(arguments[6]) if wants_bias else None
     return *map(contiguous_like, arguments[:3]), bias
 
 
