@@ -93,7 +93,7 @@ _ASKED_FOR = ("forward", "setup_context", "boxed_grads_call", "clear_saved_tenso
 itself. Flags that this torch does not know are None."""
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def apply_of(label: str, several: bool = False) -> Callable:
     """`run_call` in eager mode, for calls of one label and outside of function transforms.
 
