@@ -49,6 +49,7 @@ static void *take(sdpa_call *call, int64_t elements, size_t bytes)
 static int is_aligned(const te_tensor *heads)
 {
     int aligned = (uintptr_t)heads->data % 16 == 0;
+    if (te_tensor_numel(heads) == 0) return 1;
     for (int i = 0; i < 3; i++) {
         const int64_t stride = heads->strides[i];
         aligned &= heads->shape[i] <= 1 || (stride > 0 && stride % VECTOR == 0);
@@ -81,6 +82,9 @@ static te_status check_problem(const char *op, te_context *context, const te_att
         return UNSUPPORTED("%s: heads of %lld and %lld channels, which are no multiples of %d up "
                            "to %d",
                            op, (long long)d_k, (long long)d_v, VECTOR, MAX_CHANNELS);
+    }
+    if (p->key.shape[1] == 1 && (te_tensor_requested(&p->mask) || te_tensor_requested(&p->bias))) {
+        return UNSUPPORTED("%s: a mask or bias over one key", op); /* see place_bias */
     }
     if ((uintptr_t)statistics->data % 16 != 0) {
         return UNSUPPORTED("%s: statistics that begin at no multiple of 16 bytes", op);
@@ -153,7 +157,8 @@ static int is_plain(const te_tensor *bias, te_dtype dtype)
 }
 
 /* The bias as it is; or one made of mask and bias, where there is a mask, or the bias is not plain,
- * or a backward would read lines that several queries or keys share, which cuDNN gets wrong. */
+ * or keys share a line (what all keys have cuDNN takes for nothing, -Inf too), or in a backward
+ * queries do, whose gradients cuDNN gets wrong. */
 static void place_bias(sdpa_call *call)
 {
     const te_tensor *mask = &call->problem->mask, *bias = &call->problem->bias;
@@ -170,7 +175,9 @@ static void place_bias(sdpa_call *call)
         const int64_t of_bias = has_bias ? bias->shape[i] : 1,
                       of_mask = has_mask ? mask->shape[i] : 1;
         key->bias_shape[i] = of_bias > of_mask ? of_bias : of_mask;
-        if (key->backward && key->bias_shape[i] < scores[i]) key->bias_shape[i] = scores[i];
+        if ((key->backward || i == 3) && key->bias_shape[i] < scores[i]) {
+            key->bias_shape[i] = scores[i];
+        }
         call->makes_bias |= key->bias_shape[i] != of_bias;
     }
     for (int i = 3; i >= 0; i--) {

@@ -54,7 +54,7 @@ def _cudnn_lacks(situation: Situation) -> str | None:
         return "fp32: cuDNN's kernels take fp16 and bf16"
     if any(n % 8 != 0 or n > 256 for n in situation.channels):
         return f"{situation.channels} channels of a head, which are no multiples of 8 up to 256"
-    return situation.bias_grad or None
+    return situation.unusual or None
 
 
 def _sdpa_lacks(situation: Situation) -> str | None:

@@ -75,12 +75,17 @@ def _dtype_of(query: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else query.dtype
 
 
-def _odd_gradient(options: AttentionOptions, sizes: tuple[int, ...], query: Tensor) -> str:
-    """What keeps the operator on CUDA from making the gradient of a bias; "": nothing.
+def _unusual(options: AttentionOptions, sizes: tuple[int, ...], query: Tensor) -> str:
+    """What of a mask, a bias or its gradient the operator does not take on CUDA; "": nothing.
 
     The same with gradients switched off: a recompute must run what the first pass ran.
     """
     bias, slopes = options.core_attention_bias, options.alibi_slopes
+    if sizes[3] == 1:
+        with_bias = options.core_attention_bias_type != "no_bias"
+        return (
+            "a mask or bias over one key" if with_bias or options.attention_mask is not None else ""
+        )
     if slopes is not None and slopes.requires_grad:
         return "the gradient of the slopes of ALiBi"
     if bias is None or not bias.requires_grad or bias.dim() != 4:
@@ -449,7 +454,6 @@ score_mod_tensors, score_mod_bprop_tensors
         self, options: AttentionOptions, sizes: tuple[int, ...], query: Tensor
     ) -> _Decision:
         """What applies to a call, remembered for the next one of its kind."""
-        bias = options.core_attention_bias
         mask, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
         window = self.window_size if options.window_size is None else options.window_size
         key = (
@@ -461,9 +465,7 @@ score_mod_tensors, score_mod_bprop_tensors
             _dtype_of(query) if any_autocast() else query.dtype,
             query.device,
             _switches(),
-            ""
-            if (bias is None and options.alibi_slopes is None) or query.device.type == "cpu"
-            else _odd_gradient(options, sizes, query),
+            "" if query.device.type == "cpu" else _unusual(options, sizes, query),
         )
         if torch.compiler.is_compiling():
             return self._decide(key)
@@ -475,7 +477,7 @@ score_mod_tensors, score_mod_bprop_tensors
 
     def _decide(self, key: tuple) -> _Decision:
         """Find out what applies to calls of a kind."""
-        name, window, bottom_right, bias, square, dtype, device, switches, bias_grad = key
+        name, window, bottom_right, bias, square, dtype, device, switches, unusual = key
         kind = masks.mask_type(name)
         window = masks.window_of(window, kind)
         diagonal = masks.diagonal_of(bottom_right, kind)
@@ -484,6 +486,6 @@ score_mod_tensors, score_mod_bprop_tensors
         channels = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
         situation = Situation(
             kind, window, diagonal, square, bias, grouped, dtype, device.type, switches, channels,
-            *_device_facts(device), bias_grad,
+            *_device_facts(device), unusual,
         )  # fmt: skip
         return _Decision(situation, choose_backend(situation), constant_limits(situation))

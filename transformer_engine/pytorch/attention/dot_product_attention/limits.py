@@ -28,7 +28,7 @@ class Situation(NamedTuple):
     channels: tuple[int, int]  # of a head: of queries and keys, and of values
     capability: int = 0  # of a CUDA device: 90 for 9.0. Tracers compare numbers, not their tuples
     cudnn: int = 0  # version of the library on a CUDA device, 91900 for 9.19.0
-    bias_grad: str = ""  # what is unusual about the gradient of a bias
+    unusual: str = ""  # what is about the mask, the bias or its gradient
 
 
 class Limits(NamedTuple):
