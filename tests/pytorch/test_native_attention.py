@@ -9,7 +9,7 @@ from comparators import assert_bits, assert_grad64
 from tols import BF16, F32, tol
 
 from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
-    _odd_gradient as odd_gradient,
+    _unusual as unusual,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.attention.dot_product_attention.native import attend
@@ -117,13 +117,27 @@ def test_gradients_of_biases_that_cudnn_makes(gradients):
 
     def odd(shape, dtype=BF16, **more):
         bias = torch.zeros(shape, dtype=dtype, requires_grad=True)
-        return bool(odd_gradient(_options(core_attention_bias=bias, **more), sizes, query))
+        return bool(unusual(_options(core_attention_bias=bias, **more), sizes, query))
 
     with torch.set_grad_enabled(gradients):
         assert not odd((1, 4, 30, 50)) and not odd((2, 1, 30, 50))
         assert odd((1, 4, 1, 50)) and odd((1, 4, 30, 1)) and odd((1, 4, 30, 50), F32)
         slopes = torch.ones(4)
         alibi = AttentionOptions(core_attention_bias_type="alibi", alibi_slopes=slopes)
-        assert not odd_gradient(alibi, sizes, query)
+        assert not unusual(alibi, sizes, query)
         slopes.requires_grad_()
-        assert odd_gradient(alibi, sizes, query)
+        assert unusual(alibi, sizes, query)
+
+
+def test_masks_and_biases_over_one_key_are_unusual():
+    """There is a bias of alibi too, which the kind of it says."""
+    query, one, two = torch.zeros(2, 5, 4, 8), (2, 4, 5, 1), (2, 4, 5, 2)
+    mask, bias = torch.zeros(2, 1, 5, 1, dtype=torch.bool), torch.zeros(2, 1, 5, 1)
+    for given in (
+        {"attention_mask": mask, "core_attention_bias_type": "no_bias"},
+        {"core_attention_bias": bias, "core_attention_bias_type": "post_scale_bias"},
+        {"core_attention_bias_type": "alibi"},
+    ):
+        assert "over one key" in unusual(AttentionOptions(**given), one, query)
+        assert not unusual(AttentionOptions(**given), two, query)
+    assert not unusual(AttentionOptions(), one, query)
