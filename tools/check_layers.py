@@ -18,7 +18,7 @@ LAYERS = {
     "cpu": ("include", "core"),
     "cuda": ("include", "core"),
     "layer": ("include", "core"),
-    "python": ("include", "core"),
+    "python": ("include",),
 }
 
 

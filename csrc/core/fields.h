@@ -270,15 +270,4 @@
 TE_OPS(X)
 #undef X
 
-/* Sets a number, an enum or a bit; a field of another kind stays as it is. */
-void te_field_set_number(const te_field *field, void *args, double value);
-/* The value of one; 0 for a field of another kind. */
-double te_field_number(const te_field *field, const void *args);
-
-/* Where a field lies. Data comes first in a tensor: the same for pointers. */
-static inline const void *te_field_member(const te_field *field, const void *args)
-{
-    return (const char *)args + field->offset;
-}
-
 #endif

@@ -44,6 +44,15 @@ typedef enum te_status {
 /* Text of the last failure of this thread: "file:line: message with values". Never NULL; valid
  * until the next failure in this thread. */
 TE_API const char *te_last_error(void);
+/* Sets it, as a function of a backend that fails has to, and returns the kind. The file is named
+ * from "csrc/" on where that is part of its path. */
+TE_API te_status te_fail(te_status kind, const char *file, int line, const char *format, ...)
+#ifdef __GNUC__
+    __attribute__((format(printf, 4, 5)))
+#endif
+    ;
+/* return TE_FAIL(TE_ERROR_INVALID, "rows = %lld must not be negative", rows); */
+#define TE_FAIL(kind, ...) te_fail((kind), __FILE__, __LINE__, __VA_ARGS__)
 
 /* ---- dtypes ------------------------------------------------------------------------------- */
 

@@ -467,6 +467,15 @@ enum { TE_OP_MAX_FIELDS = 32 };
 
 /* Fields of an operator in the order of its args struct; NULL for a bad number. */
 TE_API const te_op_info *te_op_describe(te_op op);
+/* Sets a number, an enum or a bit of an args struct; a field of another kind stays as it is. */
+TE_API void te_field_set_number(const te_field *field, void *args, double value);
+/* The value of one; 0 for a field of another kind. */
+TE_API double te_field_number(const te_field *field, const void *args);
+/* Where a field lies. Data comes first in a tensor: the same for pointers. */
+static inline const void *te_field_member(const te_field *field, const void *args)
+{
+    return (const char *)args + field->offset;
+}
 /* Fills an args struct as if nothing was given: its size, initial values, zeros. */
 TE_API void te_op_initial(te_op op, void *args);
 

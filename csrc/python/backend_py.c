@@ -13,9 +13,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/fields.h"
-#include "core/status.h"
-
 typedef struct function_record {
     PyObject *function; /* NULL: none, or unregistered */
     const tepy_state *state;

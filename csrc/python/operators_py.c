@@ -12,8 +12,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/fields.h"
-
 typedef struct op_call {
     tepy_state *state;
     te_op op;

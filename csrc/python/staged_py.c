@@ -8,8 +8,6 @@
  */
 #include "python/run_py.h"
 
-#include "core/status.h"
-
 static const char *const capsule_name = "transformer_engine._core.run";
 
 /* Borrowed: the argument, the output, or the tensor of all packed memory that a buffer lies in. */

@@ -118,6 +118,23 @@ static te_status nest(plugin *self, te_context *context)
     return st;
 }
 
+static te_status fail(plugin *self, te_context *context)
+{
+    (void)context;
+    return TE_FAIL(TE_ERROR_INVALID, "run %d of mine", self->runs);
+}
+
+static void check_failure(test_device *t)
+{
+    plugin self = {.during = fail};
+    t->running = "a failure of a backend's function";
+    TEST_OK(t, install(&self));
+    TEST_CHECK(t, call_amax(t->context) == TE_ERROR_INVALID, "not its own kind");
+    TEST_CHECK(t, strstr(te_last_error(), "test_backends.c:") != NULL, "%s", te_last_error());
+    TEST_CHECK(t, strstr(te_last_error(), ": run 1 of mine") != NULL, "%s", te_last_error());
+    TEST_OK(t, te_backend_unregister("mine"));
+}
+
 static void check_bound(test_device *t)
 {
     plugin self = {.during = nest};
@@ -181,6 +198,7 @@ static void check_threads(test_device *t)
 static void checks(test_device *t)
 {
     check_idle(t);
+    check_failure(t);
     check_unregistered_in_flight(t);
     check_bound(t);
     check_threads(t);
