@@ -81,8 +81,7 @@ void te_cudnn_graph_clear(te_cudnn_graph *graph)
 /* The tensor's number is its uid. */
 static te_cudnn_tensor *add_tensor(te_cudnn_graph *graph, cudnnDataType_t dtype,
                                    const int64_t shape[4], const int64_t strides[4],
-                                   cudnnBackendAttributeName_t kind, int64_t alignment,
-                                   const te_cudnn_tensor *ragged)
+                                   cudnnBackendAttributeName_t kind, int64_t alignment)
 {
     const int64_t uid = graph->tensor_count + 1;
     const bool yes = true;
@@ -108,7 +107,6 @@ static te_cudnn_tensor *add_tensor(te_cudnn_graph *graph, cudnnDataType_t dtype,
     if (kind != CUDNN_ATTR_TENSOR_UNIQUE_ID) {
         set(graph, tensor->descriptor, kind, CUDNN_TYPE_BOOLEAN, 1, &yes);
     }
-    set_tensor(graph, tensor->descriptor, CUDNN_ATTR_TENSOR_RAGGED_OFFSET_DESC, ragged);
     finalize(graph, tensor->descriptor);
     return tensor;
 }
@@ -127,11 +125,10 @@ static te_cudnn_bound *bind(te_cudnn_graph *graph, int32_t place)
 }
 
 te_cudnn_tensor *te_cudnn_at(te_cudnn_graph *graph, int32_t place, cudnnDataType_t dtype,
-                             const int64_t shape[4], const int64_t strides[4], int64_t alignment,
-                             const te_cudnn_tensor *ragged)
+                             const int64_t shape[4], const int64_t strides[4], int64_t alignment)
 {
     te_cudnn_tensor *tensor =
-        add_tensor(graph, dtype, shape, strides, CUDNN_ATTR_TENSOR_UNIQUE_ID, alignment, ragged);
+        add_tensor(graph, dtype, shape, strides, CUDNN_ATTR_TENSOR_UNIQUE_ID, alignment);
     (void)bind(graph, place);
     return tensor;
 }
@@ -139,13 +136,13 @@ te_cudnn_tensor *te_cudnn_at(te_cudnn_graph *graph, int32_t place, cudnnDataType
 te_cudnn_tensor *te_cudnn_virtual(te_cudnn_graph *graph, cudnnDataType_t dtype,
                                   const int64_t shape[4], const int64_t strides[4])
 {
-    return add_tensor(graph, dtype, shape, strides, CUDNN_ATTR_TENSOR_IS_VIRTUAL, 16, NULL);
+    return add_tensor(graph, dtype, shape, strides, CUDNN_ATTR_TENSOR_IS_VIRTUAL, 16);
 }
 
 te_cudnn_tensor *te_cudnn_float(te_cudnn_graph *graph, float value)
 {
     te_cudnn_tensor *tensor =
-        add_tensor(graph, CUDNN_DATA_FLOAT, one, one, CUDNN_ATTR_TENSOR_IS_BY_VALUE, 16, NULL);
+        add_tensor(graph, CUDNN_DATA_FLOAT, one, one, CUDNN_ATTR_TENSOR_IS_BY_VALUE, 16);
     bind(graph, -1)->constant.f = value;
     return tensor;
 }
@@ -153,7 +150,7 @@ te_cudnn_tensor *te_cudnn_float(te_cudnn_graph *graph, float value)
 te_cudnn_tensor *te_cudnn_int(te_cudnn_graph *graph, int32_t value)
 {
     te_cudnn_tensor *tensor =
-        add_tensor(graph, CUDNN_DATA_INT32, one, one, CUDNN_ATTR_TENSOR_IS_BY_VALUE, 16, NULL);
+        add_tensor(graph, CUDNN_DATA_INT32, one, one, CUDNN_ATTR_TENSOR_IS_BY_VALUE, 16);
     bind(graph, -1)->constant.i = value;
     return tensor;
 }
@@ -166,6 +163,17 @@ static int is_truth(cudnnPointwiseMode_t mode)
            mode == CUDNN_POINTWISE_CMP_GT || mode == CUDNN_POINTWISE_LOGICAL_AND;
 }
 
+/* An operation of a kind that a descriptor describes, which is complete now. */
+static descriptor operation_of(te_cudnn_graph *graph, descriptor how,
+                               cudnnBackendDescriptorType_t type, cudnnBackendAttributeName_t name)
+{
+    descriptor operation;
+    finalize(graph, how);
+    operation = create(graph, type);
+    set_descriptor(graph, operation, name, how);
+    return operation;
+}
+
 static void pointwise(te_cudnn_graph *graph, cudnnPointwiseMode_t mode, cudnnDataType_t compute,
                       int64_t axis, te_cudnn_tensor *inputs[3], te_cudnn_tensor *y)
 {
@@ -176,9 +184,8 @@ static void pointwise(te_cudnn_graph *graph, cudnnPointwiseMode_t mode, cudnnDat
     set(graph, how, CUDNN_ATTR_POINTWISE_MODE, CUDNN_TYPE_POINTWISE_MODE, 1, &mode);
     set(graph, how, CUDNN_ATTR_POINTWISE_MATH_PREC, CUDNN_TYPE_DATA_TYPE, 1, &compute);
     if (axis >= 0) set(graph, how, CUDNN_ATTR_POINTWISE_AXIS, CUDNN_TYPE_INT64, 1, &axis);
-    finalize(graph, how);
-    operation = create(graph, CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR);
-    set_descriptor(graph, operation, CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR, how);
+    operation = operation_of(graph, how, CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR,
+                             CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR);
     for (int i = 0; i < 3; i++) set_tensor(graph, operation, names[i], inputs[i]);
     set_tensor(graph, operation, CUDNN_ATTR_OPERATION_POINTWISE_YDESC, y);
     add_operation(graph, operation);
@@ -232,9 +239,8 @@ void te_cudnn_reduce(te_cudnn_graph *graph, cudnnReduceTensorOp_t how, te_cudnn_
     set(graph, reduction, CUDNN_ATTR_REDUCTION_OPERATOR, CUDNN_TYPE_REDUCTION_OPERATOR_TYPE, 1,
         &how);
     set(graph, reduction, CUDNN_ATTR_REDUCTION_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &compute);
-    finalize(graph, reduction);
-    operation = create(graph, CUDNN_BACKEND_OPERATION_REDUCTION_DESCRIPTOR);
-    set_descriptor(graph, operation, CUDNN_ATTR_OPERATION_REDUCTION_DESC, reduction);
+    operation = operation_of(graph, reduction, CUDNN_BACKEND_OPERATION_REDUCTION_DESCRIPTOR,
+                             CUDNN_ATTR_OPERATION_REDUCTION_DESC);
     set_tensor(graph, operation, CUDNN_ATTR_OPERATION_REDUCTION_XDESC, x);
     set_tensor(graph, operation, CUDNN_ATTR_OPERATION_REDUCTION_YDESC, y);
     add_operation(graph, operation);
@@ -250,12 +256,11 @@ void te_cudnn_multiply(te_cudnn_graph *graph, te_cudnn_tensor *a, te_cudnn_tenso
     const cudnnDataType_t compute = CUDNN_DATA_FLOAT;
     descriptor how = create(graph, CUDNN_BACKEND_MATMUL_DESCRIPTOR), operation;
     set(graph, how, CUDNN_ATTR_MATMUL_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &compute);
-    finalize(graph, how);
-    operation = create(graph, CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR);
+    operation = operation_of(graph, how, CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR,
+                             CUDNN_ATTR_OPERATION_MATMUL_DESC);
     set_tensor(graph, operation, CUDNN_ATTR_OPERATION_MATMUL_ADESC, a);
     set_tensor(graph, operation, CUDNN_ATTR_OPERATION_MATMUL_BDESC, b);
     set_tensor(graph, operation, CUDNN_ATTR_OPERATION_MATMUL_CDESC, c);
-    set_descriptor(graph, operation, CUDNN_ATTR_OPERATION_MATMUL_DESC, how);
     for (int i = 0; i < 3; i++) set_tensor(graph, operation, names[i], extents[i]);
     add_operation(graph, operation);
 }
@@ -275,10 +280,9 @@ void te_cudnn_bernoulli(te_cudnn_graph *graph, te_cudnn_tensor *seed, te_cudnn_t
     descriptor how = create(graph, CUDNN_BACKEND_RNG_DESCRIPTOR), operation;
     set(graph, how, CUDNN_ATTR_RNG_DISTRIBUTION, CUDNN_TYPE_RNG_DISTRIBUTION, 1, &distribution);
     set(graph, how, CUDNN_ATTR_RNG_BERNOULLI_DIST_PROBABILITY, CUDNN_TYPE_DOUBLE, 1, &probability);
-    finalize(graph, how);
-    operation = create(graph, CUDNN_BACKEND_OPERATION_RNG_DESCRIPTOR);
+    operation = operation_of(graph, how, CUDNN_BACKEND_OPERATION_RNG_DESCRIPTOR,
+                             CUDNN_ATTR_OPERATION_RNG_DESC);
     set_tensor(graph, operation, CUDNN_ATTR_OPERATION_RNG_YDESC, y);
-    set_descriptor(graph, operation, CUDNN_ATTR_OPERATION_RNG_DESC, how);
     set_tensor(graph, operation, CUDNN_ATTR_OPERATION_RNG_SEED, seed);
     set_tensor(graph, operation, CUDNN_ATTR_OPERATION_RNG_OFFSET_DESC, offset);
     add_operation(graph, operation);

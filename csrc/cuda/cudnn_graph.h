@@ -45,19 +45,17 @@ typedef struct te_cudnn_graph {
 /* An empty graph is {0}. Destroys what it made. */
 void te_cudnn_graph_clear(te_cudnn_graph *graph);
 
-/* A tensor at a place, whose address is a multiple of `alignment` bytes. `ragged` (NULL: none) has
- * the first element of each batch entry. */
+/* A tensor at a place, whose address is a multiple of `alignment` bytes. */
 te_cudnn_tensor *te_cudnn_at(te_cudnn_graph *graph, int32_t place, cudnnDataType_t dtype,
-                             const int64_t shape[4], const int64_t strides[4], int64_t alignment,
-                             const te_cudnn_tensor *ragged);
+                             const int64_t shape[4], const int64_t strides[4], int64_t alignment);
 /* A tensor that is not kept; strides NULL: dense. */
 te_cudnn_tensor *te_cudnn_virtual(te_cudnn_graph *graph, cudnnDataType_t dtype,
                                   const int64_t shape[4], const int64_t strides[4]);
 te_cudnn_tensor *te_cudnn_float(te_cudnn_graph *graph, float value);
 te_cudnn_tensor *te_cudnn_int(te_cudnn_graph *graph, int32_t value);
 
-/* y = mode(x, b, t), broadcast; b and t NULL where there are none. The modes of comparisons and
- * logic give truth values. */
+/* y = mode(x, b), broadcast; b NULL where there is none. The modes of comparisons and logic give
+ * truth values. */
 void te_cudnn_pointwise_to(te_cudnn_graph *graph, cudnnPointwiseMode_t mode, te_cudnn_tensor *x,
                            te_cudnn_tensor *b, te_cudnn_tensor *y);
 te_cudnn_tensor *te_cudnn_pointwise(te_cudnn_graph *graph, cudnnPointwiseMode_t mode,
@@ -70,7 +68,7 @@ te_cudnn_tensor *te_cudnn_select(te_cudnn_graph *graph, te_cudnn_tensor *x,
 /* y = x reduced over the dims in which y has 1. */
 void te_cudnn_reduce(te_cudnn_graph *graph, cudnnReduceTensorOp_t how, te_cudnn_tensor *x,
                      te_cudnn_tensor *y);
-/* c = a b in fp32; m and k (NULL: all) are how much of each there is in a batch entry. */
+/* c = a b in fp32; `extents` are how much of m, n and k (NULL: all) there is in a batch entry. */
 void te_cudnn_multiply(te_cudnn_graph *graph, te_cudnn_tensor *a, te_cudnn_tensor *b,
                        te_cudnn_tensor *c, const te_cudnn_tensor *extents[3]);
 void te_cudnn_reshape(te_cudnn_graph *graph, te_cudnn_tensor *x, te_cudnn_tensor *y);

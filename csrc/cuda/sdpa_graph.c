@@ -34,7 +34,7 @@ static tensor *heads_at(const writer *w, int32_t place, const te_sdpa_strides *o
                               turned ? tokens : channels};
     const int64_t strides[4] = {of->batch, of->head, turned ? 1 : of->token,
                                 turned ? of->token : 1};
-    return te_cudnn_at(w->graph, place, w->dtype, shape, strides, 16, NULL);
+    return te_cudnn_at(w->graph, place, w->dtype, shape, strides, 16);
 }
 
 static tensor *queries_at(const writer *w, int32_t place, const te_sdpa_strides *of, int64_t d)
@@ -56,7 +56,7 @@ static tensor *at(const writer *w, int32_t place, cudnnDataType_t dtype, const i
     const int64_t alignment = dtype == CUDNN_DATA_INT64                                ? 8
                               : dtype == CUDNN_DATA_FLOAT || dtype == CUDNN_DATA_INT32 ? 4
                                                                                        : 2;
-    return te_cudnn_at(w->graph, place, dtype, shape, strides, alignment, NULL);
+    return te_cudnn_at(w->graph, place, dtype, shape, strides, alignment);
 }
 
 /* A number or, with the extent of the batch, one number of each sequence. */
@@ -71,7 +71,7 @@ static tensor *rows_at(const writer *w, int32_t place)
 {
     const int64_t shape[4] = {w->key->batch, w->key->heads, w->key->queries, 1};
     const int64_t strides[4] = {shape[1] * shape[2], shape[2], 1, 1};
-    return te_cudnn_at(w->graph, place, CUDNN_DATA_FLOAT, shape, strides, 16, NULL);
+    return te_cudnn_at(w->graph, place, CUDNN_DATA_FLOAT, shape, strides, 16);
 }
 
 static tensor *virtual_rows(const writer *w)
@@ -330,7 +330,7 @@ static void write_query_gradient(const writer *w, tensor *grad_scores)
         const int64_t shape[4] = {key->batch, key->heads, key->queries, key->d_k};
         const int64_t strides[4] = {shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3],
                                     1};
-        sum = te_cudnn_at(w->graph, TE_SDPA_QUERY_SUM, CUDNN_DATA_FLOAT, shape, strides, 16, NULL);
+        sum = te_cudnn_at(w->graph, TE_SDPA_QUERY_SUM, CUDNN_DATA_FLOAT, shape, strides, 16);
     }
     multiply(w, grad_scores, keys_again(w), sum, w->query_lengths, NULL, w->key_lengths);
     if (sum != result) {

@@ -2,9 +2,9 @@
  *
  * sdpa_plans.h - the plans of attention of one device, and its handles of cuDNN.
  *
- * A plan takes a second to make, where its kernel is new. What was made is kept by its problem;
- * past a bound those that were not used for longest go, except where a captured CUDA graph may
- * launch them.
+ * A plan takes a third of a second to make, where its kernel is new. What was made is kept by its
+ * problem; past a bound those that were not used for longest go, except where a captured CUDA graph
+ * may launch them.
  */
 #ifndef TE_CUDA_SDPA_PLANS_H
 #define TE_CUDA_SDPA_PLANS_H

@@ -143,6 +143,9 @@ static void check_extras(void)
     add_bias(&key, 1, 4, TE_DTYPE_BF16);
     key.wants_bias_grad = 1;
     check("bias and its gradient", key);
+    add_bias(&key, 3, 4, TE_DTYPE_BF16);
+    key.bias_grad_sums = 1;
+    compile("a bias whose gradient sequences share", key, 1);
     key = small();
     add_bias(&key, 3, 1, TE_DTYPE_F32);
     key.dropout = 0.1F;
