@@ -256,7 +256,10 @@ int main(void)
     check_many();
     find_neighbours();
     check_threads(0);
+    /* In a child the sanitizer's allocator stays locked by the malloc of another thread. */
+#ifndef __SANITIZE_ADDRESS__
     check_threads(FORKS);
+#endif
     te_context_destroy(context);
     (void)puts("plans: ok");
     return 0;
