@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 MODULES = frozenset(
     "pytorch.attention.dot_product_attention.context_parallel "
-    "pytorch.attention.dot_product_attention.utils pytorch.attention.inference "
+    "pytorch.attention.inference "
     "pytorch.cpp_extensions.fused_attn pytorch.distributed_weight pytorch.float8_tensor "
     "pytorch.module.fp8_padding pytorch.module.fp8_unpadding pytorch.module.grouped_linear "
     "pytorch.ops.op pytorch.permutation pytorch.quantized_tensor pytorch.router pytorch.tensor "
@@ -227,13 +227,12 @@ FEATURES: tuple[Feature, ...] = (
         """,
     ),
     Feature(
-        "Attention: queries and parts of other backends",
+        "Attention: parts of other backends",
         "the backends are torch's scaled_dot_product_attention and this library's own",
         "NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN choose (docs/attention.md); "
         "te.DotProductAttention attends",
         """
-        pytorch.attention.dot_product_attention.utils: AttentionParams FlashAttentionUtils
-            get_attention_backend
+        pytorch.attention.dot_product_attention.utils: FlashAttentionUtils
         pytorch.attention.dot_product_attention.backends: FlashAttention FusedAttention
             UnfusedDotProductAttention
         pytorch.attention.dot_product_attention.softmax: FusedScaleMaskSoftmax

@@ -62,6 +62,7 @@ _NAMES_OF = {
     "quantization": "fp8_model_init quantized_model_init",
     "tools.conversion": "convert convertible",
     "tools.counts": "counters counting reset_counters scales",
+    "tools.explain_attention": "explain_attention",
     "tools.nonfinite": "NonFiniteError find_nonfinite watch_finite",
     "tools.observation": "observe",
     "tools.reporting": "report",

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend runs an attention, and why not another one."""
+"""Which backend runs an attention, and why not another one: one table of features.
 
-from collections.abc import Callable
+From `FEATURES` come the choice at a call (`choose_backend`), what no backend runs and so is refused
+when a module is made (`check_constructible`), the answers of `te.explain_attention` and of
+`utils.get_attention_backend`. What a backend learns to run leaves its row; a new feature of a call
+is a field of `Situation` and a row here.
+"""
+
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -19,9 +25,14 @@ __getattr__, __dir__ = absent.attach(globals())
 __all__ = [
     "BACKENDS",
     "BIAS_TYPES",
+    "FEATURES",
     "Choice",
+    "Feature",
+    "Refusal",
     "Situation",
+    "check_constructible",
     "choose_backend",
+    "refusals",
     *absent.names_of(__name__),
 ]
 
@@ -29,57 +40,84 @@ OLDEST_CUDNN = 91900  # as of csrc/cuda/cudnn_library.c
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
 
-class Choice(NamedTuple):
-    """The outcome."""
+class Feature(NamedTuple):
+    """A row of the table: what a call may have, and who does not run it."""
 
-    backend: str  # a key of `BACKENDS`
-    reasons: dict[str, str]  # for each backend that would have been preferred, what it can not do
-
-
-def _native_lacks(situation: Situation) -> str | None:
-    """What keeps the library's own operator from running it; None: nothing."""
-    if not situation.switches.fused:
-        return "switched off by NVTE_FUSED_ATTN"
-    return None if situation.device == "cpu" else _cudnn_lacks(situation)
+    name: str  # a format of the situation's fields, which makes it concrete
+    present: Callable[[Situation], bool]
+    lacking: dict[str, str]
+    """Why not, by who does not run it: a key of `BACKENDS`, or "cudnn", which is behind `native` on
+    CUDA, or "cpu", behind it elsewhere. Formats too; "": the name says it all."""
 
 
-def _cudnn_lacks(situation: Situation) -> str | None:
-    """What keeps cuDNN, which is behind the operator on CUDA, from running it."""
-    if situation.capability != 90:
-        found = situation.capability / 10
-        return f"compute capability {found:.1f}: it was built and tested for 9.0"
-    if situation.cudnn < OLDEST_CUDNN:
-        return f"cuDNN {situation.cudnn}, expected at least {OLDEST_CUDNN}"
-    if situation.dtype is torch.float32:
-        return "fp32: cuDNN's kernels take fp16 and bf16"
-    if any(n % 8 != 0 or n > 256 for n in situation.channels):
-        return f"{situation.channels} channels of a head, which are no multiples of 8 up to 256"
-    return situation.unusual or None
+def _always(situation: Situation) -> bool:
+    del situation
+    return True
 
 
-def _sdpa_lacks(situation: Situation) -> str | None:
-    """What keeps torch's scaled_dot_product_attention from running it; None: nothing."""
-    if not (situation.switches.flash or situation.switches.fused):
-        return "switched off by NVTE_FLASH_ATTN and NVTE_FUSED_ATTN"
-    kind = situation.kind
-    if situation.device != "cpu" and not situation.switches.nondeterministic:
-        return "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: its gradients are not repeatable"
-    if kind.padding or kind.name == "arbitrary":
-        return f"mask type {kind.name}: it would take a mask of the size of the scores"
-    if situation.bias != "no_bias":
-        return f"bias type {situation.bias}"
-    if situation.window not in (NO_WINDOW, CAUSAL_WINDOW):
-        return f"window {situation.window}"
-    if kind.causal and situation.bottom_right and not situation.square:
-        return "a causal mask whose diagonal does not begin in the top left corner"
-    if situation.grouped and situation.dtype is torch.float32:
-        return "grouped heads in fp32: none of its fused kernels takes them"
-    return None
-
-
-def _unfused_lacks(situation: Situation) -> str | None:
-    """It runs everything."""
-    return None if situation.switches.unfused else "switched off by NVTE_UNFUSED_ATTN"
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "flash-attn",
+        _always,
+        {"flash": "not built: nothing here calls that package; native is the fused attention"},
+    ),
+    Feature("switched off by NVTE_FUSED_ATTN", lambda s: not s.switches.fused, {"native": ""}),
+    Feature(
+        "switched off by NVTE_FLASH_ATTN and NVTE_FUSED_ATTN",
+        lambda s: not (s.switches.flash or s.switches.fused),
+        {"sdpa": ""},
+    ),
+    Feature("switched off by NVTE_UNFUSED_ATTN", lambda s: not s.switches.unfused, {"unfused": ""}),
+    Feature(
+        "compute capability {capability_text}",
+        lambda s: s.capability != 90,
+        {"cudnn": "it was built and tested for 9.0"},
+    ),
+    Feature(
+        "cuDNN {cudnn}",
+        lambda s: s.cudnn < OLDEST_CUDNN,
+        {"cudnn": f"expected at least {OLDEST_CUDNN}"},
+    ),
+    Feature(
+        "fp32",
+        lambda s: s.dtype is torch.float32,
+        {"cudnn": "cuDNN's kernels take fp16 and bf16"},
+    ),
+    Feature(
+        "{channels} channels of a head",
+        lambda s: any(n % 8 != 0 or n > 256 for n in s.channels),
+        {"cudnn": "they are no multiples of 8 up to 256"},
+    ),
+    Feature("{unusual}", lambda s: bool(s.unusual), {"cudnn": "cuDNN's kernels do not make it"}),
+    Feature(
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
+        lambda s: s.device != "cpu" and not s.switches.nondeterministic,
+        {"sdpa": "its gradients are not repeatable"},
+    ),
+    Feature(
+        "mask type {kind.name}",
+        lambda s: s.kind.padding or s.kind.name == "arbitrary",
+        {"sdpa": "it would take a mask of the size of the scores"},
+    ),
+    Feature("bias type {bias}", lambda s: s.bias != "no_bias", {"sdpa": "it takes no bias"}),
+    Feature(
+        "window {window}",
+        lambda s: s.window not in (NO_WINDOW, CAUSAL_WINDOW),
+        {"sdpa": "it takes no window"},
+    ),
+    Feature(
+        "a causal mask whose diagonal does not begin in the top left corner",
+        lambda s: s.kind.causal and s.bottom_right and not s.square,
+        {"sdpa": "its causal masks begin there"},
+    ),
+    Feature(
+        "grouped heads in fp32",
+        lambda s: s.grouped and s.dtype is torch.float32,
+        {"sdpa": "none of its fused kernels takes them"},
+    ),
+)
+"""Every feature that some backend does not run. The first one that a backend lacks is the reason
+that is given, so what holds for whole machines comes first."""
 
 
 _TO_HEADS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
@@ -101,33 +139,85 @@ def _by_heads(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class Backend(NamedTuple):
-    """What it lacks for a situation, and how it runs; see `native.attend` for the arguments."""
+    """How it runs (see `native.attend` for the arguments; None: not built), and what it is."""
 
-    lacks: Callable[[Situation], str | None]
-    run: Callable[..., Tensor]
+    run: Callable[..., Tensor] | None
+    title: str
 
 
 BACKENDS = {
-    "native": Backend(_native_lacks, native.attend),
-    "sdpa": Backend(_sdpa_lacks, _by_heads(sdpa.attend)),
-    "unfused": Backend(_unfused_lacks, _by_heads(unfused.attend)),
+    "native": Backend(native.attend, "the library's own operator (cuDNN on CUDA)"),
+    "sdpa": Backend(_by_heads(sdpa.attend), "torch's scaled_dot_product_attention"),
+    "unfused": Backend(_by_heads(unfused.attend), "two batched products and the library's softmax"),
+    "flash": Backend(None, "the flash-attn package"),
 }
 """By name, in order of preference."""
+
+
+class Refusal(NamedTuple):
+    """Why a backend does not run a call."""
+
+    feature: str  # of the call
+    why: str  # what is about it; "": nothing more to say
+
+    def __str__(self) -> str:
+        return f"{self.feature}: {self.why}" if self.why else self.feature
+
+
+class Choice(NamedTuple):
+    """The outcome."""
+
+    backend: str  # a key of `BACKENDS`
+    reasons: dict[str, str]  # for each backend that would have been preferred, what it can not do
+
+
+def _refusal(backend: str, situation: Situation) -> Refusal | None:
+    """The first feature of a situation that a backend lacks; None: it runs it."""
+    behind = ("cpu" if situation.device == "cpu" else "cudnn") if backend == "native" else backend
+    for name, present, lacking in FEATURES:
+        column = backend if backend in lacking else behind
+        if column in lacking and present(situation):
+            texts = (name, lacking[column])
+            return Refusal(*(text.format(**_fields(situation)) for text in texts))
+    return None
+
+
+def _fields(situation: Situation) -> dict:
+    """What names and reasons of the table may speak of."""
+    return {**situation._asdict(), "capability_text": f"{situation.capability / 10:.1f}"}
+
+
+def refusals(situation: Situation) -> dict[str, Refusal | None]:
+    """Why each backend does not run a kind of call, by name; None: it does."""
+    return {name: _refusal(name, situation) for name in BACKENDS}
 
 
 def choose_backend(situation: Situation) -> Choice:
     """Choose the first backend that lacks nothing, and say why the ones before it were passed over.
 
-    ValueError where none is left: the environment switches off the one that would run it.
+    ValueError where none is left: the message has the feature that each lacks.
     """
     reasons: dict[str, str] = {}
-    for name, backend in BACKENDS.items():
-        reason = backend.lacks(situation)
-        if reason is None:
+    for name in BACKENDS:
+        refusal = _refusal(name, situation)
+        if refusal is None:
             return Choice(name, reasons)
-        reasons[name] = reason
+        reasons[name] = str(refusal)
     found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise ValueError(
-        f"DotProductAttention: no backend is left ({found}). Unset these variables, or set "
-        "NVTE_UNFUSED_ATTN=1: that backend runs everything"
-    )
+    fix = ""
+    if not situation.switches.unfused:
+        fix = ". Unset these variables, or set NVTE_UNFUSED_ATTN=1: that backend runs most"
+    raise ValueError(f"DotProductAttention: no backend is left ({found}){fix}")
+
+
+def check_constructible(situations: Iterable[Situation]) -> None:
+    """Raise for a module none of whose kinds of call any backend runs (ValueError)."""
+    error = None
+    for situation in situations:
+        try:
+            choose_backend(situation)
+            return
+        except ValueError as refused:
+            error = refused
+    if error is not None:
+        raise error

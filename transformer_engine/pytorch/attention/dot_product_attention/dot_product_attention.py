@@ -3,23 +3,26 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from transformer_engine.common.config import attention_switches
+from transformer_engine.common.config import AttentionSwitches, attention_switches
 from transformer_engine.pytorch.attention.dot_product_attention import masks
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
+    Described,
     check_format,
     refuse_fp8,
+    refuse_unbuilt,
     unpack,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
     BACKENDS,
     BIAS_TYPES,
     Choice,
+    check_constructible,
     choose_backend,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.limits import (
@@ -46,6 +49,10 @@ from transformer_engine.pytorch.state import current_state
 __all__ = ["DotProductAttention"]
 
 _NAME = "DotProductAttention"
+_CPU = torch.device("cpu")
+_TENSORS = (Tensor, Described)
+_ALL_ON = AttentionSwitches(True, True, True)
+"""Of the environment when a module is made: a program may still set it before the call."""
 
 _switches = constant_in_graphs(attention_switches)
 """What the environment allows now; in a graph, what it allowed when that was traced."""
@@ -205,6 +212,7 @@ class DotProductAttention(ContextParallel, NativeModule):
         scale = 1.0 / math.sqrt(channels[0]) if softmax_scale is None else softmax_scale
         self.softmax_scale = scale
         self._get_tracker = get_rng_state_tracker
+        check_constructible(tuple(self._mildest_calls()))
         self._decisions: dict[tuple, _Decision] = {}
         self._ran: Choice | None = None  # of the last call that was not compiled, for `report`
 
@@ -317,11 +325,10 @@ score_mod_tensors, score_mod_bprop_tensors
         """
         unset = score_mod is score_mod_bprop is score_mod_tensors is score_mod_bprop_tensors is None
         if fp8_output or not unset or (num_splits is not None and num_splits != 1):
-            refuse_options(
-                _NAME, fp8_output=(fp8_output, False), num_splits=(num_splits, 1),
-                score_mod=(score_mod, None), score_mod_bprop=(score_mod_bprop, None),
-                score_mod_tensors=(score_mod_tensors, None),
-                score_mod_bprop_tensors=(score_mod_bprop_tensors, None),
+            refuse_unbuilt(
+                fp8_output=fp8_output, num_splits=num_splits, score_mod=score_mod,
+                score_mod_bprop=score_mod_bprop, score_mod_tensors=score_mod_tensors,
+                score_mod_bprop_tensors=score_mod_bprop_tensors,
             )  # fmt: skip
         if qkv_layer is not None or kv_layer is not None:
             layers = (query_layer, key_layer, value_layer)
@@ -346,15 +353,7 @@ score_mod_tensors, score_mod_bprop_tensors
         qkv_format: str | None = None,
     ) -> Tensor:
         """`forward` with its other arguments in one."""
-        if options.inference_params is not None or options.pad_between_seqs:
-            refuse_options(
-                _NAME,
-                inference_params=(options.inference_params, None),
-                pad_between_seqs=(bool(options.pad_between_seqs), False),
-            )
-        state = current_state()
-        if state.enabled:
-            refuse_fp8(state.recipe)
+        self._refuse(options)
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         sizes = self._check(query, key, value, qkv_format)
         choice, limits = self.limits_for(options, sizes, query)
@@ -393,10 +392,37 @@ score_mod_tensors, score_mod_bprop_tensors
 
     # ---- what applies --------------------------------------------------------------------------
 
+    def situation_of(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        options: AttentionOptions,
+        qkv_format: str | None = None,
+    ) -> Situation:
+        """The kind of a call, as `attend` would find it: of tensors, or what has their shapes."""
+        self._refuse(options)
+        sizes = self._check(query, key, value, qkv_format or self.qkv_format)
+        return self._situation(self._kind_of(options, sizes, query))
+
+    def _refuse(self, options: AttentionOptions) -> None:
+        """Raise for what is not there yet (NotImplementedError)."""
+        if options.inference_params is not None or options.pad_between_seqs:
+            refuse_options(
+                _NAME,
+                inference_params=(options.inference_params, None),
+                pad_between_seqs=(bool(options.pad_between_seqs), False),
+            )
+        state = current_state()
+        if state.enabled:
+            refuse_fp8(state.recipe)
+
     def _check(self, query: Any, key: Any, value: Any, qkv_format: str) -> tuple[int, ...]:
         """(batch, heads, queries, keys); raises for tensors that do not go together."""
         if not (
-            isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+            isinstance(query, _TENSORS)
+            and isinstance(key, _TENSORS)
+            and isinstance(value, _TENSORS)
         ):
             found = tuple(type(t).__name__ for t in (query, key, value))
             raise TypeError(f"{_NAME}: query, key, value are {found}, expected three tensors")
@@ -454,9 +480,20 @@ score_mod_tensors, score_mod_bprop_tensors
         self, options: AttentionOptions, sizes: tuple[int, ...], query: Tensor
     ) -> _Decision:
         """What applies to a call, remembered for the next one of its kind."""
+        key = self._kind_of(options, sizes, query)
+        if torch.compiler.is_compiling():
+            return self._decide(key)
+        decision = self._decisions.get(key)
+        if decision is None:
+            decision = self._decisions[key] = self._decide(key)
+        self.__dict__["_ran"] = decision.choice
+        return decision
+
+    def _kind_of(self, options: AttentionOptions, sizes: tuple[int, ...], query: Any) -> tuple:
+        """All that the choice of a backend for a call depends on; of `query` dtype and device."""
         mask, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
         window = self.window_size if options.window_size is None else options.window_size
-        key = (
+        return (
             self.attn_mask_type if mask is None else mask,
             tuple(window) if isinstance(window, list) else window,
             self.bottom_right_diagonal if bottom_right is None else bottom_right,
@@ -467,16 +504,9 @@ score_mod_tensors, score_mod_bprop_tensors
             _switches(),
             "" if query.device.type == "cpu" else _unusual(options, sizes, query),
         )
-        if torch.compiler.is_compiling():
-            return self._decide(key)
-        decision = self._decisions.get(key)
-        if decision is None:
-            decision = self._decisions[key] = self._decide(key)
-        self.__dict__["_ran"] = decision.choice
-        return decision
 
-    def _decide(self, key: tuple) -> _Decision:
-        """Find out what applies to calls of a kind."""
+    def _situation(self, key: tuple) -> Situation:
+        """The kind of call of a key."""
         name, window, bottom_right, bias, square, dtype, device, switches, unusual = key
         kind = masks.mask_type(name)
         window = masks.window_of(window, kind)
@@ -484,8 +514,18 @@ score_mod_tensors, score_mod_bprop_tensors
         one_of(_NAME, BIAS_TYPES, core_attention_bias_type=bias)
         grouped = self.num_gqa_groups != self.num_attention_heads
         channels = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
-        situation = Situation(
+        return Situation(
             kind, window, diagonal, square, bias, grouped, dtype, device.type, switches, channels,
             *_device_facts(device), unusual,
         )  # fmt: skip
+
+    def _decide(self, key: tuple) -> _Decision:
+        """Find out what applies to calls of a kind."""
+        situation = self._situation(key)
         return _Decision(situation, choose_backend(situation), constant_limits(situation))
+
+    def _mildest_calls(self) -> Iterator[Situation]:
+        """The kinds of call that ask the least of a backend, one of each dtype, on the CPU."""
+        for dtype in DTYPES:
+            key = "no_mask", None, None, "no_bias", True, dtype, _CPU, _ALL_ON, ""
+            yield self._situation(key)

@@ -85,7 +85,7 @@ def window_of(window: Any, kind: MaskType, label: str = "window_size") -> tuple[
     if (left, right) == CAUSAL_WINDOW:
         warnings.warn(
             f"{label}={window!r} with mask type {kind.name!r} counts as (-1, -1): no window",
-            stacklevel=6,
+            stacklevel=7,
         )
         return NO_WINDOW
     if (left, right) == NO_WINDOW or (left >= 0 and right >= 0):

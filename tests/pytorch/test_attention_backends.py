@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of backends: every row, what no backend runs, and what is said about it."""
+
+import itertools
+
+import pytest
+import torch
+from tols import BF16, F16, F32
+
+import transformer_engine.pytorch as te
+from transformer_engine import _core
+from transformer_engine.common.config import AttentionSwitches
+from transformer_engine.pytorch.attention.dot_product_attention import backends
+from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+    BACKENDS,
+    BIAS_TYPES,
+    FEATURES,
+    Feature,
+    Situation,
+    choose_backend,
+    refusals,
+)
+from transformer_engine.pytorch.attention.dot_product_attention.masks import (
+    MASK_TYPES,
+    diagonal_of,
+    window_of,
+)
+from transformer_engine.pytorch.attention.dot_product_attention.utils import (
+    AttentionParams,
+    get_attention_backend,
+)
+
+HEADS, CHANNELS = 4, 16
+
+
+def situations():
+    """Kinds of call over the cross product of what the table speaks of."""
+    switches = [AttentionSwitches(*on) for on in itertools.product((True, False), repeat=4)]
+    machines = ("cpu", 0, 0), ("cuda", 90, 91900), ("cuda", 80, 91900), ("cuda", 90, 91800)
+    of_calls = itertools.product(
+        MASK_TYPES.values(), (None, (3, 0)), (True, False), BIAS_TYPES, (F32, F16, BF16)
+    )
+    for kind, window, square, bias, dtype in of_calls:
+        for on, (device, *facts) in itertools.product(switches, machines):
+            limits = kind, window_of(window, kind), diagonal_of(None, kind), square
+            channels = (64, 64) if square else (64, 60)
+            yield Situation(*limits, bias, not square, dtype, device, on, channels, *facts)
+
+
+def test_one_table_answers_everything():
+    """The choice is the first backend without a refusal; every row but the rare one counts."""
+    named = set()
+    for situation in situations():
+        found = refusals(situation)
+        runs = [name for name, refusal in found.items() if refusal is None]
+        named |= {refusal.feature for refusal in found.values() if refusal is not None}
+        if runs:
+            choice = choose_backend(situation)
+            assert choice.backend == runs[0]
+            before = list(BACKENDS)[: list(BACKENDS).index(runs[0])]
+            assert choice.reasons == {name: str(found[name]) for name in before}
+        else:
+            with pytest.raises(ValueError) as error:
+                choose_backend(situation)
+            assert all(f"{name}: {refusal}" in str(error.value) for name, refusal in found.items())
+    starts = [feature.name.partition("{")[0] for feature in FEATURES if feature.name[0] != "{"]
+    assert all(any(name.startswith(start) for name in named) for start in starts)
+
+
+def test_rows_speak_of_fields_and_backends():
+    known = {*BACKENDS, "cpu", "cudnn"}
+    assert all(set(feature.lacking) <= known and feature.lacking for feature in FEATURES)
+    assert all(backend.run is not None for name, backend in BACKENDS.items() if name != "flash")
+
+
+# ---- what nobody runs ----------------------------------------------------------------------------
+
+
+def refuse(monkeypatch, present):
+    """Let no backend run a feature."""
+    nobody = Feature("groups of heads", present, dict.fromkeys(BACKENDS, "not here"))
+    monkeypatch.setattr(backends, "FEATURES", (nobody, *FEATURES))
+
+
+def test_what_no_backend_runs_is_refused_at_construction(monkeypatch):
+    refuse(monkeypatch, lambda s: s.grouped)
+    te.DotProductAttention(HEADS, CHANNELS)
+    with pytest.raises(ValueError, match="no backend is left .*groups of heads: not here"):
+        te.DotProductAttention(HEADS, CHANNELS, 2)
+    with pytest.raises(ValueError, match="groups of heads"):
+        te.MultiheadAttention(64, HEADS, num_gqa_groups=2)
+
+
+def test_what_a_call_brings_is_refused_at_the_call(monkeypatch, device):
+    refuse(monkeypatch, lambda s: s.dtype is F16)
+    module = te.DotProductAttention(HEADS, CHANNELS)
+    tensors = [torch.randn(5, 2, HEADS, CHANNELS, dtype=F16, device=device) for _ in range(3)]
+    with pytest.raises(ValueError, match="no backend is left .*groups of heads: not here"):
+        module(*tensors)
+    explained = te.explain_attention(module, *tensors)
+    assert explained.backend is None and str(explained).startswith("nothing runs it")
+    module(*(tensor.float() for tensor in tensors))
+
+
+def test_switches_are_read_at_the_call_and_not_at_construction(monkeypatch, device):
+    for name in ("FLASH", "FUSED", "UNFUSED"):
+        monkeypatch.setenv(f"NVTE_{name}_ATTN", "0")
+    module = te.DotProductAttention(HEADS, CHANNELS)
+    tensor = torch.randn(5, 2, HEADS, CHANNELS, dtype=BF16, device=device)
+    with pytest.raises(ValueError, match="set NVTE_UNFUSED_ATTN=1"):
+        module(tensor, tensor, tensor)
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")
+    module(tensor, tensor, tensor)
+
+
+# ---- explain_attention ---------------------------------------------------------------------------
+
+
+def explain(module, *given, **more):
+    """Explain, and check that nothing ran."""
+    _core.reset_counters()
+    explained = te.explain_attention(module, *given, **more)
+    assert not _core.counters()
+    return explained
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": (3, 0)}, {"attn_mask_type": "arbitrary"}])
+def test_explanation_is_what_then_runs(device, options, monkeypatch):
+    module = te.DotProductAttention(HEADS, CHANNELS, 2)
+    query = torch.randn(5, 2, HEADS, CHANNELS, dtype=BF16, device=device)
+    key = torch.randn(5, 2, 2, CHANNELS, dtype=BF16, device=device)
+    if "attn_mask_type" in options:
+        mask = torch.zeros(2, 1, 5, 5, dtype=torch.bool, device=device)
+        options = {**options, "attention_mask": mask}
+    for fused in ("1", "0"):
+        monkeypatch.setenv("NVTE_FUSED_ATTN", fused)
+        explained = explain(module, query, key, key, **options)
+        assert explained == explain(module, query, **options)
+        shapes = {name: value for name, value in options.items() if name != "attention_mask"}
+        shapes.update({"attention_mask": (2, 1, 5, 5)} if "attention_mask" in options else {})
+        kind = {"dtype": BF16, "device": device}
+        assert explained == explain(module, tuple(query.shape), **kind, **shapes)
+        module(query, key, key, **options)
+        assert explained.backend == module._ran.backend
+        assert {name: str(explained.refused[name]) for name in module._ran.reasons} == (
+            module._ran.reasons
+        )
+        assert set(explained.refused) | {explained.backend, *explained.others} == set(BACKENDS)
+
+
+def test_explanation_names_one_feature_for_each_backend():
+    module = te.DotProductAttention(HEADS, CHANNELS, attn_mask_type="no_mask")
+    shape = (5, 2, HEADS, CHANNELS)
+    explained = explain(module, shape, dtype=F32, device="cpu", window_size=(2, 2))
+    assert explained.backend == "native" and explained.others == ("unfused",)
+    assert explained.refused["sdpa"] == ("window (2, 2)", "it takes no window")
+    assert explained.refused["flash"].feature == "flash-attn"
+    text = str(explained)
+    assert "runs     native: " in text and "could    unfused: " in text
+    assert "refused  sdpa: window (2, 2): it takes no window" in text
+
+
+def test_explanation_of_layers_and_packed_tensors():
+    layer = te.TransformerLayer(64, 128, HEADS)
+    shape = (5, 2, HEADS, CHANNELS)
+    wanted = explain(layer.self_attention.core_attention, shape, device="cpu")
+    assert explain(layer, shape, device="cpu") == wanted
+    assert explain(layer.self_attention, shape, device="cpu") == wanted
+    packed = torch.zeros(5, 2, 3, HEADS, CHANNELS, dtype=BF16)
+    assert explain(layer, qkv_layer=packed) == wanted
+
+
+def test_mistakes_in_questions():
+    module = te.DotProductAttention(HEADS, CHANNELS)
+    with pytest.raises(TypeError, match="Linear, expected a DotProductAttention"):
+        te.explain_attention(te.Linear(4, 4), (5, 2, HEADS, CHANNELS))
+    with pytest.raises(TypeError, match="'mask' is no argument of DotProductAttention.forward"):
+        te.explain_attention(module, (5, 2, HEADS, CHANNELS), mask=None)
+    with pytest.raises(ValueError, match="expected sbhd with 4 heads of 16"):
+        te.explain_attention(module, (5, 2, HEADS, CHANNELS + 1))
+    with pytest.raises(NotImplementedError, match="num_splits=2"):
+        te.explain_attention(module, (5, 2, HEADS, CHANNELS), num_splits=2)
+
+
+# ---- get_attention_backend -----------------------------------------------------------------------
+
+
+def test_get_attention_backend_answers_from_the_table(monkeypatch):
+    params = AttentionParams(qkv_layout="sbhd_sbhd_sbhd", head_dim_qk=CHANNELS, head_dim_v=CHANNELS)
+    assert get_attention_backend(params) == (False, None, True, 1, False, [False, True, True])
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    assert get_attention_backend(params) == (False, None, True, None, False, [False, True, True])
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    assert get_attention_backend(params) == (False, None, False, None, True, [False, False, True])
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    assert get_attention_backend(params) == (False, None, False, None, False, [False] * 3)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"core_attention_bias_type": "post_scale_bias", "core_attention_bias_shape": "11ss"},
+        {"core_attention_bias_type": "alibi", "alibi_slopes_shape": (16,)},
+        {"attn_mask_type": "padding_causal", "window_size": (5, 0)},
+        {"attn_mask_type": "arbitrary", "num_gqa_groups": 4, "max_seqlen_kv": 77},
+        {"deterministic": True, "attention_dropout": 0.1, "qkv_dtype": F16},
+    ],
+)
+def test_get_attention_backend_of_other_problems(changed):
+    found = get_attention_backend(AttentionParams(qkv_layout="bshd_bshd_bshd", **changed))
+    assert found[2:5] == (True, 1, False) and found[5][2]
+
+
+@pytest.mark.parametrize("changed", [{"fp8": True}, {"context_parallel": True}, {"num_splits": 4}])
+def test_get_attention_backend_of_what_is_not_built(changed):
+    found = get_attention_backend(AttentionParams(qkv_layout="bshd_bshd_bshd", **changed))
+    assert found == (False, None, False, None, False, [False] * 3)

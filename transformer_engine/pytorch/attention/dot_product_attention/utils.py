@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`get_attention_backend`: which backend a program's attention would run by."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from transformer_engine.common import absent
+from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
+    Described,
+    check_format,
+)
+from transformer_engine.pytorch.attention.dot_product_attention.backends import refusals
+from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
+    DotProductAttention,
+)
+from transformer_engine.pytorch.attention.dot_product_attention.limits import Situation
+from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.module.parameters import refuse_options
+
+__getattr__, __dir__ = absent.attach(globals())
+__all__ = ["AttentionParams", "get_attention_backend", *absent.names_of(__name__)]
+
+F16_ARBITRARY_SEQLEN = 1
+"""Number of the fused backend of 16-bit attention, as programs compare it."""
+
+
+@dataclass(eq=True)
+class AttentionParams:
+    """What an attention is asked about: sizes, layout, mask, bias and the rest of its arguments.
+
+    The shapes are those of `DotProductAttention`: `alibi_slopes_shape` [heads] or [batch, heads],
+    `core_attention_bias_shape` one of "bhss", "1hss", "b1ss", "11ss", "111s", or the four sizes.
+    `qkv_layout` is a name as "sbhd_sbhd_sbhd", "bs3hd" or "thd_thd_thd".
+    """
+
+    qkv_type: type = torch.Tensor
+    qkv_dtype: torch.dtype = torch.bfloat16
+    qkv_layout: str = "sbh3d"
+    batch_size: int = 1
+    num_heads: int = 16
+    num_gqa_groups: int = 16
+    max_seqlen_q: int = 128
+    max_seqlen_kv: int = 128
+    head_dim_qk: int = 64
+    head_dim_v: int = 64
+    attn_mask_type: str = "no_mask"
+    window_size: tuple[int, int] | None = None
+    bottom_right_diagonal: bool | None = None
+    alibi_slopes_shape: Any = None
+    core_attention_bias_type: str = "no_bias"
+    core_attention_bias_shape: Any = None
+    core_attention_bias_requires_grad: bool = True
+    pad_between_seqs: bool = False
+    attention_dropout: float = 0.0
+    context_parallel: bool = False
+    cp_comm_type: str = "p2p"
+    deterministic: bool = False
+    is_training: bool = True
+    fp8: bool = False
+    fp8_meta: Any = None
+    inference_params: Any = None
+    softmax_type: str = "vanilla"
+    return_max_logit: bool = False
+    cuda_graph: bool = False
+    num_splits: int | None = 1
+
+
+def _situation_of(params: AttentionParams) -> Situation:
+    """The kind of call that is described; raises what `DotProductAttention` would."""
+    refuse_options(
+        "get_attention_backend",
+        fp8=(params.fp8, False),
+        context_parallel=(params.context_parallel, False),
+        num_splits=(1 if params.num_splits is None else params.num_splits, 1),
+    )
+    module = DotProductAttention(
+        params.num_heads, (params.head_dim_qk, params.head_dim_v), params.num_gqa_groups,
+        params.attention_dropout, attn_mask_type=params.attn_mask_type,
+        softmax_type=params.softmax_type, return_max_logit=params.return_max_logit,
+    )  # fmt: skip
+    batch, heads, groups = params.batch_size, params.num_heads, params.num_gqa_groups
+    queries, keys = params.max_seqlen_q, params.max_seqlen_kv
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def described(*shape: int, requires_grad: bool = False) -> Described:
+        return Described(shape, params.qkv_dtype, device, requires_grad)
+
+    bias, slopes, mask = None, None, None
+    trains = params.is_training and params.core_attention_bias_requires_grad
+    if params.core_attention_bias_type in ("pre_scale_bias", "post_scale_bias"):
+        full, shape = (batch, heads, queries, keys), params.core_attention_bias_shape or "1hss"
+        if isinstance(shape, str):
+            shape = tuple(1 if c == "1" else n for c, n in zip(shape, full, strict=True))
+        bias = described(*shape, requires_grad=trains)
+    if params.alibi_slopes_shape is not None:
+        slopes = Described(params.alibi_slopes_shape, torch.float32, device)
+    if params.attn_mask_type == "arbitrary":
+        mask = described(batch, 1, queries, keys)
+    options = AttentionOptions(
+        mask, window_size=params.window_size, bottom_right_diagonal=params.bottom_right_diagonal,
+        core_attention_bias_type=params.core_attention_bias_type, core_attention_bias=bias,
+        alibi_slopes=slopes, pad_between_seqs=params.pad_between_seqs,
+        inference_params=params.inference_params,
+    )  # fmt: skip
+    if "t" in params.qkv_layout:
+        check_format("thd")
+    tensors = (
+        described(batch, queries, heads, params.head_dim_qk),
+        described(batch, keys, groups, params.head_dim_qk),
+        described(batch, keys, groups, params.head_dim_v),
+    )
+    situation = module.situation_of(*tensors, options, "bshd")
+    if params.deterministic:
+        switches = situation.switches._replace(nondeterministic=False)
+        situation = situation._replace(switches=switches)
+    return situation
+
+
+def get_attention_backend(
+    attention_params: AttentionParams,
+) -> tuple[bool, Any, bool, Any, bool, list[bool]]:
+    """Which kind of backend runs an attention, and which ones could, on the current device.
+
+    That is CUDA where there is a device, else the CPU. The answers are those of
+    `te.explain_attention`, whose backends count as two kinds: "native" and "sdpa" are fused,
+    "unfused" is unfused. flash-attn is never used.
+
+    Parameters
+    ----------
+    attention_params : AttentionParams
+        What is asked about.
+
+    Returns
+    -------
+    tuple
+        (flash-attn is used, its version: None, a fused backend is used, 1 for the library's own and
+        None for torch's or none, the unfused one is used, [flash-attn, a fused one, the unfused one
+        could be used]).
+
+    Raises
+    ------
+    ValueError
+        What `DotProductAttention` raises for such arguments; for what no backend runs, or is not
+        built, there is no error, and nothing that could be used.
+    """
+    try:
+        found = refusals(_situation_of(attention_params))
+    except NotImplementedError:
+        return False, None, False, None, False, [False, False, False]
+    runs = [name for name, refusal in found.items() if refusal is None]
+    chosen = runs[0] if runs else None
+    fused = [name for name in runs if name in ("native", "sdpa")]
+    number = F16_ARBITRARY_SEQLEN if chosen == "native" else None
+    available = [False, bool(fused), "unfused" in runs]
+    return False, None, chosen in fused, number, chosen == "unfused", available

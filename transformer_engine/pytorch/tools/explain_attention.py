@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`explain_attention`: which backend runs an attention, and what keeps each other one from it."""
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
+from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
+    Described,
+    refuse_unbuilt,
+    unpack,
+)
+from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+    BACKENDS,
+    Refusal,
+    refusals,
+)
+from transformer_engine.pytorch.attention.options import AttentionOptions
+
+_NAME = "explain_attention"
+
+
+class AttentionExplanation(NamedTuple):
+    """The answer; ``print`` shows it as a short table."""
+
+    backend: str | None
+    """What runs the call: "native" (the library's own operator; cuDNN's kernels on CUDA), "sdpa"
+    (torch's), "unfused" (two products and our softmax); None: nothing does."""
+    refused: dict[str, Refusal]
+    """For each backend that does not run it the one ``feature`` that is in its way, and ``why``."""
+    others: tuple[str, ...]  # would run it too, and come after the chosen one
+
+    def __str__(self) -> str:
+        lines = ["nothing runs it"]
+        if self.backend is not None:
+            lines = [f"runs     {self.backend}: {BACKENDS[self.backend].title}"]
+        lines += [f"could    {name}: {BACKENDS[name].title}" for name in self.others]
+        lines += [f"refused  {name}: {refusal}" for name, refusal in self.refused.items()]
+        return "\n".join(lines)
+
+
+def explain_attention(
+    attention: torch.nn.Module,
+    query_layer: Any = None,
+    key_layer: Any = None,
+    value_layer: Any = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    **arguments: Any,
+) -> AttentionExplanation:
+    """Say which backend would run an attention, and the feature that each other one lacks.
+
+    Nothing runs and nothing is allocated. Environment, `torch.autocast` and the `autocast` region
+    are those in force.
+
+    Parameters
+    ----------
+    attention : DotProductAttention, MultiheadAttention or TransformerLayer
+        Whose attention; of a layer its `core_attention`, that of a sequence to itself.
+    query_layer, key_layer, value_layer : Tensor or tuple of int
+        Tensors as of the attention's forward, or their shapes. Where keys and values are left out
+        they are as many as the queries, in the groups and channels of the module.
+    dtype, device
+        Of shapes; bf16, and CUDA where there is a device, are the defaults.
+    **arguments
+        Others of `DotProductAttention.forward`, by name; for a tensor its shape does.
+
+    Returns
+    -------
+    AttentionExplanation
+        ``backend``, ``refused``, ``others``.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        What the forward would raise for these arguments, but that no backend is left.
+    """
+    core = _core_of(attention)
+    _check_names(arguments)
+    refuse_unbuilt(**arguments)
+    layers: Any = (query_layer, key_layer, value_layer)
+    packed = [arguments.get(name) for name in ("qkv_layer", "kv_layer")]
+    if any(tensor is not None for tensor in packed):
+        layers = unpack(layers, *packed, arguments.get("qkv_interleave_dim", -3))
+    elif key_layer is None and value_layer is None and query_layer is not None:
+        layers = _self_attention(core, query_layer)
+    kind = _kind_of(layers[0], dtype, device)
+    tensors = [_described(layer, kind) for layer in layers]
+    given = {name: value for name, value in arguments.items() if name in AttentionOptions._fields}
+    for name in _SHAPES:
+        if name in given:
+            given[name] = _described(given[name], kind)
+    options = AttentionOptions(**given)
+    found = refusals(core.situation_of(*tensors, options, arguments.get("qkv_format")))
+    runs = [name for name, refusal in found.items() if refusal is None]
+    refused = {name: refusal for name, refusal in found.items() if refusal is not None}
+    return AttentionExplanation(runs[0] if runs else None, refused, tuple(runs[1:]))
+
+
+_SHAPES = ("attention_mask", "core_attention_bias", "alibi_slopes")
+"""Arguments that may be given as shapes."""
+
+
+def _core_of(attention: torch.nn.Module) -> DotProductAttention:
+    """The core attention of a module."""
+    found: Any = attention
+    for name in ("self_attention", "core_attention"):
+        found = getattr(found, name, found)
+    if not isinstance(found, DotProductAttention):
+        raise TypeError(
+            f"{_NAME}: {type(attention).__name__}, expected a DotProductAttention, or a "
+            "MultiheadAttention or TransformerLayer with one"
+        )
+    return found
+
+
+def _check_names(arguments: dict) -> None:
+    """Raise for what is no argument of the forward (TypeError)."""
+    known = inspect.signature(DotProductAttention.forward).parameters
+    for name in arguments:
+        if name not in known:
+            raise TypeError(f"{_NAME}: {name!r} is no argument of DotProductAttention.forward")
+
+
+def _self_attention(core: DotProductAttention, query: Any) -> tuple:
+    """Queries, and the shapes of as many keys and values."""
+    *lead, _, _ = getattr(query, "shape", query)
+    k, v = core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v
+    return query, (*lead, core.num_gqa_groups, k), (*lead, core.num_gqa_groups, v)
+
+
+def _kind_of(query: Any, dtype: Any, device: Any) -> tuple[torch.dtype, Any]:
+    """Dtype and device of the tensors that are shapes: those of the queries, where that is one."""
+    if isinstance(query, Tensor):
+        return query.dtype, query.device
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.bfloat16 if dtype is None else dtype, device
+
+
+def _described(value: Any, kind: tuple[torch.dtype, Any]) -> Any:
+    """What stands for a shape; anything else as it is."""
+    if isinstance(value, tuple) and all(isinstance(n, int) for n in value):
+        return Described(value, *kind)
+    return value
