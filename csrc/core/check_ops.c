@@ -5,6 +5,7 @@
  */
 #include <float.h>
 
+#include "core/attention.h"
 #include "core/check.h"
 #include "core/operand.h"
 #include "core/status.h"
@@ -109,9 +110,7 @@ typedef struct rule {
     N(op, value, DIMS, 4, 0, NULL)                                                                 \
     R(op, key, DTYPE, query)                                                                       \
     R(op, value, DTYPE, query)                                                                     \
-    R(op, output, DTYPE, query)                                                                    \
-    R(op, query_lengths, ROWS, query)                                                              \
-    R(op, key_lengths, ROWS, query) DROP(R, N, op, dropout) WINDOW(N, op)
+    R(op, output, DTYPE, query) DROP(R, N, op, dropout) WINDOW(N, op)
 #define RULES_attention(R, N) RULES_PROBLEM(R, N, attention)
 #define RULES_attention_backward(R, N)                                                             \
     RULES_PROBLEM(R, N, attention_backward)                                                        \
@@ -478,17 +477,55 @@ static te_status check_activation_backward(const te_check_site *site,
     return check_sizes(site, "grad_output", &args->grad_output, &like, 0);
 }
 
+/* Packed sequences: one batch entry, offsets for both sides, bounds, and what goes with them. */
+static te_status check_packed(const te_check_site *site, const te_attention_problem *p,
+                              int64_t batch)
+{
+    const te_tensor *const absent[] = {&p->mask, &p->bias};
+    static const char *const names[] = {"mask", "bias"};
+    if (!te_tensor_present(&p->query_offsets)) {
+        return INVALID("query_offsets", "None beside key_offsets: give both");
+    }
+    if (batch < 0) return INVALID("query_offsets", "length 0, expected a vector of batch + 1");
+    if (!te_tensor_present(&p->key_offsets)) {
+        return INVALID("key_offsets", "None beside query_offsets: give both");
+    }
+    TE_TRY(check_length(site, "key_offsets", &p->key_offsets, batch + 1));
+    if (p->query.shape[0] != 1) {
+        return INVALID("query", "dim 0: size %lld, expected 1 of packed sequences",
+                       LL(p->query.shape[0]));
+    }
+    for (int i = 0; i < 2; i++) {
+        if (te_tensor_requested(absent[i])) {
+            return INVALID(names[i], "it does not go with packed sequences (query_offsets)");
+        }
+    }
+    if (p->max_queries < 0 || p->max_queries > INT32_MAX) {
+        return INVALID("max_queries", "%lld, expected 0 to 2^31 - 1", LL(p->max_queries));
+    }
+    if (p->max_keys < 0 || p->max_keys > INT32_MAX) {
+        return INVALID("max_keys", "%lld, expected 0 to 2^31 - 1", LL(p->max_keys));
+    }
+    return TE_OK;
+}
+
 /* What is computed of the queries included; `statistics` dense, where they are requested. */
 static te_status check_problem(const te_check_site *site, const te_attention_problem *p,
                                const te_tensor *output, const te_tensor *statistics)
 {
+    const int packed = te_attention_is_packed(p) || te_tensor_requested(&p->key_offsets);
+    const int64_t batch = te_attention_batch(p);
     const int64_t *q = p->query.shape, *k = p->key.shape, d_v = p->value.shape[3];
     const te_tensor keys = {.ndim = 4, .shape = {q[0], k[1], k[2], q[3]}};
     const te_tensor values = {.ndim = 4, .shape = {q[0], k[1], k[2], d_v}};
     const te_tensor attended = {.ndim = 4, .shape = {q[0], q[1], q[2], d_v}};
     const te_tensor scores = {.ndim = 4, .shape = {q[0], q[2], q[1], k[1]}};
-    const te_tensor sums = {.ndim = 3, .shape = {q[0], q[2], q[1]}};
+    const te_tensor sums = {
+        .ndim = 3, .shape = {q[0], packed ? q[1] : q[2], packed ? q[2] : q[1]}};
     int64_t dense = 1;
+    if (packed) TE_TRY(check_packed(site, p, batch));
+    TE_TRY(check_length(site, "query_lengths", &p->query_lengths, batch));
+    TE_TRY(check_length(site, "key_lengths", &p->key_lengths, batch));
     if (k[2] == 0 ? q[2] != 0 : q[2] % k[2] != 0) {
         return INVALID("key", "%lld heads, expected a number that divides the %lld of query",
                        LL(k[2]), LL(q[2]));

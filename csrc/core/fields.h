@@ -203,13 +203,17 @@
     X(op, bias, problem.bias, 0, READ, DIMS, NUMBERS, 0, 0)                                        \
     X(op, query_lengths, problem.query_lengths, 0, READ, VECTOR, I32, 0, 0)                        \
     X(op, key_lengths, problem.key_lengths, 0, READ, VECTOR, I32, 0, 0)                            \
+    X(op, query_offsets, problem.query_offsets, 0, READ, VECTOR, I32, 0, 0)                        \
+    X(op, key_offsets, problem.key_offsets, 0, READ, VECTOR, I32, 0, 0)                            \
     X(op, rng, problem.rng, 0, READ, NONE, ANY, 2, 0)                                              \
     X(op, scale, problem.scale, 0, READ, NONE, ANY, 0, 1)                                          \
     X(op, dropout, problem.dropout, 0, READ, NONE, ANY, 0, 0)                                      \
     X(op, window_left, problem.window_left, 0, READ, NONE, ANY, 0, -1)                             \
     X(op, window_right, problem.window_right, 0, READ, NONE, ANY, 0, -1)                           \
     X(op, diagonal, problem.diagonal, 0, READ, NONE, ANY, 0, 0)                                    \
-    X(op, bottom_right, problem.bottom_right, 0, READ, NONE, ANY, 0, 0)
+    X(op, bottom_right, problem.bottom_right, 0, READ, NONE, ANY, 0, 0)                            \
+    X(op, max_queries, problem.max_queries, 0, READ, NONE, ANY, 0, 0)                              \
+    X(op, max_keys, problem.max_keys, 0, READ, NONE, ANY, 0, 0)
 
 #define TE_SUMMARY_attention                                                                       \
     "dropout(softmax(scale * query key + bias)) value, without a matrix of scores."

@@ -20,7 +20,7 @@ enum { MIN_QUERIES = 48 }; /* of a block; divided by the rows of every tile */
 typedef struct forward_job {
     te_cpu_attention_job common;
     te_cpu_tensor4 output;
-    float *statistics; /* [batch, heads, queries], or NULL */
+    float *statistics; /* as te_cpu_statistic says, or NULL */
 } forward_job;
 
 /* A thread's buffer: one block of queries. */
@@ -51,7 +51,7 @@ static void describe(const te_attention_args *args, forward_job *job)
     te_cpu_attention_job *c = &job->common;
     forward_block block;
     te_cpu_attention_describe(&args->problem, c);
-    job->output = te_cpu_tensor4_of(&args->output);
+    job->output = te_cpu_heads_of(&c->queries, &args->output);
     job->statistics = args->statistics.data;
     int64_t heads = c->scores.shape[0] * c->scores.shape[1], queries = c->scores.shape[2];
     while (c->block > MIN_QUERIES &&
@@ -134,7 +134,7 @@ static void finish(const forward_job *job, forward_block *block)
     const te_cpu_attention_job *c = &job->common;
     const te_cpu_kernels *kernels = c->scores.kernels;
     const te_cpu_queries *q = &block->queries;
-    int64_t count = te_cpu_min(c->block, c->scores.shape[2] - q->first);
+    int64_t count = te_cpu_min(c->block, te_cpu_rows_of(&c->queries, q->batch) - q->first);
     te_cpu_matrix output = te_cpu_tokens(&job->output, q->batch, q->head, q->first, count, c->d_v);
     int64_t number = (q->batch * c->scores.shape[1] + q->head) * c->scores.shape[2] + q->first;
     for (int64_t r = 0; r < count; r++) {
@@ -142,7 +142,10 @@ static void finish(const forward_job *job, forward_block *block)
         if (sum != 0.0F) kernels->multiply(values, 1.0F / sum, c->d_v);
         kernels->from_f32[output.dtype](values, te_cpu_at(&output, r, 0), c->d_v);
         if (job->statistics != NULL) {
-            job->statistics[number + r] = sum == 0.0F ? -INFINITY : block->top[r] + logf(sum);
+            const te_cpu_row row = {.index = {q->batch, q->head, q->first + r},
+                                    .number = number + r};
+            job->statistics[te_cpu_statistic(c, &row)] =
+                sum == 0.0F ? -INFINITY : block->top[r] + logf(sum);
         }
     }
 }
@@ -152,7 +155,8 @@ static void attend(forward_job *job, int64_t batch, int64_t head, int64_t first)
     te_cpu_attention_job *c = &job->common;
     te_cpu_meeting meeting;
     forward_block block;
-    int64_t keys = te_cpu_keys_of(c, batch);
+    int64_t keys = te_cpu_length(&c->keys, batch);
+    if (first >= te_cpu_rows_of(&c->queries, batch)) return; /* of a shorter packed sequence */
     (void)lay_out(c, te_cpu_attention_buffer(c), &block);
     te_cpu_set_queries(c, batch, head, first, &block.queries);
     te_cpu_panels query = te_cpu_pack_left(
@@ -170,12 +174,22 @@ static void attend(forward_job *job, int64_t batch, int64_t head, int64_t first)
     finish(job, &block);
 }
 
+/* What there is of tokens of no packed sequence. */
+static void clear_gaps(const forward_job *job, const te_attention_args *args)
+{
+    const te_cpu_attention_job *c = &job->common;
+    te_cpu_clear_gaps(&c->queries, c->scores.shape[0], &args->output);
+    if (c->queries.offsets == NULL || job->statistics == NULL) return;
+    for (int64_t i = 0; i < te_cpu_statistics(c); i++) job->statistics[i] = -INFINITY;
+}
+
 te_status te_cpu_attention(const te_attention_args *args)
 {
     forward_job job;
     describe(args, &job);
     TE_TRY(te_cpu_attention_begin("attention", &args->problem, &job.common, 0, args->workspace,
                                   args->workspace_size));
+    clear_gaps(&job, args);
     int64_t heads = job.common.scores.shape[1];
     int64_t blocks = te_ceil_div(job.common.scores.shape[2], job.common.block);
     int64_t tasks = job.common.scores.shape[0] * heads * blocks;

@@ -25,13 +25,21 @@ enum {
     TE_CPU_KEYS = 192     /* of a block; divided by the rows and columns of every tile */
 };
 
+/* The tokens of queries, or those of keys. */
+typedef struct te_cpu_side {
+    const int32_t *lengths; /* [batch]; NULL: all */
+    const int32_t *offsets; /* [batch + 1]: where packed sequences begin; else NULL */
+    int64_t longest;        /* what the scores have of them */
+    int64_t tokens;         /* of all packed sequences, and between them */
+} te_cpu_side;
+
 /* One call. */
 typedef struct te_cpu_attention_job {
     te_cpu_scores scores;
     te_cpu_tensor4 query, key, value;
-    int64_t kv_heads, group;                    /* heads to one head of keys */
-    int64_t d_k, d_v, d_k_tiled, d_v_tiled;     /* tiled: up to whole tiles */
-    const int32_t *query_lengths, *key_lengths; /* NULL: all */
+    int64_t kv_heads, group;                /* heads to one head of keys */
+    int64_t d_k, d_v, d_k_tiled, d_v_tiled; /* tiled: up to whole tiles */
+    te_cpu_side queries, keys;
     int bottom_right;
     int64_t block; /* queries of a block */
     int threads;
@@ -74,8 +82,17 @@ int64_t te_cpu_lay_out(const te_cpu_part *parts, int count, float *start);
 /* The buffer of this thread. */
 float *te_cpu_attention_buffer(const te_cpu_attention_job *attention);
 
-/* Keys of a sequence that are there. */
-int64_t te_cpu_keys_of(const te_cpu_attention_job *attention, int64_t batch);
+/* Tokens of a sequence that are there. */
+int64_t te_cpu_length(const te_cpu_side *side, int64_t batch);
+/* Those that have memory: what is behind a length too, unless sequences are packed. */
+int64_t te_cpu_rows_of(const te_cpu_side *side, int64_t batch);
+/* A tensor of queries, or of keys. */
+te_cpu_tensor4 te_cpu_heads_of(const te_cpu_side *side, const te_tensor *tensor);
+/* How many statistics a call has, and the position of a query's among them. */
+int64_t te_cpu_statistics(const te_cpu_attention_job *attention);
+int64_t te_cpu_statistic(const te_cpu_attention_job *attention, const te_cpu_row *row);
+/* Writes 0 to the tokens of no packed sequence; an absent tensor has none. */
+void te_cpu_clear_gaps(const te_cpu_side *side, int64_t batch, const te_tensor *heads);
 /* The queries of a head from `first` on. */
 void te_cpu_set_queries(const te_cpu_attention_job *attention, int64_t batch, int64_t head,
                         int64_t first, te_cpu_queries *queries);

@@ -26,7 +26,7 @@ typedef struct backward_job {
     te_cpu_attention_job common;
     te_cpu_tensor4 grad_output, output, grad_query, grad_key, grad_value, grad_bias;
     int64_t bias_shape[4];
-    const float *statistics; /* [batch, heads, queries] */
+    const float *statistics; /* as te_cpu_statistic says */
     float *means;            /* the same: sums of grad_output * output */
     int whole;               /* a task is a head of keys with all its queries */
     int64_t head_stride;     /* floats of the query gradients of one head, if whole */
@@ -69,12 +69,6 @@ static int64_t lay_out(const backward_job *job, float *start, backward_block *bl
     return te_cpu_lay_out(parts, sizeof parts / sizeof *parts, start);
 }
 
-static int64_t rows_of(const backward_job *job)
-{
-    const int64_t *shape = job->common.scores.shape;
-    return shape[0] * shape[1] * shape[2];
-}
-
 /* Returns the floats that all threads share. */
 static int64_t describe(const te_attention_backward_args *args, backward_job *job)
 {
@@ -82,11 +76,11 @@ static int64_t describe(const te_attention_backward_args *args, backward_job *jo
     backward_block block;
     te_cpu_attention_describe(&args->problem, c);
     c->block = BLOCK;
-    job->grad_output = te_cpu_tensor4_of(&args->grad_output);
-    job->output = te_cpu_tensor4_of(&args->output);
-    job->grad_query = te_cpu_tensor4_of(&args->grad_query);
-    job->grad_key = te_cpu_tensor4_of(&args->grad_key);
-    job->grad_value = te_cpu_tensor4_of(&args->grad_value);
+    job->grad_output = te_cpu_heads_of(&c->queries, &args->grad_output);
+    job->output = te_cpu_heads_of(&c->queries, &args->output);
+    job->grad_query = te_cpu_heads_of(&c->queries, &args->grad_query);
+    job->grad_key = te_cpu_heads_of(&c->keys, &args->grad_key);
+    job->grad_value = te_cpu_heads_of(&c->keys, &args->grad_value);
     job->grad_bias = te_cpu_tensor4_of(&args->grad_bias);
     memcpy(job->bias_shape, args->grad_bias.shape, sizeof job->bias_shape);
     job->statistics = args->statistics.data;
@@ -95,7 +89,7 @@ static int64_t describe(const te_attention_backward_args *args, backward_job *jo
     job->whole =
         c->scores.shape[0] * c->kv_heads >= c->threads && c->group * job->head_stride <= WHOLE_HEAD;
     c->thread_floats = lay_out(job, NULL, &block);
-    int64_t fixed = te_round_up(rows_of(job), 16);
+    int64_t fixed = te_round_up(te_cpu_statistics(c), 16);
     /* There may be fewer threads than at the query, and so heads of keys for all of them now. */
     if (job->whole && args->workspace != NULL &&
         args->workspace_size < te_cpu_attention_bytes(c, fixed)) {
@@ -132,7 +126,7 @@ static void pack_keys(const backward_job *job, backward_block *block, int64_t ba
 {
     const te_cpu_attention_job *c = &job->common;
     const te_cpu_kernels *kernels = c->scores.kernels;
-    int64_t count = te_cpu_min(TE_CPU_KEYS, te_cpu_keys_of(c, batch) - first);
+    int64_t count = te_cpu_min(TE_CPU_KEYS, te_cpu_length(&c->keys, batch) - first);
     te_cpu_matrix key = te_cpu_tokens(&c->key, batch, kv_head, first, count, c->d_k);
     te_cpu_matrix value = te_cpu_tokens(&c->value, batch, kv_head, first, count, c->d_v);
     block->key = te_cpu_pack_right(kernels, key, 1, block->key_buffer);
@@ -150,22 +144,21 @@ static void differentiate_row(const backward_job *job, backward_block *block, in
     const te_cpu_meeting *meeting = &block->meeting;
     int32_t decisions[TE_CPU_DECISIONS(TE_CPU_KEYS)];
     float *weights = block->weights + r * TE_CPU_KEYS, *grads = block->grads + r * TE_CPU_KEYS;
+    const int64_t at = te_cpu_statistic(c, row);
     int64_t begin = row->begin < meeting->key ? meeting->key : row->begin;
     int64_t skipped = begin - meeting->key;
     int64_t n = te_cpu_min(row->end, meeting->key + meeting->keys) - begin;
     if (n < 0) n = skipped = 0;
     te_cpu_finish_scores(&c->scores, row, begin, n, weights + skipped);
-    (void)kernels->exponentials(weights + skipped, job->statistics[row->number], n);
+    (void)kernels->exponentials(weights + skipped, job->statistics[at], n);
     if (c->scores.dropout.active && n > 0) {
         const int32_t *keep = te_cpu_decide_run(
             kernels, &c->scores.dropout, row->number * c->scores.shape[3] + begin, n, decisions);
         kernels->keep(grads + skipped, keep, c->scores.dropout.factor, n);
-        kernels->attention_backward(grads + skipped, weights + skipped, job->means[row->number],
-                                    scale, n);
+        kernels->attention_backward(grads + skipped, weights + skipped, job->means[at], scale, n);
         kernels->keep(weights + skipped, keep, c->scores.dropout.factor, n);
     } else {
-        kernels->attention_backward(grads + skipped, weights + skipped, job->means[row->number],
-                                    scale, n);
+        kernels->attention_backward(grads + skipped, weights + skipped, job->means[at], scale, n);
     }
     size_t before = (size_t)skipped, after = (size_t)(meeting->keys - skipped - n);
     memset(weights, 0, before * sizeof *weights);
@@ -244,9 +237,10 @@ static void do_keys(backward_job *job, backward_block *block, int64_t batch, int
 {
     te_cpu_attention_job *c = &job->common;
     float scale = c->scores.scale;
-    int64_t queries = c->scores.shape[2], count = c->scores.shape[3] - first;
+    int64_t queries = te_cpu_rows_of(&c->queries, batch);
+    int64_t count = te_cpu_min(TE_CPU_KEYS, te_cpu_rows_of(&c->keys, batch) - first);
     int met = 0;
-    count = te_cpu_min(count, TE_CPU_KEYS);
+    if (count <= 0) return; /* of a shorter packed sequence */
     clear(block->grad_key, TE_CPU_KEYS * c->d_k_tiled);
     clear(block->grad_value, TE_CPU_KEYS * c->d_v_tiled);
     for (int64_t at = 0; at < c->group * queries && !te_cpu_stopped(&c->interruptible);) {
@@ -280,7 +274,8 @@ static void do_queries(backward_job *job, backward_block *block, int64_t batch, 
                        int64_t first)
 {
     te_cpu_attention_job *c = &job->common;
-    int64_t keys = te_cpu_keys_of(c, batch);
+    int64_t keys = te_cpu_length(&c->keys, batch), rows = te_cpu_rows_of(&c->queries, batch);
+    if (first >= rows) return; /* of a shorter packed sequence */
     te_cpu_set_queries(c, batch, head, first, &block->queries);
     pack_queries(job, block);
     clear(block->grad_query, BLOCK * c->d_k_tiled);
@@ -291,7 +286,7 @@ static void do_queries(backward_job *job, backward_block *block, int64_t batch, 
         add_for_queries(job, block, block->grad_query);
     }
     store(job, &job->grad_query, (const int64_t[]){batch, head, first},
-          te_cpu_min(BLOCK, c->scores.shape[2] - first), c->d_k, block->grad_query);
+          te_cpu_min(BLOCK, rows - first), c->d_k, block->grad_query);
 }
 
 /* Every gradient of a head of keys and its queries. */
@@ -299,12 +294,13 @@ static void do_head(backward_job *job, backward_block *block, int64_t batch, int
 {
     te_cpu_attention_job *c = &job->common;
     clear(block->grad_query, c->group * job->head_stride);
-    for (int64_t key = 0; key < c->scores.shape[3]; key += TE_CPU_KEYS) {
+    for (int64_t key = 0; key < te_cpu_rows_of(&c->keys, batch); key += TE_CPU_KEYS) {
         do_keys(job, block, batch, kv_head, key);
     }
     for (int64_t member = 0; member < c->group; member++) {
         store(job, &job->grad_query, (const int64_t[]){batch, kv_head * c->group + member, 0},
-              c->scores.shape[2], c->d_k, block->grad_query + member * job->head_stride);
+              te_cpu_rows_of(&c->queries, batch), c->d_k,
+              block->grad_query + member * job->head_stride);
     }
 }
 
@@ -314,7 +310,7 @@ static void add_for_bias(backward_job *job, backward_block *block, const int64_t
 {
     te_cpu_attention_job *c = &job->common;
     int packed = 0;
-    end_key = te_cpu_min(end_key, te_cpu_keys_of(c, at[0]));
+    end_key = te_cpu_min(end_key, te_cpu_length(&c->keys, at[0]));
     te_cpu_set_queries(c, at[0], at[1], at[2], &block->queries);
     for (int64_t key = first_key; key < end_key && !te_cpu_stopped(&c->interruptible);
          key += TE_CPU_KEYS) {
@@ -375,14 +371,14 @@ static void do_bias(backward_job *job, backward_block *block, const int64_t part
 /* ---- the call ----------------------------------------------------------------------------- */
 
 /* The sum of grad_output * output of a query: the mean of the gradients of its weights. */
-static float mean_of(const backward_job *job, int64_t number)
+static void find_mean(const backward_job *job, int64_t number)
 {
     const te_cpu_attention_job *c = &job->common;
     const te_cpu_kernels *kernels = c->scores.kernels;
     te_cpu_row row = te_cpu_row_of(&c->scores, number, 0, 0);
     float grad[PIECE], output[PIECE], sum = 0.0F;
     int64_t batch = row.index[0], query = row.index[2];
-    if (c->query_lengths != NULL && query >= c->query_lengths[batch]) return 0.0F;
+    if (query >= te_cpu_length(&c->queries, batch)) return; /* it is read of no such query */
     te_cpu_matrix x = te_cpu_tokens(&job->grad_output, batch, row.index[1], query, 1, c->d_v);
     te_cpu_matrix y = te_cpu_tokens(&job->output, batch, row.index[1], query, 1, c->d_v);
     for (int64_t i = 0; i < c->d_v; i += PIECE) {
@@ -391,7 +387,7 @@ static float mean_of(const backward_job *job, int64_t number)
         kernels->to_f32[y.dtype](te_cpu_at(&y, 0, i), output, n);
         sum += kernels->dot(grad, output, n);
     }
-    return sum;
+    job->means[te_cpu_statistic(c, &row)] = sum;
 }
 
 static void run_bias(backward_job *job)
@@ -439,12 +435,16 @@ static void run_keys_and_queries(backward_job *job)
 te_status te_cpu_attention_backward(const te_attention_backward_args *args)
 {
     backward_job job;
-    int64_t fixed = describe(args, &job), rows = rows_of(&job);
+    int64_t fixed = describe(args, &job), batch = job.common.scores.shape[0];
+    int64_t rows = batch * job.common.scores.shape[1] * job.common.scores.shape[2];
     TE_TRY(te_cpu_attention_begin("attention_backward", &args->problem, &job.common, fixed,
                                   args->workspace, args->workspace_size));
     job.means = job.common.fixed;
 #pragma omp parallel for num_threads(job.common.threads)
-    for (int64_t row = 0; row < rows; row++) job.means[row] = mean_of(&job, row);
+    for (int64_t row = 0; row < rows; row++) find_mean(&job, row);
+    te_cpu_clear_gaps(&job.common.queries, batch, &args->grad_query);
+    te_cpu_clear_gaps(&job.common.keys, batch, &args->grad_key);
+    te_cpu_clear_gaps(&job.common.keys, batch, &args->grad_value);
     run_keys_and_queries(&job);
     if (job.grad_bias.data != NULL) run_bias(&job);
     if (te_interruptible_stopped(&job.common.interruptible)) {

@@ -5,7 +5,9 @@
 #include "cpu/attention.h"
 
 #include <math.h>
+#include <string.h>
 
+#include "core/attention.h"
 #include "core/status.h"
 #include "cpu/pack.h"
 
@@ -13,45 +15,74 @@ enum { ALIGNMENT = 64, SERIAL_WORK = 64 * 64 * 64 };
 
 /* ---- a call ------------------------------------------------------------------------------- */
 
-static te_status check_lengths(const char *op, const char *name, const int32_t *lengths,
-                               int64_t batch, int64_t limit)
+/* Lengths that fit, and packed sequences that lie one behind the other; `name` is of the queries or
+ * the keys. */
+static te_status check_side(const char *op, const char *name, const te_cpu_side *side,
+                            int64_t batch)
 {
-    for (int64_t b = 0; lengths != NULL && b < batch; b++) {
-        if (lengths[b] < 0 || lengths[b] > limit) {
-            return TE_FAIL(TE_ERROR_INVALID, "%s: %s: %d of sequence %lld, expected 0 to %lld", op,
-                           name, (int)lengths[b], (long long)b, (long long)limit);
+    const int32_t *offsets = side->offsets;
+    for (int64_t b = 0; b < batch; b++) {
+        const int64_t length = te_cpu_length(side, b);
+        if (length < 0 || length > side->longest) {
+            return TE_FAIL(TE_ERROR_INVALID, "%s: %s_%s: %lld of sequence %lld, expected 0 to %lld",
+                           op, name, side->lengths == NULL ? "offsets" : "lengths",
+                           (long long)length, (long long)b, (long long)side->longest);
+        }
+        if (offsets == NULL) continue;
+        if (offsets[b] < 0 || offsets[b] + length > offsets[b + 1] ||
+            offsets[b + 1] > side->tokens) {
+            return TE_FAIL(TE_ERROR_INVALID,
+                           "%s: %s_offsets: sequence %lld of %lld tokens from %d on, the next from "
+                           "%d on, of %lld",
+                           op, name, (long long)b, (long long)length, (int)offsets[b],
+                           (int)offsets[b + 1], (long long)side->tokens);
         }
     }
     return TE_OK;
+}
+
+static te_cpu_side side_of(const te_tensor *heads, const te_tensor *lengths,
+                           const te_tensor *offsets, int64_t longest)
+{
+    return (te_cpu_side){.lengths = lengths->data,
+                         .offsets = offsets->data,
+                         .longest = longest,
+                         .tokens = heads->shape[1]};
 }
 
 void te_cpu_attention_describe(const te_attention_problem *problem, te_cpu_attention_job *attention)
 {
     const te_cpu_kernels *kernels = te_cpu_kernels_get();
     const int64_t *query = problem->query.shape, *key = problem->key.shape;
-    int64_t batch = query[0], queries = query[1], heads = query[2], keys = key[1];
+    int64_t batch = te_attention_batch(problem), queries = te_attention_queries(problem);
+    int64_t heads = query[2], keys = te_attention_keys(problem);
+    const te_cpu_side of_queries =
+        side_of(&problem->query, &problem->query_lengths, &problem->query_offsets, queries);
+    const te_cpu_side of_keys =
+        side_of(&problem->key, &problem->key_lengths, &problem->key_offsets, keys);
     *attention = (te_cpu_attention_job){
         .scores = {.kernels = kernels,
                    .mask = te_cpu_tensor4_of(&problem->mask),
                    .bias = te_cpu_tensor4_of(&problem->bias),
                    .shape = {batch, heads, queries, keys},
                    .scale = problem->scale},
-        .query = te_cpu_tensor4_of(&problem->query),
-        .key = te_cpu_tensor4_of(&problem->key),
-        .value = te_cpu_tensor4_of(&problem->value),
+        .query = te_cpu_heads_of(&of_queries, &problem->query),
+        .key = te_cpu_heads_of(&of_keys, &problem->key),
+        .value = te_cpu_heads_of(&of_keys, &problem->value),
         .kv_heads = key[2],
         .group = key[2] == 0 ? 1 : heads / key[2],
         .d_k = query[3],
         .d_v = problem->value.shape[3],
         .d_k_tiled = te_round_up(query[3], kernels->tile_columns),
         .d_v_tiled = te_round_up(problem->value.shape[3], kernels->tile_columns),
-        .query_lengths = problem->query_lengths.data,
-        .key_lengths = problem->key_lengths.data,
+        .queries = of_queries,
+        .keys = of_keys,
         .bottom_right = problem->bottom_right != 0,
         .block = TE_CPU_QUERIES};
     te_cpu_set_window(&attention->scores, problem->window_left, problem->window_right,
                       problem->diagonal);
-    int64_t work = batch * heads * queries * keys * (attention->d_k + attention->d_v + 1);
+    int64_t rows = te_attention_is_packed(problem) ? query[1] : batch * queries;
+    int64_t work = rows * heads * keys * (attention->d_k + attention->d_v + 1);
     attention->threads = work < SERIAL_WORK ? 1 : te_cpu_max_threads();
 }
 
@@ -86,11 +117,11 @@ te_status te_cpu_attention_begin(const char *name, const te_attention_problem *p
                                  te_cpu_attention_job *attention, int64_t fixed, void *workspace,
                                  size_t size)
 {
-    const int64_t *shape = attention->scores.shape;
+    const int64_t batch = attention->scores.shape[0];
     attention->scores.dropout = te_cpu_dropout_of(problem->rng, problem->dropout);
     te_interruptible_begin(&attention->interruptible);
-    TE_TRY(check_lengths(name, "query_lengths", attention->query_lengths, shape[0], shape[2]));
-    TE_TRY(check_lengths(name, "key_lengths", attention->key_lengths, shape[0], shape[3]));
+    TE_TRY(check_side(name, "query", &attention->queries, batch));
+    TE_TRY(check_side(name, "key", &attention->keys, batch));
     return place(name, attention, fixed, workspace, size);
 }
 
@@ -111,18 +142,63 @@ float *te_cpu_attention_buffer(const te_cpu_attention_job *attention)
 
 /* ---- blocks ------------------------------------------------------------------------------- */
 
-int64_t te_cpu_keys_of(const te_cpu_attention_job *attention, int64_t batch)
+int64_t te_cpu_length(const te_cpu_side *side, int64_t batch)
 {
-    return attention->key_lengths != NULL ? attention->key_lengths[batch]
-                                          : attention->scores.shape[3];
+    if (side->lengths != NULL) return side->lengths[batch];
+    if (side->offsets != NULL) return (int64_t)side->offsets[batch + 1] - side->offsets[batch];
+    return side->longest;
+}
+
+int64_t te_cpu_rows_of(const te_cpu_side *side, int64_t batch)
+{
+    return side->offsets != NULL ? te_cpu_length(side, batch) : side->longest;
+}
+
+te_cpu_tensor4 te_cpu_heads_of(const te_cpu_side *side, const te_tensor *tensor)
+{
+    te_cpu_tensor4 heads = te_cpu_tensor4_of(tensor);
+    heads.offsets = side->offsets;
+    return heads;
+}
+
+int64_t te_cpu_statistics(const te_cpu_attention_job *attention)
+{
+    const int64_t *shape = attention->scores.shape;
+    if (attention->queries.offsets != NULL) return attention->queries.tokens * shape[1];
+    return shape[0] * shape[1] * shape[2];
+}
+
+int64_t te_cpu_statistic(const te_cpu_attention_job *attention, const te_cpu_row *row)
+{
+    const int32_t *offsets = attention->queries.offsets;
+    if (offsets == NULL) return row->number;
+    return (offsets[row->index[0]] + row->index[2]) * attention->scores.shape[1] + row->index[1];
+}
+
+void te_cpu_clear_gaps(const te_cpu_side *side, int64_t batch, const te_tensor *heads)
+{
+    const size_t element = te_dtype_bytes(heads->dtype);
+    int64_t token = 0;
+    if (side->offsets == NULL || heads->data == NULL) return;
+    for (int64_t b = 0; b <= batch; b++) {
+        const int64_t end = b < batch ? side->offsets[b] : side->tokens;
+        for (; token < end; token++) {
+            for (int64_t head = 0; head < heads->shape[2]; head++) {
+                const int64_t at = token * heads->strides[1] + head * heads->strides[2];
+                memset((unsigned char *)heads->data + (size_t)at * element, 0,
+                       (size_t)heads->shape[3] * element);
+            }
+        }
+        if (b < batch) token += te_cpu_length(side, b);
+    }
 }
 
 void te_cpu_set_queries(const te_cpu_attention_job *attention, int64_t batch, int64_t head,
                         int64_t first, te_cpu_queries *queries)
 {
     const int64_t *shape = attention->scores.shape;
-    int64_t keys = te_cpu_keys_of(attention, batch);
-    int64_t length = attention->query_lengths != NULL ? attention->query_lengths[batch] : shape[2];
+    int64_t keys = te_cpu_length(&attention->keys, batch);
+    int64_t length = te_cpu_length(&attention->queries, batch);
     int64_t shift = attention->bottom_right ? keys - length : 0;
     int64_t number = (batch * shape[1] + head) * shape[2] + first;
     queries->batch = batch;
@@ -139,7 +215,7 @@ int te_cpu_meet(const te_cpu_attention_job *attention, const te_cpu_queries *que
                 te_cpu_meeting *meeting)
 {
     const te_cpu_row *rows = queries->rows;
-    int64_t keys = te_cpu_min(TE_CPU_KEYS, te_cpu_keys_of(attention, queries->batch) - key);
+    int64_t keys = te_cpu_min(TE_CPU_KEYS, te_cpu_length(&attention->keys, queries->batch) - key);
     int64_t from = 0, to = queries->count; /* windows move to the right from row to row */
     while (from < to && rows[from].end <= key) from++;
     while (to > from && rows[to - 1].begin >= key + keys) to--;
@@ -150,6 +226,7 @@ int te_cpu_meet(const te_cpu_attention_job *attention, const te_cpu_queries *que
 te_cpu_matrix te_cpu_tokens(const te_cpu_tensor4 *x, int64_t batch, int64_t head, int64_t first,
                             int64_t count, int64_t dim)
 {
+    if (x->offsets != NULL) first += x->offsets[batch]; /* and there is one batch entry */
     int64_t offset = batch * x->strides[0] + first * x->strides[1] + head * x->strides[2];
     return (te_cpu_matrix){.data = x->data + offset * x->bytes,
                            .rows = count,

@@ -15,6 +15,8 @@ enum { TE_CPU_SCORES = 2048 }; /* of a row at a time */
 typedef struct te_cpu_tensor4 {
     unsigned char *data; /* NULL: absent */
     int64_t strides[4];
+    const int32_t *offsets; /* of packed sequences: the index in dim 1 with which each begins; else
+                               NULL */
     int64_t bytes; /* of an element */
     te_dtype dtype;
 } te_cpu_tensor4;

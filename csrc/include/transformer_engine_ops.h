@@ -313,7 +313,14 @@ typedef struct te_softmax_backward_args {
  * h goes with key and value head h / (heads / kv_heads). Scores are scale * query . key + bias;
  * mask, window, NaN, Inf and dropout are as in te_softmax, over [batch, heads, queries, keys]. Of a
  * sequence with a length, tokens from there on are not read: such a query attends nothing, such a
- * key is attended by none. A forbidden key adds nothing, whatever its key and value hold. */
+ * key is attended by none. A forbidden key adds nothing, whatever its key and value hold.
+ *
+ * Packed sequences lie one behind the other: query is [1, tokens, heads, d_k], key and value are
+ * [1, key tokens, kv_heads, ...], and sequence b has the tokens from offsets[b] on, as many as its
+ * length says; where there are no lengths, up to offsets[b + 1]. Scores are those of [batch, heads,
+ * max_queries, max_keys]. What is written of tokens of no sequence is 0 (of statistics -Inf). There
+ * is neither mask nor bias. A sequence that exceeds a bound, the next one's offset or the tensor is
+ * INVALID on the CPU; on a GPU no host sees it, and all that is its is NaN. */
 typedef struct te_attention_problem {
     te_tensor query; /* [batch, queries, heads, d_k] f32, f16, bf16; unit last stride, any others */
     te_tensor key;   /* [batch, keys, kv_heads, d_k]; dtype of query; kv_heads divides heads */
@@ -321,10 +328,13 @@ typedef struct te_attention_problem {
     te_tensor mask;  /* u8, each dim 1 or the scores'; non-zero: masked out; data NULL: none */
     te_tensor bias;  /* f32, f16, bf16, each dim 1 or the scores'; data NULL: none */
     te_tensor query_lengths, key_lengths; /* [batch] i32, 0 to queries or keys; data NULL: all */
+    te_tensor query_offsets, key_offsets; /* [batch + 1] i32: the token with which each packed
+                                             sequence begins; both, or data NULL: not packed */
     const int64_t *rng;                   /* NULL where dropout is 0 */
     float scale, dropout;
     int64_t window_left, window_right, diagonal;
     int32_t bottom_right; /* the diagonal is further right by (keys - queries) of each sequence */
+    int64_t max_queries, max_keys; /* bounds of the lengths of packed sequences; else not read */
 } te_attention_problem;
 
 /* output = dropout(softmax(scores)) value, block by block in fp32: no matrix of scores is kept. The
@@ -337,7 +347,8 @@ typedef struct te_attention_args {
     size_t size;
     te_attention_problem problem;
     te_tensor output; /* [batch, queries, heads, d_v]; dtype of query; any strides but the last */
-    te_tensor statistics; /* [batch, heads, queries] f32, dense; data NULL: not wanted */
+    te_tensor statistics; /* [batch, heads, queries] f32, packed: [1, tokens, heads]; dense; data
+                             NULL: not wanted */
     void *workspace;
     size_t workspace_size;
 } te_attention_args;
