@@ -483,11 +483,11 @@ static te_status check_packed(const te_check_site *site, const te_attention_prob
 {
     const te_tensor *const absent[] = {&p->mask, &p->bias};
     static const char *const names[] = {"mask", "bias"};
-    if (!te_tensor_present(&p->query_offsets)) {
+    if (!te_tensor_requested(&p->query_offsets)) {
         return INVALID("query_offsets", "None beside key_offsets: give both");
     }
     if (batch < 0) return INVALID("query_offsets", "length 0, expected a vector of batch + 1");
-    if (!te_tensor_present(&p->key_offsets)) {
+    if (!te_tensor_requested(&p->key_offsets)) {
         return INVALID("key_offsets", "None beside query_offsets: give both");
     }
     TE_TRY(check_length(site, "key_offsets", &p->key_offsets, batch + 1));
