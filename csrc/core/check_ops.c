@@ -520,8 +520,7 @@ static te_status check_problem(const te_check_site *site, const te_attention_pro
     const te_tensor values = {.ndim = 4, .shape = {q[0], k[1], k[2], d_v}};
     const te_tensor attended = {.ndim = 4, .shape = {q[0], q[1], q[2], d_v}};
     const te_tensor scores = {.ndim = 4, .shape = {q[0], q[2], q[1], k[1]}};
-    const te_tensor sums = {
-        .ndim = 3, .shape = {q[0], packed ? q[1] : q[2], packed ? q[2] : q[1]}};
+    const te_tensor sums = {.ndim = 3, .shape = {q[0], packed ? q[1] : q[2], packed ? q[2] : q[1]}};
     int64_t dense = 1;
     if (packed) TE_TRY(check_packed(site, p, batch));
     TE_TRY(check_length(site, "query_lengths", &p->query_lengths, batch));

@@ -17,7 +17,7 @@ typedef struct te_cpu_tensor4 {
     int64_t strides[4];
     const int32_t *offsets; /* of packed sequences: the index in dim 1 with which each begins; else
                                NULL */
-    int64_t bytes; /* of an element */
+    int64_t bytes;          /* of an element */
     te_dtype dtype;
 } te_cpu_tensor4;
 

@@ -11,6 +11,7 @@
 
 #include <string.h>
 
+#include "core/attention.h"
 #include "core/check.h"
 #include "core/status.h"
 #include "cuda/api.h"
@@ -76,6 +77,7 @@ static te_status check_problem(const char *op, te_context *context, const te_att
         return UNSUPPORTED("%s: compute capability %d.%d: built and tested for 9.0", op,
                            cuda->capability_major, cuda->capability_minor);
     }
+    if (te_attention_is_packed(p)) return UNSUPPORTED("%s: packed sequences", op);
     if (p->query.dtype == TE_DTYPE_F32) return UNSUPPORTED("%s: fp32", op);
     if (d_k % VECTOR != 0 || d_v % VECTOR != 0 || d_k < 1 || d_v < 1 || d_k > MAX_CHANNELS ||
         d_v > MAX_CHANNELS) {

@@ -43,8 +43,10 @@ static const sample samples[] = {
     {TE_OP_SOFTCAP, " partials ", 1},
     {TE_OP_SOFTMAX, " ", 0},
     {TE_OP_SOFTMAX_BACKWARD, " ", 0},
-    {TE_OP_ATTENTION, " ", 0},
-    {TE_OP_ATTENTION_BACKWARD, " ", 0},
+    {TE_OP_ATTENTION, " query_offsets key_offsets ", 0},
+    {TE_OP_ATTENTION, " mask bias ", 0},
+    {TE_OP_ATTENTION_BACKWARD, " query_offsets key_offsets ", 0},
+    {TE_OP_ATTENTION_BACKWARD, " mask bias grad_bias ", 0},
     {TE_OP_DROPOUT_ADD, " ", 0},
     {TE_OP_DROPOUT_BACKWARD, " ", 0},
     {TE_OP_ROPE, " cu_seqlens ", 0},
@@ -158,10 +160,30 @@ static te_tensor dense(te_tensor tensor, int64_t rows, int64_t columns)
     return tensor;
 }
 
+/* A dense vector or tensor with other sizes in front, of as many elements at most. */
+static void shorten(te_tensor *tensor, int64_t first)
+{
+    if (tensor->data != NULL) tensor->shape[0] = first;
+}
+
 /* Queries and keys are [SIDE, SIDE, 2, SIDE]: scores are [SIDE, 2, SIDE, SIDE], of which mask and
- * bias have [SIDE, 1, 1, SIDE], and statistics [SIDE, 2, SIDE]. */
+ * bias have [SIDE, 1, 1, SIDE], and statistics [SIDE, 2, SIDE]. Packed there are SIDE - 1 empty
+ * sequences among SIDE tokens, [1, SIDE, 2, SIDE]. */
 static void fill_attention(te_attention_problem *problem, te_tensor *statistics)
 {
+    if (problem->query_offsets.data != NULL) {
+        shorten(&problem->query, 1);
+        shorten(&problem->key, 1);
+        shorten(&problem->value, 1);
+        shorten(&problem->query_lengths, SIDE - 1);
+        shorten(&problem->key_lengths, SIDE - 1);
+        statistics->ndim = 3;
+        statistics->shape[0] = 1;
+        statistics->shape[2] = 2;
+        statistics->strides[2] = 1;
+        statistics->strides[1] = 2;
+        return;
+    }
     problem->mask = dense(problem->mask, 1, 1);
     problem->bias = dense(problem->bias, 1, 1);
     statistics->ndim = 3;
@@ -199,8 +221,15 @@ static any_args fill(test_device *t, const sample *s)
     if (s->op == TE_OP_GEMM) args.gemm.b_transposed = 1;
     if (s->op == TE_OP_ATTENTION) {
         fill_attention(&args.attention.problem, &args.attention.statistics);
+        args.attention.output.shape[0] = args.attention.problem.query.shape[0];
     } else if (s->op == TE_OP_ATTENTION_BACKWARD) {
-        fill_attention(&args.attention_backward.problem, &args.attention_backward.statistics);
+        te_attention_backward_args *of = &args.attention_backward;
+        te_tensor *const all[] = {&of->grad_output, &of->output, &of->grad_query, &of->grad_key,
+                                  &of->grad_value};
+        fill_attention(&of->problem, &of->statistics);
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+            shorten(all[i], of->problem.query.shape[0]);
+        }
         args.attention_backward.grad_bias = dense(args.attention_backward.grad_bias, 1, 1);
     }
     return args;
