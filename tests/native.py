@@ -249,6 +249,14 @@ def _run_staged(core):
     return Case([plan, 0, 0, functions, observer, make_buffers, *linear_tensors()])
 
 
+def _run_consuming(core):
+    """A backward; of what it consumes there is enough for all calls."""
+    tensors = linear_tensors()
+    _, saved = core.run(linear_plan(core, core.DIRECTION_FORWARD), 0, 0, *tensors)
+    plan = linear_plan(core, core.DIRECTION_BACKWARD)
+    return Case([plan, 0, 0, torch.randn(2, ROWS // 2, N), tensors[1], *state(), saved])
+
+
 def _quantize(core):
     return Case(
         [torch.randn(ROWS, K)],
@@ -465,6 +473,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "run": lambda core: Case(
         [linear_plan(core, core.DIRECTION_FORWARD), 0, 0, *linear_tensors()]
     ),
+    "run_consuming": _run_consuming,
     "run_staged": _run_staged,
     "tensors_of_call": lambda core: Case([torch.randn(K), (({"w": torch.ones(K)}, "w"), None)]),
     "lie_in": lambda core: Case([x := torch.randn(ROWS, K), (x[:1], x[1:]), (1, ROWS - 1)]),

@@ -164,6 +164,14 @@ def run(plan: Plan, slot_fwd: _Slots, slot_bwd: _Slots, /, *tensors: Any) -> tup
     RuntimeError for a plan with external stages: those run by `run_staged`.
     """
 
+def run_consuming(
+    plan: Plan, slot_fwd: _Slots, slot_bwd: _Slots, /, *tensors: Any
+) -> tuple[Any, ...]:
+    """`run` of a plan after which nobody reads the packed saved tensor.
+
+    It may write over it: scratch of the plan lies in members that no stage reads any more.
+    """
+
 def run_staged(
     plan: Plan,
     slot_fwd: _Slots,

@@ -32,6 +32,7 @@ typedef struct te_scratch_key {
     int64_t plan;
     te_sizes sizes;
     int64_t table; /* te_op_table_number */
+    int64_t consumes_saved;
 } te_scratch_key;
 int te_context_scratch_lookup(te_context *context, const te_scratch_key *key, size_t *bytes);
 void te_context_scratch_store(te_context *context, const te_scratch_key *key, size_t bytes);

@@ -353,6 +353,8 @@ typedef struct te_plan_call {
     te_stage_function stage; /* NULL where no stage is external */
     void *stage_self;
     int32_t observed;
+    int32_t consumes_saved; /* nobody reads `saved` after this run: scratch lies in members that no
+                               stage reads any more. Of a later plan, where no other one follows */
 } te_plan_call;
 
 /* Bytes of scratch for the buffers of one call: a misaligned or strided one may need a copy that

@@ -27,10 +27,18 @@ static int64_t offset_of(const te_tensor *tensor)
     return (int64_t)(uintptr_t)tensor->data;
 }
 
-/* The lowest place for scratch buffer i that no buffer alive at the same time has. */
-static int64_t place_scratch(const te_plan *plan, const te_layout *layout, int32_t i)
+/* Whether two packed buffers of a plan, the first one scratch, are needed at the same stage. What
+ * is saved is there from the beginning. */
+static int meet(const te_buffer *scratch, const te_buffer *other)
 {
-    const te_buffer *self = &plan->buffers[i];
+    return other->last_use >= scratch->first_use &&
+           (other->info.role == TE_ROLE_SAVED || other->first_use <= scratch->last_use);
+}
+
+/* The lowest place for scratch buffer i that no buffer needed at the same time has, among those
+ * that lie in the saved buffer or among the others. */
+static int64_t place_scratch(const te_plan *plan, const te_layout *layout, int32_t i, int in_saved)
+{
     int64_t bytes = bytes_of(&layout->tensors[i]);
     int64_t place = 0;
     int moved = 1;
@@ -39,8 +47,8 @@ static int64_t place_scratch(const te_plan *plan, const te_layout *layout, int32
         for (int32_t other = 0; other < i; other++) {
             const te_buffer *buffer = &plan->buffers[other];
             int64_t begin, end;
-            if (buffer->info.role != TE_ROLE_SCRATCH || buffer->last_use < self->first_use ||
-                buffer->first_use > self->last_use) {
+            if (!te_is_packed(buffer->info.role) || layout->in_saved[other] != in_saved ||
+                !meet(&plan->buffers[i], buffer)) {
                 continue;
             }
             begin = offset_of(&layout->tensors[other]);
@@ -75,37 +83,41 @@ static te_status shape_tensor(const te_buffer *buffer, const te_sizes *sizes, te
     return TE_OK;
 }
 
-static te_status fill(const te_plan *plan, te_device device, const te_sizes *sizes,
-                      te_layout *layout)
+/* Places a packed buffer behind those before it; `ends` are those of saved buffer and scratch. */
+static void place_packed(const te_plan *plan, te_layout *layout, int32_t i, int64_t ends[2])
 {
-    int64_t saved = 0, scratch = 0;
-    layout->device = device;
-    layout->sizes = *sizes;
+    te_tensor *tensor = &layout->tensors[i];
+    int in_saved = plan->buffers[i].info.role == TE_ROLE_SAVED;
+    int64_t bytes = te_round_up(bytes_of(tensor), TE_MEMBER_ALIGN), offset = ends[0];
+    if (!in_saved && layout->consumes_saved) {
+        offset = place_scratch(plan, layout, i, 1);
+        in_saved = offset + bytes <= ends[0];
+    }
+    if (!in_saved) offset = place_scratch(plan, layout, i, 0);
+    layout->in_saved[i] = (unsigned char)in_saved;
+    tensor->data = (void *)(uintptr_t)offset; /* NOLINT(performance-no-int-to-ptr) */
+    if (offset + bytes > ends[!in_saved]) ends[!in_saved] = offset + bytes;
+}
+
+static te_status fill(const te_plan *plan, te_layout *layout)
+{
+    const te_sizes *sizes = &layout->sizes;
+    int64_t ends[2] = {0, 0};
     for (int32_t i = 0; i < plan->buffer_count; i++) {
         const te_buffer_info *info = &plan->buffers[i].info;
         te_tensor *tensor = &layout->tensors[i];
-        int64_t offset;
-        memset(tensor, 0, sizeof *tensor);
-        tensor->device = device;
+        tensor->device = layout->device;
         TE_TRY(shape_tensor(&plan->buffers[i], sizes, tensor));
         if (info->role == TE_ROLE_VIEW) {
-            offset = info->offset * (int64_t)te_dtype_bytes(info->dtype);
+            int64_t offset = info->offset * (int64_t)te_dtype_bytes(info->dtype);
             tensor->data = (void *)(uintptr_t)offset; /* NOLINT(performance-no-int-to-ptr) */
         }
-        if (!te_is_packed(info->role)) continue;
-        offset = info->role == TE_ROLE_SAVED ? saved : place_scratch(plan, layout, i);
-        tensor->data = (void *)(uintptr_t)offset; /* NOLINT(performance-no-int-to-ptr) */
-        offset += te_round_up(bytes_of(tensor), TE_MEMBER_ALIGN);
-        if (info->role == TE_ROLE_SAVED) {
-            saved = offset;
-        } else if (offset > scratch) {
-            scratch = offset;
-        }
+        if (te_is_packed(info->role)) place_packed(plan, layout, i, ends);
     }
     for (int s = 0; s < TE_SEQUENCES; s++) {
         layout->saved_bytes += te_extent_value(&plan->saved_bytes[s], sizes);
     }
-    layout->scratch_bytes = scratch;
+    layout->scratch_bytes = ends[1];
     return TE_OK;
 }
 
@@ -130,25 +142,34 @@ static te_status check_sizes(const te_plan *plan, const te_sizes *sizes)
 }
 
 te_status te_plan_layout(const te_plan *plan, te_device device, const te_sizes *sizes,
-                         const te_layout **layout, te_layout **own)
+                         int consumes_saved, const te_layout **layout, te_layout **own)
 {
     _Atomic(te_layout *) *head = (_Atomic(te_layout *) *)&plan->layouts;
     te_layout *first = atomic_load_explicit(head, memory_order_acquire);
+    size_t buffers = (size_t)plan->buffer_count + 1;
     te_layout *made;
     te_status st;
     int count = 0;
     *own = NULL;
     for (te_layout *known = first; known != NULL; known = known->next, count++) {
         if (known->device.type == device.type && known->device.index == device.index &&
+            known->consumes_saved == consumes_saved &&
             memcmp(&known->sizes, sizes, sizeof *sizes) == 0) {
             *layout = known;
             return TE_OK;
         }
     }
     TE_TRY(check_sizes(plan, sizes));
-    made = calloc(1, sizeof *made + (size_t)(plan->buffer_count + 1) * sizeof made->tensors[0]);
+    if (consumes_saved && plan->direction == TE_DIRECTION_FORWARD) {
+        return TE_FAIL(TE_ERROR_INVALID, "plan: a forward consumes nothing that was saved");
+    }
+    made = calloc(1, sizeof *made + buffers * (sizeof made->tensors[0] + 1));
     if (made == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a layout");
-    st = fill(plan, device, sizes, made);
+    made->in_saved = (unsigned char *)&made->tensors[buffers];
+    made->device = device;
+    made->sizes = *sizes;
+    made->consumes_saved = consumes_saved;
+    st = fill(plan, made);
     if (st != TE_OK) {
         free(made);
         return st;
@@ -166,7 +187,7 @@ te_status te_plan_infer(const te_plan *plan, const te_sizes *given, te_plan_size
     te_layout *own = NULL;
     te_device device = {TE_DEVICE_CPU, 0};
     TE_TRY(te_plan_check(plan));
-    TE_TRY(te_plan_layout(plan, device, given, &layout, &own));
+    TE_TRY(te_plan_layout(plan, device, given, 0, &layout, &own));
     sizes->size = sizeof *sizes;
     sizes->saved_bytes = layout->saved_bytes;
     sizes->scratch_bytes = layout->scratch_bytes;

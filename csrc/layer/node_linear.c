@@ -466,10 +466,29 @@ static void sum_grad(te_build *build, int32_t k, const source *from, int16_t bia
     te_ask_cast(build, stage, &cast);
 }
 
+/* Whether the gradient of the weight is computed first: its operands can be freed before the
+ * gradient of the input has memory. Not where ranks add up the latter, which can go on meanwhile.
+ */
+static int weight_goes_first(const te_build *build, int32_t k)
+{
+    return !is_external(build, k, TE_LINEAR_STAGE_REDUCE_GRAD_INPUT);
+}
+
+static void grad_input_quantized(te_build *build, int32_t k, int16_t grad)
+{
+    int32_t of = te_operand_of(k, TE_WEIGHT_OPERAND);
+    if (!needs_grad_input(build, k)) return;
+    if (!weight_arrives(build, k) && te_find(build, TE_LINK_COLUMN, of) == TE_NO_BUFFER) {
+        quantize_again(build, k, TE_WEIGHT_OPERAND, 0, 1);
+    }
+    multiply_grad_input(build, k, grad);
+}
+
 static void backward_quantized(te_build *build, int32_t k)
 {
     te_cast_to grad = te_cast_nothing();
     int put_off = wants(build, weight_of(build, k), TE_VALUE_DEFER);
+    int weight_first = weight_goes_first(build, k);
     grad.bias_grad = te_parameter_grad(build, bias_of(build, k));
     if (!needs_grad_input(build, k) && !needs_grad_weight(build, k)) {
         source from = source_of(build, k, TE_GRAD_OPERAND);
@@ -479,20 +498,17 @@ static void backward_quantized(te_build *build, int32_t k)
     if (needs_grad_weight(build, k)) grad.column = form(build, k, TE_GRAD_OPERAND, TE_LINK_COLUMN);
     if (needs_grad_input(build, k)) grad.row = form(build, k, TE_GRAD_OPERAND, TE_LINK_ROW);
     quantize(build, k, TE_GRAD_OPERAND, grad);
-    if (needs_grad_input(build, k)) {
-        int32_t of = te_operand_of(k, TE_WEIGHT_OPERAND);
-        if (!weight_arrives(build, k) && te_find(build, TE_LINK_COLUMN, of) == TE_NO_BUFFER) {
-            quantize_again(build, k, TE_WEIGHT_OPERAND, 0, 1);
-        }
-        multiply_grad_input(build, k, grad.row);
+    if (!weight_first) grad_input_quantized(build, k, grad.row);
+    if (needs_grad_weight(build, k) && !put_off) {
+        multiply_grad_weight(build, k, grad.column, input_column(build, k), TE_NO_BUFFER);
     }
-    if (!needs_grad_weight(build, k) || put_off) return;
-    multiply_grad_weight(build, k, grad.column, input_column(build, k), TE_NO_BUFFER);
+    if (weight_first) grad_input_quantized(build, k, grad.row);
 }
 
 static void backward_wide(te_build *build, int32_t k)
 {
     int put_off = wants(build, weight_of(build, k), TE_VALUE_DEFER);
+    int input_first = needs_grad_input(build, k) && !weight_goes_first(build, k);
     int16_t bias_grad = te_parameter_grad(build, bias_of(build, k));
     source from = source_of(build, k, TE_GRAD_OPERAND);
     if (!needs_grad_input(build, k) && !needs_grad_weight(build, k)) {
@@ -503,13 +519,14 @@ static void backward_wide(te_build *build, int32_t k)
         write_source(build, k, &from, bias_grad);
         bias_grad = TE_NO_BUFFER;
     }
-    if (needs_grad_input(build, k)) multiply_grad_input(build, k, from.wide);
+    if (input_first) multiply_grad_input(build, k, from.wide);
     if (needs_grad_weight(build, k) && !put_off) {
         int16_t input = wide_input(build, k);
         multiply_grad_weight(build, k, from.wide, input, bias_grad);
     } else {
         sum_grad(build, k, &from, bias_grad);
     }
+    if (needs_grad_input(build, k) && !input_first) multiply_grad_input(build, k, from.wide);
 }
 
 static void backward(te_build *build, int32_t k)

@@ -43,8 +43,10 @@ typedef struct te_layout {
     struct te_layout *next;
     te_device device;
     te_sizes sizes;
+    int32_t consumes_saved;
     int64_t saved_bytes, scratch_bytes;
-    te_tensor tensors[]; /* of packed buffers and views, `data` is the offset in bytes */
+    unsigned char *in_saved; /* of each buffer: it lies in the packed saved buffer */
+    te_tensor tensors[];     /* of packed buffers and views, `data` is the offset in bytes */
 } te_layout;
 
 struct te_plan {
@@ -100,9 +102,9 @@ te_status te_plan_check(const te_plan *plan);
 /* ---- layout.c ---- */
 
 /* The layout for given sizes: one that is kept with the plan, or a new one, in *own too, which the
- * caller frees. */
+ * caller frees. consumes_saved: as of te_plan_call. */
 te_status te_plan_layout(const te_plan *plan, te_device device, const te_sizes *sizes,
-                         const te_layout **layout, te_layout **own);
+                         int consumes_saved, const te_layout **layout, te_layout **own);
 
 static inline int te_is_packed(te_buffer_role role)
 {

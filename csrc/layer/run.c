@@ -37,7 +37,7 @@ typedef union stage_args {
 } stage_args;
 
 static te_status begin(run_state *run, te_context *context, const te_plan *plan,
-                       const te_sizes *sizes)
+                       const te_sizes *sizes, int consumes_saved)
 {
     run->buffers = NULL;
     run->own_layout = NULL;
@@ -47,8 +47,8 @@ static te_status begin(run_state *run, te_context *context, const te_plan *plan,
     run->plan = plan;
     run->context = context;
     run->table = te_op_table_acquire(te_context_device(context).type);
-    TE_TRY(te_plan_layout(run->plan, te_context_device(context), sizes, &run->layout,
-                          &run->own_layout));
+    TE_TRY(te_plan_layout(run->plan, te_context_device(context), sizes, consumes_saved,
+                          &run->layout, &run->own_layout));
     run->buffers = run->few;
     if (run->plan->buffer_count > FEW_BUFFERS) {
         run->buffers = malloc((size_t)run->plan->buffer_count * sizeof *run->buffers);
@@ -184,7 +184,7 @@ static te_status resolve_buffers(run_state *run, const te_plan_call *call)
     for (int32_t i = 0; i < run->plan->buffer_count; i++) {
         const te_buffer *buffer = &run->plan->buffers[i];
         te_tensor *tensor = &run->buffers[i];
-        void *base = buffer->info.role == TE_ROLE_SAVED ? call->saved : call->scratch;
+        void *base = run->layout->in_saved[i] ? call->saved : call->scratch;
         if (buffer->info.late) continue;
         if (buffer->info.role == TE_ROLE_VIEW) break; /* they come last */
         if (!te_is_packed(buffer->info.role)) {
@@ -194,7 +194,7 @@ static te_status resolve_buffers(run_state *run, const te_plan_call *call)
             tensor->data = (char *)base + (uintptr_t)tensor->data;
         } else if (te_tensor_numel(tensor) > 0) {
             return TE_FAIL(TE_ERROR_INVALID, "plan: %s: the %s buffer is NULL", buffer->name,
-                           buffer->info.role == TE_ROLE_SAVED ? "saved" : "scratch");
+                           run->layout->in_saved[i] ? "saved" : "scratch");
         } else {
             tensor->data = NULL;
         }
@@ -254,7 +254,7 @@ te_status te_plan_run(te_context *context, const te_plan_call *call, void *strea
     if (call == NULL || call->size != sizeof *call || call->buffers == NULL) {
         return TE_FAIL(TE_ERROR_INVALID, "plan: call is incomplete (size or buffers)");
     }
-    st = begin(&run, context, call->plan, &call->sizes);
+    st = begin(&run, context, call->plan, &call->sizes, call->consumes_saved != 0);
     if (st != TE_OK) goto done;
     if (call->slots == NULL && run.plan->owners > 0) {
         st = TE_FAIL(TE_ERROR_INVALID, "plan: call is incomplete (slots)");
@@ -285,13 +285,13 @@ done:
 /* The plan's own scratch and the largest workspace of its operators; `given` NULL: over dense,
  * aligned buffers. */
 static te_status measure(te_context *context, const te_plan *plan, const te_sizes *sizes,
-                         const te_tensor *given, size_t *bytes)
+                         int consumes_saved, const te_tensor *given, size_t *bytes)
 {
     static const int32_t first_slots[2 * TE_GRAPH_NODES];
     run_state run;
     stage_args args;
     size_t largest = 0;
-    te_status st = begin(&run, context, plan, sizes);
+    te_status st = begin(&run, context, plan, sizes, consumes_saved);
     if (st != TE_OK) goto done;
     run.slots = first_slots;
     run.workspace = NULL;
@@ -318,21 +318,25 @@ done:
     return st;
 }
 
-te_status te_plan_scratch(te_context *context, const te_plan *plan, const te_sizes *sizes,
-                          size_t *bytes)
+static te_status find_scratch(te_context *context, const te_plan *plan, const te_sizes *sizes,
+                              int consumes_saved, size_t *bytes)
 {
-    te_scratch_key key = {.sizes = *sizes};
-    te_op_table *table;
-    TE_TRY(te_context_check(context)); /* before its lock is taken */
-    TE_TRY(te_plan_check(plan));
-    key.plan = plan->id;
-    table = te_op_table_acquire(te_context_device(context).type);
+    te_scratch_key key = {.plan = plan->id, .sizes = *sizes, .consumes_saved = consumes_saved};
+    te_op_table *table = te_op_table_acquire(te_context_device(context).type);
     key.table = te_op_table_number(table);
     te_op_table_release(table);
     if (te_context_scratch_lookup(context, &key, bytes)) return TE_OK;
-    TE_TRY(measure(context, plan, sizes, NULL, bytes));
+    TE_TRY(measure(context, plan, sizes, consumes_saved, NULL, bytes));
     te_context_scratch_store(context, &key, *bytes);
     return TE_OK;
+}
+
+te_status te_plan_scratch(te_context *context, const te_plan *plan, const te_sizes *sizes,
+                          size_t *bytes)
+{
+    TE_TRY(te_context_check(context)); /* before its lock is taken */
+    TE_TRY(te_plan_check(plan));
+    return find_scratch(context, plan, sizes, 0, bytes);
 }
 
 /* Dense, and aligned as every library wants it. */
@@ -350,11 +354,12 @@ static int is_ordinary(const te_tensor *tensor)
 te_status te_plan_scratch_for(te_context *context, const te_plan_call *call, size_t *bytes)
 {
     const te_plan *plan = call->plan;
-    int ordinary = 1;
+    int ordinary = 1, consumes = call->consumes_saved != 0;
+    TE_TRY(te_context_check(context));
     TE_TRY(te_plan_check(plan));
     for (int32_t i = 0; i < plan->buffer_count; i++) {
         if (plan->buffers[i].info.role <= TE_ROLE_STATE) ordinary &= is_ordinary(&call->buffers[i]);
     }
-    if (ordinary) return te_plan_scratch(context, plan, &call->sizes, bytes);
-    return measure(context, plan, &call->sizes, call->buffers, bytes);
+    if (ordinary) return find_scratch(context, plan, &call->sizes, consumes, bytes);
+    return measure(context, plan, &call->sizes, consumes, call->buffers, bytes);
 }

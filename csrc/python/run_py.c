@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * run_py.c - runs plans: run(), the one call that a module makes per direction, and run_staged(),
- * the same with Python functions at stages.
+ * run_py.c - runs plans: run(), the one call that a module makes per direction, run_consuming(),
+ * the same of a backward after which nobody reads what was saved, and run_staged(), with Python
+ * functions at stages.
  *
  * Everything is checked and allocated before the first stage, so a wrong argument changes no state.
  * Outputs come from torch.empty because they outlive the call (a tensor made by DLPack can not be
@@ -435,20 +436,22 @@ static PyObject *run_whole(tepy_run_call *run, PyObject *const *args, Py_ssize_t
     return result;
 }
 
-PyObject *tepy_run(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *run_plain(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                           const char *function, int consumes_saved)
 {
     tepy_run_call run;
     PyObject *result = NULL;
-    if (begin(&run, module, "run") != 0) return NULL;
+    if (begin(&run, module, function) != 0) return NULL;
     if (nargs < 3) {
         PyErr_Format(PyExc_TypeError,
-                     "run: expected plan, slot_fwd, slot_bwd and tensors, got %zd arguments",
-                     nargs);
+                     "%s: expected plan, slot_fwd, slot_bwd and tensors, got %zd arguments",
+                     function, nargs);
         return NULL;
     }
+    run.call.consumes_saved = consumes_saved;
     if (take_plan(&run, args[0]) != 0) goto done;
     if (run.plan->external) {
-        (void)tepy_fail(PyExc_RuntimeError, (tepy_site){"run", "plan"},
+        (void)tepy_fail(PyExc_RuntimeError, (tepy_site){function, "plan"},
                         "it has external stages: use run_staged");
         goto done;
     }
@@ -458,6 +461,16 @@ PyObject *tepy_run(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 done:
     end(&run);
     return result;
+}
+
+PyObject *tepy_run(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return run_plain(module, args, nargs, "run", 0);
+}
+
+PyObject *tepy_run_consuming(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return run_plain(module, args, nargs, "run_consuming", 1);
 }
 
 PyObject *tepy_run_staged(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

@@ -193,6 +193,8 @@ PyObject *tepy_number(const te_field *field, double value);
       "Bytes of scratch that a run on this device takes, operator workspaces included.")           \
     X(run, FAST, "plan, slot_fwd, slot_bwd, /, *tensors",                                          \
       "Run a plan: (outputs..., packed saved tensor or None).")                                    \
+    X(run_consuming, FAST, "plan, slot_fwd, slot_bwd, /, *tensors",                                \
+      "run() of a later plan, that may write over the saved tensor.")                              \
     X(run_staged, FAST,                                                                            \
       "plan, slot_fwd, slot_bwd, functions, observer, make_buffers, /, *tensors",                  \
       "run() whose external stages are functions, a dict by name of f(buffers).")                  \

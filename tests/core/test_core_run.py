@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What plans return through the module, and Python functions at their stages."""
 
+import functools
 import threading
 
 import native
@@ -162,6 +163,48 @@ def test_more_buffers_than_a_run_has_at_hand(core):
         assert_nmse(grad, exact, 2 * depth * tol("sum", torch.float32, K))
     described = core.plan_describe(native.chain_graph(core, depth).plan(core.DIRECTION_BACKWARD))
     assert len(described["buffers"]) > 56 and len(described["stages"]) > 40 and none is None
+
+
+@pytest.mark.parametrize("rows", [1, 6, 130])
+@pytest.mark.parametrize("recipe", ["RECIPE_NONE", "RECIPE_DELAYED"])
+@pytest.mark.parametrize("make", ["mlp", "attention", "chain"])
+def test_a_run_that_consumes_what_was_saved(core, make, recipe, rows):
+    """It gives the same bits, and writes to what was saved, which it reads no more."""
+    chain = functools.partial(native.chain_graph, depth=5)
+    graph = {"mlp": native.mlp_graph, "attention": native.attention_graph, "chain": chain}[make]
+    graph = graph(core, recipe=getattr(core, recipe))
+    forward, backward = (graph.plan(d) for d in (core.DIRECTION_FORWARD, core.DIRECTION_BACKWARD))
+    width = graph.values[0].shape[1]
+    given = {"angles": torch.randn(rows, native.HEAD), "input": torch.randn(rows, 1, width)}
+    given |= dict(zip(("scale", "history"), state(), strict=True))
+    given |= {"grad_output": torch.randn(rows, 1, graph.values[1].shape[1])}
+    for value in graph.values:
+        if value.flags & core.VALUE_PARAMETER:
+            given[value.name] = torch.randn(value.shape)
+
+    def run(run, plan, *saved):
+        tensors = [given[n] for n in native.buffers_of(core, plan, "input", "parameter", "state")]
+        external = [name for name, op, *_ in core.plan_describe(plan)["stages"] if op == "external"]
+        if not external:
+            return run(plan, 0, 0, *tensors, *saved)
+        numbers = [name for name, *_ in core.plan_describe(plan)["buffers"]]
+        draw = {name: lambda lend: lend(numbers.index("add_rng")).zero_() for name in external}
+        return run_staged(core, plan, draw, None, *tensors)
+
+    *_, saved = run(core.run, forward)
+    before = saved.clone()
+    *expected, _ = run(core.run, backward, saved)
+    assert torch.equal(saved, before)
+    *found, _ = run(core.run_consuming, backward, saved)
+    assert len(found) == len(expected) > 0
+    assert all(map(torch.equal, found, expected))
+    if rows == 130:
+        assert not torch.equal(saved, before)
+
+
+def test_a_forward_consumes_nothing(core):
+    with pytest.raises(ValueError, match="a forward consumes nothing that was saved"):
+        core.run_consuming(linear_plan(core, core.DIRECTION_FORWARD), 0, 0, *linear_tensors())
 
 
 def test_a_plan_that_does_nothing(core):

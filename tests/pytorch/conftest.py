@@ -57,7 +57,16 @@ def backend(request, device, monkeypatch):
 class _Noting:
     """The extension module; calls of what runs on tensors are noted."""
 
-    RUN = ("run", "run_staged", "attention", "attention_backward", "dropout_add", "rope", "norm")
+    RUN = (
+        "run",
+        "run_consuming",
+        "run_staged",
+        "attention",
+        "attention_backward",
+        "dropout_add",
+        "rope",
+        "norm",
+    )
 
     def __init__(self, found):
         self._found = found

@@ -26,7 +26,7 @@ from pytorch.layer_ways import (
 from tols import BF16
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.module import layer_call
+from transformer_engine.pytorch.module import call, layer_call
 
 MAKES = {
     "encoder": lambda *where: make_layer(*where, **DROPS),
@@ -216,3 +216,50 @@ def test_a_run_that_fails_leaves_nothing(device, runs, monkeypatch):
     gc.collect()
     assert not alive(runs)
     layer(x).sum().backward()
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("kind", MAKES)
+def test_a_retained_graph_can_be_run_again(device, kind, recipe):
+    """The last backward, which may write over what was saved, has the bits of those before it."""
+    layer = MAKES[kind](device, dtype_of(device, recipe))
+    given = inputs_of(layer)
+    out = step(layer, given, recipe)
+    wanted = [t for t in given.values() if torch.is_tensor(t) and t.requires_grad]
+    wanted += layer.parameters()
+    grad = torch.randn_like(out)
+
+    def gradients(retain):
+        return torch.autograd.grad(out, wanted, grad, retain_graph=retain, allow_unused=True)
+
+    packed = [t for t in out.grad_fn.saved_tensors if t.dtype is torch.uint8 and t.dim() == 1]
+    before = [t.clone() for t in packed]
+    first, second = gradients(True), gradients(True)
+    assert packed and all(map(torch.equal, packed, before))
+    last = gradients(False)
+    assert kind == "attention" or not all(map(torch.equal, packed, before))
+    for kept, again, consumed in zip(first, second, last, strict=True):
+        assert (kept is None) == (consumed is None)
+        if kept is not None and recipe is None:  # scales move on from backward to backward
+            assert torch.equal(kept, again) and torch.equal(kept, consumed)
+    with pytest.raises(RuntimeError, match="second time"):
+        gradients(False)
+
+
+@pytest.mark.gpu
+def test_scratch_lies_in_what_was_saved(monkeypatch):
+    """A layer's peak is that of one more matrix of the width of its MLP where it may not."""
+    layer = te.TransformerLayer(512, 8192, 8, params_dtype=BF16, hidden_dropout=0.0)
+    x = torch.randn(1024, 1, 512, device="cuda", dtype=BF16, requires_grad=True)
+
+    def peak():
+        layer(x).sum().backward()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        layer(x).sum().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    consuming = peak()
+    monkeypatch.setattr(call, "keeps_graph", lambda: True)
+    assert peak() - consuming >= 1024 * 8192 * 2

@@ -48,18 +48,18 @@ def text_of(module, x, recipe, **kwargs):
 STAGES = {
     ("norm-linear", None): [
         "produce_input [norm] -> gemm_output [gemm]\n",
-        "gemm_grad_input [gemm] -> gemm_grad_weight [gemm] -> norm_backward [norm_backward]\n",
+        "gemm_grad_weight [gemm] -> gemm_grad_input [gemm] -> norm_backward [norm_backward]\n",
     ],
     ("norm-linear", "delayed"): [
         "quantize_input [norm] -> quantize_weight [quantize] -> cast_bias [cast] -> gemm_output",
-        "quantize_grad_output [quantize] -> requantize_weight [quantize] -> gemm_grad_input",
+        "quantize_grad_output [quantize] -> gemm_grad_weight [gemm] -> requantize_weight",
     ],
     ("norm-linear", "current"): [
         "amax_input [norm] -> quantize_input [norm] -> amax_weight [amax]"
     ],
     ("gelu", None): [  # in bf16, which is activated in the GEMM's epilogue
         "fc1_produce_input [norm] -> fc1_gemm_output [gemm] -> fc2_gemm_output [gemm]\n",
-        "fc1_produce_grad_output [activation_backward] -> fc1_gemm_grad_input [gemm]",
+        "fc1_produce_grad_output [activation_backward] -> fc1_gemm_grad_weight [gemm]",
     ],
     ("swiglu", None): [
         "fc1_gemm_output [gemm] -> fc2_produce_input [activation] -> fc2_gemm_output [gemm]\n"
@@ -67,7 +67,7 @@ STAGES = {
     ("swiglu", "delayed"): [
         "fc1_quantize_input [norm] -> fc1_quantize_weight [quantize]",
         "fc2_quantize_input [activation] -> fc2_quantize_weight [quantize]",
-        "fc1_quantize_grad_output [activation_backward] -> fc1_requantize_weight [quantize]",
+        "fc1_quantize_grad_output [activation_backward] -> fc1_gemm_grad_weight [gemm]",
         "norm_backward [norm_backward]\n",
     ],
     ("gelu", "current"): [

@@ -45,6 +45,10 @@ active_modes: Callable[[], list] = _get_current_dispatch_mode_stack
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward that the thread runs a part of; -1: it is in none."""
 
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether what was saved may be read again after the backward that the thread runs a part of
+(``retain_graph=True``); True where it runs in none."""
+
 top_saved_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 """Innermost pair of `torch.autograd.graph.saved_tensors_hooks` in force, or None; given False."""
 

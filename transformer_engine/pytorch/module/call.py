@@ -15,7 +15,7 @@ from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch import scaling, torch_ops
-from transformer_engine.pytorch.modes import dispatch_modes
+from transformer_engine.pytorch.modes import dispatch_modes, keeps_graph
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.staged import Staged
 from transformer_engine.pytorch.state import Domain
@@ -99,9 +99,19 @@ class ModuleCall:
             saved = packed[0] if packed else None
             return torch_ops.run_traced(plan.text, slots, inputs, state, saved, staged=staged)
         if staged is None:
-            return _core.run(plan.native, slots, slots, *given, *packed)
+            run = _core.run_consuming if self._consumes(packed) else _core.run
+            return run(plan.native, slots, slots, *given, *packed)
         of_run = staged.of(plan)
         return _core.run_staged(plan.native, slots, slots, *of_run, *given, *packed)
+
+    def _consumes(self, packed: tuple) -> bool:
+        """Whether a run is the last one that reads what was packed, and may write over it.
+
+        A captured backward can be replayed where its forward is not, whatever autograd says now.
+        """
+        if not packed or packed[0] is None or self.plans.defer or keeps_graph():
+            return False
+        return not (packed[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
     def run_forward(
         self,
