@@ -434,6 +434,33 @@ def _rope(core):
     )  # fmt: skip
 
 
+def _pages():
+    """Keys and values of 5 pages of 3 tokens; the pages of two sequences."""
+    caches = [torch.randn(5, 3, 2, channels) for channels in (8, 6)]
+    return caches, torch.tensor([[4, 1], [0, 2]], dtype=torch.int32)
+
+
+def _ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _cache_append(core):
+    caches, table = _pages()
+    new = [torch.randn(ROWS, 2, channels) for channels in (8, 6)]
+    return Case(
+        [*new, *caches, _ints(1, 4)],
+        dict(
+            counts=_ints(2, 1), cu_seqlens=_ints(0, 2, ROWS), page_table=table, **_context(core)
+        ),
+    )  # fmt: skip
+
+
+def _cache_gather(core):
+    caches, table = _pages()
+    made = [torch.zeros(2, 6, 2, channels) for channels in (8, 6)]
+    return Case([*caches, _ints(5, 2), *made], {"page_table": table} | _context(core))
+
+
 def _register(core):
     functions = {"cast": lambda args: NotImplemented}
     return Case(
@@ -507,6 +534,8 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "dropout_add": _dropout_add,
     "dropout_backward": _dropout_backward,
     "rope": _rope,
+    "cache_append": _cache_append,
+    "cache_gather": _cache_gather,
     "register_backend": _register,
     "unregister_backend": _unregister,
     "counters": lambda core: Case([]),

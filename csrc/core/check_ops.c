@@ -130,6 +130,18 @@ typedef struct rule {
     R(dropout_backward, samples, DIVIDES, grad_output)                                             \
     DROP(R, N, dropout_backward, dropout) DROP(R, N, dropout_backward, drop_path)
 #define RULES_rope(R, N)
+#define RULES_CACHE(R, N, op)                                                                      \
+    N(op, key_cache, DIMS, 4, 0, NULL)                                                             \
+    N(op, value_cache, DIMS, 4, 0, NULL)                                                           \
+    R(op, value_cache, DTYPE, key_cache)                                                           \
+    R(op, key, DTYPE, key_cache)                                                                   \
+    R(op, value, DTYPE, key_cache)
+#define RULES_cache_append(R, N)                                                                   \
+    RULES_CACHE(R, N, cache_append) R(cache_append, counts, ROWS, starts)
+#define RULES_cache_gather(R, N)                                                                   \
+    RULES_CACHE(R, N, cache_gather)                                                                \
+    N(cache_gather, key, DIMS, 4, 0, NULL)                                                         \
+    R(cache_gather, lengths, ROWS, key)
 
 #define RULE(op, field, what, other)                                                               \
     {.kind = (what), .at = te_at_##op##_##field, .of = te_at_##op##_##other},
@@ -590,6 +602,66 @@ static te_status check_rope(const te_check_site *site, const te_rope_args *args)
                    LL(freqs->shape[0]), LL(input->shape[1]));
 }
 
+/* Tokens [.., heads, channels] for a cache. */
+static te_status check_tokens(const te_check_site *site, const char *name, const te_tensor *tokens,
+                              const te_tensor *like, const te_tensor *cache)
+{
+    const int64_t *last = tokens->shape + tokens->ndim - 2, *kept = cache->shape + 2;
+    int same = tokens->ndim == like->ndim;
+    for (int32_t i = 0; same && i < like->ndim - 2; i++) same = tokens->shape[i] == like->shape[i];
+    if (!same) return INVALID(name, "shape, expected the leading dims of key");
+    if (last[0] == kept[0] && last[1] == kept[1]) return TE_OK;
+    return INVALID(name, "%lld heads of %lld channels, the cache has %lld of %lld", LL(last[0]),
+                   LL(last[1]), LL(kept[0]), LL(kept[1]));
+}
+
+/* A cache, and tokens of `batch` sequences that come from there or go there. */
+static te_status check_cache(const te_check_site *site, const te_cache *cache, const te_tensor *key,
+                             const te_tensor *value, int64_t batch)
+{
+    const te_tensor *table = &cache->page_table;
+    for (int32_t i = 0; i < 3; i++) {
+        if (cache->value.shape[i] == cache->key.shape[i]) continue;
+        return INVALID("value_cache", "dim %d: size %lld, expected %lld", (int)i,
+                       LL(cache->value.shape[i]), LL(cache->key.shape[i]));
+    }
+    TE_TRY(check_tokens(site, "key", key, key, &cache->key));
+    TE_TRY(check_tokens(site, "value", value, key, &cache->value));
+    if (te_tensor_requested(table) && table->shape[0] != batch) {
+        return INVALID("page_table", "%lld rows, expected one for each of %lld sequences",
+                       LL(table->shape[0]), LL(batch));
+    }
+    if (te_tensor_requested(table) || cache->key.shape[0] >= batch) return TE_OK;
+    return INVALID("key_cache", "%lld pages for %lld sequences without a page_table",
+                   LL(cache->key.shape[0]), LL(batch));
+}
+
+static te_status check_cache_append(const te_check_site *site, const te_cache_append_args *args)
+{
+    const te_tensor *key = &args->key, *limits = &args->cu_seqlens;
+    const int packed = te_tensor_present(limits);
+    const int64_t batch = args->starts.shape[0];
+    if (key->ndim != (packed ? 3 : 4)) {
+        return INVALID("key", "ndim = %d, expected %d", (int)key->ndim, packed ? 3 : 4);
+    }
+    if (!packed && key->shape[0] != batch) {
+        return INVALID("starts", "length %lld, expected a vector of %lld", LL(batch),
+                       LL(key->shape[0]));
+    }
+    TE_TRY(check_length(site, "cu_seqlens", limits, batch + 1));
+    return check_cache(site, &args->cache, key, &args->value, batch);
+}
+
+static te_status check_cache_gather(const te_check_site *site, const te_cache_gather_args *args)
+{
+    const te_tensor *pages = &args->cache.key, *table = &args->cache.page_table;
+    const int64_t each = te_tensor_requested(table) ? table->shape[1] : 1;
+    TE_TRY(check_cache(site, &args->cache, &args->key, &args->value, args->key.shape[0]));
+    if (args->key.shape[1] <= each * pages->shape[1]) return TE_OK;
+    return INVALID("key", "%lld tokens of each sequence, the cache has room for %lld",
+                   LL(args->key.shape[1]), LL(each * pages->shape[1]));
+}
+
 /* Operators of which the rules do not say all. */
 #define OTHERS(X)                                                                                  \
     X(QUANTIZE, quantize)                                                                          \
@@ -603,7 +675,9 @@ static te_status check_rope(const te_check_site *site, const te_rope_args *args)
     X(ACTIVATION_BACKWARD, activation_backward)                                                    \
     X(ATTENTION, attention)                                                                        \
     X(ATTENTION_BACKWARD, attention_backward)                                                      \
-    X(ROPE, rope)
+    X(ROPE, rope)                                                                                  \
+    X(CACHE_APPEND, cache_append)                                                                  \
+    X(CACHE_GATHER, cache_gather)
 
 te_status te_check_args(te_op op, te_device device, const void *args)
 {

@@ -268,6 +268,28 @@
     TE_NUMBER(X, rope, interleaved, 0)                                                             \
     TE_NUMBER(X, rope, backward, 0)
 
+#define TE_CACHE(X, op, access)                                                                    \
+    X(op, key_cache, cache.key, 1, access, DIMS, NUMBERS, 0, 0)                                    \
+    X(op, value_cache, cache.value, 1, access, DIMS, NUMBERS, 0, 0)
+
+#define TE_SUMMARY_cache_append "Put keys and values of new tokens into a cache, paged or not."
+#define TE_FIELDS_cache_append(X)                                                                  \
+    TE_IN(X, cache_append, key, DIMS, NUMBERS)                                                     \
+    TE_IN(X, cache_append, value, DIMS, NUMBERS)                                                   \
+    TE_CACHE(X, cache_append, UPDATE)                                                              \
+    TE_IN(X, cache_append, starts, VECTOR, I32)                                                    \
+    TE_OPT(X, cache_append, counts, VECTOR, I32)                                                   \
+    TE_OPT(X, cache_append, cu_seqlens, VECTOR, I32)                                               \
+    X(cache_append, page_table, cache.page_table, 0, READ, MATRIX, I32, 0, 0)
+
+#define TE_SUMMARY_cache_gather "The keys and values in a cache, each sequence's in a row."
+#define TE_FIELDS_cache_gather(X)                                                                  \
+    TE_CACHE(X, cache_gather, READ)                                                                \
+    TE_IN(X, cache_gather, lengths, VECTOR, I32)                                                   \
+    TE_OUT(X, cache_gather, key, DIMS, NUMBERS)                                                    \
+    TE_OUT(X, cache_gather, value, DIMS, NUMBERS)                                                  \
+    X(cache_gather, page_table, cache.page_table, 0, READ, MATRIX, I32, 0, 0)
+
 /* Positions in the lists: te_at_norm_gamma, ... */
 #define X_AT(op, name, ...) te_at_##op##_##name,
 #define X(NAME, op) enum { TE_FIELDS_##op(X_AT) te_field_count_##op };

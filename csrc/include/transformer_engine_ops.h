@@ -38,7 +38,9 @@ extern "C" {
     X(ATTENTION_BACKWARD, attention_backward)                                                      \
     X(DROPOUT_ADD, dropout_add)                                                                    \
     X(DROPOUT_BACKWARD, dropout_backward)                                                          \
-    X(ROPE, rope)
+    X(ROPE, rope)                                                                                  \
+    X(CACHE_APPEND, cache_append)                                                                  \
+    X(CACHE_GATHER, cache_gather)
 
 typedef enum te_op {
 #define X(NAME, name) TE_OP_##NAME,
@@ -417,6 +419,40 @@ typedef struct te_rope_args {
     int32_t interleaved;
     int32_t backward;
 } te_rope_args;
+
+/* Keys and values that sequences keep, in pages of so many tokens: token p of sequence i is token
+ * p % page_size of page page_table[i][p / page_size]. Without a table page i is all of sequence i.
+ * Pages that a table does not have (the CPU says so) are passed over. */
+typedef struct te_cache {
+    te_tensor key;        /* [pages, page_size, heads, d_k] f32, f16, bf16; unit last stride */
+    te_tensor value;      /* [pages, page_size, heads, d_v]; dtype of key */
+    te_tensor page_table; /* [batch, pages of a sequence] i32; data NULL: none */
+} te_cache;
+
+/* Puts the keys and values of new tokens, bits as they are, behind those that sequences have: new
+ * token j of sequence i becomes its token starts[i] + j. What would be beyond the end of its pages
+ * is refused on the CPU; on CUDA, where only the kernel knows, the last token that there is room
+ * for becomes NaN. */
+typedef struct te_cache_append_args {
+    size_t size;
+    te_cache cache;       /* written */
+    te_tensor key;        /* [batch, tokens, heads, d_k], or packed [tokens, heads, d_k] with
+                             cu_seqlens; dtype of the cache; unit last stride, any others */
+    te_tensor value;      /* likewise, of d_v */
+    te_tensor starts;     /* [batch] i32: how many tokens each sequence had before */
+    te_tensor counts;     /* [batch] i32: how many of its tokens are new ones; data NULL: all */
+    te_tensor cu_seqlens; /* [batch + 1] i32: first token of each sequence; data NULL: none */
+} te_cache_append_args;
+
+/* The keys and values of the first lengths[i] tokens of each sequence, one after the other; zeros
+ * behind them. */
+typedef struct te_cache_gather_args {
+    size_t size;
+    te_cache cache;
+    te_tensor lengths; /* [batch] i32, 0 to tokens */
+    te_tensor key;     /* [batch, tokens, heads, d_k]; dtype of the cache; any strides but the last */
+    te_tensor value;   /* [batch, tokens, heads, d_v] */
+} te_cache_gather_args;
 
 /* ---- fields ------------------------------------------------------------------------------- */
 

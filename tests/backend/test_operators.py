@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 # Operators whose tests stand in the file of a family.
 FAMILIES = {"softmax_backward": "softmax", "dropout_add": "dropout", "dropout_backward": "dropout"}
 FAMILIES["attention_backward"] = "attention"
+FAMILIES["cache_append"] = FAMILIES["cache_gather"] = "cache"
 
 
 @pytest.mark.parametrize("op", _core.op_names())
@@ -44,7 +45,7 @@ def arguments(op, device):
     wide, one = torch.ones(16, 16, device=device), torch.ones(2, device=device)
     fp8 = torch.zeros(16, 16, dtype=E4M3, device=device)
     out, row, scores = wide.clone(), wide[0].clone(), wide.reshape(1, 2, 8, 16)
-    heads = scores.to(BF16)
+    heads, start = scores.to(BF16), torch.zeros(1, dtype=torch.int32, device=device)
     return {
         "quantize": ([wide], {**operand(row=fp8), "scale": one}),
         "dequantize": ([wide], operand(row=fp8, scales=one)),
@@ -75,6 +76,8 @@ def arguments(op, device):
         "dropout_add": ([wide, out], {}),
         "dropout_backward": ([wide], {"bias_grad": row.clone()}),
         "rope": ([scores, scores.clone(), wide], {}),
+        "cache_append": ([heads, heads, heads.clone(), heads.clone(), start], {}),
+        "cache_gather": ([heads, heads, start + 2, heads.clone(), heads.clone()], {}),
     }[op]
 
 

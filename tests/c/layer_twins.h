@@ -579,4 +579,77 @@ static void cases_rope(void)
     for (int i = 0; i < 12 * 9; i++) rope_case(shapes[i % 9], i / 9);
 }
 
+/* ---- caches of keys and values ---- */
+
+/* Keys and values of `heads`, with other channels. */
+static void two_tensors(te_tensor *key, te_tensor *value, te_dtype dtype, dims shape)
+{
+    *key = input_dims(dtype, shape);
+    shape.size[3] += 3;
+    *value = input_dims(dtype, shape);
+}
+
+static te_cache cache_of(te_dtype dtype, int64_t channels, int paged)
+{
+    const int32_t table[] = {4, 0, 2, 1, 5, 3};
+    const dims pages = paged ? (dims){{6, 4, 2, channels}} : (dims){{3, 12, 2, channels}};
+    te_cache cache = {0};
+    two_tensors(&cache.key, &cache.value, dtype, pages);
+    if (paged) {
+        cache.page_table = new_ints(table, 6);
+        cache.page_table.ndim = 2;
+        memcpy(cache.page_table.shape, (int64_t[]){3, 2}, 2 * sizeof(int64_t));
+        memcpy(cache.page_table.strides, (int64_t[]){2, 1}, 2 * sizeof(int64_t));
+    }
+    return cache;
+}
+
+static void cases_cache_append(void)
+{
+    const int32_t starts[] = {0, 5, 3}, counts[] = {3, 0, 2}, limits[] = {0, 3, 3, 5};
+    for (int i = 0; i < 48; i++) {
+        const te_dtype dtype = high[i % 3];
+        const int64_t channels = i / 3 % 2 ? 64 : 10;
+        const int packed = i / 6 % 2, paged = i / 12 % 2;
+        any_args any = {0};
+        te_cache_append_args *args = &any.cache_append;
+        args->size = sizeof *args;
+        args->cache = cache_of(dtype, channels, paged);
+        two_tensors(&args->key, &args->value, dtype,
+                    (dims){{packed ? 1 : 3, 6 - packed, 2, channels}});
+        args->starts = new_ints(starts, 3);
+        if (packed) {
+            te_tensor *both[] = {&args->key, &args->value};
+            for (int k = 0; k < 2; k++) {
+                both[k]->ndim = 3;
+                memmove(both[k]->shape, both[k]->shape + 1, 3 * sizeof(int64_t));
+                memmove(both[k]->strides, both[k]->strides + 1, 3 * sizeof(int64_t));
+            }
+            args->cu_seqlens = new_ints(limits, 4);
+        }
+        if (!packed || pick(2) == 0) args->counts = new_ints(counts, 3);
+        (void)snprintf(case_name, sizeof case_name, "cache_append %s, variant %d",
+                       te_dtype_name(dtype), i);
+        run_case(TE_OP_CACHE_APPEND, &any);
+    }
+}
+
+static void cases_cache_gather(void)
+{
+    const int32_t lengths[] = {8, 0, 5};
+    for (int i = 0; i < 24; i++) {
+        const te_dtype dtype = high[i % 3];
+        const int64_t channels = i / 3 % 2 ? 64 : 10;
+        any_args any = {0};
+        te_cache_gather_args *args = &any.cache_gather;
+        args->size = sizeof *args;
+        args->cache = cache_of(dtype, channels, i / 6 % 2);
+        two_tensors(&args->key, &args->value, dtype, (dims){{3, 8, 2, channels}});
+        args->lengths = new_ints(lengths, 3);
+        (void)snprintf(case_name, sizeof case_name, "cache_gather %s, variant %d",
+                       te_dtype_name(dtype), i);
+        run_case(TE_OP_CACHE_GATHER, &any);
+    }
+}
+
 #endif

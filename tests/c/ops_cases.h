@@ -12,6 +12,7 @@
 #include "activation_cases.h"
 #include "attend_cases.h"
 #include "attention_cases.h"
+#include "cache_cases.h"
 #include "cast_checks.h"
 #include "gemm_cases.h"
 #include "norm_cases.h"

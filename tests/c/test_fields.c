@@ -50,6 +50,8 @@ static const sample samples[] = {
     {TE_OP_DROPOUT_ADD, " ", 0},
     {TE_OP_DROPOUT_BACKWARD, " ", 0},
     {TE_OP_ROPE, " cu_seqlens ", 0},
+    {TE_OP_CACHE_APPEND, " cu_seqlens ", 0},
+    {TE_OP_CACHE_GATHER, " ", 0},
 };
 #define SAMPLES (sizeof samples / sizeof *samples)
 

@@ -53,6 +53,8 @@ NEEDED = {
     "softcap": {"wide"},
     "dropout_backward": {"bias_grad"},
     "rope": {"cu_seqlens"},
+    "cache_append": {"cu_seqlens", "page_table"},
+    "cache_gather": {"page_table"},
 }
 
 
