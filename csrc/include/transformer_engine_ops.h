@@ -450,8 +450,8 @@ typedef struct te_cache_gather_args {
     size_t size;
     te_cache cache;
     te_tensor lengths; /* [batch] i32, 0 to tokens */
-    te_tensor key;     /* [batch, tokens, heads, d_k]; dtype of the cache; any strides but the last */
-    te_tensor value;   /* [batch, tokens, heads, d_v] */
+    te_tensor key;   /* [batch, tokens, heads, d_k]; dtype of the cache; any strides but the last */
+    te_tensor value; /* [batch, tokens, heads, d_v] */
 } te_cache_gather_args;
 
 /* ---- fields ------------------------------------------------------------------------------- */

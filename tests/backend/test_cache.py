@@ -164,7 +164,10 @@ def arguments(**changed):
 
 
 WRONG = {
-    "start": (ints([0, 5, 11], "cpu"), "starts: sequence 2 gets the tokens 11 to 12, .* room for 12"),
+    "start": (
+        ints([0, 5, 11], "cpu"),
+        "starts: sequence 2 gets the tokens 11 to 12, .* room for 12",
+    ),
     "before": (ints([0, -1, 0], "cpu"), "starts: sequence 1 gets the tokens -1 to 0"),
     "page": (ints([[0, 1, 2], [3, 99, 5], [6, 7, 8]], "cpu"), "page_table: page 99 of token 5"),
 }
@@ -190,7 +193,10 @@ REFUSED = {
     "heads": ({"key": torch.zeros(BATCH, 2, 3, 16)}, "key: 3 heads of 16 channels, .* 2 of 16"),
     "channels": ({"value": torch.zeros(BATCH, 2, HEADS, 9)}, "value: 2 heads of 9 channels"),
     "tokens": ({"value": torch.zeros(BATCH, 3, HEADS, 8)}, "value: .*leading dims of key"),
-    "dtype": ({"key": torch.zeros(BATCH, 2, HEADS, 16, dtype=BF16)}, "key: dtype bf16, expected f32"),
+    "dtype": (
+        {"key": torch.zeros(BATCH, 2, HEADS, 16, dtype=BF16)},
+        "key: dtype bf16, expected f32",
+    ),
     "pages": ({"value_cache": torch.zeros(PAGES, 5, HEADS, 8)}, "value_cache: dim 1: size 5"),
     "table": ({"page_table": ints([[0, 1]], "cpu")}, "page_table: 1 rows"),
     "starts": ({"starts": ints([0], "cpu")}, "starts: length 1, expected a vector of 3"),
