@@ -151,7 +151,7 @@ class Maker:
         else:
             x = self.random()
         out = torch.empty_like(x)
-        return Work(lambda: _core.rope(x, out, freqs, **keywords), size(x, out, freqs))
+        return Work(lambda: _core.rope(x, out, freqs=freqs, **keywords), size(x, out, freqs))
 
 
 Case = tuple[str, str, Callable[[Maker], Work]]

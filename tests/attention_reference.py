@@ -108,3 +108,9 @@ def rope(x, angles, interleaved=False):
     turned, rest = x[..., : angles.shape[-1]], x[..., angles.shape[-1] :]
     turned = turned * angles.cos() + rotate(turned, interleaved) * angles.sin()
     return torch.cat([turned, rest], -1)
+
+
+def cp_positions(length, ranks, rank):
+    """Positions of a sequence of all ranks that one has: its chunk and that from the end."""
+    chunks = torch.arange(length).chunk(2 * ranks) if length else [torch.arange(0)] * 2 * ranks
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])

@@ -424,12 +424,16 @@ def _dropout_backward(core):
 
 
 def _rope(core):
+    further = {}
+    for part in ("key", "value"):
+        further |= {part: torch.randn(ROWS, 1, 8), f"{part}_output": torch.zeros(ROWS, 1, 8)}
+        further[f"{part}_freqs"] = torch.randn(ROWS, 4)
     return Case(
-        [torch.randn(ROWS, 2, 8), torch.zeros(ROWS, 2, 8), torch.randn(ROWS, 6)],
+        [torch.randn(ROWS, 2, 8), torch.zeros(ROWS, 2, 8)],
         dict(
-            cu_seqlens=torch.tensor([0, 2, ROWS], dtype=torch.int32),
-            start_positions=torch.tensor([1, 0], dtype=torch.int32), interleaved=0,
-            backward=0, **_context(core),
+            freqs=torch.randn(ROWS, 6), cu_seqlens=torch.tensor([0, 2, ROWS], dtype=torch.int32),
+            start_positions=torch.tensor([1, 0], dtype=torch.int32), channels=8, cp_size=1,
+            cp_rank=0, interleaved=0, backward=0, **further, **_context(core),
         ),
     )  # fmt: skip
 

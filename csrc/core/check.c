@@ -219,7 +219,9 @@ static extent extent_of(const te_field *field, const void *member)
     X(SOFTMAX_BACKWARD, softmax_backward, grad_input, grad_output)                                 \
     X(DROPOUT_ADD, dropout_add, output, input)                                                     \
     X(DROPOUT_BACKWARD, dropout_backward, grad_input, grad_output)                                 \
-    X(ROPE, rope, output, input)
+    X(ROPE, rope, output, input)                                                                   \
+    X(ROPE, rope, key_output, key)                                                                 \
+    X(ROPE, rope, value_output, value)
 
 /* Both forms of a cast may have the same scales. */
 #define SCALES_APART (offsetof(te_operand, column_scales) - offsetof(te_operand, row_scales))

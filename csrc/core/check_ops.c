@@ -129,7 +129,6 @@ typedef struct rule {
     R(dropout_backward, bias_grad, COLUMNS, grad_output)                                           \
     R(dropout_backward, samples, DIVIDES, grad_output)                                             \
     DROP(R, N, dropout_backward, dropout) DROP(R, N, dropout_backward, drop_path)
-#define RULES_rope(R, N)
 #define RULES_CACHE(R, N, op)                                                                      \
     N(op, key_cache, DIMS, 4, 0, NULL)                                                             \
     N(op, value_cache, DIMS, 4, 0, NULL)                                                           \
@@ -142,6 +141,10 @@ typedef struct rule {
     RULES_CACHE(R, N, cache_gather)                                                                \
     N(cache_gather, key, DIMS, 4, 0, NULL)                                                         \
     R(cache_gather, lengths, ROWS, key)
+#define RULES_rope(R, N)                                                                           \
+    N(rope, channels, RANGE, 0, FARTHEST, "the channels of a head, or 0")                          \
+    N(rope, cp_size, RANGE, 0, INT32_MAX, "a number of ranks")                                     \
+    N(rope, cp_rank, RANGE, 0, INT32_MAX, "a rank")
 
 #define RULE(op, field, what, other)                                                               \
     {.kind = (what), .at = te_at_##op##_##field, .of = te_at_##op##_##other},
@@ -573,33 +576,77 @@ static te_status check_attention_backward(const te_check_site *site,
     return check_sizes(site, "grad_bias", grad_bias, bias, 0);
 }
 
+/* A part of a call against the first one, which has the tokens. */
+static te_status check_rope_part(const te_check_site *site, const te_rope_args *args, int number)
+{
+    static const char *const names[TE_ROPE_PARTS][3] = {{"input", "output", "freqs"},
+                                                        {"key", "key_output", "key_freqs"},
+                                                        {"value", "value_output", "value_freqs"}};
+    const te_rope_part *part = &args->parts[number], *first = &args->parts[0];
+    const char *const *name = names[number];
+    const te_tensor *input = &part->input, *freqs = &part->freqs;
+    const int last = first->input.ndim - 1;
+    te_tensor like = *input;
+    int64_t width = input->shape[last];
+    if (!te_tensor_requested(input)) {
+        if (!te_tensor_requested(&part->output) && !te_tensor_requested(freqs)) return TE_OK;
+        return INVALID(name[0], "is missing, and %s is given", name[1]);
+    }
+    for (int i = 0; i < last - 1; i++) like.shape[i] = first->input.shape[i];
+    like.ndim = first->input.ndim;
+    TE_TRY(check_sizes(site, name[0], input, &like, 0));
+    TE_TRY(check_dtype(site, name[0], input->dtype, first->input.dtype));
+    TE_TRY(check_sizes(site, name[1], &part->output, input, 0));
+    TE_TRY(check_dtype(site, name[1], part->output.dtype, input->dtype));
+    if (te_tensor_present(input) && te_tensor_numel(input) > 0) {
+        TE_TRY(check_missing(site, name[1], &part->output, "there is nowhere to write to"));
+    }
+    if (!te_tensor_requested(freqs)) return TE_OK;
+    if (args->channels > 0) {
+        if (width % args->channels != 0) {
+            return INVALID("channels", "%lld, which does not divide the last dim of %s, %lld",
+                           LL(args->channels), name[0], LL(width));
+        }
+        width = args->channels;
+    }
+    if (freqs->shape[1] % 2 != 0 || freqs->shape[1] > width) {
+        return INVALID(name[2], "%lld rotary channels, expected an even number of at most %lld",
+                       LL(freqs->shape[1]), LL(width));
+    }
+    if (freqs->shape[0] > 1 && freqs->strides[0] != freqs->shape[1]) {
+        return INVALID(name[2], "row stride %lld, expected %lld: make it contiguous",
+                       LL(freqs->strides[0]), LL(freqs->shape[1]));
+    }
+    /* Lengths and starts on the device are known to the kernel alone. */
+    width = input->shape[1] * (args->cp_size > 1 ? args->cp_size : 1);
+    if (last < 3 || freqs->shape[0] >= width) return TE_OK;
+    return INVALID(name[2], "%lld positions, expected at least the %lld of the sequence",
+                   LL(freqs->shape[0]), LL(width));
+}
+
 static te_status check_rope(const te_check_site *site, const te_rope_args *args)
 {
-    const te_tensor *input = &args->input, *freqs = &args->freqs, *limits = &args->cu_seqlens;
+    const te_tensor *input = &args->parts[0].input, *limits = &args->cu_seqlens;
     const int packed = te_tensor_present(limits);
     if (input->ndim != (packed ? 3 : 4)) {
         return INVALID("input", "ndim = %d, expected %d", (int)input->ndim, packed ? 3 : 4);
     }
-    TE_TRY(check_sizes(site, "output", &args->output, input, 0));
-    TE_TRY(check_dtype(site, "output", args->output.dtype, input->dtype));
     if (packed && (limits->shape[0] < 1 || (limits->shape[0] < 2 && input->shape[0] > 0))) {
         return INVALID("cu_seqlens", "length %lld, expected a vector of batch + 1 for %lld tokens",
                        LL(limits->shape[0]), LL(input->shape[0]));
     }
     TE_TRY(check_length(site, "start_positions", &args->start_positions,
                         packed ? limits->shape[0] - 1 : input->shape[0]));
-    if (freqs->shape[1] % 2 != 0 || freqs->shape[1] > input->shape[input->ndim - 1]) {
-        return INVALID("freqs", "%lld rotary channels, expected an even number of at most %lld",
-                       LL(freqs->shape[1]), LL(input->shape[input->ndim - 1]));
+    if (args->cp_rank > 0 && args->cp_rank >= args->cp_size) {
+        return INVALID("cp_rank", "%d, expected one of cp_size = %d ranks", args->cp_rank,
+                       args->cp_size);
     }
-    if (freqs->shape[0] > 1 && freqs->strides[0] != freqs->shape[1]) {
-        return INVALID("freqs", "row stride %lld, expected %lld: make it contiguous",
-                       LL(freqs->strides[0]), LL(freqs->shape[1]));
+    if (args->cp_size > 1 && !packed && input->shape[1] % 2 != 0) {
+        return INVALID("input", "a sequence of %lld tokens, expected two chunks of one length",
+                       LL(input->shape[1]));
     }
-    /* Lengths and starts on the device are known to the kernel alone. */
-    if (packed || freqs->shape[0] >= input->shape[1]) return TE_OK;
-    return INVALID("freqs", "%lld positions, expected at least the %lld of the sequence",
-                   LL(freqs->shape[0]), LL(input->shape[1]));
+    for (int i = 0; i < TE_ROPE_PARTS; i++) TE_TRY(check_rope_part(site, args, i));
+    return TE_OK;
 }
 
 /* Tokens [.., heads, channels] for a cache. */

@@ -258,13 +258,22 @@
     TE_DROPS(X, dropout_backward)                                                                  \
     TE_WORKSPACE(X, dropout_backward)
 
-#define TE_SUMMARY_rope "Rotary position embedding, or its transposed map."
+#define TE_SUMMARY_rope "Rotary position embedding, or its transposed map, of up to three tensors."
+#define TE_ROPE_PART(X, name, i)                                                                   \
+    X(rope, name, parts[i].input, 0, READ, DIMS, NUMBERS, 0, 0)                                    \
+    X(rope, name##_output, parts[i].output, 0, WRITE, DIMS, NUMBERS, 0, 0)                         \
+    X(rope, name##_freqs, parts[i].freqs, 0, READ, MATRIX, F32, 0, 0)
 #define TE_FIELDS_rope(X)                                                                          \
-    TE_IN(X, rope, input, DIMS, NUMBERS)                                                           \
-    TE_OUT(X, rope, output, DIMS, NUMBERS)                                                         \
-    TE_IN(X, rope, freqs, MATRIX, F32)                                                             \
+    X(rope, input, parts[0].input, 1, READ, DIMS, NUMBERS, 0, 0)                                   \
+    X(rope, output, parts[0].output, 1, WRITE, DIMS, NUMBERS, 0, 0)                                \
+    X(rope, freqs, parts[0].freqs, 0, READ, MATRIX, F32, 0, 0)                                     \
+    TE_ROPE_PART(X, key, 1)                                                                        \
+    TE_ROPE_PART(X, value, 2)                                                                      \
     TE_OPT(X, rope, cu_seqlens, VECTOR, I32)                                                       \
     TE_OPT(X, rope, start_positions, VECTOR, I32)                                                  \
+    TE_NUMBER(X, rope, channels, 0)                                                                \
+    TE_NUMBER(X, rope, cp_size, 1)                                                                 \
+    TE_NUMBER(X, rope, cp_rank, 0)                                                                 \
     TE_NUMBER(X, rope, interleaved, 0)                                                             \
     TE_NUMBER(X, rope, backward, 0)
 

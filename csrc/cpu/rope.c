@@ -3,8 +3,8 @@
  * rope.c - rotary position embedding of strided or packed sequences.
  *
  * The work is distributed by the index in the sequence: its cosines and sines are made once and
- * serve all heads, and all batch entries that share the position. They are made for PIECE pairs of
- * channels at a time, so that any head size fits on the stack.
+ * serve all heads of all parts, and all batch entries that share the position. They are made for
+ * PIECE pairs of channels at a time, so that any head size fits on the stack.
  */
 #include <math.h>
 #include <string.h>
@@ -24,20 +24,32 @@ typedef struct rope_view {
     int64_t batch_stride, sequence_stride, head_stride;
 } rope_view;
 
+typedef struct rope_part {
+    rope_view input, output;
+    int64_t lines, width;      /* of a token: [heads, dim] as the tensors have them */
+    int64_t per_line, dim;     /* heads of a line, channels of a head */
+    int64_t rotary, positions; /* of freqs */
+    const float *freqs;        /* [positions, rotary]; NULL: rotary is 0 */
+    int in_place;
+} rope_part;
+
 typedef struct rope_job {
     const te_cpu_kernels *kernels;
-    rope_view input, output;
+    rope_part parts[TE_ROPE_PARTS];
+    int count;
     te_dtype dtype;
-    int64_t bytes; /* of an element */
-    int64_t batch, sequence, heads, dim, rotary;
-    const float *freqs;                /* [positions, rotary] */
+    int64_t bytes;                     /* of an element */
+    int64_t batch, sequence, rotary;   /* rotary: the most of the parts */
     const int32_t *cu_seqlens, *start; /* NULL: not packed; from 0 */
     int64_t packed;                    /* number of packed sequences */
-    int interleaved, backward, in_place;
+    int64_t ranks, rank;               /* of context parallelism */
+    int interleaved, backward;
 } rope_job;
 
 /* Of the pairs [first, first + n) at one position. */
 typedef struct rope_angles {
+    const float *freqs; /* row that they were made of; NULL: of none yet */
+    int64_t rotary;     /* length of the row */
     float cos_a[PIECE], sin_a[PIECE], cos_b[PIECE], sin_b[PIECE];
 } rope_angles;
 
@@ -52,32 +64,54 @@ static rope_view view(const te_tensor *tensor)
     return x;
 }
 
-static unsigned char *head_of(const rope_view *x, int64_t b, int64_t s, int64_t h)
+static unsigned char *line_of(const rope_view *x, int64_t b, int64_t s, int64_t line)
 {
-    return x->data + b * x->batch_stride + s * x->sequence_stride + h * x->head_stride;
+    return x->data + b * x->batch_stride + s * x->sequence_stride + line * x->head_stride;
+}
+
+static rope_part describe_part(const te_rope_part *given, int64_t channels)
+{
+    const te_tensor *input = &given->input;
+    rope_part part = {.input = view(input),
+                      .output = view(&given->output),
+                      .lines = input->shape[input->ndim - 2],
+                      .width = input->shape[input->ndim - 1],
+                      .per_line = 1};
+    part.dim = part.width;
+    if (given->freqs.data != NULL) {
+        part.freqs = given->freqs.data;
+        part.positions = given->freqs.shape[0];
+        part.rotary = given->freqs.shape[1];
+        if (channels > 0) part.dim = channels;
+        if (part.dim > 0) part.per_line = part.width / part.dim;
+    }
+    part.in_place = memcmp(&part.input, &part.output, sizeof part.input) == 0;
+    return part;
 }
 
 static rope_job describe(const te_rope_args *args)
 {
-    const te_tensor *input = &args->input;
+    const te_tensor *input = &args->parts[0].input;
     int first = input->ndim - 3;
     rope_job job = {.kernels = te_cpu_kernels_get(),
-                    .input = view(input),
-                    .output = view(&args->output),
                     .dtype = input->dtype,
                     .bytes = (int64_t)te_dtype_bytes(input->dtype),
                     .batch = first > 0 ? input->shape[0] : 1,
                     .sequence = input->shape[first],
-                    .heads = input->shape[first + 1],
-                    .dim = input->shape[first + 2],
-                    .rotary = args->freqs.shape[1],
-                    .freqs = args->freqs.data,
                     .cu_seqlens = args->cu_seqlens.data,
                     .start = args->start_positions.data,
+                    .ranks = args->cp_size > 1 ? args->cp_size : 1,
+                    .rank = args->cp_rank,
                     .interleaved = args->interleaved != 0,
                     .backward = args->backward != 0};
+    for (int i = 0; i < TE_ROPE_PARTS; i++) {
+        rope_part part;
+        if (args->parts[i].input.data == NULL) continue;
+        part = describe_part(&args->parts[i], args->channels);
+        if (part.rotary > job.rotary) job.rotary = part.rotary;
+        job.parts[job.count++] = part;
+    }
     if (job.cu_seqlens != NULL) job.packed = args->cu_seqlens.shape[0] - 1;
-    job.in_place = memcmp(&job.input, &job.output, sizeof job.input) == 0;
     return job;
 }
 
@@ -86,13 +120,20 @@ static te_status check_positions(const rope_job *job, int64_t positions)
 {
     int64_t count = job->cu_seqlens != NULL ? job->packed : job->batch;
     for (int64_t b = 0; b < count; b++) {
-        int64_t length = job->sequence, start = job->start == NULL ? 0 : job->start[b];
+        int64_t length = job->sequence * job->ranks, start = job->start == NULL ? 0 : job->start[b];
         if (job->cu_seqlens != NULL) {
             int64_t begin = job->cu_seqlens[b], end = job->cu_seqlens[b + 1];
-            if (begin < 0 || end < begin || end > job->sequence) {
+            if (begin < 0 || end < begin || end > length) {
                 return TE_FAIL(TE_ERROR_INVALID,
                                "rope: cu_seqlens: sequence %lld is [%lld, %lld) of %lld tokens",
-                               LL(b), LL(begin), LL(end), LL(job->sequence));
+                               LL(b), LL(begin), LL(end), LL(length));
+            }
+            if (job->ranks > 1 && (begin % (2 * job->ranks) != 0 || end % (2 * job->ranks) != 0)) {
+                return TE_FAIL(
+                    TE_ERROR_INVALID,
+                    "rope: cu_seqlens: sequence %lld is [%lld, %lld), expected multiples "
+                    "of 2 cp_size = %lld",
+                    LL(b), LL(begin), LL(end), LL(2 * job->ranks));
             }
             length = end - begin;
         }
@@ -105,30 +146,48 @@ static te_status check_positions(const rope_job *job, int64_t positions)
     return TE_OK;
 }
 
+/* First token of a packed sequence on this rank. */
+static int64_t limit(const rope_job *job, int64_t sequence)
+{
+    return job->cu_seqlens[sequence] / job->ranks;
+}
+
 /* Position of an element; -1 for a token of no sequence. */
 static int64_t position_of(const rope_job *job, int64_t b, int64_t s)
 {
-    if (job->cu_seqlens == NULL) return s + (job->start == NULL ? 0 : job->start[b]);
-    int64_t low = -1, high = job->packed + 1; /* the last sequence that begins at or before s */
-    while (high - low > 1) {
-        int64_t middle = low + (high - low) / 2;
-        if (job->cu_seqlens[middle] <= s) {
-            low = middle;
-        } else {
-            high = middle;
+    int64_t sequence = b, index = s, length = job->sequence;
+    if (job->cu_seqlens != NULL) {
+        int64_t low = -1, high = job->packed + 1; /* the last that begins at or before s */
+        while (high - low > 1) {
+            int64_t middle = low + (high - low) / 2;
+            if (limit(job, middle) <= s) {
+                low = middle;
+            } else {
+                high = middle;
+            }
         }
+        if (low < 0 || low == job->packed) return -1;
+        sequence = low;
+        index = s - limit(job, low);
+        length = limit(job, low + 1) - limit(job, low);
     }
-    if (low < 0 || low == job->packed) return -1;
-    return s - job->cu_seqlens[low] + (job->start == NULL ? 0 : job->start[low]);
+    if (job->ranks > 1) { /* chunk `rank`, then its counterpart */
+        int64_t chunk = length / 2, counterpart = 2 * (job->ranks - 1) - job->rank;
+        index += index < chunk ? job->rank * chunk : counterpart * chunk;
+    }
+    return index + (job->start == NULL ? 0 : job->start[sequence]);
 }
 
-static void make_angles(const rope_job *job, int64_t position, int64_t first, int64_t n,
-                        rope_angles *angles)
+static void make_angles(const rope_job *job, const rope_part *part, int64_t position, int64_t first,
+                        int64_t n, rope_angles *angles)
 {
-    const float *row = job->freqs + position * job->rotary;
+    const float *row = part->freqs + position * part->rotary;
     const float *a = job->interleaved ? row + 2 * first : row + first;
-    const float *b = job->interleaved ? a + 1 : a + job->rotary / 2;
+    const float *b = job->interleaved ? a + 1 : a + part->rotary / 2;
     int64_t step = job->interleaved ? 2 : 1;
+    if (angles->freqs == row && angles->rotary == part->rotary) return; /* of a part before */
+    angles->freqs = row;
+    angles->rotary = part->rotary;
     for (int64_t i = 0; i < n; i++) {
         float angle_a = a[i * step], angle_b = b[i * step];
         angles->cos_a[i] = angles->cos_b[i] = cosf(angle_a);
@@ -146,12 +205,12 @@ static void make_angles(const rope_job *job, int64_t position, int64_t first, in
 }
 
 /* n pairs of one head, from a pair on. */
-static void rotate_head(const rope_job *job, const te_cpu_angles *angles, int64_t first, int64_t n,
-                        const unsigned char *x, unsigned char *y)
+static void rotate_head(const rope_job *job, const rope_part *part, const te_cpu_angles *angles,
+                        int64_t first, int64_t n, const unsigned char *x, unsigned char *y)
 {
     const te_cpu_kernels *kernels = job->kernels;
     float values[2 * PIECE];
-    int64_t half = job->rotary / 2 * job->bytes;
+    int64_t half = part->rotary / 2 * job->bytes;
     if (job->interleaved) {
         kernels->to_f32[job->dtype](x + 2 * first * job->bytes, values, 2 * n);
         kernels->rotate[1](values, angles, n);
@@ -166,13 +225,33 @@ static void rotate_head(const rope_job *job, const te_cpu_angles *angles, int64_
 }
 
 /* The channels from `first` on, in all heads. */
-static void copy_rest(const rope_job *job, int64_t b, int64_t s, int64_t first)
+static void copy_rest(const rope_job *job, const rope_part *part, int64_t b, int64_t s,
+                      int64_t first)
 {
-    size_t size = (size_t)((job->dim - first) * job->bytes);
-    if (job->in_place || size == 0) return;
-    for (int64_t h = 0; h < job->heads; h++) {
-        memcpy(head_of(&job->output, b, s, h) + first * job->bytes,
-               head_of(&job->input, b, s, h) + first * job->bytes, size);
+    size_t size = (size_t)((part->dim - first) * job->bytes);
+    if (part->in_place || size == 0) return;
+    for (int64_t line = 0; line < part->lines; line++) {
+        unsigned char *to = line_of(&part->output, b, s, line);
+        const unsigned char *from = line_of(&part->input, b, s, line);
+        for (int64_t h = 0; h < part->per_line; h++) {
+            int64_t at = (h * part->dim + first) * job->bytes;
+            memcpy(to + at, from + at, size);
+        }
+    }
+}
+
+/* n pairs of all heads of a token, from a pair on. */
+static void rotate_token(const rope_job *job, const rope_part *part, const rope_angles *made,
+                         int64_t first, int64_t n, int64_t b, int64_t s)
+{
+    const te_cpu_angles angles = {made->cos_a, made->sin_a, made->cos_b, made->sin_b};
+    for (int64_t line = 0; line < part->lines; line++) {
+        const unsigned char *from = line_of(&part->input, b, s, line);
+        unsigned char *to = line_of(&part->output, b, s, line);
+        for (int64_t h = 0; h < part->per_line; h++) {
+            int64_t at = h * part->dim * job->bytes;
+            rotate_head(job, part, &angles, first, n, from + at, to + at);
+        }
     }
 }
 
@@ -180,33 +259,40 @@ static void copy_rest(const rope_job *job, int64_t b, int64_t s, int64_t first)
 static void rotate_index(const rope_job *job, int64_t s)
 {
     rope_angles made;
-    const te_cpu_angles angles = {made.cos_a, made.sin_a, made.cos_b, made.sin_b};
     for (int64_t first = 0; first < job->rotary / 2; first += PIECE) {
-        int64_t n = te_cpu_min(PIECE, job->rotary / 2 - first), current = -1;
+        made.freqs = NULL;
         for (int64_t b = 0; b < job->batch; b++) {
             int64_t position = position_of(job, b, s);
             if (position < 0) continue;
-            if (position != current) make_angles(job, position, first, n, &made);
-            current = position;
-            for (int64_t h = 0; h < job->heads; h++) {
-                rotate_head(job, &angles, first, n, head_of(&job->input, b, s, h),
-                            head_of(&job->output, b, s, h));
+            for (int i = 0; i < job->count; i++) {
+                const rope_part *part = &job->parts[i];
+                int64_t n = te_cpu_min(PIECE, part->rotary / 2 - first);
+                if (n <= 0) continue;
+                make_angles(job, part, position, first, n, &made);
+                rotate_token(job, part, &made, first, n, b, s);
             }
         }
     }
     for (int64_t b = 0; b < job->batch; b++) {
-        copy_rest(job, b, s, position_of(job, b, s) < 0 ? 0 : job->rotary);
+        int64_t position = position_of(job, b, s);
+        for (int i = 0; i < job->count; i++) {
+            copy_rest(job, &job->parts[i], b, s, position < 0 ? 0 : job->parts[i].rotary);
+        }
     }
 }
 
 te_status te_cpu_rope(const te_rope_args *args)
 {
     rope_job job = describe(args);
-    int threads = te_cpu_threads(job.batch * job.sequence, job.heads * job.dim);
-    (void)threads;
-    if (job.batch == 0 || job.heads == 0 || job.dim == 0) return TE_OK;
-    TE_TRY(check_positions(&job, args->freqs.shape[0]));
-#pragma omp parallel for num_threads(threads)
+    int64_t elements = 0, positions = INT64_MAX;
+    for (int i = 0; i < job.count; i++) {
+        const rope_part *part = &job.parts[i];
+        elements += part->lines * part->width;
+        if (part->freqs != NULL && part->positions < positions) positions = part->positions;
+    }
+    if (job.batch == 0 || elements == 0) return TE_OK;
+    TE_TRY(check_positions(&job, positions));
+#pragma omp parallel for num_threads(te_cpu_threads(job.batch *job.sequence, elements))
     for (int64_t s = 0; s < job.sequence; s++) {
         rotate_index(&job, s);
     }

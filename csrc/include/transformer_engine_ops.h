@@ -403,19 +403,36 @@ typedef struct te_dropout_backward_args {
     size_t workspace_size;
 } te_dropout_backward_args;
 
+/* Heads that a call of te_rope turns, or copies. */
+typedef struct te_rope_part {
+    te_tensor input;  /* [batch, sequence, heads, dim], or packed [tokens, heads, dim] with
+                         cu_seqlens; f32, f16, bf16; unit last stride, any others */
+    te_tensor output; /* as input, with strides of its own; may be the same memory */
+    te_tensor freqs;  /* [positions, rotary] f32 angles; rotary even, at most the channels of a
+                         head; dense; data NULL: all is copied */
+} te_rope_part;
+
+#define TE_ROPE_PARTS 3
+
 /* Rotary position embedding: output = t cos + rot(t) sin over the first rotary channels, the others
  * are copied. rot(t) = (-second half, first half), or (-odd, even) pairs if interleaved. cos and
- * sin of freqs[position] in fp32. The position is the index in the sequence plus the batch entry's
- * start. backward: the transposed map, for gradients. Tokens of no sequence are copied. A position
- * that freqs lack is INVALID on the CPU; on a GPU no host sees it, and it gives NaN. */
+ * sin of freqs[position] in fp32. backward: the transposed map, for gradients.
+ *
+ * The position is the index in the sequence plus the start of that. With cp_size ranks a sequence
+ * is 2 cp_size chunks, of which cp_rank has number cp_rank and its counterpart from the end: the
+ * tensors hold these two, one behind the other, and cu_seqlens counts tokens of all ranks. Tokens
+ * of no sequence are copied. A position that freqs lack, or lengths that do not divide, are INVALID
+ * on the CPU; on a GPU no host sees them, and such a position gives NaN.
+ *
+ * All parts have the same tokens and one dtype: queries, keys and values of one projection, say. */
 typedef struct te_rope_args {
     size_t size;
-    te_tensor input;           /* [batch, sequence, heads, dim], or packed [tokens, heads, dim] with
-                                  cu_seqlens; f32, f16, bf16; unit last stride, any others */
-    te_tensor output;          /* as input, with strides of its own; may be the same memory */
-    te_tensor freqs;           /* [positions, rotary] f32 angles; rotary even, at most dim; dense */
+    te_rope_part parts[TE_ROPE_PARTS]; /* without an input: not there; the first one is */
     te_tensor cu_seqlens;      /* [batch + 1] i32: first token of each sequence; data NULL: none */
     te_tensor start_positions; /* [batch] i32; data NULL: 0 */
+    int64_t channels; /* of a head: each line of the last dim is several heads side by side, in
+                         parts that turn; 0: it is one head */
+    int32_t cp_size, cp_rank; /* 0, 0: one rank */
     int32_t interleaved;
     int32_t backward;
 } te_rope_args;

@@ -75,9 +75,9 @@ def arguments(op, device):
         ),
         "dropout_add": ([wide, out], {}),
         "dropout_backward": ([wide], {"bias_grad": row.clone()}),
-        "rope": ([scores, scores.clone(), wide], {}),
         "cache_append": ([heads, heads, heads.clone(), heads.clone(), start], {}),
         "cache_gather": ([heads, heads, start + 2, heads.clone(), heads.clone()], {}),
+        "rope": ([scores, scores.clone()], {"freqs": wide}),
     }[op]
 
 

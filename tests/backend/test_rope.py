@@ -59,7 +59,7 @@ def check_dense(rng, device, shape, dtype, *, rotary=None, starts=None, **option
     if starts is not None:
         positions = positions + starts[:, None]
         options["start_positions"] = starts.int().to(device)
-    _core.rope(placed, made.tensor, freqs.to(device), **options)
+    _core.rope(placed, made.tensor, freqs=freqs.to(device), **options)
     exact, terms = reference(
         x, freqs[positions][:, :, None], interleaved, options.get("backward", False)
     )
@@ -83,7 +83,7 @@ def check_packed(rng, device, limits, tokens, dtype, *, starts=None, rotary=24, 
     if starts is not None:
         options["start_positions"] = torch.tensor(starts, dtype=torch.int32, device=device)
     cu_seqlens = torch.tensor(limits, dtype=torch.int32, device=device)
-    _core.rope(x.to(device), made.tensor, freqs.to(device), cu_seqlens=cu_seqlens, **options)
+    _core.rope(x.to(device), made.tensor, freqs=freqs.to(device), cu_seqlens=cu_seqlens, **options)
     positions = positions_of(limits, starts, tokens)
     inside = positions >= 0
     flags = options.get("interleaved", False), options.get("backward", False)
@@ -132,7 +132,9 @@ def test_shapes(device, shape, rng):
 @pytest.mark.parametrize("shape", [(0, 4, 2, 8), (2, 0, 2, 8), (2, 4, 0, 8), (2, 4, 2, 0)])
 def test_empty(device, shape, counters):
     x = torch.empty(shape, device=device)
-    _core.rope(x, torch.empty_like(x), torch.zeros(POSITIONS, min(shape[3], 4), device=device))
+    _core.rope(
+        x, torch.empty_like(x), freqs=torch.zeros(POSITIONS, min(shape[3], 4), device=device)
+    )
     assert counters() == {f"op.{device}.rope": 1}
 
 
@@ -149,7 +151,7 @@ def test_large_angles(device, rng):
     """Positions of a long context: cos and sin of the fp32 angle, whatever its size."""
     x, angles = normal(rng, (1, 4, 1, 8), F32), make_freqs(rng, 8, 4) * 2.0**17
     made = torch.empty_like(x).to(device)
-    _core.rope(x.to(device), made, angles.to(device))
+    _core.rope(x.to(device), made, freqs=angles.to(device))
     assert_within(made, *reference(x, angles[None, :, None], False, False))
 
 
@@ -167,12 +169,12 @@ def test_other_orders_of_dims(device, interleaved, rng):
     )
     key = mixed.to(device)[..., d : 2 * d].transpose(0, 1)
     made = Poisoned((b, h, s, d), BF16, device, layout="strided")
-    _core.rope(key, made.tensor.transpose(1, 2), freqs.to(device), interleaved=interleaved)
+    _core.rope(key, made.tensor.transpose(1, 2), freqs=freqs.to(device), interleaved=interleaved)
     assert_within(made.tensor.transpose(1, 2), exact, terms)
     assert made.untouched()
     memory = mixed.to(device)
     key = memory[..., d : 2 * d].transpose(0, 1)
-    _core.rope(key, key, freqs.to(device), interleaved=interleaved)
+    _core.rope(key, key, freqs=freqs.to(device), interleaved=interleaved)
     assert_bits(key, made.tensor.transpose(1, 2))
     for part in (slice(0, d), slice(2 * d, 3 * d)):
         assert_bits(memory[..., part], mixed[..., part])
@@ -186,7 +188,7 @@ def test_any_view_is_read(device, view, rng):
         "column step": normal(rng, (b, s, h, 2 * d), BF16, device)[..., ::2],
     }[view]
     freqs, made = make_freqs(rng, d), torch.empty(SHAPE, dtype=BF16, device=device)
-    _core.rope(x, made, freqs.to(device))
+    _core.rope(x, made, freqs=freqs.to(device))
     assert_within(made, *reference(x.cpu(), freqs[None, :s, None], False, False))
 
 
@@ -218,9 +220,9 @@ def test_packed_is_the_dense_one(device, rng):
     b, s, h, d = SHAPE
     x, freqs = normal(rng, SHAPE, F32, device), make_freqs(rng, d).to(device)
     dense, packed = torch.empty_like(x), torch.empty_like(x)
-    _core.rope(x, dense, freqs)
+    _core.rope(x, dense, freqs=freqs)
     limits = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=device)
-    _core.rope(x.view(b * s, h, d), packed.view(b * s, h, d), freqs, cu_seqlens=limits)
+    _core.rope(x.view(b * s, h, d), packed.view(b * s, h, d), freqs=freqs, cu_seqlens=limits)
     assert_bits(packed, dense)
 
 
@@ -231,7 +233,9 @@ def test_packed_is_the_dense_one(device, rng):
 def test_gradient_of_the_definition(device, interleaved, rng):
     freqs, x = make_freqs(rng, 24), normal(rng, SHAPE, F32)
     grad, made = normal(rng, SHAPE, F32), torch.empty(SHAPE, device=device)
-    _core.rope(grad.to(device), made, freqs.to(device), interleaved=interleaved, backward=True)
+    _core.rope(
+        grad.to(device), made, freqs=freqs.to(device), interleaved=interleaved, backward=True
+    )
 
     def definition(x):
         return rope(x, freqs[: SHAPE[1], None].double(), interleaved)
@@ -246,8 +250,8 @@ def test_backward_turns_back(device, interleaved, rng):
     freqs = make_freqs(rng, 32, paired=True, interleaved=interleaved).to(device)
     x = normal(rng, SHAPE, F32, device)
     there, back = torch.empty_like(x), torch.empty_like(x)
-    _core.rope(x, there, freqs, interleaved=interleaved)
-    _core.rope(there, back, freqs, interleaved=interleaved, backward=True)
+    _core.rope(x, there, freqs=freqs, interleaved=interleaved)
+    _core.rope(there, back, freqs=freqs, interleaved=interleaved, backward=True)
     ones = torch.zeros(POSITIONS, 32)
     assert_within(back, x.double(), reference(x.cpu(), ones[None, :9, None], interleaved, False)[1])
 
@@ -255,7 +259,7 @@ def test_backward_turns_back(device, interleaved, rng):
 def test_position_zero_of_zero_angles_copies(device, rng):
     x = normal(rng, SHAPE, BF16, device)
     made = torch.empty_like(x)
-    _core.rope(x, made, torch.zeros(POSITIONS, 32, device=device))
+    _core.rope(x, made, freqs=torch.zeros(POSITIONS, 32, device=device))
     assert torch.equal(made, x)
 
 
@@ -263,9 +267,9 @@ def test_position_zero_of_zero_angles_copies(device, rng):
 def test_special_numbers_stay_in_their_pair(device, special, rng):
     x, freqs = normal(rng, SHAPE, F32), make_freqs(rng, 32)
     clean, made = torch.empty(SHAPE, device=device), torch.empty(SHAPE, device=device)
-    _core.rope(x.to(device), clean, freqs.to(device))
+    _core.rope(x.to(device), clean, freqs=freqs.to(device))
     x[1, 2, 0, 5] = special
-    _core.rope(x.to(device), made, freqs.to(device))
+    _core.rope(x.to(device), made, freqs=freqs.to(device))
     spoilt = torch.zeros(SHAPE, dtype=torch.bool)
     spoilt[1, 2, 0, [5, 21]] = True
     assert not made.cpu()[spoilt].isfinite().any()
@@ -277,7 +281,7 @@ def test_twice_the_same(device, rng):
 
     def run():
         made = torch.empty_like(x)
-        _core.rope(x, made, freqs)
+        _core.rope(x, made, freqs=freqs)
         return [made]
 
     assert_repeats(run)
@@ -363,7 +367,7 @@ def test_cpu_checks_positions(case):
 
 def test_counted_once(device, counters, rng):
     x = normal(rng, SHAPE, F32, device)
-    _core.rope(x, x, make_freqs(rng, 32).to(device))
+    _core.rope(x, x, freqs=make_freqs(rng, 32).to(device))
     assert counters() == {f"op.{device}.rope": 1} and op_count(device, "rope") == 1
 
 
@@ -374,7 +378,7 @@ def test_cuda_close_to_cpu(dtype, interleaved, rng):
     x, freqs = normal(rng, (4, 40, 12, 64), dtype), make_freqs(rng, 64)
     made = [torch.empty_like(x, device=device) for device in ("cpu", "cuda")]
     for out in made:
-        _core.rope(x.to(out.device), out, freqs.to(out.device), interleaved=interleaved)
+        _core.rope(x.to(out.device), out, freqs=freqs.to(out.device), interleaved=interleaved)
     assert_nmse(made[1], made[0], 2 * tol("round", dtype) + tol("sum", F32, 2))
 
 
@@ -383,7 +387,7 @@ def test_cuda_gives_nan_for_positions_beyond_freqs(rng):
     x, freqs = normal(rng, SHAPE, F32, "cuda"), make_freqs(rng, 24).to("cuda")
     starts = torch.tensor([POSITIONS - 4, -3], dtype=torch.int32, device="cuda")
     made = torch.empty_like(x)
-    _core.rope(x, made, freqs, start_positions=starts)
+    _core.rope(x, made, freqs=freqs, start_positions=starts)
     lacking = torch.zeros(SHAPE, dtype=torch.bool)
     lacking[0, 4:, :, :24] = lacking[1, :3, :, :24] = True
     assert torch.equal(made.isnan().cpu(), lacking)

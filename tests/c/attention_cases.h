@@ -458,13 +458,11 @@ static void run_rope(test_device *t, const rope_case *c)
     test_buffer *given = test_allocate(t, x.buffer->bytes);
     memcpy(given->host, x.buffer->host, x.buffer->bytes);
     te_rope_args args = {.size = sizeof args,
-                         .input = x.tensor,
-                         .output = y.tensor,
-                         .freqs = freqs.tensor,
+                         .parts = {{x.tensor, y.tensor, freqs.tensor}},
                          .interleaved = c->interleaved,
                          .backward = c->backward};
     for (int i = 0; c->packed && i < 2; i++) { /* without the dim of batches */
-        te_tensor *tensor = i == 0 ? &args.input : &args.output;
+        te_tensor *tensor = i == 0 ? &args.parts[0].input : &args.parts[0].output;
         tensor->ndim = 3;
         memmove(tensor->shape, tensor->shape + 1, 3 * sizeof *tensor->shape);
         memmove(tensor->strides, tensor->strides + 1, 3 * sizeof *tensor->strides);

@@ -538,36 +538,57 @@ static te_tensor new_ints(const int32_t *values, int64_t count)
     return tensor;
 }
 
+/* The batch is no dim of packed tokens. */
+static void pack_dims(te_tensor *tensor)
+{
+    tensor->ndim = 3;
+    memmove(tensor->shape, tensor->shape + 1, 3 * sizeof(int64_t));
+    memmove(tensor->strides, tensor->strides + 1, 3 * sizeof(int64_t));
+}
+
+/* Up to three parts, whose lines hold up to three heads. */
 static void rope_case(dims shape, int variant)
 {
     const te_dtype dtype = high[variant % 3];
-    const int32_t limits[] = {0, 3, 3, (int32_t)shape.size[1]}, starts[] = {2, 0, 5};
+    const int32_t limits[] = {0, 4, 4, (int32_t)shape.size[1] / 4 * 4 * 2}, starts[] = {2, 0, 5};
     const int packed = shape.size[0] == 1 && shape.size[1] > 3 && pick(2) == 0;
-    const int64_t rotary = shape.size[3] / 2 * (pick(2) == 0 ? 2 : 1) / 2 * 2;
+    const int64_t width = shape.size[3], count = 1 + pick(3), together = 1 + pick(3);
     any_args any = {0};
     te_rope_args *args = &any.rope;
     args->size = sizeof *args;
-    args->input = input_dims(dtype, shape);
-    args->output = result_dims(dtype, shape);
-    args->freqs = new_matrix(TE_DTYPE_F32, shape.size[1] + 5, rotary, (layout){0, 0}, BITS);
-    fill_numbers(&buffers[buffer_count - 1], 0, TE_DTYPE_F32, 0);
+    args->cp_size = shape.size[1] % 2 == 0 || packed ? 1 + (int32_t)pick(2) : 0;
+    args->cp_rank = args->cp_size > 0 ? (int32_t)pick(args->cp_size) : 0;
+    args->channels = together > 1 ? width : 0;
+    for (int64_t i = 0; i < count; i++) {
+        te_rope_part *part = &args->parts[i];
+        const int64_t rotary = width / 2 * (pick(2) == 0 ? 2 : 1) / 2 * 2;
+        shape.size[2] = i == 0 ? shape.size[2] : 1 + pick(3);
+        shape.size[3] = width * together;
+        part->input = input_dims(dtype, shape);
+        part->output = result_dims(dtype, shape);
+        if (packed) pack_dims(&part->input);
+        if (packed) pack_dims(&part->output);
+        if (pick(4) == 0) continue;
+        if (i > 0 && pick(2) == 0) {
+            part->freqs = args->parts[i - 1].freqs;
+            continue;
+        }
+        part->freqs = new_matrix(TE_DTYPE_F32, 2 * shape.size[1] + 5, rotary, (layout){0, 0}, BITS);
+        fill_numbers(&buffers[buffer_count - 1], 0, TE_DTYPE_F32, 0);
+    }
     args->interleaved = pick(2) == 0;
     args->backward = pick(2) == 0;
-    if (packed) { /* the batch is no dim of packed tokens */
-        te_tensor *both[] = {&args->input, &args->output};
-        for (int i = 0; i < 2; i++) {
-            both[i]->ndim = 3;
-            memmove(both[i]->shape, both[i]->shape + 1, 3 * sizeof(int64_t));
-            memmove(both[i]->strides, both[i]->strides + 1, 3 * sizeof(int64_t));
-        }
-        args->cu_seqlens = new_ints(limits, 4);
+    if (packed) {
+        int32_t own[4];
+        for (int i = 0; i < 4; i++) own[i] = args->cp_size == 2 ? limits[i] : limits[i] / 2;
+        args->cu_seqlens = new_ints(own, 4);
     }
     if (pick(2) == 0 && (packed || shape.size[0] <= 3)) {
         args->start_positions = new_ints(starts, packed ? 3 : shape.size[0]);
     }
     (void)snprintf(case_name, sizeof case_name, "rope %s, %lld x %lld x %lld x %lld, variant %d",
                    te_dtype_name(dtype), (long long)shape.size[0], (long long)shape.size[1],
-                   (long long)shape.size[2], (long long)shape.size[3], variant);
+                   (long long)shape.size[2], (long long)width, variant);
     run_case(TE_OP_ROPE, &any);
 }
 

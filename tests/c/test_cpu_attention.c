@@ -87,9 +87,9 @@ static void run_rope(test_device *t, attention_data *d)
 {
     for (int way = 0; way < 4; way++) { /* each on the result of the one before */
         te_rope_args args = {.size = sizeof args,
-                             .input = as4(way == 0 ? &d->x : &d->turned, HEADS, DIM),
-                             .output = as4(&d->turned, HEADS, DIM),
-                             .freqs = d->angles.tensor,
+                             .parts = {{.input = as4(way == 0 ? &d->x : &d->turned, HEADS, DIM),
+                                        .output = as4(&d->turned, HEADS, DIM),
+                                        .freqs = d->angles.tensor}},
                              .interleaved = way & 1,
                              .backward = way >> 1};
         TEST_OK(t, te_rope(t->context, &args, NULL));

@@ -331,7 +331,9 @@ static int may_share(te_op op, const char *written, const char *other)
                  {TE_OP_SOFTMAX_BACKWARD, "grad_input", "grad_output"},
                  {TE_OP_DROPOUT_ADD, "output", "input"},
                  {TE_OP_DROPOUT_BACKWARD, "grad_input", "grad_output"},
-                 {TE_OP_ROPE, "output", "input"}};
+                 {TE_OP_ROPE, "output", "input"},
+                 {TE_OP_ROPE, "key_output", "key"},
+                 {TE_OP_ROPE, "value_output", "value"}};
     if (ends_with(written, "_scales") && ends_with(other, "_scales")) return 1;
     for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++) {
         if (op == pairs[i].op && strcmp(written, pairs[i].written) == 0 &&

@@ -168,7 +168,7 @@ def test_strides_reach_the_operator(core):
 
     x, out = (torch.zeros(5, 2, 3, 8).transpose(0, 1) for _ in range(2))
     core.register_backend("spy", core.DEVICE_CPU, 1, {"rope": rope})
-    core.rope(x, out, torch.zeros(5, 1, 1, 8))
+    core.rope(x, out, freqs=torch.zeros(5, 1, 1, 8))
     core.unregister_backend("spy")
     assert seen == [[x.data_ptr(), out.data_ptr()]]
 
@@ -176,15 +176,15 @@ def test_strides_reach_the_operator(core):
 def test_dims_without_a_legal_view(core):
     x, freqs = torch.zeros(2, 5, 3, 8), torch.zeros(5, 8)
     columns = torch.zeros(2, 5, 3, 16)[..., ::2]
-    core.rope(columns, torch.zeros_like(x), freqs)  # read: copied
+    core.rope(columns, torch.zeros_like(x), freqs=freqs)  # read: copied
     with pytest.raises(ValueError, match="rope: output: its strides .* unit last stride"):
-        core.rope(x, columns, freqs)
+        core.rope(x, columns, freqs=freqs)
     with pytest.raises(ValueError, match=r"rope: output: dim 1: stride 0 .* overlap"):
-        core.rope(x, torch.zeros(2, 1, 3, 8).expand(2, 5, 3, 8), freqs)
+        core.rope(x, torch.zeros(2, 1, 3, 8).expand(2, 5, 3, 8), freqs=freqs)
     with pytest.raises(ValueError, match="rope: input: it has 0 dims, expected 1 to 4"):
-        core.rope(torch.zeros(()), x, freqs)
+        core.rope(torch.zeros(()), x, freqs=freqs)
     with pytest.raises(ValueError, match="rope: input: it has 5 dims, expected 1 to 4"):
-        core.rope(torch.zeros([1] * 5), x, freqs)
+        core.rope(torch.zeros([1] * 5), x, freqs=freqs)
 
 
 def test_only_a_mask_may_be_bool(core):

@@ -3,9 +3,10 @@
  * rope.cu - rotary position embedding and its transpose.
  *
  * A block has a token: cosines and sines of its position are made once, in shared memory, and serve
- * all heads. A thread stays with its channels and goes through heads, two at a time; the first two
- * are loaded while the angles are computed. Each pair of channels is rotated by
- * one thread, which has read both before it writes either, so that the output may be the input.
+ * all heads of all parts that turn by them. A thread stays with its channels and goes through
+ * heads, two at a time; the first two are loaded, and what is copied is on its way, while the
+ * angles are computed. Each pair of channels is rotated by one thread, which has read both before
+ * it writes either, so that the output may be the input.
  */
 #include "rope.h"
 #include "vector.cuh"
@@ -13,14 +14,19 @@
 
 #define WHOLE_WARP 0xffffffffU
 
-enum { HEADS = 2 }; /* in flight per thread */
-
 /* Where a token stands. */
 struct rope_token {
-    te_index batch, index; /* of the tensor */
-    te_index position;     /* of freqs; checked */
+    te_index batch, index; /* of the tensors */
+    te_index position;     /* of freqs; not checked */
     bool rotates;          /* it belongs to a sequence */
 };
+
+/* First token of a packed sequence on this rank. */
+static __device__ __forceinline__ te_index limit_of(const te_rope_params &p, te_index sequence)
+{
+    const int limit = p.cu_seqlens[sequence];
+    return p.ranks > 1 ? limit / p.ranks : limit;
+}
 
 /* How many of the packed sequences have ended at a token; for whole warps. */
 static __device__ __forceinline__ te_index ended_at(const te_rope_params &p, te_index token)
@@ -28,7 +34,7 @@ static __device__ __forceinline__ te_index ended_at(const te_rope_params &p, te_
     te_index ended = 0;
     for (te_index first = 0; first < p.sequences; first += 32) {
         const te_index i = first + (threadIdx.x & 31U);
-        const bool has = i < p.sequences && p.cu_seqlens[i + 1] <= token;
+        const bool has = i < p.sequences && limit_of(p, i + 1) <= token;
         ended += __popc(__ballot_sync(WHOLE_WARP, has));
     }
     return ended;
@@ -37,39 +43,50 @@ static __device__ __forceinline__ te_index ended_at(const te_rope_params &p, te_
 static __device__ __forceinline__ rope_token find_token(const te_rope_params &p, te_index token)
 {
     rope_token at;
-    te_index entry;
+    te_index entry, length = p.sequence;
     at.rotates = true;
     at.batch = te_divide(token, p.sequence, &at.index);
     at.position = at.index;
     entry = at.batch;
     if (p.cu_seqlens != nullptr) {
         entry = ended_at(p, token);
-        at.rotates = entry < p.sequences && p.cu_seqlens[entry] <= token;
-        at.position = at.rotates ? token - p.cu_seqlens[entry] : 0;
+        const te_index begin = entry < p.sequences ? limit_of(p, entry) : token + 1;
+        at.rotates = begin <= token;
+        if (!at.rotates) return at;
+        at.position = token - begin;
+        if (p.ranks > 1) length = limit_of(p, entry + 1) - begin;
     }
-    if (p.starts != nullptr && at.rotates) at.position += p.starts[entry];
+    if (p.ranks > 1) { /* chunk `rank`, then its counterpart */
+        const te_index chunk = length / 2;
+        at.position += (at.position < chunk ? p.rank : 2 * (p.ranks - 1) - p.rank) * chunk;
+    }
+    if (p.starts != nullptr) at.position += p.starts[entry];
     return at;
 }
 
-/* Fills the table for units [first, first + units): of pair k of a unit, what multiplies
- * {channel a, its partner b} to a and {b, a} to b. A position that freqs lack gives NaN. */
+/* Of pair k of a unit, what multiplies {channel a, its partner b} to a and {b, a} to b. */
+template <int N> struct rope_table {
+    float4 of[N][TE_ROPE_UNITS + 1]; /* one more: columns begin in other banks */
+};
+
+/* Fills the table for units [first, first + units). A position that freqs lack gives NaN. */
 template <int N>
-static __device__ __forceinline__ void fill_table(const te_rope_params &p, te_index position,
-                                                  te_index first, int units,
-                                                  float4 table[N][TE_ROPE_UNITS + 1])
+static __device__ __forceinline__ void fill_table(const te_rope_params &p, const te_rope_round &r,
+                                                  te_index position, int first, int units,
+                                                  rope_table<N> &table)
 {
-    const bool known = position >= 0 && position < p.positions;
-    const float *freqs = p.freqs + position * p.rotary;
+    const bool known = position >= 0 && position < r.positions;
+    const float *freqs = r.freqs + position * r.rotary;
     for (int i = (int)threadIdx.x; i < units * N; i += (int)blockDim.x) {
         const int unit = i / N, k = i % N;
-        te_index a = (first + unit) * N, b, end = p.split;
+        int a = (first + unit) * N, b, end = r.split;
         if (p.interleaved == 0) {
             a += k;
-            b = a + p.split;
+            b = a + r.split;
         } else {
-            a += k < N / 2 ? 2 * k : p.split + 2 * k - N;
+            a += k < N / 2 ? 2 * k : r.split + 2 * k - N;
             b = a + 1;
-            end = k < N / 2 ? min(p.split, p.rotary) : p.rotary;
+            end = k < N / 2 ? min(r.split, r.rotary) : r.rotary;
         }
         if (a >= end) continue;
         float cos_a = __uint_as_float(0x7fc00000U), sin_a = cos_a, cos_b = cos_a, sin_b = cos_a;
@@ -79,137 +96,199 @@ static __device__ __forceinline__ void fill_table(const te_rope_params &p, te_in
             sin_b = sin_a, cos_b = cos_a;
             if (angle_b != angle_a) sincosf(angle_b, &sin_b, &cos_b);
         }
-        table[k][unit] = p.backward != 0 ? make_float4(cos_a, sin_b, cos_b, -sin_a)
-                                         : make_float4(cos_a, -sin_a, cos_b, sin_b);
+        table.of[k][unit] = p.backward != 0 ? make_float4(cos_a, sin_b, cos_b, -sin_a)
+                                            : make_float4(cos_a, -sin_a, cos_b, sin_b);
     }
 }
 
 /* Both vectors of a unit of a head. ALIGNED: whole ones. */
 template <typename T, int N, bool ALIGNED> struct rope_unit {
+    static constexpr int words = te_vector<T, N>::words, each = N / words; /* elements of a word */
     te_vector<T, N> low, high;
 
-    __device__ __forceinline__ void load(const te_rope_params &p, const unsigned char *head,
-                                         te_index channel)
+    static __device__ __forceinline__ unsigned encode_word(const float *values)
+    {
+        if constexpr (each == 1)
+            return __float_as_uint(values[0]);
+        else
+            return te_encode_pair<T>(values[0], values[1]);
+    }
+
+    __device__ __forceinline__ void load(const te_rope_round &r, const unsigned char *head,
+                                         int channel)
     {
         const typename T::raw *from = (const typename T::raw *)head + channel;
         if constexpr (ALIGNED) {
             low.load_aligned(from);
-            high.load_aligned(from + p.split);
+            high.load_aligned(from + r.split);
         } else {
-            low.load(from, false, min(p.split, p.rotary) - channel);
-            high.load(from + p.split, false, p.rotary - p.split - channel);
+            low.load(from, false, min(r.split, r.rotary) - channel);
+            high.load(from + r.split, false, r.rotary - r.split - channel);
         }
     }
 
-    __device__ __forceinline__ void store(const te_rope_params &p, unsigned char *head,
-                                          te_index channel) const
+    __device__ __forceinline__ void store(const te_rope_round &r, unsigned char *head,
+                                          int channel) const
     {
         typename T::raw *to = (typename T::raw *)head + channel;
         if constexpr (ALIGNED) {
             low.store_aligned(to);
-            high.store_aligned(to + p.split);
+            high.store_aligned(to + r.split);
         } else {
-            low.store(to, false, min(p.split, p.rotary) - channel);
-            high.store(to + p.split, false, p.rotary - p.split - channel);
+            low.store(to, false, min(r.split, r.rotary) - channel);
+            high.store(to + r.split, false, r.rotary - r.split - channel);
         }
     }
 
     /* Pairs are (low, high). */
-    __device__ __forceinline__ void rotate_halves(const float4 by[N])
+    __device__ __forceinline__ void rotate_halves(const rope_table<N> &table, int unit)
     {
-        float x[N], y[N];
 #pragma unroll
-        for (int k = 0; k < N; k++) {
-            const float a = low.value(k), b = high.value(k);
-            x[k] = a * by[k].x + b * by[k].y;
-            y[k] = b * by[k].z + a * by[k].w;
+        for (int w = 0; w < words; w++) {
+            float x[each], y[each];
+#pragma unroll
+            for (int j = 0; j < each; j++) {
+                const float4 by = table.of[w * each + j][unit];
+                const float a = low.value(w * each + j), b = high.value(w * each + j);
+                x[j] = a * by.x + b * by.y;
+                y[j] = b * by.z + a * by.w;
+            }
+            low.word[w] = encode_word(x);
+            high.word[w] = encode_word(y);
         }
-        low.encode(x);
-        high.encode(y);
     }
 
     /* Pairs are neighbours in one of both. */
-    static __device__ __forceinline__ void rotate_pairs(const float4 by[N / 2],
-                                                        te_vector<T, N> &vector)
+    static __device__ __forceinline__ void rotate_pairs(const rope_table<N> &table, int unit,
+                                                        int first, te_vector<T, N> &vector)
     {
-        float x[N];
 #pragma unroll
         for (int k = 0; k < N / 2; k++) {
+            const float4 by = table.of[first + k][unit];
             const float a = vector.value(2 * k), b = vector.value(2 * k + 1);
-            x[2 * k] = a * by[k].x + b * by[k].y;
-            x[2 * k + 1] = b * by[k].z + a * by[k].w;
+            const float x[2] = {a * by.x + b * by.y, b * by.z + a * by.w};
+#pragma unroll
+            for (int w = 0; w < 2 / each; w++)
+                vector.word[2 / each * k + w] = encode_word(x + w * each);
         }
-        vector.encode(x);
     }
 
-    __device__ __forceinline__ void rotate(const te_rope_params &p, const float4 by[N])
+    __device__ __forceinline__ void rotate(const rope_table<N> &table, int unit, bool interleaved)
     {
-        if (p.interleaved == 0) {
-            rotate_halves(by);
+        if (!interleaved) {
+            rotate_halves(table, unit);
         } else {
-            rotate_pairs(by, low);
-            rotate_pairs(by + N / 2, high);
+            rotate_pairs(table, unit, 0, low);
+            rotate_pairs(table, unit, N / 2, high);
         }
     }
 };
 
-/* Copies the channels from `first` on in all heads. */
+/* A head of a token. */
 template <typename T>
-static __device__ __forceinline__ void copy_channels(const te_rope_params &p, const rope_token &at,
-                                                     te_index first, bool aligned)
+static __device__ __forceinline__ unsigned char *head_at(const te_rope_heads &heads,
+                                                         const rope_token &at, int head, int dim)
 {
-    constexpr int N = 16 / T::bytes;
-    const te_index per_head = (p.dim - first + N - 1) / N;
-    if (p.in_place != 0) return;
-    for (te_index i = threadIdx.x; i < per_head * p.heads; i += blockDim.x) {
-        te_index place;
-        const te_index head = te_divide(i, per_head, &place), channel = first + place * N;
-        te_vector<T, N> bits;
-        bits.load((typename T::raw *)te_line(p.input, T::bytes, at.batch, at.index, head) + channel,
-                  aligned, p.dim - channel);
-        bits.store((typename T::raw *)te_line(p.output, T::bytes, at.batch, at.index, head) +
-                       channel,
-                   aligned, p.dim - channel);
+    int line = head, within = 0;
+    if (heads.per_line > 1) {
+        line = (int)((unsigned)head / (unsigned)heads.per_line);
+        within = (head - line * heads.per_line) * dim;
+    }
+    return te_line(heads.view, T::bytes, at.batch, at.index, line) + (te_index)within * T::bytes;
+}
+
+/* Copies the channels from `first` on in all heads of a part. */
+template <typename T>
+static __device__ __forceinline__ void copy_channels(const te_rope_part_params &part,
+                                                     const rope_token &at, int first, bool aligned)
+{
+    constexpr int N = 16 / T::bytes, AHEAD = 2;
+    const unsigned per_head = (unsigned)(part.dim - first + N - 1) / N;
+    const unsigned count = per_head * (unsigned)part.heads;
+    if (part.in_place != 0) return;
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; i < count; i += AHEAD * blockDim.x) {
+        te_vector<T, N> bits[AHEAD];
+        int head[AHEAD], channel[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const unsigned at_once = i + j * blockDim.x;
+            head[j] = (int)(at_once / per_head);
+            channel[j] = first + (int)(at_once - head[j] * per_head) * N;
+            if (head[j] >= part.heads) continue;
+            const unsigned char *from = head_at<T>(part.input, at, head[j], part.dim);
+            bits[j].load((const typename T::raw *)from + channel[j], aligned,
+                         part.dim - channel[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            if (head[j] >= part.heads) continue;
+            unsigned char *to = head_at<T>(part.output, at, head[j], part.dim);
+            bits[j].store((typename T::raw *)to + channel[j], aligned, part.dim - channel[j]);
+        }
     }
 }
 
-/* The units [first, first + units) of all heads of a token. */
+/* Copies what does not turn of a token. */
+template <typename T>
+static __device__ __forceinline__ void copy_rest(const te_rope_params &p, const rope_token &at,
+                                                 bool aligned)
+{
+#pragma unroll 1
+    for (int i = 0; i < p.count; i++)
+        if (p.copies[i] != 0 || !at.rotates) copy_channels<T>(p.parts[i], at, 0, aligned);
+    if (!at.rotates) return;
+#pragma unroll 1
+    for (int i = 0; i < p.round_count; i++)
+        for (int part = p.rounds[i].first; part < p.rounds[i].last; part++)
+            if (p.rounds[i].rotary < p.parts[part].dim)
+                copy_channels<T>(p.parts[part], at, p.rounds[i].rotary, aligned);
+}
+
+/* The part of a head of a round; the head becomes one of that part. */
+static __device__ __forceinline__ int part_of(const te_rope_params &p, const te_rope_round &r,
+                                              int *head)
+{
+    int part = r.first;
+    for (; part + 1 < r.last && *head >= p.parts[part].heads; part++) *head -= p.parts[part].heads;
+    return part;
+}
+
+/* The units [first, first + units) of all heads of a round of a token; `rests`: and all of the
+ * token that is copied. */
 template <typename T, int N, bool ALIGNED>
-static __device__ __forceinline__ void rotate_units(const te_rope_params &p, const rope_token &at,
-                                                    te_index first, int units,
-                                                    float4 table[N][TE_ROPE_UNITS + 1])
+static __device__ __forceinline__ void rotate_units(const te_rope_params &p, const te_rope_round &r,
+                                                    const rope_token &at, int first, int units,
+                                                    bool rests, rope_table<N> &table)
 {
     const int slot = (int)threadIdx.x / units, unit = (int)threadIdx.x - slot * units;
     const int slots = (int)blockDim.x / units; /* threads left over have nothing to do */
-    const te_index channel = (first + unit) * N, heads = slot < slots ? p.heads : 0;
-    const te_index from_step = slots * p.input.strides[2] * T::bytes;
-    const te_index to_step = slots * p.output.strides[2] * T::bytes;
-    const unsigned char *from = te_line(p.input, T::bytes, at.batch, at.index, slot);
-    unsigned char *to = te_line(p.output, T::bytes, at.batch, at.index, slot);
-    rope_unit<T, N, ALIGNED> x[HEADS];
-    float4 by[N];
+    const int channel = (first + unit) * N, heads = slot < slots ? r.heads : 0;
+    rope_unit<T, N, ALIGNED> x[TE_ROPE_HEADS];
+    const auto load = [&](int i, int head) {
+        const int part = part_of(p, r, &head);
+        x[i].load(r, head_at<T>(p.parts[part].input, at, head, p.parts[part].dim), channel);
+    };
 #pragma unroll
-    for (int i = 0; i < HEADS; i++)
-        if (slot + i * slots < heads) x[i].load(p, from + i * from_step, channel);
+    for (int i = 0; i < TE_ROPE_HEADS; i++)
+        if (slot + i * slots < heads) load(i, slot + i * slots);
+    if (rests) copy_rest<T>(p, at, ALIGNED);
     __syncthreads(); /* all threads have read the table of the units before */
-    fill_table<N>(p, at.position, first, units, table);
+    fill_table<N>(p, r, at.position, first, units, table);
     __syncthreads();
-#pragma unroll
-    for (int k = 0; k < N; k++) by[k] = table[k][unit];
 #pragma unroll 1
-    for (te_index head = slot; head < heads; head += HEADS * slots) {
+    for (int begin = slot; begin < heads; begin += TE_ROPE_HEADS * slots) {
 #pragma unroll
-        for (int i = 0; i < HEADS; i++)
-            if (head != slot && head + i * slots < heads)
-                x[i].load(p, from + i * from_step, channel);
+        for (int i = 0; i < TE_ROPE_HEADS; i++)
+            if (begin != slot && begin + i * slots < heads) load(i, begin + i * slots);
 #pragma unroll
-        for (int i = 0; i < HEADS; i++) {
-            if (head + i * slots >= heads) break;
-            x[i].rotate(p, by);
-            x[i].store(p, to + i * to_step, channel);
+        for (int i = 0; i < TE_ROPE_HEADS; i++) {
+            int head = begin + i * slots;
+            if (head >= heads) break;
+            const int part = part_of(p, r, &head);
+            x[i].rotate(table, unit, p.interleaved != 0);
+            x[i].store(r, head_at<T>(p.parts[part].output, at, head, p.parts[part].dim), channel);
         }
-        from += HEADS * from_step;
-        to += HEADS * to_step;
     }
 }
 
@@ -217,22 +296,28 @@ template <typename T, bool ALIGNED>
 static __device__ __forceinline__ void rope(const te_rope_params &p)
 {
     constexpr int N = 16 / T::bytes;
-    __shared__ float4 table[N][TE_ROPE_UNITS + 1]; /* one more: columns begin in other banks */
+    __shared__ rope_table<N> table;
     for (te_index token = blockIdx.x; token < p.tokens; token += gridDim.x) {
         const rope_token at = find_token(p, token);
-        if (!at.rotates) {
-            copy_channels<T>(p, at, 0, ALIGNED);
+        if (!at.rotates || p.round_count == 0) {
+            copy_rest<T>(p, at, ALIGNED);
             continue;
         }
-        for (te_index first = 0; first < p.units; first += TE_ROPE_UNITS)
-            rotate_units<T, N, ALIGNED>(p, at, first,
-                                        (int)min(p.units - first, (te_index)TE_ROPE_UNITS), table);
-        if (p.rotary < p.dim) copy_channels<T>(p, at, p.rotary, ALIGNED);
+#pragma unroll 1
+        for (int i = 0; i < p.round_count; i++) {
+            const te_rope_round &r = p.rounds[i];
+#pragma unroll 1
+            for (int first = 0; first < r.units; first += TE_ROPE_UNITS)
+                rotate_units<T, N, ALIGNED>(p, r, at, first,
+                                            min(r.units - first, (int)TE_ROPE_UNITS),
+                                            i == 0 && first == 0, table);
+        }
     }
 }
 
 #define X(I, i, ...)                                                                               \
-    TE_KERNEL(te_rope_##i, te_rope_params, (TE_ROPE_THREADS), rope<te_##i, true>(p))               \
-    TE_KERNEL(te_rope_any_##i, te_rope_params, (TE_ROPE_THREADS), rope<te_##i, false>(p))
+    TE_KERNEL(te_rope_##i, te_rope_params, (TE_ROPE_THREADS, TE_ROPE_BLOCKS),                      \
+              rope<te_##i, true>(p))                                                               \
+    TE_KERNEL(te_rope_any_##i, te_rope_params, (TE_ROPE_THREADS, 2), rope<te_##i, false>(p))
 TE_NUMBERS(X, )
 #undef X
