@@ -153,6 +153,25 @@ class Maker:
         out = torch.empty_like(x)
         return Work(lambda: _core.rope(x, out, freqs=freqs, **keywords), size(x, out, freqs))
 
+    def rope_qkv(self, *, groups: int, backward: bool = False) -> Work:
+        """A projection [sequence, batch, groups, ..] with `heads` queries, or its gradient."""
+        batch, sequence, heads, dim = self.shape
+        groups = min(groups, heads)
+        turns = torch.arange(dim // 2, device=self.device) * (-2.0 / dim)
+        angles = torch.arange(sequence, device=self.device)[:, None] * 10000.0**turns
+        freqs = torch.cat((angles, angles), dim=-1)
+        sizes = [heads // groups * dim, dim, dim]
+        whole = self.random(shape=(sequence, batch, groups, sum(sizes)))
+        packed = [part.transpose(0, 1) for part in whole.split(sizes, -1)]
+        dense = [torch.empty_like(part.transpose(0, 1)).transpose(0, 1) for part in packed]
+        given, made = (dense, packed) if backward else (packed, dense)
+        keywords = {"key": given[1], "key_output": made[1], "key_freqs": freqs}
+        keywords |= {"value": given[2], "value_output": made[2], "channels": dim}
+        return Work(
+            lambda: _core.rope(given[0], made[0], freqs=freqs, backward=backward, **keywords),
+            size(whole, *dense, freqs),
+        )
+
 
 Case = tuple[str, str, Callable[[Maker], Work]]
 
@@ -200,6 +219,9 @@ ROTARY: list[Case] = [
     ("rope", "interleaved", lambda m: m.rope(interleaved=True)),
     ("rope", "half of the channels", lambda m: m.rope(rotary=0.5)),
     ("rope", "backward", lambda m: m.rope(backward=True)),
+    ("rope", "projection", lambda m: m.rope_qkv(groups=m.shape[2])),
+    ("rope", "projection, 8 groups", lambda m: m.rope_qkv(groups=8)),
+    ("rope", "projection, backward", lambda m: m.rope_qkv(groups=8, backward=True)),
 ]
 
 

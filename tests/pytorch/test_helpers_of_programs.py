@@ -11,7 +11,7 @@ from tols import BF16, F16, F32, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import jit, utils
-from transformer_engine.pytorch.attention import _SplitAlongDim, apply_fused_qkv_rotary_pos_emb
+from transformer_engine.pytorch.attention import _SplitAlongDim
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 from transformer_engine.pytorch.module.base import get_dummy_wgrad, get_workspace
@@ -175,35 +175,6 @@ def test_parallel_cross_entropy_of_ignored_targets_alone(device):
 
 
 # ---- attention -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", ["sbhd", "bshd"])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_apply_fused_qkv_rotary_pos_emb(device, form, interleaved):
-    s, b, groups, per_group, d = 6, 2, 3, 2, 16
-    shape = (s, b) if form == "sbhd" else (b, s)
-    sizes = [per_group * d, d, d]
-    qkv = torch.randn(*shape, groups, sum(sizes), device=device, requires_grad=True)
-    make = te.RotaryPositionEmbedding(d, interleaved=interleaved)
-    angles, other = make(s).to(device), make(s, offset=3).to(device)
-    outs = apply_fused_qkv_rotary_pos_emb(
-        qkv, angles, other, sizes, tensor_format=form, interleaved=interleaved
-    )
-    q, k, v = qkv.split(sizes, dim=-1)
-    expected = [
-        te.apply_rotary_pos_emb(q.reshape(*shape, -1, d), angles, form, interleaved=interleaved),
-        te.apply_rotary_pos_emb(k, other, form, interleaved=interleaved),
-        v,
-    ]
-    assert_same_bits(list(outs), expected)
-    assert all(out.is_contiguous() for out in outs)
-    grads = [torch.randn_like(out) for out in outs]
-    found = torch.autograd.grad(outs, qkv, grads)
-    assert_same_bits(list(found), list(torch.autograd.grad(expected, qkv, grads)))
-    with pytest.raises(ValueError, match="qkv_split_arg_list"):
-        apply_fused_qkv_rotary_pos_emb(qkv, angles, angles, [d, d])
-    with pytest.raises(ValueError, match="'thd'"):
-        apply_fused_qkv_rotary_pos_emb(qkv, angles, angles, sizes, tensor_format="thd")
 
 
 def test_split_along_dim(device):

@@ -92,27 +92,31 @@ def test_odd_number_of_channels_is_an_error():
 # ---- application ---------------------------------------------------------------------------------
 
 
-def inputs(form, dtype, device):
+def inputs(form, dtype, device, *, sequence=SEQUENCE, lengths=LENGTHS, ranks=1):
     """(tensor that wants gradients, cu_seqlens or None)."""
     cu_seqlens = None
     if form == "thd":
-        shape = (sum(LENGTHS), HEADS, CHANNELS)
-        ends = torch.tensor((0, *LENGTHS)).cumsum(0)
+        shape = (sum(lengths), HEADS, CHANNELS)
+        ends = torch.tensor((0, *lengths)).cumsum(0) * ranks
         cu_seqlens = ends.to(device, torch.int32)
     elif form == "sbhd":
-        shape = (SEQUENCE, BATCH, HEADS, CHANNELS)
+        shape = (sequence, BATCH, HEADS, CHANNELS)
     else:
-        shape = (BATCH, SEQUENCE, HEADS, CHANNELS)
+        shape = (BATCH, sequence, HEADS, CHANNELS)
     return torch.randn(shape).to(device, dtype).requires_grad_(), cu_seqlens
 
 
-def positions_of(form, starts):
+def positions_of(form, starts, *, sequence=SEQUENCE, lengths=LENGTHS, ranks=1, rank=0):
     """Position of each token, [s, b, 1], [b, s, 1] or [tokens, 1]."""
     starts = torch.zeros(BATCH, dtype=torch.long) if starts is None else starts.cpu().long()
+    if ranks == 1:  # chunks of an odd sequence have no one length
+        found = {n: torch.arange(n) for n in (sequence, *lengths)}
+    else:
+        found = {n: reference.cp_positions(n * ranks, ranks, rank) for n in (sequence, *lengths)}
     if form == "thd":
-        parts = [torch.arange(n) + s for n, s in zip(LENGTHS, starts, strict=True)]
+        parts = [found[n] + s for n, s in zip(lengths, starts, strict=True)]
         return torch.cat(parts)[:, None]
-    at = torch.arange(SEQUENCE)[:, None] + starts
+    at = found[sequence][:, None] + starts
     return (at if form == "sbhd" else at.T)[..., None]
 
 
@@ -144,6 +148,92 @@ def test_values_and_gradients(device, dtype, form, started, interleaved, rotated
     bound = tol("round", dtype) + tol("sum", F32, 2)
     assert_grad64({"t": found}, definition, {"t": t}, grad, bound)
     assert_nmse(out, definition(wide), bound)
+
+
+EVEN = {"sequence": 8, "lengths": (4, 0, 10)}
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
+def test_chunks_of_ranks(device, form, ranks, started):
+    freqs = RotaryPositionEmbedding(CHANNELS).to(device)(50)
+    for rank in range(ranks):
+        t, cu_seqlens = inputs(form, F32, device, **EVEN, ranks=ranks)
+        starts = torch.randint(0, 20, (BATCH,), dtype=torch.int32) if started else None
+        placed = None if starts is None else starts.to(device)
+        options = {"cu_seqlens": cu_seqlens, "cp_size": ranks, "cp_rank": rank}
+        out = apply_rotary_pos_emb(t, freqs, form, placed, **options)
+        at = positions_of(form, starts, **EVEN, ranks=ranks, rank=rank)
+        angles = freqs.cpu().double().flatten(1)[at]
+
+        def definition(t, angles=angles):
+            return reference.rope(t, angles)
+
+        bound = tol("round", F32) + tol("sum", F32, 2)
+        assert_nmse(out, definition(t.detach().cpu().double()), bound)
+        grad = torch.randn(t.shape, device=device)
+        (found,) = torch.autograd.grad(out, t, grad)
+        assert_grad64({"t": found}, definition, {"t": t}, grad, bound)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_angles_of_each_batch_entry(device, form, interleaved):
+    t, _ = inputs(form, F32, device)
+    shared = RotaryPositionEmbedding(6, interleaved=interleaved).to(device)(SEQUENCE + 2)
+    own = torch.cat([shared * (1 + b) for b in range(BATCH)], dim=1)
+    out = apply_rotary_pos_emb(t, own, form, interleaved=interleaved)
+    batch = 1 if form == "sbhd" else 0
+    parts = [
+        apply_rotary_pos_emb(one, shared * (1 + b), form, interleaved=interleaved)
+        for b, one in enumerate(t.split(1, dim=batch))
+    ]
+    expected = torch.cat(parts, batch)
+    assert_bits(out, expected)
+    grad = torch.randn_like(t)
+    assert_bits(*(torch.autograd.grad(made, t, grad)[0] for made in (out, expected)))
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
+def test_gradients_of_angles(device, form, ranks, interleaved, own):
+    """The values are the kernel's; the gradients those of the definition."""
+    t, cu_seqlens = inputs(form, F32, device, **EVEN, ranks=ranks)
+    rank, own = ranks - 1, own and form != "thd"
+    freqs = torch.randn(40, BATCH if own else 1, 1, 6, device=device, requires_grad=True)
+    starts = None if own else torch.tensor([1, 0, 7], dtype=torch.int32, device=device)
+    options = dict(cu_seqlens=cu_seqlens, cp_size=ranks, cp_rank=rank, interleaved=interleaved)
+    out = apply_rotary_pos_emb(t, freqs, form, starts, **options)
+    at = positions_of(form, starts, **EVEN, ranks=ranks, rank=rank)[..., 0]
+    batch = torch.arange(BATCH) if form == "sbhd" else torch.arange(BATCH)[:, None]
+
+    def definition(t, freqs):
+        angles = freqs[at, batch] if own else freqs[at, 0]
+        return reference.rope(t, angles, interleaved)
+
+    bound = tol("round", F32) + tol("sum", F32, 2)
+    kernel = apply_rotary_pos_emb(t, freqs.detach(), form, starts, **options)
+    assert_nmse(out, kernel, bound)
+    grad = torch.randn_like(t)
+    found = dict(zip(("t", "freqs"), torch.autograd.grad(out, (t, freqs), grad), strict=True))
+    depth = 4 * BATCH * HEADS  # terms of the sum over all heads of a position
+    bound = tol("round", F32) + tol("sum", F32, depth)
+    assert_grad64(found, definition, {"t": t, "freqs": freqs}, grad, bound)
+
+
+def test_gradients_of_angles_pass_padding_on(device):
+    """Tokens before the first sequence and behind the last."""
+    t = torch.randn(12, HEADS, CHANNELS, device=device, requires_grad=True)
+    limits = torch.tensor([2, 5, 9], dtype=torch.int32, device=device)
+    freqs = torch.randn(8, 1, 1, CHANNELS, device=device, requires_grad=True)
+    out = apply_rotary_pos_emb(t, freqs, "thd", cu_seqlens=limits)
+    for rows in (slice(0, 2), slice(9, 12)):
+        assert_bits(out[rows], t[rows])
+    (found,) = torch.autograd.grad(out[9:].sum() + out[:2].sum(), freqs)
+    assert not found.any()
 
 
 @pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
@@ -216,11 +306,19 @@ def test_errors(device):
         apply_rotary_pos_emb(t[0], freqs, "thd")
     with pytest.raises(ValueError, match="9 positions, but freqs has 8"):
         apply_rotary_pos_emb(t, freqs[:8])
-    with pytest.raises(ValueError, match="expected .s, 1, 1, d."):
+    with pytest.raises(ValueError, match=r"expected \[s, 1, 1, d\] or \[s, 3, 1, d\]"):
         apply_rotary_pos_emb(t, freqs.flatten(1))
+    with pytest.raises(ValueError, match=r"freqs: shape \(9, 2, 1, 16\), expected"):
+        apply_rotary_pos_emb(t, freqs.expand(-1, 2, 1, -1))
+    with pytest.raises(ValueError, match="there are no start_positions"):
+        starts = torch.zeros(BATCH, device=device, dtype=torch.int32)
+        apply_rotary_pos_emb(t, freqs.expand(-1, BATCH, 1, -1), start_positions=starts)
     with pytest.raises(ValueError):
         apply_rotary_pos_emb(t, torch.zeros(SEQUENCE, 1, 1, CHANNELS + 2, device=device))
-    with pytest.raises(NotImplementedError, match="cp_size=2"):
+    with pytest.raises(ValueError, match="cp_size=2: 9 tokens .* expected two chunks"):
         apply_rotary_pos_emb(t, freqs, cp_size=2)
-    with pytest.raises(NotImplementedError, match="gradients of freqs"):
-        apply_rotary_pos_emb(t, freqs.clone().requires_grad_())
+    with pytest.raises(ValueError, match="16 positions, but freqs has 9"):
+        apply_rotary_pos_emb(t[:8], freqs, cp_size=2)
+    for ranks in ({"cp_size": 0}, {"cp_size": 2, "cp_rank": 2}, {"cp_rank": -1}):
+        with pytest.raises(ValueError, match="cp_size=., cp_rank=.*: expected a number of ranks"):
+            apply_rotary_pos_emb(t, freqs, **ranks)

@@ -73,8 +73,14 @@ def operator(
     """
     names = [argument.split()[-1] for argument in arguments.split(",")]
     given = (names, results.split(), empty, unit_stride.split(), aligned, by_sequence.split())
-    native = _native(name, *given)
-    made = ", ".join(["Tensor"] * len(results.split()))
+    return traceable(name, arguments, len(results.split()), _native(name, *given), empty)
+
+
+def traceable(
+    name: str, arguments: str, results: int, native: Callable, empty: Callable
+) -> Callable:
+    """`operator` of a function in Python; `results` is how many tensors it returns."""
+    made = ", ".join(["Tensor"] * results)
     torch_ops.define(
         f"{name}({arguments}) -> ({made})", _without_none(native), _without_none(empty)
     )

@@ -3,18 +3,24 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from transformer_engine import _core
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.module.parameters import default_device, positive_sizes
-from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, operator
+from transformer_engine.pytorch.operators import (
+    OperatorCall,
+    contiguous_like,
+    operator,
+    traceable,
+)
 
 __all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"]
 
-_NAME = "apply_rotary_pos_emb"
+_NAME, _FUSED = "apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb"
 
 FORMATS = {"sbhd": 4, "bshd": 4, "thd": 3}
 """Dims of a tensor of each format: s sequence, b batch, h heads, d channels, t packed tokens."""
@@ -144,7 +150,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
 _rotate = operator(
     "rope",
     "Tensor input, Tensor freqs, Tensor? cu_seqlens, Tensor? start_positions, bool sequence_first, "
-    "bool interleaved, bool backward",
+    "bool interleaved, int cp_size, int cp_rank, bool backward",
     "output",
     lambda inp, *_: contiguous_like(inp),
     unit_stride="input",
@@ -153,7 +159,7 @@ _rotate = operator(
 
 
 class _Rope(OperatorCall):
-    """Settings: the format is sbhd, pairs are interleaved."""
+    """Settings: the format is sbhd, pairs are interleaved, `cp_size`, `cp_rank`."""
 
     label = _NAME
 
@@ -165,28 +171,208 @@ class _Rope(OperatorCall):
         return None, grad, None, None, None
 
 
-def _check(t: Tensor, freqs: Tensor, tensor_format: str, cu_seqlens: Tensor | None) -> None:
-    """Raise for what the operator can not tell from shapes."""
-    for name, value in (("t", t), ("freqs", freqs)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{_NAME}: {name}: {type(value).__name__}, expected a tensor")
+# ---- the parts of a projection -------------------------------------------------------------------
+
+
+def _empty_parts(qkv: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values that `_split_parts` makes."""
+    *lead, groups, _ = qkv.shape
+    query, key, value = arguments[4]
+    shapes = (groups * (query // key), key), (groups, key), (groups, value)
+    return tuple(qkv.new_empty(*lead, *shape) for shape in shapes)
+
+
+def _empty_whole(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Tensor:
+    """The projection whose parts these are."""
+    return key.new_empty(*key.shape[:-1], sum(arguments[4]))
+
+
+def _turn_parts(parts: tuple, made: tuple, options: tuple, backward: bool) -> None:
+    """Turn queries and keys and copy values, all of them [.., groups, channels of the group]."""
+    q_freqs, k_freqs, cu_seqlens, starts, sizes, sequence_first, pairs, cp_size, cp_rank = options
+    if sequence_first:
+        parts, made = ([part.transpose(0, 1) for part in each] for each in (parts, made))
+    _core.rope(
+        parts[0], made[0], freqs=q_freqs, key=parts[1], key_output=made[1], key_freqs=k_freqs,
+        value=parts[2], value_output=made[2], cu_seqlens=cu_seqlens, start_positions=starts,
+        channels=sizes[1], cp_size=cp_size, cp_rank=cp_rank, interleaved=pairs, backward=backward,
+    )  # fmt: skip
+
+
+def _split_parts(qkv: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Take queries, keys and values apart and turn them."""
+    made = _empty_parts(qkv, *options)
+    query = made[0].view(*qkv.shape[:-1], options[4][0])
+    _turn_parts(qkv.split(options[4], -1), (query, *made[1:]), options, False)
+    return made
+
+
+def _join_parts(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
+    """Turn the gradients of queries, keys and values back into that of the projection."""
+    made = _empty_whole(query, key, value, *options)
+    query = query.reshape(*key.shape[:-1], options[4][0])
+    _turn_parts((query, key, value), made.split(options[4], -1), options, True)
+    return made
+
+
+_OPTIONS = (
+    "Tensor q_freqs, Tensor k_freqs, Tensor? cu_seqlens, Tensor? start_positions, int[] sizes, "
+    "bool sequence_first, bool interleaved, int cp_size, int cp_rank"
+)
+_split = traceable("rope_qkv", f"Tensor qkv, {_OPTIONS}", 3, _split_parts, _empty_parts)
+_join = traceable(
+    "rope_qkv_backward", f"Tensor query, Tensor key, Tensor value, {_OPTIONS}", 1, _join_parts,
+    _empty_whole,
+)  # fmt: skip
+
+
+class _RopeOfParts(OperatorCall):
+    """Settings: sizes of the parts, and those of `_Rope`."""
+
+    label = _FUSED
+
+    def run_forward(self, tensors: tuple) -> tuple[tuple, tuple]:
+        return _split(self.traced, *tensors, *self.settings), tensors[1:]
+
+    def run_backward(self, grads: tuple, saved: tuple) -> tuple[Tensor | None, ...]:
+        grad = _join(self.traced, *grads, *saved, *self.settings)
+        return None, grad, None, None, None, None
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def _check(name: str, t: Tensor, tensor_format: str, cu_seqlens: Tensor | None) -> None:
+    """Raise for a tensor (TypeError, ValueError) that does not go together with its format."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: {type(t).__name__}, expected a tensor")
+    function = name.partition(":")[0]
     if tensor_format not in FORMATS:
         known = ", ".join(FORMATS)
-        raise ValueError(f"{_NAME}: tensor_format={tensor_format!r}, expected one of {known}")
+        raise ValueError(f"{function}: tensor_format={tensor_format!r}, expected one of {known}")
     dims = FORMATS[tensor_format]
     if t.dim() != dims:
-        raise ValueError(f"{_NAME}: t: shape {tuple(t.shape)}, {tensor_format} has {dims} dims")
-    if freqs.dim() != 4 or freqs.shape[1] != 1 or freqs.shape[2] != 1:
-        raise ValueError(f"{_NAME}: freqs: shape {tuple(freqs.shape)}, expected [s, 1, 1, d]")
-    if freqs.requires_grad:
-        raise NotImplementedError(f"{_NAME}: gradients of freqs")
-    if tensor_format == "thd":
-        if cu_seqlens is None:
-            raise ValueError(f"{_NAME}: tensor_format='thd' needs cu_seqlens")
-        return
-    length = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
-    if freqs.shape[0] < length:
-        raise ValueError(f"{_NAME}: {length} positions, but freqs has {freqs.shape[0]}")
+        raise ValueError(f"{name}: shape {tuple(t.shape)}, {tensor_format} has {dims} dims")
+    if tensor_format == "thd" and cu_seqlens is None:
+        raise ValueError(f"{function}: tensor_format='thd' needs cu_seqlens")
+
+
+def _check_ranks(function: str, t: Tensor, tensor_format: str, cp_size: int, cp_rank: int) -> None:
+    """Raise ValueError for what is no rank of context parallelism, or no two chunks of one."""
+    if cp_size < 1 or not 0 <= cp_rank < cp_size:
+        raise ValueError(
+            f"{function}: cp_size={cp_size}, cp_rank={cp_rank}: expected a number of ranks, and "
+            "one of them"
+        )
+    if cp_size > 1 and tensor_format != "thd" and _length(t, tensor_format) % 2 != 0:
+        raise ValueError(
+            f"{function}: cp_size={cp_size}: {_length(t, tensor_format)} tokens of a sequence, "
+            "expected two chunks of one length: pad the sequence"
+        )
+
+
+def _length(t: Tensor, tensor_format: str) -> int:
+    """Tokens of a sequence on this rank, which all have as many."""
+    return t.shape[0 if tensor_format == "sbhd" else 1]
+
+
+class _Positions(NamedTuple):
+    """How the tokens of a call find their angles."""
+
+    tensor_format: str
+    start_positions: Tensor | None
+    cu_seqlens: Tensor | None
+    cp_size: int
+    cp_rank: int
+
+    @property
+    def settings(self) -> tuple[bool, int, int]:
+        """The format is sbhd, `cp_size`, `cp_rank`."""
+        return self.tensor_format == "sbhd", self.cp_size, self.cp_rank
+
+    def check(self, function: str, name: str, freqs: Tensor, t: Tensor) -> None:
+        """Raise for angles (TypeError, ValueError) that are not those of the tokens."""
+        if not isinstance(freqs, Tensor):
+            raise TypeError(f"{function}: {name}: {type(freqs).__name__}, expected a tensor")
+        shape, batch = tuple(freqs.shape), 1
+        if self.tensor_format != "thd" and function == _NAME:
+            batch = t.shape[1 if self.tensor_format == "sbhd" else 0]
+        if len(shape) != 4 or shape[1] not in (1, batch) or shape[2] != 1:
+            raise ValueError(
+                f"{function}: {name}: shape {shape}, expected [s, 1, 1, d]"
+                + (f" or [s, {batch}, 1, d]" if batch > 1 else "")
+            )
+        if shape[1] > 1 and self.start_positions is not None:
+            raise ValueError(
+                f"{function}: {name}: shape {shape}: angles of each batch entry begin with those "
+                "of its first token, so there are no start_positions"
+            )
+        if self.tensor_format == "thd":
+            return
+        length = _length(t, self.tensor_format) * self.cp_size
+        if shape[0] < length:
+            raise ValueError(f"{function}: {length} positions, but {name} has {shape[0]}")
+
+    def angles(self, freqs: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Angles [positions, channels] in fp32, and where in them the sequences start."""
+        positions, batch, _, channels = freqs.shape
+        starts = self.start_positions
+        if batch > 1:  # one behind the other
+            freqs = freqs.transpose(0, 1)
+            starts = torch.arange(0, batch * positions, positions, dtype=torch.int32, device=device)
+        flat = freqs.reshape(batch * positions, channels)
+        return flat.to(device, torch.float32).contiguous(), starts
+
+    def of_tokens(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Position of each token, [s, b], [b, s] or [tokens]; whether it is of a sequence."""
+        inside, starts = None, self.start_positions
+        if self.tensor_format == "thd":
+            limits = self.cu_seqlens // self.cp_size
+            tokens = torch.arange(t.shape[0], device=t.device)
+            entry = torch.searchsorted(limits[1:].contiguous(), tokens, right=True)
+            inside = (entry < len(limits) - 1) & (tokens >= limits[0])
+            entry = torch.where(inside, entry, 0)
+            at, length = tokens - limits[entry], limits[entry + 1] - limits[entry]
+            starts = None if starts is None else starts[entry]
+        else:
+            length = _length(t, self.tensor_format)
+            at = torch.arange(length, device=t.device)
+            if self.tensor_format == "sbhd":
+                at = at[:, None]
+            elif starts is not None:
+                starts = starts[:, None]
+        if self.cp_size > 1:
+            counterpart = 2 * (self.cp_size - 1) - self.cp_rank
+            at = at + torch.where(at < length // 2, self.cp_rank, counterpart) * (length // 2)
+        at = at if starts is None else at + starts
+        return at if inside is None else torch.where(inside, at, 0), inside
+
+
+def _differentiable(t: Tensor, freqs: Tensor, positions: _Positions, interleaved: bool) -> Tensor:
+    """`apply_rotary_pos_emb` by torch's operators, which give angles gradients, too."""
+    at, inside = positions.of_tokens(t)
+    if freqs.shape[1] > 1:
+        batch = torch.arange(freqs.shape[1], device=t.device)
+        batch = batch if positions.tensor_format == "sbhd" else batch[:, None]
+        angles = freqs[at.to(freqs.device), batch.to(freqs.device)]
+    else:
+        angles = freqs[at.to(freqs.device), 0]
+    angles = angles.to(t.device, torch.float32)  # [.., 1, channels]
+    turned, rest = t.split([freqs.shape[3], t.shape[-1] - freqs.shape[3]], -1)
+    values = turned.float()
+    if interleaved:
+        pairs = values.unflatten(-1, (-1, 2))
+        partners = torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)
+    else:
+        first, second = values.chunk(2, -1)
+        partners = torch.cat((-second, first), -1)
+    values = (values * angles.cos() + partners * angles.sin()).to(t.dtype)
+    if inside is not None:
+        values = torch.where(inside[:, None, None], values, turned)
+    return torch.cat((values, rest), -1)
+
+
+# ---- application ---------------------------------------------------------------------------------
 
 
 def apply_rotary_pos_emb(
@@ -210,7 +396,9 @@ def apply_rotary_pos_emb(
     t : Tensor
         [s, b, h, d] (sbhd), [b, s, h, d] (bshd) or [tokens, h, d] (thd); fp32, fp16 or bf16.
     freqs : Tensor
-        [positions, 1, 1, rotated channels] angles, as `RotaryPositionEmbedding` gives them.
+        [positions, 1, 1, rotated channels] angles, as `RotaryPositionEmbedding` gives them; or
+        [positions, b, 1, rotated channels], of each batch entry (not thd). Where they require a
+        gradient, torch's operators compute.
     tensor_format : str, default "sbhd"
         "sbhd", "bshd" or "thd".
     start_positions : Tensor, optional
@@ -220,9 +408,11 @@ def apply_rotary_pos_emb(
     fused : bool, default False
         Accepted for its callers: one kernel runs in either case, with the same result.
     cu_seqlens : Tensor, optional
-        [b + 1] int32: first token of each sequence (thd).
+        [b + 1] int32: first token of each sequence (thd), counted over all ranks. Tokens of no
+        sequence are passed on.
     cp_size, cp_rank : int
-        Context parallelism: not there yet, only the defaults are accepted.
+        Ranks of context parallelism, and which of them this is. A sequence is ``2 cp_size`` chunks
+        of one length; a rank has the one of its number, and behind it its counterpart from the end.
 
     Returns
     -------
@@ -231,20 +421,20 @@ def apply_rotary_pos_emb(
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         Shapes or arguments that do not go together.
-    NotImplementedError
-        For `cp_size` above 1, and for `freqs` that require gradients.
     """
-    del fused, cp_rank
-    if cp_size > 1:
-        raise NotImplementedError(f"{_NAME}: cp_size={cp_size}")
-    _check(t, freqs, tensor_format, cu_seqlens)
-    if tensor_format != "thd":
-        cu_seqlens = None
-    angles = freqs.reshape(freqs.shape[0], freqs.shape[3]).to(t.device, torch.float32)
-    call = _Rope(t, tensor_format == "sbhd", interleaved)
-    return run_call(call, t, angles, cu_seqlens, start_positions)
+    del fused
+    _check(f"{_NAME}: t", t, tensor_format, cu_seqlens)
+    _check_ranks(_NAME, t, tensor_format, cp_size, cp_rank)
+    cu_seqlens = cu_seqlens if tensor_format == "thd" else None
+    positions = _Positions(tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
+    positions.check(_NAME, "freqs", freqs, t)
+    if freqs.requires_grad and torch.is_grad_enabled():
+        return _differentiable(t, freqs, positions, interleaved)
+    angles, starts = positions.angles(freqs, t.device)
+    sequence_first, *ranks = positions.settings
+    return run_call(_Rope(t, sequence_first, interleaved, *ranks), t, angles, cu_seqlens, starts)
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -259,20 +449,21 @@ def apply_fused_qkv_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Take queries, keys and values apart and rotate queries and keys by their angles.
+    """Take queries, keys and values apart and rotate queries and keys, in one pass.
+
+    The backward writes the gradient of `qkv` in one pass likewise.
 
     Parameters
     ----------
     qkv : Tensor
-        [s, b, h, q + k + v] (sbhd) or [b, s, h, q + k + v] (bshd): for each of h groups the
-        queries of its heads, the key and the value.
+        [s, b, h, q + k + v] (sbhd), [b, s, h, q + k + v] (bshd) or [tokens, h, q + k + v] (thd):
+        for each of h groups the queries of its heads, the key and the value.
     q_freqs, k_freqs : Tensor
-        Angles, as of `apply_rotary_pos_emb`.
+        Angles [positions, 1, 1, rotated channels], as of `apply_rotary_pos_emb`. Cosines and sines
+        of one tensor serve both. They have no gradients.
     qkv_split_arg_list : sequence of int
         q, k and v; q is a multiple of k, which is the size of a head.
-    tensor_format : str, default "sbhd"
-        "sbhd" or "bshd".
-    start_positions, interleaved, cu_seqlens, cp_size, cp_rank
+    tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank
         As of `apply_rotary_pos_emb`.
 
     Returns
@@ -282,26 +473,25 @@ def apply_fused_qkv_rotary_pos_emb(
 
     Raises
     ------
-    ValueError
-        The sizes do not make up the last dim, or the format is another one.
+    TypeError, ValueError
+        Shapes or arguments that do not go together; angles that require a gradient.
     """
-    sizes = tuple(qkv_split_arg_list)
-    if tensor_format not in ("sbhd", "bshd"):
+    _check(f"{_FUSED}: qkv", qkv, tensor_format, cu_seqlens)
+    sizes = [int(size) for size in qkv_split_arg_list]
+    if len(sizes) != 3 or min(sizes) < 1 or sum(sizes) != qkv.shape[-1] or sizes[0] % sizes[1] != 0:
         raise ValueError(
-            f"apply_fused_qkv_rotary_pos_emb: tensor_format={tensor_format!r}, expected 'sbhd' or "
-            "'bshd'"
+            f"{_FUSED}: qkv {tuple(qkv.shape)}, qkv_split_arg_list {list(sizes)}: expected three "
+            "sizes, of queries (a multiple of the keys'), keys and values, that make up the last "
+            "dim"
         )
-    if qkv.dim() != 4 or len(sizes) != 3 or sum(sizes) != qkv.shape[3] or sizes[0] % sizes[1] != 0:
-        raise ValueError(
-            f"apply_fused_qkv_rotary_pos_emb: qkv {tuple(qkv.shape)}, qkv_split_arg_list "
-            f"{list(sizes)}: expected four dims and three sizes, of queries (a multiple of the "
-            "keys'), keys and values, that make up the last one"
-        )
-    query, key, value = qkv.split(sizes, dim=3)
-    query = query.reshape(*qkv.shape[:2], -1, sizes[1])
-    options = (tensor_format, start_positions, interleaved, True, cu_seqlens, cp_size, cp_rank)
-    return (
-        apply_rotary_pos_emb(query, q_freqs, *options),
-        apply_rotary_pos_emb(key, k_freqs, *options),
-        value.contiguous(),
-    )
+    _check_ranks(_FUSED, qkv, tensor_format, cp_size, cp_rank)
+    cu_seqlens = cu_seqlens if tensor_format == "thd" else None
+    positions = _Positions(tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
+    for name, freqs in (("q_freqs", q_freqs), ("k_freqs", k_freqs)):
+        positions.check(_FUSED, name, freqs, qkv)
+        if freqs.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{_FUSED}: {name} requires a gradient: use {_NAME} for each part")
+    q_angles, k_angles = (positions.angles(freqs, qkv.device)[0] for freqs in (q_freqs, k_freqs))
+    sequence_first, *ranks = positions.settings
+    call = _RopeOfParts(qkv, sizes, sequence_first, interleaved, *ranks)
+    return run_call(call, qkv, q_angles, k_angles, cu_seqlens, start_positions)
