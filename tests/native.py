@@ -93,10 +93,7 @@ class Graph:
     def node(self, kind: int, inputs: tuple, output: int, name: str = "", **fields) -> None:
         """Add a node; fields by name."""
         quantization = (self.recipe, self.core.DTYPE_E4M3, self.core.DTYPE_E5M2, 0, (0.0,) * 3)
-        numbers = (1e-5,)
-        node = Node(
-            name, kind, 0, 0, inputs, output, numbers, (), quantization, 0, (0, 0), 1, 0
-        )  # fmt: skip
+        node = Node(name, kind, 0, 0, inputs, output, (), (), quantization, 0, (0, 0), 1, 0)
         self.nodes.append(node._replace(**fields))
 
     def linear(self, x: int, y: int, name: str = "", bias: bool = True, **fields) -> None:
@@ -112,7 +109,7 @@ class Graph:
         """Add a LayerNorm with its parameters."""
         names = f"{name}gamma", f"{name}beta"
         parameters = [self.parameter(n, self.values[x].shape[1]) for n in names]
-        self.node(self.core.NODE_NORM, (x, *parameters), y, name)
+        self.node(self.core.NODE_NORM, (x, *parameters), y, name, numbers=(1e-5,))
 
     def arguments(self, direction: int) -> list:
         """Arguments of make_plan."""

@@ -14,26 +14,31 @@
 /* A plug-in; the built-in backends come from the device drivers. */
 typedef struct registration {
     te_backend backend;
-    int users; /* the list of those registered, and tables; guarded by the lock */
-    struct registration *next;
+    int users;                 /* the list of those registered, and tables; guarded by the lock */
+    struct registration *next; /* in that list, and then in one of those to release */
 } registration;
+
+/* A backend of a table. */
+typedef struct candidate {
+    const te_backend *backend;
+    registration *plugin; /* NULL: built in */
+} candidate;
 
 struct te_op_table {
     /* 0 less one for each release; once the table is replaced, plus one for each acquisition: what
      * is left is how many hold it. */
     _Atomic int64_t balance;
     int64_t number; /* 0: not in use; guarded by the lock */
-    int count[TE_OP_COUNT];
-    const te_backend *candidates[TE_OP_COUNT][TE_MAX_BACKENDS]; /* highest priority first */
-    registration *plugins[TE_MAX_BACKENDS]; /* those of the candidates, then NULL */
+    int count;
+    candidate *candidates; /* highest priority first; `builtin`, or memory of the table's own */
+    candidate builtin;
 };
 
 /* Tables that calls in flight may hold at a time, and those in force. pool[0] is never used. */
 #define POOL 32
 
 TE_PROCESS_LOCK(lock);
-static registration *registered[TE_MAX_BACKENDS - 1];
-static int registered_count;
+static registration *registered; /* in order */
 static int64_t published_count;
 static te_op_table pool[POOL];
 /* The place in the pool of the table in force, plus ACQUIRED for each time it was acquired: in one
@@ -41,17 +46,15 @@ static te_op_table pool[POOL];
 static _Atomic uint64_t in_force[TE_DEVICE_COUNT];
 #define ACQUIRED ((uint64_t)POOL)
 
-static void add_backend(te_op_table *table, const te_backend *backend)
+static void add_backend(te_op_table *table, const te_backend *backend, registration *plugin)
 {
-    for (int op = 0; op < TE_OP_COUNT; op++) {
-        const te_backend **list = table->candidates[op];
-        int at = table->count[op];
-        if (backend->slots[op].function == NULL) continue;
-        /* Later registrations of the same priority come first: an override overrides. */
-        for (; at > 0 && list[at - 1]->priority <= backend->priority; at--) list[at] = list[at - 1];
-        list[at] = backend;
-        table->count[op]++;
+    candidate *list = table->candidates;
+    int at = table->count++;
+    /* Later registrations of the same priority come first: an override overrides. */
+    for (; at > 0 && list[at - 1].backend->priority <= backend->priority; at--) {
+        list[at] = list[at - 1];
     }
+    list[at] = (candidate){backend, plugin};
 }
 
 /* ---- the life of tables and plug-ins; the lock is held but for release_all ---- */
@@ -65,7 +68,10 @@ static void disuse(registration *plugin, registration **unused)
 
 static void empty_table(te_op_table *table, registration **unused)
 {
-    for (int i = 0; table->plugins[i] != NULL; i++) disuse(table->plugins[i], unused);
+    for (int i = 0; i < table->count; i++) {
+        if (table->candidates[i].plugin != NULL) disuse(table->candidates[i].plugin, unused);
+    }
+    if (table->candidates != &table->builtin) free(table->candidates);
     table->number = 0;
 }
 
@@ -80,13 +86,26 @@ static void release_all(registration *unused)
     }
 }
 
-/* NULL where calls in flight hold the whole pool. */
-static te_op_table *unused_table(void)
+/* An empty one with memory for so many plug-ins, and for the built-in backend. */
+static te_status unused_table(int plugins, const char *name, te_op_table **table)
 {
-    for (int i = 1; i < POOL; i++) {
-        if (pool[i].number == 0) return &pool[i];
+    candidate *candidates = NULL;
+    int at = 1;
+    while (at < POOL && pool[at].number != 0) at++;
+    if (at == POOL) {
+        return TE_FAIL(
+            TE_ERROR_STATE,
+            "backend %s: calls in flight hold %d operator tables, no more fit: wait for them", name,
+            POOL - 1);
     }
-    return NULL;
+    if (plugins > 0) {
+        candidates = calloc((size_t)plugins + 1, sizeof *candidates);
+        if (candidates == NULL) return TE_FAIL(TE_ERROR_MEMORY, "backend %s: no memory", name);
+    }
+    *table = &pool[at];
+    memset(*table, 0, sizeof **table);
+    (*table)->candidates = candidates == NULL ? &(*table)->builtin : candidates;
+    return TE_OK;
 }
 
 /* Fills a table with the backends of a device and puts it in force. */
@@ -96,15 +115,12 @@ static void publish(te_op_table *table, te_device_type device, registration **un
     te_op_table *replaced;
     uint64_t word;
     int64_t acquired;
-    int plugins = 0;
-    memset(table, 0, sizeof *table);
     table->number = ++published_count;
-    if (driver != NULL) add_backend(table, driver->backend);
-    for (int i = 0; i < registered_count; i++) {
-        if (registered[i]->backend.device != device) continue;
-        add_backend(table, &registered[i]->backend);
-        table->plugins[plugins++] = registered[i];
-        registered[i]->users++;
+    if (driver != NULL) add_backend(table, driver->backend, NULL);
+    for (registration *plugin = registered; plugin != NULL; plugin = plugin->next) {
+        if (plugin->backend.device != device) continue;
+        add_backend(table, &plugin->backend, plugin);
+        plugin->users++;
     }
     word = atomic_exchange(&in_force[device], (uint64_t)(table - pool));
     replaced = &pool[word % ACQUIRED];
@@ -119,7 +135,10 @@ static void publish(te_op_table *table, te_device_type device, registration **un
 static void publish_first(void)
 {
     for (int device = 0; device < TE_DEVICE_COUNT; device++) {
-        if (in_force[device] == 0) publish(unused_table(), (te_device_type)device, NULL);
+        te_op_table *table = NULL;
+        if (in_force[device] != 0) continue;
+        (void)unused_table(0, "", &table);
+        publish(table, (te_device_type)device, NULL);
     }
 }
 
@@ -154,28 +173,22 @@ int64_t te_op_table_number(const te_op_table *table)
 
 /* ---- registration ---- */
 
-static int find_registered(const char *name)
+/* Where the list of those registered names one, or its end; *count is of those before it. */
+static registration **find_registered(const char *name, int *count)
 {
-    for (int i = 0; i < registered_count; i++) {
-        if (strcmp(registered[i]->backend.name, name) == 0) return i;
+    registration **at = &registered;
+    for (*count = 0; *at != NULL && strcmp((*at)->backend.name, name) != 0; ++*count) {
+        at = &(*at)->next;
     }
-    return -1;
-}
-
-/* The lock is held. */
-static te_status no_table(const char *name)
-{
-    return TE_FAIL(
-        TE_ERROR_STATE,
-        "backend %s: calls in flight hold %d operator tables, no more fit: wait for them", name,
-        POOL - 1);
+    return at;
 }
 
 te_status te_backend_register(const te_backend *backend)
 {
     te_status st = TE_OK;
-    registration *made = NULL, *unused = NULL;
-    te_op_table *table;
+    registration *made = NULL, *unused = NULL, **at;
+    te_op_table *table = NULL;
+    int count;
     if (backend == NULL || backend->size < offsetof(te_backend, slots) || backend->name == NULL) {
         return TE_FAIL(TE_ERROR_INVALID, "backend: size and name must be set");
     }
@@ -192,17 +205,13 @@ te_status te_backend_register(const te_backend *backend)
     made->users = 1;
     (void)pthread_mutex_lock(&lock);
     publish_first();
-    table = unused_table();
-    if (find_registered(backend->name) >= 0) {
-        st = TE_FAIL(TE_ERROR_INVALID, "backend %s is registered already: unregister it first",
-                     backend->name);
-    } else if (registered_count == TE_MAX_BACKENDS - 1) {
-        st = TE_FAIL(TE_ERROR_STATE, "backend %s: %d backends are registered, no more fit",
-                     backend->name, registered_count);
-    } else if (table == NULL) {
-        st = no_table(backend->name);
-    } else {
-        registered[registered_count++] = made;
+    at = find_registered(backend->name, &count);
+    st = *at == NULL
+             ? unused_table(count + 1, backend->name, &table)
+             : TE_FAIL(TE_ERROR_INVALID, "backend %s is registered already: unregister it first",
+                       backend->name);
+    if (st == TE_OK) {
+        *at = made;
         made = NULL;
         publish(table, backend->device, &unused);
     }
@@ -215,21 +224,18 @@ te_status te_backend_register(const te_backend *backend)
 te_status te_backend_unregister(const char *name)
 {
     te_status st = TE_OK;
-    registration *removed, *unused = NULL;
-    te_op_table *table;
-    int at;
+    registration *removed, *unused = NULL, **at;
+    te_op_table *table = NULL;
+    int count;
     if (name == NULL) return TE_FAIL(TE_ERROR_INVALID, "name is NULL");
     (void)pthread_mutex_lock(&lock);
-    table = unused_table();
-    at = find_registered(name);
-    if (at < 0) {
-        st = TE_FAIL(TE_ERROR_INVALID, "no backend named %s is registered", name);
-    } else if (table == NULL) {
-        st = no_table(name);
-    } else {
-        removed = registered[at];
-        registered_count--;
-        for (int i = at; i < registered_count; i++) registered[i] = registered[i + 1];
+    at = find_registered(name, &count);
+    removed = *at;
+    for (registration *after = removed; after != NULL; after = after->next) count++;
+    st = removed != NULL ? unused_table(count - 1, name, &table)
+                         : TE_FAIL(TE_ERROR_INVALID, "no backend named %s is registered", name);
+    if (st == TE_OK) {
+        *at = removed->next;
         publish(table, removed->backend.device, &unused);
         disuse(removed, &unused);
     }
@@ -238,13 +244,21 @@ te_status te_backend_unregister(const char *name)
     return st;
 }
 
-/* The next candidate from *at on that supports the call; *at moves behind it. */
+/* The first candidate from `at` on that has the operator. */
+static int having(const te_op_table *table, te_op op, int at)
+{
+    while (at < table->count && table->candidates[at].backend->slots[op].function == NULL) at++;
+    return at;
+}
+
+/* The next candidate from *at on that supports the call; *at moves to the one behind it. */
 static te_status resolve(const te_op_table *table, te_context *context, te_op op, const void *args,
                          int *at, const te_op_slot **out)
 {
     te_status st = TE_OK;
-    while (*at < table->count[op]) {
-        const te_op_slot *slot = &table->candidates[op][(*at)++]->slots[op];
+    while (*at < table->count) {
+        const te_op_slot *slot = &table->candidates[*at].backend->slots[op];
+        *at = having(table, op, *at + 1);
         st = slot->supports == NULL ? TE_OK : slot->supports(slot->self, context, args);
         if (st == TE_OK) {
             *out = slot;
@@ -268,11 +282,11 @@ static te_status run_checked(const te_op_table *table, te_context *context, te_o
 {
     const te_op_slot *slot = NULL;
     te_status st;
-    int at = 0;
+    int at = having(table, op, 0);
     do { /* a function may find out only when called that it does not take the arguments */
         TE_TRY(resolve(table, context, op, args, &at, &slot));
         st = slot->function(slot->self, context, args, stream);
-    } while (st == TE_ERROR_UNSUPPORTED && at < table->count[op]);
+    } while (st == TE_ERROR_UNSUPPORTED && at < table->count);
     if (st == TE_OK) te_count_op(te_context_device(context).type, op);
     return st;
 }
@@ -289,7 +303,7 @@ te_status te_op_workspace_in(const te_op_table *table, te_context *context, te_o
 {
     const te_op_slot *slot = NULL;
     te_status st;
-    int at = 0;
+    int at = having(table, op, 0);
     *bytes = 0;
     TE_TRY(check_call(context, op, args));
     TE_TRY(resolve(table, context, op, args, &at, &slot));
@@ -299,7 +313,7 @@ te_status te_op_workspace_in(const te_op_table *table, te_context *context, te_o
             TE_TRY(slot->workspace(slot->self, context, args, &need));
         }
         if (need > *bytes) *bytes = need;
-        if (at == table->count[op]) return TE_OK;
+        if (at == table->count) return TE_OK;
         st = resolve(table, context, op, args, &at, &slot);
         if (st != TE_OK) return st == TE_ERROR_UNSUPPORTED ? TE_OK : st;
     }

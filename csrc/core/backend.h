@@ -11,8 +11,6 @@
 
 #include "transformer_engine.h"
 
-#define TE_MAX_BACKENDS 8
-
 typedef struct te_op_table te_op_table;
 
 /* Holds the table in force for a device until te_op_table_release. Never NULL. */

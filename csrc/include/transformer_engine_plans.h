@@ -133,9 +133,6 @@ enum {                           /* te_node_desc.flags */
        TE_NODE_DETERMINISTIC = 1024  /* attention: see te_attention_backward_args */
 };
 
-#define TE_NODE_INPUTS 7
-#define TE_NODE_SLICES 3
-
 /* Heads of a matrix of rows: head h of a row begins at element offset + h * stride. All columns of
  * a matrix that is read by slices belong to one of them. */
 typedef struct te_slice {
@@ -143,19 +140,21 @@ typedef struct te_slice {
     int64_t offset, stride;
 } te_slice;
 
+/* Of lists that are shorter than what the kind reads the rest is not there, or 0. */
 typedef struct te_node_desc {
     char name[TE_NAME_BYTES]; /* prefix of its stages and buffers, "" or with a "_" behind */
     int32_t kind;             /* te_node_kind */
     int32_t variant;          /* te_norm_kind, te_activation_kind */
     uint32_t flags;
-    int32_t inputs[TE_NODE_INPUTS]; /* values; -1: not there */
     int32_t output;
+    const int32_t *inputs; /* values; -1: not there */
     /* norm: eps; activation: limit, alpha, linear_offset; softcap: cap; attention: scale, dropout,
      * window to the left and to the right; dropout + add: dropout, drop path */
-    double numbers[4];
-    te_slice slices[TE_NODE_SLICES]; /* attention, rope: of the first inputs */
-    te_quantization quantization;    /* linear */
-    int32_t owner;                   /* linear: module of the call whose slots it takes */
+    const double *numbers;
+    const te_slice *slices; /* attention, rope: of the first inputs */
+    int32_t input_count, number_count, slice_count;
+    te_quantization quantization; /* linear */
+    int32_t owner;                /* linear: module of the call whose slots it takes */
     int32_t slots[2];  /* of the node in the owner's slots of the forward and backward chunk */
     int32_t gather;    /* linear, > 1: the quantized input is gathered from that many ranks */
     uint32_t external; /* 1 << te_linear_stage that the caller runs; attention: 1, the caller

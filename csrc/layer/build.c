@@ -196,7 +196,7 @@ static te_buffer_role role_of(const te_build *build, te_link link, int32_t of)
     return build->direction == TE_DIRECTION_BACKWARD ? TE_ROLE_OUTPUT : TE_ROLE_INPUT;
 }
 
-int16_t te_find(const te_build *build, te_link link, int32_t of)
+int32_t te_find(const te_build *build, te_link link, int32_t of)
 {
     if (link == TE_LINK_GRADIENT && build->values[of].grad_alias != TE_NO_BUFFER) {
         return build->values[of].grad_alias;
@@ -204,12 +204,12 @@ int16_t te_find(const te_build *build, te_link link, int32_t of)
     for (int32_t i = 0; i < build->plan.buffer_count; i++) {
         const te_buffer_info *info = &build->plan.buffers[i].info;
         if (info->role == TE_ROLE_VIEW) continue;
-        if (info->link == link && info->of == of) return (int16_t)i;
+        if (info->link == link && info->of == of) return i;
     }
     return TE_NO_BUFFER;
 }
 
-static int16_t add(te_build *build, te_link link, int32_t of, te_buffer_role role)
+static int32_t add(te_build *build, te_link link, int32_t of, te_buffer_role role)
 {
     char name[2 * TE_NAME_BYTES];
     te_buffer_info info;
@@ -220,29 +220,29 @@ static int16_t add(te_build *build, te_link link, int32_t of, te_buffer_role rol
     return te_plan_add_buffer(&build->plan, &info);
 }
 
-int16_t te_get(te_build *build, te_link link, int32_t of)
+int32_t te_get(te_build *build, te_link link, int32_t of)
 {
-    int16_t found = te_find(build, link, of);
+    int32_t found = te_find(build, link, of);
     return found != TE_NO_BUFFER ? found : add(build, link, of, role_of(build, link, of));
 }
 
-int16_t te_need(te_build *build, te_link link, int32_t of)
+int32_t te_need(te_build *build, te_link link, int32_t of)
 {
     te_buffer_role role = role_of(build, link, of);
-    int16_t found = te_find(build, link, of);
+    int32_t found = te_find(build, link, of);
     if (found != TE_NO_BUFFER) return found;
     if (role != TE_ROLE_SCRATCH) return add(build, link, of, role);
     add_link(build, &build->saved, link, of);
     return add(build, link, of, TE_ROLE_SAVED);
 }
 
-int16_t te_defer(te_build *build, te_link link, int32_t of)
+int32_t te_defer(te_build *build, te_link link, int32_t of)
 {
     add_link(build, &build->deferred, link, of);
     return te_get(build, link, of);
 }
 
-int16_t te_view(te_build *build, const te_buffer_info *view)
+int32_t te_view(te_build *build, const te_buffer_info *view)
 {
     te_buffer_info info = *view;
     const te_buffer_info *base;
@@ -258,13 +258,13 @@ int16_t te_view(te_build *build, const te_buffer_info *view)
             known->offset == info.offset && known->ndim == info.ndim &&
             memcmp(known->shape, info.shape, sizeof info.shape) == 0 &&
             memcmp(known->strides, info.strides, sizeof info.strides) == 0) {
-            return (int16_t)i;
+            return i;
         }
     }
     return te_plan_add_buffer(&build->plan, &info);
 }
 
-int16_t te_heads_of(te_build *build, int32_t n, int16_t matrix, const te_slice *slice)
+int32_t te_heads_of(te_build *build, int32_t n, int32_t matrix, const te_slice *slice)
 {
     te_buffer_info info = {.ndim = 4, .base = matrix, .offset = slice->offset};
     int first = (te_node(build, n)->flags & TE_NODE_SEQUENCE_FIRST) != 0;
@@ -305,7 +305,7 @@ int te_is_read(const te_build *build, int32_t value, int quantized)
 {
     for (int32_t n = 0; n < build->graph->node_count; n++) {
         const te_node_desc *node = te_node(build, n);
-        for (int i = 0; i < TE_NODE_INPUTS; i++) {
+        for (int i = 0; i < node->input_count; i++) {
             if (node->inputs[i] != value) continue;
             if ((node->quantization.recipe != TE_RECIPE_NONE) == quantized) return 1;
         }
@@ -330,7 +330,7 @@ void te_make_again(te_build *build, int32_t value)
     rules->again(build, state->producer);
 }
 
-int16_t te_wide(te_build *build, int32_t value, const char *prefix, const char *name)
+int32_t te_wide(te_build *build, int32_t value, const char *prefix, const char *name)
 {
     te_value_state *state = &build->values[value];
     int forward = build->direction == TE_DIRECTION_FORWARD;
@@ -361,7 +361,7 @@ int16_t te_wide(te_build *build, int32_t value, const char *prefix, const char *
 /* ---- gradients ---------------------------------------------------------------------------- */
 
 /* Link of a contribution: the first is the gradient's own buffer. */
-static int16_t contribution(te_build *build, int32_t value, int32_t number)
+static int32_t contribution(te_build *build, int32_t value, int32_t number)
 {
     if (number == 0) return te_get(build, TE_LINK_GRADIENT, value);
     return te_get(build, TE_LINK_PART, value + number * build->graph->value_count);
@@ -372,12 +372,12 @@ int te_has_grad(const te_build *build, int32_t value)
     return build->values[value].grads > 0;
 }
 
-int16_t te_grad_target(te_build *build, int32_t value)
+int32_t te_grad_target(te_build *build, int32_t value)
 {
     return contribution(build, value, build->values[value].grads++);
 }
 
-void te_grad_pass(te_build *build, int32_t value, int16_t grad)
+void te_grad_pass(te_build *build, int32_t value, int32_t grad)
 {
     te_value_state *state = &build->values[value];
     if (state->grads == 0 && !te_links_has(&build->deferred, TE_LINK_GRADIENT, value)) {
@@ -388,14 +388,14 @@ void te_grad_pass(te_build *build, int32_t value, int16_t grad)
     te_sum(build, grad, TE_NO_BUFFER, te_grad_target(build, value));
 }
 
-int16_t te_grad_heads(te_build *build, int32_t node, int32_t value, const te_slice *slice)
+int32_t te_grad_heads(te_build *build, int32_t node, int32_t value, const te_slice *slice)
 {
-    int16_t matrix = te_has_grad(build, value) ? te_get(build, TE_LINK_GRADIENT, value)
+    int32_t matrix = te_has_grad(build, value) ? te_get(build, TE_LINK_GRADIENT, value)
                                                : te_grad_target(build, value);
     return te_heads_of(build, node, matrix, slice);
 }
 
-int te_grad_is_own(const te_build *build, int32_t value, int16_t buffer)
+int te_grad_is_own(const te_build *build, int32_t value, int32_t buffer)
 {
     const te_buffer_info *info;
     if (build->plan.status != TE_OK) return 0;
@@ -409,7 +409,7 @@ int te_grad_is_own(const te_build *build, int32_t value, int16_t buffer)
     return 1;
 }
 
-void te_grad_pair(te_build *build, int32_t value, int16_t pair[2])
+void te_grad_pair(te_build *build, int32_t value, int32_t pair[2])
 {
     te_value_state *state = &build->values[value];
     if (state->grad_pending != TE_NOBODY) {
@@ -427,10 +427,10 @@ void te_grad_pair(te_build *build, int32_t value, int16_t pair[2])
     }
 }
 
-int16_t te_grad(te_build *build, int32_t value)
+int32_t te_grad(te_build *build, int32_t value)
 {
     te_value_state *state = &build->values[value];
-    int16_t pair[2], sum;
+    int32_t pair[2], sum;
     if (state->grad_pending != TE_NOBODY) {
         const te_node_desc *node = te_node(build, state->grad_pending);
         te_cast_to cast = te_cast_nothing();
@@ -458,7 +458,7 @@ te_link te_grad_link(const te_build *build, int32_t value)
     return given && build->values[value].readers > 0 ? TE_LINK_PART : TE_LINK_GRADIENT;
 }
 
-int16_t te_parameter_grad(te_build *build, int32_t value)
+int32_t te_parameter_grad(te_build *build, int32_t value)
 {
     uint32_t flags = value < 0 ? 0 : te_value(build, value)->flags;
     int put_off = (flags & TE_VALUE_DEFER) != 0;
@@ -487,7 +487,7 @@ static int field_number(te_build *build, const te_stage *stage, const char *name
     return 0;
 }
 
-void te_use_as(te_build *build, te_stage *stage, const char *field, int16_t buffer)
+void te_use_as(te_build *build, te_stage *stage, const char *field, int32_t buffer)
 {
     if (buffer == TE_NO_BUFFER) return;
     te_stage_use(&build->plan, stage, field_number(build, stage, field), buffer);
@@ -504,7 +504,7 @@ void te_use_size(te_build *build, te_stage *stage, const char *field, int32_t sy
                     0);
 }
 
-void te_sum(te_build *build, int16_t input, int16_t residual, int16_t output)
+void te_sum(te_build *build, int32_t input, int32_t residual, int32_t output)
 {
     const char *name = residual == TE_NO_BUFFER ? "copy_gradient" : "add_gradients";
     te_stage *stage = te_add(build, TE_NOBODY, "", name, TE_OP_DROPOUT_ADD);
@@ -513,10 +513,10 @@ void te_sum(te_build *build, int16_t input, int16_t residual, int16_t output)
     te_use_as(build, stage, "output", output);
 }
 
-int16_t te_draw(te_build *build, int32_t n)
+int32_t te_draw(te_build *build, int32_t n)
 {
     te_stage *stage;
-    int16_t pair;
+    int32_t pair;
     if (build->direction != TE_DIRECTION_FORWARD) return te_need(build, TE_LINK_RNG, n);
     pair = te_get(build, TE_LINK_RNG, n);
     stage = te_add(build, n, te_node(build, n)->name, "draw", TE_OP_FILL);

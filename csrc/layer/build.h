@@ -39,7 +39,7 @@ typedef struct te_value_state {
     int32_t again;        /* ... and repeats what the forward did */
     int32_t grad_pending; /* the same of its gradient: the node that reads it */
     int32_t grads;        /* contributions to the gradient */
-    int16_t grad_alias; /* buffer that holds the first one (or the sum), where it is not its own */
+    int32_t grad_alias; /* buffer that holds the first one (or the sum), where it is not its own */
 } te_value_state;
 
 typedef struct te_node_rules te_node_rules;
@@ -58,8 +58,8 @@ typedef struct te_build {
  * operator alone; what it writes is the caller's to add. */
 struct te_node_rules {
     const char *name; /* of the stage that runs it alone */
-    int inputs;       /* at most, and how many of them are read by slices */
-    int slices;
+    /* Entries of a node's lists that it reads; the slices are of the first inputs. */
+    int inputs, numbers, slices;
     te_status (*check)(const te_graph_desc *graph, int32_t node);
     void (*forward)(te_build *build, int32_t node);
     void (*backward)(te_build *build, int32_t node);
@@ -110,20 +110,20 @@ static inline int32_t te_operand_of(int32_t node, te_operand_role role)
 /* ---- buffers ---- */
 
 /* The buffer, or TE_NO_BUFFER where the plan has none yet. */
-int16_t te_find(const te_build *build, te_link link, int32_t of);
+int32_t te_find(const te_build *build, te_link link, int32_t of);
 /* The buffer, added where it is not there. */
-int16_t te_get(te_build *build, te_link link, int32_t of);
+int32_t te_get(te_build *build, te_link link, int32_t of);
 /* The same of what the forward has made; it is saved where it is not given. */
-int16_t te_need(te_build *build, te_link link, int32_t of);
+int32_t te_need(te_build *build, te_link link, int32_t of);
 
 /* The same of what the backward has made for the deferred plan, which is being built. */
-int16_t te_defer(te_build *build, te_link link, int32_t of);
+int32_t te_defer(te_build *build, te_link link, int32_t of);
 
 /* Heads of a matrix of rows as [batch, sequence, heads, channels], `node` says in which order of
  * memory; for the caller's attention as [batch, heads, sequence, channels]. */
-int16_t te_heads_of(te_build *build, int32_t node, int16_t matrix, const te_slice *slice);
+int32_t te_heads_of(te_build *build, int32_t node, int32_t matrix, const te_slice *slice);
 /* Part of a buffer; `view` has name, shape, base, offset and strides. */
-int16_t te_view(te_build *build, const te_buffer_info *view);
+int32_t te_view(te_build *build, const te_buffer_info *view);
 /* Slice without gaps: the heads one after the other. */
 static inline te_slice te_dense_heads(int32_t heads, int32_t channels)
 {
@@ -144,7 +144,7 @@ int te_is_read(const te_build *build, int32_t value, int quantized);
 int te_wide_wanted(const te_build *build, int32_t value);
 /* It in high precision: given, made already, made now by whoever it is pending at, in a backward
  * saved or repeated. */
-int16_t te_wide(te_build *build, int32_t value, const char *prefix, const char *name);
+int32_t te_wide(te_build *build, int32_t value, const char *prefix, const char *name);
 /* In a backward: leaves the value pending at its node, or there. */
 void te_make_again(te_build *build, int32_t value);
 
@@ -153,46 +153,46 @@ void te_make_again(te_build *build, int32_t value);
 /* Whether somebody has a gradient for the value. */
 int te_has_grad(const te_build *build, int32_t value);
 /* Where the next contribution to the gradient of a value goes. */
-int16_t te_grad_target(te_build *build, int32_t value);
+int32_t te_grad_target(te_build *build, int32_t value);
 /* Makes a gradient that is there a contribution to that of another value, without a copy where it
  * is the first one. */
-void te_grad_pass(te_build *build, int32_t value, int16_t grad);
+void te_grad_pass(te_build *build, int32_t value, int32_t grad);
 /* Where the gradient of a slice of a matrix goes: heads of its one contribution. */
-int16_t te_grad_heads(te_build *build, int32_t node, int32_t value, const te_slice *slice);
+int32_t te_grad_heads(te_build *build, int32_t node, int32_t value, const te_slice *slice);
 /* Whether the buffer holds the gradient of this value alone. */
-int te_grad_is_own(const te_build *build, int32_t value, int16_t buffer);
+int te_grad_is_own(const te_build *build, int32_t value, int32_t buffer);
 /* Up to two contributions, the others added as they came; the second may be TE_NO_BUFFER. */
-void te_grad_pair(te_build *build, int32_t value, int16_t pair[2]);
+void te_grad_pair(te_build *build, int32_t value, int32_t pair[2]);
 /* The whole gradient in high precision. */
-int16_t te_grad(te_build *build, int32_t value);
+int32_t te_grad(te_build *build, int32_t value);
 /* Where a deferred plan finds it. */
 te_link te_grad_link(const te_build *build, int32_t value);
 /* Output or state for the gradient of a parameter; TE_NO_BUFFER where none is wanted now. */
-int16_t te_parameter_grad(te_build *build, int32_t value);
+int32_t te_parameter_grad(te_build *build, int32_t value);
 
 /* ---- stages ---- */
 
 te_stage *te_add(te_build *build, int32_t node, const char *prefix, const char *name, te_op op);
 /* Lets a buffer fill the field of this name. */
-void te_use_as(te_build *build, te_stage *stage, const char *field, int16_t buffer);
+void te_use_as(te_build *build, te_stage *stage, const char *field, int32_t buffer);
 /* Lets a buffer fill the field, where there is the value; as te_get and te_need. */
 void te_use_value(te_build *build, te_stage *stage, const char *field, int32_t value);
 /* Gives a number the value of a te_symbol. */
 void te_use_size(te_build *build, te_stage *stage, const char *field, int32_t symbol);
 /* output = residual + input; TE_NO_BUFFER: a copy. */
-void te_sum(te_build *build, int16_t input, int16_t residual, int16_t output);
+void te_sum(te_build *build, int32_t input, int32_t residual, int32_t output);
 /* The node's pair (seed, offset): drawn by the caller in a forward, saved where a backward reads
  * it.
  */
-int16_t te_draw(te_build *build, int32_t node);
+int32_t te_draw(te_build *build, int32_t node);
 /* Sets a number, kind or flag. */
 void te_set_number(te_build *build, te_stage *stage, const char *field, double value);
 
 /* What a casting stage is asked for; TE_NO_BUFFER where it is not wanted. */
 typedef struct te_cast_to {
-    int16_t wide, row, column, scales, bias_grad, amax_partials;
-    int16_t scale, history, partials; /* where the scale comes from: a chunk, or partial maxima */
-    int16_t given;                    /* or the scales of an earlier cast */
+    int32_t wide, row, column, scales, bias_grad, amax_partials;
+    int32_t scale, history, partials; /* where the scale comes from: a chunk, or partial maxima */
+    int32_t given;                    /* or the scales of an earlier cast */
     int32_t chunk, slot;
     float amax_epsilon;
     int32_t power_2;

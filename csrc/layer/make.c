@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "core/status.h"
+#include "core/tensor.h"
 #include "layer/build.h"
 #include "layer/recipe.h"
 
@@ -15,6 +16,87 @@ static const te_node_rules *const rules[TE_NODE_KINDS] = {
     [TE_NODE_ATTENTION] = &te_attention_rules,     [TE_NODE_ROPE] = &te_rope_rules,
     [TE_NODE_DROPOUT_ADD] = &te_dropout_add_rules,
 };
+
+/* ---- what is read of a graph ------------------------------------------------------------------
+ */
+
+/* A graph whose nodes have all entries of the lists that their kinds read, in one block with them;
+ * what the caller does not give is not there, or 0. */
+typedef struct graph_copy {
+    te_graph_desc graph;
+    te_node_desc *nodes;
+    size_t bytes; /* of the block */
+} graph_copy;
+
+static te_status check_lists(const te_node_desc *node, int32_t n)
+{
+    const te_node_rules *of;
+    if (node->kind < 0 || node->kind >= TE_NODE_KINDS) {
+        return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: kind %d does not exist", n, node->kind);
+    }
+    of = rules[node->kind];
+    if (node->input_count < 0 || node->input_count > of->inputs || node->number_count < 0 ||
+        node->number_count > of->numbers || node->slice_count < 0 ||
+        node->slice_count > of->slices) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "graph: node %d (%s): %d inputs, %d numbers and %d slices, expected at most "
+                       "%d, %d and %d",
+                       n, of->name, node->input_count, node->number_count, node->slice_count,
+                       of->inputs, of->numbers, of->slices);
+    }
+    if ((node->input_count > 0 && node->inputs == NULL) ||
+        (node->number_count > 0 && node->numbers == NULL) ||
+        (node->slice_count > 0 && node->slices == NULL)) {
+        return TE_FAIL(TE_ERROR_INVALID, "graph: node %d (%s): a list is NULL", n, of->name);
+    }
+    return TE_OK;
+}
+
+/* `count` of `size` bytes each to *at, which moves behind them. */
+static void *append(char **at, const void *from, int32_t count, int32_t entries, size_t size)
+{
+    char *to = *at;
+    if (count > 0) memcpy(to, from, (size_t)count * size);
+    *at += (size_t)entries * size;
+    return to;
+}
+
+static te_status copy_nodes(const te_graph_desc *graph, graph_copy *copy)
+{
+    size_t nodes = (size_t)graph->node_count * sizeof *copy->nodes;
+    int32_t *inputs;
+    char *at;
+    copy->bytes = nodes;
+    for (int32_t n = 0; n < graph->node_count; n++) {
+        const te_node_rules *of;
+        TE_TRY(check_lists(&graph->nodes[n], n));
+        of = rules[graph->nodes[n].kind];
+        copy->bytes += (size_t)of->numbers * sizeof(double) +
+                       (size_t)of->slices * sizeof(te_slice) +
+                       (size_t)te_round_up(of->inputs, 2) * sizeof *inputs;
+    }
+    copy->nodes = calloc(1, copy->bytes);
+    if (copy->nodes == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a graph");
+    at = (char *)copy->nodes + nodes;
+    for (int32_t n = 0; n < graph->node_count; n++) {
+        const te_node_desc *from = &graph->nodes[n];
+        const te_node_rules *of = rules[from->kind];
+        te_node_desc *node = &copy->nodes[n];
+        int32_t even = (int32_t)te_round_up(of->inputs, 2); /* what follows is aligned */
+        *node = *from;
+        node->numbers = append(&at, from->numbers, from->number_count, of->numbers, sizeof(double));
+        node->slices = append(&at, from->slices, from->slice_count, of->slices, sizeof(te_slice));
+        inputs = append(&at, from->inputs, from->input_count, even, sizeof *inputs);
+        for (int32_t i = from->input_count; i < even; i++) inputs[i] = -1;
+        node->inputs = inputs;
+        node->input_count = of->inputs;
+        node->number_count = of->numbers;
+        node->slice_count = of->slices;
+    }
+    copy->graph = *graph;
+    copy->graph.nodes = copy->nodes;
+    return TE_OK;
+}
 
 /* ---- checks ------------------------------------------------------------------------------- */
 
@@ -89,19 +171,16 @@ static te_status check_value(const te_value_desc *value, int32_t number)
 static te_status check_node(const te_graph_desc *graph, int32_t n)
 {
     const te_node_desc *node = &graph->nodes[n];
-    if (node->kind < 0 || node->kind >= TE_NODE_KINDS ||
-        memchr(node->name, '\0', sizeof node->name) == NULL || node->inputs[0] < 0 ||
+    if (memchr(node->name, '\0', sizeof node->name) == NULL || node->inputs[0] < 0 ||
         node->output < 0 || node->output >= graph->value_count ||
         node->flags >= (uint32_t)TE_NODE_DETERMINISTIC << 1) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "graph: node %d: name, kind %d, input %d, output %d or flags 0x%x", n,
-                       node->kind, node->inputs[0], node->output, node->flags);
+        return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: name, input %d, output %d or flags 0x%x",
+                       n, node->inputs[0], node->output, node->flags);
     }
-    for (int i = 0; i < TE_NODE_INPUTS; i++) {
-        if (node->inputs[i] < -1 || node->inputs[i] >= graph->value_count ||
-            (node->inputs[i] >= 0 && i >= rules[node->kind]->inputs)) {
-            return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: there is no value %d or input %d", n,
-                           node->inputs[i], i);
+    for (int i = 0; i < node->input_count; i++) {
+        if (node->inputs[i] < -1 || node->inputs[i] >= graph->value_count) {
+            return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: there is no value %d", n,
+                           node->inputs[i]);
         }
         if (node->inputs[i] >= 0 && (node->kind != TE_NODE_LINEAR || i != 1) &&
             (graph->values[node->inputs[i]].flags & OF_WEIGHT) != 0) {
@@ -112,25 +191,6 @@ static te_status check_node(const te_graph_desc *graph, int32_t n)
         }
     }
     return rules[node->kind]->check(graph, n);
-}
-
-/* How often the nodes before `node` read a value, and `node` by its first `inputs`. */
-static int32_t count_readers(const te_graph_desc *graph, int32_t value, int32_t node, int inputs)
-{
-    int32_t count = 0;
-    for (int32_t n = 0; n < node; n++) {
-        for (int i = 0; i < TE_NODE_INPUTS; i++) count += graph->nodes[n].inputs[i] == value;
-    }
-    for (int i = 0; i < inputs; i++) count += graph->nodes[node].inputs[i] == value;
-    return count;
-}
-
-static int is_made(const te_graph_desc *graph, int32_t value, int32_t node)
-{
-    for (int32_t n = 0; n < node; n++) {
-        if (graph->nodes[n].output == value) return 1;
-    }
-    return 0;
 }
 
 /* Whether two slices of a matrix have elements in common. */
@@ -157,7 +217,7 @@ static te_status check_slices(const te_graph_desc *graph, int32_t n, int i)
     int64_t columns = 0;
     int whole = (graph->values[x].flags & TE_VALUE_RESULT) == 0;
     for (int32_t k = 0; k < graph->node_count; k++) {
-        for (int j = 0; j < TE_NODE_INPUTS; j++) {
+        for (int j = 0; j < graph->nodes[k].input_count; j++) {
             const te_slice *other;
             if (graph->nodes[k].inputs[j] != x) continue;
             whole &= j < rules[graph->nodes[k].kind]->slices;
@@ -182,50 +242,53 @@ static int has_one_reader(const te_value_desc *value)
 }
 
 /* Every value is given or made by one node, before those that read it, and none in vain. */
-static te_status check_order(const te_graph_desc *graph)
+static te_status check_order(const te_graph_desc *graph, te_value_state *values)
 {
+    for (int32_t v = 0; v < graph->value_count; v++) values[v].producer = TE_NOBODY;
     for (int32_t n = 0; n < graph->node_count; n++) {
-        int32_t y = graph->nodes[n].output;
-        for (int i = 0; i < TE_NODE_INPUTS; i++) {
-            int32_t x = graph->nodes[n].inputs[i];
+        const te_node_desc *node = &graph->nodes[n];
+        int32_t y = node->output;
+        for (int i = 0; i < node->input_count; i++) {
+            int32_t x = node->inputs[i];
             if (x < 0) continue;
-            if (!is_given(&graph->values[x]) && !is_made(graph, x, n)) {
+            if (!is_given(&graph->values[x]) && values[x].producer == TE_NOBODY) {
                 return TE_FAIL(TE_ERROR_INVALID, "graph: node %d reads %s, which nobody has made",
                                n, graph->values[x].name);
             }
-            if (has_one_reader(&graph->values[x]) && count_readers(graph, x, n, i) > 0) {
+            if (values[x].readers++ > 0 && has_one_reader(&graph->values[x])) {
                 return TE_FAIL(TE_ERROR_UNSUPPORTED,
                                "graph: node %d: the gradient of %s, which is read twice", n,
                                graph->values[x].name);
             }
-            if (i < rules[graph->nodes[n].kind]->slices) TE_TRY(check_slices(graph, n, i));
+            if (i < node->slice_count) TE_TRY(check_slices(graph, n, i));
         }
-        if ((graph->flags & TE_GRAPH_RECOMPUTE) != 0 &&
-            rules[graph->nodes[n].kind]->again == NULL) {
+        if ((graph->flags & TE_GRAPH_RECOMPUTE) != 0 && rules[node->kind]->again == NULL) {
             return TE_FAIL(TE_ERROR_UNSUPPORTED, "graph: node %d (%s) can not be repeated", n,
-                           rules[graph->nodes[n].kind]->name);
+                           rules[node->kind]->name);
         }
-        if (is_given(&graph->values[y]) || is_made(graph, y, n)) {
+        if (is_given(&graph->values[y]) || values[y].producer != TE_NOBODY) {
             return TE_FAIL(TE_ERROR_INVALID, "graph: node %d makes %s, which is there already", n,
                            graph->values[y].name);
         }
-        if ((graph->values[y].flags & TE_VALUE_RESULT) == 0 &&
-            count_readers(graph, y, graph->node_count, 0) == 0) {
-            return TE_FAIL(TE_ERROR_INVALID,
-                           "graph: node %d makes %s, which is no result and which nobody reads", n,
-                           graph->values[y].name);
-        }
+        values[y].producer = n;
+    }
+    for (int32_t n = 0; n < graph->node_count; n++) {
+        int32_t y = graph->nodes[n].output;
+        if (values[y].readers > 0 || (graph->values[y].flags & TE_VALUE_RESULT) != 0) continue;
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "graph: node %d makes %s, which is no result and which nobody reads", n,
+                       graph->values[y].name);
     }
     for (int32_t v = 0; v < graph->value_count; v++) {
         if ((graph->values[v].flags & TE_VALUE_RESULT) == 0) continue;
-        if (is_made(graph, v, graph->node_count)) continue;
+        if (values[v].producer != TE_NOBODY) continue;
         return TE_FAIL(TE_ERROR_INVALID, "graph: no node makes the result %s",
                        graph->values[v].name);
     }
     return TE_OK;
 }
 
-static te_status check_graph(const te_graph_desc *graph, te_direction direction)
+static te_status check_counts(const te_graph_desc *graph, te_direction direction)
 {
     if (graph == NULL || graph->size != sizeof *graph || graph->values == NULL ||
         graph->nodes == NULL || graph->value_count < 1 || graph->value_count > TE_GRAPH_VALUES ||
@@ -236,9 +299,14 @@ static te_status check_graph(const te_graph_desc *graph, te_direction direction)
     if ((int)direction < 0 || direction >= TE_DIRECTION_COUNT) {
         return TE_FAIL(TE_ERROR_INVALID, "graph: direction = %d does not exist", (int)direction);
     }
+    return TE_OK;
+}
+
+static te_status check_graph(const te_graph_desc *graph, te_value_state *values)
+{
     for (int32_t v = 0; v < graph->value_count; v++) TE_TRY(check_value(&graph->values[v], v));
     for (int32_t n = 0; n < graph->node_count; n++) TE_TRY(check_node(graph, n));
-    return check_order(graph);
+    return check_order(graph, values);
 }
 
 /* ---- walks -------------------------------------------------------------------------------- */
@@ -265,7 +333,7 @@ static void start(te_build *build, te_direction direction)
         const te_node_desc *node = &graph->nodes[n];
         te_value_state *made = &build->values[node->output];
         made->producer = n;
-        for (int i = 0; i < TE_NODE_INPUTS; i++) {
+        for (int i = 0; i < node->input_count; i++) {
             if (node->inputs[i] < 0) continue;
             made->needs_grad |= build->values[node->inputs[i]].needs_grad;
             build->values[node->inputs[i]].readers++;
@@ -306,7 +374,7 @@ static void walk_backward(te_build *build)
         }
         if (state->grads > 1) (void)te_grad(build, v);
         if (state->grads == 1 && state->grad_alias != TE_NO_BUFFER && is_passed_on(build, v)) {
-            int16_t grad = state->grad_alias;
+            int32_t grad = state->grad_alias;
             state->grad_alias = TE_NO_BUFFER;
             te_sum(build, grad, TE_NO_BUFFER, te_get(build, TE_LINK_GRADIENT, v));
         }
@@ -354,26 +422,32 @@ static void end_name(char *name)
     memset(name + length, 0, TE_NAME_BYTES - length);
 }
 
-/* Nor what lies between the fields of a node. */
-static void end_output(te_node_desc *node)
+/* Nor what lies behind the fields of a node, nor where its lists are. */
+static void end_node(te_node_desc *node)
 {
-    char *end = (char *)(&node->output + 1);
-    memset(end, 0, (size_t)((char *)node->numbers - end));
+    char *end = (char *)(&node->external + 1);
+    memset(end, 0, (size_t)((char *)(node + 1) - end));
+    end_name(node->name);
+    node->inputs = NULL;
+    node->numbers = NULL;
+    node->slices = NULL;
 }
 
-/* New memory with direction, flags, values and nodes one after the other, and zeros where the
- * caller's structs may hold anything. */
-static void *describe(const te_graph_desc *graph, te_direction direction, size_t *bytes)
+/* New memory with direction, flags, values, nodes and their lists one after the other, and zeros
+ * where the caller's structs may hold anything. */
+static void *describe(const graph_copy *copy, te_direction direction, size_t *bytes)
 {
+    const te_graph_desc *graph = &copy->graph;
     size_t values = (size_t)graph->value_count * sizeof *graph->values;
-    size_t nodes = (size_t)graph->node_count * sizeof *graph->nodes;
     const uint32_t head[4] = {(uint32_t)direction, graph->flags, (uint32_t)graph->value_count,
                               (uint32_t)graph->node_count};
-    char *desc = malloc(sizeof head + values + nodes);
+    char *desc;
+    *bytes = sizeof head + values + copy->bytes;
+    desc = malloc(*bytes);
     if (desc == NULL) return NULL;
     memcpy(desc, head, sizeof head);
     memcpy(desc + sizeof head, graph->values, values);
-    memcpy(desc + sizeof head + values, graph->nodes, nodes);
+    memcpy(desc + sizeof head + values, copy->nodes, copy->bytes);
     for (int32_t v = 0; v < graph->value_count; v++) {
         te_value_desc *value = (te_value_desc *)(void *)(desc + sizeof head) + v;
         end_name(value->name);
@@ -382,41 +456,44 @@ static void *describe(const te_graph_desc *graph, te_direction direction, size_t
         }
     }
     for (int32_t n = 0; n < graph->node_count; n++) {
-        te_node_desc *node = (te_node_desc *)(void *)(desc + sizeof head + values) + n;
-        end_name(node->name);
-        end_output(node);
+        end_node((te_node_desc *)(void *)(desc + sizeof head + values) + n);
     }
-    *bytes = sizeof head + values + nodes;
     return desc;
 }
 
 te_status te_plan_make(const te_graph_desc *graph, te_direction direction, te_plan **plan)
 {
+    graph_copy copy;
     te_build build;
     size_t bytes = 0;
-    void *desc;
+    void *desc = NULL;
     te_status st;
     if (plan == NULL) return TE_FAIL(TE_ERROR_INVALID, "plan is NULL");
     *plan = NULL;
-    TE_TRY(check_graph(graph, direction));
+    TE_TRY(check_counts(graph, direction));
+    TE_TRY(copy_nodes(graph, &copy));
     memset(&build, 0, sizeof build);
-    build.graph = graph;
+    build.graph = &copy.graph;
     build.rules = rules;
-    desc = describe(graph, direction, &bytes);
     build.values = calloc((size_t)graph->value_count, sizeof *build.values);
-    if (desc == NULL || build.values == NULL) {
-        st = TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
-        goto done;
-    }
+    if (build.values == NULL) goto no_memory;
+    st = check_graph(&copy.graph, build.values);
+    if (st != TE_OK) goto done;
+    desc = describe(&copy, direction, &bytes);
+    if (desc == NULL) goto no_memory;
     st = te_plan_find_desc(desc, bytes, plan);
     if (st != TE_OK || *plan != NULL) goto done;
     st = build_plan(&build, direction);
     if (st == TE_OK) st = te_plan_intern(&build.plan, desc, bytes, plan);
+    goto done;
+no_memory:
+    st = TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
 done:
     te_plan_clear(&build.plan);
     free(build.saved.items);
     free(build.deferred.items);
     free(build.values);
+    free(copy.nodes);
     free(desc);
     return st;
 }

@@ -32,7 +32,7 @@ static te_stage *produce(te_build *build, int32_t n, const char *prefix, const c
                          int again)
 {
     const te_node_desc *node = te_node(build, n);
-    int16_t input = te_wide(build, node->inputs[0], node->name, "activation_input");
+    int32_t input = te_wide(build, node->inputs[0], node->name, "activation_input");
     te_stage *stage =
         te_add(build, n, prefix, name, is_softcap(node) ? TE_OP_SOFTCAP : TE_OP_ACTIVATION);
     (void)again;
@@ -44,8 +44,8 @@ static te_stage *produce(te_build *build, int32_t n, const char *prefix, const c
 static te_stage *produce_grad(te_build *build, int32_t n, const char *prefix, const char *name)
 {
     const te_node_desc *node = te_node(build, n);
-    int16_t input = te_wide(build, node->inputs[0], node->name, "activation_input");
-    int16_t grad = te_grad(build, node->output);
+    int32_t input = te_wide(build, node->inputs[0], node->name, "activation_input");
+    int32_t grad = te_grad(build, node->output);
     te_stage *stage = te_add(build, n, prefix, name,
                              is_softcap(node) ? TE_OP_SOFTCAP : TE_OP_ACTIVATION_BACKWARD);
     set_kind(build, stage, node);
@@ -79,7 +79,7 @@ static void backward(te_build *build, int32_t n)
     const te_node_desc *node = te_node(build, n);
     int32_t x = node->inputs[0];
     int32_t maker = build->values[x].producer;
-    int16_t grad;
+    int32_t grad;
     if (!build->values[x].needs_grad || !te_has_grad(build, node->output)) return;
     if (maker == TE_NOBODY || te_value_is_shared(build, x) || /* nobody waits for it */
         (is_softcap(node) && sums_columns(build, maker))) {
@@ -124,8 +124,8 @@ static te_status check(const te_graph_desc *graph, int32_t n)
 
 #define RULES(kind)                                                                                \
     {                                                                                              \
-        .name = kind, .inputs = 1, .check = check, .forward = forward, .backward = backward,       \
-        .again = again, .produce = produce, .produce_grad = produce_grad                           \
+        .name = kind, .inputs = 1, .numbers = 3, .check = check, .forward = forward,               \
+        .backward = backward, .again = again, .produce = produce, .produce_grad = produce_grad     \
     }
 
 const te_node_rules te_activation_rules = RULES("activation");

@@ -23,8 +23,8 @@ static void set_numbers(te_build *build, te_stage *stage, const te_node_desc *no
 static void forward(te_build *build, int32_t n)
 {
     const te_node_desc *node = te_node(build, n);
-    int16_t rng = drops(node) ? te_draw(build, n) : TE_NO_BUFFER;
-    int16_t input = te_wide(build, node->inputs[0], node->name, "dropout_input"), residual;
+    int32_t rng = drops(node) ? te_draw(build, n) : TE_NO_BUFFER;
+    int32_t input = te_wide(build, node->inputs[0], node->name, "dropout_input"), residual;
     te_stage *stage;
     residual = node->inputs[2] < 0 ? TE_NO_BUFFER
                                    : te_wide(build, node->inputs[2], node->name, "residual");
@@ -41,19 +41,19 @@ static void backward(te_build *build, int32_t n)
 {
     const te_node_desc *node = te_node(build, n);
     int32_t x = node->inputs[0], residual = node->inputs[2];
-    int16_t grad, bias_grad;
+    int32_t grad, bias_grad;
     if (!build->values[node->output].needs_grad || !te_has_grad(build, node->output)) return;
     grad = te_grad(build, node->output);
     bias_grad = te_parameter_grad(build, node->inputs[1]);
     if (residual >= 0 && build->values[residual].needs_grad) te_grad_pass(build, residual, grad);
     if (bias_grad != TE_NO_BUFFER || (drops(node) && build->values[x].needs_grad)) {
-        int16_t rng = drops(node) ? te_draw(build, n) : TE_NO_BUFFER;
+        int32_t rng = drops(node) ? te_draw(build, n) : TE_NO_BUFFER;
         te_stage *stage = te_add(build, n, node->name, "dropout_backward", TE_OP_DROPOUT_BACKWARD);
         te_use_as(build, stage, "grad_output", grad);
         te_use_as(build, stage, "rng", rng);
         te_use_as(build, stage, "bias_grad", bias_grad);
         if (drops(node) && build->values[x].needs_grad) {
-            int16_t target = te_grad_target(build, x);
+            int32_t target = te_grad_target(build, x);
             te_use_as(build, stage, "grad_input", target);
         }
         set_numbers(build, stage, node);
@@ -89,4 +89,10 @@ static te_status check(const te_graph_desc *graph, int32_t n)
 }
 
 const te_node_rules te_dropout_add_rules = {
-    .name = "dropout_add", .inputs = 3, .check = check, .forward = forward, .backward = backward};
+    .name = "dropout_add",
+    .inputs = 3,
+    .numbers = 2,
+    .check = check,
+    .forward = forward,
+    .backward = backward,
+};

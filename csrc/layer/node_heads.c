@@ -16,14 +16,14 @@ static int is_external(const te_build *build, int32_t n)
 }
 
 /* The heads of an input, in high precision. */
-static int16_t heads_of_input(te_build *build, int32_t n, int i)
+static int32_t heads_of_input(te_build *build, int32_t n, int i)
 {
     const te_node_desc *node = te_node(build, n);
-    int16_t matrix = te_wide(build, node->inputs[i], node->name, "attention_input");
+    int32_t matrix = te_wide(build, node->inputs[i], node->name, "attention_input");
     return te_heads_of(build, n, matrix, &node->slices[i]);
 }
 
-static int16_t heads_of_output(te_build *build, int32_t n, int16_t matrix)
+static int32_t heads_of_output(te_build *build, int32_t n, int32_t matrix)
 {
     const te_node_desc *node = te_node(build, n);
     te_slice dense = te_dense_heads(node->slices[QUERY].heads, node->slices[VALUE].channels);
@@ -31,7 +31,7 @@ static int16_t heads_of_output(te_build *build, int32_t n, int16_t matrix)
 }
 
 /* [batch, heads, queries], dense. */
-static int16_t statistics_of(te_build *build, int32_t n)
+static int32_t statistics_of(te_build *build, int32_t n)
 {
     const te_node_desc *node = te_node(build, n);
     int first = (node->flags & TE_NODE_SEQUENCE_FIRST) != 0;
@@ -51,11 +51,11 @@ static int16_t statistics_of(te_build *build, int32_t n)
 }
 
 /* A stage with what forward and backward read. */
-static te_stage *add_attention(te_build *build, int32_t n, te_op op, const char *name, int16_t rng)
+static te_stage *add_attention(te_build *build, int32_t n, te_op op, const char *name, int32_t rng)
 {
     static const char *const fields[] = {"query", "key", "value"};
     const te_node_desc *node = te_node(build, n);
-    int16_t heads[VALUE + 1];
+    int32_t heads[VALUE + 1];
     te_stage *stage;
     for (int i = QUERY; i <= VALUE; i++) heads[i] = heads_of_input(build, n, i);
     stage = te_add(build, n, node->name, name, op);
@@ -74,7 +74,7 @@ static te_stage *add_attention(te_build *build, int32_t n, te_op op, const char 
     return stage;
 }
 
-static int16_t pair_of(te_build *build, int32_t n)
+static int32_t pair_of(te_build *build, int32_t n)
 {
     int drops = te_node(build, n)->numbers[1] > 0.0 && !is_external(build, n);
     return drops ? te_draw(build, n) : TE_NO_BUFFER;
@@ -82,9 +82,9 @@ static int16_t pair_of(te_build *build, int32_t n)
 
 static void forward_attention(te_build *build, int32_t n)
 {
-    int16_t rng = pair_of(build, n);
+    int32_t rng = pair_of(build, n);
     te_stage *stage = add_attention(build, n, TE_OP_ATTENTION, "attention", rng);
-    int16_t output = te_get(build, TE_LINK_VALUE, te_node(build, n)->output);
+    int32_t output = te_get(build, TE_LINK_VALUE, te_node(build, n)->output);
     if (is_external(build, n)) {
         te_use_as(build, stage, "output", output);
         return;
@@ -100,7 +100,7 @@ static void backward_attention(te_build *build, int32_t n)
     static const char *const fields[] = {"grad_query", "grad_key", "grad_value"};
     const te_node_desc *node = te_node(build, n);
     int32_t bias = node->inputs[BIAS];
-    int16_t grad, output, statistics = TE_NO_BUFFER;
+    int32_t grad, output, statistics = TE_NO_BUFFER;
     te_stage *stage;
     if (!build->values[node->output].needs_grad || !te_has_grad(build, node->output)) return;
     grad = te_grad(build, node->output);
@@ -190,6 +190,7 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
 
 const te_node_rules te_attention_rules = {.name = "attention",
                                           .inputs = INPUTS,
+                                          .numbers = 4,
                                           .slices = 3,
                                           .check = check_attention,
                                           .forward = forward_attention,
@@ -197,7 +198,7 @@ const te_node_rules te_attention_rules = {.name = "attention",
 
 /* ---- rotary embedding ----------------------------------------------------------------------- */
 
-static void rotate(te_build *build, int32_t n, int16_t from, int16_t to, int backward)
+static void rotate(te_build *build, int32_t n, int32_t from, int32_t to, int backward)
 {
     const te_node_desc *node = te_node(build, n);
     te_stage *stage = te_add(build, n, node->name, backward ? "rope_backward" : "rope", TE_OP_ROPE);
@@ -208,7 +209,7 @@ static void rotate(te_build *build, int32_t n, int16_t from, int16_t to, int bac
     te_set_number(build, stage, "backward", backward);
 }
 
-static int16_t dense_heads(te_build *build, int32_t n, int16_t matrix)
+static int32_t dense_heads(te_build *build, int32_t n, int32_t matrix)
 {
     const te_slice *slice = &te_node(build, n)->slices[0];
     te_slice dense = te_dense_heads(slice->heads, slice->channels);
@@ -217,7 +218,7 @@ static int16_t dense_heads(te_build *build, int32_t n, int16_t matrix)
 
 static void forward_rope(te_build *build, int32_t n)
 {
-    int16_t input = heads_of_input(build, n, 0);
+    int32_t input = heads_of_input(build, n, 0);
     rotate(build, n, input,
            dense_heads(build, n, te_get(build, TE_LINK_VALUE, te_node(build, n)->output)), 0);
 }
@@ -225,7 +226,7 @@ static void forward_rope(te_build *build, int32_t n)
 static void backward_rope(te_build *build, int32_t n)
 {
     const te_node_desc *node = te_node(build, n);
-    int16_t grad;
+    int32_t grad;
     if (!build->values[node->inputs[0]].needs_grad || !te_has_grad(build, node->output)) return;
     grad = dense_heads(build, n, te_grad(build, node->output));
     rotate(build, n, grad, te_grad_heads(build, n, node->inputs[0], &node->slices[0]), 1);

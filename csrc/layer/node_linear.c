@@ -31,7 +31,7 @@ static te_stage *add_stage(te_build *build, int32_t k, te_linear_stage number, t
 }
 
 /* A stage that is the caller's alone, over one buffer; none where the graph does not ask for it. */
-static void add_external(te_build *build, int32_t k, te_linear_stage number, int16_t buffer)
+static void add_external(te_build *build, int32_t k, te_linear_stage number, int32_t buffer)
 {
     te_stage *stage;
     if (!is_external(build, k, number)) return;
@@ -44,7 +44,7 @@ static int is_quantized(const te_build *build, int32_t k)
     return te_is_quantized(&te_node(build, k)->quantization);
 }
 
-static int16_t form(te_build *build, int32_t k, te_operand_role role, te_link link)
+static int32_t form(te_build *build, int32_t k, te_operand_role role, te_link link)
 {
     return te_get(build, link, te_operand_of(k, role));
 }
@@ -105,7 +105,7 @@ typedef struct source {
     te_operand_role role;
     int32_t value;
     int32_t pending; /* node whose operator makes it; TE_NOBODY: it is in `wide` */
-    int16_t wide;
+    int32_t wide;
 } source;
 
 static source source_of(te_build *build, int32_t k, te_operand_role role)
@@ -151,7 +151,7 @@ static te_stage *stage_over(te_build *build, int32_t k, te_linear_stage number, 
 }
 
 /* The source in high precision, written by its operator alone, which sums its columns too. */
-static void write_source(te_build *build, int32_t k, source *from, int16_t bias_grad)
+static void write_source(te_build *build, int32_t k, source *from, int32_t bias_grad)
 {
     int gradient = from->role == TE_GRAD_OPERAND;
     te_link link = gradient ? TE_LINK_GRADIENT : TE_LINK_VALUE;
@@ -171,7 +171,7 @@ static void write_source(te_build *build, int32_t k, source *from, int16_t bias_
 }
 
 /* The input in high precision. */
-static int16_t wide_input(te_build *build, int32_t k)
+static int32_t wide_input(te_build *build, int32_t k)
 {
     const te_node_desc *node = te_node(build, k);
     int32_t x = node->inputs[0];
@@ -184,7 +184,7 @@ static int16_t wide_input(te_build *build, int32_t k)
 }
 
 /* The high-precision form, where somebody reads it besides this cast: written in the first pass. */
-static int16_t wide_besides(te_build *build, const source *from)
+static int32_t wide_besides(te_build *build, const source *from)
 {
     if (from->pending == TE_NOBODY || from->role == TE_GRAD_OPERAND) return TE_NO_BUFFER;
     if (!te_wide_wanted(build, from->value)) return TE_NO_BUFFER;
@@ -192,10 +192,10 @@ static int16_t wide_besides(te_build *build, const source *from)
 }
 
 /* The pass of current scaling that finds the largest magnitude. */
-static void measure(te_build *build, int32_t k, const source *from, int16_t wide)
+static void measure(te_build *build, int32_t k, const source *from, int32_t wide)
 {
     const struct cast_stages *stages = &stages_of[from->role];
-    int16_t partials = te_get(build, TE_LINK_PARTIALS, 0);
+    int32_t partials = te_get(build, TE_LINK_PARTIALS, 0);
     te_stage *stage = stage_over(build, k, stages->amax, from, TE_OP_AMAX, 0);
     te_cast_to cast = te_cast_nothing();
     if (from->pending == TE_NOBODY) {
@@ -217,7 +217,7 @@ static void quantize(te_build *build, int32_t k, te_operand_role role, te_cast_t
     int measured = te_recipe_rule_of(q, role)->measured;
     source from = source_of(build, k, role);
     te_stage *stage;
-    int16_t wide;
+    int32_t wide;
     if (is_external(build, k, stages->quantize) ||
         (measured && is_external(build, k, stages->amax))) {
         write_source(build, k, &from, TE_NO_BUFFER);
@@ -270,7 +270,7 @@ static te_stage *add_gemm(te_build *build, int32_t k, te_linear_stage number, ui
 typedef struct gemm_operand {
     te_operand_role role;
     te_link form;   /* that is read where it is quantized */
-    int16_t data;   /* buffer of it */
+    int32_t data;   /* buffer of it */
     int transposed; /* in the product */
 } gemm_operand;
 
@@ -314,7 +314,7 @@ static int32_t activation_in_epilogue(const te_build *build, int32_t k)
     return TE_NOBODY;
 }
 
-static int16_t cast_bias(te_build *build, int32_t k)
+static int32_t cast_bias(te_build *build, int32_t k)
 {
     const te_node_desc *node = te_node(build, k);
     int32_t bias = bias_of(build, k);
@@ -331,9 +331,9 @@ static int16_t cast_bias(te_build *build, int32_t k)
 }
 
 /* Row-wise input of the GEMM: the local one, or what the caller gathers from every rank. */
-static int16_t gathered_input(te_build *build, int32_t k)
+static int32_t gathered_input(te_build *build, int32_t k)
 {
-    int16_t local = form(build, k, TE_INPUT_OPERAND, TE_LINK_ROW);
+    int32_t local = form(build, k, TE_INPUT_OPERAND, TE_LINK_ROW);
     te_stage *stage;
     if (te_node(build, k)->gather <= 1) return local;
     stage = add_stage(build, k, TE_LINEAR_STAGE_GATHER_INPUT, TE_OP_QUANTIZE);
@@ -342,11 +342,11 @@ static int16_t gathered_input(te_build *build, int32_t k)
     return te_get(build, TE_LINK_GATHERED, k);
 }
 
-static void multiply(te_build *build, int32_t k, int16_t input, int16_t bias)
+static void multiply(te_build *build, int32_t k, int32_t input, int32_t bias)
 {
     const te_node_desc *node = te_node(build, k);
     int32_t activation = activation_in_epilogue(build, k);
-    int16_t d = te_get(build, TE_LINK_VALUE,
+    int32_t d = te_get(build, TE_LINK_VALUE,
                        activation < 0 ? node->output : te_node(build, activation)->output);
     te_stage *gemm = add_gemm(build, k, TE_LINEAR_STAGE_GEMM_OUTPUT, TE_LINEAR_FAST_OUTPUT);
     gemm_operand a = {TE_INPUT_OPERAND, TE_LINK_ROW, input, 0};
@@ -370,9 +370,9 @@ static void multiply(te_build *build, int32_t k, int16_t input, int16_t bias)
 static void forward(te_build *build, int32_t k)
 {
     te_cast_to input = te_cast_nothing(), weight = te_cast_nothing();
-    int16_t bias;
+    int32_t bias;
     if (!is_quantized(build, k)) {
-        int16_t wide = wide_input(build, k);
+        int32_t wide = wide_input(build, k);
         multiply(build, k, wide, cast_bias(build, k));
         return;
     }
@@ -394,7 +394,7 @@ static void forward(te_build *build, int32_t k)
 
 static void again(te_build *build, int32_t k)
 {
-    int16_t input;
+    int32_t input;
     if (is_quantized(build, k)) {
         quantize_again(build, k, TE_INPUT_OPERAND, 1, needs_grad_weight(build, k));
         if (!weight_arrives(build, k)) {
@@ -409,13 +409,13 @@ static void again(te_build *build, int32_t k)
 
 /* ---- backward ----------------------------------------------------------------------------- */
 
-static void multiply_grad_input(te_build *build, int32_t k, int16_t grad)
+static void multiply_grad_input(te_build *build, int32_t k, int32_t grad)
 {
     int32_t x = te_node(build, k)->inputs[0];
     te_stage *gemm = add_gemm(build, k, TE_LINEAR_STAGE_GEMM_GRAD_INPUT, TE_LINEAR_FAST_GRAD_INPUT);
     gemm_operand a = {TE_GRAD_OPERAND, TE_LINK_ROW, grad, 0};
     gemm_operand b = {TE_WEIGHT_OPERAND, TE_LINK_COLUMN, TE_NO_BUFFER, 0};
-    int16_t d = te_grad_target(build, x);
+    int32_t d = te_grad_target(build, x);
     b.data = is_quantized(build, k) ? form(build, k, TE_WEIGHT_OPERAND, TE_LINK_COLUMN)
                                     : te_get(build, TE_LINK_VALUE, weight_of(build, k));
     use_operand(build, gemm, k, 0, &a);
@@ -426,8 +426,8 @@ static void multiply_grad_input(te_build *build, int32_t k, int16_t grad)
 
 /* Sums of the gradient over the rows by the GEMM itself, in high precision, where the gradient is
  * read as it lies. */
-static void multiply_grad_weight(te_build *build, int32_t k, int16_t grad, int16_t input,
-                                 int16_t bias_grad)
+static void multiply_grad_weight(te_build *build, int32_t k, int32_t grad, int32_t input,
+                                 int32_t bias_grad)
 {
     int32_t weight = weight_of(build, k);
     te_stage *gemm =
@@ -442,7 +442,7 @@ static void multiply_grad_weight(te_build *build, int32_t k, int16_t grad, int16
 }
 
 /* The column-wise input: saved, or cast again from what the forward was given. */
-static int16_t input_column(te_build *build, int32_t k)
+static int32_t input_column(te_build *build, int32_t k)
 {
     int32_t of = te_operand_of(k, TE_INPUT_OPERAND);
     int repeat = (te_node(build, k)->flags & TE_LINEAR_SAVE_INPUT) != 0 ||
@@ -456,7 +456,7 @@ static int16_t input_column(te_build *build, int32_t k)
 }
 
 /* The bias gradient by itself. */
-static void sum_grad(te_build *build, int32_t k, const source *from, int16_t bias_grad)
+static void sum_grad(te_build *build, int32_t k, const source *from, int32_t bias_grad)
 {
     te_cast_to cast = te_cast_nothing();
     te_stage *stage;
@@ -474,7 +474,7 @@ static int weight_goes_first(const te_build *build, int32_t k)
     return !is_external(build, k, TE_LINEAR_STAGE_REDUCE_GRAD_INPUT);
 }
 
-static void grad_input_quantized(te_build *build, int32_t k, int16_t grad)
+static void grad_input_quantized(te_build *build, int32_t k, int32_t grad)
 {
     int32_t of = te_operand_of(k, TE_WEIGHT_OPERAND);
     if (!needs_grad_input(build, k)) return;
@@ -509,7 +509,7 @@ static void backward_wide(te_build *build, int32_t k)
 {
     int put_off = wants(build, weight_of(build, k), TE_VALUE_DEFER);
     int input_first = needs_grad_input(build, k) && !weight_goes_first(build, k);
-    int16_t bias_grad = te_parameter_grad(build, bias_of(build, k));
+    int32_t bias_grad = te_parameter_grad(build, bias_of(build, k));
     source from = source_of(build, k, TE_GRAD_OPERAND);
     if (!needs_grad_input(build, k) && !needs_grad_weight(build, k)) {
         sum_grad(build, k, &from, bias_grad);
@@ -521,7 +521,7 @@ static void backward_wide(te_build *build, int32_t k)
     }
     if (input_first) multiply_grad_input(build, k, from.wide);
     if (needs_grad_weight(build, k) && !put_off) {
-        int16_t input = wide_input(build, k);
+        int32_t input = wide_input(build, k);
         multiply_grad_weight(build, k, from.wide, input, bias_grad);
     } else {
         sum_grad(build, k, &from, bias_grad);
@@ -547,7 +547,7 @@ static void backward(te_build *build, int32_t k)
 static void deferred(te_build *build, int32_t k)
 {
     const te_node_desc *node = te_node(build, k);
-    int16_t grad, input;
+    int32_t grad, input;
     if (!needs_grad_weight(build, k) || !wants(build, weight_of(build, k), TE_VALUE_DEFER)) return;
     if (is_quantized(build, k)) {
         grad = te_defer(build, TE_LINK_COLUMN, te_operand_of(k, TE_GRAD_OPERAND));

@@ -35,7 +35,7 @@ static te_stage *produce(te_build *build, int32_t n, const char *prefix, const c
 {
     const te_node_desc *node = te_node(build, n);
     int forward = build->direction == TE_DIRECTION_FORWARD;
-    int16_t input = te_wide(build, node->inputs[0], node->name, "norm_input");
+    int32_t input = te_wide(build, node->inputs[0], node->name, "norm_input");
     te_stage *stage = te_add(build, n, prefix, name, TE_OP_NORM);
     set_kind(build, stage, node);
     te_set_number(build, stage, "eps", node->numbers[0]);
@@ -69,7 +69,7 @@ static void backward(te_build *build, int32_t n)
 {
     const te_node_desc *node = te_node(build, n);
     int32_t x = node->inputs[0];
-    int16_t pair[2], gamma, beta, input;
+    int32_t pair[2], gamma, beta, input;
     te_stage *stage;
     if (!build->values[node->output].needs_grad || !te_has_grad(build, node->output)) return;
     te_grad_pair(build, node->output, pair);
@@ -123,6 +123,7 @@ static te_status check(const te_graph_desc *graph, int32_t n)
 
 const te_node_rules te_norm_rules = {.name = "norm",
                                      .inputs = 3,
+                                     .numbers = 1,
                                      .check = check,
                                      .forward = forward,
                                      .backward = backward,

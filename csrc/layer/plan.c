@@ -42,14 +42,10 @@ static void *grow(te_plan *plan, void *array, int32_t count, int32_t *capacity, 
     return grown;
 }
 
-int16_t te_plan_add_buffer(te_plan *plan, const te_buffer_info *info)
+int32_t te_plan_add_buffer(te_plan *plan, const te_buffer_info *info)
 {
     te_buffer *buffers, *added;
     if (plan->status != TE_OK) return 0;
-    if (plan->buffer_count == INT16_MAX) {
-        plan->status = TE_FAIL(TE_ERROR_UNSUPPORTED, "a plan of more than %d buffers", INT16_MAX);
-        return 0;
-    }
     buffers =
         grow(plan, plan->buffers, plan->buffer_count, &plan->buffer_capacity, sizeof *buffers);
     if (buffers == NULL) return 0;
@@ -58,7 +54,7 @@ int16_t te_plan_add_buffer(te_plan *plan, const te_buffer_info *info)
     memset(added, 0, sizeof *added);
     added->info = *info;
     (void)snprintf(added->name, sizeof added->name, "%s", info->name);
-    return (int16_t)plan->buffer_count++;
+    return plan->buffer_count++;
 }
 
 te_stage *te_plan_add_stage(te_plan *plan, const char *prefix, const char *name, te_op op)
@@ -90,7 +86,7 @@ te_stage *te_plan_add_stage(te_plan *plan, const char *prefix, const char *name,
     return added;
 }
 
-void te_stage_use_at(te_plan *plan, te_stage *stage, int field, int16_t buffer, int32_t element,
+void te_stage_use_at(te_plan *plan, te_stage *stage, int field, int32_t buffer, int32_t element,
                      int32_t chunk)
 {
     te_use *uses;
@@ -98,10 +94,10 @@ void te_stage_use_at(te_plan *plan, te_stage *stage, int field, int16_t buffer, 
     uses = grow(plan, stage->uses, stage->use_count, &stage->use_capacity, sizeof *uses);
     if (uses == NULL) return;
     stage->uses = uses;
-    uses[stage->use_count++] = (te_use){(int16_t)field, buffer, element, chunk};
+    uses[stage->use_count++] = (te_use){field, buffer, element, chunk};
 }
 
-void te_stage_use(te_plan *plan, te_stage *stage, int field, int16_t buffer)
+void te_stage_use(te_plan *plan, te_stage *stage, int field, int32_t buffer)
 {
     if (buffer != TE_NO_BUFFER) te_stage_use_at(plan, stage, field, buffer, 0, 0);
 }
@@ -159,13 +155,13 @@ static int compare(const void *left, const void *right)
 static te_status sort_buffers(te_plan *plan)
 {
     int32_t count = plan->buffer_count;
-    int16_t *place;
+    int32_t *place;
     if (count == 0) return TE_OK;
     place = malloc((size_t)count * sizeof *place);
     if (place == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
     for (int32_t i = 0; i < count; i++) plan->buffers[i].first_use = i; /* where it was */
     qsort(plan->buffers, (size_t)count, sizeof *plan->buffers, compare);
-    for (int32_t i = 0; i < count; i++) place[plan->buffers[i].first_use] = (int16_t)i;
+    for (int32_t i = 0; i < count; i++) place[plan->buffers[i].first_use] = i;
     for (int32_t i = 0; i < count; i++) {
         te_buffer_info *info = &plan->buffers[i].info;
         if (info->role == TE_ROLE_VIEW) info->base = place[info->base];
@@ -189,7 +185,7 @@ static void find_lifetimes(te_plan *plan)
     }
     for (int32_t s = 0; s < plan->stage_count; s++) {
         for (int32_t u = 0; u < plan->stages[s].use_count; u++) {
-            int16_t used = plan->stages[s].uses[u].buffer;
+            int32_t used = plan->stages[s].uses[u].buffer;
             te_buffer *buffer;
             if (used == TE_NO_BUFFER) continue;
             buffer = &plan->buffers[used];

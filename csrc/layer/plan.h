@@ -16,8 +16,8 @@
  * `element`; of a chunk of slots, of that many behind the owner's first slot. Without a buffer a
  * number gets the value of symbol `element`, at least 1. */
 typedef struct te_use {
-    int16_t field;  /* te_at_<op>_<name>; 0 where the caller alone runs the stage */
-    int16_t buffer; /* or TE_NO_BUFFER */
+    int32_t field;  /* te_at_<op>_<name>; 0 where the caller alone runs the stage */
+    int32_t buffer; /* or TE_NO_BUFFER */
     int32_t element;
     int32_t chunk; /* 0: no chunk; else 1 + which of te_plan_call.slots */
 } te_use;
@@ -76,13 +76,13 @@ te_extent te_multiple(int32_t symbol, int64_t multiply);
 /* ---- making (plan.c) ---- */
 
 /* Adds a buffer and returns its number. Failures of memory are remembered in plan->status. */
-int16_t te_plan_add_buffer(te_plan *plan, const te_buffer_info *info);
+int32_t te_plan_add_buffer(te_plan *plan, const te_buffer_info *info);
 /* Adds a stage named prefix + name; valid until the next one is added. */
 te_stage *te_plan_add_stage(te_plan *plan, const char *prefix, const char *name, te_op op);
 /* Lets a buffer fill a field; TE_NO_BUFFER does nothing. */
-void te_stage_use(te_plan *plan, te_stage *stage, int field, int16_t buffer);
+void te_stage_use(te_plan *plan, te_stage *stage, int field, int32_t buffer);
 /* The same of an element; of a size, for TE_NO_BUFFER. */
-void te_stage_use_at(te_plan *plan, te_stage *stage, int field, int16_t buffer, int32_t element,
+void te_stage_use_at(te_plan *plan, te_stage *stage, int field, int32_t buffer, int32_t element,
                      int32_t chunk);
 /* Releases what the plan owns, and not the plan. */
 void te_plan_clear(te_plan *plan);

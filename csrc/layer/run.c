@@ -207,7 +207,7 @@ static te_status resolve_buffers(run_state *run, const te_plan_call *call)
 static te_status take_late(run_state *run, const te_stage *stage)
 {
     for (int32_t u = 0; u < stage->use_count; u++) {
-        int16_t at = stage->uses[u].buffer;
+        int32_t at = stage->uses[u].buffer;
         const te_buffer *buffer = &run->plan->buffers[at];
         const te_tensor *given = &run->buffers[at];
         if (!buffer->info.late) continue;

@@ -91,42 +91,42 @@ static int take_value(PyObject *item, te_value_desc *value)
     return 0;
 }
 
-/* Items of a tuple, which may be fewer than there can be. */
-static int take_items(PyObject *items, const char *what, Py_ssize_t most,
-                      int (*take)(PyObject *item, void *to, Py_ssize_t at), void *to)
+/* The items of a tuple as a list of that node, freed with it. NULL where one of them is wrong. */
+static void *take_list(PyObject *items, int32_t *count, size_t size,
+                       int (*take)(PyObject *item, void *to))
 {
-    Py_ssize_t count = PyTuple_Size(items);
-    if (count > most) {
-        PyErr_Format(PyExc_ValueError, "make_plan: %s: %zd, expected at most %zd", what, count,
-                     most);
-        return -1;
+    Py_ssize_t items_count = PyTuple_Size(items);
+    char *list = items_count > INT32_MAX ? NULL : PyMem_Calloc((size_t)items_count + 1, size);
+    if (list == NULL) return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < items_count; i++) {
+        if (take(PyTuple_GetItem(items, i), list + (size_t)i * size) == 0) continue;
+        PyMem_Free(list);
+        return NULL;
     }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (take(PyTuple_GetItem(items, i), to, i) != 0) return -1;
-    }
-    return 0;
+    *count = (int32_t)items_count;
+    return list;
 }
 
-static int take_input(PyObject *item, void *to, Py_ssize_t at)
+static int take_input(PyObject *item, void *to)
 {
     int64_t value = -1;
     const tepy_site site = {"make_plan", "inputs"};
     if (tepy_int(item, site, -1, TE_GRAPH_VALUES, &value) != 0) return -1;
-    ((int32_t *)to)[at] = (int32_t)value;
+    *(int32_t *)to = (int32_t)value;
     return 0;
 }
 
-static int take_number(PyObject *item, void *to, Py_ssize_t at)
+static int take_number(PyObject *item, void *to)
 {
     double value = PyFloat_AsDouble(item);
     if (value == -1.0 && PyErr_Occurred()) return -1;
-    ((double *)to)[at] = value;
+    *(double *)to = value;
     return 0;
 }
 
-static int take_slice(PyObject *item, void *to, Py_ssize_t at)
+static int take_slice(PyObject *item, void *to)
 {
-    te_slice *slice = (te_slice *)to + at;
+    te_slice *slice = to;
     long long offset = 0, stride = 0;
     if (parse(item, "slices", "iiLL:make_plan", &slice->heads, &slice->channels, &offset,
               &stride) != 0) {
@@ -150,13 +150,12 @@ static int take_node(PyObject *item, te_node_desc *node)
               take_bits, &node->external) != 0) {
         return -1;
     }
-    for (int i = 0; i < TE_NODE_INPUTS; i++) node->inputs[i] = -1;
-    if (take_items(inputs, "inputs", TE_NODE_INPUTS, take_input, node->inputs) != 0 ||
-        take_items(numbers, "numbers", 4, take_number, node->numbers) != 0 ||
-        take_items(slices, "slices", TE_NODE_SLICES, take_slice, node->slices) != 0) {
-        return -1;
-    }
-    return copy_name(node->name, name, "nodes");
+    node->inputs = take_list(inputs, &node->input_count, sizeof(int32_t), take_input);
+    if (node->inputs == NULL) return -1;
+    node->numbers = take_list(numbers, &node->number_count, sizeof(double), take_number);
+    if (node->numbers == NULL) return -1;
+    node->slices = take_list(slices, &node->slice_count, sizeof(te_slice), take_slice);
+    return node->slices == NULL ? -1 : copy_name(node->name, name, "nodes");
 }
 
 /* Each item of a tuple into its struct: new, zeroed memory, for its bytes are hashed. */
@@ -175,18 +174,29 @@ static int take_lists(graph_memory *memory, PyObject *values, PyObject *nodes)
         (void)PyErr_NoMemory();
         return -1;
     }
+    memory->graph = (te_graph_desc){.size = sizeof memory->graph,
+                                    .values = memory->values,
+                                    .nodes = memory->nodes,
+                                    .value_count = (int32_t)value_count,
+                                    .node_count = (int32_t)node_count};
     for (Py_ssize_t i = 0; i < value_count; i++) {
         if (take_value(PyTuple_GetItem(values, i), &memory->values[i]) != 0) return -1;
     }
     for (Py_ssize_t i = 0; i < node_count; i++) {
         if (take_node(PyTuple_GetItem(nodes, i), &memory->nodes[i]) != 0) return -1;
     }
-    memory->graph.size = sizeof memory->graph;
-    memory->graph.values = memory->values;
-    memory->graph.nodes = memory->nodes;
-    memory->graph.value_count = (int32_t)value_count;
-    memory->graph.node_count = (int32_t)node_count;
     return 0;
+}
+
+static void free_lists(const graph_memory *memory)
+{
+    for (int32_t n = 0; memory->nodes != NULL && n < memory->graph.node_count; n++) {
+        PyMem_Free((void *)memory->nodes[n].inputs);
+        PyMem_Free((void *)memory->nodes[n].numbers);
+        PyMem_Free((void *)memory->nodes[n].slices);
+    }
+    PyMem_Free(memory->nodes);
+    PyMem_Free(memory->values);
 }
 
 PyObject *tepy_make_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -210,7 +220,6 @@ PyObject *tepy_make_plan(PyObject *module, PyObject *const *args, Py_ssize_t nar
         memory.graph.flags = (uint32_t)flags;
         st = te_plan_make(&memory.graph, (te_direction)direction, &plan);
     }
-    PyMem_Free(memory.values);
-    PyMem_Free(memory.nodes);
+    free_lists(&memory);
     return st == TE_OK ? tepy_plan_wrap(tepy_state_of(module), plan) : tepy_raise(st);
 }

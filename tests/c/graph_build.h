@@ -8,11 +8,14 @@
 #include "numbers.h"
 #include "plans.h"
 
-enum { GRAPH_VALUES = 256, GRAPH_NODES = 64 };
+enum { GRAPH_VALUES = 256, GRAPH_NODES = 64, GRAPH_INPUTS = 8 };
 
 typedef struct graph {
     te_value_desc values[GRAPH_VALUES];
     te_node_desc nodes[GRAPH_NODES];
+    int32_t inputs[GRAPH_NODES][GRAPH_INPUTS]; /* the lists of the nodes */
+    double numbers[GRAPH_NODES][GRAPH_INPUTS];
+    te_slice slices[GRAPH_NODES][GRAPH_INPUTS];
     te_graph_desc desc;
     te_dtype dtype;   /* of the next value */
     te_recipe recipe; /* of the next linear node */
@@ -88,16 +91,44 @@ static inline int32_t graph_parameter(graph *g, const char *prefix, const char *
     return graph_value(g, whole, flags | TE_VALUE_PARAMETER | TE_VALUE_GRADIENT, rows, columns);
 }
 
+/* Lists of a node, to write to. */
+static inline int32_t *inputs_of(graph *g, const te_node_desc *node)
+{
+    return g->inputs[node - g->nodes];
+}
+static inline double *numbers_of(graph *g, const te_node_desc *node)
+{
+    return g->numbers[node - g->nodes];
+}
+static inline te_slice *slices_of(graph *g, const te_node_desc *node)
+{
+    return g->slices[node - g->nodes];
+}
+
+/* What the kinds read. */
+static const struct graph_counts {
+    int32_t inputs, numbers, slices;
+} graph_counts[TE_NODE_KINDS] = {[TE_NODE_LINEAR] = {3, 0, 0},     [TE_NODE_NORM] = {3, 1, 0},
+                                 [TE_NODE_ACTIVATION] = {1, 3, 0}, [TE_NODE_SOFTCAP] = {1, 3, 0},
+                                 [TE_NODE_ATTENTION] = {7, 4, 3},  [TE_NODE_ROPE] = {2, 0, 1},
+                                 [TE_NODE_DROPOUT_ADD] = {3, 2, 0}};
+
 static inline te_node_desc *graph_node(graph *g, te_node_kind kind, const char *name, int32_t x,
                                        int32_t y)
 {
-    te_node_desc *node = &g->nodes[g->desc.node_count++];
+    int32_t n = g->desc.node_count++;
+    te_node_desc *node = &g->nodes[n];
     EXPECT(g->desc.node_count <= GRAPH_NODES, "too many nodes");
     (void)snprintf(node->name, sizeof node->name, "%s", name);
     node->kind = (int32_t)kind;
     node->gather = 1;
-    node->inputs[0] = x;
-    for (int i = 1; i < TE_NODE_INPUTS; i++) node->inputs[i] = -1;
+    for (int i = 0; i < GRAPH_INPUTS; i++) g->inputs[n][i] = i == 0 ? x : -1;
+    node->inputs = g->inputs[n];
+    node->numbers = g->numbers[n];
+    node->slices = g->slices[n];
+    node->input_count = graph_counts[kind].inputs;
+    node->number_count = graph_counts[kind].numbers;
+    node->slice_count = graph_counts[kind].slices;
     node->output = y;
     return node;
 }
@@ -113,8 +144,8 @@ static inline te_node_desc *graph_linear(graph *g, const char *name, int32_t x, 
         before += g->nodes[n].kind == TE_NODE_LINEAR && g->nodes[n].owner == g->owner;
     }
     node = graph_node(g, TE_NODE_LINEAR, name, x, y);
-    node->inputs[1] = graph_parameter(g, name, "weight", weight_flags, out, in);
-    node->inputs[2] = graph_parameter(g, name, "bias", 0, -1, out);
+    inputs_of(g, node)[1] = graph_parameter(g, name, "weight", weight_flags, out, in);
+    inputs_of(g, node)[2] = graph_parameter(g, name, "bias", 0, -1, out);
     node->quantization = (te_quantization){
         .recipe = (int32_t)g->recipe, .forward_fp8 = TE_DTYPE_E4M3, .backward_fp8 = TE_DTYPE_E5M2};
     node->owner = g->owner;
@@ -129,10 +160,10 @@ static inline te_node_desc *graph_norm(graph *g, te_norm_kind kind, const char *
     int64_t columns = g->values[x].shape[1].add;
     te_node_desc *node = graph_node(g, TE_NODE_NORM, name, x, y);
     node->variant = (int32_t)kind;
-    node->inputs[1] = graph_parameter(g, name, "gamma", 0, -1, columns);
+    inputs_of(g, node)[1] = graph_parameter(g, name, "gamma", 0, -1, columns);
     if (kind == TE_NORM_LAYERNORM) {
-        node->inputs[2] = graph_parameter(g, name, "beta", 0, -1, columns);
-        node->numbers[0] = 1e-5F;
+        inputs_of(g, node)[2] = graph_parameter(g, name, "beta", 0, -1, columns);
+        numbers_of(g, node)[0] = 1e-5F;
     }
     return node;
 }
@@ -144,7 +175,7 @@ static inline void graph_activation(graph *g, te_activation_kind kind, int32_t x
 
 static inline void graph_softcap(graph *g, double cap, int32_t x, int32_t y)
 {
-    graph_node(g, TE_NODE_SOFTCAP, "", x, y)->numbers[0] = cap;
+    *numbers_of(g, graph_node(g, TE_NODE_SOFTCAP, "", x, y)) = cap;
 }
 
 /* y = residual + drop_path(dropout(x + bias)), with a bias of its own where it has one. */
@@ -153,8 +184,8 @@ static inline te_node_desc *graph_dropout_add(graph *g, const char *name, int32_
 {
     te_node_desc *node = graph_node(g, TE_NODE_DROPOUT_ADD, name, x, y);
     int64_t columns = g->values[x].shape[1].add;
-    if (bias) node->inputs[1] = graph_parameter(g, name, "bias", 0, GRAPH_VECTOR, columns);
-    node->inputs[2] = residual;
+    if (bias) inputs_of(g, node)[1] = graph_parameter(g, name, "bias", 0, GRAPH_VECTOR, columns);
+    inputs_of(g, node)[2] = residual;
     return node;
 }
 
@@ -163,11 +194,11 @@ static inline te_node_desc *graph_attention(graph *g, const char *name, const in
 {
     te_node_desc *node = graph_node(g, TE_NODE_ATTENTION, name, x[0], y);
     for (int i = 0; i < 3; i++) {
-        node->inputs[i] = x[i];
-        node->slices[i] = slices[i];
+        inputs_of(g, node)[i] = x[i];
+        slices_of(g, node)[i] = slices[i];
     }
-    node->numbers[0] = 0.5;
-    node->numbers[2] = node->numbers[3] = -1;
+    numbers_of(g, node)[0] = 0.5;
+    numbers_of(g, node)[2] = numbers_of(g, node)[3] = -1;
     return node;
 }
 
@@ -175,8 +206,8 @@ static inline te_node_desc *graph_rope(graph *g, const char *name, int32_t x, te
                                        int32_t angles, int32_t y)
 {
     te_node_desc *node = graph_node(g, TE_NODE_ROPE, name, x, y);
-    node->inputs[1] = angles;
-    node->slices[0] = slice;
+    inputs_of(g, node)[1] = angles;
+    slices_of(g, node)[0] = slice;
     return node;
 }
 
@@ -282,7 +313,7 @@ static inline void graph_fill_lengths(const graph *g, plan_memory *memory, int32
     for (int32_t n = 0; n < g->desc.node_count; n++) {
         const te_node_desc *node = &g->nodes[n];
         int first = (node->flags & TE_NODE_SEQUENCE_FIRST) != 0;
-        for (int i = 5; i < TE_NODE_INPUTS; i++) {
+        for (int i = 5; i < GRAPH_INPUTS; i++) {
             if (node->inputs[i] != value) continue;
             most = memory->sizes.of[g->values[node->inputs[i - 5]].shape[0].symbol + 2 - first];
         }

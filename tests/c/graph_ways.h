@@ -101,9 +101,9 @@ static te_tensor heads_last(te_tensor heads)
 static void take_problem(attention_stage *s)
 {
     te_attention_problem *p = &s->problem;
-    te_tensor *const inputs[TE_NODE_INPUTS] = {
-        &p->query, &p->key, &p->value, &p->mask, &p->bias, &p->query_lengths, &p->key_lengths};
-    for (int i = 0; i < TE_NODE_INPUTS; i++) {
+    te_tensor *const inputs[] = {&p->query, &p->key,           &p->value,      &p->mask,
+                                 &p->bias,  &p->query_lengths, &p->key_lengths};
+    for (int i = 0; i < s->node->input_count; i++) {
         if (s->node->inputs[i] < 0) continue;
         *inputs[i] = i < 3 ? heads_last(*next_buffer(s)) : *next_buffer(s);
     }

@@ -91,7 +91,7 @@ static inline void graph_check(graph *g, plan_memory *memory, double most)
     for (int32_t v = 0; v < g->desc.value_count; v++) {
         int read = 0;
         for (int32_t n = 0; n < g->desc.node_count; n++) {
-            for (int i = 0; i < TE_NODE_INPUTS; i++) read |= g->nodes[n].inputs[i] == v;
+            for (int i = 0; i < GRAPH_INPUTS; i++) read |= g->inputs[n][i] == v;
         }
         if (graph_has(g, v, TE_VALUE_RESULT)) graph_compare(g, memory, TE_LINK_VALUE, v, most);
         if (graph_has(g, v, TE_VALUE_GRADIENT) && read) {

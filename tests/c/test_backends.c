@@ -11,7 +11,7 @@
 
 #include "cpu_device.h"
 
-enum { CHANGES = 200, WORKERS = 2, TOO_MANY = 100 };
+enum { CHANGES = 200, WORKERS = 2, TOO_MANY = 100, MANY = 50 };
 
 static atomic_int released, used_after_release;
 
@@ -195,8 +195,46 @@ static void check_threads(test_device *t)
     TEST_CHECK(t, released == CHANGES, "released %d of %d", released, CHANGES);
 }
 
+static te_status decline(plugin *self, te_context *context)
+{
+    (void)context;
+    return TE_FAIL(TE_ERROR_UNSUPPORTED, "run %d declines", self->runs);
+}
+
+/* A call goes through all that have the operator, by priority, to the built-in one. */
+static void check_many(test_device *t)
+{
+    static plugin plugins[MANY];
+    static char names[MANY][16];
+    t->running = "many backends";
+    released = 0;
+    for (int i = 0; i < MANY; i++) {
+        te_backend backend = {.size = sizeof backend,
+                              .name = names[i],
+                              .device = TE_DEVICE_CPU,
+                              .priority = 1 + i * 7 % MANY,
+                              .release = release,
+                              .self = &plugins[i]};
+        (void)snprintf(names[i], sizeof names[i], "many %d", i);
+        plugins[i].during = decline;
+        if (i % 5 != 0) {
+            backend.slots[TE_OP_AMAX] = (te_op_slot){.function = run_amax, .self = &plugins[i]};
+        }
+        TEST_OK(t, te_backend_register(&backend));
+    }
+    TEST_OK(t, call_amax(t->context));
+    for (int i = 0; i < MANY; i++) {
+        TEST_CHECK(t, plugins[i].runs == (i % 5 != 0), "%d: %d runs", i, plugins[i].runs);
+    }
+    for (int i = 0; i < MANY; i++) TEST_OK(t, te_backend_unregister(names[i * 3 % MANY]));
+    TEST_CHECK(t, released == MANY, "released %d", released);
+    TEST_OK(t, call_amax(t->context));
+    TEST_CHECK(t, plugins[1].runs == 1, "%d runs", plugins[1].runs);
+}
+
 static void checks(test_device *t)
 {
+    check_many(t);
     check_idle(t);
     check_failure(t);
     check_unregistered_in_flight(t);

@@ -72,17 +72,27 @@ static void check_refusals(void)
     REFUSE(values[5].flags, TE_VALUE_PARAMETER | TE_VALUE_DEFER, INVALID, "only a linear's weight");
     REFUSE(values[6].shape[0].add, 7, INVALID, "norm: gamma: last_gamma is no parameter of 1 x 16");
     REFUSE(values[7].dtype, TE_DTYPE_BF16, TYPE, "norm: gamma f32, beta bf16");
-    REFUSE(nodes[0].kind, TE_NODE_KINDS, INVALID, "node 0: name, kind 7");
-    REFUSE(nodes[0].kind, -1, INVALID, "node 0: name, kind -1");
-    REFUSE(nodes[0].inputs[0], 1, INVALID, "node 0 reads a, which nobody has made");
-    REFUSE(nodes[0].inputs[0], 2, INVALID, "node 0 reads b, which nobody has made");
-    REFUSE(nodes[0].inputs[1], 8, INVALID, "node 0: there is no value 8");
-    REFUSE(nodes[0].inputs[1], -2, INVALID, "node 0: there is no value -2");
-    REFUSE(nodes[0].inputs[3], 0, INVALID, "node 0: there is no value 0 or input 3");
+    REFUSE(nodes[0].kind, TE_NODE_KINDS, INVALID, "node 0: kind 7 does not exist");
+    REFUSE(nodes[0].kind, -1, INVALID, "node 0: kind -1 does not exist");
+    REFUSE(inputs[0][0], 1, INVALID, "node 0 reads a, which nobody has made");
+    REFUSE(inputs[0][0], 2, INVALID, "node 0 reads b, which nobody has made");
+    REFUSE(inputs[0][1], 8, INVALID, "node 0: there is no value 8");
+    REFUSE(inputs[0][1], -2, INVALID, "node 0: there is no value -2");
+    REFUSE(nodes[0].input_count, 4, INVALID,
+           "node 0 (gemm): 4 inputs, 0 numbers and 0 slices, expected at most 3, 0 and 0");
+    REFUSE(nodes[0].input_count, -1, INVALID, "node 0 (gemm): -1 inputs");
+    REFUSE(nodes[0].input_count, INT32_MAX, INVALID, "2147483647 inputs");
+    REFUSE(nodes[0].input_count, 0, INVALID, "node 0: name, input -1");
+    REFUSE(nodes[0].input_count, 1, INVALID, "linear: it has no weight");
+    REFUSE(nodes[0].inputs, NULL, INVALID, "node 0 (gemm): a list is NULL");
+    REFUSE(nodes[2].number_count, 2, INVALID, "node 2 (norm): 3 inputs, 2 numbers");
+    REFUSE(nodes[2].number_count, -1, INVALID, "-1 numbers");
+    REFUSE(nodes[2].numbers, NULL, INVALID, "node 2 (norm): a list is NULL");
+    REFUSE(nodes[1].slice_count, 1, INVALID, "1 slices, expected at most 1, 3 and 0");
+    REFUSE(nodes[1].slice_count, -1, INVALID, "-1 slices");
     REFUSE(nodes[0].output, 8, INVALID, "output 8");
     REFUSE(nodes[0].output, 3, INVALID, "reads a, which nobody has made");
     REFUSE(nodes[1].output, 1, INVALID, "node 1 makes a, which is there already");
-    REFUSE(nodes[1].inputs[1], 0, INVALID, "node 1: there is no value 0 or input 1");
     REFUSE(nodes[0].external, 1U << 31, INVALID, "external = 0x80000000");
     REFUSE(nodes[0].gather, 2, INVALID, "gather = 2");
     REFUSE(nodes[0].gather, 0, INVALID, "gather = 0");
@@ -90,7 +100,7 @@ static void check_refusals(void)
     REFUSE(nodes[0].quantization.recipe, 3, INVALID, "recipe = 3");
     REFUSE(nodes[0].quantization.forward_fp8, TE_DTYPE_E5M2, TYPE, "FP8 dtypes e5m2 and e5m2");
     REFUSE(nodes[0].quantization.amax_epsilon[1], (float)NAN, INVALID, "amax_epsilon");
-    REFUSE(nodes[2].numbers[0], (float)NAN, INVALID, "eps = ");
+    REFUSE(numbers[2][0], (float)NAN, INVALID, "eps = ");
     make_small(&g);
     memset(g.values[0].name, 'x', TE_NAME_BYTES);
     refuse(&g, TE_ERROR_INVALID, "value 0: name");
@@ -104,7 +114,8 @@ static void check_refusals(void)
     graph_activation(&g, TE_ACTIVATION_RELU, 0, rows_of(&g, "dead", 0, WIDTH));
     refuse(&g, TE_ERROR_INVALID, "node 3 makes dead, which is no result and which nobody reads");
     make_small(&g);
-    graph_linear(&g, "two_", 0, rows_of(&g, "z", TE_VALUE_RESULT, WIDTH), 0)->inputs[1] = 4;
+    (void)graph_linear(&g, "two_", 0, rows_of(&g, "z", TE_VALUE_RESULT, WIDTH), 0);
+    g.inputs[3][1] = 4;
     refuse(&g, TE_ERROR_UNSUPPORTED, "node 3: the gradient of weight, which is read twice");
     EXPECT(te_plan_make(NULL, TE_DIRECTION_FORWARD, &plan) == TE_ERROR_INVALID, "no graph");
     make_small(&g);
@@ -134,8 +145,8 @@ static void make_attention(graph *g)
     (void)graph_rope(g, "", x, slices[0], 1, turned);
     node = graph_attention(g, "", (const int32_t[]){turned, x, x},
                            (const te_slice[]){graph_dense(4, 4), slices[1], slices[2]}, attended);
-    node->inputs[GRAPH_MASK] = 4;
-    node->inputs[GRAPH_BIAS] = 5;
+    inputs_of(g, node)[GRAPH_MASK] = 4;
+    inputs_of(g, node)[GRAPH_BIAS] = 5;
     (void)graph_dropout_add(g, "add_", attended, attended, rows_of(g, "y", TE_VALUE_RESULT, WIDTH),
                             1);
 }
@@ -149,53 +160,55 @@ static void check_heads(void)
     te_plan *plan = NULL;
     make_attention(&g);
     OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &plan));
+    REFUSE_HEADS(nodes[1].slice_count, 2, INVALID, ": 0 heads of 0 channels");
+    REFUSE_HEADS(nodes[1].slices, NULL, INVALID, "node 1 (attention): a list is NULL");
     REFUSE_HEADS(desc.flags, TE_GRAPH_RECOMPUTE, UNSUPPORTED, "node 0 (rope) can not be repeated");
     for (int n = 0; n < 2; n++) {
         for (int i = 0; i <= 2 * n; i++) {
-            REFUSE_HEADS(nodes[n].slices[i].heads, 0, INVALID, ": 0 heads of 4 channels");
-            REFUSE_HEADS(nodes[n].slices[i].heads, -1, INVALID, "-1 heads of 4 channels");
-            REFUSE_HEADS(nodes[n].slices[i].heads, INT32_MAX, INVALID, "2147483647 heads");
-            REFUSE_HEADS(nodes[n].slices[i].channels, 0, INVALID, "heads of 0 channels");
-            REFUSE_HEADS(nodes[n].slices[i].channels, INT32_MAX, INVALID, "of 2147483647 channels");
-            REFUSE_HEADS(nodes[n].slices[i].offset, -1, INVALID, "channels at -1 + ");
-            REFUSE_HEADS(nodes[n].slices[i].offset, 32, INVALID, "h in the ");
-            REFUSE_HEADS(nodes[n].slices[i].offset, INT64_MAX, INVALID, "h in the ");
-            REFUSE_HEADS(nodes[n].slices[i].stride, 3, INVALID, " + 3 h in the ");
-            REFUSE_HEADS(nodes[n].slices[i].stride, INT64_MAX, INVALID, "h in the ");
-            REFUSE_HEADS(nodes[n].slices[i].stride, INT64_MIN, INVALID, "h in the ");
+            REFUSE_HEADS(slices[n][i].heads, 0, INVALID, ": 0 heads of 4 channels");
+            REFUSE_HEADS(slices[n][i].heads, -1, INVALID, "-1 heads of 4 channels");
+            REFUSE_HEADS(slices[n][i].heads, INT32_MAX, INVALID, "2147483647 heads");
+            REFUSE_HEADS(slices[n][i].channels, 0, INVALID, "heads of 0 channels");
+            REFUSE_HEADS(slices[n][i].channels, INT32_MAX, INVALID, "of 2147483647 channels");
+            REFUSE_HEADS(slices[n][i].offset, -1, INVALID, "channels at -1 + ");
+            REFUSE_HEADS(slices[n][i].offset, 32, INVALID, "h in the ");
+            REFUSE_HEADS(slices[n][i].offset, INT64_MAX, INVALID, "h in the ");
+            REFUSE_HEADS(slices[n][i].stride, 3, INVALID, " + 3 h in the ");
+            REFUSE_HEADS(slices[n][i].stride, INT64_MAX, INVALID, "h in the ");
+            REFUSE_HEADS(slices[n][i].stride, INT64_MIN, INVALID, "h in the ");
         }
     }
     /* Each column once: an overlap, columns that nobody reads, another reader. */
-    REFUSE_HEADS(nodes[0].slices[0].offset, 4, UNSUPPORTED, "node 0: x is read by slices");
-    REFUSE_HEADS(nodes[1].slices[1].offset, 20, UNSUPPORTED, "node 1: x is read by slices");
+    REFUSE_HEADS(slices[0][0].offset, 4, UNSUPPORTED, "node 0: x is read by slices");
+    REFUSE_HEADS(slices[1][1].offset, 20, UNSUPPORTED, "node 1: x is read by slices");
     REFUSE_HEADS(values[2].flags, TE_VALUE_RESULT | TE_VALUE_LEADING, UNSUPPORTED,
                  "node 1: turned is read by slices");
-    REFUSE_HEADS(nodes[2].inputs[2], 2, UNSUPPORTED, "node 1: turned is read by slices");
+    REFUSE_HEADS(inputs[2][2], 2, UNSUPPORTED, "node 1: turned is read by slices");
     REFUSE_HEADS(values[0].shape[1].add, 36, UNSUPPORTED, "node 0: x is read by slices");
     REFUSE_HEADS(values[0].ndim, 3, INVALID, "x: dim 2");
     REFUSE_HEADS(values[0].shape[0].multiply, 2, INVALID, "heads of x, which is no matrix of rows");
     REFUSE_HEADS(values[0].dtype, TE_DTYPE_U8, TYPE, "x: dtype u8");
     /* rope */
-    REFUSE_HEADS(nodes[0].inputs[1], -1, INVALID, "rope: nothing is no input");
-    REFUSE_HEADS(nodes[0].inputs[1], 5, INVALID, "rope: bias is no input");
+    REFUSE_HEADS(inputs[0][1], -1, INVALID, "rope: nothing is no input");
+    REFUSE_HEADS(inputs[0][1], 5, INVALID, "rope: bias is no input");
     REFUSE_HEADS(values[1].dtype, TE_DTYPE_BF16, INVALID, "rope: angles is no input");
     REFUSE_HEADS(values[1].flags, TE_VALUE_PARAMETER, INVALID, "angles: dim 0 is");
     REFUSE_HEADS(values[2].shape[1].add, 12, INVALID, "rope: turned is no matrix of 4 heads of 4");
     REFUSE_HEADS(values[2].dtype, TE_DTYPE_BF16, INVALID, "rope: turned is no matrix");
     /* attention */
-    REFUSE_HEADS(nodes[1].inputs[1], -1, INVALID, "attention: inputs 2, -1, 0");
-    REFUSE_HEADS(nodes[1].inputs[2], -1, INVALID, "attention: inputs 2, 0, -1");
+    REFUSE_HEADS(inputs[1][1], -1, INVALID, "attention: inputs 2, -1, 0");
+    REFUSE_HEADS(inputs[1][2], -1, INVALID, "attention: inputs 2, 0, -1");
     REFUSE_HEADS(nodes[1].external, 2, INVALID, "external 2");
-    REFUSE_HEADS(nodes[1].numbers[1], 1.5, INVALID, "dropout 1.5,");
-    REFUSE_HEADS(nodes[1].numbers[1], -0.1, INVALID, "dropout -0.1,");
-    REFUSE_HEADS(nodes[1].numbers[1], (double)NAN, INVALID, "dropout ");
-    REFUSE_HEADS(nodes[1].numbers[2], (double)NAN, INVALID, "window ");
-    REFUSE_HEADS(nodes[1].numbers[2], -2, INVALID, "window -2 and -1");
-    REFUSE_HEADS(nodes[1].numbers[3], 0.5, INVALID, "window -1 and 0.5");
-    REFUSE_HEADS(nodes[1].numbers[3], 1e300, INVALID, "window -1 and 1e+300");
-    REFUSE_HEADS(nodes[1].slices[0].channels, 2, INVALID, "key of 2 of 4");
-    REFUSE_HEADS(nodes[1].slices[2].heads, 1, INVALID, "value of 1");
-    REFUSE_HEADS(nodes[1].slices[0].heads, 3, INVALID, "query of 3 heads");
+    REFUSE_HEADS(numbers[1][1], 1.5, INVALID, "dropout 1.5,");
+    REFUSE_HEADS(numbers[1][1], -0.1, INVALID, "dropout -0.1,");
+    REFUSE_HEADS(numbers[1][1], (double)NAN, INVALID, "dropout ");
+    REFUSE_HEADS(numbers[1][2], (double)NAN, INVALID, "window ");
+    REFUSE_HEADS(numbers[1][2], -2, INVALID, "window -2 and -1");
+    REFUSE_HEADS(numbers[1][3], 0.5, INVALID, "window -1 and 0.5");
+    REFUSE_HEADS(numbers[1][3], 1e300, INVALID, "window -1 and 1e+300");
+    REFUSE_HEADS(slices[1][0].channels, 2, INVALID, "key of 2 of 4");
+    REFUSE_HEADS(slices[1][2].heads, 1, INVALID, "value of 1");
+    REFUSE_HEADS(slices[1][0].heads, 3, INVALID, "query of 3 heads");
     REFUSE_HEADS(values[3].shape[1].add, 12, INVALID,
                  "attention: attended is no matrix of 4 heads");
     REFUSE_HEADS(values[3].shape[0].symbol, TE_SYMBOL_SOURCE_ROWS, INVALID,
@@ -203,21 +216,21 @@ static void check_heads(void)
     REFUSE_HEADS(values[4].dtype, TE_DTYPE_I32, INVALID, "attention: mask is no mask");
     REFUSE_HEADS(values[4].ndim, 3, INVALID, "attention: mask is no mask");
     REFUSE_HEADS(values[4].shape[0].add, TE_ANY_LENGTH, INVALID, "attention: mask is no mask");
-    REFUSE_HEADS(nodes[1].inputs[4], 4, INVALID, "attention: mask is no mask");
-    REFUSE_HEADS(nodes[1].inputs[3], 5, INVALID, "attention: bias is no mask");
-    REFUSE_HEADS(nodes[1].inputs[5], 4, INVALID, "attention: mask is no mask");
+    REFUSE_HEADS(inputs[1][4], 4, INVALID, "attention: mask is no mask");
+    REFUSE_HEADS(inputs[1][3], 5, INVALID, "attention: bias is no mask");
+    REFUSE_HEADS(inputs[1][5], 4, INVALID, "attention: mask is no mask");
     /* dropout + add */
-    REFUSE_HEADS(nodes[2].numbers[0], 1.5, INVALID, "dropout + add: probability 1.5");
-    REFUSE_HEADS(nodes[2].numbers[1], (double)NAN, INVALID, "dropout + add: probability");
-    REFUSE_HEADS(nodes[2].inputs[1], 5, INVALID, "dropout + add: bias: bias is no parameter");
-    REFUSE_HEADS(nodes[2].inputs[2], 0, INVALID, "dropout + add: attended, x and y of different");
+    REFUSE_HEADS(numbers[2][0], 1.5, INVALID, "dropout + add: probability 1.5");
+    REFUSE_HEADS(numbers[2][1], (double)NAN, INVALID, "dropout + add: probability");
+    REFUSE_HEADS(inputs[2][1], 5, INVALID, "dropout + add: bias: bias is no parameter");
+    REFUSE_HEADS(inputs[2][2], 0, INVALID, "dropout + add: attended, x and y of different");
     REFUSE_HEADS(values[6].dtype, TE_DTYPE_BF16, INVALID, "attended, attended and y of different");
     make_attention(&g); /* the gradient of a bias is written as a whole */
     (void)graph_attention(&g, "two_", (const int32_t[]){6, 6, 6},
                           (const te_slice[]){{1, 4, 0, 4}, {1, 4, 4, 4}, {1, 8, 8, 8}},
                           rows_of(&g, "z", TE_VALUE_RESULT, 8));
     g.values[6].flags &= ~(uint32_t)TE_VALUE_RESULT;
-    g.nodes[3].inputs[GRAPH_BIAS] = 5;
+    g.inputs[3][GRAPH_BIAS] = 5;
     refuse(&g, TE_ERROR_UNSUPPORTED, "node 3: the gradient of bias, which is read twice");
     make_attention(&g);
     graph_softcap(&g, 0, 6, rows_of(&g, "z", TE_VALUE_RESULT, WIDTH));
@@ -240,11 +253,13 @@ static void check_heads(void)
     refuse(&g, TE_ERROR_INVALID, "or owner 1024");
 }
 
-/* What the caller's structs hold behind names, dims and fields is no part of a graph. */
+/* What the caller's structs hold behind names, dims and fields is no part of a graph, nor are the
+ * places of lists, and what is not there or 0 at their ends. */
 static void check_identity(void)
 {
     static graph g;
-    const size_t end = offsetof(te_node_desc, output) + sizeof g.nodes[0].output;
+    static double numbers[2];
+    const size_t end = offsetof(te_node_desc, external) + sizeof g.nodes[0].external;
     te_plan *first = NULL, *second = NULL;
     make_small(&g);
     OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &first));
@@ -255,8 +270,11 @@ static void check_identity(void)
     }
     for (int i = 0; i < g.desc.node_count; i++) {
         g.nodes[i].name[TE_NAME_BYTES - 1] = 'x';
-        memset((char *)&g.nodes[i] + end, 0xa5, offsetof(te_node_desc, numbers) - end);
+        memset((char *)&g.nodes[i] + end, 0xa5, sizeof g.nodes[i] - end);
     }
+    g.nodes[1].number_count = 2;
+    g.nodes[1].numbers = numbers;
+    g.nodes[1].slices = NULL;
     OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &second));
     EXPECT(first == second, "two plans of one graph");
 }

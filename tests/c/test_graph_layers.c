@@ -13,7 +13,7 @@ static double drop; /* of the dropout + add nodes here */
 static void add_dropout(graph *g, const char *name, int32_t x, int32_t residual, int32_t y,
                         int bias)
 {
-    graph_dropout_add(g, name, x, residual, y, bias)->numbers[0] = drop;
+    *numbers_of(g, graph_dropout_add(g, name, x, residual, y, bias)) = drop;
 }
 
 static void both_are_inputs(graph *g)
@@ -92,7 +92,8 @@ static void drop_paths(graph *g)
         char name[TE_NAME_BYTES];
         int32_t y = rows_of(g, "y", TE_VALUE_RESULT, WIDTH);
         (void)snprintf(name, sizeof name, "n%d_", i);
-        memcpy(graph_dropout_add(g, name, x, x, y, 1)->numbers, numbers[i], sizeof numbers[i]);
+        memcpy(numbers_of(g, graph_dropout_add(g, name, x, x, y, 1)), numbers[i],
+               sizeof numbers[i]);
         x = y;
     }
 }
@@ -120,9 +121,9 @@ static void attention_of_inputs(graph *g)
     int32_t x = graph_input(g, "x", 44), y = rows_of(g, "y", TE_VALUE_RESULT, WIDTH);
     int32_t bias = graph_tensor(g, "bias", TE_VALUE_INPUT | TE_VALUE_GRADIENT, g->dtype, 4, shape);
     te_node_desc *node = graph_attention(g, "", (const int32_t[]){x, x, x}, slices, y);
-    node->inputs[GRAPH_BIAS] = bias;
-    node->numbers[1] = 0.3;
-    node->numbers[3] = 0;
+    inputs_of(g, node)[GRAPH_BIAS] = bias;
+    numbers_of(g, node)[1] = 0.3;
+    numbers_of(g, node)[3] = 0;
 }
 
 static void check_parts(void)
@@ -203,8 +204,8 @@ static int32_t attend_in_layer(graph *g, const layer_options *o, const char *pre
     }
     attended = rows_of(g, "attended", 0, WIDTH);
     node = graph_attention(g, prefix, in, slices, attended);
-    node->numbers[1] = o->attention_dropout;
-    if (source < 0) node->numbers[3] = 0;
+    numbers_of(g, node)[1] = o->attention_dropout;
+    if (source < 0) numbers_of(g, node)[3] = 0;
     if (o->first) node->flags |= TE_NODE_SEQUENCE_FIRST;
     projected = rows_of(g, name[2], 0, WIDTH);
     (void)graph_linear(g, name[2], attended, projected, 0);
@@ -212,8 +213,8 @@ static int32_t attend_in_layer(graph *g, const layer_options *o, const char *pre
     y = rows_of(g, "sum", 0, WIDTH);
     (void)snprintf(name[0], sizeof name[0], "%sadd_", prefix);
     node = graph_dropout_add(g, name[0], projected, residual, y, 0);
-    node->numbers[0] = o->dropout;
-    node->numbers[1] = o->drop_path;
+    numbers_of(g, node)[0] = o->dropout;
+    numbers_of(g, node)[1] = o->drop_path;
     return y;
 }
 
@@ -241,7 +242,7 @@ static void make_layer(graph *g, const layer_options *o)
     graph_activation(g, TE_ACTIVATION_GELU, before, after);
     (void)graph_linear(g, "fc2_", after, out, o->late_weights ? TE_VALUE_DEFER : 0);
     node = graph_dropout_add(g, "mlp_add_", out, o->norm_is_residual ? b : x, y, 1);
-    node->numbers[0] = o->dropout;
+    numbers_of(g, node)[0] = o->dropout;
 }
 
 static int count_stages(const te_plan *plan, const char *name)

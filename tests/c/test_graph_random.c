@@ -61,7 +61,7 @@ static te_node_desc *add_linear(graph *g, const char *name, int32_t x, int32_t y
     g->owner = (int32_t)(test_random() % 3);
     node = graph_linear(g, name, x, y, flags[test_random() % 7]);
     g->values[node->inputs[1]].grad_dtype = TE_DTYPE_F32;
-    if (one_in(3)) node->inputs[2] = -1;
+    if (one_in(3)) inputs_of(g, node)[2] = -1;
     if (one_in(4)) node->quantization.recipe = (int32_t)(test_random() % 3);
     return node;
 }
@@ -88,7 +88,7 @@ static void add_random_node(pool *p, const char *name, int sequence, int32_t x, 
         (void)add_linear(g, name, x, y);
     } else if (kind == 1) {
         te_norm_kind norm = one_in(2) ? TE_NORM_LAYERNORM : TE_NORM_RMSNORM;
-        graph_norm(g, norm, name, x, y)->numbers[0] = 0.01; /* rows may be 0 */
+        *numbers_of(g, graph_norm(g, norm, name, x, y)) = 0.01; /* rows may be 0 */
     } else if (kind == 2) {
         graph_activation(g, one_in(2) ? TE_ACTIVATION_RELU : TE_ACTIVATION_GELU, x, y);
     } else if (kind == 3) {
@@ -96,8 +96,8 @@ static void add_random_node(pool *p, const char *name, int sequence, int32_t x, 
     } else {
         te_node_desc *node =
             graph_dropout_add(g, name, x, find_residual(p, sequence, y), y, (int)one_in(2));
-        node->numbers[0] = probabilities[test_random() % 4];
-        node->numbers[1] = one_in(3) ? 0.5 : 0;
+        numbers_of(g, node)[0] = probabilities[test_random() % 4];
+        numbers_of(g, node)[1] = one_in(3) ? 0.5 : 0;
     }
 }
 
@@ -215,23 +215,23 @@ static void add_random_attention(pool *p, const char *name, int sequence, int32_
     if (p->first) node->flags |= TE_NODE_SEQUENCE_FIRST;
     if (one_in(3)) node->flags |= TE_NODE_BOTTOM_RIGHT;
     if (one_in(3)) node->flags |= TE_NODE_DETERMINISTIC;
-    if (one_in(3)) node->numbers[1] = 0.25;
-    if (one_in(2)) node->numbers[3] = (double)(test_random() % 3);
-    if (one_in(3)) node->numbers[2] = (double)(test_random() % 4);
+    if (one_in(3)) numbers_of(g, node)[1] = 0.25;
+    if (one_in(2)) numbers_of(g, node)[3] = (double)(test_random() % 3);
+    if (one_in(3)) numbers_of(g, node)[2] = (double)(test_random() % 4);
     score_shape(p, &h, sequence, from, shape);
     if (one_in(3)) {
-        node->inputs[3] =
+        inputs_of(g, node)[3] =
             graph_tensor(g, named("m", p->nodes), TE_VALUE_INPUT, TE_DTYPE_U8, 4, shape);
     }
     score_shape(p, &h, sequence, from, shape);
     if (one_in(3)) {
-        node->inputs[4] = graph_tensor(g, named("b", p->nodes), TE_VALUE_INPUT | TE_VALUE_GRADIENT,
-                                       g->dtype, 4, shape);
+        inputs_of(g, node)[4] = graph_tensor(
+            g, named("b", p->nodes), TE_VALUE_INPUT | TE_VALUE_GRADIENT, g->dtype, 4, shape);
     }
     shape[0] = graph_symbol((sequence ? TE_SYMBOL_SOURCE_ROWS : TE_SYMBOL_ROWS) + 1 + p->first);
     for (int i = 5; i < 7; i++) {
         if (!one_in(4)) continue;
-        node->inputs[i] =
+        inputs_of(g, node)[i] =
             graph_tensor(g, named("l", 2 * p->nodes + i), TE_VALUE_INPUT, TE_DTYPE_I32, 1, shape);
     }
 }
@@ -269,7 +269,7 @@ static int make_random(graph *g)
         int32_t v = i < p.count[0] ? p.values[0][i] : p.values[1][i - p.count[0]];
         int read = 0;
         for (int32_t n = 0; n < g->desc.node_count; n++) {
-            for (int k = 0; k < TE_NODE_INPUTS; k++) read |= g->nodes[n].inputs[k] == v;
+            for (int k = 0; k < GRAPH_INPUTS; k++) read |= g->inputs[n][k] == v;
         }
         if (!read && !graph_has(g, v, TE_VALUE_INPUT)) g->values[v].flags |= TE_VALUE_RESULT;
     }
@@ -308,9 +308,20 @@ static void damage(graph *g)
     size_t bytes = values ? (size_t)g->desc.value_count * sizeof g->values[0]
                           : (size_t)g->desc.node_count * sizeof g->nodes[0];
     size_t at = test_random() % (bytes / sizeof word) * sizeof word;
-    if (!values && one_in(2)) { /* numbers, slices, casts, owner and slots */
-        const size_t begin = offsetof(te_node_desc, numbers), of = at % sizeof g->nodes[0];
-        at += begin + of % (sizeof g->nodes[0] - begin) - of;
+    if (!values) { /* counts, casts, owner and slots, and what is before the lists */
+        const size_t begin = offsetof(te_node_desc, input_count), of = at % sizeof g->nodes[0];
+        if (one_in(2) || of >= offsetof(te_node_desc, inputs)) {
+            at += begin + of % (sizeof g->nodes[0] - begin) - of;
+        }
+    }
+    if (!values && one_in(2)) { /* an entry of a list */
+        size_t nodes = (size_t)g->desc.node_count;
+        char *const lists[] = {(char *)g->inputs, (char *)g->numbers, (char *)g->slices};
+        const size_t sizes[] = {sizeof g->inputs[0], sizeof g->numbers[0], sizeof g->slices[0]};
+        size_t list = test_random() % 3;
+        at = test_random() % (nodes * sizes[list] / sizeof word) * sizeof word;
+        memcpy(lists[list] + at, &word, sizeof word);
+        return;
     }
     memcpy((values ? (char *)g->values : (char *)g->nodes) + at, &word, sizeof word);
 }

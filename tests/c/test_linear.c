@@ -29,7 +29,7 @@ static void update(te_context *context, float *scale, float *history, float fp8_
 static void check_scaling(te_context *context, const graph *g, plan_memory *m, int32_t x, int32_t y)
 {
     const float amax[3] = {amax_of(g, m, TE_LINK_VALUE, x),
-                           amax_of(g, m, TE_LINK_VALUE, g->nodes[0].inputs[1]),
+                           amax_of(g, m, TE_LINK_VALUE, g->inputs[0][1]),
                            amax_of(g, m, TE_LINK_GRADIENT, y)};
     EXPECT(m->history[0][0][FORWARD_SLOT] == amax[0], "amax of the input");
     EXPECT(m->history[0][0][FORWARD_SLOT + 1] == amax[1], "amax of the weight");
@@ -65,8 +65,8 @@ int main(void)
     m.slots[0] = FORWARD_SLOT;
     m.slots[1] = BACKWARD_SLOT;
     graph_fill_integers(&g, &m, TE_LINK_VALUE, x, 4);
-    graph_fill_integers(&g, &m, TE_LINK_VALUE, g.nodes[0].inputs[1], 2);
-    graph_fill_integers(&g, &m, TE_LINK_VALUE, g.nodes[0].inputs[2], 8);
+    graph_fill_integers(&g, &m, TE_LINK_VALUE, g.inputs[0][1], 2);
+    graph_fill_integers(&g, &m, TE_LINK_VALUE, g.inputs[0][2], 8);
     graph_fill_integers(&g, &m, TE_LINK_GRADIENT, y, 3);
     OK(te_context_create(plan_cpu, &context));
     graph_refer(&g, &m);

@@ -52,11 +52,11 @@ static void fill(const mlp *m, plan_memory *memory)
             graph_set(g, memory, TE_LINK_VALUE, m->x, i, 1);
         }
     }
-    graph_fill_integers(g, memory, TE_LINK_VALUE, g->nodes[0].inputs[1], 1);
-    fill_sparse(g, memory, g->nodes[1].inputs[1]);
-    graph_fill_integers(g, memory, TE_LINK_VALUE, g->nodes[1].inputs[2], 2);
-    fill_sparse(g, memory, g->nodes[3].inputs[1]);
-    graph_fill_integers(g, memory, TE_LINK_VALUE, g->nodes[3].inputs[2], 8);
+    graph_fill_integers(g, memory, TE_LINK_VALUE, g->inputs[0][1], 1);
+    fill_sparse(g, memory, g->inputs[1][1]);
+    graph_fill_integers(g, memory, TE_LINK_VALUE, g->inputs[1][2], 2);
+    fill_sparse(g, memory, g->inputs[3][1]);
+    graph_fill_integers(g, memory, TE_LINK_VALUE, g->inputs[3][2], 8);
     graph_fill_integers(g, memory, TE_LINK_GRADIENT, m->y, 1);
 }
 

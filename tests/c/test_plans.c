@@ -66,7 +66,7 @@ static void run_and_check(te_context *on, const shape *s, const te_plan *plan)
 {
     static _Thread_local plan_memory memory;
     const te_sizes rows = te_sizes_of_rows(ROWS);
-    const int32_t read[] = {s->x, s->g.nodes[0].inputs[1], s->g.nodes[0].inputs[2]};
+    const int32_t read[] = {s->x, s->g.inputs[0][1], s->g.inputs[0][2]};
     plan_memory_start(&memory, &rows);
     for (int r = 0; r < 3; r++) {
         for (int64_t i = 0; i < graph_count(&s->g, read[r], &rows); i++) {
