@@ -60,6 +60,8 @@ struct te_node_rules {
     const char *name; /* of the stage that runs it alone */
     /* Entries of a node's lists that it reads; the slices are of the first inputs. */
     int inputs, numbers, slices;
+    uint32_t flags, external; /* that it knows */
+    int casts;                /* it has a recipe */
     te_status (*check)(const te_graph_desc *graph, int32_t node);
     void (*forward)(te_build *build, int32_t node);
     void (*backward)(te_build *build, int32_t node);

@@ -63,12 +63,10 @@ static te_status check_numbers(const te_node_desc *node)
     if (q->recipe < TE_RECIPE_NONE || q->recipe > TE_RECIPE_CURRENT) {
         return TE_FAIL(TE_ERROR_INVALID, "linear: recipe = %d does not exist", q->recipe);
     }
-    if (negative || q->power_2 >> TE_OPERAND_ROLES != 0 ||
-        node->external >> TE_LINEAR_STAGE_COUNT != 0 || node->owner < 0 ||
+    if (negative || q->power_2 >> TE_OPERAND_ROLES != 0 || node->owner < 0 ||
         node->owner >= TE_GRAPH_NODES) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "linear: amax_epsilon, power_2 = 0x%x, external = 0x%x or owner %d",
-                       q->power_2, node->external, node->owner);
+        return TE_FAIL(TE_ERROR_INVALID, "linear: amax_epsilon, power_2 = 0x%x or owner %d",
+                       q->power_2, node->owner);
     }
     for (int i = 0; i < 2; i++) {
         if (node->slots[i] >= 0 && node->slots[i] <= INT16_MAX) continue;

@@ -171,11 +171,19 @@ static te_status check_value(const te_value_desc *value, int32_t number)
 static te_status check_node(const te_graph_desc *graph, int32_t n)
 {
     const te_node_desc *node = &graph->nodes[n];
+    const te_node_rules *of = rules[node->kind];
     if (memchr(node->name, '\0', sizeof node->name) == NULL || node->inputs[0] < 0 ||
-        node->output < 0 || node->output >= graph->value_count ||
-        node->flags >= (uint32_t)TE_NODE_DETERMINISTIC << 1) {
-        return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: name, input %d, output %d or flags 0x%x",
-                       n, node->inputs[0], node->output, node->flags);
+        node->output < 0 || node->output >= graph->value_count) {
+        return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: name, input %d or output %d", n,
+                       node->inputs[0], node->output);
+    }
+    if ((node->flags & ~of->flags) != 0 || (node->external & ~of->external) != 0 ||
+        (!of->casts && te_is_quantized(&node->quantization))) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "graph: node %d (%s): flags 0x%x, external 0x%x and recipe %d, of which it "
+                       "knows 0x%x, 0x%x and %s",
+                       n, of->name, node->flags, node->external, node->quantization.recipe,
+                       of->flags, of->external, of->casts ? "any" : "none");
     }
     for (int i = 0; i < node->input_count; i++) {
         if (node->inputs[i] < -1 || node->inputs[i] >= graph->value_count) {
@@ -190,7 +198,7 @@ static te_status check_node(const te_graph_desc *graph, int32_t n)
                            graph->values[node->inputs[i]].flags);
         }
     }
-    return rules[node->kind]->check(graph, n);
+    return of->check(graph, n);
 }
 
 /* Whether two slices of a matrix have elements in common. */
@@ -288,14 +296,23 @@ static te_status check_order(const te_graph_desc *graph, te_value_state *values)
     return TE_OK;
 }
 
-static te_status check_counts(const te_graph_desc *graph, te_direction direction)
+static te_status check_count(const char *what, const void *list, int32_t count, int32_t most)
 {
-    if (graph == NULL || graph->size != sizeof *graph || graph->values == NULL ||
-        graph->nodes == NULL || graph->value_count < 1 || graph->value_count > TE_GRAPH_VALUES ||
-        graph->node_count < 1 || graph->node_count > TE_GRAPH_NODES ||
-        (graph->flags & ~(uint32_t)TE_GRAPH_RECOMPUTE) != 0) {
-        return TE_FAIL(TE_ERROR_INVALID, "graph: size, counts or flags");
+    if (count == 0) return TE_FAIL(TE_ERROR_INVALID, "graph: it has no %s", what);
+    if (list != NULL && count > 0 && count <= most) return TE_OK;
+    return TE_FAIL(TE_ERROR_INVALID, "graph: %d %s%s, expected 1 to %d", count, what,
+                   list == NULL ? " at NULL" : "", most);
+}
+
+static te_status check_head(const te_graph_desc *graph, te_direction direction)
+{
+    if (graph == NULL) return TE_FAIL(TE_ERROR_INVALID, "graph is NULL");
+    if (graph->size != sizeof *graph || (graph->flags & ~(uint32_t)TE_GRAPH_RECOMPUTE) != 0) {
+        return TE_FAIL(TE_ERROR_INVALID, "graph: size %zu, expected %zu, or flags 0x%x",
+                       graph->size, sizeof *graph, graph->flags);
     }
+    TE_TRY(check_count("values", graph->values, graph->value_count, TE_GRAPH_VALUES));
+    TE_TRY(check_count("nodes", graph->nodes, graph->node_count, TE_GRAPH_NODES));
     if ((int)direction < 0 || direction >= TE_DIRECTION_COUNT) {
         return TE_FAIL(TE_ERROR_INVALID, "graph: direction = %d does not exist", (int)direction);
     }
@@ -470,7 +487,7 @@ te_status te_plan_make(const te_graph_desc *graph, te_direction direction, te_pl
     te_status st;
     if (plan == NULL) return TE_FAIL(TE_ERROR_INVALID, "plan is NULL");
     *plan = NULL;
-    TE_TRY(check_counts(graph, direction));
+    TE_TRY(check_head(graph, direction));
     TE_TRY(copy_nodes(graph, &copy));
     memset(&build, 0, sizeof build);
     build.graph = &copy.graph;

@@ -151,12 +151,12 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
     const te_node_desc *node = &graph->nodes[n];
     const te_slice *q = &node->slices[QUERY], *k = &node->slices[KEY], *v = &node->slices[VALUE];
     const te_value_desc *x, *y = &graph->values[node->output];
-    if (node->inputs[KEY] < 0 || node->inputs[VALUE] < 0 || node->external > 1 ||
+    if (node->inputs[KEY] < 0 || node->inputs[VALUE] < 0 ||
         !(node->numbers[1] >= 0.0 && node->numbers[1] <= 1.0) || !is_window(node->numbers[2]) ||
         !is_window(node->numbers[3])) {
         return TE_FAIL(TE_ERROR_INVALID,
-                       "attention: inputs %d, %d, %d, external %u, dropout %g, window %g and %g",
-                       node->inputs[QUERY], node->inputs[KEY], node->inputs[VALUE], node->external,
+                       "attention: inputs %d, %d, %d, dropout %g, window %g and %g",
+                       node->inputs[QUERY], node->inputs[KEY], node->inputs[VALUE],
                        node->numbers[1], node->numbers[2], node->numbers[3]);
     }
     for (int i = QUERY; i <= VALUE; i++) TE_TRY(te_check_slice(graph, n, i));
@@ -192,6 +192,9 @@ const te_node_rules te_attention_rules = {.name = "attention",
                                           .inputs = INPUTS,
                                           .numbers = 4,
                                           .slices = 3,
+                                          .flags = TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT |
+                                                   TE_NODE_DETERMINISTIC,
+                                          .external = 1,
                                           .check = check_attention,
                                           .forward = forward_attention,
                                           .backward = backward_attention};
@@ -255,6 +258,7 @@ static te_status check_rope(const te_graph_desc *graph, int32_t n)
 const te_node_rules te_rope_rules = {.name = "rope",
                                      .inputs = 2,
                                      .slices = 1,
+                                     .flags = TE_NODE_SEQUENCE_FIRST | TE_NODE_INTERLEAVED,
                                      .check = check_rope,
                                      .forward = forward_rope,
                                      .backward = backward_rope};

@@ -560,10 +560,15 @@ static void deferred(te_build *build, int32_t k)
     multiply_grad_weight(build, k, grad, input, TE_NO_BUFFER);
 }
 
-const te_node_rules te_linear_rules = {.name = "gemm",
-                                       .inputs = 3,
-                                       .check = te_check_linear,
-                                       .forward = forward,
-                                       .backward = backward,
-                                       .deferred = deferred,
-                                       .again = again};
+const te_node_rules te_linear_rules = {
+    .name = "gemm",
+    .inputs = 3,
+    .flags = TE_LINEAR_SAVE_INPUT | TE_LINEAR_NO_AMAX | TE_LINEAR_ALLOW_TF32 |
+             TE_LINEAR_FAST_OUTPUT | TE_LINEAR_FAST_GRAD_INPUT | TE_LINEAR_FAST_GRAD_WEIGHT,
+    .external = (1U << TE_LINEAR_STAGE_COUNT) - 1,
+    .casts = 1,
+    .check = te_check_linear,
+    .forward = forward,
+    .backward = backward,
+    .deferred = deferred,
+    .again = again};

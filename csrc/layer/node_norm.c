@@ -124,6 +124,7 @@ static te_status check(const te_graph_desc *graph, int32_t n)
 const te_node_rules te_norm_rules = {.name = "norm",
                                      .inputs = 3,
                                      .numbers = 1,
+                                     .flags = TE_NODE_ZERO_CENTERED,
                                      .check = check,
                                      .forward = forward,
                                      .backward = backward,

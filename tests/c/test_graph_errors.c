@@ -45,13 +45,14 @@ static void check_refusals(void)
     static graph g;
     te_plan *plan = NULL;
     REFUSE(desc.size, 8, INVALID, "graph: size");
-    REFUSE(desc.values, NULL, INVALID, "graph: size, counts");
-    REFUSE(desc.nodes, NULL, INVALID, "graph: size, counts");
-    REFUSE(desc.value_count, 0, INVALID, "graph: size, counts");
-    REFUSE(desc.value_count, -1, INVALID, "graph: size, counts");
-    REFUSE(desc.value_count, TE_GRAPH_VALUES + 1, INVALID, "graph: size, counts");
-    REFUSE(desc.node_count, TE_GRAPH_NODES + 1, INVALID, "graph: size, counts");
-    REFUSE(desc.flags, 2, INVALID, "graph: size, counts or flags");
+    REFUSE(desc.values, NULL, INVALID, "graph: 8 values at NULL");
+    REFUSE(desc.nodes, NULL, INVALID, "graph: 3 nodes at NULL");
+    REFUSE(desc.value_count, 0, INVALID, "graph: it has no values");
+    REFUSE(desc.node_count, 0, INVALID, "graph: it has no nodes");
+    REFUSE(desc.value_count, -1, INVALID, "graph: -1 values, expected 1 to 8192");
+    REFUSE(desc.value_count, TE_GRAPH_VALUES + 1, INVALID, "graph: 8193 values");
+    REFUSE(desc.node_count, TE_GRAPH_NODES + 1, INVALID, "graph: 1025 nodes");
+    REFUSE(desc.flags, 2, INVALID, "or flags 0x2");
     REFUSE(values[0].ndim, 0, INVALID, "value 0: name, ndim = 0");
     REFUSE(values[0].ndim, TE_MAX_DIMS + 1, INVALID, "value 0: name, ndim = 5");
     REFUSE(values[0].ndim, 1, INVALID, "linear: from x of 1 dims");
@@ -87,13 +88,15 @@ static void check_refusals(void)
     REFUSE(nodes[0].inputs, NULL, INVALID, "node 0 (gemm): a list is NULL");
     REFUSE(nodes[2].number_count, 2, INVALID, "node 2 (norm): 3 inputs, 2 numbers");
     REFUSE(nodes[2].number_count, -1, INVALID, "-1 numbers");
+    REFUSE(nodes[2].quantization.recipe, 1, INVALID,
+           "recipe 1, of which it knows 0x40, 0x0 and none");
     REFUSE(nodes[2].numbers, NULL, INVALID, "node 2 (norm): a list is NULL");
     REFUSE(nodes[1].slice_count, 1, INVALID, "1 slices, expected at most 1, 3 and 0");
     REFUSE(nodes[1].slice_count, -1, INVALID, "-1 slices");
     REFUSE(nodes[0].output, 8, INVALID, "output 8");
     REFUSE(nodes[0].output, 3, INVALID, "reads a, which nobody has made");
     REFUSE(nodes[1].output, 1, INVALID, "node 1 makes a, which is there already");
-    REFUSE(nodes[0].external, 1U << 31, INVALID, "external = 0x80000000");
+    REFUSE(nodes[0].external, 1U << 31, INVALID, "external 0x80000000");
     REFUSE(nodes[0].gather, 2, INVALID, "gather = 2");
     REFUSE(nodes[0].gather, 0, INVALID, "gather = 0");
     REFUSE(nodes[0].slots[1], INT32_MAX, INVALID, "slots[1] = 2147483647");
@@ -198,7 +201,7 @@ static void check_heads(void)
     /* attention */
     REFUSE_HEADS(inputs[1][1], -1, INVALID, "attention: inputs 2, -1, 0");
     REFUSE_HEADS(inputs[1][2], -1, INVALID, "attention: inputs 2, 0, -1");
-    REFUSE_HEADS(nodes[1].external, 2, INVALID, "external 2");
+    REFUSE_HEADS(nodes[1].external, 2, INVALID, "node 1 (attention): flags 0x0, external 0x2");
     REFUSE_HEADS(numbers[1][1], 1.5, INVALID, "dropout 1.5,");
     REFUSE_HEADS(numbers[1][1], -0.1, INVALID, "dropout -0.1,");
     REFUSE_HEADS(numbers[1][1], (double)NAN, INVALID, "dropout ");
@@ -253,6 +256,35 @@ static void check_heads(void)
     refuse(&g, TE_ERROR_INVALID, "or owner 1024");
 }
 
+/* A node is refused with each flag that its kind does not know. */
+static void check_flags(void (*make)(graph *g))
+{
+    static const uint32_t linear = TE_NODE_ZERO_CENTERED - 1;
+    static const uint32_t attention =
+        TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT | TE_NODE_DETERMINISTIC;
+    static const uint32_t known[TE_NODE_KINDS] = {[TE_NODE_LINEAR] = linear,
+                                                  [TE_NODE_NORM] = TE_NODE_ZERO_CENTERED,
+                                                  [TE_NODE_ATTENTION] = attention,
+                                                  [TE_NODE_ROPE] =
+                                                      TE_NODE_SEQUENCE_FIRST | TE_NODE_INTERLEAVED};
+    static graph g;
+    for (int32_t n = 0; n < 3; n++) {
+        for (int bit = 0; bit < 32; bit++) {
+            te_plan *plan = NULL;
+            uint32_t of;
+            make(&g);
+            of = known[g.nodes[n].kind];
+            g.nodes[n].flags = 1U << bit;
+            if ((of & g.nodes[n].flags) == 0) {
+                refuse(&g, TE_ERROR_INVALID, ", of which it knows ");
+            } else {
+                OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &plan));
+                te_plan_release(plan);
+            }
+        }
+    }
+}
+
 /* What the caller's structs hold behind names, dims and fields is no part of a graph, nor are the
  * places of lists, and what is not there or 0 at their ends. */
 static void check_identity(void)
@@ -284,6 +316,8 @@ int main(void)
     check_identity();
     check_refusals();
     check_heads();
+    check_flags(make_small);
+    check_flags(make_attention);
     (void)puts("graph errors: ok");
     return 0;
 }
