@@ -22,8 +22,10 @@
 #define VECTOR 8 /* elements of 16 bytes: what heads are multiples of and begin at */
 #define MAX_CHANNELS 256
 #define MAX_BLOCKS 65536
-#define CLEAR_BLOCKS 64 /* of a sequence */
-#define WHOLE_KEYS 128  /* a backward over a multiple of these needs no lengths */
+#define CLEAR_BLOCKS 64  /* of a sequence */
+#define GAP_BLOCKS 8     /* of what is between two packed sequences */
+#define LEAST_TOKENS 128 /* bounds of packed sequences are at least that */
+#define WHOLE_KEYS 128   /* a backward over a multiple of these needs no lengths */
 
 /* A call, laid out. */
 typedef struct sdpa_call {
@@ -34,6 +36,7 @@ typedef struct sdpa_call {
     char *base;  /* of the workspace; NULL: sizes alone are asked */
     size_t used; /* bytes taken */
     int makes_lengths, makes_bias;
+    te_attention_begin_params begin; /* of packed sequences; without the places of its results */
 } sdpa_call;
 
 static void *take(sdpa_call *call, int64_t elements, size_t bytes)
@@ -77,7 +80,6 @@ static te_status check_problem(const char *op, te_context *context, const te_att
         return UNSUPPORTED("%s: compute capability %d.%d: built and tested for 9.0", op,
                            cuda->capability_major, cuda->capability_minor);
     }
-    if (te_attention_is_packed(p)) return UNSUPPORTED("%s: packed sequences", op);
     if (p->query.dtype == TE_DTYPE_F32) return UNSUPPORTED("%s: fp32", op);
     if (d_k % VECTOR != 0 || d_v % VECTOR != 0 || d_k < 1 || d_v < 1 || d_k > MAX_CHANNELS ||
         d_v > MAX_CHANNELS) {
@@ -144,10 +146,39 @@ static te_sdpa_strides strides_of(const te_tensor *heads)
     return of;
 }
 
+/* Where packed sequences begin in a tensor whose tokens are `stride` elements apart. */
+static void place_starts(sdpa_call *call, int32_t place, int64_t stride)
+{
+    const te_sdpa_key *key = &call->key;
+    te_attention_starts *of = &call->begin.starts[call->begin.count];
+    if (!key->is_packed) return;
+    of->starts = take(call, key->batch + 1, sizeof(int64_t));
+    of->stride = stride;
+    of->side = te_sdpa_is_of_keys(place);
+    call->places[TE_SDPA_OFFSETS + place] = of->starts;
+    call->begin.count++;
+}
+
+/* The batch stride of packed tensors means nothing, and is what the others' is. */
+static void place_strides(sdpa_call *call, int32_t place, te_sdpa_strides *of)
+{
+    const te_sdpa_key *key = &call->key;
+    if (!key->is_packed) return;
+    of->batch = of->token * (te_sdpa_is_of_keys(place) ? key->keys : key->queries);
+    place_starts(call, place, of->token);
+}
+
 static void place_heads(sdpa_call *call, int32_t place, const te_tensor *heads, te_sdpa_strides *of)
 {
     *of = strides_of(heads);
     call->places[place] = heads->data;
+    place_strides(call, place, of);
+}
+
+static void place_statistics(sdpa_call *call, const te_tensor *statistics)
+{
+    call->places[TE_SDPA_STATISTICS] = statistics->data;
+    place_starts(call, TE_SDPA_STATISTICS, call->key.heads);
 }
 
 /* Whether lines of a bias have memory of their own, in a dtype that goes with the queries'. */
@@ -198,12 +229,14 @@ static void place_lengths(sdpa_call *call, int makes)
     te_sdpa_key *key = &call->key;
     const te_tensor *given[] = {&p->query_lengths, &p->key_lengths};
     const int present[] = {te_tensor_requested(given[0]), te_tensor_requested(given[1])};
-    key->has_lengths = makes || present[0] || present[1];
+    key->has_lengths = makes || present[0] || present[1] || key->is_packed;
     if (!key->has_lengths) return;
-    call->makes_lengths = (!present[0] ? 1 : 0) | (!present[1] ? 2 : 0);
+    if (!key->is_packed) call->makes_lengths = (!present[0] ? 1 : 0) | (!present[1] ? 2 : 0);
     for (int i = 0; i < 2; i++) {
-        call->places[TE_SDPA_QUERY_LENGTHS + i] =
-            present[i] ? given[i]->data : take(call, key->batch, sizeof(int32_t));
+        const int is_given = present[i] && !key->is_packed; /* packed ones are checked before */
+        void *place = is_given ? given[i]->data : take(call, key->batch, sizeof(int32_t));
+        call->places[TE_SDPA_QUERY_LENGTHS + i] = place;
+        call->begin.lengths[i] = place;
     }
 }
 
@@ -225,7 +258,38 @@ static void place_window(sdpa_call *call)
     if (has_last) key->window_right = (last > -all ? last : -all) - key->diagonal;
 }
 
-static void lay_out(sdpa_call *call)
+static te_attention_side side_of(const te_tensor *heads, const te_tensor *lengths,
+                                 const te_tensor *offsets, int64_t longest)
+{
+    return (te_attention_side){offsets->data, lengths->data, heads->shape[1], longest};
+}
+
+/* A power of two or half as much again, at least n: one plan serves many bounds. */
+static int64_t rounded(int64_t n, int64_t least)
+{
+    while (least < n && least + least / 2 < n) least *= 2;
+    return least < n ? least + least / 2 : least;
+}
+
+/* Bounds of packed sequences in place of sizes. What goes beyond a sequence costs blocks that end
+ * at once, but memory where a backward has a matrix of scores, so there no more than need be. */
+static void lay_out_packed(sdpa_call *call, int is_exact)
+{
+    const te_attention_problem *p = call->problem;
+    te_sdpa_key *key = &call->key;
+    call->begin.sides[0] = side_of(&p->query, &p->query_lengths, &p->query_offsets, p->max_queries);
+    call->begin.sides[1] = side_of(&p->key, &p->key_lengths, &p->key_offsets, p->max_keys);
+    call->begin.batch = te_attention_batch(p);
+    key->is_packed = 1;
+    key->batch = is_exact ? call->begin.batch : rounded(call->begin.batch, 1);
+    key->queries = is_exact ? te_round_up(p->max_queries + !p->max_queries, LEAST_TOKENS)
+                            : rounded(p->max_queries, LEAST_TOKENS);
+    key->keys = is_exact ? te_round_up(p->max_keys + !p->max_keys, LEAST_TOKENS)
+                         : rounded(p->max_keys, LEAST_TOKENS);
+    call->begin.entries = key->batch;
+}
+
+static void lay_out(sdpa_call *call, int is_exact)
 {
     const te_attention_problem *p = call->problem;
     te_sdpa_key *key = &call->key;
@@ -234,6 +298,7 @@ static void lay_out(sdpa_call *call)
     key->heads = p->query.shape[2];
     key->d_k = p->query.shape[3];
     key->keys = p->key.shape[1];
+    if (te_attention_is_packed(p)) lay_out_packed(call, is_exact);
     key->kv_heads = p->key.shape[2];
     key->d_v = p->value.shape[3];
     key->dtype = (uint8_t)p->query.dtype;
@@ -256,6 +321,20 @@ static int has_given_lengths(const sdpa_call *call)
     return call->key.has_lengths && call->makes_lengths != 3;
 }
 
+/* Lengths and starts of packed sequences. */
+static te_status begin_packed(const sdpa_call *call, te_cuda_state *cuda, void *stream)
+{
+    const te_attention_begin_params *params = &call->begin;
+    const uint32_t blocks = (uint32_t)te_ceil_div(params->entries + 1, TE_ATTENTION_THREADS);
+    const te_cuda_call begin = {
+        "attention",
+        "te_attention_begin",
+        {blocks < MAX_BLOCKS ? blocks : MAX_BLOCKS, 1, 1, TE_ATTENTION_THREADS, 1, 1, 0},
+        params,
+        sizeof *params};
+    return te_cuda_run(cuda, &begin, 1, stream);
+}
+
 /* What is done before cuDNN's kernels. */
 static te_status prepare(sdpa_call *call, te_cuda_state *cuda, void *stream)
 {
@@ -263,6 +342,7 @@ static te_status prepare(sdpa_call *call, te_cuda_state *cuda, void *stream)
     const te_attention_problem *p = call->problem;
     te_sdpa_key *key = &call->key;
     const int64_t lengths[] = {key->queries, key->keys};
+    if (key->is_packed) TE_TRY(begin_packed(call, cuda, stream));
     for (int i = 0; i < 2; i++) {
         if ((call->makes_lengths >> i & 1) == 0) continue;
         TE_TRY(TE_CU(cuMemsetD32Async, (CUdeviceptr)call->places[TE_SDPA_QUERY_LENGTHS + i],
@@ -288,6 +368,41 @@ static te_status prepare(sdpa_call *call, te_cuda_state *cuda, void *stream)
     return TE_OK;
 }
 
+static te_attention_heads heads_of(const te_tensor *heads)
+{
+    const int64_t *n = heads->shape;
+    return (te_attention_heads){te_cuda_view4(heads), n[1], n[2], n[3] / VECTOR};
+}
+
+/* What cuDNN does not write of packed sequences; heads of queries, or of queries, keys and values.
+ */
+static te_status clear_gaps(te_cuda_state *cuda, const sdpa_call *call,
+                            const te_tensor *const heads[3], const te_tensor *statistics,
+                            void *stream)
+{
+    const te_attention_begin_params *packed = &call->begin;
+    te_attention_gaps_params params = {.sides = {packed->sides[0], packed->sides[1]},
+                                       .batch = packed->batch};
+    const int64_t ranges = packed->batch + 1;
+    const te_cuda_call launch = {
+        "attention",
+        "te_attention_gaps",
+        {GAP_BLOCKS, (uint32_t)(ranges < TE_CUDA_MAX_GRID_Y ? ranges : TE_CUDA_MAX_GRID_Y), 4,
+         TE_ATTENTION_THREADS, 1, 1, 0},
+        &params,
+        sizeof params};
+    for (int i = 0; i < 3; i++) {
+        if (heads[i] == NULL || !te_tensor_present(heads[i])) continue;
+        params.heads[i] = heads_of(heads[i]);
+        params.side_of[i] = i > 0;
+    }
+    if (statistics != NULL && te_tensor_present(statistics)) {
+        params.statistics = statistics->data;
+        params.rows = statistics->shape[2];
+    }
+    return te_cuda_run(cuda, &launch, 1, stream);
+}
+
 /* Clears heads (absent ones are passed over) and statistics (NULL: none): all, or where `call` has
  * lengths of its caller, the sequences of which cuDNN writes nothing, those without a query or a
  * key. */
@@ -304,10 +419,10 @@ static te_status clear(te_cuda_state *cuda, const sdpa_call *call, const te_tens
         &params,
         sizeof params};
     if (params.batch == 0) return TE_OK;
+    if (call->key.is_packed) return clear_gaps(cuda, call, heads, statistics, stream);
     for (int i = 0; i < 3; i++) {
-        const int64_t *n = heads[i] == NULL ? NULL : heads[i]->shape;
-        if (n == NULL || !te_tensor_present(heads[i])) continue;
-        params.heads[i] = (te_attention_heads){te_cuda_view4(heads[i]), n[1], n[2], n[3] / VECTOR};
+        if (heads[i] == NULL || !te_tensor_present(heads[i])) continue;
+        params.heads[i] = heads_of(heads[i]);
     }
     if (statistics != NULL && te_tensor_present(statistics)) {
         params.statistics = statistics->data;
@@ -363,7 +478,8 @@ done:
 
 static int is_empty(const te_attention_problem *p)
 {
-    return te_tensor_numel(&p->query) == 0 || te_tensor_numel(&p->key) == 0;
+    return te_tensor_numel(&p->query) == 0 || te_tensor_numel(&p->key) == 0 ||
+           te_attention_batch(p) == 0;
 }
 
 static void lay_out_forward(const te_attention_args *args, void *workspace, sdpa_call *call)
@@ -372,10 +488,10 @@ static void lay_out_forward(const te_attention_args *args, void *workspace, sdpa
     call->problem = &args->problem;
     call->op = TE_OP_ATTENTION;
     call->base = workspace;
-    lay_out(call);
+    lay_out(call, 0);
     place_heads(call, TE_SDPA_OUTPUT, &args->output, &call->key.output);
     call->key.keeps_statistics = te_tensor_requested(&args->statistics);
-    call->places[TE_SDPA_STATISTICS] = args->statistics.data;
+    place_statistics(call, &args->statistics);
     place_lengths(call, 0);
 }
 
@@ -405,7 +521,7 @@ te_status te_cuda_attention(void *self, te_context *context, const void *args_, 
         TE_TRY(clear(cuda, &call, heads, &args->statistics, stream));
     }
     if (args->problem.dropout < 1.0F) return TE_OK;
-    call.places[TE_SDPA_QUERY_LENGTHS] = NULL;
+    call = (sdpa_call){.problem = &args->problem};
     return clear(cuda, &call, heads, NULL, stream);
 }
 
@@ -441,6 +557,7 @@ static void place_gradient(sdpa_call *call, int32_t place, const te_tensor *grad
     of->head = like->shape[3];
     of->token = of->head * like->shape[2];
     of->batch = of->token * like->shape[1];
+    place_strides(call, place, of);
 }
 
 /* A mask may give the bias that cuDNN reads more batch entries and heads. */
@@ -454,6 +571,35 @@ static void place_bias_gradient(sdpa_call *call, const te_tensor *grad)
     call->places[TE_SDPA_GRAD_BIAS] = grad->data;
 }
 
+/* What a backward sums: of whole sequences, or of packed tokens as their gradients lie, whichever
+ * is less. The latter cuDNN takes for multiples of 16 channels. */
+static void place_scratch(sdpa_call *call)
+{
+    const te_attention_problem *p = call->problem;
+    te_sdpa_key *key = &call->key;
+    const int64_t rows = key->batch * key->heads * key->queries, group = key->heads / key->kv_heads;
+    const int64_t tokens = p->query.shape[1], key_tokens = p->key.shape[1];
+    const int64_t of_keys = key_tokens * key->grad_key.token * group;
+    const int64_t of_values = key_tokens * key->grad_value.token * group;
+    const int64_t whole = 4 * rows * (key->d_k + 1) + 2 * (group > 1) * key->batch * key->heads *
+                                                          key->keys * (key->d_k + key->d_v);
+    const int64_t packed =
+        4 * tokens * (key->grad_query.token + key->heads) + 2 * (group > 1) * (of_keys + of_values);
+    key->packs_scratch = key->is_packed && te_sdpa_sums_queries(key) && key->d_k % 16 == 0 &&
+                         key->d_v % 16 == 0 && packed < whole;
+    call->places[TE_SDPA_ROW_SUM] =
+        take(call, key->packs_scratch ? tokens * key->heads : rows, sizeof(float));
+    if (te_sdpa_sums_queries(key)) {
+        call->places[TE_SDPA_QUERY_SUM] =
+            take(call, key->packs_scratch ? tokens * key->grad_query.token : rows * key->d_k,
+                 sizeof(float));
+    }
+    if (te_sdpa_fills_heads(key)) {
+        call->places[TE_SDPA_FULL_KEY] = take(call, of_keys, sizeof(uint16_t));
+        call->places[TE_SDPA_FULL_VALUE] = take(call, of_values, sizeof(uint16_t));
+    }
+}
+
 static void lay_out_backward(const te_attention_backward_args *args, void *workspace,
                              sdpa_call *call)
 {
@@ -464,22 +610,17 @@ static void lay_out_backward(const te_attention_backward_args *args, void *works
     call->op = TE_OP_ATTENTION_BACKWARD;
     call->base = workspace;
     key->backward = 1;
-    lay_out(call);
+    lay_out(call, args->deterministic != 0);
     if (te_tensor_requested(&args->grad_bias)) place_bias_gradient(call, &args->grad_bias);
     key->deterministic = args->deterministic != 0;
     place_heads(call, TE_SDPA_OUTPUT, &args->output, &key->output);
     place_heads(call, TE_SDPA_GRAD_OUTPUT, &args->grad_output, &key->grad_output);
-    call->places[TE_SDPA_STATISTICS] = args->statistics.data;
+    place_statistics(call, &args->statistics);
     place_gradient(call, TE_SDPA_GRAD_QUERY, &args->grad_query, &p->query, &key->grad_query);
     place_gradient(call, TE_SDPA_GRAD_KEY, &args->grad_key, &p->key, &key->grad_key);
     place_gradient(call, TE_SDPA_GRAD_VALUE, &args->grad_value, &p->value, &key->grad_value);
     place_lengths(call, key->keys % WHOLE_KEYS != 0 || key->queries == 1);
-    call->places[TE_SDPA_ROW_SUM] =
-        take(call, key->batch * key->heads * key->queries, sizeof(float));
-    if (te_sdpa_sums_queries(key)) {
-        call->places[TE_SDPA_QUERY_SUM] =
-            take(call, key->batch * key->heads * key->queries * key->d_k, sizeof(float));
-    }
+    place_scratch(call);
 }
 
 te_status te_cuda_attention_backward_workspace(void *self, te_context *context, const void *args_,

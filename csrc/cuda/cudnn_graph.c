@@ -81,7 +81,8 @@ void te_cudnn_graph_clear(te_cudnn_graph *graph)
 /* The tensor's number is its uid. */
 static te_cudnn_tensor *add_tensor(te_cudnn_graph *graph, cudnnDataType_t dtype,
                                    const int64_t shape[4], const int64_t strides[4],
-                                   cudnnBackendAttributeName_t kind, int64_t alignment)
+                                   cudnnBackendAttributeName_t kind, int64_t alignment,
+                                   const te_cudnn_tensor *offsets)
 {
     const int64_t uid = graph->tensor_count + 1;
     const bool yes = true;
@@ -107,6 +108,7 @@ static te_cudnn_tensor *add_tensor(te_cudnn_graph *graph, cudnnDataType_t dtype,
     if (kind != CUDNN_ATTR_TENSOR_UNIQUE_ID) {
         set(graph, tensor->descriptor, kind, CUDNN_TYPE_BOOLEAN, 1, &yes);
     }
+    set_tensor(graph, tensor->descriptor, CUDNN_ATTR_TENSOR_RAGGED_OFFSET_DESC, offsets);
     finalize(graph, tensor->descriptor);
     return tensor;
 }
@@ -125,10 +127,11 @@ static te_cudnn_bound *bind(te_cudnn_graph *graph, int32_t place)
 }
 
 te_cudnn_tensor *te_cudnn_at(te_cudnn_graph *graph, int32_t place, cudnnDataType_t dtype,
-                             const int64_t shape[4], const int64_t strides[4], int64_t alignment)
+                             const int64_t shape[4], const int64_t strides[4], int64_t alignment,
+                             const te_cudnn_tensor *offsets)
 {
     te_cudnn_tensor *tensor =
-        add_tensor(graph, dtype, shape, strides, CUDNN_ATTR_TENSOR_UNIQUE_ID, alignment);
+        add_tensor(graph, dtype, shape, strides, CUDNN_ATTR_TENSOR_UNIQUE_ID, alignment, offsets);
     (void)bind(graph, place);
     return tensor;
 }
@@ -136,13 +139,20 @@ te_cudnn_tensor *te_cudnn_at(te_cudnn_graph *graph, int32_t place, cudnnDataType
 te_cudnn_tensor *te_cudnn_virtual(te_cudnn_graph *graph, cudnnDataType_t dtype,
                                   const int64_t shape[4], const int64_t strides[4])
 {
-    return add_tensor(graph, dtype, shape, strides, CUDNN_ATTR_TENSOR_IS_VIRTUAL, 16);
+    return te_cudnn_virtual_from(graph, dtype, shape, strides, NULL);
+}
+
+te_cudnn_tensor *te_cudnn_virtual_from(te_cudnn_graph *graph, cudnnDataType_t dtype,
+                                       const int64_t shape[4], const int64_t strides[4],
+                                       const te_cudnn_tensor *offsets)
+{
+    return add_tensor(graph, dtype, shape, strides, CUDNN_ATTR_TENSOR_IS_VIRTUAL, 16, offsets);
 }
 
 te_cudnn_tensor *te_cudnn_float(te_cudnn_graph *graph, float value)
 {
     te_cudnn_tensor *tensor =
-        add_tensor(graph, CUDNN_DATA_FLOAT, one, one, CUDNN_ATTR_TENSOR_IS_BY_VALUE, 16);
+        add_tensor(graph, CUDNN_DATA_FLOAT, one, one, CUDNN_ATTR_TENSOR_IS_BY_VALUE, 16, NULL);
     bind(graph, -1)->constant.f = value;
     return tensor;
 }
@@ -150,7 +160,7 @@ te_cudnn_tensor *te_cudnn_float(te_cudnn_graph *graph, float value)
 te_cudnn_tensor *te_cudnn_int(te_cudnn_graph *graph, int32_t value)
 {
     te_cudnn_tensor *tensor =
-        add_tensor(graph, CUDNN_DATA_INT32, one, one, CUDNN_ATTR_TENSOR_IS_BY_VALUE, 16);
+        add_tensor(graph, CUDNN_DATA_INT32, one, one, CUDNN_ATTR_TENSOR_IS_BY_VALUE, 16, NULL);
     bind(graph, -1)->constant.i = value;
     return tensor;
 }

@@ -45,12 +45,18 @@ typedef struct te_cudnn_graph {
 /* An empty graph is {0}. Destroys what it made. */
 void te_cudnn_graph_clear(te_cudnn_graph *graph);
 
-/* A tensor at a place, whose address is a multiple of `alignment` bytes. */
+/* A tensor at a place, whose address is a multiple of `alignment` bytes. Where there are `offsets`,
+ * batch entries begin there, at so many elements: [batch + 1] i64. */
 te_cudnn_tensor *te_cudnn_at(te_cudnn_graph *graph, int32_t place, cudnnDataType_t dtype,
-                             const int64_t shape[4], const int64_t strides[4], int64_t alignment);
+                             const int64_t shape[4], const int64_t strides[4], int64_t alignment,
+                             const te_cudnn_tensor *offsets);
 /* A tensor that is not kept; strides NULL: dense. */
 te_cudnn_tensor *te_cudnn_virtual(te_cudnn_graph *graph, cudnnDataType_t dtype,
                                   const int64_t shape[4], const int64_t strides[4]);
+/* One whose batch entries begin at offsets (NULL: none). */
+te_cudnn_tensor *te_cudnn_virtual_from(te_cudnn_graph *graph, cudnnDataType_t dtype,
+                                       const int64_t shape[4], const int64_t strides[4],
+                                       const te_cudnn_tensor *offsets);
 te_cudnn_tensor *te_cudnn_float(te_cudnn_graph *graph, float value);
 te_cudnn_tensor *te_cudnn_int(te_cudnn_graph *graph, int32_t value);
 

@@ -7,6 +7,13 @@
 
 typedef te_cudnn_tensor tensor;
 
+/* Offsets of sequences in packed tensors of one token stride. */
+typedef struct offsets {
+    int of_keys;
+    int64_t stride;
+    tensor *tensor;
+} offsets;
+
 /* A graph being written, and what both directions read. */
 typedef struct writer {
     te_cudnn_graph *graph;
@@ -15,6 +22,8 @@ typedef struct writer {
     tensor *query_lengths, *key_lengths;
     tensor *query, *key_turned; /* [.., tokens, d_k] and [.., d_k, tokens] */
     tensor *scale;
+    offsets offsets[TE_SDPA_OFFSETS];
+    int offset_count;
 } writer;
 
 static cudnnDataType_t type_of(uint8_t dtype)
@@ -26,28 +35,6 @@ static cudnnDataType_t type_of(uint8_t dtype)
 
 /* ---- tensors of a problem ---- */
 
-/* Heads at a place: [batch, heads, tokens, channels], or turned, with the last two exchanged. */
-static tensor *heads_at(const writer *w, int32_t place, const te_sdpa_strides *of, int64_t heads,
-                        int64_t tokens, int64_t channels, int turned)
-{
-    const int64_t shape[4] = {w->key->batch, heads, turned ? channels : tokens,
-                              turned ? tokens : channels};
-    const int64_t strides[4] = {of->batch, of->head, turned ? 1 : of->token,
-                                turned ? of->token : 1};
-    return te_cudnn_at(w->graph, place, w->dtype, shape, strides, 16);
-}
-
-static tensor *queries_at(const writer *w, int32_t place, const te_sdpa_strides *of, int64_t d)
-{
-    return heads_at(w, place, of, w->key->heads, w->key->queries, d, 0);
-}
-
-static tensor *keys_at(const writer *w, int32_t place, const te_sdpa_strides *of, int64_t d,
-                       int turned)
-{
-    return heads_at(w, place, of, w->key->kv_heads, w->key->keys, d, turned);
-}
-
 /* What a caller may have put wherever its dtype can lie: the second of a pair of numbers, a part of
  * a bias. */
 static tensor *at(const writer *w, int32_t place, cudnnDataType_t dtype, const int64_t shape[4],
@@ -56,22 +43,73 @@ static tensor *at(const writer *w, int32_t place, cudnnDataType_t dtype, const i
     const int64_t alignment = dtype == CUDNN_DATA_INT64                                ? 8
                               : dtype == CUDNN_DATA_FLOAT || dtype == CUDNN_DATA_INT32 ? 4
                                                                                        : 2;
-    return te_cudnn_at(w->graph, place, dtype, shape, strides, alignment);
+    return te_cudnn_at(w->graph, place, dtype, shape, strides, alignment, NULL);
 }
 
-/* A number or, with the extent of the batch, one number of each sequence. */
+int te_sdpa_is_of_keys(int32_t place)
+{
+    return place == TE_SDPA_KEY || place == TE_SDPA_VALUE || place == TE_SDPA_GRAD_KEY ||
+           place == TE_SDPA_GRAD_VALUE;
+}
+
+/* A number or, with an extent, one number of each sequence. */
 static tensor *numbers_at(const writer *w, int32_t place, cudnnDataType_t dtype, int64_t count)
 {
     const int64_t shape[4] = {count, 1, 1, 1}, strides[4] = {1, 1, 1, 1};
     return at(w, place, dtype, shape, strides);
 }
 
-/* One fp32 number of each row of the scores. */
-static tensor *rows_at(const writer *w, int32_t place)
+/* Where sequences begin at a place of packed tokens, NULL for others; one tensor for all places of
+ * one stride. */
+static tensor *offsets_at(writer *w, int32_t place, int64_t stride)
+{
+    const int of_keys = te_sdpa_is_of_keys(place);
+    offsets *of = w->offsets;
+    if (!w->key->is_packed) return NULL;
+    for (; of < w->offsets + w->offset_count; of++) {
+        if (of->of_keys == of_keys && of->stride == stride) return of->tensor;
+    }
+    w->offset_count++;
+    *of = (offsets){of_keys, stride,
+                    numbers_at(w, TE_SDPA_OFFSETS + place, CUDNN_DATA_INT64, w->key->batch + 1)};
+    return of->tensor;
+}
+
+/* Heads at a place: [batch, heads, tokens, channels], or turned, with the last two exchanged. */
+static tensor *heads_at(writer *w, int32_t place, const te_sdpa_strides *of, int64_t heads,
+                        int64_t tokens, int64_t channels, int turned)
+{
+    const int64_t shape[4] = {w->key->batch, heads, turned ? channels : tokens,
+                              turned ? tokens : channels};
+    const int64_t strides[4] = {of->batch, of->head, turned ? 1 : of->token,
+                                turned ? of->token : 1};
+    const tensor *offsets = offsets_at(w, place, of->token);
+    return te_cudnn_at(w->graph, place, w->dtype, shape, strides, 16, offsets);
+}
+
+static tensor *queries_at(writer *w, int32_t place, const te_sdpa_strides *of, int64_t d)
+{
+    return heads_at(w, place, of, w->key->heads, w->key->queries, d, 0);
+}
+
+static tensor *keys_at(writer *w, int32_t place, const te_sdpa_strides *of, int64_t d, int turned)
+{
+    return heads_at(w, place, of, w->key->kv_heads, w->key->keys, d, turned);
+}
+
+/* One fp32 number of each row of the scores; packed: [tokens, heads]. */
+static tensor *rows_at(writer *w, int32_t place, int packed)
 {
     const int64_t shape[4] = {w->key->batch, w->key->heads, w->key->queries, 1};
-    const int64_t strides[4] = {shape[1] * shape[2], shape[2], 1, 1};
-    return te_cudnn_at(w->graph, place, CUDNN_DATA_FLOAT, shape, strides, 16);
+    const int64_t strides[4] = {shape[1] * shape[2], packed ? 1 : shape[2], packed ? shape[1] : 1,
+                                1};
+    const tensor *offsets = packed ? offsets_at(w, TE_SDPA_STATISTICS, shape[1]) : NULL;
+    return te_cudnn_at(w->graph, place, CUDNN_DATA_FLOAT, shape, strides, 16, offsets);
+}
+
+static tensor *statistics_at(writer *w)
+{
+    return rows_at(w, TE_SDPA_STATISTICS, w->key->is_packed);
 }
 
 static tensor *virtual_rows(const writer *w)
@@ -252,7 +290,7 @@ static void write_forward(writer *w)
     weights = exponential(w, subtracted(w, scores, top));
     te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_ADD, weights, sum);
     /* The pattern has the statistics even where nobody reads them. */
-    statistics = key->keeps_statistics ? rows_at(w, TE_SDPA_STATISTICS) : virtual_rows(w);
+    statistics = key->keeps_statistics ? statistics_at(w) : virtual_rows(w);
     te_cudnn_pointwise_to(
         w->graph, CUDNN_POINTWISE_ADD, top,
         te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_LOG, sum, NULL, CUDNN_DATA_FLOAT), statistics);
@@ -281,35 +319,48 @@ static tensor *turned(const writer *w, tensor *x)
     return y;
 }
 
-/* y = x^T b, of heads that share keys and values: their sum. */
-static void multiply_by_keys(const writer *w, tensor *x, tensor *b, tensor *y)
+/* What each head adds to a gradient that the heads of a group share. */
+static tensor *by_heads(writer *w, int32_t place, const te_sdpa_strides *of, int64_t channels)
 {
     const te_sdpa_key *key = w->key;
-    tensor *all = y;
-    if (key->heads != key->kv_heads) {
-        const int64_t shape[4] = {key->batch, key->heads, key->keys, y->shape[3]};
-        all = te_cudnn_virtual(w->graph, w->dtype, shape, NULL);
-    }
+    const int64_t shape[4] = {key->batch, key->heads, key->keys, channels};
+    const int64_t group = key->heads / key->kv_heads;
+    const int64_t strides[4] = {of->batch * group, of->head, of->token * group, 1};
+    const int full = place == TE_SDPA_GRAD_KEY ? TE_SDPA_FULL_KEY : TE_SDPA_FULL_VALUE;
+    if (!te_sdpa_fills_heads(key)) return te_cudnn_virtual(w->graph, w->dtype, shape, NULL);
+    /* The offsets are the gradient's: the engine scales them as it does the strides. */
+    return te_cudnn_at(w->graph, full, w->dtype, shape, strides, 16,
+                       offsets_at(w, place, of->token));
+}
+
+/* A gradient of keys or values, y = x^T b; of heads that share them: their sum. */
+static void multiply_by_keys(writer *w, tensor *x, tensor *b, int32_t place,
+                             const te_sdpa_strides *of, int64_t channels)
+{
+    const te_sdpa_key *key = w->key;
+    tensor *y = keys_at(w, place, of, channels, 0), *all = y;
+    if (key->heads != key->kv_heads) all = by_heads(w, place, of, channels);
     multiply(w, turned(w, x), b, all, w->key_lengths, NULL, w->query_lengths);
     if (all != y) te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_ADD, all, y);
 }
 
-static tensor *keys_again(const writer *w)
+static tensor *keys_again(writer *w)
 {
     const te_sdpa_key *key = w->key;
     const int64_t shape[4] = {key->batch, key->kv_heads, key->keys, key->d_k};
     const int64_t strides[4] = {key->key.batch, key->key.head, key->key.token, 1};
-    tensor *y = te_cudnn_virtual(w->graph, CUDNN_DATA_FLOAT, shape, strides);
+    tensor *y = te_cudnn_virtual_from(w->graph, CUDNN_DATA_FLOAT, shape, strides,
+                                      offsets_at(w, TE_SDPA_KEY, key->key.token));
     te_cudnn_reshape(w->graph, w->key_turned, y);
     return y;
 }
 
 /* Sums over channels of grad_output * output, times what dropout keeps. */
-static tensor *row_sums(const writer *w, tensor *grad_output)
+static tensor *row_sums(writer *w, tensor *grad_output)
 {
     const te_sdpa_key *key = w->key;
     tensor *output = queries_at(w, TE_SDPA_OUTPUT, &key->output, key->d_v);
-    tensor *sums = virtual_rows(w), *kept = rows_at(w, TE_SDPA_ROW_SUM);
+    tensor *sums = virtual_rows(w), *kept = rows_at(w, TE_SDPA_ROW_SUM, key->packs_scratch);
     te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_ADD, multiplied(w, grad_output, output), sums);
     /* Without this product, by 1 too, the engine keeps all scores in its workspace. */
     te_cudnn_pointwise_to(w->graph, CUDNN_POINTWISE_MUL, sums,
@@ -322,16 +373,29 @@ int te_sdpa_sums_queries(const te_sdpa_key *key)
     return key->backward && !key->deterministic && !key->wants_bias_grad;
 }
 
-static void write_query_gradient(const writer *w, tensor *grad_scores)
+int te_sdpa_fills_heads(const te_sdpa_key *key)
+{
+    return key->packs_scratch && key->heads != key->kv_heads;
+}
+
+/* fp32, dense or as the gradient lies. */
+static tensor *query_sum(writer *w)
+{
+    const te_sdpa_key *key = w->key;
+    const te_sdpa_strides *of = &key->grad_query;
+    const int64_t shape[4] = {key->batch, key->heads, key->queries, key->d_k};
+    const int64_t dense[4] = {shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1};
+    const int64_t packed[4] = {of->batch, of->head, of->token, 1};
+    return te_cudnn_at(w->graph, TE_SDPA_QUERY_SUM, CUDNN_DATA_FLOAT, shape,
+                       key->packs_scratch ? packed : dense, 16,
+                       key->packs_scratch ? offsets_at(w, TE_SDPA_GRAD_QUERY, of->token) : NULL);
+}
+
+static void write_query_gradient(writer *w, tensor *grad_scores)
 {
     const te_sdpa_key *key = w->key;
     tensor *result = queries_at(w, TE_SDPA_GRAD_QUERY, &key->grad_query, key->d_k), *sum = result;
-    if (te_sdpa_sums_queries(key)) {
-        const int64_t shape[4] = {key->batch, key->heads, key->queries, key->d_k};
-        const int64_t strides[4] = {shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3],
-                                    1};
-        sum = te_cudnn_at(w->graph, TE_SDPA_QUERY_SUM, CUDNN_DATA_FLOAT, shape, strides, 16);
-    }
+    if (te_sdpa_sums_queries(key)) sum = query_sum(w);
     multiply(w, grad_scores, keys_again(w), sum, w->query_lengths, NULL, w->key_lengths);
     if (sum != result) {
         te_cudnn_pointwise_to(w->graph, CUDNN_POINTWISE_IDENTITY, sum, NULL, result);
@@ -358,11 +422,10 @@ static void write_backward(writer *w)
         factor = te_cudnn_float(w->graph, te_keep_factor(key->dropout));
     }
     sums = row_sums(w, grad_output);
-    scores = subtracted(w, scores_of(w), rows_at(w, TE_SDPA_STATISTICS));
+    scores = subtracted(w, scores_of(w), statistics_at(w));
     weights = exponential(w, within_window(w, scores));
     dropped = drops ? multiplied(w, multiplied(w, weights, kept), factor) : weights;
-    multiply_by_keys(w, dropped, grad_output,
-                     keys_at(w, TE_SDPA_GRAD_VALUE, &key->grad_value, key->d_v, 0));
+    multiply_by_keys(w, dropped, grad_output, TE_SDPA_GRAD_VALUE, &key->grad_value, key->d_v);
     grads = virtual_scores(w);
     multiply(w, grad_output, keys_at(w, TE_SDPA_VALUE, &key->value, key->d_v, 1), grads,
              w->query_lengths, w->key_lengths, NULL);
@@ -373,7 +436,7 @@ static void write_backward(writer *w)
         te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_ADD, grads, bias_gradient(w));
     }
     grads = multiplied(w, grads, w->scale);
-    multiply_by_keys(w, grads, w->query, keys_at(w, TE_SDPA_GRAD_KEY, &key->grad_key, key->d_k, 0));
+    multiply_by_keys(w, grads, w->query, TE_SDPA_GRAD_KEY, &key->grad_key, key->d_k);
     write_query_gradient(w, grads);
 }
 

@@ -31,7 +31,10 @@ typedef struct te_sdpa_key {
     uint8_t wants_bias_grad;  /* of a backward */
     uint8_t bias_grad_sums;   /* 1 << dim: its gradient has one entry where the bias has several */
     uint8_t deterministic;    /* of a backward */
-    uint8_t unused[6];
+    uint8_t is_packed;        /* sequences begin at offsets, of tensors and statistics; lengths are
+                                 there; batch, queries and keys are bounds */
+    uint8_t packs_scratch;    /* of a backward: what it sums lies as the gradients do */
+    uint8_t unused[4];
 } te_sdpa_key;
 
 /* Where a run finds its tensors. */
@@ -50,14 +53,22 @@ enum {
     TE_SDPA_GRAD_QUERY,
     TE_SDPA_GRAD_KEY,
     TE_SDPA_GRAD_VALUE,
-    TE_SDPA_GRAD_BIAS, /* dense, in the dtype of the bias; see bias_grad_sums */
-    TE_SDPA_QUERY_SUM, /* scratch: [batch, heads, queries, d_k] f32, where not deterministic */
-    TE_SDPA_ROW_SUM,   /* scratch: [batch, heads, queries] f32 */
-    TE_SDPA_PLACES
+    TE_SDPA_GRAD_BIAS,  /* dense, in the dtype of the bias; see bias_grad_sums */
+    TE_SDPA_QUERY_SUM,  /* scratch: [batch, heads, queries, d_k] f32, where not deterministic */
+    TE_SDPA_ROW_SUM,    /* scratch: [batch, heads, queries] f32 */
+    TE_SDPA_FULL_KEY,   /* scratch, if packed, with groups: gradients of keys by each head, with */
+    TE_SDPA_FULL_VALUE, /* token strides that are larger by the heads of a group; of values */
+    TE_SDPA_OFFSETS,    /* + the place of a packed tensor: [batch + 1] i64, the element with which
+                           each sequence begins there */
+    TE_SDPA_PLACES = 2 * TE_SDPA_OFFSETS
 };
 
 /* Whether a backward sums the gradient of the query in TE_SDPA_QUERY_SUM. */
 int te_sdpa_sums_queries(const te_sdpa_key *key);
+/* Whether it has TE_SDPA_FULL_KEY and TE_SDPA_FULL_VALUE. */
+int te_sdpa_fills_heads(const te_sdpa_key *key);
+/* Whether tokens at a place are those of the keys. */
+int te_sdpa_is_of_keys(int32_t place);
 /* Writes the graph of a problem; the outcome is in its status. */
 void te_sdpa_write(te_cudnn_graph *graph, const te_sdpa_key *key);
 

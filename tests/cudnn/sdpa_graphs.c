@@ -53,6 +53,22 @@ static te_sdpa_key problem(int64_t heads, int64_t kv_heads, int64_t queries, int
     return key;
 }
 
+/* Of packed sequences; gradients and inputs lie in one projection, or apart. */
+static te_sdpa_key packed(int64_t heads, int64_t kv_heads, int64_t d_k, int64_t d_v, int together)
+{
+    te_sdpa_key key = problem(heads, kv_heads, 256, 384, d_k, d_v);
+    key.is_packed = key.has_lengths = 1;
+    if (!together) return key;
+    key.query.token = heads * d_k + kv_heads * (d_k + d_v);
+    key.query.batch = key.query.token * 256;
+    key.key.token = key.value.token = key.query.token;
+    key.key.batch = key.value.batch = key.query.token * 384;
+    key.grad_query = key.query;
+    key.grad_key = key.key;
+    key.grad_value = key.value;
+    return key;
+}
+
 static te_sdpa_key small(void)
 {
     return problem(4, 4, 256, 256, 64, 64);
@@ -158,6 +174,48 @@ static void check_extras(void)
     compile("no statistics", key, 0);
 }
 
+/* With scratch for whole sequences, and with what lies as the gradients do. */
+static void check_both(const char *name, te_sdpa_key key)
+{
+    char label[80];
+    check(name, key);
+    key.packs_scratch = 1;
+    (void)snprintf(label, sizeof label, "%s, scratch too", name);
+    compile(label, key, 1);
+}
+
+static void check_packed(void)
+{
+    te_sdpa_key key = packed(4, 4, 64, 64, 0);
+    check_both("packed", key);
+    key.window_right = 0;
+    check_both("packed, causal", key);
+    key.bottom_right = 1;
+    key.window_left = 100;
+    check_both("packed, window, bottom right", key);
+    key = packed(4, 4, 64, 64, 1);
+    key.dropout = 0.1F;
+    check_both("packed in one projection, dropout", key);
+    check_both("packed, groups", packed(8, 2, 128, 128, 0));
+    check_both("packed in one projection, groups", packed(8, 2, 128, 64, 1));
+    check_both("packed, 192 and 128 channels", packed(4, 1, 192, 128, 0));
+    check_both("packed, 256 channels", packed(2, 1, 256, 256, 0));
+    check("packed, 40 channels", packed(4, 2, 40, 24, 0));
+    check("packed, 8 channels", packed(4, 2, 8, 8, 0));
+    key = packed(4, 2, 64, 64, 0);
+    key.grad_query.token *= 2;
+    key.grad_output.token *= 2;
+    check_both("packed, gradients that lie otherwise", key);
+    key = packed(4, 2, 64, 64, 1);
+    key.deterministic = 1;
+    compile("packed, deterministic", key, 1);
+    key.window_right = 0;
+    key.dropout = 0.1F;
+    compile("packed, deterministic, causal, dropout", key, 1);
+    key.keeps_statistics = 0;
+    compile("packed, no statistics", key, 0);
+}
+
 int main(void)
 {
     if (te_cudnn_load() != TE_OK) {
@@ -176,6 +234,7 @@ int main(void)
     check_masks();
     check_shapes();
     check_extras();
+    check_packed();
     (void)te_cudnn.cudnnBackendDestroyDescriptor(target.device);
     return failures != 0;
 }

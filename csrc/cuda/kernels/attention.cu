@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * attention.cu - what attention needs beside cuDNN's kernels: a mask as a bias, and zeros.
+ * attention.cu - what attention needs beside cuDNN's kernels: a mask as a bias, zeros, and where
+ * packed sequences begin.
  */
 #include "attention.h"
 #include "numeric.cuh"
@@ -76,3 +77,90 @@ static __device__ __forceinline__ void clear(const te_attention_clear_params &p)
 }
 
 TE_KERNEL(te_attention_clear, te_attention_clear_params, (TE_ATTENTION_THREADS), clear(p))
+
+/* ---- packed sequences ---- */
+
+static __device__ __forceinline__ te_index length_of(const te_attention_side &side, te_index batch)
+{
+    if (side.lengths != nullptr) return side.lengths[batch];
+    return (te_index)side.offsets[batch + 1] - side.offsets[batch];
+}
+
+static __device__ __forceinline__ bool fits(const te_attention_side &side, te_index batch)
+{
+    const te_index first = side.offsets[batch], next = side.offsets[batch + 1];
+    const te_index length = length_of(side, batch);
+    return length >= 0 && length <= side.longest && first >= 0 && first + length <= next &&
+           next <= side.tokens;
+}
+
+static __device__ __forceinline__ te_index within(te_index value, te_index limit)
+{
+    return value < 0 ? 0 : value > limit ? limit : value;
+}
+
+static __device__ __forceinline__ void begin(const te_attention_begin_params &p)
+{
+    const te_index step = (te_index)gridDim.x * blockDim.x;
+    for (te_index at = (te_index)blockIdx.x * blockDim.x + threadIdx.x; at <= p.entries;
+         at += step) {
+        const te_index batch = at < p.batch ? at : p.batch;
+        const bool is_there = at < p.batch && fits(p.sides[0], at) && fits(p.sides[1], at);
+        for (int i = 0; i < 2 && at < p.entries; i++) {
+            p.lengths[i][at] = is_there ? (int)length_of(p.sides[i], at) : 0;
+        }
+        for (int i = 0; i < p.count; i++) {
+            const te_attention_starts &of = p.starts[i];
+            const te_attention_side &side = p.sides[of.side];
+            of.starts[at] = within(side.offsets[batch], side.tokens) * of.stride;
+        }
+    }
+}
+
+TE_KERNEL(te_attention_begin, te_attention_begin_params, (TE_ATTENTION_THREADS), begin(p))
+
+/* Fills tokens [first, last) of what blockIdx.z stands for. */
+static __device__ __forceinline__ void fill(const te_attention_gaps_params &p, te_index first,
+                                            te_index last, bool is_wrong)
+{
+    const te_index thread = (te_index)blockIdx.x * blockDim.x + threadIdx.x;
+    const te_index step = (te_index)gridDim.x * blockDim.x;
+    if (blockIdx.z == 3) {
+        const unsigned value = is_wrong ? 0x7fffffffU : 0xff800000U;
+        for (te_index at = first * p.rows + thread; at < last * p.rows; at += step) {
+            p.statistics[at] = __uint_as_float(value);
+        }
+        return;
+    }
+    const te_attention_heads &heads = p.heads[blockIdx.z];
+    const te_index count = (last - first) * heads.heads * heads.vectors;
+    const unsigned value = is_wrong ? 0x7fff7fffU : 0U; /* NaN in f16 and in bf16 */
+    for (te_index at = thread; at < count; at += step) {
+        te_index vector, head;
+        const te_index rest = te_divide(at, heads.vectors, &vector);
+        const te_index token = first + te_divide(rest, heads.heads, &head);
+        ((uint4 *)te_line(heads.view, 2, 0, token, head))[vector] =
+            make_uint4(value, value, value, value);
+    }
+}
+
+static __device__ __forceinline__ void fill_gaps(const te_attention_gaps_params &p)
+{
+    const bool is_there =
+        blockIdx.z == 3 ? p.statistics != nullptr : p.heads[blockIdx.z].view.data != nullptr;
+    const te_attention_side &side = p.sides[blockIdx.z == 3 ? 0 : p.side_of[blockIdx.z]];
+    for (te_index batch = blockIdx.y; is_there && batch <= p.batch; batch += gridDim.y) {
+        te_index from = 0, to = side.tokens;
+        if (batch > 0) from = side.offsets[batch - 1] + length_of(side, batch - 1);
+        if (batch < p.batch) to = side.offsets[batch];
+        fill(p, within(from, side.tokens), within(to, side.tokens), false);
+        if (batch == p.batch) continue;
+        const bool is_wrong = !fits(p.sides[0], batch) || !fits(p.sides[1], batch);
+        if (is_wrong || length_of(p.sides[0], batch) == 0 || length_of(p.sides[1], batch) == 0) {
+            fill(p, within(to, side.tokens), within(to + length_of(side, batch), side.tokens),
+                 is_wrong);
+        }
+    }
+}
+
+TE_KERNEL(te_attention_gaps, te_attention_gaps_params, (TE_ATTENTION_THREADS), fill_gaps(p))

@@ -37,4 +37,43 @@ typedef struct te_attention_clear_params {
     te_index batch;
 } te_attention_clear_params;
 
+/* The queries, or the keys, of packed sequences: the token with which each begins, how many it has
+ * (NULL: up to the next one), and what these must not exceed. A sequence of which one side does is
+ * wrong: nothing is computed of it. */
+typedef struct te_attention_side {
+    const int *offsets, *lengths; /* [batch + 1]; [batch] or NULL */
+    te_index tokens, longest;
+} te_attention_side;
+
+enum { TE_ATTENTION_STARTS = 10 };
+
+/* Where sequences begin in a tensor, in elements. */
+typedef struct te_attention_starts {
+    te_index *starts; /* [entries + 1] */
+    te_index stride;  /* of a token */
+    int side;
+} te_attention_starts;
+
+/* te_attention_begin: lengths and starts of packed sequences as cuDNN reads them, 0 and the last
+ * one's end for entries beyond the batch. Grid: any number of blocks. */
+typedef struct te_attention_begin_params {
+    te_attention_side sides[2]; /* queries, keys */
+    te_index batch, entries;
+    int *lengths[2]; /* [entries] each */
+    te_attention_starts starts[TE_ATTENTION_STARTS];
+    int count; /* of them */
+} te_attention_begin_params;
+
+/* te_attention_gaps: 0 in heads and -Inf in statistics of tokens of no sequence, and of sequences
+ * of which one side is empty; NaN in those that are wrong. Grid: (any number of blocks, which
+ * stride over a range; batch + 1, which stride too; 4). */
+typedef struct te_attention_gaps_params {
+    te_attention_side sides[2];
+    te_index batch;
+    te_attention_heads heads[3]; /* with one batch entry */
+    int side_of[3];
+    float *statistics; /* [tokens, rows], or NULL */
+    te_index rows;
+} te_attention_gaps_params;
+
 #endif
