@@ -44,7 +44,10 @@ def situations():
         for on, (device, *facts) in itertools.product(switches, machines):
             limits = kind, window_of(window, kind), diagonal_of(None, kind), square
             channels = (64, 64) if square else (64, 60)
-            yield Situation(*limits, bias, not square, dtype, device, on, channels, *facts)
+            of = Situation(*limits, bias, not square, dtype, device, on, channels, *facts)
+            yield of
+            if kind.padding:
+                yield of._replace(packed=True)
 
 
 def test_one_table_answers_everything():

@@ -367,7 +367,6 @@ def test_packed_errors(device):
         ("softmax_type", "off-by-one"),
         ("softmax_type", "learnable"),
         ("return_max_logit", True),
-        ("qkv_format", "thd"),
     ],
 )
 def test_options_that_are_not_there_yet(option, value):
@@ -378,9 +377,7 @@ def test_options_that_are_not_there_yet(option, value):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("qkv_format", "thd"),
         ("inference_params", {}),
-        ("pad_between_seqs", True),
         ("fp8_output", True),
         ("num_splits", 4),
         ("score_mod", max),

@@ -131,7 +131,6 @@ def wrong_inputs(layer, device):
         "angles odd": lambda: layer(x, rotary_pos_emb=angles[..., :-1]),
         "angles three": lambda: layer(x, rotary_pos_emb=(angles,) * 3),
         "inference": lambda: layer(x, inference_params={}),
-        "between": lambda: layer(x, pad_between_seqs=True),
         "source": lambda: layer(x, encoder_output=x),
     }
 
@@ -139,7 +138,7 @@ def wrong_inputs(layer, device):
 NAMES = ("no batch", "four dims", "one dim", "features", "dtype", "integers", "list", "mask dtype",
          "mask shape", "no mask", "arbitrary shape", "mask type", "lengths", "window", "no bias",
          "bias shape", "bias type", "slopes", "angles dims", "angles short", "angles wide",
-         "angles odd", "angles three", "inference", "between", "source")  # fmt: skip
+         "angles odd", "angles three", "inference", "source")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

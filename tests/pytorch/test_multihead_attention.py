@@ -402,13 +402,7 @@ def test_copies_and_state_dict(device):
 # ---- errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("softmax_type", "learnable"),
-        ("qkv_format", "thd"),
-    ],
-)
+@pytest.mark.parametrize(("option", "value"), [("softmax_type", "learnable")])
 def test_options_that_are_not_there_yet(option, value):
     with pytest.raises(NotImplementedError, match=f"{option}="):
         te.MultiheadAttention(32, 4, device="cpu", **{option: value})

@@ -11,6 +11,7 @@ from tols import BF16, F32, tol
 from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
     _unusual as unusual,
 )
+from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.attention.dot_product_attention.native import attend
 from transformer_engine.pytorch.attention.options import AttentionOptions
@@ -30,7 +31,7 @@ def leaves(rng, dtype):
 
 def run(query, key, value, bias, dropout=0.0):
     limits = Limits(None, bias, (-1, 0), True)
-    return attend(query, key, value, "bshd", limits, 0.25, dropout)
+    return attend(Heads((query, key, value)), "bshd", limits, 0.25, dropout)
 
 
 def definition(query, key, value, bias):

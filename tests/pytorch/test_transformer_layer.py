@@ -344,13 +344,11 @@ def test_errors(options, match):
     ("option", "value"),
     [
         ("softmax_type", "off-by-one"),
-        ("attn_input_format", "thd"),
         ("activation", "sine"),
     ],
 )
 def test_options_that_are_not_there_yet(option, value):
-    name = {"attn_input_format": "qkv_format"}.get(option, option)
-    with pytest.raises(NotImplementedError, match=f"{name}="):
+    with pytest.raises(NotImplementedError, match=f"{option}="):
         te.TransformerLayer(32, 64, 4, device="cpu", **{option: value})
 
 
@@ -362,5 +360,3 @@ def test_call_errors(device):
         make(device, layer_type="decoder")(x)
     with pytest.raises(NotImplementedError, match="inference_params"):
         layer(x, inference_params={})
-    with pytest.raises(NotImplementedError, match="pad_between_seqs"):
-        layer(x, pad_between_seqs=True)

@@ -70,15 +70,24 @@ def _flops_of_products(operator: str, scores: int, of_query: int, of_value: int)
 def _flops_of_attention(
     query: Tensor, key: Tensor, value: Tensor, *others: Any, operator: str = "attention", **_: Any
 ) -> int:
-    *_, sequence_first = others
-    scores = query.shape[:3].numel() * key.shape[0 if sequence_first else 1]
-    return _flops_of_products(operator, scores, query.shape[3], value.shape[3])
+    *_, longest, sequence_first = others
+    if query.dim() == 3:  # packed sequences: as if each had as many keys as the longest may have
+        scores = query.shape[:2].numel() * longest
+    else:
+        scores = query.shape[:3].numel() * key.shape[0 if sequence_first else 1]
+    return _flops_of_products(operator, scores, query.shape[-1], value.shape[-1])
 
 
 def _flops_of_attention_backward(
-    grad: Tensor, wants_bias: bool, deterministic: bool, *arguments: Any, **results: Any
+    grad: Tensor,
+    wants_bias: bool,
+    deterministic: bool,
+    joined: int,
+    dim: int,
+    *arguments: Any,
+    **results: Any,
 ) -> int:
-    del grad, wants_bias, deterministic, results
+    del grad, wants_bias, deterministic, joined, dim, results
     return _flops_of_attention(*arguments, operator="attention_backward")
 
 

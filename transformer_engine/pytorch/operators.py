@@ -44,6 +44,7 @@ def operator(
     unit_stride: str = "",
     aligned: bool = False,
     by_sequence: str = "",
+    split: Callable | None = None,
 ) -> Callable:
     """Make a function of `_core` a torch operator, and what runs either.
 
@@ -69,11 +70,15 @@ def operator(
         are one in memory (`Tensor.expand`), on a CUDA device.
     by_sequence : str
         Fields [batch, sequence, ...] that come as [sequence, batch, ...] where the argument
-        ``sequence_first`` is True.
+        ``sequence_first`` is True, and as [tokens, ...] where there are ``query_offsets``: those of
+        packed sequences have one batch entry.
+    split : callable, optional
+        Takes what `empty` made, and the arguments; gives a tensor for each field of the results,
+        where these are views of fewer tensors.
     """
     names = [argument.split()[-1] for argument in arguments.split(",")]
     given = (names, results.split(), empty, unit_stride.split(), aligned, by_sequence.split())
-    return traceable(name, arguments, len(results.split()), _native(name, *given), empty)
+    return traceable(name, arguments, len(results.split()), _native(name, *given, split), empty)
 
 
 def traceable(
@@ -102,6 +107,7 @@ def _native(
     unit_stride: list[str],
     aligned: bool,
     by_sequence: list[str],
+    split: Callable | None,
 ) -> Callable:
     """What eager code calls: made as text, so that a call costs what one written by hand does."""
     fields = _core.op_fields(name)
@@ -110,15 +116,22 @@ def _native(
         lines.append(f"if {field}.stride(-1) != 1: {field} = {field}.contiguous()")
         if aligned:
             lines.append(f"if {field}.is_cuda and not lies({field}): {field} = copied({field})")
-    lines.append(f"{', '.join(results)} = made = empty({', '.join(arguments)})")
-    if by_sequence:
-        turned = (f"{field}.transpose(0, 1)" for field in by_sequence)
-        lines.append(f"if sequence_first: {', '.join(by_sequence)} = {', '.join(turned)}")
+    lines.append(f"made = empty({', '.join(arguments)})")
+    parts = "made" if split is None else f"split(made, {', '.join(arguments)})"
+    lines.append(f"{', '.join(results)} = {parts}")
+    for condition, view in (
+        ("sequence_first", "transpose(0, 1)"),
+        ("query_offsets is not None", "unsqueeze(0)"),
+    ):
+        if by_sequence and condition.split()[0] in arguments:
+            views = ", ".join(f"{field}.{view}" for field in by_sequence)
+            lines.append(f"if {condition}: {', '.join(by_sequence)} = {views}")
     first = [field for field, *_ in itertools.takewhile(lambda field: field[3], fields)]
     known = {field for field, *_ in fields} - set(first)
     keywords = [f"{each}={each}" for each in (*results, *arguments) if each in known]
     lines += [f"core({', '.join(first + keywords)})", "return made"]
     scope = {"core": getattr(_core, name), "empty": empty, "lies": _is_aligned, "copied": _copied}
+    scope["split"] = split
     exec("\n    ".join(lines), scope)
     return scope[name]
 

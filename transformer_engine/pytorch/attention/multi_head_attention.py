@@ -10,6 +10,8 @@ from torch import Tensor
 from transformer_engine.common.config import attention_switches
 from transformer_engine.pytorch.attention.attending import attending
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
+from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
+from transformer_engine.pytorch.attention.dot_product_attention.packed import starts_of
 from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.modes import only_forwards
@@ -260,7 +262,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         Parameters
         ----------
         hidden_states : Tensor
-            [s, b, hidden_size] (sbhd) or [b, s, hidden_size] (bshd).
+            [s, b, hidden_size] (sbhd), [b, s, hidden_size] (bshd) or [t, hidden_size] (thd).
         attention_mask : Tensor or pair of Tensor, optional
             bool, True: masked out; see `DotProductAttention`.
         encoder_output : Tensor, optional
@@ -323,7 +325,7 @@ fast_zero_fill, pad_between_seqs
         core, key = self._modules["core_attention"], None
         if options.without_tensors() and type(core.window_size) is not list:
             key = (  # of the options those that are read: mask type to type of the bias
-                options[2:10], options.pad_between_seqs, self.q_norm is None,
+                options[2:10], self.q_norm is None,
                 self.qkv_weight_interleaved, core.training, core.attention_dropout,
                 core.softmax_scale, core._get_tracker, core.attn_mask_type, core.window_size,
                 core.bottom_right_diagonal, core.qkv_format, inp.dtype, inp.device,
@@ -342,6 +344,8 @@ fast_zero_fill, pad_between_seqs
         self, core: DotProductAttention, inp: Tensor, options: AttentionOptions
     ) -> Attending | None:
         """`_attending`, anew."""
+        if self.qkv_format == "thd":
+            return None
         source = options.encoder_output
         slices, keys = self._slices(), inp if source is None else source
         s, b = (0, 1) if self.qkv_format == "sbhd" else (1, 0)
@@ -349,7 +353,6 @@ fast_zero_fill, pad_between_seqs
             slices is None
             or options.inference_params is not None
             or options.checkpoint_core_attention
-            or options.pad_between_seqs
             or core.qkv_format != self.qkv_format
             or (source is None) != (self.attention_type == "self")
             or not _alike(keys, inp, b)
@@ -429,10 +432,10 @@ fast_zero_fill, pad_between_seqs
             query = mixed.unflatten(-1, heads)
             key, value = self._split(modules["key_value"](source, first), 0)
         if self.q_norm is not None or options.rotary_pos_emb is not None:
-            query, key = self._position(query, key, options.rotary_pos_emb)
+            query, key = self._position(query, key, options)
         core = modules["core_attention"]
         if only_forwards(core):
-            context = core.attend(query, key, value, options)
+            context = core.attend(Heads((query, key, value)), options)
         else:
             context = core(query, key, value, *options.for_core())
         out = modules["proj"](context, first)
@@ -464,15 +467,20 @@ fast_zero_fill, pad_between_seqs
         key, value = parts[-2].view(*lead, groups, k), parts[-1].view(*lead, groups, v)
         return (parts[0].view(*lead, heads, k), key, value) if heads else (key, value)
 
-    def _position(self, query: Tensor, key: Tensor, angles: Any) -> tuple[Tensor, Tensor]:
+    def _position(
+        self, query: Tensor, key: Tensor, call: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
         """Apply the norms of queries and keys and the rotary embedding, in the order set."""
+        angles = call.rotary_pos_emb
         if self.q_norm is not None and self.qk_norm_before_rope:
             query, key = self.q_norm(query), self.k_norm(key)
         if angles is not None:
             of_query, of_key = angles if isinstance(angles, tuple | list) else (angles, angles)
             options = {"interleaved": self.rotary_pos_interleaved}
-            query = apply_rotary_pos_emb(query, of_query, self.qkv_format, **options)
-            key = apply_rotary_pos_emb(key, of_key, self.qkv_format, **options)
+            starts = starts_of(call) if self.qkv_format == "thd" else (None, None)
+            given = (self.qkv_format, None)
+            query = apply_rotary_pos_emb(query, of_query, *given, cu_seqlens=starts[0], **options)
+            key = apply_rotary_pos_emb(key, of_key, *given, cu_seqlens=starts[1], **options)
         if self.q_norm is not None and not self.qk_norm_before_rope:
             query, key = self.q_norm(query), self.k_norm(key)
         return query, key

@@ -11,13 +11,13 @@ from transformer_engine.pytorch.attention.dot_product_attention import DotProduc
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
     Described,
     refuse_unbuilt,
-    unpack,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
     BACKENDS,
     Refusal,
     refusals,
 )
+from transformer_engine.pytorch.attention.dot_product_attention.heads import heads_of
 from transformer_engine.pytorch.attention.options import AttentionOptions
 
 _NAME = "explain_attention"
@@ -85,7 +85,7 @@ def explain_attention(
     layers: Any = (query_layer, key_layer, value_layer)
     packed = [arguments.get(name) for name in ("qkv_layer", "kv_layer")]
     if any(tensor is not None for tensor in packed):
-        layers = unpack(layers, *packed, arguments.get("qkv_interleave_dim", -3))
+        layers = heads_of(layers, *packed, arguments.get("qkv_interleave_dim", -3)).split()
     elif key_layer is None and value_layer is None and query_layer is not None:
         layers = _self_attention(core, query_layer)
     kind = _kind_of(layers[0], dtype, device)

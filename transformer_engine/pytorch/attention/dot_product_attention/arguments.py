@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of `DotProductAttention`: what is refused, packed tensors, descriptions of tensors."""
+"""Arguments of `DotProductAttention`: what is refused, and descriptions of tensors."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from transformer_engine.pytorch.module.parameters import refuse_options
 
@@ -52,38 +51,6 @@ def refuse_fp8(recipe: Any) -> None:
 
 
 def check_format(qkv_format: str) -> None:
-    """Raise for what is no format (ValueError) and for thd (NotImplementedError)."""
-    if qkv_format == "thd":
-        raise NotImplementedError(f"{_NAME}: qkv_format='thd'")
-    if qkv_format not in ("sbhd", "bshd"):
+    """Raise for what is no format (ValueError)."""
+    if qkv_format not in ("sbhd", "bshd", "thd"):
         raise ValueError(f"{_NAME}: qkv_format={qkv_format!r}, expected 'sbhd', 'bshd' or 'thd'")
-
-
-def unpack(
-    separate: tuple, qkv: Tensor | None, kv: Tensor | None, dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as views of packed tensors.
-
-    `separate` are query, key and value as they were given; only the query beside `kv`, keys and
-    values in one. `qkv` has all three; `dim`, -3 or -2, counts them. ValueError for tensors that
-    exclude each other, or a shape or stride that can not be.
-    """
-    query, key, value = separate
-    packed, count, label = (qkv, 3, "qkv_layer") if qkv is not None else (kv, 2, "kv_layer")
-    if key is not None or value is not None or (qkv is not None) == (query is not None):
-        raise ValueError(
-            f"{_NAME}: {label} stands for separate tensors: give "
-            + ("nothing else" if count == 3 else "query_layer beside it, and nothing else")
-        )
-    if qkv is not None and kv is not None:
-        raise ValueError(f"{_NAME}: qkv_layer and kv_layer exclude each other")
-    if dim not in (-3, -2):
-        raise ValueError(f"{_NAME}: qkv_interleave_dim={dim}, expected -3 or -2")
-    if packed.dim() < 4 or packed.shape[dim] != count:
-        raise ValueError(
-            f"{_NAME}: {label}: shape {tuple(packed.shape)}, expected {count} in dim {dim}"
-        )
-    if packed.stride(-1) != 1:
-        raise ValueError(f"{_NAME}: {label}: last stride {packed.stride(-1)}, expected 1")
-    parts = packed.unbind(dim)
-    return parts if count == 3 else (query, *parts)

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.attention.dot_product_attention import native, sdpa, unfused
+from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits, Situation
 from transformer_engine.pytorch.attention.dot_product_attention.masks import (
     CAUSAL_WINDOW,
     NO_WINDOW,
 )
+from transformer_engine.pytorch.attention.dot_product_attention.packed import to_packed, to_padded
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = [
@@ -94,6 +96,12 @@ FEATURES: tuple[Feature, ...] = (
         lambda s: s.device != "cpu" and not s.switches.nondeterministic,
         {"sdpa": "its gradients are not repeatable"},
     ),
+    Feature("packed sequences (thd)", lambda s: s.packed, {"sdpa": "it takes no offsets"}),
+    Feature(
+        "bias type {bias} of packed sequences",
+        lambda s: s.packed and s.bias != "no_bias",
+        {"native": "the operator takes none"},
+    ),
     Feature(
         "mask type {kind.name}",
         lambda s: s.kind.padding or s.kind.name == "arbitrary",
@@ -126,16 +134,36 @@ _FROM_HEADS = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
 
 
 def _by_heads(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A backend from a function of tensors [batch, heads, length, channels]."""
+    """A backend from a function of tensors [batch, heads, length, channels].
 
-    def run(
-        query: Tensor, key: Tensor, value: Tensor, qkv_format: str, *arguments: Limits | float
-    ) -> Tensor:
+    Packed sequences become a padded batch, and its output is packed again.
+    """
+
+    def run(heads: Heads, qkv_format: str, limits: Limits, *arguments: float) -> Tensor:
+        tensors = heads.split()
+        if limits.packed is not None:
+            return _run_padded(run, tensors, limits, *arguments)
         order = _TO_HEADS[qkv_format]
-        out = attend(query.permute(*order), key.permute(*order), value.permute(*order), *arguments)
+        out = attend(*(tensor.permute(*order) for tensor in tensors), limits, *arguments)
         return out.permute(*_FROM_HEADS[qkv_format])
 
     return run
+
+
+def _run_padded(
+    run: Callable[..., Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    limits: Limits,
+    *arguments: float,
+) -> Tensor:
+    """Run a backend that takes no packed sequences."""
+    query, key, value = tensors
+    (queries, keys), tokens = limits.packed, query.shape[0]
+    of_queries, of_keys = queries.rows(tokens), keys.rows(key.shape[0])
+    padded = to_padded(query, of_queries), to_padded(key, of_keys), to_padded(value, of_keys)
+    lengths = {"query_lengths": queries.ends(), "key_lengths": keys.ends()}
+    out = run(Heads(padded), "bshd", limits._replace(packed=None, **lengths), *arguments)
+    return to_packed(out, of_queries, tokens)
 
 
 class Backend(NamedTuple):

@@ -16,7 +16,6 @@ from transformer_engine.pytorch.attention.dot_product_attention.arguments import
     check_format,
     refuse_fp8,
     refuse_unbuilt,
-    unpack,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
     BACKENDS,
@@ -25,12 +24,14 @@ from transformer_engine.pytorch.attention.dot_product_attention.backends import 
     check_constructible,
     choose_backend,
 )
+from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, heads_of
 from transformer_engine.pytorch.attention.dot_product_attention.limits import (
     Limits,
     Situation,
     constant_limits,
     limits_of,
 )
+from transformer_engine.pytorch.attention.dot_product_attention.packed import sizes_of
 from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.modes import any_autocast, constant_in_graphs
@@ -118,7 +119,8 @@ class DotProductAttention(ContextParallel, NativeModule):
     attention_dropout : float, default 0
         Probability that an attention probability is dropped, in training.
     qkv_format : str, default "sbhd"
-        "sbhd" [sequence, batch, heads, channels] or "bshd". "thd" is not there yet.
+        "sbhd" [sequence, batch, heads, channels], "bshd", or "thd": [tokens, heads, channels] of
+        packed sequences.
     attn_mask_type : str, default "causal"
         Default of the forward: "no_mask", "padding", "causal", "padding_causal",
         "causal_bottom_right", "padding_causal_bottom_right" or "arbitrary".
@@ -274,19 +276,25 @@ class DotProductAttention(ContextParallel, NativeModule):
         Parameters
         ----------
         query_layer : Tensor
-            [s, b, heads, channels] (sbhd) or [b, s, heads, channels] (bshd); fp32, fp16 or bf16, on
-            the CPU or a CUDA device.
+            [s, b, heads, channels] (sbhd), [b, s, heads, channels] (bshd) or [t, heads, channels]
+            (thd); fp32, fp16 or bf16, on the CPU or a CUDA device.
         key_layer, value_layer : Tensor
             The same with the sequence of the keys and `num_gqa_groups` heads.
         attention_mask : Tensor or pair of Tensor, optional
             bool, True: masked out. Padding types: [b, 1, 1, s], or a pair for queries and keys;
-            "arbitrary": broadcastable to [b, heads, queries, keys]. The other types read none.
+            "arbitrary": broadcastable to [b, heads, queries, keys]. The other types read none, and
+            packed sequences neither.
         qkv_format, attn_mask_type, window_size, bottom_right_diagonal
             As of the constructor, for this call.
         cu_seqlens_q, cu_seqlens_kv : Tensor, optional
-            [b + 1] int32 sums of the sequence lengths: in place of the mask for padding types.
-        cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
-            Of packed sequences, which are not there yet; read for no other format.
+            [b + 1] int32 sums of the sequence lengths: in place of the mask for padding types. For
+            packed sequences the first is needed, and the second where keys are others than queries.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded : Tensor, optional
+            [b + 1] int32: the tokens with which packed sequences begin, where there are tokens of
+            no sequence between them. Their results are 0.
+        max_seqlen_q, max_seqlen_kv : int, optional
+            Bounds of the lengths of packed sequences. What is not given is read from the device,
+            for which the host waits, and rounded up to a multiple of 64.
         checkpoint_core_attention : bool, default False
             Keep the inputs only and repeat the attention in the backward.
         core_attention_bias_type : str, default "no_bias"
@@ -299,8 +307,10 @@ class DotProductAttention(ContextParallel, NativeModule):
             heads (for others see `masks.default_alibi_slopes`).
         fast_zero_fill, bf16_backward
             Ignored: they choose among implementations that there is one of here.
-        inference_params, pad_between_seqs, fp8_output, num_splits, score_mod, score_mod_bprop, \
-score_mod_tensors, score_mod_bprop_tensors
+        pad_between_seqs : bool, optional
+            Ignored: ``cu_seqlens_q_padded`` and ``cu_seqlens_kv_padded`` say so.
+        inference_params, fp8_output, num_splits, score_mod, score_mod_bprop, score_mod_tensors, \
+score_mod_bprop_tensors
             Not there yet.
         qkv_layer : Tensor, optional
             Queries, keys and values in one, in place of the three: [.., 3, heads, channels], or
@@ -308,13 +318,13 @@ score_mod_tensors, score_mod_bprop_tensors
         kv_layer : Tensor, optional
             Keys and values in one, likewise with 2.
         qkv_interleave_dim : int, default -3
-            Which dim of the packed tensors counts them: -3 or -2.
+            Which dim of these tensors counts them: -3 or -2.
 
         Returns
         -------
         Tensor
-            [s, b, heads * channels] or [b, s, heads * channels] in the dtype of the queries; under
-            `torch.autocast` in its dtype.
+            [s, b, heads * channels], [b, s, heads * channels] or [t, heads * channels] in the dtype
+            of the queries; under `torch.autocast` in its dtype.
 
         Raises
         ------
@@ -330,47 +340,42 @@ score_mod_tensors, score_mod_bprop_tensors
                 score_mod_bprop=score_mod_bprop, score_mod_tensors=score_mod_tensors,
                 score_mod_bprop_tensors=score_mod_bprop_tensors,
             )  # fmt: skip
-        if qkv_layer is not None or kv_layer is not None:
-            layers = (query_layer, key_layer, value_layer)
-            layers = unpack(layers, qkv_layer, kv_layer, qkv_interleave_dim)
-            query_layer, key_layer, value_layer = layers
+        layers = (query_layer, key_layer, value_layer)
+        heads = heads_of(layers, qkv_layer, kv_layer, qkv_interleave_dim)
         options = AttentionOptions(
             attention_mask, None, attn_mask_type, window_size, bottom_right_diagonal, None,
             checkpoint_core_attention, inference_params, None, core_attention_bias_type,
-            core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv,
-            pad_between_seqs=pad_between_seqs,
+            core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
+            cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs,
         )  # fmt: skip
-        return self.attend(query_layer, key_layer, value_layer, options, qkv_format)
+        return self.attend(heads, options, qkv_format)
 
     _FORWARD = forward
 
     def attend(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        options: AttentionOptions,
-        qkv_format: str | None = None,
+        self, heads: Heads, options: AttentionOptions, qkv_format: str | None = None
     ) -> Tensor:
-        """`forward` with its other arguments in one."""
+        """`forward` with its other arguments in two."""
         self._refuse(options)
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
-        sizes = self._check(query, key, value, qkv_format)
-        choice, limits = self.limits_for(options, sizes, query)
-        run, layers = BACKENDS[choice.backend].run, (query, key, value)
+        query, key, value = heads.split()
+        sizes = self._check(query, key, value, qkv_format, options)
+        tokens = (query.shape[0], key.shape[0]) if qkv_format == "thd" else None
+        choice, limits = self.limits_for(options, sizes, query, tokens)
+        run = BACKENDS[choice.backend].run
         dropout = self.attention_dropout if self.training else 0.0
         if self._get_tracker is not None or options.checkpoint_core_attention:
             recompute = options.checkpoint_core_attention
-            out = self._attend_specially(run, layers, qkv_format, limits, dropout, recompute)
+            out = self._attend_specially(run, heads, qkv_format, limits, dropout, recompute)
         else:
-            out = run(*layers, qkv_format, limits, self.softmax_scale, dropout)
+            out = run(heads, qkv_format, limits, self.softmax_scale, dropout)
         # contiguous does nothing where the backend wrote in this order
-        return out.flatten(2).contiguous()
+        return out.flatten(-2).contiguous()
 
     def _attend_specially(
         self,
         run: Callable[..., Tensor],
-        layers: tuple[Tensor, Tensor, Tensor],
+        heads: Heads,
         qkv_format: str,
         limits: Limits,
         dropout: float,
@@ -379,16 +384,15 @@ score_mod_tensors, score_mod_bprop_tensors
         """Run a backend inside a fork of the random state, or under a checkpoint."""
         tracker = self._get_tracker if dropout > 0.0 else None
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        def attend(bias: Tensor | None, *tensors: Tensor) -> Tensor:
             with contextlib.nullcontext() if tracker is None else tracker().fork():
-                own = limits._replace(bias=bias)
-                return run(query, key, value, qkv_format, own, self.softmax_scale, dropout)
+                given, own = heads._replace(tensors=tensors), limits._replace(bias=bias)
+                return run(given, qkv_format, own, self.softmax_scale, dropout)
 
+        tensors = limits.bias, *heads.tensors
         if not recompute:
-            return attend(*layers, limits.bias)
-        return checkpoint(
-            attend, *layers, limits.bias, get_rng_state_tracker=tracker, use_reentrant=False
-        )
+            return attend(*tensors)
+        return checkpoint(attend, *tensors, get_rng_state_tracker=tracker, use_reentrant=False)
 
     # ---- what applies --------------------------------------------------------------------------
 
@@ -402,22 +406,21 @@ score_mod_tensors, score_mod_bprop_tensors
     ) -> Situation:
         """The kind of a call, as `attend` would find it: of tensors, or what has their shapes."""
         self._refuse(options)
-        sizes = self._check(query, key, value, qkv_format or self.qkv_format)
-        return self._situation(self._kind_of(options, sizes, query))
+        qkv_format = qkv_format or self.qkv_format
+        sizes = self._check(query, key, value, qkv_format, options)
+        return self._situation(self._kind_of(options, sizes, query, qkv_format == "thd"))
 
     def _refuse(self, options: AttentionOptions) -> None:
         """Raise for what is not there yet (NotImplementedError)."""
-        if options.inference_params is not None or options.pad_between_seqs:
-            refuse_options(
-                _NAME,
-                inference_params=(options.inference_params, None),
-                pad_between_seqs=(bool(options.pad_between_seqs), False),
-            )
+        if options.inference_params is not None:
+            refuse_options(_NAME, inference_params=(options.inference_params, None))
         state = current_state()
         if state.enabled:
             refuse_fp8(state.recipe)
 
-    def _check(self, query: Any, key: Any, value: Any, qkv_format: str) -> tuple[int, ...]:
+    def _check(
+        self, query: Any, key: Any, value: Any, qkv_format: str, options: AttentionOptions
+    ) -> tuple[int, ...]:
         """(batch, heads, queries, keys); raises for tensors that do not go together."""
         if not (
             isinstance(query, _TENSORS)
@@ -428,15 +431,16 @@ score_mod_tensors, score_mod_bprop_tensors
             raise TypeError(f"{_NAME}: query, key, value are {found}, expected three tensors")
         of_query, of_key, of_value = query.shape, key.shape, value.shape
         check_format(qkv_format)
+        packed = qkv_format == "thd"
         s, b = (0, 1) if qkv_format == "sbhd" else (1, 0)
         heads, groups = self.num_attention_heads, self.num_gqa_groups
         k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
-        fits = len(of_query) == len(of_key) == 4
+        fits = len(of_query) == len(of_key) == 4 - packed
         if fits:
-            batch, queries, keys = of_query[b], of_query[s], of_key[s]
-            lead = (keys, batch) if s == 0 else (batch, keys)
+            lead = of_key[:-2]
             fits = (
-                (of_query[2], of_query[3]) == (heads, k)
+                (of_query[-2], of_query[-1]) == (heads, k)
+                and (packed or lead[b] == of_query[b])
                 and of_key == (*lead, groups, k)
                 and of_value == (*lead, groups, v)
             )
@@ -458,29 +462,38 @@ score_mod_tensors, score_mod_bprop_tensors
                 f"{_NAME}: query is on {device}, key on {key.device}, value on {value.device}: "
                 "expected the CPU or one CUDA device"
             )
-        return batch, heads, queries, keys
+        if packed:
+            batch, queries, keys = sizes_of(options, of_query[0], of_key[0])
+            return batch, heads, queries, keys
+        return of_query[b], heads, of_query[s], of_key[s]
 
     def limits_for(
-        self, options: AttentionOptions, sizes: tuple[int, ...], query: Tensor
+        self,
+        options: AttentionOptions,
+        sizes: tuple[int, ...],
+        query: Tensor,
+        tokens: tuple[int, int] | None = None,
     ) -> tuple[Choice, Limits]:
         """Which backend runs a call, and what its queries may attend.
 
-        `sizes` are (batch, heads, queries, keys); `query` has the dtype and device of the queries.
+        `sizes` are (batch, heads, queries, keys); `query` has the dtype and device of the queries;
+        `tokens` are all queries and keys of packed sequences.
         """
-        situation, choice, limits = self._decision_for(options, sizes, query)
+        situation, choice, limits = self._decision_for(options, sizes, query, tokens is not None)
         if (
             limits is None
             or options.core_attention_bias is not None
             or options.alibi_slopes is not None
         ):
-            limits = limits_of(situation, options, sizes, self.softmax_scale, query)
+            given = (situation, options, sizes, self.softmax_scale, query)
+            limits = limits_of(*given, (0, 0) if tokens is None else tokens)
         return choice, limits
 
     def _decision_for(
-        self, options: AttentionOptions, sizes: tuple[int, ...], query: Tensor
+        self, options: AttentionOptions, sizes: tuple[int, ...], query: Tensor, packed: bool
     ) -> _Decision:
         """What applies to a call, remembered for the next one of its kind."""
-        key = self._kind_of(options, sizes, query)
+        key = self._kind_of(options, sizes, query, packed)
         if torch.compiler.is_compiling():
             return self._decide(key)
         decision = self._decisions.get(key)
@@ -489,7 +502,9 @@ score_mod_tensors, score_mod_bprop_tensors
         self.__dict__["_ran"] = decision.choice
         return decision
 
-    def _kind_of(self, options: AttentionOptions, sizes: tuple[int, ...], query: Any) -> tuple:
+    def _kind_of(
+        self, options: AttentionOptions, sizes: tuple[int, ...], query: Any, packed: bool
+    ) -> tuple:
         """All that the choice of a backend for a call depends on; of `query` dtype and device."""
         mask, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
         window = self.window_size if options.window_size is None else options.window_size
@@ -502,13 +517,19 @@ score_mod_tensors, score_mod_bprop_tensors
             _dtype_of(query) if any_autocast() else query.dtype,
             query.device,
             _switches(),
-            "" if query.device.type == "cpu" else _unusual(options, sizes, query),
+            "" if query.device.type == "cpu" or packed else _unusual(options, sizes, query),
+            packed,
         )
 
     def _situation(self, key: tuple) -> Situation:
         """The kind of call of a key."""
-        name, window, bottom_right, bias, square, dtype, device, switches, unusual = key
+        name, window, bottom_right, bias, square, dtype, device, switches, unusual, packed = key
         kind = masks.mask_type(name)
+        if packed and not kind.padding:
+            raise ValueError(
+                f"{_NAME}: qkv_format='thd' with mask type {kind.name!r}: expected 'padding', "
+                "'padding_causal' or 'padding_causal_bottom_right'"
+            )
         window = masks.window_of(window, kind)
         diagonal = masks.diagonal_of(bottom_right, kind)
         one_of(_NAME, BIAS_TYPES, core_attention_bias_type=bias)
@@ -516,7 +537,7 @@ score_mod_tensors, score_mod_bprop_tensors
         channels = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
         return Situation(
             kind, window, diagonal, square, bias, grouped, dtype, device.type, switches, channels,
-            *_device_facts(device), unusual,
+            *_device_facts(device), unusual, packed,
         )  # fmt: skip
 
     def _decide(self, key: tuple) -> _Decision:
@@ -527,5 +548,5 @@ score_mod_tensors, score_mod_bprop_tensors
     def _mildest_calls(self) -> Iterator[Situation]:
         """The kinds of call that ask the least of a backend, one of each dtype, on the CPU."""
         for dtype in DTYPES:
-            key = "no_mask", None, None, "no_bias", True, dtype, _CPU, _ALL_ON, ""
+            key = "no_mask", None, None, "no_bias", True, dtype, _CPU, _ALL_ON, "", False
             yield self._situation(key)

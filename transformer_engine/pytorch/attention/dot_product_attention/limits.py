@@ -8,6 +8,10 @@ from torch import Tensor
 
 from transformer_engine.common.config import AttentionSwitches
 from transformer_engine.pytorch.attention.dot_product_attention import masks
+from transformer_engine.pytorch.attention.dot_product_attention.packed import (
+    Sequences,
+    sequences_of,
+)
 from transformer_engine.pytorch.attention.options import AttentionOptions
 
 _NAME = "DotProductAttention"
@@ -29,6 +33,7 @@ class Situation(NamedTuple):
     capability: int = 0  # of a CUDA device: 90 for 9.0. Tracers compare numbers, not their tuples
     cudnn: int = 0  # version of the library on a CUDA device, 91900 for 9.19.0
     unusual: str = ""  # what is about the mask, the bias or its gradient
+    packed: bool = False  # sequences lie one behind the other (thd)
 
 
 class Limits(NamedTuple):
@@ -42,6 +47,8 @@ class Limits(NamedTuple):
     """The diagonal ends in the bottom right corner of the scores of each sequence."""
     query_lengths: Tensor | None = None  # [batch] int32: where the sequences end; both, or neither
     key_lengths: Tensor | None = None  # [batch] int32: where the sequences end; both, or neither
+    packed: tuple[Sequences, Sequences] | None = None
+    """Queries and keys of packed sequences, which have their lengths there."""
 
     def without_lengths(self, queries: int, keys: int) -> "Limits":
         """The same as a mask, for a backend that reads no lengths."""
@@ -81,17 +88,27 @@ def constant_limits(situation: Situation) -> Limits | None:
 
 
 def limits_of(
-    situation: Situation, options: AttentionOptions, sizes: tuple, scale: float, query: Tensor
+    situation: Situation,
+    options: AttentionOptions,
+    sizes: tuple,
+    scale: float,
+    query: Tensor,
+    tokens: tuple[int, int] = (0, 0),
 ) -> Limits:
     """Limits of one call, of `sizes` (batch, heads, queries, keys).
 
-    `scale` is the factor of the scores. A bias is made on the device of `query`. TypeError or
+    `scale` is the factor of the scores. A bias is made on the device of `query`. `tokens` are the
+    queries and keys of all packed sequences. TypeError or
     ValueError where a tensor of the options is missing, one too many, or none of the kind.
     """
     batch, _, queries, keys = sizes
     kind, corner, shift = situation.kind, situation.bottom_right, None
     limits = Limits(None, None, situation.window, corner)
-    if kind.name == "arbitrary":
+    if situation.packed:
+        limits = limits._replace(packed=sequences_of(options, sizes, tokens))
+        if corner and situation.bias == "alibi":
+            shift = _corner_shift(corner, tuple(side.ends() for side in limits.packed))
+    elif kind.name == "arbitrary":
         limits = limits._replace(mask=masks.arbitrary_mask(options.attention_mask, sizes))
     elif kind.padding and options.attention_mask is not None:
         both = masks.padding_masks(options.attention_mask, batch, queries, keys)

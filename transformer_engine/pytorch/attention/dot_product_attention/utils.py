@@ -9,7 +9,6 @@ import torch
 from transformer_engine.common import absent
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
     Described,
-    check_format,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.backends import refusals
 from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
@@ -98,20 +97,24 @@ def _situation_of(params: AttentionParams) -> Situation:
         slopes = Described(params.alibi_slopes_shape, torch.float32, device)
     if params.attn_mask_type == "arbitrary":
         mask = described(batch, 1, queries, keys)
+    packed, lead = "t" in params.qkv_layout, ((batch, queries), (batch, keys))
+    sums = None
+    if packed:
+        lead = (batch * queries,), (batch * keys,)
+        sums = torch.zeros(batch + 1, dtype=torch.int32)
     options = AttentionOptions(
         mask, window_size=params.window_size, bottom_right_diagonal=params.bottom_right_diagonal,
         core_attention_bias_type=params.core_attention_bias_type, core_attention_bias=bias,
         alibi_slopes=slopes, pad_between_seqs=params.pad_between_seqs,
-        inference_params=params.inference_params,
+        inference_params=params.inference_params, cu_seqlens_q=sums, cu_seqlens_kv=sums,
+        max_seqlen_q=queries, max_seqlen_kv=keys,
     )  # fmt: skip
-    if "t" in params.qkv_layout:
-        check_format("thd")
     tensors = (
-        described(batch, queries, heads, params.head_dim_qk),
-        described(batch, keys, groups, params.head_dim_qk),
-        described(batch, keys, groups, params.head_dim_v),
+        described(*lead[0], heads, params.head_dim_qk),
+        described(*lead[1], groups, params.head_dim_qk),
+        described(*lead[1], groups, params.head_dim_v),
     )
-    situation = module.situation_of(*tensors, options, "bshd")
+    situation = module.situation_of(*tensors, options, "thd" if packed else "bshd")
     if params.deterministic:
         switches = situation.switches._replace(nondeterministic=False)
         situation = situation._replace(switches=switches)
