@@ -323,6 +323,7 @@ def _norm_backward(core):
         dict(
             kind=core.NORM_LAYERNORM, rsigma=torch.ones(ROWS), mean=torch.zeros(ROWS),
             gamma=torch.ones(K), grad_add=torch.randn(ROWS, K), grad_input=torch.zeros(ROWS, K),
+            grad_residual=torch.randn(ROWS, K),
             gamma_grad=torch.zeros(K), beta_grad=torch.zeros(K), zero_centered=False,
             **_context(core),
         ),

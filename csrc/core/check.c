@@ -213,6 +213,7 @@ static extent extent_of(const te_field *field, const void *member)
 
 /* Fields that the documentation of an operator lets be one memory: X(ENUM, name, written, read). */
 #define IN_PLACE(X)                                                                                \
+    X(NORM_BACKWARD, norm_backward, grad_input, grad_residual)                                     \
     X(ACTIVATION_BACKWARD, activation_backward, wide, grad_output)                                 \
     X(SOFTCAP, softcap, wide, input)                                                               \
     X(SOFTCAP, softcap, wide, grad_output)                                                         \

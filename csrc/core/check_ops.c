@@ -85,6 +85,7 @@ typedef struct rule {
     R(norm_backward, mean, ROWS, input)                                                            \
     R(norm_backward, mean, LAYERNORM, kind)                                                        \
     R(norm_backward, grad_input, SAME, input)                                                      \
+    R(norm_backward, grad_residual, ALIKE, grad_input)                                             \
     R(norm_backward, gamma_grad, COLUMNS, input)                                                   \
     R(norm_backward, beta_grad, COLUMNS, input) R(norm_backward, beta_grad, LAYERNORM, kind)
 #define RULES_activation(R, N) KIND(N, activation, TE_ACTIVATION_COUNT - 1)

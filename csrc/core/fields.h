@@ -138,6 +138,7 @@
     TE_OPT(X, norm_backward, mean, VECTOR, F32)                                                    \
     TE_OPT(X, norm_backward, gamma, VECTOR, NUMBERS)                                               \
     TE_OPT(X, norm_backward, grad_add, MATRIX, NUMBERS)                                            \
+    TE_OPT(X, norm_backward, grad_residual, MATRIX, NUMBERS)                                       \
     TE_OPT_OUT(X, norm_backward, grad_input, MATRIX, NUMBERS)                                      \
     TE_OPT_OUT(X, norm_backward, gamma_grad, VECTOR, NUMBERS)                                      \
     TE_OPT_OUT(X, norm_backward, beta_grad, VECTOR, NUMBERS)                                       \

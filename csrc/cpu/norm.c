@@ -156,8 +156,9 @@ te_status te_cpu_norm(const te_norm_args *args)
 typedef struct backward_job {
     const te_cpu_kernels *kernels;
     const te_norm_backward_args *args;
-    te_cpu_matrix grad_output, grad_add, input, grad_input; /* data NULL: none, not requested */
-    float *gamma_sums, *beta_sums;                          /* [strips, columns] each, or NULL */
+    te_cpu_matrix grad_output, grad_add, input; /* data NULL: none, or not requested */
+    te_cpu_matrix grad_input, grad_residual;
+    float *gamma_sums, *beta_sums; /* [strips, columns] each, or NULL */
 } backward_job;
 
 /* A piece of a row. */
@@ -197,6 +198,19 @@ static void load_piece(const backward_job *job, int64_t row, int64_t column, int
     piece->dz = piece->dz_buffer;
 }
 
+/* Adds what the gradient of another reader of the input is, to values as rounded. */
+static void join_residual(const backward_job *job, int64_t row, int64_t column, int64_t n,
+                          float *values)
+{
+    const te_dtype dtype = job->grad_input.dtype;
+    float rounded[GRADIENT_PIECE], residual[GRADIENT_PIECE];
+    if (job->grad_residual.data == NULL) return;
+    job->kernels->from_f32[dtype](values, rounded, n);
+    job->kernels->to_f32[dtype](rounded, values, n);
+    job->kernels->add(
+        values, te_cpu_numbers(job->kernels, &job->grad_residual, row, column, n, residual), n);
+}
+
 /* One row whose column sums, where requested, are added up from `sums` on. piece->weight holds for
  * the whole row if it has one piece only. */
 static void backward_row(const backward_job *job, int64_t row, int64_t sums, backward_piece *piece)
@@ -233,6 +247,7 @@ static void backward_row(const backward_job *job, int64_t row, int64_t sums, bac
             make_weight(job->kernels, &args->gamma, args->flags, first, width, piece->weight);
         }
         job->kernels->norm_gradient(&values, piece->dz, piece->x, result, width);
+        join_residual(job, row, first, width, result);
         job->kernels->from_f32[job->grad_input.dtype](
             result, te_cpu_at(&job->grad_input, row, first), width);
     }
@@ -264,7 +279,8 @@ te_status te_cpu_norm_backward(const te_norm_backward_args *args)
                         .grad_output = te_cpu_matrix_of(&args->grad_output),
                         .grad_add = te_cpu_matrix_of(&args->grad_add),
                         .input = te_cpu_matrix_of(&args->input),
-                        .grad_input = te_cpu_matrix_of(&args->grad_input)};
+                        .grad_input = te_cpu_matrix_of(&args->grad_input),
+                        .grad_residual = te_cpu_matrix_of(&args->grad_residual)};
     int64_t strips = strips_of(job.input.rows), sums = strips * job.input.columns;
     int requested = (args->gamma_grad.data != NULL) + (args->beta_grad.data != NULL);
     size_t needed = (size_t)(requested * sums) * sizeof(float);

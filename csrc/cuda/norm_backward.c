@@ -134,23 +134,34 @@ static te_norm_gradients gradients_of(const te_norm_backward_args *args)
 static const char *name_kernel(const te_norm_backward_args *args, row_plan rows,
                                const te_norm_backward_params *params)
 {
-    enum { KERNEL_NARROW, KERNEL_WIDE, KERNEL_ADDING, KERNEL_ODD, KERNEL_LONG, KERNELS };
+    enum {
+        KERNEL_NARROW,
+        KERNEL_WIDE,
+        KERNEL_ADDING,
+        KERNEL_JOINING,
+        KERNEL_ODD,
+        KERNEL_LONG,
+        KERNELS
+    };
     static const char *const names[KERNELS][TE_DTYPE_COUNT] = {
         [KERNEL_NARROW] = TE_CUDA_NAMES("te_norm_backward_narrow_"),
         [KERNEL_WIDE] = TE_CUDA_NAMES("te_norm_backward_wide_"),
         [KERNEL_ADDING] = TE_CUDA_NAMES("te_norm_backward_adding_"),
+        [KERNEL_JOINING] = TE_CUDA_NAMES("te_norm_backward_joining_"),
         [KERNEL_ODD] = TE_CUDA_NAMES("te_norm_backward_odd_"),
         [KERNEL_LONG] = TE_CUDA_NAMES("te_norm_backward_long_")};
+    const int adds = params->of.add.data != NULL, joins = params->residual.data != NULL;
     const int whole = params->of.aligned && params->of.input.columns % 8 == 0 &&
                       (params->output.data == NULL ||
-                       (params->output_aligned && args->grad_input.dtype == args->input.dtype));
+                       (params->output_aligned && args->grad_input.dtype == args->input.dtype)) &&
+                      (!joins || (params->residual_aligned && !adds));
     int kernel = KERNEL_ODD;
     if (rows == NARROW) {
         kernel = KERNEL_NARROW;
     } else if (rows == LONG) {
         kernel = KERNEL_LONG;
     } else if (whole) {
-        kernel = params->of.add.data != NULL ? KERNEL_ADDING : KERNEL_WIDE;
+        kernel = adds ? KERNEL_ADDING : joins ? KERNEL_JOINING : KERNEL_WIDE;
     }
     return names[kernel][args->input.dtype];
 }
@@ -185,6 +196,10 @@ static te_status launch(te_context *context, const te_norm_backward_args *args,
         params.output = te_cuda_view(&args->grad_input);
         params.output_dtype = te_cuda_store(args->grad_input.dtype);
         params.output_aligned = te_cuda_aligned(&params.output, bytes, 16);
+        if (te_tensor_present(&args->grad_residual)) {
+            params.residual = te_cuda_view(&args->grad_residual);
+            params.residual_aligned = te_cuda_aligned(&params.residual, bytes, 16);
+        }
     }
     if (plan->rows != LONG || (params.output.data != NULL && plan->teams.blocks > 0)) {
         calls[count++] =

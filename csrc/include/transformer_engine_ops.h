@@ -187,20 +187,23 @@ typedef struct te_norm_args {
 /* Gradients of te_norm. With dz = grad_output + grad_add, w = gamma (or 1 + gamma, or 1) and xhat
  * the normalized input: gamma_grad = column sums of dz * xhat, beta_grad = column sums of dz, and
  * grad_input = rsigma * (dz w - c1 - xhat * c2), c1 = row mean of dz w (LAYERNORM, else 0), c2 =
- * row mean of dz w xhat (row sum for L2). fp32, in a fixed order: bitwise repeatable. */
+ * row mean of dz w xhat (row sum for L2). fp32, in a fixed order: bitwise repeatable.
+ * grad_residual, what another reader of the input has as its gradient, is added to grad_input as
+ * rounded. */
 typedef struct te_norm_backward_args {
     size_t size;
     te_norm_kind kind;
-    uint32_t flags;        /* TE_NORM_ZERO_CENTERED */
-    te_tensor grad_output; /* [rows, columns] f32, f16, bf16 */
-    te_tensor grad_add;    /* [rows, columns] in the dtype of grad_output; data NULL: none */
-    te_tensor input;       /* [rows, columns] f32, f16, bf16 */
-    te_tensor gamma;       /* [columns]; data NULL: 1 */
-    te_tensor mean;        /* [rows] f32; LAYERNORM only */
-    te_tensor rsigma;      /* [rows] f32 */
-    te_tensor grad_input;  /* [rows, columns] f32, f16, bf16; data NULL: not wanted */
-    te_tensor gamma_grad;  /* [columns] f32, f16, bf16; data NULL: not wanted */
-    te_tensor beta_grad;   /* [columns]; LAYERNORM only; data NULL: not wanted */
+    uint32_t flags;          /* TE_NORM_ZERO_CENTERED */
+    te_tensor grad_output;   /* [rows, columns] f32, f16, bf16 */
+    te_tensor grad_add;      /* [rows, columns] in the dtype of grad_output; data NULL: none */
+    te_tensor input;         /* [rows, columns] f32, f16, bf16 */
+    te_tensor gamma;         /* [columns]; data NULL: 1 */
+    te_tensor mean;          /* [rows] f32; LAYERNORM only */
+    te_tensor rsigma;        /* [rows] f32 */
+    te_tensor grad_input;    /* [rows, columns] f32, f16, bf16; data NULL: not wanted */
+    te_tensor grad_residual; /* as grad_input, may be its memory; data NULL: none */
+    te_tensor gamma_grad;    /* [columns] f32, f16, bf16; data NULL: not wanted */
+    te_tensor beta_grad;     /* [columns]; LAYERNORM only; data NULL: not wanted */
     void *workspace;
     size_t workspace_size;
 } te_norm_backward_args;

@@ -452,6 +452,21 @@ int32_t te_grad(te_build *build, int32_t value)
     return sum;
 }
 
+int32_t te_grad_joined(te_build *build, int32_t value, int32_t *other)
+{
+    te_value_state *state = &build->values[value];
+    int paired = /* its maker adds two contributions without rounding, see te_grad_pair */
+        state->producer != TE_NOBODY && te_node(build, state->producer)->kind == TE_NODE_NORM;
+    *other = TE_NO_BUFFER;
+    if (state->grads != 1 || state->grad_pending != TE_NOBODY || paired) {
+        return te_grad_target(build, value);
+    }
+    *other = contribution(build, value, 0);
+    state->grad_alias = TE_NO_BUFFER;
+    state->grad_alias = te_get(build, te_grad_link(build, value), value);
+    return state->grad_alias;
+}
+
 te_link te_grad_link(const te_build *build, int32_t value)
 {
     int given = (te_value(build, value)->flags & TE_VALUE_RESULT) != 0;

@@ -167,6 +167,10 @@ int te_grad_is_own(const te_build *build, int32_t value, int32_t buffer);
 void te_grad_pair(te_build *build, int32_t value, int32_t pair[2]);
 /* The whole gradient in high precision. */
 int32_t te_grad(te_build *build, int32_t value);
+/* Where a node writes the whole gradient of a value: its own contribution, added to what is in
+ * `*other`, what there is so far. With TE_NO_BUFFER there it writes its own, as to te_grad_target.
+ */
+int32_t te_grad_joined(te_build *build, int32_t value, int32_t *other);
 /* Where a deferred plan finds it. */
 te_link te_grad_link(const te_build *build, int32_t value);
 /* Output or state for the gradient of a parameter; TE_NO_BUFFER where none is wanted now. */

@@ -86,8 +86,11 @@ static void backward(te_build *build, int32_t n)
     te_use_as(build, stage, "rsigma", te_need(build, TE_LINK_RSIGMA, n));
     te_use_as(build, stage, "gamma_grad", gamma);
     te_use_as(build, stage, "beta_grad", beta);
-    if (build->values[x].needs_grad)
-        te_use_as(build, stage, "grad_input", te_grad_target(build, x));
+    if (build->values[x].needs_grad) {
+        int32_t residual, grad = te_grad_joined(build, x, &residual);
+        te_use_as(build, stage, "grad_residual", residual);
+        te_use_as(build, stage, "grad_input", grad);
+    }
 }
 
 static te_status check(const te_graph_desc *graph, int32_t n)

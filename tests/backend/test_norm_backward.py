@@ -222,6 +222,27 @@ def test_twice_the_same(device, kind, shape, rng):
     assert_repeats(lambda: problem.run().values())
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=names_of)
+@pytest.mark.parametrize("shape", [(7, 3), (33, 17), (65, 256), (20, 1096), (3, 8192), (3, 40960)])
+@pytest.mark.parametrize("kind", NORMS)
+def test_residual(device, kind, shape, dtypes, added, layout, rng):
+    """The gradient of another reader is added to what is written without it, in place too."""
+    problem = Problem(rng, device, kind, shape, dtypes, added=added, layout=layout)
+    other = normal(rng, shape, dtypes[3])
+    alone = problem.run()
+    expected = (alone["grad_input"].float() + other.to(device).float()).to(dtypes[3])
+    made = {name: torch.empty_like(tensor) for name, tensor in alone.items()}
+    problem.call(**made, grad_residual=laid_out(other, layout, device))
+    assert_bits(made["grad_input"], expected)
+    for name in problem.names()[1:]:
+        assert_bits(made[name], alone[name])
+    there = laid_out(other, layout, device)
+    problem.call(grad_input=there, grad_residual=there)
+    assert_bits(there, expected)
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 WRONG = {
@@ -250,6 +271,16 @@ WRONG = {
         ValueError,
         r"grad_add: shape \[3, 6\], expected \[4, 6\]",
         {"grad_add": torch.ones(3, 6)},
+    ),
+    "residual alone": (
+        ValueError,
+        r"grad_residual: ndim = 2, expected 0",
+        {"grad_residual": torch.ones(4, 6), "grad_input": None},
+    ),
+    "residual's dtype": (
+        TypeError,
+        r"grad_residual: dtype bf16, expected f32",
+        {"grad_residual": torch.ones(4, 6).to(BF16)},
     ),
     "no rsigma": (TypeError, r"rsigma: expected a torch.Tensor, got None", {"rsigma": None}),
     "half rsigma": (

@@ -167,6 +167,7 @@ static void norm_backward_case(extent size, int variant)
     if (args->kind == TE_NORM_LAYERNORM) args->mean = input_vector(TE_DTYPE_F32, size.rows);
     args->rsigma = input_vector(TE_DTYPE_F32, size.rows);
     if (pick(4) != 0) args->grad_input = result_matrix(to, size);
+    if (args->grad_input.data != NULL && pick(2) == 0) args->grad_residual = input_matrix(to, size);
     if (pick(4) != 0) args->gamma_grad = result_sums(to, size.columns, size.rows);
     if (args->kind == TE_NORM_LAYERNORM && pick(4) != 0) {
         args->beta_grad = result_sums(to, size.columns, size.rows);

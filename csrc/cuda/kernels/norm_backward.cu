@@ -40,6 +40,32 @@ static __device__ __forceinline__ void combine(const float dz[8], const float no
         y[j] = rsigma * (__fmaf_rn(dz[j], w[j], -plain) - normal[j] * scaled);
 }
 
+/* Adds what the gradient of another reader of the input is, to values as rounded. */
+template <typename T>
+static __device__ __forceinline__ void join_as(const float residual[8], float y[8])
+{
+    te_vector<T, 8> rounded;
+    rounded.encode(y);
+#pragma unroll
+    for (int j = 0; j < 8; j++) y[j] = rounded.value(j) + residual[j];
+}
+
+/* The same, of the dtype of the output, wherever it lies. */
+static __device__ __forceinline__ void join(const te_norm_backward_params &p, te_index row,
+                                            te_index column, te_index count, float y[8])
+{
+    float residual[8];
+    if (p.residual.data == nullptr) return;
+    te_load_values(p.output_dtype, p.residual.data, p.residual_aligned != 0,
+                   row * p.residual.stride + column, count, residual);
+    if (p.output_dtype == TE_STORE_BF16)
+        join_as<te_bf16>(residual, y);
+    else if (p.output_dtype == TE_STORE_F16)
+        join_as<te_f16>(residual, y);
+    else
+        join_as<te_f32>(residual, y);
+}
+
 /* Adds the column sums of the block's teams and leaves them in `to`. */
 template <int VECTORS>
 static __device__ __forceinline__ void write_sums(const float sums[VECTORS][8], int lanes,
@@ -135,8 +161,9 @@ template <typename T, int VECTORS, bool WHOLE, bool ADDS> struct te_backward_sta
 };
 
 /* Rows of at most lanes * VECTORS vectors. WHOLE: see above; the gradient of the input then has the
- * dtype of the others, and 16 bytes of it can be written at once. */
-template <typename T, int VECTORS, bool WHOLE, bool ADDS, te_team_kind KIND>
+ * dtype of the others, and 16 bytes of it can be written at once, and with JOINS as many of a
+ * residual's gradient be read. */
+template <typename T, int VECTORS, bool WHOLE, bool ADDS, bool JOINS, te_team_kind KIND>
 static __device__ __forceinline__ void norm_backward(const te_norm_backward_params &p)
 {
     extern __shared__ uint4 memory[];
@@ -174,6 +201,13 @@ static __device__ __forceinline__ void norm_backward(const te_norm_backward_para
         const float mean = next_mean, rsigma = next_rsigma;
         float dz[8], normal[8];
         float2 sums = make_float2(0.0F, 0.0F); /* of dz, and of it times the normalized row */
+        te_vector<T, 8> joined[JOINS ? VECTORS : 1];
+        if constexpr (JOINS) {
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++)
+                if (staged.has(v))
+                    joined[v].load_aligned(te_at<T>(p.residual, row, start + 256 * v));
+        }
         if (row + step < rows) {
             if (of.mean != nullptr) next_mean = of.mean[row + step];
             next_rsigma = of.rsigma[row + step];
@@ -206,6 +240,14 @@ static __device__ __forceinline__ void norm_backward(const te_norm_backward_para
             if (!writes || !staged.has(v)) continue;
             float y[8];
             combine(dz, normal, w, rsigma, plain, scaled, y);
+            if constexpr (JOINS) {
+                float residual[8];
+#pragma unroll
+                for (int j = 0; j < 8; j++) residual[j] = joined[v].value(j);
+                join_as<T>(residual, y);
+            } else if constexpr (!WHOLE) {
+                join(p, row, start + 256 * v, columns - start - 256 * v, y);
+            }
             if constexpr (WHOLE)
                 te_round_store<T>(y, line + 256 * v);
             else
@@ -252,6 +294,7 @@ static __device__ __forceinline__ void norm_backward_long(const te_norm_backward
                     }
                 } else {
                     combine(dz, normal, w, rsigma, plain, scaled, y);
+                    join(p, row, at, columns - at, y);
                     te_store_values(p.output_dtype, p.output, p.output_aligned != 0, row, at,
                                     columns - at, y);
                 }
@@ -302,18 +345,20 @@ template <typename T> struct te_norm_sums_source {
     }
 };
 
+#define WIDE(i, whole, adds, joins)                                                                \
+    (norm_backward<te_##i, TE_NORM_BACKWARD_BYTES / (8 * te_##i::bytes), whole, adds, joins,       \
+                   TE_TEAM_WARPS>(p))
 #define X(I, i, ...)                                                                               \
     TE_KERNEL(te_norm_backward_narrow_##i, te_norm_backward_params, (TE_NORM_NARROW_THREADS, 3),   \
-              norm_backward<te_##i, 1, false, true, TE_TEAM_LANES>(p))                             \
+              norm_backward<te_##i, 1, false, true, false, TE_TEAM_LANES>(p))                      \
     TE_KERNEL(te_norm_backward_wide_##i, te_norm_backward_params, (TE_NORM_BACKWARD_THREADS, 1),   \
-              norm_backward<te_##i, TE_NORM_BACKWARD_BYTES / (8 * te_##i::bytes), true, false,     \
-                            TE_TEAM_WARPS>(p))                                                     \
+              WIDE(i, true, false, false))                                                         \
     TE_KERNEL(te_norm_backward_adding_##i, te_norm_backward_params, (TE_NORM_BACKWARD_THREADS, 1), \
-              norm_backward<te_##i, TE_NORM_BACKWARD_BYTES / (8 * te_##i::bytes), true, true,      \
-                            TE_TEAM_WARPS>(p))                                                     \
+              WIDE(i, true, true, false))                                                          \
+    TE_KERNEL(te_norm_backward_joining_##i, te_norm_backward_params,                               \
+              (TE_NORM_BACKWARD_THREADS, 1), WIDE(i, true, false, true))                           \
     TE_KERNEL(te_norm_backward_odd_##i, te_norm_backward_params, (TE_NORM_BACKWARD_THREADS, 1),    \
-              norm_backward<te_##i, TE_NORM_BACKWARD_BYTES / (8 * te_##i::bytes), false, true,     \
-                            TE_TEAM_WARPS>(p))                                                     \
+              WIDE(i, false, true, false))                                                         \
     TE_KERNEL(te_norm_backward_long_##i, te_norm_backward_params, (TE_NORM_BACKWARD_THREADS, 1),   \
               norm_backward_long<te_##i>(p))                                                       \
     TE_KERNEL(te_norm_sums_##i, te_norm_sums_params, (TE_TILE_THREADS, 3),                         \

@@ -29,13 +29,15 @@ typedef struct te_norm_gradients {
  * the rows. Dynamic shared memory: see norm_backward.cu. */
 typedef struct te_norm_backward_params {
     te_norm_gradients of;
-    te_view output; /* [rows, columns] gradient of the input; data NULL: not requested */
+    te_view output;   /* [rows, columns] gradient of the input; data NULL: not requested */
+    te_view residual; /* likewise, in its dtype, is added to it as rounded; data NULL: none */
     float *sums; /* [blocks, lines * columns]: gamma, with 2 lines also beta; NULL: not requested */
     float inverse;
     int centered;
     int lines;
     int lanes, stages;
     int output_aligned, output_dtype; /* TE_STORE_* */
+    int residual_aligned;
 } te_norm_backward_params;
 
 /* A kernel on tiles, see te_tile_params, that has nothing but the column sums: of gamma's gradient,
