@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 MODULES = frozenset(
     "pytorch.attention.dot_product_attention.context_parallel "
-    "pytorch.attention.inference "
     "pytorch.cpp_extensions.fused_attn pytorch.distributed_weight pytorch.float8_tensor "
     "pytorch.module.fp8_padding pytorch.module.fp8_unpadding pytorch.module.grouped_linear "
     "pytorch.ops.op pytorch.permutation pytorch.quantized_tensor pytorch.router pytorch.tensor "
@@ -215,16 +214,6 @@ FEATURES: tuple[Feature, ...] = (
         "torch.nn.functional.cross_entropy on whole logits",
         "",
         partly="pytorch.cross_entropy.parallel_cross_entropy",
-    ),
-    Feature(
-        "Caches for inference",
-        "attention has no KV cache",
-        "keep keys and values outside, and pass them to DotProductAttention",
-        """
-        pytorch.attention.inference: InferenceParams KVCacheManager NonPagedKVCacheManager
-            PagedKVCacheManager
-        pytorch.attention pytorch: InferenceParams
-        """,
     ),
     Feature(
         "Attention: parts of other backends",

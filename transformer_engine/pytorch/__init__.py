@@ -53,6 +53,7 @@ _SUBMODULES = (
 """Submodules that are imported when they are asked for."""
 
 _NAMES_OF = {
+    "attention.inference": "InferenceParams",
     "constants": "DType",
     "cpu_offload": "get_cpu_offload_context mark_not_offload",
     "cross_entropy": "parallel_cross_entropy",

@@ -12,10 +12,16 @@ from transformer_engine.pytorch.attention.rope import (
 )
 
 __getattr__, __dir__ = absent.attach(
-    globals(), ("inference",), {"_SplitAlongDim": "transformer_engine.pytorch.utils"}
+    globals(),
+    ("inference",),
+    {
+        "InferenceParams": "transformer_engine.pytorch.attention.inference",
+        "_SplitAlongDim": "transformer_engine.pytorch.utils",
+    },
 )
 __all__ = [
     "DotProductAttention",
+    "InferenceParams",
     "MultiheadAttention",
     "RotaryPositionEmbedding",
     "apply_fused_qkv_rotary_pos_emb",

@@ -6,370 +6,29 @@ are; the layers read all of it from the device (`Lengths`), in tensors that stay
 a captured step serves every later one.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_engine import _core
 from transformer_engine.pytorch import torch_ops
-from transformer_engine.pytorch.modes import dispatch_modes, real_tensors
+from transformer_engine.pytorch.attention.kv_cache import (
+    KVCacheManager,
+    Lengths,
+    NonPagedKVCacheManager,
+    OwnManager,
+    PagedKVCacheManager,
+    StepState,
+    device_of,
+    gather_tokens,
+)
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of, positive_sizes
-from transformer_engine.pytorch.operators import operator
 
 __all__ = ["InferenceParams", "KVCacheManager", "NonPagedKVCacheManager", "PagedKVCacheManager"]
 
 _NAME = "InferenceParams"
-
-
-# ---- operators -----------------------------------------------------------------------------------
-
-
-def _append(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    cu_seqlens: Tensor | None,
-    page_table: Tensor | None,
-) -> None:
-    if key.stride(-1) != 1:
-        key = key.contiguous()
-    if value.stride(-1) != 1:
-        value = value.contiguous()
-    _core.cache_append(
-        key, value, key_cache, value_cache, starts,
-        counts=counts, cu_seqlens=cu_seqlens, page_table=page_table,
-    )  # fmt: skip
-
-
-torch_ops.define(
-    "cache_append(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-    "Tensor starts, Tensor counts, Tensor? cu_seqlens, Tensor? page_table) -> ()",
-    _append,
-    lambda *_: None,
-)
-
-
-def append_tokens(*arguments: Tensor | None) -> None:
-    """Put keys and values of new tokens into a cache: arguments of the operator cache_append."""
-    if torch_ops.behind_operators(arguments[0]) or (dispatch_modes() and torch_ops.watched()):
-        torch.ops.transformer_engine.cache_append(*arguments)
-    else:
-        _append(*arguments)
-
-
-gather_tokens = operator(
-    "cache_gather",
-    "Tensor key_cache, Tensor value_cache, Tensor lengths, Tensor? page_table, SymInt tokens",
-    "key value",
-    lambda key, value, lengths, _, tokens: tuple(
-        cache.new_empty(lengths.shape[0], tokens, *cache.shape[2:]) for cache in (key, value)
-    ),
-)
-"""The keys and values of the first `tokens` tokens of each sequence, in a row."""
-
-
-# ---- lengths -------------------------------------------------------------------------------------
-
-
-class Lengths(NamedTuple):
-    """How long the sequences of a step are: int32 on the device, for layers to read."""
-
-    starts: Tensor  # [batch]: tokens that each had before
-    counts: Tensor  # [batch]: tokens that it gets
-    totals: Tensor  # [batch]: both together
-    cu_seqlens_q: Tensor  # [batch + 1]: sums of `counts`
-    cu_seqlens_kv: Tensor  # [batch + 1]: sums of `totals`
-
-
-_ROWS = len(Lengths._fields)
-
-
-def _sums(values: Sequence[int]) -> list[int]:
-    """0 and the sums of the first values."""
-    sums = [0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums
-
-
-class _StepState:
-    """The lengths of a step, in one tensor that stays where it is."""
-
-    def __init__(self, max_batch_size: int, longest: int, device: torch.device) -> None:
-        with real_tensors():
-            self.memory = torch.zeros(_ROWS, max_batch_size + 1, dtype=torch.int32, device=device)
-        self.whole = Lengths(*(row[:-1] for row in self.memory[:3]), *self.memory[3:])
-        self.now = self.whole
-        self.longest = longest
-
-    def write(self, starts: list[int], counts: list[int]) -> None:
-        """Take the lengths of a step from the host, in one copy."""
-        batch, width = len(starts), self.memory.shape[1]
-        totals = [start + count for start, count in zip(starts, counts, strict=True)]
-        rows = (starts, counts, totals)
-        padded = [[*row, *([0] * (width - batch))] for row in rows]
-        summed = [_sums(row[:-1]) for row in padded[1:]]
-        self.memory.copy_(torch.tensor([*padded, *summed], dtype=torch.int32), non_blocking=True)
-        self.now = Lengths(
-            *(row[:batch] for row in self.whole[:3]), *(row[: batch + 1] for row in self.whole[3:])
-        )
-
-    def advance(self, count: int) -> None:
-        """Let all sequences get so many tokens more, on the device: for a step that is captured.
-
-        What has no room spoils the cache there (see the operator), and lengths stop at the end.
-        """
-        starts, counts, totals, of_new, of_all = self.now
-        starts.add_(counts)
-        counts.fill_(count)
-        torch.add(starts, counts, out=totals)
-        totals.clamp_(max=self.longest)
-        for sums, values in ((of_new, self.whole.counts), (of_all, self.whole.totals)):
-            torch.cumsum(values[: sums.shape[0] - 1], 0, out=sums[1:])
-
-
-# ---- where keys and values lie -------------------------------------------------------------------
-
-
-class KVCacheManager:
-    """Base of what keeps keys and values of sequences; a program may bring its own.
-
-    Attributes
-    ----------
-    cache : dict
-        By layer number its keys and its values, two tensors.
-    sequences : OrderedDict
-        Length of each sequence in the cache, by its id, in the order of the batch.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        del args, kwargs
-        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
-        self.sequences: OrderedDict[Any, int] = OrderedDict()
-
-    def reset(self) -> None:
-        """Forget all sequences."""
-        self.sequences = OrderedDict()
-
-    def allocate_memory(self, layer_number: int) -> None:
-        """Make the cache of a layer."""
-        raise NotImplementedError
-
-    def pre_step(self, step_dict: OrderedDict) -> OrderedDict:
-        """Take in which sequences get how many tokens; return the lengths afterwards."""
-        raise NotImplementedError
-
-    def step(
-        self,
-        layer_number: int,
-        new_k: Tensor,
-        new_v: Tensor,
-        cu_new_seqlens: Tensor,
-        cu_cached_seqlens: Tensor,
-        qkv_format: str,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Put new keys and values into the cache of a layer; return it, and the table of pages.
-
-        `cu_new_seqlens` and `cu_cached_seqlens` are [batch + 1] int32 sums of the lengths of what
-        is new, and of all.
-        """
-        raise NotImplementedError
-
-
-class _OwnManager(KVCacheManager):
-    """What both kinds of this library have in common."""
-
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        num_heads: int,
-        head_dim_k: int,
-        head_dim_v: int | None,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
-    ) -> None:
-        super().__init__()
-        channels = head_dim_k, head_dim_k if head_dim_v is None else head_dim_v
-        self._shapes = tuple((*shape, num_heads, n) for n in channels)
-        self.dtype, self.device = dtype, _device_of(device)
-        self.lengths: Lengths | None = None  # of the step, where the owner has them
-        self.page_table: Tensor | None = None
-
-    def allocate_memory(self, layer_number: int) -> None:
-        """Make the cache of a layer: zeros, for what no sequence has written is read by some."""
-        with real_tensors():
-            kind = {"dtype": self.dtype, "device": self.device}
-            key, value = (torch.zeros(shape, **kind) for shape in self._shapes)
-        self.cache[layer_number] = key, value
-
-    def step(
-        self,
-        layer_number: int,
-        new_k: Tensor,
-        new_v: Tensor,
-        cu_new_seqlens: Tensor,
-        cu_cached_seqlens: Tensor,
-        qkv_format: str,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Put new keys and values into the cache of a layer; see `KVCacheManager`."""
-        caches, packed = self.cache[layer_number], qkv_format == "thd"
-        if qkv_format == "sbhd":
-            new_k, new_v = new_k.transpose(0, 1), new_v.transpose(0, 1)
-        lengths = self.lengths
-        if lengths is None:
-            counts, totals = cu_new_seqlens.diff(), cu_cached_seqlens.diff()
-            starts = totals - counts
-        else:
-            starts, counts = lengths[:2]
-        table = self.page_table
-        if table is not None:
-            table = table[: starts.shape[0]]
-        given = starts, counts, cu_new_seqlens if packed else None, table
-        append_tokens(new_k, new_v, *caches, *given)
-        return *caches, table
-
-
-class NonPagedKVCacheManager(_OwnManager):
-    """A row of a tensor [max_batch_size, max_seqlen, heads, channels] for each sequence.
-
-    Sequences that stay while others go move up, so that they are the first rows.
-    """
-
-    def __init__(
-        self,
-        max_batch_size: int,
-        max_seqlen: int,
-        num_heads: int,
-        head_dim_k: int,
-        dtype: torch.dtype,
-        head_dim_v: int | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        shape = max_batch_size, max_seqlen
-        super().__init__(shape, num_heads, head_dim_k, head_dim_v, dtype, device)
-        self._used = 0  # rows that some sequence has had
-
-    def pre_step(self, step_dict: OrderedDict) -> OrderedDict:
-        """Bring the rows of the sequences into the order of `step_dict`, empty those of new ones.
-
-        What a sequence that is gone has left is never read as such, but a NaN of it would not mask.
-        """
-        rows = {id_: row for row, id_ in enumerate(self.sequences)}
-        moved = [(row, rows[id_]) for row, id_ in enumerate(step_dict) if rows.get(id_, row) != row]
-        fresh = [row for row, id_ in enumerate(step_dict) if id_ not in rows and row < self._used]
-        if moved:
-            to, origin = (torch.tensor(part, device=self.device) for part in zip(*moved))
-            for cache in self._tensors():
-                cache.index_copy_(0, to, cache.index_select(0, origin))
-        if fresh:
-            empty = torch.tensor(fresh, device=self.device)
-            for cache in self._tensors():
-                cache.index_fill_(0, empty, 0.0)
-        self._used = max(self._used, len(step_dict))
-        self.sequences = _lengths_after(self.sequences, step_dict)
-        return self.sequences
-
-    def _tensors(self) -> list[Tensor]:
-        return [tensor for pair in self.cache.values() for tensor in pair]
-
-
-class PagedKVCacheManager(_OwnManager):
-    """Pages [total_num_pages, page_size, heads, channels], which sequences take as they grow.
-
-    ``page_table`` [max_batch_size, pages of the longest sequence] int32 has the pages of each; -1:
-    none yet. Pages are given out in the order in which they became free.
-    """
-
-    def __init__(
-        self,
-        total_num_pages: int,
-        page_size: int,
-        num_heads: int,
-        head_dim_k: int,
-        dtype: torch.dtype,
-        max_batch_size: int,
-        max_seqlen: int,
-        head_dim_v: int | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        shape = total_num_pages, page_size
-        super().__init__(shape, num_heads, head_dim_k, head_dim_v, dtype, device)
-        self.page_size, self.total_num_pages = page_size, total_num_pages
-        self.max_pages_per_seq = max_seqlen // page_size
-        self._free = deque(range(total_num_pages))
-        self._pages: dict[Any, list[int]] = {}  # of each sequence
-        with real_tensors():
-            table = torch.full((max_batch_size, self.max_pages_per_seq), -1, dtype=torch.int32)
-            self.page_table: Tensor = table.to(self.device)
-
-    def reset(self) -> None:
-        """Forget all sequences; their pages are free."""
-        super().reset()
-        for pages in self._pages.values():
-            self._free.extend(pages)
-        self._pages = {}
-
-    def pre_step(self, step_dict: OrderedDict) -> OrderedDict:
-        """Take the pages back of sequences that are gone, and give what the others need.
-
-        RuntimeError where there are not enough.
-        """
-        after = _lengths_after(self.sequences, step_dict)
-        self._hold(after)
-        self.sequences = after
-        return after
-
-    def reserve(self, tokens: int) -> None:
-        """Give each sequence the pages of so many tokens in all (RuntimeError: there are none)."""
-        self._hold(OrderedDict((id_, max(n, tokens)) for id_, n in self.sequences.items()))
-
-    def _hold(self, lengths: OrderedDict) -> None:
-        """Let sequences of these lengths, and no others, have pages."""
-        each = {id_: -(-n // self.page_size) for id_, n in lengths.items()}
-        freed = [page for id_, pages in self._pages.items() if id_ not in each for page in pages]
-        missing = {id_: n - len(self._pages.get(id_, ())) for id_, n in each.items()}
-        wanted = sum(n for n in missing.values() if n > 0)
-        if wanted > len(self._free) + len(freed):
-            raise RuntimeError(
-                f"{_NAME}: {wanted} pages are needed and {len(self._free) + len(freed)} of "
-                f"{self.total_num_pages} are free: let sequences finish first, or give "
-                "total_num_pages"
-            )
-        self._free.extend(freed)
-        held = {}
-        for id_ in each:
-            new = [self._free.popleft() for _ in range(missing[id_])]
-            held[id_] = [*self._pages.get(id_, ()), *new]
-        changed = wanted > 0 or list(held) != list(self._pages)
-        self._pages = held
-        if changed:
-            rows = [[*p, *([-1] * (self.max_pages_per_seq - len(p)))] for p in held.values()]
-            if rows:
-                self.page_table[: len(rows)].copy_(torch.tensor(rows, dtype=torch.int32))
-
-
-def _lengths_after(sequences: OrderedDict, step_dict: OrderedDict) -> OrderedDict:
-    return OrderedDict((id_, sequences.get(id_, 0) + n) for id_, n in step_dict.items())
-
-
-def _device_of(device: torch.device | str | None) -> torch.device:
-    """The device to use: the current CUDA device, or the CPU, where none is given."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-# ---- what a program holds ------------------------------------------------------------------------
 
 
 class InferenceParams:
@@ -460,7 +119,7 @@ class InferenceParams:
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.num_heads_kv, self.head_dim_k, self.head_dim_v = num_heads_kv, head_dim_k, head_dim_v
         self.dtype, self.is_paged, self.max_ctx_len = dtype, bool(is_paged), max_ctx_len
-        self.qkv_format, self.device = qkv_format, _device_of(device)
+        self.qkv_format, self.device = qkv_format, device_of(device)
         self.page_size, self.total_num_pages = page_size, total_num_pages
         given = {
             "max_batch_size": max_batch_size, "max_seqlen": max_sequence_length,
@@ -474,7 +133,7 @@ class InferenceParams:
             self.cache_manager: KVCacheManager = made(**given, device=self.device)
         else:
             self.cache_manager = custom_cache_manager(**given)
-        self._state = _StepState(max_batch_size, max_sequence_length, self.device)
+        self._state = StepState(max_batch_size, max_sequence_length, self.device)
         self.cu_seqlens_q, self.cu_seqlens_kv = self._state.whole[3:]
         self.sequences: OrderedDict[Any, int] = OrderedDict()
         self.sequences_pre_step: OrderedDict[Any, int] = OrderedDict()
@@ -573,7 +232,7 @@ class InferenceParams:
         self.sequences = OrderedDict(self.cache_manager.pre_step(step_dict))
         self.sequences_pre_step = OrderedDict(zip(step_dict, before, strict=True))
         self._state.write(before, list(step_dict.values()))
-        if isinstance(self.cache_manager, _OwnManager):
+        if isinstance(self.cache_manager, OwnManager):
             self.cache_manager.lengths = self._state.now
 
     def _advance(self, step_dict: OrderedDict) -> None:
@@ -626,7 +285,9 @@ class InferenceParams:
     def step(
         self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, str]:
-        """Put the keys and values of a layer's new tokens into its cache; `DotProductAttention` does.
+        """Put the keys and values of a layer's new tokens into its cache.
+
+        `DotProductAttention` does it for the layers.
 
         Parameters
         ----------
@@ -668,7 +329,9 @@ class InferenceParams:
         caches = self.cache_manager.cache[layer_number]
         return self.gather(*caches, self.max_sequence_length)
 
-    def gather(self, key: Tensor, value: Tensor, tokens: int | None = None) -> tuple[Tensor, Tensor]:
+    def gather(
+        self, key: Tensor, value: Tensor, tokens: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values in pages as [batch, tokens, heads, channels]; None: of the longest.
 
         That is the longest now, rounded up to a power of two of pages, so that few sizes come up.
