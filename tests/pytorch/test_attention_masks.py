@@ -377,7 +377,6 @@ def test_options_that_are_not_there_yet(option, value):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("inference_params", {}),
         ("fp8_output", True),
         ("num_splits", 4),
         ("score_mod", max),

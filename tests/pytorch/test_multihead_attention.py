@@ -428,5 +428,5 @@ def test_errors(device):
         make(device)(x, encoder_output=x)
     with pytest.raises(ValueError, match="needs encoder_output"):
         make(device, attention_type="cross")(x)
-    with pytest.raises(NotImplementedError, match="inference_params"):
+    with pytest.raises(TypeError, match="inference_params: dict, expected an InferenceParams"):
         make(device)(x, inference_params={})

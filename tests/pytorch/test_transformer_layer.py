@@ -358,5 +358,5 @@ def test_call_errors(device):
         layer(x, encoder_output=x)
     with pytest.raises(ValueError, match="needs encoder_output"):
         make(device, layer_type="decoder")(x)
-    with pytest.raises(NotImplementedError, match="inference_params"):
+    with pytest.raises(TypeError, match="inference_params: dict, expected an InferenceParams"):
         layer(x, inference_params={})

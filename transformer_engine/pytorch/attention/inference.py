@@ -137,6 +137,8 @@ class InferenceParams:
         self.cu_seqlens_q, self.cu_seqlens_kv = self._state.whole[3:]
         self.sequences: OrderedDict[Any, int] = OrderedDict()
         self.sequences_pre_step: OrderedDict[Any, int] = OrderedDict()
+        self._longest_new = 1
+        self._offsets: dict[tuple[int, int], Tensor] = {}
         self._ahead = False  # captured steps may have run since the host last knew the lengths
 
     def _pages(self) -> dict[str, int]:
@@ -172,6 +174,11 @@ class InferenceParams:
     def max_seqlen_kv(self) -> int:
         """A bound of the lengths."""
         return self.max_sequence_length
+
+    @property
+    def max_seqlen_q(self) -> int:
+        """A bound of what sequences get in the current step: 1, or a multiple of 64."""
+        return self._longest_new
 
     @property
     def lengths(self) -> Lengths:
@@ -231,6 +238,7 @@ class InferenceParams:
                 )
         self.sequences = OrderedDict(self.cache_manager.pre_step(step_dict))
         self.sequences_pre_step = OrderedDict(zip(step_dict, before, strict=True))
+        self._longest_new = _bound([*step_dict.values(), 0])
         self._state.write(before, list(step_dict.values()))
         if isinstance(self.cache_manager, OwnManager):
             self.cache_manager.lengths = self._state.now
@@ -247,6 +255,7 @@ class InferenceParams:
             raise RuntimeError(
                 f"{_NAME}: a captured step can not take pages: call reserve() before the capture"
             )
+        self._longest_new = _bound([*counts, 0])
         self._state.advance(counts.pop() if counts else 0)
         self._ahead = True
 
@@ -317,6 +326,14 @@ class InferenceParams:
         both = qkv_format if qkv_format == "bshd" else f"{qkv_format}_2bshd"
         return key, value, of_new, of_all, self.max_sequence_length, both
 
+    def offsets(self, longest: int) -> Tensor:
+        """First token of each sequence, [batch + 1] int32, in rows of so many tokens each."""
+        key = self.batch_size, longest
+        if key not in self._offsets:
+            rows = torch.arange(key[0] + 1, dtype=torch.int32, device=self.device)
+            self._offsets[key] = rows * longest
+        return self._offsets[key]
+
     def get_seqlens_pre_step(self) -> Tensor:
         """How many tokens each sequence had before the step, [batch] int32."""
         return self._state.now.starts
@@ -348,3 +365,9 @@ class InferenceParams:
             table = table[: totals.shape[0]]
         traced = torch_ops.behind_operators(key)
         return gather_tokens(traced, key, value, totals, table, tokens)
+
+
+def _bound(counts: list[int]) -> int:
+    """1 where that is enough, else a multiple of 64: few bounds come up, and each has a plan."""
+    longest = max(counts)
+    return 1 if longest <= 1 else -(-longest // 64) * 64

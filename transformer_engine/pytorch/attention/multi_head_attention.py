@@ -10,6 +10,7 @@ from torch import Tensor
 from transformer_engine.common.config import attention_switches
 from transformer_engine.pytorch.attention.attending import attending
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
+from transformer_engine.pytorch.attention.dot_product_attention.cached import angles_for_cache
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
 from transformer_engine.pytorch.attention.dot_product_attention.packed import starts_of
 from transformer_engine.pytorch.attention.options import AttentionOptions
@@ -413,8 +414,11 @@ fast_zero_fill, pad_between_seqs
 
     def _attend_by_modules(self, hidden_states: Tensor, options: AttentionOptions) -> Any:
         """`attend`, module by module."""
-        if options.inference_params is not None:
-            raise NotImplementedError(f"{_NAME}: inference_params={options.inference_params!r}")
+        if options.inference_params is not None and self.attention_type != "self":
+            raise ValueError(
+                f"{_NAME}: inference_params with attention_type='cross': keys and values of "
+                "encoder_output are no part of a cache: leave it out"
+            )
         first, source = options.is_first_microbatch, options.encoder_output
         to_itself = self.attention_type == "self"
         if to_itself and source is not None:
@@ -471,14 +475,19 @@ fast_zero_fill, pad_between_seqs
         self, query: Tensor, key: Tensor, call: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
         """Apply the norms of queries and keys and the rotary embedding, in the order set."""
-        angles = call.rotary_pos_emb
+        angles, params = call.rotary_pos_emb, call.inference_params
         if self.q_norm is not None and self.qk_norm_before_rope:
             query, key = self.q_norm(query), self.k_norm(key)
         if angles is not None:
+            packed, start_positions = self.qkv_format == "thd", None
+            starts = starts_of(call) if packed and params is None else (None, None)
+            if params is not None:  # positions go on where the sequences have ended
+                now, length = params.lengths, query.shape[0 if self.qkv_format == "sbhd" else 1]
+                start_positions, starts = now.starts, (now.cu_seqlens_q, now.cu_seqlens_q)
+                angles = angles_for_cache(angles, params, 1 if packed else length)
             of_query, of_key = angles if isinstance(angles, tuple | list) else (angles, angles)
             options = {"interleaved": self.rotary_pos_interleaved}
-            starts = starts_of(call) if self.qkv_format == "thd" else (None, None)
-            given = (self.qkv_format, None)
+            given = (self.qkv_format, start_positions)
             query = apply_rotary_pos_emb(query, of_query, *given, cu_seqlens=starts[0], **options)
             key = apply_rotary_pos_emb(key, of_key, *given, cu_seqlens=starts[1], **options)
         if self.q_norm is not None and not self.qk_norm_before_rope:

@@ -24,6 +24,11 @@ from transformer_engine.pytorch.attention.dot_product_attention.backends import 
     check_constructible,
     choose_backend,
 )
+from transformer_engine.pytorch.attention.dot_product_attention.cached import (
+    append_and_view,
+    check_new,
+    options_for_cache,
+)
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, heads_of
 from transformer_engine.pytorch.attention.dot_product_attention.limits import (
     Limits,
@@ -309,7 +314,11 @@ class DotProductAttention(ContextParallel, NativeModule):
             Ignored: they choose among implementations that there is one of here.
         pad_between_seqs : bool, optional
             Ignored: ``cu_seqlens_q_padded`` and ``cu_seqlens_kv_padded`` say so.
-        inference_params, fp8_output, num_splits, score_mod, score_mod_bprop, score_mod_tensors, \
+        inference_params : InferenceParams, optional
+            Keys and values are those of new tokens: they go into its cache of this `layer_number`,
+            and queries attend to all that is there. The mask type is one of padding; lengths are
+            those of the cache, and causal types have their diagonal in the bottom right corner.
+        fp8_output, num_splits, score_mod, score_mod_bprop, score_mod_tensors, \
 score_mod_bprop_tensors
             Not there yet.
         qkv_layer : Tensor, optional
@@ -356,8 +365,10 @@ score_mod_bprop_tensors
         self, heads: Heads, options: AttentionOptions, qkv_format: str | None = None
     ) -> Tensor:
         """`forward` with its other arguments in two."""
-        self._refuse(options)
+        self._refuse()
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
+        if options.inference_params is not None:
+            heads, options = self._go_on(heads, options, qkv_format)
         query, key, value = heads.split()
         sizes = self._check(query, key, value, qkv_format, options)
         tokens = (query.shape[0], key.shape[0]) if qkv_format == "thd" else None
@@ -371,6 +382,19 @@ score_mod_bprop_tensors
             out = run(heads, qkv_format, limits, self.softmax_scale, dropout)
         # contiguous does nothing where the backend wrote in this order
         return out.flatten(-2).contiguous()
+
+    def _go_on(
+        self, heads: Heads, options: AttentionOptions, qkv_format: str
+    ) -> tuple[Heads, AttentionOptions]:
+        """Put new keys and values into their cache: all of them, and the options for these."""
+        params = options.inference_params
+        options = options_for_cache(options, self.attn_mask_type, self.window_size)
+        query, *new = heads.split()
+        batch, *_ = self._check(query, *new, qkv_format, options)
+        check_new(self, params, batch, new[0])
+        made, longest = append_and_view(params, self.layer_number, tuple(new), qkv_format)
+        of_keys = {"cu_seqlens_kv": params.lengths.cu_seqlens_kv, "max_seqlen_kv": longest}
+        return Heads((query, *made)), options._replace(**of_keys)
 
     def _attend_specially(
         self,
@@ -405,15 +429,15 @@ score_mod_bprop_tensors
         qkv_format: str | None = None,
     ) -> Situation:
         """The kind of a call, as `attend` would find it: of tensors, or what has their shapes."""
-        self._refuse(options)
+        self._refuse()
         qkv_format = qkv_format or self.qkv_format
+        if options.inference_params is not None:
+            options = options_for_cache(options, self.attn_mask_type, self.window_size)
         sizes = self._check(query, key, value, qkv_format, options)
         return self._situation(self._kind_of(options, sizes, query, qkv_format == "thd"))
 
-    def _refuse(self, options: AttentionOptions) -> None:
+    def _refuse(self) -> None:
         """Raise for what is not there yet (NotImplementedError)."""
-        if options.inference_params is not None:
-            refuse_options(_NAME, inference_params=(options.inference_params, None))
         state = current_state()
         if state.enabled:
             refuse_fp8(state.recipe)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from transformer_engine.common.config import AttentionSwitches
 from transformer_engine.pytorch.attention.dot_product_attention import masks
+from transformer_engine.pytorch.attention.dot_product_attention.cached import cached_sequences
 from transformer_engine.pytorch.attention.dot_product_attention.packed import (
     Sequences,
     sequences_of,
@@ -104,7 +105,15 @@ def limits_of(
     batch, _, queries, keys = sizes
     kind, corner, shift = situation.kind, situation.bottom_right, None
     limits = Limits(None, None, situation.window, corner)
-    if situation.packed:
+    if options.inference_params is not None:
+        now = options.inference_params.lengths
+        if situation.packed:
+            limits = limits._replace(packed=cached_sequences(options.inference_params, sizes))
+        else:
+            limits = limits._replace(query_lengths=now.counts, key_lengths=now.totals)
+        if corner and situation.bias == "alibi":
+            shift = _corner_shift(corner, (now.counts, now.totals))
+    elif situation.packed:
         limits = limits._replace(packed=sequences_of(options, sizes, tokens))
         if corner and situation.bias == "alibi":
             shift = _corner_shift(corner, tuple(side.ends() for side in limits.packed))
