@@ -47,7 +47,7 @@ static __device__ __forceinline__ void join_as(const float residual[8], float y[
     te_vector<T, 8> rounded;
     rounded.encode(y);
 #pragma unroll
-    for (int j = 0; j < 8; j++) y[j] = rounded.value(j) + residual[j];
+    for (int j = 0; j < 8; j++) y[j] = __fadd_rn(rounded.value(j), residual[j]);
 }
 
 /* The same, of the dtype of the output, wherever it lies. */
