@@ -72,7 +72,8 @@ enum {                              /* te_value_desc.flags */
        TE_VALUE_ACCUMULATE = 1 << 5, /* the gradient is added to the caller's buffer (main_grad) */
        TE_VALUE_OVERWRITE = 1 << 6,  /* it is written there */
        TE_VALUE_DEFER = 1 << 7,      /* it is put off, to the plan TE_DIRECTION_DEFERRED */
-       TE_VALUE_KEEP_QUANTIZED = 1 << 8, /* the forward returns the quantized forms of a weight */
+       /* Of an input, a parameter, or the gradient of a result, as linear nodes cast it: */
+       TE_VALUE_KEEP_QUANTIZED = 1 << 8, /* the plan that casts it returns its quantized forms */
        TE_VALUE_QUANTIZED = 1 << 9 /* it arrives in these forms, in high precision not at all */
 };
 

@@ -49,6 +49,30 @@ static int32_t value_of_operand(const te_build *build, int32_t of)
                                                     : node->inputs[of % TE_OPERAND_ROLES];
 }
 
+/* TE_VALUE_QUANTIZED and TE_VALUE_KEEP_QUANTIZED are said of what a call is given: of an input or
+ * parameter, or of the gradient of a result. */
+static uint32_t flags_of_operand(const te_build *build, int32_t of)
+{
+    uint32_t flags = te_value(build, value_of_operand(build, of))->flags;
+    int gradient = of % TE_OPERAND_ROLES == TE_GRAD_OPERAND;
+    return ((flags & TE_VALUE_RESULT) != 0) == gradient ? flags : 0;
+}
+
+int te_operand_arrives(const te_build *build, int32_t of)
+{
+    te_direction cast =
+        of % TE_OPERAND_ROLES == TE_GRAD_OPERAND ? TE_DIRECTION_BACKWARD : TE_DIRECTION_FORWARD;
+    uint32_t flags = TE_VALUE_QUANTIZED;
+    if (build->direction > cast) flags |= TE_VALUE_KEEP_QUANTIZED;
+    return (flags_of_operand(build, of) & flags) != 0;
+}
+
+int te_operand_is_kept(const te_build *build, int32_t of)
+{
+    return (flags_of_operand(build, of) & TE_VALUE_KEEP_QUANTIZED) != 0 &&
+           !te_operand_arrives(build, of);
+}
+
 /* A made-up name: prefix of the node, name of the operand, form. */
 static const char *operand_names[] = {"input", "weight", "grad_output"};
 
@@ -174,19 +198,21 @@ static te_buffer_role role_of_gradient(const te_build *build, int32_t of)
     return (flags & TE_VALUE_RESULT) != 0 ? TE_ROLE_INPUT : TE_ROLE_SCRATCH;
 }
 
+static te_buffer_role role_of_form(const te_build *build, int32_t of)
+{
+    if (te_operand_is_kept(build, of)) return TE_ROLE_OUTPUT;
+    if (!te_operand_arrives(build, of)) return TE_ROLE_SCRATCH;
+    return of % TE_OPERAND_ROLES == TE_WEIGHT_OPERAND ? TE_ROLE_PARAMETER : TE_ROLE_INPUT;
+}
+
 static te_buffer_role role_of(const te_build *build, te_link link, int32_t of)
 {
     te_buffer_role role = TE_ROLE_SCRATCH;
     if (link == TE_LINK_VALUE) role = role_of_value(build, of);
     if (link == TE_LINK_GRADIENT) role = role_of_gradient(build, of);
     if (link == TE_LINK_SCALE || link == TE_LINK_HISTORY) role = TE_ROLE_STATE;
-    if ((link == TE_LINK_ROW || link == TE_LINK_COLUMN || link == TE_LINK_SCALES) &&
-        of % TE_OPERAND_ROLES == TE_WEIGHT_OPERAND) {
-        uint32_t flags = te_value(build, value_of_operand(build, of))->flags;
-        if ((flags & TE_VALUE_QUANTIZED) != 0) role = TE_ROLE_PARAMETER;
-        if ((flags & TE_VALUE_KEEP_QUANTIZED) != 0) {
-            role = build->direction == TE_DIRECTION_FORWARD ? TE_ROLE_OUTPUT : TE_ROLE_PARAMETER;
-        }
+    if (link == TE_LINK_ROW || link == TE_LINK_COLUMN || link == TE_LINK_SCALES) {
+        role = role_of_form(build, of);
     }
     if (role != TE_ROLE_SCRATCH) return role;
     if (te_links_has(&build->saved, link, of)) return TE_ROLE_SAVED;
@@ -216,6 +242,9 @@ static int32_t add(te_build *build, te_link link, int32_t of, te_buffer_role rol
     describe(build, link, of, &info, name, sizeof name);
     info.role = role;
     if (role == TE_ROLE_STATE && link == TE_LINK_GRADIENT) info.written = 1;
+    if (role == TE_ROLE_INPUT && link == TE_LINK_ROW) { /* in place of the value */
+        info.leading = (te_value(build, value_of_operand(build, of))->flags & TE_VALUE_LEADING) != 0;
+    }
     info.late = role == TE_ROLE_OUTPUT && link == TE_LINK_VALUE && is_late(build, of);
     return te_plan_add_buffer(&build->plan, &info);
 }
@@ -307,7 +336,7 @@ int te_is_read(const te_build *build, int32_t value, int quantized)
         const te_node_desc *node = te_node(build, n);
         for (int i = 0; i < node->input_count; i++) {
             if (node->inputs[i] != value) continue;
-            if ((node->quantization.recipe != TE_RECIPE_NONE) == quantized) return 1;
+            if (te_is_quantized(&node->quantization) == quantized) return 1;
         }
     }
     return 0;
@@ -549,25 +578,23 @@ void te_set_number(te_build *build, te_stage *stage, const char *field, double v
 te_cast_to te_cast_nothing(void)
 {
     te_cast_to cast = {.amax_epsilon = 0.0F};
-    cast.wide = cast.row = cast.column = cast.scales = cast.bias_grad = cast.amax_partials =
-        cast.scale = cast.history = cast.partials = cast.given = TE_NO_BUFFER;
+    cast.wide = cast.row = cast.row_scales = cast.column = cast.column_scales = cast.bias_grad =
+        cast.amax_partials = cast.scale = cast.history = cast.partials = cast.given = TE_NO_BUFFER;
     return cast;
 }
 
 void te_ask_cast(te_build *build, te_stage *stage, const te_cast_to *cast)
 {
     int32_t chunk = 1 + cast->chunk;
-    int to_fp8 = cast->scale != TE_NO_BUFFER || cast->partials != TE_NO_BUFFER ||
-                 cast->given != TE_NO_BUFFER;
     te_use_as(build, stage, "wide", cast->wide);
     te_use_as(build, stage, "bias_grad", cast->bias_grad);
     te_use_as(build, stage, "amax_partials", cast->amax_partials);
-    if (!to_fp8) return;
-    te_set_number(build, stage, "mode", TE_SCALING_TENSOR);
+    if (cast->mode == TE_SCALING_NONE) return;
+    te_set_number(build, stage, "mode", cast->mode);
     te_use_as(build, stage, "row", cast->row);
     te_use_as(build, stage, "column", cast->column);
-    te_use_as(build, stage, "row_scales", cast->scales);
-    te_use_as(build, stage, "column_scales", cast->scales);
+    te_use_as(build, stage, "row_scales", cast->row_scales);
+    te_use_as(build, stage, "column_scales", cast->column_scales);
     te_use_as(build, stage, "partials", cast->partials);
     te_set_number(build, stage, "amax_epsilon", (double)cast->amax_epsilon);
     te_set_number(build, stage, "power_2_scale", cast->power_2);

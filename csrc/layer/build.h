@@ -109,6 +109,10 @@ static inline int32_t te_operand_of(int32_t node, te_operand_role role)
     return node * TE_OPERAND_ROLES + (int32_t)role;
 }
 
+/* Whether what a plan is given of the operand are its quantized forms; whether it returns them. */
+int te_operand_arrives(const te_build *build, int32_t of);
+int te_operand_is_kept(const te_build *build, int32_t of);
+
 /* ---- buffers ---- */
 
 /* The buffer, or TE_NO_BUFFER where the plan has none yet. */
@@ -196,12 +200,13 @@ void te_set_number(te_build *build, te_stage *stage, const char *field, double v
 
 /* What a casting stage is asked for; TE_NO_BUFFER where it is not wanted. */
 typedef struct te_cast_to {
-    int32_t wide, row, column, scales, bias_grad, amax_partials;
+    int32_t wide, row, row_scales, column, column_scales, bias_grad, amax_partials;
     int32_t scale, history, partials; /* where the scale comes from: a chunk, or partial maxima */
     int32_t given;                    /* or the scales of an earlier cast */
     int32_t chunk, slot;
     float amax_epsilon;
     int32_t power_2;
+    te_scaling_mode mode;
 } te_cast_to;
 
 te_cast_to te_cast_nothing(void);

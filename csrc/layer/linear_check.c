@@ -23,28 +23,21 @@ static te_status check_dtypes(const te_graph_desc *graph, const te_node_desc *no
                        b == NULL ? "none" : te_dtype_name((te_dtype)b->dtype),
                        te_dtype_name((te_dtype)y->dtype));
     }
-    if (q->forward_fp8 == TE_DTYPE_E4M3 &&
-        (q->backward_fp8 == TE_DTYPE_E4M3 || q->backward_fp8 == TE_DTYPE_E5M2)) {
-        return TE_OK;
+    for (int role = 0; role < TE_OPERAND_ROLES; role++) {
+        const te_recipe_rule *rule = te_recipe_rule_of(q, (te_operand_role)role);
+        te_dtype dtype = te_role_dtype(q, (te_operand_role)role);
+        if ((uint32_t)dtype < 32 && (rule->dtypes >> dtype & 1U) != 0) continue;
+        return TE_FAIL(
+            TE_ERROR_TYPE, "linear: FP8 dtypes %s and %s, expected e4m3 and then e4m3 or e5m2",
+            te_dtype_name((te_dtype)q->forward_fp8), te_dtype_name((te_dtype)q->backward_fp8));
     }
-    return TE_FAIL(
-        TE_ERROR_TYPE, "linear: FP8 dtypes %s and %s, expected e4m3 and then e4m3 or e5m2",
-        te_dtype_name((te_dtype)q->forward_fp8), te_dtype_name((te_dtype)q->backward_fp8));
+    return TE_OK;
 }
 
 static te_status check_weight(const te_graph_desc *graph, const te_node_desc *node)
 {
     const te_value_desc *w = &graph->values[node->inputs[1]];
-    uint32_t kept = w->flags & (TE_VALUE_KEEP_QUANTIZED | TE_VALUE_QUANTIZED);
     uint32_t main_grad = w->flags & (TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE);
-    if (kept == (TE_VALUE_KEEP_QUANTIZED | TE_VALUE_QUANTIZED) ||
-        (kept != 0 && !te_is_quantized(&node->quantization))) {
-        return TE_FAIL(
-            TE_ERROR_INVALID,
-            "linear: weight: flags 0x%x: its quantized forms need a recipe, and are kept "
-            "or given",
-            w->flags);
-    }
     if (main_grad == (TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE) ||
         ((main_grad & TE_VALUE_ACCUMULATE) != 0 && w->grad_dtype == TE_DTYPE_F16)) {
         return TE_FAIL(TE_ERROR_INVALID,
@@ -60,9 +53,6 @@ static te_status check_numbers(const te_node_desc *node)
     const te_quantization *q = &node->quantization;
     int negative = 0;
     for (int role = 0; role < TE_OPERAND_ROLES; role++) negative |= !(q->amax_epsilon[role] >= 0);
-    if (q->recipe < TE_RECIPE_NONE || q->recipe > TE_RECIPE_CURRENT) {
-        return TE_FAIL(TE_ERROR_INVALID, "linear: recipe = %d does not exist", q->recipe);
-    }
     if (negative || q->power_2 >> TE_OPERAND_ROLES != 0 || node->owner < 0 ||
         node->owner >= TE_GRAPH_NODES) {
         return TE_FAIL(TE_ERROR_INVALID, "linear: amax_epsilon, power_2 = 0x%x or owner %d",
@@ -96,5 +86,12 @@ te_status te_check_linear(const te_graph_desc *graph, int32_t k)
     TE_TRY(te_check_parameter(graph, node->inputs[1], "linear: weight", out, in));
     TE_TRY(te_check_parameter(graph, node->inputs[2], "linear: bias", 0, out));
     TE_TRY(check_dtypes(graph, node));
+    if ((graph->values[node->output].flags & TE_VALUE_QUANTIZED) != 0 && node->inputs[2] >= 0 &&
+        (graph->values[node->inputs[2]].flags & TE_VALUE_GRADIENT) != 0) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "linear: the gradient of %s arrives quantized, of which %s has no gradient: "
+                       "whoever casts it sums it (te_cast_request.bias_grad)",
+                       graph->values[node->output].name, graph->values[node->inputs[2]].name);
+    }
     return check_weight(graph, node);
 }

@@ -104,10 +104,9 @@ static te_status copy_nodes(const te_graph_desc *graph, graph_copy *copy)
 #define MOST_IN_ROW ((int64_t)1 << 28)
 #define MOST_FIXED ((int64_t)1 << 40)
 
-/* Flags that only the weight of a linear node knows. */
-#define OF_WEIGHT                                                                                  \
-    (uint32_t)(TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE | TE_VALUE_DEFER |                         \
-               TE_VALUE_KEEP_QUANTIZED | TE_VALUE_QUANTIZED)
+/* Flags that only the weight of a linear node knows; only operands of one with a recipe. */
+#define OF_WEIGHT (uint32_t)(TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE | TE_VALUE_DEFER)
+#define OF_OPERAND (uint32_t)(TE_VALUE_KEEP_QUANTIZED | TE_VALUE_QUANTIZED)
 
 static int is_given(const te_value_desc *value)
 {
@@ -151,7 +150,9 @@ static te_status check_value(const te_value_desc *value, int32_t number)
     if (memchr(value->name, '\0', sizeof value->name) == NULL || value->ndim < 1 ||
         value->ndim > TE_MAX_DIMS || (kind & (kind - 1)) != 0 ||
         value->flags >= (uint32_t)TE_VALUE_QUANTIZED << 1 ||
-        ((value->flags & OF_WEIGHT) != 0 && kind != TE_VALUE_PARAMETER)) {
+        ((value->flags & OF_WEIGHT) != 0 && kind != TE_VALUE_PARAMETER) ||
+        ((value->flags & OF_OPERAND) != 0 && kind == 0) ||
+        (value->flags & OF_OPERAND) == OF_OPERAND) {
         return TE_FAIL(TE_ERROR_INVALID, "graph: value %d: name, ndim = %d or flags = 0x%x", number,
                        value->ndim, value->flags);
     }
@@ -168,6 +169,37 @@ static te_status check_value(const te_value_desc *value, int32_t number)
     return check_shape(value);
 }
 
+/* Whether the forms of a value, or of its gradient, can be given or returned: a linear node with a
+ * recipe has it as an operand. */
+static te_status check_operand(const te_graph_desc *graph, int32_t n, int32_t value, int role)
+{
+    const te_node_desc *node = &graph->nodes[n];
+    const te_value_desc *desc = &graph->values[value];
+    if ((desc->flags & OF_OPERAND) == 0) return TE_OK;
+    if (te_is_quantized(&node->quantization) && role < TE_OPERAND_ROLES &&
+        ((desc->flags & TE_VALUE_RESULT) != 0) == (role == TE_GRAD_OPERAND)) {
+        return TE_OK;
+    }
+    return TE_FAIL(
+        TE_ERROR_INVALID,
+        "graph: node %d: %s has flags 0x%x, but only an input, a weight, or the gradient "
+        "of a result that nobody reads has quantized forms, of a linear layer with a "
+        "recipe",
+        n, desc->name, desc->flags);
+}
+
+static te_status check_reader(const te_graph_desc *graph, int32_t n, int i)
+{
+    const te_node_desc *node = &graph->nodes[n];
+    const te_value_desc *value = &graph->values[node->inputs[i]];
+    if ((value->flags & OF_WEIGHT) != 0 && (!rules[node->kind]->casts || i != TE_WEIGHT_OPERAND)) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "graph: node %d reads %s, whose flags 0x%x only a linear's weight has", n,
+                       value->name, value->flags);
+    }
+    return check_operand(graph, n, node->inputs[i], i < TE_GRAD_OPERAND ? i : TE_OPERAND_ROLES);
+}
+
 static te_status check_node(const te_graph_desc *graph, int32_t n)
 {
     const te_node_desc *node = &graph->nodes[n];
@@ -176,6 +208,10 @@ static te_status check_node(const te_graph_desc *graph, int32_t n)
         node->output < 0 || node->output >= graph->value_count) {
         return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: name, input %d or output %d", n,
                        node->inputs[0], node->output);
+    }
+    if (!te_recipe_exists(node->quantization.recipe)) {
+        return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: recipe = %d does not exist", n,
+                       node->quantization.recipe);
     }
     if ((node->flags & ~of->flags) != 0 || (node->external & ~of->external) != 0 ||
         (!of->casts && te_is_quantized(&node->quantization))) {
@@ -190,14 +226,9 @@ static te_status check_node(const te_graph_desc *graph, int32_t n)
             return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: there is no value %d", n,
                            node->inputs[i]);
         }
-        if (node->inputs[i] >= 0 && (node->kind != TE_NODE_LINEAR || i != 1) &&
-            (graph->values[node->inputs[i]].flags & OF_WEIGHT) != 0) {
-            return TE_FAIL(TE_ERROR_INVALID,
-                           "graph: node %d reads %s, whose flags 0x%x only a linear's weight has",
-                           n, graph->values[node->inputs[i]].name,
-                           graph->values[node->inputs[i]].flags);
-        }
+        if (node->inputs[i] >= 0) TE_TRY(check_reader(graph, n, i));
     }
+    TE_TRY(check_operand(graph, n, node->output, TE_GRAD_OPERAND));
     return of->check(graph, n);
 }
 
@@ -376,6 +407,20 @@ static int is_passed_on(const te_build *build, int32_t value)
     return info->link != TE_LINK_GRADIENT || info->of != value;
 }
 
+/* Lets a plan be given the value whose shape tells the sizes of a source, or a form of it. */
+static void need_source(te_build *build, int32_t v)
+{
+    if ((te_value(build, v)->flags & TE_VALUE_QUANTIZED) == 0) {
+        (void)te_need(build, TE_LINK_VALUE, v);
+        return;
+    }
+    for (int32_t n = 0; n < build->graph->node_count; n++) {
+        if (te_node(build, n)->inputs[0] != v) continue;
+        (void)te_need(build, TE_LINK_ROW, te_operand_of(n, TE_INPUT_OPERAND));
+        return;
+    }
+}
+
 static void walk_backward(te_build *build)
 {
     start(build, TE_DIRECTION_BACKWARD);
@@ -387,7 +432,7 @@ static void walk_backward(te_build *build)
         if (state->producer != TE_NOBODY) continue;
         if ((te_value(build, v)->flags & TE_VALUE_LEADING) != 0 &&
             te_value(build, v)->shape[0].symbol == TE_SYMBOL_SOURCE_ROWS) {
-            (void)te_need(build, TE_LINK_VALUE, v); /* its shape tells the sizes of the source */
+            need_source(build, v);
         }
         if (state->grads > 1) (void)te_grad(build, v);
         if (state->grads == 1 && state->grad_alias != TE_NO_BUFFER && is_passed_on(build, v)) {

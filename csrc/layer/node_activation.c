@@ -5,6 +5,7 @@
  */
 #include "core/status.h"
 #include "layer/build.h"
+#include "layer/recipe.h"
 
 static int is_softcap(const te_node_desc *node)
 {
@@ -95,7 +96,7 @@ static void backward(te_build *build, int32_t n)
     /* In place, where who reads it reads it in high precision. */
     grad = te_grad(build, node->output);
     if (!is_gated(node) && te_grad_is_own(build, node->output, grad) &&
-        te_node(build, maker)->quantization.recipe == TE_RECIPE_NONE &&
+        !te_is_quantized(&te_node(build, maker)->quantization) &&
         !te_links_has(&build->deferred, TE_LINK_GRADIENT, x)) {
         build->values[x].grad_alias = grad;
     }

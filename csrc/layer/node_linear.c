@@ -5,7 +5,7 @@
  * With a recipe the forward casts input and weight row-wise for its GEMM and, in the same pass, the
  * input column-wise for the weight gradient; the scales of both are saved, so that the backward
  * reads what the forward used and the state may move on. The weight is cast again, column-wise, in
- * the backward, to the same bits, unless it arrives quantized.
+ * the backward, to the same bits. An operand that arrives quantized is read as it comes.
  */
 #include "core/status.h"
 #include "layer/build.h"
@@ -44,9 +44,34 @@ static int is_quantized(const te_build *build, int32_t k)
     return te_is_quantized(&te_node(build, k)->quantization);
 }
 
+static const te_recipe_rule *rule_of(const te_build *build, int32_t k, te_operand_role role)
+{
+    return te_recipe_rule_of(&te_node(build, k)->quantization, role);
+}
+
 static int32_t form(te_build *build, int32_t k, te_operand_role role, te_link link)
 {
     return te_get(build, link, te_operand_of(k, role));
+}
+
+/* The link of the scales of a form. */
+static te_link scales_of(const te_build *build, int32_t k, te_operand_role role, te_link form)
+{
+    const te_recipe_rule *rule = rule_of(build, k, role);
+    return form == TE_LINK_ROW ? rule->row.scales : rule->column.scales;
+}
+
+static int arrives(const te_build *build, int32_t k, te_operand_role role)
+{
+    return te_operand_arrives(build, te_operand_of(k, role));
+}
+
+/* Sets of forms. */
+enum { ROW = 1, COLUMN = 2 };
+
+static int set_of(te_link form)
+{
+    return form == TE_LINK_ROW ? ROW : form == TE_LINK_COLUMN ? COLUMN : 0;
 }
 
 static int32_t weight_of(const te_build *build, int32_t k)
@@ -74,12 +99,21 @@ static int needs_grad_weight(const te_build *build, int32_t k)
     return wants(build, weight_of(build, k), TE_VALUE_GRADIENT);
 }
 
-/* The weight's quantized forms are the caller's: no cast of it in this plan. */
-static int weight_arrives(const te_build *build, int32_t k)
+/* GEMMs of a backward, as a set. */
+static uint32_t gradients_of(const te_build *build, int32_t k)
 {
-    uint32_t flags = TE_VALUE_QUANTIZED;
-    if (build->direction != TE_DIRECTION_FORWARD) flags |= TE_VALUE_KEEP_QUANTIZED;
-    return wants(build, weight_of(build, k), flags);
+    return (needs_grad_input(build, k) ? 1U << TE_GEMM_GRAD_INPUT : 0) |
+           (needs_grad_weight(build, k) ? 1U << TE_GEMM_GRAD_WEIGHT : 0);
+}
+
+/* The forms of an operand that these GEMMs read. */
+static int read_by(const te_build *build, int32_t k, te_operand_role role, uint32_t gemms)
+{
+    int forms = 0;
+    for (int gemm = 0; gemm < TE_LINEAR_GEMMS; gemm++) {
+        if ((gemms >> gemm & 1U) != 0) forms |= set_of(rule_of(build, k, role)->usage[gemm]);
+    }
+    return forms;
 }
 
 /* ---- casts -------------------------------------------------------------------------------- */
@@ -208,16 +242,33 @@ static void measure(te_build *build, int32_t k, const source *from, int32_t wide
     add_external(build, k, stages->reduce, partials);
 }
 
-/* Casts an operand with the recipe's scales. `cast` says which forms. */
-static void quantize(te_build *build, int32_t k, te_operand_role role, te_cast_to cast)
+/* What a cast of an operand to these forms is asked for. */
+static te_cast_to cast_to(te_build *build, int32_t k, te_operand_role role, int forms)
+{
+    te_cast_to cast = te_cast_nothing();
+    cast.mode = rule_of(build, k, role)->mode;
+    if ((forms & ROW) != 0) cast.row = form(build, k, role, TE_LINK_ROW);
+    if ((forms & COLUMN) != 0) cast.column = form(build, k, role, TE_LINK_COLUMN);
+    return cast;
+}
+
+/* Casts an operand to these forms with the recipe's scales. */
+static void quantize(te_build *build, int32_t k, te_operand_role role, int forms, int32_t bias_grad)
 {
     const te_node_desc *node = te_node(build, k);
     const te_quantization *q = &node->quantization;
+    const te_recipe_rule *rule = rule_of(build, k, role);
     const struct cast_stages *stages = &stages_of[role];
-    int measured = te_recipe_rule_of(q, role)->measured;
+    int measured = rule->scale == TE_SCALE_MEASURED,
+        shared = rule->row.scales == rule->column.scales;
+    int32_t of = te_operand_of(k, role), wide;
     source from = source_of(build, k, role);
+    te_cast_to cast;
     te_stage *stage;
-    int32_t wide;
+    if (te_operand_is_kept(build, of)) forms = ROW | COLUMN;
+    if (te_links_has(&build->saved, TE_LINK_ROW, of)) forms |= ROW;
+    if (te_links_has(&build->saved, TE_LINK_COLUMN, of)) forms |= COLUMN;
+    cast = cast_to(build, k, role, forms);
     if (is_external(build, k, stages->quantize) ||
         (measured && is_external(build, k, stages->amax))) {
         write_source(build, k, &from, TE_NO_BUFFER);
@@ -232,65 +283,85 @@ static void quantize(te_build *build, int32_t k, te_operand_role role, te_cast_t
         if (role == TE_GRAD_OPERAND || (node->flags & TE_LINEAR_NO_AMAX) == 0)
             cast.history = te_get(build, TE_LINK_HISTORY, node->owner);
     }
+    cast.bias_grad = bias_grad;
     cast.chunk = 2 * node->owner + (role == TE_GRAD_OPERAND);
     cast.slot = node->slots[role == TE_GRAD_OPERAND] + (role == TE_WEIGHT_OPERAND);
     cast.amax_epsilon = q->amax_epsilon[role];
     cast.power_2 = (int32_t)(q->power_2 >> role & 1U);
-    cast.scales = form(build, k, role, TE_LINK_SCALES);
+    if (shared || (forms & ROW) != 0) cast.row_scales = form(build, k, role, rule->row.scales);
+    if (shared || (forms & COLUMN) != 0) {
+        cast.column_scales = form(build, k, role, rule->column.scales);
+    }
     stage = stage_over(build, k, stages->quantize, &from, TE_OP_QUANTIZE, measured);
     te_ask_cast(build, stage, &cast);
 }
 
 /* Casts an operand with the scales of the forward: the same bits, no amax. */
-static void quantize_again(te_build *build, int32_t k, te_operand_role role, int row, int column)
+static void quantize_again(te_build *build, int32_t k, te_operand_role role, int forms)
 {
     source from = source_of(build, k, role);
-    te_cast_to cast = te_cast_nothing();
+    te_cast_to cast = cast_to(build, k, role, forms);
     te_stage *stage;
-    cast.given = te_need(build, TE_LINK_SCALES, te_operand_of(k, role));
-    if (row) cast.row = form(build, k, role, TE_LINK_ROW);
-    if (column) cast.column = form(build, k, role, TE_LINK_COLUMN);
+    cast.given = te_need(build, rule_of(build, k, role)->row.scales, te_operand_of(k, role));
     stage = stage_over(build, k, stages_of[role].again, &from, TE_OP_QUANTIZE, 0);
     te_ask_cast(build, stage, &cast);
 }
 
 /* ---- forward ------------------------------------------------------------------------------ */
 
-static te_stage *add_gemm(te_build *build, int32_t k, te_linear_stage number, uint32_t fast)
-{
-    const te_node_desc *node = te_node(build, k);
-    te_stage *stage = add_stage(build, k, number, TE_OP_GEMM);
-    te_set_number(build, stage, "fast_accumulation",
-                  (node->flags & fast) != 0 && is_quantized(build, k));
-    te_set_number(build, stage, "allow_tf32", (node->flags & TE_LINEAR_ALLOW_TF32) != 0);
-    return stage;
-}
+/* Its operands a and b, as they are in the product. */
+static const struct {
+    te_linear_stage stage;
+    uint32_t fast;
+    te_operand_role roles[2];
+    int transposed[2];
+} gemms[] = {[TE_GEMM_OUTPUT] = {TE_LINEAR_STAGE_GEMM_OUTPUT,
+                                 TE_LINEAR_FAST_OUTPUT,
+                                 {TE_INPUT_OPERAND, TE_WEIGHT_OPERAND},
+                                 {0, 1}},
+             [TE_GEMM_GRAD_INPUT] = {TE_LINEAR_STAGE_GEMM_GRAD_INPUT,
+                                     TE_LINEAR_FAST_GRAD_INPUT,
+                                     {TE_GRAD_OPERAND, TE_WEIGHT_OPERAND},
+                                     {0, 0}},
+             [TE_GEMM_GRAD_WEIGHT] = {TE_LINEAR_STAGE_GEMM_GRAD_WEIGHT,
+                                      TE_LINEAR_FAST_GRAD_WEIGHT,
+                                      {TE_GRAD_OPERAND, TE_INPUT_OPERAND},
+                                      {1, 0}}};
 
-/* One operand of a GEMM: its quantized form with scales, or high precision. */
-typedef struct gemm_operand {
-    te_operand_role role;
-    te_link form;   /* that is read where it is quantized */
-    int32_t data;   /* buffer of it */
-    int transposed; /* in the product */
-} gemm_operand;
-
-static void use_operand(te_build *build, te_stage *stage, int32_t k, int second,
-                        const gemm_operand *operand)
+/* Lets a GEMM read an operand: `data`, or where that is TE_NO_BUFFER the form that it reads, or the
+ * weight. */
+static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_gemm gemm,
+                        int second, int32_t data)
 {
-    const te_recipe_rule *rule = te_recipe_rule_of(&te_node(build, k)->quantization, operand->role);
     static const char *const names[2][7] = {
         {"a", "a_mode", "a_row", "a_column", "a_row_scales", "a_column_scales", "a_transposed"},
         {"b", "b_mode", "b_row", "b_column", "b_row_scales", "b_column_scales", "b_transposed"}};
     const char *const *name = names[second];
-    te_set_number(build, stage, name[6], operand->transposed);
-    if (rule->mode == TE_SCALING_NONE) {
-        te_use_as(build, stage, name[0], operand->data);
+    te_operand_role role = gemms[gemm].roles[second];
+    te_link read = rule_of(build, k, role)->usage[gemm];
+    te_set_number(build, stage, name[6], gemms[gemm].transposed[second]);
+    if (read == TE_LINK_VALUE) {
+        if (data == TE_NO_BUFFER) data = te_get(build, read, weight_of(build, k));
+        te_use_as(build, stage, name[0], data);
         return;
     }
-    te_set_number(build, stage, name[1], rule->mode);
-    te_use_as(build, stage, name[operand->form == TE_LINK_ROW ? 2 : 3], operand->data);
-    te_use_as(build, stage, name[operand->form == TE_LINK_ROW ? 4 : 5],
-              form(build, k, operand->role, TE_LINK_SCALES));
+    if (data == TE_NO_BUFFER) data = form(build, k, role, read);
+    te_set_number(build, stage, name[1], rule_of(build, k, role)->mode);
+    te_use_as(build, stage, name[read == TE_LINK_ROW ? 2 : 3], data);
+    te_use_as(build, stage, name[read == TE_LINK_ROW ? 4 : 5],
+              form(build, k, role, scales_of(build, k, role, read)));
+}
+
+static te_stage *add_gemm(te_build *build, int32_t k, te_linear_gemm gemm, int32_t a, int32_t b)
+{
+    const te_node_desc *node = te_node(build, k);
+    te_stage *stage = add_stage(build, k, gemms[gemm].stage, TE_OP_GEMM);
+    te_set_number(build, stage, "fast_accumulation",
+                  (node->flags & gemms[gemm].fast) != 0 && is_quantized(build, k));
+    te_set_number(build, stage, "allow_tf32", (node->flags & TE_LINEAR_ALLOW_TF32) != 0);
+    use_operand(build, stage, k, gemm, 0, a);
+    use_operand(build, stage, k, gemm, 1, b);
+    return stage;
 }
 
 /* The activation that the GEMM's epilogue applies: where the result is 16-bit and nobody casts it
@@ -333,7 +404,8 @@ static int32_t cast_bias(te_build *build, int32_t k)
 /* Row-wise input of the GEMM: the local one, or what the caller gathers from every rank. */
 static int32_t gathered_input(te_build *build, int32_t k)
 {
-    int32_t local = form(build, k, TE_INPUT_OPERAND, TE_LINK_ROW);
+    int32_t local = form(build, k, TE_INPUT_OPERAND,
+                         rule_of(build, k, TE_INPUT_OPERAND)->usage[TE_GEMM_OUTPUT]);
     te_stage *stage;
     if (te_node(build, k)->gather <= 1) return local;
     stage = add_stage(build, k, TE_LINEAR_STAGE_GATHER_INPUT, TE_OP_QUANTIZE);
@@ -348,13 +420,7 @@ static void multiply(te_build *build, int32_t k, int32_t input, int32_t bias)
     int32_t activation = activation_in_epilogue(build, k);
     int32_t d = te_get(build, TE_LINK_VALUE,
                        activation < 0 ? node->output : te_node(build, activation)->output);
-    te_stage *gemm = add_gemm(build, k, TE_LINEAR_STAGE_GEMM_OUTPUT, TE_LINEAR_FAST_OUTPUT);
-    gemm_operand a = {TE_INPUT_OPERAND, TE_LINK_ROW, input, 0};
-    gemm_operand b = {TE_WEIGHT_OPERAND, TE_LINK_ROW, TE_NO_BUFFER, 1};
-    b.data = is_quantized(build, k) ? form(build, k, TE_WEIGHT_OPERAND, TE_LINK_ROW)
-                                    : te_get(build, TE_LINK_VALUE, weight_of(build, k));
-    use_operand(build, gemm, k, 0, &a);
-    use_operand(build, gemm, k, 1, &b);
+    te_stage *gemm = add_gemm(build, k, TE_GEMM_OUTPUT, input, TE_NO_BUFFER);
     te_use_as(build, gemm, "d", d);
     te_use_as(build, gemm, "bias", bias);
     if (activation >= 0) {
@@ -369,24 +435,15 @@ static void multiply(te_build *build, int32_t k, int32_t input, int32_t bias)
 
 static void forward(te_build *build, int32_t k)
 {
-    te_cast_to input = te_cast_nothing(), weight = te_cast_nothing();
     int32_t bias;
     if (!is_quantized(build, k)) {
         int32_t wide = wide_input(build, k);
         multiply(build, k, wide, cast_bias(build, k));
         return;
     }
-    input.row = form(build, k, TE_INPUT_OPERAND, TE_LINK_ROW);
-    if (te_links_has(&build->saved, TE_LINK_COLUMN, te_operand_of(k, TE_INPUT_OPERAND))) {
-        input.column = form(build, k, TE_INPUT_OPERAND, TE_LINK_COLUMN);
-    }
-    quantize(build, k, TE_INPUT_OPERAND, input);
-    if (!weight_arrives(build, k)) {
-        weight.row = form(build, k, TE_WEIGHT_OPERAND, TE_LINK_ROW);
-        if (wants(build, weight_of(build, k), TE_VALUE_KEEP_QUANTIZED)) {
-            weight.column = form(build, k, TE_WEIGHT_OPERAND, TE_LINK_COLUMN);
-        }
-        quantize(build, k, TE_WEIGHT_OPERAND, weight);
+    for (te_operand_role role = TE_INPUT_OPERAND; role <= TE_WEIGHT_OPERAND; role++) {
+        if (arrives(build, k, role)) continue;
+        quantize(build, k, role, read_by(build, k, role, 1U << TE_GEMM_OUTPUT), TE_NO_BUFFER);
     }
     bias = cast_bias(build, k);
     multiply(build, k, gathered_input(build, k), bias);
@@ -394,15 +451,11 @@ static void forward(te_build *build, int32_t k)
 
 static void again(te_build *build, int32_t k)
 {
-    int32_t input;
-    if (is_quantized(build, k)) {
-        quantize_again(build, k, TE_INPUT_OPERAND, 1, needs_grad_weight(build, k));
-        if (!weight_arrives(build, k)) {
-            quantize_again(build, k, TE_WEIGHT_OPERAND, 1, needs_grad_input(build, k));
-        }
-        input = form(build, k, TE_INPUT_OPERAND, TE_LINK_ROW);
-    } else {
-        input = wide_input(build, k);
+    uint32_t gemms = 1U << TE_GEMM_OUTPUT | gradients_of(build, k);
+    int32_t input = is_quantized(build, k) ? TE_NO_BUFFER : wide_input(build, k);
+    for (te_operand_role role = TE_INPUT_OPERAND; role <= TE_WEIGHT_OPERAND; role++) {
+        if (!is_quantized(build, k) || arrives(build, k, role)) continue;
+        quantize_again(build, k, role, read_by(build, k, role, gemms));
     }
     multiply(build, k, input, cast_bias(build, k));
 }
@@ -412,14 +465,8 @@ static void again(te_build *build, int32_t k)
 static void multiply_grad_input(te_build *build, int32_t k, int32_t grad)
 {
     int32_t x = te_node(build, k)->inputs[0];
-    te_stage *gemm = add_gemm(build, k, TE_LINEAR_STAGE_GEMM_GRAD_INPUT, TE_LINEAR_FAST_GRAD_INPUT);
-    gemm_operand a = {TE_GRAD_OPERAND, TE_LINK_ROW, grad, 0};
-    gemm_operand b = {TE_WEIGHT_OPERAND, TE_LINK_COLUMN, TE_NO_BUFFER, 0};
+    te_stage *gemm = add_gemm(build, k, TE_GEMM_GRAD_INPUT, grad, TE_NO_BUFFER);
     int32_t d = te_grad_target(build, x);
-    b.data = is_quantized(build, k) ? form(build, k, TE_WEIGHT_OPERAND, TE_LINK_COLUMN)
-                                    : te_get(build, TE_LINK_VALUE, weight_of(build, k));
-    use_operand(build, gemm, k, 0, &a);
-    use_operand(build, gemm, k, 1, &b);
     te_use_as(build, gemm, "d", d);
     add_external(build, k, TE_LINEAR_STAGE_REDUCE_GRAD_INPUT, d);
 }
@@ -430,29 +477,26 @@ static void multiply_grad_weight(te_build *build, int32_t k, int32_t grad, int32
                                  int32_t bias_grad)
 {
     int32_t weight = weight_of(build, k);
-    te_stage *gemm =
-        add_gemm(build, k, TE_LINEAR_STAGE_GEMM_GRAD_WEIGHT, TE_LINEAR_FAST_GRAD_WEIGHT);
-    gemm_operand a = {TE_GRAD_OPERAND, TE_LINK_COLUMN, grad, 1};
-    gemm_operand b = {TE_INPUT_OPERAND, TE_LINK_COLUMN, input, 0};
-    use_operand(build, gemm, k, 0, &a);
-    use_operand(build, gemm, k, 1, &b);
+    te_stage *gemm = add_gemm(build, k, TE_GEMM_GRAD_WEIGHT, grad, input);
     te_use_as(build, gemm, "d", te_parameter_grad(build, weight));
     te_use_as(build, gemm, "bias_grad", bias_grad);
     te_set_number(build, gemm, "accumulate", wants(build, weight, TE_VALUE_ACCUMULATE));
 }
 
-/* The column-wise input: saved, or cast again from what the forward was given. */
-static int32_t input_column(te_build *build, int32_t k)
+/* The input as the weight gradient reads it: given, saved, or cast again from what the forward was
+ * given. */
+static int32_t input_of_weight(te_build *build, int32_t k)
 {
-    int32_t of = te_operand_of(k, TE_INPUT_OPERAND);
+    te_link read = rule_of(build, k, TE_INPUT_OPERAND)->usage[TE_GEMM_GRAD_WEIGHT];
+    int32_t of = te_operand_of(k, TE_INPUT_OPERAND), found;
     int repeat = (te_node(build, k)->flags & TE_LINEAR_SAVE_INPUT) != 0 ||
                  (build->graph->flags & TE_GRAPH_RECOMPUTE) != 0;
-    (void)te_need(build, TE_LINK_SCALES, of);
-    if (te_find(build, TE_LINK_COLUMN, of) != TE_NO_BUFFER)
-        return te_find(build, TE_LINK_COLUMN, of);
-    if (!repeat) return te_need(build, TE_LINK_COLUMN, of);
-    quantize_again(build, k, TE_INPUT_OPERAND, 0, 1);
-    return te_find(build, TE_LINK_COLUMN, of);
+    (void)te_need(build, scales_of(build, k, TE_INPUT_OPERAND, read), of);
+    found = te_find(build, read, of);
+    if (found != TE_NO_BUFFER) return found;
+    if (!repeat || arrives(build, k, TE_INPUT_OPERAND)) return te_need(build, read, of);
+    quantize_again(build, k, TE_INPUT_OPERAND, set_of(read));
+    return te_find(build, read, of);
 }
 
 /* The bias gradient by itself. */
@@ -474,35 +518,35 @@ static int weight_goes_first(const te_build *build, int32_t k)
     return !is_external(build, k, TE_LINEAR_STAGE_REDUCE_GRAD_INPUT);
 }
 
-static void grad_input_quantized(te_build *build, int32_t k, int32_t grad)
+static void grad_input_quantized(te_build *build, int32_t k)
 {
-    int32_t of = te_operand_of(k, TE_WEIGHT_OPERAND);
+    te_link read = rule_of(build, k, TE_WEIGHT_OPERAND)->usage[TE_GEMM_GRAD_INPUT];
     if (!needs_grad_input(build, k)) return;
-    if (!weight_arrives(build, k) && te_find(build, TE_LINK_COLUMN, of) == TE_NO_BUFFER) {
-        quantize_again(build, k, TE_WEIGHT_OPERAND, 0, 1);
+    if (!arrives(build, k, TE_WEIGHT_OPERAND) &&
+        te_find(build, read, te_operand_of(k, TE_WEIGHT_OPERAND)) == TE_NO_BUFFER) {
+        quantize_again(build, k, TE_WEIGHT_OPERAND, set_of(read));
     }
-    multiply_grad_input(build, k, grad);
+    multiply_grad_input(build, k, TE_NO_BUFFER);
 }
 
 static void backward_quantized(te_build *build, int32_t k)
 {
-    te_cast_to grad = te_cast_nothing();
     int put_off = wants(build, weight_of(build, k), TE_VALUE_DEFER);
     int weight_first = weight_goes_first(build, k);
-    grad.bias_grad = te_parameter_grad(build, bias_of(build, k));
-    if (!needs_grad_input(build, k) && !needs_grad_weight(build, k)) {
+    int forms = read_by(build, k, TE_GRAD_OPERAND, gradients_of(build, k));
+    int32_t bias_grad = te_parameter_grad(build, bias_of(build, k));
+    if (forms == 0 && bias_grad != TE_NO_BUFFER) {
         source from = source_of(build, k, TE_GRAD_OPERAND);
-        sum_grad(build, k, &from, grad.bias_grad);
-        return;
+        sum_grad(build, k, &from, bias_grad);
     }
-    if (needs_grad_weight(build, k)) grad.column = form(build, k, TE_GRAD_OPERAND, TE_LINK_COLUMN);
-    if (needs_grad_input(build, k)) grad.row = form(build, k, TE_GRAD_OPERAND, TE_LINK_ROW);
-    quantize(build, k, TE_GRAD_OPERAND, grad);
-    if (!weight_first) grad_input_quantized(build, k, grad.row);
+    if (forms != 0 && !arrives(build, k, TE_GRAD_OPERAND)) {
+        quantize(build, k, TE_GRAD_OPERAND, forms, bias_grad);
+    }
+    if (!weight_first) grad_input_quantized(build, k);
     if (needs_grad_weight(build, k) && !put_off) {
-        multiply_grad_weight(build, k, grad.column, input_column(build, k), TE_NO_BUFFER);
+        multiply_grad_weight(build, k, TE_NO_BUFFER, input_of_weight(build, k), TE_NO_BUFFER);
     }
-    if (weight_first) grad_input_quantized(build, k, grad.row);
+    if (weight_first) grad_input_quantized(build, k);
 }
 
 static void backward_wide(te_build *build, int32_t k)
@@ -550,9 +594,11 @@ static void deferred(te_build *build, int32_t k)
     int32_t grad, input;
     if (!needs_grad_weight(build, k) || !wants(build, weight_of(build, k), TE_VALUE_DEFER)) return;
     if (is_quantized(build, k)) {
-        grad = te_defer(build, TE_LINK_COLUMN, te_operand_of(k, TE_GRAD_OPERAND));
-        (void)te_defer(build, TE_LINK_SCALES, te_operand_of(k, TE_GRAD_OPERAND));
-        input = input_column(build, k);
+        te_link read = rule_of(build, k, TE_GRAD_OPERAND)->usage[TE_GEMM_GRAD_WEIGHT];
+        int32_t of = te_operand_of(k, TE_GRAD_OPERAND);
+        grad = te_defer(build, read, of);
+        (void)te_defer(build, scales_of(build, k, TE_GRAD_OPERAND, read), of);
+        input = input_of_weight(build, k);
     } else {
         grad = te_defer(build, te_grad_link(build, node->output), node->output);
         input = wide_input(build, k);

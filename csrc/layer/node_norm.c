@@ -4,6 +4,7 @@
  */
 #include "core/status.h"
 #include "layer/build.h"
+#include "layer/recipe.h"
 
 static int has_mean(const te_node_desc *node)
 {
@@ -22,8 +23,8 @@ static int keeps_statistics(const te_build *build, int32_t n)
     if (te_links_has(&build->saved, TE_LINK_RSIGMA, n)) return 1;
     for (int32_t k = n + 1; k < build->graph->node_count; k++) {
         const te_node_desc *reader = te_node(build, k);
-        if (reader->inputs[0] == te_node(build, n)->output &&
-            reader->quantization.recipe == TE_RECIPE_CURRENT) {
+        const te_recipe_rule *rule = te_recipe_rule_of(&reader->quantization, TE_INPUT_OPERAND);
+        if (reader->inputs[0] == te_node(build, n)->output && rule->scale == TE_SCALE_MEASURED) {
             return 1;
         }
     }

@@ -1,25 +1,54 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * recipe.h - the recipe table: how each operand of a linear layer is cast under each recipe.
+ * recipe.h - the recipe table: how each operand of a linear layer is cast under each recipe, and
+ * what its GEMMs read of it. Nothing else knows a recipe by name.
  */
 #ifndef TE_LAYER_RECIPE_H
 #define TE_LAYER_RECIPE_H
 
 #include "layer/plan.h"
 
+/* GEMMs of a linear layer. */
+typedef enum te_linear_gemm {
+    TE_GEMM_OUTPUT,
+    TE_GEMM_GRAD_INPUT,
+    TE_GEMM_GRAD_WEIGHT,
+    TE_LINEAR_GEMMS
+} te_linear_gemm;
+
+/* Where the scale of a cast comes from. */
+typedef enum te_scale_source {
+    TE_SCALE_NONE,    /* high precision: no cast */
+    TE_SCALE_STATE,   /* a slot of the scaling state, which records the amax */
+    TE_SCALE_MEASURED /* the largest magnitude, found in a pass of its own before the cast */
+} te_scale_source;
+
+/* One form of an operand. The symbols of extents number the dims of the operand, from 1. */
+typedef struct te_form_rule {
+    te_extent shape[2]; /* of the data, which GEMMs want aligned */
+    te_link scales;     /* forms with the same link share their scales */
+    te_dtype scales_dtype;
+    int32_t scales_ndim;
+    te_extent scales_shape[2];
+} te_form_rule;
+
 /* One operand role under one recipe. */
 typedef struct te_recipe_rule {
     te_scaling_mode mode;
-    int32_t measured;  /* its largest magnitude is found in a pass of its own, before the cast */
-    int32_t backward;  /* it has the FP8 dtype of gradients */
-    int32_t alignment; /* the GEMM's inner size, which quantize pads to */
+    te_scale_source scale;
+    uint32_t dtypes;    /* 1 << te_dtype of those that it can have */
+    int32_t grad_dtype; /* it has te_quantization.backward_fp8 */
+    te_form_rule row, column;
+    te_link usage[TE_LINEAR_GEMMS]; /* the form that a GEMM reads; VALUE: high precision */
 } te_recipe_rule;
 
+int te_recipe_exists(int32_t recipe);
 const te_recipe_rule *te_recipe_rule_of(const te_quantization *quantization, te_operand_role role);
+te_dtype te_role_dtype(const te_quantization *quantization, te_operand_role role);
 
 static inline int te_is_quantized(const te_quantization *quantization)
 {
-    return quantization->recipe != TE_RECIPE_NONE;
+    return te_recipe_rule_of(quantization, TE_INPUT_OPERAND)->mode != TE_SCALING_NONE;
 }
 
 /* dtype and shape of the row-wise form, the column-wise form or the scales of an operand that is

@@ -210,6 +210,42 @@ static int repeats(const graph *g)
     return 1;
 }
 
+/* Whether nobody reads a value but linear nodes that cast it; how often they do. */
+static int casts_of(const graph *g, int32_t v)
+{
+    int found = 0;
+    for (int32_t n = 0; n < g->desc.node_count; n++) {
+        const te_node_desc *node = &g->nodes[n];
+        for (int i = 0; i < node->input_count; i++) {
+            if (node->inputs[i] != v) continue;
+            if (i > 0 || node->quantization.recipe == TE_RECIPE_NONE) return 0;
+            found++;
+        }
+    }
+    return found;
+}
+
+static int quantized_inputs, quantized_gradients; /* that were given */
+
+/* Input and gradient of a linear node with a recipe, where they are given to the graph. */
+static void apply_to_data(graph *g, const te_node_desc *node, uint32_t flags)
+{
+    int32_t x = node->inputs[0], y = node->output, bias = node->inputs[2];
+    int sums = bias >= 0 && graph_has(g, bias, TE_VALUE_GRADIENT);
+    if (graph_has(g, x, TE_VALUE_INPUT) && casts_of(g, x) > 0) {
+        g->values[x].flags |= flags;
+        quantized_inputs += (flags & TE_VALUE_QUANTIZED) != 0;
+    }
+    for (int32_t n = 0; n < g->desc.node_count; n++) {
+        for (int i = 0; i < g->nodes[n].input_count; i++) {
+            if (g->nodes[n].inputs[i] == y) return;
+        }
+    }
+    if (!graph_has(g, y, TE_VALUE_RESULT) || (sums && (flags & TE_VALUE_QUANTIZED) != 0)) return;
+    g->values[y].flags |= flags;
+    quantized_gradients += (flags & TE_VALUE_QUANTIZED) != 0;
+}
+
 static void apply(graph *g, const variant *how)
 {
     g->desc.values = g->values; /* it may be a copy */
@@ -221,6 +257,7 @@ static void apply(graph *g, const variant *how)
         if (node->kind != TE_NODE_LINEAR) continue;
         if (node->quantization.recipe != TE_RECIPE_NONE) {
             node->flags |= how->node;
+            apply_to_data(g, node, how->weight & (TE_VALUE_KEEP_QUANTIZED | TE_VALUE_QUANTIZED));
         } else if ((how->weight & (TE_VALUE_KEEP_QUANTIZED | TE_VALUE_QUANTIZED)) != 0) {
             continue;
         }
@@ -244,15 +281,18 @@ static void compare_bits(const graph *g, plan_memory *found, plan_memory *expect
     }
 }
 
-/* A weight that arrives in FP8 is not read in high precision. */
-static void check_no_wide_weight(const graph *g)
+/* What arrives in FP8 is not read in high precision. */
+static void check_nothing_wide(const graph *g)
 {
     for (int d = 0; d < TE_DIRECTION_COUNT; d++) {
         te_plan_info info;
         OK(te_plan_describe(g->plans[d], &info));
         for (int i = 0; i < info.buffer_count; i++) {
             const te_buffer_info *buffer = &info.buffers[i];
-            EXPECT(buffer->link != TE_LINK_VALUE || !graph_has(g, buffer->of, TE_VALUE_QUANTIZED),
+            if (buffer->link != TE_LINK_VALUE && buffer->link != TE_LINK_GRADIENT) continue;
+            EXPECT(!graph_has(g, buffer->of, TE_VALUE_QUANTIZED) ||
+                       graph_has(g, buffer->of, TE_VALUE_RESULT) !=
+                           (buffer->link == TE_LINK_GRADIENT),
                    "the plan reads %s", buffer->name);
         }
     }
@@ -309,6 +349,7 @@ static inline void check_every_way(const graph *described, const te_sizes *sizes
         {0, TE_VALUE_DEFER, TE_LINEAR_SAVE_INPUT, 0},
         {0, TE_VALUE_KEEP_QUANTIZED, 0, 0},
         {TE_GRAPH_RECOMPUTE, TE_VALUE_KEEP_QUANTIZED, 0, 0},
+        {0, TE_VALUE_KEEP_QUANTIZED | TE_VALUE_DEFER, TE_LINEAR_SAVE_INPUT, 0},
     };
     static plan_memory memory[2];
     static graph g;
@@ -333,14 +374,17 @@ static inline void check_every_way(const graph *described, const te_sizes *sizes
         compare_bits(&g, now, &memory[0]);
         graph_drop(&g);
         if ((variants[i].weight & TE_VALUE_KEEP_QUANTIZED) != 0) { /* and once more, from FP8 */
-            const variant given = {variants[i].graph, TE_VALUE_QUANTIZED, 0, 0};
+            const variant given = {variants[i].graph,
+                                   variants[i].weight ^ TE_VALUE_KEEP_QUANTIZED ^
+                                       TE_VALUE_QUANTIZED,
+                                   variants[i].node, 0};
             g = *described;
             apply(&g, &given);
             test_seed = seed;
             fill(&g, now);
             graph_run(context, &g, now);
             compare_bits(&g, now, &memory[0]);
-            check_no_wide_weight(&g);
+            check_nothing_wide(&g);
             graph_drop(&g);
         }
         plan_memory_end(now);

@@ -293,6 +293,8 @@ static void check_random(void)
         if (getenv("GRAPHS_SAY") != NULL) (void)fprintf(stderr, "graph %d\n", i);
         check_every_way(&g, &sizes);
     }
+    EXPECT(quantized_inputs > RANDOM_GRAPHS / 10 && quantized_gradients > RANDOM_GRAPHS / 10,
+           "%d inputs and %d gradients arrived quantized", quantized_inputs, quantized_gradients);
 }
 
 /* ---- damaged graphs ------------------------------------------------------------------------- */

@@ -23,15 +23,20 @@ Link = tuple[str, int]
     ACCUMULATE,
     OVERWRITE,
     DEFER,
-    CACHE_WRITE,
-    CACHE_READ,
     ZERO_CENTERED,
     GRAD_GAMMA,
     GRAD_BETA,
     RETURN_NORM,
     NO_GAMMA,
     NO_BETA,
-) = (1 << bit for bit in range(17))
+    # The quantized forms of input, weight and gradient of the output are given; are returned.
+    INPUT_GIVEN,
+    WEIGHT_GIVEN,
+    GRAD_GIVEN,
+    INPUT_KEPT,
+    WEIGHT_KEPT,
+    GRAD_KEPT,
+) = (1 << bit for bit in range(21))
 
 
 class Quantization(NamedTuple):
@@ -148,7 +153,8 @@ class Graph:
         self.tensors: list[Link | None] = []  # inputs and parameters in the order of a call
         self.results: list[Link] = []  # what the module returns
         self.weights: list[int] = []  # value of each linear layer's weight
-        self.weight_operands: list[int] = []  # its number as a quantized operand
+        # The number of its input as a quantized operand; those of weight and gradient follow.
+        self.operands: list[int] = []
         self.has_gradients = self.defers = False  # a backward, a deferred weight gradient
 
     def make(self, direction: int) -> Plan:
@@ -217,12 +223,7 @@ class Graph:
     def linear_parameters(self, spec: LinearSpec, prefix: str) -> tuple[int, int]:
         """Add weight and bias."""
         flags = spec.flags
-        bits = _core.VALUE_PARAMETER | flags_of(
-            (
-                (_core.VALUE_QUANTIZED, flags & CACHE_READ),
-                (_core.VALUE_KEEP_QUANTIZED, flags & CACHE_WRITE),
-            )
-        )
+        bits = _core.VALUE_PARAMETER | form_flags(flags, WEIGHT_GIVEN, WEIGHT_KEPT)
         if flags & WGRAD:
             bits |= _core.VALUE_GRADIENT | flags_of(
                 (
@@ -300,7 +301,7 @@ class Graph:
                 (_core.LINEAR_ALLOW_TF32, spec.flags & ALLOW_TF32),
             )
         )
-        self.weight_operands.append(len(self.nodes) * _core.OPERAND_ROLES + 1)
+        self.operands.append(len(self.nodes) * _core.OPERAND_ROLES)
         self.node(
             _core.NODE_LINEAR,
             inputs,
@@ -327,15 +328,29 @@ def input_flags(wants_grad: int) -> int:
     return _core.VALUE_INPUT | _core.VALUE_LEADING | gradient
 
 
+def form_flags(flags: int, given: int, kept: int) -> int:
+    """`VALUE_*` of an operand whose quantized forms are given, or returned."""
+    return flags_of(
+        ((_core.VALUE_QUANTIZED, flags & given), (_core.VALUE_KEEP_QUANTIZED, flags & kept))
+    )
+
+
+def forms_of(operand: int) -> tuple[Link, ...]:
+    """Links of the quantized forms of an operand."""
+    return ("row", operand), ("column", operand), ("scales", operand)
+
+
 def call_graph(spec: CallSpec) -> Graph:
     """Graph of a call."""
     first, last = spec.parts[0], spec.parts[-1]
     graph = Graph(_core.GRAPH_RECOMPUTE if spec.recompute else 0)
     shape = (ROWS, first.in_features)
-    x = graph.tensor("input", first.input, shape, input_flags(first.flags & DGRAD))
+    forms = form_flags(first.flags, INPUT_GIVEN, INPUT_KEPT)
+    x = graph.tensor("input", first.input, shape, input_flags(first.flags & DGRAD) | forms)
     given = graph.call_parameters(spec)
     rows = (_core.SYMBOL_ROWS, last.gather, 1)
-    y = graph.value("output", last.output, (rows, last.out_features), RESULT)
+    forms = form_flags(last.flags, GRAD_GIVEN, GRAD_KEPT)
+    y = graph.value("output", last.output, (rows, last.out_features), RESULT | forms)
     graph.add_call(spec, given, x, y)
     return graph
 

@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 from transformer_engine import _core
 from transformer_engine.common.graphs import (
     ACCUMULATE,
-    CACHE_READ,
-    CACHE_WRITE,
     OVERWRITE,
+    WEIGHT_GIVEN,
+    WEIGHT_KEPT,
     WGRAD,
     CallSpec,
     Graph,
     Link,
     Norm,
     call_graph,
+    forms_of,
     norm_graph,
 )
 from transformer_engine.common.layer_graphs import LayerSpec, layer_graph
@@ -133,14 +134,14 @@ class CallPlans:
         self.results = tuple(graph.results)  # of the module: the first of `outputs`
         self.result_count = len(self.results)
         flags = [part.flags for part in parts]
-        caches = [(("row", of), ("column", of), ("scales", of)) for of in graph.weight_operands]
+        caches = [forms_of(of + 1) for of in graph.operands]
         # Parts whose quantized weight is taken from the cache; (part, places among `outputs`) of
         # those where it is kept.
-        self.reads_caches = tuple(i for i, f in enumerate(flags) if f & CACHE_READ)
+        self.reads_caches = tuple(i for i, f in enumerate(flags) if f & WEIGHT_GIVEN)
         self.writes_caches = tuple(
             (i, tuple(map(self.outputs.index, caches[i])))
             for i, f in enumerate(flags)
-            if f & CACHE_WRITE
+            if f & WEIGHT_KEPT
         )
         # (part, weight's place among `tensors`) where its gradient goes to ``weight.main_grad``.
         self.main_grads = tuple(

@@ -408,7 +408,9 @@ class ComposedModule(Fp8Module):
         if replay is not None:
             common |= graphs.NO_AMAX if replay.scales is not None else 0
             caches = replay.cache if replay.cache is not None else (None,) * count
-            flags = tuple(common | (0 if cache is None else graphs.CACHE_READ) for cache in caches)
+            flags = tuple(
+                common | (0 if cache is None else graphs.WEIGHT_GIVEN) for cache in caches
+            )
             return _BoundState(quantization, flags, replay.slots, replay.scales, caches)
         slots = None
         if region.recipe.delayed():
@@ -429,7 +431,7 @@ class ComposedModule(Fp8Module):
                 "torch.compile"
             )
         caches = held_caches(self, is_first_microbatch, tensors.parts, region.recipe)
-        ways = (graphs.CACHE_WRITE if cache is None else graphs.CACHE_READ for cache in caches)
+        ways = (graphs.WEIGHT_KEPT if cache is None else graphs.WEIGHT_GIVEN for cache in caches)
         return _BoundState(quantization, tuple(common | way for way in ways), slots, None, caches)
 
     def _plans_for(self, key: tuple, quantization: Quantization, traced: bool) -> CallPlans:

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operands of a linear layer that arrive quantized: input, weight and gradient by one flag."""
+
+import itertools
+
+import pytest
+import torch
+
+from transformer_engine import _core
+from transformer_engine.common import graphs
+from transformer_engine.common.plan_text import plan_of
+
+K, N, ROWS = 24, 40, 6  # none of them a multiple of 16, which the forms are padded to
+GIVEN = (graphs.INPUT_GIVEN, graphs.WEIGHT_GIVEN, graphs.GRAD_GIVEN)
+KEPT = graphs.INPUT_KEPT | graphs.WEIGHT_KEPT | graphs.GRAD_KEPT
+SUBSETS = [
+    sum(roles) for count in (1, 2, 3) for roles in itertools.combinations(GIVEN, count)
+]  # of operands
+GRADIENTS = graphs.DGRAD | graphs.WGRAD
+
+
+def graph_of(flags, recipe=_core.RECIPE_DELAYED, wanted=GRADIENTS, bias_grad=False):
+    """A linear layer with a bias."""
+    f32 = _core.DTYPE_F32
+    quantization = graphs.HIGH_PRECISION._replace(recipe=recipe, backward_fp8=_core.DTYPE_E5M2)
+    flags |= wanted | graphs.BIAS
+    part = graphs.LinearSpec(K, N, f32, f32, f32, f32, f32, quantization, flags, bias_grad)
+    return graphs.call_graph(graphs.CallSpec((part,)))
+
+
+def buffers(plan, *roles):
+    """Links of its buffers of these roles, in the order of a call."""
+    return [tuple(b[5:7]) for b in plan.described["buffers"] if b[1] in roles]
+
+
+def run(plan, memory, packed=None):
+    """Run a plan over what is in `memory` by link; put its outputs there, return what it packs."""
+    given = [memory[link] for link in buffers(plan, "input", "parameter", "state")]
+    forward = plan.described["direction"] == "forward"
+    leads = any(b[1] == "input" and b[3] for b in plan.described["buffers"])
+    rows = () if leads else (ROWS,)
+    extra = () if forward or not buffers(plan, "saved") else (packed,)
+    *outputs, made = _core.run(plan.native, 0, 0, *given, *extra, *rows)
+    memory.update(zip(buffers(plan, "output"), outputs, strict=True))
+    return made
+
+
+def run_all(graph, memory):
+    """Forward, backward, deferred weight gradient."""
+    packed = run(graph.make(_core.DIRECTION_FORWARD), memory)
+    run(graph.make(_core.DIRECTION_BACKWARD), memory, packed)
+    if graph.defers:
+        run(graph.make(_core.DIRECTION_DEFERRED), memory, packed)
+    return memory
+
+
+def fresh_memory():
+    """What a call is given."""
+    return {
+        ("value", 0): torch.randn(2, ROWS // 2, K),
+        ("value", 1): torch.randn(N, K),
+        ("value", 2): torch.randn(N),
+        ("gradient", 3): torch.randn(2, ROWS // 2, N),
+        ("scale", 0): torch.tensor([4.0, 2.0, 8.0, 1.0]),
+        ("history", 0): torch.zeros(4, 4),
+    }
+
+
+def results(memory):
+    return [memory[link] for link in (("value", 3), ("gradient", 0), ("gradient", 1))]
+
+
+@pytest.mark.parametrize("recipe", [_core.RECIPE_DELAYED, _core.RECIPE_CURRENT])
+@pytest.mark.parametrize("given", SUBSETS)
+@pytest.mark.parametrize("how", [0, graphs.DEFER, graphs.SAVE_INPUT])
+def test_operands_that_arrive_have_the_bits_of_a_cast(recipe, given, how):
+    memory = run_all(graph_of(KEPT, recipe), fresh_memory())
+    expected = results(memory)
+    graph = graph_of(given | how, recipe)
+    own = {link: x for link, x in memory.items() if link[0] != "gradient" or link[1] == 3}
+    del own["value", 3]
+    for role, flag in enumerate(GIVEN):  # neither in high precision nor with a scale of its own
+        if given & flag:
+            del own[("gradient", 3) if role == 2 else ("value", role)]
+    for of in (0, 2):  # their rows have the leading dims of the call
+        own["row", of] = own["row", of].view(2, ROWS // 2, -1)
+    own["history", 0] = torch.zeros(4, 4)
+    found = results(run_all(graph, own))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    stages = [
+        stage[0]
+        for direction in range(2 + graph.defers)
+        for stage in graph.make(direction).described["stages"]
+    ]
+    for role, name in enumerate(("input", "weight", "grad_output")):
+        cast = any(stage in (f"quantize_{name}", f"requantize_{name}") for stage in stages)
+        assert cast != bool(given & GIVEN[role])
+
+
+@pytest.mark.parametrize("wanted", [graphs.DGRAD, graphs.WGRAD])
+def test_forms_that_no_gemm_reads_are_no_arguments(wanted):
+    graph = graph_of(sum(GIVEN), wanted=wanted)
+    forward = buffers(graph.make(_core.DIRECTION_FORWARD), "input", "parameter")
+    assert forward == [("value", 2), ("row", 0), ("row", 1), ("scales", 0), ("scales", 1)]
+    backward = buffers(graph.make(_core.DIRECTION_BACKWARD), "input", "parameter", "state")
+    first = "row" if wanted == graphs.DGRAD else "column"
+    other = 1 if wanted == graphs.DGRAD else 0  # the weight, or the input
+    expected = {(first, 2), ("scales", 2), ("column", other), ("scales", other)}
+    assert set(backward) == expected and len(backward) == len(expected)
+
+
+def test_a_missing_or_wrong_form_is_named():
+    memory = run_all(graph_of(KEPT), fresh_memory())
+    plan = graph_of(sum(GIVEN)).make(_core.DIRECTION_BACKWARD)
+    links = buffers(plan, "input", "parameter", "state")
+    given = [memory[link] for link in links]
+    _core.run(plan.native, 0, 0, *given)
+    names = [b[0] for b in plan.described["buffers"]][: len(given)]
+    assert {"input_column", "weight_column", "grad_output_row", "input_scales"} <= set(names)
+    with pytest.raises(
+        TypeError, match=f"run: expected {len(given)} tensors, got {len(given) - 1}"
+    ):
+        _core.run(plan.native, 0, 0, *given[:-1])
+    for at, name in enumerate(names):
+        for wrong, kind in (
+            (None, TypeError),
+            (given[at].double() if "scales" in name else given[at].float(), TypeError),
+            (given[at][..., :-1].contiguous(), ValueError),
+        ):
+            with pytest.raises(kind, match=f"run: {name}: "):
+                _core.run(plan.native, 0, 0, *given[:at], wrong, *given[at + 1 :])
+
+
+def test_what_has_no_quantized_forms():
+    with pytest.raises(ValueError, match="node 0: input has flags 0x219.*layer with a recipe"):
+        graph_of(graphs.INPUT_GIVEN, _core.RECIPE_NONE).make(0)
+    with pytest.raises(ValueError, match="output arrives quantized, of which bias has no gradient"):
+        graph_of(graphs.GRAD_GIVEN, bias_grad=True).make(0)
+    with pytest.raises(ValueError, match="value 0: name, ndim = 2 or flags = 0x319"):
+        graph_of(graphs.INPUT_GIVEN | graphs.INPUT_KEPT).make(0)
+    graph = graph_of(0)
+    made = graph.value("normed", _core.DTYPE_F32, (graphs.ROWS, K))
+    name, flags, *rest = graph.values[0]
+    graph.values[0] = (name, flags | _core.VALUE_QUANTIZED, *rest)
+    graph.add_norm(graphs.Norm(_core.NORM_L2, _core.DTYPE_F32, 0.0), (0,), made, 0)
+    with pytest.raises(ValueError, match="node 1: input has flags"):
+        graph.make(0)
+    graph = graph_of(graphs.GRAD_GIVEN)  # a result that is read: its gradient is a sum
+    again = graph.value("again", _core.DTYPE_F32, (graphs.ROWS, N), graphs.RESULT)
+    graph.node(_core.NODE_SOFTCAP, (3,), again, numbers=(1.0,))
+    with pytest.raises(ValueError, match="gradient of a result that nobody reads"):
+        graph.make(0)
+
+
+def test_the_text_of_a_plan_has_the_flags():
+    plan = graph_of(sum(GIVEN)).make(_core.DIRECTION_BACKWARD)
+    text, described = plan.text, plan.described
+    del plan
+    assert plan_of(text).described == described
+    with pytest.raises(ValueError, match="damaged"):
+        plan_of(text[:-2])
