@@ -242,7 +242,7 @@ def _run_staged(core):
         lend(number["input_scales"]).fill_(1.0)
 
     functions = {"quantize_input": quantize}
-    observer = lambda stage, operator, buffers, done: None  # noqa: E731
+    observer = lambda stage, buffers, done: None  # noqa: E731
     make_buffers = lambda lend, rows, slot: lend  # noqa: E731
     return Case([plan, 0, 0, functions, observer, make_buffers, *linear_tensors()])
 

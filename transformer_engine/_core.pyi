@@ -119,8 +119,9 @@ class PlanDescription(TypedDict):
     the leading dims. link and `of` say what it is, the same in every plan of a graph (TE_LINKS): the
     "gradient" of value `of`, the "row" form of operand `of`, ... written: 1 where the run changes a
     state."""
-    stages: tuple[tuple[str, str, int, tuple[int, ...]], ...]
-    """(stage name, operator name or "external", node or -1, numbers of its buffers)."""
+    stages: tuple[tuple[str, str, int, tuple[int, ...], str, int], ...]
+    """(stage name, operator name or "external", node or -1, numbers of its buffers, operator name,
+    number of LINEAR_STAGES or -1)."""
     saved_bytes: tuple[int, int, int, int]
     """Size of the packed saved buffer, an extent; of what does not vary with a source."""
     quantized: bool
@@ -177,7 +178,7 @@ def run_staged(
     slot_fwd: _Slots,
     slot_bwd: _Slots,
     functions: dict[str, Callable[[Any], Any]],
-    observer: Callable[[str, str, Any, bool], Any] | None,
+    observer: Callable[[int, Any, bool], Any] | None,
     make_buffers: Callable[[Callable[[int], Tensor], int, int], Any],
     /,
     *tensors: Any,
@@ -185,7 +186,7 @@ def run_staged(
     """`run` with Python functions at stages, called inside the run; arguments and result as there.
 
     functions: ``f(buffers)`` by stage name, one for each external stage. observer:
-    ``f(stage, operator, buffers, done)``, called before and after every stage. What they raise ends the
+    ``f(stage number, buffers, done)``, called before and after every stage. What they raise ends the
     run. buffers: what ``make_buffers(lend, rows, slot)`` gave, once; `lend(number)` is the
     argument or the output of that buffer, or a tensor over its packed memory, which it keeps. `lend` is
     for functions while they run, slot the first one in the chunk of the plan's direction.

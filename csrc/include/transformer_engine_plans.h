@@ -282,7 +282,8 @@ typedef struct te_stage_info {
     int32_t external;
     const int32_t *buffers; /* numbers of those that it reads or writes */
     int32_t buffer_count;
-    int32_t node; /* that it belongs to */
+    int32_t node; /* that it belongs to, or -1 */
+    int32_t step; /* te_linear_stage of a linear node, or -1 */
 } te_stage_info;
 
 typedef struct te_plan_info {

@@ -243,7 +243,8 @@ static int32_t add(te_build *build, te_link link, int32_t of, te_buffer_role rol
     info.role = role;
     if (role == TE_ROLE_STATE && link == TE_LINK_GRADIENT) info.written = 1;
     if (role == TE_ROLE_INPUT && link == TE_LINK_ROW) { /* in place of the value */
-        info.leading = (te_value(build, value_of_operand(build, of))->flags & TE_VALUE_LEADING) != 0;
+        info.leading =
+            (te_value(build, value_of_operand(build, of))->flags & TE_VALUE_LEADING) != 0;
     }
     info.late = role == TE_ROLE_OUTPUT && link == TE_LINK_VALUE && is_late(build, of);
     return te_plan_add_buffer(&build->plan, &info);

@@ -22,12 +22,19 @@ static int is_external(const te_build *build, int32_t k, te_linear_stage number)
     return (te_node(build, k)->external >> number & 1U) != 0;
 }
 
+static te_stage *mark_stage(te_build *build, int32_t k, te_linear_stage number, te_stage *stage)
+{
+    stage->external = is_external(build, k, number);
+    stage->node = k;
+    stage->step = (int32_t)number;
+    return stage;
+}
+
 /* A stage of the node; the caller's, where the graph says so. */
 static te_stage *add_stage(te_build *build, int32_t k, te_linear_stage number, te_op op)
 {
     te_stage *stage = te_add(build, k, te_node(build, k)->name, stage_names[number], op);
-    stage->external = is_external(build, k, number);
-    return stage;
+    return mark_stage(build, k, number, stage);
 }
 
 /* A stage that is the caller's alone, over one buffer; none where the graph does not ask for it. */
@@ -179,9 +186,7 @@ static te_stage *stage_over(te_build *build, int32_t k, te_linear_stage number, 
                 ? rules->produce_grad(build, from->pending, prefix, stage_names[number])
                 : rules->produce(build, from->pending, prefix, stage_names[number],
                                  second || build->values[from->value].again);
-    stage->external = is_external(build, k, number);
-    stage->node = k;
-    return stage;
+    return mark_stage(build, k, number, stage);
 }
 
 /* The source in high precision, written by its operator alone, which sums its columns too. */

@@ -81,6 +81,7 @@ te_stage *te_plan_add_stage(te_plan *plan, const char *prefix, const char *name,
     }
     te_op_initial(op, added->args);
     added->op = op;
+    added->step = -1;
     (void)snprintf(added->name, sizeof added->name, "%s%s", prefix, name);
     plan->stage_count++;
     return added;
@@ -285,7 +286,8 @@ static te_status make_infos(te_plan *plan)
                                                .external = stage->external,
                                                .buffers = numbers,
                                                .buffer_count = count,
-                                               .node = stage->node};
+                                               .node = stage->node,
+                                               .step = stage->step};
         if (stage->op == TE_OP_GEMM &&
             ((const te_gemm_args *)stage->args)->a.mode != TE_SCALING_NONE) {
             plan->quantized = 1;

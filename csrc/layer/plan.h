@@ -26,7 +26,7 @@ typedef struct te_stage {
     char name[2 * TE_NAME_BYTES];
     te_op op;
     int32_t external; /* the caller runs it */
-    int32_t node;
+    int32_t node, step;
     int32_t use_count, use_capacity;
     te_use *uses;
     void *args; /* what no buffer fills: an args struct of the operator */

@@ -150,9 +150,10 @@ static PyObject *number_item(const void *of, int32_t i)
 static PyObject *stage_item(const void *of, int32_t i)
 {
     const te_stage_info *stage = &((const te_plan_info *)of)->stages[i];
-    return Py_BuildValue("(ssiN)", stage->name,
+    return Py_BuildValue("(ssiNsi)", stage->name,
                          stage->external ? "external" : te_op_name(stage->op), (int)stage->node,
-                         tuple_of(stage->buffer_count, number_item, stage));
+                         tuple_of(stage->buffer_count, number_item, stage), te_op_name(stage->op),
+                         (int)stage->step);
 }
 
 PyObject *tepy_plan_describe(PyObject *module, PyObject *arg)

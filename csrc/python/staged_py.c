@@ -112,7 +112,6 @@ static te_status call_python(void *self, int32_t stage, te_stage_event event, te
 {
     tepy_staged *staged = self;
     const te_stage_info *info = &staged->run->plan->info.stages[stage];
-    const char *operator= info->external ? "external" : te_op_name(info->op);
     PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *given, *result = NULL;
     staged->views = buffers;
@@ -123,7 +122,7 @@ static te_status call_python(void *self, int32_t stage, te_stage_event event, te
         Py_XDECREF(function);
         if (result != NULL && take_late(staged, info, result) != 0) Py_CLEAR(result);
     } else if (given != NULL) {
-        result = PyObject_CallFunction(staged->observer, "ssOO", info->name, operator, given,
+        result = PyObject_CallFunction(staged->observer, "iOO", (int)stage, given,
                                        event == TE_STAGE_AFTER ? Py_True : Py_False);
     }
     staged->views = NULL;

@@ -157,7 +157,7 @@ def test_python_functions_of_stages(device, observed):
     for mode in (torch.enable_grad(), counter, log):
         if observed:
             found = stages[mode in (counter, log)]
-            layer.observe_stages(lambda stage, *_, found=found: found.append(stage))
+            layer.observe_stages(lambda stage, *_, found=found: found.append(stage.name))
         collected.append(step(layer, None, x, mode))
     assert counter.get_total_flops() == 3 * 2 * TOKENS * WIDTH * FFN
     assert sum(name.startswith("aten.mm.") for name in log.seen) == 1

@@ -368,7 +368,7 @@ def test_stages_of_a_part(device):
     """A Python function in the place of a stage, and one that looks on."""
 
     def change(layer):
-        layer.layernorm_mlp.observe_stages(lambda stage, *_: seen.append(stage))
+        layer.layernorm_mlp.observe_stages(lambda stage, *_: seen.append(stage.name))
 
     def undo(layer, _):
         layer.layernorm_mlp.observe_stages(None)

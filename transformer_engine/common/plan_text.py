@@ -20,17 +20,58 @@ _HELD: weakref.WeakValueDictionary[str, "Plan"] = weakref.WeakValueDictionary()
 """Plans that somebody holds, by text."""
 
 
+class Stage(NamedTuple):
+    """A stage of a plan."""
+
+    name: str  # for people
+    operator: str  # "external" where a Python function runs it
+    node: int  # that it belongs to, or -1
+    buffers: tuple[int, ...]  # numbers of those that it reads or writes
+    native: str  # the operator that runs it, or would
+    step: int  # number of ``_core.LINEAR_STAGES``, or -1
+
+
+class Node(NamedTuple):
+    """A node as ``_core.make_plan`` takes it."""
+
+    name: str
+    kind: int
+    variant: int
+    flags: int
+    inputs: tuple
+    output: int
+    numbers: tuple
+    slices: tuple
+    quantization: tuple
+    owner: int
+    slots: tuple
+    gather: int
+    external: int
+
+
 class Plan:
     """A plan, for as long as somebody holds it."""
 
     def __init__(self, graph: "PlanGraph", text: str) -> None:
         self.native = _core.make_plan(*graph)  # what ``_core`` runs
+        self.graph = graph  # that it is of
         self.text = text  # see `plan_of`
 
     @functools.cached_property
     def described(self) -> dict:
         """What ``_core.plan_describe`` says of it."""
         return _core.plan_describe(self.native)
+
+    @functools.cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """Its stages."""
+        return tuple(Stage(*stage) for stage in self.described["stages"])
+
+    @functools.cached_property
+    def links(self) -> dict[tuple[str, int], int]:
+        """Numbers of its buffers by link."""
+        buffers = enumerate(self.described["buffers"])
+        return {(b[5], b[6]): i for i, b in buffers if b[1] != "view"}
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
@@ -46,15 +87,21 @@ class PlanGraph(NamedTuple):
     values: tuple  # what the graph consists of
     nodes: tuple  # what the graph consists of
 
+    def node(self, number: int) -> Node:
+        """Fields of a node."""
+        return Node(*self.nodes[number])
+
+    def numbers_of(self, kind: int) -> list[int]:
+        """Numbers of the nodes of a kind, ``_core.NODE_*``."""
+        return [n for n in range(len(self.nodes)) if self.node(n).kind == kind]
+
     def weight_sizes(self, node: int) -> tuple[int, int]:
         """(out_features, in_features) of a linear node."""
-        _, _, _, _, inputs, *_ = self.nodes[node]
-        return self.values[inputs[1]][4]
+        return self.values[self.node(node).inputs[1]][4]
 
     def rows_symbol(self, node: int, at: int = 0) -> int:
         """`SYMBOL_*` of the rows of an input of a node."""
-        _, _, _, _, inputs, *_ = self.nodes[node]
-        return self.values[inputs[at]][4][0][0]
+        return self.values[self.node(node).inputs[at]][4][0][0]
 
 
 def make_plan(direction: int, flags: int, values: tuple, nodes: tuple) -> Plan:

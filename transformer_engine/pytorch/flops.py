@@ -40,7 +40,7 @@ def _flops_of_run(
     graph, made = read_text(plan), plan_of(plan)
     sizes = sizes_of(made, [tensor.shape for tensor in inputs], rows)
     stages = made.described["stages"]
-    return sum(_flops_of_stage(graph, node, operator, sizes) for _, operator, node, _ in stages)
+    return sum(_flops_of_stage(graph, node, operator, sizes) for _, operator, node, *_ in stages)
 
 
 def _flops_of_stage(graph: PlanGraph, node: int, operator: str, sizes: list) -> int:
@@ -49,10 +49,10 @@ def _flops_of_stage(graph: PlanGraph, node: int, operator: str, sizes: list) -> 
         return 2 * sizes[graph.rows_symbol(node)] * out_features * in_features
     if operator not in _PRODUCTS:
         return 0
-    _, _, _, flags, _, _, _, slices, *_ = graph.nodes[node]
     queries, keys = (sizes[graph.rows_symbol(node, at) :][1:3] for at in (0, 1))
-    sequence_first = bool(flags & _core.NODE_SEQUENCE_FIRST)
-    (heads, of_query, *_), _, (_, of_value, *_) = slices
+    fields = graph.node(node)
+    sequence_first = bool(fields.flags & _core.NODE_SEQUENCE_FIRST)
+    (heads, of_query, *_), _, (_, of_value, *_) = fields.slices
     scores = heads * queries[0] * queries[1] * keys[not sequence_first]
     return _flops_of_products(operator, scores, of_query, of_value)
 

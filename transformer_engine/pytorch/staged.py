@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.common.plan_text import Plan
+from transformer_engine.common.plan_text import Plan, Stage
 
 
 def external_bits(
@@ -50,6 +50,7 @@ class StageBuffers(Mapping[str, Tensor]):
 
     def __init__(self, plan: Plan, lend: Callable[[int], Tensor], rows: int, slot: int) -> None:
         self.lend = lend
+        self.plan = plan
         self._numbers = plan.numbers
         self.rows = rows
         self.slot = slot
@@ -58,6 +59,11 @@ class StageBuffers(Mapping[str, Tensor]):
         """Tensor of a buffer; KeyError for one that the plan does not have."""
         return self.lend(self._numbers[name])
 
+    def linked(self, link: str, of: int) -> Tensor | None:
+        """Tensor of the buffer with a link (see `common.graphs.Link`); None where there is none."""
+        number = self.plan.links.get((link, of))
+        return None if number is None else self.lend(number)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._numbers)
 
@@ -65,8 +71,12 @@ class StageBuffers(Mapping[str, Tensor]):
         return len(self._numbers)
 
 
-Observer = Callable[[str, str, StageBuffers, bool], Any]
-"""``f(stage, operator, buffers, done)``: looks on before a stage, and when it is done."""
+Observer = Callable[[Stage, StageBuffers, bool], Any]
+"""``f(stage, buffers, done)``: looks on before a stage, and when it is done."""
+
+
+def _tell(observer: Observer, plan: Plan, number: int, buffers: StageBuffers, done: bool) -> None:
+    observer(plan.stages[number], buffers, done)
 
 
 class Staged(NamedTuple):
@@ -77,9 +87,12 @@ class Staged(NamedTuple):
     make_buffers: Callable = StageBuffers
     """What they get: the result for plan, lend(), rows and first slot (see `StageBuffers`)."""
 
-    def of(self, plan: Plan) -> tuple[Mapping, Observer | None, Callable]:
+    def of(self, plan: Plan) -> tuple[Mapping, Callable | None, Callable]:
         """What ``_core.run_staged`` takes for a run of a plan."""
-        return self.functions, self.observer, functools.partial(self.make_buffers, plan)
+        observer = self.observer
+        if observer is not None:
+            observer = functools.partial(_tell, observer, plan)
+        return self.functions, observer, functools.partial(self.make_buffers, plan)
 
     def wrapped(self, wrap: Callable[[Callable], Callable]) -> "Staged":
         """The same with all functions wrapped."""

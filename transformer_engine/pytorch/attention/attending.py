@@ -34,7 +34,7 @@ def attending(
     dropout = core.attention_dropout if core.training else 0.0
     tracker = core._get_tracker if dropout > 0.0 else None
     if backend == "native":
-        functions = {"core_draw": _draw_in(tracker)}
+        functions = {"fill": _draw_in(tracker)}
     elif backend == "sdpa" and sdpa.runs((slices[0][1], slices[2][1])):
         causal = limits.window == CAUSAL_WINDOW
         functions = _sdpa_functions(tracker, (dropout, causal, core.softmax_scale), core.qkv_format)
@@ -114,7 +114,7 @@ def _sdpa_functions(
         made = sdpa.backward(grad, (query, key, value, out), (how, values), settings)
         torch._foreach_copy_(grads, list(_wanted(made, len(grads))))
 
-    return {"core_attention": forward, "core_attention_backward": backward}
+    return {"attention": forward, "attention_backward": backward}
 
 
 def _wanted(made: tuple, count: int) -> tuple:

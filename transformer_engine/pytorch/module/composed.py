@@ -524,7 +524,8 @@ class ComposedModule(Fp8Module):
     def observe_stages(self, observer: Observer | None) -> None:
         """Let a function look at the stages of this module's plans from the next call on.
 
-        ``f(stage, operator, buffers, done)`` is called before and after each stage; None ends it.
+        ``f(stage, buffers, done)`` (see `staged.Observer`) is called before and after each stage;
+        None ends it.
         The backward of a call that was observed is observed too. Calls inside compiled graphs are
         not.
         """

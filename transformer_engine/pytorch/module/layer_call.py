@@ -49,8 +49,7 @@ class Attending(NamedTuple):
     spec: Callable  # makes the `layer_graphs.AttentionSpec`
     tensors: tuple[Tensor, ...]  # source, angles, mask, bias and lengths, as far as they are there
     functions: dict[str, Callable]
-    """What runs stages that are not native (see `LayerCall.functions`), by their names behind the
-    branch's."""
+    """What runs stages that are not native (see `LayerCall.functions`), by operator."""
     choice: Any  # of a backend, for `report`
 
 
@@ -321,28 +320,28 @@ class LayerCalls:
 
     def _functions(self, plans: CallPlans, attending: Sequence) -> tuple[dict, dict]:
         """What runs the external stages of forward and backward (see `LayerCall.functions`)."""
-        known: dict[str, Callable] = {"draw": _draw}
-        for branch, how in zip(self.branches, attending, strict=True):
-            known[f"{branch.name}draw"] = _draw
-            if how is not None:
-                known.update({branch.name + name: f for name, f in how.functions.items()})
-        found = []
-        for plan in (plans.forward, plans.backward):
-            stages = () if plan is None else plan.described["stages"]
-            found.append(
-                {
-                    name: (known[name], buffers)
-                    for name, operator, _, buffers in stages
-                    if operator == "external"
-                }
-            )
-        return found[0], found[1]
+        nodes = plans.forward.graph.numbers_of(_core.NODE_ATTENTION)
+        attends = (how.functions for how in attending if how is not None)
+        known = dict(zip(nodes, attends, strict=True))
+        forward, backward = (
+            {
+                stage.name: ((known.get(stage.node) or _DRAWS)[stage.native], stage.buffers)
+                for stage in (() if plan is None else plan.stages)
+                if stage.operator == "external"
+            }
+            for plan in (plans.forward, plans.backward)
+        )
+        return forward, backward
 
 
 def _draw(tensors: Sequence[Tensor], kept: dict | None) -> None:
     """Draw the (seed, offset) of a dropout."""
     del kept
     tensors[0].random_()
+
+
+_DRAWS = {"fill": _draw}
+"""Of nodes that are no attention."""
 
 
 def _call_of(

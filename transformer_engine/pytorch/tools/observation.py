@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from transformer_engine import _core
+from transformer_engine.common.graphs import forms_of
+from transformer_engine.common.plan_text import Stage
 from transformer_engine.pytorch.modes import graph_task
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.staged import StageBuffers
@@ -26,8 +28,12 @@ _LIMITS = {
 """Name, largest magnitude that rounds to the largest value, largest magnitude that rounds to 0."""
 
 CASTS = ("input", "weight", "grad_output")
-"""Tensors of a linear layer that are cast."""
-_GEMMS = ("gemm_output", "gemm_grad_input", "gemm_grad_weight")
+"""Tensors of a linear layer that are cast, by their numbers as operands of a node."""
+INPUT, WEIGHT, GRAD = range(_core.OPERAND_ROLES)
+STEPS = {name: number for number, name in enumerate(_core.LINEAR_STAGES)}
+"""Numbers of the stages of a linear layer."""
+_ROLES = {STEPS[f"quantize_{name}"]: role for role, name in enumerate(CASTS)}
+_GEMMS = {STEPS[name] for name in ("gemm_output", "gemm_grad_input", "gemm_grad_weight")}
 
 
 def count_cast(values: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,41 +76,42 @@ class CastRecord:
 class ModuleRecord:
     """What one module did in a block; called for every stage of its plans."""
 
-    def __init__(self, module: ComposedModule) -> None:
-        self._module = module
-        # By tensor: "input", "weight", "grad_output", with the prefix of the part.
-        self.casts: dict[str, CastRecord] = {}
-        # By stage: how many GEMMs of which operand dtypes the library counted, "e4m3 x e5m2".
-        self.gemms: dict[str, Counter[str]] = {}
+    def __init__(self) -> None:
+        # By part of the module and number of the operand.
+        self.casts: dict[tuple[int, int], CastRecord] = {}
+        # By part and number of the stage: how many GEMMs of which operand dtypes the library
+        # counted, "e4m3 x e5m2".
+        self.gemms: dict[tuple[int, int], Counter[str]] = {}
         self._before: Any = None  # of the stage that is running
 
-    def __call__(self, stage: str, operator: str, buffers: StageBuffers, done: bool) -> None:
+    def __call__(self, stage: Stage, buffers: StageBuffers, done: bool) -> None:
         """Record what a stage does."""
-        prefix = next((p for p in self._module.PARTS if p and stage.startswith(p)), "")
-        name = stage.removeprefix(prefix)
-        if name in _GEMMS:
-            self._count_gemm(stage, operator, done)
+        if stage.step < 0:
             return
-        tensor = name.removeprefix("quantize_")
-        again = tensor != "grad_output" and graph_task() != -1
-        if name == tensor or tensor not in CASTS or again:  # a recompute casts the same once more
+        part = buffers.plan.graph.numbers_of(_core.NODE_LINEAR).index(stage.node)
+        if stage.step in _GEMMS:
+            self._count_gemm(part, stage, done)
+            return
+        role = _ROLES.get(stage.step)
+        # A recompute casts the same once more.
+        if role is None or (role != GRAD and graph_task() != -1):
             return
         with torch.no_grad():
             if not done:
-                self._before = self._values(prefix, tensor, operator, buffers)
+                self._before = _values(stage, role, buffers)
                 return
             values, self._before = self._before, None
-            pair = buffers.get(f"{prefix}{tensor}_scales")
+            operand = stage.node * _core.OPERAND_ROLES + role
+            row, column, pair = (buffers.linked(*form) for form in forms_of(operand))
             if pair is None:  # it sums columns for the bias gradient, and casts nothing
                 return
-            data = buffers.get(f"{prefix}{tensor}_row")
-            dtype = (buffers[f"{prefix}{tensor}_column"] if data is None else data).dtype
-            record = self.casts.setdefault(prefix + tensor, CastRecord(dtype))
+            dtype = (column if row is None else row).dtype
+            record = self.casts.setdefault((part, role), CastRecord(dtype))
             record.add(values, pair[1], dtype)
 
-    def _count_gemm(self, stage: str, operator: str, done: bool) -> None:
-        counts = self.gemms.setdefault(stage, Counter())
-        if operator == "external":
+    def _count_gemm(self, part: int, stage: Stage, done: bool) -> None:
+        counts = self.gemms.setdefault((part, stage.step), Counter())
+        if stage.operator == "external":
             counts["a Python function"] += done
         elif not done:
             self._before = _core.counters()
@@ -114,31 +121,35 @@ class ModuleRecord:
                 if kind == "gemm" and count > self._before.get(counter, 0):
                     counts[" x ".join(operands)] += count - self._before.get(counter, 0)
 
-    def _values(self, prefix: str, tensor: str, operator: str, buffers: StageBuffers) -> Tensor:
-        """What a stage casts, as the operator computes it before the cast: in fp32."""
-        module = self._module
-        if operator == "norm":
-            parameters = buffers["gamma"], buffers.get("beta")
-            return module._normed(buffers["input"], *parameters, torch.float32)
-        if operator in ("activation", "activation_backward"):
-            kind, limit, alpha, offset = module.activation_spec
-            before = buffers["fc1_output"]
-            keywords = {"kind": kind, "limit": limit, "alpha": alpha, "linear_offset": offset}
-            if operator == "activation":
-                features = module._sizes()[1][0]
-                out = before.new_empty(*before.shape[:-1], features, dtype=torch.float32)
-                _core.activation(before, wide=out, **keywords)
-            else:
-                out = torch.empty(before.shape, dtype=torch.float32, device=before.device)
-                grad = buffers["grad_fc2_input"]
-                _core.activation_backward(grad, before, wide=out, **keywords)
-            return out
-        written = {"fc2_input": "fc2_input", "fc1_grad_output": "grad_fc1_output"}
-        sources = (written.get(prefix + tensor, ""), f"{prefix}{tensor}")
-        if tensor == "input" and module.NORM is not None:
-            sources = (*sources, "norm_output")
-        sources = (*sources, tensor)
-        return next(buffers[name] for name in sources if name in buffers)
+
+def _values(stage: Stage, role: int, buffers: StageBuffers) -> Tensor:
+    """What a stage casts, as the operator computes it before the cast: in fp32."""
+    graph = buffers.plan.graph
+    linear = graph.node(stage.node)
+    if stage.native == "quantize":
+        link = ("gradient", linear.output) if role == GRAD else ("value", linear.inputs[role])
+        return buffers.linked(*link)
+    # The operator of the node that makes the input, or of the one that reads the output.
+    nodes = [graph.node(n) for n in range(len(graph.nodes))]
+    if role == INPUT:
+        node = next(node for node in nodes if node.output == linear.inputs[0])
+    else:
+        node = next(node for node in nodes if node.inputs[0] == linear.output)
+    x, *parameters = (None if of < 0 else buffers.linked("value", of) for of in node.inputs)
+    options = {"kind": node.variant}
+    if stage.native == "norm":
+        options |= zip(("gamma", "beta"), parameters, strict=False)
+        options["eps"] = node.numbers[0]
+        options["zero_centered"] = bool(node.flags & _core.NODE_ZERO_CENTERED)
+    else:
+        options |= zip(("limit", "alpha", "linear_offset"), node.numbers, strict=False)
+    columns = x.shape[-1] if role == GRAD else graph.values[node.output][4][-1]
+    out = x.new_empty(*x.shape[:-1], columns, dtype=torch.float32)
+    if role == GRAD:
+        _core.activation_backward(buffers.linked("gradient", node.output), x, wide=out, **options)
+    else:
+        getattr(_core, stage.native)(x, wide=out, **options)
+    return out
 
 
 class observe:  # noqa: N801 - reads as what it does, as `autocast`
@@ -177,7 +188,7 @@ class observe:  # noqa: N801 - reads as what it does, as `autocast`
         modules = [m for m in self._model.modules() if isinstance(m, ComposedModule)]
         if any(module._observer is not None for module in modules):
             raise RuntimeError("observe: a module of the model is being observed already")
-        self.records = {module: ModuleRecord(module) for module in modules}
+        self.records = {module: ModuleRecord() for module in modules}
         for module, record in self.records.items():
             module.observe_stages(record)
         return self

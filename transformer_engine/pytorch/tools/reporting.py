@@ -17,13 +17,21 @@ from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.norm import AffineNorm
 from transformer_engine.pytorch.tools.conversion import counterpart_of
 from transformer_engine.pytorch.tools.counts import scales
-from transformer_engine.pytorch.tools.observation import CASTS, ModuleRecord, count_cast, observe
+from transformer_engine.pytorch.tools.observation import (
+    CASTS,
+    GRAD,
+    STEPS,
+    WEIGHT,
+    ModuleRecord,
+    count_cast,
+    observe,
+)
 from transformer_engine.pytorch.tools.skip import check_model
 
 _GEMMS = {
-    "gemm_output": "output",
-    "gemm_grad_input": "input gradient",
-    "gemm_grad_weight": "weight gradient",
+    STEPS["gemm_output"]: "output",
+    STEPS["gemm_grad_input"]: "input gradient",
+    STEPS["gemm_grad_weight"]: "weight gradient",
 }
 _POWER_2_WEIGHT = 1 << 1
 
@@ -133,10 +141,10 @@ def _linear_layers(
             gemms, tensors = _no_gemms("not called yet"), ()
         else:
             spec = ran.plans.spec.parts[part]
-            gemms = tuple(_gemms(prefix, ran, spec, weights, record))
+            gemms = tuple(_gemms(part, ran, spec, weights, record))
             tensors = ()
             if record is not None:
-                tensors = tuple(_measured(prefix, record))
+                tensors = tuple(_measured(part, record))
             elif ran.plans.quantized:
                 tensors = tuple(_known(module, prefix, ran, spec, weights))
         yield LayerReport(full, type(module).__name__, (rows, columns), gemms, tensors, None)
@@ -146,25 +154,26 @@ def _no_gemms(reason: str) -> tuple[GemmReport, ...]:
     return tuple(GemmReport(name, None, reason, None) for name in _GEMMS.values())
 
 
-def _stages(ran: Ran) -> dict[str, str]:
-    """Operator of each stage of the plans of a call."""
-    plans = ran.plans
-    all_plans = [plan for plan in (plans.forward, plans.backward, plans.wgrad) if plan is not None]
-    return {name: op for plan in all_plans for name, op, *_ in plan.described["stages"]}
+def _operators(ran: Ran, part: int) -> dict[int, str]:
+    """Operator of each stage of a part in the plans of a call, by its number."""
+    plans = [plan for plan in (ran.plans.forward, ran.plans.backward, ran.plans.wgrad) if plan]
+    node = plans[0].graph.numbers_of(_core.NODE_LINEAR)[part]
+    stages = (stage for plan in plans for stage in plan.stages)
+    return {stage.step: stage.operator for stage in stages if stage.node == node}
 
 
 def _gemms(
-    prefix: str,
+    part: int,
     ran: Ran,
     spec: LinearSpec,
     weights: tuple[Tensor, ...],
     record: ModuleRecord | None,
 ) -> Iterator[GemmReport]:
     """Each GEMM: as it was counted, else as the plans of the last call have it."""
-    stages = _stages(ran)
+    operators = _operators(ran, part)
     for stage, name in _GEMMS.items():
-        operator = stages.get(prefix + stage)
-        counted = None if record is None else record.gemms.get(prefix + stage)
+        operator = operators.get(stage)
+        counted = None if record is None else record.gemms.get((part, stage))
         if counted:
             precision = ", ".join(counted)
             fp8 = all(set(p.split(" x ")) <= {"e4m3", "e5m2"} for p in counted)
@@ -174,7 +183,7 @@ def _gemms(
             reason = _why_not(stage, ran, spec, weights)
             yield GemmReport(name, None, reason, None if record is None else 0)
         elif record is not None:
-            deferred = spec.flags & DEFER and stage == "gemm_grad_weight"
+            deferred = spec.flags & DEFER and stage == STEPS["gemm_grad_weight"]
             reason = "deferred: backward_dw" if deferred else "did not run in the observed block"
             yield GemmReport(name, None, reason, 0)
         elif operator == "external":
@@ -183,24 +192,24 @@ def _gemms(
             yield GemmReport(name, _planned(stage, ran, spec, weights), ran.reason, None)
 
 
-def _planned(stage: str, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]) -> str:
+def _planned(stage: int, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]) -> str:
     """Operand dtypes of a GEMM that is part of the last call's plans."""
     names = _core.dtype_names()
     if ran.plans.quantized:
         first, second = names[spec.quantization.forward_fp8], names[spec.quantization.backward_fp8]
-        return f"{first} x {first}" if stage == "gemm_output" else f"{second} x {first}"
+        return f"{first} x {first}" if stage == STEPS["gemm_output"] else f"{second} x {first}"
     dtype = names[spec.weight]
     tf32 = spec.flags & ALLOW_TF32 and weights[0].is_cuda
     return f"{dtype} x {dtype}" + (" (tf32)" if tf32 else "")
 
 
-def _why_not(stage: str, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]) -> str:
+def _why_not(stage: int, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]) -> str:
     """Why a call's backward has no such GEMM."""
     if not ran.plans.backward and any(weight.requires_grad for weight in weights):
         return "gradients were off"
-    if stage == "gemm_grad_input" and not spec.flags & DGRAD:
+    if stage == STEPS["gemm_grad_input"] and not spec.flags & DGRAD:
         return "the input needs no gradient"
-    if stage == "gemm_grad_weight" and not spec.flags & WGRAD:
+    if stage == STEPS["gemm_grad_weight"] and not spec.flags & WGRAD:
         return "the weight is frozen"
     return "the last call had no such product"
 
@@ -213,23 +222,23 @@ def _known(
     names = _core.dtype_names()
     quantization = spec.quantization
     state = scales(module) if quantization.recipe == _core.RECIPE_DELAYED else {}
-    for tensor in CASTS:
-        backward = tensor == "grad_output"
+    for role, tensor in enumerate(CASTS):
+        backward = role == GRAD
         if backward and not casts_grad:
             continue
         code = quantization.backward_fp8 if backward else quantization.forward_fp8
         scaling = state.get(prefix + tensor)
         amax, scale = (scaling.amax, scaling.scale) if scaling else (None, None)
         found = TensorReport(tensor, names[code], amax, scale, None, None)
-        if tensor == "weight" and not weights[0].is_meta:
+        if role == WEIGHT and not weights[0].is_meta:
             found = _weight(found, code, spec, weights)
         yield found
 
 
-def _measured(prefix: str, record: ModuleRecord) -> Iterator[TensorReport]:
+def _measured(part: int, record: ModuleRecord) -> Iterator[TensorReport]:
     """Each tensor that was cast in the observed block."""
-    for tensor in CASTS:
-        seen = record.casts.get(prefix + tensor)
+    for role, tensor in enumerate(CASTS):
+        seen = record.casts.get((part, role))
         if seen is not None and seen.values:
             yield TensorReport(
                 tensor,
