@@ -115,12 +115,20 @@ class GPT(torch.nn.Module):
         self.head = te.Linear(hidden, VOCABULARY, init_method=init, device=device)
         self.linears = LINEARS * config.layers + 1
 
-    def forward(self, window: torch.Tensor) -> torch.Tensor:
-        """Return the features of each byte, made of it and those before; `head` makes logits."""
+    def forward(
+        self, window: torch.Tensor, cache: te.InferenceParams | None = None
+    ) -> torch.Tensor:
+        """Return the features of each byte, made of it and those before; `head` makes logits.
+
+        With a cache the bytes before are those of its sequences, and the window is new.
+        """
         x = self.embedding(window)
-        angles = self.angles[: len(window)]
+        angles = self.angles[: len(window)] if cache is None else self.angles
+        mask = "causal" if cache is None else "padding_causal"
         for layer in self.layers:
-            x = layer(x, rotary_pos_emb=angles)
+            x = layer(
+                x, self_attn_mask_type=mask, inference_params=cache, rotary_pos_emb=angles
+            )  # fmt: skip
         return self.norm(x)
 
 
@@ -335,6 +343,11 @@ class Trainer:
 
     # -- checkpoints ----------------------------------------------------------------------------
 
+    def save_model(self, path: Path) -> None:
+        """Write the trained model alone, which examples/generate.py reads."""
+        content = {"config": asdict(self.config), "precision": self.precision}
+        checkpoints.save(path, {**content, "model": self.model.state_dict()})
+
     def identity(self) -> dict[str, object]:
         """Return what two runs must share for one to continue the other."""
         sizes = {"train_bytes": len(self.text.train), "valid_bytes": len(self.text.valid)}
@@ -469,6 +482,7 @@ def run(args: argparse.Namespace, config: Config, precision: str, text: ByteText
     if trainer.step < config.steps:
         print(f"{precision}: stopped after step {trainer.step}")
         return None
+    trainer.save_model(args.out / f"model_{precision}.pt")
     return trainer.result(trainer.sample(args.prompt.encode(), args.sample))
 
 
@@ -496,7 +510,7 @@ def main(arguments: list[str] | None = None) -> int:
         (args.out / f"sample_{r.precision}.txt").write_text(r.sample, encoding="utf-8")
     write_json(args.out / "results.json", results, bigram)
     plot(args.out / "loss.png", results, bigram, f"Byte-level GPT, {text.name}")
-    print(f"\n{table(results, bigram)}\n\nplot, figures, samples: {args.out}")
+    print(f"\n{table(results, bigram)}\n\nplot, figures, samples, models: {args.out}")
     print(f"finished in {time.perf_counter() - began:.0f} s")
     failures = problems(results, bigram, args.check)
     for failure in failures:

@@ -13,6 +13,7 @@ from tols import BF16, F32, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention import inference
+from transformer_engine.pytorch.attention.kv_cache import StepState
 
 ROWS, LONGEST, HEADS, GROUPS, CHANNELS, PAGE = 3, 24, 4, 2, (16, 8), 4
 FORMS = pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
@@ -142,8 +143,9 @@ def programs(draw):
 @FORMS
 @settings(max_examples=25)
 @given(steps=programs())
-def test_random_programs(device, form, paged, steps):
-    run_steps(device, form, paged, steps, dtype=BF16 if device == "cuda" else F32)
+def test_random_programs(form, paged, steps):
+    """On the CPU: on a GPU each size has a kernel of its own, which takes time to make."""
+    run_steps("cpu", form, paged, steps)
 
 
 @PAGED
@@ -269,6 +271,18 @@ def test_lengths_of_a_step(device):
     assert params.cu_seqlens_kv.tolist() == [0, 6, 10, 10]
     params.reset()
     assert not params.sequences and params.cu_seqlens_kv.tolist() == [0, 0, 0, 0]
+
+
+def test_a_step_on_the_device_is_one_of_the_host(device):
+    """What a captured `pre_step` does, run here."""
+    of_device, of_host = (StepState(4, 16, torch.device(device)) for _ in range(2))
+    of_device.write([0, 0, 3], [5, 2, 1])
+    for starts, count in (([5, 2, 4], 1), ([6, 3, 5], 3), ([9, 6, 8], 1)):
+        of_device.advance(count)
+        of_host.write(starts, [count] * 3)
+        assert_bits(of_device.memory, of_host.memory)
+    of_device.advance(8)
+    assert of_device.now.totals.tolist() == [16, 15, 16]  # lengths stop at the end
 
 
 def test_pages_are_given_in_the_order_in_which_they_became_free(device):
@@ -474,6 +488,12 @@ class Decoder:
         self.params.pre_step(OrderedDict(enumerate(map(len, prompts))))
         self.run(laid(prompts, self.form, "cuda", 0.0))
 
+    def warm_up(self):
+        """Let everything be compiled and allocated that the first step of a kind needs."""
+        self.prefill([torch.zeros(1, 64, dtype=self.token.dtype)] * ROWS)
+        self.params.reserve()
+        self.decode()
+
     def decode(self):
         self.params.pre_step(self.step_dict)
         return self.run(self.token)
@@ -513,13 +533,15 @@ def test_cuda_a_captured_step_serves_all(paged, form):
 def test_cuda_a_replay_too_many_is_seen(paged):
     decoder = Decoder(paged)
     with torch.no_grad():
-        decoder.prefill([torch.randn(n, 64, dtype=BF16) for n in (LONGEST - 1, 3, 4)])
+        decoder.warm_up()
+        decoder.prefill([torch.randn(n, 64, dtype=BF16) for n in (LONGEST - 2, 3, 4)])
         decoder.params.reserve()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = decoder.decode()
-        graph.replay()
-        assert out.isfinite().all()
+        for _ in range(2):
+            graph.replay()
+            assert out.isfinite().all()
         graph.replay()
         assert out[:, 0].isnan().any() and out[:, 1:].isfinite().all()
     with pytest.raises(RuntimeError, match="replays of a captured step gave sequence 0 25 tokens"):
@@ -536,4 +558,5 @@ def test_cuda_what_a_captured_step_can_not_do():
             (decoder.step_dict, "call reserve"),
         ):
             with pytest.raises(RuntimeError, match=text), torch.cuda.graph(torch.cuda.CUDAGraph()):
+                decoder.token.add_(1.0)  # torch warns of a graph of nothing
                 decoder.params.pre_step(step_dict)

@@ -127,13 +127,14 @@ class StepState:
 
         What has no room spoils the cache there (see the operator), and lengths stop at the end.
         """
-        starts, counts, totals, of_new, of_all = self.now
+        starts, counts, totals, *_ = self.now
         starts.add_(counts)
         counts.fill_(count)
         torch.add(starts, counts, out=totals)
         totals.clamp_(max=self.longest)
-        for sums, values in ((of_new, self.whole.counts), (of_all, self.whole.totals)):
-            torch.cumsum(values[: sums.shape[0] - 1], 0, out=sums[1:])
+        whole = self.whole  # with no tokens behind the sequences: the tail of the sums repeats
+        torch.cumsum(whole.counts, 0, dtype=torch.int32, out=whole.cu_seqlens_q[1:])
+        torch.cumsum(whole.totals, 0, dtype=torch.int32, out=whole.cu_seqlens_kv[1:])
 
 
 # ---- where keys and values lie -------------------------------------------------------------------
