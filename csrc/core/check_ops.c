@@ -20,13 +20,14 @@ typedef enum rule_kind {
     BROADCAST, /* each size is 1 or that of `of` */
     COLUMNS,   /* a vector as long as the last dim of `of` */
     ROWS,      /* a vector as long as its first */
+    LINES,     /* a vector as long as all before its last */
     DIVIDES,   /* a positive number that divides its first dim */
     CAST,      /* the mode of a cast request for values with the sizes of `of` */
     RANDOM,    /* the state of a generator, unless the probability `of` is 0 */
     LAYERNORM, /* only where the norm of the kind `of` has it */
     RANGE,     /* a number from low to high */
     DIMS,      /* `low` dims */
-    SOME       /* dim `low` is not 0 */
+    SOME       /* dim `low` is not 0; below 0: the last one */
 } rule_kind;
 
 typedef struct rule {
@@ -66,23 +67,22 @@ typedef struct rule {
 #define RULES_cast(R, N)
 #define RULES_norm(R, N)                                                                           \
     KIND(N, norm, TE_NORM_L2)                                                                      \
-    N(norm, input, SOME, 1, 0, NULL)                                                               \
+    N(norm, input, SOME, -1, 0, NULL)                                                              \
     R(norm, gamma, COLUMNS, input)                                                                 \
     R(norm, beta, COLUMNS, input)                                                                  \
     R(norm, beta, DTYPE, gamma)                                                                    \
     R(norm, beta, LAYERNORM, kind)                                                                 \
-    R(norm, mean, ROWS, input)                                                                     \
+    R(norm, mean, LINES, input)                                                                    \
     R(norm, mean, LAYERNORM, kind)                                                                 \
-    R(norm, rsigma, ROWS, input)                                                                   \
+    R(norm, rsigma, LINES, input)                                                                  \
     N(norm, eps, RANGE, 0, FLT_MAX, "a finite number from 0 on") R(norm, mode, CAST, input)
 #define RULES_norm_backward(R, N)                                                                  \
     KIND(N, norm_backward, TE_NORM_L2)                                                             \
-    N(norm_backward, input, SOME, 1, 0, NULL)                                                      \
-    R(norm_backward, grad_output, SAME, input)                                                     \
+    N(norm_backward, input, SOME, -1, 0, NULL)                                                     \
     R(norm_backward, grad_add, ALIKE, grad_output)                                                 \
     R(norm_backward, gamma, COLUMNS, input)                                                        \
-    R(norm_backward, rsigma, ROWS, input)                                                          \
-    R(norm_backward, mean, ROWS, input)                                                            \
+    R(norm_backward, rsigma, LINES, input)                                                         \
+    R(norm_backward, mean, LINES, input)                                                           \
     R(norm_backward, mean, LAYERNORM, kind)                                                        \
     R(norm_backward, grad_input, SAME, input)                                                      \
     R(norm_backward, grad_residual, ALIKE, grad_input)                                             \
@@ -178,6 +178,14 @@ static te_status check_sizes(const te_check_site *site, const char *name, const 
     return TE_OK;
 }
 
+/* Rows, where each has the last dim. */
+static int64_t lines_of(const te_tensor *tensor)
+{
+    int64_t count = 1;
+    for (int32_t i = 0; i < tensor->ndim - 1; i++) count *= tensor->shape[i];
+    return count;
+}
+
 static te_status check_length(const te_check_site *site, const char *name, const te_tensor *tensor,
                               int64_t length)
 {
@@ -256,9 +264,9 @@ static te_status check_number(const te_check_site *site, const rule *r, const te
         return INVALID(field->name, "ndim = %d, expected %g", (int)tensor->ndim, r->low);
     }
     if (r->kind == SOME) {
-        if (tensor->shape[(int)r->low] > 0) return TE_OK;
+        if (tensor->shape[r->low < 0.0 ? tensor->ndim - 1 : (int)r->low] > 0) return TE_OK;
         return INVALID(field->name, "shape [%lld, %lld], expected at least one %s",
-                       LL(tensor->shape[0]), LL(tensor->shape[1]),
+                       LL(lines_of(tensor)), LL(tensor->shape[tensor->ndim - 1]),
                        r->low == 0.0 ? "row" : "column");
     }
     if (value >= r->low && value <= r->high) return TE_OK;
@@ -292,11 +300,14 @@ static te_status check_rule(const te_check_site *site, const rule *r, const te_f
                        LL(divisor), LL(of->shape[0]));
     }
     case CAST: /* the mode is the first of all in the request */
-        return check_cast_request(site, (const void *)tensor, of->shape[0], of->shape[1]);
+        return check_cast_request(site, (const void *)tensor, lines_of(of),
+                                  of->shape[of->ndim - 1]);
     case COLUMNS:
         return check_length(site, name, tensor, of->shape[of->ndim - 1]);
     case ROWS:
         return check_length(site, name, tensor, of->shape[0]);
+    case LINES:
+        return check_length(site, name, tensor, lines_of(of));
     case SAME:
     case ALIKE:
     case BROADCAST:
@@ -449,9 +460,26 @@ static te_status check_gemm(const te_check_site *site, const te_gemm_args *args)
     return INVALID("aux", "there is no activation: d is what it would receive");
 }
 
+/* Rows that are normalized. */
+static te_status check_normalized(const te_check_site *site, const te_tensor *input)
+{
+    if (input->ndim < 2) {
+        return INVALID("input", "ndim = %d, expected rows: 2 to 4", (int)input->ndim);
+    }
+    return TE_OK;
+}
+
 static te_status check_norm(const te_check_site *site, const te_norm_args *args)
 {
-    if ((args->flags & TE_NORM_STATISTICS_GIVEN) == 0 || args->input.shape[0] == 0) return TE_OK;
+    const te_cast_request *cast = &args->cast;
+    TE_TRY(check_normalized(site, &args->input));
+    if (te_tensor_rows(&args->input).strides[0] == TE_NO_STRIDE &&
+        (cast->result.mode != TE_SCALING_NONE || cast->amax_partials != NULL)) {
+        return INVALID("input", "its rows are those of no matrix: only `wide` is made of them");
+    }
+    if ((args->flags & TE_NORM_STATISTICS_GIVEN) == 0 || te_tensor_numel(&args->input) == 0) {
+        return TE_OK;
+    }
     TE_TRY(check_missing(site, "rsigma", &args->rsigma, "statistics_given reads it"));
     if (args->kind != TE_NORM_LAYERNORM) return TE_OK;
     return check_missing(site, "mean", &args->mean, "statistics_given reads it");
@@ -459,7 +487,12 @@ static te_status check_norm(const te_check_site *site, const te_norm_args *args)
 
 static te_status check_norm_backward(const te_check_site *site, const te_norm_backward_args *args)
 {
-    if (args->kind != TE_NORM_LAYERNORM || args->input.shape[0] == 0) return TE_OK;
+    const te_tensor *input = &args->input;
+    te_tensor rows;
+    TE_TRY(check_normalized(site, input));
+    rows = te_tensor_rows(input);
+    TE_TRY(check_sizes(site, "grad_output", &args->grad_output, &rows, 0));
+    if (args->kind != TE_NORM_LAYERNORM || te_tensor_numel(input) == 0) return TE_OK;
     return check_missing(site, "mean", &args->mean, "the gradient of layernorm reads it");
 }
 

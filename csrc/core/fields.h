@@ -117,7 +117,7 @@
 
 #define TE_SUMMARY_norm "Normalize rows, times gamma plus beta; to high precision and (or) FP8."
 #define TE_FIELDS_norm(X)                                                                          \
-    TE_IN(X, norm, input, MATRIX, NUMBERS)                                                         \
+    TE_IN(X, norm, input, DIMS, NUMBERS)                                                           \
     TE_KIND(X, norm)                                                                               \
     TE_OPT(X, norm, gamma, VECTOR, NUMBERS)                                                        \
     TE_OPT(X, norm, beta, VECTOR, NUMBERS)                                                         \
@@ -132,14 +132,14 @@
 #define TE_SUMMARY_norm_backward "Gradients of norm."
 #define TE_FIELDS_norm_backward(X)                                                                 \
     TE_IN(X, norm_backward, grad_output, MATRIX, NUMBERS)                                          \
-    TE_IN(X, norm_backward, input, MATRIX, NUMBERS)                                                \
+    TE_IN(X, norm_backward, input, DIMS, NUMBERS)                                                  \
     TE_KIND(X, norm_backward)                                                                      \
     TE_IN(X, norm_backward, rsigma, VECTOR, F32)                                                   \
     TE_OPT(X, norm_backward, mean, VECTOR, F32)                                                    \
     TE_OPT(X, norm_backward, gamma, VECTOR, NUMBERS)                                               \
     TE_OPT(X, norm_backward, grad_add, MATRIX, NUMBERS)                                            \
     TE_OPT(X, norm_backward, grad_residual, MATRIX, NUMBERS)                                       \
-    TE_OPT_OUT(X, norm_backward, grad_input, MATRIX, NUMBERS)                                      \
+    TE_OPT_OUT(X, norm_backward, grad_input, DIMS, NUMBERS)                                        \
     TE_OPT_OUT(X, norm_backward, gamma_grad, VECTOR, NUMBERS)                                      \
     TE_OPT_OUT(X, norm_backward, beta_grad, VECTOR, NUMBERS)                                       \
     TE_BIT(X, norm_backward, zero_centered, TE_NORM_ZERO_CENTERED)                                 \

@@ -88,6 +88,29 @@ int64_t te_tensor_numel(const te_tensor *tensor)
     return count;
 }
 
+te_tensor te_tensor_rows(const te_tensor *tensor)
+{
+    const int32_t last = tensor->ndim - 1;
+    te_tensor rows = *tensor;
+    int64_t count = 1, stride = tensor->shape[last];
+    for (int32_t i = last - 1; i >= 0; i--) {
+        if (tensor->shape[i] != 1 && stride != TE_NO_STRIDE) {
+            if (count == 1) {
+                stride = tensor->strides[i];
+            } else if (tensor->strides[i] != stride * count) {
+                stride = TE_NO_STRIDE;
+            }
+        }
+        count *= tensor->shape[i];
+    }
+    rows.ndim = 2;
+    rows.shape[0] = count;
+    rows.shape[1] = tensor->shape[last];
+    rows.strides[0] = count > 1 ? stride : rows.shape[1];
+    rows.strides[1] = 1;
+    return rows;
+}
+
 const char *te_op_name(te_op op)
 {
     static const char *const names[TE_OP_COUNT] = {

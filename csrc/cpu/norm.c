@@ -22,6 +22,43 @@ enum {
     GRADIENT_STRIP = 32          /* rows that share one row of column sums */
 };
 
+/* Rows wherever they lie, of up to three dims. */
+typedef struct norm_rows {
+    te_cpu_matrix row; /* without data: not there */
+    int64_t count, columns;
+    int64_t inner, middle;                             /* lengths of the last two dims of rows */
+    int64_t outer_stride, middle_stride, inner_stride; /* in bytes */
+} norm_rows;
+
+static norm_rows rows_of(const te_tensor *tensor)
+{
+    const int32_t last = tensor->ndim - 1;
+    norm_rows rows = {.row = te_cpu_matrix_of(tensor), .count = 1, .inner = 1, .middle = 1};
+    int64_t bytes = (int64_t)rows.row.bytes;
+    rows.columns = rows.row.columns;
+    rows.row.rows = 1;
+    for (int32_t i = 0; i < last; i++) rows.count *= tensor->shape[i];
+    if (last > 0) {
+        rows.inner = tensor->shape[last - 1];
+        rows.inner_stride = tensor->strides[last - 1] * bytes;
+    }
+    if (last > 1) {
+        rows.middle = tensor->shape[last - 2];
+        rows.middle_stride = tensor->strides[last - 2] * bytes;
+    }
+    if (last > 2) rows.outer_stride = tensor->strides[0] * bytes;
+    return rows;
+}
+
+static te_cpu_matrix row_at(const norm_rows *rows, int64_t row)
+{
+    te_cpu_matrix at = rows->row;
+    int64_t lines = row / rows->inner;
+    at.data += row % rows->inner * rows->inner_stride + lines % rows->middle * rows->middle_stride +
+               lines / rows->middle * rows->outer_stride;
+    return at;
+}
+
 /* The factor of each column: gamma, 1 + gamma, or 1 where there is none. */
 static void make_weight(const te_cpu_kernels *kernels, const te_tensor *gamma, uint32_t flags,
                         int64_t column, int64_t n, float *weight)
@@ -41,7 +78,7 @@ static void make_weight(const te_cpu_kernels *kernels, const te_tensor *gamma, u
 /* Rows of one strip, and the columns of the tile being made. */
 typedef struct norm_strip {
     const te_cpu_kernels *kernels;
-    const te_cpu_matrix *input;
+    const norm_rows *input;
     int64_t first_row;
     float mean[TE_CPU_TILE_ROWS], rsigma[TE_CPU_TILE_ROWS];
     float weight[PIECE], bias[PIECE];
@@ -51,13 +88,14 @@ typedef struct norm_strip {
 static void measure_row(const te_norm_args *args, const norm_strip *strip, int64_t row, float *mean,
                         float *rsigma)
 {
+    const te_cpu_matrix input = row_at(strip->input, row);
     float buffer[PIECE], moments[2];
-    int64_t columns = strip->input->columns;
+    int64_t columns = input.columns;
     int centred = args->kind == TE_NORM_LAYERNORM;
     double total = 0.0, squares = 0.0, seen = 0.0; /* squares: around total / seen if centred */
     for (int64_t first = 0; first < columns; first += PIECE) {
         int64_t width = te_cpu_min(PIECE, columns - first);
-        const float *x = te_cpu_numbers(strip->kernels, strip->input, row, first, width, buffer);
+        const float *x = te_cpu_numbers(strip->kernels, &input, 0, first, width, buffer);
         double count = (double)width;
         float shift = centred ? strip->kernels->row_sum(x, width) / (float)width : 0.0F;
         strip->kernels->row_moments(x, shift, width, moments);
@@ -103,23 +141,23 @@ static const void *normalized_row(const void *self, int64_t row, int64_t column,
                                   float *buffer)
 {
     const norm_strip *strip = self;
+    const te_cpu_matrix input = row_at(strip->input, row);
     const te_cpu_norm_row values = {.mean = strip->mean[row - strip->first_row],
                                     .rsigma = strip->rsigma[row - strip->first_row],
                                     .weight = strip->weight,
                                     .bias = strip->bias};
-    strip->kernels->norm[strip->input->dtype](te_cpu_at(strip->input, row, column), &values, buffer,
-                                              n);
+    strip->kernels->norm[input.dtype](te_cpu_at(&input, 0, column), &values, buffer, n);
     return buffer;
 }
 
 /* The rows from first_row on; bits of their max|x|. */
-static int32_t do_strip(const te_norm_args *args, const te_cpu_tiles *tiles,
-                        const te_cpu_matrix *input, int64_t first_row)
+static int32_t do_strip(const te_norm_args *args, const te_cpu_tiles *tiles, const norm_rows *input,
+                        int64_t first_row)
 {
     norm_strip strip = {.kernels = tiles->kernels, .input = input, .first_row = first_row};
     const te_cpu_matrix beta = te_cpu_matrix_of(&args->beta);
     int32_t amax = 0;
-    measure_strip(args, &strip, te_cpu_min(tiles->tile_rows, input->rows - first_row));
+    measure_strip(args, &strip, te_cpu_min(tiles->tile_rows, input->count - first_row));
     for (int64_t column = 0; column < input->columns; column += tiles->tile_columns) {
         int64_t width = te_cpu_min(tiles->tile_columns, input->columns - column);
         make_weight(tiles->kernels, &args->gamma, args->flags, column, width, strip.weight);
@@ -134,16 +172,16 @@ static int32_t do_strip(const te_norm_args *args, const te_cpu_tiles *tiles,
 
 te_status te_cpu_norm(const te_norm_args *args)
 {
-    const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
+    const norm_rows input = rows_of(&args->input);
     const te_cpu_request request = {.cast = &args->cast};
-    te_cpu_tiles tiles = te_cpu_tiles_begin(&request, input.rows, input.columns, TE_DTYPE_F32, 1);
+    te_cpu_tiles tiles = te_cpu_tiles_begin(&request, input.count, input.columns, TE_DTYPE_F32, 1);
     tiles.source = normalized_row;
     if (tiles.column.data == NULL) tiles.tile_rows = SHORT_STRIP;
-    int threads = te_cpu_threads(input.rows, input.columns);
+    int threads = te_cpu_threads(input.count, input.columns);
     int32_t amax = 0;
     (void)threads;
 #pragma omp parallel for num_threads(threads) reduction(max : amax)
-    for (int64_t row = 0; row < input.rows; row += tiles.tile_rows) {
+    for (int64_t row = 0; row < input.count; row += tiles.tile_rows) {
         int32_t bits = do_strip(args, &tiles, &input, row);
         amax = bits > amax ? bits : amax;
     }
@@ -156,9 +194,9 @@ te_status te_cpu_norm(const te_norm_args *args)
 typedef struct backward_job {
     const te_cpu_kernels *kernels;
     const te_norm_backward_args *args;
-    te_cpu_matrix grad_output, grad_add, input; /* data NULL: none, or not requested */
-    te_cpu_matrix grad_input, grad_residual;
-    float *gamma_sums, *beta_sums; /* [strips, columns] each, or NULL */
+    te_cpu_matrix grad_output, grad_add, grad_residual; /* data NULL: none */
+    norm_rows input, grad_input;                        /* data NULL: not requested */
+    float *gamma_sums, *beta_sums;                      /* [strips, columns] each, or NULL */
 } backward_job;
 
 /* A piece of a row. */
@@ -175,17 +213,18 @@ static int64_t strips_of(int64_t rows)
 
 size_t te_cpu_norm_backward_workspace(const te_norm_backward_args *args)
 {
-    te_cpu_matrix input = te_cpu_matrix_of(&args->input);
+    const norm_rows input = rows_of(&args->input);
     int sums = te_tensor_requested(&args->gamma_grad) + te_tensor_requested(&args->beta_grad);
-    return (size_t)(sums * strips_of(input.rows) * input.columns) * sizeof(float);
+    return (size_t)(sums * strips_of(input.count) * input.columns) * sizeof(float);
 }
 
 /* dz and x of columns [column, column + n). */
 static void load_piece(const backward_job *job, int64_t row, int64_t column, int64_t n,
                        backward_piece *piece)
 {
+    const te_cpu_matrix input = row_at(&job->input, row);
     float add_buffer[GRADIENT_PIECE];
-    piece->x = te_cpu_numbers(job->kernels, &job->input, row, column, n, piece->x_buffer);
+    piece->x = te_cpu_numbers(job->kernels, &input, 0, column, n, piece->x_buffer);
     if (job->grad_add.data == NULL) {
         piece->dz =
             te_cpu_numbers(job->kernels, &job->grad_output, row, column, n, piece->dz_buffer);
@@ -202,7 +241,7 @@ static void load_piece(const backward_job *job, int64_t row, int64_t column, int
 static void join_residual(const backward_job *job, int64_t row, int64_t column, int64_t n,
                           float *values)
 {
-    const te_dtype dtype = job->grad_input.dtype;
+    const te_dtype dtype = job->grad_input.row.dtype;
     float rounded[GRADIENT_PIECE], residual[GRADIENT_PIECE];
     if (job->grad_residual.data == NULL) return;
     job->kernels->from_f32[dtype](values, rounded, n);
@@ -223,6 +262,7 @@ static void backward_row(const backward_job *job, int64_t row, int64_t sums, bac
                               .weight = piece->weight};
     int64_t columns = job->input.columns;
     double plain = 0.0, scaled = 0.0, count = (double)columns;
+    te_cpu_matrix grad_input;
     for (int64_t first = 0; first < columns; first += GRADIENT_PIECE) {
         int64_t width = te_cpu_min(GRADIENT_PIECE, columns - first);
         values.gamma_sums = piece->discarded[0];
@@ -237,7 +277,8 @@ static void backward_row(const backward_job *job, int64_t row, int64_t sums, bac
         plain += (double)part[0];
         scaled += (double)part[1];
     }
-    if (job->grad_input.data == NULL) return;
+    if (job->grad_input.row.data == NULL) return;
+    grad_input = row_at(&job->grad_input, row);
     values.plain = args->kind == TE_NORM_LAYERNORM ? (float)(plain / count) : 0.0F;
     values.scaled = (float)(args->kind == TE_NORM_L2 ? scaled : scaled / count);
     for (int64_t first = 0; first < columns; first += GRADIENT_PIECE) {
@@ -248,8 +289,7 @@ static void backward_row(const backward_job *job, int64_t row, int64_t sums, bac
         }
         job->kernels->norm_gradient(&values, piece->dz, piece->x, result, width);
         join_residual(job, row, first, width, result);
-        job->kernels->from_f32[job->grad_input.dtype](
-            result, te_cpu_at(&job->grad_input, row, first), width);
+        job->kernels->from_f32[grad_input.dtype](result, te_cpu_at(&grad_input, 0, first), width);
     }
 }
 
@@ -257,7 +297,7 @@ static void backward_strip(const backward_job *job, int64_t strip)
 {
     backward_piece piece;
     int64_t columns = job->input.columns, sums = strip * columns;
-    int64_t end = te_cpu_min((strip + 1) * GRADIENT_STRIP, job->input.rows);
+    int64_t end = te_cpu_min((strip + 1) * GRADIENT_STRIP, job->input.count);
     size_t bytes = (size_t)columns * sizeof(float);
     for (int i = 0; i < 2; i++) {
         memset(piece.discarded[i], 0, (size_t)te_cpu_min(columns, GRADIENT_PIECE) * sizeof(float));
@@ -278,10 +318,10 @@ te_status te_cpu_norm_backward(const te_norm_backward_args *args)
                         .args = args,
                         .grad_output = te_cpu_matrix_of(&args->grad_output),
                         .grad_add = te_cpu_matrix_of(&args->grad_add),
-                        .input = te_cpu_matrix_of(&args->input),
-                        .grad_input = te_cpu_matrix_of(&args->grad_input),
+                        .input = rows_of(&args->input),
+                        .grad_input = rows_of(&args->grad_input),
                         .grad_residual = te_cpu_matrix_of(&args->grad_residual)};
-    int64_t strips = strips_of(job.input.rows), sums = strips * job.input.columns;
+    int64_t strips = strips_of(job.input.count), sums = strips * job.input.columns;
     int requested = (args->gamma_grad.data != NULL) + (args->beta_grad.data != NULL);
     size_t needed = (size_t)(requested * sums) * sizeof(float);
     TE_TRY(te_check_workspace(TE_OP_NORM_BACKWARD, args->workspace, args->workspace_size, needed));
@@ -289,7 +329,7 @@ te_status te_cpu_norm_backward(const te_norm_backward_args *args)
     if (args->beta_grad.data != NULL) {
         job.beta_sums = (float *)args->workspace + (job.gamma_sums != NULL ? sums : 0);
     }
-#pragma omp parallel for num_threads(te_cpu_threads(job.input.rows, job.input.columns))
+#pragma omp parallel for num_threads(te_cpu_threads(job.input.count, job.input.columns))
     for (int64_t strip = 0; strip < strips; strip++) backward_strip(&job, strip);
     if (args->gamma_grad.data != NULL) {
         te_cpu_join_sums(job.kernels, job.gamma_sums, strips, &args->gamma_grad);

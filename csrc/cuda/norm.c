@@ -41,7 +41,7 @@ int te_cuda_plan_row_teams(const te_cuda_row_request *request, te_cuda_row_teams
     return 1;
 }
 
-typedef enum row_plan { NARROW, WIDE, ODD, LONG, PLANS } row_plan;
+typedef enum row_plan { NARROW, WIDE, ODD, LONG, HEADS, PLANS } row_plan;
 
 /* Nothing but aligned vectors of 8 elements of 16 bits: of fp32, registers alone keep as many bytes
  * in flight as the memory needs, and from there they are faster. */
@@ -135,10 +135,26 @@ static statistics plan_statistics(const te_norm_args *args)
     return found;
 }
 
+/* The same with the rows of the input as a matrix. */
+static te_norm_args by_rows(const te_norm_args *args)
+{
+    te_norm_args same = *args;
+    same.input = te_tensor_rows(&args->input);
+    return same;
+}
+
+te_status te_cuda_norm_supports(void *self, te_context *context, const void *args_)
+{
+    const te_norm_args *args = args_;
+    (void)self, (void)context;
+    return te_cuda_norm_check_heads(TE_OP_NORM, &args->input);
+}
+
 te_status te_cuda_norm_workspace(void *self, te_context *context, const void *args_, size_t *bytes)
 {
+    const te_norm_args args = by_rows(args_);
     (void)self, (void)context;
-    *bytes = plan_statistics(args_).bytes;
+    *bytes = plan_statistics(&args).bytes;
     return TE_OK;
 }
 
@@ -151,21 +167,24 @@ static te_cuda_tile_request cast_request(const te_norm_args *args, const te_cast
                                   .cast = cast};
 }
 
-/* The launch on rows; without FP8 where the tiles make it. */
+/* The launch on rows; without FP8 where the tiles make it. `input` is as it was given. */
 static te_cuda_call plan_row_call(const te_cuda_state *cuda, const te_norm_args *args,
-                                  const statistics *found, te_norm_params *params)
+                                  const te_tensor *input, const statistics *found,
+                                  te_norm_params *params)
 {
 #define X(I, i) [TE_DTYPE_##I] = "te_norm_wide_" #i,
     static const char *const kernels[PLANS][TE_DTYPE_COUNT] = {
         [NARROW] = TE_CUDA_NAMES("te_norm_narrow_"),
         [WIDE] = {TE_NORM_WIDE_INSTANCES(X)},
         [ODD] = TE_CUDA_NAMES("te_norm_odd_"),
-        [LONG] = TE_CUDA_NAMES("te_norm_long_")};
+        [LONG] = TE_CUDA_NAMES("te_norm_long_"),
+        [HEADS] = TE_CUDA_NAMES("te_norm_heads_")};
 #undef X
     const te_cuda_tile_request request = cast_request(args, &args->cast);
     const te_tensor *wide = &args->cast.result.wide;
     te_cuda_call call = {.family = "norm", .params = params, .params_size = sizeof *params};
     te_dtype dtype;
+    row_plan plan;
     *params =
         (te_norm_params){.input = te_cuda_view(&args->input),
                          .factors = te_cuda_norm_factors(&args->gamma, &args->beta, args->flags),
@@ -183,15 +202,21 @@ static te_cuda_call plan_row_call(const te_cuda_state *cuda, const te_norm_args 
         params->output_aligned = te_cuda_aligned(&params->output, te_dtype_bytes(wide->dtype), 16);
     }
     if (!needs_tiles(args)) params->to = te_cuda_cast_target(&request, &dtype);
-    call.name = kernels[plan_rows(params, te_dtype_bytes(args->input.dtype),
-                                  te_cuda_shared_limit(cuda), &call.dims)][args->input.dtype];
+    if (te_cuda_norm_is_heads(input)) {
+        params->heads = te_cuda_norm_heads(input);
+        params->input_aligned = te_cuda_norm_aligned(input, 16);
+    }
+    plan = plan_rows(params, te_dtype_bytes(args->input.dtype), te_cuda_shared_limit(cuda),
+                     &call.dims);
+    if (te_cuda_norm_is_heads(input)) plan = HEADS; /* they are narrow */
+    call.name = kernels[plan][args->input.dtype];
     return call;
 }
 
 te_status te_cuda_norm(void *self, te_context *context, const void *args_, void *stream)
 {
     static const char *const tile_kernels[TE_DTYPE_COUNT] = TE_CUDA_NAMES("te_norm_tile_");
-    const te_norm_args *args = args_;
+    const te_norm_args rows_args = by_rows(args_), *args = &rows_args;
     te_cast_request cast = args->cast; /* what the tiles do of it */
     const te_cuda_tile_request request = cast_request(args, &cast);
     const statistics found = plan_statistics(args);
@@ -199,7 +224,8 @@ te_status te_cuda_norm(void *self, te_context *context, const void *args_, void 
     te_cuda_state *cuda = te_context_state(context);
     te_norm_params rows;
     te_norm_tile_params params = {0};
-    te_cuda_call row_call = plan_row_call(cuda, args, &found, &rows);
+    te_cuda_call row_call =
+        plan_row_call(cuda, args, &((const te_norm_args *)args_)->input, &found, &rows);
     te_cuda_call call = {.family = "norm", .params = &params, .params_size = sizeof params};
     te_cuda_tile_job job;
     (void)self;

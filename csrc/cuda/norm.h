@@ -5,6 +5,7 @@
 #ifndef TE_CUDA_NORM_H
 #define TE_CUDA_NORM_H
 
+#include "core/status.h"
 #include "cuda/kernels/norm.h"
 #include "cuda/launch.h"
 
@@ -34,6 +35,41 @@ typedef struct te_cuda_row_teams {
 
 /* False where a row does not fit a block. */
 int te_cuda_plan_row_teams(const te_cuda_row_request *request, te_cuda_row_teams *plan);
+
+/* Whether rows are those of no matrix: heads. Absent tensors are not. */
+static inline int te_cuda_norm_is_heads(const te_tensor *tensor)
+{
+    return tensor->ndim > 2 && te_tensor_rows(tensor).strides[0] == TE_NO_STRIDE;
+}
+
+/* The backend has kernels for such rows of a few columns. */
+static inline te_status te_cuda_norm_check_heads(te_op op, const te_tensor *tensor)
+{
+    int64_t columns;
+    if (!te_cuda_norm_is_heads(tensor)) return TE_OK;
+    columns = tensor->shape[tensor->ndim - 1];
+    if (columns <= TE_NORM_HEAD_COLUMNS) return TE_OK;
+    return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                   "%s: heads of %lld columns, expected at most %d, or rows of a matrix",
+                   te_op_name(op), (long long)columns, TE_NORM_HEAD_COLUMNS);
+}
+
+/* The rows of a tensor of up to four dims, one by one. */
+static inline te_norm_heads te_cuda_norm_heads(const te_tensor *tensor)
+{
+    const te_view4 view = te_cuda_view4(tensor);
+    te_norm_heads heads = {1, 1, {view.strides[0], view.strides[1], view.strides[2]}};
+    if (tensor->ndim > 1) heads.inner = tensor->shape[tensor->ndim - 2];
+    if (tensor->ndim > 2) heads.middle = tensor->shape[tensor->ndim - 3];
+    return heads;
+}
+
+/* Every row begins at a multiple of `bytes`. */
+static inline int te_cuda_norm_aligned(const te_tensor *tensor, size_t bytes)
+{
+    const te_view4 view = te_cuda_view4(tensor);
+    return te_cuda_aligned4(&view, te_dtype_bytes(tensor->dtype), bytes);
+}
 
 /* Tensors may be absent; beta NULL: none. */
 static inline te_norm_factors te_cuda_norm_factors(const te_tensor *gamma, const te_tensor *beta,

@@ -103,12 +103,37 @@ static te_status plan_backward(te_context *context, const te_norm_backward_args 
     return TE_OK;
 }
 
+/* The same with the rows of the input and of its gradient as matrices. */
+static te_norm_backward_args by_rows(const te_norm_backward_args *args)
+{
+    te_norm_backward_args same = *args;
+    same.input = te_tensor_rows(&args->input);
+    if (te_tensor_requested(&args->grad_input)) {
+        same.grad_input = te_tensor_rows(&args->grad_input);
+    }
+    return same;
+}
+
+te_status te_cuda_norm_backward_supports(void *self, te_context *context, const void *args_)
+{
+    const te_norm_backward_args *args = args_;
+    (void)self, (void)context;
+    TE_TRY(te_cuda_norm_check_heads(TE_OP_NORM_BACKWARD, &args->input));
+    TE_TRY(te_cuda_norm_check_heads(TE_OP_NORM_BACKWARD, &args->grad_input));
+    if (args->grad_output.dtype == args->input.dtype ||
+        (!te_cuda_norm_is_heads(&args->input) && !te_cuda_norm_is_heads(&args->grad_input)))
+        return TE_OK;
+    return TE_FAIL(TE_ERROR_UNSUPPORTED, "norm_backward: heads of %s with a gradient of %s",
+                   te_dtype_name(args->input.dtype), te_dtype_name(args->grad_output.dtype));
+}
+
 te_status te_cuda_norm_backward_workspace(void *self, te_context *context, const void *args_,
                                           size_t *bytes)
 {
+    const te_norm_backward_args args = by_rows(args_);
     backward_plan plan;
     (void)self;
-    TE_TRY(plan_backward(context, args_, &plan));
+    TE_TRY(plan_backward(context, &args, &plan));
     *bytes = plan.copies + plan.sums;
     return TE_OK;
 }
@@ -136,6 +161,7 @@ static const char *name_kernel(const te_norm_backward_args *args, row_plan rows,
 {
     enum {
         KERNEL_NARROW,
+        KERNEL_HEADS,
         KERNEL_WIDE,
         KERNEL_ADDING,
         KERNEL_JOINING,
@@ -145,6 +171,7 @@ static const char *name_kernel(const te_norm_backward_args *args, row_plan rows,
     };
     static const char *const names[KERNELS][TE_DTYPE_COUNT] = {
         [KERNEL_NARROW] = TE_CUDA_NAMES("te_norm_backward_narrow_"),
+        [KERNEL_HEADS] = TE_CUDA_NAMES("te_norm_backward_heads_"),
         [KERNEL_WIDE] = TE_CUDA_NAMES("te_norm_backward_wide_"),
         [KERNEL_ADDING] = TE_CUDA_NAMES("te_norm_backward_adding_"),
         [KERNEL_JOINING] = TE_CUDA_NAMES("te_norm_backward_joining_"),
@@ -157,7 +184,7 @@ static const char *name_kernel(const te_norm_backward_args *args, row_plan rows,
                       (!joins || (params->residual_aligned && !adds));
     int kernel = KERNEL_ODD;
     if (rows == NARROW) {
-        kernel = KERNEL_NARROW;
+        kernel = params->of.heads.inner > 0 ? KERNEL_HEADS : KERNEL_NARROW;
     } else if (rows == LONG) {
         kernel = KERNEL_LONG;
     } else if (whole) {
@@ -166,9 +193,27 @@ static const char *name_kernel(const te_norm_backward_args *args, row_plan rows,
     return names[kernel][args->input.dtype];
 }
 
-/* The launches: rows, column sums of rows that do not fit, adding up. */
+/* Rows of heads, of the input or of its gradient, as `given`. */
+static void place_heads(const te_norm_backward_args *given, te_norm_backward_params *params)
+{
+    const int writes = te_tensor_present(&given->grad_input);
+    const size_t bytes = te_dtype_bytes(given->input.dtype);
+    te_norm_gradients *of = &params->of;
+    if (!te_cuda_norm_is_heads(&given->input) && !te_cuda_norm_is_heads(&given->grad_input)) return;
+    of->heads = te_cuda_norm_heads(&given->input);
+    of->aligned = te_cuda_norm_aligned(&given->input, 16) &&
+                  te_cuda_aligned(&of->grad, bytes, 16) &&
+                  (of->add.data == NULL || te_cuda_aligned(&of->add, bytes, 16));
+    if (!writes) return;
+    params->output_heads = te_cuda_norm_heads(&given->grad_input);
+    params->output_aligned = te_cuda_norm_aligned(&given->grad_input, 16);
+}
+
+/* The launches: rows, column sums of rows that do not fit, adding up. `given` has the rows as they
+ * lie. */
 static te_status launch(te_context *context, const te_norm_backward_args *args,
-                        const backward_plan *plan, float *sums, void *stream)
+                        const te_norm_backward_args *given, const backward_plan *plan, float *sums,
+                        void *stream)
 {
     static const char *const sum_kernels[TE_DTYPE_COUNT] = TE_CUDA_NAMES("te_norm_sums_");
     const te_dtype dtype = args->input.dtype;
@@ -201,6 +246,7 @@ static te_status launch(te_context *context, const te_norm_backward_args *args,
             params.residual_aligned = te_cuda_aligned(&params.residual, bytes, 16);
         }
     }
+    place_heads(given, &params);
     if (plan->rows != LONG || (params.output.data != NULL && plan->teams.blocks > 0)) {
         calls[count++] =
             (te_cuda_call){"norm_backward",
@@ -223,7 +269,7 @@ static te_status launch(te_context *context, const te_norm_backward_args *args,
 
 te_status te_cuda_norm_backward(void *self, te_context *context, const void *args_, void *stream)
 {
-    te_norm_backward_args args = *(const te_norm_backward_args *)args_;
+    te_norm_backward_args args = by_rows(args_);
     te_tensor *const inputs[] = {&args.grad_output, &args.input, &args.grad_add};
     backward_plan plan;
     float *sums = NULL;
@@ -237,5 +283,5 @@ te_status te_cuda_norm_backward(void *self, te_context *context, const void *arg
                               plan.copies + plan.sums));
     TE_TRY(te_cuda_widen(context, inputs, 3, args.workspace, args.workspace_size, stream));
     if (plan.sums > 0) sums = (float *)((unsigned char *)args.workspace + plan.copies);
-    return launch(context, &args, &plan, sums, stream);
+    return launch(context, &args, args_, &plan, sums, stream);
 }

@@ -30,9 +30,11 @@ TE_OPS(X)
 TE_CUDA_WORKSPACES(X)
 #undef X
 
-/* The operators that a library limits. */
+/* The operators that a library or the kernels limit. */
 #define TE_CUDA_SUPPORTS(X)                                                                        \
     X(GEMM, gemm)                                                                                  \
+    X(NORM, norm)                                                                                  \
+    X(NORM_BACKWARD, norm_backward)                                                                \
     X(ATTENTION, attention)                                                                        \
     X(ATTENTION_BACKWARD, attention_backward)
 

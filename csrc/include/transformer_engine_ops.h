@@ -167,13 +167,17 @@ enum {
     TE_NORM_STATISTICS_GIVEN = 2 /* mean and rsigma are read instead of computed and written */
 };
 
+#define TE_NORM_HEAD_COLUMNS 256
+
 /* normalized(input) * gamma + beta per row, in fp32, cast as asked. NaN and Inf propagate as in the
- * formula. 0 columns are INVALID. */
+ * formula. 0 columns are INVALID. Rows that no matrix has (heads of a projection) are neither cast
+ * to FP8 nor measured, and on CUDA have at most TE_NORM_HEAD_COLUMNS. */
 typedef struct te_norm_args {
     size_t size;
     te_norm_kind kind;
     uint32_t flags;   /* TE_NORM_ZERO_CENTERED, TE_NORM_STATISTICS_GIVEN */
-    te_tensor input;  /* [rows, columns] f32, f16, bf16; unit column stride, any row stride */
+    te_tensor input;  /* [.., columns] f32, f16, bf16; unit column stride, any others: rows are all
+                         dims before, in their order */
     te_tensor gamma;  /* [columns] f32, f16, bf16; data NULL: 1 */
     te_tensor beta;   /* [columns] in the dtype of gamma; data NULL: 0; LAYERNORM only */
     te_tensor mean;   /* [rows] f32; LAYERNORM only; data NULL: not wanted */
@@ -196,12 +200,14 @@ typedef struct te_norm_backward_args {
     uint32_t flags;          /* TE_NORM_ZERO_CENTERED */
     te_tensor grad_output;   /* [rows, columns] f32, f16, bf16 */
     te_tensor grad_add;      /* [rows, columns] in the dtype of grad_output; data NULL: none */
-    te_tensor input;         /* [rows, columns] f32, f16, bf16 */
+    te_tensor input;         /* [.., columns] f32, f16, bf16, as of te_norm */
     te_tensor gamma;         /* [columns]; data NULL: 1 */
     te_tensor mean;          /* [rows] f32; LAYERNORM only */
     te_tensor rsigma;        /* [rows] f32 */
-    te_tensor grad_input;    /* [rows, columns] f32, f16, bf16; data NULL: not wanted */
-    te_tensor grad_residual; /* as grad_input, may be its memory; data NULL: none */
+    te_tensor grad_input;    /* as input, with strides of its own; f32, f16, bf16; data NULL: not
+                                wanted */
+    te_tensor grad_residual; /* as grad_input where that is a matrix, may be its memory; data
+                                NULL: none */
     te_tensor gamma_grad;    /* [columns] f32, f16, bf16; data NULL: not wanted */
     te_tensor beta_grad;     /* [columns]; LAYERNORM only; data NULL: not wanted */
     void *workspace;

@@ -135,13 +135,15 @@ static te_dtype dtype_of(te_op op, const te_field *field)
     }
 }
 
-/* Zeros everywhere; a tensor of any number of dims has 4. */
+/* Zeros everywhere; a tensor of any number of dims has 4, but for a norm, whose others are
+ * matrices. */
 static te_tensor filled_tensor(test_device *t, te_op op, const te_field *field)
 {
     const int64_t length = ends_with(field->name, "_scales") ? TE_TENSOR_SCALES : SIDE;
     te_tensor tensor = {.dtype = dtype_of(op, field), .device = t->device};
+    const int norm = op == TE_OP_NORM || op == TE_OP_NORM_BACKWARD;
     int64_t count = 1;
-    tensor.ndim = field->form == TE_FORM_DIMS ? 4 : field->form == TE_FORM_MATRIX ? 2 : 1;
+    tensor.ndim = field->form == TE_FORM_VECTOR ? 1 : field->form == TE_FORM_DIMS && !norm ? 4 : 2;
     for (int32_t i = tensor.ndim - 1; i >= 0; i--) {
         tensor.shape[i] = tensor.ndim == 4 && i == 2 ? 2 : tensor.ndim == 1 ? length : SIDE;
         tensor.strides[i] = count;

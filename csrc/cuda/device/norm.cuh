@@ -13,6 +13,26 @@
 #include "async.cuh"
 #include "cast.cuh"
 #include "cuda/kernels/norm.h"
+#include "view4.cuh"
+
+/* Where a row of heads begins, in elements. */
+__device__ __forceinline__ te_index te_head_offset(const te_norm_heads &heads, te_index row)
+{
+    te_index inner, middle;
+    const te_index outer = te_divide(te_divide(row, heads.inner, &inner), heads.middle, &middle);
+    return outer * heads.strides[0] + middle * heads.strides[1] + inner * heads.strides[2];
+}
+
+/* Element (row, column) of a matrix; HEADS: of rows that lie as the heads say. */
+template <typename T, bool HEADS>
+__device__ __forceinline__ typename T::raw *
+te_row_at(const te_view &view, const te_norm_heads &heads, te_index row, te_index column)
+{
+    if constexpr (HEADS)
+        return (typename T::raw *)view.data + te_head_offset(heads, row) + column;
+    else
+        return te_at<T>(view, row, column);
+}
 
 /* Both loads are issued before either is waited for. */
 template <typename T>

@@ -179,7 +179,7 @@ statistics(const te_norm_params &p, te_norm_state<TEAM> &state, te_vector<T, 8> 
 }
 
 /* Rows of at most lanes * VECTORS vectors; a thread holds pieces of ROWS of them. */
-template <typename T, int ROWS, int VECTORS, typename TEAM>
+template <typename T, int ROWS, int VECTORS, typename TEAM, bool HEADS = false>
 static __device__ __forceinline__ void norm_rows(const te_norm_params &p)
 {
     __shared__ __align__(16) float scratch[TE_TEAM_SCRATCH];
@@ -201,8 +201,8 @@ static __device__ __forceinline__ void norm_rows(const te_norm_params &p)
 #pragma unroll
             for (int v = 0; v < VECTORS; v++) {
                 const int column = start + 256 * v;
-                x[i][v].load(te_at<T>(p.input, row + i * step, column), p.input_aligned != 0,
-                             row + i * step < rows ? columns - column : 0);
+                x[i][v].load(te_row_at<T, HEADS>(p.input, p.heads, row + i * step, column),
+                             p.input_aligned != 0, row + i * step < rows ? columns - column : 0);
             }
         statistics<T, ROWS, VECTORS, false>(p, state, x, row, step, mean, rsigma);
         if (!applied) continue;
@@ -408,6 +408,9 @@ template <typename T> struct te_norm_source {
     TE_KERNEL(te_norm_narrow_##i, te_norm_params,                                                  \
               (TE_NORM_NARROW_THREADS, te_##i::bytes == 4 ? 2 : 3),                                \
               norm_rows<te_##i, TE_NORM_ROWS, 1, te_team<TE_TEAM_LANES, float2>>(p))               \
+    TE_KERNEL(te_norm_heads_##i, te_norm_params,                                                   \
+              (TE_NORM_NARROW_THREADS, te_##i::bytes == 4 ? 2 : 3),                                \
+              norm_rows<te_##i, TE_NORM_ROWS, 1, te_team<TE_TEAM_LANES, float2>, true>(p))         \
     TE_KERNEL(te_norm_odd_##i, te_norm_params, (TE_NORM_THREADS, te_##i::bytes == 4 ? 1 : 2),      \
               norm_rows<te_##i, 1, TE_NORM_VECTORS, te_team<TE_TEAM_BLOCK, float>>(p))             \
     TE_KERNEL(te_norm_long_##i, te_norm_params, (TE_NORM_THREADS, 1), norm_long_rows<te_##i>(p))   \

@@ -26,6 +26,13 @@ enum {
     TE_NORM_THREADS = 512    /* at most: rows beyond 512 * 4 * 8 columns are read in turns */
 };
 
+/* Rows of up to three dims, as heads of a projection are: row r lies at (r / inner / middle,
+ * r / inner % middle, r % inner). */
+typedef struct te_norm_heads {
+    te_index inner, middle;
+    te_index strides[3]; /* of the outer, the middle and the inner dim, in elements */
+} te_norm_heads;
+
 /* gamma and beta; both of one dtype. */
 typedef struct te_norm_factors {
     const void *gamma; /* [columns]; NULL: 1 */
@@ -40,7 +47,8 @@ typedef struct te_norm_factors {
  * nothing but whole vectors: multiples of 8 columns, of FP8 rows too, all of them aligned; it has
  * dynamic shared memory for `stages` rows of each team and for the factors. */
 typedef struct te_norm_params {
-    te_view input;     /* [rows, columns] */
+    te_view input; /* [rows, columns]; te_norm_heads_<dtype>: rows lie as `heads` says */
+    te_norm_heads heads;
     te_view output;    /* [rows, columns]; data NULL: not requested */
     te_cast_target to; /* column is not read */
     te_norm_factors factors;

@@ -92,7 +92,7 @@ static __device__ __forceinline__ void write_sums(const float sums[VECTORS][8], 
 /* What a thread has on its way through shared memory. The matrices are the input, the gradient, and
  * with ADDS maybe what is added to it. WHOLE: rows of nothing but aligned vectors, and with ADDS
  * something is added. */
-template <typename T, int VECTORS, bool WHOLE, bool ADDS> struct te_backward_stages {
+template <typename T, int VECTORS, bool WHOLE, bool ADDS, bool HEADS> struct te_backward_stages {
     typedef te_row_stages<T, VECTORS> row_stages;
     const te_norm_gradients &of;
     row_stages stages;
@@ -111,9 +111,8 @@ template <typename T, int VECTORS, bool WHOLE, bool ADDS> struct te_backward_sta
         return start + 256 * v < (int)of.input.columns;
     }
 
-    __device__ __forceinline__ void fetch_one(const te_view &from, uint4 *place, te_index row) const
+    __device__ __forceinline__ void fetch_one(const typename T::raw *line, uint4 *place) const
     {
-        const typename T::raw *line = te_at<T>(from, row, start);
 #pragma unroll
         for (int v = 0; v < VECTORS; v++)
             if (has(v))
@@ -124,9 +123,9 @@ template <typename T, int VECTORS, bool WHOLE, bool ADDS> struct te_backward_sta
     /* Begins to load a row. */
     __device__ __forceinline__ void fetch(int stage, te_index row) const
     {
-        fetch_one(of.input, stages.place(stage, 0), row);
-        fetch_one(of.grad, stages.place(stage, 1), row);
-        if (adds) fetch_one(of.add, stages.place(stage, 2), row);
+        fetch_one(te_row_at<T, HEADS>(of.input, of.heads, row, start), stages.place(stage, 0));
+        fetch_one(te_at<T>(of.grad, row, start), stages.place(stage, 1));
+        if (adds) fetch_one(te_at<T>(of.add, row, start), stages.place(stage, 2));
     }
 
     /* Begins to load the first rows, `step` apart; vectors beyond their end stay 0. */
@@ -163,7 +162,8 @@ template <typename T, int VECTORS, bool WHOLE, bool ADDS> struct te_backward_sta
 /* Rows of at most lanes * VECTORS vectors. WHOLE: see above; the gradient of the input then has the
  * dtype of the others, and 16 bytes of it can be written at once, and with JOINS as many of a
  * residual's gradient be read. */
-template <typename T, int VECTORS, bool WHOLE, bool ADDS, bool JOINS, te_team_kind KIND>
+template <typename T, int VECTORS, bool WHOLE, bool ADDS, bool JOINS, te_team_kind KIND,
+          bool HEADS = false>
 static __device__ __forceinline__ void norm_backward(const te_norm_backward_params &p)
 {
     extern __shared__ uint4 memory[];
@@ -173,7 +173,7 @@ static __device__ __forceinline__ void norm_backward(const te_norm_backward_para
     te_team<KIND, float2> team(p.lanes, scratch);
     const int columns = (int)of.input.columns; /* they fit the team */
     const int vector = te_first_vector<VECTORS>(team.lane), start = 8 * vector;
-    const te_backward_stages<T, VECTORS, WHOLE, ADDS> staged(of, memory, vector);
+    const te_backward_stages<T, VECTORS, WHOLE, ADDS, HEADS> staged(of, memory, vector);
     uint4 *const behind = memory + staged.stages.size(p.stages);
     const te_staged_factors<false> factors(behind, vector);
     const int teams = blockDim.x / p.lanes;
@@ -228,6 +228,10 @@ static __device__ __forceinline__ void norm_backward(const te_norm_backward_para
         const float plain = p.centered ? sums.x * p.inverse : 0.0F, scaled = sums.y * p.inverse;
         const bool writes = p.output.data != nullptr && is_row;
         typename T::raw *line = te_at<T>(p.output, row, start); /* where it has this dtype */
+        te_view to = p.output;
+        if (HEADS && writes)
+            to.data +=
+                te_head_offset(p.output_heads, row) * (p.output_dtype == TE_STORE_F32 ? 4 : 2);
 #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
             staged.take_vector(stage, v, is_row, mean, rsigma, dz, normal);
@@ -251,7 +255,7 @@ static __device__ __forceinline__ void norm_backward(const te_norm_backward_para
             if constexpr (WHOLE)
                 te_round_store<T>(y, line + 256 * v);
             else
-                te_store_values(p.output_dtype, p.output, p.output_aligned != 0, row,
+                te_store_values(p.output_dtype, to, p.output_aligned != 0, HEADS ? 0 : row,
                                 start + 256 * v, columns - start - 256 * v, y);
         }
         if (row + p.stages * step < rows) staged.fetch(stage, row + p.stages * step);
@@ -351,6 +355,8 @@ template <typename T> struct te_norm_sums_source {
 #define X(I, i, ...)                                                                               \
     TE_KERNEL(te_norm_backward_narrow_##i, te_norm_backward_params, (TE_NORM_NARROW_THREADS, 3),   \
               norm_backward<te_##i, 1, false, true, false, TE_TEAM_LANES>(p))                      \
+    TE_KERNEL(te_norm_backward_heads_##i, te_norm_backward_params, (TE_NORM_NARROW_THREADS, 3),    \
+              norm_backward<te_##i, 1, false, true, false, TE_TEAM_LANES, true>(p))                \
     TE_KERNEL(te_norm_backward_wide_##i, te_norm_backward_params, (TE_NORM_BACKWARD_THREADS, 1),   \
               WIDE(i, true, false, false))                                                         \
     TE_KERNEL(te_norm_backward_adding_##i, te_norm_backward_params, (TE_NORM_BACKWARD_THREADS, 1), \

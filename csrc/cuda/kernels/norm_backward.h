@@ -18,7 +18,8 @@ enum {
 typedef struct te_norm_gradients {
     te_view grad;               /* [rows, columns] gradient of the result */
     te_view add;                /* [rows, columns] added to it; data NULL: nothing */
-    te_view input;              /* [rows, columns] */
+    te_view input;              /* [rows, columns]; of te_norm_backward_heads_<dtype> the rows of */
+    te_norm_heads heads;        /* this and of `output` lie as the heads say */
     te_norm_factors factors;    /* gamma alone */
     const float *mean, *rsigma; /* [rows]; mean NULL: 0 */
     int aligned;                /* every row of the matrices begins at 16 bytes */
@@ -31,6 +32,7 @@ typedef struct te_norm_backward_params {
     te_norm_gradients of;
     te_view output;   /* [rows, columns] gradient of the input; data NULL: not requested */
     te_view residual; /* likewise, in its dtype, is added to it as rounded; data NULL: none */
+    te_norm_heads output_heads;
     float *sums; /* [blocks, lines * columns]: gamma, with 2 lines also beta; NULL: not requested */
     float inverse;
     int centered;
