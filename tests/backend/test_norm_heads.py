@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """norm and norm_backward of rows that no matrix has, as heads of a projection lie.
 
-The bits are those of the same rows one behind the other, which the other tests compare with float64.
+The bits are those of the same rows one behind the other, which other tests compare with float64.
 """
 
 import pytest
