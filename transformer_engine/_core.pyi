@@ -98,7 +98,8 @@ def make_plan(
     gradient, shape), a dim of the shape being an int or (SYMBOL_*, multiply, align). A node is (name,
     NODE_* kind, variant, flags, inputs, output, numbers, slices, (RECIPE_*, forward FP8 dtype, backward
     FP8 dtype, power-of-2 bits, 3 amax epsilons), owner, 2 slots, gather, external stages), with numbers
-    of values as inputs (-1: not there) and output; a slice is (heads, channels, offset, stride).
+    of values as inputs (-1: not there) and output; a slice is (heads, channels, offset, stride) and
+    maybe how many heads lie together.
     te_value_desc and te_node_desc say what each means.
 
     ValueError or TypeError for a graph that can not be, NotImplementedError for gradients that no plan

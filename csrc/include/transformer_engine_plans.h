@@ -115,8 +115,9 @@ typedef enum te_node_kind {
     TE_NODE_SOFTCAP,     /* inputs x */
     TE_NODE_ATTENTION,   /* inputs query, key, value (by slices), mask, bias, lengths of queries, of
                             keys */
-    TE_NODE_ROPE,        /* inputs x (by slice), angles */
+    TE_NODE_ROPE,        /* inputs x (by slice), angles; without angles the heads are copied */
     TE_NODE_DROPOUT_ADD, /* inputs x, bias, residual */
+    TE_NODE_HEAD_NORM,   /* a norm of each head; inputs x (by slice), gamma, beta */
     TE_NODE_KINDS
 } te_node_kind;
 
@@ -127,32 +128,34 @@ enum {                           /* te_node_desc.flags */
        TE_LINEAR_FAST_OUTPUT = 8, /* fast accumulation, per GEMM */
        TE_LINEAR_FAST_GRAD_INPUT = 16,
        TE_LINEAR_FAST_GRAD_WEIGHT = 32,
-       TE_NODE_ZERO_CENTERED = 64,   /* norm: the factor is 1 + gamma */
+       TE_NODE_ZERO_CENTERED = 64,   /* norms: the factor is 1 + gamma */
        TE_NODE_SEQUENCE_FIRST = 128, /* attention, rope: the leading dims are (sequence, batch) */
        TE_NODE_BOTTOM_RIGHT = 256,   /* attention: see te_attention_problem */
        TE_NODE_INTERLEAVED = 512,    /* rope */
        TE_NODE_DETERMINISTIC = 1024  /* attention: see te_attention_backward_args */
 };
 
-/* Heads of a matrix of rows: head h of a row begins at element offset + h * stride. All columns of
- * a matrix that is read by slices belong to one of them. */
+/* Heads of a matrix of rows: head h of a row begins at element offset + h * stride, or where
+ * `together` of them lie side by side at offset + h / together * stride + h % together * channels.
+ * All columns of a matrix that is read by slices belong to one of them. */
 typedef struct te_slice {
     int32_t heads, channels;
     int64_t offset, stride;
+    int64_t together; /* rope, norm of heads; 0: 1 */
 } te_slice;
 
 /* Of lists that are shorter than what the kind reads the rest is not there, or 0. */
 typedef struct te_node_desc {
     char name[TE_NAME_BYTES]; /* prefix of its stages and buffers, "" or with a "_" behind */
     int32_t kind;             /* te_node_kind */
-    int32_t variant;          /* te_norm_kind, te_activation_kind */
+    int32_t variant;          /* te_norm_kind (also of heads), te_activation_kind */
     uint32_t flags;
     int32_t output;
     const int32_t *inputs; /* values; -1: not there */
-    /* norm: eps; activation: limit, alpha, linear_offset; softcap: cap; attention: scale, dropout,
+    /* norms: eps; activation: limit, alpha, linear_offset; softcap: cap; attention: scale, dropout,
      * window to the left and to the right; dropout + add: dropout, drop path */
     const double *numbers;
-    const te_slice *slices; /* attention, rope: of the first inputs */
+    const te_slice *slices; /* attention, rope, norm of heads: of the first inputs */
     int32_t input_count, number_count, slice_count;
     te_quantization quantization; /* linear */
     int32_t owner;                /* linear: module of the call whose slots it takes */

@@ -126,6 +126,7 @@ static void describe(const te_build *build, te_link link, int32_t of, te_buffer_
     case TE_LINK_RSIGMA:
         node = te_node(build, of);
         info->shape[0] = te_value(build, node->output)->shape[0];
+        if (node->slice_count > 0) info->shape[0].multiply *= node->slices[0].heads;
         (void)snprintf(name, size, "%s%s", node->name, link == TE_LINK_MEAN ? "mean" : "rsigma");
         return;
     case TE_LINK_BIAS_CAST:
@@ -312,8 +313,8 @@ int32_t te_heads_of(te_build *build, int32_t n, int32_t matrix, const te_slice *
     inner = first ? 0 : length;
     info.shape[outer] = te_multiple(rows + 1, 1);
     info.shape[inner] = te_multiple(rows + 2, 1);
-    info.shape[3 - length] = te_constant(slice->heads);
-    info.shape[3] = te_constant(slice->channels);
+    info.shape[3 - length] = te_constant(te_slice_blocks(slice));
+    info.shape[3] = te_constant(te_slice_width(slice));
     info.strides[outer] = te_multiple(rows + 2, columns);
     info.strides[inner] = te_constant(columns);
     info.strides[3 - length] = te_constant(slice->stride);
@@ -418,11 +419,15 @@ void te_grad_pass(te_build *build, int32_t value, int32_t grad)
     te_sum(build, grad, TE_NO_BUFFER, te_grad_target(build, value));
 }
 
+int32_t te_grad_matrix(te_build *build, int32_t value)
+{
+    return te_has_grad(build, value) ? te_get(build, TE_LINK_GRADIENT, value)
+                                     : te_grad_target(build, value);
+}
+
 int32_t te_grad_heads(te_build *build, int32_t node, int32_t value, const te_slice *slice)
 {
-    int32_t matrix = te_has_grad(build, value) ? te_get(build, TE_LINK_GRADIENT, value)
-                                               : te_grad_target(build, value);
-    return te_heads_of(build, node, matrix, slice);
+    return te_heads_of(build, node, te_grad_matrix(build, value), slice);
 }
 
 int te_grad_is_own(const te_build *build, int32_t value, int32_t buffer)

@@ -87,9 +87,13 @@ te_status te_check_linear(const te_graph_desc *graph, int32_t node);
 
 /* Input i of a node is a matrix of rows of a sequence, whose slice i lies inside. */
 te_status te_check_slice(const te_graph_desc *graph, int32_t node, int i);
+/* Input 0 is one, and the output the dense matrix of its heads. */
+te_status te_check_heads(const te_graph_desc *graph, int32_t node, const char *what);
+/* Kind, eps, gamma and beta of a norm over so many columns (node_norm.c). */
+te_status te_check_affine(const te_graph_desc *graph, int32_t node, int64_t columns);
 
 extern const te_node_rules te_linear_rules, te_norm_rules, te_activation_rules, te_softcap_rules,
-    te_attention_rules, te_rope_rules, te_dropout_add_rules;
+    te_attention_rules, te_rope_rules, te_dropout_add_rules, te_head_norm_rules;
 
 static inline const te_node_desc *te_node(const te_build *build, int32_t node)
 {
@@ -126,14 +130,28 @@ int32_t te_need(te_build *build, te_link link, int32_t of);
 int32_t te_defer(te_build *build, te_link link, int32_t of);
 
 /* Heads of a matrix of rows as [batch, sequence, heads, channels], `node` says in which order of
- * memory; for the caller's attention as [batch, heads, sequence, channels]. */
+ * memory; for the caller's attention as [batch, heads, sequence, channels]. Heads that lie side by
+ * side are one. */
 int32_t te_heads_of(te_build *build, int32_t node, int32_t matrix, const te_slice *slice);
 /* Part of a buffer; `view` has name, shape, base, offset and strides. */
 int32_t te_view(te_build *build, const te_buffer_info *view);
+/* Heads that lie side by side, and how often; in all they have as many elements of a row. */
+static inline int64_t te_slice_together(const te_slice *slice)
+{
+    return slice->together > 1 ? slice->together : 1;
+}
+static inline int64_t te_slice_blocks(const te_slice *slice)
+{
+    return slice->heads / te_slice_together(slice);
+}
+static inline int64_t te_slice_width(const te_slice *slice)
+{
+    return te_slice_together(slice) * slice->channels;
+}
 /* Slice without gaps: the heads one after the other. */
 static inline te_slice te_dense_heads(int32_t heads, int32_t channels)
 {
-    te_slice slice = {heads, channels, 0, channels};
+    te_slice slice = {heads, channels, 0, channels, 1};
     return slice;
 }
 
@@ -163,7 +181,9 @@ int32_t te_grad_target(te_build *build, int32_t value);
 /* Makes a gradient that is there a contribution to that of another value, without a copy where it
  * is the first one. */
 void te_grad_pass(te_build *build, int32_t value, int32_t grad);
-/* Where the gradient of a slice of a matrix goes: heads of its one contribution. */
+/* The matrix where the gradients of its slices go: its one contribution. */
+int32_t te_grad_matrix(te_build *build, int32_t value);
+/* Where the gradient of a slice of a matrix goes: heads of that. */
 int32_t te_grad_heads(te_build *build, int32_t node, int32_t value, const te_slice *slice);
 /* Whether the buffer holds the gradient of this value alone. */
 int te_grad_is_own(const te_build *build, int32_t value, int32_t buffer);

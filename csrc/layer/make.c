@@ -15,6 +15,7 @@ static const te_node_rules *const rules[TE_NODE_KINDS] = {
     [TE_NODE_ACTIVATION] = &te_activation_rules,   [TE_NODE_SOFTCAP] = &te_softcap_rules,
     [TE_NODE_ATTENTION] = &te_attention_rules,     [TE_NODE_ROPE] = &te_rope_rules,
     [TE_NODE_DROPOUT_ADD] = &te_dropout_add_rules,
+    [TE_NODE_HEAD_NORM] = &te_head_norm_rules,
 };
 
 /* ---- what is read of a graph ------------------------------------------------------------------
@@ -235,9 +236,9 @@ static te_status check_node(const te_graph_desc *graph, int32_t n)
 /* Whether two slices of a matrix have elements in common. */
 static int overlap(const te_slice *a, const te_slice *b)
 {
-    for (int32_t i = 0, j = 0; i < a->heads && j < b->heads;) {
+    for (int64_t i = 0, j = 0; i < te_slice_blocks(a) && j < te_slice_blocks(b);) {
         int64_t at = a->offset + i * a->stride, other = b->offset + j * b->stride;
-        if (at < other + b->channels && other < at + a->channels) return 1;
+        if (at < other + te_slice_width(b) && other < at + te_slice_width(a)) return 1;
         if (at < other) {
             i++;
         } else {

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * node_heads.c - attention and the rotary embedding as nodes. They read heads of matrices where
+ * node_heads.c - attention, the rotary embedding and norms of heads as nodes. They read heads of matrices where
  * they lie, queries, keys and values of one projection say, and write gradients to the same places.
  */
+#include <stdio.h>
+
 #include "core/status.h"
 #include "layer/build.h"
 
@@ -159,7 +161,14 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
                        node->inputs[QUERY], node->inputs[KEY], node->inputs[VALUE],
                        node->numbers[1], node->numbers[2], node->numbers[3]);
     }
-    for (int i = QUERY; i <= VALUE; i++) TE_TRY(te_check_slice(graph, n, i));
+    for (int i = QUERY; i <= VALUE; i++) {
+        TE_TRY(te_check_slice(graph, n, i));
+        if (te_slice_together(&node->slices[i]) == 1) continue;
+        return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                       "attention: heads of %s that lie together: let a rotary embedding or a norm "
+                       "of heads read them",
+                       graph->values[node->inputs[i]].name);
+    }
     x = &graph->values[node->inputs[QUERY]];
     for (int i = KEY; i <= VALUE; i++) {
         if (graph->values[node->inputs[i]].dtype == x->dtype) continue;
@@ -208,14 +217,16 @@ static void rotate(te_build *build, int32_t n, int32_t from, int32_t to, int bac
     te_use_as(build, stage, "input", from);
     te_use_as(build, stage, "output", to);
     te_use_value(build, stage, "freqs", node->inputs[1]);
+    te_set_number(build, stage, "channels", node->slices[0].channels);
     te_set_number(build, stage, "interleaved", (node->flags & TE_NODE_INTERLEAVED) != 0);
     te_set_number(build, stage, "backward", backward);
 }
 
 static int32_t dense_heads(te_build *build, int32_t n, int32_t matrix)
 {
-    const te_slice *slice = &te_node(build, n)->slices[0];
-    te_slice dense = te_dense_heads(slice->heads, slice->channels);
+    te_slice dense = te_node(build, n)->slices[0]; /* as many lie together as in the input */
+    dense.offset = 0;
+    dense.stride = te_slice_width(&dense);
     return te_heads_of(build, n, matrix, &dense);
 }
 
@@ -238,21 +249,14 @@ static void backward_rope(te_build *build, int32_t n)
 static te_status check_rope(const te_graph_desc *graph, int32_t n)
 {
     const te_node_desc *node = &graph->nodes[n];
-    const te_value_desc *x = &graph->values[node->inputs[0]], *y = &graph->values[node->output];
     const te_value_desc *angles = node->inputs[1] < 0 ? NULL : &graph->values[node->inputs[1]];
-    int64_t columns = (int64_t)node->slices[0].heads * node->slices[0].channels;
-    TE_TRY(te_check_slice(graph, n, 0));
-    if (angles == NULL || angles->ndim != 2 || angles->dtype != TE_DTYPE_F32 ||
-        angles->flags != TE_VALUE_INPUT) {
-        return TE_FAIL(TE_ERROR_INVALID, "rope: %s is no input [positions, channels] of f32",
-                       angles == NULL ? "nothing" : angles->name);
-    }
-    if (y->ndim == 2 && y->dtype == x->dtype && y->shape[0].symbol == x->shape[0].symbol &&
-        y->shape[0].multiply == 1 && y->shape[0].align == 1 && y->shape[1].add == columns) {
+    TE_TRY(te_check_heads(graph, n, "rope"));
+    if (angles == NULL || (angles->ndim == 2 && angles->dtype == TE_DTYPE_F32 &&
+                           angles->flags == TE_VALUE_INPUT)) {
         return TE_OK;
     }
-    return TE_FAIL(TE_ERROR_INVALID, "rope: %s is no matrix of %d heads of %d channels", y->name,
-                   node->slices[0].heads, node->slices[0].channels);
+    return TE_FAIL(TE_ERROR_INVALID, "rope: %s is no input [positions, channels] of f32",
+                   angles->name);
 }
 
 const te_node_rules te_rope_rules = {.name = "rope",
@@ -262,3 +266,112 @@ const te_node_rules te_rope_rules = {.name = "rope",
                                      .check = check_rope,
                                      .forward = forward_rope,
                                      .backward = backward_rope};
+
+/* ---- norms of heads ------------------------------------------------------------------------- */
+
+/* The heads of a slice one by one, row by row: [rows, heads, channels], or [rows, blocks, together,
+ * channels]. */
+static int32_t heads_by_row(te_build *build, int32_t matrix, const te_slice *slice)
+{
+    const int64_t together = te_slice_together(slice);
+    te_buffer_info view = {.ndim = together > 1 ? 4 : 3, .base = matrix, .offset = slice->offset};
+    char name[2 * TE_NAME_BYTES];
+    int last = view.ndim - 1;
+    if (build->plan.status != TE_OK) return 0;
+    (void)snprintf(name, sizeof name, "%.24s_heads_%lld", build->plan.buffers[matrix].name,
+                   (long long)slice->offset);
+    view.name = name;
+    view.shape[0] = te_multiple(build->plan.buffers[matrix].info.shape[0].symbol, 1);
+    view.strides[0] = te_constant(build->plan.buffers[matrix].info.shape[1].add);
+    view.shape[1] = te_constant(te_slice_blocks(slice));
+    view.strides[1] = te_constant(slice->stride);
+    view.shape[2] = te_constant(together);
+    view.strides[2] = te_constant(slice->channels);
+    view.shape[last] = te_constant(slice->channels);
+    view.strides[last] = te_constant(1);
+    return te_view(build, &view);
+}
+
+/* A dense matrix of heads as one of their rows. */
+static int32_t dense_rows(te_build *build, int32_t n, int32_t matrix)
+{
+    const te_slice *slice = &te_node(build, n)->slices[0];
+    te_buffer_info view = {.ndim = 2, .base = matrix};
+    char name[2 * TE_NAME_BYTES];
+    if (build->plan.status != TE_OK) return 0;
+    (void)snprintf(name, sizeof name, "%.24s_rows", build->plan.buffers[matrix].name);
+    view.name = name;
+    view.shape[0] = te_multiple(build->plan.buffers[matrix].info.shape[0].symbol, slice->heads);
+    view.shape[1] = te_constant(slice->channels);
+    view.strides[0] = te_constant(slice->channels);
+    view.strides[1] = te_constant(1);
+    return te_view(build, &view);
+}
+
+/* What forward and backward read. */
+static te_stage *add_head_norm(te_build *build, int32_t n, te_op op, const char *name)
+{
+    const te_node_desc *node = te_node(build, n);
+    int32_t input = te_wide(build, node->inputs[0], node->name, "norm_input");
+    te_stage *stage;
+    input = heads_by_row(build, input, &node->slices[0]);
+    stage = te_add(build, n, node->name, name, op);
+    te_set_number(build, stage, "kind", node->variant);
+    te_set_number(build, stage, "zero_centered", (node->flags & TE_NODE_ZERO_CENTERED) != 0);
+    te_use_as(build, stage, "input", input);
+    te_use_value(build, stage, "gamma", node->inputs[1]);
+    return stage;
+}
+
+/* Statistics are kept where a backward reads them. */
+static void forward_head_norm(te_build *build, int32_t n)
+{
+    const te_node_desc *node = te_node(build, n);
+    te_stage *stage = add_head_norm(build, n, TE_OP_NORM, "norm");
+    te_set_number(build, stage, "eps", node->numbers[0]);
+    te_use_value(build, stage, "beta", node->inputs[2]);
+    te_use_as(build, stage, "wide",
+              dense_rows(build, n, te_get(build, TE_LINK_VALUE, node->output)));
+    if (!te_links_has(&build->saved, TE_LINK_RSIGMA, n)) return;
+    te_use_as(build, stage, "rsigma", te_get(build, TE_LINK_RSIGMA, n));
+    if (node->variant == TE_NORM_LAYERNORM) {
+        te_use_as(build, stage, "mean", te_get(build, TE_LINK_MEAN, n));
+    }
+}
+
+static void backward_head_norm(te_build *build, int32_t n)
+{
+    const te_node_desc *node = te_node(build, n);
+    int32_t grad, gamma, beta;
+    te_stage *stage;
+    if (!build->values[node->output].needs_grad || !te_has_grad(build, node->output)) return;
+    grad = dense_rows(build, n, te_grad(build, node->output));
+    gamma = te_parameter_grad(build, node->inputs[1]);
+    beta = te_parameter_grad(build, node->inputs[2]);
+    stage = add_head_norm(build, n, TE_OP_NORM_BACKWARD, "norm_backward");
+    te_use_as(build, stage, "grad_output", grad);
+    if (node->variant == TE_NORM_LAYERNORM) {
+        te_use_as(build, stage, "mean", te_need(build, TE_LINK_MEAN, n));
+    }
+    te_use_as(build, stage, "rsigma", te_need(build, TE_LINK_RSIGMA, n));
+    te_use_as(build, stage, "gamma_grad", gamma);
+    te_use_as(build, stage, "beta_grad", beta);
+    if (!build->values[node->inputs[0]].needs_grad) return;
+    te_use_as(build, stage, "grad_input",
+              heads_by_row(build, te_grad_matrix(build, node->inputs[0]), &node->slices[0]));
+}
+
+static te_status check_head_norm(const te_graph_desc *graph, int32_t n)
+{
+    TE_TRY(te_check_heads(graph, n, "norm of heads"));
+    return te_check_affine(graph, n, graph->nodes[n].slices[0].channels);
+}
+
+const te_node_rules te_head_norm_rules = {.name = "norm",
+                                          .inputs = 3,
+                                          .numbers = 1,
+                                          .slices = 1,
+                                          .flags = TE_NODE_ZERO_CENTERED,
+                                          .check = check_head_norm,
+                                          .forward = forward_head_norm,
+                                          .backward = backward_head_norm};

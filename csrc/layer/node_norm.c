@@ -94,16 +94,12 @@ static void backward(te_build *build, int32_t n)
     }
 }
 
-static te_status check(const te_graph_desc *graph, int32_t n)
+te_status te_check_affine(const te_graph_desc *graph, int32_t n, int64_t columns)
 {
     const te_node_desc *node = &graph->nodes[n];
     int32_t gamma = node->inputs[1], beta = node->inputs[2];
-    int64_t columns = graph->values[node->output].shape[1].add;
-    TE_TRY(te_check_rows(graph, n, "norm", 1));
-    if (graph->values[node->inputs[0]].shape[1].add != columns || !(node->numbers[0] >= 0.0)) {
-        return TE_FAIL(TE_ERROR_INVALID, "norm: from %lld columns to %lld, or eps = %g",
-                       (long long)graph->values[node->inputs[0]].shape[1].add, (long long)columns,
-                       node->numbers[0]);
+    if (!(node->numbers[0] >= 0.0)) {
+        return TE_FAIL(TE_ERROR_INVALID, "norm: eps = %g", node->numbers[0]);
     }
     TE_TRY(te_check_parameter(graph, gamma, "norm: gamma", 0, columns));
     TE_TRY(te_check_parameter(graph, beta, "norm: beta", 0, columns));
@@ -123,6 +119,18 @@ static te_status check(const te_graph_desc *graph, int32_t n)
                        te_dtype_name((te_dtype)graph->values[beta].dtype));
     }
     return TE_OK;
+}
+
+static te_status check(const te_graph_desc *graph, int32_t n)
+{
+    const te_node_desc *node = &graph->nodes[n];
+    int64_t columns = graph->values[node->output].shape[1].add;
+    TE_TRY(te_check_rows(graph, n, "norm", 1));
+    if (graph->values[node->inputs[0]].shape[1].add != columns) {
+        return TE_FAIL(TE_ERROR_INVALID, "norm: from %lld columns to %lld",
+                       (long long)graph->values[node->inputs[0]].shape[1].add, (long long)columns);
+    }
+    return te_check_affine(graph, n, columns);
 }
 
 const te_node_rules te_norm_rules = {.name = "norm",

@@ -68,15 +68,33 @@ te_status te_check_slice(const te_graph_desc *graph, int32_t n, int i)
         return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: heads of %s, which is no matrix of rows",
                        n, x->name);
     }
-    if (slice->heads < 1 || slice->channels < 1 || slice->offset < 0 ||
-        slice->offset > x->shape[1].add || slice->stride < slice->channels ||
+    if (slice->heads < 1 || slice->channels < 1 || slice->offset < 0 || slice->together < 0 ||
+        slice->together > slice->heads || slice->heads % te_slice_together(slice) != 0 ||
+        slice->offset > x->shape[1].add || slice->stride < te_slice_width(slice) ||
         slice->stride > x->shape[1].add ||
-        slice->offset + (slice->heads - 1) * slice->stride + slice->channels > x->shape[1].add) {
+        slice->offset + (te_slice_blocks(slice) - 1) * slice->stride + te_slice_width(slice) >
+            x->shape[1].add) {
         return TE_FAIL(TE_ERROR_INVALID,
-                       "graph: node %d: %d heads of %d channels at %lld + %lld h in the %lld "
-                       "columns of %s",
+                       "graph: node %d: %d heads of %d channels at %lld + %lld h, %lld together, in "
+                       "the %lld columns of %s",
                        n, slice->heads, slice->channels, (long long)slice->offset,
-                       (long long)slice->stride, (long long)x->shape[1].add, x->name);
+                       (long long)slice->stride, (long long)te_slice_together(slice),
+                       (long long)x->shape[1].add, x->name);
     }
     return TE_OK;
+}
+
+te_status te_check_heads(const te_graph_desc *graph, int32_t n, const char *what)
+{
+    const te_node_desc *node = &graph->nodes[n];
+    const te_value_desc *x = &graph->values[node->inputs[0]], *y = &graph->values[node->output];
+    const te_slice *slice = &node->slices[0];
+    TE_TRY(te_check_slice(graph, n, 0));
+    if (y->ndim == 2 && y->dtype == x->dtype && y->shape[0].symbol == x->shape[0].symbol &&
+        y->shape[0].multiply == 1 && y->shape[0].align == 1 &&
+        y->shape[1].add == (int64_t)slice->heads * slice->channels) {
+        return TE_OK;
+    }
+    return TE_FAIL(TE_ERROR_INVALID, "%s: %s is no matrix of %d heads of %d channels", what,
+                   y->name, slice->heads, slice->channels);
 }

@@ -127,13 +127,14 @@ static int take_number(PyObject *item, void *to)
 static int take_slice(PyObject *item, void *to)
 {
     te_slice *slice = to;
-    long long offset = 0, stride = 0;
-    if (parse(item, "slices", "iiLL:make_plan", &slice->heads, &slice->channels, &offset,
-              &stride) != 0) {
+    long long offset = 0, stride = 0, together = 1;
+    if (parse(item, "slices", "iiLL|L:make_plan", &slice->heads, &slice->channels, &offset, &stride,
+              &together) != 0) {
         return -1;
     }
     slice->offset = offset;
     slice->stride = stride;
+    slice->together = together;
     return 0;
 }
 

@@ -9,12 +9,17 @@ from transformer_engine.common.graphs import (
     RESULT,
     RETURN_NORM,
     ROWS,
+    ZERO_CENTERED,
     CallSpec,
     Graph,
     LinearSpec,
+    Norm,
     flags_of,
     input_flags,
 )
+
+_NORMED = ("query_", "key_")
+"""Prefixes of the norms of heads."""
 
 _SOURCE = (_core.SYMBOL_SOURCE_ROWS, 1, 1)
 
@@ -23,7 +28,8 @@ class AttentionSpec(NamedTuple):
     """Attention between the projections of a branch."""
 
     slices: tuple
-    """Of queries, keys and values in their projections: (heads, channels, offset, stride) each."""
+    """Of queries, keys and values in their projections: (heads, channels, offset, stride) each; of
+    queries also how many lie together."""
     sequence_first: bool  # the leading dims are (sequence, batch), not (batch, sequence)
     scale: float  # this one and the next three as of ``_core.attention``
     dropout: float
@@ -34,6 +40,7 @@ class AttentionSpec(NamedTuple):
     """Channels that the rotary embedding of queries and of keys turns, each with angles of its own;
     one number: both with the same angles; empty: there is none."""
     interleaved: bool = False  # of the rotary embedding
+    norms_first: bool = False  # norms of queries and keys come before it
     mask: tuple[int, ...] | None = None  # lengths of its dims: 1, or 0 for that of the scores
     bias: tuple[int, ...] | None = None  # likewise
     lengths: int = 0  # how many vectors of them there are: 0, or 2, of queries and of keys
@@ -60,6 +67,8 @@ class BranchSpec(NamedTuple):
     keys and values) and the one behind it."""
     attention: AttentionSpec | None = None  # between the projections
     add: AddSpec | None = None  # joins the output to the residual stream; None: it is the result
+    norms: tuple[tuple[Norm, int], ...] = ()
+    """Of the heads of queries and of keys, each with flags (`GRAD_GAMMA`, ...); or none."""
     residual_is_norm: bool = False  # the residual is the output of the branch's norm, not its input
 
 
@@ -84,13 +93,15 @@ class _Given(NamedTuple):
     source: int
     angles: tuple[int, ...]
     limits: tuple[int, ...]
+    norms: tuple[tuple[int, int], ...] = ()  # gamma and beta of each norm of heads
 
 
 def layer_graph(spec: LayerSpec) -> Graph:
     """Graph of a layer.
 
     Its tensors are the input; for each branch what its attention is given (source, angles, mask,
-    bias, lengths); for each branch the parameters of its calls and the bias of its addition.
+    bias, lengths); for each branch the parameters of its calls, the bias of its addition, and gamma
+    and beta of the norms of its heads.
     """
     graph = Graph()
     first, last = spec.branches[0].calls[0].parts[0], spec.branches[-1].calls[-1].parts[-1]
@@ -102,7 +113,12 @@ def layer_graph(spec: LayerSpec) -> Graph:
         names = _call_names(branch)
         pairs = zip(branch.calls, names, strict=True)
         calls = tuple(graph.call_parameters(_inner(call), name) for call, name in pairs)
-        given.append(_Given(calls, _bias(graph, branch.name, branch.add, last), *tensors))
+        bias = _bias(graph, branch.name, branch.add, last)
+        norms = tuple(
+            graph.norm_parameters(norm, branch.attention.slices[i][1], flags, branch.name + prefix)
+            for i, (prefix, (norm, flags)) in enumerate(zip(_NORMED, branch.norms, strict=False))
+        )
+        given.append(_Given(calls, bias, *tensors, norms))
     y = graph.value("output", last.output, (ROWS, last.out_features), RESULT)
     _add_branches(graph, spec, given, x, y)
     return graph
@@ -203,7 +219,7 @@ def _add_branch(
     if branch.attention is None:
         call = _inner(branch.calls[0])
         return graph.add_call(call, given.calls[0], x, out, prefix=names[0], owner=owner)
-    attention, last = branch.attention, len(branch.calls) - 1
+    last = len(branch.calls) - 1
     projected, normed = [], x
     for i, call in enumerate(branch.calls[:last]):
         part, rows = call.parts[-1], _SOURCE if i else ROWS
@@ -214,7 +230,7 @@ def _add_branch(
         )
         normed = normed if i else normed_here
         projected.append(made)
-    context = _attend(graph, branch.name, attention, projected, given)
+    context = _attend(graph, branch, projected, given)
     options = {"prefix": names[last], "owner": owner + last}
     graph.add_call(branch.calls[last], given.calls[last], context, out, **options)
     return normed
@@ -225,25 +241,61 @@ def _kept_norm(branch: BranchSpec, call: CallSpec, i: int) -> CallSpec:
     return call if i == 0 and branch.add is None else _inner(call)
 
 
-def _attend(
-    graph: Graph, name: str, attention: AttentionSpec, projected: list[int], given: _Given
+def _heads(graph: Graph, x: int, slice_: tuple, name: str) -> int:
+    """Add the dense matrix of heads of `x`."""
+    rows, _ = graph.values[x][4]
+    heads, channels, *_ = slice_
+    return graph.value(name, graph.values[x][2], (rows, heads * channels))
+
+
+def _turn(  # noqa: PLR0913 - as of `_normalize`
+    graph: Graph, branch: BranchSpec, i: int, x: int, slice_: tuple, given: _Given, name: str
 ) -> int:
-    """Add the rotary embedding and the attention; return its output."""
+    """Add the rotary embedding of queries (`i` 0) or keys, or a copy where there are no angles."""
+    attention, angles = branch.attention, given.angles
+    turned = _heads(graph, x, slice_, name.removesuffix("_"))
+    flags = flags_of(
+        [
+            (_core.NODE_SEQUENCE_FIRST, attention.sequence_first),
+            (_core.NODE_INTERLEAVED, attention.interleaved),
+        ]
+    )
+    inputs = (x, angles[min(i, len(angles) - 1)]) if angles else (x,)
+    graph.node(_core.NODE_ROPE, inputs, turned, flags=flags, slices=(slice_,), name=name)
+    return turned
+
+
+def _normalize(  # noqa: PLR0913 - as of `_turn`
+    graph: Graph, branch: BranchSpec, i: int, x: int, slice_: tuple, given: _Given, name: str
+) -> int:
+    """Add the norm of the heads of queries (`i` 0) or keys."""
+    norm, flags = branch.norms[i]
+    normed = _heads(graph, x, slice_, f"{name}normed")
+    bits = _core.NODE_ZERO_CENTERED if flags & ZERO_CENTERED else 0
+    options = {"variant": norm.kind, "flags": bits, "numbers": (norm.eps,), "slices": (slice_,)}
+    graph.node(_core.NODE_HEAD_NORM, (x, *given.norms[i]), normed, name=name, **options)
+    return normed
+
+
+def _attend(graph: Graph, branch: BranchSpec, projected: list[int], given: _Given) -> int:
+    """Add norms of heads, the rotary embedding and the attention; return its output."""
+    name, attention = branch.name, branch.attention
     values = [projected[0], projected[-1], projected[-1]]
     slices = list(attention.slices)
     order = _core.NODE_SEQUENCE_FIRST if attention.sequence_first else 0
-    dtype = graph.values[projected[0]][2]
-    for i, kind in enumerate(("query", "key") if attention.angles else ()):
-        heads, channels, *_ = slices[i]
-        rows, _ = graph.values[values[i]][4]
-        turned = graph.value(f"{name}{kind}", dtype, (rows, heads * channels))
-        inputs = (values[i], given.angles[min(i, len(given.angles) - 1)])
-        flags = order | (_core.NODE_INTERLEAVED if attention.interleaved else 0)
-        options = {"flags": flags, "slices": (slices[i],), "name": f"{name}{kind}_"}
-        graph.node(_core.NODE_ROPE, inputs, turned, **options)
-        values[i], slices[i] = turned, (heads, channels, 0, channels)
+    for i, prefix in enumerate(_NORMED):
+        steps = [_turn] * bool(attention.angles) + [_normalize] * bool(branch.norms)
+        if attention.norms_first:
+            steps.reverse()
+        if not steps and len(slices[i]) > 4:  # several heads together, which attention can not read
+            steps = [_turn]
+        for step in steps:
+            values[i] = step(graph, branch, i, values[i], slices[i], given, name + prefix)
+            heads, channels, *_ = slices[i]
+            slices[i] = heads, channels, 0, channels
     heads, channels = slices[0][0], slices[2][1]
     shape = (ROWS, heads * channels)
+    dtype = graph.values[projected[0]][2]
     context = graph.value(f"{name}context", dtype, shape, _core.VALUE_LEADING)
     flags = flags_of(
         [

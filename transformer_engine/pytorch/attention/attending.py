@@ -20,17 +20,18 @@ __all__ = ["attending"]
 
 
 def attending(
-    core: Any, how: tuple[Choice, Limits], slices: tuple, given: tuple[tuple, tuple, bool]
+    core: Any, how: tuple[Choice, Limits], slices: tuple, given: tuple[tuple, tuple, bool, bool]
 ) -> Attending | None:
     """How a call attends as part of a layer; None for a backend that runs in no plan.
 
     Scale, dropout and random state are those of `core`, a `DotProductAttention`; `how` is what its
     `limits_for` gives; `slices` are of queries, keys and values in their projections; `given` is
-    the source or nothing, the angles, and whether these are interleaved.
+    the source or nothing, the angles, whether these are interleaved, and whether norms come before
+    them.
     """
     choice, limits = how
     backend = choice.backend
-    source, angles, interleaved = given
+    source, angles, interleaved, norms_first = given
     dropout = core.attention_dropout if core.training else 0.0
     tracker = core._get_tracker if dropout > 0.0 else None
     if backend == "native":
@@ -53,14 +54,15 @@ def attending(
     repeatable = native.deterministic()
     key = (
         backend, slices, dropout, tracker, core.softmax_scale, window, limits.bottom_right, *masks,
-        len(lengths), bias_dtype, bias_grad, channels, interleaved, core.qkv_format,
+        len(lengths), bias_dtype, bias_grad, channels, interleaved, norms_first, core.qkv_format,
         bool(source) and source[0].requires_grad, repeatable,
     )  # fmt: skip
 
     def spec() -> AttentionSpec:
         return AttentionSpec(
             slices, core.qkv_format == "sbhd", core.softmax_scale, dropout, window,
-            limits.bottom_right, backend == "sdpa", channels, interleaved, *masks, len(lengths),
+            limits.bottom_right, backend == "sdpa", channels, interleaved, norms_first, *masks,
+            len(lengths),
             _core.dtype_code(bias_dtype), bias_grad, repeatable,
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine import _core
 from transformer_engine.common.config import attention_switches
 from transformer_engine.pytorch.attention.attending import attending
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
@@ -311,7 +312,9 @@ fast_zero_fill, pad_between_seqs
             first += (modules["key_value"],)
         core, last = modules["core_attention"], modules["proj"]
         bias = "bias" if name and getattr(last, "return_bias", False) and last.use_bias else None
-        return (Branch(name, (*first, last), (self, core) if name else (core,), path, bias),)
+        others = (self, core) if name else (core,)
+        norms = () if self.q_norm is None else (modules["q_norm"], modules["k_norm"])
+        return (Branch(name, (*first, last), others, path, bias, norms),)
 
     def _layer_key(self) -> tuple:
         """What `_layer` and messages depend on."""
@@ -326,7 +329,7 @@ fast_zero_fill, pad_between_seqs
         core, key = self._modules["core_attention"], None
         if options.without_tensors() and type(core.window_size) is not list:
             key = (  # of the options those that are read: mask type to type of the bias
-                options[2:10], self.q_norm is None,
+                options[2:10], self.qk_norm_before_rope,
                 self.qkv_weight_interleaved, core.training, core.attention_dropout,
                 core.softmax_scale, core._get_tracker, core.attn_mask_type, core.window_size,
                 core.bottom_right_diagonal, core.qkv_format, inp.dtype, inp.device,
@@ -351,7 +354,7 @@ fast_zero_fill, pad_between_seqs
         slices, keys = self._slices(), inp if source is None else source
         s, b = (0, 1) if self.qkv_format == "sbhd" else (1, 0)
         if (
-            slices is None
+            not self._norms_serve(inp.dtype)
             or options.inference_params is not None
             or options.checkpoint_core_attention
             or core.qkv_format != self.qkv_format
@@ -364,31 +367,34 @@ fast_zero_fill, pad_between_seqs
             return None
         sizes = (inp.shape[b], self.num_attention_heads, inp.shape[s], keys.shape[s])
         how = core.limits_for(options, sizes, inp)
-        given = (() if source is None else (source,), angles, self.rotary_pos_interleaved)
+        pairs = (self.rotary_pos_interleaved, self.qk_norm_before_rope)
+        given = (() if source is None else (source,), angles, *pairs)
         return attending(core, how, slices, given)
 
-    def _slices(self) -> tuple | None:
-        """Where queries, keys and values lie in their projections (see `layer_graphs`).
+    def _norms_serve(self, dtype: torch.dtype) -> bool:
+        """Whether the norms of queries and keys, if any, run as nodes; the others raise."""
+        channels = self.hidden_size_per_attention_head_k
+        norms = () if self.q_norm is None else (self.q_norm, self.k_norm)
+        return all(
+            channels <= _core.NORM_HEAD_COLUMNS
+            and getattr(norm, "normalized_shape", (channels,)) == (channels,)
+            and all(parameter.dtype is dtype for parameter in norm.parameters())
+            for norm in norms
+        )
 
-        None where the heads of a part have no common distance, and where norms come between.
-        """
-        if self.q_norm is not None:
-            return None
+    def _slices(self) -> tuple:
+        """Where queries, keys and values lie in their projections (see `layer_graphs`)."""
         heads, groups = self.num_attention_heads, self.num_gqa_groups
         k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
-        to_itself, each = self.attention_type == "self", heads // groups
-        if not to_itself:
+        if self.attention_type != "self":
             query, before = (heads, k, 0, k), 0
         elif not self.qkv_weight_interleaved:
             query, before = (heads, k, 0, k), heads * k
-        elif each == 1:
-            return (
-                (heads, k, 0, 2 * k + v),
-                (groups, k, k, 2 * k + v),
-                (groups, v, 2 * k, 2 * k + v),
-            )
         else:
-            return None
+            each = heads // groups
+            before, stride = each * k, (each + 1) * k + v
+            query = (heads, k, 0, stride) if each == 1 else (heads, k, 0, stride, each)
+            return query, (groups, k, before, stride), (groups, v, before + k, stride)
         if self.qkv_weight_interleaved:
             return query, (groups, k, 0, k + v), (groups, v, k, k + v)
         return query, (groups, k, before, k), (groups, v, before + groups * k, v)

@@ -20,6 +20,7 @@ from transformer_engine.pytorch.function import apply_of
 from transformer_engine.pytorch.modes import dispatch_modes, forward_gradients, only_forwards
 from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
 from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.norm import NormModule
 from transformer_engine.pytorch.module.situation import KEPT, in_force, keep, situation_of
 from transformer_engine.pytorch.module.weight_cache import keep_caches, microbatch_of, reads
 from transformer_engine.pytorch.state import RegionState, current_state
@@ -40,6 +41,7 @@ class Branch(NamedTuple):
     """Where the module stands whose ``_attending`` says how it attends; "": the layer itself, which
     no branch holds, for a layer that nobody else holds has to be freed at once."""
     bias: str | None = None  # parameter of the last module that the addition adds
+    norms: tuple[torch.nn.Module, ...] = ()  # of the heads of queries and of keys
 
 
 class Attending(NamedTuple):
@@ -78,8 +80,10 @@ class LayerCalls:
         self._first = first
         self.modules = tuple(module for branch in branches for module in branch.modules)
         self._settings = tuple(module._bound for module in self.modules)
-        others = (module for branch in branches for module in branch.others)
+        others = (module for branch in branches for module in (*branch.others, *branch.norms))
         self._all = (*self.modules, *others)
+        self._norms = tuple(norm for branch in branches for norm in branch.norms)
+        self._norm_settings = tuple(norm._settings() for norm in self._norms)
         self._parents: tuple[tuple[dict, str, torch.nn.Module], ...] = ()
         self._places = tuple(self._find_places())
         self._accumulates = any(module.fuse_wgrad_accumulation for module in self.modules)
@@ -99,7 +103,11 @@ class LayerCalls:
         if known is not None and known._hold():
             return known
         branches, found = layer._branches(), None
-        if branches and all(isinstance(m, ComposedModule) for b in branches for m in b.modules):
+        if (
+            branches
+            and all(isinstance(m, ComposedModule) for b in branches for m in b.modules)
+            and all(isinstance(m, NormModule) for b in branches for m in b.norms)
+        ):
             made = cls(branches)
             made._find_parents(layer)
             if made._hold():
@@ -123,6 +131,9 @@ class LayerCalls:
         for module, bound in zip(self.modules, self._settings, strict=True):
             if module.__dict__["_bound"] is not bound:
                 return False
+        for norm, settings in zip(self._norms, self._norm_settings, strict=True):
+            if norm._settings() != settings:
+                return False
         return only_forwards(*self._all)
 
     def _find_places(self) -> Iterable[tuple[dict, str] | None]:
@@ -135,6 +146,10 @@ class LayerCalls:
                     yield (parameters, name) if there else None
             if branch.bias is not None:
                 yield branch.modules[-1]._parameters, branch.bias
+            for norm in branch.norms:
+                parameters = norm._parameters
+                for name in ("weight", "bias"):
+                    yield (parameters, name) if parameters.get(name) is not None else None
 
     def run(self, layer: Any, inp: Tensor, options: tuple) -> Any:
         """Run the layer as one call: the results of its graph.
@@ -281,6 +296,8 @@ class LayerCalls:
                 given = wanted
                 if i == 1 and len(branch.modules) == 3:
                     given = gradients and how.tensors[0].requires_grad
+                if i == len(branch.modules) - 1:
+                    wanted = given = wanted or (gradients and _want_gradients(branch.norms))
                 call = _call_of(module, inp, given, first)
                 if call is None:
                     return None
@@ -301,7 +318,9 @@ class LayerCalls:
                 add = add._replace(bias=_core.dtype_code(bias.dtype), bias_grad=wanted)
             specs = tuple(call.plans.spec for call in found)
             attention = None if how is None else how.spec()
-            branches.append(BranchSpec(branch.name, specs, attention, add, made.residual_is_norm))
+            norms = tuple(norm.as_node() for norm in branch.norms)
+            rest = add, norms, made.residual_is_norm
+            branches.append(BranchSpec(branch.name, specs, attention, *rest))
         return LayerSpec(tuple(branches), made.parallel)
 
     def _splits(self, calls: list[ModuleCall], attending: Sequence) -> tuple:
@@ -315,7 +334,7 @@ class LayerCalls:
                     found.append(split._replace(begin=at + split.begin - 1, part=part))
                 at += len(module._parameter_names())
                 part += len(call.plans.spec.parts)
-            at += branch.bias is not None
+            at += (branch.bias is not None) + 2 * len(branch.norms)
         return tuple(found)
 
     def _functions(self, plans: CallPlans, attending: Sequence) -> tuple[dict, dict]:
@@ -342,6 +361,10 @@ def _draw(tensors: Sequence[Tensor], kept: dict | None) -> None:
 
 _DRAWS = {"fill": _draw}
 """Of nodes that are no attention."""
+
+
+def _want_gradients(norms: tuple[torch.nn.Module, ...]) -> bool:
+    return any(parameter.requires_grad for norm in norms for parameter in norm.parameters())
 
 
 def _call_of(

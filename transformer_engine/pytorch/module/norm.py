@@ -46,7 +46,7 @@ DEFAULT_EPS = torch.finfo(torch.float32).eps
 """What ``eps=None`` means: the precision that the statistics are computed in, as in torch."""
 
 
-class _NormModule(NativeModule):
+class NormModule(NativeModule):
     """Base of the norms over the last dims of a tensor."""
 
     KIND: int
@@ -60,6 +60,30 @@ class _NormModule(NativeModule):
     def __getstate__(self) -> dict:
         """Copy and pickle without plans."""
         return {**self.__dict__, "_plans": {}}
+
+    def _settings(self) -> tuple:
+        """What a layer that runs it as a node has noted (see `as_node`)."""
+        tensors = self._parameters
+        shape = getattr(self, "normalized_shape", None)
+        present = tuple(tensors.get(name) is not None for name in ("weight", "bias"))
+        return self.eps, self.zero_centered_gamma, shape, *present
+
+    def as_node(self) -> tuple[Norm, int]:
+        """Its norm and flags (`NO_GAMMA`, `GRAD_GAMMA`, ...) for the graph of a layer."""
+        gamma, beta = self._parameters.get("weight"), self._parameters.get("bias")
+        wanted = torch.is_grad_enabled()
+        flags = flags_of(
+            [
+                (NO_GAMMA, gamma is None),
+                (NO_BETA, beta is None),
+                (ZERO_CENTERED, self.zero_centered_gamma),
+                (GRAD_GAMMA, wanted and gamma is not None and gamma.requires_grad),
+                (GRAD_BETA, wanted and beta is not None and beta.requires_grad),
+            ]
+        )
+        dtype = torch.float32 if gamma is None else gamma.dtype
+        eps = DEFAULT_EPS if self.eps is None else self.eps
+        return Norm(self.KIND, _core.dtype_code(dtype), eps), flags
 
     def _check(self, inp: Any, shape: tuple[int, ...]) -> None:
         """Raise where `inp` is no tensor [..., *shape] on a device of the library."""
@@ -123,7 +147,7 @@ class _NormModule(NativeModule):
         return keep(self._plans, key, norm_plans(features, norm, (code, code), flags))
 
 
-class AffineNorm(_NormModule):
+class AffineNorm(NormModule):
     """Base of the norms with parameters."""
 
     HAS_BIAS: bool
@@ -228,8 +252,10 @@ class AffineNorm(_NormModule):
         out = self._run(flat, *flat_parameters)
         return out.reshape(inp.shape)
 
+    _FORWARD = forward
 
-class L2Normalization(_NormModule):
+
+class L2Normalization(NormModule):
     """x / sqrt(sum of squares + eps) over the last dim."""
 
     KIND = _core.NORM_L2
@@ -248,3 +274,5 @@ class L2Normalization(_NormModule):
         """Normalize the last dim of [..., features]."""
         self._check(inp, tuple(getattr(inp, "shape", ())[-1:]) or (1,))
         return self._run(inp, None, None)
+
+    _FORWARD = forward
