@@ -153,20 +153,6 @@ def test_everything_is_dropped(device, name):
     assert_ways_agree(layer, inputs_of(layer))
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("norm", ["L2Normalization", "RMSNorm", "LayerNorm"])
-def test_norms_of_queries_and_keys_call_the_modules(device, norm, recipe):
-    """A norm between projection and attention is no node of the plan."""
-    layer = make_layer(device, dtype_of(device, recipe), qk_norm_type=norm, **DROPS)
-    assert_ways_agree(layer, inputs_of(layer), recipe=recipe, whole=False)
-
-
-def test_interleaved_groups_call_the_modules(device):
-    """The query heads of a group lie together: there is no one distance between them."""
-    layer = make_layer(device, dtype_of(device), num_gqa_groups=2, **FUSED)
-    assert_ways_agree(layer, inputs_of(layer), whole=False)
-
-
 # ---- what is attended ----------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine import _core
 from transformer_engine.common.config import attention_switches
 from transformer_engine.pytorch.attention.attending import attending
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
@@ -354,8 +353,7 @@ fast_zero_fill, pad_between_seqs
         slices, keys = self._slices(), inp if source is None else source
         s, b = (0, 1) if self.qkv_format == "sbhd" else (1, 0)
         if (
-            not self._norms_serve(inp.dtype)
-            or options.inference_params is not None
+            options.inference_params is not None
             or options.checkpoint_core_attention
             or core.qkv_format != self.qkv_format
             or (source is None) != (self.attention_type == "self")
@@ -370,17 +368,6 @@ fast_zero_fill, pad_between_seqs
         pairs = (self.rotary_pos_interleaved, self.qk_norm_before_rope)
         given = (() if source is None else (source,), angles, *pairs)
         return attending(core, how, slices, given)
-
-    def _norms_serve(self, dtype: torch.dtype) -> bool:
-        """Whether the norms of queries and keys, if any, run as nodes; the others raise."""
-        channels = self.hidden_size_per_attention_head_k
-        norms = () if self.q_norm is None else (self.q_norm, self.k_norm)
-        return all(
-            channels <= _core.NORM_HEAD_COLUMNS
-            and getattr(norm, "normalized_shape", (channels,)) == (channels,)
-            and all(parameter.dtype is dtype for parameter in norm.parameters())
-            for norm in norms
-        )
 
     def _slices(self) -> tuple:
         """Where queries, keys and values lie in their projections (see `layer_graphs`)."""

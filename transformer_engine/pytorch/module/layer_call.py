@@ -292,6 +292,9 @@ class LayerCalls:
         calls = []
         for branch, how in zip(self.branches, attending, strict=True):
             wanted, found = stream, []
+            channels = how.spec().slices[0][1] if branch.norms else 0
+            if not all(norm.serves(channels, inp.dtype) for norm in branch.norms):
+                return None
             for i, module in enumerate(branch.modules):
                 given = wanted
                 if i == 1 and len(branch.modules) == 3:

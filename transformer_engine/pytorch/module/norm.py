@@ -68,6 +68,14 @@ class NormModule(NativeModule):
         present = tuple(tensors.get(name) is not None for name in ("weight", "bias"))
         return self.eps, self.zero_centered_gamma, shape, *present
 
+    def serves(self, channels: int, dtype: torch.dtype) -> bool:
+        """Whether it runs as a node on heads of so many channels; else it is called, and may raise."""
+        return (
+            channels <= _core.NORM_HEAD_COLUMNS
+            and getattr(self, "normalized_shape", (channels,)) == (channels,)
+            and all(parameter.dtype is dtype for parameter in self.parameters())
+        )
+
     def as_node(self) -> tuple[Norm, int]:
         """Its norm and flags (`NO_GAMMA`, `GRAD_GAMMA`, ...) for the graph of a layer."""
         gamma, beta = self._parameters.get("weight"), self._parameters.get("bias")
