@@ -15,17 +15,16 @@ from pytorch.layer_ways import (
     DROPS,
     FUSED,
     HEADS,
-    LAYER,
     LENGTH,
     RECIPE_NAMES,
     SOURCE,
+    assert_modules,
     assert_ways_agree,
     dtype_of,
     inputs_of,
     make_attention,
     make_layer,
     states,
-    watched,
 )
 from tols import BF16, F16, F32
 
@@ -385,12 +384,11 @@ def test_rotary_positions_of_a_source(device, options):
 
 
 def test_angles_with_gradients_call_the_modules(device):
-    """The plan gives angles no gradient, so the modules say what becomes of it."""
+    """The plan gives angles no gradient; the modules do."""
     layer = make_layer(device, dtype_of(device))
-    learned = angles(device).requires_grad_()
-    with watched() as found, pytest.raises(NotImplementedError, match="gradients of freqs"):
-        layer(states(layer), rotary_pos_emb=learned)
-    assert found[0] == (LAYER, False)
+    learned = angles(device, length=LENGTH + 2).requires_grad_()
+    assert_modules(layer, hidden_states=states(layer), rotary_pos_emb=learned).sum().backward()
+    assert learned.grad[1:LENGTH].any() and not learned.grad[LENGTH:].any()
 
 
 @pytest.mark.parametrize("form", ["sbhd", "bshd"])

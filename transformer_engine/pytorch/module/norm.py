@@ -69,7 +69,7 @@ class NormModule(NativeModule):
         return self.eps, self.zero_centered_gamma, shape, *present
 
     def serves(self, channels: int, dtype: torch.dtype) -> bool:
-        """Whether it runs as a node on heads of so many channels; else it is called, and may raise."""
+        """Whether it runs as a node on heads of so many channels, and is not to be called."""
         return (
             channels <= _core.NORM_HEAD_COLUMNS
             and getattr(self, "normalized_shape", (channels,)) == (channels,)
