@@ -530,7 +530,7 @@ GRAPH_ERRORS = [
     (dict(value=("gamma", dict(shape=(K - 1,)))), ValueError, "norm: gamma: gamma is no parameter"),
     (dict(value=("fc2_input", dict(flags=0, shape=(7, N)))), ValueError, "activation: from .*rows"),
     (dict(node=(0, dict(name="x" * 24))), ValueError, "nodes: x{24} has more than 23 characters"),
-    (dict(node=(0, dict(kind=7))), ValueError, "graph: node 0: kind 7 does not exist"),
+    (dict(node=(0, dict(kind=99))), ValueError, "graph: node 0: kind 99 does not exist"),
     (
         dict(node=(1, dict(inputs=(0,) * 300))),
         ValueError,
