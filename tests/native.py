@@ -363,7 +363,7 @@ def _softmax(core):
         [torch.randn(SCORES), torch.zeros(SCORES)],
         dict(
             mask=torch.zeros(2, 1, 4, 5, dtype=torch.bool), bias=torch.randn(1, 3, 4, 5),
-            probabilities=torch.zeros(SCORES), rng=_rng(), scale=0.5, dropout=0.1, window_left=-1,
+            sink=torch.randn(3), probabilities=torch.zeros(SCORES), rng=_rng(), scale=0.5, dropout=0.1, window_left=-1,
             window_right=0, diagonal=1, **_context(core),
         ),
     )  # fmt: skip
@@ -384,6 +384,7 @@ def _attended(core, *, length=4):
         torch.zeros(2, length, 4, 3),
         dict(
             mask=torch.zeros(2, 1, length, 5, dtype=torch.bool), bias=torch.randn(1, 4, length, 5),
+            sink=torch.randn(4), slopes=torch.rand(2, 4),
             query_lengths=torch.tensor([length, 2], dtype=torch.int32),
             key_lengths=torch.tensor([3, 5], dtype=torch.int32), rng=_rng(), scale=0.5,
             dropout=0.1, window_left=-1, window_right=2, diagonal=1, bottom_right=True,
@@ -394,12 +395,14 @@ def _attended(core, *, length=4):
 
 def _attention(core):
     inputs, output, keywords = _attended(core)
-    return Case([*inputs, output], {"statistics": torch.zeros(2, 4, 4)} | keywords)
+    results = {"statistics": torch.zeros(2, 4, 4), "top": torch.zeros(4)}
+    return Case([*inputs, output], results | keywords)
 
 
 def _attention_backward(core):
     inputs, output, keywords = _attended(core)
-    wanted = dict(zip(("query", "key", "value"), inputs, strict=True)) | {"bias": keywords["bias"]}
+    wanted = dict(zip(("query", "key", "value"), inputs, strict=True))
+    wanted |= {"bias": keywords["bias"], "sink": keywords["sink"]}
     grads = {f"grad_{name}": torch.zeros_like(tensor) for name, tensor in wanted.items()}
     statistics = torch.zeros(2, 4, 4)
     keywords |= grads | {"deterministic": True}

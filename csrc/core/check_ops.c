@@ -559,6 +559,24 @@ static te_status check_packed(const te_check_site *site, const te_attention_prob
 }
 
 /* What is computed of the queries included; `statistics` dense, where they are requested. */
+static te_status check_softmax(const te_check_site *site, const te_softmax_args *args)
+{
+    return check_length(site, "sink", &args->sink, args->input.shape[1]);
+}
+
+/* [heads], or [1 or batch, heads]. */
+static te_status check_slopes(const te_check_site *site, const te_tensor *slopes, int64_t batch,
+                              int64_t heads)
+{
+    if (!te_tensor_requested(slopes)) return TE_OK;
+    if (slopes->ndim <= 2 && slopes->shape[slopes->ndim - 1] == heads &&
+        (slopes->ndim == 1 || slopes->shape[0] == 1 || slopes->shape[0] == batch)) {
+        return TE_OK;
+    }
+    return INVALID("slopes", "ndim %d, first size %lld, expected [%lld] or [%lld or 1, %lld]",
+                   (int)slopes->ndim, LL(slopes->shape[0]), LL(heads), LL(batch), LL(heads));
+}
+
 static te_status check_problem(const te_check_site *site, const te_attention_problem *p,
                                const te_tensor *output, const te_tensor *statistics)
 {
@@ -583,6 +601,8 @@ static te_status check_problem(const te_check_site *site, const te_attention_pro
     TE_TRY(check_sizes(site, "output", output, &attended, 0));
     if (te_tensor_requested(&p->mask)) TE_TRY(check_sizes(site, "mask", &p->mask, &scores, 1));
     if (te_tensor_requested(&p->bias)) TE_TRY(check_sizes(site, "bias", &p->bias, &scores, 1));
+    TE_TRY(check_length(site, "sink", &p->sink, q[2]));
+    TE_TRY(check_slopes(site, &p->slopes, batch, q[2]));
     if (!te_tensor_requested(statistics)) return TE_OK;
     TE_TRY(check_sizes(site, "statistics", statistics, &sums, 0));
     for (int i = 2; i >= 0; i--) {
@@ -597,7 +617,8 @@ static te_status check_problem(const te_check_site *site, const te_attention_pro
 
 static te_status check_attention(const te_check_site *site, const te_attention_args *args)
 {
-    return check_problem(site, &args->problem, &args->output, &args->statistics);
+    TE_TRY(check_problem(site, &args->problem, &args->output, &args->statistics));
+    return check_length(site, "top", &args->top, args->problem.query.shape[2]);
 }
 
 static te_status check_attention_backward(const te_check_site *site,
@@ -605,6 +626,10 @@ static te_status check_attention_backward(const te_check_site *site,
 {
     const te_tensor *bias = &args->problem.bias, *grad_bias = &args->grad_bias;
     TE_TRY(check_problem(site, &args->problem, &args->output, &args->statistics));
+    TE_TRY(check_length(site, "grad_sink", &args->grad_sink, args->problem.query.shape[2]));
+    if (te_tensor_requested(&args->grad_sink) && !te_tensor_requested(&args->problem.sink)) {
+        return INVALID("grad_sink", "there is no sink");
+    }
     if (!te_tensor_requested(grad_bias)) return TE_OK;
     if (!te_tensor_requested(bias)) return INVALID("grad_bias", "there is no bias");
     return check_sizes(site, "grad_bias", grad_bias, bias, 0);
@@ -754,6 +779,7 @@ static te_status check_cache_gather(const te_check_site *site, const te_cache_ga
     X(NORM_BACKWARD, norm_backward)                                                                \
     X(ACTIVATION, activation)                                                                      \
     X(ACTIVATION_BACKWARD, activation_backward)                                                    \
+    X(SOFTMAX, softmax)                                                                            \
     X(ATTENTION, attention)                                                                        \
     X(ATTENTION_BACKWARD, attention_backward)                                                      \
     X(ROPE, rope)                                                                                  \

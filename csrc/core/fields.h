@@ -180,6 +180,7 @@
     TE_OUT(X, softmax, output, DIMS, NUMBERS)                                                      \
     TE_OPT(X, softmax, mask, DIMS, MASK)                                                           \
     TE_OPT(X, softmax, bias, DIMS, NUMBERS)                                                        \
+    TE_OPT(X, softmax, sink, VECTOR, F32)                                                          \
     TE_OPT_OUT(X, softmax, probabilities, DIMS, NUMBERS)                                           \
     TE_RNG(X, softmax)                                                                             \
     TE_NUMBER(X, softmax, scale, 1)                                                                \
@@ -202,6 +203,8 @@
 #define TE_PROBLEM(X, op)                                                                          \
     X(op, mask, problem.mask, 0, READ, DIMS, MASK, 0, 0)                                           \
     X(op, bias, problem.bias, 0, READ, DIMS, NUMBERS, 0, 0)                                        \
+    X(op, sink, problem.sink, 0, READ, VECTOR, F32, 0, 0)                                          \
+    X(op, slopes, problem.slopes, 0, READ, DIMS, F32, 0, 0)                                        \
     X(op, query_lengths, problem.query_lengths, 0, READ, VECTOR, I32, 0, 0)                        \
     X(op, key_lengths, problem.key_lengths, 0, READ, VECTOR, I32, 0, 0)                            \
     X(op, query_offsets, problem.query_offsets, 0, READ, VECTOR, I32, 0, 0)                        \
@@ -224,6 +227,7 @@
     TE_ATTENDED(X, attention, value)                                                               \
     TE_OUT(X, attention, output, DIMS, NUMBERS)                                                    \
     TE_OPT_OUT(X, attention, statistics, DIMS, F32)                                                \
+    TE_OPT_OUT(X, attention, top, VECTOR, F32)                                                     \
     TE_PROBLEM(X, attention)                                                                       \
     TE_WORKSPACE(X, attention)
 
@@ -239,6 +243,7 @@
     TE_OPT_OUT(X, attention_backward, grad_key, DIMS, NUMBERS)                                     \
     TE_OPT_OUT(X, attention_backward, grad_value, DIMS, NUMBERS)                                   \
     TE_OPT_OUT(X, attention_backward, grad_bias, DIMS, NUMBERS)                                    \
+    TE_OPT_OUT(X, attention_backward, grad_sink, VECTOR, F32)                                      \
     TE_PROBLEM(X, attention_backward)                                                              \
     TE_NUMBER(X, attention_backward, deterministic, 0)                                             \
     TE_WORKSPACE(X, attention_backward)

@@ -21,12 +21,15 @@ typedef struct forward_job {
     te_cpu_attention_job common;
     te_cpu_tensor4 output;
     float *statistics; /* as te_cpu_statistic says, or NULL */
+    float *top;        /* [heads], or NULL */
+    int64_t tasks;     /* each leaves its largest score with the fixed floats */
 } forward_job;
 
 /* A thread's buffer: one block of queries. */
 typedef struct forward_block {
     te_cpu_queries queries;
     float top[TE_CPU_QUERIES], sum[TE_CPU_QUERIES];
+    float largest;              /* score of the whole block */
     float *query, *key, *value; /* packed */
     float *scores;              /* [block][TE_CPU_KEYS] */
     float *weights;             /* these, packed */
@@ -46,26 +49,36 @@ static int64_t lay_out(const te_cpu_attention_job *c, float *start, forward_bloc
     return te_cpu_lay_out(parts, sizeof parts / sizeof *parts, start);
 }
 
-static void describe(const te_attention_args *args, forward_job *job)
+/* Returns the floats that all threads share. */
+static int64_t describe(const te_attention_args *args, forward_job *job)
 {
     te_cpu_attention_job *c = &job->common;
     forward_block block;
     te_cpu_attention_describe(&args->problem, c);
     job->output = te_cpu_heads_of(&c->queries, &args->output);
     job->statistics = args->statistics.data;
+    job->top = args->top.data;
     int64_t heads = c->scores.shape[0] * c->scores.shape[1], queries = c->scores.shape[2];
     while (c->block > MIN_QUERIES &&
            (c->block / 2 >= queries || heads * te_ceil_div(queries, c->block) < 2 * c->threads)) {
         c->block /= 2;
     }
     c->thread_floats = lay_out(c, NULL, &block);
+    job->tasks = heads * te_ceil_div(queries, c->block);
+    return te_tensor_requested(&args->top) ? te_round_up(job->tasks, 16) : 0;
 }
 
 size_t te_cpu_attention_workspace(const te_attention_args *args)
 {
     forward_job job;
-    describe(args, &job);
-    return te_cpu_attention_bytes(&job.common, 0);
+    int64_t fixed = describe(args, &job);
+    return te_cpu_attention_bytes(&job.common, fixed);
+}
+
+/* NaN stays. */
+static float larger(float a, float b)
+{
+    return b > a || isnan(b) ? b : a;
 }
 
 /* Turns the scores of a query and a block of keys into weights, and scales down what was summed
@@ -83,6 +96,7 @@ static void weigh(const te_cpu_attention_job *c, forward_block *block,
     if (n > 0) {
         te_cpu_finish_scores(&c->scores, row, begin, n, values);
         top = kernels->largest(values, n);
+        block->largest = larger(block->largest, top);
         if (top == INFINITY) top = NAN; /* Inf - Inf, in every key and not only in this one */
         if (top <= old || isnan(old)) top = old;
     }
@@ -150,13 +164,15 @@ static void finish(const forward_job *job, forward_block *block)
     }
 }
 
-static void attend(forward_job *job, int64_t batch, int64_t head, int64_t first)
+/* Returns the largest score. */
+static float attend(forward_job *job, int64_t batch, int64_t head, int64_t first)
 {
     te_cpu_attention_job *c = &job->common;
     te_cpu_meeting meeting;
     forward_block block;
+    float sink = te_cpu_sink_of(&c->scores, head);
     int64_t keys = te_cpu_length(&c->keys, batch);
-    if (first >= te_cpu_rows_of(&c->queries, batch)) return; /* of a shorter packed sequence */
+    if (first >= te_cpu_rows_of(&c->queries, batch)) return -INFINITY; /* a shorter sequence */
     (void)lay_out(c, te_cpu_attention_buffer(c), &block);
     te_cpu_set_queries(c, batch, head, first, &block.queries);
     te_cpu_panels query = te_cpu_pack_left(
@@ -164,14 +180,30 @@ static void attend(forward_job *job, int64_t batch, int64_t head, int64_t first)
         te_cpu_tokens(&c->query, batch, head, first, block.queries.count, c->d_k), 1, block.query);
     memset(block.output, 0, (size_t)(c->block * c->d_v_tiled) * sizeof *block.output);
     for (int64_t r = 0; r < c->block; r++) {
-        block.top[r] = -INFINITY;
-        block.sum[r] = 0.0F;
+        int has_sink = r < block.queries.count && sink != -INFINITY;
+        block.top[r] = !has_sink ? -INFINITY : sink == INFINITY ? NAN : sink;
+        block.sum[r] = has_sink ? 1.0F : 0.0F;
     }
+    block.largest = -INFINITY;
     for (int64_t key = 0; key < keys && !te_cpu_stopped(&c->interruptible); key += TE_CPU_KEYS) {
         if (!te_cpu_meet(c, &block.queries, key, &meeting)) continue;
         attend_keys(c, &block, &query, &meeting);
     }
     finish(job, &block);
+    return block.largest;
+}
+
+static void find_top(const forward_job *job)
+{
+    int64_t heads = job->common.scores.shape[1], batch = job->common.scores.shape[0];
+    int64_t blocks = batch * heads == 0 ? 0 : job->tasks / batch / heads;
+    for (int64_t h = 0; h < heads; h++) {
+        job->top[h] = -INFINITY;
+        for (int64_t b = 0; b < batch; b++) {
+            const float *found = job->common.fixed + (b * heads + h) * blocks;
+            for (int64_t i = 0; i < blocks; i++) job->top[h] = larger(job->top[h], found[i]);
+        }
+    }
 }
 
 /* What there is of tokens of no packed sequence. */
@@ -186,18 +218,20 @@ static void clear_gaps(const forward_job *job, const te_attention_args *args)
 te_status te_cpu_attention(const te_attention_args *args)
 {
     forward_job job;
-    describe(args, &job);
-    TE_TRY(te_cpu_attention_begin("attention", &args->problem, &job.common, 0, args->workspace,
+    int64_t fixed = describe(args, &job);
+    TE_TRY(te_cpu_attention_begin("attention", &args->problem, &job.common, fixed, args->workspace,
                                   args->workspace_size));
     clear_gaps(&job, args);
     int64_t heads = job.common.scores.shape[1];
     int64_t blocks = te_ceil_div(job.common.scores.shape[2], job.common.block);
-    int64_t tasks = job.common.scores.shape[0] * heads * blocks;
 #pragma omp parallel for num_threads(job.common.threads) schedule(dynamic, 1)
-    for (int64_t task = 0; task < tasks; task++) {
-        attend(&job, task / blocks / heads, task / blocks % heads,
-               (blocks - 1 - task % blocks) * job.common.block); /* the long causal ones first */
+    for (int64_t task = 0; task < job.tasks; task++) {
+        float largest = attend(&job, task / blocks / heads, task / blocks % heads,
+                               (blocks - 1 - task % blocks) *
+                                   job.common.block); /* the long causal ones first */
+        if (job.top != NULL) job.common.fixed[task] = largest;
     }
+    if (job.top != NULL) find_top(&job);
     if (te_interruptible_stopped(&job.common.interruptible)) {
         return TE_FAIL(TE_ERROR_INTERRUPTED, "attention: interrupted: output is not complete");
     }

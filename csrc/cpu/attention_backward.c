@@ -10,6 +10,7 @@
  * bias's from weights made once; else queries and keys have tasks of their own. Both ways give the
  * same bits.
  */
+#include <math.h>
 #include <string.h>
 
 #include "core/status.h"
@@ -432,6 +433,30 @@ static void run_keys_and_queries(backward_job *job)
     }
 }
 
+/* What a sink takes from the other weights of its rows. */
+static void write_sink_gradient(const backward_job *job, float *grad)
+{
+    const te_cpu_attention_job *c = &job->common;
+    const int64_t *shape = c->scores.shape;
+#pragma omp parallel for num_threads(c->threads)
+    for (int64_t head = 0; head < shape[1]; head++) {
+        double sum = 0.0;
+        for (int64_t batch = 0; batch < shape[0]; batch++) {
+            int64_t length = te_cpu_length(&c->queries, batch);
+            for (int64_t query = 0; query < length; query++) {
+                const te_cpu_row row = {.index = {batch, head, query},
+                                        .number = (batch * shape[1] + head) * shape[2] + query};
+                int64_t at = te_cpu_statistic(c, &row);
+                float weight = c->scores.sink[head];
+                if (job->statistics[at] == -INFINITY) continue;
+                (void)c->scores.kernels->exponentials(&weight, job->statistics[at], 1);
+                sum -= (double)(weight * job->means[at]);
+            }
+        }
+        grad[head] = (float)sum;
+    }
+}
+
 te_status te_cpu_attention_backward(const te_attention_backward_args *args)
 {
     backward_job job;
@@ -447,6 +472,7 @@ te_status te_cpu_attention_backward(const te_attention_backward_args *args)
     te_cpu_clear_gaps(&job.common.keys, batch, &args->grad_value);
     run_keys_and_queries(&job);
     if (job.grad_bias.data != NULL) run_bias(&job);
+    if (args->grad_sink.data != NULL) write_sink_gradient(&job, args->grad_sink.data);
     if (te_interruptible_stopped(&job.common.interruptible)) {
         return TE_FAIL(TE_ERROR_INTERRUPTED,
                        "attention_backward: interrupted: the gradients are not complete");

@@ -64,6 +64,8 @@ void te_cpu_attention_describe(const te_attention_problem *problem, te_cpu_atten
         .scores = {.kernels = kernels,
                    .mask = te_cpu_tensor4_of(&problem->mask),
                    .bias = te_cpu_tensor4_of(&problem->bias),
+                   .sink = problem->sink.data,
+                   .slopes = problem->slopes.data,
                    .shape = {batch, heads, queries, keys},
                    .scale = problem->scale},
         .query = te_cpu_heads_of(&of_queries, &problem->query),
@@ -79,6 +81,9 @@ void te_cpu_attention_describe(const te_attention_problem *problem, te_cpu_atten
         .keys = of_keys,
         .bottom_right = problem->bottom_right != 0,
         .block = TE_CPU_QUERIES};
+    if (problem->slopes.ndim == 2 && problem->slopes.shape[0] > 1) {
+        attention->scores.slopes_stride = problem->slopes.strides[0];
+    }
     te_cpu_set_window(&attention->scores, problem->window_left, problem->window_right,
                       problem->diagonal);
     int64_t rows = te_attention_is_packed(problem) ? query[1] : batch * queries;

@@ -4,6 +4,7 @@
  */
 #include "cpu/scores.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "cpu/matrix.h"
@@ -40,6 +41,7 @@ static const void *spread(const te_cpu_tensor4 *x, const te_cpu_row *row, int64_
 
 void te_cpu_set_window(te_cpu_scores *scores, int64_t left, int64_t right, int64_t diagonal)
 {
+    scores->diagonal = diagonal;
     scores->first_key = left >= 0 ? diagonal - left : -INT64_MAX / 2;
     scores->end_key = right >= 0 ? diagonal + right + 1 : INT64_MAX / 2;
 }
@@ -52,9 +54,25 @@ te_cpu_row te_cpu_row_of(const te_cpu_scores *scores, int64_t number, int64_t ke
         .number = number};
     row.begin = te_cpu_min(keys, row.index[2] + scores->first_key + shift);
     row.end = te_cpu_min(keys, row.index[2] + scores->end_key + shift);
+    row.middle = row.index[2] + scores->diagonal + shift;
     if (row.begin < 0) row.begin = 0;
     if (row.end < row.begin) row.end = row.begin;
     return row;
+}
+
+static void slope_down(const te_cpu_scores *scores, const te_cpu_row *row, int64_t key, int64_t n,
+                       float *values)
+{
+    const float slope = scores->slopes[row->index[0] * scores->slopes_stride + row->index[1]];
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t distance = key + i - row->middle;
+        values[i] += -slope * (float)(distance < 0 ? -distance : distance);
+    }
+}
+
+float te_cpu_sink_of(const te_cpu_scores *scores, int64_t head)
+{
+    return scores->sink == NULL ? -INFINITY : scores->sink[head];
 }
 
 void te_cpu_finish_scores(const te_cpu_scores *scores, const te_cpu_row *row, int64_t key,
@@ -68,6 +86,7 @@ void te_cpu_finish_scores(const te_cpu_scores *scores, const te_cpu_row *row, in
         kernels->to_f32[scores->bias.dtype](spread(&scores->bias, row, key, n, copies), bias, n);
         kernels->add(values, bias, n);
     }
+    if (scores->slopes != NULL) slope_down(scores, row, key, n, values);
     if (scores->mask.data != NULL) {
         kernels->forbid(values, spread(&scores->mask, row, key, n, copies), n);
     }

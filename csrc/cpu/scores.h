@@ -21,10 +21,10 @@ typedef struct te_cpu_tensor4 {
     te_dtype dtype;
 } te_cpu_tensor4;
 
-/* A row of a call: its index, and the keys [begin, end) of its window. */
+/* A row of a call: its index, the keys [begin, end) of its window, and that on its diagonal. */
 typedef struct te_cpu_row {
     int64_t index[3]; /* batch, head, query */
-    int64_t number, begin, end;
+    int64_t number, begin, end, middle;
 } te_cpu_row;
 
 typedef struct te_cpu_scores {
@@ -32,7 +32,11 @@ typedef struct te_cpu_scores {
     te_cpu_tensor4 mask, bias;
     int64_t shape[4]; /* batch, heads, queries, keys */
     float scale;
-    int64_t first_key, end_key; /* of the window, relative to the query */
+    const float *slopes;        /* NULL: none */
+    int64_t slopes_stride;      /* from one batch entry to the next */
+    const float *sink;          /* [heads], or NULL */
+    int64_t diagonal;           /* the key on it, relative to the query */
+    int64_t first_key, end_key; /* of the window, likewise */
     te_cpu_dropout dropout;
 } te_cpu_scores;
 
@@ -42,9 +46,11 @@ unsigned char *te_cpu_score_at(const te_cpu_tensor4 *x, const te_cpu_row *row, i
 void te_cpu_set_window(te_cpu_scores *scores, int64_t left, int64_t right, int64_t diagonal);
 /* A row by its number, over the first `keys` keys and with a diagonal further right by `shift`. */
 te_cpu_row te_cpu_row_of(const te_cpu_scores *scores, int64_t number, int64_t keys, int64_t shift);
-/* values = scale * values + bias of n keys of a row, -Inf where the mask forbids; n is at most
- * TE_CPU_SCORES. */
+/* values = scale * values + bias - slope * distance of n keys of a row, -Inf where the mask forbids;
+ * n is at most TE_CPU_SCORES. */
 void te_cpu_finish_scores(const te_cpu_scores *scores, const te_cpu_row *row, int64_t key,
                           int64_t n, float *values);
+/* The score of a row that belongs to no key; -Inf without a sink. */
+float te_cpu_sink_of(const te_cpu_scores *scores, int64_t head);
 
 #endif

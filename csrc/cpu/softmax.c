@@ -63,13 +63,15 @@ static float largest_score(const softmax_job *job, const te_cpu_row *row, float 
 static void softmax_one(const softmax_job *job, const te_cpu_row *row)
 {
     const te_cpu_kernels *kernels = job->scores.kernels;
-    float scores[PIECE], sum = 0.0F;
+    float scores[PIECE], sum;
     int32_t decisions[TE_CPU_DECISIONS(PIECE)];
     int whole = row->end - row->begin <= PIECE; /* the scores of one step serve the next */
-    float top = largest_score(job, row, scores);
+    float top = largest_score(job, row, scores), sink = te_cpu_sink_of(&job->scores, row->index[1]);
     te_cpu_row seen = *row;
     if (top == -INFINITY) seen.end = seen.begin;
+    if (!(sink <= top) && !isnan(top)) top = sink;
     if (top == INFINITY) top = NAN; /* Inf - Inf, in every key and not only in this one */
+    sum = kernels->exponentials(&sink, top, 1);
     for (int64_t key = seen.begin; key < seen.end; key += PIECE) {
         int64_t n = te_cpu_min(PIECE, seen.end - key);
         if (!whole) make_scores(job, row, key, n, scores);
@@ -100,6 +102,7 @@ te_status te_cpu_softmax(const te_softmax_args *args)
     softmax_job job = {.scores = {.kernels = te_cpu_kernels_get(),
                                   .mask = te_cpu_tensor4_of(&args->mask),
                                   .bias = te_cpu_tensor4_of(&args->bias),
+                                  .sink = args->sink.data,
                                   .scale = args->scale,
                                   .dropout = te_cpu_dropout_of(args->rng, args->dropout)},
                        .input = te_cpu_tensor4_of(&args->input),

@@ -6,6 +6,8 @@
  * A mask becomes a bias. A backward over keys that are no multiple of 128, or of one query, is
  * given lengths, full ones where the caller has none: without them cuDNN's gradients are NaN where
  * scores are very negative. A gradient that nobody wants goes to the workspace.
+ * A sink is part of the forward's graph where the fast engine takes it, else it joins afterwards;
+ * a backward needs it for its own gradient alone, since the statistics have it.
  */
 #include "cuda/kernels/attention.h"
 
@@ -15,6 +17,7 @@
 #include "core/check.h"
 #include "core/status.h"
 #include "cuda/api.h"
+#include "cuda/attention_rows.h"
 #include "cuda/launch.h"
 #include "cuda/ops.h"
 #include "cuda/sdpa_plans.h"
@@ -22,6 +25,8 @@
 #define VECTOR 8 /* elements of 16 bytes: what heads are multiples of and begin at */
 #define MAX_CHANNELS 256
 #define MAX_BLOCKS 65536
+#define FARTHEST (INT32_MAX / 4) /* diagonal that slopes count from: sums are 32-bit */
+#define MINUS_INFINITY 0xff800000U
 #define CLEAR_BLOCKS 64  /* of a sequence */
 #define GAP_BLOCKS 8     /* of what is between two packed sequences */
 #define LEAST_TOKENS 128 /* bounds of packed sequences are at least that */
@@ -35,7 +40,7 @@ typedef struct sdpa_call {
     void *places[TE_SDPA_PLACES];
     char *base;  /* of the workspace; NULL: sizes alone are asked */
     size_t used; /* bytes taken */
-    int makes_lengths, makes_bias;
+    int makes_lengths, makes_bias, joins_sink;
     te_attention_begin_params begin; /* of packed sequences; without the places of its results */
 } sdpa_call;
 
@@ -87,8 +92,13 @@ static te_status check_problem(const char *op, te_context *context, const te_att
                            "to %d",
                            op, (long long)d_k, (long long)d_v, VECTOR, MAX_CHANNELS);
     }
-    if (p->key.shape[1] == 1 && (te_tensor_requested(&p->mask) || te_tensor_requested(&p->bias))) {
+    if (p->key.shape[1] == 1 && (te_tensor_requested(&p->mask) || te_tensor_requested(&p->bias) ||
+                                 te_tensor_requested(&p->slopes))) {
         return UNSUPPORTED("%s: a mask or bias over one key", op); /* see place_bias */
+    }
+    if (te_tensor_requested(&p->slopes) && (p->diagonal < -FARTHEST || p->diagonal > FARTHEST)) {
+        return UNSUPPORTED("%s: slopes from diagonal %lld, which is further away than %lld", op,
+                           (long long)p->diagonal, (long long)FARTHEST);
     }
     if ((uintptr_t)statistics->data % 16 != 0) {
         return UNSUPPORTED("%s: statistics that begin at no multiple of 16 bytes", op);
@@ -240,8 +250,8 @@ static void place_lengths(sdpa_call *call, int makes)
     }
 }
 
-/* The window, where it keeps anything out. The graph has 32-bit numbers: what is further away than
- * all tokens together is as near as that. */
+/* The diagonal and the window, where something counts from it. The graph has 32-bit numbers: to a
+ * window what is further away than all tokens together is as near as that. */
 static void place_window(sdpa_call *call)
 {
     const te_attention_problem *p = call->problem;
@@ -251,11 +261,23 @@ static void place_window(sdpa_call *call)
     const int has_first = p->window_left >= 0 && first > -all;
     const int has_last = p->window_right >= 0 && last < all;
     key->window_left = key->window_right = -1;
-    if (!has_first && !has_last) return;
-    key->diagonal = p->diagonal < -all ? -all : p->diagonal > all ? all : p->diagonal;
+    if (!has_first && !has_last && !key->has_slopes) return;
+    key->diagonal = p->diagonal;
+    if (!key->has_slopes) {
+        key->diagonal = p->diagonal < -all ? -all : p->diagonal > all ? all : p->diagonal;
+    }
     key->bottom_right = p->bottom_right != 0;
     if (has_first) key->window_left = key->diagonal - (first < all ? first : all);
     if (has_last) key->window_right = (last > -all ? last : -all) - key->diagonal;
+}
+
+static void place_slopes(sdpa_call *call)
+{
+    const te_tensor *slopes = &call->problem->slopes;
+    if (!te_tensor_requested(slopes)) return;
+    call->key.has_slopes = 1;
+    call->places[TE_SDPA_SLOPES] = slopes->data;
+    if (slopes->ndim == 2 && slopes->shape[0] > 1) call->key.slopes_stride = slopes->strides[0];
 }
 
 static te_attention_side side_of(const te_tensor *heads, const te_tensor *lengths,
@@ -272,7 +294,8 @@ static int64_t rounded(int64_t n, int64_t least)
 }
 
 /* Bounds of packed sequences in place of sizes. What goes beyond a sequence costs blocks that end
- * at once, but memory where a backward has a matrix of scores, so there no more than need be. */
+ * at once, but memory where a backward has a matrix of scores, so there no more than need be; nor
+ * are there slopes of more sequences. */
 static void lay_out_packed(sdpa_call *call, int is_exact)
 {
     const te_attention_problem *p = call->problem;
@@ -281,7 +304,8 @@ static void lay_out_packed(sdpa_call *call, int is_exact)
     call->begin.sides[1] = side_of(&p->key, &p->key_lengths, &p->key_offsets, p->max_keys);
     call->begin.batch = te_attention_batch(p);
     key->is_packed = 1;
-    key->batch = is_exact ? call->begin.batch : rounded(call->begin.batch, 1);
+    key->batch =
+        is_exact || key->slopes_stride != 0 ? call->begin.batch : rounded(call->begin.batch, 1);
     key->queries = is_exact ? te_round_up(p->max_queries + !p->max_queries, LEAST_TOKENS)
                             : rounded(p->max_queries, LEAST_TOKENS);
     key->keys = is_exact ? te_round_up(p->max_keys + !p->max_keys, LEAST_TOKENS)
@@ -298,6 +322,7 @@ static void lay_out(sdpa_call *call, int is_exact)
     key->heads = p->query.shape[2];
     key->d_k = p->query.shape[3];
     key->keys = p->key.shape[1];
+    place_slopes(call);
     if (te_attention_is_packed(p)) lay_out_packed(call, is_exact);
     key->kv_heads = p->key.shape[2];
     key->d_v = p->value.shape[3];
@@ -474,6 +499,23 @@ done:
     return st;
 }
 
+/* Fills a dense result (absent ones are passed over) with zeros, or an fp32 one with its bits. */
+static te_status fill(te_cuda_state *cuda, const te_tensor *result, uint32_t bits, void *stream)
+{
+    const size_t bytes = te_dtype_size(result->dtype, te_tensor_numel(result));
+    te_status st;
+    te_cuda_scope scope;
+    if (!te_tensor_present(result) || bytes == 0) return TE_OK;
+    TE_TRY(te_cuda_enter(cuda, &scope));
+    if (bits == 0) {
+        st = TE_CU(cuMemsetD8Async, (CUdeviceptr)result->data, 0, bytes, (CUstream)stream);
+    } else {
+        st = TE_CU(cuMemsetD32Async, (CUdeviceptr)result->data, bits, bytes / 4, (CUstream)stream);
+    }
+    te_cuda_leave(cuda, &scope);
+    return st;
+}
+
 /* ---- forward ---- */
 
 static int is_empty(const te_attention_problem *p)
@@ -482,17 +524,44 @@ static int is_empty(const te_attention_problem *p)
            te_attention_batch(p) == 0;
 }
 
+/* Numbers of all queries, as the statistics lie. */
+static int64_t rows_of(const sdpa_call *call)
+{
+    const te_sdpa_key *key = &call->key;
+    if (key->is_packed) return call->problem->query.shape[1] * key->heads;
+    return key->batch * key->heads * key->queries;
+}
+
+/* With lengths, and for one query, the fast engine takes no sink: it joins the results without one,
+ * of which statistics have to be known. */
+static void place_sink(sdpa_call *call)
+{
+    const te_tensor *sink = &call->problem->sink;
+    te_sdpa_key *key = &call->key;
+    if (!te_tensor_requested(sink)) return;
+    call->places[TE_SDPA_SINK] = sink->data;
+    key->has_sink = !key->has_lengths && key->queries > 1;
+    call->joins_sink = !key->has_sink;
+    if (!call->joins_sink) return;
+    key->keeps_statistics = 1;
+    call->places[TE_SDPA_STATISTICS] = take(call, rows_of(call), sizeof(float));
+}
+
 static void lay_out_forward(const te_attention_args *args, void *workspace, sdpa_call *call)
 {
+    te_sdpa_key *key = &call->key;
     memset(call, 0, sizeof *call);
     call->problem = &args->problem;
     call->op = TE_OP_ATTENTION;
     call->base = workspace;
     lay_out(call, 0);
-    place_heads(call, TE_SDPA_OUTPUT, &args->output, &call->key.output);
-    call->key.keeps_statistics = te_tensor_requested(&args->statistics);
+    place_heads(call, TE_SDPA_OUTPUT, &args->output, &key->output);
+    key->keeps_statistics = te_tensor_requested(&args->statistics);
     place_statistics(call, &args->statistics);
     place_lengths(call, 0);
+    place_sink(call);
+    key->keeps_top = te_tensor_requested(&args->top);
+    if (key->keeps_top) call->places[TE_SDPA_TOP] = take(call, rows_of(call), sizeof(float));
 }
 
 te_status te_cuda_attention_workspace(void *self, te_context *context, const void *args_,
@@ -514,9 +583,19 @@ te_status te_cuda_attention(void *self, te_context *context, const void *args_, 
     const te_tensor *const heads[3] = {&args->output};
     sdpa_call call = {.problem = &args->problem};
     (void)self;
-    if (is_empty(&args->problem)) return clear(cuda, &call, heads, &args->statistics, stream);
+    if (is_empty(&args->problem)) {
+        TE_TRY(fill(cuda, &args->top, MINUS_INFINITY, stream));
+        return clear(cuda, &call, heads, &args->statistics, stream);
+    }
     lay_out_forward(args, args->workspace, &call);
     TE_TRY(finish(&call, cuda, args->workspace_size, stream, NULL));
+    if (call.joins_sink) {
+        TE_TRY(te_cuda_attention_join_sink(cuda, &call.key, call.places, &args->output,
+                                           args->statistics.data, stream));
+    }
+    if (call.key.keeps_top) {
+        TE_TRY(te_cuda_attention_top(cuda, &call.key, call.places, args->top.data, stream));
+    }
     if (has_given_lengths(&call)) {
         TE_TRY(clear(cuda, &call, heads, &args->statistics, stream));
     }
@@ -526,19 +605,6 @@ te_status te_cuda_attention(void *self, te_context *context, const void *args_, 
 }
 
 /* ---- backward ---- */
-
-/* A dense gradient of 2-byte elements. */
-static te_status clear_bias(te_cuda_state *cuda, const te_tensor *grad, void *stream)
-{
-    const size_t bytes = te_dtype_size(grad->dtype, te_tensor_numel(grad));
-    te_status st;
-    te_cuda_scope scope;
-    if (!te_tensor_present(grad) || bytes == 0) return TE_OK;
-    TE_TRY(te_cuda_enter(cuda, &scope));
-    st = TE_CU(cuMemsetD8Async, (CUdeviceptr)grad->data, 0, bytes, (CUstream)stream);
-    te_cuda_leave(cuda, &scope);
-    return st;
-}
 
 static int has_no_gradient(const te_attention_problem *p)
 {
@@ -644,10 +710,16 @@ te_status te_cuda_attention_backward(void *self, te_context *context, const void
     sdpa_call call = {.problem = &args->problem};
     (void)self;
     if (has_no_gradient(&args->problem)) {
-        TE_TRY(clear_bias(cuda, &args->grad_bias, stream));
+        TE_TRY(fill(cuda, &args->grad_bias, 0, stream));
+        TE_TRY(fill(cuda, &args->grad_sink, 0, stream));
         return clear(cuda, &call, grads, NULL, stream);
     }
     lay_out_backward(args, args->workspace, &call);
     TE_TRY(finish(&call, cuda, args->workspace_size, stream, NULL));
+    if (te_tensor_requested(&args->grad_sink)) {
+        call.places[TE_SDPA_SINK] = args->problem.sink.data;
+        TE_TRY(te_cuda_attention_sink_grad(cuda, &call.key, call.places, args->grad_sink.data,
+                                           stream));
+    }
     return has_given_lengths(&call) ? clear(cuda, &call, grads, NULL, stream) : TE_OK;
 }

@@ -59,6 +59,14 @@ static tensor *numbers_at(const writer *w, int32_t place, cudnnDataType_t dtype,
     return at(w, place, dtype, shape, strides);
 }
 
+/* fp32 numbers of the heads, of each batch entry or (stride 0) of all. */
+static tensor *of_heads_at(const writer *w, int32_t place, int64_t stride)
+{
+    const int64_t shape[4] = {stride != 0 ? w->key->batch : 1, w->key->heads, 1, 1};
+    const int64_t strides[4] = {stride != 0 ? stride : w->key->heads, 1, 1, 1};
+    return at(w, place, CUDNN_DATA_FLOAT, shape, strides);
+}
+
 /* Where sequences begin at a place of packed tokens, NULL for others; one tensor for all places of
  * one stride. */
 static tensor *offsets_at(writer *w, int32_t place, int64_t stride)
@@ -124,19 +132,24 @@ static tensor *virtual_scores(const writer *w)
     return te_cudnn_virtual(w->graph, CUDNN_DATA_FLOAT, shape, NULL);
 }
 
+static tensor *floats(const writer *w, cudnnPointwiseMode_t mode, tensor *x, tensor *b)
+{
+    return te_cudnn_pointwise(w->graph, mode, x, b, CUDNN_DATA_FLOAT);
+}
+
 static tensor *multiplied(const writer *w, tensor *x, tensor *b)
 {
-    return te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_MUL, x, b, CUDNN_DATA_FLOAT);
+    return floats(w, CUDNN_POINTWISE_MUL, x, b);
 }
 
 static tensor *subtracted(const writer *w, tensor *x, tensor *b)
 {
-    return te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_SUB, x, b, CUDNN_DATA_FLOAT);
+    return floats(w, CUDNN_POINTWISE_SUB, x, b);
 }
 
 static tensor *exponential(const writer *w, tensor *x)
 {
-    return te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_EXP, x, NULL, CUDNN_DATA_FLOAT);
+    return floats(w, CUDNN_POINTWISE_EXP, x, NULL);
 }
 
 /* x in the dtype of the operands, as the last step before a product. */
@@ -238,6 +251,24 @@ static tensor *within_window(const writer *w, tensor *scores)
     return without_earlier(w, without_later(w, scores));
 }
 
+/* Scores less slope * |key - diagonal's key|. */
+static tensor *sloped(const writer *w, tensor *scores)
+{
+    const te_sdpa_key *key = w->key;
+    tensor *row, *column, *distance;
+    if (!key->has_slopes) return scores;
+    row = te_cudnn_index(w->graph, scores, 2);
+    column = te_cudnn_index(w->graph, scores, 3);
+    if (key->bottom_right && key->has_lengths) {
+        column = integers(w, CUDNN_POINTWISE_SUB, column, w->key_lengths);
+        column = integers(w, CUDNN_POINTWISE_ADD, column, w->query_lengths);
+    }
+    column = plus(w, column, -shift_of(key));
+    distance = floats(w, CUDNN_POINTWISE_ABS, subtracted(w, column, row), NULL);
+    distance = multiplied(w, distance, of_heads_at(w, TE_SDPA_SLOPES, key->slopes_stride));
+    return subtracted(w, scores, distance);
+}
+
 /* ---- what both directions read ---- */
 
 static void begin(writer *w)
@@ -252,7 +283,7 @@ static void begin(writer *w)
     w->scale = te_cudnn_float(w->graph, key->scale);
 }
 
-/* scale * query key^T + bias, without keys of no sequence. */
+/* scale * query key^T + bias - slope * distance, without keys of no sequence. */
 static tensor *scores_of(const writer *w)
 {
     const te_sdpa_key *key = w->key;
@@ -262,9 +293,9 @@ static tensor *scores_of(const writer *w)
     if (key->has_bias) {
         tensor *bias =
             at(w, TE_SDPA_BIAS, type_of(key->bias_dtype), key->bias_shape, key->bias_strides);
-        scores = te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_ADD, scores, bias, CUDNN_DATA_FLOAT);
+        scores = floats(w, CUDNN_POINTWISE_ADD, scores, bias);
     }
-    return without_padding(w, scores);
+    return without_padding(w, sloped(w, scores));
 }
 
 /* 1 for a weight that stays, 0 for one that is dropped. */
@@ -283,17 +314,24 @@ static void write_forward(writer *w)
 {
     const te_sdpa_key *key = w->key;
     const int drops = key->dropout > 0.0F;
-    tensor *scores, *top = virtual_rows(w), *sum = virtual_rows(w), *weights, *statistics;
+    tensor *scores, *top, *sum = virtual_rows(w), *weights, *statistics, *sink = NULL;
     begin(w);
     scores = within_window(w, scores_of(w));
+    top = key->keeps_top ? rows_at(w, TE_SDPA_TOP, key->is_packed) : virtual_rows(w);
     te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_MAX, scores, top);
+    if (key->has_sink) {
+        sink = of_heads_at(w, TE_SDPA_SINK, 0);
+        top = floats(w, CUDNN_POINTWISE_MAX, top, sink);
+    }
     weights = exponential(w, subtracted(w, scores, top));
     te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_ADD, weights, sum);
+    if (key->has_sink) {
+        sum = floats(w, CUDNN_POINTWISE_ADD, sum, exponential(w, subtracted(w, sink, top)));
+    }
     /* The pattern has the statistics even where nobody reads them. */
     statistics = key->keeps_statistics ? statistics_at(w) : virtual_rows(w);
-    te_cudnn_pointwise_to(
-        w->graph, CUDNN_POINTWISE_ADD, top,
-        te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_LOG, sum, NULL, CUDNN_DATA_FLOAT), statistics);
+    te_cudnn_pointwise_to(w->graph, CUDNN_POINTWISE_ADD, top,
+                          floats(w, CUDNN_POINTWISE_LOG, sum, NULL), statistics);
     weights = te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_DIV, weights, sum,
                                  drops ? CUDNN_DATA_FLOAT : w->dtype);
     if (drops) {

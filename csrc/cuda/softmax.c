@@ -93,6 +93,7 @@ static te_softmax_walk walk_of(const softmax_plan *plan, const te_tensor *tensor
     te_softmax_walk walk = {.inner = plan->sizes[2]};
     for (int i = 0; i < 3; i++) {
         walk.row_strides[i] = rows[plan->order[i]];
+        walk.head_strides[i] = plan->order[i] == 1;
         walk.query_strides[i] = plan->order[i] == 2;
     }
     return walk;
@@ -167,6 +168,7 @@ static te_softmax_params params_of(const te_softmax_args *args, const softmax_pl
                                 .probabilities = view_of(plan, &args->probabilities),
                                 .mask = view_of(plan, &args->mask),
                                 .bias = view_of(plan, &args->bias),
+                                .sink = args->sink.data,
                                 .input_end = end_of(&args->input),
                                 .mask_end = end_of(&args->mask),
                                 .bias_end = end_of(&args->bias),

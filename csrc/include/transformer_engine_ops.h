@@ -297,12 +297,15 @@ typedef struct te_softcap_args {
  * i + diagonal - window_left .. i + diagonal + window_right (a negative window: no limit on that
  * side; causal: right = 0) that `mask` does not forbid; a score of -Inf forbids too. Forbidden keys
  * get 0, so a row with no key is 0; NaN or +Inf among the other scores makes all of these NaN. What
- * dropout drops is 0. Element order for dropout: dense [batch, heads, queries, keys]. */
+ * dropout drops is 0. Element order for dropout: dense [batch, heads, queries, keys]. A sink is a
+ * score of each row that belongs to no key: its exponential joins the sum that the others are
+ * divided by. */
 typedef struct te_softmax_args {
     size_t size;
     te_tensor input;  /* [batch, heads, queries, keys] f32, f16, bf16; unit last stride */
     te_tensor mask;   /* u8, each dim 1 or the input's; non-zero: masked out; data NULL: none */
     te_tensor bias;   /* f32, f16, bf16, each dim 1 or the input's; data NULL: none */
+    te_tensor sink;   /* [heads] f32; data NULL: none */
     te_tensor output; /* as input: with dropout */
     te_tensor probabilities; /* as input: without dropout; data NULL: not wanted */
     const int64_t *rng;      /* NULL where dropout is 0 */
@@ -310,7 +313,8 @@ typedef struct te_softmax_args {
     int64_t window_left, window_right, diagonal;
 } te_softmax_args;
 
-/* grad_input = scale * p * (dp - sum over keys of dp * p), dp = grad_output through the dropout. */
+/* grad_input = scale * p * (dp - sum over keys of dp * p), dp = grad_output through the dropout,
+ * with a sink too: its gradient is less the sum of all others of its rows, by scale 1. */
 typedef struct te_softmax_backward_args {
     size_t size;
     te_tensor grad_output;   /* [batch, heads, queries, keys] f32, f16, bf16; unit last stride */
@@ -322,9 +326,10 @@ typedef struct te_softmax_backward_args {
 
 /* Which query attends which key, and how much: what te_attention and its gradient read. Query head
  * h goes with key and value head h / (heads / kv_heads). Scores are scale * query . key + bias;
- * mask, window, NaN, Inf and dropout are as in te_softmax, over [batch, heads, queries, keys]. Of a
- * sequence with a length, tokens from there on are not read: such a query attends nothing, such a
- * key is attended by none. A forbidden key adds nothing, whatever its key and value hold.
+ * mask, window, NaN, Inf, dropout and sink are as in te_softmax, over [batch, heads, queries,
+ * keys]; slopes add -slope * |key - diagonal's key| to the scores. Of a sequence with a length,
+ * tokens from there on are not read: such a query attends nothing, such a key is attended by none.
+ * A forbidden key adds nothing, whatever its key and value hold.
  *
  * Packed sequences lie one behind the other: query is [1, tokens, heads, d_k], key and value are
  * [1, key tokens, kv_heads, ...], and sequence b has the tokens from offsets[b] on, as many as its
@@ -338,6 +343,8 @@ typedef struct te_attention_problem {
     te_tensor value; /* [batch, keys, kv_heads, d_v]; dtype of query */
     te_tensor mask;  /* u8, each dim 1 or the scores'; non-zero: masked out; data NULL: none */
     te_tensor bias;  /* f32, f16, bf16, each dim 1 or the scores'; data NULL: none */
+    te_tensor sink;  /* [heads] f32; data NULL: none */
+    te_tensor slopes; /* [heads], or [1 or batch, heads], f32; data NULL: none */
     te_tensor query_lengths, key_lengths; /* [batch] i32, 0 to queries or keys; data NULL: all */
     te_tensor query_offsets, key_offsets; /* [batch + 1] i32: the token with which each packed
                                              sequence begins; both, or data NULL: not packed */
@@ -349,8 +356,9 @@ typedef struct te_attention_problem {
 } te_attention_problem;
 
 /* output = dropout(softmax(scores)) value, block by block in fp32: no matrix of scores is kept. The
- * statistic of a query is the logarithm of the sum of its exponentiated scores: -Inf where it
- * attends no key (its output is 0), NaN where its output is NaN. On CUDA cuDNN's kernels run it:
+ * statistic of a query is the logarithm of the sum of its exponentiated scores, with that of a
+ * sink: where it attends no key (its output is 0) -Inf, or the sink, and NaN where its output is
+ * NaN. On CUDA cuDNN's kernels run it:
  * f16 and bf16 on compute capability 9.0, heads of multiples of 8 channels up to 256 that begin at
  * 16 bytes and share no memory, statistics at 16 bytes; the random numbers of its dropout are
  * cuDNN's. */
@@ -360,6 +368,8 @@ typedef struct te_attention_args {
     te_tensor output; /* [batch, queries, heads, d_v]; dtype of query; any strides but the last */
     te_tensor statistics; /* [batch, heads, queries] f32, packed: [1, tokens, heads]; dense; data
                              NULL: not wanted */
+    te_tensor top; /* [heads] f32: the largest score of a head, without a sink; -Inf where there is
+                      none; data NULL: not wanted */
     void *workspace;
     size_t workspace_size;
 } te_attention_args;
@@ -377,6 +387,7 @@ typedef struct te_attention_backward_args {
                                                    last; data NULL: not wanted */
     te_tensor grad_bias; /* shape of bias: summed over its dims of 1; f32, f16, bf16; data NULL: not
                             wanted */
+    te_tensor grad_sink; /* [heads] f32; data NULL: not wanted */
     int32_t deterministic; /* sums in a fixed order; the CPU's always are. On CUDA without it those
                               of grad_query are not, and with it (or grad_bias) the workspace has a
                               matrix of scores */

@@ -171,16 +171,23 @@ static void shorten(te_tensor *tensor, int64_t first)
 }
 
 /* Queries and keys are [SIDE, SIDE, 2, SIDE]: scores are [SIDE, 2, SIDE, SIDE], of which mask and
- * bias have [SIDE, 1, 1, SIDE], and statistics [SIDE, 2, SIDE]. Packed there are SIDE - 1 empty
- * sequences among SIDE tokens, [1, SIDE, 2, SIDE]. */
-static void fill_attention(te_attention_problem *problem, te_tensor *statistics)
+ * bias have [SIDE, 1, 1, SIDE], statistics [SIDE, 2, SIDE], slopes [SIDE, 2], and sink and
+ * `of_heads` [2]. Packed there are SIDE - 1 empty sequences among SIDE tokens, [1, SIDE, 2, SIDE].
+ */
+static void fill_attention(te_attention_problem *problem, te_tensor *statistics,
+                           te_tensor *of_heads)
 {
+    problem->sink.shape[0] = of_heads->shape[0] = problem->slopes.shape[1] = 2;
+    problem->slopes.ndim = 2;
+    problem->slopes.strides[0] = 2;
+    problem->slopes.strides[1] = 1;
     if (problem->query_offsets.data != NULL) {
         shorten(&problem->query, 1);
         shorten(&problem->key, 1);
         shorten(&problem->value, 1);
         shorten(&problem->query_lengths, SIDE - 1);
         shorten(&problem->key_lengths, SIDE - 1);
+        shorten(&problem->slopes, SIDE - 1);
         statistics->ndim = 3;
         statistics->shape[0] = 1;
         statistics->shape[2] = 2;
@@ -224,13 +231,13 @@ static any_args fill(test_device *t, const sample *s)
     if (s->op == TE_OP_SOFTCAP) args.softcap.cap = 1.0F;
     if (s->op == TE_OP_GEMM) args.gemm.b_transposed = 1;
     if (s->op == TE_OP_ATTENTION) {
-        fill_attention(&args.attention.problem, &args.attention.statistics);
+        fill_attention(&args.attention.problem, &args.attention.statistics, &args.attention.top);
         args.attention.output.shape[0] = args.attention.problem.query.shape[0];
     } else if (s->op == TE_OP_ATTENTION_BACKWARD) {
         te_attention_backward_args *of = &args.attention_backward;
         te_tensor *const all[] = {&of->grad_output, &of->output, &of->grad_query, &of->grad_key,
                                   &of->grad_value};
-        fill_attention(&of->problem, &of->statistics);
+        fill_attention(&of->problem, &of->statistics, &of->grad_sink);
         for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
             shorten(all[i], of->problem.query.shape[0]);
         }

@@ -8,7 +8,7 @@
 
 #include "cuda/device/types.h"
 
-enum { TE_ATTENTION_THREADS = 128 };
+enum { TE_ATTENTION_THREADS = 128, TE_ATTENTION_HEAD_THREADS = 512 };
 
 /* te_attention_bias_<dtype>: -Inf where the mask is not 0, else the bias, or 0. Grid: any number of
  * blocks, which stride over the lines of the output. */
@@ -75,5 +75,35 @@ typedef struct te_attention_gaps_params {
     float *statistics; /* [tokens, rows], or NULL */
     te_index rows;
 } te_attention_gaps_params;
+
+/* A number of each query of each head. */
+typedef struct te_attention_rows {
+    float *data;
+    te_index batch, head, query; /* strides */
+    const te_index *starts;      /* [batch]: the element with which each sequence begins, in place
+                                    of the stride; or NULL */
+} te_attention_rows;
+
+/* te_attention_sink_<dtype>: a sink joins what attention made without one; `output` is of 2-byte
+ * elements. Grid: any number of blocks, which stride over the output. */
+typedef struct te_attention_sink_params {
+    te_attention_heads output;    /* scaled down in place */
+    te_attention_rows statistics; /* without the sink; packed sequences are one */
+    float *joined;                /* the same with it, or NULL */
+    const float *sink;            /* [heads] */
+    te_index batch;
+} te_attention_sink_params;
+
+/* te_attention_top: the largest of a head's rows. te_attention_sink_grad: the sum of -factor * row
+ * * e^(sink - statistic). Rows behind the end of a sequence do not count. Grid: heads. */
+typedef struct te_attention_head_params {
+    te_attention_rows rows;
+    te_attention_rows statistics;           /* of the gradient */
+    const float *sink;                      /* [heads], of the gradient */
+    float *output;                          /* [heads] */
+    const int *query_lengths, *key_lengths; /* [batch], both or NULL */
+    te_index batch, queries;
+    float factor;
+} te_attention_head_params;
 
 #endif

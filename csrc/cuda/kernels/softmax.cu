@@ -63,6 +63,13 @@ static __device__ __forceinline__ float base_of(float largest)
     return undefined(largest) || largest == -INFINITE ? 0.0F : largest;
 }
 
+/* The score of the row that belongs to no key. */
+static __device__ __forceinline__ float sink_of(const te_softmax_params &p,
+                                                const te_softmax_place &place)
+{
+    return p.sink == nullptr ? -INFINITE : p.sink[place.along(p.walk.head_strides)];
+}
+
 /* 1 / sum; 0 for a row without keys. */
 static __device__ __forceinline__ float inverse_of(float sum)
 {
@@ -274,11 +281,12 @@ static __device__ __forceinline__ void softmax(const te_softmax_params &p)
     apply_window<ALIGNED>(p, place, start, part);
     const unsigned live = part.template live<VECTORS>();
     float x[KEYS];
-    const float largest =
-        team_largest<LANES>(scores, make_scores<T, KEYS, ALIGNED>(p, place, start, part, live, x));
+    const float sink = sink_of(p, place);
+    const float own = make_scores<T, KEYS, ALIGNED>(p, place, start, part, live, x);
+    const float largest = larger(team_largest<LANES>(scores, own), sink), base = base_of(largest);
     if (undefined(largest)) spoil<KEYS>(x);
-    const float sum =
-        te_softmax_sum<LANES>(sums, exponentials<N, VECTORS>(live, base_of(largest), x));
+    const float sum = te_softmax_sum<LANES>(sums, exponentials<N, VECTORS>(live, base, x)) +
+                      exponential(sink - base);
     write_part<T, KEYS, ALIGNED>(p, place, start, part, live, random, inverse_of(sum), x);
 }
 
@@ -321,9 +329,10 @@ static __device__ __forceinline__ void softmax_long(const te_softmax_params &p)
         if (largest != before) sum *= exponential(before - base_of(largest));
         sum += exponentials<N, VECTORS>(live, base_of(largest), x);
     }
-    const float own = largest;
-    largest = team_largest<32>(scores, own);
+    const float own = largest, sink = sink_of(p, place);
+    largest = larger(team_largest<32>(scores, own), sink);
     sum = te_softmax_sum<32>(sums, sum * exponential(own - base_of(largest)));
+    sum += exponential(sink - base_of(largest));
     const float factor = undefined(largest) ? 0.0F : inverse_of(sum); /* NaN stays, 0 too */
 #pragma unroll 1
     for (te_index tile = start; tile < end; tile += step) {

@@ -36,7 +36,8 @@ typedef struct te_softmax_walk {
     te_index inner;            /* size */
     te_index middle, outer;    /* what the grid begins with */
     te_index row_strides[3];   /* from a place in outer, middle, inner to the number of the row */
-    te_index query_strides[3]; /* and to that of the query */
+    te_index query_strides[3]; /* and to that of the query, */
+    te_index head_strides[3];  /* and to that of the head */
 } te_softmax_walk;
 
 /* The views are [outer, middle, inner, keys]; the key stride of mask and bias may also be 0. The
@@ -46,6 +47,7 @@ typedef struct te_softmax_params {
     te_view4 mask;                         /* bytes; data NULL: none */
     te_view4 bias;                         /* bias_dtype; data NULL: none */
     const unsigned char *input_end, *mask_end, *bias_end;
+    const float *sink;   /* [heads], or NULL */
     const te_index *rng; /* {seed, offset}; NULL: no dropout */
     te_index keys;
     te_index first_key, end_key; /* of the window, relative to the query */
