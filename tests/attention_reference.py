@@ -77,13 +77,32 @@ def allowed(shape, mask=None, left=-1, right=-1, diagonal=0):
     return may if mask is None else may & ~mask.bool()
 
 
-def softmax(scores, may):
-    """Softmax over the last dim of what is allowed; 0 elsewhere, and in rows without keys."""
+def softmax(scores, may, sink=None):
+    """Softmax over the last dim of what is allowed; 0 elsewhere, and in rows without keys.
+
+    The sums are those of one score more, `sink` [heads], which belongs to no key.
+    """
     scores = scores.masked_fill(~may, -torch.inf)
-    top = scores.amax(-1, keepdim=True).masked_fill(~may.any(-1, keepdim=True), 0.0)
+    top = scores.amax(-1, keepdim=True)
+    if sink is not None:
+        sink = sink.to(scores.dtype)[:, None, None]
+        top = torch.maximum(top, sink)
+    top = top.masked_fill(top == -torch.inf, 0.0).detach()
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + (sink - top).exp()
     return weights / total.masked_fill(total == 0, 1.0)
+
+
+def slope_bias(slopes, sizes, diagonals):
+    """-slope * |key - diagonal's key| [batch, heads, queries, keys] in float64.
+
+    `diagonals` [batch] are the keys on the diagonals of query 0.
+    """
+    distance = torch.arange(sizes[3]) - torch.arange(sizes[2])[:, None]
+    distance = (distance - torch.as_tensor(diagonals)[:, None, None, None]).abs().double()
+    return -slopes.double().reshape(-1, sizes[1], 1, 1) * distance
 
 
 def softmax_terms(scores, may):

@@ -363,8 +363,8 @@ def _softmax(core):
         [torch.randn(SCORES), torch.zeros(SCORES)],
         dict(
             mask=torch.zeros(2, 1, 4, 5, dtype=torch.bool), bias=torch.randn(1, 3, 4, 5),
-            sink=torch.randn(3), probabilities=torch.zeros(SCORES), rng=_rng(), scale=0.5, dropout=0.1, window_left=-1,
-            window_right=0, diagonal=1, **_context(core),
+            sink=torch.randn(3), probabilities=torch.zeros(SCORES), rng=_rng(), scale=0.5,
+            dropout=0.1, window_left=-1, window_right=0, diagonal=1, **_context(core),
         ),
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from attention_reference import allowed, drop_factors, kept, new_pair, pair_on, softmax
+from attention_reference import allowed, drop_factors, kept, new_pair, pair_on, slope_bias, softmax
 from buffers import HIGH, LAYOUTS, Poisoned, laid_out, name_of, normal
 from comparators import assert_bits, assert_nmse, assert_ref_ratio, assert_repeats
 from tols import BF16, F16, F32, tol
@@ -33,6 +33,7 @@ class Problem:
         }
         self.grad = normal(rng, (batch, queries, heads, d_v), dtype)
         self.bias = options.pop("bias", None)
+        self.sink, self.slopes = options.pop("sink", None), options.pop("slopes", None)
         self.mask = options.pop("mask", None)
         self.lengths = options.pop("lengths", {})
         self.pair, self.dropout = options.pop("pair", None), options.pop("dropout", 0.0)
@@ -40,7 +41,8 @@ class Problem:
 
     @property
     def inputs(self):
-        return self.tensors | ({} if self.bias is None else {"bias": self.bias})
+        added = {"bias": self.bias, "sink": self.sink}
+        return self.tensors | {name: t for name, t in added.items() if t is not None}
 
     def arguments(self):
         """Keywords of a call, less the tensors by position."""
@@ -50,6 +52,7 @@ class Problem:
         drop = {} if self.pair is None else {"rng": pair_on("cpu", self.pair)}
         return (
             {"bias": self.bias, "mask": self.mask, "dropout": self.dropout}
+            | {"sink": self.sink, "slopes": self.slopes}
             | drop
             | lengths
             | self.options
@@ -67,14 +70,25 @@ class Problem:
         rows = []
         for b in range(batch):
             q, k = self.lengths_of("query", b), self.lengths_of("key", b)
-            shift = k - q if self.options.get("bottom_right") else 0
             mask = None if self.mask is None else self.mask[b % self.mask.shape[0]][None]
-            diagonal = self.options.get("diagonal", 0) + shift
-            row = allowed((1, heads, queries, keys), mask, *window, diagonal).clone()
+            row = allowed((1, heads, queries, keys), mask, *window, self.diagonal(b)).clone()
             row[:, :, q:] = False
             row[..., k:] = False
             rows.append(row)
         return torch.cat(rows) if rows else torch.zeros(self.scores_shape, dtype=torch.bool)
+
+    def diagonal(self, batch):
+        """The key on the diagonal of query 0."""
+        shift = self.lengths_of("key", batch) - self.lengths_of("query", batch)
+        return self.options.get("diagonal", 0) + (shift if self.options.get("bottom_right") else 0)
+
+    def scores(self, query, key, bias=None):
+        """Of tensors as `heads` gives them."""
+        scores = (query @ key.mT) * self.options["scale"]
+        if self.slopes is not None:
+            diagonals = [self.diagonal(b) for b in range(self.scores_shape[0])]
+            scores = scores + slope_bias(self.slopes, self.scores_shape, diagonals).to(scores.dtype)
+        return scores if bias is None else scores + bias.to(scores.dtype)
 
     def heads(self, **tensors):
         """Tensors as [batch, heads, tokens, channels]: those of keys once for each head."""
@@ -84,19 +98,18 @@ class Problem:
             turned[name] = turned[name].repeat_interleave(group, 1)
         return turned
 
-    def weights(self, query, key, bias=None):
+    def weights(self, query, key, bias=None, sink=None):
         """What values are multiplied by, less dropout, for tensors as `heads` gives them."""
-        scores = (query @ key.mT) * self.options["scale"]
-        return softmax(scores if bias is None else scores + bias.to(scores.dtype), self.may)
+        return softmax(self.scores(query, key, bias), self.may, sink)
 
     def factors(self):
         """Of the dropout, in float64."""
         return drop_factors(self.pair or (0, 0), self.scores_shape, self.dropout)
 
-    def definition(self, query, key, value, bias=None):
+    def definition(self, query, key, value, bias=None, sink=None):
         """The output, in the dtype of its arguments."""
         parts = self.heads(query=query, key=key, value=value)
-        weights = self.weights(parts["query"], parts["key"], bias)
+        weights = self.weights(parts["query"], parts["key"], bias, sink)
         return (weights * self.factors().to(weights.dtype) @ parts["value"]).transpose(1, 2)
 
     def terms(self):
@@ -104,7 +117,7 @@ class Problem:
         parts = self.heads(
             grad=self.grad.double(), **{n: t.double() for n, t in self.tensors.items()}
         )
-        weights = self.weights(parts["query"], parts["key"], self.bias)
+        weights = self.weights(parts["query"], parts["key"], self.bias, self.sink)
         of_weights = (parts["grad"] @ parts["value"].mT).abs() * self.factors()
         of_scores = weights * (of_weights + (weights * of_weights).sum(-1, keepdim=True))
         scale, groups = abs(self.options["scale"]), self.tensors["key"].shape[2]
@@ -115,6 +128,8 @@ class Problem:
         }
         if self.bias is not None:
             terms["grad_bias"] = of_scores.sum_to_size(self.bias.shape)
+        if self.sink is not None:
+            terms["grad_sink"] = (weights * of_weights).sum((0, 2, 3))
         return terms
 
     def reference(self, dtype):
@@ -130,12 +145,14 @@ class Problem:
         made = {
             "output": Poisoned(self.grad.shape, self.dtype, "cpu", layout=layout),
             "statistics": Poisoned((b, h, q), F32, "cpu"),
+            "top": Poisoned((h,), F32, "cpu"),
         }
         inputs = [laid_out(t, layout, "cpu") for t in self.tensors.values()]
-        output, statistics = (memory.tensor for memory in made.values())
-        _core.attention(*inputs, output, statistics=statistics, **self.arguments())
+        output, statistics, top = (memory.tensor for memory in made.values())
+        _core.attention(*inputs, output, statistics=statistics, top=top, **self.arguments())
         for name, tensor in self.inputs.items():
-            made[f"grad_{name}"] = Poisoned(tensor.shape, tensor.dtype, "cpu", layout=layout)
+            lies = layout if tensor.dim() > 1 else "dense"
+            made[f"grad_{name}"] = Poisoned(tensor.shape, tensor.dtype, "cpu", layout=lies)
         grads = {n: memory.tensor for n, memory in made.items() if n.startswith("grad_")}
         grad = laid_out(self.grad, layout, "cpu")
         _core.attention_backward(grad, *inputs, output, statistics, **grads, **self.arguments())
@@ -157,16 +174,24 @@ class Problem:
         if naive is not None:
             for name, plain in zip(names, self.reference(naive), strict=True):
                 assert_ref_ratio(made[name], plain, exact[name], naive)
-        self.check_statistics(made["statistics"])
+        self.check_statistics(made["statistics"], made["top"])
         return made
 
-    def check_statistics(self, statistics):
+    def check_statistics(self, statistics, top):
         parts = self.heads(**{n: t.double() for n, t in self.tensors.items()})
-        scores = (parts["query"] @ parts["key"].mT) * self.options["scale"]
-        scores = scores + (0.0 if self.bias is None else self.bias.double())
-        exact = scores.masked_fill(~self.may, -INF).logsumexp(-1)
-        empty = ~self.may.any(-1)
-        assert (statistics[empty] == -INF).all()
+        scores = self.scores(parts["query"], parts["key"], self.bias).masked_fill(~self.may, -INF)
+        exact, empty = scores.logsumexp(-1), ~self.may.any(-1)
+        if self.sink is None:
+            assert (statistics[empty] == -INF).all()
+        else:
+            sinks = self.sink[:, None].expand_as(statistics)
+            assert ((statistics == -INF) | (statistics == sinks))[empty].all()
+            exact = torch.logaddexp(exact, sinks.double())
+        largest = scores.amax((0, 2, 3)) if scores.numel() else top.double() * 0 - INF
+        assert ((top == -INF) == (largest == -INF)).all()
+        some = largest > -INF
+        bound = tol("attention", F32, self.tensors["query"].shape[3])
+        assert_nmse(top[some], largest[some], bound, "top", 1 + largest[some].abs())
         # The error is one of a score, and of 1 where the score is small: as for a probability.
         terms = 1 + exact[~empty].abs()
         bound = tol("attention", F32, scores.shape[-1])
@@ -259,6 +284,121 @@ def test_any_strides(kind, rng):
         assert_bits(tensor, expected[name])
 
 
+# ---- sinks, slopes, largest scores ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
+def test_sink(dtype, lengths, causal, rng):
+    sink, window = normal(rng, (2,), F32), 0 if causal else -1
+    problem = Problem(rng, (2, *lengths, 2, 2, 16, 16), dtype, sink=sink, window_right=window)
+    problem.check(naive=dtype if dtype != F32 else None)
+
+
+def test_a_sink_of_zero_is_a_key_without_a_value(rng):
+    """Softmax "off by one": the same as one more key of score 0 whose value is 0."""
+    problem = Problem(rng, (2, 70, 210, 4, 2, 16, 16), sink=torch.zeros(4))
+    more = Problem(rng, (2, 70, 211, 4, 2, 16, 16))
+    more.grad = problem.grad
+    for name, tensor in problem.tensors.items():
+        more.tensors[name] = tensor
+    for name in ("key", "value"):
+        tensor = problem.tensors[name]
+        more.tensors[name] = torch.cat([tensor, torch.zeros_like(tensor[:, :1])], 1)
+    made, expected = problem.check(), more.run()
+    for name in ("output", "grad_query"):
+        assert_nmse(made[name], expected[name].double(), tol("attention", F32, 211), name)
+
+
+@pytest.mark.parametrize("sink", [-INF, -300.0, 300.0])
+def test_extreme_sinks(sink, rng):
+    """One of -Inf is none, to the last bit; a large one takes all."""
+    problem = Problem(rng, sink=torch.full((4,), sink), window_right=100)
+    if sink > 0:
+        made = problem.run()
+        assert (made["output"].abs() < torch.finfo(F32).tiny).all()
+        assert (made["statistics"] == sink).all()
+        return
+    made = problem.check()
+    problem.sink = None
+    for name, tensor in problem.run().items():
+        assert_bits(made[name], tensor)
+    assert (made["grad_sink"] == 0).all()
+
+
+def small_slopes(rng, shape):
+    """Slopes that leave scores about as large as they are."""
+    return normal(rng, shape, F32) / 128
+
+
+@pytest.mark.parametrize("kind", ["heads", "sequences", "one sequence"])
+@pytest.mark.parametrize("bottom_right", [False, True])
+@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
+def test_slopes(dtype, bottom_right, kind, rng):
+    shape = {"heads": (4,), "sequences": (2, 4), "one sequence": (1, 4)}[kind]
+    slopes, lengths = small_slopes(rng, shape), {"query": [70, 31], "key": [150, 210]}
+    options = {"slopes": slopes, "bottom_right": bottom_right, "diagonal": -3}
+    Problem(rng, dtype=dtype, lengths=lengths, **options).check()
+    Problem(rng, dtype=dtype, window_left=40, **options).check()
+
+
+def test_slopes_may_lie_apart(rng):
+    slopes = small_slopes(rng, (2, 7))
+    problem = Problem(rng, slopes=slopes[:, :4].contiguous())
+    expected = problem.run()
+    problem.slopes = slopes[:, :4]
+    for name, tensor in problem.run().items():
+        assert_bits(tensor, expected[name])
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_softmax(seed, rng):
+    """Random combinations of everything."""
+
+    def pick(*values):
+        return values[int(rng.integers(len(values)))]
+
+    batch, queries, keys = pick(1, 2, 3), pick(1, 7, 50, 101), pick(1, 33, 100, 230)
+    groups, d_k, d_v = pick(1, 2), pick(8, 20), pick(8, 12)
+    options = {
+        "sink": pick(None, torch.zeros(4), normal(rng, (4,), F32)),
+        "slopes": pick(None, small_slopes(rng, (4,)), small_slopes(rng, (batch, 4))),
+        "window_left": pick(-1, -1, 0, 20),
+        "window_right": pick(-1, 0, 0, 10),
+        "diagonal": pick(0, 0, -10, 30),
+        "bottom_right": pick(False, True),
+    }
+    if pick(False, True):
+        options["mask"] = random_mask(rng, (pick(1, batch), pick(1, 4), queries, keys))
+    if pick(False, True):
+        options["bias"] = normal(rng, (pick(1, batch), pick(1, 4), pick(1, queries), keys), F32)
+    if pick(False, True):
+        ends = [[pick(0, 1, n, n // 2) for _ in range(batch)] for n in (queries, keys)]
+        options["lengths"] = dict(zip(("query", "key"), ends, strict=True))
+    if pick(False, False, True):
+        options |= {"pair": new_pair(rng), "dropout": 0.3}
+    Problem(rng, (batch, queries, keys, 4, groups, d_k, d_v), pick(*HIGH), **options).check()
+
+
+def test_largest_score_of_nothing(rng):
+    mask = torch.zeros(1, 4, 1, 1, dtype=torch.bool)
+    mask[:, 2] = True
+    made = Problem(rng, mask=mask, sink=torch.ones(4)).check()
+    assert made["top"][2] == -INF and made["top"][[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("special", [NAN, INF])
+def test_largest_score_is_special(special, rng):
+    problem = Problem(rng, bias=torch.zeros(2, 4, 70, 210))
+    clean = problem.run()
+    problem.bias[1, 2, 33, 100] = special
+    made = problem.run()
+    assert torch.equal(made["top"][2].isnan(), torch.tensor(special).isnan())
+    assert made["top"][2].isnan() or made["top"][2] == special
+    assert_bits(made["top"][[0, 1, 3]], clean["top"][[0, 1, 3]])
+
+
 @pytest.mark.parametrize("at", range(5))
 def test_empty(at, rng):
     """No sequences, queries, keys, heads; channels are in test_widths_of_heads."""
@@ -268,7 +408,7 @@ def test_empty(at, rng):
         shape[4] = 0  # nor heads of keys
     made = Problem(rng, tuple(shape)).run()
     for name, tensor in made.items():
-        expected = -INF if name == "statistics" else 0.0
+        expected = -INF if name in ("statistics", "top") else 0.0
         assert (tensor == expected).all(), name
 
 
@@ -378,7 +518,7 @@ def test_query_without_keys_is_zero(dtype, rng):
     assert (made["output"][:, :, 1] == 0).all() and (made["grad_query"][:, :, 1] == 0).all()
     made = Problem(rng, dtype=dtype, mask=torch.ones(1, 1, 1, 1).bool()).run()
     for name, tensor in made.items():
-        assert (tensor == (-INF if name == "statistics" else 0)).all()
+        assert (tensor == (-INF if name in ("statistics", "top") else 0)).all()
 
 
 # ---- special numbers -----------------------------------------------------------------------------
@@ -506,7 +646,9 @@ def test_sequences_and_heads_do_not_see_each_other(rng):
             of_name = heads if name == "query" else slice(group, group + 1)
             alone.tensors[name] = problem.tensors[name][b : b + 1, :, of_name].contiguous()
         alone.grad = problem.grad[b : b + 1, :, heads].contiguous()
-        for name, tensor in alone.run().items():
+        found = alone.run()
+        del found["top"]  # of all sequences
+        for name, tensor in found.items():
             some = slice(group, group + 1) if name in ("grad_key", "grad_value") else heads
             part = (
                 whole[name][b : b + 1, some]

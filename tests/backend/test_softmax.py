@@ -37,13 +37,14 @@ def some_dims(shape, which):
 class Problem:
     """Scores, and what they are made of; `check` compares a call with float64."""
 
-    def __init__(self, x, *, mask=None, bias=None, scale=1.0, window=(-1, -1, 0)):
+    def __init__(self, x, *, mask=None, bias=None, sink=None, scale=1.0, window=(-1, -1, 0)):
         self.x, self.mask, self.bias, self.scale, self.window = x, mask, bias, scale, window
+        self.sink = sink
         self.may = allowed(x.shape, mask, *window)
 
     def arguments(self, device):
         left, right, diagonal = self.window
-        parts = {"mask": self.mask, "bias": self.bias}
+        parts = {"mask": self.mask, "bias": self.bias, "sink": self.sink}
         placed = {n: None if t is None else t.to(device) for n, t in parts.items()}
         window = {"window_left": left, "window_right": right, "diagonal": diagonal}
         return {"scale": self.scale, **placed, **window}
@@ -53,7 +54,7 @@ class Problem:
         return self.x.double() * scale + (0.0 if self.bias is None else self.bias.double())
 
     def exact(self):
-        return softmax(self.scores(), self.may)
+        return softmax(self.scores(), self.may, self.sink)
 
     def run(self, device, *, layout="dense", probabilities=True, **more):
         """Output and probabilities of one call, both Poisoned."""
@@ -126,6 +127,28 @@ def test_large_scores_do_not_overflow(device, shift, dtype, rng):
     _core.softmax(x.to(device), out.tensor, bias=bias.to(device))
     exact = softmax(scores, torch.ones(SHAPE, dtype=torch.bool))
     assert_within(out.tensor, exact, exact, SHAPE[-1])
+
+
+SINKS = [SHAPE, (2, 3, 40, 16), (1, 5, 1, 30), (9, 2, 3, 520), *WIDE]
+
+
+@pytest.mark.parametrize("shared", [False, True])  # a bias, which decides the order of the rows
+@pytest.mark.parametrize("shape", SINKS, ids=str)
+@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
+def test_sink(device, dtype, shape, shared, rng):
+    sink = 2 * normal(rng, shape[1:2], F32)
+    bias = normal(rng, (1, *shape[1:]), dtype) if shared else None
+    mask = random_mask(rng, (shape[0], 1, 1, shape[3]))
+    mask[0] = True  # rows without keys
+    Problem(normal(rng, shape, dtype), mask=mask, bias=bias, sink=sink).check(device)
+
+
+def test_sink_of_minus_inf_is_none(device, rng):
+    problem = Problem(normal(rng, SHAPE, F32), window=(-1, 3, 0))
+    expected = problem.run(device)
+    problem.sink = torch.full((3,), -INF)
+    for made, right in zip(problem.run(device), expected, strict=True):
+        assert_bits(made.tensor, right.tensor)
 
 
 # ---- masks, windows, biases ----------------------------------------------------------------------
@@ -430,6 +453,7 @@ WRONG = {
         {"mask": X[:, :, :2].bool()},
     ),
     "wide bias": (ValueError, r"bias: dim 1: size 6", {"bias": torch.zeros(2, 6, 4, 8)}),
+    "short sink": (ValueError, r"sink: .* vector of", {"sink": torch.zeros(7)}),
     "integer bias": (TypeError, r"bias: dtype i32", {"bias": X.int()}),
     "two-dim mask": (ValueError, r"mask: ndim = 2, expected 4", {"mask": X[0, 0].bool()}),
     "probabilities of another dtype": (

@@ -34,6 +34,8 @@ def attending(
     source, angles, interleaved, norms_first = given
     dropout = core.attention_dropout if core.training else 0.0
     tracker = core._get_tracker if dropout > 0.0 else None
+    if limits.sink is not None or limits.slopes is not None:
+        return None
     if backend == "native":
         functions = {"fill": _draw_in(tracker)}
     elif backend == "sdpa" and sdpa.runs((slices[0][1], slices[2][1])):

@@ -21,7 +21,7 @@ from transformer_engine.pytorch.module.layer_call import Attending, Branch, Laye
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.norm import L2Normalization
-from transformer_engine.pytorch.module.parameters import one_of, positive_sizes, refuse_options
+from transformer_engine.pytorch.module.parameters import device_of, one_of, positive_sizes
 from transformer_engine.pytorch.module.situation import keep
 from transformer_engine.pytorch.parallel import ContextParallel
 
@@ -144,7 +144,6 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
     ) -> None:
         super().__init__()
         self._set_parallel(tp_group, tp_size)
-        refuse_options(_NAME, softmax_type=(softmax_type, "vanilla"))
         one_of(_NAME, ("self", "cross"), attention_type=attention_type)
         one_of(_NAME, NORMS, normalization=normalization)
         if return_layernorm_output and not input_layernorm:
@@ -157,12 +156,13 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
                     f"{num_attention_heads}; give kv_channels"
                 )
             kv_channels = hidden_size // num_attention_heads
-        self.core_attention = core = DotProductAttention(
-            num_attention_heads, kv_channels, num_gqa_groups, attention_dropout, qkv_format,
-            attn_mask_type, window_size, bottom_right_diagonal, layer_number=layer_number,
-            get_rng_state_tracker=get_rng_state_tracker, attention_type=attention_type,
-            tp_group=tp_group,
-        )  # fmt: skip
+        with device_of(device):  # which the attention takes no argument for
+            self.core_attention = core = DotProductAttention(
+                num_attention_heads, kv_channels, num_gqa_groups, attention_dropout, qkv_format,
+                attn_mask_type, window_size, bottom_right_diagonal, layer_number=layer_number,
+                get_rng_state_tracker=get_rng_state_tracker, attention_type=attention_type,
+                tp_group=tp_group, softmax_type=softmax_type,
+            )  # fmt: skip
         k, v = core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = k, v
         self.hidden_size, self.num_attention_heads = hidden_size, num_attention_heads

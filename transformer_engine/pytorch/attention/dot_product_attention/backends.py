@@ -8,7 +8,7 @@ is a field of `Situation` and a row here.
 """
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ __all__ = [
     "BACKENDS",
     "BIAS_TYPES",
     "FEATURES",
+    "SOFTMAX_TYPES",
     "Choice",
     "Feature",
     "Refusal",
@@ -40,6 +41,7 @@ __all__ = [
 
 OLDEST_CUDNN = 91900  # as of csrc/cuda/cudnn_library.c
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 class Feature(NamedTuple):
@@ -99,9 +101,20 @@ FEATURES: tuple[Feature, ...] = (
     Feature("packed sequences (thd)", lambda s: s.packed, {"sdpa": "it takes no offsets"}),
     Feature(
         "bias type {bias} of packed sequences",
-        lambda s: s.packed and s.bias != "no_bias",
+        lambda s: s.packed and s.bias not in ("no_bias", "alibi"),
         {"native": "the operator takes none"},
     ),
+    Feature(
+        "the gradient of the slopes of ALiBi",
+        lambda s: s.slopes_grad,
+        {"native": "the operator has none of them"},
+    ),
+    Feature(
+        "softmax type {softmax}",
+        lambda s: s.softmax != "vanilla",
+        {"sdpa": "its sums have no further term"},
+    ),
+    Feature("return_max_logit", lambda s: s.max_logit, {"sdpa": "it keeps its scores to itself"}),
     Feature(
         "mask type {kind.name}",
         lambda s: s.kind.padding or s.kind.name == "arbitrary",
@@ -133,29 +146,31 @@ _FROM_HEADS = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
 """Permutations of a format to [batch, heads, length, channels], and back."""
 
 
-def _by_heads(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _by_heads(attend: Callable) -> Callable:
     """A backend from a function of tensors [batch, heads, length, channels].
 
     Packed sequences become a padded batch, and its output is packed again.
     """
 
-    def run(heads: Heads, qkv_format: str, limits: Limits, *arguments: float) -> Tensor:
+    def run(heads: Heads, qkv_format: str, limits: Limits, *arguments: float) -> Any:
         tensors = heads.split()
         if limits.packed is not None:
             return _run_padded(run, tensors, limits, *arguments)
         order = _TO_HEADS[qkv_format]
         out = attend(*(tensor.permute(*order) for tensor in tensors), limits, *arguments)
+        if limits.wants_top:
+            return out[0].permute(*_FROM_HEADS[qkv_format]), out[1]
         return out.permute(*_FROM_HEADS[qkv_format])
 
     return run
 
 
 def _run_padded(
-    run: Callable[..., Tensor],
+    run: Callable,
     tensors: tuple[Tensor, Tensor, Tensor],
     limits: Limits,
     *arguments: float,
-) -> Tensor:
+) -> Any:
     """Run a backend that takes no packed sequences."""
     query, key, value = tensors
     (queries, keys), tokens = limits.packed, query.shape[0]
@@ -163,13 +178,15 @@ def _run_padded(
     padded = to_padded(query, of_queries), to_padded(key, of_keys), to_padded(value, of_keys)
     lengths = {"query_lengths": queries.ends(), "key_lengths": keys.ends()}
     out = run(Heads(padded), "bshd", limits._replace(packed=None, **lengths), *arguments)
+    if limits.wants_top:
+        return to_packed(out[0], of_queries, tokens), out[1]
     return to_packed(out, of_queries, tokens)
 
 
 class Backend(NamedTuple):
     """How it runs (see `native.attend` for the arguments; None: not built), and what it is."""
 
-    run: Callable[..., Tensor] | None
+    run: Callable | None
     title: str
 
 

@@ -20,6 +20,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.arguments import
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
     BACKENDS,
     BIAS_TYPES,
+    SOFTMAX_TYPES,
     Choice,
     check_constructible,
     choose_backend,
@@ -43,6 +44,9 @@ from transformer_engine.pytorch.modes import any_autocast, constant_in_graphs
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import (
+    default_device,
+    have_memory,
+    initialise,
     one_of,
     positive_sizes,
     probabilities,
@@ -93,14 +97,12 @@ def _unusual(options: AttentionOptions, sizes: tuple[int, ...], query: Tensor) -
 
     The same with gradients switched off: a recompute must run what the first pass ran.
     """
-    bias, slopes = options.core_attention_bias, options.alibi_slopes
+    bias = options.core_attention_bias
     if sizes[3] == 1:
         with_bias = options.core_attention_bias_type != "no_bias"
         return (
             "a mask or bias over one key" if with_bias or options.attention_mask is not None else ""
         )
-    if slopes is not None and slopes.requires_grad:
-        return "the gradient of the slopes of ALiBi"
     if bias is None or not bias.requires_grad or bias.dim() != 4:
         return ""
     if options.core_attention_bias_type != "post_scale_bias" or bias.dtype is not _dtype_of(query):
@@ -148,9 +150,11 @@ class DotProductAttention(ContextParallel, NativeModule):
     softmax_scale : float, optional
         Factor of the scores; 1 / sqrt(channels) where None.
     softmax_type : str, default "vanilla"
-        Others are not there yet.
+        "off-by-one": 1 is added to the sum of the exponentiated scores, as by a key of score 0
+        without a value; "learnable": of e to the parameter ``softmax_offset`` ([heads] fp32, 0 at
+        first), which gets its gradient.
     return_max_logit : bool, default False
-        Not there yet.
+        Return the largest score of each head too.
     name : str, optional
         Name of the module for messages.
 
@@ -190,8 +194,7 @@ class DotProductAttention(ContextParallel, NativeModule):
         super().__init__()
         del sequence_parallel
         self._set_parallel(tp_group, tp_size)
-        unbuilt = {"softmax_type": (softmax_type, "vanilla")}
-        refuse_options(_NAME, **unbuilt, return_max_logit=(return_max_logit, False))
+        one_of(_NAME, SOFTMAX_TYPES, softmax_type=softmax_type)
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         positive_sizes(_NAME, num_attention_heads=num_attention_heads, num_gqa_groups=groups)
@@ -219,12 +222,32 @@ class DotProductAttention(ContextParallel, NativeModule):
         scale = 1.0 / math.sqrt(channels[0]) if softmax_scale is None else softmax_scale
         self.softmax_scale = scale
         self._get_tracker = get_rng_state_tracker
+        self.softmax_type, self.return_max_logit = softmax_type, bool(return_max_logit)
+        self.register_parameter("softmax_offset", None)
+        if softmax_type == "learnable":
+            offset = torch.empty(num_attention_heads, dtype=torch.float32, device=default_device())
+            self.softmax_offset = torch.nn.Parameter(offset)
+            if have_memory(self):
+                self.reset_parameters()
         check_constructible(tuple(self._mildest_calls()))
         self._decisions: dict[tuple, _Decision] = {}
         self._ran: Choice | None = None  # of the last call that was not compiled, for `report`
 
+    def reset_parameters(self) -> None:
+        """Give a learnable `softmax_offset` 0; see `Linear.reset_parameters`."""
+        if self.softmax_offset is not None:
+            initialise(self, "softmax_offset", torch.nn.init.zeros_, (None, None))
+
+    def _sink(self, query: Tensor) -> Tensor | None:
+        """Scores without a key [heads] fp32; None for a vanilla softmax."""
+        if self.softmax_type == "vanilla":
+            return None
+        if self.softmax_offset is None:
+            return query.new_zeros(self.num_attention_heads, dtype=torch.float32)
+        return self.softmax_offset.float()
+
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *given: Any) -> None:
-        """Load nothing: what peers save here is the scaling state of FP8 attention."""
+        """Load no scaling state of FP8 attention, which peers save here."""
         super()._load_from_state_dict(state_dict, prefix, *given)
         unexpected_keys = given[3]
         for key in (f"{prefix}_extra_state", f"{prefix}fused_attention._extra_state"):
@@ -238,6 +261,7 @@ class DotProductAttention(ContextParallel, NativeModule):
             f"channels=({self.hidden_size_per_attention_head_k}, "
             f"{self.hidden_size_per_attention_head_v}), dropout={self.attention_dropout}, "
             f"qkv_format={self.qkv_format}, attn_mask_type={self.attn_mask_type}"
+            + ("" if self.softmax_type == "vanilla" else f", softmax_type={self.softmax_type}")
         )
 
     # ---- forward -------------------------------------------------------------------------------
@@ -275,7 +299,7 @@ class DotProductAttention(ContextParallel, NativeModule):
         qkv_layer: Tensor | None = None,
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
-    ) -> Tensor:
+    ) -> Any:
         """Attend.
 
         Parameters
@@ -331,9 +355,11 @@ score_mod_bprop_tensors
 
         Returns
         -------
-        Tensor
+        Tensor or (Tensor, Tensor)
             [s, b, heads * channels], [b, s, heads * channels] or [t, heads * channels] in the dtype
-            of the queries; under `torch.autocast` in its dtype.
+            of the queries; under `torch.autocast` in its dtype. With `return_max_logit` also
+            [heads] fp32: the largest score, scaled and with its bias, that any query of the batch
+            attends, before what a softmax type adds; -Inf where there is none. It has no gradient.
 
         Raises
         ------
@@ -361,9 +387,7 @@ score_mod_bprop_tensors
 
     _FORWARD = forward
 
-    def attend(
-        self, heads: Heads, options: AttentionOptions, qkv_format: str | None = None
-    ) -> Tensor:
+    def attend(self, heads: Heads, options: AttentionOptions, qkv_format: str | None = None) -> Any:
         """`forward` with its other arguments in two."""
         self._refuse()
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
@@ -380,8 +404,9 @@ score_mod_bprop_tensors
             out = self._attend_specially(run, heads, qkv_format, limits, dropout, recompute)
         else:
             out = run(heads, qkv_format, limits, self.softmax_scale, dropout)
-        # contiguous does nothing where the backend wrote in this order
-        return out.flatten(-2).contiguous()
+        out, *top = out if self.return_max_logit else (out,)
+        out = out.flatten(-2).contiguous()  # does nothing where it was written in this order
+        return (out, *top) if top else out
 
     def _go_on(
         self, heads: Heads, options: AttentionOptions, qkv_format: str
@@ -398,22 +423,23 @@ score_mod_bprop_tensors
 
     def _attend_specially(
         self,
-        run: Callable[..., Tensor],
+        run: Callable,
         heads: Heads,
         qkv_format: str,
         limits: Limits,
         dropout: float,
         recompute: bool,
-    ) -> Tensor:
+    ) -> Any:
         """Run a backend inside a fork of the random state, or under a checkpoint."""
         tracker = self._get_tracker if dropout > 0.0 else None
 
-        def attend(bias: Tensor | None, *tensors: Tensor) -> Tensor:
+        def attend(bias: Tensor | None, sink: Tensor | None, *tensors: Tensor) -> Any:
             with contextlib.nullcontext() if tracker is None else tracker().fork():
-                given, own = heads._replace(tensors=tensors), limits._replace(bias=bias)
+                own = limits._replace(bias=bias, sink=sink)
+                given = heads._replace(tensors=tensors)
                 return run(given, qkv_format, own, self.softmax_scale, dropout)
 
-        tensors = limits.bias, *heads.tensors
+        tensors = limits.bias, limits.sink, *heads.tensors
         if not recompute:
             return attend(*tensors)
         return checkpoint(attend, *tensors, get_rng_state_tracker=tracker, use_reentrant=False)
@@ -511,7 +537,8 @@ score_mod_bprop_tensors
         ):
             given = (situation, options, sizes, self.softmax_scale, query)
             limits = limits_of(*given, (0, 0) if tokens is None else tokens)
-        return choice, limits
+        sink = self._sink(query)
+        return choice, limits if sink is None else limits._replace(sink=sink)
 
     def _decision_for(
         self, options: AttentionOptions, sizes: tuple[int, ...], query: Tensor, packed: bool
@@ -543,11 +570,13 @@ score_mod_bprop_tensors
             _switches(),
             "" if query.device.type == "cpu" or packed else _unusual(options, sizes, query),
             packed,
+            options.alibi_slopes is not None and options.alibi_slopes.requires_grad,
         )
 
     def _situation(self, key: tuple) -> Situation:
         """The kind of call of a key."""
-        name, window, bottom_right, bias, square, dtype, device, switches, unusual, packed = key
+        name, window, bottom_right, bias, square, dtype, device, switches, unusual, *more = key
+        packed, slopes_grad = more
         kind = masks.mask_type(name)
         if packed and not kind.padding:
             raise ValueError(
@@ -561,7 +590,8 @@ score_mod_bprop_tensors
         channels = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
         return Situation(
             kind, window, diagonal, square, bias, grouped, dtype, device.type, switches, channels,
-            *_device_facts(device), unusual, packed,
+            *_device_facts(device), unusual, packed, slopes_grad, self.softmax_type,
+            self.return_max_logit,
         )  # fmt: skip
 
     def _decide(self, key: tuple) -> _Decision:
@@ -572,5 +602,5 @@ score_mod_bprop_tensors
     def _mildest_calls(self) -> Iterator[Situation]:
         """The kinds of call that ask the least of a backend, one of each dtype, on the CPU."""
         for dtype in DTYPES:
-            key = "no_mask", None, None, "no_bias", True, dtype, _CPU, _ALL_ON, "", False
+            key = "no_mask", None, None, "no_bias", True, dtype, _CPU, _ALL_ON, "", False, False
             yield self._situation(key)

@@ -35,6 +35,9 @@ class Situation(NamedTuple):
     cudnn: int = 0  # version of the library on a CUDA device, 91900 for 9.19.0
     unusual: str = ""  # what is about the mask, the bias or its gradient
     packed: bool = False  # sequences lie one behind the other (thd)
+    slopes_grad: bool = False  # those of ALiBi want a gradient
+    softmax: str = "vanilla"  # as `DotProductAttention` has it
+    max_logit: bool = False  # the largest scores are returned too
 
 
 class Limits(NamedTuple):
@@ -50,9 +53,29 @@ class Limits(NamedTuple):
     key_lengths: Tensor | None = None  # [batch] int32: where the sequences end; both, or neither
     packed: tuple[Sequences, Sequences] | None = None
     """Queries and keys of packed sequences, which have their lengths there."""
+    slopes: Tensor | None = None  # of ALiBi, [heads] or [batch, heads] fp32
+    sink: Tensor | None = None  # [heads] fp32: scores without a key
+    wants_top: bool = False  # the largest score of each head is a second result
 
-    def without_lengths(self, queries: int, keys: int) -> "Limits":
-        """The same as a mask, for a backend that reads no lengths."""
+    def as_tensors(self, queries: int, keys: int) -> "Limits":
+        """The same as a mask and a bias, for a backend that reads no lengths and no slopes."""
+        return self._without_slopes(queries, keys)._without_lengths(queries, keys)
+
+    def _without_slopes(self, queries: int, keys: int) -> "Limits":
+        if self.slopes is None:
+            return self
+        shift = None
+        if self.query_lengths is not None:
+            shift = _corner_shift(self.bottom_right, (self.query_lengths, self.key_lengths))
+        return self._replace(bias=self._sloped(queries, keys, shift), slopes=None)
+
+    def _sloped(self, queries: int, keys: int, shift: Tensor | None) -> Tensor:
+        """The bias of the slopes; `shift` tells diagonals apart."""
+        diagonal: Any = keys - queries if self.bottom_right else 0
+        diagonal = diagonal if shift is None else shift
+        return masks.alibi_bias(self.slopes, queries, keys, diagonal)
+
+    def _without_lengths(self, queries: int, keys: int) -> "Limits":
         if self.query_lengths is None:
             return self
         lengths = self.query_lengths, self.key_lengths
@@ -70,7 +93,7 @@ class Limits(NamedTuple):
         if shift is not None:
             outside = masks.window_mask(window, shift, of_queries.shape[3], of_keys.shape[3])
             mask, window = mask if outside is None else mask | outside, masks.NO_WINDOW
-        return Limits(mask, self.bias, window, self.bottom_right)
+        return self._replace(mask=mask, window=window, query_lengths=None, key_lengths=None)
 
 
 def _corner_shift(bottom_right: bool, lengths: tuple[Tensor, Tensor]) -> Tensor | None:
@@ -85,7 +108,8 @@ def constant_limits(situation: Situation) -> Limits | None:
     kind = situation.kind
     if kind.padding or kind.name == "arbitrary" or situation.bias != "no_bias":
         return None
-    return Limits(None, None, situation.window, situation.bottom_right)
+    limits = Limits(None, None, situation.window, situation.bottom_right)
+    return limits._replace(wants_top=situation.max_logit)
 
 
 def limits_of(
@@ -104,19 +128,15 @@ def limits_of(
     """
     batch, _, queries, keys = sizes
     kind, corner, shift = situation.kind, situation.bottom_right, None
-    limits = Limits(None, None, situation.window, corner)
+    limits = Limits(None, None, situation.window, corner, wants_top=situation.max_logit)
     if options.inference_params is not None:
         now = options.inference_params.lengths
         if situation.packed:
             limits = limits._replace(packed=cached_sequences(options.inference_params, sizes))
         else:
             limits = limits._replace(query_lengths=now.counts, key_lengths=now.totals)
-        if corner and situation.bias == "alibi":
-            shift = _corner_shift(corner, (now.counts, now.totals))
     elif situation.packed:
         limits = limits._replace(packed=sequences_of(options, sizes, tokens))
-        if corner and situation.bias == "alibi":
-            shift = _corner_shift(corner, tuple(side.ends() for side in limits.packed))
     elif kind.name == "arbitrary":
         limits = limits._replace(mask=masks.arbitrary_mask(options.attention_mask, sizes))
     elif kind.padding and options.attention_mask is not None:
@@ -129,42 +149,47 @@ def limits_of(
             raise ValueError(f"{_NAME}: mask type {kind.name} needs attention_mask or cu_seqlens_q")
         cumulative = (options.cu_seqlens_q, options.cu_seqlens_kv)
         lengths = masks.sequence_lengths(cumulative, batch, queries, keys)
-        shift = _corner_shift(corner, lengths)
         limits = limits._replace(query_lengths=lengths[0], key_lengths=lengths[1])
-    diagonal = shift if shift is not None else keys - queries if corner else 0
-    bias = _bias(situation.bias, options, sizes, diagonal, query)
+    bias = _bias(situation.bias, options, sizes)
     if situation.bias == "pre_scale_bias":
-        bias = bias.float() * scale
-    return limits._replace(bias=bias)
+        return limits._replace(bias=bias.float() * scale)
+    if situation.bias != "alibi":
+        return limits._replace(bias=bias)
+    limits = limits._replace(slopes=_slopes(options.alibi_slopes, sizes, query))
+    if shift is None:
+        return limits
+    # Diagonals that a mask alone tells apart.
+    return limits._replace(bias=limits._sloped(queries, keys, shift), slopes=None)
 
 
-def _bias(
-    kind: str, options: AttentionOptions, sizes: tuple, diagonal: Any, query: Tensor
-) -> Tensor | None:
-    """What is added to the scores, as given or made."""
-    bias, slopes = options.core_attention_bias, options.alibi_slopes
-    _, heads, queries, keys = sizes
+def _bias(kind: str, options: AttentionOptions, sizes: tuple) -> Tensor | None:
+    """What is added to the scores, as given."""
+    bias = options.core_attention_bias
     takes = kind in ("pre_scale_bias", "post_scale_bias")
     if takes != (bias is not None):
         which = "needs core_attention_bias" if takes else "takes no core_attention_bias"
         raise ValueError(f"{_NAME}: core_attention_bias_type={kind!r} {which}")
-    if kind != "alibi":
-        if slopes is not None:
-            raise ValueError(f"{_NAME}: core_attention_bias_type={kind!r} takes no alibi_slopes")
-        if takes and (
-            bias.dim() != 4
-            or any(n not in (1, size) for n, size in zip(bias.shape, sizes, strict=True))
-        ):
-            raise ValueError(
-                f"{_NAME}: core_attention_bias: shape {tuple(bias.shape)}, expected {sizes}, each "
-                "dim that or 1"
-            )
-        return bias
+    if kind != "alibi" and options.alibi_slopes is not None:
+        raise ValueError(f"{_NAME}: core_attention_bias_type={kind!r} takes no alibi_slopes")
+    if takes and (
+        bias.dim() != 4
+        or any(n not in (1, size) for n, size in zip(bias.shape, sizes, strict=True))
+    ):
+        raise ValueError(
+            f"{_NAME}: core_attention_bias: shape {tuple(bias.shape)}, expected {sizes}, each "
+            "dim that or 1"
+        )
+    return bias
+
+
+def _slopes(slopes: Tensor | None, sizes: tuple, query: Tensor) -> Tensor:
+    """The slopes of ALiBi [heads] or [batch, heads] fp32, as given or those by default."""
+    batch, heads = sizes[:2]
     if slopes is None:
-        slopes = masks.default_alibi_slopes(heads, query.device)
-    elif slopes.dim() not in (1, 2) or slopes.shape[-1] != heads:
+        return masks.default_alibi_slopes(heads, query.device)
+    if tuple(slopes.shape) not in ((heads,), (batch, heads), (1, heads)):
         raise ValueError(
             f"{_NAME}: alibi_slopes: shape {tuple(slopes.shape)}, expected [heads] or "
             f"[batch, heads] of {heads} heads"
         )
-    return masks.alibi_bias(slopes, queries, keys, diagonal)
+    return slopes.float().contiguous()

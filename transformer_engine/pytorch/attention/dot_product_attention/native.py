@@ -14,54 +14,72 @@ from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, 
 from transformer_engine.pytorch.random import draw_pair
 
 
-def _results(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _results(
+    query: Tensor, key: Tensor, value: Tensor, *arguments: Any
+) -> tuple[Tensor | None, ...]:
     del key
     *lead, heads, _ = query.shape
+    sequence_first, wants_top = arguments[-2:]
     if len(lead) == 1:  # packed sequences
         sums = 1, lead[0], heads
     else:
-        batch, queries = lead[::-1] if arguments[-1] else lead
+        batch, queries = lead[::-1] if sequence_first else lead
         sums = batch, heads, queries
     output = query.new_empty(*lead, heads, value.shape[-1])
-    return output, query.new_empty(sums, dtype=torch.float32)
+    statistics = query.new_empty(sums, dtype=torch.float32)
+    return output, statistics, statistics.new_empty(heads) if wants_top else None
 
 
 def _gradients(
-    grad: Tensor, wants_bias: bool, deterministic: bool, joined: int, dim: int, *arguments: Any
+    grad: Tensor,
+    wants_bias: bool,
+    wants_sink: bool,
+    deterministic: bool,
+    joined: int,
+    dim: int,
+    *arguments: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Of query, key and value, or less of what is `joined`: the last 2, or all 3; of the bias."""
+    """Of query, key and value, or less of what is `joined`: the last 2, or all 3; bias and sink."""
     del grad, deterministic
-    bias = contiguous_like(arguments[6]) if wants_bias else None
-    if joined == 0:
-        return *map(contiguous_like, arguments[:3]), bias
-    value = arguments[2]
-    packed = value.new_empty(joined_shape(value.shape, joined, dim))
-    return (
-        (packed, None, None, bias)
-        if joined == 3
-        else (contiguous_like(arguments[0]), packed, None, bias)
+    query, key, value, _, _, _, bias, sink, *_ = arguments
+    added = (
+        contiguous_like(bias) if wants_bias else None,
+        contiguous_like(sink) if wants_sink else None,
     )
+    if joined == 0:
+        return *map(contiguous_like, (query, key, value)), *added
+    packed = value.new_empty(joined_shape(value.shape, joined, dim))
+    if joined == 3:
+        return packed, None, None, *added
+    return contiguous_like(query), packed, None, *added
 
 
 def _parts(
-    made: tuple, grad: Tensor, wants_bias: bool, deterministic: bool, joined: int, dim: int, *_: Any
+    made: tuple,
+    grad: Tensor,
+    wants_bias: bool,
+    wants_sink: bool,
+    deterministic: bool,
+    joined: int,
+    dim: int,
+    *_: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of query, key, value and bias, from what `_gradients` made."""
+    """Gradients of query, key, value, bias and sink, from what `_gradients` made."""
     if joined == 0:
         return made
-    return *Heads(made[: 4 - joined], dim).split(), made[3]
+    return *Heads(made[: 4 - joined], dim).split(), *made[3:]
 
 
 _PROBLEM = (
-    "Tensor? mask, Tensor? bias, Tensor? query_lengths, Tensor? key_lengths, "
-    "Tensor? query_offsets, Tensor? key_offsets, Tensor? rng, float scale, float dropout, "
-    "int window_left, int window_right, bool bottom_right, SymInt max_queries, SymInt max_keys, "
-    "bool sequence_first"
+    "Tensor? mask, Tensor? bias, Tensor? sink, Tensor? slopes, Tensor? query_lengths, "
+    "Tensor? key_lengths, Tensor? query_offsets, Tensor? key_offsets, Tensor? rng, float scale, "
+    "float dropout, int window_left, int window_right, bool bottom_right, SymInt max_queries, "
+    "SymInt max_keys, bool sequence_first"
 )
 _forward = operator(
     "attention",
-    f"Tensor query, Tensor key, Tensor value, {_PROBLEM}",
-    "output statistics",
+    f"Tensor query, Tensor key, Tensor value, {_PROBLEM}, bool wants_top",
+    "output statistics top",
     _results,
     unit_stride="query key value",
     aligned=True,
@@ -69,9 +87,9 @@ _forward = operator(
 )
 _backward = operator(
     "attention_backward",
-    "Tensor grad_output, bool wants_bias, bool deterministic, int joined, int dim, Tensor query, "
-    f"Tensor key, Tensor value, Tensor output, Tensor statistics, {_PROBLEM}",
-    "grad_query grad_key grad_value grad_bias",
+    "Tensor grad_output, bool wants_bias, bool wants_sink, bool deterministic, int joined, int dim, "
+    f"Tensor query, Tensor key, Tensor value, Tensor output, Tensor statistics, {_PROBLEM}",
+    "grad_query grad_key grad_value grad_bias grad_sink",
     _gradients,
     unit_stride="grad_output query key value",
     aligned=True,
@@ -86,46 +104,52 @@ def deterministic() -> bool:
 
 
 class _Attention(OperatorCall):
-    """Settings: two flags, `joined` and `dim` as `_gradients` takes them, then the operator's."""
+    """Settings: what is wanted, `joined` and `dim` as of `_gradients`, then the operator's.
+
+    Wanted are the largest scores, gradients of bias and of sink, and repeatable gradients.
+    """
 
     label = "attention"
 
-    def run_forward(self, tensors: tuple) -> tuple[Tensor, tuple]:
-        _, _, joined, dim, *numbers = self.settings
+    def run_forward(self, tensors: tuple) -> tuple[Any, tuple]:
+        wants_top, _, _, _, joined, dim, *numbers = self.settings
         heads, others = tensors[: _COUNTS[joined]], tensors[_COUNTS[joined] :]
-        output, statistics = _forward(self.traced, *Heads(heads, dim).split(), *others, *numbers)
-        return output, (*heads, output, statistics, *others)
+        given = *Heads(heads, dim).split(), *others, *numbers
+        output, statistics, top = _forward(self.traced, *given, wants_top)
+        saved = *heads, output, statistics, *others
+        return (output, top) if wants_top else output, saved
 
     def run_backward(self, grads: tuple, saved: tuple) -> tuple[Tensor | None, ...]:
-        wants_bias, _, joined, dim, *numbers = self.settings
+        _, wants_bias, wants_sink, _, joined, dim, *numbers = self.settings
         count = _COUNTS[joined]
         given = *Heads(saved[:count], dim).split(), *saved[count:]
-        made = _backward(self.traced, *grads, *self.settings[:4], *given, *numbers)
-        grad_bias = made[3] if wants_bias else None
-        return None, *made[:count], None, grad_bias, None, None, None, None, None
+        made = _backward(self.traced, grads[0], *self.settings[1:6], *given, *numbers)
+        added = made[3] if wants_bias else None, made[4] if wants_sink else None
+        return None, *made[:count], None, *added, None, None, None, None, None, None
 
 
 _COUNTS = {0: 3, 2: 2, 3: 1}
 """How many tensors query, key and value are, by how many of them are in one."""
 
 
-def attend(heads: Heads, qkv_format: str, limits: Limits, scale: float, dropout: float) -> Tensor:
+def attend(heads: Heads, qkv_format: str, limits: Limits, scale: float, dropout: float) -> Any:
     """Softmax(scale * query key^T + bias) value, with dropout of the weights.
 
     Tensors are [sequence, batch, heads, channels] (sbhd), [batch, sequence, heads, channels] (bshd)
     or [tokens, heads, channels] (thd), in fp32 (on the CPU), fp16 or bf16; keys and values may have
     fewer heads, which divide those of the queries. Of what is in one tensor the gradient is too:
-    nothing is put together. The bias of the limits is differentiable. The output [.., heads,
+    nothing is put together. Bias and sink of the limits are differentiable. The output [.., heads,
     channels of values] has the order and dtype of the queries and is contiguous; under
-    `torch.autocast` it has its dtype.
+    `torch.autocast` it has its dtype. Where the limits want them, the largest scores [heads] fp32
+    follow, without a gradient.
     """
     tensors = heads.tensors
     device = tensors[0].device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         tensors = tuple(tensor.to(dtype) for tensor in tensors)
-    bias, packed = limits.bias, limits.packed
-    wants_bias, turned = bias is not None and bias.requires_grad, qkv_format == "sbhd"
+    bias, sink, packed = limits.bias, limits.sink, limits.packed
+    grads = bias is not None and bias.requires_grad, sink is not None and sink.requires_grad
     if packed is None:
         where = limits.query_lengths, limits.key_lengths, None, None
         longest = 0, 0
@@ -136,8 +160,10 @@ def attend(heads: Heads, qkv_format: str, limits: Limits, scale: float, dropout:
         if (where[0] is None) != (where[1] is None):
             where = queries.ends(), keys.ends(), *where[2:]
     joined = 0 if heads.dim == 0 else 4 - len(tensors)
-    how = wants_bias, deterministic(), joined, heads.dim
+    how = limits.wants_top, *grads, deterministic(), joined, heads.dim
+    turned = qkv_format == "sbhd"
     numbers = scale, dropout, *limits.window, limits.bottom_right, *longest, turned
     call = _Attention(tensors[0], *how, *numbers)
     rng = draw_pair(tensors[0]) if dropout > 0.0 else None
-    return run_call(call, *tensors, limits.mask, bias, *where, rng)
+    out = run_call(call, *tensors, limits.mask, bias, sink, limits.slopes, *where, rng)
+    return (out[0], out[1].detach()) if limits.wants_top else out

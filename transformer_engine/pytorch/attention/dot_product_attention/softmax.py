@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differentiable softmax of attention scores: scale, mask, window, bias and dropout in one pass."""
 
+import torch
 from torch import Tensor
 
 from transformer_engine.common import absent
@@ -13,10 +14,10 @@ __all__ = ["scaled_softmax", *absent.names_of(__name__)]
 
 _forward = operator(
     "softmax",
-    "Tensor input, Tensor? mask, Tensor? bias, Tensor? rng, float scale, float dropout, "
-    "int window_left, int window_right, SymInt diagonal",
+    "Tensor input, Tensor? mask, Tensor? bias, Tensor? sink, Tensor? rng, float scale, "
+    "float dropout, int window_left, int window_right, SymInt diagonal",
     "output probabilities",
-    lambda scores, mask, bias, rng, *_: (
+    lambda scores, mask, bias, sink, rng, *_: (
         contiguous_like(scores),
         None if rng is None else contiguous_like(scores),
     ),
@@ -32,24 +33,32 @@ _backward = operator(
 
 
 class _ScaledSoftmax(OperatorCall):
-    """Settings: shape and dtype of the bias gradient or None, then numbers of the operator."""
+    """Settings: the bias's shape and dtype or None, the sink's gradient, numbers of the operator.
+
+    The first two say what has a gradient.
+    """
 
     label = "scaled_softmax"
 
     def run_forward(self, tensors: tuple) -> tuple[Tensor, tuple]:
-        output, probabilities = _forward(self.traced, *tensors, *self.settings[1:])
-        rng = tensors[3]
+        output, probabilities = _forward(self.traced, *tensors, *self.settings[2:])
+        rng = tensors[4]
         return output, (output if rng is None else probabilities, rng)
 
     def run_backward(self, grads: tuple, saved: tuple) -> tuple[Tensor | None, ...]:
-        of_bias, scale, dropout, *_ = self.settings
+        of_bias, wants_sink, scale, dropout, *_ = self.settings
         given = self.traced, *grads, *saved
-        if of_bias is None:
-            return None, _backward(*given, scale, dropout), None, None, None
-        grad_bias = _backward(*given, 1.0, dropout)  # the bias is added after scaling
-        grad_scores = grad_bias if scale == 1.0 else grad_bias * scale
-        shape, dtype = of_bias
-        return None, grad_scores, None, grad_bias.sum_to_size(shape).to(dtype), None
+        if of_bias is None and not wants_sink:
+            return None, _backward(*given, scale, dropout), None, None, None, None
+        grad = _backward(*given, 1.0, dropout)  # bias and sink are added after scaling
+        grad_scores = grad if scale == 1.0 else grad * scale
+        grad_bias = None
+        if of_bias is not None:
+            shape, dtype = of_bias
+            grad_bias = grad.sum_to_size(shape).to(dtype)
+        # The gradients of all scores of a row sum up to 0.
+        grad_sink = -grad.sum((0, 2, 3), dtype=torch.float32) if wants_sink else None
+        return None, grad_scores, None, grad_bias, grad_sink, None
 
 
 def scaled_softmax(
@@ -57,6 +66,7 @@ def scaled_softmax(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     *,
+    sink: Tensor | None = None,
     scale: float = 1.0,
     dropout: float = 0.0,
     window: tuple[int, int] = (-1, -1),
@@ -71,8 +81,10 @@ def scaled_softmax(
 
     `scores` are [batch, heads, queries, keys] fp32, fp16 or bf16, with a unit last stride; each dim
     of `mask` (bool, True: masked out) and `bias` (a float dtype, differentiable) is 1 or theirs.
-    The result has their shape and dtype.
+    `sink` [heads] fp32, differentiable, are scores without a key, which join the sums that the
+    others are divided by. The result has the shape and dtype of the scores.
     """
     of_bias = (bias.shape, bias.dtype) if bias is not None and bias.requires_grad else None
-    call = _ScaledSoftmax(scores, of_bias, scale, dropout, *window, diagonal)
-    return run_call(call, scores, mask, bias, draw_pair(scores) if dropout > 0.0 else None)
+    wants_sink = sink is not None and sink.requires_grad
+    call = _ScaledSoftmax(scores, of_bias, wants_sink, scale, dropout, *window, diagonal)
+    return run_call(call, scores, mask, bias, sink, draw_pair(scores) if dropout > 0.0 else None)

@@ -1,27 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in three steps on the library's own softmax: every mask, window and bias."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.attention.dot_product_attention import masks
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.attention.dot_product_attention.softmax import scaled_softmax
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, limits: Limits, scale: float, dropout: float
-) -> Tensor:
+) -> Any:
     """Softmax(scale * query key^T + bias) value, with dropout of the probabilities.
 
     Heads that share keys and values are folded into the queries of one product, so keys and values
     are not repeated. The product is scaled before it is rounded: fp16 scores do not overflow for
     being unscaled. Shapes: query [batch, heads, queries, channels], key [batch, groups, keys,
     channels], value [batch, groups, keys, channels of values]; the output [batch, heads, queries,
-    channels of values] is contiguous.
+    channels of values] is contiguous. Where the limits want them, the largest scores [heads] fp32
+    follow, without a gradient.
     """
     batch, heads, queries, channels = query.shape
     groups, keys = key.shape[1], key.shape[2]
-    limits = limits.without_lengths(queries, keys)
+    limits = limits.as_tensors(queries, keys)
+    diagonal = keys - queries if limits.bottom_right else 0
     folded = heads // groups * queries
     scores = torch.baddbmm(
         query.new_empty(1),  # times 0: not read
@@ -30,14 +35,31 @@ def attend(
         beta=0,
         alpha=scale,
     )
+    scores = scores.view(batch, heads, queries, keys)
     probabilities = scaled_softmax(
-        scores.view(batch, heads, queries, keys),
+        scores,
         limits.mask,
         limits.bias,
+        sink=limits.sink,
         dropout=dropout,
         window=limits.window,
-        diagonal=keys - queries if limits.bottom_right else 0,
+        diagonal=diagonal,
     )
     values = value.reshape(batch * groups, keys, value.shape[3])
     out = torch.bmm(probabilities.view(batch * groups, folded, keys), values)
-    return out.view(batch, heads, queries, value.shape[3])
+    out = out.view(batch, heads, queries, value.shape[3])
+    return (out, _largest(scores.detach(), limits, diagonal)) if limits.wants_top else out
+
+
+def _largest(scores: Tensor, limits: Limits, diagonal: int) -> Tensor:
+    """The largest score of each head [heads] fp32; -Inf where none may be attended."""
+    wide = scores.float()
+    if limits.bias is not None:
+        wide = wide + limits.bias.detach()
+    start = torch.full((1, 1, 1, 1), diagonal, device=scores.device)
+    for mask in (limits.mask, masks.window_mask(limits.window, start, *scores.shape[2:])):
+        if mask is not None:
+            wide = wide.masked_fill(mask, -torch.inf)
+    if wide.numel() == 0:
+        return wide.new_full(wide.shape[1:2], -torch.inf)
+    return wide.amax((0, 2, 3))
