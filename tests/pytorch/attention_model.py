@@ -51,12 +51,15 @@ def may_attend(sizes, mask=None, window=(-1, -1), diagonal=0):
     return may if mask is None else may & ~mask.cpu()
 
 
-def attention(q, k, v, may, *, scale=None, bias=0.0, factors=1.0):
-    """softmax(scale q k^T + bias) over the allowed keys, dropped by factors, times v."""
+def attention(q, k, v, may, *, scale=None, bias=0.0, factors=1.0, sink=None):
+    """softmax(scale q k^T + bias) over the allowed keys, dropped by factors, times v.
+
+    `sink` [heads] are scores without a key.
+    """
     each = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(each, 1) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return (reference.softmax(scale * (q @ k.mT) + bias, may) * factors) @ v
+    return (reference.softmax(scale * (q @ k.mT) + bias, may, sink) * factors) @ v
 
 
 def score_gradients(q, k, v, may, grad):

@@ -364,19 +364,6 @@ def test_packed_errors(device):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("softmax_type", "off-by-one"),
-        ("softmax_type", "learnable"),
-        ("return_max_logit", True),
-    ],
-)
-def test_options_that_are_not_there_yet(option, value):
-    with pytest.raises(NotImplementedError, match=f"{option}={value!r}"):
-        DotProductAttention(HEADS, CHANNELS, **{option: value})
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
         ("fp8_output", True),
         ("num_splits", 4),
         ("score_mod", max),

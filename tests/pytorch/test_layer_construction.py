@@ -14,7 +14,6 @@ SIZES = (32, 64, 4)
 SIZE_NAMES = ("hidden_size", "ffn_hidden_size", "num_attention_heads")
 NOT_HANDED_ON = {
     "tp_group",  # needs a process group: see test_one_rank.py
-    "softmax_type",  # has one value
     *("tp_size", "sequence_parallel", "seq_length", "micro_batch_size"),  # change nothing
     *("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"),
     "name",  # of the layer alone
@@ -51,6 +50,7 @@ ATTENTION = {
     **{"window_size": (2, 1), "bottom_right_diagonal": True, "fuse_qkv_params": True},
     **{"rotary_pos_interleaved": True, "qkv_weight_interleaved": False},
     **{"qk_norm_type": "RMSNorm", "qk_norm_eps": 1e-4, "qk_norm_before_rope": True},
+    "softmax_type": "learnable",
 }
 LAYER = {
     **{**ATTENTION, "self_attn_mask_type": "no_mask", "attn_input_format": "bshd"},

@@ -402,12 +402,6 @@ def test_copies_and_state_dict(device):
 # ---- errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("option", "value"), [("softmax_type", "learnable")])
-def test_options_that_are_not_there_yet(option, value):
-    with pytest.raises(NotImplementedError, match=f"{option}="):
-        te.MultiheadAttention(32, 4, device="cpu", **{option: value})
-
-
 def test_errors(device):
     for arguments, match in (
         ({"attention_type": "both"}, "attention_type='both'"),

@@ -343,7 +343,6 @@ def test_errors(options, match):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("softmax_type", "off-by-one"),
         ("activation", "sine"),
     ],
 )

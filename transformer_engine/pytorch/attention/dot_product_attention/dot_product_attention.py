@@ -50,7 +50,6 @@ from transformer_engine.pytorch.module.parameters import (
     one_of,
     positive_sizes,
     probabilities,
-    refuse_options,
 )
 from transformer_engine.pytorch.parallel import ContextParallel
 from transformer_engine.pytorch.recompute import checkpoint

@@ -87,8 +87,9 @@ _forward = operator(
 )
 _backward = operator(
     "attention_backward",
-    "Tensor grad_output, bool wants_bias, bool wants_sink, bool deterministic, int joined, int dim, "
-    f"Tensor query, Tensor key, Tensor value, Tensor output, Tensor statistics, {_PROBLEM}",
+    "Tensor grad_output, bool wants_bias, bool wants_sink, bool deterministic, int joined, "
+    "int dim, Tensor query, "
+    f"Tensor key, Tensor value, Tensor output, Tensor statistics, {_PROBLEM}",
     "grad_query grad_key grad_value grad_bias grad_sink",
     _gradients,
     unit_stride="grad_output query key value",
