@@ -293,7 +293,7 @@ def test_any_strides(kind, rng):
 def test_sink(dtype, lengths, causal, rng):
     sink, window = normal(rng, (2,), F32), 0 if causal else -1
     problem = Problem(rng, (2, *lengths, 2, 2, 16, 16), dtype, sink=sink, window_right=window)
-    problem.check(naive=dtype if dtype != F32 else None)
+    problem.check(naive=dtype if dtype != F32 and lengths[0] > 1 else None)
 
 
 def test_a_sink_of_zero_is_a_key_without_a_value(rng):

@@ -43,10 +43,15 @@ def run(tensors, statistics, layout="dense", **options):
     made = [Poisoned(grad.shape, grad.dtype, "cpu", layout=layout)]
     made.append(Poisoned(statistics, F32, "cpu"))
     output, sums = (memory.tensor for memory in made)
-    _core.attention(*inputs, output, statistics=sums, **options)
     made += [Poisoned(t.shape, t.dtype, "cpu", layout=layout) for t in inputs]
-    names = ("grad_query", "grad_key", "grad_value")
-    grads = {name: memory.tensor for name, memory in zip(names, made[2:], strict=True)}
+    names = ["grad_query", "grad_key", "grad_value"]
+    top = {}
+    if "sink" in options:
+        made += [Poisoned(grad.shape[2:3], F32, "cpu") for _ in range(2)]
+        names.append("grad_sink")
+        top["top"] = made[-1].tensor
+    _core.attention(*inputs, output, statistics=sums, **top, **options)
+    grads = {name: memory.tensor for name, memory in zip(names, made[2:], strict=False)}
     _core.attention_backward(grad, *inputs, output, sums, **grads, **options)
     assert all(memory.untouched() for memory in made)
     return [memory.tensor for memory in made]
@@ -70,8 +75,10 @@ def check(random, queries, keys, dtype=F32, *, layout="dense", with_lengths=True
     output, sums, *grads = run(padded, sizes, **lengths, **scale)
     assert_bits(found[0][0], queries.packed(output))
     assert_bits(found[1][0], queries.packed(sums.transpose(1, 2), -float("inf")))
-    for tensor, side, right in zip(found[2:], sides, grads, strict=False):
+    for tensor, side, right in zip(found[2:5], sides, grads, strict=False):
         assert_bits(tensor[0], side.packed(right))
+    for tensor, right in zip(found[5:], grads[3:], strict=True):  # of the sink, and the largest
+        assert_bits(tensor, right)
 
 
 @pytest.mark.parametrize("gaps", [False, True], ids=["dense", "gaps"])
@@ -81,6 +88,17 @@ def test_windows(window, dtype, gaps, rng):
     queries = Packing(rng, 4, 90, gaps=gaps, lengths=[90, 0, 1, 37])
     keys = Packing(rng, 4, 210, gaps=gaps, lengths=[210, 5, 1, 0])
     check(rng, queries, keys, dtype, with_lengths=gaps, **WINDOWS[window])
+
+
+@pytest.mark.parametrize("of_sequences", [False, True])
+@pytest.mark.parametrize("window", ["full", "bottom right"])
+def test_sinks_and_slopes(window, of_sequences, rng):
+    """Slopes count from the diagonal of each sequence."""
+    queries = Packing(rng, 4, 90, gaps=True, lengths=[90, 0, 1, 37])
+    keys = Packing(rng, 4, 210, gaps=True, lengths=[210, 5, 1, 0])
+    slopes = normal(rng, (4, HEADS) if of_sequences else (HEADS,), F32)
+    options = {"sink": normal(rng, (HEADS,), F32), "slopes": slopes}
+    check(rng, queries, keys, **options, **WINDOWS[window])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
