@@ -48,6 +48,11 @@ def situations():
             yield of
             if kind.padding:
                 yield of._replace(packed=True)
+            if bias == "alibi" and window is None:
+                yield of._replace(slopes_grad=True)
+            if bias == "no_bias" and window is None:
+                yield of._replace(softmax="off-by-one")
+                yield of._replace(max_logit=True)
 
 
 def test_one_table_answers_everything():
@@ -207,6 +212,7 @@ def test_get_attention_backend_answers_from_the_table(monkeypatch):
         {"attn_mask_type": "padding_causal", "window_size": (5, 0)},
         {"attn_mask_type": "arbitrary", "num_gqa_groups": 4, "max_seqlen_kv": 77},
         {"deterministic": True, "attention_dropout": 0.1, "qkv_dtype": F16},
+        {"softmax_type": "learnable", "return_max_logit": True},
     ],
 )
 def test_get_attention_backend_of_other_problems(changed):
