@@ -14,8 +14,7 @@ static const te_node_rules *const rules[TE_NODE_KINDS] = {
     [TE_NODE_LINEAR] = &te_linear_rules,           [TE_NODE_NORM] = &te_norm_rules,
     [TE_NODE_ACTIVATION] = &te_activation_rules,   [TE_NODE_SOFTCAP] = &te_softcap_rules,
     [TE_NODE_ATTENTION] = &te_attention_rules,     [TE_NODE_ROPE] = &te_rope_rules,
-    [TE_NODE_DROPOUT_ADD] = &te_dropout_add_rules,
-    [TE_NODE_HEAD_NORM] = &te_head_norm_rules,
+    [TE_NODE_DROPOUT_ADD] = &te_dropout_add_rules, [TE_NODE_HEAD_NORM] = &te_head_norm_rules,
 };
 
 /* ---- what is read of a graph ------------------------------------------------------------------

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * node_heads.c - attention, the rotary embedding and norms of heads as nodes. They read heads of matrices where
- * they lie, queries, keys and values of one projection say, and write gradients to the same places.
+ * node_heads.c - attention, the rotary embedding and norms of heads as nodes. They read heads of
+ * matrices where they lie, queries, keys and values of one projection say, and write gradients to
+ * the same places.
  */
 #include <stdio.h>
 
@@ -251,8 +252,8 @@ static te_status check_rope(const te_graph_desc *graph, int32_t n)
     const te_node_desc *node = &graph->nodes[n];
     const te_value_desc *angles = node->inputs[1] < 0 ? NULL : &graph->values[node->inputs[1]];
     TE_TRY(te_check_heads(graph, n, "rope"));
-    if (angles == NULL || (angles->ndim == 2 && angles->dtype == TE_DTYPE_F32 &&
-                           angles->flags == TE_VALUE_INPUT)) {
+    if (angles == NULL ||
+        (angles->ndim == 2 && angles->dtype == TE_DTYPE_F32 && angles->flags == TE_VALUE_INPUT)) {
         return TE_OK;
     }
     return TE_FAIL(TE_ERROR_INVALID, "rope: %s is no input [positions, channels] of f32",

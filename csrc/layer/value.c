@@ -75,11 +75,11 @@ te_status te_check_slice(const te_graph_desc *graph, int32_t n, int i)
         slice->offset + (te_slice_blocks(slice) - 1) * slice->stride + te_slice_width(slice) >
             x->shape[1].add) {
         return TE_FAIL(TE_ERROR_INVALID,
-                       "graph: node %d: %d heads of %d channels at %lld + %lld h, %lld together, in "
-                       "the %lld columns of %s",
+                       "graph: node %d: %d heads of %d channels at %lld + %lld h in the %lld "
+                       "columns of %s, %lld together",
                        n, slice->heads, slice->channels, (long long)slice->offset,
-                       (long long)slice->stride, (long long)te_slice_together(slice),
-                       (long long)x->shape[1].add, x->name);
+                       (long long)slice->stride, (long long)x->shape[1].add, x->name,
+                       (long long)slice->together);
     }
     return TE_OK;
 }

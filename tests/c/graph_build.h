@@ -108,10 +108,11 @@ static inline te_slice *slices_of(graph *g, const te_node_desc *node)
 /* What the kinds read. */
 static const struct graph_counts {
     int32_t inputs, numbers, slices;
-} graph_counts[TE_NODE_KINDS] = {[TE_NODE_LINEAR] = {3, 0, 0},     [TE_NODE_NORM] = {3, 1, 0},
-                                 [TE_NODE_ACTIVATION] = {1, 3, 0}, [TE_NODE_SOFTCAP] = {1, 3, 0},
-                                 [TE_NODE_ATTENTION] = {7, 4, 3},  [TE_NODE_ROPE] = {2, 0, 1},
-                                 [TE_NODE_DROPOUT_ADD] = {3, 2, 0}};
+} graph_counts[TE_NODE_KINDS] = {
+    [TE_NODE_LINEAR] = {3, 0, 0},      [TE_NODE_NORM] = {3, 1, 0},
+    [TE_NODE_ACTIVATION] = {1, 3, 0},  [TE_NODE_SOFTCAP] = {1, 3, 0},
+    [TE_NODE_ATTENTION] = {7, 4, 3},   [TE_NODE_ROPE] = {2, 0, 1},
+    [TE_NODE_DROPOUT_ADD] = {3, 2, 0}, [TE_NODE_HEAD_NORM] = {3, 1, 1}};
 
 static inline te_node_desc *graph_node(graph *g, te_node_kind kind, const char *name, int32_t x,
                                        int32_t y)
@@ -211,10 +212,24 @@ static inline te_node_desc *graph_rope(graph *g, const char *name, int32_t x, te
     return node;
 }
 
+static inline te_node_desc *graph_head_norm(graph *g, te_norm_kind kind, const char *name,
+                                            int32_t x, te_slice slice, int32_t y)
+{
+    te_node_desc *node = graph_node(g, TE_NODE_HEAD_NORM, name, x, y);
+    node->variant = (int32_t)kind;
+    slices_of(g, node)[0] = slice;
+    numbers_of(g, node)[0] = 0.01; /* heads are short: few numbers may be nearly the same */
+    inputs_of(g, node)[1] = graph_parameter(g, name, "gamma", 0, -1, slice.channels);
+    if (kind == TE_NORM_LAYERNORM) {
+        inputs_of(g, node)[2] = graph_parameter(g, name, "beta", 0, -1, slice.channels);
+    }
+    return node;
+}
+
 /* The heads of a matrix that has nothing else. */
 static inline te_slice graph_dense(int32_t heads, int32_t channels)
 {
-    return (te_slice){heads, channels, 0, channels};
+    return (te_slice){heads, channels, 0, channels, 1};
 }
 
 static inline void graph_make(graph *g)

@@ -33,7 +33,7 @@ static inline graph_matrix graph_matrix_of(const graph *g, const te_node_desc *n
 /* First channel of a head. */
 static inline int64_t graph_head(const graph_matrix *m, int64_t b, int64_t s, int64_t h)
 {
-    return (b * m->of_batch + s * m->of_token) * m->columns + m->slice.offset + h * m->slice.stride;
+    return (b * m->of_batch + s * m->of_token) * m->columns + graph_place(&m->slice, h);
 }
 
 /* ---- rotary embedding ------------------------------------------------------------------------ */
@@ -43,8 +43,8 @@ static inline void graph_rotate(graph *g, const te_node_desc *node, int backward
     te_slice dense = graph_dense(node->slices[0].heads, node->slices[0].channels);
     graph_matrix x = graph_matrix_of(g, node, node->inputs[0], node->slices[0]);
     graph_matrix y = graph_matrix_of(g, node, node->output, dense);
-    const double *angles = g->value[node->inputs[1]];
-    int64_t n = graph_columns(g, node->inputs[1]);
+    const double *angles = node->inputs[1] < 0 ? NULL : g->value[node->inputs[1]];
+    int64_t n = node->inputs[1] < 0 ? 0 : graph_columns(g, node->inputs[1]);
     int pairs = (node->flags & TE_NODE_INTERLEAVED) != 0;
     for (int64_t i = 0; i < x.batch * x.length * dense.heads; i++) {
         int64_t b = i / dense.heads / x.length, s = i / dense.heads % x.length;

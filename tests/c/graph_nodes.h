@@ -80,18 +80,19 @@ static inline double graph_normalize(const te_node_desc *node, const double *x, 
     return rsigma;
 }
 
-static inline void graph_norm_row(graph *g, const te_node_desc *node, int64_t row, int backward)
+/* n elements from `from` on of the input, and `to` of the output. */
+static inline void graph_norm_line(graph *g, const te_node_desc *node, int64_t from, int64_t to,
+                                   int64_t n, int backward)
 {
-    int64_t n = graph_columns(g, node->output), at = row * n;
     const double *gamma = g->value[node->inputs[1]];
     int centered = node->variant == TE_NORM_LAYERNORM;
     double xhat[GRAPH_VALUES], rsigma, mean = 0, along = 0;
     EXPECT(n <= GRAPH_VALUES, "%d columns", (int)n);
-    rsigma = graph_normalize(node, g->value[node->inputs[0]] + at, n, xhat);
+    rsigma = graph_normalize(node, g->value[node->inputs[0]] + from, n, xhat);
     for (int64_t i = 0; i < n; i++) {
-        double dy = g->grad[node->output][at + i], dz = dy * gamma[i];
+        double dy = g->grad[node->output][to + i], dz = dy * gamma[i];
         if (!backward) {
-            g->value[node->output][at + i] =
+            g->value[node->output][to + i] =
                 xhat[i] * gamma[i] + (node->inputs[2] < 0 ? 0 : g->value[node->inputs[2]][i]);
             continue;
         }
@@ -101,8 +102,31 @@ static inline void graph_norm_row(graph *g, const te_node_desc *node, int64_t ro
         along += dz * xhat[i] / (double)n;
     }
     for (int64_t i = 0; i < n && backward; i++) {
-        double dz = g->grad[node->output][at + i] * gamma[i];
-        g->grad[node->inputs[0]][at + i] += rsigma * (dz - mean - xhat[i] * along);
+        double dz = g->grad[node->output][to + i] * gamma[i];
+        g->grad[node->inputs[0]][from + i] += rsigma * (dz - mean - xhat[i] * along);
+    }
+}
+
+static inline void graph_norm_row(graph *g, const te_node_desc *node, int64_t row, int backward)
+{
+    int64_t n = graph_columns(g, node->output);
+    graph_norm_line(g, node, row * n, row * n, n, backward);
+}
+
+/* Where a head begins in its row. */
+static inline int64_t graph_place(const te_slice *slice, int64_t head)
+{
+    int64_t together = slice->together > 1 ? slice->together : 1;
+    return slice->offset + head / together * slice->stride + head % together * slice->channels;
+}
+
+static inline void graph_head_norm_row(graph *g, const te_node_desc *node, int64_t row,
+                                       int backward)
+{
+    const te_slice *slice = &node->slices[0];
+    for (int64_t h = 0; h < slice->heads; h++) {
+        graph_norm_line(g, node, row * graph_columns(g, node->inputs[0]) + graph_place(slice, h),
+                        (row * slice->heads + h) * slice->channels, slice->channels, backward);
     }
 }
 

@@ -340,6 +340,7 @@ static int may_share(te_op op, const char *written, const char *other)
                  {TE_OP_SOFTMAX_BACKWARD, "grad_input", "grad_output"},
                  {TE_OP_DROPOUT_ADD, "output", "input"},
                  {TE_OP_DROPOUT_BACKWARD, "grad_input", "grad_output"},
+                 {TE_OP_NORM_BACKWARD, "grad_input", "grad_residual"},
                  {TE_OP_ROPE, "output", "input"},
                  {TE_OP_ROPE, "key_output", "key"},
                  {TE_OP_ROPE, "value_output", "value"}};

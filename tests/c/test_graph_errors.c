@@ -73,7 +73,7 @@ static void check_refusals(void)
     REFUSE(values[5].flags, TE_VALUE_PARAMETER | TE_VALUE_DEFER, INVALID, "only a linear's weight");
     REFUSE(values[6].shape[0].add, 7, INVALID, "norm: gamma: last_gamma is no parameter of 1 x 16");
     REFUSE(values[7].dtype, TE_DTYPE_BF16, TYPE, "norm: gamma f32, beta bf16");
-    REFUSE(nodes[0].kind, TE_NODE_KINDS, INVALID, "node 0: kind 7 does not exist");
+    REFUSE(nodes[0].kind, TE_NODE_KINDS, INVALID, "node 0: kind 8 does not exist");
     REFUSE(nodes[0].kind, -1, INVALID, "node 0: kind -1 does not exist");
     REFUSE(inputs[0][0], 1, INVALID, "node 0 reads a, which nobody has made");
     REFUSE(inputs[0][0], 2, INVALID, "node 0 reads b, which nobody has made");
@@ -131,7 +131,7 @@ static void check_refusals(void)
 /* qkv, angles, turned, attended, mask, bias, y, bias of the sum; rope, attention, dropout + add. */
 static void make_attention(graph *g)
 {
-    const te_slice slices[3] = {{4, 4, 0, 4}, {2, 4, 16, 8}, {2, 4, 20, 8}};
+    const te_slice slices[3] = {{4, 4, 0, 4, 1}, {2, 4, 16, 8, 1}, {2, 4, 20, 8, 1}};
     const te_extent angles[2] = {graph_constant(TE_ANY_LENGTH), graph_constant(4)};
     const te_extent scores[4] = {graph_constant(1), graph_constant(4),
                                  graph_symbol(TE_SYMBOL_DIM_1), graph_symbol(TE_SYMBOL_DIM_1)};
@@ -154,6 +154,20 @@ static void make_attention(graph *g)
                             1);
 }
 
+/* The same with a norm of the heads that were turned; the angles, a matrix, are its gamma. */
+static void make_head_norm(graph *g)
+{
+    make_attention(g);
+    g->nodes[0].kind = TE_NODE_HEAD_NORM;
+    g->nodes[0].variant = TE_NORM_RMSNORM;
+    g->inputs[0][1] = -1;
+    g->values[1].flags = TE_VALUE_PARAMETER;
+    g->values[1].ndim = 1;
+    g->values[1].shape[0] = graph_constant(4);
+}
+
+#define REFUSE_NORM(field, wrong, status, text)                                                    \
+    REFUSE_OF(make_head_norm, field, wrong, status, text)
 #define REFUSE_HEADS(field, wrong, status, text)                                                   \
     REFUSE_OF(make_attention, field, wrong, status, text)
 
@@ -179,6 +193,9 @@ static void check_heads(void)
             REFUSE_HEADS(slices[n][i].stride, 3, INVALID, " + 3 h in the ");
             REFUSE_HEADS(slices[n][i].stride, INT64_MAX, INVALID, "h in the ");
             REFUSE_HEADS(slices[n][i].stride, INT64_MIN, INVALID, "h in the ");
+            REFUSE_HEADS(slices[n][i].together, -1, INVALID, "h in the ");
+            REFUSE_HEADS(slices[n][i].together, 3, INVALID, "h in the ");
+            REFUSE_HEADS(slices[n][i].together, INT64_MAX, INVALID, "h in the ");
         }
     }
     /* Each column once: an overlap, columns that nobody reads, another reader. */
@@ -192,7 +209,6 @@ static void check_heads(void)
     REFUSE_HEADS(values[0].shape[0].multiply, 2, INVALID, "heads of x, which is no matrix of rows");
     REFUSE_HEADS(values[0].dtype, TE_DTYPE_U8, TYPE, "x: dtype u8");
     /* rope */
-    REFUSE_HEADS(inputs[0][1], -1, INVALID, "rope: nothing is no input");
     REFUSE_HEADS(inputs[0][1], 5, INVALID, "rope: bias is no input");
     REFUSE_HEADS(values[1].dtype, TE_DTYPE_BF16, INVALID, "rope: angles is no input");
     REFUSE_HEADS(values[1].flags, TE_VALUE_PARAMETER, INVALID, "angles: dim 0 is");
@@ -222,6 +238,18 @@ static void check_heads(void)
     REFUSE_HEADS(inputs[1][4], 4, INVALID, "attention: mask is no mask");
     REFUSE_HEADS(inputs[1][3], 5, INVALID, "attention: bias is no mask");
     REFUSE_HEADS(inputs[1][5], 4, INVALID, "attention: mask is no mask");
+    REFUSE_HEADS(slices[1][1].together, 2, UNSUPPORTED, "attention: heads of x that lie together");
+    /* norm of heads */
+    make_head_norm(&g);
+    g.inputs[0][1] = 1;
+    te_plan_release(plan);
+    OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &plan));
+    REFUSE_NORM(desc.flags, TE_GRAPH_RECOMPUTE, UNSUPPORTED, "node 0 (norm) can not be repeated");
+    REFUSE_NORM(nodes[0].variant, 3, INVALID, "norm: kind = 3 does not exist");
+    REFUSE_NORM(inputs[0][1], 4, INVALID, "norm: gamma: mask is no parameter of 1 x 4");
+    REFUSE_NORM(inputs[0][2], 1, INVALID, "norm: kind 1 with a beta");
+    REFUSE_NORM(values[2].shape[1].add, 12, INVALID, "norm of heads: turned is no matrix of 4");
+    REFUSE_NORM(slices[0][0].channels, 0, INVALID, "heads of 0 channels");
     /* dropout + add */
     REFUSE_HEADS(numbers[2][0], 1.5, INVALID, "dropout + add: probability 1.5");
     REFUSE_HEADS(numbers[2][1], (double)NAN, INVALID, "dropout + add: probability");
@@ -230,7 +258,7 @@ static void check_heads(void)
     REFUSE_HEADS(values[6].dtype, TE_DTYPE_BF16, INVALID, "attended, attended and y of different");
     make_attention(&g); /* the gradient of a bias is written as a whole */
     (void)graph_attention(&g, "two_", (const int32_t[]){6, 6, 6},
-                          (const te_slice[]){{1, 4, 0, 4}, {1, 4, 4, 4}, {1, 8, 8, 8}},
+                          (const te_slice[]){{1, 4, 0, 4, 1}, {1, 4, 4, 4, 1}, {1, 8, 8, 8, 1}},
                           rows_of(&g, "z", TE_VALUE_RESULT, 8));
     g.values[6].flags &= ~(uint32_t)TE_VALUE_RESULT;
     g.inputs[3][GRAPH_BIAS] = 5;

@@ -105,7 +105,7 @@ static void drop_paths(graph *g)
 static void attention_of_attention(graph *g)
 {
     const te_slice dense = graph_dense(4, 4);
-    const te_slice thirds[3] = {{1, 8, 0, 8}, {1, 8, 8, 8}, {1, 16, 16, 16}};
+    const te_slice thirds[3] = {{1, 8, 0, 8, 1}, {1, 8, 8, 8, 1}, {1, 16, 16, 16, 1}};
     int32_t x = graph_input(g, "x", 2 * WIDTH), a = rows_of(g, "a", 0, WIDTH);
     int32_t y = rows_of(g, "y", TE_VALUE_RESULT, WIDTH), z = graph_input(g, "z", WIDTH);
     (void)graph_attention(g, "one_", (const int32_t[]){x, x, x}, thirds, a);
@@ -115,7 +115,7 @@ static void attention_of_attention(graph *g)
 
 static void attention_of_inputs(graph *g)
 {
-    const te_slice slices[3] = {{4, 6, 0, 6}, {2, 6, 24, 10}, {2, 4, 30, 10}};
+    const te_slice slices[3] = {{4, 6, 0, 6, 1}, {2, 6, 24, 10, 1}, {2, 4, 30, 10, 1}};
     const te_extent shape[4] = {graph_constant(1), graph_constant(4), graph_symbol(TE_SYMBOL_DIM_1),
                                 graph_symbol(TE_SYMBOL_DIM_1)};
     int32_t x = graph_input(g, "x", 44), y = rows_of(g, "y", TE_VALUE_RESULT, WIDTH);
@@ -179,7 +179,7 @@ static int32_t attend_in_layer(graph *g, const layer_options *o, const char *pre
 {
     int32_t kv = o->kv_heads, columns = 2 * kv * HEAD, in[3], attended, projected, y;
     te_slice slices[3] = {
-        graph_dense(HEADS, HEAD), {kv, HEAD, 0, 2 * HEAD}, {kv, HEAD, HEAD, 2 * HEAD}};
+        graph_dense(HEADS, HEAD), {kv, HEAD, 0, 2 * HEAD, 1}, {kv, HEAD, HEAD, 2 * HEAD, 1}};
     char name[3][TE_NAME_BYTES];
     te_node_desc *node;
     for (int i = 0; i < 3; i++) {

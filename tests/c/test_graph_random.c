@@ -135,11 +135,11 @@ static void share(heads *h, int count, int32_t matrix, int interleaved)
     }
     for (int i = 3 - count; i < 3; i++) {
         te_slice *slice = &h->slices[i];
-        int by_group = interleaved && slice->heads == groups;
         h->x[i] = matrix;
         slice->offset = offset;
-        slice->stride = by_group ? whole : slice->channels;
-        offset += (int64_t)(by_group ? 1 : slice->heads) * slice->channels;
+        slice->together = interleaved ? slice->heads / groups : 0;
+        slice->stride = interleaved ? whole : slice->channels;
+        offset += (int64_t)(interleaved ? slice->together : slice->heads) * slice->channels;
     }
 }
 
@@ -149,12 +149,12 @@ static heads make_heads(pool *p, int sequence, int cross, int32_t channels)
     const int32_t *count = groups[test_random() % 4];
     int32_t key = 2 * (1 + (int32_t)(test_random() % 4)), value = channels / count[0];
     int from = cross ? !sequence : sequence, interleaved = (int)one_in(2);
-    heads h = {
-        .slices = {{count[0], key, 0, key}, {count[1], key, 0, key}, {count[1], value, 0, value}}};
+    heads h = {.slices = {graph_dense(count[0], key), graph_dense(count[1], key),
+                          graph_dense(count[1], value)}};
     int64_t q = (int64_t)count[0] * key, k = (int64_t)count[1] * key;
     int64_t v = (int64_t)count[1] * value;
     if (!cross && one_in(2)) {
-        share(&h, 3, project(p, "qkv", sequence, q + k + v), interleaved && count[0] == count[1]);
+        share(&h, 3, project(p, "qkv", sequence, q + k + v), interleaved);
         return h;
     }
     h.x[0] = project(p, "q", sequence, q);
@@ -167,15 +167,31 @@ static heads make_heads(pool *p, int sequence, int cross, int32_t channels)
     return h;
 }
 
-/* Turns queries or keys. */
+/* Normalizes each head of queries or keys. */
+static void normalize(pool *p, heads *h, int i, int sequence)
+{
+    static const te_norm_kind kinds[] = {TE_NORM_LAYERNORM, TE_NORM_RMSNORM};
+    graph *g = p->g;
+    te_slice slice = h->slices[i];
+    char name[TE_NAME_BYTES];
+    int32_t y = graph_value(g, named("hn", 2 * p->nodes + i), 0, rows_in(sequence),
+                            (int64_t)slice.heads * slice.channels);
+    (void)snprintf(name, sizeof name, "heads%d_", 2 * p->nodes + i);
+    (void)graph_head_norm(g, kinds[one_in(2)], name, h->x[i], slice, y);
+    h->x[i] = y;
+    h->slices[i] = graph_dense(slice.heads, slice.channels);
+}
+
+/* Turns queries or keys, or copies them. */
 static void turn(pool *p, heads *h, int i, int sequence)
 {
     graph *g = p->g;
     te_slice slice = h->slices[i];
     te_extent shape[2] = {graph_constant(TE_ANY_LENGTH),
                           graph_constant(one_in(2) ? slice.channels : 2)};
-    int32_t angles =
-        graph_tensor(g, named("f", 2 * p->nodes + i), TE_VALUE_INPUT, TE_DTYPE_F32, 2, shape);
+    int32_t angles = one_in(4) ? -1
+                               : graph_tensor(g, named("f", 2 * p->nodes + i), TE_VALUE_INPUT,
+                                              TE_DTYPE_F32, 2, shape);
     int32_t y = graph_value(g, named("r", 2 * p->nodes + i), 0, rows_in(sequence),
                             (int64_t)slice.heads * slice.channels);
     te_node_desc *node = graph_rope(g, "", h->x[i], slice, angles, y);
@@ -209,8 +225,13 @@ static void add_random_attention(pool *p, const char *name, int sequence, int32_
     te_node_desc *node;
     char prefix[TE_NAME_BYTES];
     (void)snprintf(prefix, sizeof prefix, "%s", name);
-    if (one_in(3)) turn(p, &h, 0, sequence);
-    if (one_in(3)) turn(p, &h, 1, from);
+    for (int i = 0; i < 2; i++) {
+        int first = (int)one_in(2), of = i == 0 ? sequence : from;
+        if (first && one_in(3)) normalize(p, &h, i, of);
+        if (one_in(3)) turn(p, &h, i, of);
+        if (!first && one_in(3)) normalize(p, &h, i, of);
+        if (h.slices[i].together > 1) turn(p, &h, i, of); /* attention reads none together */
+    }
     node = graph_attention(g, prefix, h.x, h.slices, y);
     if (p->first) node->flags |= TE_NODE_SEQUENCE_FIRST;
     if (one_in(3)) node->flags |= TE_NODE_BOTTOM_RIGHT;
