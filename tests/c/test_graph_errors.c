@@ -160,6 +160,7 @@ static void make_head_norm(graph *g)
     make_attention(g);
     g->nodes[0].kind = TE_NODE_HEAD_NORM;
     g->nodes[0].variant = TE_NORM_RMSNORM;
+    g->nodes[0].input_count = 3;
     g->inputs[0][1] = -1;
     g->values[1].flags = TE_VALUE_PARAMETER;
     g->values[1].ndim = 1;
