@@ -114,8 +114,8 @@ typedef enum te_node_kind {
     TE_NODE_ACTIVATION,  /* inputs x */
     TE_NODE_SOFTCAP,     /* inputs x */
     TE_NODE_ATTENTION,   /* inputs query, key, value (by slices), mask, bias, lengths of queries, of
-                            keys */
-    TE_NODE_ROPE,        /* inputs x (by slice), angles; without angles the heads are copied */
+                            keys, offsets of queries, of keys */
+    TE_NODE_ROPE,        /* inputs x (by slice), angles, offsets; without angles heads are copied */
     TE_NODE_DROPOUT_ADD, /* inputs x, bias, residual */
     TE_NODE_HEAD_NORM,   /* a norm of each head; inputs x (by slice), gamma, beta */
     TE_NODE_KINDS
@@ -132,7 +132,9 @@ enum {                           /* te_node_desc.flags */
        TE_NODE_SEQUENCE_FIRST = 128, /* attention, rope: the leading dims are (sequence, batch) */
        TE_NODE_BOTTOM_RIGHT = 256,   /* attention: see te_attention_problem */
        TE_NODE_INTERLEAVED = 512,    /* rope */
-       TE_NODE_DETERMINISTIC = 1024  /* attention: see te_attention_backward_args */
+       TE_NODE_DETERMINISTIC = 1024, /* attention: see te_attention_backward_args */
+       TE_NODE_PACKED = 2048         /* attention, rope: rows are tokens of packed sequences, which
+                                        begin at the offsets */
 };
 
 /* Heads of a matrix of rows: head h of a row begins at element offset + h * stride, or where
@@ -153,7 +155,8 @@ typedef struct te_node_desc {
     int32_t output;
     const int32_t *inputs; /* values; -1: not there */
     /* norms: eps; activation: limit, alpha, linear_offset; softcap: cap; attention: scale, dropout,
-     * window to the left and to the right; dropout + add: dropout, drop path */
+     * window to the left and to the right, packed: bounds of queries and of keys; dropout + add:
+     * dropout, drop path */
     const double *numbers;
     const te_slice *slices; /* attention, rope, norm of heads: of the first inputs */
     int32_t input_count, number_count, slice_count;

@@ -295,10 +295,32 @@ int32_t te_view(te_build *build, const te_buffer_info *view)
     return te_plan_add_buffer(&build->plan, &info);
 }
 
+/* Of packed sequences: [1, tokens, heads, channels] for attention, else without the 1. */
+static int32_t packed_heads_of(te_build *build, int32_t n, te_buffer_info *info,
+                               const te_slice *slice)
+{
+    const te_buffer_info *matrix = &build->plan.buffers[info->base].info;
+    const int attends = te_node(build, n)->kind == TE_NODE_ATTENTION;
+    te_extent *shape = &info->shape[attends], *strides = &info->strides[attends];
+    const int32_t rows = matrix->shape[0].symbol;
+    const int64_t columns = matrix->shape[1].add;
+    info->ndim = 3 + attends;
+    info->shape[0] = te_constant(1);
+    info->strides[0] = te_multiple(rows, columns);
+    shape[0] = te_multiple(rows, 1);
+    shape[1] = te_constant(te_slice_blocks(slice));
+    shape[2] = te_constant(te_slice_width(slice));
+    strides[0] = te_constant(columns);
+    strides[1] = te_constant(slice->stride);
+    strides[2] = te_constant(1);
+    return te_view(build, info);
+}
+
 int32_t te_heads_of(te_build *build, int32_t n, int32_t matrix, const te_slice *slice)
 {
     te_buffer_info info = {.ndim = 4, .base = matrix, .offset = slice->offset};
-    int first = (te_node(build, n)->flags & TE_NODE_SEQUENCE_FIRST) != 0;
+    const te_node_desc *node = te_node(build, n);
+    int first = (node->flags & TE_NODE_SEQUENCE_FIRST) != 0;
     char name[2 * TE_NAME_BYTES];
     int64_t columns;
     int32_t rows, length, outer, inner; /* dims of the sequence, of both leading ones */
@@ -308,7 +330,8 @@ int32_t te_heads_of(te_build *build, int32_t n, int32_t matrix, const te_slice *
     (void)snprintf(name, sizeof name, "%.24s_at_%lld", build->plan.buffers[matrix].name,
                    (long long)slice->offset);
     info.name = name;
-    length = 1 + (te_node(build, n)->kind == TE_NODE_ATTENTION && te_node(build, n)->external != 0);
+    if ((node->flags & TE_NODE_PACKED) != 0) return packed_heads_of(build, n, &info, slice);
+    length = 1 + (node->kind == TE_NODE_ATTENTION && node->external != 0);
     outer = first ? length : 0;
     inner = first ? 0 : length;
     info.shape[outer] = te_multiple(rows + 1, 1);

@@ -131,7 +131,7 @@ int32_t te_defer(te_build *build, te_link link, int32_t of);
 
 /* Heads of a matrix of rows as [batch, sequence, heads, channels], `node` says in which order of
  * memory; for the caller's attention as [batch, heads, sequence, channels]. Heads that lie side by
- * side are one. */
+ * side are one. Of packed sequences with a batch of 1 for attention, and without one for others. */
 int32_t te_heads_of(te_build *build, int32_t node, int32_t matrix, const te_slice *slice);
 /* Part of a buffer; `view` has name, shape, base, offset and strides. */
 int32_t te_view(te_build *build, const te_buffer_info *view);

@@ -11,7 +11,23 @@
 
 /* ---- attention ------------------------------------------------------------------------------ */
 
-enum { QUERY, KEY, VALUE, MASK, BIAS, QUERY_LENGTHS, KEY_LENGTHS, INPUTS };
+enum {
+    QUERY,
+    KEY,
+    VALUE,
+    MASK,
+    BIAS,
+    QUERY_LENGTHS,
+    KEY_LENGTHS,
+    QUERY_OFFSETS,
+    KEY_OFFSETS,
+    INPUTS
+};
+
+static int is_packed(const te_node_desc *node)
+{
+    return (node->flags & TE_NODE_PACKED) != 0;
+}
 
 static int is_external(const te_build *build, int32_t n)
 {
@@ -33,7 +49,7 @@ static int32_t heads_of_output(te_build *build, int32_t n, int32_t matrix)
     return te_heads_of(build, n, matrix, &dense);
 }
 
-/* [batch, heads, queries], dense. */
+/* [batch, heads, queries], packed: [1, tokens, heads]; dense. */
 static int32_t statistics_of(te_build *build, int32_t n)
 {
     const te_node_desc *node = te_node(build, n);
@@ -44,12 +60,20 @@ static int32_t statistics_of(te_build *build, int32_t n)
     te_buffer_info view = {.name = "statistics", .ndim = 3};
     view.base = build->direction == TE_DIRECTION_FORWARD ? te_get(build, TE_LINK_STATISTICS, n)
                                                          : te_need(build, TE_LINK_STATISTICS, n);
+    view.strides[2] = te_constant(1);
+    if (is_packed(node)) {
+        view.shape[0] = te_constant(1);
+        view.shape[1] = te_multiple(rows, 1);
+        view.shape[2] = te_constant(heads);
+        view.strides[0] = te_multiple(rows, heads);
+        view.strides[1] = te_constant(heads);
+        return te_view(build, &view);
+    }
     view.shape[0] = te_multiple(batch, 1);
     view.shape[1] = te_constant(heads);
     view.shape[2] = te_multiple(length, 1);
     view.strides[0] = te_multiple(length, heads);
     view.strides[1] = te_multiple(length, 1);
-    view.strides[2] = te_constant(1);
     return te_view(build, &view);
 }
 
@@ -68,12 +92,16 @@ static te_stage *add_attention(te_build *build, int32_t n, te_op op, const char 
     te_use_value(build, stage, "bias", node->inputs[BIAS]);
     te_use_value(build, stage, "query_lengths", node->inputs[QUERY_LENGTHS]);
     te_use_value(build, stage, "key_lengths", node->inputs[KEY_LENGTHS]);
+    te_use_value(build, stage, "query_offsets", node->inputs[QUERY_OFFSETS]);
+    te_use_value(build, stage, "key_offsets", node->inputs[KEY_OFFSETS]);
     te_use_as(build, stage, "rng", rng);
     te_set_number(build, stage, "scale", node->numbers[0]);
     te_set_number(build, stage, "dropout", node->numbers[1]);
     te_set_number(build, stage, "window_left", node->numbers[2]);
     te_set_number(build, stage, "window_right", node->numbers[3]);
     te_set_number(build, stage, "bottom_right", (node->flags & TE_NODE_BOTTOM_RIGHT) != 0);
+    te_set_number(build, stage, "max_queries", node->numbers[4]);
+    te_set_number(build, stage, "max_keys", node->numbers[5]);
     return stage;
 }
 
@@ -135,7 +163,7 @@ static int is_window(double number)
     return number >= -1.0 && number <= (double)INT32_MAX && number == (double)(int64_t)number;
 }
 
-/* A mask (u8) or a bias of 4 dims, or lengths (i32), whichever the input is. */
+/* A mask (u8) or a bias of 4 dims, or lengths or offsets (i32), whichever the input is. */
 static int is_limit(const te_value_desc *value, int input)
 {
     int lengths = input >= QUERY_LENGTHS;
@@ -147,6 +175,29 @@ static int is_limit(const te_value_desc *value, int input)
     return value->ndim == (lengths ? 1 : 4) && (value->flags & TE_VALUE_INPUT) != 0 &&
            (value->dtype == TE_DTYPE_U8) == (input == MASK) &&
            (value->dtype == TE_DTYPE_I32) == lengths;
+}
+
+/* What goes with packed sequences: offsets, bounds, no mask, no bias, no other tokens' lengths. */
+static te_status check_packed(const te_node_desc *node)
+{
+    const int packed = is_packed(node);
+    if ((node->inputs[QUERY_OFFSETS] >= 0) != packed ||
+        (node->inputs[KEY_OFFSETS] >= 0) != packed) {
+        return TE_FAIL(
+            TE_ERROR_INVALID, "attention: offsets %d, %d, of sequences that are %spacked",
+            node->inputs[QUERY_OFFSETS], node->inputs[KEY_OFFSETS], packed ? "" : "not ");
+    }
+    if (!is_window(node->numbers[4]) || !is_window(node->numbers[5]) || node->numbers[4] < 0.0 ||
+        node->numbers[5] < 0.0) {
+        return TE_FAIL(TE_ERROR_INVALID, "attention: bounds %g and %g, expected 0 to 2^31 - 1",
+                       node->numbers[4], node->numbers[5]);
+    }
+    if (packed && (node->external != 0 || node->inputs[MASK] >= 0 || node->inputs[BIAS] >= 0)) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "attention: packed sequences with mask %d, bias %d, external %u",
+                       node->inputs[MASK], node->inputs[BIAS], node->external);
+    }
+    return TE_OK;
 }
 
 static te_status check_attention(const te_graph_desc *graph, int32_t n)
@@ -162,6 +213,7 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
                        node->inputs[QUERY], node->inputs[KEY], node->inputs[VALUE],
                        node->numbers[1], node->numbers[2], node->numbers[3]);
     }
+    TE_TRY(check_packed(node));
     for (int i = QUERY; i <= VALUE; i++) {
         TE_TRY(te_check_slice(graph, n, i));
         if (te_slice_together(&node->slices[i]) == 1) continue;
@@ -192,7 +244,8 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
     for (int i = MASK; i < INPUTS; i++) {
         if (node->inputs[i] < 0 || is_limit(&graph->values[node->inputs[i]], i)) continue;
         return TE_FAIL(TE_ERROR_INVALID,
-                       "attention: %s is no mask (u8) or bias of 4 dims and no lengths (i32)",
+                       "attention: %s is no mask (u8) or bias of 4 dims, no lengths or offsets "
+                       "(i32)",
                        graph->values[node->inputs[i]].name);
     }
     return TE_OK;
@@ -200,10 +253,10 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
 
 const te_node_rules te_attention_rules = {.name = "attention",
                                           .inputs = INPUTS,
-                                          .numbers = 4,
+                                          .numbers = 6,
                                           .slices = 3,
                                           .flags = TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT |
-                                                   TE_NODE_DETERMINISTIC,
+                                                   TE_NODE_DETERMINISTIC | TE_NODE_PACKED,
                                           .external = 1,
                                           .check = check_attention,
                                           .forward = forward_attention,
@@ -218,6 +271,7 @@ static void rotate(te_build *build, int32_t n, int32_t from, int32_t to, int bac
     te_use_as(build, stage, "input", from);
     te_use_as(build, stage, "output", to);
     te_use_value(build, stage, "freqs", node->inputs[1]);
+    te_use_value(build, stage, "cu_seqlens", node->inputs[2]);
     te_set_number(build, stage, "channels", node->slices[0].channels);
     te_set_number(build, stage, "interleaved", (node->flags & TE_NODE_INTERLEAVED) != 0);
     te_set_number(build, stage, "backward", backward);
@@ -251,7 +305,14 @@ static te_status check_rope(const te_graph_desc *graph, int32_t n)
 {
     const te_node_desc *node = &graph->nodes[n];
     const te_value_desc *angles = node->inputs[1] < 0 ? NULL : &graph->values[node->inputs[1]];
+    const te_value_desc *offsets = node->inputs[2] < 0 ? NULL : &graph->values[node->inputs[2]];
     TE_TRY(te_check_heads(graph, n, "rope"));
+    if ((offsets != NULL) != is_packed(node) ||
+        (offsets != NULL && !is_limit(offsets, QUERY_OFFSETS))) {
+        return TE_FAIL(TE_ERROR_INVALID, "rope: %s for sequences that are %spacked",
+                       offsets == NULL ? "no offsets" : offsets->name,
+                       is_packed(node) ? "" : "not ");
+    }
     if (angles == NULL ||
         (angles->ndim == 2 && angles->dtype == TE_DTYPE_F32 && angles->flags == TE_VALUE_INPUT)) {
         return TE_OK;
@@ -261,9 +322,10 @@ static te_status check_rope(const te_graph_desc *graph, int32_t n)
 }
 
 const te_node_rules te_rope_rules = {.name = "rope",
-                                     .inputs = 2,
+                                     .inputs = 3,
                                      .slices = 1,
-                                     .flags = TE_NODE_SEQUENCE_FIRST | TE_NODE_INTERLEAVED,
+                                     .flags = TE_NODE_SEQUENCE_FIRST | TE_NODE_INTERLEAVED |
+                                              TE_NODE_PACKED,
                                      .check = check_rope,
                                      .forward = forward_rope,
                                      .backward = backward_rope};

@@ -60,9 +60,10 @@ def is_crossed(layer):
 
 
 def states(layer, length=LENGTH, batch=BATCH, dtype=None):
-    """Random states that want a gradient."""
+    """Random states that want a gradient; packed ones as many as in a batch."""
     parameter = next(layer.parameters())
-    shape = (length, batch) if form_of(layer) == "sbhd" else (batch, length)
+    shapes = {"sbhd": (length, batch), "bshd": (batch, length), "thd": (batch * length,)}
+    shape = shapes[form_of(layer)]
     made = torch.randn(*shape, HIDDEN).to(parameter.device, dtype or parameter.dtype)
     return made.requires_grad_()
 

@@ -47,6 +47,8 @@ class AttentionSpec(NamedTuple):
     bias_dtype: int = _core.DTYPE_F32  # ``_core.DTYPE_*``
     bias_grad: bool = False  # the bias has a gradient
     deterministic: bool = False  # gradients are bitwise repeatable
+    packed: tuple[int, int, int] | None = None
+    """Packed sequences: how many, and bounds of their queries and of their keys."""
 
 
 class AddSpec(NamedTuple):
@@ -198,8 +200,13 @@ def _attention_inputs(graph: Graph, branch: BranchSpec) -> tuple:
             continue
         full = tuple(n or dim for n, dim in zip(shape, dims, strict=True))
         limits.append(graph.tensor(name + what, dtype, full, flags))
-    for what in ("query_lengths", "key_lengths")[: attention.lengths]:
-        limits.append(graph.tensor(name + what, _core.DTYPE_I32, (dims[0],), given))
+    batch = dims[0] if attention.packed is None else attention.packed[0]
+    for i, what in enumerate(("query_lengths", "key_lengths")):
+        is_there = i < attention.lengths
+        number = graph.tensor(name + what, _core.DTYPE_I32, (batch,), given) if is_there else -1
+        limits.append(number)
+    for what in () if attention.packed is None else ("query_offsets", "key_offsets"):
+        limits.append(graph.tensor(name + what, _core.DTYPE_I32, (batch + 1,), given))
     return source, angles, tuple(limits)
 
 
@@ -248,19 +255,25 @@ def _heads(graph: Graph, x: int, slice_: tuple, name: str) -> int:
     return graph.value(name, graph.values[x][2], (rows, heads * channels))
 
 
+def _order(attention: AttentionSpec) -> int:
+    """Flags that say in which order of memory heads lie."""
+    return flags_of(
+        [
+            (_core.NODE_SEQUENCE_FIRST, attention.sequence_first),
+            (_core.NODE_PACKED, attention.packed is not None),
+        ]
+    )
+
+
 def _turn(  # noqa: PLR0913 - as of `_normalize`
     graph: Graph, branch: BranchSpec, i: int, x: int, slice_: tuple, given: _Given, name: str
 ) -> int:
     """Add the rotary embedding of queries (`i` 0) or keys, or a copy where there are no angles."""
     attention, angles = branch.attention, given.angles
     turned = _heads(graph, x, slice_, name.removesuffix("_"))
-    flags = flags_of(
-        [
-            (_core.NODE_SEQUENCE_FIRST, attention.sequence_first),
-            (_core.NODE_INTERLEAVED, attention.interleaved),
-        ]
-    )
-    inputs = (x, angles[min(i, len(angles) - 1)]) if angles else (x,)
+    flags = _order(attention) | (_core.NODE_INTERLEAVED if attention.interleaved else 0)
+    starts = () if attention.packed is None else (given.limits[i - 2],)
+    inputs = (x, angles[min(i, len(angles) - 1)] if angles else -1, *starts)
     graph.node(_core.NODE_ROPE, inputs, turned, flags=flags, slices=(slice_,), name=name)
     return turned
 
@@ -282,7 +295,7 @@ def _attend(graph: Graph, branch: BranchSpec, projected: list[int], given: _Give
     name, attention = branch.name, branch.attention
     values = [projected[0], projected[-1], projected[-1]]
     slices = list(attention.slices)
-    order = _core.NODE_SEQUENCE_FIRST if attention.sequence_first else 0
+    order = _order(attention)
     for i, prefix in enumerate(_NORMED):
         steps = [_turn] * bool(attention.angles) + [_normalize] * bool(branch.norms)
         if attention.norms_first:
@@ -309,7 +322,11 @@ def _attend(graph: Graph, branch: BranchSpec, projected: list[int], given: _Give
         context,
         name=f"{name}core_",
         flags=order | flags,
-        numbers=(attention.scale, attention.dropout, *map(float, attention.window)),
+        numbers=(
+            attention.scale,
+            attention.dropout,
+            *map(float, (*attention.window, *(attention.packed or ())[1:])),
+        ),
         slices=tuple(slices),
         external=int(attention.external),
     )

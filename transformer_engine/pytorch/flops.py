@@ -49,10 +49,14 @@ def _flops_of_stage(graph: PlanGraph, node: int, operator: str, sizes: list) -> 
         return 2 * sizes[graph.rows_symbol(node)] * out_features * in_features
     if operator not in _PRODUCTS:
         return 0
-    queries, keys = (sizes[graph.rows_symbol(node, at) :][1:3] for at in (0, 1))
+    queries, keys = (sizes[graph.rows_symbol(node, at) :][:3] for at in (0, 1))
     fields = graph.node(node)
-    sequence_first = bool(fields.flags & _core.NODE_SEQUENCE_FIRST)
     (heads, of_query, *_), _, (_, of_value, *_) = fields.slices
+    if fields.flags & _core.NODE_PACKED:  # as if each had as many keys as the longest may have
+        scores = heads * queries[0] * int(fields.numbers[5])
+        return _flops_of_products(operator, scores, of_query, of_value)
+    queries, keys = queries[1:], keys[1:]
+    sequence_first = bool(fields.flags & _core.NODE_SEQUENCE_FIRST)
     scores = heads * queries[0] * queries[1] * keys[not sequence_first]
     return _flops_of_products(operator, scores, of_query, of_value)
 
@@ -71,7 +75,7 @@ def _flops_of_attention(
     query: Tensor, key: Tensor, value: Tensor, *others: Any, operator: str = "attention", **_: Any
 ) -> int:
     *_, longest, sequence_first = others
-    if query.dim() == 3:  # packed sequences: as if each had as many keys as the longest may have
+    if query.dim() == 3:  # packed sequences
         scores = query.shape[:2].numel() * longest
     else:
         scores = query.shape[:3].numel() * key.shape[0 if sequence_first else 1]

@@ -331,6 +331,12 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
             hidden_states = out
         return hidden_states
 
+    def _is_planned(self, inp: Tensor) -> bool:
+        """Whether there may be plans for it: they drop paths by the first of two leading dims."""
+        if self.attn_input_format != "thd":
+            return inp.dim() == 3
+        return inp.dim() == 2 and (self.drop_path_rate == 0.0 or not self.training)
+
     def _is_one_call(self, inp: Tensor) -> bool:
         return self.parallel_attention_mlp or getattr(inp, "nbytes", 0) <= _ONE_CALL
 

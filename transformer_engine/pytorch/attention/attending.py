@@ -48,6 +48,12 @@ def attending(
         for tensor in (limits.mask, limits.bias)
     ]
     lengths = [n for n in (limits.query_lengths, limits.key_lengths) if n is not None]
+    offsets, packed = (), None
+    if limits.packed is not None:
+        of_lengths, offsets = native.told_of(limits.packed)
+        lengths = [n for n in of_lengths if n is not None]
+        queries, keys = limits.packed
+        packed = offsets[0].shape[0] - 1, queries.longest, keys.longest
     bias = limits.bias
     bias_dtype = torch.float32 if bias is None else bias.dtype
     bias_grad = bias is not None and bias.requires_grad and torch.is_grad_enabled()
@@ -57,7 +63,7 @@ def attending(
     key = (
         backend, slices, dropout, tracker, core.softmax_scale, window, limits.bottom_right, *masks,
         len(lengths), bias_dtype, bias_grad, channels, interleaved, norms_first, core.qkv_format,
-        bool(source) and source[0].requires_grad, repeatable,
+        bool(source) and source[0].requires_grad, repeatable, packed,
     )  # fmt: skip
 
     def spec() -> AttentionSpec:
@@ -65,10 +71,10 @@ def attending(
             slices, core.qkv_format == "sbhd", core.softmax_scale, dropout, window,
             limits.bottom_right, backend == "sdpa", channels, interleaved, norms_first, *masks,
             len(lengths),
-            _core.dtype_code(bias_dtype), bias_grad, repeatable,
+            _core.dtype_code(bias_dtype), bias_grad, repeatable, packed,
         )  # fmt: skip
 
-    tensors = (limits.mask, bias, *lengths)
+    tensors = (limits.mask, bias, *lengths, *offsets)
     tensors = (*source, *angles, *(tensor for tensor in tensors if tensor is not None))
     return Attending(key, spec, tensors, functions, choice)
 

@@ -12,7 +12,7 @@ from transformer_engine.pytorch.attention.attending import attending
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.dot_product_attention.cached import angles_for_cache
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
-from transformer_engine.pytorch.attention.dot_product_attention.packed import starts_of
+from transformer_engine.pytorch.attention.dot_product_attention.packed import sizes_of, starts_of
 from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.modes import only_forwards
@@ -323,6 +323,10 @@ fast_zero_fill, pad_between_seqs
         """How it puts its one branch together: the output is the result."""
         return Layer((None,))
 
+    def _is_planned(self, inp: Tensor) -> bool:
+        """Whether there may be plans for it."""
+        return inp.dim() == (2 if self.qkv_format == "thd" else 3)
+
     def _attending(self, inp: Tensor, options: AttentionOptions) -> Attending | None:
         """How a call attends as part of a layer; None where it has to call its modules."""
         core, key = self._modules["core_attention"], None
@@ -347,24 +351,27 @@ fast_zero_fill, pad_between_seqs
         self, core: DotProductAttention, inp: Tensor, options: AttentionOptions
     ) -> Attending | None:
         """`_attending`, anew."""
-        if self.qkv_format == "thd":
-            return None
         source = options.encoder_output
         slices, keys = self._slices(), inp if source is None else source
-        s, b = (0, 1) if self.qkv_format == "sbhd" else (1, 0)
+        packed = self.qkv_format == "thd"
+        s, b = (1, 0) if self.qkv_format == "bshd" else (0, 1)
         if (
             options.inference_params is not None
             or options.checkpoint_core_attention
             or core.qkv_format != self.qkv_format
             or (source is None) != (self.attention_type == "self")
-            or not _alike(keys, inp, b)
+            or not _alike(keys, inp, None if packed else b)
         ):
             return None
-        angles = _angles(options.rotary_pos_emb, (inp.shape[s], keys.shape[s]), slices, inp)
+        tokens = (inp.shape[0], keys.shape[0]) if packed else None
+        if packed:
+            batch, *lengths = sizes_of(options, *tokens)
+        else:
+            batch, lengths = inp.shape[b], (inp.shape[s], keys.shape[s])
+        angles = _angles(options.rotary_pos_emb, lengths, slices, inp)
         if angles is None:
             return None
-        sizes = (inp.shape[b], self.num_attention_heads, inp.shape[s], keys.shape[s])
-        how = core.limits_for(options, sizes, inp)
+        how = core.limits_for(options, (batch, self.num_attention_heads, *lengths), inp, tokens)
         pairs = (self.rotary_pos_interleaved, self.qk_norm_before_rope)
         given = (() if source is None else (source,), angles, *pairs)
         return attending(core, how, slices, given)
@@ -488,15 +495,15 @@ fast_zero_fill, pad_between_seqs
         return query, key
 
 
-def _alike(keys: Any, inp: Tensor, batch: int) -> bool:
-    """Whether a source of keys goes together with the input."""
+def _alike(keys: Any, inp: Tensor, batch: int | None) -> bool:
+    """Whether a source of keys goes together with the input; `batch`: the dim of it, or None."""
     return keys is inp or (
         type(keys) is Tensor
-        and keys.dim() == 3
+        and keys.dim() == inp.dim()
         and keys.dtype is inp.dtype
         and keys.device == inp.device
-        and keys.shape[batch] == inp.shape[batch]
-        and keys.shape[2] == inp.shape[2]
+        and (batch is None or keys.shape[batch] == inp.shape[batch])
+        and keys.shape[-1] == inp.shape[-1]
     )
 
 

@@ -155,8 +155,8 @@ class LayerCalls:
         """Run the layer as one call: the results of its graph.
 
         Its ``_layer()`` says how its branches are put together now, and depends on
-        ``_layer_key()``; `options` are those of each branch. `NotImplemented` where it has to call
-        its modules.
+        ``_layer_key()``, its ``_is_planned(inp)`` whether there may be plans for so many dims;
+        `options` are those of each branch. `NotImplemented` where it has to call its modules.
         """
         state = current_state()
         found = self._find(layer, inp, options, state)
@@ -187,7 +187,7 @@ class LayerCalls:
         None where the layer has to call its modules.
         """
         key, tensors = situation_of(state, inp, self._places)
-        if key is None or inp.dim() != 3 or dispatch_modes():
+        if key is None or not layer._is_planned(inp) or dispatch_modes():
             return None
         attending: list[Attending | None] = []
         key, attended = (key, layer._layer_key()), ()
@@ -250,7 +250,7 @@ class LayerCalls:
         `given` is how each branch attends, and ``is_first_microbatch``.
         """
         attending, first_microbatch = given
-        if inp.shape[2] != self.modules[0]._sizes()[0][0]:
+        if inp.shape[-1] != self.modules[0]._sizes()[0][0]:
             return None
         made = layer._layer()
         made = made._replace(adds=made.adds[self._first :][: len(self.branches)])

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformer_engine.common.config import attention_switches
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, joined_shape
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
+from transformer_engine.pytorch.attention.dot_product_attention.packed import Sequences
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, operator
 from transformer_engine.pytorch.random import draw_pair
@@ -104,6 +105,15 @@ def deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() or not attention_switches().nondeterministic
 
 
+def told_of(packed: tuple[Sequences, Sequences]) -> tuple[tuple, tuple]:
+    """Lengths, or None twice, and offsets of packed queries and keys, as the operator reads."""
+    queries, keys = packed
+    lengths: tuple = (None, None)
+    if queries.lengths is not None or keys.lengths is not None:
+        lengths = queries.ends(), queries.ends() if keys.lengths is queries.lengths else keys.ends()
+    return lengths, (queries.offsets, keys.offsets)
+
+
 class _Attention(OperatorCall):
     """Settings: what is wanted, `joined` and `dim` as of `_gradients`, then the operator's.
 
@@ -155,11 +165,8 @@ def attend(heads: Heads, qkv_format: str, limits: Limits, scale: float, dropout:
         where = limits.query_lengths, limits.key_lengths, None, None
         longest = 0, 0
     else:
-        queries, keys = packed
-        where = queries.lengths, keys.lengths, queries.offsets, keys.offsets
-        longest = queries.longest, keys.longest
-        if (where[0] is None) != (where[1] is None):
-            where = queries.ends(), keys.ends(), *where[2:]
+        lengths, offsets = told_of(packed)
+        where, longest = (*lengths, *offsets), (packed[0].longest, packed[1].longest)
     joined = 0 if heads.dim == 0 else 4 - len(tensors)
     how = limits.wants_top, *grads, deterministic(), joined, heads.dim
     turned = qkv_format == "sbhd"

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of packed sequences: as one call, by branches and by modules, with the same bits."""
+
+import pytest
+import torch
+from pytorch.layer_ways import (
+    DROPS,
+    FUSED,
+    HEADS,
+    HIDDEN,
+    RECIPE_NAMES,
+    assert_modules,
+    assert_ways_agree,
+    assert_whole,
+    dtype_of,
+    make_attention,
+    make_layer,
+    states,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+import transformer_engine.pytorch as te
+
+TOKENS, LONGEST = 32, 20
+OPTIONS = {
+    "plain": {},
+    "one weight": FUSED,
+    "groups": {"num_gqa_groups": 2},
+    "window": {**FUSED, "window_size": (4, 0)},
+    "dropout": {**DROPS, "drop_path_rate": 0.0},
+}
+
+
+def told(device, *lengths, starts=None, side="q"):
+    """What a call is told of its sequences."""
+    sums = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    given = {f"cu_seqlens_{side}": sums, f"max_seqlen_{side}": LONGEST}
+    if starts is not None:
+        offsets = torch.tensor(starts, dtype=torch.int32, device=device)
+        given[f"cu_seqlens_{side}_padded"] = offsets
+    return given
+
+
+def make(device, recipe, **options):
+    return make_layer(
+        device, dtype_of(device, recipe), attn_input_format="thd",
+        self_attn_mask_type="padding_causal", **options,
+    )  # fmt: skip
+
+
+def call_of(layer, device, *, gaps=False, rotary=False):
+    given = {"hidden_states": states(layer, TOKENS // 2, 2)}
+    given |= told(device, 11, 0, 20, starts=(0, 11, 11, 32) if gaps else None)
+    if not gaps:
+        given |= told(device, 12, 0, 20)
+    if rotary:
+        angles = te.attention.RotaryPositionEmbedding(HIDDEN // HEADS)(LONGEST + 1)
+        given["rotary_pos_emb"] = angles.to(device)
+    return given
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_ways_agree(device, options, recipe):
+    layer = make(device, recipe, **OPTIONS[options])
+    assert_ways_agree(layer, call_of(layer, device), recipe=recipe)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("gaps", [False, True])
+def test_gaps_and_rotary_positions(device, gaps, rotary):
+    layer = make(device, None, **FUSED)
+    assert_ways_agree(layer, call_of(layer, device, gaps=gaps, rotary=rotary))
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_attention_to_another_sequence(device, recipe):
+    """Whose tokens are others, and have lengths of their own."""
+    layer = make_attention(
+        device, dtype_of(device, recipe), qkv_format="thd", attention_type="cross",
+        attn_mask_type="padding",
+    )  # fmt: skip
+    given = {"hidden_states": states(layer, TOKENS // 2, 2)}
+    given["encoder_output"] = states(layer, 24, 2)
+    given |= told(device, 12, 0, 20) | told(device, 20, 8, 20, side="kv")
+    assert_ways_agree(layer, given, recipe=recipe)
+
+
+def test_paths_that_are_dropped(device):
+    """A sample is a token then, as where modules are called."""
+    layer = make(device, None, drop_path_rate=0.5)
+    assert_ways_agree(layer, call_of(layer, device), whole=False)
+
+
+def test_another_number_of_sequences_is_another_call(device):
+    layer = make(device, None)
+    x = states(layer, TOKENS // 2, 2)
+    for lengths in ((12, 20), (10, 2, 20), (20, 12), (1, 0, 0)):
+        given = told(device, *lengths)
+        ours = assert_whole(layer, hidden_states=x, **given)
+        with layer.layernorm_mlp.register_forward_hook(lambda *_: None):
+            theirs = assert_modules(layer, hidden_states=x, **given)
+        assert torch.equal(ours, theirs)
+
+
+def test_errors(device):
+    layer = make(device, None)
+    x = states(layer, TOKENS // 2, 2)
+    good = told(device, 12, 20)
+    for changes in (
+        {"cu_seqlens_q": None},
+        {"cu_seqlens_q": good["cu_seqlens_q"].long()},
+        {"cu_seqlens_q_padded": good["cu_seqlens_q"][:-1]},
+        {"self_attn_mask_type": "causal"},
+    ):
+        with pytest.raises(ValueError, match="cu_seqlens_q|mask type"):
+            layer(x, **good | changes)
+    assert_whole(layer, hidden_states=x, **good)
+
+
+def test_flops_are_those_of_the_modules(device):
+    layer = make(device, None)
+    given = call_of(layer, device)
+    counts = []
+    for way in (assert_whole, assert_modules):
+        hooks = [layer.layernorm_mlp.register_forward_hook(lambda *_: None)]
+        if way is assert_whole:
+            hooks.pop().remove()
+        with FlopCounterMode(display=False) as counter:
+            layer(**given)
+        counts.append(counter.get_total_flops())
+        for hook in hooks:
+            hook.remove()
+    assert counts[0] == counts[1] > 0
