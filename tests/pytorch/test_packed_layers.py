@@ -26,6 +26,8 @@ OPTIONS = {
     "plain": {},
     "one weight": FUSED,
     "groups": {"num_gqa_groups": 2},
+    "groups in one weight": {**FUSED, "num_gqa_groups": 2},
+    "norms of heads": {**FUSED, "qk_norm_type": "RMSNorm"},
     "window": {**FUSED, "window_size": (4, 0)},
     "dropout": {**DROPS, "drop_path_rate": 0.0},
 }
@@ -66,10 +68,11 @@ def test_ways_agree(device, options, recipe):
     assert_ways_agree(layer, call_of(layer, device), recipe=recipe)
 
 
+@pytest.mark.parametrize("options", ["one weight", "groups in one weight", "norms of heads"])
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("gaps", [False, True])
-def test_gaps_and_rotary_positions(device, gaps, rotary):
-    layer = make(device, None, **FUSED)
+def test_gaps_and_rotary_positions(device, gaps, rotary, options):
+    layer = make(device, None, **OPTIONS[options])
     assert_ways_agree(layer, call_of(layer, device, gaps=gaps, rotary=rotary))
 
 
