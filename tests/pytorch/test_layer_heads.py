@@ -37,7 +37,7 @@ PROJECTIONS = {
     "groups, interleaved": {"num_gqa_groups": 2, **FUSED},
     "one group, interleaved": {"num_gqa_groups": 1, **FUSED},
     "groups, in turn": {"num_gqa_groups": 2, "qkv_weight_interleaved": False, **FUSED},
-    "two channels": {"kv_channels": (8, 12), "num_gqa_groups": 2, **FUSED},
+    "two channels": {"kv_channels": (8, 16), "num_gqa_groups": 2, **FUSED},
     "cross": {"attention_type": "cross", "num_gqa_groups": 2, **FUSED},
 }
 WHERE = pytest.mark.parametrize("first", [False, True], ids=["after", "before"])

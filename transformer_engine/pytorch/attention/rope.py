@@ -327,7 +327,7 @@ class _Positions(NamedTuple):
         """Position of each token, [s, b], [b, s] or [tokens]; whether it is of a sequence."""
         inside, starts = None, self.start_positions
         if self.tensor_format == "thd":
-            limits = self.cu_seqlens // self.cp_size
+            limits = self.cu_seqlens.long() // self.cp_size
             tokens = torch.arange(t.shape[0], device=t.device)
             entry = torch.searchsorted(limits[1:].contiguous(), tokens, right=True)
             inside = (entry < len(limits) - 1) & (tokens >= limits[0])
