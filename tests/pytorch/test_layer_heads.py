@@ -116,6 +116,21 @@ def test_no_gradients(device):
     both_ways(layer, run, kind=ATTENTION)
 
 
+@WHERE
+@pytest.mark.parametrize("norm", [None, "RMSNorm"])
+@pytest.mark.parametrize("options", [FUSED, {"num_gqa_groups": 2, **FUSED}], ids=["", "groups"])
+def test_packed_sequences(device, options, norm, first):
+    layer = make_attention(
+        device, dtype_of(device), qkv_format="thd", attn_mask_type="padding_causal",
+        qk_norm_type=norm, qk_norm_before_rope=first, **options,
+    )  # fmt: skip
+    limits = torch.tensor([0, 3, 3, 12], dtype=torch.int32, device=device)
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), limits)
+    longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), 9)
+    assert_ways_agree(layer, inputs_of(layer, **lengths, **longest))
+    assert_ways_agree(layer, inputs_of(layer, **lengths, **longest, rotary_pos_emb=angles(device)))
+
+
 # ---- what a plan does not save or copy -----------------------------------------------------------
 
 
