@@ -51,7 +51,9 @@ static void add_part(te_rope_params *params, const te_rope_part *part, int64_t c
     added->dim = (int)dim;
     added->input = heads_of(input, dim, width / dim);
     added->output = heads_of(&part->output, dim, width / dim);
-    added->in_place = memcmp(&added->input, &added->output, sizeof added->input) == 0;
+    added->in_place =
+        added->input.per_line == added->output.per_line &&
+        memcmp(&added->input.view, &added->output.view, sizeof added->input.view) == 0;
     params->copies[params->count++] = !turns;
     if (!turns) return;
     if (params->round_count > 0 && round[-1].last == params->count - 1 &&
