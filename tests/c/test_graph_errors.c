@@ -251,6 +251,9 @@ static void check_heads(void)
     REFUSE_NORM(inputs[0][2], 1, INVALID, "norm: kind 1 with a beta");
     REFUSE_NORM(values[2].shape[1].add, 12, INVALID, "norm of heads: turned is no matrix of 4");
     REFUSE_NORM(slices[0][0].channels, 0, INVALID, "heads of 0 channels");
+    /* packed sequences */
+    REFUSE_HEADS(nodes[0].flags, TE_NODE_PACKED, INVALID, "rope: no offsets for sequences that");
+    REFUSE_HEADS(nodes[1].flags, TE_NODE_PACKED, INVALID, "attention: offsets -1, -1, of");
     /* dropout + add */
     REFUSE_HEADS(numbers[2][0], 1.5, INVALID, "dropout + add: probability 1.5");
     REFUSE_HEADS(numbers[2][1], (double)NAN, INVALID, "dropout + add: probability");
@@ -290,12 +293,12 @@ static void check_flags(void (*make)(graph *g))
 {
     static const uint32_t linear = TE_NODE_ZERO_CENTERED - 1;
     static const uint32_t attention =
-        TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT | TE_NODE_DETERMINISTIC;
+        TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT | TE_NODE_DETERMINISTIC | TE_NODE_PACKED;
+    static const uint32_t rope = TE_NODE_SEQUENCE_FIRST | TE_NODE_INTERLEAVED | TE_NODE_PACKED;
     static const uint32_t known[TE_NODE_KINDS] = {[TE_NODE_LINEAR] = linear,
                                                   [TE_NODE_NORM] = TE_NODE_ZERO_CENTERED,
                                                   [TE_NODE_ATTENTION] = attention,
-                                                  [TE_NODE_ROPE] =
-                                                      TE_NODE_SEQUENCE_FIRST | TE_NODE_INTERLEAVED};
+                                                  [TE_NODE_ROPE] = rope};
     static graph g;
     for (int32_t n = 0; n < 3; n++) {
         for (int bit = 0; bit < 32; bit++) {
