@@ -293,8 +293,8 @@ static void check_flags(void (*make)(graph *g))
 {
     static const uint32_t linear = TE_NODE_ZERO_CENTERED - 1;
     static const uint32_t attention =
-        TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT | TE_NODE_DETERMINISTIC | TE_NODE_PACKED;
-    static const uint32_t rope = TE_NODE_SEQUENCE_FIRST | TE_NODE_INTERLEAVED | TE_NODE_PACKED;
+        TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT | TE_NODE_DETERMINISTIC;
+    static const uint32_t rope = TE_NODE_SEQUENCE_FIRST | TE_NODE_INTERLEAVED;
     static const uint32_t known[TE_NODE_KINDS] = {[TE_NODE_LINEAR] = linear,
                                                   [TE_NODE_NORM] = TE_NODE_ZERO_CENTERED,
                                                   [TE_NODE_ATTENTION] = attention,
@@ -307,7 +307,9 @@ static void check_flags(void (*make)(graph *g))
             make(&g);
             of = known[g.nodes[n].kind];
             g.nodes[n].flags = 1U << bit;
-            if ((of & g.nodes[n].flags) == 0) {
+            if (1U << bit == TE_NODE_PACKED && (of & TE_NODE_SEQUENCE_FIRST) != 0) {
+                refuse(&g, TE_ERROR_INVALID, "offsets"); /* it knows them, beside offsets */
+            } else if ((of & g.nodes[n].flags) == 0) {
                 refuse(&g, TE_ERROR_INVALID, ", of which it knows ");
             } else {
                 OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &plan));
