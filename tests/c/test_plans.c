@@ -135,6 +135,81 @@ static void check_null(void)
     EXPECT(strstr(te_last_error(), "plan is NULL") != NULL, "%s", te_last_error());
 }
 
+/* ---- scratch -------------------------------------------------------------------------------- */
+
+static int questions; /* to the backend below */
+
+static int is_usual(const te_tensor *x)
+{
+    return ((uintptr_t)x->data & 15U) == 0 && (x->shape[0] < 2 || x->strides[0] == x->shape[1]);
+}
+
+/* A backend that wants more where the input is not dense or not aligned. */
+static te_status ask_for_more(void *self, te_context *on, const void *args, size_t *bytes)
+{
+    (void)self, (void)on;
+    questions++;
+    *bytes = is_usual(&((const te_gemm_args *)args)->a.wide) ? 1000000 : 5000000;
+    return TE_OK;
+}
+
+static te_status decline(void *self, te_context *on, const void *args, void *stream)
+{
+    (void)self, (void)on, (void)args, (void)stream;
+    return TE_ERROR_UNSUPPORTED;
+}
+
+/* What dense, aligned buffers take is remembered; for others it is asked with each call. */
+static void check_scratch(void)
+{
+    static shape s;
+    te_backend backend = {
+        .size = sizeof backend, .name = "scratch", .device = TE_DEVICE_CPU, .priority = 1};
+    te_plan_info info;
+    te_tensor buffers[4] = {{.data = NULL}};
+    te_plan_call call = {.size = sizeof call, .buffers = buffers};
+    size_t usual = 0, found = 0;
+    te_plan *plan;
+    describe(&s, IN);
+    plan = make(&s, TE_DIRECTION_FORWARD);
+    OK(te_plan_describe(plan, &info));
+    EXPECT(info.buffer_count == 4 && info.buffers[0].of == s.x, "%d buffers", info.buffer_count);
+    call.plan = plan;
+    call.sizes = te_sizes_of_rows(ROWS);
+    for (int i = 0; i < 3; i++) {
+        te_tensor *t = &buffers[i];
+        *t = (te_tensor){.dtype = TE_DTYPE_F32, .device = plan_cpu, .ndim = info.buffers[i].ndim};
+        t->data = plan_allocate(256);
+        for (int d = 0; d < t->ndim; d++) {
+            t->shape[d] = te_extent_value(&info.buffers[i].shape[d], &call.sizes);
+            t->strides[d] = d == t->ndim - 1 ? 1 : IN;
+        }
+    }
+    backend.slots[TE_OP_GEMM] = (te_op_slot){.function = decline, .workspace = ask_for_more};
+    OK(te_backend_register(&backend));
+    OK(te_plan_scratch(context, plan, &call.sizes, &usual));
+    EXPECT(questions == 1 && usual >= 1000000 && usual < 5000000, "%d, %zu", questions, usual);
+    OK(te_plan_scratch_for(context, &call, &found));
+    EXPECT(questions == 1 && found == usual, "%d, %zu", questions, found);
+    buffers[0].strides[0] = IN + 1;
+    OK(te_plan_scratch_for(context, &call, &found));
+    EXPECT(questions == 2 && found == usual + 4000000, "strided: %d, %zu", questions, found);
+    buffers[0].strides[0] = IN;
+    buffers[0].data = (float *)buffers[0].data + 1;
+    OK(te_plan_scratch_for(context, &call, &found));
+    EXPECT(questions == 3 && found == usual + 4000000, "misaligned: %d, %zu", questions, found);
+    buffers[0].data = (float *)buffers[0].data - 1;
+    call.sizes = te_sizes_of_rows(1); /* the stride of one row says nothing */
+    buffers[0].shape[0] = 1;
+    buffers[0].strides[0] = 77;
+    OK(te_plan_scratch(context, plan, &call.sizes, &usual));
+    OK(te_plan_scratch_for(context, &call, &found));
+    EXPECT(questions == 4 && found == usual, "one row: %d, %zu", questions, found);
+    OK(te_backend_unregister("scratch"));
+    for (int i = 0; i < 3; i++) free(buffers[i].data);
+    te_plan_release(plan);
+}
+
 /* However many come and go, there are those that are held, and these stay what they are. */
 static void check_many(void)
 {
@@ -253,6 +328,7 @@ int main(void)
     OK(te_context_create(plan_cpu, &context));
     check_holders();
     check_null();
+    check_scratch();
     check_many();
     find_neighbours();
     check_threads(0);

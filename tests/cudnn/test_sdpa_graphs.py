@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuDNN compiles the graphs of attention for a GPU that is described, not there.
+"""cuDNN compiles the graphs of attention for a GPU that is described, not there; lives of plans.
 
-Runs where cuDNN and NVRTC are installed (the wheels nvidia-cudnn-cu13, nvidia-cuda-nvrtc and
-nvidia-cublas will do), with a stub in place of the driver.
+Graphs compile where cuDNN and NVRTC are installed (the wheels nvidia-cudnn-cu13, nvidia-cuda-nvrtc
+and nvidia-cublas will do), with a stub in place of the driver.
 """
 
 import os
@@ -16,13 +16,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-SOURCES = [
-    *(ROOT / "csrc/cuda" / f"{name}.c" for name in (
-        "library", "cudnn_library", "cudnn_graph", "cudnn_plan", "sdpa_graph",
-    )),
-    *(ROOT / "csrc/core" / f"{name}.c" for name in ("status", "fork")),
-]  # fmt: skip
+GRAPHS = ("library", "cudnn_library", "cudnn_graph", "cudnn_plan", "sdpa_graph")
 CC = os.environ.get("CC", "cc")
+NEEDS_CC = pytest.mark.skipif(shutil.which(CC) is None, reason="needs a C compiler")
 NO_DRIVER = 34  # CUDA_ERROR_STUB_LIBRARY
 
 
@@ -51,17 +47,32 @@ def stub_driver(folder, include):
     subprocess.run([CC, "-shared", "-fPIC", "-w", "-o", made, source], check=True)
 
 
-@pytest.mark.skipif(shutil.which(CC) is None, reason="needs a C compiler")
-def test_graphs_compile(tmp_path):
+def compiled(folder, name, files):
+    """A program of this folder over files of csrc/cuda, and the folders of the headers."""
     includes = headers()
     if includes is None:
         pytest.skip("the headers of CUDA and cuDNN are not installed")
-    program = tmp_path / "sdpa_graphs"
     flags = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/include'}"]
-    flags += [word for folder in includes for word in ("-isystem", str(folder))]
+    flags += [word for include in includes for word in ("-isystem", str(include))]
+    sources = [HERE / f"{name}.c", *(ROOT / "csrc/cuda" / f"{file}.c" for file in files)]
+    sources += [ROOT / "csrc/core" / f"{file}.c" for file in ("status", "fork")]
     command = [CC, "-std=c11", "-D_POSIX_C_SOURCE=200809L", "-Wall", "-Wextra", "-Werror", *flags]
-    command += ["-o", program, HERE / "sdpa_graphs.c", *SOURCES, "-ldl", "-lpthread", "-lm"]
+    command += ["-o", folder / name, *sources, "-ldl", "-lpthread", "-lm"]
     subprocess.run(command, check=True)
+    return folder / name, includes
+
+
+@NEEDS_CC
+def test_plans_live_as_long_as_they_are_used(tmp_path):
+    """Without cuDNN: over a library that counts what is made and what goes."""
+    program, _ = compiled(tmp_path, "sdpa_plans", ("sdpa_plans",))
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@NEEDS_CC
+def test_graphs_compile(tmp_path):
+    program, includes = compiled(tmp_path, "sdpa_graphs", GRAPHS)
     stub_driver(tmp_path, includes[0])
     path = [
         str(tmp_path),
