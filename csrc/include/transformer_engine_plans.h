@@ -164,8 +164,7 @@ typedef struct te_node_desc {
     int32_t owner;                /* linear: module of the call whose slots it takes */
     int32_t slots[2];  /* of the node in the owner's slots of the forward and backward chunk */
     int32_t gather;    /* linear, > 1: the quantized input is gathered from that many ranks */
-    uint32_t external; /* 1 << te_linear_stage that the caller runs; attention: 1, the caller
-                          attends, and makes the output */
+    uint32_t external; /* linear: 1 << te_linear_stage that the caller runs */
 } te_node_desc;
 
 /* Stages of a linear node, in order of execution: X(ENUM, name). A plan has those it needs. */
@@ -274,7 +273,6 @@ typedef struct te_buffer_info {
     te_dtype dtype;
     int32_t written; /* of a state: the run changes it */
     int32_t leading; /* shape[0] stands for the leading dims of its sequence (times multiply) */
-    int32_t late;    /* an output that an external stage makes, not the caller before the run */
     int32_t ndim;
     te_extent shape[TE_MAX_DIMS];
     int32_t base; /* of a view: the buffer that it is part of, which is dense */
@@ -340,8 +338,8 @@ TE_API te_status te_plan_scratch(te_context *context, const te_plan *plan, const
                                  size_t *bytes);
 
 /* What is called at an external stage, in the run: it does the stage's work on the buffers of the
- * plan, which are all there, on the stream of the run; late buffers it makes, and puts in. With
- * `observed` set it is called before and after every other stage too. */
+ * plan, which are all there, on the stream of the run. With `observed` set it is called before and
+ * after every other stage too. */
 typedef enum te_stage_event { TE_STAGE_RUN, TE_STAGE_BEFORE, TE_STAGE_AFTER } te_stage_event;
 typedef te_status (*te_stage_function)(void *self, int32_t stage, te_stage_event event,
                                        te_tensor *buffers);
@@ -351,7 +349,7 @@ typedef struct te_plan_call {
     const te_plan *plan;
     te_sizes sizes;
     const te_tensor *buffers; /* buffer_count entries in plan order, matrices flattened to 2-D;
-                                 those of late, SAVED, SCRATCH and VIEW buffers are ignored */
+                                 those of SAVED, SCRATCH and VIEW buffers are ignored */
     void *saved;              /* packed saved buffer, 16-byte aligned */
     void *scratch;            /* packed scratch, 256-byte aligned */
     size_t scratch_size;

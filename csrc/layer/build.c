@@ -173,18 +173,9 @@ static void describe(const te_build *build, te_link link, int32_t of, te_buffer_
     }
 }
 
-/* Made by the caller, in its stage. */
-static int is_late(const te_build *build, int32_t value)
-{
-    int32_t maker = build->values[value].producer;
-    return maker != TE_NOBODY && te_node(build, maker)->kind == TE_NODE_ATTENTION &&
-           te_node(build, maker)->external != 0;
-}
-
 static te_buffer_role role_of_value(const te_build *build, int32_t of)
 {
     uint32_t flags = te_value(build, of)->flags;
-    if (is_late(build, of)) flags |= TE_VALUE_RESULT; /* it is handed on as one is */
     if ((flags & TE_VALUE_PARAMETER) != 0) return TE_ROLE_PARAMETER;
     if ((flags & TE_VALUE_INPUT) != 0) return TE_ROLE_INPUT;
     if ((flags & TE_VALUE_RESULT) == 0) return TE_ROLE_SCRATCH;
@@ -247,7 +238,6 @@ static int32_t add(te_build *build, te_link link, int32_t of, te_buffer_role rol
         info.leading =
             (te_value(build, value_of_operand(build, of))->flags & TE_VALUE_LEADING) != 0;
     }
-    info.late = role == TE_ROLE_OUTPUT && link == TE_LINK_VALUE && is_late(build, of);
     return te_plan_add_buffer(&build->plan, &info);
 }
 
@@ -323,7 +313,7 @@ int32_t te_heads_of(te_build *build, int32_t n, int32_t matrix, const te_slice *
     int first = (node->flags & TE_NODE_SEQUENCE_FIRST) != 0;
     char name[2 * TE_NAME_BYTES];
     int64_t columns;
-    int32_t rows, length, outer, inner; /* dims of the sequence, of both leading ones */
+    int32_t rows, outer = first ? 1 : 0; /* the dim of the first leading one */
     if (build->plan.status != TE_OK) return 0;
     columns = build->plan.buffers[matrix].info.shape[1].add;
     rows = build->plan.buffers[matrix].info.shape[0].symbol;
@@ -331,16 +321,13 @@ int32_t te_heads_of(te_build *build, int32_t n, int32_t matrix, const te_slice *
                    (long long)slice->offset);
     info.name = name;
     if ((node->flags & TE_NODE_PACKED) != 0) return packed_heads_of(build, n, &info, slice);
-    length = 1 + (node->kind == TE_NODE_ATTENTION && node->external != 0);
-    outer = first ? length : 0;
-    inner = first ? 0 : length;
     info.shape[outer] = te_multiple(rows + 1, 1);
-    info.shape[inner] = te_multiple(rows + 2, 1);
-    info.shape[3 - length] = te_constant(te_slice_blocks(slice));
+    info.shape[1 - outer] = te_multiple(rows + 2, 1);
+    info.shape[2] = te_constant(te_slice_blocks(slice));
     info.shape[3] = te_constant(te_slice_width(slice));
     info.strides[outer] = te_multiple(rows + 2, columns);
-    info.strides[inner] = te_constant(columns);
-    info.strides[3 - length] = te_constant(slice->stride);
+    info.strides[1 - outer] = te_constant(columns);
+    info.strides[2] = te_constant(slice->stride);
     info.strides[3] = te_constant(1);
     return te_view(build, &info);
 }

@@ -29,11 +29,6 @@ static int is_packed(const te_node_desc *node)
     return (node->flags & TE_NODE_PACKED) != 0;
 }
 
-static int is_external(const te_build *build, int32_t n)
-{
-    return te_node(build, n)->external != 0;
-}
-
 /* The heads of an input, in high precision. */
 static int32_t heads_of_input(te_build *build, int32_t n, int i)
 {
@@ -86,7 +81,6 @@ static te_stage *add_attention(te_build *build, int32_t n, te_op op, const char 
     te_stage *stage;
     for (int i = QUERY; i <= VALUE; i++) heads[i] = heads_of_input(build, n, i);
     stage = te_add(build, n, node->name, name, op);
-    stage->external = is_external(build, n);
     for (int i = QUERY; i <= VALUE; i++) te_use_as(build, stage, fields[i], heads[i]);
     te_use_value(build, stage, "mask", node->inputs[MASK]);
     te_use_value(build, stage, "bias", node->inputs[BIAS]);
@@ -107,8 +101,7 @@ static te_stage *add_attention(te_build *build, int32_t n, te_op op, const char 
 
 static int32_t pair_of(te_build *build, int32_t n)
 {
-    int drops = te_node(build, n)->numbers[1] > 0.0 && !is_external(build, n);
-    return drops ? te_draw(build, n) : TE_NO_BUFFER;
+    return te_node(build, n)->numbers[1] > 0.0 ? te_draw(build, n) : TE_NO_BUFFER;
 }
 
 static void forward_attention(te_build *build, int32_t n)
@@ -116,10 +109,6 @@ static void forward_attention(te_build *build, int32_t n)
     int32_t rng = pair_of(build, n);
     te_stage *stage = add_attention(build, n, TE_OP_ATTENTION, "attention", rng);
     int32_t output = te_get(build, TE_LINK_VALUE, te_node(build, n)->output);
-    if (is_external(build, n)) {
-        te_use_as(build, stage, "output", output);
-        return;
-    }
     te_use_as(build, stage, "output", heads_of_output(build, n, output));
     if (te_links_has(&build->saved, TE_LINK_STATISTICS, n)) {
         te_use_as(build, stage, "statistics", statistics_of(build, n));
@@ -131,16 +120,14 @@ static void backward_attention(te_build *build, int32_t n)
     static const char *const fields[] = {"grad_query", "grad_key", "grad_value"};
     const te_node_desc *node = te_node(build, n);
     int32_t bias = node->inputs[BIAS];
-    int32_t grad, output, statistics = TE_NO_BUFFER;
+    int32_t grad, output, statistics;
     te_stage *stage;
     if (!build->values[node->output].needs_grad || !te_has_grad(build, node->output)) return;
     grad = te_grad(build, node->output);
     output = te_wide(build, node->output, node->name, "attention_output");
-    if (!is_external(build, n)) {
-        grad = heads_of_output(build, n, grad);
-        output = heads_of_output(build, n, output);
-        statistics = statistics_of(build, n);
-    }
+    grad = heads_of_output(build, n, grad);
+    output = heads_of_output(build, n, output);
+    statistics = statistics_of(build, n);
     stage =
         add_attention(build, n, TE_OP_ATTENTION_BACKWARD, "attention_backward", pair_of(build, n));
     te_set_number(build, stage, "deterministic", (node->flags & TE_NODE_DETERMINISTIC) != 0);
@@ -192,10 +179,9 @@ static te_status check_packed(const te_node_desc *node)
         return TE_FAIL(TE_ERROR_INVALID, "attention: bounds %g and %g, expected 0 to 2^31 - 1",
                        node->numbers[4], node->numbers[5]);
     }
-    if (packed && (node->external != 0 || node->inputs[MASK] >= 0 || node->inputs[BIAS] >= 0)) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "attention: packed sequences with mask %d, bias %d, external %u",
-                       node->inputs[MASK], node->inputs[BIAS], node->external);
+    if (packed && (node->inputs[MASK] >= 0 || node->inputs[BIAS] >= 0)) {
+        return TE_FAIL(TE_ERROR_INVALID, "attention: packed sequences with mask %d, bias %d",
+                       node->inputs[MASK], node->inputs[BIAS]);
     }
     return TE_OK;
 }
@@ -257,7 +243,6 @@ const te_node_rules te_attention_rules = {.name = "attention",
                                           .slices = 3,
                                           .flags = TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT |
                                                    TE_NODE_DETERMINISTIC | TE_NODE_PACKED,
-                                          .external = 1,
                                           .check = check_attention,
                                           .forward = forward_attention,
                                           .backward = backward_attention};

@@ -263,7 +263,6 @@ static te_status make_infos(te_plan *plan)
         const te_buffer_info *info = &plan->buffers[i].info;
         plan->buffer_infos[i] = *info;
         plan->buffer_infos[i].name = plan->buffers[i].name;
-        plan->has_late |= info->late;
         for (int32_t d = 0; d < info->ndim; d++) {
             name_symbol(plan, info->shape[d].symbol);
         }

@@ -62,7 +62,6 @@ struct te_plan {
     te_stage_info *stage_infos;
     te_extent saved_bytes[TE_SEQUENCES];
     int32_t owners;
-    int32_t has_late;
     uint32_t symbols; /* 1 << te_symbol of those that it names */
     void *desc;       /* canonical bytes, to tell a hash collision */
     size_t desc_bytes;

@@ -185,7 +185,6 @@ static te_status resolve_buffers(run_state *run, const te_plan_call *call)
         const te_buffer *buffer = &run->plan->buffers[i];
         te_tensor *tensor = &run->buffers[i];
         void *base = run->layout->in_saved[i] ? call->saved : call->scratch;
-        if (buffer->info.late) continue;
         if (buffer->info.role == TE_ROLE_VIEW) break; /* they come last */
         if (!te_is_packed(buffer->info.role)) {
             TE_TRY(check_buffer(buffer, tensor, &call->buffers[i]));
@@ -201,23 +200,6 @@ static te_status resolve_buffers(run_state *run, const te_plan_call *call)
     }
     TE_TRY(place_views(run));
     return check_slots(run);
-}
-
-/* After an external stage: what it was to make. */
-static te_status take_late(run_state *run, const te_stage *stage)
-{
-    for (int32_t u = 0; u < stage->use_count; u++) {
-        int32_t at = stage->uses[u].buffer;
-        const te_buffer *buffer = &run->plan->buffers[at];
-        const te_tensor *given = &run->buffers[at];
-        if (!buffer->info.late) continue;
-        TE_TRY(check_buffer(buffer, &run->layout->tensors[at], given));
-        if (given->data == NULL && te_tensor_numel(given) > 0) {
-            return TE_FAIL(TE_ERROR_INVALID, "plan: stage %s has not made %s", stage->name,
-                           buffer->name);
-        }
-    }
-    return place_views(run);
 }
 
 static te_status tell(run_state *run, const te_plan_call *call, int32_t s, te_stage_event event)
@@ -237,7 +219,6 @@ static te_status run_stages(run_state *run, const te_plan_call *call, void *stre
         if (call->observed) TE_TRY(tell(run, call, s, TE_STAGE_BEFORE));
         if (stage->external) {
             TE_TRY(tell(run, call, s, TE_STAGE_RUN));
-            if (run->plan->has_late) TE_TRY(take_late(run, stage));
         } else {
             bind(run, stage, &args);
             TE_TRY(te_op_run_in(run->table, run->context, stage->op, &args, stream));

@@ -322,11 +322,7 @@ static int make_results(tepy_run_call *run)
     run->outputs = PyTuple_New(plan->output_count + 1);
     if (run->outputs == NULL) return -1;
     for (int32_t i = 0; i < plan->output_count; i++) {
-        if (plan->info.buffers[plan->arg_count + i].late) { /* its stage makes it */
-            if (PyTuple_SetItem(run->outputs, i, Py_NewRef(Py_None)) != 0) return -1;
-        } else if (make_output(run, plan->arg_count + i, i) != 0) {
-            return -1;
-        }
+        if (make_output(run, plan->arg_count + i, i) != 0) return -1;
     }
     if (plan->makes_saved && plan->has_saved) {
         saved_bytes = saved_bytes_of(run);

@@ -90,23 +90,6 @@ static PyObject *function_of(const tepy_staged *staged, const te_stage_info *sta
     return NULL;
 }
 
-/* What a function made: the late output of its stage; -1 with an exception. */
-static int take_late(tepy_staged *staged, const te_stage_info *stage, PyObject *result)
-{
-    tepy_run_call *run = staged->run;
-    for (int32_t i = 0; i < stage->buffer_count; i++) {
-        int32_t at = stage->buffers[i];
-        const te_buffer_info *info = &run->plan->info.buffers[at];
-        tepy_spec spec = tepy_buffer_spec(run->function, info);
-        PyObject *held = NULL;
-        if (!info->late) continue;
-        if (tepy_view(run->state, result, &spec, &staged->views[at], &held) != 0) return -1;
-        if (held != NULL) run->held[run->held_count++] = held;
-        return PyTuple_SetItem(run->outputs, at - run->plan->arg_count, Py_NewRef(result));
-    }
-    return 0;
-}
-
 /* The te_stage_function of every staged run. */
 static te_status call_python(void *self, int32_t stage, te_stage_event event, te_tensor *buffers)
 {
@@ -120,7 +103,6 @@ static te_status call_python(void *self, int32_t stage, te_stage_event event, te
         PyObject *function = function_of(staged, info);
         if (function != NULL) result = PyObject_CallFunctionObjArgs(function, given, NULL);
         Py_XDECREF(function);
-        if (result != NULL && take_late(staged, info, result) != 0) Py_CLEAR(result);
     } else if (given != NULL) {
         result = PyObject_CallFunction(staged->observer, "iOO", (int)stage, given,
                                        event == TE_STAGE_AFTER ? Py_True : Py_False);

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * graph_ways.h - one graph, every way: against a reference in double, and with what is saved,
- * repeated, put off, kept in FP8 or left to the caller otherwise, which changes no bit of the
- * results.
+ * repeated, put off or kept in FP8 otherwise, which changes no bit of the results.
  */
 #ifndef TE_TESTS_GRAPH_WAYS_H
 #define TE_TESTS_GRAPH_WAYS_H
@@ -32,170 +31,31 @@ static void fill(const graph *g, plan_memory *memory)
 
 /* ---- stages of the caller ---- */
 
-/* Memory for a late output: what the plans that come find under its link. */
-static te_tensor make_late(plan_memory *memory, const te_buffer_info *info)
-{
-    te_tensor made = plan_dense(memory, info);
-    size_t bytes = te_dtype_bytes(info->dtype) * (size_t)made.shape[0] * (size_t)made.shape[1];
-    made.data = plan_data(memory, info->link, info->of, bytes);
-    return made;
-}
-
-/* [batch, heads, queries] like an operator's, of the caller. */
-static te_tensor make_statistics(plan_memory *memory, int32_t node, const te_tensor *query)
-{
-    int64_t batch = query->shape[0], queries = query->shape[1], heads = query->shape[2];
-    return (te_tensor){.data =
-                           plan_floats(memory, TE_LINK_STATISTICS, node, batch * queries * heads),
-                       .dtype = TE_DTYPE_F32,
-                       .device = plan_cpu,
-                       .ndim = 3,
-                       .shape = {batch, heads, queries},
-                       .strides = {heads * queries, queries, 1}};
-}
-
-/* A matrix as [batch, sequence, heads, channels], dense heads, where `like` says the rest. */
-static te_tensor heads_like(te_tensor matrix, const te_tensor *like, int first)
-{
-    int64_t columns = matrix.shape[1];
-    te_tensor heads = matrix;
-    heads.ndim = 4;
-    memcpy(heads.shape, like->shape, sizeof heads.shape);
-    heads.shape[3] = columns / like->shape[2];
-    heads.strides[0] = first ? columns : like->shape[1] * columns;
-    heads.strides[1] = first ? like->shape[0] * columns : columns;
-    heads.strides[2] = heads.shape[3];
-    heads.strides[3] = 1;
-    return heads;
-}
-
-/* The attention of an external stage: the operator, by the caller. Its buffers are in the order of
- * the operator's fields: what is there of the node's inputs, then in a forward the output, in a
- * backward its gradient, the output, and the gradients that are wanted. */
-typedef struct attention_stage {
-    const te_node_desc *node;
-    const te_stage_info *info;
-    te_tensor *buffers;
-    int32_t next; /* of the stage's buffers */
-    te_attention_problem problem;
-    int64_t pair[2];
-} attention_stage;
-
-static te_tensor *next_buffer(attention_stage *s)
-{
-    EXPECT(s->next < s->info->buffer_count, "too few buffers");
-    return &s->buffers[s->info->buffers[s->next++]];
-}
-
-/* [batch, heads, length, channels] as the operator takes it. */
-static te_tensor heads_last(te_tensor heads)
-{
-    te_tensor swapped = heads;
-    for (int i = 1; i < 3; i++) {
-        swapped.shape[i] = heads.shape[3 - i];
-        swapped.strides[i] = heads.strides[3 - i];
-    }
-    return swapped;
-}
-
-static void take_problem(attention_stage *s)
-{
-    te_attention_problem *p = &s->problem;
-    te_tensor *const inputs[] = {&p->query, &p->key,           &p->value,      &p->mask,
-                                 &p->bias,  &p->query_lengths, &p->key_lengths};
-    for (int i = 0; i < s->node->input_count; i++) {
-        if (s->node->inputs[i] < 0) continue;
-        *inputs[i] = i < 3 ? heads_last(*next_buffer(s)) : *next_buffer(s);
-    }
-    p->scale = (float)s->node->numbers[0];
-    p->dropout = (float)s->node->numbers[1];
-    p->window_left = (int64_t)s->node->numbers[2];
-    p->window_right = (int64_t)s->node->numbers[3];
-    p->bottom_right = (s->node->flags & TE_NODE_BOTTOM_RIGHT) != 0;
-    if (p->dropout > 0) p->rng = s->pair;
-}
-
-static te_status attend(plan_memory *memory, attention_stage *s)
-{
-    te_attention_args args = {.size = sizeof args, .problem = s->problem};
-    int first = (s->node->flags & TE_NODE_SEQUENCE_FIRST) != 0;
-    int32_t late = s->info->buffers[s->next];
-    te_plan_info info;
-    te_status st;
-    OK(te_plan_describe(memory->running, &info));
-    EXPECT(info.buffers[late].late, "%s is not late", info.buffers[late].name);
-    *next_buffer(s) = make_late(memory, &info.buffers[late]);
-    args.output = heads_like(s->buffers[late], &s->problem.query, first);
-    args.statistics = make_statistics(memory, s->info->node, &s->problem.query);
-    OK(te_op_workspace(context, TE_OP_ATTENTION, &args, &args.workspace_size));
-    args.workspace = plan_allocate(args.workspace_size);
-    st = te_attention(context, &args, NULL);
-    free(args.workspace);
-    return st;
-}
-
-/* Whether the stage's next buffer is, or is part of, the gradient of a value. */
-static int is_gradient(const plan_memory *memory, const attention_stage *s, int32_t value)
-{
-    te_plan_info info;
-    const te_buffer_info *next;
-    if (s->next == s->info->buffer_count) return 0;
-    OK(te_plan_describe(memory->running, &info));
-    next = &info.buffers[s->info->buffers[s->next]];
-    return (next->link == TE_LINK_GRADIENT || next->link == TE_LINK_PART) && next->of == value;
-}
-
-static te_status attend_backward(plan_memory *memory, attention_stage *s)
-{
-    te_attention_backward_args args = {.size = sizeof args, .problem = s->problem};
-    int first = (s->node->flags & TE_NODE_SEQUENCE_FIRST) != 0;
-    te_tensor *const grads[] = {&args.grad_query, &args.grad_key, &args.grad_value,
-                                &args.grad_bias};
-    te_status st;
-    args.grad_output = heads_like(*next_buffer(s), &s->problem.query, first);
-    args.output = heads_like(*next_buffer(s), &s->problem.query, first);
-    args.statistics = make_statistics(memory, s->info->node, &s->problem.query);
-    for (int i = 0; i < 4; i++) {
-        int32_t value = s->node->inputs[i < 3 ? i : GRAPH_BIAS];
-        if (value < 0 || !is_gradient(memory, s, value)) continue;
-        *grads[i] = i < 3 ? heads_last(*next_buffer(s)) : *next_buffer(s);
-    }
-    EXPECT(s->next == s->info->buffer_count, "%d buffers", s->info->buffer_count);
-    OK(te_op_workspace(context, TE_OP_ATTENTION_BACKWARD, &args, &args.workspace_size));
-    args.workspace = plan_allocate(args.workspace_size);
-    st = te_attention_backward(context, &args, NULL);
-    free(args.workspace);
-    return st;
-}
-
-/* What the graphs here ask of their caller: pairs of random numbers, and attention. */
+/* What the graphs here ask of their caller: pairs of random numbers. */
 static te_status serve(void *self, int32_t stage, te_stage_event event, te_tensor *buffers)
 {
     plan_memory *memory = self;
     te_plan_info info;
-    attention_stage attention = {.buffers = buffers};
+    const te_stage_info *asked;
+    const te_tensor *pair;
+    int64_t numbers[2];
     OK(te_plan_describe(memory->running, &info));
-    EXPECT(event == TE_STAGE_RUN && info.stages[stage].external, "event %d", (int)event);
-    attention.info = &info.stages[stage];
-    attention.node = &memory->graph->nodes[attention.info->node];
-    graph_pair(attention.info->node, attention.pair);
-    if (attention.info->op == TE_OP_FILL) {
-        const te_tensor *pair = next_buffer(&attention);
-        EXPECT(pair->dtype == TE_DTYPE_I64 && pair->shape[0] == 2, "no pair");
-        EXPECT(info.direction == TE_DIRECTION_FORWARD, "drawn in a backward");
-        memcpy(pair->data, attention.pair, sizeof attention.pair);
-        return TE_OK;
-    }
-    take_problem(&attention);
-    return attention.info->op == TE_OP_ATTENTION ? attend(memory, &attention)
-                                                 : attend_backward(memory, &attention);
+    asked = &info.stages[stage];
+    EXPECT(event == TE_STAGE_RUN && asked->external, "event %d", (int)event);
+    EXPECT(asked->op == TE_OP_FILL && asked->buffer_count == 1, "no draw");
+    EXPECT(info.direction == TE_DIRECTION_FORWARD, "drawn in a backward");
+    pair = &buffers[asked->buffers[0]];
+    EXPECT(pair->dtype == TE_DTYPE_I64 && pair->shape[0] == 2, "no pair");
+    graph_pair(asked->node, numbers);
+    memcpy(pair->data, numbers, sizeof numbers);
+    return TE_OK;
 }
 
 /* ---- every way ---- */
 
 /* A set of flags that may not change the results. */
 typedef struct variant {
-    uint32_t graph, weight, node, attention;
+    uint32_t graph, weight, node;
 } variant;
 
 /* Whether every node of it can be repeated. */
@@ -254,7 +114,6 @@ static void apply(graph *g, const variant *how)
     g->desc.flags |= how->graph;
     for (int32_t n = 0; n < g->desc.node_count; n++) {
         te_node_desc *node = &g->nodes[n];
-        if (node->kind == TE_NODE_ATTENTION) node->external |= how->attention;
         if (node->kind != TE_NODE_LINEAR) continue;
         if (node->quantization.recipe != TE_RECIPE_NONE) {
             node->flags |= how->node;
@@ -342,15 +201,15 @@ static void start_memory(plan_memory *memory, const graph *g, const te_sizes *si
 static inline void check_every_way(const graph *described, const te_sizes *sizes)
 {
     static const variant variants[] = {
-        {0, 0, 0, 0},
-        {TE_GRAPH_RECOMPUTE, 0, 0, 0},
-        {0, TE_VALUE_DEFER, 0, 1},
-        {TE_GRAPH_RECOMPUTE, TE_VALUE_DEFER, 0, 0},
-        {0, 0, TE_LINEAR_SAVE_INPUT, 1},
-        {0, TE_VALUE_DEFER, TE_LINEAR_SAVE_INPUT, 0},
-        {0, TE_VALUE_KEEP_QUANTIZED, 0, 0},
-        {TE_GRAPH_RECOMPUTE, TE_VALUE_KEEP_QUANTIZED, 0, 0},
-        {0, TE_VALUE_KEEP_QUANTIZED | TE_VALUE_DEFER, TE_LINEAR_SAVE_INPUT, 0},
+        {0, 0, 0},
+        {TE_GRAPH_RECOMPUTE, 0, 0},
+        {0, TE_VALUE_DEFER, 0},
+        {TE_GRAPH_RECOMPUTE, TE_VALUE_DEFER, 0},
+        {0, 0, TE_LINEAR_SAVE_INPUT},
+        {0, TE_VALUE_DEFER, TE_LINEAR_SAVE_INPUT},
+        {0, TE_VALUE_KEEP_QUANTIZED, 0},
+        {TE_GRAPH_RECOMPUTE, TE_VALUE_KEEP_QUANTIZED, 0},
+        {0, TE_VALUE_KEEP_QUANTIZED | TE_VALUE_DEFER, TE_LINEAR_SAVE_INPUT},
     };
     static plan_memory memory[2];
     static graph g;
@@ -378,7 +237,7 @@ static inline void check_every_way(const graph *described, const te_sizes *sizes
             const variant given = {variants[i].graph,
                                    variants[i].weight ^ TE_VALUE_KEEP_QUANTIZED ^
                                        TE_VALUE_QUANTIZED,
-                                   variants[i].node, 0};
+                                   variants[i].node};
             g = *described;
             apply(&g, &given);
             test_seed = seed;

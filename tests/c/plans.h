@@ -172,7 +172,7 @@ static inline te_status plan_try(te_context *context, const te_plan *plan, plan_
     buffers = calloc((size_t)info.buffer_count + 1, sizeof *buffers);
     EXPECT(buffers != NULL, "no memory");
     for (int i = 0; i < info.buffer_count; i++) {
-        if (info.buffers[i].role > TE_ROLE_OUTPUT || info.buffers[i].late) continue;
+        if (info.buffers[i].role > TE_ROLE_OUTPUT) continue;
         buffers[i] = plan_view(memory, &info.buffers[i], info.direction != TE_DIRECTION_FORWARD);
     }
     if (info.direction == TE_DIRECTION_FORWARD) {

@@ -342,7 +342,7 @@ def test_threads(core):
     assert failures == []
 
 
-# ---- attention, sizes of sequences, late outputs ----
+# ---- attention, sizes of sequences ----
 
 WIDTH = native.HEADS * native.HEAD
 
@@ -356,27 +356,14 @@ def attention_tensors():
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
-def attend(core, lend, number, late):
-    """The caller's attention: what it gives is the late output."""
-    query, key, value = (lend(number[name]) for name in ("turned_at_0", "qkv_at_12", "qkv_at_24"))
-    assert query.shape == key.shape == (2, native.HEADS, 5, native.HEAD)
-    query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
-    output = torch.zeros(2, 5, native.HEADS, native.HEAD)
-    context = core.Context(core.DEVICE_CPU)
-    core.attention(query, key, value, output, scale=0.5, window_right=0, context=context)
-    return late(output.flatten(2))
-
-
-def run_attention(core, given, *, external=0, late=lambda output: output):
+def run_attention(core, given):
     """Results of the forward of the graph of attention; dropout by the pair (7, 11)."""
-    plan = native.attention_graph(core, core.RECIPE_NONE, external=external).plan(0)
+    plan = native.attention_graph(core, core.RECIPE_NONE).plan(0)
     number = {buffer[0]: i for i, buffer in enumerate(core.plan_describe(plan)["buffers"])}
-    functions = {
-        "add_draw": lambda lend: lend(number["add_rng"]).copy_(torch.tensor([7, 11])),
-        "attention": lambda lend: attend(core, lend, number, late),
-    }
+    pair = torch.tensor([7, 11])
+    functions = {"add_draw": lambda lend: lend(number["add_rng"]).copy_(pair)}
     names = native.buffers_of(core, plan, "input", "parameter")
-    return plan, run_staged(core, plan, functions, None, *(given[name] for name in names))
+    return run_staged(core, plan, functions, None, *(given[name] for name in names))
 
 
 def attended(given):
@@ -394,31 +381,13 @@ def attended(given):
 
 def test_attention_in_a_run(core):
     given = attention_tensors()
-    _, (output, saved) = run_attention(core, given)
+    output, _ = run_attention(core, given)
     capped = 30 * (attended(given) / 30).tanh() + given["add_bias"]
     dropped = output - given["input"]
     kept = dropped != 0
     assert 0.5 < kept.float().mean() < 0.95  # three quarters of 120
     exact = torch.where(kept, capped / 0.75, 0)
     assert_nmse(dropped, exact, 4 * tol("sum", torch.float32, WIDTH))
-    _, (again, late, other) = run_attention(core, given, external=1)
-    assert torch.equal(again, output) and late.shape == (2, 5, WIDTH)
-    assert other.numel() < saved.numel()  # of the caller's attention nothing is saved
-
-
-LATE = {
-    "nothing": (lambda _: None, TypeError, "attended"),
-    "shape": (lambda output: output[:1], ValueError, "attended"),
-    "dtype": (lambda output: output.half(), TypeError, "attended"),
-    "strides": (lambda output: output.mT.contiguous().mT, ValueError, "attended"),
-}
-
-
-@pytest.mark.parametrize("what", LATE)
-def test_a_late_output_that_can_not_be(core, what):
-    late, kind, text = LATE[what]
-    with pytest.raises(kind, match=text):
-        run_attention(core, attention_tensors(), external=1, late=late)
 
 
 @pytest.mark.parametrize("shape", [(10, WIDTH), (2, 5, 1, WIDTH), (WIDTH,)])

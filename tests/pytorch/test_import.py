@@ -180,5 +180,4 @@ def test_names_of_torch_that_are_not_public_stand_in_one_file():
     """What a release of torch may rename is found in one place."""
     package = Path(te.__file__).parent
     found = {path.relative_to(package) for path in package.rglob("*.py") if [*_private_names(path)]}
-    sdpa = Path("attention", "dot_product_attention", "sdpa.py")  # the kernels that it calls
-    assert found == {Path("modes.py"), sdpa}
+    assert found == {Path("modes.py")}

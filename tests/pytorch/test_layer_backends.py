@@ -13,9 +13,7 @@ from pytorch.layer_ways import (
     states,
 )
 from tols import BF16
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import transformer_engine.pytorch as te
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 
 OPTIONS = {
@@ -34,36 +32,16 @@ OPTIONS = {
 @pytest.mark.parametrize("recipe", [None, "delayed"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_backends(device, backend, options, recipe):
-    """The unfused one is made of torch operators, which are no part of a plan."""
+    """But for the library's operator they are made of torch's, which are no part of a plan."""
     layer = make_layer(device, BF16, **OPTIONS[options])
-    whole = backend != "unfused"
+    whole = backend == "native"
     assert_ways_agree(layer, inputs_of(layer), recipe=recipe, whole=whole)
-
-
-@pytest.mark.parametrize("kernel", ["MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_kernels_of_torch(device, kernel, dropout, monkeypatch):
-    """Those without a kernel of their own are differentiated by torch inside of the run."""
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    if device == "cpu" and (kernel == "EFFICIENT_ATTENTION" or dropout and kernel != "MATH"):
-        pytest.skip("torch has no such kernel on the CPU")
-    layer = make_layer(device, BF16, attention_dropout=dropout, hidden_dropout=0.1)
-    angles = te.RotaryPositionEmbedding(8).to(device)(LENGTH)
-    with sdpa_kernel(getattr(SDPBackend, kernel)):
-        assert_ways_agree(layer, inputs_of(layer, rotary_pos_emb=angles))
-
-
-def test_heads_that_torch_would_pad_call_the_modules(device, monkeypatch):
-    """12 channels are none of its kernels' sizes."""
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    layer = make_layer(device, BF16, kv_channels=12)
-    assert_ways_agree(layer, inputs_of(layer), whole=False)
 
 
 def test_backends_that_change_between_calls(device, monkeypatch):
     """The variables of the environment count at each call."""
     layer = make_layer(device, BF16)
-    for fused, flash, whole in (("1", "1", True), ("0", "1", True), ("0", "0", False)) * 2:
+    for fused, flash, whole in (("1", "1", True), ("0", "1", False), ("0", "0", False)) * 2:
         monkeypatch.setenv("NVTE_FUSED_ATTN", fused)
         monkeypatch.setenv("NVTE_FLASH_ATTN", flash)
         assert_ways_agree(layer, inputs_of(layer), whole=whole)
@@ -75,7 +53,7 @@ def test_lengths_of_queries_and_keys(device, backend, kind, lengths):
     layer = make_attention(device, BF16, attention_type="cross", attn_mask_type=kind)
     given = inputs_of(layer, hidden_states=states(layer, lengths[0]))
     given["encoder_output"] = states(layer, lengths[1])
-    assert_ways_agree(layer, given, whole=backend != "unfused")
+    assert_ways_agree(layer, given, whole=backend == "native")
 
 
 def test_a_backward_that_is_run_twice(device, backend):
@@ -107,7 +85,7 @@ def test_tracker(device, backend, options, monkeypatch):
 
     drops = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
     layer = make_layer(device, BF16, get_rng_state_tracker=lambda: tracker, **options, **drops)
-    whole = backend != "unfused"
+    whole = backend == "native"
     assert_ways_agree(layer, inputs_of(layer), start=start, whole=whole)
     start()
     begun, *ended = found

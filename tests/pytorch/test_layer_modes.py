@@ -28,14 +28,11 @@ from pytorch.layer_ways import (
     make_attention,
     make_layer,
     region,
-    states,
 )
 from pytorch.test_flops import Log
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from transformer_engine.pytorch.attention.dot_product_attention import sdpa
 from transformer_engine.pytorch.modes import active_modes
 
 LAYERS = {
@@ -144,31 +141,9 @@ def test_counted_operations_by_branches(device, name):
         assert_counts(layer, None, LAYER)
 
 
-@pytest.mark.parametrize("kernel", ["fused", "plain"])
-@pytest.mark.parametrize("name", ["encoder", "decoder"])
-def test_attention_of_torch_inside_of_a_plan(device, name, kernel, monkeypatch):
-    """Torch's operators are seen once each, whichever run; its plain attention is products."""
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    layer = make_layer(device, dtype_of(device), **LAYERS[name])
-    plain = kernel == "plain"
-
-    def run(layer):
-        with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
-            log = Log()
-            found = counted_step(layer, None, "backward"), step(layer, None, log)
-        kernels = sum(name.startswith("aten._scaled_dot_product") for name in log.seen)
-        return found, torch.tensor([kernels, log.seen.count("aten.bmm.default")])
-
-    (_, seen) = both_ways(layer, run)
-    count = 2 if name == "decoder" else 1
-    assert seen.tolist() == ([0, 4 * count] if plain else [count, 0])
-
-
 @pytest.mark.parametrize("recipe", [None, "delayed"])
-@pytest.mark.parametrize("fused", ["0", "1"])
-def test_several_modes_around_the_backward(device, recipe, fused, monkeypatch):
+def test_several_modes_around_the_backward(device, recipe):
     """Each sees everything once; all are as they were behind it."""
-    monkeypatch.setenv("NVTE_FUSED_ATTN", fused)
     layer = make_layer(device, dtype_of(device, recipe))
     counts = []
     for _ in range(2):
@@ -182,7 +157,6 @@ def test_several_modes_around_the_backward(device, recipe, fused, monkeypatch):
         assert outer.seen == inner.seen
         seen = [name.split(".")[1] for name in outer.seen]
         assert sum(name.startswith("run") for name in seen) == 1
-        assert sum("dot_product" in name for name in seen) == (fused == "0")
         counts.append(counter.get_total_flops())
     assert counts == [int(counted_step(layer, recipe, "backward")[0])] * 2
 
@@ -198,22 +172,6 @@ def test_a_second_backward_under_a_mode(device):
         "transformer_engine.run.default"
     ]
     assert_same_bits(seen, torch.autograd.grad(out, leaves))
-
-
-def test_an_error_in_attention_leaves_modes_as_they_were(device, monkeypatch):
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    layer = make_layer(device, dtype_of(device))
-    out = assert_whole(layer, hidden_states=states(layer)).sum()
-
-    def fail(*_):
-        raise ArithmeticError("of the test")
-
-    monkeypatch.setattr(sdpa, "backward", fail)
-    with Log() as log:
-        with pytest.raises(ArithmeticError, match="of the test"):
-            out.backward()
-        assert active_modes() == [log]
-    assert active_modes() == []
 
 
 def test_fake_tensors_of_the_backward_alone(device):

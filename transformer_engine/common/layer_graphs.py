@@ -35,7 +35,6 @@ class AttentionSpec(NamedTuple):
     dropout: float
     window: tuple[int, int]
     bottom_right: bool
-    external: bool  # the caller attends, in the run
     angles: tuple[int, ...] = ()
     """Channels that the rotary embedding of queries and of keys turns, each with angles of its own;
     one number: both with the same angles; empty: there is none."""
@@ -328,6 +327,5 @@ def _attend(graph: Graph, branch: BranchSpec, projected: list[int], given: _Give
             *map(float, (*attention.window, *(attention.packed or ())[1:])),
         ),
         slices=tuple(slices),
-        external=int(attention.external),
     )
     return context

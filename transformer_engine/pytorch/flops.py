@@ -71,8 +71,8 @@ def _flops_of_products(operator: str, scores: int, of_query: int, of_value: int)
     return 2 * scores * (over_keys * of_query + over_values * of_value)
 
 
-def _flops_of_attention(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, operator: str = "attention", **_: Any
+def _flops_of_problem(
+    operator: str, query: Tensor, key: Tensor, value: Tensor, *others: Any
 ) -> int:
     *_, longest, sequence_first = others
     if query.dim() == 3:  # packed sequences
@@ -82,17 +82,15 @@ def _flops_of_attention(
     return _flops_of_products(operator, scores, query.shape[-1], value.shape[-1])
 
 
-def _flops_of_attention_backward(
-    grad: Tensor,
-    wants_bias: bool,
-    deterministic: bool,
-    joined: int,
-    dim: int,
-    *arguments: Any,
-    **results: Any,
-) -> int:
-    del grad, wants_bias, deterministic, joined, dim, results
-    return _flops_of_attention(*arguments, operator="attention_backward")
+def _flops_of_attention(*arguments: Any, **results: Any) -> int:
+    *problem, _ = arguments  # the last one asks for the largest scores
+    del results
+    return _flops_of_problem("attention", *problem)
+
+
+def _flops_of_attention_backward(*arguments: Any, **results: Any) -> int:
+    del results
+    return _flops_of_problem("attention_backward", *arguments[6:])  # query and what comes behind it
 
 
 FORMULAS = {

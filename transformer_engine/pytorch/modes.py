@@ -2,9 +2,9 @@
 """What torch is doing around a call: tracing, exporting, watching, transforming, or only faking.
 
 Names of torch that are not public stand here, because there is no public way to ask: tests of
-torch's tools fail where a release of torch renames one. Elsewhere are the kernels that attention by
-`sdpa` calls, and the variables of torch's checkpoints, by name in `recompute`. Whether a
-graph is traced is public (`torch.compiler.is_compiling`).
+torch's tools fail where a release of torch renames one. Elsewhere are the variables of torch's
+checkpoints, by name in `recompute`. Whether a graph is traced is public
+(`torch.compiler.is_compiling`).
 """
 
 import contextlib

@@ -2,8 +2,7 @@
 """One call of a module: which plans run, over which state."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -62,10 +61,6 @@ class ModuleCall:
     weights: tuple[Parameter, ...] = ()  # of each part; their ``main_grad`` takes the gradient
     queue: deque | None = None  # where deferred weight gradients go
     staged: Staged | None = None  # Python functions of external stages, and an observer
-    functions: tuple[dict, dict] = ({}, {})
-    """Of forward and backward: what runs external stages, by their names, with the numbers of the
-    buffers that the stage reads and writes. Called with these as tensors and with the dict of what
-    the forward keeps for those of the backward, (how, tensors) by name; None without any."""
     traced = False
 
     def __init__(self, plans: CallPlans, slots: scaling.Slots | None, label: str) -> None:
@@ -114,15 +109,9 @@ class ModuleCall:
         return not (packed[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
     def run_forward(
-        self,
-        tensors: tuple[Tensor | None, ...],
-        caches: Sequence | None = None,
-        kept: dict | None = None,
+        self, tensors: tuple[Tensor | None, ...], caches: Sequence | None = None
     ) -> tuple[Any, Sequence[Tensor]]:
-        """Run the forward over the tensors that ``plans.tensors`` names.
-
-        `kept` is where stages of a layer leave what their backwards read.
-        """
+        """Run the forward over the tensors that ``plans.tensors`` names."""
         plans, parts = self.plans, tensors
         caches = self.caches if caches is None else caches
         for split in reversed(self.splits):
@@ -130,7 +119,7 @@ class ModuleCall:
         for i in plans.reads_caches:
             tensors = (*tensors, *caches[i])
         given = tensors if plans.pick_inputs.all else plans.pick_inputs(tensors, self.traced)
-        results = self._run_forward(given, kept)
+        results = self._run_forward(given)
         count = plans.result_count
         out = results[0] if count == 1 else results[:count]
         for i, places in plans.writes_caches:
@@ -140,9 +129,8 @@ class ModuleCall:
         saved = plans.pick_saved((*results, *tensors), self.traced)
         return out, self._save_parts(saved, parts) if self.splits else saved
 
-    def _run_forward(self, given: tuple, kept: dict | None) -> tuple:
+    def _run_forward(self, given: tuple) -> tuple:
         """Run the forward's plan, over the scaling state too."""
-        del kept
         plan, slots = self.plans.forward, self.owners[0]
         if self.scales is not None:
             return self._run(plan, (0,), (*given, self.scales), 0)
@@ -152,11 +140,7 @@ class ModuleCall:
         return self._run(plan, (slots.forward_slot,), given, 1)
 
     def run_backward(
-        self,
-        grads: tuple[Tensor, ...],
-        saved: Sequence[Tensor],
-        weights: tuple | None = None,
-        kept: dict | None = None,
+        self, grads: tuple[Tensor, ...], saved: Sequence[Tensor], weights: tuple | None = None
     ) -> tuple[Tensor | None, ...]:
         """Run the backward: None, then the gradient of each tensor of the forward."""
         plans = self.plans
@@ -169,7 +153,7 @@ class ModuleCall:
         given = (*grads, *saved) if not plans.defer else (*grads, *saved[: plans.reads_saved])
         main = plans.main_grads if not plans.defer else ()
         into = tuple([main_grad_of(weights[i]) for i, _ in main]) if main else ()
-        results = self._run_backward(given, packed, into, kept)
+        results = self._run_backward(given, packed, into)
         if plans.defer:
             inputs = plans.pick_deferred((*results[:-1], *saved, *grads), self.traced)
             # A plan that reads a tensor with leading dims takes the number of rows from that.
@@ -188,9 +172,8 @@ class ModuleCall:
             found = split.spread(found)
         return None, *found
 
-    def _run_backward(self, given: tuple, packed: tuple, main: tuple, kept: dict | None) -> tuple:
+    def _run_backward(self, given: tuple, packed: tuple, main: tuple) -> tuple:
         """Run the backward's plan, over the scaling state and main gradients too."""
-        del kept
         plans, slots = self.plans, self.owners[0]
         slot, written = 0, len(main)
         if slots is not None and plans.backward_state:
@@ -229,6 +212,7 @@ class LayerCall(ModuleCall):
 
     first_module = (0, 0)
     """Begin and end of the gradients of the first module, among what `run_backward` gives."""
+    draws: Staged | None = None  # the random pairs of dropouts, in the forward
 
     def set_owners(self, owners: tuple) -> None:
         """Take the slots of the modules, which stay what and where they are."""
@@ -242,34 +226,15 @@ class LayerCall(ModuleCall):
             for way, _ in ways
         )
 
-    def _run_forward(self, given: tuple, kept: dict | None) -> tuple:
-        return self._run_layer(0, given, self._state[0], (), kept)
+    def _run_forward(self, given: tuple) -> tuple:
+        state = self._state[0]  # scales are among those that are said to be written
+        given = (*given, *state)
+        return self._run(self.plans.forward, self._slots[0], given, len(state), (), self.draws)
 
-    def _run_backward(self, given: tuple, packed: tuple, main: tuple, kept: dict | None) -> tuple:
-        return self._run_layer(1, given, (*self._state[1], *main), packed, kept)
-
-    def _run_layer(
-        self, way: int, given: tuple, state: tuple, packed: tuple, kept: dict | None
-    ) -> tuple:
-        functions, staged = self.functions[way], None
-        if functions:
-            bound = {name: partial(_run_stage, *of, kept) for name, of in functions.items()}
-            staged = Staged(bound, None, _lending)
-        given = (*given, *state)  # scales are among those that are said to be written
-        plan = self.plans.backward if way else self.plans.forward
-        return self._run(plan, self._slots[way], given, len(state), packed, staged)
-
-
-def _lending(plan: Plan, lend: Callable[[int], Tensor], *sizes: int) -> Callable[[int], Tensor]:
-    """What the stages of a layer get: the function that lends a buffer by its number."""
-    del plan, sizes
-    return lend
-
-
-def _run_stage(
-    function: Callable, numbers: tuple, kept: dict | None, lend: Callable[[int], Tensor]
-) -> Any:
-    return function([lend(number) for number in numbers], kept)
+    def _run_backward(self, given: tuple, packed: tuple, main: tuple) -> tuple:
+        state = (*self._state[1], *main)
+        given = (*given, *state)
+        return self._run(self.plans.backward, self._slots[1], given, len(state), packed)
 
 
 class CallRun:
@@ -278,12 +243,11 @@ class CallRun:
     `caches` and `weights` are as of `ModuleCall`.
     """
 
-    __slots__ = ("caches", "call", "kept", "weights")
+    __slots__ = ("caches", "call", "weights")
     traced = False
 
     def __init__(self, call: LayerCall, caches: Sequence = (), weights: tuple = ()) -> None:
         self.call, self.caches, self.weights = call, caches, weights
-        self.kept: list[tuple] = []  # name, how, number of tensors
 
     @property
     def label(self) -> str:
@@ -291,20 +255,14 @@ class CallRun:
         return self.call.label
 
     def run_forward(self, tensors: tuple) -> tuple[Any, Sequence[Tensor]]:
-        """Run the forward; what its stages keep comes last among what is saved."""
-        kept: dict[str, tuple] | None = {} if self.call.functions[1] else None
-        out, saved = self.call.run_forward(tensors, self.caches, kept)
+        """Run the forward."""
+        result = self.call.run_forward(tensors, self.caches)
         self.caches = ()
-        if kept:
-            saved = list(saved)
-            for name, (how, values) in kept.items():
-                self.kept.append((name, how, len(values)))
-                saved += values
-        return out, saved
+        return result
 
     def run_backward(self, grads: tuple, saved: tuple) -> tuple:
         """Run the backward: None, then the gradient of each tensor of the forward."""
-        kept, end, weights, unused = {}, len(saved), self.weights, False
+        weights, unused = self.weights, False
         if len(grads) > 1:  # None for a result that nobody has used
             unused = grads[0] is None
             some = grads[1] if unused else grads[0]
@@ -313,10 +271,7 @@ class CallRun:
             for i in main:  # nobody wants the gradients behind the first module
                 nowhere = SimpleNamespace(main_grad=torch.zeros_like(main_grad_of(weights[i])))
                 weights = (*weights[:i], nowhere, *weights[i + 1 :])
-        for name, how, count in reversed(self.kept):
-            kept[name] = (how, saved[end - count : end])
-            end -= count
-        found = self.call.run_backward(grads, saved[:end], weights, kept)
+        found = self.call.run_backward(grads, saved, weights)
         if not unused:
             return found
         begin, end = self.call.first_module

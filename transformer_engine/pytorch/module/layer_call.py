@@ -8,6 +8,7 @@ its modules, with the same bits.
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.layer_graphs import AddSpec, BranchSpec, LayerSpec
+from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, layer_plans
 from transformer_engine.pytorch.function import apply_of
 from transformer_engine.pytorch.modes import dispatch_modes, forward_gradients, only_forwards
@@ -23,6 +25,7 @@ from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.norm import NormModule
 from transformer_engine.pytorch.module.situation import KEPT, in_force, keep, situation_of
 from transformer_engine.pytorch.module.weight_cache import keep_caches, microbatch_of, reads
+from transformer_engine.pytorch.staged import Staged
 from transformer_engine.pytorch.state import RegionState, current_state
 
 __all__ = ["Attending", "Branch", "Layer", "LayerCalls"]
@@ -50,8 +53,7 @@ class Attending(NamedTuple):
     key: tuple  # what its plans depend on
     spec: Callable  # makes the `layer_graphs.AttentionSpec`
     tensors: tuple[Tensor, ...]  # source, angles, mask, bias and lengths, as far as they are there
-    functions: dict[str, Callable]
-    """What runs stages that are not native (see `LayerCall.functions`), by operator."""
+    draw: Callable[[Tensor], None] | None  # fills the random pair of its dropout; None: as others
     choice: Any  # of a backend, for `report`
 
 
@@ -265,7 +267,7 @@ class LayerCalls:
         call.splits = self._splits(flat, attending)
         begin = 2 + sum(len(how.tensors) for how in attending if how is not None)
         call.first_module = (begin, begin + len(self.modules[0]._parameter_names()))
-        call.functions = self._functions(plans, attending)
+        call.draws = _draws_of(plans, attending)
         call.domain = state.domain
         first = copy.copy(call)
         first.first = True
@@ -340,30 +342,31 @@ class LayerCalls:
             at += (branch.bias is not None) + 2 * len(branch.norms)
         return tuple(found)
 
-    def _functions(self, plans: CallPlans, attending: Sequence) -> tuple[dict, dict]:
-        """What runs the external stages of forward and backward (see `LayerCall.functions`)."""
-        nodes = plans.forward.graph.numbers_of(_core.NODE_ATTENTION)
-        attends = (how.functions for how in attending if how is not None)
-        known = dict(zip(nodes, attends, strict=True))
-        forward, backward = (
-            {
-                stage.name: ((known.get(stage.node) or _DRAWS)[stage.native], stage.buffers)
-                for stage in (() if plan is None else plan.stages)
-                if stage.operator == "external"
-            }
-            for plan in (plans.forward, plans.backward)
-        )
-        return forward, backward
+
+def _draws_of(plans: CallPlans, attending: Sequence) -> Staged | None:
+    """What draws the (seed, offset) pairs of dropouts in a forward; None where there are none."""
+    nodes = plans.forward.graph.numbers_of(_core.NODE_ATTENTION)
+    known = dict(zip(nodes, (how.draw for how in attending if how is not None), strict=True))
+    found = {
+        stage.name: partial(_draw_into, known.get(stage.node), stage.buffers[0])
+        for stage in plans.forward.stages
+        if stage.operator == "external"
+    }
+    return Staged(found, None, _lending) if found else None
 
 
-def _draw(tensors: Sequence[Tensor], kept: dict | None) -> None:
-    """Draw the (seed, offset) of a dropout."""
-    del kept
-    tensors[0].random_()
+def _lending(plan: Plan, lend: Callable[[int], Tensor], *sizes: int) -> Callable[[int], Tensor]:
+    """What these functions get: the function that lends a buffer by its number."""
+    del plan, sizes
+    return lend
 
 
-_DRAWS = {"fill": _draw}
-"""Of nodes that are no attention."""
+def _draw_into(draw: Callable | None, number: int, lend: Callable[[int], Tensor]) -> None:
+    pair = lend(number)
+    if draw is None:
+        pair.random_()
+    else:
+        draw(pair)
 
 
 def _want_gradients(norms: tuple[torch.nn.Module, ...]) -> bool:
