@@ -29,10 +29,10 @@ def x(device):
 
 
 STAGES = {
-    None: ["gemm_output [gemm]", "gemm_grad_input [gemm] -> gemm_grad_weight [gemm]"],
+    None: ["gemm_output [gemm]", "gemm_grad_weight [gemm] -> gemm_grad_input [gemm]"],
     "delayed": [
         "quantize_input [quantize] -> quantize_weight [quantize]",
-        "quantize_grad_output [quantize] -> requantize_weight [quantize]",
+        "quantize_grad_output [quantize] -> gemm_grad_weight [gemm] -> requantize_weight",
     ],
     "current": [
         "amax_input [amax] -> quantize_input [quantize] -> amax_weight [amax]",
