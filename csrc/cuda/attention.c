@@ -17,20 +17,19 @@
 #include "core/check.h"
 #include "core/status.h"
 #include "cuda/api.h"
+#include "cuda/attention_packed.h"
 #include "cuda/attention_rows.h"
 #include "cuda/launch.h"
 #include "cuda/ops.h"
 #include "cuda/sdpa_plans.h"
 
-#define VECTOR 8 /* elements of 16 bytes: what heads are multiples of and begin at */
+#define VECTOR TE_CUDA_ATTENTION_VECTOR
 #define MAX_CHANNELS 256
 #define MAX_BLOCKS 65536
 #define FARTHEST (INT32_MAX / 4) /* diagonal that slopes count from: sums are 32-bit */
 #define MINUS_INFINITY 0xff800000U
-#define CLEAR_BLOCKS 64  /* of a sequence */
-#define GAP_BLOCKS 8     /* of what is between two packed sequences */
-#define LEAST_TOKENS 128 /* bounds of packed sequences are at least that */
-#define WHOLE_KEYS 128   /* a backward over a multiple of these needs no lengths */
+#define CLEAR_BLOCKS 64 /* of a sequence */
+#define WHOLE_KEYS 128  /* a backward over a multiple of these needs no lengths */
 
 /* A call, laid out. */
 typedef struct sdpa_call {
@@ -280,39 +279,6 @@ static void place_slopes(sdpa_call *call)
     if (slopes->ndim == 2 && slopes->shape[0] > 1) call->key.slopes_stride = slopes->strides[0];
 }
 
-static te_attention_side side_of(const te_tensor *heads, const te_tensor *lengths,
-                                 const te_tensor *offsets, int64_t longest)
-{
-    return (te_attention_side){offsets->data, lengths->data, heads->shape[1], longest};
-}
-
-/* A power of two or half as much again, at least n: one plan serves many bounds. */
-static int64_t rounded(int64_t n, int64_t least)
-{
-    while (least < n && least + least / 2 < n) least *= 2;
-    return least < n ? least + least / 2 : least;
-}
-
-/* Bounds of packed sequences in place of sizes. What goes beyond a sequence costs blocks that end
- * at once, but memory where a backward has a matrix of scores, so there no more than need be; nor
- * are there slopes of more sequences. */
-static void lay_out_packed(sdpa_call *call, int is_exact)
-{
-    const te_attention_problem *p = call->problem;
-    te_sdpa_key *key = &call->key;
-    call->begin.sides[0] = side_of(&p->query, &p->query_lengths, &p->query_offsets, p->max_queries);
-    call->begin.sides[1] = side_of(&p->key, &p->key_lengths, &p->key_offsets, p->max_keys);
-    call->begin.batch = te_attention_batch(p);
-    key->is_packed = 1;
-    key->batch =
-        is_exact || key->slopes_stride != 0 ? call->begin.batch : rounded(call->begin.batch, 1);
-    key->queries = is_exact ? te_round_up(p->max_queries + !p->max_queries, LEAST_TOKENS)
-                            : rounded(p->max_queries, LEAST_TOKENS);
-    key->keys = is_exact ? te_round_up(p->max_keys + !p->max_keys, LEAST_TOKENS)
-                         : rounded(p->max_keys, LEAST_TOKENS);
-    call->begin.entries = key->batch;
-}
-
 static void lay_out(sdpa_call *call, int is_exact)
 {
     const te_attention_problem *p = call->problem;
@@ -323,7 +289,7 @@ static void lay_out(sdpa_call *call, int is_exact)
     key->d_k = p->query.shape[3];
     key->keys = p->key.shape[1];
     place_slopes(call);
-    if (te_attention_is_packed(p)) lay_out_packed(call, is_exact);
+    if (te_attention_is_packed(p)) te_cuda_attention_bound(p, is_exact, key, &call->begin);
     key->kv_heads = p->key.shape[2];
     key->d_v = p->value.shape[3];
     key->dtype = (uint8_t)p->query.dtype;
@@ -346,20 +312,6 @@ static int has_given_lengths(const sdpa_call *call)
     return call->key.has_lengths && call->makes_lengths != 3;
 }
 
-/* Lengths and starts of packed sequences. */
-static te_status begin_packed(const sdpa_call *call, te_cuda_state *cuda, void *stream)
-{
-    const te_attention_begin_params *params = &call->begin;
-    const uint32_t blocks = (uint32_t)te_ceil_div(params->entries + 1, TE_ATTENTION_THREADS);
-    const te_cuda_call begin = {
-        "attention",
-        "te_attention_begin",
-        {blocks < MAX_BLOCKS ? blocks : MAX_BLOCKS, 1, 1, TE_ATTENTION_THREADS, 1, 1, 0},
-        params,
-        sizeof *params};
-    return te_cuda_run(cuda, &begin, 1, stream);
-}
-
 /* What is done before cuDNN's kernels. */
 static te_status prepare(sdpa_call *call, te_cuda_state *cuda, void *stream)
 {
@@ -367,7 +319,7 @@ static te_status prepare(sdpa_call *call, te_cuda_state *cuda, void *stream)
     const te_attention_problem *p = call->problem;
     te_sdpa_key *key = &call->key;
     const int64_t lengths[] = {key->queries, key->keys};
-    if (key->is_packed) TE_TRY(begin_packed(call, cuda, stream));
+    if (key->is_packed) TE_TRY(te_cuda_attention_begin(cuda, &call->begin, stream));
     for (int i = 0; i < 2; i++) {
         if ((call->makes_lengths >> i & 1) == 0) continue;
         TE_TRY(TE_CU(cuMemsetD32Async, (CUdeviceptr)call->places[TE_SDPA_QUERY_LENGTHS + i],
@@ -393,41 +345,6 @@ static te_status prepare(sdpa_call *call, te_cuda_state *cuda, void *stream)
     return TE_OK;
 }
 
-static te_attention_heads heads_of(const te_tensor *heads)
-{
-    const int64_t *n = heads->shape;
-    return (te_attention_heads){te_cuda_view4(heads), n[1], n[2], n[3] / VECTOR};
-}
-
-/* What cuDNN does not write of packed sequences; heads of queries, or of queries, keys and values.
- */
-static te_status clear_gaps(te_cuda_state *cuda, const sdpa_call *call,
-                            const te_tensor *const heads[3], const te_tensor *statistics,
-                            void *stream)
-{
-    const te_attention_begin_params *packed = &call->begin;
-    te_attention_gaps_params params = {.sides = {packed->sides[0], packed->sides[1]},
-                                       .batch = packed->batch};
-    const int64_t ranges = packed->batch + 1;
-    const te_cuda_call launch = {
-        "attention",
-        "te_attention_gaps",
-        {GAP_BLOCKS, (uint32_t)(ranges < TE_CUDA_MAX_GRID_Y ? ranges : TE_CUDA_MAX_GRID_Y), 4,
-         TE_ATTENTION_THREADS, 1, 1, 0},
-        &params,
-        sizeof params};
-    for (int i = 0; i < 3; i++) {
-        if (heads[i] == NULL || !te_tensor_present(heads[i])) continue;
-        params.heads[i] = heads_of(heads[i]);
-        params.side_of[i] = i > 0;
-    }
-    if (statistics != NULL && te_tensor_present(statistics)) {
-        params.statistics = statistics->data;
-        params.rows = statistics->shape[2];
-    }
-    return te_cuda_run(cuda, &launch, 1, stream);
-}
-
 /* Clears heads (absent ones are passed over) and statistics (NULL: none): all, or where `call` has
  * lengths of its caller, the sequences of which cuDNN writes nothing, those without a query or a
  * key. */
@@ -444,10 +361,12 @@ static te_status clear(te_cuda_state *cuda, const sdpa_call *call, const te_tens
         &params,
         sizeof params};
     if (params.batch == 0) return TE_OK;
-    if (call->key.is_packed) return clear_gaps(cuda, call, heads, statistics, stream);
+    if (call->key.is_packed) {
+        return te_cuda_attention_gaps(cuda, &call->begin, heads, statistics, stream);
+    }
     for (int i = 0; i < 3; i++) {
         if (heads[i] == NULL || !te_tensor_present(heads[i])) continue;
-        params.heads[i] = heads_of(heads[i]);
+        params.heads[i] = te_cuda_attention_heads(heads[i]);
     }
     if (statistics != NULL && te_tensor_present(statistics)) {
         params.statistics = statistics->data;
