@@ -114,7 +114,7 @@ typedef enum te_node_kind {
     TE_NODE_ACTIVATION,  /* inputs x */
     TE_NODE_SOFTCAP,     /* inputs x */
     TE_NODE_ATTENTION,   /* inputs query, key, value (by slices), mask, bias, lengths of queries, of
-                            keys, offsets of queries, of keys */
+                            keys, offsets of queries, of keys, sink, slopes */
     TE_NODE_ROPE,        /* inputs x (by slice), angles, offsets; without angles heads are copied */
     TE_NODE_DROPOUT_ADD, /* inputs x, bias, residual */
     TE_NODE_HEAD_NORM,   /* a norm of each head; inputs x (by slice), gamma, beta */

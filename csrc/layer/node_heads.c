@@ -21,6 +21,8 @@ enum {
     KEY_LENGTHS,
     QUERY_OFFSETS,
     KEY_OFFSETS,
+    SINK,
+    SLOPES,
     INPUTS
 };
 
@@ -88,6 +90,8 @@ static te_stage *add_attention(te_build *build, int32_t n, te_op op, const char 
     te_use_value(build, stage, "key_lengths", node->inputs[KEY_LENGTHS]);
     te_use_value(build, stage, "query_offsets", node->inputs[QUERY_OFFSETS]);
     te_use_value(build, stage, "key_offsets", node->inputs[KEY_OFFSETS]);
+    te_use_value(build, stage, "sink", node->inputs[SINK]);
+    te_use_value(build, stage, "slopes", node->inputs[SLOPES]);
     te_use_as(build, stage, "rng", rng);
     te_set_number(build, stage, "scale", node->numbers[0]);
     te_set_number(build, stage, "dropout", node->numbers[1]);
@@ -119,7 +123,7 @@ static void backward_attention(te_build *build, int32_t n)
 {
     static const char *const fields[] = {"grad_query", "grad_key", "grad_value"};
     const te_node_desc *node = te_node(build, n);
-    int32_t bias = node->inputs[BIAS];
+    int32_t bias = node->inputs[BIAS], sink = node->inputs[SINK];
     int32_t grad, output, statistics;
     te_stage *stage;
     if (!build->values[node->output].needs_grad || !te_has_grad(build, node->output)) return;
@@ -142,12 +146,24 @@ static void backward_attention(te_build *build, int32_t n)
     if (bias >= 0 && build->values[bias].needs_grad) {
         te_use_as(build, stage, "grad_bias", te_grad_target(build, bias));
     }
+    if (sink >= 0 && build->values[sink].needs_grad) {
+        te_use_as(build, stage, "grad_sink", te_grad_target(build, sink));
+    }
 }
 
 /* Tokens to one side of the diagonal; below 0: all of them. */
 static int is_window(double number)
 {
     return number >= -1.0 && number <= (double)INT32_MAX && number == (double)(int64_t)number;
+}
+
+/* Numbers of the heads, which slopes may have for each batch entry. */
+static int is_of_heads(const te_value_desc *value, int input, int32_t heads)
+{
+    const te_extent *last = &value->shape[value->ndim - 1];
+    return value->ndim <= (input == SINK ? 1 : 2) && value->dtype == TE_DTYPE_F32 &&
+           (value->flags & TE_VALUE_INPUT) != 0 && last->symbol == TE_SYMBOL_NONE &&
+           last->add == heads;
 }
 
 /* A mask (u8) or a bias of 4 dims, or lengths or offsets (i32), whichever the input is. */
@@ -227,7 +243,14 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
         return TE_FAIL(TE_ERROR_INVALID, "attention: %s is no matrix of %d heads of %d channels",
                        y->name, q->heads, v->channels);
     }
-    for (int i = MASK; i < INPUTS; i++) {
+    for (int i = SINK; i <= SLOPES; i++) {
+        if (node->inputs[i] < 0 || is_of_heads(&graph->values[node->inputs[i]], i, q->heads)) {
+            continue;
+        }
+        return TE_FAIL(TE_ERROR_INVALID, "attention: %s is no sink and no slopes (f32) of %d heads",
+                       graph->values[node->inputs[i]].name, q->heads);
+    }
+    for (int i = MASK; i < SINK; i++) {
         if (node->inputs[i] < 0 || is_limit(&graph->values[node->inputs[i]], i)) continue;
         return TE_FAIL(TE_ERROR_INVALID,
                        "attention: %s is no mask (u8) or bias of 4 dims, no lengths or offsets "

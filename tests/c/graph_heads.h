@@ -9,6 +9,7 @@
 #include "graph_nodes.h"
 
 enum { GRAPH_QUERY, GRAPH_KEY, GRAPH_VALUE, GRAPH_MASK, GRAPH_BIAS, GRAPH_QUERIES, GRAPH_KEYS };
+enum { GRAPH_SINK = GRAPH_KEYS + 3, GRAPH_SLOPES }; /* behind the offsets of packed sequences */
 
 /* Heads of a matrix: of its elements, and of its gradient's. */
 typedef struct graph_matrix {

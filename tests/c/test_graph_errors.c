@@ -148,6 +148,7 @@ static void make_attention(graph *g)
     (void)graph_rope(g, "", x, slices[0], 1, turned);
     node = graph_attention(g, "", (const int32_t[]){turned, x, x},
                            (const te_slice[]){graph_dense(4, 4), slices[1], slices[2]}, attended);
+    node->input_count = GRAPH_SLOPES + 1;
     inputs_of(g, node)[GRAPH_MASK] = 4;
     inputs_of(g, node)[GRAPH_BIAS] = 5;
     (void)graph_dropout_add(g, "add_", attended, attended, rows_of(g, "y", TE_VALUE_RESULT, WIDTH),
@@ -239,6 +240,8 @@ static void check_heads(void)
     REFUSE_HEADS(inputs[1][4], 4, INVALID, "attention: mask is no mask");
     REFUSE_HEADS(inputs[1][3], 5, INVALID, "attention: bias is no mask");
     REFUSE_HEADS(inputs[1][5], 4, INVALID, "attention: mask is no mask");
+    REFUSE_HEADS(inputs[1][GRAPH_SINK], 4, INVALID, "attention: mask is no sink and no slopes");
+    REFUSE_HEADS(inputs[1][GRAPH_SLOPES], 5, INVALID, "attention: bias is no sink and no slopes");
     REFUSE_HEADS(slices[1][1].together, 2, UNSUPPORTED, "attention: heads of x that lie together");
     /* norm of heads */
     make_head_norm(&g);

@@ -278,6 +278,32 @@ def test_limits_of_attention_alone(device, limits):
     assert_ways_agree(layer, inputs_of(layer, **given), whole=whole)
 
 
+@pytest.mark.parametrize("recipe", [None, "delayed"])
+@pytest.mark.parametrize("limits", ["causal", "padding, lengths", "alibi", "bias, all"])
+@pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
+def test_softmax_types(device, kind, limits, recipe):
+    """The gradient of the offsets is one of the plan's results."""
+    options = {"softmax_type": kind, "fuse_qkv_params": True, **DROPS}
+    layer = make_layer(device, dtype_of(device, recipe), **options)
+    given = {**LIMITS, **SDPA_LIMITS}[limits](device)
+    if kind == "learnable":
+        torch.nn.init.normal_(layer.self_attention.core_attention.softmax_offset)
+    whole = device == "cpu" or limits not in UNFUSED_ON_CUDA
+    assert_ways_agree(layer, inputs_of(layer, **given), recipe=recipe, whole=whole)
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_softmax_types_of_a_decoder(device, form):
+    """Each attention has offsets of its own; one without a gradient."""
+    options = {"softmax_type": "learnable", "layer_type": "decoder", "attn_input_format": form}
+    layer = make_layer(device, dtype_of(device), **options)
+    for name, parameter in layer.named_parameters():
+        if name.endswith("softmax_offset"):
+            torch.nn.init.normal_(parameter)
+    layer.inter_attention.core_attention.softmax_offset.requires_grad_(False)
+    assert_ways_agree(layer, inputs_of(layer))
+
+
 TO_SOURCE = {
     "masks": lambda device: {
         "enc_dec_attn_mask_type": "padding",

@@ -48,6 +48,9 @@ class AttentionSpec(NamedTuple):
     deterministic: bool = False  # gradients are bitwise repeatable
     packed: tuple[int, int, int] | None = None
     """Packed sequences: how many, and bounds of their queries and of their keys."""
+    sink: bool = False  # the softmax has a term without a key
+    sink_grad: bool = False  # which has a gradient
+    slopes: int = 0  # of ALiBi, how many dims they have: 0, none; 1, [heads]; 2, [batch, heads]
 
 
 class AddSpec(NamedTuple):
@@ -101,8 +104,8 @@ def layer_graph(spec: LayerSpec) -> Graph:
     """Graph of a layer.
 
     Its tensors are the input; for each branch what its attention is given (source, angles, mask,
-    bias, lengths); for each branch the parameters of its calls, the bias of its addition, and gamma
-    and beta of the norms of its heads.
+    bias, lengths, offsets, sink, slopes); for each branch the parameters of its calls, the bias of
+    its addition, and gamma and beta of the norms of its heads.
     """
     graph = Graph()
     first, last = spec.branches[0].calls[0].parts[0], spec.branches[-1].calls[-1].parts[-1]
@@ -204,8 +207,18 @@ def _attention_inputs(graph: Graph, branch: BranchSpec) -> tuple:
         is_there = i < attention.lengths
         number = graph.tensor(name + what, _core.DTYPE_I32, (batch,), given) if is_there else -1
         limits.append(number)
-    for what in () if attention.packed is None else ("query_offsets", "key_offsets"):
-        limits.append(graph.tensor(name + what, _core.DTYPE_I32, (batch + 1,), given))
+    for what in ("query_offsets", "key_offsets"):
+        is_there = attention.packed is not None
+        number = graph.tensor(name + what, _core.DTYPE_I32, (batch + 1,), given) if is_there else -1
+        limits.append(number)
+    wanted = given | (_core.VALUE_GRADIENT if attention.sink_grad else 0)
+    of_heads = ("sink", int(attention.sink), wanted), ("slopes", attention.slopes, given)
+    for what, count, flags in of_heads:
+        shape = (batch, dims[1])[2 - count :]
+        number = graph.tensor(name + what, _core.DTYPE_F32, shape, flags) if count else -1
+        limits.append(number)
+    while limits and limits[-1] < 0:
+        limits.pop()
     return source, angles, tuple(limits)
 
 

@@ -28,7 +28,7 @@ def attending(
     them.
     """
     choice, limits = how
-    if choice.backend != "native" or limits.sink is not None or limits.slopes is not None:
+    if choice.backend != "native":
         return None
     source, angles, interleaved, norms_first = given
     dropout = core.attention_dropout if core.training else 0.0
@@ -46,24 +46,29 @@ def attending(
         packed = offsets[0].shape[0] - 1, queries.longest, keys.longest
     bias = limits.bias
     bias_dtype = torch.float32 if bias is None else bias.dtype
-    bias_grad = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    sink, slopes = limits.sink, limits.slopes
+    bias_grad, sink_grad = (
+        added is not None and added.requires_grad and torch.is_grad_enabled()
+        for added in (bias, sink)
+    )
+    softmax = sink is not None, sink_grad, 0 if slopes is None else slopes.dim()
     window = tuple(limits.window)
     channels = tuple(of.shape[1] for of in angles)
     repeatable = native.deterministic()
     key = (
         slices, dropout, tracker, core.softmax_scale, window, limits.bottom_right, *masks,
         len(lengths), bias_dtype, bias_grad, channels, interleaved, norms_first, core.qkv_format,
-        bool(source) and source[0].requires_grad, repeatable, packed,
+        bool(source) and source[0].requires_grad, repeatable, packed, *softmax,
     )  # fmt: skip
 
     def spec() -> AttentionSpec:
         return AttentionSpec(
             slices, core.qkv_format == "sbhd", core.softmax_scale, dropout, window,
             limits.bottom_right, channels, interleaved, norms_first, *masks, len(lengths),
-            _core.dtype_code(bias_dtype), bias_grad, repeatable, packed,
+            _core.dtype_code(bias_dtype), bias_grad, repeatable, packed, *softmax,
         )  # fmt: skip
 
-    tensors = (limits.mask, bias, *lengths, *offsets)
+    tensors = (limits.mask, bias, *lengths, *offsets, sink, slopes)
     tensors = (*source, *angles, *(tensor for tensor in tensors if tensor is not None))
     return Attending(key, spec, tensors, _draw_in(tracker), choice)
 

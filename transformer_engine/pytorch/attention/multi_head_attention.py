@@ -157,7 +157,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
                 )
             kv_channels = hidden_size // num_attention_heads
         with device_of(device):  # which the attention takes no argument for
-            self.core_attention = core = DotProductAttention(
+            core = DotProductAttention(
                 num_attention_heads, kv_channels, num_gqa_groups, attention_dropout, qkv_format,
                 attn_mask_type, window_size, bottom_right_diagonal, layer_number=layer_number,
                 get_rng_state_tracker=get_rng_state_tracker, attention_type=attention_type,
@@ -188,6 +188,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         column, row = ("column", "row") if set_parallel_mode else (None, None)
         inner = {**linear, "parallel_mode": column, "init_method": init_method}
         self._make_projections(fuse_qkv_params, inner, norm)
+        self.core_attention = core  # after them: programs ask the first parameter for its dtype
         self._make_qk_norms(qk_norm_type, qk_norm_eps, device, params_dtype)
         outer = {**linear, "parallel_mode": row, "init_method": output_layer_init_method}
         heads = num_attention_heads * v

@@ -192,4 +192,5 @@ def _slopes(slopes: Tensor | None, sizes: tuple, query: Tensor) -> Tensor:
             f"{_NAME}: alibi_slopes: shape {tuple(slopes.shape)}, expected [heads] or "
             f"[batch, heads] of {heads} heads"
         )
-    return slopes.float().contiguous()
+    shared = slopes.dim() == 2 and slopes.shape[0] == 1
+    return (slopes[0] if shared else slopes).float().contiguous()
