@@ -4,9 +4,11 @@
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from attention_reference import slope_bias, softmax
+from backend.packed_sequences import Packing
 from comparators import assert_nmse
 from pytorch.helpers import assert_same_bits
 from pytorch.test_cudnn_attention import CHANNELS, HEADS, allowed, heads, some_heads, some_limits
@@ -197,6 +199,52 @@ def test_random_problems(part, seed):
         limits = some_limits(rng, batch, queries, keys)
         print(dtype, [tuple(t.shape) for t in tensors], sink is None, slopes is None, limits)
         Problem(tensors, limits, sink, slopes, bias, d_k**-0.5).check()
+
+
+@pytest.mark.parametrize("groups", [HEADS, 2])
+@pytest.mark.parametrize("window", [{}, {"window_right": 0, "bottom_right": 1}], ids=str)
+def test_packed_sequences(window, groups, seed):
+    """What a padded batch gives: sequences of no tokens, and tokens of no sequence."""
+    rng = np.random.default_rng(seed)
+    queries = Packing(rng, 4, 130, gaps=True, lengths=[130, 0, 1, 64])
+    keys = Packing(rng, 4, 200, gaps=True, lengths=[200, 77, 1, 0])
+    sides, counts = (queries, keys, keys), (HEADS, groups, groups)
+    tensors = [
+        torch.randn(side.tokens, count, CHANNELS).to("cuda", BF16)
+        for side, count in zip(sides, counts, strict=True)
+    ]
+    names = ("query", "key")
+    limits = {
+        f"{n}_lengths": s.vector("lengths", "cuda") for n, s in zip(names, sides[:2], strict=True)
+    }
+    padded = [side.padded(tensor) for side, tensor in zip(sides, tensors, strict=True)]
+    problem = Problem(padded, {**limits, **window}, new_sink(), new_slopes(4, HEADS))
+    right = problem.run()
+    grad = queries.packed(problem.grad)[None]
+    query, key, value = (tensor[None] for tensor in tensors)
+    given = {
+        f"{n}_offsets": s.vector("offsets", "cuda") for n, s in zip(names, sides[:2], strict=True)
+    }
+    given |= {"max_queries": 130, "max_keys": 200, "scale": 0.125, **limits, **window}
+    given |= {"sink": problem.sink, "slopes": problem.slopes}
+    out, sums = (
+        torch.full_like(query, math.nan),
+        query.new_full((1, queries.tokens, HEADS), math.nan),
+    )
+    sums, top = sums.float(), torch.full((HEADS,), math.nan, device="cuda")
+    _core.attention(query, key, value, out, statistics=sums, top=top, **given)
+    named = {"query": query, "key": key, "value": value, "sink": problem.sink}
+    grads = {f"grad_{name}": torch.full_like(t, math.nan) for name, t in named.items()}
+    _core.attention_backward(grad, query, key, value, out, sums, **grads, **given)
+    bound = tol("attention", BF16, 200)
+    assert_nmse(out[0], queries.packed(right["output"]).double(), bound, "output")
+    for name, side in zip(("query", "key", "value"), sides, strict=True):
+        expected = side.packed(right[f"grad_{name}"]).double()
+        assert_nmse(grads[f"grad_{name}"][0], expected, bound, name)
+    assert_nmse(grads["grad_sink"], right["grad_sink"].double(), bound, "grad_sink")
+    assert_nmse(top, right["top"].double(), tol("attention", F32, CHANNELS), "top", 1 + right["top"].abs())
+    padded_sums = queries.packed(right["statistics"].transpose(1, 2), -math.inf)
+    assert ((sums[0] == -math.inf) | (padded_sums > -math.inf)).all()
 
 
 @pytest.mark.parametrize("lengths", [False, True])
