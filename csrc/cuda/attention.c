@@ -27,9 +27,8 @@
 #define MAX_CHANNELS 256
 #define MAX_BLOCKS 65536
 #define FARTHEST (INT32_MAX / 4) /* diagonal that slopes count from: sums are 32-bit */
-#define MINUS_INFINITY 0xff800000U
-#define CLEAR_BLOCKS 64 /* of a sequence */
-#define WHOLE_KEYS 128  /* a backward over a multiple of these needs no lengths */
+#define CLEAR_BLOCKS 64          /* of a sequence */
+#define WHOLE_KEYS 128           /* a backward over a multiple of these needs no lengths */
 
 /* A call, laid out. */
 typedef struct sdpa_call {
@@ -74,6 +73,13 @@ static te_status check_aligned(const char *op, const te_tensor *const *tensors, 
     return TE_OK;
 }
 
+/* Whether sequences end where they do. */
+static int has_ends(const te_attention_problem *p)
+{
+    return te_tensor_requested(&p->query_lengths) || te_tensor_requested(&p->key_lengths) ||
+           te_tensor_requested(&p->query_offsets);
+}
+
 static te_status check_problem(const char *op, te_context *context, const te_attention_problem *p,
                                const te_tensor *statistics)
 {
@@ -95,6 +101,10 @@ static te_status check_problem(const char *op, te_context *context, const te_att
                                  te_tensor_requested(&p->slopes))) {
         return UNSUPPORTED("%s: a mask or bias over one key", op); /* see place_bias */
     }
+    if (te_tensor_requested(&p->slopes) &&
+        ((p->slopes.ndim == 2 && p->slopes.shape[0] > 1) || (p->bottom_right && has_ends(p)))) {
+        return UNSUPPORTED("%s: slopes of each sequence, or from the end of each", op);
+    }
     if (te_tensor_requested(&p->slopes) && (p->diagonal < -FARTHEST || p->diagonal > FARTHEST)) {
         return UNSUPPORTED("%s: slopes from diagonal %lld, which is further away than %lld", op,
                            (long long)p->diagonal, (long long)FARTHEST);
@@ -111,6 +121,9 @@ te_status te_cuda_attention_supports(void *self, te_context *context, const void
     const te_tensor *const tensors[] = {&args->output};
     (void)self;
     TE_TRY(check_problem("attention", context, &args->problem, &args->statistics));
+    if (te_tensor_requested(&args->top)) {
+        return UNSUPPORTED("attention: the largest scores: cuDNN's kernels do not write them");
+    }
     return check_aligned("attention", tensors, 1);
 }
 
@@ -276,7 +289,6 @@ static void place_slopes(sdpa_call *call)
     if (!te_tensor_requested(slopes)) return;
     call->key.has_slopes = 1;
     call->places[TE_SDPA_SLOPES] = slopes->data;
-    if (slopes->ndim == 2 && slopes->shape[0] > 1) call->key.slopes_stride = slopes->strides[0];
 }
 
 static void lay_out(sdpa_call *call, int is_exact)
@@ -418,19 +430,15 @@ done:
     return st;
 }
 
-/* Fills a dense result (absent ones are passed over) with zeros, or an fp32 one with its bits. */
-static te_status fill(te_cuda_state *cuda, const te_tensor *result, uint32_t bits, void *stream)
+/* Zeros in a dense result; absent ones are passed over. */
+static te_status zero(te_cuda_state *cuda, const te_tensor *result, void *stream)
 {
     const size_t bytes = te_dtype_size(result->dtype, te_tensor_numel(result));
     te_status st;
     te_cuda_scope scope;
     if (!te_tensor_present(result) || bytes == 0) return TE_OK;
     TE_TRY(te_cuda_enter(cuda, &scope));
-    if (bits == 0) {
-        st = TE_CU(cuMemsetD8Async, (CUdeviceptr)result->data, 0, bytes, (CUstream)stream);
-    } else {
-        st = TE_CU(cuMemsetD32Async, (CUdeviceptr)result->data, bits, bytes / 4, (CUstream)stream);
-    }
+    st = TE_CU(cuMemsetD8Async, (CUdeviceptr)result->data, 0, bytes, (CUstream)stream);
     te_cuda_leave(cuda, &scope);
     return st;
 }
@@ -479,8 +487,6 @@ static void lay_out_forward(const te_attention_args *args, void *workspace, sdpa
     place_statistics(call, &args->statistics);
     place_lengths(call, 0);
     place_sink(call);
-    key->keeps_top = te_tensor_requested(&args->top);
-    if (key->keeps_top) call->places[TE_SDPA_TOP] = take(call, rows_of(call), sizeof(float));
 }
 
 te_status te_cuda_attention_workspace(void *self, te_context *context, const void *args_,
@@ -502,18 +508,12 @@ te_status te_cuda_attention(void *self, te_context *context, const void *args_, 
     const te_tensor *const heads[3] = {&args->output};
     sdpa_call call = {.problem = &args->problem};
     (void)self;
-    if (is_empty(&args->problem)) {
-        TE_TRY(fill(cuda, &args->top, MINUS_INFINITY, stream));
-        return clear(cuda, &call, heads, &args->statistics, stream);
-    }
+    if (is_empty(&args->problem)) return clear(cuda, &call, heads, &args->statistics, stream);
     lay_out_forward(args, args->workspace, &call);
     TE_TRY(finish(&call, cuda, args->workspace_size, stream, NULL));
     if (call.joins_sink) {
         TE_TRY(te_cuda_attention_join_sink(cuda, &call.key, call.places, &args->output,
                                            args->statistics.data, stream));
-    }
-    if (call.key.keeps_top) {
-        TE_TRY(te_cuda_attention_top(cuda, &call.key, call.places, args->top.data, stream));
     }
     if (has_given_lengths(&call)) {
         TE_TRY(clear(cuda, &call, heads, &args->statistics, stream));
@@ -629,8 +629,8 @@ te_status te_cuda_attention_backward(void *self, te_context *context, const void
     sdpa_call call = {.problem = &args->problem};
     (void)self;
     if (has_no_gradient(&args->problem)) {
-        TE_TRY(fill(cuda, &args->grad_bias, 0, stream));
-        TE_TRY(fill(cuda, &args->grad_sink, 0, stream));
+        TE_TRY(zero(cuda, &args->grad_bias, stream));
+        TE_TRY(zero(cuda, &args->grad_sink, stream));
         return clear(cuda, &call, grads, NULL, stream);
     }
     lay_out_backward(args, args->workspace, &call);

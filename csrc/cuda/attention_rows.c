@@ -44,38 +44,23 @@ te_status te_cuda_attention_join_sink(te_cuda_state *cuda, const te_sdpa_key *ke
     return te_cuda_run(cuda, &call, 1, stream);
 }
 
-/* Runs a kernel on the rows of each head. */
-static te_status reduce(te_cuda_state *cuda, const char *kernel, const te_sdpa_key *key,
-                        void *const *places, te_attention_head_params *params, void *stream)
-{
-    const te_cuda_call call = {"attention",
-                               kernel,
-                               {(uint32_t)key->heads, 1, 1, TE_ATTENTION_HEAD_THREADS, 1, 1, 0},
-                               params,
-                               sizeof *params};
-    params->batch = key->batch;
-    params->queries = key->queries;
-    params->query_lengths = places[TE_SDPA_QUERY_LENGTHS];
-    params->key_lengths = places[TE_SDPA_KEY_LENGTHS];
-    return te_cuda_run(cuda, &call, 1, stream);
-}
-
-te_status te_cuda_attention_top(te_cuda_state *cuda, const te_sdpa_key *key, void *const *places,
-                                float *top, void *stream)
-{
-    te_attention_head_params params = {.rows = rows_at(key, places, TE_SDPA_TOP, key->is_packed),
-                                       .output = top};
-    return reduce(cuda, "te_attention_top", key, places, &params, stream);
-}
-
 te_status te_cuda_attention_sink_grad(te_cuda_state *cuda, const te_sdpa_key *key,
                                       void *const *places, float *grad, void *stream)
 {
-    te_attention_head_params params = {
+    te_attention_sink_grad_params params = {
         .rows = rows_at(key, places, TE_SDPA_ROW_SUM, key->packs_scratch),
         .statistics = rows_at(key, places, TE_SDPA_STATISTICS, key->is_packed),
         .sink = places[TE_SDPA_SINK],
         .output = grad,
+        .query_lengths = places[TE_SDPA_QUERY_LENGTHS],
+        .key_lengths = places[TE_SDPA_KEY_LENGTHS],
+        .batch = key->batch,
+        .queries = key->queries,
         .factor = te_keep_factor(key->dropout)}; /* the sums are times what dropout keeps */
-    return reduce(cuda, "te_attention_sink_grad", key, places, &params, stream);
+    const te_cuda_call call = {"attention",
+                               "te_attention_sink_grad",
+                               {(uint32_t)key->heads, 1, 1, TE_ATTENTION_HEAD_THREADS, 1, 1, 0},
+                               &params,
+                               sizeof params};
+    return te_cuda_run(cuda, &call, 1, stream);
 }

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * attention_rows.h - what is made of cuDNN's numbers of each query: sinks and their gradients, and
- * the largest scores.
+ * attention_rows.h - what is made of cuDNN's numbers of each query: sinks and their gradients.
  */
 #ifndef TE_CUDA_ATTENTION_ROWS_H
 #define TE_CUDA_ATTENTION_ROWS_H
@@ -14,9 +13,6 @@
 te_status te_cuda_attention_join_sink(te_cuda_state *cuda, const te_sdpa_key *key,
                                       void *const *places, const te_tensor *output,
                                       float *statistics, void *stream);
-/* [heads]: the largest of the scores at their place. */
-te_status te_cuda_attention_top(te_cuda_state *cuda, const te_sdpa_key *key, void *const *places,
-                                float *top, void *stream);
 /* [heads]: the gradient of the sink at its place, once a backward has run. */
 te_status te_cuda_attention_sink_grad(te_cuda_state *cuda, const te_sdpa_key *key,
                                       void *const *places, float *grad, void *stream);

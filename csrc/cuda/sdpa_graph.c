@@ -59,11 +59,11 @@ static tensor *numbers_at(const writer *w, int32_t place, cudnnDataType_t dtype,
     return at(w, place, dtype, shape, strides);
 }
 
-/* fp32 numbers of the heads, of each batch entry or (stride 0) of all. */
-static tensor *of_heads_at(const writer *w, int32_t place, int64_t stride)
+/* fp32 numbers of the heads. */
+static tensor *of_heads_at(const writer *w, int32_t place)
 {
-    const int64_t shape[4] = {stride != 0 ? w->key->batch : 1, w->key->heads, 1, 1};
-    const int64_t strides[4] = {stride != 0 ? stride : w->key->heads, 1, 1, 1};
+    const int64_t shape[4] = {1, w->key->heads, 1, 1};
+    const int64_t strides[4] = {w->key->heads, 1, 1, 1};
     return at(w, place, CUDNN_DATA_FLOAT, shape, strides);
 }
 
@@ -251,7 +251,8 @@ static tensor *within_window(const writer *w, tensor *scores)
     return without_earlier(w, without_later(w, scores));
 }
 
-/* Scores less slope * |key - diagonal's key|. */
+/* Scores less slope * |key - diagonal's key|: of one diagonal, and one slope of a head. The engine
+ * takes more, and computes something else. */
 static tensor *sloped(const writer *w, tensor *scores)
 {
     const te_sdpa_key *key = w->key;
@@ -259,13 +260,9 @@ static tensor *sloped(const writer *w, tensor *scores)
     if (!key->has_slopes) return scores;
     row = te_cudnn_index(w->graph, scores, 2);
     column = te_cudnn_index(w->graph, scores, 3);
-    if (key->bottom_right && key->has_lengths) {
-        column = integers(w, CUDNN_POINTWISE_SUB, column, w->key_lengths);
-        column = integers(w, CUDNN_POINTWISE_ADD, column, w->query_lengths);
-    }
     column = plus(w, column, -shift_of(key));
     distance = floats(w, CUDNN_POINTWISE_ABS, subtracted(w, column, row), NULL);
-    distance = multiplied(w, distance, of_heads_at(w, TE_SDPA_SLOPES, key->slopes_stride));
+    distance = multiplied(w, distance, of_heads_at(w, TE_SDPA_SLOPES));
     return subtracted(w, scores, distance);
 }
 
@@ -314,13 +311,13 @@ static void write_forward(writer *w)
 {
     const te_sdpa_key *key = w->key;
     const int drops = key->dropout > 0.0F;
-    tensor *scores, *top, *sum = virtual_rows(w), *weights, *statistics, *sink = NULL;
+    tensor *scores, *top = virtual_rows(w), *sum = virtual_rows(w), *weights, *statistics;
+    tensor *sink = NULL;
     begin(w);
     scores = within_window(w, scores_of(w));
-    top = key->keeps_top ? rows_at(w, TE_SDPA_TOP, key->is_packed) : virtual_rows(w);
     te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_MAX, scores, top);
     if (key->has_sink) {
-        sink = of_heads_at(w, TE_SDPA_SINK, 0);
+        sink = of_heads_at(w, TE_SDPA_SINK);
         top = floats(w, CUDNN_POINTWISE_MAX, top, sink);
     }
     weights = exponential(w, subtracted(w, scores, top));

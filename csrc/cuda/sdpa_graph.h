@@ -20,7 +20,6 @@ typedef struct te_sdpa_key {
     int64_t batch, heads, kv_heads, queries, keys, d_k, d_v;
     te_sdpa_strides query, key, value, output, grad_output, grad_query, grad_key, grad_value;
     int64_t bias_shape[4], bias_strides[4];
-    int64_t slopes_stride; /* from one batch entry to the next; 0: they share their slopes */
     int64_t window_left, window_right; /* -1: no limit */
     int64_t diagonal; /* the key on the diagonal of query 0; further right by (keys - queries) of
                          each sequence where bottom_right */
@@ -28,14 +27,14 @@ typedef struct te_sdpa_key {
     uint8_t dtype, bias_dtype;
     uint8_t backward;
     uint8_t has_bias, has_slopes, has_lengths, bottom_right;
-    uint8_t has_sink, keeps_statistics, keeps_top; /* of a forward */
-    uint8_t wants_bias_grad;                       /* of a backward */
+    uint8_t has_sink, keeps_statistics; /* of a forward */
+    uint8_t wants_bias_grad;            /* of a backward */
     uint8_t bias_grad_sums; /* 1 << dim: its gradient has one entry where the bias has several */
     uint8_t deterministic;  /* of a backward */
     uint8_t is_packed;      /* sequences begin at offsets, of tensors and statistics; lengths are
                                there; batch, queries and keys are bounds */
     uint8_t packs_scratch;  /* of a backward: what it sums lies as the gradients do */
-    uint8_t unused[1];
+    uint8_t unused[2];
 } te_sdpa_key;
 
 /* Where a run finds its tensors. */
@@ -45,7 +44,6 @@ enum {
     TE_SDPA_VALUE,
     TE_SDPA_OUTPUT,
     TE_SDPA_STATISTICS,
-    TE_SDPA_TOP, /* as the statistics: the largest score of each query */
     TE_SDPA_BIAS,
     TE_SDPA_SLOPES,
     TE_SDPA_SINK,

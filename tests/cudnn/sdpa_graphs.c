@@ -214,12 +214,12 @@ static void check_packed(void)
     compile("packed, no statistics", key, 0);
 }
 
-/* Slopes and largest scores with everything; a sink where no lengths are. */
+/* Slopes with everything; a sink where no lengths are. */
 static void check_softmax(void)
 {
     te_sdpa_key key = small();
-    key.has_sink = key.keeps_top = 1;
-    compile("sink, largest scores", key, 0);
+    key.has_sink = 1;
+    compile("sink", key, 0);
     key.window_right = 0;
     key.dropout = 0.1F;
     key.has_slopes = 1;
@@ -228,21 +228,18 @@ static void check_softmax(void)
     key.has_slopes = 1;
     check("slopes", key);
     key = problem(8, 2, 200, 256, 128, 128);
-    key.has_slopes = key.keeps_top = 1;
-    key.slopes_stride = 8;
-    key.bottom_right = 1;
+    key.has_slopes = 1;
     key.window_right = 0;
     key.window_left = 31;
     key.has_lengths = 1;
-    check("slopes of sequences, lengths, window, bottom right", key);
+    check("slopes, lengths, window", key);
     key = problem(4, 4, 1, 77, 64, 64);
-    key.has_slopes = key.keeps_top = key.has_lengths = 1;
+    key.has_slopes = key.has_lengths = 1;
     check("slopes, one query", key);
     key = packed(8, 2, 128, 64, 1);
-    key.has_slopes = key.keeps_top = 1;
-    key.slopes_stride = 8;
+    key.has_slopes = 1;
     key.window_right = 0;
-    check_both("packed, slopes of sequences, largest scores", key);
+    check_both("packed, slopes", key);
 }
 
 int main(void)

@@ -31,7 +31,7 @@ def made(monkeypatch):
 
         monkeypatch.setattr(module, "_forward", noted)
 
-    note(native, "output", "statistics")
+    note(native, "output", "statistics", "top")
     note(softmax, "weights", "probabilities")
     return found
 

@@ -64,7 +64,7 @@ def test_norms_of_queries_and_keys_that_are_set(device):
     def undo(layer, _):
         layer.q_norm = layer.k_norm = None
 
-    assert_counts(make_attention(device, dtype_of(device)), change, False, undo=undo)
+    assert_counts(make_attention(device, dtype_of(device)), change, True, undo=undo)
 
 
 def test_a_window_that_is_set_as_a_list(device):

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * attention.cu - what attention needs beside cuDNN's kernels: a mask as a bias, zeros, where packed
- * sequences begin, sinks, and what is made of all rows of a head.
+ * sequences begin, sinks.
  */
 #include "attention.h"
 #include "vector.cuh"
@@ -189,7 +189,7 @@ static __device__ __forceinline__ void join_sink(const te_attention_sink_params 
         const te_index batch = te_divide(rest, to.tokens, &token);
         const te_index row = row_at(p.statistics, batch, head, token);
         const float statistic = p.statistics.data[row], more = p.sink[head] - statistic;
-        const float weight = 1.0F / (1.0F + expf(more));
+        const float weight = statistic == -INFINITE ? 0.0F : 1.0F / (1.0F + expf(more));
         uint4 *line = (uint4 *)te_line(to.view, T::bytes, batch, token, head) + vector;
         te_vector<T, 8> values;
         float y[8];
@@ -210,73 +210,37 @@ TE_KERNEL(te_attention_sink_f16, te_attention_sink_params, (TE_ATTENTION_THREADS
 TE_KERNEL(te_attention_sink_bf16, te_attention_sink_params, (TE_ATTENTION_THREADS),
           join_sink<te_bf16>(p))
 
-/* ---- rows of a head ---- */
-
-/* The larger one; NaN stays. */
-struct larger {
-    static __device__ __forceinline__ float none()
-    {
-        return -INFINITE;
-    }
-    static __device__ __forceinline__ float of(const te_attention_head_params &p, te_index batch,
-                                               te_index head, te_index query)
-    {
-        return p.rows.data[row_at(p.rows, batch, head, query)];
-    }
-    static __device__ __forceinline__ float join(float a, float b)
-    {
-        float result;
-        asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-        return result;
-    }
-};
-
 /* Each row takes from the sink what its weight has of the row's mean gradient. */
-struct sink_gradient {
-    static __device__ __forceinline__ float none()
-    {
-        return 0.0F;
-    }
-    static __device__ __forceinline__ float of(const te_attention_head_params &p, te_index batch,
-                                               te_index head, te_index query)
-    {
-        const float statistic = p.statistics.data[row_at(p.statistics, batch, head, query)];
-        if (statistic == -INFINITE) return 0.0F;
-        return -p.factor * p.rows.data[row_at(p.rows, batch, head, query)] *
-               expf(p.sink[head] - statistic);
-    }
-    static __device__ __forceinline__ float join(float a, float b)
-    {
-        return a + b;
-    }
-};
+static __device__ __forceinline__ float share_of_sink(const te_attention_sink_grad_params &p,
+                                                      te_index batch, te_index query)
+{
+    const te_index head = blockIdx.x;
+    const float statistic = p.statistics.data[row_at(p.statistics, batch, head, query)];
+    if (statistic == -INFINITE) return 0.0F;
+    return -p.factor * p.rows.data[row_at(p.rows, batch, head, query)] *
+           expf(p.sink[head] - statistic);
+}
 
 /* All rows of the block's head, in one order. */
-template <typename HOW>
-static __device__ __forceinline__ void reduce_head(const te_attention_head_params &p)
+static __device__ __forceinline__ void sum_sink(const te_attention_sink_grad_params &p)
 {
     __shared__ float of_warps[TE_ATTENTION_HEAD_THREADS / 32];
-    const te_index head = blockIdx.x;
     const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-    float value = HOW::none();
+    float sum = 0.0F;
     for (te_index batch = 0; batch < p.batch; batch++) {
         te_index end = p.queries;
         if (p.query_lengths != nullptr)
             end = p.key_lengths[batch] == 0 ? 0 : p.query_lengths[batch];
-        for (te_index i = threadIdx.x; i < end; i += blockDim.x)
-            value = HOW::join(value, HOW::of(p, batch, head, i));
+        for (te_index i = threadIdx.x; i < end; i += blockDim.x) sum += share_of_sink(p, batch, i);
     }
 #pragma unroll
-    for (int step = 16; step > 0; step >>= 1)
-        value = HOW::join(value, __shfl_xor_sync(0xffffffffU, value, step));
-    if (lane == 0) of_warps[warp] = value;
+    for (int step = 16; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffU, sum, step);
+    if (lane == 0) of_warps[warp] = sum;
     __syncthreads();
     if (threadIdx.x != 0) return;
-    for (int i = 1; i < (int)blockDim.x / 32; i++) value = HOW::join(value, of_warps[i]);
-    p.output[head] = value;
+    for (int i = 1; i < (int)blockDim.x / 32; i++) sum += of_warps[i];
+    p.output[blockIdx.x] = sum;
 }
 
-TE_KERNEL(te_attention_top, te_attention_head_params, (TE_ATTENTION_HEAD_THREADS),
-          reduce_head<larger>(p))
-TE_KERNEL(te_attention_sink_grad, te_attention_head_params, (TE_ATTENTION_HEAD_THREADS),
-          reduce_head<sink_gradient>(p))
+TE_KERNEL(te_attention_sink_grad, te_attention_sink_grad_params, (TE_ATTENTION_HEAD_THREADS),
+          sum_sink(p))

@@ -94,16 +94,15 @@ typedef struct te_attention_sink_params {
     te_index batch;
 } te_attention_sink_params;
 
-/* te_attention_top: the largest of a head's rows. te_attention_sink_grad: the sum of -factor * row
- * * e^(sink - statistic). Rows behind the end of a sequence do not count. Grid: heads. */
-typedef struct te_attention_head_params {
-    te_attention_rows rows;
-    te_attention_rows statistics;           /* of the gradient */
-    const float *sink;                      /* [heads], of the gradient */
+/* te_attention_sink_grad: the sum over a head's rows of -factor * row * e^(sink - statistic). Rows
+ * behind the end of a sequence do not count. Grid: heads. */
+typedef struct te_attention_sink_grad_params {
+    te_attention_rows rows, statistics;
+    const float *sink;                      /* [heads] */
     float *output;                          /* [heads] */
     const int *query_lengths, *key_lengths; /* [batch], both or NULL */
     te_index batch, queries;
     float factor;
-} te_attention_head_params;
+} te_attention_sink_grad_params;
 
 #endif

@@ -110,11 +110,20 @@ FEATURES: tuple[Feature, ...] = (
         {"native": "the operator has none of them"},
     ),
     Feature(
+        "slopes of ALiBi from the ends of packed sequences, or of each of them",
+        lambda s: s.packed and s.bias == "alibi" and (s.bottom_right or s.slopes_apart),
+        {"cudnn": "its kernels count from one diagonal, with one slope of a head"},
+    ),
+    Feature(
         "softmax type {softmax}",
         lambda s: s.softmax != "vanilla",
         {"sdpa": "its sums have no further term"},
     ),
-    Feature("return_max_logit", lambda s: s.max_logit, {"sdpa": "it keeps its scores to itself"}),
+    Feature(
+        "return_max_logit",
+        lambda s: s.max_logit,
+        {"cudnn": "its kernels do not write them", "sdpa": "it keeps its scores to itself"},
+    ),
     Feature(
         "mask type {kind.name}",
         lambda s: s.kind.padding or s.kind.name == "arbitrary",
@@ -204,9 +213,10 @@ class Refusal(NamedTuple):
 
     feature: str  # of the call
     why: str  # what is about it; "": nothing more to say
+    text: str  # both
 
     def __str__(self) -> str:
-        return f"{self.feature}: {self.why}" if self.why else self.feature
+        return self.text
 
 
 class Choice(NamedTuple):
@@ -222,7 +232,8 @@ def _refusal(backend: str, situation: Situation) -> Refusal | None:
     for name, present, lacking in FEATURES:
         column = backend if backend in lacking else behind
         if column in lacking and present(situation):
-            texts = (name, lacking[column])
+            template = f"{name}: {lacking[column]}" if lacking[column] else name
+            texts = (name, lacking[column], template)
             return Refusal(*(text.format(**_fields(situation)) for text in texts))
     return None
 
@@ -247,7 +258,7 @@ def choose_backend(situation: Situation) -> Choice:
         refusal = _refusal(name, situation)
         if refusal is None:
             return Choice(name, reasons)
-        reasons[name] = str(refusal)
+        reasons[name] = refusal.text
     found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     fix = ""
     if not situation.switches.unfused:

@@ -111,6 +111,11 @@ def _unusual(options: AttentionOptions, sizes: tuple[int, ...], query: Tensor) -
     return ""
 
 
+def _are_apart(slopes: Tensor | None) -> bool:
+    """Whether the slopes of ALiBi are of each sequence, not of all."""
+    return slopes is not None and slopes.dim() == 2 and slopes.shape[0] > 1
+
+
 class DotProductAttention(ContextParallel, NativeModule):
     """Attention of queries to keys and values.
 
@@ -570,12 +575,13 @@ score_mod_bprop_tensors
             "" if query.device.type == "cpu" or packed else _unusual(options, sizes, query),
             packed,
             options.alibi_slopes is not None and options.alibi_slopes.requires_grad,
+            _are_apart(options.alibi_slopes),
         )
 
     def _situation(self, key: tuple) -> Situation:
         """The kind of call of a key."""
         name, window, bottom_right, bias, square, dtype, device, switches, unusual, *more = key
-        packed, slopes_grad = more
+        packed, slopes_grad, slopes_apart = more
         kind = masks.mask_type(name)
         if packed and not kind.padding:
             raise ValueError(
@@ -589,8 +595,8 @@ score_mod_bprop_tensors
         channels = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
         return Situation(
             kind, window, diagonal, square, bias, grouped, dtype, device.type, switches, channels,
-            *_device_facts(device), unusual, packed, slopes_grad, self.softmax_type,
-            self.return_max_logit,
+            *_device_facts(device), unusual, packed, slopes_grad, slopes_apart,
+            self.softmax_type, self.return_max_logit,
         )  # fmt: skip
 
     def _decide(self, key: tuple) -> _Decision:
@@ -601,5 +607,5 @@ score_mod_bprop_tensors
     def _mildest_calls(self) -> Iterator[Situation]:
         """The kinds of call that ask the least of a backend, one of each dtype, on the CPU."""
         for dtype in DTYPES:
-            key = "no_mask", None, None, "no_bias", True, dtype, _CPU, _ALL_ON, "", False, False
-            yield self._situation(key)
+            key = "no_mask", None, None, "no_bias", True, dtype, _CPU, _ALL_ON, ""
+            yield self._situation((*key, False, False, False))

@@ -36,6 +36,7 @@ class Situation(NamedTuple):
     unusual: str = ""  # what is about the mask, the bias or its gradient
     packed: bool = False  # sequences lie one behind the other (thd)
     slopes_grad: bool = False  # those of ALiBi want a gradient
+    slopes_apart: bool = False  # each sequence has its own
     softmax: str = "vanilla"  # as `DotProductAttention` has it
     max_logit: bool = False  # the largest scores are returned too
 
@@ -155,11 +156,22 @@ def limits_of(
         return limits._replace(bias=bias.float() * scale)
     if situation.bias != "alibi":
         return limits._replace(bias=bias)
-    limits = limits._replace(slopes=_slopes(options.alibi_slopes, sizes, query))
-    if shift is None:
-        return limits
-    # Diagonals that a mask alone tells apart.
-    return limits._replace(bias=limits._sloped(queries, keys, shift), slopes=None)
+    slopes = _slopes(options.alibi_slopes, sizes, query)
+    return _with_slopes(limits._replace(slopes=slopes), situation, sizes, shift)
+
+
+def _with_slopes(
+    limits: Limits, situation: Situation, sizes: tuple, shift: Tensor | None
+) -> Limits:
+    """With slopes of ALiBi as they are, or as a bias where the operator does not take them."""
+    _, _, queries, keys = sizes
+    if shift is not None:  # diagonals that a mask alone tells apart
+        return limits._replace(bias=limits._sloped(queries, keys, shift), slopes=None)
+    ends = limits.bottom_right and limits.query_lengths is not None
+    # cuDNN's kernels count from one diagonal, with one slope of a head.
+    if situation.device == "cuda" and not situation.packed and (situation.slopes_apart or ends):
+        return limits._without_slopes(queries, keys)
+    return limits
 
 
 def _bias(kind: str, options: AttentionOptions, sizes: tuple) -> Tensor | None:
