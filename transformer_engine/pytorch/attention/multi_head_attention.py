@@ -303,6 +303,7 @@ fast_zero_fill, pad_between_seqs
         return self.attend(hidden_states, options)
 
     _FORWARD = forward
+    _MAY_HAVE = ("q_norm", "k_norm")  # submodules that a program may set at any time
 
     def _branches(self, name: str = "", path: str = "") -> tuple[Branch, ...]:
         """What it is made of; at a path, as the branch of a layer that adds its bias."""

@@ -86,7 +86,7 @@ class LayerCalls:
         self._all = (*self.modules, *others)
         self._norms = tuple(norm for branch in branches for norm in branch.norms)
         self._norm_settings = tuple(norm._settings() for norm in self._norms)
-        self._parents: tuple[tuple[dict, str, torch.nn.Module], ...] = ()
+        self._parents: tuple[tuple[dict, str, torch.nn.Module | None], ...] = ()
         self._places = tuple(self._find_places())
         self._accumulates = any(module.fuse_wgrad_accumulation for module in self.modules)
         # By key the bound call; None where the layer has to call its modules.
@@ -124,6 +124,8 @@ class LayerCalls:
         for parent in layer.modules():
             children = parent._modules
             self._parents += tuple((children, n, m) for n, m in children.items() if m in self._all)
+            absent = (n for n in getattr(parent, "_MAY_HAVE", ()) if children.get(n) is None)
+            self._parents += tuple((children, n, None) for n in absent)
 
     def _hold(self) -> bool:
         """Whether the modules are still the layer's, only forward, and have their settings."""
