@@ -26,9 +26,8 @@
 #define VECTOR TE_CUDA_ATTENTION_VECTOR
 #define MAX_CHANNELS 256
 #define MAX_BLOCKS 65536
-#define FARTHEST (INT32_MAX / 4) /* diagonal that slopes count from: sums are 32-bit */
-#define CLEAR_BLOCKS 64          /* of a sequence */
-#define WHOLE_KEYS 128           /* a backward over a multiple of these needs no lengths */
+#define CLEAR_BLOCKS 64 /* of a sequence */
+#define WHOLE_KEYS 128  /* a backward over a multiple of these needs no lengths */
 
 /* A call, laid out. */
 typedef struct sdpa_call {
@@ -73,11 +72,14 @@ static te_status check_aligned(const char *op, const te_tensor *const *tensors, 
     return TE_OK;
 }
 
-/* Whether sequences end where they do. */
-static int has_ends(const te_attention_problem *p)
+/* Whether the diagonal, from which slopes count, begins in the top left corner of the scores. */
+static int is_from_corner(const te_attention_problem *p)
 {
-    return te_tensor_requested(&p->query_lengths) || te_tensor_requested(&p->key_lengths) ||
-           te_tensor_requested(&p->query_offsets);
+    const int has_ends = te_tensor_requested(&p->query_lengths) ||
+                         te_tensor_requested(&p->key_lengths) ||
+                         te_tensor_requested(&p->query_offsets);
+    return p->diagonal == 0 &&
+           (!p->bottom_right || (!has_ends && p->query.shape[1] == p->key.shape[1]));
 }
 
 static te_status check_problem(const char *op, te_context *context, const te_attention_problem *p,
@@ -102,12 +104,10 @@ static te_status check_problem(const char *op, te_context *context, const te_att
         return UNSUPPORTED("%s: a mask or bias over one key", op); /* see place_bias */
     }
     if (te_tensor_requested(&p->slopes) &&
-        ((p->slopes.ndim == 2 && p->slopes.shape[0] > 1) || (p->bottom_right && has_ends(p)))) {
-        return UNSUPPORTED("%s: slopes of each sequence, or from the end of each", op);
-    }
-    if (te_tensor_requested(&p->slopes) && (p->diagonal < -FARTHEST || p->diagonal > FARTHEST)) {
-        return UNSUPPORTED("%s: slopes from diagonal %lld, which is further away than %lld", op,
-                           (long long)p->diagonal, (long long)FARTHEST);
+        (!is_from_corner(p) || (p->slopes.ndim == 2 && p->slopes.shape[0] > 1))) {
+        return UNSUPPORTED("%s: slopes of each sequence, or from another diagonal than that of the "
+                           "top left corner",
+                           op);
     }
     if ((uintptr_t)statistics->data % 16 != 0) {
         return UNSUPPORTED("%s: statistics that begin at no multiple of 16 bytes", op);
@@ -273,11 +273,8 @@ static void place_window(sdpa_call *call)
     const int has_first = p->window_left >= 0 && first > -all;
     const int has_last = p->window_right >= 0 && last < all;
     key->window_left = key->window_right = -1;
-    if (!has_first && !has_last && !key->has_slopes) return;
-    key->diagonal = p->diagonal;
-    if (!key->has_slopes) {
-        key->diagonal = p->diagonal < -all ? -all : p->diagonal > all ? all : p->diagonal;
-    }
+    if (!has_first && !has_last) return;
+    key->diagonal = p->diagonal < -all ? -all : p->diagonal > all ? all : p->diagonal;
     key->bottom_right = p->bottom_right != 0;
     if (has_first) key->window_left = key->diagonal - (first < all ? first : all);
     if (has_last) key->window_right = (last > -all ? last : -all) - key->diagonal;

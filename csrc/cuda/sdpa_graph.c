@@ -251,8 +251,8 @@ static tensor *within_window(const writer *w, tensor *scores)
     return without_earlier(w, without_later(w, scores));
 }
 
-/* Scores less slope * |key - diagonal's key|: of one diagonal, and one slope of a head. The engine
- * takes more, and computes something else. */
+/* Scores less slope * |key - query|, with one slope of a head. The engines take slopes of each
+ * sequence and other diagonals too, and compute something else. */
 static tensor *sloped(const writer *w, tensor *scores)
 {
     const te_sdpa_key *key = w->key;
@@ -260,7 +260,6 @@ static tensor *sloped(const writer *w, tensor *scores)
     if (!key->has_slopes) return scores;
     row = te_cudnn_index(w->graph, scores, 2);
     column = te_cudnn_index(w->graph, scores, 3);
-    column = plus(w, column, -shift_of(key));
     distance = floats(w, CUDNN_POINTWISE_ABS, subtracted(w, column, row), NULL);
     distance = multiplied(w, distance, of_heads_at(w, TE_SDPA_SLOPES));
     return subtracted(w, scores, distance);

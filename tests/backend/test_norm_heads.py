@@ -170,6 +170,6 @@ def test_wrong_gradient(device):
 
 @pytest.mark.gpu
 def test_cuda_refuses_wide_heads():
-    x = torch.zeros(4, 2, 600, device="cuda")[..., :512]
+    x = torch.zeros(4, 3, 600, device="cuda")[:, :2, :512]
     with pytest.raises(NotImplementedError, match="heads of 512 columns, expected at most 256"):
         _core.norm(x, kind=NORMS["rmsnorm"], wide=torch.zeros(8, 512, device="cuda"))

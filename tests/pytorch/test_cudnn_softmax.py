@@ -167,8 +167,8 @@ def test_limits(name, kind, lengths):
     if kind not in ("sink", "none"):
         slopes = new_slopes(*((3, HEADS) if kind == "slopes of sequences" else (HEADS,)))
     problem = Problem(some_heads(3, 130, 200), limits, sink, slopes)
-    if slopes is not None and (slopes.dim() == 2 or (lengths and name == "bottom right")):
-        with pytest.raises(NotImplementedError, match="slopes of each sequence, or from the end"):
+    if slopes is not None and (slopes.dim() == 2 or name in ("bottom right", "diagonal")):
+        with pytest.raises(NotImplementedError, match="slopes of each sequence, or from another"):
             problem.run()
     else:
         problem.check()
@@ -180,12 +180,12 @@ def test_the_largest_scores_are_for_others():
     with pytest.raises(NotImplementedError, match="attention: the largest scores"):
         _core.attention(query, key, value, torch.empty_like(query), top=top)
     module = te.DotProductAttention(
-        HEADS, CHANNELS, 2, qkv_format="bshd", attn_mask_type="no_mask", return_max_logit=True
+        HEADS, CHANNELS, qkv_format="bshd", attn_mask_type="no_mask", return_max_logit=True
     )
     with torch.no_grad():
         _, top = module(query, key, value)
     scores = CHANNELS**-0.5 * query.double().transpose(1, 2)
-    scores = scores @ key.double().transpose(1, 2).repeat_interleave(HEADS // 2, 1).mT
+    scores = scores @ key.double().transpose(1, 2).mT
     largest = scores.amax((0, 2, 3))
     assert_nmse(top, largest, tol("attention", BF16, CHANNELS), "top", 1 + largest.abs())
 
@@ -212,8 +212,9 @@ def test_random_problems(part, seed):
         if keys > 1 and rng.random() < 0.3:
             bias = torch.randn(rng.choice([1, batch]), count, queries, keys).to("cuda", dtype)
         limits = some_limits(rng, batch, queries, keys)
-        if slopes is not None and {"query_lengths", "key_lengths"} & limits.keys():
-            limits.pop("bottom_right", None)  # of which it has no slopes
+        if slopes is not None:  # which count from the top left corner
+            limits.pop("bottom_right", None)
+            limits.pop("diagonal", None)
         print(dtype, [tuple(t.shape) for t in tensors], sink is None, slopes is None, limits)
         Problem(tensors, limits, sink, slopes, bias, d_k**-0.5).check()
 

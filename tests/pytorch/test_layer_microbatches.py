@@ -270,7 +270,8 @@ def test_dtypes_of_main_grads(device, recipe, dtype, main):
     layer = make("encoder, fused", device, dtype)
     given = inputs_of(layer)
     run = lambda own: run_steps(own, recipe, given)  # noqa: E731
-    assert_microbatches_agree(layer, run, lambda own: accumulate(own, main))
+    attends = device == "cpu" or dtype is not F32  # in a plan
+    assert_microbatches_agree(layer, run, lambda own: accumulate(own, main), attends)
 
 
 def test_main_grads_of_frozen_weights_stay(device):

@@ -112,7 +112,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "slopes of ALiBi from the ends of packed sequences, or of each of them",
         lambda s: s.packed and s.bias == "alibi" and (s.bottom_right or s.slopes_apart),
-        {"cudnn": "its kernels count from one diagonal, with one slope of a head"},
+        {"cudnn": "its kernels count from the top left corner, with one slope of a head"},
     ),
     Feature(
         "softmax type {softmax}",

@@ -167,11 +167,13 @@ def _with_slopes(
     _, _, queries, keys = sizes
     if shift is not None:  # diagonals that a mask alone tells apart
         return limits._replace(bias=limits._sloped(queries, keys, shift), slopes=None)
-    ends = limits.bottom_right and limits.query_lengths is not None
-    # cuDNN's kernels count from one diagonal, with one slope of a head.
-    if situation.device == "cuda" and not situation.packed and (situation.slopes_apart or ends):
-        return limits._without_slopes(queries, keys)
-    return limits
+    if situation.device == "cpu" or situation.packed:
+        return limits
+    # cuDNN's kernels count from the top left corner, with one slope of a head.
+    from_corner = not limits.bottom_right or (queries == keys and limits.query_lengths is None)
+    if from_corner and not situation.slopes_apart:
+        return limits
+    return limits._without_slopes(queries, keys)
 
 
 def _bias(kind: str, options: AttentionOptions, sizes: tuple) -> Tensor | None:
