@@ -81,6 +81,35 @@ def test_second_backward_needs_retain_graph(device, kind, recipe):
 
 @kinds
 @recipes
+def test_a_backward_that_failed_is_not_run_again(device, kind, recipe):
+    """Torch frees nothing then, but the backward may have written over what was saved for it."""
+    module = make(kind, device)
+    x = batch(device)
+    inp = x.clone().requires_grad_()
+    with region(recipe):
+        out = module(inp)
+    packed = any(t.dtype is torch.uint8 and t.dim() == 1 for t in out.grad_fn.saved_tensors)
+    assert packed or recipe is None
+
+    def failing(*grads):
+        raise ValueError("in vain")
+
+    hook = out.grad_fn.register_hook(failing)
+    with pytest.raises(ValueError, match="in vain"):
+        out.backward(torch.ones_like(out))
+    hook.remove()
+    if packed:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward(torch.ones_like(out))
+        return
+    out.backward(torch.ones_like(out))
+    found = {name: p.grad.clone() for name, p in module.named_parameters()}
+    module.zero_grad()
+    assert_same_bits([inp.grad, found], step(module, x, recipe)[1:])
+
+
+@kinds
+@recipes
 def test_detached_and_partial_graphs(device, kind, recipe):
     """A gradient of None, and `autograd.grad` of some inputs only."""
     a, b = make(kind, device), make(kind, device)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from transformer_engine import _core
@@ -94,8 +95,12 @@ class ModuleCall:
             saved = packed[0] if packed else None
             return torch_ops.run_traced(plan.text, slots, inputs, state, saved, staged=staged)
         if staged is None:
-            run = _core.run_consuming if self._consumes(packed) else _core.run
-            return run(plan.native, slots, slots, *given, *packed)
+            if not self._consumes(packed):
+                return _core.run(plan.native, slots, slots, *given, *packed)
+            try:
+                return _core.run_consuming(plan.native, slots, slots, *given, *packed)
+            finally:  # a backward that fails later frees nothing: reading it again is an error
+                increment_version(packed[0])
         of_run = staged.of(plan)
         return _core.run_staged(plan.native, slots, slots, *of_run, *given, *packed)
 
