@@ -50,6 +50,8 @@ DROPS = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
         ("self_attention.name", "another"),
         ("self_attention.proj.name", "another"),
         ("layernorm_mlp.save_original_input", True),
+        ("layernorm_mlp.return_bias", False),
+        ("self_attention.proj.return_bias", False),
     ],
 )
 def test_settings(device, path, value, recipe):

@@ -51,6 +51,7 @@ _SETTINGS = (
     "in_features",
     "name",
     "out_features",
+    "return_bias",
     "return_layernorm_output",
     "save_original_input",
     "zero_centered_gamma",
