@@ -450,6 +450,13 @@ def test_wrong_calls(device):
         core(query, key.requires_grad_(), value, **call)
     with pytest.raises(ValueError, match="made for torch.float32"):
         core(query.bfloat16(), key.detach().bfloat16(), value.bfloat16(), **call)
+    params.pre_step(OrderedDict(a=1, b=2))
+    with pytest.raises(
+        ValueError, match=r"1 tokens of each sequence, .*pre_step\(\) was told of 2"
+    ):
+        core(query, key.detach(), value, **call)
+    with pytest.raises(ValueError, match=r"2 tokens in all, and pre_step\(\) was told of 3"):
+        core(query[:, 0], key[:, 0].detach(), value[:, 0], qkv_format="thd", **call)
     core.layer_number = None
     with pytest.raises(ValueError, match="needs a layer_number"):
         core(query, key.detach(), value, **call)

@@ -138,8 +138,11 @@ class InferenceParams:
         self.sequences: OrderedDict[Any, int] = OrderedDict()
         self.sequences_pre_step: OrderedDict[Any, int] = OrderedDict()
         self._longest_new = 1
+        self._new = 0, 0  # tokens of the step: of the sequence that gets most, and of all
         self._offsets: dict[tuple[int, int], Tensor] = {}
-        self._ahead = False  # captured steps may have run since the host last knew the lengths
+        self._ahead = False  # the host does not know the lengths: a step is being captured
+        self._captured = False  # there are such steps, whose replays the host does not see
+        self._table: Tensor | None = None  # of the pages, as the last step gave it
 
     def _pages(self) -> dict[str, int]:
         """The pages, checked."""
@@ -238,7 +241,7 @@ class InferenceParams:
                 )
         self.sequences = OrderedDict(self.cache_manager.pre_step(step_dict))
         self.sequences_pre_step = OrderedDict(zip(step_dict, before, strict=True))
-        self._longest_new = _bound([*step_dict.values(), 0])
+        self._set_new(list(step_dict.values()))
         self._state.write(before, list(step_dict.values()))
         if isinstance(self.cache_manager, OwnManager):
             self.cache_manager.lengths = self._state.now
@@ -255,9 +258,14 @@ class InferenceParams:
             raise RuntimeError(
                 f"{_NAME}: a captured step can not take pages: call reserve() before the capture"
             )
-        self._longest_new = _bound([*counts, 0])
+        self._set_new(list(step_dict.values()))
         self._state.advance(counts.pop() if counts else 0)
-        self._ahead = True
+        self._ahead = self._captured = True
+
+    def _set_new(self, counts: list[int]) -> None:
+        """Take in how many tokens the sequences of a step get."""
+        self._longest_new = _bound([*counts, 0])
+        self._new = max([*counts, 0]), sum(counts)
 
     def reserve(self, tokens: int | None = None) -> None:
         """Take the pages now that all sequences need for so many tokens in all.
@@ -277,16 +285,22 @@ class InferenceParams:
 
     def _catch_up(self) -> None:
         """Learn from the device what replays of captured steps have added."""
-        if not self._ahead:
+        self._ahead = False
+        if not self._captured:  # else any number of replays may have come since the last look
             return
         starts, counts, *_ = self._state.now
         after = [s + c for s, c in zip(starts.tolist(), counts.tolist(), strict=True)]
-        self._ahead = False
+        manager = self.cache_manager
         for id_, length in zip(self.sequences, after, strict=True):
+            told = f"{_NAME}: replays of a captured step gave sequence {id_!r} {length} tokens"
             if length > self.max_sequence_length:
                 raise RuntimeError(
-                    f"{_NAME}: replays of a captured step gave sequence {id_!r} {length} tokens, "
-                    f"max_sequence_length={self.max_sequence_length}: their results are NaN"
+                    f"{told}, max_sequence_length={self.max_sequence_length}: their results are NaN"
+                )
+            if isinstance(manager, PagedKVCacheManager) and length > manager.room_of(id_):
+                raise RuntimeError(
+                    f"{told}, which has pages for {manager.room_of(id_)}: their results are wrong: "
+                    "call reserve() before replays, for new sequences too"
                 )
         self.sequences = OrderedDict(zip(self.sequences, after, strict=True))
         self.cache_manager.sequences = OrderedDict(self.sequences)
@@ -318,13 +332,25 @@ class InferenceParams:
         """
         if layer_number not in self.cache_manager.cache:
             self.allocate_memory(layer_number)
+        self._check_new(new_k, qkv_format)
         _, _, _, of_new, of_all = self._state.now
         given = layer_number, new_k, new_v, of_new, of_all, qkv_format
-        key, value, *_ = self.cache_manager.step(*given)
+        key, value, self._table = self.cache_manager.step(*given)
         if not self.is_paged:
             key, value = key[: self.batch_size], value[: self.batch_size]
         both = qkv_format if qkv_format == "bshd" else f"{qkv_format}_2bshd"
         return key, value, of_new, of_all, self.max_sequence_length, both
+
+    def _check_new(self, new_k: Tensor, qkv_format: str) -> None:
+        """Raise for fewer tokens than sequences get (ValueError)."""
+        packed = qkv_format == "thd"
+        given, needed = new_k.shape[1 if qkv_format == "bshd" else 0], self._new[packed]
+        if given < needed:
+            whose = "in all" if packed else "of each sequence"
+            raise ValueError(
+                f"{_NAME}: {given} tokens {whose}, and pre_step() was told of {needed}: give each "
+                "sequence those that it gets"
+            )
 
     def offsets(self, longest: int) -> Tensor:
         """First token of each sequence, [batch + 1] int32, in rows of so many tokens each."""
@@ -360,7 +386,8 @@ class InferenceParams:
                 longest = max([1, *self.sequences.values()])
                 pages = 1 << (-(-longest // self.page_size) - 1).bit_length()
                 tokens = min(tokens, pages * self.page_size)
-        totals, table = self._state.now.totals, self.cache_manager.page_table
+        totals = self._state.now.totals
+        table = getattr(self.cache_manager, "page_table", self._table)
         if table is not None:
             table = table[: totals.shape[0]]
         traced = torch_ops.behind_operators(key)

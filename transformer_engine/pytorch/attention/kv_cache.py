@@ -332,6 +332,10 @@ class PagedKVCacheManager(OwnManager):
         """Give each sequence the pages of so many tokens in all (RuntimeError: there are none)."""
         self._hold(OrderedDict((id_, max(n, tokens)) for id_, n in self.sequences.items()))
 
+    def room_of(self, id_: Any) -> int:
+        """How many tokens a sequence has pages for."""
+        return len(self._pages[id_]) * self.page_size
+
     def _hold(self, lengths: OrderedDict) -> None:
         """Let sequences of these lengths, and no others, have pages."""
         each = {id_: -(-n // self.page_size) for id_, n in lengths.items()}

@@ -44,8 +44,9 @@ def options_for_cache(
     if kind.causal and params.max_seqlen_q == 1 and window_of(window, kind) == CAUSAL_WINDOW:
         name, window = "padding", NO_WINDOW  # one query attends all there is
     now = params.lengths
+    corner = True if kind.causal else options.bottom_right_diagonal  # that of ALiBi's distances
     return options._replace(
-        attn_mask_type=name, window_size=window, attention_mask=None,
+        attn_mask_type=name, window_size=window, attention_mask=None, bottom_right_diagonal=corner,
         cu_seqlens_q=now.cu_seqlens_q, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
         cu_seqlens_kv_padded=None, max_seqlen_q=params.max_seqlen_q, max_seqlen_kv=None,
     )  # fmt: skip

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`InferenceParams` between the host and the device: replays, pages, single tokens."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from comparators import assert_bits, assert_nmse
+from tols import F32, tol
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.attention import inference
+
+ROWS, LONGEST, HEADS, GROUPS, CHANNELS, PAGE = 3, 24, 4, 2, 16, 4
+PAGED = pytest.mark.parametrize("paged", [False, True])
+
+
+def make_params(device, paged, **options):
+    if paged:
+        options["page_size"] = PAGE
+    sizes = ROWS, LONGEST, GROUPS, CHANNELS, F32
+    return te.InferenceParams(*sizes, is_paged=paged, device=device, **options)
+
+
+def make_core(**options):
+    options = {"attn_mask_type": "padding_causal", "layer_number": 1, **options}
+    return te.DotProductAttention(HEADS, CHANNELS, GROUPS, qkv_format="bshd", **options).eval()
+
+
+def make_tensors(device, batch, count):
+    """Queries, keys and values of so many tokens of each sequence."""
+    return [torch.randn(batch, count, n, CHANNELS, device=device) for n in (HEADS, GROUPS, GROUPS)]
+
+
+def replay(params, count=1):
+    """What a captured `pre_step` does on the device at each replay."""
+    params._state.advance(count)
+
+
+@PAGED
+def test_the_host_looks_after_every_row_of_replays(device, paged):
+    """A graph may be replayed long after its capture, between steps of the host."""
+    params = make_params(device, paged)
+    params.pre_step(OrderedDict(a=3, b=1))
+    params.reserve()
+    params._advance(OrderedDict(a=1, b=1))  # a capture runs nothing: this is its first replay
+    replay(params)
+    params.pre_step(OrderedDict(a=2, b=2))
+    assert params.sequences == {"a": 7, "b": 5}
+    replay(params)
+    replay(params)
+    params.pre_step(OrderedDict(a=1, b=0))
+    assert params.sequences == {"a": 10, "b": 7}
+    assert params.get_seqlens_pre_step().tolist() == [9, 7]
+    params.reset()
+    params.pre_step(OrderedDict(c=2))
+    params.reserve()
+    replay(params)
+    params.pre_step(OrderedDict(c=1))
+    assert params.sequences == {"c": 4}
+
+
+def test_replays_without_pages_are_seen(device):
+    params = make_params(device, True)
+    params.pre_step(OrderedDict(a=3))
+    params.reserve()
+    params._advance(OrderedDict(a=1))
+    params.reset()
+    params.pre_step(OrderedDict(a=PAGE))
+    replay(params)
+    for _ in range(2):  # not only at first
+        with pytest.raises(RuntimeError, match=f"gave sequence 'a' {PAGE + 1} tokens, .*reserve()"):
+            params.pre_step(OrderedDict(a=1))
+    params.reset()
+    params.pre_step(OrderedDict(a=1))
+
+
+def test_a_manager_of_the_program_with_pages(device):
+    """Its table is the one that its steps return."""
+    usual = make_params(device, True)
+
+    class Own(inference.KVCacheManager):
+        def __init__(self, **sizes):
+            super().__init__()
+            self.inner = inference.PagedKVCacheManager(**sizes, device=device)
+            self.cache = self.inner.cache
+            self.allocate_memory, self.pre_step = self.inner.allocate_memory, self.inner.pre_step
+            self.step, self.reset = self.inner.step, self.inner.reset
+
+    own, core = make_params(device, True, custom_cache_manager=Own), make_core()
+    for count in (5, 1):
+        new = make_tensors(device, 2, count)
+        found = []
+        for params in (own, usual):
+            params.pre_step(OrderedDict(a=count, b=count))
+            with torch.no_grad():
+                found.append(core(*new, inference_params=params))
+        assert_bits(*found)
+
+
+@pytest.mark.parametrize("corner", [None, False, True])
+def test_alibi_of_single_tokens(device, corner):
+    """A causal type says where its diagonal ends, whatever the caller does."""
+    params, core = make_params(device, False), make_core(bottom_right_diagonal=corner)
+    tensors = make_tensors(device, 1, 5)
+    alibi = {"core_attention_bias_type": "alibi"}
+    with torch.no_grad():
+        whole_ = core(*tensors, attn_mask_type="causal", **alibi)
+        for i in range(5):
+            params.pre_step(OrderedDict(a=1))
+            out = core(*(t[:, i : i + 1] for t in tensors), inference_params=params, **alibi)
+            assert_nmse(out[:, 0], whole_[:, i].double(), tol("attention", F32, LONGEST))
