@@ -29,6 +29,7 @@ OPTIONS = {
     "groups in one weight": {**FUSED, "num_gqa_groups": 2},
     "norms of heads": {**FUSED, "qk_norm_type": "RMSNorm"},
     "window": {**FUSED, "window_size": (4, 0)},
+    "sinks": {**FUSED, "softmax_type": "learnable"},
     "dropout": {**DROPS, "drop_path_rate": 0.0},
 }
 
@@ -68,12 +69,16 @@ def test_ways_agree(device, options, recipe):
     assert_ways_agree(layer, call_of(layer, device), recipe=recipe)
 
 
-@pytest.mark.parametrize("options", ["one weight", "groups in one weight", "norms of heads"])
+@pytest.mark.parametrize("bias", ["no_bias", "alibi"])
+@pytest.mark.parametrize(
+    "options", ["one weight", "groups in one weight", "norms of heads", "sinks"]
+)
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("gaps", [False, True])
-def test_gaps_and_rotary_positions(device, gaps, rotary, options):
+def test_gaps_and_rotary_positions(device, gaps, rotary, options, bias):
     layer = make(device, None, **OPTIONS[options])
-    assert_ways_agree(layer, call_of(layer, device, gaps=gaps, rotary=rotary))
+    given = call_of(layer, device, gaps=gaps, rotary=rotary)
+    assert_ways_agree(layer, given | {"core_attention_bias_type": bias})
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)

@@ -22,6 +22,8 @@ _NORMED = ("query_", "key_")
 """Prefixes of the norms of heads."""
 
 _SOURCE = (_core.SYMBOL_SOURCE_ROWS, 1, 1)
+_OFFSETS = 4
+"""Where those of queries are among an attention's limits, before those of keys."""
 
 
 class AttentionSpec(NamedTuple):
@@ -284,7 +286,7 @@ def _turn(  # noqa: PLR0913 - as of `_normalize`
     attention, angles = branch.attention, given.angles
     turned = _heads(graph, x, slice_, name.removesuffix("_"))
     flags = _order(attention) | (_core.NODE_INTERLEAVED if attention.interleaved else 0)
-    starts = () if attention.packed is None else (given.limits[i - 2],)
+    starts = () if attention.packed is None else (given.limits[_OFFSETS + i],)
     inputs = (x, angles[min(i, len(angles) - 1)] if angles else -1, *starts)
     graph.node(_core.NODE_ROPE, inputs, turned, flags=flags, slices=(slice_,), name=name)
     return turned
