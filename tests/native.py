@@ -167,6 +167,19 @@ def attention_graph(core, recipe: int = 1, **attention) -> Graph:
     return graph
 
 
+def sums_graph(core, recipe: int = 1) -> Graph:
+    """A linear node of an input that two sums read too, and a norm of these."""
+    graph = Graph(core, recipe)
+    x, y = graph.input(32), graph.result(32)
+    values = [graph.rows(f"v{i}", 32) for i in range(3)]
+    graph.linear(x, values[0], "linear_")
+    for i in range(2):
+        bias = graph.parameter(f"bias{i}", 32)
+        graph.node(core.NODE_DROPOUT_ADD, (values[i], bias, x), values[i + 1], numbers=(0.0, 0.0))
+    graph.norm(values[2], y)
+    return graph
+
+
 def chain_graph(core, depth: int, recipe: int = 1) -> Graph:
     """So many linear nodes in a row."""
     graph = Graph(core, recipe)

@@ -91,7 +91,7 @@ static void place_packed(const te_plan *plan, te_layout *layout, int32_t i, int6
     int64_t bytes = te_round_up(bytes_of(tensor), TE_MEMBER_ALIGN), offset = ends[0];
     if (!in_saved && layout->consumes_saved) {
         offset = place_scratch(plan, layout, i, 1);
-        in_saved = offset + bytes <= ends[0];
+        in_saved = offset + bytes_of(tensor) <= layout->saved_bytes;
     }
     if (!in_saved) offset = place_scratch(plan, layout, i, 0);
     layout->in_saved[i] = (unsigned char)in_saved;
@@ -103,6 +103,9 @@ static te_status fill(const te_plan *plan, te_layout *layout)
 {
     const te_sizes *sizes = &layout->sizes;
     int64_t ends[2] = {0, 0};
+    for (int s = 0; s < TE_SEQUENCES; s++) { /* first: no scratch lies behind that many */
+        layout->saved_bytes += te_extent_value(&plan->saved_bytes[s], sizes);
+    }
     for (int32_t i = 0; i < plan->buffer_count; i++) {
         const te_buffer_info *info = &plan->buffers[i].info;
         te_tensor *tensor = &layout->tensors[i];
@@ -113,9 +116,6 @@ static te_status fill(const te_plan *plan, te_layout *layout)
             tensor->data = (void *)(uintptr_t)offset; /* NOLINT(performance-no-int-to-ptr) */
         }
         if (te_is_packed(info->role)) place_packed(plan, layout, i, ends);
-    }
-    for (int s = 0; s < TE_SEQUENCES; s++) {
-        layout->saved_bytes += te_extent_value(&plan->saved_bytes[s], sizes);
     }
     layout->scratch_bytes = ends[1];
     return TE_OK;

@@ -165,13 +165,14 @@ def test_more_buffers_than_a_run_has_at_hand(core):
     assert len(described["buffers"]) > 56 and len(described["stages"]) > 40 and none is None
 
 
-@pytest.mark.parametrize("rows", [1, 6, 130])
+@pytest.mark.parametrize("rows", [1, 6, 33, 130])
 @pytest.mark.parametrize("recipe", ["RECIPE_NONE", "RECIPE_DELAYED"])
-@pytest.mark.parametrize("make", ["mlp", "attention", "chain"])
+@pytest.mark.parametrize("make", ["mlp", "attention", "chain", "sums"])
 def test_a_run_that_consumes_what_was_saved(core, make, recipe, rows):
-    """It gives the same bits, and writes to what was saved, which it reads no more."""
+    """It gives the same bits, and writes to what was saved, which it reads no more, not beyond."""
     chain = functools.partial(native.chain_graph, depth=5)
-    graph = {"mlp": native.mlp_graph, "attention": native.attention_graph, "chain": chain}[make]
+    graph = {"mlp": native.mlp_graph, "attention": native.attention_graph, "chain": chain}
+    graph = (graph | {"sums": native.sums_graph})[make]
     graph = graph(core, recipe=getattr(core, recipe))
     forward, backward = (graph.plan(d) for d in (core.DIRECTION_FORWARD, core.DIRECTION_BACKWARD))
     width = graph.values[0].shape[1]
@@ -195,7 +196,10 @@ def test_a_run_that_consumes_what_was_saved(core, make, recipe, rows):
     before = saved.clone()
     *expected, _ = run(core.run, backward, saved)
     assert torch.equal(saved, before)
+    around = torch.full((saved.numel() + 2 * 1024,), 77, dtype=torch.uint8)
+    saved = around[1024:-1024].copy_(saved)
     *found, _ = run(core.run_consuming, backward, saved)
+    assert (around[:1024] == 77).all() and (around[-1024:] == 77).all()
     assert len(found) == len(expected) > 0
     assert all(map(torch.equal, found, expected))
     if rows == 130:
