@@ -251,6 +251,31 @@ def test_compiled(device, rng):
         assert_nmse(each, expected.double(), tol("round", BF16))
 
 
+@pytest.mark.parametrize("backend", ["unfused"], indirect=True)
+@pytest.mark.parametrize("name", ["q", "kv"])
+def test_a_sequence_beyond_its_bound_is_spoilt(device, rng, backend, name):
+    """And no other one is; nothing outside of the tensors is read."""
+    queries, keys = sides(rng, True, ([9, 4], [7, 12]))
+    module = DotProductAttention(
+        HEADS, (K, V), GROUPS, qkv_format="thd", attn_mask_type="padding_causal"
+    )
+    tensors = tensors_of(queries, keys, F32, device)
+    given = where(queries, keys, device)
+    good = module(*tensors, **given).detach()
+    (_, first), (_, second) = queries.rows()
+    short = {**given, f"max_seqlen_{name}": 8}
+    wrong, right = (first, second) if name == "q" else (second, first)
+    out = module(*tensors, **short)
+    assert out[wrong].isnan().any()
+    assert_nmse(out[right], good[right].double(), tol("attention", F32, keys.longest))
+    grads = torch.autograd.grad(out.sum(), tensors)
+    assert grads[0][wrong].isnan().any() and grads[0][right].isfinite().all()
+    beyond = given["cu_seqlens_kv"] + 1000
+    beyond[0] = 0
+    out = module(*tensors, **{**given, "cu_seqlens_kv_padded": beyond})
+    assert out[first].isnan().any() and out[second].isnan().any()
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 

@@ -187,9 +187,11 @@ def _run_padded(
     padded = to_padded(query, of_queries), to_padded(key, of_keys), to_padded(value, of_keys)
     lengths = {"query_lengths": queries.ends(), "key_lengths": keys.ends()}
     out = run(Heads(padded), "bshd", limits._replace(packed=None, **lengths), *arguments)
-    if limits.wants_top:
-        return to_packed(out[0], of_queries, tokens), out[1]
-    return to_packed(out, of_queries, tokens)
+    out, *top = out if limits.wants_top else (out,)
+    fit = queries.fit(tokens) & keys.fit(key.shape[0])
+    spoilt = torch.where(fit, 1.0, torch.nan).to(out.dtype)  # and gradients likewise
+    out = to_packed(out * spoilt[:, None, None, None], of_queries, tokens)
+    return (out, *top) if top else out
 
 
 class Backend(NamedTuple):

@@ -26,7 +26,13 @@ class Sequences(NamedTuple):
         """Which token each row of a padded batch is [batch, longest]; `tokens`: none."""
         row = torch.arange(self.longest, device=self.offsets.device)
         is_token = row < self.ends()[:, None]
-        return torch.where(is_token, self.offsets[:-1, None] + row, tokens)
+        return torch.where(is_token, (self.offsets[:-1, None] + row).clamp(0, tokens), tokens)
+
+    def fit(self, tokens: int) -> Tensor:
+        """Whether each lies within its bound and its place among so many tokens, [batch] bool."""
+        first, after, lengths = self.offsets[:-1], self.offsets[1:], self.ends()
+        is_long = (lengths < 0) | (lengths > self.longest)
+        return ~(is_long | (first < 0) | (first + lengths > after) | (after > tokens))
 
 
 def sizes_of(options: AttentionOptions, queries: int, keys: int) -> tuple[int, int, int]:
