@@ -46,8 +46,8 @@ unsigned char *te_cpu_score_at(const te_cpu_tensor4 *x, const te_cpu_row *row, i
 void te_cpu_set_window(te_cpu_scores *scores, int64_t left, int64_t right, int64_t diagonal);
 /* A row by its number, over the first `keys` keys and with a diagonal further right by `shift`. */
 te_cpu_row te_cpu_row_of(const te_cpu_scores *scores, int64_t number, int64_t keys, int64_t shift);
-/* values = scale * values + bias - slope * distance of n keys of a row, -Inf where the mask forbids;
- * n is at most TE_CPU_SCORES. */
+/* values = scale * values + bias - slope * distance of n keys of a row, -Inf where the mask
+ * forbids; n is at most TE_CPU_SCORES. */
 void te_cpu_finish_scores(const te_cpu_scores *scores, const te_cpu_row *row, int64_t key,
                           int64_t n, float *values);
 /* The score of a row that belongs to no key; -Inf without a sink. */
