@@ -165,7 +165,7 @@ def test_more_buffers_than_a_run_has_at_hand(core):
     assert len(described["buffers"]) > 56 and len(described["stages"]) > 40 and none is None
 
 
-@pytest.mark.parametrize("rows", [1, 6, 33, 130])
+@pytest.mark.parametrize("rows", [1, 3, 5, 6, 130])
 @pytest.mark.parametrize("recipe", ["RECIPE_NONE", "RECIPE_DELAYED"])
 @pytest.mark.parametrize("make", ["mlp", "attention", "chain", "sums"])
 def test_a_run_that_consumes_what_was_saved(core, make, recipe, rows):
