@@ -221,6 +221,7 @@ static inline void check_every_way(const graph *described, const te_sizes *sizes
         apply(&g, &variants[i]);
         for (int d = 0; d < TE_DIRECTION_COUNT; d++) (void)plan_check_layout(g.plans[d], sizes);
         start_memory(now, &g, sizes);
+        now->consuming = i > 0;
         test_seed = seed;
         fill(&g, now);
         if (i == 0) graph_refer(&g, now);

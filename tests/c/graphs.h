@@ -101,7 +101,14 @@ static inline void graph_check(graph *g, plan_memory *memory, double most)
 
 static inline void graph_run(te_context *context, const graph *g, plan_memory *memory)
 {
-    for (int d = 0; d < TE_DIRECTION_COUNT; d++) plan_run(context, g->plans[d], memory);
+    te_plan_info later;
+    OK(te_plan_describe(g->plans[TE_DIRECTION_DEFERRED], &later));
+    for (int d = 0; d < TE_DIRECTION_COUNT; d++) {
+        int last = later.stage_count > 0 ? TE_DIRECTION_DEFERRED : TE_DIRECTION_BACKWARD;
+        memory->consumes = memory->consuming && d == last;
+        plan_run(context, g->plans[d], memory);
+    }
+    memory->consumes = 0;
 }
 
 #endif

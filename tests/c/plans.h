@@ -48,6 +48,8 @@ typedef struct plan_memory {
     te_stage_function stage;    /* of external stages, with the memory as self */
     const te_graph_desc *graph; /* for it */
     int observed;
+    int consuming; /* the last plan that reads what was saved writes over it */
+    int consumes;  /* the one that runs is that */
     const te_plan *running;
 } plan_memory;
 
@@ -168,7 +170,6 @@ static inline te_status plan_try(te_context *context, const te_plan *plan, plan_
     te_tensor *buffers;
     OK(te_plan_describe(plan, &info));
     OK(te_plan_infer(plan, &memory->sizes, &sizes, NULL));
-    OK(te_plan_scratch(context, plan, &memory->sizes, &call.scratch_size));
     buffers = calloc((size_t)info.buffer_count + 1, sizeof *buffers);
     EXPECT(buffers != NULL, "no memory");
     for (int i = 0; i < info.buffer_count; i++) {
@@ -181,6 +182,8 @@ static inline te_status plan_try(te_context *context, const te_plan *plan, plan_
     }
     call.buffers = buffers;
     call.saved = memory->saved;
+    call.consumes_saved = memory->consumes;
+    OK(te_plan_scratch_for(context, &call, &call.scratch_size));
     call.scratch = plan_allocate(call.scratch_size);
     call.slots = memory->slots;
     call.stage = memory->stage;
