@@ -558,7 +558,6 @@ static te_status check_packed(const te_check_site *site, const te_attention_prob
     return TE_OK;
 }
 
-/* What is computed of the queries included; `statistics` dense, where they are requested. */
 static te_status check_softmax(const te_check_site *site, const te_softmax_args *args)
 {
     return check_length(site, "sink", &args->sink, args->input.shape[1]);
@@ -577,6 +576,7 @@ static te_status check_slopes(const te_check_site *site, const te_tensor *slopes
                    (int)slopes->ndim, LL(slopes->shape[0]), LL(heads), LL(batch), LL(heads));
 }
 
+/* What is computed of the queries included; `statistics` dense, where they are requested. */
 static te_status check_problem(const te_check_site *site, const te_attention_problem *p,
                                const te_tensor *output, const te_tensor *statistics)
 {

@@ -99,8 +99,9 @@ static te_status check_problem(const char *op, te_context *context, const te_att
                            "to %d",
                            op, (long long)d_k, (long long)d_v, VECTOR, MAX_CHANNELS);
     }
-    if (p->key.shape[1] == 1 && (te_tensor_requested(&p->mask) || te_tensor_requested(&p->bias) ||
-                                 te_tensor_requested(&p->slopes))) {
+    if (!te_attention_is_packed(p) && p->key.shape[1] == 1 &&
+        (te_tensor_requested(&p->mask) || te_tensor_requested(&p->bias) ||
+         te_tensor_requested(&p->slopes))) {
         return UNSUPPORTED("%s: a mask or bias over one key", op); /* see place_bias */
     }
     if (te_tensor_requested(&p->slopes) &&

@@ -194,6 +194,18 @@ def test_dropout_is_that_of_the_recompute(device, rng):
     assert_bits(made[0][0], made[1][0])
 
 
+def test_slopes_over_one_token(device):
+    """All that there is: no mask or bias over one key is made of it."""
+    module = DotProductAttention(HEADS, K, qkv_format="thd", attn_mask_type="padding_causal")
+    sums = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    tensors = [torch.randn(1, HEADS, K).to(device, BF16).requires_grad_() for _ in range(3)]
+    out = module(*tensors, cu_seqlens_q=sums, max_seqlen_q=1, core_attention_bias_type="alibi")
+    assert_nmse(out, tensors[2].detach().flatten(1).double(), tol("round", BF16))
+    grad = torch.randn_like(out)
+    _, _, of_value = torch.autograd.grad(out, tensors, grad)
+    assert_nmse(of_value, grad.view(1, HEADS, K).double(), tol("round", BF16))
+
+
 # ---- bounds --------------------------------------------------------------------------------------
 
 
