@@ -41,6 +41,8 @@ ATTENTION = {  # benchmarks/kernels_attention.py
     "dropout_add",
     "dropout_backward",
     "rope",
+    "cache_append",
+    "cache_gather",
 }
 # benchmarks/kernels_layer.py
 LAYER = {"norm", "norm_backward", "activation", "activation_backward", "softcap"}

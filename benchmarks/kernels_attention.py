@@ -172,6 +172,26 @@ class Maker:
             size(whole, *dense, freqs),
         )
 
+    def cache(self, *, gather: bool, page: int = 0) -> Work:
+        """Keys and values [batch, tokens, heads, dim] to pages of `page` tokens, or from them.
+
+        0: the cache is one piece for each sequence.
+        """
+        batch, tokens, heads, dim = self.shape
+        page = min(page, tokens) or tokens
+        pages = -(-tokens // page)
+        caches = [self.random(shape=(batch * pages, page, heads, dim)) for _ in range(2)]
+        new = [self.random() for _ in range(2)]
+        order = torch.randperm(batch * pages, device=self.device).to(torch.int32)
+        table = order.view(batch, pages) if pages > 1 else None
+        numbers = torch.zeros(batch, dtype=torch.int32, device=self.device)
+        if gather:
+            lengths = numbers + tokens
+            run = lambda: _core.cache_gather(*caches, lengths, *new, page_table=table)  # noqa: E731
+        else:
+            run = lambda: _core.cache_append(*new, *caches, numbers, page_table=table)  # noqa: E731
+        return Work(run, 2 * size(*new))
+
 
 Case = tuple[str, str, Callable[[Maker], Work]]
 
@@ -222,6 +242,9 @@ ROTARY: list[Case] = [
     ("rope", "projection", lambda m: m.rope_qkv(groups=m.shape[2])),
     ("rope", "projection, 8 groups", lambda m: m.rope_qkv(groups=8)),
     ("rope", "projection, backward", lambda m: m.rope_qkv(groups=8, backward=True)),
+    ("cache_append", "one piece", lambda m: m.cache(gather=False)),
+    ("cache_append", "pages", lambda m: m.cache(gather=False, page=64)),
+    ("cache_gather", "pages", lambda m: m.cache(gather=True, page=64)),
 ]
 
 

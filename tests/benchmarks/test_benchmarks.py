@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ("host", "gemm", "kernels", "kernels_attention", "kernels_layer")
 """Those of a device; import_time knows none."""
 ATTENTION = {"softmax", "softmax_backward", "dropout_add", "dropout_backward", "rope"}
+ATTENTION |= {"cache_append", "cache_gather"}
 LAYER = {"norm", "norm_backward", "activation", "activation_backward", "softcap"}
 COMPUTE_BOUND = {"gemm", "attention", "attention_backward"}
 FACTS = {"date", "command", "package", "torch", "python", "device", "device_type", "processor"}
@@ -150,6 +151,8 @@ def test_kernels_attention(results):
     assert sizes["dropout_add", "dropout, residual"] == matrix * (2 + 2 + 2)
     assert sizes["dropout_backward", "f32 with bias gradient"] == matrix * (4 + 4) + 16 * 4
     assert sizes["rope", "sbhd"] == 2 * 4 * 2 * 16 * (2 + 2) + 4 * 16 * 4
+    assert sizes["cache_append", "pages"] == 2 * 2 * 4 * 2 * 16 * (2 + 2)
+    assert sizes["cache_gather", "pages"] == 2 * 2 * 4 * 2 * 16 * (2 + 2)
 
 
 def test_kernels_layer(results):
