@@ -67,7 +67,7 @@ def test_parameters_of_self_attention():
         "proj.weight": (32, 32),
         "proj.bias": (32,),
     }
-    assert [n for n, _ in fused.named_children()] == ["core_attention", "layernorm_qkv", "proj"]
+    assert [n for n, _ in fused.named_children()] == ["layernorm_qkv", "core_attention", "proj"]
 
 
 def test_parameters_of_cross_attention():

@@ -23,7 +23,8 @@ of each (`_SIGNS`), because torch gives no sign that would do:
 - Both kinds nest in any order, and a recompute contains forwards of further checkpoints. What a
   call must be recorded for, and what it repeats, follows from which of them is inside which.
 
-So a release of torch that renames one of these is an error when this module is imported.
+So a release of torch that renames one of these is an error when this module is imported. Tested with
+2.10, 2.11, 2.13 and 2.15.
 """
 
 import contextlib
@@ -208,6 +209,20 @@ _SIGNS = (  # function of torch.utils.checkpoint (and one inside it), its variab
     ("_checkpoint_without_reentrant_generator", "new_frame", "generator"),
     ("_checkpoint_hook.__init__:unpack_hook", "frame", "recompute"),
 )
+_LATER = {"checkpoint": "_checkpoint_impl"}  # names from torch 2.15 on
+_LATER["_checkpoint_without_reentrant_generator"] = "_checkpoint_without_reentrant_generator_impl"
+
+
+def _code_with(path: str, variable: str) -> CodeType | None:
+    """Code of a function of torch.utils.checkpoint; None where it has no such variable."""
+    name, _, inner = path.partition(":")
+    try:
+        code = inspect.unwrap(attrgetter(name)(sys.modules["torch.utils.checkpoint"])).__code__
+        if inner:
+            code = {getattr(c, "co_name", None): c for c in code.co_consts}[inner]
+    except (AttributeError, KeyError):
+        return None
+    return code if variable in code.co_varnames + code.co_freevars else None
 
 
 @functools.cache
@@ -215,21 +230,14 @@ def _codes() -> dict[int, tuple[str, str, CodeType]]:
     """(kind, variable, code) of `_SIGNS` and `_call`, by id: hashing a code object takes long."""
     codes = [("own", "frame", _call.__code__)]
     for path, variable, kind in _SIGNS:
-        name, _, inner = path.partition(":")
-        try:
-            code = inspect.unwrap(attrgetter(name)(sys.modules["torch.utils.checkpoint"])).__code__
-            if inner:
-                code = {getattr(c, "co_name", None): c for c in code.co_consts}[inner]
-            codes.append((kind, variable, code))
-            known = variable in code.co_varnames + code.co_freevars
-        except (AttributeError, KeyError):
-            known = False
-        if not known:
+        code = _code_with(path, variable) or _code_with(_LATER.get(path, path), variable)
+        if code is None:
             raise ImportError(
                 f"torch {torch.__version__}: torch.utils.checkpoint has no {path} with a variable "
                 f"{variable!r}, by which modules find the checkpoint that they run under; install "
                 "a release of torch that this package was tested with"
             )
+        codes.append((kind, variable, code))
     return {id(code): (kind, variable, code) for kind, variable, code in codes}
 
 
