@@ -23,8 +23,8 @@ of each (`_SIGNS`), because torch gives no sign that would do:
 - Both kinds nest in any order, and a recompute contains forwards of further checkpoints. What a
   call must be recorded for, and what it repeats, follows from which of them is inside which.
 
-So a release of torch that renames one of these is an error when this module is imported. Tested with
-2.10, 2.11, 2.13 and 2.15.
+So a release of torch that renames one of these is an error when this module is imported. Tested
+with 2.10, 2.11, 2.13 and 2.15.
 """
 
 import contextlib
