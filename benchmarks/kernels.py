@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import modes
 import torch
 from timing import (
     Column,
@@ -130,6 +131,20 @@ class Maker:
             writes.append(keywords["bias_grad"])
         return Call(lambda: _core.quantize(x, **keywords), tuple(reads), tuple(writes))
 
+    def scaled(
+        self, mode: str, data: torch.dtype, usages: str, *, source: torch.dtype = BF16,
+        bias_grad: bool = False,
+    ) -> Call:  # fmt: skip
+        """A cast with scales of rows or tiles. The bytes are those of one read of the input."""
+        x = self.random(source)
+        row = self.empty(data) if "r" in usages else None
+        column = self.empty(data, transposed=True) if "c" in usages else None
+        keywords = modes.scaled_forms(mode, row, column)
+        writes = [value for value in keywords.values() if isinstance(value, Tensor)]
+        if bias_grad:
+            keywords["bias_grad"] = torch.empty(self.columns, dtype=source, device=self.device)
+        return Call(lambda: _core.quantize(x, **keywords), (x,), tuple(writes))
+
     def dequantize(self, usage: str) -> Call:
         """A cast from FP8."""
         q, out = self.random(E4M3), self.empty(BF16)
@@ -192,6 +207,22 @@ CASES: list[Case] = [
     ("quantize", "e5m2 both, bias gradient", lambda m: m.quantize(E5M2, "rc", bias_grad=True)),
     ("quantize", "f32 to e4m3 both", lambda m: m.quantize(E4M3, "rc", source=F32)),
     ("quantize", "bias gradient alone", lambda m: m.quantize(E4M3, "", bias_grad=True)),
+    ("quantize", "e4m3 both, block_1d", lambda m: m.scaled("block_1d", E4M3, "rc")),
+    ("quantize", "e4m3 rows, block_1d", lambda m: m.scaled("block_1d", E4M3, "r")),
+    (
+        "quantize",
+        "e4m3 both, block_1d, bias gradient",
+        lambda m: m.scaled("block_1d", E4M3, "rc", bias_grad=True),
+    ),
+    (
+        "quantize",
+        "f32 to e4m3 both, block_1d",
+        lambda m: m.scaled("block_1d", E4M3, "rc", source=F32),
+    ),
+    ("quantize", "e4m3 both, block_2d", lambda m: m.scaled("block_2d", E4M3, "rc")),
+    ("quantize", "e4m3 rows, block_2d", lambda m: m.scaled("block_2d", E4M3, "r")),
+    ("quantize", "e4m3 both, row", lambda m: m.scaled("row", E4M3, "rc")),
+    ("quantize", "e4m3 rows, row", lambda m: m.scaled("row", E4M3, "r")),
     ("dequantize", "e4m3 rows", lambda m: m.dequantize("row")),
     ("dequantize", "e4m3 columns", lambda m: m.dequantize("column")),
     ("amax", "bf16", lambda m: m.amax(BF16)),

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import modes
 import torch
 from kernels import COLUMNS, Effort, figures, launch_time
 from kernels_attention import Work, size
@@ -54,7 +55,8 @@ class Maker:
         """Keywords of what is written, and the bytes of it.
 
         `form` has a letter for each: "h" high precision, "r" and "c" FP8 row- and column-wise with
-        a given scale, "a" partial maxima alone, "s" FP8 with a scale made from partial maxima.
+        a given scale, "a" partial maxima alone, "s" FP8 with a scale made from partial maxima, "t"
+        scales of 1 x 128 tiles, "v" of rows.
         """
         columns = halves * self.columns
         keywords: dict[str, Any] = {}
@@ -65,6 +67,11 @@ class Maker:
         if "c" in form:
             keywords["column"] = torch.empty(columns, self.rows, dtype=data, device=self.device)
         written = size(*keywords.values())
+        if "t" in form or "v" in form:
+            forms = keywords.pop("row", None), keywords.pop("column", None)
+            return keywords | modes.scaled_forms(
+                "block_1d" if "t" in form else "row", *forms
+            ), written
         if "a" in form:
             keywords["amax_partials"] = self.vector(_core.AMAX_PARTIALS)
         if "s" in form:
@@ -150,6 +157,8 @@ WIDE: list[Case] = [
     ("norm", "rmsnorm, e4m3 both", lambda m: m.norm("rc", kind=RMS)),
     ("norm", "layernorm, partial maxima", lambda m: m.norm("a")),
     ("norm", "layernorm, current, both", lambda m: m.norm("rcs", given=True)),
+    ("norm", "layernorm, tiles, both", lambda m: m.norm("rct")),
+    ("norm", "layernorm, scales of rows, both", lambda m: m.norm("rcv")),
     ("norm_backward", "layernorm", lambda m: m.norm_backward()),
     ("norm_backward", "rmsnorm", lambda m: m.norm_backward(kind=RMS)),
     ("norm_backward", "layernorm, added gradient", lambda m: m.norm_backward(add=True)),
@@ -159,9 +168,12 @@ WIDE: list[Case] = [
     ("activation", "gelu, e4m3 both", lambda m: m.activation("rc")),
     ("activation", "gelu, partial maxima", lambda m: m.activation("a")),
     ("activation", "gelu, current, both", lambda m: m.activation("rcs")),
+    ("activation", "gelu, tiles, both", lambda m: m.activation("rct")),
+    ("activation", "gelu, scales of rows, both", lambda m: m.activation("rcv")),
     ("activation", "relu, e4m3 both", lambda m: m.activation("rc", kind="relu")),
     ("activation", "swiglu", lambda m: m.activation("h", kind="swiglu")),
     ("activation", "swiglu, e4m3 both", lambda m: m.activation("rc", kind="swiglu")),
+    ("activation", "swiglu, tiles, both", lambda m: m.activation("rct", kind="swiglu")),
     ("softcap", "forward", lambda m: m.softcap("h")),
     ("softcap", "backward", lambda m: m.softcap("h", backward=True)),
     ("softcap", "backward, e4m3 both", lambda m: m.softcap("rc", backward=True)),
@@ -171,6 +183,12 @@ WIDE: list[Case] = [
     ("activation_backward", "gelu, e5m2 both", lambda m: m.activation_backward("rc")),
     ("activation_backward", "gelu, e5m2 both, bias gradient",
      lambda m: m.activation_backward("rc", bias_grad=True)),
+    ("activation_backward", "gelu, tiles, both, bias gradient",
+     lambda m: m.activation_backward("rct", bias_grad=True)),
+    ("activation_backward", "gelu, rows' scales, both, bias grad.",
+     lambda m: m.activation_backward("rcv", bias_grad=True)),
+    ("activation_backward", "swiglu, tiles, both",
+     lambda m: m.activation_backward("rct", kind="swiglu")),
     ("activation_backward", "swiglu",
      lambda m: m.activation_backward("h", kind="swiglu")),
     ("activation_backward", "swiglu, e5m2 both",

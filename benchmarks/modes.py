@@ -11,9 +11,30 @@ from typing import Any
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine import _core
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowScaling,
+    Format,
+)
+from transformer_engine.pytorch.tools.scale_matrix import scales_shape
 
 BASE = "torch.nn.Linear"
+
+
+def scaled_forms(
+    mode: str, row: torch.Tensor | None, column: torch.Tensor | None
+) -> dict[str, Any]:
+    """Keywords of a cast to these forms with scales of rows or tiles: "row", "block_1d", ..."""
+    keywords: dict[str, Any] = {"mode": getattr(_core, f"SCALING_{mode.upper()}")}
+    for name, data in (("row", row), ("column", column)):
+        if data is not None:
+            shape = scales_shape(keywords["mode"], *data.shape)
+            scales = torch.empty(shape, dtype=torch.float32, device=data.device)
+            keywords |= {name: data, f"{name}_scales": scales}
+    return keywords
 
 
 def recipes() -> dict[str, Any]:
@@ -25,6 +46,8 @@ def recipes() -> dict[str, Any]:
             fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max"
         ),
         "current": Float8CurrentScaling(),
+        "block": Float8BlockScaling(),
+        "row": Float8RowScaling(),
     }
 
 

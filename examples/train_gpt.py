@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -37,15 +38,27 @@ from textdata import (
 )
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowScaling,
+    Format,
+)
 
-RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling}
+# Scales of delayed scaling begin at 1, too small for the first gradients of a large batch, which
+# would round to zero: what no slot has recorded yet is measured before it is cast.
+RECIPES = {
+    "delayed": partial(DelayedScaling, measure_first=True),
+    "current": Float8CurrentScaling,
+    "block": Float8BlockScaling,
+    "row": Float8RowScaling,
+}
 VOCABULARY = 256
 LINEARS = 4  # of a Transformer layer: query-key-value, projection, the two of the MLP
 INIT_STD = 0.02
 TEMPERATURE = 0.8
 EVALUATIONS = 5  # validations while training
-SCALE_PASSES = 6  # after which no scale of delayed scaling changes by a tenth any more
 SEGMENT = 20  # steps between two looks at the clock and at the losses: each look waits for the GPU
 
 
@@ -239,18 +252,6 @@ class Trainer:
         self.gemms.expected += 3 * self.model.linears
         return loss.detach()
 
-    def find_scales(self) -> None:
-        """Run the first step's data through the model, so that delayed scaling has scales for them.
-
-        All scales begin at 1, too small for gradients: those of a large batch round to zero.  What
-        is measured at a layer makes its scale, and lets the gradient pass to the layer before it in
-        the next pass.  An optimizer that steps meanwhile divides gradients of half the model by
-        their own size, and takes hundreds of steps to make good for it.
-        """
-        for _ in range(SCALE_PASSES):
-            self.gradients()
-            self.optimizer.zero_grad(set_to_none=True)
-
     def train_step(self) -> None:
         """Do one step; its loss stays on the device, where reading it costs no wait."""
         for group in self.optimizer.param_groups:
@@ -291,8 +292,6 @@ class Trainer:
         )
         if self.step == 0:
             bar.set_postfix_str("before the first step")
-            if self.precision == "fp8" and self.recipe.delayed():
-                self.find_scales()
             self.validate()
             bar.set_postfix_str("", refresh=False)
         while self.step < stop:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine import _core as shared
+from transformer_engine.common.plan_text import Node
 
 K, N, ROWS, SLOTS = 24, 40, 6, 8
 
@@ -38,24 +39,6 @@ class Value(NamedTuple):
     dtype: int
     grad_dtype: int
     shape: tuple
-
-
-class Node(NamedTuple):
-    """A node as make_plan takes it."""
-
-    name: str
-    kind: int
-    variant: int
-    flags: int
-    inputs: tuple
-    output: int
-    numbers: tuple
-    slices: tuple
-    quantization: tuple
-    owner: int
-    slots: tuple
-    gather: int
-    external: int
 
 
 class Graph:
@@ -93,7 +76,7 @@ class Graph:
     def node(self, kind: int, inputs: tuple, output: int, name: str = "", **fields) -> None:
         """Add a node; fields by name."""
         recipe = self.recipe if kind == self.core.NODE_LINEAR else self.core.RECIPE_NONE
-        quantization = (recipe, self.core.DTYPE_E4M3, self.core.DTYPE_E5M2, 0, (0.0,) * 3)
+        quantization = (recipe, self.core.DTYPE_E4M3, self.core.DTYPE_E5M2, 0, (0.0,) * 3, 0, 0, 0)
         node = Node(name, kind, 0, 0, inputs, output, (), (), quantization, 0, (0, 0), 1, 0)
         self.nodes.append(node._replace(**fields))
 
@@ -526,6 +509,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "run_consuming": _run_consuming,
     "run_staged": _run_staged,
     "tensors_of_call": lambda core: Case([torch.randn(K), (({"w": torch.ones(K)}, "w"), None)]),
+    "facts_of_heads": lambda core: Case([torch.randn(2, ROWS, 4, 8), torch.randn(2, K, 4, 8)]),
     "lie_in": lambda core: Case([x := torch.randn(ROWS, K), (x[:1], x[1:]), (1, ROWS - 1)]),
     "split_storage": lambda core: Case([torch.randn(ROWS, K), (1, ROWS - 1)]),
     "cuda_configure": lambda core: Case([os.environ.get("TE_NVRTC") == "1", None], needs_cuda=True),

@@ -136,6 +136,49 @@ def current_scale(largest, fp8_max, epsilon=0.0, power_2=False):
     return scale
 
 
+def scales_shape(mode, rows, columns):
+    """Shape of the scales of FP8 data [rows, columns]: "row", "block_1d" or "block_2d"."""
+    blocks = -(-columns // 128)
+    if mode == "row":
+        return (2, rows)
+    if mode == "block_1d":
+        return (blocks, -(-rows // 4) * 4)
+    return (-(-rows // 128), -(-blocks // 4) * 4)
+
+
+@quiet
+def scaled_quantize(values, mode, dtype, top, *, epsilon=0.0, power_2=False):
+    """FP8 of an fp32 matrix with a scale per row or tile: (codes, scales as they are stored).
+
+    `top` is the dtype whose largest number an infinite scale becomes.
+    """
+    rows, columns = values.shape
+    high, wide = {"row": (1, columns), "block_1d": (1, 128), "block_2d": (128, 128)}[mode]
+    codes = np.zeros((rows, columns), np.uint8)
+    scales = np.zeros(scales_shape(mode, rows, columns), np.float32)
+    limit = np.float32(torch.finfo(top).max)
+    for r in range(0, rows, high):
+        for c in range(0, columns, max(wide, 1)):
+            tile = values[r : r + high, c : c + wide]
+            magnitudes = np.abs(tile)
+            largest = np.max(magnitudes[~np.isnan(magnitudes)], initial=np.float32(0))
+            used = max(largest, np.float32(epsilon))
+            scale = np.float32(1.0)
+            if used > 0 and np.isfinite(used):
+                scale = np.float32(FP8_MAX[dtype]) / used
+                scale = limit if np.isinf(scale) else scale
+                if power_2:
+                    scale = np.ldexp(np.float32(1.0), int(np.frexp(scale)[1]) - 1)
+            codes[r : r + high, c : c + wide] = encode(tile * scale, dtype)
+            if mode == "row":
+                scales[:, r] = np.float32(1.0) / scale, largest
+            elif mode == "block_1d":
+                scales[c // 128, r] = np.float32(1.0) / scale
+            else:
+                scales[r // 128, c // 128] = np.float32(1.0) / scale
+    return to_torch(codes.view(_NUMPY[dtype]), dtype), torch.from_numpy(scales)
+
+
 @quiet
 def delayed_update(scale, history, fp8_max, most_recent=False):
     """One step of delayed scaling: (new scale [n], new history [length, n]) in fp32."""

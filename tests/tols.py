@@ -193,6 +193,19 @@ TOLS: dict[tuple[str, torch.dtype], Tolerance] = {
         )
         for d in (E4M3, E5M2)
     },
+    **{
+        ("half_step", d): Tolerance(
+            _constant(EPS[d] / 2),
+            "MXFP8: a group's largest magnitude lies between half of the largest number and that, "
+            "where half a step is at most eps/2 of it",
+        )
+        for d in (E4M3, E5M2)
+    },
+    ("half_step_nvfp4", E4M3): Tolerance(
+        _constant((1 + EPS[E4M3] / 2) / 6 + EPS[E4M3] / 16),
+        "NVFP4: half of the step from 4 to 6, of a group whose largest magnitude is 6 times its "
+        "scale; the scale is rounded to E4M3, which makes the step larger or saturates",
+    ),
     ("quantized_layer", E4M3): Tolerance(_constant(2 * 8 * (EPS[E4M3] / 2) ** 2), _FP8_LAYER),
     # ---- floors of assert_ref_ratio: where the naive error happens to vanish ----
     **{

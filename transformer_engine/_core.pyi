@@ -54,6 +54,17 @@ def tensors_of_call(
     is decided by itself. The flags say which of them require a gradient.
     """
 
+def facts_of_heads(*tensors: torch.Tensor) -> bytes | None:
+    """What decides an attention of up to three tensors of heads: two attentions whose facts, and
+    other arguments, are equal are of one kind.
+
+    Each has one or two leading dims, heads and channels, or one more dim where it holds several of
+    queries, keys and values. The facts are dtypes, devices, heads and channels, which tensors require
+    a gradient or are dense; of the leading dims whether they are equal and whether they are 0, 1 or
+    more. None where one is no plain tensor with memory, or none of heads: such a call is decided by
+    itself.
+    """
+
 def dtype_code(dtype: torch.dtype, /) -> int:
     """`DTYPE_*` of a torch dtype; TypeError for one that has no code."""
 
@@ -97,7 +108,8 @@ def make_plan(
     direction: DIRECTION_*; flags: GRAPH_*. A value is (name, VALUE_* flags, dtype, dtype of the
     gradient, shape), a dim of the shape being an int or (SYMBOL_*, multiply, align). A node is (name,
     NODE_* kind, variant, flags, inputs, output, numbers, slices, (RECIPE_*, forward FP8 dtype, backward
-    FP8 dtype, power-of-2 bits, 3 amax epsilons), owner, 2 slots, gather, external stages), with numbers
+    FP8 dtype, power-of-2 bits, 3 amax epsilons, bits of 2-dim. tiles, of the Hadamard transform, of
+    stochastic rounding), owner, 2 slots, gather, external stages), with numbers
     of values as inputs (-1: not there) and output; a slice is (heads, channels, offset, stride) and
     maybe how many heads lie together.
     te_value_desc and te_node_desc say what each means.
@@ -112,18 +124,18 @@ class PlanDescription(TypedDict):
     direction: str
     """"forward", "backward" or "deferred"."""
     buffers: tuple[
-        tuple[str, str, int, int, tuple[tuple[int, int, int, int], ...], str, int, int], ...
+        tuple[str, str, int, int, tuple[tuple[int, int, int, int, int], ...], str, int, int], ...
     ]
     """(name, role, dtype code, leading, shape, link, of, written). role: "input", "parameter", "state",
-    "output", "saved", "scratch" or "view". An extent (multiply, align, add, symbol) is multiply *
-    roundup(value of SYMBOL_*, align) + add; add = 2**31 - 1 in a state buffer stands for any length. leading: 1 where shape[0] stands for
+    "output", "saved", "scratch" or "view". An extent (multiply, align, add, symbol, divide) is multiply *
+    roundup(value of SYMBOL_*, align) / divide + add; add = 2**31 - 1 in a state buffer stands for any length. leading: 1 where shape[0] stands for
     the leading dims. link and `of` say what it is, the same in every plan of a graph (TE_LINKS): the
     "gradient" of value `of`, the "row" form of operand `of`, ... written: 1 where the run changes a
     state."""
     stages: tuple[tuple[str, str, int, tuple[int, ...], str, int], ...]
     """(stage name, operator name or "external", node or -1, numbers of its buffers, operator name,
     number of LINEAR_STAGES or -1)."""
-    saved_bytes: tuple[int, int, int, int]
+    saved_bytes: tuple[int, int, int, int, int]
     """Size of the packed saved buffer, an extent; of what does not vary with a source."""
     quantized: bool
     """GEMMs of it run in FP8."""

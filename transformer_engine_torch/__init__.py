@@ -12,11 +12,21 @@ from torch import Tensor
 from transformer_engine.common import absent
 from transformer_engine.pytorch.constants import DType, FP8BwdTensors, FP8FwdTensors
 
-__getattr__, __dir__ = absent.attach(globals())
+_QUANTIZERS = (
+    "Float8Quantizer",
+    "Float8CurrentScalingQuantizer",
+    "Float8BlockQuantizer",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+)
+_LAZY = dict.fromkeys(_QUANTIZERS, "transformer_engine.pytorch.tensor")
+
+__getattr__, __dir__ = absent.attach(globals(), lazy=_LAZY)
 __all__ = [
     "DType",
     "FP8BwdTensors",
     "FP8FwdTensors",
+    *_LAZY,
     "thd_get_partitioned_indices",
     *absent.names_of(__name__),
 ]

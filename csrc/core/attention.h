@@ -28,4 +28,22 @@ static inline int64_t te_attention_keys(const te_attention_problem *p)
     return te_attention_is_packed(p) ? p->max_keys : p->key.shape[1];
 }
 
+/* Whether queries, keys and values are FP8. */
+static inline int te_attention_is_fp8(const te_attention_problem *p)
+{
+    return te_dtype_is_fp8(p->query.dtype);
+}
+
+/* By how much dropout may enlarge weights and what they add up to, inverted. */
+static inline float te_attention_kept(float dropout)
+{
+    return dropout < 1.0F ? 1.0F - dropout : 1.0F;
+}
+
+/* What an FP8 forward casts its weights with: none exceeds 1 / (1 - dropout). */
+static inline float te_attention_weights_scale(float dropout)
+{
+    return te_dtype_max(TE_DTYPE_E4M3) * te_attention_kept(dropout);
+}
+
 #endif

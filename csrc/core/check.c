@@ -24,17 +24,25 @@ te_status te_check_fail(const te_check_site *site, const char *name, te_status k
 static te_status check_dtype(const te_check_site *site, const te_field *field, te_dtype dtype)
 {
     static const char *const expected[] = {
-        [TE_DTYPES_ANY] = "a dtype",      [TE_DTYPES_NUMBERS] = "f32, f16 or bf16",
-        [TE_DTYPES_FP8] = "e4m3 or e5m2", [TE_DTYPES_F32] = "f32",
-        [TE_DTYPES_I32] = "i32",          [TE_DTYPES_MASK] = "u8",
+        [TE_DTYPES_ANY] = "a dtype",
+        [TE_DTYPES_NUMBERS] = "f32, f16 or bf16",
+        [TE_DTYPES_CODES] = "e4m3 or e5m2 (nvfp4: u8)",
+        [TE_DTYPES_SCALES] = "f32 or u8",
+        [TE_DTYPES_F32] = "f32",
+        [TE_DTYPES_I32] = "i32",
+        [TE_DTYPES_MASK] = "u8",
+        [TE_DTYPES_FLOATS] = "f32, f16 or bf16, or FP8",
     };
     static const uint32_t legal[] = {
         [TE_DTYPES_ANY] = (1U << TE_DTYPE_COUNT) - 1U,
         [TE_DTYPES_NUMBERS] = 1U << TE_DTYPE_F32 | 1U << TE_DTYPE_F16 | 1U << TE_DTYPE_BF16,
-        [TE_DTYPES_FP8] = 1U << TE_DTYPE_E4M3 | 1U << TE_DTYPE_E5M2,
+        [TE_DTYPES_CODES] = 1U << TE_DTYPE_E4M3 | 1U << TE_DTYPE_E5M2 | 1U << TE_DTYPE_U8,
+        [TE_DTYPES_SCALES] = 1U << TE_DTYPE_F32 | 1U << TE_DTYPE_U8,
         [TE_DTYPES_F32] = 1U << TE_DTYPE_F32,
         [TE_DTYPES_I32] = 1U << TE_DTYPE_I32,
         [TE_DTYPES_MASK] = 1U << TE_DTYPE_U8,
+        [TE_DTYPES_FLOATS] = 1U << TE_DTYPE_F32 | 1U << TE_DTYPE_F16 | 1U << TE_DTYPE_BF16 |
+                             1U << TE_DTYPE_E4M3 | 1U << TE_DTYPE_E5M2,
     };
     if ((unsigned)dtype < TE_DTYPE_COUNT && (legal[field->dtypes] >> dtype & 1U) != 0U)
         return TE_OK;
@@ -235,7 +243,7 @@ static int may_share(te_op op, const te_field *fields, int32_t written, int32_t 
         high = fields[written].offset;
     }
     if (high - low == SCALES_APART && fields[written].access == TE_ACCESS_WRITE &&
-        fields[other].access == TE_ACCESS_WRITE && fields[written].dtypes == TE_DTYPES_F32) {
+        fields[other].access == TE_ACCESS_WRITE && fields[written].dtypes == TE_DTYPES_SCALES) {
         return 1;
     }
 #define X(NAME, name, to, from)                                                                    \

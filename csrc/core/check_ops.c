@@ -8,6 +8,7 @@
 #include "core/attention.h"
 #include "core/check.h"
 #include "core/operand.h"
+#include "core/scales.h"
 #include "core/status.h"
 
 /* ---- rules -------------------------------------------------------------------------------- */
@@ -115,10 +116,13 @@ typedef struct rule {
 #define RULES_attention(R, N) RULES_PROBLEM(R, N, attention)
 #define RULES_attention_backward(R, N)                                                             \
     RULES_PROBLEM(R, N, attention_backward)                                                        \
-    R(attention_backward, grad_output, ALIKE, output)                                              \
-    R(attention_backward, grad_query, ALIKE, query)                                                \
-    R(attention_backward, grad_key, ALIKE, key)                                                    \
-    R(attention_backward, grad_value, ALIKE, value)
+    R(attention_backward, grad_output, SAME, output)                                               \
+    R(attention_backward, grad_query, SAME, query)                                                 \
+    R(attention_backward, grad_query, DTYPE, grad_output)                                          \
+    R(attention_backward, grad_key, SAME, key)                                                     \
+    R(attention_backward, grad_key, DTYPE, grad_output)                                            \
+    R(attention_backward, grad_value, SAME, value)                                                 \
+    R(attention_backward, grad_value, DTYPE, grad_output)
 #define RULES_dropout_add(R, N)                                                                    \
     R(dropout_add, bias, COLUMNS, input)                                                           \
     R(dropout_add, residual, ALIKE, input)                                                         \
@@ -211,11 +215,43 @@ static te_status check_form(const te_check_site *site, const char *name, const t
                    LL(data->shape[1]), LL(major), LL(minor));
 }
 
+/* The scales of a form [rows, columns]. */
+static te_status check_scales(const te_check_site *site, const char *name, te_scaling_mode mode,
+                              const te_tensor *scales, te_scale_layout layout)
+{
+    const int64_t *shape = scales->shape;
+    if (!te_tensor_requested(scales)) return TE_OK;
+    TE_TRY(
+        check_dtype(site, name, scales->dtype, te_scales_micro(mode) ? TE_DTYPE_U8 : TE_DTYPE_F32));
+    if (layout.ndim == 1) {
+        if (scales->ndim == 1 && shape[0] == layout.shape[0]) return TE_OK;
+        return INVALID(name, "ndim %d and length %lld, expected a vector of %lld",
+                       (int)scales->ndim, LL(shape[0]), LL(layout.shape[0]));
+    }
+    if (scales->ndim == 2 && shape[0] == layout.shape[0] && shape[1] == layout.shape[1] &&
+        (shape[0] <= 1 || shape[1] == 0 || scales->strides[0] == shape[1])) {
+        return TE_OK;
+    }
+    return INVALID(name, "ndim %d, shape [%lld, %lld], expected [%lld, %lld] without gaps",
+                   (int)scales->ndim, LL(shape[0]), LL(scales->ndim > 1 ? shape[1] : 0),
+                   LL(layout.shape[0]), LL(layout.shape[1]));
+}
+
+static te_status check_codes(const te_check_site *site, const char *name, te_scaling_mode mode,
+                             const te_tensor *data)
+{
+    const int bytes = mode == TE_SCALING_NVFP4;
+    if (!te_tensor_requested(data) || te_dtype_is_fp8(data->dtype) == !bytes) return TE_OK;
+    return WRONG_TYPE(name, "dtype %s, expected %s", te_dtype_name(data->dtype),
+                      bytes ? "u8: two e2m1 to a byte" : "e4m3 or e5m2");
+}
+
 /* The quantized forms of [rows, columns], and their scales. */
 static te_status check_forms(const te_check_site *site, const te_operand *operand, int64_t rows,
                              int64_t columns)
 {
     const te_tensor *row = &operand->row, *column = &operand->column;
+    int micro;
     if ((unsigned)operand->mode >= TE_SCALING_COUNT) {
         return INVALID("mode", "%d does not exist, expected 0 to %d", (int)operand->mode,
                        TE_SCALING_COUNT - 1);
@@ -224,13 +260,98 @@ static te_status check_forms(const te_check_site *site, const te_operand *operan
         if (!te_tensor_present(row) && !te_tensor_present(column)) return TE_OK;
         return INVALID("mode", "scaling mode none casts nothing");
     }
-    TE_TRY(check_form(site, "row", row, rows, columns));
-    TE_TRY(check_form(site, "column", column, columns, rows));
+    TE_TRY(check_codes(site, "row", operand->mode, row));
+    TE_TRY(check_codes(site, "column", operand->mode, column));
+    TE_TRY(check_form(site, "row", row, rows, te_row_bytes(operand->mode, columns)));
+    if (operand->mode == TE_SCALING_MXFP8) {
+        TE_TRY(check_form(site, "column", column, rows, columns));
+    } else {
+        TE_TRY(check_form(site, "column", column, columns, te_row_bytes(operand->mode, rows)));
+    }
+    if (operand->mode == TE_SCALING_NVFP4) {
+        TE_TRY(check_length(site, "row_amax", &operand->row_amax, 1));
+        TE_TRY(check_length(site, "column_amax", &operand->column_amax, 1));
+    }
     if (te_tensor_requested(row) && te_tensor_requested(column)) {
         TE_TRY(check_dtype(site, "column", column->dtype, row->dtype));
     }
-    TE_TRY(check_length(site, "row_scales", &operand->row_scales, TE_TENSOR_SCALES));
-    return check_length(site, "column_scales", &operand->column_scales, TE_TENSOR_SCALES);
+    /* But for bytes of groups, scales cover the padding of data too. */
+    micro = te_scales_micro(operand->mode);
+    TE_TRY(check_scales(
+        site, "row_scales", operand->mode, &operand->row_scales,
+        te_scale_layout_of(operand->mode, rows,
+                           !micro && te_tensor_requested(row) ? row->shape[1] : columns)));
+    return check_scales(
+        site, "column_scales", operand->mode, &operand->column_scales,
+        te_column_scale_layout_of(operand->mode,
+                                  !micro && te_tensor_requested(column) ? column->shape[1] : rows,
+                                  columns));
+}
+
+/* What MXFP8 and NVFP4 alone may be asked for. */
+static te_status check_micro(const te_check_site *site, const te_cast_request *cast)
+{
+    const te_operand *result = &cast->result;
+    const int fp4 = result->mode == TE_SCALING_NVFP4;
+    if (!te_scales_micro(result->mode) && cast->square != 0) {
+        return INVALID("square", "mode %d has a mode of its own for squares, or none",
+                       (int)result->mode);
+    }
+    if (!fp4 && (cast->hadamard != 0 || cast->column_partials != NULL || cast->rng != NULL)) {
+        return INVALID(cast->hadamard != 0             ? "hadamard"
+                       : cast->column_partials != NULL ? "column_partials"
+                                                       : "rng",
+                       "mode %d does not have it, only nvfp4 (%d) has", (int)result->mode,
+                       (int)TE_SCALING_NVFP4);
+    }
+    if (!fp4) return TE_OK;
+    if (cast->hadamard != 0 && cast->square != 0) {
+        return INVALID("hadamard", "a square is not transformed: leave it or square out");
+    }
+    if (cast->partials == NULL &&
+        (te_tensor_requested(&result->row) || cast->column_partials == NULL)) {
+        return INVALID("partials", "is NULL: nvfp4 scales by the amax");
+    }
+    if (cast->hadamard != 0 && te_tensor_requested(&result->column) &&
+        cast->column_partials == NULL) {
+        return INVALID("column_partials",
+                       "is NULL: the transform has an amax of its own, which te_amax finds");
+    }
+    if (te_tensor_present(&result->row) && !te_tensor_present(&result->row_amax)) {
+        return INVALID("row_amax", "is missing: row can not be read without");
+    }
+    if (te_tensor_present(&result->column) && !te_tensor_present(&result->column_amax)) {
+        return INVALID("column_amax", "is missing: column can not be read without");
+    }
+    return TE_OK;
+}
+
+/* What is asked of a cast that measures by itself: forms with the scales that they need. */
+static te_status check_own_scales(const te_check_site *site, const te_cast_request *cast)
+{
+    const te_operand *result = &cast->result;
+    const int measured = result->mode == TE_SCALING_NVFP4;
+    if (cast->scale != NULL || (cast->partials != NULL && !measured)) {
+        return INVALID(cast->scale != NULL ? "scale" : "partials",
+                       "it is given, and the mode makes its scales by itself");
+    }
+    if (cast->amax != NULL || cast->amax_partials != NULL) {
+        return INVALID(cast->amax != NULL ? "amax" : "amax_partials",
+                       "the mode measures rows or tiles: take it without a cast");
+    }
+    if (te_tensor_requested(&result->row) && !te_tensor_requested(&result->row_scales)) {
+        return INVALID("row_scales", "is missing: row can not be read without");
+    }
+    if (te_tensor_requested(&result->column) && !te_tensor_requested(&result->column_scales)) {
+        return INVALID("column_scales", "is missing: column can not be read without");
+    }
+    if (te_tensor_requested(&result->row_scales) && !te_tensor_requested(&result->row)) {
+        return INVALID("row_scales", "there is no row that they are for");
+    }
+    if (te_tensor_requested(&result->column_scales) && !te_tensor_requested(&result->column)) {
+        return INVALID("column_scales", "there is no column that they are for");
+    }
+    return TE_OK;
 }
 
 /* What is asked of values of [rows, columns]. */
@@ -246,11 +367,18 @@ static te_status check_cast_request(const te_check_site *site, const te_cast_req
         if (cast->amax == NULL || site->op == TE_OP_QUANTIZE) return TE_OK;
         return INVALID("amax", "scaling mode none records none: take amax_partials, or cast");
     }
-    if ((cast->scale == NULL) == (cast->partials == NULL)) {
-        return INVALID("mode", "%s: exactly one of scale and partials says how to scale",
-                       cast->scale == NULL ? "neither is given" : "both are given");
+    if (te_scales_micro(result->mode) && site->op != TE_OP_QUANTIZE) {
+        return INVALID("mode", "%d: te_quantize alone casts to mxfp8 (%d) and nvfp4 (%d)",
+                       (int)result->mode, (int)TE_SCALING_MXFP8, (int)TE_SCALING_NVFP4);
     }
-    if (cast->scale != NULL || te_dtype_is_fp8(te_operand_dtype(result))) return TE_OK;
+    TE_TRY(check_micro(site, cast));
+    if (te_scales_own(result->mode) || te_scales_micro(result->mode)) {
+        return check_own_scales(site, cast);
+    }
+    if (cast->scale == NULL && cast->partials == NULL) {
+        return INVALID("mode", "neither scale nor partials is given, which say how to scale");
+    }
+    if (cast->partials == NULL || te_dtype_is_fp8(te_operand_dtype(result))) return TE_OK;
     return WRONG_TYPE("partials", "they scale to the dtype of row or column, and none is FP8");
 }
 
@@ -349,8 +477,12 @@ static te_status check_dequantize(const te_check_site *site, const te_dequantize
     TE_TRY(check_forms(site, input, args->output.shape[0], args->output.shape[1]));
     if (te_tensor_numel(&args->output) == 0) return TE_OK;
     if (!by_rows) TE_TRY(check_missing(site, "row", &input->column, "and so is column"));
-    return check_missing(site, by_rows ? "row_scales" : "column_scales",
+    TE_TRY(check_missing(site, by_rows ? "row_scales" : "column_scales",
                          by_rows ? &input->row_scales : &input->column_scales,
+                         "the data can not be read without"));
+    if (input->mode != TE_SCALING_NVFP4) return TE_OK;
+    return check_missing(site, by_rows ? "row_amax" : "column_amax",
+                         by_rows ? &input->row_amax : &input->column_amax,
                          "the data can not be read without");
 }
 
@@ -392,7 +524,25 @@ static te_status check_gemm_operand(const te_check_site *site, int first, const 
     TE_TRY(te_check_tensor(site, data, form->data, 1));
     if (form->scales == NULL) return TE_OK;
     TE_TRY(te_check_tensor(site, data + 1, form->scales, 1));
-    return check_length(site, data[1].name, form->scales, TE_TENSOR_SCALES);
+    TE_TRY(check_codes(site, data->name, form->mode, form->data));
+    if (form->mode == TE_SCALING_NVFP4) {
+        TE_TRY(te_check_tensor(site, mode + (form->data == &operand->row ? 5 : 6), form->amax, 1));
+    }
+    return check_scales(
+        site, data[1].name, form->mode, form->scales,
+        form->mode == TE_SCALING_MXFP8 && form->data == &operand->column
+            ? te_column_scale_layout_of(form->mode, form->data->shape[0], form->data->shape[1])
+            : te_scale_layout_of(form->mode, form->data->shape[0], te_gemm_extent(form, 1)));
+}
+
+/* Two operands whose scales can be multiplied out: both per tensor, per row, or by tiles. */
+static te_status check_modes(const te_check_site *site, te_scaling_mode a, te_scaling_mode b)
+{
+    const int blocks = (a == TE_SCALING_BLOCK_1D || a == TE_SCALING_BLOCK_2D) &&
+                       (b == TE_SCALING_BLOCK_1D || b == TE_SCALING_BLOCK_2D);
+    if (a == b || blocks) return TE_OK;
+    return INVALID("b_mode", "%d beside a_mode %d, expected the same, or both by blocks", (int)b,
+                   (int)a);
 }
 
 /* Dtypes: of the operands a and b, and what they make of the others. */
@@ -400,8 +550,10 @@ static te_status check_gemm_dtypes(const te_check_site *site, const te_gemm_args
                                    te_dtype b)
 {
     const te_dtype d = args->d.dtype, narrow = d == TE_DTYPE_F16 ? d : TE_DTYPE_BF16;
-    const int fp8 = te_dtype_is_fp8(a), accumulates = (args->flags & TE_GEMM_ACCUMULATE) != 0;
-    if (fp8 ? !te_dtype_is_fp8(b) || (a == TE_DTYPE_E5M2 && b == TE_DTYPE_E5M2) : a != b) {
+    const int fp8 = te_dtype_is_fp8(a) || a == TE_DTYPE_U8,
+              accumulates = (args->flags & TE_GEMM_ACCUMULATE) != 0;
+    if (te_dtype_is_fp8(a) ? !te_dtype_is_fp8(b) || (a == TE_DTYPE_E5M2 && b == TE_DTYPE_E5M2)
+                           : a != b) {
         return WRONG_TYPE(
             "b",
             "operands %s and %s, expected the same high precision or FP8 with at most one e5m2",
@@ -442,17 +594,28 @@ static te_status check_gemm(const te_check_site *site, const te_gemm_args *args)
     int64_t m, n, k;
     TE_TRY(check_gemm_operand(site, te_at_gemm_a, &args->a, &a));
     TE_TRY(check_gemm_operand(site, te_at_gemm_b, &args->b, &b));
-    m = a.data->shape[a.transposed];
-    k = a.data->shape[!a.transposed];
-    n = b.data->shape[!b.transposed];
-    if (b.data->shape[b.transposed] != k || d[0] != m || d[1] != n) {
+    m = te_gemm_extent(&a, a.transposed);
+    k = te_gemm_extent(&a, !a.transposed);
+    n = te_gemm_extent(&b, !b.transposed);
+    if (te_gemm_extent(&b, b.transposed) != k || d[0] != m || d[1] != n) {
         return INVALID("d",
                        "[%lld, %lld] from a [%lld, %lld] and b [%lld, %lld]: inner sizes must "
                        "agree, outer sizes are those of d",
-                       LL(d[0]), LL(d[1]), LL(m), LL(k), LL(b.data->shape[b.transposed]), LL(n));
+                       LL(d[0]), LL(d[1]), LL(m), LL(k), LL(te_gemm_extent(&b, b.transposed)),
+                       LL(n));
     }
     TE_TRY(check_gemm_dtypes(site, args, a.data->dtype, b.data->dtype));
-    if (a.scales != NULL && k % 16 != 0) {
+    TE_TRY(check_modes(site, a.mode, b.mode));
+    if (a.mode > TE_SCALING_TENSOR && te_dtype_is_fp8(args->d.dtype)) {
+        return WRONG_TYPE("d",
+                          "dtype %s from operands scaled by rows or tiles, expected f32, f16 "
+                          "or bf16",
+                          te_dtype_name(args->d.dtype));
+    }
+    if (a.mode == TE_SCALING_NVFP4 && args->d.dtype == TE_DTYPE_F16) {
+        return WRONG_TYPE("d", "dtype f16 from nvfp4 operands, expected f32 or bf16");
+    }
+    if (a.scales != NULL && !te_scales_micro(a.mode) && k % 16 != 0) {
         return INVALID("a", "k = %lld of quantized operands, expected a multiple of 16: pad them",
                        LL(k));
     }
@@ -615,10 +778,79 @@ static te_status check_problem(const te_check_site *site, const te_attention_pro
     return TE_OK;
 }
 
+/* Scales that have to be there with FP8, and not without. */
+static te_status check_pair(const te_check_site *site, const char *name, const te_tensor *scales,
+                            int fp8)
+{
+    if (te_tensor_requested(scales) != fp8) {
+        return INVALID(name, fp8 ? "is missing: FP8 has scales" : "there is no FP8 to scale");
+    }
+    return check_length(site, name, scales, TE_TENSOR_SCALES);
+}
+
+/* What goes with FP8, and what does not; the floats of `names` are part of it. */
+static te_status check_fp8(const te_check_site *site, const te_attention_problem *p,
+                           const float *const *floats, const char *const *names, int count)
+{
+    const te_tensor *const scales[] = {&p->query_scales, &p->key_scales, &p->value_scales};
+    static const char *const named[] = {"query_scales", "key_scales", "value_scales"};
+    const te_tensor *const absent[] = {&p->mask, &p->bias, &p->sink, &p->slopes};
+    static const char *const others[] = {"mask", "bias", "sink", "slopes"};
+    const int fp8 = te_attention_is_fp8(p);
+    if (p->query.dtype == TE_DTYPE_E5M2) {
+        return WRONG_TYPE("query", "dtype e5m2, expected f32, f16, bf16 or e4m3");
+    }
+    for (int i = 0; i < 3; i++) TE_TRY(check_pair(site, named[i], scales[i], fp8));
+    for (int i = 0; i < 4; i++) {
+        if (fp8 && te_tensor_requested(absent[i])) {
+            return INVALID(others[i], "it does not go with FP8 (query)");
+        }
+    }
+    for (int i = 0; i < count; i++) {
+        if (fp8 || floats[i] == NULL) continue;
+        return INVALID(names[i], "there is no FP8 to scale");
+    }
+    return TE_OK;
+}
+
 static te_status check_attention(const te_check_site *site, const te_attention_args *args)
 {
+    const float *const floats[] = {args->output_scale, args->output_amax, args->weights_amax};
+    static const char *const names[] = {"output_scale", "output_amax", "weights_amax"};
+    const int fp8 = te_attention_is_fp8(&args->problem);
     TE_TRY(check_problem(site, &args->problem, &args->output, &args->statistics));
+    TE_TRY(check_fp8(site, &args->problem, floats, names, 3));
+    TE_TRY(check_pair(site, "output_scales", &args->output_scales, fp8));
+    if (fp8 && te_tensor_requested(&args->top)) {
+        return INVALID("top", "it does not go with FP8 (query)");
+    }
     return check_length(site, "top", &args->top, args->problem.query.shape[2]);
+}
+
+static te_status check_fp8_backward(const te_check_site *site,
+                                    const te_attention_backward_args *args)
+{
+    const float *const floats[] = {args->grad_scores_scale, args->grads_scale,
+                                   args->grad_scores_amax, args->grads_amax};
+    static const char *const names[] = {"grad_scores_scale", "grads_scale", "grad_scores_amax",
+                                        "grads_amax"};
+    const te_attention_problem *p = &args->problem;
+    const te_dtype grad = args->grad_output.dtype;
+    const int fp8 = te_attention_is_fp8(p);
+    TE_TRY(check_fp8(site, p, floats, names, 4));
+    TE_TRY(check_pair(site, "output_scales", &args->output_scales, fp8));
+    TE_TRY(check_pair(site, "grad_output_scales", &args->grad_output_scales, fp8));
+    TE_TRY(check_pair(site, "grads_scales", &args->grads_scales, fp8));
+    if (!fp8) return check_dtype(site, "grad_output", grad, args->output.dtype);
+    if (!te_dtype_is_fp8(grad)) {
+        return WRONG_TYPE("grad_output", "dtype %s, expected e4m3 or e5m2 as query is FP8",
+                          te_dtype_name(grad));
+    }
+    for (int i = 0; i < 2; i++) {
+        if (floats[i] == NULL) return INVALID(names[i], "is missing: FP8 has scales");
+    }
+    if (p->dropout == 0.0F) return TE_OK;
+    return INVALID("dropout", "%g, expected 0: a gradient in FP8 has none", (double)p->dropout);
 }
 
 static te_status check_attention_backward(const te_check_site *site,
@@ -626,6 +858,7 @@ static te_status check_attention_backward(const te_check_site *site,
 {
     const te_tensor *bias = &args->problem.bias, *grad_bias = &args->grad_bias;
     TE_TRY(check_problem(site, &args->problem, &args->output, &args->statistics));
+    TE_TRY(check_fp8_backward(site, args));
     TE_TRY(check_length(site, "grad_sink", &args->grad_sink, args->problem.query.shape[2]));
     if (te_tensor_requested(&args->grad_sink) && !te_tensor_requested(&args->problem.sink)) {
         return INVALID("grad_sink", "there is no sink");

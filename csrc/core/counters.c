@@ -3,12 +3,21 @@
 
 #include <stdatomic.h>
 
-/* One number per counter: for each device its GEMMs by dtypes and its operators, then fallbacks. */
+/* One number per counter: for each device its GEMMs by dtypes, its attentions by dtype and its
+ * operators, for each device its GEMMs by scaling modes, then fallbacks. */
 #define GEMMS (TE_DTYPE_COUNT * TE_DTYPE_COUNT)
-#define GEMM_AT(device, a, b) ((device) * (GEMMS + TE_OP_COUNT) + (a)*TE_DTYPE_COUNT + (b))
-#define OP_AT(device, op) (GEMM_AT(device, 0, 0) + GEMMS + (op))
-#define FALLBACK_AT(reason) (GEMM_AT(TE_DEVICE_COUNT, 0, 0) + (reason))
-#define COUNTERS FALLBACK_AT(TE_FALLBACK_COUNT)
+#define ATTENTIONS (2 * TE_DTYPE_COUNT)
+#define GEMM_AT(device, a, b)                                                                      \
+    ((device) * (GEMMS + ATTENTIONS + TE_OP_COUNT) + (a)*TE_DTYPE_COUNT + (b))
+#define ATTENTION_AT(device, dtype, backward)                                                      \
+    (GEMM_AT(device, 0, 0) + GEMMS + (backward)*TE_DTYPE_COUNT + (dtype))
+#define OP_AT(device, op) (GEMM_AT(device, 0, 0) + GEMMS + ATTENTIONS + (op))
+#define SCALINGS (TE_SCALING_COUNT * TE_SCALING_COUNT)
+#define SCALING_AT(device, a, b)                                                                   \
+    (GEMM_AT(TE_DEVICE_COUNT, 0, 0) + (device)*SCALINGS + (a)*TE_SCALING_COUNT + (b))
+#define FALLBACK_AT(reason) (SCALING_AT(TE_DEVICE_COUNT, 0, 0) + (reason))
+#define EMULATED_AT(mode) (FALLBACK_AT(TE_FALLBACK_COUNT) + (mode))
+#define COUNTERS EMULATED_AT(TE_SCALING_COUNT)
 
 static _Atomic int64_t counts[COUNTERS];
 
@@ -21,19 +30,47 @@ static _Atomic int64_t counts[COUNTERS];
     X(DEVICE, device, E4M3, e4m3, E5M2, e5m2)                                                      \
     X(DEVICE, device, E5M2, e5m2, E4M3, e4m3)
 
+/* The pairs of scaling modes that a GEMM accepts besides those per tensor. */
+#define SCALING_PAIRS(X, DEVICE, device)                                                           \
+    X(DEVICE, device, ROW, row, ROW, row)                                                          \
+    X(DEVICE, device, BLOCK_1D, block_1d, BLOCK_1D, block_1d)                                      \
+    X(DEVICE, device, BLOCK_1D, block_1d, BLOCK_2D, block_2d)                                      \
+    X(DEVICE, device, BLOCK_2D, block_2d, BLOCK_1D, block_1d)                                      \
+    X(DEVICE, device, BLOCK_2D, block_2d, BLOCK_2D, block_2d)
+
+/* The dtypes that an attention accepts. */
+#define ATTENTION_DTYPES(X, DEVICE, device)                                                        \
+    X(DEVICE, device, F32, f32)                                                                    \
+    X(DEVICE, device, F16, f16) X(DEVICE, device, BF16, bf16) X(DEVICE, device, E4M3, e4m3)
+
 /* Made from the same lists as the numbers, so none can be missing or wrong. */
 static const char *const names[COUNTERS] = {
 #define X(DEVICE, device, A, a, B, b)                                                              \
     [GEMM_AT(TE_DEVICE_##DEVICE, TE_DTYPE_##A, TE_DTYPE_##B)] = "gemm." #device "." #a "." #b,
     GEMM_PAIRS(X, CPU, cpu) GEMM_PAIRS(X, CUDA, cuda)
 #undef X
+#define X(DEVICE, device, A, a, B, b)                                                              \
+    [SCALING_AT(TE_DEVICE_##DEVICE, TE_SCALING_##A, TE_SCALING_##B)] =                             \
+        "scaling." #device "." #a "." #b,
+        SCALING_PAIRS(X, CPU, cpu) SCALING_PAIRS(X, CUDA, cuda)
+#undef X
+#define X(DEVICE, device, A, a)                                                                    \
+    [ATTENTION_AT(TE_DEVICE_##DEVICE, TE_DTYPE_##A, 0)] = "attention." #device "." #a,             \
+                                                    [ATTENTION_AT(TE_DEVICE_##DEVICE,              \
+                                                                  TE_DTYPE_##A, 1)] =              \
+                                                        "attention_backward." #device "." #a,
+            ATTENTION_DTYPES(X, CPU, cpu) ATTENTION_DTYPES(X, CUDA, cuda)
+#undef X
 #define X(NAME, name)                                                                              \
     [OP_AT(TE_DEVICE_CPU, TE_OP_##NAME)] = "op.cpu." #name,                                        \
                           [OP_AT(TE_DEVICE_CUDA, TE_OP_##NAME)] = "op.cuda." #name,
-        TE_OPS(X)
+                TE_OPS(X)
 #undef X
 #define X(NAME, name) [FALLBACK_AT(TE_FALLBACK_##NAME)] = "fallback." #name,
-            TE_FALLBACKS(X)
+                    TE_FALLBACKS(X)
+#undef X
+#define X(NAME, name, along, across) [EMULATED_AT(TE_SCALING_##NAME)] = "emulated." #name,
+                        TE_SCALING_MODES(X)
 #undef X
 };
 
@@ -47,6 +84,16 @@ void te_count_gemm(te_device_type device, te_dtype a, te_dtype b)
     count(GEMM_AT((int)device, (int)a, (int)b));
 }
 
+void te_count_scaling(te_device_type device, te_scaling_mode a, te_scaling_mode b)
+{
+    if (a > TE_SCALING_TENSOR) count(SCALING_AT((int)device, (int)a, (int)b));
+}
+
+void te_count_attention(te_device_type device, te_dtype dtype, int backward)
+{
+    count(ATTENTION_AT((int)device, (int)dtype, backward));
+}
+
 void te_count_op(te_device_type device, te_op op)
 {
     count(OP_AT((int)device, (int)op));
@@ -55,6 +102,11 @@ void te_count_op(te_device_type device, te_op op)
 void te_count_fallback(te_fallback reason)
 {
     count(FALLBACK_AT((int)reason));
+}
+
+void te_count_emulated(te_scaling_mode mode)
+{
+    count(EMULATED_AT((int)mode));
 }
 
 te_status te_counters_read(te_counter *out, size_t capacity, size_t *found)

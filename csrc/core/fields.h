@@ -24,18 +24,20 @@
 /* The forms of an operand that is read; `prefix` is part of the names. */
 #define TE_OPERAND(X, op, prefix, member)                                                          \
     X(op, prefix##mode, member.mode, 0, READ, NONE, ANY, 0, 0)                                     \
-    X(op, prefix##row, member.row, 0, READ, MATRIX, FP8, 0, 0)                                     \
-    X(op, prefix##row_scales, member.row_scales, 0, READ, VECTOR, F32, 0, 0)                       \
-    X(op, prefix##column, member.column, 0, READ, MATRIX, FP8, 0, 0)                               \
-    X(op, prefix##column_scales, member.column_scales, 0, READ, VECTOR, F32, 0, 0)
+    X(op, prefix##row, member.row, 0, READ, MATRIX, CODES, 0, 0)                                   \
+    X(op, prefix##row_scales, member.row_scales, 0, READ, DIMS, SCALES, 0, 0)                      \
+    X(op, prefix##column, member.column, 0, READ, MATRIX, CODES, 0, 0)                             \
+    X(op, prefix##column_scales, member.column_scales, 0, READ, DIMS, SCALES, 0, 0)                \
+    X(op, prefix##row_amax, member.row_amax, 0, READ, VECTOR, F32, 0, 0)                           \
+    X(op, prefix##column_amax, member.column_amax, 0, READ, VECTOR, F32, 0, 0)
 
 /* What a casting operator is asked for. */
 #define TE_CAST_TO_FP8(X, op)                                                                      \
     X(op, mode, cast.result.mode, 0, READ, NONE, ANY, 0, 0)                                        \
-    X(op, row, cast.result.row, 0, WRITE, MATRIX, FP8, 0, 0)                                       \
-    X(op, row_scales, cast.result.row_scales, 0, WRITE, VECTOR, F32, 0, 0)                         \
-    X(op, column, cast.result.column, 0, WRITE, MATRIX, FP8, 0, 0)                                 \
-    X(op, column_scales, cast.result.column_scales, 0, WRITE, VECTOR, F32, 0, 0)                   \
+    X(op, row, cast.result.row, 0, WRITE, MATRIX, CODES, 0, 0)                                     \
+    X(op, row_scales, cast.result.row_scales, 0, WRITE, DIMS, SCALES, 0, 0)                        \
+    X(op, column, cast.result.column, 0, WRITE, MATRIX, CODES, 0, 0)                               \
+    X(op, column_scales, cast.result.column_scales, 0, WRITE, DIMS, SCALES, 0, 0)                  \
     X(op, scale, cast.scale, 0, READ, NONE, F32, 1, 0)                                             \
     X(op, amax, cast.amax, 0, UPDATE, NONE, F32, 1, 0)                                             \
     X(op, partials, cast.partials, 0, READ, NONE, F32, TE_AMAX_PARTIALS, 0)                        \
@@ -45,6 +47,15 @@
     X(op, wide, cast.result.wide, 0, WRITE, MATRIX, NUMBERS, 0, 0)                                 \
     TE_CAST_TO_FP8(X, op)                                                                          \
     X(op, amax_partials, cast.amax_partials, 0, WRITE, NONE, F32, TE_AMAX_PARTIALS, 0)
+
+/* What MXFP8 and NVFP4 need besides. */
+#define TE_CAST_MICRO(X, op)                                                                       \
+    X(op, row_amax, cast.result.row_amax, 0, WRITE, VECTOR, F32, 0, 0)                             \
+    X(op, column_amax, cast.result.column_amax, 0, WRITE, VECTOR, F32, 0, 0)                       \
+    X(op, column_partials, cast.column_partials, 0, READ, NONE, F32, TE_AMAX_PARTIALS, 0)          \
+    X(op, rng, cast.rng, 0, READ, NONE, ANY, 2, 0)                                                 \
+    X(op, square, cast.square, 0, READ, NONE, ANY, 0, 0)                                           \
+    X(op, hadamard, cast.hadamard, 0, READ, NONE, ANY, 0, 0)
 
 #define TE_ACTIVATION_PARAMS(X, op)                                                                \
     X(op, limit, params.limit, 0, READ, NONE, ANY, 0, 7.0)                                         \
@@ -61,6 +72,7 @@
 #define TE_FIELDS_quantize(X)                                                                      \
     TE_IN(X, quantize, input, MATRIX, NUMBERS)                                                     \
     TE_CAST_TO_FP8(X, quantize)                                                                    \
+    TE_CAST_MICRO(X, quantize)                                                                     \
     TE_OPT_OUT(X, quantize, bias_grad, VECTOR, NUMBERS)                                            \
     X(quantize, noop, noop, 0, READ, NONE, F32, 1, 0)                                              \
     TE_WORKSPACE(X, quantize)
@@ -74,7 +86,8 @@
 #define TE_SUMMARY_amax "Write AMAX_PARTIALS partial maxima of |input|."
 #define TE_FIELDS_amax(X)                                                                          \
     TE_IN(X, amax, input, MATRIX, NUMBERS)                                                         \
-    X(amax, partials, partials, 1, WRITE, NONE, F32, TE_AMAX_PARTIALS, 0)
+    X(amax, partials, partials, 1, WRITE, NONE, F32, TE_AMAX_PARTIALS, 0)                          \
+    TE_NUMBER(X, amax, hadamard, 0)
 
 #define TE_SUMMARY_transpose "Transpose one-byte elements."
 #define TE_FIELDS_transpose(X)                                                                     \
@@ -199,7 +212,9 @@
     TE_NUMBER(X, softmax_backward, dropout, 0)
 
 /* What attention and its gradient read. */
-#define TE_ATTENDED(X, op, name) X(op, name, problem.name, 1, READ, DIMS, NUMBERS, 0, 0)
+#define TE_ATTENDED(X, op, name) X(op, name, problem.name, 1, READ, DIMS, FLOATS, 0, 0)
+#define TE_AMAX_OF(X, op, name) X(op, name, name, 0, UPDATE, NONE, F32, 1, 0)
+#define TE_SCALE_OF(X, op, name) X(op, name, name, 0, READ, NONE, F32, 1, 0)
 #define TE_PROBLEM(X, op)                                                                          \
     X(op, mask, problem.mask, 0, READ, DIMS, MASK, 0, 0)                                           \
     X(op, bias, problem.bias, 0, READ, DIMS, NUMBERS, 0, 0)                                        \
@@ -217,7 +232,10 @@
     X(op, diagonal, problem.diagonal, 0, READ, NONE, ANY, 0, 0)                                    \
     X(op, bottom_right, problem.bottom_right, 0, READ, NONE, ANY, 0, 0)                            \
     X(op, max_queries, problem.max_queries, 0, READ, NONE, ANY, 0, 0)                              \
-    X(op, max_keys, problem.max_keys, 0, READ, NONE, ANY, 0, 0)
+    X(op, max_keys, problem.max_keys, 0, READ, NONE, ANY, 0, 0)                                    \
+    X(op, query_scales, problem.query_scales, 0, READ, VECTOR, F32, 0, 0)                          \
+    X(op, key_scales, problem.key_scales, 0, READ, VECTOR, F32, 0, 0)                              \
+    X(op, value_scales, problem.value_scales, 0, READ, VECTOR, F32, 0, 0)
 
 #define TE_SUMMARY_attention                                                                       \
     "dropout(softmax(scale * query key + bias)) value, without a matrix of scores."
@@ -225,27 +243,38 @@
     TE_ATTENDED(X, attention, query)                                                               \
     TE_ATTENDED(X, attention, key)                                                                 \
     TE_ATTENDED(X, attention, value)                                                               \
-    TE_OUT(X, attention, output, DIMS, NUMBERS)                                                    \
+    TE_OUT(X, attention, output, DIMS, FLOATS)                                                     \
     TE_OPT_OUT(X, attention, statistics, DIMS, F32)                                                \
     TE_OPT_OUT(X, attention, top, VECTOR, F32)                                                     \
     TE_PROBLEM(X, attention)                                                                       \
+    TE_OPT_OUT(X, attention, output_scales, VECTOR, F32)                                           \
+    TE_SCALE_OF(X, attention, output_scale)                                                        \
+    TE_AMAX_OF(X, attention, output_amax)                                                          \
+    TE_AMAX_OF(X, attention, weights_amax)                                                         \
     TE_WORKSPACE(X, attention)
 
 #define TE_SUMMARY_attention_backward "Gradients of attention."
 #define TE_FIELDS_attention_backward(X)                                                            \
-    TE_IN(X, attention_backward, grad_output, DIMS, NUMBERS)                                       \
+    TE_IN(X, attention_backward, grad_output, DIMS, FLOATS)                                        \
     TE_ATTENDED(X, attention_backward, query)                                                      \
     TE_ATTENDED(X, attention_backward, key)                                                        \
     TE_ATTENDED(X, attention_backward, value)                                                      \
-    TE_IN(X, attention_backward, output, DIMS, NUMBERS)                                            \
+    TE_IN(X, attention_backward, output, DIMS, FLOATS)                                             \
     TE_IN(X, attention_backward, statistics, DIMS, F32)                                            \
-    TE_OPT_OUT(X, attention_backward, grad_query, DIMS, NUMBERS)                                   \
-    TE_OPT_OUT(X, attention_backward, grad_key, DIMS, NUMBERS)                                     \
-    TE_OPT_OUT(X, attention_backward, grad_value, DIMS, NUMBERS)                                   \
+    TE_OPT_OUT(X, attention_backward, grad_query, DIMS, FLOATS)                                    \
+    TE_OPT_OUT(X, attention_backward, grad_key, DIMS, FLOATS)                                      \
+    TE_OPT_OUT(X, attention_backward, grad_value, DIMS, FLOATS)                                    \
     TE_OPT_OUT(X, attention_backward, grad_bias, DIMS, NUMBERS)                                    \
     TE_OPT_OUT(X, attention_backward, grad_sink, VECTOR, F32)                                      \
     TE_PROBLEM(X, attention_backward)                                                              \
     TE_NUMBER(X, attention_backward, deterministic, 0)                                             \
+    TE_OPT(X, attention_backward, output_scales, VECTOR, F32)                                      \
+    TE_OPT(X, attention_backward, grad_output_scales, VECTOR, F32)                                 \
+    TE_OPT_OUT(X, attention_backward, grads_scales, VECTOR, F32)                                   \
+    TE_SCALE_OF(X, attention_backward, grad_scores_scale)                                          \
+    TE_SCALE_OF(X, attention_backward, grads_scale)                                                \
+    TE_AMAX_OF(X, attention_backward, grad_scores_amax)                                            \
+    TE_AMAX_OF(X, attention_backward, grads_amax)                                                  \
     TE_WORKSPACE(X, attention_backward)
 
 #define TE_SUMMARY_dropout_add "output = residual + drop_path(dropout(input + bias))."

@@ -62,17 +62,23 @@ TE_SHARED float te_delayed_scale(float amax, float old_scale, float fp8_max)
     return te_is_finite(scale) ? scale : TE_FLT_MAX;
 }
 
-/* Scale of current scaling: amax raised to epsilon; 1 for 0, Inf and NaN; else fp8_max / amax, an
- * overflow becoming FLT_MAX, rounded down to a power of two if asked. */
-TE_SHARED float te_current_scale(float amax, float fp8_max, float epsilon, int power_2)
+/* Scale made of what it is for: amax raised to epsilon; 1 for 0, Inf and NaN; else fp8_max / amax,
+ * an overflow becoming `top`, rounded down to a power of two if asked. */
+TE_SHARED float te_tile_scale(float amax, float fp8_max, float epsilon, int power_2, float top)
 {
     float scale;
     if (amax < epsilon) amax = epsilon;
     if (!te_is_finite(amax) || amax == 0.0F) return 1.0F;
     scale = fp8_max / amax;
-    if (!te_is_finite(scale)) scale = TE_FLT_MAX;
+    if (!te_is_finite(scale)) scale = top;
     if (power_2) scale = te_bits_float(te_float_bits(scale) & 0xff800000U);
     return scale;
+}
+
+/* Of current scaling: of a whole tensor. */
+TE_SHARED float te_current_scale(float amax, float fp8_max, float epsilon, int power_2)
+{
+    return te_tile_scale(amax, fp8_max, epsilon, power_2, TE_FLT_MAX);
 }
 
 #endif

@@ -7,10 +7,15 @@
  * the sum of the values that they weight; where a block brings a larger score, both sums are scaled
  * down. What becomes of a query depends on nothing but itself and the blocks of keys, so no result
  * depends on the number of threads or the size of a block of queries.
+ *
+ * With FP8 operands it goes over the keys twice: the weights that are cast are those that the
+ * statistics of all keys give.
  */
 #include <math.h>
 #include <string.h>
 
+#include "core/attention.h"
+#include "core/counters.h"
 #include "core/status.h"
 #include "cpu/attention.h"
 #include "cpu/ops.h"
@@ -23,13 +28,19 @@ typedef struct forward_job {
     float *statistics; /* as te_cpu_statistic says, or NULL */
     float *top;        /* [heads], or NULL */
     int64_t tasks;     /* each leaves its largest score with the fixed floats */
+    float output_scale, *output_amax, *weights_amax; /* of FP8 */
 } forward_job;
+
+/* What becomes of scores: weights of a running sum; in FP8 first statistics alone, then weights
+ * that are cast. */
+typedef enum forward_pass { RUNNING, STATISTICS, CAST } forward_pass;
 
 /* A thread's buffer: one block of queries. */
 typedef struct forward_block {
     te_cpu_queries queries;
     float top[TE_CPU_QUERIES], sum[TE_CPU_QUERIES];
-    float largest;              /* score of the whole block */
+    float largest; /* score of the whole block */
+    float weights_amax, output_amax;
     float *query, *key, *value; /* packed */
     float *scores;              /* [block][TE_CPU_KEYS] */
     float *weights;             /* these, packed */
@@ -119,8 +130,35 @@ static void weigh(const te_cpu_attention_job *c, forward_block *block,
     memset(values + n, 0, (size_t)(scores + meeting->keys - values - n) * sizeof *scores);
 }
 
+/* The same with the statistics of all keys, cast to FP8. */
+static void weigh_and_cast(const te_cpu_attention_job *c, forward_block *block,
+                           const te_cpu_meeting *meeting, int64_t r)
+{
+    const te_cpu_kernels *kernels = c->scores.kernels;
+    const te_cpu_row *row = &block->queries.rows[r];
+    int32_t decisions[TE_CPU_DECISIONS(TE_CPU_KEYS)];
+    float *scores = block->scores + r * TE_CPU_KEYS;
+    int64_t begin = row->begin < meeting->key ? meeting->key : row->begin;
+    int64_t n = te_cpu_min(row->end, meeting->key + meeting->keys) - begin;
+    float *values = scores + (begin - meeting->key);
+    if (n <= 0 || block->sum[r] == 0.0F) {
+        memset(scores, 0, (size_t)meeting->keys * sizeof *scores);
+        return;
+    }
+    te_cpu_finish_scores(&c->scores, row, begin, n, values);
+    (void)kernels->exponentials(values, block->top[r] + logf(block->sum[r]), n);
+    if (c->scores.dropout.active) {
+        te_cpu_drop(kernels, &c->scores.dropout, row->number * c->scores.shape[3] + begin, values,
+                    n, decisions);
+    }
+    te_cpu_fp8_round(kernels, TE_DTYPE_E4M3, c->scales.weights, values, n, &block->weights_amax);
+    memset(scores, 0, (size_t)(values - scores) * sizeof *scores);
+    memset(values + n, 0, (size_t)(scores + meeting->keys - values - n) * sizeof *scores);
+}
+
 static void attend_keys(const te_cpu_attention_job *c, forward_block *block,
-                        const te_cpu_panels *query, const te_cpu_meeting *meeting)
+                        const te_cpu_panels *query, const te_cpu_meeting *meeting,
+                        forward_pass pass)
 {
     const te_cpu_kernels *kernels = c->scores.kernels;
     const te_cpu_queries *q = &block->queries;
@@ -132,7 +170,10 @@ static void attend_keys(const te_cpu_attention_job *c, forward_block *block,
         kernels, te_cpu_tokens(&c->value, q->batch, kv_head, meeting->key, meeting->keys, c->d_v),
         0, block->value);
     te_cpu_product(kernels, query, meeting->from, meeting->to, &key, block->scores, TE_CPU_KEYS, 0);
-    for (int64_t r = meeting->from; r < meeting->to; r++) weigh(c, block, meeting, r);
+    for (int64_t r = meeting->from; r < meeting->to; r++) {
+        (pass == CAST ? weigh_and_cast : weigh)(c, block, meeting, r);
+    }
+    if (pass == STATISTICS) return;
     te_cpu_panels weights =
         te_cpu_pack_left(kernels,
                          te_cpu_floats(block->scores + meeting->from * TE_CPU_KEYS, count,
@@ -140,6 +181,21 @@ static void attend_keys(const te_cpu_attention_job *c, forward_block *block,
                          1, block->weights);
     te_cpu_product(kernels, &weights, 0, count, &value,
                    block->output + meeting->from * c->d_v_tiled, c->d_v_tiled, 1);
+}
+
+/* What a row of the output is multiplied with; of FP8, it is measured too. */
+static void scale_output(const forward_job *job, forward_block *block, float *values, float sum)
+{
+    const te_cpu_attention_scales *scales = &job->common.scales;
+    const te_cpu_kernels *kernels = job->common.scores.kernels;
+    const int64_t n = job->common.d_v;
+    if (!scales->fp8) {
+        if (sum != 0.0F) kernels->multiply(values, 1.0F / sum, n);
+        return;
+    }
+    kernels->multiply(values, scales->value / scales->weights, n);
+    te_cpu_fp8_measure(values, n, &block->output_amax);
+    kernels->multiply(values, job->output_scale, n);
 }
 
 /* Output and statistics of the queries, and 0 for those beyond the sequence's length. */
@@ -153,7 +209,7 @@ static void finish(const forward_job *job, forward_block *block)
     int64_t number = (q->batch * c->scores.shape[1] + q->head) * c->scores.shape[2] + q->first;
     for (int64_t r = 0; r < count; r++) {
         float *values = block->output + r * c->d_v_tiled, sum = block->sum[r];
-        if (sum != 0.0F) kernels->multiply(values, 1.0F / sum, c->d_v);
+        scale_output(job, block, values, sum);
         kernels->from_f32[output.dtype](values, te_cpu_at(&output, r, 0), c->d_v);
         if (job->statistics != NULL) {
             const te_cpu_row row = {.index = {q->batch, q->head, q->first + r},
@@ -164,14 +220,24 @@ static void finish(const forward_job *job, forward_block *block)
     }
 }
 
+/* Goes over the blocks of keys. */
+static void pass_over(te_cpu_attention_job *c, forward_block *block, const te_cpu_panels *query,
+                      forward_pass pass)
+{
+    const int64_t keys = te_cpu_length(&c->keys, block->queries.batch);
+    te_cpu_meeting meeting;
+    for (int64_t key = 0; key < keys && !te_cpu_stopped(&c->interruptible); key += TE_CPU_KEYS) {
+        if (!te_cpu_meet(c, &block->queries, key, &meeting)) continue;
+        attend_keys(c, block, query, &meeting, pass);
+    }
+}
+
 /* Returns the largest score. */
 static float attend(forward_job *job, int64_t batch, int64_t head, int64_t first)
 {
     te_cpu_attention_job *c = &job->common;
-    te_cpu_meeting meeting;
     forward_block block;
     float sink = te_cpu_sink_of(&c->scores, head);
-    int64_t keys = te_cpu_length(&c->keys, batch);
     if (first >= te_cpu_rows_of(&c->queries, batch)) return -INFINITY; /* a shorter sequence */
     (void)lay_out(c, te_cpu_attention_buffer(c), &block);
     te_cpu_set_queries(c, batch, head, first, &block.queries);
@@ -185,11 +251,12 @@ static float attend(forward_job *job, int64_t batch, int64_t head, int64_t first
         block.sum[r] = has_sink ? 1.0F : 0.0F;
     }
     block.largest = -INFINITY;
-    for (int64_t key = 0; key < keys && !te_cpu_stopped(&c->interruptible); key += TE_CPU_KEYS) {
-        if (!te_cpu_meet(c, &block.queries, key, &meeting)) continue;
-        attend_keys(c, &block, &query, &meeting);
-    }
+    block.weights_amax = block.output_amax = 0.0F;
+    pass_over(c, &block, &query, c->scales.fp8 ? STATISTICS : RUNNING);
+    if (c->scales.fp8) pass_over(c, &block, &query, CAST);
     finish(job, &block);
+    te_cpu_fp8_record(job->weights_amax, block.weights_amax);
+    te_cpu_fp8_record(job->output_amax, block.output_amax);
     return block.largest;
 }
 
@@ -215,13 +282,29 @@ static void clear_gaps(const forward_job *job, const te_attention_args *args)
     for (int64_t i = 0; i < te_cpu_statistics(c); i++) job->statistics[i] = -INFINITY;
 }
 
+/* What an FP8 output is cast with. */
+static void begin_output(const te_attention_args *args, forward_job *job)
+{
+    const te_tensor *scales = &args->problem.value_scales;
+    job->output_amax = args->output_amax;
+    job->weights_amax = args->weights_amax;
+    if (!job->common.scales.fp8) return;
+    job->output_scale = args->output_scale != NULL
+                            ? *args->output_scale
+                            : ((const float *)scales->data)[TE_SCALES_SCALE] *
+                                  te_attention_kept(args->problem.dropout);
+    te_cpu_fp8_write_scales(&args->output_scales, job->output_scale);
+}
+
 te_status te_cpu_attention(const te_attention_args *args)
 {
     forward_job job;
     int64_t fixed = describe(args, &job);
+    te_count_attention(TE_DEVICE_CPU, args->problem.query.dtype, 0);
     TE_TRY(te_cpu_attention_begin("attention", &args->problem, &job.common, fixed, args->workspace,
                                   args->workspace_size));
     clear_gaps(&job, args);
+    begin_output(args, &job);
     int64_t heads = job.common.scores.shape[1];
     int64_t blocks = te_ceil_div(job.common.scores.shape[2], job.common.block);
 #pragma omp parallel for num_threads(job.common.threads) schedule(dynamic, 1)

@@ -33,6 +33,12 @@ typedef struct te_cpu_side {
     int64_t tokens;         /* of all packed sequences, and between them */
 } te_cpu_side;
 
+/* What FP8 operands are multiplied with, 1 where they are none, and what weights are cast with. */
+typedef struct te_cpu_attention_scales {
+    int fp8;
+    float query, key, value, weights;
+} te_cpu_attention_scales;
+
 /* One call. */
 typedef struct te_cpu_attention_job {
     te_cpu_scores scores;
@@ -41,6 +47,7 @@ typedef struct te_cpu_attention_job {
     int64_t d_k, d_v, d_k_tiled, d_v_tiled; /* tiled: up to whole tiles */
     te_cpu_side queries, keys;
     int bottom_right;
+    te_cpu_attention_scales scales;
     int64_t block; /* queries of a block */
     int threads;
     te_interruptible interruptible;
@@ -116,5 +123,19 @@ te_cpu_panels te_cpu_pack_right(const te_cpu_kernels *kernels, te_cpu_matrix mat
  * there. */
 void te_cpu_product(const te_cpu_kernels *kernels, const te_cpu_panels *a, int64_t from, int64_t to,
                     const te_cpu_panels *b, float *c, int64_t ldc, int add);
+
+/* ---- FP8 (attention_fp8.c) ---- */
+
+/* Reads the scales of the operands; the scores are scaled by those of queries and keys. */
+void te_cpu_fp8_begin(const te_attention_problem *problem, te_cpu_attention_job *attention);
+/* {1 / scale, scale}, where they are wanted. */
+void te_cpu_fp8_write_scales(const te_tensor *scales, float scale);
+/* Raises *amax to the largest magnitude; NaN is ignored. */
+void te_cpu_fp8_measure(const float *values, int64_t n, float *amax);
+/* Measures values, and replaces them by what is read after a cast of values * scale. */
+void te_cpu_fp8_round(const te_cpu_kernels *kernels, te_dtype dtype, float scale, float *values,
+                      int64_t n, float *amax);
+/* Raises an amax that all threads share; NULL: nobody wants it. */
+void te_cpu_fp8_record(float *amax, float found);
 
 #endif

@@ -13,6 +13,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "core/counters.h"
 #include "core/status.h"
 #include "cpu/attention.h"
 #include "cpu/ops.h"
@@ -31,6 +32,11 @@ typedef struct backward_job {
     float *means;            /* the same: sums of grad_output * output */
     int whole;               /* a task is a head of keys with all its queries */
     int64_t head_stride;     /* floats of the query gradients of one head, if whole */
+    float scale;             /* of the scores */
+    /* Of FP8, else 1: what is multiplied with grad_output, output and the gradients of the scores
+     * as they are read, and with these and the results before they are cast. */
+    float read_grad, read_output, scores_scale, grads_scale;
+    float *scores_amax, *grads_amax;
 } backward_job;
 
 /* A thread's buffer: a block of queries and one of keys. */
@@ -44,6 +50,7 @@ typedef struct backward_block {
     float *weights, *grads;                   /* [BLOCK][TE_CPU_KEYS] */
     float *grad_query;                        /* [BLOCK + a tile][d_k_tiled], or of a whole group */
     float *grad_key, *grad_value, *grad_bias; /* [TE_CPU_KEYS][d_*_tiled]; [BLOCK][TE_CPU_KEYS] */
+    float scores_amax, grads_amax;
 } backward_block;
 
 /* ---- sizes -------------------------------------------------------------------------------- */
@@ -150,6 +157,7 @@ static void differentiate_row(const backward_job *job, backward_block *block, in
     int64_t skipped = begin - meeting->key;
     int64_t n = te_cpu_min(row->end, meeting->key + meeting->keys) - begin;
     if (n < 0) n = skipped = 0;
+    if (c->scales.fp8) kernels->multiply(grads + skipped, job->read_grad * c->scales.value, n);
     te_cpu_finish_scores(&c->scores, row, begin, n, weights + skipped);
     (void)kernels->exponentials(weights + skipped, job->statistics[at], n);
     if (c->scores.dropout.active && n > 0) {
@@ -160,6 +168,12 @@ static void differentiate_row(const backward_job *job, backward_block *block, in
         kernels->keep(weights + skipped, keep, c->scores.dropout.factor, n);
     } else {
         kernels->attention_backward(grads + skipped, weights + skipped, job->means[at], scale, n);
+    }
+    if (c->scales.fp8) {
+        float unused = 0.0F;
+        te_cpu_fp8_round(kernels, TE_DTYPE_E4M3, c->scales.weights, weights + skipped, n, &unused);
+        te_cpu_fp8_round(kernels, job->grad_output.dtype, job->scores_scale, grads + skipped, n,
+                         &block->scores_amax);
     }
     size_t before = (size_t)skipped, after = (size_t)(meeting->keys - skipped - n);
     memset(weights, 0, before * sizeof *weights);
@@ -214,16 +228,30 @@ static void add_for_queries(const backward_job *job, backward_block *block, floa
 
 /* ---- tasks -------------------------------------------------------------------------------- */
 
+/* What the sums of a gradient are multiplied with: the scales of what was multiplied. */
+static float factor_of(const backward_job *job, const te_cpu_tensor4 *y)
+{
+    const te_cpu_attention_scales *scales = &job->common.scales;
+    if (y == &job->grad_value) return job->read_grad / scales->weights;
+    return (y == &job->grad_query ? scales->key : scales->query) / job->scores_scale;
+}
+
 /* Writes the sums of `count` tokens of one head; `at` is batch, head and first token. */
-static void store(const backward_job *job, const te_cpu_tensor4 *y, const int64_t at[3],
-                  int64_t count, int64_t dim, float *sums)
+static void store(const backward_job *job, backward_block *block, const te_cpu_tensor4 *y,
+                  const int64_t at[3], int64_t count, int64_t dim, float *sums)
 {
     const te_cpu_kernels *kernels = job->common.scores.kernels;
     if (y->data == NULL) return;
     te_cpu_matrix rows = te_cpu_tokens(y, at[0], at[1], at[2], count, dim);
     int64_t stride = te_round_up(dim, kernels->tile_columns);
     for (int64_t r = 0; r < count; r++) {
-        kernels->from_f32[y->dtype](sums + r * stride, te_cpu_at(&rows, r, 0), dim);
+        float *values = sums + r * stride;
+        if (job->common.scales.fp8) {
+            kernels->multiply(values, factor_of(job, y), dim);
+            te_cpu_fp8_measure(values, dim, &block->grads_amax);
+            kernels->multiply(values, job->grads_scale, dim);
+        }
+        kernels->from_f32[y->dtype](values, te_cpu_at(&rows, r, 0), dim);
     }
 }
 
@@ -237,7 +265,7 @@ static void do_keys(backward_job *job, backward_block *block, int64_t batch, int
                     int64_t first)
 {
     te_cpu_attention_job *c = &job->common;
-    float scale = c->scores.scale;
+    float scale = job->scale;
     int64_t queries = te_cpu_rows_of(&c->queries, batch);
     int64_t count = te_cpu_min(TE_CPU_KEYS, te_cpu_rows_of(&c->keys, batch) - first);
     int met = 0;
@@ -264,9 +292,9 @@ static void do_keys(backward_job *job, backward_block *block, int64_t batch, int
                             block->grad_query + member * job->head_stride + q * c->d_k_tiled);
         }
     }
-    store(job, &job->grad_key, (const int64_t[]){batch, kv_head, first}, count, c->d_k,
+    store(job, block, &job->grad_key, (const int64_t[]){batch, kv_head, first}, count, c->d_k,
           block->grad_key);
-    store(job, &job->grad_value, (const int64_t[]){batch, kv_head, first}, count, c->d_v,
+    store(job, block, &job->grad_value, (const int64_t[]){batch, kv_head, first}, count, c->d_v,
           block->grad_value);
 }
 
@@ -283,10 +311,10 @@ static void do_queries(backward_job *job, backward_block *block, int64_t batch, 
     for (int64_t key = 0; key < keys && !te_cpu_stopped(&c->interruptible); key += TE_CPU_KEYS) {
         if (!te_cpu_meet(c, &block->queries, key, &block->meeting)) continue;
         pack_keys(job, block, batch, head / c->group, key);
-        differentiate(job, block, c->scores.scale);
+        differentiate(job, block, job->scale);
         add_for_queries(job, block, block->grad_query);
     }
-    store(job, &job->grad_query, (const int64_t[]){batch, head, first},
+    store(job, block, &job->grad_query, (const int64_t[]){batch, head, first},
           te_cpu_min(BLOCK, rows - first), c->d_k, block->grad_query);
 }
 
@@ -299,7 +327,8 @@ static void do_head(backward_job *job, backward_block *block, int64_t batch, int
         do_keys(job, block, batch, kv_head, key);
     }
     for (int64_t member = 0; member < c->group; member++) {
-        store(job, &job->grad_query, (const int64_t[]){batch, kv_head * c->group + member, 0},
+        store(job, block, &job->grad_query,
+              (const int64_t[]){batch, kv_head * c->group + member, 0},
               te_cpu_rows_of(&c->queries, batch), c->d_k,
               block->grad_query + member * job->head_stride);
     }
@@ -388,7 +417,7 @@ static void find_mean(const backward_job *job, int64_t number)
         kernels->to_f32[y.dtype](te_cpu_at(&y, 0, i), output, n);
         sum += kernels->dot(grad, output, n);
     }
-    job->means[te_cpu_statistic(c, &row)] = sum;
+    job->means[te_cpu_statistic(c, &row)] = sum * job->read_grad * job->read_output;
 }
 
 static void run_bias(backward_job *job)
@@ -419,7 +448,7 @@ static void run_keys_and_queries(backward_job *job)
     if (job->whole || job->grad_query.data == NULL) of_queries = 0;
 #pragma omp parallel for num_threads(job->common.threads) schedule(dynamic, 1)
     for (int64_t task = 0; task < of_keys + of_queries; task++) {
-        backward_block block;
+        backward_block block = {.scores_amax = 0.0F};
         (void)lay_out(job, te_cpu_attention_buffer(&job->common), &block);
         if (task >= of_keys) {
             int64_t at = task - of_keys, rest = at / query_blocks;
@@ -430,6 +459,8 @@ static void run_keys_and_queries(backward_job *job)
             int64_t rest = task / key_blocks;
             do_keys(job, &block, rest / kv_heads, rest % kv_heads, task % key_blocks * TE_CPU_KEYS);
         }
+        te_cpu_fp8_record(job->scores_amax, block.scores_amax);
+        te_cpu_fp8_record(job->grads_amax, block.grads_amax);
     }
 }
 
@@ -457,13 +488,35 @@ static void write_sink_gradient(const backward_job *job, float *grad)
     }
 }
 
+static float inverse_of(const te_tensor *scales)
+{
+    return ((const float *)scales->data)[TE_SCALES_INVERSE];
+}
+
+/* What FP8 is read and cast with. */
+static void begin_scales(const te_attention_backward_args *args, backward_job *job)
+{
+    job->scale = args->problem.scale;
+    job->read_grad = job->read_output = job->scores_scale = job->grads_scale = 1.0F;
+    job->scores_amax = args->grad_scores_amax;
+    job->grads_amax = args->grads_amax;
+    if (!job->common.scales.fp8) return;
+    job->read_grad = inverse_of(&args->grad_output_scales);
+    job->read_output = inverse_of(&args->output_scales);
+    job->scores_scale = *args->grad_scores_scale;
+    job->grads_scale = *args->grads_scale;
+    te_cpu_fp8_write_scales(&args->grads_scales, job->grads_scale);
+}
+
 te_status te_cpu_attention_backward(const te_attention_backward_args *args)
 {
     backward_job job;
     int64_t fixed = describe(args, &job), batch = job.common.scores.shape[0];
     int64_t rows = batch * job.common.scores.shape[1] * job.common.scores.shape[2];
+    te_count_attention(TE_DEVICE_CPU, args->problem.query.dtype, 1);
     TE_TRY(te_cpu_attention_begin("attention_backward", &args->problem, &job.common, fixed,
                                   args->workspace, args->workspace_size));
+    begin_scales(args, &job);
     job.means = job.common.fixed;
 #pragma omp parallel for num_threads(job.common.threads)
     for (int64_t row = 0; row < rows; row++) find_mean(&job, row);

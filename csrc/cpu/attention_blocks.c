@@ -67,7 +67,7 @@ void te_cpu_attention_describe(const te_attention_problem *problem, te_cpu_atten
                    .sink = problem->sink.data,
                    .slopes = problem->slopes.data,
                    .shape = {batch, heads, queries, keys},
-                   .scale = problem->scale},
+                   .scale = problem->scale}, /* of FP8, times those of its operands later */
         .query = te_cpu_heads_of(&of_queries, &problem->query),
         .key = te_cpu_heads_of(&of_keys, &problem->key),
         .value = te_cpu_heads_of(&of_keys, &problem->value),
@@ -124,6 +124,7 @@ te_status te_cpu_attention_begin(const char *name, const te_attention_problem *p
 {
     const int64_t batch = attention->scores.shape[0];
     attention->scores.dropout = te_cpu_dropout_of(problem->rng, problem->dropout);
+    te_cpu_fp8_begin(problem, attention);
     te_interruptible_begin(&attention->interruptible);
     TE_TRY(check_side(name, "query", &attention->queries, batch));
     TE_TRY(check_side(name, "key", &attention->keys, batch));

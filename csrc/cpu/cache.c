@@ -126,7 +126,21 @@ static te_status check_job(const cache_job *job)
     return TE_OK;
 }
 
-/* Token j of sequence i. */
+/* What is done with token j of sequence i. */
+typedef void (*each_token)(const cache_job *job, int64_t i, int64_t j);
+
+static te_status run_tokens(const cache_job *job, each_token run)
+{
+    int threads = te_cpu_threads(job->batch * job->tokens, job->heads * job->key.shape[3]);
+    (void)threads;
+    TE_TRY(check_job(job));
+#pragma omp parallel for num_threads(threads)
+    for (int64_t token = 0; token < job->batch * job->tokens; token++) {
+        run(job, token / job->tokens, token % job->tokens);
+    }
+    return TE_OK;
+}
+
 static void append_token(const cache_job *job, int64_t i, int64_t j)
 {
     int64_t first, position = job->starts[i] + j;
@@ -141,17 +155,10 @@ te_status te_cpu_cache_append(const te_cache_append_args *args)
 {
     cache_job job =
         describe("cache_append", &args->cache, args->key, args->value, args->starts.shape[0]);
-    int threads = te_cpu_threads(job.batch * job.tokens, job.heads * job.key.shape[3]);
-    (void)threads;
     job.starts = args->starts.data;
     job.counts = args->counts.data;
     job.cu_seqlens = args->cu_seqlens.data;
-    TE_TRY(check_job(&job));
-#pragma omp parallel for num_threads(threads)
-    for (int64_t token = 0; token < job.batch * job.tokens; token++) {
-        append_token(&job, token / job.tokens, token % job.tokens);
-    }
-    return TE_OK;
+    return run_tokens(&job, append_token);
 }
 
 static void gather_token(const cache_job *job, int64_t i, int64_t j)
@@ -167,13 +174,6 @@ te_status te_cpu_cache_gather(const te_cache_gather_args *args)
 {
     cache_job job =
         describe("cache_gather", &args->cache, args->key, args->value, args->key.shape[0]);
-    int threads = te_cpu_threads(job.batch * job.tokens, job.heads * job.key.shape[3]);
-    (void)threads;
     job.counts = args->lengths.data;
-    TE_TRY(check_job(&job));
-#pragma omp parallel for num_threads(threads)
-    for (int64_t token = 0; token < job.batch * job.tokens; token++) {
-        gather_token(&job, token / job.tokens, token % job.tokens);
-    }
-    return TE_OK;
+    return run_tokens(&job, gather_token);
 }

@@ -11,13 +11,16 @@
  */
 #include <string.h>
 
+#include "core/check.h"
 #include "core/counters.h"
 #include "core/interrupt.h"
 #include "core/operand.h"
+#include "core/scales.h"
 #include "core/status.h"
 #include "core/fp8.h"
 #include "cpu/isa.h"
 #include "cpu/matrix.h"
+#include "cpu/microscale.h"
 #include "cpu/ops.h"
 #include "cpu/pack.h"
 #include "cpu/record.h"
@@ -92,7 +95,7 @@ static size_t buffer_bytes(const gemm_job *job, int64_t strip)
     return (size_t)((BLOCK_ROWS + te_round_up(job->strip_depth, 4)) * strip) * sizeof(float);
 }
 
-size_t te_cpu_gemm_workspace(const te_gemm_args *args)
+static size_t plain_workspace(const te_gemm_args *args)
 {
     gemm_job job = describe(args);
     if (job.m == 0 || job.n == 0) return 0;
@@ -286,7 +289,8 @@ static int32_t run_rows(const gemm_job *job, int64_t base, int64_t rows)
     return amax;
 }
 
-te_status te_cpu_gemm(const te_gemm_args *args)
+/* `alpha`: besides the scales of the operands. */
+static te_status multiply(const te_gemm_args *args, float alpha)
 {
     const te_gemm_operand a = te_gemm_a(args), b = te_gemm_b(args);
     gemm_job job = describe(args);
@@ -294,7 +298,13 @@ te_status te_cpu_gemm(const te_gemm_args *args)
     int32_t amax = 0;
     if (job.m == 0 || job.n == 0) return TE_OK;
     TE_TRY(place(&job));
-    if (a.scales != NULL) job.alpha = *te_inverse_scale(a.scales) * *te_inverse_scale(b.scales);
+    job.alpha = alpha;
+    if (te_scales_own(a.mode)) {
+        job.a.scales = te_inverse_scales_of(a.mode, a.data, a.scales);
+        job.b.scales = te_inverse_scales_of(b.mode, b.data, b.scales);
+    } else if (a.scales != NULL) {
+        job.alpha = *te_inverse_scale(a.scales) * *te_inverse_scale(b.scales);
+    }
     job.d_scale = args->d_scale != NULL ? *args->d_scale : 1.0F;
     if (args->aux.data != NULL) job.aux = te_cpu_matrix_of(&args->aux);
     if (job.k == 0) {
@@ -303,6 +313,7 @@ te_status te_cpu_gemm(const te_gemm_args *args)
         if (args->flags & TE_GEMM_ACCUMULATE) return TE_OK;
     } else {
         te_count_gemm(TE_DEVICE_CPU, a.data->dtype, b.data->dtype);
+        te_count_scaling(TE_DEVICE_CPU, a.mode, b.mode);
     }
     te_interruptible_begin(&interruptible);
     job.interruptible = &interruptible;
@@ -320,4 +331,61 @@ te_status te_cpu_gemm(const te_gemm_args *args)
         te_cpu_record_amax(args->d_amax, te_float_of(amax));
     }
     return TE_OK;
+}
+
+/* ---- operands that are multiplied out ------------------------------------------------------ */
+
+/* The operand in fp32, at `data`. */
+static te_operand wide_operand(const te_operand *operand, const te_gemm_operand *form, float *data)
+{
+    te_operand wide = {.mode = TE_SCALING_NONE};
+    const int turned = form->mode == TE_SCALING_NVFP4 && form->data == &operand->column;
+    wide.wide = te_matrix(data, TE_DTYPE_F32, form->data->device, te_gemm_extent(form, turned),
+                          te_gemm_extent(form, !turned));
+    return wide;
+}
+
+/* A call on operands in fp32 in front of the workspace; returns the bytes that they take. */
+static size_t wide_args(const te_gemm_args *args, te_gemm_args *wide)
+{
+    const te_gemm_operand a = te_gemm_a(args), b = te_gemm_b(args);
+    float *front = args->workspace;
+    size_t bytes;
+    *wide = *args;
+    wide->a = wide_operand(&args->a, &a, front);
+    wide->b = wide_operand(&args->b, &b, front);
+    bytes = te_dtype_size(TE_DTYPE_F32, te_tensor_numel(&wide->a.wide));
+    if (front != NULL) wide->b.wide.data = (char *)args->workspace + bytes;
+    bytes += te_dtype_size(TE_DTYPE_F32, te_tensor_numel(&wide->b.wide));
+    wide->workspace = front == NULL ? NULL : (char *)args->workspace + bytes;
+    wide->workspace_size = args->workspace_size - bytes;
+    return bytes;
+}
+
+size_t te_cpu_gemm_workspace(const te_gemm_args *args)
+{
+    te_gemm_args wide;
+    size_t bytes;
+    if (!te_scales_micro(args->a.mode)) return plain_workspace(args);
+    bytes = wide_args(args, &wide);
+    return bytes + plain_workspace(&wide);
+}
+
+te_status te_cpu_gemm(const te_gemm_args *args)
+{
+    const te_gemm_operand a = te_gemm_a(args), b = te_gemm_b(args);
+    te_gemm_args wide;
+    float alpha = 1.0F;
+    if (!te_scales_micro(a.mode)) return multiply(args, 1.0F);
+    if (args->d.shape[0] == 0 || args->d.shape[1] == 0) return TE_OK;
+    TE_TRY(te_check_workspace(TE_OP_GEMM, args->workspace, args->workspace_size,
+                              wide_args(args, &wide)));
+    te_cpu_micro_dequantize(&args->a, a.data == &args->a.row, 1, &wide.a.wide);
+    te_cpu_micro_dequantize(&args->b, b.data == &args->b.row, 1, &wide.b.wide);
+    if (a.mode == TE_SCALING_NVFP4) {
+        alpha = te_nvfp4_decode(*(const float *)a.amax->data) *
+                te_nvfp4_decode(*(const float *)b.amax->data);
+    }
+    te_count_emulated(a.mode);
+    return multiply(&wide, alpha);
 }

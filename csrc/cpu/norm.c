@@ -80,7 +80,7 @@ typedef struct norm_strip {
     const te_cpu_kernels *kernels;
     const norm_rows *input;
     int64_t first_row;
-    float mean[TE_CPU_TILE_ROWS], rsigma[TE_CPU_TILE_ROWS];
+    float mean[TE_CPU_SCALED_SIDE], rsigma[TE_CPU_SCALED_SIDE]; /* rows of the highest tile */
     float weight[PIECE], bias[PIECE];
 } norm_strip;
 
@@ -170,20 +170,33 @@ static int32_t do_strip(const te_norm_args *args, const te_cpu_tiles *tiles, con
     return amax;
 }
 
+static int32_t do_strips(const te_norm_args *args, const te_cpu_tiles *tiles,
+                         const norm_rows *input)
+{
+    int threads = te_cpu_threads(input->count, input->columns);
+    int32_t amax = 0;
+    (void)threads;
+#pragma omp parallel for num_threads(threads) reduction(max : amax)
+    for (int64_t row = 0; row < input->count; row += tiles->tile_rows) {
+        int32_t bits = do_strip(args, tiles, input, row);
+        amax = bits > amax ? bits : amax;
+    }
+    return amax;
+}
+
 te_status te_cpu_norm(const te_norm_args *args)
 {
     const norm_rows input = rows_of(&args->input);
     const te_cpu_request request = {.cast = &args->cast};
     te_cpu_tiles tiles = te_cpu_tiles_begin(&request, input.count, input.columns, TE_DTYPE_F32, 1);
     tiles.source = normalized_row;
-    if (tiles.column.data == NULL) tiles.tile_rows = SHORT_STRIP;
-    int threads = te_cpu_threads(input.count, input.columns);
+    if (tiles.column.data == NULL && tiles.scaled.mode == TE_SCALING_NONE) {
+        tiles.tile_rows = SHORT_STRIP;
+    }
     int32_t amax = 0;
-    (void)threads;
-#pragma omp parallel for num_threads(threads) reduction(max : amax)
-    for (int64_t row = 0; row < input.count; row += tiles.tile_rows) {
-        int32_t bits = do_strip(args, &tiles, &input, row);
-        amax = bits > amax ? bits : amax;
+    for (int pass = 0; pass < tiles.passes; pass++) {
+        const te_cpu_tiles now = te_cpu_tiles_pass(&tiles, pass);
+        amax = do_strips(args, &now, &input);
     }
     te_cpu_tiles_end(&tiles, &request, amax);
     return TE_OK;

@@ -30,7 +30,22 @@ te_cpu_operand te_cpu_operand_slice(const te_cpu_operand *operand, int64_t k, in
     slice.data.data = operand->depth_contiguous ? te_cpu_at(&operand->data, 0, k)
                                                 : te_cpu_at(&operand->data, k, 0);
     slice.depth = depth;
+    slice.begin = operand->begin + k;
     return slice;
+}
+
+/* Multiplies elements from depth k on of a row with their inverse scales. */
+static void rescale(const te_cpu_operand *operand, int64_t row, int64_t k, int64_t n, float *values)
+{
+    const te_inverse_scales *scales = &operand->scales;
+    const int64_t along = scales->layout.along;
+    int64_t end;
+    if (scales->values == NULL) return;
+    for (int64_t at = k; at < k + n; at = end) {
+        end = te_cpu_min((at / along + 1) * along, k + n);
+        operand->kernels->multiply(values + (at - k), te_inverse_scale_at(scales, row, at),
+                                   end - at);
+    }
 }
 
 /* One panel of data [outer, depth]: rows are converted piece by piece and transposed. */
@@ -50,7 +65,9 @@ static void pack_by_rows(const te_cpu_operand *operand, int64_t first, float *ou
             }
             const void *source = te_cpu_at(&operand->data, first + r, k);
             rows[r] = dtype == TE_DTYPE_F32 ? source : values[r];
-            if (dtype != TE_DTYPE_F32) operand->kernels->to_f32[dtype](source, values[r], depth);
+            if (dtype == TE_DTYPE_F32) continue;
+            operand->kernels->to_f32[dtype](source, values[r], depth);
+            rescale(operand, first + r, operand->begin + k, depth, values[r]);
         }
         te_cpu_transpose_floats(rows, output + k * width, width, width, depth);
     }

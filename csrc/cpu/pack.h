@@ -9,15 +9,18 @@
 #ifndef TE_CPU_PACK_H
 #define TE_CPU_PACK_H
 
+#include "core/scales.h"
 #include "cpu/isa.h"
 #include "cpu/matrix.h"
 
 typedef struct te_cpu_operand {
     const te_cpu_kernels *kernels;
     te_cpu_matrix data;
-    int64_t outer, depth; /* elements across and along the panels */
-    int depth_contiguous; /* data is [outer, depth]; else [depth, outer] */
-    int width;            /* of a panel */
+    int64_t outer, depth;     /* elements across and along the panels */
+    int depth_contiguous;     /* data is [outer, depth]; else [depth, outer] */
+    int width;                /* of a panel */
+    te_inverse_scales scales; /* of quantized data, [outer, depth]; values NULL: 1 */
+    int64_t begin;            /* depth at which a slice begins */
 } te_cpu_operand;
 
 /* outer_is_rows: the outer dimension is the rows of data. */

@@ -11,15 +11,11 @@
 #include "cpu/record.h"
 #include "cpu/tiles.h"
 
-static int64_t row_tiles(int64_t rows)
-{
-    return te_ceil_div(rows, TE_CPU_TILE_ROWS);
-}
-
 size_t te_cpu_sums_bytes(const te_tensor *matrix, const te_tensor *sums)
 {
     if (!te_tensor_requested(sums)) return 0;
-    return (size_t)(row_tiles(matrix->shape[0]) * matrix->shape[1]) * sizeof(float);
+    return (size_t)(te_ceil_div(matrix->shape[0], TE_CPU_TILE_ROWS) * matrix->shape[1]) *
+           sizeof(float);
 }
 
 te_status te_cpu_check_sums(te_op op, const te_tensor *matrix, const te_cpu_request *request)
@@ -58,7 +54,9 @@ const float *te_cpu_numbers(const te_cpu_kernels *kernels, const te_cpu_matrix *
 static float make_scale(const te_cast_request *cast, te_dtype dtype)
 {
     float amax = 0.0F;
-    if (cast->scale != NULL) return *cast->scale;
+    if (cast->scale != NULL && (cast->partials == NULL || *cast->scale != 0.0F)) {
+        return *cast->scale;
+    }
     for (int i = 0; i < TE_AMAX_PARTIALS; i++) {
         amax = te_max_ignoring_nan(amax, cast->partials[i]);
     }
@@ -73,6 +71,24 @@ static void write_scales(const te_tensor *scales, float scale)
     values[TE_SCALES_SCALE] = scale;
 }
 
+/* What measures by itself. */
+static void begin_scaled(te_cpu_tiles *tiles, const te_cast_request *cast)
+{
+    const te_operand *result = &cast->result;
+    if (tiles->row.data == NULL && tiles->column.data == NULL) return;
+    tiles->scaled = (te_cpu_scaled){
+        .kernels = tiles->kernels,
+        .mode = result->mode,
+        .row = te_cpu_scaled_form_of(result->mode, &result->row, &result->row_scales),
+        .column = te_cpu_scaled_form_of(result->mode, &result->column, &result->column_scales),
+        .fp8_max = te_dtype_max(te_operand_dtype(result)),
+        .epsilon = cast->amax_epsilon,
+        .top = te_dtype_max(tiles->dtype),
+        .power_2 = cast->power_2_scale};
+    tiles->tile_rows = TE_CPU_SCALED_SIDE;
+    tiles->passes = result->mode == TE_SCALING_ROW ? 2 : 1;
+}
+
 te_cpu_tiles te_cpu_tiles_begin(const te_cpu_request *request, int64_t rows, int64_t columns,
                                 te_dtype dtype, int made)
 {
@@ -83,14 +99,18 @@ te_cpu_tiles te_cpu_tiles_begin(const te_cpu_request *request, int64_t rows, int
                           .rows = rows,
                           .columns = columns,
                           .tile_rows = TE_CPU_TILE_ROWS,
-                          .scale = 1.0F};
+                          .dtype = dtype,
+                          .scale = 1.0F,
+                          .passes = 1};
     int with_sums = request->sums != NULL && request->sums->data != NULL;
     if (result->wide.data != NULL) tiles.wide = te_cpu_matrix_of(&result->wide);
     if (with_sums) tiles.sums = request->workspace;
-    if (result->mode != TE_SCALING_NONE) {
+    if (result->row.data != NULL) tiles.row = te_cpu_matrix_of(&result->row);
+    if (result->column.data != NULL) tiles.column = te_cpu_matrix_of(&result->column);
+    if (te_scales_own(result->mode)) {
+        begin_scaled(&tiles, cast);
+    } else if (result->mode != TE_SCALING_NONE) {
         tiles.scale = make_scale(cast, codes);
-        if (result->row.data != NULL) tiles.row = te_cpu_matrix_of(&result->row);
-        if (result->column.data != NULL) tiles.column = te_cpu_matrix_of(&result->column);
         write_scales(&result->row_scales, tiles.scale);
         write_scales(&result->column_scales, tiles.scale);
     }
@@ -99,10 +119,18 @@ te_cpu_tiles te_cpu_tiles_begin(const te_cpu_request *request, int64_t rows, int
         tiles.quantize =
             tiles.kernels->quantize[dtype][casts ? te_cpu_target(codes) : 0][with_sums];
     }
-    tiles.tile_columns = tiles.column.data != NULL ? TE_CPU_TILE_COLUMNS
-                         : made                    ? TE_CPU_MADE_COLUMNS
-                                                   : TE_CPU_READ_COLUMNS;
+    tiles.tile_columns = tiles.scaled.mode != TE_SCALING_NONE ? TE_CPU_SCALED_SIDE
+                         : tiles.column.data != NULL          ? TE_CPU_TILE_COLUMNS
+                         : made                               ? TE_CPU_MADE_COLUMNS
+                                                              : TE_CPU_READ_COLUMNS;
     return tiles;
+}
+
+te_cpu_tiles te_cpu_tiles_pass(const te_cpu_tiles *tiles, int pass)
+{
+    te_cpu_tiles same = *tiles;
+    same.scaled.measures = pass + 1 < tiles->passes;
+    return same;
 }
 
 /* ---- tiles -------------------------------------------------------------------------------- */
@@ -122,6 +150,30 @@ void te_cpu_write_columns(const te_cpu_matrix *output, int64_t row, int64_t colu
     }
 }
 
+/* The same of a cast with scales of rows or tiles: all values are there before one is cast. */
+static void scaled_tile(const te_cpu_tiles *tiles, const void *self, int64_t row, int64_t column)
+{
+    float values[TE_CPU_SCALED_SIDE][TE_CPU_SCALED_SIDE];
+    const int64_t rows = te_cpu_min(TE_CPU_SCALED_SIDE, tiles->rows - row);
+    const int64_t columns = te_cpu_min(TE_CPU_SCALED_SIDE, tiles->columns - column);
+    const te_cpu_matrix *wide = &tiles->wide;
+    float *sums = NULL;
+    if (tiles->sums != NULL && !tiles->scaled.measures) {
+        sums = tiles->sums + row / TE_CPU_SCALED_SIDE * tiles->columns + column;
+        memset(sums, 0, (size_t)columns * sizeof *sums);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        const void *made = tiles->source(self, row + r, column, columns, values[r]);
+        if (made != values[r]) tiles->kernels->to_f32[tiles->dtype](made, values[r], columns);
+        if (sums != NULL) tiles->kernels->add(sums, values[r], columns);
+        if (wide->data != NULL && !tiles->scaled.measures) {
+            tiles->kernels->from_f32[wide->dtype](values[r], te_cpu_at(wide, row + r, column),
+                                                  columns);
+        }
+    }
+    te_cpu_scaled_tile(&tiles->scaled, values, row, column, rows, columns);
+}
+
 int32_t te_cpu_tile(const te_cpu_tiles *tiles, const void *self, int64_t row, int64_t column)
 {
     uint8_t local[TE_CPU_TILE_ROWS * TE_CPU_TILE_COLUMNS]; /* codes that no row-wise output takes */
@@ -133,6 +185,10 @@ int32_t te_cpu_tile(const te_cpu_tiles *tiles, const void *self, int64_t row, in
                            .bytes = 1};
     float *sums = NULL;
     int32_t amax = 0;
+    if (tiles->scaled.mode != TE_SCALING_NONE) {
+        scaled_tile(tiles, self, row, column);
+        return 0;
+    }
     if (tiles->row.data != NULL) {
         codes.data = te_cpu_at(&tiles->row, row, column);
         codes.row_stride = tiles->row.row_stride;
@@ -161,20 +217,30 @@ int32_t te_cpu_tile(const te_cpu_tiles *tiles, const void *self, int64_t row, in
     return amax;
 }
 
-int32_t te_cpu_all_tiles(const te_cpu_tiles *tiles, const void *self)
+static int32_t all_tiles(const te_cpu_tiles *tiles, const void *self)
 {
     /* Downwards first: the columns of a tile lie far apart in the column-wise output, and their
      * pages are used again by the next tile. */
-    int64_t tiles_down = row_tiles(tiles->rows);
+    int64_t tiles_down = te_ceil_div(tiles->rows, tiles->tile_rows);
     int64_t count = tiles_down * te_ceil_div(tiles->columns, tiles->tile_columns);
     int threads = te_cpu_threads(tiles->rows, tiles->columns);
     int32_t amax = 0;
     (void)threads;
 #pragma omp parallel for num_threads(threads) reduction(max : amax)
     for (int64_t tile = 0; tile < count; tile++) {
-        int32_t bits = te_cpu_tile(tiles, self, tile % tiles_down * TE_CPU_TILE_ROWS,
+        int32_t bits = te_cpu_tile(tiles, self, tile % tiles_down * tiles->tile_rows,
                                    tile / tiles_down * tiles->tile_columns);
         amax = bits > amax ? bits : amax;
+    }
+    return amax;
+}
+
+int32_t te_cpu_all_tiles(const te_cpu_tiles *tiles, const void *self)
+{
+    int32_t amax = 0;
+    for (int pass = 0; pass < tiles->passes; pass++) {
+        const te_cpu_tiles now = te_cpu_tiles_pass(tiles, pass);
+        amax = all_tiles(&now, self);
     }
     return amax;
 }
@@ -195,7 +261,8 @@ void te_cpu_tiles_end(const te_cpu_tiles *tiles, const te_cpu_request *request, 
     te_cpu_zero_columns(&tiles->row, tiles->columns);
     te_cpu_zero_columns(&tiles->column, tiles->rows);
     if (request->sums != NULL && request->sums->data != NULL) {
-        te_cpu_join_sums(tiles->kernels, tiles->sums, row_tiles(tiles->rows), request->sums);
+        te_cpu_join_sums(tiles->kernels, tiles->sums, te_ceil_div(tiles->rows, tiles->tile_rows),
+                         request->sums);
     }
     if (cast->amax != NULL) te_cpu_record_amax(cast->amax, te_float_of(amax));
     if (cast->amax_partials != NULL) {

@@ -13,6 +13,7 @@
 
 #include "cpu/isa.h"
 #include "cpu/matrix.h"
+#include "cpu/scaled_tiles.h"
 #include "cpu/transpose.h"
 
 enum {
@@ -44,7 +45,10 @@ typedef struct te_cpu_tiles {
     te_cpu_quantize_row quantize;    /* NULL: nothing is cast, measured or summed */
     int64_t tile_rows, tile_columns;
     float scale;
-    float *sums; /* [row tiles, columns], or NULL */
+    float *sums;          /* [row tiles, columns], or NULL */
+    te_dtype dtype;       /* of the source */
+    te_cpu_scaled scaled; /* a cast with scales of rows or tiles, in place of `quantize` */
+    int passes;           /* over all tiles */
 } te_cpu_tiles;
 
 /* Workspace of the column sums of a matrix; 0 where none are requested. */
@@ -74,6 +78,8 @@ void te_cpu_zero_columns(const te_cpu_matrix *output, int64_t first);
  * the scales. `made`: the source makes its rows. */
 te_cpu_tiles te_cpu_tiles_begin(const te_cpu_request *request, int64_t rows, int64_t columns,
                                 te_dtype dtype, int made);
+/* The same, as they go over the tiles in one of their passes. */
+te_cpu_tiles te_cpu_tiles_pass(const te_cpu_tiles *tiles, int pass);
 /* The tile at (row, column); bits of its max|x|. */
 int32_t te_cpu_tile(const te_cpu_tiles *tiles, const void *self, int64_t row, int64_t column);
 /* All tiles, for sources without a state of their own per row. */

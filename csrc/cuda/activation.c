@@ -5,6 +5,8 @@
  */
 #include "cuda/kernels/activation.h"
 
+#include "core/check.h"
+#include "core/scales.h"
 #include "core/status.h"
 #include "cuda/ops.h"
 #include "cuda/tiles.h"
@@ -63,11 +65,13 @@ static int64_t value_columns(const te_tensor *input, te_activation_kind kind)
 
 te_status te_cuda_activation(void *self, te_context *context, const void *args_, void *stream)
 {
-    static const char *const kernels[2][TE_DTYPE_COUNT] = {TE_CUDA_NAMES("te_activation_"),
-                                                           TE_CUDA_NAMES("te_activation_gated_")};
+    static const char *const kernels[2][2][TE_DTYPE_COUNT] = {
+        {TE_CUDA_NAMES("te_activation_"), TE_CUDA_NAMES("te_activation_gated_")},
+        {TE_CUDA_NAMES("te_activation_scaled_"), TE_CUDA_NAMES("te_activation_gated_scaled_")}};
     const te_activation_args *args = args_;
     const te_cuda_tile_request request = {.op = TE_OP_ACTIVATION,
                                           .outputs = 1,
+                                          .dtype = TE_DTYPE_F32,
                                           .rows = args->input.shape[0],
                                           .columns = value_columns(&args->input, args->kind),
                                           .cast = &args->cast};
@@ -77,31 +81,31 @@ te_status te_cuda_activation(void *self, te_context *context, const void *args_,
     (void)self;
     TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
     set_input(&params, &args->input, args->kind, &args->params);
-    call.name = kernels[te_activation_is_gated(args->kind)][args->input.dtype];
+    call.name = kernels[job.scaled][te_activation_is_gated(args->kind)][args->input.dtype];
     return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
 }
 
 te_status te_cuda_softcap(void *self, te_context *context, const void *args_, void *stream)
 {
-    static const char *const kernels[TE_DTYPE_COUNT] = TE_CUDA_NAMES("te_softcap_");
+    static const char *const kernels[2][TE_DTYPE_COUNT] = {TE_CUDA_NAMES("te_softcap_"),
+                                                           TE_CUDA_NAMES("te_softcap_scaled_")};
     const te_softcap_args *args = args_;
     const size_t bytes = te_dtype_bytes(args->input.dtype);
     const te_cuda_tile_request request = {.op = TE_OP_SOFTCAP,
                                           .outputs = 1,
+                                          .dtype = TE_DTYPE_F32,
                                           .rows = args->input.shape[0],
                                           .columns = args->input.shape[1],
                                           .cast = &args->cast};
     te_activation_kernel_params params = {.input = te_cuda_view(&args->input), .limit = args->cap};
-    te_cuda_call call = {.family = "activation",
-                         .name = kernels[args->input.dtype],
-                         .params = &params,
-                         .params_size = sizeof params};
+    te_cuda_call call = {.family = "activation", .params = &params, .params_size = sizeof params};
     te_cuda_tile_job job;
     (void)self;
     if (te_tensor_present(&args->grad_output)) params.grad = te_cuda_view(&args->grad_output);
     params.aligned =
         te_cuda_aligned(&params.input, bytes, 16) && te_cuda_aligned(&params.grad, bytes, 16);
     TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
+    call.name = kernels[job.scaled][args->input.dtype];
     return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
 }
 
@@ -110,12 +114,60 @@ static te_cuda_tile_request backward_request(const te_activation_backward_args *
     const int sums = te_tensor_requested(&args->bias_grad);
     return (te_cuda_tile_request){.op = TE_OP_ACTIVATION_BACKWARD,
                                   .outputs = te_activation_is_gated(args->kind) ? 2 : 1,
+                                  .dtype = TE_DTYPE_F32,
                                   .rows = args->input.shape[0],
                                   .columns = value_columns(&args->input, args->kind),
                                   .cast = &args->cast,
                                   .bias_grad = sums ? &args->bias_grad : NULL,
                                   .workspace = args->workspace,
                                   .workspace_size = args->workspace_size};
+}
+
+/* Tiles of 128 columns that belong to both halves of the result: then it is made in fp32 and cast
+ * from there. */
+static int straddles(const te_activation_backward_args *args)
+{
+    const te_operand *to = &args->cast.result;
+    return te_scales_own(to->mode) && te_activation_is_gated(args->kind) &&
+           args->input.shape[1] / 2 % TE_SCALED_SIDE != 0 &&
+           (te_tensor_requested(&to->row) || te_tensor_requested(&to->column));
+}
+
+static size_t wide_bytes(const te_activation_backward_args *args)
+{
+    return (te_dtype_size(TE_DTYPE_F32, te_tensor_numel(&args->input)) + 255) / 256 * 256;
+}
+
+static te_quantize_args cast_of_wide(const te_activation_backward_args *args)
+{
+    const te_tensor *x = &args->input;
+    te_quantize_args cast = {.size = sizeof cast, .cast = args->cast, .bias_grad = args->bias_grad};
+    cast.input = te_matrix(args->workspace, TE_DTYPE_F32, x->device, x->shape[0], x->shape[1]);
+    cast.cast.result.wide = (te_tensor){.data = NULL};
+    return cast;
+}
+
+static te_status cast_from_wide(te_context *context, const te_activation_backward_args *args,
+                                void *stream)
+{
+    const size_t bytes = wide_bytes(args);
+    te_quantize_args cast = cast_of_wide(args);
+    te_activation_backward_args plain = *args;
+    TE_TRY(te_check_workspace(TE_OP_ACTIVATION_BACKWARD, args->workspace, args->workspace_size,
+                              bytes));
+    plain.cast = (te_cast_request){.result = {.wide = cast.input}};
+    plain.bias_grad = (te_tensor){.data = NULL};
+    plain.workspace = (unsigned char *)args->workspace + bytes;
+    plain.workspace_size = args->workspace_size - bytes;
+    TE_TRY(te_cuda_activation_backward(NULL, context, &plain, stream));
+    if (te_tensor_present(&args->cast.result.wide)) {
+        const te_cast_args copy = {
+            .size = sizeof copy, .input = cast.input, .output = args->cast.result.wide};
+        TE_TRY(te_cuda_cast(NULL, context, &copy, stream));
+    }
+    cast.workspace = plain.workspace;
+    cast.workspace_size = plain.workspace_size;
+    return te_cuda_quantize(NULL, context, &cast, stream);
 }
 
 /* Column sums of several row groups, behind copies of inputs whose dtypes differ. */
@@ -125,16 +177,24 @@ te_status te_cuda_activation_backward_workspace(void *self, te_context *context,
     const te_activation_backward_args *args = args_;
     const te_tensor *const inputs[] = {&args->grad_output, &args->input};
     const te_cuda_tile_request request = backward_request(args);
-    (void)self, (void)context;
     *bytes = te_cuda_widen_workspace(inputs, 2) + te_cuda_tile_workspace(&request);
+    if (straddles(args)) {
+        const te_quantize_args cast = cast_of_wide(args);
+        size_t sums = 0;
+        TE_TRY(te_cuda_quantize_workspace(self, context, &cast, &sums));
+        if (sums > *bytes) *bytes = sums;
+        *bytes += wide_bytes(args);
+    }
     return TE_OK;
 }
 
 te_status te_cuda_activation_backward(void *self, te_context *context, const void *args_,
                                       void *stream)
 {
-    static const char *const kernels[2][TE_DTYPE_COUNT] = {
-        TE_CUDA_NAMES("te_activation_backward_"), TE_CUDA_NAMES("te_activation_backward_gated_")};
+    static const char *const kernels[2][2][TE_DTYPE_COUNT] = {
+        {TE_CUDA_NAMES("te_activation_backward_"), TE_CUDA_NAMES("te_activation_backward_gated_")},
+        {TE_CUDA_NAMES("te_activation_backward_scaled_"),
+         TE_CUDA_NAMES("te_activation_backward_gated_scaled_")}};
     const te_activation_backward_args *args = args_;
     te_cuda_tile_request request = backward_request(args);
     te_activation_kernel_params params = {0};
@@ -144,6 +204,7 @@ te_status te_cuda_activation_backward(void *self, te_context *context, const voi
     const size_t copies = te_cuda_widen_workspace((const te_tensor *const *)inputs, 2);
     te_cuda_tile_job job;
     (void)self;
+    if (straddles(args)) return cast_from_wide(context, args, stream);
     TE_TRY(te_cuda_widen(context, inputs, 2, args->workspace, args->workspace_size, stream));
     if (copies > 0) {
         request.workspace = (unsigned char *)args->workspace + copies;
@@ -154,6 +215,6 @@ te_status te_cuda_activation_backward(void *self, te_context *context, const voi
     params.grad = te_cuda_view(&grad);
     params.aligned =
         params.aligned && te_cuda_aligned(&params.grad, te_dtype_bytes(grad.dtype), 16);
-    call.name = kernels[te_activation_is_gated(args->kind)][input.dtype];
+    call.name = kernels[job.scaled][te_activation_is_gated(args->kind)][input.dtype];
     return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
 }

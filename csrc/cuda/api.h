@@ -37,7 +37,6 @@
     X(cuCtxPopCurrent)                                                                             \
     X(cuCtxSynchronize)                                                                            \
     X(cuMemsetD8Async)                                                                             \
-    X(cuMemsetD32Async)                                                                            \
     X(cuStreamIsCapturing)                                                                         \
     X(cuThreadExchangeStreamCaptureMode)                                                           \
     X(cuLibraryLoadData)                                                                           \

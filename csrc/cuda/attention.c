@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * attention.c - attention and its gradient on CUDA: what of a problem cuDNN's fused kernels take,
- * and what is done around them.
+ * attention.c - attention and its gradient on CUDA: what cuDNN's fused kernels are given of a
+ * problem, and what is done around them.
  *
  * A mask becomes a bias. A backward over keys that are no multiple of 128, or of one query, is
  * given lengths, full ones where the caller has none: without them cuDNN's gradients are NaN where
  * scores are very negative. A gradient that nobody wants goes to the workspace.
  * A sink is part of the forward's graph where the fast engine takes it, else it joins afterwards;
- * a backward needs it for its own gradient alone, since the statistics have it.
+ * a backward needs it for its own gradient alone, since the statistics have it. What FP8 needs
+ * besides is in attention_fp8.c.
  */
 #include "cuda/kernels/attention.h"
 
@@ -15,8 +16,10 @@
 
 #include "core/attention.h"
 #include "core/check.h"
+#include "core/counters.h"
 #include "core/status.h"
 #include "cuda/api.h"
+#include "cuda/attention_fp8.h"
 #include "cuda/attention_packed.h"
 #include "cuda/attention_rows.h"
 #include "cuda/launch.h"
@@ -24,7 +27,6 @@
 #include "cuda/sdpa_plans.h"
 
 #define VECTOR TE_CUDA_ATTENTION_VECTOR
-#define MAX_CHANNELS 256
 #define MAX_BLOCKS 65536
 #define CLEAR_BLOCKS 64 /* of a sequence */
 #define WHOLE_KEYS 128  /* a backward over a multiple of these needs no lengths */
@@ -35,10 +37,12 @@ typedef struct sdpa_call {
     te_op op;
     te_sdpa_key key;
     void *places[TE_SDPA_PLACES];
-    char *base;  /* of the workspace; NULL: sizes alone are asked */
-    size_t used; /* bytes taken */
-    int makes_lengths, makes_bias, joins_sink;
-    te_attention_begin_params begin; /* of packed sequences; without the places of its results */
+    char *base;            /* of the workspace; NULL: sizes alone are asked */
+    size_t used;           /* bytes taken */
+    int has_given_lengths; /* of the caller, of which one may be 0 or wrong */
+    int makes_bias, joins_sink;
+    te_attention_begin_params begin; /* of sequences with lengths */
+    te_attention_fp8 fp8;
 } sdpa_call;
 
 static void *take(sdpa_call *call, int64_t elements, size_t bytes)
@@ -46,114 +50,6 @@ static void *take(sdpa_call *call, int64_t elements, size_t bytes)
     char *piece = call->base == NULL ? NULL : call->base + call->used;
     call->used += ((size_t)elements * bytes + 255) / 256 * 256;
     return piece;
-}
-
-/* ---- which problems ---- */
-
-#define UNSUPPORTED(...) TE_FAIL(TE_ERROR_UNSUPPORTED, __VA_ARGS__)
-
-static int is_aligned(const te_tensor *heads)
-{
-    int aligned = (uintptr_t)heads->data % 16 == 0;
-    if (te_tensor_numel(heads) == 0) return 1;
-    for (int i = 0; i < 3; i++) {
-        const int64_t stride = heads->strides[i];
-        aligned &= heads->shape[i] <= 1 || (stride > 0 && stride % VECTOR == 0);
-    }
-    return aligned;
-}
-
-static te_status check_aligned(const char *op, const te_tensor *const *tensors, int count)
-{
-    for (int i = 0; i < count; i++) {
-        if (is_aligned(tensors[i])) continue;
-        return UNSUPPORTED("%s: heads that begin at no multiple of 16 bytes, or share memory", op);
-    }
-    return TE_OK;
-}
-
-/* Whether the diagonal, from which slopes count, begins in the top left corner of the scores. */
-static int is_from_corner(const te_attention_problem *p)
-{
-    const int has_ends = te_tensor_requested(&p->query_lengths) ||
-                         te_tensor_requested(&p->key_lengths) ||
-                         te_tensor_requested(&p->query_offsets);
-    return p->diagonal == 0 &&
-           (!p->bottom_right || (!has_ends && p->query.shape[1] == p->key.shape[1]));
-}
-
-static te_status check_problem(const char *op, te_context *context, const te_attention_problem *p,
-                               const te_tensor *statistics)
-{
-    const int64_t d_k = p->query.shape[3], d_v = p->value.shape[3];
-    const te_tensor *const tensors[] = {&p->query, &p->key, &p->value};
-    te_cuda_state *cuda = te_context_state(context);
-    if (te_cuda_compute_capability(cuda) / 10 != 9) {
-        return UNSUPPORTED("%s: compute capability %d.%d: built and tested for 9.0", op,
-                           cuda->capability_major, cuda->capability_minor);
-    }
-    if (p->query.dtype == TE_DTYPE_F32) return UNSUPPORTED("%s: fp32", op);
-    if (d_k % VECTOR != 0 || d_v % VECTOR != 0 || d_k < 1 || d_v < 1 || d_k > MAX_CHANNELS ||
-        d_v > MAX_CHANNELS) {
-        return UNSUPPORTED("%s: heads of %lld and %lld channels, which are no multiples of %d up "
-                           "to %d",
-                           op, (long long)d_k, (long long)d_v, VECTOR, MAX_CHANNELS);
-    }
-    if (!te_attention_is_packed(p) && p->key.shape[1] == 1 &&
-        (te_tensor_requested(&p->mask) || te_tensor_requested(&p->bias) ||
-         te_tensor_requested(&p->slopes))) {
-        return UNSUPPORTED("%s: a mask or bias over one key", op); /* see place_bias */
-    }
-    if (te_tensor_requested(&p->slopes) &&
-        (!is_from_corner(p) || (p->slopes.ndim == 2 && p->slopes.shape[0] > 1))) {
-        return UNSUPPORTED("%s: slopes of each sequence, or from another diagonal than that of the "
-                           "top left corner",
-                           op);
-    }
-    if ((uintptr_t)statistics->data % 16 != 0) {
-        return UNSUPPORTED("%s: statistics that begin at no multiple of 16 bytes", op);
-    }
-    return check_aligned(op, tensors, 3);
-}
-
-te_status te_cuda_attention_supports(void *self, te_context *context, const void *args_)
-{
-    const te_attention_args *args = args_;
-    const te_tensor *const tensors[] = {&args->output};
-    (void)self;
-    TE_TRY(check_problem("attention", context, &args->problem, &args->statistics));
-    if (te_tensor_requested(&args->top)) {
-        return UNSUPPORTED("attention: the largest scores: cuDNN's kernels do not write them");
-    }
-    return check_aligned("attention", tensors, 1);
-}
-
-te_status te_cuda_attention_backward_supports(void *self, te_context *context, const void *args_)
-{
-    static const char name[] = "attention_backward";
-    const te_attention_backward_args *args = args_;
-    const te_tensor *const tensors[] = {&args->grad_output, &args->output, &args->grad_query,
-                                        &args->grad_key, &args->grad_value};
-    const te_tensor *grad = &args->grad_bias;
-    int64_t dense = 1;
-    (void)self;
-    TE_TRY(check_problem(name, context, &args->problem, &args->statistics));
-    TE_TRY(check_aligned(name, tensors, sizeof tensors / sizeof *tensors));
-    if (!te_tensor_requested(grad)) return TE_OK;
-    if (grad->dtype != args->problem.query.dtype || args->problem.bias.dtype != grad->dtype ||
-        grad->shape[2] != args->problem.query.shape[1] ||
-        grad->shape[3] != args->problem.key.shape[1]) {
-        return UNSUPPORTED("%s: the gradient of a bias of another dtype than the queries, or of "
-                           "one for all queries or keys",
-                           name);
-    }
-    for (int i = 3; i >= 0; i--) {
-        if (grad->shape[i] > 1 && grad->strides[i] != dense) {
-            return UNSUPPORTED("%s: a gradient of the bias that is not contiguous", name);
-        }
-        dense *= grad->shape[i];
-    }
-    return TE_OK;
 }
 
 /* ---- the problem for cuDNN ---- */
@@ -251,15 +147,19 @@ static void place_lengths(sdpa_call *call, int makes)
     const te_attention_problem *p = call->problem;
     te_sdpa_key *key = &call->key;
     const te_tensor *given[] = {&p->query_lengths, &p->key_lengths};
-    const int present[] = {te_tensor_requested(given[0]), te_tensor_requested(given[1])};
-    key->has_lengths = makes || present[0] || present[1] || key->is_packed;
+    const int64_t longest[] = {key->queries, key->keys};
+    te_attention_begin_params *begin = &call->begin;
+    call->has_given_lengths =
+        key->is_packed || te_tensor_requested(given[0]) || te_tensor_requested(given[1]);
+    key->has_lengths = makes || call->has_given_lengths;
     if (!key->has_lengths) return;
-    if (!key->is_packed) call->makes_lengths = (!present[0] ? 1 : 0) | (!present[1] ? 2 : 0);
+    if (!key->is_packed) begin->batch = begin->entries = key->batch;
     for (int i = 0; i < 2; i++) {
-        const int is_given = present[i] && !key->is_packed; /* packed ones are checked before */
-        void *place = is_given ? given[i]->data : take(call, key->batch, sizeof(int32_t));
-        call->places[TE_SDPA_QUERY_LENGTHS + i] = place;
-        call->begin.lengths[i] = place;
+        if (!key->is_packed) {
+            begin->sides[i] = (te_attention_side){NULL, given[i]->data, longest[i], longest[i]};
+        }
+        begin->lengths[i] = take(call, key->batch, sizeof(int32_t));
+        call->places[TE_SDPA_QUERY_LENGTHS + i] = begin->lengths[i];
     }
 }
 
@@ -316,25 +216,14 @@ static void lay_out(sdpa_call *call, int is_exact)
     place_bias(call);
 }
 
-/* Whether there are lengths of the caller, of which one may be 0. */
-static int has_given_lengths(const sdpa_call *call)
-{
-    return call->key.has_lengths && call->makes_lengths != 3;
-}
-
 /* What is done before cuDNN's kernels. */
 static te_status prepare(sdpa_call *call, te_cuda_state *cuda, void *stream)
 {
     static const char *const kernels[TE_DTYPE_COUNT] = TE_CUDA_NAMES("te_attention_bias_");
     const te_attention_problem *p = call->problem;
     te_sdpa_key *key = &call->key;
-    const int64_t lengths[] = {key->queries, key->keys};
-    if (key->is_packed) TE_TRY(te_cuda_attention_begin(cuda, &call->begin, stream));
-    for (int i = 0; i < 2; i++) {
-        if ((call->makes_lengths >> i & 1) == 0) continue;
-        TE_TRY(TE_CU(cuMemsetD32Async, (CUdeviceptr)call->places[TE_SDPA_QUERY_LENGTHS + i],
-                     (unsigned)lengths[i], (size_t)key->batch, (CUstream)stream));
-    }
+    if (key->has_lengths) TE_TRY(te_cuda_attention_begin(cuda, &call->begin, stream));
+    if (te_sdpa_is_fp8(key)) TE_TRY(te_cuda_attention_fp8_begin(cuda, &call->fp8, stream));
     if (call->makes_bias) {
         const int64_t *n = key->bias_shape, lines = n[0] * n[1] * n[2];
         te_attention_bias_params params = {.mask = te_cuda_view4(&p->mask),
@@ -356,12 +245,14 @@ static te_status prepare(sdpa_call *call, te_cuda_state *cuda, void *stream)
 }
 
 /* Clears heads (absent ones are passed over) and statistics (NULL: none): all, or where `call` has
- * lengths of its caller, the sequences of which cuDNN writes nothing, those without a query or a
- * key. */
+ * lengths of its caller, the sequences of which cuDNN writes nothing: those without a query or a
+ * key, and wrong ones, which become NaN. */
 static te_status clear(te_cuda_state *cuda, const sdpa_call *call, const te_tensor *const heads[3],
                        const te_tensor *statistics, void *stream)
 {
-    te_attention_clear_params params = {.batch = call->problem->query.shape[0]};
+    te_attention_clear_params params = {.sides = {call->begin.sides[0], call->begin.sides[1]},
+                                        .batch = call->problem->query.shape[0],
+                                        .all = !call->has_given_lengths};
     const te_cuda_call launch = {
         "attention",
         "te_attention_clear",
@@ -382,8 +273,6 @@ static te_status clear(te_cuda_state *cuda, const sdpa_call *call, const te_tens
         params.statistics = statistics->data;
         params.rows = statistics->shape[1] * statistics->shape[2];
     }
-    params.query_lengths = call->places[TE_SDPA_QUERY_LENGTHS];
-    params.key_lengths = call->places[TE_SDPA_KEY_LENGTHS];
     return te_cuda_run(cuda, &launch, 1, stream);
 }
 
@@ -419,10 +308,12 @@ static te_status finish(sdpa_call *call, te_cuda_state *cuda, size_t size, void 
     TE_TRY_DONE(te_check_workspace(call->op, call->base, size, call->used));
     workspace = call->base == NULL ? NULL : call->base + call->used;
     TE_TRY_DONE(prepare(call, cuda, stream));
-    if (call->key.wants_bias_grad && has_given_lengths(call)) {
+    if (call->key.wants_bias_grad && call->has_given_lengths) {
         TE_TRY_DONE(clear_scores(call, plans, workspace, size - call->used, stream));
     }
-    st = te_sdpa_run(plans, &call->key, call->places, workspace, size - call->used, stream);
+    te_count_attention(TE_DEVICE_CUDA, (te_dtype)call->key.dtype, call->key.backward);
+    TE_TRY_DONE(te_sdpa_run(plans, &call->key, call->places, workspace, size - call->used, stream));
+    if (te_sdpa_is_fp8(&call->key)) st = te_cuda_attention_fp8_end(cuda, &call->fp8, stream);
 done:
     te_cuda_leave(cuda, &scope);
     return st;
@@ -472,6 +363,11 @@ static void place_sink(sdpa_call *call)
     call->places[TE_SDPA_STATISTICS] = take(call, rows_of(call), sizeof(float));
 }
 
+static float *take_fp8(sdpa_call *call)
+{
+    return take(call, TE_ATTENTION_FP8_FLOATS, sizeof(float));
+}
+
 static void lay_out_forward(const te_attention_args *args, void *workspace, sdpa_call *call)
 {
     te_sdpa_key *key = &call->key;
@@ -485,6 +381,9 @@ static void lay_out_forward(const te_attention_args *args, void *workspace, sdpa
     place_statistics(call, &args->statistics);
     place_lengths(call, 0);
     place_sink(call);
+    if (te_sdpa_is_fp8(key)) {
+        te_cuda_attention_fp8_forward(args, take_fp8(call), call->places, &call->fp8);
+    }
 }
 
 te_status te_cuda_attention_workspace(void *self, te_context *context, const void *args_,
@@ -506,14 +405,20 @@ te_status te_cuda_attention(void *self, te_context *context, const void *args_, 
     const te_tensor *const heads[3] = {&args->output};
     sdpa_call call = {.problem = &args->problem};
     (void)self;
-    if (is_empty(&args->problem)) return clear(cuda, &call, heads, &args->statistics, stream);
+    if (is_empty(&args->problem)) {
+        if (te_attention_is_fp8(call.problem)) {
+            te_cuda_attention_fp8_forward(args, NULL, call.places, &call.fp8);
+            TE_TRY(te_cuda_attention_fp8_begin(cuda, &call.fp8, stream));
+        }
+        return clear(cuda, &call, heads, &args->statistics, stream);
+    }
     lay_out_forward(args, args->workspace, &call);
     TE_TRY(finish(&call, cuda, args->workspace_size, stream, NULL));
     if (call.joins_sink) {
         TE_TRY(te_cuda_attention_join_sink(cuda, &call.key, call.places, &args->output,
                                            args->statistics.data, stream));
     }
-    if (has_given_lengths(&call)) {
+    if (call.has_given_lengths) {
         TE_TRY(clear(cuda, &call, heads, &args->statistics, stream));
     }
     if (args->problem.dropout < 1.0F) return TE_OK;
@@ -596,6 +501,7 @@ static void lay_out_backward(const te_attention_backward_args *args, void *works
     lay_out(call, args->deterministic != 0);
     if (te_tensor_requested(&args->grad_bias)) place_bias_gradient(call, &args->grad_bias);
     key->deterministic = args->deterministic != 0;
+    key->grad_dtype = te_sdpa_is_fp8(key) ? (uint8_t)args->grad_output.dtype : 0;
     place_heads(call, TE_SDPA_OUTPUT, &args->output, &key->output);
     place_heads(call, TE_SDPA_GRAD_OUTPUT, &args->grad_output, &key->grad_output);
     place_statistics(call, &args->statistics);
@@ -603,7 +509,11 @@ static void lay_out_backward(const te_attention_backward_args *args, void *works
     place_gradient(call, TE_SDPA_GRAD_KEY, &args->grad_key, &p->key, &key->grad_key);
     place_gradient(call, TE_SDPA_GRAD_VALUE, &args->grad_value, &p->value, &key->grad_value);
     place_lengths(call, key->keys % WHOLE_KEYS != 0 || key->queries == 1);
-    place_scratch(call);
+    if (te_sdpa_is_fp8(key)) {
+        te_cuda_attention_fp8_backward(args, take_fp8(call), call->places, &call->fp8);
+    } else {
+        place_scratch(call);
+    }
 }
 
 te_status te_cuda_attention_backward_workspace(void *self, te_context *context, const void *args_,
@@ -627,6 +537,10 @@ te_status te_cuda_attention_backward(void *self, te_context *context, const void
     sdpa_call call = {.problem = &args->problem};
     (void)self;
     if (has_no_gradient(&args->problem)) {
+        if (te_attention_is_fp8(call.problem)) {
+            te_cuda_attention_fp8_backward(args, NULL, call.places, &call.fp8);
+            TE_TRY(te_cuda_attention_fp8_begin(cuda, &call.fp8, stream));
+        }
         TE_TRY(zero(cuda, &args->grad_bias, stream));
         TE_TRY(zero(cuda, &args->grad_sink, stream));
         return clear(cuda, &call, grads, NULL, stream);
@@ -638,5 +552,5 @@ te_status te_cuda_attention_backward(void *self, te_context *context, const void
         TE_TRY(te_cuda_attention_sink_grad(cuda, &call.key, call.places, args->grad_sink.data,
                                            stream));
     }
-    return has_given_lengths(&call) ? clear(cuda, &call, grads, NULL, stream) : TE_OK;
+    return call.has_given_lengths ? clear(cuda, &call, grads, NULL, stream) : TE_OK;
 }

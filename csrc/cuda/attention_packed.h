@@ -16,8 +16,11 @@
 
 static inline te_attention_heads te_cuda_attention_heads(const te_tensor *heads)
 {
-    const int64_t *n = heads->shape;
-    return (te_attention_heads){te_cuda_view4(heads), n[1], n[2], n[3] / TE_CUDA_ATTENTION_VECTOR};
+    const int64_t *n = heads->shape, pair = te_dtype_is_fp8(heads->dtype) ? 2 : 1;
+    te_attention_heads made = {te_cuda_view4(heads), n[1], n[2],
+                               n[3] / (pair * TE_CUDA_ATTENTION_VECTOR)};
+    for (int i = 0; i < 4; i++) made.view.strides[i] /= pair;
+    return made;
 }
 
 /* Batch, queries and keys of a problem's key, and what `begin` has of the problem. What goes beyond
@@ -25,7 +28,7 @@ static inline te_attention_heads te_cuda_attention_heads(const te_tensor *heads)
  * is_exact keeps it small. */
 void te_cuda_attention_bound(const te_attention_problem *problem, int is_exact, te_sdpa_key *key,
                              te_attention_begin_params *begin);
-/* Writes lengths and starts as cuDNN reads them. */
+/* Writes lengths, and starts of packed sequences, as cuDNN reads them. */
 te_status te_cuda_attention_begin(te_cuda_state *cuda, const te_attention_begin_params *begin,
                                   void *stream);
 /* Writes what cuDNN does not: of heads of queries, or of queries, keys and values, and of

@@ -6,18 +6,20 @@
  * benchmarks/cublaslt_support.c) goes through scratch in the caller's workspace, and is counted:
  *
  * FP8 requires 16-byte rows and addresses, and n such that a row of d is a multiple of 16 bytes;
- * else d (and b, bias and aux with it) goes through padded copies. Bias and inverse scales require
- * a 16-byte address too, aux rows of a multiple of 8 elements. k = 0 is a matmul of zeros, so that
- * bias, activation and cast stay where they are. The amax of an FP8 output is overwritten, not
- * accumulated: a float of scratch, then a maximum; and with a bias it also sees the bias alone, in
- * rows of a tile that lie beyond m: then d is made wide, and the quantize operator casts it. The
- * fused bias gradient costs more than reading a once more, but for small a.
+ * else d (and b, bias and aux with it) goes through padded copies, and so it does with a where
+ * scales of tiles want multiples of 8 rows. Bias and inverse scales require a 16-byte address too,
+ * aux rows of a multiple of 8 elements. k = 0 is a matmul of zeros, so that bias, activation and
+ * cast stay where they are. The amax of an FP8 output is overwritten, not accumulated: a float of
+ * scratch, then a maximum; and with a bias it also sees the bias alone, in rows of a tile that lie
+ * beyond m: then d is made wide, and the quantize operator casts it. The fused bias gradient costs
+ * more than reading a once more, but for small a.
  */
 #include "cuda/gemm_cublaslt.h"
 
 #include "core/context.h"
 #include "core/counters.h"
 #include "core/operand.h"
+#include "core/scales.h"
 #include "core/status.h"
 #include "core/tensor.h"
 #include "cuda/ops.h"
@@ -26,7 +28,8 @@
  * library) is not slower than column sums of our own. */
 #define FUSED_BIAS_GRAD_ELEMENTS ((int64_t)1 << 20)
 #define FP8_ALIGNMENT 16
-#define AUX_ALIGNMENT 8 /* elements */
+#define AUX_ALIGNMENT 8  /* elements */
+#define TILE_ALIGNMENT 8 /* rows of operands that are scaled by tiles */
 
 typedef enum bias_grad_way {
     BIAS_GRAD_NONE,
@@ -46,7 +49,8 @@ typedef struct gemm_call {
     te_gemm_key key;
     te_gemm_pointers at;
     te_tensor a, b, bias, d, aux; /* padded copies */
-    te_tensor a_scale, b_scale;   /* [1, 1], copies at an address that the library takes */
+    te_tensor a_scale, b_scale;   /* copies of inverse scales at an address, and of a length, that
+                                     the library takes */
     te_tensor zeros;              /* both operands when k = 0 */
     te_tensor amax;               /* [1, 1], what the library overwrites */
     te_tensor wide;               /* d before an FP8 cast of our own */
@@ -107,11 +111,34 @@ static const te_tensor *place_operand(gemm_call *call, const te_tensor *data, in
     return copy;
 }
 
-/* An operand's inverse scale: the caller's, or a copy at an address that the library takes. */
-static const float *place_scale(gemm_call *call, const float *scale, te_tensor *copy)
+/* The inverse scales of an operand as a matrix, those of data with `rows` rows. */
+static te_tensor inverse_scales(const gemm_call *call, const te_gemm_operand *form, int64_t rows)
 {
-    if (scale == NULL || is_aligned(scale, FP8_ALIGNMENT)) return scale;
-    *copy = take_matrix(call, TE_DTYPE_F32, 1, 1);
+    const te_scale_layout layout = te_scale_layout_of(form->mode, rows, form->data->shape[1]);
+    const te_device device = te_context_device(call->context);
+    float *values = form->scales->data;
+    if (form->mode == TE_SCALING_TENSOR) {
+        return te_matrix(values + TE_SCALES_INVERSE, TE_DTYPE_F32, device, 1, 1);
+    }
+    if (form->mode == TE_SCALING_ROW) {
+        return te_matrix(values, TE_DTYPE_F32, device, 1, layout.shape[1]);
+    }
+    return te_matrix(values, TE_DTYPE_F32, device, layout.shape[0], layout.shape[1]);
+}
+
+/* An operand's inverse scales: the caller's, or a copy at an address, and with as many of them as
+ * the library reads for `rows` rows. */
+static const float *place_scales(gemm_call *call, const te_gemm_operand *form, int64_t rows,
+                                 te_tensor *copy)
+{
+    te_tensor given, wanted;
+    if (form->scales == NULL) return NULL;
+    given = inverse_scales(call, form, form->data->shape[0]);
+    wanted = inverse_scales(call, form, rows);
+    if (is_aligned(given.data, FP8_ALIGNMENT) && wanted.shape[1] == given.shape[1]) {
+        return given.data;
+    }
+    *copy = take_matrix(call, TE_DTYPE_F32, wanted.shape[0], wanted.shape[1]);
     return copy->data;
 }
 
@@ -123,14 +150,16 @@ static void place_operands(gemm_call *call)
     key->b_transposed = (uint8_t)call->given_b.transposed;
     key->a_dtype = (uint8_t)a->dtype;
     key->b_dtype = (uint8_t)b->dtype;
+    key->modes = (uint8_t)(call->given_a.mode | call->given_b.mode << 4);
     if (key->k == 0) {
         key->k = FP8_ALIGNMENT;
         key->a_transposed = 0;
         key->b_transposed = 1;
+        key->modes = 0; /* zeros whatever their scales */
         call->zeros = take_matrix(call, a->dtype, key->m > key->n ? key->m : key->n, key->k);
         a = b = &call->zeros;
     } else {
-        a = place_operand(call, a, a->shape[0], &call->a);
+        a = place_operand(call, a, te_dtype_is_fp8(a->dtype) ? key->m : a->shape[0], &call->a);
         b = place_operand(call, b, te_dtype_is_fp8(b->dtype) ? key->n : b->shape[0], &call->b);
     }
     key->a_stride = stride_of(a);
@@ -139,8 +168,9 @@ static void place_operands(gemm_call *call)
     key->b_align = align_log2(b->data);
     call->at.a = a->data;
     call->at.b = b->data;
-    call->at.a_scale = place_scale(call, te_inverse_scale(call->given_a.scales), &call->a_scale);
-    call->at.b_scale = place_scale(call, te_inverse_scale(call->given_b.scales), &call->b_scale);
+    if (te_tensor_present(&call->zeros) && te_scales_own(call->given_a.mode)) return;
+    call->at.a_scale = place_scales(call, &call->given_a, key->m, &call->a_scale);
+    call->at.b_scale = place_scales(call, &call->given_b, key->n, &call->b_scale);
 }
 
 /* The library's amax of this FP8 output would be wrong. */
@@ -160,7 +190,7 @@ static void place_output(gemm_call *call)
         call->wide = take_matrix(call, wide, key->m, key->n);
         d = &call->wide;
     } else if (te_dtype_is_fp8((te_dtype)key->a_dtype) &&
-               (key->n != d->shape[1] || row_bytes % FP8_ALIGNMENT != 0 ||
+               (key->n != d->shape[1] || key->m != d->shape[0] || row_bytes % FP8_ALIGNMENT != 0 ||
                 !is_aligned(d->data, FP8_ALIGNMENT))) {
         call->d = take_matrix(call, d->dtype, key->m, key->n);
         d = &call->d;
@@ -298,7 +328,7 @@ static te_status place_helpers(gemm_call *call)
         te_gemm_args sums;
         call->ones = take_matrix(call, args->a.wide.dtype, 1, args->a.wide.shape[1]);
         sums = row_sums_args(call);
-        TE_TRY(te_cuda_gemm_workspace(call->self, call->context, &sums, &need));
+        TE_TRY(te_cuda_wide_gemm_workspace(call->self, call->context, &sums, NULL, &need));
     }
     call->helper_size = need;
     if (need > 0) call->helper = take(call, need);
@@ -318,9 +348,15 @@ static te_status lay_out(gemm_call *call)
     key->k = call->given_a.data->shape[!call->given_a.transposed];
     if (args->a.mode != TE_SCALING_NONE && row_bytes % FP8_ALIGNMENT != 0)
         key->n = te_round_up(key->n, FP8_ALIGNMENT);
+    if (te_scales_own(args->a.mode) && args->a.mode != TE_SCALING_ROW) {
+        key->m = te_round_up(key->m, TILE_ALIGNMENT);
+        key->n = te_round_up(key->n, TILE_ALIGNMENT);
+    }
     if (args->flags & TE_GEMM_ACCUMULATE) key->features |= TE_GEMM_FEATURE_ACCUMULATE;
     if (args->a.mode != TE_SCALING_NONE) {
-        if (args->flags & TE_GEMM_FAST_ACCUMULATION) key->features |= TE_GEMM_FEATURE_FAST;
+        const int tiles = te_scales_own(args->a.mode) && args->a.mode != TE_SCALING_ROW;
+        if ((args->flags & TE_GEMM_FAST_ACCUMULATION) && !tiles)
+            key->features |= TE_GEMM_FEATURE_FAST;
     } else if (args->a.wide.dtype == TE_DTYPE_F32) {
         if (args->flags & TE_GEMM_ALLOW_TF32) key->features |= TE_GEMM_FEATURE_TF32;
     }
@@ -345,24 +381,17 @@ static te_status fill(const gemm_call *call, te_tensor output, double value)
     return te_cuda_fill(call->self, call->context, &args, call->stream);
 }
 
-static te_status copy_scale(const gemm_call *call, const float *scale, te_tensor to)
+static te_status copy_scales(const gemm_call *call, const te_gemm_operand *form, te_tensor to)
 {
-    union {
-        const float *given;
-        void *data;
-    } from = {scale}; /* te_tensor has no read-only data */
-    te_device device = te_context_device(call->context);
     te_count_fallback(TE_FALLBACK_GEMM_OPERAND_COPIED);
-    return copy(call, te_matrix(from.data, TE_DTYPE_F32, device, 1, 1), to);
+    return copy(call, inverse_scales(call, form, form->data->shape[0]), to);
 }
 
 static te_status copy_in(const gemm_call *call)
 {
     const te_gemm_args *args = call->args;
-    if (te_tensor_present(&call->a_scale))
-        TE_TRY(copy_scale(call, te_inverse_scale(call->given_a.scales), call->a_scale));
-    if (te_tensor_present(&call->b_scale))
-        TE_TRY(copy_scale(call, te_inverse_scale(call->given_b.scales), call->b_scale));
+    if (te_tensor_present(&call->a_scale)) TE_TRY(copy_scales(call, &call->given_a, call->a_scale));
+    if (te_tensor_present(&call->b_scale)) TE_TRY(copy_scales(call, &call->given_b, call->b_scale));
     if (te_tensor_present(&call->zeros)) TE_TRY(fill(call, call->zeros, 0.0));
     if (te_tensor_present(&call->a)) TE_TRY(copy(call, *call->given_a.data, call->a));
     if (te_tensor_present(&call->b)) TE_TRY(copy(call, *call->given_b.data, call->b));
@@ -405,7 +434,7 @@ static te_status separate_bias_grad(const gemm_call *call)
     } else {
         te_gemm_args sums = row_sums_args(call);
         TE_TRY(fill(call, call->ones, 1.0));
-        TE_TRY(te_cuda_gemm(call->self, call->context, &sums, call->stream));
+        TE_TRY(te_cuda_wide_gemm(call->self, call->context, &sums, NULL, call->stream));
     }
     te_count_fallback(TE_FALLBACK_GEMM_BIAS_SEPARATE);
     return TE_OK;
@@ -474,15 +503,23 @@ static te_status run_empty(const gemm_call *call)
     return (args->flags & TE_GEMM_ACCUMULATE) ? TE_OK : fill(call, args->d, 0.0);
 }
 
-te_status te_cuda_gemm(void *self, te_context *context, const void *untyped, void *stream)
+static void use_alpha(gemm_call *call, const float *alpha)
 {
-    const te_gemm_args *args = untyped;
+    if (alpha == NULL) return;
+    call->at.alpha = alpha;
+    call->key.features |= TE_GEMM_FEATURE_ALPHA;
+}
+
+te_status te_cuda_wide_gemm(void *self, te_context *context, const te_gemm_args *args,
+                            const float *alpha, void *stream)
+{
     gemm_call call = {.args = args, .self = self, .context = context, .stream = stream};
     te_cuda_state *cuda = te_context_state(context);
     te_cuda_scope scope;
     te_status st;
     if (args->d.shape[0] == 0 || args->d.shape[1] == 0) return TE_OK;
     call.base = args->workspace;
+    use_alpha(&call, alpha);
     TE_TRY(te_cuda_enter(cuda, &scope));
     if (is_empty(args)) {
         st = run_empty(&call);
@@ -493,10 +530,9 @@ te_status te_cuda_gemm(void *self, te_context *context, const void *untyped, voi
     return st;
 }
 
-te_status te_cuda_gemm_workspace(void *self, te_context *context, const void *untyped,
-                                 size_t *bytes)
+te_status te_cuda_wide_gemm_workspace(void *self, te_context *context, const te_gemm_args *args,
+                                      const float *alpha, size_t *bytes)
 {
-    const te_gemm_args *args = untyped;
     gemm_call call = {.args = args, .self = self, .context = context};
     te_cuda_state *cuda = te_context_state(context);
     te_cuda_scope scope;
@@ -506,6 +542,7 @@ te_status te_cuda_gemm_workspace(void *self, te_context *context, const void *un
     *bytes = 0;
     if (args->d.shape[0] == 0 || args->d.shape[1] == 0 || is_empty(args)) return TE_OK;
     call.base = (char *)(uintptr_t)0x10000; /* never read: scratch is aligned wherever it will be */
+    use_alpha(&call, alpha);
     TE_TRY(te_cuda_enter(cuda, &scope));
     TE_TRY_DONE(te_cublaslt_open(cuda, &lt));
     TE_TRY_DONE(lay_out(&call));
@@ -516,6 +553,38 @@ done:
     return st;
 }
 
+/* Scales of rows and tiles: what Hopper's kernels have. */
+static te_status supports_modes(const te_gemm_args *args, int capability)
+{
+    const int rows = args->a.mode == TE_SCALING_ROW;
+    if (capability != 90) {
+        return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                       "gemm: scales of rows or tiles need compute capability 9.0, this device has "
+                       "%d.%d",
+                       capability / 10, capability % 10);
+    }
+    if (args->a.mode == TE_SCALING_BLOCK_2D && args->b.mode == TE_SCALING_BLOCK_2D) {
+        return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                       "gemm: tiles of 128 x 128 of both operands, expected tiles of 1 x 128 of "
+                       "one of them");
+    }
+    if (rows || args->epilogue == TE_EPILOGUE_NONE) return TE_OK;
+    return TE_FAIL(TE_ERROR_UNSUPPORTED, "gemm: GELU of operands scaled by tiles");
+}
+
+/* Of operands that are multiplied out. */
+static te_status emulated_supports(const te_gemm_args *args)
+{
+    if (!te_tensor_present(&args->aux) ||
+        (args->aux.dtype == args->d.dtype && args->d.dtype != TE_DTYPE_F16)) {
+        return TE_OK;
+    }
+    return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                   "gemm: aux of dtype %s with d %s of operands that are multiplied out, expected "
+                   "both f32 or both bf16",
+                   te_dtype_name(args->aux.dtype), te_dtype_name(args->d.dtype));
+}
+
 /* From the table that benchmarks/cublaslt_support.c prints. */
 te_status te_cuda_gemm_supports(void *self, te_context *context, const void *untyped)
 {
@@ -524,11 +593,13 @@ te_status te_cuda_gemm_supports(void *self, te_context *context, const void *unt
     int aux = te_tensor_present(&args->aux), bias = te_tensor_present(&args->bias);
     int capability = te_cuda_compute_capability(te_context_state(context));
     (void)self;
+    if (te_scales_micro(te_gemm_a(args).mode)) return emulated_supports(args);
     if (te_dtype_is_fp8(a) && capability < 89) {
         return TE_FAIL(TE_ERROR_UNSUPPORTED,
                        "gemm: FP8 needs compute capability 8.9, this device has %d.%d",
                        capability / 10, capability % 10);
     }
+    if (te_scales_own(args->a.mode)) TE_TRY(supports_modes(args, capability));
     if (d == TE_DTYPE_E5M2 && a == TE_DTYPE_E4M3 && b == TE_DTYPE_E4M3) {
         return TE_FAIL(TE_ERROR_UNSUPPORTED,
                        "gemm: d = e5m2 from e4m3 x e4m3, expected e4m3 or no FP8");

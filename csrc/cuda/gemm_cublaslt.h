@@ -29,7 +29,8 @@ enum { /* te_gemm_key.features */
        TE_GEMM_FEATURE_ACCUMULATE = 4,
        TE_GEMM_FEATURE_FAST = 8, /* fast FP8 accumulation */
        TE_GEMM_FEATURE_TF32 = 16,
-       TE_GEMM_FEATURE_AMAX = 32
+       TE_GEMM_FEATURE_AMAX = 32,
+       TE_GEMM_FEATURE_ALPHA = 64 /* alpha and beta are on the device */
 };
 
 #define TE_GEMM_NO_DTYPE 0xff
@@ -45,8 +46,10 @@ typedef struct te_gemm_key {
     uint8_t features;
     uint8_t a_align, b_align, d_align, bias_align, aux_align; /* log2 of bytes */
     uint8_t workspace_log2;                                   /* limit; 0: none at all */
-    uint8_t reserved;
+    uint8_t modes; /* te_scaling_mode of a, and 16 times that of b */
 } te_gemm_key;
+
+_Static_assert(TE_SCALING_COUNT <= 16, "two scaling modes in a byte");
 
 #define TE_GEMM_KEY_WORDS (sizeof(te_gemm_key) / sizeof(uint64_t))
 
@@ -55,7 +58,8 @@ typedef struct te_gemm_pointers {
     const void *a, *b;
     void *d, *bias, *aux;
     const float *a_scale, *b_scale, *d_scale;
-    float *amax; /* overwritten with max|d|, before its scale */
+    float *amax;        /* overwritten with max|d|, before its scale */
+    const float *alpha; /* {alpha, beta} on the device; NULL: 1, and 0 or 1 */
     void *workspace;
     size_t workspace_size;
 } te_gemm_pointers;
@@ -109,6 +113,13 @@ te_status te_gemm_describe(const te_cublaslt *lt, const te_gemm_key *key,
 /* Fills the layouts of an entry. */
 te_status te_gemm_describe_matrices(const te_cublaslt_api *api, const te_gemm_key *key,
                                     te_gemm_entry *out);
+
+/* The GEMM of operands in high precision, its product times an alpha on the device ({alpha, beta};
+ * NULL: 1). */
+te_status te_cuda_wide_gemm(void *self, te_context *context, const te_gemm_args *args,
+                            const float *alpha, void *stream);
+te_status te_cuda_wide_gemm_workspace(void *self, te_context *context, const te_gemm_args *args,
+                                      const float *alpha, size_t *bytes);
 
 /* The entry of a key: from the cache, else made by the heuristic (and the tuner). `spare` is what
  * *out points to when the cache is full. UNSUPPORTED with the whole problem in the text where the

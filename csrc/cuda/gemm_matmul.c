@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "core/counters.h"
+#include "core/scales.h"
 #include "core/status.h"
 #include "cuda/gemm_cublaslt.h"
 
@@ -33,6 +34,16 @@ static cublasLtEpilogue_t epilogue_of(const te_gemm_key *key)
     return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
 }
 
+static int32_t scale_mode_of(int mode)
+{
+    static const int32_t modes[TE_SCALING_COUNT] = {
+        [TE_SCALING_TENSOR] = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F,
+        [TE_SCALING_ROW] = CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F,
+        [TE_SCALING_BLOCK_1D] = CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F,
+        [TE_SCALING_BLOCK_2D] = CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F};
+    return modes[mode];
+}
+
 te_status te_gemm_describe(const te_cublaslt *lt, const te_gemm_key *key,
                            const te_gemm_pointers *at, te_gemm_descriptor *out)
 {
@@ -53,8 +64,18 @@ te_status te_gemm_describe(const te_cublaslt *lt, const te_gemm_key *key,
     SET(TRANSA, op_a);
     SET(TRANSB, op_b);
     SET(EPILOGUE, epilogue);
+    if (key->features & TE_GEMM_FEATURE_ALPHA) {
+        int32_t mode = CUBLASLT_POINTER_MODE_DEVICE;
+        SET(POINTER_MODE, mode);
+    }
     if (te_dtype_is_fp8((te_dtype)key->a_dtype)) {
         int8_t fast = (key->features & TE_GEMM_FEATURE_FAST) != 0;
+        if (te_scales_own((te_scaling_mode)(key->modes & 15))) {
+            int32_t a_mode = scale_mode_of(key->modes >> 4),
+                    b_mode = scale_mode_of(key->modes & 15);
+            SET(A_SCALE_MODE, a_mode);
+            SET(B_SCALE_MODE, b_mode);
+        }
         SET(FAST_ACCUM, fast);
         SET(A_SCALE_POINTER, at->b_scale);
         SET(B_SCALE_POINTER, at->a_scale);
@@ -103,11 +124,15 @@ cublasStatus_t te_gemm_matmul(const te_cublaslt *lt, const te_gemm_entry *entry,
                               te_gemm_descriptor *desc, void *stream)
 {
     static const float one = 1.0F, zero = 0.0F;
-    const float *beta = (entry->key.features & TE_GEMM_FEATURE_ACCUMULATE) ? &one : &zero;
+    const int given = (entry->key.features & TE_GEMM_FEATURE_ALPHA) != 0;
+    const float *alpha = given ? at->alpha : &one;
+    const float *beta = given                                                ? at->alpha + 1
+                        : (entry->key.features & TE_GEMM_FEATURE_ACCUMULATE) ? &one
+                                                                             : &zero;
     const void *c =
         entry->key.c_dtype == entry->key.d_dtype ? at->d : NULL; /* never read when beta = 0 */
     return lt->api.cublasLtMatmul(
-        lt->handle, (cublasLtMatmulDesc_t)(void *)desc, &one, at->b,
+        lt->handle, (cublasLtMatmulDesc_t)(void *)desc, alpha, at->b,
         (cublasLtMatrixLayout_t)&entry->a, at->a, (cublasLtMatrixLayout_t)&entry->b, beta, c,
         (cublasLtMatrixLayout_t)&entry->c, at->d, (cublasLtMatrixLayout_t)&entry->d, algo,
         at->workspace_size > 0 ? at->workspace : NULL, at->workspace_size, (cudaStream_t)stream);
@@ -127,5 +152,7 @@ te_status te_gemm_launch(const te_cublaslt *lt, te_gemm_entry *entry, const te_g
     TE_TRY(te_cublaslt_check(&lt->api, status, "cublasLtMatmul", __FILE__, __LINE__));
     if (cold) atomic_store_explicit(&entry->warm, 1, memory_order_relaxed);
     te_count_gemm(TE_DEVICE_CUDA, (te_dtype)entry->key.a_dtype, (te_dtype)entry->key.b_dtype);
+    te_count_scaling(TE_DEVICE_CUDA, (te_scaling_mode)(entry->key.modes & 15),
+                     (te_scaling_mode)(entry->key.modes >> 4));
     return TE_OK;
 }

@@ -9,6 +9,7 @@
 #include "cuda/norm.h"
 
 #include "core/check.h"
+#include "core/scales.h"
 #include "core/status.h"
 #include "cuda/ops.h"
 #include "cuda/tiles.h"
@@ -106,8 +107,9 @@ static row_plan plan_rows(te_norm_params *params, size_t bytes, int64_t limit, t
 
 static int needs_tiles(const te_norm_args *args)
 {
-    const te_tensor *column = &args->cast.result.column;
-    return args->cast.result.mode != TE_SCALING_NONE && te_tensor_requested(column);
+    const te_operand *to = &args->cast.result;
+    if (te_scales_own(to->mode) && te_tensor_requested(&to->row)) return 1;
+    return to->mode != TE_SCALING_NONE && te_tensor_requested(&to->column);
 }
 
 /* The kernel on tiles reads statistics, also where the caller does not request them. */
@@ -162,6 +164,7 @@ static te_cuda_tile_request cast_request(const te_norm_args *args, const te_cast
 {
     return (te_cuda_tile_request){.op = TE_OP_NORM,
                                   .outputs = 1,
+                                  .dtype = TE_DTYPE_F32,
                                   .rows = args->input.shape[0],
                                   .columns = args->input.shape[1],
                                   .cast = cast};
@@ -215,7 +218,8 @@ static te_cuda_call plan_row_call(const te_cuda_state *cuda, const te_norm_args 
 
 te_status te_cuda_norm(void *self, te_context *context, const void *args_, void *stream)
 {
-    static const char *const tile_kernels[TE_DTYPE_COUNT] = TE_CUDA_NAMES("te_norm_tile_");
+    static const char *const tile_kernels[2][TE_DTYPE_COUNT] = {TE_CUDA_NAMES("te_norm_tile_"),
+                                                                TE_CUDA_NAMES("te_norm_scaled_")};
     const te_norm_args rows_args = by_rows(args_), *args = &rows_args;
     te_cast_request cast = args->cast; /* what the tiles do of it */
     const te_cuda_tile_request request = cast_request(args, &cast);
@@ -229,12 +233,12 @@ te_status te_cuda_norm(void *self, te_context *context, const void *args_, void 
     te_cuda_call call = {.family = "norm", .params = &params, .params_size = sizeof params};
     te_cuda_tile_job job;
     (void)self;
-    call.name = tile_kernels[args->input.dtype];
     if (!needs_tiles(args)) return te_cuda_run(cuda, &row_call, 1, stream);
     TE_TRY(te_check_workspace(TE_OP_NORM, args->workspace, args->workspace_size, found.bytes));
     cast.result.wide.data = NULL; /* by the launch on rows */
     cast.amax_partials = NULL;
     TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
+    call.name = tile_kernels[job.scaled][args->input.dtype];
     params.input = rows.input;
     params.input_aligned = rows.input_aligned;
     params.factors = rows.factors;

@@ -5,9 +5,13 @@
  */
 #include "cuda/tiles.h"
 
+#include <string.h>
+
 #include "core/operand.h"
+#include "core/scales.h"
 #include "core/status.h"
 #include "cuda/kernels/dequantize.h"
+#include "cuda/microscale.h"
 #include "cuda/ops.h"
 
 #define WALK_BLOCKS 16384
@@ -17,6 +21,7 @@ static te_cuda_tile_request quantize_request(const te_quantize_args *args)
     const int sums = te_tensor_requested(&args->bias_grad);
     return (te_cuda_tile_request){.op = TE_OP_QUANTIZE,
                                   .outputs = 1,
+                                  .dtype = args->input.dtype,
                                   .rows = args->input.shape[0],
                                   .columns = args->input.shape[1],
                                   .cast = &args->cast,
@@ -26,11 +31,22 @@ static te_cuda_tile_request quantize_request(const te_quantize_args *args)
                                   .workspace_size = args->workspace_size};
 }
 
+/* The column sums of a call, without its cast. */
+static te_quantize_args sums_alone(const te_quantize_args *args)
+{
+    te_quantize_args sums = *args;
+    memset(&sums.cast, 0, sizeof sums.cast);
+    return sums;
+}
+
 /* Column sums of several row groups meet in the workspace. */
 te_status te_cuda_quantize_workspace(void *self, te_context *context, const void *args_,
                                      size_t *bytes)
 {
-    const te_cuda_tile_request request = quantize_request(args_);
+    const te_quantize_args *args = args_;
+    const te_quantize_args sums = sums_alone(args);
+    const te_cuda_tile_request request =
+        quantize_request(te_scales_micro(args->cast.result.mode) ? &sums : args);
     (void)self, (void)context;
     *bytes = te_cuda_tile_workspace(&request);
     return TE_OK;
@@ -38,9 +54,12 @@ te_status te_cuda_quantize_workspace(void *self, te_context *context, const void
 
 te_status te_cuda_quantize(void *self, te_context *context, const void *args_, void *stream)
 {
-    static const char *const kernels[TE_DTYPE_COUNT][TE_DTYPE_COUNT + 1] = {
-#define X(I, i, O, o) [TE_DTYPE_##I][TE_DTYPE_##O] = "te_quantize_" #i "_" #o,
+    static const char *const kernels[2][TE_DTYPE_COUNT][TE_DTYPE_COUNT + 1] = {
+#define X(I, i, O, o) [0][TE_DTYPE_##I][TE_DTYPE_##O] = "te_quantize_" #i "_" #o,
         TE_QUANTIZE_INSTANCES(X)
+#undef X
+#define X(I, i, O, o) [1][TE_DTYPE_##I][TE_DTYPE_##O] = "te_quantize_scaled_" #i "_" #o,
+            TE_QUANTIZE_SCALED_INSTANCES(X)
 #undef X
     };
     const te_quantize_args *args = args_;
@@ -49,9 +68,15 @@ te_status te_cuda_quantize(void *self, te_context *context, const void *args_, v
     te_cuda_call call = {.family = "quantize", .params = &params, .params_size = sizeof params};
     te_cuda_tile_job job;
     (void)self;
+    if (te_scales_micro(args->cast.result.mode)) {
+        const te_quantize_args sums = sums_alone(args);
+        TE_TRY(te_cuda_micro_quantize(te_context_state(context), args, stream));
+        if (!te_tensor_present(&args->bias_grad)) return TE_OK;
+        return te_cuda_quantize(self, context, &sums, stream);
+    }
     TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
     params.input_aligned = te_cuda_aligned(&params.input, te_dtype_bytes(args->input.dtype), 16);
-    call.name = kernels[args->input.dtype][job.dtype];
+    call.name = kernels[job.scaled][args->input.dtype][job.dtype];
     return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
 }
 
@@ -67,11 +92,26 @@ te_status te_cuda_amax(void *self, te_context *context, const void *args_, void 
                          &params,
                          sizeof params};
     (void)self;
+    if (args->hadamard != 0) {
+        return te_cuda_hadamard_amax(te_context_state(context), args, stream);
+    }
     if (te_cuda_is_dense(&params.input)) te_cuda_flatten(&params.input);
     params.aligned = te_cuda_aligned(&params.input, bytes, 16);
     params.walk = te_cuda_plan_walk(params.input.rows, params.input.columns, 16 / (int)bytes,
                                     TE_AMAX_PARTIALS, &call.dims.grid_x);
     return te_cuda_run(te_context_state(context), &call, 1, stream);
+}
+
+/* Steps from scale to scale: tiles have 1 or 128 elements in each direction, or all. */
+static void set_scales(te_scaling_mode mode, const te_tensor *data, const te_tensor *scales,
+                       te_dequantize_params *params)
+{
+    const te_scale_layout layout = te_scale_layout_of(mode, data->shape[0], data->shape[1]);
+    params->scale_inv = te_inverse_scale(scales);
+    params->across_step = layout.across_step;
+    params->along_step = layout.along_step;
+    params->across_log2 = layout.across == 128 ? 7 : 0;
+    params->along_log2 = layout.along == 128 ? 7 : 0;
 }
 
 te_status te_cuda_dequantize(void *self, te_context *context, const void *args_, void *stream)
@@ -93,15 +133,19 @@ te_status te_cuda_dequantize(void *self, te_context *context, const void *args_,
     te_cuda_call call = {"dequantize", NULL, {1, 1, 1, 1, 1, 1, 0}, &params, sizeof params};
     (void)self;
     if (te_tensor_numel(&args->output) == 0) return TE_OK;
+    if (te_scales_micro(args->input.mode)) {
+        return te_cuda_micro_dequantize(te_context_state(context), &args->input, !transposed, 0,
+                                        &args->output, stream);
+    }
     call.name = kernels[transposed][input->dtype][args->output.dtype];
-    params.scale_inv =
-        te_inverse_scale(transposed ? &args->input.column_scales : &args->input.row_scales);
+    set_scales(args->input.mode, input,
+               transposed ? &args->input.column_scales : &args->input.row_scales, &params);
     if (transposed) {
         params.input_aligned = te_cuda_aligned(&params.input, 1, 8);
         call.dims = te_cuda_tile_dims(&params.output);
     } else {
-        if (params.input.columns == params.output.columns && te_cuda_is_dense(&params.input) &&
-            te_cuda_is_dense(&params.output)) {
+        if (!te_scales_own(args->input.mode) && params.input.columns == params.output.columns &&
+            te_cuda_is_dense(&params.input) && te_cuda_is_dense(&params.output)) {
             te_cuda_flatten(&params.input);
             te_cuda_flatten(&params.output);
         }

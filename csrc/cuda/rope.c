@@ -54,7 +54,11 @@ static void add_part(te_rope_params *params, const te_rope_part *part, int64_t c
     added->in_place =
         added->input.per_line == added->output.per_line &&
         memcmp(&added->input.view, &added->output.view, sizeof added->input.view) == 0;
-    params->copies[params->count++] = !turns;
+    params->count++;
+    if (!added->in_place && (!turns || freqs->shape[1] < dim)) {
+        params->copies[params->copy_count++] =
+            (te_rope_copy){params->count - 1, turns ? (int)freqs->shape[1] : 0};
+    }
     if (!turns) return;
     if (params->round_count > 0 && round[-1].last == params->count - 1 &&
         round[-1].freqs == freqs->data && round[-1].positions == freqs->shape[0] &&

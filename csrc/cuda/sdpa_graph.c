@@ -18,19 +18,28 @@ typedef struct offsets {
 typedef struct writer {
     te_cudnn_graph *graph;
     const te_sdpa_key *key;
-    cudnnDataType_t dtype; /* of queries, keys and values */
+    cudnnDataType_t dtype;      /* of queries, keys and values */
+    cudnnDataType_t grad_dtype; /* of the gradients of these */
     tensor *query_lengths, *key_lengths;
     tensor *query, *key_turned; /* [.., tokens, d_k] and [.., d_k, tokens] */
     tensor *scale;
     offsets offsets[TE_SDPA_OFFSETS];
     int offset_count;
+    tensor *factors[TE_SDPA_OFFSETS]; /* of FP8, by place: a factor is one tensor wherever it is */
 } writer;
 
 static cudnnDataType_t type_of(uint8_t dtype)
 {
     return dtype == TE_DTYPE_F16    ? CUDNN_DATA_HALF
            : dtype == TE_DTYPE_BF16 ? CUDNN_DATA_BFLOAT16
+           : dtype == TE_DTYPE_E4M3 ? CUDNN_DATA_FP8_E4M3
+           : dtype == TE_DTYPE_E5M2 ? CUDNN_DATA_FP8_E5M2
                                     : CUDNN_DATA_FLOAT;
+}
+
+int te_sdpa_is_fp8(const te_sdpa_key *key)
+{
+    return key->dtype == TE_DTYPE_E4M3;
 }
 
 /* ---- tensors of a problem ---- */
@@ -83,6 +92,12 @@ static tensor *offsets_at(writer *w, int32_t place, int64_t stride)
     return of->tensor;
 }
 
+/* Gradients, of the output too, have a dtype of their own. */
+static cudnnDataType_t type_at(const writer *w, int32_t place)
+{
+    return place >= TE_SDPA_GRAD_OUTPUT && place <= TE_SDPA_GRAD_VALUE ? w->grad_dtype : w->dtype;
+}
+
 /* Heads at a place: [batch, heads, tokens, channels], or turned, with the last two exchanged. */
 static tensor *heads_at(writer *w, int32_t place, const te_sdpa_strides *of, int64_t heads,
                         int64_t tokens, int64_t channels, int turned)
@@ -92,7 +107,7 @@ static tensor *heads_at(writer *w, int32_t place, const te_sdpa_strides *of, int
     const int64_t strides[4] = {of->batch, of->head, turned ? 1 : of->token,
                                 turned ? of->token : 1};
     const tensor *offsets = offsets_at(w, place, of->token);
-    return te_cudnn_at(w->graph, place, w->dtype, shape, strides, 16, offsets);
+    return te_cudnn_at(w->graph, place, type_at(w, place), shape, strides, 16, offsets);
 }
 
 static tensor *queries_at(writer *w, int32_t place, const te_sdpa_strides *of, int64_t d)
@@ -156,6 +171,53 @@ static tensor *exponential(const writer *w, tensor *x)
 static tensor *narrowed(const writer *w, tensor *x, tensor *factor)
 {
     return te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_MUL, x, factor, w->dtype);
+}
+
+/* ---- FP8 ---- */
+
+static tensor *factor_at(writer *w, int32_t place)
+{
+    if (w->factors[place] == NULL) {
+        w->factors[place] = numbers_at(w, place, CUDNN_DATA_FLOAT, 1);
+    }
+    return w->factors[place];
+}
+
+/* x times the factors at two places. */
+static tensor *scaled(writer *w, tensor *x, int32_t first, int32_t second)
+{
+    return multiplied(w, multiplied(w, x, factor_at(w, first)), factor_at(w, second));
+}
+
+/* The scores, or what is made of them, in FP8 for a product, and their amax (below 0: not wanted).
+ */
+static tensor *cast(writer *w, tensor *x, int32_t scale, int32_t amax, cudnnDataType_t dtype)
+{
+    if (amax >= 0) te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_AMAX, x, factor_at(w, amax));
+    return te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_MUL, x, factor_at(w, scale), dtype);
+}
+
+/* What an FP8 product is read by, cast with and measured in. */
+typedef struct scaling {
+    int32_t inverses[2], scale, amax;
+} scaling;
+
+/* y = a b in FP8, summed over the heads of a group where y has fewer. */
+static void multiply_cast(writer *w, tensor *a, tensor *b, tensor *y, const scaling *of,
+                          const tensor *m, const tensor *k)
+{
+    const int64_t shape[4] = {y->shape[0], w->key->heads, y->shape[2], y->shape[3]};
+    const tensor *extents[3] = {m, NULL, k};
+    tensor *x = te_cudnn_virtual(w->graph, CUDNN_DATA_FLOAT, shape, NULL);
+    te_cudnn_multiply(w->graph, a, b, x, extents);
+    if (y->shape[1] != shape[1]) {
+        tensor *sum = te_cudnn_virtual(w->graph, CUDNN_DATA_FLOAT, y->shape, NULL);
+        te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_ADD, x, sum);
+        x = sum;
+    }
+    x = scaled(w, x, of->inverses[0], of->inverses[1]);
+    te_cudnn_pointwise_to(w->graph, CUDNN_POINTWISE_MUL, x, factor_at(w, of->scale), y);
+    te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_AMAX, x, factor_at(w, of->amax));
 }
 
 static void multiply(const writer *w, tensor *a, tensor *b, tensor *c, const tensor *m,
@@ -280,12 +342,15 @@ static void begin(writer *w)
 }
 
 /* scale * query key^T + bias - slope * distance, without keys of no sequence. */
-static tensor *scores_of(const writer *w)
+static tensor *scores_of(writer *w)
 {
     const te_sdpa_key *key = w->key;
     tensor *scores = virtual_scores(w);
     multiply(w, w->query, w->key_turned, scores, w->query_lengths, w->key_lengths, NULL);
     scores = multiplied(w, scores, w->scale);
+    if (te_sdpa_is_fp8(key)) {
+        scores = scaled(w, scores, TE_SDPA_QUERY_INVERSE, TE_SDPA_KEY_INVERSE);
+    }
     if (key->has_bias) {
         tensor *bias =
             at(w, TE_SDPA_BIAS, type_of(key->bias_dtype), key->bias_shape, key->bias_strides);
@@ -308,10 +373,13 @@ static tensor *decisions(const writer *w)
 
 static void write_forward(writer *w)
 {
+    static const scaling of_output = {{TE_SDPA_WEIGHTS_INVERSE, TE_SDPA_VALUE_INVERSE},
+                                      TE_SDPA_OUTPUT_SCALE,
+                                      TE_SDPA_OUTPUT_AMAX};
     const te_sdpa_key *key = w->key;
-    const int drops = key->dropout > 0.0F;
+    const int drops = key->dropout > 0.0F, fp8 = te_sdpa_is_fp8(key);
     tensor *scores, *top = virtual_rows(w), *sum = virtual_rows(w), *weights, *statistics;
-    tensor *sink = NULL;
+    tensor *sink = NULL, *value, *output;
     begin(w);
     scores = within_window(w, scores_of(w));
     te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_MAX, scores, top);
@@ -329,26 +397,32 @@ static void write_forward(writer *w)
     te_cudnn_pointwise_to(w->graph, CUDNN_POINTWISE_ADD, top,
                           floats(w, CUDNN_POINTWISE_LOG, sum, NULL), statistics);
     weights = te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_DIV, weights, sum,
-                                 drops ? CUDNN_DATA_FLOAT : w->dtype);
+                                 drops || fp8 ? CUDNN_DATA_FLOAT : w->dtype);
     if (drops) {
+        tensor *factor = te_cudnn_float(w->graph, te_keep_factor(key->dropout));
         weights = multiplied(w, weights, decisions(w));
-        weights = narrowed(w, weights, te_cudnn_float(w->graph, te_keep_factor(key->dropout)));
+        weights = fp8 ? multiplied(w, weights, factor) : narrowed(w, weights, factor);
     }
-    multiply(w, weights, keys_at(w, TE_SDPA_VALUE, &key->value, key->d_v, 0),
-             queries_at(w, TE_SDPA_OUTPUT, &key->output, key->d_v), w->query_lengths, NULL,
-             w->key_lengths);
+    value = keys_at(w, TE_SDPA_VALUE, &key->value, key->d_v, 0);
+    output = queries_at(w, TE_SDPA_OUTPUT, &key->output, key->d_v);
+    if (fp8) {
+        weights = cast(w, weights, TE_SDPA_WEIGHTS_SCALE, TE_SDPA_WEIGHTS_AMAX, w->dtype);
+        multiply_cast(w, weights, value, output, &of_output, w->query_lengths, w->key_lengths);
+    } else {
+        multiply(w, weights, value, output, w->query_lengths, NULL, w->key_lengths);
+    }
 }
 
 /* ---- backward ---- */
 
 /* The transpose of a matrix of scores, narrowed: the left operand of a product over queries. */
-static tensor *turned(const writer *w, tensor *x)
+static tensor *turned(const writer *w, tensor *x, cudnnDataType_t dtype)
 {
     const te_sdpa_key *key = w->key;
     const int64_t area = key->queries * key->keys;
     const int64_t shape[4] = {key->batch, key->heads, key->keys, key->queries};
     const int64_t strides[4] = {key->heads * area, area, 1, key->keys};
-    tensor *y = te_cudnn_virtual(w->graph, w->dtype, shape, strides);
+    tensor *y = te_cudnn_virtual(w->graph, dtype, shape, strides);
     te_cudnn_reshape(w->graph, x, y);
     return y;
 }
@@ -374,7 +448,7 @@ static void multiply_by_keys(writer *w, tensor *x, tensor *b, int32_t place,
     const te_sdpa_key *key = w->key;
     tensor *y = keys_at(w, place, of, channels, 0), *all = y;
     if (key->heads != key->kv_heads) all = by_heads(w, place, of, channels);
-    multiply(w, turned(w, x), b, all, w->key_lengths, NULL, w->query_lengths);
+    multiply(w, turned(w, x, w->dtype), b, all, w->key_lengths, NULL, w->query_lengths);
     if (all != y) te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_ADD, all, y);
 }
 
@@ -394,8 +468,12 @@ static tensor *row_sums(writer *w, tensor *grad_output)
 {
     const te_sdpa_key *key = w->key;
     tensor *output = queries_at(w, TE_SDPA_OUTPUT, &key->output, key->d_v);
-    tensor *sums = virtual_rows(w), *kept = rows_at(w, TE_SDPA_ROW_SUM, key->packs_scratch);
+    tensor *sums = virtual_rows(w), *kept;
     te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_ADD, multiplied(w, grad_output, output), sums);
+    if (te_sdpa_is_fp8(key)) {
+        return scaled(w, sums, TE_SDPA_GRAD_OUTPUT_INVERSE, TE_SDPA_OUTPUT_INVERSE);
+    }
+    kept = rows_at(w, TE_SDPA_ROW_SUM, key->packs_scratch);
     /* Without this product, by 1 too, the engine keeps all scores in its workspace. */
     te_cudnn_pointwise_to(w->graph, CUDNN_POINTWISE_MUL, sums,
                           te_cudnn_float(w->graph, 1.0F - key->dropout), kept);
@@ -404,7 +482,7 @@ static tensor *row_sums(writer *w, tensor *grad_output)
 
 int te_sdpa_sums_queries(const te_sdpa_key *key)
 {
-    return key->backward && !key->deterministic && !key->wants_bias_grad;
+    return key->backward && !key->deterministic && !key->wants_bias_grad && !te_sdpa_is_fp8(key);
 }
 
 int te_sdpa_fills_heads(const te_sdpa_key *key)
@@ -474,12 +552,52 @@ static void write_backward(writer *w)
     write_query_gradient(w, grads);
 }
 
+/* In FP8: products of what was cast, the weights and the gradient of the scores too. */
+static void write_fp8_backward(writer *w)
+{
+    static const scaling of_value = {{TE_SDPA_WEIGHTS_INVERSE, TE_SDPA_GRAD_OUTPUT_INVERSE},
+                                     TE_SDPA_GRADS_SCALE,
+                                     TE_SDPA_GRAD_VALUE_AMAX};
+    static const scaling of_query = {{TE_SDPA_GRAD_SCORES_INVERSE, TE_SDPA_KEY_INVERSE},
+                                     TE_SDPA_GRADS_SCALE,
+                                     TE_SDPA_GRAD_QUERY_AMAX};
+    static const scaling of_key = {{TE_SDPA_GRAD_SCORES_INVERSE, TE_SDPA_QUERY_INVERSE},
+                                   TE_SDPA_GRADS_SCALE,
+                                   TE_SDPA_GRAD_KEY_AMAX};
+    const te_sdpa_key *key = w->key;
+    tensor *grad_output, *sums, *scores, *weights, *narrow, *grads;
+    begin(w);
+    grad_output = queries_at(w, TE_SDPA_GRAD_OUTPUT, &key->grad_output, key->d_v);
+    sums = row_sums(w, grad_output);
+    scores = within_window(w, scores_of(w));
+    weights = exponential(w, subtracted(w, scores, statistics_at(w)));
+    narrow = cast(w, weights, TE_SDPA_WEIGHTS_SCALE, -1, w->dtype);
+    multiply_cast(w, turned(w, narrow, w->dtype), grad_output,
+                  keys_at(w, TE_SDPA_GRAD_VALUE, &key->grad_value, key->d_v, 0), &of_value,
+                  w->key_lengths, w->query_lengths);
+    grads = virtual_scores(w);
+    multiply(w, grad_output, keys_at(w, TE_SDPA_VALUE, &key->value, key->d_v, 1), grads,
+             w->query_lengths, w->key_lengths, NULL);
+    grads = scaled(w, grads, TE_SDPA_GRAD_OUTPUT_INVERSE, TE_SDPA_VALUE_INVERSE);
+    grads = multiplied(w, multiplied(w, subtracted(w, grads, sums), weights), w->scale);
+    grads = cast(w, grads, TE_SDPA_GRAD_SCORES_SCALE, TE_SDPA_GRAD_SCORES_AMAX, w->grad_dtype);
+    multiply_cast(w, grads, keys_again(w),
+                  queries_at(w, TE_SDPA_GRAD_QUERY, &key->grad_query, key->d_k), &of_query,
+                  w->query_lengths, w->key_lengths);
+    multiply_cast(w, turned(w, grads, w->grad_dtype), w->query,
+                  keys_at(w, TE_SDPA_GRAD_KEY, &key->grad_key, key->d_k, 0), &of_key,
+                  w->key_lengths, w->query_lengths);
+}
+
 void te_sdpa_write(te_cudnn_graph *graph, const te_sdpa_key *key)
 {
     writer w = {.graph = graph, .key = key, .dtype = type_of(key->dtype)};
-    if (key->backward) {
-        write_backward(&w);
-    } else {
+    w.grad_dtype = te_sdpa_is_fp8(key) ? type_of(key->grad_dtype) : w.dtype;
+    if (!key->backward) {
         write_forward(&w);
+    } else if (te_sdpa_is_fp8(key)) {
+        write_fp8_backward(&w);
+    } else {
+        write_backward(&w);
     }
 }

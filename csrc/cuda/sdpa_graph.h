@@ -24,7 +24,7 @@ typedef struct te_sdpa_key {
     int64_t diagonal; /* the key on the diagonal of query 0; further right by (keys - queries) of
                          each sequence where bottom_right */
     float scale, dropout;
-    uint8_t dtype, bias_dtype;
+    uint8_t dtype, bias_dtype; /* FP8 operands have scales, and so has what is made of them */
     uint8_t backward;
     uint8_t has_bias, has_slopes, has_lengths, bottom_right;
     uint8_t has_sink, keeps_statistics; /* of a forward */
@@ -34,7 +34,8 @@ typedef struct te_sdpa_key {
     uint8_t is_packed;      /* sequences begin at offsets, of tensors and statistics; lengths are
                                there; batch, queries and keys are bounds */
     uint8_t packs_scratch;  /* of a backward: what it sums lies as the gradients do */
-    uint8_t unused[2];
+    uint8_t grad_dtype;     /* of an FP8 backward: of grad_output and all gradients */
+    uint8_t unused[1];
 } te_sdpa_key;
 
 /* Where a run finds its tensors. */
@@ -60,8 +61,29 @@ enum {
     TE_SDPA_ROW_SUM,    /* scratch: [batch, heads, queries] f32 */
     TE_SDPA_FULL_KEY,   /* scratch, if packed, with groups: gradients of keys by each head, with */
     TE_SDPA_FULL_VALUE, /* token strides that are larger by the heads of a group; of values */
-    TE_SDPA_OFFSETS,    /* + the place of a packed tensor: [batch + 1] i64, the element with which
-                           each sequence begins there */
+    /* Of FP8: what values are multiplied with before they are cast, by which they are read again,
+     * and their largest magnitudes (written). Weights are the softmax, GRAD_SCORES is the gradient
+     * of the scores; GRADS_SCALE serves the gradients of query, key and value, which have an amax
+     * each. */
+    TE_SDPA_QUERY_INVERSE,
+    TE_SDPA_KEY_INVERSE,
+    TE_SDPA_VALUE_INVERSE,
+    TE_SDPA_WEIGHTS_SCALE,
+    TE_SDPA_WEIGHTS_INVERSE,
+    TE_SDPA_WEIGHTS_AMAX,
+    TE_SDPA_OUTPUT_SCALE,
+    TE_SDPA_OUTPUT_INVERSE,
+    TE_SDPA_OUTPUT_AMAX,
+    TE_SDPA_GRAD_OUTPUT_INVERSE,
+    TE_SDPA_GRAD_SCORES_SCALE,
+    TE_SDPA_GRAD_SCORES_INVERSE,
+    TE_SDPA_GRAD_SCORES_AMAX,
+    TE_SDPA_GRADS_SCALE,
+    TE_SDPA_GRAD_QUERY_AMAX,
+    TE_SDPA_GRAD_KEY_AMAX,
+    TE_SDPA_GRAD_VALUE_AMAX,
+    TE_SDPA_OFFSETS, /* + the place of a packed tensor: [batch + 1] i64, the element with which
+                        each sequence begins there */
     TE_SDPA_PLACES = 2 * TE_SDPA_OFFSETS
 };
 
@@ -71,6 +93,8 @@ int te_sdpa_sums_queries(const te_sdpa_key *key);
 int te_sdpa_fills_heads(const te_sdpa_key *key);
 /* Whether tokens at a place are those of the keys. */
 int te_sdpa_is_of_keys(int32_t place);
+/* Whether queries, keys and values are FP8. */
+int te_sdpa_is_fp8(const te_sdpa_key *key);
 /* Writes the graph of a problem; the outcome is in its status. */
 void te_sdpa_write(te_cudnn_graph *graph, const te_sdpa_key *key);
 

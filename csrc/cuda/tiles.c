@@ -1,13 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "cuda/tiles.h"
 
+#include <string.h>
+
 #include "core/check.h"
+#include "core/scales.h"
 #include "core/status.h"
 
 #define TARGET_BLOCKS                                                                              \
     4096             /* beyond, a block takes several tiles: fastest for quantize at 8192 x 4096 */
 #define MAX_DEPTH 16 /* tiles of one block, unless the grid would not hold them */
 #define FILL_THREADS 256
+#define CLEAR_BLOCKS 64
 
 _Static_assert(TE_CAST_PARTIALS == TE_AMAX_PARTIALS, "two names of one size");
 
@@ -18,10 +22,18 @@ typedef struct tiling {
     int64_t depth;   /* row tiles of a group */
 } tiling;
 
+/* Whether the kernel of scaled_cast.cuh makes it. */
+static int is_scaled(const te_operand *to)
+{
+    return te_scales_own(to->mode) &&
+           (te_tensor_requested(&to->row) || te_tensor_requested(&to->column));
+}
+
 static tiling plan_tiles(const te_cuda_tile_request *request)
 {
     const te_operand *to = &request->cast->result;
     const int64_t before = (request->outputs - 1) * request->columns;
+    const int64_t side = is_scaled(to) ? TE_SCALED_SIDE : TE_CUDA_TILE;
     int64_t rows = request->rows, columns = request->columns, row_tiles, minimum;
     tiling tiles;
     /* The padding of either usage is written by the tiles that reach into it. Shapes alone decide:
@@ -30,12 +42,12 @@ static tiling plan_tiles(const te_cuda_tile_request *request)
     if (to->row.ndim == 2 && to->row.shape[1] - before > columns) {
         columns = to->row.shape[1] - before;
     }
-    row_tiles = rows > 0 ? te_ceil_div(rows, TE_CUDA_TILE) : 1;
-    tiles.columns = columns > 0 ? te_ceil_div(columns, TE_CUDA_TILE) : 1;
-    tiles.depth = row_tiles * tiles.columns / TARGET_BLOCKS;
+    row_tiles = rows > 0 ? te_ceil_div(rows, side) : 1;
+    tiles.columns = columns > 0 ? te_ceil_div(columns, side) : 1;
+    tiles.depth = side == TE_CUDA_TILE ? row_tiles * tiles.columns / TARGET_BLOCKS : 1;
     if (tiles.depth > MAX_DEPTH) tiles.depth = MAX_DEPTH;
     minimum = te_ceil_div(row_tiles, TE_CUDA_MAX_GRID_Y);
-    if (tiles.depth < minimum) tiles.depth = minimum;
+    if (tiles.depth < minimum && side == TE_CUDA_TILE) tiles.depth = minimum;
     tiles.groups = te_ceil_div(row_tiles, tiles.depth);
     return tiles;
 }
@@ -63,10 +75,12 @@ te_cast_target te_cuda_cast_target(const te_cuda_tile_request *request, te_dtype
     te_cast_target target = {.amax = cast->amax};
     *dtype = TE_DTYPE_COUNT;
     if (to->mode == TE_SCALING_NONE) return target;
-    target.scale = cast->scale;
-    target.partials = cast->partials;
-    target.scales[0] = first->data;
-    if (to->column_scales.data != first->data) target.scales[1] = to->column_scales.data;
+    if (!te_scales_own(to->mode)) {
+        target.scale = cast->scale;
+        target.partials = cast->partials;
+        target.scales[0] = first->data;
+        if (to->column_scales.data != first->data) target.scales[1] = to->column_scales.data;
+    }
     target.epsilon = cast->amax_epsilon;
     target.power_2 = cast->power_2_scale;
     target.partials_aligned = (uintptr_t)cast->partials % 16 == 0;
@@ -79,9 +93,34 @@ te_cast_target te_cuda_cast_target(const te_cuda_tile_request *request, te_dtype
         target.column_aligned = te_cuda_aligned(&target.column, 1, 16);
     }
     target.fp8_max = te_dtype_max(te_operand_dtype(to));
-    if (target.row.data != NULL || target.column.data != NULL) *dtype = te_operand_dtype(to);
+    if (target.row.data != NULL || target.column.data != NULL || is_scaled(to)) {
+        *dtype = te_operand_dtype(to);
+    }
     target.e5m2 = *dtype == TE_DTYPE_E5M2;
     return target;
+}
+
+static te_scaled_form scaled_form(const te_tensor *data, const te_tensor *scales)
+{
+    te_scaled_form form = {NULL, 0, 0};
+    if (!te_tensor_present(data)) return form;
+    form.scales = scales->data;
+    form.count = scales->shape[0];
+    form.stride = scales->shape[1];
+    return form;
+}
+
+static te_scaled_params plan_scaled(const te_cuda_tile_request *request, const tiling *tiles)
+{
+    static const int modes[TE_SCALING_COUNT] = {[TE_SCALING_ROW] = TE_SCALED_ROW,
+                                                [TE_SCALING_BLOCK_1D] = TE_SCALED_1D,
+                                                [TE_SCALING_BLOCK_2D] = TE_SCALED_2D};
+    const te_operand *to = &request->cast->result;
+    return (te_scaled_params){.row = scaled_form(&to->row, &to->row_scales),
+                              .column = scaled_form(&to->column, &to->column_scales),
+                              .across = (int)tiles->columns,
+                              .top = te_dtype_max(request->dtype),
+                              .mode = modes[to->mode]};
 }
 
 static te_status plan_sums(const te_cuda_tile_request *request, const tiling *tiles,
@@ -110,8 +149,11 @@ te_status te_cuda_plan_tile_job(const te_cuda_tile_request *request, te_tile_par
 {
     const tiling tiles = plan_tiles(request);
     const te_tensor *wide = &request->cast->result.wide;
-    *job = (te_cuda_tile_job){.dims = {(uint32_t)tiles.columns, (uint32_t)tiles.groups, 1,
-                                       TE_CUDA_TILE_THREADS, 1, 1, 0}};
+    const int scaled = is_scaled(&request->cast->result);
+    const uint32_t threads = scaled ? TE_SCALED_THREADS : TE_CUDA_TILE_THREADS;
+    *job = (te_cuda_tile_job){
+        .dims = {(uint32_t)tiles.columns, (uint32_t)tiles.groups, 1, threads, 1, 1, 0},
+        .scaled = scaled};
     *tile = (te_tile_params){.rows = request->rows,
                              .columns = request->columns,
                              .to = te_cuda_cast_target(request, &job->dtype),
@@ -119,6 +161,11 @@ te_status te_cuda_plan_tile_job(const te_cuda_tile_request *request, te_tile_par
                              .amax_partials = request->cast->amax_partials,
                              .depth = (int)tiles.depth,
                              .from_bottom = request->cast->partials != NULL};
+    if (scaled) {
+        tile->scaled = plan_scaled(request, &tiles);
+        job->dims.grid_x = (uint32_t)(tiles.columns * tiles.groups);
+        job->dims.grid_y = 1;
+    }
     if (te_tensor_present(wide)) {
         const size_t bytes = te_dtype_bytes(wide->dtype);
         tile->output = te_cuda_view(wide);
@@ -149,11 +196,34 @@ te_cuda_call te_cuda_sums_call(const te_quantize_sums_params *sums)
                           sizeof *sums};
 }
 
+/* The measuring launch that scales of rows take before the cast, and what clears their maxima. The
+ * cast begins with the rows that were read last. */
+typedef struct measuring {
+    te_quantize_clear_params clear;
+    te_cuda_tile_params_copy first, second;
+} measuring;
+
+static void plan_measuring(const te_cuda_call *kernel, measuring *plan)
+{
+    const te_tile_params *tile = kernel->params; /* first in the parameters of all kernels */
+    const te_scaled_form *const forms[] = {&tile->scaled.row, &tile->scaled.column};
+    plan->clear = (te_quantize_clear_params){.noop = tile->noop};
+    for (int i = 0; i < 2; i++) {
+        plan->clear.scales[i] = forms[i]->scales;
+        if (forms[i]->scales != NULL) plan->clear.count[i] = forms[i]->count * forms[i]->stride;
+    }
+    memcpy(&plan->first, kernel->params, kernel->params_size);
+    memcpy(&plan->second, kernel->params, kernel->params_size);
+    plan->first.tile.scaled.measures = 1;
+    plan->second.tile.from_bottom = !tile->from_bottom;
+}
+
 te_status te_cuda_run_tile_job(te_cuda_state *cuda, const te_cuda_tile_job *job,
                                const te_cuda_call *kernel, const te_cuda_call *before, void *stream)
 {
     te_fill_params clear = job->clear;
-    te_cuda_call calls[4];
+    te_cuda_call calls[6];
+    measuring rows;
     int count = 0;
     if (before != NULL) calls[count++] = *before;
     if (job->clears) {
@@ -167,7 +237,20 @@ te_status te_cuda_run_tile_job(te_cuda_state *cuda, const te_cuda_tile_job *job,
                                         sizeof clear};
     }
     calls[count] = *kernel;
-    calls[count++].dims = job->dims;
+    calls[count].dims = job->dims;
+    if (job->scaled && ((const te_tile_params *)kernel->params)->scaled.mode == TE_SCALED_ROW) {
+        plan_measuring(kernel, &rows);
+        calls[count + 2] = calls[count + 1] = calls[count];
+        calls[count] = (te_cuda_call){"quantize",
+                                      "te_quantize_clear",
+                                      {CLEAR_BLOCKS, 1, 1, TE_CLEAR_THREADS, 1, 1, 0},
+                                      &rows.clear,
+                                      sizeof rows.clear};
+        calls[count + 1].params = &rows.first;
+        calls[count + 2].params = &rows.second;
+        count += 2;
+    }
+    count++;
     if (job->adds) calls[count++] = te_cuda_sums_call(&job->sums);
     return te_cuda_run(cuda, calls, count, stream);
 }

@@ -7,7 +7,9 @@
 #ifndef TE_CUDA_TILES_H
 #define TE_CUDA_TILES_H
 
+#include "cuda/kernels/activation.h"
 #include "cuda/kernels/elementwise.h"
+#include "cuda/kernels/norm.h"
 #include "cuda/kernels/quantize.h"
 #include "cuda/launch.h"
 
@@ -31,6 +33,7 @@ static inline te_cuda_dims te_cuda_tile_dims(const te_view *output)
 typedef struct te_cuda_tile_request {
     te_op op;                    /* for errors */
     int outputs;                 /* 1, or 2: halves of what follows side by side */
+    te_dtype dtype;              /* that values have; of what is computed F32 */
     int64_t rows, columns;       /* of the values of one output */
     const te_cast_request *cast; /* of [rows, outputs * columns] */
     const te_tensor *bias_grad;  /* [outputs * columns], or NULL */
@@ -46,7 +49,16 @@ typedef struct te_cuda_tile_job {
     te_fill_params clear;
     te_quantize_sums_params sums;
     int clears, adds; /* whether the launches before and after take place */
+    int scaled;       /* with scales of rows or tiles: the kernel of scaled_cast.cuh */
 } te_cuda_tile_job;
+
+/* Parameters of any kernel on tiles. */
+typedef union te_cuda_tile_params_copy {
+    te_tile_params tile;
+    te_quantize_params quantize;
+    te_activation_kernel_params activation;
+    te_norm_tile_params norm;
+} te_cuda_tile_params_copy;
 
 /* Bytes of workspace; pointers are not read. */
 size_t te_cuda_tile_workspace(const te_cuda_tile_request *request);

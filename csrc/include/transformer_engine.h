@@ -148,14 +148,34 @@ typedef struct te_tensor {
     int64_t strides[TE_MAX_DIMS]; /* elements, not bytes */
 } te_tensor;
 
-/* One list of scaling modes: X(ENUM, name, elements of data per scale along a row, along a column).
- * 0 elements: one scale serves the whole tensor. */
+/* One list of scaling modes: X(ENUM, name, elements of data per scale along a row, rows that share
+ * it), of a quantized form as it lies: rows of `column` are columns of the matrix. 0: all.
+ *
+ * Scales are fp32 and dense; of data [rows, columns], its padding included, they are
+ * - TENSOR: [TE_TENSOR_SCALES]; delayed and current scaling
+ * - ROW: [TE_ROW_SCALES, rows]
+ * - BLOCK_1D: inverse scales [ceil(columns / 128), roundup(rows, 4)], transposed
+ * - BLOCK_2D: inverse scales [ceil(rows / 128), roundup(ceil(columns / 128), 4)]
+ * as Hopper's GEMMs read them. Those of nothing but padding are 0.
+ *
+ * MXFP8 and NVFP4 (core/microscale.h) have their scales as bytes, u8:
+ * - MXFP8: E8M0, [roundup(rows, 128), roundup(ceil(columns / 32), 4)]. Its `column` is not
+ *   transposed: [rows, >= columns], scales [roundup(ceil(rows / 32), 4), roundup(columns, 128)].
+ * - NVFP4: E4M3, [roundup(rows, 128), roundup(ceil(columns / 16), 4)], and the amax of the tensor.
+ *   Data is u8, two E2M1 numbers to a byte, the first in the low half, rows padded to 16 numbers.
+ * No GEMM reads these two as they are: te_gemm multiplies them out first, exactly, and counts
+ * "emulated.mxfp8" or "emulated.nvfp4". */
 #define TE_SCALING_MODES(X)                                                                        \
     X(NONE, none, 0, 0)     /* high precision */                                                   \
-    X(TENSOR, tensor, 0, 0) /* one fp32 scale; delayed and current scaling */
+    X(TENSOR, tensor, 0, 0) /* the scale is given, or made of partial maxima */                    \
+    X(ROW, row, 0, 1)       /* from here on a cast measures what its scales are for */             \
+    X(BLOCK_1D, block_1d, 128, 1)                                                                  \
+    X(BLOCK_2D, block_2d, 128, 128)                                                                \
+    X(MXFP8, mxfp8, 32, 1)                                                                         \
+    X(NVFP4, nvfp4, 16, 1) /* made of partial maxima besides */
 
 typedef enum te_scaling_mode {
-#define X(NAME, name, row, column) TE_SCALING_##NAME,
+#define X(NAME, name, along, across) TE_SCALING_##NAME,
     TE_SCALING_MODES(X)
 #undef X
         TE_SCALING_COUNT
@@ -165,6 +185,9 @@ typedef enum te_scaling_mode {
  * scale that the data was made with, for whoever casts it again. The inverse comes first, for GEMM
  * libraries want its address aligned to 16 bytes. */
 enum { TE_SCALES_INVERSE = 0, TE_SCALES_SCALE = 1, TE_TENSOR_SCALES = 2 };
+/* Rows of the scales under TE_SCALING_ROW: the inverse scale of each row, and the largest magnitude
+ * that it was made of. */
+enum { TE_ROW_SCALES_INVERSE = 0, TE_ROW_SCALES_AMAX = 1, TE_ROW_SCALES = 2 };
 
 /* One matrix [rows, columns] in up to three forms; a tensor whose data is NULL: not there, or not
  * wanted. `mode` says what the scales of the quantized forms mean; with NONE there are none.
@@ -172,10 +195,12 @@ enum { TE_SCALES_INVERSE = 0, TE_SCALES_SCALE = 1, TE_TENSOR_SCALES = 2 };
 typedef struct te_operand {
     te_scaling_mode mode;
     te_tensor wide;          /* [rows, columns] f32, f16, bf16 */
-    te_tensor row;           /* [rows, >= columns] e4m3, e5m2 */
-    te_tensor row_scales;    /* of `row`: by the mode; TENSOR: f32 [TE_TENSOR_SCALES] */
-    te_tensor column;        /* [columns, >= rows] e4m3, e5m2: physically transposed */
+    te_tensor row;           /* [rows, >= columns] e4m3, e5m2; NVFP4: u8 */
+    te_tensor row_scales;    /* of `row`: f32 or u8, see TE_SCALING_MODES */
+    te_tensor column;        /* [columns, >= rows], but for MXFP8: physically transposed */
     te_tensor column_scales; /* of `column`; TENSOR: the same memory as row_scales, or other */
+    te_tensor row_amax,
+        column_amax; /* NVFP4: f32 [1], the amax that `row`, `column` was made with */
 } te_operand;
 
 #define TE_AMAX_PARTIALS 1024
@@ -186,8 +211,16 @@ typedef struct te_operand {
  * TENSOR: q = saturate(x * scale), and the scales where they are wanted. scale is *scale (delayed
  * scaling), or made from `partials` (current scaling): amax = max(partials), raised to
  * amax_epsilon; 1 if that is 0, Inf or NaN; else max / amax, Inf -> FLT_MAX, rounded down to a
- * power of two if asked. Exactly one of scale and partials is given. NaN stays NaN, Inf saturates,
- * amax ignores NaN. */
+ * power of two if asked. Of both, *scale counts unless it is 0: a slot that has recorded nothing.
+ * NaN stays NaN, Inf saturates, amax ignores NaN.
+ *
+ * ROW, BLOCK_1D, BLOCK_2D: the same with a scale for each row, or each tile of 1 x 128 or 128 x 128
+ * elements, of each form that is wanted, made of the largest magnitude there; an Inf scale becomes
+ * the largest number of the dtype that the values have (fp32 where they are computed). Neither
+ * scale nor partials are given, and neither amax nor amax_partials is written.
+ *
+ * MXFP8, NVFP4: of te_quantize alone; what a scale is, core/microscale.h says. For NVFP4 partials
+ * are given; what follows `power_2_scale` is theirs. */
 typedef struct te_cast_request {
     te_operand result;
     const float *scale;    /* device float */
@@ -196,6 +229,18 @@ typedef struct te_cast_request {
     float *amax_partials;  /* device float[TE_AMAX_PARTIALS] to write, as te_amax does; or NULL */
     float amax_epsilon;
     int32_t power_2_scale;
+    int32_t
+        square; /* MXFP8, NVFP4: squares of 32 x 32 or 16 x 16 values have one scale, repeated */
+    /* NVFP4: groups of 16 values of the column-wise form are transformed before they are cast:
+     * negated by TE_HADAMARD_SIGNS, times the Hadamard matrix H16 / 4, all in bf16. A product of
+     * two operands so made is that of the operands. Not with `square`. */
+    int32_t hadamard;
+    const float *column_partials; /* NVFP4: partials of the column-wise values, where they are
+                                     others: te_amax with `hadamard`; NULL: the same */
+    const int64_t
+        *rng; /* NVFP4: rounds stochastically, by device int64[2] {seed, offset}; element
+                 (r, c) of `row` takes word c % 4 of counter offset + (r * roundup(columns,
+                 16) + c) / 4, those of `column` come after; NULL: to nearest even */
 } te_cast_request;
 
 #ifdef __cplusplus
@@ -258,7 +303,8 @@ TE_API te_status te_backend_unregister(const char *name);
 /* ---- counters ----------------------------------------------------------------------------- */
 
 typedef struct te_counter {
-    const char *name; /* "gemm.cpu.e4m3.e4m3", "op.cuda.quantize", "fallback.gemm_output_padded" */
+    const char *name; /* "gemm.cpu.e4m3.e4m3", "scaling.cpu.row.row", "op.cuda.quantize",
+                         "fallback.gemm_output_padded" */
     int64_t value;
 } te_counter;
 

@@ -83,8 +83,9 @@ typedef struct te_dequantize_args {
  * written (unused ones with 0), so nothing has to be cleared before. */
 typedef struct te_amax_args {
     size_t size;
-    te_tensor input; /* [rows, columns] f32, f16, bf16; unit column stride */
-    float *partials; /* device float[TE_AMAX_PARTIALS] */
+    te_tensor input;  /* [rows, columns] f32, f16, bf16; unit column stride */
+    float *partials;  /* device float[TE_AMAX_PARTIALS] */
+    int32_t hadamard; /* of the columns as te_cast_request.hadamard transforms them */
 } te_amax_args;
 
 /* output[c, r] = input[r, c] of one-byte elements (FP8, u8); columns of output beyond the input's
@@ -107,7 +108,9 @@ enum {
  * the operand `a` is [k, m], with b_transposed that of `b` [n, k]. Operands: both in high precision
  * (mode NONE: `wide`), of one dtype; or each e4m3 or e5m2 (not both e5m2), padded to k % 16 == 0.
  * Of quantized data that form is read whose rows run along k: of a `row`, or `column` if it is
- * transposed; of b `column`, or `row` if it is transposed. m == 0 or n == 0 does nothing; k == 0
+ * transposed; of b `column`, or `row` if it is transposed. MXFP8 and NVFP4 are multiplied out to
+ * high precision first (the latter but for the amaxes, whose part multiplies the product); NVFP4
+ * has no f16 d. m == 0 or n == 0 does nothing; k == 0
  * gives d = bias (or leaves d when accumulating). bias_grad, where given, receives the sums of a
  * over k (bias gradient of the weight-gradient GEMM, whose a is the transposed output gradient);
  * high precision only. */
@@ -335,15 +338,18 @@ typedef struct te_softmax_backward_args {
  * [1, key tokens, kv_heads, ...], and sequence b has the tokens from offsets[b] on, as many as its
  * length says; where there are no lengths, up to offsets[b + 1]. Scores are those of [batch, heads,
  * max_queries, max_keys]. What is written of tokens of no sequence is 0 (of statistics -Inf). There
- * is neither mask nor bias. A sequence that exceeds a bound, the next one's offset or the tensor is
- * INVALID on the CPU; on a GPU no host sees it, and all that is its is NaN. */
+ * is neither mask nor bias.
+ *
+ * A sequence, packed or not, whose length is below 0 or exceeds a bound, the next one's offset or
+ * the tensor is INVALID on the CPU; on a GPU no host sees it, and all that is its is NaN. */
 typedef struct te_attention_problem {
-    te_tensor query; /* [batch, queries, heads, d_k] f32, f16, bf16; unit last stride, any others */
-    te_tensor key;   /* [batch, keys, kv_heads, d_k]; dtype of query; kv_heads divides heads */
-    te_tensor value; /* [batch, keys, kv_heads, d_v]; dtype of query */
-    te_tensor mask;  /* u8, each dim 1 or the scores'; non-zero: masked out; data NULL: none */
-    te_tensor bias;  /* f32, f16, bf16, each dim 1 or the scores'; data NULL: none */
-    te_tensor sink;  /* [heads] f32; data NULL: none */
+    te_tensor query;  /* [batch, queries, heads, d_k] f32, f16, bf16, e4m3; unit last stride, any
+                         others */
+    te_tensor key;    /* [batch, keys, kv_heads, d_k]; dtype of query; kv_heads divides heads */
+    te_tensor value;  /* [batch, keys, kv_heads, d_v]; dtype of query */
+    te_tensor mask;   /* u8, each dim 1 or the scores'; non-zero: masked out; data NULL: none */
+    te_tensor bias;   /* f32, f16, bf16, each dim 1 or the scores'; data NULL: none */
+    te_tensor sink;   /* [heads] f32; data NULL: none */
     te_tensor slopes; /* [heads], or [1 or batch, heads], f32; data NULL: none */
     te_tensor query_lengths, key_lengths; /* [batch] i32, 0 to queries or keys; data NULL: all */
     te_tensor query_offsets, key_offsets; /* [batch + 1] i32: the token with which each packed
@@ -353,7 +359,21 @@ typedef struct te_attention_problem {
     int64_t window_left, window_right, diagonal;
     int32_t bottom_right; /* the diagonal is further right by (keys - queries) of each sequence */
     int64_t max_queries, max_keys; /* bounds of the lengths of packed sequences; else not read */
+    te_tensor query_scales, key_scales, value_scales; /* f32 [TE_TENSOR_SCALES], where e4m3 */
 } te_attention_problem;
+
+/* In FP8 (queries, keys and values in e4m3, each with a scale) both products of a forward multiply
+ * FP8: the weights of all keys, those of softmax with their dropout, are cast to e4m3 with the
+ * scale that their bound asks for, 448 (1 - dropout), and the output is cast to e4m3 with
+ * *output_scale, or where there is none with the scale of the values times (1 - dropout), which no
+ * output exceeds as it is a mean of values. All sums are fp32, statistics are those of the uncast
+ * weights. There is no mask, bias, sink or largest score then.
+ *
+ * A gradient in FP8 multiplies FP8 likewise: the weights, made again, as in the forward, the
+ * gradient of the scores (times the scale of the scores) in the dtype of grad_output with
+ * *grad_scores_scale; gradients of query, key and value get that dtype with *grads_scale. It has no
+ * dropout. A gradient in high precision reads the operands of the forward in that: it is a call
+ * without scales. */
 
 /* output = dropout(softmax(scores)) value, block by block in fp32: no matrix of scores is kept. The
  * statistic of a query is the logarithm of the sum of its exponentiated scores, with that of a
@@ -370,6 +390,10 @@ typedef struct te_attention_args {
                              NULL: not wanted */
     te_tensor top; /* [heads] f32: the largest score of a head, without a sink; -Inf where there is
                       none; data NULL: not wanted */
+    te_tensor output_scales;   /* of FP8: f32 [TE_TENSOR_SCALES] */
+    const float *output_scale; /* device float, or NULL */
+    float *output_amax;        /* device floats that max-accumulate the largest magnitude: of the */
+    float *weights_amax;       /* output, of the weights; NULL: not recorded */
     void *workspace;
     size_t workspace_size;
 } te_attention_args;
@@ -380,17 +404,22 @@ typedef struct te_attention_args {
 typedef struct te_attention_backward_args {
     size_t size;
     te_attention_problem problem;               /* as in the forward */
-    te_tensor grad_output;                      /* as output */
+    te_tensor grad_output;                      /* as output; of FP8 e4m3 or e5m2 */
     te_tensor output;                           /* of the forward */
     te_tensor statistics;                       /* of the forward */
-    te_tensor grad_query, grad_key, grad_value; /* shape and dtype of each; any strides but the
-                                                   last; data NULL: not wanted */
+    te_tensor grad_query, grad_key, grad_value; /* shape of each, dtype of grad_output; any strides
+                                                   but the last; data NULL: not wanted */
     te_tensor grad_bias; /* shape of bias: summed over its dims of 1; f32, f16, bf16; data NULL: not
                             wanted */
     te_tensor grad_sink; /* [heads] f32; data NULL: not wanted */
     int32_t deterministic; /* sums in a fixed order; the CPU's always are. On CUDA without it those
                               of grad_query are not, and with it (or grad_bias) the workspace has a
-                              matrix of scores */
+                              matrix of scores; in FP8 it means nothing there */
+    te_tensor output_scales;                      /* of FP8: as the forward wrote them */
+    te_tensor grad_output_scales;                 /* f32 [TE_TENSOR_SCALES] */
+    te_tensor grads_scales;                       /* the same, written: of the gradients */
+    const float *grad_scores_scale, *grads_scale; /* device floats */
+    float *grad_scores_amax, *grads_amax; /* as output_amax; all three gradients share one */
     void *workspace;
     size_t workspace_size;
 } te_attention_backward_args;
@@ -520,10 +549,12 @@ typedef enum te_field_form {
 typedef enum te_field_dtypes {
     TE_DTYPES_ANY,
     TE_DTYPES_NUMBERS, /* f32, f16, bf16 */
-    TE_DTYPES_FP8,     /* e4m3, e5m2 */
+    TE_DTYPES_CODES,   /* e4m3, e5m2, u8 */
+    TE_DTYPES_SCALES,  /* f32, u8 */
     TE_DTYPES_F32,
     TE_DTYPES_I32,
-    TE_DTYPES_MASK /* u8: 0 or not */
+    TE_DTYPES_MASK,  /* u8: 0 or not */
+    TE_DTYPES_FLOATS /* f32, f16, bf16, e4m3, e5m2 */
 } te_field_dtypes;
 
 typedef enum te_field_access { TE_ACCESS_READ, TE_ACCESS_WRITE, TE_ACCESS_UPDATE } te_field_access;
@@ -547,7 +578,7 @@ typedef struct te_op_info {
     const char *summary; /* one sentence */
 } te_op_info;
 
-enum { TE_OP_MAX_FIELDS = 32 };
+enum { TE_OP_MAX_FIELDS = 48 };
 
 /* Fields of an operator in the order of its args struct; NULL for a bad number. */
 TE_API const te_op_info *te_op_describe(te_op op);

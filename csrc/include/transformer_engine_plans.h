@@ -48,10 +48,11 @@ static inline te_sizes te_sizes_of_rows(int64_t rows)
     return sizes;
 }
 
-/* multiply * roundup(symbol, align) + add */
+/* multiply * roundup(symbol, align) / divide + add */
 typedef struct te_extent {
     int32_t symbol, align; /* te_symbol; align at least 1 */
     int64_t multiply, add;
+    int64_t divide; /* divides align; 0: 1. Of scales, of which several elements share one */
 } te_extent;
 
 TE_API int64_t te_extent_value(const te_extent *extent, const te_sizes *sizes);
@@ -67,14 +68,19 @@ enum {                              /* te_value_desc.flags */
        TE_VALUE_INPUT = 1 << 0,     /* given; data of a call */
        TE_VALUE_PARAMETER = 1 << 1, /* given; a weight */
        TE_VALUE_RESULT = 1 << 2,    /* what the graph is for; its gradient is given to a backward */
-       TE_VALUE_LEADING = 1 << 3,   /* shape[0] stands for the leading dims of tokens or source */
-       TE_VALUE_GRADIENT = 1 << 4,  /* of an input or parameter: its gradient is wanted */
+       /* shape[0] stands for the leading dims of tokens or source; of heads, a value [rows, heads,
+        * channels] or [dim 0, dim 1, heads, channels], the dims before the heads are these */
+       TE_VALUE_LEADING = 1 << 3,
+       TE_VALUE_GRADIENT = 1 << 4,   /* of an input or parameter: its gradient is wanted */
        TE_VALUE_ACCUMULATE = 1 << 5, /* the gradient is added to the caller's buffer (main_grad) */
        TE_VALUE_OVERWRITE = 1 << 6,  /* it is written there */
        TE_VALUE_DEFER = 1 << 7,      /* it is put off, to the plan TE_DIRECTION_DEFERRED */
        /* Of an input, a parameter, or the gradient of a result, as linear nodes cast it: */
        TE_VALUE_KEEP_QUANTIZED = 1 << 8, /* the plan that casts it returns its quantized forms */
-       TE_VALUE_QUANTIZED = 1 << 9 /* it arrives in these forms, in high precision not at all */
+       TE_VALUE_QUANTIZED = 1 << 9, /* it arrives in these forms, in high precision not at all */
+       /* Of a weight besides QUANTIZED, with one scale for the tensor and columns that need no
+        * padding: row-wise alone; a backward that reads it column-wise transposes it. */
+       TE_VALUE_ROW_WISE = 1 << 10
 };
 
 /* A tensor of the graph. */
@@ -89,7 +95,11 @@ typedef struct te_value_desc {
 typedef enum te_recipe {
     TE_RECIPE_NONE = 0,
     TE_RECIPE_DELAYED = 1,
-    TE_RECIPE_CURRENT = 2
+    TE_RECIPE_CURRENT = 2,
+    TE_RECIPE_BLOCK = 3, /* a scale per tile of 1 x 128 or 128 x 128 elements */
+    TE_RECIPE_ROW = 4,   /* a scale per row of what a GEMM reads */
+    TE_RECIPE_MXFP8 = 5, /* a power of two per 32 elements; GEMMs multiply it out */
+    TE_RECIPE_NVFP4 = 6  /* likewise an E4M3 number per 16, and one number per tensor */
 } te_recipe;
 
 /* Operands of a linear layer's GEMMs. */
@@ -100,22 +110,48 @@ typedef enum te_operand_role {
     TE_OPERAND_ROLES
 } te_operand_role;
 
-/* How a linear layer casts what its GEMMs multiply. */
+/* What an attention with a recipe has in FP8: X(ENUM, name). */
+#define TE_HEADS(X)                                                                                \
+    X(QUERY, query)                                                                                \
+    X(KEY, key)                                                                                    \
+    X(VALUE, value)                                                                                \
+    X(OUTPUT, output)                                                                              \
+    X(GRAD_OUTPUT, grad_output)                                                                    \
+    X(GRAD_QUERY, grad_query)                                                                      \
+    X(GRAD_KEY, grad_key)                                                                          \
+    X(GRAD_VALUE, grad_value)
+
+typedef enum te_heads_role {
+#define X(NAME, name) TE_HEADS_##NAME,
+    TE_HEADS(X)
+#undef X
+        TE_HEADS_ROLES
+} te_heads_role;
+
+/* How a linear layer casts what its GEMMs multiply; an attention its heads as the input, and the
+ * gradient of its output as that. */
 typedef struct te_quantization {
-    int32_t recipe;                       /* te_recipe */
-    int32_t forward_fp8, backward_fp8;    /* te_dtype of inputs and weights, and of gradients */
-    uint32_t power_2;                     /* 1 << te_operand_role: power-of-two scale (current) */
-    float amax_epsilon[TE_OPERAND_ROLES]; /* current scaling */
+    int32_t recipe;                    /* te_recipe */
+    int32_t forward_fp8, backward_fp8; /* te_dtype of inputs and weights, and of gradients */
+    uint32_t power_2; /* 1 << te_operand_role: power-of-two scales; not of delayed scaling */
+    float amax_epsilon[TE_OPERAND_ROLES]; /* not of delayed scaling */
+    uint32_t tiles_2d;   /* 1 << te_operand_role: tiles as high as they are wide (not of per-tensor
+                            and   per-row scaling) */
+    uint32_t hadamard;   /* 1 << te_operand_role: the column-wise form is transformed (NVFP4): of
+                            input and gradient alike, which a GEMM multiplies */
+    uint32_t stochastic; /* 1 << te_operand_role, of the gradient alone: rounded stochastically
+                            (NVFP4), by the node's fourth input */
 } te_quantization;
 
 typedef enum te_node_kind {
-    TE_NODE_LINEAR,      /* y = x W^T + b; inputs x, W, b */
+    TE_NODE_LINEAR,      /* y = x W^T + b; inputs x, W, b, and i64 [2] {seed, offset} */
     TE_NODE_NORM,        /* inputs x, gamma, beta */
     TE_NODE_ACTIVATION,  /* inputs x */
     TE_NODE_SOFTCAP,     /* inputs x */
     TE_NODE_ATTENTION,   /* inputs query, key, value (by slices), mask, bias, lengths of queries, of
                             keys, offsets of queries, of keys, sink, slopes */
-    TE_NODE_ROPE,        /* inputs x (by slice), angles, offsets; without angles heads are copied */
+    TE_NODE_ROPE,        /* inputs x (by slice), angles, offsets; without angles heads are copied.
+                            Two in a row that turn the same tokens are one stage */
     TE_NODE_DROPOUT_ADD, /* inputs x, bias, residual */
     TE_NODE_HEAD_NORM,   /* a norm of each head; inputs x (by slice), gamma, beta */
     TE_NODE_KINDS
@@ -133,13 +169,20 @@ enum {                           /* te_node_desc.flags */
        TE_NODE_BOTTOM_RIGHT = 256,   /* attention: see te_attention_problem */
        TE_NODE_INTERLEAVED = 512,    /* rope */
        TE_NODE_DETERMINISTIC = 1024, /* attention: see te_attention_backward_args */
-       TE_NODE_PACKED = 2048         /* attention, rope: rows are tokens of packed sequences, which
+       TE_NODE_PACKED = 2048,        /* attention, rope: rows are tokens of packed sequences, which
                                         begin at the offsets */
+       /* delayed scaling: input and weight, or the gradient of the output, are measured before they
+        * are cast, so that a slot whose scale is 0 is cast with its own */
+       TE_LINEAR_MEASURE_OPERANDS = 4096,
+       TE_LINEAR_MEASURE_GRAD = 8192,
+       TE_NODE_FP8_GRADIENT = 16384 /* attention with a recipe (delayed): its gradients are made in
+                                       FP8, else in high precision from what was saved in FP8 */
 };
 
 /* Heads of a matrix of rows: head h of a row begins at element offset + h * stride, or where
  * `together` of them lie side by side at offset + h / together * stride + h % together * channels.
- * All columns of a matrix that is read by slices belong to one of them. */
+ * All columns of a matrix that is read by slices belong to one of them. Attention also reads values
+ * of heads, wherever they lie: all of one, as a slice without offset and gaps says. */
 typedef struct te_slice {
     int32_t heads, channels;
     int64_t offset, stride;
@@ -160,9 +203,12 @@ typedef struct te_node_desc {
     const double *numbers;
     const te_slice *slices; /* attention, rope, norm of heads: of the first inputs */
     int32_t input_count, number_count, slice_count;
-    te_quantization quantization; /* linear */
-    int32_t owner;                /* linear: module of the call whose slots it takes */
-    int32_t slots[2];  /* of the node in the owner's slots of the forward and backward chunk */
+    te_quantization quantization; /* linear, attention */
+    int32_t owner;                /* the same: module of the call whose slots it takes */
+    int32_t slots[2];  /* of the node in the owner's slots of the forward and backward chunk. An
+                          attention has 9 and 6: 2, queries, keys and values; 3, output; 8, weights
+                          (recorded alone); 0, their gradients; 3, that of the output; 5, that of the
+                          scores */
     int32_t gather;    /* linear, > 1: the quantized input is gathered from that many ranks */
     uint32_t external; /* linear: 1 << te_linear_stage that the caller runs */
 } te_node_desc;
@@ -246,14 +292,21 @@ typedef enum te_buffer_role {
     X(VALUE, value, value)                                                                         \
     X(ROW, row, node *TE_OPERAND_ROLES + te_operand_role)                                          \
     X(COLUMN, column, likewise)                                                                    \
-    X(SCALES, scales, likewise)                                                                    \
+    X(SCALES, scales, likewise) /* of both forms */                                                \
+    X(ROW_SCALES, row_scales, likewise)                                                            \
+    X(COLUMN_SCALES, column_scales, likewise)                                                      \
+    X(ROW_AMAX, row_amax, likewise) /* of a whole form */                                          \
+    X(COLUMN_AMAX, column_amax, likewise)                                                          \
     X(MEAN, mean, node)                                                                            \
     X(RSIGMA, rsigma, node)                                                                        \
     X(BIAS_CAST, bias_cast, node)                                                                  \
     X(GATHERED, gathered, node)                                                                    \
     X(STATISTICS, statistics, node)                                                                \
     X(RNG, rng, node)                                                                              \
-    X(PARTIALS, partials, nothing)                                                                 \
+    X(HEADS, heads, node *TE_HEADS_ROLES + te_heads_role)                                          \
+    X(HEADS_SCALES, heads_scales, likewise)                                                        \
+    X(HEADS_WIDE, heads_wide, likewise) /* read again */                                           \
+    X(PARTIALS, partials, nothing)      /* 1: of the column-wise form alone */                     \
     X(SCALE, scale, owner)                                                                         \
     X(HISTORY, history, owner)                                                                     \
     X(PART, part, value + n * count of values) /* its gradient's contribution n; 0: their sum */
@@ -265,6 +318,13 @@ typedef enum te_link {
         TE_LINK_COUNT
 } te_link;
 
+/* How a view lies in its base. */
+typedef enum te_view_kind {
+    TE_VIEW_PART,      /* at offset and strides of a dense base */
+    TE_VIEW_EXCHANGED, /* it is the base with its first two dims exchanged, whatever its strides */
+    TE_VIEW_BATCH      /* the base with a first dim of 1 before the others, likewise */
+} te_view_kind;
+
 typedef struct te_buffer_info {
     const char *name; /* for people */
     te_buffer_role role;
@@ -272,12 +332,14 @@ typedef struct te_buffer_info {
     int32_t of;
     te_dtype dtype;
     int32_t written; /* of a state: the run changes it */
-    int32_t leading; /* shape[0] stands for the leading dims of its sequence (times multiply) */
+    int32_t leading; /* shape[0] stands for the leading dims of its sequence (times multiply); of 3
+                        dims and more, those before the last two are these */
     int32_t ndim;
     te_extent shape[TE_MAX_DIMS];
-    int32_t base; /* of a view: the buffer that it is part of, which is dense */
+    int32_t base; /* of a view: the buffer that it is part of */
+    te_view_kind view;
     int64_t offset;
-    te_extent strides[TE_MAX_DIMS]; /* of a view */
+    te_extent strides[TE_MAX_DIMS]; /* of a part */
 } te_buffer_info;
 
 typedef struct te_stage_info {

@@ -9,9 +9,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/scales.h"
 #include "core/fields.h"
 #include "core/status.h"
 #include "core/tensor.h"
+#include "layer/heads_place.h"
 #include "layer/recipe.h"
 
 int te_links_has(const te_links *links, te_link link, int32_t of)
@@ -74,7 +76,14 @@ int te_operand_is_kept(const te_build *build, int32_t of)
 }
 
 /* A made-up name: prefix of the node, name of the operand, form. */
-static const char *operand_names[] = {"input", "weight", "grad_output"};
+static const char *const operand_names[] = {"input", "weight", "grad_output"};
+static const char *const form_names[TE_LINK_COUNT] = {[TE_LINK_ROW] = "_row",
+                                                      [TE_LINK_COLUMN] = "_column",
+                                                      [TE_LINK_SCALES] = "_scales",
+                                                      [TE_LINK_ROW_SCALES] = "_row_scales",
+                                                      [TE_LINK_COLUMN_SCALES] = "_column_scales",
+                                                      [TE_LINK_ROW_AMAX] = "_row_amax",
+                                                      [TE_LINK_COLUMN_AMAX] = "_column_amax"};
 
 /* dtype, shape and name of a buffer, whatever plan it is in. `name` has room for them. */
 static void describe(const te_build *build, te_link link, int32_t of, te_buffer_info *info,
@@ -113,14 +122,16 @@ static void describe(const te_build *build, te_link link, int32_t of, te_buffer_
     case TE_LINK_ROW:
     case TE_LINK_COLUMN:
     case TE_LINK_SCALES:
+    case TE_LINK_ROW_SCALES:
+    case TE_LINK_COLUMN_SCALES:
+    case TE_LINK_ROW_AMAX:
+    case TE_LINK_COLUMN_AMAX:
         node = te_node(build, of / TE_OPERAND_ROLES);
         value = te_value(build, value_of_operand(build, of));
         te_describe_form(&node->quantization, (te_operand_role)(of % TE_OPERAND_ROLES), link,
                          value->shape, info);
         (void)snprintf(name, size, "%s%s%s", node->name, operand_names[of % TE_OPERAND_ROLES],
-                       link == TE_LINK_ROW      ? "_row"
-                       : link == TE_LINK_COLUMN ? "_column"
-                                                : "_scales");
+                       form_names[link]);
         return;
     case TE_LINK_MEAN:
     case TE_LINK_RSIGMA:
@@ -150,6 +161,17 @@ static void describe(const te_build *build, te_link link, int32_t of, te_buffer_
         info->shape[1] = te_constant(node->slices[0].heads);
         (void)snprintf(name, size, "%sstatistics", node->name);
         return;
+    case TE_LINK_HEADS:
+    case TE_LINK_HEADS_SCALES:
+    case TE_LINK_HEADS_WIDE:
+        node = te_node(build, of / TE_HEADS_ROLES);
+        te_heads_describe(graph, node, link, (te_heads_role)(of % TE_HEADS_ROLES), info);
+        (void)snprintf(name, size, "%s%s%s", node->name,
+                       te_heads_name((te_heads_role)(of % TE_HEADS_ROLES)),
+                       link == TE_LINK_HEADS          ? "_fp8"
+                       : link == TE_LINK_HEADS_SCALES ? "_scales"
+                                                      : "_again");
+        return;
     case TE_LINK_RNG:
         info->dtype = TE_DTYPE_I64;
         info->shape[0] = te_constant(2);
@@ -157,7 +179,7 @@ static void describe(const te_build *build, te_link link, int32_t of, te_buffer_
         return;
     case TE_LINK_PARTIALS:
         info->shape[0] = te_constant(TE_AMAX_PARTIALS);
-        (void)snprintf(name, size, "partials");
+        (void)snprintf(name, size, of == 0 ? "partials" : "column_partials");
         return;
     case TE_LINK_HISTORY:
         info->ndim = 2;
@@ -190,8 +212,14 @@ static te_buffer_role role_of_gradient(const te_build *build, int32_t of)
     return (flags & TE_VALUE_RESULT) != 0 ? TE_ROLE_INPUT : TE_ROLE_SCRATCH;
 }
 
-static te_buffer_role role_of_form(const te_build *build, int32_t of)
+int te_operand_is_transposed(const te_build *build, int32_t of)
 {
+    return (flags_of_operand(build, of) & TE_VALUE_ROW_WISE) != 0;
+}
+
+static te_buffer_role role_of_form(const te_build *build, te_link form, int32_t of)
+{
+    if (form == TE_LINK_COLUMN && te_operand_is_transposed(build, of)) return TE_ROLE_SCRATCH;
     if (te_operand_is_kept(build, of)) return TE_ROLE_OUTPUT;
     if (!te_operand_arrives(build, of)) return TE_ROLE_SCRATCH;
     return of % TE_OPERAND_ROLES == TE_WEIGHT_OPERAND ? TE_ROLE_PARAMETER : TE_ROLE_INPUT;
@@ -203,9 +231,7 @@ static te_buffer_role role_of(const te_build *build, te_link link, int32_t of)
     if (link == TE_LINK_VALUE) role = role_of_value(build, of);
     if (link == TE_LINK_GRADIENT) role = role_of_gradient(build, of);
     if (link == TE_LINK_SCALE || link == TE_LINK_HISTORY) role = TE_ROLE_STATE;
-    if (link == TE_LINK_ROW || link == TE_LINK_COLUMN || link == TE_LINK_SCALES) {
-        role = role_of_form(build, of);
-    }
+    if (form_names[link] != NULL) role = role_of_form(build, link, of);
     if (role != TE_ROLE_SCRATCH) return role;
     if (te_links_has(&build->saved, link, of)) return TE_ROLE_SAVED;
     if (build->direction == TE_DIRECTION_FORWARD || !te_links_has(&build->deferred, link, of)) {
@@ -275,7 +301,7 @@ int32_t te_view(te_build *build, const te_buffer_info *view)
     info.dtype = base->dtype;
     for (int32_t i = 0; i < build->plan.buffer_count; i++) {
         const te_buffer_info *known = &build->plan.buffers[i].info;
-        if (known->role == TE_ROLE_VIEW && known->base == info.base &&
+        if (known->role == TE_ROLE_VIEW && known->base == info.base && known->view == info.view &&
             known->offset == info.offset && known->ndim == info.ndim &&
             memcmp(known->shape, info.shape, sizeof info.shape) == 0 &&
             memcmp(known->strides, info.strides, sizeof info.strides) == 0) {
@@ -306,6 +332,28 @@ static int32_t packed_heads_of(te_build *build, int32_t n, te_buffer_info *info,
     return te_view(build, info);
 }
 
+/* Of a buffer of heads: itself, or as the node's order of memory has it. */
+static int32_t whole_heads_of(te_build *build, int32_t n, int32_t base)
+{
+    const te_buffer_info *heads = &build->plan.buffers[base].info;
+    const uint32_t flags = te_node(build, n)->flags;
+    te_buffer_info info = {.ndim = 4, .base = base, .view = TE_VIEW_EXCHANGED};
+    char name[2 * TE_NAME_BYTES];
+    (void)snprintf(name, sizeof name, "%.24s_heads", build->plan.buffers[base].name);
+    info.name = name;
+    if ((flags & TE_NODE_PACKED) != 0) {
+        info.view = TE_VIEW_BATCH;
+        info.shape[0] = te_constant(1);
+        memcpy(&info.shape[1], heads->shape, 3 * sizeof info.shape[0]);
+        return te_view(build, &info);
+    }
+    if ((flags & TE_NODE_SEQUENCE_FIRST) == 0) return base;
+    memcpy(info.shape, heads->shape, sizeof info.shape);
+    info.shape[0] = heads->shape[1];
+    info.shape[1] = heads->shape[0];
+    return te_view(build, &info);
+}
+
 int32_t te_heads_of(te_build *build, int32_t n, int32_t matrix, const te_slice *slice)
 {
     te_buffer_info info = {.ndim = 4, .base = matrix, .offset = slice->offset};
@@ -315,6 +363,7 @@ int32_t te_heads_of(te_build *build, int32_t n, int32_t matrix, const te_slice *
     int64_t columns;
     int32_t rows, outer = first ? 1 : 0; /* the dim of the first leading one */
     if (build->plan.status != TE_OK) return 0;
+    if (build->plan.buffers[matrix].info.ndim > 2) return whole_heads_of(build, n, matrix);
     columns = build->plan.buffers[matrix].info.shape[1].add;
     rows = build->plan.buffers[matrix].info.shape[0].symbol;
     (void)snprintf(name, sizeof name, "%.24s_at_%lld", build->plan.buffers[matrix].name,
@@ -558,6 +607,13 @@ void te_use_value(te_build *build, te_stage *stage, const char *field, int32_t v
     if (value >= 0) te_use_as(build, stage, field, te_get(build, TE_LINK_VALUE, value));
 }
 
+void te_use_slot(te_build *build, te_stage *stage, const char *field, int32_t buffer, int32_t chunk,
+                 int32_t slot)
+{
+    te_stage_use_at(&build->plan, stage, field_number(build, stage, field), buffer, slot,
+                    1 + chunk);
+}
+
 void te_use_size(te_build *build, te_stage *stage, const char *field, int32_t symbol)
 {
     te_stage_use_at(&build->plan, stage, field_number(build, stage, field), TE_NO_BUFFER, symbol,
@@ -595,13 +651,13 @@ te_cast_to te_cast_nothing(void)
 {
     te_cast_to cast = {.amax_epsilon = 0.0F};
     cast.wide = cast.row = cast.row_scales = cast.column = cast.column_scales = cast.bias_grad =
-        cast.amax_partials = cast.scale = cast.history = cast.partials = cast.given = TE_NO_BUFFER;
+        cast.amax_partials = cast.scale = cast.history = cast.partials = cast.given =
+            cast.row_amax = cast.column_amax = cast.column_partials = cast.rng = TE_NO_BUFFER;
     return cast;
 }
 
 void te_ask_cast(te_build *build, te_stage *stage, const te_cast_to *cast)
 {
-    int32_t chunk = 1 + cast->chunk;
     te_use_as(build, stage, "wide", cast->wide);
     te_use_as(build, stage, "bias_grad", cast->bias_grad);
     te_use_as(build, stage, "amax_partials", cast->amax_partials);
@@ -614,14 +670,20 @@ void te_ask_cast(te_build *build, te_stage *stage, const te_cast_to *cast)
     te_use_as(build, stage, "partials", cast->partials);
     te_set_number(build, stage, "amax_epsilon", (double)cast->amax_epsilon);
     te_set_number(build, stage, "power_2_scale", cast->power_2);
+    if (te_scales_micro(cast->mode)) {
+        te_use_as(build, stage, "row_amax", cast->row_amax);
+        te_use_as(build, stage, "column_amax", cast->column_amax);
+        te_use_as(build, stage, "column_partials", cast->column_partials);
+        te_use_as(build, stage, "rng", cast->rng);
+        te_set_number(build, stage, "square", cast->square);
+        te_set_number(build, stage, "hadamard", cast->hadamard);
+    }
     if (cast->given != TE_NO_BUFFER) {
         te_stage_use_at(&build->plan, stage, field_number(build, stage, "scale"), cast->given,
                         TE_SCALES_SCALE, 0);
     } else if (cast->scale != TE_NO_BUFFER) {
-        te_stage_use_at(&build->plan, stage, field_number(build, stage, "scale"), cast->scale,
-                        cast->slot, chunk);
+        te_use_slot(build, stage, "scale", cast->scale, cast->chunk, cast->slot);
     }
     if (cast->history == TE_NO_BUFFER) return;
-    te_stage_use_at(&build->plan, stage, field_number(build, stage, "amax"), cast->history,
-                    cast->slot, chunk);
+    te_use_slot(build, stage, "amax", cast->history, cast->chunk, cast->slot);
 }

@@ -84,8 +84,11 @@ te_status te_check_parameter(const te_graph_desc *graph, int32_t value, const ch
 te_status te_check_rows(const te_graph_desc *graph, int32_t node, const char *what, int64_t ranks);
 /* Of a linear node (linear_check.c). */
 te_status te_check_linear(const te_graph_desc *graph, int32_t node);
+/* Dtypes, numbers and slots of a node that has a recipe. */
+te_status te_check_quantization(const te_node_desc *node, const char *what);
 
-/* Input i of a node is a matrix of rows of a sequence, whose slice i lies inside. */
+/* Input i of a node is a matrix of rows of a sequence, whose slice i lies inside; for attention
+ * also a value of heads, which the slice is all of. */
 te_status te_check_slice(const te_graph_desc *graph, int32_t node, int i);
 /* Input 0 is one, and the output the dense matrix of its heads. */
 te_status te_check_heads(const te_graph_desc *graph, int32_t node, const char *what);
@@ -113,9 +116,23 @@ static inline int32_t te_operand_of(int32_t node, te_operand_role role)
     return node * TE_OPERAND_ROLES + (int32_t)role;
 }
 
+/* Whether a value is one of heads: [rows, heads, channels] or [dim 0, dim 1, heads, channels]. */
+static inline int te_is_of_heads(const te_value_desc *value)
+{
+    return (value->flags & TE_VALUE_LEADING) != 0 && value->ndim > 2;
+}
+/* The symbol of the rows of a matrix or of heads. */
+static inline int32_t te_rows_symbol(const te_value_desc *value)
+{
+    return value->shape[0].symbol - (te_is_of_heads(value) && value->ndim == 4);
+}
+
 /* Whether what a plan is given of the operand are its quantized forms; whether it returns them. */
 int te_operand_arrives(const te_build *build, int32_t of);
 int te_operand_is_kept(const te_build *build, int32_t of);
+
+/* Whether its column-wise form is made of the row-wise one, which alone arrives. */
+int te_operand_is_transposed(const te_build *build, int32_t of);
 
 /* ---- buffers ---- */
 
@@ -130,8 +147,8 @@ int32_t te_need(te_build *build, te_link link, int32_t of);
 int32_t te_defer(te_build *build, te_link link, int32_t of);
 
 /* Heads of a matrix of rows as [batch, sequence, heads, channels], `node` says in which order of
- * memory; for the caller's attention as [batch, heads, sequence, channels]. Heads that lie side by
- * side are one. Of packed sequences with a batch of 1 for attention, and without one for others. */
+ * memory. Heads that lie side by side are one. Of packed sequences with a batch of 1 for attention,
+ * and without one for others. A buffer of heads is read as it is, in that order. */
 int32_t te_heads_of(te_build *build, int32_t node, int32_t matrix, const te_slice *slice);
 /* Part of a buffer; `view` has name, shape, base, offset and strides. */
 int32_t te_view(te_build *build, const te_buffer_info *view);
@@ -207,6 +224,9 @@ te_stage *te_add(te_build *build, int32_t node, const char *prefix, const char *
 void te_use_as(te_build *build, te_stage *stage, const char *field, int32_t buffer);
 /* Lets a buffer fill the field, where there is the value; as te_get and te_need. */
 void te_use_value(te_build *build, te_stage *stage, const char *field, int32_t value);
+/* Lets a slot of a chunk of the scaling state fill the field; `chunk` as in te_cast_to. */
+void te_use_slot(te_build *build, te_stage *stage, const char *field, int32_t buffer, int32_t chunk,
+                 int32_t slot);
 /* Gives a number the value of a te_symbol. */
 void te_use_size(te_build *build, te_stage *stage, const char *field, int32_t symbol);
 /* output = residual + input; TE_NO_BUFFER: a copy. */
@@ -221,6 +241,8 @@ void te_set_number(te_build *build, te_stage *stage, const char *field, double v
 /* What a casting stage is asked for; TE_NO_BUFFER where it is not wanted. */
 typedef struct te_cast_to {
     int32_t wide, row, row_scales, column, column_scales, bias_grad, amax_partials;
+    int32_t row_amax, column_amax, column_partials, rng; /* of te_quantize alone */
+    int32_t square, hadamard;
     int32_t scale, history, partials; /* where the scale comes from: a chunk, or partial maxima */
     int32_t given;                    /* or the scales of an earlier cast */
     int32_t chunk, slot;

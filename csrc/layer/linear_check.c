@@ -23,14 +23,6 @@ static te_status check_dtypes(const te_graph_desc *graph, const te_node_desc *no
                        b == NULL ? "none" : te_dtype_name((te_dtype)b->dtype),
                        te_dtype_name((te_dtype)y->dtype));
     }
-    for (int role = 0; role < TE_OPERAND_ROLES; role++) {
-        const te_recipe_rule *rule = te_recipe_rule_of(q, (te_operand_role)role);
-        te_dtype dtype = te_role_dtype(q, (te_operand_role)role);
-        if ((uint32_t)dtype < 32 && (rule->dtypes >> dtype & 1U) != 0) continue;
-        return TE_FAIL(
-            TE_ERROR_TYPE, "linear: FP8 dtypes %s and %s, expected e4m3 and then e4m3 or e5m2",
-            te_dtype_name((te_dtype)q->forward_fp8), te_dtype_name((te_dtype)q->backward_fp8));
-    }
     return TE_OK;
 }
 
@@ -48,21 +40,41 @@ static te_status check_weight(const te_graph_desc *graph, const te_node_desc *no
     return TE_OK;
 }
 
-static te_status check_numbers(const te_node_desc *node)
+te_status te_check_quantization(const te_node_desc *node, const char *what)
 {
     const te_quantization *q = &node->quantization;
     int negative = 0;
+    for (int role = 0; te_is_quantized(q) && role < TE_OPERAND_ROLES; role++) {
+        const te_recipe_rule *rule = te_recipe_rule_of(q, (te_operand_role)role);
+        te_dtype dtype = te_role_dtype(q, (te_operand_role)role);
+        if ((uint32_t)dtype < 32 && (rule->dtypes >> dtype & 1U) != 0) continue;
+        return TE_FAIL(TE_ERROR_TYPE, "%s: FP8 dtypes %s and %s, expected %s", what,
+                       te_dtype_name((te_dtype)q->forward_fp8),
+                       te_dtype_name((te_dtype)q->backward_fp8),
+                       te_recipe_is_fp4(q->recipe) ? "u8, of which each is two e2m1"
+                                                   : "e4m3 and then e4m3 or e5m2");
+    }
     for (int role = 0; role < TE_OPERAND_ROLES; role++) negative |= !(q->amax_epsilon[role] >= 0);
     if (negative || q->power_2 >> TE_OPERAND_ROLES != 0 || node->owner < 0 ||
         node->owner >= TE_GRAPH_NODES) {
-        return TE_FAIL(TE_ERROR_INVALID, "linear: amax_epsilon, power_2 = 0x%x or owner %d",
+        return TE_FAIL(TE_ERROR_INVALID, "%s: amax_epsilon, power_2 = 0x%x or owner %d", what,
                        q->power_2, node->owner);
+    }
+    if ((q->tiles_2d & ~te_recipe_tiles_2d(q->recipe)) != 0) {
+        return TE_FAIL(TE_ERROR_INVALID, "%s: tiles_2d = 0x%x, expected bits of 0x%x", what,
+                       q->tiles_2d, te_recipe_tiles_2d(q->recipe));
     }
     for (int i = 0; i < 2; i++) {
         if (node->slots[i] >= 0 && node->slots[i] <= INT16_MAX) continue;
-        return TE_FAIL(TE_ERROR_INVALID, "linear: slots[%d] = %d, expected 0 to %d", i,
+        return TE_FAIL(TE_ERROR_INVALID, "%s: slots[%d] = %d, expected 0 to %d", what, i,
                        node->slots[i], INT16_MAX);
     }
+    return TE_OK;
+}
+
+static te_status check_gather(const te_node_desc *node)
+{
+    const te_quantization *q = &node->quantization;
     if (node->gather < 1 || node->gather > INT16_MAX ||
         (node->gather > 1 &&
          (!te_is_quantized(q) || (node->external >> TE_LINEAR_STAGE_GATHER_INPUT & 1U) == 0))) {
@@ -75,17 +87,75 @@ static te_status check_numbers(const te_node_desc *node)
     return TE_OK;
 }
 
+/* What NVFP4 alone has. */
+static te_status check_fp4(const te_graph_desc *graph, const te_node_desc *node)
+{
+    const uint32_t both = 1U << TE_INPUT_OPERAND | 1U << TE_GRAD_OPERAND;
+    const uint32_t gradient = 1U << TE_GRAD_OPERAND;
+    const te_quantization *q = &node->quantization;
+    const te_value_desc *pair = node->inputs[3] < 0 ? NULL : &graph->values[node->inputs[3]];
+    const int fp4 = te_recipe_is_fp4(q->recipe);
+    if ((q->hadamard != 0 && (!fp4 || q->hadamard != both || (q->tiles_2d & both) != 0)) ||
+        (q->stochastic != 0 && (!fp4 || q->stochastic != gradient))) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "linear: hadamard = 0x%x, stochastic = 0x%x, tiles_2d = 0x%x: nvfp4 "
+                       "transforms input and gradient (0x%x), without tiles, or none, and rounds "
+                       "the gradient (0x%x) stochastically",
+                       q->hadamard, q->stochastic, q->tiles_2d, both, gradient);
+    }
+    if ((q->stochastic != 0) != (pair != NULL) ||
+        (pair != NULL && (pair->flags != TE_VALUE_INPUT || pair->dtype != TE_DTYPE_I64 ||
+                          pair->ndim != 1 || pair->shape[0].add != 2))) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "linear: inputs[3] = %d, expected an input i64 [2] where gradients are "
+                       "rounded stochastically, and else none",
+                       node->inputs[3]);
+    }
+    if (fp4 && graph->values[node->output].dtype == TE_DTYPE_F16) {
+        return TE_FAIL(TE_ERROR_UNSUPPORTED, "linear: nvfp4 has no f16 output: use bf16 or f32");
+    }
+    return TE_OK;
+}
+
+/* What scales of tiles do not have. */
+static te_status check_tiles(const te_graph_desc *graph, const te_node_desc *node)
+{
+    const te_extent *rows = &graph->values[node->inputs[0]].shape[0];
+    const te_recipe_rule *rule = te_recipe_rule_of(&node->quantization, TE_INPUT_OPERAND);
+    if (rule->scale != TE_SCALE_OWN && !rule->separate) return TE_OK;
+    if (node->gather > 1) {
+        return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                       "linear: gather = %d: the scales of rows and tiles are not gathered",
+                       node->gather);
+    }
+    if (rows->symbol == TE_SYMBOL_NONE || (rows->multiply == 1 && rows->align == 1)) return TE_OK;
+    return TE_FAIL(TE_ERROR_UNSUPPORTED, "linear: scales of tiles of %lld * roundup(rows, %d) rows",
+                   (long long)rows->multiply, rows->align);
+}
+
 te_status te_check_linear(const te_graph_desc *graph, int32_t k)
 {
     const te_node_desc *node = &graph->nodes[k];
     int64_t in = graph->values[node->inputs[0]].shape[1].add;
     int64_t out = graph->values[node->output].shape[1].add;
     if (node->inputs[1] < 0) return TE_FAIL(TE_ERROR_INVALID, "linear: it has no weight");
-    TE_TRY(check_numbers(node));
+    TE_TRY(te_check_quantization(node, "linear"));
+    TE_TRY(check_gather(node));
+    TE_TRY(check_fp4(graph, node));
+    TE_TRY(check_tiles(graph, node));
     TE_TRY(te_check_rows(graph, k, "linear", node->gather));
     TE_TRY(te_check_parameter(graph, node->inputs[1], "linear: weight", out, in));
     TE_TRY(te_check_parameter(graph, node->inputs[2], "linear: bias", 0, out));
     TE_TRY(check_dtypes(graph, node));
+    if ((graph->values[node->inputs[1]].flags & TE_VALUE_ROW_WISE) != 0 &&
+        (te_recipe_rule_of(&node->quantization, TE_WEIGHT_OPERAND)->mode != TE_SCALING_TENSOR ||
+         in % 16 != 0)) {
+        return TE_FAIL(
+            TE_ERROR_INVALID,
+            "linear: %s arrives row-wise alone: that takes one scale for the tensor, and "
+            "columns (%lld) in a multiple of 16",
+            graph->values[node->inputs[1]].name, (long long)in);
+    }
     if ((graph->values[node->output].flags & TE_VALUE_QUANTIZED) != 0 && node->inputs[2] >= 0 &&
         (graph->values[node->inputs[2]].flags & TE_VALUE_GRADIENT) != 0) {
         return TE_FAIL(TE_ERROR_INVALID,

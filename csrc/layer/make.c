@@ -105,7 +105,8 @@ static te_status copy_nodes(const te_graph_desc *graph, graph_copy *copy)
 #define MOST_FIXED ((int64_t)1 << 40)
 
 /* Flags that only the weight of a linear node knows; only operands of one with a recipe. */
-#define OF_WEIGHT (uint32_t)(TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE | TE_VALUE_DEFER)
+#define OF_WEIGHT                                                                                  \
+    (uint32_t)(TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE | TE_VALUE_DEFER | TE_VALUE_ROW_WISE)
 #define OF_OPERAND (uint32_t)(TE_VALUE_KEEP_QUANTIZED | TE_VALUE_QUANTIZED)
 
 static int is_given(const te_value_desc *value)
@@ -113,18 +114,32 @@ static int is_given(const te_value_desc *value)
     return (value->flags & (uint32_t)(TE_VALUE_INPUT | TE_VALUE_PARAMETER)) != 0;
 }
 
+/* Leading dims as rows; of heads as rows, or as the two that there are. */
+static int has_leading(const te_value_desc *value)
+{
+    const te_extent *shape = value->shape;
+    const int apart = value->ndim == 4, rows = shape[0].symbol - apart;
+    int fits = (rows == TE_SYMBOL_ROWS || rows == TE_SYMBOL_SOURCE_ROWS) && shape[0].align == 1;
+    if (!te_is_of_heads(value)) return fits;
+    fits &= shape[0].multiply == 1 && shape[value->ndim - 2].symbol == TE_SYMBOL_NONE &&
+            shape[value->ndim - 1].symbol == TE_SYMBOL_NONE;
+    return fits && (!apart ||
+                    (shape[1].symbol == rows + 2 && shape[1].multiply == 1 && shape[1].align == 1));
+}
+
 static te_status check_shape(const te_value_desc *value)
 {
     int64_t most = MOST_FIXED, elements = 1;
     int free = (value->flags & (uint32_t)(TE_VALUE_INPUT | TE_VALUE_LEADING)) == TE_VALUE_INPUT;
+    int apart = te_is_of_heads(value) && value->ndim == 4;
     for (int32_t d = 0; d < value->ndim; d++) {
         const te_extent *e = &value->shape[d];
         int constant = e->symbol == TE_SYMBOL_NONE;
         int64_t length = constant ? e->add : e->multiply;
         if (free && constant && length == TE_ANY_LENGTH) continue;
-        if (e->symbol < 0 || e->symbol >= TE_SYMBOL_COUNT || e->align < 1 || length < 1 ||
-            length >= TE_ANY_LENGTH ||
-            (!constant && (e->add != 0 || (!free && most == MOST_IN_ROW)))) {
+        if (e->symbol < 0 || e->symbol >= TE_SYMBOL_COUNT || e->align < 1 || e->divide > 1 ||
+            e->divide < 0 || length < 1 || length >= TE_ANY_LENGTH ||
+            (!constant && (e->add != 0 || (!free && !apart && most == MOST_IN_ROW)))) {
             return TE_FAIL(TE_ERROR_INVALID,
                            "graph: %s: dim %d is %lld * roundup(symbol %d, %d) + %lld", value->name,
                            d, (long long)e->multiply, e->symbol, e->align, (long long)e->add);
@@ -133,10 +148,7 @@ static te_status check_shape(const te_value_desc *value)
         elements = length > MOST_FIXED / elements ? MOST_FIXED + 1 : elements * length;
     }
     if (elements > most) return TE_FAIL(TE_ERROR_INVALID, "graph: %s: too large", value->name);
-    if ((value->flags & TE_VALUE_LEADING) != 0 &&
-        ((value->shape[0].symbol != TE_SYMBOL_ROWS &&
-          value->shape[0].symbol != TE_SYMBOL_SOURCE_ROWS) ||
-         value->shape[0].align != 1)) {
+    if ((value->flags & TE_VALUE_LEADING) != 0 && !has_leading(value)) {
         return TE_FAIL(TE_ERROR_INVALID, "graph: %s: leading dims that are no number of rows",
                        value->name);
     }
@@ -149,15 +161,17 @@ static te_status check_value(const te_value_desc *value, int32_t number)
     uint32_t kind = value->flags & kinds;
     if (memchr(value->name, '\0', sizeof value->name) == NULL || value->ndim < 1 ||
         value->ndim > TE_MAX_DIMS || (kind & (kind - 1)) != 0 ||
-        value->flags >= (uint32_t)TE_VALUE_QUANTIZED << 1 ||
+        value->flags >= (uint32_t)TE_VALUE_ROW_WISE << 1 ||
         ((value->flags & OF_WEIGHT) != 0 && kind != TE_VALUE_PARAMETER) ||
         ((value->flags & OF_OPERAND) != 0 && kind == 0) ||
-        (value->flags & OF_OPERAND) == OF_OPERAND) {
+        (value->flags & OF_OPERAND) == OF_OPERAND ||
+        (value->flags & (uint32_t)(TE_VALUE_QUANTIZED | TE_VALUE_ROW_WISE)) == TE_VALUE_ROW_WISE) {
         return TE_FAIL(TE_ERROR_INVALID, "graph: value %d: name, ndim = %d or flags = 0x%x", number,
                        value->ndim, value->flags);
     }
     if (value->flags == TE_VALUE_INPUT &&
-        (value->dtype == TE_DTYPE_U8 || value->dtype == TE_DTYPE_I32)) {
+        (value->dtype == TE_DTYPE_U8 || value->dtype == TE_DTYPE_I32 ||
+         value->dtype == TE_DTYPE_I64)) {
         return check_shape(value);
     }
     if (!te_dtype_is_high_precision((te_dtype)value->dtype) ||
@@ -176,7 +190,8 @@ static te_status check_operand(const te_graph_desc *graph, int32_t n, int32_t va
     const te_node_desc *node = &graph->nodes[n];
     const te_value_desc *desc = &graph->values[value];
     if ((desc->flags & OF_OPERAND) == 0) return TE_OK;
-    if (te_is_quantized(&node->quantization) && role < TE_OPERAND_ROLES &&
+    if (node->kind == TE_NODE_LINEAR && te_is_quantized(&node->quantization) &&
+        role < TE_OPERAND_ROLES &&
         ((desc->flags & TE_VALUE_RESULT) != 0) == (role == TE_GRAD_OPERAND)) {
         return TE_OK;
     }
@@ -192,7 +207,8 @@ static te_status check_reader(const te_graph_desc *graph, int32_t n, int i)
 {
     const te_node_desc *node = &graph->nodes[n];
     const te_value_desc *value = &graph->values[node->inputs[i]];
-    if ((value->flags & OF_WEIGHT) != 0 && (!rules[node->kind]->casts || i != TE_WEIGHT_OPERAND)) {
+    if ((value->flags & OF_WEIGHT) != 0 &&
+        (node->kind != TE_NODE_LINEAR || i != TE_WEIGHT_OPERAND)) {
         return TE_FAIL(TE_ERROR_INVALID,
                        "graph: node %d reads %s, whose flags 0x%x only a linear's weight has", n,
                        value->name, value->flags);
@@ -266,7 +282,9 @@ static te_status check_slices(const te_graph_desc *graph, int32_t n, int i)
             whole &= (k == n && j == i) || !overlap(slice, other);
         }
     }
-    if (whole && columns == graph->values[x].shape[1].add) return TE_OK;
+    if (whole && (te_is_of_heads(&graph->values[x]) || columns == graph->values[x].shape[1].add)) {
+        return TE_OK;
+    }
     return TE_FAIL(TE_ERROR_UNSUPPORTED,
                    "graph: node %d: %s is read by slices: each of its columns by one of them, and "
                    "by nothing else",
@@ -431,7 +449,7 @@ static void walk_backward(te_build *build)
         te_value_state *state = &build->values[v];
         if (state->producer != TE_NOBODY) continue;
         if ((te_value(build, v)->flags & TE_VALUE_LEADING) != 0 &&
-            te_value(build, v)->shape[0].symbol == TE_SYMBOL_SOURCE_ROWS) {
+            te_rows_symbol(te_value(build, v)) == TE_SYMBOL_SOURCE_ROWS) {
             need_source(build, v);
         }
         if (state->grads > 1) (void)te_grad(build, v);

@@ -8,6 +8,7 @@
 
 #include "core/status.h"
 #include "layer/build.h"
+#include "layer/heads_fp8.h"
 
 /* ---- attention ------------------------------------------------------------------------------ */
 
@@ -74,6 +75,16 @@ static int32_t statistics_of(te_build *build, int32_t n)
     return te_view(build, &view);
 }
 
+/* What an attention reads: heads where they lie, or with a recipe those that were cast. */
+static int32_t attended(te_build *build, int32_t n, int i, te_op op)
+{
+    if (!te_fp8_is_cast(build, n)) return heads_of_input(build, n, i);
+    if (op == TE_OP_ATTENTION || te_fp8_has_gradient(build, n)) {
+        return te_fp8_heads(build, n, (te_heads_role)i);
+    }
+    return te_fp8_heads_again(build, n, (te_heads_role)i);
+}
+
 /* A stage with what forward and backward read. */
 static te_stage *add_attention(te_build *build, int32_t n, te_op op, const char *name, int32_t rng)
 {
@@ -81,7 +92,7 @@ static te_stage *add_attention(te_build *build, int32_t n, te_op op, const char 
     const te_node_desc *node = te_node(build, n);
     int32_t heads[VALUE + 1];
     te_stage *stage;
-    for (int i = QUERY; i <= VALUE; i++) heads[i] = heads_of_input(build, n, i);
+    for (int i = QUERY; i <= VALUE; i++) heads[i] = attended(build, n, i, op);
     stage = te_add(build, n, node->name, name, op);
     for (int i = QUERY; i <= VALUE; i++) te_use_as(build, stage, fields[i], heads[i]);
     te_use_value(build, stage, "mask", node->inputs[MASK]);
@@ -110,13 +121,43 @@ static int32_t pair_of(te_build *build, int32_t n)
 
 static void forward_attention(te_build *build, int32_t n)
 {
-    int32_t rng = pair_of(build, n);
-    te_stage *stage = add_attention(build, n, TE_OP_ATTENTION, "attention", rng);
-    int32_t output = te_get(build, TE_LINK_VALUE, te_node(build, n)->output);
-    te_use_as(build, stage, "output", heads_of_output(build, n, output));
+    const int fp8 = te_fp8_is_cast(build, n);
+    int32_t rng = pair_of(build, n), output;
+    te_stage *stage;
+    if (fp8) te_fp8_cast_inputs(build, n);
+    stage = add_attention(build, n, TE_OP_ATTENTION, "attention", rng);
+    if (fp8) {
+        te_fp8_use_scales(build, n, stage);
+        output = te_fp8_heads(build, n, TE_HEADS_OUTPUT);
+    } else {
+        output = te_get(build, TE_LINK_VALUE, te_node(build, n)->output);
+        output = heads_of_output(build, n, output);
+    }
+    te_use_as(build, stage, "output", output);
     if (te_links_has(&build->saved, TE_LINK_STATISTICS, n)) {
         te_use_as(build, stage, "statistics", statistics_of(build, n));
     }
+    if (fp8) te_fp8_read_output(build, n);
+}
+
+/* What the gradient reads of the output: its heads, and those of its gradient. */
+static void find_outputs(te_build *build, int32_t n, int32_t *output, int32_t *grad)
+{
+    const te_node_desc *node = te_node(build, n);
+    *grad = te_grad(build, node->output);
+    if (te_fp8_has_gradient(build, n)) {
+        te_fp8_cast_grad(build, n, *grad);
+        *grad = te_fp8_heads(build, n, TE_HEADS_GRAD_OUTPUT);
+        *output = te_fp8_heads(build, n, TE_HEADS_OUTPUT);
+        return;
+    }
+    if (te_fp8_is_cast(build, n)) {
+        *output = te_fp8_heads_again(build, n, TE_HEADS_OUTPUT);
+    } else {
+        *output = te_wide(build, node->output, node->name, "attention_output");
+        *output = heads_of_output(build, n, *output);
+    }
+    *grad = heads_of_output(build, n, *grad);
 }
 
 static void backward_attention(te_build *build, int32_t n)
@@ -124,13 +165,11 @@ static void backward_attention(te_build *build, int32_t n)
     static const char *const fields[] = {"grad_query", "grad_key", "grad_value"};
     const te_node_desc *node = te_node(build, n);
     int32_t bias = node->inputs[BIAS], sink = node->inputs[SINK];
+    const int fp8 = te_fp8_has_gradient(build, n);
     int32_t grad, output, statistics;
     te_stage *stage;
     if (!build->values[node->output].needs_grad || !te_has_grad(build, node->output)) return;
-    grad = te_grad(build, node->output);
-    output = te_wide(build, node->output, node->name, "attention_output");
-    grad = heads_of_output(build, n, grad);
-    output = heads_of_output(build, n, output);
+    find_outputs(build, n, &output, &grad);
     statistics = statistics_of(build, n);
     stage =
         add_attention(build, n, TE_OP_ATTENTION_BACKWARD, "attention_backward", pair_of(build, n));
@@ -141,7 +180,12 @@ static void backward_attention(te_build *build, int32_t n)
     for (int i = QUERY; i <= VALUE; i++) {
         if (!build->values[node->inputs[i]].needs_grad) continue;
         te_use_as(build, stage, fields[i],
-                  te_grad_heads(build, n, node->inputs[i], &node->slices[i]));
+                  fp8 ? te_fp8_heads(build, n, (te_heads_role)(TE_HEADS_GRAD_QUERY + i))
+                      : te_grad_heads(build, n, node->inputs[i], &node->slices[i]));
+    }
+    if (fp8) {
+        te_fp8_use_scales(build, n, stage);
+        te_fp8_read_grads(build, n);
     }
     if (bias >= 0 && build->values[bias].needs_grad) {
         te_use_as(build, stage, "grad_bias", te_grad_target(build, bias));
@@ -218,6 +262,12 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
     TE_TRY(check_packed(node));
     for (int i = QUERY; i <= VALUE; i++) {
         TE_TRY(te_check_slice(graph, n, i));
+        x = &graph->values[node->inputs[i]];
+        if (te_is_of_heads(x) && (x->ndim == 3) != is_packed(node)) {
+            return TE_FAIL(TE_ERROR_INVALID,
+                           "attention: %s has %d dims, of sequences that are %spacked", x->name,
+                           x->ndim, is_packed(node) ? "" : "not ");
+        }
         if (te_slice_together(&node->slices[i]) == 1) continue;
         return TE_FAIL(TE_ERROR_UNSUPPORTED,
                        "attention: heads of %s that lie together: let a rotary embedding or a norm "
@@ -231,13 +281,13 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
                        graph->values[node->inputs[i]].name);
     }
     if (q->heads % k->heads != 0 || k->heads != v->heads || q->channels != k->channels ||
-        graph->values[node->inputs[KEY]].shape[0].symbol !=
-            graph->values[node->inputs[VALUE]].shape[0].symbol) {
+        te_rows_symbol(&graph->values[node->inputs[KEY]]) !=
+            te_rows_symbol(&graph->values[node->inputs[VALUE]])) {
         return TE_FAIL(TE_ERROR_INVALID,
                        "attention: query of %d heads of %d channels, key of %d of %d, value of %d",
                        q->heads, q->channels, k->heads, k->channels, v->heads);
     }
-    if (y->ndim != 2 || y->dtype != x->dtype || y->shape[0].symbol != x->shape[0].symbol ||
+    if (y->ndim != 2 || y->dtype != x->dtype || y->shape[0].symbol != te_rows_symbol(x) ||
         y->shape[0].multiply != 1 || y->shape[0].align != 1 ||
         y->shape[1].add != (int64_t)q->heads * v->channels) {
         return TE_FAIL(TE_ERROR_INVALID, "attention: %s is no matrix of %d heads of %d channels",
@@ -250,6 +300,7 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
         return TE_FAIL(TE_ERROR_INVALID, "attention: %s is no sink and no slopes (f32) of %d heads",
                        graph->values[node->inputs[i]].name, q->heads);
     }
+    TE_TRY(te_fp8_check(graph, n));
     for (int i = MASK; i < SINK; i++) {
         if (node->inputs[i] < 0 || is_limit(&graph->values[node->inputs[i]], i)) continue;
         return TE_FAIL(TE_ERROR_INVALID,
@@ -265,20 +316,59 @@ const te_node_rules te_attention_rules = {.name = "attention",
                                           .numbers = 6,
                                           .slices = 3,
                                           .flags = TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT |
-                                                   TE_NODE_DETERMINISTIC | TE_NODE_PACKED,
+                                                   TE_NODE_DETERMINISTIC | TE_NODE_PACKED |
+                                                   TE_NODE_FP8_GRADIENT | TE_LINEAR_NO_AMAX,
+                                          .casts = 1,
                                           .check = check_attention,
                                           .forward = forward_attention,
                                           .backward = backward_attention};
 
 /* ---- rotary embedding ----------------------------------------------------------------------- */
 
-static void rotate(te_build *build, int32_t n, int32_t from, int32_t to, int backward)
+/* Whether the stage of the node before turns this one's heads too: both turn the same tokens of
+ * what is there before either. */
+static int is_joined(const te_build *build, int32_t n)
 {
-    const te_node_desc *node = te_node(build, n);
-    te_stage *stage = te_add(build, n, node->name, backward ? "rope_backward" : "rope", TE_OP_ROPE);
-    te_use_as(build, stage, "input", from);
-    te_use_as(build, stage, "output", to);
-    te_use_value(build, stage, "freqs", node->inputs[1]);
+    const te_node_desc *node = te_node(build, n), *before;
+    const te_value_desc *x, *y;
+    if (n == 0 || node->kind != TE_NODE_ROPE) return 0;
+    before = te_node(build, n - 1);
+    if (before->kind != TE_NODE_ROPE) return 0;
+    x = te_value(build, node->inputs[0]);
+    y = te_value(build, before->inputs[0]);
+    return node->inputs[0] != before->output && node->inputs[2] == before->inputs[2] &&
+           node->flags == before->flags && x->dtype == y->dtype &&
+           x->shape[0].symbol == y->shape[0].symbol &&
+           node->slices[0].channels == before->slices[0].channels;
+}
+
+enum { PAIR = 2 };
+
+/* The nodes of a stage that begins with node n; their number, 0 where another one begins it. */
+static int joined_nodes(const te_build *build, int32_t n, int32_t nodes[PAIR])
+{
+    int behind = 0; /* those before it in a row */
+    while (is_joined(build, n - behind)) behind++;
+    if (behind % PAIR != 0) return 0;
+    nodes[0] = n;
+    nodes[1] = n + 1;
+    return n + 1 < build->graph->node_count && is_joined(build, n + 1) ? PAIR : 1;
+}
+
+/* A stage that turns heads from some buffers to others, as the nodes say. */
+static void rotate(te_build *build, const int32_t *nodes, int count, int32_t (*heads)[2],
+                   int backward)
+{
+    static const char *const fields[PAIR][3] = {{"input", "output", "freqs"},
+                                                {"key", "key_output", "key_freqs"}};
+    const te_node_desc *node = te_node(build, nodes[0]);
+    te_stage *stage =
+        te_add(build, nodes[0], node->name, backward ? "rope_backward" : "rope", TE_OP_ROPE);
+    for (int i = 0; i < count; i++) {
+        te_use_as(build, stage, fields[i][0], heads[i][0]);
+        te_use_as(build, stage, fields[i][1], heads[i][1]);
+        te_use_value(build, stage, fields[i][2], te_node(build, nodes[i])->inputs[1]);
+    }
     te_use_value(build, stage, "cu_seqlens", node->inputs[2]);
     te_set_number(build, stage, "channels", node->slices[0].channels);
     te_set_number(build, stage, "interleaved", (node->flags & TE_NODE_INTERLEAVED) != 0);
@@ -295,18 +385,31 @@ static int32_t dense_heads(te_build *build, int32_t n, int32_t matrix)
 
 static void forward_rope(te_build *build, int32_t n)
 {
-    int32_t input = heads_of_input(build, n, 0);
-    rotate(build, n, input,
-           dense_heads(build, n, te_get(build, TE_LINK_VALUE, te_node(build, n)->output)), 0);
+    int32_t nodes[PAIR], heads[PAIR][2];
+    const int count = joined_nodes(build, n, nodes);
+    for (int i = 0; i < count; i++) {
+        int32_t output = te_node(build, nodes[i])->output;
+        heads[i][0] = heads_of_input(build, nodes[i], 0);
+        heads[i][1] = dense_heads(build, nodes[i], te_get(build, TE_LINK_VALUE, output));
+    }
+    if (count > 0) rotate(build, nodes, count, heads, 0);
 }
 
 static void backward_rope(te_build *build, int32_t n)
 {
-    const te_node_desc *node = te_node(build, n);
-    int32_t grad;
-    if (!build->values[node->inputs[0]].needs_grad || !te_has_grad(build, node->output)) return;
-    grad = dense_heads(build, n, te_grad(build, node->output));
-    rotate(build, n, grad, te_grad_heads(build, n, node->inputs[0], &node->slices[0]), 1);
+    int32_t nodes[PAIR], heads[PAIR][2];
+    const int joined = joined_nodes(build, n, nodes);
+    int count = 0;
+    for (int i = 0; i < joined; i++) {
+        const te_node_desc *node = te_node(build, nodes[i]);
+        if (!build->values[node->inputs[0]].needs_grad || !te_has_grad(build, node->output)) {
+            continue;
+        }
+        heads[count][0] = dense_heads(build, nodes[i], te_grad(build, node->output));
+        heads[count][1] = te_grad_heads(build, nodes[i], node->inputs[0], &node->slices[0]);
+        nodes[count++] = nodes[i];
+    }
+    if (count > 0) rotate(build, nodes, count, heads, 1);
 }
 
 static te_status check_rope(const te_graph_desc *graph, int32_t n)

@@ -61,11 +61,17 @@ static int32_t form(te_build *build, int32_t k, te_operand_role role, te_link li
     return te_get(build, link, te_operand_of(k, role));
 }
 
+static const te_form_rule *form_rule(const te_build *build, int32_t k, te_operand_role role,
+                                     te_link form)
+{
+    const te_recipe_rule *rule = rule_of(build, k, role);
+    return form == TE_LINK_ROW ? &rule->row : &rule->column;
+}
+
 /* The link of the scales of a form. */
 static te_link scales_of(const te_build *build, int32_t k, te_operand_role role, te_link form)
 {
-    const te_recipe_rule *rule = rule_of(build, k, role);
-    return form == TE_LINK_ROW ? rule->row.scales : rule->column.scales;
+    return form_rule(build, k, role, form)->scales;
 }
 
 static int arrives(const te_build *build, int32_t k, te_operand_role role)
@@ -230,21 +236,35 @@ static int32_t wide_besides(te_build *build, const source *from)
     return te_get(build, TE_LINK_VALUE, from->value);
 }
 
-/* The pass of current scaling that finds the largest magnitude. */
-static void measure(te_build *build, int32_t k, const source *from, int32_t wide)
+/* A pass that finds the largest magnitude; `transformed`: of the
+ * columns as the Hadamard transform makes them. */
+static int32_t measure(te_build *build, int32_t k, const source *from, int32_t wide,
+                       int transformed)
 {
     const struct cast_stages *stages = &stages_of[from->role];
-    int32_t partials = te_get(build, TE_LINK_PARTIALS, 0);
+    int32_t partials = te_get(build, TE_LINK_PARTIALS, transformed);
     te_stage *stage = stage_over(build, k, stages->amax, from, TE_OP_AMAX, 0);
     te_cast_to cast = te_cast_nothing();
     if (from->pending == TE_NOBODY) {
         te_use_as(build, stage, "partials", partials);
+        te_set_number(build, stage, "hadamard", transformed);
     } else {
         cast.wide = wide;
         cast.amax_partials = partials;
         te_ask_cast(build, stage, &cast);
     }
     add_external(build, k, stages->reduce, partials);
+    return partials;
+}
+
+/* Measures for a cast to these forms. */
+static void measure_for(te_build *build, int32_t k, const source *from, int32_t wide, int forms,
+                        te_cast_to *cast)
+{
+    uint32_t transformed = te_node(build, k)->quantization.hadamard >> from->role & 1U;
+    int apart = transformed != 0 && (forms & COLUMN) != 0;
+    if (!apart || (forms & ROW) != 0) cast->partials = measure(build, k, from, wide, 0);
+    if (apart) cast->column_partials = measure(build, k, from, wide, 1);
 }
 
 /* What a cast of an operand to these forms is asked for. */
@@ -257,15 +277,36 @@ static te_cast_to cast_to(te_build *build, int32_t k, te_operand_role role, int 
     return cast;
 }
 
+/* Lets a cast make the scales of these forms. */
+static void write_scales(te_build *build, int32_t k, te_operand_role role, int forms,
+                         te_cast_to *cast)
+{
+    const te_quantization *q = &te_node(build, k)->quantization;
+    const te_recipe_rule *rule = rule_of(build, k, role);
+    int shared = rule->row.scales == rule->column.scales;
+    cast->amax_epsilon = q->amax_epsilon[role];
+    cast->power_2 = (int32_t)(q->power_2 >> role & 1U);
+    cast->square = rule->square;
+    cast->hadamard = (int32_t)(q->hadamard >> role & 1U);
+    if ((q->stochastic >> role & 1U) != 0) {
+        cast->rng = te_get(build, TE_LINK_VALUE, te_node(build, k)->inputs[3]);
+    }
+    if (shared || (forms & ROW) != 0) cast->row_scales = form(build, k, role, rule->row.scales);
+    if (shared || (forms & COLUMN) != 0) {
+        cast->column_scales = form(build, k, role, rule->column.scales);
+    }
+    if (rule->row.amax == TE_LINK_VALUE) return;
+    if ((forms & ROW) != 0) cast->row_amax = form(build, k, role, rule->row.amax);
+    if ((forms & COLUMN) != 0) cast->column_amax = form(build, k, role, rule->column.amax);
+}
+
 /* Casts an operand to these forms with the recipe's scales. */
 static void quantize(te_build *build, int32_t k, te_operand_role role, int forms, int32_t bias_grad)
 {
     const te_node_desc *node = te_node(build, k);
-    const te_quantization *q = &node->quantization;
     const te_recipe_rule *rule = rule_of(build, k, role);
     const struct cast_stages *stages = &stages_of[role];
-    int measured = rule->scale == TE_SCALE_MEASURED,
-        shared = rule->row.scales == rule->column.scales;
+    int measured = te_is_measured(node, role);
     int32_t of = te_operand_of(k, role), wide;
     source from = source_of(build, k, role);
     te_cast_to cast;
@@ -274,16 +315,17 @@ static void quantize(te_build *build, int32_t k, te_operand_role role, int forms
     if (te_links_has(&build->saved, TE_LINK_ROW, of)) forms |= ROW;
     if (te_links_has(&build->saved, TE_LINK_COLUMN, of)) forms |= COLUMN;
     cast = cast_to(build, k, role, forms);
-    if (is_external(build, k, stages->quantize) ||
+    if (rule->separate || is_external(build, k, stages->quantize) ||
         (measured && is_external(build, k, stages->amax))) {
         write_source(build, k, &from, TE_NO_BUFFER);
     }
     wide = wide_besides(build, &from);
     if (measured) {
-        measure(build, k, &from, wide);
-        cast.partials = te_get(build, TE_LINK_PARTIALS, 0);
+        measure_for(build, k, &from, wide, forms, &cast);
     } else {
         cast.wide = wide;
+    }
+    if (rule->scale == TE_SCALE_STATE) {
         cast.scale = te_get(build, TE_LINK_SCALE, node->owner);
         if (role == TE_GRAD_OPERAND || (node->flags & TE_LINEAR_NO_AMAX) == 0)
             cast.history = te_get(build, TE_LINK_HISTORY, node->owner);
@@ -291,23 +333,34 @@ static void quantize(te_build *build, int32_t k, te_operand_role role, int forms
     cast.bias_grad = bias_grad;
     cast.chunk = 2 * node->owner + (role == TE_GRAD_OPERAND);
     cast.slot = node->slots[role == TE_GRAD_OPERAND] + (role == TE_WEIGHT_OPERAND);
-    cast.amax_epsilon = q->amax_epsilon[role];
-    cast.power_2 = (int32_t)(q->power_2 >> role & 1U);
-    if (shared || (forms & ROW) != 0) cast.row_scales = form(build, k, role, rule->row.scales);
-    if (shared || (forms & COLUMN) != 0) {
-        cast.column_scales = form(build, k, role, rule->column.scales);
-    }
+    write_scales(build, k, role, forms, &cast);
     stage = stage_over(build, k, stages->quantize, &from, TE_OP_QUANTIZE, measured);
     te_ask_cast(build, stage, &cast);
 }
 
-/* Casts an operand with the scales of the forward: the same bits, no amax. */
+/* A second cast makes the scales anew instead of reading those of the first. */
+static int makes_scales_again(const te_recipe_rule *rule)
+{
+    return rule->scale == TE_SCALE_OWN || rule->row.amax != TE_LINK_VALUE;
+}
+
+/* Casts an operand with the scales of the forward, or to those that it makes of the same values:
+ * the same bits, no amax. */
 static void quantize_again(te_build *build, int32_t k, te_operand_role role, int forms)
 {
+    const te_recipe_rule *rule = rule_of(build, k, role);
     source from = source_of(build, k, role);
     te_cast_to cast = cast_to(build, k, role, forms);
     te_stage *stage;
-    cast.given = te_need(build, rule_of(build, k, role)->row.scales, te_operand_of(k, role));
+    if (rule->separate) write_source(build, k, &from, TE_NO_BUFFER);
+    if (makes_scales_again(rule)) {
+        if (rule->scale == TE_SCALE_MEASURED) {
+            measure_for(build, k, &from, TE_NO_BUFFER, forms, &cast);
+        }
+        write_scales(build, k, role, forms, &cast);
+    } else {
+        cast.given = te_need(build, rule->row.scales, te_operand_of(k, role));
+    }
     stage = stage_over(build, k, stages_of[role].again, &from, TE_OP_QUANTIZE, 0);
     te_ask_cast(build, stage, &cast);
 }
@@ -338,9 +391,11 @@ static const struct {
 static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_gemm gemm,
                         int second, int32_t data)
 {
-    static const char *const names[2][7] = {
-        {"a", "a_mode", "a_row", "a_column", "a_row_scales", "a_column_scales", "a_transposed"},
-        {"b", "b_mode", "b_row", "b_column", "b_row_scales", "b_column_scales", "b_transposed"}};
+    static const char *const names[2][9] = {
+        {"a", "a_mode", "a_row", "a_column", "a_row_scales", "a_column_scales", "a_transposed",
+         "a_row_amax", "a_column_amax"},
+        {"b", "b_mode", "b_row", "b_column", "b_row_scales", "b_column_scales", "b_transposed",
+         "b_row_amax", "b_column_amax"}};
     const char *const *name = names[second];
     te_operand_role role = gemms[gemm].roles[second];
     te_link read = rule_of(build, k, role)->usage[gemm];
@@ -355,6 +410,9 @@ static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_g
     te_use_as(build, stage, name[read == TE_LINK_ROW ? 2 : 3], data);
     te_use_as(build, stage, name[read == TE_LINK_ROW ? 4 : 5],
               form(build, k, role, scales_of(build, k, role, read)));
+    if (form_rule(build, k, role, read)->amax == TE_LINK_VALUE) return;
+    te_use_as(build, stage, name[read == TE_LINK_ROW ? 7 : 8],
+              form(build, k, role, form_rule(build, k, role, read)->amax));
 }
 
 static te_stage *add_gemm(te_build *build, int32_t k, te_linear_gemm gemm, int32_t a, int32_t b)
@@ -496,10 +554,15 @@ static int32_t input_of_weight(te_build *build, int32_t k)
     int32_t of = te_operand_of(k, TE_INPUT_OPERAND), found;
     int repeat = (te_node(build, k)->flags & TE_LINEAR_SAVE_INPUT) != 0 ||
                  (build->graph->flags & TE_GRAPH_RECOMPUTE) != 0;
-    (void)te_need(build, scales_of(build, k, TE_INPUT_OPERAND, read), of);
+    int casts = repeat && !arrives(build, k, TE_INPUT_OPERAND);
+    if (!makes_scales_again(rule_of(build, k, TE_INPUT_OPERAND)) || !casts) {
+        te_link amax = form_rule(build, k, TE_INPUT_OPERAND, read)->amax;
+        (void)te_need(build, scales_of(build, k, TE_INPUT_OPERAND, read), of);
+        if (amax != TE_LINK_VALUE) (void)te_need(build, amax, of);
+    }
     found = te_find(build, read, of);
     if (found != TE_NO_BUFFER) return found;
-    if (!repeat || arrives(build, k, TE_INPUT_OPERAND)) return te_need(build, read, of);
+    if (!casts) return te_need(build, read, of);
     quantize_again(build, k, TE_INPUT_OPERAND, set_of(read));
     return te_find(build, read, of);
 }
@@ -523,12 +586,22 @@ static int weight_goes_first(const te_build *build, int32_t k)
     return !is_external(build, k, TE_LINEAR_STAGE_REDUCE_GRAD_INPUT);
 }
 
+/* The weight as the gradient of the input reads it, made of the row-wise one that arrived. */
+static void transpose_weight(te_build *build, int32_t k)
+{
+    te_stage *stage = add_stage(build, k, TE_LINEAR_STAGE_REQUANTIZE_WEIGHT, TE_OP_TRANSPOSE);
+    te_use_as(build, stage, "input", form(build, k, TE_WEIGHT_OPERAND, TE_LINK_ROW));
+    te_use_as(build, stage, "output", form(build, k, TE_WEIGHT_OPERAND, TE_LINK_COLUMN));
+}
+
 static void grad_input_quantized(te_build *build, int32_t k)
 {
     te_link read = rule_of(build, k, TE_WEIGHT_OPERAND)->usage[TE_GEMM_GRAD_INPUT];
+    int32_t of = te_operand_of(k, TE_WEIGHT_OPERAND);
     if (!needs_grad_input(build, k)) return;
-    if (!arrives(build, k, TE_WEIGHT_OPERAND) &&
-        te_find(build, read, te_operand_of(k, TE_WEIGHT_OPERAND)) == TE_NO_BUFFER) {
+    if (te_operand_is_transposed(build, of)) {
+        transpose_weight(build, k);
+    } else if (!arrives(build, k, TE_WEIGHT_OPERAND) && te_find(build, read, of) == TE_NO_BUFFER) {
         quantize_again(build, k, TE_WEIGHT_OPERAND, set_of(read));
     }
     multiply_grad_input(build, k, TE_NO_BUFFER);
@@ -603,6 +676,9 @@ static void deferred(te_build *build, int32_t k)
         int32_t of = te_operand_of(k, TE_GRAD_OPERAND);
         grad = te_defer(build, read, of);
         (void)te_defer(build, scales_of(build, k, TE_GRAD_OPERAND, read), of);
+        if (form_rule(build, k, TE_GRAD_OPERAND, read)->amax != TE_LINK_VALUE) {
+            (void)te_defer(build, form_rule(build, k, TE_GRAD_OPERAND, read)->amax, of);
+        }
         input = input_of_weight(build, k);
     } else {
         grad = te_defer(build, te_grad_link(build, node->output), node->output);
@@ -613,9 +689,10 @@ static void deferred(te_build *build, int32_t k)
 
 const te_node_rules te_linear_rules = {
     .name = "gemm",
-    .inputs = 3,
+    .inputs = 4,
     .flags = TE_LINEAR_SAVE_INPUT | TE_LINEAR_NO_AMAX | TE_LINEAR_ALLOW_TF32 |
-             TE_LINEAR_FAST_OUTPUT | TE_LINEAR_FAST_GRAD_INPUT | TE_LINEAR_FAST_GRAD_WEIGHT,
+             TE_LINEAR_FAST_OUTPUT | TE_LINEAR_FAST_GRAD_INPUT | TE_LINEAR_FAST_GRAD_WEIGHT |
+             TE_LINEAR_MEASURE_OPERANDS | TE_LINEAR_MEASURE_GRAD,
     .external = (1U << TE_LINEAR_STAGE_COUNT) - 1,
     .casts = 1,
     .check = te_check_linear,

@@ -23,8 +23,8 @@ static int keeps_statistics(const te_build *build, int32_t n)
     if (te_links_has(&build->saved, TE_LINK_RSIGMA, n)) return 1;
     for (int32_t k = n + 1; k < build->graph->node_count; k++) {
         const te_node_desc *reader = te_node(build, k);
-        const te_recipe_rule *rule = te_recipe_rule_of(&reader->quantization, TE_INPUT_OPERAND);
-        if (reader->inputs[0] == te_node(build, n)->output && rule->scale == TE_SCALE_MEASURED) {
+        if (reader->inputs[0] == te_node(build, n)->output &&
+            te_is_measured(reader, TE_INPUT_OPERAND)) {
             return 1;
         }
     }

@@ -23,8 +23,11 @@ te_extent te_multiple(int32_t symbol, int64_t multiply)
 
 int64_t te_extent_value(const te_extent *extent, const te_sizes *sizes)
 {
+    int64_t aligned;
     if (extent->symbol == TE_SYMBOL_NONE) return extent->add;
-    return extent->multiply * te_round_up(sizes->of[extent->symbol], extent->align) + extent->add;
+    aligned = te_round_up(sizes->of[extent->symbol], extent->align);
+    if (extent->divide > 1) aligned /= extent->divide;
+    return extent->multiply * aligned + extent->add;
 }
 
 /* An array with space for one more element; NULL, and the plan's status, where there is none. */
@@ -234,7 +237,8 @@ static te_status sum_saved(te_plan *plan)
             continue;
         }
         total += varying->symbol == TE_SYMBOL_SOURCE_ROWS;
-        total->multiply += varying->multiply * fixed;
+        fixed *= varying->multiply;
+        total->multiply += varying->divide > 1 ? te_ceil_div(fixed, varying->divide) : fixed;
         if (total->multiply > MOST_SAVED_PER_ROW) {
             return TE_FAIL(TE_ERROR_INVALID, "graph: it saves %lld bytes per row",
                            (long long)total->multiply);

@@ -6,14 +6,72 @@
         .symbol = (number), .align = (to), .multiply = 1                                           \
     }
 
-/* One scale for the whole tensor, and data along k, which GEMMs want in multiples of 16 (Hopper's
- * cuBLASLt; the CPU backend takes the same forms). */
-#define PER_TENSOR(rows, columns)                                                                  \
+#define TILES(number, to, each)                                                                    \
     {                                                                                              \
-        .shape = {DIM(rows, 1), DIM(columns, 16)}, .scales = TE_LINK_SCALES,                       \
-        .scales_dtype = TE_DTYPE_F32, .scales_ndim = 1, .scales_shape = {                          \
-            {.align = 1, .add = TE_TENSOR_SCALES}                                                  \
+        .symbol = (number), .align = (to), .multiply = 1, .divide = (each)                         \
+    }
+
+/* Data along k, which GEMMs want in multiples of 16 (Hopper's cuBLASLt; the CPU backend takes the
+ * same forms), and its scales as TE_SCALING_MODES has them. */
+#define FORM(rows, columns, link, ndim, ...)                                                       \
+    {                                                                                              \
+        .shape = {DIM(rows, 1), DIM(columns, 16)}, .scales = (link), .amax = TE_LINK_VALUE,        \
+        .scales_dtype = TE_DTYPE_F32, .scales_ndim = (ndim), .scales_shape = {                     \
+            __VA_ARGS__                                                                            \
         }                                                                                          \
+    }
+#define PER_TENSOR(rows, columns, link)                                                            \
+    FORM(rows, columns, TE_LINK_SCALES, 1, {.align = 1, .add = TE_TENSOR_SCALES})
+#define PER_ROW(rows, columns, link)                                                               \
+    FORM(rows, columns, link, 2, {.align = 1, .add = TE_ROW_SCALES}, DIM(rows, 1))
+#define PER_TILE_1D(rows, columns, link)                                                           \
+    FORM(rows, columns, link, 2, TILES(columns, 128, 128), DIM(rows, 4))
+#define PER_TILE_2D(rows, columns, link)                                                           \
+    FORM(rows, columns, link, 2, TILES(rows, 128, 128), TILES(columns, 512, 128))
+
+/* Bytes of groups, and their scales: what te_gemm multiplies out, of any size. */
+#define MICRO_FORM(amax_link, link, data, ...)                                                     \
+    {                                                                                              \
+        .shape = data, .scales = (link), .scales_dtype = TE_DTYPE_U8, .scales_ndim = 2,            \
+        .scales_shape = {__VA_ARGS__}, .amax = (amax_link)                                         \
+    }
+#define MATRIX(rows, columns)                                                                      \
+    {                                                                                              \
+        DIM(rows, 1), DIM(columns, 1)                                                              \
+    }
+#define PACKED(rows, columns)                                                                      \
+    {                                                                                              \
+        DIM(rows, 1), TILES(columns, 16, 2)                                                        \
+    }
+#define MICRO(scaling, source, is_square, can_be, of_grads, row_form, column_form, ...)            \
+    {                                                                                              \
+        .mode = (scaling), .scale = (source), .dtypes = (can_be), .grad_dtype = (of_grads),        \
+        .separate = 1, .square = (is_square), .row = row_form, .column = column_form,              \
+        .usage = __VA_ARGS__                                                                       \
+    }
+#define MXFP8(is_square, can_be, of_grads, ...)                                                    \
+    MICRO(TE_SCALING_MXFP8, TE_SCALE_OWN, is_square, can_be, of_grads,                             \
+          MICRO_FORM(TE_LINK_VALUE, TE_LINK_ROW_SCALES, MATRIX(1, 2), DIM(1, 128),                 \
+                     TILES(2, 128, 32)),                                                           \
+          MICRO_FORM(TE_LINK_VALUE, TE_LINK_COLUMN_SCALES, MATRIX(1, 2), TILES(1, 128, 32),        \
+                     DIM(2, 128)),                                                                 \
+          __VA_ARGS__)
+#define NVFP4(is_square, ...)                                                                      \
+    MICRO(TE_SCALING_NVFP4, TE_SCALE_MEASURED, is_square, 1U << TE_DTYPE_U8, 0,                    \
+          MICRO_FORM(TE_LINK_ROW_AMAX, TE_LINK_ROW_SCALES, PACKED(1, 2), DIM(1, 128),              \
+                     TILES(2, 64, 16)),                                                            \
+          MICRO_FORM(TE_LINK_COLUMN_AMAX, TE_LINK_COLUMN_SCALES, PACKED(2, 1), DIM(2, 128),        \
+                     TILES(1, 64, 16)),                                                            \
+          __VA_ARGS__)
+#define MXFP8_RECIPE(is_square)                                                                    \
+    {                                                                                              \
+        MXFP8(is_square, E4M3, 0, INPUT_USAGE), MXFP8(is_square, E4M3, 0, WEIGHT_USAGE),           \
+            MXFP8(is_square, E4M3 | E5M2, 1, GRAD_USAGE)                                           \
+    }
+#define NVFP4_RECIPE(is_square)                                                                    \
+    {                                                                                              \
+        NVFP4(is_square, INPUT_USAGE), NVFP4(is_square, WEIGHT_USAGE),                             \
+            NVFP4(is_square, GRAD_USAGE)                                                           \
     }
 
 /* What Hopper's FP8 GEMMs read, whose operands both lie along k. */
@@ -37,22 +95,30 @@
     {                                                                                              \
         .mode = TE_SCALING_NONE, .usage = { TE_LINK_VALUE, TE_LINK_VALUE, TE_LINK_VALUE }          \
     }
-#define FP8(source, of_grads, can_be, ...)                                                         \
+/* One operand; `of_grads`: its FP8 dtype is that of gradients, `can_be` which those are. */
+#define FP8(scaling, source, form, of_grads, can_be, ...)                                          \
     {                                                                                              \
-        .mode = TE_SCALING_TENSOR, .scale = (source), .dtypes = (can_be),                          \
-        .grad_dtype = (of_grads), .row = PER_TENSOR(1, 2), .column = PER_TENSOR(2, 1),             \
+        .mode = (scaling), .scale = (source), .dtypes = (can_be), .grad_dtype = (of_grads),        \
+        .row = form(1, 2, TE_LINK_ROW_SCALES), .column = form(2, 1, TE_LINK_COLUMN_SCALES),        \
         .usage = __VA_ARGS__                                                                       \
     }
-#define FP8_RECIPE(source)                                                                         \
+#define FP8_RECIPE(scaling, source, form)                                                          \
     {                                                                                              \
-        FP8(source, 0, E4M3, INPUT_USAGE), FP8(source, 0, E4M3, WEIGHT_USAGE),                     \
-            FP8(source, 1, E4M3 | E5M2, GRAD_USAGE)                                                \
+        FP8(scaling, source, form, 0, E4M3, INPUT_USAGE),                                          \
+            FP8(scaling, source, form, 0, E4M3, WEIGHT_USAGE),                                     \
+            FP8(scaling, source, form, 1, E4M3 | E5M2, GRAD_USAGE)                                 \
     }
 
-static const te_recipe_rule rules[][TE_OPERAND_ROLES] = {
-    [TE_RECIPE_NONE] = {WIDE, WIDE, WIDE},
-    [TE_RECIPE_DELAYED] = FP8_RECIPE(TE_SCALE_STATE),
-    [TE_RECIPE_CURRENT] = FP8_RECIPE(TE_SCALE_MEASURED),
+/* By recipe, and whether tiles are as high as they are wide. */
+static const te_recipe_rule rules[][2][TE_OPERAND_ROLES] = {
+    [TE_RECIPE_NONE] = {{WIDE, WIDE, WIDE}},
+    [TE_RECIPE_DELAYED] = {FP8_RECIPE(TE_SCALING_TENSOR, TE_SCALE_STATE, PER_TENSOR)},
+    [TE_RECIPE_CURRENT] = {FP8_RECIPE(TE_SCALING_TENSOR, TE_SCALE_MEASURED, PER_TENSOR)},
+    [TE_RECIPE_BLOCK] = {FP8_RECIPE(TE_SCALING_BLOCK_1D, TE_SCALE_OWN, PER_TILE_1D),
+                         FP8_RECIPE(TE_SCALING_BLOCK_2D, TE_SCALE_OWN, PER_TILE_2D)},
+    [TE_RECIPE_ROW] = {FP8_RECIPE(TE_SCALING_ROW, TE_SCALE_OWN, PER_ROW)},
+    [TE_RECIPE_MXFP8] = {MXFP8_RECIPE(0), MXFP8_RECIPE(1)},
+    [TE_RECIPE_NVFP4] = {NVFP4_RECIPE(0), NVFP4_RECIPE(1)},
 };
 
 int te_recipe_exists(int32_t recipe)
@@ -60,9 +126,25 @@ int te_recipe_exists(int32_t recipe)
     return recipe >= 0 && recipe < (int32_t)(sizeof rules / sizeof rules[0]);
 }
 
+uint32_t te_recipe_tiles_2d(int32_t recipe)
+{
+    uint32_t roles = 0;
+    for (int role = 0; role < TE_OPERAND_ROLES; role++) {
+        if (rules[recipe][1][role].mode != TE_SCALING_NONE) roles |= 1U << role;
+    }
+    return roles;
+}
+
 const te_recipe_rule *te_recipe_rule_of(const te_quantization *quantization, te_operand_role role)
 {
-    return &rules[quantization->recipe][role];
+    return &rules[quantization->recipe][quantization->tiles_2d >> role & 1U][role];
+}
+
+int te_is_measured(const te_node_desc *node, te_operand_role role)
+{
+    uint32_t first = role == TE_GRAD_OPERAND ? TE_LINEAR_MEASURE_GRAD : TE_LINEAR_MEASURE_OPERANDS;
+    te_scale_source source = te_recipe_rule_of(&node->quantization, role)->scale;
+    return source == TE_SCALE_MEASURED || (source == TE_SCALE_STATE && (node->flags & first) != 0);
 }
 
 te_dtype te_role_dtype(const te_quantization *quantization, te_operand_role role)
@@ -95,9 +177,14 @@ void te_describe_form(const te_quantization *quantization, te_operand_role role,
 {
     const te_recipe_rule *rule = te_recipe_rule_of(quantization, role);
     const te_form_rule *of =
-        form == TE_LINK_ROW || form == rule->row.scales ? &rule->row : &rule->column;
+        form == TE_LINK_ROW || form == rule->row.scales || form == rule->row.amax ? &rule->row
+                                                                                  : &rule->column;
     int scales = form == of->scales;
     const te_extent *extents = scales ? of->scales_shape : of->shape;
+    if (form == of->amax) {
+        info->shape[0] = te_constant(1);
+        return;
+    }
     info->dtype = scales ? of->scales_dtype : te_role_dtype(quantization, role);
     info->ndim = scales ? of->scales_ndim : 2;
     for (int32_t d = 0; d < info->ndim; d++) info->shape[d] = extent_of(&extents[d], shape);

@@ -18,9 +18,10 @@ typedef enum te_linear_gemm {
 
 /* Where the scale of a cast comes from. */
 typedef enum te_scale_source {
-    TE_SCALE_NONE,    /* high precision: no cast */
-    TE_SCALE_STATE,   /* a slot of the scaling state, which records the amax */
-    TE_SCALE_MEASURED /* the largest magnitude, found in a pass of its own before the cast */
+    TE_SCALE_NONE,     /* high precision: no cast */
+    TE_SCALE_STATE,    /* a slot of the scaling state, which records the amax */
+    TE_SCALE_MEASURED, /* the largest magnitude, found in a pass of its own before the cast */
+    TE_SCALE_OWN       /* the cast measures what each of its scales is for */
 } te_scale_source;
 
 /* One form of an operand. The symbols of extents number the dims of the operand, from 1. */
@@ -30,6 +31,7 @@ typedef struct te_form_rule {
     te_dtype scales_dtype;
     int32_t scales_ndim;
     te_extent scales_shape[2];
+    te_link amax; /* f32 [1], the amax of all of it; VALUE: there is none */
 } te_form_rule;
 
 /* One operand role under one recipe. */
@@ -38,12 +40,23 @@ typedef struct te_recipe_rule {
     te_scale_source scale;
     uint32_t dtypes;    /* 1 << te_dtype of those that it can have */
     int32_t grad_dtype; /* it has te_quantization.backward_fp8 */
+    int32_t separate;   /* only te_quantize casts to it: other operators write high precision */
+    int32_t square;     /* of a mode that has no other for tiles as high as they are wide */
     te_form_rule row, column;
     te_link usage[TE_LINEAR_GEMMS]; /* the form that a GEMM reads; VALUE: high precision */
 } te_recipe_rule;
 
 int te_recipe_exists(int32_t recipe);
+/* 1 << te_operand_role of those that te_quantization.tiles_2d may have. */
+uint32_t te_recipe_tiles_2d(int32_t recipe);
+/* Whether it has the Hadamard transform and stochastic rounding. */
+static inline int te_recipe_is_fp4(int32_t recipe)
+{
+    return recipe == TE_RECIPE_NVFP4;
+}
 const te_recipe_rule *te_recipe_rule_of(const te_quantization *quantization, te_operand_role role);
+/* The cast of an operand of a linear node has a pass before it that finds its largest magnitude. */
+int te_is_measured(const te_node_desc *node, te_operand_role role);
 te_dtype te_role_dtype(const te_quantization *quantization, te_operand_role role);
 
 static inline int te_is_quantized(const te_quantization *quantization)

@@ -156,6 +156,22 @@ static te_status check_slots(const run_state *run)
     return TE_OK;
 }
 
+/* The base with its first two dims exchanged, or one more before them. */
+static void turn(const te_tensor *base, te_view_kind kind, te_tensor *view)
+{
+    const int32_t more = kind == TE_VIEW_BATCH;
+    *view = *base;
+    view->ndim += more;
+    for (int32_t d = 0; d < base->ndim; d++) {
+        const int32_t to = more ? d + 1 : d < 2 ? 1 - d : d;
+        view->shape[to] = base->shape[d];
+        view->strides[to] = base->strides[d];
+    }
+    if (!more) return;
+    view->shape[0] = 1;
+    view->strides[0] = base->shape[0] * base->strides[0];
+}
+
 /* Lets views point into their buffers, as far as these are there. */
 static te_status place_views(run_state *run)
 {
@@ -164,6 +180,10 @@ static te_status place_views(run_state *run)
         const te_tensor *base = &run->buffers[info->base];
         int64_t dense = 1;
         if (info->role != TE_ROLE_VIEW) break;
+        if (info->view != TE_VIEW_PART) {
+            turn(base, info->view, &run->buffers[i]);
+            continue;
+        }
         for (int32_t d = base->ndim - 1; d >= 0; d--) {
             if (base->shape[d] > 1 && base->strides[d] != dense) {
                 return TE_FAIL(TE_ERROR_INVALID, "plan: %s: dim %d has stride %lld, expected %lld",
@@ -284,6 +304,8 @@ static te_status measure(te_context *context, const te_plan *plan, const te_size
             run.buffers[i] = given[i];
         }
     }
+    st = place_views(&run);
+    if (st != TE_OK) goto done;
     for (int32_t s = 0; s < run.plan->stage_count; s++) {
         const te_stage *stage = &run.plan->stages[s];
         size_t need = 0;

@@ -55,12 +55,24 @@ te_status te_check_rows(const te_graph_desc *graph, int32_t n, const char *what,
     return TE_OK;
 }
 
+/* Whether a slice is all of a value of heads. */
+static int is_all_of(const te_value_desc *heads, const te_slice *slice)
+{
+    const te_extent *last = &heads->shape[heads->ndim - 2];
+    return last[0].add == slice->heads && last[1].add == slice->channels && slice->offset == 0 &&
+           slice->stride == slice->channels && te_slice_together(slice) == 1;
+}
+
 te_status te_check_slice(const te_graph_desc *graph, int32_t n, int i)
 {
     const te_node_desc *node = &graph->nodes[n];
     const te_value_desc *x = &graph->values[node->inputs[i]];
     const te_slice *slice = &node->slices[i];
     const te_extent *rows = &x->shape[0];
+    if (te_is_of_heads(x) && node->kind == TE_NODE_ATTENTION && is_all_of(x, slice) &&
+        te_dtype_is_high_precision((te_dtype)x->dtype)) {
+        return TE_OK;
+    }
     if (x->ndim != 2 || !te_dtype_is_high_precision((te_dtype)x->dtype) ||
         (rows->symbol != TE_SYMBOL_ROWS && rows->symbol != TE_SYMBOL_SOURCE_ROWS) ||
         rows->multiply != 1 || rows->align != 1 || x->shape[1].symbol != TE_SYMBOL_NONE ||

@@ -279,13 +279,14 @@ static int fit(const tepy_dl_tensor *dl, tepy_form form, te_tensor *view)
 static int check_form(const tepy_dl_tensor *dl, const tepy_spec *spec)
 {
     tepy_leading *leading = spec->leading;
-    if (is_dims(spec->form)) {
-        if (dl->ndim >= 1 && dl->ndim <= TE_MAX_DIMS) return 0;
+    const int32_t inner = is_dims(spec->form) ? 2 : 1;
+    if (is_dims(spec->form) && (dl->ndim < 1 || dl->ndim > TE_MAX_DIMS)) {
         return tepy_fail(PyExc_ValueError, spec->site, "it has %d dims, expected 1 to %d",
                          (int)dl->ndim, TE_MAX_DIMS);
     }
-    if (spec->form == TEPY_VECTOR ? dl->ndim != 1
-                                  : dl->ndim != 2 && (spec->form == TEPY_MATRIX || dl->ndim < 1)) {
+    if (spec->form == TEPY_VECTOR   ? dl->ndim != 1
+        : spec->form == TEPY_MATRIX ? dl->ndim != 2
+                                    : dl->ndim < 1) {
         return tepy_fail(PyExc_ValueError, spec->site, "it has %d dims, expected %s", (int)dl->ndim,
                          spec->form == TEPY_VECTOR   ? "1: reshape it"
                          : spec->form == TEPY_MATRIX ? "2: reshape it"
@@ -296,8 +297,26 @@ static int check_form(const tepy_dl_tensor *dl, const tepy_spec *spec)
                          (int)dl->ndim, TEPY_MAX_LEADING);
     }
     if (leading != NULL) {
-        leading->count = dl->ndim - 1;
+        leading->count = dl->ndim < inner ? 0 : dl->ndim - inner;
         for (int32_t i = 0; i < leading->count; i++) leading->dims[i] = dl->shape[i];
+    }
+    return 0;
+}
+
+/* Whether a view with legal strides is still to be copied. */
+static int is_unfit(const tepy_spec *spec, const te_tensor *view)
+{
+    const int aligned = spec->aligned && view->device.type == TE_DEVICE_CUDA;
+    const int64_t bytes = (int64_t)te_dtype_bytes(view->dtype);
+    int64_t dense = 1;
+    if (aligned && ((uintptr_t)view->data & 15U) != 0) return 1;
+    for (int32_t i = view->ndim - 1; i >= 0; i--) {
+        if (spec->dense && view->shape[i] > 1 && view->strides[i] != dense) return 1;
+        if (aligned && i < view->ndim - 1 &&
+            (view->strides[i] <= 0 || view->strides[i] * bytes % 16 != 0)) {
+            return 1;
+        }
+        dense *= view->shape[i];
     }
     return 0;
 }
@@ -324,7 +343,7 @@ int tepy_view(const tepy_state *state, PyObject *object, const tepy_spec *spec, 
         }
     }
     if (check_form(&dl, spec) != 0) return -1;
-    if (fit(&dl, spec->form, view) == 0) return 0;
+    if (fit(&dl, spec->form, view) == 0 && !is_unfit(spec, view)) return 0;
     if (spec->access == TEPY_WRITE) {
         return tepy_fail(PyExc_ValueError, spec->site,
                          "its strides are not those of %s and it is written to: pass a contiguous "
@@ -334,14 +353,20 @@ int tepy_view(const tepy_state *state, PyObject *object, const tepy_spec *spec, 
     }
     tensor = replace(tensor, "contiguous", held);
     if (tensor == NULL || raw_view(state, tensor, spec, &dl, view) != 0) return -1;
-    if (fit(&dl, spec->form, view) == 0) return 0;
-    return tepy_fail(PyExc_ValueError, spec->site, "contiguous() gave other strides");
+    if (fit(&dl, spec->form, view) != 0) {
+        return tepy_fail(PyExc_ValueError, spec->site, "contiguous() gave other strides");
+    }
+    if (!is_unfit(spec, view)) return 0;
+    tensor = replace(tensor, "clone", held); /* it begins at another place */
+    if (tensor == NULL || raw_view(state, tensor, spec, &dl, view) != 0) return -1;
+    (void)fit(&dl, spec->form, view);
+    return 0;
 }
 
 int tepy_view_elements(const tepy_state *state, PyObject *object, const tepy_elements *spec,
                        void **data, PyObject **held)
 {
-    const tepy_spec plain = {spec->site, TEPY_VECTOR, TEPY_WRITE, NULL};
+    const tepy_spec plain = {.site = spec->site, .form = TEPY_VECTOR, .access = TEPY_WRITE};
     PyObject *tensor = plain_tensor(state, object, spec->site, held);
     tepy_dl_tensor dl;
     te_tensor view;

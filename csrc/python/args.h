@@ -27,7 +27,8 @@ typedef enum tepy_form {
     TEPY_MASK    /* the same of u8; a bool tensor is read as u8 */
 } tepy_form;
 
-/* The leading dims of a tensor that was read as TEPY_ROWS. */
+/* The leading dims of a tensor that was read as TEPY_ROWS; as TEPY_DIMS, those before the last two.
+ */
 typedef struct tepy_leading {
     int32_t count;
     int64_t dims[TEPY_MAX_LEADING];
@@ -38,7 +39,10 @@ typedef struct tepy_spec {
     tepy_site site;
     tepy_form form;
     tepy_access access;
-    tepy_leading *leading; /* filled for TEPY_ROWS where not NULL */
+    tepy_leading *leading; /* filled where not NULL */
+    /* It is copied too where it is not dense; on CUDA, where a line of the last dim does not begin
+     * at 16 bytes in memory of its own. */
+    int dense, aligned;
 } tepy_spec;
 
 /* View of a tensor object. *held, where it becomes not NULL, is a new reference that the view

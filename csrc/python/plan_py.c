@@ -8,7 +8,7 @@
 
 /* ---- the type ---- */
 
-static void examine(tepy_plan *plan)
+static int examine(tepy_plan *plan)
 {
     plan->makes_saved = plan->info.direction == TE_DIRECTION_FORWARD;
     plan->lead[0] = plan->lead[1] = -1;
@@ -25,6 +25,16 @@ static void examine(tepy_plan *plan)
             plan->lead[tepy_sequence(info)] = i;
         }
     }
+    plan->parted = PyMem_Calloc((size_t)plan->arg_count + 1, 1);
+    if (plan->parted == NULL) return -1;
+    for (int32_t i = 0; i < plan->info.buffer_count; i++) {
+        const te_buffer_info *info = &plan->info.buffers[i];
+        if (info->role == TE_ROLE_VIEW && info->view == TE_VIEW_PART &&
+            info->base < plan->arg_count) {
+            plan->parted[info->base] = 1;
+        }
+    }
+    return 0;
 }
 
 static void plan_dealloc(PyObject *self)
@@ -32,6 +42,7 @@ static void plan_dealloc(PyObject *self)
     PyTypeObject *type = Py_TYPE(self);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     te_plan_release(((tepy_plan *)self)->plan);
+    PyMem_Free(((tepy_plan *)self)->parted);
     release(self);
     Py_DECREF(type);
 }
@@ -77,7 +88,10 @@ PyObject *tepy_plan_wrap(const tepy_state *state, te_plan *plan)
     }
     self->plan = plan;
     (void)te_plan_describe(plan, &self->info); /* it is there */
-    examine(self);
+    if (examine(self) != 0) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
     return (PyObject *)self;
 }
 
@@ -100,8 +114,9 @@ PyObject *tepy_plan_count(PyObject *module, PyObject *unused)
 
 static PyObject *extent_tuple(const te_extent *extent)
 {
-    return Py_BuildValue("(LiLi)", (long long)extent->multiply, (int)extent->align,
-                         (long long)extent->add, (int)extent->symbol);
+    return Py_BuildValue("(LiLiL)", (long long)extent->multiply, (int)extent->align,
+                         (long long)extent->add, (int)extent->symbol,
+                         extent->divide > 1 ? (long long)extent->divide : 1LL);
 }
 
 /* New reference: a tuple of `count` items; the reference that make gives is taken. */

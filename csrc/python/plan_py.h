@@ -18,7 +18,8 @@ typedef struct tepy_plan {
                                    without one of the tokens rows are an argument */
     int32_t arg_count;          /* inputs, parameters and state: buffers from 0 on */
     int32_t output_count;       /* buffers behind them, in order of the results */
-    te_sizes seen_sizes; /* of the last run, on seen_device: that one found its caches filled */
+    unsigned char *parted; /* of each argument: it is read by parts, which lie in a dense buffer */
+    te_sizes seen_sizes;   /* of the last run, on seen_device: that one found its caches filled */
     te_device seen_device;
 } tepy_plan;
 
@@ -30,16 +31,19 @@ tepy_plan *tepy_plan_of(const tepy_state *state, PyObject *object, const char *f
 /* The sequence whose leading dims a buffer has. */
 static inline int tepy_sequence(const te_buffer_info *info)
 {
-    return info->shape[0].symbol == TE_SYMBOL_SOURCE_ROWS;
+    return info->shape[0].symbol >= TE_SYMBOL_SOURCE_ROWS;
 }
 
-/* How the tensor of a buffer is read. */
-static inline tepy_spec tepy_buffer_spec(const char *function, const te_buffer_info *info)
+/* How the tensor of an argument is read. */
+static inline tepy_spec tepy_argument_spec(const char *function, const tepy_plan *plan, int32_t at)
 {
-    tepy_spec spec = {{function, info->name}, TEPY_MATRIX, TEPY_READ, NULL};
+    const te_buffer_info *info = &plan->info.buffers[at];
+    tepy_spec spec = {.site = {function, info->name}, .form = TEPY_MATRIX, .access = TEPY_READ};
     if (info->ndim == 1) spec.form = TEPY_VECTOR;
     if (info->ndim > 2) spec.form = info->dtype == TE_DTYPE_U8 ? TEPY_MASK : TEPY_DIMS;
-    if (info->leading) spec.form = TEPY_ROWS;
+    if (info->leading && info->ndim < 3) spec.form = TEPY_ROWS;
+    spec.dense = plan->parted[at];
+    spec.aligned = spec.dense || (info->leading && info->ndim > 2);
     if (info->written || info->role == TE_ROLE_OUTPUT) spec.access = TEPY_WRITE;
     return spec;
 }

@@ -122,7 +122,7 @@ static int take_tensor(tepy_run_call *run, PyObject *object, const tepy_spec *sp
 static int take_bytes(tepy_run_call *run, PyObject *object, const char *name, int64_t minimum,
                       void **data, size_t *size)
 {
-    tepy_spec spec = {{run->function, name}, TEPY_VECTOR, TEPY_WRITE, NULL};
+    tepy_spec spec = {.site = {run->function, name}, .form = TEPY_VECTOR, .access = TEPY_WRITE};
     te_tensor view;
     *data = NULL;
     *size = 0;
@@ -157,11 +157,15 @@ static int check_shape(const tepy_run_call *run, int32_t at)
         return tepy_fail(PyExc_TypeError, site, "dtype %s, expected %s: convert it with .to()",
                          te_dtype_name(view->dtype), te_dtype_name(info->dtype));
     }
+    if (view->ndim != info->ndim) {
+        return tepy_fail(PyExc_ValueError, site, "it has %d dims, expected %d", (int)view->ndim,
+                         (int)info->ndim);
+    }
     for (int32_t i = info->ndim - 1; i >= 0; i--) {
         int64_t expected = te_extent_value(&info->shape[i], &run->call.sizes);
         if (view->shape[i] == expected || (expected == TE_ANY_LENGTH && view->shape[i] > 0))
             continue;
-        if (info->leading && i == 0) {
+        if (info->leading && i == 0 && info->ndim < 4) {
             int32_t lead = run->plan->lead[tepy_sequence(info)];
             return tepy_fail(PyExc_ValueError, site,
                              "its leading dims hold %lld rows, expected %lld as in %s",
@@ -171,6 +175,10 @@ static int check_shape(const tepy_run_call *run, int32_t at)
         if (expected == TE_ANY_LENGTH) {
             return tepy_fail(PyExc_ValueError, site, "dim %d has size 0, expected at least 1",
                              (int)i);
+        }
+        if (i > 0 && i < info->ndim - 1) {
+            return tepy_fail(PyExc_ValueError, site, "dim %d has size %lld, expected %lld", (int)i,
+                             (long long)view->shape[i], (long long)expected);
         }
         return tepy_fail(PyExc_ValueError, site, "%s has size %lld, expected %lld",
                          i == info->ndim - 1 ? "the last dim" : "the first dim",
@@ -195,8 +203,11 @@ static int take_sizes(tepy_run_call *run, int sequence)
     const tepy_leading *leading = &run->leading[sequence];
     const int32_t lead = plan->lead[sequence];
     const int rows = sequence == 0 ? TE_SYMBOL_ROWS : TE_SYMBOL_SOURCE_ROWS;
+    const te_tensor *view;
     if (lead < 0) return 0;
-    run->call.sizes.of[rows] = run->buffers[lead].shape[0];
+    view = &run->buffers[lead];
+    if (view->ndim != plan->info.buffers[lead].ndim) return check_shape(run, lead);
+    run->call.sizes.of[rows] = view->shape[0] * (view->ndim == 4 ? view->shape[1] : 1);
     if ((plan->info.symbols >> (rows + 1) & 3U) == 0) return 0;
     if (leading->count != 2) {
         return tepy_fail(PyExc_ValueError,
@@ -226,7 +237,7 @@ static int take_arguments(tepy_run_call *run, PyObject *const *args, Py_ssize_t 
         return -1;
     }
     for (int32_t i = 0; i < plan->arg_count; i++) {
-        tepy_spec spec = tepy_buffer_spec(run->function, &plan->info.buffers[i]);
+        tepy_spec spec = tepy_argument_spec(run->function, plan, i);
         int held = run->held_count;
         for (int q = 0; q < TE_SEQUENCES; q++) {
             if (i == plan->lead[q]) spec.leading = &run->leading[q];
@@ -267,17 +278,24 @@ static int fresh_data(const tepy_run_call *run, PyObject *tensor, const char *na
     return 0;
 }
 
+/* Whether two views have one shape and both are dense. */
+static int are_alike(const te_tensor *view, const te_tensor *dense)
+{
+    if (view->ndim != dense->ndim || view->dtype != dense->dtype) return 0;
+    for (int32_t i = 0; i < view->ndim; i++) {
+        if (view->shape[i] != dense->shape[i] || view->strides[i] != dense->strides[i]) return 0;
+    }
+    return 1;
+}
+
 /* Borrowed: an argument of the output's dtype and shape, dense, or NULL. */
 static PyObject *find_alike(const tepy_run_call *run, const te_buffer_info *info,
-                            const int64_t *matrix)
+                            const te_tensor *output)
 {
-    for (int32_t at = 0; at < run->plan->arg_count; at++) {
+    for (int32_t at = 0; info->ndim > 1 && at < run->plan->arg_count; at++) {
         const te_buffer_info *other = &run->plan->info.buffers[at];
-        const te_tensor *view = &run->buffers[at];
-        if (other->dtype == info->dtype && other->leading == info->leading && info->ndim == 2 &&
-            (!info->leading || at == run->plan->lead[tepy_sequence(info)]) && view->ndim == 2 &&
-            view->shape[0] == matrix[0] && view->shape[1] == matrix[1] &&
-            view->strides[0] == matrix[1] && view->strides[1] == 1) {
+        if (other->leading == info->leading && are_alike(&run->buffers[at], output) &&
+            (!info->leading || info->ndim > 2 || at == run->plan->lead[tepy_sequence(info)])) {
             return run->plain[at];
         }
     }
@@ -300,13 +318,13 @@ static int make_output(tepy_run_call *run, int32_t at, int32_t index)
         view->strides[i] = elements;
         elements *= view->shape[i];
     }
-    if (info->leading && run->plan->lead[tepy_sequence(info)] >= 0) {
+    if (info->leading && info->ndim < 3 && run->plan->lead[tepy_sequence(info)] >= 0) {
         for (; ndim < leading->count; ndim++) shape[ndim] = leading->dims[ndim];
         if (ndim > 0) shape[0] *= info->shape[0].multiply; /* rows of several ranks */
         d = 1;
     }
     for (; d < info->ndim; d++) shape[ndim++] = view->shape[d];
-    alike = find_alike(run, info, view->shape);
+    alike = find_alike(run, info, view);
     tensor = alike != NULL ? PyObject_CallFunctionObjArgs(run->state->empty_like, alike, NULL)
                            : tepy_empty(run->state, run->device, info->dtype, shape, ndim);
     if (tensor == NULL) return -1;

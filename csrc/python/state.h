@@ -177,6 +177,8 @@ PyObject *tepy_number(const te_field *field, double value);
     X(tensors_of_call, FAST, "inp, places, /",                                                     \
       "((dtype, device or -1, last size, flags), (inp, parameter or None, ...)) of a module's "    \
       "call.")                                                                                     \
+    X(facts_of_heads, FAST, "/, *tensors",                                                         \
+      "What decides an attention of these tensors, as bytes; None where a call is by itself.")     \
     X(dtype_code, ONE, "dtype, /", "DTYPE_* code of a torch dtype.")                               \
     X(torch_dtype, ONE, "code, /", "The torch dtype of a DTYPE_* code.")                           \
     X(dtype_names, NONE, "/", "Names of the dtypes, by code.")                                     \

@@ -319,3 +319,86 @@ PyObject *tepy_tensors_of_call(PyObject *module, PyObject *const *args, Py_ssize
     Py_DECREF(tensors);
     return Py_BuildValue("(O())", Py_None);
 }
+
+/* What is told of a tensor of heads, [.., heads, channels] behind one or two leading dims, or with
+ * one more dim where it holds several of queries, keys and values. Lengths are not, for they change
+ * all the time, but what of them an attention depends on. */
+typedef struct heads_facts {
+    int32_t dtype, device, dims;
+    int32_t leading; /* bits: lengths like the first tensor's, like the last one's; 0, 1 or more */
+    int32_t flags;   /* bits: a gradient is required; dense */
+    int32_t inner[3];
+} heads_facts;
+
+#define MOST_HEADS 3
+
+static int32_t leading_bits(const tepy_dl_tensor *dl, const tepy_dl_tensor *first,
+                            const tepy_dl_tensor *last, int count)
+{
+    uint32_t bits = 0;
+    for (int i = 0; i < count; i++) {
+        int64_t length = dl->shape[i];
+        bits = bits << 4 | (length == first->shape[i]) << 3U | (length == last->shape[i]) << 2U |
+               (uint32_t)(length < 2 ? length : 2);
+    }
+    return (int32_t)bits;
+}
+
+static uint32_t is_dense(const tepy_dl_tensor *dl)
+{
+    int64_t dense = 1;
+    for (int32_t i = dl->ndim - 1; i >= 0; i--) {
+        if (dl->strides != NULL && dl->shape[i] > 1 && dl->strides[i] != dense) return 0;
+        dense *= dl->shape[i];
+    }
+    return 1;
+}
+
+/* -1 without an exception or with one where the tensor is no plain one of heads with memory. */
+static int tell_heads(const tepy_state *state, PyObject *tensor, tepy_dl_tensor *dl,
+                      heads_facts *facts)
+{
+    PyObject *type = (PyObject *)Py_TYPE(tensor), *flag;
+    int leading;
+    if ((type != state->tensor_type && type != state->parameter_type) ||
+        state->exchange->view(tensor, dl) != 0 || dl->ndim < 3 || dl->ndim > 5 ||
+        dl->device.type > TEPY_DL_CUDA_HOST) {
+        return -1;
+    }
+    flag = PyObject_GetAttr(tensor, state->key_requires_grad);
+    if (flag == NULL) return -1;
+    Py_DECREF(flag);
+    leading = dl->ndim == 3 ? 1 : 2;
+    facts->dtype = dl->dtype.code << 8 | dl->dtype.bits;
+    facts->device = number_of(&dl->device);
+    facts->dims = dl->ndim;
+    facts->flags = (flag == Py_True) | (int32_t)(is_dense(dl) << 1U);
+    for (int i = leading; i < dl->ndim; i++) {
+        if (dl->shape[i] > INT32_MAX) return -1;
+        facts->inner[i - leading] = (int32_t)dl->shape[i];
+    }
+    return 0;
+}
+
+PyObject *tepy_facts_of_heads(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    const tepy_state *state = tepy_state_of(module);
+    heads_facts facts[MOST_HEADS];
+    tepy_dl_tensor dl[MOST_HEADS];
+    if (tepy_require_torch(state, "facts_of_heads") != 0 ||
+        tepy_count("facts_of_heads", nargs, 1, MOST_HEADS) != 0) {
+        return NULL;
+    }
+    memset(facts, 0, sizeof facts);
+    for (Py_ssize_t i = 0; i < nargs; i++) {
+        const tepy_dl_tensor *last = i == 0 ? &dl[0] : &dl[i - 1];
+        int leading;
+        if (tell_heads(state, args[i], &dl[i], &facts[i]) != 0) {
+            PyErr_Clear();
+            return Py_NewRef(Py_None);
+        }
+        leading = dl[i].ndim == 3 || dl[0].ndim == 3 || last->ndim == 3 ? 1 : 2;
+        facts[i].leading = leading_bits(&dl[i], &dl[0], last, leading);
+    }
+    return PyBytes_FromStringAndSize((const char *)facts, nargs * (Py_ssize_t)sizeof facts[0]);
+}

@@ -21,6 +21,7 @@ from fp8_output import (
 from layer_reference import ACTIVATIONS, GATED, activation, activation_grad_terms, wide
 from operands import operand
 from refusals import check_refused
+from scaled_output import MODES, check_scaled
 from thinning import case_id, in_turns
 from tols import BF16, E4M3, E5M2, F16, F32
 
@@ -229,6 +230,16 @@ def test_delayed_scaling_layouts(device, name, source, dtype, layout, rng):
     check_delayed(problem, dtype, 37.0, layout=layout, pad=(7, 90))
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("epsilon", "power_2"), SCALE_OPTIONS[:2])
+@pytest.mark.parametrize("shape", [(40, 64), (129, 257), (256, 128), (131, 512)])
+@pytest.mark.parametrize("name", ["gelu", "swiglu", "clamped_swiglu"])
+def test_scales_of_rows_and_tiles(device, name, shape, epsilon, power_2, mode, rng):
+    problem = Problem(rng, device, name, shape, (BF16, BF16))
+    for usage in USAGES:
+        check_scaled(problem, mode, E4M3, epsilon, power_2, usage=usage, pad=(3, 5))
+
+
 @pytest.mark.parametrize("usage", USAGES)
 @pytest.mark.parametrize(("epsilon", "power_2"), SCALE_OPTIONS)
 @pytest.mark.parametrize("shape", [(40, 64), (129, 257)])
@@ -294,7 +305,7 @@ WRONG = {
         r"column: shape \[6, 4\], expected \[12, >= 4\]",
         {"column": torch.ones(6, 4).to(E4M3)},
     ),
-    "no scale": (ValueError, r"mode: neither is given: exactly one of", {"scale": None}),
+    "no scale": (ValueError, r"mode: neither scale nor partials is given", {"scale": None}),
     "NaN limit": (
         ValueError,
         r"limit: -?nan, expected a number from 0 on",

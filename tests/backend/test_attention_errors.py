@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from buffers import Poisoned
+from buffers import Poisoned, name_of
 from refusals import check_refused
 from tols import BF16, F32
 
@@ -132,7 +132,7 @@ def test_counted_once(device, counters):
         assert counters() == {}
         q, k = q.to(BF16), k.to(BF16)
     _core.attention(q, k, k, torch.empty_like(q))
-    assert counters() == {f"op.{device}.attention": 1}
+    assert counters() == {f"op.{device}.attention": 1, f"attention.{device}.{name_of(q.dtype)}": 1}
 
 
 @pytest.mark.gpu

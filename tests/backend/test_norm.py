@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from layer_reference import NORMS, norm, norm_terms, statistics, wide
 from operands import operand
 from refusals import check_refused
+from scaled_output import MODES, check_scaled
 from thinning import case_id, in_turns
 from tols import BF16, E4M3, E5M2, F16, F32
 
@@ -294,6 +295,16 @@ def test_delayed_scaling_layouts(device, source, dtype, layout, rng):
     check_delayed(problem, dtype, 37.0, layout=layout, pad=(7, 90))
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("epsilon", "power_2"), SCALE_OPTIONS[:2])
+@pytest.mark.parametrize("shape", [(40, 64), (129, 257), (256, 128), (131, 512)])
+@pytest.mark.parametrize("kind", NORMS)
+def test_scales_of_rows_and_tiles(device, kind, shape, epsilon, power_2, mode, rng):
+    problem = Problem(rng, device, kind, shape, (BF16, F32))
+    for usage in USAGES:
+        check_scaled(problem, mode, E5M2, epsilon, power_2, usage=usage, pad=(3, 5))
+
+
 @pytest.mark.parametrize("usage", USAGES)
 @pytest.mark.parametrize(("epsilon", "power_2"), SCALE_OPTIONS)
 @pytest.mark.parametrize("shape", [(40, 64), (129, 257)])
@@ -419,13 +430,8 @@ WRONG = {
     ),
     "no scale": (
         ValueError,
-        r"mode: neither is given: exactly one of scale and partials",
+        r"mode: neither scale nor partials is given",
         {"scale": None},
-    ),
-    "two scales": (
-        ValueError,
-        r"mode: both are given: exactly one of scale and partials",
-        {"partials": torch.zeros(_core.AMAX_PARTIALS)},
     ),
     "amax of no cast": (
         ValueError,

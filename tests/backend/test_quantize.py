@@ -360,13 +360,8 @@ WRONG = {
     ),
     "no scale": (
         ValueError,
-        r"mode: neither is given: exactly one of scale and partials",
+        r"mode: neither scale nor partials is given",
         {"scale": None},
-    ),
-    "two scales": (
-        ValueError,
-        r"mode: both are given: exactly one of scale and partials",
-        {"partials": torch.zeros(_core.AMAX_PARTIALS)},
     ),
     "bf16 scale": (
         TypeError,

@@ -194,3 +194,28 @@ def test_empty_input_has_scales(device, shape):
         partials=partials,
     )
     assert_bits(scales.tensor, scales_of(1.0))
+
+
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("own", [True, False])
+def test_scale_of_a_slot_or_own(device, rng, dtype, own):
+    """Both given: partial maxima count where the slot has recorded nothing, which is scale 0."""
+    values = normal(rng, (33, 65), F32, device)
+    partials = torch.empty(_core.AMAX_PARTIALS, device=device)
+    _core.amax(values, partials)
+    given = 0.0 if own else float(torch.rand(()) * 50 + 1)
+    slot = torch.full((1,), given, device=device)
+    recorded = torch.zeros(1, device=device)
+    scales = Poisoned((2,), F32, device)
+    data = torch.empty(33, 65, dtype=dtype, device=device)
+    _core.quantize(
+        values,
+        **operand(row=data, scales=scales.tensor),
+        scale=slot,
+        amax=recorded,
+        partials=partials,
+    )
+    expected = current_scale(amax(values.cpu()), FP8_MAX[dtype]) if own else given
+    assert_bits(scales.tensor.cpu(), scales_of(expected))
+    assert_bits(data.cpu(), quantize(values.cpu(), torch.tensor(expected), dtype))
+    assert slot.item() == given and recorded.item() == values.abs().max().item()

@@ -18,6 +18,7 @@ from fp8_output import (
 )
 from layer_reference import wide
 from refusals import check_refused
+from scaled_output import MODES, check_scaled
 from tols import BF16, E4M3, E5M2, F32
 
 from transformer_engine import _core
@@ -122,6 +123,13 @@ def test_delayed_scaling(device, direction, shape, dtype, usage, rng):
     check_delayed(problem, dtype, 150.0, usage=usage, pad=padding(shape))
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("usage", USAGES)
+def test_scales_of_rows_and_tiles(device, direction, usage, mode, rng):
+    problem = Problem(rng, device, direction, (129, 257), BF16)
+    check_scaled(problem, mode, E5M2, usage=usage, pad=(3, 5))
+
+
 @pytest.mark.parametrize(("epsilon", "power_2"), SCALE_OPTIONS)
 def test_current_scaling(device, direction, epsilon, power_2, rng):
     problem = Problem(rng, device, direction, (129, 257), BF16)
@@ -165,7 +173,7 @@ WRONG = {
         r"grad_output: shape \[4, 5\], expected \[4, 6\]",
         {"grad_output": torch.ones(4, 5)},
     ),
-    "no scale": (ValueError, r"mode: neither is given", {"mode": _core.SCALING_TENSOR}),
+    "no scale": (ValueError, r"mode: neither scale nor partials", {"mode": _core.SCALING_TENSOR}),
 }
 
 

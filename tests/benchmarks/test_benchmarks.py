@@ -14,14 +14,16 @@ import transformer_engine
 from transformer_engine import _core
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ("host", "gemm", "kernels", "kernels_attention", "kernels_layer")
+BENCHMARKS = ("host", "host_attention", "gemm", "kernels", "kernels_attention", "kernels_layer")
+BENCHMARKS += ("attention",)
 """Those of a device; import_time knows none."""
 ATTENTION = {"softmax", "softmax_backward", "dropout_add", "dropout_backward", "rope"}
 ATTENTION |= {"cache_append", "cache_gather"}
 LAYER = {"norm", "norm_backward", "activation", "activation_backward", "softcap"}
 COMPUTE_BOUND = {"gemm", "attention", "attention_backward"}
 FACTS = {"date", "command", "package", "torch", "python", "device", "device_type", "processor"}
-MODES = ["torch.nn.Linear", "bf16", "delayed", "current"]
+MODES = ["torch.nn.Linear", "bf16", "delayed", "current", "block", "row"]
+FP8_MODES = MODES[2:]
 
 
 def launch(name, *flags):
@@ -95,11 +97,21 @@ def test_prints_every_row_under_a_heading(results):
         for title, rows in content["tables"].items():
             at = lines.index(title)
             heading, rule, *below = lines[at + 1 :]
-            assert "limit" in heading or "ceiling" in heading
+            assert any(word in heading for word in ("limit", "ceiling", "floor"))
             assert set(rule) == {"-", " "}
             assert len(rows) > 0
             for row, line in zip(rows, below[: len(rows)], strict=True):
                 assert all(value in line for value in row.values() if isinstance(value, str))
+
+
+def test_host_attention(results):
+    rows = only_table(results, "host_attention")
+    floor = rows[-1]
+    assert floor["call"] == "allocation only" and len(rows) == 6
+    assert floor["forward_ratio"] == floor["backward_ratio"] == 1.0
+    for row in rows:
+        for part in ("forward", "backward"):
+            assert row[f"{part}_us"] > 0 and row[f"{part}_ratio"] > 0
 
 
 def test_host(results):
@@ -108,7 +120,7 @@ def test_host(results):
     for row in rows:
         times = [f"{part}_us" for part in ("forward", "backward", "step", "inference")]
         assert positive(row, *times, "ratio", "limit_us", "over_limit")
-        assert row["fp8_gemms"] == (6 if row["module"] in ("delayed", "current") else 0)
+        assert row["fp8_gemms"] == (6 if row["module"] in FP8_MODES else 0)
     assert rows[0]["ratio"] == 1 and rows[-1]["over_limit"] == 1
 
 
@@ -121,7 +133,7 @@ def test_gemm(results, device):
     assert [row["mode"] for row in layers] == MODES
     for row in layers:
         assert positive(row, "single_ms", "sustained_ms", "ratio", "limit_ms")
-        assert row["fp8_gemms"] == (3 if row["mode"] in ("delayed", "current") else 0)
+        assert row["fp8_gemms"] == (3 if row["mode"] in FP8_MODES else 0)
 
 
 def test_kernels(results):
@@ -153,6 +165,16 @@ def test_kernels_attention(results):
     assert sizes["rope", "sbhd"] == 2 * 4 * 2 * 16 * (2 + 2) + 4 * 16 * 4
     assert sizes["cache_append", "pages"] == 2 * 2 * 4 * 2 * 16 * (2 + 2)
     assert sizes["cache_gather", "pages"] == 2 * 2 * 4 * 2 * 16 * (2 + 2)
+
+
+def test_attention(results):
+    """The forward once, the gradient in each format of gradients; with and without a mask."""
+    rows = only_table(results, "attention")
+    ran = [(row["operator"], row["format"], row["mask"]) for row in rows]
+    formats = {"attention": 2, "attention_backward": 3}
+    assert len(ran) == len(set(ran)) == 2 * sum(formats.values())
+    for row in rows:
+        assert positive(row, "ms", "tflops", "ceiling", "percent")
 
 
 def test_kernels_layer(results):

@@ -24,9 +24,16 @@ typedef struct sample {
     int quantized;       /* the modes are TENSOR */
 } sample;
 
+#define FP8_HEADS "query_scales key_scales value_scales output_scales "
+#define FP8_FORWARD FP8_HEADS "output_scale output_amax weights_amax "
+#define FP8_BACKWARD                                                                               \
+    FP8_HEADS "grad_output_scales grads_scales grad_scores_scale grads_scale "                     \
+              "grad_scores_amax grads_amax "
+
+/* FP8 goes with other dtypes. */
 static const sample samples[] = {
-    {TE_OP_QUANTIZE, " partials noop ", 1},
-    {TE_OP_QUANTIZE, " scale noop ", 1},
+    {TE_OP_QUANTIZE, " partials noop column_partials rng ", 1},
+    {TE_OP_QUANTIZE, " scale noop column_partials rng ", 1},
     {TE_OP_DEQUANTIZE, " ", 1},
     {TE_OP_AMAX, " ", 0},
     {TE_OP_TRANSPOSE, " ", 0},
@@ -43,10 +50,10 @@ static const sample samples[] = {
     {TE_OP_SOFTCAP, " partials ", 1},
     {TE_OP_SOFTMAX, " ", 0},
     {TE_OP_SOFTMAX_BACKWARD, " ", 0},
-    {TE_OP_ATTENTION, " query_offsets key_offsets ", 0},
-    {TE_OP_ATTENTION, " mask bias ", 0},
-    {TE_OP_ATTENTION_BACKWARD, " query_offsets key_offsets ", 0},
-    {TE_OP_ATTENTION_BACKWARD, " mask bias grad_bias ", 0},
+    {TE_OP_ATTENTION, " query_offsets key_offsets " FP8_FORWARD, 0},
+    {TE_OP_ATTENTION, " mask bias " FP8_FORWARD, 0},
+    {TE_OP_ATTENTION_BACKWARD, " query_offsets key_offsets " FP8_BACKWARD, 0},
+    {TE_OP_ATTENTION_BACKWARD, " mask bias grad_bias " FP8_BACKWARD, 0},
     {TE_OP_DROPOUT_ADD, " ", 0},
     {TE_OP_DROPOUT_BACKWARD, " ", 0},
     {TE_OP_ROPE, " cu_seqlens ", 0},
@@ -89,11 +96,24 @@ static int is_pointer(const te_field *field)
  * its operator. */
 static int is_unused(te_op op, size_t at)
 {
+    /* What te_quantize alone may be asked for. */
+    const size_t request = op == TE_OP_NORM         ? offsetof(te_norm_args, cast)
+                           : op == TE_OP_ACTIVATION ? offsetof(te_activation_args, cast)
+                           : op == TE_OP_ACTIVATION_BACKWARD
+                               ? offsetof(te_activation_backward_args, cast)
+                           : op == TE_OP_SOFTCAP ? offsetof(te_softcap_args, cast)
+                                                 : SIZE_MAX;
+    const size_t amaxes = offsetof(te_cast_request, result.row_amax);
+    const size_t square = offsetof(te_cast_request, square);
     const size_t wide = sizeof(te_tensor), partials = offsetof(te_cast_request, amax_partials);
     const size_t cast = offsetof(te_quantize_args, cast);
     size_t start = op == TE_OP_QUANTIZE     ? cast + offsetof(te_operand, wide)
                    : op == TE_OP_DEQUANTIZE ? offsetof(te_dequantize_args, input.wide)
                                             : SIZE_MAX;
+    if (at >= request && ((at - request >= amaxes && at - request < sizeof(te_operand)) ||
+                          (at - request >= square && at - request < sizeof(te_cast_request)))) {
+        return 1;
+    }
     if (at >= start && at - start < wide) return 1;
     return op == TE_OP_QUANTIZE && at >= cast + partials && at < cast + partials + sizeof(float *);
 }
@@ -124,7 +144,7 @@ static void check_coverage(test_device *t, te_op op)
 static te_dtype dtype_of(te_op op, const te_field *field)
 {
     switch (field->dtypes) {
-    case TE_DTYPES_FP8:
+    case TE_DTYPES_CODES:
         return TE_DTYPE_E4M3;
     case TE_DTYPES_I32:
         return TE_DTYPE_I32;
@@ -139,11 +159,14 @@ static te_dtype dtype_of(te_op op, const te_field *field)
  * matrices. */
 static te_tensor filled_tensor(test_device *t, te_op op, const te_field *field)
 {
-    const int64_t length = ends_with(field->name, "_scales") ? TE_TENSOR_SCALES : SIDE;
+    const int scales = ends_with(field->name, "_scales"); /* of the mode TENSOR */
+    const int64_t length = scales ? TE_TENSOR_SCALES : SIDE;
     te_tensor tensor = {.dtype = dtype_of(op, field), .device = t->device};
     const int norm = op == TE_OP_NORM || op == TE_OP_NORM_BACKWARD;
     int64_t count = 1;
-    tensor.ndim = field->form == TE_FORM_VECTOR ? 1 : field->form == TE_FORM_DIMS && !norm ? 4 : 2;
+    tensor.ndim = scales || field->form == TE_FORM_VECTOR ? 1
+                  : field->form == TE_FORM_DIMS && !norm  ? 4
+                                                          : 2;
     for (int32_t i = tensor.ndim - 1; i >= 0; i--) {
         tensor.shape[i] = tensor.ndim == 4 && i == 2 ? 2 : tensor.ndim == 1 ? length : SIDE;
         tensor.strides[i] = count;

@@ -79,8 +79,8 @@ static void check_refusals(void)
     REFUSE(inputs[0][0], 2, INVALID, "node 0 reads b, which nobody has made");
     REFUSE(inputs[0][1], 8, INVALID, "node 0: there is no value 8");
     REFUSE(inputs[0][1], -2, INVALID, "node 0: there is no value -2");
-    REFUSE(nodes[0].input_count, 4, INVALID,
-           "node 0 (gemm): 4 inputs, 0 numbers and 0 slices, expected at most 3, 0 and 0");
+    REFUSE(nodes[0].input_count, 5, INVALID,
+           "node 0 (gemm): 5 inputs, 0 numbers and 0 slices, expected at most 4, 0 and 0");
     REFUSE(nodes[0].input_count, -1, INVALID, "node 0 (gemm): -1 inputs");
     REFUSE(nodes[0].input_count, INT32_MAX, INVALID, "2147483647 inputs");
     REFUSE(nodes[0].input_count, 0, INVALID, "node 0: name, input -1");
@@ -100,7 +100,7 @@ static void check_refusals(void)
     REFUSE(nodes[0].gather, 2, INVALID, "gather = 2");
     REFUSE(nodes[0].gather, 0, INVALID, "gather = 0");
     REFUSE(nodes[0].slots[1], INT32_MAX, INVALID, "slots[1] = 2147483647");
-    REFUSE(nodes[0].quantization.recipe, 3, INVALID, "recipe = 3");
+    REFUSE(nodes[0].quantization.recipe, 9, INVALID, "recipe = 9");
     REFUSE(nodes[0].quantization.forward_fp8, TE_DTYPE_E5M2, TYPE, "FP8 dtypes e5m2 and e5m2");
     REFUSE(nodes[0].quantization.amax_epsilon[1], (float)NAN, INVALID, "amax_epsilon");
     REFUSE(numbers[2][0], (float)NAN, INVALID, "eps = ");
@@ -294,9 +294,10 @@ static void check_heads(void)
 /* A node is refused with each flag that its kind does not know. */
 static void check_flags(void (*make)(graph *g))
 {
-    static const uint32_t linear = TE_NODE_ZERO_CENTERED - 1;
+    static const uint32_t linear =
+        (TE_NODE_ZERO_CENTERED - 1) | TE_LINEAR_MEASURE_OPERANDS | TE_LINEAR_MEASURE_GRAD;
     static const uint32_t attention =
-        TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT | TE_NODE_DETERMINISTIC;
+        TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT | TE_NODE_DETERMINISTIC | TE_LINEAR_NO_AMAX;
     static const uint32_t rope = TE_NODE_SEQUENCE_FIRST | TE_NODE_INTERLEAVED;
     static const uint32_t known[TE_NODE_KINDS] = {[TE_NODE_LINEAR] = linear,
                                                   [TE_NODE_NORM] = TE_NODE_ZERO_CENTERED,
@@ -312,6 +313,8 @@ static void check_flags(void (*make)(graph *g))
             g.nodes[n].flags = 1U << bit;
             if (1U << bit == TE_NODE_PACKED && (of & TE_NODE_SEQUENCE_FIRST) != 0) {
                 refuse(&g, TE_ERROR_INVALID, "offsets"); /* it knows them, beside offsets */
+            } else if (1U << bit == TE_NODE_FP8_GRADIENT && (of & TE_NODE_DETERMINISTIC) != 0) {
+                refuse(&g, TE_ERROR_INVALID, "without a recipe");
             } else if ((of & g.nodes[n].flags) == 0) {
                 refuse(&g, TE_ERROR_INVALID, ", of which it knows ");
             } else {

@@ -19,6 +19,9 @@ ALIASED = [v for v in config.TABLE if v.aliases]
 GOOD = {v.name: (str(int(not v.default)), not v.default) for v in FLAGS} | {
     "TE_BACKWARD_OVERRIDE": ("dequantized", "dequantized"),
     "TE_EXTRA_STATE": ("always", "always"),
+    "TE_NVFP4_4OVER6": ("weights", "weights"),
+    "TE_NVFP4_4OVER6_E4M3_USE_256": ("none", "none"),
+    "TE_NVFP4_4OVER6_ERR_MODE": ("MSE", "MSE"),
     "TE_CACHE_DIR": ("/somewhere", Path("/somewhere")),
 }
 BAD = {"TE_CACHE_DIR": "relative/path"}

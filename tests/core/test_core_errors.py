@@ -302,7 +302,7 @@ OP_ERRORS = [
     (
         lambda: core.quantize(x24(), mode=core.SCALING_TENSOR, row=fp8(ROWS, K)),
         ValueError,
-        "quantize: mode: neither is given",
+        "quantize: mode: neither scale nor partials is given",
     ),
     (
         lambda: core.quantize(x24(), row=x24(), mode=1, scale=torch.ones(1)),
@@ -492,6 +492,7 @@ def graph_error(direction=0, flags=0, value=(0, {}), node=(0, {}), **change):
 ROWS_DIM = (core.SYMBOL_ROWS, 1, 1)
 LINEAR = native.mlp_graph(core).nodes[1]
 CAST = LINEAR.quantization
+FP4 = (core.RECIPE_NVFP4, core.DTYPE_U8, core.DTYPE_U8, 0, (0.0,) * 3)
 GRAPH_ERRORS = [
     (dict(direction=3), ValueError, "make_plan: direction: 3 is out of range, expected 0 to 2"),
     (dict(flags=-1), ValueError, "make_plan: flags: -1 is out of range"),
@@ -560,7 +561,42 @@ GRAPH_ERRORS = [
     ),
     (dict(node=(1, dict(quantization=(9, *CAST[1:])))), ValueError, "recipe = 9 does not exist"),
     (dict(node=(1, dict(quantization=(1, 0, *CAST[2:])))), TypeError, "FP8 dtypes f32 and e5m2"),
-    (dict(node=(1, dict(quantization=(*CAST[:3], 8, CAST[4])))), ValueError, "power_2 = 0x8"),
+    (dict(node=(1, dict(quantization=(*CAST[:3], 8, *CAST[4:])))), ValueError, "power_2 = 0x8"),
+    (
+        dict(node=(1, dict(quantization=(*CAST[:5], 0, 5, 0)))),
+        ValueError,
+        "hadamard = 0x5, stochastic = 0x0, .*: nvfp4 transforms",
+    ),
+    (
+        dict(node=(1, dict(quantization=(*FP4, 0, 1, 0)))),
+        ValueError,
+        "hadamard = 0x1, stochastic = 0x0, .*: nvfp4 transforms input and gradient",
+    ),
+    (
+        dict(node=(1, dict(quantization=(*FP4, 0, 5, 4)))),
+        ValueError,
+        r"inputs\[3\] = -1, expected an input i64",
+    ),
+    (
+        dict(node=(1, dict(quantization=(core.RECIPE_NVFP4, *CAST[1:])))),
+        TypeError,
+        "FP8 dtypes e4m3 and e5m2, expected u8",
+    ),
+    (
+        dict(node=(1, dict(quantization=(*CAST[:5], 1, 0, 0)))),
+        ValueError,
+        "tiles_2d = 0x1, expected bits of 0x0",
+    ),
+    (
+        dict(node=(1, dict(quantization=(core.RECIPE_BLOCK, *CAST[1:5], 8, 0, 0)))),
+        ValueError,
+        "tiles_2d = 0x8, expected bits of 0x7",
+    ),
+    (
+        dict(node=(1, dict(quantization=(core.RECIPE_ROW, *CAST[1:]), gather=2, external=1 << 8))),
+        NotImplementedError,
+        "gather = 2: the scales of rows and tiles are not gathered",
+    ),
     (dict(node=(1, dict(slots=(-1, 0)))), ValueError, "slots.0. = -1, expected 0 to 32767"),
     (dict(node=(1, dict(external=1 << 31))), ValueError, "external 0x80000000"),
     (dict(node=(1, dict(gather=0))), ValueError, "gather = 0: at least 1"),

@@ -7,6 +7,7 @@ import native
 import pytest
 import torch
 from comparators import assert_bits
+from microscaled import forms
 from native import CASES, fresh_core
 
 
@@ -59,10 +60,22 @@ NEEDED = {
 
 
 # What goes with none of some others; see the test below.
-APART = dict.fromkeys(
-    ("attention", "attention_backward"),
-    {"query_offsets", "key_offsets", "max_queries", "max_keys"},
-)
+PACKED = {"query_offsets", "key_offsets", "max_queries", "max_keys"}
+SCALED = {"query_scales", "key_scales", "value_scales", "output_scales"}
+FORWARD = SCALED | {"output_scale", "output_amax", "weights_amax"}
+BACKWARD = SCALED | {
+    "grad_output_scales", "grads_scales", "grad_scores_scale", "grads_scale", "grad_scores_amax",
+    "grads_amax",
+}  # fmt: skip
+APART = {
+    "attention": PACKED | FORWARD,
+    "attention_backward": PACKED | BACKWARD,
+    "quantize": {"row_amax", "column_amax", "column_partials", "rng", "square", "hadamard"},
+    "dequantize": {"row_amax", "column_amax"},
+    "gemm": {"a_row_amax", "a_column_amax", "b_row_amax", "b_column_amax"},
+    "amax": {"hadamard"},
+}
+"""Fields of packed sequences, of FP8 and of NVFP4, which not all others go with."""
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -91,6 +104,28 @@ def test_a_python_backend_sees_every_field(core, op, whole):
             assert value is None or seen[name].numel() == value.numel()
 
 
+def test_fields_of_nvfp4(core):
+    """Which go with no FP8."""
+    x, pair = torch.randn(32, 32).bfloat16(), torch.tensor([3, 4])
+    partials = torch.empty(core.AMAX_PARTIALS)
+    assert lent(core, "amax", x, partials, hadamard=1)["hadamard"] == 1
+    data = forms(core.SCALING_NVFP4, x.shape, "cpu")
+    more = {"column_partials": partials, "rng": pair, "hadamard": 1, "square": 0}
+    seen = lent(core, "quantize", x, **data, partials=partials, **more)
+    assert APART["quantize"] <= set(seen)
+    for name, value in (data | more).items():
+        if torch.is_tensor(value) and value.dtype is torch.int64:
+            assert_bits(seen[name], value)
+        elif torch.is_tensor(value):
+            assert seen[name].shape == value.shape
+        else:
+            assert seen[name] == value
+    assert lent(core, "dequantize", x.clone(), **data)["row_amax"].shape == (1,)
+    operands = {f"{o}_{name}": value for name, value in data.items() for o in "ab"}
+    seen = lent(core, "gemm", torch.empty(32, 32), **operands, b_transposed=1)
+    assert all(seen[name].shape == (1,) for name in APART["gemm"])
+
+
 def test_fields_of_packed_sequences(core):
     """Which go with no mask and no bias."""
     query, key = torch.randn(1, 5, 2, 6), torch.randn(1, 7, 2, 6)
@@ -100,12 +135,27 @@ def test_fields_of_packed_sequences(core):
         max_keys=4, query_lengths=lengths, key_lengths=lengths,
     )  # fmt: skip
     seen = lent(core, "attention", query, key, key, torch.zeros(1, 5, 2, 6), **given)
-    assert set(given) >= APART["attention"]
+    assert set(given) >= PACKED
     for name, value in given.items():
         if torch.is_tensor(value):
             assert_bits(seen[name], value)
         else:
             assert seen[name] == value
+
+
+@pytest.mark.parametrize("op", ["attention", "attention_backward"])
+def test_fields_of_fp8(core, op):
+    heads = torch.randn(1, 3, 2, 16).to(torch.float8_e4m3fn)
+    statistics = torch.zeros(1, 2, 3)
+    names = FORWARD if op == "attention" else BACKWARD
+    given = {n: torch.rand(2 if n.endswith("scales") else 1) for n in sorted(names)}
+    kept = {name: tensor.clone() for name, tensor in given.items()}
+    args = (heads, heads, heads, torch.empty_like(heads))
+    if op == "attention_backward":
+        args = (heads, *args, statistics)
+    seen = lent(core, op, *args, **given)
+    for name, value in kept.items():
+        assert_bits(seen[name].reshape(-1), value)
 
 
 def test_numbers_and_pointers_of_a_softmax(core):

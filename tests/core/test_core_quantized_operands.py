@@ -11,6 +11,7 @@ from transformer_engine.common import graphs
 from transformer_engine.common.plan_text import plan_of
 
 K, N, ROWS = 24, 40, 6  # none of them a multiple of 16, which the forms are padded to
+WIDE = 48  # columns of a weight that is transposed
 GIVEN = (graphs.INPUT_GIVEN, graphs.WEIGHT_GIVEN, graphs.GRAD_GIVEN)
 KEPT = graphs.INPUT_KEPT | graphs.WEIGHT_KEPT | graphs.GRAD_KEPT
 SUBSETS = [
@@ -19,12 +20,12 @@ SUBSETS = [
 GRADIENTS = graphs.DGRAD | graphs.WGRAD
 
 
-def graph_of(flags, recipe=_core.RECIPE_DELAYED, wanted=GRADIENTS, bias_grad=False):
+def graph_of(flags, recipe=_core.RECIPE_DELAYED, wanted=GRADIENTS, bias_grad=False, columns=K):
     """A linear layer with a bias."""
     f32 = _core.DTYPE_F32
     quantization = graphs.HIGH_PRECISION._replace(recipe=recipe, backward_fp8=_core.DTYPE_E5M2)
     flags |= wanted | graphs.BIAS
-    part = graphs.LinearSpec(K, N, f32, f32, f32, f32, f32, quantization, flags, bias_grad)
+    part = graphs.LinearSpec(columns, N, f32, f32, f32, f32, f32, quantization, flags, bias_grad)
     return graphs.call_graph(graphs.CallSpec((part,)))
 
 
@@ -54,11 +55,11 @@ def run_all(graph, memory):
     return memory
 
 
-def fresh_memory():
+def fresh_memory(columns=K):
     """What a call is given."""
     return {
-        ("value", 0): torch.randn(2, ROWS // 2, K),
-        ("value", 1): torch.randn(N, K),
+        ("value", 0): torch.randn(2, ROWS // 2, columns),
+        ("value", 1): torch.randn(N, columns),
         ("value", 2): torch.randn(N),
         ("gradient", 3): torch.randn(2, ROWS // 2, N),
         ("scale", 0): torch.tensor([4.0, 2.0, 8.0, 1.0]),
@@ -159,3 +160,37 @@ def test_the_text_of_a_plan_has_the_flags():
     assert plan_of(text).described == described
     with pytest.raises(ValueError, match="damaged"):
         plan_of(text[:-2])
+
+
+# ---- a weight that arrives row-wise alone --------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [_core.RECIPE_DELAYED, _core.RECIPE_CURRENT])
+@pytest.mark.parametrize("how", [0, graphs.DEFER, graphs.SAVE_INPUT])
+def test_a_row_wise_weight_is_transposed_in_the_backward(recipe, how):
+    """To the bits of the column-wise form that a cast makes, and without a cast of the weight."""
+    memory = run_all(graph_of(KEPT, recipe, columns=WIDE), fresh_memory(WIDE))
+    expected = results(memory)
+    rows = graphs.WEIGHT_GIVEN | graphs.WEIGHT_ROWS
+    graph = graph_of(rows | how, recipe, columns=WIDE)
+    plan = graph.make(_core.DIRECTION_BACKWARD)
+    assert ("column", 1) not in buffers(plan, "input", "parameter", "state")
+    own = {link: x for link, x in memory.items() if link not in (("value", 1), ("column", 1))}
+    own["history", 0] = torch.zeros(4, 4)
+    _core.reset_counters()
+    found = results(run_all(graph, own))
+    counts = _core.counters()
+    assert counts["op.cpu.transpose"] == 1 and counts["op.cpu.quantize"] == 2 + (
+        how == graphs.SAVE_INPUT
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_which_weights_can_arrive_row_wise_alone():
+    rows = graphs.WEIGHT_GIVEN | graphs.WEIGHT_ROWS
+    with pytest.raises(ValueError, match=rf"weight arrives row-wise alone: .*columns \({K}\)"):
+        graph_of(rows).make(0)
+    with pytest.raises(ValueError, match="value 1: name, ndim = 2 or flags"):
+        graph_of(graphs.WEIGHT_ROWS, columns=WIDE).make(0)
+    forward = graph_of(rows, columns=WIDE, wanted=0).make(0)
+    assert buffers(forward, "parameter") == [("value", 2), ("row", 1), ("scales", 1)]

@@ -4,6 +4,7 @@
 import copy
 import dataclasses
 import inspect
+import itertools
 import math
 import pickle
 import warnings
@@ -14,18 +15,26 @@ import pytest
 from transformer_engine.common import absent, config, recipe
 from transformer_engine.common.recipe import (
     DelayedScaling,
+    Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowScaling,
     Format,
     MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     QParams,
     Recipe,
 )
 
 pytestmark = pytest.mark.usefixtures("no_variables")
 
-READY = [DelayedScaling, Float8CurrentScaling]
+MEASURING = [Float8CurrentScaling, Float8BlockScaling, Float8RowScaling]
+READY = [DelayedScaling, *MEASURING]
+DIMS = ["x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"]
+GEMMS = ["fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"]
 QUANT = ["fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"]
 POWER_2 = config.TE_FP8_CURRENT_SCALING_POWER_2_SCALES
+F32_SCALES = config.TE_FP8_BLOCK_SCALING_FP32_SCALES
 OVERRIDE = config.TE_BACKWARD_OVERRIDE
 
 # --- formats
@@ -69,6 +78,7 @@ def test_defaults_of_delayed_scaling():
         "fp8_dpa": False,
         "fp8_mha": False,
         "backward_override": None,
+        "measure_first": False,
     }
 
 
@@ -91,6 +101,45 @@ def test_defaults_of_current_scaling():
     assert [getattr(r, name) for name in QUANT] == [QParams()] * 3
 
 
+def test_defaults_of_block_scaling():
+    assert dataclasses.asdict(Float8BlockScaling()) == {
+        "use_f32_scales": False,
+        "fp8_format": Format.E4M3,
+        "x_block_scaling_dim": 1,
+        "w_block_scaling_dim": 2,
+        "grad_block_scaling_dim": 1,
+        **dict.fromkeys(GEMMS, {"use_split_accumulator": True}),
+        "fp8_dpa": False,
+        "fp8_mha": False,
+        "backward_override": None,
+    }
+    made = Float8BlockScaling(use_f32_scales=True)
+    assert [getattr(Float8BlockScaling(), name) for name in QUANT] == [QParams(True)] * 3
+    assert [getattr(made, name) for name in QUANT] == [QParams(False)] * 3
+
+
+def test_defaults_of_row_scaling():
+    """As those of current scaling."""
+    made, like = Float8RowScaling(), Float8CurrentScaling()
+    assert dataclasses.asdict(made) == dataclasses.asdict(like)
+    assert [getattr(made, name) for name in QUANT] == [QParams()] * 3
+
+
+def test_one_kind_of_tensor_has_square_tiles():
+    for pair in itertools.combinations(DIMS, 2):
+        dims = {name: 2 if name in pair else 1 for name in DIMS}
+        with pytest.raises(AssertionError, match=f"{pair[0]} and {pair[1]} are 2"):
+            Float8BlockScaling(**dims)
+    r = Float8BlockScaling()
+    with pytest.raises(AssertionError, match="x_block_scaling_dim and w_block_scaling_dim are 2"):
+        r.x_block_scaling_dim = 2
+    assert r == Float8BlockScaling() and repr(r) == repr(Float8BlockScaling())
+    r.w_block_scaling_dim = 1
+    r.x_block_scaling_dim = 2
+    assert r == Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
+    assert pickle.loads(pickle.dumps(r)) == r
+
+
 def test_defaults_of_the_parameters():
     assert dataclasses.astuple(MMParams()) == (True,)
     assert dataclasses.astuple(QParams()) == (False, 0.0, False, False, False)
@@ -106,15 +155,16 @@ def test_positional_arguments_and_signature():
         DelayedScaling(*range(20))
 
 
-@pytest.mark.parametrize("cls", [*READY, Recipe])
+@pytest.mark.parametrize("cls", [*READY, MXFP8BlockScaling, NVFP4BlockScaling, Recipe])
 def test_kinds(cls):
     kinds = {
         "delayed": {DelayedScaling},
         "float8_current_scaling": {Float8CurrentScaling},
         "float8_per_tensor_scaling": {DelayedScaling, Float8CurrentScaling},
-        "float8_block_scaling": set(),
-        "mxfp8": set(),
-        "nvfp4": set(),
+        "float8_block_scaling": {Float8BlockScaling},
+        "float8_row_scaling": {Float8RowScaling},
+        "mxfp8": {MXFP8BlockScaling},
+        "nvfp4": {NVFP4BlockScaling},
         "custom": set(),
     }
     for method, members in kinds.items():
@@ -132,11 +182,28 @@ WRONG = [
     (DelayedScaling, "amax_compute_algo", ValueError, ["mean", None, 3, ["max"]]),
     (DelayedScaling, "scaling_factor_compute_algo", ValueError, ["max", 3]),
     (DelayedScaling, "reduce_amax", ValueError, NOT_BOOL),
+    (DelayedScaling, "measure_first", ValueError, NOT_BOOL),
     (DelayedScaling, "backward_override", AssertionError, ["high_precision", "dequantized", 0]),
     (Float8CurrentScaling, "use_power_2_scales", ValueError, NOT_BOOL),
-    (Float8CurrentScaling, "backward_override", AssertionError, ["bf16", "", 0]),
+    (Float8RowScaling, "use_power_2_scales", ValueError, NOT_BOOL),
+    (Float8BlockScaling, "use_f32_scales", ValueError, NOT_BOOL),
     *[
-        (Float8CurrentScaling, f"fp8_gemm_{name}", ValueError, [True, None, QParams()])
+        (Float8BlockScaling, f"{of}_block_scaling_dim", AssertionError, [0, 3, "1", None, True])
+        for of in ("x", "w", "grad")
+    ],
+    *[
+        (Float8BlockScaling, f"fp8_gemm_{name}", AssertionError, [MMParams(False)])
+        for name in ("fprop", "dgrad", "wgrad")
+    ],
+    *[
+        (cls, name, AssertionError, [True])
+        for cls in (Float8BlockScaling, Float8RowScaling)
+        for name in ("fp8_dpa", "fp8_mha")
+    ],
+    *[(cls, "backward_override", AssertionError, ["bf16", "", 0]) for cls in MEASURING],
+    *[
+        (cls, f"fp8_gemm_{name}", ValueError, [True, None, QParams()])
+        for cls in MEASURING
         for name in ("fprop", "dgrad", "wgrad")
     ],
     *[
@@ -349,6 +416,17 @@ def test_backward_override_from_the_environment(name, monkeypatch):
             cls()
 
 
+@pytest.mark.parametrize("name", [F32_SCALES.name, *F32_SCALES.aliases])
+def test_f32_scales_from_the_environment(name, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    r = Float8BlockScaling()
+    assert r.use_f32_scales is True
+    assert Float8BlockScaling.fp8_quant_fwd_inp == r.fp8_quant_fwd_inp == QParams(False)
+    assert Float8BlockScaling(use_f32_scales=False).fp8_quant_bwd_grad == QParams(True)
+    monkeypatch.delenv(name)
+    assert r.use_f32_scales is True
+
+
 # --- quantizer parameters of current scaling
 
 
@@ -404,9 +482,6 @@ def test_everything_public_is_defined_here():
 
 
 COMING = {
-    "Float8BlockScaling": "float8_block_scaling",
-    "MXFP8BlockScaling": "mxfp8",
-    "NVFP4BlockScaling": "nvfp4",
     "CustomRecipe": "custom",
 }
 

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from transformer_engine.common import config
 from transformer_engine.common.recipe import (
     DelayedScaling,
+    Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowScaling,
     Format,
     MMParams,
     QParams,
@@ -40,6 +42,7 @@ DELAYED = st.builds(
     amax_compute_algo=st.sampled_from(["max", "most_recent", max]),
     scaling_factor_compute_algo=st.sampled_from([None, math.ldexp]),
     reduce_amax=st.booleans(),
+    measure_first=st.booleans(),
     fp8_dpa=st.booleans(),
     fp8_mha=st.booleans(),
 )
@@ -54,11 +57,33 @@ CURRENT = st.builds(
 )
 
 
+ROW = st.builds(
+    Float8RowScaling,
+    use_power_2_scales=st.booleans(),
+    fp8_format=FORMATS,
+    fp8_gemm_fprop=MM_PARAMS,
+    backward_override=st.sampled_from([None, "high_precision", "dequantized"]),
+)
+BLOCK = st.builds(
+    Float8BlockScaling,
+    use_f32_scales=st.booleans(),
+    fp8_format=FORMATS,
+    w_block_scaling_dim=st.sampled_from([1, 2]),
+    backward_override=st.sampled_from([None, "high_precision", "dequantized"]),
+)
+STRATEGIES = {
+    DelayedScaling: DELAYED,
+    Float8CurrentScaling: CURRENT,
+    Float8RowScaling: ROW,
+    Float8BlockScaling: BLOCK,
+}
+
+
 @st.composite
 def recipes(draw):
     """Any recipe that can be made, assigned QParams included."""
-    r = draw(DELAYED | CURRENT)
-    if r.float8_current_scaling():
+    r = draw(DELAYED | CURRENT | ROW | BLOCK)
+    if not r.delayed():
         for name in draw(st.sets(st.sampled_from(QUANT))):
             setattr(r, name, draw(Q_PARAMS))
     return r
@@ -75,7 +100,7 @@ def test_repr_and_equality_agree(a, b):
 
 @given(recipes(), st.data())
 def test_repr_follows_every_write(r, data):
-    other = data.draw(DELAYED if r.delayed() else CURRENT)
+    other = data.draw(STRATEGIES[type(r)])
     name = data.draw(st.sampled_from([f.name for f in dataclasses.fields(r)]))
     before = repr(r)
     same = getattr(r, name) == getattr(other, name)
@@ -177,7 +202,9 @@ def test_method_of_one_object_is_one_callable():
 
 ALLOWED = {
     "DelayedScaling",
+    "Float8BlockScaling",
     "Float8CurrentScaling",
+    "Float8RowScaling",
     "Format",
     "_FormatHelper",
     "MMParams",
@@ -225,7 +252,7 @@ def test_pickle_of_the_parts(protocol, value):
 def test_copies_are_equal_and_independent(r):
     for copied in (copy.copy(r), copy.deepcopy(r), pickle.loads(pickle.dumps(r))):
         assert copied == r
-        copied.fp8_dpa = not r.fp8_dpa
+        copied.fp8_format = Format.E4M3 if r.fp8_format is Format.HYBRID else Format.HYBRID
         assert copied != r
 
 

@@ -242,6 +242,54 @@ static void check_softmax(void)
     check_both("packed, slopes", key);
 }
 
+static te_sdpa_key fp8(int64_t heads, int64_t kv_heads, int64_t channels, te_dtype grads)
+{
+    te_sdpa_key key = problem(heads, kv_heads, 256, 384, channels, channels);
+    key.dtype = TE_DTYPE_E4M3;
+    key.grad_dtype = (uint8_t)grads;
+    return key;
+}
+
+static void check_fp8(void)
+{
+    te_sdpa_key key = fp8(4, 4, 128, TE_DTYPE_E4M3);
+    check("fp8", key);
+    key.window_right = 0;
+    check("fp8, causal", key);
+    key.bottom_right = 1;
+    key.window_left = 60;
+    key.has_lengths = 1;
+    check("fp8, lengths, window, bottom right", key);
+    check("fp8, gradients in e5m2", fp8(4, 4, 128, TE_DTYPE_E5M2));
+    check("fp8, groups", fp8(8, 2, 128, TE_DTYPE_E5M2));
+    key = fp8(8, 2, 128, TE_DTYPE_E5M2);
+    key.has_lengths = 1;
+    check("fp8, groups, lengths", key);
+    key = fp8(4, 4, 64, TE_DTYPE_E4M3);
+    compile("fp8, 64 channels", key, 0);
+    key.dropout = 0.1F;
+    compile("fp8, dropout", key, 0);
+    compile("fp8, 256 channels", fp8(4, 4, 256, TE_DTYPE_E4M3), 0);
+    compile("fp8, 80 channels", fp8(4, 4, 80, TE_DTYPE_E4M3), 0);
+    compile("fp8, 16 channels", fp8(4, 4, 16, TE_DTYPE_E4M3), 0);
+    key = problem(4, 2, 256, 384, 32, 48);
+    key.dtype = TE_DTYPE_E4M3;
+    compile("fp8, 32 and 48 channels", key, 0);
+    key = fp8(4, 4, 128, TE_DTYPE_E4M3);
+    key.queries = 201;
+    key.keys = 333;
+    compile("fp8, odd lengths", key, 0);
+    key.has_lengths = 1;
+    compile("fp8, odd lengths, all of them", key, 1);
+    key = packed(8, 2, 128, 128, 1);
+    key.dtype = TE_DTYPE_E4M3;
+    key.window_right = 0;
+    compile("fp8, packed, groups", key, 0);
+    key = fp8(4, 4, 128, TE_DTYPE_E4M3);
+    key.keeps_statistics = 0;
+    compile("fp8, no statistics", key, 0);
+}
+
 int main(void)
 {
     if (te_cudnn_load() != TE_OK) {
@@ -262,6 +310,7 @@ int main(void)
     check_extras();
     check_softmax();
     check_packed();
+    check_fp8();
     (void)te_cudnn.cudnnBackendDestroyDescriptor(target.device);
     return failures != 0;
 }

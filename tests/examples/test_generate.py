@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The generation example: caches change nothing of what a trained model writes."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -18,20 +17,6 @@ HIDDEN, SEQ, COUNT = 64, 32, 40
 PROMPTS = [b"def ", b"import torch", b"x"]
 SIZES = {"layers": 2, "hidden": HIDDEN, "heads": 4, "seq": SEQ, "batch": 4, "steps": 8,
          "valid-windows": 4, "sample": 2}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def example():
-    """Import a module of the examples by its name."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        yield importlib.import_module
-    finally:
-        sys.path.remove(str(EXAMPLES))
-        names = ("checkpoints", "generate", "progress", "report", "textdata", "train_gpt")
-        for name in set(names) - before:
-            sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from tols import BF16, F32
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import transformer
+from transformer_engine.pytorch.attention.dot_product_attention.planned import CoreCalls
 from transformer_engine.pytorch.module.layer_call import LayerCalls
 
 HIDDEN, FFN, HEADS, LENGTH, SOURCE, BATCH = 32, 64, 4, 6, 9, 2
@@ -107,6 +108,14 @@ def by_modules():
     """Every layer calls its modules in the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LayerCalls, "of", classmethod(lambda cls, layer: None))
+        yield
+
+
+@contextlib.contextmanager
+def by_operators():
+    """Every `DotProductAttention` runs operators in the block, and no plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CoreCalls, "key_of", lambda *_: None)
         yield
 
 

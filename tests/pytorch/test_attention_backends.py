@@ -50,6 +50,13 @@ def situations():
                 yield of._replace(packed=True)
             if bias == "alibi" and window is None:
                 yield of._replace(slopes_grad=True)
+            if dtype is BF16:
+                yield of._replace(fp8=True)
+                yield of._replace(fp8=True, channels=(72, 64))
+                yield of._replace(fp8=True, by_mask=kind.padding, one_query=not kind.padding)
+                yield of._replace(fp8=True, softmax="learnable", max_logit=not square)
+                yield of._replace(fp8=True, max_logit=True)
+                yield of._replace(fp8=True, packed=kind.padding, drops=not kind.padding)
             if bias == "no_bias" and window is None:
                 yield of._replace(softmax="off-by-one")
                 yield of._replace(max_logit=True)

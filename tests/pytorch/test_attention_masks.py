@@ -8,8 +8,6 @@ from pytorch import attention_model as model
 from pytorch.helpers import assert_same_bits
 from tols import BF16, F32, tol
 
-from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch import autocast
 from transformer_engine.pytorch.attention import DotProductAttention
 
 OURS = pytest.mark.parametrize("backend", ["native", "unfused"], indirect=True)
@@ -132,6 +130,32 @@ def test_masked_queries_are_0_and_get_no_gradient(device, backend, mask, dtype):
             assert (tensor[length:, sample] == 0).all()
         assert length == 0 or (out[:length, sample] != 0).any()
     assert all(tensor.isfinite().all() for tensor in grads)
+
+
+@pytest.mark.parametrize("lost", [LENGTH + 1, LENGTH + 1000, -1])
+@pytest.mark.parametrize("mask", PADDING)
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+@OURS
+def test_lengths_that_can_not_be(device, backend, form, mask, lost, monkeypatch):
+    """An error where the host sees them; else NaN in that sequence, and in no other."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    lengths = [4, lost, 9]
+    qkv = qkv_of(device, form=form, dtype=dtype_of(device, backend))
+    module = DotProductAttention(HEADS, CHANNELS, attn_mask_type=mask, qkv_format=form)
+    if device == "cpu" and backend == "native":
+        with pytest.raises(ValueError, match=f"query_lengths: .*{lost}"):
+            module(*qkv, cu_seqlens_q=cumulative(lengths, device))
+        return
+
+    def run(lengths):
+        out = module(*qkv, cu_seqlens_q=cumulative(lengths, device))
+        grads = torch.autograd.grad(out, qkv, torch.ones_like(out))
+        batch_first = (t if form == "bshd" else t.transpose(0, 1) for t in (out, *grads))
+        return [tensor.detach() for tensor in batch_first]
+
+    for found, good in zip(run(lengths), run([4, 5, 9]), strict=True):
+        assert found[1].isnan().all()
+        assert_same_bits(found[::2], good[::2])
 
 
 @OURS
@@ -374,19 +398,6 @@ def test_call_options_that_are_not_there_yet(device, option, value):
     module = DotProductAttention(HEADS, CHANNELS)
     with pytest.raises(NotImplementedError, match=f"{option}="):
         module(*qkv_of(device), **{option: value})
-
-
-@pytest.mark.parametrize("option", ["fp8_dpa", "fp8_mha"])
-def test_fp8_attention_is_not_there_yet(device, option):
-    module = DotProductAttention(HEADS, CHANNELS)
-    qkv = qkv_of(device)
-    with (
-        pytest.raises(NotImplementedError, match=option),
-        autocast(recipe=DelayedScaling(**{option: True})),
-    ):
-        module(*qkv)
-    with autocast(enabled=False, recipe=DelayedScaling(**{option: True})):
-        module(*qkv)
 
 
 def test_constructor_errors():

@@ -4,7 +4,7 @@
 import pytest
 import torch
 from pytorch.helpers import RECIPES
-from pytorch.layer_ways import by_modules
+from pytorch.layer_ways import by_modules, by_operators
 from tols import BF16
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -60,7 +60,7 @@ def attend(kind, device):
 @pytest.mark.parametrize("kind", ["core", "attention", "layer"])
 def test_what_attention_makes_is_freed(device, backend, kind, made):
     run = attend(kind, device)
-    with by_modules():
+    with by_modules(), by_operators():
         out = run(False)
     assert alive(made) >= ({"statistics"} if backend == "native" else {"probabilities"})
     out.sum().backward()

@@ -135,7 +135,7 @@ def some_limits(rng, batch, queries, keys):
         if rng.random() < 0.3:
             ends = [rng.choice([0, 1, longest, rng.randrange(longest + 1)]) for _ in range(batch)]
             limits[name] = torch.tensor(ends, dtype=torch.int32, device="cuda")
-    if keys > 1 and rng.random() < 0.25:
+    if min(queries, keys) > 1 and rng.random() < 0.25:
         shape = [rng.choice([1, n]) for n in (batch, 1, queries, keys)]
         mask = torch.rand(shape) < 0.3
         if shape[2] > 6:
@@ -482,6 +482,17 @@ def test_masks_of_whole_queries(queries, keys, limits):
     limits = {**limits, "mask": mask}
     out = attended((*tensors, endless), torch.randn_like(tensors[0]), False, scale=0.125, **limits)
     assert (out[0][:, 5:9] == 0).all() and all(t.isfinite().all() for t in out[:4])
+
+
+def test_masks_over_one_query_run_elsewhere():
+    query, key, value = (heads(2, n, HEADS, CHANNELS, BF16) for n in (1, 64, 64))
+    mask = torch.rand(1, 1, 1, 64, device="cuda") < 0.5
+    with pytest.raises(NotImplementedError, match="over one query"):
+        attended((query, key, value, None), query, scale=1.0, mask=mask.to(torch.uint8))
+    module = DotProductAttention(HEADS, CHANNELS, qkv_format="bshd", attn_mask_type="arbitrary")
+    leaf = query.requires_grad_()
+    module(leaf, key, value, attention_mask=mask).sum().backward()
+    assert module._ran.backend == "unfused" and leaf.grad.isfinite().all()
 
 
 def test_masks_over_one_key_run_elsewhere():

@@ -57,6 +57,41 @@ def test_a_bias_that_is_made_for_a_length(device):
         assert_same_step(layer, states(layer, length), core_attention_bias_type="alibi")
 
 
+KEPT_WAYS = {
+    "alibi": ({}, {"core_attention_bias_type": "alibi"}),
+    "off-by-one": ({"softmax_type": "off-by-one"}, {}),
+    "learnable": ({"softmax_type": "learnable"}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT_WAYS)
+def test_slopes_and_sinks_are_found_once(device, kind, monkeypatch):
+    """They are the same in each call; a learnable one as long as the parameter is."""
+    options, given = KEPT_WAYS[kind]
+    layer = make_attention(device, dtype_of(device), **options)
+    core, found = layer.core_attention, []
+    limits_for = core.limits_for
+    monkeypatch.setattr(core, "limits_for", lambda *args: found.append(1) or limits_for(*args))
+    for _ in range(4):
+        assert_whole(layer, hidden_states=states(layer), **given).sum().backward()
+    assert len(found) == 1
+    for length in (1, LENGTH + 3):
+        assert_same_step(layer, states(layer, length), **given)
+    found.clear()
+    if kind != "learnable":
+        return
+    for change in (
+        lambda: core.softmax_offset.data.add_(1.0),
+        lambda: setattr(core, "softmax_offset", torch.nn.Parameter(core.softmax_offset + 1.0)),
+        lambda: core.softmax_offset.requires_grad_(False),
+        lambda: core.softmax_offset.requires_grad_(True),
+        lambda: setattr(core, "softmax_scale", 0.3),
+    ):
+        change()
+        assert_whole(layer, hidden_states=states(layer))
+        assert_same_step(layer, states(layer))
+
+
 def test_norms_of_queries_and_keys_that_are_set(device):
     def change(layer):
         layer.q_norm = layer.k_norm = L2Normalization(1e-6)

@@ -346,10 +346,6 @@ def test_forward_arguments_name_themselves(device, kind, name, x):
 @pytest.mark.parametrize(
     ("recipe", "field", "value"),
     [
-        (DelayedScaling, "fp8_dpa", True),
-        (DelayedScaling, "fp8_mha", True),
-        (Float8CurrentScaling, "fp8_dpa", True),
-        (Float8CurrentScaling, "fp8_mha", True),
         (Float8CurrentScaling, "backward_override", "dequantized"),
     ],
 )

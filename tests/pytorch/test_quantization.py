@@ -11,10 +11,14 @@ from pytorch.helpers import RECIPES, assert_same_bits, state_of
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import (
+    CustomRecipe,
     DelayedScaling,
+    Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowScaling,
     Format,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
 )
 from transformer_engine.pytorch import quantization
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
@@ -146,6 +150,19 @@ def test_recipes_on_a_device_without_fp8(monkeypatch):
         quantization.check_recipe_support(Float8CurrentScaling())
 
 
+@pytest.mark.parametrize("make", [Float8BlockScaling, Float8RowScaling])
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0)], ids=str)
+def test_scales_of_tiles_and_rows_are_those_of_hopper(monkeypatch, make, capability):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert te.is_fp8_available() and not te.is_fp8_block_scaling_available()
+    with pytest.raises(RuntimeError, match=rf"{make.__name__}: .*9\.0.*\({capability[0]}, "):
+        quantization.check_recipe_support(make())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert te.is_fp8_block_scaling_available(return_reason=True) == (True, "")
+    quantization.check_recipe_support(make())
+
+
 def test_formats_of_a_recipe():
     hybrid, e4m3 = DelayedScaling(), DelayedScaling(fp8_format=Format.E4M3)
     assert quantization.get_fp8_torch_dtype(hybrid) is torch.float8_e4m3fn
@@ -154,9 +171,11 @@ def test_formats_of_a_recipe():
     assert quantization.get_fp8_max(hybrid, False) == 57344
     assert quantization.get_fp8_torch_dtype(e4m3, False) is torch.float8_e4m3fn
     assert quantization.get_align_size_for_quantization(hybrid) == 16
+    assert quantization.get_align_size_for_quantization(MXFP8BlockScaling()) == 32
+    assert quantization.get_align_size_for_quantization(NVFP4BlockScaling()) == 128
     for question in (quantization.get_fp8_torch_dtype, quantization.get_fp8_max):
-        with pytest.raises(NotImplementedError, match="MXFP8BlockScaling is not built yet"):
-            question(MXFP8BlockScaling())
+        with pytest.raises(NotImplementedError, match="CustomRecipe is not built yet"):
+            question(CustomRecipe())
 
 
 # ---- fp8_meta ------------------------------------------------------------------------------------

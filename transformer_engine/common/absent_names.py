@@ -12,12 +12,10 @@ from typing import NamedTuple
 
 MODULES = frozenset(
     "pytorch.attention.dot_product_attention.context_parallel "
-    "pytorch.cpp_extensions.fused_attn pytorch.distributed_weight pytorch.float8_tensor "
-    "pytorch.module.fp8_padding pytorch.module.fp8_unpadding pytorch.module.grouped_linear "
-    "pytorch.ops.op pytorch.permutation pytorch.quantized_tensor pytorch.router pytorch.tensor "
-    "pytorch.tensor.float8_blockwise_tensor pytorch.tensor.float8_tensor "
-    "pytorch.tensor.grouped_tensor pytorch.tensor.mxfp8_tensor pytorch.tensor.nvfp4_tensor "
-    "pytorch.tensor.quantized_tensor pytorch.tensor.utils".split()
+    "pytorch.cpp_extensions.fused_attn pytorch.distributed_weight pytorch.module.fp8_padding "
+    "pytorch.module.fp8_unpadding pytorch.module.grouped_linear pytorch.ops.op "
+    "pytorch.permutation pytorch.router "
+    "pytorch.tensor.grouped_tensor".split()
 )
 """Modules with no other names than absent ones. They have no files: `absent` makes them."""
 
@@ -49,31 +47,6 @@ class Feature(NamedTuple):
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
-        "FP8 block scaling",
-        "there are no scales per 1 x 128 or 128 x 128 tile",
-        "recipe.Float8CurrentScaling() or recipe.DelayedScaling(); ask "
-        "te.is_fp8_block_scaling_available()",
-        "common.recipe: Float8BlockScaling",
-        base="transformer_engine.common.recipe.Recipe",
-        carries=True,
-    ),
-    Feature(
-        "MXFP8",
-        "there are no scales per 32 values",
-        "recipe.Float8CurrentScaling() or recipe.DelayedScaling(); ask te.is_mxfp8_available()",
-        "common.recipe: MXFP8BlockScaling",
-        base="transformer_engine.common.recipe.Recipe",
-        carries=True,
-    ),
-    Feature(
-        "NVFP4",
-        "there are no FP4 casts and GEMMs",
-        "recipe.Float8CurrentScaling() or recipe.DelayedScaling(); ask te.is_nvfp4_available()",
-        "common.recipe: NVFP4BlockScaling",
-        base="transformer_engine.common.recipe.Recipe",
-        carries=True,
-    ),
-    Feature(
         "Custom recipes",
         "modules take no quantizers of the user",
         "override_stages() of a module, or a plug-in backend (docs/adding_a_backend.md)",
@@ -82,41 +55,10 @@ FEATURES: tuple[Feature, ...] = (
         carries=True,
     ),
     Feature(
-        "Quantized parameters",
-        "weights are kept in high precision and cast at each call",
-        "quantized_model_init(enabled=False), or leave it out; is_first_microbatch keeps the cast "
-        "weight between microbatches",
-        """
-        pytorch.tensor.utils: cast_master_weights_to_fp8 post_all_gather_processing
-            quantize_master_weights replace_raw_data
-        """,
-        partly="pytorch.quantized_model_init pytorch.fp8_model_init",
-    ),
-    Feature(
-        "Quantized tensors",
-        "there are no tensor classes that hold quantized data; modules quantize inside their calls",
-        "pass plain tensors to the modules; isinstance(tensor, QuantizedTensor) is False for all",
-        """
-        pytorch.tensor.float8_tensor: Float8Tensor Float8Tensor.make_like Float8Quantizer
-            Float8CurrentScalingQuantizer
-        pytorch.tensor.mxfp8_tensor: MXFP8Tensor MXFP8Quantizer
-        pytorch.tensor.float8_blockwise_tensor: Float8BlockwiseQTensor Float8BlockQuantizer
-        pytorch.tensor.nvfp4_tensor: NVFP4Tensor NVFP4Quantizer
-        pytorch.tensor.grouped_tensor: GroupedTensor
-        pytorch.quantized_tensor pytorch.tensor.quantized_tensor: QuantizedTensor
-            QuantizedTensorStorage Quantizer
-        pytorch.quantized_tensor: prepare_for_saving restore_from_saved restore_from_func_ctx
-        pytorch.float8_tensor: Float8Tensor Float8Tensor.make_like Float8Quantizer
-        pytorch.tensor pytorch: QuantizedTensor QuantizedTensorStorage Quantizer Float8Tensor
-            Float8Quantizer Float8CurrentScalingQuantizer MXFP8Tensor MXFP8Quantizer
-            Float8BlockwiseQTensor Float8BlockQuantizer NVFP4Tensor NVFP4Quantizer HybridQuantizer
-            IdentityQuantizer Float8TensorStorage MXFP8TensorStorage NVFP4TensorStorage
-            Float8BlockwiseQTensorStorage prepare_for_saving restore_from_saved
-        pytorch.tensor: GroupedTensor
-        pytorch: restore_from_func_ctx
-        transformer_engine_torch: Float8Quantizer Float8CurrentScalingQuantizer MXFP8Quantizer
-            Float8BlockQuantizer NVFP4Quantizer
-        """,
+        "Grouped tensors",
+        "tensors are quantized one by one",
+        "one quantized tensor for each of a group",
+        "pytorch.tensor.grouped_tensor pytorch.tensor: GroupedTensor",
     ),
     Feature(
         "Grouped linear layers",

@@ -104,6 +104,68 @@ TE_FP8_CURRENT_SCALING_POWER_2_SCALES = _flag(
     "Default of Float8CurrentScaling's use_power_2_scales: round scales down to powers of two.",
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
 )
+TE_FP8_BLOCK_SCALING_FP32_SCALES = _flag(
+    "TE_FP8_BLOCK_SCALING_FP32_SCALES",
+    "Default of Float8BlockScaling's use_f32_scales: scales are no powers of two.",
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+)
+TE_CACHE_WEIGHTS = _flag(
+    "TE_CACHE_WEIGHTS",
+    "Default of a module's cache_weights: keep quantized weights from call to call, until they "
+    "change. Read when a module is made.",
+)
+TE_FP8_ATTENTION_BACKWARD = _flag(
+    "TE_FP8_ATTENTION_BACKWARD",
+    "Compute the gradients of FP8 attention in FP8 where that is possible and faster; with 0 they "
+    "are always computed in high precision.",
+    "NVTE_FP8_DPA_BWD",
+    default=True,
+)
+TE_NVFP4_DISABLE_RHT = _flag(
+    "TE_NVFP4_DISABLE_RHT",
+    "Default of NVFP4BlockScaling's disable_rht: no random Hadamard transform.",
+    "NVTE_NVFP4_DISABLE_RHT",
+)
+TE_NVFP4_DISABLE_STOCHASTIC_ROUNDING = _flag(
+    "TE_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
+    "Default of NVFP4BlockScaling's disable_stochastic_rounding: gradients to nearest even.",
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
+)
+TE_NVFP4_DISABLE_2D_QUANTIZATION = _flag(
+    "TE_NVFP4_DISABLE_2D_QUANTIZATION",
+    "Default of NVFP4BlockScaling's disable_2d_quantization: no scales of 16 x 16 weights.",
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION",
+)
+TE_NVFP4_ROW_SCALED_ACTIVATION = _flag(
+    "TE_NVFP4_ROW_SCALED_ACTIVATION",
+    "Default of NVFP4BlockScaling's row_scaled_activation (not built: modules refuse it).",
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION",
+)
+NVFP4_SCOPES = ("none", "weights", "activations", "all")
+TE_NVFP4_4OVER6 = Variable(
+    "TE_NVFP4_4OVER6",
+    "none",
+    _one_of(*NVFP4_SCOPES),
+    " or ".join(NVFP4_SCOPES),
+    "Default of NVFP4BlockScaling's nvfp4_4over6 (not built: modules refuse all but none).",
+    ("NVTE_NVFP4_4OVER6",),
+)
+TE_NVFP4_4OVER6_E4M3_USE_256 = Variable(
+    "TE_NVFP4_4OVER6_E4M3_USE_256",
+    "all",
+    _one_of(*NVFP4_SCOPES),
+    " or ".join(NVFP4_SCOPES),
+    "Default of NVFP4BlockScaling's nvfp4_4over6_e4m3_use_256.",
+    ("NVTE_NVFP4_4OVER6_E4M3_USE_256",),
+)
+TE_NVFP4_4OVER6_ERR_MODE = Variable(
+    "TE_NVFP4_4OVER6_ERR_MODE",
+    "MAE",
+    _one_of("MAE", "MSE"),
+    "MAE or MSE",
+    "Default of NVFP4BlockScaling's nvfp4_4over6_err_mode.",
+    ("NVTE_NVFP4_4OVER6_ERR_MODE",),
+)
 TE_UNFUSED_FP8_UPDATE = _flag(
     "TE_UNFUSED_FP8_UPDATE",
     "Update delayed scaling with framework operations instead of the fused kernel: the history "
@@ -206,6 +268,8 @@ def attention_switches() -> AttentionSwitches:
     data = getattr(os.environ, "_data", None)
     if type(data) is not dict:  # a program has put another mapping in place of os.environ
         return _switches.__wrapped__(())
+    if data.keys().isdisjoint(_SWITCH_KEYS):
+        return _switches(())
     return _switches(tuple(map(data.get, _SWITCH_KEYS)))
 
 

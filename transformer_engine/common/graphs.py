@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a module's settings and a recipe to the graph that it computes: values and nodes."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
@@ -36,7 +36,12 @@ Link = tuple[str, int]
     INPUT_KEPT,
     WEIGHT_KEPT,
     GRAD_KEPT,
-) = (1 << bit for bit in range(21))
+    WEIGHT_ROWS,  # besides WEIGHT_GIVEN: of the forms row-wise alone, which a backward transposes
+    # Delayed scaling: input and weight, the gradient of the output are measured before they are
+    # cast, for slots that have recorded nothing.
+    MEASURE_OPERANDS,
+    MEASURE_GRAD,
+) = (1 << bit for bit in range(24))
 
 
 class Quantization(NamedTuple):
@@ -46,17 +51,25 @@ class Quantization(NamedTuple):
     forward_fp8: int  # ``_core.DTYPE_*`` of inputs and weights
     backward_fp8: int  # ``_core.DTYPE_*`` of output gradients
     power_2: int
-    """Bits of input, weight and gradient: the scale is a power of two (current scaling)."""
+    """Bits of input, weight and gradient: scales are powers of two."""
     fast: int  # ``_core.LINEAR_FAST_*``: GEMMs with fast accumulation
+    tiles_2d: int
+    """Bits of input, weight and gradient: tiles are as high as they are wide."""
+    hadamard: int
+    """Bits of input, weight and gradient: the column-wise form is transformed (NVFP4)."""
+    stochastic: int
+    """Bits of input, weight and gradient: rounded stochastically (NVFP4)."""
     epsilon: tuple[float, float, float]
-    """Smallest amax of input, weight and gradient (current scaling)."""
+    """Smallest amax of input, weight and gradient."""
 
 
+NO_EPSILON = (0.0, 0.0, 0.0)
 HIGH_PRECISION = Quantization(
-    _core.RECIPE_NONE, _core.DTYPE_E4M3, _core.DTYPE_E4M3, 0, 0, (0.0, 0.0, 0.0)
+    _core.RECIPE_NONE, _core.DTYPE_E4M3, _core.DTYPE_E4M3, 0, 0, 0, 0, 0, NO_EPSILON
 )
 """No recipe: GEMMs in the dtype of the operands."""
 
+_INPUT, _WEIGHT, _GRAD = range(3)  # operands, as bits of a `Quantization` count them
 _FP8_CODES = {"e4m3": _core.DTYPE_E4M3, "e5m2": _core.DTYPE_E5M2}
 
 
@@ -66,20 +79,26 @@ def quantization_of(recipe: Recipe) -> Quantization:
     NotImplementedError where it asks for something that linear layers do not have.
     """
     absent.refuse_use(recipe)
-    for name in ("fp8_dpa", "fp8_mha"):
-        if getattr(recipe, name):
-            raise NotImplementedError(f"{type(recipe).__name__}: {name}=True")
     if recipe.backward_override is not None:
         raise NotImplementedError(
             f"{type(recipe).__name__}: backward_override={recipe.backward_override!r}"
         )
+    for name in ("fp8_dpa", "fp8_mha"):
+        if getattr(recipe, name) and (recipe.mxfp8() or recipe.nvfp4()):
+            raise NotImplementedError(f"{type(recipe).__name__}: {name}=True")
+    if recipe.nvfp4():
+        return _nvfp4_quantization(recipe)
     forward = _FP8_CODES[recipe.fp8_format.dtype_name("fwd")]
     backward = _FP8_CODES[recipe.fp8_format.dtype_name("bwd")]
     if recipe.delayed():
         fast = _core.LINEAR_FAST_OUTPUT
-        return Quantization(_core.RECIPE_DELAYED, forward, backward, 0, fast, (0.0, 0.0, 0.0))
-    if not recipe.float8_current_scaling():
-        raise NotImplementedError(f"Linear: recipe {type(recipe).__name__}")
+        return Quantization(_core.RECIPE_DELAYED, forward, backward, 0, fast, 0, 0, 0, NO_EPSILON)
+    if recipe.mxfp8():
+        if recipe.margin != 0:
+            raise NotImplementedError(f"MXFP8BlockScaling: margin={recipe.margin}")
+        squares = (1 << _WEIGHT) * recipe.enable_2d_quantization
+        kind = _core.RECIPE_MXFP8
+        return Quantization(kind, forward, backward, 0, 0, squares, 0, 0, NO_EPSILON)
     tensors = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
     gemms = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
     kinds = (
@@ -92,7 +111,60 @@ def quantization_of(recipe: Recipe) -> Quantization:
         (kind, not gemm.use_split_accumulator) for kind, gemm in zip(kinds, gemms, strict=True)
     )
     epsilon = tuple(float(tensor.amax_epsilon) for tensor in tensors)
-    return Quantization(_core.RECIPE_CURRENT, forward, backward, power_2, fast, epsilon)
+    kind = _kind_of(recipe)
+    tiles_2d = 0
+    if kind == _core.RECIPE_BLOCK:
+        dims = (
+            recipe.x_block_scaling_dim,
+            recipe.w_block_scaling_dim,
+            recipe.grad_block_scaling_dim,
+        )
+        tiles_2d = flags_of((1 << i, dim == 2) for i, dim in enumerate(dims))
+    return Quantization(kind, forward, backward, power_2, fast, tiles_2d, 0, 0, epsilon)
+
+
+def _nvfp4_quantization(recipe: Any) -> Quantization:
+    """`quantization_of` NVFP4; ValueError for QParams that no GEMM can be made of."""
+    if recipe.nvfp4_4over6 != "none" or recipe.row_scaled_activation:
+        what = f"nvfp4_4over6={recipe.nvfp4_4over6!r}"
+        if recipe.row_scaled_activation:
+            what = "row_scaled_activation=True"
+        raise NotImplementedError(f"NVFP4BlockScaling: {what}")
+    tensors = (recipe.fp4_quant_fwd_inp, recipe.fp4_quant_fwd_weight, recipe.fp4_quant_bwd_grad)
+    squares = flags_of((1 << i, t.fp4_2d_quantization) for i, t in enumerate(tensors))
+    hadamard = flags_of((1 << i, t.random_hadamard_transform) for i, t in enumerate(tensors))
+    stochastic = flags_of((1 << i, t.stochastic_rounding) for i, t in enumerate(tensors))
+    both = 1 << _INPUT | 1 << _GRAD
+    if hadamard not in (0, both) or hadamard & squares:
+        raise ValueError(
+            "NVFP4BlockScaling: random_hadamard_transform belongs to fp4_quant_fwd_inp and "
+            "fp4_quant_bwd_grad alike, whose column-wise forms one GEMM multiplies, never to "
+            "fp4_quant_fwd_weight, and not beside fp4_2d_quantization"
+        )
+    if stochastic not in (0, 1 << _GRAD):
+        raise NotImplementedError(
+            "NVFP4BlockScaling: stochastic_rounding of anything but fp4_quant_bwd_grad"
+        )
+    code = _core.DTYPE_U8  # two E2M1 numbers to a byte
+    kind = _core.RECIPE_NVFP4
+    return Quantization(kind, code, code, 0, 0, squares, hadamard, stochastic, NO_EPSILON)
+
+
+def _kind_of(recipe: Recipe) -> int:
+    """``_core.RECIPE_*`` of a recipe that finds scales in the tensors that it casts."""
+    if recipe.float8_current_scaling():
+        return _core.RECIPE_CURRENT
+    if recipe.float8_block_scaling():
+        return _core.RECIPE_BLOCK
+    if recipe.float8_row_scaling():
+        return _core.RECIPE_ROW
+    raise NotImplementedError(f"Linear: recipe {type(recipe).__name__}")
+
+
+def quantization_fields(quantization: Quantization) -> tuple:
+    """Those of a node."""
+    recipe, forward, backward, power_2, _, *fine, epsilon = quantization
+    return recipe, forward, backward, power_2, epsilon, *fine
 
 
 class LinearSpec(NamedTuple):
@@ -140,7 +212,7 @@ class CallSpec(NamedTuple):
 
 
 ROWS = (_core.SYMBOL_ROWS, 1, 1)
-_NO_CAST = (_core.RECIPE_NONE, _core.DTYPE_E4M3, _core.DTYPE_E4M3, 0, (0.0, 0.0, 0.0))
+_NO_CAST = (_core.RECIPE_NONE, _core.DTYPE_E4M3, _core.DTYPE_E4M3, 0, (0.0, 0.0, 0.0), 0, 0, 0)
 
 
 class Graph:
@@ -155,6 +227,7 @@ class Graph:
         self.weights: list[int] = []  # value of each linear layer's weight
         # The number of its input as a quantized operand; those of weight and gradient follow.
         self.operands: list[int] = []
+        self.drawn: list[Link] = []  # random pairs of linear layers
         self.has_gradients = self.defers = False  # a backward, a deferred weight gradient
 
     def make(self, direction: int) -> Plan:
@@ -224,6 +297,7 @@ class Graph:
         """Add weight and bias."""
         flags = spec.flags
         bits = _core.VALUE_PARAMETER | form_flags(flags, WEIGHT_GIVEN, WEIGHT_KEPT)
+        bits |= _core.VALUE_ROW_WISE if flags & WEIGHT_ROWS else 0
         if flags & WGRAD:
             bits |= _core.VALUE_GRADIENT | flags_of(
                 (
@@ -293,12 +367,17 @@ class Graph:
         self, spec: LinearSpec, inputs: tuple, output: int, name: str, part: int, owner: int
     ) -> None:
         """Add a linear layer, which has the slots of its part of the owner's."""
-        recipe, forward, backward, power_2, fast, epsilon = spec.quantization
-        flags = fast | flags_of(
+        if spec.quantization.stochastic:
+            pair = self.value(f"{name}rng", _core.DTYPE_I64, (2,), _core.VALUE_INPUT)
+            self.drawn.append(("value", pair))
+            inputs = (*inputs, pair)
+        flags = spec.quantization.fast | flags_of(
             (
                 (_core.LINEAR_SAVE_INPUT, spec.flags & SAVE_INPUT),
                 (_core.LINEAR_NO_AMAX, spec.flags & NO_AMAX),
                 (_core.LINEAR_ALLOW_TF32, spec.flags & ALLOW_TF32),
+                (_core.LINEAR_MEASURE_OPERANDS, spec.flags & MEASURE_OPERANDS),
+                (_core.LINEAR_MEASURE_GRAD, spec.flags & MEASURE_GRAD),
             )
         )
         self.operands.append(len(self.nodes) * _core.OPERAND_ROLES)
@@ -308,7 +387,7 @@ class Graph:
             output,
             name=name,
             flags=flags,
-            quantization=(recipe, forward, backward, power_2, epsilon),
+            quantization=quantization_fields(spec.quantization),
             owner=owner,
             slots=(3 * part, 2 * part),
             gather=spec.gather,
@@ -335,9 +414,17 @@ def form_flags(flags: int, given: int, kept: int) -> int:
     )
 
 
-def forms_of(operand: int) -> tuple[Link, ...]:
-    """Links of the quantized forms of an operand."""
-    return ("row", operand), ("column", operand), ("scales", operand)
+def forms_of(operand: int, known: Container[Link]) -> tuple[Link, ...]:
+    """Links of the quantized forms of an operand, of their scales and of their amaxes.
+
+    `known` are the links of a plan that has a form: they tell whether both share their scales, and
+    whether there are amaxes.
+    """
+    names = ["row", "column"]
+    names += ["scales"] if ("scales", operand) in known else ["row_scales", "column_scales"]
+    if ("row_amax", operand) in known or ("column_amax", operand) in known:
+        names += ["row_amax", "column_amax"]
+    return tuple((name, operand) for name in names)
 
 
 def call_graph(spec: CallSpec) -> Graph:

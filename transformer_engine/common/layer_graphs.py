@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of whole layers: calls of modules with attention and residual additions between them."""
+"""Graphs of whole layers: calls of modules with attention and residual additions between them.
+
+Attention by itself, of heads that a caller gives, is the smallest of them.
+"""
 
 from typing import NamedTuple
 
@@ -14,14 +17,21 @@ from transformer_engine.common.graphs import (
     Graph,
     LinearSpec,
     Norm,
+    Quantization,
     flags_of,
     input_flags,
+    quantization_fields,
 )
 
 _NORMED = ("query_", "key_")
 """Prefixes of the norms of heads."""
 
 _SOURCE = (_core.SYMBOL_SOURCE_ROWS, 1, 1)
+_SEQUENCES = tuple(
+    tuple((rows + dim, 1, 1) for dim in range(3))
+    for rows in (_core.SYMBOL_ROWS, _core.SYMBOL_SOURCE_ROWS)
+)
+"""Rows and the two leading dims as extents, of queries and of keys of their own."""
 _OFFSETS = 4
 """Where those of queries are among an attention's limits, before those of keys."""
 
@@ -53,6 +63,24 @@ class AttentionSpec(NamedTuple):
     sink: bool = False  # the softmax has a term without a key
     sink_grad: bool = False  # which has a gradient
     slopes: int = 0  # of ALiBi, how many dims they have: 0, none; 1, [heads]; 2, [batch, heads]
+    quantization: Quantization | None = None  # of queries, keys and values; None: high precision
+    fp8_gradient: bool = False  # the gradients are computed in FP8 too
+    no_amax: bool = False  # with a quantization: none is recorded in the forward
+
+
+class CoreSpec(NamedTuple):
+    """Attention by itself, to heads where they lie."""
+
+    attention: AttentionSpec
+    dtype: int  # ``_core.DTYPE_*`` of queries, keys and values
+    gradient: bool  # they have gradients
+    joined: int = 0
+    """How many of queries, keys and values one tensor holds: 0; 2, keys and values; 3, all."""
+
+    @property
+    def parts(self) -> tuple[LinearSpec, ...]:
+        """The linear layers: none."""
+        return ()
 
 
 class AddSpec(NamedTuple):
@@ -134,11 +162,13 @@ def _add_branches(graph: Graph, spec: LayerSpec, given: list, x: int, y: int) ->
     """Add the nodes of all branches, from `x` to `y`."""
     dtype, features = graph.values[y][2], graph.values[y][4][1]
     owner, made, stream = 0, [], x
+    attention = sum(len(branch.calls) for branch in spec.branches)  # behind all modules
     for i, (branch, tensors) in enumerate(zip(spec.branches, given, strict=True)):
         alone = branch.add is None and spec.parallel is None
         out = y if alone else graph.value(f"{branch.name}branch", dtype, (ROWS, features))
-        normed = _add_branch(graph, branch, tensors, stream, out, owner)
+        normed = _add_branch(graph, branch, tensors, (stream, out), (owner, attention))
         owner += len(branch.calls)
+        attention += branch.attention is not None and branch.attention.quantization is not None
         made.append(out)
         if branch.add is not None:
             last = i == len(spec.branches) - 1
@@ -191,8 +221,15 @@ def _attention_inputs(graph: Graph, branch: BranchSpec) -> tuple:
         graph.tensor(f"{name}angles_{i}", _core.DTYPE_F32, (_core.ANY_LENGTH, channels), given)
         for i, channels in enumerate(attention.angles)
     )
-    dims = _score_dims(attention, source >= 0)
-    limits = []
+    return source, angles, _limits(graph, attention, name, source >= 0)
+
+
+def _limits(graph: Graph, attention: AttentionSpec, name: str, crossed: bool) -> tuple:
+    """Add mask, bias, lengths, offsets, sink and slopes, as far as they are there.
+
+    `crossed`: the keys are of the source.
+    """
+    given, dims, limits = _core.VALUE_INPUT, _score_dims(attention, crossed), []
     wanted = given | (_core.VALUE_GRADIENT if attention.bias_grad else 0)
     tensors = (
         ("mask", attention.mask, _core.DTYPE_U8, given),
@@ -221,7 +258,7 @@ def _attention_inputs(graph: Graph, branch: BranchSpec) -> tuple:
         limits.append(number)
     while limits and limits[-1] < 0:
         limits.pop()
-    return source, angles, tuple(limits)
+    return tuple(limits)
 
 
 def _score_dims(attention: AttentionSpec, crossed: bool) -> tuple:
@@ -233,9 +270,13 @@ def _score_dims(attention: AttentionSpec, crossed: bool) -> tuple:
 
 
 def _add_branch(
-    graph: Graph, branch: BranchSpec, given: _Given, x: int, out: int, owner: int
+    graph: Graph, branch: BranchSpec, given: _Given, ends: tuple[int, int], owners: tuple[int, int]
 ) -> int:
-    """Add the nodes of a branch; return the output of its norm, or `x`."""
+    """Add the nodes of a branch; return the output of its norm, or its input.
+
+    `ends` are its input and output, `owners` the numbers of its first module and of its attention.
+    """
+    (x, out), (owner, of_attention) = ends, owners
     names = _call_names(branch)
     if branch.attention is None:
         call = _inner(branch.calls[0])
@@ -251,7 +292,7 @@ def _add_branch(
         )
         normed = normed if i else normed_here
         projected.append(made)
-    context = _attend(graph, branch, projected, given)
+    context = _attend(graph, branch, projected, given, of_attention)
     options = {"prefix": names[last], "owner": owner + last}
     graph.add_call(branch.calls[last], given.calls[last], context, out, **options)
     return normed
@@ -304,43 +345,91 @@ def _normalize(  # noqa: PLR0913 - as of `_turn`
     return normed
 
 
-def _attend(graph: Graph, branch: BranchSpec, projected: list[int], given: _Given) -> int:
+def _attend(
+    graph: Graph, branch: BranchSpec, projected: list[int], given: _Given, owner: int
+) -> int:
     """Add norms of heads, the rotary embedding and the attention; return its output."""
     name, attention = branch.name, branch.attention
     values = [projected[0], projected[-1], projected[-1]]
     slices = list(attention.slices)
-    order = _order(attention)
-    for i, prefix in enumerate(_NORMED):
-        steps = [_turn] * bool(attention.angles) + [_normalize] * bool(branch.norms)
-        if attention.norms_first:
-            steps.reverse()
-        if not steps and len(slices[i]) > 4:  # several heads together, which attention can not read
-            steps = [_turn]
-        for step in steps:
-            values[i] = step(graph, branch, i, values[i], slices[i], given, name + prefix)
-            heads, channels, *_ = slices[i]
-            slices[i] = heads, channels, 0, channels
+    steps = [_turn] * bool(attention.angles) + [_normalize] * bool(branch.norms)
+    if attention.norms_first:
+        steps.reverse()
+    taken = [(step, i) for step in steps for i in range(2)]  # turned together where nothing differs
+    if not steps:  # several heads together, which attention can not read
+        taken = [(_turn, i) for i in range(2) if len(slices[i]) > 4]
+    for step, i in taken:
+        values[i] = step(graph, branch, i, values[i], slices[i], given, name + _NORMED[i])
+        heads, channels, *_ = slices[i]
+        slices[i] = heads, channels, 0, channels
     heads, channels = slices[0][0], slices[2][1]
     shape = (ROWS, heads * channels)
     dtype = graph.values[projected[0]][2]
     context = graph.value(f"{name}context", dtype, shape, _core.VALUE_LEADING)
+    attention = attention._replace(slices=tuple(slices))
+    _add_attention(graph, attention, (*values, *given.limits), context, f"{name}core_", owner)
+    return context
+
+
+def _add_attention(  # noqa: PLR0913 - as of `_normalize`
+    graph: Graph,
+    attention: AttentionSpec,
+    inputs: tuple,
+    context: int,
+    name: str,
+    owner: int = 0,
+) -> None:
+    """Add the node of an attention; with a quantization it takes the slots of its owner."""
     flags = flags_of(
         [
             (_core.NODE_BOTTOM_RIGHT, attention.bottom_right),
             (_core.NODE_DETERMINISTIC, attention.deterministic),
+            (_core.NODE_FP8_GRADIENT, attention.fp8_gradient),
+            (_core.LINEAR_NO_AMAX, attention.no_amax),
         ]
     )
+    cast = {}
+    if attention.quantization is not None:
+        cast = {"quantization": quantization_fields(attention.quantization), "owner": owner}
     graph.node(
         _core.NODE_ATTENTION,
-        (*values, *given.limits),
+        inputs,
         context,
-        name=f"{name}core_",
-        flags=order | flags,
+        name=name,
+        flags=_order(attention) | flags,
         numbers=(
             attention.scale,
             attention.dropout,
             *map(float, (*attention.window, *(attention.packed or ())[1:])),
         ),
-        slices=tuple(slices),
+        slices=attention.slices,
+        **cast,
     )
-    return context
+
+
+def core_graph(spec: CoreSpec) -> Graph:
+    """Graph of attention by itself.
+
+    Its tensors are queries, keys and values, [dim 0, dim 1, heads, channels] or packed [rows,
+    heads, channels], whatever their strides, or what holds several of them, [.., columns]; then
+    what limits the attention, as of `layer_graph`. What is cast to FP8 is [.., columns] too.
+    """
+    graph, attention, joined = Graph(), spec.attention, spec.joined
+    flags, values = input_flags(spec.gradient), []
+    names = ("query", "key", "value")
+    for i, (heads, channels, *_) in enumerate(attention.slices[: 3 - joined]):
+        rows, first, second = _SEQUENCES[i > 0]
+        lead = (first, second) if attention.packed is None else (rows,)
+        shape = (*lead, heads, channels)
+        if attention.quantization is not None:
+            shape = (rows, heads * channels)
+        values.append(graph.tensor(names[i], spec.dtype, shape, flags))
+    if joined:
+        columns = sum(heads * channels for heads, channels, *_ in attention.slices[3 - joined :])
+        shape = (_SEQUENCES[joined == 2][0], columns)
+        values += [graph.tensor("_".join(names[3 - joined :]), spec.dtype, shape, flags)] * joined
+    limits = _limits(graph, attention, "", joined != 3)
+    columns = attention.slices[0][0] * attention.slices[2][1]
+    context = graph.value("output", spec.dtype, (ROWS, columns), RESULT)
+    _add_attention(graph, attention, (*values, *limits), context, "")
+    return graph

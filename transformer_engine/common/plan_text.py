@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans, and plans as text: what a graph of torch carries, so that any process can make the plan.
 
-``plan/3 (direction, flags, values, nodes)``: the version of this format, and the arguments of
+``plan/4 (direction, flags, values, nodes)``: the version of this format, and the arguments of
 ``_core.make_plan``. A graph does not hold its plans: where nobody else does any more, or in another
 process, they are made again.
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from transformer_engine import _core
 
-_HEAD = "plan/3 "
+_HEAD = "plan/4 "
 """With a version that is raised whenever a number of a plan gets another meaning."""
 
 _HELD: weakref.WeakValueDictionary[str, "Plan"] = weakref.WeakValueDictionary()
@@ -100,8 +100,9 @@ class PlanGraph(NamedTuple):
         return self.values[self.node(node).inputs[1]][4]
 
     def rows_symbol(self, node: int, at: int = 0) -> int:
-        """`SYMBOL_*` of the rows of an input of a node."""
-        return self.values[self.node(node).inputs[at]][4][0][0]
+        """`SYMBOL_*` of the rows of an input of a node, a matrix or heads."""
+        shape = self.values[self.node(node).inputs[at]][4]
+        return shape[0][0] - (len(shape) == 4)
 
 
 def make_plan(direction: int, flags: int, values: tuple, nodes: tuple) -> Plan:

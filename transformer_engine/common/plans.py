@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from transformer_engine import _core
 from transformer_engine.common.graphs import (
     ACCUMULATE,
+    INPUT_GIVEN,
     OVERWRITE,
     WEIGHT_GIVEN,
     WEIGHT_KEPT,
@@ -22,7 +23,7 @@ from transformer_engine.common.graphs import (
     forms_of,
     norm_graph,
 )
-from transformer_engine.common.layer_graphs import LayerSpec, layer_graph
+from transformer_engine.common.layer_graphs import CoreSpec, LayerSpec, core_graph, layer_graph
 from transformer_engine.common.plan_text import Plan
 
 _STATE = ("scale", "history")
@@ -61,9 +62,9 @@ def leading_dims(plan: Plan, shapes: Sequence) -> list:
     for (_, role, _, lead, extents, *_), shape in zip(
         plan.described["buffers"], shapes, strict=False
     ):
-        source = extents[0][3] == _core.SYMBOL_SOURCE_ROWS
+        source = extents[0][3] >= _core.SYMBOL_SOURCE_ROWS
         if role == "input" and lead and found[source] is None:
-            found[source] = shape[:-1]
+            found[source] = shape[: -1 if len(extents) < 3 else -2]
     return found
 
 
@@ -80,13 +81,15 @@ def sizes_of(plan: Plan, shapes: Sequence, rows: Any = -1) -> list:
     return sizes
 
 
-def extent_value(extent: tuple[int, int, int, int], sizes: Sequence) -> Any:
-    """Multiply * roundup(value of the symbol, align) + add; `sizes` as of `sizes_of`."""
-    multiply, align, add, symbol = extent
+def extent_value(extent: tuple[int, int, int, int, int], sizes: Sequence) -> Any:
+    """Multiply * roundup(value of the symbol, align) / divide + add; `sizes` as of `sizes_of`."""
+    multiply, align, add, symbol, divide = extent
     if multiply == 0:
         return add
     size = sizes[symbol]
-    return multiply * (size if align == 1 else (size + align - 1) // align * align) + add
+    if align > 1:
+        size = (size + align - 1) // align * (align // divide)
+    return multiply * size + add
 
 
 class Picker:
@@ -116,7 +119,7 @@ class CallPlans:
     of the forward.
     """
 
-    def __init__(self, graph: Graph, spec: CallSpec | LayerSpec | None = None) -> None:
+    def __init__(self, graph: Graph, spec: CallSpec | LayerSpec | CoreSpec | None = None) -> None:
         self.spec = spec  # what they were made for
         # None where the call can not need one.
         self.forward = graph.make(_core.DIRECTION_FORWARD)
@@ -134,10 +137,15 @@ class CallPlans:
         self.results = tuple(graph.results)  # of the module: the first of `outputs`
         self.result_count = len(self.results)
         flags = [part.flags for part in parts]
-        caches = [forms_of(of + 1) for of in graph.operands]
-        # Parts whose quantized weight is taken from the cache; (part, places among `outputs`) of
-        # those where it is kept.
+        held = {*self.forward_inputs, *self.outputs}
+        caches = [forms_of(of + 1, held) for of in graph.operands]
+        # Parts whose quantized weight is given (behind them the input, where that is); (part,
+        # places among `outputs`) of those where it is kept.
         self.reads_caches = tuple(i for i, f in enumerate(flags) if f & WEIGHT_GIVEN)
+        if flags and flags[0] & INPUT_GIVEN:
+            self.reads_caches += (len(flags),)
+            of = graph.operands[0]
+            caches.append(forms_of(of, held))
         self.writes_caches = tuple(
             (i, tuple(map(self.outputs.index, caches[i])))
             for i, f in enumerate(flags)
@@ -153,6 +161,10 @@ class CallPlans:
         sources = list(self.tensors)
         for i in self.reads_caches:
             sources += caches[i]
+        # Random pairs of a call, which its backward reads.
+        read = () if self.backward is None else {a.link for a in _arguments(self.backward)}
+        self.drawn = tuple(link for link in graph.drawn if link in read)
+        sources += self.drawn
         # From the tensors and caches of a call.
         self.pick_inputs = Picker(self.forward_inputs, sources)
         self._examine_backward(graph, sources)
@@ -171,9 +183,12 @@ class CallPlans:
         # For each of `tensors` its gradient's place among the backward's outputs, or -1.
         self.places = (-1,) * len(self.tensors)
         self.all_gradients = False  # the backward's outputs are these, in order
+        # The backward has scratch, which may lie in what was saved once that has been read.
+        self.may_consume = False
         if self.backward is None:
             return
         self.saves_packed = bool(_links(self.forward, "saved"))
+        self.may_consume = not self.defer and bool(_links(self.backward, "scratch"))
         arguments = _arguments(self.backward)
         self.backward_state = tuple(a.link for a in arguments if a.link[0] in _STATE)
         results = [("gradient", of) for _, of in self.results]
@@ -219,6 +234,12 @@ def call_plans(spec: CallSpec) -> CallPlans:
 def layer_plans(spec: LayerSpec) -> CallPlans:
     """Plans of a whole layer; see `call_plans`."""
     return CallPlans(layer_graph(spec), spec)
+
+
+@_keep
+def core_plans(spec: CoreSpec) -> CallPlans:
+    """Plans of attention by itself; see `call_plans`."""
+    return CallPlans(core_graph(spec), spec)
 
 
 @_keep

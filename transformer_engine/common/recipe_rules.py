@@ -36,6 +36,25 @@ def integer(low: int, high: float, meaning: str) -> Callable[[str, Any], int]:
     return rule
 
 
+def one_of(*accepted: int) -> Callable[[str, Any], int]:
+    """Accept these integers; AssertionError for others."""
+
+    def rule(where: str, value: Any) -> int:
+        if isinstance(value, bool) or value not in accepted:
+            words = " or ".join(map(str, accepted))
+            raise AssertionError(f"{where} must be {words}, got {value!r}")
+        return int(value)
+
+    return rule
+
+
+def never(where: str, value: Any) -> bool:
+    """Accept False; AssertionError for True, ValueError for what is no bool."""
+    if boolean(where, value):
+        raise AssertionError(f"{where}=True is not supported: leave it out")
+    return False
+
+
 def instance(kind: type) -> Callable[[str, Any], Any]:
     """Accept an instance of one class."""
 

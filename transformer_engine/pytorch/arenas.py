@@ -45,12 +45,17 @@ class Rule(NamedTuple):
     fused: bool
     """The fused update does it, in one launch a chunk; else torch operations do: for callables and
     where ``TE_UNFUSED_FP8_UPDATE`` asks for them."""
+    initial: float
+    """Scale of a slot that has recorded no amax: 1, or 0, with which casts measure theirs first."""
     recipe: DelayedScaling | None  # the recipe, for a callable `scale`; None without one
 
 
 def rule_of(recipe: DelayedScaling) -> Rule:
     """Rule of a recipe as it is now; later writes to the recipe make another one."""
     algo, scale = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
+    for name in ("scaling_factor_compute_algo", "fp8_dpa", "fp8_mha"):
+        if recipe.measure_first and getattr(recipe, name):
+            raise NotImplementedError(f"DelayedScaling: measure_first=True with {name}")
     return Rule(
         identity=repr(recipe),
         length=recipe.amax_history_len,
@@ -60,6 +65,7 @@ def rule_of(recipe: DelayedScaling) -> Rule:
         scale=scale,
         reduce=recipe.reduce_amax,
         fused=isinstance(algo, str) and scale is None and not config.TE_UNFUSED_FP8_UPDATE.get(),
+        initial=0.0 if recipe.measure_first else 1.0,
         recipe=recipe if scale is not None else None,
     )
 
@@ -69,11 +75,11 @@ class Chunk:
 
     def __init__(self, device: torch.device, rule: Rule) -> None:
         with real_tensors():  # state outlives the call that made it
-            # 1 where nothing was measured.
-            self.scale = torch.ones(SLOTS, dtype=torch.float32, device=device)
+            self.scale = torch.full((SLOTS,), rule.initial, dtype=torch.float32, device=device)
             # Row 0 accumulates, the newest finished step is the last row.
             self.history = torch.zeros(rule.length, SLOTS, dtype=torch.float32, device=device)
         self.used = [False] * SLOTS
+        self.look: tuple | None = None  # scales on their way to the host (see `scaling._look`)
 
     def take(self, count: int) -> int:
         """Reserve `count` consecutive slots; return the first, or -1."""
@@ -105,7 +111,7 @@ class Arena:
         self.chunks: list[Chunk] = []
 
     def take(self, count: int) -> tuple[Chunk, int]:
-        """Reserve fresh consecutive slots (scale 1, history 0)."""
+        """Reserve fresh consecutive slots (the rule's initial scale, history 0)."""
         for chunk in self.chunks:
             first = chunk.take(count)
             if first >= 0:
@@ -115,8 +121,9 @@ class Arena:
             self.chunks.append(chunk)
             first = chunk.take(count)
         with real_tensors():
-            chunk.scale[first : first + count] = 1.0
+            chunk.scale[first : first + count] = self.rule.initial
             chunk.history[:, first : first + count] = 0.0
+        chunk.look = None  # it shows what former owners of these slots had
         return chunk, first
 
     def give_back(self, chunk: Chunk, first: int, count: int) -> None:

@@ -56,19 +56,36 @@ def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     return _answer(capability >= (8, 0), reason, return_reason)
 
 
+_EMULATED = (
+    "{} has no native GEMMs on any device: its operands are multiplied out, exactly, and counted "
+    "as emulated.{} (autocast takes the recipe all the same)"
+)
+
+
 def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether the recipe `MXFP8BlockScaling` can be used; as `is_fp8_available`."""
-    return _answer(*absent.find("common.recipe.MXFP8BlockScaling"), return_reason)
+    """Whether GEMMs of the recipe `MXFP8BlockScaling` run natively: on no device yet.
+
+    They are emulated everywhere: operands are multiplied out to bf16 (fp32 on the CPU), exactly.
+    Arguments and result as of `is_fp8_available`.
+    """
+    return _answer(False, _EMULATED.format("MXFP8BlockScaling", "mxfp8"), return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether the recipe `NVFP4BlockScaling` can be used; as `is_fp8_available`."""
-    return _answer(*absent.find("common.recipe.NVFP4BlockScaling"), return_reason)
+    """Whether GEMMs of the recipe `NVFP4BlockScaling` run natively: as `is_mxfp8_available`."""
+    return _answer(False, _EMULATED.format("NVFP4BlockScaling", "nvfp4"), return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether the recipe `Float8BlockScaling` can be used; as `is_fp8_available`."""
-    return _answer(*absent.find("common.recipe.Float8BlockScaling"), return_reason)
+    """Whether GEMMs of the recipe `Float8BlockScaling` run natively; as `is_fp8_available`.
+
+    Those of `Float8RowScaling` run on the same devices.
+    """
+    capability = get_device_compute_capability()
+    if capability == (0, 0):
+        return is_fp8_available(return_reason)
+    reason = f"scales of tiles and rows need compute capability 9.0, this device has {capability}"
+    return _answer(capability == (9, 0), reason, return_reason)
 
 
 def is_available(name: str, return_reason: bool = False) -> bool | tuple[bool, str]:

@@ -75,6 +75,15 @@ def _is_bytes(state: Any) -> bool:
     return isinstance(state, Tensor) and state.dtype == torch.uint8 and state.dim() == 1
 
 
+def is_ours(state: Any) -> bool:
+    """Whether bytes begin as those that `pack_state` gives."""
+    return _is_bytes(state) and not state.is_meta and _begins(state) in (_MAGIC, _FORMER_MAGIC)
+
+
+def _begins(state: Tensor) -> bytes:
+    return bytes(state[:8].tolist())
+
+
 def _bytes_of(state: Any, name: str) -> bytes:
     if not _is_bytes(state) or state.is_meta:
         what = (
@@ -186,5 +195,5 @@ def _is_scaling_state(value: Any) -> bool:
         return True
     if not _is_bytes(value) or value.is_meta:
         return False
-    start = bytes(value[:8].tolist())
+    start = _begins(value)
     return start in (b"", _MAGIC, _FORMER_MAGIC) or start[:1] == b"\x80"

@@ -26,8 +26,9 @@ from torch.utils._python_dispatch import (
     _pop_mode,
     _push_mode,
     is_traceable_wrapper_subclass,
+    return_and_correct_aliasing,
 )
-from torch.utils._pytree import arg_tree_leaves
+from torch.utils._pytree import arg_tree_leaves, tree_map_only
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Number of active `TorchDispatchMode` objects: counters, loggers and fake modes, which see torch
@@ -57,6 +58,18 @@ wraps_tensors: Callable[[Any], bool] = is_traceable_wrapper_subclass
 
 leaves_of: Callable[..., list] = arg_tree_leaves
 """What arguments consist of: items of the lists, tuples and dicts among them."""
+
+mapped_tensors: Callable[..., Any] = tree_map_only
+"""Apply a function to what is of a class among the items of lists, tuples and dicts."""
+
+aliasing: Callable[..., Any] = return_and_correct_aliasing
+"""Say of a result of ``__torch_dispatch__`` which argument's memory it shares."""
+
+make_wrapper: Callable[..., Tensor] = Tensor._make_wrapper_subclass
+"""Make a tensor without memory, of a class that has its values in other tensors."""
+
+no_torch_function: Callable = torch._C._disabled_torch_function_impl
+"""``__torch_function__`` of a class that leaves all to ``__torch_dispatch__``."""
 
 give_own_class: Callable[[torch.nn.Module], None] = _inject_new_class
 """Give a module a class of its own, as the first parametrization of a module does."""
@@ -135,6 +148,11 @@ def seen_here() -> Callable[[Callable], Callable]:
 def faking() -> bool:
     """Whether a fake mode is active: tensors that are made now have no memory."""
     return dispatch_modes() > 0 and _mode_of_kind(_FAKE) is not None
+
+
+def is_traced_or_faked() -> bool:
+    """Whether what runs now is part of a graph that is being traced, or makes no values."""
+    return torch.compiler.is_compiling() or faking()
 
 
 def compiles_here() -> bool:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is in force, and what this machine can do, under the names that programs ask by."""
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from transformer_engine.pytorch.device import (
     is_nvfp4_available,
 )
 from transformer_engine.pytorch.modes import graph_task
+from transformer_engine.pytorch.module.quantized import QuantizedInit
 from transformer_engine.pytorch.state import Domain, RegionState, current_state
 
 __all__ = [
@@ -61,24 +64,24 @@ def check_recipe_support(recipe: Recipe) -> None:
     """Raise where a recipe can not run here.
 
     TypeError for no recipe, NotImplementedError for one that is not built yet, RuntimeError where
-    the CUDA device has no FP8 GEMMs. Without a CUDA device the CPU backend runs every recipe as a
-    reference.
+    the CUDA device has no FP8 GEMMs with its scales. Without a CUDA device the CPU backend runs
+    every recipe as a reference.
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe: {type(recipe).__name__} object, expected a recipe")
     absent.refuse_use(recipe)
-    supported, reason = check_fp8_support()
+    tiles = recipe.float8_block_scaling() or recipe.float8_row_scaling()
+    supported, reason = check_fp8_block_scaling_support() if tiles else check_fp8_support()
     if torch.cuda.is_available() and not supported:
         raise RuntimeError(f"{type(recipe).__name__}: {reason}")
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """Number of rows that FP8 GEMMs of a recipe come in: 16.
+    """Number of rows that GEMMs of a recipe come in: 16; of MXFP8 32, of NVFP4 128.
 
     Modules pad by themselves; programs that pack sequences ask to save that copy.
     """
-    del recipe
-    return 16
+    return 32 if recipe.mxfp8() else 128 if recipe.nvfp4() else 16
 
 
 def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
@@ -99,18 +102,51 @@ def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
     return fp8_recipe.fp8_format.fp8_max(_DIRECTION[fprop_tensor])
 
 
+@contextlib.contextmanager
 def quantized_model_init(
     enabled: bool = True,
     recipe: Recipe | None = None,
     preserve_high_precision_init_val: bool = False,
-) -> Any:
-    """Make modules with quantized parameters inside: only the disabled form is built.
+) -> Iterator[None]:
+    """Make modules with quantized weights: a context, or a decorator.
 
-    With ``enabled=False`` a context that changes nothing; the other arguments are not read.
-    NotImplementedError where enabled.
+    The weights of linear layers that are made inside become quantized parameters; biases and norms
+    stay in ``params_dtype``, which is the nominal dtype of the weights and that of their gradients.
+
+    Parameters
+    ----------
+    enabled : bool, default True
+        False makes modules as usual, also inside of an enabled one.
+    recipe : Recipe, optional
+        Under which the modules will run: `DelayedScaling` (the default), `Float8CurrentScaling`,
+        `Float8BlockScaling`, `Float8RowScaling`, `MXFP8BlockScaling` or `NVFP4BlockScaling`.
+    preserve_high_precision_init_val : bool, default False
+        Keep the values that were quantized, on the CPU: ``weight.get_high_precision_init_val()``
+        gives them, for the master weights of an optimizer, and
+        ``weight.clear_high_precision_init_val()`` lets them go.
+
+    Raises
+    ------
+    TypeError
+        `recipe` is not a recipe.
+    NotImplementedError
+        A module is made, and weights are not kept in the recipe's format yet.
     """
-    del recipe, preserve_high_precision_init_val
-    return absent.disabled("pytorch.quantized_model_init", enabled)
+    state = current_state()
+    outer, made = state.quantized_init, None
+    if enabled:
+        recipe = get_default_recipe() if recipe is None else recipe
+        if not isinstance(recipe, Recipe):
+            raise TypeError(
+                f"quantized_model_init: recipe: {type(recipe).__name__} object, expected a recipe"
+            )
+        absent.refuse_use(recipe)
+        made = QuantizedInit(recipe, bool(preserve_high_precision_init_val))
+    state.quantized_init = made
+    try:
+        yield
+    finally:
+        state.quantized_init = outer
 
 
 def fp8_model_init(
@@ -119,8 +155,7 @@ def fp8_model_init(
     preserve_high_precision_init_val: bool = False,
 ) -> Any:
     """`quantized_model_init` under its older name."""
-    del recipe, preserve_high_precision_init_val
-    return absent.disabled("pytorch.fp8_model_init", enabled)
+    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
 
 
 def _of_thread(field: str, doc: str) -> property:
@@ -131,8 +166,10 @@ def _of_thread(field: str, doc: str) -> property:
 class _QuantizationState:
     """State of this thread as attributes; `FP8GlobalStateManager.quantization_state`."""
 
-    fp8_parameters = False
-    high_precision_init_val = False
+    fp8_parameters = property(lambda self: FP8GlobalStateManager.with_fp8_parameters())
+    high_precision_init_val = property(
+        lambda self: FP8GlobalStateManager.with_high_precision_init_val()
+    )
     skip_fp8_weight_update_tensor = None
     fp8_enabled = _of_thread("enabled", "Modules run in FP8.")
     fp8_calibration = _of_thread("calibrating", "Modules record amaxes in high precision.")
@@ -193,13 +230,14 @@ class FP8GlobalStateManager:
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
-        """Whether modules are made with quantized parameters: never, see `quantized_model_init`."""
-        return False
+        """Whether modules are made with quantized weights, see `quantized_model_init`."""
+        return current_state().quantized_init is not None
 
     @classmethod
     def with_high_precision_init_val(cls) -> bool:
-        """Whether quantized parameters keep their first values: never."""
-        return False
+        """Whether these keep their first values."""
+        init = current_state().quantized_init
+        return init is not None and init.preserve
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers of the library's dropouts: one (seed, offset) pair for each call.
+"""Random numbers of dropouts and stochastic rounding: one (seed, offset) pair for each.
 
 The pair is drawn on the device from torch's current generator, so that seeds, recompute, random
 state trackers and captured graphs mean what they mean for torch's own operators. Kernels read it by
@@ -22,6 +22,21 @@ torch_ops.define(
     lambda like: like.new_empty(2, dtype=torch.int64),
     (torch.Tag.nondeterministic_seeded,),
 )
+
+
+torch_ops.define(
+    "draw_pairs(Tensor like, int count) -> Tensor[]",
+    lambda like, count: [_draw(like) for _ in range(count)],
+    lambda like, count: [like.new_empty(2, dtype=torch.int64) for _ in range(count)],
+    (torch.Tag.nondeterministic_seeded,),
+)
+
+
+def draw_pairs(like: Tensor, count: int) -> list[Tensor]:
+    """Draw several pairs, in order: a compiler would reorder operators that draw one each."""
+    if torch_ops.behind_operators(like):
+        return torch.ops.transformer_engine.draw_pairs(like, count)
+    return [_draw(like) for _ in range(count)]
 
 
 def draw_pair(like: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ class Entry(NamedTuple):
     recipe: Any  # the `Recipe` in force; None: high precision
     slots: Any  # the module's scaling state, `Slots`, under delayed scaling; else None
     scales: torch.Tensor | None  # copy of its forward scales as they were
+    measures: int  # flags of casts that measured, where there was none
     cache: tuple | None  # the quantized weight that the call kept or read
     first: bool  # the call took the region's first-module flag
     domain: Any  # the `Domain` that its thread updates
@@ -99,6 +100,10 @@ class Frame:
         self._next[id(module)] = at + 1
         return entries[at]
 
+    def knows(self, module: Any) -> bool:
+        """Whether the forward has recorded a call of a module."""
+        return id(module) in self._entries
+
     def is_first(self, entry: Entry, records: bool) -> bool:
         """Whether a repeated call updates the backward state.
 
@@ -120,6 +125,10 @@ class _Queue(Frame):
     def record(self, entry: Entry) -> None:
         """Add a module call; the entry must not keep the module, which is its key."""
         self._queues.setdefault(entry.module, deque()).append(entry._replace(module=None))
+
+    def knows(self, module: Any) -> bool:
+        """Whether there is an entry of a module."""
+        return bool(self._queues.get(module))
 
     def replay(self, module: Any) -> Entry | None:
         """Take the oldest entry of a module; None: there is none."""

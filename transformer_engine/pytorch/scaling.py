@@ -10,10 +10,12 @@ state do not survive the functionalisation that `torch.compile` does.
 import os
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from transformer_engine.common import graphs
 from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.arenas import (
     BOOKS,
@@ -66,6 +68,11 @@ class Slots:
         # By key, the module's slots over several ranks: coming back to a recipe takes no more.
         self.kept: dict[tuple, Slots] = {} if former is None else former.kept
         self.key = key_of(device, rule, group)  # of their arena
+        self.initial = rule.initial
+        # Flags of casts that measure, as long as one of the slots has recorded nothing.
+        self.measures = sum(_MEASURES.values()) if rule.initial == 0.0 else 0
+        # Called when these are others: what calls are bound to has changed.
+        self.changed: Callable[[], Any] = _nothing
         _refuse_capture(device)
         sweep()
         self._take(rule)
@@ -81,8 +88,9 @@ class Slots:
         forward, backward = take(self, self.domain, self.key, rule, self.group, self.counts)
         chunk, self.forward_slot = forward
         self.forward_scale, self.forward_history = chunk.scale, chunk.history
-        chunk, self.backward_slot = backward
-        self.backward_scale, self.backward_history = chunk.scale, chunk.history
+        other, self.backward_slot = backward
+        self.backward_scale, self.backward_history = other.scale, other.history
+        self._chunks = chunk, other
         _HANDLES.add(self)
 
     def chunk(self, direction: str) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -101,8 +109,11 @@ class Slots:
         return out
 
     def values(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Copies of `views`, contiguous."""
-        return {way: (scale.clone(), rows.clone()) for way, (scale, rows) in self.views().items()}
+        """Copies of `views`, contiguous; scale 1 where nothing was recorded, whatever the rule."""
+        return {
+            way: (torch.where(scale == 0.0, 1.0, scale), rows.clone())
+            for way, (scale, rows) in self.views().items()
+        }
 
     def fits(self, values: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Whether the histories of such state are as long as these."""
@@ -111,15 +122,24 @@ class Slots:
     def load(self, values: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take over state from another handle, device or length.
 
-        A shorter history keeps the leading rows, a longer one gets rows of zeros at the end.
+        A shorter history keeps the leading rows, a longer one gets rows of zeros at the end. A slot
+        that has recorded nothing gets the scale that this rule has for such.
         """
+        torch_ops.scaling_updates(made=True)
         with real_tensors():
             for direction, (scale, history) in self.views().items():
                 old_scale, old_history = values[direction]
                 rows = min(len(history), len(old_history))
-                scale[:] = old_scale.to(scale.device)
+                # Row 0 is of no update yet.
+                unknown = ~old_history[1:].any(0) & (old_scale == 1.0)
+                scale[:] = torch.where(unknown, self.initial, old_scale).to(scale.device)
                 history[:rows] = old_history[:rows].to(history.device)
                 history[rows:] = 0.0
+        if self.initial == 0.0:  # some may be unknown again
+            for chunk in self._chunks:
+                chunk.look = None
+            self.measures = sum(_MEASURES.values())
+            self.changed()
 
 
 _HANDLES: "weakref.WeakSet[Slots]" = weakref.WeakSet()
@@ -147,6 +167,7 @@ class BlankSlots:
         def make(*shape: int) -> torch.Tensor:
             return like.new_empty(shape, dtype=torch.float32, requires_grad=False)
 
+        self.measures = sum(_MEASURES.values()) if rule.initial == 0.0 else 0
         self.forward_scale, self.backward_scale = make(SLOTS), make(SLOTS)
         self.forward_history = make(rule.length, SLOTS)
         self.backward_history = make(rule.length, SLOTS)
@@ -301,6 +322,8 @@ def _update_all(direction: str, domains: list[Domain]) -> None:
     arenas = [a for domain in list(domains) for a in list(domain.arenas[direction].values())]
     _reduce(arenas)  # without the lock: threads may wait for other ranks' threads in any order
     (_update if compiling else _update_alone)(arenas)
+    if not compiling:
+        torch_ops.scaling_updates(made=True)  # those of torch operations too
 
 
 def _update(arenas: list[Arena]) -> None:
@@ -314,6 +337,58 @@ def _update(arenas: list[Arena]) -> None:
                 )
             else:
                 _update_with_torch(arena, chunk)
+            if rule.initial == 0.0 and not torch.compiler.is_compiling():
+                _look(arena, chunk)
+
+
+_MEASURES = {"forward": graphs.MEASURE_OPERANDS, "backward": graphs.MEASURE_GRAD}
+"""Flags of the casts of each direction."""
+_CAST = {"forward": (3, (0, 1)), "backward": (2, (0,))}
+"""Slots of a linear layer, and those of them that it casts with."""
+
+
+def _nothing() -> None:
+    pass
+
+
+def _look(arena: Arena, chunk: Chunk) -> None:
+    """Let casts of modules all of whose slots have recorded an amax do without measuring.
+
+    The scales decide on the device, so it is the same when the host learns of it. It does not wait:
+    it looks at what a copy of an earlier update has brought.
+    """
+    flag = _MEASURES[arena.direction]
+    handles = [h for h in list(_HANDLES) if h.measures & flag and h.key == arena.key]
+    handles = [h for h in handles if h.chunk(arena.direction)[0] is chunk.scale]
+    if not handles:
+        chunk.look = None
+        return
+    scales = chunk.scale
+    if scales.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if chunk.look is not None and not chunk.look[1].query():
+            return
+        scales, chunk.look = None if chunk.look is None else chunk.look[0], _copy_of(chunk.scale)
+    if scales is None:
+        return
+    known = (scales != 0.0).tolist()
+    each, cast = _CAST[arena.direction]
+    for handle in handles:
+        first = handle.chunk(arena.direction)[2]
+        count = handle.counts[DIRECTIONS.index(arena.direction)]
+        if all(known[first + i] for i in range(count) if i % each in cast):
+            handle.measures &= ~flag
+            handle.changed()
+
+
+def _copy_of(scales: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    """A copy on its way to the host, and what tells that it is there."""
+    host = torch.empty(scales.shape, dtype=scales.dtype, pin_memory=True)
+    host.copy_(scales, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(scales.device))
+    return host, event
 
 
 _update_alone = _UPDATING.held(_update)

@@ -42,10 +42,11 @@ class StageBuffers(Mapping[str, Tensor]):
 
     FP8 buffers have torch's FP8 dtypes. Quantized data comes as ``<tensor>_row`` [rows, padded
     columns], ``<tensor>_column`` [columns, padded rows] (transposed) and ``<tensor>_scales``
-    {1/scale, scale}; padding must be written as zero. ``scale`` and ``history`` are the whole
-    chunks. Buffers can be taken while the run goes on; tensors may be kept, but later stages write
-    over those that are not read any more. ``rows`` is the product of the leading dims, ``slot`` the
-    first slot of the module in `scale` and `history`.
+    {1/scale, scale}, or where rows or tiles have scales ``<tensor>_row_scales`` and
+    ``<tensor>_column_scales`` (TE_SCALING_MODES); padding must be written as zero. ``scale`` and
+    ``history`` are the whole chunks. Buffers can be taken while the run goes on; tensors may be
+    kept, but later stages write over those that are not read any more. ``rows`` is the product of
+    the leading dims, ``slot`` the first slot of the module in `scale` and `history`.
     """
 
     def __init__(self, plan: Plan, lend: Callable[[int], Tensor], rows: int, slot: int) -> None:

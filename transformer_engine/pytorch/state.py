@@ -33,6 +33,8 @@ class RegionState:
         self.enabled = False  # modules run in FP8
         self.calibrating = False  # modules that do not run in FP8 record amaxes
         self.recipe: Any = None  # how the modules quantize; None outside every region
+        # How modules that are made now keep their weights (`quantized_model_init`); None: as usual.
+        self.quantized_init: Any = None
         self.group: Any = None  # the ProcessGroup that amaxes are reduced over, or None
         # No module of the region has recorded a backward yet: the first one that does updates the
         # backward state after its own backward.

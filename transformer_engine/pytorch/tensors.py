@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the native module asks about tensors that are not plainly `Tensor` or `Parameter`."""
+"""What is asked about tensors that are not plainly `Tensor` or `Parameter`, before any is made."""
 
+import importlib
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.modes import wraps_tensors
+
+_QUANTIZED = "transformer_engine.pytorch.tensor"
+"""The module of the classes of quantized tensors, which is loaded with the first of them."""
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
@@ -21,3 +28,44 @@ def plain_tensor(tensor: Tensor) -> Tensor:
             "kernel can read; convert it to a plain torch.Tensor first"
         )
     return tensor.as_subclass(Tensor)
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Whether a tensor is a `QuantizedTensor`, without loading that class."""
+    return type(tensor) is not Tensor and getattr(type(tensor), "_TE_QUANTIZED", False)
+
+
+def rebuild_quantized(
+    kind: str, shape: tuple, dtype: torch.dtype, fields: dict, recast: tuple | None, about: tuple
+) -> Any:
+    """Make a quantized tensor of what its pickle holds: names, numbers and plain tensors.
+
+    `kind` is the name of its class, `fields` are those of its storage, `recast` is the name of a
+    quantizer's class and its arguments or None, `about` says whether a gradient is wanted, whether
+    it is a parameter, and has attributes. ValueError for another class than a quantized tensor's.
+    """
+    classes = importlib.import_module(_QUANTIZED)
+    made = getattr(classes, kind, None) if kind in classes.__all__ else None
+    if not getattr(made, "_TE_QUANTIZED", False):
+        raise ValueError(f"a pickled quantized tensor: {kind!r} is no class of quantized tensors")
+    fields = made._restored(fields)
+    if recast is not None:
+        fields["_quantizer"] = rebuild_quantizer(*recast)
+    requires_grad, is_parameter, attributes = about
+    tensor = made._made(fields, dtype, shape, requires_grad)
+    tensor._written()
+    tensor.__dict__.update(attributes)
+    if is_parameter:
+        tensor._is_param = True
+    return tensor
+
+
+def rebuild_quantizer(kind: str, arguments: dict) -> Any:
+    """Make a quantizer of what a pickle says; ValueError for a class that is none."""
+    classes = importlib.import_module(_QUANTIZED)
+    if not kind.endswith("Quantizer") or kind not in classes.__all__:
+        raise ValueError(f"a pickled quantized tensor: {kind!r} is no class of quantizers")
+    return getattr(classes, kind)._of_plain(arguments)
+
+
+torch.serialization.add_safe_globals([rebuild_quantized])

@@ -161,7 +161,8 @@ def shapes(plan: Plan, inputs: Sequence, rows: Any) -> tuple[list[tuple[torch.dt
         if role != "output":
             continue
         shape = [extent_value(extent, sizes) for extent in extents]
-        dims = leading[extents[0][3] == _core.SYMBOL_SOURCE_ROWS] if lead else None
+        matrix = len(extents) < 3
+        dims = leading[extents[0][3] >= _core.SYMBOL_SOURCE_ROWS] if lead and matrix else None
         if dims is not None:
             gather = extents[0][0]
             shape[:1] = [gather * dims[0], *dims[1:]] if dims else []
@@ -230,7 +231,20 @@ def _run_fake(
     return [inputs[0].new_empty(shape, dtype=dtype) for dtype, shape in made]
 
 
+_UPDATES = [0]
+
+
+def scaling_updates(made: bool = False) -> int:
+    """A number that changes with delayed scaling's scales, which are written in place.
+
+    `made`: they have been, from Python. Replays of CUDA graphs do not count.
+    """
+    _UPDATES[0] += made
+    return _UPDATES[0]
+
+
 def _scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent: bool) -> None:
+    scaling_updates(made=True)
     algo = _core.AMAX_MOST_RECENT if most_recent else _core.AMAX_MAX
     _core.scaling_update(scale, history, fp8_max, algo=algo)
 

@@ -126,7 +126,10 @@ __device__ __forceinline__ float te_read_scale(const te_cast_target &to, unsigne
 {
     const int threads = THREADS > 0 ? THREADS : blockDim.x;
     float amax = 0.0F;
-    if (to.scale != nullptr) return *to.scale;
+    if (to.scale != nullptr) {
+        const float scale = *to.scale;
+        if (to.partials == nullptr || scale != 0.0F) return scale;
+    }
     if (to.partials == nullptr) return 1.0F;
 #pragma unroll
     for (int i = 0; i < TE_CAST_PARTIALS / 4; i += threads) {

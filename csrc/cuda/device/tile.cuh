@@ -15,10 +15,16 @@
 
 enum { TE_TILE = 64, TE_TILE_THREADS = 128, TE_TILE_WORDS = TE_TILE * TE_TILE / 4 };
 
+/* The calling thread among those of its tile: a block may have several tiles. */
+__device__ __forceinline__ int te_tile_thread()
+{
+    return threadIdx.x & (TE_TILE_THREADS - 1);
+}
+
 /* First row and column of the calling thread's 4 x 8 elements within a tile. */
 __device__ __forceinline__ int te_tile_row()
 {
-    return (threadIdx.x >> 3) * 4;
+    return (te_tile_thread() >> 3) * 4;
 }
 __device__ __forceinline__ int te_tile_column()
 {
@@ -84,7 +90,7 @@ __device__ __forceinline__ void te_tile_store(const unsigned *tile, const te_vie
 {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int piece = threadIdx.x + i * TE_TILE_THREADS, column = piece >> 2;
+        const int piece = te_tile_thread() + i * TE_TILE_THREADS, column = piece >> 2;
         const int quad = piece & 3;
         const te_index row = first + column, at = second + quad * 16;
         te_vector<T, 16> bytes;

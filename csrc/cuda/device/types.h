@@ -52,7 +52,7 @@ enum {
 typedef struct te_cast_target {
     te_view row;           /* [rows, >= columns] bytes; data NULL: not requested */
     te_view column;        /* [columns, >= rows] bytes; data NULL: not requested */
-    const float *scale;    /* 1 float; NULL: from partials; both NULL: 1 */
+    const float *scale;    /* 1 float; NULL or 0: from partials; both NULL: 1 */
     const float *partials; /* TE_CAST_PARTIALS floats, 16-byte aligned if partials_aligned */
     float *scales[2];      /* 2 floats each; the first NULL: not requested; the second: no others */
     float *amax;           /* 1 float or NULL */
@@ -63,13 +63,34 @@ typedef struct te_cast_target {
     int partials_aligned;
 } te_cast_target;
 
+/* Casts with scales of rows or of tiles of 128 elements, see scaled_cast.cuh. */
+enum { TE_SCALED_NONE, TE_SCALED_ROW, TE_SCALED_1D, TE_SCALED_2D };
+enum { TE_SCALED_SIDE = 128, TE_SCALED_THREADS = 512 };
+
+/* The scales [count, stride] of one form. */
+typedef struct te_scaled_form {
+    float *scales; /* NULL: the form is not requested */
+    te_index count, stride;
+} te_scaled_form;
+
+typedef struct te_scaled_params {
+    te_scaled_form row, column;
+    int across;   /* tiles beside each other */
+    float top;    /* what an infinite scale becomes */
+    int mode;     /* TE_SCALED_* */
+    int measures; /* raises the maxima of rows, and casts nothing */
+} te_scaled_params;
+
 /* What a kernel on 64 x 64 tiles does besides its source, see tile_cast.cuh. Grid: (column tiles,
- * row groups); 128 threads. Block (x, y) does the `depth` tiles below each other that begin at row
- * tile y * depth, or y counted from the bottom. A source with two outputs fills columns
- * [0, columns) and [columns, 2 columns) of everything below. */
+ * row groups); 128 threads. With `scaled` tiles are 128 x 128, each of one
+ * block of 512 threads, in a grid of one dim. Block (x,
+ * y) does the `depth` tiles below each other that begin at row tile y * depth, or y counted from
+ * the bottom. A source with two outputs fills columns [0, columns) and [columns, 2 columns) of
+ * everything below. */
 typedef struct te_tile_params {
     te_index rows, columns; /* of the values of one output */
     te_cast_target to;
+    te_scaled_params scaled;
     te_view output;       /* the values in high precision; data NULL: not requested */
     const float *noop;    /* 1 float or NULL */
     float *sums;          /* [row groups, outputs * columns] column sums of each group, or NULL */

@@ -9,7 +9,7 @@
  */
 #include "activation.h"
 #include "activation.cuh"
-#include "tile_cast.cuh"
+#include "scaled_cast.cuh"
 
 typedef te_activation_kernel_params te_p;
 
@@ -151,6 +151,16 @@ template <typename T> struct te_softcap_source {
               (TE_TILE_THREADS, te_##i::bytes == 4 ? 2 : 4),                                       \
               te_tile_cast<te_gradient_source<te_##i, true>, te_any_fp8>(p))                       \
     TE_KERNEL(te_softcap_##i, te_p, (TE_TILE_THREADS, 4),                                          \
-              te_tile_cast<te_softcap_source<te_##i>, te_any_fp8>(p))
+              te_tile_cast<te_softcap_source<te_##i>, te_any_fp8>(p))                              \
+    TE_KERNEL(te_activation_scaled_##i, te_p, (TE_SCALED_THREADS, 2),                              \
+              te_scaled_cast<te_value_source<te_##i, false>, te_any_fp8>(p))                       \
+    TE_KERNEL(te_activation_gated_scaled_##i, te_p, (TE_SCALED_THREADS, 2),                        \
+              te_scaled_cast<te_value_source<te_##i, true>, te_any_fp8>(p))                        \
+    TE_KERNEL(te_activation_backward_scaled_##i, te_p, (TE_SCALED_THREADS, 2),                     \
+              te_scaled_cast<te_gradient_source<te_##i, false>, te_any_fp8>(p))                    \
+    TE_KERNEL(te_activation_backward_gated_scaled_##i, te_p, (TE_SCALED_THREADS, 1),               \
+              te_scaled_cast<te_gradient_source<te_##i, true>, te_any_fp8>(p))                     \
+    TE_KERNEL(te_softcap_scaled_##i, te_p, (TE_SCALED_THREADS, 2),                                 \
+              te_scaled_cast<te_softcap_source<te_##i>, te_any_fp8>(p))
 TE_NUMBERS(X, )
 #undef X

@@ -47,53 +47,24 @@ static __device__ __forceinline__ void fill_bias(const te_attention_bias_params 
 TE_NUMBERS(X, )
 #undef X
 
-static __device__ __forceinline__ void clear_entry(const te_attention_clear_params &p,
-                                                   te_index batch)
-{
-    const te_index first = (te_index)blockIdx.x * blockDim.x + threadIdx.x;
-    const te_index step = (te_index)gridDim.x * blockDim.x;
-    if (blockIdx.z == 3) {
-        for (te_index at = first; p.statistics != nullptr && at < p.rows; at += step) {
-            p.statistics[batch * p.rows + at] = __uint_as_float(0xff800000U);
-        }
-        return;
-    }
-    const te_attention_heads &heads = p.heads[blockIdx.z];
-    const te_index count = heads.tokens * heads.heads * heads.vectors;
-    for (te_index at = first; heads.view.data != nullptr && at < count; at += step) {
-        te_index vector, head;
-        const te_index rest = te_divide(at, heads.vectors, &vector);
-        const te_index token = te_divide(rest, heads.heads, &head);
-        ((uint4 *)te_line(heads.view, 2, batch, token, head))[vector] = make_uint4(0, 0, 0, 0);
-    }
-}
-
-static __device__ __forceinline__ void clear(const te_attention_clear_params &p)
-{
-    for (te_index batch = blockIdx.y; batch < p.batch; batch += gridDim.y) {
-        if (p.query_lengths == nullptr || p.query_lengths[batch] == 0 ||
-            p.key_lengths[batch] == 0) {
-            clear_entry(p, batch);
-        }
-    }
-}
-
-TE_KERNEL(te_attention_clear, te_attention_clear_params, (TE_ATTENTION_THREADS), clear(p))
-
-/* ---- packed sequences ---- */
+/* ---- sequences ---- */
 
 static __device__ __forceinline__ te_index length_of(const te_attention_side &side, te_index batch)
 {
     if (side.lengths != nullptr) return side.lengths[batch];
+    if (side.offsets == nullptr) return side.longest;
     return (te_index)side.offsets[batch + 1] - side.offsets[batch];
 }
 
 static __device__ __forceinline__ bool fits(const te_attention_side &side, te_index batch)
 {
-    const te_index first = side.offsets[batch], next = side.offsets[batch + 1];
     const te_index length = length_of(side, batch);
-    return length >= 0 && length <= side.longest && first >= 0 && first + length <= next &&
-           next <= side.tokens;
+    te_index first, next;
+    if (length < 0 || length > side.longest) return false;
+    if (side.offsets == nullptr) return true;
+    first = side.offsets[batch];
+    next = side.offsets[batch + 1];
+    return first >= 0 && first + length <= next && next <= side.tokens;
 }
 
 static __device__ __forceinline__ te_index within(te_index value, te_index limit)
@@ -121,6 +92,51 @@ static __device__ __forceinline__ void begin(const te_attention_begin_params &p)
 
 TE_KERNEL(te_attention_begin, te_attention_begin_params, (TE_ATTENTION_THREADS), begin(p))
 
+static __device__ __forceinline__ uint4 filling(bool is_wrong)
+{
+    const unsigned value = is_wrong ? 0x7fff7fffU : 0U; /* NaN in f16 and in bf16 */
+    return make_uint4(value, value, value, value);
+}
+
+static __device__ __forceinline__ float no_sum(bool is_wrong)
+{
+    return __uint_as_float(is_wrong ? 0x7fffffffU : 0xff800000U);
+}
+
+static __device__ __forceinline__ void clear_entry(const te_attention_clear_params &p,
+                                                   te_index batch, bool is_wrong)
+{
+    const te_index first = (te_index)blockIdx.x * blockDim.x + threadIdx.x;
+    const te_index step = (te_index)gridDim.x * blockDim.x;
+    if (blockIdx.z == 3) {
+        for (te_index at = first; p.statistics != nullptr && at < p.rows; at += step) {
+            p.statistics[batch * p.rows + at] = no_sum(is_wrong);
+        }
+        return;
+    }
+    const te_attention_heads &heads = p.heads[blockIdx.z];
+    const te_index count = heads.tokens * heads.heads * heads.vectors;
+    for (te_index at = first; heads.view.data != nullptr && at < count; at += step) {
+        te_index vector, head;
+        const te_index rest = te_divide(at, heads.vectors, &vector);
+        const te_index token = te_divide(rest, heads.heads, &head);
+        ((uint4 *)te_line(heads.view, 2, batch, token, head))[vector] = filling(is_wrong);
+    }
+}
+
+static __device__ __forceinline__ void clear(const te_attention_clear_params &p)
+{
+    for (te_index batch = blockIdx.y; batch < p.batch; batch += gridDim.y) {
+        const bool is_wrong = !p.all && !(fits(p.sides[0], batch) && fits(p.sides[1], batch));
+        if (p.all || is_wrong || length_of(p.sides[0], batch) == 0 ||
+            length_of(p.sides[1], batch) == 0) {
+            clear_entry(p, batch, is_wrong);
+        }
+    }
+}
+
+TE_KERNEL(te_attention_clear, te_attention_clear_params, (TE_ATTENTION_THREADS), clear(p))
+
 /* Fills tokens [first, last) of what blockIdx.z stands for. */
 static __device__ __forceinline__ void fill(const te_attention_gaps_params &p, te_index first,
                                             te_index last, bool is_wrong)
@@ -128,21 +144,18 @@ static __device__ __forceinline__ void fill(const te_attention_gaps_params &p, t
     const te_index thread = (te_index)blockIdx.x * blockDim.x + threadIdx.x;
     const te_index step = (te_index)gridDim.x * blockDim.x;
     if (blockIdx.z == 3) {
-        const unsigned value = is_wrong ? 0x7fffffffU : 0xff800000U;
         for (te_index at = first * p.rows + thread; at < last * p.rows; at += step) {
-            p.statistics[at] = __uint_as_float(value);
+            p.statistics[at] = no_sum(is_wrong);
         }
         return;
     }
     const te_attention_heads &heads = p.heads[blockIdx.z];
     const te_index count = (last - first) * heads.heads * heads.vectors;
-    const unsigned value = is_wrong ? 0x7fff7fffU : 0U; /* NaN in f16 and in bf16 */
     for (te_index at = thread; at < count; at += step) {
         te_index vector, head;
         const te_index rest = te_divide(at, heads.vectors, &vector);
         const te_index token = first + te_divide(rest, heads.heads, &head);
-        ((uint4 *)te_line(heads.view, 2, 0, token, head))[vector] =
-            make_uint4(value, value, value, value);
+        ((uint4 *)te_line(heads.view, 2, 0, token, head))[vector] = filling(is_wrong);
     }
 }
 
@@ -244,3 +257,28 @@ static __device__ __forceinline__ void sum_sink(const te_attention_sink_grad_par
 
 TE_KERNEL(te_attention_sink_grad, te_attention_sink_grad_params, (TE_ATTENTION_HEAD_THREADS),
           sum_sink(p))
+
+static __device__ __forceinline__ void write_scales(const te_attention_fp8_begin_params &p)
+{
+    const int at = (int)threadIdx.x;
+    if (at >= p.count || p.scales[at].pair == nullptr) return;
+    const float *source = p.scales[at].source;
+    const float scale = source == nullptr ? p.scales[at].factor : *source * p.scales[at].factor;
+    p.scales[at].pair[0] = __fdiv_rn(1.0F, scale);
+    p.scales[at].pair[1] = scale;
+}
+
+TE_KERNEL(te_attention_fp8_begin, te_attention_fp8_begin_params, (TE_ATTENTION_THREADS),
+          write_scales(p))
+
+/* The bits of magnitudes are ordered as these are. */
+static __device__ __forceinline__ void raise_amaxes(const te_attention_fp8_end_params &p)
+{
+    const int at = (int)threadIdx.x;
+    if (at >= p.count) return;
+    const float found = *p.amaxes[at].found;
+    if (found > 0.0F) atomicMax((unsigned *)p.amaxes[at].amax, __float_as_uint(found));
+}
+
+TE_KERNEL(te_attention_fp8_end, te_attention_fp8_end_params, (TE_ATTENTION_THREADS),
+          raise_amaxes(p))

@@ -20,30 +20,31 @@ typedef struct te_attention_bias_params {
     int bias_dtype; /* TE_STORE_* */
 } te_attention_bias_params;
 
-/* [batch, tokens, heads, channels] of 2-byte elements, whose lines begin at 16 bytes and are
- * `vectors` of as many; data NULL: nothing. */
+/* [batch, tokens, heads, channels] of 2-byte elements (two of FP8 are one), whose lines begin at 16
+ * bytes and are `vectors` of as many; data NULL: nothing. */
 typedef struct te_attention_heads {
     te_view4 view;
     te_index tokens, heads, vectors;
 } te_attention_heads;
 
-/* te_attention_clear: 0 in heads, -Inf in statistics; with lengths, in the batch entries of which
- * one is 0 alone. Grid: (any number of blocks, which stride over an entry; entries; 4). */
-typedef struct te_attention_clear_params {
-    te_attention_heads heads[3];
-    float *statistics; /* [batch, rows], or NULL */
-    te_index rows;
-    const int *query_lengths, *key_lengths; /* [batch], both or NULL */
-    te_index batch;
-} te_attention_clear_params;
-
-/* The queries, or the keys, of packed sequences: the token with which each begins, how many it has
- * (NULL: up to the next one), and what these must not exceed. A sequence of which one side does is
- * wrong: nothing is computed of it. */
+/* The queries, or the keys, of sequences: the token with which each packed one begins (NULL: they
+ * are a batch), how many it has (NULL: up to the next one, or all), and what these must not exceed.
+ * A sequence of which one side does is wrong: nothing is computed of it. */
 typedef struct te_attention_side {
-    const int *offsets, *lengths; /* [batch + 1]; [batch] or NULL */
+    const int *offsets, *lengths; /* [batch + 1] or NULL; [batch] or NULL */
     te_index tokens, longest;
 } te_attention_side;
+
+/* te_attention_clear: 0 in heads, -Inf in statistics: all of them, or of those batch entries of
+ * which one side is empty; NaN in those that are wrong. Grid: (any number of blocks, which stride
+ * over an entry; entries; 4). */
+typedef struct te_attention_clear_params {
+    te_attention_side sides[2];
+    te_attention_heads heads[3];
+    float *statistics; /* [batch, rows], or NULL */
+    te_index rows, batch;
+    int all;
+} te_attention_clear_params;
 
 enum { TE_ATTENTION_STARTS = 10 };
 
@@ -54,8 +55,8 @@ typedef struct te_attention_starts {
     int side;
 } te_attention_starts;
 
-/* te_attention_begin: lengths and starts of packed sequences as cuDNN reads them, 0 and the last
- * one's end for entries beyond the batch. Grid: any number of blocks. */
+/* te_attention_begin: lengths of sequences, and starts of packed ones, as cuDNN reads them, 0 and
+ * the last one's end for entries beyond the batch. Grid: any number of blocks. */
 typedef struct te_attention_begin_params {
     te_attention_side sides[2]; /* queries, keys */
     te_index batch, entries;
@@ -104,5 +105,31 @@ typedef struct te_attention_sink_grad_params {
     te_index batch, queries;
     float factor;
 } te_attention_sink_grad_params;
+
+/* {1 / s, s} of s = factor times *source (NULL: 1). */
+typedef struct te_attention_fp8_scale {
+    const float *source;
+    float factor;
+    float *pair; /* 2 floats, or NULL */
+} te_attention_fp8_scale;
+
+enum { TE_ATTENTION_FP8_SCALES = 3, TE_ATTENTION_FP8_AMAXES = 4 };
+
+/* te_attention_fp8_begin: scales. Grid: 1 block. */
+typedef struct te_attention_fp8_begin_params {
+    te_attention_fp8_scale scales[TE_ATTENTION_FP8_SCALES];
+    int count;
+} te_attention_fp8_begin_params;
+
+typedef struct te_attention_fp8_amax {
+    const float *found;
+    float *amax;
+} te_attention_fp8_amax;
+
+/* te_attention_fp8_end: raises each amax to what was found, unless that is NaN. Grid: 1 block. */
+typedef struct te_attention_fp8_end_params {
+    te_attention_fp8_amax amaxes[TE_ATTENTION_FP8_AMAXES];
+    int count;
+} te_attention_fp8_end_params;
 
 #endif

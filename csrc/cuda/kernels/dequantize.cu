@@ -1,26 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * dequantize.cu - FP8 per tensor to high precision, from row-wise or from transposed bytes. Both
+ * dequantize.cu - FP8 to high precision, from row-wise or from transposed bytes. Both
  * write 16 bytes per thread; the transposed source goes through the byte tile of tile.cuh.
  */
 #include "dequantize.h"
 #include "tile.cuh"
 #include "matrix.cuh"
 
-template <typename TI, typename TO, int N>
-static __device__ __forceinline__ void decode(const te_vector<TI, N> &in, float scale_inv,
-                                              te_vector<TO, N> *out)
+/* The inverse scale of an element of the input. */
+static __device__ __forceinline__ float scale_at(const te_dequantize_params &p, te_index row,
+                                                 te_index column)
 {
-    out->clear();
-#pragma unroll
-    for (int i = 0; i < N; i++) out->put(i, te_encode<TO>(in.value(i) * scale_inv));
+    return p.scale_inv[(row >> p.across_log2) * p.across_step +
+                       (column >> p.along_log2) * p.along_step];
 }
 
 template <typename TI, typename TO>
 static __device__ __forceinline__ void dequantize(const te_dequantize_params &p)
 {
-    constexpr int elements = 16 / TO::bytes;
-    const float scale_inv = *p.scale_inv;
+    constexpr int elements = 16 / TO::bytes; /* they share a scale */
     for (te_index tile = blockIdx.x; tile < p.walk.tiles; tile += gridDim.x) {
         te_vector<TI, elements> in[TE_MATRIX_UNROLL];
         te_place at(p.walk, tile, elements);
@@ -31,8 +29,14 @@ static __device__ __forceinline__ void dequantize(const te_dequantize_params &p)
                        p.output.columns - at.column - i * at.step);
 #pragma unroll
         for (int i = 0; i < TE_MATRIX_UNROLL; i++) {
+            const te_index column = at.column + i * at.step;
             te_vector<TO, elements> out;
-            decode<TI, TO, elements>(in[i], scale_inv, &out);
+            if (column >= p.output.columns) break;
+            const float scale_inv = scale_at(p, at.row, column);
+            out.clear();
+#pragma unroll
+            for (int j = 0; j < elements; j++)
+                out.put(j, te_encode<TO>(in[i].value(j) * scale_inv));
             out.store(te_at<TO>(p.output, at.row, at.column + i * at.step), p.output_aligned != 0,
                       p.output.columns - at.column - i * at.step);
         }
@@ -45,7 +49,6 @@ static __device__ __forceinline__ void dequantize_transposed(const te_dequantize
     constexpr int elements = 16 / TO::bytes, pieces = TE_TILE / elements;
     __shared__ __align__(16) unsigned tile[TE_TILE_WORDS];
     const te_index row = (te_index)blockIdx.x * TE_TILE;
-    const float scale_inv = *p.scale_inv;
     for (te_index column = (te_index)blockIdx.y * TE_TILE; column < p.output.columns;
          column += (te_index)gridDim.y * TE_TILE) {
         te_vector<TI, 8> in[4];
@@ -59,10 +62,15 @@ static __device__ __forceinline__ void dequantize_transposed(const te_dequantize
             te_vector<TI, elements> bytes;
             te_vector<TO, elements> out;
             bytes.load_aligned(tile + te_tile_word(line, at >> 2));
-            decode<TI, TO, elements>(bytes, scale_inv, &out);
-            if (row + line < p.output.rows)
-                out.store(te_at<TO>(p.output, row + line, column + at), p.output_aligned != 0,
-                          p.output.columns - column - at);
+            out.clear();
+            if (row + line >= p.output.rows) continue;
+#pragma unroll
+            for (int j = 0; j < elements; j++)
+                if (column + at + j < p.output.columns)
+                    out.put(j, te_encode<TO>(bytes.value(j) *
+                                             scale_at(p, column + at + j, row + line)));
+            out.store(te_at<TO>(p.output, row + line, column + at), p.output_aligned != 0,
+                      p.output.columns - column - at);
         }
         __syncthreads();
     }

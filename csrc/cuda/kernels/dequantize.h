@@ -16,10 +16,12 @@
 /* te_dequantize_*: row-wise input, a matrix walk of 256 threads. te_dequantize_transposed_*: input
  * [columns, >= rows]; grid (row tiles, column tiles) of 64 x 64, 128 threads. */
 typedef struct te_dequantize_params {
-    te_view input;                     /* bytes */
-    te_view output;                    /* [rows, columns] */
-    const float *scale_inv;            /* 1 float */
-    te_walk walk;                      /* row-wise: see matrix.cuh */
+    te_view input;                    /* bytes */
+    te_view output;                   /* [rows, columns] */
+    const float *scale_inv;           /* of the element at (0, 0) */
+    te_index across_step, along_step; /* from the scale of 2^across_log2 rows, or of 2^along_log2 */
+    int across_log2, along_log2;      /* elements of a row, of `input` to that of the next */
+    te_walk walk;                     /* row-wise: see matrix.cuh */
     int input_aligned, output_aligned; /* every vector access is aligned */
 } te_dequantize_params;
 

@@ -11,7 +11,7 @@
  */
 #include "norm.h"
 #include "norm.cuh"
-#include "tile_cast.cuh"
+#include "scaled_cast.cuh"
 
 /* What is the same for all rows of a thread. */
 template <typename TEAM> struct te_norm_state {
@@ -416,7 +416,9 @@ template <typename T> struct te_norm_source {
     TE_KERNEL(te_norm_long_##i, te_norm_params, (TE_NORM_THREADS, 1), norm_long_rows<te_##i>(p))   \
     TE_KERNEL(te_norm_tile_##i, te_norm_tile_params,                                               \
               (TE_TILE_THREADS, te_##i::bytes == 4 ? 4 : 5),                                       \
-              te_tile_cast<te_norm_source<te_##i>, te_any_fp8>(p))
+              te_tile_cast<te_norm_source<te_##i>, te_any_fp8>(p))                                 \
+    TE_KERNEL(te_norm_scaled_##i, te_norm_tile_params, (TE_SCALED_THREADS, 2),                     \
+              te_scaled_cast<te_norm_source<te_##i>, te_any_fp8>(p))
 TE_NUMBERS(X, )
 #undef X
 

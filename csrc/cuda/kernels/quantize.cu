@@ -5,7 +5,7 @@
  * scaling.
  */
 #include "quantize.h"
-#include "tile_cast.cuh"
+#include "scaled_cast.cuh"
 #include "matrix.cuh"
 
 /* The input as it is. */
@@ -30,6 +30,17 @@ template <typename T> struct te_plain_source {
 #pragma unroll
         for (int j = 0; j < 8; j++) v[0][j] = in[i].value(j);
     }
+
+    __device__ __forceinline__ void forget()
+    {
+#pragma unroll
+        for (int i = 0; i < 4; i++) in[i].forget();
+    }
+};
+
+/* Decoding 16 bits again costs less than 32 registers. */
+template <typename T> struct te_repeats<te_plain_source<T>> {
+    static constexpr bool value = T::bytes == 2;
 };
 
 /* Enough blocks per multiprocessor to cover the latency of memory, as many as need no spills. */
@@ -38,6 +49,24 @@ template <typename T> struct te_plain_source {
               te_tile_cast<te_plain_source<te_##i>, te_##o>(p))
 TE_QUANTIZE_INSTANCES(X)
 #undef X
+
+#define X(I, i, O, o)                                                                              \
+    TE_KERNEL(te_quantize_scaled_##i##_##o, te_quantize_params,                                    \
+              (TE_SCALED_THREADS, te_##i::bytes == 2 ? 3 : 2),                                     \
+              te_scaled_cast<te_plain_source<te_##i>, te_##o>(p))
+TE_QUANTIZE_SCALED_INSTANCES(X)
+#undef X
+
+/* The scales of rows before they are measured. */
+extern "C" __global__ void __launch_bounds__(TE_CLEAR_THREADS)
+    te_quantize_clear(const __grid_constant__ te_quantize_clear_params p)
+{
+    if (p.noop != nullptr && *p.noop != 0.0F) return;
+    for (int form = 0; form < 2; form++)
+        for (te_index i = (te_index)blockIdx.x * TE_CLEAR_THREADS + threadIdx.x; i < p.count[form];
+             i += (te_index)gridDim.x * TE_CLEAR_THREADS)
+            p.scales[form][i] = 0.0F;
+}
 
 /* Adds the column sums of the row groups: 8 threads per column, each every eighth group, then in
  * order. */

@@ -14,7 +14,13 @@
     TE_NUMBERS(X, E5M2, e5m2)                                                                      \
     TE_NUMBERS(X, COUNT, none)
 
+/* With scales of rows or tiles. */
+#define TE_QUANTIZE_SCALED_INSTANCES(X)                                                            \
+    TE_NUMBERS(X, E4M3, e4m3)                                                                      \
+    TE_NUMBERS(X, E5M2, e5m2)
+
 enum {
+    TE_CLEAR_THREADS = 256,
     TE_AMAX_THREADS = 256,
     TE_SUMS_THREADS = 256,
     TE_SUMS_COLUMNS = 32 /* columns that one block of the finishing sums serves */
@@ -26,6 +32,13 @@ typedef struct te_quantize_params {
     te_view input;     /* [rows, columns] */
     int input_aligned; /* every row begins at 16 bytes */
 } te_quantize_params;
+
+/* Sets floats to 0. Any grid of TE_CLEAR_THREADS threads. */
+typedef struct te_quantize_clear_params {
+    float *scales[2];
+    te_index count[2];
+    const float *noop; /* 1 float or NULL */
+} te_quantize_clear_params;
 
 /* Adds up lines of column sums into at most two vectors that lie side by side in a line. Grid:
  * columns / TE_SUMS_COLUMNS, rounded up; TE_SUMS_THREADS threads. */

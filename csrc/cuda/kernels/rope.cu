@@ -4,9 +4,9 @@
  *
  * A block has a token: cosines and sines of its position are made once, in shared memory, and serve
  * all heads of all parts that turn by them. A thread stays with its channels and goes through
- * heads, two at a time; the first two are loaded, and what is copied is on its way, while the
- * angles are computed. Each pair of channels is rotated by one thread, which has read both before
- * it writes either, so that the output may be the input.
+ * heads, two at a time. All that it reads first is under way at once: its angle, its channels of
+ * two heads, and vectors that are copied. Each pair of channels is rotated by one thread, which has
+ * read both before it writes either, so that the output may be the input.
  */
 #include "rope.h"
 #include "vector.cuh"
@@ -69,36 +69,43 @@ template <int N> struct rope_table {
     float4 of[N][TE_ROPE_UNITS + 1]; /* one more: columns begin in other banks */
 };
 
-/* Fills the table for units [first, first + units). A position that freqs lack gives NaN. */
+/* The two angles of a pair, and its place in the table. */
+struct rope_angles {
+    int unit, k;
+    float a, b;
+};
+
+/* Entry i of the units [first, first + units). A position that freqs lack has NaN. */
 template <int N>
-static __device__ __forceinline__ void fill_table(const te_rope_params &p, const te_rope_round &r,
-                                                  te_index position, int first, int units,
-                                                  rope_table<N> &table)
+static __device__ __forceinline__ rope_angles load_angles(const te_rope_params &p,
+                                                          const te_rope_round &r, te_index position,
+                                                          int first, int i)
 {
-    const bool known = position >= 0 && position < r.positions;
+    rope_angles at = {i / N, i % N, __uint_as_float(0x7fc00000U), __uint_as_float(0x7fc00000U)};
     const float *freqs = r.freqs + position * r.rotary;
-    for (int i = (int)threadIdx.x; i < units * N; i += (int)blockDim.x) {
-        const int unit = i / N, k = i % N;
-        int a = (first + unit) * N, b, end = r.split;
-        if (p.interleaved == 0) {
-            a += k;
-            b = a + r.split;
-        } else {
-            a += k < N / 2 ? 2 * k : r.split + 2 * k - N;
-            b = a + 1;
-            end = k < N / 2 ? min(r.split, r.rotary) : r.rotary;
-        }
-        if (a >= end) continue;
-        float cos_a = __uint_as_float(0x7fc00000U), sin_a = cos_a, cos_b = cos_a, sin_b = cos_a;
-        if (known) {
-            const float angle_a = freqs[a], angle_b = freqs[b];
-            sincosf(angle_a, &sin_a, &cos_a);
-            sin_b = sin_a, cos_b = cos_a;
-            if (angle_b != angle_a) sincosf(angle_b, &sin_b, &cos_b);
-        }
-        table.of[k][unit] = p.backward != 0 ? make_float4(cos_a, sin_b, cos_b, -sin_a)
-                                            : make_float4(cos_a, -sin_a, cos_b, sin_b);
+    int a = (first + at.unit) * N, b, end = r.split;
+    if (p.interleaved == 0) {
+        a += at.k;
+        b = a + r.split;
+    } else {
+        a += at.k < N / 2 ? 2 * at.k : r.split + 2 * at.k - N;
+        b = a + 1;
+        end = at.k < N / 2 ? min(r.split, r.rotary) : r.rotary;
     }
+    if (a < end && position >= 0 && position < r.positions) at.a = freqs[a], at.b = freqs[b];
+    return at;
+}
+
+template <int N>
+static __device__ __forceinline__ void enter(const te_rope_params &p, const rope_angles &at,
+                                             rope_table<N> &table)
+{
+    float cos_a, sin_a, cos_b, sin_b;
+    sincosf(at.a, &sin_a, &cos_a);
+    sin_b = sin_a, cos_b = cos_a;
+    if (at.b != at.a) sincosf(at.b, &sin_b, &cos_b);
+    table.of[at.k][at.unit] = p.backward != 0 ? make_float4(cos_a, sin_b, cos_b, -sin_a)
+                                              : make_float4(cos_a, -sin_a, cos_b, sin_b);
 }
 
 /* Both vectors of a unit of a head. ALIGNED: whole ones. */
@@ -197,52 +204,65 @@ static __device__ __forceinline__ unsigned char *head_at(const te_rope_heads &he
     return te_line(heads.view, T::bytes, at.batch, at.index, line) + (te_index)within * T::bytes;
 }
 
-/* Copies the channels from `first` on in all heads of a part. */
-template <typename T>
-static __device__ __forceinline__ void copy_channels(const te_rope_part_params &part,
-                                                     const rope_token &at, int first, bool aligned)
-{
-    constexpr int N = 16 / T::bytes, AHEAD = 2;
-    const unsigned per_head = (unsigned)(part.dim - first + N - 1) / N;
-    const unsigned count = per_head * (unsigned)part.heads;
-    if (part.in_place != 0) return;
-#pragma unroll 1
-    for (unsigned i = threadIdx.x; i < count; i += AHEAD * blockDim.x) {
-        te_vector<T, N> bits[AHEAD];
-        int head[AHEAD], channel[AHEAD];
+/* Vectors on their way from the input of a part to its output. */
+template <typename T, bool ALIGNED> struct rope_vectors {
+    static constexpr int N = 16 / T::bytes;
+    te_vector<T, N> bits[TE_ROPE_COPIES];
+    int head[TE_ROPE_COPIES], channel[TE_ROPE_COPIES];
+
+    static __device__ __forceinline__ unsigned per_head(const te_rope_part_params &part, int first)
+    {
+        return (unsigned)(part.dim - first + N - 1) / N;
+    }
+
+    /* Of the vectors of all heads from channel `first` on, every blockDim.x-th from i on. */
+    __device__ __forceinline__ void load(const te_rope_part_params &part, const rope_token &at,
+                                         int first, unsigned i)
+    {
+        const unsigned each = per_head(part, first);
 #pragma unroll
-        for (int j = 0; j < AHEAD; j++) {
-            const unsigned at_once = i + j * blockDim.x;
-            head[j] = (int)(at_once / per_head);
-            channel[j] = first + (int)(at_once - head[j] * per_head) * N;
+        for (int j = 0; j < TE_ROPE_COPIES; j++, i += blockDim.x) {
+            head[j] = (int)(i / each);
+            channel[j] = first + (int)(i - head[j] * each) * N;
             if (head[j] >= part.heads) continue;
             const unsigned char *from = head_at<T>(part.input, at, head[j], part.dim);
-            bits[j].load((const typename T::raw *)from + channel[j], aligned,
+            bits[j].load((const typename T::raw *)from + channel[j], ALIGNED,
                          part.dim - channel[j]);
         }
+    }
+
+    __device__ __forceinline__ void store(const te_rope_part_params &part, const rope_token &at)
+    {
 #pragma unroll
-        for (int j = 0; j < AHEAD; j++) {
+        for (int j = 0; j < TE_ROPE_COPIES; j++) {
             if (head[j] >= part.heads) continue;
             unsigned char *to = head_at<T>(part.output, at, head[j], part.dim);
-            bits[j].store((typename T::raw *)to + channel[j], aligned, part.dim - channel[j]);
+            bits[j].store((typename T::raw *)to + channel[j], ALIGNED, part.dim - channel[j]);
         }
+    }
+};
+
+/* Copies the channels from `first` on in all heads of a part, from vector `begin` on. */
+template <typename T, bool ALIGNED>
+static __device__ __forceinline__ void
+copy_channels(const te_rope_part_params &part, const rope_token &at, int first, unsigned begin)
+{
+    rope_vectors<T, ALIGNED> copy;
+    const unsigned count = copy.per_head(part, first) * (unsigned)part.heads;
+#pragma unroll 1
+    for (unsigned i = begin + threadIdx.x; i < count; i += TE_ROPE_COPIES * blockDim.x) {
+        copy.load(part, at, first, i);
+        copy.store(part, at);
     }
 }
 
-/* Copies what does not turn of a token. */
-template <typename T>
-static __device__ __forceinline__ void copy_rest(const te_rope_params &p, const rope_token &at,
-                                                 bool aligned)
+/* Copies all of a token that does not rotate. */
+template <typename T, bool ALIGNED>
+static __device__ __forceinline__ void copy_token(const te_rope_params &p, const rope_token &at)
 {
 #pragma unroll 1
     for (int i = 0; i < p.count; i++)
-        if (p.copies[i] != 0 || !at.rotates) copy_channels<T>(p.parts[i], at, 0, aligned);
-    if (!at.rotates) return;
-#pragma unroll 1
-    for (int i = 0; i < p.round_count; i++)
-        for (int part = p.rounds[i].first; part < p.rounds[i].last; part++)
-            if (p.rounds[i].rotary < p.parts[part].dim)
-                copy_channels<T>(p.parts[part], at, p.rounds[i].rotary, aligned);
+        if (p.parts[i].in_place == 0) copy_channels<T, ALIGNED>(p.parts[i], at, 0, 0);
 }
 
 /* The part of a head of a round; the head becomes one of that part. */
@@ -264,17 +284,24 @@ static __device__ __forceinline__ void rotate_units(const te_rope_params &p, con
     const int slot = (int)threadIdx.x / units, unit = (int)threadIdx.x - slot * units;
     const int slots = (int)blockDim.x / units; /* threads left over have nothing to do */
     const int channel = (first + unit) * N, heads = slot < slots ? r.heads : 0;
+    const int copies = rests ? p.copy_count : 0, entries = units * N;
     rope_unit<T, N, ALIGNED> x[TE_ROPE_HEADS];
+    rope_vectors<T, ALIGNED> copy;
     const auto load = [&](int i, int head) {
         const int part = part_of(p, r, &head);
         x[i].load(r, head_at<T>(p.parts[part].input, at, head, p.parts[part].dim), channel);
     };
+    rope_angles angles =
+        load_angles<N>(p, r, at.position, first, min((int)threadIdx.x, entries - 1));
 #pragma unroll
     for (int i = 0; i < TE_ROPE_HEADS; i++)
         if (slot + i * slots < heads) load(i, slot + i * slots);
-    if (rests) copy_rest<T>(p, at, ALIGNED);
+    if (copies > 0) copy.load(p.parts[p.copies[0].part], at, p.copies[0].first, threadIdx.x);
     __syncthreads(); /* all threads have read the table of the units before */
-    fill_table<N>(p, r, at.position, first, units, table);
+    for (int i = (int)threadIdx.x; i < entries; i += (int)blockDim.x) {
+        if (i != (int)threadIdx.x) angles = load_angles<N>(p, r, at.position, first, i);
+        enter<N>(p, angles, table);
+    }
     __syncthreads();
 #pragma unroll 1
     for (int begin = slot; begin < heads; begin += TE_ROPE_HEADS * slots) {
@@ -290,6 +317,11 @@ static __device__ __forceinline__ void rotate_units(const te_rope_params &p, con
             x[i].store(r, head_at<T>(p.parts[part].output, at, head, p.parts[part].dim), channel);
         }
     }
+    if (copies > 0) copy.store(p.parts[p.copies[0].part], at);
+#pragma unroll 1
+    for (int i = 0; i < copies; i++)
+        copy_channels<T, ALIGNED>(p.parts[p.copies[i].part], at, p.copies[i].first,
+                                  i == 0 ? TE_ROPE_COPIES * blockDim.x : 0);
 }
 
 template <typename T, bool ALIGNED>
@@ -300,7 +332,7 @@ static __device__ __forceinline__ void rope(const te_rope_params &p)
     for (te_index token = blockIdx.x; token < p.tokens; token += gridDim.x) {
         const rope_token at = find_token(p, token);
         if (!at.rotates || p.round_count == 0) {
-            copy_rest<T>(p, at, ALIGNED);
+            copy_token<T, ALIGNED>(p, at);
             continue;
         }
 #pragma unroll 1
@@ -318,6 +350,6 @@ static __device__ __forceinline__ void rope(const te_rope_params &p)
 #define X(I, i, ...)                                                                               \
     TE_KERNEL(te_rope_##i, te_rope_params, (TE_ROPE_THREADS, TE_ROPE_BLOCKS),                      \
               rope<te_##i, true>(p))                                                               \
-    TE_KERNEL(te_rope_any_##i, te_rope_params, (TE_ROPE_THREADS, 2), rope<te_##i, false>(p))
+    TE_KERNEL(te_rope_any_##i, te_rope_params, (TE_ROPE_THREADS, 4), rope<te_##i, false>(p))
 TE_NUMBERS(X, )
 #undef X

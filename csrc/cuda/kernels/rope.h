@@ -12,10 +12,11 @@
  * multiples of them (the rest of the channels need not be), and te_rope_any_<dtype>. */
 
 enum {
-    TE_ROPE_THREADS = 256, /* at most; whole warps */
-    TE_ROPE_BLOCKS = 4,    /* of them on a multiprocessor: loads in flight are what counts */
+    TE_ROPE_THREADS = 128, /* at most; whole warps */
+    TE_ROPE_BLOCKS = 8,    /* of them on a multiprocessor: loads in flight are what counts */
     TE_ROPE_UNITS = 64,    /* whose cosines and sines are held at a time */
     TE_ROPE_HEADS = 2,     /* that a thread has in flight */
+    TE_ROPE_COPIES = 2,    /* vectors that a thread has in flight besides */
     TE_ROPE_PART_COUNT = 3
 };
 
@@ -44,7 +45,12 @@ typedef struct te_rope_round {
     int first, last; /* of its parts: [first, last) */
 } te_rope_round;
 
-/* Grid: any number of blocks, which stride over the tokens. Parts of no round are copied. */
+/* The channels of a part that do not turn, in all its heads: [first, dim). */
+typedef struct te_rope_copy {
+    int part, first;
+} te_rope_copy;
+
+/* Grid: any number of blocks, which stride over the tokens. A part of no round is copied whole. */
 typedef struct te_rope_params {
     te_rope_part_params parts[TE_ROPE_PART_COUNT];
     te_rope_round rounds[TE_ROPE_PART_COUNT];
@@ -52,9 +58,9 @@ typedef struct te_rope_params {
     const int *starts;         /* of each batch entry or packed sequence, or NULL */
     te_index tokens, sequence; /* tokens: of all batch entries */
     te_index sequences;        /* packed ones */
-    int count, round_count;
-    int copies[TE_ROPE_PART_COUNT]; /* the part is copied, all of it */
-    int ranks, rank;                /* of context parallelism */
+    te_rope_copy copies[TE_ROPE_PART_COUNT];
+    int count, round_count, copy_count;
+    int ranks, rank; /* of context parallelism */
     int interleaved, backward;
 } te_rope_params;
 

@@ -20,11 +20,11 @@ from transformer_engine.pytorch.attention.kv_cache import (
     OwnManager,
     PagedKVCacheManager,
     StepState,
-    device_of,
     gather_tokens,
 )
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of, positive_sizes
+from transformer_engine.pytorch.utils import canonicalize_device
 
 __all__ = ["InferenceParams", "KVCacheManager", "NonPagedKVCacheManager", "PagedKVCacheManager"]
 
@@ -119,7 +119,7 @@ class InferenceParams:
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.num_heads_kv, self.head_dim_k, self.head_dim_v = num_heads_kv, head_dim_k, head_dim_v
         self.dtype, self.is_paged, self.max_ctx_len = dtype, bool(is_paged), max_ctx_len
-        self.qkv_format, self.device = qkv_format, device_of(device)
+        self.qkv_format, self.device = qkv_format, canonicalize_device(device)
         self.page_size, self.total_num_pages = page_size, total_num_pages
         given = {
             "max_batch_size": max_batch_size, "max_seqlen": max_sequence_length,

@@ -12,6 +12,7 @@ from transformer_engine import _core
 from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.modes import dispatch_modes, real_tensors
 from transformer_engine.pytorch.operators import operator
+from transformer_engine.pytorch.utils import canonicalize_device
 
 __all__ = [
     "KVCacheManager",
@@ -21,7 +22,6 @@ __all__ = [
     "PagedKVCacheManager",
     "StepState",
     "append_tokens",
-    "device_of",
     "gather_tokens",
 ]
 
@@ -200,7 +200,7 @@ class OwnManager(KVCacheManager):
         super().__init__()
         channels = head_dim_k, head_dim_k if head_dim_v is None else head_dim_v
         self._shapes = tuple((*shape, num_heads, n) for n in channels)
-        self.dtype, self.device = dtype, device_of(device)
+        self.dtype, self.device = dtype, canonicalize_device(device)
         self.lengths: Lengths | None = None  # of the step, where the owner has them
         self.page_table: Tensor | None = None
 
@@ -363,13 +363,3 @@ class PagedKVCacheManager(OwnManager):
 
 def _lengths_after(sequences: OrderedDict, step_dict: OrderedDict) -> OrderedDict:
     return OrderedDict((id_, sequences.get(id_, 0) + n) for id_, n in step_dict.items())
-
-
-def device_of(device: torch.device | str | None) -> torch.device:
-    """The device to use: the current CUDA device, or the CPU, where none is given."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.config import attention_switches
-from transformer_engine.pytorch.attention.attending import attending
-from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
+from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, fp8
+from transformer_engine.pytorch.attention.dot_product_attention.attending import attending, sink_of
 from transformer_engine.pytorch.attention.dot_product_attention.cached import angles_for_cache
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
 from transformer_engine.pytorch.attention.dot_product_attention.packed import sizes_of, starts_of
@@ -337,15 +337,19 @@ fast_zero_fill, pad_between_seqs
                 options[2:10], self.qk_norm_before_rope,
                 self.qkv_weight_interleaved, core.training, core.attention_dropout,
                 core.softmax_scale, core._get_tracker, core.attn_mask_type, core.window_size,
-                core.bottom_right_diagonal, core.qkv_format, inp.dtype, inp.device,
+                core.bottom_right_diagonal, core.qkv_format, core.softmax_type,
+                core.return_max_logit, inp.dtype, inp.device, sink_of(core),
                 attention_switches(), torch.are_deterministic_algorithms_enabled(),
+                fp8.settings(core),
+                inp.shape[self.qkv_format == "bshd"] == 1,  # cuDNN has no bias over one key
+                torch.is_grad_enabled(),  # what inference mode has made can not be saved
             )  # fmt: skip
             known = self._ways.get(key)
             if known is not None:
                 core.__dict__["_ran"] = known.choice
                 return known
         found = self._find_way(core, inp, options)
-        if key is not None and found is not None and not found.tensors:  # a bias fits one length
+        if key is not None and found is not None and found.constant:
             found = keep(self._ways, key, found._replace(key=(object(),)))  # found by itself now
         return found
 
@@ -376,7 +380,7 @@ fast_zero_fill, pad_between_seqs
         how = core.limits_for(options, (batch, self.num_attention_heads, *lengths), inp, tokens)
         pairs = (self.rotary_pos_interleaved, self.qk_norm_before_rope)
         given = (() if source is None else (source,), angles, *pairs)
-        return attending(core, how, slices, given)
+        return attending(core, how, slices, given, device=inp.device.type)
 
     def _slices(self) -> tuple:
         """Where queries, keys and values lie in their projections (see `layer_graphs`)."""

@@ -2,6 +2,7 @@
 """What every module with FP8 GEMMs shares: its scaling state, its region, its checkpoints."""
 
 import copy
+import weakref
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from transformer_engine.pytorch.modes import (
 from transformer_engine.pytorch.module.fp8_meta import Fp8Meta, live_values
 from transformer_engine.pytorch.module.parameters import default_device
 from transformer_engine.pytorch.state import RegionState, current_state
+from transformer_engine.pytorch.tensors import is_quantized
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = [
@@ -136,12 +138,14 @@ class Fp8Module(NativeModule):
         if region.replay is not None:
             entry = region.replay._replace(first=first)
         else:
-            scales = None
+            scales, measures = None, 0
             if slots is not None:
+                measures = slots.measures
                 last = slots.forward_slot + self.SLOTS[0]
                 scales = slots.forward_scale[slots.forward_slot : last].clone()
             domain = region.state.domain
-            entry = recompute.Entry(self, region.recipe, slots, scales, cache, first, domain)
+            kept = slots, scales, measures, cache
+            entry = recompute.Entry(self, region.recipe, *kept, first, domain)
         for frame in region.record:
             frame.record(entry)
 
@@ -247,6 +251,8 @@ class Fp8Module(NativeModule):
             scaling.warn_of_fresh_scales()
         self._lacks_scales = False
         self._slots = slots
+        module = weakref.ref(self)
+        slots.changed = lambda: _unbind(module())
         return slots
 
     def _state_values(self) -> dict | None:
@@ -281,8 +287,8 @@ class Fp8Module(NativeModule):
 
     @property
     def primary_weights_in_fp8(self) -> bool:
-        """Whether parameters are quantized tensors: never."""
-        return False
+        """Whether parameters are quantized tensors."""
+        return any(is_quantized(p) for p in self._parameters.values() if p is not None)
 
     @property
     def fp8_meta(self) -> Fp8Meta:
@@ -406,11 +412,19 @@ class Fp8Module(NativeModule):
         self._lacks_scales = in_place and not ignored and not self._has_state()
 
 
+def _unbind(module: Fp8Module | None) -> None:
+    """Let a module decide anew what a call is."""
+    if module is not None:
+        module.__dict__["_bound"] = {}
+
+
 def _is_same_memory(given: Any, parameter: Tensor | None) -> bool:
     """Whether a loader filled the parameter itself; of sharded ones, the local part is compared."""
     if not isinstance(given, Tensor) or parameter is None:
         return False
     given, own = (getattr(t, "_local_tensor", t) for t in (given, parameter))
+    if is_quantized(given) and is_quantized(own):
+        given, own = given.get_data_tensors()[0], own.get_data_tensors()[0]
     return not own.is_meta and own.numel() > 0 and given.data_ptr() == own.data_ptr()
 
 

@@ -17,6 +17,7 @@ from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch import scaling, torch_ops
 from transformer_engine.pytorch.modes import dispatch_modes, keeps_graph
 from transformer_engine.pytorch.module.joined import SplitTensors
+from transformer_engine.pytorch.random import draw_pairs
 from transformer_engine.pytorch.staged import Staged
 from transformer_engine.pytorch.state import Domain
 
@@ -95,7 +96,7 @@ class ModuleCall:
             saved = packed[0] if packed else None
             return torch_ops.run_traced(plan.text, slots, inputs, state, saved, staged=staged)
         if staged is None:
-            if not self._consumes(packed):
+            if not packed or not self.plans.may_consume or not self._consumes(packed):
                 return _core.run(plan.native, slots, slots, *given, *packed)
             try:
                 return _core.run_consuming(plan.native, slots, slots, *given, *packed)
@@ -107,9 +108,10 @@ class ModuleCall:
     def _consumes(self, packed: tuple) -> bool:
         """Whether a run is the last one that reads what was packed, and may write over it.
 
-        A captured backward can be replayed where its forward is not, whatever autograd says now.
+        That is of a plan with scratch, which has a use for the memory. A captured backward can be
+        replayed where its forward is not, whatever autograd says now.
         """
-        if not packed or packed[0] is None or self.plans.defer or keeps_graph():
+        if packed[0] is None or keeps_graph():
             return False
         return not (packed[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -119,16 +121,21 @@ class ModuleCall:
         """Run the forward over the tensors that ``plans.tensors`` names."""
         plans, parts = self.plans, tensors
         caches = self.caches if caches is None else caches
-        for split in reversed(self.splits):
-            tensors = split.join(tensors, self.traced)
-        for i in plans.reads_caches:
-            tensors = (*tensors, *caches[i])
+        if self.splits:
+            for split in reversed(self.splits):
+                tensors = split.join(tensors, self.traced)
+        if plans.reads_caches:
+            for i in plans.reads_caches:
+                tensors = (*tensors, *caches[i])
+        if plans.drawn:
+            tensors = (*tensors, *draw_pairs(tensors[0], len(plans.drawn)))
         given = tensors if plans.pick_inputs.all else plans.pick_inputs(tensors, self.traced)
         results = self._run_forward(given)
         count = plans.result_count
         out = results[0] if count == 1 else results[:count]
-        for i, places in plans.writes_caches:
-            caches[i] = tuple([results[place] for place in places])
+        if plans.writes_caches:
+            for i, places in plans.writes_caches:
+                caches[i] = tuple([results[place] for place in places])
         if plans.backward is None:
             return out, ()
         saved = plans.pick_saved((*results, *tensors), self.traced)

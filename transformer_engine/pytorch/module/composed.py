@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.common import graphs
+from transformer_engine.common import config, graphs
 from transformer_engine.common.graphs import CallSpec, LinearSpec, Norm, Quantization, flags_of
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, call_plans
@@ -18,6 +18,7 @@ from transformer_engine.pytorch import arenas, scaling, torch_ops
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import run_call, run_without_backward
 from transformer_engine.pytorch.modes import constant_in_graphs, forward_gradients, without_memory
+from transformer_engine.pytorch.module import quantized, weight_cache
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.calibration import record_amaxes
 from transformer_engine.pytorch.module.call import CallRun, Deferred, ModuleCall, Ran, main_grad_of
@@ -30,18 +31,14 @@ from transformer_engine.pytorch.module.operands import (
 )
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
 from transformer_engine.pytorch.module.situation import Bound, keep, situation_of
-from transformer_engine.pytorch.module.weight_cache import (
-    held_caches,
-    keep_caches,
-    microbatch_of,
-    reads,
-)
 from transformer_engine.pytorch.staged import Observer, StageBuffers, Staged, external_bits
 from transformer_engine.pytorch.state import current_state
+from transformer_engine.pytorch.tensors import is_quantized
 
 _SETTINGS = (
     "activation_spec",
     "apply_bias",
+    "cache_weights",
     "checkpoint",
     "delay_wgrad_compute",
     "eps",
@@ -97,8 +94,12 @@ class ComposedModule(Fp8Module):
     save_original_input = False
     eps = 0.0
     _observer: Observer | None = None
+    _quantized_init: quantized.QuantizedInit | None = None
+    """How the weights are quantized when they are made."""
     name: str | None = None
     """Given by the user, for messages."""
+    cache_weights = False
+    """Keep quantized weights from call to call, until they change (docs/quantized_tensors.md)."""
 
     def _begin(
         self, name: str | None, biases: tuple[bool, bool], gradients: tuple[bool, bool]
@@ -109,6 +110,8 @@ class ComposedModule(Fp8Module):
         delay_wgrad_compute.
         """
         self.name = name
+        self.cache_weights = config.TE_CACHE_WEIGHTS.get()
+        self._quantized_init = current_state().quantized_init
         self.use_bias, self.return_bias = map(bool, biases)
         self.apply_bias = self.use_bias and not self.return_bias
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = map(bool, gradients)
@@ -119,6 +122,7 @@ class ComposedModule(Fp8Module):
         self._external = (0,) * len(self.PARTS)
         self._bound: dict[tuple, Bound] = {}
         self._present: tuple[tuple[dict, str] | None, ...] | None = None
+        self._held: tuple[quantized.Held, ...] = ()
         self._ran: Ran | None = None
 
     # ---- what a subclass says ------------------------------------------------------------------
@@ -169,6 +173,9 @@ class ComposedModule(Fp8Module):
             self.reset_layer_norm_parameters()
         for prefix, method in self._initialisers():
             reset_linear(self, prefix, method)
+        if self._quantized_init is not None:
+            names = [f"{prefix}weight" for prefix, _ in self._initialisers()]
+            quantized.quantize_weights(self, names, self._quantized_init)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a setting counts from the next call on.
@@ -189,18 +196,20 @@ class ComposedModule(Fp8Module):
         """Drop the cached cast of the weight that a parameter belongs to."""
         kept = zip(self.PARTS, self._weight_caches, strict=True)
         self._weight_caches = tuple(None if name.startswith(part) else c for part, c in kept)
+        if self._held or is_quantized(self._parameters[name]):
+            self._present, self._held = None, ()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "ComposedModule":
         """Convert or move the parameters; what was kept of the old ones goes."""
         self._weight_caches = (None,) * len(self.PARTS)
         self._bound = {}
-        return super()._apply(fn, recurse)
+        return super()._apply(quantized.converted(fn), recurse)
 
     def __getstate__(self) -> dict:
         """Copy and pickle without caches and pending weight gradients."""
         state = super().__getstate__()
         state["_plans"] = {}
-        state["_bound"], state["_ran"], state["_present"] = {}, None, None
+        state.update(_bound={}, _ran=None, _present=None, _held=())
         state.pop("_observer", None)
         state["_weight_caches"] = (None,) * len(self.PARTS)
         state["_wgrads"] = deque()
@@ -209,7 +218,7 @@ class ComposedModule(Fp8Module):
     def _replicate_for_data_parallel(self) -> "ComposedModule":
         """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
         made = super()._replicate_for_data_parallel()
-        made.__dict__.update(_bound={}, _present=None)
+        made.__dict__.update(_bound={}, _present=None, _held=())
         return made
 
     def _flags_text(self) -> list[str]:
@@ -225,16 +234,23 @@ class ComposedModule(Fp8Module):
         state = current_state()
         key, tensors, shared = None, (), ((), ())
         own = self.__dict__  # a class with __getattr__ takes longer for each
+        if own.get("cache_weights"):
+            is_first_microbatch = weight_cache.microbatch((self,), is_first_microbatch, state)
         if own["_present"] is not None:
             key, tensors = situation_of(state, inp, own["_present"])
-            shares = is_first_microbatch is not None or own["fuse_wgrad_accumulation"]
+            held = own["_held"]
+            if held:
+                key, tensors = quantized.filled(key, tensors, held, state)
+            shares = is_first_microbatch is not None or own["fuse_wgrad_accumulation"] or held
             if key is not None and shares:
-                shared, key = microbatch_of((self,), is_first_microbatch, state, key)
+                shared, key = weight_cache.microbatch_of(
+                    (self,), is_first_microbatch, state, key, bool(held)
+                )
         bound = None if key is None else own["_bound"].get(key)
         call = None if bound is None else bound.call_in(self, state)
         if call is None or not (bound.records or not forward_gradients()):
             out, made = self._decide(inp, is_first_microbatch, False)
-            if key is not None and made is not None and reads(made, shared[0]):
+            if key is not None and made is not None and weight_cache.reads(made, shared[0]):
                 keep(self._bound, key, Bound(made, self))
             return out
         own["_ran"] = bound.ran
@@ -245,7 +261,7 @@ class ComposedModule(Fp8Module):
         if call.first:
             state.first = False
         if call.plans.writes_caches:
-            keep_caches((self,), shared[0], (self._part_tensors(),), state.recipe)
+            weight_cache.keep_caches((self,), shared[0], (self._part_tensors(),), state.recipe)
         return out
 
     def _results(self, inp: Tensor, out: Any) -> Any:
@@ -267,7 +283,7 @@ class ComposedModule(Fp8Module):
         pairs = list(zip(names, flat[1:], strict=True))
         own = all(t is None or self._parameters.get(name) is t for name, t in pairs)
         places = tuple(None if t is None else (self._parameters, name) for name, t in pairs)
-        self._present = places if own else None
+        self._present, self._held = quantized.apart(places) if own else (None, ())
 
     def _decide(
         self, inp: Tensor, is_first_microbatch: bool | None, traced: bool
@@ -286,7 +302,7 @@ class ComposedModule(Fp8Module):
         if call.first and region.replay is None:
             region.state.first = False
         if call.plans.writes_caches:
-            keep_caches((self,), call.caches, (tensors.parts,), region.recipe)
+            weight_cache.keep_caches((self,), call.caches, (tensors.parts,), region.recipe)
         if region.record:
             has_caches = call.plans.reads_caches or call.plans.writes_caches
             self._record(region, call.slots, call.caches if has_caches else None, call.first)
@@ -309,8 +325,10 @@ class ComposedModule(Fp8Module):
             what = f"{type(self).__name__}: {', '.join(missing)} was set to None"
             raise TypeError(f"{what}: assign a parameter; bias=False makes one without biases")
         parts = self._part_tensors()
-        given = (inp, self._norm_tensors(), parts)
-        tensors = promoted(type(self).__name__, self._sizes()[0][0], given, recipe)
+        kind, norm = type(self).__name__, self._norm_tensors()
+        usable = quantized.usable_parts(kind, parts, recipe)
+        given = (quantized.usable_input(inp, recipe, norm is not None), norm, usable)
+        tensors = promoted(kind, self._sizes()[0][0], given, recipe)
         return tensors, tuple(part.weights[0] for part in parts)
 
     def _prepare(
@@ -331,7 +349,8 @@ class ComposedModule(Fp8Module):
         bound = None
         if recipe is not None:
             bound = self._bind_state(tensors, region, is_first_microbatch)
-            flags = [f | g for f, g in zip(flags, bound.flags, strict=True)]
+            given, caches = quantized.given_forms(tensors, recipe, bound.flags, bound.caches)
+            flags = [f | g for f, g in zip(flags, given, strict=True)]
         elif inp.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
             flags = [f | graphs.ALLOW_TF32 for f in flags]
         dtypes = [inp.dtype, tensors.output_dtype]
@@ -358,7 +377,7 @@ class ComposedModule(Fp8Module):
             call.splits = (split._replace(begin=len(tensors.flat()) - split.count),)
         if bound is not None:
             call.scales = bound.scales
-            call.caches = bound.caches
+            call.caches = caches
             call.first = self._is_first(region, records)
             call.domain = (region.replay or region.state).domain
         if any(f & (graphs.ACCUMULATE | graphs.OVERWRITE | graphs.DEFER) for f in flags):
@@ -407,8 +426,8 @@ class ComposedModule(Fp8Module):
         count = len(self.PARTS)
         replay = region.replay
         if replay is not None:
-            common |= graphs.NO_AMAX if replay.scales is not None else 0
-            caches = replay.cache if replay.cache is not None else (None,) * count
+            common |= (graphs.NO_AMAX if replay.scales is not None else 0) | replay.measures
+            caches = (None,) * count if replay.cache is None else replay.cache[:count]
             flags = tuple(
                 common | (0 if cache is None else graphs.WEIGHT_GIVEN) for cache in caches
             )
@@ -424,6 +443,8 @@ class ComposedModule(Fp8Module):
                 slots = scaling.BlankSlots(arenas.rule_of(region.recipe), tensors.input)
             else:
                 slots = self._slots_for(region.recipe, region.state.group, device, region.traced)
+                self._bind_outside() if region.traced else quantized.bind_quantizers(self)
+            common |= slots.measures
         if is_first_microbatch is None or region.exported or region.blank:
             return _BoundState(quantization, (common,) * count, slots, None, (None,) * count)
         if region.traced:
@@ -431,9 +452,14 @@ class ComposedModule(Fp8Module):
                 f"{type(self).__name__}: is_first_microbatch={is_first_microbatch} in FP8 under "
                 "torch.compile"
             )
-        caches = held_caches(self, is_first_microbatch, tensors.parts, region.recipe)
+        caches = weight_cache.held_caches(self, is_first_microbatch, tensors.parts, region.recipe)
         ways = (graphs.WEIGHT_KEPT if cache is None else graphs.WEIGHT_GIVEN for cache in caches)
         return _BoundState(quantization, tuple(common | way for way in ways), slots, None, caches)
+
+    @constant_in_graphs
+    def _bind_outside(self) -> None:
+        """Bind quantizers of weights while a graph is traced, outside of the graph."""
+        quantized.bind_quantizers(self)
 
     def _plans_for(self, key: tuple, quantization: Quantization, traced: bool) -> CallPlans:
         if traced:
@@ -545,6 +571,7 @@ class ComposedModule(Fp8Module):
         self._stages = dict(stages) or None
         self._plans = {}
         self._bound = {}
+        self._weight_caches = (None,) * len(self.PARTS)  # other stages have made them
 
     # ---- delayed weight gradients --------------------------------------------------------------
 

@@ -20,15 +20,22 @@ from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, layer_plans
 from transformer_engine.pytorch.function import apply_of
 from transformer_engine.pytorch.modes import dispatch_modes, forward_gradients, only_forwards
+from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.norm import NormModule
-from transformer_engine.pytorch.module.situation import KEPT, in_force, keep, situation_of
-from transformer_engine.pytorch.module.weight_cache import keep_caches, microbatch_of, reads
+from transformer_engine.pytorch.module.situation import Recurrence, in_force, keep, situation_of
+from transformer_engine.pytorch.module.weight_cache import (
+    keep_caches,
+    microbatch,
+    microbatch_of,
+    reads,
+)
+from transformer_engine.pytorch.scaling import Slots
 from transformer_engine.pytorch.staged import Staged
 from transformer_engine.pytorch.state import RegionState, current_state
 
-__all__ = ["Attending", "Branch", "Layer", "LayerCalls"]
+__all__ = ["Attending", "Branch", "Layer", "LayerCalls", "draws_of"]
 
 _UNKNOWN: Any = object()
 
@@ -55,6 +62,8 @@ class Attending(NamedTuple):
     tensors: tuple[Tensor, ...]  # source, angles, mask, bias and lengths, as far as they are there
     draw: Callable[[Tensor], None] | None  # fills the random pair of its dropout; None: as others
     choice: Any  # of a backend, for `report`
+    core: Any = None  # the module whose scaling state an attention in FP8 has
+    constant: bool = False  # a call with the same arguments, none of them a tensor, does it again
 
 
 class Layer(NamedTuple):
@@ -72,6 +81,7 @@ class _BoundLayer(NamedTuple):
     first: LayerCall  # the same as the region's first one that records a backward
     apply: Callable  # runs one and records its backward
     remembered: tuple[tuple[dict, dict], ...]  # attributes of modules that tell of their last calls
+    owners: tuple[Any, ...]  # modules whose scaling state it has, as of `LayerCall.owners`
 
 
 class LayerCalls:
@@ -87,13 +97,12 @@ class LayerCalls:
         self._norms = tuple(norm for branch in branches for norm in branch.norms)
         self._norm_settings = tuple(norm._settings() for norm in self._norms)
         self._parents: tuple[tuple[dict, str, torch.nn.Module | None], ...] = ()
-        self._places = tuple(self._find_places())
+        self._places, self._held = quantized.apart(tuple(self._find_places()))
+        self._caches = all(module.cache_weights for module in self.modules)
         self._accumulates = any(module.fuse_wgrad_accumulation for module in self.modules)
         # By key the bound call; None where the layer has to call its modules.
         self.calls: dict[tuple, _BoundLayer | None] = {}
-        self._made = 0  # how many situations calls were bound to
-        self._new: tuple = ()  # the last one that there was no call for,
-        self._row = 0  # and how often it came in a row
+        self._recurrence = Recurrence()
         self.parts: tuple[LayerCalls, ...] = ()  # each branch by itself, where there are several
 
     @classmethod
@@ -191,6 +200,8 @@ class LayerCalls:
         None where the layer has to call its modules.
         """
         key, tensors = situation_of(state, inp, self._places)
+        if self._held:
+            key, tensors = quantized.filled(key, tensors, self._held, state)
         if key is None or not layer._is_planned(inp) or dispatch_modes():
             return None
         attending: list[Attending | None] = []
@@ -206,10 +217,12 @@ class LayerCalls:
             attending.append(how)
         tensors = (tensors[0], *attended, *tensors[1:])
         first, own = options[0].is_first_microbatch, ((), ())
-        if first is not None or self._accumulates:
-            own, key = microbatch_of(self.modules, first, state, key)
+        if self._caches:
+            first = microbatch(self.modules, first, state)
+        if first is not None or self._accumulates or self._held:
+            own, key = microbatch_of(self.modules, first, state, key, bool(self._held))
         bound = self.calls.get(key, _UNKNOWN)
-        if bound is None or (bound is _UNKNOWN and not self._recurs(key)):
+        if bound is None or (bound is _UNKNOWN and not self._recurrence.is_met(key)):
             return None
         call = None if bound is _UNKNOWN else self._call_in(bound, state)
         if call is None:
@@ -220,24 +233,10 @@ class LayerCalls:
             call = None if bound is None else self._call_in(bound, state)
         return None if call is None else (bound, call, tensors, own)
 
-    def _recurs(self, key: tuple) -> bool:
-        """Whether a call is bound to a new situation, which takes plans.
-
-        To make them takes longer than a call, so a setting that changes all the time, a dropout by
-        a schedule, must not make some at each step: the more there were, the more often a situation
-        has to come in a row.
-        """
-        self._row = self._row + 1 if key == self._new else 1
-        self._new = key
-        if self._row <= self._made // KEPT:
-            return False
-        self._made += 1
-        return True
-
     def _call_in(self, bound: _BoundLayer, state: RegionState) -> LayerCall | None:
         """The call to make now; None where the state that it is bound to is no longer in force."""
         call = bound.call
-        for module, slots in zip(self.modules, call.owners, strict=True):
+        for module, slots in zip(bound.owners, call.owners, strict=True):
             if slots is not None and not in_force(slots, module, state):
                 return None
         if call.plans.quantized and call.plans.backward and state.first:
@@ -265,11 +264,13 @@ class LayerCalls:
         flat = [call for found in calls for call in found]
         label = type(layer).__name__ + ("" if layer.name is None else f"[{layer.name}]")
         call = LayerCall(plans, None, label)
-        call.set_owners(tuple(of.slots for of in flat))
+        cores = tuple(how.core for how in attending if how is not None and how.core is not None)
+        owners = (*(of.slots for of in flat), *(_slots_of(core, state, inp) for core in cores))
+        call.set_owners(owners)
         call.splits = self._splits(flat, attending)
         begin = 2 + sum(len(how.tensors) for how in attending if how is not None)
         call.first_module = (begin, begin + len(self.modules[0]._parameter_names()))
-        call.draws = _draws_of(plans, attending)
+        call.draws = draws_of(plans, attending)
         call.domain = state.domain
         first = copy.copy(call)
         first.first = True
@@ -281,7 +282,8 @@ class LayerCalls:
                 values["_quantization"] = module._quantization
             remembered.append((module.__dict__, values))
         self._settings = tuple(module._bound for module in self.modules)
-        return _BoundLayer(call, first, apply_of(label, plans.result_count > 1), tuple(remembered))
+        apply = apply_of(label, plans.result_count > 1)
+        return _BoundLayer(call, first, apply, tuple(remembered), (*self.modules, *cores))
 
     def _module_calls(
         self, made: Layer, inp: Tensor, attending: Sequence, first: bool | None
@@ -345,7 +347,14 @@ class LayerCalls:
         return tuple(found)
 
 
-def _draws_of(plans: CallPlans, attending: Sequence) -> Staged | None:
+def _slots_of(core: Any, state: RegionState, inp: Tensor) -> Slots | None:
+    """Slots of an attention in FP8."""
+    if not state.recipe.delayed():
+        return None
+    return core._slots_for(state.recipe, state.group, inp.device)
+
+
+def draws_of(plans: CallPlans, attending: Sequence) -> Staged | None:
     """What draws the (seed, offset) pairs of dropouts in a forward; None where there are none."""
     nodes = plans.forward.graph.numbers_of(_core.NODE_ATTENTION)
     known = dict(zip(nodes, (how.draw for how in attending if how is not None), strict=True))

@@ -28,7 +28,7 @@ from transformer_engine.pytorch.recompute import anywhere, may_record
 from transformer_engine.pytorch.scaling import Slots
 from transformer_engine.pytorch.state import RegionState
 
-__all__ = ["Bound", "in_force", "keep", "situation_of"]
+__all__ = ["Bound", "Recurrence", "in_force", "keep", "situation_of"]
 
 KEPT = 16
 """Situations that a module, or a layer, keeps calls and plans of."""
@@ -42,6 +42,29 @@ def keep(kept: dict, key: Any, value: Any) -> Any:
         kept.clear()
     kept[key] = value
     return value
+
+
+class Recurrence:
+    """Whether a call is bound to a new situation, which takes plans.
+
+    To make them takes longer than a call, so a setting that changes all the time, a dropout by a
+    schedule, must not make some at each step: the more there were, the more often a situation has
+    to come in a row.
+    """
+
+    def __init__(self) -> None:
+        self._made = 0  # how many situations calls were bound to
+        self._new: Any = None  # the last one that there was no call for,
+        self._row = 0  # and how often it came in a row
+
+    def is_met(self, key: tuple) -> bool:
+        """Note that a situation has come that there is no call for; whether to bind one."""
+        self._row = self._row + 1 if key == self._new else 1
+        self._new = key
+        if self._row <= self._made // KEPT:
+            return False
+        self._made += 1
+        return True
 
 
 class Bound:

@@ -8,20 +8,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch import torch_ops
+from transformer_engine.pytorch.module.quantized import forms_held
 from transformer_engine.pytorch.state import RegionState
+from transformer_engine.pytorch.tensors import is_quantized
 
 
 class WeightCache(NamedTuple):
     """The quantized weight, and of what it is the quantized form."""
 
-    tensors: tuple[Tensor, Tensor, Tensor]  # row-wise and column-wise data, {1/scale, scale}
+    tensors: tuple[Tensor, ...]  # row-wise and column-wise data, their scales
     key: tuple  # memory, versions and dtype of the weight, recipe, whether inference mode made it
     sources: tuple  # the tensors that the weight consisted of
+    updates: int  # of delayed scaling's scales in the process, before it was made
 
     @classmethod
     def of(cls, tensors: tuple, sources: tuple[Tensor, ...], recipe: Any) -> "WeightCache":
         """Keep what a forward made of `sources` under a recipe."""
-        return cls(tensors, cls._key_of(sources, recipe), tuple(map(weakref.ref, sources)))
+        kept = tuple(map(weakref.ref, sources))
+        return cls(tensors, cls._key_of(sources, recipe), kept, torch_ops.scaling_updates())
 
     def holds(self, sources: tuple[Tensor, ...], recipe: Any) -> bool:
         """Whether it is these very tensors with the values they have now, under this recipe."""
@@ -45,12 +50,36 @@ class WeightCache(NamedTuple):
 def held_caches(module: Any, first: bool, parts: Sequence, recipe: Any) -> list[tuple | None]:
     """Of each part the quantized weight that a microbatch reads; None where it makes one.
 
-    `parts` are the `operands.PartTensors` of a call of the module.
+    `parts` are the `operands.PartTensors` of a call of the module. One that caches weights by
+    itself reads what another cast would make to the same bits.
     """
+    delayed = recipe.delayed()
+    if first and (delayed or not module.cache_weights):
+        return [None] * len(parts)
+    moved = delayed and module.cache_weights  # scales may have, since the cast
+    now = torch_ops.scaling_updates()
     return [
-        None if first or old is None or not old.holds(part.weights, recipe) else old.tensors
+        old.tensors
+        if old is not None
+        and not (moved and old.updates != now)
+        and old.holds(part.weights, recipe)
+        else None
         for old, part in zip(module._weight_caches, parts, strict=True)
     ]
+
+
+def microbatch(modules: Sequence, first: bool | None, state: RegionState) -> bool | None:
+    """``is_first_microbatch`` of a call: as given, or False where modules cache by themselves.
+
+    Not while a CUDA graph is captured, which would read a cast that nobody makes again, and under
+    delayed scaling only without gradients: there each cast counts, for the history of amaxes.
+    """
+    if first is not None or not state.enabled or not all(m.cache_weights for m in modules):
+        return first
+    if state.recipe.delayed() and torch.is_grad_enabled():
+        return None
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return None if capturing else False
 
 
 def keep_caches(modules: Sequence, caches: Sequence, parts: Sequence, recipe: Any) -> None:
@@ -59,24 +88,31 @@ def keep_caches(modules: Sequence, caches: Sequence, parts: Sequence, recipe: An
     for module, own in zip(modules, parts, strict=True):
         kept = []
         for old, new, part in zip(module._weight_caches, made, own, strict=False):
+            if is_quantized(part.weights[0]):  # it is its own cast
+                kept.append(None)
+                continue
             same = old is not None and old.tensors is new
             kept.append(old if same else WeightCache.of(new, part.weights, recipe))
         module.__dict__["_weight_caches"] = tuple(kept)  # torch's setattr takes longer
 
 
 def microbatch_of(
-    modules: Sequence, first: bool | None, state: RegionState, key: tuple
+    modules: Sequence, first: bool | None, state: RegionState, key: tuple, holds: bool = False
 ) -> tuple[tuple[Sequence, tuple], tuple]:
     """What a run has of its own, caches and weights, and the key with what depends on these.
 
-    As of `call.ModuleCall`. `first` is ``is_first_microbatch``, `key` that of the situation.
+    As of `call.ModuleCall`. `first` is ``is_first_microbatch``, `key` that of the situation;
+    `holds`: there are quantized weights among those of the modules.
     """
     caches, weights, recipe = [], (), state.recipe if state.enabled else None
     parts = [module._part_tensors() for module in modules]
-    if first is not None and recipe is not None:
+    if (first is not None or holds) and recipe is not None:
         for module, own in zip(modules, parts, strict=True):
-            caches += held_caches(module, first, own, recipe)
-        key = (key, *[cache is None for cache in caches])
+            none = [None] * len(own)
+            caches += none if first is None else held_caches(module, first, own, recipe)
+        if holds:
+            forms_held(modules, parts, caches, recipe)
+        key = (key, *[None if cache is None else cache[1] is None for cache in caches])
     if any(module.fuse_wgrad_accumulation for module in modules):
         weights = tuple([part.weights[0] for own in parts for part in own])
         main = [getattr(weight, "main_grad", None) for weight in weights]

@@ -15,6 +15,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from transformer_engine.common import absent
+from transformer_engine.pytorch.tensors import is_quantized
 
 __all__ = ["FusedAdam"]
 
@@ -31,7 +32,7 @@ class FusedAdam(torch.optim.Optimizer):
     Parameters
     ----------
     params : iterable of Parameter or of dict
-        fp32, fp16 or bf16; as of `torch.optim.Optimizer`.
+        fp32, fp16 or bf16, quantized ones too; as of `torch.optim.Optimizer`.
     lr : float, default 1e-3
         Learning rate.
     betas : (float, float), default (0.9, 0.999)
@@ -49,7 +50,8 @@ class FusedAdam(torch.optim.Optimizer):
     capturable : bool, default False
         Not there yet.
     master_weights : bool, default False
-        Keep an fp32 copy of 16-bit parameters as state ``master_param``, and update that.
+        Keep an fp32 copy of 16-bit and of quantized parameters as state ``master_param``, and
+        update that.
     master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype : torch.dtype, default torch.float32
         Other dtypes are not there yet.
     use_decoupled_grad : bool, default False
@@ -138,7 +140,8 @@ class FusedAdam(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _has_master(self, parameter: Tensor) -> bool:
-        return bool(self.master_weights) and parameter.dtype is not torch.float32
+        wide = parameter.dtype is torch.float32 and not is_quantized(parameter)
+        return bool(self.master_weights) and not wide
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
         """Give a parameter its first state: means of 0 and, with masters, a copy in fp32.
@@ -232,7 +235,9 @@ class FusedAdam(torch.optim.Optimizer):
             maximize=False,
         )
         rounded = [
-            (p, new) for (p, _), new in zip(pairs, updated, strict=True) if p.dtype != new.dtype
+            (p, new)
+            for (p, _), new in zip(pairs, updated, strict=True)
+            if p.dtype != new.dtype or is_quantized(p)
         ]
         if rounded:
             torch._foreach_copy_([p for p, _ in rounded], [new for _, new in rounded])

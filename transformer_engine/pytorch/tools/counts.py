@@ -19,7 +19,8 @@ class Counters(dict[str, int]):
 
     ``gemm.<device>.<a>.<b>`` are matrix products by the dtypes of their operands,
     ``op.<device>.<operator>`` calls of operators, ``fallback.<why>`` calls that needed more than
-    the one fast path.
+    the one fast path, ``emulated.<format>`` matrix products of a format that no kernel multiplies:
+    its operands were multiplied out, and so are those that ``gemm`` counts of it.
     """
 
     @property
@@ -31,6 +32,11 @@ class Counters(dict[str, int]):
     def other_gemms(self) -> int:
         """Matrix products of other operands."""
         return sum(n for operands, n in self._gemms() if not operands <= _FP8)
+
+    @property
+    def emulated_gemms(self) -> int:
+        """Matrix products of operands that were multiplied out: they are among `other_gemms`."""
+        return sum(n for name, n in self.items() if name.startswith("emulated."))
 
     def _gemms(self) -> Iterator[tuple[set[str], int]]:
         for name, count in self.items():

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan
-from transformer_engine.pytorch.module.base import Fp8Module
+from transformer_engine.common.plans import extent_value
+from transformer_engine.pytorch.device import is_mxfp8_available, is_nvfp4_available
+from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.composite import CompositeLayer
 from transformer_engine.pytorch.state import current_state
 
@@ -24,8 +26,8 @@ def _plan_text(title: str, plan: Plan, sizes: tuple[int, ...]) -> list[str]:
     lines.append("  stages:  " + " -> ".join(f"{n} [{op}]" for n, op, *_ in described["stages"]))
     for name, role, code, _, extents, *_ in described["buffers"]:
         shape = " x ".join(
-            "any" if add == _core.ANY_LENGTH else str(m * (-(-of[symbol] // align) * align) + add)
-            for m, align, add, symbol in extents
+            "any" if extent[2] == _core.ANY_LENGTH else str(extent_value(extent, of))
+            for extent in extents
         )
         lines.append(f"  {role:9s} {name}: {names[code]} [{shape}]")
     lines.append(f"  saved for backward: {saved} bytes; scratch: {scratch} bytes and workspaces")
@@ -51,8 +53,8 @@ def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **k
         raise TypeError(
             f"explain: module: {type(module).__name__}, expected a module of this package"
         )
-    if not isinstance(module, Fp8Module | CompositeLayer):
-        inner = [name for name, m in module.named_modules() if isinstance(m, Fp8Module)]
+    if not isinstance(module, ComposedModule | CompositeLayer):
+        inner = [name for name, m in module.named_modules() if isinstance(m, ComposedModule)]
         hint = f"; explain its parts: {', '.join(inner)}" if inner else ""
         raise TypeError(f"explain: {type(module).__name__} runs no plans of its own{hint}")
     inp = args[0] if args else kwargs.get("inp", kwargs.get("hidden_states"))
@@ -62,11 +64,14 @@ def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **k
     recipe = state.recipe if state.enabled else None
     where = "CPU reference backend" if inp.device.type == "cpu" else f"device {inp.device}"
     lines = [f"{module} on {where}, recipe: {recipe}"]
+    if recipe is not None and (recipe.mxfp8() or recipe.nvfp4()):
+        asked = is_mxfp8_available if recipe.mxfp8() else is_nvfp4_available
+        lines.append(f"GEMMs are emulated: {asked(return_reason=True)[1]}")
     sizes = _sizes(inp) + _sizes(kwargs.get("encoder_output"))
     plans = module.plans_of(*args, **kwargs)
     for title, plan in plans:
         lines += _plan_text(title, plan, sizes)
     if not plans:
-        inner = [name for name, m in module.named_modules() if isinstance(m, Fp8Module)]
+        inner = [name for name, m in module.named_modules() if isinstance(m, ComposedModule)]
         lines.append(f"it calls its modules; explain them: {', '.join(inner)}")
     print("\n".join(lines), file=file or sys.stdout)

@@ -19,11 +19,13 @@ from transformer_engine.common.plan_text import Stage
 from transformer_engine.pytorch.modes import graph_task
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.staged import StageBuffers
+from transformer_engine.pytorch.tools.scale_matrix import scale_matrix, scaling_mode
 from transformer_engine.pytorch.tools.skip import check_model
 
 _LIMITS = {
     torch.float8_e4m3fn: ("e4m3", 464.0, 2.0**-10),
     torch.float8_e5m2: ("e5m2", 61440.0 - 2.0**-8, 2.0**-17),
+    torch.uint8: ("e2m1", 7.0, 0.25),  # two to a byte
 }
 """Name, largest magnitude that rounds to the largest value, largest magnitude that rounds to 0."""
 
@@ -37,7 +39,7 @@ _GEMMS = {STEPS[name] for name in ("gemm_output", "gemm_grad_input", "gemm_grad_
 
 
 def count_cast(values: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Count what a cast of values (of any shape) to FP8, by one fp32 scale, loses at both ends.
+    """Count what a cast of values (of any shape) to FP8 loses at both ends; scales broadcast.
 
     Returns how many values come out smaller than rounding makes them, as the format ends; how many
     that are not 0 come out as 0; the largest magnitude. On the device of `values`, not waited for.
@@ -54,12 +56,12 @@ class CastRecord:
     """The casts of one tensor in a block."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = _LIMITS[dtype][0]  # "e4m3" or "e5m2"
+        self.dtype = _LIMITS[dtype][0]  # "e4m3", "e5m2" or "e2m1"
         self.values = 0  # elements that were cast
         self.saturated: Any = 0  # how many of them were, as a tensor; see `count_cast`
         self.flushed: Any = 0
         self.amax: Any = None
-        self.scale: Any = None  # of the last cast
+        self.scale: Any = None  # of the last cast; the smallest one
 
     def add(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
         """Count one cast."""
@@ -70,7 +72,7 @@ class CastRecord:
         self.saturated = self.saturated + saturated
         self.flushed = self.flushed + flushed
         self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
-        self.scale = scale.clone()
+        self.scale = scale.min()
 
 
 class ModuleRecord:
@@ -102,12 +104,21 @@ class ModuleRecord:
                 return
             values, self._before = self._before, None
             operand = stage.node * _core.OPERAND_ROLES + role
-            row, column, pair = (buffers.linked(*form) for form in forms_of(operand))
-            if pair is None:  # it sums columns for the bias gradient, and casts nothing
+            forms = forms_of(operand, buffers.plan.links)
+            row, column, *scales = (buffers.linked(*form) for form in forms)
+            if all(found is None for found in scales):  # it sums columns for the bias gradient
                 return
             dtype = (column if row is None else row).dtype
             record = self.casts.setdefault((part, role), CastRecord(dtype))
-            record.add(values, pair[1], dtype)
+            recipe, *_, tiles_2d, _, _ = buffers.plan.graph.node(stage.node).quantization
+            mode = scaling_mode(recipe, tiles_2d, role)
+            values = values.flatten(0, -2)
+            if scales[0] is not None:
+                scale = scale_matrix(mode, scales[0], *values.shape, *scales[2:3])
+            else:
+                turned = scales[1].t() if mode == _core.SCALING_MXFP8 else scales[1]
+                scale = scale_matrix(mode, turned, *values.t().shape, *scales[3:4]).t()
+            record.add(values, scale, dtype)
 
     def _count_gemm(self, part: int, stage: Stage, done: bool) -> None:
         counts = self.gemms.setdefault((part, stage.step), Counter())
@@ -116,10 +127,18 @@ class ModuleRecord:
         elif not done:
             self._before = _core.counters()
         else:
-            for counter, count in _core.counters().items():
-                kind, _, *operands = counter.split(".")
-                if kind == "gemm" and count > self._before.get(counter, 0):
-                    counts[" x ".join(operands)] += count - self._before.get(counter, 0)
+            now, before = _core.counters(), self._before
+            new = {name: n - before.get(name, 0) for name, n in now.items()}
+            # A format that no kernel multiplies: the operands were multiplied out.
+            how = "".join(
+                f" (emulated {name.removeprefix('emulated.')})"
+                for name, n in new.items()
+                if name.startswith("emulated.") and n > 0
+            )
+            for name, n in new.items():
+                kind, _, *operands = name.split(".")
+                if kind == "gemm" and n > 0:
+                    counts[" x ".join(operands) + how] += n
 
 
 def _values(stage: Stage, role: int, buffers: StageBuffers) -> Tensor:

@@ -3,7 +3,7 @@
 
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
@@ -26,6 +26,13 @@ from transformer_engine.pytorch.tools.observation import (
     count_cast,
     observe,
 )
+from transformer_engine.pytorch.tools.scale_matrix import (
+    element_name,
+    emulation_of,
+    scale_matrix,
+    scales_shape,
+    scaling_mode,
+)
 from transformer_engine.pytorch.tools.skip import check_model
 
 _GEMMS = {
@@ -33,7 +40,6 @@ _GEMMS = {
     STEPS["gemm_grad_input"]: "input gradient",
     STEPS["gemm_grad_weight"]: "weight gradient",
 }
-_POWER_2_WEIGHT = 1 << 1
 
 
 class GemmReport(NamedTuple):
@@ -50,7 +56,7 @@ class TensorReport(NamedTuple):
     """One tensor that is cast to FP8. What is not known is None."""
 
     name: str  # "input", "weight" or "grad_output"
-    dtype: str  # "e4m3" or "e5m2"
+    dtype: str  # "e4m3", "e5m2" or "e2m1"
     amax: float | None  # largest magnitude: of the observed block, else of the amax history
     scale: float | None  # of the last observed cast; else the one that the next cast uses
     saturated: float | None  # share, 0 to 1, of the values that lie beyond the format's range
@@ -178,6 +184,8 @@ def _gemms(
             precision = ", ".join(counted)
             fp8 = all(set(p.split(" x ")) <= {"e4m3", "e5m2"} for p in counted)
             reason = None if fp8 else ran.reason or "not in FP8 in some calls"
+            if any("(emulated" in p for p in counted):
+                reason = _EMULATED
             yield GemmReport(name, precision, reason, sum(counted.values()))
         elif operator is None:
             reason = _why_not(stage, ran, spec, weights)
@@ -189,16 +197,22 @@ def _gemms(
         elif operator == "external":
             yield GemmReport(name, "a Python function", "override_stages", None)
         else:
-            yield GemmReport(name, _planned(stage, ran, spec, weights), ran.reason, None)
+            emulated = ran.plans.quantized and emulation_of(spec.quantization.recipe)
+            reason = _EMULATED if emulated else ran.reason
+            yield GemmReport(name, _planned(stage, ran, spec, weights), reason, None)
+
+
+_EMULATED = "no native GEMM: the operands are multiplied out first"
 
 
 def _planned(stage: int, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]) -> str:
     """Operand dtypes of a GEMM that is part of the last call's plans."""
-    names = _core.dtype_names()
     if ran.plans.quantized:
-        first, second = names[spec.quantization.forward_fp8], names[spec.quantization.backward_fp8]
-        return f"{first} x {first}" if stage == STEPS["gemm_output"] else f"{second} x {first}"
-    dtype = names[spec.weight]
+        recipe, *codes = spec.quantization[:3]
+        first, second = (element_name(recipe, code) for code in codes)
+        pair = f"{first} x {first}" if stage == STEPS["gemm_output"] else f"{second} x {first}"
+        return pair + emulation_of(recipe)
+    dtype = _core.dtype_names()[spec.weight]
     tf32 = spec.flags & ALLOW_TF32 and weights[0].is_cuda
     return f"{dtype} x {dtype}" + (" (tf32)" if tf32 else "")
 
@@ -219,7 +233,6 @@ def _known(
 ) -> Iterator[TensorReport]:
     """Each tensor that is cast, as far as it is known without a measurement."""
     casts_grad = ran.plans.backward and spec.flags & (DGRAD | WGRAD)
-    names = _core.dtype_names()
     quantization = spec.quantization
     state = scales(module) if quantization.recipe == _core.RECIPE_DELAYED else {}
     for role, tensor in enumerate(CASTS):
@@ -229,7 +242,8 @@ def _known(
         code = quantization.backward_fp8 if backward else quantization.forward_fp8
         scaling = state.get(prefix + tensor)
         amax, scale = (scaling.amax, scaling.scale) if scaling else (None, None)
-        found = TensorReport(tensor, names[code], amax, scale, None, None)
+        dtype = element_name(quantization.recipe, code)
+        found = TensorReport(tensor, dtype, amax, scale, None, None)
         if role == WEIGHT and not weights[0].is_meta:
             found = _weight(found, code, spec, weights)
         yield found
@@ -250,34 +264,44 @@ def _measured(part: int, record: ModuleRecord) -> Iterator[TensorReport]:
             )
 
 
+def _found(weight: Tensor, code: int, spec: LinearSpec) -> Tensor:
+    """The scales that a cast of a weight finds in it, to be multiplied with it."""
+    recipe, tiles_2d = spec.quantization.recipe, spec.quantization.tiles_2d
+    mode = scaling_mode(recipe, tiles_2d, WEIGHT)
+    rows, columns = weight.shape
+    options: dict[str, Any] = {
+        "amax_epsilon": spec.quantization.epsilon[WEIGHT],
+        "power_2_scale": bool(spec.quantization.power_2 >> WEIGHT & 1),
+    }
+    if mode in (_core.SCALING_TENSOR, _core.SCALING_NVFP4):
+        partials = weight.new_empty(_core.AMAX_PARTIALS, dtype=torch.float32)
+        _core.amax(weight, partials)
+        options["partials"] = partials
+    padded = -(-columns // 16) * 16
+    fp4, micro = mode == _core.SCALING_NVFP4, mode in (_core.SCALING_MXFP8, _core.SCALING_NVFP4)
+    if micro:
+        options["square"] = tiles_2d >> WEIGHT & 1
+        options["row_amax"] = weight.new_empty(1, dtype=torch.float32) if fp4 else None
+    data = weight.new_empty(rows, padded // (1 + fp4), dtype=_core.torch_dtype(code))
+    shape = scales_shape(mode, rows, columns if micro else padded)
+    made = weight.new_empty(shape, dtype=torch.uint8 if micro else torch.float32)
+    _core.quantize(weight, mode=mode, row=data, row_scales=made, **options)
+    return scale_matrix(mode, made, rows, columns, options.get("row_amax"))
+
+
 def _weight(
     found: TensorReport, code: int, spec: LinearSpec, weights: tuple[Tensor, ...]
 ) -> TensorReport:
-    """What the next cast of a weight does; under current scaling with the scale that it finds."""
+    """What the next cast of a weight does, with the scales that it finds; delayed: is given."""
     weight = torch.cat([w.detach() for w in weights])
-    pair = torch.empty(2, dtype=torch.float32, device=weight.device)
     if found.scale is None:
-        size = _core.AMAX_PARTIALS
-        partials = torch.empty(size, dtype=torch.float32, device=weight.device)
-        _core.amax(weight, partials)
-        # Where only the scale is requested, data says which format.
-        shape = weight.shape[0], -(-weight.shape[1] // 16) * 16
-        data = torch.empty(shape, dtype=_core.torch_dtype(code), device=weight.device)
-        _core.quantize(
-            weight,
-            mode=_core.SCALING_TENSOR,
-            row=data,
-            row_scales=pair,
-            partials=partials,
-            amax_epsilon=spec.quantization.epsilon[1],
-            power_2_scale=bool(spec.quantization.power_2 & _POWER_2_WEIGHT),
-        )
+        scale = _found(weight, code, spec)
     else:
-        pair[1] = found.scale
-    saturated, flushed, amax = count_cast(weight, pair[1], _core.torch_dtype(code))
+        scale = torch.tensor(found.scale, dtype=torch.float32, device=weight.device)
+    saturated, flushed, amax = count_cast(weight, scale, _core.torch_dtype(code))
     return found._replace(
         amax=float(amax),
-        scale=float(pair[1]),
+        scale=float(scale.min()),
         saturated=int(saturated) / weight.numel(),
         flushed=int(flushed) / weight.numel(),
     )

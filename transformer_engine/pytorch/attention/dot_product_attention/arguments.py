@@ -43,13 +43,6 @@ def refuse_unbuilt(**given: Any) -> None:
     refuse_options(_NAME, **named)
 
 
-def refuse_fp8(recipe: Any) -> None:
-    """Raise for a recipe that runs attention in FP8 (NotImplementedError)."""
-    for option in ("fp8_dpa", "fp8_mha"):
-        if getattr(recipe, option, False):
-            raise NotImplementedError(f"{_NAME}: {option}=True")
-
-
 def check_format(qkv_format: str) -> None:
     """Raise for what is no format (ValueError)."""
     if qkv_format not in ("sbhd", "bshd", "thd"):

@@ -83,6 +83,52 @@ FEATURES: tuple[Feature, ...] = (
         {"cudnn": f"expected at least {OLDEST_CUDNN}"},
     ),
     Feature(
+        "FP8 (fp8_dpa, fp8_mha)",
+        lambda s: s.fp8,
+        {"sdpa": "it computes in high precision", "unfused": "it computes in high precision"},
+    ),
+    Feature(
+        "mask type arbitrary in FP8",
+        lambda s: s.fp8 and s.kind.name == "arbitrary",
+        {"native": "the operator takes no mask there"},
+    ),
+    Feature(
+        "a padding mask in FP8",
+        lambda s: s.fp8 and s.by_mask,
+        {"native": "the operator takes lengths: give cu_seqlens_q in place of attention_mask"},
+    ),
+    Feature(
+        "bias type {bias} in FP8",
+        lambda s: s.fp8 and s.bias != "no_bias",
+        {"native": "the operator takes none there"},
+    ),
+    Feature(
+        "softmax type {softmax} in FP8",
+        lambda s: s.fp8 and s.softmax != "vanilla",
+        {"native": "the operator takes no sink there"},
+    ),
+    Feature(
+        "return_max_logit in FP8",
+        lambda s: s.fp8 and s.max_logit,
+        {"native": "the operator does not write it there"},
+    ),
+    Feature(
+        "{channels} channels of a head in FP8",
+        lambda s: s.fp8 and any(n % 16 != 0 or n > 256 for n in s.channels),
+        {"cudnn": "they are no multiples of 16 up to 256"},
+    ),
+    Feature("one query in FP8", lambda s: s.fp8 and s.one_query, {"cudnn": "it has no kernel"}),
+    Feature(
+        "packed sequences (thd) in FP8",
+        lambda s: s.fp8 and s.packed,
+        {"cudnn": "the kernel of cuDNN 9.19 ends with an illegal instruction"},
+    ),
+    Feature(
+        "dropout in FP8",
+        lambda s: s.fp8 and s.drops,
+        {"cudnn": "the kernel of cuDNN 9.19 reads memory that is not its own"},
+    ),
+    Feature(
         "fp32",
         lambda s: s.dtype is torch.float32,
         {"cudnn": "cuDNN's kernels take fp16 and bf16"},
@@ -165,13 +211,20 @@ def _by_heads(attend: Callable) -> Callable:
         tensors = heads.split()
         if limits.packed is not None:
             return _run_padded(run, tensors, limits, *arguments)
-        order = _TO_HEADS[qkv_format]
-        out = attend(*(tensor.permute(*order) for tensor in tensors), limits, *arguments)
-        if limits.wants_top:
-            return out[0].permute(*_FROM_HEADS[qkv_format]), out[1]
-        return out.permute(*_FROM_HEADS[qkv_format])
+        query, key, value = (tensor.permute(*_TO_HEADS[qkv_format]) for tensor in tensors)
+        out = attend(query, key, value, limits, *arguments)
+        out, *top = out if limits.wants_top else (out,)
+        if limits.query_lengths is not None:
+            out = _spoil(out, limits.fit(query.shape[2], key.shape[2]))
+        out = out.permute(*_FROM_HEADS[qkv_format])
+        return (out, *top) if top else out
 
     return run
+
+
+def _spoil(out: Tensor, fit: Tensor) -> Tensor:
+    """Make NaN of what is of sequences that do not fit [batch], and of their gradients likewise."""
+    return out * torch.where(fit, 1.0, torch.nan).to(out.dtype)[:, None, None, None]
 
 
 def _run_padded(
@@ -189,8 +242,7 @@ def _run_padded(
     out = run(Heads(padded), "bshd", limits._replace(packed=None, **lengths), *arguments)
     out, *top = out if limits.wants_top else (out,)
     fit = queries.fit(tokens) & keys.fit(key.shape[0])
-    spoilt = torch.where(fit, 1.0, torch.nan).to(out.dtype)  # and gradients likewise
-    out = to_packed(out * spoilt[:, None, None, None], of_queries, tokens)
+    out = to_packed(_spoil(out, fit), of_queries, tokens)
     return (out, *top) if top else out
 
 

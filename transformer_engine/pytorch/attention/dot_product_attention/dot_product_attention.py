@@ -2,6 +2,7 @@
 """`DotProductAttention`: softmax(scale * query key^T) value with masks, windows and biases."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -9,12 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.common.config import AttentionSwitches, attention_switches
-from transformer_engine.pytorch.attention.dot_product_attention import masks
+from transformer_engine.common.config import (
+    TE_EXTRA_STATE,
+    AttentionSwitches,
+    attention_switches,
+)
+from transformer_engine.common.plans import CallPlans
+from transformer_engine.pytorch.attention.dot_product_attention import fp8, masks
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
     Described,
     check_format,
-    refuse_fp8,
     refuse_unbuilt,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
@@ -38,10 +43,12 @@ from transformer_engine.pytorch.attention.dot_product_attention.limits import (
     limits_of,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.packed import sizes_of
+from transformer_engine.pytorch.attention.dot_product_attention.planned import CoreCalls
 from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.pytorch.extra_state import KEY, is_ours, pack_state
 from transformer_engine.pytorch.modes import any_autocast, constant_in_graphs
-from transformer_engine.pytorch.module.base import NativeModule
+from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import (
     default_device,
@@ -53,7 +60,6 @@ from transformer_engine.pytorch.module.parameters import (
 )
 from transformer_engine.pytorch.parallel import ContextParallel
 from transformer_engine.pytorch.recompute import checkpoint
-from transformer_engine.pytorch.state import current_state
 
 __all__ = ["DotProductAttention"]
 
@@ -62,6 +68,11 @@ _CPU = torch.device("cpu")
 _TENSORS = (Tensor, Described)
 _ALL_ON = AttentionSwitches(True, True, True)
 """Of the environment when a module is made: a program may still set it before the call."""
+
+_OF_CALLS = (
+    "training", "attention_dropout", "_slots", "_loaded_state", "_lacks_scales", "_quantization",
+)  # fmt: skip
+"""Attributes that calls set, or that are part of what they are kept by."""
 
 _switches = constant_in_graphs(attention_switches)
 """What the environment allows now; in a graph, what it allowed when that was traced."""
@@ -118,7 +129,7 @@ def _are_apart(slopes: Tensor | None) -> bool:
     return slopes is not None and slopes.dim() == 2 and slopes.shape[0] > 1
 
 
-class DotProductAttention(ContextParallel, NativeModule):
+class DotProductAttention(ContextParallel, Fp8Module):
     """Attention of queries to keys and values.
 
     Parameters
@@ -171,6 +182,8 @@ class DotProductAttention(ContextParallel, NativeModule):
     NotImplementedError
         An option that is not there yet.
     """
+
+    SLOTS = fp8.SLOTS
 
     def __init__(
         self,
@@ -236,8 +249,24 @@ class DotProductAttention(ContextParallel, NativeModule):
             if have_memory(self):
                 self.reset_parameters()
         check_constructible(tuple(self._mildest_calls()))
-        self._decisions: dict[tuple, _Decision] = {}
+        self._plans: dict[tuple, CallPlans] = {}  # of attention in FP8
         self._ran: Choice | None = None  # of the last call that was not compiled, for `report`
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a setting counts from the next call on."""
+        super().__setattr__(name, value)
+        if name not in _OF_CALLS:  # a call is not kept by the others
+            self.__dict__["_kept"], self.__dict__["_decisions"] = CoreCalls(), {}
+
+    def __getstate__(self) -> dict:
+        """Copy and pickle without calls."""
+        return {**super().__getstate__(), "_kept": CoreCalls(), "_plans": {}}
+
+    def _replicate_for_data_parallel(self) -> "DotProductAttention":
+        """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
+        made = super()._replicate_for_data_parallel()
+        made.__dict__["_kept"] = CoreCalls()
+        return made
 
     def reset_parameters(self) -> None:
         """Give a learnable `softmax_offset` 0; see `Linear.reset_parameters`."""
@@ -252,13 +281,31 @@ class DotProductAttention(ContextParallel, NativeModule):
             return query.new_zeros(self.num_attention_heads, dtype=torch.float32)
         return self.softmax_offset.float()
 
+    # Most attentions have no such state, and loaders ask every class that defines these for some.
+    get_extra_state = torch.nn.Module.get_extra_state
+    set_extra_state = torch.nn.Module.set_extra_state
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        """Save scaling state where attention has run in FP8, or is about to."""
+        super(Fp8Module, self)._save_to_state_dict(destination, prefix, keep_vars)
+        state = pack_state(None)
+        if self._has_state() or fp8.in_force(self):
+            state = Fp8Module.get_extra_state(self).detach()
+        if state.numel() > 0 or TE_EXTRA_STATE.get() == "always":
+            destination[prefix + KEY] = state
+
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *given: Any) -> None:
-        """Load no scaling state of FP8 attention, which peers save here."""
-        super()._load_from_state_dict(state_dict, prefix, *given)
-        unexpected_keys = given[3]
-        for key in (f"{prefix}_extra_state", f"{prefix}fused_attention._extra_state"):
-            if key in unexpected_keys:
-                unexpected_keys.remove(key)
+        """Load scaling state that this package has saved; peers save another kind here."""
+        key, unexpected_keys = prefix + KEY, given[3]
+        known = state_dict
+        if key in state_dict and not is_ours(state_dict[key]):
+            known = {name: value for name, value in state_dict.items() if name != key}
+        super()._load_from_state_dict(known, prefix, *given)
+        if key in known:
+            Fp8Module.set_extra_state(self, known[key])
+        for name in (key, f"{prefix}fused_attention.{KEY}"):
+            if name in unexpected_keys:
+                unexpected_keys.remove(name)
 
     def extra_repr(self) -> str:
         """Sizes and defaults."""
@@ -374,6 +421,26 @@ score_mod_bprop_tensors
         NotImplementedError
             An option that is not there yet.
         """
+        found_by = None
+        if not torch.compiler.is_compiling():
+            if qkv_layer is kv_layer is None:
+                tensors = (query_layer, key_layer, value_layer)
+            else:
+                given = query_layer, key_layer, value_layer, kv_layer, qkv_layer
+                tensors = tuple(tensor for tensor in given if tensor is not None)[:3]
+            calls = self.__dict__["_kept"]
+            found_by = calls.key_of(self, tensors, (
+                attention_mask, qkv_format, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
+                cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
+                bottom_right_diagonal, checkpoint_core_attention, core_attention_bias_type,
+                core_attention_bias, alibi_slopes, inference_params, fp8_output, num_splits,
+                score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors,
+                qkv_layer is None, kv_layer is None, key_layer is None, qkv_interleave_dim,
+            ))  # fmt: skip
+            found = None if found_by is None else calls.known(found_by)
+            if found is not None:
+                self.__dict__["_ran"] = found.choice
+                return found.run(tensors)
         unset = score_mod is score_mod_bprop is score_mod_tensors is score_mod_bprop_tensors is None
         if fp8_output or not unset or (num_splits is not None and num_splits != 1):
             refuse_unbuilt(
@@ -389,13 +456,21 @@ score_mod_bprop_tensors
             core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
             cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs,
         )  # fmt: skip
-        return self.attend(heads, options, qkv_format)
+        return self.attend(heads, options, qkv_format, found_by)
 
     _FORWARD = forward
 
-    def attend(self, heads: Heads, options: AttentionOptions, qkv_format: str | None = None) -> Any:
-        """`forward` with its other arguments in two."""
-        self._refuse()
+    def attend(
+        self,
+        heads: Heads,
+        options: AttentionOptions,
+        qkv_format: str | None = None,
+        found_by: tuple | None = None,
+    ) -> Any:
+        """`forward` with its other arguments in two; `found_by` is a key of `CoreCalls`.
+
+        Without one the call runs in no plan.
+        """
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         if options.inference_params is not None:
             heads, options = self._go_on(heads, options, qkv_format)
@@ -403,7 +478,17 @@ score_mod_bprop_tensors
         sizes = self._check(query, key, value, qkv_format, options)
         tokens = (query.shape[0], key.shape[0]) if qkv_format == "thd" else None
         choice, limits = self.limits_for(options, sizes, query, tokens)
+        if (
+            found_by is not None
+            and options.inference_params is None
+            and not options.checkpoint_core_attention
+        ):
+            found = self._kept.find(self, heads, (choice, limits), qkv_format, found_by)
+            if found is not None:
+                return found.run(heads.tensors)
         run = BACKENDS[choice.backend].run
+        if fp8.in_force(self):
+            run = functools.partial(fp8.attend, self)
         dropout = self.attention_dropout if self.training else 0.0
         if self._get_tracker is not None or options.checkpoint_core_attention:
             recompute = options.checkpoint_core_attention
@@ -461,18 +546,11 @@ score_mod_bprop_tensors
         qkv_format: str | None = None,
     ) -> Situation:
         """The kind of a call, as `attend` would find it: of tensors, or what has their shapes."""
-        self._refuse()
         qkv_format = qkv_format or self.qkv_format
         if options.inference_params is not None:
             options = options_for_cache(options, self.attn_mask_type, self.window_size)
         sizes = self._check(query, key, value, qkv_format, options)
         return self._situation(self._kind_of(options, sizes, query, qkv_format == "thd"))
-
-    def _refuse(self) -> None:
-        """Raise for what is not there yet (NotImplementedError)."""
-        state = current_state()
-        if state.enabled:
-            refuse_fp8(state.recipe)
 
     def _check(
         self, query: Any, key: Any, value: Any, qkv_format: str, options: AttentionOptions
@@ -564,6 +642,7 @@ score_mod_bprop_tensors
     ) -> tuple:
         """All that the choice of a backend for a call depends on; of `query` dtype and device."""
         mask, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
+        in_fp8 = fp8.in_force(self)
         window = self.window_size if options.window_size is None else options.window_size
         return (
             self.attn_mask_type if mask is None else mask,
@@ -578,12 +657,21 @@ score_mod_bprop_tensors
             packed,
             options.alibi_slopes is not None and options.alibi_slopes.requires_grad,
             _are_apart(options.alibi_slopes),
+            in_fp8,
+            options.attention_mask is not None and options.inference_params is None,
+            sizes[2] == 1 and not packed,
+            in_fp8 and self.training and self.attention_dropout > 0.0,
         )
+
+    @constant_in_graphs
+    def _ensure_fp8_plans(self, key: tuple) -> None:
+        """Make plans while a graph is traced, outside of the graph."""
+        fp8.ensure_plans(self, key)
 
     def _situation(self, key: tuple) -> Situation:
         """The kind of call of a key."""
         name, window, bottom_right, bias, square, dtype, device, switches, unusual, *more = key
-        packed, slopes_grad, slopes_apart = more
+        packed, slopes_grad, slopes_apart, in_fp8, has_mask, one_query, drops = more
         kind = masks.mask_type(name)
         if packed and not kind.padding:
             raise ValueError(
@@ -598,7 +686,8 @@ score_mod_bprop_tensors
         return Situation(
             kind, window, diagonal, square, bias, grouped, dtype, device.type, switches, channels,
             *_device_facts(device), unusual, packed, slopes_grad, slopes_apart,
-            self.softmax_type, self.return_max_logit,
+            self.softmax_type, self.return_max_logit, in_fp8, has_mask and kind.padding, one_query,
+            drops,
         )  # fmt: skip
 
     def _decide(self, key: tuple) -> _Decision:
@@ -610,4 +699,4 @@ score_mod_bprop_tensors
         """The kinds of call that ask the least of a backend, one of each dtype, on the CPU."""
         for dtype in DTYPES:
             key = "no_mask", None, None, "no_bias", True, dtype, _CPU, _ALL_ON, ""
-            yield self._situation((*key, False, False, False))
+            yield self._situation((*key, *[False] * 7))

@@ -17,6 +17,11 @@ class Heads(NamedTuple):
     tensors: tuple[Tensor, ...]
     dim: int = 0  # -3 or -2: counts what is in one tensor; 0: they are apart
 
+    @property
+    def joined(self) -> int:
+        """How many of query, key and value one tensor holds: 0, 2 or 3."""
+        return 0 if self.dim == 0 else 4 - len(self.tensors)
+
     def split(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value, as views."""
         if self.dim == 0:
@@ -58,3 +63,19 @@ def heads_of(separate: tuple, qkv: Any = None, kv: Any = None, dim: int = -3) ->
     if packed.stride(-1) != 1:
         raise ValueError(f"{_NAME}: {label}: last stride {packed.stride(-1)}, expected 1")
     return Heads((packed,) if count == 3 else (query, packed), dim)
+
+
+def slices_of(heads: Heads) -> tuple:
+    """Heads, channels, offset and stride of queries, keys and values (see `layer_graphs`)."""
+    slices, at = [], 0
+    for i, tensor in enumerate(heads.split()):
+        count, channels = tensor.shape[-2:]
+        if heads.dim == 0 or i < len(heads.tensors) - 1:
+            slices.append((count, channels, 0, channels))
+            continue
+        if heads.dim == -3:
+            slices.append((count, channels, at * count * channels, channels))
+        else:
+            slices.append((count, channels, at * channels, heads.joined * channels))
+        at += 1
+    return tuple(slices)

@@ -39,6 +39,10 @@ class Situation(NamedTuple):
     slopes_apart: bool = False  # each sequence has its own
     softmax: str = "vanilla"  # as `DotProductAttention` has it
     max_logit: bool = False  # the largest scores are returned too
+    fp8: bool = False  # the recipe in force runs attention in FP8
+    by_mask: bool = False  # who is padding says a mask, not lengths
+    one_query: bool = False
+    drops: bool = False  # in FP8, with dropout
 
 
 class Limits(NamedTuple):
@@ -61,6 +65,12 @@ class Limits(NamedTuple):
     def as_tensors(self, queries: int, keys: int) -> "Limits":
         """The same as a mask and a bias, for a backend that reads no lengths and no slopes."""
         return self._without_slopes(queries, keys)._without_lengths(queries, keys)
+
+    def fit(self, queries: int, keys: int) -> Tensor:
+        """Whether the lengths of each sequence are within these, [batch] bool."""
+        of_queries, of_keys = self.query_lengths, self.key_lengths
+        is_wrong = (of_queries < 0) | (of_queries > queries) | (of_keys < 0) | (of_keys > keys)
+        return ~is_wrong
 
     def _without_slopes(self, queries: int, keys: int) -> "Limits":
         if self.slopes is None:

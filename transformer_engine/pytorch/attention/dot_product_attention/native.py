@@ -55,17 +55,9 @@ def _gradients(
     return contiguous_like(query), packed, None, *added
 
 
-def _parts(
-    made: tuple,
-    grad: Tensor,
-    wants_bias: bool,
-    wants_sink: bool,
-    deterministic: bool,
-    joined: int,
-    dim: int,
-    *_: Any,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of query, key, value, bias and sink, from what `_gradients` made."""
+def _parts(made: tuple, *arguments: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of query, key, value, bias and sink, from what `_gradients` made of these."""
+    joined, dim = arguments[4:6]
     if joined == 0:
         return made
     return *Heads(made[: 4 - joined], dim).split(), *made[3:]
@@ -167,7 +159,7 @@ def attend(heads: Heads, qkv_format: str, limits: Limits, scale: float, dropout:
     else:
         lengths, offsets = told_of(packed)
         where, longest = (*lengths, *offsets), (packed[0].longest, packed[1].longest)
-    joined = 0 if heads.dim == 0 else 4 - len(tensors)
+    joined = heads.joined
     how = limits.wants_top, *grads, deterministic(), joined, heads.dim
     turned = qkv_format == "sbhd"
     numbers = scale, dropout, *limits.window, limits.bottom_right, *longest, turned

@@ -1,0 +1,357 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * microscale.c - MXFP8 and NVFP4 on the CPU: tile by tile, row-wise and column-wise while the
+ * numbers are in the cache.
+ */
+#include "cpu/microscale.h"
+
+#include <string.h>
+
+#include "core/fp8.h"
+#include "core/microscale.h"
+
+enum { ROWS = 64, COLUMNS = 256 }; /* of a tile: whole groups */
+
+/* One form of the result; data of data NULL: not wanted. */
+typedef struct micro_form {
+    te_cpu_matrix data, scales;
+    float encode; /* NVFP4: of the whole tensor */
+} micro_form;
+
+typedef struct micro_cast {
+    const te_cpu_kernels *kernels;
+    te_scaling_mode mode;
+    te_dtype dtype; /* MXFP8: of the data */
+    micro_form row, column;
+    int64_t rows, columns;
+    int square, hadamard;
+    const int64_t *rng; /* NULL: to nearest */
+} micro_cast;
+
+/* ---- begin -------------------------------------------------------------------------------- */
+
+static void clear(const te_cpu_matrix *matrix)
+{
+    for (int64_t r = 0; r < matrix->rows && matrix->columns > 0; r++) {
+        memset(te_cpu_at(matrix, r, 0), 0, (size_t)matrix->columns * matrix->bytes);
+    }
+}
+
+static float largest_of(const float *partials)
+{
+    float amax = 0.0F;
+    for (int i = 0; i < TE_AMAX_PARTIALS; i++) amax = te_max_ignoring_nan(amax, partials[i]);
+    return te_nvfp4_amax(amax);
+}
+
+static micro_form form_of(te_scaling_mode mode, const te_tensor *data, const te_tensor *scales,
+                          const te_tensor *amax, const float *partials)
+{
+    micro_form form = {.encode = 1.0F};
+    if (!te_tensor_requested(data)) return form;
+    form.data = te_cpu_matrix_of(data);
+    form.scales = te_cpu_matrix_of(scales);
+    clear(&form.scales);
+    clear(&form.data);
+    if (mode != TE_SCALING_NVFP4) return form;
+    float largest = largest_of(partials);
+    form.encode = te_nvfp4_encode(largest);
+    *(float *)amax->data = largest;
+    return form;
+}
+
+static micro_cast begin(const te_cast_request *cast, int64_t rows, int64_t columns)
+{
+    const te_operand *to = &cast->result;
+    micro_cast micro = {.kernels = te_cpu_kernels_get(),
+                        .mode = to->mode,
+                        .rows = rows,
+                        .columns = columns,
+                        .square = cast->square,
+                        .hadamard = cast->hadamard,
+                        .rng = cast->rng};
+    const float *second = cast->column_partials != NULL ? cast->column_partials : cast->partials;
+    micro.dtype = te_operand_dtype(to);
+    micro.row = form_of(to->mode, &to->row, &to->row_scales, &to->row_amax, cast->partials);
+    micro.column = form_of(to->mode, &to->column, &to->column_scales, &to->column_amax, second);
+    return micro;
+}
+
+/* ---- MXFP8 -------------------------------------------------------------------------------- */
+
+static int32_t top_of(int32_t a, int32_t b)
+{
+    return a > b ? a : b;
+}
+
+/* The scales of a tile that squares share, in place of the largest magnitudes of its columns. */
+static void share(int32_t *tops, int64_t columns, int64_t group)
+{
+    for (int64_t c = 0; c < columns; c += group) {
+        int32_t top = 0;
+        int64_t end = te_cpu_min(c + group, columns);
+        for (int64_t i = c; i < end; i++) top = top_of(top, tops[i]);
+        for (int64_t i = c; i < end; i++) tops[i] = top;
+    }
+}
+
+/* The largest magnitude of each column of `rows` lines. */
+static void column_tops(const float *values, int64_t rows, int64_t columns, int32_t *tops)
+{
+    memset(tops, 0, (size_t)columns * sizeof *tops);
+    for (int64_t r = 0; r < rows; r++) {
+        const float *line = values + r * COLUMNS;
+        for (int64_t c = 0; c < columns; c++) tops[c] = top_of(te_magnitude_bits(line[c]), tops[c]);
+    }
+}
+
+/* 32 rows of a tile at (row, column) of the matrix. */
+static void mxfp8_band(const micro_cast *micro, const float *values, int64_t row, int64_t column,
+                       int64_t rows, int64_t columns)
+{
+    enum { GROUP = TE_MXFP8_GROUP };
+    te_cpu_quantize_row cast =
+        micro->kernels->quantize[TE_DTYPE_F32][te_cpu_target(micro->dtype)][0];
+    float largest = te_dtype_max(micro->dtype), multiplier[COLUMNS], scaled[COLUMNS];
+    int32_t tops[COLUMNS], ignored = 0;
+    int by_columns = micro->column.data.data != NULL;
+    if (by_columns || micro->square) column_tops(values, rows, columns, tops);
+    if (micro->square) share(tops, columns, GROUP);
+    if (by_columns) {
+        uint8_t *scales = te_cpu_at(&micro->column.scales, row / GROUP, column);
+        for (int64_t c = 0; c < columns; c++) {
+            scales[c] = (uint8_t)te_e8m0_of(te_float_of(tops[c]), largest);
+            multiplier[c] = te_e8m0_multiplier(scales[c]);
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        const float *line = values + r * COLUMNS;
+        if (by_columns) {
+            for (int64_t c = 0; c < columns; c++) scaled[c] = line[c] * multiplier[c];
+            cast(scaled, te_cpu_at(&micro->column.data, row + r, column), columns, 1.0F, &ignored,
+                 NULL);
+        }
+        if (micro->row.data.data == NULL) continue;
+        uint8_t *codes = te_cpu_at(&micro->row.data, row + r, column);
+        uint8_t *scales = te_cpu_at(&micro->row.scales, row + r, column / GROUP);
+        for (int64_t c = 0; c < columns; c += GROUP) {
+            int64_t n = te_cpu_min(GROUP, columns - c);
+            int32_t top = 0;
+            if (micro->square) {
+                top = tops[c];
+            } else {
+                for (int64_t i = c; i < c + n; i++) top = top_of(te_magnitude_bits(line[i]), top);
+            }
+            scales[c / GROUP] = (uint8_t)te_e8m0_of(te_float_of(top), largest);
+            cast(line + c, codes + c, n, te_e8m0_multiplier(scales[c / GROUP]), &ignored, NULL);
+        }
+    }
+}
+
+/* ---- NVFP4 -------------------------------------------------------------------------------- */
+
+enum { GROUP = TE_NVFP4_GROUP };
+
+/* The largest bits of the magnitudes, those of NaN included. */
+static uint32_t group_top(const float *values, uint32_t top)
+{
+    for (int i = 0; i < GROUP; i++) {
+        uint32_t bits = (uint32_t)te_bits_of(values[i]) & 0x7fffffffU;
+        top = bits > top ? bits : top;
+    }
+    return top;
+}
+
+static void hadamard(float *values)
+{
+    for (int i = 0; i < GROUP; i++) values[i] = te_hadamard_enter(values[i], i);
+    for (int step = 1; step < GROUP; step *= 2) {
+        for (int i = 0; i < GROUP; i++) {
+            float a = values[i], b;
+            if ((i & step) != 0) continue;
+            b = values[i + step];
+            values[i] = a + b;
+            values[i + step] = a - b;
+        }
+    }
+    for (int i = 0; i < GROUP; i++) values[i] = te_hadamard_leave(values[i]);
+}
+
+/* Codes and scale of a group whose largest magnitude is `top`; `index` counts its first element
+ * for the random numbers. */
+static void nvfp4_group(const micro_cast *micro, float encode, const float *values, uint32_t top,
+                        uint64_t index, uint8_t *codes, uint8_t *scale)
+{
+    unsigned code[GROUP];
+    *scale = te_f32_to_e4m3(te_nvfp4_group_scale(top, encode));
+    float multiplier = te_nvfp4_multiplier(encode, te_e4m3_to_f32(*scale));
+    for (int i = 0; i < GROUP; i += 4) {
+        te_philox_words words = {{0}};
+        if (micro->rng != NULL) {
+            words = te_philox((uint64_t)micro->rng[0],
+                              (uint64_t)micro->rng[1] + (index + (uint64_t)i) / 4);
+        }
+        for (int j = i; j < i + 4; j++) {
+            float value = values[j] * multiplier;
+            code[j] = micro->rng == NULL
+                          ? te_e2m1_nearest(value)
+                          : te_e2m1_stochastic(value, te_philox_uniform(words.word[j - i]));
+        }
+    }
+    for (int i = 0; i < GROUP; i += 2) codes[i / 2] = (uint8_t)(code[i] | code[i + 1] << 4);
+}
+
+/* 16 rows of a tile. Lines and columns of zeros fill the last group of either direction up. */
+static void nvfp4_band(const micro_cast *micro, const float *values, int64_t row, int64_t column,
+                       int64_t rows, int64_t columns)
+{
+    const int64_t wide = te_round_up(micro->columns, GROUP), high = te_round_up(micro->rows, GROUP);
+    const uint64_t below = (uint64_t)(micro->rows * wide); /* column-wise elements come after */
+    for (int64_t c = 0; c < columns; c += GROUP) {
+        uint32_t square = 0;
+        if (micro->square) {
+            for (int64_t r = 0; r < rows; r++) square = group_top(values + r * COLUMNS + c, square);
+        }
+        for (int64_t r = 0; r < rows && micro->row.data.data != NULL; r++) {
+            const float *group = values + r * COLUMNS + c;
+            nvfp4_group(micro, micro->row.encode, group,
+                        micro->square ? square : group_top(group, 0),
+                        (uint64_t)((row + r) * wide + column + c),
+                        te_cpu_at(&micro->row.data, row + r, (column + c) / 2),
+                        te_cpu_at(&micro->row.scales, row + r, (column + c) / GROUP));
+        }
+        int64_t end = te_cpu_min(c + GROUP, micro->columns - column);
+        for (int64_t i = c; i < end && micro->column.data.data != NULL; i++) {
+            float group[GROUP];
+            for (int r = 0; r < GROUP; r++) group[r] = values[r * COLUMNS + i];
+            if (micro->hadamard) hadamard(group);
+            nvfp4_group(micro, micro->column.encode, group,
+                        micro->square ? square : group_top(group, 0),
+                        below + (uint64_t)((column + i) * high + row),
+                        te_cpu_at(&micro->column.data, column + i, row / 2),
+                        te_cpu_at(&micro->column.scales, column + i, row / GROUP));
+        }
+    }
+}
+
+static void cast_tile(const micro_cast *micro, const float *values, int64_t row, int64_t column)
+{
+    int64_t rows = te_cpu_min(ROWS, micro->rows - row);
+    int64_t columns = te_cpu_min(COLUMNS, micro->columns - column);
+    int64_t band = micro->mode == TE_SCALING_MXFP8 ? TE_MXFP8_GROUP : TE_NVFP4_GROUP;
+    for (int64_t r = 0; r < rows; r += band) {
+        int64_t n = te_cpu_min(band, rows - r);
+        if (micro->mode == TE_SCALING_MXFP8) {
+            mxfp8_band(micro, values + r * COLUMNS, row + r, column, n, columns);
+        } else {
+            nvfp4_band(micro, values + r * COLUMNS, row + r, column, n, columns);
+        }
+    }
+}
+
+void te_cpu_micro_quantize(const te_cast_request *cast, const te_cpu_matrix *input)
+{
+    const micro_cast micro = begin(cast, input->rows, input->columns);
+    int64_t across = te_ceil_div(input->columns, COLUMNS);
+    int64_t tiles = te_ceil_div(input->rows, ROWS) * across;
+#pragma omp parallel for num_threads(te_cpu_threads(input->rows, input->columns))
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        float values[ROWS][COLUMNS];
+        int64_t row = tile / across * ROWS, column = tile % across * COLUMNS;
+        int64_t rows = te_cpu_min(ROWS, input->rows - row);
+        int64_t columns = te_cpu_min(COLUMNS, input->columns - column);
+        if (rows < ROWS || columns < COLUMNS) memset(values, 0, sizeof values);
+        for (int64_t r = 0; r < rows; r++) {
+            micro.kernels->to_f32[input->dtype](te_cpu_at(input, row + r, column), values[r],
+                                                columns);
+        }
+        cast_tile(&micro, values[0], row, column);
+    }
+}
+
+float te_cpu_hadamard_amax(const te_cpu_kernels *kernels, const te_cpu_matrix *input)
+{
+    int64_t bands = te_ceil_div(input->rows, GROUP);
+    int threads = te_cpu_threads(input->rows, input->columns);
+    int32_t amax = 0;
+    (void)threads;
+#pragma omp parallel for num_threads(threads) reduction(max : amax)
+    for (int64_t band = 0; band < bands; band++) {
+        float lines[GROUP][COLUMNS], group[GROUP];
+        for (int64_t c = 0; c < input->columns; c += COLUMNS) {
+            int64_t n = te_cpu_min(COLUMNS, input->columns - c);
+            memset(lines, 0, sizeof lines);
+            for (int64_t r = 0; r < te_cpu_min(GROUP, input->rows - band * GROUP); r++) {
+                kernels->to_f32[input->dtype](te_cpu_at(input, band * GROUP + r, c), lines[r], n);
+            }
+            for (int64_t i = 0; i < n; i++) {
+                for (int r = 0; r < GROUP; r++) group[r] = lines[r][i];
+                hadamard(group);
+                for (int r = 0; r < GROUP; r++) amax = top_of(te_magnitude_bits(group[r]), amax);
+            }
+        }
+    }
+    return te_float_of(amax);
+}
+
+/* ---- dequantize --------------------------------------------------------------------------- */
+
+/* Where one form lies. */
+typedef struct micro_data {
+    const te_cpu_kernels *kernels;
+    te_cpu_matrix data, scales, output;
+    te_dtype dtype;
+    float factor, limit;
+    int by_rows, fp4;
+} micro_data;
+
+/* One row of the output, columns [column, column + n) of it. */
+static void mxfp8_values(const micro_data *from, int64_t row, int64_t column, int64_t n,
+                         float *values)
+{
+    enum { GROUP32 = TE_MXFP8_GROUP };
+    from->kernels->to_f32[from->dtype](te_cpu_at(&from->data, row, column), values, n);
+    for (int64_t i = 0; i < n; i++) {
+        unsigned e = from->by_rows ? *te_cpu_at(&from->scales, row, (column + i) / GROUP32)
+                                   : *te_cpu_at(&from->scales, row / GROUP32, column + i);
+        values[i] = te_saturate(values[i] * te_e8m0_value(e), from->limit);
+    }
+}
+
+static void nvfp4_values(const micro_data *from, int64_t row, int64_t column, int64_t n,
+                         float *values)
+{
+    for (int64_t i = 0; i < n; i++) {
+        int64_t major = from->by_rows ? row : column + i, minor = from->by_rows ? column + i : row;
+        unsigned pair = *te_cpu_at(&from->data, major, minor / 2);
+        float scale = te_e4m3_to_f32(*te_cpu_at(&from->scales, major, minor / GROUP));
+        float value = te_e2m1_value(minor % 2 == 0 ? pair & 15U : pair >> 4) * scale;
+        values[i] = te_saturate(value * from->factor, from->limit);
+    }
+}
+
+void te_cpu_micro_dequantize(const te_operand *input, int by_rows, int raw, const te_tensor *output)
+{
+    const te_tensor *data = by_rows ? &input->row : &input->column;
+    const te_tensor *amax = by_rows ? &input->row_amax : &input->column_amax;
+    micro_data from = {.kernels = te_cpu_kernels_get(),
+                       .data = te_cpu_matrix_of(data),
+                       .scales =
+                           te_cpu_matrix_of(by_rows ? &input->row_scales : &input->column_scales),
+                       .output = te_cpu_matrix_of(output),
+                       .dtype = data->dtype,
+                       .factor = 1.0F,
+                       .limit = te_dtype_max(output->dtype),
+                       .by_rows = by_rows,
+                       .fp4 = input->mode == TE_SCALING_NVFP4};
+    if (from.fp4 && !raw) from.factor = te_nvfp4_decode(*(const float *)amax->data);
+#pragma omp parallel for num_threads(te_cpu_threads(from.output.rows, from.output.columns))
+    for (int64_t row = 0; row < from.output.rows; row++) {
+        float values[COLUMNS];
+        for (int64_t c = 0; c < from.output.columns; c += COLUMNS) {
+            int64_t n = te_cpu_min(COLUMNS, from.output.columns - c);
+            (from.fp4 ? nvfp4_values : mxfp8_values)(&from, row, c, n, values);
+            from.kernels->from_f32[output->dtype](values, te_cpu_at(&from.output, row, c), n);
+        }
+    }
+}

@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * microscale.h - parameters of the casts to MXFP8 and NVFP4 and of their inverse. Device pointers
+ * are borrowed for the launch. Read by gcc, nvcc and NVRTC.
+ */
+#ifndef TE_CUDA_KERNELS_MICROSCALE_H
+#define TE_CUDA_KERNELS_MICROSCALE_H
+
+#include "cuda/device/types.h"
+
+/* X(INPUT, input, OUTPUT, output) */
+#define TE_MXFP8_INSTANCES(X)                                                                      \
+    TE_NUMBERS(X, E4M3, e4m3)                                                                      \
+    TE_NUMBERS(X, E5M2, e5m2)
+
+/* One form of quantized data. */
+typedef struct te_micro_form {
+    te_view data;          /* bytes; data NULL: not requested */
+    te_view scales;        /* bytes, padding included */
+    const float *partials; /* NVFP4: TE_CAST_PARTIALS floats */
+    float *amax;           /* NVFP4: 1 float; written by a cast, read by its inverse (NULL: 1) */
+    int aligned;           /* every access of a thread to the data is aligned */
+} te_micro_form;
+
+/* te_mxfp8_*, te_nvfp4_*: tiles of 64 x 64 over what the scales cover, padding included; grid
+ * (column tiles, up to 65535 row tiles), 128 threads. */
+typedef struct te_micro_params {
+    te_view input;
+    te_micro_form row, column;
+    const te_index *rng; /* {seed, offset}: rounds stochastically; NULL: to nearest */
+    const float *noop;   /* 1 float or NULL */
+    te_index height;     /* rows, padding included */
+    float fp8_max;
+    int square;   /* scales of 32 x 32 or 16 x 16 values */
+    int hadamard; /* of the column-wise values */
+    int input_aligned;
+} te_micro_params;
+
+/* te_hadamard_amax_*: grid of up to TE_CAST_PARTIALS blocks of 128 threads. */
+typedef struct te_hadamard_amax_params {
+    te_view input;
+    float *partials; /* TE_CAST_PARTIALS floats */
+    te_index row_tiles, column_tiles;
+    int input_aligned;
+} te_hadamard_amax_params;
+
+/* te_mxfp8_wide_*, te_nvfp4_wide_*, te_nvfp4_wide_transposed_*: data to high precision; grid and
+ * threads as above. */
+typedef struct te_micro_wide_params {
+    te_micro_form form;
+    te_view output;
+    float limit;    /* largest number of the output's dtype */
+    int by_columns; /* MXFP8: scales of columns */
+    int output_aligned;
+} te_micro_wide_params;
+
+/* te_nvfp4_alpha: {alpha, beta} of a GEMM of two NVFP4 operands. 1 thread. */
+typedef struct te_nvfp4_alpha_params {
+    const float *a, *b; /* largest magnitudes */
+    float *out;
+    float beta;
+} te_nvfp4_alpha_params;
+
+#endif

@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * microscale.h - host side of the casts to MXFP8 and NVFP4, and of what no GEMM of the device
+ * reads: operands that are multiplied out first.
+ */
+#ifndef TE_CUDA_MICROSCALE_H
+#define TE_CUDA_MICROSCALE_H
+
+#include "cuda/driver.h"
+
+te_status te_cuda_micro_quantize(te_cuda_state *cuda, const te_quantize_args *args, void *stream);
+/* Partial maxima of the transformed columns. */
+te_status te_cuda_hadamard_amax(te_cuda_state *cuda, const te_amax_args *args, void *stream);
+/* `raw`: without the factor of an NVFP4 tensor. */
+te_status te_cuda_micro_dequantize(te_cuda_state *cuda, const te_operand *input, int by_rows,
+                                   int raw, const te_tensor *output, void *stream);
+/* out = {factor of a and b, beta}. */
+te_status te_cuda_nvfp4_alpha(te_cuda_state *cuda, const te_tensor *a_amax, const te_tensor *b_amax,
+                              float beta, float *out, void *stream);
+
+#endif

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`cache_weights`: weights are cast again only when they have changed, and no bit differs."""
+
+import copy
+
+import pytest
+import torch
+from pytorch.helpers import RECIPES, assert_same_bits, counted
+from pytorch.module_cases import CHECKPOINTED, SPLIT, batch, make, quantized, region, step
+
+import transformer_engine.pytorch as te
+
+STATELESS = ("current", "current-power2")
+
+
+def twins(kind, device):
+    """A module that caches its weights, and the same one that does not."""
+    module = make(kind, device)
+    plain = copy.deepcopy(module)
+    module.cache_weights = True
+    return module, plain
+
+
+def casts_of(call):
+    """What a call gave, and how many casts it made."""
+    with counted():
+        found = call()
+    return found, quantized()
+
+
+@pytest.mark.parametrize("kind", [*CHECKPOINTED, *SPLIT])
+@pytest.mark.parametrize("recipe", STATELESS)
+def test_training_casts_weights_once_a_change(device, kind, recipe):
+    module, plain = twins(kind, device)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, plain)]
+    parts = len(module.PARTS)
+    for i in range(5):
+        x = batch(device)
+        found, casts = casts_of(lambda: step(module, x, recipe))  # noqa: B023
+        expected, usual = casts_of(lambda: step(plain, x, recipe))  # noqa: B023
+        assert_same_bits(found, expected)
+        again = usual - casts
+        if i in (0, 2, 4):  # new, or changed by the optimizer
+            assert again >= parts
+        else:
+            assert again >= 2 * parts
+        if i in (1, 3):
+            for optimizer in optimizers:
+                optimizer.step()
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+def test_inference_casts_each_weight_once(device, recipe, grad):
+    module, plain = twins("linear", device)
+    x = batch(device)
+    for m in (module, plain):
+        step(m, x, recipe)
+    casts = []
+    for _ in range(4):
+        x = batch(device)
+        with grad(), region(recipe):
+            found, count = casts_of(lambda: module(x))  # noqa: B023
+            assert_same_bits(found, plain(x))
+        casts.append(count)
+    first = 1 if recipe == "current" and grad is torch.no_grad else 2
+    assert casts == [first, 1, 1, 1]
+
+
+def test_scales_that_moved_are_cast_with(device):
+    """Of delayed scaling: a frozen weight between steps of training."""
+    module, plain = twins("linear", device)
+    for m in (module, plain):
+        m.weight.requires_grad_(False)
+    for i in range(6):
+        x, y = batch(device), batch(device)
+        results = []
+        for m in (module, plain):
+            with torch.no_grad(), region("delayed"):
+                results.append([m(y), m(y)])
+            results[-1] += step(m, x * 2**i, "delayed")
+        assert_same_bits(*results)
+
+
+def test_delayed_training_records_each_amax(device):
+    module, plain = twins("linear", device)
+    for _ in range(4):
+        x = batch(device)
+        found, casts = casts_of(lambda: step(module, x, "delayed"))  # noqa: B023
+        expected, usual = casts_of(lambda: step(plain, x, "delayed"))  # noqa: B023
+        assert casts == usual
+        assert_same_bits(found, expected)
+    one, other = (m._state_values()["forward"] for m in (module, plain))
+    assert_same_bits(one[1], other[1])  # histories: the last update was of one module alone
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_on_top_of_microbatches(device, first):
+    """True casts a weight that has not changed no more than False does."""
+    module, plain = twins("linear", device)
+    x = batch(device)
+    step(module, x, "current", is_first_microbatch=True)
+    found, casts = casts_of(lambda: step(module, x, "current", is_first_microbatch=first))
+    assert casts == 2
+    assert_same_bits(found, step(plain, x, "current"))
+
+
+@pytest.mark.parametrize("change", ["copy", "assign", "recipe", "dtype", "load"])
+def test_changes_are_seen(device, change):
+    module, plain = twins("linear", device)
+    x, recipe = batch(device), "current"
+    for m in (module, plain):
+        step(m, x, recipe)
+    new = torch.randn_like(module.weight)
+    for m in (module, plain):
+        if change == "copy":
+            with torch.no_grad():
+                m.weight.copy_(new)
+        elif change == "assign":
+            m.weight = torch.nn.Parameter(new.clone())
+        elif change == "load":
+            m.load_state_dict({**m.state_dict(), "weight": new})
+        elif change == "dtype":
+            m.bfloat16()
+    if change == "recipe":
+        recipe = "current-power2"
+    x = x.to(module.weight.dtype)
+    assert_same_bits(step(module, x, recipe), step(plain, x, recipe))
+
+
+def test_layers_cache_too(device):
+    """As one plan, and module by module."""
+
+    def layer():
+        torch.manual_seed(3)
+        options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": device}
+        return te.TransformerLayer(64, 128, 4, **options)
+
+    module, plain = layer(), layer()
+    for part in module.modules():
+        part.cache_weights = True
+    x = torch.randn(8, 2, 64, device=device)
+    counts = []
+    for _ in range(5):
+        found, casts = casts_of(lambda: step(module, x, "current"))
+        expected, usual = casts_of(lambda: step(plain, x, "current"))
+        assert_same_bits(found, expected)
+        counts.append(usual - casts)
+    assert counts[-1] == 8 and counts[-2] == 8 and counts[0] < 8
+
+
+def test_the_default_keeps_nothing_and_the_environment_sets_it(device, monkeypatch):
+    module = make("linear", device)
+    with torch.no_grad(), te.autocast(recipe=RECIPES["current"]()):
+        module(batch(device))
+    assert module._weight_caches == (None,)
+    monkeypatch.setenv("TE_CACHE_WEIGHTS", "1")
+    assert make("linear", device).cache_weights and not module.cache_weights
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recompute_reads_what_the_forward_read(device, reentrant):
+    module, plain = twins("linear", device)
+    x = batch(device)
+    for _ in range(2):
+        results = []
+        for m in (module, plain):
+            inp = x.clone().requires_grad_()
+            m.zero_grad()
+            with region("current"):
+                out = te.checkpoint(m, inp, use_reentrant=reentrant)
+            out.backward(torch.ones_like(out))
+            results.append([out.detach(), inp.grad, m.weight.grad.clone()])
+        assert_same_bits(*results)
+
+
+@pytest.mark.gpu
+def test_captured_graphs_cast_at_each_replay():
+    module = make("linear", "cuda")
+    module.cache_weights = True
+    x = batch("cuda")
+    with torch.no_grad(), region("current"):
+        module(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = module(x)
+        module.weight.mul_(2)
+        graph.replay()
+        assert_same_bits(out, module(x))
+
+
+def test_stages_that_are_overridden_cast_anew(device):
+    """And what they cast goes with them."""
+    module, plain = twins("linear", device)
+    x = batch(device)
+
+    def zeros(buffers):
+        buffers["weight_row"].view(torch.uint8).zero_()
+
+    for stages in ({}, {"quantize_weight": zeros}, {}):
+        for one in (module, plain):
+            one.override_stages(**stages)
+        for _ in range(2):
+            assert_same_bits(evaluated(module, x), evaluated(plain, x))
+
+
+def evaluated(module, x):
+    with torch.no_grad(), region("current"):
+        return module(x)

@@ -1,0 +1,502 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DotProductAttention` as a plan: the bits of its operator, found again only where a call fits."""
+
+import contextlib
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from pytorch.helpers import assert_same_bits
+from pytorch.layer_ways import by_operators, dtype_of
+from tols import BF16, F32
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.module.situation import KEPT
+
+HEADS, CHANNELS, BATCH, QUERIES, KEYS = 4, 16, 3, 10, 14
+
+# By name: arguments of the module, then a function from the device to those of a call.
+CASES = {
+    "causal": ({}, lambda at: {}),
+    "no mask": ({"attn_mask_type": "no_mask"}, lambda at: {}),
+    "bottom right": ({"attn_mask_type": "causal_bottom_right"}, lambda at: {}),
+    "window": ({"attn_mask_type": "no_mask", "window_size": (2, 3)}, lambda at: {}),
+    "window of a call": ({}, lambda at: {"window_size": (3, 0)}),
+    "dropout": ({"attention_dropout": 0.3}, lambda at: {}),
+    "scale": ({"softmax_scale": 0.7, "attn_mask_type": "no_mask"}, lambda at: {}),
+    "grouped": ({"num_gqa_groups": 2}, lambda at: {}),
+    "values of other channels": ({"kv_channels": (CHANNELS, 8)}, lambda at: {}),
+    "off by one": ({"softmax_type": "off-by-one"}, lambda at: {}),
+    "learnable": ({"softmax_type": "learnable"}, lambda at: {}),
+    "alibi": ({}, lambda at: {"core_attention_bias_type": "alibi"}),
+    "slopes": (
+        {"attn_mask_type": "no_mask"},
+        lambda at: {
+            "core_attention_bias_type": "alibi",
+            "alibi_slopes": torch.rand(HEADS, device=at),
+            "bottom_right_diagonal": False,
+        },
+    ),
+    "bias": (
+        {"attn_mask_type": "no_mask"},
+        lambda at: {
+            "core_attention_bias_type": "post_scale_bias",
+            "core_attention_bias": torch.randn(1, HEADS, QUERIES, KEYS)
+            .to(at, dtype_of(at))
+            .requires_grad_(),
+        },
+    ),
+    "arbitrary": (
+        {"attn_mask_type": "arbitrary"},
+        lambda at: {"attention_mask": (torch.rand(BATCH, 1, QUERIES, KEYS) < 0.4).to(at)},
+    ),
+    "padding": (
+        {"attn_mask_type": "padding"},
+        lambda at: {"attention_mask": (ends_of(QUERIES).to(at), ends_of(KEYS).to(at))},
+    ),
+    "lengths": (
+        {"attn_mask_type": "padding_causal"},
+        lambda at: {"cu_seqlens_q": sums(at, 4, 0, 10), "cu_seqlens_kv": sums(at, 14, 1, 9)},
+    ),
+}  # fmt: skip
+LONG = QUERIES, KEYS
+PACKED = {"attn_mask_type": "padding_causal", "qkv_format": "thd"}
+
+
+def sums(device, *lengths):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def ends_of(length):
+    return torch.rand(BATCH, 1, 1, length) < 0.4
+
+
+def packed_arguments(device):
+    made = {"cu_seqlens_q": sums(device, 3, 0, 7), "cu_seqlens_kv": sums(device, 5, 2, 7)}
+    return {**made, "max_seqlen_q": QUERIES, "max_seqlen_kv": KEYS}
+
+
+@pytest.fixture(autouse=True)
+def repeatable(monkeypatch):
+    """Gradients of cuDNN are the same from run to run."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+
+
+def make(**options):
+    core = te.DotProductAttention(HEADS, **{"kv_channels": CHANNELS, **options})
+    if core.softmax_offset is not None:
+        torch.nn.init.normal_(core.softmax_offset)
+    return core
+
+
+def leaves_of(core, device, form="sbhd", dtype=None, sizes=(QUERIES, KEYS), batch=BATCH):
+    """Queries, keys and values that want gradients."""
+    k, v = core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v
+    made = []
+    for length, heads, channels in (
+        (sizes[0], HEADS, k),
+        (sizes[1], core.num_gqa_groups, k),
+        (sizes[1], core.num_gqa_groups, v),
+    ):
+        lead = {"sbhd": (length, batch), "bshd": (batch, length), "thd": (length,)}[form]
+        tensor = torch.randn(*lead, heads, channels).to(device, dtype or dtype_of(device))
+        made.append(tensor.requires_grad_())
+    return made
+
+
+def step(core, tensors, given):
+    """Output and gradients, with dropout that is the same at each call."""
+    leaves = [*tensors, *core.parameters()]
+    bias = given.get("core_attention_bias")
+    leaves += [] if bias is None else [bias]
+    torch.manual_seed(3)
+    out = core(*tensors, **given)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    grad = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
+    return [out, *torch.autograd.grad(out, wanted, grad)]
+
+
+@contextlib.contextmanager
+def plans_only(native_runs):
+    """Assert that a block runs plans, and no operator of attention."""
+    native_runs.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_forward", "_backward"):
+            patch.setattr(f"{NATIVE}.{name}", lambda *_: pytest.fail("the operator ran"))
+        yield
+    assert {"run", "run_staged"} & set(native_runs)
+
+
+NATIVE = "transformer_engine.pytorch.attention.dot_product_attention.native"
+
+
+def assert_same_step(core, tensors, given, native_runs):
+    """Assert that plans give the bits of the operator: those made now, and those found again."""
+    with by_operators():
+        expected = step(core, tensors, given)
+    with plans_only(native_runs):
+        for _ in range(3):
+            assert_same_bits(step(core, tensors, given), expected)
+    with torch.no_grad(), plans_only(native_runs):
+        torch.manual_seed(3)
+        assert_same_bits(core(*tensors, **given), expected[0].detach())
+
+
+# ---- the bits of the operator --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+@pytest.mark.parametrize("case", CASES)
+def test_bits(device, native_runs, case, form):
+    options, arguments = CASES[case]
+    core = make(**{**options, "qkv_format": form}).to(device)
+    given = arguments(device)
+    square = case == "alibi" and device != "cpu"  # else it is a bias there, made for the lengths
+    tensors = leaves_of(core, device, form, sizes=(KEYS, KEYS) if square else LONG)
+    assert_same_step(core, tensors, given, native_runs)
+
+
+@pytest.mark.parametrize("options", [{}, {"softmax_type": "learnable"}, {"num_gqa_groups": 1}])
+def test_bits_of_packed_sequences(device, native_runs, options):
+    core = make(**PACKED, **options).to(device)
+    tensors = leaves_of(core, device, "thd", sizes=(10, 14))
+    assert_same_step(core, tensors, packed_arguments(device), native_runs)
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.float16, BF16])
+def test_dtypes(device, native_runs, dtype):
+    if device != "cpu" and dtype is F32:
+        pytest.skip("cuDNN's kernels take fp16 and bf16")
+    core = make()
+    assert_same_step(core, leaves_of(core, device, dtype=dtype), {}, native_runs)
+
+
+LAYOUTS = {
+    "exchanged": lambda t: t.detach().transpose(0, 1).contiguous().transpose(0, 1),
+    "with gaps": lambda t: torch.cat([t.detach()] * 2, -2)[..., : t.shape[-2], :],
+    "interleaved": lambda t: torch.stack([t.detach()] * 3, -2)[..., 1, :],
+    "shared": lambda t: t.detach()[:, :1].expand(t.shape),
+    "last stride": lambda t: torch.stack([t.detach()] * 2, -1)[..., 0],
+    "negative": lambda t: torch._neg_view(t.detach()),
+    "shifted": lambda t: torch.cat([t.detach().flatten()[:1], t.detach().flatten()])[1:].view_as(t),
+}
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_wherever_heads_lie(device, native_runs, layout, form):
+    """On a GPU the last four are copied, for cuDNN's kernels do not read them."""
+    core = make(qkv_format=form)
+    tensors = [LAYOUTS[layout](t).requires_grad_() for t in leaves_of(core, device, form)]
+    assert_same_step(core, tensors, {}, native_runs)
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("dim", [-3, -2])
+def test_joined(device, native_runs, form, count, dim):
+    core = make(**(PACKED if form == "thd" else {"qkv_format": form}))
+    query, key, _ = leaves_of(core, device, form, sizes=(KEYS, KEYS))
+    joined = torch.stack([torch.randn_like(key) for _ in range(count)], dim).requires_grad_()
+    given = packed_arguments(device) if form == "thd" else {}
+    given.pop("cu_seqlens_kv", None)
+    named = {"kv_layer" if count == 2 else "qkv_layer": joined, "qkv_interleave_dim": dim}
+    leaves = [query, joined] if count == 2 else [joined]
+
+    def run():
+        out = core(query if count == 2 else None, **named, **given)
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    with by_operators():
+        expected = run()
+    with plans_only(native_runs):
+        for _ in range(3):
+            assert_same_bits(run(), expected)
+
+
+def test_nothing_is_copied(device, native_runs):
+    """Not of views of one projection: what a call keeps are its arguments, where they lie."""
+    core = make(attn_mask_type="no_mask")
+    mixed = torch.randn(QUERIES, BATCH, 3, HEADS, CHANNELS).to(device, dtype_of(device))
+    tensors = [part.requires_grad_() for part in mixed.unbind(2)]
+    expected = step(core, tensors, {})
+    grad = torch.linspace(-1, 1, expected[0].numel()).view(expected[0].shape).to(expected[0])
+    with torch.profiler.profile(acc_events=True) as profile:
+        out = core(*tensors)
+        found = [out, *torch.autograd.grad(out, tensors, grad)]
+    assert_same_bits(found, expected)
+    names = {event.key for event in profile.key_averages()}
+    assert not names & {"aten::copy_", "aten::clone", "aten::contiguous", "aten::flatten"}
+    out = core(*tensors)
+    saved = {tensor.data_ptr() for tensor in out.grad_fn.saved_tensors}
+    assert {tensor.data_ptr() for tensor in tensors} < saved
+
+
+@pytest.mark.parametrize("wanted", range(1, 8))
+def test_gradients_of_some(device, wanted):
+    core = make()
+    tensors = leaves_of(core, device)
+    for i, tensor in enumerate(tensors):
+        tensor.requires_grad_(bool(wanted >> i & 1))
+    with by_operators():
+        expected = step(core, tensors, {})
+    assert_same_bits(step(core, tensors, {}), expected)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(0, 5, 1), (5, 0, 1), (4, 4, 0), (1, 1, 1), (1, 7, 2), (7, 1, 2)]
+)
+def test_few_tokens(device, sizes):
+    core = make(attn_mask_type="no_mask")
+    tensors = leaves_of(core, device, sizes=sizes[:2], batch=sizes[2])
+    with by_operators():
+        expected = step(core, tensors, {})
+    assert_same_bits(step(core, tensors, {}), expected)
+
+
+# ---- what a kept call depends on -----------------------------------------------------------------
+
+
+def kept(core):
+    """How many ways calls of an attention are kept, and how many plans' calls."""
+    return len(core._kept._by_arguments), len(core._kept._calls)
+
+
+def test_lengths_make_no_plans(device):
+    core = make(attn_mask_type="no_mask")
+    for length in range(2, 40):
+        core(*leaves_of(core, device, sizes=(length, length + 1)))
+    assert kept(core) == (1, 1)
+
+
+SETTINGS = [
+    ("attn_mask_type", "no_mask"),
+    ("attn_mask_type", "causal_bottom_right"),
+    ("window_size", (2, 0)),
+    ("window_size", [1, 0]),
+    ("bottom_right_diagonal", True),
+    ("softmax_scale", 0.1),
+    ("attention_dropout", 0.4),
+    ("training", False),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), SETTINGS)
+def test_a_setting_counts_from_the_next_call_on(device, name, value):
+    core = make(attention_dropout=0.2)
+    tensors = leaves_of(core, device)
+    before = step(core, tensors, {})
+    setattr(core, name, value)
+    with by_operators():
+        expected = step(core, tensors, {})
+    for _ in range(2):
+        assert_same_bits(step(core, tensors, {}), expected)
+    if name != "bottom_right_diagonal":  # the causal type has its own
+        assert not torch.equal(expected[0], before[0])
+
+
+def test_a_window_that_is_a_list_may_change(device):
+    window = [3, 0]
+    core = make(window_size=None)
+    core.window_size = window
+    tensors = leaves_of(core, device)
+    first = step(core, tensors, {})
+    window[0] = 1
+    with by_operators():
+        expected = step(core, tensors, {})
+    assert_same_bits(step(core, tensors, {}), expected)
+    assert not torch.equal(first[0], expected[0])
+
+
+def test_switches_count_at_each_call(device, monkeypatch):
+    core = make()
+    tensors = leaves_of(core, device)
+    core(*tensors)
+    assert core._ran.backend == "native"
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    for _ in range(2):
+        core(*tensors)
+        assert core._ran.backend == "unfused"
+    monkeypatch.delenv("NVTE_FUSED_ATTN")
+    core(*tensors)
+    assert core._ran.backend == "native"
+
+
+def test_a_sink_that_changes(device):
+    """Its values, the parameter itself, whether it wants a gradient."""
+    core = make(softmax_type="learnable").to(device)
+    tensors = leaves_of(core, device)
+    step(core, tensors, {})
+    for change in (
+        lambda: core.softmax_offset.data.add_(1.0),
+        lambda: setattr(core, "softmax_offset", torch.nn.Parameter(core.softmax_offset + 1.0)),
+        lambda: core.softmax_offset.requires_grad_(False),
+        lambda: core.softmax_offset.requires_grad_(True),
+        lambda: core.half(),
+        lambda: core.float(),
+    ):
+        change()
+        with by_operators():
+            expected = step(core, tensors, {})
+        for _ in range(2):
+            assert_same_bits(step(core, tensors, {}), expected)
+
+
+def test_settings_that_change_all_the_time_make_few_plans(device):
+    core = make()
+    tensors = leaves_of(core, device)
+    for i in range(3 * KEPT):
+        core.attention_dropout = 0.01 + i / 100
+        with by_operators():
+            expected = step(core, tensors, {})
+        assert_same_bits(step(core, tensors, {}), expected)
+        assert max(kept(core)) <= KEPT
+    made = core._kept._recurrence._made
+    assert made <= KEPT
+
+
+def test_copies_have_no_calls(device):
+    core = make(softmax_type="learnable").to(device)
+    tensors = leaves_of(core, device)
+    expected = step(core, tensors, {})
+    for made in (copy.deepcopy(core), pickle.loads(pickle.dumps(core))):
+        assert kept(made) == (0, 0)
+        assert_same_bits(step(made, tensors, {}), expected)
+
+
+def test_errors_after_a_call_that_is_kept(device):
+    core = make()
+    query, key, value = leaves_of(core, device)
+    core(query, key, value)
+    with pytest.raises(ValueError, match="one batch size and one length of keys and values"):
+        core(query, key, value[:-1])
+    with pytest.raises(ValueError, match="one batch size"):
+        core(query[:, :-1], key, value)
+    with pytest.raises(TypeError, match=r"query is .*, key torch\.float64"):
+        core(query, key.double(), value)
+    with pytest.raises(ValueError, match="expected sbhd with 4 heads of 16"):
+        core(query[..., :8], key[..., :8], value)
+    with pytest.raises(TypeError, match="expected three tensors"):
+        core(query, key)
+    with pytest.raises(ValueError, match="stands for separate tensors"):
+        core(query, key, value, qkv_layer=torch.stack([query] * 3, -3))
+    with pytest.raises(NotImplementedError, match="num_splits"):
+        core(query, key, value, num_splits=2)
+
+
+# ---- what looks on -------------------------------------------------------------------------------
+
+
+def test_backward_twice(device):
+    core = make()
+    tensors = leaves_of(core, device)
+    out = core(*tensors)
+    first = torch.autograd.grad(out.sum(), tensors, retain_graph=True)
+    assert_same_bits(torch.autograd.grad(out.sum(), tensors, retain_graph=True), first)
+    grads = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        grads[0].sum().backward()
+
+
+def test_an_input_that_has_changed(device):
+    core = make()
+    query, key, value = leaves_of(core, device)
+    shifted = key * 1.0
+    out = core(query, shifted, value)
+    with torch.no_grad():
+        shifted.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_a_checkpoint(device, reentrant):
+    core = make(attention_dropout=0.2)
+    tensors = leaves_of(core, device)
+    expected = step(core, tensors, {})  # kept, so that a recompute could find it
+    torch.manual_seed(3)
+    out = torch.utils.checkpoint.checkpoint(core, *tensors, use_reentrant=reentrant)
+    grad = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
+    out.backward(grad)
+    assert_same_bits([out, *(tensor.grad for tensor in tensors)], expected)
+
+
+def test_under_autocast_and_transforms(device):
+    core = make()
+    tensors = leaves_of(core, device)
+    expected = step(core, tensors, {})
+    with torch.autocast(torch.device(device).type, BF16):
+        assert core(*tensors).dtype is BF16
+    loss = torch.func.grad(lambda q: core(q, *tensors[1:]).sum())
+    assert loss(tensors[0]).shape == tensors[0].shape
+    assert_same_bits(step(core, tensors, {}), expected)
+
+
+def test_a_counter_around_the_backward(device):
+    """It sees the plan of the backward behind an operator."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    core = make(attn_mask_type="no_mask")
+    tensors = leaves_of(core, device)
+    counts = []
+    for way in (contextlib.nullcontext, by_operators):
+        with way():
+            out = core(*tensors)
+        with FlopCounterMode(display=False) as counter:
+            out.sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] == 2 * 5 * BATCH * HEADS * QUERIES * KEYS * CHANNELS
+
+
+class Doubled(torch.nn.Module):
+    """A parametrization."""
+
+    def forward(self, tensor):
+        return 2 * tensor
+
+
+def test_a_parametrized_sink_is_computed_at_each_call(device):
+    core = make(softmax_type="learnable").to(device)
+    tensors = leaves_of(core, device, sizes=(KEYS, KEYS))
+    parametrize = torch.nn.utils.parametrize
+    parametrize.register_parametrization(core, "softmax_offset", Doubled())
+    plain = make(softmax_type="learnable").to(device)
+    for value in (0.5, 1.0, 2.0):
+        for _ in range(2):
+            with torch.no_grad():
+                core.parametrizations.softmax_offset.original.fill_(value)
+                plain.softmax_offset.fill_(2 * value)
+            with parametrize.cached():
+                found = [core(*tensors) for _ in range(2)]
+            for out in found:
+                assert_same_bits(out, plain(*tensors))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["causal", "dropout", "off by one", "alibi"])
+def test_in_a_cuda_graph(case):
+    """What is made for a call that is first met in a capture is not kept for later ones."""
+    options, arguments = CASES[case]
+    core = make(**options)
+    tensors, given = leaves_of(core, "cuda", sizes=(KEYS, KEYS)), arguments("cuda")
+    leaves = [tensor.detach() for tensor in tensors]
+    warm = make(**options)
+    with torch.no_grad():
+        expected = warm(*leaves, **given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = core(*leaves, **given)
+        graph.replay()
+        if case != "dropout":
+            assert_same_bits(out, expected)
+        del graph, out
+        torch.cuda.empty_cache()
+        junk = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(8)]
+        again = core(*leaves, **given)
+        assert again.isfinite().all()
+        if case != "dropout":
+            assert_same_bits(again, expected)
+        del junk

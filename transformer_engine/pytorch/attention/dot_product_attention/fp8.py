@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in FP8 (``fp8_dpa`` and ``fp8_mha`` of a recipe): one node with casts, run as a plan.
+
+Queries, keys and values are cast to FP8, both products multiply FP8, and the output is read again
+in the dtype of the queries. What is saved is in FP8. Which backward follows is said in one place,
+`GRADIENT_RULE`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.common.config import TE_FP8_ATTENTION_BACKWARD
+from transformer_engine.common.graphs import Quantization
+from transformer_engine.common.layer_graphs import AttentionSpec, CoreSpec
+from transformer_engine.common.plan_text import Plan
+from transformer_engine.common.plans import CallPlans, core_plans
+from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch import arenas, recompute, scaling, torch_ops
+from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, slices_of
+from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
+from transformer_engine.pytorch.attention.dot_product_attention.native import (
+    deterministic,
+    told_of,
+)
+from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.pytorch.function import run_call, run_without_backward
+from transformer_engine.pytorch.modes import graph_task, without_memory
+from transformer_engine.pytorch.module.base import Region
+from transformer_engine.pytorch.module.call import ModuleCall
+from transformer_engine.pytorch.module.layer_call import Attending, draws_of
+from transformer_engine.pytorch.module.situation import keep
+from transformer_engine.pytorch.staged import Staged
+from transformer_engine.pytorch.state import current_state
+
+__all__ = ["GRADIENT_RULE", "attend", "gradient_in_fp8", "gradient_of", "in_force", "in_layer"]
+
+SLOTS = (9, 6)
+"""Of the forward and backward scaling state; see ``te_node_desc`` for those that are used."""
+
+
+def asks_for_it(recipe: Recipe | None) -> bool:
+    """Whether attention runs in FP8 under a recipe."""
+    return recipe is not None and bool(
+        getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)
+    )
+
+
+def is_asked_for() -> bool:
+    """Whether the region of this thread runs attention in FP8."""
+    state = current_state()
+    return state.enabled and asks_for_it(state.recipe)
+
+
+def in_force(module: Any) -> bool:
+    """Whether a call of a `DotProductAttention` that begins now runs in FP8.
+
+    The region says so, or, in the recompute of a checkpoint, that the first forward did.
+    """
+    state = current_state()
+    if state.enabled:
+        return asks_for_it(state.recipe)
+    if torch.compiler.is_compiling() or graph_task() == -1:
+        return False
+    _, replay = recompute.frames()
+    return replay is not None and replay.knows(module)
+
+
+# ---- the backward --------------------------------------------------------------------------------
+
+
+class Facts(NamedTuple):
+    """What the kind of the backward depends on."""
+
+    device: str  # type of it
+    delayed: bool  # scaling is delayed
+    switched_on: bool  # as of TE_FP8_ATTENTION_BACKWARD
+    limited: bool  # there are a causal mask, a window or lengths
+    channels: tuple[int, int]  # of a head
+    packed: bool
+    dropout: float
+    deterministic: bool
+
+
+class Clause(NamedTuple):
+    """Why a backward runs in high precision."""
+
+    reason: str
+    holds: Callable[[Facts], bool]
+
+
+GRADIENT_RULE: tuple[Clause, ...] = (
+    Clause(
+        "CUDA: the gradient of the queries that cuDNN 9.19 made of 24 of them and 40 keys, the "
+        "batch behind the sequence, was wrong; which problems that meets is not known",
+        lambda f: f.device != "cpu",
+    ),
+    Clause("TE_FP8_ATTENTION_BACKWARD=0", lambda f: not f.switched_on),
+    Clause(
+        "current scaling: the kernel has to be told the scales of what it makes beforehand",
+        lambda f: not f.delayed,
+    ),
+    Clause(
+        "a causal mask, a window or lengths: that of bf16 leaves blocks out, and is faster",
+        lambda f: f.limited,
+    ),
+    Clause(
+        "heads that have not 128 channels: cuDNN has no kernel",
+        lambda f: f.channels != (128, 128),
+    ),
+    Clause("packed sequences: cuDNN has no kernel", lambda f: f.packed),
+    Clause("dropout", lambda f: f.dropout > 0.0),
+    Clause("repeatable gradients: the kernel's are not", lambda f: f.deterministic),
+)
+"""The backward runs in FP8 where none of these holds; else in high precision, on queries, keys,
+values and output as they were saved in FP8."""
+
+
+def gradient_in_fp8(facts: Facts) -> bool:
+    """Whether the backward of an attention in FP8 runs in FP8."""
+    return not any(clause.holds(facts) for clause in GRADIENT_RULE)
+
+
+def gradient_of(
+    recipe: Recipe, device: str, channels: tuple[int, int], limits: Limits, dropout: float
+) -> bool:
+    """`gradient_in_fp8` of a call, with `channels` of queries and keys and of values."""
+    limited = limits.query_lengths is not None or max(limits.window) >= 0
+    facts = Facts(
+        device, recipe.delayed(), TE_FP8_ATTENTION_BACKWARD.get(), limited, channels,
+        limits.packed is not None, dropout, deterministic(),
+    )  # fmt: skip
+    return gradient_in_fp8(facts)
+
+
+def settings(module: Any) -> tuple[Quantization, bool] | None:
+    """What of recipe and environment an attention in FP8 depends on; None: it is in none."""
+    if not in_force(module):
+        return None
+    quantization = module._quantization_of(current_state().recipe, False)
+    return quantization, TE_FP8_ATTENTION_BACKWARD.get()
+
+
+def in_layer(
+    module: Any, device: str, limits: Limits, dropout: float
+) -> tuple[Quantization, bool] | None:
+    """(quantization, whether the gradient is in FP8) of an attention in a layer's plan, or None."""
+    if not in_force(module):
+        return None
+    recipe = current_state().recipe
+    channels = module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v
+    back = gradient_of(recipe, device, channels, limits, dropout)
+    return module._quantization_of(recipe, False), back
+
+
+# ---- a call --------------------------------------------------------------------------------------
+
+
+class _Call(ModuleCall):
+    """One call of an attention by itself."""
+
+    draws: Staged | None = None  # the random pair of its dropout, in the forward
+
+    def _run(
+        self,
+        plan: Plan,
+        slots: tuple,
+        given: Any,
+        written: int,
+        packed: tuple = (),
+        staged: Staged | None = None,
+    ) -> tuple:
+        draws = self.draws if plan is self.plans.forward else None
+        return super()._run(plan, slots, given, written, packed, draws)
+
+
+_DRAWING = Attending((), tuple, (), None, None)
+"""Its pair is drawn as all others are."""
+
+
+def _flat(heads: Heads) -> list[Tensor]:
+    """Its tensors as rows, dense as a plan reads them."""
+    last = len(heads.tensors) - 1
+    return [
+        tensor.flatten(-3 if heads.dim != 0 and i == last else -2).contiguous()
+        for i, tensor in enumerate(heads.tensors)
+    ]
+
+
+def attend(
+    module: Any, heads: Heads, qkv_format: str, limits: Limits, scale: float, dropout: float
+) -> Tensor:
+    """Attend in FP8; arguments as of `native.attend`, of a `DotProductAttention`.
+
+    The output [.., heads, channels of values] has the dtype of the queries.
+    """
+    traced = torch.compiler.is_compiling()
+    if traced and dropout > 0.0:
+        raise NotImplementedError(
+            "DotProductAttention: dropout of attention in FP8 in a graph of torch.compile: set "
+            "attention_dropout=0, or leave it out of the graph"
+        )
+    region = module._region(traced)
+    device = heads.tensors[0].device
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        heads = heads._replace(tensors=tuple(tensor.to(dtype) for tensor in heads.tensors))
+    like = heads.tensors[0]
+    if not traced and without_memory(like):
+        region = region._replace(blank=True)
+    where, packed = _where(limits)
+    gradient = torch.is_grad_enabled() and any(t.requires_grad for t in heads.tensors)
+    slices = slices_of(heads)
+    channels = slices[0][1], slices[2][1]
+    quantization = module._quantization_of(region.recipe, traced)
+    fp8_gradient = gradient_of(region.recipe, device.type, channels, limits, dropout)
+    slots, scales, no_amax = _state(module, region, like)
+    key = (
+        torch.device("meta") if region.blank else device, like.dtype,
+        gradient and not region.exported, heads.joined if heads.dim else 0, slices,
+        qkv_format == "sbhd",
+        torch_ops.as_constant(scale) if traced else scale, 0.0 if traced else dropout,
+        tuple(limits.window),
+        limits.bottom_right, len(where), packed, quantization[:-1],
+        tuple(map(torch_ops.as_constant, quantization.epsilon)) if traced else quantization.epsilon,
+        fp8_gradient, no_amax, deterministic(),
+    )  # fmt: skip
+    call = _Call(_plans_of(module, key, traced), slots, type(module).__name__)
+    call.traced = traced or region.blank
+    call.scales = scales
+    records = call.plans.backward is not None
+    call.first = module._is_first(region, records)
+    call.domain = (region.replay or region.state).domain
+    if dropout > 0.0:
+        call.draws = draws_of(call.plans, [_DRAWING])
+    offsets = () if limits.packed is None else told_of(limits.packed)[1]
+    run = run_call if records else run_without_backward
+    out = run(call, *_flat(heads), *where, *offsets)
+    if call.first and region.replay is None:
+        region.state.first = False
+    if region.record:
+        module._record(region, slots if region.replay is None else None, None, call.first)
+    return out.unflatten(-1, (slices[0][0], channels[1]))
+
+
+def _where(limits: Limits) -> tuple[tuple[Tensor, ...], tuple[int, int, int] | None]:
+    """Lengths; and how many packed sequences there are, with bounds of their lengths."""
+    if limits.packed is None:
+        both = limits.query_lengths, limits.key_lengths
+        return tuple(each for each in both if each is not None), None
+    lengths, offsets = told_of(limits.packed)
+    queries, keys = limits.packed
+    packed = offsets[0].shape[0] - 1, queries.longest, keys.longest
+    return tuple(each for each in lengths if each is not None), packed
+
+
+def _state(
+    module: Any, region: Region, like: Tensor
+) -> tuple[scaling.Slots | None, Tensor | None, bool]:
+    """(slots, scales to use in their place, whether no amax is recorded): of the state in force."""
+    if region.replay is not None:
+        return region.replay.slots, region.replay.scales, region.replay.scales is not None
+    if not region.recipe.delayed():
+        return None, None, False
+    if region.exported:
+        return None, module._scales_to_export(like.device), True
+    if region.blank:
+        return scaling.BlankSlots(arenas.rule_of(region.recipe), like), None, False
+    slots = module._slots_for(region.recipe, region.state.group, like.device, region.traced)
+    return slots, None, False
+
+
+def _plans_of(module: Any, key: tuple, traced: bool) -> CallPlans:
+    if traced:
+        module._ensure_fp8_plans(key)
+    known = module._plans.get(key)
+    return _make_plans(module, key) if known is None else known
+
+
+def _make_plans(module: Any, key: tuple) -> CallPlans:
+    (
+        device, dtype, gradient, joined, slices, sequence_first, scale, dropout, window,
+        bottom_right, lengths, packed, codes, epsilon, fp8_gradient, no_amax, repeatable,
+    ) = key  # fmt: skip
+    prepare_device(device)
+    spec = AttentionSpec(
+        slices, sequence_first, scale, dropout, window, bottom_right, lengths=lengths,
+        deterministic=repeatable, packed=packed, quantization=Quantization(*codes, epsilon),
+        fp8_gradient=fp8_gradient, no_amax=no_amax,
+    )  # fmt: skip
+    return keep(
+        module._plans, key, core_plans(CoreSpec(spec, _core.dtype_code(dtype), gradient, joined))
+    )
+
+
+def ensure_plans(module: Any, key: tuple) -> None:
+    """Make plans of a module where there are none."""
+    if key not in module._plans:
+        _make_plans(module, key)

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized tensors as inputs and parameters of modules.
+
+What the GEMMs of the recipe read goes into the plans as it is (`graphs.INPUT_GIVEN`,
+`graphs.WEIGHT_GIVEN`); all else is read in high precision first.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch.module.operands import PartTensors
+from transformer_engine.pytorch.scaling import Slots
+from transformer_engine.pytorch.state import RegionState
+from transformer_engine.pytorch.tensors import is_quantized
+
+_SLOTS_OF_PART = 3
+"""Forward slots of a linear layer; the second one is its weight's."""
+
+
+class QuantizedInit(NamedTuple):
+    """How the modules that are made now keep their weights."""
+
+    recipe: Recipe
+    preserve: bool  # keep the first values in high precision, on the CPU
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+def usable_parts(
+    kind: str, parts: tuple[PartTensors, ...], recipe: Recipe | None
+) -> tuple[PartTensors, ...]:
+    """The tensors of a call, with weights in high precision that can not be read as they are.
+
+    RuntimeError for a weight that was quantized for another recipe.
+    """
+    if not any(is_quantized(weight) for part in parts for weight in part.weights):
+        return parts
+    return tuple(
+        PartTensors(_usable_weights(kind, part.weights, recipe), part.biases) for part in parts
+    )
+
+
+def _usable_weights(
+    kind: str, weights: tuple[Tensor, ...], recipe: Recipe | None
+) -> tuple[Tensor, ...]:
+    quantized = [weight for weight in weights if is_quantized(weight)]
+    if not quantized:
+        return weights
+    if recipe is None:
+        if not torch.compiler.is_compiling():
+            warnings.warn(
+                f"{kind}: its weight is quantized, and no FP8 autocast is in force: the weight is "
+                "read in high precision at each call",
+                stacklevel=2,
+            )
+    else:
+        from transformer_engine.pytorch.tensor.recipes import fits
+
+        for weight in quantized:
+            if not fits(weight, recipe):
+                raise RuntimeError(
+                    f"{kind}: its weight is a {type(weight).__name__} of "
+                    f"{weight._quantizer!r}, which {type(recipe).__name__} does not read: run it "
+                    "under the recipe of its quantized_model_init"
+                )
+        if len(weights) == 1:
+            return weights
+    # Parts of a weight have scales of their own, and a GEMM reads one.
+    return tuple(w.dequantize() if is_quantized(w) else w for w in weights)
+
+
+def usable_input(inp: Any, recipe: Recipe | None, has_norm: bool) -> Any:
+    """An input in high precision, where it is quantized and can not be read as it is."""
+    if not is_quantized(inp):
+        return inp
+    if recipe is not None and not has_norm:
+        from transformer_engine.pytorch.tensor.recipes import reads
+
+        if reads(inp, recipe, "input"):
+            return inp
+    return inp.dequantize()
+
+
+def given_forms(
+    tensors: Any, recipe: Recipe, flags: Sequence[int], caches: Sequence
+) -> tuple[tuple[int, ...], Sequence]:
+    """Flags of each part and what it reads, with the forms of what arrives quantized.
+
+    `tensors` are the `operands.CallTensors`; `flags` and `caches` are as for plain ones. The forms
+    of the input, where it arrives quantized, stand behind those of the parts.
+    """
+    weights = [part.weights[0] for part in tensors.parts]
+    arrives = is_quantized(tensors.input)
+    if not arrives and not any(map(is_quantized, weights)):
+        return tuple(flags), caches
+    from transformer_engine.common import graphs
+    from transformer_engine.pytorch.tensor.recipes import format_of
+
+    row, flags, caches = format_of(recipe), list(flags), list(caches)
+    for i, weight in enumerate(weights):
+        if is_quantized(weight):
+            caches[i], bits = row.forms(weight, True, torch.is_grad_enabled())
+            flags[i] = flags[i] & ~(graphs.WEIGHT_GIVEN | graphs.WEIGHT_KEPT) | bits
+    if arrives:
+        forms, bits = row.forms(tensors.input, False, torch.is_grad_enabled())
+        flags[0] |= bits
+        caches = [*caches[: len(weights)], forms]
+    return tuple(flags), caches
+
+
+def bind_quantizers(module: Any) -> None:
+    """Let delayed scaling's quantizers of weights cast with the scales of the module's slots."""
+    if not module.primary_weights_in_fp8:
+        return
+    slots: Slots = module._slots
+    for i, part in enumerate(module._part_tensors()):
+        weight = part.weights[0]
+        quantizer = weight._quantizer if is_quantized(weight) else None
+        if not hasattr(quantizer, "amax") or getattr(quantizer, "_bound", None) is slots:
+            continue
+        slot = slots.forward_slot + _SLOTS_OF_PART * i + 1
+        quantizer.scale = slots.forward_scale[slot : slot + 1]
+        quantizer.amax = slots.forward_history[0, slot : slot + 1]
+        quantizer.measure_first = slots.initial == 0.0  # whatever it was made for
+        quantizer._bound = slots  # so that no other module gets them
+
+
+# ---- calls that are found again ------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """A quantized weight among the tensors of a call."""
+
+    at: int  # its place among them, the input's being 0
+    parameters: dict  # where it stands, under `name`
+    name: str
+
+
+def apart(places: Sequence) -> tuple[tuple, tuple[Held, ...]]:
+    """Where the plain parameters of a call stand, and its quantized weights.
+
+    `places` are those of all, as of `situation.situation_of`.
+    """
+    held = [
+        Held(at + 1, *place)
+        for at, place in enumerate(places)
+        if place is not None and is_quantized(place[0].get(place[1]))
+    ]
+    ours = {one.at - 1 for one in held}
+    return tuple(None if i in ours else place for i, place in enumerate(places)), tuple(held)
+
+
+def filled(
+    key: tuple | None, tensors: tuple, held: tuple[Held, ...], state: RegionState
+) -> tuple[tuple | None, tuple]:
+    """Key and tensors of a situation, with the quantized weights among them.
+
+    (None, ()) where the call has to be decided by itself: without FP8, or where a weight is none of
+    that kind any more. What is decided by is the class of a quantizer and of a tensor, not values.
+    """
+    if key is None or not state.enabled:
+        return None, ()
+    tensors, facts = list(tensors), []
+    for at, parameters, name in held:
+        weight = parameters.get(name)
+        if not is_quantized(weight) or weight.device != tensors[0].device:
+            return None, ()
+        quantizer = weight._quantizer
+        if hasattr(quantizer, "amax") and getattr(quantizer, "_bound", None) is None:
+            return None, ()  # it is not bound to the module's scales yet
+        tensors[at] = weight
+        kinds = type(weight), type(quantizer), weight.dtype, weight.requires_grad
+        facts.append((*kinds, *weight._kind()))
+    return (key, *facts), tuple(tensors)
+
+
+def forms_held(modules: Sequence, parts: Sequence, caches: list, recipe: Recipe) -> None:
+    """Put what is read of quantized weights in the place of caches, those of each part in turn."""
+    from transformer_engine.pytorch.tensor.recipes import format_of
+
+    row, at = format_of(recipe), 0
+    for _, own in zip(modules, parts, strict=True):
+        for part in own:
+            if is_quantized(part.weights[0]):
+                caches[at], _ = row.forms(part.weights[0], True, torch.is_grad_enabled())
+            at += 1
+
+
+# ---- construction --------------------------------------------------------------------------------
+
+
+def quantize_weights(module: Any, names: Sequence[str], init: QuantizedInit) -> None:
+    """Make parameters of a module quantized ones, as far as they have memory and are not yet."""
+    from transformer_engine.pytorch.tensor.recipes import weight_quantizer
+
+    for name in names:
+        parameter = module._parameters.get(name)
+        if parameter is None or parameter.is_meta or is_quantized(parameter):
+            continue
+        with torch.no_grad():
+            made = weight_quantizer(init.recipe, parameter.device).quantize(parameter.detach())
+        made = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)
+        if init.preserve:
+            _preserve(made, parameter.detach().cpu())
+        setattr(module, name, made)
+
+
+def _preserve(parameter: Any, value: Tensor) -> None:
+    """Keep the first values with a parameter, under the names that programs ask by."""
+    parameter._high_precision_init_val = value
+    parameter.get_high_precision_init_val = MethodType(_get_init_val, parameter)
+    parameter.clear_high_precision_init_val = MethodType(_clear_init_val, parameter)
+
+
+def _get_init_val(parameter: Any) -> Tensor | None:
+    """The values that a parameter began with, in high precision on the CPU; None once cleared."""
+    return getattr(parameter, "_high_precision_init_val", None)
+
+
+def _clear_init_val(parameter: Any) -> None:
+    """Let them go."""
+    if hasattr(parameter, "_high_precision_init_val"):
+        del parameter._high_precision_init_val
+
+
+def converted(function: Callable) -> Callable:
+    """A function of `torch.nn.Module._apply` that keeps quantized parameters quantized.
+
+    A conversion to another dtype changes their nominal one, not a value.
+    """
+
+    def run(tensor: Tensor) -> Tensor:
+        made = function(tensor)
+        if not is_quantized(tensor) or is_quantized(made):
+            return made
+        with torch.no_grad():
+            there = tensor.detach().to(made.device)
+            return there._like(dtype=made.dtype)
+
+    return run

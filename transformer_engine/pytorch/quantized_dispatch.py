@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What operators of torch do with quantized tensors, for all formats.
+
+Copies and views stay quantized as far as a format has them (`_viewed_fields`); other views are in
+high precision, and what is written to them is written to the tensor (`_view_of`). All else reads
+the values in high precision; what an operator writes to is quantized again afterwards.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.modes import aliasing, is_traced_or_faked, mapped_tensors
+from transformer_engine.pytorch.tensors import is_quantized
+
+aten = torch.ops.aten
+
+_HANDLERS: dict[Any, Callable] = {}
+
+
+def _handles(*operators: Any) -> Callable:
+    def register(function: Callable) -> Callable:
+        _HANDLERS.update(dict.fromkeys(operators, function))
+        return function
+
+    return register
+
+
+def run(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run an operator whose arguments have quantized tensors among them."""
+    handler = _HANDLERS.get(func)
+    if handler is not None:
+        result = handler(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    return _in_high_precision(func, args, kwargs)
+
+
+def _in_high_precision(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run an operator on plain values, and quantize those again that it has changed."""
+    values: dict[int, tuple[Any, Tensor]] = {}
+
+    def plain(tensor: Tensor) -> Tensor:
+        if not is_quantized(tensor):
+            return tensor
+        if id(tensor) not in values:
+            made = tensor._dequantized(tensor.dtype, tuple(tensor.shape))
+            values[id(tensor)] = tensor, made
+        return values[id(tensor)][1]
+
+    result = func(*mapped_tensors(Tensor, plain, args), **mapped_tensors(Tensor, plain, kwargs))
+    if func._schema.is_mutable:
+        for tensor in _written(func, args, kwargs):
+            known = values.pop(id(tensor), None)
+            if known is not None:
+                tensor._write(known[1])
+                values[id(known[1])] = known
+    written = {key: known[0] for key, known in values.items() if key == id(known[1])}
+    return mapped_tensors(Tensor, lambda t: written.get(id(t), t), result)
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list:
+    """Tensors that an operator writes to, those of lists too."""
+    found: list = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[i] if i < len(args) else kwargs.get(argument.name)
+        found += given if isinstance(given, list | tuple) else [given]
+    return [tensor for tensor in found if is_quantized(tensor)]
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+@_handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def _detach(func: Any, args: tuple, kwargs: dict) -> Any:
+    (tensor,) = args
+    # Below autograd an alias would count its changes by itself, and transposes go by that.
+    fields = tensor._mapped(func) if is_traced_or_faked() else None
+    made = tensor._like(fields, stride=tensor.stride())
+    made._viewed = tensor._viewed
+    return aliasing(func, args, kwargs, made)
+
+
+@_handles(aten.clone.default, aten.contiguous.default)
+def _clone(func: Any, args: tuple, kwargs: dict) -> Any:
+    del kwargs
+    tensor = args[0]
+    if func is aten.contiguous.default and tensor.is_contiguous():
+        return tensor
+    return tensor._like(tensor._mapped(Tensor.clone))
+
+
+@_handles(aten._to_copy.default, aten.empty_like.default)
+def _like_it(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Another device takes the data along; another dtype is one of high precision.
+
+    Without values it is of the same kind, too: modules are moved off the meta device with it.
+    """
+    tensor, options = args[0], dict(kwargs)
+    dtype = options.pop("dtype", None)
+    if dtype is not None and dtype != tensor.dtype:
+        return NotImplemented
+    options.pop("memory_format", None)
+    options.pop("layout", None)
+    return tensor._like(tensor._mapped(lambda t: func(t, **options)))
+
+
+@_handles(aten.pin_memory.default, aten._pin_memory.default)
+def _pin(func: Any, args: tuple, kwargs: dict) -> Any:
+    tensor = args[0]
+    return tensor._like(tensor._mapped(lambda t: func(t, *args[1:], **kwargs)))
+
+
+@_handles(aten.is_pinned.default)
+def _is_pinned(func: Any, args: tuple, kwargs: dict) -> Any:
+    tensors = [t for t in args[0].get_data_tensors() if t is not None]
+    return all(func(t, *args[1:], **kwargs) for t in tensors)
+
+
+@_handles(aten.record_stream.default)
+def _record_stream(func: Any, args: tuple, kwargs: dict) -> Any:
+    del kwargs
+    for tensor in args[0].get_data_tensors():
+        if tensor is not None:
+            func(tensor, args[1])
+
+
+@_handles(aten.copy_.default)
+def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Values are quantized, where the other side is not of the same kind; else bytes are copied."""
+    into, source, *_ = args
+    if not is_quantized(into):
+        source = source._dequantized(source.dtype, tuple(source.shape))
+        return func(into, source, *args[2:], **kwargs)
+    if is_quantized(source):
+        if into._takes(source):
+            into.copy_from_storage(source)
+            into._changed()
+            return into
+        source = source._dequantized(source.dtype, tuple(source.shape))
+    if source.shape != into.shape:
+        source = source.expand(into.shape)
+    into._write(source.to(into.device))
+    return into
+
+
+@_handles(aten._foreach_copy_.default)
+def _copy_each(func: Any, args: tuple, kwargs: dict) -> Any:
+    """As many copies: each from the values as they are, not rounded to the nominal dtype first."""
+    del func
+    for into, source in zip(*args[:2], strict=True):
+        into.copy_(source, *args[2:], **kwargs)
+
+
+# ---- views ---------------------------------------------------------------------------------------
+
+
+@_handles(
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.narrow.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+)
+def _view(func: Any, args: tuple, kwargs: dict) -> Any:
+    tensor, *rest = args
+    view = functools.partial(_call, func, rest, kwargs)
+    fields = tensor._viewed_fields(view)
+    if fields is None:
+        return NotImplemented if is_traced_or_faked() else _view_of(tensor, None, view)
+    return aliasing(func, args, kwargs, _view_of(tensor, fields, view))
+
+
+@_handles(
+    aten.split.Tensor,
+    aten.split.sizes,
+    aten.split_with_sizes.default,
+    aten.chunk.default,
+    aten.unbind.int,
+)
+def _split(func: Any, args: tuple, kwargs: dict) -> Any:
+    tensor, *rest = args
+
+    def part(at: int, values: Tensor) -> Tensor:
+        return func(values, *rest, **kwargs)[at]
+
+    shape = torch.empty(tensor.shape, device="meta")
+    made = []
+    for i in range(len(func(shape, *rest, **kwargs))):
+        view = functools.partial(part, i)
+        fields = tensor._viewed_fields(view)
+        if fields is None and is_traced_or_faked():
+            return NotImplemented
+        made.append(_view_of(tensor, fields, view))
+    return made
+
+
+def _call(func: Any, rest: list, kwargs: dict, values: Tensor) -> Tensor:
+    return func(values, *rest, **kwargs)
+
+
+def _view_of(tensor: Any, fields: dict | None, view: Callable) -> Any:
+    """A view that writes go through to the tensor.
+
+    Of the values in high precision where the format has none of its data (`fields` is None).
+    """
+    if fields is None:
+        values = view(tensor._dequantized(tensor.dtype, tuple(tensor.shape)))
+        made = window(values)
+    else:
+        shape = view(torch.empty(tensor.shape, device="meta")).shape
+        made = tensor._like(fields, shape=shape)
+    made._viewed = tensor, view
+    return made
+
+
+def window(values: Tensor) -> Any:
+    """Values in high precision as a quantized tensor."""
+    from transformer_engine.pytorch.tensor.identity import IdentityTensor
+
+    return IdentityTensor._made({"_hp_data": values}, values.dtype, stride=values.stride())

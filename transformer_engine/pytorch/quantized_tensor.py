@@ -1,0 +1,517 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all quantized tensors share: quantizers, storages, and tensors of torch over these.
+
+A format is three small classes: a quantizer, which allocates and casts; a storage, which names its
+fields (`_TENSORS`, `_SETTINGS`) and says how they are read; and the two joined, a `torch.Tensor` of
+a nominal dtype. What torch does with such tensors is in `quantized_dispatch.py`, for all of them.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from transformer_engine.common import absent
+from transformer_engine.pytorch.modes import (
+    is_traced_or_faked,
+    make_wrapper,
+    no_torch_function,
+    without_memory,
+)
+from transformer_engine.pytorch.quantized_dispatch import run as _dispatch
+from transformer_engine.pytorch.quantizer import Quantizer, plain
+from transformer_engine.pytorch.tensors import rebuild_quantized
+
+__getattr__, __dir__ = absent.attach(globals())
+__all__ = [
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "Quantizer",
+    "prepare_for_saving",
+    "restore_from_func_ctx",
+    "restore_from_saved",
+    *absent.names_of(__name__),
+]
+
+
+class _Dequantize(torch.autograd.Function):
+    """A reading in high precision whose gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: "QuantizedTensor", dtype: torch.dtype) -> Tensor:
+        ctx.dtype = tensor.dtype
+        return tensor._dequantized(dtype, tuple(tensor.shape))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return grad.to(ctx.dtype), None
+
+
+class QuantizedTensorStorage:
+    """Quantized data and how to read them, of which torch knows nothing."""
+
+    _TENSORS: ClassVar[tuple[str, ...]] = ()
+    """Fields that are tensors, or None for a form that is not there."""
+    _SETTINGS: ClassVar[tuple[str, ...]] = ()
+    """Other fields, besides ``_quantizer`` and ``_dtype``."""
+
+    _quantizer: Quantizer | None
+    _dtype: torch.dtype  # nominal
+
+    @classmethod
+    def _made(cls, fields: dict[str, Any], dtype: torch.dtype) -> Any:
+        """A storage of these fields; those that are not named are None."""
+        made = cls.__new__(cls)
+        made._take(fields, dtype)
+        return made
+
+    def _take(self, fields: dict[str, Any], dtype: torch.dtype) -> None:
+        for name in (*self._TENSORS, *self._SETTINGS, "_quantizer"):
+            setattr(self, name, fields.get(name))
+        self._dtype = dtype
+
+    def _fields(self) -> dict[str, Any]:
+        """All fields by name, as `_made` takes them."""
+        names = (*self._TENSORS, *self._SETTINGS, "_quantizer")
+        return {name: getattr(self, name) for name in names}
+
+    def _mapped(self, function: Any) -> dict[str, Any]:
+        """The fields, with a function applied to each tensor, once to one that is shared."""
+        fields, done = self._fields(), {}
+        for name in self._TENSORS:
+            tensor = fields[name]
+            if tensor is not None:
+                if id(tensor) not in done:
+                    done[id(tensor)] = function(tensor)
+                fields[name] = done[id(tensor)]
+        return fields
+
+    # ---- what a format says ----------------------------------------------------------------------
+
+    def _dequantized(self, dtype: torch.dtype, shape: tuple) -> Tensor:
+        """The values in high precision."""
+        raise NotImplementedError
+
+    def _extent(self) -> tuple[int, ...]:
+        """Shape of what it holds."""
+        raise NotImplementedError
+
+    def _default_quantizer(self) -> Quantizer:
+        """What casts into it where it has no quantizer."""
+        raise RuntimeError(
+            f"{type(self).__name__}: it has no quantizer: give one, "
+            "quantizer.update_quantized(src, tensor)"
+        )
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Make a form (True), drop it (False) or leave it (None).
+
+        RuntimeError where one is to be made, and there is nothing that it can be made of.
+        """
+        raise NotImplementedError
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which forms are there."""
+        raise NotImplementedError
+
+    def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
+        """Fields of a view, which `view` makes of each tensor of its shape; None: it has none."""
+        del view
+        return None
+
+    def _written(self) -> None:
+        """Take note that all forms have been written."""
+
+    def _kind(self) -> tuple:
+        """What plans depend on, of the settings."""
+        names = (name for name in self._SETTINGS if name != "_transpose_version")
+        return tuple([getattr(self, name) for name in names])
+
+    def _state(self) -> dict[str, Any]:
+        """What `_take_state` takes over, where other tensors take the place of these."""
+        return {}
+
+    def _take_state(self, state: dict[str, Any]) -> None:
+        """Undo `_state`."""
+
+    def _takes(self, source: Any) -> bool:
+        """Whether `copy_` copies the data of another quantized tensor, and does not cast again."""
+        del source
+        return False
+
+    # ---- use -------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of what it holds."""
+        return torch.Size(self._extent())
+
+    def size(self, dim: int | None = None) -> Any:
+        """`shape`, or one dim of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Nominal dtype."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the data lie."""
+        return next(t for t in self.get_data_tensors() if t is not None).device
+
+    def get_data_tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors that it consists of, None for what it lacks."""
+        return tuple(getattr(self, name) for name in self._TENSORS)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """All fields by name."""
+        return self._fields()
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The values in high precision, in the nominal dtype where `dtype` is None."""
+        return self._dequantized(self._dtype if dtype is None else dtype, tuple(self.shape))
+
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> Any:
+        """Cast a tensor of the same shape into this one; see `Quantizer.update_quantized`."""
+        return self._caster().update_quantized(tensor, self, noop_flag=noop_flag)
+
+    def _caster(self) -> Quantizer:
+        return self._default_quantizer() if self._quantizer is None else self._quantizer
+
+    def _write(
+        self, source: Tensor, quantizer: Quantizer | None = None, noop: Tensor | None = None
+    ) -> None:
+        """Cast plain values into all forms that are there."""
+        (quantizer or self._caster())._cast(source, self, noop)
+        if not is_traced_or_faked():
+            tensors = [t for t in self.get_data_tensors() if t is not None]
+            increment_version([t for t in tensors if not t.is_inference()])
+        self._written()
+
+    def prepare_for_saving(self) -> tuple[list[Tensor | None], "QuantizedTensorStorage"]:
+        """Take the tensors out, for ``save_for_backward``; `restore_from_saved` puts them back."""
+        tensors = list(self.get_data_tensors())
+        for name in self._TENSORS:
+            setattr(self, name, None)
+        return tensors, self
+
+    def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        """Take its tensors from the front of a list; return the others."""
+        count = len(self._TENSORS)
+        for name, tensor in zip(self._TENSORS, tensors[:count], strict=True):
+            setattr(self, name, tensor)
+        return tensors[count:]
+
+    def clear(self) -> None:
+        """Let the memory go: all tensors become empty."""
+        for tensor in self.get_data_tensors():
+            if tensor is not None:
+                tensor.data = tensor.new_empty(0)
+
+    def copy_from_storage(self, src: "QuantizedTensorStorage") -> None:
+        """Copy data and scales of a storage of the same class and forms, in place."""
+        with torch.no_grad():
+            for mine, other in zip(self.get_data_tensors(), src.get_data_tensors(), strict=True):
+                if (mine is None) != (other is None):
+                    raise ValueError(f"{type(self).__name__}: src has other forms than this one")
+                if mine is not None:
+                    mine.copy_(other)
+
+    def __repr__(self) -> str:
+        """Settings and values."""
+        return self._text({})
+
+    def _shown(self) -> dict[str, Any]:
+        """What is printed before the values."""
+        return {}
+
+    def _text(self, more: dict[str, Any]) -> str:
+        tensors = [tensor for tensor in self.get_data_tensors() if tensor is not None]
+        empty = not tensors or any(tensor.numel() == 0 for tensor in tensors)
+        shown: dict[str, Any] = {}
+        if empty or type(tensors[0]) is not Tensor or without_memory(tensors[0]):
+            shown["shape"] = tuple(self.shape)
+        elif any(self.get_usages().values()):
+            shown = self._shown()
+            shown["data"] = self._dequantized(self.dtype, tuple(self.shape))
+        shown.update(more)
+        shown["dtype"] = self.dtype
+        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in shown.items())})"
+
+
+class QuantizedTensor(Tensor):
+    """A tensor whose values are quantized: a nominal dtype and shape over a storage's fields.
+
+    Subclasses add a storage class. Operators of torch that know nothing of quantized data read the
+    values in high precision; those that write make them quantized again (`quantized_dispatch.py`).
+    """
+
+    __torch_function__ = no_torch_function
+    _TE_QUANTIZED = True
+    _viewed: tuple | None = None
+    """(tensor that this is a view of, function that makes the view): writing goes there."""
+
+    @classmethod
+    def _made(
+        cls,
+        fields: dict[str, Any],
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+        requires_grad: bool = False,
+        stride: Sequence[int] | None = None,
+    ) -> Any:
+        """A tensor of these fields."""
+        one = next(fields[name] for name in cls._TENSORS if fields.get(name) is not None)
+        device = one.device
+        if shape is None:
+            probe = cls._STORAGE._made(fields, dtype)
+            shape = probe._extent()
+        made = make_wrapper(
+            cls,
+            tuple(shape),
+            strides=None if stride is None else tuple(stride),
+            dtype=dtype,
+            layout=torch.strided,
+            device=device,
+            requires_grad=requires_grad,
+        )
+        made._take(fields, dtype)
+        return made
+
+    def _like(self, fields: dict[str, Any] | None = None, **changes: Any) -> Any:
+        """A tensor of this class over fields, these ones where None; no gradient is wanted."""
+        fields = self._fields() if fields is None else fields
+        dtype = changes.pop("dtype", self.dtype)
+        return type(self)._made(fields, dtype, changes.pop("shape", self.shape), **changes)
+
+    @classmethod
+    def _restored(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Fields of a pickle as `_made` takes them."""
+        return dict(fields)
+
+    @classmethod
+    def make_like(
+        cls,
+        tensor: "QuantizedTensor",
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        data: Any = None,
+    ) -> Any:
+        """A tensor over the same data, of another nominal dtype or with other row-wise data.
+
+        `data` are row-wise bytes to use instead, of shape `shape`.
+        """
+        fields = tensor._fields()
+        if data is not None:
+            fields = cls._with_data(fields, data)
+        return cls._made(
+            fields,
+            tensor.dtype if dtype is None else dtype,
+            tensor.shape if shape is None and data is None else shape or data.shape,
+            requires_grad,
+        )
+
+    # ---- values ----------------------------------------------------------------------------------
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The values in high precision, in the nominal dtype where `dtype` is None.
+
+        A gradient passes unchanged.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        if self.requires_grad and torch.is_grad_enabled():
+            return _Dequantize.apply(self, dtype)
+        return self._dequantized(dtype, tuple(self.shape))
+
+    def float(self) -> Tensor:
+        """The values in fp32."""
+        return self.dequantize(dtype=torch.float32)
+
+    def bfloat16(self) -> Tensor:
+        """The values in bf16."""
+        return self.dequantize(dtype=torch.bfloat16)
+
+    def half(self) -> Tensor:
+        """The values in fp16."""
+        return self.dequantize(dtype=torch.float16)
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Any:
+        """Copy to the CPU, quantized."""
+        del memory_format
+        return self.to("cpu")
+
+    def share_memory_(self) -> Any:
+        """Move the data to memory that processes share."""
+        for tensor in self.get_data_tensors():
+            if tensor is not None:
+                tensor.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the data lie there."""
+        return all(tensor.is_shared() for tensor in self.get_data_tensors() if tensor is not None)
+
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> Any:
+        """Cast a tensor of the same shape into this one; see `Quantizer.update_quantized`."""
+        with torch.no_grad():
+            self._caster().update_quantized(tensor.detach(), self, noop_flag=noop_flag)
+        return self
+
+    def _write(
+        self, source: Tensor, quantizer: Quantizer | None = None, noop: Tensor | None = None
+    ) -> None:
+        """Cast plain values into all forms; through a view into what it is a view of.
+
+        That is cast as a whole: its scale is for all of its values.
+        """
+        if self._viewed is not None:
+            whole, view = self._viewed
+            values = whole._dequantized(whole.dtype, tuple(whole.shape))
+            view(values).copy_(source)
+            whole._write(values, None, noop)
+        else:
+            QuantizedTensorStorage._write(self, source, quantizer, noop)
+        self._changed()
+
+    def _changed(self) -> None:
+        """Count a change, which torch does for the arguments of an operator, but not for lists."""
+        if not is_traced_or_faked() and not self.is_inference():
+            increment_version(self)
+
+    # ---- torch -----------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run an operator of torch; see `quantized_dispatch.py`."""
+        return _dispatch(func, args, kwargs or {})
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict]:
+        """Names of the tensors that it consists of, and what else there is: for compilers."""
+        names = [name for name in self._TENSORS if getattr(self, name) is not None]
+        rest = {name: value for name, value in self._fields().items() if name not in self._TENSORS}
+        return names, {**rest, **self._state(), "_dtype": self.dtype}
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], rest: dict, shape: Any, stride: Any
+    ) -> Any:
+        """Undo `__tensor_flatten__`."""
+        made = cls._made({**rest, **inner}, rest["_dtype"], shape, stride=stride)
+        made._take_state(rest)
+        return made
+
+    @classmethod
+    def __metadata_guard__(cls, known: dict, now: dict) -> bool:
+        """Whether a graph that was made for these settings serves those."""
+        one, other = known["_quantizer"], now["_quantizer"]
+        names = ("_dtype", *(name for name in cls._SETTINGS if name not in cls._FORGOTTEN))
+        return type(one) is type(other) and all(known[name] == now[name] for name in names)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        """Pickle: a function, and plain tensors, numbers and names for it."""
+        del protocol
+        fields = {n: v for n, v in self._fields().items() if n not in self._FORGOTTEN}
+        fields = {n: int(v) if isinstance(v, int) else v for n, v in fields.items()}
+        recast = None if self._quantizer is None else self._quantizer._as_plain()
+        about = (self.requires_grad, getattr(self, "_is_param", False), self._attributes())
+        kind = type(self).__name__
+        return rebuild_quantized, (kind, tuple(self.shape), self.dtype, fields, recast, about)
+
+    _FORGOTTEN = ("_quantizer", "_transpose_version")
+    """Fields that a pickle has in another form, or not at all."""
+
+    def _attributes(self) -> dict[str, Any]:
+        """What programs have put on the tensor."""
+        own = {*self._TENSORS, *self._SETTINGS, "_quantizer", "_dtype", "_viewed", "_is_param"}
+        own |= {"get_high_precision_init_val", "clear_high_precision_init_val"}
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        """Copy data and attributes; a parameter stays one."""
+        if id(self) in memo:
+            return memo[id(self)]
+        made = self._like(self._mapped(Tensor.clone), requires_grad=self.requires_grad)
+        memo[id(self)] = made
+        if self._quantizer is not None:
+            made._quantizer = copy.deepcopy(self._quantizer, memo)
+        made.__dict__.update(copy.deepcopy(self._attributes(), memo))
+        if getattr(self, "_is_param", False):
+            made._is_param = True
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    @property
+    def data(self) -> Any:
+        """The tensor without its graph, over the same memory; it can be assigned."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, type(self)):
+            made = self._caster().make_empty(value.shape, dtype=value.dtype, device=value.device)
+            made._write(plain(value), self._caster())
+            value = made
+        Tensor.data.__set__(self, value.detach())
+        self._take(value._fields(), value.dtype)
+        self._viewed = value._viewed
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Settings and values."""
+        del tensor_contents
+        return self._text({"requires_grad": True} if self.requires_grad else {})
+
+
+# ---- what autograd functions of programs save ----------------------------------------------------
+
+
+def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:
+    """What a ``save_for_backward`` is given of tensors and storages, and what else to keep.
+
+    Storages are emptied. Undo with `restore_from_saved`.
+    """
+    saved: list[Tensor | None] = []
+    objects: list[Any] = []
+    for tensor in tensors:
+        if tensor is None or isinstance(tensor, Tensor):
+            saved.append(tensor)
+            objects.append(None)
+        else:
+            parts, kept = tensor.prepare_for_saving()
+            saved += parts
+            objects.append(kept)
+    return saved, objects
+
+
+def restore_from_saved(
+    tensors: list[Any], saved_tensors: Sequence[Tensor | None], return_saved_tensors: bool = False
+) -> Any:
+    """Tensors and storages of what `prepare_for_saving` gave, in its two parts swapped.
+
+    With `return_saved_tensors` a pair of these, and of saved tensors that were left over.
+    """
+    rest, made = list(saved_tensors), []
+    for kept in tensors:
+        if kept is None:
+            made.append(rest.pop(0))
+        else:
+            rest = kept.restore_from_saved(rest)
+            made.append(kept)
+    return (made, rest) if return_saved_tensors else made
+
+
+def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:
+    """`restore_from_saved` of a context that has ``tensor_objects``; it lets these go."""
+    found = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors, return_saved_tensors)
+    ctx.tensor_objects = None
+    return found

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized tensors and their quantizers: a file a format."""
+
+from transformer_engine.common import absent
+from transformer_engine.pytorch.quantized_tensor import (
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    Quantizer,
+    prepare_for_saving,
+    restore_from_saved,
+)
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+)
+from transformer_engine.pytorch.tensor.float8_row_tensor import (
+    Float8RowQuantizer,
+    Float8RowTensor,
+    Float8RowTensorStorage,
+)
+from transformer_engine.pytorch.tensor.float8_tensor import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    Float8TensorStorage,
+)
+from transformer_engine.pytorch.tensor.hybrid import (
+    HybridQuantizedTensor,
+    HybridQuantizedTensorStorage,
+    HybridQuantizer,
+)
+from transformer_engine.pytorch.tensor.identity import (
+    IdentityQuantizer,
+    IdentityTensor,
+    IdentityTensorStorage,
+)
+from transformer_engine.pytorch.tensor.mxfp8_tensor import (
+    MXFP8Quantizer,
+    MXFP8Tensor,
+    MXFP8TensorStorage,
+)
+from transformer_engine.pytorch.tensor.nvfp4_tensor import (
+    NVFP4Quantizer,
+    NVFP4Tensor,
+    NVFP4TensorStorage,
+)
+
+__getattr__, __dir__ = absent.attach(globals(), ("quantized_tensor", "utils"))
+__all__ = [
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
+    "Float8RowQuantizer",
+    "Float8RowTensor",
+    "Float8RowTensorStorage",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "Float8TensorStorage",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "Quantizer",
+    "prepare_for_saving",
+    "restore_from_saved",
+    *absent.names_of(__name__),
+]

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Casts between high precision and quantized data: native, or behind torch operators.
+
+All formats go through these four. Data are uint8, [..., columns] row-wise and
+[columns, ...] column-wise, with scales as the operators of `_core` take them for a mode; `dtype`
+is the code of an element, ``_core.DTYPE_*``.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.pytorch import torch_ops
+from transformer_engine.pytorch.modes import dispatch_modes
+from transformer_engine.pytorch.operators import traceable
+
+__all__ = ["ALIGNMENT", "cast", "dequantize", "empty_columns", "empty_rows", "measure", "transpose"]
+
+ALIGNMENT = 16
+"""What native code rounds the length of a line of data up to; the padding is zero."""
+
+_HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _lines(shape: Sequence[int], device: torch.device, pin_memory: bool) -> Tensor:
+    """Lines of bytes [..., length] in memory for lines of a multiple of `ALIGNMENT`."""
+    *leading, length = shape
+    padded = -(-length // ALIGNMENT) * ALIGNMENT
+    options = {"dtype": torch.uint8, "device": device, "pin_memory": pin_memory}
+    if padded == length:
+        return torch.empty(*shape, **options)
+    return torch.zeros(*leading, padded, **options)[..., :length]
+
+
+def empty_rows(shape: Sequence[int], device: torch.device, pin_memory: bool = False) -> Tensor:
+    """Row-wise bytes of a tensor of this shape, in memory that native code can read."""
+    return _lines(tuple(shape) or (1,), device, pin_memory).view(tuple(shape))
+
+
+def empty_columns(shape: Sequence[int], device: torch.device, pin_memory: bool = False) -> Tensor:
+    """Column-wise bytes: its last dim first."""
+    *leading, columns = shape
+    made = _lines((columns, math.prod(leading)), device, pin_memory)
+    return made.view(columns, *leading)
+
+
+def has_padding(data: Tensor) -> bool:
+    """Whether lines lie as those that are padded do."""
+    rows, missing = data.shape[-1], -data.shape[-1] % ALIGNMENT
+    if missing == 0 or data.dim() < 2:  # a line by itself may be part of a longer one
+        return False
+    rows += missing
+    for size, step in zip(reversed(data.shape[:-1]), reversed(data.stride()[:-1]), strict=True):
+        if step != rows:
+            return False
+        rows *= size
+    return data.storage_offset() + rows <= data.untyped_storage().nbytes()
+
+
+def padded(data: Tensor) -> Tensor:
+    """Lines with their padding, as plans read them: where they lie, else a copy."""
+    length = data.shape[-1]
+    missing = -length % ALIGNMENT
+    if missing == 0:
+        return data
+    if has_padding(data):
+        return data.as_strided((*data.shape[:-1], length + missing), data.stride())
+    return torch.nn.functional.pad(data, (0, missing))
+
+
+def readable(source: Tensor) -> Tensor:
+    """Convert to a dtype that casts read: fp32, unless it is fp16 or bf16."""
+    return source if source.dtype in _HIGH_PRECISION else source.to(torch.float32)
+
+
+def _as_matrix(data: Tensor | None, mode: int, dtype: torch.dtype) -> Tensor | None:
+    """Column-wise bytes as a matrix of elements; those of MXFP8 lie as row-wise ones."""
+    if data is None:
+        return None
+    if data.dim() != 2 and mode != _core.SCALING_MXFP8:
+        data = data.view(data.shape[0], -1)
+    return data.view(dtype)
+
+
+def _elements(data: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if data is None else data.view(dtype)
+
+
+def _cast(
+    source: Tensor,
+    scaling: int,
+    dtype: int,
+    row: Tensor | None = None,
+    row_scales: Tensor | None = None,
+    column: Tensor | None = None,
+    column_scales: Tensor | None = None,
+    row_amax: Tensor | None = None,
+    column_amax: Tensor | None = None,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    partials: Tensor | None = None,
+    column_partials: Tensor | None = None,
+    rng: Tensor | None = None,
+    noop: Tensor | None = None,
+    epsilon: float = 0.0,
+    power_2: bool = False,
+    square: bool = False,
+    hadamard: bool = False,
+) -> None:
+    element = _core.torch_dtype(dtype)
+    _core.quantize(
+        source,
+        mode=scaling,
+        row=_elements(row, element),
+        row_scales=row_scales,
+        column=_as_matrix(column, scaling, element),
+        column_scales=column_scales,
+        row_amax=row_amax,
+        column_amax=column_amax,
+        scale=scale,
+        amax=amax,
+        partials=partials,
+        column_partials=column_partials,
+        rng=rng,
+        amax_epsilon=epsilon,
+        power_2_scale=int(power_2),
+        square=int(square),
+        hadamard=int(hadamard),
+        noop=noop,
+    )
+
+
+_WRITTEN = ("row", "row_scales", "column", "column_scales", "row_amax", "column_amax", "amax")
+_READ = ("scale", "partials", "column_partials", "rng", "noop")
+_tensors = [f"Tensor({chr(97 + i)}!)? {name}=None" for i, name in enumerate(_WRITTEN)]
+_tensors += [f"Tensor? {name}=None" for name in _READ]
+torch_ops.define(
+    f"cast_quantized(Tensor source, int scaling, int dtype, {', '.join(_tensors)}, "
+    "float epsilon=0.0, bool power_2=False, bool square=False, bool hadamard=False) -> ()",
+    _cast,
+    lambda *_, **__: None,
+)
+
+
+def cast(source: Tensor, scaling: int, dtype: int, **arguments: Any) -> None:
+    """Cast high precision into row-wise and (or) column-wise data, by a scale or by partial maxima.
+
+    The arguments are those of `_cast`; what is None is not read or not written.
+    """
+    traced = torch_ops.behind_operators(source) or (dispatch_modes() and torch_ops.watched())
+    source = readable(source).detach()
+    if not traced:
+        _cast(source, scaling, dtype, **arguments)
+        return
+    epsilon = torch_ops.as_constant(arguments.pop("epsilon", 0.0))
+    run = torch.ops.transformer_engine.cast_quantized
+    run(source, scaling, dtype, epsilon=epsilon, **arguments)
+
+
+def _measure(source: Tensor, hadamard: bool) -> Tensor:
+    partials = torch.empty(_core.AMAX_PARTIALS, dtype=torch.float32, device=source.device)
+    _core.amax(source, partials, hadamard=int(hadamard))
+    return partials
+
+
+_run_measure = traceable(
+    "measure_amax",
+    "Tensor source, bool hadamard",
+    1,
+    _measure,
+    lambda source, hadamard: source.new_empty(_core.AMAX_PARTIALS, dtype=torch.float32),
+)
+
+
+def measure(source: Tensor, hadamard: bool = False) -> Tensor:
+    """Partial maxima of |source|, fp32 [AMAX_PARTIALS], NaN ignored; the largest is the amax.
+
+    With `hadamard` of the transformed groups of 16 values of a column.
+    """
+    return _run_measure(torch_ops.behind_operators(source), readable(source).detach(), hadamard)
+
+
+def _dequantize(
+    row: Tensor | None,
+    row_scales: Tensor | None,
+    column: Tensor | None,
+    column_scales: Tensor | None,
+    row_amax: Tensor | None,
+    column_amax: Tensor | None,
+    scaling: int,
+    dtype: int,
+    shape: Sequence[int],
+    output: torch.dtype,
+) -> Tensor:
+    data = column if row is None else row
+    element = _core.torch_dtype(dtype)
+    made = torch.empty(tuple(shape), dtype=output, device=data.device)
+    by_rows = row is not None
+    _core.dequantize(
+        made,
+        mode=scaling,
+        row=_elements(row, element),
+        row_scales=row_scales if by_rows else None,
+        column=None if by_rows else _as_matrix(column, scaling, element),
+        column_scales=None if by_rows else column_scales,
+        row_amax=row_amax if by_rows else None,
+        column_amax=None if by_rows else column_amax,
+    )
+    return made
+
+
+def _dequantize_fake(
+    row: Tensor | None, row_scales: Tensor | None, column: Tensor | None, *rest: Any
+) -> Tensor:
+    data = column if row is None else row
+    return data.new_empty(tuple(rest[-2]), dtype=rest[-1])
+
+
+_run_dequantize = traceable(
+    "dequantize_quantized",
+    "Tensor? row, Tensor? row_scales, Tensor? column, Tensor? column_scales, Tensor? row_amax, "
+    "Tensor? column_amax, int scaling, int dtype, SymInt[] shape, ScalarType output",
+    1,
+    _dequantize,
+    _dequantize_fake,
+)
+
+
+def dequantize(
+    data: tuple, scaling: int, dtype: int, shape: Sequence[int], to: torch.dtype
+) -> Tensor:
+    """High precision [...] of quantized data.
+
+    `data` are row-wise data and scales, column-wise data and scales, and maybe the amaxes of both;
+    column-wise ones are read where there are no row-wise ones.
+    """
+    output = to if to in _HIGH_PRECISION else torch.float32
+    one = data[2] if data[0] is None else data[0]
+    given = (*data, None, None)[:6]
+    made = _run_dequantize(
+        torch_ops.behind_operators(one), *given, scaling, dtype, list(shape), output
+    )
+    return made.to(to)
+
+
+def _transpose(data: Tensor) -> Tensor:
+    lines = math.prod(data.shape[:-1])
+    padding = lines + -lines % ALIGNMENT
+    made = torch.empty(data.shape[-1], padding, dtype=torch.uint8, device=data.device)
+    _core.transpose(data, made)
+    return made
+
+
+def _transpose_fake(data: Tensor) -> Tensor:
+    lines = math.prod(data.shape[:-1])
+    padding = (lines + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    return data.new_empty(data.shape[-1], padding)
+
+
+_run_transpose = traceable("transpose_bytes", "Tensor data", 1, _transpose, _transpose_fake)
+
+
+def transpose(data: Tensor) -> Tensor:
+    """Column-wise bytes [columns, ...] of row-wise ones [..., columns], padded as plans want."""
+    made = _run_transpose(torch_ops.behind_operators(data), data)
+    *leading, columns = data.shape
+    return made[:, : math.prod(leading)].view(columns, *leading)

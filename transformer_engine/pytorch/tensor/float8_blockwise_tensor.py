@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 with a scale for each tile: of 1 x 128 elements along a row, or of 128 x 128."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.two_forms import (
+    TwoFormQuantizer,
+    TwoFormStorage,
+    TwoFormTensor,
+    scale_shape,
+)
+
+__all__ = ["Float8BlockQuantizer", "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage"]
+
+_MODES = {1: _core.SCALING_BLOCK_1D, 2: _core.SCALING_BLOCK_2D}
+
+
+class Float8BlockwiseQTensorStorage(TwoFormStorage):
+    """FP8 bytes with a scale for each tile.
+
+    Of data [M, K] with tiles of 1 x 128 the inverse scales are [ceil(K / 128), roundup(M, 4)],
+    with tiles of 128 x 128 [ceil(M / 128), roundup(ceil(K / 128), 4)]. ``is_2D_scaled`` says which;
+    the other arguments are those of `TwoFormStorage`.
+    """
+
+    _SETTINGS = ("_fp8_dtype", "_is_2D_scaled")
+    _is_2D_scaled: bool
+
+    def _mode(self) -> int:
+        return _MODES[2 if self._is_2D_scaled else 1]
+
+    def _turned(self) -> tuple[Tensor, Tensor] | None:
+        """Square tiles are the same tiles column-wise."""
+        if not self._is_2D_scaled:
+            return None
+        *leading, columns = self._rowwise_data.shape
+        lines = torch.Size(leading).numel()
+        across, along = -(-columns // 128), -(-lines // 128)
+        scales = self._rowwise_scale_inv
+        turned = scales.new_zeros(scale_shape(self._mode(), columns, lines))
+        turned[:, :along] = scales[:, :across].t()
+        return casts.transpose(self._rowwise_data), turned
+
+
+class Float8BlockwiseQTensor(TwoFormTensor, Float8BlockwiseQTensorStorage):
+    """A tensor in FP8 with a scale for each tile; see `Float8BlockwiseQTensorStorage`."""
+
+    _STORAGE = Float8BlockwiseQTensorStorage
+
+
+class Float8BlockQuantizer(TwoFormQuantizer):
+    """Casts with a scale for each tile.
+
+    Parameters
+    ----------
+    fp8_dtype : DType
+        Of the codes.
+    rowwise, columnwise : bool
+        Which forms to make.
+    amax_epsilon : float, default 0.0
+        Smallest amax of a tile.
+    force_pow_2_scales : bool, default True
+        Round scales down to powers of two.
+    block_scaling_dim : {1, 2}, default 2
+        Tiles of 1 x 128, or of 128 x 128.
+    """
+
+    TENSOR, STORAGE = Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
+
+    def __init__(
+        self,
+        fp8_dtype: Any,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True,
+        block_scaling_dim: int = 2,
+    ) -> None:
+        super().__init__(
+            fp8_dtype,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            amax_epsilon=amax_epsilon,
+            force_pow_2_scales=force_pow_2_scales,
+        )
+        if block_scaling_dim not in _MODES:
+            raise ValueError(
+                f"Float8BlockQuantizer: block_scaling_dim={block_scaling_dim!r}, expected 1 or 2"
+            )
+        self.block_scaling_dim = block_scaling_dim
+        self.block_len = 128
+
+    def _mode(self) -> int:
+        return _MODES[self.block_scaling_dim]
+
+    def _format_settings(self, shape: tuple) -> dict[str, Any]:
+        del shape
+        return {"_is_2D_scaled": self.block_scaling_dim == 2}
+
+    def _own_settings(self) -> dict[str, Any]:
+        return {**super()._own_settings(), "block_scaling_dim": self.block_scaling_dim}

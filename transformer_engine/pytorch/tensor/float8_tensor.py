@@ -1,0 +1,495 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 with one scale for the whole tensor: delayed and current scaling."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.pytorch.constants import DType, TE_DType, TE_DType_To_Torch
+from transformer_engine.pytorch.quantized_tensor import (
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    Quantizer,
+)
+from transformer_engine.pytorch.tensor import casts
+
+__all__ = [
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "Float8TensorStorage",
+]
+
+_MODE = _core.SCALING_TENSOR
+FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
+
+
+def fp8_type(label: str, given: Any, kinds: tuple[DType, ...] = FP8) -> DType:
+    """An element type as a `DType`, given as one, as its number or as a torch dtype."""
+    found = TE_DType.get(given) if isinstance(given, torch.dtype) else int(given)
+    if found not in kinds:
+        known = " or ".join(f"DType.{kind.name}" for kind in kinds)
+        raise ValueError(f"{label}: {given!r}, expected {known}")
+    return DType(found)
+
+
+def code_of(kind: DType) -> int:
+    """``_core.DTYPE_*`` of an FP8 element type."""
+    return _core.dtype_code(TE_DType_To_Torch[kind])
+
+
+class Float8TensorStorage(QuantizedTensorStorage):
+    """FP8 bytes of a matrix, its transpose where that was made, and one scale.
+
+    Parameters
+    ----------
+    data : Tensor, optional
+        uint8, row-wise: [..., columns].
+    fp8_scale_inv : Tensor
+        fp32 [1]: a value is its code times this.
+    fp8_dtype : DType
+        Of the codes: ``kFloat8E4M3`` or ``kFloat8E5M2``.
+    data_transpose : Tensor, optional
+        uint8, column-wise: [columns, ...].
+    quantizer : Quantizer, optional
+        What new values are cast by; current scaling where None.
+    fake_dtype : torch.dtype, default torch.float32
+        Nominal dtype.
+    """
+
+    _TENSORS = ("_data", "_transpose", "_scales")
+    _SETTINGS = ("_fp8_dtype", "_transpose_version")
+
+    _data: Tensor | None
+    _transpose: Tensor | None
+    _scales: Tensor  # fp32 {1 / scale, scale}
+    _fp8_dtype: DType
+    _transpose_version: int | None
+    """Version of ``_data`` that the transpose was made of; other data have another one."""
+
+    def __init__(
+        self,
+        *,
+        data: Tensor | None = None,
+        fp8_scale_inv: Tensor,
+        fp8_dtype: Any,
+        data_transpose: Tensor | None = None,
+        quantizer: Quantizer | None = None,
+        fake_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        given = (data, fp8_scale_inv, fp8_dtype, data_transpose, quantizer)
+        self._take(_checked_fields(type(self).__name__, *given), fake_dtype)
+
+    # ---- fields ----------------------------------------------------------------------------------
+
+    @property
+    def _scale_inv(self) -> Tensor | None:
+        """What a code is multiplied with, fp32 [1]."""
+        return None if self._scales is None else self._scales[:1]
+
+    @_scale_inv.setter
+    def _scale_inv(self, value: Tensor) -> None:
+        self._scales = _with_scale(value)
+
+    @property
+    def _transpose_invalid(self) -> bool:
+        """Whether there is no transpose of the data as they are now."""
+        if self._transpose is None:
+            return True
+        return self._data is not None and self._transpose_version != _version_of(self._data)
+
+    @_transpose_invalid.setter
+    def _transpose_invalid(self, value: bool) -> None:
+        if value and self._data is not None:
+            self._transpose = None
+        self._transpose_version = None if self._data is None else _version_of(self._data)
+
+    @classmethod
+    def _with_data(cls, fields: dict, data: Tensor) -> dict:
+        return {**fields, "_data": data, "_transpose": None, "_transpose_version": None}
+
+    def _extent(self) -> tuple[int, ...]:
+        if self._data is not None:
+            return tuple(self._data.shape)
+        return (*self._transpose.shape[1:], self._transpose.shape[0])
+
+    # ---- values ----------------------------------------------------------------------------------
+
+    def _dequantized(self, dtype: torch.dtype, shape: tuple) -> Tensor:
+        if self._data is None and self._transpose is None:
+            raise RuntimeError(f"{type(self).__name__}: it has no data: they were dropped")
+        data = (self._data, self._scales, self._transpose, self._scales)
+        return casts.dequantize(data, _MODE, code_of(self._fp8_dtype), shape, dtype)
+
+    def _default_quantizer(self) -> Quantizer:
+        return Float8CurrentScalingQuantizer(self._fp8_dtype, self._scales.device)
+
+    def _takes(self, source: Any) -> bool:
+        """Whether bytes of another tensor can be copied: only where no scale is to be kept to."""
+        return (
+            isinstance(source, Float8TensorStorage)
+            and self._viewed is None
+            and source._fp8_dtype == self._fp8_dtype
+            and None not in (self._data, source._data)
+            and self.shape == source.shape
+        )
+
+    def copy_from_storage(self, src: "Float8TensorStorage") -> None:
+        """Copy data and scale of another one, in place; a transpose that is there follows."""
+        with torch.no_grad():
+            self._data.copy_(src._data)
+            self._scales.copy_(src._scales)
+            if self._transpose is not None:
+                self._transpose.copy_(_transposed(self))
+                self._transpose_invalid = False
+
+    def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
+        """Views of the row-wise bytes with rows in one piece; the transpose stays behind."""
+        if self._data is None:
+            return None
+        try:
+            data = view(self._data)
+        except RuntimeError:  # padded rows do not lie as the nominal ones
+            return None
+        if data.dim() == 0 or data.stride(-1) != 1:
+            return None
+        cut = data.shape[-1] < self._data.shape[-1]
+        if cut and data.dim() > 1 and casts.has_padding(data):  # of values that were cut off
+            return None
+        return {**self._fields(), "_data": data, "_transpose": None}
+
+    def _written(self) -> None:
+        if self._transpose is not None:
+            self._transpose_invalid = False
+
+    def _state(self) -> dict[str, Any]:
+        return {"_transpose_version": None if self._transpose_invalid else 0}
+
+    def _take_state(self, state: dict[str, Any]) -> None:
+        if self._transpose is not None and state["_transpose_version"] is not None:
+            self._transpose_invalid = False
+
+    def _shown(self) -> dict[str, Any]:
+        return {"fp8_dtype": self._fp8_dtype.name, "scale_inv": self._scale_inv.tolist()[0]}
+
+    # ---- forms -----------------------------------------------------------------------------------
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Make a form (True), drop it (False) or leave it (None).
+
+        The transpose is made of the row-wise bytes. RuntimeError where these are to be made.
+        """
+        if rowwise_usage and self._data is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: the row-wise data were dropped, and are not made of the "
+                "transpose: keep them, update_usage(rowwise_usage=True) before"
+            )
+        if columnwise_usage:
+            self._create_transpose()
+        if columnwise_usage is False:
+            self._transpose = self._transpose_version = None
+        if rowwise_usage is False:
+            self._data = None
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which forms are there, of the values as they are now."""
+        return {"rowwise": self._data is not None, "columnwise": not self._transpose_invalid}
+
+    def _create_transpose(self) -> None:
+        """Make the transpose, unless it is there."""
+        if not self._transpose_invalid:
+            return
+        if self._data is None:
+            raise RuntimeError(f"{type(self).__name__}: there are no data to transpose")
+        self._transpose = _transposed(self)
+        self._transpose_invalid = False
+
+
+def _version_of(data: Tensor) -> int:
+    """Changes with the values; those of inference mode do not tell."""
+    return -1 if data.is_inference() else data._version
+
+
+def _transposed(storage: Float8TensorStorage) -> Tensor:
+    return casts.transpose(storage._data)
+
+
+def _with_scale(scale_inv: Tensor) -> Tensor:
+    """{1 / scale, scale} of an inverse scale, of any shape of one element."""
+    inverse = scale_inv.detach().to(torch.float32).reshape(1)
+    return torch.cat((inverse, inverse.reciprocal()))
+
+
+def _checked_fields(
+    label: str,
+    data: Tensor | None,
+    scale_inv: Tensor,
+    fp8_dtype: Any,
+    transpose: Tensor | None,
+    quantizer: Quantizer | None,
+) -> dict[str, Any]:
+    if data is None and transpose is None:
+        raise ValueError(f"{label}: data and data_transpose are None: give one")
+    fields: dict[str, Any] = {"_quantizer": quantizer}
+    for name, bytes_ in (("_data", data), ("_transpose", transpose)):
+        if bytes_ is not None and bytes_.element_size() != 1:
+            raise TypeError(f"{label}: data: {bytes_.dtype}, expected torch.uint8")
+        fields[name] = None if bytes_ is None else bytes_.view(torch.uint8)
+    fields["_scales"] = _with_scale(scale_inv)
+    fields["_fp8_dtype"] = fp8_type(f"{label}: fp8_dtype", fp8_dtype)
+    fields["_transpose_version"] = None if None in (data, transpose) else _version_of(data)
+    return fields
+
+
+class Float8Tensor(QuantizedTensor, Float8TensorStorage):
+    """A tensor in FP8 with one scale.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the values.
+    dtype : torch.dtype
+        Nominal one: of the values where they are read in high precision.
+    data, fp8_scale_inv, fp8_dtype, data_transpose, quantizer :
+        As of `Float8TensorStorage`.
+    requires_grad : bool, default False
+        Whether autograd records it.
+    """
+
+    _STORAGE = Float8TensorStorage
+
+    def __new__(  # noqa: D102 - the class's
+        cls,
+        *args: Any,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        data: Tensor | None = None,
+        fp8_scale_inv: Tensor | None = None,
+        fp8_dtype: Any = DType.kFloat8E4M3,
+        requires_grad: bool = False,
+        data_transpose: Tensor | None = None,
+        quantizer: Quantizer | None = None,
+    ) -> "Float8Tensor":
+        if args:
+            shape, dtype = (*args, dtype)[:2]
+        if fp8_scale_inv is None:
+            raise TypeError("Float8Tensor: fp8_scale_inv: None, expected a tensor of fp32 [1]")
+        given = (data, fp8_scale_inv, fp8_dtype, data_transpose, quantizer)
+        fields = _checked_fields("Float8Tensor", *given)
+        return cls._made(fields, dtype, shape, requires_grad)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass  # `__new__` has taken all
+
+    @classmethod
+    def _restored(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return {**fields, "_fp8_dtype": fp8_type("_fp8_dtype", fields["_fp8_dtype"])}
+
+    @classmethod
+    def _make_in_reduce_ex(
+        cls,
+        data: Tensor,
+        fp8_dtype: Any,
+        fp8_scale_inv: Tensor,
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+        data_transpose: Tensor | None = None,
+    ) -> "Float8Tensor":
+        """A tensor of what older files hold."""
+        options = {"fp8_scale_inv": fp8_scale_inv, "fp8_dtype": fp8_dtype, "dtype": dtype}
+        return cls(shape=shape, data=data, data_transpose=data_transpose, **options)
+
+
+class _PerTensorQuantizer(Quantizer):
+    """Casts with one scale."""
+
+    TENSOR, STORAGE = Float8Tensor, Float8TensorStorage
+    dtype: DType  # of the codes
+
+    def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
+        if not (self.rowwise_usage or self.columnwise_usage):
+            raise ValueError(
+                f"{type(self).__name__}: neither usage is set: set_usage(rowwise=True)"
+            )
+        row = column = None
+        if self.rowwise_usage:
+            row = casts.empty_rows(shape, device, pin_memory)
+        if self.columnwise_usage and shape:
+            column = casts.empty_columns(shape, device, pin_memory)
+        scales = torch.ones(2, dtype=torch.float32, device=device, pin_memory=pin_memory)
+        return {"_data": row, "_transpose": column, "_scales": scales, "_fp8_dtype": self.dtype}
+
+    def _write_forms(
+        self, source: Tensor, into: Any, noop: Tensor | None, how: dict[str, Any]
+    ) -> None:
+        if noop is not None and into._transpose_invalid and into._data is not None:
+            into._transpose = None  # it may be left as it is, but is of older values
+        forms = {"row": into._data, "row_scales": into._scales, "column": into._transpose}
+        casts.cast(source, _MODE, code_of(into._fp8_dtype), **forms, **how, noop=noop)
+
+
+class Float8Quantizer(_PerTensorQuantizer):
+    """Casts with a scale that somebody else sets: delayed scaling.
+
+    Parameters
+    ----------
+    scale : Tensor
+        fp32 [1]: values are multiplied with it.
+    amax : Tensor
+        fp32 [1]: each cast raises it to the largest magnitude that it met.
+    fp8_dtype : DType
+        Of the codes.
+    rowwise, columnwise : bool, default True
+        Which forms to make.
+    measure_first : bool, default False
+        Where `scale` is 0 cast with that which fits the tensor, as
+        ``DelayedScaling(measure_first=True)`` does; each cast measures then.
+    """
+
+    def __init__(
+        self,
+        scale: Tensor,
+        amax: Tensor,
+        fp8_dtype: Any,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        measure_first: bool = False,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.scale, self.amax = scale, amax
+        self.dtype = fp8_type("Float8Quantizer: fp8_dtype", fp8_dtype)
+        self.measure_first = bool(measure_first)
+        self._bound: Any = None  # slots of a module, which have the scale and amax
+
+    def copy(self) -> "Float8Quantizer":
+        """Copy the settings; scale and amax are shared."""
+        made = super().copy()
+        made._bound = self._bound
+        return made
+
+    def __getstate__(self) -> dict:
+        """Copy and pickle the values of scale and amax, apart from a module's slots."""
+        return {**self.__dict__, "_bound": None}
+
+    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
+        scale, amax = (t if t.device == source.device else None for t in (self.scale, self.amax))
+        if scale is None:
+            scale = self.scale.to(source.device)
+        partials = casts.measure(source) if self.measure_first else None
+        how = {"scale": scale, "amax": amax, "partials": partials}
+        self._write_forms(source, into, noop, how)
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Set the amax to the largest magnitude of a tensor."""
+        with torch.no_grad():
+            self.amax.copy_(tensor.detach().abs().max().reshape(1))
+
+    def create_tensor_from_data(
+        self,
+        data: Tensor,
+        fake_dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        internal: bool = False,
+    ) -> Any:
+        """Take bytes for data that were cast with this scale."""
+        fields = {
+            "_data": data.view(torch.uint8),
+            "_scales": _with_scale(self.scale.reciprocal()),
+            "_fp8_dtype": self.dtype,
+            "_quantizer": self.copy(),
+        }
+        if internal or self.internal:
+            return self.STORAGE._made(fields, fake_dtype)
+        return self.TENSOR._made(fields, fake_dtype, None, requires_grad)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"dtype": self.dtype.name, **super()._settings()}
+
+    def _own_settings(self) -> dict[str, Any]:
+        scaling = {"scale": self.scale.detach().clone(), "amax": self.amax.detach().clone()}
+        return {**scaling, "fp8_dtype": int(self.dtype), "measure_first": self.measure_first}
+
+
+class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
+    """Casts with the scale that fits the tensor: measured in a pass of its own.
+
+    Parameters
+    ----------
+    fp8_dtype : DType
+        Of the codes.
+    device : torch.device
+        Not read: tensors are made where their values are.
+    rowwise, columnwise : bool, default True
+        Which forms to make.
+    with_amax_reduction : bool, default False
+        Take the largest amax of the ranks of `amax_reduction_group`.
+    amax_reduction_group : ProcessGroup, optional
+        All ranks where None.
+    force_pow_2_scales : bool, default False
+        Round the scale down to a power of two.
+    amax_epsilon : float, default 0.0
+        Smallest amax.
+    use_existing_amax, scale, amax
+        Not read.
+    """
+
+    def __init__(
+        self,
+        fp8_dtype: Any,
+        device: Any = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+        use_existing_amax: bool = False,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+    ) -> None:
+        del use_existing_amax, scale, amax
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = fp8_type("Float8CurrentScalingQuantizer: fp8_dtype", fp8_dtype)
+        self.device = device
+        self.with_amax_reduction = with_amax_reduction
+        self.amax_reduction_group = amax_reduction_group
+        self.force_pow_2_scales = bool(force_pow_2_scales)
+        self.amax_epsilon = float(amax_epsilon)
+        if not 0.0 <= amax_epsilon < math.inf:
+            raise ValueError(
+                f"Float8CurrentScalingQuantizer: amax_epsilon={amax_epsilon}, expected a finite "
+                "number from 0 on"
+            )
+
+    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
+        partials = casts.measure(source)
+        if self.with_amax_reduction:
+            torch.distributed.all_reduce(
+                partials, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
+            )
+        settings = {"epsilon": self.amax_epsilon, "power_2": self.force_pow_2_scales}
+        self._write_forms(source, into, noop, {"partials": partials, **settings})
+
+    def copy(self) -> "Float8CurrentScalingQuantizer":
+        """Copy the settings but for the reduction, which belongs to one call."""
+        made = super().copy()
+        made.with_amax_reduction, made.amax_reduction_group = False, None
+        return made
+
+    def _settings(self) -> dict[str, Any]:
+        return {"dtype": self.dtype.name, **super()._settings()}
+
+    def _own_settings(self) -> dict[str, Any]:
+        return {
+            "fp8_dtype": int(self.dtype),
+            "force_pow_2_scales": bool(self.force_pow_2_scales),
+            "amax_epsilon": float(self.amax_epsilon),
+        }

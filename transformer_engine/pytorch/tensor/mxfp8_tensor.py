@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP8: FP8 with an exponent for each 32 values."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.two_forms import (
+    TwoFormQuantizer,
+    TwoFormStorage,
+    TwoFormTensor,
+)
+
+__all__ = ["MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage"]
+
+
+class MXFP8TensorStorage(TwoFormStorage):
+    """FP8 bytes with an exponent (E8M0, uint8) for each 32 values along the last dim, or across.
+
+    Column-wise data are not transposed: both are [M, K], with scales
+    [roundup(M, 128), roundup(ceil(K / 32), 4)] and [roundup(ceil(M / 32), 4), roundup(K, 128)].
+    ``with_gemm_swizzled_scales`` is False: they lie row after row.
+    """
+
+    _SETTINGS = ("_fp8_dtype", "_with_gemm_swizzled_scales")
+    _with_gemm_swizzled_scales: bool
+
+    def _mode(self) -> int:
+        return _core.SCALING_MXFP8
+
+    def _shape_of_columns(self, data: Tensor) -> tuple[int, ...]:
+        return tuple(data.shape)
+
+    def _viewed_columns(self, data: Tensor, shape: Sequence[int]) -> Tensor:
+        return data.view(tuple(shape))
+
+
+class MXFP8Tensor(TwoFormTensor, MXFP8TensorStorage):
+    """A tensor in MXFP8; see `MXFP8TensorStorage`."""
+
+    _STORAGE = MXFP8TensorStorage
+
+
+class MXFP8Quantizer(TwoFormQuantizer):
+    """Casts to MXFP8.
+
+    Parameters
+    ----------
+    fp8_dtype : DType
+        Of the codes.
+    rowwise, columnwise : bool, default True
+        Which forms to make.
+    with_2d_quantization : bool, default False
+        Squares of 32 x 32 values have one exponent.
+    """
+
+    TENSOR, STORAGE = MXFP8Tensor, MXFP8TensorStorage
+    _SCALES = torch.uint8
+    _empty_columns = staticmethod(casts.empty_rows)
+
+    def __init__(
+        self,
+        fp8_dtype: Any,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_2d_quantization: bool = False,
+    ) -> None:
+        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        self.with_2d_quantization = bool(with_2d_quantization)
+
+    def _mode(self) -> int:
+        return _core.SCALING_MXFP8
+
+    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """That of the tensor."""
+        return tuple(shape)
+
+    def get_scale_shape(self, shape: Sequence[int], columnwise: bool = False) -> tuple[int, ...]:
+        """Shape of the scales of a tensor's row-wise, or column-wise, data."""
+        lines, length = math.prod(shape[:-1]), shape[-1] if shape else 1
+        if columnwise:
+            return -(-lines // 128) * 4, -(-length // 128) * 128
+        return -(-lines // 128) * 128, -(-length // 128) * 4
+
+    def _format_settings(self, shape: tuple) -> dict[str, Any]:
+        del shape
+        return {"_with_gemm_swizzled_scales": False}
+
+    def _how(self, source: Tensor) -> dict[str, Any]:
+        del source
+        return {"square": self.with_2d_quantization}
+
+    def _own_settings(self) -> dict[str, Any]:
+        return {
+            "fp8_dtype": int(self.dtype),
+            "with_2d_quantization": self.with_2d_quantization,
+        }

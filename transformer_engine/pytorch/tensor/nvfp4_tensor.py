@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFP4: four bits a value, an FP8 scale for each 16 values, and one for the tensor."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.random import draw_pair
+from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.two_forms import (
+    TwoFormQuantizer,
+    TwoFormStorage,
+    TwoFormTensor,
+)
+
+__all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage"]
+
+
+def _packed(shape: Sequence[int], device: torch.device, pin_memory: bool) -> Tensor:
+    """Bytes of rows of four-bit values, padded to 16 of these."""
+    *leading, length = tuple(shape) or (1,)
+    options = {"dtype": torch.uint8, "device": device, "pin_memory": pin_memory}
+    return torch.empty(*leading, -(-length // 16) * 8, **options)
+
+
+def _packed_columns(shape: Sequence[int], device: torch.device, pin_memory: bool) -> Tensor:
+    return _packed((shape[-1], math.prod(shape[:-1])), device, pin_memory)
+
+
+class NVFP4TensorStorage(TwoFormStorage):
+    """Pairs of E2M1 numbers in bytes, the first in the low half, with scales of two levels.
+
+    Data are [M, roundup(K, 16) / 2], and column-wise [K, roundup(M, 16) / 2]. Their scales (E4M3
+    in uint8) are [roundup(M, 128), roundup(ceil(K / 16), 4)], of the column-wise ones with K and M
+    swapped; ``amax_rowwise`` and ``amax_columnwise``, fp32 [1], make up the scale of the tensor.
+    """
+
+    _TENSORS = (*TwoFormStorage._TENSORS, "_amax_rowwise", "_amax_columnwise")
+    _SETTINGS = (
+        "_fp8_dtype",
+        "_is_2D_scaled",
+        "_with_rht",
+        "_logical_shape",
+        "_with_gemm_swizzled_scales",
+    )
+    _KINDS = (DType.kFloat4E2M1,)
+    _amax_rowwise: Tensor | None
+    _amax_columnwise: Tensor | None
+    _is_2D_scaled: bool  # squares of 16 x 16 values have one scale
+    _with_rht: bool  # the column-wise values are transformed
+    _logical_shape: tuple[int, ...]
+    _with_gemm_swizzled_scales: bool
+
+    @property
+    def _fp4_dtype(self) -> DType:
+        return self._fp8_dtype
+
+    def _mode(self) -> int:
+        return _core.SCALING_NVFP4
+
+    def _code(self) -> int:
+        return _core.DTYPE_U8
+
+    def _extent(self) -> tuple[int, ...]:
+        return tuple(self._logical_shape)
+
+    def _dequantized(self, dtype: torch.dtype, shape: tuple) -> Tensor:
+        if self._rowwise_data is None and self._columnwise_data is not None and self._with_rht:
+            raise RuntimeError(
+                f"{type(self).__name__}: its column-wise data are of transformed values, and the "
+                "row-wise ones were dropped"
+            )
+        return super()._dequantized(dtype, shape)
+
+    def _viewed_fields(self, view: Any) -> None:
+        """None: two values share a byte."""
+        del view
+
+
+class NVFP4Tensor(TwoFormTensor, NVFP4TensorStorage):
+    """A tensor in NVFP4; see `NVFP4TensorStorage`."""
+
+    _STORAGE = NVFP4TensorStorage
+
+
+class NVFP4Quantizer(TwoFormQuantizer):
+    """Casts to NVFP4.
+
+    Parameters
+    ----------
+    fp4_dtype : DType, default DType.kFloat4E2M1
+        Of the codes.
+    rowwise, columnwise : bool, default True
+        Which forms to make.
+    with_amax_reduction : bool, default False
+        Take the largest amax of the ranks of `amax_reduction_group`.
+    amax_reduction_group : ProcessGroup, optional
+        All ranks where None.
+    with_rht : bool, default False
+        Transform groups of 16 values of the column-wise form (random Hadamard transform).
+    with_post_rht_amax : bool, default False
+        Not read: the amax of the column-wise form is that of what is cast.
+    with_2d_quantization : bool, default False
+        Squares of 16 x 16 values have one scale.
+    stochastic_rounding : bool, default False
+        Round up or down by chance, with random numbers from torch's generator.
+    row_scaled_nvfp4, nvfp4_use_4over6 : False
+        Not there yet.
+    nvfp4_e4m3_max, nvfp4_4over6_err_mode, with_random_sign_mask
+        Not read: 448, of no use, and the signs of the definition.
+    """
+
+    TENSOR, STORAGE = NVFP4Tensor, NVFP4TensorStorage
+    _SCALES = torch.uint8
+    _KINDS = NVFP4TensorStorage._KINDS
+    _empty_rows = staticmethod(_packed)
+    _empty_columns = staticmethod(_packed_columns)
+
+    def __init__(
+        self,
+        fp4_dtype: Any = DType.kFloat4E2M1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        with_rht: bool = False,
+        with_post_rht_amax: bool = False,
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
+        with_random_sign_mask: bool = True,
+    ) -> None:
+        del nvfp4_4over6_err_mode, with_random_sign_mask
+        refused = {"row_scaled_nvfp4": row_scaled_nvfp4, "nvfp4_use_4over6": nvfp4_use_4over6}
+        for name, value in {**refused, "nvfp4_e4m3_max": nvfp4_e4m3_max != 448}.items():
+            if value:
+                raise NotImplementedError(f"NVFP4Quantizer: {name} is not there yet: leave it out")
+        if with_rht and with_2d_quantization:
+            raise ValueError("NVFP4Quantizer: with_rht and with_2d_quantization: give one of them")
+        super().__init__(fp4_dtype, rowwise=rowwise, columnwise=columnwise)
+        self.with_amax_reduction = with_amax_reduction
+        self.amax_reduction_group = amax_reduction_group
+        self.with_rht = bool(with_rht)
+        self.with_post_rht_amax = bool(with_post_rht_amax)
+        self.with_2d_quantization = bool(with_2d_quantization)
+        self.stochastic_rounding = bool(stochastic_rounding)
+
+    def _mode(self) -> int:
+        return _core.SCALING_NVFP4
+
+    def copy(self) -> "NVFP4Quantizer":
+        """Copy the settings but for the reduction, which belongs to one call."""
+        made = super().copy()
+        made.with_amax_reduction, made.amax_reduction_group = False, None
+        return made
+
+    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the column-wise bytes of a tensor."""
+        return shape[-1], -(-math.prod(shape[:-1]) // 16) * 8
+
+    def get_scale_shape(self, shape: Sequence[int], columnwise: bool = False) -> tuple[int, ...]:
+        """Shape of the scales of a tensor's row-wise, or column-wise, data."""
+        lines, length = math.prod(shape[:-1]), shape[-1] if shape else 1
+        if columnwise:
+            lines, length = length, lines
+        return -(-lines // 128) * 128, -(-length // 64) * 4
+
+    def _format_settings(self, shape: tuple) -> dict[str, Any]:
+        return {
+            "_is_2D_scaled": self.with_2d_quantization,
+            "_with_rht": self.with_rht,
+            "_logical_shape": tuple(shape),
+            "_with_gemm_swizzled_scales": False,
+        }
+
+    def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
+        fields = super()._empty(shape, device, pin_memory)
+        for form in ("rowwise", "columnwise"):
+            if f"_{form}_data" in fields:
+                options = {"dtype": torch.float32, "device": device, "pin_memory": pin_memory}
+                fields[f"_amax_{form}"] = torch.empty(1, **options)
+        return fields
+
+    def _how(self, source: Tensor) -> dict[str, Any]:
+        partials = self._measured(source, False)
+        how = {"partials": partials, "square": self.with_2d_quantization}
+        if self.with_rht and self.columnwise_usage:
+            how["column_partials"] = self._measured(source, True)
+            how["hadamard"] = True
+        if self.stochastic_rounding:
+            how["rng"] = draw_pair(source)
+        return how
+
+    def _measured(self, source: Tensor, hadamard: bool) -> Tensor:
+        partials = casts.measure(source, hadamard)
+        if self.with_amax_reduction:
+            torch.distributed.all_reduce(
+                partials, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
+            )
+        return partials
+
+    def _own_settings(self) -> dict[str, Any]:
+        names = ("with_rht", "with_post_rht_amax", "with_2d_quantization", "stochastic_rounding")
+        return {"fp4_dtype": int(self.dtype), **{name: getattr(self, name) for name in names}}

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What formats share that have scales of their own for each form: a class of these is a few lines.
+
+Both forms are cast from high precision. A format says by `_mode` how its scales lie
+(``_core.SCALING_*``), and by `_turned` whether one form can be made of the other.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
+from transformer_engine.pytorch.quantizer import Quantizer
+from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.float8_tensor import FP8, code_of, fp8_type
+
+__all__ = ["TwoFormQuantizer", "TwoFormStorage", "TwoFormTensor"]
+
+
+class TwoFormStorage(QuantizedTensorStorage):
+    """Data and scales row-wise and column-wise; None for a form that is not there.
+
+    Parameters
+    ----------
+    rowwise_data, columnwise_data : Tensor, optional
+        uint8 [..., columns], and [columns, ...].
+    rowwise_scale_inv, columnwise_scale_inv : Tensor, optional
+        fp32, as the format has them.
+    fp8_dtype : DType
+        Of the codes.
+    quantizer : Quantizer
+        What new values are cast by.
+    fake_dtype : torch.dtype, default torch.float32
+        Nominal dtype.
+    """
+
+    _TENSORS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
+    _SETTINGS: tuple[str, ...] = ("_fp8_dtype",)
+    _KINDS = FP8
+    """Element types that there are."""
+
+    _rowwise_data: Tensor | None
+    _rowwise_scale_inv: Tensor | None
+    _columnwise_data: Tensor | None
+    _columnwise_scale_inv: Tensor | None
+    _fp8_dtype: DType
+
+    def __init__(self, *, fake_dtype: torch.dtype = torch.float32, **fields: Any) -> None:
+        self._take(_named(type(self), fields), fake_dtype)
+
+    # ---- what a format says ----------------------------------------------------------------------
+
+    def _mode(self) -> int:
+        """``_core.SCALING_*`` of its scales."""
+        raise NotImplementedError
+
+    def _turned(self) -> tuple[Tensor, Tensor] | None:
+        """Column-wise data and scales, made of the row-wise ones; None where they can not be."""
+        return None
+
+    # ---- values ----------------------------------------------------------------------------------
+
+    @classmethod
+    def _with_data(cls, fields: dict, data: Tensor) -> dict:
+        return {
+            **fields,
+            "_rowwise_data": data,
+            "_columnwise_data": None,
+            "_columnwise_scale_inv": None,
+        }
+
+    def _extent(self) -> tuple[int, ...]:
+        if self._rowwise_data is not None:
+            return tuple(self._rowwise_data.shape)
+        return self._shape_of_columns(self._columnwise_data)
+
+    def _shape_of_columns(self, data: Tensor) -> tuple[int, ...]:
+        """Shape of the tensor of its column-wise data."""
+        return (*data.shape[1:], data.shape[0])
+
+    def _viewed_columns(self, data: Tensor, shape: Sequence[int]) -> Tensor:
+        """Column-wise data of a tensor of a shape that differs in leading dims."""
+        return data.view(shape[-1], *shape[:-1])
+
+    def _dequantized(self, dtype: torch.dtype, shape: tuple) -> Tensor:
+        if self._rowwise_data is None and self._columnwise_data is None:
+            raise RuntimeError(f"{type(self).__name__}: it has no data: they were dropped")
+        data = self.get_data_tensors()
+        return casts.dequantize(data, self._mode(), self._code(), shape, dtype)
+
+    def _code(self) -> int:
+        """``_core.DTYPE_*`` of the elements of its data."""
+        return code_of(self._fp8_dtype)
+
+    def _takes(self, source: Any) -> bool:
+        return (
+            isinstance(source, TwoFormStorage)
+            and source._mode() == self._mode()
+            and source._code() == self._code()
+            and source.get_usages() == self.get_usages()
+            and self.shape == source.shape
+        )
+
+    def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
+        """Views of all values that keep the last dim: the scales are those of whole rows."""
+        if self._rowwise_data is None:
+            return None
+        try:
+            data = view(self._rowwise_data)
+        except RuntimeError:  # padded rows do not lie as the nominal ones
+            return None
+        old = self._rowwise_data.shape
+        if (
+            data.dim() == 0
+            or data.shape[-1] != old[-1]
+            or data.numel() != self._rowwise_data.numel()
+        ):
+            return None
+        fields = {**self._fields(), "_rowwise_data": data}
+        if self._columnwise_data is not None:
+            fields["_columnwise_data"] = self._viewed_columns(self._columnwise_data, data.shape)
+        return fields
+
+    # ---- forms -----------------------------------------------------------------------------------
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Make a form (True), drop it (False) or leave it (None).
+
+        RuntimeError where one is to be made, and is not made of the other: it is cast from high
+        precision.
+        """
+        if columnwise_usage and self._columnwise_data is None:
+            made = None if self._rowwise_data is None else self._turned()
+            if made is None:
+                self._refuse("column-wise")
+            self._columnwise_data, self._columnwise_scale_inv = made
+        if rowwise_usage and self._rowwise_data is None:
+            self._refuse("row-wise")
+        if columnwise_usage is False:
+            self._columnwise_data = self._columnwise_scale_inv = None
+        if rowwise_usage is False:
+            self._rowwise_data = self._rowwise_scale_inv = None
+
+    def _refuse(self, form: str) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__}: it has no {form} data, which are not made of the others: "
+            "quantize with both usages"
+        )
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which forms are there."""
+        return {
+            "rowwise": self._rowwise_data is not None,
+            "columnwise": self._columnwise_data is not None,
+        }
+
+    def _shown(self) -> dict[str, Any]:
+        return {"fp8_dtype": self._fp8_dtype.name}
+
+
+def _named(kind: type, given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of arguments, which have their names without the underscore."""
+    names = (*kind._TENSORS, *kind._SETTINGS, "_quantizer")
+    unknown = [name for name in given if f"_{name}" not in names]
+    if unknown:
+        raise TypeError(f"{kind.__name__}: unexpected arguments {unknown}")
+    fields = {f"_{name}": value for name, value in given.items()}
+    if fields.get("_rowwise_data") is None and fields.get("_columnwise_data") is None:
+        raise ValueError(f"{kind.__name__}: rowwise_data and columnwise_data are None: give one")
+    fields["_fp8_dtype"] = fp8_type(
+        f"{kind.__name__}: fp8_dtype", fields["_fp8_dtype"], kind._KINDS
+    )
+    return fields
+
+
+class TwoFormTensor(QuantizedTensor):
+    """A tensor over such a storage; its class is made of this one and of the storage's.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the values.
+    dtype : torch.dtype
+        Nominal one.
+    requires_grad : bool, default False
+        Whether autograd records it.
+    fields :
+        As of the storage.
+    """
+
+    def __new__(  # noqa: D102 - the class's
+        cls,
+        *args: Any,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        **fields: Any,
+    ) -> Any:
+        if args:
+            shape, dtype = (*args, dtype)[:2]
+        return cls._made(_named(cls, fields), dtype, shape, requires_grad)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass  # `__new__` has taken all
+
+    @classmethod
+    def _restored(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return {**fields, "_fp8_dtype": fp8_type("_fp8_dtype", fields["_fp8_dtype"], cls._KINDS)}
+
+
+class TwoFormQuantizer(Quantizer):
+    """Casts by scales that are found in the tensor itself.
+
+    Parameters
+    ----------
+    fp8_dtype : DType
+        Of the codes.
+    rowwise, columnwise : bool, default True
+        Which forms to make.
+    amax_epsilon : float, default 0.0
+        Smallest amax.
+    force_pow_2_scales : bool
+        Round scales down to powers of two.
+    """
+
+    def __init__(
+        self,
+        fp8_dtype: Any,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = False,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        label = type(self).__name__
+        self.dtype = fp8_type(f"{label}: fp8_dtype", fp8_dtype, self._KINDS)
+        self.amax_epsilon = float(amax_epsilon)
+        self.force_pow_2_scales = bool(force_pow_2_scales)
+        if not 0.0 <= self.amax_epsilon < math.inf:
+            raise ValueError(
+                f"{label}: amax_epsilon={amax_epsilon}, expected a finite number from 0 on"
+            )
+
+    def _mode(self) -> int:
+        """``_core.SCALING_*`` of what it makes."""
+        raise NotImplementedError
+
+    def _format_settings(self, shape: tuple) -> dict[str, Any]:
+        """Further fields of what it makes."""
+        del shape
+        return {}
+
+    _KINDS = FP8
+    _SCALES = torch.float32
+    _empty_rows = staticmethod(casts.empty_rows)
+    _empty_columns = staticmethod(casts.empty_columns)
+
+    def get_scale_shape(self, shape: Sequence[int], columnwise: bool = False) -> tuple[int, ...]:
+        """Shape of the scales of a tensor's row-wise, or column-wise, data."""
+        lines, length = math.prod(shape[:-1]), shape[-1] if shape else 1
+        return scale_shape(self._mode(), *((length, lines) if columnwise else (lines, length)))
+
+    def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
+        if not (self.rowwise_usage or self.columnwise_usage):
+            raise ValueError(
+                f"{type(self).__name__}: neither usage is set: set_usage(rowwise=True)"
+            )
+        fields = {"_fp8_dtype": self.dtype, **self._format_settings(shape)}
+        options = {"dtype": self._SCALES, "device": device, "pin_memory": pin_memory}
+        if self.rowwise_usage:
+            fields["_rowwise_data"] = self._empty_rows(shape, device, pin_memory)
+            fields["_rowwise_scale_inv"] = torch.empty(self.get_scale_shape(shape), **options)
+        if self.columnwise_usage:
+            fields["_columnwise_data"] = self._empty_columns(shape, device, pin_memory)
+            scales = torch.empty(self.get_scale_shape(shape, True), **options)
+            fields["_columnwise_scale_inv"] = scales
+        return fields
+
+    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
+        names = ("row", "row_scales", "column", "column_scales", "row_amax", "column_amax")
+        forms = dict(zip(names, into.get_data_tensors(), strict=False))
+        how = self._how(source)
+        casts.cast(source, into._mode(), into._code(), **forms, **how, noop=noop)
+
+    def _how(self, source: Tensor) -> dict[str, Any]:
+        """Further arguments of `casts.cast`."""
+        del source
+        return {"epsilon": self.amax_epsilon, "power_2": self.force_pow_2_scales}
+
+    def _settings(self) -> dict[str, Any]:
+        return {"dtype": self.dtype.name, **super()._settings()}
+
+    def _own_settings(self) -> dict[str, Any]:
+        return {
+            "fp8_dtype": int(self.dtype),
+            "amax_epsilon": self.amax_epsilon,
+            "force_pow_2_scales": self.force_pow_2_scales,
+        }
+
+
+def scale_shape(mode: int, lines: int, length: int) -> tuple[int, ...]:
+    """Shape of the scales of data [lines, length], as TE_SCALING_MODES in the C header has them."""
+    if mode == _core.SCALING_ROW:
+        return 2, lines
+    if mode == _core.SCALING_BLOCK_1D:
+        return -(-length // 128), -(-lines // 4) * 4
+    return -(-lines // 128), -(-length // 512) * 4
