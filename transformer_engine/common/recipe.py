@@ -18,21 +18,24 @@ with ``hasattr``.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from transformer_engine.common import absent, config
 from transformer_engine.common import recipe_rules as rules
 from transformer_engine.common.recipe_base import (
+    DerivedQParams,
     Format,
     MMParams,
     QParams,
     Recipe,
     _FormatHelper,  # noqa: F401 - pickles of a Format name it here
-    accept_unknown_arguments,
-    format_rule,
-    from_environment,
-    qparams_rule,
+    attention_setting,
+    format_setting,
+    gemm_setting,
+    margin_setting,
+    override_setting,
+    recipe_class,
+    setting,
 )
 from transformer_engine.common.recipe_microscaling import MXFP8BlockScaling, NVFP4BlockScaling
 
@@ -53,8 +56,7 @@ __all__ = [
 __getattr__, __dir__ = absent.attach(globals())
 
 
-@accept_unknown_arguments
-@dataclass(repr=False, eq=False)
+@recipe_class
 class DelayedScaling(Recipe):
     """FP8 with one scale per tensor, predicted from the amaxes of earlier steps.
 
@@ -94,87 +96,42 @@ class DelayedScaling(Recipe):
         assignments, too.
     """
 
-    margin: int = 0
-    fp8_format: Format = Format.HYBRID
-    amax_history_len: int = 1024
-    amax_compute_algo: str | Callable = "max"
-    scaling_factor_compute_algo: Callable | None = None
-    reduce_amax: bool = True
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: str | None = from_environment(config.TE_BACKWARD_OVERRIDE)
-    measure_first: bool = False
+    margin: int = margin_setting()
+    fp8_format: Format = format_setting(Format.HYBRID)
+    amax_history_len: int = setting(rules.integer(1, math.inf, "an integer of at least 1"), 1024)
+    amax_compute_algo: str | Callable = setting(rules.amax_compute_algo, "max")
+    scaling_factor_compute_algo: Callable | None = setting(rules.optional_callable, None)
+    reduce_amax: bool = setting(rules.boolean, True)
+    fp8_dpa: bool = attention_setting()
+    fp8_mha: bool = attention_setting()
+    backward_override: str | None = override_setting(rules.no_backward_override)
+    measure_first: bool = setting(rules.boolean, False)
 
     _KIND = "delayed"
-    _RULES = {
-        # Beyond the exponents of fp32, 2**-margin is no scale any more.
-        "margin": rules.integer(-126, 126, "an integer from -126 to 126"),
-        "fp8_format": format_rule,
-        "amax_history_len": rules.integer(1, math.inf, "an integer of at least 1"),
-        "amax_compute_algo": rules.amax_compute_algo,
-        "scaling_factor_compute_algo": rules.optional_callable,
-        "reduce_amax": rules.boolean,
-        "fp8_dpa": rules.boolean,
-        "fp8_mha": rules.boolean,
-        "backward_override": rules.no_backward_override,
-        "measure_first": rules.boolean,
-    }
 
     def _numerics(self) -> list[tuple[str, Any]]:
         """Leave the field that others do not have out, unless it says something."""
         return [pair for pair in super()._numerics() if pair != ("measure_first", False)]
 
 
-class _DerivedQParams:
-    """QParams that follow the recipe's choice of powers of two until the user assigns others.
-
-    It has no `__set__`, so an assignment lands in the instance's dictionary and from then on hides
-    this object; deleting the attribute brings the derived value back.
-    """
-
-    def __get__(self, recipe: "_Measuring | None", owner: "type[_Measuring]") -> QParams:
-        """Return the derived value; on the class, that of a recipe constructed now."""
-        return QParams(power_2_scale=owner._power_2_of(recipe))
+def _power_2_qparams() -> DerivedQParams:
+    """QParams that follow the recipe's choice of powers of two."""
+    return DerivedQParams(lambda recipe: QParams(power_2_scale=recipe._power_2()))
 
 
-@dataclass(repr=False, eq=False)
 class _Measuring(Recipe):
     """Base of recipes that find scales in the tensors that they cast."""
 
-    # Without annotations: not fields, so that they stay out of the constructor.
-    fp8_quant_fwd_inp = _DerivedQParams()
-    fp8_quant_fwd_weight = _DerivedQParams()
-    fp8_quant_bwd_grad = _DerivedQParams()
+    fp8_quant_fwd_inp = _power_2_qparams()
+    fp8_quant_fwd_weight = _power_2_qparams()
+    fp8_quant_bwd_grad = _power_2_qparams()
 
-    @staticmethod
-    def _power_2_of(recipe: Any) -> bool:
-        """Whether scales are powers of two; None: of a recipe constructed now."""
-        raise NotImplementedError
-
-    def _numerics(self) -> list[tuple[str, Any]]:
-        """Add the QParams that differ from the derived ones, as only those say something new."""
-        derived = QParams(power_2_scale=self._power_2_of(self))
-        names = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
-        assigned = [(name, getattr(self, name)) for name in names]
-        return super()._numerics() + [(n, value) for n, value in assigned if value != derived]
+    def _power_2(self) -> bool:
+        """Whether scales are powers of two."""
+        return self.use_power_2_scales
 
 
-_MEASURING_RULES: dict[str, Callable[[str, Any], Any]] = {
-    "fp8_format": format_rule,
-    "fp8_gemm_fprop": rules.instance(MMParams),
-    "fp8_gemm_dgrad": rules.instance(MMParams),
-    "fp8_gemm_wgrad": rules.instance(MMParams),
-    "fp8_dpa": rules.boolean,
-    "fp8_mha": rules.boolean,
-    "backward_override": rules.backward_override,
-    "fp8_quant_fwd_inp": qparams_rule,
-    "fp8_quant_fwd_weight": qparams_rule,
-    "fp8_quant_bwd_grad": qparams_rule,
-}
-
-
-@accept_unknown_arguments
-@dataclass(repr=False, eq=False)
+@recipe_class
 class Float8CurrentScaling(_Measuring):
     """FP8 with one scale per tensor, computed from the tensor itself just before the cast.
 
@@ -212,27 +169,19 @@ class Float8CurrentScaling(_Measuring):
         environment is not understood. Assignments raise these errors, too.
     """
 
-    use_power_2_scales: bool = from_environment(config.TE_FP8_CURRENT_SCALING_POWER_2_SCALES)
-    fp8_format: Format = Format.HYBRID
-    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
-    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
-    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: str | None = from_environment(config.TE_BACKWARD_OVERRIDE)
+    use_power_2_scales: bool = setting(rules.boolean, config.TE_FP8_CURRENT_SCALING_POWER_2_SCALES)
+    fp8_format: Format = format_setting(Format.HYBRID)
+    fp8_gemm_fprop: MMParams = gemm_setting(split=False)
+    fp8_gemm_dgrad: MMParams = gemm_setting(split=True)
+    fp8_gemm_wgrad: MMParams = gemm_setting(split=True)
+    fp8_dpa: bool = attention_setting()
+    fp8_mha: bool = attention_setting()
+    backward_override: str | None = override_setting()
 
     _KIND = "current"
-    _RULES = _MEASURING_RULES | {"use_power_2_scales": rules.boolean}
-
-    @staticmethod
-    def _power_2_of(recipe: Any) -> bool:
-        if recipe is None:
-            return config.TE_FP8_CURRENT_SCALING_POWER_2_SCALES.get()
-        return recipe.use_power_2_scales
 
 
-@accept_unknown_arguments
-@dataclass(repr=False, eq=False)
+@recipe_class
 class Float8BlockScaling(_Measuring):
     """FP8 with one scale per tile of 1 x 128 or 128 x 128 elements, computed from the tile.
 
@@ -272,33 +221,22 @@ class Float8BlockScaling(_Measuring):
         As of `Float8CurrentScaling`. Assignments raise these errors, too.
     """
 
-    use_f32_scales: bool = from_environment(config.TE_FP8_BLOCK_SCALING_FP32_SCALES)
-    fp8_format: Format = Format.E4M3
-    x_block_scaling_dim: int = 1
-    w_block_scaling_dim: int = 2
-    grad_block_scaling_dim: int = 1
-    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=True)
-    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
-    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: str | None = from_environment(config.TE_BACKWARD_OVERRIDE)
+    use_f32_scales: bool = setting(rules.boolean, config.TE_FP8_BLOCK_SCALING_FP32_SCALES)
+    fp8_format: Format = format_setting(Format.E4M3)
+    x_block_scaling_dim: int = setting(rules.one_of(1, 2), 1)
+    w_block_scaling_dim: int = setting(rules.one_of(1, 2), 2)
+    grad_block_scaling_dim: int = setting(rules.one_of(1, 2), 1)
+    fp8_gemm_fprop: MMParams = gemm_setting(split=True)
+    fp8_gemm_dgrad: MMParams = gemm_setting(split=True)
+    fp8_gemm_wgrad: MMParams = gemm_setting(split=True)
+    fp8_dpa: bool = attention_setting(rules.never)
+    fp8_mha: bool = attention_setting(rules.never)
+    backward_override: str | None = override_setting()
 
     _KIND = "block"
-    _RULES = _MEASURING_RULES | {
-        "use_f32_scales": rules.boolean,
-        "x_block_scaling_dim": rules.one_of(1, 2),
-        "w_block_scaling_dim": rules.one_of(1, 2),
-        "grad_block_scaling_dim": rules.one_of(1, 2),
-        "fp8_dpa": rules.never,
-        "fp8_mha": rules.never,
-    }
 
-    @staticmethod
-    def _power_2_of(recipe: Any) -> bool:
-        if recipe is None:
-            return not config.TE_FP8_BLOCK_SCALING_FP32_SCALES.get()
-        return not recipe.use_f32_scales
+    def _power_2(self) -> bool:
+        return not self.use_f32_scales
 
     def _check_fields(self) -> None:
         name = type(self).__name__
@@ -317,8 +255,7 @@ class Float8BlockScaling(_Measuring):
                 )
 
 
-@accept_unknown_arguments
-@dataclass(repr=False, eq=False)
+@recipe_class
 class Float8RowScaling(_Measuring):
     """FP8 with one scale per row of what a GEMM reads, computed from the row (not the incumbent's).
 
@@ -355,22 +292,13 @@ class Float8RowScaling(_Measuring):
         As of `Float8CurrentScaling`. Assignments raise these errors, too.
     """
 
-    use_power_2_scales: bool = False
-    fp8_format: Format = Format.HYBRID
-    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
-    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
-    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: str | None = from_environment(config.TE_BACKWARD_OVERRIDE)
+    use_power_2_scales: bool = setting(rules.boolean, False)
+    fp8_format: Format = format_setting(Format.HYBRID)
+    fp8_gemm_fprop: MMParams = gemm_setting(split=False)
+    fp8_gemm_dgrad: MMParams = gemm_setting(split=True)
+    fp8_gemm_wgrad: MMParams = gemm_setting(split=True)
+    fp8_dpa: bool = attention_setting(rules.never)
+    fp8_mha: bool = attention_setting(rules.never)
+    backward_override: str | None = override_setting()
 
     _KIND = "row"
-    _RULES = _MEASURING_RULES | {
-        "use_power_2_scales": rules.boolean,
-        "fp8_dpa": rules.never,
-        "fp8_mha": rules.never,
-    }
-
-    @staticmethod
-    def _power_2_of(recipe: Any) -> bool:
-        return False if recipe is None else recipe.use_power_2_scales

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
 from transformer_engine.common import absent, config
 from transformer_engine.common import recipe_rules as rules
@@ -158,9 +158,63 @@ class QParams:
         object.__setattr__(self, "amax_epsilon", epsilon)
 
 
-def from_environment(variable: config.Variable) -> Any:
-    """Make a field whose default is read from the environment when a recipe is constructed."""
-    return field(default_factory=variable.get, metadata={"variable": variable})
+def setting(rule: Callable[[str, Any], Any], default: Any = MISSING) -> Any:
+    """Make a field of a recipe with the rule of its values; see `Recipe`.
+
+    A default that is a variable is read from the environment when a recipe is constructed.
+    """
+    metadata = {"rule": rule}
+    if isinstance(default, config.Variable):
+        return field(default_factory=default.get, metadata=metadata | {"variable": default})
+    return field(default=default, metadata=metadata)
+
+
+# Fields that several recipes have. Each recipe lists its fields itself, in the order of its
+# constructor's arguments.
+
+
+def margin_setting() -> Any:
+    """Powers of two left free: beyond the exponents of fp32, 2**-margin is no scale any more."""
+    return setting(rules.integer(-126, 126, "an integer from -126 to 126"), 0)
+
+
+def format_setting(default: Format) -> Any:
+    """Element types: E4M3 or HYBRID."""
+    return setting(format_rule, default)
+
+
+def gemm_setting(split: bool) -> Any:
+    """How a kind of GEMM runs; `split`: whether it accumulates so by default."""
+    return setting(rules.instance(MMParams), MMParams(use_split_accumulator=split))
+
+
+def attention_setting(rule: Callable[[str, Any], Any] = rules.boolean) -> Any:
+    """Whether attention runs in FP8."""
+    return setting(rule, False)
+
+
+def override_setting(rule: Callable[[str, Any], Any] = rules.backward_override) -> Any:
+    """What the backward computes from."""
+    return setting(rule, config.TE_BACKWARD_OVERRIDE)
+
+
+class DerivedQParams:
+    """QParams of one kind of tensor, which follow the recipe until the user assigns others.
+
+    They are no fields and so no arguments of the constructor. There is no `__set__`, so that an
+    assignment lands in the instance's dictionary and from then on hides this object; deleting the
+    attribute brings the derived value back.
+    """
+
+    def __init__(
+        self, derive: "Callable[[Any], QParams]", rule: Callable[[str, Any], Any] = qparams_rule
+    ) -> None:
+        self.derive = derive
+        self.rule = rule
+
+    def __get__(self, recipe: "Recipe | None", owner: type) -> "QParams":
+        """Return the derived value; on the class, that of a recipe constructed now."""
+        return self.derive(owner() if recipe is None else recipe)
 
 
 def _default_when_unpickled(f: Field) -> Any:
@@ -201,12 +255,29 @@ _IGNORED_ARGUMENTS = frozenset(
 )
 
 
-def accept_unknown_arguments(cls: type) -> type:
-    """Let the constructor of a recipe (class decorator) ignore keyword arguments it does not have.
+@dataclass_transform(
+    eq_default=False,
+    field_specifiers=(
+        setting,
+        margin_setting,
+        format_setting,
+        gemm_setting,
+        attention_setting,
+        override_setting,
+    ),
+)
+def recipe_class(cls: type) -> type:
+    """Make a recipe of a class whose fields are settings (class decorator).
 
-    An argument that is not known to come from an existing program gives a UserWarning that names
-    it, since it may be a misspelt field.
+    Its constructor ignores keyword arguments it does not have. One that is not known to come from
+    an existing program gives a UserWarning that names it, since it may be a misspelt field.
     """
+    cls = dataclass(repr=False, eq=False)(cls)
+    members = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
+    cls._QPARAMS = {n: value for n, value in members.items() if isinstance(value, DerivedQParams)}
+    cls._RULES = {f.name: f.metadata["rule"] for f in fields(cls)}
+    cls._RULES |= {name: qparams.rule for name, qparams in cls._QPARAMS.items()}
+    cls.__module__ = _RECIPES
     strict = cls.__init__
     known = frozenset(f.name for f in fields(cls) if f.init)
 
@@ -237,11 +308,12 @@ class Recipe:
     have one class and the same numerics. Recipes can be written to and are therefore not hashable:
     `repr` is the key to use.
 
-    A subclass lists its fields' rules in `_RULES`; a rule takes a name for messages and a value,
-    and returns the value to store or raises.
+    A subclass lists its fields with their rules (`recipe_class`, `setting`); a rule takes a name
+    for messages and a value, and returns the value to store or raises.
     """
 
     _RULES: ClassVar[Mapping[str, Callable[[str, Any], Any]]] = {}
+    _QPARAMS: ClassVar[Mapping[str, DerivedQParams]] = {}
     _KIND: ClassVar[str] = ""  # how scales are found
 
     @classmethod
@@ -287,7 +359,12 @@ class Recipe:
     def _numerics(self) -> list[tuple[str, Any]]:
         """Return everything that changes numerics, as (name, value)."""
         # A subclass may call this class's constructor before it sets fields of its own.
-        return [(f.name, getattr(self, f.name, None)) for f in fields(self)]
+        pairs = [(f.name, getattr(self, f.name, None)) for f in fields(self)]
+        for name, qparams in self._QPARAMS.items():  # derived ones say nothing new
+            value = self.__dict__.get(name)
+            if value is not None and value != qparams.derive(self):
+                pairs.append((name, value))
+        return pairs
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Check a field's new value, store it and renew the `repr`."""

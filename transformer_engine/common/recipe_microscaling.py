@@ -2,23 +2,25 @@
 """The recipes of small groups, MXFP8 and NVFP4; programs find them in `recipe`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from typing import Any
 
 from transformer_engine.common import config
 from transformer_engine.common import recipe_rules as rules
 from transformer_engine.common.recipe_base import (
+    DerivedQParams,
     Format,
     QParams,
     Recipe,
-    accept_unknown_arguments,
-    format_rule,
-    from_environment,
+    attention_setting,
+    format_setting,
+    margin_setting,
+    override_setting,
+    recipe_class,
+    setting,
 )
 
 
-@accept_unknown_arguments
-@dataclass(repr=False, eq=False)
+@recipe_class
 class MXFP8BlockScaling(Recipe):
     """FP8 with a power of two for each 32 values of a row or a column.
 
@@ -49,33 +51,14 @@ class MXFP8BlockScaling(Recipe):
         environment is not understood. Assignments raise these errors, too.
     """
 
-    margin: int = 0
-    fp8_format: Format = Format.E4M3
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: str | None = from_environment(config.TE_BACKWARD_OVERRIDE)
-    enable_2d_quantization: bool = False
+    margin: int = margin_setting()
+    fp8_format: Format = format_setting(Format.E4M3)
+    fp8_dpa: bool = attention_setting()
+    fp8_mha: bool = attention_setting()
+    backward_override: str | None = override_setting()
+    enable_2d_quantization: bool = setting(rules.boolean, False)
 
     _KIND = "mxfp8"
-    _RULES = {
-        "margin": rules.integer(-126, 126, "an integer from -126 to 126"),
-        "fp8_format": format_rule,
-        "fp8_dpa": rules.boolean,
-        "fp8_mha": rules.boolean,
-        "backward_override": rules.backward_override,
-        "enable_2d_quantization": rules.boolean,
-    }
-
-
-class _FP4QParams:
-    """QParams of one kind of tensor, which follow the recipe until the user assigns others."""
-
-    def __init__(self, derive: "Callable[[NVFP4BlockScaling], QParams]") -> None:
-        self.derive = derive
-
-    def __get__(self, recipe: "NVFP4BlockScaling | None", owner: type) -> QParams:
-        """Return the derived value; on the class, that of a recipe constructed now."""
-        return self.derive(owner() if recipe is None else recipe)
 
 
 def _fp4_qparams(where: str, value: Any) -> QParams:
@@ -108,8 +91,7 @@ def _word(*words: str) -> Callable[[str, Any], str]:
     return rule
 
 
-@accept_unknown_arguments
-@dataclass(repr=False, eq=False)
+@recipe_class
 class NVFP4BlockScaling(Recipe):
     """FP4 (E2M1) with an E4M3 scale for each 16 values, and one number for the whole tensor.
 
@@ -162,62 +144,35 @@ class NVFP4BlockScaling(Recipe):
         understood. Assignments raise these errors, too.
     """
 
-    disable_rht: bool = from_environment(config.TE_NVFP4_DISABLE_RHT)
-    disable_stochastic_rounding: bool = from_environment(
-        config.TE_NVFP4_DISABLE_STOCHASTIC_ROUNDING
+    disable_rht: bool = setting(rules.boolean, config.TE_NVFP4_DISABLE_RHT)
+    disable_stochastic_rounding: bool = setting(
+        rules.boolean, config.TE_NVFP4_DISABLE_STOCHASTIC_ROUNDING
     )
-    disable_2d_quantization: bool = from_environment(config.TE_NVFP4_DISABLE_2D_QUANTIZATION)
-    row_scaled_activation: bool = from_environment(config.TE_NVFP4_ROW_SCALED_ACTIVATION)
-    nvfp4_4over6: str = from_environment(config.TE_NVFP4_4OVER6)
-    nvfp4_4over6_e4m3_use_256: str = from_environment(config.TE_NVFP4_4OVER6_E4M3_USE_256)
-    nvfp4_4over6_err_mode: str = from_environment(config.TE_NVFP4_4OVER6_ERR_MODE)
-    fp4_format: Format = Format.E2M1
-    fp8_format: Format = Format.E4M3
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: str | None = from_environment(config.TE_BACKWARD_OVERRIDE)
+    disable_2d_quantization: bool = setting(rules.boolean, config.TE_NVFP4_DISABLE_2D_QUANTIZATION)
+    row_scaled_activation: bool = setting(rules.boolean, config.TE_NVFP4_ROW_SCALED_ACTIVATION)
+    nvfp4_4over6: str = setting(_word(*config.NVFP4_SCOPES), config.TE_NVFP4_4OVER6)
+    nvfp4_4over6_e4m3_use_256: str = setting(
+        _word(*config.NVFP4_SCOPES), config.TE_NVFP4_4OVER6_E4M3_USE_256
+    )
+    nvfp4_4over6_err_mode: str = setting(_word("MAE", "MSE"), config.TE_NVFP4_4OVER6_ERR_MODE)
+    fp4_format: Format = setting(_only(Format.E2M1), Format.E2M1)
+    fp8_format: Format = setting(_only(Format.E4M3), Format.E4M3)
+    fp8_dpa: bool = attention_setting()
+    fp8_mha: bool = attention_setting()
+    backward_override: str | None = override_setting()
 
-    # Without annotations: not fields, so that they stay out of the constructor.
-    fp4_quant_fwd_inp = _FP4QParams(lambda r: QParams(random_hadamard_transform=not r.disable_rht))
-    fp4_quant_fwd_weight = _FP4QParams(
-        lambda r: QParams(fp4_2d_quantization=not r.disable_2d_quantization)
+    fp4_quant_fwd_inp = DerivedQParams(
+        lambda r: QParams(random_hadamard_transform=not r.disable_rht), _fp4_qparams
     )
-    fp4_quant_bwd_grad = _FP4QParams(
+    fp4_quant_fwd_weight = DerivedQParams(
+        lambda r: QParams(fp4_2d_quantization=not r.disable_2d_quantization), _fp4_qparams
+    )
+    fp4_quant_bwd_grad = DerivedQParams(
         lambda r: QParams(
             random_hadamard_transform=not r.disable_rht,
             stochastic_rounding=not r.disable_stochastic_rounding,
-        )
+        ),
+        _fp4_qparams,
     )
 
     _KIND = "nvfp4"
-    _RULES = {
-        "disable_rht": rules.boolean,
-        "disable_stochastic_rounding": rules.boolean,
-        "disable_2d_quantization": rules.boolean,
-        "row_scaled_activation": rules.boolean,
-        "nvfp4_4over6": _word(*config.NVFP4_SCOPES),
-        "nvfp4_4over6_e4m3_use_256": _word(*config.NVFP4_SCOPES),
-        "nvfp4_4over6_err_mode": _word("MAE", "MSE"),
-        "fp4_format": _only(Format.E2M1),
-        "fp8_format": _only(Format.E4M3),
-        "fp8_dpa": rules.boolean,
-        "fp8_mha": rules.boolean,
-        "backward_override": rules.backward_override,
-        "fp4_quant_fwd_inp": _fp4_qparams,
-        "fp4_quant_fwd_weight": _fp4_qparams,
-        "fp4_quant_bwd_grad": _fp4_qparams,
-    }
-
-    def _numerics(self) -> list[tuple[str, Any]]:
-        """Add the QParams that were assigned, as only those say something new."""
-        cls = NVFP4BlockScaling
-        assigned = []
-        for name in ("fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad"):
-            value = self.__dict__.get(name)
-            if value is not None and value != cls.__dict__[name].derive(self):
-                assigned.append((name, value))
-        return [(f.name, getattr(self, f.name, None)) for f in fields(self)] + assigned
-
-
-for _public in (MXFP8BlockScaling, NVFP4BlockScaling):
-    _public.__module__ = "transformer_engine.common.recipe"
