@@ -19,6 +19,45 @@ te_status te_check_fail(const te_check_site *site, const char *name, te_status k
     return te_fail(kind, file, line, "%s: %s: %s", te_op_name(site->op), name, text);
 }
 
+/* ---- what checks share -------------------------------------------------------------------- */
+
+te_status te_check_sizes(const te_check_site *site, const char *name, const te_tensor *tensor,
+                         const te_tensor *like, int or_1)
+{
+    if (tensor->ndim != like->ndim) {
+        return INVALID(name, "ndim = %d, expected %d", (int)tensor->ndim, (int)like->ndim);
+    }
+    for (int32_t i = 0; i < like->ndim; i++) {
+        if (tensor->shape[i] == like->shape[i] || (or_1 && tensor->shape[i] == 1)) continue;
+        if (like->ndim == 2) {
+            return INVALID(name, "shape [%lld, %lld], expected [%lld, %lld]", LL(tensor->shape[0]),
+                           LL(tensor->shape[1]), LL(like->shape[0]), LL(like->shape[1]));
+        }
+        return INVALID(name, "dim %d: size %lld, expected %s%lld", (int)i, LL(tensor->shape[i]),
+                       or_1 ? "1 or " : "", LL(like->shape[i]));
+    }
+    return TE_OK;
+}
+
+te_status te_check_length(const te_check_site *site, const char *name, const te_tensor *tensor,
+                          int64_t length)
+{
+    if (!te_tensor_requested(tensor) || tensor->shape[0] == length) return TE_OK;
+    return INVALID(name, "ndim %d and length %lld, expected a vector of %lld", (int)tensor->ndim,
+                   LL(tensor->shape[0]), LL(length));
+}
+
+te_status te_check_dtype(const te_check_site *site, const char *name, te_dtype dtype,
+                         te_dtype expected)
+{
+    if (dtype == expected) return TE_OK;
+    return WRONG_TYPE(name, "dtype %s, expected %s", te_dtype_name(dtype), te_dtype_name(expected));
+}
+te_status te_check_missing(const te_check_site *site, const char *name, const te_tensor *tensor,
+                           const char *why)
+{
+    return te_tensor_present(tensor) ? TE_OK : INVALID(name, "is missing: %s", why);
+}
 /* ---- one field ---------------------------------------------------------------------------- */
 
 static te_status check_dtype(const te_check_site *site, const te_field *field, te_dtype dtype)

@@ -32,7 +32,7 @@ te_status te_check_memory(te_op op, const void *args);
 /* The workspace of a call has the bytes that its operator needs. */
 te_status te_check_workspace(te_op op, const void *workspace, size_t size, size_t needed);
 
-/* ---- between check.c and check_ops.c ---- */
+/* ---- between check.c, check_ops.c and its siblings ---- */
 
 typedef struct te_check_site {
     te_op op;
@@ -49,6 +49,17 @@ te_status te_check_tensor(const te_check_site *site, const te_field *field, cons
 /* Each field of a call by itself. */
 te_status te_check_fields(const te_check_site *site, const void *args);
 
+/* Each size is that of `like`, or 1 where that is allowed. */
+te_status te_check_sizes(const te_check_site *site, const char *name, const te_tensor *tensor,
+                         const te_tensor *like, int or_1);
+/* A vector of `length`, where it is requested. */
+te_status te_check_length(const te_check_site *site, const char *name, const te_tensor *tensor,
+                          int64_t length);
+te_status te_check_dtype(const te_check_site *site, const char *name, te_dtype dtype,
+                         te_dtype expected);
+/* The tensor is there; `why` it has to be. */
+te_status te_check_missing(const te_check_site *site, const char *name, const te_tensor *tensor,
+                           const char *why);
 /* A failure names operator, argument, value and expectation. */
 #define INVALID(name, ...)                                                                         \
     te_check_fail(site, name, TE_ERROR_INVALID, __FILE__, __LINE__, __VA_ARGS__)

@@ -1,0 +1,349 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * check_operand.c - how operands are checked: quantized forms and their scales, what a cast is
+ * asked for, and the operators that cast and multiply.
+ */
+#include "core/check_ops.h"
+#include "core/operand.h"
+#include "core/scales.h"
+#include "core/status.h"
+
+/* A quantized form: [major, >= minor]. */
+static te_status check_form(const te_check_site *site, const char *name, const te_tensor *data,
+                            int64_t major, int64_t minor)
+{
+    if (!te_tensor_requested(data) || (data->shape[0] == major && data->shape[1] >= minor))
+        return TE_OK;
+    return INVALID(name, "shape [%lld, %lld], expected [%lld, >= %lld]", LL(data->shape[0]),
+                   LL(data->shape[1]), LL(major), LL(minor));
+}
+
+/* The scales of a form [rows, columns]. */
+static te_status check_scales(const te_check_site *site, const char *name, te_scaling_mode mode,
+                              const te_tensor *scales, te_scale_layout layout)
+{
+    const int64_t *shape = scales->shape;
+    if (!te_tensor_requested(scales)) return TE_OK;
+    TE_TRY(te_check_dtype(site, name, scales->dtype,
+                          te_scales_micro(mode) ? TE_DTYPE_U8 : TE_DTYPE_F32));
+    if (layout.ndim == 1) {
+        if (scales->ndim == 1 && shape[0] == layout.shape[0]) return TE_OK;
+        return INVALID(name, "ndim %d and length %lld, expected a vector of %lld",
+                       (int)scales->ndim, LL(shape[0]), LL(layout.shape[0]));
+    }
+    if (scales->ndim == 2 && shape[0] == layout.shape[0] && shape[1] == layout.shape[1] &&
+        (shape[0] <= 1 || shape[1] == 0 || scales->strides[0] == shape[1])) {
+        return TE_OK;
+    }
+    return INVALID(name, "ndim %d, shape [%lld, %lld], expected [%lld, %lld] without gaps",
+                   (int)scales->ndim, LL(shape[0]), LL(scales->ndim > 1 ? shape[1] : 0),
+                   LL(layout.shape[0]), LL(layout.shape[1]));
+}
+
+static te_status check_codes(const te_check_site *site, const char *name, te_scaling_mode mode,
+                             const te_tensor *data)
+{
+    const int bytes = mode == TE_SCALING_NVFP4;
+    if (!te_tensor_requested(data) || te_dtype_is_fp8(data->dtype) == !bytes) return TE_OK;
+    return WRONG_TYPE(name, "dtype %s, expected %s", te_dtype_name(data->dtype),
+                      bytes ? "u8: two e2m1 to a byte" : "e4m3 or e5m2");
+}
+
+/* The quantized forms of [rows, columns], and their scales. */
+static te_status check_forms(const te_check_site *site, const te_operand *operand, int64_t rows,
+                             int64_t columns)
+{
+    const te_tensor *row = &operand->row, *column = &operand->column;
+    int micro;
+    if ((unsigned)operand->mode >= TE_SCALING_COUNT) {
+        return INVALID("mode", "%d does not exist, expected 0 to %d", (int)operand->mode,
+                       TE_SCALING_COUNT - 1);
+    }
+    if (operand->mode == TE_SCALING_NONE) {
+        if (!te_tensor_present(row) && !te_tensor_present(column)) return TE_OK;
+        return INVALID("mode", "scaling mode none casts nothing");
+    }
+    TE_TRY(check_codes(site, "row", operand->mode, row));
+    TE_TRY(check_codes(site, "column", operand->mode, column));
+    TE_TRY(check_form(site, "row", row, rows, te_row_bytes(operand->mode, columns)));
+    if (operand->mode == TE_SCALING_MXFP8) {
+        TE_TRY(check_form(site, "column", column, rows, columns));
+    } else {
+        TE_TRY(check_form(site, "column", column, columns, te_row_bytes(operand->mode, rows)));
+    }
+    if (operand->mode == TE_SCALING_NVFP4) {
+        TE_TRY(te_check_length(site, "row_amax", &operand->row_amax, 1));
+        TE_TRY(te_check_length(site, "column_amax", &operand->column_amax, 1));
+    }
+    if (te_tensor_requested(row) && te_tensor_requested(column)) {
+        TE_TRY(te_check_dtype(site, "column", column->dtype, row->dtype));
+    }
+    /* But for bytes of groups, scales cover the padding of data too. */
+    micro = te_scales_micro(operand->mode);
+    TE_TRY(check_scales(
+        site, "row_scales", operand->mode, &operand->row_scales,
+        te_scale_layout_of(operand->mode, rows,
+                           !micro && te_tensor_requested(row) ? row->shape[1] : columns)));
+    return check_scales(
+        site, "column_scales", operand->mode, &operand->column_scales,
+        te_column_scale_layout_of(operand->mode,
+                                  !micro && te_tensor_requested(column) ? column->shape[1] : rows,
+                                  columns));
+}
+
+/* What MXFP8 and NVFP4 alone may be asked for. */
+static te_status check_micro(const te_check_site *site, const te_cast_request *cast)
+{
+    const te_operand *result = &cast->result;
+    const int fp4 = result->mode == TE_SCALING_NVFP4;
+    if (!te_scales_micro(result->mode) && cast->square != 0) {
+        return INVALID("square", "mode %d has a mode of its own for squares, or none",
+                       (int)result->mode);
+    }
+    if (!fp4 && (cast->hadamard != 0 || cast->column_partials != NULL || cast->rng != NULL)) {
+        return INVALID(cast->hadamard != 0             ? "hadamard"
+                       : cast->column_partials != NULL ? "column_partials"
+                                                       : "rng",
+                       "mode %d does not have it, only nvfp4 (%d) has", (int)result->mode,
+                       (int)TE_SCALING_NVFP4);
+    }
+    if (!fp4) return TE_OK;
+    if (cast->hadamard != 0 && cast->square != 0) {
+        return INVALID("hadamard", "a square is not transformed: leave it or square out");
+    }
+    if (cast->partials == NULL &&
+        (te_tensor_requested(&result->row) || cast->column_partials == NULL)) {
+        return INVALID("partials", "is NULL: nvfp4 scales by the amax");
+    }
+    if (cast->hadamard != 0 && te_tensor_requested(&result->column) &&
+        cast->column_partials == NULL) {
+        return INVALID("column_partials",
+                       "is NULL: the transform has an amax of its own, which te_amax finds");
+    }
+    if (te_tensor_present(&result->row) && !te_tensor_present(&result->row_amax)) {
+        return INVALID("row_amax", "is missing: row can not be read without");
+    }
+    if (te_tensor_present(&result->column) && !te_tensor_present(&result->column_amax)) {
+        return INVALID("column_amax", "is missing: column can not be read without");
+    }
+    return TE_OK;
+}
+
+/* What is asked of a cast that measures by itself: forms with the scales that they need. */
+static te_status check_own_scales(const te_check_site *site, const te_cast_request *cast)
+{
+    const te_operand *result = &cast->result;
+    const int measured = result->mode == TE_SCALING_NVFP4;
+    if (cast->scale != NULL || (cast->partials != NULL && !measured)) {
+        return INVALID(cast->scale != NULL ? "scale" : "partials",
+                       "it is given, and the mode makes its scales by itself");
+    }
+    if (cast->amax != NULL || cast->amax_partials != NULL) {
+        return INVALID(cast->amax != NULL ? "amax" : "amax_partials",
+                       "the mode measures rows or tiles: take it without a cast");
+    }
+    if (te_tensor_requested(&result->row) && !te_tensor_requested(&result->row_scales)) {
+        return INVALID("row_scales", "is missing: row can not be read without");
+    }
+    if (te_tensor_requested(&result->column) && !te_tensor_requested(&result->column_scales)) {
+        return INVALID("column_scales", "is missing: column can not be read without");
+    }
+    if (te_tensor_requested(&result->row_scales) && !te_tensor_requested(&result->row)) {
+        return INVALID("row_scales", "there is no row that they are for");
+    }
+    if (te_tensor_requested(&result->column_scales) && !te_tensor_requested(&result->column)) {
+        return INVALID("column_scales", "there is no column that they are for");
+    }
+    return TE_OK;
+}
+
+/* What is asked of values of [rows, columns]. */
+te_status te_check_cast_request(const te_check_site *site, const te_cast_request *cast,
+                                int64_t rows, int64_t columns)
+{
+    const te_operand *result = &cast->result;
+    const te_tensor like = {.ndim = 2, .shape = {rows, columns}};
+    if (te_tensor_requested(&result->wide))
+        TE_TRY(te_check_sizes(site, "wide", &result->wide, &like, 0));
+    TE_TRY(check_forms(site, result, rows, columns));
+    if (result->mode == TE_SCALING_NONE) {
+        if (cast->amax == NULL || site->op == TE_OP_QUANTIZE) return TE_OK;
+        return INVALID("amax", "scaling mode none records none: take amax_partials, or cast");
+    }
+    if (te_scales_micro(result->mode) && site->op != TE_OP_QUANTIZE) {
+        return INVALID("mode", "%d: te_quantize alone casts to mxfp8 (%d) and nvfp4 (%d)",
+                       (int)result->mode, (int)TE_SCALING_MXFP8, (int)TE_SCALING_NVFP4);
+    }
+    TE_TRY(check_micro(site, cast));
+    if (te_scales_own(result->mode) || te_scales_micro(result->mode)) {
+        return check_own_scales(site, cast);
+    }
+    if (cast->scale == NULL && cast->partials == NULL) {
+        return INVALID("mode", "neither scale nor partials is given, which say how to scale");
+    }
+    if (cast->partials == NULL || te_dtype_is_fp8(te_operand_dtype(result))) return TE_OK;
+    return WRONG_TYPE("partials", "they scale to the dtype of row or column, and none is FP8");
+}
+te_status te_check_quantize(const te_check_site *site, const te_quantize_args *args)
+{
+    if (!te_tensor_present(&args->cast.result.wide) && args->cast.amax_partials == NULL) {
+        return TE_OK;
+    }
+    return INVALID("wide", "neither it nor amax_partials is written: te_cast and te_amax do that");
+}
+
+te_status te_check_dequantize(const te_check_site *site, const te_dequantize_args *args)
+{
+    const te_operand *input = &args->input;
+    const int by_rows = te_tensor_present(&input->row);
+    if (input->mode == TE_SCALING_NONE || te_tensor_present(&input->wide)) {
+        return INVALID("mode", "the input is not quantized: give its mode, or te_cast it");
+    }
+    TE_TRY(check_forms(site, input, args->output.shape[0], args->output.shape[1]));
+    if (te_tensor_numel(&args->output) == 0) return TE_OK;
+    if (!by_rows) TE_TRY(te_check_missing(site, "row", &input->column, "and so is column"));
+    TE_TRY(te_check_missing(site, by_rows ? "row_scales" : "column_scales",
+                            by_rows ? &input->row_scales : &input->column_scales,
+                            "the data can not be read without"));
+    if (input->mode != TE_SCALING_NVFP4) return TE_OK;
+    return te_check_missing(site, by_rows ? "row_amax" : "column_amax",
+                            by_rows ? &input->row_amax : &input->column_amax,
+                            "the data can not be read without");
+}
+
+te_status te_check_transpose(const te_check_site *site, const te_transpose_args *args)
+{
+    const te_tensor *input = &args->input;
+    if (te_dtype_bits(input->dtype) != 8) {
+        return WRONG_TYPE("input", "dtype %s, expected one-byte elements",
+                          te_dtype_name(input->dtype));
+    }
+    return check_form(site, "output", &args->output, input->shape[1], input->shape[0]);
+}
+
+te_status te_check_cast(const te_check_site *site, const te_cast_args *args)
+{
+    const te_dtype from = args->input.dtype, to = args->output.dtype;
+    const int wrong_input = !te_dtype_is_high_precision(from);
+    if (from == to || (!wrong_input && te_dtype_is_high_precision(to))) return TE_OK;
+    return WRONG_TYPE(wrong_input ? "input" : "output", "dtype %s, expected f32, f16 or bf16",
+                      te_dtype_name(wrong_input ? from : to));
+}
+
+/* The form of an operand that is read, and its scales. `first` is the operand's first field. */
+static te_status check_gemm_operand(const te_check_site *site, int first, const te_operand *operand,
+                                    const te_gemm_operand *form)
+{
+    const te_field *fields = te_op_describe(TE_OP_GEMM)->fields + first;
+    const te_field *mode = fields + (te_at_gemm_a_mode - te_at_gemm_a);
+    const te_field *data = form->data == &operand->row      ? mode + 1
+                           : form->data == &operand->column ? mode + 3
+                                                            : fields;
+    if (operand->mode == TE_SCALING_NONE &&
+        (te_tensor_present(&operand->row) || te_tensor_present(&operand->column))) {
+        return INVALID(mode->name, "none, but there is quantized data: how is it scaled?");
+    }
+    if (!te_tensor_requested(form->data)) {
+        return INVALID(data->name, "is missing: a_transposed and b_transposed say which is read");
+    }
+    TE_TRY(te_check_tensor(site, data, form->data, 1));
+    if (form->scales == NULL) return TE_OK;
+    TE_TRY(te_check_tensor(site, data + 1, form->scales, 1));
+    TE_TRY(check_codes(site, data->name, form->mode, form->data));
+    if (form->mode == TE_SCALING_NVFP4) {
+        TE_TRY(te_check_tensor(site, mode + (form->data == &operand->row ? 5 : 6), form->amax, 1));
+    }
+    return check_scales(
+        site, data[1].name, form->mode, form->scales,
+        form->mode == TE_SCALING_MXFP8 && form->data == &operand->column
+            ? te_column_scale_layout_of(form->mode, form->data->shape[0], form->data->shape[1])
+            : te_scale_layout_of(form->mode, form->data->shape[0], te_gemm_extent(form, 1)));
+}
+
+/* Two operands whose scales can be multiplied out: both per tensor, per row, or by tiles. */
+static te_status check_modes(const te_check_site *site, te_scaling_mode a, te_scaling_mode b)
+{
+    const int blocks = (a == TE_SCALING_BLOCK_1D || a == TE_SCALING_BLOCK_2D) &&
+                       (b == TE_SCALING_BLOCK_1D || b == TE_SCALING_BLOCK_2D);
+    if (a == b || blocks) return TE_OK;
+    return INVALID("b_mode", "%d beside a_mode %d, expected the same, or both by blocks", (int)b,
+                   (int)a);
+}
+
+/* Dtypes: of the operands a and b, and what they make of the others. */
+static te_status check_gemm_dtypes(const te_check_site *site, const te_gemm_args *args, te_dtype a,
+                                   te_dtype b)
+{
+    const te_dtype d = args->d.dtype, narrow = d == TE_DTYPE_F16 ? d : TE_DTYPE_BF16;
+    const int fp8 = te_dtype_is_fp8(a) || a == TE_DTYPE_U8,
+              accumulates = (args->flags & TE_GEMM_ACCUMULATE) != 0;
+    if (te_dtype_is_fp8(a) ? !te_dtype_is_fp8(b) || (a == TE_DTYPE_E5M2 && b == TE_DTYPE_E5M2)
+                           : a != b) {
+        return WRONG_TYPE(
+            "b",
+            "operands %s and %s, expected the same high precision or FP8 with at most one e5m2",
+            te_dtype_name(a), te_dtype_name(b));
+    }
+    if (te_dtype_is_fp8(d)) {
+        if (!fp8 || args->d_scale == NULL || accumulates) {
+            return INVALID("d",
+                           "FP8 output %s needs FP8 operands and d_scale, and can not accumulate",
+                           te_dtype_name(d));
+        }
+    } else if (!te_dtype_is_high_precision(d)) {
+        return WRONG_TYPE("d", "dtype %s, expected f32, f16 or bf16", te_dtype_name(d));
+    } else if (!fp8 && d != a && d != TE_DTYPE_F32) {
+        return WRONG_TYPE("d", "dtype %s from %s operands, expected the same or f32",
+                          te_dtype_name(d), te_dtype_name(a));
+    }
+    if (te_tensor_present(&args->bias)) {
+        TE_TRY(te_check_dtype(site, "bias", args->bias.dtype, fp8 ? narrow : d));
+    }
+    if (te_tensor_present(&args->bias_grad) && (fp8 || args->bias_grad.dtype != a)) {
+        return WRONG_TYPE("bias_grad",
+                          "dtype %s with %s operands, expected the same high precision",
+                          te_dtype_name(args->bias_grad.dtype), te_dtype_name(a));
+    }
+    if (!accumulates || (!te_tensor_present(&args->bias) && args->epilogue == TE_EPILOGUE_NONE &&
+                         d != TE_DTYPE_F16)) {
+        return TE_OK;
+    }
+    return INVALID("accumulate", "into %s: only f32 or bf16, without bias or activation",
+                   te_dtype_name(d));
+}
+
+te_status te_check_gemm(const te_check_site *site, const te_gemm_args *args)
+{
+    const te_gemm_operand a = te_gemm_a(args), b = te_gemm_b(args);
+    const int64_t *d = args->d.shape;
+    int64_t m, n, k;
+    TE_TRY(check_gemm_operand(site, te_at_gemm_a, &args->a, &a));
+    TE_TRY(check_gemm_operand(site, te_at_gemm_b, &args->b, &b));
+    m = te_gemm_extent(&a, a.transposed);
+    k = te_gemm_extent(&a, !a.transposed);
+    n = te_gemm_extent(&b, !b.transposed);
+    if (te_gemm_extent(&b, b.transposed) != k || d[0] != m || d[1] != n) {
+        return INVALID("d",
+                       "[%lld, %lld] from a [%lld, %lld] and b [%lld, %lld]: inner sizes must "
+                       "agree, outer sizes are those of d",
+                       LL(d[0]), LL(d[1]), LL(m), LL(k), LL(te_gemm_extent(&b, b.transposed)),
+                       LL(n));
+    }
+    TE_TRY(check_gemm_dtypes(site, args, a.data->dtype, b.data->dtype));
+    TE_TRY(check_modes(site, a.mode, b.mode));
+    if (a.mode > TE_SCALING_TENSOR && te_dtype_is_fp8(args->d.dtype)) {
+        return WRONG_TYPE("d",
+                          "dtype %s from operands scaled by rows or tiles, expected f32, f16 "
+                          "or bf16",
+                          te_dtype_name(args->d.dtype));
+    }
+    if (a.mode == TE_SCALING_NVFP4 && args->d.dtype == TE_DTYPE_F16) {
+        return WRONG_TYPE("d", "dtype f16 from nvfp4 operands, expected f32 or bf16");
+    }
+    if (a.scales != NULL && !te_scales_micro(a.mode) && k % 16 != 0) {
+        return INVALID("a", "k = %lld of quantized operands, expected a multiple of 16: pad them",
+                       LL(k));
+    }
+    if (!te_tensor_requested(&args->aux) || args->epilogue != TE_EPILOGUE_NONE) return TE_OK;
+    return INVALID("aux", "there is no activation: d is what it would receive");
+}
