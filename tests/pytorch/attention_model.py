@@ -62,18 +62,28 @@ def attention(q, k, v, may, *, scale=None, bias=0.0, factors=1.0, sink=None):
     return (reference.softmax(scale * (q @ k.mT) + bias, may, sink) * factors) @ v
 
 
-def score_gradients(q, k, v, may, grad):
+def score_gradients(q, k, v, may, grad, *, scale=None, bias=0.0, factors=1.0):
     """The scores' gradient p (dp - sum(p dp)), and the magnitudes of its terms."""
-    p = reference.softmax(q.shape[-1] ** -0.5 * (q @ k.mT), may)
-    dp = grad @ v.mT
+    each = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(each, 1) for t in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    p = reference.softmax(scale * (q @ k.mT) + bias, may)
+    dp = grad @ v.mT * factors
     gradient = p * (dp - (p * dp).sum(-1, keepdim=True))
     return gradient, p * (dp.abs() + (p * dp.abs()).sum(-1, keepdim=True))
 
 
-def gradient_terms(q, k, v, may, grad):
-    """Sums of the magnitudes of the terms of the gradients of q and k, [b, h, s, d]."""
-    terms = score_gradients(q, k, v, may, grad)[1] * q.shape[-1] ** -0.5
-    return terms @ k.abs(), terms.mT @ q.abs()
+def gradient_terms(q, k, v, may, grad, **options):
+    """Sums of the magnitudes of the terms of the gradients of q and k, [b, h, s, d], and of scores.
+
+    `options`: those of `attention`.
+    """
+    of_scores = score_gradients(q, k, v, may, grad, **options)[1]
+    scale = options.get("scale")
+    terms = of_scores * (q.shape[-1] ** -0.5 if scale is None else abs(scale))
+    groups = k.shape[1]
+    of_queries = terms @ k.abs().repeat_interleave(q.shape[1] // groups, 1)
+    return of_queries, (terms.mT @ q.abs()).unflatten(1, (groups, -1)).sum(2), of_scores
 
 
 def cancellation(q, k, v, may, grad):
