@@ -8,7 +8,7 @@ from buffers import normal
 from comparators import assert_bits, assert_grad64
 from tols import BF16, F32, tol
 
-from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
+from transformer_engine.pytorch.attention.dot_product_attention.choosing import (
     _unusual as unusual,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads

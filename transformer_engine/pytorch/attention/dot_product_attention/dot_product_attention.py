@@ -4,52 +4,41 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_engine.common.config import (
-    TE_EXTRA_STATE,
-    AttentionSwitches,
-    attention_switches,
-)
+from transformer_engine.common.config import TE_EXTRA_STATE
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch.attention.dot_product_attention import fp8, masks
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
-    Described,
     check_format,
+    check_tensors,
     refuse_unbuilt,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
     BACKENDS,
-    BIAS_TYPES,
     SOFTMAX_TYPES,
     Choice,
     check_constructible,
-    choose_backend,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.cached import (
     append_and_view,
     check_new,
     options_for_cache,
 )
+from transformer_engine.pytorch.attention.dot_product_attention.choosing import Choosing
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, heads_of
 from transformer_engine.pytorch.attention.dot_product_attention.limits import (
     Limits,
-    Situation,
-    constant_limits,
-    limits_of,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.packed import sizes_of
 from transformer_engine.pytorch.attention.dot_product_attention.planned import CoreCalls
 from transformer_engine.pytorch.attention.options import AttentionOptions
-from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.extra_state import KEY, is_ours, pack_state
-from transformer_engine.pytorch.modes import any_autocast, constant_in_graphs
+from transformer_engine.pytorch.modes import constant_in_graphs
 from transformer_engine.pytorch.module.base import Fp8Module
-from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import (
     default_device,
     have_memory,
@@ -64,72 +53,14 @@ from transformer_engine.pytorch.recompute import checkpoint
 __all__ = ["DotProductAttention"]
 
 _NAME = "DotProductAttention"
-_CPU = torch.device("cpu")
-_TENSORS = (Tensor, Described)
-_ALL_ON = AttentionSwitches(True, True, True)
-"""Of the environment when a module is made: a program may still set it before the call."""
 
 _OF_CALLS = (
     "training", "attention_dropout", "_slots", "_loaded_state", "_lacks_scales", "_quantization",
 )  # fmt: skip
 """Attributes that calls set, or that are part of what they are kept by."""
 
-_switches = constant_in_graphs(attention_switches)
-"""What the environment allows now; in a graph, what it allowed when that was traced."""
 
-
-@constant_in_graphs
-def _device_facts(device: torch.device) -> tuple[int, int]:
-    """Compute capability (90 for 9.0) and version of cuDNN; zeros for the CPU."""
-    if device.type != "cuda":
-        return 0, 0
-    prepare_device(device)
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor, torch.backends.cudnn.version() or 0
-
-
-class _Decision(NamedTuple):
-    """What was found out about calls of one kind; `limits` is None where each call has its own."""
-
-    situation: Situation
-    choice: Choice
-    limits: Limits | None
-
-
-def _dtype_of(query: Tensor) -> torch.dtype:
-    """The dtype that attention computes in."""
-    on = query.device.type
-    return torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else query.dtype
-
-
-def _unusual(options: AttentionOptions, sizes: tuple[int, ...], query: Tensor) -> str:
-    """What of a mask, a bias or its gradient the operator does not take on CUDA; "": nothing.
-
-    The same with gradients switched off: a recompute must run what the first pass ran.
-    """
-    bias = options.core_attention_bias
-    if sizes[3] == 1:
-        with_bias = options.core_attention_bias_type != "no_bias"
-        return (
-            "a mask or bias over one key" if with_bias or options.attention_mask is not None else ""
-        )
-    if sizes[2] == 1 and options.attention_mask is not None:
-        return "a mask over one query"  # one that masks all keys gives gradients of NaN
-    if bias is None or not bias.requires_grad or bias.dim() != 4:
-        return ""
-    if options.core_attention_bias_type != "post_scale_bias" or bias.dtype is not _dtype_of(query):
-        return "the gradient of a bias in another dtype than the queries, or before the scale"
-    if tuple(bias.shape[2:]) != tuple(sizes[2:]):
-        return "the gradient of a bias that several queries or keys share"
-    return ""
-
-
-def _are_apart(slopes: Tensor | None) -> bool:
-    """Whether the slopes of ALiBi are of each sequence, not of all."""
-    return slopes is not None and slopes.dim() == 2 and slopes.shape[0] > 1
-
-
-class DotProductAttention(ContextParallel, Fp8Module):
+class DotProductAttention(Choosing, ContextParallel, Fp8Module):
     """Attention of queries to keys and values.
 
     Parameters
@@ -272,14 +203,6 @@ class DotProductAttention(ContextParallel, Fp8Module):
         """Give a learnable `softmax_offset` 0; see `Linear.reset_parameters`."""
         if self.softmax_offset is not None:
             initialise(self, "softmax_offset", torch.nn.init.zeros_, (None, None))
-
-    def _sink(self, query: Tensor) -> Tensor | None:
-        """Scores without a key [heads] fp32; None for a vanilla softmax."""
-        if self.softmax_type == "vanilla":
-            return None
-        if self.softmax_offset is None:
-            return query.new_zeros(self.num_attention_heads, dtype=torch.float32)
-        return self.softmax_offset.float()
 
     # Most attentions have no such state, and loaders ask every class that defines these for some.
     get_extra_state = torch.nn.Module.get_extra_state
@@ -475,7 +398,7 @@ score_mod_bprop_tensors
         if options.inference_params is not None:
             heads, options = self._go_on(heads, options, qkv_format)
         query, key, value = heads.split()
-        sizes = self._check(query, key, value, qkv_format, options)
+        sizes = check_tensors(self, query, key, value, qkv_format, options)
         tokens = (query.shape[0], key.shape[0]) if qkv_format == "thd" else None
         choice, limits = self.limits_for(options, sizes, query, tokens)
         if (
@@ -506,7 +429,7 @@ score_mod_bprop_tensors
         params = options.inference_params
         options = options_for_cache(options, self.attn_mask_type, self.window_size)
         query, *new = heads.split()
-        batch, *_ = self._check(query, *new, qkv_format, options)
+        batch, *_ = check_tensors(self, query, *new, qkv_format, options)
         check_new(self, params, batch, new[0])
         made, longest = append_and_view(params, self.layer_number, tuple(new), qkv_format)
         of_keys = {"cu_seqlens_kv": params.lengths.cu_seqlens_kv, "max_seqlen_kv": longest}
@@ -535,168 +458,7 @@ score_mod_bprop_tensors
             return attend(*tensors)
         return checkpoint(attend, *tensors, get_rng_state_tracker=tracker, use_reentrant=False)
 
-    # ---- what applies --------------------------------------------------------------------------
-
-    def situation_of(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        options: AttentionOptions,
-        qkv_format: str | None = None,
-    ) -> Situation:
-        """The kind of a call, as `attend` would find it: of tensors, or what has their shapes."""
-        qkv_format = qkv_format or self.qkv_format
-        if options.inference_params is not None:
-            options = options_for_cache(options, self.attn_mask_type, self.window_size)
-        sizes = self._check(query, key, value, qkv_format, options)
-        return self._situation(self._kind_of(options, sizes, query, qkv_format == "thd"))
-
-    def _check(
-        self, query: Any, key: Any, value: Any, qkv_format: str, options: AttentionOptions
-    ) -> tuple[int, ...]:
-        """(batch, heads, queries, keys); raises for tensors that do not go together."""
-        if not (
-            isinstance(query, _TENSORS)
-            and isinstance(key, _TENSORS)
-            and isinstance(value, _TENSORS)
-        ):
-            found = tuple(type(t).__name__ for t in (query, key, value))
-            raise TypeError(f"{_NAME}: query, key, value are {found}, expected three tensors")
-        of_query, of_key, of_value = query.shape, key.shape, value.shape
-        check_format(qkv_format)
-        packed = qkv_format == "thd"
-        s, b = (0, 1) if qkv_format == "sbhd" else (1, 0)
-        heads, groups = self.num_attention_heads, self.num_gqa_groups
-        k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
-        fits = len(of_query) == len(of_key) == 4 - packed
-        if fits:
-            lead = of_key[:-2]
-            fits = (
-                (of_query[-2], of_query[-1]) == (heads, k)
-                and (packed or lead[b] == of_query[b])
-                and of_key == (*lead, groups, k)
-                and of_value == (*lead, groups, v)
-            )
-        if not fits:
-            raise ValueError(
-                f"{_NAME}: query {tuple(of_query)}, key {tuple(of_key)}, value {tuple(of_value)}: "
-                f"expected {qkv_format} with {heads} heads of {k}, {groups} of {k} and {groups} of "
-                f"{v}, one batch size and one length of keys and values"
-            )
-        dtype = query.dtype
-        if key.dtype is not dtype or value.dtype is not dtype or dtype not in DTYPES:
-            raise TypeError(
-                f"{_NAME}: query is {dtype}, key {key.dtype}, value {value.dtype}: expected one of "
-                "torch.float32, torch.float16 and torch.bfloat16 for all"
-            )
-        device = query.device
-        if device.type not in DEVICES or key.device != device or value.device != device:
-            raise ValueError(
-                f"{_NAME}: query is on {device}, key on {key.device}, value on {value.device}: "
-                "expected the CPU or one CUDA device"
-            )
-        if packed:
-            batch, queries, keys = sizes_of(options, of_query[0], of_key[0])
-            return batch, heads, queries, keys
-        return of_query[b], heads, of_query[s], of_key[s]
-
-    def limits_for(
-        self,
-        options: AttentionOptions,
-        sizes: tuple[int, ...],
-        query: Tensor,
-        tokens: tuple[int, int] | None = None,
-    ) -> tuple[Choice, Limits]:
-        """Which backend runs a call, and what its queries may attend.
-
-        `sizes` are (batch, heads, queries, keys); `query` has the dtype and device of the queries;
-        `tokens` are all queries and keys of packed sequences.
-        """
-        situation, choice, limits = self._decision_for(options, sizes, query, tokens is not None)
-        if (
-            limits is None
-            or options.core_attention_bias is not None
-            or options.alibi_slopes is not None
-        ):
-            given = (situation, options, sizes, self.softmax_scale, query)
-            limits = limits_of(*given, (0, 0) if tokens is None else tokens)
-        sink = self._sink(query)
-        return choice, limits if sink is None else limits._replace(sink=sink)
-
-    def _decision_for(
-        self, options: AttentionOptions, sizes: tuple[int, ...], query: Tensor, packed: bool
-    ) -> _Decision:
-        """What applies to a call, remembered for the next one of its kind."""
-        key = self._kind_of(options, sizes, query, packed)
-        if torch.compiler.is_compiling():
-            return self._decide(key)
-        decision = self._decisions.get(key)
-        if decision is None:
-            decision = self._decisions[key] = self._decide(key)
-        self.__dict__["_ran"] = decision.choice
-        return decision
-
-    def _kind_of(
-        self, options: AttentionOptions, sizes: tuple[int, ...], query: Any, packed: bool
-    ) -> tuple:
-        """All that the choice of a backend for a call depends on; of `query` dtype and device."""
-        mask, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
-        in_fp8 = fp8.in_force(self)
-        window = self.window_size if options.window_size is None else options.window_size
-        return (
-            self.attn_mask_type if mask is None else mask,
-            tuple(window) if isinstance(window, list) else window,
-            self.bottom_right_diagonal if bottom_right is None else bottom_right,
-            options.core_attention_bias_type,
-            sizes[2] == sizes[3],
-            _dtype_of(query) if any_autocast() else query.dtype,
-            query.device,
-            _switches(),
-            "" if query.device.type == "cpu" or packed else _unusual(options, sizes, query),
-            packed,
-            options.alibi_slopes is not None and options.alibi_slopes.requires_grad,
-            _are_apart(options.alibi_slopes),
-            in_fp8,
-            options.attention_mask is not None and options.inference_params is None,
-            sizes[2] == 1 and not packed,
-            in_fp8 and self.training and self.attention_dropout > 0.0,
-        )
-
     @constant_in_graphs
     def _ensure_fp8_plans(self, key: tuple) -> None:
         """Make plans while a graph is traced, outside of the graph."""
         fp8.ensure_plans(self, key)
-
-    def _situation(self, key: tuple) -> Situation:
-        """The kind of call of a key."""
-        name, window, bottom_right, bias, square, dtype, device, switches, unusual, *more = key
-        packed, slopes_grad, slopes_apart, in_fp8, has_mask, one_query, drops = more
-        kind = masks.mask_type(name)
-        if packed and not kind.padding:
-            raise ValueError(
-                f"{_NAME}: qkv_format='thd' with mask type {kind.name!r}: expected 'padding', "
-                "'padding_causal' or 'padding_causal_bottom_right'"
-            )
-        window = masks.window_of(window, kind)
-        diagonal = masks.diagonal_of(bottom_right, kind)
-        one_of(_NAME, BIAS_TYPES, core_attention_bias_type=bias)
-        grouped = self.num_gqa_groups != self.num_attention_heads
-        channels = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
-        return Situation(
-            kind, window, diagonal, square, bias, grouped, dtype, device.type, switches, channels,
-            *_device_facts(device), unusual, packed, slopes_grad, slopes_apart,
-            self.softmax_type, self.return_max_logit, in_fp8, has_mask and kind.padding, one_query,
-            drops,
-        )  # fmt: skip
-
-    def _decide(self, key: tuple) -> _Decision:
-        """Find out what applies to calls of a kind."""
-        situation = self._situation(key)
-        return _Decision(situation, choose_backend(situation), constant_limits(situation))
-
-    def _mildest_calls(self) -> Iterator[Situation]:
-        """The kinds of call that ask the least of a backend, one of each dtype, on the CPU."""
-        for dtype in DTYPES:
-            key = "no_mask", None, None, "no_bias", True, dtype, _CPU, _ALL_ON, ""
-            yield self._situation((*key, *[False] * 7))
