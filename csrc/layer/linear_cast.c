@@ -1,0 +1,279 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "layer/linear_cast.h"
+
+static const char *const stage_names[] = {
+#define X(NAME, name) [TE_LINEAR_STAGE_##NAME] = #name,
+    TE_LINEAR_STAGES(X)
+#undef X
+};
+
+int te_linear_is_external(const te_build *build, int32_t k, te_linear_stage number)
+{
+    return (te_node(build, k)->external >> number & 1U) != 0;
+}
+
+static te_stage *mark_stage(te_build *build, int32_t k, te_linear_stage number, te_stage *stage)
+{
+    stage->external = te_linear_is_external(build, k, number);
+    stage->node = k;
+    stage->step = (int32_t)number;
+    return stage;
+}
+
+te_stage *te_linear_add(te_build *build, int32_t k, te_linear_stage number, te_op op)
+{
+    te_stage *stage = te_add(build, k, te_node(build, k)->name, stage_names[number], op);
+    return mark_stage(build, k, number, stage);
+}
+
+void te_linear_add_external(te_build *build, int32_t k, te_linear_stage number, int32_t buffer)
+{
+    te_stage *stage;
+    if (!te_linear_is_external(build, k, number)) return;
+    stage = te_linear_add(build, k, number, TE_OP_QUANTIZE);
+    te_stage_use(&build->plan, stage, 0, buffer);
+}
+
+int te_linear_read_by(const te_build *build, int32_t k, te_operand_role role, uint32_t gemms)
+{
+    int forms = 0;
+    for (int gemm = 0; gemm < TE_LINEAR_GEMMS; gemm++) {
+        if ((gemms >> gemm & 1U) == 0) continue;
+        forms |= te_form_set(te_linear_rule(build, k, role)->usage[gemm]);
+    }
+    return forms;
+}
+
+/* ---- casts -------------------------------------------------------------------------------- */
+
+/* Stages of an operand's cast. */
+static const struct cast_stages {
+    te_linear_stage produce, amax, reduce, quantize, again;
+} stages_of[] = {
+    [TE_INPUT_OPERAND] = {TE_LINEAR_STAGE_PRODUCE_INPUT, TE_LINEAR_STAGE_AMAX_INPUT,
+                          TE_LINEAR_STAGE_REDUCE_AMAX_INPUT, TE_LINEAR_STAGE_QUANTIZE_INPUT,
+                          TE_LINEAR_STAGE_REQUANTIZE_INPUT},
+    [TE_WEIGHT_OPERAND] = {TE_LINEAR_STAGE_QUANTIZE_WEIGHT, TE_LINEAR_STAGE_AMAX_WEIGHT,
+                           TE_LINEAR_STAGE_REDUCE_AMAX_WEIGHT, TE_LINEAR_STAGE_QUANTIZE_WEIGHT,
+                           TE_LINEAR_STAGE_REQUANTIZE_WEIGHT},
+    [TE_GRAD_OPERAND] = {TE_LINEAR_STAGE_PRODUCE_GRAD_OUTPUT, TE_LINEAR_STAGE_AMAX_GRAD_OUTPUT,
+                         TE_LINEAR_STAGE_REDUCE_AMAX_GRAD_OUTPUT,
+                         TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT,
+                         TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT},
+};
+
+te_linear_source te_linear_source_of(te_build *build, int32_t k, te_operand_role role)
+{
+    const te_node_desc *node = te_node(build, k);
+    int gradient = role == TE_GRAD_OPERAND;
+    te_linear_source from = {role, gradient ? node->output : node->inputs[role], TE_NOBODY,
+                             TE_NO_BUFFER};
+    const te_value_state *state = &build->values[from.value];
+    if (gradient) {
+        from.pending = state->grad_pending;
+        if (from.pending == TE_NOBODY) from.wide = te_grad(build, from.value);
+        return from;
+    }
+    if (build->direction != TE_DIRECTION_FORWARD) te_make_again(build, from.value);
+    from.pending = state->pending;
+    if (from.pending == TE_NOBODY) {
+        from.wide = te_wide(build, from.value, node->name, stage_names[stages_of[role].produce]);
+    }
+    return from;
+}
+
+/* A stage that reads the source, to cast or to measure it: by `plain`, or by its operator, which
+ * finds its statistics in a second pass. */
+static te_stage *stage_over(te_build *build, int32_t k, te_linear_stage number,
+                            const te_linear_source *from, te_op plain, int second)
+{
+    const te_node_rules *rules;
+    const char *prefix = te_node(build, k)->name;
+    te_stage *stage;
+    if (from->pending == TE_NOBODY) {
+        stage = te_linear_add(build, k, number, plain);
+        te_use_as(build, stage, "input", from->wide);
+        return stage;
+    }
+    rules = te_rules_of(build, from->pending);
+    stage = from->role == TE_GRAD_OPERAND
+                ? rules->produce_grad(build, from->pending, prefix, stage_names[number])
+                : rules->produce(build, from->pending, prefix, stage_names[number],
+                                 second || build->values[from->value].again);
+    return mark_stage(build, k, number, stage);
+}
+
+void te_linear_write_source(te_build *build, int32_t k, te_linear_source *from, int32_t bias_grad)
+{
+    int gradient = from->role == TE_GRAD_OPERAND;
+    te_link link = gradient ? TE_LINK_GRADIENT : TE_LINK_VALUE;
+    te_cast_to only = te_cast_nothing();
+    te_stage *stage;
+    if (from->pending == TE_NOBODY) return;
+    only.wide = gradient ? TE_NO_BUFFER : te_find(build, link, from->value);
+    if (only.wide == TE_NO_BUFFER) {
+        stage = stage_over(build, k, stages_of[from->role].produce, from, TE_OP_QUANTIZE, 0);
+        only.wide = te_get(build, link, from->value);
+        only.bias_grad = bias_grad;
+        te_ask_cast(build, stage, &only);
+    }
+    if (gradient) build->values[from->value].grad_pending = TE_NOBODY;
+    from->pending = TE_NOBODY;
+    from->wide = only.wide;
+}
+
+int32_t te_linear_wide_input(te_build *build, int32_t k)
+{
+    const te_node_desc *node = te_node(build, k);
+    int32_t x = node->inputs[0];
+    te_linear_source from = {TE_INPUT_OPERAND, x, build->values[x].pending, TE_NO_BUFFER};
+    if (from.pending == TE_NOBODY || build->direction != TE_DIRECTION_FORWARD) {
+        return te_wide(build, x, node->name, stage_names[TE_LINEAR_STAGE_PRODUCE_INPUT]);
+    }
+    te_linear_write_source(build, k, &from, TE_NO_BUFFER);
+    return from.wide;
+}
+
+void te_linear_sum_grad(te_build *build, int32_t k, const te_linear_source *from, int32_t bias_grad)
+{
+    te_cast_to cast = te_cast_nothing();
+    te_stage *stage;
+    if (bias_grad == TE_NO_BUFFER) return;
+    stage = stage_over(build, k, TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT, from, TE_OP_QUANTIZE, 0);
+    cast.bias_grad = bias_grad;
+    te_ask_cast(build, stage, &cast);
+}
+
+/* The high-precision form, where somebody reads it besides this cast: written in the first pass. */
+static int32_t wide_besides(te_build *build, const te_linear_source *from)
+{
+    if (from->pending == TE_NOBODY || from->role == TE_GRAD_OPERAND) return TE_NO_BUFFER;
+    if (!te_wide_wanted(build, from->value)) return TE_NO_BUFFER;
+    return te_get(build, TE_LINK_VALUE, from->value);
+}
+
+/* A pass that finds the largest magnitude; `transformed`: of the
+ * columns as the Hadamard transform makes them. */
+static int32_t measure(te_build *build, int32_t k, const te_linear_source *from, int32_t wide,
+                       int transformed)
+{
+    const struct cast_stages *stages = &stages_of[from->role];
+    int32_t partials = te_get(build, TE_LINK_PARTIALS, transformed);
+    te_stage *stage = stage_over(build, k, stages->amax, from, TE_OP_AMAX, 0);
+    te_cast_to cast = te_cast_nothing();
+    if (from->pending == TE_NOBODY) {
+        te_use_as(build, stage, "partials", partials);
+        te_set_number(build, stage, "hadamard", transformed);
+    } else {
+        cast.wide = wide;
+        cast.amax_partials = partials;
+        te_ask_cast(build, stage, &cast);
+    }
+    te_linear_add_external(build, k, stages->reduce, partials);
+    return partials;
+}
+
+/* Measures for a cast to these forms. */
+static void measure_for(te_build *build, int32_t k, const te_linear_source *from, int32_t wide,
+                        int forms, te_cast_to *cast)
+{
+    uint32_t transformed = te_node(build, k)->quantization.hadamard >> from->role & 1U;
+    int apart = transformed != 0 && (forms & TE_FORM_COLUMN) != 0;
+    if (!apart || (forms & TE_FORM_ROW) != 0) cast->partials = measure(build, k, from, wide, 0);
+    if (apart) cast->column_partials = measure(build, k, from, wide, 1);
+}
+
+/* What a cast of an operand to these forms is asked for. */
+static te_cast_to cast_to(te_build *build, int32_t k, te_operand_role role, int forms)
+{
+    te_cast_to cast = te_cast_nothing();
+    cast.mode = te_linear_rule(build, k, role)->mode;
+    if ((forms & TE_FORM_ROW) != 0) cast.row = te_linear_form(build, k, role, TE_LINK_ROW);
+    if ((forms & TE_FORM_COLUMN) != 0) cast.column = te_linear_form(build, k, role, TE_LINK_COLUMN);
+    return cast;
+}
+
+/* Lets a cast make the scales of these forms. */
+static void write_scales(te_build *build, int32_t k, te_operand_role role, int forms,
+                         te_cast_to *cast)
+{
+    const te_quantization *q = &te_node(build, k)->quantization;
+    const te_recipe_rule *rule = te_linear_rule(build, k, role);
+    int shared = rule->row.scales == rule->column.scales;
+    cast->amax_epsilon = q->amax_epsilon[role];
+    cast->power_2 = (int32_t)(q->power_2 >> role & 1U);
+    cast->square = rule->square;
+    cast->hadamard = (int32_t)(q->hadamard >> role & 1U);
+    if ((q->stochastic >> role & 1U) != 0) {
+        cast->rng = te_get(build, TE_LINK_VALUE, te_node(build, k)->inputs[3]);
+    }
+    if (shared || (forms & TE_FORM_ROW) != 0) {
+        cast->row_scales = te_linear_form(build, k, role, rule->row.scales);
+    }
+    if (shared || (forms & TE_FORM_COLUMN) != 0) {
+        cast->column_scales = te_linear_form(build, k, role, rule->column.scales);
+    }
+    if (rule->row.amax == TE_LINK_VALUE) return;
+    if ((forms & TE_FORM_ROW) != 0) cast->row_amax = te_linear_form(build, k, role, rule->row.amax);
+    if ((forms & TE_FORM_COLUMN) != 0) {
+        cast->column_amax = te_linear_form(build, k, role, rule->column.amax);
+    }
+}
+
+void te_linear_quantize(te_build *build, int32_t k, te_operand_role role, int forms,
+                        int32_t bias_grad)
+{
+    const te_node_desc *node = te_node(build, k);
+    const te_recipe_rule *rule = te_linear_rule(build, k, role);
+    const struct cast_stages *stages = &stages_of[role];
+    int measured = te_is_measured(node, role);
+    int32_t of = te_operand_of(k, role), wide;
+    te_linear_source from = te_linear_source_of(build, k, role);
+    te_cast_to cast;
+    te_stage *stage;
+    if (te_operand_is_kept(build, of)) forms = TE_FORM_ROW | TE_FORM_COLUMN;
+    if (te_links_has(&build->saved, TE_LINK_ROW, of)) forms |= TE_FORM_ROW;
+    if (te_links_has(&build->saved, TE_LINK_COLUMN, of)) forms |= TE_FORM_COLUMN;
+    cast = cast_to(build, k, role, forms);
+    if (rule->separate || te_linear_is_external(build, k, stages->quantize) ||
+        (measured && te_linear_is_external(build, k, stages->amax))) {
+        te_linear_write_source(build, k, &from, TE_NO_BUFFER);
+    }
+    wide = wide_besides(build, &from);
+    if (measured) {
+        measure_for(build, k, &from, wide, forms, &cast);
+    } else {
+        cast.wide = wide;
+    }
+    if (rule->scale == TE_SCALE_STATE) {
+        cast.scale = te_get(build, TE_LINK_SCALE, node->owner);
+        if (role == TE_GRAD_OPERAND || (node->flags & TE_LINEAR_NO_AMAX) == 0) {
+            cast.history = te_get(build, TE_LINK_HISTORY, node->owner);
+        }
+    }
+    cast.bias_grad = bias_grad;
+    cast.chunk = 2 * node->owner + (role == TE_GRAD_OPERAND);
+    cast.slot = node->slots[role == TE_GRAD_OPERAND] + (role == TE_WEIGHT_OPERAND);
+    write_scales(build, k, role, forms, &cast);
+    stage = stage_over(build, k, stages->quantize, &from, TE_OP_QUANTIZE, measured);
+    te_ask_cast(build, stage, &cast);
+}
+
+void te_linear_quantize_again(te_build *build, int32_t k, te_operand_role role, int forms)
+{
+    const te_recipe_rule *rule = te_linear_rule(build, k, role);
+    te_linear_source from = te_linear_source_of(build, k, role);
+    te_cast_to cast = cast_to(build, k, role, forms);
+    te_stage *stage;
+    if (rule->separate) te_linear_write_source(build, k, &from, TE_NO_BUFFER);
+    if (te_linear_makes_scales_again(rule)) {
+        if (rule->scale == TE_SCALE_MEASURED) {
+            measure_for(build, k, &from, TE_NO_BUFFER, forms, &cast);
+        }
+        write_scales(build, k, role, forms, &cast);
+    } else {
+        cast.given = te_need(build, rule->row.scales, te_operand_of(k, role));
+    }
+    stage = stage_over(build, k, stages_of[role].again, &from, TE_OP_QUANTIZE, 0);
+    te_ask_cast(build, stage, &cast);
+}

@@ -1,0 +1,95 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * linear_cast.h - the operands of a linear node: where they come from, and their casts.
+ */
+#ifndef TE_LAYER_LINEAR_CAST_H
+#define TE_LAYER_LINEAR_CAST_H
+
+#include "layer/build.h"
+#include "layer/recipe.h"
+
+/* ---- stages ---- */
+
+int te_linear_is_external(const te_build *build, int32_t node, te_linear_stage number);
+/* A stage of the node; the caller's, where the graph says so. */
+te_stage *te_linear_add(te_build *build, int32_t node, te_linear_stage number, te_op op);
+/* A stage that is the caller's alone, over one buffer; none where the graph does not ask for it. */
+void te_linear_add_external(te_build *build, int32_t node, te_linear_stage number, int32_t buffer);
+
+/* ---- forms ---- */
+
+/* Sets of forms. */
+enum { TE_FORM_ROW = 1, TE_FORM_COLUMN = 2 };
+
+static inline int te_form_set(te_link form)
+{
+    return form == TE_LINK_ROW ? TE_FORM_ROW : form == TE_LINK_COLUMN ? TE_FORM_COLUMN : 0;
+}
+
+static inline int te_linear_is_quantized(const te_build *build, int32_t node)
+{
+    return te_is_quantized(&te_node(build, node)->quantization);
+}
+static inline const te_recipe_rule *te_linear_rule(const te_build *build, int32_t node,
+                                                   te_operand_role role)
+{
+    return te_recipe_rule_of(&te_node(build, node)->quantization, role);
+}
+static inline const te_form_rule *te_linear_form_rule(const te_build *build, int32_t node,
+                                                      te_operand_role role, te_link form)
+{
+    const te_recipe_rule *rule = te_linear_rule(build, node, role);
+    return form == TE_LINK_ROW ? &rule->row : &rule->column;
+}
+/* The link of the scales of a form. */
+static inline te_link te_linear_scales(const te_build *build, int32_t node, te_operand_role role,
+                                       te_link form)
+{
+    return te_linear_form_rule(build, node, role, form)->scales;
+}
+/* The buffer of a form, or of its scales or amax. */
+static inline int32_t te_linear_form(te_build *build, int32_t node, te_operand_role role,
+                                     te_link link)
+{
+    return te_get(build, link, te_operand_of(node, role));
+}
+static inline int te_linear_arrives(const te_build *build, int32_t node, te_operand_role role)
+{
+    return te_operand_arrives(build, te_operand_of(node, role));
+}
+/* The forms of an operand that these GEMMs, a set of 1 << te_linear_gemm, read. */
+int te_linear_read_by(const te_build *build, int32_t node, te_operand_role role, uint32_t gemms);
+
+/* ---- sources and casts ---- */
+
+/* Where an operand comes from: a buffer in high precision, or an operator that has not run yet. */
+typedef struct te_linear_source {
+    te_operand_role role;
+    int32_t value;
+    int32_t pending; /* node whose operator makes it; TE_NOBODY: it is in `wide` */
+    int32_t wide;
+} te_linear_source;
+
+te_linear_source te_linear_source_of(te_build *build, int32_t node, te_operand_role role);
+/* Lets the operator that makes it write it in high precision, and sum its columns too. */
+void te_linear_write_source(te_build *build, int32_t node, te_linear_source *from,
+                            int32_t bias_grad);
+/* The input in high precision. */
+int32_t te_linear_wide_input(te_build *build, int32_t node);
+/* Column sums of a gradient by themselves; TE_NO_BUFFER: none. */
+void te_linear_sum_grad(te_build *build, int32_t node, const te_linear_source *from,
+                        int32_t bias_grad);
+/* Casts an operand to these forms, and to those that are saved or kept, with the recipe's scales.
+ */
+void te_linear_quantize(te_build *build, int32_t node, te_operand_role role, int forms,
+                        int32_t bias_grad);
+/* Casts an operand with the scales of the forward, or to those that it makes of the same values:
+ * the same bits, no amax. */
+void te_linear_quantize_again(te_build *build, int32_t node, te_operand_role role, int forms);
+/* A second cast makes the scales anew instead of reading those of the first. */
+static inline int te_linear_makes_scales_again(const te_recipe_rule *rule)
+{
+    return rule->scale == TE_SCALE_OWN || rule->row.amax != TE_LINK_VALUE;
+}
+
+#endif
