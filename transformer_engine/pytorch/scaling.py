@@ -11,7 +11,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -152,6 +152,8 @@ class _Program:
     """Rows of the histories of the newest slots: it runs delayed scaling since they were made."""
     warned = False
     """It was told of `warn_of_fresh_scales`."""
+    switches: ClassVar[set[tuple[str, str]]] = set()
+    """Pairs of recipes of which it was told by `warn_of_switch`."""
 
 
 class BlankSlots:
@@ -207,6 +209,19 @@ def warn_of_fresh_scales() -> None:
         "offered no scaling state: their delayed scaling starts from scale 1. If FP8 training "
         "saved it, take the state dict and load it inside `with autocast(recipe=...)` of the "
         "recipe that trains; if it holds no scales, load it under TE_EXTRA_STATE=ignore",
+        stacklevel=2,
+    )
+
+
+def warn_of_switch(kind: str, before: str, now: str) -> None:
+    """Say, once for each pair, that a module goes on to train under another kind of recipe."""
+    if (before, now) in _Program.switches:
+        return
+    _Program.switches.add((before, now))
+    warnings.warn(
+        f"{kind}: it has trained under {before} and goes on under {now}: its operands are rounded "
+        "in another way from here on. Quantized weights are made anew; scales that delayed scaling "
+        "has found stay with the module until it comes back (reset_fp8_meta_tensors() drops them)",
         stacklevel=2,
     )
 
@@ -412,3 +427,4 @@ def reset() -> None:
         handle.live = handle.current = False
     drop_arenas()
     _Program.length, _Program.warned = None, False
+    _Program.switches.clear()

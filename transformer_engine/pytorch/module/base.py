@@ -78,6 +78,8 @@ class Fp8Module(NativeModule):
 
     SLOTS: tuple[int, int]
     """Slots of the forward and of the backward state."""
+    _trained_under: str | None = None
+    """Class of the recipe of the last training call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,6 +96,7 @@ class Fp8Module(NativeModule):
         recipe = state.recipe if state.enabled else None
         if traced:
             return Region(state, recipe, None, _NO_FRAMES, traced, exporting())
+        self._note_recipe(recipe)
         in_backward = graph_task() != -1
         fp8 = recipe is not None
         if not in_backward and not recompute.may_record(torch.is_grad_enabled(), fp8):
@@ -117,6 +120,16 @@ class Fp8Module(NativeModule):
                 "transformer_engine.pytorch.checkpoint or torch.utils.checkpoint for the recompute"
             )
         return Region(state, recipe, None, record, traced)
+
+    def _note_recipe(self, recipe: Recipe | None) -> None:
+        """Tell the program where training goes on under another kind of recipe."""
+        if recipe is None or not torch.is_grad_enabled() or graph_task() != -1:
+            return
+        now, before = type(recipe).__name__, self._trained_under
+        if now != before:
+            self.__dict__["_trained_under"] = now  # no setting: calls stay bound
+            if before is not None:
+                scaling.warn_of_switch(type(self).__name__, before, now)
 
     def _is_first(self, region: Region, records: bool) -> bool:
         """Whether this call's backward is the one that updates the backward state.
@@ -237,6 +250,7 @@ class Fp8Module(NativeModule):
         recipe = current_state().recipe
         if recipe is not None and repr(recipe) == identity:
             self._quantization_of(recipe, False)
+            self._note_recipe(recipe)
 
     def _make_slots(self, rule: scaling.Rule, group: Any, device: torch.device) -> scaling.Slots:
         """New slots, with the values that this module has or has loaded."""
