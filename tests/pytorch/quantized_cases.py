@@ -5,11 +5,59 @@ import torch
 from pytorch.helpers import RECIPES, assert_same_bits
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import (
+    Float8BlockScaling,
+    Float8RowScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 
 E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
 FP8 = (E4M3, E5M2)
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+
+TILED = {
+    "tiles": te.Float8BlockQuantizer,
+    "tiles f32": lambda *a, **o: te.Float8BlockQuantizer(*a, force_pow_2_scales=False, **o),
+    "lines": lambda *a, **o: te.Float8BlockQuantizer(*a, block_scaling_dim=1, **o),
+    "rows": te.Float8RowQuantizer,
+    "rows power 2": lambda *a, **o: te.Float8RowQuantizer(*a, force_pow_2_scales=True, **o),
+}
+"""Quantizers with scales of tiles or rows, of an FP8 dtype."""
+SMALL = {
+    "mx": lambda **o: te.MXFP8Quantizer(E4M3, **o),
+    "mx squares": lambda **o: te.MXFP8Quantizer(E4M3, with_2d_quantization=True, **o),
+    "nv": te.NVFP4Quantizer,
+    "nv squares": lambda **o: te.NVFP4Quantizer(with_2d_quantization=True, **o),
+    "nv rht": lambda **o: te.NVFP4Quantizer(with_rht=True, **o),
+}
+"""Quantizers with scales of groups."""
+FORMATS = {
+    **{name: lambda make=make, **o: make(E4M3, **o) for name, make in TILED.items()},
+    "rows e5m2": lambda **o: te.Float8RowQuantizer(E5M2, amax_epsilon=0.5, **o),
+    "tiles e5m2": lambda **o: te.Float8BlockQuantizer(E5M2, amax_epsilon=0.5, **o),
+    **SMALL,
+}
+"""Quantizers of which each tensor has scales of its own parts, by name."""
+WEIGHT_RECIPES = {
+    "block": Float8BlockScaling,
+    "block f32": lambda: Float8BlockScaling(use_f32_scales=True),
+    "block lines": lambda: Float8BlockScaling(w_block_scaling_dim=1, x_block_scaling_dim=2),
+    "row": Float8RowScaling,
+    "mx": MXFP8BlockScaling,
+    "mx squares": lambda: MXFP8BlockScaling(enable_2d_quantization=True),
+    "nv": lambda: NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nv lines": lambda: NVFP4BlockScaling(
+        disable_stochastic_rounding=True, disable_2d_quantization=True, disable_rht=True
+    ),
+}
+"""Recipes whose weights are tensors of these formats, and whose bits repeat."""
+
+
+def source_of(device, shape, dtype=torch.bfloat16):
+    """Normal numbers whose columns differ in size."""
+    return (torch.randn(shape, device=device) * torch.rand(shape[-1], device=device)).to(dtype)
 
 
 def scale_of(source, kind, power_2=False, epsilon=0.0):
