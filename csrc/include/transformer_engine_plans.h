@@ -78,9 +78,15 @@ enum {                              /* te_value_desc.flags */
        /* Of an input, a parameter, or the gradient of a result, as linear nodes cast it: */
        TE_VALUE_KEEP_QUANTIZED = 1 << 8, /* the plan that casts it returns its quantized forms */
        TE_VALUE_QUANTIZED = 1 << 9, /* it arrives in these forms, in high precision not at all */
-       /* Of a weight besides QUANTIZED, with one scale for the tensor and columns that need no
-        * padding: row-wise alone; a backward that reads it column-wise transposes it. */
-       TE_VALUE_ROW_WISE = 1 << 10
+       /* Besides QUANTIZED, with one scale for the tensor and columns that need no padding: it
+        * arrives row-wise alone, and a backward that reads it column-wise transposes it. Besides
+        * RETURN_QUANTIZED: it is returned row-wise alone. */
+       TE_VALUE_ROW_WISE = 1 << 10,
+       /* Of a result that a linear node makes: it is returned in quantized forms, in high precision
+        * not at all; of an input with a gradient: that is. Cast by the recipe of the linear node
+        * that makes it, or of the first one that it comes to, the result as inputs are and the
+        * gradient as gradients are (operands OUTPUT and GRAD_INPUT). */
+       TE_VALUE_RETURN_QUANTIZED = 1 << 11
 };
 
 /* A tensor of the graph. */
@@ -102,11 +108,14 @@ typedef enum te_recipe {
     TE_RECIPE_NVFP4 = 6  /* likewise an E4M3 number per 16, and one number per tensor */
 } te_recipe;
 
-/* Operands of a linear layer's GEMMs. */
+/* Operands of a linear layer's GEMMs, and what it makes that is returned quantized. */
 typedef enum te_operand_role {
     TE_INPUT_OPERAND,
     TE_WEIGHT_OPERAND,
     TE_GRAD_OPERAND,
+    TE_GEMM_OPERANDS,                     /* those that GEMMs multiply */
+    TE_OUTPUT_OPERAND = TE_GEMM_OPERANDS, /* cast as an input */
+    TE_GRAD_INPUT_OPERAND,                /* cast as a gradient */
     TE_OPERAND_ROLES
 } te_operand_role;
 
@@ -134,7 +143,7 @@ typedef struct te_quantization {
     int32_t recipe;                    /* te_recipe */
     int32_t forward_fp8, backward_fp8; /* te_dtype of inputs and weights, and of gradients */
     uint32_t power_2; /* 1 << te_operand_role: power-of-two scales; not of delayed scaling */
-    float amax_epsilon[TE_OPERAND_ROLES]; /* not of delayed scaling */
+    float amax_epsilon[TE_GEMM_OPERANDS]; /* not of delayed scaling */
     uint32_t tiles_2d;   /* 1 << te_operand_role: tiles as high as they are wide (not of per-tensor
                             and   per-row scaling) */
     uint32_t hadamard;   /* 1 << te_operand_role: the column-wise form is transformed (NVFP4): of
@@ -175,8 +184,9 @@ enum {                           /* te_node_desc.flags */
         * are cast, so that a slot whose scale is 0 is cast with its own */
        TE_LINEAR_MEASURE_OPERANDS = 4096,
        TE_LINEAR_MEASURE_GRAD = 8192,
-       TE_NODE_FP8_GRADIENT = 16384 /* attention with a recipe (delayed): its gradients are made in
+       TE_NODE_FP8_GRADIENT = 16384, /* attention with a recipe (delayed): its gradients are made in
                                        FP8, else in high precision from what was saved in FP8 */
+       TE_LINEAR_MEASURE_RETURNED = 32768 /* likewise what is returned quantized is measured */
 };
 
 /* Heads of a matrix of rows: head h of a row begins at element offset + h * stride, or where
@@ -205,10 +215,11 @@ typedef struct te_node_desc {
     int32_t input_count, number_count, slice_count;
     te_quantization quantization; /* linear, attention */
     int32_t owner;                /* the same: module of the call whose slots it takes */
-    int32_t slots[2];  /* of the node in the owner's slots of the forward and backward chunk. An
-                          attention has 9 and 6: 2, queries, keys and values; 3, output; 8, weights
-                          (recorded alone); 0, their gradients; 3, that of the output; 5, that of the
-                          scores */
+    int32_t slots[2];  /* of the node in the owner's slots of the forward and backward chunk. A
+                          linear layer has 3 and 2: input, weight, output; gradients of output and
+                          of input. An attention has 9 and 6: 2, queries, keys and values; 3, output;
+                          8, weights  (recorded alone); 0, their gradients; 3, that of the output; 5,
+                          that of the  scores */
     int32_t gather;    /* linear, > 1: the quantized input is gathered from that many ranks */
     uint32_t external; /* linear: 1 << te_linear_stage that the caller runs */
 } te_node_desc;
@@ -225,14 +236,21 @@ typedef struct te_node_desc {
     X(CAST_BIAS, cast_bias)                                                                        \
     X(GATHER_INPUT, gather_input) /* external only */                                              \
     X(GEMM_OUTPUT, gemm_output)                                                                    \
-    X(REDUCE_OUTPUT, reduce_output)             /* external only */                                \
-    X(PRODUCE_GRAD_OUTPUT, produce_grad_output) /* gradient of the activation, likewise */         \
+    X(REDUCE_OUTPUT, reduce_output) /* external only */                                            \
+    X(AMAX_OUTPUT, amax_output)                                                                    \
+    X(REDUCE_AMAX_OUTPUT, reduce_amax_output)         /* external only */                          \
+    X(QUANTIZE_OUTPUT, quantize_output)               /* where it is returned so */                \
+    X(DEQUANTIZE_GRAD_OUTPUT, dequantize_grad_output) /* of one that arrives so, for a bias */     \
+    X(PRODUCE_GRAD_OUTPUT, produce_grad_output)       /* gradient of the activation, likewise */   \
     X(AMAX_GRAD_OUTPUT, amax_grad_output)                                                          \
     X(REDUCE_AMAX_GRAD_OUTPUT, reduce_amax_grad_output) /* external only */                        \
     X(QUANTIZE_GRAD_OUTPUT, quantize_grad_output)                                                  \
     X(REQUANTIZE_WEIGHT, requantize_weight)                                                        \
     X(GEMM_GRAD_INPUT, gemm_grad_input)                                                            \
     X(REDUCE_GRAD_INPUT, reduce_grad_input) /* external only */                                    \
+    X(AMAX_GRAD_INPUT, amax_grad_input)                                                            \
+    X(REDUCE_AMAX_GRAD_INPUT, reduce_amax_grad_input) /* external only */                          \
+    X(QUANTIZE_GRAD_INPUT, quantize_grad_input)       /* where it is returned so */                \
     X(REQUANTIZE_INPUT, requantize_input)                                                          \
     X(GEMM_GRAD_WEIGHT, gemm_grad_weight)
 

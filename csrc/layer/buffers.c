@@ -41,12 +41,13 @@ static void add_link(te_build *build, te_links *links, te_link link, int32_t of)
 
 /* ---- buffers ------------------------------------------------------------------------------ */
 
-/* The value whose quantized form an operand is. */
+/* The value whose quantized form an operand is, or that has its shape. */
 static int32_t value_of_operand(const te_build *build, int32_t of)
 {
     const te_node_desc *node = te_node(build, of / TE_OPERAND_ROLES);
-    return of % TE_OPERAND_ROLES == TE_GRAD_OPERAND ? node->output
-                                                    : node->inputs[of % TE_OPERAND_ROLES];
+    const int32_t role = of % TE_OPERAND_ROLES;
+    if (role == TE_GRAD_OPERAND || role == TE_OUTPUT_OPERAND) return node->output;
+    return node->inputs[role == TE_GRAD_INPUT_OPERAND ? TE_INPUT_OPERAND : role];
 }
 
 /* TE_VALUE_QUANTIZED and TE_VALUE_KEEP_QUANTIZED are said of what a call is given: of an input or
@@ -55,6 +56,7 @@ static uint32_t flags_of_operand(const te_build *build, int32_t of)
 {
     uint32_t flags = te_value(build, value_of_operand(build, of))->flags;
     int gradient = of % TE_OPERAND_ROLES == TE_GRAD_OPERAND;
+    if (of % TE_OPERAND_ROLES >= TE_GEMM_OPERANDS) return 0;
     return ((flags & TE_VALUE_RESULT) != 0) == gradient ? flags : 0;
 }
 
@@ -74,7 +76,8 @@ int te_operand_is_kept(const te_build *build, int32_t of)
 }
 
 /* A made-up name: prefix of the node, name of the operand, form. */
-static const char *const operand_names[] = {"input", "weight", "grad_output"};
+static const char *const operand_names[] = {"input", "weight", "grad_output", "output",
+                                            "grad_input"};
 static const char *const form_names[TE_LINK_COUNT] = {[TE_LINK_ROW] = "_row",
                                                       [TE_LINK_COLUMN] = "_column",
                                                       [TE_LINK_SCALES] = "_scales",
@@ -213,24 +216,30 @@ static te_buffer_role role_of_value(const te_build *build, int32_t of)
     if ((flags & TE_VALUE_PARAMETER) != 0) return TE_ROLE_PARAMETER;
     if ((flags & TE_VALUE_INPUT) != 0) return TE_ROLE_INPUT;
     if ((flags & TE_VALUE_RESULT) == 0) return TE_ROLE_SCRATCH;
-    return build->direction == TE_DIRECTION_FORWARD ? TE_ROLE_OUTPUT : TE_ROLE_INPUT;
+    if (build->direction != TE_DIRECTION_FORWARD) return TE_ROLE_INPUT;
+    return (flags & TE_VALUE_RETURN_QUANTIZED) != 0 ? TE_ROLE_SCRATCH : TE_ROLE_OUTPUT;
 }
 
 static te_buffer_role role_of_gradient(const te_build *build, int32_t of)
 {
     uint32_t flags = te_value(build, of)->flags;
     if ((flags & (TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE)) != 0) return TE_ROLE_STATE;
+    if ((flags & TE_VALUE_RESULT) == 0 && (flags & TE_VALUE_RETURN_QUANTIZED) != 0) {
+        return TE_ROLE_SCRATCH;
+    }
     if ((flags & (TE_VALUE_PARAMETER | TE_VALUE_INPUT)) != 0) return TE_ROLE_OUTPUT;
     return (flags & TE_VALUE_RESULT) != 0 ? TE_ROLE_INPUT : TE_ROLE_SCRATCH;
 }
 
 int te_operand_is_transposed(const te_build *build, int32_t of)
 {
-    return (flags_of_operand(build, of) & TE_VALUE_ROW_WISE) != 0;
+    const uint32_t flags = TE_VALUE_QUANTIZED | TE_VALUE_ROW_WISE;
+    return (flags_of_operand(build, of) & flags) == flags;
 }
 
 static te_buffer_role role_of_form(const te_build *build, te_link form, int32_t of)
 {
+    if (of % TE_OPERAND_ROLES >= TE_GEMM_OPERANDS) return TE_ROLE_OUTPUT;
     if (form == TE_LINK_COLUMN && te_operand_is_transposed(build, of)) return TE_ROLE_SCRATCH;
     if (te_operand_is_kept(build, of)) return TE_ROLE_OUTPUT;
     if (!te_operand_arrives(build, of)) return TE_ROLE_SCRATCH;
@@ -272,7 +281,8 @@ static int32_t add(te_build *build, te_link link, int32_t of, te_buffer_role rol
     describe(build, link, of, &info, name, sizeof name);
     info.role = role;
     if (role == TE_ROLE_STATE && link == TE_LINK_GRADIENT) info.written = 1;
-    if (role == TE_ROLE_INPUT && link == TE_LINK_ROW) { /* in place of the value */
+    if ((role == TE_ROLE_INPUT || of % TE_OPERAND_ROLES >= TE_GEMM_OPERANDS) &&
+        link == TE_LINK_ROW) { /* in place of the value */
         info.leading =
             (te_value(build, value_of_operand(build, of))->flags & TE_VALUE_LEADING) != 0;
     }

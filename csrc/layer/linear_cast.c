@@ -60,7 +60,20 @@ static const struct cast_stages {
                          TE_LINEAR_STAGE_REDUCE_AMAX_GRAD_OUTPUT,
                          TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT,
                          TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT},
+    [TE_OUTPUT_OPERAND] = {TE_LINEAR_STAGE_QUANTIZE_OUTPUT, TE_LINEAR_STAGE_AMAX_OUTPUT,
+                           TE_LINEAR_STAGE_REDUCE_AMAX_OUTPUT, TE_LINEAR_STAGE_QUANTIZE_OUTPUT,
+                           TE_LINEAR_STAGE_QUANTIZE_OUTPUT},
+    [TE_GRAD_INPUT_OPERAND] = {TE_LINEAR_STAGE_QUANTIZE_GRAD_INPUT, TE_LINEAR_STAGE_AMAX_GRAD_INPUT,
+                               TE_LINEAR_STAGE_REDUCE_AMAX_GRAD_INPUT,
+                               TE_LINEAR_STAGE_QUANTIZE_GRAD_INPUT,
+                               TE_LINEAR_STAGE_QUANTIZE_GRAD_INPUT},
 };
+/* The slot that its scale is in, among those of the node in a chunk. */
+static const int32_t slots_of[] = {[TE_INPUT_OPERAND] = 0,
+                                   [TE_WEIGHT_OPERAND] = 1,
+                                   [TE_OUTPUT_OPERAND] = 2,
+                                   [TE_GRAD_OPERAND] = 0,
+                                   [TE_GRAD_INPUT_OPERAND] = 1};
 
 te_linear_source te_linear_source_of(te_build *build, int32_t k, te_operand_role role)
 {
@@ -144,6 +157,25 @@ void te_linear_sum_grad(te_build *build, int32_t k, const te_linear_source *from
     te_ask_cast(build, stage, &cast);
 }
 
+void te_linear_sum_arrived(te_build *build, int32_t k, int32_t bias_grad)
+{
+    const int32_t y = te_node(build, k)->output;
+    const te_form_rule *row = te_linear_form_rule(build, k, TE_GRAD_OPERAND, TE_LINK_ROW);
+    te_linear_source from = {TE_GRAD_OPERAND, y, TE_NOBODY, TE_NO_BUFFER};
+    te_stage *stage;
+    if (bias_grad == TE_NO_BUFFER) return;
+    from.wide = te_get(build, TE_LINK_PART, y); /* of a result that nobody reads it is free */
+    stage = te_linear_add(build, k, TE_LINEAR_STAGE_DEQUANTIZE_GRAD_OUTPUT, TE_OP_DEQUANTIZE);
+    te_use_as(build, stage, "output", from.wide);
+    te_set_number(build, stage, "mode", te_linear_rule(build, k, TE_GRAD_OPERAND)->mode);
+    te_use_as(build, stage, "row", te_linear_form(build, k, TE_GRAD_OPERAND, TE_LINK_ROW));
+    te_use_as(build, stage, "row_scales", te_linear_form(build, k, TE_GRAD_OPERAND, row->scales));
+    if (row->amax != TE_LINK_VALUE) {
+        te_use_as(build, stage, "row_amax", te_linear_form(build, k, TE_GRAD_OPERAND, row->amax));
+    }
+    te_linear_sum_grad(build, k, &from, bias_grad);
+}
+
 /* The high-precision form, where somebody reads it besides this cast: written in the first pass. */
 static int32_t wide_besides(te_build *build, const te_linear_source *from)
 {
@@ -177,7 +209,7 @@ static int32_t measure(te_build *build, int32_t k, const te_linear_source *from,
 static void measure_for(te_build *build, int32_t k, const te_linear_source *from, int32_t wide,
                         int forms, te_cast_to *cast)
 {
-    uint32_t transformed = te_node(build, k)->quantization.hadamard >> from->role & 1U;
+    uint32_t transformed = te_node(build, k)->quantization.hadamard >> te_cast_as(from->role) & 1U;
     int apart = transformed != 0 && (forms & TE_FORM_COLUMN) != 0;
     if (!apart || (forms & TE_FORM_ROW) != 0) cast->partials = measure(build, k, from, wide, 0);
     if (apart) cast->column_partials = measure(build, k, from, wide, 1);
@@ -199,12 +231,13 @@ static void write_scales(te_build *build, int32_t k, te_operand_role role, int f
 {
     const te_quantization *q = &te_node(build, k)->quantization;
     const te_recipe_rule *rule = te_linear_rule(build, k, role);
+    const te_operand_role as = te_cast_as(role);
     int shared = rule->row.scales == rule->column.scales;
-    cast->amax_epsilon = q->amax_epsilon[role];
-    cast->power_2 = (int32_t)(q->power_2 >> role & 1U);
+    cast->amax_epsilon = q->amax_epsilon[as];
+    cast->power_2 = (int32_t)(q->power_2 >> as & 1U);
     cast->square = rule->square;
-    cast->hadamard = (int32_t)(q->hadamard >> role & 1U);
-    if ((q->stochastic >> role & 1U) != 0) {
+    cast->hadamard = (int32_t)(q->hadamard >> as & 1U);
+    if ((q->stochastic >> as & 1U) != 0) {
         cast->rng = te_get(build, TE_LINK_VALUE, te_node(build, k)->inputs[3]);
     }
     if (shared || (forms & TE_FORM_ROW) != 0) {
@@ -220,21 +253,19 @@ static void write_scales(te_build *build, int32_t k, te_operand_role role, int f
     }
 }
 
-void te_linear_quantize(te_build *build, int32_t k, te_operand_role role, int forms,
+/* Casts a source to these forms with the recipe's scales. */
+static void cast_source(te_build *build, int32_t k, te_linear_source from, int forms,
                         int32_t bias_grad)
 {
     const te_node_desc *node = te_node(build, k);
+    const te_operand_role role = from.role;
     const te_recipe_rule *rule = te_linear_rule(build, k, role);
     const struct cast_stages *stages = &stages_of[role];
+    const int gradient = te_is_gradient(role);
     int measured = te_is_measured(node, role);
-    int32_t of = te_operand_of(k, role), wide;
-    te_linear_source from = te_linear_source_of(build, k, role);
-    te_cast_to cast;
+    int32_t wide;
+    te_cast_to cast = cast_to(build, k, role, forms);
     te_stage *stage;
-    if (te_operand_is_kept(build, of)) forms = TE_FORM_ROW | TE_FORM_COLUMN;
-    if (te_links_has(&build->saved, TE_LINK_ROW, of)) forms |= TE_FORM_ROW;
-    if (te_links_has(&build->saved, TE_LINK_COLUMN, of)) forms |= TE_FORM_COLUMN;
-    cast = cast_to(build, k, role, forms);
     if (rule->separate || te_linear_is_external(build, k, stages->quantize) ||
         (measured && te_linear_is_external(build, k, stages->amax))) {
         te_linear_write_source(build, k, &from, TE_NO_BUFFER);
@@ -247,16 +278,56 @@ void te_linear_quantize(te_build *build, int32_t k, te_operand_role role, int fo
     }
     if (rule->scale == TE_SCALE_STATE) {
         cast.scale = te_get(build, TE_LINK_SCALE, node->owner);
-        if (role == TE_GRAD_OPERAND || (node->flags & TE_LINEAR_NO_AMAX) == 0) {
+        if (gradient || (node->flags & TE_LINEAR_NO_AMAX) == 0) {
             cast.history = te_get(build, TE_LINK_HISTORY, node->owner);
         }
     }
     cast.bias_grad = bias_grad;
-    cast.chunk = 2 * node->owner + (role == TE_GRAD_OPERAND);
-    cast.slot = node->slots[role == TE_GRAD_OPERAND] + (role == TE_WEIGHT_OPERAND);
+    cast.chunk = 2 * node->owner + gradient;
+    cast.slot = node->slots[gradient] + slots_of[role];
     write_scales(build, k, role, forms, &cast);
     stage = stage_over(build, k, stages->quantize, &from, TE_OP_QUANTIZE, measured);
     te_ask_cast(build, stage, &cast);
+}
+
+void te_linear_quantize(te_build *build, int32_t k, te_operand_role role, int forms,
+                        int32_t bias_grad)
+{
+    const int32_t of = te_operand_of(k, role);
+    if (te_operand_is_kept(build, of)) forms = TE_FORM_ROW | TE_FORM_COLUMN;
+    if (te_links_has(&build->saved, TE_LINK_ROW, of)) forms |= TE_FORM_ROW;
+    if (te_links_has(&build->saved, TE_LINK_COLUMN, of)) forms |= TE_FORM_COLUMN;
+    cast_source(build, k, te_linear_source_of(build, k, role), forms, bias_grad);
+}
+
+int32_t te_caster_of(const te_graph_desc *graph, int32_t value)
+{
+    const int result = (graph->values[value].flags & TE_VALUE_RESULT) != 0;
+    for (int32_t n = 0; n < graph->node_count; n++) {
+        const te_node_desc *node = &graph->nodes[n];
+        if ((result ? node->output : node->inputs[0]) != value) continue;
+        if (node->kind == TE_NODE_LINEAR) return n;
+        if (result || node->kind != TE_NODE_NORM) return TE_NOBODY;
+        value = node->output;
+    }
+    return TE_NOBODY;
+}
+
+void te_linear_return(te_build *build, int32_t k, te_operand_role role, int32_t value, int32_t wide)
+{
+    const te_linear_source from = {role, value, TE_NOBODY, wide};
+    int forms = TE_FORM_ROW;
+    if ((te_value(build, value)->flags & TE_VALUE_ROW_WISE) == 0) forms |= TE_FORM_COLUMN;
+    cast_source(build, k, from, forms, TE_NO_BUFFER);
+}
+
+void te_linear_transpose(te_build *build, int32_t k, te_operand_role role)
+{
+    te_stage *stage;
+    if (te_find(build, TE_LINK_COLUMN, te_operand_of(k, role)) != TE_NO_BUFFER) return;
+    stage = te_linear_add(build, k, stages_of[role].again, TE_OP_TRANSPOSE);
+    te_use_as(build, stage, "input", te_linear_form(build, k, role, TE_LINK_ROW));
+    te_use_as(build, stage, "output", te_linear_form(build, k, role, TE_LINK_COLUMN));
 }
 
 void te_linear_quantize_again(te_build *build, int32_t k, te_operand_role role, int forms)

@@ -79,6 +79,8 @@ int32_t te_linear_wide_input(te_build *build, int32_t node);
 /* Column sums of a gradient by themselves; TE_NO_BUFFER: none. */
 void te_linear_sum_grad(te_build *build, int32_t node, const te_linear_source *from,
                         int32_t bias_grad);
+/* The same of a gradient that arrives quantized: of its values in high precision. */
+void te_linear_sum_arrived(te_build *build, int32_t node, int32_t bias_grad);
 /* Casts an operand to these forms, and to those that are saved or kept, with the recipe's scales.
  */
 void te_linear_quantize(te_build *build, int32_t node, te_operand_role role, int forms,
@@ -86,6 +88,14 @@ void te_linear_quantize(te_build *build, int32_t node, te_operand_role role, int
 /* Casts an operand with the scales of the forward, or to those that it makes of the same values:
  * the same bits, no amax. */
 void te_linear_quantize_again(te_build *build, int32_t node, te_operand_role role, int forms);
+/* The linear node that casts what is returned quantized of a value: that makes the result, or the
+ * first that an input comes to, behind its norm; TE_NOBODY where there is none. */
+int32_t te_caster_of(const te_graph_desc *graph, int32_t value);
+/* Casts what a call is returned of a value, OUTPUT or GRAD_INPUT, and is in `wide`. */
+void te_linear_return(te_build *build, int32_t node, te_operand_role role, int32_t value,
+                      int32_t wide);
+/* Makes the column-wise form of an operand of the row-wise one, which alone arrives. */
+void te_linear_transpose(te_build *build, int32_t node, te_operand_role role);
 /* A second cast makes the scales anew instead of reading those of the first. */
 static inline int te_linear_makes_scales_again(const te_recipe_rule *rule)
 {

@@ -44,7 +44,7 @@ te_status te_check_quantization(const te_node_desc *node, const char *what)
 {
     const te_quantization *q = &node->quantization;
     int negative = 0;
-    for (int role = 0; te_is_quantized(q) && role < TE_OPERAND_ROLES; role++) {
+    for (int role = 0; te_is_quantized(q) && role < TE_GEMM_OPERANDS; role++) {
         const te_recipe_rule *rule = te_recipe_rule_of(q, (te_operand_role)role);
         te_dtype dtype = te_role_dtype(q, (te_operand_role)role);
         if ((uint32_t)dtype < 32 && (rule->dtypes >> dtype & 1U) != 0) continue;
@@ -54,8 +54,8 @@ te_status te_check_quantization(const te_node_desc *node, const char *what)
                        te_recipe_is_fp4(q->recipe) ? "u8, of which each is two e2m1"
                                                    : "e4m3 and then e4m3 or e5m2");
     }
-    for (int role = 0; role < TE_OPERAND_ROLES; role++) negative |= !(q->amax_epsilon[role] >= 0);
-    if (negative || q->power_2 >> TE_OPERAND_ROLES != 0 || node->owner < 0 ||
+    for (int role = 0; role < TE_GEMM_OPERANDS; role++) negative |= !(q->amax_epsilon[role] >= 0);
+    if (negative || q->power_2 >> TE_GEMM_OPERANDS != 0 || node->owner < 0 ||
         node->owner >= TE_GRAPH_NODES) {
         return TE_FAIL(TE_ERROR_INVALID, "%s: amax_epsilon, power_2 = 0x%x or owner %d", what,
                        q->power_2, node->owner);
@@ -133,6 +133,23 @@ static te_status check_tiles(const te_graph_desc *graph, const te_node_desc *nod
                    (long long)rows->multiply, rows->align);
 }
 
+/* An operand that arrives row-wise alone is transposed as it is. */
+static te_status check_row_wise(const te_graph_desc *graph, const te_node_desc *node, int role)
+{
+    const uint32_t flags = TE_VALUE_QUANTIZED | TE_VALUE_ROW_WISE;
+    const te_value_desc *value =
+        &graph->values[role == TE_GRAD_OPERAND ? node->output : node->inputs[role]];
+    const te_recipe_rule *rule = te_recipe_rule_of(&node->quantization, (te_operand_role)role);
+    if ((value->flags & flags) != flags ||
+        (rule->mode == TE_SCALING_TENSOR && value->shape[1].add % 16 == 0)) {
+        return TE_OK;
+    }
+    return TE_FAIL(TE_ERROR_INVALID,
+                   "linear: %s arrives row-wise alone: that takes one scale for the tensor, and "
+                   "columns (%lld) in a multiple of 16",
+                   value->name, (long long)value->shape[1].add);
+}
+
 te_status te_check_linear(const te_graph_desc *graph, int32_t k)
 {
     const te_node_desc *node = &graph->nodes[k];
@@ -147,21 +164,6 @@ te_status te_check_linear(const te_graph_desc *graph, int32_t k)
     TE_TRY(te_check_parameter(graph, node->inputs[1], "linear: weight", out, in));
     TE_TRY(te_check_parameter(graph, node->inputs[2], "linear: bias", 0, out));
     TE_TRY(check_dtypes(graph, node));
-    if ((graph->values[node->inputs[1]].flags & TE_VALUE_ROW_WISE) != 0 &&
-        (te_recipe_rule_of(&node->quantization, TE_WEIGHT_OPERAND)->mode != TE_SCALING_TENSOR ||
-         in % 16 != 0)) {
-        return TE_FAIL(
-            TE_ERROR_INVALID,
-            "linear: %s arrives row-wise alone: that takes one scale for the tensor, and "
-            "columns (%lld) in a multiple of 16",
-            graph->values[node->inputs[1]].name, (long long)in);
-    }
-    if ((graph->values[node->output].flags & TE_VALUE_QUANTIZED) != 0 && node->inputs[2] >= 0 &&
-        (graph->values[node->inputs[2]].flags & TE_VALUE_GRADIENT) != 0) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "linear: the gradient of %s arrives quantized, of which %s has no gradient: "
-                       "whoever casts it sums it (te_cast_request.bias_grad)",
-                       graph->values[node->output].name, graph->values[node->inputs[2]].name);
-    }
+    for (int role = 0; role < TE_GEMM_OPERANDS; role++) TE_TRY(check_row_wise(graph, node, role));
     return check_weight(graph, node);
 }

@@ -7,8 +7,7 @@
 
 #include "core/status.h"
 #include "core/tensor.h"
-#include "layer/build.h"
-#include "layer/recipe.h"
+#include "layer/linear_cast.h"
 
 static const te_node_rules *const rules[TE_NODE_KINDS] = {
     [TE_NODE_LINEAR] = &te_linear_rules,           [TE_NODE_NORM] = &te_norm_rules,
@@ -105,8 +104,7 @@ static te_status copy_nodes(const te_graph_desc *graph, graph_copy *copy)
 #define MOST_FIXED ((int64_t)1 << 40)
 
 /* Flags that only the weight of a linear node knows; only operands of one with a recipe. */
-#define OF_WEIGHT                                                                                  \
-    (uint32_t)(TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE | TE_VALUE_DEFER | TE_VALUE_ROW_WISE)
+#define OF_WEIGHT (uint32_t)(TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE | TE_VALUE_DEFER)
 #define OF_OPERAND (uint32_t)(TE_VALUE_KEEP_QUANTIZED | TE_VALUE_QUANTIZED)
 
 static int is_given(const te_value_desc *value)
@@ -155,17 +153,27 @@ static te_status check_shape(const te_value_desc *value)
     return TE_OK;
 }
 
+/* Whether flags about quantized forms go together, of a value of this kind. */
+static int forms_fit(uint32_t flags, uint32_t kind)
+{
+    const uint32_t row_wise = TE_VALUE_QUANTIZED | TE_VALUE_RETURN_QUANTIZED;
+    const uint32_t gradient = TE_VALUE_INPUT | TE_VALUE_GRADIENT;
+    if ((flags & OF_OPERAND) != 0 && kind == 0) return 0;
+    if ((flags & OF_OPERAND) == OF_OPERAND) return 0;
+    if ((flags & TE_VALUE_ROW_WISE) != 0 && (flags & row_wise) == 0) return 0;
+    return (flags & TE_VALUE_RETURN_QUANTIZED) == 0 || kind == TE_VALUE_RESULT ||
+           (flags & gradient) == gradient;
+}
+
 static te_status check_value(const te_value_desc *value, int32_t number)
 {
     const uint32_t kinds = TE_VALUE_INPUT | TE_VALUE_PARAMETER | TE_VALUE_RESULT;
     uint32_t kind = value->flags & kinds;
     if (memchr(value->name, '\0', sizeof value->name) == NULL || value->ndim < 1 ||
         value->ndim > TE_MAX_DIMS || (kind & (kind - 1)) != 0 ||
-        value->flags >= (uint32_t)TE_VALUE_ROW_WISE << 1 ||
+        value->flags >= (uint32_t)TE_VALUE_RETURN_QUANTIZED << 1 ||
         ((value->flags & OF_WEIGHT) != 0 && kind != TE_VALUE_PARAMETER) ||
-        ((value->flags & OF_OPERAND) != 0 && kind == 0) ||
-        (value->flags & OF_OPERAND) == OF_OPERAND ||
-        (value->flags & (uint32_t)(TE_VALUE_QUANTIZED | TE_VALUE_ROW_WISE)) == TE_VALUE_ROW_WISE) {
+        !forms_fit(value->flags, kind)) {
         return TE_FAIL(TE_ERROR_INVALID, "graph: value %d: name, ndim = %d or flags = 0x%x", number,
                        value->ndim, value->flags);
     }
@@ -191,7 +199,7 @@ static te_status check_operand(const te_graph_desc *graph, int32_t n, int32_t va
     const te_value_desc *desc = &graph->values[value];
     if ((desc->flags & OF_OPERAND) == 0) return TE_OK;
     if (node->kind == TE_NODE_LINEAR && te_is_quantized(&node->quantization) &&
-        role < TE_OPERAND_ROLES &&
+        role < TE_GEMM_OPERANDS &&
         ((desc->flags & TE_VALUE_RESULT) != 0) == (role == TE_GRAD_OPERAND)) {
         return TE_OK;
     }
@@ -213,7 +221,7 @@ static te_status check_reader(const te_graph_desc *graph, int32_t n, int i)
                        "graph: node %d reads %s, whose flags 0x%x only a linear's weight has", n,
                        value->name, value->flags);
     }
-    return check_operand(graph, n, node->inputs[i], i < TE_GRAD_OPERAND ? i : TE_OPERAND_ROLES);
+    return check_operand(graph, n, node->inputs[i], i < TE_GRAD_OPERAND ? i : TE_GEMM_OPERANDS);
 }
 
 static te_status check_node(const te_graph_desc *graph, int32_t n)
@@ -345,6 +353,33 @@ static te_status check_order(const te_graph_desc *graph, te_value_state *values)
     return TE_OK;
 }
 
+/* What is returned quantized is cast by a linear node; a result is nothing else then. */
+static te_status check_returned(const te_graph_desc *graph, const te_value_state *values)
+{
+    for (int32_t v = 0; v < graph->value_count; v++) {
+        const te_value_desc *value = &graph->values[v];
+        const te_node_desc *node;
+        int32_t k;
+        if ((value->flags & TE_VALUE_RETURN_QUANTIZED) == 0) continue;
+        k = te_caster_of(graph, v);
+        node = k == TE_NOBODY ? NULL : &graph->nodes[k];
+        if (node != NULL && te_is_quantized(&node->quantization) &&
+            !te_recipe_is_fp4(node->quantization.recipe) && node->gather == 1 &&
+            ((value->flags & TE_VALUE_RESULT) == 0 || values[v].readers == 0) &&
+            ((value->flags & TE_VALUE_ROW_WISE) == 0 ||
+             te_recipe_rule_of(&node->quantization, TE_INPUT_OPERAND)->mode == TE_SCALING_TENSOR)) {
+            continue;
+        }
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "graph: %s is returned quantized (flags 0x%x): that takes a linear layer "
+                       "with a recipe other than nvfp4 that makes it, or that it comes to first, "
+                       "no other reader of a result, and one scale for the tensor where it is "
+                       "row-wise alone",
+                       value->name, value->flags);
+    }
+    return TE_OK;
+}
+
 static te_status check_count(const char *what, const void *list, int32_t count, int32_t most)
 {
     if (count == 0) return TE_FAIL(TE_ERROR_INVALID, "graph: it has no %s", what);
@@ -372,7 +407,8 @@ static te_status check_graph(const te_graph_desc *graph, te_value_state *values)
 {
     for (int32_t v = 0; v < graph->value_count; v++) TE_TRY(check_value(&graph->values[v], v));
     for (int32_t n = 0; n < graph->node_count; n++) TE_TRY(check_node(graph, n));
-    return check_order(graph, values);
+    TE_TRY(check_order(graph, values));
+    return check_returned(graph, values);
 }
 
 /* ---- walks -------------------------------------------------------------------------------- */
@@ -451,6 +487,11 @@ static void walk_backward(te_build *build)
         if ((te_value(build, v)->flags & TE_VALUE_LEADING) != 0 &&
             te_rows_symbol(te_value(build, v)) == TE_SYMBOL_SOURCE_ROWS) {
             need_source(build, v);
+        }
+        if (state->grads > 0 && (te_value(build, v)->flags & TE_VALUE_RETURN_QUANTIZED) != 0) {
+            te_linear_return(build, te_caster_of(build->graph, v), TE_GRAD_INPUT_OPERAND, v,
+                             te_grad(build, v));
+            continue;
         }
         if (state->grads > 1) (void)te_grad(build, v);
         if (state->grads == 1 && state->grad_alias != TE_NO_BUFFER && is_passed_on(build, v)) {

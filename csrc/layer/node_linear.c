@@ -177,6 +177,7 @@ static void multiply(te_build *build, int32_t k, int32_t input, int32_t bias)
 
 static void forward(te_build *build, int32_t k)
 {
+    const int32_t y = te_node(build, k)->output;
     int32_t bias;
     if (!te_linear_is_quantized(build, k)) {
         int32_t wide = te_linear_wide_input(build, k);
@@ -190,6 +191,9 @@ static void forward(te_build *build, int32_t k)
     }
     bias = cast_bias(build, k);
     multiply(build, k, gathered_input(build, k), bias);
+    if (wants(build, y, TE_VALUE_RETURN_QUANTIZED)) {
+        te_linear_return(build, k, TE_OUTPUT_OPERAND, y, te_get(build, TE_LINK_VALUE, y));
+    }
 }
 
 static void again(te_build *build, int32_t k)
@@ -241,6 +245,7 @@ static int32_t input_of_weight(te_build *build, int32_t k)
         (void)te_need(build, te_linear_scales(build, k, TE_INPUT_OPERAND, read), of);
         if (amax != TE_LINK_VALUE) (void)te_need(build, amax, of);
     }
+    if (te_operand_is_transposed(build, of)) te_linear_transpose(build, k, TE_INPUT_OPERAND);
     found = te_find(build, read, of);
     if (found != TE_NO_BUFFER) return found;
     if (!casts) return te_need(build, read, of);
@@ -256,26 +261,25 @@ static int weight_goes_first(const te_build *build, int32_t k)
     return !te_linear_is_external(build, k, TE_LINEAR_STAGE_REDUCE_GRAD_INPUT);
 }
 
-/* The weight as the gradient of the input reads it, made of the row-wise one that arrived. */
-static void transpose_weight(te_build *build, int32_t k)
-{
-    te_stage *stage = te_linear_add(build, k, TE_LINEAR_STAGE_REQUANTIZE_WEIGHT, TE_OP_TRANSPOSE);
-    te_use_as(build, stage, "input", te_linear_form(build, k, TE_WEIGHT_OPERAND, TE_LINK_ROW));
-    te_use_as(build, stage, "output", te_linear_form(build, k, TE_WEIGHT_OPERAND, TE_LINK_COLUMN));
-}
-
 static void grad_input_quantized(te_build *build, int32_t k)
 {
     te_link read = te_linear_rule(build, k, TE_WEIGHT_OPERAND)->usage[TE_GEMM_GRAD_INPUT];
     int32_t of = te_operand_of(k, TE_WEIGHT_OPERAND);
     if (!needs_grad_input(build, k)) return;
     if (te_operand_is_transposed(build, of)) {
-        transpose_weight(build, k);
+        te_linear_transpose(build, k, TE_WEIGHT_OPERAND);
     } else if (!te_linear_arrives(build, k, TE_WEIGHT_OPERAND) &&
                te_find(build, read, of) == TE_NO_BUFFER) {
         te_linear_quantize_again(build, k, TE_WEIGHT_OPERAND, te_form_set(read));
     }
     multiply_grad_input(build, k, TE_NO_BUFFER);
+}
+
+/* The gradient of the output as that of the weight reads it, where it arrives row-wise alone. */
+static void transpose_grad(te_build *build, int32_t k, int forms)
+{
+    int transposed = te_operand_is_transposed(build, te_operand_of(k, TE_GRAD_OPERAND));
+    if (transposed && (forms & TE_FORM_COLUMN) != 0) te_linear_transpose(build, k, TE_GRAD_OPERAND);
 }
 
 static void backward_quantized(te_build *build, int32_t k)
@@ -284,12 +288,14 @@ static void backward_quantized(te_build *build, int32_t k)
     int weight_first = weight_goes_first(build, k);
     int forms = te_linear_read_by(build, k, TE_GRAD_OPERAND, gradients_of(build, k));
     int32_t bias_grad = te_parameter_grad(build, bias_of(build, k));
-    if (forms == 0 && bias_grad != TE_NO_BUFFER) {
+    if (te_linear_arrives(build, k, TE_GRAD_OPERAND)) {
+        te_linear_sum_arrived(build, k, bias_grad);
+        if (!put_off) transpose_grad(build, k, forms);
+    } else if (forms != 0) {
+        te_linear_quantize(build, k, TE_GRAD_OPERAND, forms, bias_grad);
+    } else if (bias_grad != TE_NO_BUFFER) {
         te_linear_source from = te_linear_source_of(build, k, TE_GRAD_OPERAND);
         te_linear_sum_grad(build, k, &from, bias_grad);
-    }
-    if (forms != 0 && !te_linear_arrives(build, k, TE_GRAD_OPERAND)) {
-        te_linear_quantize(build, k, TE_GRAD_OPERAND, forms, bias_grad);
     }
     if (!weight_first) grad_input_quantized(build, k);
     if (needs_grad_weight(build, k) && !put_off) {
@@ -345,7 +351,12 @@ static void deferred(te_build *build, int32_t k)
     if (te_linear_is_quantized(build, k)) {
         te_link read = te_linear_rule(build, k, TE_GRAD_OPERAND)->usage[TE_GEMM_GRAD_WEIGHT];
         int32_t of = te_operand_of(k, TE_GRAD_OPERAND);
-        grad = te_defer(build, read, of);
+        if (te_operand_is_transposed(build, of)) {
+            te_linear_transpose(build, k, TE_GRAD_OPERAND);
+            grad = te_get(build, read, of);
+        } else {
+            grad = te_defer(build, read, of);
+        }
         (void)te_defer(build, te_linear_scales(build, k, TE_GRAD_OPERAND, read), of);
         if (te_linear_form_rule(build, k, TE_GRAD_OPERAND, read)->amax != TE_LINK_VALUE) {
             (void)te_defer(build, te_linear_form_rule(build, k, TE_GRAD_OPERAND, read)->amax, of);
@@ -363,7 +374,7 @@ const te_node_rules te_linear_rules = {
     .inputs = 4,
     .flags = TE_LINEAR_SAVE_INPUT | TE_LINEAR_NO_AMAX | TE_LINEAR_ALLOW_TF32 |
              TE_LINEAR_FAST_OUTPUT | TE_LINEAR_FAST_GRAD_INPUT | TE_LINEAR_FAST_GRAD_WEIGHT |
-             TE_LINEAR_MEASURE_OPERANDS | TE_LINEAR_MEASURE_GRAD,
+             TE_LINEAR_MEASURE_OPERANDS | TE_LINEAR_MEASURE_GRAD | TE_LINEAR_MEASURE_RETURNED,
     .external = (1U << TE_LINEAR_STAGE_COUNT) - 1,
     .casts = 1,
     .check = te_check_linear,

@@ -110,7 +110,7 @@
     }
 
 /* By recipe, and whether tiles are as high as they are wide. */
-static const te_recipe_rule rules[][2][TE_OPERAND_ROLES] = {
+static const te_recipe_rule rules[][2][TE_GEMM_OPERANDS] = {
     [TE_RECIPE_NONE] = {{WIDE, WIDE, WIDE}},
     [TE_RECIPE_DELAYED] = {FP8_RECIPE(TE_SCALING_TENSOR, TE_SCALE_STATE, PER_TENSOR)},
     [TE_RECIPE_CURRENT] = {FP8_RECIPE(TE_SCALING_TENSOR, TE_SCALE_MEASURED, PER_TENSOR)},
@@ -129,7 +129,7 @@ int te_recipe_exists(int32_t recipe)
 uint32_t te_recipe_tiles_2d(int32_t recipe)
 {
     uint32_t roles = 0;
-    for (int role = 0; role < TE_OPERAND_ROLES; role++) {
+    for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
         if (rules[recipe][1][role].mode != TE_SCALING_NONE) roles |= 1U << role;
     }
     return roles;
@@ -137,12 +137,15 @@ uint32_t te_recipe_tiles_2d(int32_t recipe)
 
 const te_recipe_rule *te_recipe_rule_of(const te_quantization *quantization, te_operand_role role)
 {
-    return &rules[quantization->recipe][quantization->tiles_2d >> role & 1U][role];
+    const te_operand_role as = te_cast_as(role);
+    return &rules[quantization->recipe][quantization->tiles_2d >> as & 1U][as];
 }
 
 int te_is_measured(const te_node_desc *node, te_operand_role role)
 {
-    uint32_t first = role == TE_GRAD_OPERAND ? TE_LINEAR_MEASURE_GRAD : TE_LINEAR_MEASURE_OPERANDS;
+    uint32_t first = role >= TE_GEMM_OPERANDS  ? TE_LINEAR_MEASURE_RETURNED
+                     : role == TE_GRAD_OPERAND ? TE_LINEAR_MEASURE_GRAD
+                                               : TE_LINEAR_MEASURE_OPERANDS;
     te_scale_source source = te_recipe_rule_of(&node->quantization, role)->scale;
     return source == TE_SCALE_MEASURED || (source == TE_SCALE_STATE && (node->flags & first) != 0);
 }

@@ -46,6 +46,18 @@ typedef struct te_recipe_rule {
     te_link usage[TE_LINEAR_GEMMS]; /* the form that a GEMM reads; VALUE: high precision */
 } te_recipe_rule;
 
+/* The operand as which one is cast: with the same settings, dtype and scales. */
+static inline te_operand_role te_cast_as(te_operand_role role)
+{
+    return role == TE_OUTPUT_OPERAND       ? TE_INPUT_OPERAND
+           : role == TE_GRAD_INPUT_OPERAND ? TE_GRAD_OPERAND
+                                           : role;
+}
+/* Whether it is cast in a backward. */
+static inline int te_is_gradient(te_operand_role role)
+{
+    return te_cast_as(role) == TE_GRAD_OPERAND;
+}
 int te_recipe_exists(int32_t recipe);
 /* 1 << te_operand_role of those that te_quantization.tiles_2d may have. */
 uint32_t te_recipe_tiles_2d(int32_t recipe);

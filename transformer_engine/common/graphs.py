@@ -36,12 +36,19 @@ Link = tuple[str, int]
     INPUT_KEPT,
     WEIGHT_KEPT,
     GRAD_KEPT,
-    WEIGHT_ROWS,  # besides WEIGHT_GIVEN: of the forms row-wise alone, which a backward transposes
+    # Besides these: of the forms row-wise alone, which a backward transposes.
+    INPUT_ROWS,
+    WEIGHT_ROWS,
+    GRAD_ROWS,
     # Delayed scaling: input and weight, the gradient of the output are measured before they are
     # cast, for slots that have recorded nothing.
     MEASURE_OPERANDS,
     MEASURE_GRAD,
-) = (1 << bit for bit in range(24))
+    MEASURE_RETURNED,  # likewise what is returned quantized
+    # The output, or the gradient of the input, is returned quantized.
+    RETURN_OUTPUT,
+    RETURN_GRAD,
+) = (1 << bit for bit in range(29))
 
 
 class Quantization(NamedTuple):
@@ -296,8 +303,7 @@ class Graph:
     def linear_parameters(self, spec: LinearSpec, prefix: str) -> tuple[int, int]:
         """Add weight and bias."""
         flags = spec.flags
-        bits = _core.VALUE_PARAMETER | form_flags(flags, WEIGHT_GIVEN, WEIGHT_KEPT)
-        bits |= _core.VALUE_ROW_WISE if flags & WEIGHT_ROWS else 0
+        bits = _core.VALUE_PARAMETER | form_flags(flags, WEIGHT_GIVEN, WEIGHT_KEPT, WEIGHT_ROWS)
         if flags & WGRAD:
             bits |= _core.VALUE_GRADIENT | flags_of(
                 (
@@ -378,6 +384,7 @@ class Graph:
                 (_core.LINEAR_ALLOW_TF32, spec.flags & ALLOW_TF32),
                 (_core.LINEAR_MEASURE_OPERANDS, spec.flags & MEASURE_OPERANDS),
                 (_core.LINEAR_MEASURE_GRAD, spec.flags & MEASURE_GRAD),
+                (_core.LINEAR_MEASURE_RETURNED, spec.flags & MEASURE_RETURNED),
             )
         )
         self.operands.append(len(self.nodes) * _core.OPERAND_ROLES)
@@ -407,11 +414,30 @@ def input_flags(wants_grad: int) -> int:
     return _core.VALUE_INPUT | _core.VALUE_LEADING | gradient
 
 
-def form_flags(flags: int, given: int, kept: int) -> int:
+def form_flags(flags: int, given: int, kept: int, rows: int) -> int:
     """`VALUE_*` of an operand whose quantized forms are given, or returned."""
     return flags_of(
-        ((_core.VALUE_QUANTIZED, flags & given), (_core.VALUE_KEEP_QUANTIZED, flags & kept))
+        (
+            (_core.VALUE_QUANTIZED, flags & given),
+            (_core.VALUE_KEEP_QUANTIZED, flags & kept),
+            (_core.VALUE_ROW_WISE, flags & rows),
+        )
     )
+
+
+def _returned_flags(spec: LinearSpec, flag: int, forms: int) -> int:
+    """`VALUE_*` of what is returned quantized, where it is: with one scale row-wise alone.
+
+    `forms` are those of what arrives under the same value: both, where that comes in both.
+    """
+    if not spec.flags & flag:
+        return 0
+    rows = spec.quantization.recipe in _ONE_SCALE
+    rows &= forms & (_core.VALUE_QUANTIZED | _core.VALUE_ROW_WISE) != _core.VALUE_QUANTIZED
+    return _core.VALUE_RETURN_QUANTIZED | (_core.VALUE_ROW_WISE if rows else 0)
+
+
+_ONE_SCALE = (_core.RECIPE_DELAYED, _core.RECIPE_CURRENT)
 
 
 def forms_of(operand: int, known: Container[Link]) -> tuple[Link, ...]:
@@ -432,11 +458,13 @@ def call_graph(spec: CallSpec) -> Graph:
     first, last = spec.parts[0], spec.parts[-1]
     graph = Graph(_core.GRAPH_RECOMPUTE if spec.recompute else 0)
     shape = (ROWS, first.in_features)
-    forms = form_flags(first.flags, INPUT_GIVEN, INPUT_KEPT)
+    forms = form_flags(first.flags, INPUT_GIVEN, INPUT_KEPT, INPUT_ROWS)
+    forms |= _returned_flags(first, RETURN_GRAD, forms)
     x = graph.tensor("input", first.input, shape, input_flags(first.flags & DGRAD) | forms)
     given = graph.call_parameters(spec)
     rows = (_core.SYMBOL_ROWS, last.gather, 1)
-    forms = form_flags(last.flags, GRAD_GIVEN, GRAD_KEPT)
+    forms = form_flags(last.flags, GRAD_GIVEN, GRAD_KEPT, GRAD_ROWS)
+    forms |= _returned_flags(last, RETURN_OUTPUT, forms)
     y = graph.value("output", last.output, (rows, last.out_features), RESULT | forms)
     graph.add_call(spec, given, x, y)
     return graph

@@ -31,7 +31,7 @@ _LIMITS = {
 
 CASTS = ("input", "weight", "grad_output")
 """Tensors of a linear layer that are cast, by their numbers as operands of a node."""
-INPUT, WEIGHT, GRAD = range(_core.OPERAND_ROLES)
+INPUT, WEIGHT, GRAD, *_ = range(_core.OPERAND_ROLES)
 STEPS = {name: number for number, name in enumerate(_core.LINEAR_STAGES)}
 """Numbers of the stages of a linear layer."""
 _ROLES = {STEPS[f"quantize_{name}"]: role for role, name in enumerate(CASTS)}

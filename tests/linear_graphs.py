@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A linear layer as a graph, and its plans run over memory by link."""
+
+import torch
+
+from transformer_engine import _core
+from transformer_engine.common import graphs
+
+K, N, ROWS = 24, 40, 6  # none of them a multiple of 16, which the forms are padded to
+WIDE = 48  # columns of a weight that is transposed
+GRADIENTS = graphs.DGRAD | graphs.WGRAD
+
+
+def graph_of(flags, recipe=_core.RECIPE_DELAYED, wanted=GRADIENTS, bias_grad=False, columns=K):
+    """A linear layer with a bias."""
+    f32 = _core.DTYPE_F32
+    quantization = graphs.HIGH_PRECISION._replace(recipe=recipe, backward_fp8=_core.DTYPE_E5M2)
+    flags |= wanted | graphs.BIAS
+    part = graphs.LinearSpec(columns, N, f32, f32, f32, f32, f32, quantization, flags, bias_grad)
+    return graphs.call_graph(graphs.CallSpec((part,)))
+
+
+def buffers(plan, *roles):
+    """Links of its buffers of these roles, in the order of a call."""
+    return [tuple(b[5:7]) for b in plan.described["buffers"] if b[1] in roles]
+
+
+def run(plan, memory, packed=None):
+    """Run a plan over what is in `memory` by link; put its outputs there, return what it packs."""
+    given = [memory[link] for link in buffers(plan, "input", "parameter", "state")]
+    forward = plan.described["direction"] == "forward"
+    leads = any(b[1] == "input" and b[3] for b in plan.described["buffers"])
+    rows = () if leads else (ROWS,)
+    extra = () if forward or not buffers(plan, "saved") else (packed,)
+    *outputs, made = _core.run(plan.native, 0, 0, *given, *extra, *rows)
+    memory.update(zip(buffers(plan, "output"), outputs, strict=True))
+    return made
+
+
+def run_all(graph, memory):
+    """Forward, backward, deferred weight gradient."""
+    packed = run(graph.make(_core.DIRECTION_FORWARD), memory)
+    run(graph.make(_core.DIRECTION_BACKWARD), memory, packed)
+    if graph.defers:
+        run(graph.make(_core.DIRECTION_DEFERRED), memory, packed)
+    return memory
+
+
+def fresh_memory(columns=K):
+    """What a call is given."""
+    return {
+        ("value", 0): torch.randn(2, ROWS // 2, columns),
+        ("value", 1): torch.randn(N, columns),
+        ("value", 2): torch.randn(N),
+        ("gradient", 3): torch.randn(2, ROWS // 2, N),
+        ("scale", 0): torch.tensor([4.0, 2.0, 8.0, 1.0]),
+        ("history", 0): torch.zeros(4, 4),
+    }
