@@ -214,17 +214,10 @@ def _view_of(tensor: Any, fields: dict | None, view: Callable) -> Any:
     Of the values in high precision where the format has none of its data (`fields` is None).
     """
     if fields is None:
-        values = view(tensor._dequantized(tensor.dtype, tuple(tensor.shape)))
-        made = window(values)
-    else:
-        shape = view(torch.empty(tensor.shape, device="meta")).shape
-        made = tensor._like(fields, shape=shape)
+        from transformer_engine.pytorch.tensor.identity import IdentityTensor
+
+        return IdentityTensor._window_of(tensor, view)
+    shape = view(torch.empty(tensor.shape, device="meta")).shape
+    made = tensor._like(fields, shape=shape)
     made._viewed = tensor, view
     return made
-
-
-def window(values: Tensor) -> Any:
-    """Values in high precision as a quantized tensor."""
-    from transformer_engine.pytorch.tensor.identity import IdentityTensor
-
-    return IdentityTensor._made({"_hp_data": values}, values.dtype, stride=values.stride())

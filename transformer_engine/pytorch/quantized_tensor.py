@@ -78,9 +78,13 @@ class QuantizedTensorStorage:
         names = (*self._TENSORS, *self._SETTINGS, "_quantizer")
         return {name: getattr(self, name) for name in names}
 
+    def _current_fields(self) -> dict[str, Any]:
+        """The fields for a copy: without forms that are not of the values as they are now."""
+        return self._fields()
+
     def _mapped(self, function: Any) -> dict[str, Any]:
         """The fields, with a function applied to each tensor, once to one that is shared."""
-        fields, done = self._fields(), {}
+        fields, done = self._current_fields(), {}
         for name in self._TENSORS:
             tensor = fields[name]
             if tensor is not None:
@@ -420,7 +424,7 @@ class QuantizedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """Pickle: a function, and plain tensors, numbers and names for it."""
         del protocol
-        fields = {n: v for n, v in self._fields().items() if n not in self._FORGOTTEN}
+        fields = {n: v for n, v in self._current_fields().items() if n not in self._FORGOTTEN}
         fields = {n: int(v) if isinstance(v, int) else v for n, v in fields.items()}
         recast = None if self._quantizer is None else self._quantizer._as_plain()
         about = (self.requires_grad, getattr(self, "_is_param", False), self._attributes())
@@ -433,6 +437,7 @@ class QuantizedTensor(Tensor):
     def _attributes(self) -> dict[str, Any]:
         """What programs have put on the tensor."""
         own = {*self._TENSORS, *self._SETTINGS, "_quantizer", "_dtype", "_viewed", "_is_param"}
+        own |= {"_values", "_seen"}  # of an IdentityTensor
         own |= {"get_high_precision_init_val", "clear_high_precision_init_val"}
         return {name: value for name, value in self.__dict__.items() if name not in own}
 

@@ -44,6 +44,8 @@ class Quantizer(abc.ABC):
     TENSOR: ClassVar[type]
     """Class of the tensors that it makes; its storage class is `STORAGE`."""
     STORAGE: ClassVar[type]
+    _KEEPS_ALL: ClassVar[bool] = False
+    """Whether it holds tensors of any dtype, and without dims."""
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
         self.rowwise_usage = bool(rowwise)
@@ -74,8 +76,11 @@ class Quantizer(abc.ABC):
     ) -> Any:
         """Allocate a quantized tensor of a shape and nominal dtype, without values.
 
-        On the current CUDA device where there is one, unless `device` says otherwise.
+        On the current CUDA device where there is one, unless `device` says otherwise. ValueError
+        for a shape without dims, unless the format keeps high precision.
         """
+        if not (tuple(shape) or self._KEEPS_ALL):
+            raise ValueError(f"{type(self).__name__}: shape (): expected at least one dim")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         fields = self._empty(tuple(shape), torch.device(device), pin_memory)
@@ -87,7 +92,8 @@ class Quantizer(abc.ABC):
     def quantize(self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
         """Quantize a tensor: into `out` where that is given, else into a new one of nominal dtype.
 
-        `dtype` is that of `tensor` where None. A gradient passes unchanged.
+        `dtype` is that of `tensor` where None. A gradient passes unchanged. TypeError where the
+        nominal dtype is no floating one.
         """
         if out is not None:
             return self.update_quantized(tensor, out)
@@ -105,6 +111,8 @@ class Quantizer(abc.ABC):
     def _quantized(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
         source = plain(tensor)
         kind = tensor.dtype if dtype is None else dtype
+        if not (kind.is_floating_point or self._KEEPS_ALL):
+            raise TypeError(f"{type(self).__name__}: tensor: {kind}, expected a floating dtype")
         made = self.make_empty(source.shape, dtype=kind, device=source.device)
         self._cast(source, made, None)
         made._written()
@@ -127,6 +135,7 @@ class Quantizer(abc.ABC):
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """Cast into an existing quantized tensor, in all forms that it has; return it.
 
+        How these lie (element type, tiles, transforms) is up to the tensor, not to this quantizer.
         Where the fp32 element of `noop_flag` is not 0 nothing is written. ValueError where the
         shapes differ.
         """

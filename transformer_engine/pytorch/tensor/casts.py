@@ -15,7 +15,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch import torch_ops
-from transformer_engine.pytorch.modes import dispatch_modes
+from transformer_engine.pytorch.modes import dispatch_modes, is_traced_or_faked
 from transformer_engine.pytorch.operators import traceable
 
 __all__ = ["ALIGNMENT", "cast", "dequantize", "empty_columns", "empty_rows", "measure", "transpose"]
@@ -59,6 +59,14 @@ def has_padding(data: Tensor) -> bool:
             return False
         rows *= size
     return data.storage_offset() + rows <= data.untyped_storage().nbytes()
+
+
+def given(data: Tensor) -> Tensor:
+    """Bytes of a caller as lines of their own: a copy where other bytes lie in place of padding."""
+    if data.is_meta or is_traced_or_faked() or not has_padding(data):
+        return data
+    length = data.shape[-1]
+    return data.contiguous() if padded(data)[..., length:].any() else data
 
 
 def padded(data: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
 
 def fp8_type(label: str, given: Any, kinds: tuple[DType, ...] = FP8) -> DType:
     """An element type as a `DType`, given as one, as its number or as a torch dtype."""
-    found = TE_DType.get(given) if isinstance(given, torch.dtype) else int(given)
+    found = TE_DType.get(given) if isinstance(given, torch.dtype | None) else int(given)
     if found not in kinds:
         known = " or ".join(f"DType.{kind.name}" for kind in kinds)
         raise ValueError(f"{label}: {given!r}, expected {known}")
@@ -166,6 +166,19 @@ class Float8TensorStorage(QuantizedTensorStorage):
         if self._transpose is not None:
             self._transpose_invalid = False
 
+    def _current_fields(self) -> dict[str, Any]:
+        """The fields, without a transpose of other data than these: versions are not copied."""
+        fields = super()._current_fields()
+        if self._data is not None and self._transpose_invalid:
+            fields["_transpose"] = fields["_transpose_version"] = None
+        return fields
+
+    def _mapped(self, function: Any) -> dict[str, Any]:
+        fields = super()._mapped(function)
+        if None not in (fields["_data"], fields["_transpose"]):
+            fields["_transpose_version"] = _version_of(fields["_data"])
+        return fields
+
     def _state(self) -> dict[str, Any]:
         return {"_transpose_version": None if self._transpose_invalid else 0}
 
@@ -240,9 +253,10 @@ def _checked_fields(
     for name, bytes_ in (("_data", data), ("_transpose", transpose)):
         if bytes_ is not None and bytes_.element_size() != 1:
             raise TypeError(f"{label}: data: {bytes_.dtype}, expected torch.uint8")
-        fields[name] = None if bytes_ is None else bytes_.view(torch.uint8)
+        fields[name] = None if bytes_ is None else casts.given(bytes_.view(torch.uint8))
     fields["_scales"] = _with_scale(scale_inv)
     fields["_fp8_dtype"] = fp8_type(f"{label}: fp8_dtype", fp8_dtype)
+    data = fields["_data"]
     fields["_transpose_version"] = None if None in (data, transpose) else _version_of(data)
     return fields
 
@@ -400,7 +414,7 @@ class Float8Quantizer(_PerTensorQuantizer):
     ) -> Any:
         """Take bytes for data that were cast with this scale."""
         fields = {
-            "_data": data.view(torch.uint8),
+            "_data": casts.given(data.view(torch.uint8)),
             "_scales": _with_scale(self.scale.reciprocal()),
             "_fp8_dtype": self.dtype,
             "_quantizer": self.copy(),

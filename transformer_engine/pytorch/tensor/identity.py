@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """High precision under the names of quantized data, for operands that a recipe does not cast."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.modes import is_traced_or_faked
 from transformer_engine.pytorch.quantized_tensor import (
     QuantizedTensor,
     QuantizedTensorStorage,
@@ -48,13 +50,71 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
 
 class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
-    """A tensor of a nominal dtype whose values are kept in another, or the same, high precision."""
+    """A tensor of a nominal dtype whose values are kept in another, or the same, high precision.
+
+    So is a *window*, a view of a format that has none of its data: what it keeps are values of the
+    whole, which are read again when those have changed.
+    """
 
     _STORAGE = IdentityTensorStorage
+    _seen: tuple | None = None
+    """Of a window: the versions of the whole that its values are of; None: unknown."""
+
+    @classmethod
+    def _window_of(cls, whole: Any, view: Callable[[Tensor], Tensor]) -> "IdentityTensor":
+        """A view of a quantized tensor in high precision."""
+        values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
+        made = cls._made({"_hp_data": values}, values.dtype, stride=values.stride())
+        made._viewed, made._seen = (whole, view), _versions_of(whole)
+        return made
+
+    @property
+    def _hp_data(self) -> Tensor:
+        """The values as they are now."""
+        if self._viewed is not None and not is_traced_or_faked():
+            self._read_again()
+        return self._values
+
+    @_hp_data.setter
+    def _hp_data(self, values: Tensor) -> None:
+        self._values = values
+
+    def _is_window(self) -> bool:
+        """Whether it is one, or a view of one."""
+        if self._viewed is None:
+            return False
+        whole, _ = self._viewed
+        return not isinstance(whole, IdentityTensor) or whole._is_window()
+
+    def _read_again(self) -> None:
+        """Take over values that have changed in the whole of a window."""
+        whole, view = self._viewed
+        if isinstance(whole, IdentityTensor):
+            _ = whole._hp_data  # these values lie in its memory
+            return
+        versions = _versions_of(whole)
+        if versions is None or versions != self._seen:
+            values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
+            if self._values.is_inference() and not torch.is_inference_mode_enabled():
+                self._values = values  # they can not be written to
+            else:
+                self._values.copy_(values)
+            self._seen = versions
+
+    def _takes(self, source: Any) -> bool:
+        return not self._is_window() and super()._takes(source)
 
     @classmethod
     def _with_data(cls, fields: dict, data: Tensor) -> dict:
         return {**fields, "_hp_data": data}
+
+
+def _versions_of(tensor: Any) -> tuple | None:
+    """What changes with the data of a quantized tensor; None: they do not tell."""
+    tensors = [part for part in tensor.get_data_tensors() if part is not None]
+    if any(part.is_inference() for part in tensors):
+        return None
+    return tuple((part.data_ptr(), part._version) for part in tensors)
 
 
 class IdentityQuantizer(Quantizer):
@@ -69,6 +129,7 @@ class IdentityQuantizer(Quantizer):
     """
 
     TENSOR, STORAGE = IdentityTensor, IdentityTensorStorage
+    _KEEPS_ALL = True
 
     def __init__(
         self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True

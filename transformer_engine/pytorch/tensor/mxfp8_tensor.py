@@ -92,8 +92,8 @@ class MXFP8Quantizer(TwoFormQuantizer):
         del shape
         return {"_with_gemm_swizzled_scales": False}
 
-    def _how(self, source: Tensor) -> dict[str, Any]:
-        del source
+    def _how(self, source: Tensor, into: Any) -> dict[str, Any]:
+        del source, into
         return {"square": self.with_2d_quantization}
 
     def _own_settings(self) -> dict[str, Any]:

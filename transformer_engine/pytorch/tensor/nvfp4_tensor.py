@@ -189,10 +189,10 @@ class NVFP4Quantizer(TwoFormQuantizer):
                 fields[f"_amax_{form}"] = torch.empty(1, **options)
         return fields
 
-    def _how(self, source: Tensor) -> dict[str, Any]:
+    def _how(self, source: Tensor, into: Any) -> dict[str, Any]:
         partials = self._measured(source, False)
-        how = {"partials": partials, "square": self.with_2d_quantization}
-        if self.with_rht and self.columnwise_usage:
+        how = {"partials": partials, "square": into._is_2D_scaled}
+        if into._with_rht and into._columnwise_data is not None:
             how["column_partials"] = self._measured(source, True)
             how["hadamard"] = True
         if self.stochastic_rounding:

@@ -101,7 +101,7 @@ class TwoFormStorage(QuantizedTensorStorage):
         return (
             isinstance(source, TwoFormStorage)
             and source._mode() == self._mode()
-            and source._code() == self._code()
+            and source._kind() == self._kind()
             and source.get_usages() == self.get_usages()
             and self.shape == source.shape
         )
@@ -174,9 +174,11 @@ def _named(kind: type, given: dict[str, Any]) -> dict[str, Any]:
     fields = {f"_{name}": value for name, value in given.items()}
     if fields.get("_rowwise_data") is None and fields.get("_columnwise_data") is None:
         raise ValueError(f"{kind.__name__}: rowwise_data and columnwise_data are None: give one")
-    fields["_fp8_dtype"] = fp8_type(
-        f"{kind.__name__}: fp8_dtype", fields["_fp8_dtype"], kind._KINDS
-    )
+    label = f"{kind.__name__}: fp8_dtype"
+    fields["_fp8_dtype"] = kind_of = fp8_type(label, fields.get("_fp8_dtype"), kind._KINDS)
+    for name in ("_rowwise_data", "_columnwise_data") if kind_of in FP8 else ():
+        if fields.get(name) is not None:
+            fields[name] = casts.given(fields[name])
     return fields
 
 
@@ -287,12 +289,12 @@ class TwoFormQuantizer(Quantizer):
     def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
         names = ("row", "row_scales", "column", "column_scales", "row_amax", "column_amax")
         forms = dict(zip(names, into.get_data_tensors(), strict=False))
-        how = self._how(source)
+        how = self._how(source, into)
         casts.cast(source, into._mode(), into._code(), **forms, **how, noop=noop)
 
-    def _how(self, source: Tensor) -> dict[str, Any]:
-        """Further arguments of `casts.cast`."""
-        del source
+    def _how(self, source: Tensor, into: Any) -> dict[str, Any]:
+        """Further arguments of `casts.cast`; what a storage says of its layout goes before."""
+        del source, into
         return {"epsilon": self.amax_epsilon, "power_2": self.force_pow_2_scales}
 
     def _settings(self) -> dict[str, Any]:

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Views and copies of quantized tensors: they are of the values as these are now, not as they were.
+
+Against plain tensors, on which the same happens; values are few multiples of a unit, which the
+format holds.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from pytorch.helpers import assert_same_bits
+from pytorch.quantized_cases import E4M3, current, delayed
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.pytorch.tensor import IdentityQuantizer
+
+QUANTIZERS = {
+    "current": lambda device: current(force_pow_2_scales=True),
+    "delayed": delayed,
+    "tiles": lambda device: te.Float8BlockQuantizer(E4M3),
+    "lines": lambda device: te.Float8BlockQuantizer(E4M3, block_scaling_dim=1),
+    "rows": lambda device: te.Float8RowQuantizer(E4M3, force_pow_2_scales=True),
+    "mxfp8": lambda device: te.MXFP8Quantizer(E4M3),
+    "nvfp4": lambda device: te.NVFP4Quantizer(),
+    "identity": lambda device: IdentityQuantizer(),
+}
+VIEWS = {
+    "row": lambda t: t[3],
+    "rows": lambda t: t[2:9],
+    "columns": lambda t: t[:, 16:48],
+    "strided": lambda t: t[:, ::2],
+    "element": lambda t: t[1, 2],
+    "of a part": lambda t: t[4:12][1:3],
+    "of a strided part": lambda t: t[:, ::2][2:6],
+    "split": lambda t: t.split(8)[1],
+    "unbound": lambda t: t.unbind(0)[5],
+    "flat": lambda t: t.view(-1)[30:100],
+    "detached": lambda t: t.detach()[7:9].detach(),
+}
+SHAPE = (32, 64)
+
+
+def unit_of(name):
+    """NVFP4 has multiples of its largest magnitude over 2688, which is 21 times a power of two."""
+    return 1.75 if name == "nvfp4" else 1.0
+
+
+def both_of(device, name):
+    """A quantized tensor, and the same values in a plain one."""
+    values = torch.randint(-3, 4, SHAPE, device=device).float() / 2
+    values[:, ::16] = 3.0  # all groups have one scale
+    values *= unit_of(name)
+    return QUANTIZERS[name](device)(values), values
+
+
+def assert_same(found, expected):
+    assert_same_bits(found.dequantize(), expected.contiguous())
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_what_is_written_to_a_view_is_read_from_it(device, name, view):
+    pair = both_of(device, name)
+    views = [view(whole) for whole in pair]
+    for part in views:
+        part.zero_()
+        part.add_(1.5 * unit_of(name)).mul_(2)
+    assert_same(*views)
+    assert_same(views[0] * 2, views[1] * 2)
+    assert_same(*pair)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_view_follows_the_whole(device, name, view):
+    pair = both_of(device, name)
+    views = [view(whole) for whole in pair]
+    assert_same(*views)
+    others = torch.randint(-1, 2, SHAPE, device=device).float() * 3 * unit_of(name)
+    for whole in pair:
+        whole.copy_(others)
+    assert_same(*views)
+    for whole in pair:
+        whole[0:16].fill_(1.5 * unit_of(name))
+        whole[:, ::16] = 3.0 * unit_of(name)
+    assert_same(*views)
+    assert_same(copy.deepcopy(views[0]), views[1])
+    assert_same(views[0].clone(), views[1])
+    assert_same(pickle.loads(pickle.dumps(views[0])), views[1])
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_view_is_copied_to_a_view(device, name, view):
+    """Both have the values of their wholes; they share no memory with these."""
+    into, source = both_of(device, name), both_of(device, name)
+    for whole, other in zip(into, source, strict=True):
+        view(whole).copy_(view(other))
+    assert_same(*into)
+    for whole, other in zip(into, source, strict=True):
+        whole[0:2] = other[2:4]
+    assert_same(*into)
+
+
+def test_views_of_inference_mode(device):
+    """Versions do not tell there; outside, the values of then can not be written to."""
+    with torch.inference_mode():
+        whole, values = both_of(device, "tiles")
+        part = whole[2:9]
+        whole.mul_(0.5)
+        values.mul_(0.5)
+        assert_same(part, values[2:9])
+    assert_same(part, values[2:9].clone())
+
+
+# ---- forms ---------------------------------------------------------------------------------------
+
+COPIES = {
+    "clone": torch.clone,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    "to": lambda t: t.to(t.device, copy=True),
+}
+
+
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+def test_a_transpose_of_other_data_is_not_copied(device, make):
+    """Bytes that were put in place, by a gather say, have none until it is asked for."""
+    tensor = current()(torch.randn(SHAPE, device=device))
+    assert not make(tensor)._transpose_invalid
+    tensor._data.copy_(tensor._data.flip(0))
+    assert tensor._transpose_invalid
+    made = make(tensor)
+    assert made.get_usages() == {"rowwise": True, "columnwise": False}
+    made.update_usage(columnwise_usage=True)
+    assert_same_bits(made._transpose, tensor._data.t().contiguous())
+    assert not make(made)._transpose_invalid
+
+
+def test_a_parameter_of_gathered_bytes_that_was_copied(device):
+    """Its backward reads no transpose of the bytes before."""
+    recipe = Float8CurrentScaling()
+    with te.quantized_model_init(recipe=recipe):
+        modules = [te.Linear(64, 32, bias=False, device=device) for _ in range(2)]
+    modules[1].weight.update_usage(columnwise_usage=True)
+    for module in modules:
+        with torch.no_grad():
+            module.weight._data.copy_(modules[0].weight._data.flip(0))
+            module.weight._scales.copy_(modules[0].weight._scales)
+    modules[1] = copy.deepcopy(modules[1])
+    modules[1].weight._data.copy_(modules[0].weight._data)
+    modules[1] = copy.deepcopy(modules[1])
+    x = torch.randn(16, 64, device=device)
+    grads = []
+    for module in modules:
+        leaf = x.clone().requires_grad_()
+        with te.autocast(recipe=recipe):
+            out = module(leaf)
+        out.backward(torch.ones_like(out))
+        grads.append(leaf.grad)
+    assert_same_bits(*grads)
+
+
+@pytest.mark.parametrize("transformed", [True, False])
+def test_what_is_transformed_stays_so(device, transformed):
+    """Whoever writes: the layout is the tensor's, and copies of another one are cast."""
+    source, other = torch.randn(2, *SHAPE, device=device)
+    own, foreign = (
+        te.NVFP4Quantizer(with_rht=transformed),
+        te.NVFP4Quantizer(with_rht=not transformed),
+    )
+    rows_alone = te.NVFP4Quantizer(with_rht=transformed, columnwise=False)
+    expected = own(source)
+    for write in (
+        lambda t: foreign.update_quantized(source, t),
+        lambda t: rows_alone.update_quantized(source, t),
+        lambda t: own.update_quantized(source, t),
+    ):
+        tensor = own(other)
+        write(tensor)
+        assert tensor._with_rht == transformed
+        assert_same_bits(tensor._columnwise_data, expected._columnwise_data)
+        assert_same_bits(tensor._amax_columnwise, expected._amax_columnwise)
+    tensor, of_another = own(other), foreign(source)
+    tensor.copy_(of_another)
+    assert_same_bits(tensor._columnwise_data, own(of_another.dequantize())._columnwise_data)
+
+
+def test_squares_stay_squares(device):
+    """The same of scales that 16 x 16 values share."""
+    source = torch.randn(SHAPE, device=device)
+    square, lines = te.NVFP4Quantizer(with_2d_quantization=True), te.NVFP4Quantizer()
+    tensor = square(torch.ones_like(source))
+    lines.update_quantized(source, tensor)
+    assert_same_bits(tensor._rowwise_scale_inv, square(source)._rowwise_scale_inv)
+    tensor.copy_(lines(source))
+    expected = square(lines(source).dequantize())
+    assert_same_bits(tensor._rowwise_scale_inv, expected._rowwise_scale_inv)
+
+
+# ---- bytes of a program --------------------------------------------------------------------------
+
+
+def test_bytes_between_others(device):
+    """What lies where padding would is no part of the tensor: not in a GEMM either."""
+    recipe = Float8CurrentScaling()
+    source = torch.randn(32, 40, device=device)
+    known = current(columnwise=False)(source)
+    buffer = torch.full((32, 48), 0x7F, dtype=torch.uint8, device=device)  # NaN
+    buffer[:, :40] = known._data
+    given = {"fp8_scale_inv": known._scale_inv.clone(), "fp8_dtype": E4M3}
+    tensor = te.Float8Tensor(shape=source.shape, data=buffer[:, :40], **given)
+    assert_same_bits(tensor.dequantize(), known.dequantize())
+    module = te.Linear(40, 16, bias=False, device=device)
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        expected = module(known)
+        assert_same_bits(module(tensor), expected)
+        buffer[:, 40:] = 0
+        padded = te.Float8Tensor(shape=source.shape, data=buffer[:, :40], **given)
+        assert_same_bits(module(padded), expected)
+    assert padded._data.data_ptr() == buffer.data_ptr()  # these are padding
+    quantizer = delayed(device)
+    buffer[:, 40:] = 0x7F
+    made = quantizer.create_tensor_from_data(buffer[:, :40])
+    assert not made._data.is_set_to(buffer[:, :40])
+    rows = te.Float8RowTensor(
+        shape=source.shape, rowwise_data=buffer[:, :40], fp8_dtype=E4M3,
+        rowwise_scale_inv=torch.ones(2, 32, device=device),
+    )  # fmt: skip
+    assert rows._rowwise_data.is_contiguous()
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in QUANTIZERS if name != "identity"])
+def test_what_is_no_matrix_of_numbers(device, name):
+    quantizer = QUANTIZERS[name](device)
+    label = type(quantizer).__name__
+    with pytest.raises(TypeError, match=f"{label}: tensor: torch.int64, expected a floating dtype"):
+        quantizer(torch.ones(4, 16, dtype=torch.int64, device=device))
+    with pytest.raises(ValueError, match=rf"{label}: shape \(\): expected at least one dim"):
+        quantizer(torch.ones((), device=device))
+    assert quantizer(torch.ones(4, 0, device=device)).dequantize().shape == (4, 0)
+    with pytest.raises(ValueError, match="fp8_dtype: None, expected DType"):
+        te.Float8BlockwiseQTensor(shape=(1, 16), rowwise_data=torch.zeros(1, 16).byte())
