@@ -22,6 +22,10 @@ GOOD = {v.name: (str(int(not v.default)), not v.default) for v in FLAGS} | {
     "TE_NVFP4_4OVER6": ("weights", "weights"),
     "TE_NVFP4_4OVER6_E4M3_USE_256": ("none", "none"),
     "TE_NVFP4_4OVER6_ERR_MODE": ("MSE", "MSE"),
+    "TE_DPA_FP8_RECIPE": ("F16", "F16"),
+    "TE_DPA_FP8_FORMAT": ("E4M3", "E4M3"),
+    "TE_DPA_FP8DS_AMAX_ALGO": ("max", "max"),
+    "TE_DPA_FP8DS_AMAX_HISTLEN": ("16", 16),
     "TE_CACHE_DIR": ("/somewhere", Path("/somewhere")),
 }
 BAD = {"TE_CACHE_DIR": "relative/path"}
@@ -184,6 +188,21 @@ def test_attention_switches_are_read_at_each_call(prefix, off, monkeypatch):
     monkeypatch.setenv(f"TE_{off}", "no")
     with pytest.raises(ValueError, match=f"TE_{off}='no'"):
         config.attention_switches()
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5"])
+def test_lengths_are_positive(text, monkeypatch):
+    monkeypatch.setenv("NVTE_DPA_FP8DS_AMAX_HISTLEN", text)
+    with pytest.raises(ValueError, match="NVTE_DPA_FP8DS_AMAX_HISTLEN"):
+        config.attention_recipe()
+
+
+def test_recipe_of_attention_is_read_at_each_call(monkeypatch):
+    assert config.attention_recipe() == ("", "HYBRID", "most_recent", 1, True, False, False)
+    monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", "DelayedScaling")
+    monkeypatch.setenv("NVTE_DPA_FP8DS_AMAX_HISTLEN", "4")
+    found = config.attention_recipe()
+    assert (found.name, found.amax_history_len) == ("DelayedScaling", 4)
 
 
 def test_attention_switches_of_another_mapping(monkeypatch):

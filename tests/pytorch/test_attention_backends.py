@@ -52,6 +52,7 @@ def situations():
                 yield of._replace(slopes_grad=True)
             if dtype is BF16:
                 yield of._replace(fp8=True)
+                yield of._replace(fp8=True, fp8_unbuilt="MXFP8BlockScaling")
                 yield of._replace(fp8=True, channels=(72, 64))
                 yield of._replace(fp8=True, by_mask=kind.padding, one_query=not kind.padding)
                 yield of._replace(fp8=True, softmax="learnable", max_logit=not square)

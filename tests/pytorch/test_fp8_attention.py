@@ -16,7 +16,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from transformer_engine.pytorch.attention.dot_product_attention.fp8 import (
     GRADIENT_RULE,
     Facts,
-    gradient_in_fp8,
+    wide_because,
 )
 
 HEADS, GROUPS, CHANNELS, BATCH, QUERIES, KEYS = 4, 2, 64, 2, 24, 40
@@ -151,6 +151,7 @@ PLAIN = Facts("cpu", True, True, False, (128, 128), False, 0.0, False)
 CLAUSES = {
     "a GPU": PLAIN._replace(device="cuda"),
     "switched off": PLAIN._replace(switched_on=False),
+    "asked for": PLAIN._replace(wide=True),
     "current": PLAIN._replace(delayed=False),
     "limited": PLAIN._replace(limited=True),
     "channels": PLAIN._replace(channels=(128, 64)),
@@ -161,11 +162,11 @@ CLAUSES = {
 
 
 def test_every_clause_counts():
-    assert gradient_in_fp8(PLAIN)
+    assert wide_because(PLAIN) == ""
     assert len(CLAUSES) == len(GRADIENT_RULE)
     for facts, clause in zip(CLAUSES.values(), GRADIENT_RULE, strict=True):
         assert [c.reason for c in GRADIENT_RULE if c.holds(facts)] == [clause.reason]
-        assert not gradient_in_fp8(facts)
+        assert wide_because(facts)
 
 
 @pytest.mark.parametrize("fp8_format", [Format.HYBRID, Format.E4M3])

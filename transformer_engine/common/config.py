@@ -88,6 +88,14 @@ def _absolute_path(text: str) -> Path:
     return path
 
 
+def _positive(text: str) -> int:
+    """Accept an integer of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
 def _one_of(*words: str) -> Callable[[str], str]:
     """Accept exactly these words."""
 
@@ -216,6 +224,58 @@ TE_ALLOW_NONDETERMINISTIC_ALGO = _flag(
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
     default=True,
 )
+ATTENTION_RECIPES = ("F16", "DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling")
+TE_DPA_FP8_RECIPE: Variable[str] = Variable(
+    "TE_DPA_FP8_RECIPE",
+    "",
+    _one_of(*ATTENTION_RECIPES),
+    " or ".join(ATTENTION_RECIPES),
+    "Recipe of attention alone, where that of the region has fp8_dpa or fp8_mha; F16: attention "
+    "stays in high precision. Read at each call.",
+    ("NVTE_DPA_FP8_RECIPE",),
+)
+TE_DPA_FP8_RECIPE_DPA = _flag(
+    "TE_DPA_FP8_RECIPE_DPA",
+    "fp8_dpa as MultiheadAttention takes it where TE_DPA_FP8_RECIPE is set: with fp8_mha it says "
+    "what is handed to and from attention in FP8. Its core attention goes by the recipe's.",
+    "NVTE_DPA_FP8_RECIPE_DPA",
+)
+TE_DPA_FP8_RECIPE_MHA = _flag(
+    "TE_DPA_FP8_RECIPE_MHA",
+    "fp8_mha as MultiheadAttention takes it where TE_DPA_FP8_RECIPE is set; likewise.",
+    "NVTE_DPA_FP8_RECIPE_MHA",
+)
+TE_DPA_FP8_FORMAT: Variable[str] = Variable(
+    "TE_DPA_FP8_FORMAT",
+    "HYBRID",
+    _one_of("HYBRID", "E4M3"),
+    "HYBRID or E4M3",
+    "Format of the recipe that TE_DPA_FP8_RECIPE names, in a region of NVFP4BlockScaling; in "
+    "others it is that of their recipe.",
+    ("NVTE_DPA_FP8_FORMAT",),
+)
+TE_DPA_FP8DS_AMAX_ALGO: Variable[str] = Variable(
+    "TE_DPA_FP8DS_AMAX_ALGO",
+    "most_recent",
+    _one_of("max", "most_recent"),
+    "max or most_recent",
+    "amax_compute_algo of the recipe that TE_DPA_FP8_RECIPE=DelayedScaling makes.",
+    ("NVTE_DPA_FP8DS_AMAX_ALGO",),
+)
+TE_DPA_FP8DS_AMAX_HISTLEN: Variable[int] = Variable(
+    "TE_DPA_FP8DS_AMAX_HISTLEN",
+    1,
+    _positive,
+    "an integer of at least 1",
+    "amax_history_len of that recipe.",
+    ("NVTE_DPA_FP8DS_AMAX_HISTLEN",),
+)
+TE_DPA_FP8DS_REDUCE_AMAX = _flag(
+    "TE_DPA_FP8DS_REDUCE_AMAX",
+    "reduce_amax of that recipe.",
+    "NVTE_DPA_FP8DS_REDUCE_AMAX",
+    default=True,
+)
 TE_NVRTC = _flag(
     "TE_NVRTC",
     "Compile the embedded device source with NVRTC even where a device image would load.",
@@ -238,6 +298,32 @@ TABLE: tuple[Variable, ...] = tuple(v for v in list(globals().values()) if isins
 """Every variable, in the order of this file."""
 
 
+def _read_together(kind: type[T], *variables: Variable) -> Callable[[], T]:
+    """Make a function that gives the values of several variables now, as a named tuple.
+
+    For those that are asked for at each call, so it must take no time: asking ``os.environ`` for a
+    variable that is not set takes a microsecond, the dictionary of bytes behind it a fiftieth of
+    that.
+    """
+    keys = tuple(os.fsencode(name) for v in variables for name in (v.name, *v.aliases))
+
+    def read(texts: tuple) -> T:
+        del texts  # it only tells one environment from another
+        return kind(*(variable.get() for variable in variables))
+
+    remembered = functools.lru_cache(maxsize=64)(read)
+
+    def values() -> T:
+        data = getattr(os.environ, "_data", None)
+        if type(data) is not dict:  # a program has put another mapping in place of os.environ
+            return read(())
+        if data.keys().isdisjoint(keys):
+            return remembered(())
+        return remembered(tuple(map(data.get, keys)))
+
+    return values
+
+
 class AttentionSwitches(NamedTuple):
     """Which kinds of attention may run: ``TE_FLASH_ATTN`` and the others."""
 
@@ -247,30 +333,45 @@ class AttentionSwitches(NamedTuple):
     nondeterministic: bool = True
 
 
-_SWITCHES = (TE_FLASH_ATTN, TE_FUSED_ATTN, TE_UNFUSED_ATTN, TE_ALLOW_NONDETERMINISTIC_ALGO)
-_SWITCH_KEYS = tuple(os.fsencode(name) for v in _SWITCHES for name in (v.name, *v.aliases))
+attention_switches = _read_together(
+    AttentionSwitches,
+    TE_FLASH_ATTN,
+    TE_FUSED_ATTN,
+    TE_UNFUSED_ATTN,
+    TE_ALLOW_NONDETERMINISTIC_ALGO,
+)
+"""Which kinds of attention may run now, `AttentionSwitches`: programs flip them between two calls.
+
+ValueError for a switch that is not understood.
+"""
 
 
-@functools.lru_cache(maxsize=64)
-def _switches(texts: tuple) -> AttentionSwitches:
-    """Values of the switches; `texts` only tells one environment from another."""
-    del texts
-    return AttentionSwitches(*(variable.get() for variable in _SWITCHES))
+class AttentionRecipe(NamedTuple):
+    """How the recipe of attention differs from that of its region: ``TE_DPA_FP8_RECIPE``, ..."""
+
+    name: str  # one of `ATTENTION_RECIPES`; "": it does not
+    format: str  # in a region of NVFP4
+    amax_compute_algo: str  # this one and the next two are of delayed scaling
+    amax_history_len: int
+    reduce_amax: bool
+    fp8_dpa: bool  # this one and the next as `MultiheadAttention` takes them
+    fp8_mha: bool
 
 
-def attention_switches() -> AttentionSwitches:
-    """Which kinds of attention may run now: programs flip the switches between two calls.
+attention_recipe = _read_together(
+    AttentionRecipe,
+    TE_DPA_FP8_RECIPE,
+    TE_DPA_FP8_FORMAT,
+    TE_DPA_FP8DS_AMAX_ALGO,
+    TE_DPA_FP8DS_AMAX_HISTLEN,
+    TE_DPA_FP8DS_REDUCE_AMAX,
+    TE_DPA_FP8_RECIPE_DPA,
+    TE_DPA_FP8_RECIPE_MHA,
+)
+"""What the environment says of the recipe of attention now, `AttentionRecipe`.
 
-    Every attention call asks, so it must take no time: asking ``os.environ`` for a variable that is
-    not set takes a microsecond, the dictionary of bytes behind it a fiftieth of that. ValueError
-    for a switch that is not understood.
-    """
-    data = getattr(os.environ, "_data", None)
-    if type(data) is not dict:  # a program has put another mapping in place of os.environ
-        return _switches.__wrapped__(())
-    if data.keys().isdisjoint(_SWITCH_KEYS):
-        return _switches(())
-    return _switches(tuple(map(data.get, _SWITCH_KEYS)))
+ValueError for a variable that is not understood.
+"""
 
 
 def cache_dir() -> Path | None:

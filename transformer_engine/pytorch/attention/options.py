@@ -60,3 +60,9 @@ class AttentionOptions(NamedTuple):
             self.core_attention_bias, self.alibi_slopes, self.fast_zero_fill,
             self.inference_params, self.pad_between_seqs,
         )  # fmt: skip
+
+
+class CoreOptions(NamedTuple):
+    """Arguments of `DotProductAttention.forward` that layers do not have."""
+
+    wide_backward: bool = False  # that of attention in FP8 runs in high precision

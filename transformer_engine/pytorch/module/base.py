@@ -131,6 +131,10 @@ class Fp8Module(NativeModule):
             if before is not None:
                 scaling.warn_of_switch(type(self).__name__, before, now)
 
+    def _recipe_in_force(self) -> Recipe | None:
+        """The recipe of this module's calls in the region of this thread."""
+        return current_state().recipe
+
     def _is_first(self, region: Region, records: bool) -> bool:
         """Whether this call's backward is the one that updates the backward state.
 
@@ -247,7 +251,7 @@ class Fp8Module(NativeModule):
 
     def _keep_recipe(self, identity: str) -> None:
         """Remember the recipe of a graph that is being traced, where autocast is outside of it."""
-        recipe = current_state().recipe
+        recipe = self._recipe_in_force()
         if recipe is not None and repr(recipe) == identity:
             self._quantization_of(recipe, False)
             self._note_recipe(recipe)
@@ -341,7 +345,7 @@ class Fp8Module(NativeModule):
         """
         values = self._state_values()
         if values is None and config.TE_EXTRA_STATE.get() != "ignore":
-            length = scaling.expected_length(current_state().recipe)
+            length = scaling.expected_length(self._recipe_in_force())
             if length is not None:
                 values = scaling.fresh_values(length, self.SLOTS)
         state = pack_state(values)

@@ -349,9 +349,8 @@ class LayerCalls:
 
 def _slots_of(core: Any, state: RegionState, inp: Tensor) -> Slots | None:
     """Slots of an attention in FP8."""
-    if not state.recipe.delayed():
-        return None
-    return core._slots_for(state.recipe, state.group, inp.device)
+    recipe = core._recipe_in_force()
+    return core._slots_for(recipe, state.group, inp.device) if recipe.delayed() else None
 
 
 def draws_of(plans: CallPlans, attending: Sequence) -> Staged | None:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
+from transformer_engine.common.config import TE_DPA_FP8_RECIPE
+from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, fp8
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
     Described,
     refuse_unbuilt,
@@ -18,7 +19,9 @@ from transformer_engine.pytorch.attention.dot_product_attention.backends import 
     refusals,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.heads import heads_of
+from transformer_engine.pytorch.attention.dot_product_attention.limits import Situation
 from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.state import current_state
 
 _NAME = "explain_attention"
 
@@ -32,11 +35,15 @@ class AttentionExplanation(NamedTuple):
     refused: dict[str, Refusal]
     """For each backend that does not run it the one ``feature`` that is in its way, and ``why``."""
     others: tuple[str, ...]  # would run it too, and come after the chosen one
+    fp8: str = ""
+    """By which recipe it runs in FP8, why it does not where the region asks for it, and which
+    backward follows; "": nothing asks for FP8."""
 
     def __str__(self) -> str:
         lines = ["nothing runs it"]
         if self.backend is not None:
             lines = [f"runs     {self.backend}: {BACKENDS[self.backend].title}"]
+        lines += [f"FP8      {self.fp8}"] * bool(self.fp8)
         lines += [f"could    {name}: {BACKENDS[name].title}" for name in self.others]
         lines += [f"refused  {name}: {refusal}" for name, refusal in self.refused.items()]
         return "\n".join(lines)
@@ -72,7 +79,7 @@ def explain_attention(
     Returns
     -------
     AttentionExplanation
-        ``backend``, ``refused``, ``others``.
+        ``backend``, ``refused``, ``others``, ``fp8``.
 
     Raises
     ------
@@ -95,10 +102,28 @@ def explain_attention(
         if name in given:
             given[name] = _described(given[name], kind)
     options = AttentionOptions(**given)
-    found = refusals(core.situation_of(*tensors, options, arguments.get("qkv_format")))
+    situation = core.situation_of(*tensors, options, arguments.get("qkv_format"))
+    found = refusals(situation)
     runs = [name for name, refusal in found.items() if refusal is None]
     refused = {name: refusal for name, refusal in found.items() if refusal is not None}
-    return AttentionExplanation(runs[0] if runs else None, refused, tuple(runs[1:]))
+    in_fp8 = _about_fp8(core, situation, bool(arguments.get("bf16_backward")))
+    return AttentionExplanation(runs[0] if runs else None, refused, tuple(runs[1:]), in_fp8)
+
+
+def _about_fp8(core: DotProductAttention, situation: Situation, wide: bool) -> str:
+    """What there is to say of FP8 in a call of a kind; `wide`: a backward in high precision."""
+    state = current_state()
+    if not state.enabled or not fp8.asks_for_it(state.recipe):
+        return ""
+    recipe, variable = fp8.recipe_of(state.recipe), TE_DPA_FP8_RECIPE.name
+    if recipe is None:
+        return f"none: {variable}={TE_DPA_FP8_RECIPE.get()}"
+    found = f"by {type(recipe).__name__}" + (f" ({variable})" if recipe is not state.recipe else "")
+    limited = situation.kind.padding or max(situation.window) >= 0
+    dropout = core.attention_dropout if core.training else 0.0
+    about = situation.device, situation.channels, limited, situation.packed, dropout, wide
+    reason = fp8.wide_because(fp8.facts_of(recipe, *about))
+    return f"{found}; backward in " + (f"high precision: {reason}" if reason else "FP8")
 
 
 _SHAPES = ("attention_mask", "core_attention_bias", "alibi_slopes")

@@ -76,7 +76,7 @@ def attending(
             slices, qkv_format == "sbhd", core.softmax_scale, dropout, window,
             limits.bottom_right, channels, interleaved, norms_first, *masks, len(lengths),
             _core.dtype_code(bias_dtype), bias_grad, repeatable, packed, *softmax,
-            *(in_fp8 or (None, False)),
+            *(in_fp8[:2] if in_fp8 else (None, False)),
         )  # fmt: skip
 
     tensors = (limits.mask, bias, *lengths, *offsets, sink, slopes)

@@ -88,6 +88,14 @@ FEATURES: tuple[Feature, ...] = (
         {"sdpa": "it computes in high precision", "unfused": "it computes in high precision"},
     ),
     Feature(
+        "attention by {fp8_unbuilt}",
+        lambda s: bool(s.fp8_unbuilt),
+        {
+            "native": "it casts whole tensors with one scale: TE_DPA_FP8_RECIPE may name "
+            "DelayedScaling or Float8CurrentScaling for attention alone"
+        },
+    ),
+    Feature(
         "mask type arbitrary in FP8",
         lambda s: s.fp8 and s.kind.name == "arbitrary",
         {"native": "the operator takes no mask there"},

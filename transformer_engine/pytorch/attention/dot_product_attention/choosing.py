@@ -195,12 +195,13 @@ class Choosing:
             options.attention_mask is not None and options.inference_params is None,
             sizes[2] == 1 and not packed,
             in_fp8 and self.training and self.attention_dropout > 0.0,
+            fp8.unbuilt() if in_fp8 else "",
         )
 
     def _situation(self, key: tuple) -> Situation:
         """The kind of call of a key."""
         name, window, bottom_right, bias, square, dtype, device, switches, unusual, *more = key
-        packed, slopes_grad, slopes_apart, in_fp8, has_mask, one_query, drops = more
+        packed, slopes_grad, slopes_apart, in_fp8, has_mask, one_query, *last = more
         kind = masks.mask_type(name)
         if packed and not kind.padding:
             raise ValueError(
@@ -216,7 +217,7 @@ class Choosing:
             kind, window, diagonal, square, bias, grouped, dtype, device.type, switches, channels,
             *_device_facts(device), unusual, packed, slopes_grad, slopes_apart,
             self.softmax_type, self.return_max_logit, in_fp8, has_mask and kind.padding, one_query,
-            drops,
+            *last,
         )  # fmt: skip
 
     def _decide(self, key: tuple) -> _Decision:
@@ -228,4 +229,4 @@ class Choosing:
         """The kinds of call that ask the least of a backend, one of each dtype, on the CPU."""
         for dtype in DTYPES:
             key = "no_mask", None, None, "no_bias", True, dtype, _CPU, _ALL_ON, ""
-            yield self._situation((*key, *[False] * 7))
+            yield self._situation((*key, *[False] * 7, ""))

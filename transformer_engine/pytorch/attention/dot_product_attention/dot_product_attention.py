@@ -35,7 +35,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.limits import (
     Limits,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.planned import CoreCalls
-from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention.options import AttentionOptions, CoreOptions
 from transformer_engine.pytorch.extra_state import KEY, is_ours, pack_state
 from transformer_engine.pytorch.modes import constant_in_graphs
 from transformer_engine.pytorch.module.base import Fp8Module
@@ -53,6 +53,7 @@ from transformer_engine.pytorch.recompute import checkpoint
 __all__ = ["DotProductAttention"]
 
 _NAME = "DotProductAttention"
+_PLAIN = CoreOptions()
 
 _OF_CALLS = (
     "training", "attention_dropout", "_slots", "_loaded_state", "_lacks_scales", "_quantization",
@@ -204,6 +205,9 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         if self.softmax_offset is not None:
             initialise(self, "softmax_offset", torch.nn.init.zeros_, (None, None))
 
+    def _recipe_in_force(self) -> Any:
+        return fp8.recipe_of(super()._recipe_in_force())
+
     # Most attentions have no such state, and loaders ask every class that defines these for some.
     get_extra_state = torch.nn.Module.get_extra_state
     set_extra_state = torch.nn.Module.set_extra_state
@@ -310,14 +314,17 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         alibi_slopes : Tensor, optional
             [heads] or [b, heads] fp32; where None 2^(-8 k / heads) from k = 1 for a power of two of
             heads (for others see `masks.default_alibi_slopes`).
-        fast_zero_fill, bf16_backward
-            Ignored: they choose among implementations that there is one of here.
+        fast_zero_fill
+            Ignored: it chooses among implementations that there is one of here.
         pad_between_seqs : bool, optional
             Ignored: ``cu_seqlens_q_padded`` and ``cu_seqlens_kv_padded`` say so.
         inference_params : InferenceParams, optional
             Keys and values are those of new tokens: they go into its cache of this `layer_number`,
             and queries attend to all that is there. The mask type is one of padding; lengths are
             those of the cache, and causal types have their diagonal in the bottom right corner.
+        bf16_backward : bool, optional
+            True: the backward of attention in FP8 runs in high precision, as with
+            ``TE_FP8_ATTENTION_BACKWARD=0``; else as ever.
         fp8_output, num_splits, score_mod, score_mod_bprop, score_mod_tensors, \
 score_mod_bprop_tensors
             Not there yet.
@@ -379,7 +386,8 @@ score_mod_bprop_tensors
             core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
             cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs,
         )  # fmt: skip
-        return self.attend(heads, options, qkv_format, found_by)
+        more = _PLAIN if not bf16_backward else CoreOptions(wide_backward=True)
+        return self.attend(heads, options, qkv_format, found_by, more)
 
     _FORWARD = forward
 
@@ -389,8 +397,9 @@ score_mod_bprop_tensors
         options: AttentionOptions,
         qkv_format: str | None = None,
         found_by: tuple | None = None,
+        more: CoreOptions = _PLAIN,
     ) -> Any:
-        """`forward` with its other arguments in two; `found_by` is a key of `CoreCalls`.
+        """`forward` with its other arguments in three; `found_by` is a key of `CoreCalls`.
 
         Without one the call runs in no plan.
         """
@@ -411,7 +420,7 @@ score_mod_bprop_tensors
                 return found.run(heads.tensors)
         run = BACKENDS[choice.backend].run
         if fp8.in_force(self):
-            run = functools.partial(fp8.attend, self)
+            run = functools.partial(fp8.attend, self, more.wide_backward)
         dropout = self.attention_dropout if self.training else 0.0
         if self._get_tracker is not None or options.checkpoint_core_attention:
             recompute = options.checkpoint_core_attention

@@ -20,6 +20,11 @@ from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, core_plans
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch import arenas, recompute, scaling, torch_ops
+from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import (
+    BUILT,
+    asks_for_it,
+    recipe_of,
+)
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, slices_of
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.attention.dot_product_attention.native import (
@@ -36,23 +41,29 @@ from transformer_engine.pytorch.module.situation import keep
 from transformer_engine.pytorch.staged import Staged
 from transformer_engine.pytorch.state import current_state
 
-__all__ = ["GRADIENT_RULE", "attend", "gradient_in_fp8", "gradient_of", "in_force", "in_layer"]
+__all__ = [
+    "GRADIENT_RULE",
+    "asks_for_it",
+    "attend",
+    "facts_of",
+    "gradient_of",
+    "in_force",
+    "in_layer",
+    "is_asked_for",
+    "recipe_of",
+    "settings",
+    "unbuilt",
+    "wide_because",
+]
 
 SLOTS = (9, 6)
 """Of the forward and backward scaling state; see ``te_node_desc`` for those that are used."""
 
 
-def asks_for_it(recipe: Recipe | None) -> bool:
-    """Whether attention runs in FP8 under a recipe."""
-    return recipe is not None and bool(
-        getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)
-    )
-
-
 def is_asked_for() -> bool:
     """Whether the region of this thread runs attention in FP8."""
     state = current_state()
-    return state.enabled and asks_for_it(state.recipe)
+    return state.enabled and recipe_of(state.recipe) is not None
 
 
 def in_force(module: Any) -> bool:
@@ -62,11 +73,18 @@ def in_force(module: Any) -> bool:
     """
     state = current_state()
     if state.enabled:
-        return asks_for_it(state.recipe)
+        return recipe_of(state.recipe) is not None
     if torch.compiler.is_compiling() or graph_task() == -1:
         return False
     _, replay = recompute.frames()
     return replay is not None and replay.knows(module)
+
+
+def unbuilt() -> str:
+    """Name of the recipe that attention would run by in this region, and does not; else ""."""
+    state = current_state()
+    recipe = recipe_of(state.recipe) if state.enabled else None
+    return "" if recipe is None or isinstance(recipe, BUILT) else type(recipe).__name__
 
 
 # ---- the backward --------------------------------------------------------------------------------
@@ -83,6 +101,7 @@ class Facts(NamedTuple):
     packed: bool
     dropout: float
     deterministic: bool
+    wide: bool = False  # the caller asks for high precision
 
 
 class Clause(NamedTuple):
@@ -99,6 +118,7 @@ GRADIENT_RULE: tuple[Clause, ...] = (
         lambda f: f.device != "cpu",
     ),
     Clause("TE_FP8_ATTENTION_BACKWARD=0", lambda f: not f.switched_on),
+    Clause("bf16_backward=True", lambda f: f.wide),
     Clause(
         "current scaling: the kernel has to be told the scales of what it makes beforehand",
         lambda f: not f.delayed,
@@ -119,41 +139,59 @@ GRADIENT_RULE: tuple[Clause, ...] = (
 values and output as they were saved in FP8."""
 
 
-def gradient_in_fp8(facts: Facts) -> bool:
-    """Whether the backward of an attention in FP8 runs in FP8."""
-    return not any(clause.holds(facts) for clause in GRADIENT_RULE)
+def wide_because(facts: Facts) -> str:
+    """Why the backward of an attention in FP8 runs in high precision; "": it runs in FP8."""
+    return next((clause.reason for clause in GRADIENT_RULE if clause.holds(facts)), "")
+
+
+def facts_of(
+    recipe: Recipe, device: str, channels: tuple[int, int], limited: bool, packed: bool,
+    dropout: float, wide: bool = False,
+) -> Facts:  # fmt: skip
+    """What the backward of a call goes by, with `channels` of queries and keys and of values."""
+    switched_on = TE_FP8_ATTENTION_BACKWARD.get()
+    repeatable = deterministic()
+    return Facts(
+        device, recipe.delayed(), switched_on, limited, channels, packed, dropout, repeatable, wide
+    )
 
 
 def gradient_of(
-    recipe: Recipe, device: str, channels: tuple[int, int], limits: Limits, dropout: float
+    recipe: Recipe,
+    device: str,
+    channels: tuple[int, int],
+    limits: Limits,
+    dropout: float,
+    wide: bool = False,
 ) -> bool:
-    """`gradient_in_fp8` of a call, with `channels` of queries and keys and of values."""
+    """Whether the backward of a call runs in FP8; arguments as of `facts_of`."""
     limited = limits.query_lengths is not None or max(limits.window) >= 0
-    facts = Facts(
-        device, recipe.delayed(), TE_FP8_ATTENTION_BACKWARD.get(), limited, channels,
-        limits.packed is not None, dropout, deterministic(),
-    )  # fmt: skip
-    return gradient_in_fp8(facts)
+    packed = limits.packed is not None
+    return not wide_because(facts_of(recipe, device, channels, limited, packed, dropout, wide))
 
 
-def settings(module: Any) -> tuple[Quantization, bool] | None:
+def settings(module: Any) -> tuple[Quantization, bool, str] | None:
     """What of recipe and environment an attention in FP8 depends on; None: it is in none."""
     if not in_force(module):
         return None
-    quantization = module._quantization_of(current_state().recipe, False)
-    return quantization, TE_FP8_ATTENTION_BACKWARD.get()
+    recipe = recipe_of(current_state().recipe)
+    quantization = module._quantization_of(recipe, False)
+    return quantization, TE_FP8_ATTENTION_BACKWARD.get(), repr(recipe)
 
 
 def in_layer(
     module: Any, device: str, limits: Limits, dropout: float
-) -> tuple[Quantization, bool] | None:
-    """(quantization, whether the gradient is in FP8) of an attention in a layer's plan, or None."""
+) -> tuple[Quantization, bool, str] | None:
+    """(quantization, whether the gradient is in FP8, recipe) of an attention in a layer's plan.
+
+    None: it is in high precision.
+    """
     if not in_force(module):
         return None
-    recipe = current_state().recipe
+    recipe = recipe_of(current_state().recipe)
     channels = module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v
     back = gradient_of(recipe, device, channels, limits, dropout)
-    return module._quantization_of(recipe, False), back
+    return module._quantization_of(recipe, False), back, repr(recipe)
 
 
 # ---- a call --------------------------------------------------------------------------------------
@@ -191,9 +229,17 @@ def _flat(heads: Heads) -> list[Tensor]:
 
 
 def attend(
-    module: Any, heads: Heads, qkv_format: str, limits: Limits, scale: float, dropout: float
+    module: Any,
+    wide: bool,
+    heads: Heads,
+    qkv_format: str,
+    limits: Limits,
+    scale: float,
+    dropout: float,
 ) -> Tensor:
     """Attend in FP8; arguments as of `native.attend`, of a `DotProductAttention`.
+
+    `wide`: the backward is to run in high precision.
 
     The output [.., heads, channels of values] has the dtype of the queries.
     """
@@ -204,6 +250,8 @@ def attend(
             "attention_dropout=0, or leave it out of the graph"
         )
     region = module._region(traced)
+    if region.replay is None:
+        region = region._replace(recipe=recipe_of(region.recipe))
     device = heads.tensors[0].device
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
@@ -216,7 +264,7 @@ def attend(
     slices = slices_of(heads)
     channels = slices[0][1], slices[2][1]
     quantization = module._quantization_of(region.recipe, traced)
-    fp8_gradient = gradient_of(region.recipe, device.type, channels, limits, dropout)
+    fp8_gradient = gradient_of(region.recipe, device.type, channels, limits, dropout, wide)
     slots, scales, no_amax = _state(module, region, like)
     key = (
         torch.device("meta") if region.blank else device, like.dtype,

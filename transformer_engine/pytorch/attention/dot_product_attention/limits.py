@@ -43,6 +43,7 @@ class Situation(NamedTuple):
     by_mask: bool = False  # who is padding says a mask, not lengths
     one_query: bool = False
     drops: bool = False  # in FP8, with dropout
+    fp8_unbuilt: str = ""  # recipe in force that attention does not run by
 
 
 class Limits(NamedTuple):
