@@ -491,6 +491,19 @@ def test_compiled(device, kind, repeatable):
             assert_same_bits(x, y)
 
 
+def test_compiled_for_other_sizes(device, repeatable):
+    """Sizes that differ from graph to graph are symbols to the compiler."""
+    torch._dynamo.reset()
+    recipe = Float8CurrentScaling(fp8_dpa=True)
+    for channels, groups, keys in ((64, GROUPS, KEYS), (128, HEADS, QUERIES), (32, 1, KEYS)):
+        module = module_of(channels, groups, attn_mask_type="no_mask")
+        tensors = tensors_of(device, channels, groups, keys=keys)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        one, two = run(module, tensors, recipe), run(compiled, tensors, recipe)
+        for x, y in zip(one, two, strict=True):
+            assert_same_bits(x, y)
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 NO = torch.zeros(1, dtype=torch.bool)

@@ -6,6 +6,7 @@ in the dtype of the queries. What is saved is in FP8. Which backward follows is 
 `GRADIENT_RULE`.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -262,6 +263,9 @@ def attend(
     where, packed = _where(limits)
     gradient = torch.is_grad_enabled() and any(t.requires_grad for t in heads.tensors)
     slices = slices_of(heads)
+    if traced:  # sizes that differ from graph to graph become symbols, of which no plan is made
+        slices = tuple(tuple(map(operator.index, each)) for each in slices)
+        packed = None if packed is None else tuple(map(operator.index, packed))
     channels = slices[0][1], slices[2][1]
     quantization = module._quantization_of(region.recipe, traced)
     fp8_gradient = gradient_of(region.recipe, device.type, channels, limits, dropout, wide)
