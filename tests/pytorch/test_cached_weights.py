@@ -67,6 +67,21 @@ def test_inference_casts_each_weight_once(device, recipe, grad):
     assert casts == [first, 1, 1, 1]
 
 
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("kind", ["linear", "swiglu"])
+def test_weights_of_inference_mode_are_cast_at_each_call(device, kind, recipe):
+    """They have no version: a change would go unseen."""
+    with torch.inference_mode():
+        module, plain = twins(kind, device)
+        for _ in range(4):
+            x = batch(device)
+            with region(recipe):
+                assert_same_bits(module(x), plain(x))
+            for m in (module, plain):
+                for weight in m.parameters():
+                    weight.mul_(0.5)
+
+
 def test_scales_that_moved_are_cast_with(device):
     """Of delayed scaling: a frozen weight between steps of training."""
     module, plain = twins("linear", device)

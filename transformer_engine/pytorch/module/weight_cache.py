@@ -51,7 +51,8 @@ def held_caches(module: Any, first: bool, parts: Sequence, recipe: Any) -> list[
     """Of each part the quantized weight that a microbatch reads; None where it makes one.
 
     `parts` are the `operands.PartTensors` of a call of the module. One that caches weights by
-    itself reads what another cast would make to the same bits.
+    itself reads what another cast would make to the same bits, so nothing of weights that were made
+    in inference mode, which do not tell when they change.
     """
     delayed = recipe.delayed()
     if first and (delayed or not module.cache_weights):
@@ -62,6 +63,7 @@ def held_caches(module: Any, first: bool, parts: Sequence, recipe: Any) -> list[
         old.tensors
         if old is not None
         and not (moved and old.updates != now)
+        and not (module.cache_weights and any(w.is_inference() for w in part.weights))
         and old.holds(part.weights, recipe)
         else None
         for old, part in zip(module._weight_caches, parts, strict=True)
