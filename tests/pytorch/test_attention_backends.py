@@ -61,6 +61,7 @@ def situations():
             if bias == "no_bias" and window is None:
                 yield of._replace(softmax="off-by-one")
                 yield of._replace(max_logit=True)
+                yield of._replace(score_mod=True)
 
 
 def test_one_table_answers_everything():
@@ -194,8 +195,8 @@ def test_mistakes_in_questions():
         te.explain_attention(module, (5, 2, HEADS, CHANNELS), mask=None)
     with pytest.raises(ValueError, match="expected sbhd with 4 heads of 16"):
         te.explain_attention(module, (5, 2, HEADS, CHANNELS + 1))
-    with pytest.raises(NotImplementedError, match="num_splits=2"):
-        te.explain_attention(module, (5, 2, HEADS, CHANNELS), num_splits=2)
+    with pytest.raises(NotImplementedError, match="fp8_output=True"):
+        te.explain_attention(module, (5, 2, HEADS, CHANNELS), fp8_output=True)
 
 
 # ---- get_attention_backend -----------------------------------------------------------------------
@@ -228,7 +229,7 @@ def test_get_attention_backend_of_other_problems(changed):
     assert found[2:5] == (True, 1, False) and found[5][2]
 
 
-@pytest.mark.parametrize("changed", [{"fp8": True}, {"context_parallel": True}, {"num_splits": 4}])
+@pytest.mark.parametrize("changed", [{"fp8": True}, {"context_parallel": True}])
 def test_get_attention_backend_of_what_is_not_built(changed):
     found = get_attention_backend(AttentionParams(qkv_layout="bshd_bshd_bshd", **changed))
     assert found == (False, None, False, None, False, [False] * 3)

@@ -383,8 +383,8 @@ def test_errors_after_a_call_that_is_kept(device):
         core(query, key)
     with pytest.raises(ValueError, match="stands for separate tensors"):
         core(query, key, value, qkv_layer=torch.stack([query] * 3, -3))
-    with pytest.raises(NotImplementedError, match="num_splits"):
-        core(query, key, value, num_splits=2)
+    with pytest.raises(ValueError, match="num_splits"):
+        core(query, key, value, num_splits=-2)
 
 
 # ---- what looks on -------------------------------------------------------------------------------

@@ -66,3 +66,4 @@ class CoreOptions(NamedTuple):
     """Arguments of `DotProductAttention.forward` that layers do not have."""
 
     wide_backward: bool = False  # that of attention in FP8 runs in high precision
+    score_mod: Any = None  # changes the scores, a `score_mod.ScoreMod`

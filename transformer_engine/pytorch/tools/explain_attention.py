@@ -11,7 +11,8 @@ from transformer_engine.common.config import TE_DPA_FP8_RECIPE
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, fp8
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
     Described,
-    refuse_unbuilt,
+    check_splits,
+    refuse_fp8_output,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
     BACKENDS,
@@ -88,7 +89,8 @@ def explain_attention(
     """
     core = _core_of(attention)
     _check_names(arguments)
-    refuse_unbuilt(**arguments)
+    refuse_fp8_output(arguments.get("fp8_output", False))
+    check_splits(arguments.get("num_splits"))
     layers: Any = (query_layer, key_layer, value_layer)
     packed = [arguments.get(name) for name in ("qkv_layer", "kv_layer")]
     if any(tensor is not None for tensor in packed):
@@ -102,7 +104,8 @@ def explain_attention(
         if name in given:
             given[name] = _described(given[name], kind)
     options = AttentionOptions(**given)
-    situation = core.situation_of(*tensors, options, arguments.get("qkv_format"))
+    modified = arguments.get("score_mod") is not None
+    situation = core.situation_of(*tensors, options, arguments.get("qkv_format"), modified)
     found = refusals(situation)
     runs = [name for name, refusal in found.items() if refusal is None]
     refused = {name: refusal for name, refusal in found.items() if refusal is not None}

@@ -7,22 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.attention.dot_product_attention.formats import check_format
 from transformer_engine.pytorch.attention.dot_product_attention.packed import sizes_of
 from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import refuse_options
 
 _NAME = "DotProductAttention"
-
-_DEFAULTS = {
-    "fp8_output": False,
-    "num_splits": 1,
-    "score_mod": None,
-    "score_mod_bprop": None,
-    "score_mod_tensors": None,
-    "score_mod_bprop_tensors": None,
-}
-"""Arguments of the forward that are not built, with their defaults."""
 
 
 class Described:
@@ -38,22 +29,37 @@ class Described:
         """Count the dims."""
         return len(self.shape)
 
+    def _reshaped(self, shape: Sequence[int]) -> "Described":
+        return Described(shape, self.dtype, self.device, self.requires_grad)
+
+    def transpose(self, one: int, other: int) -> "Described":
+        """As of a tensor."""
+        shape = list(self.shape)
+        shape[one], shape[other] = shape[other], shape[one]
+        return self._reshaped(shape)
+
+    def flatten(self, first: int, last: int) -> "Described":
+        """As of a tensor, of the dims from the first to the last."""
+        shape = self.shape
+        return self._reshaped((*shape[:first], shape[first : last + 1].numel(), *shape[last + 1 :]))
+
 
 _TENSORS = (Tensor, Described)
 
 
-def refuse_unbuilt(**given: Any) -> None:
-    """Raise for arguments of the forward that are not built (NotImplementedError)."""
-    named = {name: (given[name], default) for name, default in _DEFAULTS.items() if name in given}
-    if named.get("num_splits") == (None, 1):
-        del named["num_splits"]
-    refuse_options(_NAME, **named)
+def check_splits(num_splits: Any) -> None:
+    """Raise for what is no number of splits: None, or an integer of at least 0 (ValueError).
+
+    It says how flash-attn's kernels share their work, which changes no result; there are none here.
+    """
+    if num_splits is None or (isinstance(num_splits, int) and num_splits >= 0):
+        return
+    raise ValueError(f"{_NAME}: num_splits={num_splits!r}, expected None or an integer from 0 on")
 
 
-def check_format(qkv_format: str) -> None:
-    """Raise for what is no format (ValueError)."""
-    if qkv_format not in ("sbhd", "bshd", "thd"):
-        raise ValueError(f"{_NAME}: qkv_format={qkv_format!r}, expected 'sbhd', 'bshd' or 'thd'")
+def refuse_fp8_output(fp8_output: bool) -> None:
+    """Raise where an output in FP8 is asked for (NotImplementedError)."""
+    refuse_options(_NAME, fp8_output=(fp8_output, False))
 
 
 def check_tensors(

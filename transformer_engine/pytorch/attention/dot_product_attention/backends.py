@@ -179,6 +179,14 @@ FEATURES: tuple[Feature, ...] = (
         {"cudnn": "its kernels do not write them", "sdpa": "it keeps its scores to itself"},
     ),
     Feature(
+        "score_mod",
+        lambda s: s.score_mod,
+        {
+            "native": "its kernels call no functions of a program",
+            "sdpa": "it keeps its scores to itself",
+        },
+    ),
+    Feature(
         "mask type {kind.name}",
         lambda s: s.kind.padding or s.kind.name == "arbitrary",
         {"sdpa": "it would take a mask of the size of the scores"},

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.attention.dot_product_attention.formats import keys_as
 from transformer_engine.pytorch.attention.dot_product_attention.masks import (
     CAUSAL_WINDOW,
     NO_WINDOW,
@@ -86,11 +87,7 @@ def append_and_view(
         made = params.gather(*made)
     key, value = made
     longest = key.shape[1]
-    if qkv_format == "sbhd":
-        return (key.transpose(0, 1), value.transpose(0, 1)), longest
-    if qkv_format == "thd":
-        return (key.flatten(0, 1), value.flatten(0, 1)), longest
-    return (key, value), longest
+    return (keys_as(qkv_format, "bshd", key), keys_as(qkv_format, "bshd", value)), longest
 
 
 def cached_sequences(params: Any, sizes: tuple[int, ...]) -> tuple[Sequences, Sequences]:

@@ -20,6 +20,11 @@ from transformer_engine.pytorch.attention.dot_product_attention.backends import 
     choose_backend,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.cached import options_for_cache
+from transformer_engine.pytorch.attention.dot_product_attention.formats import (
+    check_format,
+    in_one_format,
+)
+from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
 from transformer_engine.pytorch.attention.dot_product_attention.limits import (
     Limits,
     Situation,
@@ -119,13 +124,21 @@ class Choosing:
         value: Any,
         options: AttentionOptions,
         qkv_format: str | None = None,
+        modified: bool = False,
     ) -> Situation:
-        """The kind of a call, as `attend` would find it: of tensors, or what has their shapes."""
+        """The kind of a call, as `attend` would find it: of tensors, or what has their shapes.
+
+        `modified`: with a `score_mod`.
+        """
         qkv_format = qkv_format or self.qkv_format
+        check_format(qkv_format, True)
+        given = in_one_format(Heads((query, key, value)), options, qkv_format)
+        (query, key, value), options, qkv_format = given[0].tensors, *given[1:]
         if options.inference_params is not None:
             options = options_for_cache(options, self.attn_mask_type, self.window_size)
         sizes = check_tensors(self, query, key, value, qkv_format, options)
-        return self._situation(self._kind_of(options, sizes, query, qkv_format == "thd"))
+        of = options, sizes, query, qkv_format == "thd", modified
+        return self._situation(self._kind_of(*of))
 
     def limits_for(
         self,
@@ -133,13 +146,15 @@ class Choosing:
         sizes: tuple[int, ...],
         query: Tensor,
         tokens: tuple[int, int] | None = None,
+        score_mod: Any = None,
     ) -> tuple[Choice, Limits]:
         """Which backend runs a call, and what its queries may attend.
 
         `sizes` are (batch, heads, queries, keys); `query` has the dtype and device of the queries;
         `tokens` are all queries and keys of packed sequences.
         """
-        situation, choice, limits = self._decision_for(options, sizes, query, tokens is not None)
+        of = options, sizes, query, tokens is not None, score_mod is not None
+        situation, choice, limits = self._decision_for(*of)
         if (
             limits is None
             or options.core_attention_bias is not None
@@ -147,6 +162,8 @@ class Choosing:
         ):
             given = (situation, options, sizes, self.softmax_scale, query)
             limits = limits_of(*given, (0, 0) if tokens is None else tokens)
+        if score_mod is not None:
+            limits = limits._replace(score_mod=score_mod)
         sink = self._sink(query)
         return choice, limits if sink is None else limits._replace(sink=sink)
 
@@ -159,10 +176,15 @@ class Choosing:
         return self.softmax_offset.float()
 
     def _decision_for(
-        self, options: AttentionOptions, sizes: tuple[int, ...], query: Tensor, packed: bool
+        self,
+        options: AttentionOptions,
+        sizes: tuple[int, ...],
+        query: Tensor,
+        packed: bool,
+        modified: bool,
     ) -> _Decision:
         """What applies to a call, remembered for the next one of its kind."""
-        key = self._kind_of(options, sizes, query, packed)
+        key = self._kind_of(options, sizes, query, packed, modified)
         if torch.compiler.is_compiling():
             return self._decide(key)
         decision = self._decisions.get(key)
@@ -172,7 +194,12 @@ class Choosing:
         return decision
 
     def _kind_of(
-        self, options: AttentionOptions, sizes: tuple[int, ...], query: Any, packed: bool
+        self,
+        options: AttentionOptions,
+        sizes: tuple[int, ...],
+        query: Any,
+        packed: bool,
+        modified: bool,
     ) -> tuple:
         """All that the choice of a backend for a call depends on; of `query` dtype and device."""
         mask, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
@@ -195,6 +222,7 @@ class Choosing:
             options.attention_mask is not None and options.inference_params is None,
             sizes[2] == 1 and not packed,
             in_fp8 and self.training and self.attention_dropout > 0.0,
+            modified,
             fp8.unbuilt() if in_fp8 else "",
         )
 
@@ -229,4 +257,4 @@ class Choosing:
         """The kinds of call that ask the least of a backend, one of each dtype, on the CPU."""
         for dtype in DTYPES:
             key = "no_mask", None, None, "no_bias", True, dtype, _CPU, _ALL_ON, ""
-            yield self._situation((*key, *[False] * 7, ""))
+            yield self._situation((*key, *[False] * 8, ""))

@@ -14,9 +14,9 @@ from transformer_engine.common.config import TE_EXTRA_STATE
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch.attention.dot_product_attention import fp8, masks
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
-    check_format,
+    check_splits,
     check_tensors,
-    refuse_unbuilt,
+    refuse_fp8_output,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
     BACKENDS,
@@ -30,11 +30,17 @@ from transformer_engine.pytorch.attention.dot_product_attention.cached import (
     options_for_cache,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.choosing import Choosing
+from transformer_engine.pytorch.attention.dot_product_attention.formats import (
+    MIXED,
+    check_format,
+    in_one_format,
+)
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, heads_of
 from transformer_engine.pytorch.attention.dot_product_attention.limits import (
     Limits,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.planned import CoreCalls
+from transformer_engine.pytorch.attention.dot_product_attention.score_mod import score_mod_of
 from transformer_engine.pytorch.attention.options import AttentionOptions, CoreOptions
 from transformer_engine.pytorch.extra_state import KEY, is_ours, pack_state
 from transformer_engine.pytorch.modes import constant_in_graphs
@@ -293,7 +299,11 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             bool, True: masked out. Padding types: [b, 1, 1, s], or a pair for queries and keys;
             "arbitrary": broadcastable to [b, heads, queries, keys]. The other types read none, and
             packed sequences neither.
-        qkv_format, attn_mask_type, window_size, bottom_right_diagonal
+        qkv_format : str, optional
+            As of the constructor, for this call; or keys and values in another format than the
+            queries: "sbhd_2bshd", "bshd_2sbhd", "thd_2bshd", "thd_2sbhd". Packed queries then have
+            `cu_seqlens_q`, and `cu_seqlens_kv` where keys are padded behind their sequences.
+        attn_mask_type, window_size, bottom_right_diagonal
             As of the constructor, for this call.
         cu_seqlens_q, cu_seqlens_kv : Tensor, optional
             [b + 1] int32 sums of the sequence lengths: in place of the mask for padding types. For
@@ -325,9 +335,20 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         bf16_backward : bool, optional
             True: the backward of attention in FP8 runs in high precision, as with
             ``TE_FP8_ATTENTION_BACKWARD=0``; else as ever.
-        fp8_output, num_splits, score_mod, score_mod_bprop, score_mod_tensors, \
-score_mod_bprop_tensors
+        fp8_output
             Not there yet.
+        num_splits : int, optional
+            Ignored: how kernels of flash-attn, which are not built, would share their work.
+        score_mod : callable, optional
+            ``score_mod(graph, score, tensors)`` gives scores [b, heads, queries, keys] fp32 that
+            bias, mask and softmax go on with, from those that are scaled: by the operations of
+            `graph`, which has the names of cuDNN's, or by torch's own. Run by "unfused".
+        score_mod_bprop : callable, optional
+            ``score_mod_bprop(graph, grad, tensors)`` gives the gradient of the scores from that of
+            what `score_mod` gave, after a call of that; where None autograd does, and `tensors` may
+            have gradients too.
+        score_mod_tensors, score_mod_bprop_tensors : dict, optional
+            What these functions get as `tensors`.
         qkv_layer : Tensor, optional
             Queries, keys and values in one, in place of the three: [.., 3, heads, channels], or
             [.., heads, 3, channels] with `qkv_interleave_dim` -2.
@@ -371,13 +392,15 @@ score_mod_bprop_tensors
             if found is not None:
                 self.__dict__["_ran"] = found.choice
                 return found.run(tensors)
-        unset = score_mod is score_mod_bprop is score_mod_tensors is score_mod_bprop_tensors is None
-        if fp8_output or not unset or (num_splits is not None and num_splits != 1):
-            refuse_unbuilt(
-                fp8_output=fp8_output, num_splits=num_splits, score_mod=score_mod,
-                score_mod_bprop=score_mod_bprop, score_mod_tensors=score_mod_tensors,
-                score_mod_bprop_tensors=score_mod_bprop_tensors,
-            )  # fmt: skip
+        if fp8_output:
+            refuse_fp8_output(fp8_output)
+        if num_splits != 1:
+            check_splits(num_splits)
+        more = _PLAIN
+        mods = score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors
+        if bf16_backward or any(each is not None for each in mods):
+            modified = score_mod_of(*mods, core_attention_bias_type)
+            more = CoreOptions(bool(bf16_backward), modified)
         layers = (query_layer, key_layer, value_layer)
         heads = heads_of(layers, qkv_layer, kv_layer, qkv_interleave_dim)
         options = AttentionOptions(
@@ -386,7 +409,6 @@ score_mod_bprop_tensors
             core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
             cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs,
         )  # fmt: skip
-        more = _PLAIN if not bf16_backward else CoreOptions(wide_backward=True)
         return self.attend(heads, options, qkv_format, found_by, more)
 
     _FORWARD = forward
@@ -404,12 +426,16 @@ score_mod_bprop_tensors
         Without one the call runs in no plan.
         """
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
+        check_format(qkv_format, True)
+        if qkv_format in MIXED:
+            heads, options, qkv_format = in_one_format(heads, options, qkv_format)
+            found_by = None
         if options.inference_params is not None:
             heads, options = self._go_on(heads, options, qkv_format)
         query, key, value = heads.split()
         sizes = check_tensors(self, query, key, value, qkv_format, options)
         tokens = (query.shape[0], key.shape[0]) if qkv_format == "thd" else None
-        choice, limits = self.limits_for(options, sizes, query, tokens)
+        choice, limits = self.limits_for(options, sizes, query, tokens, more.score_mod)
         if (
             found_by is not None
             and options.inference_params is None

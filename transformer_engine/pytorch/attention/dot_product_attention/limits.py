@@ -43,6 +43,7 @@ class Situation(NamedTuple):
     by_mask: bool = False  # who is padding says a mask, not lengths
     one_query: bool = False
     drops: bool = False  # in FP8, with dropout
+    score_mod: bool = False  # a function of the program changes the scores
     fp8_unbuilt: str = ""  # recipe in force that attention does not run by
 
 
@@ -62,6 +63,7 @@ class Limits(NamedTuple):
     slopes: Tensor | None = None  # of ALiBi, [heads] or [batch, heads] fp32
     sink: Tensor | None = None  # [heads] fp32: scores without a key
     wants_top: bool = False  # the largest score of each head is a second result
+    score_mod: Any = None  # changes the scaled scores before bias and mask (`score_mod.ScoreMod`)
 
     def as_tensors(self, queries: int, keys: int) -> "Limits":
         """The same as a mask and a bias, for a backend that reads no lengths and no slopes."""

@@ -20,7 +20,8 @@ def attend(
     are not repeated. The product is scaled before it is rounded: fp16 scores do not overflow for
     being unscaled. Shapes: query [batch, heads, queries, channels], key [batch, groups, keys,
     channels], value [batch, groups, keys, channels of values]; the output [batch, heads, queries,
-    channels of values] is contiguous. Where the limits want them, the largest scores [heads] fp32
+    channels of values] is contiguous. A `score_mod` of the limits changes the scaled scores, in
+    fp32, before bias and mask. Where the limits want them, the largest scores [heads] fp32
     follow, without a gradient.
     """
     batch, heads, queries, channels = query.shape
@@ -36,6 +37,8 @@ def attend(
         alpha=scale,
     )
     scores = scores.view(batch, heads, queries, keys)
+    if limits.score_mod is not None:
+        scores = limits.score_mod(scores.float())
     probabilities = scaled_softmax(
         scores,
         limits.mask,
@@ -46,7 +49,8 @@ def attend(
         diagonal=diagonal,
     )
     values = value.reshape(batch * groups, keys, value.shape[3])
-    out = torch.bmm(probabilities.view(batch * groups, folded, keys), values)
+    weights = probabilities.to(value.dtype).view(batch * groups, folded, keys)
+    out = torch.bmm(weights, values)
     out = out.view(batch, heads, queries, value.shape[3])
     return (out, _largest(scores.detach(), limits, diagonal)) if limits.wants_top else out
 

@@ -14,6 +14,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.backends import 
 from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
     DotProductAttention,
 )
+from transformer_engine.pytorch.attention.dot_product_attention.formats import layout_parts
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Situation
 from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.module.parameters import refuse_options
@@ -31,7 +32,8 @@ class AttentionParams:
 
     The shapes are those of `DotProductAttention`: `alibi_slopes_shape` [heads] or [batch, heads],
     `core_attention_bias_shape` one of "bhss", "1hss", "b1ss", "11ss", "111s", or the four sizes.
-    `qkv_layout` is a name as "sbhd_sbhd_sbhd", "bs3hd" or "thd_thd_thd".
+    `qkv_layout` is a name as "sbhd_sbhd_sbhd", "bs3hd", "thd_bshd_bshd" or
+    "paged_kv_bshd_bshd_bshd" (`formats.LAYOUTS`).
     """
 
     qkv_type: type = torch.Tensor
@@ -72,7 +74,6 @@ def _situation_of(params: AttentionParams) -> Situation:
         "get_attention_backend",
         fp8=(params.fp8, False),
         context_parallel=(params.context_parallel, False),
-        num_splits=(1 if params.num_splits is None else params.num_splits, 1),
     )
     module = DotProductAttention(
         params.num_heads, (params.head_dim_qk, params.head_dim_v), params.num_gqa_groups,
@@ -97,7 +98,7 @@ def _situation_of(params: AttentionParams) -> Situation:
         slopes = Described(params.alibi_slopes_shape, torch.float32, device)
     if params.attn_mask_type == "arbitrary":
         mask = described(batch, 1, queries, keys)
-    packed, lead = "t" in params.qkv_layout, ((batch, queries), (batch, keys))
+    packed, lead = layout_parts(params.qkv_layout)[0] == "thd", ((batch, queries), (batch, keys))
     sums = None
     if packed:
         lead = (batch * queries,), (batch * keys,)
