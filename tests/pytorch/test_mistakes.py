@@ -7,6 +7,7 @@ program for `torch.nn` and does what its author meant.
 
 import copy
 import io
+from functools import partial
 
 import numpy as np
 import pytest
@@ -315,9 +316,11 @@ MISTAKES = {
         "input|sparse|dense",
     ),
     "FP8 output": (
-        lambda d: linear(d)(x(d), fp8_output=True),
+        lambda d: fp8(
+            d, partial(linear(d), fp8_output=True), x(d), recipe=recipes.NVFP4BlockScaling()
+        ),
         NotImplementedError,
-        "Linear|fp8_output=True",
+        "Linear|fp8_output=True|NVFP4BlockScaling|DelayedScaling",
     ),
     "no main_grad": (
         without_main_grad,

@@ -332,16 +332,6 @@ def test_accumulation_follows_the_recipe(split):
 # ---- what is refused, or has no effect -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["linear", "norm-linear"])
-@pytest.mark.parametrize("name", ["fp8_output", "fp8_grad"])
-def test_forward_arguments_name_themselves(device, kind, name, x):
-    layer = made(kind, device)
-    text = f"{type(layer).__name__}: {name}=True"
-    with te.autocast(), pytest.raises(NotImplementedError, match=text):
-        layer(x, **{name: True})
-    assert state_of(layer) is None
-
-
 @pytest.mark.parametrize("kind", FEW)
 @pytest.mark.parametrize(
     ("recipe", "field", "value"),

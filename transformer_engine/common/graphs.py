@@ -76,7 +76,9 @@ HIGH_PRECISION = Quantization(
 )
 """No recipe: GEMMs in the dtype of the operands."""
 
-_INPUT, _WEIGHT, _GRAD = range(3)  # operands, as bits of a `Quantization` count them
+_INPUT, _WEIGHT, GRAD, OUTPUT, GRAD_INPUT = range(_core.OPERAND_ROLES)
+"""Operands of a linear layer, as bits of a `Quantization` count the first three, which its GEMMs
+multiply; and what it makes that is returned quantized. Behind `Graph.operands`."""
 _FP8_CODES = {"e4m3": _core.DTYPE_E4M3, "e5m2": _core.DTYPE_E5M2}
 
 
@@ -141,14 +143,14 @@ def _nvfp4_quantization(recipe: Any) -> Quantization:
     squares = flags_of((1 << i, t.fp4_2d_quantization) for i, t in enumerate(tensors))
     hadamard = flags_of((1 << i, t.random_hadamard_transform) for i, t in enumerate(tensors))
     stochastic = flags_of((1 << i, t.stochastic_rounding) for i, t in enumerate(tensors))
-    both = 1 << _INPUT | 1 << _GRAD
+    both = 1 << _INPUT | 1 << GRAD
     if hadamard not in (0, both) or hadamard & squares:
         raise ValueError(
             "NVFP4BlockScaling: random_hadamard_transform belongs to fp4_quant_fwd_inp and "
             "fp4_quant_bwd_grad alike, whose column-wise forms one GEMM multiplies, never to "
             "fp4_quant_fwd_weight, and not beside fp4_2d_quantization"
         )
-    if stochastic not in (0, 1 << _GRAD):
+    if stochastic not in (0, 1 << GRAD):
         raise NotImplementedError(
             "NVFP4BlockScaling: stochastic_rounding of anything but fp4_quant_bwd_grad"
         )

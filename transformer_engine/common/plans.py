@@ -10,8 +10,14 @@ from typing import Any, NamedTuple
 from transformer_engine import _core
 from transformer_engine.common.graphs import (
     ACCUMULATE,
+    GRAD,
+    GRAD_GIVEN,
+    GRAD_INPUT,
     INPUT_GIVEN,
+    OUTPUT,
     OVERWRITE,
+    RETURN_GRAD,
+    RETURN_OUTPUT,
     WEIGHT_GIVEN,
     WEIGHT_KEPT,
     WGRAD,
@@ -135,8 +141,14 @@ class CallPlans:
         self.forward_state = tuple(a.link for a in given if a.link[0] in _STATE)
         self.outputs = tuple(_links(self.forward, "output"))
         self.results = tuple(graph.results)  # of the module: the first of `outputs`
-        self.result_count = len(self.results)
         flags = [part.flags for part in parts]
+        # Places among `outputs` of the forms of the first result, where that is returned quantized,
+        # -1 for one that is not made; and how many results are not.
+        self.returned: tuple[int, ...] = ()
+        if flags and flags[-1] & RETURN_OUTPUT:
+            self.returned = _places_of_forms(graph.operands[-1] + OUTPUT, self.outputs)
+        self.result_count = len(self.results) - bool(self.returned)
+        self._of_quantized: dict[int, CallPlans | None] = {}  # see `for_gradient`
         held = {*self.forward_inputs, *self.outputs}
         caches = [forms_of(of + 1, held) for of in graph.operands]
         # Parts whose quantized weight is given (behind them the input, where that is); (part,
@@ -185,6 +197,11 @@ class CallPlans:
         self.all_gradients = False  # the backward's outputs are these, in order
         # The backward has scratch, which may lie in what was saved once that has been read.
         self.may_consume = False
+        # As `returned`, of the gradient of the input among the backward's outputs.
+        self.returned_grad: tuple[int, ...] = ()
+        # Where the gradient of the output arrives quantized: what the backward is given, from the
+        # gradients of results, the forms of that one and what is saved.
+        self.pick_given: Picker | None = None
         if self.backward is None:
             return
         self.saves_packed = bool(_links(self.forward, "saved"))
@@ -197,6 +214,14 @@ class CallPlans:
         self.reads_saved = len(saved)
         self.pick_grads = Picker([a.link for a in arguments if a.link in results], results)
         self.gradients = tuple(_links(self.backward, "output"))
+        flags = [part.flags for part in self.spec.parts] if hasattr(self.spec, "parts") else []
+        if flags and flags[0] & RETURN_GRAD:
+            self.returned_grad = _places_of_forms(graph.operands[0] + GRAD_INPUT, self.gradients)
+        if flags and flags[-1] & GRAD_GIVEN:
+            forms = forms_of(graph.operands[-1] + GRAD, {a.link for a in arguments})
+            saved = [link for link in saved if link not in forms]
+            known = [*results, *forms, *saved]
+            self.pick_given = Picker([a.link for a in arguments if a.link in known], known)
         if self.wgrad is not None:
             given = _arguments(self.wgrad)
             self.wgrad_inputs = tuple(a.link for a in given if not a.written)
@@ -218,6 +243,38 @@ class CallPlans:
             -1 if link is None else at.get(("gradient", link[1]), -1) for link in self.tensors
         )
         self.all_gradients = self.places == tuple(range(len(self.gradients)))
+
+    def for_gradient(self, bits: int) -> "CallPlans | None":
+        """Plans of the same call whose gradient of the output arrives quantized.
+
+        `bits` are flags, `GRAD_GIVEN` and maybe `GRAD_ROWS`. The backward is run over what the
+        forward of these has saved; None where it can not be.
+        """
+        if bits not in self._of_quantized:
+            *others, last = self.spec.parts
+            flags = last.flags & ~RETURN_OUTPUT | bits
+            parts = (*others, last._replace(flags=flags))
+            made = None if self.defer else call_plans(self.spec._replace(parts=parts))
+            self._of_quantized[bits] = made if made is None or self._saves_for(made) else None
+        return self._of_quantized[bits]
+
+    def _saves_for(self, other: "CallPlans") -> bool:
+        saved = [
+            [
+                (link, of)
+                for _, role, *_, link, of, _ in plans.forward.described["buffers"]
+                if role == "saved"
+            ]
+            for plans in (self, other)
+        ]
+        buffers = other.backward.described["buffers"]
+        has_rows = any(role == "input" and lead for _, role, _, lead, *_ in buffers)
+        return saved[0] == saved[1] and set(other.saved) <= set(self.saved) and has_rows
+
+
+def _places_of_forms(operand: int, made: Sequence[Link]) -> tuple[int, ...]:
+    """Where the forms of an operand stand among what a plan makes; -1: it makes none."""
+    return tuple(made.index(link) if link in made else -1 for link in forms_of(operand, made))
 
 
 _PACKED = ("packed", 0)

@@ -414,6 +414,12 @@ class QuantizedTensor(Tensor):
         made._take_state(rest)
         return made
 
+    def __coerce_same_metadata_as_tangent__(self, known: Any, expected: Any = None) -> Any:
+        """Give this gradient to a compiled backward: as that knew it, or in high precision."""
+        if expected is not None:
+            return plain(self) if expected is Tensor else None
+        return self if self.__metadata_guard__(known, self.__tensor_flatten__()[1]) else None
+
     @classmethod
     def __metadata_guard__(cls, known: dict, now: dict) -> bool:
         """Whether a graph that was made for these settings serves those."""

@@ -169,6 +169,7 @@ class BlankSlots:
         def make(*shape: int) -> torch.Tensor:
             return like.new_empty(shape, dtype=torch.float32, requires_grad=False)
 
+        self.initial = rule.initial
         self.measures = sum(_MEASURES.values()) if rule.initial == 0.0 else 0
         self.forward_scale, self.backward_scale = make(SLOTS), make(SLOTS)
         self.forward_history = make(rule.length, SLOTS)

@@ -16,10 +16,12 @@ from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch import scaling, torch_ops
 from transformer_engine.pytorch.modes import dispatch_modes, keeps_graph
+from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.random import draw_pairs
 from transformer_engine.pytorch.staged import Staged
 from transformer_engine.pytorch.state import Domain
+from transformer_engine.pytorch.tensors import is_quantized
 
 __all__ = ["CallRun", "Deferred", "LayerCall", "ModuleCall", "Ran", "main_grad_of"]
 
@@ -63,6 +65,8 @@ class ModuleCall:
     weights: tuple[Parameter, ...] = ()  # of each part; their ``main_grad`` takes the gradient
     queue: deque | None = None  # where deferred weight gradients go
     staged: Staged | None = None  # Python functions of external stages, and an observer
+    recipe: Any = None  # in force, of modules that take and give quantized tensors
+    quantizers: dict[bool, Any]  # of what is returned quantized, by whether that is the gradient
     traced = False
 
     def __init__(self, plans: CallPlans, slots: scaling.Slots | None, label: str) -> None:
@@ -132,7 +136,11 @@ class ModuleCall:
         given = tensors if plans.pick_inputs.all else plans.pick_inputs(tensors, self.traced)
         results = self._run_forward(given)
         count = plans.result_count
-        out = results[0] if count == 1 else results[:count]
+        if plans.returned:
+            out = quantized.returned(self, results, plans.returned, gradient=False)
+            out = out if count == 0 else (out, *results[:count])
+        else:
+            out = results[0] if count == 1 else results[:count]
         if plans.writes_caches:
             for i, places in plans.writes_caches:
                 caches[i] = tuple([results[place] for place in places])
@@ -160,12 +168,17 @@ class ModuleCall:
         if self.splits:
             saved = self._join_saved(saved)
         packed, saved = saved[: plans.saves_packed], saved[plans.saves_packed :]
-        if not plans.pick_grads.all:
-            grads = plans.pick_grads(grads, self.traced)
-        given = (*grads, *saved) if not plans.defer else (*grads, *saved[: plans.reads_saved])
+        if type(grads[0]) is not Tensor and is_quantized(grads[0]):
+            plans, grads, forms = quantized.gradient_of(self, grads)
+        if plans.pick_given is not None:
+            given = plans.pick_given((*grads, *forms, *saved))
+        else:
+            if not plans.pick_grads.all:
+                grads = plans.pick_grads(grads, self.traced)
+            given = (*grads, *saved) if not plans.defer else (*grads, *saved[: plans.reads_saved])
         main = plans.main_grads if not plans.defer else ()
         into = tuple([main_grad_of(weights[i]) for i, _ in main]) if main else ()
-        results = self._run_backward(given, packed, into)
+        results = self._run_backward(plans, given, packed, into)
         if plans.defer:
             inputs = plans.pick_deferred((*results[:-1], *saved, *grads), self.traced)
             # A plan that reads a tensor with leading dims takes the number of rows from that.
@@ -178,15 +191,17 @@ class ModuleCall:
         if plans.all_gradients and not self.splits:
             return None, *results[:-1]
         found: Sequence = [None if at < 0 else results[at] for at in plans.places]
+        if plans.returned_grad:
+            found[0] = quantized.returned(self, results, plans.returned_grad, gradient=True)
         for i, place in main:
             found[place] = _dummy_grad(weights[i])
         for split in self.splits:
             found = split.spread(found)
         return None, *found
 
-    def _run_backward(self, given: tuple, packed: tuple, main: tuple) -> tuple:
-        """Run the backward's plan, over the scaling state and main gradients too."""
-        plans, slots = self.plans, self.owners[0]
+    def _run_backward(self, plans: CallPlans, given: tuple, packed: tuple, main: tuple) -> tuple:
+        """Run the backward of some plans, over the scaling state and main gradients too."""
+        slots = self.owners[0]
         slot, written = 0, len(main)
         if slots is not None and plans.backward_state:
             given = (*given, slots.backward_scale, slots.backward_history)
@@ -243,10 +258,10 @@ class LayerCall(ModuleCall):
         given = (*given, *state)
         return self._run(self.plans.forward, self._slots[0], given, len(state), (), self.draws)
 
-    def _run_backward(self, given: tuple, packed: tuple, main: tuple) -> tuple:
+    def _run_backward(self, plans: CallPlans, given: tuple, packed: tuple, main: tuple) -> tuple:
         state = (*self._state[1], *main)
         given = (*given, *state)
-        return self._run(self.plans.backward, self._slots[1], given, len(state), packed)
+        return self._run(plans.backward, self._slots[1], given, len(state), packed)
 
 
 class CallRun:

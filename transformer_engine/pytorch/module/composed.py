@@ -17,7 +17,13 @@ from transformer_engine.common.plans import CallPlans, call_plans
 from transformer_engine.pytorch import arenas, scaling, torch_ops
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import run_call, run_without_backward
-from transformer_engine.pytorch.modes import constant_in_graphs, forward_gradients, without_memory
+from transformer_engine.pytorch.modes import (
+    constant_in_graphs,
+    exporting,
+    forward_gradients,
+    in_transform,
+    without_memory,
+)
 from transformer_engine.pytorch.module import quantized, weight_cache
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.calibration import record_amaxes
@@ -227,10 +233,13 @@ class ComposedModule(Fp8Module):
 
     # ---- forward -------------------------------------------------------------------------------
 
-    def _call(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
-        """Run a call: the output, or (output, norm output)."""
+    def _call(self, inp: Tensor, is_first_microbatch: bool | None, returns: int = 0) -> Any:
+        """Run a call: the output, or (output, norm output).
+
+        `returns` are flags `RETURN_OUTPUT` and `RETURN_GRAD`, of what is quantized in FP8.
+        """
         if torch.compiler.is_compiling():
-            return self._decide(inp, is_first_microbatch, True)[0]
+            return self._decide(inp, is_first_microbatch, True, returns)[0]
         state = current_state()
         key, tensors, shared = None, (), ((), ())
         own = self.__dict__  # a class with __getattr__ takes longer for each
@@ -246,10 +255,12 @@ class ComposedModule(Fp8Module):
                 shared, key = weight_cache.microbatch_of(
                     (self,), is_first_microbatch, state, key, bool(held)
                 )
+        if returns and key is not None:
+            key = (key, returns)
         bound = None if key is None else own["_bound"].get(key)
         call = None if bound is None else bound.call_in(self, state)
         if call is None or not (bound.records or not forward_gradients()):
-            out, made = self._decide(inp, is_first_microbatch, False)
+            out, made = self._decide(inp, is_first_microbatch, False, returns)
             if key is not None and made is not None and weight_cache.reads(made, shared[0]):
                 keep(self._bound, key, Bound(made, self))
             return out
@@ -263,6 +274,15 @@ class ComposedModule(Fp8Module):
         if call.plans.writes_caches:
             weight_cache.keep_caches((self,), shared[0], (self._part_tensors(),), state.recipe)
         return out
+
+    def _call_outside(self, inp: Tensor, is_first_microbatch: bool | None, returns: int) -> Any:
+        """`_call` while a graph is traced, outside of the graph.
+
+        A graph holds plain tensors alone between the functions of autograd that it is made of.
+        """
+        if exporting():
+            quantized.refuse_returned(type(self).__name__, None, returns, "torch.export")
+        return _run_outside(self, inp, is_first_microbatch, returns)
 
     def _results(self, inp: Tensor, out: Any) -> Any:
         """What a forward returns, of the results of a call: output[, bias][, norm output]."""
@@ -286,7 +306,7 @@ class ComposedModule(Fp8Module):
         self._present, self._held = quantized.apart(places) if own else (None, ())
 
     def _decide(
-        self, inp: Tensor, is_first_microbatch: bool | None, traced: bool
+        self, inp: Tensor, is_first_microbatch: bool | None, traced: bool, returns: int = 0
     ) -> tuple[Any, ModuleCall | None]:
         """Find out what applies to a call, and run it: the output, and the call to keep or None."""
         region = self._region(traced)
@@ -295,7 +315,7 @@ class ComposedModule(Fp8Module):
         tensors, owners = self._promote(inp, region.recipe)
         if region.state.calibrating and region.recipe is None and not region.blank:
             record_amaxes(self, region.state, tensors)
-        call = self._prepare(tensors, region, is_first_microbatch, owners)
+        call = self._prepare(tensors, region, is_first_microbatch, owners, returns)
         run = run_without_backward if call.plans.backward is None else run_call
         flat = tensors.flat()
         out = run(call, *flat)
@@ -337,6 +357,7 @@ class ComposedModule(Fp8Module):
         region: Region,
         is_first_microbatch: bool | None,
         owners: tuple[Tensor, ...],
+        returns: int = 0,
     ) -> ModuleCall:
         """Choose the plans and bind them to the state in force; `owners` are the weights."""
         recipe = region.recipe
@@ -351,6 +372,8 @@ class ComposedModule(Fp8Module):
             bound = self._bind_state(tensors, region, is_first_microbatch)
             given, caches = quantized.given_forms(tensors, recipe, bound.flags, bound.caches)
             flags = [f | g for f, g in zip(flags, given, strict=True)]
+            if returns:
+                self._add_returned(flags, returns, region, bound.slots)
         elif inp.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
             flags = [f | graphs.ALLOW_TF32 for f in flags]
         dtypes = [inp.dtype, tensors.output_dtype]
@@ -378,12 +401,25 @@ class ComposedModule(Fp8Module):
         if bound is not None:
             call.scales = bound.scales
             call.caches = caches
+            call.recipe, call.quantizers = recipe, {}
             call.first = self._is_first(region, records)
             call.domain = (region.replay or region.state).domain
         if any(f & (graphs.ACCUMULATE | graphs.OVERWRITE | graphs.DEFER) for f in flags):
             call.weights = owners
             call.queue = self._wgrads
         return call
+
+    def _add_returned(
+        self, flags: list[int], returns: int, region: Region, slots: scaling.Slots | None
+    ) -> None:
+        """Add to the flags of the parts what is returned quantized."""
+        recipe = region.recipe
+        where = "a transform of torch.func" if in_transform() else None
+        quantized.refuse_returned(type(self).__name__, recipe, returns, where)
+        measures = graphs.MEASURE_RETURNED if slots is not None and slots.initial == 0.0 else 0
+        flags[-1] |= returns & graphs.RETURN_OUTPUT | measures
+        if flags[0] & graphs.DGRAD and recipe.backward_override is None:
+            flags[0] |= returns & graphs.RETURN_GRAD | measures
 
     def _label(self) -> str:
         """Class and name, for messages and profilers."""
@@ -606,3 +642,8 @@ class ComposedModule(Fp8Module):
     def _add_weight_grad(self, part: int, grad: Tensor) -> None:
         """Add to the ``grad`` of a part's weight."""
         add_grad(getattr(self, f"{self.PARTS[part]}weight"), grad)
+
+
+@torch.compiler.disable
+def _run_outside(module: ComposedModule, *arguments: Any) -> Any:
+    return module._call(*arguments)

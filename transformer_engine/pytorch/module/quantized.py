@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_engine import _core
+from transformer_engine.common.graphs import RETURN_OUTPUT
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.module.operands import PartTensors
 from transformer_engine.pytorch.scaling import Slots
@@ -106,13 +108,87 @@ def given_forms(
     row, flags, caches = format_of(recipe), list(flags), list(caches)
     for i, weight in enumerate(weights):
         if is_quantized(weight):
-            caches[i], bits = row.forms(weight, True, torch.is_grad_enabled())
+            caches[i], bits = row.forms(weight, "weight", torch.is_grad_enabled())
             flags[i] = flags[i] & ~(graphs.WEIGHT_GIVEN | graphs.WEIGHT_KEPT) | bits
     if arrives:
-        forms, bits = row.forms(tensors.input, False, torch.is_grad_enabled())
+        forms, bits = row.forms(tensors.input, "input", torch.is_grad_enabled())
         flags[0] |= bits
         caches = [*caches[: len(weights)], forms]
     return tuple(flags), caches
+
+
+def refuse_returned(kind: str, recipe: Recipe | None, returns: int, where: str | None) -> None:
+    """Raise a NotImplementedError where a call can not return what flags ask for.
+
+    `returns` are `RETURN_OUTPUT` and `RETURN_GRAD`; `where` is what can not, or None.
+    """
+    option = "fp8_output" if returns & RETURN_OUTPUT else "fp8_grad"
+    if where is not None:
+        raise NotImplementedError(f"{kind}: {option}=True in {where}: leave it out there")
+    from transformer_engine.pytorch.tensor.recipes import format_of
+
+    if format_of(recipe) is None or recipe.nvfp4():
+        raise NotImplementedError(
+            f"{kind}: {option}=True under {type(recipe).__name__}, whose tensors modules do not "
+            "return: leave it out, or use DelayedScaling or another recipe of FP8"
+        )
+
+
+def returned(call: Any, made: Sequence, places: Sequence[int], gradient: bool) -> Any:
+    """The quantized tensor that a call returns: its output, or the gradient of its input.
+
+    `places` say where its forms stand among what a plan has made, as of ``CallPlans.returned``.
+    """
+    from transformer_engine.pytorch.tensor.recipes import format_of
+
+    row, parts = format_of(call.recipe), call.plans.spec.parts
+    part = parts[0] if gradient else parts[-1]
+    code, features = part.input if gradient else part.output, part.in_features
+    if not gradient:
+        features = part.out_features
+    forms = tuple([None if place < 0 else made[place] for place in places])
+    quantizer = call.quantizers.get(gradient)
+    if quantizer is None:
+        quantizer = call.quantizers[gradient] = _quantizer_of(call, forms[0].device, gradient)
+    shape = (*forms[0].shape[:-1], features)
+    fields = {**row.fields(quantizer, forms, shape), "_quantizer": quantizer.copy()}
+    return row.tensor._made(fields, _core.torch_dtype(code), shape)
+
+
+def _quantizer_of(call: Any, device: torch.device, gradient: bool) -> Any:
+    """What casts as a call casts what it returns, with its own slot under delayed scaling."""
+    from transformer_engine.pytorch.tensor.recipes import format_of
+
+    made = format_of(call.recipe).make(call.recipe, device, "gradient" if gradient else "input")
+    slots = call.slots
+    if slots is None or not hasattr(made, "amax"):
+        return made
+    if gradient:
+        scales, history, slot = slots.backward_scale, slots.backward_history, slots.backward_slot
+        slot += 1
+    else:
+        scales, history, slot = slots.forward_scale, slots.forward_history, slots.forward_slot
+        slot += _SLOTS_OF_PART * len(call.plans.spec.parts) - 1
+    made.scale, made.amax = scales[slot : slot + 1], history[0, slot : slot + 1]
+    made._bound = slots
+    return made
+
+
+def gradient_of(call: Any, grads: tuple) -> tuple[Any, tuple, tuple]:
+    """Plans of a backward whose gradient of the output arrives quantized, gradients and its forms.
+
+    Where no GEMM reads it as it is, the plans of the call and the gradient in high precision.
+    """
+    recipe, grad = call.recipe, grads[0]
+    if recipe is not None and recipe.backward_override is None and not call.traced:
+        from transformer_engine.pytorch.tensor.recipes import format_of, reads
+
+        if format_of(recipe) is not None and reads(grad, recipe, "gradient"):
+            forms, bits = format_of(recipe).forms(grad, "gradient", True)
+            plans = call.plans.for_gradient(bits)
+            if plans is not None:
+                return plans, grads, forms
+    return call.plans, (grad.dequantize(), *grads[1:]), ()
 
 
 def bind_quantizers(module: Any) -> None:
@@ -189,7 +265,7 @@ def forms_held(modules: Sequence, parts: Sequence, caches: list, recipe: Recipe)
     for _, own in zip(modules, parts, strict=True):
         for part in own:
             if is_quantized(part.weights[0]):
-                caches[at], _ = row.forms(part.weights[0], True, torch.is_grad_enabled())
+                caches[at], _ = row.forms(part.weights[0], "weight", torch.is_grad_enabled())
             at += 1
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from transformer_engine.common.graphs import RETURN_GRAD, RETURN_OUTPUT
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
 from transformer_engine.pytorch.module.operands import PartTensors
@@ -19,7 +20,6 @@ from transformer_engine.pytorch.module.parameters import (
     make_bias,
     make_weight,
     positive_sizes,
-    refuse_options,
     split_rows,
 )
 from transformer_engine.pytorch.parallel import TensorParallel, mark_linear
@@ -146,8 +146,11 @@ class WeightModule(TensorParallel, ComposedModule):
             With gradient accumulation: True for the first microbatch of a step (the weight is
             quantized and kept), False for the others (the kept one is used). None quantizes the
             weight at each call and keeps nothing.
-        fp8_output, fp8_grad : bool
-            Not there yet.
+        fp8_output : bool
+            In FP8, return the output as a quantized tensor: cast as an input is by the recipe, with
+            a scale of its own under delayed scaling. The next module multiplies it as it is.
+        fp8_grad : bool
+            The same of the gradient of `inp`, which is cast as a gradient is.
 
         Returns
         -------
@@ -161,11 +164,15 @@ class WeightModule(TensorParallel, ComposedModule):
             dtypes or kinds of tensors that do not go together.
         ValueError
             The last dim is not `in_features`.
+        NotImplementedError
+            `fp8_output` or `fp8_grad` under `NVFP4BlockScaling`, in `torch.export` or in a
+            transform of torch.func. `torch.compile` leaves such a call outside of its graphs.
         """
-        if fp8_output or fp8_grad:
-            options = {"fp8_output": (fp8_output, False), "fp8_grad": (fp8_grad, False)}
-            refuse_options(type(self).__name__, **options)
-        out = self._call(inp, is_first_microbatch)
+        returns = RETURN_OUTPUT * bool(fp8_output) | RETURN_GRAD * bool(fp8_grad)
+        if returns and torch.compiler.is_compiling():
+            out = self._call_outside(inp, is_first_microbatch, returns)
+        else:
+            out = self._call(inp, is_first_microbatch, returns)
         return self._results(inp, out) if self.return_bias or self.return_layernorm_output else out
 
     _FORWARD = forward

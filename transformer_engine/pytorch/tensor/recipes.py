@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which quantizer a recipe casts parameters with, and what its GEMMs can read of them: one table.
+"""Which quantizers a recipe casts with, and what its GEMMs read of tensors: one table.
 
 A recipe is in it where GEMMs read a format as it is stored; where it is not, parameters of modules
 stay in high precision (`quantized_model_init` says so).
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from transformer_engine.common.graphs import INPUT_GIVEN, WEIGHT_GIVEN, WEIGHT_ROWS
+from transformer_engine.common.graphs import (
+    GRAD_GIVEN,
+    GRAD_ROWS,
+    INPUT_GIVEN,
+    INPUT_ROWS,
+    WEIGHT_GIVEN,
+    WEIGHT_ROWS,
+)
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.constants import TE_DType_To_Torch
 from transformer_engine.pytorch.quantizer import Quantizer
@@ -36,32 +44,45 @@ from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer, NVFP4
 
 _CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
+GIVEN = {"input": INPUT_GIVEN, "weight": WEIGHT_GIVEN, "gradient": GRAD_GIVEN}
+"""Flags of a part whose operand of a role arrives quantized; of which its row-wise form alone."""
+_ROWS = {"input": INPUT_ROWS, "weight": WEIGHT_ROWS, "gradient": GRAD_ROWS}
+
 
 class Format(NamedTuple):
-    """How a recipe keeps parameters."""
+    """How a recipe keeps operands; a role is "input", "weight" or "gradient"."""
 
     holds: str  # the method of recipes that says whether one is of this kind
     quantizer: type[Quantizer]
-    make: Callable[[Recipe, torch.device], Quantizer]
+    make: Callable[[Recipe, torch.device, str], Quantizer]  # of a role
     tensor: type  # what the quantizer makes
     reads: Callable[[Any, Recipe, str], bool]
-    """Whether GEMMs of a recipe read such a tensor as its "input" or "weight"."""
-    forms: Callable[[Any, bool, bool], tuple[tuple, int]]
-    """What a call reads of a tensor, and flags of its part: given the tensor, whether it is the
-    weight, and whether a backward may follow."""
+    """Whether GEMMs of a recipe read such a tensor in a role."""
+    forms: Callable[[Any, str, bool], tuple[tuple, int]]
+    """What a call reads of a tensor, and flags of its part: given the tensor, its role, and whether
+    a backward may follow."""
+    fields: Callable[[Any, tuple, tuple], dict[str, Any]]
+    """Fields of a tensor, besides its quantizer, of what a call makes: given the quantizer, the
+    forms (None for those that are not there) and the shape of the values."""
 
 
-def _delayed(recipe: Recipe, device: torch.device) -> Quantizer:
+def _delayed(recipe: Recipe, device: torch.device, role: str) -> Quantizer:
     first = recipe.measure_first
     scale = torch.full((1,), 0.0 if first else 1.0, device=device)
     options = {"columnwise": False, "measure_first": first}
-    return Float8Quantizer(scale, torch.zeros_like(scale), _element(recipe), **options)
+    return Float8Quantizer(scale, torch.zeros_like(scale), _element(recipe, role), **options)
 
 
-def _current(recipe: Recipe, device: torch.device) -> Quantizer:
-    how = recipe.fp8_quant_fwd_weight
+def _how(recipe: Recipe, role: str) -> Any:
+    """How the recipe casts a role."""
+    names = {"input": "fwd_inp", "weight": "fwd_weight", "gradient": "bwd_grad"}
+    return getattr(recipe, f"fp8_quant_{names[role]}")
+
+
+def _current(recipe: Recipe, device: torch.device, role: str) -> Quantizer:
+    how = _how(recipe, role)
     return Float8CurrentScalingQuantizer(
-        _element(recipe),
+        _element(recipe, role),
         device,
         columnwise=False,
         force_pow_2_scales=how.power_2_scale,
@@ -69,15 +90,21 @@ def _current(recipe: Recipe, device: torch.device) -> Quantizer:
     )
 
 
-def _element(recipe: Recipe) -> Any:
-    return fp8_type("fp8_format", _CODES[recipe.fp8_format.dtype_name("fwd")])
+def _element(recipe: Recipe, role: str) -> Any:
+    direction = "bwd" if role == "gradient" else "fwd"
+    return fp8_type("fp8_format", _CODES[recipe.fp8_format.dtype_name(direction)])
 
 
-def _block(recipe: Recipe, device: torch.device) -> Quantizer:
+def _tile_dim(recipe: Recipe, role: str) -> int:
+    names = {"input": "x", "weight": "w", "gradient": "grad"}
+    return getattr(recipe, f"{names[role]}_block_scaling_dim")
+
+
+def _block(recipe: Recipe, device: torch.device, role: str) -> Quantizer:
     del device
-    how, dim = recipe.fp8_quant_fwd_weight, recipe.w_block_scaling_dim
+    how, dim = _how(recipe, role), _tile_dim(recipe, role)
     return Float8BlockQuantizer(
-        _element(recipe),
+        _element(recipe, role),
         columnwise=dim == 1,  # square tiles are turned where a backward reads them
         force_pow_2_scales=how.power_2_scale,
         amax_epsilon=how.amax_epsilon,
@@ -85,20 +112,23 @@ def _block(recipe: Recipe, device: torch.device) -> Quantizer:
     )
 
 
-def _row(recipe: Recipe, device: torch.device) -> Quantizer:
+def _row(recipe: Recipe, device: torch.device, role: str) -> Quantizer:
     del device
-    how = recipe.fp8_quant_fwd_weight
+    how = _how(recipe, role)
     options = {"force_pow_2_scales": how.power_2_scale, "amax_epsilon": how.amax_epsilon}
-    return Float8RowQuantizer(_element(recipe), **options)
+    return Float8RowQuantizer(_element(recipe, role), **options)
 
 
-def _mxfp8(recipe: Recipe, device: torch.device) -> Quantizer:
+def _mxfp8(recipe: Recipe, device: torch.device, role: str) -> Quantizer:
     del device
-    return MXFP8Quantizer(_element(recipe), with_2d_quantization=recipe.enable_2d_quantization)
+    squares = role == "weight" and recipe.enable_2d_quantization
+    return MXFP8Quantizer(_element(recipe, role), with_2d_quantization=squares)
 
 
-def _nvfp4(recipe: Recipe, device: torch.device) -> Quantizer:
+def _nvfp4(recipe: Recipe, device: torch.device, role: str) -> Quantizer:
     del device
+    if role != "weight":
+        raise NotImplementedError(f"NVFP4BlockScaling: a {role} that a module returns quantized")
     return NVFP4Quantizer(with_2d_quantization=recipe.fp4_quant_fwd_weight.fp4_2d_quantization)
 
 
@@ -106,8 +136,7 @@ def _nvfp4(recipe: Recipe, device: torch.device) -> Quantizer:
 
 
 def _any(tensor: Any, recipe: Recipe, role: str) -> bool:
-    del role
-    return tensor._fp8_dtype == _element(recipe)
+    return tensor._fp8_dtype == _element(recipe, role)
 
 
 def _has_both(tensor: Any, recipe: Recipe, role: str) -> bool:
@@ -116,16 +145,23 @@ def _has_both(tensor: Any, recipe: Recipe, role: str) -> bool:
 
 
 def _is_whole(tensor: Any, role: str) -> bool:
-    return role == "weight" or not torch.is_grad_enabled() or all(tensor.get_usages().values())
+    if role == "weight" or (role == "input" and not torch.is_grad_enabled()):
+        return True
+    return all(tensor.get_usages().values())
 
 
 def _has_tiles(tensor: Any, recipe: Recipe, role: str) -> bool:
-    dims = {"input": recipe.x_block_scaling_dim, "weight": recipe.w_block_scaling_dim}
-    return tensor._is_2D_scaled == (dims[role] == 2) and _has_both(tensor, recipe, role)
+    square = _tile_dim(recipe, role) == 2
+    return tensor._is_2D_scaled == square and _has_both(tensor, recipe, role)
 
 
 def _is_fp4_of(tensor: Any, recipe: Recipe, role: str) -> bool:
-    """Transformed as the gradient is that it meets, and never transformed where that is not."""
+    """Transformed as the gradient is that it meets, and never transformed where that is not.
+
+    A gradient is cast where it is multiplied, by random numbers of its own.
+    """
+    if role == "gradient":
+        return False
     how = recipe.fp4_quant_fwd_weight if role == "weight" else recipe.fp4_quant_fwd_inp
     transformed = how.random_hadamard_transform if role == "input" else False
     return (
@@ -157,20 +193,20 @@ def _elements(tensor: Any, data: Tensor) -> Tensor:
     return (data if isinstance(tensor, MXFP8TensorStorage) else casts.padded(data)).view(dtype)
 
 
-def _per_tensor(tensor: Any, weight: bool, backward: bool) -> tuple[tuple, int]:
-    """A weight's transpose is read where there is one; else the backward makes it for itself."""
+def _per_tensor(tensor: Any, role: str, backward: bool) -> tuple[tuple, int]:
+    """The transpose is read where there is one; else the backward makes it for itself."""
     row = _rows(tensor, tensor._data)
     transposes = torch.compiler.is_compiling() or tensor._transpose_invalid
-    if weight and transposes and tensor.shape[-1] % casts.ALIGNMENT == 0:
-        return (row, None, tensor._scales), WEIGHT_GIVEN | WEIGHT_ROWS
+    if transposes and tensor.shape[-1] % casts.ALIGNMENT == 0:
+        return (row, None, tensor._scales), GIVEN[role] | _ROWS[role]
     column = None
     if backward:
         made = casts.transpose(tensor._data) if transposes else tensor._transpose
         column = _columns(tensor, made)
-    return (row, column, tensor._scales), WEIGHT_GIVEN if weight else INPUT_GIVEN
+    return (row, column, tensor._scales), GIVEN[role]
 
 
-def _two_forms(tensor: Any, weight: bool, backward: bool) -> tuple[tuple, int]:
+def _two_forms(tensor: Any, role: str, backward: bool) -> tuple[tuple, int]:
     """Column-wise data that are not there are made for the call, where they can be."""
     row = _rows(tensor, tensor._rowwise_data)
     column, scales = tensor._columnwise_data, tensor._columnwise_scale_inv
@@ -184,10 +220,46 @@ def _two_forms(tensor: Any, weight: bool, backward: bool) -> tuple[tuple, int]:
         column, scales = made
     column = _columns(tensor, column) if backward else None
     forms = (row, column, tensor._rowwise_scale_inv, scales, *tensor.get_data_tensors()[4:])
-    return forms, WEIGHT_GIVEN if weight else INPUT_GIVEN
+    return forms, GIVEN[role]
 
 
-_PER_TENSOR = (Float8Tensor, _any, _per_tensor)
+# ---- what calls make -----------------------------------------------------------------------------
+
+
+def _bytes_of_rows(data: Tensor | None, shape: tuple) -> Tensor | None:
+    return None if data is None else data.view(torch.uint8)[..., : shape[-1]]
+
+
+def _bytes_of_columns(quantizer: Any, data: Tensor | None, shape: tuple) -> Tensor | None:
+    if data is None:
+        return None
+    *leading, columns = shape
+    if quantizer.TENSOR is MXFP8Tensor:
+        return data.view(torch.uint8).view(shape)
+    return data.view(torch.uint8)[:, : math.prod(leading)].view(columns, *leading)
+
+
+def _per_tensor_fields(quantizer: Any, forms: tuple, shape: tuple) -> dict[str, Any]:
+    row, column, scales = forms
+    fields = {"_data": _bytes_of_rows(row, shape), "_scales": scales}
+    fields["_transpose"] = _bytes_of_columns(quantizer, column, shape)
+    return {**fields, "_fp8_dtype": quantizer.dtype}
+
+
+def _two_form_fields(quantizer: Any, forms: tuple, shape: tuple) -> dict[str, Any]:
+    row, column, row_scales, column_scales = forms
+    return {
+        "_rowwise_data": _bytes_of_rows(row, shape),
+        "_rowwise_scale_inv": row_scales,
+        "_columnwise_data": _bytes_of_columns(quantizer, column, shape),
+        "_columnwise_scale_inv": column_scales,
+        "_fp8_dtype": quantizer.dtype,
+        **quantizer._format_settings(shape),
+    }
+
+
+_PER_TENSOR = (Float8Tensor, _any, _per_tensor, _per_tensor_fields)
+_TWO_FORMS = (_two_forms, _two_form_fields)
 _FORMATS = (
     Format("delayed", Float8Quantizer, _delayed, *_PER_TENSOR),
     Format("float8_current_scaling", Float8CurrentScalingQuantizer, _current, *_PER_TENSOR),
@@ -197,11 +269,11 @@ _FORMATS = (
         _block,
         Float8BlockwiseQTensor,
         _has_tiles,
-        _two_forms,
+        *_TWO_FORMS,
     ),
-    Format("float8_row_scaling", Float8RowQuantizer, _row, Float8RowTensor, _has_both, _two_forms),
-    Format("mxfp8", MXFP8Quantizer, _mxfp8, MXFP8Tensor, _has_both, _two_forms),
-    Format("nvfp4", NVFP4Quantizer, _nvfp4, NVFP4Tensor, _is_fp4_of, _two_forms),
+    Format("float8_row_scaling", Float8RowQuantizer, _row, Float8RowTensor, _has_both, *_TWO_FORMS),
+    Format("mxfp8", MXFP8Quantizer, _mxfp8, MXFP8Tensor, _has_both, *_TWO_FORMS),
+    Format("nvfp4", NVFP4Quantizer, _nvfp4, NVFP4Tensor, _is_fp4_of, *_TWO_FORMS),
 )
 
 
@@ -218,11 +290,11 @@ def weight_quantizer(recipe: Recipe, device: torch.device) -> Quantizer:
             f"quantized_model_init: {type(recipe).__name__}: it says no format to keep weights in: "
             "use DelayedScaling() or another recipe that does, or leave quantized_model_init out"
         )
-    return row.make(recipe, device)
+    return row.make(recipe, device, "weight")
 
 
 def reads(tensor: Any, recipe: Recipe, role: str) -> bool:
-    """Whether GEMMs of a recipe read a quantized tensor as it is, as "input" or "weight"."""
+    """Whether GEMMs of a recipe read a quantized tensor as it is, in a role of `Format`."""
     row = format_of(recipe)
     return row is not None and isinstance(tensor, row.tensor) and row.reads(tensor, recipe, role)
 

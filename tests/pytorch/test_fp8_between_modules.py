@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized outputs and gradients of inputs, `fp8_output` and `fp8_grad`, from module to module."""
+
+import copy
+
+import pytest
+import torch
+from pytorch.helpers import assert_same_bits, counted, same_bits, state_of
+from pytorch.recompute_cases import CHECKPOINTS
+
+import transformer_engine.pytorch as te
+from transformer_engine import _core
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from transformer_engine.pytorch.tensors import is_quantized
+
+RECIPES = {
+    "delayed": lambda: DelayedScaling(amax_history_len=4),
+    "measured first": lambda: DelayedScaling(amax_history_len=4, measure_first=True),
+    "current": Float8CurrentScaling,
+    "current power 2": lambda: Float8CurrentScaling(use_power_2_scales=True),
+    "block": Float8BlockScaling,
+    "block tiles": lambda: Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
+    "row": Float8RowScaling,
+    "mx": MXFP8BlockScaling,
+}
+ONE_SCALE = ("delayed", "measured first", "current", "current power 2")
+KINDS = {"linear": te.Linear, "norm-linear": te.LayerNormLinear}
+IN, OUT = 48, 64
+OUTPUT_SLOT, GRAD_SLOT = 2, 1
+DTYPE = torch.bfloat16
+
+
+def made(kind, device, sizes=(IN, OUT), **options):
+    return KINDS[kind](*sizes, params_dtype=DTYPE, device=device, **options)
+
+
+def inputs(device, width=IN):
+    return torch.randn(2, 16, width, dtype=DTYPE, device=device, requires_grad=True)
+
+
+def cast_alone(wide, recipe, name, gradient, scale):
+    """What the quantizer of the format makes of high precision."""
+    code = recipe.fp8_format.dtype_name("bwd" if gradient else "fwd")
+    kind = {"e4m3": te.DType.kFloat8E4M3, "e5m2": te.DType.kFloat8E5M2}[code]
+    if name in ("delayed", "measured first"):
+        made = te.Float8Quantizer(
+            scale, torch.zeros_like(scale), kind, measure_first=name != "delayed"
+        )
+    elif name in ONE_SCALE:
+        made = te.Float8CurrentScalingQuantizer(kind, force_pow_2_scales=name != "current")
+    elif name == "row":
+        made = te.Float8RowQuantizer(kind)
+    elif name == "mx":
+        made = te.MXFP8Quantizer(kind)
+    else:
+        dim = 2 if name == "block tiles" and not gradient else 1
+        made = te.Float8BlockQuantizer(kind, block_scaling_dim=dim)
+    return made(wide.detach())
+
+
+def assert_same_quantized(found, expected):
+    """The same class, settings and forms, as far as these are there."""
+    assert type(found) is type(expected) and found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    for field, one in found._fields().items():
+        other = getattr(expected, field)
+        if isinstance(one, torch.Tensor):
+            assert same_bits(one, other), field
+        elif field not in ("_quantizer", "_transpose", "_transpose_version"):
+            assert one == other, field
+
+
+def run(layer, recipe, x, grad, **options):
+    """Output and gradient of one step, and the scale of its slot before it, both ways."""
+    state = state_of(layer)
+    x.grad = None
+    with te.autocast(recipe=recipe):
+        out = layer(x, **options)
+    out.backward(grad)
+    ones = torch.ones(1) if not recipe.delayed() or not recipe.measure_first else torch.zeros(1)
+    if state is None:
+        return out, x.grad, ones, ones
+    forward, backward = state["forward"][0], state["backward"][0]
+    return out, x.grad, forward[OUTPUT_SLOT:][:1], backward[GRAD_SLOT:][:1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_bits_are_those_of_a_cast_of_what_would_be_returned(kind, name, device, rng):
+    layer, recipe = made(kind, device), RECIPES[name]()
+    twin = copy.deepcopy(layer)
+    x = inputs(device)
+    for _ in range(3):  # scale 1, then that of the step before
+        grad = torch.randn(2, 16, OUT, dtype=DTYPE, device=device)
+        wide, wide_grad, *_ = run(twin, recipe, x, grad)
+        out, x_grad, scale, grad_scale = run(layer, recipe, x, grad, fp8_output=True, fp8_grad=True)
+        assert_same_quantized(out, cast_alone(wide, recipe, name, False, scale.to(device)))
+        assert_same_quantized(
+            x_grad, cast_alone(wide_grad, recipe, name, True, grad_scale.to(device))
+        )
+        assert out.requires_grad and out.grad_fn is not None
+        for one, other in zip(layer.parameters(), twin.parameters(), strict=True):
+            assert_same_bits(one.grad, other.grad)
+        if name == "delayed":
+            scales = state_of(layer)["forward"][0], state_of(twin)["forward"][0]
+            assert scales[0][OUTPUT_SLOT] != 1.0 and scales[1][OUTPUT_SLOT] == 1.0
+            assert torch.equal(scales[0][:2], scales[1][:2])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_chain_casts_once_between_its_layers(name, bias, device, rng):
+    """Each of what passes between is cast by who makes it, and by nobody else."""
+    if device == "cuda":
+        pytest.skip("counters by operator name the CPU's")
+    first, last = made("linear", device, bias=bias), made("linear", device, (OUT, 32), bias=bias)
+    recipe, x = RECIPES[name](), inputs(device)
+    for _ in range(2):
+        with te.autocast(recipe=recipe):
+            between = first(x, fp8_output=True)
+            out = last(between, fp8_grad=True)
+        grad = torch.randn_like(out)
+        with counted() as gemms:
+            with te.autocast(recipe=recipe):
+                between = first(x, fp8_output=True)
+                out = last(between, fp8_grad=True)
+            forward = _core.counters()
+            out.backward(grad)
+            counts = _core.counters()
+    assert gemms.fp8 + counts.get("emulated.mxfp8", 0) == 6
+    assert is_quantized(between) and not is_quantized(out) and not is_quantized(x.grad)
+    # The input, two weights, what is between; the gradients of both outputs and the weights again.
+    assert forward["op.cpu.quantize"] == 4
+    summed = bias  # of the gradient between: its bias gradient by itself
+    assert counts["op.cpu.quantize"] == 4 + 4 + summed
+    assert counts.get("op.cpu.dequantize", 0) == summed
+    assert counts.get("op.cpu.transpose", 0) == 2 * (name in ONE_SCALE)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_chain_has_the_bits_of_its_layers_by_themselves(name, device, rng):
+    """Over what the layer before has returned, and the gradient that the layer behind has."""
+    first, last = made("linear", device), made("linear", device, (OUT, 32))
+    apart = copy.deepcopy(first), copy.deepcopy(last)
+    recipe, x = RECIPES[name](), inputs(device)
+    for _ in range(3):
+        grad = torch.randn(2, 16, 32, dtype=DTYPE, device=device)
+        for layer in (first, last, *apart):
+            layer.zero_grad()
+        x.grad = None
+        with te.autocast(recipe=recipe):
+            last(first(x, fp8_output=True), fp8_grad=True).backward(grad)
+        whole, x.grad = x.grad, None
+        with te.autocast(recipe=recipe):
+            between = apart[0](x, fp8_output=True)
+            leaf = between.detach().requires_grad_()
+            apart[1](leaf, fp8_grad=True).backward(grad)
+        assert is_quantized(leaf.grad)
+        between.backward(leaf.grad)
+        assert_same_bits(whole, x.grad)
+        for one, other in zip((first, last), apart, strict=True):
+            for mine, its in zip(one.parameters(), other.parameters(), strict=True):
+                assert_same_bits(mine.grad, its.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_gradient_that_a_cast_would_not_change(kind, wide, device, rng):
+    """At scale 1, of numbers that E5M2 holds, a quantized gradient gives what a plain one does."""
+    layer, recipe = made(kind, device), RECIPES["delayed"]()
+    x = inputs(device)
+    grad = torch.randn(2, 16, OUT, dtype=DTYPE, device=device)
+    grad = grad.to(torch.float8_e5m2).to(DTYPE)
+    one = torch.ones(1, device=device)
+    quantized = te.Float8Quantizer(one, torch.zeros_like(one), te.DType.kFloat8E5M2)(grad)
+    found = []
+    for given in (grad, quantized):
+        layer.zero_grad()
+        te.reset()
+        results = run(layer, recipe, x, given, fp8_output=not wide)
+        found.append((results[1], [p.grad for p in layer.parameters()]))
+    if kind == "linear":  # its bias gradient is the same sum of the same numbers
+        assert_same_bits(found[0], found[1])
+    assert_same_bits(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize("name", ["delayed", "block"])
+def test_plain_torch_reads_the_values(name, device, rng):
+    layer, recipe, x = made("linear", device), RECIPES[name](), inputs(device)
+    with te.autocast(recipe=recipe):
+        out = layer(x, fp8_output=True)
+    loss = torch.nn.functional.silu(out).square().mean()
+    loss.backward()
+    assert loss.dtype is DTYPE and type(x.grad) is torch.Tensor and x.grad.any()
+    values = out.detach().dequantize().requires_grad_()
+    torch.nn.functional.silu(values).square().mean().backward()
+    grads = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    te.reset()
+    with te.autocast(recipe=recipe):
+        layer(x).backward(values.grad)
+    assert_same_bits(grads, [p.grad for p in layer.parameters()])
+
+
+@pytest.mark.parametrize("how", ["main_grad", "deferred", "saved input", "norm output", "split"])
+def test_with_other_options(how, device, rng):
+    """The same numbers as without a quantized output, whose gradient passes unchanged."""
+    options = {
+        "main_grad": {"fuse_wgrad_accumulation": True},
+        "deferred": {"delay_wgrad_compute": True},
+        "norm output": {"return_layernorm_output": True},
+        "saved input": {"save_original_input": True},
+        "split": {"parameters_split": ("query", "key")},
+    }[how]
+    kind = "norm-linear" if how == "norm output" else "linear"
+    recipe, x = Float8CurrentScaling(), inputs(device)
+    layer = made(kind, device, **options)
+    grad = torch.randn(2, 16, OUT, dtype=DTYPE, device=device)
+    kinds = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E5M2)
+    found = []
+    for given, quantized in ((kinds(grad).dequantize(), False), (kinds(grad), True)):
+        layer.zero_grad()
+        x.grad = None
+        if how == "main_grad":
+            layer.weight.main_grad = torch.zeros(OUT, IN, device=device)
+        with te.autocast(recipe=recipe):
+            out = layer(x, fp8_output=quantized)
+        if how == "norm output":
+            out, normed = out
+            assert not is_quantized(normed) and normed.shape == x.shape
+        assert is_quantized(out) == quantized
+        out.backward(given)
+        layer.backward_dw()
+        main = [layer.weight.main_grad] if how == "main_grad" else []
+        found.append([x.grad, *main, *[p.grad for p in layer.parameters()]])
+    assert_same_bits(*found)  # the values are the cast's own, so that another makes the same codes
+
+
+@pytest.mark.parametrize("way", CHECKPOINTS)
+@pytest.mark.parametrize("name", ["delayed", "measured first", "current", "block"])
+def test_recompute(way, name, device, start):
+    found = []
+    for checkpoint in (lambda f, *a: f(*a), CHECKPOINTS[way]):
+        start()
+        first, last = made("linear", device), made("linear", device, (OUT, 32))
+        recipe, x = RECIPES[name](), inputs(device)
+
+        def block(x, first=first, last=last):
+            return last(first(x, fp8_output=True), fp8_grad=True)
+
+        for _ in range(3):
+            with te.autocast(recipe=recipe):
+                out = checkpoint(block, x)
+            out.backward(torch.randn_like(out))
+        params = [p.grad for layer in (first, last) for p in layer.parameters()]
+        found.append([out.detach(), x.grad, params, state_of(first), state_of(last)])
+    for one, other in zip(*found, strict=True):
+        if one is not None:
+            assert_same_bits(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks non-leaves, and hides it
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_compile_leaves_such_calls_outside_of_its_graphs(name, device, start):
+    found = []
+    for compiled in (False, True):
+        start()
+        first, last = made("linear", device), made("linear", device, (OUT, 32))
+        recipe, x = RECIPES[name](), inputs(device)
+
+        def block(x, first=first, last=last):
+            between = first(torch.sin(x), fp8_output=True, fp8_grad=True)
+            return torch.cos(last(between, fp8_grad=True))
+
+        torch.compiler.reset()
+        program = torch.compile(block, backend="aot_eager") if compiled else block
+        for _ in range(2):
+            with te.autocast(recipe=recipe):
+                out = program(x)
+            out.backward(torch.randn_like(out))
+        params = [p.grad for layer in (first, last) for p in layer.parameters()]
+        found.append([out.detach(), params, state_of(first), state_of(last)])
+    for one, other in zip(*found, strict=True):
+        if one is not None:
+            assert_same_bits(one, other)
+
+
+def test_calls_that_are_found_again(device, rng):
+    """What a call returns is part of its situation."""
+    layer, x = made("linear", device), inputs(device)
+    for options in ({}, {"fp8_output": True}, {"fp8_grad": True}) * 3:
+        x.grad = None
+        with te.autocast(recipe=Float8CurrentScaling()):
+            out = layer(x, **options)
+        out.backward(torch.ones(2, 16, OUT, dtype=DTYPE, device=device))
+        assert is_quantized(out) == bool(options.get("fp8_output"))
+        assert is_quantized(x.grad) == bool(options.get("fp8_grad"))
+
+
+def test_nothing_is_quantized_without_fp8(device, rng):
+    layer, x = made("linear", device), inputs(device)
+    out = layer(x, fp8_output=True, fp8_grad=True)
+    out.sum().backward()
+    assert type(out) is torch.Tensor and type(x.grad) is torch.Tensor
+    with torch.no_grad(), te.autocast(recipe=DelayedScaling()):
+        assert type(layer(x, fp8_output=True)) is te.Float8Tensor
+
+
+def test_the_scale_of_an_output_is_saved_and_loaded(device, rng):
+    layer, recipe, x = made("linear", device), RECIPES["delayed"](), inputs(device)
+    grad = torch.randn(2, 16, OUT, dtype=DTYPE, device=device)
+    for _ in range(2):
+        out, *_ = run(layer, recipe, x, grad, fp8_output=True, fp8_grad=True)
+    twin = made("linear", device)
+    twin.load_state_dict(layer.state_dict())
+    assert_same_bits(state_of(twin), state_of(layer))
+    expected = state_of(layer)["forward"][0][OUTPUT_SLOT]
+    out, *_ = run(twin, recipe, x, grad, fp8_output=True, fp8_grad=True)
+    assert out._scale_inv == 1.0 / expected and expected != 1.0
+
+
+def test_new_values_are_cast_as_the_old_ones(device, rng):
+    """By the output's own quantizer: with its slot's scale, where it records the amax too."""
+    layer, recipe, x = made("linear", device), RECIPES["delayed"](), inputs(device)
+    with te.autocast(recipe=recipe):
+        out = layer(x, fp8_output=True).detach()
+        out.copy_(torch.full_like(out, 1000.0, dtype=torch.float32))
+    history = state_of(layer)["forward"][1]
+    assert history[-1, OUTPUT_SLOT] == 1000.0 and out.dequantize().eq(448.0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["fp8_output", "fp8_grad"])
+def test_what_can_not_be_returned(kind, name, device, rng):
+    layer, x = made(kind, device), inputs(device)
+    text = f"{type(layer).__name__}: {name}=True under NVFP4BlockScaling"
+    with te.autocast(recipe=NVFP4BlockScaling()), pytest.raises(NotImplementedError, match=text):
+        layer(x, **{name: True})
+
+    def loss(x):
+        with te.autocast(recipe=Float8CurrentScaling()):
+            return layer(x, **{name: True}).sum()
+
+    text = f"{type(layer).__name__}: {name}=True in a transform of torch.func"
+    with pytest.raises(NotImplementedError, match=text):
+        torch.func.grad(loss)(x.detach())
+
+
+def test_export_refuses(device, rng):
+    class Program(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = made("linear", device)
+
+        def forward(self, x):
+            with te.autocast(recipe=Float8CurrentScaling()):
+                return self.layer(x, fp8_output=True) + 0.0
+
+    with pytest.raises(NotImplementedError, match="Linear: fp8_output=True in torch.export"):
+        torch.export.export(Program(), (inputs(device).detach(),))
+
+
+@pytest.mark.gpu
+def test_capture(rng):
+    """A replay has the bits of a step: current scaling keeps no state from one to the next."""
+    first, last = made("linear", "cuda"), made("linear", "cuda", (OUT, 32))
+    recipe, x = Float8CurrentScaling(), inputs("cuda")
+    grad = torch.randn(2, 16, 32, dtype=DTYPE, device="cuda")
+
+    def step():
+        for tensor in (x, *first.parameters(), *last.parameters()):
+            tensor.grad = None
+        with te.autocast(recipe=recipe):
+            out = last(first(x, fp8_output=True), fp8_grad=True)
+        out.backward(grad)
+        return [out.detach(), x.grad, *[p.grad for m in (first, last) for p in m.parameters()]]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected = [tensor.clone() for tensor in step()]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(captured, expected)
