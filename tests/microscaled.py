@@ -52,13 +52,14 @@ def groups_of_kinds(rng, shape, dtype, kinds=KINDS):
 
 
 @quiet
-def e8m0(amax, largest):
-    """The byte of groups with these largest magnitudes: an exponent, rounded up."""
+def e8m0(amax, largest, margin=0):
+    """The byte of groups with these largest magnitudes: an exponent, rounded up, and a margin."""
     value = np.float32(amax) * (np.float32(1) / np.float32(largest))
     mantissa, exponent = np.frexp(value.astype(np.float64))
     biased = exponent - 1 + 127
     biased = np.where(mantissa == 0.5, biased, biased + 1)
     biased = np.where(exponent - 1 < -126, 1, biased)  # a subnormal's exponent is 0
+    biased = np.where(value >= 2.0**127, 0xFE, np.clip(biased + margin, 0, 0xFE))
     biased = np.where(value == 0, 0, biased)
     return np.where(np.isinf(value), 0xFE, np.clip(biased, 0, 0xFE)).astype(np.uint8)
 
@@ -69,7 +70,7 @@ def _amax(x, axis):
 
 
 @quiet
-def mxfp8(x, dtype=E4M3, *, square=False):
+def mxfp8(x, dtype=E4M3, *, square=False, margin=0):
     """Codes and scales by rows and by columns of fp32 numbers [rows, columns]."""
     rows, columns = x.shape
     high, wide = round_up(rows, 128), round_up(columns, 128)
@@ -85,7 +86,8 @@ def mxfp8(x, dtype=E4M3, *, square=False):
         by_column = np.where(inside[1], by_column, 0)
     largest = float(torch.finfo(dtype).max)
     results = []
-    for scales, axis in ((e8m0(by_row, largest), 1), (e8m0(by_column, largest), 0)):
+    for amax, axis in ((by_row, 1), (by_column, 0)):
+        scales = e8m0(amax, largest, margin)
         factor = np.ldexp(1.0, 127 - scales.astype(np.int64)).repeat(32, axis)
         codes = encode((full * factor)[:rows, :columns].astype(np.float32), dtype)
         results += [to_torch(codes, dtype), torch.from_numpy(scales)]
@@ -143,18 +145,50 @@ def e2m1(values, random=None):
 
 
 @quiet
-def _nvfp4_form(x, amax, squares, random):
-    """Codes and scales of rows of whole groups; `squares`: their amaxes [rows, groups], or None."""
+def _tree(leaves):
+    """Sums of the last axis, 16 long, as a binary tree of fp32 additions."""
+    while leaves.shape[-1] > 1:
+        leaves = leaves[..., 0::2] + leaves[..., 1::2]
+    return leaves[..., 0]
+
+
+@quiet
+def _cast_groups(groups, top, encode_scale, code, random):
+    """Codes and E4M3 scales of groups whose largest magnitude becomes `code`, and their values."""
+    scales = encode(np.minimum(top, FLT_MAX) * encode_scale / code, E4M3)
+    decoded = scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    multiplier = np.where(decoded == 0, 0, np.minimum(encode_scale / decoded, FLT_MAX))
+    codes = e2m1(groups * multiplier.astype(np.float32)[..., None], random)
+    values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * decoded[..., None]
+    return codes, scales, values
+
+
+@quiet
+def _nvfp4_form(x, amax, squares, random, err_mode, turned):
+    """Codes and scales of rows of whole groups.
+
+    `amax` is that of each row, or of all; `squares` the amaxes of squares [rows, groups], or None;
+    `turned`: `x` are columns, whose squares count row by row.
+    """
     rows, columns = x.shape
     groups = x.reshape(rows, columns // 16, 16)
     top = np.max(np.abs(groups), 2) if squares is None else squares  # a NaN stays
-    encode_scale = np.float32(6 * 448) / amax if amax > 0 else np.float32(1)
-    encode_scale = min(encode_scale, FLT_MAX)
-    scales = encode(np.minimum(top, FLT_MAX) * encode_scale / np.float32(6), E4M3)
-    decoded = scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    multiplier = np.where(decoded == 0, 0, np.minimum(encode_scale / decoded, FLT_MAX))
-    values = (groups * multiplier.astype(np.float32)[..., None]).reshape(rows, columns)
-    codes = e2m1(values, random)
+    encode_scale = np.where(amax > 0, np.float32(6 * 448) / amax, np.float32(1))
+    encode_scale = np.minimum(encode_scale, FLT_MAX).astype(np.float32).reshape(-1, 1)
+    random = None if random is None else random.reshape(groups.shape)
+    six = _cast_groups(groups, top, encode_scale, np.float32(6), random)
+    codes, scales = six[:2]
+    if err_mode is not None:
+        four = _cast_groups(groups, top, encode_scale, np.float32(4), None)
+        losses = []
+        for _, _, values in (four, six):
+            error = groups * encode_scale[..., None] - values
+            error = np.abs(error) if err_mode == "MAE" else error * error
+            losses.append(_tree_of(error, squares is not None, turned))
+        better = losses[0] < losses[1]
+        codes = np.where(better[..., None], four[0], codes)
+        scales = np.where(better, four[1], scales)
+    codes = codes.reshape(rows, columns)
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
     padded = np.zeros((round_up(rows, 128), round_up(columns // 16, 4)), np.uint8)
     padded[:rows, : columns // 16] = scales
@@ -162,8 +196,35 @@ def _nvfp4_form(x, amax, squares, random):
 
 
 @quiet
-def nvfp4(x, *, square=False, rht=False, random=(None, None)):
-    """(codes, scales, amax) by rows, and the same by columns; `random`: uniform numbers of each."""
+def _tree_of(error, by_squares, turned):
+    """Losses [rows, groups] of errors [rows, groups, 16]; those of squares are the same in each."""
+    if not by_squares:
+        return _tree(error)
+    rows, groups, _ = error.shape
+    full = np.zeros((round_up(rows, 16), groups, 16), np.float32)
+    full[:rows] = error
+    tiles = full.reshape(full.shape[0] // 16, 16, groups, 16).transpose(0, 2, 1, 3)
+    if turned:
+        tiles = tiles.swapaxes(2, 3)
+    return _tree(_tree(tiles)).repeat(16, 0)[:rows]
+
+
+@quiet
+def nvfp4(
+    x,
+    *,
+    square=False,
+    rht=False,
+    random=(None, None),
+    err_mode=None,
+    to_256=False,
+    row_scaled=False,
+):
+    """(codes, scales, amax) by rows, and the same by columns; `random`: uniform numbers of each.
+
+    `err_mode`: "MAE" or "MSE" of groups whose largest code is 4 or 6. `to_256`: the tensor counts
+    as 448 / 256 times as large.
+    """
     rows, columns = x.shape
     full = np.zeros((round_up(rows, 16), round_up(columns, 16)), np.float32)
     full[:rows, :columns] = x
@@ -172,15 +233,20 @@ def nvfp4(x, *, square=False, rht=False, random=(None, None)):
     if square:
         squares = np.abs(full).reshape(full.shape[0] // 16, 16, full.shape[1] // 16, 16)
         squares = squares.max((1, 3))
+    factor = np.float32(1.75 if to_256 else 1)
     results = []
     for values, count, tops in (
         (full, rows, squares),
         (turned.T, columns, None if squares is None else squares.T),
     ):
-        amax = largest_of(values)
+        by_column = len(results) == 3
+        amax = np.float32([largest_of(values)])
+        if row_scaled and not by_column:
+            amax = np.minimum(_amax(values[:count], 1), FLT_MAX).astype(np.float32)
+        amax = np.minimum(amax * factor, FLT_MAX)
         tops = None if tops is None else tops.repeat(16, 0)[:count]
-        form = _nvfp4_form(values[:count], amax, tops, random[len(results) // 3])
-        results += [*form, torch.from_numpy(np.float32([amax]))]
+        how = random[int(by_column)], err_mode, by_column
+        results += [*_nvfp4_form(values[:count], amax, tops, *how), torch.from_numpy(amax)]
     return tuple(results)
 
 
@@ -194,7 +260,7 @@ def nvfp4_values(packed, scales, amax=None, dtype=F32):
     decoded = scales.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     values = values * decoded.repeat(16, 1)[:rows, :columns]
     if amax is not None:
-        values = values * (np.float32(amax.item()) / np.float32(6 * 448))
+        values = values * (amax.numpy() / np.float32(6 * 448)).reshape(-1, 1)
     limit = np.float32(torch.finfo(dtype).max)
     return torch.from_numpy(np.clip(values, -limit, limit)).to(dtype)
 
@@ -202,7 +268,7 @@ def nvfp4_values(packed, scales, amax=None, dtype=F32):
 # ---- buffers -------------------------------------------------------------------------------------
 
 
-def forms(mode, shape, device, dtype=E4M3):
+def forms(mode, shape, device, dtype=E4M3, row_scaled=False):
     """Empty results of a cast as keywords of ``_core.quantize``."""
     rows, columns = shape
     empty = lambda *size, of=torch.uint8: torch.full(  # noqa: E731
@@ -220,7 +286,7 @@ def forms(mode, shape, device, dtype=E4M3):
         "mode": mode,
         "row": empty(rows, round_up(columns, 16) // 2),
         "row_scales": empty(round_up(rows, 128), round_up(-(-columns // 16), 4)),
-        "row_amax": torch.empty(1, device=device),
+        "row_amax": torch.empty(rows if row_scaled else 1, device=device),
         "column": empty(columns, round_up(rows, 16) // 2),
         "column_scales": empty(round_up(columns, 128), round_up(-(-rows // 16), 4)),
         "column_amax": torch.empty(1, device=device),
@@ -241,13 +307,23 @@ def partials(x, rht=False):
     return found
 
 
+ERR_MODES = {None: 0, "MAE": 1, "MSE": 2}
+"""`four_over_six` of ``_core.quantize``."""
+
+
 def cast(x, mode, *, dtype=E4M3, usage="both", square=False, rht=False, rng=None, **more):
-    """Cast a tensor; the results as keywords of ``_core.dequantize``."""
-    results = one_usage(forms(mode, x.shape, x.device, dtype), usage)
+    """Cast a tensor; the results as keywords of ``_core.dequantize``.
+
+    Further options are those of `mxfp8` and `nvfp4`, and keywords of ``_core.quantize``.
+    """
+    row_scaled = more.pop("row_scaled", False)
+    results = one_usage(forms(mode, x.shape, x.device, dtype, row_scaled), usage)
     if mode == _core.SCALING_NVFP4:
-        more["partials"] = partials(x)
+        more["partials"] = None if row_scaled and usage == "row" else partials(x)
         more["column_partials"] = partials(x, True) if rht else None
-        more.update(rng=rng, hadamard=int(rht))
+        more.update(rng=rng, hadamard=int(rht), row_scaled=int(row_scaled))
+        more["four_over_six"] = ERR_MODES[more.pop("err_mode", None)]
+        more["scales_to_256"] = int(more.pop("to_256", False))
     _core.quantize(x, **results, square=int(square), **more)
     return results
 

@@ -72,7 +72,8 @@ static te_status check_forms(const te_check_site *site, const te_operand *operan
         TE_TRY(check_form(site, "column", column, columns, te_row_bytes(operand->mode, rows)));
     }
     if (operand->mode == TE_SCALING_NVFP4) {
-        TE_TRY(te_check_length(site, "row_amax", &operand->row_amax, 1));
+        const int64_t each = te_tensor_numel(&operand->row_amax) == rows ? rows : 1;
+        TE_TRY(te_check_length(site, "row_amax", &operand->row_amax, each));
         TE_TRY(te_check_length(site, "column_amax", &operand->column_amax, 1));
     }
     if (te_tensor_requested(row) && te_tensor_requested(column)) {
@@ -91,8 +92,51 @@ static te_status check_forms(const te_check_site *site, const te_operand *operan
                                   columns));
 }
 
+/* What NVFP4 alone may be asked for, of any other mode. */
+static te_status check_mxfp8(const te_check_site *site, const te_cast_request *cast)
+{
+    if (cast->four_over_six != 0 || cast->scales_to_256 != 0 || cast->row_scaled != 0) {
+        return INVALID(cast->four_over_six != 0   ? "four_over_six"
+                       : cast->scales_to_256 != 0 ? "scales_to_256"
+                                                  : "row_scaled",
+                       "mode %d does not have it, only nvfp4 (%d) has", (int)cast->result.mode,
+                       (int)TE_SCALING_NVFP4);
+    }
+    if (cast->margin == 0 ||
+        (cast->result.mode == TE_SCALING_MXFP8 && cast->margin >= -126 && cast->margin <= 126)) {
+        return TE_OK;
+    }
+    return INVALID("margin", "%d with mode %d: mxfp8 (%d) has one, of -126 to 126", cast->margin,
+                   (int)cast->result.mode, (int)TE_SCALING_MXFP8);
+}
+
+/* The ways to cast to NVFP4 that go together. */
+static te_status check_fp4_ways(const te_check_site *site, const te_cast_request *cast,
+                                int64_t rows)
+{
+    const int way = cast->four_over_six;
+    if (cast->margin != 0) {
+        return INVALID("margin", "%d with nvfp4, which has none", cast->margin);
+    }
+    if (cast->hadamard != 0 && cast->square != 0) {
+        return INVALID("hadamard", "a square is not transformed: leave it or square out");
+    }
+    if (way < TE_FOUR_OVER_SIX_NONE || way > TE_FOUR_OVER_SIX_MSE) {
+        return INVALID("four_over_six", "%d, expected 0 (none), 1 (mae) or 2 (mse)", way);
+    }
+    if (way != 0 && (cast->hadamard != 0 || cast->rng != NULL)) {
+        return INVALID("four_over_six", "not with hadamard, and not rounded by rng");
+    }
+    if (cast->row_scaled != 0 && cast->square != 0) {
+        return INVALID("row_scaled", "rows of a square share its scale: leave it or square out");
+    }
+    if (!te_tensor_present(&cast->result.row_amax)) return TE_OK;
+    return te_check_length(site, "row_amax", &cast->result.row_amax,
+                           cast->row_scaled != 0 ? rows : 1);
+}
+
 /* What MXFP8 and NVFP4 alone may be asked for. */
-static te_status check_micro(const te_check_site *site, const te_cast_request *cast)
+static te_status check_micro(const te_check_site *site, const te_cast_request *cast, int64_t rows)
 {
     const te_operand *result = &cast->result;
     const int fp4 = result->mode == TE_SCALING_NVFP4;
@@ -107,12 +151,11 @@ static te_status check_micro(const te_check_site *site, const te_cast_request *c
                        "mode %d does not have it, only nvfp4 (%d) has", (int)result->mode,
                        (int)TE_SCALING_NVFP4);
     }
-    if (!fp4) return TE_OK;
-    if (cast->hadamard != 0 && cast->square != 0) {
-        return INVALID("hadamard", "a square is not transformed: leave it or square out");
-    }
+    if (!fp4) return check_mxfp8(site, cast);
+    TE_TRY(check_fp4_ways(site, cast, rows));
     if (cast->partials == NULL &&
-        (te_tensor_requested(&result->row) || cast->column_partials == NULL)) {
+        ((te_tensor_requested(&result->row) && cast->row_scaled == 0) ||
+         (te_tensor_requested(&result->column) && cast->column_partials == NULL))) {
         return INVALID("partials", "is NULL: nvfp4 scales by the amax");
     }
     if (cast->hadamard != 0 && te_tensor_requested(&result->column) &&
@@ -174,7 +217,7 @@ te_status te_check_cast_request(const te_check_site *site, const te_cast_request
         return INVALID("mode", "%d: te_quantize alone casts to mxfp8 (%d) and nvfp4 (%d)",
                        (int)result->mode, (int)TE_SCALING_MXFP8, (int)TE_SCALING_NVFP4);
     }
-    TE_TRY(check_micro(site, cast));
+    TE_TRY(check_micro(site, cast, rows));
     if (te_scales_own(result->mode) || te_scales_micro(result->mode)) {
         return check_own_scales(site, cast);
     }
@@ -251,7 +294,11 @@ static te_status check_gemm_operand(const te_check_site *site, int first, const 
     TE_TRY(te_check_tensor(site, data + 1, form->scales, 1));
     TE_TRY(check_codes(site, data->name, form->mode, form->data));
     if (form->mode == TE_SCALING_NVFP4) {
-        TE_TRY(te_check_tensor(site, mode + (form->data == &operand->row ? 5 : 6), form->amax, 1));
+        const int by_rows = form->data == &operand->row;
+        const te_field *amax = mode + (by_rows ? 5 : 6);
+        const int64_t rows = te_tensor_numel(form->amax) == 1 ? 1 : form->data->shape[0];
+        TE_TRY(te_check_tensor(site, amax, form->amax, 1));
+        TE_TRY(te_check_length(site, amax->name, form->amax, by_rows ? rows : 1));
     }
     return check_scales(
         site, data[1].name, form->mode, form->scales,
@@ -260,29 +307,29 @@ static te_status check_gemm_operand(const te_check_site *site, int first, const 
             : te_scale_layout_of(form->mode, form->data->shape[0], te_gemm_extent(form, 1)));
 }
 
-/* Two operands whose scales can be multiplied out: both per tensor, per row, or by tiles. */
-static te_status check_modes(const te_check_site *site, te_scaling_mode a, te_scaling_mode b)
+/* Inner sizes: equal, or of operands that are multiplied out padded to the same multiple of 16;
+ * high precision is never padded. */
+static int same_depth(te_gemm_way way, const te_gemm_operand *a, const te_gemm_operand *b)
 {
-    const int blocks = (a == TE_SCALING_BLOCK_1D || a == TE_SCALING_BLOCK_2D) &&
-                       (b == TE_SCALING_BLOCK_1D || b == TE_SCALING_BLOCK_2D);
-    if (a == b || blocks) return TE_OK;
-    return INVALID("b_mode", "%d beside a_mode %d, expected the same, or both by blocks", (int)b,
-                   (int)a);
+    const int64_t of_a = te_gemm_extent(a, !a->transposed), of_b = te_gemm_extent(b, b->transposed);
+    if (of_a == of_b) return 1;
+    return way == TE_GEMM_MIXED && te_round_up(of_a, 16) == te_round_up(of_b, 16) &&
+           (of_a < of_b ? b : a)->mode != TE_SCALING_NONE;
 }
 
 /* Dtypes: of the operands a and b, and what they make of the others. */
-static te_status check_gemm_dtypes(const te_check_site *site, const te_gemm_args *args, te_dtype a,
-                                   te_dtype b)
+static te_status check_gemm_dtypes(const te_check_site *site, const te_gemm_args *args,
+                                   te_gemm_way way, te_dtype a, te_dtype b)
 {
     const te_dtype d = args->d.dtype, narrow = d == TE_DTYPE_F16 ? d : TE_DTYPE_BF16;
-    const int fp8 = te_dtype_is_fp8(a) || a == TE_DTYPE_U8,
+    const int wide = te_dtype_is_high_precision(a) && te_dtype_is_high_precision(b), fp8 = !wide,
               accumulates = (args->flags & TE_GEMM_ACCUMULATE) != 0;
-    if (te_dtype_is_fp8(a) ? !te_dtype_is_fp8(b) || (a == TE_DTYPE_E5M2 && b == TE_DTYPE_E5M2)
-                           : a != b) {
-        return WRONG_TYPE(
-            "b",
-            "operands %s and %s, expected the same high precision or FP8 with at most one e5m2",
-            te_dtype_name(a), te_dtype_name(b));
+    if (wide && a != b) {
+        return WRONG_TYPE("b", "operands %s and %s, expected the same high precision",
+                          te_dtype_name(a), te_dtype_name(b));
+    }
+    if (way == TE_GEMM_MIXED && te_dtype_is_fp8(d)) {
+        return WRONG_TYPE("d", "dtype %s from operands that are multiplied out", te_dtype_name(d));
     }
     if (te_dtype_is_fp8(d)) {
         if (!fp8 || args->d_scale == NULL || accumulates) {
@@ -316,31 +363,36 @@ te_status te_check_gemm(const te_check_site *site, const te_gemm_args *args)
 {
     const te_gemm_operand a = te_gemm_a(args), b = te_gemm_b(args);
     const int64_t *d = args->d.shape;
+    te_gemm_way way;
     int64_t m, n, k;
     TE_TRY(check_gemm_operand(site, te_at_gemm_a, &args->a, &a));
     TE_TRY(check_gemm_operand(site, te_at_gemm_b, &args->b, &b));
+    way = te_gemm_way_of(&a, &b);
     m = te_gemm_extent(&a, a.transposed);
     k = te_gemm_extent(&a, !a.transposed);
     n = te_gemm_extent(&b, !b.transposed);
-    if (te_gemm_extent(&b, b.transposed) != k || d[0] != m || d[1] != n) {
+    if (!same_depth(way, &a, &b) || d[0] != m || d[1] != n) {
         return INVALID("d",
                        "[%lld, %lld] from a [%lld, %lld] and b [%lld, %lld]: inner sizes must "
                        "agree, outer sizes are those of d",
                        LL(d[0]), LL(d[1]), LL(m), LL(k), LL(te_gemm_extent(&b, b.transposed)),
                        LL(n));
     }
-    TE_TRY(check_gemm_dtypes(site, args, a.data->dtype, b.data->dtype));
-    TE_TRY(check_modes(site, a.mode, b.mode));
+    TE_TRY(check_gemm_dtypes(site, args, way, a.data->dtype, b.data->dtype));
     if (a.mode > TE_SCALING_TENSOR && te_dtype_is_fp8(args->d.dtype)) {
         return WRONG_TYPE("d",
                           "dtype %s from operands scaled by rows or tiles, expected f32, f16 "
                           "or bf16",
                           te_dtype_name(args->d.dtype));
     }
-    if (a.mode == TE_SCALING_NVFP4 && args->d.dtype == TE_DTYPE_F16) {
+    if (way == TE_GEMM_MICRO && a.mode == TE_SCALING_NVFP4 && args->d.dtype == TE_DTYPE_F16) {
         return WRONG_TYPE("d", "dtype f16 from nvfp4 operands, expected f32 or bf16");
     }
-    if (a.scales != NULL && !te_scales_micro(a.mode) && k % 16 != 0) {
+    if (way == TE_GEMM_MIXED && args->epilogue != TE_EPILOGUE_NONE) {
+        return INVALID("epilogue", "%d with operands that are multiplied out: there is none",
+                       (int)args->epilogue);
+    }
+    if (way == TE_GEMM_AS_IT_IS && a.scales != NULL && k % 16 != 0) {
         return INVALID("a", "k = %lld of quantized operands, expected a multiple of 16: pad them",
                        LL(k));
     }

@@ -17,7 +17,8 @@
     (GEMM_AT(TE_DEVICE_COUNT, 0, 0) + (device)*SCALINGS + (a)*TE_SCALING_COUNT + (b))
 #define FALLBACK_AT(reason) (SCALING_AT(TE_DEVICE_COUNT, 0, 0) + (reason))
 #define EMULATED_AT(mode) (FALLBACK_AT(TE_FALLBACK_COUNT) + (mode))
-#define COUNTERS EMULATED_AT(TE_SCALING_COUNT)
+#define MIXED_AT EMULATED_AT(TE_SCALING_COUNT) /* operands that no GEMM reads together */
+#define COUNTERS (MIXED_AT + 1)
 
 static _Atomic int64_t counts[COUNTERS];
 
@@ -35,8 +36,7 @@ static _Atomic int64_t counts[COUNTERS];
     X(DEVICE, device, ROW, row, ROW, row)                                                          \
     X(DEVICE, device, BLOCK_1D, block_1d, BLOCK_1D, block_1d)                                      \
     X(DEVICE, device, BLOCK_1D, block_1d, BLOCK_2D, block_2d)                                      \
-    X(DEVICE, device, BLOCK_2D, block_2d, BLOCK_1D, block_1d)                                      \
-    X(DEVICE, device, BLOCK_2D, block_2d, BLOCK_2D, block_2d)
+    X(DEVICE, device, BLOCK_2D, block_2d, BLOCK_1D, block_1d)
 
 /* The dtypes that an attention accepts. */
 #define ATTENTION_DTYPES(X, DEVICE, device)                                                        \
@@ -72,6 +72,7 @@ static const char *const names[COUNTERS] = {
 #define X(NAME, name, along, across) [EMULATED_AT(TE_SCALING_##NAME)] = "emulated." #name,
                         TE_SCALING_MODES(X)
 #undef X
+                            [MIXED_AT] = "emulated.mixed",
 };
 
 static void count(int at)
@@ -107,6 +108,11 @@ void te_count_fallback(te_fallback reason)
 void te_count_emulated(te_scaling_mode mode)
 {
     count(EMULATED_AT((int)mode));
+}
+
+void te_count_mixed(void)
+{
+    count(MIXED_AT);
 }
 
 te_status te_counters_read(te_counter *out, size_t capacity, size_t *found)

@@ -38,5 +38,7 @@ void te_count_op(te_device_type device, te_op op);
 void te_count_fallback(te_fallback reason);
 /* A GEMM of operands that were multiplied out, having no kernel for this mode. */
 void te_count_emulated(te_scaling_mode mode);
+/* One of operands that were multiplied out, having no kernel that reads both. */
+void te_count_mixed(void);
 
 #endif

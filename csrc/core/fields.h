@@ -55,7 +55,11 @@
     X(op, column_partials, cast.column_partials, 0, READ, NONE, F32, TE_AMAX_PARTIALS, 0)          \
     X(op, rng, cast.rng, 0, READ, NONE, ANY, 2, 0)                                                 \
     X(op, square, cast.square, 0, READ, NONE, ANY, 0, 0)                                           \
-    X(op, hadamard, cast.hadamard, 0, READ, NONE, ANY, 0, 0)
+    X(op, hadamard, cast.hadamard, 0, READ, NONE, ANY, 0, 0)                                       \
+    X(op, margin, cast.margin, 0, READ, NONE, ANY, 0, 0)                                           \
+    X(op, four_over_six, cast.four_over_six, 0, READ, NONE, ANY, 0, 0)                             \
+    X(op, scales_to_256, cast.scales_to_256, 0, READ, NONE, ANY, 0, 0)                             \
+    X(op, row_scaled, cast.row_scaled, 0, READ, NONE, ANY, 0, 0)
 
 #define TE_ACTIVATION_PARAMS(X, op)                                                                \
     X(op, limit, params.limit, 0, READ, NONE, ANY, 0, 7.0)                                         \

@@ -24,18 +24,30 @@ enum {
 
 #define TE_BF16_MAX 3.389531389e+38F
 #define TE_NVFP4_RANGE 2688.0F /* largest E2M1 times largest E4M3: 6 * 448 */
+#define TE_NVFP4_TO_256 1.75F  /* 448 / 256, see te_nvfp4_amax */
+
+/* a b, never part of a fused multiply-add. */
+TE_SHARED float te_product(float a, float b)
+{
+#ifdef __CUDA_ARCH__
+    return __fmul_rn(a, b);
+#else
+    return a * b;
+#endif
+}
 
 /* ---- MXFP8 ---- */
 
-/* The byte of a group: the exponent of amax / fp8_max, rounded up. 0: 0x00; Inf: 0xfe; NaN: 0xff.
- */
-TE_SHARED unsigned te_e8m0_of(float amax, float fp8_max)
+/* The byte of a group: the exponent of amax / fp8_max, rounded up, and `margin` more. 0: 0x00; Inf:
+ * 0xfe; NaN: 0xff. */
+TE_SHARED unsigned te_e8m0_of(float amax, float fp8_max, int margin)
 {
     const unsigned bits = te_float_bits(amax * (1.0F / fp8_max)) & 0x7fffffffU;
-    const unsigned exponent = bits >> 23;
+    const int exponent = (int)(bits >> 23) + ((bits & 0x7fffffU) != 0U) + margin;
     if (bits > 0x7f800000U) return 0xffU;
-    if (exponent >= 0xfeU) return 0xfeU;
-    return exponent + ((bits & 0x7fffffU) != 0U);
+    if (bits == 0U) return 0U;
+    if (bits >= 0x7f000000U) return 0xfeU;
+    return (unsigned)(exponent < 0 ? 0 : exponent > 0xfe ? 0xfe : exponent);
 }
 
 /* 2^(e - 127); NaN for 0xff. */
@@ -70,7 +82,9 @@ TE_SHARED float te_round_bf16(float value)
 
 /* ---- NVFP4 ---- */
 
-/* A largest magnitude as it is used: NaN never is one, Inf counts as the largest number. */
+/* A largest magnitude as it is used: NaN never is one, Inf counts as the largest number. Where
+ * scales of groups are to go up to 256 alone, a tensor counts as one that is TE_NVFP4_TO_256 times
+ * as large: so data is read alike, whatever it was made with. */
 TE_SHARED float te_nvfp4_amax(float amax)
 {
     return amax > TE_FLT_MAX ? TE_FLT_MAX : amax;
@@ -90,11 +104,11 @@ TE_SHARED float te_nvfp4_decode(float amax)
     return amax / TE_NVFP4_RANGE;
 }
 
-/* The scale of a group, to be rounded to E4M3, from the bits of its largest magnitude, NaN
- * included. */
-TE_SHARED float te_nvfp4_group_scale(unsigned amax_bits, float encode)
+/* The scale of a group, to be rounded to E4M3, with which its largest magnitude, whose bits these
+ * are, NaN included, becomes `code`: 6, or 4. */
+TE_SHARED float te_nvfp4_group_scale(unsigned amax_bits, float encode, float code)
 {
-    return te_nvfp4_amax(te_bits_float(amax_bits)) * encode / 6.0F;
+    return te_nvfp4_amax(te_bits_float(amax_bits)) * encode / code;
 }
 
 /* What the values of a group are multiplied by, given its rounded scale. Values of a group whose
@@ -136,6 +150,18 @@ TE_SHARED unsigned te_e2m1_stochastic(float value, float random)
     const float per_step = x < 2.0F ? 2.0F : x < 4.0F ? 1.0F : 0.5F;
     const unsigned code = below + (below < 7U && random < (x - te_e2m1_value(below)) * per_step);
     return value != value ? 0U : code | sign;
+}
+
+/* What a value loses in a cast, as a multiple of 1 / encode: its error, or the square of that.
+ * Errors are summed as the leaves of a binary tree, of squares row by row and then over the rows:
+ * every backend has the same sums. The scale for 4 is taken where it loses less than that for 6. */
+TE_SHARED float te_nvfp4_error(float value, float encode, float multiplier, float group_scale,
+                               int squared)
+{
+    const float code = te_e2m1_value(te_e2m1_nearest(te_product(value, multiplier)));
+    const float error = te_product(value, encode) - te_product(code, group_scale);
+    if (squared) return te_product(error, error);
+    return error < 0.0F ? -error : error;
 }
 
 /* ---- the random Hadamard transform ---- */

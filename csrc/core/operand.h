@@ -5,7 +5,7 @@
 #ifndef TE_CORE_OPERAND_H
 #define TE_CORE_OPERAND_H
 
-#include "core/tensor.h"
+#include "core/scales.h"
 
 /* The form of an operand that a GEMM reads. Quantized: rows run along k whatever was asked. */
 typedef struct te_gemm_operand {
@@ -49,6 +49,41 @@ static inline int64_t te_gemm_extent(const te_gemm_operand *form, int dim)
 static inline te_gemm_operand te_gemm_b(const te_gemm_args *args)
 {
     return te_gemm_form(&args->b, args->b_transposed != 0, args->b_transposed != 0);
+}
+
+/* How a product of two operands is computed. */
+typedef enum te_gemm_way {
+    TE_GEMM_AS_IT_IS, /* by one multiplication of the data, and the scales */
+    TE_GEMM_MICRO,    /* groups of one format, multiplied out to what holds them exactly */
+    TE_GEMM_MIXED     /* operands that no GEMM reads together, and NVFP4 with an amax for each row:
+                         multiplied out to fp32 */
+} te_gemm_way;
+
+static inline int te_scales_blocks(te_scaling_mode mode)
+{
+    return mode == TE_SCALING_BLOCK_1D || mode == TE_SCALING_BLOCK_2D;
+}
+
+static inline te_gemm_way te_gemm_way_of(const te_gemm_operand *a, const te_gemm_operand *b)
+{
+    const int both_e5m2 = a->data->dtype == TE_DTYPE_E5M2 && b->data->dtype == TE_DTYPE_E5M2;
+    const int both_2d = a->mode == TE_SCALING_BLOCK_2D && b->mode == TE_SCALING_BLOCK_2D;
+    const int blocks = te_scales_blocks(a->mode) && te_scales_blocks(b->mode);
+    const int by_rows = a->mode == TE_SCALING_NVFP4 &&
+                        (te_tensor_numel(a->amax) > 1 ||
+                         (b->mode == TE_SCALING_NVFP4 && te_tensor_numel(b->amax) > 1));
+    if (a->mode == b->mode && te_scales_micro(a->mode)) {
+        return by_rows ? TE_GEMM_MIXED : TE_GEMM_MICRO;
+    }
+    if (both_e5m2 || both_2d) return TE_GEMM_MIXED;
+    return a->mode == b->mode || blocks ? TE_GEMM_AS_IT_IS : TE_GEMM_MIXED;
+}
+
+/* The number of products that are summed: data may be padded further than that of the other. */
+static inline int64_t te_gemm_depth(const te_gemm_operand *a, const te_gemm_operand *b)
+{
+    const int64_t of_a = te_gemm_extent(a, !a->transposed), of_b = te_gemm_extent(b, b->transposed);
+    return of_a < of_b ? of_a : of_b;
 }
 
 #endif

@@ -335,51 +335,82 @@ static te_status multiply(const te_gemm_args *args, float alpha)
 
 /* ---- operands that are multiplied out ------------------------------------------------------ */
 
-/* The operand in fp32, at `data`. */
-static te_operand wide_operand(const te_operand *operand, const te_gemm_operand *form, float *data)
+/* The operand [rows, columns] in fp32, at `data`; one in high precision as it is. Returns the bytes
+ * that it takes. */
+static size_t take_wide(const te_operand *operand, int64_t rows, int64_t columns, void *data,
+                        te_operand *wide)
 {
-    te_operand wide = {.mode = TE_SCALING_NONE};
-    const int turned = form->mode == TE_SCALING_NVFP4 && form->data == &operand->column;
-    wide.wide = te_matrix(data, TE_DTYPE_F32, form->data->device, te_gemm_extent(form, turned),
-                          te_gemm_extent(form, !turned));
-    return wide;
+    if (operand->mode == TE_SCALING_NONE) {
+        *wide = *operand;
+        return 0;
+    }
+    *wide = (te_operand){.mode = TE_SCALING_NONE};
+    wide->wide = te_matrix(data, TE_DTYPE_F32, (te_device){TE_DEVICE_CPU, 0}, rows, columns);
+    return te_dtype_size(TE_DTYPE_F32, rows * columns);
 }
 
 /* A call on operands in fp32 in front of the workspace; returns the bytes that they take. */
 static size_t wide_args(const te_gemm_args *args, te_gemm_args *wide)
 {
     const te_gemm_operand a = te_gemm_a(args), b = te_gemm_b(args);
-    float *front = args->workspace;
+    const int64_t m = args->d.shape[0], n = args->d.shape[1], k = te_gemm_depth(&a, &b);
+    char *front = args->workspace;
     size_t bytes;
     *wide = *args;
-    wide->a = wide_operand(&args->a, &a, front);
-    wide->b = wide_operand(&args->b, &b, front);
-    bytes = te_dtype_size(TE_DTYPE_F32, te_tensor_numel(&wide->a.wide));
-    if (front != NULL) wide->b.wide.data = (char *)args->workspace + bytes;
-    bytes += te_dtype_size(TE_DTYPE_F32, te_tensor_numel(&wide->b.wide));
-    wide->workspace = front == NULL ? NULL : (char *)args->workspace + bytes;
+    bytes = take_wide(&args->a, args->a_transposed ? k : m, args->a_transposed ? m : k, front,
+                      &wide->a);
+    bytes += take_wide(&args->b, args->b_transposed ? n : k, args->b_transposed ? k : n,
+                       front == NULL ? NULL : front + bytes, &wide->b);
+    wide->workspace = front == NULL ? NULL : front + bytes;
     wide->workspace_size = args->workspace_size - bytes;
     return bytes;
 }
 
 size_t te_cpu_gemm_workspace(const te_gemm_args *args)
 {
+    const te_gemm_operand a = te_gemm_a(args), b = te_gemm_b(args);
     te_gemm_args wide;
     size_t bytes;
-    if (!te_scales_micro(args->a.mode)) return plain_workspace(args);
+    if (te_gemm_way_of(&a, &b) == TE_GEMM_AS_IT_IS) return plain_workspace(args);
     bytes = wide_args(args, &wide);
     return bytes + plain_workspace(&wide);
+}
+
+/* Writes the numbers that the form stands for. */
+static te_status widen(const te_operand *operand, const te_gemm_operand *form,
+                       const te_tensor *output)
+{
+    te_dequantize_args args = {
+        .size = sizeof args, .input = {.mode = form->mode}, .output = *output};
+    if (form->mode == TE_SCALING_NONE) return TE_OK;
+    if (form->data == &operand->row) {
+        args.input.row = operand->row;
+        args.input.row_scales = operand->row_scales;
+        args.input.row_amax = operand->row_amax;
+    } else {
+        args.input.column = operand->column;
+        args.input.column_scales = operand->column_scales;
+        args.input.column_amax = operand->column_amax;
+    }
+    return te_cpu_dequantize(&args);
 }
 
 te_status te_cpu_gemm(const te_gemm_args *args)
 {
     const te_gemm_operand a = te_gemm_a(args), b = te_gemm_b(args);
+    const te_gemm_way way = te_gemm_way_of(&a, &b);
     te_gemm_args wide;
     float alpha = 1.0F;
-    if (!te_scales_micro(a.mode)) return multiply(args, 1.0F);
+    if (way == TE_GEMM_AS_IT_IS) return multiply(args, 1.0F);
     if (args->d.shape[0] == 0 || args->d.shape[1] == 0) return TE_OK;
     TE_TRY(te_check_workspace(TE_OP_GEMM, args->workspace, args->workspace_size,
                               wide_args(args, &wide)));
+    if (way == TE_GEMM_MIXED) {
+        TE_TRY(widen(&args->a, &a, &wide.a.wide));
+        TE_TRY(widen(&args->b, &b, &wide.b.wide));
+        te_count_mixed();
+        return multiply(&wide, 1.0F);
+    }
     te_cpu_micro_dequantize(&args->a, a.data == &args->a.row, 1, &wide.a.wide);
     te_cpu_micro_dequantize(&args->b, b.data == &args->b.row, 1, &wide.b.wide);
     if (a.mode == TE_SCALING_NVFP4) {

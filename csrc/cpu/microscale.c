@@ -15,7 +15,8 @@ enum { ROWS = 64, COLUMNS = 256 }; /* of a tile: whole groups */
 /* One form of the result; data of data NULL: not wanted. */
 typedef struct micro_form {
     te_cpu_matrix data, scales;
-    float encode; /* NVFP4: of the whole tensor */
+    float encode;          /* NVFP4: of the whole tensor, */
+    const float *row_amax; /* or NULL, of each row */
 } micro_form;
 
 typedef struct micro_cast {
@@ -24,7 +25,7 @@ typedef struct micro_cast {
     te_dtype dtype; /* MXFP8: of the data */
     micro_form row, column;
     int64_t rows, columns;
-    int square, hadamard;
+    int square, hadamard, margin, four_over_six;
     const int64_t *rng; /* NULL: to nearest */
 } micro_cast;
 
@@ -37,15 +38,22 @@ static void clear(const te_cpu_matrix *matrix)
     }
 }
 
-static float largest_of(const float *partials)
+/* How much larger a tensor counts than it is. */
+static float range_of(const te_cast_request *cast)
+{
+    return cast->scales_to_256 ? TE_NVFP4_TO_256 : 1.0F;
+}
+
+static float largest_of(const float *partials, float range)
 {
     float amax = 0.0F;
     for (int i = 0; i < TE_AMAX_PARTIALS; i++) amax = te_max_ignoring_nan(amax, partials[i]);
-    return te_nvfp4_amax(amax);
+    return te_nvfp4_amax(amax * range);
 }
 
+/* `partials` NULL: the amax of each row is there. */
 static micro_form form_of(te_scaling_mode mode, const te_tensor *data, const te_tensor *scales,
-                          const te_tensor *amax, const float *partials)
+                          const te_tensor *amax, const float *partials, float range)
 {
     micro_form form = {.encode = 1.0F};
     if (!te_tensor_requested(data)) return form;
@@ -54,7 +62,11 @@ static micro_form form_of(te_scaling_mode mode, const te_tensor *data, const te_
     clear(&form.scales);
     clear(&form.data);
     if (mode != TE_SCALING_NVFP4) return form;
-    float largest = largest_of(partials);
+    if (partials == NULL) {
+        form.row_amax = amax->data;
+        return form;
+    }
+    float largest = largest_of(partials, range);
     form.encode = te_nvfp4_encode(largest);
     *(float *)amax->data = largest;
     return form;
@@ -69,11 +81,16 @@ static micro_cast begin(const te_cast_request *cast, int64_t rows, int64_t colum
                         .columns = columns,
                         .square = cast->square,
                         .hadamard = cast->hadamard,
+                        .margin = cast->margin,
+                        .four_over_six = cast->four_over_six,
                         .rng = cast->rng};
+    const float *first = cast->row_scaled ? NULL : cast->partials;
+    const float range = range_of(cast);
     const float *second = cast->column_partials != NULL ? cast->column_partials : cast->partials;
     micro.dtype = te_operand_dtype(to);
-    micro.row = form_of(to->mode, &to->row, &to->row_scales, &to->row_amax, cast->partials);
-    micro.column = form_of(to->mode, &to->column, &to->column_scales, &to->column_amax, second);
+    micro.row = form_of(to->mode, &to->row, &to->row_scales, &to->row_amax, first, range);
+    micro.column =
+        form_of(to->mode, &to->column, &to->column_scales, &to->column_amax, second, range);
     return micro;
 }
 
@@ -120,7 +137,7 @@ static void mxfp8_band(const micro_cast *micro, const float *values, int64_t row
     if (by_columns) {
         uint8_t *scales = te_cpu_at(&micro->column.scales, row / GROUP, column);
         for (int64_t c = 0; c < columns; c++) {
-            scales[c] = (uint8_t)te_e8m0_of(te_float_of(tops[c]), largest);
+            scales[c] = (uint8_t)te_e8m0_of(te_float_of(tops[c]), largest, micro->margin);
             multiplier[c] = te_e8m0_multiplier(scales[c]);
         }
     }
@@ -142,7 +159,7 @@ static void mxfp8_band(const micro_cast *micro, const float *values, int64_t row
             } else {
                 for (int64_t i = c; i < c + n; i++) top = top_of(te_magnitude_bits(line[i]), top);
             }
-            scales[c / GROUP] = (uint8_t)te_e8m0_of(te_float_of(top), largest);
+            scales[c / GROUP] = (uint8_t)te_e8m0_of(te_float_of(top), largest, micro->margin);
             cast(line + c, codes + c, n, te_e8m0_multiplier(scales[c / GROUP]), &ignored, NULL);
         }
     }
@@ -177,13 +194,48 @@ static void hadamard(float *values)
     for (int i = 0; i < GROUP; i++) values[i] = te_hadamard_leave(values[i]);
 }
 
-/* Codes and scale of a group whose largest magnitude is `top`; `index` counts its first element
- * for the random numbers. */
+/* The sum of the leaves of a binary tree. */
+static float tree_sum(float leaves[GROUP])
+{
+    for (int step = 1; step < GROUP; step *= 2) {
+        for (int i = 0; i < GROUP; i += 2 * step) leaves[i] += leaves[i + step];
+    }
+    return leaves[0];
+}
+
+/* What a line of 16 loses with the scale that makes the group's largest magnitude `code`. */
+static float loss_of(const micro_cast *micro, float encode, const float *values, uint32_t top,
+                     float code)
+{
+    float scale = te_e4m3_to_f32(te_f32_to_e4m3(te_nvfp4_group_scale(top, encode, code)));
+    float multiplier = te_nvfp4_multiplier(encode, scale), errors[GROUP];
+    for (int i = 0; i < GROUP; i++) {
+        errors[i] = te_nvfp4_error(values[i], encode, multiplier, scale,
+                                   micro->four_over_six == TE_FOUR_OVER_SIX_MSE);
+    }
+    return tree_sum(errors);
+}
+
+/* What the largest magnitude of a group becomes: a line, or the 16 lines of a square. */
+static float code_of(const micro_cast *micro, float encode, const float *values, uint32_t top,
+                     int square)
+{
+    float loss[2][GROUP] = {{0}};
+    if (micro->four_over_six == TE_FOUR_OVER_SIX_NONE) return 6.0F;
+    for (int r = 0; r < (square ? GROUP : 1); r++) {
+        loss[0][r] = loss_of(micro, encode, values + r * COLUMNS, top, 4.0F);
+        loss[1][r] = loss_of(micro, encode, values + r * COLUMNS, top, 6.0F);
+    }
+    return tree_sum(loss[0]) < tree_sum(loss[1]) ? 4.0F : 6.0F;
+}
+
+/* Codes and scale of a group whose largest magnitude is `top` and becomes `largest`; `index` counts
+ * its first element for the random numbers. */
 static void nvfp4_group(const micro_cast *micro, float encode, const float *values, uint32_t top,
-                        uint64_t index, uint8_t *codes, uint8_t *scale)
+                        float largest, uint64_t index, uint8_t *codes, uint8_t *scale)
 {
     unsigned code[GROUP];
-    *scale = te_f32_to_e4m3(te_nvfp4_group_scale(top, encode));
+    *scale = te_f32_to_e4m3(te_nvfp4_group_scale(top, encode, largest));
     float multiplier = te_nvfp4_multiplier(encode, te_e4m3_to_f32(*scale));
     for (int i = 0; i < GROUP; i += 4) {
         te_philox_words words = {{0}};
@@ -201,6 +253,24 @@ static void nvfp4_group(const micro_cast *micro, float encode, const float *valu
     for (int i = 0; i < GROUP; i += 2) codes[i / 2] = (uint8_t)(code[i] | code[i + 1] << 4);
 }
 
+/* What the lines of a square share. */
+typedef struct nvfp4_square {
+    uint32_t top;
+    float code; /* what that becomes, in the form at work */
+} nvfp4_square;
+
+/* A line of 16 values of one form, whose data and scales begin at (line, along); `square` is NULL
+ * where it has a scale of its own. `index`: of its first element, for the random numbers. */
+static void nvfp4_line(const micro_cast *micro, const micro_form *form, const float *values,
+                       const nvfp4_square *square, int64_t line, int64_t along, uint64_t index)
+{
+    float encode = form->row_amax != NULL ? te_nvfp4_encode(form->row_amax[line]) : form->encode;
+    uint32_t top = square != NULL ? square->top : group_top(values, 0);
+    float code = square != NULL ? square->code : code_of(micro, encode, values, top, 0);
+    nvfp4_group(micro, encode, values, top, code, index, te_cpu_at(&form->data, line, along / 2),
+                te_cpu_at(&form->scales, line, along / GROUP));
+}
+
 /* 16 rows of a tile. Lines and columns of zeros fill the last group of either direction up. */
 static void nvfp4_band(const micro_cast *micro, const float *values, int64_t row, int64_t column,
                        int64_t rows, int64_t columns)
@@ -208,28 +278,27 @@ static void nvfp4_band(const micro_cast *micro, const float *values, int64_t row
     const int64_t wide = te_round_up(micro->columns, GROUP), high = te_round_up(micro->rows, GROUP);
     const uint64_t below = (uint64_t)(micro->rows * wide); /* column-wise elements come after */
     for (int64_t c = 0; c < columns; c += GROUP) {
-        uint32_t square = 0;
-        if (micro->square) {
-            for (int64_t r = 0; r < rows; r++) square = group_top(values + r * COLUMNS + c, square);
+        nvfp4_square found = {0}, *square = micro->square ? &found : NULL;
+        for (int64_t r = 0; r < rows && square != NULL; r++) {
+            found.top = group_top(values + r * COLUMNS + c, found.top);
+        }
+        if (square != NULL && micro->row.data.data != NULL) {
+            found.code = code_of(micro, micro->row.encode, values + c, found.top, 1);
         }
         for (int64_t r = 0; r < rows && micro->row.data.data != NULL; r++) {
-            const float *group = values + r * COLUMNS + c;
-            nvfp4_group(micro, micro->row.encode, group,
-                        micro->square ? square : group_top(group, 0),
-                        (uint64_t)((row + r) * wide + column + c),
-                        te_cpu_at(&micro->row.data, row + r, (column + c) / 2),
-                        te_cpu_at(&micro->row.scales, row + r, (column + c) / GROUP));
+            nvfp4_line(micro, &micro->row, values + r * COLUMNS + c, square, row + r, column + c,
+                       (uint64_t)((row + r) * wide + column + c));
+        }
+        if (square != NULL && micro->column.data.data != NULL) {
+            found.code = code_of(micro, micro->column.encode, values + c, found.top, 1);
         }
         int64_t end = te_cpu_min(c + GROUP, micro->columns - column);
         for (int64_t i = c; i < end && micro->column.data.data != NULL; i++) {
             float group[GROUP];
             for (int r = 0; r < GROUP; r++) group[r] = values[r * COLUMNS + i];
             if (micro->hadamard) hadamard(group);
-            nvfp4_group(micro, micro->column.encode, group,
-                        micro->square ? square : group_top(group, 0),
-                        below + (uint64_t)((column + i) * high + row),
-                        te_cpu_at(&micro->column.data, column + i, row / 2),
-                        te_cpu_at(&micro->column.scales, column + i, row / GROUP));
+            nvfp4_line(micro, &micro->column, group, square, column + i, row,
+                       below + (uint64_t)((column + i) * high + row));
         }
     }
 }
@@ -249,8 +318,28 @@ static void cast_tile(const micro_cast *micro, const float *values, int64_t row,
     }
 }
 
+/* Writes the amax of each row. */
+static void measure_rows(const te_cast_request *cast, const te_cpu_matrix *input)
+{
+    const te_cpu_kernels *kernels = te_cpu_kernels_get();
+    const float range = range_of(cast);
+    float *amax = cast->result.row_amax.data;
+#pragma omp parallel for num_threads(te_cpu_threads(input->rows, input->columns))
+    for (int64_t row = 0; row < input->rows; row++) {
+        float values[COLUMNS];
+        int32_t top = 0;
+        for (int64_t c = 0; c < input->columns; c += COLUMNS) {
+            int64_t n = te_cpu_min(COLUMNS, input->columns - c);
+            kernels->to_f32[input->dtype](te_cpu_at(input, row, c), values, n);
+            for (int64_t i = 0; i < n; i++) top = top_of(te_magnitude_bits(values[i]), top);
+        }
+        amax[row] = te_nvfp4_amax(te_float_of(top) * range);
+    }
+}
+
 void te_cpu_micro_quantize(const te_cast_request *cast, const te_cpu_matrix *input)
 {
+    if (cast->row_scaled && te_tensor_requested(&cast->result.row)) measure_rows(cast, input);
     const micro_cast micro = begin(cast, input->rows, input->columns);
     int64_t across = te_ceil_div(input->columns, COLUMNS);
     int64_t tiles = te_ceil_div(input->rows, ROWS) * across;
@@ -301,8 +390,9 @@ typedef struct micro_data {
     const te_cpu_kernels *kernels;
     te_cpu_matrix data, scales, output;
     te_dtype dtype;
-    float factor, limit;
-    int by_rows, fp4;
+    const float *amax; /* NVFP4: of the tensor, or of each row; NULL: without its factor */
+    float limit;
+    int by_rows, fp4, amax_per_row;
 } micro_data;
 
 /* One row of the output, columns [column, column + n) of it. */
@@ -321,12 +411,14 @@ static void mxfp8_values(const micro_data *from, int64_t row, int64_t column, in
 static void nvfp4_values(const micro_data *from, int64_t row, int64_t column, int64_t n,
                          float *values)
 {
+    float factor =
+        from->amax == NULL ? 1.0F : te_nvfp4_decode(from->amax[from->amax_per_row ? row : 0]);
     for (int64_t i = 0; i < n; i++) {
         int64_t major = from->by_rows ? row : column + i, minor = from->by_rows ? column + i : row;
         unsigned pair = *te_cpu_at(&from->data, major, minor / 2);
         float scale = te_e4m3_to_f32(*te_cpu_at(&from->scales, major, minor / GROUP));
         float value = te_e2m1_value(minor % 2 == 0 ? pair & 15U : pair >> 4) * scale;
-        values[i] = te_saturate(value * from->factor, from->limit);
+        values[i] = te_saturate(value * factor, from->limit);
     }
 }
 
@@ -340,11 +432,11 @@ void te_cpu_micro_dequantize(const te_operand *input, int by_rows, int raw, cons
                            te_cpu_matrix_of(by_rows ? &input->row_scales : &input->column_scales),
                        .output = te_cpu_matrix_of(output),
                        .dtype = data->dtype,
-                       .factor = 1.0F,
                        .limit = te_dtype_max(output->dtype),
                        .by_rows = by_rows,
-                       .fp4 = input->mode == TE_SCALING_NVFP4};
-    if (from.fp4 && !raw) from.factor = te_nvfp4_decode(*(const float *)amax->data);
+                       .fp4 = input->mode == TE_SCALING_NVFP4,
+                       .amax_per_row = te_tensor_numel(amax) > 1};
+    if (from.fp4 && !raw) from.amax = amax->data;
 #pragma omp parallel for num_threads(te_cpu_threads(from.output.rows, from.output.columns))
     for (int64_t row = 0; row < from.output.rows; row++) {
         float values[COLUMNS];

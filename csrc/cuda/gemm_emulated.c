@@ -1,12 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * gemm_emulated.c - the GEMM of MXFP8 and NVFP4 operands, which no device here multiplies as they
- * are: they are multiplied out to bf16 in the workspace, and cuBLASLt multiplies those.
+ * gemm_emulated.c - the GEMM of operands that no device here multiplies as they are: they are
+ * multiplied out in the workspace, and cuBLASLt multiplies those.
  *
- * bf16 holds both exactly: an E4M3 or E5M2 number times a power of two, unless its magnitude is
- * below 2^-126, where bf16 has multiples of 2^-133; and E2M1 times E4M3. The factor of NVFP4's
- * amaxes multiplies the product, as alpha, by pointer. bf16 operands give bf16 or f32: an f16
- * result is cast from f32. The bias is added in the dtype of the result.
+ * Two of MXFP8 or two of NVFP4: to bf16, which holds both exactly: an E4M3 or E5M2 number times a
+ * power of two, unless its magnitude is below 2^-126, where bf16 has multiples of 2^-133; and E2M1
+ * times E4M3. The factor of NVFP4's amaxes multiplies the product, as alpha, by pointer.
+ *
+ * Operands of different kinds: to fp32, without TF32; one in high precision is cast to it.
+ *
+ * bf16 operands give bf16 or f32, fp32 ones f32: another result is cast from f32 (and to it before,
+ * where it is added to). The bias is added in the dtype of the result.
  */
 #include "cuda/microscale.h"
 
@@ -23,6 +27,7 @@
 typedef struct emulated {
     te_gemm_args wide;
     te_gemm_operand a, b;
+    te_gemm_way way;
     float *alpha; /* {alpha, beta}; NULL: 1, and 0 or 1 */
     int copies_d, copies_bias;
     size_t used;
@@ -44,14 +49,14 @@ static te_tensor take_matrix(emulated *call, const te_gemm_args *args, te_dtype 
     return te_matrix(data, dtype, args->d.device, rows, columns);
 }
 
-/* The matrix of an operand in high precision. */
+/* The matrix of an operand in high precision, where it is not there. */
 static te_operand take_operand(emulated *call, const te_gemm_args *args, const te_operand *operand,
-                               const te_gemm_operand *form)
+                               int64_t rows, int64_t columns)
 {
-    const int turned = form->mode == TE_SCALING_NVFP4 && form->data == &operand->column;
     te_operand wide = {.mode = TE_SCALING_NONE};
-    wide.wide = take_matrix(call, args, TE_DTYPE_BF16, te_gemm_extent(form, turned),
-                            te_gemm_extent(form, !turned));
+    if (operand->mode == TE_SCALING_NONE && operand->wide.dtype == TE_DTYPE_F32) return *operand;
+    wide.wide = take_matrix(call, args, call->way == TE_GEMM_MIXED ? TE_DTYPE_F32 : TE_DTYPE_BF16,
+                            rows, columns);
     return wide;
 }
 
@@ -59,10 +64,17 @@ static emulated lay_out(const te_gemm_args *args)
 {
     emulated call = {.wide = *args, .a = te_gemm_a(args), .b = te_gemm_b(args)};
     const te_tensor *d = &args->d, *bias = &args->bias;
-    call.wide.a = take_operand(&call, args, &args->a, &call.a);
-    call.wide.b = take_operand(&call, args, &args->b, &call.b);
-    if (call.a.mode == TE_SCALING_NVFP4) call.alpha = take(&call, args, 2 * sizeof(float));
-    call.copies_d = d->dtype == TE_DTYPE_F16;
+    const int64_t m = d->shape[0], n = d->shape[1], k = te_gemm_depth(&call.a, &call.b);
+    const int a_turned = args->a_transposed != 0, b_turned = args->b_transposed != 0;
+    call.way = te_gemm_way_of(&call.a, &call.b);
+    call.wide.a = take_operand(&call, args, &args->a, a_turned ? k : m, a_turned ? m : k);
+    call.wide.b = take_operand(&call, args, &args->b, b_turned ? n : k, b_turned ? k : n);
+    if (call.way == TE_GEMM_MICRO && call.a.mode == TE_SCALING_NVFP4) {
+        call.alpha = take(&call, args, 2 * sizeof(float));
+    }
+    if (call.way == TE_GEMM_MIXED) call.wide.flags &= ~(uint32_t)TE_GEMM_ALLOW_TF32;
+    call.copies_d =
+        d->dtype == TE_DTYPE_F16 || (call.way == TE_GEMM_MIXED && d->dtype != TE_DTYPE_F32);
     if (call.copies_d) {
         call.wide.d = take_matrix(&call, args, TE_DTYPE_F32, d->shape[0], d->shape[1]);
     }
@@ -92,35 +104,83 @@ static te_tensor as_row(const te_tensor *vector)
     return te_matrix(vector->data, vector->dtype, vector->device, 1, vector->shape[0]);
 }
 
+static te_status copy(void *self, te_context *context, const te_tensor *from, const te_tensor *to,
+                      void *stream)
+{
+    const te_cast_args cast = {.size = sizeof cast, .input = *from, .output = *to};
+    return te_cuda_cast(self, context, &cast, stream);
+}
+
+/* Writes the numbers that the form stands for: of an operand for fp32. */
+static te_status widen(void *self, te_context *context, const te_operand *operand,
+                       const te_gemm_operand *form, const te_tensor *output, void *stream)
+{
+    te_dequantize_args args = {
+        .size = sizeof args, .input = {.mode = form->mode}, .output = *output};
+    if (form->mode == TE_SCALING_NONE) {
+        return form->data->dtype == TE_DTYPE_F32 ? TE_OK
+                                                 : copy(self, context, form->data, output, stream);
+    }
+    if (form->data == &operand->row) {
+        args.input.row = operand->row;
+        args.input.row_scales = operand->row_scales;
+        args.input.row_amax = operand->row_amax;
+    } else {
+        args.input.column = operand->column;
+        args.input.column_scales = operand->column_scales;
+        args.input.column_amax = operand->column_amax;
+    }
+    return te_cuda_dequantize(self, context, &args, stream);
+}
+
+/* Makes the operands of the call in high precision. */
+static te_status make_operands(void *self, te_context *context, const te_gemm_args *args,
+                               const emulated *call, void *stream)
+{
+    te_cuda_state *cuda = te_context_state(context);
+    const float beta = (args->flags & TE_GEMM_ACCUMULATE) != 0 ? 1.0F : 0.0F;
+    const te_tensor *a = &call->wide.a.wide, *b = &call->wide.b.wide;
+    if (te_gemm_depth(&call->a, &call->b) > 0 && call->way == TE_GEMM_MIXED) {
+        TE_TRY(widen(self, context, &args->a, &call->a, a, stream));
+        TE_TRY(widen(self, context, &args->b, &call->b, b, stream));
+    } else if (te_gemm_depth(&call->a, &call->b) > 0) {
+        const int a_row = call->a.data == &args->a.row, b_row = call->b.data == &args->b.row;
+        TE_TRY(te_cuda_micro_dequantize(cuda, &args->a, a_row, 1, a, stream));
+        TE_TRY(te_cuda_micro_dequantize(cuda, &args->b, b_row, 1, b, stream));
+    }
+    if (call->alpha == NULL) return TE_OK;
+    return te_cuda_nvfp4_alpha(cuda, call->a.amax, call->b.amax, beta, call->alpha, stream);
+}
+
 static te_status emulated_gemm(void *self, te_context *context, const te_gemm_args *args,
                                void *stream)
 {
-    const emulated call = lay_out(args);
-    te_cuda_state *cuda = te_context_state(context);
-    const float beta = (args->flags & TE_GEMM_ACCUMULATE) != 0 ? 1.0F : 0.0F;
+    emulated call;
     if (args->d.shape[0] == 0 || args->d.shape[1] == 0) return TE_OK;
+    call = lay_out(args);
     TE_TRY(te_check_workspace(TE_OP_GEMM, args->workspace, args->workspace_size, call.used));
-    if (te_gemm_extent(&call.a, !call.a.transposed) > 0) {
-        TE_TRY(te_cuda_micro_dequantize(cuda, &args->a, call.a.data == &args->a.row, 1,
-                                        &call.wide.a.wide, stream));
-        TE_TRY(te_cuda_micro_dequantize(cuda, &args->b, call.b.data == &args->b.row, 1,
-                                        &call.wide.b.wide, stream));
-    }
-    if (call.alpha != NULL) {
-        TE_TRY(te_cuda_nvfp4_alpha(cuda, call.a.amax, call.b.amax, beta, call.alpha, stream));
-    }
+    TE_TRY(make_operands(self, context, args, &call, stream));
     if (call.copies_bias) {
-        te_cast_args cast = {
-            .size = sizeof cast, .input = as_row(&args->bias), .output = as_row(&call.wide.bias)};
-        TE_TRY(te_cuda_cast(self, context, &cast, stream));
+        const te_tensor from = as_row(&args->bias), to = as_row(&call.wide.bias);
+        TE_TRY(copy(self, context, &from, &to, stream));
+    }
+    if (call.copies_d && (args->flags & TE_GEMM_ACCUMULATE) != 0) {
+        TE_TRY(copy(self, context, &args->d, &call.wide.d, stream));
     }
     TE_TRY(te_cuda_wide_gemm(self, context, &call.wide, call.alpha, stream));
-    te_count_emulated(call.a.mode);
-    if (call.copies_d) {
-        te_cast_args cast = {.size = sizeof cast, .input = call.wide.d, .output = args->d};
-        TE_TRY(te_cuda_cast(self, context, &cast, stream));
+    if (call.way == TE_GEMM_MIXED) {
+        te_count_mixed();
+    } else {
+        te_count_emulated(call.a.mode);
     }
-    return TE_OK;
+    return call.copies_d ? copy(self, context, &call.wide.d, &args->d, stream) : TE_OK;
+}
+
+/* Whether the operands are multiplied out. */
+static int is_emulated(const te_gemm_args *args)
+{
+    const te_gemm_operand a = te_gemm_a(args), b = te_gemm_b(args);
+    return te_gemm_way_of(&a, &b) != TE_GEMM_AS_IT_IS;
 }
 
 /* ---- the operator ------------------------------------------------------------------------- */
@@ -128,7 +188,7 @@ static te_status emulated_gemm(void *self, te_context *context, const te_gemm_ar
 te_status te_cuda_gemm(void *self, te_context *context, const void *untyped, void *stream)
 {
     const te_gemm_args *args = untyped;
-    if (te_scales_micro(args->a.mode)) return emulated_gemm(self, context, args, stream);
+    if (is_emulated(args)) return emulated_gemm(self, context, args, stream);
     return te_cuda_wide_gemm(self, context, args, NULL, stream);
 }
 
@@ -136,8 +196,6 @@ te_status te_cuda_gemm_workspace(void *self, te_context *context, const void *un
                                  size_t *bytes)
 {
     const te_gemm_args *args = untyped;
-    if (te_scales_micro(args->a.mode)) {
-        return emulated_workspace(self, context, args, bytes);
-    }
+    if (is_emulated(args)) return emulated_workspace(self, context, args, bytes);
     return te_cuda_wide_gemm_workspace(self, context, args, NULL, bytes);
 }

@@ -20,11 +20,6 @@ static te_status supports_modes(const te_gemm_args *args, int capability)
                        "%d.%d",
                        capability / 10, capability % 10);
     }
-    if (args->a.mode == TE_SCALING_BLOCK_2D && args->b.mode == TE_SCALING_BLOCK_2D) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED,
-                       "gemm: tiles of 128 x 128 of both operands, expected tiles of 1 x 128 of "
-                       "one of them");
-    }
     if (rows || args->epilogue == TE_EPILOGUE_NONE) return TE_OK;
     return TE_FAIL(TE_ERROR_UNSUPPORTED, "gemm: GELU of operands scaled by tiles");
 }
@@ -46,11 +41,12 @@ static te_status emulated_supports(const te_gemm_args *args)
 te_status te_cuda_gemm_supports(void *self, te_context *context, const void *untyped)
 {
     const te_gemm_args *args = untyped;
-    te_dtype a = te_gemm_a(args).data->dtype, b = te_gemm_b(args).data->dtype, d = args->d.dtype;
+    const te_gemm_operand of_a = te_gemm_a(args), of_b = te_gemm_b(args);
+    te_dtype a = of_a.data->dtype, b = of_b.data->dtype, d = args->d.dtype;
     int aux = te_tensor_present(&args->aux), bias = te_tensor_present(&args->bias);
     int capability = te_cuda_compute_capability(te_context_state(context));
     (void)self;
-    if (te_scales_micro(te_gemm_a(args).mode)) return emulated_supports(args);
+    if (te_gemm_way_of(&of_a, &of_b) != TE_GEMM_AS_IT_IS) return emulated_supports(args);
     if (te_dtype_is_fp8(a) && capability < 89) {
         return TE_FAIL(TE_ERROR_UNSUPPORTED,
                        "gemm: FP8 needs compute capability 8.9, this device has %d.%d",

@@ -17,12 +17,34 @@ static te_cuda_dims tile_grid(int64_t rows, int64_t columns)
 static te_micro_form form_of(const te_tensor *data, const te_tensor *scales, const te_tensor *amax,
                              const float *partials, size_t alignment)
 {
-    te_micro_form form = {.partials = partials, .amax = amax->data};
+    te_micro_form form = {
+        .partials = partials, .amax = amax->data, .amax_per_row = te_tensor_numel(amax) > 1};
     if (!te_tensor_present(data)) return form;
     form.data = te_cuda_view(data);
     form.scales = te_cuda_view(scales);
     form.aligned = te_cuda_aligned(&form.data, 1, alignment);
     return form;
+}
+
+/* Writes the amax of each row. */
+static te_status measure_rows(te_cuda_state *cuda, const te_quantize_args *args, float range,
+                              void *stream)
+{
+    static const char *const kernels[TE_DTYPE_COUNT] = TE_CUDA_NAMES("te_nvfp4_rows_");
+    const int64_t rows = args->input.shape[0];
+    te_nvfp4_rows_params params = {.input = te_cuda_view(&args->input),
+                                   .amax = args->cast.result.row_amax.data,
+                                   .noop = args->noop,
+                                   .range = range};
+    te_cuda_call call = {
+        "microscale",
+        kernels[args->input.dtype],
+        {rows < 65535 ? (uint32_t)rows : 65535, 1, 1, TE_CUDA_TILE_THREADS, 1, 1, 0},
+        &params,
+        sizeof params};
+    if (rows == 0) return TE_OK;
+    params.input_aligned = te_cuda_aligned(&params.input, te_dtype_bytes(args->input.dtype), 16);
+    return te_cuda_run(cuda, &call, 1, stream);
 }
 
 te_status te_cuda_micro_quantize(te_cuda_state *cuda, const te_quantize_args *args, void *stream)
@@ -47,12 +69,20 @@ te_status te_cuda_micro_quantize(te_cuda_state *cuda, const te_quantize_args *ar
         .height = te_round_up(args->input.shape[0], TE_SCALES_ROWS),
         .fp8_max = te_dtype_max(codes),
         .square = cast->square,
-        .hadamard = cast->hadamard};
+        .hadamard = cast->hadamard,
+        .margin = cast->margin,
+        .four_over_six = cast->four_over_six != TE_FOUR_OVER_SIX_NONE,
+        .squared = cast->four_over_six == TE_FOUR_OVER_SIX_MSE,
+        .range = cast->scales_to_256 ? TE_NVFP4_TO_256 : 1.0F};
     te_cuda_call call = {
         "microscale", fp4 ? nvfp4[input] : mxfp8[input][codes],
         tile_grid(params.height, te_round_up(args->input.shape[1], TE_SCALES_ROWS)), &params,
         sizeof params};
     params.input_aligned = te_cuda_aligned(&params.input, te_dtype_bytes(input), 16);
+    params.row.amax_per_row = cast->row_scaled != 0;
+    if (cast->row_scaled != 0 && te_tensor_present(&to->row)) {
+        TE_TRY(measure_rows(cuda, args, params.range, stream));
+    }
     if (params.height == 0) params.height = 1; /* the amax is written all the same */
     return te_cuda_run(cuda, &call, 1, stream);
 }

@@ -200,7 +200,8 @@ typedef struct te_operand {
     te_tensor column;        /* [columns, >= rows], but for MXFP8: physically transposed */
     te_tensor column_scales; /* of `column`; TENSOR: the same memory as row_scales, or other */
     te_tensor row_amax,
-        column_amax; /* NVFP4: f32 [1], the amax that `row`, `column` was made with */
+        column_amax; /* NVFP4: f32 [1], the amax that `row`, `column` was made with (times 448 / 256
+                        with scales up to 256); `row_amax` may be one of each row, [rows] */
 } te_operand;
 
 #define TE_AMAX_PARTIALS 1024
@@ -221,6 +222,12 @@ typedef struct te_operand {
  *
  * MXFP8, NVFP4: of te_quantize alone; what a scale is, core/microscale.h says. For NVFP4 partials
  * are given; what follows `power_2_scale` is theirs. */
+typedef enum te_four_over_six {
+    TE_FOUR_OVER_SIX_NONE = 0,
+    TE_FOUR_OVER_SIX_MAE = 1, /* by the sum of errors */
+    TE_FOUR_OVER_SIX_MSE = 2  /* by the sum of their squares */
+} te_four_over_six;
+
 typedef struct te_cast_request {
     te_operand result;
     const float *scale;    /* device float */
@@ -238,9 +245,15 @@ typedef struct te_cast_request {
     const float *column_partials; /* NVFP4: partials of the column-wise values, where they are
                                      others: te_amax with `hadamard`; NULL: the same */
     const int64_t
-        *rng; /* NVFP4: rounds stochastically, by device int64[2] {seed, offset}; element
-                 (r, c) of `row` takes word c % 4 of counter offset + (r * roundup(columns,
-                 16) + c) / 4, those of `column` come after; NULL: to nearest even */
+        *rng;       /* NVFP4: rounds stochastically, by device int64[2] {seed, offset}; element
+                       (r, c) of `row` takes word c % 4 of counter offset + (r * roundup(columns,
+                       16) + c) / 4, those of `column` come after; NULL: to nearest even */
+    int32_t margin; /* MXFP8: powers of two left free below the largest number */
+    int32_t four_over_six; /* NVFP4: te_four_over_six: a group's largest magnitude becomes 4 instead
+                              of 6 where that loses less; to nearest, and nothing transformed */
+    int32_t scales_to_256; /* NVFP4: scales go up to 256 instead of 448, so that 4 has one */
+    int32_t row_scaled;    /* NVFP4: `row` has an amax for each row, which the cast finds; not with
+                              `square` */
 } te_cast_request;
 
 #ifdef __cplusplus

@@ -205,16 +205,15 @@ WRONG = {
         "b: operands f32 and bf16, expected the same high precision",
         {"b": torch.zeros(5, 6, dtype=BF16)},
     ),
-    "one FP8": (TypeError, "b: dtype e4m3, expected f32, f16 or bf16", {"b": E4(5, 6)}),
+    "FP8 that is said to be none": (
+        TypeError,
+        "b: dtype e4m3, expected f32, f16 or bf16",
+        {"b": E4(5, 6)},
+    ),
     "integers": (
         TypeError,
         "a: dtype i32, expected f32, f16 or bf16",
         {"a": torch.zeros(4, 5, dtype=torch.int32), "b": torch.zeros(5, 6, dtype=torch.int32)},
-    ),
-    "two e5m2": (
-        TypeError,
-        "b: operands e5m2 and e5m2, .* at most one e5m2",
-        {**FP8_CALL, "a_row": E5(4, 16), "b_row": E5(6, 16)},
     ),
     "no scale of a": (
         ValueError,
@@ -256,6 +255,16 @@ WRONG = {
         ValueError,
         "d: FP8 output e4m3 .* can not accumulate",
         {**FP8_CALL, "d": E4M3, "d_scale": ONE, "accumulate": True},
+    ),
+    "FP8 d of what is multiplied out": (
+        TypeError,
+        "d: dtype e4m3 from operands that are multiplied out",
+        {**FP8_CALL, "a_row": E5(4, 16), "b_row": E5(6, 16), "d": E4M3, "d_scale": ONE},
+    ),
+    "GELU of what is multiplied out": (
+        ValueError,
+        "epilogue: 1 with operands that are multiplied out",
+        {**FP8_CALL, "a_row": E5(4, 16), "b_row": E5(6, 16), "epilogue": 1},
     ),
     "integer d": (TypeError, "d: dtype i32, expected f32, f16 or bf16", {"d": torch.int32}),
     "bf16 scale": (

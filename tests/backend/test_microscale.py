@@ -34,7 +34,17 @@ OPTIONS = {
     "nvfp4": (NVFP4, {}),
     "nvfp4-square": (NVFP4, {"square": True}),
     "nvfp4-rht": (NVFP4, {"rht": True}),
+    "mxfp8-margin": (MXFP8, {"margin": 2}),
+    "mxfp8-negative": (MXFP8, {"margin": -3, "square": True, "dtype": E5M2}),
+    "nvfp4-4over6": (NVFP4, {"err_mode": "MAE", "to_256": True}),
+    "nvfp4-4over6-mse": (NVFP4, {"err_mode": "MSE"}),
+    "nvfp4-4over6-square": (NVFP4, {"err_mode": "MSE", "to_256": True, "square": True}),
+    "nvfp4-rows": (NVFP4, {"row_scaled": True}),
+    "nvfp4-rows-rht": (NVFP4, {"row_scaled": True, "rht": True}),
+    "nvfp4-rows-4over6": (NVFP4, {"row_scaled": True, "err_mode": "MAE", "to_256": True}),
 }
+SATURATING = ("mxfp8-negative", "nvfp4-4over6-mse")
+"""A negative margin; 448 / 4 of the tensor's amax."""
 RAGGED_SHAPES = [(1, 1), (1, 33), (31, 16), (33, 47), (65, 127), (128, 128), (129, 257), (70, 514)]
 options = pytest.mark.parametrize("name", OPTIONS)
 
@@ -117,6 +127,7 @@ def test_noop_leaves_everything(device, name, rng):
     if mode == NVFP4:
         more = {"partials": partials(x), "column_partials": partials(x)}
         more["hadamard"] = int(how.get("rht", False))
+        more["row_scaled"] = int(how.get("row_scaled", False))
     flag = torch.ones(1, device=device)
     _core.quantize(x, **before, **more, noop=flag)
     for n, value in kept.items():
@@ -254,7 +265,7 @@ def test_no_nan_or_inf_that_was_not_there(device, name, usage, rng):
     assert not values.isinf().any()
 
 
-@options
+@pytest.mark.parametrize("name", [n for n in OPTIONS if n not in SATURATING])
 def test_close(device, name, rng):
     """Within half a step of the format, at the largest magnitude of a group."""
     mode, how = OPTIONS[name]
@@ -265,6 +276,25 @@ def test_close(device, name, rng):
     bound = tol(family, how.get("dtype", E4M3))
     reach = x.abs().amax() if how.get("square") else groups
     assert ((values - x).reshape(-1, GROUP[mode]).abs() <= bound * reach).all()
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("err_mode", ["MAE", "MSE"])
+def test_four_over_six_loses_less(device, square, err_mode, rng):
+    """No group loses more than with 6 alone; of 4 / 4 and 3 / 4 of something, some lose less."""
+    x = rng.choice([-1, -0.75, 0.75, 1], (8, 16, 16, 16)) * rng.uniform(1, 2, (8, 1, 16, 1))
+    x[:, :, ::2] = rng.standard_normal((8, 16, 8, 16))
+    x = torch.from_numpy(x.reshape(128, 256)).to(F32)
+    losses = []
+    for way in (None, err_mode):
+        how = {"usage": "row", "to_256": True, "square": square, "err_mode": way}
+        error = (back(cast(x.to(device), NVFP4, **how), x.shape, F32).cpu() - x).double().abs()
+        error = error if err_mode == "MAE" else error.square()
+        shape = (8, 16, 16, 16) if square else (128, 1, 16, 16)
+        losses.append(error.reshape(shape).sum((1, 3)))
+    plain, chosen = losses
+    assert (chosen <= plain * (1 + tol("sum", F32, 256) + 4 * EPS[F32])).all()
+    assert (chosen < plain).any()
 
 
 def test_counted(device):
@@ -290,6 +320,11 @@ def nvfp4_call(x, **changes):
         ({"hadamard": 1, "square": 1}, "hadamard"),
         ({"row_amax": None}, "row_amax"),
         ({"row_scales": None}, "row_scales"),
+        ({"margin": 1}, "margin"),
+        ({"four_over_six": 3}, "four_over_six"),
+        ({"four_over_six": 1, "rng": torch.zeros(2, dtype=torch.int64)}, "four_over_six"),
+        ({"row_scaled": 1}, "row_amax"),
+        ({"row_scaled": 1, "square": 1}, "row_scaled"),
     ],
 )
 def test_what_nvfp4_needs(changes, words):
@@ -306,6 +341,10 @@ def test_what_mxfp8_does_not_have():
         ({"hadamard": 1}, "hadamard"),
         ({"partials": partials(x)}, "partials"),
         ({"scale": torch.ones(1)}, "scale"),
+        ({"four_over_six": 1}, "four_over_six"),
+        ({"scales_to_256": 1}, "scales_to_256"),
+        ({"row_scaled": 1}, "row_scaled"),
+        ({"margin": 127}, "margin"),
     ):
         with pytest.raises(ValueError, match=words):
             _core.quantize(x, **data, **more)

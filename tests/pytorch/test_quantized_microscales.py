@@ -45,15 +45,23 @@ def test_mxfp8_is_that_of_the_definition(device, squares, kind, shape):
     assert_same_bits(tensor.dequantize(), values.view(shape))
 
 
-@pytest.mark.parametrize("name", ["nv", "nv squares", "nv rht"])
+OF_DEFINITION = {
+    "nv": {},
+    "nv squares": {"square": True},
+    "nv rht": {"rht": True},
+    "nv 4over6": {"err_mode": "MAE", "to_256": True},
+    "nv rows": {"err_mode": "MSE", "row_scaled": True},
+}
+
+
+@pytest.mark.parametrize("name", OF_DEFINITION)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nvfp4_is_that_of_the_definition(device, name, shape):
     source = source_of(device, shape)
     quantizer = SMALL[name]()
     tensor = quantizer(source)
     matrix = source.reshape(-1, shape[-1])
-    options = {"square": name == "nv squares", "rht": name == "nv rht"}
-    expected = microscaled.nvfp4(as_f32(matrix), **options)
+    expected = microscaled.nvfp4(as_f32(matrix), **OF_DEFINITION[name])
     for form, (data, scales, amax) in zip(
         ("rowwise", "columnwise"), (expected[:3], expected[3:]), strict=True
     ):
@@ -86,11 +94,18 @@ def test_what_can_not_be():
         te.NVFP4Quantizer(7)
     with pytest.raises(ValueError, match="with_rht and with_2d_quantization: give one"):
         te.NVFP4Quantizer(with_rht=True, with_2d_quantization=True)
-    for option in ("row_scaled_nvfp4", "nvfp4_use_4over6"):
-        with pytest.raises(NotImplementedError, match=f"NVFP4Quantizer: {option} is not there"):
-            te.NVFP4Quantizer(**{option: True})
-    with pytest.raises(NotImplementedError, match="nvfp4_e4m3_max"):
-        te.NVFP4Quantizer(nvfp4_e4m3_max=256)
+    for one, other in (
+        ("row_scaled_nvfp4", "with_2d_quantization"),
+        ("with_rht", "nvfp4_use_4over6"),
+        ("stochastic_rounding", "nvfp4_use_4over6"),
+    ):
+        with pytest.raises(ValueError, match=f"{one} and {other}: give one"):
+            te.NVFP4Quantizer(**{one: True, other: True})
+    for name, value in (("nvfp4_e4m3_max", 255), ("nvfp4_4over6_err_mode", "mae")):
+        with pytest.raises(ValueError, match=f"{name}={value!r}"):
+            te.NVFP4Quantizer(**{name: value})
+    with pytest.raises(ValueError, match="margin=127"):
+        te.MXFP8Quantizer(FP8[0], margin=127)
     tensor = te.NVFP4Quantizer(with_rht=True)(torch.ones(16, 16))
     tensor.update_usage(rowwise_usage=False)
     with pytest.raises(RuntimeError, match="column-wise data are of transformed values"):

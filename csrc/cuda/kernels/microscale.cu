@@ -98,7 +98,7 @@ static __device__ __forceinline__ void mxfp8(const te_micro_params &p)
         if (p.row.data.data != nullptr) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const unsigned e = te_e8m0_of(__uint_as_float(row_tops[i]), p.fp8_max);
+                const unsigned e = te_e8m0_of(__uint_as_float(row_tops[i]), p.fp8_max, p.margin);
                 te_cast_vector<TO>(values[i], te_e8m0_multiplier(e), 0, out[i]);
                 if ((threadIdx.x & 3) == 0)
                     store_scale(p.row.scales, row + i, column / TE_MXFP8_GROUP,
@@ -109,7 +109,7 @@ static __device__ __forceinline__ void mxfp8(const te_micro_params &p)
         if (p.column.data.data != nullptr) {
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-                const unsigned e = te_e8m0_of(__uint_as_float(column_tops[j]), p.fp8_max);
+                const unsigned e = te_e8m0_of(__uint_as_float(column_tops[j]), p.fp8_max, p.margin);
                 const float multiplier = te_e8m0_multiplier(e);
 #pragma unroll
                 for (int i = 0; i < 4; i++) values[i][j] *= multiplier;
@@ -156,23 +156,93 @@ static __device__ __forceinline__ void hadamard(float values[4][8])
 }
 
 /* The largest magnitude of a tensor; all threads of the block. */
-static __device__ __forceinline__ float largest_of(const float *partials, unsigned *scratch)
+static __device__ __forceinline__ float largest_of(const float *partials, float range,
+                                                   unsigned *scratch)
 {
     float amax = 0.0F;
     for (int i = threadIdx.x; i < TE_CAST_PARTIALS; i += TE_TILE_THREADS)
         amax = fmaxf(amax, partials[i]);
     amax = te_block_max<TE_TILE_THREADS>(amax, scratch);
     __syncthreads();
-    return te_nvfp4_amax(amax);
+    return te_nvfp4_amax(te_product(amax, range));
 }
 
-/* The scale of a group as E4M3, and what its values are multiplied by. */
-static __device__ __forceinline__ unsigned group_scale(unsigned top, float encode,
+/* The scale of a group as E4M3, and what its values are multiplied by, so that its largest
+ * magnitude becomes `code`. */
+static __device__ __forceinline__ unsigned group_scale(unsigned top, float encode, float code,
                                                        float *multiplier)
 {
-    const unsigned scale = te_fp8_pair<te_e4m3>(te_nvfp4_group_scale(top, encode), 0.0F) & 0xffU;
+    const unsigned scale =
+        te_fp8_pair<te_e4m3>(te_nvfp4_group_scale(top, encode, code), 0.0F) & 0xffU;
     *multiplier = te_nvfp4_multiplier(encode, te_decode<te_e4m3>((unsigned char)scale));
     return scale;
+}
+
+static __device__ __forceinline__ float lanes_sum(float value, int lane)
+{
+    return value + __shfl_xor_sync(0xffffffffU, value, lane);
+}
+
+/* What neighbours that begin with `values` and lie STEP floats apart lose with the scale that makes
+ * the largest magnitude of their group `code`: COUNT leaves of the tree of core/microscale.h. */
+template <int COUNT, int STEP>
+static __device__ __forceinline__ float loss_of(const te_micro_params &p, const float *values,
+                                                float encode, unsigned top, float code)
+{
+    float multiplier, errors[COUNT];
+    const unsigned bits = group_scale(top, encode, code, &multiplier);
+    const float scale = te_decode<te_e4m3>((unsigned char)bits);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        errors[i] = te_nvfp4_error(values[i * STEP], encode, multiplier, scale, p.squared);
+#pragma unroll
+    for (int step = 1; step < COUNT; step *= 2)
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 2 * step) errors[i] += errors[i + step];
+    return errors[0];
+}
+
+/* What a row of a group loses, whose two halves are in neighbouring lanes. */
+static __device__ __forceinline__ float row_loss(const te_micro_params &p, const float values[8],
+                                                 float encode, unsigned top, float code)
+{
+    return lanes_sum(loss_of<8, 1>(p, values, encode, top, code), 1);
+}
+
+/* What the largest magnitude of a group becomes: of row i of the thread's, of column j, of its
+ * square. All lanes of the warp take part. */
+static __device__ __forceinline__ float row_code(const te_micro_params &p, const float values[8],
+                                                 float encode, unsigned top)
+{
+    if (!p.four_over_six) return 6.0F;
+    const float four = row_loss(p, values, encode, top, 4.0F);
+    return four < row_loss(p, values, encode, top, 6.0F) ? 4.0F : 6.0F;
+}
+
+static __device__ __forceinline__ float
+column_code(const te_micro_params &p, const float values[4][8], int j, float encode, unsigned top)
+{
+    if (!p.four_over_six) return 6.0F;
+    const float *v = &values[0][j];
+    const float four = lanes_sum(lanes_sum(loss_of<4, 8>(p, v, encode, top, 4.0F), 8), 16);
+    const float six = lanes_sum(lanes_sum(loss_of<4, 8>(p, v, encode, top, 6.0F), 8), 16);
+    return four < six ? 4.0F : 6.0F;
+}
+
+static __device__ __forceinline__ float
+square_code(const te_micro_params &p, const float values[4][8], float encode, unsigned top)
+{
+    float loss[2];
+    if (!p.four_over_six) return 6.0F;
+#pragma unroll
+    for (int way = 0; way < 2; way++) {
+        float rows[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            rows[i] = row_loss(p, values[i], encode, top, way == 0 ? 4.0F : 6.0F);
+        loss[way] = lanes_sum(lanes_sum((rows[0] + rows[1]) + (rows[2] + rows[3]), 8), 16);
+    }
+    return loss[0] < loss[1] ? 4.0F : 6.0F;
 }
 
 /* Four codes of neighbours that begin at element `index`, a multiple of 4, in the low 16 bits. */
@@ -192,16 +262,21 @@ four_codes(const te_micro_params &p, unsigned long long index, float a, float b,
 
 /* Of neighbouring rows: [4][8]; tops[i] of the group of row i. */
 static __device__ __forceinline__ void nvfp4_rows(const te_micro_params &p, te_index row,
-                                                  te_index column, te_index wide, float encode,
+                                                  te_index column, te_index wide, float all,
                                                   const float values[4][8], const unsigned tops[4])
 {
+    const float square = p.square ? square_code(p, values, all, tops[0]) : 6.0F;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const float *v = values[i];
         const unsigned long long index = (unsigned long long)((row + i) * wide + column);
         float m;
         te_four_bytes codes;
-        const unsigned scale = group_scale(tops[i], encode, &m);
+        const float encode = p.row.amax_per_row && row + i < p.input.rows
+                                 ? te_nvfp4_encode(p.row.amax[row + i])
+                                 : all;
+        const float code = p.square ? square : row_code(p, v, encode, tops[i]);
+        const unsigned scale = group_scale(tops[i], encode, code, &m);
         if (row + i >= p.row.scales.rows) continue;
         codes.word[0] = four_codes(p, index, v[0] * m, v[1] * m, v[2] * m, v[3] * m) |
                         four_codes(p, index + 4, v[4] * m, v[5] * m, v[6] * m, v[7] * m) << 16;
@@ -221,11 +296,13 @@ static __device__ __forceinline__ void nvfp4_columns(const te_micro_params &p, t
                                                      const unsigned tops[8],
                                                      unsigned short lines[TE_TILE][24])
 {
+    const float square = p.square ? square_code(p, values, encode, tops[0]) : 6.0F;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         const unsigned long long index = (unsigned long long)(below + (column + j) * high + row);
         float m;
-        const unsigned scale = group_scale(tops[j], encode, &m);
+        const float code = p.square ? square : column_code(p, values, j, encode, tops[j]);
+        const unsigned scale = group_scale(tops[j], encode, code, &m);
         lines[te_tile_column() + j][te_tile_row() >> 2] = (unsigned short)four_codes(
             p, index, values[0][j] * m, values[1][j] * m, values[2][j] * m, values[3][j] * m);
         if (te_tile_row() % TE_NVFP4_GROUP == 0)
@@ -260,13 +337,13 @@ template <typename T> static __device__ __forceinline__ void nvfp4(const te_micr
     const bool by_rows = p.row.data.data != nullptr, by_columns = p.column.data.data != nullptr;
     float row_encode = 1.0F, column_encode = 1.0F;
     if (p.noop != nullptr && *p.noop != 0.0F) return;
-    if (p.row.amax != nullptr) { /* also where there is no data */
-        const float largest = largest_of(p.row.partials, scratch);
+    if (p.row.amax != nullptr && !p.row.amax_per_row) { /* also where there is no data */
+        const float largest = largest_of(p.row.partials, p.range, scratch);
         row_encode = te_nvfp4_encode(largest);
         if ((blockIdx.x | blockIdx.y | threadIdx.x) == 0) *p.row.amax = largest;
     }
     if (p.column.amax != nullptr) {
-        const float largest = largest_of(p.column.partials, scratch);
+        const float largest = largest_of(p.column.partials, p.range, scratch);
         column_encode = te_nvfp4_encode(largest);
         if ((blockIdx.x | blockIdx.y | threadIdx.x) == 0) *p.column.amax = largest;
     }
@@ -302,6 +379,27 @@ template <typename T> static __device__ __forceinline__ void nvfp4(const te_micr
     }
 }
 
+/* The amax of each row, as it is used. */
+template <typename T>
+static __device__ __forceinline__ void nvfp4_row_amax(const te_nvfp4_rows_params &p)
+{
+    __shared__ unsigned scratch[TE_TILE_THREADS / 32];
+    if (p.noop != nullptr && *p.noop != 0.0F) return;
+    for (te_index row = blockIdx.x; row < p.input.rows; row += gridDim.x) {
+        float amax = 0.0F;
+        for (te_index column = (te_index)threadIdx.x * 8; column < p.input.columns;
+             column += TE_TILE_THREADS * 8) {
+            te_vector<T, 8> in;
+            in.load(te_at<T>(p.input, row, column), p.input_aligned != 0, p.input.columns - column);
+#pragma unroll
+            for (int j = 0; j < 8; j++) amax = fmaxf(amax, fabsf(in.value(j)));
+        }
+        amax = te_block_max<TE_TILE_THREADS>(amax, scratch);
+        if (threadIdx.x == 0) p.amax[row] = te_nvfp4_amax(te_product(amax, p.range));
+        __syncthreads();
+    }
+}
+
 template <typename T>
 static __device__ __forceinline__ void hadamard_amax(const te_hadamard_amax_params &p)
 {
@@ -328,6 +426,8 @@ static __device__ __forceinline__ void hadamard_amax(const te_hadamard_amax_para
 
 #define X(I, i, ...)                                                                               \
     TE_KERNEL(te_nvfp4_##i, te_micro_params, (TE_TILE_THREADS), nvfp4<te_##i>(p))                  \
+    TE_KERNEL(te_nvfp4_rows_##i, te_nvfp4_rows_params, (TE_TILE_THREADS),                          \
+              nvfp4_row_amax<te_##i>(p))                                                           \
     TE_KERNEL(te_hadamard_amax_##i, te_hadamard_amax_params, (TE_TILE_THREADS),                    \
               hadamard_amax<te_##i>(p))
 TE_NUMBERS(X, )
@@ -370,9 +470,12 @@ static __device__ __forceinline__ float nvfp4_value(unsigned code, float scale, 
     return te_saturate(te_e2m1_value(code) * scale * factor, limit);
 }
 
-static __device__ __forceinline__ float nvfp4_factor(const te_micro_form &form)
+/* That of a row of the matrix; rows beyond it have that of the last one. */
+static __device__ __forceinline__ float nvfp4_factor(const te_micro_form &form, te_index row,
+                                                     te_index rows)
 {
-    return form.amax != nullptr ? te_nvfp4_decode(*form.amax) : 1.0F;
+    const te_index at = form.amax_per_row ? min(row, rows - 1) : 0;
+    return form.amax != nullptr ? te_nvfp4_decode(form.amax[at]) : 1.0F;
 }
 
 static __device__ __forceinline__ float nvfp4_scale(const te_view &scales, te_index row,
@@ -386,7 +489,6 @@ template <typename TO>
 static __device__ __forceinline__ void nvfp4_wide(const te_micro_wide_params &p)
 {
     const te_index column = (te_index)blockIdx.x * TE_TILE + te_tile_column();
-    const float factor = nvfp4_factor(p.form);
     if (column >= p.output.columns) return;
     for (te_index row = (te_index)blockIdx.y * TE_TILE + te_tile_row(); row < p.output.rows;
          row += (te_index)gridDim.y * TE_TILE) {
@@ -396,6 +498,7 @@ static __device__ __forceinline__ void nvfp4_wide(const te_micro_wide_params &p)
             float values[8];
             te_four_bytes codes;
             const te_index left = p.form.data.columns - column / 2;
+            const float factor = nvfp4_factor(p.form, row + i, p.output.rows);
             const float scale = nvfp4_scale(p.form.scales, row + i, column / TE_NVFP4_GROUP);
             codes.load(te_at<te_none>(p.form.data, row + i, column / 2), p.form.aligned != 0,
                        row + i < p.output.rows ? left : 0);
@@ -414,7 +517,7 @@ static __device__ __forceinline__ void nvfp4_wide_transposed(const te_micro_wide
     __shared__ float tile[TE_TILE][TE_TILE + 1];
     const int line = threadIdx.x >> 1, first = (threadIdx.x & 1) * 32;
     const te_index column = (te_index)blockIdx.x * TE_TILE;
-    const float factor = nvfp4_factor(p.form);
+    const float factor = nvfp4_factor(p.form, 0, 1);
     for (te_index top = (te_index)blockIdx.y * TE_TILE; top < p.output.rows;
          top += (te_index)gridDim.y * TE_TILE) {
         const te_index at = (top + first) / 2;

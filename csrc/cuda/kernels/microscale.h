@@ -17,8 +17,9 @@
 typedef struct te_micro_form {
     te_view data;          /* bytes; data NULL: not requested */
     te_view scales;        /* bytes, padding included */
-    const float *partials; /* NVFP4: TE_CAST_PARTIALS floats */
+    const float *partials; /* NVFP4: TE_CAST_PARTIALS floats; NULL: the amax is there */
     float *amax;           /* NVFP4: 1 float; written by a cast, read by its inverse (NULL: 1) */
+    int amax_per_row;      /* it has as many floats as data has rows */
     int aligned;           /* every access of a thread to the data is aligned */
 } te_micro_form;
 
@@ -31,10 +32,23 @@ typedef struct te_micro_params {
     const float *noop;   /* 1 float or NULL */
     te_index height;     /* rows, padding included */
     float fp8_max;
-    int square;   /* scales of 32 x 32 or 16 x 16 values */
-    int hadamard; /* of the column-wise values */
+    int square;        /* scales of 32 x 32 or 16 x 16 values */
+    int hadamard;      /* of the column-wise values */
+    int margin;        /* MXFP8 */
+    int four_over_six; /* NVFP4: groups whose largest magnitude becomes 4 where that loses less, */
+    int squared;       /* by the squares of errors */
+    float range;       /* NVFP4: how much larger a tensor counts than it is */
     int input_aligned;
 } te_micro_params;
+
+/* te_nvfp4_rows_*: the amax of each row; grid of up to 65535 blocks of 128 threads, a row each. */
+typedef struct te_nvfp4_rows_params {
+    te_view input;
+    float *amax;       /* of each row */
+    const float *noop; /* 1 float or NULL */
+    float range;
+    int input_aligned;
+} te_nvfp4_rows_params;
 
 /* te_hadamard_amax_*: grid of up to TE_CAST_PARTIALS blocks of 128 threads. */
 typedef struct te_hadamard_amax_params {

@@ -118,6 +118,10 @@ def _cast(
     power_2: bool = False,
     square: bool = False,
     hadamard: bool = False,
+    margin: int = 0,
+    four_over_six: int = 0,
+    scales_to_256: bool = False,
+    row_scaled: bool = False,
 ) -> None:
     element = _core.torch_dtype(dtype)
     _core.quantize(
@@ -138,6 +142,10 @@ def _cast(
         power_2_scale=int(power_2),
         square=int(square),
         hadamard=int(hadamard),
+        margin=margin,
+        four_over_six=four_over_six,
+        scales_to_256=int(scales_to_256),
+        row_scaled=int(row_scaled),
         noop=noop,
     )
 
@@ -148,7 +156,8 @@ _tensors = [f"Tensor({chr(97 + i)}!)? {name}=None" for i, name in enumerate(_WRI
 _tensors += [f"Tensor? {name}=None" for name in _READ]
 torch_ops.define(
     f"cast_quantized(Tensor source, int scaling, int dtype, {', '.join(_tensors)}, "
-    "float epsilon=0.0, bool power_2=False, bool square=False, bool hadamard=False) -> ()",
+    "float epsilon=0.0, bool power_2=False, bool square=False, bool hadamard=False, int margin=0, "
+    "int four_over_six=0, bool scales_to_256=False, bool row_scaled=False) -> ()",
     _cast,
     lambda *_, **__: None,
 )

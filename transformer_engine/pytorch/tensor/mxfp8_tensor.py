@@ -57,6 +57,8 @@ class MXFP8Quantizer(TwoFormQuantizer):
         Which forms to make.
     with_2d_quantization : bool, default False
         Squares of 32 x 32 values have one exponent.
+    margin : int, default 0
+        Powers of two left free below the largest number, -126 to 126 (not the incumbent's).
     """
 
     TENSOR, STORAGE = MXFP8Tensor, MXFP8TensorStorage
@@ -70,9 +72,13 @@ class MXFP8Quantizer(TwoFormQuantizer):
         rowwise: bool = True,
         columnwise: bool = True,
         with_2d_quantization: bool = False,
+        margin: int = 0,
     ) -> None:
         super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         self.with_2d_quantization = bool(with_2d_quantization)
+        if not -126 <= margin <= 126:
+            raise ValueError(f"MXFP8Quantizer: margin={margin}, expected -126 to 126")
+        self.margin = int(margin)
 
     def _mode(self) -> int:
         return _core.SCALING_MXFP8
@@ -94,10 +100,11 @@ class MXFP8Quantizer(TwoFormQuantizer):
 
     def _how(self, source: Tensor, into: Any) -> dict[str, Any]:
         del source, into
-        return {"square": self.with_2d_quantization}
+        return {"square": self.with_2d_quantization, "margin": self.margin}
 
     def _own_settings(self) -> dict[str, Any]:
         return {
             "fp8_dtype": int(self.dtype),
             "with_2d_quantization": self.with_2d_quantization,
+            "margin": self.margin,
         }

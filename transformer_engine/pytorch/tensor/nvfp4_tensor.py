@@ -20,6 +20,9 @@ from transformer_engine.pytorch.tensor.two_forms import (
 
 __all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage"]
 
+ERR_MODES = {"MAE": 1, "MSE": 2}
+"""How groups choose between 4 and 6: te_four_over_six of the C header."""
+
 
 def _packed(shape: Sequence[int], device: torch.device, pin_memory: bool) -> Tensor:
     """Bytes of rows of four-bit values, padded to 16 of these."""
@@ -37,7 +40,9 @@ class NVFP4TensorStorage(TwoFormStorage):
 
     Data are [M, roundup(K, 16) / 2], and column-wise [K, roundup(M, 16) / 2]. Their scales (E4M3
     in uint8) are [roundup(M, 128), roundup(ceil(K / 16), 4)], of the column-wise ones with K and M
-    swapped; ``amax_rowwise`` and ``amax_columnwise``, fp32 [1], make up the scale of the tensor.
+    swapped; ``amax_rowwise`` and ``amax_columnwise``, fp32 [1], make up the scale of the tensor
+    (with ``row_scaled_nvfp4`` the former, [M], that of each row). Where scales of groups go up to
+    256 instead of 448 they are 448 / 256 times the amax, so that all data is read alike.
     """
 
     _TENSORS = (*TwoFormStorage._TENSORS, "_amax_rowwise", "_amax_columnwise")
@@ -45,6 +50,7 @@ class NVFP4TensorStorage(TwoFormStorage):
         "_fp8_dtype",
         "_is_2D_scaled",
         "_with_rht",
+        "_row_scaled_nvfp4",
         "_logical_shape",
         "_with_gemm_swizzled_scales",
     )
@@ -53,6 +59,7 @@ class NVFP4TensorStorage(TwoFormStorage):
     _amax_columnwise: Tensor | None
     _is_2D_scaled: bool  # squares of 16 x 16 values have one scale
     _with_rht: bool  # the column-wise values are transformed
+    _row_scaled_nvfp4: bool = False  # each row has an amax
     _logical_shape: tuple[int, ...]
     _with_gemm_swizzled_scales: bool
 
@@ -109,10 +116,22 @@ class NVFP4Quantizer(TwoFormQuantizer):
         Squares of 16 x 16 values have one scale.
     stochastic_rounding : bool, default False
         Round up or down by chance, with random numbers from torch's generator.
-    row_scaled_nvfp4, nvfp4_use_4over6 : False
-        Not there yet.
-    nvfp4_e4m3_max, nvfp4_4over6_err_mode, with_random_sign_mask
-        Not read: 448, of no use, and the signs of the definition.
+    row_scaled_nvfp4 : bool, default False
+        The row-wise form has an amax for each row; not with `with_2d_quantization`.
+    nvfp4_use_4over6 : bool, default False
+        The largest magnitude of a group becomes 4 instead of 6 where that loses less; neither with
+        `with_rht` nor with `stochastic_rounding`.
+    nvfp4_e4m3_max : {448, 256}, default 448
+        Largest scale of a group; with 256 there is one for 4 in every group.
+    nvfp4_4over6_err_mode : {"MAE", "MSE"}, default "MAE"
+        What it loses: the sum of errors, or of their squares.
+    with_random_sign_mask : bool, default True
+        Not read: the signs are those of the definition.
+
+    Raises
+    ------
+    ValueError
+        Options do not go together, or a value is none of those above.
     """
 
     TENSOR, STORAGE = NVFP4Tensor, NVFP4TensorStorage
@@ -138,13 +157,18 @@ class NVFP4Quantizer(TwoFormQuantizer):
         nvfp4_4over6_err_mode: str = "MAE",
         with_random_sign_mask: bool = True,
     ) -> None:
-        del nvfp4_4over6_err_mode, with_random_sign_mask
-        refused = {"row_scaled_nvfp4": row_scaled_nvfp4, "nvfp4_use_4over6": nvfp4_use_4over6}
-        for name, value in {**refused, "nvfp4_e4m3_max": nvfp4_e4m3_max != 448}.items():
-            if value:
-                raise NotImplementedError(f"NVFP4Quantizer: {name} is not there yet: leave it out")
-        if with_rht and with_2d_quantization:
-            raise ValueError("NVFP4Quantizer: with_rht and with_2d_quantization: give one of them")
+        del with_random_sign_mask
+        if with_2d_quantization and (with_rht or row_scaled_nvfp4):
+            other = "with_rht" if with_rht else "row_scaled_nvfp4"
+            raise ValueError(f"NVFP4Quantizer: {other} and with_2d_quantization: give one of them")
+        if nvfp4_use_4over6 and (with_rht or stochastic_rounding):
+            other = "with_rht" if with_rht else "stochastic_rounding"
+            raise ValueError(f"NVFP4Quantizer: {other} and nvfp4_use_4over6: give one of them")
+        if nvfp4_e4m3_max not in (448, 256) or nvfp4_4over6_err_mode not in ERR_MODES:
+            raise ValueError(
+                f"NVFP4Quantizer: nvfp4_e4m3_max={nvfp4_e4m3_max}, nvfp4_4over6_err_mode="
+                f"{nvfp4_4over6_err_mode!r}, expected 448 or 256, 'MAE' or 'MSE'"
+            )
         super().__init__(fp4_dtype, rowwise=rowwise, columnwise=columnwise)
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group
@@ -152,6 +176,10 @@ class NVFP4Quantizer(TwoFormQuantizer):
         self.with_post_rht_amax = bool(with_post_rht_amax)
         self.with_2d_quantization = bool(with_2d_quantization)
         self.stochastic_rounding = bool(stochastic_rounding)
+        self.row_scaled_nvfp4 = bool(row_scaled_nvfp4)
+        self.nvfp4_use_4over6 = bool(nvfp4_use_4over6)
+        self.nvfp4_e4m3_max = int(nvfp4_e4m3_max)
+        self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode
 
     def _mode(self) -> int:
         return _core.SCALING_NVFP4
@@ -177,22 +205,31 @@ class NVFP4Quantizer(TwoFormQuantizer):
         return {
             "_is_2D_scaled": self.with_2d_quantization,
             "_with_rht": self.with_rht,
+            "_row_scaled_nvfp4": self.row_scaled_nvfp4,
             "_logical_shape": tuple(shape),
             "_with_gemm_swizzled_scales": False,
         }
 
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
         fields = super()._empty(shape, device, pin_memory)
-        for form in ("rowwise", "columnwise"):
+        options = {"dtype": torch.float32, "device": device, "pin_memory": pin_memory}
+        rows = math.prod(shape[:-1]) if self.row_scaled_nvfp4 else 1
+        for form, length in (("rowwise", rows), ("columnwise", 1)):
             if f"_{form}_data" in fields:
-                options = {"dtype": torch.float32, "device": device, "pin_memory": pin_memory}
-                fields[f"_amax_{form}"] = torch.empty(1, **options)
+                fields[f"_amax_{form}"] = torch.empty(length, **options)
         return fields
 
     def _how(self, source: Tensor, into: Any) -> dict[str, Any]:
-        partials = self._measured(source, False)
-        how = {"partials": partials, "square": into._is_2D_scaled}
-        if into._with_rht and into._columnwise_data is not None:
+        columns, by_rows = into._columnwise_data is not None, into._row_scaled_nvfp4
+        how: dict[str, Any] = {
+            "square": into._is_2D_scaled,
+            "row_scaled": by_rows,
+            "four_over_six": ERR_MODES[self.nvfp4_4over6_err_mode] * self.nvfp4_use_4over6,
+            "scales_to_256": self.nvfp4_e4m3_max == 256,
+        }
+        if columns or not by_rows:
+            how["partials"] = self._measured(source, False)
+        if into._with_rht and columns:
             how["column_partials"] = self._measured(source, True)
             how["hadamard"] = True
         if self.stochastic_rounding:
@@ -208,5 +245,14 @@ class NVFP4Quantizer(TwoFormQuantizer):
         return partials
 
     def _own_settings(self) -> dict[str, Any]:
-        names = ("with_rht", "with_post_rht_amax", "with_2d_quantization", "stochastic_rounding")
+        names = (
+            "with_rht",
+            "with_post_rht_amax",
+            "with_2d_quantization",
+            "stochastic_rounding",
+            "row_scaled_nvfp4",
+            "nvfp4_use_4over6",
+            "nvfp4_e4m3_max",
+            "nvfp4_4over6_err_mode",
+        )
         return {"fp4_dtype": int(self.dtype), **{name: getattr(self, name) for name in names}}

@@ -163,9 +163,10 @@ def _is_fp4_of(tensor: Any, recipe: Recipe, role: str) -> bool:
     if role == "gradient":
         return False
     how = recipe.fp4_quant_fwd_weight if role == "weight" else recipe.fp4_quant_fwd_inp
-    transformed = how.random_hadamard_transform if role == "input" else False
+    is_input = role == "input"
     return (
-        tensor._with_rht == transformed
+        tensor._with_rht == (how.random_hadamard_transform and is_input)
+        and tensor._row_scaled_nvfp4 == (recipe.row_scaled_activation and is_input)
         and tensor._is_2D_scaled == how.fp4_2d_quantization
         and _is_whole(tensor, role)
     )
