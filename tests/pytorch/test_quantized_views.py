@@ -57,7 +57,7 @@ def both_of(device, name):
 
 
 def assert_same(found, expected):
-    assert_same_bits(found.dequantize(), expected.contiguous())
+    assert torch.equal(found.dequantize(), expected)
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
@@ -103,6 +103,108 @@ def test_a_view_is_copied_to_a_view(device, name, view):
     for whole, other in zip(into, source, strict=True):
         whole[0:2] = other[2:4]
     assert_same(*into)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_copied_codes_count_as_a_write(device, name):
+    """Through whatever stands for the whole: views of it see them, and so does autograd."""
+    for alias in (lambda t: t, torch.Tensor.detach, lambda t: t.data, lambda t: t.unsqueeze(0)):
+        whole, (source, values) = both_of(device, name)[0], both_of(device, name)
+        part, version = whole[3:5], whole.get_data_tensors()[0]._version
+        assert_same(part, whole.dequantize()[3:5])
+        alias(whole).copy_(alias(source))
+        assert whole.get_data_tensors()[0]._version > version
+        assert_same(whole, values)
+        assert_same(part, values[3:5])
+
+
+def test_a_transpose_that_was_made_apart_is_not_read_after_a_copy(device):
+    whole = current(columnwise=False)(torch.randn(SHAPE, device=device))
+    alias = whole.detach()
+    whole.update_usage(columnwise_usage=True)
+    alias.copy_(current(columnwise=False)(torch.randn(SHAPE, device=device)))
+    assert whole._transpose_invalid
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_strides_are_those_of_plain_tensors(device, name):
+    whole, values = both_of(device, name)
+    for view in VIEWS.values():
+        part, expected = view(whole), view(values)
+        assert part.stride() == expected.stride()
+        assert_same(part.reshape(-1), expected.reshape(-1))
+        assert_same(part.contiguous(), expected)
+
+
+# ---- random programs -----------------------------------------------------------------------------
+
+SHAPES = [(32, 48), (5, 20), (3, 4, 16), (2, 7, 33), (130, 140), (40,), (1, 16), (16, 1)]
+WRITES = [
+    lambda t, v: t.zero_(),
+    lambda t, v: t.fill_(1.3),
+    lambda t, v: t.add_(v, alpha=0.5),
+    lambda t, v: t.mul_(v.abs() + 0.5),
+    lambda t, v: t.copy_(v),
+    lambda t, v: t.masked_fill_(v > 0, 0.7),
+    lambda t, v: t.clamp_(-0.5, 0.5),
+    lambda t, v: torch._foreach_mul_([t], 0.9),
+    lambda t, v: torch._foreach_addcdiv_([t], [v], [v.abs() + 1], value=0.1),
+]
+
+
+def some_view(rng, shape):
+    """A function that makes a view of a tensor of this shape."""
+    first = int(rng.integers(shape[0]))
+    end = int(rng.integers(first, shape[0])) + 1
+    at = int(rng.integers(shape[-1]))
+    return [
+        lambda t: t[first:end],
+        lambda t: t[..., at:],
+        lambda t: t[..., ::2],
+        lambda t: t.unsqueeze(0),
+        lambda t: t[first],
+        lambda t: t.split(first + 1)[0],
+        lambda t: t.chunk(2, -1)[0],
+        lambda t: t.detach(),
+        lambda t: t.data,
+        lambda t: t.reshape(-1) if t.is_contiguous() else t,
+    ][rng.integers(10)]
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_random_programs_of_views_and_writes(device, name, rng):
+    """After each write the tensor is the cast of what a plain one is then, and so are all views."""
+    quantizer = QUANTIZERS[name](device)
+    for _ in range(40):
+        whole = quantizer(torch.randn(SHAPES[rng.integers(len(SHAPES))], device=device))
+        values, alive = whole.dequantize(), []
+        for _ in range(4):
+            chain, part, expected = [], whole, values
+            for _ in range(rng.integers(4)):
+                if expected.dim() == 0 or expected.numel() == 0:
+                    break
+                view = some_view(rng, tuple(expected.shape))
+                chain.append(view)
+                part, expected = view(part), view(expected)
+            assert_same(part, expected)
+            alive.append((part, chain))
+            write = WRITES[rng.integers(len(WRITES))]
+            other = torch.randn(expected.shape, device=device)
+            write(part, other)
+            write(expected, other)
+            again = quantizer(values)
+            values.copy_(again.dequantize())
+            assert_same(whole, values)
+            for field, cast in again._fields().items():
+                found = getattr(whole, field)
+                stale = field == "_transpose" and whole._transpose_invalid  # an alias was written
+                if isinstance(cast, torch.Tensor) and not stale:
+                    assert torch.equal(found, cast)
+            for seen, views in alive:
+                expected = values
+                for view in views:
+                    expected = view(expected)
+                assert_same(seen, expected)
 
 
 def test_views_of_inference_mode(device):

@@ -141,12 +141,21 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
         if into._takes(source):
             into.copy_from_storage(source)
             into._changed()
+            _count_in_wholes(into)
             return into
         source = source._dequantized(source.dtype, tuple(source.shape))
     if source.shape != into.shape:
         source = source.expand(into.shape)
     into._write(source.to(into.device))
     return into
+
+
+def _count_in_wholes(view: Any) -> None:
+    """Count a write in what a tensor is a view of: below autograd views have versions apart."""
+    while view._viewed is not None:
+        view = view._viewed[0]
+        view._count_write()
+        view._changed()
 
 
 @_handles(aten._foreach_copy_.default)
@@ -217,7 +226,7 @@ def _view_of(tensor: Any, fields: dict | None, view: Callable) -> Any:
         from transformer_engine.pytorch.tensor.identity import IdentityTensor
 
         return IdentityTensor._window_of(tensor, view)
-    shape = view(torch.empty(tensor.shape, device="meta")).shape
-    made = tensor._like(fields, shape=shape)
+    like = view(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"))
+    made = tensor._like(fields, shape=like.shape, stride=like.stride())
     made._viewed = tensor, view
     return made

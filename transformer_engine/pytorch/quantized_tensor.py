@@ -193,10 +193,14 @@ class QuantizedTensorStorage:
     ) -> None:
         """Cast plain values into all forms that are there."""
         (quantizer or self._caster())._cast(source, self, noop)
+        self._count_write()
+        self._written()
+
+    def _count_write(self) -> None:
+        """Count a write to the tensors: torch counts none of native code, nor below autograd."""
         if not is_traced_or_faked():
             tensors = [t for t in self.get_data_tensors() if t is not None]
             increment_version([t for t in tensors if not t.is_inference()])
-        self._written()
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], "QuantizedTensorStorage"]:
         """Take the tensors out, for ``save_for_backward``; `restore_from_saved` puts them back."""
@@ -226,6 +230,8 @@ class QuantizedTensorStorage:
                     raise ValueError(f"{type(self).__name__}: src has other forms than this one")
                 if mine is not None:
                     mine.copy_(other)
+        self._count_write()
+        self._written()
 
     def __repr__(self) -> str:
         """Settings and values."""

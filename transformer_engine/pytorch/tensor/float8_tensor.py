@@ -145,7 +145,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
             self._scales.copy_(src._scales)
             if self._transpose is not None:
                 self._transpose.copy_(_transposed(self))
-                self._transpose_invalid = False
+        self._count_write()
+        self._written()
 
     def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
         """Views of the row-wise bytes with rows in one piece; the transpose stays behind."""
