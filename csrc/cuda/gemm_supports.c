@@ -24,17 +24,19 @@ static te_status supports_modes(const te_gemm_args *args, int capability)
     return TE_FAIL(TE_ERROR_UNSUPPORTED, "gemm: GELU of operands scaled by tiles");
 }
 
-/* Of operands that are multiplied out. */
-static te_status emulated_supports(const te_gemm_args *args)
+/* Of operands that are multiplied out: mixed ones give f32, which is cast to another d. */
+static te_status emulated_supports(const te_gemm_args *args, te_gemm_way way)
 {
+    const te_dtype made = way == TE_GEMM_MIXED ? TE_DTYPE_F32 : args->d.dtype;
     if (!te_tensor_present(&args->aux) ||
-        (args->aux.dtype == args->d.dtype && args->d.dtype != TE_DTYPE_F16)) {
+        (args->aux.dtype == made && args->d.dtype != TE_DTYPE_F16)) {
         return TE_OK;
     }
     return TE_FAIL(TE_ERROR_UNSUPPORTED,
-                   "gemm: aux of dtype %s with d %s of operands that are multiplied out, expected "
-                   "both f32 or both bf16",
-                   te_dtype_name(args->aux.dtype), te_dtype_name(args->d.dtype));
+                   "gemm: aux of dtype %s with d %s of operands that are multiplied out%s",
+                   te_dtype_name(args->aux.dtype), te_dtype_name(args->d.dtype),
+                   way == TE_GEMM_MIXED ? " to f32, expected aux f32"
+                                        : ", expected both f32 or both bf16");
 }
 
 /* From the table that benchmarks/cublaslt_support.c prints. */
@@ -42,11 +44,12 @@ te_status te_cuda_gemm_supports(void *self, te_context *context, const void *unt
 {
     const te_gemm_args *args = untyped;
     const te_gemm_operand of_a = te_gemm_a(args), of_b = te_gemm_b(args);
+    const te_gemm_way way = te_gemm_way_of(&of_a, &of_b);
     te_dtype a = of_a.data->dtype, b = of_b.data->dtype, d = args->d.dtype;
     int aux = te_tensor_present(&args->aux), bias = te_tensor_present(&args->bias);
     int capability = te_cuda_compute_capability(te_context_state(context));
     (void)self;
-    if (te_gemm_way_of(&of_a, &of_b) != TE_GEMM_AS_IT_IS) return emulated_supports(args);
+    if (way != TE_GEMM_AS_IT_IS) return emulated_supports(args, way);
     if (te_dtype_is_fp8(a) && capability < 89) {
         return TE_FAIL(TE_ERROR_UNSUPPORTED,
                        "gemm: FP8 needs compute capability 8.9, this device has %d.%d",
