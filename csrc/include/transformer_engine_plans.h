@@ -86,7 +86,10 @@ enum {                              /* te_value_desc.flags */
         * not at all; of an input with a gradient: that is. Cast by the recipe of the linear node
         * that makes it, or of the first one that it comes to, the result as inputs are and the
         * gradient as gradients are (operands OUTPUT and GRAD_INPUT). */
-       TE_VALUE_RETURN_QUANTIZED = 1 << 11
+       TE_VALUE_RETURN_QUANTIZED = 1 << 11,
+       /* Of a weight besides QUANTIZED: it is given in high precision too, for the GEMMs that read
+        * it so (te_quantization.backward). */
+       TE_VALUE_ALSO_WIDE = 1 << 12
 };
 
 /* A tensor of the graph. */
@@ -137,6 +140,16 @@ typedef enum te_heads_role {
         TE_HEADS_ROLES
 } te_heads_role;
 
+/* What the GEMMs of a linear layer's backward multiply, where its forward has a recipe. In high
+ * precision that is the dtype of the output: no gradient is cast, and nothing column-wise is made.
+ * An operand that arrives quantized and not in high precision is dequantized either way. */
+typedef enum te_backward {
+    TE_BACKWARD_QUANTIZED = 0,      /* casts, as the recipe has them */
+    TE_BACKWARD_HIGH_PRECISION = 1, /* input and weight as the forward was given them */
+    TE_BACKWARD_DEQUANTIZED = 2     /* what the forward multiplied: they are saved row-wise, and
+                                       dequantized */
+} te_backward;
+
 /* How a linear layer casts what its GEMMs multiply; an attention its heads as the input, and the
  * gradient of its output as that. */
 typedef struct te_quantization {
@@ -150,6 +163,7 @@ typedef struct te_quantization {
                             input and gradient alike, which a GEMM multiplies */
     uint32_t stochastic; /* 1 << te_operand_role, of the gradient alone: rounded stochastically
                             (NVFP4), by the node's fourth input */
+    int32_t backward;    /* te_backward; not of attention, see TE_NODE_FP8_GRADIENT */
 } te_quantization;
 
 typedef enum te_node_kind {
@@ -246,12 +260,16 @@ typedef struct te_node_desc {
     X(REDUCE_AMAX_GRAD_OUTPUT, reduce_amax_grad_output) /* external only */                        \
     X(QUANTIZE_GRAD_OUTPUT, quantize_grad_output)                                                  \
     X(REQUANTIZE_WEIGHT, requantize_weight)                                                        \
+    X(DEQUANTIZE_WEIGHT, dequantize_weight) /* for GEMMs in high precision, as the next one */     \
+    X(CAST_WEIGHT, cast_weight)             /* to the dtype of the output */                       \
     X(GEMM_GRAD_INPUT, gemm_grad_input)                                                            \
     X(REDUCE_GRAD_INPUT, reduce_grad_input) /* external only */                                    \
     X(AMAX_GRAD_INPUT, amax_grad_input)                                                            \
     X(REDUCE_AMAX_GRAD_INPUT, reduce_amax_grad_input) /* external only */                          \
     X(QUANTIZE_GRAD_INPUT, quantize_grad_input)       /* where it is returned so */                \
     X(REQUANTIZE_INPUT, requantize_input)                                                          \
+    X(DEQUANTIZE_INPUT, dequantize_input)                                                          \
+    X(CAST_INPUT, cast_input)                                                                      \
     X(GEMM_GRAD_WEIGHT, gemm_grad_weight)
 
 typedef enum te_linear_stage {
@@ -315,6 +333,7 @@ typedef enum te_buffer_role {
     X(COLUMN_SCALES, column_scales, likewise)                                                      \
     X(ROW_AMAX, row_amax, likewise) /* of a whole form */                                          \
     X(COLUMN_AMAX, column_amax, likewise)                                                          \
+    X(WIDE, wide, likewise) /* in the dtype of the output, for GEMMs of the backward */            \
     X(MEAN, mean, node)                                                                            \
     X(RSIGMA, rsigma, node)                                                                        \
     X(BIAS_CAST, bias_cast, node)                                                                  \

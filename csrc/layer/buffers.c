@@ -119,6 +119,17 @@ static void describe_form(const te_build *build, te_link link, int32_t of, te_bu
     (void)snprintf(name, size, "%s%s%s", node->name, operand_names[role], form_names[link]);
 }
 
+/* An operand in the dtype of the output. */
+static void describe_wide(const te_build *build, int32_t of, te_buffer_info *info, char *name,
+                          size_t size)
+{
+    const te_node_desc *node = te_node(build, of / TE_OPERAND_ROLES);
+    info->dtype = (te_dtype)te_value(build, node->output)->dtype;
+    info->ndim = 2;
+    memcpy(info->shape, te_value(build, value_of_operand(build, of))->shape, sizeof info->shape);
+    (void)snprintf(name, size, "%s%s_wide", node->name, operand_names[of % TE_OPERAND_ROLES]);
+}
+
 /* The same of heads that an attention has in FP8. */
 static void describe_heads(const te_build *build, te_link link, int32_t of, te_buffer_info *info,
                            char *name, size_t size)
@@ -185,6 +196,9 @@ static void describe(const te_build *build, te_link link, int32_t of, te_buffer_
     case TE_LINK_GRADIENT:
     case TE_LINK_PART:
         describe_value(build, link, of, info, name, size);
+        return;
+    case TE_LINK_WIDE:
+        describe_wide(build, of, info, name, size);
         return;
     case TE_LINK_HEADS:
     case TE_LINK_HEADS_SCALES:

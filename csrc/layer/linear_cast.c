@@ -39,10 +39,12 @@ int te_linear_read_by(const te_build *build, int32_t k, te_operand_role role, ui
     int forms = 0;
     for (int gemm = 0; gemm < TE_LINEAR_GEMMS; gemm++) {
         if ((gemms >> gemm & 1U) == 0) continue;
-        forms |= te_form_set(te_linear_rule(build, k, role)->usage[gemm]);
+        forms |= te_form_set(te_linear_usage(build, k, role, (te_linear_gemm)gemm));
     }
     return forms;
 }
+
+#define ALL_GEMMS ((1U << TE_LINEAR_GEMMS) - 1U)
 
 /* ---- casts -------------------------------------------------------------------------------- */
 
@@ -155,25 +157,6 @@ void te_linear_sum_grad(te_build *build, int32_t k, const te_linear_source *from
     stage = stage_over(build, k, TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT, from, TE_OP_QUANTIZE, 0);
     cast.bias_grad = bias_grad;
     te_ask_cast(build, stage, &cast);
-}
-
-void te_linear_sum_arrived(te_build *build, int32_t k, int32_t bias_grad)
-{
-    const int32_t y = te_node(build, k)->output;
-    const te_form_rule *row = te_linear_form_rule(build, k, TE_GRAD_OPERAND, TE_LINK_ROW);
-    te_linear_source from = {TE_GRAD_OPERAND, y, TE_NOBODY, TE_NO_BUFFER};
-    te_stage *stage;
-    if (bias_grad == TE_NO_BUFFER) return;
-    from.wide = te_get(build, TE_LINK_PART, y); /* of a result that nobody reads it is free */
-    stage = te_linear_add(build, k, TE_LINEAR_STAGE_DEQUANTIZE_GRAD_OUTPUT, TE_OP_DEQUANTIZE);
-    te_use_as(build, stage, "output", from.wide);
-    te_set_number(build, stage, "mode", te_linear_rule(build, k, TE_GRAD_OPERAND)->mode);
-    te_use_as(build, stage, "row", te_linear_form(build, k, TE_GRAD_OPERAND, TE_LINK_ROW));
-    te_use_as(build, stage, "row_scales", te_linear_form(build, k, TE_GRAD_OPERAND, row->scales));
-    if (row->amax != TE_LINK_VALUE) {
-        te_use_as(build, stage, "row_amax", te_linear_form(build, k, TE_GRAD_OPERAND, row->amax));
-    }
-    te_linear_sum_grad(build, k, &from, bias_grad);
 }
 
 /* The high-precision form, where somebody reads it besides this cast: written in the first pass. */
@@ -294,7 +277,7 @@ void te_linear_quantize(te_build *build, int32_t k, te_operand_role role, int fo
                         int32_t bias_grad)
 {
     const int32_t of = te_operand_of(k, role);
-    if (te_operand_is_kept(build, of)) forms = TE_FORM_ROW | TE_FORM_COLUMN;
+    if (te_operand_is_kept(build, of)) forms = te_linear_read_by(build, k, role, ALL_GEMMS);
     if (te_links_has(&build->saved, TE_LINK_ROW, of)) forms |= TE_FORM_ROW;
     if (te_links_has(&build->saved, TE_LINK_COLUMN, of)) forms |= TE_FORM_COLUMN;
     cast_source(build, k, te_linear_source_of(build, k, role), forms, bias_grad);
@@ -330,6 +313,12 @@ void te_linear_transpose(te_build *build, int32_t k, te_operand_role role)
     te_use_as(build, stage, "output", te_linear_form(build, k, role, TE_LINK_COLUMN));
 }
 
+/* A second cast makes the scales anew instead of reading those of the first. */
+static int makes_scales_again(const te_recipe_rule *rule)
+{
+    return rule->scale == TE_SCALE_OWN || rule->row.amax != TE_LINK_VALUE;
+}
+
 void te_linear_quantize_again(te_build *build, int32_t k, te_operand_role role, int forms)
 {
     const te_recipe_rule *rule = te_linear_rule(build, k, role);
@@ -337,7 +326,7 @@ void te_linear_quantize_again(te_build *build, int32_t k, te_operand_role role, 
     te_cast_to cast = cast_to(build, k, role, forms);
     te_stage *stage;
     if (rule->separate) te_linear_write_source(build, k, &from, TE_NO_BUFFER);
-    if (te_linear_makes_scales_again(rule)) {
+    if (makes_scales_again(rule)) {
         if (rule->scale == TE_SCALE_MEASURED) {
             measure_for(build, k, &from, TE_NO_BUFFER, forms, &cast);
         }
@@ -347,4 +336,91 @@ void te_linear_quantize_again(te_build *build, int32_t k, te_operand_role role, 
     }
     stage = stage_over(build, k, stages_of[role].again, &from, TE_OP_QUANTIZE, 0);
     te_ask_cast(build, stage, &cast);
+}
+
+/* ---- what a backward reads ---------------------------------------------------------------- */
+
+int32_t te_linear_form_again(te_build *build, int32_t k, te_operand_role role, te_link form)
+{
+    int32_t of = te_operand_of(k, role), found;
+    int saves_input =
+        role == TE_INPUT_OPERAND && (te_node(build, k)->flags & TE_LINEAR_SAVE_INPUT) != 0;
+    int repeat = saves_input || (build->graph->flags & TE_GRAPH_RECOMPUTE) != 0;
+    int casts = repeat && !te_linear_arrives(build, k, role);
+    if (!makes_scales_again(te_linear_rule(build, k, role)) || !casts) {
+        te_link amax = te_linear_form_rule(build, k, role, form)->amax;
+        (void)te_need(build, te_linear_scales(build, k, role, form), of);
+        if (amax != TE_LINK_VALUE) (void)te_need(build, amax, of);
+    }
+    if (form == TE_LINK_COLUMN && te_operand_is_transposed(build, of)) {
+        te_linear_transpose(build, k, role);
+    }
+    found = te_find(build, form, of);
+    if (found != TE_NO_BUFFER) return found;
+    if (!casts) return te_need(build, form, of);
+    te_linear_quantize_again(build, k, role, te_form_set(form));
+    return te_find(build, form, of);
+}
+
+/* Stages that make the high precision of an operand. */
+static const struct wide_stages {
+    te_linear_stage dequantize, cast;
+} wide_stages_of[] = {
+    [TE_INPUT_OPERAND] = {TE_LINEAR_STAGE_DEQUANTIZE_INPUT, TE_LINEAR_STAGE_CAST_INPUT},
+    [TE_WEIGHT_OPERAND] = {TE_LINEAR_STAGE_DEQUANTIZE_WEIGHT, TE_LINEAR_STAGE_CAST_WEIGHT},
+    [TE_GRAD_OPERAND] = {TE_LINEAR_STAGE_DEQUANTIZE_GRAD_OUTPUT, TE_LINEAR_STAGE_COUNT},
+};
+
+/* Whether the high precision of an operand is that of its row-wise form. */
+static int is_dequantized(const te_build *build, int32_t k, te_operand_role role)
+{
+    const te_node_desc *node = te_node(build, k);
+    uint32_t flags;
+    if (role == TE_GRAD_OPERAND) return te_linear_arrives(build, k, role);
+    flags = te_value(build, node->inputs[role])->flags;
+    return node->quantization.backward == TE_BACKWARD_DEQUANTIZED ||
+           ((flags & TE_VALUE_QUANTIZED) != 0 && (flags & TE_VALUE_ALSO_WIDE) == 0);
+}
+
+static void dequantize(te_build *build, int32_t k, te_operand_role role, int32_t output)
+{
+    const te_recipe_rule *rule = te_linear_rule(build, k, role);
+    int32_t row = te_linear_form_again(build, k, role, TE_LINK_ROW);
+    te_stage *stage = te_linear_add(build, k, wide_stages_of[role].dequantize, TE_OP_DEQUANTIZE);
+    te_set_number(build, stage, "mode", rule->mode);
+    te_use_as(build, stage, "row", row);
+    te_use_as(build, stage, "row_scales", te_linear_form(build, k, role, rule->row.scales));
+    if (rule->row.amax != TE_LINK_VALUE) {
+        te_use_as(build, stage, "row_amax", te_linear_form(build, k, role, rule->row.amax));
+    }
+    te_use_as(build, stage, "output", output);
+}
+
+int32_t te_linear_wide(te_build *build, int32_t k, te_operand_role role)
+{
+    const te_node_desc *node = te_node(build, k);
+    int32_t of = te_operand_of(k, role), value, given, wide;
+    te_stage *stage;
+    if (is_dequantized(build, k, role)) {
+        wide = te_get(build, TE_LINK_WIDE, of);
+        dequantize(build, k, role, wide);
+        return wide;
+    }
+    value = node->inputs[role];
+    given = role == TE_INPUT_OPERAND ? te_linear_wide_input(build, k)
+                                     : te_get(build, TE_LINK_VALUE, value);
+    if (te_value(build, value)->dtype == te_value(build, node->output)->dtype) return given;
+    wide = te_get(build, TE_LINK_WIDE, of);
+    stage = te_linear_add(build, k, wide_stages_of[role].cast, TE_OP_CAST);
+    te_use_as(build, stage, "input", given);
+    te_use_as(build, stage, "output", wide);
+    return wide;
+}
+
+void te_linear_sum_arrived(te_build *build, int32_t k, int32_t bias_grad)
+{
+    te_linear_source from = {TE_GRAD_OPERAND, te_node(build, k)->output, TE_NOBODY, TE_NO_BUFFER};
+    if (bias_grad == TE_NO_BUFFER) return;
+    from.wide = te_linear_wide(build, k, TE_GRAD_OPERAND);
+    te_linear_sum_grad(build, k, &from, bias_grad);
 }

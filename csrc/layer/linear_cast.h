@@ -41,6 +41,12 @@ static inline const te_form_rule *te_linear_form_rule(const te_build *build, int
     const te_recipe_rule *rule = te_linear_rule(build, node, role);
     return form == TE_LINK_ROW ? &rule->row : &rule->column;
 }
+/* The form that a GEMM reads; VALUE: high precision. */
+static inline te_link te_linear_usage(const te_build *build, int32_t node, te_operand_role role,
+                                      te_linear_gemm gemm)
+{
+    return te_usage_of(&te_node(build, node)->quantization, role, gemm);
+}
 /* The link of the scales of a form. */
 static inline te_link te_linear_scales(const te_build *build, int32_t node, te_operand_role role,
                                        te_link form)
@@ -96,10 +102,11 @@ void te_linear_return(te_build *build, int32_t node, te_operand_role role, int32
                       int32_t wide);
 /* Makes the column-wise form of an operand of the row-wise one, which alone arrives. */
 void te_linear_transpose(te_build *build, int32_t node, te_operand_role role);
-/* A second cast makes the scales anew instead of reading those of the first. */
-static inline int te_linear_makes_scales_again(const te_recipe_rule *rule)
-{
-    return rule->scale == TE_SCALE_OWN || rule->row.amax != TE_LINK_VALUE;
-}
+/* In a backward: a form of input or weight, given, saved, or cast again from what the forward was
+ * given. */
+int32_t te_linear_form_again(te_build *build, int32_t node, te_operand_role role, te_link form);
+/* In a backward: an operand in high precision, in the dtype of the output: as the forward was given
+ * it, or dequantized; a gradient that arrives quantized. */
+int32_t te_linear_wide(te_build *build, int32_t node, te_operand_role role);
 
 #endif

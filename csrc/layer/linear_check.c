@@ -60,6 +60,11 @@ te_status te_check_quantization(const te_node_desc *node, const char *what)
         return TE_FAIL(TE_ERROR_INVALID, "%s: amax_epsilon, power_2 = 0x%x or owner %d", what,
                        q->power_2, node->owner);
     }
+    if (q->backward < TE_BACKWARD_QUANTIZED || q->backward > TE_BACKWARD_DEQUANTIZED ||
+        (q->backward != TE_BACKWARD_QUANTIZED && !te_is_quantized(q))) {
+        return TE_FAIL(TE_ERROR_INVALID, "%s: backward = %d with recipe %d: 0, or with one to 2",
+                       what, q->backward, q->recipe);
+    }
     if ((q->tiles_2d & ~te_recipe_tiles_2d(q->recipe)) != 0) {
         return TE_FAIL(TE_ERROR_INVALID, "%s: tiles_2d = 0x%x, expected bits of 0x%x", what,
                        q->tiles_2d, te_recipe_tiles_2d(q->recipe));

@@ -104,7 +104,8 @@ static te_status copy_nodes(const te_graph_desc *graph, graph_copy *copy)
 #define MOST_FIXED ((int64_t)1 << 40)
 
 /* Flags that only the weight of a linear node knows; only operands of one with a recipe. */
-#define OF_WEIGHT (uint32_t)(TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE | TE_VALUE_DEFER)
+#define OF_WEIGHT                                                                                  \
+    (uint32_t)(TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE | TE_VALUE_DEFER | TE_VALUE_ALSO_WIDE)
 #define OF_OPERAND (uint32_t)(TE_VALUE_KEEP_QUANTIZED | TE_VALUE_QUANTIZED)
 
 static int is_given(const te_value_desc *value)
@@ -161,6 +162,7 @@ static int forms_fit(uint32_t flags, uint32_t kind)
     if ((flags & OF_OPERAND) != 0 && kind == 0) return 0;
     if ((flags & OF_OPERAND) == OF_OPERAND) return 0;
     if ((flags & TE_VALUE_ROW_WISE) != 0 && (flags & row_wise) == 0) return 0;
+    if ((flags & TE_VALUE_ALSO_WIDE) != 0 && (flags & TE_VALUE_QUANTIZED) == 0) return 0;
     return (flags & TE_VALUE_RETURN_QUANTIZED) == 0 || kind == TE_VALUE_RESULT ||
            (flags & gradient) == gradient;
 }
@@ -171,7 +173,7 @@ static te_status check_value(const te_value_desc *value, int32_t number)
     uint32_t kind = value->flags & kinds;
     if (memchr(value->name, '\0', sizeof value->name) == NULL || value->ndim < 1 ||
         value->ndim > TE_MAX_DIMS || (kind & (kind - 1)) != 0 ||
-        value->flags >= (uint32_t)TE_VALUE_RETURN_QUANTIZED << 1 ||
+        value->flags >= (uint32_t)TE_VALUE_ALSO_WIDE << 1 ||
         ((value->flags & OF_WEIGHT) != 0 && kind != TE_VALUE_PARAMETER) ||
         !forms_fit(value->flags, kind)) {
         return TE_FAIL(TE_ERROR_INVALID, "graph: value %d: name, ndim = %d or flags = 0x%x", number,
@@ -197,9 +199,10 @@ static te_status check_operand(const te_graph_desc *graph, int32_t n, int32_t va
 {
     const te_node_desc *node = &graph->nodes[n];
     const te_value_desc *desc = &graph->values[value];
+    int keeps = (desc->flags & TE_VALUE_KEEP_QUANTIZED) != 0;
     if ((desc->flags & OF_OPERAND) == 0) return TE_OK;
     if (node->kind == TE_NODE_LINEAR && te_is_quantized(&node->quantization) &&
-        role < TE_GEMM_OPERANDS &&
+        role < TE_GEMM_OPERANDS && (!keeps || te_has_forms(&node->quantization, role)) &&
         ((desc->flags & TE_VALUE_RESULT) != 0) == (role == TE_GRAD_OPERAND)) {
         return TE_OK;
     }

@@ -96,7 +96,7 @@ static void backward(te_build *build, int32_t n)
     /* In place, where who reads it reads it in high precision. */
     grad = te_grad(build, node->output);
     if (!is_gated(node) && te_grad_is_own(build, node->output, grad) &&
-        !te_is_quantized(&te_node(build, maker)->quantization) &&
+        !te_has_forms(&te_node(build, maker)->quantization, TE_GRAD_OPERAND) &&
         !te_links_has(&build->deferred, TE_LINK_GRADIENT, x)) {
         build->values[x].grad_alias = grad;
     }

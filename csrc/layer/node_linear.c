@@ -6,6 +6,10 @@
  * input column-wise for the weight gradient; the scales of both are saved, so that the backward
  * reads what the forward used and the state may move on. The weight is cast again, column-wise, in
  * the backward, to the same bits. An operand that arrives quantized is read as it comes.
+ *
+ * What a GEMM reads of an operand is its usage (recipe.h), whose forms are cast, given or saved;
+ * the usage of high precision is that of a node without a recipe, and of a backward that does
+ * without.
  */
 #include "core/status.h"
 #include "layer/linear_cast.h"
@@ -75,7 +79,7 @@ static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_g
          "b_row_amax", "b_column_amax"}};
     const char *const *name = names[second];
     te_operand_role role = gemms[gemm].roles[second];
-    te_link read = te_linear_rule(build, k, role)->usage[gemm];
+    te_link read = te_linear_usage(build, k, role, gemm);
     te_set_number(build, stage, name[6], gemms[gemm].transposed[second]);
     if (read == TE_LINK_VALUE) {
         if (data == TE_NO_BUFFER) data = te_get(build, read, weight_of(build, k));
@@ -95,9 +99,10 @@ static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_g
 static te_stage *add_gemm(te_build *build, int32_t k, te_linear_gemm gemm, int32_t a, int32_t b)
 {
     const te_node_desc *node = te_node(build, k);
+    int wide = te_linear_usage(build, k, gemms[gemm].roles[0], gemm) == TE_LINK_VALUE;
     te_stage *stage = te_linear_add(build, k, gemms[gemm].stage, TE_OP_GEMM);
     te_set_number(build, stage, "fast_accumulation",
-                  (node->flags & gemms[gemm].fast) != 0 && te_linear_is_quantized(build, k));
+                  (node->flags & gemms[gemm].fast) != 0 && !wide);
     te_set_number(build, stage, "allow_tf32", (node->flags & TE_LINEAR_ALLOW_TF32) != 0);
     use_operand(build, stage, k, gemm, 0, a);
     use_operand(build, stage, k, gemm, 1, b);
@@ -145,9 +150,8 @@ static int32_t cast_bias(te_build *build, int32_t k)
 /* Row-wise input of the GEMM: the local one, or what the caller gathers from every rank. */
 static int32_t gathered_input(te_build *build, int32_t k)
 {
-    int32_t local =
-        te_linear_form(build, k, TE_INPUT_OPERAND,
-                       te_linear_rule(build, k, TE_INPUT_OPERAND)->usage[TE_GEMM_OUTPUT]);
+    int32_t local = te_linear_form(build, k, TE_INPUT_OPERAND,
+                                   te_linear_usage(build, k, TE_INPUT_OPERAND, TE_GEMM_OUTPUT));
     te_stage *stage;
     if (te_node(build, k)->gather <= 1) return local;
     stage = te_linear_add(build, k, TE_LINEAR_STAGE_GATHER_INPUT, TE_OP_QUANTIZE);
@@ -210,47 +214,67 @@ static void again(te_build *build, int32_t k)
 
 /* ---- backward ----------------------------------------------------------------------------- */
 
+/* The weight as the GEMM reads it: in high precision, given or cast again, or made of the row-wise
+ * one that arrived. */
+static int32_t weight_of_input(te_build *build, int32_t k)
+{
+    te_link read = te_linear_usage(build, k, TE_WEIGHT_OPERAND, TE_GEMM_GRAD_INPUT);
+    int32_t of = te_operand_of(k, TE_WEIGHT_OPERAND);
+    if (read == TE_LINK_VALUE) return te_linear_wide(build, k, TE_WEIGHT_OPERAND);
+    if (te_operand_is_transposed(build, of)) {
+        te_linear_transpose(build, k, TE_WEIGHT_OPERAND);
+    } else if (!te_linear_arrives(build, k, TE_WEIGHT_OPERAND) &&
+               te_find(build, read, of) == TE_NO_BUFFER) {
+        te_linear_quantize_again(build, k, TE_WEIGHT_OPERAND, te_form_set(read));
+    }
+    return te_get(build, read, of);
+}
+
+static int32_t input_of_weight(te_build *build, int32_t k)
+{
+    te_link read = te_linear_usage(build, k, TE_INPUT_OPERAND, TE_GEMM_GRAD_WEIGHT);
+    if (read == TE_LINK_VALUE) return te_linear_wide(build, k, TE_INPUT_OPERAND);
+    return te_linear_form_again(build, k, TE_INPUT_OPERAND, read);
+}
+
+/* Operands in high precision have the dtype of the output, and make that or f32. */
+static void check_gradient(te_build *build, int32_t k, te_linear_gemm gemm, int32_t of,
+                           int32_t made)
+{
+    const te_value_desc *y = te_value(build, te_node(build, k)->output);
+    if (te_linear_usage(build, k, TE_GRAD_OPERAND, gemm) != TE_LINK_VALUE || made == TE_DTYPE_F32 ||
+        made == y->dtype || build->plan.status != TE_OK) {
+        return;
+    }
+    build->plan.status = TE_FAIL(
+        TE_ERROR_UNSUPPORTED, "linear: a gradient of %s in %s of operands in %s (backward = %d)",
+        te_value(build, of)->name, te_dtype_name((te_dtype)made), te_dtype_name((te_dtype)y->dtype),
+        te_node(build, k)->quantization.backward);
+}
+
 static void multiply_grad_input(te_build *build, int32_t k, int32_t grad)
 {
-    int32_t x = te_node(build, k)->inputs[0];
-    te_stage *gemm = add_gemm(build, k, TE_GEMM_GRAD_INPUT, grad, TE_NO_BUFFER);
-    int32_t d = te_grad_target(build, x);
+    int32_t x = te_node(build, k)->inputs[0], weight, d;
+    te_stage *gemm;
+    if (!needs_grad_input(build, k)) return;
+    check_gradient(build, k, TE_GEMM_GRAD_INPUT, x, te_value(build, x)->dtype);
+    weight = weight_of_input(build, k);
+    gemm = add_gemm(build, k, TE_GEMM_GRAD_INPUT, grad, weight);
+    d = te_grad_target(build, x);
     te_use_as(build, gemm, "d", d);
     te_linear_add_external(build, k, TE_LINEAR_STAGE_REDUCE_GRAD_INPUT, d);
 }
 
 /* Sums of the gradient over the rows by the GEMM itself, in high precision, where the gradient is
  * read as it lies. */
-static void multiply_grad_weight(te_build *build, int32_t k, int32_t grad, int32_t input,
-                                 int32_t bias_grad)
+static void multiply_grad_weight(te_build *build, int32_t k, int32_t grad, int32_t bias_grad)
 {
-    int32_t weight = weight_of(build, k);
+    int32_t weight = weight_of(build, k), input = input_of_weight(build, k);
     te_stage *gemm = add_gemm(build, k, TE_GEMM_GRAD_WEIGHT, grad, input);
+    check_gradient(build, k, TE_GEMM_GRAD_WEIGHT, weight, te_value(build, weight)->grad_dtype);
     te_use_as(build, gemm, "d", te_parameter_grad(build, weight));
     te_use_as(build, gemm, "bias_grad", bias_grad);
     te_set_number(build, gemm, "accumulate", wants(build, weight, TE_VALUE_ACCUMULATE));
-}
-
-/* The input as the weight gradient reads it: given, saved, or cast again from what the forward was
- * given. */
-static int32_t input_of_weight(te_build *build, int32_t k)
-{
-    te_link read = te_linear_rule(build, k, TE_INPUT_OPERAND)->usage[TE_GEMM_GRAD_WEIGHT];
-    int32_t of = te_operand_of(k, TE_INPUT_OPERAND), found;
-    int repeat = (te_node(build, k)->flags & TE_LINEAR_SAVE_INPUT) != 0 ||
-                 (build->graph->flags & TE_GRAPH_RECOMPUTE) != 0;
-    int casts = repeat && !te_linear_arrives(build, k, TE_INPUT_OPERAND);
-    if (!te_linear_makes_scales_again(te_linear_rule(build, k, TE_INPUT_OPERAND)) || !casts) {
-        te_link amax = te_linear_form_rule(build, k, TE_INPUT_OPERAND, read)->amax;
-        (void)te_need(build, te_linear_scales(build, k, TE_INPUT_OPERAND, read), of);
-        if (amax != TE_LINK_VALUE) (void)te_need(build, amax, of);
-    }
-    if (te_operand_is_transposed(build, of)) te_linear_transpose(build, k, TE_INPUT_OPERAND);
-    found = te_find(build, read, of);
-    if (found != TE_NO_BUFFER) return found;
-    if (!casts) return te_need(build, read, of);
-    te_linear_quantize_again(build, k, TE_INPUT_OPERAND, te_form_set(read));
-    return te_find(build, read, of);
 }
 
 /* Whether the gradient of the weight is computed first: its operands can be freed before the
@@ -261,18 +285,34 @@ static int weight_goes_first(const te_build *build, int32_t k)
     return !te_linear_is_external(build, k, TE_LINEAR_STAGE_REDUCE_GRAD_INPUT);
 }
 
-static void grad_input_quantized(te_build *build, int32_t k)
+/* Whether the GEMM of the weight's gradient can sum the columns of what it reads. */
+static int gemm_sums(const te_build *build, int32_t k)
 {
-    te_link read = te_linear_rule(build, k, TE_WEIGHT_OPERAND)->usage[TE_GEMM_GRAD_INPUT];
-    int32_t of = te_operand_of(k, TE_WEIGHT_OPERAND);
-    if (!needs_grad_input(build, k)) return;
-    if (te_operand_is_transposed(build, of)) {
-        te_linear_transpose(build, k, TE_WEIGHT_OPERAND);
-    } else if (!te_linear_arrives(build, k, TE_WEIGHT_OPERAND) &&
-               te_find(build, read, of) == TE_NO_BUFFER) {
-        te_linear_quantize_again(build, k, TE_WEIGHT_OPERAND, te_form_set(read));
+    int32_t bias = bias_of(build, k);
+    return needs_grad_weight(build, k) && !wants(build, weight_of(build, k), TE_VALUE_DEFER) &&
+           bias >= 0 &&
+           te_value(build, bias)->grad_dtype == te_value(build, te_node(build, k)->output)->dtype;
+}
+
+/* The gradient of the output as GEMMs read it in high precision. The bias gradient is summed by who
+ * makes it; left over for the GEMM, it stays in *bias_grad. */
+static int32_t wide_grad(te_build *build, int32_t k, int32_t *bias_grad)
+{
+    te_linear_source from = {TE_GRAD_OPERAND, te_node(build, k)->output, TE_NOBODY, TE_NO_BUFFER};
+    if (te_linear_arrives(build, k, TE_GRAD_OPERAND)) {
+        from.wide = te_linear_wide(build, k, TE_GRAD_OPERAND);
+    } else {
+        from = te_linear_source_of(build, k, TE_GRAD_OPERAND);
     }
-    multiply_grad_input(build, k, TE_NO_BUFFER);
+    if (gradients_of(build, k) != 0 && from.pending != TE_NOBODY) {
+        te_linear_write_source(build, k, &from, *bias_grad);
+    } else if (gemm_sums(build, k)) {
+        return from.wide;
+    } else {
+        te_linear_sum_grad(build, k, &from, *bias_grad);
+    }
+    *bias_grad = TE_NO_BUFFER;
+    return from.wide;
 }
 
 /* The gradient of the output as that of the weight reads it, where it arrives row-wise alone. */
@@ -282,75 +322,47 @@ static void transpose_grad(te_build *build, int32_t k, int forms)
     if (transposed && (forms & TE_FORM_COLUMN) != 0) te_linear_transpose(build, k, TE_GRAD_OPERAND);
 }
 
-static void backward_quantized(te_build *build, int32_t k)
-{
-    int put_off = wants(build, weight_of(build, k), TE_VALUE_DEFER);
-    int weight_first = weight_goes_first(build, k);
-    int forms = te_linear_read_by(build, k, TE_GRAD_OPERAND, gradients_of(build, k));
-    int32_t bias_grad = te_parameter_grad(build, bias_of(build, k));
-    if (te_linear_arrives(build, k, TE_GRAD_OPERAND)) {
-        te_linear_sum_arrived(build, k, bias_grad);
-        if (!put_off) transpose_grad(build, k, forms);
-    } else if (forms != 0) {
-        te_linear_quantize(build, k, TE_GRAD_OPERAND, forms, bias_grad);
-    } else if (bias_grad != TE_NO_BUFFER) {
-        te_linear_source from = te_linear_source_of(build, k, TE_GRAD_OPERAND);
-        te_linear_sum_grad(build, k, &from, bias_grad);
-    }
-    if (!weight_first) grad_input_quantized(build, k);
-    if (needs_grad_weight(build, k) && !put_off) {
-        multiply_grad_weight(build, k, TE_NO_BUFFER, input_of_weight(build, k), TE_NO_BUFFER);
-    }
-    if (weight_first) grad_input_quantized(build, k);
-}
-
-static void backward_wide(te_build *build, int32_t k)
-{
-    int put_off = wants(build, weight_of(build, k), TE_VALUE_DEFER);
-    int input_first = needs_grad_input(build, k) && !weight_goes_first(build, k);
-    int32_t bias_grad = te_parameter_grad(build, bias_of(build, k));
-    te_linear_source from = te_linear_source_of(build, k, TE_GRAD_OPERAND);
-    if (!needs_grad_input(build, k) && !needs_grad_weight(build, k)) {
-        te_linear_sum_grad(build, k, &from, bias_grad);
-        return;
-    }
-    if (from.pending != TE_NOBODY) {
-        te_linear_write_source(build, k, &from, bias_grad);
-        bias_grad = TE_NO_BUFFER;
-    }
-    if (input_first) multiply_grad_input(build, k, from.wide);
-    if (needs_grad_weight(build, k) && !put_off) {
-        int32_t input = te_linear_wide_input(build, k);
-        multiply_grad_weight(build, k, from.wide, input, bias_grad);
-    } else {
-        te_linear_sum_grad(build, k, &from, bias_grad);
-    }
-    if (needs_grad_input(build, k) && !input_first) multiply_grad_input(build, k, from.wide);
-}
-
 static void backward(te_build *build, int32_t k)
 {
+    int put_off = wants(build, weight_of(build, k), TE_VALUE_DEFER);
+    uint32_t wanted = gradients_of(build, k);
+    int forms = te_linear_read_by(build, k, TE_GRAD_OPERAND, wanted);
+    int32_t bias_grad, grad = TE_NO_BUFFER;
     if (!te_has_grad(build, te_node(build, k)->output)) return;
     if (te_node(build, k)->gather > 1 && build->values[te_node(build, k)->output].needs_grad) {
         build->plan.status = TE_FAIL(TE_ERROR_UNSUPPORTED, "linear: gradients of a gathered input");
         return;
     }
-    if (te_linear_is_quantized(build, k)) {
-        backward_quantized(build, k);
+    bias_grad = te_parameter_grad(build, bias_of(build, k));
+    if (wanted == 0 && bias_grad == TE_NO_BUFFER) return;
+    if (forms == 0) {
+        grad = wide_grad(build, k, &bias_grad);
+    } else if (te_linear_arrives(build, k, TE_GRAD_OPERAND)) {
+        te_linear_sum_arrived(build, k, bias_grad);
+        if (!put_off) transpose_grad(build, k, forms);
     } else {
-        backward_wide(build, k);
+        te_linear_quantize(build, k, TE_GRAD_OPERAND, forms, bias_grad);
     }
+    if (forms != 0) bias_grad = TE_NO_BUFFER;
+    if (!weight_goes_first(build, k)) multiply_grad_input(build, k, grad);
+    if (needs_grad_weight(build, k) && !put_off) multiply_grad_weight(build, k, grad, bias_grad);
+    if (weight_goes_first(build, k)) multiply_grad_input(build, k, grad);
 }
 
 /* The weight gradient that an earlier backward put off. */
 static void deferred(te_build *build, int32_t k)
 {
     const te_node_desc *node = te_node(build, k);
-    int32_t grad, input;
+    te_link read = te_linear_usage(build, k, TE_GRAD_OPERAND, TE_GEMM_GRAD_WEIGHT);
+    int32_t of = te_operand_of(k, TE_GRAD_OPERAND), grad;
+    te_link amax;
     if (!needs_grad_weight(build, k) || !wants(build, weight_of(build, k), TE_VALUE_DEFER)) return;
-    if (te_linear_is_quantized(build, k)) {
-        te_link read = te_linear_rule(build, k, TE_GRAD_OPERAND)->usage[TE_GEMM_GRAD_WEIGHT];
-        int32_t of = te_operand_of(k, TE_GRAD_OPERAND);
+    if (read == TE_LINK_VALUE) {
+        grad = te_linear_arrives(build, k, TE_GRAD_OPERAND)
+                   ? te_linear_wide(build, k, TE_GRAD_OPERAND)
+                   : te_defer(build, te_grad_link(build, node->output), node->output);
+    } else {
+        amax = te_linear_form_rule(build, k, TE_GRAD_OPERAND, read)->amax;
         if (te_operand_is_transposed(build, of)) {
             te_linear_transpose(build, k, TE_GRAD_OPERAND);
             grad = te_get(build, read, of);
@@ -358,15 +370,9 @@ static void deferred(te_build *build, int32_t k)
             grad = te_defer(build, read, of);
         }
         (void)te_defer(build, te_linear_scales(build, k, TE_GRAD_OPERAND, read), of);
-        if (te_linear_form_rule(build, k, TE_GRAD_OPERAND, read)->amax != TE_LINK_VALUE) {
-            (void)te_defer(build, te_linear_form_rule(build, k, TE_GRAD_OPERAND, read)->amax, of);
-        }
-        input = input_of_weight(build, k);
-    } else {
-        grad = te_defer(build, te_grad_link(build, node->output), node->output);
-        input = te_linear_wide_input(build, k);
+        if (amax != TE_LINK_VALUE) (void)te_defer(build, amax, of);
     }
-    multiply_grad_weight(build, k, grad, input, TE_NO_BUFFER);
+    multiply_grad_weight(build, k, grad, TE_NO_BUFFER);
 }
 
 const te_node_rules te_linear_rules = {

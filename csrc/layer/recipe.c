@@ -141,6 +141,20 @@ const te_recipe_rule *te_recipe_rule_of(const te_quantization *quantization, te_
     return &rules[quantization->recipe][quantization->tiles_2d >> as & 1U][as];
 }
 
+te_link te_usage_of(const te_quantization *quantization, te_operand_role role, te_linear_gemm gemm)
+{
+    int wide = gemm != TE_GEMM_OUTPUT && quantization->backward != TE_BACKWARD_QUANTIZED;
+    return wide ? TE_LINK_VALUE : te_recipe_rule_of(quantization, role)->usage[gemm];
+}
+
+int te_has_forms(const te_quantization *quantization, te_operand_role role)
+{
+    for (int gemm = 0; gemm < TE_LINEAR_GEMMS; gemm++) {
+        if (te_usage_of(quantization, role, (te_linear_gemm)gemm) != TE_LINK_VALUE) return 1;
+    }
+    return 0;
+}
+
 int te_is_measured(const te_node_desc *node, te_operand_role role)
 {
     uint32_t first = role >= TE_GEMM_OPERANDS  ? TE_LINEAR_MEASURE_RETURNED

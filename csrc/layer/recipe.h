@@ -43,7 +43,7 @@ typedef struct te_recipe_rule {
     int32_t separate;   /* only te_quantize casts to it: other operators write high precision */
     int32_t square;     /* of a mode that has no other for tiles as high as they are wide */
     te_form_rule row, column;
-    te_link usage[TE_LINEAR_GEMMS]; /* the form that a GEMM reads; VALUE: high precision */
+    te_link usage[TE_LINEAR_GEMMS]; /* see te_usage_of */
 } te_recipe_rule;
 
 /* The operand as which one is cast: with the same settings, dtype and scales. */
@@ -67,6 +67,10 @@ static inline int te_recipe_is_fp4(int32_t recipe)
     return recipe == TE_RECIPE_NVFP4;
 }
 const te_recipe_rule *te_recipe_rule_of(const te_quantization *quantization, te_operand_role role);
+/* The form of an operand that a GEMM reads; VALUE: high precision. */
+te_link te_usage_of(const te_quantization *quantization, te_operand_role role, te_linear_gemm gemm);
+/* Whether a GEMM reads one that is not in high precision. */
+int te_has_forms(const te_quantization *quantization, te_operand_role role);
 /* The cast of an operand of a linear node has a pass before it that finds its largest magnitude. */
 int te_is_measured(const te_node_desc *node, te_operand_role role);
 te_dtype te_role_dtype(const te_quantization *quantization, te_operand_role role);

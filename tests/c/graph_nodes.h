@@ -50,10 +50,13 @@ static inline void graph_linear_backward(graph *g, const te_node_desc *node, int
 {
     int64_t in = graph_columns(g, node->inputs[0]), out = graph_columns(g, node->output);
     te_recipe recipe = (te_recipe)node->quantization.recipe;
+    int32_t backward = node->quantization.backward;
+    te_recipe saved = backward == TE_BACKWARD_HIGH_PRECISION ? TE_RECIPE_NONE : recipe;
+    te_recipe of_grad = backward != TE_BACKWARD_QUANTIZED ? TE_RECIPE_NONE : recipe;
     const double *wide = g->grad[node->output];
-    double *x = graph_rounded(g->value[node->inputs[0]], rows * in, recipe, TE_DTYPE_E4M3);
-    double *w = graph_rounded(g->value[node->inputs[1]], out * in, recipe, TE_DTYPE_E4M3);
-    double *dy = graph_rounded(wide, rows * out, recipe, TE_DTYPE_E5M2);
+    double *x = graph_rounded(g->value[node->inputs[0]], rows * in, saved, TE_DTYPE_E4M3);
+    double *w = graph_rounded(g->value[node->inputs[1]], out * in, saved, TE_DTYPE_E4M3);
+    double *dy = graph_rounded(wide, rows * out, of_grad, TE_DTYPE_E5M2);
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t o = 0; o < out; o++) {
             if (node->inputs[2] >= 0) g->grad[node->inputs[2]][o] += wide[r * out + o];

@@ -87,13 +87,27 @@ static int casts_of(const graph *g, int32_t v)
 }
 
 static int quantized_inputs, quantized_gradients; /* that were given */
+static int dequantized, in_high_precision;        /* linear nodes whose backward is */
+
+/* Whether a node that reads a value has a backward in high precision, which dequantizes what
+ * arrives quantized. */
+static int reads_wide(const graph *g, int32_t v)
+{
+    for (int32_t n = 0; n < g->desc.node_count; n++) {
+        const te_node_desc *node = &g->nodes[n];
+        if (node->inputs[0] == v && node->quantization.backward == TE_BACKWARD_HIGH_PRECISION) {
+            return 1;
+        }
+    }
+    return 0;
+}
 
 /* Input and gradient of a linear node with a recipe, where they are given to the graph. */
 static void apply_to_data(graph *g, const te_node_desc *node, uint32_t flags)
 {
     int32_t x = node->inputs[0], y = node->output, bias = node->inputs[2];
     int sums = bias >= 0 && graph_has(g, bias, TE_VALUE_GRADIENT);
-    if (graph_has(g, x, TE_VALUE_INPUT) && casts_of(g, x) > 0) {
+    if (graph_has(g, x, TE_VALUE_INPUT) && casts_of(g, x) > 0 && !reads_wide(g, x)) {
         g->values[x].flags |= flags;
         quantized_inputs += (flags & TE_VALUE_QUANTIZED) != 0;
     }
@@ -103,6 +117,7 @@ static void apply_to_data(graph *g, const te_node_desc *node, uint32_t flags)
         }
     }
     if (!graph_has(g, y, TE_VALUE_RESULT) || (sums && (flags & TE_VALUE_QUANTIZED) != 0)) return;
+    if (node->quantization.backward != TE_BACKWARD_QUANTIZED) return; /* it has no forms */
     g->values[y].flags |= flags;
     quantized_gradients += (flags & TE_VALUE_QUANTIZED) != 0;
 }
@@ -122,6 +137,11 @@ static void apply(graph *g, const variant *how)
             continue;
         }
         g->values[node->inputs[1]].flags |= how->weight;
+        dequantized += node->quantization.backward == TE_BACKWARD_DEQUANTIZED;
+        if (node->quantization.backward != TE_BACKWARD_HIGH_PRECISION) continue;
+        in_high_precision++;
+        if ((how->weight & TE_VALUE_QUANTIZED) == 0) continue;
+        g->values[node->inputs[1]].flags |= TE_VALUE_ALSO_WIDE;
     }
     graph_make(g);
 }
@@ -151,6 +171,7 @@ static void check_nothing_wide(const graph *g)
             const te_buffer_info *buffer = &info.buffers[i];
             if (buffer->link != TE_LINK_VALUE && buffer->link != TE_LINK_GRADIENT) continue;
             EXPECT(!graph_has(g, buffer->of, TE_VALUE_QUANTIZED) ||
+                       graph_has(g, buffer->of, TE_VALUE_ALSO_WIDE) ||
                        graph_has(g, buffer->of, TE_VALUE_RESULT) !=
                            (buffer->link == TE_LINK_GRADIENT),
                    "the plan reads %s", buffer->name);

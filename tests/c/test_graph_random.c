@@ -63,6 +63,10 @@ static te_node_desc *add_linear(graph *g, const char *name, int32_t x, int32_t y
     g->values[node->inputs[1]].grad_dtype = TE_DTYPE_F32;
     if (one_in(3)) inputs_of(g, node)[2] = -1;
     if (one_in(4)) node->quantization.recipe = (int32_t)(test_random() % 3);
+    if (node->quantization.recipe != TE_RECIPE_NONE && one_in(2)) {
+        node->quantization.backward =
+            one_in(2) ? TE_BACKWARD_HIGH_PRECISION : TE_BACKWARD_DEQUANTIZED;
+    }
     return node;
 }
 
@@ -316,6 +320,8 @@ static void check_random(void)
     }
     EXPECT(quantized_inputs > RANDOM_GRAPHS / 10 && quantized_gradients > RANDOM_GRAPHS / 10,
            "%d inputs and %d gradients arrived quantized", quantized_inputs, quantized_gradients);
+    EXPECT(dequantized > RANDOM_GRAPHS && in_high_precision > RANDOM_GRAPHS,
+           "%d backwards dequantized, %d in high precision", dequantized, in_high_precision);
 }
 
 /* ---- damaged graphs ------------------------------------------------------------------------- */

@@ -562,18 +562,20 @@ GRAPH_ERRORS = [
     (dict(node=(1, dict(quantization=(9, *CAST[1:])))), ValueError, "recipe = 9 does not exist"),
     (dict(node=(1, dict(quantization=(1, 0, *CAST[2:])))), TypeError, "FP8 dtypes f32 and e5m2"),
     (dict(node=(1, dict(quantization=(*CAST[:3], 8, *CAST[4:])))), ValueError, "power_2 = 0x8"),
+    (dict(node=(1, dict(quantization=(*CAST[:8], 3)))), ValueError, "backward = 3 with recipe 1"),
+    (dict(node=(1, dict(quantization=(0, *CAST[1:8], 1)))), ValueError, "backward = 1 with"),
     (
-        dict(node=(1, dict(quantization=(*CAST[:5], 0, 5, 0)))),
+        dict(node=(1, dict(quantization=(*CAST[:5], 0, 5, 0, 0)))),
         ValueError,
         "hadamard = 0x5, stochastic = 0x0, .*: nvfp4 transforms",
     ),
     (
-        dict(node=(1, dict(quantization=(*FP4, 0, 1, 0)))),
+        dict(node=(1, dict(quantization=(*FP4, 0, 1, 0, 0)))),
         ValueError,
         "hadamard = 0x1, stochastic = 0x0, .*: nvfp4 transforms input and gradient",
     ),
     (
-        dict(node=(1, dict(quantization=(*FP4, 0, 5, 4)))),
+        dict(node=(1, dict(quantization=(*FP4, 0, 5, 4, 0)))),
         ValueError,
         r"inputs\[3\] = -1, expected an input i64",
     ),
@@ -583,12 +585,12 @@ GRAPH_ERRORS = [
         "FP8 dtypes e4m3 and e5m2, expected u8",
     ),
     (
-        dict(node=(1, dict(quantization=(*CAST[:5], 1, 0, 0)))),
+        dict(node=(1, dict(quantization=(*CAST[:5], 1, 0, 0, 0)))),
         ValueError,
         "tiles_2d = 0x1, expected bits of 0x0",
     ),
     (
-        dict(node=(1, dict(quantization=(core.RECIPE_BLOCK, *CAST[1:5], 8, 0, 0)))),
+        dict(node=(1, dict(quantization=(core.RECIPE_BLOCK, *CAST[1:5], 8, 0, 0, 0)))),
         ValueError,
         "tiles_2d = 0x8, expected bits of 0x7",
     ),

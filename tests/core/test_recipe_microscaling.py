@@ -175,12 +175,20 @@ def test_quantization():
     assert (found.tiles_2d, found.hadamard, found.stochastic) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("cls", [MXFP8BlockScaling, NVFP4BlockScaling])
+def test_a_backward_in_high_precision_casts_no_gradient(cls):
+    plain = quantization_of(cls())
+    found = [quantization_of(cls(backward_override=how)) for how in config.BACKWARD_OVERRIDES]
+    assert [one.backward for one in (plain, *found)] == [0, 1, 2]
+    for one in found:
+        assert one == plain._replace(backward=one.backward, hadamard=0, stochastic=0)
+
+
 @pytest.mark.parametrize(
     ("cls", "changes"),
     [
         (NVFP4BlockScaling, {"nvfp4_4over6": "weights"}),
         (NVFP4BlockScaling, {"row_scaled_activation": True}),
-        (NVFP4BlockScaling, {"backward_override": "dequantized"}),
         (MXFP8BlockScaling, {"margin": 1}),
         (MXFP8BlockScaling, {"fp8_dpa": True}),
     ],

@@ -273,12 +273,12 @@ def test_a_text_gives_the_same_plan_in_another_process():
 def test_a_text_of_another_version_or_damaged(change):
     text = texts_of(MAKERS["linear"]("cpu"), torch.randn(TOKENS, WIDTH), None)[0]
     wrong = {
-        "version": text.replace("plan/4 ", "plan/99 "),
+        "version": text.replace("plan/5 ", "plan/99 "),
         "older": "linear/1 direction=0 in_features=48",
         "empty": "-",
         "cut": text[:-5],
-        "short": "plan/4 (0, 0)",
-        "call": "plan/4 print()",
+        "short": "plan/5 (0, 0)",
+        "call": "plan/5 print()",
     }[change]
     with pytest.raises(ValueError, match="export the program again"):
         plan_text.plan_of(wrong)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from comparators import assert_grad64, assert_nmse
 from layer_reference import wide
-from pytorch.helpers import RECIPES, assert_same_bits, counted, state_of
+from pytorch.helpers import RECIPES, assert_same_bits, counted
 from pytorch.module_cases import (
     FEW,
     RECIPE_NAMES,
@@ -330,21 +330,6 @@ def test_accumulation_follows_the_recipe(split):
 
 
 # ---- what is refused, or has no effect -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", FEW)
-@pytest.mark.parametrize(
-    ("recipe", "field", "value"),
-    [
-        (Float8CurrentScaling, "backward_override", "dequantized"),
-    ],
-)
-def test_recipe_fields_name_themselves(device, kind, recipe, field, value, x):
-    module = made(kind, device)
-    given = recipe(**{field: value})
-    with te.autocast(recipe=given), pytest.raises(NotImplementedError, match=field):
-        module(x)
-    assert state_of(module) is None
 
 
 def test_accepted_and_without_effect(device, x):

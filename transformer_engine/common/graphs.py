@@ -40,6 +40,7 @@ Link = tuple[str, int]
     INPUT_ROWS,
     WEIGHT_ROWS,
     GRAD_ROWS,
+    WEIGHT_WIDE,  # besides WEIGHT_GIVEN: in high precision too
     # Delayed scaling: input and weight, the gradient of the output are measured before they are
     # cast, for slots that have recorded nothing.
     MEASURE_OPERANDS,
@@ -48,7 +49,11 @@ Link = tuple[str, int]
     # The output, or the gradient of the input, is returned quantized.
     RETURN_OUTPUT,
     RETURN_GRAD,
-) = (1 << bit for bit in range(29))
+) = (1 << bit for bit in range(30))
+
+
+WEIGHT_CACHED = WEIGHT_GIVEN | WEIGHT_WIDE
+"""The quantized forms of a weight that is there besides."""
 
 
 class Quantization(NamedTuple):
@@ -66,15 +71,24 @@ class Quantization(NamedTuple):
     """Bits of input, weight and gradient: the column-wise form is transformed (NVFP4)."""
     stochastic: int
     """Bits of input, weight and gradient: rounded stochastically (NVFP4)."""
+    backward: int
+    """``_core.BACKWARD_*``: what the GEMMs of the backward multiply."""
     epsilon: tuple[float, float, float]
     """Smallest amax of input, weight and gradient."""
 
 
 NO_EPSILON = (0.0, 0.0, 0.0)
 HIGH_PRECISION = Quantization(
-    _core.RECIPE_NONE, _core.DTYPE_E4M3, _core.DTYPE_E4M3, 0, 0, 0, 0, 0, NO_EPSILON
+    _core.RECIPE_NONE, _core.DTYPE_E4M3, _core.DTYPE_E4M3, 0, 0, 0, 0, 0, 0, NO_EPSILON
 )
 """No recipe: GEMMs in the dtype of the operands."""
+
+_BACKWARDS = {
+    None: _core.BACKWARD_QUANTIZED,
+    "high_precision": _core.BACKWARD_HIGH_PRECISION,
+    "dequantized": _core.BACKWARD_DEQUANTIZED,
+}
+"""By ``backward_override``."""
 
 _INPUT, _WEIGHT, GRAD, OUTPUT, GRAD_INPUT = range(_core.OPERAND_ROLES)
 """Operands of a linear layer, as bits of a `Quantization` count the first three, which its GEMMs
@@ -88,10 +102,21 @@ def quantization_of(recipe: Recipe) -> Quantization:
     NotImplementedError where it asks for something that linear layers do not have.
     """
     absent.refuse_use(recipe)
-    if recipe.backward_override is not None:
-        raise NotImplementedError(
-            f"{type(recipe).__name__}: backward_override={recipe.backward_override!r}"
-        )
+    backward = _BACKWARDS[recipe.backward_override]
+    found = _quantization_of_casts(recipe)
+    if backward == _core.BACKWARD_QUANTIZED:
+        return found
+    # Neither gradients nor column-wise forms are cast, of which these are said.
+    return found._replace(backward=backward, hadamard=0, stochastic=0)
+
+
+def is_backward_wide(recipe: Recipe | None) -> bool:
+    """Whether the GEMMs of a backward multiply in high precision, under a recipe or without one."""
+    return recipe is None or recipe.backward_override is not None
+
+
+def _quantization_of_casts(recipe: Recipe) -> Quantization:
+    """`quantization_of` a recipe without ``backward_override``."""
     for name in ("fp8_dpa", "fp8_mha"):
         if getattr(recipe, name) and (recipe.mxfp8() or recipe.nvfp4()):
             raise NotImplementedError(f"{type(recipe).__name__}: {name}=True")
@@ -101,13 +126,15 @@ def quantization_of(recipe: Recipe) -> Quantization:
     backward = _FP8_CODES[recipe.fp8_format.dtype_name("bwd")]
     if recipe.delayed():
         fast = _core.LINEAR_FAST_OUTPUT
-        return Quantization(_core.RECIPE_DELAYED, forward, backward, 0, fast, 0, 0, 0, NO_EPSILON)
+        return Quantization(
+            _core.RECIPE_DELAYED, forward, backward, 0, fast, 0, 0, 0, 0, NO_EPSILON
+        )
     if recipe.mxfp8():
         if recipe.margin != 0:
             raise NotImplementedError(f"MXFP8BlockScaling: margin={recipe.margin}")
         squares = (1 << _WEIGHT) * recipe.enable_2d_quantization
         kind = _core.RECIPE_MXFP8
-        return Quantization(kind, forward, backward, 0, 0, squares, 0, 0, NO_EPSILON)
+        return Quantization(kind, forward, backward, 0, 0, squares, 0, 0, 0, NO_EPSILON)
     tensors = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
     gemms = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
     kinds = (
@@ -129,7 +156,7 @@ def quantization_of(recipe: Recipe) -> Quantization:
             recipe.grad_block_scaling_dim,
         )
         tiles_2d = flags_of((1 << i, dim == 2) for i, dim in enumerate(dims))
-    return Quantization(kind, forward, backward, power_2, fast, tiles_2d, 0, 0, epsilon)
+    return Quantization(kind, forward, backward, power_2, fast, tiles_2d, 0, 0, 0, epsilon)
 
 
 def _nvfp4_quantization(recipe: Any) -> Quantization:
@@ -156,7 +183,7 @@ def _nvfp4_quantization(recipe: Any) -> Quantization:
         )
     code = _core.DTYPE_U8  # two E2M1 numbers to a byte
     kind = _core.RECIPE_NVFP4
-    return Quantization(kind, code, code, 0, 0, squares, hadamard, stochastic, NO_EPSILON)
+    return Quantization(kind, code, code, 0, 0, squares, hadamard, stochastic, 0, NO_EPSILON)
 
 
 def _kind_of(recipe: Recipe) -> int:
@@ -221,7 +248,7 @@ class CallSpec(NamedTuple):
 
 
 ROWS = (_core.SYMBOL_ROWS, 1, 1)
-_NO_CAST = (_core.RECIPE_NONE, _core.DTYPE_E4M3, _core.DTYPE_E4M3, 0, (0.0, 0.0, 0.0), 0, 0, 0)
+_NO_CAST = quantization_fields(HIGH_PRECISION)
 
 
 class Graph:
@@ -306,6 +333,7 @@ class Graph:
         """Add weight and bias."""
         flags = spec.flags
         bits = _core.VALUE_PARAMETER | form_flags(flags, WEIGHT_GIVEN, WEIGHT_KEPT, WEIGHT_ROWS)
+        bits |= _core.VALUE_ALSO_WIDE if flags & WEIGHT_WIDE else 0
         if flags & WGRAD:
             bits |= _core.VALUE_GRADIENT | flags_of(
                 (

@@ -390,7 +390,8 @@ def _add_attention(  # noqa: PLR0913 - as of `_normalize`
     )
     cast = {}
     if attention.quantization is not None:
-        cast = {"quantization": quantization_fields(attention.quantization), "owner": owner}
+        casts = attention.quantization._replace(backward=_core.BACKWARD_QUANTIZED)
+        cast = {"quantization": quantization_fields(casts), "owner": owner}
     graph.node(
         _core.NODE_ATTENTION,
         inputs,

@@ -152,16 +152,15 @@ class CallPlans:
         held = {*self.forward_inputs, *self.outputs}
         caches = [forms_of(of + 1, held) for of in graph.operands]
         # Parts whose quantized weight is given (behind them the input, where that is); (part,
-        # places among `outputs`) of those where it is kept.
+        # places among `outputs`) of those where it is kept, None for a form that nothing reads.
         self.reads_caches = tuple(i for i, f in enumerate(flags) if f & WEIGHT_GIVEN)
         if flags and flags[0] & INPUT_GIVEN:
             self.reads_caches += (len(flags),)
             of = graph.operands[0]
             caches.append(forms_of(of, held))
+        places = {link: place for place, link in enumerate(self.outputs)}
         self.writes_caches = tuple(
-            (i, tuple(map(self.outputs.index, caches[i])))
-            for i, f in enumerate(flags)
-            if f & WEIGHT_KEPT
+            (i, tuple(map(places.get, caches[i]))) for i, f in enumerate(flags) if f & WEIGHT_KEPT
         )
         # (part, weight's place among `tensors`) where its gradient goes to ``weight.main_grad``.
         self.main_grads = tuple(

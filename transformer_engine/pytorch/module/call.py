@@ -143,7 +143,7 @@ class ModuleCall:
             out = results[0] if count == 1 else results[:count]
         if plans.writes_caches:
             for i, places in plans.writes_caches:
-                caches[i] = tuple([results[place] for place in places])
+                caches[i] = tuple([None if at is None else results[at] for at in places])
         if plans.backward is None:
             return out, ()
         saved = plans.pick_saved((*results, *tensors), self.traced)

@@ -365,8 +365,8 @@ class ComposedModule(Fp8Module):
         flags, bias_grads, records = self._wanted(tensors, not region.exported)
         for i, owner in enumerate(owners):
             if flags[i] & graphs.WGRAD:
-                dtype = parts[i].weights[0].dtype
-                flags[i] |= self._wgrad_flags(owner, dtype, recipe, is_first_microbatch)
+                dtype = tensors.output_dtype if graphs.is_backward_wide(recipe) else None
+                flags[i] |= self._wgrad_flags(owner, dtype, is_first_microbatch)
         bound = None
         if recipe is not None:
             bound = self._bind_state(tensors, region, is_first_microbatch)
@@ -374,8 +374,9 @@ class ComposedModule(Fp8Module):
             flags = [f | g for f, g in zip(flags, given, strict=True)]
             if returns:
                 self._add_returned(flags, returns, region, bound.slots)
-        elif inp.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-            flags = [f | graphs.ALLOW_TF32 for f in flags]
+        if graphs.is_backward_wide(recipe) and tensors.output_dtype is torch.float32:
+            tf32 = graphs.ALLOW_TF32 if torch.backends.cuda.matmul.allow_tf32 else 0
+            flags = [f | tf32 for f in flags]
         dtypes = [inp.dtype, tensors.output_dtype]
         dtypes.append(inp.dtype if tensors.norm is None else tensors.norm[0].dtype)
         for (weights, biases), owner, f in zip(parts, owners, flags, strict=True):
@@ -465,7 +466,7 @@ class ComposedModule(Fp8Module):
             common |= (graphs.NO_AMAX if replay.scales is not None else 0) | replay.measures
             caches = (None,) * count if replay.cache is None else replay.cache[:count]
             flags = tuple(
-                common | (0 if cache is None else graphs.WEIGHT_GIVEN) for cache in caches
+                common | (0 if cache is None else graphs.WEIGHT_CACHED) for cache in caches
             )
             return _BoundState(quantization, flags, replay.slots, replay.scales, caches)
         slots = None
@@ -489,7 +490,7 @@ class ComposedModule(Fp8Module):
                 "torch.compile"
             )
         caches = weight_cache.held_caches(self, is_first_microbatch, tensors.parts, region.recipe)
-        ways = (graphs.WEIGHT_KEPT if cache is None else graphs.WEIGHT_GIVEN for cache in caches)
+        ways = (graphs.WEIGHT_KEPT if cache is None else graphs.WEIGHT_CACHED for cache in caches)
         return _BoundState(quantization, tuple(common | way for way in ways), slots, None, caches)
 
     @constant_in_graphs
@@ -509,13 +510,13 @@ class ComposedModule(Fp8Module):
         return self._make_plans(key, quantization) if plans is None else plans
 
     def _wgrad_flags(
-        self, owner: Tensor, dtype: torch.dtype, recipe: Any, is_first_microbatch: bool | None
+        self, owner: Tensor, dtype: torch.dtype | None, is_first_microbatch: bool | None
     ) -> int:
-        """Where the weight gradient goes; `dtype` is that of the GEMM's operands without FP8."""
+        """Where the weight gradient goes; `dtype` is that of its GEMM's operands, None: FP8."""
         flags = graphs.DEFER if self.delay_wgrad_compute else 0
         if self.fuse_wgrad_accumulation:
             main = main_grad_of(owner).dtype
-            if recipe is None and main not in (dtype, torch.float32):
+            if dtype is not None and main not in (dtype, torch.float32):
                 raise TypeError(
                     f"{type(self).__name__}: main_grad is {main}, the operands are {dtype}: "
                     "without FP8 it must be torch.float32 or of their dtype"

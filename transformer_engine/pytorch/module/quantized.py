@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import RETURN_OUTPUT
+from transformer_engine.common import graphs
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.module.operands import PartTensors
 from transformer_engine.pytorch.scaling import Slots
@@ -102,16 +102,16 @@ def given_forms(
     arrives = is_quantized(tensors.input)
     if not arrives and not any(map(is_quantized, weights)):
         return tuple(flags), caches
-    from transformer_engine.common import graphs
     from transformer_engine.pytorch.tensor.recipes import format_of
 
     row, flags, caches = format_of(recipe), list(flags), list(caches)
+    columns = torch.is_grad_enabled() and not graphs.is_backward_wide(recipe)
     for i, weight in enumerate(weights):
         if is_quantized(weight):
-            caches[i], bits = row.forms(weight, "weight", torch.is_grad_enabled())
-            flags[i] = flags[i] & ~(graphs.WEIGHT_GIVEN | graphs.WEIGHT_KEPT) | bits
+            caches[i], bits = row.forms(weight, "weight", columns)
+            flags[i] = flags[i] & ~(graphs.WEIGHT_CACHED | graphs.WEIGHT_KEPT) | bits
     if arrives:
-        forms, bits = row.forms(tensors.input, "input", torch.is_grad_enabled())
+        forms, bits = row.forms(tensors.input, "input", columns)
         flags[0] |= bits
         caches = [*caches[: len(weights)], forms]
     return tuple(flags), caches
@@ -120,9 +120,9 @@ def given_forms(
 def refuse_returned(kind: str, recipe: Recipe | None, returns: int, where: str | None) -> None:
     """Raise a NotImplementedError where a call can not return what flags ask for.
 
-    `returns` are `RETURN_OUTPUT` and `RETURN_GRAD`; `where` is what can not, or None.
+    `returns` are `graphs.RETURN_OUTPUT` and `graphs.RETURN_GRAD`; `where` is what can not, or None.
     """
-    option = "fp8_output" if returns & RETURN_OUTPUT else "fp8_grad"
+    option = "fp8_output" if returns & graphs.RETURN_OUTPUT else "fp8_grad"
     if where is not None:
         raise NotImplementedError(f"{kind}: {option}=True in {where}: leave it out there")
     from transformer_engine.pytorch.tensor.recipes import format_of
@@ -262,10 +262,11 @@ def forms_held(modules: Sequence, parts: Sequence, caches: list, recipe: Recipe)
     from transformer_engine.pytorch.tensor.recipes import format_of
 
     row, at = format_of(recipe), 0
+    columns = torch.is_grad_enabled() and not graphs.is_backward_wide(recipe)
     for _, own in zip(modules, parts, strict=True):
         for part in own:
             if is_quantized(part.weights[0]):
-                caches[at], _ = row.forms(part.weights[0], "weight", torch.is_grad_enabled())
+                caches[at], _ = row.forms(part.weights[0], "weight", columns)
             at += 1
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.common.graphs import is_backward_wide
 from transformer_engine.pytorch.function import apply_of
 from transformer_engine.pytorch.modes import (
     any_autocast,
@@ -128,7 +129,7 @@ def situation_of(
         or in_transform()
         or (may_record(gradients, recipe is not None) and (gradients or anywhere()))
         # On a GPU, whether fp32 may use TF32 can change.
-        or (recipe is None and facts[1] >= 0 and inp.dtype is torch.float32)
+        or (facts[1] >= 0 and inp.dtype is torch.float32 and is_backward_wide(recipe))
     ):
         return None, ()
     return (state.depth > 0 if recipe is None else recipe.__repr__(), gradients, facts), tensors

@@ -19,6 +19,7 @@ from transformer_engine.common.graphs import (
     INPUT_ROWS,
     WEIGHT_GIVEN,
     WEIGHT_ROWS,
+    is_backward_wide,
 )
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.constants import TE_DType_To_Torch
@@ -60,7 +61,7 @@ class Format(NamedTuple):
     """Whether GEMMs of a recipe read such a tensor in a role."""
     forms: Callable[[Any, str, bool], tuple[tuple, int]]
     """What a call reads of a tensor, and flags of its part: given the tensor, its role, and whether
-    a backward may follow."""
+    a backward may follow that reads it column-wise."""
     fields: Callable[[Any, tuple, tuple], dict[str, Any]]
     """Fields of a tensor, besides its quantizer, of what a call makes: given the quantizer, the
     forms (None for those that are not there) and the shape of the values."""
@@ -141,13 +142,15 @@ def _any(tensor: Any, recipe: Recipe, role: str) -> bool:
 
 def _has_both(tensor: Any, recipe: Recipe, role: str) -> bool:
     """Of an input that is not cast both ways a backward could not be computed."""
-    return _any(tensor, recipe, role) and _is_whole(tensor, role)
+    return _any(tensor, recipe, role) and _is_whole(tensor, recipe, role)
 
 
-def _is_whole(tensor: Any, role: str) -> bool:
+def _is_whole(tensor: Any, recipe: Recipe, role: str) -> bool:
     if role == "weight" or (role == "input" and not torch.is_grad_enabled()):
         return True
-    return all(tensor.get_usages().values())
+    usages = tensor.get_usages()
+    rows_are_enough = role == "input" and is_backward_wide(recipe)
+    return usages["rowwise"] if rows_are_enough else all(usages.values())
 
 
 def _has_tiles(tensor: Any, recipe: Recipe, role: str) -> bool:
@@ -165,10 +168,13 @@ def _is_fp4_of(tensor: Any, recipe: Recipe, role: str) -> bool:
     how = recipe.fp4_quant_fwd_weight if role == "weight" else recipe.fp4_quant_fwd_inp
     is_input = role == "input"
     return (
-        tensor._with_rht == (how.random_hadamard_transform and is_input)
+        (
+            is_backward_wide(recipe)
+            or tensor._with_rht == (how.random_hadamard_transform and is_input)
+        )
         and tensor._row_scaled_nvfp4 == (recipe.row_scaled_activation and is_input)
         and tensor._is_2D_scaled == how.fp4_2d_quantization
-        and _is_whole(tensor, role)
+        and _is_whole(tensor, recipe, role)
     )
 
 
