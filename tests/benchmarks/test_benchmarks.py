@@ -15,7 +15,7 @@ from transformer_engine import _core
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ("host", "host_attention", "gemm", "kernels", "kernels_attention", "kernels_layer")
-BENCHMARKS += ("attention",)
+BENCHMARKS += ("attention", "parameter_memory")
 """Those of a device; import_time knows none."""
 ATTENTION = {"softmax", "softmax_backward", "dropout_add", "dropout_backward", "rope"}
 ATTENTION |= {"cache_append", "cache_gather"}
@@ -175,6 +175,16 @@ def test_attention(results):
     assert len(ran) == len(set(ran)) == 2 * sum(formats.values())
     for row in rows:
         assert positive(row, "ms", "tflops", "ceiling", "percent")
+
+
+def test_parameter_memory(results):
+    """A forward casts no quantized weight; formats that are kept in both forms take two bytes."""
+    rows = {row["recipe"]: row for row in only_table(results, "parameter_memory")}
+    assert list(rows) == FP8_MODES
+    for name, row in rows.items():
+        assert row["fp8_gemms"] == 4 and row["casts_plain"] - row["casts"] == 4
+        assert row["bytes_after"] == row["bytes"]
+        assert (1.0 if name != "row" else 2.0) < row["bytes_each"] < (1.1 if name != "row" else 2.2)
 
 
 def test_kernels_layer(results):
