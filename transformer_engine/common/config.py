@@ -224,6 +224,12 @@ TE_ALLOW_NONDETERMINISTIC_ALGO = _flag(
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
     default=True,
 )
+TE_UNFUSED_DPA_EMULATE_FP8 = _flag(
+    "TE_UNFUSED_DPA_EMULATE_FP8",
+    "Attention in FP8 that runs by two matrix products rounds what FP8 would, and multiplies in "
+    "high precision; without it that is refused. Read at each call.",
+    "NVTE_UnfusedDPA_Emulate_FP8",
+)
 ATTENTION_RECIPES = ("F16", "DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling")
 TE_DPA_FP8_RECIPE: Variable[str] = Variable(
     "TE_DPA_FP8_RECIPE",
@@ -331,6 +337,7 @@ class AttentionSwitches(NamedTuple):
     fused: bool
     unfused: bool
     nondeterministic: bool = True
+    emulate: bool = False  # FP8, by what runs in high precision
 
 
 attention_switches = _read_together(
@@ -339,6 +346,7 @@ attention_switches = _read_together(
     TE_FUSED_ATTN,
     TE_UNFUSED_ATTN,
     TE_ALLOW_NONDETERMINISTIC_ALGO,
+    TE_UNFUSED_DPA_EMULATE_FP8,
 )
 """Which kinds of attention may run now, `AttentionSwitches`: programs flip them between two calls.
 

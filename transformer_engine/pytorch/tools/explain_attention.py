@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.common.config import TE_DPA_FP8_RECIPE
+from transformer_engine.common.config import TE_DPA_FP8_RECIPE, TE_UNFUSED_DPA_EMULATE_FP8
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, fp8
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
     Described,
@@ -109,11 +109,12 @@ def explain_attention(
     found = refusals(situation)
     runs = [name for name, refusal in found.items() if refusal is None]
     refused = {name: refusal for name, refusal in found.items() if refusal is not None}
-    in_fp8 = _about_fp8(core, situation, bool(arguments.get("bf16_backward")))
+    emulated = runs[:1] == ["unfused"]
+    in_fp8 = _about_fp8(core, situation, bool(arguments.get("bf16_backward")), emulated)
     return AttentionExplanation(runs[0] if runs else None, refused, tuple(runs[1:]), in_fp8)
 
 
-def _about_fp8(core: DotProductAttention, situation: Situation, wide: bool) -> str:
+def _about_fp8(core: DotProductAttention, situation: Situation, wide: bool, emulated: bool) -> str:
     """What there is to say of FP8 in a call of a kind; `wide`: a backward in high precision."""
     state = current_state()
     if not state.enabled or not fp8.asks_for_it(state.recipe):
@@ -122,6 +123,8 @@ def _about_fp8(core: DotProductAttention, situation: Situation, wide: bool) -> s
     if recipe is None:
         return f"none: {variable}={TE_DPA_FP8_RECIPE.get()}"
     found = f"by {type(recipe).__name__}" + (f" ({variable})" if recipe is not state.recipe else "")
+    if emulated:
+        return f"{found}, emulated ({TE_UNFUSED_DPA_EMULATE_FP8.name}); backward in high precision"
     limited = situation.kind.padding or max(situation.window) >= 0
     dropout = core.attention_dropout if core.training else 0.0
     about = situation.device, situation.channels, limited, situation.packed, dropout, wide

@@ -8,20 +8,18 @@ is a field of `Situation` and a row here.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.attention.dot_product_attention import native, sdpa, unfused
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits, Situation
+from transformer_engine.pytorch.attention.dot_product_attention.by_heads import by_heads
+from transformer_engine.pytorch.attention.dot_product_attention.limits import Situation
 from transformer_engine.pytorch.attention.dot_product_attention.masks import (
     CAUSAL_WINDOW,
     NO_WINDOW,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.packed import to_packed, to_padded
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = [
@@ -85,14 +83,20 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "FP8 (fp8_dpa, fp8_mha)",
         lambda s: s.fp8,
-        {"sdpa": "it computes in high precision", "unfused": "it computes in high precision"},
+        {"sdpa": "it computes in high precision"},
+    ),
+    Feature(
+        "FP8 that is not to be emulated",
+        lambda s: s.fp8 and not s.switches.emulate,
+        {"unfused": "it computes in high precision; TE_UNFUSED_DPA_EMULATE_FP8=1 lets it round"},
     ),
     Feature(
         "attention by {fp8_unbuilt}",
         lambda s: bool(s.fp8_unbuilt),
         {
             "native": "it casts whole tensors with one scale: TE_DPA_FP8_RECIPE may name "
-            "DelayedScaling or Float8CurrentScaling for attention alone"
+            "DelayedScaling or Float8CurrentScaling for attention alone",
+            "unfused": "likewise",
         },
     ),
     Feature(
@@ -212,56 +216,6 @@ FEATURES: tuple[Feature, ...] = (
 that is given, so what holds for whole machines comes first."""
 
 
-_TO_HEADS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
-_FROM_HEADS = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
-"""Permutations of a format to [batch, heads, length, channels], and back."""
-
-
-def _by_heads(attend: Callable) -> Callable:
-    """A backend from a function of tensors [batch, heads, length, channels].
-
-    Packed sequences become a padded batch, and its output is packed again.
-    """
-
-    def run(heads: Heads, qkv_format: str, limits: Limits, *arguments: float) -> Any:
-        tensors = heads.split()
-        if limits.packed is not None:
-            return _run_padded(run, tensors, limits, *arguments)
-        query, key, value = (tensor.permute(*_TO_HEADS[qkv_format]) for tensor in tensors)
-        out = attend(query, key, value, limits, *arguments)
-        out, *top = out if limits.wants_top else (out,)
-        if limits.query_lengths is not None:
-            out = _spoil(out, limits.fit(query.shape[2], key.shape[2]))
-        out = out.permute(*_FROM_HEADS[qkv_format])
-        return (out, *top) if top else out
-
-    return run
-
-
-def _spoil(out: Tensor, fit: Tensor) -> Tensor:
-    """Make NaN of what is of sequences that do not fit [batch], and of their gradients likewise."""
-    return out * torch.where(fit, 1.0, torch.nan).to(out.dtype)[:, None, None, None]
-
-
-def _run_padded(
-    run: Callable,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    limits: Limits,
-    *arguments: float,
-) -> Any:
-    """Run a backend that takes no packed sequences."""
-    query, key, value = tensors
-    (queries, keys), tokens = limits.packed, query.shape[0]
-    of_queries, of_keys = queries.rows(tokens), keys.rows(key.shape[0])
-    padded = to_padded(query, of_queries), to_padded(key, of_keys), to_padded(value, of_keys)
-    lengths = {"query_lengths": queries.ends(), "key_lengths": keys.ends()}
-    out = run(Heads(padded), "bshd", limits._replace(packed=None, **lengths), *arguments)
-    out, *top = out if limits.wants_top else (out,)
-    fit = queries.fit(tokens) & keys.fit(key.shape[0])
-    out = to_packed(_spoil(out, fit), of_queries, tokens)
-    return (out, *top) if top else out
-
-
 class Backend(NamedTuple):
     """How it runs (see `native.attend` for the arguments; None: not built), and what it is."""
 
@@ -271,8 +225,8 @@ class Backend(NamedTuple):
 
 BACKENDS = {
     "native": Backend(native.attend, "the library's own operator (cuDNN on CUDA)"),
-    "sdpa": Backend(_by_heads(sdpa.attend), "torch's scaled_dot_product_attention"),
-    "unfused": Backend(_by_heads(unfused.attend), "two batched products and the library's softmax"),
+    "sdpa": Backend(by_heads(sdpa.attend), "torch's scaled_dot_product_attention"),
+    "unfused": Backend(by_heads(unfused.attend), "two batched products and the library's softmax"),
     "flash": Backend(None, "the flash-attn package"),
 }
 """By name, in order of preference."""

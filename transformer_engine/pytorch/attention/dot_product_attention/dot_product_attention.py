@@ -445,7 +445,11 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             if found is not None:
                 return found.run(heads.tensors)
         run = BACKENDS[choice.backend].run
-        if fp8.in_force(self):
+        if choice.backend == "unfused" and fp8.in_force(self):
+            from transformer_engine.pytorch.attention.dot_product_attention import fp8_emulated
+
+            run = functools.partial(fp8_emulated.attend, self)  # few ask for it, and what it loads
+        elif fp8.in_force(self):
             run = functools.partial(fp8.attend, self, more.wide_backward)
         dropout = self.attention_dropout if self.training else 0.0
         if self._get_tracker is not None or options.checkpoint_core_attention:

@@ -53,6 +53,7 @@ __all__ = [
     "is_asked_for",
     "recipe_of",
     "settings",
+    "state_of",
     "unbuilt",
     "wide_because",
 ]
@@ -269,7 +270,7 @@ def attend(
     channels = slices[0][1], slices[2][1]
     quantization = module._quantization_of(region.recipe, traced)
     fp8_gradient = gradient_of(region.recipe, device.type, channels, limits, dropout, wide)
-    slots, scales, no_amax = _state(module, region, like)
+    slots, scales, no_amax = state_of(module, region, like)
     key = (
         torch.device("meta") if region.blank else device, like.dtype,
         gradient and not region.exported, heads.joined if heads.dim else 0, slices,
@@ -309,7 +310,7 @@ def _where(limits: Limits) -> tuple[tuple[Tensor, ...], tuple[int, int, int] | N
     return tuple(each for each in lengths if each is not None), packed
 
 
-def _state(
+def state_of(
     module: Any, region: Region, like: Tensor
 ) -> tuple[scaling.Slots | None, Tensor | None, bool]:
     """(slots, scales to use in their place, whether no amax is recorded): of the state in force."""

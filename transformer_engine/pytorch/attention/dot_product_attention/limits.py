@@ -63,6 +63,7 @@ class Limits(NamedTuple):
     slopes: Tensor | None = None  # of ALiBi, [heads] or [batch, heads] fp32
     sink: Tensor | None = None  # [heads] fp32: scores without a key
     wants_top: bool = False  # the largest score of each head is a second result
+    cast: Any = None  # rounds the weights of softmax, where FP8 is emulated
     score_mod: Any = None  # changes the scaled scores before bias and mask (`score_mod.ScoreMod`)
 
     def as_tensors(self, queries: int, keys: int) -> "Limits":

@@ -48,6 +48,8 @@ def attend(
         window=limits.window,
         diagonal=diagonal,
     )
+    if limits.cast is not None:
+        probabilities = limits.cast(probabilities)
     values = value.reshape(batch * groups, keys, value.shape[3])
     weights = probabilities.to(value.dtype).view(batch * groups, folded, keys)
     out = torch.bmm(weights, values)
