@@ -243,6 +243,22 @@ def test_with_other_options(how, device, rng):
     assert_same_bits(*found)  # the values are the cast's own, so that another makes the same codes
 
 
+@pytest.mark.parametrize("how", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling, Float8BlockScaling])
+def test_a_backward_in_high_precision_reads_and_gives_that(how, recipe, device, rng):
+    layer, x = made("linear", device), inputs(device)
+    grad = torch.randn(2, 16, OUT, dtype=DTYPE, device=device)
+    quantized = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E5M2)(grad)
+    found = []
+    for given in (quantized, quantized.dequantize()):
+        layer.zero_grad()
+        options = {"fp8_output": True, "fp8_grad": True}
+        out, x_grad, *_ = run(layer, recipe(backward_override=how), x, given, **options)
+        assert is_quantized(out) and not is_quantized(x_grad)
+        found.append([x_grad, *[p.grad for p in layer.parameters()]])
+    assert_same_bits(*found)
+
+
 @pytest.mark.parametrize("way", CHECKPOINTS)
 @pytest.mark.parametrize("name", ["delayed", "measured first", "current", "block"])
 def test_recompute(way, name, device, start):
@@ -302,6 +318,33 @@ def test_calls_that_are_found_again(device, rng):
         out.backward(torch.ones(2, 16, OUT, dtype=DTYPE, device=device))
         assert is_quantized(out) == bool(options.get("fp8_output"))
         assert is_quantized(x.grad) == bool(options.get("fp8_grad"))
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_calls_with_quantized_inputs_are_found_again(name, device, rng, monkeypatch):
+    """With the bits of those that are decided anew; what differs in kind is another situation."""
+    layer, recipe, x = made("linear", device), RECIPES[name](), inputs(device)
+    other = made("linear", device, (IN, IN))
+    decided, decide = [], layer._decide
+    monkeypatch.setattr(layer, "_decide", lambda *a: decided.append(0) or decide(*a))
+    results = []
+    for step in range(4):
+        if step == 3:
+            layer._bound.clear()
+        layer.zero_grad()
+        with te.autocast(recipe=recipe):
+            given = other(x, fp8_output=True).detach()
+            out = layer(given.requires_grad_(), is_first_microbatch=step == 0)
+        out.backward(torch.ones_like(out))
+        results.append([out.detach(), given.grad, layer.weight.grad.clone()])
+        if step:
+            assert len(decided) == 2 + (step == 3)
+    assert_same_bits(results[2], results[3]) if name != "delayed" else None
+    with te.autocast(recipe=recipe), torch.no_grad():
+        layer(given)
+    assert len(decided) == 4
+    with te.autocast(recipe=NVFP4BlockScaling()):
+        assert layer(given).isfinite().all()  # read in high precision
 
 
 def test_nothing_is_quantized_without_fp8(device, rng):

@@ -152,10 +152,10 @@ class ModuleCall:
     def _run_forward(self, given: tuple) -> tuple:
         """Run the forward's plan, over the scaling state too."""
         plan, slots = self.plans.forward, self.owners[0]
+        if not self.plans.forward_state:  # nothing is cast, or by scales of its own
+            return self._run(plan, (0,), given, 0)
         if self.scales is not None:
             return self._run(plan, (0,), (*given, self.scales), 0)
-        if slots is None:
-            return self._run(plan, (0,), given, 0)
         given = (*given, slots.forward_scale, slots.forward_history)
         return self._run(plan, (slots.forward_slot,), given, 1)
 

@@ -12,22 +12,20 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common import config, graphs
 from transformer_engine.common.graphs import CallSpec, LinearSpec, Norm, Quantization, flags_of
-from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, call_plans
 from transformer_engine.pytorch import arenas, scaling, torch_ops
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import run_call, run_without_backward
 from transformer_engine.pytorch.modes import (
     constant_in_graphs,
-    exporting,
     forward_gradients,
-    in_transform,
     without_memory,
 )
 from transformer_engine.pytorch.module import quantized, weight_cache
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.calibration import record_amaxes
 from transformer_engine.pytorch.module.call import CallRun, Deferred, ModuleCall, Ran, main_grad_of
+from transformer_engine.pytorch.module.inspected import Inspected
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.module.operands import (
     CallTensors,
@@ -36,9 +34,14 @@ from transformer_engine.pytorch.module.operands import (
     promoted,
 )
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
-from transformer_engine.pytorch.module.situation import Bound, keep, situation_of
-from transformer_engine.pytorch.staged import Observer, StageBuffers, Staged, external_bits
-from transformer_engine.pytorch.state import current_state
+from transformer_engine.pytorch.module.situation import (
+    Bound,
+    keep,
+    situation_of,
+    situation_of_quantized,
+)
+from transformer_engine.pytorch.staged import Observer, Staged
+from transformer_engine.pytorch.state import RegionState, current_state
 from transformer_engine.pytorch.tensors import is_quantized
 
 _SETTINGS = (
@@ -81,7 +84,7 @@ class _BoundState(NamedTuple):
     caches: Sequence  # as of `ModuleCall`
 
 
-class ComposedModule(Fp8Module):
+class ComposedModule(Inspected, Fp8Module):
     """Base of modules made of linear layers, with a norm before them or an activation between.
 
     The subclass calls `_begin` before it makes its parameters, and gives the tensors of a call.
@@ -241,20 +244,12 @@ class ComposedModule(Fp8Module):
         if torch.compiler.is_compiling():
             return self._decide(inp, is_first_microbatch, True, returns)[0]
         state = current_state()
-        key, tensors, shared = None, (), ((), ())
         own = self.__dict__  # a class with __getattr__ takes longer for each
         if own.get("cache_weights"):
             is_first_microbatch = weight_cache.microbatch((self,), is_first_microbatch, state)
+        key, tensors, shared = None, (), ((), ())
         if own["_present"] is not None:
-            key, tensors = situation_of(state, inp, own["_present"])
-            held = own["_held"]
-            if held:
-                key, tensors = quantized.filled(key, tensors, held, state)
-            shares = is_first_microbatch is not None or own["fuse_wgrad_accumulation"] or held
-            if key is not None and shares:
-                shared, key = weight_cache.microbatch_of(
-                    (self,), is_first_microbatch, state, key, bool(held)
-                )
+            key, tensors, shared = self._situation(state, inp, is_first_microbatch)
         if returns and key is not None:
             key = (key, returns)
         bound = None if key is None else own["_bound"].get(key)
@@ -275,14 +270,26 @@ class ComposedModule(Fp8Module):
             weight_cache.keep_caches((self,), shared[0], (self._part_tensors(),), state.recipe)
         return out
 
-    def _call_outside(self, inp: Tensor, is_first_microbatch: bool | None, returns: int) -> Any:
-        """`_call` while a graph is traced, outside of the graph.
-
-        A graph holds plain tensors alone between the functions of autograd that it is made of.
-        """
-        if exporting():
-            quantized.refuse_returned(type(self).__name__, None, returns, "torch.export")
-        return _run_outside(self, inp, is_first_microbatch, returns)
+    def _situation(
+        self, state: RegionState, inp: Tensor, is_first_microbatch: bool | None
+    ) -> tuple[tuple | None, tuple, tuple]:
+        """Key of the situation of a call, its tensors, and what a run has of its own."""
+        own, shared, forms = self.__dict__, ((), ()), ()
+        if type(inp) is Tensor or self.NORM is not None:
+            key, tensors = situation_of(state, inp, own["_present"])
+        else:
+            key, tensors, forms = situation_of_quantized(state, inp, own["_present"])
+        held = own["_held"]
+        if held:
+            key, tensors = quantized.filled(key, tensors, held, state)
+        shares = is_first_microbatch is not None or own["fuse_wgrad_accumulation"] or held
+        if key is not None and shares:
+            shared, key = weight_cache.microbatch_of(
+                (self,), is_first_microbatch, state, key, bool(held)
+            )
+        if forms:
+            shared = [*(shared[0] or (None,) * len(self.PARTS)), forms], shared[1]
+        return key, tensors, shared
 
     def _results(self, inp: Tensor, out: Any) -> Any:
         """What a forward returns, of the results of a call: output[, bias][, norm output]."""
@@ -373,7 +380,7 @@ class ComposedModule(Fp8Module):
             given, caches = quantized.given_forms(tensors, recipe, bound.flags, bound.caches)
             flags = [f | g for f, g in zip(flags, given, strict=True)]
             if returns:
-                self._add_returned(flags, returns, region, bound.slots)
+                quantized.add_returned(type(self).__name__, flags, returns, recipe, bound.slots)
         if graphs.is_backward_wide(recipe) and tensors.output_dtype is torch.float32:
             tf32 = graphs.ALLOW_TF32 if torch.backends.cuda.matmul.allow_tf32 else 0
             flags = [f | tf32 for f in flags]
@@ -409,18 +416,6 @@ class ComposedModule(Fp8Module):
             call.weights = owners
             call.queue = self._wgrads
         return call
-
-    def _add_returned(
-        self, flags: list[int], returns: int, region: Region, slots: scaling.Slots | None
-    ) -> None:
-        """Add to the flags of the parts what is returned quantized."""
-        recipe = region.recipe
-        where = "a transform of torch.func" if in_transform() else None
-        quantized.refuse_returned(type(self).__name__, recipe, returns, where)
-        measures = graphs.MEASURE_RETURNED if slots is not None and slots.initial == 0.0 else 0
-        flags[-1] |= returns & graphs.RETURN_OUTPUT | measures
-        if flags[0] & graphs.DGRAD and recipe.backward_override is None:
-            flags[0] |= returns & graphs.RETURN_GRAD | measures
 
     def _label(self) -> str:
         """Class and name, for messages and profilers."""
@@ -564,51 +559,11 @@ class ComposedModule(Fp8Module):
         check_dtypes(type(self).__name__, labels, dtypes)
         return [_core.dtype_code(dtype) for dtype in dtypes]
 
-    # ---- calibration and inspection --------------------------------------------------------------
+    # ---- calibration -----------------------------------------------------------------------------
 
     def _calibration_inputs(self, tensors: CallTensors) -> list[Tensor]:
         """What each part's forward GEMM would multiply, in high precision."""
         return [tensors.input.detach()]
-
-    def plans_of(
-        self, inp: Tensor, is_first_microbatch: bool | None = None
-    ) -> list[tuple[str, Plan]]:
-        """(title, plan) of what a call would run; see `explain`. Changes no state."""
-        state = current_state()
-        recipe = state.recipe if state.enabled else None
-        slots, loaded = self._slots, self._loaded_state
-        region = Region(state, recipe, None, [], False, blank=without_memory(inp))
-        tensors, owners = self._promote(inp, recipe)
-        call = self._prepare(tensors, region, is_first_microbatch, owners)
-        self._slots, self._loaded_state = slots, loaded
-        plans = call.plans
-        titles = ("forward", plans.forward), ("backward", plans.backward), ("wgrad", plans.wgrad)
-        return [(title, plan) for title, plan in titles if plan is not None]
-
-    def observe_stages(self, observer: Observer | None) -> None:
-        """Let a function look at the stages of this module's plans from the next call on.
-
-        ``f(stage, buffers, done)`` (see `staged.Observer`) is called before and after each stage;
-        None ends it.
-        The backward of a call that was observed is observed too. Calls inside compiled graphs are
-        not.
-        """
-        self._observer = observer
-        self._bound = {}
-
-    def override_stages(self, **stages: Callable[[StageBuffers], Any]) -> None:
-        """Let Python functions run stages of this module's plans; none restores the built-in ones.
-
-        ``f(buffers)`` by stage name (see `explain`, and `staged.StageBuffers`) fills the buffers
-        that the stage writes. ``gemm_output`` is the forward GEMM, ``quantize_input`` the cast of
-        the input, ``reduce_amax_input`` stands between measuring and casting (current scaling), and
-        so on. ValueError for a name that is no stage.
-        """
-        self._external = external_bits(stages, self.PARTS)
-        self._stages = dict(stages) or None
-        self._plans = {}
-        self._bound = {}
-        self._weight_caches = (None,) * len(self.PARTS)  # other stages have made them
 
     # ---- delayed weight gradients --------------------------------------------------------------
 
@@ -643,8 +598,3 @@ class ComposedModule(Fp8Module):
     def _add_weight_grad(self, part: int, grad: Tensor) -> None:
         """Add to the ``grad`` of a part's weight."""
         add_grad(getattr(self, f"{self.PARTS[part]}weight"), grad)
-
-
-@torch.compiler.disable
-def _run_outside(module: ComposedModule, *arguments: Any) -> Any:
-    return module._call(*arguments)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common import graphs
 from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch.modes import in_transform
 from transformer_engine.pytorch.module.operands import PartTensors
 from transformer_engine.pytorch.scaling import Slots
 from transformer_engine.pytorch.state import RegionState
@@ -132,6 +133,18 @@ def refuse_returned(kind: str, recipe: Recipe | None, returns: int, where: str |
             f"{kind}: {option}=True under {type(recipe).__name__}, whose tensors modules do not "
             "return: leave it out, or use DelayedScaling or another recipe of FP8"
         )
+
+
+def add_returned(
+    kind: str, flags: list[int], returns: int, recipe: Recipe, slots: Slots | None
+) -> None:
+    """Add what a call returns quantized to the flags of its parts; see `refuse_returned`."""
+    where = "a transform of torch.func" if in_transform() else None
+    refuse_returned(kind, recipe, returns, where)
+    measures = graphs.MEASURE_RETURNED if slots is not None and slots.initial == 0.0 else 0
+    flags[-1] |= returns & graphs.RETURN_OUTPUT | measures
+    if flags[0] & graphs.DGRAD and recipe.backward_override is None:
+        flags[0] |= returns & graphs.RETURN_GRAD | measures
 
 
 def returned(call: Any, made: Sequence, places: Sequence[int], gradient: bool) -> Any:

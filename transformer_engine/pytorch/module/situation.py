@@ -28,8 +28,16 @@ from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.recompute import anywhere, may_record
 from transformer_engine.pytorch.scaling import Slots
 from transformer_engine.pytorch.state import RegionState
+from transformer_engine.pytorch.tensors import is_quantized
 
-__all__ = ["Bound", "Recurrence", "in_force", "keep", "situation_of"]
+__all__ = [
+    "Bound",
+    "Recurrence",
+    "in_force",
+    "keep",
+    "situation_of",
+    "situation_of_quantized",
+]
 
 KEPT = 16
 """Situations that a module, or a layer, keeps calls and plans of."""
@@ -133,3 +141,27 @@ def situation_of(
     ):
         return None, ()
     return (state.depth > 0 if recipe is None else recipe.__repr__(), gradients, facts), tensors
+
+
+def situation_of_quantized(
+    state: RegionState, inp: Any, places: tuple
+) -> tuple[tuple | None, tuple, tuple]:
+    """`situation_of` a call whose input arrives quantized, and what it reads of that."""
+    recipe = state.recipe if state.enabled else None
+    if recipe is None or not is_quantized(inp):
+        return None, (), ()
+    from transformer_engine.pytorch.tensor.recipes import format_of, reads
+
+    if not reads(inp, recipe, "input"):
+        return None, (), ()
+    own = next((place[0].get(place[1]) for place in places if place is not None), None)
+    if own is None:
+        return None, (), ()
+    # A parameter stands for the input, which has the nominal dtype of a call that was made.
+    key, tensors = situation_of(state, own.detach(), places)
+    if key is None:
+        return None, (), ()
+    columns = _grad_enabled() and not is_backward_wide(recipe)
+    forms, bits = format_of(recipe).forms(inp, "input", columns)
+    facts = type(inp), inp.dtype, inp.device, inp.shape[-1], inp.requires_grad, bits
+    return (key, *facts, *inp._kind()), (inp, *tensors[1:]), forms

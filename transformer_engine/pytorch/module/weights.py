@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine.common.graphs import RETURN_GRAD, RETURN_OUTPUT
+from transformer_engine.pytorch.modes import exporting
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
 from transformer_engine.pytorch.module.operands import PartTensors
@@ -22,6 +23,7 @@ from transformer_engine.pytorch.module.parameters import (
     positive_sizes,
     split_rows,
 )
+from transformer_engine.pytorch.module.quantized import refuse_returned
 from transformer_engine.pytorch.parallel import TensorParallel, mark_linear
 
 
@@ -177,6 +179,15 @@ class WeightModule(TensorParallel, ComposedModule):
 
     _FORWARD = forward
 
+    def _call_outside(self, inp: Tensor, is_first_microbatch: bool | None, returns: int) -> Any:
+        """`_call` while a graph is traced, outside of the graph.
+
+        A graph holds plain tensors alone between the functions of autograd that it is made of.
+        """
+        if exporting():
+            refuse_returned(type(self).__name__, None, returns, "torch.export")
+        return _run_outside(self, inp, is_first_microbatch, returns)
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a name that `parameters_split` replaced is an error."""
         split = self.__dict__.get("_split")
@@ -223,3 +234,8 @@ class WeightModule(TensorParallel, ComposedModule):
             self._tensors("weight"), split_rows(grad, self._parts()), strict=True
         ):
             add_grad(weight, rows)
+
+
+@torch.compiler.disable
+def _run_outside(module: WeightModule, *arguments: Any) -> Any:
+    return module._call(*arguments)

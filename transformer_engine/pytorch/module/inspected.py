@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a module shows its plans, and lets others look at their stages or run them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from transformer_engine.common.plan_text import Plan
+from transformer_engine.pytorch.modes import without_memory
+from transformer_engine.pytorch.module.base import Region
+from transformer_engine.pytorch.staged import Observer, StageBuffers, external_bits
+from transformer_engine.pytorch.state import current_state
+
+
+class Inspected:
+    """What `composed.ComposedModule` has for tools (`explain`, `observe`) and for frameworks."""
+
+    def plans_of(
+        self, inp: Tensor, is_first_microbatch: bool | None = None
+    ) -> list[tuple[str, Plan]]:
+        """(title, plan) of what a call would run; see `explain`. Changes no state."""
+        state = current_state()
+        recipe = state.recipe if state.enabled else None
+        slots, loaded = self._slots, self._loaded_state
+        region = Region(state, recipe, None, [], False, blank=without_memory(inp))
+        tensors, owners = self._promote(inp, recipe)
+        call = self._prepare(tensors, region, is_first_microbatch, owners)
+        self._slots, self._loaded_state = slots, loaded
+        plans = call.plans
+        titles = ("forward", plans.forward), ("backward", plans.backward), ("wgrad", plans.wgrad)
+        return [(title, plan) for title, plan in titles if plan is not None]
+
+    def observe_stages(self, observer: Observer | None) -> None:
+        """Let a function look at the stages of this module's plans from the next call on.
+
+        ``f(stage, buffers, done)`` (see `staged.Observer`) is called before and after each stage;
+        None ends it.
+        The backward of a call that was observed is observed too. Calls inside compiled graphs are
+        not.
+        """
+        self._observer = observer
+        self._bound = {}
+
+    def override_stages(self, **stages: Callable[[StageBuffers], Any]) -> None:
+        """Let Python functions run stages of this module's plans; none restores the built-in ones.
+
+        ``f(buffers)`` by stage name (see `explain`, and `staged.StageBuffers`) fills the buffers
+        that the stage writes. ``gemm_output`` is the forward GEMM, ``quantize_input`` the cast of
+        the input, ``reduce_amax_input`` stands between measuring and casting (current scaling), and
+        so on. ValueError for a name that is no stage.
+        """
+        self._external = external_bits(stages, self.PARTS)
+        self._stages = dict(stages) or None
+        self._plans = {}
+        self._bound = {}
+        self._weight_caches = (None,) * len(self.PARTS)  # other stages have made them
