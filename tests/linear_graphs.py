@@ -14,7 +14,8 @@ GRADIENTS = graphs.DGRAD | graphs.WGRAD
 def graph_of(flags, recipe=_core.RECIPE_DELAYED, wanted=GRADIENTS, bias_grad=False, columns=K):
     """A linear layer with a bias."""
     f32 = _core.DTYPE_F32
-    quantization = graphs.HIGH_PRECISION._replace(recipe=recipe, backward_fp8=_core.DTYPE_E5M2)
+    dtypes = _core.DTYPE_E4M3, _core.DTYPE_E4M3, _core.DTYPE_E5M2
+    quantization = graphs.Quantization(*(graphs.OperandCast(recipe, dtype) for dtype in dtypes))
     flags |= wanted | graphs.BIAS
     part = graphs.LinearSpec(columns, N, f32, f32, f32, f32, f32, quantization, flags, bias_grad)
     return graphs.call_graph(graphs.CallSpec((part,)))

@@ -76,17 +76,8 @@ class Graph:
     def node(self, kind: int, inputs: tuple, output: int, name: str = "", **fields) -> None:
         """Add a node; fields by name."""
         recipe = self.recipe if kind == self.core.NODE_LINEAR else self.core.RECIPE_NONE
-        quantization = (
-            recipe,
-            self.core.DTYPE_E4M3,
-            self.core.DTYPE_E5M2,
-            0,
-            (0.0,) * 3,
-            0,
-            0,
-            0,
-            0,
-        )
+        dtypes = (self.core.DTYPE_E4M3, self.core.DTYPE_E4M3, self.core.DTYPE_E5M2)
+        quantization = (*((recipe, dtype, 0.0, 0, 0) for dtype in dtypes), 0)
         node = Node(name, kind, 0, 0, inputs, output, (), (), quantization, 0, (0, 0), 1, 0)
         self.nodes.append(node._replace(**fields))
 

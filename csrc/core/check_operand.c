@@ -319,15 +319,11 @@ static int same_depth(te_gemm_way way, const te_gemm_operand *a, const te_gemm_o
 
 /* Dtypes: of the operands a and b, and what they make of the others. */
 static te_status check_gemm_dtypes(const te_check_site *site, const te_gemm_args *args,
-                                   te_gemm_way way, te_dtype a, te_dtype b)
+                                   te_gemm_way way, te_dtype a)
 {
     const te_dtype d = args->d.dtype, narrow = d == TE_DTYPE_F16 ? d : TE_DTYPE_BF16;
-    const int wide = te_dtype_is_high_precision(a) && te_dtype_is_high_precision(b), fp8 = !wide,
+    const int fp8 = way != TE_GEMM_AS_IT_IS || !te_dtype_is_high_precision(a),
               accumulates = (args->flags & TE_GEMM_ACCUMULATE) != 0;
-    if (wide && a != b) {
-        return WRONG_TYPE("b", "operands %s and %s, expected the same high precision",
-                          te_dtype_name(a), te_dtype_name(b));
-    }
     if (way == TE_GEMM_MIXED && te_dtype_is_fp8(d)) {
         return WRONG_TYPE("d", "dtype %s from operands that are multiplied out", te_dtype_name(d));
     }
@@ -344,7 +340,8 @@ static te_status check_gemm_dtypes(const te_check_site *site, const te_gemm_args
                           te_dtype_name(d), te_dtype_name(a));
     }
     if (te_tensor_present(&args->bias)) {
-        TE_TRY(te_check_dtype(site, "bias", args->bias.dtype, fp8 ? narrow : d));
+        const int of_d = !fp8 || (way == TE_GEMM_MIXED && args->bias.dtype == d);
+        TE_TRY(te_check_dtype(site, "bias", args->bias.dtype, of_d ? d : narrow));
     }
     if (te_tensor_present(&args->bias_grad) && (fp8 || args->bias_grad.dtype != a)) {
         return WRONG_TYPE("bias_grad",
@@ -378,7 +375,7 @@ te_status te_check_gemm(const te_check_site *site, const te_gemm_args *args)
                        LL(d[0]), LL(d[1]), LL(m), LL(k), LL(te_gemm_extent(&b, b.transposed)),
                        LL(n));
     }
-    TE_TRY(check_gemm_dtypes(site, args, way, a.data->dtype, b.data->dtype));
+    TE_TRY(check_gemm_dtypes(site, args, way, a.data->dtype));
     if (a.mode > TE_SCALING_TENSOR && te_dtype_is_fp8(args->d.dtype)) {
         return WRONG_TYPE("d",
                           "dtype %s from operands scaled by rows or tiles, expected f32, f16 "

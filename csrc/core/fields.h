@@ -116,6 +116,7 @@
     TE_BIT(X, gemm, accumulate, TE_GEMM_ACCUMULATE)                                                \
     TE_BIT(X, gemm, fast_accumulation, TE_GEMM_FAST_ACCUMULATION)                                  \
     TE_BIT(X, gemm, allow_tf32, TE_GEMM_ALLOW_TF32)                                                \
+    TE_BIT(X, gemm, multiplied_out, TE_GEMM_MULTIPLIED_OUT)                                        \
     TE_WORKSPACE(X, gemm)
 
 #define TE_SUMMARY_scaling_update "Update a chunk of delayed-scaling slots in place."

@@ -76,6 +76,9 @@ static inline te_gemm_way te_gemm_way_of(const te_gemm_operand *a, const te_gemm
         return by_rows ? TE_GEMM_MIXED : TE_GEMM_MICRO;
     }
     if (both_e5m2 || both_2d) return TE_GEMM_MIXED;
+    if (a->mode == TE_SCALING_NONE && b->mode == TE_SCALING_NONE) {
+        return a->data->dtype == b->data->dtype ? TE_GEMM_AS_IT_IS : TE_GEMM_MIXED;
+    }
     return a->mode == b->mode || blocks ? TE_GEMM_AS_IT_IS : TE_GEMM_MIXED;
 }
 

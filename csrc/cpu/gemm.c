@@ -401,7 +401,10 @@ te_status te_cpu_gemm(const te_gemm_args *args)
     const te_gemm_way way = te_gemm_way_of(&a, &b);
     te_gemm_args wide;
     float alpha = 1.0F;
-    if (way == TE_GEMM_AS_IT_IS) return multiply(args, 1.0F);
+    if (way == TE_GEMM_AS_IT_IS) {
+        if ((args->flags & TE_GEMM_MULTIPLIED_OUT) != 0) te_count_mixed();
+        return multiply(args, 1.0F);
+    }
     if (args->d.shape[0] == 0 || args->d.shape[1] == 0) return TE_OK;
     TE_TRY(te_check_workspace(TE_OP_GEMM, args->workspace, args->workspace_size,
                               wide_args(args, &wide)));

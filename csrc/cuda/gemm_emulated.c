@@ -189,6 +189,7 @@ te_status te_cuda_gemm(void *self, te_context *context, const void *untyped, voi
 {
     const te_gemm_args *args = untyped;
     if (is_emulated(args)) return emulated_gemm(self, context, args, stream);
+    if ((args->flags & TE_GEMM_MULTIPLIED_OUT) != 0) te_count_mixed();
     return te_cuda_wide_gemm(self, context, args, NULL, stream);
 }
 

@@ -101,7 +101,8 @@ typedef enum te_epilogue { TE_EPILOGUE_NONE = 0, TE_EPILOGUE_GELU = 1 } te_epilo
 enum {
     TE_GEMM_ACCUMULATE = 1,        /* d += ... (d f32 or bf16, no bias or epilogue) */
     TE_GEMM_FAST_ACCUMULATION = 2, /* FP8: less precise accumulation that is faster on Hopper */
-    TE_GEMM_ALLOW_TF32 = 4         /* f32 operands may be rounded to TF32 */
+    TE_GEMM_ALLOW_TF32 = 4,        /* f32 operands may be rounded to TF32 */
+    TE_GEMM_MULTIPLIED_OUT = 8     /* the caller has multiplied an operand out: counted so */
 };
 
 /* d[m, n] = epilogue(a[m, k] b[k, n] + bias), accumulated in fp32; with a_transposed the matrix of

@@ -105,10 +105,12 @@ typedef enum te_recipe {
     TE_RECIPE_NONE = 0,
     TE_RECIPE_DELAYED = 1,
     TE_RECIPE_CURRENT = 2,
-    TE_RECIPE_BLOCK = 3, /* a scale per tile of 1 x 128 or 128 x 128 elements */
-    TE_RECIPE_ROW = 4,   /* a scale per row of what a GEMM reads */
-    TE_RECIPE_MXFP8 = 5, /* a power of two per 32 elements; GEMMs multiply it out */
-    TE_RECIPE_NVFP4 = 6  /* likewise an E4M3 number per 16, and one number per tensor */
+    TE_RECIPE_BLOCK = 3,   /* a scale per tile of 1 x 128 or 128 x 128 elements */
+    TE_RECIPE_ROW = 4,     /* a scale per row of what a GEMM reads */
+    TE_RECIPE_MXFP8 = 5,   /* a power of two per 32 elements; GEMMs multiply it out */
+    TE_RECIPE_NVFP4 = 6,   /* likewise an E4M3 number per 16, and one number per tensor */
+    TE_RECIPE_EXTERNAL = 7 /* the caller's: its stage writes what GEMMs multiply, in the dtype of
+                              the output, row-wise and column-wise by themselves */
 } te_recipe;
 
 /* Operands of a linear layer's GEMMs, and what it makes that is returned quantized. */
@@ -150,20 +152,35 @@ typedef enum te_backward {
                                        dequantized */
 } te_backward;
 
+/* te_operand_cast.options */
+enum {
+    TE_CAST_POWER_2 = 1,        /* power-of-two scales; not of delayed scaling */
+    TE_CAST_TILES_2D = 2,       /* tiles as high as they are wide, where a recipe has such */
+    TE_CAST_HADAMARD = 4,       /* NVFP4: the column-wise form is transformed: of input and gradient
+                                   alike, which a GEMM multiplies */
+    TE_CAST_STOCHASTIC = 8,     /* NVFP4, of the gradient: rounded by the node's fourth input */
+    TE_CAST_FOUR_OVER_SIX = 16, /* NVFP4: te_cast_request.four_over_six by the sum of errors */
+    TE_CAST_SQUARED = 32,       /* besides: by that of their squares */
+    TE_CAST_TO_256 = 64,        /* NVFP4: te_cast_request.scales_to_256 */
+    TE_CAST_ROW_SCALED = 128,   /* NVFP4: te_cast_request.row_scaled */
+    TE_CAST_OPTIONS = 255
+};
+
+/* How an operand of a linear layer's GEMMs is cast. */
+typedef struct te_operand_cast {
+    int32_t recipe;     /* te_recipe */
+    int32_t dtype;      /* te_dtype of its data; EXTERNAL: of the output */
+    float amax_epsilon; /* not of delayed scaling */
+    uint32_t options;   /* TE_CAST_* */
+    int32_t margin;     /* MXFP8: te_cast_request.margin */
+} te_operand_cast;
+
 /* How a linear layer casts what its GEMMs multiply; an attention its heads as the input, and the
- * gradient of its output as that. */
+ * gradient of its output as that. Each operand has a recipe of its own; GEMMs of operands that no
+ * kernel reads together multiply them out. */
 typedef struct te_quantization {
-    int32_t recipe;                    /* te_recipe */
-    int32_t forward_fp8, backward_fp8; /* te_dtype of inputs and weights, and of gradients */
-    uint32_t power_2; /* 1 << te_operand_role: power-of-two scales; not of delayed scaling */
-    float amax_epsilon[TE_GEMM_OPERANDS]; /* not of delayed scaling */
-    uint32_t tiles_2d;   /* 1 << te_operand_role: tiles as high as they are wide (not of per-tensor
-                            and   per-row scaling) */
-    uint32_t hadamard;   /* 1 << te_operand_role: the column-wise form is transformed (NVFP4): of
-                            input and gradient alike, which a GEMM multiplies */
-    uint32_t stochastic; /* 1 << te_operand_role, of the gradient alone: rounded stochastically
-                            (NVFP4), by the node's fourth input */
-    int32_t backward;    /* te_backward; not of attention, see TE_NODE_FP8_GRADIENT */
+    te_operand_cast casts[TE_GEMM_OPERANDS];
+    int32_t backward; /* te_backward; not of attention, see TE_NODE_FP8_GRADIENT */
 } te_quantization;
 
 typedef enum te_node_kind {

@@ -22,13 +22,21 @@ int te_wide_wanted(const te_build *build, int32_t value)
            te_links_has(&build->saved, TE_LINK_VALUE, value);
 }
 
+/* Whether a node casts this input of its, so that it need not be there in high precision. */
+static int reads_forms(const te_node_desc *node, int input)
+{
+    const te_quantization *q = &node->quantization;
+    if (node->kind != TE_NODE_LINEAR || input != TE_INPUT_OPERAND) return te_is_quantized(q);
+    return te_recipe_rule_of(q, TE_INPUT_OPERAND)->mode != TE_SCALING_NONE;
+}
+
 int te_is_read(const te_build *build, int32_t value, int quantized)
 {
     for (int32_t n = 0; n < build->graph->node_count; n++) {
         const te_node_desc *node = te_node(build, n);
         for (int i = 0; i < node->input_count; i++) {
             if (node->inputs[i] != value) continue;
-            if (te_is_quantized(&node->quantization) == quantized) return 1;
+            if (reads_forms(node, i) == quantized) return 1;
         }
     }
     return 0;
@@ -287,6 +295,11 @@ te_cast_to te_cast_nothing(void)
     return cast;
 }
 
+static int has(const te_cast_to *cast, uint32_t option)
+{
+    return (cast->options & option) != 0;
+}
+
 void te_ask_cast(te_build *build, te_stage *stage, const te_cast_to *cast)
 {
     te_use_as(build, stage, "wide", cast->wide);
@@ -300,14 +313,21 @@ void te_ask_cast(te_build *build, te_stage *stage, const te_cast_to *cast)
     te_use_as(build, stage, "column_scales", cast->column_scales);
     te_use_as(build, stage, "partials", cast->partials);
     te_set_number(build, stage, "amax_epsilon", (double)cast->amax_epsilon);
-    te_set_number(build, stage, "power_2_scale", cast->power_2);
+    te_set_number(build, stage, "power_2_scale", has(cast, TE_CAST_POWER_2));
     if (te_scales_micro(cast->mode)) {
         te_use_as(build, stage, "row_amax", cast->row_amax);
         te_use_as(build, stage, "column_amax", cast->column_amax);
         te_use_as(build, stage, "column_partials", cast->column_partials);
         te_use_as(build, stage, "rng", cast->rng);
         te_set_number(build, stage, "square", cast->square);
-        te_set_number(build, stage, "hadamard", cast->hadamard);
+        te_set_number(build, stage, "hadamard", has(cast, TE_CAST_HADAMARD));
+        te_set_number(build, stage, "margin", cast->margin);
+        te_set_number(build, stage, "four_over_six",
+                      !has(cast, TE_CAST_FOUR_OVER_SIX) ? TE_FOUR_OVER_SIX_NONE
+                      : has(cast, TE_CAST_SQUARED)      ? TE_FOUR_OVER_SIX_MSE
+                                                        : TE_FOUR_OVER_SIX_MAE);
+        te_set_number(build, stage, "scales_to_256", has(cast, TE_CAST_TO_256));
+        te_set_number(build, stage, "row_scaled", has(cast, TE_CAST_ROW_SCALED));
     }
     if (cast->given != TE_NO_BUFFER) {
         te_stage_use_at(&build->plan, stage, field_number(build, stage, "scale"), cast->given,

@@ -242,12 +242,13 @@ void te_set_number(te_build *build, te_stage *stage, const char *field, double v
 typedef struct te_cast_to {
     int32_t wide, row, row_scales, column, column_scales, bias_grad, amax_partials;
     int32_t row_amax, column_amax, column_partials, rng; /* of te_quantize alone */
-    int32_t square, hadamard;
+    int32_t square;
     int32_t scale, history, partials; /* where the scale comes from: a chunk, or partial maxima */
     int32_t given;                    /* or the scales of an earlier cast */
     int32_t chunk, slot;
     float amax_epsilon;
-    int32_t power_2;
+    uint32_t options; /* TE_CAST_* */
+    int32_t margin;
     te_scaling_mode mode;
 } te_cast_to;
 

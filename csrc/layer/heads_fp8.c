@@ -137,8 +137,8 @@ static void cast(te_build *build, int32_t n, const te_heads_place *at, int32_t w
         stage = add_stage(build, n, "amax", at->matrix, TE_OP_AMAX);
         te_use_as(build, stage, "input", wide);
         te_use_as(build, stage, "partials", to.partials);
-        to.amax_epsilon = node->quantization.amax_epsilon[role];
-        to.power_2 = (int32_t)(node->quantization.power_2 >> role & 1U);
+        to.amax_epsilon = node->quantization.casts[role].amax_epsilon;
+        to.options = node->quantization.casts[role].options;
     }
     to.row = narrow_of(build, n, at);
     to.row_scales = scales_of(build, n, at->matrix);
@@ -257,9 +257,15 @@ te_status te_fp8_check(const te_graph_desc *graph, int32_t n)
         if (!fp8_gradient) return TE_OK;
         return TE_FAIL(TE_ERROR_INVALID, "attention: a gradient in FP8 without a recipe");
     }
-    if (te_recipe_rule_of(q, TE_INPUT_OPERAND)->mode != TE_SCALING_TENSOR) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "attention: recipe %d has no scale of a whole tensor",
-                       q->recipe);
+    for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
+        int32_t recipe = q->casts[role].recipe;
+        if (te_recipe_rule_of(q, (te_operand_role)role)->mode == TE_SCALING_TENSOR &&
+            recipe == q->casts[0].recipe) {
+            continue;
+        }
+        return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                       "attention: recipes %d and %d, expected one with a scale of a whole tensor",
+                       q->casts[0].recipe, recipe);
     }
     TE_TRY(te_check_quantization(node, "attention"));
     if (q->backward != TE_BACKWARD_QUANTIZED) {
@@ -288,5 +294,5 @@ te_status te_fp8_check(const te_graph_desc *graph, int32_t n)
     return TE_FAIL(TE_ERROR_INVALID,
                    "attention: a gradient in FP8 has scales of delayed scaling, and no dropout: "
                    "recipe %d, dropout %g",
-                   q->recipe, node->numbers[1]);
+                   q->casts[0].recipe, node->numbers[1]);
 }

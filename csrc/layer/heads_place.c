@@ -56,9 +56,9 @@ void te_heads_describe(const te_graph_desc *graph, const te_node_desc *node, te_
         info->shape[0] = te_constant(TE_TENSOR_SCALES);
         return;
     }
-    info->dtype = (te_dtype)(link == TE_LINK_HEADS_WIDE    ? value->dtype
-                             : role < TE_HEADS_GRAD_OUTPUT ? q->forward_fp8
-                                                           : q->backward_fp8);
+    info->dtype =
+        te_role_dtype(q, role < TE_HEADS_GRAD_OUTPUT ? TE_INPUT_OPERAND : TE_GRAD_OPERAND);
+    if (link == TE_LINK_HEADS_WIDE) info->dtype = (te_dtype)value->dtype;
     info->ndim = 2;
     info->shape[0] = value->shape[0];
     info->shape[1] =

@@ -154,7 +154,11 @@ void te_linear_sum_grad(te_build *build, int32_t k, const te_linear_source *from
     te_cast_to cast = te_cast_nothing();
     te_stage *stage;
     if (bias_grad == TE_NO_BUFFER) return;
-    stage = stage_over(build, k, TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT, from, TE_OP_QUANTIZE, 0);
+    stage = stage_over(build, k,
+                       te_is_made_outside(&te_node(build, k)->quantization, TE_GRAD_OPERAND)
+                           ? TE_LINEAR_STAGE_PRODUCE_GRAD_OUTPUT
+                           : TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT,
+                       from, TE_OP_QUANTIZE, 0);
     cast.bias_grad = bias_grad;
     te_ask_cast(build, stage, &cast);
 }
@@ -192,9 +196,13 @@ static int32_t measure(te_build *build, int32_t k, const te_linear_source *from,
 static void measure_for(te_build *build, int32_t k, const te_linear_source *from, int32_t wide,
                         int forms, te_cast_to *cast)
 {
-    uint32_t transformed = te_node(build, k)->quantization.hadamard >> te_cast_as(from->role) & 1U;
-    int apart = transformed != 0 && (forms & TE_FORM_COLUMN) != 0;
-    if (!apart || (forms & TE_FORM_ROW) != 0) cast->partials = measure(build, k, from, wide, 0);
+    const te_quantization *q = &te_node(build, k)->quantization;
+    int by_rows = te_cast_has(q, from->role, TE_CAST_ROW_SCALED);
+    int columns = (forms & TE_FORM_COLUMN) != 0, rows = (forms & TE_FORM_ROW) != 0;
+    int apart = te_cast_has(q, from->role, TE_CAST_HADAMARD) && columns;
+    if ((rows && !by_rows) || (columns && !apart)) {
+        cast->partials = measure(build, k, from, wide, 0);
+    }
     if (apart) cast->column_partials = measure(build, k, from, wide, 1);
 }
 
@@ -216,11 +224,11 @@ static void write_scales(te_build *build, int32_t k, te_operand_role role, int f
     const te_recipe_rule *rule = te_linear_rule(build, k, role);
     const te_operand_role as = te_cast_as(role);
     int shared = rule->row.scales == rule->column.scales;
-    cast->amax_epsilon = q->amax_epsilon[as];
-    cast->power_2 = (int32_t)(q->power_2 >> as & 1U);
+    cast->amax_epsilon = q->casts[as].amax_epsilon;
+    cast->options = q->casts[as].options;
+    cast->margin = q->casts[as].margin;
     cast->square = rule->square;
-    cast->hadamard = (int32_t)(q->hadamard >> as & 1U);
-    if ((q->stochastic >> as & 1U) != 0) {
+    if (te_cast_has(q, role, TE_CAST_STOCHASTIC)) {
         cast->rng = te_get(build, TE_LINK_VALUE, te_node(build, k)->inputs[3]);
     }
     if (shared || (forms & TE_FORM_ROW) != 0) {
@@ -233,6 +241,22 @@ static void write_scales(te_build *build, int32_t k, te_operand_role role, int f
     if ((forms & TE_FORM_ROW) != 0) cast->row_amax = te_linear_form(build, k, role, rule->row.amax);
     if ((forms & TE_FORM_COLUMN) != 0) {
         cast->column_amax = te_linear_form(build, k, role, rule->column.amax);
+    }
+}
+
+/* The caller's stage, which writes these forms, in high precision. */
+static void make_outside(te_build *build, int32_t k, te_operand_role role, int forms,
+                         int32_t bias_grad)
+{
+    te_linear_source from = te_linear_source_of(build, k, role);
+    te_stage *stage;
+    if (from.pending == TE_NOBODY) te_linear_sum_grad(build, k, &from, bias_grad);
+    te_linear_write_source(build, k, &from, bias_grad);
+    stage = te_linear_add(build, k, stages_of[role].quantize, TE_OP_QUANTIZE);
+    te_stage_use(&build->plan, stage, 0, from.wide);
+    for (te_link form = TE_LINK_ROW; form <= TE_LINK_COLUMN; form++) {
+        if ((forms & te_form_set(form)) == 0) continue;
+        te_stage_use(&build->plan, stage, 0, te_linear_form(build, k, role, form));
     }
 }
 
@@ -280,6 +304,10 @@ void te_linear_quantize(te_build *build, int32_t k, te_operand_role role, int fo
     if (te_operand_is_kept(build, of)) forms = te_linear_read_by(build, k, role, ALL_GEMMS);
     if (te_links_has(&build->saved, TE_LINK_ROW, of)) forms |= TE_FORM_ROW;
     if (te_links_has(&build->saved, TE_LINK_COLUMN, of)) forms |= TE_FORM_COLUMN;
+    if (te_is_made_outside(&te_node(build, k)->quantization, role)) {
+        make_outside(build, k, role, forms, bias_grad);
+        return;
+    }
     cast_source(build, k, te_linear_source_of(build, k, role), forms, bias_grad);
 }
 
@@ -346,8 +374,9 @@ int32_t te_linear_form_again(te_build *build, int32_t k, te_operand_role role, t
     int saves_input =
         role == TE_INPUT_OPERAND && (te_node(build, k)->flags & TE_LINEAR_SAVE_INPUT) != 0;
     int repeat = saves_input || (build->graph->flags & TE_GRAPH_RECOMPUTE) != 0;
-    int casts = repeat && !te_linear_arrives(build, k, role);
-    if (!makes_scales_again(te_linear_rule(build, k, role)) || !casts) {
+    int outside = te_is_made_outside(&te_node(build, k)->quantization, role);
+    int casts = repeat && !outside && !te_linear_arrives(build, k, role);
+    if (!outside && (!makes_scales_again(te_linear_rule(build, k, role)) || !casts)) {
         te_link amax = te_linear_form_rule(build, k, role, form)->amax;
         (void)te_need(build, te_linear_scales(build, k, role, form), of);
         if (amax != TE_LINK_VALUE) (void)te_need(build, amax, of);
@@ -376,6 +405,7 @@ static int is_dequantized(const te_build *build, int32_t k, te_operand_role role
 {
     const te_node_desc *node = te_node(build, k);
     uint32_t flags;
+    if (te_linear_rule(build, k, role)->mode == TE_SCALING_NONE) return 0;
     if (role == TE_GRAD_OPERAND) return te_linear_arrives(build, k, role);
     flags = te_value(build, node->inputs[role])->flags;
     return node->quantization.backward == TE_BACKWARD_DEQUANTIZED ||
@@ -401,6 +431,10 @@ int32_t te_linear_wide(te_build *build, int32_t k, te_operand_role role)
     const te_node_desc *node = te_node(build, k);
     int32_t of = te_operand_of(k, role), value, given, wide;
     te_stage *stage;
+    if (te_is_made_outside(&node->quantization, role) &&
+        node->quantization.backward == TE_BACKWARD_DEQUANTIZED) {
+        return te_linear_form_again(build, k, role, TE_LINK_ROW);
+    }
     if (is_dequantized(build, k, role)) {
         wide = te_get(build, TE_LINK_WIDE, of);
         dequantize(build, k, role, wide);

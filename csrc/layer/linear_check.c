@@ -40,34 +40,54 @@ static te_status check_weight(const te_graph_desc *graph, const te_node_desc *no
     return TE_OK;
 }
 
+/* Options that a recipe has: those of scales that it finds, of tiles, and of NVFP4. */
+static uint32_t options_of(const te_quantization *q, te_operand_role role)
+{
+    const int32_t recipe = q->casts[role].recipe;
+    const te_scale_source scale = te_recipe_rule_of(q, role)->scale;
+    uint32_t options = scale == TE_SCALE_NONE ? 0 : TE_CAST_POWER_2;
+    if (te_recipe_has_tiles_2d(recipe)) options |= TE_CAST_TILES_2D;
+    if (!te_is_fp4(q, role)) return options;
+    return TE_CAST_OPTIONS & ~(uint32_t)(role == TE_GRAD_OPERAND ? 0 : TE_CAST_STOCHASTIC);
+}
+
+static te_status check_cast(const te_node_desc *node, te_operand_role role, const char *what)
+{
+    static const char *const names[] = {"input", "weight", "gradient"};
+    const te_quantization *q = &node->quantization;
+    const te_operand_cast *cast = te_cast_of(q, role);
+    const te_recipe_rule *rule = te_recipe_rule_of(q, role);
+    if (rule->dtypes != 0 &&
+        ((uint32_t)cast->dtype >= 32 || (rule->dtypes >> cast->dtype & 1U) == 0)) {
+        return TE_FAIL(TE_ERROR_TYPE, "%s: %s: recipe %d has no %s", what, names[role],
+                       cast->recipe, te_dtype_name((te_dtype)cast->dtype));
+    }
+    if (!(cast->amax_epsilon >= 0) || (cast->options & ~options_of(q, role)) != 0) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "%s: %s: amax_epsilon or options 0x%x, of which recipe %d has 0x%x", what,
+                       names[role], cast->options, cast->recipe, options_of(q, role));
+    }
+    if (cast->margin != 0 &&
+        (cast->recipe != TE_RECIPE_MXFP8 || cast->margin < -126 || cast->margin > 126)) {
+        return TE_FAIL(TE_ERROR_INVALID, "%s: %s: margin = %d of recipe %d", what, names[role],
+                       cast->margin, cast->recipe);
+    }
+    return TE_OK;
+}
+
 te_status te_check_quantization(const te_node_desc *node, const char *what)
 {
     const te_quantization *q = &node->quantization;
-    int negative = 0;
-    for (int role = 0; te_is_quantized(q) && role < TE_GEMM_OPERANDS; role++) {
-        const te_recipe_rule *rule = te_recipe_rule_of(q, (te_operand_role)role);
-        te_dtype dtype = te_role_dtype(q, (te_operand_role)role);
-        if ((uint32_t)dtype < 32 && (rule->dtypes >> dtype & 1U) != 0) continue;
-        return TE_FAIL(TE_ERROR_TYPE, "%s: FP8 dtypes %s and %s, expected %s", what,
-                       te_dtype_name((te_dtype)q->forward_fp8),
-                       te_dtype_name((te_dtype)q->backward_fp8),
-                       te_recipe_is_fp4(q->recipe) ? "u8, of which each is two e2m1"
-                                                   : "e4m3 and then e4m3 or e5m2");
+    for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
+        TE_TRY(check_cast(node, (te_operand_role)role, what));
     }
-    for (int role = 0; role < TE_GEMM_OPERANDS; role++) negative |= !(q->amax_epsilon[role] >= 0);
-    if (negative || q->power_2 >> TE_GEMM_OPERANDS != 0 || node->owner < 0 ||
-        node->owner >= TE_GRAPH_NODES) {
-        return TE_FAIL(TE_ERROR_INVALID, "%s: amax_epsilon, power_2 = 0x%x or owner %d", what,
-                       q->power_2, node->owner);
+    if (node->owner < 0 || node->owner >= TE_GRAPH_NODES) {
+        return TE_FAIL(TE_ERROR_INVALID, "%s: owner %d", what, node->owner);
     }
     if (q->backward < TE_BACKWARD_QUANTIZED || q->backward > TE_BACKWARD_DEQUANTIZED ||
         (q->backward != TE_BACKWARD_QUANTIZED && !te_is_quantized(q))) {
         return TE_FAIL(TE_ERROR_INVALID, "%s: backward = %d with recipe %d: 0, or with one to 2",
-                       what, q->backward, q->recipe);
-    }
-    if ((q->tiles_2d & ~te_recipe_tiles_2d(q->recipe)) != 0) {
-        return TE_FAIL(TE_ERROR_INVALID, "%s: tiles_2d = 0x%x, expected bits of 0x%x", what,
-                       q->tiles_2d, te_recipe_tiles_2d(q->recipe));
+                       what, q->backward, q->casts[0].recipe);
     }
     for (int i = 0; i < 2; i++) {
         if (node->slots[i] >= 0 && node->slots[i] <= INT16_MAX) continue;
@@ -92,23 +112,31 @@ static te_status check_gather(const te_node_desc *node)
     return TE_OK;
 }
 
-/* What NVFP4 alone has. */
+/* What NVFP4 alone has, as far as operands have it together. */
 static te_status check_fp4(const te_graph_desc *graph, const te_node_desc *node)
 {
-    const uint32_t both = 1U << TE_INPUT_OPERAND | 1U << TE_GRAD_OPERAND;
-    const uint32_t gradient = 1U << TE_GRAD_OPERAND;
     const te_quantization *q = &node->quantization;
     const te_value_desc *pair = node->inputs[3] < 0 ? NULL : &graph->values[node->inputs[3]];
-    const int fp4 = te_recipe_is_fp4(q->recipe);
-    if ((q->hadamard != 0 && (!fp4 || q->hadamard != both || (q->tiles_2d & both) != 0)) ||
-        (q->stochastic != 0 && (!fp4 || q->stochastic != gradient))) {
+    const int transforms = te_cast_has(q, TE_INPUT_OPERAND, TE_CAST_HADAMARD);
+    const int stochastic = te_cast_has(q, TE_GRAD_OPERAND, TE_CAST_STOCHASTIC);
+    int fp4 = 0;
+    for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
+        const uint32_t options = q->casts[role].options;
+        const uint32_t plain = TE_CAST_TILES_2D | TE_CAST_FOUR_OVER_SIX;
+        const int turned = (options & TE_CAST_HADAMARD) != 0, both = role != TE_WEIGHT_OPERAND;
+        fp4 |= te_is_fp4(q, (te_operand_role)role);
+        if (turned == (both && transforms) && (!turned || ((options & plain) == 0)) &&
+            ((options & TE_CAST_FOUR_OVER_SIX) == 0 || (options & TE_CAST_STOCHASTIC) == 0) &&
+            ((options & TE_CAST_ROW_SCALED) == 0 || (options & TE_CAST_TILES_2D) == 0)) {
+            continue;
+        }
         return TE_FAIL(TE_ERROR_INVALID,
-                       "linear: hadamard = 0x%x, stochastic = 0x%x, tiles_2d = 0x%x: nvfp4 "
-                       "transforms input and gradient (0x%x), without tiles, or none, and rounds "
-                       "the gradient (0x%x) stochastically",
-                       q->hadamard, q->stochastic, q->tiles_2d, both, gradient);
+                       "linear: options 0x%x, 0x%x, 0x%x: nvfp4 transforms input and gradient "
+                       "or none, without tiles or 4 over 6; 4 over 6 is not stochastic, scaled "
+                       "rows have no tiles",
+                       q->casts[0].options, q->casts[1].options, q->casts[2].options);
     }
-    if ((q->stochastic != 0) != (pair != NULL) ||
+    if (stochastic != (pair != NULL) ||
         (pair != NULL && (pair->flags != TE_VALUE_INPUT || pair->dtype != TE_DTYPE_I64 ||
                           pair->ndim != 1 || pair->shape[0].add != 2))) {
         return TE_FAIL(TE_ERROR_INVALID,
@@ -122,12 +150,37 @@ static te_status check_fp4(const te_graph_desc *graph, const te_node_desc *node)
     return TE_OK;
 }
 
+/* The caller's quantizers: their stages are the caller's, and make the dtype of the output. */
+static te_status check_outside(const te_graph_desc *graph, const te_node_desc *node)
+{
+    static const te_linear_stage stages[] = {TE_LINEAR_STAGE_QUANTIZE_INPUT,
+                                             TE_LINEAR_STAGE_QUANTIZE_WEIGHT,
+                                             TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT};
+    const te_quantization *q = &node->quantization;
+    for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
+        if (!te_is_made_outside(q, (te_operand_role)role)) continue;
+        if ((node->external >> stages[role] & 1U) != 0 && node->gather == 1 &&
+            q->casts[role].dtype == graph->values[node->output].dtype) {
+            continue;
+        }
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "linear: operand %d is the caller's: its stage must be external, its dtype "
+                       "%s that of the output, and gather = %d 1",
+                       role, te_dtype_name((te_dtype)q->casts[role].dtype), node->gather);
+    }
+    return TE_OK;
+}
+
 /* What scales of tiles do not have. */
 static te_status check_tiles(const te_graph_desc *graph, const te_node_desc *node)
 {
     const te_extent *rows = &graph->values[node->inputs[0]].shape[0];
-    const te_recipe_rule *rule = te_recipe_rule_of(&node->quantization, TE_INPUT_OPERAND);
-    if (rule->scale != TE_SCALE_OWN && !rule->separate) return TE_OK;
+    int own = 0;
+    for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
+        const te_recipe_rule *rule = te_recipe_rule_of(&node->quantization, (te_operand_role)role);
+        own |= rule->scale == TE_SCALE_OWN || rule->separate;
+    }
+    if (!own) return TE_OK;
     if (node->gather > 1) {
         return TE_FAIL(TE_ERROR_UNSUPPORTED,
                        "linear: gather = %d: the scales of rows and tiles are not gathered",
@@ -164,6 +217,7 @@ te_status te_check_linear(const te_graph_desc *graph, int32_t k)
     TE_TRY(te_check_quantization(node, "linear"));
     TE_TRY(check_gather(node));
     TE_TRY(check_fp4(graph, node));
+    TE_TRY(check_outside(graph, node));
     TE_TRY(check_tiles(graph, node));
     TE_TRY(te_check_rows(graph, k, "linear", node->gather));
     TE_TRY(te_check_parameter(graph, node->inputs[1], "linear: weight", out, in));

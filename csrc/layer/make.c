@@ -236,16 +236,17 @@ static te_status check_node(const te_graph_desc *graph, int32_t n)
         return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: name, input %d or output %d", n,
                        node->inputs[0], node->output);
     }
-    if (!te_recipe_exists(node->quantization.recipe)) {
-        return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: recipe = %d does not exist", n,
-                       node->quantization.recipe);
+    for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
+        int32_t recipe = node->quantization.casts[role].recipe;
+        if (te_recipe_exists(recipe)) continue;
+        return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: recipe = %d does not exist", n, recipe);
     }
     if ((node->flags & ~of->flags) != 0 || (node->external & ~of->external) != 0 ||
         (!of->casts && te_is_quantized(&node->quantization))) {
         return TE_FAIL(TE_ERROR_INVALID,
                        "graph: node %d (%s): flags 0x%x, external 0x%x and recipe %d, of which it "
                        "knows 0x%x, 0x%x and %s",
-                       n, of->name, node->flags, node->external, node->quantization.recipe,
+                       n, of->name, node->flags, node->external, node->quantization.casts[0].recipe,
                        of->flags, of->external, of->casts ? "any" : "none");
     }
     for (int i = 0; i < node->input_count; i++) {
@@ -367,7 +368,7 @@ static te_status check_returned(const te_graph_desc *graph, const te_value_state
         k = te_caster_of(graph, v);
         node = k == TE_NOBODY ? NULL : &graph->nodes[k];
         if (node != NULL && te_is_quantized(&node->quantization) &&
-            !te_recipe_is_fp4(node->quantization.recipe) && node->gather == 1 &&
+            !te_is_fp4(&node->quantization, TE_INPUT_OPERAND) && node->gather == 1 &&
             ((value->flags & TE_VALUE_RESULT) == 0 || values[v].readers == 0) &&
             ((value->flags & TE_VALUE_ROW_WISE) == 0 ||
              te_recipe_rule_of(&node->quantization, TE_INPUT_OPERAND)->mode == TE_SCALING_TENSOR)) {

@@ -87,6 +87,11 @@ static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_g
         return;
     }
     if (data == TE_NO_BUFFER) data = te_linear_form(build, k, role, read);
+    if (te_is_made_outside(&te_node(build, k)->quantization, role)) {
+        te_use_as(build, stage, name[0], data);
+        te_set_number(build, stage, "multiplied_out", 1);
+        return;
+    }
     te_set_number(build, stage, name[1], te_linear_rule(build, k, role)->mode);
     te_use_as(build, stage, name[read == TE_LINK_ROW ? 2 : 3], data);
     te_use_as(build, stage, name[read == TE_LINK_ROW ? 4 : 5],
@@ -96,10 +101,18 @@ static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_g
               te_linear_form(build, k, role, te_linear_form_rule(build, k, role, read)->amax));
 }
 
+/* Whether a GEMM reads an operand that is cast. */
+static int is_narrow(const te_build *build, int32_t k, te_linear_gemm gemm, int second)
+{
+    te_operand_role role = gemms[gemm].roles[second];
+    return te_linear_usage(build, k, role, gemm) != TE_LINK_VALUE &&
+           te_linear_rule(build, k, role)->mode != TE_SCALING_NONE;
+}
+
 static te_stage *add_gemm(te_build *build, int32_t k, te_linear_gemm gemm, int32_t a, int32_t b)
 {
     const te_node_desc *node = te_node(build, k);
-    int wide = te_linear_usage(build, k, gemms[gemm].roles[0], gemm) == TE_LINK_VALUE;
+    int wide = !is_narrow(build, k, gemm, 0) || !is_narrow(build, k, gemm, 1);
     te_stage *stage = te_linear_add(build, k, gemms[gemm].stage, TE_OP_GEMM);
     te_set_number(build, stage, "fast_accumulation",
                   (node->flags & gemms[gemm].fast) != 0 && !wide);
@@ -179,22 +192,23 @@ static void multiply(te_build *build, int32_t k, int32_t input, int32_t bias)
     te_linear_add_external(build, k, TE_LINEAR_STAGE_REDUCE_OUTPUT, d);
 }
 
+static int reads_wide_input(const te_build *build, int32_t k)
+{
+    return te_linear_usage(build, k, TE_INPUT_OPERAND, TE_GEMM_OUTPUT) == TE_LINK_VALUE;
+}
+
 static void forward(te_build *build, int32_t k)
 {
     const int32_t y = te_node(build, k)->output;
-    int32_t bias;
-    if (!te_linear_is_quantized(build, k)) {
-        int32_t wide = te_linear_wide_input(build, k);
-        multiply(build, k, wide, cast_bias(build, k));
-        return;
-    }
+    int32_t bias, input = TE_NO_BUFFER;
     for (te_operand_role role = TE_INPUT_OPERAND; role <= TE_WEIGHT_OPERAND; role++) {
-        if (te_linear_arrives(build, k, role)) continue;
-        te_linear_quantize(build, k, role, te_linear_read_by(build, k, role, 1U << TE_GEMM_OUTPUT),
-                           TE_NO_BUFFER);
+        int forms = te_linear_read_by(build, k, role, 1U << TE_GEMM_OUTPUT);
+        if (forms == 0 || te_linear_arrives(build, k, role)) continue;
+        te_linear_quantize(build, k, role, forms, TE_NO_BUFFER);
     }
+    if (reads_wide_input(build, k)) input = te_linear_wide_input(build, k);
     bias = cast_bias(build, k);
-    multiply(build, k, gathered_input(build, k), bias);
+    multiply(build, k, input == TE_NO_BUFFER ? gathered_input(build, k) : input, bias);
     if (wants(build, y, TE_VALUE_RETURN_QUANTIZED)) {
         te_linear_return(build, k, TE_OUTPUT_OPERAND, y, te_get(build, TE_LINK_VALUE, y));
     }
@@ -203,11 +217,15 @@ static void forward(te_build *build, int32_t k)
 static void again(te_build *build, int32_t k)
 {
     uint32_t gemms = 1U << TE_GEMM_OUTPUT | gradients_of(build, k);
-    int32_t input =
-        te_linear_is_quantized(build, k) ? TE_NO_BUFFER : te_linear_wide_input(build, k);
+    int32_t input = reads_wide_input(build, k) ? te_linear_wide_input(build, k) : TE_NO_BUFFER;
     for (te_operand_role role = TE_INPUT_OPERAND; role <= TE_WEIGHT_OPERAND; role++) {
-        if (!te_linear_is_quantized(build, k) || te_linear_arrives(build, k, role)) continue;
-        te_linear_quantize_again(build, k, role, te_linear_read_by(build, k, role, gemms));
+        int forms = te_linear_read_by(build, k, role, gemms);
+        if (forms == 0 || te_linear_arrives(build, k, role)) continue;
+        if (te_is_made_outside(&te_node(build, k)->quantization, role)) {
+            (void)te_linear_form_again(build, k, role, TE_LINK_ROW);
+            continue;
+        }
+        te_linear_quantize_again(build, k, role, forms);
     }
     multiply(build, k, input, cast_bias(build, k));
 }
@@ -223,6 +241,8 @@ static int32_t weight_of_input(te_build *build, int32_t k)
     if (read == TE_LINK_VALUE) return te_linear_wide(build, k, TE_WEIGHT_OPERAND);
     if (te_operand_is_transposed(build, of)) {
         te_linear_transpose(build, k, TE_WEIGHT_OPERAND);
+    } else if (te_is_made_outside(&te_node(build, k)->quantization, TE_WEIGHT_OPERAND)) {
+        return te_linear_form_again(build, k, TE_WEIGHT_OPERAND, read);
     } else if (!te_linear_arrives(build, k, TE_WEIGHT_OPERAND) &&
                te_find(build, read, of) == TE_NO_BUFFER) {
         te_linear_quantize_again(build, k, TE_WEIGHT_OPERAND, te_form_set(read));
@@ -291,6 +311,7 @@ static int gemm_sums(const te_build *build, int32_t k)
     int32_t bias = bias_of(build, k);
     return needs_grad_weight(build, k) && !wants(build, weight_of(build, k), TE_VALUE_DEFER) &&
            bias >= 0 &&
+           te_linear_usage(build, k, TE_INPUT_OPERAND, TE_GEMM_GRAD_WEIGHT) == TE_LINK_VALUE &&
            te_value(build, bias)->grad_dtype == te_value(build, te_node(build, k)->output)->dtype;
 }
 
@@ -363,13 +384,14 @@ static void deferred(te_build *build, int32_t k)
                    : te_defer(build, te_grad_link(build, node->output), node->output);
     } else {
         amax = te_linear_form_rule(build, k, TE_GRAD_OPERAND, read)->amax;
+        te_link scales = te_linear_scales(build, k, TE_GRAD_OPERAND, read);
         if (te_operand_is_transposed(build, of)) {
             te_linear_transpose(build, k, TE_GRAD_OPERAND);
             grad = te_get(build, read, of);
         } else {
             grad = te_defer(build, read, of);
         }
-        (void)te_defer(build, te_linear_scales(build, k, TE_GRAD_OPERAND, read), of);
+        if (scales != TE_LINK_VALUE) (void)te_defer(build, scales, of);
         if (amax != TE_LINK_VALUE) (void)te_defer(build, amax, of);
     }
     multiply_grad_weight(build, k, grad, TE_NO_BUFFER);

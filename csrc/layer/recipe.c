@@ -43,21 +43,20 @@
     {                                                                                              \
         DIM(rows, 1), TILES(columns, 16, 2)                                                        \
     }
-#define MICRO(scaling, source, is_square, can_be, of_grads, row_form, column_form, ...)            \
+#define MICRO(scaling, source, is_square, can_be, row_form, column_form, ...)                      \
     {                                                                                              \
-        .mode = (scaling), .scale = (source), .dtypes = (can_be), .grad_dtype = (of_grads),        \
-        .separate = 1, .square = (is_square), .row = row_form, .column = column_form,              \
-        .usage = __VA_ARGS__                                                                       \
+        .mode = (scaling), .scale = (source), .dtypes = (can_be), .separate = 1,                   \
+        .square = (is_square), .row = row_form, .column = column_form, .usage = __VA_ARGS__        \
     }
-#define MXFP8(is_square, can_be, of_grads, ...)                                                    \
-    MICRO(TE_SCALING_MXFP8, TE_SCALE_OWN, is_square, can_be, of_grads,                             \
+#define MXFP8(is_square, ...)                                                                      \
+    MICRO(TE_SCALING_MXFP8, TE_SCALE_OWN, is_square, E4M3 | E5M2,                                  \
           MICRO_FORM(TE_LINK_VALUE, TE_LINK_ROW_SCALES, MATRIX(1, 2), DIM(1, 128),                 \
                      TILES(2, 128, 32)),                                                           \
           MICRO_FORM(TE_LINK_VALUE, TE_LINK_COLUMN_SCALES, MATRIX(1, 2), TILES(1, 128, 32),        \
                      DIM(2, 128)),                                                                 \
           __VA_ARGS__)
 #define NVFP4(is_square, ...)                                                                      \
-    MICRO(TE_SCALING_NVFP4, TE_SCALE_MEASURED, is_square, 1U << TE_DTYPE_U8, 0,                    \
+    MICRO(TE_SCALING_NVFP4, TE_SCALE_MEASURED, is_square, 1U << TE_DTYPE_U8,                       \
           MICRO_FORM(TE_LINK_ROW_AMAX, TE_LINK_ROW_SCALES, PACKED(1, 2), DIM(1, 128),              \
                      TILES(2, 64, 16)),                                                            \
           MICRO_FORM(TE_LINK_COLUMN_AMAX, TE_LINK_COLUMN_SCALES, PACKED(2, 1), DIM(2, 128),        \
@@ -65,8 +64,8 @@
           __VA_ARGS__)
 #define MXFP8_RECIPE(is_square)                                                                    \
     {                                                                                              \
-        MXFP8(is_square, E4M3, 0, INPUT_USAGE), MXFP8(is_square, E4M3, 0, WEIGHT_USAGE),           \
-            MXFP8(is_square, E4M3 | E5M2, 1, GRAD_USAGE)                                           \
+        MXFP8(is_square, INPUT_USAGE), MXFP8(is_square, WEIGHT_USAGE),                             \
+            MXFP8(is_square, GRAD_USAGE)                                                           \
     }
 #define NVFP4_RECIPE(is_square)                                                                    \
     {                                                                                              \
@@ -95,18 +94,29 @@
     {                                                                                              \
         .mode = TE_SCALING_NONE, .usage = { TE_LINK_VALUE, TE_LINK_VALUE, TE_LINK_VALUE }          \
     }
-/* One operand; `of_grads`: its FP8 dtype is that of gradients, `can_be` which those are. */
-#define FP8(scaling, source, form, of_grads, can_be, ...)                                          \
+/* One operand. */
+#define FP8(scaling, source, form, ...)                                                            \
     {                                                                                              \
-        .mode = (scaling), .scale = (source), .dtypes = (can_be), .grad_dtype = (of_grads),        \
+        .mode = (scaling), .scale = (source), .dtypes = E4M3 | E5M2,                               \
         .row = form(1, 2, TE_LINK_ROW_SCALES), .column = form(2, 1, TE_LINK_COLUMN_SCALES),        \
         .usage = __VA_ARGS__                                                                       \
     }
 #define FP8_RECIPE(scaling, source, form)                                                          \
     {                                                                                              \
-        FP8(scaling, source, form, 0, E4M3, INPUT_USAGE),                                          \
-            FP8(scaling, source, form, 0, E4M3, WEIGHT_USAGE),                                     \
-            FP8(scaling, source, form, 1, E4M3 | E5M2, GRAD_USAGE)                                 \
+        FP8(scaling, source, form, INPUT_USAGE), FP8(scaling, source, form, WEIGHT_USAGE),         \
+            FP8(scaling, source, form, GRAD_USAGE)                                                 \
+    }
+
+/* What the caller makes: matrices in high precision, as the operand is. */
+#define PLAIN                                                                                      \
+    {                                                                                              \
+        .shape = MATRIX(1, 2), .scales = TE_LINK_VALUE, .amax = TE_LINK_VALUE                      \
+    }
+#define OUTSIDE(...)                                                                               \
+    {                                                                                              \
+        .mode = TE_SCALING_NONE, .separate = 1, .row = PLAIN, .column = PLAIN,                     \
+        .dtypes = 1U << TE_DTYPE_F32 | 1U << TE_DTYPE_F16 | 1U << TE_DTYPE_BF16,                   \
+        .usage = __VA_ARGS__                                                                       \
     }
 
 /* By recipe, and whether tiles are as high as they are wide. */
@@ -119,6 +129,7 @@ static const te_recipe_rule rules[][2][TE_GEMM_OPERANDS] = {
     [TE_RECIPE_ROW] = {FP8_RECIPE(TE_SCALING_ROW, TE_SCALE_OWN, PER_ROW)},
     [TE_RECIPE_MXFP8] = {MXFP8_RECIPE(0), MXFP8_RECIPE(1)},
     [TE_RECIPE_NVFP4] = {NVFP4_RECIPE(0), NVFP4_RECIPE(1)},
+    [TE_RECIPE_EXTERNAL] = {{OUTSIDE(INPUT_USAGE), OUTSIDE(WEIGHT_USAGE), OUTSIDE(GRAD_USAGE)}},
 };
 
 int te_recipe_exists(int32_t recipe)
@@ -126,19 +137,16 @@ int te_recipe_exists(int32_t recipe)
     return recipe >= 0 && recipe < (int32_t)(sizeof rules / sizeof rules[0]);
 }
 
-uint32_t te_recipe_tiles_2d(int32_t recipe)
+int te_recipe_has_tiles_2d(int32_t recipe)
 {
-    uint32_t roles = 0;
-    for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
-        if (rules[recipe][1][role].mode != TE_SCALING_NONE) roles |= 1U << role;
-    }
-    return roles;
+    return rules[recipe][1][TE_INPUT_OPERAND].mode != TE_SCALING_NONE;
 }
 
 const te_recipe_rule *te_recipe_rule_of(const te_quantization *quantization, te_operand_role role)
 {
     const te_operand_role as = te_cast_as(role);
-    return &rules[quantization->recipe][quantization->tiles_2d >> as & 1U][as];
+    const te_operand_cast *cast = &quantization->casts[as];
+    return &rules[cast->recipe][(cast->options & TE_CAST_TILES_2D) != 0][as];
 }
 
 te_link te_usage_of(const te_quantization *quantization, te_operand_role role, te_linear_gemm gemm)
@@ -166,8 +174,7 @@ int te_is_measured(const te_node_desc *node, te_operand_role role)
 
 te_dtype te_role_dtype(const te_quantization *quantization, te_operand_role role)
 {
-    int32_t of_grads = te_recipe_rule_of(quantization, role)->grad_dtype;
-    return (te_dtype)(of_grads ? quantization->backward_fp8 : quantization->forward_fp8);
+    return (te_dtype)quantization->casts[te_cast_as(role)].dtype;
 }
 
 /* An extent of the table for an operand of this shape: a constant at once, one of rows when their
@@ -199,7 +206,8 @@ void te_describe_form(const te_quantization *quantization, te_operand_role role,
     int scales = form == of->scales;
     const te_extent *extents = scales ? of->scales_shape : of->shape;
     if (form == of->amax) {
-        info->shape[0] = te_constant(1);
+        int by_rows = of == &rule->row && te_cast_has(quantization, role, TE_CAST_ROW_SCALED);
+        info->shape[0] = by_rows ? shape[0] : te_constant(1);
         return;
     }
     info->dtype = scales ? of->scales_dtype : te_role_dtype(quantization, role);
@@ -209,6 +217,9 @@ void te_describe_form(const te_quantization *quantization, te_operand_role role,
 
 te_dtype te_bias_dtype(const te_quantization *quantization, te_dtype output)
 {
-    if (!te_is_quantized(quantization)) return output;
+    if (te_recipe_rule_of(quantization, TE_INPUT_OPERAND)->mode == TE_SCALING_NONE &&
+        te_recipe_rule_of(quantization, TE_WEIGHT_OPERAND)->mode == TE_SCALING_NONE) {
+        return output;
+    }
     return output == TE_DTYPE_F16 ? TE_DTYPE_F16 : TE_DTYPE_BF16;
 }

@@ -27,7 +27,7 @@ typedef enum te_scale_source {
 /* One form of an operand. The symbols of extents number the dims of the operand, from 1. */
 typedef struct te_form_rule {
     te_extent shape[2]; /* of the data, which GEMMs want aligned */
-    te_link scales;     /* forms with the same link share their scales */
+    te_link scales;     /* forms with the same link share their scales; VALUE: there are none */
     te_dtype scales_dtype;
     int32_t scales_ndim;
     te_extent scales_shape[2];
@@ -38,10 +38,9 @@ typedef struct te_form_rule {
 typedef struct te_recipe_rule {
     te_scaling_mode mode;
     te_scale_source scale;
-    uint32_t dtypes;    /* 1 << te_dtype of those that it can have */
-    int32_t grad_dtype; /* it has te_quantization.backward_fp8 */
-    int32_t separate;   /* only te_quantize casts to it: other operators write high precision */
-    int32_t square;     /* of a mode that has no other for tiles as high as they are wide */
+    uint32_t dtypes;  /* 1 << te_dtype of those that it can have */
+    int32_t separate; /* only te_quantize casts to it: other operators write high precision */
+    int32_t square;   /* of a mode that has no other for tiles as high as they are wide */
     te_form_rule row, column;
     te_link usage[TE_LINEAR_GEMMS]; /* see te_usage_of */
 } te_recipe_rule;
@@ -59,12 +58,27 @@ static inline int te_is_gradient(te_operand_role role)
     return te_cast_as(role) == TE_GRAD_OPERAND;
 }
 int te_recipe_exists(int32_t recipe);
-/* 1 << te_operand_role of those that te_quantization.tiles_2d may have. */
-uint32_t te_recipe_tiles_2d(int32_t recipe);
-/* Whether it has the Hadamard transform and stochastic rounding. */
-static inline int te_recipe_is_fp4(int32_t recipe)
+/* Whether tiles of a recipe can be as high as they are wide (TE_CAST_TILES_2D). */
+int te_recipe_has_tiles_2d(int32_t recipe);
+static inline const te_operand_cast *te_cast_of(const te_quantization *quantization,
+                                                te_operand_role role)
 {
-    return recipe == TE_RECIPE_NVFP4;
+    return &quantization->casts[te_cast_as(role)];
+}
+static inline int te_cast_has(const te_quantization *quantization, te_operand_role role,
+                              uint32_t option)
+{
+    return (quantization->casts[te_cast_as(role)].options & option) != 0;
+}
+/* Whether it has the Hadamard transform, stochastic rounding and so on. */
+static inline int te_is_fp4(const te_quantization *quantization, te_operand_role role)
+{
+    return quantization->casts[te_cast_as(role)].recipe == TE_RECIPE_NVFP4;
+}
+/* Whether the caller's quantizer makes what GEMMs read of an operand. */
+static inline int te_is_made_outside(const te_quantization *quantization, te_operand_role role)
+{
+    return quantization->casts[te_cast_as(role)].recipe == TE_RECIPE_EXTERNAL;
 }
 const te_recipe_rule *te_recipe_rule_of(const te_quantization *quantization, te_operand_role role);
 /* The form of an operand that a GEMM reads; VALUE: high precision. */
@@ -75,9 +89,13 @@ int te_has_forms(const te_quantization *quantization, te_operand_role role);
 int te_is_measured(const te_node_desc *node, te_operand_role role);
 te_dtype te_role_dtype(const te_quantization *quantization, te_operand_role role);
 
+/* Whether any operand has a recipe. */
 static inline int te_is_quantized(const te_quantization *quantization)
 {
-    return te_recipe_rule_of(quantization, TE_INPUT_OPERAND)->mode != TE_SCALING_NONE;
+    for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
+        if (quantization->casts[role].recipe != TE_RECIPE_NONE) return 1;
+    }
+    return 0;
 }
 
 /* dtype and shape of the row-wise form, the column-wise form or the scales of an operand that is

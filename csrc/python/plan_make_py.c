@@ -143,12 +143,15 @@ static int take_node(PyObject *item, te_node_desc *node)
     const char *name;
     PyObject *inputs, *numbers, *slices;
     te_quantization *q = &node->quantization;
-    if (parse(item, "nodes", "siiO&O!iO!O!(iiiO&(fff)O&O&O&i)i(ii)iO&:make_plan", &name,
+    te_operand_cast *input = &q->casts[TE_INPUT_OPERAND], *weight = &q->casts[TE_WEIGHT_OPERAND];
+    te_operand_cast *grad = &q->casts[TE_GRAD_OPERAND];
+    if (parse(item, "nodes", "siiO&O!iO!O!((iifO&i)(iifO&i)(iifO&i)i)i(ii)iO&:make_plan", &name,
               &node->kind, &node->variant, take_bits, &node->flags, &PyTuple_Type, &inputs,
-              &node->output, &PyTuple_Type, &numbers, &PyTuple_Type, &slices, &q->recipe,
-              &q->forward_fp8, &q->backward_fp8, take_bits, &q->power_2, &q->amax_epsilon[0],
-              &q->amax_epsilon[1], &q->amax_epsilon[2], take_bits, &q->tiles_2d, take_bits,
-              &q->hadamard, take_bits, &q->stochastic, &q->backward, &node->owner, &node->slots[0],
+              &node->output, &PyTuple_Type, &numbers, &PyTuple_Type, &slices, &input->recipe,
+              &input->dtype, &input->amax_epsilon, take_bits, &input->options, &input->margin,
+              &weight->recipe, &weight->dtype, &weight->amax_epsilon, take_bits, &weight->options,
+              &weight->margin, &grad->recipe, &grad->dtype, &grad->amax_epsilon, take_bits,
+              &grad->options, &grad->margin, &q->backward, &node->owner, &node->slots[0],
               &node->slots[1], &node->gather, take_bits, &node->external) != 0) {
         return -1;
     }

@@ -200,11 +200,6 @@ WRONG = {
         {"b": torch.zeros(3, 6)},
     ),
     "outer sizes": (ValueError, r"d: \[4, 6\] from a \[5, 5\]", {"a": torch.zeros(5, 5)}),
-    "two dtypes": (
-        TypeError,
-        "b: operands f32 and bf16, expected the same high precision",
-        {"b": torch.zeros(5, 6, dtype=BF16)},
-    ),
     "FP8 that is said to be none": (
         TypeError,
         "b: dtype e4m3, expected f32, f16 or bf16",

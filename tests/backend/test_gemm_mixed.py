@@ -113,6 +113,21 @@ def test_dtypes_and_bias(device, source, target, rng):
     assert_nmse(d, exact + bias.cpu().double(), bound)
 
 
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_two_dtypes_of_high_precision(device, how, rng):
+    m, n, k = SIZES
+    turned = LAYOUTS[how]
+    a = normal(rng, (k, m) if turned[0] else (m, k), F32, device)
+    b = normal(rng, (n, k) if turned[1] else (k, n), BF16, device)
+    exact = [x.T if t else x for x, t in zip((a.cpu(), b.cpu()), turned, strict=True)]
+    d = torch.empty(m, n, device=device)
+    _core.reset_counters()
+    _core.gemm(d, a=a, b=b, a_transposed=turned[0], b_transposed=turned[1])
+    bound = tol("round", F32) + tol("sum", F32, k)
+    assert_nmse(d, exact[0].double() @ exact[1].double(), bound)
+    assert _core.counters()["emulated.mixed"] == 1
+
+
 @pytest.mark.parametrize("target", [F32, BF16], ids=name_of)
 @pytest.mark.parametrize("modes", [("tensor", "none"), ("nvfp4", "block_1d")], ids="-".join)
 def test_accumulates(device, target, modes, rng):

@@ -147,8 +147,11 @@ static inline te_node_desc *graph_linear(graph *g, const char *name, int32_t x, 
     node = graph_node(g, TE_NODE_LINEAR, name, x, y);
     inputs_of(g, node)[1] = graph_parameter(g, name, "weight", weight_flags, out, in);
     inputs_of(g, node)[2] = graph_parameter(g, name, "bias", 0, -1, out);
-    node->quantization = (te_quantization){
-        .recipe = (int32_t)g->recipe, .forward_fp8 = TE_DTYPE_E4M3, .backward_fp8 = TE_DTYPE_E5M2};
+    for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
+        int32_t dtype = role == TE_GRAD_OPERAND ? TE_DTYPE_E5M2 : TE_DTYPE_E4M3;
+        node->quantization.casts[role] =
+            (te_operand_cast){.recipe = (int32_t)g->recipe, .dtype = dtype};
+    }
     node->owner = g->owner;
     node->slots[0] = 3 * before;
     node->slots[1] = 2 * before;

@@ -29,7 +29,7 @@ static inline double *graph_rounded(const double *from, int64_t count, te_recipe
 static inline void graph_linear_forward(graph *g, const te_node_desc *node, int64_t rows)
 {
     int64_t in = graph_columns(g, node->inputs[0]), out = graph_columns(g, node->output);
-    te_recipe recipe = (te_recipe)node->quantization.recipe;
+    te_recipe recipe = (te_recipe)node->quantization.casts[0].recipe;
     double *x = graph_rounded(g->value[node->inputs[0]], rows * in, recipe, TE_DTYPE_E4M3);
     double *w = graph_rounded(g->value[node->inputs[1]], out * in, recipe, TE_DTYPE_E4M3);
     for (int64_t r = 0; r < rows; r++) {
@@ -49,7 +49,7 @@ static inline void graph_linear_forward(graph *g, const te_node_desc *node, int6
 static inline void graph_linear_backward(graph *g, const te_node_desc *node, int64_t rows)
 {
     int64_t in = graph_columns(g, node->inputs[0]), out = graph_columns(g, node->output);
-    te_recipe recipe = (te_recipe)node->quantization.recipe;
+    te_recipe recipe = (te_recipe)node->quantization.casts[0].recipe;
     int32_t backward = node->quantization.backward;
     te_recipe saved = backward == TE_BACKWARD_HIGH_PRECISION ? TE_RECIPE_NONE : recipe;
     te_recipe of_grad = backward != TE_BACKWARD_QUANTIZED ? TE_RECIPE_NONE : recipe;

@@ -79,7 +79,7 @@ static int casts_of(const graph *g, int32_t v)
         const te_node_desc *node = &g->nodes[n];
         for (int i = 0; i < node->input_count; i++) {
             if (node->inputs[i] != v) continue;
-            if (i > 0 || node->quantization.recipe == TE_RECIPE_NONE) return 0;
+            if (i > 0 || node->quantization.casts[0].recipe == TE_RECIPE_NONE) return 0;
             found++;
         }
     }
@@ -130,7 +130,7 @@ static void apply(graph *g, const variant *how)
     for (int32_t n = 0; n < g->desc.node_count; n++) {
         te_node_desc *node = &g->nodes[n];
         if (node->kind != TE_NODE_LINEAR) continue;
-        if (node->quantization.recipe != TE_RECIPE_NONE) {
+        if (node->quantization.casts[0].recipe != TE_RECIPE_NONE) {
             node->flags |= how->node;
             apply_to_data(g, node, how->weight & (TE_VALUE_KEEP_QUANTIZED | TE_VALUE_QUANTIZED));
         } else if ((how->weight & (TE_VALUE_KEEP_QUANTIZED | TE_VALUE_QUANTIZED)) != 0) {
@@ -184,7 +184,7 @@ static double tolerance(const graph *g)
     int fp8 = 0, kinks = 0, scores = 0, narrow = g->dtype != TE_DTYPE_F32;
     for (int32_t n = 0; n < g->desc.node_count; n++) {
         const te_node_desc *node = &g->nodes[n];
-        fp8 += node->quantization.recipe != TE_RECIPE_NONE;
+        fp8 += node->quantization.casts[0].recipe != TE_RECIPE_NONE;
         kinks += node->kind == TE_NODE_ACTIVATION && node->variant != TE_ACTIVATION_GELU;
         scores += node->kind == TE_NODE_ATTENTION;
         kinks += node->kind == TE_NODE_ATTENTION && node->inputs[GRAPH_BIAS] >= 0;

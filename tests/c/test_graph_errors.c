@@ -88,7 +88,7 @@ static void check_refusals(void)
     REFUSE(nodes[0].inputs, NULL, INVALID, "node 0 (gemm): a list is NULL");
     REFUSE(nodes[2].number_count, 2, INVALID, "node 2 (norm): 3 inputs, 2 numbers");
     REFUSE(nodes[2].number_count, -1, INVALID, "-1 numbers");
-    REFUSE(nodes[2].quantization.recipe, 1, INVALID,
+    REFUSE(nodes[2].quantization.casts[0].recipe, 1, INVALID,
            "recipe 1, of which it knows 0x40, 0x0 and none");
     REFUSE(nodes[2].numbers, NULL, INVALID, "node 2 (norm): a list is NULL");
     REFUSE(nodes[1].slice_count, 1, INVALID, "1 slices, expected at most 1, 3 and 0");
@@ -100,9 +100,9 @@ static void check_refusals(void)
     REFUSE(nodes[0].gather, 2, INVALID, "gather = 2");
     REFUSE(nodes[0].gather, 0, INVALID, "gather = 0");
     REFUSE(nodes[0].slots[1], INT32_MAX, INVALID, "slots[1] = 2147483647");
-    REFUSE(nodes[0].quantization.recipe, 9, INVALID, "recipe = 9");
-    REFUSE(nodes[0].quantization.forward_fp8, TE_DTYPE_E5M2, TYPE, "FP8 dtypes e5m2 and e5m2");
-    REFUSE(nodes[0].quantization.amax_epsilon[1], (float)NAN, INVALID, "amax_epsilon");
+    REFUSE(nodes[0].quantization.casts[0].recipe, 9, INVALID, "recipe = 9");
+    REFUSE(nodes[0].quantization.casts[0].dtype, TE_DTYPE_F32, TYPE, "input: recipe 1 has no f32");
+    REFUSE(nodes[0].quantization.casts[1].amax_epsilon, (float)NAN, INVALID, "amax_epsilon");
     REFUSE(numbers[2][0], (float)NAN, INVALID, "eps = ");
     make_small(&g);
     memset(g.values[0].name, 'x', TE_NAME_BYTES);

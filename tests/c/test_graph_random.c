@@ -62,8 +62,13 @@ static te_node_desc *add_linear(graph *g, const char *name, int32_t x, int32_t y
     node = graph_linear(g, name, x, y, flags[test_random() % 7]);
     g->values[node->inputs[1]].grad_dtype = TE_DTYPE_F32;
     if (one_in(3)) inputs_of(g, node)[2] = -1;
-    if (one_in(4)) node->quantization.recipe = (int32_t)(test_random() % 3);
-    if (node->quantization.recipe != TE_RECIPE_NONE && one_in(2)) {
+    if (one_in(4)) {
+        int32_t recipe = (int32_t)(test_random() % 3);
+        for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
+            node->quantization.casts[role].recipe = recipe;
+        }
+    }
+    if (node->quantization.casts[0].recipe != TE_RECIPE_NONE && one_in(2)) {
         node->quantization.backward =
             one_in(2) ? TE_BACKWARD_HIGH_PRECISION : TE_BACKWARD_DEQUANTIZED;
     }

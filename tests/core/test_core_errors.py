@@ -337,11 +337,6 @@ OP_ERRORS = [
     ),
     (lambda: core.gemm(x24(), a=x24(), b=x24()), ValueError, "gemm: d:"),
     (
-        lambda: core.gemm(torch.zeros(ROWS, ROWS), a=x24(), b=x24().half(), b_transposed=1),
-        TypeError,
-        "gemm: b:",
-    ),
-    (
         lambda: core.transpose(x24(), x24()),
         TypeError,
         "transpose: input: dtype f32, expected one-byte",
@@ -492,7 +487,20 @@ def graph_error(direction=0, flags=0, value=(0, {}), node=(0, {}), **change):
 ROWS_DIM = (core.SYMBOL_ROWS, 1, 1)
 LINEAR = native.mlp_graph(core).nodes[1]
 CAST = LINEAR.quantization
-FP4 = (core.RECIPE_NVFP4, core.DTYPE_U8, core.DTYPE_U8, 0, (0.0,) * 3)
+
+
+def cast_of(*changes, backward=0, recipe=1):
+    """Quantization of a node with changes: (operand, field, value), fields as the struct has."""
+    dtypes = (core.DTYPE_U8,) * 3 if recipe == core.RECIPE_NVFP4 else [c[1] for c in CAST[:3]]
+    casts = [[recipe, dtype, 0.0, 0, 0] for dtype in dtypes]
+    for role, field, value in changes:
+        casts[role][("recipe", "dtype", "epsilon", "options", "margin").index(field)] = value
+    return (1, dict(quantization=(*map(tuple, casts), backward)))
+
+
+FP4 = core.RECIPE_NVFP4
+RHT, SR, SQUARE = core.CAST_HADAMARD, core.CAST_STOCHASTIC, core.CAST_TILES_2D
+OVER = core.CAST_FOUR_OVER_SIX
 GRAPH_ERRORS = [
     (dict(direction=3), ValueError, "make_plan: direction: 3 is out of range, expected 0 to 2"),
     (dict(flags=-1), ValueError, "make_plan: flags: -1 is out of range"),
@@ -559,43 +567,42 @@ GRAPH_ERRORS = [
         ValueError,
         "activation: geglu of 40 f32 columns gives no 40",
     ),
-    (dict(node=(1, dict(quantization=(9, *CAST[1:])))), ValueError, "recipe = 9 does not exist"),
-    (dict(node=(1, dict(quantization=(1, 0, *CAST[2:])))), TypeError, "FP8 dtypes f32 and e5m2"),
-    (dict(node=(1, dict(quantization=(*CAST[:3], 8, *CAST[4:])))), ValueError, "power_2 = 0x8"),
-    (dict(node=(1, dict(quantization=(*CAST[:8], 3)))), ValueError, "backward = 3 with recipe 1"),
-    (dict(node=(1, dict(quantization=(0, *CAST[1:8], 1)))), ValueError, "backward = 1 with"),
+    (dict(node=cast_of((1, "recipe", 9))), ValueError, "recipe = 9 does not exist"),
+    (dict(node=cast_of((0, "dtype", 0))), TypeError, "input: recipe 1 has no f32"),
+    (dict(node=cast_of((2, "epsilon", -1.0))), ValueError, "gradient: amax_epsilon"),
+    (dict(node=cast_of((1, "options", 256))), ValueError, "weight: .*0x100, of which recipe 1 has"),
+    (dict(node=cast_of((1, "margin", 1))), ValueError, "margin = 1 of recipe 1"),
+    (dict(node=cast_of(backward=3)), ValueError, "backward = 3 with recipe 1"),
+    (dict(node=cast_of(backward=1, recipe=0)), ValueError, "backward = 1 with"),
+    (dict(node=cast_of((0, "options", RHT))), ValueError, "input: .* 0x4, of which recipe 1 has"),
+    (dict(node=cast_of((0, "options", RHT), recipe=FP4)), ValueError, "nvfp4 transforms input and"),
+    (dict(node=cast_of((1, "options", RHT), recipe=FP4)), ValueError, "nvfp4 transforms input and"),
     (
-        dict(node=(1, dict(quantization=(*CAST[:5], 0, 5, 0, 0)))),
+        dict(node=cast_of((0, "options", RHT | OVER), (2, "options", RHT), recipe=FP4)),
         ValueError,
-        "hadamard = 0x5, stochastic = 0x0, .*: nvfp4 transforms",
+        "4 over 6",
     ),
     (
-        dict(node=(1, dict(quantization=(*FP4, 0, 1, 0, 0)))),
+        dict(node=cast_of((0, "options", core.CAST_ROW_SCALED | SQUARE), recipe=FP4)),
         ValueError,
-        "hadamard = 0x1, stochastic = 0x0, .*: nvfp4 transforms input and gradient",
+        "scaled rows have no tiles",
     ),
     (
-        dict(node=(1, dict(quantization=(*FP4, 0, 5, 4, 0)))),
+        dict(node=cast_of((0, "options", RHT), (2, "options", RHT | SR), recipe=FP4)),
         ValueError,
         r"inputs\[3\] = -1, expected an input i64",
     ),
+    (dict(node=cast_of((2, "recipe", FP4))), TypeError, "gradient: recipe 6 has no e5m2"),
+    (dict(node=cast_of((0, "options", SQUARE))), ValueError, "0x2, of which recipe 1 has"),
     (
-        dict(node=(1, dict(quantization=(core.RECIPE_NVFP4, *CAST[1:])))),
-        TypeError,
-        "FP8 dtypes e4m3 and e5m2, expected u8",
-    ),
-    (
-        dict(node=(1, dict(quantization=(*CAST[:5], 1, 0, 0, 0)))),
+        dict(node=cast_of((0, "recipe", core.RECIPE_EXTERNAL), (0, "dtype", core.DTYPE_F32))),
         ValueError,
-        "tiles_2d = 0x1, expected bits of 0x0",
+        "operand 0 is the caller's: its stage must be external",
     ),
     (
-        dict(node=(1, dict(quantization=(core.RECIPE_BLOCK, *CAST[1:5], 8, 0, 0, 0)))),
-        ValueError,
-        "tiles_2d = 0x8, expected bits of 0x7",
-    ),
-    (
-        dict(node=(1, dict(quantization=(core.RECIPE_ROW, *CAST[1:]), gather=2, external=1 << 8))),
+        dict(
+            node=(1, {**cast_of(recipe=core.RECIPE_ROW)[1], "gather": 2, "external": 1 << 8}),
+        ),
         NotImplementedError,
         "gather = 2: the scales of rows and tiles are not gathered",
     ),

@@ -159,20 +159,61 @@ def test_assigned_qparams():
 # ---- what plans are made of ----------------------------------------------------------------------
 
 
+def options_of(found):
+    """What the casts of input, weight and gradient are asked for."""
+    return tuple(cast.options for cast in found.casts)
+
+
+RHT, SR, SQUARE = _core.CAST_HADAMARD, _core.CAST_STOCHASTIC, _core.CAST_TILES_2D
+OVER, SQUARED, TO_256 = _core.CAST_FOUR_OVER_SIX, _core.CAST_SQUARED, _core.CAST_TO_256
+PLAIN = {
+    "disable_rht": True,
+    "disable_stochastic_rounding": True,
+    "disable_2d_quantization": True,
+}
+
+
 def test_quantization():
-    found = quantization_of(MXFP8BlockScaling(fp8_format=Format.HYBRID))
-    assert found.recipe == _core.RECIPE_MXFP8 and found.tiles_2d == 0
-    assert (found.forward_fp8, found.backward_fp8) == (_core.DTYPE_E4M3, _core.DTYPE_E5M2)
-    assert quantization_of(MXFP8BlockScaling(enable_2d_quantization=True)).tiles_2d == 0b010
-    found = quantization_of(NVFP4BlockScaling())
-    assert found.recipe == _core.RECIPE_NVFP4
-    assert (found.tiles_2d, found.hadamard, found.stochastic) == (0b010, 0b101, 0b100)
-    found = quantization_of(
-        NVFP4BlockScaling(
-            disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
-        )
+    found = quantization_of(MXFP8BlockScaling(fp8_format=Format.HYBRID, margin=2))
+    assert {cast.recipe for cast in found.casts} == {_core.RECIPE_MXFP8}
+    assert [cast.dtype for cast in found.casts] == [_core.DTYPE_E4M3] * 2 + [_core.DTYPE_E5M2]
+    assert [cast.margin for cast in found.casts] == [2, 2, 2]
+    assert options_of(quantization_of(MXFP8BlockScaling(enable_2d_quantization=True))) == (
+        0,
+        SQUARE,
+        0,
     )
-    assert (found.tiles_2d, found.hadamard, found.stochastic) == (0, 0, 0)
+    found = quantization_of(NVFP4BlockScaling())
+    assert {cast.recipe for cast in found.casts} == {_core.RECIPE_NVFP4}
+    assert options_of(found) == (RHT, SQUARE, RHT | SR)
+    assert options_of(quantization_of(NVFP4BlockScaling(**PLAIN))) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"nvfp4_4over6": "weights"}, (0, OVER | TO_256, 0)),
+        ({"nvfp4_4over6": "activations"}, (OVER | TO_256, 0, 0)),
+        (
+            {"nvfp4_4over6": "all", "nvfp4_4over6_err_mode": "MSE"},
+            (OVER | SQUARED | TO_256, OVER | SQUARED | TO_256, 0),
+        ),
+        (
+            {"nvfp4_4over6": "all", "nvfp4_4over6_e4m3_use_256": "weights"},
+            (OVER, OVER | TO_256, 0),
+        ),
+        ({"row_scaled_activation": True}, (_core.CAST_ROW_SCALED, 0, 0)),
+    ],
+)
+def test_nvfp4_scopes(fields, options):
+    assert options_of(quantization_of(NVFP4BlockScaling(**PLAIN, **fields))) == options
+
+
+def test_4over6_does_not_go_with_the_transform():
+    with pytest.raises(ValueError, match="nvfp4_4over6 of activations, .*disable_rht=True"):
+        quantization_of(NVFP4BlockScaling(nvfp4_4over6="all"))
+    recipe = NVFP4BlockScaling(nvfp4_4over6="weights")
+    assert options_of(quantization_of(recipe)) == (RHT, SQUARE | OVER | TO_256, RHT | SR)
 
 
 @pytest.mark.parametrize("cls", [MXFP8BlockScaling, NVFP4BlockScaling])
@@ -181,21 +222,12 @@ def test_a_backward_in_high_precision_casts_no_gradient(cls):
     found = [quantization_of(cls(backward_override=how)) for how in config.BACKWARD_OVERRIDES]
     assert [one.backward for one in (plain, *found)] == [0, 1, 2]
     for one in found:
-        assert one == plain._replace(backward=one.backward, hadamard=0, stochastic=0)
+        assert options_of(one) == tuple(o & ~(RHT | SR) for o in options_of(plain))
 
 
-@pytest.mark.parametrize(
-    ("cls", "changes"),
-    [
-        (NVFP4BlockScaling, {"nvfp4_4over6": "weights"}),
-        (NVFP4BlockScaling, {"row_scaled_activation": True}),
-        (MXFP8BlockScaling, {"margin": 1}),
-        (MXFP8BlockScaling, {"fp8_dpa": True}),
-    ],
-)
-def test_what_modules_refuse(cls, changes):
-    with pytest.raises(NotImplementedError, match=next(iter(changes))):
-        quantization_of(cls(**changes))
+def test_what_modules_refuse():
+    with pytest.raises(NotImplementedError, match="fp8_dpa"):
+        quantization_of(MXFP8BlockScaling(fp8_dpa=True))
 
 
 @pytest.mark.parametrize(

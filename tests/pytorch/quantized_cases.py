@@ -56,6 +56,16 @@ WEIGHT_RECIPES = {
     "nv lines": lambda: NVFP4BlockScaling(
         disable_stochastic_rounding=True, disable_2d_quantization=True, disable_rht=True
     ),
+    "nv 4over6": lambda: NVFP4BlockScaling(
+        disable_stochastic_rounding=True, disable_rht=True, nvfp4_4over6="all"
+    ),
+    "nv rows": lambda: NVFP4BlockScaling(
+        disable_stochastic_rounding=True,
+        row_scaled_activation=True,
+        nvfp4_4over6="weights",
+        nvfp4_4over6_err_mode="MSE",
+    ),
+    "mx margin": lambda: MXFP8BlockScaling(margin=2),
 }
 """Recipes whose weights are tensors of these formats, and whose bits repeat."""
 

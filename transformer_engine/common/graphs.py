@@ -56,31 +56,52 @@ WEIGHT_CACHED = WEIGHT_GIVEN | WEIGHT_WIDE
 """The quantized forms of a weight that is there besides."""
 
 
+class OperandCast(NamedTuple):
+    """How an operand of a linear layer's GEMMs is cast; te_operand_cast of the C header."""
+
+    recipe: int = _core.RECIPE_NONE  # ``_core.RECIPE_*``
+    dtype: int = _core.DTYPE_E4M3  # ``_core.DTYPE_*`` of its data
+    epsilon: float = 0.0  # smallest amax
+    options: int = 0  # ``_core.CAST_*``
+    margin: int = 0  # of MXFP8
+
+
 class Quantization(NamedTuple):
     """What of a recipe the plans of a linear layer depend on."""
 
-    recipe: int  # ``_core.RECIPE_*``
-    forward_fp8: int  # ``_core.DTYPE_*`` of inputs and weights
-    backward_fp8: int  # ``_core.DTYPE_*`` of output gradients
-    power_2: int
-    """Bits of input, weight and gradient: scales are powers of two."""
-    fast: int  # ``_core.LINEAR_FAST_*``: GEMMs with fast accumulation
-    tiles_2d: int
-    """Bits of input, weight and gradient: tiles are as high as they are wide."""
-    hadamard: int
-    """Bits of input, weight and gradient: the column-wise form is transformed (NVFP4)."""
-    stochastic: int
-    """Bits of input, weight and gradient: rounded stochastically (NVFP4)."""
-    backward: int
+    input: OperandCast = OperandCast()
+    weight: OperandCast = OperandCast()
+    grad: OperandCast = OperandCast()  # of the output
+    fast: int = 0  # ``_core.LINEAR_FAST_*``: GEMMs with fast accumulation
+    backward: int = _core.BACKWARD_QUANTIZED
     """``_core.BACKWARD_*``: what the GEMMs of the backward multiply."""
-    epsilon: tuple[float, float, float]
-    """Smallest amax of input, weight and gradient."""
+
+    @property
+    def casts(self) -> tuple[OperandCast, OperandCast, OperandCast]:
+        """Of all operands."""
+        return self.input, self.weight, self.grad
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any operand has a recipe."""
+        return any(cast.recipe != _core.RECIPE_NONE for cast in self.casts)
+
+    def flat(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Integers and floats of it, for graphs of torch; `of_flat` undoes it."""
+        numbers = [n for c in self.casts for n in (c.recipe, c.dtype, c.options, c.margin)]
+        return (*numbers, self.fast, self.backward), tuple(c.epsilon for c in self.casts)
+
+    @classmethod
+    def of_flat(cls, numbers: tuple[int, ...], epsilons: tuple[float, ...]) -> "Quantization":
+        """Undo `flat`."""
+        casts = [
+            OperandCast(*numbers[4 * i : 4 * i + 2], epsilon, *numbers[4 * i + 2 : 4 * i + 4])
+            for i, epsilon in enumerate(epsilons)
+        ]
+        return cls(*casts, *numbers[12:])
 
 
-NO_EPSILON = (0.0, 0.0, 0.0)
-HIGH_PRECISION = Quantization(
-    _core.RECIPE_NONE, _core.DTYPE_E4M3, _core.DTYPE_E4M3, 0, 0, 0, 0, 0, 0, NO_EPSILON
-)
+HIGH_PRECISION = Quantization()
 """No recipe: GEMMs in the dtype of the operands."""
 
 _BACKWARDS = {
@@ -90,7 +111,7 @@ _BACKWARDS = {
 }
 """By ``backward_override``."""
 
-_INPUT, _WEIGHT, GRAD, OUTPUT, GRAD_INPUT = range(_core.OPERAND_ROLES)
+_, _, GRAD, OUTPUT, GRAD_INPUT = range(_core.OPERAND_ROLES)
 """Operands of a linear layer, as bits of a `Quantization` count the first three, which its GEMMs
 multiply; and what it makes that is returned quantized. Behind `Graph.operands`."""
 _FP8_CODES = {"e4m3": _core.DTYPE_E4M3, "e5m2": _core.DTYPE_E5M2}
@@ -102,12 +123,18 @@ def quantization_of(recipe: Recipe) -> Quantization:
     NotImplementedError where it asks for something that linear layers do not have.
     """
     absent.refuse_use(recipe)
+    return overridden(_quantization_of_casts(recipe), recipe)
+
+
+def overridden(found: Quantization, recipe: Recipe) -> Quantization:
+    """The same with a recipe's ``backward_override``."""
     backward = _BACKWARDS[recipe.backward_override]
-    found = _quantization_of_casts(recipe)
     if backward == _core.BACKWARD_QUANTIZED:
         return found
     # Neither gradients nor column-wise forms are cast, of which these are said.
-    return found._replace(backward=backward, hadamard=0, stochastic=0)
+    of_backward = _core.CAST_HADAMARD | _core.CAST_STOCHASTIC
+    casts = [cast._replace(options=cast.options & ~of_backward) for cast in found.casts]
+    return Quantization(*casts, found.fast, backward)
 
 
 def is_backward_wide(recipe: Recipe | None) -> bool:
@@ -123,67 +150,118 @@ def _quantization_of_casts(recipe: Recipe) -> Quantization:
     if recipe.nvfp4():
         return _nvfp4_quantization(recipe)
     forward = _FP8_CODES[recipe.fp8_format.dtype_name("fwd")]
-    backward = _FP8_CODES[recipe.fp8_format.dtype_name("bwd")]
+    dtypes = forward, forward, _FP8_CODES[recipe.fp8_format.dtype_name("bwd")]
     if recipe.delayed():
-        fast = _core.LINEAR_FAST_OUTPUT
-        return Quantization(
-            _core.RECIPE_DELAYED, forward, backward, 0, fast, 0, 0, 0, 0, NO_EPSILON
-        )
+        casts = [OperandCast(_core.RECIPE_DELAYED, dtype) for dtype in dtypes]
+        return Quantization(*casts, _core.LINEAR_FAST_OUTPUT)
     if recipe.mxfp8():
-        if recipe.margin != 0:
-            raise NotImplementedError(f"MXFP8BlockScaling: margin={recipe.margin}")
-        squares = (1 << _WEIGHT) * recipe.enable_2d_quantization
-        kind = _core.RECIPE_MXFP8
-        return Quantization(kind, forward, backward, 0, 0, squares, 0, 0, 0, NO_EPSILON)
+        squares = 0, _core.CAST_TILES_2D * recipe.enable_2d_quantization, 0
+        kinds = zip(dtypes, squares, strict=True)
+        margin = recipe.margin
+        return Quantization(*(OperandCast(_core.RECIPE_MXFP8, d, 0.0, s, margin) for d, s in kinds))
     tensors = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
     gemms = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
-    kinds = (
+    ways = (
         _core.LINEAR_FAST_OUTPUT,
         _core.LINEAR_FAST_GRAD_INPUT,
         _core.LINEAR_FAST_GRAD_WEIGHT,
     )
-    power_2 = flags_of((1 << i, tensor.power_2_scale) for i, tensor in enumerate(tensors))
     fast = flags_of(
-        (kind, not gemm.use_split_accumulator) for kind, gemm in zip(kinds, gemms, strict=True)
+        (way, not gemm.use_split_accumulator) for way, gemm in zip(ways, gemms, strict=True)
     )
-    epsilon = tuple(float(tensor.amax_epsilon) for tensor in tensors)
     kind = _kind_of(recipe)
-    tiles_2d = 0
+    dims = (1, 1, 1)
     if kind == _core.RECIPE_BLOCK:
         dims = (
             recipe.x_block_scaling_dim,
             recipe.w_block_scaling_dim,
             recipe.grad_block_scaling_dim,
         )
-        tiles_2d = flags_of((1 << i, dim == 2) for i, dim in enumerate(dims))
-    return Quantization(kind, forward, backward, power_2, fast, tiles_2d, 0, 0, 0, epsilon)
+    casts = [
+        measuring_cast(kind, dtype, tensor.power_2_scale, dim == 2, tensor.amax_epsilon)
+        for dtype, tensor, dim in zip(dtypes, tensors, dims, strict=True)
+    ]
+    return Quantization(*casts, fast)
+
+
+def measuring_cast(
+    kind: int, dtype: int, power_2: bool, tiles_2d: bool, epsilon: float
+) -> OperandCast:
+    """A cast whose scales are those of the tensor itself, of its tiles or of its rows."""
+    options = flags_of(((_core.CAST_POWER_2, power_2), (_core.CAST_TILES_2D, tiles_2d)))
+    return OperandCast(kind, dtype, float(epsilon), options)
 
 
 def _nvfp4_quantization(recipe: Any) -> Quantization:
     """`quantization_of` NVFP4; ValueError for QParams that no GEMM can be made of."""
-    if recipe.nvfp4_4over6 != "none" or recipe.row_scaled_activation:
-        what = f"nvfp4_4over6={recipe.nvfp4_4over6!r}"
-        if recipe.row_scaled_activation:
-            what = "row_scaled_activation=True"
-        raise NotImplementedError(f"NVFP4BlockScaling: {what}")
     tensors = (recipe.fp4_quant_fwd_inp, recipe.fp4_quant_fwd_weight, recipe.fp4_quant_bwd_grad)
-    squares = flags_of((1 << i, t.fp4_2d_quantization) for i, t in enumerate(tensors))
-    hadamard = flags_of((1 << i, t.random_hadamard_transform) for i, t in enumerate(tensors))
-    stochastic = flags_of((1 << i, t.stochastic_rounding) for i, t in enumerate(tensors))
-    both = 1 << _INPUT | 1 << GRAD
-    if hadamard not in (0, both) or hadamard & squares:
+    scopes = ("activations", "weights", None)  # no gradients
+    casts = [
+        _nvfp4_cast(recipe, tensor, scope) for tensor, scope in zip(tensors, scopes, strict=True)
+    ]
+    check_nvfp4("NVFP4BlockScaling", casts)
+    return Quantization(*casts)
+
+
+def _nvfp4_cast(recipe: Any, how: Any, scope: str | None) -> OperandCast:
+    """The cast of one kind of tensor, by its QParams and what the recipe says of a scope."""
+    chooses = scope is not None and recipe.nvfp4_4over6 in (scope, "all")
+    to_256 = chooses and recipe.nvfp4_4over6_e4m3_use_256 in (scope, "all")
+    options = nvfp4_options(
+        tiles_2d=how.fp4_2d_quantization,
+        hadamard=how.random_hadamard_transform,
+        stochastic=how.stochastic_rounding,
+        four_over_six=recipe.nvfp4_4over6_err_mode if chooses else None,
+        to_256=to_256,
+        row_scaled=recipe.row_scaled_activation and scope == "activations",
+    )
+    return OperandCast(_core.RECIPE_NVFP4, _core.DTYPE_U8, options=options)
+
+
+def nvfp4_options(
+    *,
+    tiles_2d: bool,
+    hadamard: bool,
+    stochastic: bool,
+    four_over_six: str | None,
+    to_256: bool,
+    row_scaled: bool,
+) -> int:
+    """``_core.CAST_*`` of a cast to NVFP4; `four_over_six` is the error that it chooses by."""
+    return flags_of(
+        (
+            (_core.CAST_TILES_2D, tiles_2d),
+            (_core.CAST_HADAMARD, hadamard),
+            (_core.CAST_STOCHASTIC, stochastic),
+            (_core.CAST_FOUR_OVER_SIX, four_over_six is not None),
+            (_core.CAST_SQUARED, four_over_six == "MSE"),
+            (_core.CAST_TO_256, to_256),
+            (_core.CAST_ROW_SCALED, row_scaled),
+        )
+    )
+
+
+def check_nvfp4(name: str, casts: Iterable[OperandCast]) -> None:
+    """Raise where casts to NVFP4 do not go together; `name` is the recipe's."""
+    inp, weight, grad = casts
+    transforms = [bool(cast.options & _core.CAST_HADAMARD) for cast in (inp, weight, grad)]
+    tiles = (inp.options | grad.options) & _core.CAST_TILES_2D
+    if transforms not in ([False] * 3, [True, False, True]) or (transforms[0] and tiles):
         raise ValueError(
-            "NVFP4BlockScaling: random_hadamard_transform belongs to fp4_quant_fwd_inp and "
+            f"{name}: random_hadamard_transform belongs to fp4_quant_fwd_inp and "
             "fp4_quant_bwd_grad alike, whose column-wise forms one GEMM multiplies, never to "
             "fp4_quant_fwd_weight, and not beside fp4_2d_quantization"
         )
-    if stochastic not in (0, 1 << GRAD):
-        raise NotImplementedError(
-            "NVFP4BlockScaling: stochastic_rounding of anything but fp4_quant_bwd_grad"
-        )
-    code = _core.DTYPE_U8  # two E2M1 numbers to a byte
-    kind = _core.RECIPE_NVFP4
-    return Quantization(kind, code, code, 0, 0, squares, hadamard, stochastic, 0, NO_EPSILON)
+    if (inp.options | weight.options) & _core.CAST_STOCHASTIC:
+        raise NotImplementedError(f"{name}: stochastic_rounding of anything but fp4_quant_bwd_grad")
+    for cast, what in zip((inp, weight), ("activations", "weights"), strict=True):
+        if cast.options & _core.CAST_FOUR_OVER_SIX and cast.options & _core.CAST_HADAMARD:
+            raise ValueError(
+                f"{name}: nvfp4_4over6 of {what}, which random_hadamard_transform mixes: pass "
+                "disable_rht=True"
+            )
+    if inp.options & _core.CAST_ROW_SCALED and inp.options & _core.CAST_TILES_2D:
+        raise ValueError(f"{name}: row_scaled_activation with fp4_2d_quantization of inputs")
 
 
 def _kind_of(recipe: Recipe) -> int:
@@ -199,8 +277,7 @@ def _kind_of(recipe: Recipe) -> int:
 
 def quantization_fields(quantization: Quantization) -> tuple:
     """Those of a node."""
-    recipe, forward, backward, power_2, _, *fine, epsilon = quantization
-    return recipe, forward, backward, power_2, epsilon, *fine
+    return (*(tuple(cast) for cast in quantization.casts), quantization.backward)
 
 
 class LinearSpec(NamedTuple):
@@ -403,7 +480,7 @@ class Graph:
         self, spec: LinearSpec, inputs: tuple, output: int, name: str, part: int, owner: int
     ) -> None:
         """Add a linear layer, which has the slots of its part of the owner's."""
-        if spec.quantization.stochastic:
+        if spec.quantization.grad.options & _core.CAST_STOCHASTIC:
             pair = self.value(f"{name}rng", _core.DTYPE_I64, (2,), _core.VALUE_INPUT)
             self.drawn.append(("value", pair))
             inputs = (*inputs, pair)
@@ -462,7 +539,7 @@ def _returned_flags(spec: LinearSpec, flag: int, forms: int) -> int:
     """
     if not spec.flags & flag:
         return 0
-    rows = spec.quantization.recipe in _ONE_SCALE
+    rows = spec.quantization.input.recipe in _ONE_SCALE
     rows &= forms & (_core.VALUE_QUANTIZED | _core.VALUE_ROW_WISE) != _core.VALUE_QUANTIZED
     return _core.VALUE_RETURN_QUANTIZED | (_core.VALUE_ROW_WISE if rows else 0)
 

@@ -32,7 +32,7 @@ class MXFP8BlockScaling(Recipe):
     Parameters
     ----------
     margin : int, default 0
-        Exists for symmetry with `DelayedScaling`; modules refuse another one.
+        Powers of two left free below the largest FP8 value, -126 to 126: added to each exponent.
     fp8_format : Format, default Format.E4M3
         Element types: E4M3 or HYBRID.
     fp8_dpa, fp8_mha : bool, default False
@@ -113,11 +113,10 @@ class NVFP4BlockScaling(Recipe):
         Scales of weights are those of 16 values, and not of 16 x 16 that are the same in both
         directions.
     row_scaled_activation : bool, optional
-        A number for each row of an input in place of one for all. Modules refuse it: it is not
-        built.
+        A number for each row of an input's row-wise form in place of one for all.
     nvfp4_4over6 : {"none", "weights", "activations", "all"}, optional
-        Where groups may use 4 as their largest number in place of 6. Modules refuse it but for
-        "none": it is not built.
+        Where groups use 4 as their largest number in place of 6 when that loses less; of inputs
+        ("activations") with `disable_rht` alone.
     nvfp4_4over6_e4m3_use_256 : {"none", "weights", "activations", "all"}, optional
         Where that uses 256 as the largest scale in place of 448.
     nvfp4_4over6_err_mode : {"MAE", "MSE"}, optional

@@ -499,8 +499,8 @@ class ComposedModule(Inspected, Fp8Module):
                 raise NotImplementedError(
                     f"{type(self).__name__}: override_stages under torch.compile"
                 )
-            *codes, epsilon = quantization
-            self._ensure_plans(key, *codes, tuple(map(torch_ops.as_constant, epsilon)))
+            codes, epsilons = quantization.flat()
+            self._ensure_plans(key, codes, tuple(map(torch_ops.as_constant, epsilons)))
         plans = self._plans.get(key)
         return self._make_plans(key, quantization) if plans is None else plans
 
@@ -528,7 +528,7 @@ class ComposedModule(Inspected, Fp8Module):
         torch_ops.offer_formulas()
         plans = self._plans.get(key)
         if plans is None:
-            plans = self._make_plans(key, Quantization(*quantization))
+            plans = self._make_plans(key, Quantization.of_flat(*quantization))
         if key[1] is not None:
             self._keep_recipe(key[1])
         reason = None if plans.quantized else "no FP8 was in force where it was compiled"

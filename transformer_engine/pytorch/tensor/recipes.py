@@ -123,14 +123,22 @@ def _row(recipe: Recipe, device: torch.device, role: str) -> Quantizer:
 def _mxfp8(recipe: Recipe, device: torch.device, role: str) -> Quantizer:
     del device
     squares = role == "weight" and recipe.enable_2d_quantization
-    return MXFP8Quantizer(_element(recipe, role), with_2d_quantization=squares)
+    options = {"with_2d_quantization": squares, "margin": recipe.margin}
+    return MXFP8Quantizer(_element(recipe, role), **options)
 
 
 def _nvfp4(recipe: Recipe, device: torch.device, role: str) -> Quantizer:
     del device
     if role != "weight":
         raise NotImplementedError(f"NVFP4BlockScaling: a {role} that a module returns quantized")
-    return NVFP4Quantizer(with_2d_quantization=recipe.fp4_quant_fwd_weight.fp4_2d_quantization)
+    chooses = recipe.nvfp4_4over6 in ("weights", "all")
+    to_256 = chooses and recipe.nvfp4_4over6_e4m3_use_256 in ("weights", "all")
+    return NVFP4Quantizer(
+        with_2d_quantization=recipe.fp4_quant_fwd_weight.fp4_2d_quantization,
+        nvfp4_use_4over6=chooses,
+        nvfp4_e4m3_max=256 if to_256 else 448,
+        nvfp4_4over6_err_mode=recipe.nvfp4_4over6_err_mode,
+    )
 
 
 # ---- what calls read -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import forms_of
+from transformer_engine.common.graphs import OperandCast, forms_of
 from transformer_engine.common.plan_text import Stage
 from transformer_engine.pytorch.modes import graph_task
 from transformer_engine.pytorch.module.composed import ComposedModule
@@ -110,8 +110,8 @@ class ModuleRecord:
                 return
             dtype = (column if row is None else row).dtype
             record = self.casts.setdefault((part, role), CastRecord(dtype))
-            recipe, *_, tiles_2d, _, _ = buffers.plan.graph.node(stage.node).quantization
-            mode = scaling_mode(recipe, tiles_2d, role)
+            node = buffers.plan.graph.node(stage.node)
+            mode = scaling_mode(OperandCast(*node.quantization[role]))
             values = values.flatten(0, -2)
             if scales[0] is not None:
                 scale = scale_matrix(mode, scales[0], *values.shape, *scales[2:3])

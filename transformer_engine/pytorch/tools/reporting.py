@@ -10,7 +10,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import ALLOW_TF32, DEFER, DGRAD, WGRAD, LinearSpec
+from transformer_engine.common.graphs import (
+    ALLOW_TF32,
+    DEFER,
+    DGRAD,
+    WGRAD,
+    LinearSpec,
+    OperandCast,
+)
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.module.call import Ran
 from transformer_engine.pytorch.module.composed import ComposedModule
@@ -29,6 +36,7 @@ from transformer_engine.pytorch.tools.observation import (
 from transformer_engine.pytorch.tools.scale_matrix import (
     element_name,
     emulation_of,
+    fp4_options,
     scale_matrix,
     scales_shape,
     scaling_mode,
@@ -197,7 +205,7 @@ def _gemms(
         elif operator == "external":
             yield GemmReport(name, "a Python function", "override_stages", None)
         else:
-            emulated = ran.plans.quantized and emulation_of(spec.quantization.recipe)
+            emulated = ran.plans.quantized and emulation_of(*_pair(stage, spec))
             reason = _EMULATED if emulated else ran.reason
             yield GemmReport(name, _planned(stage, ran, spec, weights), reason, None)
 
@@ -205,13 +213,29 @@ def _gemms(
 _EMULATED = "no native GEMM: the operands are multiplied out first"
 
 
+_WIDE = (_core.RECIPE_NONE, _core.RECIPE_EXTERNAL)
+"""Recipes of operands that GEMMs read in high precision."""
+
+
+def _pair(stage: int, spec: LinearSpec) -> tuple[OperandCast, OperandCast]:
+    """How the operands of a GEMM are cast."""
+    inp, weight, grad = spec.quantization.casts
+    if stage == STEPS["gemm_output"]:
+        return inp, weight
+    return grad, weight if stage == STEPS["gemm_grad_input"] else inp
+
+
 def _planned(stage: int, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]) -> str:
     """Operand dtypes of a GEMM that is part of the last call's plans."""
     if ran.plans.quantized:
-        recipe, *codes = spec.quantization[:3]
-        first, second = (element_name(recipe, code) for code in codes)
-        pair = f"{first} x {first}" if stage == STEPS["gemm_output"] else f"{second} x {first}"
-        return pair + emulation_of(recipe)
+        pair = _pair(stage, spec)
+        if any(cast.recipe not in _WIDE for cast in pair):
+            wide = _core.dtype_names()[spec.output]
+            names = (
+                wide if cast.recipe in _WIDE else element_name(cast.recipe, cast.dtype)
+                for cast in pair
+            )
+            return " x ".join(names) + emulation_of(*pair)
     dtype = _core.dtype_names()[spec.weight]
     tf32 = spec.flags & ALLOW_TF32 and weights[0].is_cuda
     return f"{dtype} x {dtype}" + (" (tf32)" if tf32 else "")
@@ -234,18 +258,21 @@ def _known(
     """Each tensor that is cast, as far as it is known without a measurement."""
     casts_grad = ran.plans.backward and spec.flags & (DGRAD | WGRAD)
     quantization = spec.quantization
-    state = scales(module) if quantization.recipe == _core.RECIPE_DELAYED else {}
+    delayed = any(cast.recipe == _core.RECIPE_DELAYED for cast in quantization.casts)
+    state = scales(module) if delayed else {}
     for role, tensor in enumerate(CASTS):
         backward = role == GRAD
         if backward and not casts_grad:
             continue
-        code = quantization.backward_fp8 if backward else quantization.forward_fp8
+        cast = quantization.casts[role]
+        if cast.recipe in _WIDE:
+            continue
         scaling = state.get(prefix + tensor)
         amax, scale = (scaling.amax, scaling.scale) if scaling else (None, None)
-        dtype = element_name(quantization.recipe, code)
+        dtype = element_name(cast.recipe, cast.dtype)
         found = TensorReport(tensor, dtype, amax, scale, None, None)
         if role == WEIGHT and not weights[0].is_meta:
-            found = _weight(found, code, spec, weights)
+            found = _weight(found, cast.dtype, spec, weights)
         yield found
 
 
@@ -266,12 +293,12 @@ def _measured(part: int, record: ModuleRecord) -> Iterator[TensorReport]:
 
 def _found(weight: Tensor, code: int, spec: LinearSpec) -> Tensor:
     """The scales that a cast of a weight finds in it, to be multiplied with it."""
-    recipe, tiles_2d = spec.quantization.recipe, spec.quantization.tiles_2d
-    mode = scaling_mode(recipe, tiles_2d, WEIGHT)
+    cast = spec.quantization.weight
+    mode = scaling_mode(cast)
     rows, columns = weight.shape
     options: dict[str, Any] = {
-        "amax_epsilon": spec.quantization.epsilon[WEIGHT],
-        "power_2_scale": bool(spec.quantization.power_2 >> WEIGHT & 1),
+        "amax_epsilon": cast.epsilon,
+        "power_2_scale": int(cast.options & _core.CAST_POWER_2 != 0),
     }
     if mode in (_core.SCALING_TENSOR, _core.SCALING_NVFP4):
         partials = weight.new_empty(_core.AMAX_PARTIALS, dtype=torch.float32)
@@ -280,7 +307,9 @@ def _found(weight: Tensor, code: int, spec: LinearSpec) -> Tensor:
     padded = -(-columns // 16) * 16
     fp4, micro = mode == _core.SCALING_NVFP4, mode in (_core.SCALING_MXFP8, _core.SCALING_NVFP4)
     if micro:
-        options["square"] = tiles_2d >> WEIGHT & 1
+        options["square"] = int(cast.options & _core.CAST_TILES_2D != 0)
+        options["margin"] = cast.margin
+        options.update(fp4_options(cast))
         options["row_amax"] = weight.new_empty(1, dtype=torch.float32) if fp4 else None
     data = weight.new_empty(rows, padded // (1 + fp4), dtype=_core.torch_dtype(code))
     shape = scales_shape(mode, rows, columns if micro else padded)

@@ -7,18 +7,31 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.common.graphs import OperandCast
 
 TILE = 128
 
 
-def scaling_mode(recipe: int, tiles_2d: int, role: int) -> int:
-    """``_core.SCALING_*`` of an operand under ``_core.RECIPE_*``."""
-    if recipe == _core.RECIPE_ROW:
-        return _core.SCALING_ROW
-    if recipe == _core.RECIPE_BLOCK:
-        return _core.SCALING_BLOCK_2D if tiles_2d >> role & 1 else _core.SCALING_BLOCK_1D
-    micro = {_core.RECIPE_MXFP8: _core.SCALING_MXFP8, _core.RECIPE_NVFP4: _core.SCALING_NVFP4}
-    return micro.get(recipe, _core.SCALING_TENSOR)
+def scaling_mode(cast: OperandCast) -> int:
+    """``_core.SCALING_*`` of an operand that is cast so."""
+    if cast.recipe == _core.RECIPE_BLOCK and cast.options & _core.CAST_TILES_2D:
+        return _core.SCALING_BLOCK_2D
+    modes = {
+        _core.RECIPE_ROW: _core.SCALING_ROW,
+        _core.RECIPE_BLOCK: _core.SCALING_BLOCK_1D,
+        _core.RECIPE_MXFP8: _core.SCALING_MXFP8,
+        _core.RECIPE_NVFP4: _core.SCALING_NVFP4,
+    }
+    return modes.get(cast.recipe, _core.SCALING_TENSOR)
+
+
+def fp4_options(cast: OperandCast) -> dict[str, int]:
+    """Keywords of ``_core.quantize`` for a row-wise cast to NVFP4."""
+    ways = 2 if cast.options & _core.CAST_SQUARED else 1
+    return {
+        "four_over_six": ways if cast.options & _core.CAST_FOUR_OVER_SIX else 0,
+        "scales_to_256": int(cast.options & _core.CAST_TO_256 != 0),
+    }
 
 
 def element_name(recipe: int, code: int) -> str:
@@ -26,10 +39,18 @@ def element_name(recipe: int, code: int) -> str:
     return "e2m1" if recipe == _core.RECIPE_NVFP4 else _core.dtype_names()[code]
 
 
-def emulation_of(recipe: int) -> str:
-    """What is said of GEMMs of a recipe that multiply their operands out: " (emulated mxfp8)"."""
-    names = {_core.RECIPE_MXFP8: "mxfp8", _core.RECIPE_NVFP4: "nvfp4"}
-    return f" (emulated {names[recipe]})" if recipe in names else ""
+_ONE_SCALE = (_core.RECIPE_DELAYED, _core.RECIPE_CURRENT)
+_MULTIPLIED_OUT = {_core.RECIPE_MXFP8: "mxfp8", _core.RECIPE_NVFP4: "nvfp4"}
+
+
+def emulation_of(one: OperandCast, other: OperandCast) -> str:
+    """What is said of a GEMM that multiplies its operands out: " (emulated mxfp8)"."""
+    recipes = {_core.RECIPE_DELAYED if c.recipe in _ONE_SCALE else c.recipe for c in (one, other)}
+    by_rows = (one.options | other.options) & _core.CAST_ROW_SCALED
+    if len(recipes) > 1 or by_rows or _core.RECIPE_EXTERNAL in recipes:
+        return " (emulated mixed)"
+    name = _MULTIPLIED_OUT.get(recipes.pop())
+    return "" if name is None else f" (emulated {name})"
 
 
 def scales_shape(mode: int, rows: int, columns: int) -> tuple[int, ...]:
@@ -61,7 +82,7 @@ def scale_matrix(
         found = torch.exp2(127.0 - scales[:rows].float())
         return found.repeat_interleave(32, 1)[:, :columns]
     if mode == _core.SCALING_NVFP4:
-        tensor = (6.0 * 448.0 / amax).clamp(max=torch.finfo(torch.float32).max)
+        tensor = (6.0 * 448.0 / amax.reshape(-1, 1)).clamp(max=torch.finfo(torch.float32).max)
         found = tensor / scales[:rows].contiguous().view(torch.float8_e4m3fn).float()
         return found.repeat_interleave(16, 1)[:, :columns]
     found = scales.reciprocal()

@@ -268,7 +268,7 @@ def attend(
         slices = tuple(tuple(map(operator.index, each)) for each in slices)
         packed = None if packed is None else tuple(map(operator.index, packed))
     channels = slices[0][1], slices[2][1]
-    quantization = module._quantization_of(region.recipe, traced)
+    codes, epsilons = module._quantization_of(region.recipe, traced).flat()
     fp8_gradient = gradient_of(region.recipe, device.type, channels, limits, dropout, wide)
     slots, scales, no_amax = state_of(module, region, like)
     key = (
@@ -277,8 +277,8 @@ def attend(
         qkv_format == "sbhd",
         torch_ops.as_constant(scale) if traced else scale, 0.0 if traced else dropout,
         tuple(limits.window),
-        limits.bottom_right, len(where), packed, quantization[:-1],
-        tuple(map(torch_ops.as_constant, quantization.epsilon)) if traced else quantization.epsilon,
+        limits.bottom_right, len(where), packed, codes,
+        tuple(map(torch_ops.as_constant, epsilons)) if traced else epsilons,
         fp8_gradient, no_amax, deterministic(),
     )  # fmt: skip
     call = _Call(_plans_of(module, key, traced), slots, type(module).__name__)
@@ -341,7 +341,7 @@ def _make_plans(module: Any, key: tuple) -> CallPlans:
     prepare_device(device)
     spec = AttentionSpec(
         slices, sequence_first, scale, dropout, window, bottom_right, lengths=lengths,
-        deterministic=repeatable, packed=packed, quantization=Quantization(*codes, epsilon),
+        deterministic=repeatable, packed=packed, quantization=Quantization.of_flat(codes, epsilon),
         fp8_gradient=fp8_gradient, no_amax=no_amax,
     )  # fmt: skip
     return keep(
