@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine.common.graphs import RETURN_GRAD, RETURN_OUTPUT
-from transformer_engine.pytorch.modes import exporting
+from transformer_engine.pytorch.modes import constant_in_graphs, exporting
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
 from transformer_engine.pytorch.module.operands import PartTensors
@@ -186,7 +186,8 @@ class WeightModule(TensorParallel, ComposedModule):
         """
         if exporting():
             refuse_returned(type(self).__name__, None, returns, "torch.export")
-        return _run_outside(self, inp, is_first_microbatch, returns)
+        _ensure_outside()
+        return _OUTSIDE[0](self, inp, is_first_microbatch, returns)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a name that `parameters_split` replaced is an error."""
@@ -236,6 +237,15 @@ class WeightModule(TensorParallel, ComposedModule):
             add_grad(weight, rows)
 
 
-@torch.compiler.disable
+_OUTSIDE: list[Callable] = []
+"""`_run_outside`: to keep a function out of graphs loads the compiler, so a graph does it."""
+
+
+@constant_in_graphs
+def _ensure_outside() -> None:
+    if not _OUTSIDE:
+        _OUTSIDE.append(torch.compiler.disable(_run_outside))
+
+
 def _run_outside(module: WeightModule, *arguments: Any) -> Any:
     return module._call(*arguments)
