@@ -8,16 +8,23 @@ import pytest
 import torch
 from comparators import assert_nmse
 from pytorch.helpers import assert_same_bits, state_of
+from pytorch.quantized_cases import codes_of, scale_of, values_of
 from tols import BF16, E4M3, tol
 from torch._subclasses import FakeTensorMode
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    Format,
+    QParams,
+)
 from transformer_engine.pytorch.attention.dot_product_attention.fp8 import (
     GRADIENT_RULE,
     Facts,
     wide_because,
 )
+from transformer_engine.pytorch.constants import DType
 
 HEADS, GROUPS, CHANNELS, BATCH, QUERIES, KEYS = 4, 2, 64, 2, 24, 40
 QKV, OUTPUT, WEIGHTS = 2, 3, 8  # slots of the forward
@@ -231,6 +238,24 @@ def test_backward_of_16_bits_is_that_of_what_was_saved(rng):
     exact = torch.autograd.grad(module(*wide), wide, torch.ones_like(out))
     for x, expected in zip(grads, exact, strict=True):  # the output is rounded to FP8 alone
         assert_nmse(x, expected, 4 * tol("quantize", E4M3))
+
+
+@pytest.mark.parametrize("how", [QParams(power_2_scale=True), QParams(amax_epsilon=100.0)])
+def test_options_of_current_scaling(device, how):
+    """Values that such scales hold are what any values are rounded to."""
+    recipe, module, wide = Float8CurrentScaling(fp8_dpa=True), module_of(), []
+    recipe.fp8_quant_fwd_inp = how
+    tensors = [tensor.detach().clamp(-2.5, 2.5) for tensor in tensors_of(device)]
+    for tensor in tensors:
+        tensor[0, 0, 0, 0] = 3.0  # the scale is the same again
+        scale = scale_of(tensor, DType.kFloat8E4M3, how.power_2_scale, how.amax_epsilon)
+        codes = codes_of(tensor, scale, DType.kFloat8E4M3)
+        wide.append(values_of(codes, scale, DType.kFloat8E4M3, BF16))
+    with te.autocast(recipe=recipe):
+        found, expected = module(*tensors), module(*wide)
+    assert_same_bits(found, expected)
+    with te.autocast(recipe=Float8CurrentScaling(fp8_dpa=True)):
+        assert not torch.equal(module(*tensors), found)
 
 
 # ---- scaling state -------------------------------------------------------------------------------
