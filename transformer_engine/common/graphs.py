@@ -139,7 +139,8 @@ def overridden(found: Quantization, recipe: Recipe) -> Quantization:
 
 def is_backward_wide(recipe: Recipe | None) -> bool:
     """Whether the GEMMs of a backward multiply in high precision, under a recipe or without one."""
-    return recipe is None or recipe.backward_override is not None
+    # A class that is not built carries no fields: whoever casts by it refuses it.
+    return recipe is None or getattr(recipe, "backward_override", None) is not None
 
 
 def _quantization_of_casts(recipe: Recipe) -> Quantization:
