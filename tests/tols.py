@@ -206,6 +206,14 @@ TOLS: dict[tuple[str, torch.dtype], Tolerance] = {
         "NVFP4: half of the step from 4 to 6, of a group whose largest magnitude is 6 times its "
         "scale; the scale is rounded to E4M3, which makes the step larger or saturates",
     ),
+    **{
+        ("casts_in_a_row", d): Tolerance(
+            _constant(6 * EPS[d] / 2),
+            "norms: each of the six casts behind a gradient of two linear layers moves its operand "
+            "by at most half a step of it, and random products by as much of themselves",
+        )
+        for d in (E4M3, E5M2)
+    },
     ("quantized_layer", E4M3): Tolerance(_constant(2 * 8 * (EPS[E4M3] / 2) ** 2), _FP8_LAYER),
     # ---- floors of assert_ref_ratio: where the naive error happens to vanish ----
     **{

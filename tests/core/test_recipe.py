@@ -12,7 +12,7 @@ import warnings
 import numpy as np
 import pytest
 
-from transformer_engine.common import absent, config, recipe
+from transformer_engine.common import config, recipe
 from transformer_engine.common.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -481,33 +481,26 @@ def test_everything_public_is_defined_here():
         assert getattr(recipe, name).__module__ == "transformer_engine.common.recipe"
 
 
-COMING = {
-    "CustomRecipe": "custom",
-}
+def factory(role):
+    """Of a CustomRecipe, importable for pickles."""
+    return role
 
 
-@pytest.mark.parametrize("name", COMING)
-def test_recipes_to_come_can_be_made(name):
-    """Programs make them long before they use one, if they do."""
-    kind = getattr(recipe, name)
-    made = kind(fp8_format=Format.E4M3)
-    assert isinstance(made, Recipe) and made.fp8_format is Format.E4M3
-    assert name in repr(made) and "E4M3" in repr(made)
+def test_custom():
+    made = recipe.CustomRecipe(factory, fp8_format=Format.E4M3)
+    assert isinstance(made, Recipe) and made.custom() and recipe.CustomRecipe.custom()
+    assert made.quantization_alignment == 128 and not made.fp8_dpa and not made.delayed()
+    assert "factory" in repr(made) and "E4M3" in repr(made)
     assert copy.deepcopy(made) == made
     for protocol in range(2, 6):
         twin = pickle.loads(pickle.dumps(made, protocol))
-        assert type(twin) is kind and repr(twin) == repr(made)
-    with pytest.raises(NotImplementedError, match=rf"common\.recipe\.{name} .*Instead: "):
-        absent.refuse_use(made)
-    absent.refuse_use(DelayedScaling())
-
-
-@pytest.mark.parametrize("name", COMING)
-def test_kinds_of_recipes_to_come(name):
-    """The class methods tell them apart, on the classes too."""
-    question = COMING[name]
-    assert getattr(getattr(recipe, name), question)()
+        assert twin == made and repr(twin) == repr(made)
     for other in (Recipe, DelayedScaling, Float8CurrentScaling, DelayedScaling()):
-        assert not getattr(other, question)()
-    for other in COMING.keys() - {name}:
-        assert not getattr(getattr(recipe, other), question)()
+        assert not other.custom()
+    for wrong in (3, None):
+        with pytest.raises(ValueError, match="qfactory must be a function"):
+            recipe.CustomRecipe(wrong)
+    with pytest.raises(ValueError, match="quantization_alignment"):
+        made.quantization_alignment = 0
+    with pytest.raises(AssertionError, match="E5M2"):
+        made.fp8_format = Format.E5M2

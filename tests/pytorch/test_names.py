@@ -15,7 +15,7 @@ import torch
 
 import transformer_engine
 import transformer_engine.pytorch as te
-from transformer_engine.common import absent, recipe
+from transformer_engine.common import absent
 from transformer_engine.common.absent_names import FEATURES
 
 ROOT = Path(transformer_engine.__file__).parents[1]
@@ -183,17 +183,6 @@ def test_an_absent_name_behaves(module, name):
                 derived()
 
 
-def test_a_recipe_that_is_not_built_is_refused_where_it_is_used():
-    coming = recipe.CustomRecipe()
-    layer = te.Linear(16, 16, device="cpu")
-    with te.autocast(enabled=False, recipe=coming):
-        layer(torch.randn(2, 16))  # high precision: it is not used
-    with te.autocast(recipe=recipe.DelayedScaling()):
-        te.fp8.FP8GlobalStateManager.set_autocast_state((True, False, coming, None, False))
-        with pytest.raises(NotImplementedError, match="CustomRecipe is not built yet"):
-            layer(torch.randn(2, 16))
-
-
 def test_one_absent_name_is_one_object():
     paths = ["pytorch", "pytorch.module", "pytorch.module.grouped_linear"]
     objects = {look_up(f"transformer_engine.{path}", "GroupedLinear") for path in paths}
@@ -271,7 +260,7 @@ def test_base_class_of_the_modules_with_fp8_gemms():
         ("tensor.float8_tensor.Float8Tensor.make_like", True),
         ("tensor.grouped_tensor.GroupedTensor", False),
         ("common.recipe.NVFP4BlockScaling", True),
-        ("common.recipe.CustomRecipe", False),
+        ("common.recipe.CustomRecipe", True),
         ("transformer_engine.pytorch.ops.Sequential", False),
     ],
 )

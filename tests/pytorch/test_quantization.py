@@ -173,9 +173,9 @@ def test_formats_of_a_recipe():
     assert quantization.get_align_size_for_quantization(hybrid) == 16
     assert quantization.get_align_size_for_quantization(MXFP8BlockScaling()) == 32
     assert quantization.get_align_size_for_quantization(NVFP4BlockScaling()) == 128
-    for question in (quantization.get_fp8_torch_dtype, quantization.get_fp8_max):
-        with pytest.raises(NotImplementedError, match="CustomRecipe is not built yet"):
-            question(CustomRecipe())
+    custom = CustomRecipe(lambda role: None, quantization_alignment=64)
+    assert quantization.get_align_size_for_quantization(custom) == 64
+    assert quantization.get_fp8_torch_dtype(custom, False) is torch.float8_e5m2
 
 
 # ---- fp8_meta ------------------------------------------------------------------------------------

@@ -47,14 +47,6 @@ class Feature(NamedTuple):
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
-        "Custom recipes",
-        "modules take no quantizers of the user",
-        "override_stages() of a module, or a plug-in backend (docs/adding_a_backend.md)",
-        "common.recipe: CustomRecipe",
-        base="transformer_engine.common.recipe.Recipe",
-        carries=True,
-    ),
-    Feature(
         "Grouped tensors",
         "tensors are quantized one by one",
         "one quantized tensor for each of a group",

@@ -145,6 +145,11 @@ def is_backward_wide(recipe: Recipe | None) -> bool:
 
 def _quantization_of_casts(recipe: Recipe) -> Quantization:
     """`quantization_of` a recipe without ``backward_override``."""
+    if recipe.custom():
+        raise NotImplementedError(
+            f"{type(recipe).__name__}: its quantizers are those of linear layers: leave fp8_dpa "
+            "and fp8_mha out"
+        )
     for name in ("fp8_dpa", "fp8_mha"):
         if getattr(recipe, name) and (recipe.mxfp8() or recipe.nvfp4()):
             raise NotImplementedError(f"{type(recipe).__name__}: {name}=True")

@@ -37,10 +37,18 @@ from transformer_engine.common.recipe_base import (
     recipe_class,
     setting,
 )
+from transformer_engine.common.recipe_custom import (
+    CustomRecipe,
+    DelayedScalingRequest,
+    QuantizerRequest,
+    QuantizerRole,
+)
 from transformer_engine.common.recipe_microscaling import MXFP8BlockScaling, NVFP4BlockScaling
 
 __all__ = [
+    "CustomRecipe",
     "DelayedScaling",
+    "DelayedScalingRequest",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8RowScaling",
@@ -49,6 +57,8 @@ __all__ = [
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "QParams",
+    "QuantizerRequest",
+    "QuantizerRole",
     "Recipe",
     *absent.names_of(__name__),
 ]

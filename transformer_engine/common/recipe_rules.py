@@ -91,6 +91,13 @@ def amax_compute_algo(where: str, value: Any) -> str | Callable:
     raise ValueError(f"{where} must be 'max', 'most_recent' or a callable, got {value!r}")
 
 
+def function(where: str, value: Any) -> Callable:
+    """Accept callables."""
+    if callable(value):
+        return value
+    raise ValueError(f"{where} must be a function, got {value!r}")
+
+
 def optional_callable(where: str, value: Any) -> Callable | None:
     """Accept None and callables."""
     if value is None or callable(value):

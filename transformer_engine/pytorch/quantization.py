@@ -9,7 +9,12 @@ from typing import Any
 import torch
 
 from transformer_engine.common import absent
-from transformer_engine.common.recipe import Recipe
+from transformer_engine.common.recipe import (
+    DelayedScalingRequest,
+    QuantizerRequest,
+    QuantizerRole,
+    Recipe,
+)
 from transformer_engine.pytorch import arenas, graph, scaling
 from transformer_engine.pytorch.autocast import autocast, fp8_autocast, get_default_recipe
 from transformer_engine.pytorch.constants import TE_DType
@@ -25,7 +30,10 @@ from transformer_engine.pytorch.module.quantized import QuantizedInit
 from transformer_engine.pytorch.state import Domain, RegionState, current_state
 
 __all__ = [
+    "DelayedScalingRequest",
     "FP8GlobalStateManager",
+    "QuantizerRequest",
+    "QuantizerRole",
     "autocast",
     "check_fp8_block_scaling_support",
     "check_fp8_support",
@@ -81,6 +89,8 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
 
     Modules pad by themselves; programs that pack sequences ask to save that copy.
     """
+    if recipe.custom():
+        return recipe.quantization_alignment
     return 32 if recipe.mxfp8() else 128 if recipe.nvfp4() else 16
 
 

@@ -95,8 +95,11 @@ class Fp8Module(NativeModule):
         state = current_state()
         recipe = state.recipe if state.enabled else None
         if traced:
-            return Region(state, recipe, None, _NO_FRAMES, traced, exporting())
+            return Region(
+                state, self._resolved(recipe, True), None, _NO_FRAMES, traced, exporting()
+            )
         self._note_recipe(recipe)
+        recipe = self._resolved(recipe, False)
         in_backward = graph_task() != -1
         fp8 = recipe is not None
         if not in_backward and not recompute.may_record(torch.is_grad_enabled(), fp8):
@@ -120,6 +123,11 @@ class Fp8Module(NativeModule):
                 "transformer_engine.pytorch.checkpoint or torch.utils.checkpoint for the recompute"
             )
         return Region(state, recipe, None, record, traced)
+
+    def _resolved(self, recipe: Recipe | None, traced: bool) -> Recipe | None:
+        """The recipe that this module follows where one is in force; None: high precision."""
+        del traced
+        return recipe
 
     def _note_recipe(self, recipe: Recipe | None) -> None:
         """Tell the program where training goes on under another kind of recipe."""
@@ -170,6 +178,9 @@ class Fp8Module(NativeModule):
         """Quantization of a recipe, remembered for the recipe used last."""
         if traced:
             return quantization_of(recipe)
+        if getattr(recipe, "quantizations", None) is not None:
+            self._quantization = (repr(recipe), recipe.quantizations[0], recipe)
+            return recipe.quantizations[0]
         identity = repr(recipe)
         known = self._quantization
         if known is None or known[0] != identity:

@@ -21,7 +21,7 @@ from transformer_engine.pytorch.modes import (
     forward_gradients,
     without_memory,
 )
-from transformer_engine.pytorch.module import quantized, weight_cache
+from transformer_engine.pytorch.module import custom, quantized, weight_cache
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.calibration import record_amaxes
 from transformer_engine.pytorch.module.call import CallRun, Deferred, ModuleCall, Ran, main_grad_of
@@ -74,10 +74,14 @@ _SHOWN = (
 )
 
 
+_NOT_KEPT = (_core.RECIPE_NONE, _core.RECIPE_EXTERNAL)
+"""Recipes of weights of which no quantized form is kept."""
+
+
 class _BoundState(NamedTuple):
     """What a call quantizes with, and the flags that follow for each part."""
 
-    quantization: Quantization
+    quantization: tuple[Quantization, ...]  # of each part
     flags: tuple[int, ...]
     slots: scaling.Slots | None
     scales: Tensor | None
@@ -218,7 +222,7 @@ class ComposedModule(Inspected, Fp8Module):
         """Copy and pickle without caches and pending weight gradients."""
         state = super().__getstate__()
         state["_plans"] = {}
-        state.update(_bound={}, _ran=None, _present=None, _held=())
+        state.update(_bound={}, _ran=None, _present=None, _held=(), _custom=None)
         state.pop("_observer", None)
         state["_weight_caches"] = (None,) * len(self.PARTS)
         state["_wgrads"] = deque()
@@ -392,17 +396,21 @@ class ComposedModule(Inspected, Fp8Module):
             dtypes.append(dtype)
             dtypes.append(biases[0].dtype if biases else dtype)
             dtypes.append(owner.main_grad.dtype if into_main else dtype)
-        identity = None if recipe is None else repr(recipe)
+        # Of a CustomRecipe the casts: another function may have the address of one that is gone.
+        identity = None if recipe is None else custom.identity_of(recipe)
         recompute = self.checkpoint and records
         device = torch.device("meta") if region.blank else inp.device  # else it would be prepared
         key = (device, identity, recompute, *flags, *bias_grads, *dtypes)
-        quantization = graphs.HIGH_PRECISION if bound is None else bound.quantization
+        quantization = (graphs.HIGH_PRECISION,) * len(parts)
+        if bound is not None:
+            quantization = bound.quantization
         plans = self._plans_for(key, quantization, region.traced)
         call = ModuleCall(plans, None if bound is None else bound.slots, self._label())
         call.traced = region.traced or region.blank
         observer = None if region.traced else self._observer
-        if self._stages or observer is not None:
-            call.staged = Staged(self._stages or {}, observer)
+        functions = {**getattr(recipe, "functions", {}), **(self._stages or {})}
+        if functions or observer is not None:
+            call.staged = Staged(functions, observer)
         split = self._split_tensors()
         if split is not None:
             call.splits = (split._replace(begin=len(tensors.flat()) - split.count),)
@@ -416,6 +424,21 @@ class ComposedModule(Inspected, Fp8Module):
             call.weights = owners
             call.queue = self._wgrads
         return call
+
+    def _resolved(self, recipe: Any, traced: bool) -> Any:
+        """The recipe that this module follows where one is in force; None: high precision.
+
+        A `CustomRecipe` is asked for the quantizers of the module once.
+        """
+        if recipe is None or not recipe.custom():
+            return recipe
+        if traced:
+            raise NotImplementedError(f"{type(self).__name__}: CustomRecipe under torch.compile")
+        identity, known = repr(recipe), self.__dict__.get("_custom")
+        if known is None or known[0] != identity:
+            made = custom.resolve(recipe, type(self).__name__, self.name, self.PARTS)
+            known = self.__dict__["_custom"] = (identity, recipe, made)
+        return known[2]
 
     def _label(self) -> str:
         """Class and name, for messages and profilers."""
@@ -453,9 +476,10 @@ class ComposedModule(Inspected, Fp8Module):
         self, tensors: CallTensors, region: Region, is_first_microbatch: bool | None
     ) -> _BoundState:
         """What an FP8 call quantizes with: the state in force, or that of the call it repeats."""
-        quantization = self._quantization_of(region.recipe, region.traced)
-        common = graphs.SAVE_INPUT if self.save_original_input else 0
         count = len(self.PARTS)
+        known = self._quantization_of(region.recipe, region.traced)
+        quantization = custom.of_parts(region.recipe, known, count)
+        common = graphs.SAVE_INPUT if self.save_original_input else 0
         replay = region.replay
         if replay is not None:
             common |= (graphs.NO_AMAX if replay.scales is not None else 0) | replay.measures
@@ -486,20 +510,24 @@ class ComposedModule(Inspected, Fp8Module):
             )
         caches = weight_cache.held_caches(self, is_first_microbatch, tensors.parts, region.recipe)
         ways = (graphs.WEIGHT_KEPT if cache is None else graphs.WEIGHT_CACHED for cache in caches)
-        return _BoundState(quantization, tuple(common | way for way in ways), slots, None, caches)
+        casts = [q.weight.recipe not in _NOT_KEPT for q in quantization]
+        flags = tuple(common | way * kept for way, kept in zip(ways, casts, strict=True))
+        return _BoundState(quantization, flags, slots, None, caches)
 
     @constant_in_graphs
     def _bind_outside(self) -> None:
         """Bind quantizers of weights while a graph is traced, outside of the graph."""
         quantized.bind_quantizers(self)
 
-    def _plans_for(self, key: tuple, quantization: Quantization, traced: bool) -> CallPlans:
+    def _plans_for(
+        self, key: tuple, quantization: tuple[Quantization, ...], traced: bool
+    ) -> CallPlans:
         if traced:
             if self._stages:
                 raise NotImplementedError(
                     f"{type(self).__name__}: override_stages under torch.compile"
                 )
-            codes, epsilons = quantization.flat()
+            codes, epsilons = quantization[0].flat()
             self._ensure_plans(key, codes, tuple(map(torch_ops.as_constant, epsilons)))
         plans = self._plans.get(key)
         return self._make_plans(key, quantization) if plans is None else plans
@@ -528,13 +556,14 @@ class ComposedModule(Inspected, Fp8Module):
         torch_ops.offer_formulas()
         plans = self._plans.get(key)
         if plans is None:
-            plans = self._make_plans(key, Quantization.of_flat(*quantization))
+            found = Quantization.of_flat(*quantization)
+            plans = self._make_plans(key, (found,) * len(self.PARTS))
         if key[1] is not None:
             self._keep_recipe(key[1])
         reason = None if plans.quantized else "no FP8 was in force where it was compiled"
         self.__dict__["_ran"] = Ran(plans, reason)
 
-    def _make_plans(self, key: tuple, quantization: Quantization) -> CallPlans:
+    def _make_plans(self, key: tuple, quantization: tuple[Quantization, ...]) -> CallPlans:
         """Plans for a kind of call; see `_prepare` for the key."""
         count = len(self.PARTS)
         device, _, recompute = key[:3]
@@ -544,7 +573,9 @@ class ComposedModule(Inspected, Fp8Module):
         for i, sizes in enumerate(self._sizes()):
             weight, bias, grad = rest[3 * i : 3 * i + 3]
             dtypes = (inp if i == 0 else out, weight, bias, out, grad)
-            how = (quantization, flags[i], bias_grads[i], self._external[i])
+            found = custom.in_dtype(quantization[i], out)
+            external = self._external[i] | custom.stages_of(found)
+            how = (found, flags[i], bias_grads[i], external)
             parts.append(LinearSpec(*sizes, *dtypes, *how))
         norm = None if self.NORM is None else Norm(self.NORM, norm_dtype, self.eps)
         prepare_device(device)

@@ -21,7 +21,7 @@ class Inspected:
     ) -> list[tuple[str, Plan]]:
         """(title, plan) of what a call would run; see `explain`. Changes no state."""
         state = current_state()
-        recipe = state.recipe if state.enabled else None
+        recipe = self._resolved(state.recipe if state.enabled else None, False)
         slots, loaded = self._slots, self._loaded_state
         region = Region(state, recipe, None, [], False, blank=without_memory(inp))
         tensors, owners = self._promote(inp, recipe)

@@ -78,6 +78,8 @@ def microbatch(modules: Sequence, first: bool | None, state: RegionState) -> boo
     """
     if first is not None or not state.enabled or not all(m.cache_weights for m in modules):
         return first
+    if state.recipe.custom():  # whether a cast counts, its quantizers say
+        return None
     if state.recipe.delayed() and torch.is_grad_enabled():
         return None
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -294,6 +294,8 @@ _FORMATS = (
 
 def format_of(recipe: Recipe) -> Format | None:
     """The row of a recipe; None where it has none."""
+    if getattr(recipe, "quantizations", None) is not None:  # of the user's quantizers
+        return None
     return next((row for row in _FORMATS if getattr(recipe, row.holds)()), None)
 
 

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CustomRecipe: quantizers per role, inside of plans or at their stages."""
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from comparators import assert_nmse
+from pytorch.helpers import assert_same_bits, counted, state_of, sum_bound
+from pytorch.module_cases import batch, gemms_of, make, step
+from tols import E4M3, E5M2, F32, tol
+
+import transformer_engine.pytorch as te
+from transformer_engine import _core
+from transformer_engine.common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    DelayedScalingRequest,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizerRequest,
+    QuantizerRole,
+)
+from transformer_engine.pytorch.constants import DType
+
+FP8 = {"e4m3": DType.kFloat8E4M3, "e5m2": DType.kFloat8E5M2}
+KINDS = ("linear", "norm-linear", "gelu", "swiglu", "gelu checkpoint")
+
+
+class Own(te.Float8CurrentScalingQuantizer):
+    """A quantizer of a program: not one that plans know."""
+
+
+def current(dtype="e4m3", kind=te.Float8CurrentScalingQuantizer):
+    return kind(FP8[dtype], "cpu")
+
+
+def by_role(inp, weight, grad):
+    """A recipe of one quantizer for each role."""
+    made = {"input": inp, "weight": weight, "grad_output": grad}
+    return CustomRecipe(lambda role: made[role.tensor_type]())
+
+
+def rht():
+    return te.NVFP4Quantizer(with_rht=True)
+
+
+UNIFORM = {
+    "current": (Float8CurrentScaling, (current, current, lambda: current("e5m2"))),
+    "block": (
+        Float8BlockScaling,
+        (
+            lambda: te.Float8BlockQuantizer(FP8["e4m3"], block_scaling_dim=1),
+            lambda: te.Float8BlockQuantizer(FP8["e4m3"]),
+            lambda: te.Float8BlockQuantizer(FP8["e4m3"], block_scaling_dim=1),
+        ),
+    ),
+    "row": (
+        lambda: Float8RowScaling(fp8_format=Format.E4M3),
+        (lambda: te.Float8RowQuantizer(FP8["e4m3"]),) * 3,
+    ),
+    "mxfp8": (
+        lambda: MXFP8BlockScaling(margin=1),
+        (lambda: te.MXFP8Quantizer(FP8["e4m3"], margin=1),) * 3,
+    ),
+    "nvfp4": (
+        lambda: NVFP4BlockScaling(disable_stochastic_rounding=True, nvfp4_4over6="weights"),
+        (
+            rht,
+            lambda: te.NVFP4Quantizer(
+                with_2d_quantization=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256
+            ),
+            rht,
+        ),
+    ),
+    "delayed": (lambda: DelayedScaling(amax_history_len=4), None),
+}
+
+
+def request():
+    return DelayedScalingRequest(amax_history_len=4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", UNIFORM)
+def test_has_the_bits_of_the_recipe_that_casts_so(device, kind, name, start):
+    recipe, quantizers = UNIFORM[name]
+    ours = by_role(*(quantizers or (request,) * 3))
+    results = []
+    for given in (recipe(), ours):
+        start()
+        module, x = make(kind, device), batch(device)
+        with counted() as gemms:
+            steps = [step(module, x * (1 + i), given) for i in range(3)]
+        results.append((steps, vars(gemms), state_of(module)))
+    (wanted, gemms, state), (found, ours_gemms, ours_state) = results
+    assert gemms == ours_gemms
+    assert_same_bits(found, wanted)
+    if state is not None:
+        assert_same_bits(ours_state, state)
+
+
+MIXES = {
+    "input": (te.IdentityQuantizer, current, current),
+    "weight": (current, te.IdentityQuantizer, current),
+    "gradient": (current, current, te.IdentityQuantizer),
+    "formats": (current, lambda: te.Float8BlockQuantizer(FP8["e4m3"]), current),
+    "e5m2": (lambda: current("e5m2"),) * 2 + (current,),
+    "micro": (lambda: te.MXFP8Quantizer(FP8["e4m3"]), te.NVFP4Quantizer, current),
+    "state": (current, current, request),
+    "own": (lambda: current(kind=Own),) * 3,
+    "own input": (lambda: current(kind=Own), current, current),
+    "hybrid": (
+        current,
+        lambda: te.HybridQuantizer(
+            rowwise_quantizer=current(), columnwise_quantizer=te.MXFP8Quantizer(FP8["e4m3"])
+        ),
+        current,
+    ),
+}
+EMULATED = {"input": 2, "weight": 2, "gradient": 2, "formats": 2, "e5m2": 1, "micro": 3}
+EMULATED |= {"state": 0, "own": 3, "own input": 2, "hybrid": 2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MIXES)
+def test_mixes_are_close_and_counted(device, kind, name):
+    """Every product is as near to that in high precision as casts of all operands allow."""
+    module, x = make(kind, device), batch(device)
+    grad = torch.randn_like(module(x))
+    exact = step(module, x, None, grad)
+    with counted():
+        found = step(module, x, by_role(*MIXES[name]), grad)
+    emulated = _core.counters().get("emulated.mixed", 0)
+    if "checkpoint" not in kind:
+        assert emulated == EMULATED[name] * len(module.PARTS)
+    assert sum(n for c, n in _core.counters().items() if c.startswith("gemm.")) >= gemms_of(module)
+    assert_close(found, exact, name)
+
+
+def assert_close(found, exact, name):
+    """Within what casts of a few products in a row leave; those of four bits are as E5M2's."""
+    bound = tol("casts_in_a_row", E5M2 if name in ("micro", "e5m2") else E4M3)
+    for one, other in zip(flat(found), flat(exact), strict=True):
+        assert (one - other).float().norm() <= bound * other.float().norm()
+
+
+def flat(result):
+    out, inp, grads = result
+    return [out, inp, *grads.values()]
+
+
+@pytest.mark.parametrize("kind", ["linear", "norm-linear"])
+def test_a_quantizer_of_the_program_makes_what_is_multiplied(device, kind, start):
+    """The products of what the same casts of our own stand for, and of what is cast anew."""
+    results = []
+    for cls in (te.Float8CurrentScalingQuantizer, Own):
+        start()
+        module, x = make(kind, device), batch(device)
+        results.append(step(module, x, by_role(*(partial(current, kind=cls),) * 3)))
+    bound = 2 * sum_bound(device, E4M3, 64, fast=True) + tol("round", F32)
+    for one, other in zip(flat(results[1]), flat(results[0]), strict=True):
+        assert_nmse(one, other.cpu().double(), bound)
+
+
+@pytest.mark.parametrize("name", ["own", "input", "state"])
+def test_recompute_has_the_same_bits(device, name, start):
+    results = []
+    for checkpoint in (False, True):
+        start()
+        module, x = make("gelu", device), batch(device).requires_grad_()
+        with te.autocast(recipe=by_role(*MIXES[name])):
+            y = te.checkpoint(module, x) if checkpoint else module(x)
+        y.sum().backward()
+        results.append([y.detach(), x.grad, *(p.grad for p in module.parameters())])
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("name", ["weight", "own", "formats"])
+def test_microbatches_have_the_same_bits(device, name):
+    module, x = make("linear", device), batch(device)
+    recipe = by_role(*MIXES[name])
+    plain = step(module, x, recipe)
+    for first in (True, False):
+        assert_same_bits(step(module, x, recipe, is_first_microbatch=first), plain)
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("name", ["weight", "own", "formats"])
+def test_backward_override(device, name, override):
+    module, x = make("linear", device), batch(device)
+    recipe = by_role(*MIXES[name])
+    recipe.backward_override = override
+    with te.autocast(recipe=recipe):
+        y = module(x.requires_grad_())
+    with counted() as gemms:
+        y.sum().backward()
+    assert gemms.fp8 == 0 and gemms.other == 2
+
+
+def test_roles_are_asked_for_once(device):
+    asked = []
+
+    def factory(role):
+        asked.append(role)
+        return current()
+
+    recipe = CustomRecipe(factory)
+    linear = te.Linear(32, 32, device=device, name="head")
+    mlp = te.LayerNormMLP(32, 64, device=device)
+    for _ in range(2):
+        for module in (linear, mlp):
+            step(module, torch.randn(16, 32, device=device), recipe)
+    names = ["head"] * 3 + ["fc1"] * 3 + ["fc2"] * 3
+    tensors = ["input", "weight", "grad_output"] * 3
+    assert asked == [QuantizerRole("linear", t, n) for t, n in zip(tensors, names, strict=True)]
+
+
+def test_all_in_high_precision(device):
+    module, x = make("gelu", device), batch(device)
+    assert_same_bits(step(module, x, by_role(*(te.IdentityQuantizer,) * 3)), step(module, x, None))
+
+
+def test_a_layer_follows_the_recipe(device):
+    layer = te.TransformerLayer(64, 128, 4, hidden_dropout=0, attention_dropout=0, device=device)
+    x = torch.randn(16, 2, 64, device=device)
+    for _ in range(3):
+        with counted() as gemms, te.autocast(recipe=by_role(*MIXES["formats"])):
+            y = layer(x.requires_grad_())
+        y.sum().backward()
+    assert gemms.fp8 + gemms.other == 4
+    assert _core.counters()["emulated.mixed"] >= 4
+
+
+def test_copies_and_pickles(device):
+    module, x = make("linear", device), batch(device)
+    recipe = by_role(*MIXES["own"])
+    plain = step(module, x, recipe)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert_same_bits(step(twin, x, recipe), plain)
+
+
+class Unknown(QuantizerRequest):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (lambda role: None, ValueError, r"qfactory\(QuantizerRole\(.*'input'.*gave None"),
+        (lambda role: 3, TypeError, "gave a int, expected a quantizer"),
+        (lambda role: Unknown(), NotImplementedError, "gave a Unknown"),
+        (
+            lambda role: DelayedScalingRequest(amax_history_len=len(role.tensor_type)),
+            ValueError,
+            "requests that differ",
+        ),
+        (
+            lambda role: te.NVFP4Quantizer(with_rht=role.tensor_type == "input"),
+            ValueError,
+            "random_hadamard_transform belongs to",
+        ),
+    ],
+)
+def test_what_functions_may_not_give(device, given, error, words):
+    module = te.Linear(32, 32, device=device)
+    with te.autocast(recipe=CustomRecipe(given)), pytest.raises(error, match=words):
+        module(torch.randn(16, 32, device=device))
+
+
+def test_what_can_not_be(device):
+    module, x = te.Linear(32, 32, device=device), torch.randn(16, 32, device=device)
+    recipe = CustomRecipe(lambda role: current())
+    with te.autocast(recipe=recipe), pytest.raises(Exception, match="under torch.compile"):
+        torch.compile(module, backend="eager", fullgraph=True)(x)
+    torch.compiler.reset()
+    with te.autocast(recipe=recipe), pytest.raises(NotImplementedError, match="fp8_output"):
+        module(x, fp8_output=True)
+    with pytest.raises(NotImplementedError, match="CustomRecipe"):
+        with te.quantized_model_init(recipe=recipe):
+            te.Linear(32, 32, device=device)
+    with pytest.raises(ValueError, match="qfactory must be a function"):
+        CustomRecipe(3)
+    with pytest.raises(ValueError, match="quantization_alignment"):
+        CustomRecipe(current, quantization_alignment=0)

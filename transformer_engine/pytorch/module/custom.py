@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CustomRecipe` in a module: the quantizers of its operands, as casts of its plans or stages.
+
+A quantizer of this library is a row of the recipe table, and casts inside of the plan. Any other
+one is called at the stage that would have cast (`Outside`), and what it makes goes on dequantized.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.common.graphs import (
+    OperandCast,
+    Quantization,
+    check_nvfp4,
+    flags_of,
+    measuring_cast,
+    nvfp4_options,
+    overridden,
+)
+from transformer_engine.common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    DelayedScalingRequest,
+    QuantizerRequest,
+    QuantizerRole,
+    Recipe,
+)
+from transformer_engine.pytorch.staged import StageBuffers
+
+__all__ = ["identity_of", "in_dtype", "of_parts", "resolve", "stages_of"]
+
+_ROLES = ("input", "weight", "grad_output")
+_STAGES = ("quantize_input", "quantize_weight", "quantize_grad_output")
+_CODES = {"e4m3": _core.DTYPE_E4M3, "e5m2": _core.DTYPE_E5M2}
+
+
+class _Resolved:
+    """What a module makes of a `CustomRecipe`: one that has been asked for its quantizers."""
+
+    quantizations: tuple[Quantization, ...] = ()  # of each linear layer
+    functions: Mapping[str, Callable] = {}
+    """The stages of quantizers that are called, by name."""
+    of: str = ""  # repr of the `CustomRecipe`
+
+    def _numerics(self) -> list[tuple[str, Any]]:
+        return [*super()._numerics(), ("of", self.of)]  # type: ignore[misc]
+
+
+class ResolvedRecipe(_Resolved, CustomRecipe):
+    """A recipe without state."""
+
+
+class ResolvedDelayed(_Resolved, DelayedScaling):
+    """One with roles under delayed scaling, which have its state."""
+
+
+def of_parts(recipe: Recipe, quantization: Any, count: int) -> tuple[Quantization, ...]:
+    """The quantization of each linear layer of a module."""
+    found = getattr(recipe, "quantizations", None)
+    return (quantization,) * count if found is None else found
+
+
+def identity_of(recipe: Recipe) -> Any:
+    """What tells recipes of a module apart: text, or the casts of what quantizers ask for."""
+    found = getattr(recipe, "quantizations", None)
+    return repr(recipe) if found is None else (found, *recipe.functions)
+
+
+def in_dtype(quantization: Quantization, output: int) -> Quantization:
+    """The same with the dtype of the output for what quantizers make that are called."""
+    casts = [
+        cast._replace(dtype=output) if cast.recipe == _core.RECIPE_EXTERNAL else cast
+        for cast in quantization.casts
+    ]
+    return Quantization(*casts, *quantization[3:])
+
+
+def stages_of(quantization: Quantization) -> int:
+    """Bits of the stages that quantizers run which are called (``_core.LINEAR_STAGES``)."""
+    return flags_of(
+        (1 << _core.LINEAR_STAGES.index(stage), cast.recipe == _core.RECIPE_EXTERNAL)
+        for stage, cast in zip(_STAGES, quantization.casts, strict=True)
+    )
+
+
+def resolve(recipe: Recipe, kind: str, name: str | None, parts: Sequence[str]) -> Recipe | None:
+    """Ask a `CustomRecipe` for the quantizers of a module; None where none of them casts.
+
+    `kind` and `name` are of the module, `parts` the prefixes of its linear layers. ValueError
+    where the function gives nothing, or requests that differ; TypeError where it gives no
+    quantizer.
+    """
+    requests: list[DelayedScalingRequest] = []
+    functions: dict[str, Callable] = {}
+    quantizations = []
+    for prefix in parts:
+        names = [part for part in (name, prefix.rstrip("_")) if part]
+        casts = []
+        for number, tensor in enumerate(_ROLES):
+            role = QuantizerRole("linear", tensor, ".".join(names))
+            given = _ask(recipe, role, f"{kind}: CustomRecipe.qfactory({role})")
+            if isinstance(given, DelayedScalingRequest):
+                requests.append(given)
+                cast = _delayed(given, tensor)
+            else:
+                cast = _native(given, tensor)
+            if cast is None:
+                cast = OperandCast(_core.RECIPE_EXTERNAL)
+                functions[prefix + _STAGES[number]] = _Outside(given, number, prefix)
+            casts.append(cast)
+        check_nvfp4(f"{kind}: CustomRecipe", casts)
+        found = Quantization(*casts, _core.LINEAR_FAST_OUTPUT)
+        quantizations.append(overridden(found, recipe) if found.is_quantized else found)
+    if not any(found.is_quantized for found in quantizations):
+        return None
+    made = _resolved(recipe, kind, requests)
+    made.of = repr(recipe)
+    made.quantizations, made.functions = tuple(quantizations), functions
+    return made
+
+
+def _ask(recipe: Any, role: QuantizerRole, where: str) -> Any:
+    from transformer_engine.pytorch.quantizer import Quantizer
+
+    given = recipe.qfactory(role)
+    if given is None:
+        raise ValueError(f"{where} gave None, expected a quantizer: IdentityQuantizer() casts not")
+    if isinstance(given, QuantizerRequest) and not isinstance(given, DelayedScalingRequest):
+        raise NotImplementedError(f"{where} gave a {type(given).__name__}: only delayed scaling is")
+    if not isinstance(given, Quantizer | QuantizerRequest):
+        raise TypeError(f"{where} gave a {type(given).__name__}, expected a quantizer or a request")
+    return given
+
+
+def _resolved(recipe: Any, kind: str, requests: list[DelayedScalingRequest]) -> Any:
+    """The recipe that has the state of these requests."""
+    if not requests:
+        return ResolvedRecipe(recipe.qfactory, backward_override=recipe.backward_override)
+    if any(request != requests[0] for request in requests):
+        raise ValueError(
+            f"{kind}: CustomRecipe.qfactory gave requests that differ: {requests}; all of a module "
+            "are the same"
+        )
+    return ResolvedDelayed(**vars(requests[0]), backward_override=recipe.backward_override)
+
+
+def _delayed(request: DelayedScalingRequest, tensor: str) -> OperandCast:
+    direction = "bwd" if tensor == "grad_output" else "fwd"
+    return OperandCast(_core.RECIPE_DELAYED, _CODES[request.fp8_format.dtype_name(direction)])
+
+
+def _native(quantizer: Any, tensor: str) -> OperandCast | None:
+    """How plans cast as a quantizer does; None where it has to be called."""
+    from transformer_engine.pytorch import tensor as formats
+    from transformer_engine.pytorch.tensor.float8_tensor import code_of
+
+    kind = type(quantizer)
+    if kind is formats.IdentityQuantizer:
+        return OperandCast() if quantizer.dtype is None else None
+    if getattr(quantizer, "with_amax_reduction", False):
+        return None
+    if kind is formats.NVFP4Quantizer:
+        if quantizer.stochastic_rounding and tensor != "grad_output":
+            return None
+        options = nvfp4_options(
+            tiles_2d=quantizer.with_2d_quantization,
+            hadamard=quantizer.with_rht,
+            stochastic=quantizer.stochastic_rounding,
+            four_over_six=quantizer.nvfp4_4over6_err_mode if quantizer.nvfp4_use_4over6 else None,
+            to_256=quantizer.nvfp4_e4m3_max == 256,
+            row_scaled=quantizer.row_scaled_nvfp4,
+        )
+        return OperandCast(_core.RECIPE_NVFP4, _core.DTYPE_U8, options=options)
+    if kind is formats.MXFP8Quantizer:
+        squares = _core.CAST_TILES_2D if quantizer.with_2d_quantization else 0
+        code = code_of(quantizer.dtype)
+        return OperandCast(_core.RECIPE_MXFP8, code, 0.0, squares, quantizer.margin)
+    recipes = {
+        formats.Float8CurrentScalingQuantizer: _core.RECIPE_CURRENT,
+        formats.Float8BlockQuantizer: _core.RECIPE_BLOCK,
+        formats.Float8RowQuantizer: _core.RECIPE_ROW,
+    }
+    if kind not in recipes:
+        return None
+    tiles_2d = getattr(quantizer, "block_scaling_dim", 1) == 2
+    how = quantizer.force_pow_2_scales, tiles_2d, quantizer.amax_epsilon
+    return measuring_cast(recipes[kind], code_of(quantizer.dtype), *how)
+
+
+class _Outside:
+    """A quantizer at its stage: what it makes of a tensor, dequantized."""
+
+    def __init__(self, quantizer: Any, role: int, prefix: str) -> None:
+        self.quantizer, self.role = quantizer, role
+        self.stage = prefix + _STAGES[role]
+
+    def __call__(self, buffers: StageBuffers) -> None:
+        """Write the forms that GEMMs of the plan read."""
+        stage = next(s for s in buffers.plan.stages if s.name == self.stage)
+        operand = stage.node * _core.OPERAND_ROLES + self.role
+        row, column = buffers.linked("row", operand), buffers.linked("column", operand)
+        source = buffers.lend(stage.buffers[0])
+        with torch.no_grad():
+            quantizer = self.quantizer
+            quantizer.set_usage(rowwise=row is not None, columnwise=column is not None)
+            made = quantizer.quantize(source.reshape(-1, source.shape[-1]))
+            if row is not None:
+                row.copy_(_values(made, "_rowwise_storage", row.dtype).view(row.shape))
+            if column is not None:
+                column.copy_(_values(made, "_columnwise_storage", column.dtype).view(column.shape))
+
+
+def _values(made: Any, form: str, dtype: torch.dtype) -> Tensor:
+    """What a form of a quantized tensor stands for; most have one meaning for both."""
+    part = getattr(made, form, None)
+    return (made if part is None else part).dequantize(dtype=dtype)
