@@ -82,7 +82,8 @@ te_status te_check_quantization(const te_node_desc *node, const char *what)
         TE_TRY(check_cast(node, (te_operand_role)role, what));
     }
     if (node->owner < 0 || node->owner >= TE_GRAPH_NODES) {
-        return TE_FAIL(TE_ERROR_INVALID, "%s: owner %d", what, node->owner);
+        return TE_FAIL(TE_ERROR_INVALID, "%s: owner %d, expected 0 to %d", what, node->owner,
+                       TE_GRAPH_NODES - 1);
     }
     if (q->backward < TE_BACKWARD_QUANTIZED || q->backward > TE_BACKWARD_DEQUANTIZED ||
         (q->backward != TE_BACKWARD_QUANTIZED && !te_is_quantized(q))) {

@@ -286,9 +286,9 @@ static void check_heads(void)
     refuse(&g, TE_ERROR_INVALID, "linear: from x to a: other rows");
     make_small(&g);
     g.nodes[0].owner = -1;
-    refuse(&g, TE_ERROR_INVALID, "or owner -1");
+    refuse(&g, TE_ERROR_INVALID, "owner -1, expected 0 to");
     g.nodes[0].owner = TE_GRAPH_NODES;
-    refuse(&g, TE_ERROR_INVALID, "or owner 1024");
+    refuse(&g, TE_ERROR_INVALID, "owner 1024, expected 0 to");
 }
 
 /* A node is refused with each flag that its kind does not know. */

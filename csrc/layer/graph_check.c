@@ -1,0 +1,334 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * graph_check.c - what a graph has to be before plans are made of it.
+ */
+#include "layer/graph_check.h"
+
+#include <string.h>
+
+#include "core/status.h"
+#include "core/tensor.h"
+#include "layer/linear_cast.h"
+
+const te_node_rules *const te_rules[TE_NODE_KINDS] = {
+    [TE_NODE_LINEAR] = &te_linear_rules,           [TE_NODE_NORM] = &te_norm_rules,
+    [TE_NODE_ACTIVATION] = &te_activation_rules,   [TE_NODE_SOFTCAP] = &te_softcap_rules,
+    [TE_NODE_ATTENTION] = &te_attention_rules,     [TE_NODE_ROPE] = &te_rope_rules,
+    [TE_NODE_DROPOUT_ADD] = &te_dropout_add_rules, [TE_NODE_HEAD_NORM] = &te_head_norm_rules,
+};
+
+/* What keeps every size of a plan within 64 bits: elements of a value, by row where rows vary. */
+#define MOST_IN_ROW ((int64_t)1 << 28)
+#define MOST_FIXED ((int64_t)1 << 40)
+
+/* Flags that only the weight of a linear node knows; only operands of one with a recipe. */
+#define OF_WEIGHT                                                                                  \
+    (uint32_t)(TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE | TE_VALUE_DEFER | TE_VALUE_ALSO_WIDE)
+#define OF_OPERAND (uint32_t)(TE_VALUE_KEEP_QUANTIZED | TE_VALUE_QUANTIZED)
+
+static int is_given(const te_value_desc *value)
+{
+    return (value->flags & (uint32_t)(TE_VALUE_INPUT | TE_VALUE_PARAMETER)) != 0;
+}
+
+/* Leading dims as rows; of heads as rows, or as the two that there are. */
+static int has_leading(const te_value_desc *value)
+{
+    const te_extent *shape = value->shape;
+    const int apart = value->ndim == 4, rows = shape[0].symbol - apart;
+    int fits = (rows == TE_SYMBOL_ROWS || rows == TE_SYMBOL_SOURCE_ROWS) && shape[0].align == 1;
+    if (!te_is_of_heads(value)) return fits;
+    fits &= shape[0].multiply == 1 && shape[value->ndim - 2].symbol == TE_SYMBOL_NONE &&
+            shape[value->ndim - 1].symbol == TE_SYMBOL_NONE;
+    return fits && (!apart ||
+                    (shape[1].symbol == rows + 2 && shape[1].multiply == 1 && shape[1].align == 1));
+}
+
+static te_status check_shape(const te_value_desc *value)
+{
+    int64_t most = MOST_FIXED, elements = 1;
+    int free = (value->flags & (uint32_t)(TE_VALUE_INPUT | TE_VALUE_LEADING)) == TE_VALUE_INPUT;
+    int apart = te_is_of_heads(value) && value->ndim == 4;
+    for (int32_t d = 0; d < value->ndim; d++) {
+        const te_extent *e = &value->shape[d];
+        int constant = e->symbol == TE_SYMBOL_NONE;
+        int64_t length = constant ? e->add : e->multiply;
+        if (free && constant && length == TE_ANY_LENGTH) continue;
+        if (e->symbol < 0 || e->symbol >= TE_SYMBOL_COUNT || e->align < 1 || e->divide > 1 ||
+            e->divide < 0 || length < 1 || length >= TE_ANY_LENGTH ||
+            (!constant && (e->add != 0 || (!free && !apart && most == MOST_IN_ROW)))) {
+            return TE_FAIL(TE_ERROR_INVALID,
+                           "graph: %s: dim %d is %lld * roundup(symbol %d, %d) + %lld", value->name,
+                           d, (long long)e->multiply, e->symbol, e->align, (long long)e->add);
+        }
+        if (!constant) most = MOST_IN_ROW;
+        elements = length > MOST_FIXED / elements ? MOST_FIXED + 1 : elements * length;
+    }
+    if (elements > most) return TE_FAIL(TE_ERROR_INVALID, "graph: %s: too large", value->name);
+    if ((value->flags & TE_VALUE_LEADING) != 0 && !has_leading(value)) {
+        return TE_FAIL(TE_ERROR_INVALID, "graph: %s: leading dims that are no number of rows",
+                       value->name);
+    }
+    return TE_OK;
+}
+
+/* Whether flags about quantized forms go together, of a value of this kind. */
+static int forms_fit(uint32_t flags, uint32_t kind)
+{
+    const uint32_t row_wise = TE_VALUE_QUANTIZED | TE_VALUE_RETURN_QUANTIZED;
+    const uint32_t gradient = TE_VALUE_INPUT | TE_VALUE_GRADIENT;
+    if ((flags & OF_OPERAND) != 0 && kind == 0) return 0;
+    if ((flags & OF_OPERAND) == OF_OPERAND) return 0;
+    if ((flags & TE_VALUE_ROW_WISE) != 0 && (flags & row_wise) == 0) return 0;
+    if ((flags & TE_VALUE_ALSO_WIDE) != 0 && (flags & TE_VALUE_QUANTIZED) == 0) return 0;
+    return (flags & TE_VALUE_RETURN_QUANTIZED) == 0 || kind == TE_VALUE_RESULT ||
+           (flags & gradient) == gradient;
+}
+
+static te_status check_value(const te_value_desc *value, int32_t number)
+{
+    const uint32_t kinds = TE_VALUE_INPUT | TE_VALUE_PARAMETER | TE_VALUE_RESULT;
+    uint32_t kind = value->flags & kinds;
+    if (memchr(value->name, '\0', sizeof value->name) == NULL || value->ndim < 1 ||
+        value->ndim > TE_MAX_DIMS || (kind & (kind - 1)) != 0 ||
+        value->flags >= (uint32_t)TE_VALUE_ALSO_WIDE << 1 ||
+        ((value->flags & OF_WEIGHT) != 0 && kind != TE_VALUE_PARAMETER) ||
+        !forms_fit(value->flags, kind)) {
+        return TE_FAIL(TE_ERROR_INVALID, "graph: value %d: name, ndim = %d or flags = 0x%x", number,
+                       value->ndim, value->flags);
+    }
+    if (value->flags == TE_VALUE_INPUT &&
+        (value->dtype == TE_DTYPE_U8 || value->dtype == TE_DTYPE_I32 ||
+         value->dtype == TE_DTYPE_I64)) {
+        return check_shape(value);
+    }
+    if (!te_dtype_is_high_precision((te_dtype)value->dtype) ||
+        !te_dtype_is_high_precision((te_dtype)value->grad_dtype)) {
+        return TE_FAIL(TE_ERROR_TYPE, "graph: %s: dtype %s, gradient %s, expected f32, f16 or bf16",
+                       value->name, te_dtype_name((te_dtype)value->dtype),
+                       te_dtype_name((te_dtype)value->grad_dtype));
+    }
+    return check_shape(value);
+}
+
+/* Whether the forms of a value, or of its gradient, can be given or returned: a linear node with a
+ * recipe has it as an operand. */
+static te_status check_operand(const te_graph_desc *graph, int32_t n, int32_t value, int role)
+{
+    const te_node_desc *node = &graph->nodes[n];
+    const te_value_desc *desc = &graph->values[value];
+    int keeps = (desc->flags & TE_VALUE_KEEP_QUANTIZED) != 0;
+    if ((desc->flags & OF_OPERAND) == 0) return TE_OK;
+    if (node->kind == TE_NODE_LINEAR && te_is_quantized(&node->quantization) &&
+        role < TE_GEMM_OPERANDS && (!keeps || te_has_forms(&node->quantization, role)) &&
+        ((desc->flags & TE_VALUE_RESULT) != 0) == (role == TE_GRAD_OPERAND)) {
+        return TE_OK;
+    }
+    return TE_FAIL(
+        TE_ERROR_INVALID,
+        "graph: node %d: %s has flags 0x%x, but only an input, a weight, or the gradient "
+        "of a result that nobody reads has quantized forms, of a linear layer with a "
+        "recipe",
+        n, desc->name, desc->flags);
+}
+
+static te_status check_reader(const te_graph_desc *graph, int32_t n, int i)
+{
+    const te_node_desc *node = &graph->nodes[n];
+    const te_value_desc *value = &graph->values[node->inputs[i]];
+    if ((value->flags & OF_WEIGHT) != 0 &&
+        (node->kind != TE_NODE_LINEAR || i != TE_WEIGHT_OPERAND)) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "graph: node %d reads %s, whose flags 0x%x only a linear's weight has", n,
+                       value->name, value->flags);
+    }
+    return check_operand(graph, n, node->inputs[i], i < TE_GRAD_OPERAND ? i : TE_GEMM_OPERANDS);
+}
+
+static te_status check_node(const te_graph_desc *graph, int32_t n)
+{
+    const te_node_desc *node = &graph->nodes[n];
+    const te_node_rules *of = te_rules[node->kind];
+    if (memchr(node->name, '\0', sizeof node->name) == NULL || node->inputs[0] < 0 ||
+        node->output < 0 || node->output >= graph->value_count) {
+        return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: name, input %d or output %d", n,
+                       node->inputs[0], node->output);
+    }
+    for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
+        int32_t recipe = node->quantization.casts[role].recipe;
+        if (te_recipe_exists(recipe)) continue;
+        return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: recipe = %d does not exist", n, recipe);
+    }
+    if ((node->flags & ~of->flags) != 0 || (node->external & ~of->external) != 0 ||
+        (!of->casts && te_is_quantized(&node->quantization))) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "graph: node %d (%s): flags 0x%x, external 0x%x and recipe %d, of which it "
+                       "knows 0x%x, 0x%x and %s",
+                       n, of->name, node->flags, node->external, node->quantization.casts[0].recipe,
+                       of->flags, of->external, of->casts ? "any" : "none");
+    }
+    for (int i = 0; i < node->input_count; i++) {
+        if (node->inputs[i] < -1 || node->inputs[i] >= graph->value_count) {
+            return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: there is no value %d", n,
+                           node->inputs[i]);
+        }
+        if (node->inputs[i] >= 0) TE_TRY(check_reader(graph, n, i));
+    }
+    TE_TRY(check_operand(graph, n, node->output, TE_GRAD_OPERAND));
+    return of->check(graph, n);
+}
+
+/* Whether two slices of a matrix have elements in common. */
+static int overlap(const te_slice *a, const te_slice *b)
+{
+    for (int64_t i = 0, j = 0; i < te_slice_blocks(a) && j < te_slice_blocks(b);) {
+        int64_t at = a->offset + i * a->stride, other = b->offset + j * b->stride;
+        if (at < other + te_slice_width(b) && other < at + te_slice_width(a)) return 1;
+        if (at < other) {
+            i++;
+        } else {
+            j++;
+        }
+    }
+    return 0;
+}
+
+/* A matrix that is read by slices is read by nothing else, and each column once: its gradient is
+ * that of its slices. */
+static te_status check_slices(const te_graph_desc *graph, int32_t n, int i)
+{
+    const te_slice *slice = &graph->nodes[n].slices[i];
+    int32_t x = graph->nodes[n].inputs[i];
+    int64_t columns = 0;
+    int whole = (graph->values[x].flags & TE_VALUE_RESULT) == 0;
+    for (int32_t k = 0; k < graph->node_count; k++) {
+        for (int j = 0; j < graph->nodes[k].input_count; j++) {
+            const te_slice *other;
+            if (graph->nodes[k].inputs[j] != x) continue;
+            whole &= j < te_rules[graph->nodes[k].kind]->slices;
+            if (!whole) break;
+            other = &graph->nodes[k].slices[j];
+            columns += (int64_t)other->heads * other->channels;
+            whole &= (k == n && j == i) || !overlap(slice, other);
+        }
+    }
+    if (whole && (te_is_of_heads(&graph->values[x]) || columns == graph->values[x].shape[1].add)) {
+        return TE_OK;
+    }
+    return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                   "graph: node %d: %s is read by slices: each of its columns by one of them, and "
+                   "by nothing else",
+                   n, graph->values[x].name);
+}
+
+/* Its gradient is written as a whole: only those of matrices of data are summed. */
+static int has_one_reader(const te_value_desc *value)
+{
+    return (value->flags & TE_VALUE_GRADIENT) != 0 &&
+           ((value->flags & TE_VALUE_PARAMETER) != 0 || value->ndim != 2);
+}
+
+/* Every value is given or made by one node, before those that read it, and none in vain. */
+static te_status check_order(const te_graph_desc *graph, te_value_state *values)
+{
+    for (int32_t v = 0; v < graph->value_count; v++) values[v].producer = TE_NOBODY;
+    for (int32_t n = 0; n < graph->node_count; n++) {
+        const te_node_desc *node = &graph->nodes[n];
+        int32_t y = node->output;
+        for (int i = 0; i < node->input_count; i++) {
+            int32_t x = node->inputs[i];
+            if (x < 0) continue;
+            if (!is_given(&graph->values[x]) && values[x].producer == TE_NOBODY) {
+                return TE_FAIL(TE_ERROR_INVALID, "graph: node %d reads %s, which nobody has made",
+                               n, graph->values[x].name);
+            }
+            if (values[x].readers++ > 0 && has_one_reader(&graph->values[x])) {
+                return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                               "graph: node %d: the gradient of %s, which is read twice", n,
+                               graph->values[x].name);
+            }
+            if (i < node->slice_count) TE_TRY(check_slices(graph, n, i));
+        }
+        if ((graph->flags & TE_GRAPH_RECOMPUTE) != 0 && te_rules[node->kind]->again == NULL) {
+            return TE_FAIL(TE_ERROR_UNSUPPORTED, "graph: node %d (%s) can not be repeated", n,
+                           te_rules[node->kind]->name);
+        }
+        if (is_given(&graph->values[y]) || values[y].producer != TE_NOBODY) {
+            return TE_FAIL(TE_ERROR_INVALID, "graph: node %d makes %s, which is there already", n,
+                           graph->values[y].name);
+        }
+        values[y].producer = n;
+    }
+    for (int32_t n = 0; n < graph->node_count; n++) {
+        int32_t y = graph->nodes[n].output;
+        if (values[y].readers > 0 || (graph->values[y].flags & TE_VALUE_RESULT) != 0) continue;
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "graph: node %d makes %s, which is no result and which nobody reads", n,
+                       graph->values[y].name);
+    }
+    for (int32_t v = 0; v < graph->value_count; v++) {
+        if ((graph->values[v].flags & TE_VALUE_RESULT) == 0) continue;
+        if (values[v].producer != TE_NOBODY) continue;
+        return TE_FAIL(TE_ERROR_INVALID, "graph: no node makes the result %s",
+                       graph->values[v].name);
+    }
+    return TE_OK;
+}
+
+/* What is returned quantized is cast by a linear node; a result is nothing else then. */
+static te_status check_returned(const te_graph_desc *graph, const te_value_state *values)
+{
+    for (int32_t v = 0; v < graph->value_count; v++) {
+        const te_value_desc *value = &graph->values[v];
+        const te_node_desc *node;
+        int32_t k;
+        if ((value->flags & TE_VALUE_RETURN_QUANTIZED) == 0) continue;
+        k = te_caster_of(graph, v);
+        node = k == TE_NOBODY ? NULL : &graph->nodes[k];
+        if (node != NULL && te_is_quantized(&node->quantization) &&
+            !te_is_fp4(&node->quantization, TE_INPUT_OPERAND) && node->gather == 1 &&
+            ((value->flags & TE_VALUE_RESULT) == 0 || values[v].readers == 0) &&
+            ((value->flags & TE_VALUE_ROW_WISE) == 0 ||
+             te_recipe_rule_of(&node->quantization, TE_INPUT_OPERAND)->mode == TE_SCALING_TENSOR)) {
+            continue;
+        }
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "graph: %s is returned quantized (flags 0x%x): that takes a linear layer "
+                       "with a recipe other than nvfp4 that makes it, or that it comes to first, "
+                       "no other reader of a result, and one scale for the tensor where it is "
+                       "row-wise alone",
+                       value->name, value->flags);
+    }
+    return TE_OK;
+}
+
+static te_status check_count(const char *what, const void *list, int32_t count, int32_t most)
+{
+    if (count == 0) return TE_FAIL(TE_ERROR_INVALID, "graph: it has no %s", what);
+    if (list != NULL && count > 0 && count <= most) return TE_OK;
+    return TE_FAIL(TE_ERROR_INVALID, "graph: %d %s%s, expected 1 to %d", count, what,
+                   list == NULL ? " at NULL" : "", most);
+}
+
+te_status te_check_head(const te_graph_desc *graph, te_direction direction)
+{
+    if (graph == NULL) return TE_FAIL(TE_ERROR_INVALID, "graph is NULL");
+    if (graph->size != sizeof *graph || (graph->flags & ~(uint32_t)TE_GRAPH_RECOMPUTE) != 0) {
+        return TE_FAIL(TE_ERROR_INVALID, "graph: size %zu, expected %zu, or flags 0x%x",
+                       graph->size, sizeof *graph, graph->flags);
+    }
+    TE_TRY(check_count("values", graph->values, graph->value_count, TE_GRAPH_VALUES));
+    TE_TRY(check_count("nodes", graph->nodes, graph->node_count, TE_GRAPH_NODES));
+    if ((int)direction < 0 || direction >= TE_DIRECTION_COUNT) {
+        return TE_FAIL(TE_ERROR_INVALID, "graph: direction = %d does not exist", (int)direction);
+    }
+    return TE_OK;
+}
+
+te_status te_check_graph(const te_graph_desc *graph, te_value_state *values)
+{
+    for (int32_t v = 0; v < graph->value_count; v++) TE_TRY(check_value(&graph->values[v], v));
+    for (int32_t n = 0; n < graph->node_count; n++) TE_TRY(check_node(graph, n));
+    TE_TRY(check_order(graph, values));
+    return check_returned(graph, values);
+}
