@@ -10,7 +10,7 @@ import torch
 from comparators import assert_nmse
 from pytorch.helpers import assert_same_bits, counted, state_of, sum_bound
 from pytorch.module_cases import batch, gemms_of, make, step
-from tols import E4M3, E5M2, F32, tol
+from tols import BF16, E4M3, E5M2, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
@@ -156,15 +156,29 @@ def flat(result):
     return [out, inp, *grads.values()]
 
 
+CALLED = {
+    "current": (te.Float8CurrentScalingQuantizer, (FP8["e4m3"], "cpu"), {}),
+    "block": (te.Float8BlockQuantizer, (FP8["e4m3"],), {"block_scaling_dim": 1}),
+    "row": (te.Float8RowQuantizer, (FP8["e4m3"],), {}),
+    "mxfp8": (te.MXFP8Quantizer, (FP8["e4m3"],), {}),
+}
+
+
 @pytest.mark.parametrize("kind", ["linear", "norm-linear"])
-def test_a_quantizer_of_the_program_makes_what_is_multiplied(device, kind, start):
-    """The products of what the same casts of our own stand for, and of what is cast anew."""
+@pytest.mark.parametrize("name", CALLED)
+def test_a_quantizer_of_the_program_makes_what_is_multiplied(device, kind, name, start):
+    """The products of what the same casts of our own stand for, and of what is cast anew.
+
+    Each GEMM multiplies the form that it reads, also where the two stand for other values.
+    """
+    cls, arguments, options = CALLED[name]
     results = []
-    for cls in (te.Float8CurrentScalingQuantizer, Own):
+    for used in (cls, type("Own", (cls,), {})):
         start()
         module, x = make(kind, device), batch(device)
-        results.append(step(module, x, by_role(*(partial(current, kind=cls),) * 3)))
-    bound = 2 * sum_bound(device, E4M3, 64, fast=True) + tol("round", F32)
+        results.append(step(module, x, by_role(*(partial(used, *arguments, **options),) * 3)))
+    # Both are within it of the exact product; a bias is added in bf16.
+    bound = 4 * sum_bound(device, BF16, 64, fast=True)
     for one, other in zip(flat(results[1]), flat(results[0]), strict=True):
         assert_nmse(one, other.cpu().double(), bound)
 
@@ -220,6 +234,44 @@ def test_roles_are_asked_for_once(device):
     names = ["head"] * 3 + ["fc1"] * 3 + ["fc2"] * 3
     tensors = ["input", "weight", "grad_output"] * 3
     assert asked == [QuantizerRole("linear", t, n) for t, n in zip(tensors, names, strict=True)]
+
+
+def factory(role):
+    """The function of a program that has another one of this name later."""
+    return current()
+
+
+@pytest.mark.parametrize("microbatches", [False, True])
+def test_another_function_of_the_same_name_is_asked(device, monkeypatch, microbatches):
+    """As in a notebook, whose cell with the function is run again: both recipes print alike."""
+    module, x = make("linear", device), batch(device)
+    options = [{"is_first_microbatch": first} for first in (True, False)]
+    options = options if microbatches else [{}, {}]
+    before = CustomRecipe(factory)
+    step(module, x, before, **options[0])
+    if microbatches:
+        step(module, x, by_role(*MIXES["own"]))  # keeps no weight
+
+    def factory_again(role):
+        return te.Float8RowQuantizer(FP8["e4m3"])
+
+    factory_again.__qualname__ = "factory"
+    monkeypatch.setitem(globals(), "factory", factory_again)
+    after = CustomRecipe(factory_again)
+    assert repr(after) == repr(before)
+    found = step(module, x, after, **options[1])
+    assert_same_bits(found, step(copy.deepcopy(module), x, after))
+
+
+def test_a_report_knows_of_casts_of_the_second_layer_alone(device):
+    def only_second(role):
+        return current() if role.name.endswith("fc2") else te.IdentityQuantizer()
+
+    module, x = make("gelu", device), batch(device)
+    step(module, x, CustomRecipe(only_second))
+    first, second = te.report(module)
+    assert [g.precision for g in first.gemms] == ["f32 x f32"] * 3
+    assert [t.name for t in second.tensors] == ["input", "weight", "grad_output"]
 
 
 def test_all_in_high_precision(device):

@@ -134,7 +134,7 @@ class CallPlans:
         # The differentiable tensors of a call; None for one that it lacks: passed as None.
         self.tensors = tuple(graph.tensors)
         parts = () if spec is None else spec.parts
-        self.quantized = bool(parts) and parts[0].quantization.is_quantized
+        self.quantized = any(part.quantization.is_quantized for part in parts)
         given = _arguments(self.forward)
         # Arguments of the forward, and the scaling state that it is given.
         self.forward_inputs = tuple(a.link for a in given if a.link[0] not in _STATE)

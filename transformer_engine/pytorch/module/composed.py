@@ -434,11 +434,12 @@ class ComposedModule(Inspected, Fp8Module):
             return recipe
         if traced:
             raise NotImplementedError(f"{type(self).__name__}: CustomRecipe under torch.compile")
-        identity, known = repr(recipe), self.__dict__.get("_custom")
-        if known is None or known[0] != identity:
+        # The function itself is compared and held: another may have its name, or its address.
+        key, known = (recipe.qfactory, repr(recipe)), self.__dict__.get("_custom")
+        if known is None or known[0] != key:
             made = custom.resolve(recipe, type(self).__name__, self.name, self.PARTS)
-            known = self.__dict__["_custom"] = (identity, recipe, made)
-        return known[2]
+            known = self.__dict__["_custom"] = (key, made)
+        return known[1]
 
     def _label(self) -> str:
         """Class and name, for messages and profilers."""

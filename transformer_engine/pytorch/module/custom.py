@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.graphs import (
@@ -44,10 +43,11 @@ class _Resolved:
     quantizations: tuple[Quantization, ...] = ()  # of each linear layer
     functions: Mapping[str, Callable] = {}
     """The stages of quantizers that are called, by name."""
-    of: str = ""  # repr of the `CustomRecipe`
 
     def _numerics(self) -> list[tuple[str, Any]]:
-        return [*super()._numerics(), ("of", self.of)]  # type: ignore[misc]
+        # What it casts, not which function has said so: another may have its name or its address.
+        made = ("quantizations", self.quantizations), ("functions", (*self.functions,))
+        return [*super()._numerics(), *made]  # type: ignore[misc]
 
 
 class ResolvedRecipe(_Resolved, CustomRecipe):
@@ -118,7 +118,6 @@ def resolve(recipe: Recipe, kind: str, name: str | None, parts: Sequence[str]) -
     if not any(found.is_quantized for found in quantizations):
         return None
     made = _resolved(recipe, kind, requests)
-    made.of = repr(recipe)
     made.quantizations, made.functions = tuple(quantizations), functions
     return made
 
@@ -209,12 +208,24 @@ class _Outside:
             quantizer.set_usage(rowwise=row is not None, columnwise=column is not None)
             made = quantizer.quantize(source.reshape(-1, source.shape[-1]))
             if row is not None:
-                row.copy_(_values(made, "_rowwise_storage", row.dtype).view(row.shape))
+                row.copy_(made.dequantize(dtype=row.dtype).view(row.shape))
             if column is not None:
-                column.copy_(_values(made, "_columnwise_storage", column.dtype).view(column.shape))
+                values = _column_wise(made).dequantize(dtype=column.dtype)
+                column.copy_(values.view(column.shape))
 
 
-def _values(made: Any, form: str, dtype: torch.dtype) -> Tensor:
-    """What a form of a quantized tensor stands for; most have one meaning for both."""
-    part = getattr(made, form, None)
-    return (made if part is None else part).dequantize(dtype=dtype)
+def _column_wise(made: Any) -> Any:
+    """The column-wise form alone, where it is a cast by itself: it stands for other values.
+
+    That of transformed values can not be multiplied out: it stands for those of the row-wise one.
+    """
+    from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensorStorage
+    from transformer_engine.pytorch.tensor.two_forms import TwoFormStorage
+
+    if not isinstance(made, TwoFormStorage | HybridQuantizedTensorStorage):
+        return made
+    if not all(made.get_usages().values()) or getattr(made, "_with_rht", False):
+        return made
+    made = made.detach()
+    made.update_usage(rowwise_usage=False)
+    return made
