@@ -8,8 +8,7 @@ stand under those names (`attach`), the messages of what is built in part (`refu
 
 A class that is absent can be subclassed, compared and used in ``isinstance`` (nothing is an
 instance of it); making an instance of it or of a subclass raises, and so does calling an absent
-function. Recipes are the exception: programs make them long before they use one, if they do, and
-ask `find` or its like which they may. They can be made, and are refused where they are used.
+function.
 
 Modules with no other names are made when they are imported (`_Finder`).
 """
@@ -105,13 +104,6 @@ def feature_of(stand_in: Any) -> Feature | None:
     return None if entry is None else entry[0]
 
 
-def refuse_use(carried: Any) -> None:
-    """Raise NotImplementedError for an object of an absent class; do nothing for others."""
-    feature = feature_of(carried)
-    if feature is not None:
-        raise NotImplementedError(message(getattr(carried, _MARK), feature))
-
-
 def find(path: str) -> tuple[bool, str]:
     """Whether a name is built, and the reason, empty where it is.
 
@@ -171,22 +163,6 @@ def _refusing(path: str, feature: Feature) -> dict[str, Any]:
     return {"__new__": __new__}
 
 
-def _carrying() -> dict[str, Any]:
-    """Members of a class whose objects keep what they are given, and print it."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name, value in kwargs.items():
-            setattr(self, name, value)
-        if args:
-            self.arguments = args
-
-    def __repr__(self: Any) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
-        return f"{type(self).__qualname__}({given})"
-
-    return {"__init__": __init__, "__repr__": __repr__}
-
-
 def _class(home: str, name: str, feature: Feature) -> type:
     """A class whose absent methods raise when they are called."""
     path = f"{home}.{name}"
@@ -198,7 +174,7 @@ def _class(home: str, name: str, feature: Feature) -> type:
         "__module__": home,
         "__qualname__": name,
         "__doc__": f"Not built yet: {feature.reason}.\n\nInstead: {feature.instead}",
-        **(_carrying() if feature.carries else _refusing(path, feature)),
+        **_refusing(path, feature),
         _MARK: path,
     }
     for method in _INDEX[home]:

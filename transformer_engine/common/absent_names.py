@@ -30,9 +30,6 @@ class Feature(NamedTuple):
     """Rows "modules: names in each of them"; lines without modules go on with those before."""
     base: str = ""  # full name of the base class of the absent classes; "" for `object`
     partly: str = ""  # paths of what is built, but refuses some of its arguments for this reason
-    carries: bool = False
-    """Objects of the classes carry settings and do nothing by themselves: they can be made, with
-    any arguments, and what is given one refuses it (`absent.refuse_use`)."""
 
     def listed(self) -> list[tuple[str, str]]:
         """Return (module, name) of all rows."""

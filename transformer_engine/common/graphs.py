@@ -5,7 +5,6 @@ from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
-from transformer_engine.common import absent
 from transformer_engine.common.plan_text import Plan, make_plan
 from transformer_engine.common.recipe import Recipe
 
@@ -122,7 +121,6 @@ def quantization_of(recipe: Recipe) -> Quantization:
 
     NotImplementedError where it asks for something that linear layers do not have.
     """
-    absent.refuse_use(recipe)
     return overridden(_quantization_of_casts(recipe), recipe)
 
 
@@ -139,8 +137,7 @@ def overridden(found: Quantization, recipe: Recipe) -> Quantization:
 
 def is_backward_wide(recipe: Recipe | None) -> bool:
     """Whether the GEMMs of a backward multiply in high precision, under a recipe or without one."""
-    # A class that is not built carries no fields: whoever casts by it refuses it.
-    return recipe is None or getattr(recipe, "backward_override", None) is not None
+    return recipe is None or recipe.backward_override is not None
 
 
 def _quantization_of_casts(recipe: Recipe) -> Quantization:

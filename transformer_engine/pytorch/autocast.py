@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from transformer_engine.common import absent
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import recompute, scaling
 from transformer_engine.pytorch.modes import constant_in_graphs, exporting, graph_task
@@ -130,8 +129,6 @@ class autocast:  # noqa: N801 - the name that users know
         given under both of its names; what is decorated is a generator or a coroutine.
     RuntimeError
         An active region is entered again, or one is left that is not active.
-    NotImplementedError
-        An enabled region is entered whose recipe is not built yet.
     """
 
     def __init__(
@@ -176,9 +173,7 @@ class autocast:  # noqa: N801 - the name that users know
                 "autocast: this region is active already; make another autocast object"
             )
         recipe = self._recipe
-        if recipe is not None and self._enabled:
-            absent.refuse_use(recipe)
-        elif recipe is None and (self._enabled or self._calibrating):
+        if recipe is None and (self._enabled or self._calibrating):
             if torch.compiler.is_compiling():
                 _ensure_traced_default()
                 recipe = _TRACED_DEFAULT[0]

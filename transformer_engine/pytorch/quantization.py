@@ -71,13 +71,11 @@ check_fp8_block_scaling_support = partial(is_fp8_block_scaling_available, return
 def check_recipe_support(recipe: Recipe) -> None:
     """Raise where a recipe can not run here.
 
-    TypeError for no recipe, NotImplementedError for one that is not built yet, RuntimeError where
-    the CUDA device has no FP8 GEMMs with its scales. Without a CUDA device the CPU backend runs
-    every recipe as a reference.
+    TypeError for no recipe, RuntimeError where the CUDA device has no FP8 GEMMs with its scales.
+    Without a CUDA device the CPU backend runs every recipe as a reference.
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe: {type(recipe).__name__} object, expected a recipe")
-    absent.refuse_use(recipe)
     tiles = recipe.float8_block_scaling() or recipe.float8_row_scaling()
     supported, reason = check_fp8_block_scaling_support() if tiles else check_fp8_support()
     if torch.cuda.is_available() and not supported:
@@ -96,7 +94,6 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
 
 def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
     """Element type of a recipe, of the forward or of the backward, as a torch dtype."""
-    absent.refuse_use(fp8_recipe)
     kinds = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
     return kinds[fp8_recipe.fp8_format.dtype_name(_DIRECTION[fprop_tensor])]
 
@@ -108,7 +105,6 @@ def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> Any:
 
 def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
     """Largest finite value of a recipe's element type, of the forward or of the backward."""
-    absent.refuse_use(fp8_recipe)
     return fp8_recipe.fp8_format.fp8_max(_DIRECTION[fprop_tensor])
 
 
@@ -150,7 +146,6 @@ def quantized_model_init(
             raise TypeError(
                 f"quantized_model_init: recipe: {type(recipe).__name__} object, expected a recipe"
             )
-        absent.refuse_use(recipe)
         made = QuantizedInit(recipe, bool(preserve_high_precision_init_val))
     state.quantized_init = made
     try:
