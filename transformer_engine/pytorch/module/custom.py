@@ -30,7 +30,7 @@ from transformer_engine.common.recipe import (
 )
 from transformer_engine.pytorch.staged import StageBuffers
 
-__all__ = ["identity_of", "in_dtype", "of_parts", "resolve", "stages_of"]
+__all__ = ["identity_of", "in_dtype", "name_of", "of_parts", "resolve", "stages_of"]
 
 _ROLES = ("input", "weight", "grad_output")
 _STAGES = ("quantize_input", "quantize_weight", "quantize_grad_output")
@@ -68,6 +68,11 @@ def identity_of(recipe: Recipe) -> Any:
     """What tells recipes of a module apart: text, or the casts of what quantizers ask for."""
     found = getattr(recipe, "quantizations", None)
     return repr(recipe) if found is None else (found, *recipe.functions)
+
+
+def name_of(recipe: Recipe) -> str:
+    """The class of a recipe, as the user gave it."""
+    return (CustomRecipe if isinstance(recipe, _Resolved) else type(recipe)).__name__
 
 
 def in_dtype(quantization: Quantization, output: int) -> Quantization:

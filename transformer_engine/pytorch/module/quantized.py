@@ -17,6 +17,7 @@ from transformer_engine import _core
 from transformer_engine.common import graphs
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.modes import in_transform
+from transformer_engine.pytorch.module.custom import name_of
 from transformer_engine.pytorch.module.operands import PartTensors
 from transformer_engine.pytorch.scaling import Slots
 from transformer_engine.pytorch.state import RegionState
@@ -70,7 +71,7 @@ def _usable_weights(
             if not fits(weight, recipe):
                 raise RuntimeError(
                     f"{kind}: its weight is a {type(weight).__name__} of "
-                    f"{weight._quantizer!r}, which {type(recipe).__name__} does not read: run it "
+                    f"{weight._quantizer!r}, which {name_of(recipe)} does not read: run it "
                     "under the recipe of its quantized_model_init"
                 )
         if len(weights) == 1:
@@ -130,7 +131,7 @@ def refuse_returned(kind: str, recipe: Recipe | None, returns: int, where: str |
 
     if format_of(recipe) is None or recipe.nvfp4():
         raise NotImplementedError(
-            f"{kind}: {option}=True under {type(recipe).__name__}, whose tensors modules do not "
+            f"{kind}: {option}=True under {name_of(recipe)}, whose tensors modules do not "
             "return: leave it out, or use DelayedScaling or another recipe of FP8"
         )
 
