@@ -205,6 +205,25 @@ def test_microbatches_have_the_same_bits(device, name):
         assert_same_bits(step(module, x, recipe, is_first_microbatch=first), plain)
 
 
+@pytest.mark.parametrize("way", ["save_original_input", "delay_wgrad_compute", "cache_weights"])
+@pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
+@pytest.mark.parametrize("name", ["weight", "own", "own input", "formats", "hybrid"])
+def test_other_ways_have_the_same_bits(device, name, override, way):
+    module, x = make("linear", device, bias=False), batch(device)
+    recipe = by_role(*MIXES[name])
+    recipe.backward_override = override
+    plain = step(module, x, recipe)
+    setattr(module, way, True)
+    module.zero_grad()
+    for _ in range(2):
+        out, inp, grads = step(module, x, recipe)
+        if way == "delay_wgrad_compute":
+            module.backward_dw()
+            grads = {name: p.grad for name, p in module.named_parameters()}
+        assert_same_bits([out, inp, *grads.values()], flat(plain))
+        module.zero_grad()
+
+
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("name", ["weight", "own", "formats"])
 def test_backward_override(device, name, override):
