@@ -379,6 +379,25 @@ def test_new_values_are_cast_as_the_old_ones(device, rng):
     assert history[-1, OUTPUT_SLOT] == 1000.0 and out.dequantize().eq(448.0).all()
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_gradients_that_a_leaf_adds_up_do_not_saturate(name, device, rng):
+    """The slot's scale fits one gradient: a sum is measured, and recorded nowhere."""
+    layer, recipe, x = made("linear", device), RECIPES[name](), inputs(device)
+    with torch.no_grad():
+        layer.weight.fill_(0.5)
+    grad = torch.ones(2, 16, OUT, dtype=DTYPE, device=device)
+    for _ in range(3):
+        run(layer, recipe, x, grad, fp8_grad=True)
+    for times in (2, 3, 4):
+        with te.autocast(recipe=recipe):
+            out = layer(x, fp8_grad=True)
+        out.backward(grad)
+        assert is_quantized(x.grad)
+        assert x.grad.dequantize().eq(times * 0.5 * OUT).all()
+    state = state_of(layer)
+    assert state is None or state["backward"][1][:, GRAD_SLOT].max() == 0.5 * OUT
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["fp8_output", "fp8_grad"])
 def test_what_can_not_be_returned(kind, name, device, rng):

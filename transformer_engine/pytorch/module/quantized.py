@@ -170,7 +170,11 @@ def returned(call: Any, made: Sequence, places: Sequence[int], gradient: bool) -
 
 
 def _quantizer_of(call: Any, device: torch.device, gradient: bool) -> Any:
-    """What casts as a call casts what it returns, with its own slot under delayed scaling."""
+    """What new values of what a call returns are cast with.
+
+    Under delayed scaling those of an output as the call casts, with its slot. Those of a gradient
+    are sums, where a leaf's accumulates: they are measured, for the slot knows single gradients.
+    """
     from transformer_engine.pytorch.tensor.recipes import format_of
 
     made = format_of(call.recipe).make(call.recipe, device, "gradient" if gradient else "input")
@@ -178,11 +182,11 @@ def _quantizer_of(call: Any, device: torch.device, gradient: bool) -> Any:
     if slots is None or not hasattr(made, "amax"):
         return made
     if gradient:
-        scales, history, slot = slots.backward_scale, slots.backward_history, slots.backward_slot
-        slot += 1
-    else:
-        scales, history, slot = slots.forward_scale, slots.forward_history, slots.forward_slot
-        slot += _SLOTS_OF_PART * len(call.plans.spec.parts) - 1
+        from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+
+        return Float8CurrentScalingQuantizer(made.dtype, device, columnwise=False)
+    scales, history, slot = slots.forward_scale, slots.forward_history, slots.forward_slot
+    slot += _SLOTS_OF_PART * len(call.plans.spec.parts) - 1
     made.scale, made.amax = scales[slot : slot + 1], history[0, slot : slot + 1]
     made._bound = slots
     return made
