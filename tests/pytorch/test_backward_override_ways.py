@@ -7,6 +7,7 @@ from comparators import assert_bits, assert_nmse
 from pytorch.helpers import assert_same_gemm, sum_bound
 from pytorch.override_cases import (
     BATCH,
+    FEW,
     FFN,
     MODULES,
     OVERRIDES,
@@ -25,6 +26,7 @@ from pytorch.override_cases import (
     results,
     step,
 )
+from thinning import in_turns
 from tols import BF16, F16, F32
 
 import transformer_engine.pytorch as te
@@ -157,10 +159,8 @@ def test_deferred_mlp(device, recipe, override):
             assert_same_gemm(a.grad, b, device, None, FFN, name)
 
 
-@few
-@overrides
-@modules
-def test_compiled(device, recipe, override, module):
+@pytest.mark.parametrize(("module", "recipe", "override"), in_turns(MODULES, FEW, OVERRIDES))
+def test_compiled(device, module, recipe, override):
     torch.compiler.reset()
     model, (x, grad) = made(module, device), data(device)
     how = RECIPES[recipe](backward_override=override)
