@@ -75,7 +75,7 @@ class Problem:
 
 def all_rows(machine: Machine, ceilings: Ceilings, effort: Effort) -> Iterator[dict[str, Any]]:
     """All cases."""
-    shape = (1, 32, 2, 128) if machine.quick else (4, 2048, 32, 128)
+    shape = (1, 64, 2, 128) if machine.quick else (4, 2048, 32, 128)
     if not machine.cuda and not machine.quick:
         shape = (1, 512, 4, 128)
     batch, tokens, heads, d = shape

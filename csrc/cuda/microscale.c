@@ -80,7 +80,7 @@ te_status te_cuda_micro_quantize(te_cuda_state *cuda, const te_quantize_args *ar
         sizeof params};
     params.input_aligned = te_cuda_aligned(&params.input, te_dtype_bytes(input), 16);
     params.row.amax_per_row = cast->row_scaled != 0;
-    if (cast->row_scaled != 0 && te_tensor_present(&to->row)) {
+    if (cast->row_scaled != 0 && te_tensor_requested(&to->row)) {
         TE_TRY(measure_rows(cuda, args, params.range, stream));
     }
     if (params.height == 0) params.height = 1; /* the amax is written all the same */

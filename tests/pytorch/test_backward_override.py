@@ -6,7 +6,7 @@ import torch
 from buffers import name_of
 from comparators import assert_bits, assert_nmse
 from pytorch.helpers import assert_same_gemm, sum_bound
-from pytorch.override_cases import (
+from pytorch.recipe_cases import (
     ALIGNED,
     BATCH,
     FFN,

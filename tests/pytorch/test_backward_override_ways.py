@@ -5,7 +5,7 @@ import pytest
 import torch
 from comparators import assert_bits, assert_nmse
 from pytorch.helpers import assert_same_gemm, sum_bound
-from pytorch.override_cases import (
+from pytorch.recipe_cases import (
     BATCH,
     FEW,
     FFN,

@@ -340,7 +340,7 @@ fast_zero_fill, pad_between_seqs
                 core.bottom_right_diagonal, core.qkv_format, core.softmax_type,
                 core.return_max_logit, inp.dtype, inp.device, sink_of(core),
                 attention_switches(), torch.are_deterministic_algorithms_enabled(),
-                fp8.settings(core),
+                fp8.settings(core, inp.shape[self.qkv_format == "bshd"]),
                 inp.shape[self.qkv_format == "bshd"] == 1,  # cuDNN has no bias over one key
                 torch.is_grad_enabled(),  # what inference mode has made can not be saved
             )  # fmt: skip
@@ -380,7 +380,8 @@ fast_zero_fill, pad_between_seqs
         how = core.limits_for(options, (batch, self.num_attention_heads, *lengths), inp, tokens)
         pairs = (self.rotary_pos_interleaved, self.qk_norm_before_rope)
         given = (() if source is None else (source,), angles, *pairs)
-        return attending(core, how, slices, given, device=inp.device.type)
+        about = inp.device.type, inp.shape[s]
+        return attending(core, how, slices, given, about=about)
 
     def _slices(self) -> tuple:
         """Where queries, keys and values lie in their projections (see `layer_graphs`)."""

@@ -110,12 +110,16 @@ def explain_attention(
     runs = [name for name, refusal in found.items() if refusal is None]
     refused = {name: refusal for name, refusal in found.items() if refusal is not None}
     emulated = runs[:1] == ["unfused"]
-    in_fp8 = _about_fp8(core, situation, bool(arguments.get("bf16_backward")), emulated)
+    sequence_at = 1 if (arguments.get("qkv_format") or core.qkv_format) == "bshd" else 0
+    about = {"queries": tensors[0].shape[sequence_at], "wide": bool(arguments.get("bf16_backward"))}
+    in_fp8 = _about_fp8(core, situation, about, emulated)
     return AttentionExplanation(runs[0] if runs else None, refused, tuple(runs[1:]), in_fp8)
 
 
-def _about_fp8(core: DotProductAttention, situation: Situation, wide: bool, emulated: bool) -> str:
-    """What there is to say of FP8 in a call of a kind; `wide`: a backward in high precision."""
+def _about_fp8(
+    core: DotProductAttention, situation: Situation, about: dict[str, Any], emulated: bool
+) -> str:
+    """What there is to say of FP8 in a call of a kind; `about`: `fp8.Facts` that it has not."""
     state = current_state()
     if not state.enabled or not fp8.asks_for_it(state.recipe):
         return ""
@@ -127,8 +131,11 @@ def _about_fp8(core: DotProductAttention, situation: Situation, wide: bool, emul
         return f"{found}, emulated ({TE_UNFUSED_DPA_EMULATE_FP8.name}); backward in high precision"
     limited = situation.kind.padding or max(situation.window) >= 0
     dropout = core.attention_dropout if core.training else 0.0
-    about = situation.device, situation.channels, limited, situation.packed, dropout, wide
-    reason = fp8.wide_because(fp8.facts_of(recipe, *about))
+    facts = fp8.facts_of(
+        recipe, device=situation.device, channels=situation.channels, limited=limited,
+        packed=situation.packed, dropout=dropout, **about,
+    )  # fmt: skip
+    reason = fp8.wide_because(facts)
     return f"{found}; backward in " + (f"high precision: {reason}" if reason else "FP8")
 
 

@@ -26,14 +26,15 @@ def attending(
     slices: tuple,
     given: tuple[tuple, tuple, bool, bool] = _NOTHING,
     qkv_format: str | None = None,
-    device: str = "cpu",
+    about: tuple[str, int] = ("cpu", 0),
 ) -> Attending | None:
     """How a call attends as part of a plan; None for what runs in no plan.
 
     Scale, dropout, random state and, if None is given, the format are those of `core`, a
     `DotProductAttention`; `how` is what its `limits_for` gives; `slices` are of queries, keys and
     values in their projections; `given` is the source or nothing, the angles, whether these are
-    interleaved, and whether norms come before them. `device` is the type of theirs.
+    interleaved, and whether norms come before them. `about` says on what type of device that is,
+    and how many queries there are, which attention in FP8 depends on.
     """
     choice, limits = how
     if choice.backend != "native" or limits.wants_top:
@@ -64,7 +65,7 @@ def attending(
     window = tuple(limits.window)
     channels = tuple(of.shape[1] for of in angles)
     repeatable = native.deterministic()
-    in_fp8 = fp8.in_layer(core, device, limits, dropout)
+    in_fp8 = fp8.in_layer(core, *about, limits, dropout)
     key = (
         slices, dropout, tracker, core.softmax_scale, window, limits.bottom_right, *masks,
         len(lengths), bias_dtype, bias_grad, channels, interleaved, norms_first, qkv_format,

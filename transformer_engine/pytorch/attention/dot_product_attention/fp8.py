@@ -95,14 +95,15 @@ def unbuilt() -> str:
 class Facts(NamedTuple):
     """What the kind of the backward depends on."""
 
-    device: str  # type of it
     delayed: bool  # scaling is delayed
     switched_on: bool  # as of TE_FP8_ATTENTION_BACKWARD
-    limited: bool  # there are a causal mask, a window or lengths
+    deterministic: bool
+    device: str  # type of it
+    queries: int  # of each sequence
     channels: tuple[int, int]  # of a head
+    limited: bool  # there are a causal mask, a window or lengths
     packed: bool
     dropout: float
-    deterministic: bool
     wide: bool = False  # the caller asks for high precision
 
 
@@ -113,12 +114,10 @@ class Clause(NamedTuple):
     holds: Callable[[Facts], bool]
 
 
+BLOCK = 64
+"""Queries that cuDNN's kernel takes at a time."""
+
 GRADIENT_RULE: tuple[Clause, ...] = (
-    Clause(
-        "CUDA: the gradient of the queries that cuDNN 9.19 made of 24 of them and 40 keys, the "
-        "batch behind the sequence, was wrong; which problems that meets is not known",
-        lambda f: f.device != "cpu",
-    ),
     Clause("TE_FP8_ATTENTION_BACKWARD=0", lambda f: not f.switched_on),
     Clause("bf16_backward=True", lambda f: f.wide),
     Clause(
@@ -134,6 +133,11 @@ GRADIENT_RULE: tuple[Clause, ...] = (
         lambda f: f.channels != (128, 128),
     ),
     Clause("packed sequences: cuDNN has no kernel", lambda f: f.packed),
+    Clause(
+        f"CUDA, queries that are no multiple of {BLOCK}: what cuDNN 9.19 makes of the last ones is "
+        "wrong",
+        lambda f: f.device != "cpu" and not f.packed and not fills_blocks(f.queries),
+    ),
     Clause("dropout", lambda f: f.dropout > 0.0),
     Clause("repeatable gradients: the kernel's are not", lambda f: f.deterministic),
 )
@@ -146,43 +150,34 @@ def wide_because(facts: Facts) -> str:
     return next((clause.reason for clause in GRADIENT_RULE if clause.holds(facts)), "")
 
 
-def facts_of(
-    recipe: Recipe, device: str, channels: tuple[int, int], limited: bool, packed: bool,
-    dropout: float, wide: bool = False,
-) -> Facts:  # fmt: skip
-    """What the backward of a call goes by, with `channels` of queries and keys and of values."""
-    switched_on = TE_FP8_ATTENTION_BACKWARD.get()
-    repeatable = deterministic()
-    return Facts(
-        device, recipe.delayed(), switched_on, limited, channels, packed, dropout, repeatable, wide
-    )
+def fills_blocks(queries: int) -> bool:
+    """Whether so many queries are whole blocks of cuDNN's kernel."""
+    return queries % BLOCK == 0
 
 
-def gradient_of(
-    recipe: Recipe,
-    device: str,
-    channels: tuple[int, int],
-    limits: Limits,
-    dropout: float,
-    wide: bool = False,
-) -> bool:
-    """Whether the backward of a call runs in FP8; arguments as of `facts_of`."""
+def facts_of(recipe: Recipe, **problem: Any) -> Facts:
+    """What the backward of a call goes by: recipe, environment, and the other `Facts` by name."""
+    return Facts(recipe.delayed(), TE_FP8_ATTENTION_BACKWARD.get(), deterministic(), **problem)
+
+
+def gradient_of(recipe: Recipe, limits: Limits, **problem: Any) -> bool:
+    """Whether the backward of a call runs in FP8; `problem` as of `facts_of`, but for limits."""
     limited = limits.query_lengths is not None or max(limits.window) >= 0
     packed = limits.packed is not None
-    return not wide_because(facts_of(recipe, device, channels, limited, packed, dropout, wide))
+    return not wide_because(facts_of(recipe, limited=limited, packed=packed, **problem))
 
 
-def settings(module: Any) -> tuple[Quantization, bool, str] | None:
-    """What of recipe and environment an attention in FP8 depends on; None: it is in none."""
+def settings(module: Any, queries: int) -> tuple[Quantization, bool, bool, str] | None:
+    """What of recipe, environment and size an attention in FP8 depends on; None: it is in none."""
     if not in_force(module):
         return None
     recipe = recipe_of(current_state().recipe)
     quantization = module._quantization_of(recipe, False)
-    return quantization, TE_FP8_ATTENTION_BACKWARD.get(), repr(recipe)
+    return quantization, TE_FP8_ATTENTION_BACKWARD.get(), fills_blocks(queries), repr(recipe)
 
 
 def in_layer(
-    module: Any, device: str, limits: Limits, dropout: float
+    module: Any, device: str, queries: int, limits: Limits, dropout: float
 ) -> tuple[Quantization, bool, str] | None:
     """(quantization, whether the gradient is in FP8, recipe) of an attention in a layer's plan.
 
@@ -192,7 +187,9 @@ def in_layer(
         return None
     recipe = recipe_of(current_state().recipe)
     channels = module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v
-    back = gradient_of(recipe, device, channels, limits, dropout)
+    back = gradient_of(
+        recipe, limits, device=device, queries=queries, channels=channels, dropout=dropout
+    )
     return module._quantization_of(recipe, False), back, repr(recipe)
 
 
@@ -269,7 +266,11 @@ def attend(
         packed = None if packed is None else tuple(map(operator.index, packed))
     channels = slices[0][1], slices[2][1]
     codes, epsilons = module._quantization_of(region.recipe, traced).flat()
-    fp8_gradient = gradient_of(region.recipe, device.type, channels, limits, dropout, wide)
+    queries = like.shape[1 if qkv_format == "bshd" else 0]
+    fp8_gradient = gradient_of(
+        region.recipe, limits, device=device.type, queries=queries, channels=channels,
+        dropout=dropout, wide=wide,
+    )  # fmt: skip
     slots, scales, no_amax = state_of(module, region, like)
     key = (
         torch.device("meta") if region.blank else device, like.dtype,
