@@ -44,6 +44,8 @@ from transformer_engine.common.recipe import (
     Float8CurrentScaling,
     Float8RowScaling,
     Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
 )
 
 # Scales of delayed scaling begin at 1, too small for the first gradients of a large batch, which
@@ -53,7 +55,11 @@ RECIPES = {
     "current": Float8CurrentScaling,
     "block": Float8BlockScaling,
     "row": Float8RowScaling,
+    "mxfp8": MXFP8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
 }
+WIDE_HEADS = {"nvfp4"}
+"""Recipes that leave the head in high precision: four bits are too few for the logits."""
 VOCABULARY = 256
 LINEARS = 4  # of a Transformer layer: query-key-value, projection, the two of the MLP
 INIT_STD = 0.02
@@ -146,9 +152,9 @@ class GPT(torch.nn.Module):
 
 
 def gemm_counts() -> tuple[int, int]:
-    """Return how many GEMMs the library has run in this process: in FP8, and in all."""
+    """Return how many GEMMs the library has run in this process: of quantized operands, and all."""
     ran = te.counters()
-    return ran.fp8_gemms, ran.fp8_gemms + ran.other_gemms
+    return ran.fp8_gemms + ran.emulated_gemms, ran.fp8_gemms + ran.other_gemms
 
 
 def resident_memory() -> int:
@@ -184,6 +190,7 @@ class Trainer:
         self.bf16 = precision == "bf16" or (precision == "fp8" and self.on_gpu)
         self.recipe = RECIPES[config.recipe]()
         self.head_recipe = RECIPES[config.recipe](fp8_format=Format.E4M3)
+        self.quantized_head = precision == "fp8" and config.recipe not in WIDE_HEADS
         torch.manual_seed(config.seed)
         self.model = GPT(config, self.device)
         self.optimizer = torch.optim.AdamW(
@@ -209,15 +216,23 @@ class Trainer:
         """Run the model in this run's precision: the one place where the runs differ.
 
         The recipes' own format has gradients in E5M2, whose range suits most of them.  Those of the
-        logits are probabilities and need digits, not range, so the head has E4M3 both ways.
+        logits are probabilities and need digits, not range, so the head has E4M3 both ways, or is
+        in high precision.
         """
         fp8 = self.precision == "fp8"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             with te.autocast(enabled=fp8, recipe=self.recipe):
                 features = self.model(window)
-            with te.autocast(enabled=fp8, recipe=self.head_recipe):
+            with te.autocast(enabled=self.quantized_head, recipe=self.head_recipe):
                 logits = self.model.head(features[-1:] if last_only else features)
         return logits.float()
+
+    def _expect_gemms(self, count: int) -> None:
+        """Note that each linear layer runs so many."""
+        linears = self.model.linears
+        self.gemms.expected += count * linears
+        if self.precision == "fp8":
+            self.gemms.fp8_expected += count * (linears if self.quantized_head else linears - 1)
 
     def take_stock(self) -> None:
         """Bring the counts of GEMMs and the peak of memory up to date."""
@@ -249,7 +264,7 @@ class Trainer:
         loss = F.cross_entropy(self.predict(window).flatten(0, 1), target.flatten())
         loss.backward()
         # The embedding is trained: every linear layer has both gradients.
-        self.gemms.expected += 3 * self.model.linears
+        self._expect_gemms(3)
         return loss.detach()
 
     def train_step(self) -> None:
@@ -321,7 +336,7 @@ class Trainer:
             window, target = windows(data, part, config.seq)
             logits = self.predict(window).flatten(0, 1)
             total += F.cross_entropy(logits, target.flatten(), reduction="sum").double()
-            self.gemms.expected += self.model.linears
+            self._expect_gemms(1)
         self.valid_curve.append((self.step, total.item() / (len(starts) * config.seq)))
         self.model.train()
 
@@ -334,7 +349,7 @@ class Trainer:
         for _ in range(count):
             window = torch.tensor(written[-self.config.seq :], device=self.device)[:, None]
             logits = self.predict(window, last_only=True).view(-1).cpu()
-            self.gemms.expected += self.model.linears
+            self._expect_gemms(1)
             probability = (logits / TEMPERATURE).softmax(dim=-1)
             written.append(int(torch.multinomial(probability, 1, generator=generator)))
         self.model.train()
@@ -401,7 +416,10 @@ class Trainer:
     def result(self, sample: str) -> Result:
         """Sum the finished run up."""
         self.take_stock()
-        label = f"FP8 ({self.config.recipe})" if self.precision == "fp8" else self.precision
+        recipe = self.config.recipe
+        label = self.precision
+        if self.precision == "fp8":
+            label = recipe.upper() if recipe in WIDE_HEADS else f"FP8 ({recipe})"
         return Result(
             precision=self.precision,
             label=label,

@@ -44,7 +44,7 @@ def excess(runs: dict[str, dict[int, dict]], recipe: str) -> float | None:
 
 def table(runs: dict[str, dict[int, dict]]) -> str:
     """Final losses, in Markdown."""
-    lines = ["| recipe | seeds | final validation loss | against bf16 | GEMMs in FP8 |"]
+    lines = ["| recipe | seeds | final validation loss | against bf16 | quantized GEMMs |"]
     lines.append("|---|---|---|---|---|")
     for recipe, seeds in sorted(runs.items(), key=lambda item: item[0] != BASE):
         losses = ", ".join(f"{seeds[seed]['valid_loss']:.4f}" for seed in sorted(seeds))

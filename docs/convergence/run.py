@@ -4,7 +4,7 @@
     python docs/convergence/run.py --recipes bf16 delayed current --seeds 0 1 2
 
 A run is one JSON file, RECIPE-SEED.json: the device, the configuration, the validation curve, means
-of the training loss over 50 steps, and the GEMMs that ran in FP8 by the library's counters.
+of the training loss over 50 steps, and by the library's counters the GEMMs of quantized operands.
 docs/convergence/plot.py draws what is there and checks it.
 """
 

@@ -111,15 +111,16 @@ def test_table_is_printed(both, device):
         losses = [f"{run['valid_curve'][index][1]:.4f}" for run in runs]
         assert rows[f"validation loss, step {step}"].split()[:2] == losses
     assert rows["bigram loss, same bytes"].split() == [f"{figures['bigram_loss']:.4f}"] * 2
-    assert rows["FP8 of linear GEMMs"].split() == [str(GEMMS), "of", str(GEMMS),
+    assert rows["quantized linear GEMMs"].split() == [str(GEMMS), "of", str(GEMMS),
                                                    "0", "of", str(GEMMS)]  # fmt: skip
     assert {"parameters", "tokens/s", "peak memory, MiB"} <= set(rows)
 
 
 def test_every_linear_gemm_is_fp8(both):
     fp8, other = (run["gemms"] for run in both[2]["runs"])
-    assert fp8 == {"fp8": GEMMS, "total": GEMMS, "expected": GEMMS}
-    assert other == {"fp8": 0, "total": GEMMS, "expected": GEMMS}
+    asked = {"total": GEMMS, "expected": GEMMS}
+    assert fp8 == {"fp8": GEMMS, **asked, "fp8_expected": GEMMS}
+    assert other == {"fp8": 0, **asked, "fp8_expected": 0}
 
 
 def test_plot_is_a_png(both):
@@ -193,7 +194,7 @@ def test_resumed_runs_equal_uninterrupted_ones(both, device, text, tmp_path, che
         assert_same_training(*files, checkpoints.load)
         sample = (tmp_path / f"sample_{precision}.txt").read_bytes()
         assert sample == (both[1] / f"sample_{precision}.txt").read_bytes()
-    assert "FP8 of linear GEMMs" in resumed.stdout
+    assert "quantized linear GEMMs" in resumed.stdout
 
 
 def test_current_scaling_resumes_too(run, tmp_path, checkpoints):
@@ -208,8 +209,20 @@ def test_current_scaling_resumes_too(run, tmp_path, checkpoints):
 def test_a_single_run_in_high_precision(run, tmp_path):
     assert run("--precision", "bf16") == 0
     (only,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["runs"]
-    assert only["gemms"] == {"fp8": 0, "total": GEMMS, "expected": GEMMS}
+    assert only["gemms"] == {"fp8": 0, "total": GEMMS, "expected": GEMMS, "fp8_expected": 0}
     assert math.isfinite(only["valid_loss"])
+
+
+@pytest.mark.parametrize("recipe", ["block", "row", "mxfp8", "nvfp4"])
+def test_other_recipes(run, tmp_path, recipe):
+    """All products are quantized, but for the head of NVFP4."""
+    assert run("--precision", "fp8", "--recipe", recipe) == 0
+    (only,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["runs"]
+    wanted = GEMMS - GEMMS // LINEARS if recipe == "nvfp4" else GEMMS
+    assert only["gemms"] == {
+        "fp8": wanted, "total": GEMMS, "expected": GEMMS, "fp8_expected": wanted,
+    }  # fmt: skip
+    assert only["label"] == ("NVFP4" if recipe == "nvfp4" else f"FP8 ({recipe})")
 
 
 def test_checkpoint_of_another_run_is_refused(both, run):
@@ -324,7 +337,7 @@ def make_result(report, precision, loss, fp8, total=30):
         valid_loss=loss,
         tokens_per_second=1.0,
         peak_memory=1,
-        gemms=report.GemmCount(fp8=fp8, total=total, expected=30),
+        gemms=report.GemmCount(fp8, total, expected=30, fp8_expected=fp8),
         train_curve=[(1, loss)],
         valid_curve=[(1, loss)],
         sample="",
@@ -341,9 +354,9 @@ def test_faults_are_noticed(report):
         return " ".join(report.problems(runs, bigram=2.0))
 
     count = report.GemmCount
-    assert "29 linear GEMMs ran in FP8" in said(0, gemms=count(fp8=29, total=30, expected=30))
-    assert "29 linear GEMMs ran, 30" in said(0, gemms=count(fp8=29, total=29, expected=30))
-    assert "1 linear GEMMs ran in FP8, 0" in said(1, gemms=count(fp8=1, total=30, expected=30))
+    assert "29 linear GEMMs ran in FP8, 30" in said(0, gemms=count(29, 30, 30, 30))
+    assert "29 linear GEMMs ran, 30" in said(0, gemms=count(29, 29, 30, 29))
+    assert "1 linear GEMMs ran in FP8, 0" in said(1, gemms=count(1, 30, 30, 0))
     assert "not finite" in said(1, valid_loss=math.nan)
     assert "not below bigram" in said(1, valid_loss=2.5)
     assert "above high precision" in said(0, valid_loss=1.6)
