@@ -51,6 +51,24 @@ static inline te_gemm_operand te_gemm_b(const te_gemm_args *args)
     return te_gemm_form(&args->b, args->b_transposed != 0, args->b_transposed != 0);
 }
 
+/* The call that writes the numbers which a quantized form stands for; the operand has that form. */
+static inline te_dequantize_args
+te_dequantize_of(const te_operand *operand, const te_gemm_operand *form, const te_tensor *output)
+{
+    te_dequantize_args args = {
+        .size = sizeof args, .input = {.mode = form->mode}, .output = *output};
+    if (form->data == &operand->row) {
+        args.input.row = *form->data;
+        args.input.row_scales = *form->scales;
+        args.input.row_amax = *form->amax;
+    } else {
+        args.input.column = *form->data;
+        args.input.column_scales = *form->scales;
+        args.input.column_amax = *form->amax;
+    }
+    return args;
+}
+
 /* How a product of two operands is computed. */
 typedef enum te_gemm_way {
     TE_GEMM_AS_IT_IS, /* by one multiplication of the data, and the scales */

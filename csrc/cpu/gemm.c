@@ -380,18 +380,9 @@ size_t te_cpu_gemm_workspace(const te_gemm_args *args)
 static te_status widen(const te_operand *operand, const te_gemm_operand *form,
                        const te_tensor *output)
 {
-    te_dequantize_args args = {
-        .size = sizeof args, .input = {.mode = form->mode}, .output = *output};
+    te_dequantize_args args;
     if (form->mode == TE_SCALING_NONE) return TE_OK;
-    if (form->data == &operand->row) {
-        args.input.row = operand->row;
-        args.input.row_scales = operand->row_scales;
-        args.input.row_amax = operand->row_amax;
-    } else {
-        args.input.column = operand->column;
-        args.input.column_scales = operand->column_scales;
-        args.input.column_amax = operand->column_amax;
-    }
+    args = te_dequantize_of(operand, form, output);
     return te_cpu_dequantize(&args);
 }
 

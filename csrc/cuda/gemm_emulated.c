@@ -115,21 +115,12 @@ static te_status copy(void *self, te_context *context, const te_tensor *from, co
 static te_status widen(void *self, te_context *context, const te_operand *operand,
                        const te_gemm_operand *form, const te_tensor *output, void *stream)
 {
-    te_dequantize_args args = {
-        .size = sizeof args, .input = {.mode = form->mode}, .output = *output};
+    te_dequantize_args args;
     if (form->mode == TE_SCALING_NONE) {
         return form->data->dtype == TE_DTYPE_F32 ? TE_OK
                                                  : copy(self, context, form->data, output, stream);
     }
-    if (form->data == &operand->row) {
-        args.input.row = operand->row;
-        args.input.row_scales = operand->row_scales;
-        args.input.row_amax = operand->row_amax;
-    } else {
-        args.input.column = operand->column;
-        args.input.column_scales = operand->column_scales;
-        args.input.column_amax = operand->column_amax;
-    }
+    args = te_dequantize_of(operand, form, output);
     return te_cuda_dequantize(self, context, &args, stream);
 }
 
