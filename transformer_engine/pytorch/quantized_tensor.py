@@ -277,8 +277,6 @@ class QuantizedTensor(Tensor):
         stride: Sequence[int] | None = None,
     ) -> Any:
         """A tensor of these fields."""
-        one = next(fields[name] for name in cls._TENSORS if fields.get(name) is not None)
-        device = one.device
         if shape is None:
             probe = cls._STORAGE._made(fields, dtype)
             shape = probe._extent()
@@ -288,11 +286,16 @@ class QuantizedTensor(Tensor):
             strides=None if stride is None else tuple(stride),
             dtype=dtype,
             layout=torch.strided,
-            device=device,
+            device=cls._device_of(fields),
             requires_grad=requires_grad,
         )
         made._take(fields, dtype)
         return made
+
+    @classmethod
+    def _device_of(cls, fields: dict[str, Any]) -> torch.device:
+        """Where the data of fields lie."""
+        return next(f.device for f in map(fields.get, cls._TENSORS) if f is not None)
 
     def _like(self, fields: dict[str, Any] | None = None, **changes: Any) -> Any:
         """A tensor of this class over fields, these ones where None; no gradient is wanted."""

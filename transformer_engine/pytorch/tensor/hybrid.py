@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Another format for each form: what one GEMM reads need not be what another one does."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.modes import make_wrapper
 from transformer_engine.pytorch.quantized_tensor import (
     QuantizedTensor,
     QuantizedTensorStorage,
@@ -88,25 +86,8 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
     _STORAGE = HybridQuantizedTensorStorage
 
     @classmethod
-    def _made(
-        cls,
-        fields: dict[str, Any],
-        dtype: torch.dtype,
-        shape: Sequence[int] | None = None,
-        requires_grad: bool = False,
-        stride: Sequence[int] | None = None,
-    ) -> Any:
-        parts = [fields[name] for name in cls._SETTINGS if fields.get(name) is not None]
-        made = make_wrapper(
-            cls,
-            tuple(parts[0].shape if shape is None else shape),
-            strides=stride,
-            dtype=dtype,
-            device=parts[0].device,
-            requires_grad=requires_grad,
-        )
-        made._take(fields, dtype)
-        return made
+    def _device_of(cls, fields: dict[str, Any]) -> torch.device:
+        return next(f.device for f in map(fields.get, cls._SETTINGS) if f is not None)
 
     def __tensor_flatten__(self) -> tuple[list[str], dict]:
         """Compilers take tensors of tensors, and these are storages: NotImplementedError."""
