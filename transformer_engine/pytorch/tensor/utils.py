@@ -91,23 +91,8 @@ def quantize_master_weights(
             weight.update_usage(columnwise_usage=False)
 
 
-def cast_master_weights_to_fp8(
-    model_weights: Sequence[Any],
-    master_weights: Sequence[Tensor | None],
-    start_offsets: Sequence[int | None],
-    group: Any,
-    fsdp_shard_model_weights: Sequence[Tensor | None] | None = None,
-    manual_post_all_gather_processing: bool = False,
-) -> None:
-    """`quantize_master_weights` under its older name."""
-    quantize_master_weights(
-        model_weights,
-        master_weights,
-        start_offsets,
-        group,
-        fsdp_shard_model_weights,
-        manual_post_all_gather_processing,
-    )
+cast_master_weights_to_fp8 = quantize_master_weights
+"""`quantize_master_weights` under its older name."""
 
 
 def _slice_of(weight: Any, master: Tensor | None, start: int | None) -> Tensor | None:
