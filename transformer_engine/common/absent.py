@@ -25,9 +25,6 @@ from transformer_engine.common.absent_names import FEATURES, MODULES, Feature
 
 PACKAGE = "transformer_engine."
 
-_MARK = "_te_absent"
-"""Attribute of a stand-in: its full name."""
-
 _MADE: dict[tuple[str, str], Any] = {}
 """Stand-ins by (full name of the home module, name), so that every path gives the same object."""
 
@@ -98,12 +95,6 @@ def disabled(name: str, enabled: bool) -> Any:
     return _nothing()
 
 
-def feature_of(stand_in: Any) -> Feature | None:
-    """The feature that an object stands in for, itself or a base of it; None for what is built."""
-    entry = _entry(getattr(stand_in, _MARK, ""))
-    return None if entry is None else entry[0]
-
-
 def find(path: str) -> tuple[bool, str]:
     """Whether a name is built, and the reason, empty where it is.
 
@@ -147,7 +138,6 @@ def _refuse(path: str, feature: Feature) -> Callable:
     absent.__module__, _, absent.__name__ = path.rpartition(".")
     absent.__qualname__ = absent.__name__
     absent.__doc__ = f"Not built yet: {feature.reason}.\n\nInstead: {feature.instead}"
-    setattr(absent, _MARK, path)
     return absent
 
 
@@ -175,7 +165,6 @@ def _class(home: str, name: str, feature: Feature) -> type:
         "__qualname__": name,
         "__doc__": f"Not built yet: {feature.reason}.\n\nInstead: {feature.instead}",
         **_refusing(path, feature),
-        _MARK: path,
     }
     for method in _INDEX[home]:
         owner, _, attribute = method.partition(".")

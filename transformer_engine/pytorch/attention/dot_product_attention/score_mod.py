@@ -39,10 +39,6 @@ def _index(tensor: Tensor, axis: int) -> Tensor:
     return numbers.view(shape).expand(tensor.shape)
 
 
-def _select(one: Any, other: Any, mask: Tensor) -> Tensor:
-    return torch.where(mask.bool(), one, other)
-
-
 def _derivative(of: Callable) -> Callable:
     """The gradient of an activation: of a loss and the activation's input."""
 
