@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "cuda/sdpa_graph.h"
 
-#include <math.h>
-
 #include "core/philox.h"
+#include "cuda/sdpa_mask.h"
 
 typedef te_cudnn_tensor tensor;
 
@@ -20,7 +19,7 @@ typedef struct writer {
     const te_sdpa_key *key;
     cudnnDataType_t dtype;      /* of queries, keys and values */
     cudnnDataType_t grad_dtype; /* of the gradients of these */
-    tensor *query_lengths, *key_lengths;
+    te_sdpa_lengths lengths;
     tensor *query, *key_turned; /* [.., tokens, d_k] and [.., d_k, tokens] */
     tensor *scale;
     offsets offsets[TE_SDPA_OFFSETS];
@@ -227,90 +226,11 @@ static void multiply(const writer *w, tensor *a, tensor *b, tensor *c, const ten
     te_cudnn_multiply(w->graph, a, b, c, extents);
 }
 
-/* ---- masks ---- */
-
-static tensor *kept_where(const writer *w, tensor *scores, cudnnPointwiseMode_t mode, tensor *x,
-                          tensor *b)
-{
-    tensor *keep = te_cudnn_pointwise(w->graph, mode, x, b, CUDNN_DATA_BOOLEAN);
-    return te_cudnn_select(w->graph, scores, te_cudnn_float(w->graph, -INFINITY), keep);
-}
-
-static tensor *integers(const writer *w, cudnnPointwiseMode_t mode, tensor *x, tensor *b)
-{
-    return te_cudnn_pointwise(w->graph, mode, x, b, CUDNN_DATA_INT32);
-}
-
-static tensor *plus(const writer *w, tensor *x, int64_t number)
-{
-    if (number == 0) return x;
-    return integers(w, CUDNN_POINTWISE_ADD, x, te_cudnn_int(w->graph, (int32_t)number));
-}
-
-/* Tokens behind the ends of the sequences. */
-static tensor *without_padding(const writer *w, tensor *scores)
-{
-    tensor *row, *column, *both;
-    if (!w->key->has_lengths) return scores;
-    row = te_cudnn_index(w->graph, scores, 2);
-    column = te_cudnn_index(w->graph, scores, 3);
-    row = te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_CMP_LT, row, w->query_lengths,
-                             CUDNN_DATA_BOOLEAN);
-    column = te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_CMP_LT, column, w->key_lengths,
-                                CUDNN_DATA_BOOLEAN);
-    both =
-        te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_LOGICAL_AND, row, column, CUDNN_DATA_BOOLEAN);
-    return te_cudnn_select(w->graph, scores, te_cudnn_float(w->graph, -INFINITY), both);
-}
-
-/* How far the diagonal is to the right of that which begins in the top left corner; of sequences
- * with lengths, without what depends on these. */
-static int64_t shift_of(const te_sdpa_key *key)
-{
-    const int64_t corner = key->has_lengths ? 0 : key->keys - key->queries;
-    return key->bottom_right ? key->diagonal + corner : key->diagonal;
-}
-
-/* Keys up to query + shift + right. */
-static tensor *without_later(const writer *w, tensor *scores)
-{
-    const te_sdpa_key *key = w->key;
-    tensor *row, *column;
-    if (key->window_right < 0) return scores;
-    row = te_cudnn_index(w->graph, scores, 2);
-    column = te_cudnn_index(w->graph, scores, 3);
-    if (key->bottom_right && key->has_lengths) {
-        row = integers(w, CUDNN_POINTWISE_ADD, row, w->key_lengths);
-        row = integers(w, CUDNN_POINTWISE_SUB, row, w->query_lengths);
-    }
-    row = plus(w, row, shift_of(key) + key->window_right);
-    return kept_where(w, scores, CUDNN_POINTWISE_CMP_GE, row, column);
-}
-
-/* Keys from query + shift - left on. The engine takes the sum on the side of the keys alone: on
- * that of the queries it makes another mask. */
-static tensor *without_earlier(const writer *w, tensor *scores)
-{
-    const te_sdpa_key *key = w->key;
-    const int64_t more = key->window_left + 1 - shift_of(key);
-    tensor *row, *column;
-    if (key->window_left < 0) return scores;
-    row = te_cudnn_index(w->graph, scores, 2);
-    column = te_cudnn_index(w->graph, scores, 3);
-    if (key->bottom_right && key->has_lengths) {
-        column = integers(w, CUDNN_POINTWISE_ADD, column, te_cudnn_int(w->graph, (int32_t)more));
-        column = integers(w, CUDNN_POINTWISE_SUB, column, w->key_lengths);
-        column = integers(w, CUDNN_POINTWISE_ADD, column, w->query_lengths);
-    } else {
-        column = te_cudnn_pointwise(w->graph, CUDNN_POINTWISE_ADD, column,
-                                    te_cudnn_float(w->graph, (float)more), CUDNN_DATA_FLOAT);
-    }
-    return kept_where(w, scores, CUDNN_POINTWISE_CMP_GT, column, row);
-}
+/* ---- scores ---- */
 
 static tensor *within_window(const writer *w, tensor *scores)
 {
-    return without_earlier(w, without_later(w, scores));
+    return te_sdpa_within_window(w->graph, w->key, &w->lengths, scores);
 }
 
 /* Scores less slope * |key - query|, with one slope of a head. The engines take slopes of each
@@ -333,8 +253,8 @@ static void begin(writer *w)
 {
     const te_sdpa_key *key = w->key;
     if (key->has_lengths) {
-        w->query_lengths = numbers_at(w, TE_SDPA_QUERY_LENGTHS, CUDNN_DATA_INT32, key->batch);
-        w->key_lengths = numbers_at(w, TE_SDPA_KEY_LENGTHS, CUDNN_DATA_INT32, key->batch);
+        w->lengths.queries = numbers_at(w, TE_SDPA_QUERY_LENGTHS, CUDNN_DATA_INT32, key->batch);
+        w->lengths.keys = numbers_at(w, TE_SDPA_KEY_LENGTHS, CUDNN_DATA_INT32, key->batch);
     }
     w->query = queries_at(w, TE_SDPA_QUERY, &key->query, key->d_k);
     w->key_turned = keys_at(w, TE_SDPA_KEY, &key->key, key->d_k, 1);
@@ -346,7 +266,7 @@ static tensor *scores_of(writer *w)
 {
     const te_sdpa_key *key = w->key;
     tensor *scores = virtual_scores(w);
-    multiply(w, w->query, w->key_turned, scores, w->query_lengths, w->key_lengths, NULL);
+    multiply(w, w->query, w->key_turned, scores, w->lengths.queries, w->lengths.keys, NULL);
     scores = multiplied(w, scores, w->scale);
     if (te_sdpa_is_fp8(key)) {
         scores = scaled(w, scores, TE_SDPA_QUERY_INVERSE, TE_SDPA_KEY_INVERSE);
@@ -356,7 +276,7 @@ static tensor *scores_of(writer *w)
             at(w, TE_SDPA_BIAS, type_of(key->bias_dtype), key->bias_shape, key->bias_strides);
         scores = floats(w, CUDNN_POINTWISE_ADD, scores, bias);
     }
-    return without_padding(w, sloped(w, scores));
+    return te_sdpa_within_lengths(w->graph, &w->lengths, sloped(w, scores));
 }
 
 /* 1 for a weight that stays, 0 for one that is dropped. */
@@ -407,9 +327,9 @@ static void write_forward(writer *w)
     output = queries_at(w, TE_SDPA_OUTPUT, &key->output, key->d_v);
     if (fp8) {
         weights = cast(w, weights, TE_SDPA_WEIGHTS_SCALE, TE_SDPA_WEIGHTS_AMAX, w->dtype);
-        multiply_cast(w, weights, value, output, &of_output, w->query_lengths, w->key_lengths);
+        multiply_cast(w, weights, value, output, &of_output, w->lengths.queries, w->lengths.keys);
     } else {
-        multiply(w, weights, value, output, w->query_lengths, NULL, w->key_lengths);
+        multiply(w, weights, value, output, w->lengths.queries, NULL, w->lengths.keys);
     }
 }
 
@@ -448,7 +368,7 @@ static void multiply_by_keys(writer *w, tensor *x, tensor *b, int32_t place,
     const te_sdpa_key *key = w->key;
     tensor *y = keys_at(w, place, of, channels, 0), *all = y;
     if (key->heads != key->kv_heads) all = by_heads(w, place, of, channels);
-    multiply(w, turned(w, x, w->dtype), b, all, w->key_lengths, NULL, w->query_lengths);
+    multiply(w, turned(w, x, w->dtype), b, all, w->lengths.keys, NULL, w->lengths.queries);
     if (all != y) te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_ADD, all, y);
 }
 
@@ -508,7 +428,7 @@ static void write_query_gradient(writer *w, tensor *grad_scores)
     const te_sdpa_key *key = w->key;
     tensor *result = queries_at(w, TE_SDPA_GRAD_QUERY, &key->grad_query, key->d_k), *sum = result;
     if (te_sdpa_sums_queries(key)) sum = query_sum(w);
-    multiply(w, grad_scores, keys_again(w), sum, w->query_lengths, NULL, w->key_lengths);
+    multiply(w, grad_scores, keys_again(w), sum, w->lengths.queries, NULL, w->lengths.keys);
     if (sum != result) {
         te_cudnn_pointwise_to(w->graph, CUDNN_POINTWISE_IDENTITY, sum, NULL, result);
     }
@@ -540,7 +460,7 @@ static void write_backward(writer *w)
     multiply_by_keys(w, dropped, grad_output, TE_SDPA_GRAD_VALUE, &key->grad_value, key->d_v);
     grads = virtual_scores(w);
     multiply(w, grad_output, keys_at(w, TE_SDPA_VALUE, &key->value, key->d_v, 1), grads,
-             w->query_lengths, w->key_lengths, NULL);
+             w->lengths.queries, w->lengths.keys, NULL);
     if (drops) grads = multiplied(w, grads, kept);
     grads = multiplied(w, subtracted(w, grads, sums), weights);
     if (drops) grads = multiplied(w, grads, factor);
@@ -574,19 +494,19 @@ static void write_fp8_backward(writer *w)
     narrow = cast(w, weights, TE_SDPA_WEIGHTS_SCALE, -1, w->dtype);
     multiply_cast(w, turned(w, narrow, w->dtype), grad_output,
                   keys_at(w, TE_SDPA_GRAD_VALUE, &key->grad_value, key->d_v, 0), &of_value,
-                  w->key_lengths, w->query_lengths);
+                  w->lengths.keys, w->lengths.queries);
     grads = virtual_scores(w);
     multiply(w, grad_output, keys_at(w, TE_SDPA_VALUE, &key->value, key->d_v, 1), grads,
-             w->query_lengths, w->key_lengths, NULL);
+             w->lengths.queries, w->lengths.keys, NULL);
     grads = scaled(w, grads, TE_SDPA_GRAD_OUTPUT_INVERSE, TE_SDPA_VALUE_INVERSE);
     grads = multiplied(w, multiplied(w, subtracted(w, grads, sums), weights), w->scale);
     grads = cast(w, grads, TE_SDPA_GRAD_SCORES_SCALE, TE_SDPA_GRAD_SCORES_AMAX, w->grad_dtype);
     multiply_cast(w, grads, keys_again(w),
                   queries_at(w, TE_SDPA_GRAD_QUERY, &key->grad_query, key->d_k), &of_query,
-                  w->query_lengths, w->key_lengths);
+                  w->lengths.queries, w->lengths.keys);
     multiply_cast(w, turned(w, grads, w->grad_dtype), w->query,
                   keys_at(w, TE_SDPA_GRAD_KEY, &key->grad_key, key->d_k, 0), &of_key,
-                  w->key_lengths, w->query_lengths);
+                  w->lengths.keys, w->lengths.queries);
 }
 
 void te_sdpa_write(te_cudnn_graph *graph, const te_sdpa_key *key)

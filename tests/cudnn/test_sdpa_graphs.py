@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-GRAPHS = ("library", "cudnn_library", "cudnn_graph", "cudnn_plan", "sdpa_graph")
+GRAPHS = ("library", "cudnn_library", "cudnn_graph", "cudnn_plan", "sdpa_graph", "sdpa_mask")
 CC = os.environ.get("CC", "cc")
 NEEDS_CC = pytest.mark.skipif(shutil.which(CC) is None, reason="needs a C compiler")
 NO_DRIVER = 34  # CUDA_ERROR_STUB_LIBRARY
