@@ -71,8 +71,7 @@ typedef struct te_quantize_args {
     size_t workspace_size;
 } te_quantize_args;
 
-/* x = q * inverse scale, from the row-wise data, or from the column-wise data where there is none.
- */
+/* x = q * inverse scale, from the row-wise data, or where there is none from the column-wise. */
 typedef struct te_dequantize_args {
     size_t size;
     te_operand input; /* but for `wide` */
@@ -111,10 +110,9 @@ enum {
  * Of quantized data that form is read whose rows run along k: of a `row`, or `column` if it is
  * transposed; of b `column`, or `row` if it is transposed. MXFP8 and NVFP4 are multiplied out to
  * high precision first (the latter but for the amaxes, whose part multiplies the product); NVFP4
- * has no f16 d. m == 0 or n == 0 does nothing; k == 0
- * gives d = bias (or leaves d when accumulating). bias_grad, where given, receives the sums of a
- * over k (bias gradient of the weight-gradient GEMM, whose a is the transposed output gradient);
- * high precision only. */
+ * has no f16 d. m == 0 or n == 0 does nothing; k == 0 gives d = bias (or leaves d when
+ * accumulating). bias_grad receives the sums of a over k: the bias gradient, in the GEMM of a
+ * weight gradient, whose a is the transposed output gradient; high precision only. */
 typedef struct te_gemm_args {
     size_t size;
     te_operand a, b;
@@ -137,10 +135,9 @@ typedef enum te_amax_algo { TE_AMAX_MAX = 0, TE_AMAX_MOST_RECENT = 1 } te_amax_a
 /* One update of a chunk of delayed-scaling slots, in place (see core/scaling_math.h). */
 typedef struct te_scaling_update_args {
     size_t size;
-    te_tensor scale; /* [slots] f32 */
-    te_tensor
-        history;   /* [length, slots] f32; row 0 accumulates, the newest finished step is last */
-    float fp8_max; /* largest FP8 value times 2^-margin */
+    te_tensor scale;   /* [slots] f32 */
+    te_tensor history; /* [length, slots] f32; row 0 accumulates, the newest finished one is last */
+    float fp8_max;     /* largest FP8 value times 2^-margin */
     te_amax_algo algo;
 } te_scaling_update_args;
 
@@ -282,8 +279,7 @@ typedef struct te_activation_backward_args {
 } te_activation_backward_args;
 
 /* cap tanh(input / cap), or with grad_output the gradient of input: grad_output (1 - tanh(input /
- * cap)^2). In fp32, cast as asked; NaN stays NaN. `wide` may be the memory of input or grad_output.
- */
+ * cap)^2). In fp32, cast as asked; NaN stays NaN. `wide` may be the memory of one of the two. */
 typedef struct te_softcap_args {
     size_t size;
     te_tensor input;       /* [rows, columns] f32, f16, bf16 */
