@@ -366,6 +366,21 @@ def test_files_are_read_without_executing_anything(device):
     assert names == {"transformer_engine.pytorch.tensors rebuild_quantized"}
 
 
+def test_pickles_of_the_incumbent_are_read(device):
+    """They name a function of the class, and give it row-wise data, their scale and a shape."""
+    tensor = quantized(device, columnwise=False)
+    given = (tensor._data, tensor._fp8_dtype, tensor._scale_inv, tensor.dtype, tensor.shape)
+
+    class Theirs:
+        def __reduce__(self):
+            return te.Float8Tensor._make_in_reduce_ex, given
+
+    found = pickle.loads(pickle.dumps(Theirs()))
+    assert type(found) is te.Float8Tensor and found.get_usages() == tensor.get_usages()
+    assert_same_bits(found._data, tensor._data)
+    assert_same_bits(found.dequantize(), tensor.dequantize())
+
+
 @pytest.mark.parametrize("kind", ["Quantizer", "os", "prepare_for_saving", "current"])
 def test_a_pickle_of_another_class_is_refused(kind):
     from transformer_engine.pytorch.tensors import rebuild_quantized, rebuild_quantizer
