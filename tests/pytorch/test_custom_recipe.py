@@ -348,9 +348,6 @@ def test_what_functions_may_not_give(device, given, error, words):
 def test_what_can_not_be(device):
     module, x = te.Linear(32, 32, device=device), torch.randn(16, 32, device=device)
     recipe = CustomRecipe(lambda role: current())
-    with te.autocast(recipe=recipe), pytest.raises(Exception, match="under torch.compile"):
-        torch.compile(module, backend="eager", fullgraph=True)(x)
-    torch.compiler.reset()
     with (
         te.autocast(recipe=recipe),
         pytest.raises(NotImplementedError, match="fp8_output=True under CustomRecipe"),

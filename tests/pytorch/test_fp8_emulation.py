@@ -190,6 +190,44 @@ def test_in_a_layer(device):
     assert bool((layer.layernorm_mlp._state_values()["backward"][0] != 1.0).any())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks non-leaves, and hides it
+@KINDS
+def test_compiled(device, kind):
+    """Outside of graphs, which cover what is around: the bits of eager code."""
+    torch.compiler.reset()
+    recipe, modules = RECIPES[kind](fp8_dpa=True), (module_of(), module_of())
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([node.name for node in graph.graph.nodes])
+        return graph.forward
+
+    def program(query, key, value):
+        return torch.cos(modules[1](torch.sin(query), key, value))
+
+    compiled = torch.compile(program, backend=backend)
+    for _ in range(3):
+        tensors = model.make_qkv("sbhd", SIZES, BF16, device)
+        with te.autocast(recipe=recipe):
+            first = torch.cos(modules[0](torch.sin(tensors[0]), *tensors[1:]))
+            second = compiled(*tensors)
+        grad = torch.randn_like(first)
+        assert_same_bits(first.detach(), second.detach())
+        for one, other in zip(
+            *(torch.autograd.grad(out, tensors, grad) for out in (first, second)), strict=True
+        ):
+            assert_same_bits(one, other)
+    assert_same_bits(*map(state_of, modules))
+    names = [name for graph in graphs for name in graph]
+    assert "sin" in names and "cos" in names
+    with (
+        te.autocast(recipe=recipe),
+        pytest.raises(torch._dynamo.exc.Unsupported),
+    ):
+        torch.compile(program, backend="eager", fullgraph=True)(*tensors)
+    torch.compiler.reset()
+
+
 def test_refusals(device, monkeypatch):
     tensors = model.make_qkv("sbhd", SIZES, BF16, device)
     module = module_of()
@@ -197,9 +235,8 @@ def test_refusals(device, monkeypatch):
         found = te.explain_attention(module, *tensors)
         assert found.backend == "unfused"
         assert "emulated (TE_UNFUSED_DPA_EMULATE_FP8)" in found.fp8
-        compiled = torch.compile(module, fullgraph=True, backend="eager")
-        with pytest.raises(Exception, match="graph of torch.compile"):
-            compiled(*tensors)
+        with pytest.raises(Exception, match="emulated .* in torch.export"):
+            torch.export.export(module, tuple(t.detach() for t in tensors), strict=True)
     with pytest.raises(ValueError, match="unfused: attention by MXFP8BlockScaling"):
         run(module, tensors, MXFP8BlockScaling(fp8_dpa=True))
     monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "0")

@@ -295,12 +295,3 @@ def test_unknown_stages(device):
             module.override_stages(**{name: print})
     with pytest.raises(ValueError, match="fc1_quantize_input"):
         module_of("norm-linear", device).override_stages(fc1_quantize_input=print)
-
-
-def test_overridden_stages_are_not_compiled(device):
-    module = module_of("gelu", device)
-    module.override_stages(fc1_gemm_output=print)
-    compiled = torch.compile(module, fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match="override_stages under torch.compile"):
-        compiled(torch.randn(ROWS, IN, device=device))
-    torch._dynamo.reset()

@@ -18,6 +18,7 @@ from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import run_call, run_without_backward
 from transformer_engine.pytorch.modes import (
     constant_in_graphs,
+    exporting,
     forward_gradients,
     without_memory,
 )
@@ -40,6 +41,7 @@ from transformer_engine.pytorch.module.situation import (
     situation_of,
     situation_of_quantized,
 )
+from transformer_engine.pytorch.outside import Outside
 from transformer_engine.pytorch.staged import Observer, Staged
 from transformer_engine.pytorch.state import RegionState, current_state
 from transformer_engine.pytorch.tensors import is_quantized
@@ -246,6 +248,12 @@ class ComposedModule(Inspected, Fp8Module):
         `returns` are flags `RETURN_OUTPUT` and `RETURN_GRAD`, of what is quantized in FP8.
         """
         if torch.compiler.is_compiling():
+            left_out = self._left_out(is_first_microbatch, returns)
+            if left_out and exporting():
+                kind = type(self).__name__
+                raise NotImplementedError(f"{kind}: {left_out} in torch.export: leave it out there")
+            if left_out:
+                return _call_outside(self, inp, is_first_microbatch, returns)
             return self._decide(inp, is_first_microbatch, True, returns)[0]
         state = current_state()
         own = self.__dict__  # a class with __getattr__ takes longer for each
@@ -273,6 +281,27 @@ class ComposedModule(Inspected, Fp8Module):
         if call.plans.writes_caches:
             weight_cache.keep_caches((self,), shared[0], (self._part_tensors(),), state.recipe)
         return out
+
+    def _left_out(self, is_first_microbatch: bool | None, returns: int) -> str:
+        """What of a call no graph of torch.compile holds; "" where one does.
+
+        A graph holds plain tensors alone between the functions of autograd that it is made of, and
+        what it keeps from call to call is the state of delayed scaling.
+        """
+        state = current_state()
+        recipe = state.recipe
+        if returns:
+            return "fp8_output=True" if returns & graphs.RETURN_OUTPUT else "fp8_grad=True"
+        if self._stages:
+            return "override_stages"
+        if not state.enabled:
+            records = state.calibrating and recipe is not None and recipe.delayed()
+            return "calibrating=True" if records else ""
+        if recipe.custom():
+            return "CustomRecipe"
+        if is_first_microbatch is not None and not exporting():
+            return "is_first_microbatch"
+        return ""
 
     def _situation(
         self, state: RegionState, inp: Tensor, is_first_microbatch: bool | None
@@ -432,8 +461,6 @@ class ComposedModule(Inspected, Fp8Module):
         """
         if recipe is None or not recipe.custom():
             return recipe
-        if traced:
-            raise NotImplementedError(f"{type(self).__name__}: CustomRecipe under torch.compile")
         # The function itself is compared and held: another may have its name, or its address.
         key, known = (recipe.qfactory, repr(recipe)), self.__dict__.get("_custom")
         if known is None or known[0] != key:
@@ -504,11 +531,6 @@ class ComposedModule(Inspected, Fp8Module):
             common |= slots.measures
         if is_first_microbatch is None or region.exported or region.blank:
             return _BoundState(quantization, (common,) * count, slots, None, (None,) * count)
-        if region.traced:
-            raise NotImplementedError(
-                f"{type(self).__name__}: is_first_microbatch={is_first_microbatch} in FP8 under "
-                "torch.compile"
-            )
         caches = weight_cache.held_caches(self, is_first_microbatch, tensors.parts, region.recipe)
         ways = (graphs.WEIGHT_KEPT if cache is None else graphs.WEIGHT_CACHED for cache in caches)
         casts = [q.weight.recipe not in _NOT_KEPT for q in quantization]
@@ -524,10 +546,6 @@ class ComposedModule(Inspected, Fp8Module):
         self, key: tuple, quantization: tuple[Quantization, ...], traced: bool
     ) -> CallPlans:
         if traced:
-            if self._stages:
-                raise NotImplementedError(
-                    f"{type(self).__name__}: override_stages under torch.compile"
-                )
             codes, epsilons = quantization[0].flat()
             self._ensure_plans(key, codes, tuple(map(torch_ops.as_constant, epsilons)))
         plans = self._plans.get(key)
@@ -630,3 +648,8 @@ class ComposedModule(Inspected, Fp8Module):
     def _add_weight_grad(self, part: int, grad: Tensor) -> None:
         """Add to the ``grad`` of a part's weight."""
         add_grad(getattr(self, f"{self.PARTS[part]}weight"), grad)
+
+
+@Outside
+def _call_outside(module: ComposedModule, *arguments: Any) -> Any:
+    return module._call(*arguments)

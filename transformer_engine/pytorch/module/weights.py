@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine.common.graphs import RETURN_GRAD, RETURN_OUTPUT
-from transformer_engine.pytorch.modes import constant_in_graphs, exporting
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
 from transformer_engine.pytorch.module.operands import PartTensors
@@ -23,7 +22,6 @@ from transformer_engine.pytorch.module.parameters import (
     positive_sizes,
     split_rows,
 )
-from transformer_engine.pytorch.module.quantized import refuse_returned
 from transformer_engine.pytorch.parallel import TensorParallel, mark_linear
 
 
@@ -171,23 +169,10 @@ class WeightModule(TensorParallel, ComposedModule):
             transform of torch.func. `torch.compile` leaves such a call outside of its graphs.
         """
         returns = RETURN_OUTPUT * bool(fp8_output) | RETURN_GRAD * bool(fp8_grad)
-        if returns and torch.compiler.is_compiling():
-            out = self._call_outside(inp, is_first_microbatch, returns)
-        else:
-            out = self._call(inp, is_first_microbatch, returns)
+        out = self._call(inp, is_first_microbatch, returns)
         return self._results(inp, out) if self.return_bias or self.return_layernorm_output else out
 
     _FORWARD = forward
-
-    def _call_outside(self, inp: Tensor, is_first_microbatch: bool | None, returns: int) -> Any:
-        """`_call` while a graph is traced, outside of the graph.
-
-        A graph holds plain tensors alone between the functions of autograd that it is made of.
-        """
-        if exporting():
-            refuse_returned(type(self).__name__, None, returns, "torch.export")
-        _ensure_outside()
-        return _OUTSIDE[0](self, inp, is_first_microbatch, returns)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a name that `parameters_split` replaced is an error."""
@@ -235,17 +220,3 @@ class WeightModule(TensorParallel, ComposedModule):
             self._tensors("weight"), split_rows(grad, self._parts()), strict=True
         ):
             add_grad(weight, rows)
-
-
-_OUTSIDE: list[Callable] = []
-"""`_run_outside`: to keep a function out of graphs loads the compiler, so a graph does it."""
-
-
-@constant_in_graphs
-def _ensure_outside() -> None:
-    if not _OUTSIDE:
-        _OUTSIDE.append(torch.compiler.disable(_run_outside))
-
-
-def _run_outside(module: WeightModule, *arguments: Any) -> Any:
-    return module._call(*arguments)

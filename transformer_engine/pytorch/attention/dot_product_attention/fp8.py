@@ -34,11 +34,12 @@ from transformer_engine.pytorch.attention.dot_product_attention.native import (
 )
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import run_call, run_without_backward
-from transformer_engine.pytorch.modes import graph_task, without_memory
+from transformer_engine.pytorch.modes import exporting, graph_task, without_memory
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.layer_call import Attending, draws_of
 from transformer_engine.pytorch.module.situation import keep
+from transformer_engine.pytorch.outside import Outside
 from transformer_engine.pytorch.staged import Staged
 from transformer_engine.pytorch.state import current_state
 
@@ -243,11 +244,13 @@ def attend(
     The output [.., heads, channels of values] has the dtype of the queries.
     """
     traced = torch.compiler.is_compiling()
-    if traced and dropout > 0.0:
-        raise NotImplementedError(
-            "DotProductAttention: dropout of attention in FP8 in a graph of torch.compile: set "
-            "attention_dropout=0, or leave it out of the graph"
-        )
+    if traced and dropout > 0.0:  # no graph holds the stage that draws its numbers
+        if exporting():
+            raise NotImplementedError(
+                "DotProductAttention: dropout of attention in FP8 in torch.export: set "
+                "attention_dropout=0"
+            )
+        return _attend_outside(module, wide, heads, qkv_format, limits, scale, dropout)
     region = module._region(traced)
     if region.replay is None:
         region = region._replace(recipe=recipe_of(region.recipe))
@@ -298,6 +301,9 @@ def attend(
     if region.record:
         module._record(region, slots if region.replay is None else None, None, call.first)
     return out.unflatten(-1, (slices[0][0], channels[1]))
+
+
+_attend_outside = Outside(attend)
 
 
 def _where(limits: Limits) -> tuple[tuple[Tensor, ...], tuple[int, int, int] | None]:

@@ -17,7 +17,8 @@ from transformer_engine.pytorch.attention.dot_product_attention.by_heads import 
 from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import recipe_of
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
-from transformer_engine.pytorch.modes import without_memory
+from transformer_engine.pytorch.modes import exporting, without_memory
+from transformer_engine.pytorch.outside import Outside
 from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
 _HEADS, _OUTPUT, _WEIGHTS = 2, 3, 8
@@ -103,13 +104,16 @@ def attend(
 ) -> Any:
     """Attend; arguments as of `native.attend`, of a `DotProductAttention`.
 
-    NotImplementedError in a graph of torch.compile.
+    Its casts keep their state outside of graphs, and so it runs. NotImplementedError in
+    `torch.export`.
     """
     if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "DotProductAttention: FP8 attention that is emulated (TE_UNFUSED_DPA_EMULATE_FP8) in a "
-            "graph of torch.compile: leave it out of the graph"
-        )
+        if exporting():
+            raise NotImplementedError(
+                "DotProductAttention: FP8 attention that is emulated (TE_UNFUSED_DPA_EMULATE_FP8) "
+                "in torch.export: leave it out there"
+            )
+        return _attend_outside(module, heads, qkv_format, limits, scale, dropout)
     region = module._region(False)
     if region.replay is None:
         region = region._replace(recipe=recipe_of(region.recipe))
@@ -129,3 +133,6 @@ def attend(
     if region.record:
         module._record(region, state[0] if region.replay is None else None, None, False)
     return (out, *top) if top else out
+
+
+_attend_outside = Outside(attend)
