@@ -362,3 +362,23 @@ def test_every_path_can_be_imported_first():
     run = [sys.executable, "-c", FIRST]
     done = subprocess.run(run, cwd=ROOT, input=given, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+# Prints the modules that no attributes of their packages lead to.
+REACHED = """
+import functools, json, sys
+import transformer_engine.pytorch
+for module in json.load(sys.stdin):
+    try:
+        functools.reduce(getattr, module.split(".")[1:], transformer_engine)
+    except AttributeError as error:
+        print(error)
+"""
+
+
+def test_modules_are_attributes_of_their_packages():
+    """``te.ops.basic.grouped_linear`` works where nothing has imported it by its path."""
+    given = json.dumps([module for module in IMPORTED if module.startswith("transformer_engine.")])
+    run = [sys.executable, "-c", REACHED]
+    done = subprocess.run(run, cwd=ROOT, input=given, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -5,5 +5,5 @@ from transformer_engine.common import absent
 from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.cpp_extensions.gemm import general_gemm
 
-__getattr__, __dir__ = absent.attach(globals())
+__getattr__, __dir__ = absent.attach(globals(), ("fused_attn",))
 __all__ = ["TE_DType", "general_gemm", *absent.names_of(__name__)]

@@ -46,7 +46,7 @@ from transformer_engine.pytorch.tensor.nvfp4_tensor import (
     NVFP4TensorStorage,
 )
 
-__getattr__, __dir__ = absent.attach(globals(), ("quantized_tensor", "utils"))
+__getattr__, __dir__ = absent.attach(globals(), ("grouped_tensor", "quantized_tensor", "utils"))
 __all__ = [
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",

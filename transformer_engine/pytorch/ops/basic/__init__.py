@@ -3,5 +3,5 @@
 
 from transformer_engine.common import absent
 
-__getattr__, __dir__ = absent.attach(globals())
+__getattr__, __dir__ = absent.attach(globals(), ("grouped_linear",))
 __all__ = absent.names_of(__name__)
