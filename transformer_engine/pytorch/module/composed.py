@@ -25,7 +25,7 @@ from transformer_engine.pytorch.modes import (
 from transformer_engine.pytorch.module import custom, quantized, weight_cache
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.calibration import record_amaxes
-from transformer_engine.pytorch.module.call import CallRun, Deferred, ModuleCall, Ran, main_grad_of
+from transformer_engine.pytorch.module.call import CallRun, ModuleCall, Ran
 from transformer_engine.pytorch.module.inspected import Inspected
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.module.operands import (
@@ -34,13 +34,14 @@ from transformer_engine.pytorch.module.operands import (
     check_dtypes,
     promoted,
 )
-from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
+from transformer_engine.pytorch.module.parameters import reset_linear
 from transformer_engine.pytorch.module.situation import (
     Bound,
     keep,
     situation_of,
     situation_of_quantized,
 )
+from transformer_engine.pytorch.module.weight_gradients import WeightGradients
 from transformer_engine.pytorch.outside import Outside
 from transformer_engine.pytorch.staged import Observer, Staged
 from transformer_engine.pytorch.state import RegionState, current_state
@@ -66,16 +67,6 @@ _SETTINGS = (
 )
 """Attributes that a call depends on and that users set after construction."""
 
-_SHOWN = (
-    "zero_centered_gamma",
-    "return_layernorm_output",
-    "return_bias",
-    "fuse_wgrad_accumulation",
-    "delay_wgrad_compute",
-    "save_original_input",
-)
-
-
 _NOT_KEPT = (_core.RECIPE_NONE, _core.RECIPE_EXTERNAL)
 """Recipes of weights of which no quantized form is kept."""
 
@@ -90,7 +81,7 @@ class _BoundState(NamedTuple):
     caches: Sequence  # as of `ModuleCall`
 
 
-class ComposedModule(Inspected, Fp8Module):
+class ComposedModule(Inspected, WeightGradients, Fp8Module):
     """Base of modules made of linear layers, with a norm before them or an activation between.
 
     The subclass calls `_begin` before it makes its parameters, and gives the tensors of a call.
@@ -235,10 +226,6 @@ class ComposedModule(Inspected, Fp8Module):
         made = super()._replicate_for_data_parallel()
         made.__dict__.update(_bound={}, _present=None, _held=())
         return made
-
-    def _flags_text(self) -> list[str]:
-        """Settings that differ from their defaults, for ``repr``."""
-        return [f"{name}=True" for name in _SHOWN if getattr(self, name, False)]
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -468,11 +455,6 @@ class ComposedModule(Inspected, Fp8Module):
             known = self.__dict__["_custom"] = (key, made)
         return known[1]
 
-    def _label(self) -> str:
-        """Class and name, for messages and profilers."""
-        kind, name = type(self).__name__, self.name
-        return kind if name is None else f"{kind}[{name}]"
-
     def _wanted(self, tensors: CallTensors, gradients: bool) -> tuple[list[int], list[bool], bool]:
         """(flags of each part, whether its bias has a gradient, whether anything has)."""
         gradients = gradients and torch.is_grad_enabled()
@@ -551,22 +533,6 @@ class ComposedModule(Inspected, Fp8Module):
         plans = self._plans.get(key)
         return self._make_plans(key, quantization) if plans is None else plans
 
-    def _wgrad_flags(
-        self, owner: Tensor, dtype: torch.dtype | None, is_first_microbatch: bool | None
-    ) -> int:
-        """Where the weight gradient goes; `dtype` is that of its GEMM's operands, None: FP8."""
-        flags = graphs.DEFER if self.delay_wgrad_compute else 0
-        if self.fuse_wgrad_accumulation:
-            main = main_grad_of(owner).dtype
-            if dtype is not None and main not in (dtype, torch.float32):
-                raise TypeError(
-                    f"{type(self).__name__}: main_grad is {main}, the operands are {dtype}: "
-                    "without FP8 it must be torch.float32 or of their dtype"
-                )
-            overwrite = is_first_microbatch or getattr(owner, "overwrite_main_grad", False)
-            flags |= graphs.OVERWRITE if overwrite else graphs.ACCUMULATE
-        return flags
-
     @constant_in_graphs
     def _ensure_plans(self, key: tuple, *quantization: Any) -> None:
         """Make plans while a graph is traced, outside of the graph."""
@@ -614,40 +580,6 @@ class ComposedModule(Inspected, Fp8Module):
     def _calibration_inputs(self, tensors: CallTensors) -> list[Tensor]:
         """What each part's forward GEMM would multiply, in high precision."""
         return [tensors.input.detach()]
-
-    # ---- delayed weight gradients --------------------------------------------------------------
-
-    def backward_dw(self) -> None:
-        """Compute the oldest weight gradients that a backward deferred.
-
-        They are added to ``weight.grad`` (of each split weight), or to ``weight.main_grad`` with
-        `fuse_wgrad_accumulation`. Does nothing without `delay_wgrad_compute`; RuntimeError where no
-        weight gradient is pending.
-        """
-        if not self.delay_wgrad_compute:
-            return
-        if not self._wgrads:
-            raise RuntimeError(
-                f"{type(self).__name__}.backward_dw: no weight gradient is pending; call it once a "
-                "backward"
-            )
-        pending: Deferred = self._wgrads[0]
-        plans = pending.plans
-        state = [main_grad_of(pending.weights[i]) for i, _ in plans.main_grads]
-        with torch.no_grad():
-            outputs = iter(pending.run(state))
-            self._wgrads.popleft()  # only now: a call that raised can be made again
-            for i, part in enumerate(plans.spec.parts):
-                if not part.flags & graphs.WGRAD:
-                    continue
-                if i not in dict(plans.main_grads):
-                    self._add_weight_grad(i, next(outputs))
-                elif hasattr(pending.weights[i], "grad_added_to_main_grad"):
-                    pending.weights[i].grad_added_to_main_grad = True
-
-    def _add_weight_grad(self, part: int, grad: Tensor) -> None:
-        """Add to the ``grad`` of a part's weight."""
-        add_grad(getattr(self, f"{self.PARTS[part]}weight"), grad)
 
 
 @Outside

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a module shows its plans, and lets others look at their stages or run them."""
+"""How a module shows itself and its plans, and lets others look at their stages or run them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +11,15 @@ from transformer_engine.pytorch.modes import without_memory
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.staged import Observer, StageBuffers, external_bits
 from transformer_engine.pytorch.state import current_state
+
+_SHOWN = (
+    "zero_centered_gamma",
+    "return_layernorm_output",
+    "return_bias",
+    "fuse_wgrad_accumulation",
+    "delay_wgrad_compute",
+    "save_original_input",
+)
 
 
 class Inspected:
@@ -55,3 +64,12 @@ class Inspected:
         self._plans = {}
         self._bound = {}
         self._weight_caches = (None,) * len(self.PARTS)  # other stages have made them
+
+    def _flags_text(self) -> list[str]:
+        """Settings that differ from their defaults, for ``repr``."""
+        return [f"{name}=True" for name in _SHOWN if getattr(self, name, False)]
+
+    def _label(self) -> str:
+        """Class and name, for messages and profilers."""
+        kind, name = type(self).__name__, self.name
+        return kind if name is None else f"{kind}[{name}]"
