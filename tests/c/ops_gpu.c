@@ -8,6 +8,7 @@
  */
 #include <pthread.h>
 
+#include "attention_twins.h"
 #include "layer_twins.h"
 #include "twin.h"
 
