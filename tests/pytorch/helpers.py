@@ -54,6 +54,46 @@ def counted():
     result.fp8, result.other = gemm_counts()
 
 
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def same_draws(device):
+    """What a block draws, the next one draws too: the generators go back to where it began."""
+    return torch.random.fork_rng([device] if torch.device(device).type == "cuda" else [])
+
+
+# ---- graphs of CUDA ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def side_stream():
+    """A new stream of CUDA is current in the block: it waits for the old one, then that for it.
+
+    What a graph will capture warms up there: autograd accumulates the gradient of a leaf on the
+    stream of the call that met it first, and a capture may not wait for the default one.
+    """
+    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+def captured(run, warm_ups=0):
+    """(CUDA graph of a call of `run`, the call's result), after calls of it on a side stream.
+
+    Capturing runs nothing: the tensors of the result hold values once the graph is replayed.
+    """
+    if warm_ups:
+        with side_stream():
+            for _ in range(warm_ups):
+                run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph, result
+
+
 # ---- bits ----------------------------------------------------------------------------------------
 
 

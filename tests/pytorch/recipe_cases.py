@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules, recipes and steps of the tests of ``backward_override``."""
+"""Modules, recipes and steps of the tests of recipes without state, and of their backward."""
 
 import pytest
 import torch
 from comparators import assert_bits
+from pytorch.helpers import same_draws
 from tols import BF16
 
 import transformer_engine.pytorch as te
@@ -72,12 +73,15 @@ def results(out, x, model):
 
 
 def step(model, x, grad, recipe, run=None, **more):
-    """Output and all gradients of a step."""
+    """Output and all gradients of a step, which draws what the step before it drew."""
     x.grad = None
     model.zero_grad()
-    with te.autocast(enabled=recipe is not None, recipe=recipe):
-        out = (run or model)(x, **more)
-    out.backward(grad)
+    with same_draws(x.device):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            out = (run or model)(x, **more)
+        out.backward(grad)
+        if getattr(model, "delay_wgrad_compute", False):
+            model.backward_dw()
     return results(out, x, model)
 
 

@@ -136,9 +136,8 @@ def test_masked_queries_are_0_and_get_no_gradient(device, backend, mask, dtype):
 @pytest.mark.parametrize("mask", PADDING)
 @pytest.mark.parametrize("form", ["sbhd", "bshd"])
 @OURS
-def test_lengths_that_can_not_be(device, backend, form, mask, lost, monkeypatch):
+def test_lengths_that_can_not_be(device, backend, form, mask, lost, repeatable):
     """An error where the host sees them; else NaN in that sequence, and in no other."""
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     lengths = [4, lost, 9]
     qkv = qkv_of(device, form=form, dtype=dtype_of(device, backend))
     module = DotProductAttention(HEADS, CHANNELS, attn_mask_type=mask, qkv_format=form)

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from pytorch.helpers import RECIPES, assert_same_bits, counted
+from pytorch.helpers import RECIPES, assert_same_bits, captured, counted
 from pytorch.module_cases import CHECKPOINTED, SPLIT, batch, make, quantized, region, step
 
 import transformer_engine.pytorch as te
@@ -196,9 +196,7 @@ def test_captured_graphs_cast_at_each_replay():
     x = batch("cuda")
     with torch.no_grad(), region("current"):
         module(x)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = module(x)
+        graph, out = captured(lambda: module(x))
         module.weight.mul_(2)
         graph.replay()
         assert_same_bits(out, module(x))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pytorch.helpers import captured, side_stream
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
@@ -101,19 +102,14 @@ def test_graph_replays_equal_eager(recipe, model):
         expected.append((out.detach().clone(), static.grad.clone(), state_of(model)))
 
     model, static, step = build()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with side_stream():
         for index in range(3):
             feed(static, index)
             out = step()
             assert_same(
                 [*expected[index][:2], *expected[index][2]], [out, static.grad, *state_of(model)]
             )
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     for index in range(3, steps + 3):
         feed(static, index)
         graph.replay()

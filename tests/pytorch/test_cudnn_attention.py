@@ -12,7 +12,7 @@ import pytest
 import torch
 from attention_reference import softmax
 from comparators import assert_nmse
-from pytorch.helpers import assert_same_bits
+from pytorch.helpers import assert_same_bits, captured
 from tols import BF16, EPS, F16, F32, tol
 
 from transformer_engine import _core
@@ -408,9 +408,7 @@ def test_capture():
     module.eval()
     other = DotProductAttention(HEADS, CHANNELS, qkv_format="bshd", attn_mask_type="no_mask")
     module(*(t[:, :64] for t in tensors))  # the library is loaded
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = [*step(module, tensors), other(*tensors)]
+    graph, results = captured(lambda: [*step(module, tensors), other(*tensors)])
     for _ in range(2):
         with torch.no_grad():
             for tensor in tensors:
@@ -418,7 +416,7 @@ def test_capture():
         graph.replay()
         copies = [tensor.detach().clone().requires_grad_() for tensor in tensors]
         right = [*step(module, copies), other(*copies)]
-        for each, expected in zip(captured, right, strict=True):
+        for each, expected in zip(results, right, strict=True):
             assert_nmse(each, expected.double(), tol("round", BF16))
 
 

@@ -13,7 +13,7 @@ import torch
 from attention_reference import allowed, softmax
 from backend.packed_sequences import Packing
 from comparators import assert_nmse
-from pytorch.helpers import assert_same_bits
+from pytorch.helpers import assert_same_bits, captured
 from tols import BF16, EPS, F16, tol
 
 from transformer_engine import _core
@@ -241,20 +241,14 @@ def test_capture_with_other_lengths():
     call = module_and_call([300, 100, 112], longest=384)
     module, leaf, given = call
     step(*call)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step(*call)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(*call)
+    graph, results = captured(lambda: step(*call), warm_ups=1)
     for lengths in ([1, 384, 127], [0, 200, 312]):
         sums = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         given["cu_seqlens_q"].copy_(sums)
         with torch.no_grad():
             leaf.copy_(torch.randn_like(leaf))
         graph.replay()
-        for each, right in zip(captured, step(module, leaf, given), strict=True):
+        for each, right in zip(results, step(module, leaf, given), strict=True):
             assert_nmse(each, right.double(), tol("round", BF16))
 
 

@@ -10,7 +10,7 @@ import torch
 from attention_reference import slope_bias, softmax
 from backend.packed_sequences import Packing
 from comparators import assert_nmse
-from pytorch.helpers import assert_same_bits
+from pytorch.helpers import assert_same_bits, captured
 from pytorch.test_cudnn_attention import CHANNELS, HEADS, allowed, heads, some_heads, some_limits
 from tols import BF16, EPS, F16, F32, tol
 
@@ -355,11 +355,9 @@ def test_captured():
     for ends in ("query_lengths", "key_lengths"):
         problem.limits[ends].clamp_(max=128)
     expected = problem.run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = problem.run()
-    for tensor in captured.values():
+    graph, results = captured(problem.run)
+    for tensor in results.values():
         tensor.fill_(math.nan)
     graph.replay()
     names = ("output", "statistics", "grad_key", "grad_value", "grad_sink")
-    assert_same_bits([captured[n] for n in names], [expected[n] for n in names])
+    assert_same_bits([results[n] for n in names], [expected[n] for n in names])

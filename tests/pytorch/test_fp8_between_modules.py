@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from pytorch.helpers import assert_same_bits, counted, same_bits, state_of
+from pytorch.helpers import assert_same_bits, captured, counted, same_bits, side_stream, state_of
 from pytorch.recompute_cases import CHECKPOINTS
 
 import transformer_engine.pytorch as te
@@ -444,13 +444,9 @@ def test_capture(rng):
         out.backward(grad)
         return [out.detach(), x.grad, *[p.grad for m in (first, last) for p in m.parameters()]]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    with side_stream():
         expected = [tensor.clone() for tensor in step()]
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, found = captured(step)
     graph.replay()
     torch.cuda.synchronize()
-    assert_same_bits(captured, expected)
+    assert_same_bits(found, expected)

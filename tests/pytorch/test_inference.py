@@ -9,6 +9,7 @@ from comparators import assert_bits, assert_nmse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytorch import attention_model as model
+from pytorch.helpers import captured
 from tols import BF16, F32, tol
 
 import transformer_engine.pytorch as te
@@ -524,9 +525,7 @@ def test_cuda_a_captured_step_serves_all(paged, form):
         lengths = decoder.params.sequences
         decoder.prefill(prompts)
         decoder.params.reserve()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = decoder.decode()
+        graph, out = captured(decoder.decode)
         for token, exact in zip(tokens, eager, strict=True):
             decoder.token.copy_(token)
             graph.replay()
@@ -543,9 +542,7 @@ def test_cuda_a_replay_too_many_is_seen(paged):
         decoder.warm_up()
         decoder.prefill([torch.randn(n, 64, dtype=BF16) for n in (LONGEST - 2, 3, 4)])
         decoder.params.reserve()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = decoder.decode()
+        graph, out = captured(decoder.decode)
         for _ in range(2):
             graph.replay()
             assert out.isfinite().all()

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from pytorch.helpers import assert_same_bits, states_of
+from pytorch.helpers import assert_same_bits, captured, side_stream, states_of
 from pytorch.layer_ways import (
     DROPS,
     HIDDEN,
@@ -240,31 +240,27 @@ def test_a_captured_graph(recipe):
     layer = make_layer("cuda", BF16)
     eager = copy.deepcopy(layer)
     static = states(layer)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
 
     def step(layer, x):
         with region(recipe):
             out = layer(x)
         return out, torch.autograd.grad(out.float().sum(), [x, *layer.parameters()])
 
-    with torch.cuda.stream(side):
+    with side_stream():
         for _ in range(3):
             step(layer, static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with watched() as found, torch.cuda.graph(graph):
-        results = step(layer, static)
+    with watched() as found:
+        graph, results = captured(lambda: step(layer, static))
     assert found == [(LAYER, True)]
     graph.replay()
-    captured = [results[0].detach().clone(), *(grad.clone() for grad in results[1])]
+    replayed = [results[0].detach().clone(), *(grad.clone() for grad in results[1])]
     state = states_of(layer)
     te.reset()
     twin = static.detach().clone().requires_grad_()
     with by_modules():
         for _ in range(4):  # as many as have run of the other one: capturing runs nothing
             out, grads = step(eager, twin)
-    assert_same_bits(captured, [out.detach(), *grads])
+    assert_same_bits(replayed, [out.detach(), *grads])
     assert_same_bits(states_of(eager), state)
 
 

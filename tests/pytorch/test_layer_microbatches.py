@@ -10,7 +10,7 @@ import io
 
 import pytest
 import torch
-from pytorch.helpers import RECIPES, assert_same_bits, states_of
+from pytorch.helpers import RECIPES, assert_same_bits, captured, side_stream, states_of
 from pytorch.layer_microbatches import (
     ATTENTIONS,
     KINDS,
@@ -447,26 +447,22 @@ def test_a_captured_step(recipe):
 
     accumulate(layer)
     accumulate(eager)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with side_stream():
         for _ in range(3):
             step(layer, static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with watched() as found, torch.cuda.graph(graph):
-        results = step(layer, static)
+    with watched() as found:
+        graph, results = captured(lambda: step(layer, static))
     assert {whole for _, whole in found} == {True}
     graph.replay()
     main = [weight.main_grad.clone() for weight in weights_of(layer)]
-    captured = [result.detach().clone() for result in results]
+    replayed = [result.detach().clone() for result in results]
     state = states_of(layer)
     te.reset()
     twin = static.detach().clone().requires_grad_()
     with by_modules():
         for _ in range(4):  # as many as have run of the other one: capturing runs nothing
             expected = step(eager, twin)
-    assert_same_bits(captured, [result.detach() for result in expected])
+    assert_same_bits(replayed, [result.detach() for result in expected])
     assert_same_bits(main, [weight.main_grad for weight in weights_of(eager)])
     assert_same_bits(states_of(eager), state)
 

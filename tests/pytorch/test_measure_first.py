@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from pytorch.helpers import assert_same_bits, counted
+from pytorch.helpers import assert_same_bits, captured, counted
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
@@ -167,10 +167,14 @@ def test_captured_before_and_after(device):
         model(torch.zeros_like(x))  # makes state; only the weight is recorded, and not updated
     te.reset()
     torch.cuda.synchronize()
-    static, graph = x.clone(), torch.cuda.CUDAGraph()
+    static = x.clone()
     step(model, torch.zeros_like(x), made)
-    with torch.cuda.graph(graph), te.autocast(recipe=made):
-        out = model(static)
+
+    def forward():
+        with te.autocast(recipe=made):
+            return model(static)
+
+    graph, out = captured(forward)
     for values in (x, 3.0 * x):
         static.copy_(values)
         graph.replay()

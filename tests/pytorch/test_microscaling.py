@@ -9,6 +9,8 @@ import torch
 from buffers import name_of
 from comparators import assert_bits, assert_nmse
 from microscaled import expected, mxfp8_values, nvfp4_values
+from pytorch.helpers import captured
+from pytorch.recipe_cases import MODULES, WIDTH, assert_same, data, made, modules, step
 from tols import BF16, E4M3, E5M2, F16, F32, tol
 
 import transformer_engine.pytorch as te
@@ -21,7 +23,8 @@ from transformer_engine.common.recipe import (
 )
 from transformer_engine.pytorch.scale_layouts import swizzle_scales, unswizzle_scales
 
-WIDTH, FFN, HEADS, TOKENS, BATCH = 64, 128, 4, 24, 2
+pytestmark = pytest.mark.usefixtures("repeatable")
+
 RECIPES = {
     "mxfp8": MXFP8BlockScaling,
     "mxfp8-hybrid-2d": lambda: MXFP8BlockScaling(
@@ -32,56 +35,7 @@ RECIPES = {
         disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
     ),
 }
-no_dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-# Of each module: how it is made, and how many linear layers it has.
-MODULES = {
-    "Linear": (lambda **o: te.Linear(WIDTH, WIDTH, **o), 1),
-    "LayerNormLinear": (lambda **o: te.LayerNormLinear(WIDTH, WIDTH, **o), 1),
-    "LayerNormMLP": (lambda **o: te.LayerNormMLP(WIDTH, FFN, **o), 2),
-    "LayerNormMLP-checkpoint": (lambda **o: te.LayerNormMLP(WIDTH, FFN, checkpoint=True, **o), 2),
-    "MultiheadAttention": (
-        lambda **o: te.MultiheadAttention(
-            WIDTH, HEADS, attention_dropout=0.0, input_layernorm=True, **o
-        ),
-        2,
-    ),
-    "TransformerLayer": (lambda **o: te.TransformerLayer(WIDTH, FFN, HEADS, **no_dropout, **o), 4),
-}
 recipes = pytest.mark.parametrize("recipe", RECIPES)
-modules = pytest.mark.parametrize("module", MODULES)
-
-
-@pytest.fixture(autouse=True)
-def repeatable(monkeypatch):
-    """Attention whose gradients have the same bits each time."""
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-
-
-def made(module, device, dtype=BF16):
-    torch.manual_seed(0)
-    return MODULES[module][0](params_dtype=dtype, device=device)
-
-
-def data(device, dtype=BF16, seed=1):
-    torch.manual_seed(seed)
-    x = torch.randn(TOKENS, BATCH, WIDTH, device=device).to(dtype).requires_grad_()
-    return x, torch.randn(TOKENS, BATCH, WIDTH, device=device).to(dtype)
-
-
-def step(model, x, grad, recipe, run=None, **more):
-    """Output and all gradients of a step that begins with one seed."""
-    x.grad = None
-    model.zero_grad()
-    torch.manual_seed(5)
-    with te.autocast(enabled=recipe is not None, recipe=recipe):
-        out = (run or model)(x, **more)
-    out.backward(grad)
-    return [out.detach(), x.grad.clone(), *(p.grad.clone() for p in model.parameters())]
-
-
-def assert_same(a, b):
-    for x, y in zip(a, b, strict=True):
-        assert_bits(x.cpu(), y.cpu())
 
 
 # ---- every module --------------------------------------------------------------------------------
@@ -239,15 +193,10 @@ def test_compiled(device, recipe, module):
 @recipes
 def test_deferred_weight_gradients(device, recipe):
     model, (x, grad) = made("LayerNormMLP", device), data(device)
-    eager = step(model, x, grad, RECIPES[recipe]())
-    late = te.LayerNormMLP(WIDTH, FFN, params_dtype=BF16, device=device, delay_wgrad_compute=True)
+    late = made("LayerNormMLP", device, delay_wgrad_compute=True)
     late.load_state_dict(model.state_dict())
-    torch.manual_seed(5)
-    with te.autocast(recipe=RECIPES[recipe]()):
-        out = late(x)
-    out.backward(grad)
-    late.backward_dw()
-    assert_same([p.grad for p in late.parameters()], eager[2:])
+    eager = step(model, x, grad, RECIPES[recipe]())
+    assert_same(step(late, x, grad, RECIPES[recipe]()), eager)
 
 
 @pytest.mark.gpu
@@ -266,15 +215,7 @@ def test_captured(recipe, module):
             out = model(x)
         return (out, *torch.autograd.grad(out, [x, *model.parameters()], grad))
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
+    graph, found = captured(run, warm_ups=3)
     for _ in range(2):
         graph.replay()
         torch.cuda.synchronize()
@@ -292,13 +233,7 @@ def test_captured_draws():
             out = model(x)
         return torch.autograd.grad(out, [model.weight], grad)[0]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run(), run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
+    graph, found = captured(run, warm_ups=2)
     graph.replay()
     first = found.clone()
     graph.replay()
@@ -320,10 +255,11 @@ def test_seeds(device):
             out = model(x)
         return [out.detach(), *torch.autograd.grad(out, list(model.parameters()), grad)]
 
-    a, b, c = gradients(1), gradients(1), gradients(2)
+    one, other = torch.randperm(2**20)[:2].tolist()
+    a, b, c = gradients(one), gradients(one), gradients(other)
     assert_same(a, b)
     assert torch.equal(a[0], c[0]) and not torch.equal(a[3], c[3])
-    plain = gradients(1, False)
+    plain = gradients(one, False)
     assert torch.equal(plain[0], a[0]) and not torch.equal(plain[3], a[3])
     state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
     with torch.no_grad(), te.autocast(recipe=NVFP4BlockScaling()):
@@ -340,8 +276,7 @@ def test_gradients_are_right_on_average(device):
     def mean(draws):
         how = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=not draws)
         total = 0
-        for seed in range(times if draws else 1):
-            torch.manual_seed(seed)
+        for _ in range(times if draws else 1):
             with te.autocast(recipe=how):
                 out = model(x)
             total = total + torch.autograd.grad(out, x, grad)[0].cpu().double()

@@ -8,12 +8,14 @@ import pickle
 
 import pytest
 import torch
-from pytorch.helpers import assert_same_bits
+from pytorch.helpers import assert_same_bits, captured
 from pytorch.layer_ways import by_operators, dtype_of
 from tols import BF16, F32
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.module.situation import KEPT
+
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 HEADS, CHANNELS, BATCH, QUERIES, KEYS = 4, 16, 3, 10, 14
 
@@ -76,12 +78,6 @@ def ends_of(length):
 def packed_arguments(device):
     made = {"cu_seqlens_q": sums(device, 3, 0, 7), "cu_seqlens_kv": sums(device, 5, 2, 7)}
     return {**made, "max_seqlen_q": QUERIES, "max_seqlen_kv": KEYS}
-
-
-@pytest.fixture(autouse=True)
-def repeatable(monkeypatch):
-    """Gradients of cuDNN are the same from run to run."""
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 
 def make(**options):
@@ -486,9 +482,7 @@ def test_in_a_cuda_graph(case):
     warm = make(**options)
     with torch.no_grad():
         expected = warm(*leaves, **given)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = core(*leaves, **given)
+        graph, out = captured(lambda: core(*leaves, **given))
         graph.replay()
         if case != "dropout":
             assert_same_bits(out, expected)

@@ -9,7 +9,7 @@ import pytest
 import reference
 import torch
 from comparators import assert_nmse
-from pytorch.helpers import FP8, assert_same_bits, counted, sum_bound
+from pytorch.helpers import FP8, assert_same_bits, captured, counted, sum_bound
 from pytorch.module_cases import KINDS, count_of, gemms_of, make, region, step
 from tols import BF16, F32
 
@@ -251,14 +251,7 @@ def test_graph_capture(kind, name):
             out = module(inp)
         return out.detach(), *torch.autograd.grad(out, [inp, *module.parameters()], grad)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
+    graph, results = captured(run, warm_ups=1)
     with torch.no_grad():
         inp.copy_(x)
     graph.replay()

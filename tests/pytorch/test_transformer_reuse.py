@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 from pytorch import attention_model
-from pytorch.helpers import RECIPES, assert_same_bits, states_of
+from pytorch.helpers import RECIPES, assert_same_bits, captured, side_stream, states_of
 from tols import BF16, F32
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -238,16 +238,11 @@ def test_captured_graph_equals_eager(recipe):
         expected.append((step().detach().clone(), static.grad.clone()))
     static, step = build()
     torch.manual_seed(11)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with side_stream():
         for index in range(3):
             feed(static, index)
             step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     for index in range(3, 8):
         feed(static, index)
         graph.replay()
