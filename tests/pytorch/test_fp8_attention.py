@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in FP8 by the recipe: what runs, its scaling state, checkpoints, layers, refusals."""
+"""Attention in FP8 by the recipe: what runs, its scaling state, checkpoints, graphs, refusals."""
 
 import copy
 import pickle
@@ -7,69 +7,32 @@ import pickle
 import pytest
 import torch
 from comparators import assert_nmse
-from pytorch.helpers import assert_same_bits, state_of
+from pytorch.fp8_attention_cases import (
+    BACK_TO_16,
+    BATCH,
+    CHANNELS,
+    GROUPS,
+    HEADS,
+    KEYS,
+    QUERIES,
+    RECIPES,
+    attentions,
+    module_of,
+    run,
+    tensors_of,
+)
+from pytorch.helpers import assert_same_bits, captured, state_of
 from pytorch.quantized_cases import codes_of, scale_of, values_of
 from tols import BF16, E4M3, tol
 from torch._subclasses import FakeTensorMode
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import (
-    DelayedScaling,
-    Float8CurrentScaling,
-    Format,
-    QParams,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.fp8 import (
-    BLOCK,
-    GRADIENT_RULE,
-    Facts,
-    wide_because,
-)
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, QParams
+from transformer_engine.pytorch.attention.dot_product_attention.fp8 import BLOCK
 from transformer_engine.pytorch.constants import DType
 
-HEADS, GROUPS, CHANNELS, BATCH, QUERIES, KEYS = 4, 2, 64, 2, 24, 40
 QKV, OUTPUT, WEIGHTS = 2, 3, 8  # slots of the forward
 GRADS, GRAD_OUTPUT, GRAD_SCORES = 0, 3, 5  # of the backward
-RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling}
-LAYER = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": BF16}
-
-
-def module_of(channels=CHANNELS, groups=GROUPS, **options):
-    return te.DotProductAttention(HEADS, channels, groups, **options)
-
-
-def tensors_of(device, channels=CHANNELS, groups=GROUPS, queries=QUERIES, keys=KEYS, order="sbhd"):
-    """Leaves [sequence, batch, heads, channels], or with the first two exchanged."""
-    lead = [(n, BATCH) if order == "sbhd" else (BATCH, n) for n in (queries, keys, keys)]
-    counts = HEADS, groups, groups
-    return [
-        torch.randn(*dims, count, channels).to(device, BF16).requires_grad_()
-        for dims, count in zip(lead, counts, strict=True)
-    ]
-
-
-def run(module, tensors, recipe, grad=None, **arguments):
-    """Output and gradients of a call in a region of its own."""
-    with te.autocast(recipe=recipe):
-        out = module(*tensors, **arguments)
-    grad = torch.ones_like(out) if grad is None else grad
-    return out.detach(), *torch.autograd.grad(out, tensors, grad)
-
-
-def attentions():
-    """What ran since the counters were reset, by direction and dtype."""
-    found = {n: v for n, v in te.counters().items() if n.startswith("attention")}
-    return {f"{n.split('.')[0]}.{n.split('.')[2]}": v for n, v in found.items()}
-
-
-BACK_TO_BACK = {"attention.e4m3": 1, "attention_backward.e4m3": 1}
-BACK_TO_16 = {"attention.e4m3": 1, "attention_backward.bf16": 1}
-
-
-@pytest.fixture
-def repeatable(monkeypatch):
-    """Gradients have the same bits from run to run on a GPU too."""
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 
 # ---- what runs -----------------------------------------------------------------------------------
@@ -151,120 +114,6 @@ def test_inference_changes_no_state(device):
     after = state_of(module)
     assert_same_bits(before["forward"][0], after["forward"][0])
     assert torch.equal(before["forward"][1][1:], after["forward"][1][1:])
-
-
-# ---- the rule of the backward --------------------------------------------------------------------
-
-PLAIN = Facts(True, True, False, "cuda", 3 * BLOCK, (128, 128), False, False, 0.0)
-CLAUSES = {
-    "switched off": PLAIN._replace(switched_on=False),
-    "asked for": PLAIN._replace(wide=True),
-    "current": PLAIN._replace(delayed=False),
-    "limited": PLAIN._replace(limited=True),
-    "channels": PLAIN._replace(channels=(128, 64)),
-    "packed": PLAIN._replace(packed=True),
-    "partial blocks": PLAIN._replace(queries=3 * BLOCK + 1),
-    "dropout": PLAIN._replace(dropout=0.1),
-    "repeatable": PLAIN._replace(deterministic=True),
-}
-
-
-def test_every_clause_counts():
-    assert wide_because(PLAIN) == ""
-    assert wide_because(CLAUSES["partial blocks"]._replace(device="cpu")) == ""
-    assert len(CLAUSES) == len(GRADIENT_RULE)
-    for facts, clause in zip(CLAUSES.values(), GRADIENT_RULE, strict=True):
-        assert [c.reason for c in GRADIENT_RULE if c.holds(facts)] == [clause.reason]
-        assert wide_because(facts)
-
-
-@pytest.mark.parametrize("fp8_format", [Format.HYBRID, Format.E4M3])
-def test_backward_in_fp8(device, fp8_format, counters):
-    """Without a mask, in heads of 128 channels: the format of gradients is the recipe's."""
-    module = module_of(128, attn_mask_type="no_mask")
-    tensors = tensors_of(device, 128, queries=BLOCK)
-    recipe = DelayedScaling(fp8_dpa=True, fp8_format=fp8_format)
-    grad = torch.randn(BLOCK, BATCH, HEADS * 128).to(device, BF16)
-    for _ in range(2):
-        te.reset_counters()
-        found = run(module, tensors, recipe, grad)
-    assert attentions() == BACK_TO_BACK
-    out = module(*tensors)
-    exact = torch.autograd.grad(out, tensors, grad)
-    dtype = torch.float8_e5m2 if fp8_format is Format.HYBRID else E4M3
-    for x, expected in zip(found[1:], exact, strict=True):
-        assert_nmse(x, expected, 4 * tol("quantize", dtype) + 4 * tol("quantize", E4M3))
-
-
-@pytest.mark.parametrize(
-    ("options", "recipe", "expected"),
-    [
-        ({"attn_mask_type": "causal"}, DelayedScaling, BACK_TO_16),
-        ({"attn_mask_type": "no_mask", "window_size": (9, 9)}, DelayedScaling, BACK_TO_16),
-        ({"attn_mask_type": "no_mask"}, Float8CurrentScaling, BACK_TO_16),
-        ({"attn_mask_type": "no_mask"}, DelayedScaling, BACK_TO_BACK),
-    ],
-)
-def test_which_backward_follows(device, options, recipe, expected, counters):
-    tensors = tensors_of(device, 128, queries=BLOCK)
-    run(module_of(128, **options), tensors, recipe(fp8_dpa=True))
-    assert attentions() == expected
-
-
-@pytest.mark.parametrize("order", ["sbhd", "bshd"])
-def test_partial_blocks(device, order, counters):
-    """What cuDNN's kernel makes of their last queries is wrong; from call to call of a module."""
-    module = module_of(128, attn_mask_type="no_mask", qkv_format=order)
-    for queries in (BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 63):
-        te.reset_counters()
-        tensors = tensors_of(device, 128, queries=queries, order=order)
-        run(module, tensors, DelayedScaling(fp8_dpa=True))
-        in_fp8 = device == "cpu" or queries % BLOCK == 0
-        assert attentions() == (BACK_TO_BACK if in_fp8 else BACK_TO_16)
-
-
-def test_partial_blocks_of_a_layer(device, counters):
-    layer = te.TransformerLayer(256, 512, 2, device=device, self_attn_mask_type="no_mask", **LAYER)
-    for tokens in (BLOCK, BLOCK, BLOCK + 1, BLOCK + 1, BLOCK):
-        te.reset_counters()
-        x = torch.randn(tokens, BATCH, 256, device=device, dtype=BF16)
-        with te.autocast(recipe=DelayedScaling(fp8_dpa=True)):
-            layer(x).sum().backward()
-        in_fp8 = device == "cpu" or tokens == BLOCK
-        assert attentions() == (BACK_TO_BACK if in_fp8 else BACK_TO_16)
-
-
-@pytest.mark.parametrize("name", ["TE_FP8_ATTENTION_BACKWARD", "NVTE_FP8_DPA_BWD"])
-def test_switched_off(device, name, monkeypatch, counters):
-    monkeypatch.setenv(name, "0")
-    module = module_of(128, attn_mask_type="no_mask")
-    run(module, tensors_of(device, 128), DelayedScaling(fp8_dpa=True))
-    assert attentions() == BACK_TO_16
-
-
-def test_repeatable_gradients(device, counters):
-    torch.use_deterministic_algorithms(True)
-    try:
-        module = module_of(128, attn_mask_type="no_mask")
-        run(module, tensors_of(device, 128), DelayedScaling(fp8_dpa=True))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert attentions() == BACK_TO_16
-
-
-def test_backward_of_16_bits_is_that_of_what_was_saved(rng):
-    """The gradient of attention at the queries, keys, values and output that FP8 holds."""
-    module, tensors = module_of(attn_mask_type="causal"), tensors_of("cpu")
-    recipe = Float8CurrentScaling(fp8_dpa=True)
-    out, *grads = run(module, tensors, recipe)
-    wide = []
-    for tensor in tensors:
-        scale = 448.0 / tensor.detach().float().abs().max()
-        data = (tensor.detach().float() * scale).to(torch.float8_e4m3fn)
-        wide.append((data.float() * (1 / scale)).to(BF16).requires_grad_())
-    exact = torch.autograd.grad(module(*wide), wide, torch.ones_like(out))
-    for x, expected in zip(grads, exact, strict=True):  # the output is rounded to FP8 alone
-        assert_nmse(x, expected, 4 * tol("quantize", E4M3))
 
 
 @pytest.mark.parametrize("how", [QParams(power_2_scale=True), QParams(amax_epsilon=100.0)])
@@ -410,98 +259,7 @@ def test_dropout_is_drawn_from_the_generator(device, repeatable):
     assert not torch.equal(results[0][0], results[2][0])
 
 
-# ---- layers --------------------------------------------------------------------------------------
-
-FORMS = {
-    "interleaved": {"fuse_qkv_params": True},
-    "apart": {},
-    "grouped": {"fuse_qkv_params": True, "num_gqa_groups": 2},
-    "one after the other": {"fuse_qkv_params": True, "qkv_weight_interleaved": False},
-    "fp8 backward": {"self_attn_mask_type": "no_mask", "kv_channels": 128},
-    "norms of heads": {"qk_norm_type": "RMSNorm"},
-    "decoder": {"layer_type": "decoder"},
-}
-
-
-def train(device, options, recipe, by_modules, steps=2):
-    """Results of some steps of a layer, and its last state."""
-    torch.manual_seed(5)
-    layer = te.TransformerLayer(HEADS * CHANNELS, 512, HEADS, device=device, **LAYER, **options)
-    if by_modules:
-        layer.self_attention.core_attention.register_forward_hook(lambda *_: None)
-    found = []
-    for _ in range(steps):
-        x, source = (
-            torch.randn(n, BATCH, HEADS * CHANNELS).to(device, BF16).requires_grad_()
-            for n in (BLOCK, 48)
-        )
-        given = {"encoder_output": source} if "layer_type" in options else {}
-        te.reset_counters()
-        with te.autocast(recipe=recipe):
-            out = layer(x, **given)
-        out.sum().backward()
-        found += [out.detach(), x.grad, *(p.grad for p in layer.parameters())]
-        layer.zero_grad()
-    return layer, found
-
-
-@pytest.mark.parametrize("kind", RECIPES)
-@pytest.mark.parametrize("form", FORMS)
-def test_layers(device, kind, form, monkeypatch, counters):
-    """As one plan and module by module: the same bits, in FP8."""
-    compared = None
-    if form != "fp8 backward":
-        monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    elif device == "cuda":  # cuDNN's gradients are not repeatable there
-        compared = 1
-    recipe = RECIPES[kind](fp8_dpa=True)
-    one, found = train(device, FORMS[form], recipe, False)
-    ran = attentions()
-    count = 2 if form == "decoder" else 1
-    assert ran["attention.e4m3"] == count and "attention.bf16" not in ran
-    in_fp8 = form == "fp8 backward" and kind == "delayed"
-    assert ran["attention_backward.e4m3" if in_fp8 else "attention_backward.bf16"] == count
-    other, expected = train(device, FORMS[form], recipe, True)
-    for x, y in zip(found[:compared], expected[:compared], strict=True):
-        assert_same_bits(x, y)
-    if compared is not None:
-        return
-    cores = [m for m in one.modules() if isinstance(m, te.DotProductAttention)]
-    twins = [m for m in other.modules() if isinstance(m, te.DotProductAttention)]
-    for core, twin in zip(cores, twins, strict=True):
-        assert (state_of(core) is None) == (kind == "current")
-        for way in ("forward", "backward") if kind == "delayed" else ():
-            assert_same_bits(state_of(core)[way][0], state_of(twin)[way][0])
-
-
-def test_a_layer_follows_the_recipe(device, counters):
-    """The plans of one recipe are not those of the next."""
-    layer = te.MultiheadAttention(
-        HEADS * CHANNELS, HEADS, attention_dropout=0.0, params_dtype=BF16, device=device
-    )
-    x = torch.randn(32, BATCH, HEADS * CHANNELS).to(device, BF16)
-    ran = []
-    for recipe in (
-        DelayedScaling(), DelayedScaling(fp8_dpa=True), Float8CurrentScaling(fp8_dpa=True),
-        DelayedScaling(), DelayedScaling(fp8_dpa=True),
-    ):  # fmt: skip
-        te.reset_counters()
-        with te.autocast(recipe=recipe):
-            layer(x)
-        ran.append(attentions())
-    te.reset_counters()
-    layer(x)
-    in_16 = {"attention.bf16": 1}
-    in_8 = {"attention.e4m3": 1}
-    assert [*ran, attentions()] == [in_16, in_8, in_8, in_16, in_8, in_16]
-
-
-def test_a_layer_saves_the_state_of_its_attention(device):
-    recipe = DelayedScaling(fp8_dpa=True)
-    layer, _ = train(device, {}, recipe, False)
-    assert "self_attention.core_attention._extra_state" in layer.state_dict()
-    plain, _ = train(device, {}, DelayedScaling(), False)
-    assert "self_attention.core_attention._extra_state" not in plain.state_dict()
+# ---- graphs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -511,16 +269,7 @@ def test_captured(kind):
     recipe, module = RECIPES[kind](fp8_dpa=True), module_of(128, attn_mask_type="no_mask")
     tensors = tensors_of("cuda", 128, queries=BLOCK)
     grad = torch.randn(BLOCK, BATCH, HEADS * 128, device="cuda", dtype=BF16)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run(module, tensors, recipe, grad)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        with te.autocast(recipe=recipe):
-            out = module(*tensors)
-        grads = torch.autograd.grad(out, tensors, grad)
+    graph, (out, *grads) = captured(lambda: run(module, tensors, recipe, grad), warm_ups=3)
     graph.replay()
     torch.cuda.synchronize()
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]  # of this stream
