@@ -3,6 +3,7 @@
 
 import torch
 from pytorch.helpers import RECIPES, assert_same_bits
+from pytorch.module_cases import make
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import (
@@ -127,11 +128,34 @@ def assert_same_tensor(found, expected):
             assert_same_bits(getattr(found, name), getattr(expected, name).to(found.device), name)
 
 
-def made(kind, recipe, preserve=False, seed=0):
+def made(kind, recipe, preserve=False):
     """A module of `kind()`, its weights quantized for a recipe; None: plain."""
-    torch.manual_seed(seed)
     if recipe is None:
         return kind()
     recipe = RECIPES[recipe]() if isinstance(recipe, str) else recipe
     with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=preserve):
         return kind()
+
+
+def twins(kind, *recipes, preserve=False):
+    """Modules as `made` makes them, of the same values: one for each of the recipes."""
+    seed, seed_of_the_rest = torch.randint(2**31, (2,)).tolist()
+    modules = []
+    for recipe in recipes:
+        torch.manual_seed(seed)
+        modules.append(made(kind, recipe, preserve))
+    torch.manual_seed(seed_of_the_rest)
+    return modules
+
+
+PER_TENSOR = ("current", "delayed")
+"""Recipes whose weights are `Float8Tensor`s, by their names."""
+
+
+def pair(kind, device, recipe, **options):
+    """A module with quantized weights, and the same one with plain weights."""
+    return twins(lambda: make(kind, device, **options), recipe, None)
+
+
+def fp8_weights(module):
+    return [w for w in module.parameters() if isinstance(w, te.Float8Tensor)]

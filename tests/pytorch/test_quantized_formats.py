@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from pytorch.helpers import assert_same_bits, counted
+from pytorch.helpers import assert_same_bits, counted, same_draws
 from pytorch.module_cases import make, quantized, region, step, weights_of
 from pytorch.quantized_cases import (
     FORMATS,
@@ -15,6 +15,7 @@ from pytorch.quantized_cases import (
     assert_same_tensor,
     made,
     source_of,
+    twins,
 )
 
 import transformer_engine.pytorch as te
@@ -76,7 +77,7 @@ def test_files_and_copies(device, name):
 @pytest.mark.parametrize("sizes", [(32, 48), (144, 272), (36, 130)])
 def test_parameters_have_the_bits_of_a_cast_at_each_call(device, kind, recipe, sizes):
     recipe = WEIGHT_RECIPES[recipe]()
-    module, plain = (made(lambda: make(kind, device, sizes=sizes), r) for r in (recipe, None))
+    module, plain = twins(lambda: make(kind, device, sizes=sizes), recipe, None)
     assert len([w for w in module.parameters() if isinstance(w, te.QuantizedTensor)]) == len(
         weights_of(plain)
     )
@@ -126,10 +127,10 @@ def test_compiled_modules(place, recipe):
     recipe = WEIGHT_RECIPES[recipe]()
     for compiled in (False, True):
         torch._dynamo.reset()
-        module = made(lambda: make("linear", place), recipe)
+        with same_draws(place):
+            module = made(lambda: make("linear", place), recipe)
+            x = torch.randn(16, 32, device=place).requires_grad_()
         call = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
-        torch.manual_seed(5)
-        x = torch.randn(16, 32, device=place).requires_grad_()
         with region(recipe):
             out = call(x)
         out.backward(torch.ones_like(out))
