@@ -85,8 +85,7 @@ def graphs():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks non-leaves, and hides it
 @cases
-def test_runs_between_graphs(device, name, start, monkeypatch):
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+def test_runs_between_graphs(device, name, start, repeatable):
     make, region, calls, _ = CASES[name]
     made, found = [], []
 
