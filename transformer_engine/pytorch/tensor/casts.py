@@ -18,7 +18,16 @@ from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.modes import dispatch_modes, is_traced_or_faked
 from transformer_engine.pytorch.operators import traceable
 
-__all__ = ["ALIGNMENT", "cast", "dequantize", "empty_columns", "empty_rows", "measure", "transpose"]
+__all__ = [
+    "ALIGNMENT",
+    "cast",
+    "dequantize",
+    "empty_columns",
+    "empty_rows",
+    "measure",
+    "partials_of",
+    "transpose",
+]
 
 ALIGNMENT = 16
 """What native code rounds the length of a line of data up to; the padding is zero."""
@@ -199,6 +208,13 @@ def measure(source: Tensor, hadamard: bool = False) -> Tensor:
     With `hadamard` of the transformed groups of 16 values of a column.
     """
     return _run_measure(torch_ops.behind_operators(source), readable(source).detach(), hadamard)
+
+
+def partials_of(amax: Tensor) -> Tensor:
+    """An amax that is known, fp32 [1], as `measure` would give it."""
+    partials = amax.new_zeros(_core.AMAX_PARTIALS)
+    partials[:1] = amax
+    return partials
 
 
 def _dequantize(

@@ -24,14 +24,34 @@ class MXFP8TensorStorage(TwoFormStorage):
 
     Column-wise data are not transposed: both are [M, K], with scales
     [roundup(M, 128), roundup(ceil(K / 32), 4)] and [roundup(ceil(M / 32), 4), roundup(K, 128)].
-    ``with_gemm_swizzled_scales`` is False: they lie row after row.
+    ``with_gemm_swizzled_scales`` is False: they lie row after row. With ``is_2D_scaled`` squares of
+    32 x 32 values have one exponent, repeated.
     """
 
-    _SETTINGS = ("_fp8_dtype", "_with_gemm_swizzled_scales")
+    _SETTINGS = ("_fp8_dtype", "_is_2D_scaled", "_with_gemm_swizzled_scales")
+    _is_2D_scaled: bool
     _with_gemm_swizzled_scales: bool
 
     def _mode(self) -> int:
         return _core.SCALING_MXFP8
+
+    def _take(self, fields: dict[str, Any], dtype: torch.dtype) -> None:
+        if fields.get("_is_2D_scaled") is None:  # nobody said so: as new values would be cast
+            square = getattr(fields.get("_quantizer"), "with_2d_quantization", False)
+            fields = {**fields, "_is_2D_scaled": square}
+        super()._take(fields, dtype)
+
+    def _turned(self) -> tuple[Tensor, Tensor] | None:
+        """Squares are the same column-wise, and data are not transposed."""
+        if not self._is_2D_scaled:
+            return None
+        data, scales = self._rowwise_data, self._rowwise_scale_inv
+        rows, columns = data.shape[:-1].numel(), data.shape[-1]
+        across = -(-columns // 32)
+        found = scales[:rows:32, :across].repeat_interleave(32, 1)[:, :columns]
+        turned = scales.new_zeros(-(-rows // 128) * 4, -(-columns // 128) * 128)
+        turned[: found.shape[0], :columns] = found
+        return casts.empty_rows(data.shape, data.device).copy_(data), turned
 
     def _shape_of_columns(self, data: Tensor) -> tuple[int, ...]:
         return tuple(data.shape)
@@ -96,11 +116,14 @@ class MXFP8Quantizer(TwoFormQuantizer):
 
     def _format_settings(self, shape: tuple) -> dict[str, Any]:
         del shape
-        return {"_with_gemm_swizzled_scales": False}
+        return {
+            "_is_2D_scaled": self.with_2d_quantization,
+            "_with_gemm_swizzled_scales": False,
+        }
 
-    def _how(self, source: Tensor, into: Any) -> dict[str, Any]:
-        del source, into
-        return {"square": self.with_2d_quantization, "margin": self.margin}
+    def _how(self, source: Tensor, into: Any, amax: Tensor | None) -> dict[str, Any]:
+        del source, amax
+        return {"square": into._is_2D_scaled, "margin": self.margin}
 
     def _own_settings(self) -> dict[str, Any]:
         return {

@@ -84,6 +84,32 @@ class NVFP4TensorStorage(TwoFormStorage):
             )
         return super()._dequantized(dtype, shape)
 
+    def _turned(self) -> tuple[Tensor, Tensor] | None:
+        """Squares are the same column-wise: their codes change places."""
+        if not self._is_2D_scaled:
+            return None
+        *leading, columns = self._logical_shape
+        rows = math.prod(leading)
+        down, across = -(-rows // 16), -(-columns // 16)
+        pairs = self._rowwise_data.view(rows, across * 8)
+        codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)[:, :columns].t().contiguous()
+        codes = torch.nn.functional.pad(codes, (0, down * 16 - rows))
+        scales = self._rowwise_scale_inv
+        turned = scales.new_zeros(-(-columns // 128) * 128, -(-down // 4) * 4)
+        found = scales[:rows:16, :across].t().repeat_interleave(16, 0)
+        turned[:columns, :down] = found[:columns]
+        return codes[:, ::2] | codes[:, 1::2] << 4, turned
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Make a form (True), drop it (False) or leave it (None); see `TwoFormStorage`."""
+        super().update_usage(rowwise_usage, columnwise_usage)
+        if self._columnwise_data is None:
+            self._amax_columnwise = None
+        elif self._amax_columnwise is None:
+            self._amax_columnwise = self._amax_rowwise.clone()
+
     def _viewed_fields(self, view: Any) -> None:
         """None: two values share a byte."""
         del view
@@ -219,7 +245,7 @@ class NVFP4Quantizer(TwoFormQuantizer):
                 fields[f"_amax_{form}"] = torch.empty(length, **options)
         return fields
 
-    def _how(self, source: Tensor, into: Any) -> dict[str, Any]:
+    def _how(self, source: Tensor, into: Any, amax: Tensor | None) -> dict[str, Any]:
         columns, by_rows = into._columnwise_data is not None, into._row_scaled_nvfp4
         how: dict[str, Any] = {
             "square": into._is_2D_scaled,
@@ -227,7 +253,9 @@ class NVFP4Quantizer(TwoFormQuantizer):
             "four_over_six": ERR_MODES[self.nvfp4_4over6_err_mode] * self.nvfp4_use_4over6,
             "scales_to_256": self.nvfp4_e4m3_max == 256,
         }
-        if columns or not by_rows:
+        if amax is not None:
+            how["partials"] = casts.partials_of(amax)
+        elif columns or not by_rows:
             how["partials"] = self._measured(source, False)
         if into._with_rht and columns:
             how["column_partials"] = self._measured(source, True)

@@ -225,6 +225,7 @@ def _two_forms(tensor: Any, role: str, backward: bool) -> tuple[tuple, int]:
     """Column-wise data that are not there are made for the call, where they can be."""
     row = _rows(tensor, tensor._rowwise_data)
     column, scales = tensor._columnwise_data, tensor._columnwise_scale_inv
+    amaxes = tensor.get_data_tensors()[4:]
     if backward and column is None:
         made = tensor._turned()
         if made is None:
@@ -233,8 +234,9 @@ def _two_forms(tensor: Any, role: str, backward: bool) -> tuple[tuple, int]:
                 "reads: run without gradients, or quantize with both usages"
             )
         column, scales = made
+        amaxes = amaxes[:1] * len(amaxes)
     column = _columns(tensor, column) if backward else None
-    forms = (row, column, tensor._rowwise_scale_inv, scales, *tensor.get_data_tensors()[4:])
+    forms = (row, column, tensor._rowwise_scale_inv, scales, *amaxes)
     return forms, GIVEN[role]
 
 

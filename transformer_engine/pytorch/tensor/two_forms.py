@@ -286,15 +286,21 @@ class TwoFormQuantizer(Quantizer):
             fields["_columnwise_scale_inv"] = scales
         return fields
 
-    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
+    def _cast(
+        self, source: Tensor, into: Any, noop: Tensor | None, amax: Tensor | None = None
+    ) -> None:
+        """Write the forms that a storage has.
+
+        `amax`, fp32 [1], is the largest magnitude where `source` is a part of what it is cast with.
+        """
         names = ("row", "row_scales", "column", "column_scales", "row_amax", "column_amax")
         forms = dict(zip(names, into.get_data_tensors(), strict=False))
-        how = self._how(source, into)
+        how = self._how(source, into, amax)
         casts.cast(source, into._mode(), into._code(), **forms, **how, noop=noop)
 
-    def _how(self, source: Tensor, into: Any) -> dict[str, Any]:
+    def _how(self, source: Tensor, into: Any, amax: Tensor | None) -> dict[str, Any]:
         """Further arguments of `casts.cast`; what a storage says of its layout goes before."""
-        del source, into
+        del source, into, amax
         return {"epsilon": self.amax_epsilon, "power_2": self.force_pow_2_scales}
 
     def _settings(self) -> dict[str, Any]:

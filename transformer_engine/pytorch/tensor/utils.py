@@ -7,16 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine import _core
 from transformer_engine.common import absent
-from transformer_engine.pytorch.tensor import casts
-from transformer_engine.pytorch.tensor.float8_tensor import (
-    Float8Quantizer,
-    Float8TensorStorage,
-    code_of,
-)
+from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.float8_tensor import Float8TensorStorage
 from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensorStorage
-from transformer_engine.pytorch.tensor.identity import IdentityTensorStorage
+from transformer_engine.pytorch.tensor.master_slices import (
+    Slice,
+    row_data_field,
+    row_storage,
+    slices_of,
+    turns,
+)
 from transformer_engine.pytorch.tensors import is_quantized
 
 __getattr__, __dir__ = absent.attach(globals())
@@ -41,32 +42,49 @@ def quantize_master_weights(
     """Cast this rank's slices of master weights into quantized parameters.
 
     All ranks of a group call it with the same parameters in the same order, as the scales are those
-    of whole parameters. Row-wise data of the slices are written, and no others; gather them, then
-    call `post_all_gather_processing`. First values that were preserved are let go.
+    of whole parameters. Row-wise data of the slices are written, and all scales; gather the former,
+    then call `post_all_gather_processing`: parameters have the bits then of a cast of the whole by
+    their quantizers. First values that were preserved are let go.
+
+    Amaxes of all parameters are reduced by one collective. Some formats take one more for each
+    parameter, by which all ranks get what can not be made of row-wise data:
+
+    - column-wise codes (one byte an element) of tiles of 1 x 128, of rows, and of MXFP8 whose
+      groups are no squares, where the parameter has that form;
+    - the values (in the nominal dtype) of NVFP4 that chooses between 4 and 6, rounds
+      stochastically, has an amax for each row, or has a column-wise form and no squares, and of
+      a hybrid parameter whose column-wise form is cast from the original. Each rank casts the
+      whole then, and writes all row-wise data. Stochastic rounding wants generators of all ranks in
+      the same state, or column-wise codes differ from rank to rank.
 
     Parameters
     ----------
-    model_weights : sequence of Float8Tensor
-        The parameters.
+    model_weights : sequence of QuantizedTensor
+        The parameters, of any format of this library, with row-wise data.
     master_weights : sequence of Tensor or None
         1-D slices of them in high precision, rounded to the nominal dtype before they are cast;
         None where other ranks own all of a parameter.
     start_offsets : sequence of int or None
-        Where each slice begins among the elements of its parameter.
+        Where each slice begins among the elements of its parameter; not read for None.
     group : ProcessGroup, optional
         The ranks that share the parameters; all where None, none where torch.distributed is not in
         use.
     fsdp_shard_model_weights : sequence of Tensor or None, optional
-        uint8 shards to write to instead of the parameters, each as long as its slice.
+        uint8 shards to write to instead of the parameters, each as long as the row-wise bytes of
+        its slice: an element each, or two of NVFP4, where rows are padded to 16; of an
+        `IdentityTensor` of its dtype.
     manual_post_all_gather_processing : bool, default False
-        Keep column-wise forms, which `post_all_gather_processing` makes new: else they are dropped.
+        Keep column-wise forms that `post_all_gather_processing` makes new: else they are dropped,
+        and made when they are read. Others always stay.
 
     Raises
     ------
     ValueError
-        The sequences have other lengths, or a slice does not lie in its parameter.
+        The sequences have other lengths, a slice does not lie in its parameter or cuts a byte of
+        NVFP4 (which two neighbours in a row share), a shard has another size, or a parameter has no
+        row-wise data.
     NotImplementedError
-        A parameter of a class that is not there yet.
+        A parameter of another class.
     """
     shards = fsdp_shard_model_weights
     shards = [None] * len(model_weights) if shards is None else shards
@@ -76,18 +94,20 @@ def quantize_master_weights(
             f"master_weights, {len(start_offsets)} start_offsets and {len(shards)} shards, "
             "expected as many of each"
         )
-    slices = [
-        _slice_of(weight, master, start)
-        for weight, master, start in zip(model_weights, master_weights, start_offsets, strict=True)
-    ]
-    amaxes = [_amax_of(weight, part) for weight, part in zip(model_weights, slices, strict=True)]
-    _reduce(amaxes, group)
-    each = zip(model_weights, slices, start_offsets, shards, amaxes, strict=True)
-    for weight, part, start, shard, amax in each:
-        _cast_slice(weight, part, start, shard, amax)
+    each = zip(model_weights, master_weights, start_offsets, shards, strict=True)
+    slices = [part for given in each for part in _slices(*given)]
+    amaxes = [amax for part in slices for amax in part.measure()]
+    _reduce_amaxes(amaxes, group)
+    for part in slices:
+        shared = part.share()
+        if shared is not None:
+            _reduce(shared, group)
+        part.write(shared)
+    for weight in model_weights:
+        _count_write(weight)
         if hasattr(weight, "clear_high_precision_init_val"):
             weight.clear_high_precision_init_val()
-        if not manual_post_all_gather_processing and weight._data is not None:
+        if not manual_post_all_gather_processing and turns(weight):
             weight.update_usage(columnwise_usage=False)
 
 
@@ -95,104 +115,87 @@ cast_master_weights_to_fp8 = quantize_master_weights
 """`quantize_master_weights` under its older name."""
 
 
-def _slice_of(weight: Any, master: Tensor | None, start: int | None) -> Tensor | None:
-    """The slice in the nominal dtype; ValueError where it is none."""
-    if not isinstance(weight, Float8TensorStorage):
+def _slices(
+    weight: Any, master: Tensor | None, start: int | None, shard: Tensor | None
+) -> list[Slice]:
+    """The slices of a parameter, an empty one for None; ValueError where it is none."""
+    if not is_quantized(weight):
         raise NotImplementedError(
             f"quantize_master_weights: a model weight is a {type(weight).__name__}, expected a "
-            "Float8Tensor: parameters of other formats are not there yet"
+            "quantized parameter"
         )
     if master is None:
-        return None
+        return slices_of(weight, torch.empty(0, dtype=weight.dtype, device=weight.device), 0, None)
     if start is None or start < 0 or start + master.numel() > weight.shape.numel():
         raise ValueError(
             f"quantize_master_weights: a slice of {master.numel()} elements that begins at "
             f"{start}, of a weight of {weight.shape.numel()}"
         )
-    return master.detach().reshape(-1).to(weight.dtype)
+    part = master.detach().reshape(-1).to(device=weight.device, dtype=weight.dtype)
+    return slices_of(weight, part, start, shard)
 
 
-def _amax_of(weight: Any, part: Tensor | None) -> Tensor:
-    """Largest magnitude of a slice, fp32 [1]; 0 where there is none."""
-    if part is None or part.numel() == 0:
-        return torch.zeros(1, dtype=torch.float32, device=weight.device)
-    return casts.measure(part).amax().reshape(1)
+def _reduce_amaxes(amaxes: list[Tensor], group: Any) -> None:
+    """Give each rank the largest of all ranks, NaN being the largest, by one collective.
+
+    As integers the bits of numbers that are not negative have the order of these.
+    """
+    if not amaxes:
+        return
+    together = torch.cat([amax.view(-1) for amax in amaxes])
+    _reduce(together.view(torch.int32), group)
+    reduced = together.split([amax.numel() for amax in amaxes])
+    for amax, largest in zip(amaxes, reduced, strict=True):
+        amax.copy_(largest.view(amax.shape))
 
 
-def _reduce(amaxes: list[Tensor], group: Any) -> None:
+def _reduce(integers: Tensor, group: Any) -> None:
     """Give each rank the largest of all ranks."""
     distributed = torch.distributed
-    if not amaxes or not distributed.is_available() or not distributed.is_initialized():
-        return
-    together = torch.cat(amaxes)
-    distributed.all_reduce(together, distributed.ReduceOp.MAX, group=group)
-    for amax, reduced in zip(amaxes, together.split(1), strict=True):
-        amax.copy_(reduced)
+    if integers.numel() > 0 and distributed.is_available() and distributed.is_initialized():
+        distributed.all_reduce(integers, distributed.ReduceOp.MAX, group=group)
 
 
-def _cast_slice(
-    weight: Any, part: Tensor | None, start: int | None, shard: Tensor | None, amax: Tensor
-) -> None:
-    """Write bytes of a slice, and the scale of the whole parameter."""
-    source = torch.empty(0, dtype=weight.dtype, device=weight.device) if part is None else part
-    made = casts.empty_rows(source.shape, weight.device)
-    quantizer = weight._caster()
-    how: dict[str, Any] = {}
-    delayed = isinstance(quantizer, Float8Quantizer)
-    if not delayed or quantizer.measure_first:
-        how["partials"] = partials = torch.zeros(
-            _core.AMAX_PARTIALS, dtype=torch.float32, device=weight.device
-        )
-        partials[:1] = amax
-    if delayed:
-        how["scale"] = quantizer.scale.to(weight.device)
-        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.to(quantizer.amax.device)))
-    else:
-        how["epsilon"], how["power_2"] = quantizer.amax_epsilon, quantizer.force_pow_2_scales
-    code = code_of(weight._fp8_dtype)
-    casts.cast(source, _core.SCALING_TENSOR, code, row=made, row_scales=weight._scales, **how)
-    if part is None:
-        return
-    if shard is not None:
-        shard.view(torch.uint8).reshape(-1).copy_(made)
-    elif weight._data.is_contiguous():
-        weight._data.view(-1)[start : start + len(made)].copy_(made)
-    else:  # rows with padding between them
-        whole = weight._data.reshape(-1)
-        whole[start : start + len(made)] = made
-        weight._data.copy_(whole.view(weight._data.shape))
+def _count_write(weight: Any) -> None:
+    """Count a write, of this rank or of others, to the data and to the parameter."""
+    weight._count_write()
+    if isinstance(weight, QuantizedTensor):
+        weight._changed()
 
 
 def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
     """Copy the row-wise data of a quantized tensor to a caller's buffer, and keep them there.
 
-    The buffer has the shape of the data. ValueError where its dtype or shape differ, or the tensor
-    is not quantized.
+    The buffer has the shape and dtype of the data; of a hybrid tensor of its row-wise part.
+    ValueError where they differ, there are none, or the tensor is not quantized.
     """
-    if isinstance(tensor, HybridQuantizedTensorStorage):
-        tensor = tensor._rowwise_storage
-    kinds = {Float8TensorStorage: "_data", IdentityTensorStorage: "_hp_data"}
-    name = next((field for kind, field in kinds.items() if isinstance(tensor, kind)), None)
+    storage = row_storage(tensor)
+    name = row_data_field(storage)
     if name is None:
         raise ValueError(f"replace_raw_data: {type(tensor).__name__}, expected a quantized tensor")
-    old = getattr(tensor, name)
+    old = getattr(storage, name)
+    if old is None:
+        raise ValueError(f"replace_raw_data: a {type(tensor).__name__} without row-wise data")
     if old.dtype != new_raw_data.dtype or old.shape != new_raw_data.shape:
         raise ValueError(
             f"replace_raw_data: new_raw_data is {new_raw_data.dtype} {tuple(new_raw_data.shape)}, "
             f"expected {old.dtype} {tuple(old.shape)}"
         )
-    columns = name == "_data" and not tensor._transpose_invalid
+    columns = name == "_data" and not storage._transpose_invalid
     new_raw_data.detach().copy_(old)
-    setattr(tensor, name, new_raw_data)
+    setattr(storage, name, new_raw_data)
     if columns:
-        tensor._transpose_invalid = False
+        storage._transpose_invalid = False
 
 
+@torch.no_grad()
 def post_all_gather_processing(model_weights: Any) -> None:
     """Make the column-wise forms that parameters had from their new row-wise data.
 
-    One parameter or several. Those without one need none: a backward transposes what it reads.
-    ValueError for what is no tensor.
+    One parameter or several. What is made of row-wise data are transposes, of parameters with one
+    scale, square tiles or square groups, and column-wise parts of hybrid ones that are cast from
+    the row-wise part; `quantize_master_weights` has written all others, and those that are not
+    there are made when a backward reads them. ValueError for what is no tensor.
     """
     weights = model_weights if isinstance(model_weights, Iterable) else [model_weights]
     if isinstance(model_weights, Tensor):
@@ -202,9 +205,33 @@ def post_all_gather_processing(model_weights: Any) -> None:
             raise ValueError(
                 f"post_all_gather_processing: {type(weight).__name__}, expected a parameter"
             )
-        if is_quantized(weight) and hasattr(weight, "_transpose") and weight._data is not None:
-            quantizer = weight._quantizer
-            wanted = quantizer is not None and quantizer.columnwise_usage
-            if wanted or weight._transpose is not None:
-                weight._transpose_invalid = True
-                weight.update_usage(columnwise_usage=True)
+        if isinstance(weight, HybridQuantizedTensorStorage):
+            _cast_columns_of_rows(weight)
+        elif is_quantized(weight) and turns(weight):
+            _turn(weight)
+
+
+def _cast_columns_of_rows(weight: Any) -> None:
+    """Cast the column-wise part of a hybrid parameter anew, where it is made of the other one."""
+    row, column, quantizer = weight._rowwise_storage, weight._columnwise_storage, weight._quantizer
+    if None in (row, column, quantizer) or quantizer.columnwise_source == "original":
+        return
+    values = row._dequantized(weight.dtype, tuple(weight.shape))
+    column._write(values, quantizer.columnwise_quantizer)
+    weight._changed()
+
+
+def _turn(weight: Any) -> None:
+    """Make the column-wise form anew, where there is one or the quantizer makes one."""
+    quantizer = weight._quantizer
+    wanted = quantizer is not None and quantizer.columnwise_usage
+    if isinstance(weight, Float8TensorStorage):
+        if weight._data is not None and (wanted or weight._transpose is not None):
+            weight._transpose_invalid = True
+            weight.update_usage(columnwise_usage=True)
+    elif weight._rowwise_data is not None and weight._columnwise_data is not None:
+        columns = weight._columnwise_data, weight._columnwise_scale_inv
+        for mine, made in zip(columns, weight._turned(), strict=True):
+            mine.copy_(made.view(mine.shape))
+    elif weight._rowwise_data is not None and wanted:
+        weight.update_usage(columnwise_usage=True)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slices of masters of sharded optimizers: after the gather the bits of a cast of the whole."""
+
+import pytest
+import torch
+from pytorch import master_programs as programs
+from pytorch.helpers import assert_same_bits
+from pytorch.master_programs import QUANTIZERS, SQUARES, Case, Threads
+from pytorch.quantized_cases import E4M3, WEIGHT_RECIPES, assert_same_tensor, source_of
+from pytorch.ranks import Ranks
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.tensor import utils
+
+ROUNDS = 12
+
+
+@pytest.fixture(scope="module")
+def three():
+    group = Ranks("cpu", 3)
+    yield group
+    group.close()
+
+
+def drawn():
+    return int(torch.randint(2**31, ()))
+
+
+def simulated(monkeypatch, cases, size):
+    threads = Threads(size)
+    monkeypatch.setattr(utils, "_reduce", threads.reduce)
+    found = threads.run(lambda *where: programs.update(cases, *where))
+    return threads, found
+
+
+def assert_whole(cases, weights, text=""):
+    for case, weight in zip(cases, weights, strict=True):
+        found, expected = programs.tensors_of(weight, case.expected())
+        about = f"{text} {case.quantizer} {case.shape} {case.dtype} {case.bounds}"
+        assert_same_bits(found, expected, about)
+
+
+# ---- the bits ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_slices_have_the_bits_of_the_whole(device, name, monkeypatch):
+    for number in range(ROUNDS):
+        size, seed = number % 4 + 1, drawn()
+        case = Case(name, seed, size, device)
+        _, found = simulated(monkeypatch, [case], size)
+        for rank, weights in enumerate(found):
+            assert_whole([case], weights, f"seed {seed} rank {rank}")
+
+
+def test_processes(ranks):
+    _check_processes(ranks)
+
+
+def test_three_processes(three):
+    _check_processes(three)
+
+
+def _check_processes(group):
+    for _ in range(4):
+        for rank, pairs in enumerate(group.run(programs.masters, list(QUANTIZERS), drawn())):
+            for name, (found, expected) in zip(QUANTIZERS, pairs, strict=True):
+                assert_same_bits(found, expected, f"{name} rank {rank}")
+
+
+def test_stochastic_rounding(ranks):
+    for pair in ranks.run(programs.stochastic, drawn()):
+        assert_same_bits(*pair)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", *WEIGHT_RECIPES])
+def test_sharded_training_is_unsharded_training(ranks, name):
+    seed = drawn()
+    whole, sharded = (ranks.run(programs.training, name, way, seed) for way in (False, True))
+    assert_same_bits(sharded, whole)
+    assert len({loss.item() for loss in whole[0]}) == len(whole[0])
+
+
+# ---- what it takes -------------------------------------------------------------------------------
+
+
+def test_one_collective_for_all_amaxes(device, monkeypatch):
+    cases = [Case(name, drawn(), 3, device) for name in SQUARES]
+    threads, found = simulated(monkeypatch, cases, 3)
+    assert threads.collectives == 1
+    for weights in found:
+        assert_whole(cases, weights)
+
+
+def test_one_more_for_each_parameter_with_columns_of_their_own(device, monkeypatch):
+    cases = [Case("mx", drawn(), 2, device) for _ in range(4)]
+    threads, found = simulated(monkeypatch, cases, 2)
+    assert threads.collectives == 1 + sum(case.quantizer.columnwise_usage for case in cases)
+    for weights in found:
+        assert_whole(cases, weights)
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_other_row_wise_data_are_not_written(device, name):
+    shape = (48, 64)
+    weight = torch.nn.Parameter(SQUARES[name]()(source_of(device, shape)))
+    before = programs.row_data(weight).clone().view(-1)
+    values = 3 * torch.randn(64, device=device)
+    utils.quantize_master_weights([weight], [values], [640], None)
+    after = programs.row_data(weight).view(-1)
+    scale = weight.numel() // after.numel()
+    mine = slice(640 // scale, 704 // scale)
+    assert (before[mine] != after[mine]).any()
+    before[mine] = after[mine]
+    assert_same_bits(after, before)
+    utils.quantize_master_weights([weight], [values[:0]], [640], None)
+    utils.quantize_master_weights([weight], [None], [None], None)
+    assert_same_bits(programs.row_data(weight).view(-1), before)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_one_process_has_it_all(device, name):
+    """Without torch.distributed."""
+    quantizer = QUANTIZERS[name]()
+    source = source_of(device, (33, 50), torch.float32)
+    weight = torch.nn.Parameter(quantizer(torch.randn_like(source).to(torch.bfloat16)))
+    version = weight._version
+    utils.quantize_master_weights([weight], [source.view(-1)], [0], None)
+    utils.post_all_gather_processing(weight)
+    assert weight._version > version
+    expected = quantizer(source.to(torch.bfloat16))
+    assert_same_bits(*programs.tensors_of(weight, expected))
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0)])
+def test_a_parameter_without_elements(device, name, shape):
+    source = torch.empty(shape, device=device)
+    weight = torch.nn.Parameter(QUANTIZERS[name]()(source))
+    utils.quantize_master_weights([weight], [source.view(-1)], [0], None)
+    utils.post_all_gather_processing(weight)
+    assert weight.dequantize().shape == shape
+
+
+# ---- forms ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tiles", "mx squares", "nv squares", "nv squares 4over6"])
+@pytest.mark.parametrize("shape", [(32, 48), (3, 7, 130), (129, 37), (300,), (260, 400)])
+def test_squares_are_turned(device, name, shape):
+    source = source_of(device, shape)
+    tensor = QUANTIZERS[name](columnwise=False)(source)
+    assert not tensor.get_usages()["columnwise"]
+    tensor.update_usage(columnwise_usage=True)
+    expected = QUANTIZERS[name]()(source)
+    assert_same_tensor(tensor, expected)
+    tensor.copy_(2 * source)
+    assert_same_tensor(tensor, QUANTIZERS[name]()(2 * source))
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_forms_that_are_made_again_are_dropped_unless_kept(device, manual):
+    made = {name: QUANTIZERS[name]()(source_of(device, (32, 48))) for name in QUANTIZERS}
+    weights = [torch.nn.Parameter(weight) for weight in made.values()]
+    nothing = [None] * len(weights)
+    utils.quantize_master_weights(weights, nothing, nothing, None, None, manual)
+    for name, weight in zip(made, weights, strict=True):
+        turned = name in SQUARES or "squares" in name or name.startswith("tiles")
+        kept = not turned or (manual and name != "current")  # whose transpose is of older data
+        assert weight.get_usages()["columnwise"] == kept, name
+    places = [weight._columnwise_data for weight in weights if hasattr(weight, "_amax_columnwise")]
+    utils.post_all_gather_processing(weights)
+    assert all(weight.get_usages()["columnwise"] for weight in weights)
+    if manual:  # in the same memory
+        after = [w._columnwise_data for w in weights if hasattr(w, "_amax_columnwise")]
+        assert all(a is b for a, b in zip(places, after, strict=True))
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_row_wise_data_in_a_buffer(device, name):
+    source = source_of(device, (20, 50))
+    weight = QUANTIZERS[name]()(source)
+    values, data = weight.dequantize(), programs.row_data(weight)
+    buffer = torch.empty(data.numel() + 3, dtype=data.dtype, device=device)
+    place = buffer[3:].view(data.shape)
+    utils.replace_raw_data(weight, place)
+    assert programs.row_data(weight).data_ptr() == place.data_ptr()
+    assert_same_bits(weight.dequantize(), values)
+    with pytest.raises(ValueError, match=r"replace_raw_data: new_raw_data is torch.int8 \(3,\)"):
+        utils.replace_raw_data(weight, torch.empty(3, dtype=torch.int8))
+
+
+# ---- what can not be -----------------------------------------------------------------------------
+
+
+def test_what_can_not_be(device):
+    weight = torch.nn.Parameter(te.NVFP4Quantizer()(source_of(device, (4, 5))))
+    masters = torch.randn(7, device=device)
+    call = utils.quantize_master_weights
+    squares = te.NVFP4Quantizer(with_2d_quantization=True)
+    for one, shard in ((torch.nn.Parameter(squares(weight)), None), (weight, masters[:0])):
+        for start in (1, 2):  # the second one ends in the middle of a byte
+            with pytest.raises(ValueError, match="cuts a byte, which two values of NVFP4 share"):
+                call([one], [masters[:6]], [start], None, [shard])
+    tiles = torch.nn.Parameter(te.Float8BlockQuantizer(E4M3)(source_of(device, (4, 5))))
+    with pytest.raises(ValueError, match="a shard of 3 bytes for a slice of 7 bytes"):
+        call([tiles], [masters], [0], None, [masters[:3].to(torch.uint8)])
+    with pytest.raises(ValueError, match="a slice of 7 elements that begins at 14, of a weight of"):
+        call([tiles], [masters], [14], None)
+    tiles.update_usage(rowwise_usage=False)
+    with pytest.raises(ValueError, match="a Float8BlockwiseQTensor without row-wise data"):
+        call([tiles], [masters], [0], None)
+    with pytest.raises(ValueError, match="a Float8BlockwiseQTensor without row-wise data"):
+        utils.replace_raw_data(tiles, masters)
