@@ -265,6 +265,33 @@ def nvfp4_values(packed, scales, amax=None, dtype=F32):
     return torch.from_numpy(np.clip(values, -limit, limit)).to(dtype)
 
 
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def _uniform_of(seed, offset, first, count):
+    """The uniform numbers of elements first .. first + count - 1, from the definition of Philox."""
+    counter = np.uint64(offset) + np.arange(first // 4, (first + count) // 4, dtype=np.uint64)
+    c = [counter & 0xFFFFFFFF, counter >> np.uint64(32), np.zeros_like(counter), 0 * counter]
+    keys = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        p = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        low = [v & np.uint64(0xFFFFFFFF) for v in p]
+        high = [v >> np.uint64(32) for v in p]
+        c = [high[1] ^ c[1] ^ np.uint64(keys[0]), low[1], high[0] ^ c[3] ^ np.uint64(keys[1])]
+        c.append(low[0])
+        keys = [(keys[0] + 0x9E3779B9) % 2**32, (keys[1] + 0xBB67AE85) % 2**32]
+    return (np.stack(c, -1).reshape(-1) >> np.uint64(8)).astype(np.float64) * 2.0**-24
+
+
+def uniform_numbers(seed, offset, shape):
+    """Those that round the elements of a matrix stochastically, by rows and by columns."""
+    rows, columns = shape
+    wide, high = round_up(columns, 16), round_up(rows, 16)
+    by_row = _uniform_of(seed, offset, 0, rows * wide).reshape(rows, wide)
+    by_column = _uniform_of(seed, offset, rows * wide, columns * high).reshape(columns, high)
+    return by_row, by_column
+
+
 # ---- buffers -------------------------------------------------------------------------------------
 
 

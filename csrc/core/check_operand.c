@@ -130,6 +130,9 @@ static te_status check_fp4_ways(const te_check_site *site, const te_cast_request
     if (cast->row_scaled != 0 && cast->square != 0) {
         return INVALID("row_scaled", "rows of a square share its scale: leave it or square out");
     }
+    if (cast->row_scaled != 0 && site->op != TE_OP_QUANTIZE) {
+        return INVALID("row_scaled", "te_quantize alone finds the amax of each row");
+    }
     if (!te_tensor_present(&cast->result.row_amax)) return TE_OK;
     return te_check_length(site, "row_amax", &cast->result.row_amax,
                            cast->row_scaled != 0 ? rows : 1);
@@ -212,10 +215,6 @@ te_status te_check_cast_request(const te_check_site *site, const te_cast_request
     if (result->mode == TE_SCALING_NONE) {
         if (cast->amax == NULL || site->op == TE_OP_QUANTIZE) return TE_OK;
         return INVALID("amax", "scaling mode none records none: take amax_partials, or cast");
-    }
-    if (te_scales_micro(result->mode) && site->op != TE_OP_QUANTIZE) {
-        return INVALID("mode", "%d: te_quantize alone casts to mxfp8 (%d) and nvfp4 (%d)",
-                       (int)result->mode, (int)TE_SCALING_MXFP8, (int)TE_SCALING_NVFP4);
     }
     TE_TRY(check_micro(site, cast, rows));
     if (te_scales_own(result->mode) || te_scales_micro(result->mode)) {

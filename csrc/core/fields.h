@@ -43,11 +43,6 @@
     X(op, partials, cast.partials, 0, READ, NONE, F32, TE_AMAX_PARTIALS, 0)                        \
     X(op, amax_epsilon, cast.amax_epsilon, 0, READ, NONE, ANY, 0, 0)                               \
     X(op, power_2_scale, cast.power_2_scale, 0, READ, NONE, ANY, 0, 0)
-#define TE_CAST_ANY(X, op)                                                                         \
-    X(op, wide, cast.result.wide, 0, WRITE, MATRIX, NUMBERS, 0, 0)                                 \
-    TE_CAST_TO_FP8(X, op)                                                                          \
-    X(op, amax_partials, cast.amax_partials, 0, WRITE, NONE, F32, TE_AMAX_PARTIALS, 0)
-
 /* What MXFP8 and NVFP4 need besides. */
 #define TE_CAST_MICRO(X, op)                                                                       \
     X(op, row_amax, cast.result.row_amax, 0, WRITE, VECTOR, F32, 0, 0)                             \
@@ -60,6 +55,12 @@
     X(op, four_over_six, cast.four_over_six, 0, READ, NONE, ANY, 0, 0)                             \
     X(op, scales_to_256, cast.scales_to_256, 0, READ, NONE, ANY, 0, 0)                             \
     X(op, row_scaled, cast.row_scaled, 0, READ, NONE, ANY, 0, 0)
+
+#define TE_CAST_ANY(X, op)                                                                         \
+    X(op, wide, cast.result.wide, 0, WRITE, MATRIX, NUMBERS, 0, 0)                                 \
+    TE_CAST_TO_FP8(X, op)                                                                          \
+    X(op, amax_partials, cast.amax_partials, 0, WRITE, NONE, F32, TE_AMAX_PARTIALS, 0)             \
+    TE_CAST_MICRO(X, op)
 
 #define TE_ACTIVATION_PARAMS(X, op)                                                                \
     X(op, limit, params.limit, 0, READ, NONE, ANY, 0, 7.0)                                         \

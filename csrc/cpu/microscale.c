@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * microscale.c - MXFP8 and NVFP4 on the CPU: tile by tile, row-wise and column-wise while the
- * numbers are in the cache.
+ * numbers are in the cache, whoever made them (tiles.h).
  */
 #include "cpu/microscale.h"
 
@@ -10,24 +10,7 @@
 #include "core/fp8.h"
 #include "core/microscale.h"
 
-enum { ROWS = 64, COLUMNS = 256 }; /* of a tile: whole groups */
-
-/* One form of the result; data of data NULL: not wanted. */
-typedef struct micro_form {
-    te_cpu_matrix data, scales;
-    float encode;          /* NVFP4: of the whole tensor, */
-    const float *row_amax; /* or NULL, of each row */
-} micro_form;
-
-typedef struct micro_cast {
-    const te_cpu_kernels *kernels;
-    te_scaling_mode mode;
-    te_dtype dtype; /* MXFP8: of the data */
-    micro_form row, column;
-    int64_t rows, columns;
-    int square, hadamard, margin, four_over_six;
-    const int64_t *rng; /* NULL: to nearest */
-} micro_cast;
+enum { ROWS = TE_CPU_MICRO_ROWS, COLUMNS = TE_CPU_MICRO_COLUMNS };
 
 /* ---- begin -------------------------------------------------------------------------------- */
 
@@ -52,10 +35,11 @@ static float largest_of(const float *partials, float range)
 }
 
 /* `partials` NULL: the amax of each row is there. */
-static micro_form form_of(te_scaling_mode mode, const te_tensor *data, const te_tensor *scales,
-                          const te_tensor *amax, const float *partials, float range)
+static te_cpu_micro_form form_of(te_scaling_mode mode, const te_tensor *data,
+                                 const te_tensor *scales, const te_tensor *amax,
+                                 const float *partials, float range)
 {
-    micro_form form = {.encode = 1.0F};
+    te_cpu_micro_form form = {.encode = 1.0F};
     if (!te_tensor_requested(data)) return form;
     form.data = te_cpu_matrix_of(data);
     form.scales = te_cpu_matrix_of(scales);
@@ -72,18 +56,18 @@ static micro_form form_of(te_scaling_mode mode, const te_tensor *data, const te_
     return form;
 }
 
-static micro_cast begin(const te_cast_request *cast, int64_t rows, int64_t columns)
+te_cpu_micro te_cpu_micro_begin(const te_cast_request *cast, int64_t rows, int64_t columns)
 {
     const te_operand *to = &cast->result;
-    micro_cast micro = {.kernels = te_cpu_kernels_get(),
-                        .mode = to->mode,
-                        .rows = rows,
-                        .columns = columns,
-                        .square = cast->square,
-                        .hadamard = cast->hadamard,
-                        .margin = cast->margin,
-                        .four_over_six = cast->four_over_six,
-                        .rng = cast->rng};
+    te_cpu_micro micro = {.kernels = te_cpu_kernels_get(),
+                          .mode = to->mode,
+                          .rows = rows,
+                          .columns = columns,
+                          .square = cast->square,
+                          .hadamard = cast->hadamard,
+                          .margin = cast->margin,
+                          .four_over_six = cast->four_over_six,
+                          .rng = cast->rng};
     const float *first = cast->row_scaled ? NULL : cast->partials;
     const float range = range_of(cast);
     const float *second = cast->column_partials != NULL ? cast->column_partials : cast->partials;
@@ -123,7 +107,7 @@ static void column_tops(const float *values, int64_t rows, int64_t columns, int3
 }
 
 /* 32 rows of a tile at (row, column) of the matrix. */
-static void mxfp8_band(const micro_cast *micro, const float *values, int64_t row, int64_t column,
+static void mxfp8_band(const te_cpu_micro *micro, const float *values, int64_t row, int64_t column,
                        int64_t rows, int64_t columns)
 {
     enum { GROUP = TE_MXFP8_GROUP };
@@ -204,7 +188,7 @@ static float tree_sum(float leaves[GROUP])
 }
 
 /* What a line of 16 loses with the scale that makes the group's largest magnitude `code`. */
-static float loss_of(const micro_cast *micro, float encode, const float *values, uint32_t top,
+static float loss_of(const te_cpu_micro *micro, float encode, const float *values, uint32_t top,
                      float code)
 {
     float scale = te_e4m3_to_f32(te_f32_to_e4m3(te_nvfp4_group_scale(top, encode, code)));
@@ -217,7 +201,7 @@ static float loss_of(const micro_cast *micro, float encode, const float *values,
 }
 
 /* What the largest magnitude of a group becomes: a line, or the 16 lines of a square. */
-static float code_of(const micro_cast *micro, float encode, const float *values, uint32_t top,
+static float code_of(const te_cpu_micro *micro, float encode, const float *values, uint32_t top,
                      int square)
 {
     float loss[2][GROUP] = {{0}};
@@ -231,7 +215,7 @@ static float code_of(const micro_cast *micro, float encode, const float *values,
 
 /* Codes and scale of a group whose largest magnitude is `top` and becomes `largest`; `index` counts
  * its first element for the random numbers. */
-static void nvfp4_group(const micro_cast *micro, float encode, const float *values, uint32_t top,
+static void nvfp4_group(const te_cpu_micro *micro, float encode, const float *values, uint32_t top,
                         float largest, uint64_t index, uint8_t *codes, uint8_t *scale)
 {
     unsigned code[GROUP];
@@ -261,8 +245,9 @@ typedef struct nvfp4_square {
 
 /* A line of 16 values of one form, whose data and scales begin at (line, along); `square` is NULL
  * where it has a scale of its own. `index`: of its first element, for the random numbers. */
-static void nvfp4_line(const micro_cast *micro, const micro_form *form, const float *values,
-                       const nvfp4_square *square, int64_t line, int64_t along, uint64_t index)
+static void nvfp4_line(const te_cpu_micro *micro, const te_cpu_micro_form *form,
+                       const float *values, const nvfp4_square *square, int64_t line, int64_t along,
+                       uint64_t index)
 {
     float encode = form->row_amax != NULL ? te_nvfp4_encode(form->row_amax[line]) : form->encode;
     uint32_t top = square != NULL ? square->top : group_top(values, 0);
@@ -272,7 +257,7 @@ static void nvfp4_line(const micro_cast *micro, const micro_form *form, const fl
 }
 
 /* 16 rows of a tile. Lines and columns of zeros fill the last group of either direction up. */
-static void nvfp4_band(const micro_cast *micro, const float *values, int64_t row, int64_t column,
+static void nvfp4_band(const te_cpu_micro *micro, const float *values, int64_t row, int64_t column,
                        int64_t rows, int64_t columns)
 {
     const int64_t wide = te_round_up(micro->columns, GROUP), high = te_round_up(micro->rows, GROUP);
@@ -303,7 +288,7 @@ static void nvfp4_band(const micro_cast *micro, const float *values, int64_t row
     }
 }
 
-static void cast_tile(const micro_cast *micro, const float *values, int64_t row, int64_t column)
+void te_cpu_micro_tile(const te_cpu_micro *micro, const float *values, int64_t row, int64_t column)
 {
     int64_t rows = te_cpu_min(ROWS, micro->rows - row);
     int64_t columns = te_cpu_min(COLUMNS, micro->columns - column);
@@ -318,8 +303,7 @@ static void cast_tile(const micro_cast *micro, const float *values, int64_t row,
     }
 }
 
-/* Writes the amax of each row. */
-static void measure_rows(const te_cast_request *cast, const te_cpu_matrix *input)
+void te_cpu_micro_measure_rows(const te_cast_request *cast, const te_cpu_matrix *input)
 {
     const te_cpu_kernels *kernels = te_cpu_kernels_get();
     const float range = range_of(cast);
@@ -334,27 +318,6 @@ static void measure_rows(const te_cast_request *cast, const te_cpu_matrix *input
             for (int64_t i = 0; i < n; i++) top = top_of(te_magnitude_bits(values[i]), top);
         }
         amax[row] = te_nvfp4_amax(te_float_of(top) * range);
-    }
-}
-
-void te_cpu_micro_quantize(const te_cast_request *cast, const te_cpu_matrix *input)
-{
-    if (cast->row_scaled && te_tensor_requested(&cast->result.row)) measure_rows(cast, input);
-    const micro_cast micro = begin(cast, input->rows, input->columns);
-    int64_t across = te_ceil_div(input->columns, COLUMNS);
-    int64_t tiles = te_ceil_div(input->rows, ROWS) * across;
-#pragma omp parallel for num_threads(te_cpu_threads(input->rows, input->columns))
-    for (int64_t tile = 0; tile < tiles; tile++) {
-        float values[ROWS][COLUMNS];
-        int64_t row = tile / across * ROWS, column = tile % across * COLUMNS;
-        int64_t rows = te_cpu_min(ROWS, input->rows - row);
-        int64_t columns = te_cpu_min(COLUMNS, input->columns - column);
-        if (rows < ROWS || columns < COLUMNS) memset(values, 0, sizeof values);
-        for (int64_t r = 0; r < rows; r++) {
-            micro.kernels->to_f32[input->dtype](te_cpu_at(input, row + r, column), values[r],
-                                                columns);
-        }
-        cast_tile(&micro, values[0], row, column);
     }
 }
 

@@ -190,9 +190,7 @@ te_status te_cpu_norm(const te_norm_args *args)
     const te_cpu_request request = {.cast = &args->cast};
     te_cpu_tiles tiles = te_cpu_tiles_begin(&request, input.count, input.columns, TE_DTYPE_F32, 1);
     tiles.source = normalized_row;
-    if (tiles.column.data == NULL && tiles.scaled.mode == TE_SCALING_NONE) {
-        tiles.tile_rows = SHORT_STRIP;
-    }
+    if (tiles.column.data == NULL && !te_cpu_tiles_hold(&tiles)) tiles.tile_rows = SHORT_STRIP;
     int32_t amax = 0;
     for (int pass = 0; pass < tiles.passes; pass++) {
         const te_cpu_tiles now = te_cpu_tiles_pass(&tiles, pass);

@@ -28,16 +28,12 @@ te_status te_cpu_quantize(const te_quantize_args *args)
                                     args->workspace_size};
     TE_TRY(te_cpu_check_sums(TE_OP_QUANTIZE, &args->input, &request));
     if (args->noop != NULL && *args->noop != 0.0F) return TE_OK;
-    if (te_scales_micro(args->cast.result.mode)) {
-        te_quantize_args sums = *args;
-        te_cpu_micro_quantize(&args->cast, &input);
-        memset(&sums.cast, 0, sizeof sums.cast);
-        return te_cpu_quantize(&sums);
-    }
     te_cpu_tiles tiles = te_cpu_tiles_begin(&request, input.rows, input.columns, input.dtype, 0);
     tiles.source = input_row;
+    if (tiles.micro.row.row_amax != NULL) te_cpu_micro_measure_rows(&args->cast, &input);
     /* With nothing to cast, measure or sum there is nothing to read. */
-    int32_t amax = tiles.quantize == NULL ? 0 : te_cpu_all_tiles(&tiles, &input);
+    int reads = tiles.quantize != NULL || te_cpu_tiles_hold(&tiles);
+    int32_t amax = reads ? te_cpu_all_tiles(&tiles, &input) : 0;
     te_cpu_tiles_end(&tiles, &request, amax);
     return TE_OK;
 }

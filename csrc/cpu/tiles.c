@@ -89,6 +89,26 @@ static void begin_scaled(te_cpu_tiles *tiles, const te_cast_request *cast)
     tiles->passes = result->mode == TE_SCALING_ROW ? 2 : 1;
 }
 
+/* Where quantized data goes, and how it is scaled; a scale of all of it is written. */
+static void begin_cast(te_cpu_tiles *tiles, const te_cast_request *cast)
+{
+    const te_operand *result = &cast->result;
+    if (te_scales_micro(result->mode)) {
+        if (!te_tensor_requested(&result->row) && !te_tensor_requested(&result->column)) return;
+        tiles->micro = te_cpu_micro_begin(cast, tiles->rows, tiles->columns);
+        return;
+    }
+    if (result->row.data != NULL) tiles->row = te_cpu_matrix_of(&result->row);
+    if (result->column.data != NULL) tiles->column = te_cpu_matrix_of(&result->column);
+    if (te_scales_own(result->mode)) {
+        begin_scaled(tiles, cast);
+    } else if (result->mode != TE_SCALING_NONE) {
+        tiles->scale = make_scale(cast, te_operand_dtype(result));
+        write_scales(&result->row_scales, tiles->scale);
+        write_scales(&result->column_scales, tiles->scale);
+    }
+}
+
 te_cpu_tiles te_cpu_tiles_begin(const te_cpu_request *request, int64_t rows, int64_t columns,
                                 te_dtype dtype, int made)
 {
@@ -105,24 +125,17 @@ te_cpu_tiles te_cpu_tiles_begin(const te_cpu_request *request, int64_t rows, int
     int with_sums = request->sums != NULL && request->sums->data != NULL;
     if (result->wide.data != NULL) tiles.wide = te_cpu_matrix_of(&result->wide);
     if (with_sums) tiles.sums = request->workspace;
-    if (result->row.data != NULL) tiles.row = te_cpu_matrix_of(&result->row);
-    if (result->column.data != NULL) tiles.column = te_cpu_matrix_of(&result->column);
-    if (te_scales_own(result->mode)) {
-        begin_scaled(&tiles, cast);
-    } else if (result->mode != TE_SCALING_NONE) {
-        tiles.scale = make_scale(cast, codes);
-        write_scales(&result->row_scales, tiles.scale);
-        write_scales(&result->column_scales, tiles.scale);
-    }
+    begin_cast(&tiles, cast);
     int casts = tiles.row.data != NULL || tiles.column.data != NULL;
     if (casts || with_sums || cast->amax != NULL || cast->amax_partials != NULL) {
         tiles.quantize =
             tiles.kernels->quantize[dtype][casts ? te_cpu_target(codes) : 0][with_sums];
     }
-    tiles.tile_columns = tiles.scaled.mode != TE_SCALING_NONE ? TE_CPU_SCALED_SIDE
-                         : tiles.column.data != NULL          ? TE_CPU_TILE_COLUMNS
-                         : made                               ? TE_CPU_MADE_COLUMNS
-                                                              : TE_CPU_READ_COLUMNS;
+    tiles.tile_columns = tiles.scaled.mode != TE_SCALING_NONE  ? TE_CPU_SCALED_SIDE
+                         : tiles.micro.mode != TE_SCALING_NONE ? TE_CPU_MICRO_COLUMNS
+                         : tiles.column.data != NULL           ? TE_CPU_TILE_COLUMNS
+                         : made                                ? TE_CPU_MADE_COLUMNS
+                                                               : TE_CPU_READ_COLUMNS;
     return tiles;
 }
 
@@ -150,28 +163,42 @@ void te_cpu_write_columns(const te_cpu_matrix *output, int64_t row, int64_t colu
     }
 }
 
-/* The same of a cast with scales of rows or tiles: all values are there before one is cast. */
-static void scaled_tile(const te_cpu_tiles *tiles, const void *self, int64_t row, int64_t column)
+enum { HELD_VALUES = TE_CPU_SCALED_SIDE * TE_CPU_SCALED_SIDE };
+_Static_assert((int)HELD_VALUES == (int)TE_CPU_MICRO_ROWS * (int)TE_CPU_MICRO_COLUMNS,
+               "tiles of one size");
+_Static_assert((int)TE_CPU_MICRO_ROWS == (int)TE_CPU_TILE_ROWS, "rows of one line of sums");
+
+/* The same of a cast with scales of rows, tiles or groups: all values are there before one is
+ * cast. */
+static void held_tile(const te_cpu_tiles *tiles, const void *self, int64_t row, int64_t column)
 {
-    float values[TE_CPU_SCALED_SIDE][TE_CPU_SCALED_SIDE];
-    const int64_t rows = te_cpu_min(TE_CPU_SCALED_SIDE, tiles->rows - row);
-    const int64_t columns = te_cpu_min(TE_CPU_SCALED_SIDE, tiles->columns - column);
+    float values[HELD_VALUES];
+    const int64_t pitch = tiles->tile_columns;
+    const int64_t rows = te_cpu_min(tiles->tile_rows, tiles->rows - row);
+    const int64_t columns = te_cpu_min(pitch, tiles->columns - column);
     const te_cpu_matrix *wide = &tiles->wide;
+    const int micro = tiles->micro.mode != TE_SCALING_NONE;
     float *sums = NULL;
     if (tiles->sums != NULL && !tiles->scaled.measures) {
-        sums = tiles->sums + row / TE_CPU_SCALED_SIDE * tiles->columns + column;
+        sums = tiles->sums + row / tiles->tile_rows * tiles->columns + column;
         memset(sums, 0, (size_t)columns * sizeof *sums);
     }
+    if (micro && (rows < tiles->tile_rows || columns < pitch)) memset(values, 0, sizeof values);
     for (int64_t r = 0; r < rows; r++) {
-        const void *made = tiles->source(self, row + r, column, columns, values[r]);
-        if (made != values[r]) tiles->kernels->to_f32[tiles->dtype](made, values[r], columns);
-        if (sums != NULL) tiles->kernels->add(sums, values[r], columns);
+        float *line = values + r * pitch;
+        const void *made = tiles->source(self, row + r, column, columns, line);
+        if (made != line) tiles->kernels->to_f32[tiles->dtype](made, line, columns);
+        if (sums != NULL) tiles->kernels->add(sums, line, columns);
         if (wide->data != NULL && !tiles->scaled.measures) {
-            tiles->kernels->from_f32[wide->dtype](values[r], te_cpu_at(wide, row + r, column),
-                                                  columns);
+            tiles->kernels->from_f32[wide->dtype](line, te_cpu_at(wide, row + r, column), columns);
         }
     }
-    te_cpu_scaled_tile(&tiles->scaled, values, row, column, rows, columns);
+    if (micro) {
+        te_cpu_micro_tile(&tiles->micro, values, row, column);
+    } else {
+        te_cpu_scaled_tile(&tiles->scaled, (float(*)[TE_CPU_SCALED_SIDE])values, row, column, rows,
+                           columns);
+    }
 }
 
 int32_t te_cpu_tile(const te_cpu_tiles *tiles, const void *self, int64_t row, int64_t column)
@@ -185,8 +212,8 @@ int32_t te_cpu_tile(const te_cpu_tiles *tiles, const void *self, int64_t row, in
                            .bytes = 1};
     float *sums = NULL;
     int32_t amax = 0;
-    if (tiles->scaled.mode != TE_SCALING_NONE) {
-        scaled_tile(tiles, self, row, column);
+    if (te_cpu_tiles_hold(tiles)) {
+        held_tile(tiles, self, row, column);
         return 0;
     }
     if (tiles->row.data != NULL) {

@@ -13,6 +13,7 @@
 
 #include "cpu/isa.h"
 #include "cpu/matrix.h"
+#include "cpu/microscale.h"
 #include "cpu/scaled_tiles.h"
 #include "cpu/transpose.h"
 
@@ -47,7 +48,8 @@ typedef struct te_cpu_tiles {
     float scale;
     float *sums;          /* [row tiles, columns], or NULL */
     te_dtype dtype;       /* of the source */
-    te_cpu_scaled scaled; /* a cast with scales of rows or tiles, in place of `quantize` */
+    te_cpu_scaled scaled; /* a cast with scales of rows or tiles, or */
+    te_cpu_micro micro;   /* of small groups, in place of `quantize` */
     int passes;           /* over all tiles */
 } te_cpu_tiles;
 
@@ -74,6 +76,11 @@ void te_cpu_write_columns(const te_cpu_matrix *output, int64_t row, int64_t colu
 /* Zeroes the columns of a matrix of bytes from `first` on. */
 void te_cpu_zero_columns(const te_cpu_matrix *output, int64_t first);
 
+/* Whether the cast sees all values of a tile before it casts one. */
+static inline int te_cpu_tiles_hold(const te_cpu_tiles *tiles)
+{
+    return tiles->scaled.mode != TE_SCALING_NONE || tiles->micro.mode != TE_SCALING_NONE;
+}
 /* Outputs and scale of a call over [rows, columns] whose source gives numbers of `dtype`; writes
  * the scales. `made`: the source makes its rows. */
 te_cpu_tiles te_cpu_tiles_begin(const te_cpu_request *request, int64_t rows, int64_t columns,

@@ -12,6 +12,15 @@
 #include "cuda/tiles.h"
 #include "cuda/widen.h"
 
+/* The kernels of a source. */
+#define BY_WAY(prefix)                                                                             \
+    {                                                                                              \
+        [TE_CUDA_BY_SCALE] = TE_CUDA_NAMES(prefix),                                                \
+        [TE_CUDA_BY_TILES] = TE_CUDA_NAMES(prefix "scaled_"),                                      \
+        [TE_CUDA_MXFP8] = TE_CUDA_NAMES(prefix "mxfp8_"),                                          \
+        [TE_CUDA_NVFP4] = TE_CUDA_NAMES(prefix "nvfp4_"),                                          \
+    }
+
 /* The function of one number in an activation, gated or not. */
 typedef struct shape {
     int shape; /* TE_SHAPE_* */
@@ -65,9 +74,8 @@ static int64_t value_columns(const te_tensor *input, te_activation_kind kind)
 
 te_status te_cuda_activation(void *self, te_context *context, const void *args_, void *stream)
 {
-    static const char *const kernels[2][2][TE_DTYPE_COUNT] = {
-        {TE_CUDA_NAMES("te_activation_"), TE_CUDA_NAMES("te_activation_gated_")},
-        {TE_CUDA_NAMES("te_activation_scaled_"), TE_CUDA_NAMES("te_activation_gated_scaled_")}};
+    static const char *const kernels[2][TE_CUDA_WAYS][TE_DTYPE_COUNT] = {
+        BY_WAY("te_activation_"), BY_WAY("te_activation_gated_")};
     const te_activation_args *args = args_;
     const te_cuda_tile_request request = {.op = TE_OP_ACTIVATION,
                                           .outputs = 1,
@@ -81,14 +89,13 @@ te_status te_cuda_activation(void *self, te_context *context, const void *args_,
     (void)self;
     TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
     set_input(&params, &args->input, args->kind, &args->params);
-    call.name = kernels[job.scaled][te_activation_is_gated(args->kind)][args->input.dtype];
+    call.name = kernels[te_activation_is_gated(args->kind)][job.way][args->input.dtype];
     return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
 }
 
 te_status te_cuda_softcap(void *self, te_context *context, const void *args_, void *stream)
 {
-    static const char *const kernels[2][TE_DTYPE_COUNT] = {TE_CUDA_NAMES("te_softcap_"),
-                                                           TE_CUDA_NAMES("te_softcap_scaled_")};
+    static const char *const kernels[TE_CUDA_WAYS][TE_DTYPE_COUNT] = BY_WAY("te_softcap_");
     const te_softcap_args *args = args_;
     const size_t bytes = te_dtype_bytes(args->input.dtype);
     const te_cuda_tile_request request = {.op = TE_OP_SOFTCAP,
@@ -105,7 +112,7 @@ te_status te_cuda_softcap(void *self, te_context *context, const void *args_, vo
     params.aligned =
         te_cuda_aligned(&params.input, bytes, 16) && te_cuda_aligned(&params.grad, bytes, 16);
     TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
-    call.name = kernels[job.scaled][args->input.dtype];
+    call.name = kernels[job.way][args->input.dtype];
     return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
 }
 
@@ -123,14 +130,12 @@ static te_cuda_tile_request backward_request(const te_activation_backward_args *
                                   .workspace_size = args->workspace_size};
 }
 
-/* Tiles of 128 columns that belong to both halves of the result: then it is made in fp32 and cast
- * from there. */
+/* Tiles that belong to both halves of the result: then it is made in fp32 and cast from there. */
 static int straddles(const te_activation_backward_args *args)
 {
-    const te_operand *to = &args->cast.result;
-    return te_scales_own(to->mode) && te_activation_is_gated(args->kind) &&
-           args->input.shape[1] / 2 % TE_SCALED_SIDE != 0 &&
-           (te_tensor_requested(&to->row) || te_tensor_requested(&to->column));
+    const te_cuda_way way = te_cuda_way_of(&args->cast.result);
+    return way != TE_CUDA_BY_SCALE && te_activation_is_gated(args->kind) &&
+           args->input.shape[1] / 2 % te_cuda_tile_side(way) != 0;
 }
 
 static size_t wide_bytes(const te_activation_backward_args *args)
@@ -191,10 +196,8 @@ te_status te_cuda_activation_backward_workspace(void *self, te_context *context,
 te_status te_cuda_activation_backward(void *self, te_context *context, const void *args_,
                                       void *stream)
 {
-    static const char *const kernels[2][2][TE_DTYPE_COUNT] = {
-        {TE_CUDA_NAMES("te_activation_backward_"), TE_CUDA_NAMES("te_activation_backward_gated_")},
-        {TE_CUDA_NAMES("te_activation_backward_scaled_"),
-         TE_CUDA_NAMES("te_activation_backward_gated_scaled_")}};
+    static const char *const kernels[2][TE_CUDA_WAYS][TE_DTYPE_COUNT] = {
+        BY_WAY("te_activation_backward_"), BY_WAY("te_activation_backward_gated_")};
     const te_activation_backward_args *args = args_;
     te_cuda_tile_request request = backward_request(args);
     te_activation_kernel_params params = {0};
@@ -215,6 +218,6 @@ te_status te_cuda_activation_backward(void *self, te_context *context, const voi
     params.grad = te_cuda_view(&grad);
     params.aligned =
         params.aligned && te_cuda_aligned(&params.grad, te_dtype_bytes(grad.dtype), 16);
-    call.name = kernels[job.scaled][te_activation_is_gated(args->kind)][input.dtype];
+    call.name = kernels[te_activation_is_gated(args->kind)][job.way][input.dtype];
     return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
 }

@@ -3,7 +3,6 @@
 
 #include "core/scales.h"
 #include "core/status.h"
-#include "cuda/kernels/microscale.h"
 #include "cuda/launch.h"
 #include "cuda/tiles.h"
 
@@ -12,6 +11,12 @@ static te_cuda_dims tile_grid(int64_t rows, int64_t columns)
 {
     const te_view all = {NULL, columns > 0 ? columns : 1, rows > 0 ? rows : 1, 0};
     return te_cuda_tile_dims(&all);
+}
+
+/* How much larger a tensor counts than it is. */
+static float range_of(const te_cast_request *cast)
+{
+    return cast->scales_to_256 ? TE_NVFP4_TO_256 : 1.0F;
 }
 
 static te_micro_form form_of(const te_tensor *data, const te_tensor *scales, const te_tensor *amax,
@@ -26,65 +31,42 @@ static te_micro_form form_of(const te_tensor *data, const te_tensor *scales, con
     return form;
 }
 
-/* Writes the amax of each row. */
-static te_status measure_rows(te_cuda_state *cuda, const te_quantize_args *args, float range,
-                              void *stream)
+te_cuda_call te_cuda_micro_rows_call(const te_quantize_args *args, te_nvfp4_rows_params *params)
 {
     static const char *const kernels[TE_DTYPE_COUNT] = TE_CUDA_NAMES("te_nvfp4_rows_");
     const int64_t rows = args->input.shape[0];
-    te_nvfp4_rows_params params = {.input = te_cuda_view(&args->input),
-                                   .amax = args->cast.result.row_amax.data,
-                                   .noop = args->noop,
-                                   .range = range};
-    te_cuda_call call = {
+    *params = (te_nvfp4_rows_params){.input = te_cuda_view(&args->input),
+                                     .amax = args->cast.result.row_amax.data,
+                                     .noop = args->noop,
+                                     .range = range_of(&args->cast)};
+    params->input_aligned = te_cuda_aligned(&params->input, te_dtype_bytes(args->input.dtype), 16);
+    return (te_cuda_call){
         "microscale",
         kernels[args->input.dtype],
         {rows < 65535 ? (uint32_t)rows : 65535, 1, 1, TE_CUDA_TILE_THREADS, 1, 1, 0},
-        &params,
-        sizeof params};
-    if (rows == 0) return TE_OK;
-    params.input_aligned = te_cuda_aligned(&params.input, te_dtype_bytes(args->input.dtype), 16);
-    return te_cuda_run(cuda, &call, 1, stream);
+        params,
+        sizeof *params};
 }
 
-te_status te_cuda_micro_quantize(te_cuda_state *cuda, const te_quantize_args *args, void *stream)
+te_micro_params te_cuda_micro_params(const te_cast_request *cast, int across)
 {
-    static const char *const mxfp8[TE_DTYPE_COUNT][TE_DTYPE_COUNT] = {
-#define X(I, i, O, o) [TE_DTYPE_##I][TE_DTYPE_##O] = "te_mxfp8_" #i "_" #o,
-        TE_MXFP8_INSTANCES(X)
-#undef X
-    };
-    static const char *const nvfp4[TE_DTYPE_COUNT] = TE_CUDA_NAMES("te_nvfp4_");
-    const te_cast_request *cast = &args->cast;
     const te_operand *to = &cast->result;
     const int fp4 = to->mode == TE_SCALING_NVFP4;
-    const te_dtype input = args->input.dtype, codes = te_operand_dtype(to);
     const float *second = cast->column_partials != NULL ? cast->column_partials : cast->partials;
     te_micro_params params = {
-        .input = te_cuda_view(&args->input),
         .row = form_of(&to->row, &to->row_scales, &to->row_amax, cast->partials, fp4 ? 4 : 8),
         .column = form_of(&to->column, &to->column_scales, &to->column_amax, second, fp4 ? 16 : 8),
         .rng = (const te_index *)cast->rng,
-        .noop = args->noop,
-        .height = te_round_up(args->input.shape[0], TE_SCALES_ROWS),
-        .fp8_max = te_dtype_max(codes),
+        .fp8_max = te_dtype_max(te_operand_dtype(to)),
+        .across = across,
         .square = cast->square,
         .hadamard = cast->hadamard,
         .margin = cast->margin,
         .four_over_six = cast->four_over_six != TE_FOUR_OVER_SIX_NONE,
         .squared = cast->four_over_six == TE_FOUR_OVER_SIX_MSE,
-        .range = cast->scales_to_256 ? TE_NVFP4_TO_256 : 1.0F};
-    te_cuda_call call = {
-        "microscale", fp4 ? nvfp4[input] : mxfp8[input][codes],
-        tile_grid(params.height, te_round_up(args->input.shape[1], TE_SCALES_ROWS)), &params,
-        sizeof params};
-    params.input_aligned = te_cuda_aligned(&params.input, te_dtype_bytes(input), 16);
+        .range = range_of(cast)};
     params.row.amax_per_row = cast->row_scaled != 0;
-    if (cast->row_scaled != 0 && te_tensor_requested(&to->row)) {
-        TE_TRY(measure_rows(cuda, args, params.range, stream));
-    }
-    if (params.height == 0) params.height = 1; /* the amax is written all the same */
-    return te_cuda_run(cuda, &call, 1, stream);
+    return params;
 }
 
 te_status te_cuda_hadamard_amax(te_cuda_state *cuda, const te_amax_args *args, void *stream)

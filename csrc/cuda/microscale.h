@@ -7,8 +7,12 @@
 #define TE_CUDA_MICROSCALE_H
 
 #include "cuda/driver.h"
+#include "cuda/kernels/microscale.h"
 
-te_status te_cuda_micro_quantize(te_cuda_state *cuda, const te_quantize_args *args, void *stream);
+/* What a kernel of micro_cast.cuh is told, with `across` tiles beside each other. */
+te_micro_params te_cuda_micro_params(const te_cast_request *cast, int across);
+/* The launch that writes the amax of each row (row_scaled), of at least one. */
+te_cuda_call te_cuda_micro_rows_call(const te_quantize_args *args, te_nvfp4_rows_params *params);
 /* Partial maxima of the transformed columns. */
 te_status te_cuda_hadamard_amax(te_cuda_state *cuda, const te_amax_args *args, void *stream);
 /* `raw`: without the factor of an NVFP4 tensor. */

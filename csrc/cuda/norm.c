@@ -108,7 +108,7 @@ static row_plan plan_rows(te_norm_params *params, size_t bytes, int64_t limit, t
 static int needs_tiles(const te_norm_args *args)
 {
     const te_operand *to = &args->cast.result;
-    if (te_scales_own(to->mode) && te_tensor_requested(&to->row)) return 1;
+    if (te_cuda_way_of(to) != TE_CUDA_BY_SCALE) return 1;
     return to->mode != TE_SCALING_NONE && te_tensor_requested(&to->column);
 }
 
@@ -218,8 +218,11 @@ static te_cuda_call plan_row_call(const te_cuda_state *cuda, const te_norm_args 
 
 te_status te_cuda_norm(void *self, te_context *context, const void *args_, void *stream)
 {
-    static const char *const tile_kernels[2][TE_DTYPE_COUNT] = {TE_CUDA_NAMES("te_norm_tile_"),
-                                                                TE_CUDA_NAMES("te_norm_scaled_")};
+    static const char *const tile_kernels[TE_CUDA_WAYS][TE_DTYPE_COUNT] = {
+        [TE_CUDA_BY_SCALE] = TE_CUDA_NAMES("te_norm_tile_"),
+        [TE_CUDA_BY_TILES] = TE_CUDA_NAMES("te_norm_scaled_"),
+        [TE_CUDA_MXFP8] = TE_CUDA_NAMES("te_norm_mxfp8_"),
+        [TE_CUDA_NVFP4] = TE_CUDA_NAMES("te_norm_nvfp4_")};
     const te_norm_args rows_args = by_rows(args_), *args = &rows_args;
     te_cast_request cast = args->cast; /* what the tiles do of it */
     const te_cuda_tile_request request = cast_request(args, &cast);
@@ -238,7 +241,7 @@ te_status te_cuda_norm(void *self, te_context *context, const void *args_, void 
     cast.result.wide.data = NULL; /* by the launch on rows */
     cast.amax_partials = NULL;
     TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
-    call.name = tile_kernels[job.scaled][args->input.dtype];
+    call.name = tile_kernels[job.way][args->input.dtype];
     params.input = rows.input;
     params.input_aligned = rows.input_aligned;
     params.factors = rows.factors;

@@ -5,8 +5,6 @@
  */
 #include "cuda/tiles.h"
 
-#include <string.h>
-
 #include "core/operand.h"
 #include "core/scales.h"
 #include "core/status.h"
@@ -31,22 +29,12 @@ static te_cuda_tile_request quantize_request(const te_quantize_args *args)
                                   .workspace_size = args->workspace_size};
 }
 
-/* The column sums of a call, without its cast. */
-static te_quantize_args sums_alone(const te_quantize_args *args)
-{
-    te_quantize_args sums = *args;
-    memset(&sums.cast, 0, sizeof sums.cast);
-    return sums;
-}
-
 /* Column sums of several row groups meet in the workspace. */
 te_status te_cuda_quantize_workspace(void *self, te_context *context, const void *args_,
                                      size_t *bytes)
 {
     const te_quantize_args *args = args_;
-    const te_quantize_args sums = sums_alone(args);
-    const te_cuda_tile_request request =
-        quantize_request(te_scales_micro(args->cast.result.mode) ? &sums : args);
+    const te_cuda_tile_request request = quantize_request(args);
     (void)self, (void)context;
     *bytes = te_cuda_tile_workspace(&request);
     return TE_OK;
@@ -54,30 +42,36 @@ te_status te_cuda_quantize_workspace(void *self, te_context *context, const void
 
 te_status te_cuda_quantize(void *self, te_context *context, const void *args_, void *stream)
 {
-    static const char *const kernels[2][TE_DTYPE_COUNT][TE_DTYPE_COUNT + 1] = {
-#define X(I, i, O, o) [0][TE_DTYPE_##I][TE_DTYPE_##O] = "te_quantize_" #i "_" #o,
+    static const char *const kernels[TE_CUDA_WAYS][TE_DTYPE_COUNT][TE_DTYPE_COUNT + 1] = {
+#define X(I, i, O, o) [TE_CUDA_BY_SCALE][TE_DTYPE_##I][TE_DTYPE_##O] = "te_quantize_" #i "_" #o,
         TE_QUANTIZE_INSTANCES(X)
 #undef X
-#define X(I, i, O, o) [1][TE_DTYPE_##I][TE_DTYPE_##O] = "te_quantize_scaled_" #i "_" #o,
+#define X(I, i, O, o)                                                                              \
+    [TE_CUDA_BY_TILES][TE_DTYPE_##I][TE_DTYPE_##O] = "te_quantize_scaled_" #i "_" #o,
             TE_QUANTIZE_SCALED_INSTANCES(X)
 #undef X
+#define X(I, i, O, o) [TE_CUDA_MXFP8][TE_DTYPE_##I][TE_DTYPE_##O] = "te_mxfp8_" #i "_" #o,
+                TE_MXFP8_INSTANCES(X)
+#undef X
     };
+    static const char *const nvfp4[TE_DTYPE_COUNT] = TE_CUDA_NAMES("te_nvfp4_");
     const te_quantize_args *args = args_;
     const te_cuda_tile_request request = quantize_request(args);
+    const int by_rows = args->cast.row_scaled != 0 && args->input.shape[0] > 0 &&
+                        te_tensor_present(&args->cast.result.row);
     te_quantize_params params = {.input = te_cuda_view(&args->input)};
-    te_cuda_call call = {.family = "quantize", .params = &params, .params_size = sizeof params};
+    te_cuda_call call = {.params = &params, .params_size = sizeof params}, rows_call;
+    te_nvfp4_rows_params rows;
     te_cuda_tile_job job;
     (void)self;
-    if (te_scales_micro(args->cast.result.mode)) {
-        const te_quantize_args sums = sums_alone(args);
-        TE_TRY(te_cuda_micro_quantize(te_context_state(context), args, stream));
-        if (!te_tensor_present(&args->bias_grad)) return TE_OK;
-        return te_cuda_quantize(self, context, &sums, stream);
-    }
     TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
     params.input_aligned = te_cuda_aligned(&params.input, te_dtype_bytes(args->input.dtype), 16);
-    call.name = kernels[job.scaled][args->input.dtype][job.dtype];
-    return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
+    call.family = te_cuda_is_micro(job.way) ? "microscale" : "quantize";
+    call.name = job.way == TE_CUDA_NVFP4 ? nvfp4[args->input.dtype]
+                                         : kernels[job.way][args->input.dtype][job.dtype];
+    if (by_rows) rows_call = te_cuda_micro_rows_call(args, &rows);
+    return te_cuda_run_tile_job(te_context_state(context), &job, &call, by_rows ? &rows_call : NULL,
+                                stream);
 }
 
 te_status te_cuda_amax(void *self, te_context *context, const void *args_, void *stream)

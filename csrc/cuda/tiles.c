@@ -6,6 +6,7 @@
 #include "core/check.h"
 #include "core/scales.h"
 #include "core/status.h"
+#include "cuda/microscale.h"
 
 #define TARGET_BLOCKS                                                                              \
     4096             /* beyond, a block takes several tiles: fastest for quantize at 8192 x 4096 */
@@ -22,32 +23,60 @@ typedef struct tiling {
     int64_t depth;   /* row tiles of a group */
 } tiling;
 
-/* Whether the kernel of scaled_cast.cuh makes it. */
-static int is_scaled(const te_operand *to)
+te_cuda_way te_cuda_way_of(const te_operand *result)
 {
-    return te_scales_own(to->mode) &&
-           (te_tensor_requested(&to->row) || te_tensor_requested(&to->column));
+    if (!te_tensor_requested(&result->row) && !te_tensor_requested(&result->column)) {
+        return TE_CUDA_BY_SCALE;
+    }
+    if (result->mode == TE_SCALING_MXFP8) return TE_CUDA_MXFP8;
+    if (result->mode == TE_SCALING_NVFP4) return TE_CUDA_NVFP4;
+    return te_scales_own(result->mode) ? TE_CUDA_BY_TILES : TE_CUDA_BY_SCALE;
+}
+
+int64_t te_cuda_tile_side(te_cuda_way way)
+{
+    return way == TE_CUDA_BY_TILES ? TE_SCALED_SIDE : TE_CUDA_TILE;
+}
+
+/* Rows and columns that tiles go over: the padding of either usage, and of scales of groups, is
+ * written by the tiles that reach into it. Shapes alone decide: the workspace query reads no
+ * pointers. */
+static void plan_extent(const te_cuda_tile_request *request, te_cuda_way way, int64_t *rows,
+                        int64_t *columns)
+{
+    const te_operand *to = &request->cast->result;
+    const int64_t each = way == TE_CUDA_NVFP4 ? 2 : 1;            /* elements of a byte */
+    int64_t *const along = way == TE_CUDA_MXFP8 ? columns : rows; /* a row of the column-wise */
+    *rows = request->rows;
+    *columns = request->outputs * request->columns;
+    if (te_cuda_is_micro(way)) {
+        *rows = te_round_up(*rows, TE_SCALES_ROWS);
+        *columns = te_round_up(*columns, TE_SCALES_ROWS);
+    }
+    if (to->row.ndim == 2 && to->row.shape[1] * each > *columns) {
+        *columns = to->row.shape[1] * each;
+    }
+    if (to->column.ndim == 2 && to->column.shape[1] * each > *along) {
+        *along = to->column.shape[1] * each;
+    }
+    *columns -= (request->outputs - 1) * request->columns;
 }
 
 static tiling plan_tiles(const te_cuda_tile_request *request)
 {
-    const te_operand *to = &request->cast->result;
-    const int64_t before = (request->outputs - 1) * request->columns;
-    const int64_t side = is_scaled(to) ? TE_SCALED_SIDE : TE_CUDA_TILE;
-    int64_t rows = request->rows, columns = request->columns, row_tiles, minimum;
-    tiling tiles;
-    /* The padding of either usage is written by the tiles that reach into it. Shapes alone decide:
-     * the workspace query reads no pointers. */
-    if (to->column.ndim == 2 && to->column.shape[1] > rows) rows = to->column.shape[1];
-    if (to->row.ndim == 2 && to->row.shape[1] - before > columns) {
-        columns = to->row.shape[1] - before;
-    }
+    const te_cuda_way way = te_cuda_way_of(&request->cast->result);
+    const int64_t side = te_cuda_tile_side(way);
+    int64_t rows, columns, row_tiles, minimum;
+    tiling tiles = {.depth = 1};
+    plan_extent(request, way, &rows, &columns);
     row_tiles = rows > 0 ? te_ceil_div(rows, side) : 1;
     tiles.columns = columns > 0 ? te_ceil_div(columns, side) : 1;
-    tiles.depth = side == TE_CUDA_TILE ? row_tiles * tiles.columns / TARGET_BLOCKS : 1;
-    if (tiles.depth > MAX_DEPTH) tiles.depth = MAX_DEPTH;
-    minimum = te_ceil_div(row_tiles, TE_CUDA_MAX_GRID_Y);
-    if (tiles.depth < minimum && side == TE_CUDA_TILE) tiles.depth = minimum;
+    if (way == TE_CUDA_BY_SCALE) {
+        tiles.depth = row_tiles * tiles.columns / TARGET_BLOCKS;
+        if (tiles.depth > MAX_DEPTH) tiles.depth = MAX_DEPTH;
+        minimum = te_ceil_div(row_tiles, TE_CUDA_MAX_GRID_Y);
+        if (tiles.depth < minimum) tiles.depth = minimum;
+    }
     tiles.groups = te_ceil_div(row_tiles, tiles.depth);
     return tiles;
 }
@@ -72,9 +101,15 @@ te_cast_target te_cuda_cast_target(const te_cuda_tile_request *request, te_dtype
         te_tensor_present(&to->row_scales) ? &to->row_scales : &to->column_scales;
     /* The second half begins where the first ends. */
     const int halves_aligned = request->outputs == 1 || request->columns % 8 == 0;
+    const te_cuda_way way = te_cuda_way_of(to);
     te_cast_target target = {.amax = cast->amax};
     *dtype = TE_DTYPE_COUNT;
     if (to->mode == TE_SCALING_NONE) return target;
+    if (te_scales_micro(to->mode)) { /* te_cuda_micro_params has all else */
+        if (te_cuda_is_micro(way)) *dtype = te_operand_dtype(to);
+        target.e5m2 = *dtype == TE_DTYPE_E5M2;
+        return target;
+    }
     if (!te_scales_own(to->mode)) {
         target.scale = cast->scale;
         target.partials = cast->partials;
@@ -93,7 +128,7 @@ te_cast_target te_cuda_cast_target(const te_cuda_tile_request *request, te_dtype
         target.column_aligned = te_cuda_aligned(&target.column, 1, 16);
     }
     target.fp8_max = te_dtype_max(te_operand_dtype(to));
-    if (target.row.data != NULL || target.column.data != NULL || is_scaled(to)) {
+    if (target.row.data != NULL || target.column.data != NULL || way == TE_CUDA_BY_TILES) {
         *dtype = te_operand_dtype(to);
     }
     target.e5m2 = *dtype == TE_DTYPE_E5M2;
@@ -149,11 +184,10 @@ te_status te_cuda_plan_tile_job(const te_cuda_tile_request *request, te_tile_par
 {
     const tiling tiles = plan_tiles(request);
     const te_tensor *wide = &request->cast->result.wide;
-    const int scaled = is_scaled(&request->cast->result);
-    const uint32_t threads = scaled ? TE_SCALED_THREADS : TE_CUDA_TILE_THREADS;
+    const te_cuda_way way = te_cuda_way_of(&request->cast->result);
+    const uint32_t threads = way == TE_CUDA_BY_TILES ? TE_SCALED_THREADS : TE_CUDA_TILE_THREADS;
     *job = (te_cuda_tile_job){
-        .dims = {(uint32_t)tiles.columns, (uint32_t)tiles.groups, 1, threads, 1, 1, 0},
-        .scaled = scaled};
+        .dims = {(uint32_t)tiles.columns, (uint32_t)tiles.groups, 1, threads, 1, 1, 0}, .way = way};
     *tile = (te_tile_params){.rows = request->rows,
                              .columns = request->columns,
                              .to = te_cuda_cast_target(request, &job->dtype),
@@ -161,8 +195,10 @@ te_status te_cuda_plan_tile_job(const te_cuda_tile_request *request, te_tile_par
                              .amax_partials = request->cast->amax_partials,
                              .depth = (int)tiles.depth,
                              .from_bottom = request->cast->partials != NULL};
-    if (scaled) {
-        tile->scaled = plan_scaled(request, &tiles);
+    if (way == TE_CUDA_BY_TILES) tile->scaled = plan_scaled(request, &tiles);
+    if (te_cuda_is_micro(way))
+        tile->micro = te_cuda_micro_params(request->cast, (int)tiles.columns);
+    if (way != TE_CUDA_BY_SCALE) { /* a block has one tile */
         job->dims.grid_x = (uint32_t)(tiles.columns * tiles.groups);
         job->dims.grid_y = 1;
     }
@@ -238,7 +274,8 @@ te_status te_cuda_run_tile_job(te_cuda_state *cuda, const te_cuda_tile_job *job,
     }
     calls[count] = *kernel;
     calls[count].dims = job->dims;
-    if (job->scaled && ((const te_tile_params *)kernel->params)->scaled.mode == TE_SCALED_ROW) {
+    if (job->way == TE_CUDA_BY_TILES &&
+        ((const te_tile_params *)kernel->params)->scaled.mode == TE_SCALED_ROW) {
         plan_measuring(kernel, &rows);
         calls[count + 2] = calls[count + 1] = calls[count];
         calls[count] = (te_cuda_call){"quantize",

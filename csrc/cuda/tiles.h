@@ -42,6 +42,20 @@ typedef struct te_cuda_tile_request {
     size_t workspace_size;
 } te_cuda_tile_request;
 
+/* Which kernel makes a cast. */
+typedef enum te_cuda_way {
+    TE_CUDA_BY_SCALE, /* one for all of it, or no cast: tile_cast.cuh */
+    TE_CUDA_BY_TILES, /* scales of rows or tiles: scaled_cast.cuh */
+    TE_CUDA_MXFP8,    /* of small groups: micro_cast.cuh */
+    TE_CUDA_NVFP4,
+    TE_CUDA_WAYS
+} te_cuda_way;
+
+static inline int te_cuda_is_micro(te_cuda_way way)
+{
+    return way == TE_CUDA_MXFP8 || way == TE_CUDA_NVFP4;
+}
+
 /* The launches of one call. */
 typedef struct te_cuda_tile_job {
     te_dtype dtype; /* of the bytes; TE_DTYPE_COUNT: nothing is cast */
@@ -49,7 +63,7 @@ typedef struct te_cuda_tile_job {
     te_fill_params clear;
     te_quantize_sums_params sums;
     int clears, adds; /* whether the launches before and after take place */
-    int scaled;       /* with scales of rows or tiles: the kernel of scaled_cast.cuh */
+    te_cuda_way way;
 } te_cuda_tile_job;
 
 /* Parameters of any kernel on tiles. */
@@ -59,6 +73,10 @@ typedef union te_cuda_tile_params_copy {
     te_activation_kernel_params activation;
     te_norm_tile_params norm;
 } te_cuda_tile_params_copy;
+
+/* What casts a result, and the rows and columns of its tiles. */
+te_cuda_way te_cuda_way_of(const te_operand *result);
+int64_t te_cuda_tile_side(te_cuda_way way);
 
 /* Bytes of workspace; pointers are not read. */
 size_t te_cuda_tile_workspace(const te_cuda_tile_request *request);

@@ -220,8 +220,8 @@ typedef struct te_operand {
  * the largest number of the dtype that the values have (fp32 where they are computed). Neither
  * scale nor partials are given, and neither amax nor amax_partials is written.
  *
- * MXFP8, NVFP4: of te_quantize alone; what a scale is, core/microscale.h says. For NVFP4 partials
- * are given; what follows `power_2_scale` is theirs. */
+ * MXFP8, NVFP4: what a scale is, core/microscale.h says. For NVFP4 partials are given, of values
+ * that an operator computes those of a call before; what follows `power_2_scale` is theirs. */
 typedef enum te_four_over_six {
     TE_FOUR_OVER_SIX_NONE = 0,
     TE_FOUR_OVER_SIX_MAE = 1, /* by the sum of errors */
@@ -252,8 +252,8 @@ typedef struct te_cast_request {
     int32_t four_over_six; /* NVFP4: te_four_over_six: a group's largest magnitude becomes 4 instead
                               of 6 where that loses less; to nearest, and nothing transformed */
     int32_t scales_to_256; /* NVFP4: scales go up to 256 instead of 448, so that 4 has one */
-    int32_t row_scaled;    /* NVFP4: `row` has an amax for each row, which the cast finds; not with
-                              `square` */
+    int32_t row_scaled;    /* NVFP4: `row` has an amax for each row, which the cast finds; of
+                              te_quantize alone, not with `square` */
 } te_cast_request;
 
 #ifdef __cplusplus

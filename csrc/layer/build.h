@@ -241,7 +241,7 @@ void te_set_number(te_build *build, te_stage *stage, const char *field, double v
 /* What a casting stage is asked for; TE_NO_BUFFER where it is not wanted. */
 typedef struct te_cast_to {
     int32_t wide, row, row_scales, column, column_scales, bias_grad, amax_partials;
-    int32_t row_amax, column_amax, column_partials, rng; /* of te_quantize alone */
+    int32_t row_amax, column_amax, column_partials, rng; /* of MXFP8 and NVFP4 */
     int32_t square;
     int32_t scale, history, partials; /* where the scale comes from: a chunk, or partial maxima */
     int32_t given;                    /* or the scales of an earlier cast */

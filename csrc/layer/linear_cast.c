@@ -273,7 +273,8 @@ static void cast_source(te_build *build, int32_t k, te_linear_source from, int f
     int32_t wide;
     te_cast_to cast = cast_to(build, k, role, forms);
     te_stage *stage;
-    if (rule->separate || te_linear_is_external(build, k, stages->quantize) ||
+    if (te_is_cast_apart(&node->quantization, role) ||
+        te_linear_is_external(build, k, stages->quantize) ||
         (measured && te_linear_is_external(build, k, stages->amax))) {
         te_linear_write_source(build, k, &from, TE_NO_BUFFER);
     }
@@ -353,7 +354,9 @@ void te_linear_quantize_again(te_build *build, int32_t k, te_operand_role role, 
     te_linear_source from = te_linear_source_of(build, k, role);
     te_cast_to cast = cast_to(build, k, role, forms);
     te_stage *stage;
-    if (rule->separate) te_linear_write_source(build, k, &from, TE_NO_BUFFER);
+    if (te_is_cast_apart(&te_node(build, k)->quantization, role)) {
+        te_linear_write_source(build, k, &from, TE_NO_BUFFER);
+    }
     if (makes_scales_again(rule)) {
         if (rule->scale == TE_SCALE_MEASURED) {
             measure_for(build, k, &from, TE_NO_BUFFER, forms, &cast);

@@ -2,6 +2,7 @@
  *
  * linear_check.c - whether a linear node can be.
  */
+#include "core/scales.h"
 #include "core/status.h"
 #include "layer/build.h"
 #include "layer/recipe.h"
@@ -179,7 +180,8 @@ static te_status check_tiles(const te_graph_desc *graph, const te_node_desc *nod
     int own = 0;
     for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
         const te_recipe_rule *rule = te_recipe_rule_of(&node->quantization, (te_operand_role)role);
-        own |= rule->scale == TE_SCALE_OWN || rule->separate;
+        own |= rule->scale == TE_SCALE_OWN || te_scales_micro(rule->mode) ||
+               te_is_made_outside(&node->quantization, (te_operand_role)role);
     }
     if (!own) return TE_OK;
     if (node->gather > 1) {

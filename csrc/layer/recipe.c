@@ -43,20 +43,22 @@
     {                                                                                              \
         DIM(rows, 1), TILES(columns, 16, 2)                                                        \
     }
-#define MICRO(scaling, source, is_square, can_be, row_form, column_form, ...)                      \
+#define MICRO(scaling, source, apart, is_square, can_be, row_form, column_form, ...)               \
     {                                                                                              \
-        .mode = (scaling), .scale = (source), .dtypes = (can_be), .separate = 1,                   \
+        .mode = (scaling), .scale = (source), .dtypes = (can_be), .separate = (apart),             \
         .square = (is_square), .row = row_form, .column = column_form, .usage = __VA_ARGS__        \
     }
 #define MXFP8(is_square, ...)                                                                      \
-    MICRO(TE_SCALING_MXFP8, TE_SCALE_OWN, is_square, E4M3 | E5M2,                                  \
+    MICRO(TE_SCALING_MXFP8, TE_SCALE_OWN, 0, is_square, E4M3 | E5M2,                               \
           MICRO_FORM(TE_LINK_VALUE, TE_LINK_ROW_SCALES, MATRIX(1, 2), DIM(1, 128),                 \
                      TILES(2, 128, 32)),                                                           \
           MICRO_FORM(TE_LINK_VALUE, TE_LINK_COLUMN_SCALES, MATRIX(1, 2), TILES(1, 128, 32),        \
                      DIM(2, 128)),                                                                 \
           __VA_ARGS__)
+/* The amaxes of rows and of transformed columns are found in a matrix. */
+#define FP4_APART (TE_CAST_HADAMARD | TE_CAST_ROW_SCALED)
 #define NVFP4(is_square, ...)                                                                      \
-    MICRO(TE_SCALING_NVFP4, TE_SCALE_MEASURED, is_square, 1U << TE_DTYPE_U8,                       \
+    MICRO(TE_SCALING_NVFP4, TE_SCALE_MEASURED, FP4_APART, is_square, 1U << TE_DTYPE_U8,            \
           MICRO_FORM(TE_LINK_ROW_AMAX, TE_LINK_ROW_SCALES, PACKED(1, 2), DIM(1, 128),              \
                      TILES(2, 64, 16)),                                                            \
           MICRO_FORM(TE_LINK_COLUMN_AMAX, TE_LINK_COLUMN_SCALES, PACKED(2, 1), DIM(2, 128),        \
@@ -114,7 +116,7 @@
     }
 #define OUTSIDE(...)                                                                               \
     {                                                                                              \
-        .mode = TE_SCALING_NONE, .separate = 1, .row = PLAIN, .column = PLAIN,                     \
+        .mode = TE_SCALING_NONE, .row = PLAIN, .column = PLAIN,                                    \
         .dtypes = 1U << TE_DTYPE_F32 | 1U << TE_DTYPE_F16 | 1U << TE_DTYPE_BF16,                   \
         .usage = __VA_ARGS__                                                                       \
     }
@@ -147,6 +149,12 @@ const te_recipe_rule *te_recipe_rule_of(const te_quantization *quantization, te_
     const te_operand_role as = te_cast_as(role);
     const te_operand_cast *cast = &quantization->casts[as];
     return &rules[cast->recipe][(cast->options & TE_CAST_TILES_2D) != 0][as];
+}
+
+int te_is_cast_apart(const te_quantization *quantization, te_operand_role role)
+{
+    return te_is_made_outside(quantization, role) ||
+           te_cast_has(quantization, role, te_recipe_rule_of(quantization, role)->separate);
 }
 
 te_link te_usage_of(const te_quantization *quantization, te_operand_role role, te_linear_gemm gemm)

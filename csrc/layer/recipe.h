@@ -38,9 +38,10 @@ typedef struct te_form_rule {
 typedef struct te_recipe_rule {
     te_scaling_mode mode;
     te_scale_source scale;
-    uint32_t dtypes;  /* 1 << te_dtype of those that it can have */
-    int32_t separate; /* only te_quantize casts to it: other operators write high precision */
-    int32_t square;   /* of a mode that has no other for tiles as high as they are wide */
+    uint32_t dtypes;   /* 1 << te_dtype of those that it can have */
+    uint32_t separate; /* TE_CAST_* options whose maxima are found in a matrix, so that who makes
+                          the values writes them in high precision */
+    int32_t square;    /* of a mode that has no other for tiles as high as they are wide */
     te_form_rule row, column;
     te_link usage[TE_LINEAR_GEMMS]; /* see te_usage_of */
 } te_recipe_rule;
@@ -81,6 +82,9 @@ static inline int te_is_made_outside(const te_quantization *quantization, te_ope
     return quantization->casts[te_cast_as(role)].recipe == TE_RECIPE_EXTERNAL;
 }
 const te_recipe_rule *te_recipe_rule_of(const te_quantization *quantization, te_operand_role role);
+/* Whether who makes an operand writes it in high precision for its cast, whatever its forms are:
+ * all of them are casts of the same values. */
+int te_is_cast_apart(const te_quantization *quantization, te_operand_role role);
 /* The form of an operand that a GEMM reads; VALUE: high precision. */
 te_link te_usage_of(const te_quantization *quantization, te_operand_role role, te_linear_gemm gemm);
 /* Whether a GEMM reads one that is not in high precision. */

@@ -19,6 +19,8 @@ from fp8_output import (
     padding,
 )
 from layer_reference import ACTIVATIONS, GATED, activation, activation_grad_terms, wide
+from micro_output import MICRO, check_micro, check_no_rows
+from micro_output import SHAPES as MICRO_SHAPES
 from operands import operand
 from refusals import check_refused
 from scaled_output import MODES, check_scaled
@@ -238,6 +240,28 @@ def test_scales_of_rows_and_tiles(device, name, shape, epsilon, power_2, mode, r
     problem = Problem(rng, device, name, shape, (BF16, BF16))
     for usage in USAGES:
         check_scaled(problem, mode, E4M3, epsilon, power_2, usage=usage, pad=(3, 5))
+
+
+@pytest.mark.parametrize("shape", MICRO_SHAPES, ids=str)
+@pytest.mark.parametrize("cast", MICRO)
+@pytest.mark.parametrize("name", ["gelu", "swiglu", "clamped_swiglu"])
+def test_small_groups(device, name, cast, shape, rng):
+    problem = Problem(rng, device, name, shape, (BF16, BF16))
+    for usage in USAGES:
+        check_micro(problem, cast, rng, usage=usage, sums=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("source", HIGH, ids=name_of)
+@pytest.mark.parametrize("cast", ["mxfp8", "nvfp4"])
+def test_small_groups_layouts(device, cast, source, layout, rng):
+    problem = Problem(rng, device, "swiglu", (67, 192), (source, source), layout=layout)
+    check_micro(problem, cast, rng, pad=(3, 5), layout=layout)
+
+
+@pytest.mark.parametrize("cast", MICRO)
+def test_small_groups_of_no_rows(device, cast, rng):
+    check_no_rows(Problem(rng, device, "swiglu", (0, 40)), cast, rng)
 
 
 @pytest.mark.parametrize("usage", USAGES)

@@ -20,6 +20,7 @@ from microscaled import (
     nvfp4_values,
     one_usage,
     partials,
+    uniform_numbers,
 )
 from reference import as_f32
 from tols import BF16, E4M3, E5M2, EPS, F32, tol
@@ -170,34 +171,15 @@ def test_hadamard_is_the_matrix(rng):
 # ---- stochastic rounding -------------------------------------------------------------------------
 
 
-def uniform_of(seed, offset, first, count):
-    """The uniform numbers of elements first .. first + count - 1, from the definition of Philox."""
-    counter = np.uint64(offset) + np.arange(first // 4, (first + count) // 4, dtype=np.uint64)
-    c = [counter & 0xFFFFFFFF, counter >> np.uint64(32), np.zeros_like(counter), 0 * counter]
-    keys = [seed & 0xFFFFFFFF, seed >> 32]
-    for _ in range(10):
-        p = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
-        low = [v & np.uint64(0xFFFFFFFF) for v in p]
-        high = [v >> np.uint64(32) for v in p]
-        c = [high[1] ^ c[1] ^ np.uint64(keys[0]), low[1], high[0] ^ c[3] ^ np.uint64(keys[1])]
-        c.append(low[0])
-        keys = [(keys[0] + 0x9E3779B9) % 2**32, (keys[1] + 0xBB67AE85) % 2**32]
-    return (np.stack(c, -1).reshape(-1) >> np.uint64(8)).astype(np.float64) * 2.0**-24
-
-
 @pytest.mark.parametrize("rht", [False, True])
 @pytest.mark.parametrize("shape", [(64, 64), (33, 50)], ids=str)
 def test_stochastic_bits(device, rht, shape, rng):
     """The same bits on every backend, from the pair alone."""
     x = groups_of_kinds(rng, shape, BF16, ("random", "zero", "outlier"))
     seed, offset = (int(v) for v in rng.integers(0, 2**62, 2))
-    rows, columns = shape
-    wide, high = -(-columns // 16) * 16, -(-rows // 16) * 16
-    by_row = uniform_of(seed, offset, 0, rows * wide).reshape(rows, wide)
-    by_column = uniform_of(seed, offset, rows * wide, columns * high).reshape(columns, high)
     pair = torch.tensor([seed, offset], device=device)
     actual = cast(x.to(device), NVFP4, rht=rht, rng=pair)
-    wanted = expected(x, NVFP4, rht=rht, random=(by_row, by_column))
+    wanted = expected(x, NVFP4, rht=rht, random=uniform_numbers(seed, offset, shape))
     for name, value in actual.items():
         if name != "mode":
             assert_bits(value.cpu(), wanted[name])
@@ -350,11 +332,11 @@ def test_what_mxfp8_does_not_have():
             _core.quantize(x, **data, **more)
 
 
-def test_other_operators_do_not_cast_to_them():
+def test_rows_are_measured_by_quantize_alone():
     x = torch.ones(32, 32)
-    data = one_usage(cast(x, MXFP8), "row")
-    with pytest.raises(ValueError, match="te_quantize alone"):
-        _core.softcap(x, 1.0, **data)
+    data = one_usage(cast(x, NVFP4, row_scaled=True), "row")
+    with pytest.raises(ValueError, match="row_scaled: te_quantize alone"):
+        _core.softcap(x, 1.0, **data, row_scaled=1)
 
 
 def test_wrong_dtypes():

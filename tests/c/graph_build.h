@@ -134,6 +134,18 @@ static inline te_node_desc *graph_node(graph *g, te_node_kind kind, const char *
     return node;
 }
 
+/* All operands of a linear node are cast as a recipe has it. */
+static inline void graph_cast(te_node_desc *node, te_recipe recipe)
+{
+    for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
+        int32_t dtype = recipe == TE_RECIPE_NVFP4 ? TE_DTYPE_U8
+                        : role == TE_GRAD_OPERAND ? TE_DTYPE_E5M2
+                                                  : TE_DTYPE_E4M3;
+        node->quantization.casts[role] =
+            (te_operand_cast){.recipe = (int32_t)recipe, .dtype = dtype};
+    }
+}
+
 /* y = x W^T + b with a weight and a bias of its own; slots 3 k and 2 k of the owner's k-th one. */
 static inline te_node_desc *graph_linear(graph *g, const char *name, int32_t x, int32_t y,
                                          uint32_t weight_flags)
@@ -147,11 +159,7 @@ static inline te_node_desc *graph_linear(graph *g, const char *name, int32_t x, 
     node = graph_node(g, TE_NODE_LINEAR, name, x, y);
     inputs_of(g, node)[1] = graph_parameter(g, name, "weight", weight_flags, out, in);
     inputs_of(g, node)[2] = graph_parameter(g, name, "bias", 0, -1, out);
-    for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
-        int32_t dtype = role == TE_GRAD_OPERAND ? TE_DTYPE_E5M2 : TE_DTYPE_E4M3;
-        node->quantization.casts[role] =
-            (te_operand_cast){.recipe = (int32_t)g->recipe, .dtype = dtype};
-    }
+    graph_cast(node, g->recipe);
     node->owner = g->owner;
     node->slots[0] = 3 * before;
     node->slots[1] = 2 * before;

@@ -42,12 +42,12 @@ static const sample samples[] = {
     {TE_OP_SCALING_UPDATE, " ", 0},
     {TE_OP_FILL, " ", 0},
     {TE_OP_CAST, " ", 0},
-    {TE_OP_NORM, " partials ", 1},
-    {TE_OP_NORM, " scale ", 1},
+    {TE_OP_NORM, " partials column_partials rng ", 1},
+    {TE_OP_NORM, " scale column_partials rng ", 1},
     {TE_OP_NORM_BACKWARD, " ", 0},
-    {TE_OP_ACTIVATION, " partials ", 1},
-    {TE_OP_ACTIVATION_BACKWARD, " partials ", 1},
-    {TE_OP_SOFTCAP, " partials ", 1},
+    {TE_OP_ACTIVATION, " partials column_partials rng ", 1},
+    {TE_OP_ACTIVATION_BACKWARD, " partials column_partials rng ", 1},
+    {TE_OP_SOFTCAP, " partials column_partials rng ", 1},
     {TE_OP_SOFTMAX, " ", 0},
     {TE_OP_SOFTMAX_BACKWARD, " ", 0},
     {TE_OP_ATTENTION, " query_offsets key_offsets " FP8_FORWARD, 0},
@@ -96,24 +96,11 @@ static int is_pointer(const te_field *field)
  * its operator. */
 static int is_unused(te_op op, size_t at)
 {
-    /* What te_quantize alone may be asked for. */
-    const size_t request = op == TE_OP_NORM         ? offsetof(te_norm_args, cast)
-                           : op == TE_OP_ACTIVATION ? offsetof(te_activation_args, cast)
-                           : op == TE_OP_ACTIVATION_BACKWARD
-                               ? offsetof(te_activation_backward_args, cast)
-                           : op == TE_OP_SOFTCAP ? offsetof(te_softcap_args, cast)
-                                                 : SIZE_MAX;
-    const size_t amaxes = offsetof(te_cast_request, result.row_amax);
-    const size_t square = offsetof(te_cast_request, square);
     const size_t wide = sizeof(te_tensor), partials = offsetof(te_cast_request, amax_partials);
     const size_t cast = offsetof(te_quantize_args, cast);
     size_t start = op == TE_OP_QUANTIZE     ? cast + offsetof(te_operand, wide)
                    : op == TE_OP_DEQUANTIZE ? offsetof(te_dequantize_args, input.wide)
                                             : SIZE_MAX;
-    if (at >= request && ((at - request >= amaxes && at - request < sizeof(te_operand)) ||
-                          (at - request >= square && at - request < sizeof(te_cast_request)))) {
-        return 1;
-    }
     if (at >= start && at - start < wide) return 1;
     return op == TE_OP_QUANTIZE && at >= cast + partials && at < cast + partials + sizeof(float *);
 }

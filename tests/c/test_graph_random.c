@@ -48,6 +48,18 @@ static int64_t rows_in(int sequence)
     return sequence ? GRAPH_SOURCE : GRAPH_ROWS;
 }
 
+/* Graphs have FP8 with one scale, or groups that have one. */
+static int small_groups;
+
+static te_recipe random_recipe(void)
+{
+    static const te_recipe recipes[2][3] = {
+        {TE_RECIPE_NONE, TE_RECIPE_DELAYED, TE_RECIPE_CURRENT},
+        {TE_RECIPE_NONE, TE_RECIPE_MXFP8, TE_RECIPE_NVFP4},
+    };
+    return recipes[small_groups][test_random() % 3];
+}
+
 static te_node_desc *add_linear(graph *g, const char *name, int32_t x, int32_t y)
 {
     static const uint32_t flags[] = {0,
@@ -62,11 +74,15 @@ static te_node_desc *add_linear(graph *g, const char *name, int32_t x, int32_t y
     node = graph_linear(g, name, x, y, flags[test_random() % 7]);
     g->values[node->inputs[1]].grad_dtype = TE_DTYPE_F32;
     if (one_in(3)) inputs_of(g, node)[2] = -1;
-    if (one_in(4)) {
-        int32_t recipe = (int32_t)(test_random() % 3);
-        for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
-            node->quantization.casts[role].recipe = recipe;
-        }
+    if (one_in(4)) graph_cast(node, random_recipe());
+    if (is_micro(node) && one_in(3)) {
+        node->quantization.casts[TE_WEIGHT_OPERAND].options = TE_CAST_TILES_2D;
+    }
+    if (node->quantization.casts[0].recipe == TE_RECIPE_NVFP4 && one_in(3)) {
+        node->quantization.casts[TE_INPUT_OPERAND].options = TE_CAST_ROW_SCALED;
+    } else if (node->quantization.casts[0].recipe == TE_RECIPE_NVFP4 && one_in(3)) {
+        node->quantization.casts[TE_INPUT_OPERAND].options = TE_CAST_HADAMARD;
+        node->quantization.casts[TE_GRAD_OPERAND].options = TE_CAST_HADAMARD;
     }
     if (node->quantization.casts[0].recipe != TE_RECIPE_NONE && one_in(2)) {
         node->quantization.backward =
@@ -273,7 +289,8 @@ static int make_random(graph *g)
 {
     int nodes = 1 + (int)(test_random() % 9);
     pool p = {.g = g, .first = (int)one_in(2), .source = (int)one_in(3)};
-    graph_start(g, (te_recipe)(test_random() % 3), 0);
+    small_groups = (int)one_in(3);
+    graph_start(g, random_recipe(), 0);
     g->dtype = one_in(4) ? TE_DTYPE_BF16 : TE_DTYPE_F32;
     add(&p, 0, graph_input(g, "x", WIDTH * (1 + one_in(3))));
     if (one_in(3)) add(&p, 0, graph_input(g, "z", WIDTH * (1 + one_in(3))));
@@ -315,6 +332,7 @@ static void check_random(void)
     static const int64_t lengths[][3] = {{0, 3, 2}, {2, 0, 3},  {1, 1, 1}, {1, 5, 7},
                                          {2, 7, 4}, {3, 11, 6}, {2, 4, 0}};
     static graph g;
+    int grouped = 0;
     for (int i = 0; i < RANDOM_GRAPHS; i++) {
         const int64_t *size = lengths[i % 7];
         te_sizes sizes;
@@ -322,7 +340,9 @@ static void check_random(void)
         sizes = sizes_of(size[0], size[1], size[2], make_random(&g));
         if (getenv("GRAPHS_SAY") != NULL) (void)fprintf(stderr, "graph %d\n", i);
         check_every_way(&g, &sizes);
+        for (int32_t n = 0; n < g.desc.node_count; n++) grouped += is_micro(&g.nodes[n]);
     }
+    EXPECT(grouped > RANDOM_GRAPHS / 10, "%d linear nodes with scales of groups", grouped);
     EXPECT(quantized_inputs > RANDOM_GRAPHS / 10 && quantized_gradients > RANDOM_GRAPHS / 10,
            "%d inputs and %d gradients arrived quantized", quantized_inputs, quantized_gradients);
     EXPECT(dequantized > RANDOM_GRAPHS && in_high_precision > RANDOM_GRAPHS,

@@ -67,11 +67,12 @@ BACKWARD = SCALED | {
     "grad_output_scales", "grads_scales", "grad_scores_scale", "grads_scale", "grad_scores_amax",
     "grads_amax",
 }  # fmt: skip
-APART = {
+MICRO = {"row_amax", "column_amax", "column_partials", "rng", "square", "hadamard"}
+MICRO |= {"margin", "four_over_six", "scales_to_256", "row_scaled"}
+CASTING = ("quantize", "norm", "activation", "activation_backward", "softcap")
+APART = {op: MICRO for op in CASTING} | {
     "attention": PACKED | FORWARD,
     "attention_backward": PACKED | BACKWARD,
-    "quantize": {"row_amax", "column_amax", "column_partials", "rng", "square", "hadamard"}
-    | {"margin", "four_over_six", "scales_to_256", "row_scaled"},
     "dequantize": {"row_amax", "column_amax"},
     "gemm": {"multiplied_out", "a_row_amax", "a_column_amax", "b_row_amax", "b_column_amax"},
     "amax": {"hadamard"},
@@ -112,15 +113,19 @@ def test_fields_of_nvfp4(core):
     assert lent(core, "amax", x, partials, hadamard=1)["hadamard"] == 1
     data = forms(core.SCALING_NVFP4, x.shape, "cpu")
     more = {"column_partials": partials, "rng": pair, "hadamard": 1, "square": 0}
-    seen = lent(core, "quantize", x, **data, partials=partials, **more)
-    assert APART["quantize"] <= set(seen)
-    for name, value in (data | more).items():
-        if torch.is_tensor(value) and value.dtype is torch.int64:
-            assert_bits(seen[name], value)
-        elif torch.is_tensor(value):
-            assert seen[name].shape == value.shape
-        else:
-            assert seen[name] == value
+    inputs = {"norm": {"kind": 1}, "activation": {"kind": 0}, "softcap": {"cap": 2.0}}
+    for op in CASTING:
+        first = (x, x) if op == "activation_backward" else (x,)
+        own = inputs.get(op.removesuffix("_backward"), {})
+        seen = lent(core, op, *first, **own, **data, partials=partials, **more)
+        assert set(seen) >= MICRO
+        for name, value in (data | more).items():
+            if torch.is_tensor(value) and value.dtype is torch.int64:
+                assert_bits(seen[name], value)
+            elif torch.is_tensor(value):
+                assert seen[name].shape == value.shape
+            else:
+                assert seen[name] == value
     assert lent(core, "dequantize", x.clone(), **data)["row_amax"].shape == (1,)
     operands = {f"{o}_{name}": value for name, value in data.items() for o in "ab"}
     seen = lent(core, "gemm", torch.empty(32, 32), **operands, b_transposed=1)

@@ -136,6 +136,40 @@ def test_any_number_of_tokens(device, recipe, tokens):
     assert all(a.isfinite().all() for a in found)
 
 
+FUSED = [
+    "fc1_quantize_input [norm] -> fc1_quantize_weight [quantize]",
+    "fc2_quantize_input [activation] -> fc2_quantize_weight [quantize]",
+    "fc1_quantize_grad_output [activation_backward] -> ",
+]
+MEASURED = [
+    "fc1_amax_input [norm] -> fc1_quantize_input [norm]",
+    "fc2_amax_input [activation] -> fc2_quantize_input [activation]",
+    "fc1_amax_grad_output [activation_backward] -> fc1_quantize_grad_output [activation_backward]",
+]
+IN_A_MATRIX = [
+    "fc1_produce_input [norm] -> fc1_amax_input [amax]",
+    "fc2_produce_input [activation] -> fc2_amax_input [amax]",
+    "fc1_produce_grad_output [activation_backward] -> ",
+]
+STAGES = {
+    "mxfp8": FUSED,
+    "mxfp8-hybrid-2d": FUSED,
+    "nvfp4-plain": MEASURED,
+    "nvfp4": IN_A_MATRIX,
+}
+
+
+@recipes
+def test_casts_are_fused(device, recipe):
+    """What makes values casts them; not where maxima are found in a matrix."""
+    model, file = made("LayerNormMLP", device), io.StringIO()
+    x, _ = data(device)
+    with te.autocast(recipe=RECIPES[recipe]()):
+        te.explain(model, x, file=file)
+    for stages in STAGES[recipe]:
+        assert stages in file.getvalue()
+
+
 # ---- every way -----------------------------------------------------------------------------------
 
 

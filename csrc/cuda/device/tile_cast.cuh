@@ -78,12 +78,12 @@ __device__ __forceinline__ te_view te_half_rows(te_view view, int half, te_index
     return view;
 }
 
-/* Adds what the 16 row groups of the block have summed and hands the columns on. */
+/* Adds what the 16 row groups of the block have summed of columns `left` .. and hands them on. */
 static __device__ __forceinline__ void te_finish_sums(const te_tile_params &t, te_index group,
-                                                      int half, int outputs, float *scratch,
-                                                      const float sums[8])
+                                                      te_index left, int half, int outputs,
+                                                      float *scratch, const float sums[8])
 {
-    const te_index column = (te_index)blockIdx.x * TE_TILE + threadIdx.x;
+    const te_index column = left + threadIdx.x;
     float *line = scratch + (te_tile_row() >> 2) * TE_TILE + te_tile_column();
     __syncthreads();
     *(float4 *)line = make_float4(sums[0], sums[1], sums[2], sums[3]);
@@ -177,7 +177,8 @@ static __device__ __forceinline__ void te_tile_cast(const typename S::params &p)
     if (sums_wanted)
 #pragma unroll
         for (int half = 0; half < outputs; half++)
-            te_finish_sums(t, group, half, outputs, (float *)tiles, sums[half]);
+            te_finish_sums(t, group, (te_index)blockIdx.x * TE_TILE, half, outputs, (float *)tiles,
+                           sums[half]);
     if (t.to.amax != nullptr || (S::writes && t.amax_partials != nullptr)) {
         amax = te_block_max<TE_TILE_THREADS>(amax, scratch);
         if (threadIdx.x == 0) {

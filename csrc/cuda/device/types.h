@@ -81,16 +81,41 @@ typedef struct te_scaled_params {
     int measures; /* raises the maxima of rows, and casts nothing */
 } te_scaled_params;
 
+/* One form of data in small groups. */
+typedef struct te_micro_form {
+    te_view data;          /* bytes; data NULL: not requested */
+    te_view scales;        /* bytes, padding included */
+    const float *partials; /* NVFP4: TE_CAST_PARTIALS floats; NULL: the amax is there */
+    float *amax;           /* NVFP4: 1 float; written by a cast, read by its inverse (NULL: 1) */
+    int amax_per_row;      /* it has as many floats as data has rows */
+    int aligned;           /* every access of a thread to the data is aligned */
+} te_micro_form;
+
+/* Casts to MXFP8 and NVFP4, see micro_cast.cuh. */
+typedef struct te_micro_params {
+    te_micro_form row, column;
+    const te_index *rng; /* {seed, offset}: rounds stochastically; NULL: to nearest */
+    float fp8_max;
+    int across;        /* tiles beside each other */
+    int square;        /* scales of 32 x 32 or 16 x 16 values */
+    int hadamard;      /* of the column-wise values */
+    int margin;        /* MXFP8 */
+    int four_over_six; /* NVFP4: groups whose largest magnitude becomes 4 where that loses less, */
+    int squared;       /* by the squares of errors */
+    float range;       /* NVFP4: how much larger a tensor counts than it is */
+} te_micro_params;
+
 /* What a kernel on 64 x 64 tiles does besides its source, see tile_cast.cuh. Grid: (column tiles,
- * row groups); 128 threads. With `scaled` tiles are 128 x 128, each of one
- * block of 512 threads, in a grid of one dim. Block (x,
- * y) does the `depth` tiles below each other that begin at row tile y * depth, or y counted from
- * the bottom. A source with two outputs fills columns [0, columns) and [columns, 2 columns) of
+ * row groups); 128 threads. Block (x, y) does the `depth` tiles below each other that begin at row
+ * tile y * depth, or y counted from the bottom. With `scaled` tiles are 128 x 128, each of one
+ * block of 512 threads, in a grid of one dim; with `micro` each tile has a block of such a grid. A
+ * source with two outputs fills columns [0, columns) and [columns, 2 columns) of
  * everything below. */
 typedef struct te_tile_params {
     te_index rows, columns; /* of the values of one output */
     te_cast_target to;
     te_scaled_params scaled;
+    te_micro_params micro;
     te_view output;       /* the values in high precision; data NULL: not requested */
     const float *noop;    /* 1 float or NULL */
     float *sums;          /* [row groups, outputs * columns] column sums of each group, or NULL */

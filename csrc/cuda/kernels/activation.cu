@@ -9,6 +9,7 @@
  */
 #include "activation.h"
 #include "activation.cuh"
+#include "micro_cast.cuh"
 #include "scaled_cast.cuh"
 
 typedef te_activation_kernel_params te_p;
@@ -162,5 +163,19 @@ template <typename T> struct te_softcap_source {
               te_scaled_cast<te_gradient_source<te_##i, true>, te_any_fp8>(p))                     \
     TE_KERNEL(te_softcap_scaled_##i, te_p, (TE_SCALED_THREADS, 2),                                 \
               te_scaled_cast<te_softcap_source<te_##i>, te_any_fp8>(p))
+TE_NUMBERS(X, )
+#undef X
+
+/* The same to small groups. */
+#define MICRO(name, i, ...)                                                                        \
+    TE_KERNEL(name##_mxfp8_##i, te_p, (TE_TILE_THREADS),                                           \
+              te_micro_cast<__VA_ARGS__, te_mxfp8<te_any_fp8>>(p))                                 \
+    TE_KERNEL(name##_nvfp4_##i, te_p, (TE_TILE_THREADS), te_micro_cast<__VA_ARGS__, te_nvfp4>(p))
+#define X(I, i, ...)                                                                               \
+    MICRO(te_activation, i, te_value_source<te_##i, false>)                                        \
+    MICRO(te_activation_gated, i, te_value_source<te_##i, true>)                                   \
+    MICRO(te_activation_backward, i, te_gradient_source<te_##i, false>)                            \
+    MICRO(te_activation_backward_gated, i, te_gradient_source<te_##i, true>)                       \
+    MICRO(te_softcap, i, te_softcap_source<te_##i>)
 TE_NUMBERS(X, )
 #undef X

@@ -13,33 +13,7 @@
     TE_NUMBERS(X, E4M3, e4m3)                                                                      \
     TE_NUMBERS(X, E5M2, e5m2)
 
-/* One form of quantized data. */
-typedef struct te_micro_form {
-    te_view data;          /* bytes; data NULL: not requested */
-    te_view scales;        /* bytes, padding included */
-    const float *partials; /* NVFP4: TE_CAST_PARTIALS floats; NULL: the amax is there */
-    float *amax;           /* NVFP4: 1 float; written by a cast, read by its inverse (NULL: 1) */
-    int amax_per_row;      /* it has as many floats as data has rows */
-    int aligned;           /* every access of a thread to the data is aligned */
-} te_micro_form;
-
-/* te_mxfp8_*, te_nvfp4_*: tiles of 64 x 64 over what the scales cover, padding included; grid
- * (column tiles, up to 65535 row tiles), 128 threads. */
-typedef struct te_micro_params {
-    te_view input;
-    te_micro_form row, column;
-    const te_index *rng; /* {seed, offset}: rounds stochastically; NULL: to nearest */
-    const float *noop;   /* 1 float or NULL */
-    te_index height;     /* rows, padding included */
-    float fp8_max;
-    int square;        /* scales of 32 x 32 or 16 x 16 values */
-    int hadamard;      /* of the column-wise values */
-    int margin;        /* MXFP8 */
-    int four_over_six; /* NVFP4: groups whose largest magnitude becomes 4 where that loses less, */
-    int squared;       /* by the squares of errors */
-    float range;       /* NVFP4: how much larger a tensor counts than it is */
-    int input_aligned;
-} te_micro_params;
+/* te_mxfp8_*, te_nvfp4_*: te_quantize_params (quantize.h). */
 
 /* te_nvfp4_rows_*: the amax of each row; grid of up to 65535 blocks of 128 threads, a row each. */
 typedef struct te_nvfp4_rows_params {
@@ -58,8 +32,8 @@ typedef struct te_hadamard_amax_params {
     int input_aligned;
 } te_hadamard_amax_params;
 
-/* te_mxfp8_wide_*, te_nvfp4_wide_*, te_nvfp4_wide_transposed_*: data to high precision; grid and
- * threads as above. */
+/* te_mxfp8_wide_*, te_nvfp4_wide_*, te_nvfp4_wide_transposed_*: data to high precision; grid
+ * (column tiles, up to 65535 row tiles) of 64 x 64, 128 threads. */
 typedef struct te_micro_wide_params {
     te_micro_form form;
     te_view output;

@@ -11,6 +11,7 @@
  */
 #include "norm.h"
 #include "norm.cuh"
+#include "micro_cast.cuh"
 #include "scaled_cast.cuh"
 
 /* What is the same for all rows of a thread. */
@@ -418,7 +419,11 @@ template <typename T> struct te_norm_source {
               (TE_TILE_THREADS, te_##i::bytes == 4 ? 4 : 5),                                       \
               te_tile_cast<te_norm_source<te_##i>, te_any_fp8>(p))                                 \
     TE_KERNEL(te_norm_scaled_##i, te_norm_tile_params, (TE_SCALED_THREADS, 2),                     \
-              te_scaled_cast<te_norm_source<te_##i>, te_any_fp8>(p))
+              te_scaled_cast<te_norm_source<te_##i>, te_any_fp8>(p))                               \
+    TE_KERNEL(te_norm_mxfp8_##i, te_norm_tile_params, (TE_TILE_THREADS),                           \
+              te_micro_cast<te_norm_source<te_##i>, te_mxfp8<te_any_fp8>>(p))                      \
+    TE_KERNEL(te_norm_nvfp4_##i, te_norm_tile_params, (TE_TILE_THREADS),                           \
+              te_micro_cast<te_norm_source<te_##i>, te_nvfp4>(p))
 TE_NUMBERS(X, )
 #undef X
 
