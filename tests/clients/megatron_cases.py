@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What test_megatron.py runs in a process of its own, with one version of megatron-core.
 
-`python megatron_cases.py DEVICE OUTPUT [CASE...]` runs the cases on "cpu" or "cuda", one after the
-other, and writes a JSON object: name of the case -> {"facts": what it returned} or {"error": its
-traceback}. The test decides what the facts have to be.
+`python megatron_cases.py DEVICE OUTPUT SEED [CASE...]` runs the cases on "cpu" or "cuda", one after
+the other, each with random numbers from the seed, and writes a JSON object: name of the case ->
+{"facts": what it returned} or {"error": its traceback}. The test decides what the facts have to be.
 """
 
 import copy
@@ -192,14 +192,13 @@ def te_checkpoint(device):
     model = make_model(device, **DELAYED)
     layer, config = model.module.decoder.layers[0], model.config
     group = torch.distributed.group.WORLD
+    data = torch.randn(LENGTH, BATCH, 128, device=device, dtype=torch.bfloat16)
     results, order = [], []
     for recompute in (False, True, False, True):
         te.reset()
         first_microbatch(layer)
         layer.zero_grad()
-        torch.manual_seed(5)
-        x = torch.randn(LENGTH, BATCH, 128, device=device, dtype=torch.bfloat16)
-        x.requires_grad_()
+        x = data.clone().requires_grad_()
         with get_fp8_context(config):
             if recompute:
                 tracker = get_cuda_rng_tracker if device == "cuda" else None
@@ -434,6 +433,7 @@ def main_gradients(device):
     """
     extension = importlib.import_module("megatron.core.extensions.transformer_engine")
     te.reset()
+    data = torch.randn(2, LENGTH, BATCH, 128, device=device, dtype=torch.bfloat16)
     results = []
     for fused in (False, True):
         config = config_of(device, gradient_accumulation_fusion=fused)
@@ -446,9 +446,7 @@ def main_gradients(device):
         for weight in weights:
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
             weight.grad_added_to_main_grad = False
-        for microbatch in range(2):
-            torch.manual_seed(microbatch)
-            x = torch.randn(LENGTH, BATCH, 128, device=device, dtype=torch.bfloat16)
+        for x in data:
             down(up(x)[0])[0].float().square().sum().backward()
             if not fused:
                 for weight in weights:
@@ -486,7 +484,8 @@ def every_module(device):
 def main():
     """Run the cases; what is known is written after each, should the process end in one."""
     device, output = sys.argv[1], Path(sys.argv[2])
-    wanted = sys.argv[3:] or [n for n, (_, needs) in CASES.items() if needs in ("cpu", device)]
+    wanted = sys.argv[4:] or [n for n, (_, needs) in CASES.items() if needs in ("cpu", device)]
+    torch.manual_seed(int(sys.argv[3]))
     results = {}
     try:
         if device == "cuda":

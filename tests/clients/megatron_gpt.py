@@ -42,11 +42,12 @@ def config_of(device, **options):
 
 def seed(device, te_tracker=False):
     """Begin the random numbers again, those of the tracker that megatron-core keeps too."""
-    torch.manual_seed(11)
+    first = torch.initial_seed()
+    torch.manual_seed(first)
     if device == "cuda":
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        model_parallel_cuda_manual_seed(3, te_rng_tracker=te_tracker, force_reset_rng=True)
+        model_parallel_cuda_manual_seed(first, te_rng_tracker=te_tracker, force_reset_rng=True)
 
 
 def make_model(device, te_tracker=False, position="learned_absolute", **options):

@@ -29,9 +29,9 @@ TRAININGS = ("bf16", "bf16_llama", "fp8_delayed", "fp8_delayed_llama", "fp8_curr
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory):
+def results(request, tmp_path_factory):
     """Run all cases of a version on a device, once; give what they found by name."""
-    found = {}
+    found, seed = {}, request.config.getoption("seed")
 
     def run(version, device, folders):
         key = (version, device)
@@ -39,7 +39,7 @@ def results(tmp_path_factory):
             output = tmp_path_factory.mktemp("megatron") / "results.json"
             path = os.pathsep.join([*map(str, folders), os.environ["PYTHONPATH"]])
             environment = {**os.environ, "PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-            command = [sys.executable, str(CASES), device, str(output)]
+            command = [sys.executable, str(CASES), device, str(output), str(seed)]
             with open(output.with_suffix(".txt"), "w") as said:
                 try:
                     status = subprocess.run(

@@ -88,7 +88,6 @@ def test_training_is_fp8_and_the_loss_falls(device, dtype, tied):
 
 
 def test_gradient_checkpointing_changes_no_bit(device):
-    torch.manual_seed(3)
     plain = Llama(configuration()).to(device).train()
     recomputed = Llama(configuration()).to(device).train()
     recomputed.load_state_dict(plain.state_dict())

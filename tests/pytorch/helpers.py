@@ -62,6 +62,14 @@ def same_draws(device):
     return torch.random.fork_rng([device] if torch.device(device).type == "cuda" else [])
 
 
+def data_generator():
+    """A generator on the CPU that draws the same at each call after one `torch.manual_seed`.
+
+    Its seed is next to the one given there, so that torch's own generator draws other numbers.
+    """
+    return torch.Generator().manual_seed(torch.initial_seed() + 1)
+
+
 # ---- graphs of CUDA ------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ import contextlib
 import copy
 
 import torch
-from pytorch.helpers import assert_same_bits, counted, states_of
+from pytorch.helpers import assert_same_bits, counted, data_generator, states_of
 from pytorch.layer_ways import (
     DROPS,
     FUSED,
@@ -64,7 +64,7 @@ def weights_of(layer):
 
 def accumulate(layer, dtype=F32, **marks):
     """Let the modules with whole weights add to a random ``main_grad`` of each; with attributes."""
-    generator = torch.Generator().manual_seed(11)
+    generator = data_generator()
     for module in linears_of(layer):
         module.fuse_wgrad_accumulation = getattr(module, "_split", None) is None
     for weight in weights_of(layer):
@@ -117,9 +117,9 @@ def assert_microbatches_agree(layer, run, prepare=lambda layer: None, whole=True
     ways = contextlib.nullcontext, by_branches, by_modules, None
     for way in ways:
         own = copy.deepcopy(layer)
-        prepare(own)
         te.reset()
         torch.manual_seed(seed)
+        prepare(own)
         with in_parts(own) if way is None else way(), watched() as found:
             results.append(run(own))
         taken = {taken for name, taken in found if name == type(layer).__name__}

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from pytorch.attention_model import randomise
-from pytorch.helpers import RECIPES, assert_same_bits, counted, states_of
+from pytorch.helpers import RECIPES, assert_same_bits, counted, data_generator, states_of
 from tols import BF16, F32
 
 import transformer_engine.pytorch as te
@@ -179,7 +179,7 @@ def _tensors(out):
 
 def backward(outs):
     """Run the backward of results with gradients that are the same each time."""
-    generator = torch.Generator().manual_seed(7)
+    generator = data_generator()
     found = [out for out in outs if out.requires_grad]
     grads = [torch.randn(out.shape, generator=generator).to(out) for out in found]
     if found:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipe of attention alone: TE_DPA_FP8_RECIPE and its siblings, and bf16_backward."""
 
+import copy
+
 import pytest
 import torch
 from pytorch.helpers import assert_same_bits, state_of
@@ -141,10 +143,8 @@ def test_in_a_layer(device, region, monkeypatch, counters):
     """As one plan and module by module; the linear layers keep the recipe of the region."""
     name = "DelayedScaling" if region is Float8CurrentScaling else "Float8CurrentScaling"
     monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", name)
-    torch.manual_seed(5)
     layer = te.TransformerLayer(256, 512, 2, device=device, **LAYER)
-    torch.manual_seed(5)
-    other = te.TransformerLayer(256, 512, 2, device=device, **LAYER)
+    other = copy.deepcopy(layer)
     other.self_attention.core_attention.register_forward_hook(lambda *_: None)  # calls modules
     x = torch.randn(16, 2, 256).to(device, BF16).requires_grad_()
     for _ in range(3):

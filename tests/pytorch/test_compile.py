@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 import torch._dynamo.utils
+from pytorch.helpers import same_draws
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
@@ -90,7 +91,6 @@ MODELS = {"linear": (linears, 3 * 3), "norms-mlps": (norms_and_mlps, 3 + 6 + 7)}
 
 
 def model_on(device, model="linear"):
-    torch.manual_seed(5)
     te.reset()
     return torch.nn.Sequential(*MODELS[model][0](device))
 
@@ -178,7 +178,8 @@ def fp8_gemms():
 )
 def test_bits_equal_eager_in_one_graph(device, options, where, recipe, model):
     make_recipe = RECIPES[recipe]
-    expected = train(device, where, make_recipe, None, model=model)
+    with same_draws(device):
+        expected = train(device, where, make_recipe, None, model=model)
     _core.reset_counters()
     got = train(device, where, make_recipe, options, model=model)
     expected_gemms = 0 if make_recipe() is None else MODELS[model][1] * STEPS
@@ -218,7 +219,8 @@ def test_bits_equal_eager_in_one_graph(device, options, where, recipe, model):
 def test_token_counts_make_no_new_graphs(device, options, where, recipe, model):
     make_recipe = RECIPES[recipe]
     counts = (16, 24, 33, 70, 5, 128)
-    expected = train(device, where, make_recipe, None, counts, model)
+    with same_draws(device):
+        expected = train(device, where, make_recipe, None, counts, model)
     # Recompiling after step 2 is an error.
     got = train(device, where, make_recipe, options, counts, model)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
@@ -232,7 +234,8 @@ def test_dynamic_from_the_first_call(model, recipe):
     """Not only sizes are symbols then, but the floats of modules and recipes too."""
     arguments = ("cpu", "outside", RECIPES[recipe])
     counts = (16, 24, 33)
-    expected = train(*arguments, None, counts, model)
+    with same_draws("cpu"):
+        expected = train(*arguments, None, counts, model)
     got = train(*arguments, {"backend": "aot_eager", "dynamic": True}, counts, model)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for reference, value in zip(expected, got, strict=True):
@@ -265,7 +268,8 @@ def test_callable_algorithms_are_traced(device, options):
         amax_compute_algo=most_recent,
         scaling_factor_compute_algo=scale,
     )
-    expected = train(device, "outside", lambda: recipe, None)
+    with same_draws(device):
+        expected = train(device, "outside", lambda: recipe, None)
     got = train(device, "outside", lambda: recipe, options)
     for reference, value in zip(expected, got, strict=True):
         assert torch.equal(reference, value)
@@ -297,7 +301,8 @@ def test_region_without_a_recipe_inside_a_graph():
     """Which is made with every eager region, and with the first graph."""
     data, results = torch.randn(3, 16, WIDTH), []
     for compiled in (False, True):
-        model = model_on("cpu")
+        with same_draws("cpu"):
+            model = model_on("cpu")
 
         def step(x, model=model):
             with te.autocast():
@@ -355,7 +360,6 @@ def test_state_loaded_into_a_compiled_model():
                 torch._dynamo.config.error_on_recompile = True
             if number == 5:
                 model.load_state_dict(saved)
-            torch.manual_seed(number)
             x = torch.randn(16, WIDTH) * 4.0 ** (number % 3)
             with te.autocast(recipe=recipe):
                 out = run(x)
@@ -363,7 +367,8 @@ def test_state_loaded_into_a_compiled_model():
             results.append(out.detach())
         return results + [model.state_dict()[name] for name in sorted(saved)]
 
-    eager = train(False)
+    with same_draws("cpu"):
+        eager = train(False)
     for one, other in zip(train(True), eager, strict=True):
         assert torch.equal(one, other)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pytorch.helpers import captured, side_stream
+from pytorch.helpers import captured, same_draws, side_stream
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
@@ -42,7 +42,6 @@ MODELS = {"linear": linears, "norms-mlps": norms_and_mlps}
 
 
 def model_on(device, model="linear"):
-    torch.manual_seed(21)
     te.reset()
     return torch.nn.Sequential(*MODELS[model](params_dtype=torch.bfloat16, device=device))
 
@@ -69,12 +68,12 @@ def assert_same(expected, got):
 def test_graph_replays_equal_eager(recipe, model):
     """Forward, backward, optimizer and scale updates in a plain graph, 100 replays."""
     steps = 100 if model == "linear" else 25
-    torch.manual_seed(1)
     data = torch.randn(steps + 3, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
     kind, enabled = model, recipe != "none"
 
     def build():
-        model = model_on("cuda", kind)
+        with same_draws("cuda"):
+            model = model_on("cuda", kind)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         static = data[0].clone().requires_grad_()
         format_recipe = RECIPES[recipe]() if enabled else None
@@ -137,9 +136,9 @@ def test_slots_are_not_made_while_capturing(make):
 @pytest.mark.parametrize("kind", MODELS)
 def test_backward_from_a_fresh_thread(recipe, kind):
     def run(in_thread):
-        model = model_on("cuda", kind)
-        torch.manual_seed(2)
-        x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        with same_draws("cuda"):
+            model = model_on("cuda", kind)
+            x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         with te.autocast(recipe=RECIPES[recipe]()):
             out = model(x)
         loss = out.float().square().sum()
@@ -165,10 +164,10 @@ def test_backward_from_a_fresh_thread(recipe, kind):
 
 @pytest.mark.parametrize("make", [te.Linear, te.LayerNormMLP])
 def test_forward_and_backward_in_a_thread_without_context(make):
-    results = []
+    seed, results = int(torch.randint(2**31, ())), []
 
     def work():
-        torch.manual_seed(3)
+        torch.manual_seed(seed)
         layer = make(WIDTH, WIDTH, device="cuda")
         x = torch.randn(TOKENS, WIDTH, device="cuda", requires_grad=True)
         with te.autocast():
@@ -185,10 +184,11 @@ def test_forward_and_backward_in_a_thread_without_context(make):
 @pytest.mark.multigpu
 @pytest.mark.parametrize("recipe", [*RECIPES, "none"])
 def test_module_on_another_device_than_the_current_one(recipe):
+    data = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
+
     def run(device):
         model = model_on(device)
-        generator = torch.Generator().manual_seed(4)
-        x = torch.randn(TOKENS, WIDTH, generator=generator).bfloat16().to(device).requires_grad_()
+        x = data.to(device).requires_grad_()
         enabled = recipe != "none"
         for _ in range(2):
             with te.autocast(enabled=enabled, recipe=RECIPES[recipe]() if enabled else None):
@@ -235,7 +235,6 @@ def test_mixed_devices_are_an_error():
 def test_counted_gemms_are_the_kernels_that_ran(recipe):
     from torch.profiler import ProfilerActivity, profile
 
-    torch.manual_seed(5)
     layers = 3
     model = torch.nn.Sequential(
         *[te.Linear(256, 256, params_dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
@@ -267,7 +266,7 @@ import sys, torch
 import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-torch.manual_seed(6)
+torch.manual_seed(int(sys.argv[2]))
 seen = []
 makers = (te.Linear, te.LayerNormMLP)
 cases = [(m, r) for m in makers for r in (DelayedScaling(), Float8CurrentScaling(), None)]
@@ -284,7 +283,7 @@ torch.save((seen, _core.counters()), sys.argv[1])
 """
 
 
-def test_kernels_compiled_at_run_time_give_the_same_bits(tmp_path):
+def test_kernels_compiled_at_run_time_give_the_same_bits(tmp_path, seed):
     results = {}
     for forced in ("0", "1"):
         path = tmp_path / f"{forced}.pt"
@@ -292,7 +291,7 @@ def test_kernels_compiled_at_run_time_give_the_same_bits(tmp_path):
         root = Path(te.__file__).parents[2]
         environment["PYTHONPATH"] = f"{root}{os.pathsep}{environment.get('PYTHONPATH', '')}"
         subprocess.run(
-            [sys.executable, "-c", NVRTC_PROGRAM, str(path)],
+            [sys.executable, "-c", NVRTC_PROGRAM, str(path), str(seed)],
             check=True,
             env=environment,
             timeout=300,

@@ -508,7 +508,7 @@ FIRST_CALL = """
 import hashlib, sys, torch
 from transformer_engine.pytorch.attention import DotProductAttention
 
-torch.manual_seed(5)
+torch.manual_seed(int(sys.argv[1]))
 q = torch.randn(2, 384, 4, 64, device="cuda").bfloat16().requires_grad_()
 out = DotProductAttention(4, 64, qkv_format="bshd")(q, q.detach(), q.detach())
 out.float().square().sum().backward()
@@ -517,12 +517,12 @@ print(bool(q.grad.isfinite().all()))
 """
 
 
-def test_plans_are_kept_on_disk(tmp_path):
+def test_plans_are_kept_on_disk(tmp_path, seed):
     """A later process takes them from there, and makes what is damaged anew."""
 
     def run():
         environment = {**os.environ, "TE_CACHE_DIR": str(tmp_path)}
-        command = [sys.executable, "-c", FIRST_CALL]
+        command = [sys.executable, "-c", FIRST_CALL, str(seed)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout, {p: p.stat().st_mtime_ns for p in tmp_path.rglob("attention-*.bin")}

@@ -116,9 +116,10 @@ def test_larger_than_any_memory(recipe):
 
 
 @pytest.mark.parametrize("kind", ["meta", "fake"])
-def test_real_modules_do_not_notice(device, make, recipe, kind):
+def test_real_modules_do_not_notice(device, make, recipe, kind, start):
     """Between the steps of a real module, and inside of its region."""
     data = [torch.randn(TOKENS, BATCH, WIDTH, device=device) for _ in range(3)]
+    seeds = torch.randint(2**31, (3,)).tolist()
 
     def blank_step():
         if kind == "meta":
@@ -130,22 +131,21 @@ def test_real_modules_do_not_notice(device, make, recipe, kind):
 
     results = []
     for disturbed in (False, True):
-        te.reset()
-        torch.manual_seed(5)
+        start()
         module = make(device=device)
-        for number, x in enumerate(data):
+        for x, seed in zip(data, seeds, strict=True):
             if disturbed:
                 random = torch.random.get_rng_state()
                 blank_step()
                 torch.random.set_rng_state(random)
-            torch.manual_seed(number)
+            torch.manual_seed(seed)
             with region(recipe):
                 if disturbed:
                     first = current_state().first
                     blank = make(device="meta")
                     blank(torch.empty(TOKENS, BATCH, WIDTH, device="meta"))
                     assert current_state().first == first
-                torch.manual_seed(number)
+                torch.manual_seed(seed)
                 out = module(x.clone().requires_grad_())
             out = out if isinstance(out, torch.Tensor) else out[0]
             out.sum().backward()

@@ -206,12 +206,11 @@ class Log(TorchDispatchMode):
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 @pytest.mark.parametrize("twin", TWINS)
-def test_a_mode_changes_no_bit(device, twin, recipe):
+def test_a_mode_changes_no_bit(device, twin, recipe, start):
     """Of outputs, gradients and scaling state, over steps with and without one."""
     results = []
     for modes in ((), (0, 2)):
-        torch.manual_seed(3)
-        te.reset()
+        start()
         module = TWINS[twin][0](device)
         collected = []
         for number in range(4):

@@ -90,13 +90,14 @@ def test_init_methods(device, module, options, expected):
 @modules
 def test_rng_tracker(module):
     forks = []
+    seed = int(torch.randint(2**31, ()))
 
     class Tracker:
         @contextlib.contextmanager
         def fork(self, name="default"):
             forks.append(name)
             state = torch.get_rng_state()
-            torch.manual_seed(7)
+            torch.manual_seed(seed)
             yield
             torch.set_rng_state(state)
 

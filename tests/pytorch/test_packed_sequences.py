@@ -6,6 +6,7 @@ import torch
 from backend.packed_sequences import Packing
 from comparators import assert_bits, assert_grad64, assert_nmse
 from pytorch import attention_model as model
+from pytorch.helpers import same_draws
 from tols import BF16, F32, tol
 
 import transformer_engine.pytorch as te
@@ -162,11 +163,10 @@ def test_bits_of_a_padded_batch(mask, dropout, gaps, rng):
     both = zip(tensors, (queries, keys, keys), strict=True)
     padded = [side.padded(tensor.detach()).requires_grad_() for tensor, side in both]
     grad = torch.randn(queries.tokens, HEADS * V)
-    torch.manual_seed(3)
-    out = DotProductAttention(HEADS, (K, V), GROUPS, qkv_format="thd", **options)(
-        *tensors, **where(queries, keys, "cpu")
-    )
-    torch.manual_seed(3)
+    with same_draws("cpu"):
+        out = DotProductAttention(HEADS, (K, V), GROUPS, qkv_format="thd", **options)(
+            *tensors, **where(queries, keys, "cpu")
+        )
     lengths = {"cu_seqlens_q": queries.cumulative(), "cu_seqlens_kv": keys.cumulative()}
     right = DotProductAttention(HEADS, (K, V), GROUPS, qkv_format="bshd", **options)(
         *padded, **lengths
@@ -186,8 +186,9 @@ def test_dropout_is_that_of_the_recompute(device, rng):
     tensors = tensors_of(queries, keys, BF16, device)
     made = []
     for recompute in (False, True):
-        torch.manual_seed(5)
-        out = module(*tensors, **where(queries, keys, device), checkpoint_core_attention=recompute)
+        given = where(queries, keys, device)
+        with same_draws(device):
+            out = module(*tensors, **given, checkpoint_core_attention=recompute)
         made.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
     for each, expected in zip(*made, strict=True):
         assert_nmse(each, expected.double(), tol("round", BF16))

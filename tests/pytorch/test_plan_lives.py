@@ -130,12 +130,11 @@ def test_threads_that_make_and_drop(device):
 
 
 @pytest.mark.parametrize("recipe", [None, "delayed", "current"])
-def test_a_backward_that_is_to_come(device, recipe):
+def test_a_backward_that_is_to_come(device, recipe, start):
     """Nobody but its graph holds the backward's plan: the module is gone."""
     results = []
     for flood in (False, True):
-        torch.manual_seed(7)
-        te.reset()
+        start()
         layer = te.LayerNormMLP(WIDTH, 32, device=device)
         x = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
         weight = layer.fc1_weight
@@ -158,7 +157,6 @@ def test_a_backward_that_is_to_come(device, recipe):
 
 def test_a_compiled_graph(device):
     """It names its plans by their texts, and makes them again where they are gone."""
-    torch.manual_seed(11)
     layer = te.Linear(WIDTH, WIDTH, device=device)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
@@ -202,12 +200,11 @@ def texts_of(program):
     return [node.args[0] for node in program.graph.nodes if "run" in str(node.target)]
 
 
-def test_deferred_weight_gradients(device):
+def test_deferred_weight_gradients(device, start):
     """They wait in the module, over whatever else it runs."""
     results = []
     for flood in (False, True):
-        torch.manual_seed(13)
-        te.reset()
+        start()
         layer = te.Linear(WIDTH, WIDTH, delay_wgrad_compute=True, device=device)
         x = torch.randn(TOKENS, WIDTH, device=device)
         layer(x).sum().backward()

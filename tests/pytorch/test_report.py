@@ -172,7 +172,7 @@ def test_same_bits_and_state(device, kind, recipe, dtype):
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("way", ["te", "reentrant", "non-reentrant", "microbatches"])
-def test_same_bits_in_a_layer(device, way, recipe):
+def test_same_bits_in_a_layer(device, way, recipe, start):
     layers = [te.TransformerLayer(32, 64, 2, hidden_dropout=0.1, device=device) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
     x = torch.randn(16, 2, 32, device=device)
@@ -187,8 +187,7 @@ def test_same_bits_in_a_layer(device, way, recipe):
 
     found = []
     for number, layer in enumerate(layers):
-        torch.manual_seed(5)
-        te.reset()
+        start()
         with te.observe(layers[0]) as seen:
             for first in (True, False):
                 inp = x.clone().requires_grad_()

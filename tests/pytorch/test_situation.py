@@ -220,12 +220,11 @@ def test_the_last_call_is_the_one_that_is_told_of(device, kind):
     assert module._ran.reason == "no autocast was in force"
 
 
-def test_a_fake_call_between_takes_nothing(device):
+def test_a_fake_call_between_takes_nothing(device, start):
     """A program that looks at shapes under a fake mode has the state of one that does not."""
     states = []
     for fake in (False, True):
-        te.reset()
-        torch.manual_seed(3)
+        start()
         module, x = MODULES["linear"](device=device), torch.randn(16, 16, device=device)
         for number in range(4):
             with te.autocast(recipe=DELAYED):
