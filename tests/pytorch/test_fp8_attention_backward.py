@@ -15,14 +15,18 @@ from pytorch.fp8_attention_cases import (
     run,
     tensors_of,
 )
+from pytorch.helpers import assert_same_bits
 from tols import BF16, E4M3, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.pytorch.attention.dot_product_attention import fp8
 from transformer_engine.pytorch.attention.dot_product_attention.fp8 import (
     BLOCK,
     GRADIENT_RULE,
+    Clause,
     Facts,
+    fills_blocks,
     wide_because,
 )
 
@@ -103,6 +107,38 @@ def test_partial_blocks_of_a_layer(device, counters):
             layer(x).sum().backward()
         in_fp8 = device == "cpu" or tokens == BLOCK
         assert attentions() == (BACK_TO_BACK if in_fp8 else BACK_TO_16)
+
+
+@pytest.fixture
+def by_queries(monkeypatch):
+    """The rule of CUDA on every device: the backward goes by how many queries there are."""
+    rule = Clause("partial blocks", lambda facts: not fills_blocks(facts.queries))
+    monkeypatch.setattr(fp8, "GRADIENT_RULE", (rule,))
+
+
+def test_partial_blocks_in_a_graph_of_any_length(by_queries, start):
+    results = []
+    for compiled in (False, True):
+        start()
+        module, found = module_of(128, attn_mask_type="no_mask"), []
+        call = torch.compile(module, backend="eager", dynamic=True) if compiled else module
+        for queries in (BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 63):
+            tensors = tensors_of("cpu", 128, queries=queries)
+            found += run(call, tensors, DelayedScaling(fp8_dpa=True))
+        results.append(found)
+    assert_same_bits(*results)
+
+
+def test_a_program_takes_any_number_of_queries(by_queries):
+    """It has no backward, on whose kind that depends."""
+    module = module_of(128, attn_mask_type="no_mask").eval()
+    tokens = torch.export.Dim("tokens", min=2, max=4 * BLOCK)
+    with te.autocast(recipe=DelayedScaling(fp8_dpa=True)), torch.no_grad():
+        tensors = tensors_of("cpu", 128, queries=BLOCK, keys=BLOCK)
+        module(*tensors)
+        program = torch.export.export(module, tuple(tensors), dynamic_shapes=({0: tokens},) * 3)
+        others = tensors_of("cpu", 128, queries=BLOCK + 1, keys=BLOCK + 1)
+        assert_same_bits(program.module()(*others), module(*others))
 
 
 @pytest.mark.parametrize("name", ["TE_FP8_ATTENTION_BACKWARD", "NVTE_FP8_DPA_BWD"])

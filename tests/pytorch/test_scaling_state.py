@@ -14,6 +14,7 @@ from pytorch.helpers import (
     assert_same_bits,
     counted,
     state_of,
+    states_of,
     sum_bound,
 )
 
@@ -429,6 +430,33 @@ def test_many_modules_span_chunks(device):
         assert gemms.fp8 == 3 * count
         watch.check()
     assert len(chunks()) == 2 and len(chunks("backward")) == 1
+
+
+@pytest.mark.parametrize("margins", [(0,), (0, 1)])
+def test_state_that_comes_behind_an_update_in_a_graph(device, margins, start, monkeypatch):
+    """A graph updates all state behind the backward of its first module, that of the last too."""
+    monkeypatch.setattr("transformer_engine.pytorch.arenas.SLOTS", 8)
+    recipes, results = [recipe_of(margin=margin) for margin in margins], []
+
+    def step(x, layers):
+        for number, layer in enumerate(layers):
+            with te.autocast(recipe=recipes[number % len(recipes)]):
+                x = x + layer(x)
+        return x
+
+    for compiled in (False, True):
+        start()
+        layers = layers_on(device, (16,) * 10)
+        run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+        found = []
+        for _ in range(3):
+            x = torch.randn(16, 16, device=device, requires_grad=True)
+            with te.autocast(recipe=recipes[0]):
+                run(x, layers).square().sum().backward()
+            found += [x.grad, *states_of(layers)]
+        results.append(found)
+    assert_same_bits(*results)
+    te.reset()  # chunks are as long as usual again
 
 
 def test_slots_of_dead_modules_are_reused_fresh(device):

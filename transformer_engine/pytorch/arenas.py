@@ -14,7 +14,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from transformer_engine.common import config
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.locks import Lock
-from transformer_engine.pytorch.modes import compiles_here, real_tensors
+from transformer_engine.pytorch.modes import compilation, real_tensors
 from transformer_engine.pytorch.state import Domain, RegionState
 
 SLOTS = 256
@@ -73,7 +73,11 @@ def rule_of(recipe: DelayedScaling) -> Rule:
 class Chunk:
     """`SLOTS` scales and amax histories of one direction."""
 
+    made: ClassVar[int] = 0
+    """How many there have been."""
+
     def __init__(self, device: torch.device, rule: Rule) -> None:
+        Chunk.made += 1
         with real_tensors():  # state outlives the call that made it
             self.scale = torch.full((SLOTS,), rule.initial, dtype=torch.float32, device=device)
             # Row 0 accumulates, the newest finished step is the last row.
@@ -210,7 +214,7 @@ def sweep() -> None:
 
     Not while a graph is compiled: its guards name the arenas that its updates go through.
     """
-    if _FREED and not compiles_here():
+    if _FREED and compilation() is None:
         _free_all()
 
 

@@ -10,7 +10,7 @@ checkpoints, by name in `recompute`. Whether a graph is traced is public
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -155,9 +155,16 @@ def is_traced_or_faked() -> bool:
     return torch.compiler.is_compiling() or faking()
 
 
-def compiles_here() -> bool:
-    """Whether the thread is compiling a graph, tracing or not."""
-    return CompileContext.try_get() is not None
+def compilation() -> CompileContext | None:
+    """What the thread compiles, tracing or not, the same in all attempts; None: nothing."""
+    return CompileContext.try_get()
+
+
+def trace_again(reason: str) -> NoReturn:
+    """Begin the trace of a graph anew, from within it."""
+    from torch._dynamo.exc import UnspecializeRestartAnalysis  # the compiler: it is loaded, it runs
+
+    raise UnspecializeRestartAnalysis(restart_reason=reason)
 
 
 def without_memory(tensor: Tensor) -> bool:

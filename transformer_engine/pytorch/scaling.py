@@ -8,6 +8,7 @@ state do not survive the functionalisation that `torch.compile` does.
 """
 
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -33,8 +34,16 @@ from transformer_engine.pytorch.arenas import (
     take,
 )
 from transformer_engine.pytorch.locks import Lock
-from transformer_engine.pytorch.modes import faking, real_tensors
+from transformer_engine.pytorch.modes import (
+    compilation,
+    constant_in_graphs,
+    faking,
+    real_tensors,
+)
 from transformer_engine.pytorch.state import Domain, current_state
+
+_TRACED = threading.local()
+"""``last``: the compilation in which the thread traced an update last."""
 
 _UPDATING = Lock()
 """Held by the thread that updates: native updates let the GIL go."""
@@ -330,7 +339,9 @@ def update_now(direction: str) -> None:
 
 def _update_all(direction: str, domains: list[Domain]) -> None:
     compiling = torch.compiler.is_compiling()
-    if not compiling:
+    if compiling:
+        _note_traced()
+    else:
         if faking():
             return  # no amax was recorded
         sweep()
@@ -340,6 +351,22 @@ def _update_all(direction: str, domains: list[Domain]) -> None:
     (_update if compiling else _update_alone)(arenas)
     if not compiling:
         torch_ops.scaling_updates(made=True)  # those of torch operations too
+
+
+@constant_in_graphs
+def _note_traced() -> None:
+    _TRACED.last = compilation()
+
+
+def is_traced() -> bool:
+    """Whether a graph that is being traced has an update, over the state that there was then."""
+    now = compilation()
+    return now is not None and getattr(_TRACED, "last", None) is now
+
+
+def extent() -> tuple[int, int]:
+    """What an update of this thread goes over: it changes where there is more, and not always."""
+    return Chunk.made, len(current_state().domain.joined)
 
 
 def _update(arenas: list[Arena]) -> None:

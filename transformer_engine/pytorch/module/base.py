@@ -20,6 +20,7 @@ from transformer_engine.pytorch.modes import (
     exporting,
     graph_task,
     real_tensors,
+    trace_again,
 )
 from transformer_engine.pytorch.module.fp8_meta import Fp8Meta, live_values
 from transformer_engine.pytorch.module.parameters import default_device
@@ -245,6 +246,7 @@ class Fp8Module(NativeModule):
         """
         rule = scaling.Rule(*arguments[:-2], None)
         group, device = arguments[-2:]
+        before = scaling.extent()
         if rule.scale is not None:  # it is given the recipe, which is no plain value
             recipe = current_state().recipe
             if recipe is None or repr(recipe) != rule.identity:
@@ -259,6 +261,8 @@ class Fp8Module(NativeModule):
         if state.label >= 0:
             arenas.join(state, self._slots.domain)
         self._keep_recipe(rule.identity)
+        if scaling.extent() != before and scaling.is_traced():
+            trace_again("an update of scales is in the graph, and there are more of them now")
 
     def _keep_recipe(self, identity: str) -> None:
         """Remember the recipe of a graph that is being traced, where autocast is outside of it."""

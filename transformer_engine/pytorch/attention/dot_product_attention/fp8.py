@@ -263,6 +263,7 @@ def attend(
         region = region._replace(blank=True)
     where, packed = _where(limits)
     gradient = torch.is_grad_enabled() and any(t.requires_grad for t in heads.tensors)
+    gradient = gradient and not region.exported
     slices = slices_of(heads)
     if traced:  # sizes that differ from graph to graph become symbols, of which no plan is made
         slices = tuple(tuple(map(operator.index, each)) for each in slices)
@@ -270,14 +271,14 @@ def attend(
     channels = slices[0][1], slices[2][1]
     codes, epsilons = module._quantization_of(region.recipe, traced).flat()
     queries = like.shape[1 if qkv_format == "bshd" else 0]
-    fp8_gradient = gradient_of(
+    fp8_gradient = gradient and gradient_of(  # without one no graph depends on how many there are
         region.recipe, limits, device=device.type, queries=queries, channels=channels,
         dropout=dropout, wide=wide,
     )  # fmt: skip
     slots, scales, no_amax = state_of(module, region, like)
     key = (
         torch.device("meta") if region.blank else device, like.dtype,
-        gradient and not region.exported, heads.joined if heads.dim else 0, slices,
+        gradient, heads.joined if heads.dim else 0, slices,
         qkv_format == "sbhd",
         torch_ops.as_constant(scale) if traced else scale, 0.0 if traced else dropout,
         tuple(limits.window),
