@@ -8,6 +8,7 @@
 
 #include "core/fp8.h"
 #include "core/scaling_math.h"
+#include "core/tensor.h"
 #include "cpu/record.h"
 #include "cpu/scaled_tiles.h"
 
@@ -17,9 +18,12 @@ te_cpu_scaled_form te_cpu_scaled_form_of(te_scaling_mode mode, const te_tensor *
                                          const te_tensor *scales)
 {
     te_cpu_scaled_form form = {.data = te_cpu_matrix_of(data), .scales = scales->data};
-    if (form.data.data == NULL) return form;
-    form.layout = te_scale_layout_of(mode, data->shape[0], data->shape[1]);
-    memset(form.scales, 0, (size_t)te_tensor_numel(scales) * sizeof(float));
+    if (te_tensor_requested(data) && te_tensor_present(scales)) { /* also those of no elements */
+        memset(form.scales, 0, (size_t)te_tensor_numel(scales) * sizeof(float));
+    }
+    if (form.data.data != NULL) {
+        form.layout = te_scale_layout_of(mode, data->shape[0], data->shape[1]);
+    }
     return form;
 }
 

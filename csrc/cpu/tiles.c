@@ -75,7 +75,7 @@ static void write_scales(const te_tensor *scales, float scale)
 static void begin_scaled(te_cpu_tiles *tiles, const te_cast_request *cast)
 {
     const te_operand *result = &cast->result;
-    if (tiles->row.data == NULL && tiles->column.data == NULL) return;
+    if (!te_tensor_requested(&result->row) && !te_tensor_requested(&result->column)) return;
     tiles->scaled = (te_cpu_scaled){
         .kernels = tiles->kernels,
         .mode = result->mode,

@@ -58,7 +58,7 @@ te_status te_cuda_quantize(void *self, te_context *context, const void *args_, v
     const te_quantize_args *args = args_;
     const te_cuda_tile_request request = quantize_request(args);
     const int by_rows = args->cast.row_scaled != 0 && args->input.shape[0] > 0 &&
-                        te_tensor_present(&args->cast.result.row);
+                        te_tensor_requested(&args->cast.result.row);
     te_quantize_params params = {.input = te_cuda_view(&args->input)};
     te_cuda_call call = {.params = &params, .params_size = sizeof params}, rows_call;
     te_nvfp4_rows_params rows;

@@ -138,7 +138,7 @@ te_cast_target te_cuda_cast_target(const te_cuda_tile_request *request, te_dtype
 static te_scaled_form scaled_form(const te_tensor *data, const te_tensor *scales)
 {
     te_scaled_form form = {NULL, 0, 0};
-    if (!te_tensor_present(data)) return form;
+    if (!te_tensor_requested(data)) return form; /* scales of no elements are written */
     form.scales = scales->data;
     form.count = scales->shape[0];
     form.stride = scales->shape[1];
