@@ -203,8 +203,12 @@ def test_what_can_not_be(device):
             with pytest.raises(ValueError, match="cuts a byte, which two values of NVFP4 share"):
                 call([one], [masters[:6]], [start], None, [shard])
     tiles = torch.nn.Parameter(te.Float8BlockQuantizer(E4M3)(source_of(device, (4, 5))))
+    scaled = torch.nn.Parameter(te.Float8CurrentScalingQuantizer(E4M3)(source_of(device, (4, 5))))
+    before = programs.row_data(scaled).clone()
     with pytest.raises(ValueError, match="a shard of 3 bytes for a slice of 7 bytes"):
-        call([tiles], [masters], [0], None, [masters[:3].to(torch.uint8)])
+        short = masters[:3].to(torch.uint8)
+        call([scaled, tiles], [masters, masters], [0, 0], None, [None, short])
+    assert_same_bits(programs.row_data(scaled), before)
     with pytest.raises(ValueError, match="a slice of 7 elements that begins at 14, of a weight of"):
         call([tiles], [masters], [14], None)
     tiles.update_usage(rowwise_usage=False)

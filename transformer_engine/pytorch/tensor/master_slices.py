@@ -84,6 +84,8 @@ class Slice:
         self.end = start + part.numel()
         shape = storage.shape
         self.rows, self.columns = math.prod(shape[:-1]), shape[-1]
+        if shard is not None and part.numel() > 0:
+            self._check_shard(shard)  # before anything is written, and others wait for this rank
 
     def measure(self) -> list[Tensor]:
         """Largest magnitudes of the slice, fp32: to be overwritten with those of all ranks."""
@@ -112,14 +114,7 @@ class Slice:
     def _put(self, made: Tensor) -> None:
         """Write the row-wise data of the slice, [n], to its shard or into the parameter."""
         if self.shard is not None:
-            mine = self.shard.view(torch.uint8).view(-1)
-            made = made.reshape(-1).view(torch.uint8)
-            if mine.numel() != made.numel():
-                raise ValueError(
-                    f"quantize_master_weights: a shard of {mine.numel()} bytes for a slice of "
-                    f"{made.numel()} bytes ({self.part.numel()} elements)"
-                )
-            mine.copy_(made)
+            self.shard.view(torch.uint8).view(-1).copy_(made.reshape(-1).view(torch.uint8))
             return
         data, mine = self._row_data(), self._span()
         if data.is_contiguous():
@@ -128,6 +123,16 @@ class Slice:
             whole = data.reshape(-1)
             whole[mine] = made
             data.copy_(whole.view(data.shape))
+
+    def _check_shard(self, shard: Tensor) -> None:
+        """ValueError for another size than that of the row-wise bytes of the slice."""
+        mine, data = self._span(), self._row_data()
+        size = (mine.stop - mine.start) * data.element_size()
+        if shard.numel() * shard.element_size() != size:
+            raise ValueError(
+                f"quantize_master_weights: a shard of {shard.numel() * shard.element_size()} bytes "
+                f"for a slice of {size} bytes ({self.part.numel()} elements)"
+            )
 
     def _span(self) -> slice:
         """Where the slice lies among the row-wise data. ValueError where it shares a byte."""
@@ -328,11 +333,6 @@ class WholeSlice(Slice):
 
     Each rank casts the whole, in all forms that there are.
     """
-
-    def __init__(self, storage: Any, part: Tensor, start: int, shard: Tensor | None) -> None:
-        super().__init__(storage, part, start, shard)
-        if shard is not None:
-            self._span()  # before others wait for this rank
 
     def share(self) -> Tensor | None:
         whole = self.part.new_zeros(self.rows * self.columns)
