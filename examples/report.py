@@ -150,7 +150,7 @@ def problems(results: Sequence[Result], bigram: float, check_loss: bool = True) 
             found.append(f"{r.label}: {count.total} linear GEMMs ran, {count.expected} expected")
         if count.fp8 != count.fp8_expected:
             found.append(
-                f"{r.label}: {count.fp8} linear GEMMs ran in FP8, {count.fp8_expected} expected"
+                f"{r.label}: {count.fp8} linear GEMMs were quantized, {count.fp8_expected} expected"
             )
         losses = [loss for _, loss in r.train_curve + r.valid_curve] + [r.valid_loss]
         if not all(math.isfinite(loss) for loss in losses):

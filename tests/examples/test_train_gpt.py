@@ -354,9 +354,9 @@ def test_faults_are_noticed(report):
         return " ".join(report.problems(runs, bigram=2.0))
 
     count = report.GemmCount
-    assert "29 linear GEMMs ran in FP8, 30" in said(0, gemms=count(29, 30, 30, 30))
+    assert "29 linear GEMMs were quantized, 30" in said(0, gemms=count(29, 30, 30, 30))
     assert "29 linear GEMMs ran, 30" in said(0, gemms=count(29, 29, 30, 29))
-    assert "1 linear GEMMs ran in FP8, 0" in said(1, gemms=count(1, 30, 30, 0))
+    assert "1 linear GEMMs were quantized, 0" in said(1, gemms=count(1, 30, 30, 0))
     assert "not finite" in said(1, valid_loss=math.nan)
     assert "not below bigram" in said(1, valid_loss=2.5)
     assert "above high precision" in said(0, valid_loss=1.6)

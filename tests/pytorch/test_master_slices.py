@@ -209,6 +209,8 @@ def test_what_can_not_be(device):
         short = masters[:3].to(torch.uint8)
         call([scaled, tiles], [masters, masters], [0, 0], None, [None, short])
     assert_same_bits(programs.row_data(scaled), before)
+    with pytest.raises(ValueError, match="a parameter comes twice"):
+        call([tiles, tiles], [masters, masters], [0, 7], None)
     with pytest.raises(ValueError, match="a slice of 7 elements that begins at 14, of a weight of"):
         call([tiles], [masters], [14], None)
     tiles.update_usage(rowwise_usage=False)

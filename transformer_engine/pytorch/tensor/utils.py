@@ -80,9 +80,9 @@ def quantize_master_weights(
     Raises
     ------
     ValueError
-        The sequences have other lengths, a slice does not lie in its parameter or cuts a byte of
-        NVFP4 (which two neighbours in a row share), a shard has another size, or a parameter has no
-        row-wise data.
+        The sequences have other lengths, a parameter comes twice, a slice does not lie in its
+        parameter or cuts a byte of NVFP4 (which two neighbours in a row share), a shard has another
+        size, or a parameter has no row-wise data. The other ranks wait for this one then.
     NotImplementedError
         A parameter of another class.
     """
@@ -94,6 +94,8 @@ def quantize_master_weights(
             f"master_weights, {len(start_offsets)} start_offsets and {len(shards)} shards, "
             "expected as many of each"
         )
+    if len({id(weight) for weight in model_weights}) != len(model_weights):
+        raise ValueError("quantize_master_weights: a parameter comes twice: join its slices to one")
     each = zip(model_weights, master_weights, start_offsets, shards, strict=True)
     slices = [part for given in each for part in _slices(*given)]
     amaxes = [amax for part in slices for amax in part.measure()]
