@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Casts to MXFP8 and NVFP4 that are fused to an operator (see `fp8_output`): by definition."""
 
+import pytest
 import torch
-from buffers import Poisoned
+from buffers import HIGH, LAYOUTS, Poisoned, name_of
 from comparators import assert_bits, assert_within
 from fp8_output import fp32_of
 from microscaled import ERR_MODES, MODES, expected, forms, one_usage, partials, uniform_numbers
@@ -23,6 +24,23 @@ MICRO = {
 }
 """Name: (mode, options of `microscaled.expected`, or rounded by random numbers)."""
 SHAPES = [(1, 1), (40, 64), (131, 192), (129, 257), (256, 128)]
+
+
+def each_cast_and_shape(test):
+    """Run a test with the arguments `cast` and `shape` for all of them."""
+    casts = pytest.mark.parametrize("cast", MICRO)
+    return casts(pytest.mark.parametrize("shape", SHAPES, ids=str)(test))
+
+
+def each_source_and_layout(test):
+    """Run a test with the arguments `cast`, `source` and `layout` for all inputs."""
+    for mark in (
+        pytest.mark.parametrize("cast", ["mxfp8", "nvfp4"]),
+        pytest.mark.parametrize("source", HIGH, ids=name_of),
+        pytest.mark.parametrize("layout", LAYOUTS),
+    ):
+        test = mark(test)
+    return test
 
 
 class Micro:

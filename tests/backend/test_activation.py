@@ -19,8 +19,13 @@ from fp8_output import (
     padding,
 )
 from layer_reference import ACTIVATIONS, GATED, activation, activation_terms, wide
-from micro_output import MICRO, check_micro, check_no_rows
-from micro_output import SHAPES as MICRO_SHAPES
+from micro_output import (
+    MICRO,
+    check_micro,
+    check_no_rows,
+    each_cast_and_shape,
+    each_source_and_layout,
+)
 from operands import operand
 from refusals import check_refused
 from scaled_output import MODES, check_scaled
@@ -225,8 +230,7 @@ def test_scales_of_rows_and_tiles(device, name, shape, epsilon, power_2, mode, r
         check_scaled(problem, mode, E5M2, epsilon, power_2, usage=usage, pad=(3, 5))
 
 
-@pytest.mark.parametrize("shape", MICRO_SHAPES, ids=str)
-@pytest.mark.parametrize("cast", MICRO)
+@each_cast_and_shape
 @pytest.mark.parametrize("name", ["gelu", "swiglu", "clamped_swiglu"])
 def test_small_groups(device, name, cast, shape, rng):
     problem = Problem(rng, device, name, shape, BF16)
@@ -234,9 +238,7 @@ def test_small_groups(device, name, cast, shape, rng):
         check_micro(problem, cast, rng, usage=usage)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("source", HIGH, ids=name_of)
-@pytest.mark.parametrize("cast", ["mxfp8", "nvfp4"])
+@each_source_and_layout
 def test_small_groups_layouts(device, cast, source, layout, rng):
     problem = Problem(rng, device, "swiglu", (67, 130), source, layout=layout)
     check_micro(problem, cast, rng, pad=(3, 5), layout=layout)

@@ -17,8 +17,13 @@ from fp8_output import (
     padding,
 )
 from layer_reference import wide
-from micro_output import MICRO, check_micro, check_no_rows
-from micro_output import SHAPES as MICRO_SHAPES
+from micro_output import (
+    MICRO,
+    check_micro,
+    check_no_rows,
+    each_cast_and_shape,
+    each_source_and_layout,
+)
 from refusals import check_refused
 from scaled_output import MODES, check_scaled
 from tols import BF16, E4M3, E5M2, F32
@@ -132,17 +137,14 @@ def test_scales_of_rows_and_tiles(device, direction, usage, mode, rng):
     check_scaled(problem, mode, E5M2, usage=usage, pad=(3, 5))
 
 
-@pytest.mark.parametrize("shape", MICRO_SHAPES, ids=str)
-@pytest.mark.parametrize("cast", MICRO)
+@each_cast_and_shape
 def test_small_groups(device, direction, cast, shape, rng):
     problem = Problem(rng, device, direction, shape, BF16)
     for usage in USAGES:
         check_micro(problem, cast, rng, usage=usage)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("source", HIGH, ids=name_of)
-@pytest.mark.parametrize("cast", ["mxfp8", "nvfp4"])
+@each_source_and_layout
 def test_small_groups_layouts(device, cast, source, layout, rng):
     problem = Problem(rng, device, "backward", (67, 130), source, layout=layout)
     check_micro(problem, cast, rng, pad=(3, 5), layout=layout)

@@ -119,14 +119,13 @@ def given_forms(
     return tuple(flags), caches
 
 
-def refuse_returned(kind: str, recipe: Recipe | None, returns: int, where: str | None) -> None:
-    """Raise a NotImplementedError where a call can not return what flags ask for.
-
-    `returns` are `graphs.RETURN_OUTPUT` and `graphs.RETURN_GRAD`; `where` is what can not, or None.
-    """
+def _refuse_returned(kind: str, recipe: Recipe, returns: int) -> None:
+    """Raise a NotImplementedError where a call can not return what flags ask for."""
     option = "fp8_output" if returns & graphs.RETURN_OUTPUT else "fp8_grad"
-    if where is not None:
-        raise NotImplementedError(f"{kind}: {option}=True in {where}: leave it out there")
+    if in_transform():
+        raise NotImplementedError(
+            f"{kind}: {option}=True in a transform of torch.func: leave it out there"
+        )
     from transformer_engine.pytorch.tensor.recipes import format_of
 
     if format_of(recipe) is None or recipe.nvfp4():
@@ -139,9 +138,12 @@ def refuse_returned(kind: str, recipe: Recipe | None, returns: int, where: str |
 def add_returned(
     kind: str, flags: list[int], returns: int, recipe: Recipe, slots: Slots | None
 ) -> None:
-    """Add what a call returns quantized to the flags of its parts; see `refuse_returned`."""
-    where = "a transform of torch.func" if in_transform() else None
-    refuse_returned(kind, recipe, returns, where)
+    """Add what a call returns quantized to the flags of its parts.
+
+    `returns` are `graphs.RETURN_OUTPUT` and `graphs.RETURN_GRAD`. NotImplementedError where a call
+    can not return them.
+    """
+    _refuse_returned(kind, recipe, returns)
     measures = graphs.MEASURE_RETURNED if slots is not None and slots.initial == 0.0 else 0
     flags[-1] |= returns & graphs.RETURN_OUTPUT | measures
     if flags[0] & graphs.DGRAD and recipe.backward_override is None:
