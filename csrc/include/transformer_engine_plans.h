@@ -77,7 +77,10 @@ enum {                              /* te_value_desc.flags */
        TE_VALUE_DEFER = 1 << 7,      /* it is put off, to the plan TE_DIRECTION_DEFERRED */
        /* Of an input, a parameter, or the gradient of a result, as linear nodes cast it: */
        TE_VALUE_KEEP_QUANTIZED = 1 << 8, /* the plan that casts it returns its quantized forms */
-       TE_VALUE_QUANTIZED = 1 << 9, /* it arrives in these forms, in high precision not at all */
+       /* It arrives in these forms, in high precision not at all. With ROW_WISE also of what an
+        * attention with a recipe makes and one linear node reads: that multiplies the attention's
+        * output as it is, with the scale that the attention gave it. */
+       TE_VALUE_QUANTIZED = 1 << 9,
        /* Besides QUANTIZED, with one scale for the tensor and columns that need no padding: it
         * arrives row-wise alone, and a backward that reads it column-wise transposes it. Besides
         * RETURN_QUANTIZED: it is returned row-wise alone. */
@@ -85,7 +88,8 @@ enum {                              /* te_value_desc.flags */
        /* Of a result that a linear node makes: it is returned in quantized forms, in high precision
         * not at all; of an input with a gradient: that is. Cast by the recipe of the linear node
         * that makes it, or of the first one that it comes to, the result as inputs are and the
-        * gradient as gradients are (operands OUTPUT and GRAD_INPUT). */
+        * gradient as gradients are (operands OUTPUT and GRAD_INPUT). With ROW_WISE also of a result
+        * that an attention with a recipe makes, as it makes it (HEADS and HEADS_SCALES). */
        TE_VALUE_RETURN_QUANTIZED = 1 << 11,
        /* Of a weight besides QUANTIZED: it is given in high precision too, for the GEMMs that read
         * it so (te_quantization.backward). */

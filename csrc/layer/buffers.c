@@ -251,9 +251,28 @@ int te_operand_is_transposed(const te_build *build, int32_t of)
     return (flags_of_operand(build, of) & flags) == flags;
 }
 
+/* Whether the maker of an operand, a node of the graph, makes it as it is read. */
+static int is_handed_over(const te_build *build, int32_t of)
+{
+    const uint32_t given = TE_VALUE_INPUT | TE_VALUE_PARAMETER | TE_VALUE_RESULT;
+    return (te_value(build, value_of_operand(build, of))->flags & given) == 0;
+}
+
+/* Of an attention that returns its output in FP8. */
+static te_buffer_role role_of_heads(const te_build *build, int32_t of)
+{
+    const te_node_desc *node = te_node(build, of / TE_HEADS_ROLES);
+    if (of % TE_HEADS_ROLES != TE_HEADS_OUTPUT ||
+        (te_value(build, node->output)->flags & TE_VALUE_RETURN_QUANTIZED) == 0) {
+        return TE_ROLE_SCRATCH;
+    }
+    return build->direction == TE_DIRECTION_FORWARD ? TE_ROLE_OUTPUT : TE_ROLE_INPUT;
+}
+
 static te_buffer_role role_of_form(const te_build *build, te_link form, int32_t of)
 {
     if (of % TE_OPERAND_ROLES >= TE_GEMM_OPERANDS) return TE_ROLE_OUTPUT;
+    if (is_handed_over(build, of)) return TE_ROLE_SCRATCH;
     if (form == TE_LINK_COLUMN && te_operand_is_transposed(build, of)) return TE_ROLE_SCRATCH;
     if (te_operand_is_kept(build, of)) return TE_ROLE_OUTPUT;
     if (!te_operand_arrives(build, of)) return TE_ROLE_SCRATCH;
@@ -267,6 +286,7 @@ static te_buffer_role role_of(const te_build *build, te_link link, int32_t of)
     if (link == TE_LINK_GRADIENT) role = role_of_gradient(build, of);
     if (link == TE_LINK_SCALE || link == TE_LINK_HISTORY) role = TE_ROLE_STATE;
     if (form_names[link] != NULL) role = role_of_form(build, link, of);
+    if (link == TE_LINK_HEADS || link == TE_LINK_HEADS_SCALES) role = role_of_heads(build, of);
     if (role != TE_ROLE_SCRATCH) return role;
     if (te_links_has(&build->saved, link, of)) return TE_ROLE_SAVED;
     if (build->direction == TE_DIRECTION_FORWARD || !te_links_has(&build->deferred, link, of)) {
@@ -300,6 +320,8 @@ static int32_t add(te_build *build, te_link link, int32_t of, te_buffer_role rol
         info.leading =
             (te_value(build, value_of_operand(build, of))->flags & TE_VALUE_LEADING) != 0;
     }
+    if (link == TE_LINK_HEADS && (role == TE_ROLE_INPUT || role == TE_ROLE_OUTPUT))
+        info.leading = 1;
     return te_plan_add_buffer(&build->plan, &info);
 }
 

@@ -72,12 +72,20 @@ static te_status check_shape(const te_value_desc *value)
     return TE_OK;
 }
 
+/* Of what a node makes and another reads as it is. */
+static int is_handed_over(uint32_t flags)
+{
+    const uint32_t of_call = TE_VALUE_INPUT | TE_VALUE_PARAMETER | TE_VALUE_RESULT;
+    const uint32_t wanted = TE_VALUE_QUANTIZED | TE_VALUE_ROW_WISE;
+    return (flags & (of_call | OF_OPERAND | wanted)) == wanted;
+}
+
 /* Whether flags about quantized forms go together, of a value of this kind. */
 static int forms_fit(uint32_t flags, uint32_t kind)
 {
     const uint32_t row_wise = TE_VALUE_QUANTIZED | TE_VALUE_RETURN_QUANTIZED;
     const uint32_t gradient = TE_VALUE_INPUT | TE_VALUE_GRADIENT;
-    if ((flags & OF_OPERAND) != 0 && kind == 0) return 0;
+    if ((flags & OF_OPERAND) != 0 && kind == 0 && !is_handed_over(flags)) return 0;
     if ((flags & OF_OPERAND) == OF_OPERAND) return 0;
     if ((flags & TE_VALUE_ROW_WISE) != 0 && (flags & row_wise) == 0) return 0;
     if ((flags & TE_VALUE_ALSO_WIDE) != 0 && (flags & TE_VALUE_QUANTIZED) == 0) return 0;
@@ -118,7 +126,7 @@ static te_status check_operand(const te_graph_desc *graph, int32_t n, int32_t va
     const te_node_desc *node = &graph->nodes[n];
     const te_value_desc *desc = &graph->values[value];
     int keeps = (desc->flags & TE_VALUE_KEEP_QUANTIZED) != 0;
-    if ((desc->flags & OF_OPERAND) == 0) return TE_OK;
+    if ((desc->flags & OF_OPERAND) == 0 || is_handed_over(desc->flags)) return TE_OK;
     if (node->kind == TE_NODE_LINEAR && te_is_quantized(&node->quantization) &&
         role < TE_GEMM_OPERANDS && (!keeps || te_has_forms(&node->quantization, role)) &&
         ((desc->flags & TE_VALUE_RESULT) != 0) == (role == TE_GRAD_OPERAND)) {
@@ -275,7 +283,42 @@ static te_status check_order(const te_graph_desc *graph, te_value_state *values)
     return TE_OK;
 }
 
-/* What is returned quantized is cast by a linear node; a result is nothing else then. */
+/* Whether an attention makes a value in FP8 with one scale. */
+static int is_made_in_fp8(const te_graph_desc *graph, const te_value_state *state)
+{
+    const te_node_desc *node = state->producer == TE_NOBODY ? NULL : &graph->nodes[state->producer];
+    return node != NULL && node->kind == TE_NODE_ATTENTION && te_is_quantized(&node->quantization);
+}
+
+/* What is handed over is made by an attention with a recipe, and read by one linear node that
+ * multiplies such inputs. */
+static te_status check_handed_over(const te_graph_desc *graph, const te_value_state *values)
+{
+    for (int32_t n = 0; n < graph->node_count; n++) {
+        const te_node_desc *node = &graph->nodes[n], *maker;
+        const te_quantization *q = &node->quantization;
+        for (int i = 0; i < node->input_count; i++) {
+            const int32_t x = node->inputs[i];
+            if (x < 0 || !is_handed_over(graph->values[x].flags)) continue;
+            maker = &graph->nodes[values[x].producer];
+            if (is_made_in_fp8(graph, &values[x]) && values[x].readers == 1 &&
+                node->kind == TE_NODE_LINEAR && i == TE_INPUT_OPERAND && node->gather == 1 &&
+                te_role_dtype(q, TE_INPUT_OPERAND) ==
+                    te_role_dtype(&maker->quantization, TE_INPUT_OPERAND)) {
+                continue;
+            }
+            return TE_FAIL(TE_ERROR_INVALID,
+                           "graph: node %d: %s is handed over in FP8 (flags 0x%x): from an "
+                           "attention with a recipe to one linear layer whose inputs have the same "
+                           "dtype and one scale",
+                           n, graph->values[x].name, graph->values[x].flags);
+        }
+    }
+    return TE_OK;
+}
+
+/* What is returned quantized is cast by a linear node, or made in FP8 by an attention; a result is
+ * nothing else then. */
 static te_status check_returned(const te_graph_desc *graph, const te_value_state *values)
 {
     for (int32_t v = 0; v < graph->value_count; v++) {
@@ -283,6 +326,10 @@ static te_status check_returned(const te_graph_desc *graph, const te_value_state
         const te_node_desc *node;
         int32_t k;
         if ((value->flags & TE_VALUE_RETURN_QUANTIZED) == 0) continue;
+        if ((value->flags & TE_VALUE_ROW_WISE) != 0 && values[v].readers == 0 &&
+            is_made_in_fp8(graph, &values[v])) {
+            continue;
+        }
         k = te_caster_of(graph, v);
         node = k == TE_NOBODY ? NULL : &graph->nodes[k];
         if (node != NULL && te_is_quantized(&node->quantization) &&
@@ -295,6 +342,7 @@ static te_status check_returned(const te_graph_desc *graph, const te_value_state
         return TE_FAIL(TE_ERROR_INVALID,
                        "graph: %s is returned quantized (flags 0x%x): that takes a linear layer "
                        "with a recipe other than nvfp4 that makes it, or that it comes to first, "
+                       "or an attention in FP8 that makes it row-wise, "
                        "no other reader of a result, and one scale for the tensor where it is "
                        "row-wise alone",
                        value->name, value->flags);
@@ -330,5 +378,6 @@ te_status te_check_graph(const te_graph_desc *graph, te_value_state *values)
     for (int32_t v = 0; v < graph->value_count; v++) TE_TRY(check_value(&graph->values[v], v));
     for (int32_t n = 0; n < graph->node_count; n++) TE_TRY(check_node(graph, n));
     TE_TRY(check_order(graph, values));
+    TE_TRY(check_handed_over(graph, values));
     return check_returned(graph, values);
 }

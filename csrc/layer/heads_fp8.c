@@ -43,11 +43,28 @@ static int32_t number_of(int32_t n, te_heads_role role)
     return n * TE_HEADS_ROLES + (int32_t)role;
 }
 
-/* A buffer of the node; one of the forward is saved for the backward. */
+/* The operand that the output is, row-wise, where it is handed over; TE_NOBODY where it is not. */
+static int32_t operand_of_output(const te_build *build, int32_t n)
+{
+    const int32_t y = te_node(build, n)->output;
+    if ((te_value(build, y)->flags & TE_VALUE_QUANTIZED) == 0) return TE_NOBODY;
+    for (int32_t k = n + 1; k < build->graph->node_count; k++) {
+        if (te_node(build, k)->inputs[0] == y) return te_operand_of(k, TE_INPUT_OPERAND);
+    }
+    return TE_NOBODY;
+}
+
+/* A buffer of the node, or of the one that reads its output as it is; one of the forward is saved
+ * for the backward. */
 static int32_t buffer_of(te_build *build, int32_t n, te_link link, te_heads_role role)
 {
-    const int32_t number = number_of(n, role);
     const int of_forward = role <= TE_HEADS_OUTPUT && link != TE_LINK_HEADS_WIDE;
+    int32_t number = number_of(n, role), operand = TE_NOBODY;
+    if (role == TE_HEADS_OUTPUT && of_forward) operand = operand_of_output(build, n);
+    if (operand != TE_NOBODY) {
+        number = operand;
+        link = link == TE_LINK_HEADS ? TE_LINK_ROW : TE_LINK_SCALES;
+    }
     if (of_forward && build->direction != TE_DIRECTION_FORWARD) {
         return te_need(build, link, number);
     }
@@ -224,6 +241,8 @@ int32_t te_fp8_heads_again(te_build *build, int32_t n, te_heads_role role)
 void te_fp8_read_output(te_build *build, int32_t n)
 {
     const te_heads_place at = place_in(build, n, TE_HEADS_OUTPUT);
+    const uint32_t in_fp8 = TE_VALUE_QUANTIZED | TE_VALUE_RETURN_QUANTIZED;
+    if ((te_value(build, at.value)->flags & in_fp8) != 0) return;
     read_again(build, n, &at, te_get(build, TE_LINK_VALUE, te_node(build, n)->output));
 }
 

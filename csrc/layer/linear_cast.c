@@ -338,7 +338,7 @@ void te_linear_transpose(te_build *build, int32_t k, te_operand_role role)
     te_stage *stage;
     if (te_find(build, TE_LINK_COLUMN, te_operand_of(k, role)) != TE_NO_BUFFER) return;
     stage = te_linear_add(build, k, stages_of[role].again, TE_OP_TRANSPOSE);
-    te_use_as(build, stage, "input", te_linear_form(build, k, role, TE_LINK_ROW));
+    te_use_as(build, stage, "input", te_need(build, TE_LINK_ROW, te_operand_of(k, role)));
     te_use_as(build, stage, "output", te_linear_form(build, k, role, TE_LINK_COLUMN));
 }
 

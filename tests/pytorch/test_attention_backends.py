@@ -195,8 +195,6 @@ def test_mistakes_in_questions():
         te.explain_attention(module, (5, 2, HEADS, CHANNELS), mask=None)
     with pytest.raises(ValueError, match="expected sbhd with 4 heads of 16"):
         te.explain_attention(module, (5, 2, HEADS, CHANNELS + 1))
-    with pytest.raises(NotImplementedError, match="fp8_output=True"):
-        te.explain_attention(module, (5, 2, HEADS, CHANNELS), fp8_output=True)
 
 
 # ---- get_attention_backend -----------------------------------------------------------------------

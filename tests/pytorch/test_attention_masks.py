@@ -384,12 +384,6 @@ def test_packed_errors(device):
             module(**arguments)
 
 
-def test_call_options_that_are_not_there_yet(device):
-    module = DotProductAttention(HEADS, CHANNELS)
-    with pytest.raises(NotImplementedError, match="fp8_output="):
-        module(*qkv_of(device), fp8_output=True)
-
-
 def test_constructor_errors():
     for arguments, match in (
         ({"num_gqa_groups": 3}, "must divide"),

@@ -66,6 +66,8 @@ class AttentionSpec(NamedTuple):
     quantization: Quantization | None = None  # of queries, keys and values; None: high precision
     fp8_gradient: bool = False  # the gradients are computed in FP8 too
     no_amax: bool = False  # with a quantization: none is recorded in the forward
+    fp8_output: bool = False
+    """With a quantization: the output goes on in FP8, to the projection behind or to the caller."""
 
 
 class CoreSpec(NamedTuple):
@@ -365,7 +367,8 @@ def _attend(
     heads, channels = slices[0][0], slices[2][1]
     shape = (ROWS, heads * channels)
     dtype = graph.values[projected[0]][2]
-    context = graph.value(f"{name}context", dtype, shape, _core.VALUE_LEADING)
+    handed_over = _core.VALUE_QUANTIZED | _core.VALUE_ROW_WISE if attention.fp8_output else 0
+    context = graph.value(f"{name}context", dtype, shape, _core.VALUE_LEADING | handed_over)
     attention = attention._replace(slices=tuple(slices))
     _add_attention(graph, attention, (*values, *given.limits), context, f"{name}core_", owner)
     return context
@@ -431,6 +434,7 @@ def core_graph(spec: CoreSpec) -> Graph:
         values += [graph.tensor("_".join(names[3 - joined :]), spec.dtype, shape, flags)] * joined
     limits = _limits(graph, attention, "", joined != 3)
     columns = attention.slices[0][0] * attention.slices[2][1]
-    context = graph.value("output", spec.dtype, (ROWS, columns), RESULT)
+    returned = _core.VALUE_RETURN_QUANTIZED | _core.VALUE_ROW_WISE if attention.fp8_output else 0
+    context = graph.value("output", spec.dtype, (ROWS, columns), RESULT | returned)
     _add_attention(graph, attention, (*values, *limits), context, "")
     return graph

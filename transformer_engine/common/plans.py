@@ -147,6 +147,9 @@ class CallPlans:
         self.returned: tuple[int, ...] = ()
         if flags and flags[-1] & RETURN_OUTPUT:
             self.returned = _places_of_forms(graph.operands[-1] + OUTPUT, self.outputs)
+        elif isinstance(spec, CoreSpec) and spec.attention.fp8_output:
+            at = {link: place for place, (link, _) in enumerate(self.outputs)}
+            self.returned = (at["heads"], -1, at["heads_scales"])
         self.result_count = len(self.results) - bool(self.returned)
         self._of_quantized: dict[int, CallPlans | None] = {}  # see `for_gradient`
         held = {*self.forward_inputs, *self.outputs}

@@ -89,7 +89,7 @@ class DelayedScaling(Recipe):
     reduce_amax : bool, default True
         Use the largest amax of all ranks of the group that ``autocast`` names.
     fp8_dpa, fp8_mha : bool, default False
-        Run attention in FP8; both mean the same.
+        Run attention in FP8. `fp8_mha`: layers hand its output to the projection in FP8 too.
     backward_override : None
         Exists for symmetry with other recipes; anything but None is refused.
     measure_first : bool, default False
@@ -158,7 +158,7 @@ class Float8CurrentScaling(_Measuring):
         How the GEMMs of the output, of the input's gradient and of the weight's gradient run. Split
         accumulation by default in the two gradients.
     fp8_dpa, fp8_mha : bool, default False
-        Run attention in FP8; both mean the same.
+        Run attention in FP8. `fp8_mha`: layers hand its output to the projection in FP8 too.
     backward_override : {None, "high_precision", "dequantized"}, optional
         Run the backward in high precision, from the operands as they were or as dequantized.
         Default: the variable ``TE_BACKWARD_OVERRIDE`` at the time of construction, otherwise None.

@@ -104,6 +104,12 @@ class Frame:
         """Whether the forward has recorded a call of a module."""
         return id(module) in self._entries
 
+    def next_of(self, module: Any) -> Entry | None:
+        """What `replay` is going to find; None: nothing."""
+        entries = self._entries.get(id(module), [])
+        at = self._next.get(id(module), 0) if graph_task() == self._pass else 0
+        return entries[at] if at < len(entries) else None
+
     def is_first(self, entry: Entry, records: bool) -> bool:
         """Whether a repeated call updates the backward state.
 
@@ -129,6 +135,11 @@ class _Queue(Frame):
     def knows(self, module: Any) -> bool:
         """Whether there is an entry of a module."""
         return bool(self._queues.get(module))
+
+    def next_of(self, module: Any) -> Entry | None:
+        """What `replay` is going to find; None: nothing."""
+        queue = self._queues.get(module)
+        return queue[0] if queue else None
 
     def replay(self, module: Any) -> Entry | None:
         """Take the oldest entry of a module; None: there is none."""

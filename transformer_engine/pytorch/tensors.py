@@ -9,6 +9,9 @@ from torch import Tensor
 
 from transformer_engine.pytorch.modes import wraps_tensors
 
+ALIGNMENT = 16
+"""What native code rounds the length of a line of quantized data up to; the padding is zero."""
+
 _QUANTIZED = "transformer_engine.pytorch.tensor"
 """The module of the classes of quantized tensors, which is loaded with the first of them."""
 

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.attending import
 from transformer_engine.pytorch.attention.dot_product_attention.cached import angles_for_cache
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
 from transformer_engine.pytorch.attention.dot_product_attention.packed import sizes_of, starts_of
-from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention.options import AttentionOptions, CoreOptions
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.modes import only_forwards
 from transformer_engine.pytorch.module.composite import NORMS, CompositeLayer
@@ -332,6 +332,7 @@ fast_zero_fill, pad_between_seqs
     def _attending(self, inp: Tensor, options: AttentionOptions) -> Attending | None:
         """How a call attends as part of a layer; None where it has to call its modules."""
         core, key = self._modules["core_attention"], None
+        in_fp8 = fp8.settings(core, inp.shape[self.qkv_format == "bshd"])
         if options.without_tensors() and type(core.window_size) is not list:
             key = (  # of the options those that are read: mask type to type of the bias
                 options[2:10], self.qk_norm_before_rope,
@@ -340,7 +341,7 @@ fast_zero_fill, pad_between_seqs
                 core.bottom_right_diagonal, core.qkv_format, core.softmax_type,
                 core.return_max_logit, inp.dtype, inp.device, sink_of(core),
                 attention_switches(), torch.are_deterministic_algorithms_enabled(),
-                fp8.settings(core, inp.shape[self.qkv_format == "bshd"]),
+                in_fp8, in_fp8 is not None and self._hands_over(core),
                 inp.shape[self.qkv_format == "bshd"] == 1,  # cuDNN has no bias over one key
                 torch.is_grad_enabled(),  # what inference mode has made can not be saved
             )  # fmt: skip
@@ -381,7 +382,14 @@ fast_zero_fill, pad_between_seqs
         pairs = (self.rotary_pos_interleaved, self.qk_norm_before_rope)
         given = (() if source is None else (source,), angles, *pairs)
         about = inp.device.type, inp.shape[s]
-        return attending(core, how, slices, given, about=about)
+        over = self._hands_over(core)
+        return attending(core, how, slices, given, about=about, hands_over=over)
+
+    def _hands_over(self, core: DotProductAttention) -> bool:
+        """Whether the projection is handed the output of attention in FP8."""
+        proj = self._modules["proj"]  # it, or the core, may be another package's
+        ours = isinstance(proj, Linear) and isinstance(core, DotProductAttention)
+        return ours and fp8.hands_to(core, proj)
 
     def _slices(self) -> tuple:
         """Where queries, keys and values lie in their projections (see `layer_graphs`)."""
@@ -445,10 +453,13 @@ fast_zero_fill, pad_between_seqs
         if self.q_norm is not None or options.rotary_pos_emb is not None:
             query, key = self._position(query, key, options)
         core = modules["core_attention"]
+        over = self._hands_over(core)
         if only_forwards(core):
-            context = core.attend(Heads((query, key, value)), options)
+            more = CoreOptions(fp8_output=over)
+            context = core.attend(Heads((query, key, value)), options, more=more)
         else:
-            context = core(query, key, value, *options.for_core())
+            named = {"fp8_output": True} if over else {}
+            context = core(query, key, value, *options.for_core(), **named)
         out = modules["proj"](context, first)
         if self.return_bias and not isinstance(out, tuple):
             out = (out, None)  # another package's module wraps the projection: the bias is added

@@ -66,4 +66,5 @@ class CoreOptions(NamedTuple):
     """Arguments of `DotProductAttention.forward` that layers do not have."""
 
     wide_backward: bool = False  # that of attention in FP8 runs in high precision
+    fp8_output: bool = False  # attention in FP8 returns its output so
     score_mod: Any = None  # changes the scores, a `score_mod.ScoreMod`

@@ -137,7 +137,7 @@ class ModuleCall:
         results = self._run_forward(given)
         count = plans.result_count
         if plans.returned:
-            out = quantized.returned(self, results, plans.returned, gradient=False)
+            out = self._returned(results)
             out = out if count == 0 else (out, *results[:count])
         else:
             out = results[0] if count == 1 else results[:count]
@@ -148,6 +148,10 @@ class ModuleCall:
             return out, ()
         saved = plans.pick_saved((*results, *tensors), self.traced)
         return out, self._save_parts(saved, parts) if self.splits else saved
+
+    def _returned(self, made: tuple) -> Any:
+        """The first result, a quantized tensor, of what the forward's plan has made."""
+        return quantized.returned(self, made, self.plans.returned, gradient=False)
 
     def _run_forward(self, given: tuple) -> tuple:
         """Run the forward's plan, over the scaling state too."""

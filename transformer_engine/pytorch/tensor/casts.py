@@ -17,9 +17,9 @@ from transformer_engine import _core
 from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.modes import dispatch_modes, is_traced_or_faked
 from transformer_engine.pytorch.operators import traceable
+from transformer_engine.pytorch.tensors import ALIGNMENT
 
 __all__ = [
-    "ALIGNMENT",
     "cast",
     "dequantize",
     "empty_columns",
@@ -28,9 +28,6 @@ __all__ = [
     "partials_of",
     "transpose",
 ]
-
-ALIGNMENT = 16
-"""What native code rounds the length of a line of data up to; the padding is zero."""
 
 _HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 

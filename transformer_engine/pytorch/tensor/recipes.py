@@ -42,6 +42,7 @@ from transformer_engine.pytorch.tensor.mxfp8_tensor import (
     MXFP8TensorStorage,
 )
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer, NVFP4Tensor
+from transformer_engine.pytorch.tensors import ALIGNMENT
 
 _CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -212,7 +213,7 @@ def _per_tensor(tensor: Any, role: str, backward: bool) -> tuple[tuple, int]:
     """The transpose is read where there is one; else the backward makes it for itself."""
     row = _rows(tensor, tensor._data)
     transposes = torch.compiler.is_compiling() or tensor._transpose_invalid
-    if transposes and tensor.shape[-1] % casts.ALIGNMENT == 0:
+    if transposes and tensor.shape[-1] % ALIGNMENT == 0:
         return (row, None, tensor._scales), GIVEN[role] | _ROWS[role]
     column = None
     if backward:

@@ -12,7 +12,6 @@ from transformer_engine.pytorch.attention.dot_product_attention import DotProduc
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
     Described,
     check_splits,
-    refuse_fp8_output,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
     BACKENDS,
@@ -89,7 +88,6 @@ def explain_attention(
     """
     core = _core_of(attention)
     _check_names(arguments)
-    refuse_fp8_output(arguments.get("fp8_output", False))
     check_splits(arguments.get("num_splits"))
     layers: Any = (query_layer, key_layer, value_layer)
     packed = [arguments.get(name) for name in ("qkv_layer", "kv_layer")]

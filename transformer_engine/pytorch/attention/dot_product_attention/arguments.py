@@ -11,7 +11,6 @@ from transformer_engine.pytorch.attention.dot_product_attention.formats import c
 from transformer_engine.pytorch.attention.dot_product_attention.packed import sizes_of
 from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
-from transformer_engine.pytorch.module.parameters import refuse_options
 
 _NAME = "DotProductAttention"
 
@@ -55,11 +54,6 @@ def check_splits(num_splits: Any) -> None:
     if num_splits is None or (isinstance(num_splits, int) and num_splits >= 0):
         return
     raise ValueError(f"{_NAME}: num_splits={num_splits!r}, expected None or an integer from 0 on")
-
-
-def refuse_fp8_output(fp8_output: bool) -> None:
-    """Raise where an output in FP8 is asked for (NotImplementedError)."""
-    refuse_options(_NAME, fp8_output=(fp8_output, False))
 
 
 def check_tensors(

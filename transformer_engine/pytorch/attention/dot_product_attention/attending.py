@@ -27,6 +27,7 @@ def attending(
     given: tuple[tuple, tuple, bool, bool] = _NOTHING,
     qkv_format: str | None = None,
     about: tuple[str, int] = ("cpu", 0),
+    hands_over: bool = False,
 ) -> Attending | None:
     """How a call attends as part of a plan; None for what runs in no plan.
 
@@ -34,7 +35,8 @@ def attending(
     `DotProductAttention`; `how` is what its `limits_for` gives; `slices` are of queries, keys and
     values in their projections; `given` is the source or nothing, the angles, whether these are
     interleaved, and whether norms come before them. `about` says on what type of device that is,
-    and how many queries there are, which attention in FP8 depends on.
+    and how many queries there are, which attention in FP8 depends on; `hands_over`: that hands its
+    output on in FP8.
     """
     choice, limits = how
     if choice.backend != "native" or limits.wants_top:
@@ -65,7 +67,7 @@ def attending(
     window = tuple(limits.window)
     channels = tuple(of.shape[1] for of in angles)
     repeatable = native.deterministic()
-    in_fp8 = fp8.in_layer(core, *about, limits, dropout)
+    in_fp8 = fp8.in_layer(core, *about, limits, dropout, hands_over)
     key = (
         slices, dropout, tracker, core.softmax_scale, window, limits.bottom_right, *masks,
         len(lengths), bias_dtype, bias_grad, channels, interleaved, norms_first, qkv_format,
@@ -73,11 +75,13 @@ def attending(
     )  # fmt: skip
 
     def spec() -> AttentionSpec:
+        cast = {} if in_fp8 is None else in_fp8._asdict()
+        cast.pop("recipe", None)
         return AttentionSpec(
             slices, qkv_format == "sbhd", core.softmax_scale, dropout, window,
             limits.bottom_right, channels, interleaved, norms_first, *masks, len(lengths),
             _core.dtype_code(bias_dtype), bias_grad, repeatable, packed, *softmax,
-            *(in_fp8[:2] if in_fp8 else (None, False)),
+            **cast,
         )  # fmt: skip
 
     tensors = (limits.mask, bias, *lengths, *offsets, sink, slopes)

@@ -16,7 +16,6 @@ from transformer_engine.pytorch.attention.dot_product_attention import fp8, mask
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
     check_splits,
     check_tensors,
-    refuse_fp8_output,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
     BACKENDS,
@@ -55,6 +54,7 @@ from transformer_engine.pytorch.module.parameters import (
 )
 from transformer_engine.pytorch.parallel import ContextParallel
 from transformer_engine.pytorch.recompute import checkpoint
+from transformer_engine.pytorch.tensors import is_quantized
 
 __all__ = ["DotProductAttention"]
 
@@ -335,8 +335,9 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         bf16_backward : bool, optional
             True: the backward of attention in FP8 runs in high precision, as with
             ``TE_FP8_ATTENTION_BACKWARD=0``; else as ever.
-        fp8_output
-            Not there yet.
+        fp8_output : bool
+            Where attention runs in FP8, return its output as it is made: a `Float8Tensor`, which a
+            linear layer behind it multiplies. Elsewhere, emulated FP8 too, it changes nothing.
         num_splits : int, optional
             Ignored: how kernels of flash-attn, which are not built, would share their work.
         score_mod : callable, optional
@@ -370,7 +371,8 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         TypeError, ValueError
             Tensors or arguments that do not go together.
         NotImplementedError
-            An option that is not there yet.
+            An option that is not there yet; `fp8_output` of attention in FP8 in `torch.export` or a
+            transform of torch.func.
         """
         found_by = None
         if not torch.compiler.is_compiling():
@@ -392,15 +394,13 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             if found is not None:
                 self.__dict__["_ran"] = found.choice
                 return found.run(tensors)
-        if fp8_output:
-            refuse_fp8_output(fp8_output)
         if num_splits != 1:
             check_splits(num_splits)
         more = _PLAIN
         mods = score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors
-        if bf16_backward or any(each is not None for each in mods):
+        if bf16_backward or fp8_output or any(each is not None for each in mods):
             modified = score_mod_of(*mods, core_attention_bias_type)
-            more = CoreOptions(bool(bf16_backward), modified)
+            more = CoreOptions(bool(bf16_backward), bool(fp8_output), modified)
         layers = (query_layer, key_layer, value_layer)
         heads = heads_of(layers, qkv_layer, kv_layer, qkv_interleave_dim)
         options = AttentionOptions(
@@ -450,13 +450,15 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
 
             run = functools.partial(fp8_emulated.attend, self)  # few ask for it, and what it loads
         elif fp8.in_force(self):
-            run = functools.partial(fp8.attend, self, more.wide_backward)
+            run = functools.partial(fp8.attend, self, more)
         dropout = self.attention_dropout if self.training else 0.0
         if self._get_tracker is not None or options.checkpoint_core_attention:
             recompute = options.checkpoint_core_attention
             out = self._attend_specially(run, heads, qkv_format, limits, dropout, recompute)
         else:
             out = run(heads, qkv_format, limits, self.softmax_scale, dropout)
+        if is_quantized(out):
+            return out
         out, *top = out if self.return_max_logit else (out,)
         out = out.flatten(-2).contiguous()  # does nothing where it was written in this order
         return (out, *top) if top else out

@@ -24,6 +24,7 @@ from transformer_engine.pytorch import arenas, recompute, scaling, torch_ops
 from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import (
     BUILT,
     asks_for_it,
+    hands_over,
     recipe_of,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, slices_of
@@ -32,9 +33,15 @@ from transformer_engine.pytorch.attention.dot_product_attention.native import (
     deterministic,
     told_of,
 )
+from transformer_engine.pytorch.attention.options import CoreOptions
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.function import run_call, run_without_backward
-from transformer_engine.pytorch.modes import exporting, graph_task, without_memory
+from transformer_engine.pytorch.modes import (
+    exporting,
+    graph_task,
+    in_transform,
+    without_memory,
+)
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.layer_call import Attending, draws_of
@@ -42,6 +49,7 @@ from transformer_engine.pytorch.module.situation import keep
 from transformer_engine.pytorch.outside import Outside
 from transformer_engine.pytorch.staged import Staged
 from transformer_engine.pytorch.state import current_state
+from transformer_engine.pytorch.tensors import ALIGNMENT
 
 __all__ = [
     "GRADIENT_RULE",
@@ -49,6 +57,7 @@ __all__ = [
     "attend",
     "facts_of",
     "gradient_of",
+    "hands_to",
     "in_force",
     "in_layer",
     "is_asked_for",
@@ -61,6 +70,8 @@ __all__ = [
 
 SLOTS = (9, 6)
 """Of the forward and backward scaling state; see ``te_node_desc`` for those that are used."""
+OUTPUT_SLOT = 3
+"""The one of the output, among those of the forward."""
 
 
 def is_asked_for() -> bool:
@@ -81,6 +92,30 @@ def in_force(module: Any) -> bool:
         return False
     _, replay = recompute.frames()
     return replay is not None and replay.knows(module)
+
+
+def hands_to(core: Any, projection: Any) -> bool:
+    """Whether a layer hands the output of its attention to the projection behind it in FP8.
+
+    With ``fp8_mha``, where the projection multiplies inputs with one scale: its GEMM reads what
+    attention has made, with attention's scale.
+    """
+    state = current_state()
+    recipe = state.recipe if state.enabled else None
+    if not torch.compiler.is_compiling() and graph_task() != -1:
+        _, replay = recompute.frames()
+        if replay is not None:
+            entry = replay.next_of(projection)
+            recipe = None if entry is None else entry.recipe
+    if recipe is None or recipe.custom() or not getattr(recipe, "fp8_mha", False):
+        return False
+    columns = core.num_attention_heads * core.hidden_size_per_attention_head_v
+    return (
+        hands_over(recipe.fp8_mha)
+        and (recipe.delayed() or recipe.float8_current_scaling())
+        and columns % ALIGNMENT == 0
+        and in_force(core)
+    )
 
 
 def unbuilt() -> str:
@@ -177,13 +212,19 @@ def settings(module: Any, queries: int) -> tuple[Quantization, bool, bool, str] 
     return quantization, TE_FP8_ATTENTION_BACKWARD.get(), fills_blocks(queries), repr(recipe)
 
 
-def in_layer(
-    module: Any, device: str, queries: int, limits: Limits, dropout: float
-) -> tuple[Quantization, bool, str] | None:
-    """(quantization, whether the gradient is in FP8, recipe) of an attention in a layer's plan.
+class InLayer(NamedTuple):
+    """An attention in FP8 in a layer's plan."""
 
-    None: it is in high precision.
-    """
+    quantization: Quantization
+    fp8_gradient: bool  # its gradients are computed in FP8
+    fp8_output: bool  # the projection behind it reads its output in FP8
+    recipe: str
+
+
+def in_layer(
+    module: Any, device: str, queries: int, limits: Limits, dropout: float, fp8_output: bool
+) -> InLayer | None:
+    """How an attention runs in a layer's plan; None: in high precision."""
     if not in_force(module):
         return None
     recipe = recipe_of(current_state().recipe)
@@ -191,7 +232,7 @@ def in_layer(
     back = gradient_of(
         recipe, limits, device=device, queries=queries, channels=channels, dropout=dropout
     )
-    return module._quantization_of(recipe, False), back, repr(recipe)
+    return InLayer(module._quantization_of(recipe, False), back, fp8_output, repr(recipe))
 
 
 # ---- a call --------------------------------------------------------------------------------------
@@ -201,6 +242,23 @@ class _Call(ModuleCall):
     """One call of an attention by itself."""
 
     draws: Staged | None = None  # the random pair of its dropout, in the forward
+
+    def _returned(self, made: tuple) -> Any:
+        """The output as a `Float8Tensor`, whose next values are cast with its slot, or measured."""
+        from transformer_engine.pytorch.tensor.recipes import format_of
+
+        row, like = format_of(self.recipe), self.plans.spec
+        forms = [None if place < 0 else made[place] for place in self.plans.returned]
+        quantizer = row.make(self.recipe, forms[0].device, "input")
+        slots = self.slots
+        if slots is not None:
+            slot = slots.forward_slot + OUTPUT_SLOT
+            quantizer.scale = slots.forward_scale[slot : slot + 1]
+            quantizer.amax = slots.forward_history[0, slot : slot + 1]
+            quantizer._bound = slots
+        shape = tuple(forms[0].shape)
+        fields = {**row.fields(quantizer, tuple(forms), shape), "_quantizer": quantizer}
+        return row.tensor._made(fields, _core.torch_dtype(like.dtype), shape)
 
     def _run(
         self,
@@ -230,7 +288,7 @@ def _flat(heads: Heads) -> list[Tensor]:
 
 def attend(
     module: Any,
-    wide: bool,
+    more: CoreOptions,
     heads: Heads,
     qkv_format: str,
     limits: Limits,
@@ -239,18 +297,24 @@ def attend(
 ) -> Tensor:
     """Attend in FP8; arguments as of `native.attend`, of a `DotProductAttention`.
 
-    `wide`: the backward is to run in high precision.
-
-    The output [.., heads, channels of values] has the dtype of the queries.
+    The output [.., heads, channels of values] has the dtype of the queries; with ``fp8_output`` it
+    is a `Float8Tensor` [.., heads * channels] of that nominal one. NotImplementedError for what no
+    graph of `torch.export` or transform of torch.func holds.
     """
     traced = torch.compiler.is_compiling()
-    if traced and dropout > 0.0:  # no graph holds the stage that draws its numbers
+    if more.fp8_output and in_transform():
+        raise NotImplementedError(
+            "DotProductAttention: fp8_output=True (or fp8_mha) in a transform of torch.func: leave "
+            "it out there"
+        )
+    # No graph holds the stage that draws numbers, and none passes quantized tensors on.
+    if traced and (dropout > 0.0 or more.fp8_output):
         if exporting():
-            raise NotImplementedError(
-                "DotProductAttention: dropout of attention in FP8 in torch.export: set "
-                "attention_dropout=0"
-            )
-        return _attend_outside(module, wide, heads, qkv_format, limits, scale, dropout)
+            what, remedy = "dropout of attention in FP8", "set attention_dropout=0"
+            if more.fp8_output:
+                what, remedy = "fp8_output=True (or fp8_mha)", "leave it out there"
+            raise NotImplementedError(f"DotProductAttention: {what} in torch.export: {remedy}")
+        return _attend_outside(module, more, heads, qkv_format, limits, scale, dropout)
     region = module._region(traced)
     if region.replay is None:
         region = region._replace(recipe=recipe_of(region.recipe))
@@ -273,7 +337,7 @@ def attend(
     queries = like.shape[1 if qkv_format == "bshd" else 0]
     fp8_gradient = gradient and gradient_of(  # without one no graph depends on how many there are
         region.recipe, limits, device=device.type, queries=queries, channels=channels,
-        dropout=dropout, wide=wide,
+        dropout=dropout, wide=more.wide_backward,
     )  # fmt: skip
     slots, scales, no_amax = state_of(module, region, like)
     key = (
@@ -284,11 +348,11 @@ def attend(
         tuple(limits.window),
         limits.bottom_right, len(where), packed, codes,
         tuple(map(torch_ops.as_constant, epsilons)) if traced else epsilons,
-        fp8_gradient, no_amax, deterministic(),
+        fp8_gradient, no_amax, deterministic(), more.fp8_output,
     )  # fmt: skip
     call = _Call(_plans_of(module, key, traced), slots, type(module).__name__)
     call.traced = traced or region.blank
-    call.scales = scales
+    call.scales, call.recipe = scales, region.recipe
     records = call.plans.backward is not None
     call.first = module._is_first(region, records)
     call.domain = (region.replay or region.state).domain
@@ -301,7 +365,7 @@ def attend(
         region.state.first = False
     if region.record:
         module._record(region, slots if region.replay is None else None, None, call.first)
-    return out.unflatten(-1, (slices[0][0], channels[1]))
+    return out if more.fp8_output else out.unflatten(-1, (slices[0][0], channels[1]))
 
 
 _attend_outside = Outside(attend)
@@ -345,12 +409,13 @@ def _make_plans(module: Any, key: tuple) -> CallPlans:
     (
         device, dtype, gradient, joined, slices, sequence_first, scale, dropout, window,
         bottom_right, lengths, packed, codes, epsilon, fp8_gradient, no_amax, repeatable,
+        fp8_output,
     ) = key  # fmt: skip
     prepare_device(device)
     spec = AttentionSpec(
         slices, sequence_first, scale, dropout, window, bottom_right, lengths=lengths,
         deterministic=repeatable, packed=packed, quantization=Quantization.of_flat(codes, epsilon),
-        fp8_gradient=fp8_gradient, no_amax=no_amax,
+        fp8_gradient=fp8_gradient, no_amax=no_amax, fp8_output=fp8_output,
     )  # fmt: skip
     return keep(
         module._plans, key, core_plans(CoreSpec(spec, _core.dtype_code(dtype), gradient, joined))

@@ -51,6 +51,17 @@ def recipe_of(recipe: Any) -> Any:
 
 
 @constant_in_graphs
+def hands_over(mha: bool) -> bool:
+    """Whether layers hand tensors over in FP8 under a recipe with this ``fp8_mha``.
+
+    A constant in graphs, as `recipe_of` is: ``TE_DPA_FP8_RECIPE_MHA`` says so for attention that
+    has a recipe of its own.
+    """
+    environment = attention_recipe()
+    return environment.fp8_mha if environment.name else mha
+
+
+@constant_in_graphs
 def _own(kind: str, format_name: str, dpa: bool, mha: bool) -> str:
     """Key of the recipe in `_OWN`; "": it is the region's, a `kind` with this format.
 
