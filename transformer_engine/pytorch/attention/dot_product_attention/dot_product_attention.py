@@ -2,7 +2,6 @@
 """`DotProductAttention`: softmax(scale * query key^T) value with masks, windows and biases."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -444,13 +443,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             found = self._kept.find(self, heads, (choice, limits), qkv_format, found_by)
             if found is not None:
                 return found.run(heads.tensors)
-        run = BACKENDS[choice.backend].run
-        if choice.backend == "unfused" and fp8.in_force(self):
-            from transformer_engine.pytorch.attention.dot_product_attention import fp8_emulated
-
-            run = functools.partial(fp8_emulated.attend, self)  # few ask for it, and what it loads
-        elif fp8.in_force(self):
-            run = functools.partial(fp8.attend, self, more)
+        run = self._run_of(choice.backend, more)
         dropout = self.attention_dropout if self.training else 0.0
         if self._get_tracker is not None or options.checkpoint_core_attention:
             recompute = options.checkpoint_core_attention
@@ -462,6 +455,28 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         out, *top = out if self.return_max_logit else (out,)
         out = out.flatten(-2).contiguous()  # does nothing where it was written in this order
         return (out, *top) if top else out
+
+    def _run_of(self, backend: str, more: CoreOptions) -> Callable:
+        """The function that runs a backend, in FP8 where that is in force.
+
+        A function of its own and no `functools.partial`, which torch 2.11 can not make again
+        behind the end of a graph.
+        """
+        if not fp8.in_force(self):
+            return BACKENDS[backend].run
+        if backend != "unfused":
+
+            def run(*given: Any) -> Any:
+                return fp8.attend(self, more, *given)
+
+            return run
+        # Few ask for it, and what it loads.
+        from transformer_engine.pytorch.attention.dot_product_attention import fp8_emulated
+
+        def emulate(*given: Any) -> Any:
+            return fp8_emulated.attend(self, *given)
+
+        return emulate
 
     def _go_on(
         self, heads: Heads, options: AttentionOptions, qkv_format: str
