@@ -54,7 +54,7 @@ def _run_padded(
     of_queries, of_keys = queries.rows(tokens), keys.rows(key.shape[0])
     padded = to_padded(query, of_queries), to_padded(key, of_keys), to_padded(value, of_keys)
     lengths = {"query_lengths": queries.ends(), "key_lengths": keys.ends()}
-    out = run(Heads(padded), "bshd", limits._replace(packed=None, **lengths), *arguments)
+    out = run(Heads(padded), "bshd", limits.but(packed=None, **lengths), *arguments)
     out, *top = out if limits.wants_top else (out,)
     fit = queries.fit(tokens) & keys.fit(key.shape[0])
     out = to_packed(_spoil(out, fit), of_queries, tokens)

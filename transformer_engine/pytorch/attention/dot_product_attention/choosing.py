@@ -163,9 +163,9 @@ class Choosing:
             given = (situation, options, sizes, self.softmax_scale, query)
             limits = limits_of(*given, (0, 0) if tokens is None else tokens)
         if score_mod is not None:
-            limits = limits._replace(score_mod=score_mod)
+            limits = limits.but(score_mod=score_mod)
         sink = self._sink(query)
-        return choice, limits if sink is None else limits._replace(sink=sink)
+        return choice, limits if sink is None else limits.but(sink=sink)
 
     def _sink(self, query: Tensor) -> Tensor | None:
         """Scores without a key [heads] fp32; None for a vanilla softmax."""

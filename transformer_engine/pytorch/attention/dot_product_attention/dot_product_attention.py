@@ -505,7 +505,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
 
         def attend(bias: Tensor | None, sink: Tensor | None, *tensors: Tensor) -> Any:
             with contextlib.nullcontext() if tracker is None else tracker().fork():
-                own = limits._replace(bias=bias, sink=sink)
+                own = limits.but(bias=bias, sink=sink)
                 given = heads._replace(tensors=tensors)
                 return run(given, qkv_format, own, self.softmax_scale, dropout)
 

@@ -127,7 +127,7 @@ def attend(
     state = fp8.state_of(module, region, like)
     casts = _Casts(region.recipe, state, like.device, dropout)
     given = heads._replace(tensors=tuple(map(casts.heads, tensors)))
-    out = _run(given, qkv_format, limits._replace(cast=casts.weights), scale, dropout)
+    out = _run(given, qkv_format, limits.but(cast=casts.weights), scale, dropout)
     out, *top = out if limits.wants_top else (out,)
     out = casts.output(out)
     if region.record:

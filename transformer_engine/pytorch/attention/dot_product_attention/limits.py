@@ -66,6 +66,15 @@ class Limits(NamedTuple):
     cast: Any = None  # rounds the weights of softmax, where FP8 is emulated
     score_mod: Any = None  # changes the scaled scores before bias and mask (`score_mod.ScoreMod`)
 
+    def but(self, **changed: Any) -> "Limits":
+        """These with other values of some fields.
+
+        Made by the class itself: what ``_replace`` makes torch 2.11 can not make again behind the
+        end of a graph.
+        """
+        values = zip(self._fields, self, strict=True)
+        return Limits(*[changed.get(name, value) for name, value in values])
+
     def as_tensors(self, queries: int, keys: int) -> "Limits":
         """The same as a mask and a bias, for a backend that reads no lengths and no slopes."""
         return self._without_slopes(queries, keys)._without_lengths(queries, keys)
@@ -82,7 +91,7 @@ class Limits(NamedTuple):
         shift = None
         if self.query_lengths is not None:
             shift = _corner_shift(self.bottom_right, (self.query_lengths, self.key_lengths))
-        return self._replace(bias=self._sloped(queries, keys, shift), slopes=None)
+        return self.but(bias=self._sloped(queries, keys, shift), slopes=None)
 
     def _sloped(self, queries: int, keys: int, shift: Tensor | None) -> Tensor:
         """The bias of the slopes; `shift` tells diagonals apart."""
@@ -108,7 +117,7 @@ class Limits(NamedTuple):
         if shift is not None:
             outside = masks.window_mask(window, shift, of_queries.shape[3], of_keys.shape[3])
             mask, window = mask if outside is None else mask | outside, masks.NO_WINDOW
-        return self._replace(mask=mask, window=window, query_lengths=None, key_lengths=None)
+        return self.but(mask=mask, window=window, query_lengths=None, key_lengths=None)
 
 
 def _corner_shift(bottom_right: bool, lengths: tuple[Tensor, Tensor]) -> Tensor | None:
@@ -123,8 +132,8 @@ def constant_limits(situation: Situation) -> Limits | None:
     kind = situation.kind
     if kind.padding or kind.name == "arbitrary" or situation.bias != "no_bias":
         return None
-    limits = Limits(None, None, situation.window, situation.bottom_right)
-    return limits._replace(wants_top=situation.max_logit)
+    window, corner = situation.window, situation.bottom_right
+    return Limits(None, None, window, corner, wants_top=situation.max_logit)
 
 
 def limits_of(
@@ -147,13 +156,13 @@ def limits_of(
     if options.inference_params is not None:
         now = options.inference_params.lengths
         if situation.packed:
-            limits = limits._replace(packed=cached_sequences(options.inference_params, sizes))
+            limits = limits.but(packed=cached_sequences(options.inference_params, sizes))
         else:
-            limits = limits._replace(query_lengths=now.counts, key_lengths=now.totals)
+            limits = limits.but(query_lengths=now.counts, key_lengths=now.totals)
     elif situation.packed:
-        limits = limits._replace(packed=sequences_of(options, sizes, tokens))
+        limits = limits.but(packed=sequences_of(options, sizes, tokens))
     elif kind.name == "arbitrary":
-        limits = limits._replace(mask=masks.arbitrary_mask(options.attention_mask, sizes))
+        limits = limits.but(mask=masks.arbitrary_mask(options.attention_mask, sizes))
     elif kind.padding and options.attention_mask is not None:
         both = masks.padding_masks(options.attention_mask, batch, queries, keys)
         if corner and both[0] is not both[1]:
@@ -164,14 +173,14 @@ def limits_of(
             raise ValueError(f"{_NAME}: mask type {kind.name} needs attention_mask or cu_seqlens_q")
         cumulative = (options.cu_seqlens_q, options.cu_seqlens_kv)
         lengths = masks.sequence_lengths(cumulative, batch, queries, keys)
-        limits = limits._replace(query_lengths=lengths[0], key_lengths=lengths[1])
+        limits = limits.but(query_lengths=lengths[0], key_lengths=lengths[1])
     bias = _bias(situation.bias, options, sizes)
     if situation.bias == "pre_scale_bias":
-        return limits._replace(bias=bias.float() * scale)
+        return limits.but(bias=bias.float() * scale)
     if situation.bias != "alibi":
-        return limits._replace(bias=bias)
+        return limits.but(bias=bias)
     slopes = _slopes(options.alibi_slopes, sizes, query)
-    return _with_slopes(limits._replace(slopes=slopes), situation, sizes, shift)
+    return _with_slopes(limits.but(slopes=slopes), situation, sizes, shift)
 
 
 def _with_slopes(
@@ -180,7 +189,7 @@ def _with_slopes(
     """With slopes of ALiBi as they are, or as a bias where the operator does not take them."""
     _, _, queries, keys = sizes
     if shift is not None:  # diagonals that a mask alone tells apart
-        return limits._replace(bias=limits._sloped(queries, keys, shift), slopes=None)
+        return limits.but(bias=limits._sloped(queries, keys, shift), slopes=None)
     if situation.device == "cpu" or situation.packed:
         return limits
     # cuDNN's kernels count from the top left corner, with one slope of a head.
