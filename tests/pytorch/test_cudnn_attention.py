@@ -21,6 +21,8 @@ from transformer_engine.pytorch.attention import DotProductAttention
 pytestmark = pytest.mark.gpu
 
 HEADS, CHANNELS = 4, 64
+SHARING = 4
+"""Queries for which cuDNN's kernels take one decision of a dropout: two apart, within eight."""
 
 
 def heads(batch, tokens, count, channels, dtype, order="bshd"):
@@ -206,8 +208,8 @@ def test_dropout(queries, keys, groups, limits):
         torch.zeros_like(zeros[..., :1]).expand(-1, -1, -1, 256).contiguous(), scale=1.0, **drops,
     )[0]  # fmt: skip
     kept = marked.cpu().transpose(1, 2)[..., :keys] > 0
-    count = kept.numel()
-    deviation = math.sqrt(probability * (1 - probability) / count)
+    decisions = kept.numel() / SHARING
+    deviation = math.sqrt(probability * (1 - probability) / decisions)
     assert abs(kept.double().mean() - (1 - probability)) < 5 * deviation
     tensors = (
         heads(2, queries, HEADS, CHANNELS, BF16),
