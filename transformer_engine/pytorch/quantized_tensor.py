@@ -148,6 +148,34 @@ class QuantizedTensorStorage:
         del source
         return False
 
+    # ---- taken apart -----------------------------------------------------------------------------
+
+    _FORGOTTEN = ("_quantizer", "_transpose_version")
+    """Fields that a pickle has in another form, or not at all."""
+
+    def _flat(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors that are there, by the names of attributes, and what else there is."""
+        fields = self._fields()
+        tensors = {name: fields.pop(name) for name in self._TENSORS}
+        rest = {**fields, **self._state(), "_dtype": self._dtype, "_kind": self._kind()}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}, rest
+
+    @classmethod
+    def _of_flat(cls, tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+        """Fields of what `_flat` gave; `_take_state` takes the rest besides."""
+        return {**rest, **tensors}
+
+    def _plain_fields(self) -> tuple[dict[str, Any], tuple | None]:
+        """For a pickle: plain tensors, numbers and names, and what the quantizer is made of."""
+        fields = {n: v for n, v in self._current_fields().items() if n not in self._FORGOTTEN}
+        fields = {n: int(v) if isinstance(v, int) else v for n, v in fields.items()}
+        return fields, None if self._quantizer is None else self._quantizer._as_plain()
+
+    @classmethod
+    def _restored(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Fields of a pickle as `_made` takes them."""
+        return dict(fields)
+
     # ---- use -------------------------------------------------------------------------------------
 
     @property
@@ -304,11 +332,6 @@ class QuantizedTensor(Tensor):
         return type(self)._made(fields, dtype, changes.pop("shape", self.shape), **changes)
 
     @classmethod
-    def _restored(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Fields of a pickle as `_made` takes them."""
-        return dict(fields)
-
-    @classmethod
     def make_like(
         cls,
         tensor: "QuantizedTensor",
@@ -410,16 +433,15 @@ class QuantizedTensor(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], dict]:
         """Names of the tensors that it consists of, and what else there is: for compilers."""
-        names = [name for name in self._TENSORS if getattr(self, name) is not None]
-        rest = {name: value for name, value in self._fields().items() if name not in self._TENSORS}
-        return names, {**rest, **self._state(), "_dtype": self.dtype}
+        tensors, rest = self._flat()
+        return list(tensors), rest
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], rest: dict, shape: Any, stride: Any
     ) -> Any:
         """Undo `__tensor_flatten__`."""
-        made = cls._made({**rest, **inner}, rest["_dtype"], shape, stride=stride)
+        made = cls._made(cls._of_flat(inner, rest), rest["_dtype"], shape, stride=stride)
         made._take_state(rest)
         return made
 
@@ -433,21 +455,15 @@ class QuantizedTensor(Tensor):
     def __metadata_guard__(cls, known: dict, now: dict) -> bool:
         """Whether a graph that was made for these settings serves those."""
         one, other = known["_quantizer"], now["_quantizer"]
-        names = ("_dtype", *(name for name in cls._SETTINGS if name not in cls._FORGOTTEN))
-        return type(one) is type(other) and all(known[name] == now[name] for name in names)
+        return type(one) is type(other) and all(known[n] == now[n] for n in ("_dtype", "_kind"))
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """Pickle: a function, and plain tensors, numbers and names for it."""
         del protocol
-        fields = {n: v for n, v in self._current_fields().items() if n not in self._FORGOTTEN}
-        fields = {n: int(v) if isinstance(v, int) else v for n, v in fields.items()}
-        recast = None if self._quantizer is None else self._quantizer._as_plain()
+        fields, recast = self._plain_fields()
         about = (self.requires_grad, getattr(self, "_is_param", False), self._attributes())
         kind = type(self).__name__
         return rebuild_quantized, (kind, tuple(self.shape), self.dtype, fields, recast, about)
-
-    _FORGOTTEN = ("_quantizer", "_transpose_version")
-    """Fields that a pickle has in another form, or not at all."""
 
     def _attributes(self) -> dict[str, Any]:
         """What programs have put on the tensor."""

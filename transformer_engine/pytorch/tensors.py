@@ -63,6 +63,24 @@ def rebuild_quantized(
     return tensor
 
 
+def rebuild_storage(kind: str, dtype: torch.dtype, fields: dict, recast: tuple | None) -> Any:
+    """Make a storage of what the pickle of a tensor holds that has some as its parts.
+
+    ValueError for a class that is none; the arguments are as of `rebuild_quantized`.
+    """
+    classes = importlib.import_module(_QUANTIZED)
+    if not kind.endswith("TensorStorage") or kind not in classes.__all__:
+        raise ValueError(f"a pickled quantized tensor: {kind!r} is no class of storages")
+    made = getattr(classes, kind)
+    fields = made._restored(fields)
+    if recast is not None:
+        fields["_quantizer"] = rebuild_quantizer(*recast)
+        fields["_quantizer"].internal = True
+    storage = made._made(fields, dtype)
+    storage._written()
+    return storage
+
+
 def rebuild_quantizer(kind: str, arguments: dict) -> Any:
     """Make a quantizer of what a pickle says; ValueError for a class that is none."""
     classes = importlib.import_module(_QUANTIZED)

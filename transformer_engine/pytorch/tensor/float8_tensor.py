@@ -174,6 +174,10 @@ class Float8TensorStorage(QuantizedTensorStorage):
             fields["_transpose"] = fields["_transpose_version"] = None
         return fields
 
+    @classmethod
+    def _restored(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return {**fields, "_fp8_dtype": fp8_type("_fp8_dtype", fields["_fp8_dtype"])}
+
     def _mapped(self, function: Any) -> dict[str, Any]:
         fields = super()._mapped(function)
         if None not in (fields["_data"], fields["_transpose"]):
@@ -301,10 +305,6 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         pass  # `__new__` has taken all
-
-    @classmethod
-    def _restored(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return {**fields, "_fp8_dtype": fp8_type("_fp8_dtype", fields["_fp8_dtype"])}
 
     @classmethod
     def _make_in_reduce_ex(

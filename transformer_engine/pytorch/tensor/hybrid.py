@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Another format for each form: what one GEMM reads need not be what another one does."""
 
+import copy
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from transformer_engine.pytorch.quantized_tensor import (
     QuantizedTensorStorage,
     Quantizer,
 )
+from transformer_engine.pytorch.tensors import rebuild_quantizer, rebuild_storage
 
 __all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
 
 _SOURCES = ("original", "rowwise_dequantized")
+_ARGUMENTS = ("rowwise_quantizer", "columnwise_quantizer", "columnwise_source")
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
@@ -41,6 +44,70 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             if part is not None:
                 fields[name] = type(part)._made(part._mapped(function), part._dtype)
         return fields
+
+    def _kind(self) -> tuple:
+        parts = (getattr(self, name) for name in self._SETTINGS)
+        return tuple([None if part is None else (type(part), *part._kind()) for part in parts])
+
+    def _takes(self, source: Any) -> bool:
+        """Whether data can be copied: form by form, as each was cast by itself."""
+        return (
+            isinstance(source, HybridQuantizedTensorStorage)
+            and source._kind() == self._kind()
+            and source.shape == self.shape
+            and _present(source) == _present(self)
+        )
+
+    # ---- taken apart -----------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """A tensor of a part, by the name that `_flat` gives it."""
+        for own in self._SETTINGS:
+            if name.startswith(f"{own}_"):
+                return getattr(getattr(self, own), name[len(own) + 1 :])
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _flat(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, parts = {}, {}
+        for own in self._SETTINGS:
+            part = getattr(self, own)
+            if part is not None:
+                found, rest = part._flat()
+                tensors.update({f"{own}_{name}": tensor for name, tensor in found.items()})
+                parts[own] = type(part), rest
+        about = {"_quantizer": self._quantizer, "_dtype": self._dtype, "_kind": self._kind()}
+        return tensors, {**about, "_parts": parts}
+
+    @classmethod
+    def _of_flat(cls, tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+        fields = {"_quantizer": rest["_quantizer"]}
+        for own, (kind, of_part) in rest["_parts"].items():
+            at = len(own) + 1
+            found = {name[at:]: t for name, t in tensors.items() if name.startswith(f"{own}_")}
+            fields[own] = kind._made(kind._of_flat(found, of_part), of_part["_dtype"])
+            fields[own]._take_state(of_part)
+        return fields
+
+    def _plain_fields(self) -> tuple[dict[str, Any], tuple | None]:
+        fields, recast = super()._plain_fields()
+        for own in self._SETTINGS:
+            part = fields[own]
+            if part is not None:
+                fields[own] = (type(part).__name__, part._dtype, *part._plain_fields())
+        return fields, recast
+
+    @classmethod
+    def _restored(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: part and rebuild_storage(*part) for name, part in fields.items()}
+
+    def copy_from_storage(self, src: "HybridQuantizedTensorStorage") -> None:
+        """Copy data and scales of another one with the same formats and forms, in place."""
+        if _present(src) != _present(self):
+            raise ValueError(f"{type(self).__name__}: src has other forms than this one")
+        for mine, other in zip(self._storages, src._storages, strict=True):
+            # Not as the formats have it, which would make one form of the other.
+            QuantizedTensorStorage.copy_from_storage(mine, other)
+        self._written()
 
     def _extent(self) -> tuple[int, ...]:
         return self._storages[0]._extent()
@@ -89,13 +156,17 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
     def _device_of(cls, fields: dict[str, Any]) -> torch.device:
         return next(f.device for f in map(fields.get, cls._SETTINGS) if f is not None)
 
-    def __tensor_flatten__(self) -> tuple[list[str], dict]:
-        """Compilers take tensors of tensors, and these are storages: NotImplementedError."""
-        raise NotImplementedError("HybridQuantizedTensor under torch.compile: dequantize() it")
+    def __deepcopy__(self, memo: dict) -> Any:
+        """Copy data, attributes, and the quantizers of both parts; a parameter stays one."""
+        made = super().__deepcopy__(memo)
+        for part in made._storages:
+            part._quantizer = copy.deepcopy(part._quantizer, memo)
+        return made
 
-    def __reduce_ex__(self, protocol: Any) -> tuple:
-        """Pickle: NotImplementedError, its parts have no pickles of their own."""
-        raise NotImplementedError("HybridQuantizedTensor: pickle its dequantize()")
+
+def _present(storage: HybridQuantizedTensorStorage) -> list[bool]:
+    """Which of its tensors are there."""
+    return [tensor is not None for tensor in storage.get_data_tensors()]
 
 
 class HybridQuantizer(Quantizer):
@@ -154,6 +225,24 @@ class HybridQuantizer(Quantizer):
             source = row._dequantized(source.dtype, tuple(source.shape))
         column._write(source, self.columnwise_quantizer, noop)
 
+    def copy(self) -> "HybridQuantizer":
+        """Copy the settings, and those of both quantizers."""
+        made = super().copy()
+        made.rowwise_quantizer = self.rowwise_quantizer.copy()
+        made.columnwise_quantizer = self.columnwise_quantizer.copy()
+        return made
+
+    def _own_settings(self) -> dict[str, Any]:
+        parts = self.rowwise_quantizer._as_plain(), self.columnwise_quantizer._as_plain()
+        return dict(zip(_ARGUMENTS, (*parts, self.columnwise_source), strict=True))
+
+    @classmethod
+    def _of_plain(cls, arguments: dict[str, Any]) -> "HybridQuantizer":
+        row, column, source = map(arguments.get, _ARGUMENTS)
+        parts = rebuild_quantizer(*row), rebuild_quantizer(*column)
+        made = cls(**dict(zip(_ARGUMENTS, (*parts, source), strict=True)))
+        made.set_usage(rowwise=arguments["rowwise"], columnwise=arguments["columnwise"])
+        return made
+
     def _settings(self) -> dict[str, Any]:
-        parts = ("rowwise_quantizer", "columnwise_quantizer", "columnwise_source")
-        return {name: getattr(self, name) for name in parts}
+        return {name: getattr(self, name) for name in _ARGUMENTS}

@@ -74,6 +74,10 @@ class TwoFormStorage(QuantizedTensorStorage):
             "_columnwise_scale_inv": None,
         }
 
+    @classmethod
+    def _restored(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return {**fields, "_fp8_dtype": fp8_type("_fp8_dtype", fields["_fp8_dtype"], cls._KINDS)}
+
     def _extent(self) -> tuple[int, ...]:
         if self._rowwise_data is not None:
             return tuple(self._rowwise_data.shape)
@@ -211,10 +215,6 @@ class TwoFormTensor(QuantizedTensor):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         pass  # `__new__` has taken all
-
-    @classmethod
-    def _restored(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return {**fields, "_fp8_dtype": fp8_type("_fp8_dtype", fields["_fp8_dtype"], cls._KINDS)}
 
 
 class TwoFormQuantizer(Quantizer):
