@@ -13,6 +13,7 @@ from transformer_engine.common.recipe import (
     NVFP4BlockScaling,
 )
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
+from transformer_engine.pytorch.tensor import HybridQuantizedTensor
 
 E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
 FP8 = (E4M3, E5M2)
@@ -119,13 +120,16 @@ def parameter(device, shape=(32, 48), dtype=torch.bfloat16):
 
 
 def assert_same_tensor(found, expected):
-    """Same class, forms, codes and scales."""
+    """Same class, forms, codes and scales; of hybrid ones in the formats of both forms."""
     assert type(found) is type(expected) and found.dtype == expected.dtype
-    assert found.shape == expected.shape and found._fp8_dtype == expected._fp8_dtype
-    assert found.get_usages() == expected.get_usages()
-    for name in expected._TENSORS:
-        if getattr(expected, name) is not None:
-            assert_same_bits(getattr(found, name), getattr(expected, name).to(found.device), name)
+    assert found.shape == expected.shape and found.get_usages() == expected.get_usages()
+    if isinstance(expected, HybridQuantizedTensor):
+        assert found._kind() == expected._kind()
+    else:
+        assert found._fp8_dtype == expected._fp8_dtype
+    theirs = expected._flat()[0]
+    for name, tensor in theirs.items():
+        assert_same_bits(getattr(found, name), tensor.to(found.device), name)
 
 
 def made(kind, recipe, preserve=False):

@@ -8,6 +8,7 @@ from pytorch.helpers import same_draws
 from tols import BF16
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.graphs import quantization_of
 from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -15,7 +16,7 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from transformer_engine.pytorch.tensor.recipes import weight_quantizer
+from transformer_engine.pytorch.tensor.recipes import cast_of, format_of
 
 WIDTH, FFN, HEADS, TOKENS, BATCH = 64, 128, 4, 24, 2
 ALIGNED = 256
@@ -95,13 +96,10 @@ def casts(counts):
     return sum(n for name, n in counts.items() if name.endswith((".quantize", ".amax")))
 
 
-def input_quantizer(recipe, device):
-    """What casts inputs as a recipe does: a quantizer of weights, but for its tiles."""
-    quantizer = weight_quantizer(recipe, device)
-    for name, value in (("block_scaling_dim", 1), ("with_2d_quantization", False)):
-        if hasattr(quantizer, name):
-            setattr(quantizer, name, value)
-    return quantizer
+def quantizer_of(recipe, device, role):
+    """What casts an operand of linear layers as a recipe does; a role is as of `cast_of`."""
+    cast = cast_of(quantization_of(recipe), role)
+    return format_of(cast).make(cast, device, False)
 
 
 def read_again(quantizer, values, dtype):

@@ -21,9 +21,9 @@ from pytorch.recipe_cases import (
     casts,
     data,
     few,
-    input_quantizer,
     made,
     overrides,
+    quantizer_of,
     read_again,
     recipes,
     results,
@@ -33,7 +33,6 @@ from tols import BF16, F16, F32
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
-from transformer_engine.pytorch.tensor.recipes import weight_quantizer
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -165,10 +164,10 @@ def test_dequantized_is_that_of_dequantized_operands(device, recipe, dtype):
     how = RECIPES[recipe](backward_override="dequantized")
     model, (x, grad) = made("Linear", device, dtype), data(device, dtype)
     found = step(model, x, grad, how)
-    other, weight = made("Linear", device, dtype), weight_quantizer(how, x.device)
+    other, weight = made("Linear", device, dtype), quantizer_of(how, x.device, "weight")
     with torch.no_grad():
         other.weight.copy_(read_again(weight, model.weight, dtype))
-    again = read_again(input_quantizer(how, x.device), x, dtype).requires_grad_()
+    again = read_again(quantizer_of(how, x.device, "input"), x, dtype).requires_grad_()
     assert_same(found[1:], step(other, again, grad, None)[1:])
 
 
@@ -182,14 +181,14 @@ def test_dequantized_behind_a_norm(device, recipe):
         out, normed = model(x)
     out.backward(grad)
     found = {"input": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
-    other, weight = made("LayerNormLinear", device, F32), weight_quantizer(how, x.device)
+    other, weight = made("LayerNormLinear", device, F32), quantizer_of(how, x.device, "weight")
     other.load_state_dict(model.state_dict())
     with torch.no_grad():
         other.weight.copy_(read_again(weight, model.weight, F32))
     names = ["output", "input", *(name for name, _ in other.named_parameters())]
     expected = dict(zip(names, step(other, x, grad, None), strict=True))
     alone = te.Linear(WIDTH, WIDTH, params_dtype=F32, device=device)
-    alone(read_again(input_quantizer(how, x.device), normed, F32)).backward(grad)
+    alone(read_again(quantizer_of(how, x.device, "input"), normed, F32)).backward(grad)
     expected["weight"] = alone.weight.grad
     for name, value in found.items():
         assert_bits(value.cpu(), expected[name].cpu())

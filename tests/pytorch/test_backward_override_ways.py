@@ -18,10 +18,10 @@ from pytorch.recipe_cases import (
     casts,
     data,
     few,
-    input_quantizer,
     made,
     modules,
     overrides,
+    quantizer_of,
     recipes,
     results,
     step,
@@ -260,7 +260,7 @@ def test_quantized_input(device, recipe, override):
     """Row-wise data are enough, whose values both read."""
     how = RECIPES[recipe](backward_override=override)
     model, (x, grad) = made("Linear", device), data(device)
-    quantizer = input_quantizer(how, x.device)
+    quantizer = quantizer_of(how, x.device, "input")
     quantizer.set_usage(rowwise=True, columnwise=False)
     given = quantizer(x.detach())
     with te.counting() as counts, te.autocast(recipe=how):

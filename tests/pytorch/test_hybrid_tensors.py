@@ -9,7 +9,7 @@ import pickletools
 import pytest
 import torch
 from pytorch.helpers import assert_same_bits
-from pytorch.quantized_cases import E4M3, E5M2, current, delayed, source_of
+from pytorch.quantized_cases import E4M3, E5M2, assert_same_tensor, current, delayed, source_of
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.tensor import HybridQuantizedTensor
@@ -42,16 +42,6 @@ def cast(device, name, shape=(32, 48), **options):
     return quantizer, quantizer(source_of(device, shape))
 
 
-def assert_same_hybrid(found, expected):
-    """Same class, formats, forms, codes and scales."""
-    assert type(found) is type(expected) and found.dtype == expected.dtype
-    assert found.shape == expected.shape and found._kind() == expected._kind()
-    ours, theirs = found._flat()[0], expected._flat()[0]
-    assert list(ours) == list(theirs)
-    for name, tensor in theirs.items():
-        assert_same_bits(ours[name], tensor.to(found.device), name)
-
-
 def settings_of(quantizer):
     """Settings as a pickle has them, tensors as numbers."""
     name, arguments = quantizer._as_plain()
@@ -75,14 +65,14 @@ def test_files_and_copies(device, name, source):
     values = source_of(device, (20, 130))
     copied = copy.deepcopy(tensor)
     for found in (loaded, pickle.loads(pickle.dumps(tensor)), copied):
-        assert_same_hybrid(found, tensor)
+        assert_same_tensor(found, tensor)
         assert settings_of(found._quantizer) == settings_of(tensor._quantizer)
         assert found.tag == [1] and found.tag is not tensor.tag
         for mine, other in zip(found._storages, tensor._storages, strict=True):
             assert settings_of(mine._quantizer) == settings_of(other._quantizer)
             assert mine._quantizer is not other._quantizer and mine._quantizer.internal
         found.copy_(values)  # cast anew, by a quantizer of its own
-        assert_same_hybrid(found, hybrid(device, name, source)(values))
+        assert_same_tensor(found, hybrid(device, name, source)(values))
         assert not torch.equal(found.dequantize(), tensor.dequantize())
     names = {
         argument
@@ -98,7 +88,7 @@ def test_a_form_that_was_dropped_stays_away(device, dropped):
     tensor.update_usage(**{f"{dropped}_usage": False})
     for found in (pickle.loads(pickle.dumps(tensor)), copy.deepcopy(tensor)):
         assert found.get_usages() == tensor.get_usages()
-        assert_same_hybrid(found, tensor)
+        assert_same_tensor(found, tensor)
 
 
 def test_a_parameter_stays_one(device):
@@ -107,7 +97,7 @@ def test_a_parameter_stays_one(device):
     for copied in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
         assert isinstance(copied, torch.nn.Parameter) and isinstance(copied, HybridQuantizedTensor)
         assert copied.requires_grad and copied.is_leaf
-        assert_same_hybrid(copied, weight)
+        assert_same_tensor(copied, weight)
     assert_same_bits(copy.deepcopy(weight).grad, weight.grad)
 
 
@@ -116,7 +106,7 @@ def test_files_move_between_devices(device):
     file = io.BytesIO()
     torch.save(tensor, file)
     file.seek(0)
-    assert_same_hybrid(torch.load(file, weights_only=True, map_location="cpu"), tensor.cpu())
+    assert_same_tensor(torch.load(file, weights_only=True, map_location="cpu"), tensor.cpu())
 
 
 @pytest.mark.parametrize("kind", ["Storage", "os", "Float8Tensor", "TwoFormStorage"])
@@ -132,13 +122,13 @@ def test_a_copy_of_the_same_formats_copies_the_data(device, name):
     other = quantizer(source_of(device, (32, 48)))
     before = tensor._version
     tensor.copy_(other)
-    assert_same_hybrid(tensor, other)
+    assert_same_tensor(tensor, other)
     assert tensor._version > before
     tensor.copy_(other.dequantize())
-    assert_same_hybrid(tensor, quantizer(other.dequantize()))
+    assert_same_tensor(tensor, quantizer(other.dequantize()))
     other.update_usage(columnwise_usage=False)
     tensor.copy_(other)  # other forms
-    assert_same_hybrid(tensor, quantizer(other.dequantize()))
+    assert_same_tensor(tensor, quantizer(other.dequantize()))
 
 
 def test_storages_of_other_forms_are_not_copied(device):
@@ -157,7 +147,7 @@ def test_optimizers_update_in_place(device, name):
     for tensor in (weight, master):
         tensor.grad = grad.clone()
         torch.optim.SGD([tensor], lr=0.5).step()
-    assert_same_hybrid(weight.detach(), hybrid(device, name)(master.detach()))
+    assert_same_tensor(weight.detach(), hybrid(device, name)(master.detach()))
 
 
 def test_a_quantizer_copies_those_of_its_parts(device):
@@ -198,7 +188,7 @@ def test_in_and_out_of_a_graph(place, name):
         return quantizer(2 * x).dequantize() + 1
 
     tensor = torch.compile(make, fullgraph=True, backend="aot_eager")(x)
-    assert_same_hybrid(tensor, make(x))
+    assert_same_tensor(tensor, make(x))
     read = torch.compile(lambda t: t.dequantize() + 1, fullgraph=True, backend="aot_eager")
     assert_same_bits(read(tensor), tensor.dequantize() + 1)
     inp, ours = (x.clone().requires_grad_() for _ in range(2))

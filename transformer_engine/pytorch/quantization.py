@@ -125,7 +125,9 @@ def quantized_model_init(
         False makes modules as usual, also inside of an enabled one.
     recipe : Recipe, optional
         Under which the modules will run: `DelayedScaling` (the default), `Float8CurrentScaling`,
-        `Float8BlockScaling`, `Float8RowScaling`, `MXFP8BlockScaling` or `NVFP4BlockScaling`.
+        `Float8BlockScaling`, `Float8RowScaling`, `MXFP8BlockScaling`, `NVFP4BlockScaling`, or a
+        `CustomRecipe`, whose quantizers of weights make the parameters; a weight whose quantizer
+        keeps no tensor (`IdentityQuantizer`) stays in high precision.
     preserve_high_precision_init_val : bool, default False
         Keep the values that were quantized, on the CPU: ``weight.get_high_precision_init_val()``
         gives them, for the master weights of an optimizer, and
@@ -135,8 +137,8 @@ def quantized_model_init(
     ------
     TypeError
         `recipe` is not a recipe.
-    NotImplementedError
-        A module is made, and weights are not kept in the recipe's format yet.
+    ValueError
+        A module is made, and the function of a `CustomRecipe` gives no quantizer for a role.
     """
     state = current_state()
     outer, made = state.quantized_init, None

@@ -43,11 +43,12 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: "QuantizedTensor", dtype: torch.dtype) -> Tensor:
         ctx.dtype = tensor.dtype
+        ctx.set_materialize_grads(False)  # a gradient that went to main_grad is none
         return tensor._dequantized(dtype, tuple(tensor.shape))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return grad.to(ctx.dtype), None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple:
+        return None if grad is None else grad.to(ctx.dtype), None
 
 
 class QuantizedTensorStorage:

@@ -298,7 +298,7 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
         if type(inp) is Tensor or self.NORM is not None:
             key, tensors = situation_of(state, inp, own["_present"])
         else:
-            key, tensors, forms = situation_of_quantized(state, inp, own["_present"])
+            key, tensors, forms = situation_of_quantized(state, inp, own["_present"], self)
         held = own["_held"]
         if held:
             key, tensors = quantized.filled(key, tensors, held, state)
@@ -339,7 +339,7 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
         region = self._region(traced)
         if not traced and isinstance(inp, Tensor) and without_memory(inp):
             region = region._replace(blank=True)
-        tensors, owners = self._promote(inp, region.recipe)
+        tensors, owners = self._promote(inp, region.recipe, traced)
         if region.state.calibrating and region.recipe is None and not region.blank:
             record_amaxes(self, region.state, tensors)
         call = self._prepare(tensors, region, is_first_microbatch, owners, returns)
@@ -361,7 +361,9 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
             self._find_present(flat)
         return out, call if region.replay is None and not region.record else None
 
-    def _promote(self, inp: Tensor, recipe: Any) -> tuple[CallTensors, tuple[Tensor, ...]]:
+    def _promote(
+        self, inp: Tensor, recipe: Any, traced: bool = False
+    ) -> tuple[CallTensors, tuple[Tensor, ...]]:
         """Apply the dtype rules to the input and this module's tensors; these, and the weights.
 
         Each tensor is read once a call: a parametrization computes it, and may move on as it does.
@@ -373,8 +375,9 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
             raise TypeError(f"{what}: assign a parameter; bias=False makes one without biases")
         parts = self._part_tensors()
         kind, norm = type(self).__name__, self._norm_tensors()
-        usable = quantized.usable_parts(kind, parts, recipe)
-        given = (quantized.usable_input(inp, recipe, norm is not None), norm, usable)
+        quantization = () if recipe is None else self._quantizations(recipe, traced)
+        usable = quantized.usable_parts(kind, parts, recipe, quantization)
+        given = (quantized.usable_input(inp, quantization, norm is not None), norm, usable)
         tensors = promoted(kind, self._sizes()[0][0], given, recipe)
         return tensors, tuple(part.weights[0] for part in parts)
 
@@ -424,7 +427,7 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
         call = ModuleCall(plans, None if bound is None else bound.slots, self._label())
         call.traced = region.traced or region.blank
         observer = None if region.traced else self._observer
-        functions = {**getattr(recipe, "functions", {}), **(self._stages or {})}
+        functions = {**custom.functions_of(recipe, owners, parts), **(self._stages or {})}
         if functions or observer is not None:
             call.staged = Staged(functions, observer)
         split = self._split_tensors()
@@ -454,6 +457,11 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
             made = custom.resolve(recipe, type(self).__name__, self.name, self.PARTS)
             known = self.__dict__["_custom"] = (key, made)
         return known[1]
+
+    def _quantizations(self, recipe: Any, traced: bool) -> tuple[Quantization, ...]:
+        """How each part casts under a recipe that this module follows."""
+        found = self._quantization_of(recipe, traced)
+        return custom.of_parts(recipe, found, len(self.PARTS))
 
     def _wanted(self, tensors: CallTensors, gradients: bool) -> tuple[list[int], list[bool], bool]:
         """(flags of each part, whether its bias has a gradient, whether anything has)."""
@@ -487,8 +495,7 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
     ) -> _BoundState:
         """What an FP8 call quantizes with: the state in force, or that of the call it repeats."""
         count = len(self.PARTS)
-        known = self._quantization_of(region.recipe, region.traced)
-        quantization = custom.of_parts(region.recipe, known, count)
+        quantization = self._quantizations(region.recipe, region.traced)
         common = graphs.SAVE_INPUT if self.save_original_input else 0
         replay = region.replay
         if replay is not None:

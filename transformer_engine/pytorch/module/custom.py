@@ -29,10 +29,24 @@ from transformer_engine.common.recipe import (
     Recipe,
 )
 from transformer_engine.pytorch.staged import StageBuffers
+from transformer_engine.pytorch.tensors import is_quantized
 
-__all__ = ["identity_of", "in_dtype", "name_of", "of_parts", "resolve", "stages_of"]
+__all__ = [
+    "functions_of",
+    "identity_of",
+    "in_dtype",
+    "is_custom",
+    "is_made_by",
+    "keeping",
+    "name_of",
+    "of_parts",
+    "resolve",
+    "stages_of",
+    "weight_quantizer",
+]
 
 _ROLES = ("input", "weight", "grad_output")
+_WEIGHT = _ROLES.index("weight")
 _STAGES = ("quantize_input", "quantize_weight", "quantize_grad_output")
 _CODES = {"e4m3": _core.DTYPE_E4M3, "e5m2": _core.DTYPE_E5M2}
 
@@ -41,7 +55,7 @@ class _Resolved:
     """What a module makes of a `CustomRecipe`: one that has been asked for its quantizers."""
 
     quantizations: tuple[Quantization, ...] = ()  # of each linear layer
-    functions: Mapping[str, Callable] = {}
+    functions: Mapping[str, "_Outside"] = {}
     """The stages of quantizers that are called, by name."""
 
     def _numerics(self) -> list[tuple[str, Any]]:
@@ -70,9 +84,64 @@ def identity_of(recipe: Recipe) -> Any:
     return repr(recipe) if found is None else (found, *recipe.functions)
 
 
+def is_custom(recipe: Recipe) -> bool:
+    """Whether what a module follows comes from quantizers of the user."""
+    return isinstance(recipe, _Resolved)
+
+
 def name_of(recipe: Recipe) -> str:
     """The class of a recipe, as the user gave it."""
-    return (CustomRecipe if isinstance(recipe, _Resolved) else type(recipe)).__name__
+    return (CustomRecipe if is_custom(recipe) else type(recipe)).__name__
+
+
+# ---- weights that are kept quantized -------------------------------------------------------------
+
+
+def weight_quantizer(recipe: Recipe, part: int) -> Any:
+    """The quantizer that is called for the weight of a part; None: its plan casts, or nobody."""
+    stages = getattr(recipe, "functions", {}).values()
+    found = (stage.quantizer for stage in stages if (stage.part, stage.role) == (part, _WEIGHT))
+    return next(found, None)
+
+
+def keeping(quantizer: Any) -> Any:
+    """What casts a parameter, of what is called for a weight; None where it keeps no tensor."""
+    from transformer_engine.pytorch.tensor import IdentityQuantizer
+
+    if isinstance(quantizer, IdentityQuantizer):
+        return None
+    made = quantizer.copy()
+    made.internal = False
+    made.set_usage(rowwise=True, columnwise=True)
+    return made
+
+
+def is_made_by(tensor: Any, quantizer: Any) -> bool:
+    """Whether a quantizer would make such a tensor: of the same class, settings and formats."""
+    like = quantizer.copy()
+    like.internal = False
+    like.set_usage(**tensor.get_usages())
+    if type(tensor._quantizer) is not type(quantizer) or not any(tensor.get_usages().values()):
+        return False
+    made = like.make_empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return type(made) is type(tensor) and made._kind() == tensor._kind()
+
+
+def functions_of(recipe: Any, weights: Sequence, parts: Sequence) -> dict[str, Callable]:
+    """The stages of quantizers that are called, by name; None: no recipe.
+
+    `weights` are those of a module as they are kept, `parts` the `operands.PartTensors` of a call.
+    A weight that is one tensor, and quantized already, is read by its stage.
+    """
+    return {
+        name: stage.reading(weights[stage.part])
+        if stage.role == _WEIGHT and len(parts[stage.part].weights) == 1
+        else stage
+        for name, stage in getattr(recipe, "functions", {}).items()
+    }
+
+
+# ---- casts and stages ----------------------------------------------------------------------------
 
 
 def in_dtype(quantization: Quantization, output: int) -> Quantization:
@@ -100,10 +169,10 @@ def resolve(recipe: Recipe, kind: str, name: str | None, parts: Sequence[str]) -
     quantizer.
     """
     requests: list[DelayedScalingRequest] = []
-    functions: dict[str, Callable] = {}
+    functions: dict[str, _Outside] = {}
     quantizations = []
-    for prefix in parts:
-        names = [part for part in (name, prefix.rstrip("_")) if part]
+    for part, prefix in enumerate(parts):
+        names = [text for text in (name, prefix.rstrip("_")) if text]
         casts = []
         for number, tensor in enumerate(_ROLES):
             role = QuantizerRole("linear", tensor, ".".join(names))
@@ -115,7 +184,7 @@ def resolve(recipe: Recipe, kind: str, name: str | None, parts: Sequence[str]) -
                 cast = _native(given, tensor)
             if cast is None:
                 cast = OperandCast(_core.RECIPE_EXTERNAL)
-                functions[prefix + _STAGES[number]] = _Outside(given, number, prefix)
+                functions[prefix + _STAGES[number]] = _Outside(given, number, part, prefix)
             casts.append(cast)
         check_nvfp4(f"{kind}: CustomRecipe", casts)
         found = Quantization(*casts, _core.LINEAR_FAST_OUTPUT)
@@ -196,27 +265,58 @@ def _native(quantizer: Any, tensor: str) -> OperandCast | None:
 
 
 class _Outside:
-    """A quantizer at its stage: what it makes of a tensor, dequantized."""
+    """A quantizer at its stage: what it makes of a tensor, dequantized.
 
-    def __init__(self, quantizer: Any, role: int, prefix: str) -> None:
-        self.quantizer, self.role = quantizer, role
-        self.stage = prefix + _STAGES[role]
+    `given` is made by it already, and is not cast again.
+    """
+
+    def __init__(
+        self, quantizer: Any, role: int, part: int, prefix: str, given: Any = None
+    ) -> None:
+        self.quantizer, self.role, self.part, self.prefix = quantizer, role, part, prefix
+        self.stage, self.given = prefix + _STAGES[role], given
+
+    def reading(self, weight: Any) -> "_Outside":
+        """The stage for a weight, which is `given` where it is quantized."""
+        if not is_quantized(weight):
+            return self
+        return _Outside(self.quantizer, self.role, self.part, self.prefix, weight.detach())
 
     def __call__(self, buffers: StageBuffers) -> None:
         """Write the forms that GEMMs of the plan read."""
         stage = next(s for s in buffers.plan.stages if s.name == self.stage)
         operand = stage.node * _core.OPERAND_ROLES + self.role
         row, column = buffers.linked("row", operand), buffers.linked("column", operand)
-        source = buffers.lend(stage.buffers[0])
         with torch.no_grad():
-            quantizer = self.quantizer
-            quantizer.set_usage(rowwise=row is not None, columnwise=column is not None)
-            made = quantizer.quantize(source.reshape(-1, source.shape[-1]))
+            made = self._made(buffers, stage, row is not None, column is not None)
             if row is not None:
                 row.copy_(made.dequantize(dtype=row.dtype).view(row.shape))
             if column is not None:
                 values = _column_wise(made).dequantize(dtype=column.dtype)
                 column.copy_(values.view(column.shape))
+
+    def _made(self, buffers: StageBuffers, stage: Any, row: bool, column: bool) -> Any:
+        """The quantized tensor, of these forms at least; RuntimeError where one was dropped."""
+        if self.given is None:
+            source = buffers.lend(stage.buffers[0])
+            self.quantizer.set_usage(rowwise=row, columnwise=column)
+            return self.quantizer.quantize(source.reshape(-1, source.shape[-1]))
+        there = self.given.get_usages()
+        apart = _is_cast_apart(self.given)
+        for form, wanted in (("rowwise", row), ("columnwise", column and apart)):
+            if wanted and not there[form]:
+                raise RuntimeError(
+                    f"{type(self.given).__name__}: its {form} form was dropped, which a GEMM reads"
+                )
+        return self.given
+
+
+def _is_cast_apart(made: Any) -> bool:
+    """Whether row-wise and column-wise form are casts by themselves."""
+    from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensorStorage
+    from transformer_engine.pytorch.tensor.two_forms import TwoFormStorage
+
+    return isinstance(made, TwoFormStorage | HybridQuantizedTensorStorage)
 
 
 def _column_wise(made: Any) -> Any:
@@ -224,10 +324,7 @@ def _column_wise(made: Any) -> Any:
 
     That of transformed values can not be multiplied out: it stands for those of the row-wise one.
     """
-    from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensorStorage
-    from transformer_engine.pytorch.tensor.two_forms import TwoFormStorage
-
-    if not isinstance(made, TwoFormStorage | HybridQuantizedTensorStorage):
+    if not _is_cast_apart(made):
         return made
     if not all(made.get_usages().values()) or getattr(made, "_with_rht", False):
         return made

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common import graphs
+from transformer_engine.common.graphs import Quantization
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.modes import in_transform
-from transformer_engine.pytorch.module.custom import name_of
+from transformer_engine.pytorch.module import custom
 from transformer_engine.pytorch.module.operands import PartTensors
 from transformer_engine.pytorch.scaling import Slots
 from transformer_engine.pytorch.state import RegionState
@@ -38,26 +39,32 @@ class QuantizedInit(NamedTuple):
 
 
 def usable_parts(
-    kind: str, parts: tuple[PartTensors, ...], recipe: Recipe | None
+    kind: str,
+    parts: tuple[PartTensors, ...],
+    recipe: Recipe | None,
+    quantization: Sequence[Quantization],
 ) -> tuple[PartTensors, ...]:
     """The tensors of a call, with weights in high precision that can not be read as they are.
 
-    RuntimeError for a weight that was quantized for another recipe.
+    `quantization` is that of each part, where a recipe is in force. RuntimeError for a weight that
+    was quantized for another recipe.
     """
     if not any(is_quantized(weight) for part in parts for weight in part.weights):
         return parts
-    return tuple(
-        PartTensors(_usable_weights(kind, part.weights, recipe), part.biases) for part in parts
-    )
+    usable = []
+    for i, (weights, biases) in enumerate(parts):
+        if any(map(is_quantized, weights)):
+            how = None if recipe is None else (recipe, quantization[i], i)
+            weights = _usable_weights(kind, weights, how)
+        usable.append(PartTensors(weights, biases))
+    return tuple(usable)
 
 
 def _usable_weights(
-    kind: str, weights: tuple[Tensor, ...], recipe: Recipe | None
+    kind: str, weights: tuple[Tensor, ...], how: tuple[Recipe, Quantization, int] | None
 ) -> tuple[Tensor, ...]:
-    quantized = [weight for weight in weights if is_quantized(weight)]
-    if not quantized:
-        return weights
-    if recipe is None:
+    """`usable_parts` of one part; `how` is the recipe in force, its quantization and number."""
+    if how is None:
         if not torch.compiler.is_compiling():
             warnings.warn(
                 f"{kind}: its weight is quantized, and no FP8 autocast is in force: the weight is "
@@ -67,27 +74,34 @@ def _usable_weights(
     else:
         from transformer_engine.pytorch.tensor.recipes import fits
 
-        for weight in quantized:
-            if not fits(weight, recipe):
+        recipe, quantization, part = how
+        outside = custom.weight_quantizer(recipe, part)
+        for weight in filter(is_quantized, weights):
+            if not (
+                fits(weight, quantization)
+                if outside is None
+                else custom.is_made_by(weight, outside)
+            ):
                 raise RuntimeError(
                     f"{kind}: its weight is a {type(weight).__name__} of "
-                    f"{weight._quantizer!r}, which {name_of(recipe)} does not read: run it "
+                    f"{weight._quantizer!r}, which {custom.name_of(recipe)} does not read: run it "
                     "under the recipe of its quantized_model_init"
                 )
-        if len(weights) == 1:
+        if len(weights) == 1 and outside is None:
             return weights
-    # Parts of a weight have scales of their own, and a GEMM reads one.
+    # Parts of a weight have scales of their own, and a GEMM reads one. What a quantizer of the
+    # program makes is read by its stage (`custom.functions_of`).
     return tuple(w.dequantize() if is_quantized(w) else w for w in weights)
 
 
-def usable_input(inp: Any, recipe: Recipe | None, has_norm: bool) -> Any:
+def usable_input(inp: Any, quantization: Sequence[Quantization], has_norm: bool) -> Any:
     """An input in high precision, where it is quantized and can not be read as it is."""
     if not is_quantized(inp):
         return inp
-    if recipe is not None and not has_norm:
+    if quantization and not has_norm:
         from transformer_engine.pytorch.tensor.recipes import reads
 
-        if reads(inp, recipe, "input"):
+        if reads(inp, quantization[0], "input"):
             return inp
     return inp.dequantize()
 
@@ -104,16 +118,16 @@ def given_forms(
     arrives = is_quantized(tensors.input)
     if not arrives and not any(map(is_quantized, weights)):
         return tuple(flags), caches
-    from transformer_engine.pytorch.tensor.recipes import format_of
+    from transformer_engine.pytorch.tensor.recipes import forms_of
 
-    row, flags, caches = format_of(recipe), list(flags), list(caches)
+    flags, caches = list(flags), list(caches)
     columns = torch.is_grad_enabled() and not graphs.is_backward_wide(recipe)
     for i, weight in enumerate(weights):
         if is_quantized(weight):
-            caches[i], bits = row.forms(weight, "weight", columns)
+            caches[i], bits = forms_of(weight, "weight", columns)
             flags[i] = flags[i] & ~(graphs.WEIGHT_CACHED | graphs.WEIGHT_KEPT) | bits
     if arrives:
-        forms, bits = row.forms(tensors.input, "input", columns)
+        forms, bits = forms_of(tensors.input, "input", columns)
         flags[0] |= bits
         caches = [*caches[: len(weights)], forms]
     return tuple(flags), caches
@@ -126,11 +140,9 @@ def _refuse_returned(kind: str, recipe: Recipe, returns: int) -> None:
         raise NotImplementedError(
             f"{kind}: {option}=True in a transform of torch.func: leave it out there"
         )
-    from transformer_engine.pytorch.tensor.recipes import format_of
-
-    if format_of(recipe) is None or recipe.nvfp4():
+    if recipe.nvfp4() or custom.is_custom(recipe):
         raise NotImplementedError(
-            f"{kind}: {option}=True under {name_of(recipe)}, whose tensors modules do not "
+            f"{kind}: {option}=True under {custom.name_of(recipe)}, whose tensors modules do not "
             "return: leave it out, or use DelayedScaling or another recipe of FP8"
         )
 
@@ -155,20 +167,27 @@ def returned(call: Any, made: Sequence, places: Sequence[int], gradient: bool) -
 
     `places` say where its forms stand among what a plan has made, as of ``CallPlans.returned``.
     """
-    from transformer_engine.pytorch.tensor.recipes import format_of
-
-    row, parts = format_of(call.recipe), call.plans.spec.parts
+    parts = call.plans.spec.parts
     part = parts[0] if gradient else parts[-1]
+    row = _format_of_returned(part, gradient)
     code, features = part.input if gradient else part.output, part.in_features
     if not gradient:
         features = part.out_features
     forms = tuple([None if place < 0 else made[place] for place in places])
     quantizer = call.quantizers.get(gradient)
     if quantizer is None:
-        quantizer = call.quantizers[gradient] = _quantizer_of(call, forms[0].device, gradient)
+        quantizer = _quantizer_of(call, forms[0].device, gradient)
+        call.quantizers[gradient] = quantizer
     shape = (*forms[0].shape[:-1], features)
     fields = {**row.fields(quantizer, forms, shape), "_quantizer": quantizer.copy()}
     return row.tensor._made(fields, _core.torch_dtype(code), shape)
+
+
+def _format_of_returned(part: graphs.LinearSpec, gradient: bool) -> Any:
+    """How the next layer would keep its input, or the one before the gradient of its output."""
+    from transformer_engine.pytorch.tensor.recipes import cast_of, format_of
+
+    return format_of(cast_of(part.quantization, "gradient" if gradient else "input"))
 
 
 def _quantizer_of(call: Any, device: torch.device, gradient: bool) -> Any:
@@ -177,9 +196,11 @@ def _quantizer_of(call: Any, device: torch.device, gradient: bool) -> Any:
     Under delayed scaling those of an output as the call casts, with its slot. Those of a gradient
     are sums, where a leaf's accumulates: they are measured, for the slot knows single gradients.
     """
-    from transformer_engine.pytorch.tensor.recipes import format_of
+    from transformer_engine.pytorch.tensor.recipes import cast_of
 
-    made = format_of(call.recipe).make(call.recipe, device, "gradient" if gradient else "input")
+    part = call.plans.spec.parts[0 if gradient else -1]
+    cast = cast_of(part.quantization, "gradient" if gradient else "input")
+    made = _format_of_returned(part, gradient).make(cast, device, measures_first(call.recipe))
     slots = call.slots
     if slots is None or not hasattr(made, "amax"):
         return made
@@ -194,6 +215,11 @@ def _quantizer_of(call: Any, device: torch.device, gradient: bool) -> Any:
     return made
 
 
+def measures_first(recipe: Any) -> bool:
+    """Whether a recipe casts by what it measures where its scaling state knows nothing."""
+    return recipe.delayed() and recipe.measure_first
+
+
 def gradient_of(call: Any, grads: tuple) -> tuple[Any, tuple, tuple]:
     """Plans of a backward whose gradient of the output arrives quantized, gradients and its forms.
 
@@ -201,10 +227,10 @@ def gradient_of(call: Any, grads: tuple) -> tuple[Any, tuple, tuple]:
     """
     recipe, grad = call.recipe, grads[0]
     if recipe is not None and recipe.backward_override is None and not call.traced:
-        from transformer_engine.pytorch.tensor.recipes import format_of, reads
+        from transformer_engine.pytorch.tensor.recipes import forms_of, reads
 
-        if format_of(recipe) is not None and reads(grad, recipe, "gradient"):
-            forms, bits = format_of(recipe).forms(grad, "gradient", True)
+        if reads(grad, call.plans.spec.parts[-1].quantization, "gradient"):
+            forms, bits = forms_of(grad, "gradient", True)
             plans = call.plans.for_gradient(bits)
             if plans is not None:
                 return plans, grads, forms
@@ -279,14 +305,14 @@ def filled(
 
 def forms_held(modules: Sequence, parts: Sequence, caches: list, recipe: Recipe) -> None:
     """Put what is read of quantized weights in the place of caches, those of each part in turn."""
-    from transformer_engine.pytorch.tensor.recipes import format_of
+    from transformer_engine.pytorch.tensor.recipes import forms_of
 
-    row, at = format_of(recipe), 0
+    at = 0
     columns = torch.is_grad_enabled() and not graphs.is_backward_wide(recipe)
     for _, own in zip(modules, parts, strict=True):
         for part in own:
             if is_quantized(part.weights[0]):
-                caches[at], _ = row.forms(part.weights[0], "weight", columns)
+                caches[at], _ = forms_of(part.weights[0], "weight", columns)
             at += 1
 
 
@@ -294,20 +320,47 @@ def forms_held(modules: Sequence, parts: Sequence, caches: list, recipe: Recipe)
 
 
 def quantize_weights(module: Any, names: Sequence[str], init: QuantizedInit) -> None:
-    """Make parameters of a module quantized ones, as far as they have memory and are not yet."""
-    from transformer_engine.pytorch.tensor.recipes import weight_quantizer
+    """Make parameters of a module quantized ones, as far as they have memory and are not yet.
 
+    Weights stay as they are whose layer casts them not, or by a quantizer that keeps no tensor.
+    """
+    recipe = module._resolved(init.recipe, False)
+    if recipe is None:  # no quantizer of the module casts
+        return
+    known = None if custom.is_custom(recipe) else graphs.quantization_of(recipe)
+    quantization = custom.of_parts(recipe, known, len(module.PARTS))
     for name in names:
         parameter = module._parameters.get(name)
         if parameter is None or parameter.is_meta or is_quantized(parameter):
             continue
+        part = next(i for i, prefix in enumerate(module.PARTS) if name.startswith(prefix))
+        quantizer = _weight_quantizer(recipe, quantization[part], part, parameter.device)
+        if quantizer is None:
+            continue
         with torch.no_grad():
-            made = weight_quantizer(init.recipe, parameter.device).quantize(parameter.detach())
+            made = quantizer.quantize(parameter.detach())
+        if not is_quantized(made):
+            continue
         made = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
         made.__dict__.update(parameter.__dict__)
         if init.preserve:
             _preserve(made, parameter.detach().cpu())
         setattr(module, name, made)
+
+
+def _weight_quantizer(
+    recipe: Recipe, quantization: Quantization, part: int, device: torch.device
+) -> Any:
+    """What casts the weight of a part, for its parameter; None where nothing does that keeps it."""
+    from transformer_engine.pytorch.tensor.recipes import format_of
+
+    outside = custom.weight_quantizer(recipe, part)
+    if outside is not None:
+        return custom.keeping(outside)
+    row = format_of(quantization.weight)
+    if row is None:
+        return None
+    return row.make(quantization.weight, device, measures_first(recipe))
 
 
 def _preserve(parameter: Any, value: Tensor) -> None:

@@ -144,15 +144,15 @@ def situation_of(
 
 
 def situation_of_quantized(
-    state: RegionState, inp: Any, places: tuple
+    state: RegionState, inp: Any, places: tuple, module: Any
 ) -> tuple[tuple | None, tuple, tuple]:
-    """`situation_of` a call whose input arrives quantized, and what it reads of that."""
+    """`situation_of` a call of a module whose input arrives quantized, and what is read of it."""
     recipe = state.recipe if state.enabled else None
-    if recipe is None or not is_quantized(inp):
+    if recipe is None or recipe.custom() or not is_quantized(inp):
         return None, (), ()
-    from transformer_engine.pytorch.tensor.recipes import format_of, reads
+    from transformer_engine.pytorch.tensor.recipes import forms_of, reads
 
-    if not reads(inp, recipe, "input"):
+    if not reads(inp, module._quantization_of(recipe, False), "input"):
         return None, (), ()
     own = next((place[0].get(place[1]) for place in places if place is not None), None)
     if own is None:
@@ -162,6 +162,6 @@ def situation_of_quantized(
     if key is None:
         return None, (), ()
     columns = _grad_enabled() and not is_backward_wide(recipe)
-    forms, bits = format_of(recipe).forms(inp, "input", columns)
+    forms, bits = forms_of(inp, "input", columns)
     facts = type(inp), inp.dtype, inp.device, inp.shape[-1], inp.requires_grad, bits
     return (key, *facts, *inp._kind()), (inp, *tensors[1:]), forms

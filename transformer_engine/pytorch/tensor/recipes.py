@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which quantizers a recipe casts with, and what its GEMMs read of tensors: one table.
+"""Which quantizers the casts of linear layers are, and what GEMMs read of tensors: one table.
 
-A recipe is in it where GEMMs read a format as it is stored; where it is not, parameters of modules
-stay in high precision (`quantized_model_init` says so).
+A cast of the C library (`graphs.OperandCast`) is in it where GEMMs read its format as it is stored.
+So tables and calls go by the casts of a module, whichever recipe or function asks for these.
 """
 
 import math
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_engine import _core
 from transformer_engine.common.graphs import (
     GRAD_GIVEN,
     GRAD_ROWS,
@@ -19,10 +20,10 @@ from transformer_engine.common.graphs import (
     INPUT_ROWS,
     WEIGHT_GIVEN,
     WEIGHT_ROWS,
-    is_backward_wide,
+    OperandCast,
+    Quantization,
 )
-from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch.constants import TE_DType_To_Torch
+from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 from transformer_engine.pytorch.quantizer import Quantizer
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
@@ -34,7 +35,6 @@ from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Float8Tensor,
-    fp8_type,
 )
 from transformer_engine.pytorch.tensor.mxfp8_tensor import (
     MXFP8Quantizer,
@@ -44,7 +44,12 @@ from transformer_engine.pytorch.tensor.mxfp8_tensor import (
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer, NVFP4Tensor
 from transformer_engine.pytorch.tensors import ALIGNMENT
 
-_CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_ELEMENTS = {
+    _core.DTYPE_E4M3: DType.kFloat8E4M3,
+    _core.DTYPE_E5M2: DType.kFloat8E5M2,
+    _core.DTYPE_U8: DType.kFloat4E2M1,
+}
+"""Of the data of a cast."""
 
 GIVEN = {"input": INPUT_GIVEN, "weight": WEIGHT_GIVEN, "gradient": GRAD_GIVEN}
 """Flags of a part whose operand of a role arrives quantized; of which its row-wise form alone."""
@@ -52,14 +57,15 @@ _ROWS = {"input": INPUT_ROWS, "weight": WEIGHT_ROWS, "gradient": GRAD_ROWS}
 
 
 class Format(NamedTuple):
-    """How a recipe keeps operands; a role is "input", "weight" or "gradient"."""
+    """How operands are kept that one of the casts makes; a role is as of `cast_of`."""
 
-    holds: str  # the method of recipes that says whether one is of this kind
+    recipe: int  # ``_core.RECIPE_*`` of the cast
     quantizer: type[Quantizer]
-    make: Callable[[Recipe, torch.device, str], Quantizer]  # of a role
+    make: Callable[[OperandCast, torch.device, bool], Quantizer]
+    """What casts so; given whether delayed scaling measures where it knows no scale."""
     tensor: type  # what the quantizer makes
-    reads: Callable[[Any, Recipe, str], bool]
-    """Whether GEMMs of a recipe read such a tensor in a role."""
+    reads: Callable[[Any, Quantization, str], bool]
+    """Whether GEMMs of a linear layer read such a tensor in a role."""
     forms: Callable[[Any, str, bool], tuple[tuple, int]]
     """What a call reads of a tensor, and flags of its part: given the tensor, its role, and whether
     a backward may follow that reads it column-wise."""
@@ -68,122 +74,110 @@ class Format(NamedTuple):
     forms (None for those that are not there) and the shape of the values."""
 
 
-def _delayed(recipe: Recipe, device: torch.device, role: str) -> Quantizer:
-    first = recipe.measure_first
+def cast_of(quantization: Quantization, role: str) -> OperandCast:
+    """How a linear layer casts its "input", its "weight" or the "gradient" of its output."""
+    return quantization.grad if role == "gradient" else getattr(quantization, role)
+
+
+def _has(cast: OperandCast, option: int) -> bool:
+    return bool(cast.options & option)
+
+
+def _delayed(cast: OperandCast, device: torch.device, first: bool) -> Quantizer:
     scale = torch.full((1,), 0.0 if first else 1.0, device=device)
     options = {"columnwise": False, "measure_first": first}
-    return Float8Quantizer(scale, torch.zeros_like(scale), _element(recipe, role), **options)
+    return Float8Quantizer(scale, torch.zeros_like(scale), _ELEMENTS[cast.dtype], **options)
 
 
-def _how(recipe: Recipe, role: str) -> Any:
-    """How the recipe casts a role."""
-    names = {"input": "fwd_inp", "weight": "fwd_weight", "gradient": "bwd_grad"}
-    return getattr(recipe, f"fp8_quant_{names[role]}")
+def _how(cast: OperandCast) -> dict[str, Any]:
+    """How scales are found in what is cast."""
+    power_2 = _has(cast, _core.CAST_POWER_2)
+    return {"force_pow_2_scales": power_2, "amax_epsilon": cast.epsilon}
 
 
-def _current(recipe: Recipe, device: torch.device, role: str) -> Quantizer:
-    how = _how(recipe, role)
-    return Float8CurrentScalingQuantizer(
-        _element(recipe, role),
-        device,
-        columnwise=False,
-        force_pow_2_scales=how.power_2_scale,
-        amax_epsilon=how.amax_epsilon,
-    )
+def _current(cast: OperandCast, device: torch.device, first: bool) -> Quantizer:
+    del first
+    options = {"columnwise": False, **_how(cast)}
+    return Float8CurrentScalingQuantizer(_ELEMENTS[cast.dtype], device, **options)
 
 
-def _element(recipe: Recipe, role: str) -> Any:
-    direction = "bwd" if role == "gradient" else "fwd"
-    return fp8_type("fp8_format", _CODES[recipe.fp8_format.dtype_name(direction)])
+def _block(cast: OperandCast, device: torch.device, first: bool) -> Quantizer:
+    del device, first
+    square = _has(cast, _core.CAST_TILES_2D)
+    # Square tiles are turned where a backward reads them.
+    options = {"columnwise": not square, "block_scaling_dim": 2 if square else 1, **_how(cast)}
+    return Float8BlockQuantizer(_ELEMENTS[cast.dtype], **options)
 
 
-def _tile_dim(recipe: Recipe, role: str) -> int:
-    names = {"input": "x", "weight": "w", "gradient": "grad"}
-    return getattr(recipe, f"{names[role]}_block_scaling_dim")
+def _row(cast: OperandCast, device: torch.device, first: bool) -> Quantizer:
+    del device, first
+    return Float8RowQuantizer(_ELEMENTS[cast.dtype], **_how(cast))
 
 
-def _block(recipe: Recipe, device: torch.device, role: str) -> Quantizer:
-    del device
-    how, dim = _how(recipe, role), _tile_dim(recipe, role)
-    return Float8BlockQuantizer(
-        _element(recipe, role),
-        columnwise=dim == 1,  # square tiles are turned where a backward reads them
-        force_pow_2_scales=how.power_2_scale,
-        amax_epsilon=how.amax_epsilon,
-        block_scaling_dim=dim,
-    )
+def _mxfp8(cast: OperandCast, device: torch.device, first: bool) -> Quantizer:
+    del device, first
+    squares = _has(cast, _core.CAST_TILES_2D)
+    options = {"with_2d_quantization": squares, "margin": cast.margin}
+    return MXFP8Quantizer(_ELEMENTS[cast.dtype], **options)
 
 
-def _row(recipe: Recipe, device: torch.device, role: str) -> Quantizer:
-    del device
-    how = _how(recipe, role)
-    options = {"force_pow_2_scales": how.power_2_scale, "amax_epsilon": how.amax_epsilon}
-    return Float8RowQuantizer(_element(recipe, role), **options)
-
-
-def _mxfp8(recipe: Recipe, device: torch.device, role: str) -> Quantizer:
-    del device
-    squares = role == "weight" and recipe.enable_2d_quantization
-    options = {"with_2d_quantization": squares, "margin": recipe.margin}
-    return MXFP8Quantizer(_element(recipe, role), **options)
-
-
-def _nvfp4(recipe: Recipe, device: torch.device, role: str) -> Quantizer:
-    del device
-    if role != "weight":
-        raise NotImplementedError(f"NVFP4BlockScaling: a {role} that a module returns quantized")
-    chooses = recipe.nvfp4_4over6 in ("weights", "all")
-    to_256 = chooses and recipe.nvfp4_4over6_e4m3_use_256 in ("weights", "all")
+def _nvfp4(cast: OperandCast, device: torch.device, first: bool) -> Quantizer:
+    del device, first
     return NVFP4Quantizer(
-        with_2d_quantization=recipe.fp4_quant_fwd_weight.fp4_2d_quantization,
-        nvfp4_use_4over6=chooses,
-        nvfp4_e4m3_max=256 if to_256 else 448,
-        nvfp4_4over6_err_mode=recipe.nvfp4_4over6_err_mode,
+        with_rht=_has(cast, _core.CAST_HADAMARD),
+        with_2d_quantization=_has(cast, _core.CAST_TILES_2D),
+        stochastic_rounding=_has(cast, _core.CAST_STOCHASTIC),
+        row_scaled_nvfp4=_has(cast, _core.CAST_ROW_SCALED),
+        nvfp4_use_4over6=_has(cast, _core.CAST_FOUR_OVER_SIX),
+        nvfp4_e4m3_max=256 if _has(cast, _core.CAST_TO_256) else 448,
+        nvfp4_4over6_err_mode="MSE" if _has(cast, _core.CAST_SQUARED) else "MAE",
     )
 
 
 # ---- what calls read -----------------------------------------------------------------------------
 
 
-def _any(tensor: Any, recipe: Recipe, role: str) -> bool:
-    return tensor._fp8_dtype == _element(recipe, role)
+def _any(tensor: Any, quantization: Quantization, role: str) -> bool:
+    return tensor._fp8_dtype == _ELEMENTS[cast_of(quantization, role).dtype]
 
 
-def _has_both(tensor: Any, recipe: Recipe, role: str) -> bool:
+def _has_both(tensor: Any, quantization: Quantization, role: str) -> bool:
     """Of an input that is not cast both ways a backward could not be computed."""
-    return _any(tensor, recipe, role) and _is_whole(tensor, recipe, role)
+    return _any(tensor, quantization, role) and _is_whole(tensor, quantization, role)
 
 
-def _is_whole(tensor: Any, recipe: Recipe, role: str) -> bool:
+def _is_wide(quantization: Quantization) -> bool:
+    """Whether the GEMMs of a backward multiply in high precision."""
+    return quantization.backward != _core.BACKWARD_QUANTIZED
+
+
+def _is_whole(tensor: Any, quantization: Quantization, role: str) -> bool:
     if role == "weight" or (role == "input" and not torch.is_grad_enabled()):
         return True
     usages = tensor.get_usages()
-    rows_are_enough = role == "input" and is_backward_wide(recipe)
+    rows_are_enough = role == "input" and _is_wide(quantization)
     return usages["rowwise"] if rows_are_enough else all(usages.values())
 
 
-def _has_tiles(tensor: Any, recipe: Recipe, role: str) -> bool:
-    square = _tile_dim(recipe, role) == 2
-    return tensor._is_2D_scaled == square and _has_both(tensor, recipe, role)
+def _has_tiles(tensor: Any, quantization: Quantization, role: str) -> bool:
+    square = _has(cast_of(quantization, role), _core.CAST_TILES_2D)
+    return tensor._is_2D_scaled == square and _has_both(tensor, quantization, role)
 
 
-def _is_fp4_of(tensor: Any, recipe: Recipe, role: str) -> bool:
+def _is_fp4_of(tensor: Any, quantization: Quantization, role: str) -> bool:
     """Transformed as the gradient is that it meets, and never transformed where that is not.
 
     A gradient is cast where it is multiplied, by random numbers of its own.
     """
     if role == "gradient":
         return False
-    how = recipe.fp4_quant_fwd_weight if role == "weight" else recipe.fp4_quant_fwd_inp
-    is_input = role == "input"
+    cast = cast_of(quantization, role)
+    turned = _is_wide(quantization) or tensor._with_rht == _has(cast, _core.CAST_HADAMARD)
     return (
-        (
-            is_backward_wide(recipe)
-            or tensor._with_rht == (how.random_hadamard_transform and is_input)
-        )
-        and tensor._row_scaled_nvfp4 == (recipe.row_scaled_activation and is_input)
-        and tensor._is_2D_scaled == how.fp4_2d_quantization
-        and _is_whole(tensor, recipe, role)
+        turned
+        and tensor._row_scaled_nvfp4 == _has(cast, _core.CAST_ROW_SCALED)
+        and tensor._is_2D_scaled == _has(cast, _core.CAST_TILES_2D)
+        and _is_whole(tensor, quantization, role)
     )
 
 
@@ -278,50 +272,40 @@ def _two_form_fields(quantizer: Any, forms: tuple, shape: tuple) -> dict[str, An
 
 _PER_TENSOR = (Float8Tensor, _any, _per_tensor, _per_tensor_fields)
 _TWO_FORMS = (_two_forms, _two_form_fields)
+_TILES = (Float8BlockwiseQTensor, _has_tiles, *_TWO_FORMS)
 _FORMATS = (
-    Format("delayed", Float8Quantizer, _delayed, *_PER_TENSOR),
-    Format("float8_current_scaling", Float8CurrentScalingQuantizer, _current, *_PER_TENSOR),
-    Format(
-        "float8_block_scaling",
-        Float8BlockQuantizer,
-        _block,
-        Float8BlockwiseQTensor,
-        _has_tiles,
-        *_TWO_FORMS,
-    ),
-    Format("float8_row_scaling", Float8RowQuantizer, _row, Float8RowTensor, _has_both, *_TWO_FORMS),
-    Format("mxfp8", MXFP8Quantizer, _mxfp8, MXFP8Tensor, _has_both, *_TWO_FORMS),
-    Format("nvfp4", NVFP4Quantizer, _nvfp4, NVFP4Tensor, _is_fp4_of, *_TWO_FORMS),
+    Format(_core.RECIPE_DELAYED, Float8Quantizer, _delayed, *_PER_TENSOR),
+    Format(_core.RECIPE_CURRENT, Float8CurrentScalingQuantizer, _current, *_PER_TENSOR),
+    Format(_core.RECIPE_BLOCK, Float8BlockQuantizer, _block, *_TILES),
+    Format(_core.RECIPE_ROW, Float8RowQuantizer, _row, Float8RowTensor, _has_both, *_TWO_FORMS),
+    Format(_core.RECIPE_MXFP8, MXFP8Quantizer, _mxfp8, MXFP8Tensor, _has_both, *_TWO_FORMS),
+    Format(_core.RECIPE_NVFP4, NVFP4Quantizer, _nvfp4, NVFP4Tensor, _is_fp4_of, *_TWO_FORMS),
 )
 
 
-def format_of(recipe: Recipe) -> Format | None:
-    """The row of a recipe; None where it has none."""
-    if getattr(recipe, "quantizations", None) is not None:  # of the user's quantizers
-        return None
-    return next((row for row in _FORMATS if getattr(recipe, row.holds)()), None)
+def format_of(cast: OperandCast) -> Format | None:
+    """The row of a cast; None where it makes nothing that GEMMs read as it is stored."""
+    return next((row for row in _FORMATS if row.recipe == cast.recipe), None)
 
 
-def weight_quantizer(recipe: Recipe, device: torch.device) -> Quantizer:
-    """A quantizer of weights; NotImplementedError for a recipe that keeps none."""
-    row = format_of(recipe)
-    if row is None:
-        raise NotImplementedError(
-            f"quantized_model_init: {type(recipe).__name__}: it says no format to keep weights in: "
-            "use DelayedScaling() or another recipe that does, or leave quantized_model_init out"
-        )
-    return row.make(recipe, device, "weight")
+def forms_of(tensor: Any, role: str, backward: bool) -> tuple[tuple, int]:
+    """``Format.forms`` of a tensor that is read as it is."""
+    return next(row for row in _FORMATS if isinstance(tensor, row.tensor)).forms(
+        tensor, role, backward
+    )
 
 
-def reads(tensor: Any, recipe: Recipe, role: str) -> bool:
-    """Whether GEMMs of a recipe read a quantized tensor as it is, in a role of `Format`."""
-    row = format_of(recipe)
-    return row is not None and isinstance(tensor, row.tensor) and row.reads(tensor, recipe, role)
+def reads(tensor: Any, quantization: Quantization, role: str) -> bool:
+    """Whether GEMMs of a linear layer read a quantized tensor as it is, in a role of `cast_of`."""
+    row = format_of(cast_of(quantization, role))
+    return (
+        row is not None and isinstance(tensor, row.tensor) and row.reads(tensor, quantization, role)
+    )
 
 
-def fits(weight: Any, recipe: Recipe) -> bool:
-    """Whether they do, and the weight is cast as the recipe casts, where it can be cast again."""
+def fits(weight: Any, quantization: Quantization) -> bool:
+    """Whether they do, and the weight is cast as they would cast it, where it is cast again."""
     quantizer = weight._quantizer
-    return reads(weight, recipe, "weight") and (
-        quantizer is None or isinstance(quantizer, format_of(recipe).quantizer)
+    return reads(weight, quantization, "weight") and (
+        quantizer is None or isinstance(quantizer, format_of(quantization.weight).quantizer)
     )

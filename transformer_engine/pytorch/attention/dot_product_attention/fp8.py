@@ -45,6 +45,7 @@ from transformer_engine.pytorch.modes import (
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.layer_call import Attending, draws_of
+from transformer_engine.pytorch.module.quantized import measures_first
 from transformer_engine.pytorch.module.situation import keep
 from transformer_engine.pytorch.outside import Outside
 from transformer_engine.pytorch.staged import Staged
@@ -247,9 +248,11 @@ class _Call(ModuleCall):
         """The output as a `Float8Tensor`, whose next values are cast with its slot, or measured."""
         from transformer_engine.pytorch.tensor.recipes import format_of
 
-        row, like = format_of(self.recipe), self.plans.spec
+        like = self.plans.spec
+        cast = like.attention.quantization.input
+        row = format_of(cast)
         forms = [None if place < 0 else made[place] for place in self.plans.returned]
-        quantizer = row.make(self.recipe, forms[0].device, "input")
+        quantizer = row.make(cast, forms[0].device, measures_first(self.recipe))
         slots = self.slots
         if slots is not None:
             slot = slots.forward_slot + OUTPUT_SLOT
