@@ -144,8 +144,8 @@ def _quantization_of_casts(recipe: Recipe) -> Quantization:
     """`quantization_of` a recipe without ``backward_override``."""
     if recipe.custom():
         raise NotImplementedError(
-            f"{type(recipe).__name__}: its quantizers are those of linear layers: leave fp8_dpa "
-            "and fp8_mha out"
+            f"{type(recipe).__name__}: each module asks it for quantizers of its own, and this "
+            "caller for none"
         )
     for name in ("fp8_dpa", "fp8_mha"):
         if getattr(recipe, name) and (recipe.mxfp8() or recipe.nvfp4()):

@@ -23,9 +23,12 @@ class QuantizerRole:
     Parameters
     ----------
     module_type : str
-        "linear": a linear layer, by itself or part of a larger module.
+        "linear": a linear layer, by itself or part of a larger module. "dpa": the attention of
+        queries to keys and values.
     tensor_type : str
-        "input", "weight" or "grad_output".
+        Of a linear layer "input", "weight" or "grad_output". Of an attention "qkv", its queries,
+        keys and values; "s", the weights of softmax; "do", the gradient of the output; "dp", that
+        of the weights.
     name : str
         Name of the module as the user gave it; of several linear layers in one module followed by
         that of the layer, "fc1" or "fc2".
@@ -74,7 +77,8 @@ class CustomRecipe(Recipe):
     fp8_format : Format, default Format.HYBRID
         Of what programs ask for the recipe's element types; quantizers have their own.
     fp8_dpa, fp8_mha : bool, default False
-        Run attention in FP8: not built for this recipe, and refused by attention.
+        Run attention in FP8, by the quantizers of its roles: a `DelayedScalingRequest` for all,
+        or ``Float8CurrentScalingQuantizer`` for "qkv" (see docs/formats_and_recipes.md).
     backward_override : {None, "high_precision", "dequantized"}, optional
         As of `Float8CurrentScaling`.
     quantization_alignment : int, default 128

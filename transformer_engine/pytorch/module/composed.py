@@ -451,12 +451,10 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
         """
         if recipe is None or not recipe.custom():
             return recipe
-        # The function itself is compared and held: another may have its name, or its address.
-        key, known = (recipe.qfactory, repr(recipe)), self.__dict__.get("_custom")
-        if known is None or known[0] != key:
-            made = custom.resolve(recipe, type(self).__name__, self.name, self.PARTS)
-            known = self.__dict__["_custom"] = (key, made)
-        return known[1]
+        kind = type(self).__name__
+        return custom.remembered(
+            self, recipe, lambda: custom.resolve(recipe, kind, self.name, self.PARTS)
+        )
 
     def _quantizations(self, recipe: Any, traced: bool) -> tuple[Quantization, ...]:
         """How each part casts under a recipe that this module follows."""

@@ -32,6 +32,8 @@ from transformer_engine.pytorch.staged import StageBuffers
 from transformer_engine.pytorch.tensors import is_quantized
 
 __all__ = [
+    "ask",
+    "common_request",
     "functions_of",
     "identity_of",
     "in_dtype",
@@ -40,6 +42,7 @@ __all__ = [
     "keeping",
     "name_of",
     "of_parts",
+    "remembered",
     "resolve",
     "stages_of",
     "weight_quantizer",
@@ -161,6 +164,15 @@ def stages_of(quantization: Quantization) -> int:
     )
 
 
+def remembered(module: Any, recipe: Any, find: Callable[[], Recipe | None]) -> Recipe | None:
+    """What a module follows under a `CustomRecipe`, which `find` asks it for, once."""
+    # The function itself is compared and held: another may have its name, or its address.
+    key, known = (recipe.qfactory, repr(recipe)), module.__dict__.get("_custom")
+    if known is None or known[0] != key:
+        known = module.__dict__["_custom"] = (key, find())
+    return known[1]
+
+
 def resolve(recipe: Recipe, kind: str, name: str | None, parts: Sequence[str]) -> Recipe | None:
     """Ask a `CustomRecipe` for the quantizers of a module; None where none of them casts.
 
@@ -176,7 +188,7 @@ def resolve(recipe: Recipe, kind: str, name: str | None, parts: Sequence[str]) -
         casts = []
         for number, tensor in enumerate(_ROLES):
             role = QuantizerRole("linear", tensor, ".".join(names))
-            given = _ask(recipe, role, f"{kind}: CustomRecipe.qfactory({role})")
+            given = ask(recipe, role, kind)
             if isinstance(given, DelayedScalingRequest):
                 requests.append(given)
                 cast = _delayed(given, tensor)
@@ -196,10 +208,11 @@ def resolve(recipe: Recipe, kind: str, name: str | None, parts: Sequence[str]) -
     return made
 
 
-def _ask(recipe: Any, role: QuantizerRole, where: str) -> Any:
+def ask(recipe: Any, role: QuantizerRole, kind: str) -> Any:
+    """What the function of a recipe gives for a role of a module of a kind; raises as `resolve`."""
     from transformer_engine.pytorch.quantizer import Quantizer
 
-    given = recipe.qfactory(role)
+    where, given = f"{kind}: CustomRecipe.qfactory({role})", recipe.qfactory(role)
     if given is None:
         raise ValueError(f"{where} gave None, expected a quantizer: IdentityQuantizer() casts not")
     if isinstance(given, QuantizerRequest) and not isinstance(given, DelayedScalingRequest):
@@ -213,12 +226,18 @@ def _resolved(recipe: Any, kind: str, requests: list[DelayedScalingRequest]) -> 
     """The recipe that has the state of these requests."""
     if not requests:
         return ResolvedRecipe(recipe.qfactory, backward_override=recipe.backward_override)
+    settings = vars(common_request(kind, requests))
+    return ResolvedDelayed(**settings, backward_override=recipe.backward_override)
+
+
+def common_request(kind: str, requests: list[DelayedScalingRequest]) -> DelayedScalingRequest:
+    """The one that all of a module are; ValueError where they differ."""
     if any(request != requests[0] for request in requests):
         raise ValueError(
             f"{kind}: CustomRecipe.qfactory gave requests that differ: {requests}; all of a module "
             "are the same"
         )
-    return ResolvedDelayed(**vars(requests[0]), backward_override=recipe.backward_override)
+    return requests[0]
 
 
 def _delayed(request: DelayedScalingRequest, tensor: str) -> OperandCast:

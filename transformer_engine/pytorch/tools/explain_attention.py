@@ -121,10 +121,12 @@ def _about_fp8(
     state = current_state()
     if not state.enabled or not fp8.asks_for_it(state.recipe):
         return ""
-    recipe, variable = fp8.recipe_of(state.recipe), TE_DPA_FP8_RECIPE.name
+    recipe, named = fp8.recipe_of(state.recipe, core), TE_DPA_FP8_RECIPE.get()
+    asked = state.recipe.custom() and not named  # the quantizers say by which one
+    source = type(state.recipe).__name__ if asked else TE_DPA_FP8_RECIPE.name
     if recipe is None:
-        return f"none: {variable}={TE_DPA_FP8_RECIPE.get()}"
-    found = f"by {type(recipe).__name__}" + (f" ({variable})" if recipe is not state.recipe else "")
+        return f"none: {source}" + ("" if asked else f"={named}")
+    found = f"by {type(recipe).__name__}" + (f" ({source})" if recipe is not state.recipe else "")
     if emulated:
         return f"{found}, emulated ({TE_UNFUSED_DPA_EMULATE_FP8.name}); backward in high precision"
     limited = situation.kind.padding or max(situation.window) >= 0

@@ -223,7 +223,7 @@ class Choosing:
             sizes[2] == 1 and not packed,
             in_fp8 and self.training and self.attention_dropout > 0.0,
             modified,
-            fp8.unbuilt() if in_fp8 else "",
+            fp8.unbuilt(self) if in_fp8 else "",
         )
 
     def _situation(self, key: tuple) -> Situation:

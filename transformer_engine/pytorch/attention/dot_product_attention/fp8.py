@@ -62,6 +62,7 @@ __all__ = [
     "in_force",
     "in_layer",
     "is_asked_for",
+    "is_left_out",
     "recipe_of",
     "settings",
     "state_of",
@@ -75,10 +76,16 @@ OUTPUT_SLOT = 3
 """The one of the output, among those of the forward."""
 
 
-def is_asked_for() -> bool:
-    """Whether the region of this thread runs attention in FP8."""
+def is_left_out() -> bool:
+    """Whether no graph holds attention in the region of this thread: quantizers are asked for."""
     state = current_state()
-    return state.enabled and recipe_of(state.recipe) is not None
+    return state.enabled and asks_for_it(state.recipe) and state.recipe.custom()
+
+
+def is_asked_for(module: Any) -> bool:
+    """Whether the region of this thread runs a `DotProductAttention` in FP8."""
+    state = current_state()
+    return state.enabled and recipe_of(state.recipe, module) is not None
 
 
 def in_force(module: Any) -> bool:
@@ -88,7 +95,7 @@ def in_force(module: Any) -> bool:
     """
     state = current_state()
     if state.enabled:
-        return recipe_of(state.recipe) is not None
+        return recipe_of(state.recipe, module) is not None
     if torch.compiler.is_compiling() or graph_task() == -1:
         return False
     _, replay = recompute.frames()
@@ -119,10 +126,10 @@ def hands_to(core: Any, projection: Any) -> bool:
     )
 
 
-def unbuilt() -> str:
+def unbuilt(module: Any) -> str:
     """Name of the recipe that attention would run by in this region, and does not; else ""."""
     state = current_state()
-    recipe = recipe_of(state.recipe) if state.enabled else None
+    recipe = recipe_of(state.recipe, module) if state.enabled else None
     return "" if recipe is None or isinstance(recipe, BUILT) else type(recipe).__name__
 
 
@@ -208,7 +215,7 @@ def settings(module: Any, queries: int) -> tuple[Quantization, bool, bool, str] 
     """What of recipe, environment and size an attention in FP8 depends on; None: it is in none."""
     if not in_force(module):
         return None
-    recipe = recipe_of(current_state().recipe)
+    recipe = recipe_of(current_state().recipe, module)
     quantization = module._quantization_of(recipe, False)
     return quantization, TE_FP8_ATTENTION_BACKWARD.get(), fills_blocks(queries), repr(recipe)
 
@@ -228,7 +235,7 @@ def in_layer(
     """How an attention runs in a layer's plan; None: in high precision."""
     if not in_force(module):
         return None
-    recipe = recipe_of(current_state().recipe)
+    recipe = recipe_of(current_state().recipe, module)
     channels = module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v
     back = gradient_of(
         recipe, limits, device=device, queries=queries, channels=channels, dropout=dropout
@@ -320,7 +327,7 @@ def attend(
         return _attend_outside(module, more, heads, qkv_format, limits, scale, dropout)
     region = module._region(traced)
     if region.replay is None:
-        region = region._replace(recipe=recipe_of(region.recipe))
+        region = region._replace(recipe=recipe_of(region.recipe, module))
     device = heads.tensors[0].device
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)

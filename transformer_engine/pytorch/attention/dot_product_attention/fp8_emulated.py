@@ -116,7 +116,7 @@ def attend(
         return _attend_outside(module, heads, qkv_format, limits, scale, dropout)
     region = module._region(False)
     if region.replay is None:
-        region = region._replace(recipe=recipe_of(region.recipe))
+        region = region._replace(recipe=recipe_of(region.recipe, module))
     tensors, like = heads.tensors, heads.tensors[0]
     if like.device.type != "meta" and torch.is_autocast_enabled(like.device.type):
         dtype = torch.get_autocast_dtype(like.device.type)

@@ -17,6 +17,7 @@ from transformer_engine.common.recipe import (
     Recipe,
 )
 from transformer_engine.pytorch.modes import constant_in_graphs
+from transformer_engine.pytorch.module.custom import remembered
 
 __all__ = ["BUILT", "asks_for_it", "recipe_of"]
 
@@ -35,9 +36,10 @@ def asks_for_it(recipe: Any) -> bool:
     )
 
 
-def recipe_of(recipe: Any) -> Any:
-    """The recipe that attention runs by in a region of `recipe`; None: in high precision.
+def recipe_of(recipe: Any, module: Any) -> Any:
+    """The recipe that an attention runs by in a region of `recipe`; None: in high precision.
 
+    A `CustomRecipe` is asked for the quantizers of the module (`fp8_custom.py`).
     ``TE_DPA_FP8_RECIPE`` changes the recipe of those regions that attend in FP8: "F16" to none,
     another name to a recipe with the region's ``fp8_dpa``, ``fp8_mha`` and format (that of
     ``TE_DPA_FP8_FORMAT`` under NVFP4). Delayed scaling then has the history of
@@ -47,7 +49,16 @@ def recipe_of(recipe: Any) -> Any:
         return None
     format_name = "" if recipe.nvfp4() else recipe.fp8_format.name
     own = _own(type(recipe).__name__, format_name, recipe.fp8_dpa, recipe.fp8_mha)
-    return _OWN[own] if own else recipe
+    if own:
+        return _OWN[own]
+    return _of_quantizers(recipe, module) if recipe.custom() else recipe
+
+
+def _of_quantizers(recipe: Any, module: Any) -> Any:
+    from transformer_engine.pytorch.attention.dot_product_attention import fp8_custom
+
+    kind = type(module).__name__
+    return remembered(module, recipe, lambda: fp8_custom.resolve(recipe, kind, module.name))
 
 
 @constant_in_graphs

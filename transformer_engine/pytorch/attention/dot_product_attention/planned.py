@@ -90,7 +90,7 @@ class CoreCalls:
         traced.
         """
         if (
-            fp8.is_asked_for()  # runs another way
+            fp8.is_asked_for(core)  # runs another way
             or dispatch_modes()
             or any_autocast()
             or in_transform()
