@@ -162,7 +162,8 @@ enum {
     TE_CAST_TILES_2D = 2,       /* tiles as high as they are wide, where a recipe has such */
     TE_CAST_HADAMARD = 4,       /* NVFP4: the column-wise form is transformed: of input and gradient
                                    alike, which a GEMM multiplies */
-    TE_CAST_STOCHASTIC = 8,     /* NVFP4, of the gradient: rounded by the node's fourth input */
+    TE_CAST_STOCHASTIC = 8,     /* NVFP4, of the gradient: rounded by the node's fourth input; one
+                                   of its input that is returned quantized by the fifth */
     TE_CAST_FOUR_OVER_SIX = 16, /* NVFP4: te_cast_request.four_over_six by the sum of errors */
     TE_CAST_SQUARED = 32,       /* besides: by that of their squares */
     TE_CAST_TO_256 = 64,        /* NVFP4: te_cast_request.scales_to_256 */
@@ -188,7 +189,7 @@ typedef struct te_quantization {
 } te_quantization;
 
 typedef enum te_node_kind {
-    TE_NODE_LINEAR,      /* y = x W^T + b; inputs x, W, b, and i64 [2] {seed, offset} */
+    TE_NODE_LINEAR,      /* y = x W^T + b; inputs x, W, b, and twice i64 [2] {seed, offset} */
     TE_NODE_NORM,        /* inputs x, gamma, beta */
     TE_NODE_ACTIVATION,  /* inputs x */
     TE_NODE_SOFTCAP,     /* inputs x */

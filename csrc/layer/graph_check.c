@@ -332,8 +332,7 @@ static te_status check_returned(const te_graph_desc *graph, const te_value_state
         }
         k = te_caster_of(graph, v);
         node = k == TE_NOBODY ? NULL : &graph->nodes[k];
-        if (node != NULL && te_is_quantized(&node->quantization) &&
-            !te_is_fp4(&node->quantization, TE_INPUT_OPERAND) && node->gather == 1 &&
+        if (node != NULL && te_is_quantized(&node->quantization) && node->gather == 1 &&
             ((value->flags & TE_VALUE_RESULT) == 0 || values[v].readers == 0) &&
             ((value->flags & TE_VALUE_ROW_WISE) == 0 ||
              te_recipe_rule_of(&node->quantization, TE_INPUT_OPERAND)->mode == TE_SCALING_TENSOR)) {
@@ -341,7 +340,7 @@ static te_status check_returned(const te_graph_desc *graph, const te_value_state
         }
         return TE_FAIL(TE_ERROR_INVALID,
                        "graph: %s is returned quantized (flags 0x%x): that takes a linear layer "
-                       "with a recipe other than nvfp4 that makes it, or that it comes to first, "
+                       "with a recipe that makes it, or that it comes to first, "
                        "or an attention in FP8 that makes it row-wise, "
                        "no other reader of a result, and one scale for the tensor where it is "
                        "row-wise alone",

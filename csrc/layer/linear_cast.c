@@ -216,6 +216,13 @@ static te_cast_to cast_to(te_build *build, int32_t k, te_operand_role role, int 
     return cast;
 }
 
+/* The input of the node that a stochastic cast rounds by. The gradient of the input is made of what
+ * that of the output was rounded to: the same numbers would round it to one side. */
+static int pair_of(te_operand_role role)
+{
+    return role == TE_GRAD_INPUT_OPERAND ? 4 : 3;
+}
+
 /* Lets a cast make the scales of these forms. */
 static void write_scales(te_build *build, int32_t k, te_operand_role role, int forms,
                          te_cast_to *cast)
@@ -229,7 +236,7 @@ static void write_scales(te_build *build, int32_t k, te_operand_role role, int f
     cast->margin = q->casts[as].margin;
     cast->square = rule->square;
     if (te_cast_has(q, role, TE_CAST_STOCHASTIC)) {
-        cast->rng = te_get(build, TE_LINK_VALUE, te_node(build, k)->inputs[3]);
+        cast->rng = te_get(build, TE_LINK_VALUE, te_node(build, k)->inputs[pair_of(role)]);
     }
     if (shared || (forms & TE_FORM_ROW) != 0) {
         cast->row_scales = te_linear_form(build, k, role, rule->row.scales);

@@ -5,6 +5,7 @@
 #include "core/scales.h"
 #include "core/status.h"
 #include "layer/build.h"
+#include "layer/linear_cast.h"
 #include "layer/recipe.h"
 
 static te_status check_dtypes(const te_graph_desc *graph, const te_node_desc *node)
@@ -114,11 +115,30 @@ static te_status check_gather(const te_node_desc *node)
     return TE_OK;
 }
 
+/* Whether the gradient of what comes to a node first is returned quantized. */
+static int returns_gradient(const te_graph_desc *graph, const te_node_desc *node)
+{
+    for (int32_t v = 0; v < graph->value_count; v++) {
+        const uint32_t flags = graph->values[v].flags;
+        if ((flags & TE_VALUE_RETURN_QUANTIZED) == 0 || (flags & TE_VALUE_RESULT) != 0) continue;
+        if (te_caster_of(graph, v) == (int32_t)(node - graph->nodes)) return 1;
+    }
+    return 0;
+}
+
+/* A random pair is there where it is read. */
+static int pair_fits(const te_graph_desc *graph, int32_t number, int wanted)
+{
+    const te_value_desc *pair = number < 0 ? NULL : &graph->values[number];
+    if (pair == NULL || !wanted) return wanted == (pair != NULL);
+    return pair->flags == TE_VALUE_INPUT && pair->dtype == TE_DTYPE_I64 && pair->ndim == 1 &&
+           pair->shape[0].add == 2;
+}
+
 /* What NVFP4 alone has, as far as operands have it together. */
 static te_status check_fp4(const te_graph_desc *graph, const te_node_desc *node)
 {
     const te_quantization *q = &node->quantization;
-    const te_value_desc *pair = node->inputs[3] < 0 ? NULL : &graph->values[node->inputs[3]];
     const int transforms = te_cast_has(q, TE_INPUT_OPERAND, TE_CAST_HADAMARD);
     const int stochastic = te_cast_has(q, TE_GRAD_OPERAND, TE_CAST_STOCHASTIC);
     int fp4 = 0;
@@ -138,13 +158,13 @@ static te_status check_fp4(const te_graph_desc *graph, const te_node_desc *node)
                        "rows have no tiles",
                        q->casts[0].options, q->casts[1].options, q->casts[2].options);
     }
-    if (stochastic != (pair != NULL) ||
-        (pair != NULL && (pair->flags != TE_VALUE_INPUT || pair->dtype != TE_DTYPE_I64 ||
-                          pair->ndim != 1 || pair->shape[0].add != 2))) {
+    if (!pair_fits(graph, node->inputs[3], stochastic) ||
+        !pair_fits(graph, node->inputs[4], stochastic && returns_gradient(graph, node))) {
         return TE_FAIL(TE_ERROR_INVALID,
-                       "linear: inputs[3] = %d, expected an input i64 [2] where gradients are "
-                       "rounded stochastically, and else none",
-                       node->inputs[3]);
+                       "linear: inputs[3] = %d, inputs[4] = %d, expected an input i64 [2] where "
+                       "gradients are rounded stochastically, another one where that of the input "
+                       "is returned quantized besides, and else none",
+                       node->inputs[3], node->inputs[4]);
     }
     if (fp4 && graph->values[node->output].dtype == TE_DTYPE_F16) {
         return TE_FAIL(TE_ERROR_UNSUPPORTED, "linear: nvfp4 has no f16 output: use bf16 or f32");

@@ -399,7 +399,7 @@ static void deferred(te_build *build, int32_t k)
 
 const te_node_rules te_linear_rules = {
     .name = "gemm",
-    .inputs = 4,
+    .inputs = 5,
     .flags = TE_LINEAR_SAVE_INPUT | TE_LINEAR_NO_AMAX | TE_LINEAR_ALLOW_TF32 |
              TE_LINEAR_FAST_OUTPUT | TE_LINEAR_FAST_GRAD_INPUT | TE_LINEAR_FAST_GRAD_WEIGHT |
              TE_LINEAR_MEASURE_OPERANDS | TE_LINEAR_MEASURE_GRAD | TE_LINEAR_MEASURE_RETURNED,

@@ -79,8 +79,8 @@ static void check_refusals(void)
     REFUSE(inputs[0][0], 2, INVALID, "node 0 reads b, which nobody has made");
     REFUSE(inputs[0][1], 8, INVALID, "node 0: there is no value 8");
     REFUSE(inputs[0][1], -2, INVALID, "node 0: there is no value -2");
-    REFUSE(nodes[0].input_count, 5, INVALID,
-           "node 0 (gemm): 5 inputs, 0 numbers and 0 slices, expected at most 4, 0 and 0");
+    REFUSE(nodes[0].input_count, 6, INVALID,
+           "node 0 (gemm): 6 inputs, 0 numbers and 0 slices, expected at most 5, 0 and 0");
     REFUSE(nodes[0].input_count, -1, INVALID, "node 0 (gemm): -1 inputs");
     REFUSE(nodes[0].input_count, INT32_MAX, INVALID, "2147483647 inputs");
     REFUSE(nodes[0].input_count, 0, INVALID, "node 0: name, input -1");

@@ -169,7 +169,7 @@ GRAPH_ERRORS = [
     (
         dict(node=cast_of((0, "options", RHT), (2, "options", RHT | SR), recipe=FP4)),
         ValueError,
-        r"inputs\[3\] = -1, expected an input i64",
+        r"inputs\[3\] = -1, inputs\[4\] = -1, expected an input i64",
     ),
     (dict(node=cast_of((2, "recipe", FP4))), TypeError, "gradient: recipe 6 has no e5m2"),
     (dict(node=cast_of((0, "options", SQUARE))), ValueError, "0x2, of which recipe 1 has"),

@@ -147,3 +147,37 @@ def test_both_forms_are_returned_where_the_input_comes_in_both():
     graph = graph_of(graphs.RETURN_GRAD | graphs.INPUT_GIVEN)
     outputs = buffers(graph.make(_core.DIRECTION_BACKWARD), "output")
     assert {("row", GRAD_INPUT), ("column", GRAD_INPUT), ("scales", GRAD_INPUT)} <= set(outputs)
+
+
+def nvfp4_graph(flags, stochastic=True):
+    """A linear layer in NVFP4."""
+    f32 = _core.DTYPE_F32
+    grad = _core.CAST_STOCHASTIC if stochastic else 0
+    casts = [
+        graphs.OperandCast(_core.RECIPE_NVFP4, _core.DTYPE_U8, options=o) for o in (0, 0, grad)
+    ]
+    flags |= graphs.DGRAD | graphs.WGRAD
+    part = graphs.LinearSpec(K, N, *(f32,) * 5, graphs.Quantization(*casts), flags)
+    return graphs.call_graph(graphs.CallSpec((part,)))
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize("returned", [0, graphs.RETURN_OUTPUT, graphs.RETURN_GRAD])
+def test_a_stochastic_gradient_that_is_returned_has_a_random_pair_of_its_own(returned, stochastic):
+    graph = nvfp4_graph(returned, stochastic)
+    pairs = stochastic * (1 + (returned == graphs.RETURN_GRAD))
+    backward = graph.make(_core.DIRECTION_BACKWARD)
+    read = [link for link in graph.drawn if link in buffers(backward, "input")]
+    assert len(graph.drawn) == len(read) == pairs
+    name, kind, variant, flags, inputs, *rest = graph.nodes[0]
+    wrong = [(*inputs[:3], -1, *inputs[4:])] if stochastic else [(*inputs, inputs[0])]
+    if pairs == 2:
+        wrong += [inputs[:4], (*inputs[:4], 0), (*inputs[:4], 1)]
+    elif pairs == 1:
+        wrong += [(*inputs, inputs[3])]
+    else:
+        wrong += [(*inputs, -1, 0)]
+    for given in wrong:
+        graph.nodes[0] = (name, kind, variant, flags, given, *rest)
+        with pytest.raises(ValueError, match=r"expected an input i64 \[2\] where gradients are"):
+            graph.make(_core.DIRECTION_BACKWARD)

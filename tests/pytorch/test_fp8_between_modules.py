@@ -11,6 +11,7 @@ from pytorch.recompute_cases import CHECKPOINTS
 import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.recipe import (
+    CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -18,6 +19,7 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from transformer_engine.pytorch.random import draw_pair
 from transformer_engine.pytorch.tensors import is_quantized
 
 RECIPES = {
@@ -29,9 +31,17 @@ RECIPES = {
     "block tiles": lambda: Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
     "row": Float8RowScaling,
     "mx": MXFP8BlockScaling,
+    "nv": lambda: NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nv rows": lambda: NVFP4BlockScaling(
+        disable_stochastic_rounding=True,
+        disable_rht=True,
+        row_scaled_activation=True,
+        nvfp4_4over6="activations",
+    ),
 }
 ONE_SCALE = ("delayed", "measured first", "current", "current power 2")
 KINDS = {"linear": te.Linear, "norm-linear": te.LayerNormLinear}
+EMULATED = ("emulated.mxfp8", "emulated.nvfp4", "emulated.mixed")
 IN, OUT = 48, 64
 OUTPUT_SLOT, GRAD_SLOT = 2, 1
 DTYPE = torch.bfloat16
@@ -47,6 +57,11 @@ def inputs(device, width=IN):
 
 def cast_alone(wide, recipe, name, gradient, scale):
     """What the quantizer of the format makes of high precision."""
+    if name.startswith("nv"):
+        options = {"with_rht": name == "nv"}
+        if name == "nv rows" and not gradient:
+            options |= {"row_scaled_nvfp4": True, "nvfp4_use_4over6": True, "nvfp4_e4m3_max": 256}
+        return te.NVFP4Quantizer(**options)(wide.detach())
     code = recipe.fp8_format.dtype_name("bwd" if gradient else "fwd")
     kind = {"e4m3": te.DType.kFloat8E4M3, "e5m2": te.DType.kFloat8E5M2}[code]
     if name in ("delayed", "measured first"):
@@ -134,7 +149,7 @@ def test_a_chain_casts_once_between_its_layers(name, bias, device, rng):
             forward = _core.counters()
             out.backward(grad)
             counts = _core.counters()
-    assert gemms.fp8 + counts.get("emulated.mxfp8", 0) == 6
+    assert gemms.fp8 + sum(n for c, n in counts.items() if c in EMULATED) == 6
     assert is_quantized(between) and not is_quantized(out) and not is_quantized(x.grad)
     # The input, two weights, what is between; the gradients of both outputs and the weights again.
     assert forward["op.cpu.quantize"] == 4
@@ -168,6 +183,52 @@ def test_a_chain_has_the_bits_of_its_layers_by_themselves(name, device, rng):
         for one, other in zip((first, last), apart, strict=True):
             for mine, its in zip(one.parameters(), other.parameters(), strict=True):
                 assert_same_bits(mine.grad, its.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stochastic_gradient_rounds_by_numbers_of_its_own(kind, device, rng):
+    """By the second pair of the call: the first has rounded what it is made of."""
+    layer, recipe, x = made(kind, device), NVFP4BlockScaling(), inputs(device)
+    twin = copy.deepcopy(layer)
+    grad = torch.randn(2, 16, OUT, dtype=DTYPE, device=device)
+    seed = int(rng.integers(2**31))
+    found = []
+    for of, options in ((twin, {}), (layer, {"fp8_grad": True}), (layer, {"fp8_grad": True})):
+        torch.manual_seed(seed)
+        found.append(run(of, recipe, x, grad, **options)[1])
+    wide, first, again = found
+    torch.manual_seed(seed)
+    draw_pair(x)
+    quantizer = te.NVFP4Quantizer(with_rht=True, stochastic_rounding=True)
+    assert_same_quantized(first, quantizer(wide))
+    assert_same_quantized(again, first)
+    torch.manual_seed(seed)
+    assert not same_bits(quantizer(wide)._rowwise_data, first._rowwise_data)
+
+
+def test_a_stochastic_gradient_is_multiplied_as_it_arrives(device, start):
+    """With the bits of the layers by themselves, one over what the other one has returned."""
+    first, last = made("linear", device), made("linear", device, (OUT, 32))
+    recipe, x = NVFP4BlockScaling(), inputs(device)
+    grad = torch.randn(2, 16, 32, dtype=DTYPE, device=device)
+    found = []
+    for whole in (True, False):
+        start()
+        for tensor in (x, *first.parameters(), *last.parameters()):
+            tensor.grad = None
+        with counted() as gemms, te.autocast(recipe=recipe):
+            between = first(x, fp8_output=True)
+            leaf = between if whole else between.detach().requires_grad_()
+            last(leaf, fp8_grad=True).backward(grad)
+            if not whole:
+                assert isinstance(leaf.grad, te.NVFP4Tensor)
+                between.backward(leaf.grad)
+        assert gemms.fp8 + gemms.other == 6
+        if device == "cpu" and whole:  # as in the chain above
+            assert _core.counters()["op.cpu.quantize"] == 4 + 4 + 1
+        params = [p.grad for layer in (first, last) for p in layer.parameters()]
+        found.append([x.grad, *params])
+    assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -260,7 +321,7 @@ def test_a_backward_in_high_precision_reads_and_gives_that(how, recipe, device, 
 
 
 @pytest.mark.parametrize("way", CHECKPOINTS)
-@pytest.mark.parametrize("name", ["delayed", "measured first", "current", "block"])
+@pytest.mark.parametrize("name", ["delayed", "measured first", "current", "block", "nv"])
 def test_recompute(way, name, device, start):
     found = []
     for checkpoint in (lambda f, *a: f(*a), CHECKPOINTS[way]):
@@ -283,7 +344,7 @@ def test_recompute(way, name, device, start):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks non-leaves, and hides it
-@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "nv"])
 def test_compile_leaves_such_calls_outside_of_its_graphs(name, device, start):
     found = []
     for compiled in (False, True):
@@ -320,7 +381,7 @@ def test_calls_that_are_found_again(device, rng):
         assert is_quantized(x.grad) == bool(options.get("fp8_grad"))
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "nv"])
 def test_calls_with_quantized_inputs_are_found_again(name, device, rng, monkeypatch):
     """With the bits of those that are decided anew; what differs in kind is another situation."""
     layer, recipe, x = made("linear", device), RECIPES[name](), inputs(device)
@@ -402,8 +463,9 @@ def test_gradients_that_a_leaf_adds_up_do_not_saturate(name, device, rng):
 @pytest.mark.parametrize("name", ["fp8_output", "fp8_grad"])
 def test_what_can_not_be_returned(kind, name, device, rng):
     layer, x = made(kind, device), inputs(device)
-    text = f"{type(layer).__name__}: {name}=True under NVFP4BlockScaling"
-    with te.autocast(recipe=NVFP4BlockScaling()), pytest.raises(NotImplementedError, match=text):
+    recipe = CustomRecipe(lambda role: te.MXFP8Quantizer(te.DType.kFloat8E4M3))
+    text = f"{type(layer).__name__}: {name}=True under CustomRecipe"
+    with te.autocast(recipe=recipe), pytest.raises(NotImplementedError, match=text):
         layer(x, **{name: True})
 
     def loss(x):

@@ -317,10 +317,13 @@ MISTAKES = {
     ),
     "FP8 output": (
         lambda d: fp8(
-            d, partial(linear(d), fp8_output=True), x(d), recipe=recipes.NVFP4BlockScaling()
+            d,
+            partial(linear(d), fp8_output=True),
+            x(d),
+            recipe=recipes.CustomRecipe(lambda role: te.MXFP8Quantizer(te.DType.kFloat8E4M3)),
         ),
         NotImplementedError,
-        "Linear|fp8_output=True|NVFP4BlockScaling|DelayedScaling",
+        "Linear|fp8_output=True|CustomRecipe|DelayedScaling",
     ),
     "no main_grad": (
         without_main_grad,

@@ -484,9 +484,10 @@ class Graph:
     ) -> None:
         """Add a linear layer, which has the slots of its part of the owner's."""
         if spec.quantization.grad.options & _core.CAST_STOCHASTIC:
-            pair = self.value(f"{name}rng", _core.DTYPE_I64, (2,), _core.VALUE_INPUT)
-            self.drawn.append(("value", pair))
-            inputs = (*inputs, pair)
+            of = ("rng", "grad_input_rng")[: 1 + bool(spec.flags & RETURN_GRAD)]
+            pairs = [self.value(name + o, _core.DTYPE_I64, (2,), _core.VALUE_INPUT) for o in of]
+            self.drawn += [("value", pair) for pair in pairs]
+            inputs = (*inputs, *pairs)
         flags = spec.quantization.fast | flags_of(
             (
                 (_core.LINEAR_SAVE_INPUT, spec.flags & SAVE_INPUT),

@@ -140,10 +140,10 @@ def _refuse_returned(kind: str, recipe: Recipe, returns: int) -> None:
         raise NotImplementedError(
             f"{kind}: {option}=True in a transform of torch.func: leave it out there"
         )
-    if recipe.nvfp4() or custom.is_custom(recipe):
+    if custom.is_custom(recipe):
         raise NotImplementedError(
-            f"{kind}: {option}=True under {custom.name_of(recipe)}, whose tensors modules do not "
-            "return: leave it out, or use DelayedScaling or another recipe of FP8"
+            f"{kind}: {option}=True under {custom.name_of(recipe)}, which has no quantizers of "
+            "what modules return: leave it out, or use DelayedScaling or another recipe"
         )
 
 

@@ -165,12 +165,7 @@ def _has_tiles(tensor: Any, quantization: Quantization, role: str) -> bool:
 
 
 def _is_fp4_of(tensor: Any, quantization: Quantization, role: str) -> bool:
-    """Transformed as the gradient is that it meets, and never transformed where that is not.
-
-    A gradient is cast where it is multiplied, by random numbers of its own.
-    """
-    if role == "gradient":
-        return False
+    """Input and gradient are transformed alike, as they meet in a GEMM, or neither is."""
     cast = cast_of(quantization, role)
     turned = _is_wide(quantization) or tensor._with_rht == _has(cast, _core.CAST_HADAMARD)
     return (
@@ -270,8 +265,16 @@ def _two_form_fields(quantizer: Any, forms: tuple, shape: tuple) -> dict[str, An
     }
 
 
+def _fp4_fields(quantizer: Any, forms: tuple, shape: tuple) -> dict[str, Any]:
+    names = ("rowwise_data", "columnwise_data", "rowwise_scale_inv", "columnwise_scale_inv")
+    names += ("amax_rowwise", "amax_columnwise")
+    fields: dict[str, Any] = {f"_{name}": form for name, form in zip(names, forms, strict=True)}
+    return {**fields, "_fp8_dtype": quantizer.dtype, **quantizer._format_settings(shape)}
+
+
 _PER_TENSOR = (Float8Tensor, _any, _per_tensor, _per_tensor_fields)
 _TWO_FORMS = (_two_forms, _two_form_fields)
+_FP4 = (NVFP4Tensor, _is_fp4_of, _two_forms, _fp4_fields)
 _TILES = (Float8BlockwiseQTensor, _has_tiles, *_TWO_FORMS)
 _FORMATS = (
     Format(_core.RECIPE_DELAYED, Float8Quantizer, _delayed, *_PER_TENSOR),
@@ -279,7 +282,7 @@ _FORMATS = (
     Format(_core.RECIPE_BLOCK, Float8BlockQuantizer, _block, *_TILES),
     Format(_core.RECIPE_ROW, Float8RowQuantizer, _row, Float8RowTensor, _has_both, *_TWO_FORMS),
     Format(_core.RECIPE_MXFP8, MXFP8Quantizer, _mxfp8, MXFP8Tensor, _has_both, *_TWO_FORMS),
-    Format(_core.RECIPE_NVFP4, NVFP4Quantizer, _nvfp4, NVFP4Tensor, _is_fp4_of, *_TWO_FORMS),
+    Format(_core.RECIPE_NVFP4, NVFP4Quantizer, _nvfp4, *_FP4),
 )
 
 
