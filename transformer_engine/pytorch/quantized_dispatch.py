@@ -166,6 +166,21 @@ def _copy_each(func: Any, args: tuple, kwargs: dict) -> Any:
         into.copy_(source, *args[2:], **kwargs)
 
 
+@_handles(aten.cat.default)
+def _cat(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Matrices of one format, row after row, stay in it where no scale is of rows of two."""
+    del func
+    parts, dim = args[0], [*args[1:], kwargs.get("dim", 0)][0]
+    if dim not in (0, -2) or not is_quantized(parts[0]):
+        return NotImplemented
+    from transformer_engine.pytorch.tensor.two_forms import joined_fields, joins
+
+    if not joins(parts):
+        return NotImplemented
+    shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    return parts[0]._like(joined_fields(parts), shape=shape)
+
+
 # ---- views ---------------------------------------------------------------------------------------
 
 

@@ -327,8 +327,9 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
     def _find_present(self, flat: tuple[Tensor | None, ...]) -> None:
         """Note which parameters a call consists of, where it consists of them alone."""
         names = self._parameter_names()
-        pairs = list(zip(names, flat[1:], strict=True))
-        own = all(t is None or self._parameters.get(name) is t for name, t in pairs)
+        pairs = list(zip(names, flat[1:], strict=False))  # fewer where weights were put together
+        own = len(names) == len(flat) - 1
+        own = own and all(t is None or self._parameters.get(name) is t for name, t in pairs)
         places = tuple(None if t is None else (self._parameters, name) for name, t in pairs)
         self._present, self._held = quantized.apart(places) if own else (None, ())
 
@@ -431,7 +432,7 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
         if functions or observer is not None:
             call.staged = Staged(functions, observer)
         split = self._split_tensors()
-        if split is not None:
+        if split is not None and len(parts[0].weights) > 1:
             call.splits = (split._replace(begin=len(tensors.flat()) - split.count),)
         if bound is not None:
             call.scales = bound.scales

@@ -56,6 +56,8 @@ def usable_parts(
         if any(map(is_quantized, weights)):
             how = None if recipe is None else (recipe, quantization[i], i)
             weights = _usable_weights(kind, weights, how)
+        if len(weights) < len(biases):  # the weight was put together
+            biases = (torch.cat(biases),)
         usable.append(PartTensors(weights, biases))
     return tuple(usable)
 
@@ -73,6 +75,7 @@ def _usable_weights(
             )
     else:
         from transformer_engine.pytorch.tensor.recipes import fits
+        from transformer_engine.pytorch.tensor.two_forms import joins
 
         recipe, quantization, part = how
         outside = custom.weight_quantizer(recipe, part)
@@ -87,10 +90,13 @@ def _usable_weights(
                     f"{weight._quantizer!r}, which {custom.name_of(recipe)} does not read: run it "
                     "under the recipe of its quantized_model_init"
                 )
-        if len(weights) == 1 and outside is None:
-            return weights
-    # Parts of a weight have scales of their own, and a GEMM reads one. What a quantizer of the
-    # program makes is read by its stage (`custom.functions_of`).
+        if outside is None and is_quantized(weights[0]):
+            if len(weights) == 1:
+                return weights
+            if joins(weights):
+                return (torch.cat(weights),)
+    # Parts of a weight have scales of their own, and a GEMM reads one of the tensor, or of a tile.
+    # What a quantizer of the program makes is read by its stage (`custom.functions_of`).
     return tuple(w.dequantize() if is_quantized(w) else w for w in weights)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.two_forms import (
+    Joint,
     TwoFormQuantizer,
     TwoFormStorage,
     TwoFormTensor,
@@ -29,6 +30,12 @@ class Float8BlockwiseQTensorStorage(TwoFormStorage):
     """
 
     _SETTINGS = ("_fp8_dtype", "_is_2D_scaled")
+    _JOINTS = {  # column-wise data are transposed, and so are the scales of lines
+        ("rowwise", False): Joint(0, 1, 1, 4, 1),
+        ("rowwise", True): Joint(0, 0, 128, 1, 128),
+        ("columnwise", False): Joint(1, 0, 128, 1, 128),
+        ("columnwise", True): Joint(1, 1, 128, 4, 128),
+    }
     _is_2D_scaled: bool
 
     def _mode(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.two_forms import (
+    Joint,
     TwoFormQuantizer,
     TwoFormStorage,
     TwoFormTensor,
@@ -29,6 +30,12 @@ class MXFP8TensorStorage(TwoFormStorage):
     """
 
     _SETTINGS = ("_fp8_dtype", "_is_2D_scaled", "_with_gemm_swizzled_scales")
+    _JOINTS = {
+        ("rowwise", False): Joint(0, 0, 1, 128, 1),
+        ("rowwise", True): Joint(0, 0, 1, 128, 32),
+        ("columnwise", False): Joint(0, 0, 32, 4, 32),
+        ("columnwise", True): Joint(0, 0, 32, 4, 32),
+    }
     _is_2D_scaled: bool
     _with_gemm_swizzled_scales: bool
 

@@ -7,7 +7,7 @@ Both forms are cast from high precision. A format says by `_mode` how its scales
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,17 @@ from transformer_engine.pytorch.quantizer import Quantizer
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.float8_tensor import FP8, code_of, fp8_type
 
-__all__ = ["TwoFormQuantizer", "TwoFormStorage", "TwoFormTensor"]
+__all__ = ["Joint", "TwoFormQuantizer", "TwoFormStorage", "TwoFormTensor"]
+
+
+class Joint(NamedTuple):
+    """Where the rows of a matrix lie in a form of it, for matrices that are put row after row."""
+
+    data: int  # dim of its data
+    scales: int  # dim of its scales,
+    rows: int  # of which one is of so many rows,
+    align: int  # and which has a length in a multiple of this
+    whole: int  # rows that all matrices but the last have a multiple of
 
 
 class TwoFormStorage(QuantizedTensorStorage):
@@ -43,6 +53,8 @@ class TwoFormStorage(QuantizedTensorStorage):
     _SETTINGS: tuple[str, ...] = ("_fp8_dtype",)
     _KINDS = FP8
     """Element types that there are."""
+    _JOINTS: ClassVar[dict[tuple[str, bool], Joint]] = {}
+    """By form, and whether scales are of squares; none where they are of all rows."""
 
     _rowwise_data: Tensor | None
     _rowwise_scale_inv: Tensor | None
@@ -167,6 +179,57 @@ class TwoFormStorage(QuantizedTensorStorage):
 
     def _shown(self) -> dict[str, Any]:
         return {"fp8_dtype": self._fp8_dtype.name}
+
+
+# ---- rows after rows -----------------------------------------------------------------------------
+
+
+def _joints_of(tensor: Any) -> dict[str, Joint]:
+    """Of the forms of a tensor that are there; KeyError where there is none."""
+    forms = [f for f in ("rowwise", "columnwise") if getattr(tensor, f"_{f}_data") is not None]
+    return {form: type(tensor)._JOINTS[form, bool(tensor._is_2D_scaled)] for form in forms}
+
+
+def joins(parts: Sequence[Any]) -> bool:
+    """Whether quantized matrices can be put row after row, with all their codes and scales.
+
+    They are of one format, with the same forms. It asks for attributes alone: a compiler traces it.
+    """
+    first = parts[0]
+    if not getattr(type(first), "_JOINTS", None) or first.dim() != 2:
+        return False
+    if getattr(first, "_with_gemm_swizzled_scales", False):
+        return False
+    for part in parts[1:]:
+        if (
+            type(part) is not type(first)
+            or (part.dtype, part.device) != (first.dtype, first.device)
+            or part.shape[1:] != first.shape[1:]
+            or any(getattr(part, name) != getattr(first, name) for name in type(first)._SETTINGS)
+            or (part._rowwise_data is None) != (first._rowwise_data is None)
+            or (part._columnwise_data is None) != (first._columnwise_data is None)
+        ):
+            return False
+    joints = _joints_of(first).values()
+    return not any(part.shape[0] % joint.whole for part in parts[:-1] for joint in joints)
+
+
+def joined_fields(parts: Sequence[Any]) -> dict[str, Any]:
+    """Fields of the tensor of all rows of matrices that `joins` says yes to."""
+    fields = parts[0]._fields()
+    for form, joint in _joints_of(parts[0]).items():
+        fields[f"_{form}_data"] = torch.cat(
+            [getattr(p, f"_{form}_data") for p in parts], joint.data
+        )
+        scales = []
+        for part in parts:
+            count = -(-part.shape[0] // joint.rows)
+            scales.append(getattr(part, f"_{form}_scale_inv").narrow(joint.scales, 0, count))
+        made = torch.cat(scales, joint.scales)
+        missing = -made.shape[joint.scales] % joint.align
+        pads = (0, missing) if joint.scales == 1 else (0, 0, 0, missing)
+        fields[f"_{form}_scale_inv"] = torch.nn.functional.pad(made, pads)
+    return fields
 
 
 def _named(kind: type, given: dict[str, Any]) -> dict[str, Any]:
