@@ -212,7 +212,8 @@ def test_compiled(device, recipe, module):
     torch.compiler.reset()
     model, (x, grad) = made(module, device), data(device)
     eager = step(model, x, grad, RECIPES[recipe]())
-    compiled = torch.compile(lambda x: model(x), fullgraph=True)
+    backend = "inductor" if recipe == "nvfp4" else "aot_eager"  # its code has no part in the others
+    compiled = torch.compile(lambda x: model(x), fullgraph=True, backend=backend)
     with te.counting() as counts:
         found = step(model, x, grad, RECIPES[recipe](), compiled)
     assert counts.emulated_gemms == 3 * MODULES[module][1] + ("checkpoint" in module)
