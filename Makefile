@@ -70,7 +70,7 @@ test-gpu: $(ENV)-test ## run the tests that need a GPU (NO_BUILD=1: with the ext
 
 bench: $(ENV)-test ## run the benchmarks (ARGS="--json FOLDER/" keeps the figures; NO_BUILD=1 as above)
 	@test -n "$(NO_BUILD)" || $(TEST_PY) setup.py -q build_ext --inplace
-	for name in import_time host gemm kernels kernels_attention kernels_layer; do PYTHONPATH=. $(TEST_PY) benchmarks/$$name.py $(ARGS) || exit 1; done
+	for name in import_time dispatch host gemm kernels kernels_attention kernels_layer; do PYTHONPATH=. $(TEST_PY) benchmarks/$$name.py $(ARGS) || exit 1; done
 
 lint: $(ENV)-lint ## check style, spelling and the rules of the house; print what exceeds the size guidance
 	$(LINT_PATH) ruff format --check .

@@ -489,6 +489,10 @@ def _context(core):
 
 CASES: dict[str, Callable[[Any], Case]] = {
     "Context": lambda core: Case([core.DEVICE_CPU, 0]),
+    "Dispatcher": lambda core: Case([lambda policy: (), lambda name, asked: None]),
+    "Implementation": lambda core: Case(["op", "name", print, print]),
+    "Scope": lambda core: Case(["policy"]),
+    "policy_in_force": lambda core: Case([]),
     "bind_torch": _bind,
     "dtype_code": lambda core: Case([torch.bfloat16]),
     "torch_dtype": lambda core: Case([core.DTYPE_BF16]),

@@ -10,7 +10,7 @@ from typing import Any
 
 __version__ = "2.6.0"
 
-_SUBPACKAGES = ("common", "debug", "pytorch")
+_SUBPACKAGES = ("common", "debug", "plugin", "pytorch")
 
 
 def __getattr__(name: str) -> Any:

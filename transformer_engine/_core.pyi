@@ -235,6 +235,85 @@ class Context:
     def close(self) -> None:
         """Release what it holds; a second call does nothing. RuntimeError while a call is running."""
 
+# ---- operators whose implementations are chosen from Python --------------------------------------
+
+@final
+class Implementation:
+    """A function that an operator may call; `supports`: whether it takes a call, by its arguments."""
+
+    def __new__(
+        cls,
+        op: str,
+        impl_id: str,
+        function: Callable[..., Any],
+        supports: Callable[..., Any] | None = None,
+    ) -> Implementation: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def impl_id(self) -> str: ...
+    @property
+    def function(self) -> Callable[..., Any]: ...
+    @property
+    def calls(self) -> int:
+        """How often it was called."""
+
+@final
+class Operator:
+    """Calls the first of its implementations in force that takes the call.
+
+    What that raises gets a note with its name; no other one is called after it. Where none takes the
+    call the dispatcher's `refuse` raises.
+    """
+
+    @property
+    def __name__(self) -> str: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+class Scope:
+    """Puts a policy in force for a thread, inside ``with``; it may be entered again.
+
+    RuntimeError where one is left that is not the innermost of the thread.
+    """
+
+    def __new__(cls, policy: Any) -> Scope: ...
+    @property
+    def policy(self) -> Any: ...
+    def __enter__(self) -> Any:
+        """Returns the policy."""
+
+    def __exit__(self, *error: Any) -> None: ...
+
+@final
+class Dispatcher:
+    """Operators, and the table by which they call: a tuple of `Implementation` for each place.
+
+    ``resolve(policy)`` makes the table of a policy, None: of that outside of every `Scope`; it is
+    asked where a policy or `publish` is new to a thread. ``refuse(name, asked)`` raises.
+    """
+
+    def __new__(
+        cls,
+        resolve: Callable[[Any], tuple[tuple[Implementation, ...], ...]],
+        refuse: Callable[[str, tuple[Implementation, ...]], Any],
+    ) -> Dispatcher: ...
+    def publish(self, table: tuple[tuple[Implementation, ...], ...] | None, /) -> None:
+        """Put a table in force outside of every scope; None: it is made at the next call."""
+
+    def table(self) -> tuple[tuple[Implementation, ...], ...]:
+        """The table that calls of this thread read."""
+
+    def operator(self, index: int, name: str, /) -> Operator:
+        """The operator at a place of the table."""
+
+    def selection(self) -> Scope:
+        """A scope of the table in force, for any thread, at any time."""
+
+def policy_in_force() -> Any:
+    """The policy of the innermost `Scope` of this thread, or None."""
+
+# ---- devices ------------------------------------------------------------------------------------
+
 def cuda_configure(force_source: bool, cache_dir: Any = None, /) -> None:
     """Where the CUDA backend gets its device code, for the process and from the next context on.
 

@@ -27,6 +27,7 @@ static void module_free(void *module)
 {
     (void)module_clear(module);
     tepy_operators_free(tepy_state_of(module)); /* functions hold the module: there are none now */
+    tepy_dispatch_free(tepy_state_of(module));
 }
 
 /* Numbers of the public headers by their names there, less the TE_. */
@@ -109,6 +110,7 @@ static int module_exec(PyObject *module)
     if (PyModule_AddObjectRef(module, "Context", state->context_type) != 0) return -1;
     if ((state->plan_type = tepy_plan_make_type(module)) == NULL) return -1;
     if (PyModule_AddObjectRef(module, "Plan", state->plan_type) != 0) return -1;
+    if (tepy_dispatch_add(module) != 0) return -1;
     if (add_constants(module) != 0 || tepy_operators_add(module) != 0) return -1;
     return tepy_state_verify(state, TEPY_INIT);
 }

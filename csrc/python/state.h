@@ -27,6 +27,8 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
 #define TEPY_STATE_REFS(X)                                                                         \
     X(context_type, INIT)                                                                          \
     X(plan_type, INIT)                                                                             \
+    X(operator_type, INIT)                                                                         \
+    X(scope_type, INIT)                                                                            \
     X(key_dtype, INIT)         /* "dtype" */                                                       \
     X(key_requires_grad, INIT) /* "requires_grad" */                                               \
     X(key_device, INIT)        /* "device" */                                                      \
@@ -59,6 +61,7 @@ typedef struct tepy_state {
     const tepy_dl_exchange *exchange; /* NULL until bind_torch */
     tepy_backend *backends;           /* linked list of those registered through this module */
     PyMethodDef *operators;           /* of the operators' functions; NULL until they are added */
+    Py_tss_t *frames;                 /* of each thread: the scopes that it is in */
 } tepy_state;
 
 static inline tepy_state *tepy_state_of(PyObject *module)
@@ -154,6 +157,12 @@ void tepy_backends_clear(tepy_state *state);
 int tepy_operators_add(PyObject *module);
 void tepy_operators_free(tepy_state *state);
 
+/* ---- dispatch_py.c ---- */
+
+/* Adds the types of operators whose implementations are chosen from Python. */
+int tepy_dispatch_add(PyObject *module);
+void tepy_dispatch_free(tepy_state *state);
+
 /* ---- operators_py.c ---- */
 
 /* Number of the operator that a str names; -1 with an exception. */
@@ -214,6 +223,7 @@ PyObject *tepy_number(const te_field *field, double value);
     X(register_backend, FAST, "name, device_type, priority, functions, /",                         \
       "Put Python functions into the operator table, by operator name.")                           \
     X(unregister_backend, ONE, "name, /", "Take a backend of register_backend out again.")         \
+    X(policy_in_force, NONE, "/", "The policy of the innermost Scope of this thread, or None.")    \
     X(counters, NONE, "/", "What really ran since the last reset, without zeros.")                 \
     X(reset_counters, NONE, "/", "Set all counters to 0.")
 

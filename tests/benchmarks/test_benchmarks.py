@@ -16,7 +16,7 @@ from transformer_engine import _core
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ("host", "host_attention", "gemm", "kernels", "kernels_attention", "kernels_layer")
 BENCHMARKS += ("attention", "parameter_memory")
-"""Those of a device; import_time knows none."""
+"""Those of a device; import_time and dispatch know none."""
 ATTENTION = {"softmax", "softmax_backward", "dropout_add", "dropout_backward", "rope"}
 ATTENTION |= {"cache_append", "cache_gather"}
 LAYER = {"norm", "norm_backward", "activation", "activation_backward", "softcap"}
@@ -58,6 +58,16 @@ def results(request, device, tmp_path_factory):
     folder = tmp_path_factory.mktemp("figures")
     found = {name: figures(name, device, folder) for name in BENCHMARKS}
     return found if device == "cuda" else found | request.getfixturevalue("import_results")
+
+
+def test_dispatch(tmp_path):
+    """It knows no device; its figures are of the host."""
+    printed, content = figures("dispatch", "cpu", tmp_path)
+    (rows,) = content["tables"].values()
+    named = {row["what"]: row for row in rows}
+    assert all(math.isfinite(row["ns"]) for row in rows) and "import" in named
+    assert named["operator -> C function"]["fork_ns"] == 17_000
+    assert "operator -> C function" in printed
 
 
 def tables(results, name):

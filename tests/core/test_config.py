@@ -27,8 +27,20 @@ GOOD = {v.name: (str(int(not v.default)), not v.default) for v in FLAGS} | {
     "TE_DPA_FP8DS_AMAX_ALGO": ("max", "max"),
     "TE_DPA_FP8DS_AMAX_HISTLEN": ("16", 16),
     "TE_CACHE_DIR": ("/somewhere", Path("/somewhere")),
+    "TE_FL_PREFER": ("Vendor", "vendor"),
+    "TE_FL_ALLOW_VENDORS": ("one, two", ("one", "two")),
+    "TE_FL_DENY_VENDORS": ("one", ("one",)),
+    "TE_FL_PER_OP": ("a=vendor|flagos; b = x", (("a", ("vendor", "flagos")), ("b", ("x",)))),
+    "TE_FL_PLUGIN_MODULES": ("a.b,c", ("a.b", "c")),
+    "TE_FL_LOG_LEVEL": ("debug", "DEBUG"),
 }
-BAD = {"TE_CACHE_DIR": "relative/path"}
+BAD = {
+    "TE_CACHE_DIR": "relative/path",
+    "TE_FL_ALLOW_VENDORS": ",",
+    "TE_FL_DENY_VENDORS": ",,",
+    "TE_FL_PER_OP": "op",
+    "TE_FL_PLUGIN_MODULES": ",",
+}
 
 
 def ids(variable):
@@ -41,7 +53,7 @@ def test_table_is_well_formed():
     for variable in config.TABLE:
         assert getattr(config, variable.name) is variable
         assert variable.name.startswith("TE_")
-        assert all(alias.startswith("NVTE_") for alias in variable.aliases)
+        assert all(alias.startswith(("NVTE_", "TEFL_")) for alias in variable.aliases)
         assert variable.doc.endswith(".") and variable.accepted
 
 

@@ -237,6 +237,14 @@ FEATURES: tuple[Feature, ...] = (
         """,
     ),
     Feature(
+        "Operators by name",
+        "the module transformer_engine_torch and the operators under modules are not there",
+        "transformer_engine.plugin.core.OpManager for operators of your own, or "
+        "docs/adding_a_backend.md for those of this library",
+        "plugin.core plugin: TEFLBackendBase TEFLModule get_tefl_module\n"
+        "plugin.core: reset_tefl_module",
+    ),
+    Feature(
         "Debug features",
         "nothing reads configuration files of nvdlfw_inspect",
         "te.explain and docs/debugging_numerics.md",

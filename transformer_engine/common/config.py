@@ -146,7 +146,7 @@ TE_NVFP4_DISABLE_2D_QUANTIZATION = _flag(
 )
 TE_NVFP4_ROW_SCALED_ACTIVATION = _flag(
     "TE_NVFP4_ROW_SCALED_ACTIVATION",
-    "Default of NVFP4BlockScaling's row_scaled_activation (not built: modules refuse it).",
+    "Default of NVFP4BlockScaling's row_scaled_activation.",
     "NVTE_NVFP4_ROW_SCALED_ACTIVATION",
 )
 NVFP4_SCOPES = ("none", "weights", "activations", "all")
@@ -155,7 +155,7 @@ TE_NVFP4_4OVER6 = Variable(
     "none",
     _one_of(*NVFP4_SCOPES),
     " or ".join(NVFP4_SCOPES),
-    "Default of NVFP4BlockScaling's nvfp4_4over6 (not built: modules refuse all but none).",
+    "Default of NVFP4BlockScaling's nvfp4_4over6.",
     ("NVTE_NVFP4_4OVER6",),
 )
 TE_NVFP4_4OVER6_E4M3_USE_256 = Variable(
@@ -298,6 +298,80 @@ TE_CACHE_DIR: Variable[Path | None] = Variable(
     "Directory of what is remembered between processes (compiled device code, plans of attention, "
     "tuned GEMMs). Use "
     "cache_dir(), which knows the default.",
+)
+
+PLUGIN_PREFERENCES = ("flagos", "default", "vendor", "reference")
+
+
+def _preference(text: str) -> str:
+    """Accept the kind of implementation that goes first, in any case."""
+    return _one_of(*PLUGIN_PREFERENCES)(text.lower())
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """Accept words with commas between them."""
+    found = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not found:
+        raise ValueError(text)
+    return found
+
+
+def _orders(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Accept tokens by operator."""
+    found = {}
+    for part in filter(None, map(str.strip, text.split(";"))):
+        op, equals, tokens = part.partition("=")
+        listed = tuple(token.strip() for token in tokens.split("|") if token.strip())
+        if not (equals and op.strip() and listed) or op.strip() in found:
+            raise ValueError(text)
+        found[op.strip()] = listed
+    return tuple(found.items())
+
+
+_WORDS = "words with commas between them"
+TE_FL_PREFER: Variable[str] = Variable(
+    "TE_FL_PREFER",
+    "",
+    _preference,
+    " or ".join(PLUGIN_PREFERENCES),
+    "Kind of implementation that the plug-in system chooses first; flagos where unset.",
+)
+TE_FL_PREFER_VENDOR = _flag(
+    "TE_FL_PREFER_VENDOR", "Where TE_FL_PREFER is unset: implementations of vendors go first."
+)
+TE_FL_STRICT = _flag(
+    "TE_FL_STRICT",
+    "An implementation of an operator that does not take a call is an error; else the next one is "
+    "asked.",
+)
+TE_FL_ALLOW_VENDORS: Variable[tuple[str, ...]] = Variable(
+    "TE_FL_ALLOW_VENDORS", (), _words, _WORDS, "Vendors of whose implementations alone some run."
+)
+TE_FL_DENY_VENDORS: Variable[tuple[str, ...]] = Variable(
+    "TE_FL_DENY_VENDORS", (), _words, _WORDS, "Vendors of whose implementations none runs."
+)
+TE_FL_PER_OP: Variable[tuple[tuple[str, tuple[str, ...]], ...]] = Variable(
+    "TE_FL_PER_OP",
+    (),
+    _orders,
+    "op=token|token;op=token, with tokens as docs/plugins.md has them",
+    "Order of implementations of single operators, in place of that by kinds.",
+)
+TE_FL_PLUGIN_MODULES: Variable[tuple[str, ...]] = Variable(
+    "TE_FL_PLUGIN_MODULES",
+    (),
+    _words,
+    "names of Python modules with commas between them",
+    "Modules that register implementations, besides those of installed packages.",
+)
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+TE_FL_LOG_LEVEL: Variable[str] = Variable(
+    "TE_FL_LOG_LEVEL",
+    "WARNING",
+    lambda text: _one_of(*LOG_LEVELS)(text.upper()),
+    " or ".join(LOG_LEVELS),
+    "Least level of what the plug-in system writes to stderr.",
+    ("TEFL_LOG_LEVEL",),
 )
 
 TABLE: tuple[Variable, ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))

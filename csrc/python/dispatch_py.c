@@ -1,0 +1,669 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * dispatch_py.c - operators whose implementations are chosen beforehand: a call loads the table in
+ * force and calls what is there.
+ *
+ * A Dispatcher has one table, a tuple that nobody changes, with a tuple of Implementations for each
+ * of its operators in the order in which they are tried. It is made by a Python function whenever
+ * policies or registrations change, and never during a call. A Scope puts a policy, or a table that
+ * was in force once, in its place for one thread: what is in force for a thread is a list of frames
+ * in its own memory, which a call reads without a lock.
+ */
+#include "python/args.h"
+
+#include <stddef.h>
+#include <stdlib.h>
+#include <structmember.h>
+
+/* In the limited API from 3.12 on, and in every interpreter from 3.9 on. */
+#if Py_LIMITED_API + 0 < 0x030c0000
+typedef PyObject *(*vectorcallfunc)(PyObject *, PyObject *const *, size_t, PyObject *);
+/* lint: allow(PyObject_Vectorcall) */
+PyAPI_FUNC(PyObject *)
+    PyObject_Vectorcall(PyObject *, PyObject *const *args, size_t nargsf, PyObject *names);
+PyAPI_FUNC(PyObject *) PyVectorcall_Call(PyObject *callable, PyObject *tuple, PyObject *dict);
+#define Py_TPFLAGS_HAVE_VECTORCALL (1UL << 11)
+#endif
+
+static PyObject *call_vector(PyObject *function, PyObject *const *args, size_t nargsf,
+                             PyObject *names)
+{
+    /* lint: allow(PyObject_Vectorcall) a tuple and a dict for each call would take twice the time
+     */
+    return PyObject_Vectorcall(function, args, nargsf, names);
+}
+
+/* ---- types -------------------------------------------------------------------------------- */
+
+typedef struct implementation {
+    PyObject_HEAD PyObject *op, *impl_id, *function;
+    PyObject *supports; /* NULL: it takes every call */
+    unsigned long long calls;
+} implementation;
+
+typedef struct dispatcher {
+    PyObject_HEAD PyObject *resolve; /* resolve(policy or None): the table */
+    PyObject *refuse;                /* refuse(name, refused): raises */
+    PyObject *table;                 /* NULL: to be made at the next call */
+    unsigned long long version;      /* of what tables are made of */
+    tepy_state *state;
+    PyObject *module; /* keeps the state */
+} dispatcher;
+
+typedef struct operator_object {
+    PyObject_HEAD vectorcallfunc call;
+    PyObject *name;
+    dispatcher *dispatcher;
+    Py_ssize_t index;
+} operator_object;
+
+typedef struct scope {
+    PyObject_HEAD PyObject *policy; /* None: none was in force */
+    PyObject *of, *table; /* a dispatcher's table of then; NULL: whatever the policy says */
+    tepy_state *state;
+    PyObject *module;
+} scope;
+
+/* What is in force for a thread, innermost first. */
+typedef struct tepy_frame {
+    PyObject *owner; /* the Scope */
+    PyObject *table; /* of `met`; NULL: not made yet */
+    PyObject *met;   /* the dispatcher that asked last, borrowed: an address to compare with */
+    unsigned long long version;
+    struct tepy_frame *outer;
+} tepy_frame;
+
+static tepy_frame *innermost(const tepy_state *state)
+{
+    return PyThread_tss_get(state->frames);
+}
+
+#define FREE(self) ((freefunc)PyType_GetSlot(Py_TYPE(self), Py_tp_free))(self)
+#define ALLOCATE(type) ((allocfunc)PyType_GetSlot((type), Py_tp_alloc))((type), 0)
+
+/* ---- implementations ---------------------------------------------------------------------- */
+
+static int implementation_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    implementation *self = (implementation *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->function);
+    Py_VISIT(self->supports);
+    return 0;
+}
+
+static int implementation_clear(PyObject *object)
+{
+    implementation *self = (implementation *)object;
+    Py_CLEAR(self->function);
+    Py_CLEAR(self->supports);
+    return 0;
+}
+
+static void implementation_dealloc(PyObject *object)
+{
+    implementation *self = (implementation *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    (void)implementation_clear(object);
+    Py_XDECREF(self->op);
+    Py_XDECREF(self->impl_id);
+    FREE(object);
+    Py_DECREF(type);
+}
+
+static int require_callable(PyObject *object, tepy_site site)
+{
+    if (PyCallable_Check(object)) return 0;
+    return tepy_fail(PyExc_TypeError, site, "expected a callable, got %R", Py_TYPE(object));
+}
+
+static PyObject *implementation_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"op", "impl_id", "function", "supports", NULL};
+    PyObject *op, *impl_id, *function, *supports = Py_None;
+    implementation *self;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UUO|O:Implementation", names, &op, &impl_id,
+                                     &function, &supports) ||
+        require_callable(function, (tepy_site){"Implementation", "function"}) != 0 ||
+        (supports != Py_None &&
+         require_callable(supports, (tepy_site){"Implementation", "supports"}) != 0)) {
+        return NULL;
+    }
+    self = (implementation *)ALLOCATE(type);
+    if (self == NULL) return NULL;
+    self->op = Py_NewRef(op);
+    self->impl_id = Py_NewRef(impl_id);
+    self->function = Py_NewRef(function);
+    self->supports = supports == Py_None ? NULL : Py_NewRef(supports);
+    return (PyObject *)self;
+}
+
+static PyObject *implementation_op(PyObject *self, void *unused)
+{
+    (void)unused;
+    return Py_NewRef(((implementation *)self)->op);
+}
+
+static PyObject *implementation_id(PyObject *self, void *unused)
+{
+    (void)unused;
+    return Py_NewRef(((implementation *)self)->impl_id);
+}
+
+static PyObject *implementation_function(PyObject *self, void *unused)
+{
+    (void)unused;
+    return Py_XNewRef(((implementation *)self)->function);
+}
+
+static PyObject *implementation_calls(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(((implementation *)self)->calls);
+}
+
+static PyGetSetDef implementation_getset[] = {
+    {"op", implementation_op, NULL, "Name of the operator.", NULL},
+    {"impl_id", implementation_id, NULL, "Its own name.", NULL},
+    {"function", implementation_function, NULL, "What is called.", NULL},
+    {"calls", implementation_calls, NULL, "How often it was.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot implementation_slots[] = {
+    {Py_tp_doc, "Implementation(op, impl_id, function, supports=None)\n--\n\n"
+                "A function that an operator may call, and how often it was."},
+    {Py_tp_new, implementation_new},
+    {Py_tp_dealloc, implementation_dealloc},
+    {Py_tp_traverse, implementation_traverse},
+    {Py_tp_clear, implementation_clear},
+    {Py_tp_getset, implementation_getset},
+    {0, NULL},
+};
+
+static PyType_Spec implementation_spec = {
+    .name = "transformer_engine._core.Implementation",
+    .basicsize = sizeof(implementation),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = implementation_slots,
+};
+
+/* ---- tables in force ---------------------------------------------------------------------- */
+
+/* New reference: what a dispatcher's function makes of a policy. */
+static PyObject *make_table(const dispatcher *self, PyObject *policy)
+{
+    PyObject *table = PyObject_CallFunctionObjArgs(self->resolve, policy, NULL);
+    const tepy_site site = {"Dispatcher", "resolve"};
+    if (table == NULL || PyTuple_Check(table)) return table;
+    (void)tepy_fail(PyExc_TypeError, site, "expected a tuple from it, got %R", Py_TYPE(table));
+    Py_DECREF(table);
+    return NULL;
+}
+
+/* New reference to the table of a frame's policy; it stays with the frame. The frame is the
+ * thread's, and lives on while the function runs. */
+static PyObject *table_of_frame(dispatcher *self, tepy_frame *frame)
+{
+    const unsigned long long version = self->version;
+    PyObject *table;
+    if (frame->table != NULL && frame->met == (PyObject *)self && frame->version == version) {
+        return Py_NewRef(frame->table);
+    }
+    table = make_table(self, ((scope *)frame->owner)->policy);
+    if (table == NULL) return NULL;
+    tepy_set(&frame->table, Py_NewRef(table));
+    frame->met = (PyObject *)self;
+    frame->version = version;
+    return table;
+}
+
+/* New reference to the table that the calls of this thread read. One that is kept and has no such
+ * place is older than the operator, which goes by what is in force outside. */
+static PyObject *table_in_force(dispatcher *self, Py_ssize_t place)
+{
+    PyObject *table;
+    for (tepy_frame *frame = innermost(self->state); frame != NULL; frame = frame->outer) {
+        const scope *owner = (const scope *)frame->owner;
+        if (owner->table == NULL) return table_of_frame(self, frame);
+        if (owner->of != (PyObject *)self || place >= PyTuple_Size(owner->table)) continue;
+        return Py_NewRef(owner->table);
+    }
+    if (self->table != NULL) return Py_NewRef(self->table);
+    table = make_table(self, Py_None);
+    if (table == NULL) return NULL;
+    if (self->table == NULL)
+        self->table = Py_NewRef(table); /* unless one was published meanwhile */
+    return table;
+}
+
+/* ---- calls -------------------------------------------------------------------------------- */
+
+/* Lets an error that an implementation raised say whose it is. */
+static void add_note(const implementation *from)
+{
+    PyObject *type, *value, *traceback, *note, *done = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    note = PyUnicode_FromFormat("raised by %U, an implementation of %U", from->impl_id, from->op);
+    if (note != NULL) done = PyObject_CallMethod(value, "add_note", "O", note);
+    if (done == NULL) PyErr_Clear(); /* the error itself matters more */
+    Py_XDECREF(note);
+    Py_XDECREF(done);
+    PyErr_Restore(type, value, traceback);
+}
+
+/* Whether an implementation takes a call: 1, 0, or -1 with an exception. */
+static int takes(const implementation *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    PyObject *answer;
+    int result;
+    if (self->supports == NULL) return 1;
+    answer = call_vector(self->supports, args, nargsf, names);
+    result = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    if (result < 0) add_note(self);
+    return result;
+}
+
+static PyObject *call_first(const operator_object *self, PyObject *candidates,
+                            PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    const Py_ssize_t count = PyTuple_Size(candidates);
+    PyObject *result;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        implementation *found = (implementation *)PyTuple_GetItem(candidates, i);
+        const int fits = takes(found, args, nargsf, names);
+        if (fits < 0) return NULL;
+        if (fits == 0) continue;
+        found->calls++;
+        result = call_vector(found->function, args, nargsf, names);
+        if (result == NULL) add_note(found);
+        return result;
+    }
+    result = PyObject_CallFunctionObjArgs(self->dispatcher->refuse, self->name, candidates, NULL);
+    if (result != NULL) {
+        Py_DECREF(result);
+        PyErr_Format(PyExc_SystemError, "%U: nothing was called, and nothing raised", self->name);
+    }
+    return NULL;
+}
+
+static PyObject *operator_vectorcall(PyObject *object, PyObject *const *args, size_t nargsf,
+                                     PyObject *names)
+{
+    const operator_object *self = (const operator_object *)object;
+    PyObject *table = table_in_force(self->dispatcher, self->index), *candidates, *result;
+    if (table == NULL) return NULL;
+    candidates = self->index < PyTuple_Size(table) ? PyTuple_GetItem(table, self->index) : NULL;
+    Py_XINCREF(candidates); /* what is called may publish another table */
+    Py_DECREF(table);
+    if (candidates == NULL || !PyTuple_Check(candidates)) {
+        Py_XDECREF(candidates);
+        candidates = PyTuple_New(0);
+        if (candidates == NULL) return NULL;
+    }
+    result = call_first(self, candidates, args, nargsf, names);
+    Py_DECREF(candidates);
+    return result;
+}
+
+static int operator_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((operator_object *)object)->dispatcher);
+    return 0;
+}
+
+static int operator_clear(PyObject *object)
+{
+    (void)object; /* the dispatcher breaks the circle: a call must find one */
+    return 0;
+}
+
+static void operator_dealloc(PyObject *object)
+{
+    operator_object *self = (operator_object *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    Py_XDECREF((PyObject *)self->dispatcher);
+    Py_XDECREF(self->name);
+    FREE(object);
+    Py_DECREF(type);
+}
+
+static PyObject *operator_repr(PyObject *object)
+{
+    return PyUnicode_FromFormat("<operator %U>", ((operator_object *)object)->name);
+}
+
+static PyObject *operator_name(PyObject *object, void *unused)
+{
+    (void)unused;
+    return Py_NewRef(((operator_object *)object)->name);
+}
+
+static PyMemberDef operator_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(operator_object, call), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef operator_getset[] = {
+    {"__name__", operator_name, NULL, "Name of the operator.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot operator_slots[] = {
+    {Py_tp_doc, "An operator: a call runs the implementation that is in force."},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_repr, operator_repr},
+    {Py_tp_dealloc, operator_dealloc},
+    {Py_tp_traverse, operator_traverse},
+    {Py_tp_clear, operator_clear},
+    {Py_tp_members, operator_members},
+    {Py_tp_getset, operator_getset},
+    {0, NULL},
+};
+
+static PyType_Spec operator_spec = {
+    .name = "transformer_engine._core.Operator",
+    .basicsize = sizeof(operator_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |
+             Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = operator_slots,
+};
+
+/* ---- dispatchers -------------------------------------------------------------------------- */
+
+static int dispatcher_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    dispatcher *self = (dispatcher *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->resolve);
+    Py_VISIT(self->refuse);
+    Py_VISIT(self->table);
+    Py_VISIT(self->module);
+    return 0;
+}
+
+static int dispatcher_clear(PyObject *object)
+{
+    Py_CLEAR(((dispatcher *)object)->table); /* an operator may still call the rest */
+    return 0;
+}
+
+static void dispatcher_dealloc(PyObject *object)
+{
+    dispatcher *self = (dispatcher *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    Py_XDECREF(self->table);
+    Py_XDECREF(self->resolve);
+    Py_XDECREF(self->refuse);
+    Py_XDECREF(self->module);
+    FREE(object);
+    Py_DECREF(type);
+}
+
+static PyObject *dispatcher_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"resolve", "refuse", NULL};
+    PyObject *resolve, *refuse, *module = PyType_GetModule(type);
+    dispatcher *self;
+    if (module == NULL ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO:Dispatcher", names, &resolve, &refuse) ||
+        require_callable(resolve, (tepy_site){"Dispatcher", "resolve"}) != 0 ||
+        require_callable(refuse, (tepy_site){"Dispatcher", "refuse"}) != 0) {
+        return NULL;
+    }
+    self = (dispatcher *)ALLOCATE(type);
+    if (self == NULL) return NULL;
+    self->resolve = Py_NewRef(resolve);
+    self->refuse = Py_NewRef(refuse);
+    self->module = Py_NewRef(module);
+    self->state = tepy_state_of(module);
+    return (PyObject *)self;
+}
+
+static PyObject *dispatcher_publish(PyObject *object, PyObject *table)
+{
+    dispatcher *self = (dispatcher *)object;
+    const tepy_site site = {"publish", "table"};
+    if (table != Py_None && !PyTuple_Check(table)) {
+        (void)tepy_fail(PyExc_TypeError, site, "expected a tuple or None, got %R", Py_TYPE(table));
+        return NULL;
+    }
+    self->version++;
+    tepy_set(&self->table, table == Py_None ? NULL : Py_NewRef(table));
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *dispatcher_table(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    return table_in_force((dispatcher *)object, 0);
+}
+
+static PyObject *dispatcher_operator(PyObject *object, PyObject *args)
+{
+    dispatcher *self = (dispatcher *)object;
+    PyObject *name;
+    Py_ssize_t index;
+    operator_object *made;
+    if (!PyArg_ParseTuple(args, "nU:operator", &index, &name)) return NULL;
+    if (index < 0) {
+        PyErr_Format(PyExc_ValueError, "operator: index = %zd, expected 0 or more", index);
+        return NULL;
+    }
+    made = (operator_object *)ALLOCATE((PyTypeObject *)self->state->operator_type);
+    if (made == NULL) return NULL;
+    made->call = operator_vectorcall;
+    made->name = Py_NewRef(name);
+    made->dispatcher = (dispatcher *)Py_NewRef(object);
+    made->index = index;
+    return (PyObject *)made;
+}
+
+static PyObject *dispatcher_selection(PyObject *object, PyObject *unused)
+{
+    dispatcher *self = (dispatcher *)object;
+    PyObject *table = table_in_force(self, 0);
+    const tepy_frame *frame = innermost(self->state);
+    scope *made;
+    (void)unused;
+    if (table == NULL) return NULL;
+    made = (scope *)ALLOCATE((PyTypeObject *)self->state->scope_type);
+    if (made == NULL) {
+        Py_DECREF(table);
+        return NULL;
+    }
+    made->policy = Py_NewRef(frame == NULL ? Py_None : ((scope *)frame->owner)->policy);
+    made->of = Py_NewRef(object);
+    made->table = table;
+    made->state = self->state;
+    made->module = Py_NewRef(self->module);
+    return (PyObject *)made;
+}
+
+static PyMethodDef dispatcher_methods[] = {
+    {"publish", dispatcher_publish, METH_O,
+     "publish($self, table, /)\n--\n\nPut a table in force; None: it is made at the next call."},
+    {"table", dispatcher_table, METH_NOARGS,
+     "table($self, /)\n--\n\nThe table that calls of this thread read."},
+    {"operator", dispatcher_operator, METH_VARARGS,
+     "operator($self, index, name, /)\n--\n\nThe operator at a place of the table."},
+    {"selection", dispatcher_selection, METH_NOARGS,
+     "selection($self, /)\n--\n\nA Scope of the table in force, for any thread, at any time."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot dispatcher_slots[] = {
+    {Py_tp_doc, "Dispatcher(resolve, refuse)\n--\n\nOperators and the table that they call by."},
+    {Py_tp_new, dispatcher_new},
+    {Py_tp_dealloc, dispatcher_dealloc},
+    {Py_tp_traverse, dispatcher_traverse},
+    {Py_tp_clear, dispatcher_clear},
+    {Py_tp_methods, dispatcher_methods},
+    {0, NULL},
+};
+
+static PyType_Spec dispatcher_spec = {
+    .name = "transformer_engine._core.Dispatcher",
+    .basicsize = sizeof(dispatcher),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = dispatcher_slots,
+};
+
+/* ---- scopes ------------------------------------------------------------------------------- */
+
+static int scope_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    scope *self = (scope *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->policy);
+    Py_VISIT(self->of);
+    Py_VISIT(self->table);
+    Py_VISIT(self->module);
+    return 0;
+}
+
+static void scope_dealloc(PyObject *object)
+{
+    scope *self = (scope *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    Py_XDECREF(self->policy);
+    Py_XDECREF(self->of);
+    Py_XDECREF(self->table);
+    Py_XDECREF(self->module);
+    FREE(object);
+    Py_DECREF(type);
+}
+
+static PyObject *scope_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"policy", NULL};
+    PyObject *policy, *module = PyType_GetModule(type);
+    scope *self;
+    if (module == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "O:Scope", names, &policy)) {
+        return NULL;
+    }
+    self = (scope *)ALLOCATE(type);
+    if (self == NULL) return NULL;
+    self->policy = Py_NewRef(policy);
+    self->state = tepy_state_of(module);
+    self->module = Py_NewRef(module);
+    return (PyObject *)self;
+}
+
+static PyObject *scope_enter(PyObject *object, PyObject *unused)
+{
+    const scope *self = (const scope *)object;
+    tepy_frame *frame = calloc(1, sizeof *frame);
+    (void)unused;
+    if (frame == NULL) return PyErr_NoMemory();
+    frame->outer = innermost(self->state);
+    if (PyThread_tss_set(self->state->frames, frame) != 0) {
+        free(frame);
+        return PyErr_NoMemory();
+    }
+    frame->owner = Py_NewRef(object);
+    return Py_NewRef(self->policy);
+}
+
+static PyObject *scope_exit(PyObject *object, PyObject *args)
+{
+    const scope *self = (const scope *)object;
+    tepy_frame *frame = innermost(self->state);
+    (void)args;
+    if (frame == NULL || frame->owner != object) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "__exit__: the scope is not the innermost one of this thread: leave scopes "
+                        "where they were entered, in the opposite order");
+        return NULL;
+    }
+    (void)PyThread_tss_set(self->state->frames, frame->outer);
+    Py_XDECREF(frame->table);
+    Py_DECREF(frame->owner);
+    free(frame);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *scope_policy(PyObject *object, void *unused)
+{
+    (void)unused;
+    return Py_NewRef(((scope *)object)->policy);
+}
+
+static PyMethodDef scope_methods[] = {
+    {"__enter__", scope_enter, METH_NOARGS, "__enter__($self, /)\n--\n\nReturns the policy."},
+    {"__exit__", scope_exit, METH_VARARGS, "__exit__($self, /, *error)\n--\n\n"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef scope_getset[] = {
+    {"policy", scope_policy, NULL, "The policy that it puts in force.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot scope_slots[] = {
+    {Py_tp_doc, "Scope(policy)\n--\n\nPuts a policy in force for a thread, as a context manager."},
+    {Py_tp_new, scope_new},
+    {Py_tp_dealloc, scope_dealloc},
+    {Py_tp_traverse, scope_traverse},
+    {Py_tp_methods, scope_methods},
+    {Py_tp_getset, scope_getset},
+    {0, NULL},
+};
+
+static PyType_Spec scope_spec = {
+    .name = "transformer_engine._core.Scope",
+    .basicsize = sizeof(scope),
+    .flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_BASETYPE,
+    .slots = scope_slots,
+};
+
+PyObject *tepy_policy_in_force(PyObject *module, PyObject *unused)
+{
+    const tepy_frame *frame = innermost(tepy_state_of(module));
+    (void)unused;
+    return Py_NewRef(frame == NULL ? Py_None : ((scope *)frame->owner)->policy);
+}
+
+/* ---- types -------------------------------------------------------------------------------- */
+
+int tepy_dispatch_add(PyObject *module)
+{
+    tepy_state *state = tepy_state_of(module);
+    PyObject *made;
+    state->frames = PyThread_tss_alloc();
+    if (state->frames == NULL || PyThread_tss_create(state->frames) != 0) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    if ((state->operator_type = PyType_FromModuleAndSpec(module, &operator_spec, NULL)) == NULL ||
+        PyModule_AddObjectRef(module, "Operator", state->operator_type) != 0 ||
+        (state->scope_type = PyType_FromModuleAndSpec(module, &scope_spec, NULL)) == NULL ||
+        PyModule_AddObjectRef(module, "Scope", state->scope_type) != 0) {
+        return -1;
+    }
+    for (int i = 0; i < 2; i++) {
+        made = PyType_FromModuleAndSpec(module, i == 0 ? &dispatcher_spec : &implementation_spec,
+                                        NULL);
+        if (made == NULL ||
+            PyModule_AddObjectRef(module, i == 0 ? "Dispatcher" : "Implementation", made) != 0) {
+            Py_XDECREF(made);
+            return -1;
+        }
+        Py_DECREF(made);
+    }
+    return 0;
+}
+
+void tepy_dispatch_free(tepy_state *state)
+{
+    if (state->frames != NULL) PyThread_tss_free(state->frames);
+    state->frames = NULL;
+}

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plug-ins that are found, threads, forks and backwards."""
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from transformer_engine.plugin import core as plugin
+from transformer_engine.plugin.core import discovery
+from transformer_engine.plugin.core.logger_manager import LoggerManager
+
+KIND = plugin.BackendImplKind
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    monkeypatch.delenv("TE_FL_PLUGIN_MODULES", raising=False)
+    plugin.reset_global_policy()
+    plugin.clear_discovered_plugin()
+    yield
+    plugin.reset_global_policy()
+    plugin.reset_default_manager()
+    plugin.clear_discovered_plugin()
+
+
+@pytest.fixture
+def told(caplog):
+    """What the logger said."""
+    logger = LoggerManager.get_logger()
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.DEBUG, "TE-FL")
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def write(folder, name, text, monkeypatch):
+    (folder / f"{name}.py").write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+REGISTERS = """
+    from transformer_engine.plugin.core import BackendImplKind, OpImpl
+
+    def {entry}(registry):
+        registry.register(OpImpl(
+            "my_op", "vendor.mine", BackendImplKind.VENDOR, lambda x: x + 1, vendor="mine"
+        ))
+        {more}
+"""
+
+
+@pytest.mark.parametrize("entry", ["register", "te_fl_register"])
+def test_modules_of_the_environment(entry, tmp_path, monkeypatch):
+    write(tmp_path, "te_plug_one", REGISTERS.format(entry=entry, more="pass"), monkeypatch)
+    monkeypatch.setenv("TE_FL_PLUGIN_MODULES", "te_plug_one")
+    manager = plugin.OpManager()
+    assert manager.call("my_op", 1) == 2
+    assert plugin.get_discovered_plugin() == [("te_plug_one", "env_module", True)]
+    manager.ensure_initialized()
+    assert len(plugin.get_discovered_plugin()) == 1
+
+
+def test_entry_points(monkeypatch):
+    def register(registry):
+        registry.register(plugin.OpImpl("my_op", "reference.r", KIND.REFERENCE, lambda: "found"))
+
+    class Point:
+        name = "point"
+
+        @staticmethod
+        def load():
+            return register
+
+    asked = []
+    monkeypatch.setattr(
+        "importlib.metadata.entry_points", lambda group: asked.append(group) or [Point]
+    )
+    assert plugin.get_default_manager().call("my_op") == "found"
+    assert asked == ["te_fl.plugin"] == [plugin.PLUGIN_GROUP]
+    assert plugin.get_discovered_plugin() == [("point", "entry_point", True)]
+    assert plugin.get_registry().list_operators() == ["my_op"]
+
+
+FAILURES = {
+    "raises": REGISTERS.format(entry="register", more="raise OSError('no chip')"),
+    "has no entry": "x = 3",
+    "can not be imported": "import a_module_that_is_not_there",
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_failures_are_told_once_and_leave_nothing(kind, tmp_path, monkeypatch, told):
+    write(tmp_path, "te_plug_bad", FAILURES[kind], monkeypatch)
+    write(tmp_path, "te_plug_good", REGISTERS.format(entry="register", more="pass"), monkeypatch)
+    monkeypatch.setenv("TE_FL_PLUGIN_MODULES", "te_plug_bad,te_plug_good,./libplug.so")
+    manager = plugin.OpManager()
+    assert manager.call("my_op", 1) == 2
+    assert manager.registry.list_operators() == ["my_op"]
+    messages = [record.getMessage() for record in told.records if record.levelname == "ERROR"]
+    assert len(messages) == 2
+    assert "te_plug_bad" in messages[0] and "shared objects are not built yet" in messages[1]
+    assert [done for *_, done in plugin.get_discovered_plugin()] == [False, True, False]
+
+
+def test_levels_of_the_logger(monkeypatch):
+    for name, level in (("TEFL_LOG_LEVEL", "info"), ("TE_FL_LOG_LEVEL", "ERROR")):
+        monkeypatch.setenv(name, level)
+        LoggerManager.reset()
+        assert LoggerManager.get_logger().level == getattr(logging, level.upper())
+    assert plugin.Logger is logging.Logger
+    LoggerManager.reset()
+
+
+def test_imports_no_torch_and_asks_for_nothing():
+    program = """
+        import sys
+        import transformer_engine.plugin.core as plugin
+        from transformer_engine.plugin import core, explain
+        assert "torch" not in sys.modules and "importlib.metadata" not in sys.modules
+        assert plugin.OpManager().registry.list_operators() == []
+        for name in ("TEFLModule", "get_tefl_module", "reset_tefl_module", "TEFLBackendBase"):
+            try:
+                getattr(core, name)()
+            except NotImplementedError as error:
+                assert "transformer_engine_torch" in str(error)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+
+
+# ---- threads and processes -----------------------------------------------------------------------
+
+
+def counted(name, kind=KIND.REFERENCE, op="op"):
+    return plugin.OpImpl(op, name, kind, lambda: name)
+
+
+def test_contexts_belong_to_their_thread():
+    registry = plugin.OpRegistry()
+    registry.register_many([counted("flagos.f", KIND.DEFAULT), counted("reference.r")])
+    manager = plugin.OpManager(registry)
+    op = manager.operator("op")
+    with plugin.with_preference("reference"), ThreadPoolExecutor(1) as pool:
+        assert op() == "reference.r" and pool.submit(op).result() == "flagos.f"
+
+
+def test_sixteen_threads_while_another_registers():
+    registry = plugin.OpRegistry()
+    registry.register(counted("reference.000"))
+    manager = plugin.OpManager(registry)
+    op, stop, errors = manager.operator("op"), threading.Event(), []
+
+    def calls(i):
+        last = ""
+        context = plugin.with_preference("reference") if i % 2 else plugin.with_strict_mode()
+        while not stop.is_set():
+            with context:
+                found = op()
+            if found < last:  # names rise, and a later one wins
+                errors.append((last, found))
+            last = found
+
+    threads = [threading.Thread(target=calls, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for i in range(1, 200):
+        registry.register(counted(f"reference.{i:03}"))
+        manager.operator(f"other{i}")
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not errors and op() == "reference.199"
+
+
+def test_a_forked_child_goes_on(tmp_path):
+    """Also where another thread holds the locks when the process forks."""
+    program = """
+        import os, threading
+        from transformer_engine.plugin import core as plugin
+        kind = plugin.BackendImplKind.REFERENCE
+        registry = plugin.OpRegistry()
+        registry.register(plugin.OpImpl("op", "reference.a", kind, lambda: "a"))
+        manager = plugin.OpManager(registry)
+        assert manager.call("op") == "a"
+        held, leave = threading.Event(), threading.Event()
+        def hold():
+            with registry._lock, manager._lock:
+                held.set()
+                leave.wait()
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            assert manager.call("op") == "a"
+            registry.register(plugin.OpImpl("op", "reference.b", kind, lambda: "b"))
+            with plugin.with_preference("vendor"):
+                assert manager.call("op") == "b"
+            os._exit(17)
+        leave.set()
+        thread.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+        assert manager.call("op") == "a"
+    """
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60, env=environment
+    )
+
+
+def test_a_backward_has_the_selection_of_its_forward():
+    """On autograd's own thread too, whatever has changed since."""
+    registry = plugin.OpRegistry()
+    for name, kind in (("flagos.f", KIND.DEFAULT), ("reference.r", KIND.REFERENCE)):
+        registry.register_many([counted(name, kind, "fwd"), counted(name, kind, "bwd")])
+    manager, ran = plugin.OpManager(registry), []
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.selection = manager.selection()
+            ran.append(manager.operator("fwd")())
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            with ctx.selection:
+                ran.append(manager.operator("bwd")())
+            return grad
+
+    x = torch.ones(2, requires_grad=True)
+    with plugin.with_preference("reference"):
+        out = Function.apply(x)
+    registry.register(counted("reference.z", op="bwd"))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(out.sum().backward).result()
+    assert ran == ["reference.r", "reference.r"]
+    out = Function.apply(x)
+    plugin.set_global_policy(plugin.SelectionPolicy("reference"))
+    out.sum().backward()
+    assert ran[2:] == ["flagos.f", "flagos.f"]
+    assert manager.operator("bwd")() == "reference.z"
+
+
+def test_the_names_of_the_guide():
+    """Its sample of an in-tree registration."""
+    from transformer_engine.plugin.core import BackendImplKind, OpImpl, OpManager, OpRegistry
+
+    registry = OpRegistry()
+    registry.register(
+        OpImpl(
+            op_name="my_op", impl_id="vendor.my_vendor", kind=BackendImplKind.VENDOR,
+            fn=lambda x: 2 * x, vendor="my_vendor",
+        )
+    )  # fmt: skip
+    assert OpManager(registry).call("my_op", 4) == 8
+    assert discovery.discover_op_plugin is discovery.discover_plugin

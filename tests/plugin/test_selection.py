@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation an operator calls: kinds, tokens, vendors, strictness, predicates."""
+
+import gc
+import itertools
+import random
+import weakref
+
+import pytest
+import torch
+
+from transformer_engine import _core
+from transformer_engine.plugin.core import (
+    BackendImplKind,
+    OpImpl,
+    OpManager,
+    OpRegistry,
+    PolicyManager,
+    SelectionPolicy,
+    get_policy,
+    match_token,
+    policy_context,
+    policy_from_env,
+    reset_global_policy,
+    set_global_policy,
+    with_allowed_vendors,
+    with_denied_vendors,
+    with_preference,
+    with_strict_mode,
+)
+
+KINDS = {"flagos": BackendImplKind.DEFAULT, "vendor": BackendImplKind.VENDOR,
+         "reference": BackendImplKind.REFERENCE}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    """No variable of the plug-in system is set, and no policy stays."""
+    for name in ("PREFER", "PREFER_VENDOR", "STRICT", "ALLOW_VENDORS", "DENY_VENDORS", "PER_OP",
+                 "PLUGIN_MODULES"):  # fmt: skip
+        monkeypatch.delenv(f"TE_FL_{name}", raising=False)
+    reset_global_policy()
+    yield
+    reset_global_policy()
+
+
+def impl(impl_id, answer=None, op="op", **options):
+    """An implementation that gives its own name, or what it is told."""
+    kind, _, vendor = impl_id.partition(".")
+    options.setdefault("vendor", vendor if kind == "vendor" else None)
+    options.setdefault("fn", lambda *args, **kwargs: impl_id if answer is None else answer)
+    return OpImpl(op, impl_id, KINDS[kind], **options)
+
+
+def manager_of(*impls):
+    registry = OpRegistry()
+    registry.register_many(impls)
+    return OpManager(registry)
+
+
+ALL = "flagos.f", "vendor.CUDA", "vendor.amd", "reference.torch"
+
+
+@pytest.mark.parametrize("prefer", KINDS)
+def test_order_of_kinds(prefer):
+    manager = manager_of(*map(impl, ALL))
+    with with_preference(prefer) as policy:
+        order = [one.impl_id for one in manager.resolve_candidates("op")]
+        assert manager.call("op") == order[0] == manager.get_selected_impl_id("op")
+        assert manager.resolve("op")() == order[0]
+    assert policy.prefer == prefer and order[0].startswith(prefer)
+    assert order == [i for token in policy.get_default_order()
+                     for i in sorted(ALL, reverse=True) if i.startswith(token)]  # fmt: skip
+
+
+def test_priority_counts_inside_of_a_token_and_the_alphabet_at_last():
+    manager = manager_of(
+        impl("vendor.a", priority=3), impl("vendor.b", priority=3), impl("vendor.c", priority=1),
+        impl("flagos.f", priority=-5),
+    )  # fmt: skip
+    found = [one.impl_id for one in manager.resolve_candidates("op")]
+    assert found == ["flagos.f", "vendor.b", "vendor.a", "vendor.c"]
+
+
+def test_tokens():
+    vendor = impl("vendor.CUDA")
+    for token in ("vendor", "vendor:CUDA", "vendor:cuda", "vendor:nvidia", "impl:vendor.CUDA"):
+        assert match_token(vendor, token)
+    for token in ("flagos", "default", "reference", "vendor:amd", "impl:vendor.cuda"):
+        assert not match_token(vendor, token)
+    assert match_token(impl("flagos.f"), "default") and match_token(impl("flagos.f"), "flagos")
+    for token in ("", "cuda", "vendor:", "impl:", "Vendor", "kind:x"):
+        with pytest.raises(ValueError, match="expected flagos"):
+            match_token(vendor, token)
+        with pytest.raises(ValueError, match="expected flagos"):
+            SelectionPolicy(per_op_order=(("op", (token,)),))
+
+
+def test_an_order_of_an_operator_is_all_of_it():
+    manager = manager_of(*map(impl, ALL), impl("flagos.f", op="other"))
+    order = {"op": ["impl:reference.torch", "vendor:AMD"]}
+    with policy_context(SelectionPolicy.from_dict(per_op_order=order)):
+        found = [one.impl_id for one in manager.resolve_candidates("op")]
+        assert found == ["reference.torch", "vendor.amd"]
+        assert manager.call("other") == "flagos.f"
+    with (
+        policy_context(SelectionPolicy.from_dict(per_op_order={"op": ["vendor:none"]})),
+        pytest.raises(RuntimeError, match="none of the tokens vendor:none names it"),
+    ):
+        manager.call("op")
+
+
+def test_vendors():
+    manager = manager_of(*map(impl, ALL))
+
+    def vendors():
+        found = [one.impl_id for one in manager.resolve_candidates("op")]
+        return {one for one in found if one.startswith("vendor")}
+
+    assert vendors() == {"vendor.CUDA", "vendor.amd"}
+    with with_allowed_vendors("Nvidia"):
+        assert vendors() == {"vendor.CUDA"}
+        with with_denied_vendors("cuda"):  # denied wins
+            assert vendors() == set()
+    with with_denied_vendors("amd"), with_denied_vendors("nvidia") as policy:
+        assert vendors() == set() and policy.deny_vendors == {"amd", "nvidia"}
+    with policy_context(SelectionPolicy(allow_vendors=frozenset())):
+        assert vendors() == set()
+    assert SelectionPolicy.from_dict(allow_vendors=()).allow_vendors is None
+
+
+def test_fingerprints_tell_policies_apart():
+    made = [
+        SelectionPolicy(prefer, strict, orders, denied, allowed)
+        for prefer, strict, orders, denied, allowed in itertools.product(
+            KINDS,
+            (False, True),
+            ((), (("op", ("vendor", "flagos")),)),
+            (frozenset(), frozenset({"a"})),
+            (None, frozenset(), frozenset({"a"})),
+        )  # fmt: skip
+    ]
+    assert len({policy.fingerprint() for policy in made}) == len(set(made)) == len(made)
+    one = SelectionPolicy(per_op_order=(("b", ("vendor",)), ("a", ("flagos",))))
+    other = SelectionPolicy.from_dict(per_op_order={"a": ["flagos"], "b": ["vendor"]})
+    assert one == other and hash(one) == hash(other)
+    assert one.get_per_op_order("a") == ["flagos"] and one.get_per_op_order("c") is None
+    for wrong in ("cuda", "", None):
+        with pytest.raises(ValueError, match="prefer="):
+            SelectionPolicy(wrong)
+
+
+def test_policy_of_the_environment(monkeypatch):
+    for name, value in {
+        "PREFER": "Reference", "STRICT": "1", "ALLOW_VENDORS": "nvidia, amd",
+        "DENY_VENDORS": "amd", "PER_OP": "gelu=vendor:amd|default;relu=reference",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(f"TE_FL_{name}", value)
+    reset_global_policy()
+    orders = {"gelu": ["vendor:amd", "default"], "relu": ["reference"]}
+    expected = SelectionPolicy.from_dict("reference", True, orders, {"amd"}, {"nvidia", "amd"})
+    assert get_policy() == policy_from_env() == expected
+    monkeypatch.setenv("TE_FL_PREFER", "")
+    monkeypatch.setenv("TE_FL_PREFER_VENDOR", "1")
+    assert policy_from_env().prefer == "vendor"
+    for name, value in (("PREFER", "cuda"), ("PER_OP", "gelu"), ("STRICT", "maybe"),
+                        ("PER_OP", "gelu=cuda")):  # fmt: skip
+        with monkeypatch.context() as patch, pytest.raises(ValueError):
+            patch.setenv(f"TE_FL_{name}", value)
+            policy_from_env()
+
+
+# ---- registrations -------------------------------------------------------------------------------
+
+
+def test_what_implementations_must_be():
+    with pytest.raises(ValueError, match=r"'vendor\.x'.*needs a vendor"):
+        impl("vendor.x", vendor=None)
+    for wrong in ({"fn": 3}, {"supports": 3}):
+        with pytest.raises(TypeError, match="no callable"):
+            impl("flagos.f", **wrong)
+    with pytest.raises(TypeError, match="expected a BackendImplKind"):
+        OpImpl("op", "x", "vendor", print)
+    assert str(BackendImplKind.DEFAULT) == "flagos"
+
+
+def test_duplicates_and_half_lists():
+    registry = OpRegistry()
+    registry.register(impl("flagos.f"))
+    with pytest.raises(ValueError, match=r"op has an implementation 'flagos\.f' already"):
+        registry.register_impl(impl("flagos.f"))
+    many = [impl("flagos.g"), impl("flagos.h"), impl("flagos.g")]
+    with pytest.raises(ValueError, match=r"flagos\.g"):
+        registry.register_many(many)
+    with pytest.raises(TypeError, match="expected an OpImpl"):
+        registry.register_many([impl("flagos.g"), print])
+    assert [one.impl_id for one in registry.get_implementations("op")] == ["flagos.f"]
+    assert registry.get_implementation("op", "flagos.g") is None
+    assert registry.get_implementations("none") == [] and registry.list_operators() == ["op"]
+    with pytest.raises(KeyError, match="no implementation"):
+        registry.unregister("op", "flagos.g")
+
+
+def test_changes_are_seen_at_once():
+    manager = manager_of(impl("reference.torch"))
+    op, snapshot = manager.operator("op"), manager.registry.snapshot()
+    assert op() == "reference.torch" and manager.operator("op") is op
+    manager.registry.register(impl("vendor.x"))
+    assert op() == "vendor.x"
+    with with_preference("reference"):
+        assert op() == "reference.torch"
+        manager.registry.register(impl("reference.z"))
+        assert op() == "reference.z"
+    former = set_global_policy(SelectionPolicy("reference"))
+    assert former == SelectionPolicy() and op() == "reference.z"
+    assert manager.registry.unregister("op", "reference.z").impl_id == "reference.z"
+    assert op() == "reference.torch"
+    assert [one.impl_id for one in snapshot.impls_by_op["op"]] == ["reference.torch"]
+    with pytest.raises(TypeError):
+        snapshot.impls_by_op["op"] = ()
+    manager.registry.clear()
+    with pytest.raises(RuntimeError, match="nobody has registered"):
+        op()
+    manager.registry.register(impl("flagos.f"))
+    assert op() == "flagos.f"
+
+
+def test_operators_that_come_later_and_names_that_are_close():
+    manager = manager_of(impl("flagos.f", op="rmsnorm_fwd"))
+    late = manager.operator("late")
+    with pytest.raises(RuntimeError, match="nobody has registered"):
+        late()
+    manager.registry.register(impl("flagos.f", op="late"))
+    assert late() == "flagos.f" and late.__name__ == "late" and "late" in repr(late)
+    with pytest.raises(RuntimeError, match="did you mean rmsnorm_fwd"):
+        manager.call("rmsnorm_fw")
+
+
+def test_random_changes():
+    """A model of the rules, beside any sequence of changes."""
+    registry, numbers = OpRegistry(), random.Random(random.getrandbits(32))
+    manager, there = OpManager(registry), {}
+    operators = [f"op{i}" for i in range(3)]
+    for _ in range(300):
+        op, kind = numbers.choice(operators), numbers.choice(list(KINDS))
+        name = f"{kind}.{numbers.choice('abc')}"
+        if (op, name) in there:
+            registry.unregister(op, name)
+            del there[op, name]
+        else:
+            there[op, name] = priority = numbers.randrange(3)
+            registry.register(impl(name, op=op, priority=priority))
+        prefer = numbers.choice(list(KINDS))
+        set_global_policy(SelectionPolicy(prefer))
+        order = SelectionPolicy(prefer).get_default_order()
+        for each in operators:
+            ids = [n for o, n in there if o == each]
+            ids.sort(key=lambda n: (there[each, n], n), reverse=True)
+            ids.sort(key=lambda n: order.index(n.split(".")[0]))
+            assert [one.impl_id for one in manager.resolve_candidates(each)] == ids
+            if ids:
+                assert manager.call(each) == ids[0]
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+def test_arguments_and_results_pass_unchanged():
+    seen = []
+    given = (object(), [1]), {"key": object()}
+    answer = object()
+    one = impl("flagos.f", fn=lambda *args, **kwargs: seen.append((args, kwargs)) or answer)
+    manager = manager_of(one)
+    op = manager.operator("op")
+    assert op(*given[0], **given[1]) is answer and manager.call("op") is answer
+    assert seen == [given, ((), {})]
+    assert seen[0][0][0] is given[0][0]
+    assert manager.counts() == {"op/flagos.f": 2}
+
+
+def test_errors_are_raised_as_they_are_and_nothing_runs_twice():
+    """An implementation that has begun is never followed by another one."""
+    ran = []
+
+    def fails(*args):
+        ran.append("fails")
+        raise KeyError("half done")
+
+    manager = manager_of(impl("flagos.f", fn=fails), impl("reference.torch"))
+    for context in (with_strict_mode(), policy_context(SelectionPolicy())):
+        with context, pytest.raises(KeyError, match="half done") as error:
+            manager.call("op", 1)
+        assert error.value.__notes__ == ["raised by flagos.f, an implementation of op"]
+    assert ran == ["fails", "fails"]
+
+
+def test_what_does_not_take_a_call_is_passed_over():
+    asked = []
+
+    def takes(x, **options):
+        asked.append((x, options))
+        return x > 0
+
+    manager = manager_of(impl("flagos.f", supports=takes), impl("reference.torch"))
+    assert [manager.call("op", x, y=2) for x in (1, -1)] == ["flagos.f", "reference.torch"]
+    assert asked == [(1, {"y": 2}), (-1, {"y": 2})]
+    with with_strict_mode():
+        assert manager.call("op", 1) == "flagos.f"
+        with pytest.raises(NotImplementedError, match="strict: no other one is asked"):
+            manager.call("op", -1)
+    with policy_context(SelectionPolicy.from_dict(per_op_order={"op": ["flagos"]})):
+        with pytest.raises(NotImplementedError, match=r"none that flagos\.f takes"):
+            manager.call("op", -1)
+        with pytest.raises(TypeError) as error:
+            manager.call("op", "text")
+        assert "flagos.f" in error.value.__notes__[0]
+
+
+def test_dtypes_and_architectures(device):
+    manager = manager_of(
+        impl("vendor.new", min_arch="sm_70", vendor="new"),
+        impl("flagos.f", supported_dtypes={"float16", "torch.bfloat16"}),
+        impl("reference.torch"),
+    )
+    x = torch.ones(2, device=device)
+    with with_preference("vendor"):
+        expected = "vendor.new" if device == "cuda" else "flagos.f"
+        assert manager.call("op", 1.0, x.half()) == expected
+    assert manager.call("op", x.bfloat16()) == "flagos.f"
+    assert manager.call("op", input=x) != "flagos.f"
+    assert manager.call("op", 3) == "flagos.f"  # no tensor, no limit
+    far = manager_of(impl("vendor.far", min_arch="99.0"), impl("reference.torch"))
+    with with_preference("vendor"):
+        assert far.call("op", x) == "reference.torch"
+    with pytest.raises(ValueError, match="no architecture"):
+        manager_of(impl("flagos.f", min_arch="hopper")).call("op")
+
+
+def test_availability_is_asked_when_implementations_are_chosen():
+    state, asked = {"there": False}, []
+
+    def fn():
+        return "flagos.f"
+
+    def available():
+        asked.append(1)
+        return state["there"]
+
+    fn._is_available = available
+    manager = manager_of(impl("flagos.f", fn=fn), impl("reference.torch"))
+    assert [manager.call("op") for _ in range(5)] == ["reference.torch"] * 5
+    assert len(asked) == 1
+    assert "not available" in str(manager.explain("op"))
+    state["there"] = True
+    assert manager.call("op") == "reference.torch"
+    manager.bump_policy_epoch()
+    assert manager.call("op") == "flagos.f"
+
+    def broken():
+        raise OSError("no driver")
+
+    fn._is_available = broken
+    assert "OSError: no driver" in str(manager.explain("op"))
+
+
+def test_explanation():
+    manager = manager_of(*map(impl, ALL))
+    manager.call("op")
+    with with_denied_vendors("amd"):
+        found = manager.explain("op")
+    assert found.selected.impl_id == "flagos.f"
+    assert {c.impl.impl_id: bool(c.refused) for c in found.candidates} == {
+        "flagos.f": False, "vendor.CUDA": False, "vendor.amd": True, "reference.torch": False
+    }  # fmt: skip
+    text = str(found)
+    assert "the policy does not allow vendor amd" in text and "called 1 times" in text
+    assert manager.explain("none").selected is None
+
+
+def test_contexts_can_be_entered_again_and_must_be_left_in_order():
+    manager = manager_of(*map(impl, ALL))
+    context = with_preference("reference")
+    with context, with_preference("vendor"), context:
+        assert manager.call("op") == "reference.torch"
+    assert manager.call("op") == "flagos.f"
+    one, two = with_preference("vendor"), with_preference("reference")
+    one.__enter__()
+    two.__enter__()
+    with pytest.raises(RuntimeError, match="opposite order"):
+        one.__exit__(None, None, None)
+    two.__exit__(None, None, None)
+    one.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match="opposite order"):
+        one.__exit__(None, None, None)
+    for wrong in ("vendor", None):
+        with pytest.raises(TypeError, match="expected a SelectionPolicy"):
+            policy_context(wrong)
+        with pytest.raises(TypeError, match="expected a SelectionPolicy"):
+            set_global_policy(wrong)
+
+
+def test_managers_are_apart_and_end():
+    registry = OpRegistry()
+    registry.register(impl("flagos.f"))
+    one, two = OpManager(registry), manager_of(impl("reference.torch"))
+    with one.selection():
+        registry.register_many([impl("flagos.g"), impl("flagos.g", op="late")])
+        assert [one.call("op"), one.call("late")] == ["flagos.f", "flagos.g"]
+        assert two.call("op") == "reference.torch"
+    assert one.call("op") == "flagos.g"
+    op, gone = one.operator("op"), weakref.ref(one)
+    del one
+    gc.collect()
+    assert gone() is None
+    registry.register(impl("flagos.z"))  # tells nobody
+    assert op() == "flagos.g"
+    with with_preference("vendor"), pytest.raises(RuntimeError, match="is gone"):
+        op()
+
+
+def test_policies_of_all_managers():
+    assert PolicyManager.get_instance() is PolicyManager.get_instance()
+    before = PolicyManager.get_instance().get_policy_epoch()
+    set_global_policy(SelectionPolicy("vendor"))
+    assert PolicyManager.get_instance().get_policy_epoch() == before + 1
+    assert _core.policy_in_force() is None
+
+
+def test_mistakes_of_native_callers():
+    with pytest.raises(TypeError, match="expected a callable"):
+        _core.Implementation("op", "x", 3)
+    dispatcher = _core.Dispatcher(lambda policy: [], lambda name, asked: None)
+    op = dispatcher.operator(0, "op")
+    with pytest.raises(TypeError, match="expected a tuple"):
+        op()
+    dispatcher.publish(((),))
+    with pytest.raises(SystemError, match="nothing was called"):
+        op()
+    with pytest.raises(ValueError, match="index"):
+        dispatcher.operator(-1, "op")
+    with pytest.raises(TypeError, match="expected a tuple"):
+        dispatcher.publish([])
+    with pytest.raises(TypeError):
+        _core.Operator()

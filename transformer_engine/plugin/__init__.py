@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators that other packages implement, and the choice among implementations.
+
+The names are those of the fork of NVIDIA Transformer Engine whose users write such packages;
+docs/plugins.md says what is different on purpose, and what is not there yet.
+"""
+
+from transformer_engine.common import absent
+from transformer_engine.plugin import core
+from transformer_engine.plugin.core import Explanation, get_default_manager, get_registry
+
+__getattr__, __dir__ = absent.attach(globals())
+
+__all__ = ["core", "counts", "explain", "get_registry", *absent.names_of(__name__)]
+
+
+def explain(op_name: str) -> Explanation:
+    """What an operator calls for this thread, why, and why not the others; ``print`` shows it."""
+    return get_default_manager().explain(op_name)
+
+
+def counts() -> dict[str, int]:
+    """Calls of implementations that ran, by "operator/impl_id"."""
+    return get_default_manager().counts()

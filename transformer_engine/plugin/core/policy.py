@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation of an operator goes first: policies, and which one is in force."""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from transformer_engine import _core
+from transformer_engine.common import config
+from transformer_engine.plugin.core.locks import ForkSafeLock
+from transformer_engine.plugin.core.types import check_token, vendor_key
+
+__all__ = [
+    "PREFER_DEFAULT",
+    "PREFER_REFERENCE",
+    "PREFER_VENDOR",
+    "VALID_PREFER_VALUES",
+    "PolicyManager",
+    "SelectionPolicy",
+    "bump_policy_epoch",
+    "get_policy",
+    "get_policy_epoch",
+    "policy_context",
+    "policy_from_env",
+    "reset_global_policy",
+    "set_global_policy",
+    "with_allowed_vendors",
+    "with_denied_vendors",
+    "with_preference",
+    "with_strict_mode",
+]
+
+PREFER_DEFAULT = "flagos"
+PREFER_VENDOR = "vendor"
+PREFER_REFERENCE = "reference"
+VALID_PREFER_VALUES = frozenset({PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE})
+
+_ORDERS = {
+    PREFER_DEFAULT: (PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE),
+    PREFER_VENDOR: (PREFER_VENDOR, PREFER_DEFAULT, PREFER_REFERENCE),
+    PREFER_REFERENCE: (PREFER_REFERENCE, PREFER_DEFAULT, PREFER_VENDOR),
+}
+
+
+def _prefer_of(value: str) -> str:
+    """The value of `prefer` that a word means; ValueError for others."""
+    word = str(value).strip().lower()
+    word = PREFER_DEFAULT if word == "default" else word
+    if word not in VALID_PREFER_VALUES:
+        raise ValueError(f"prefer={value!r}, expected one of {sorted(VALID_PREFER_VALUES)}")
+    return word
+
+
+@dataclass(frozen=True)
+class SelectionPolicy:
+    """How implementations are chosen; equal policies choose equally.
+
+    Parameters
+    ----------
+    prefer : {"flagos", "vendor", "reference"}
+        The kind that goes first; "default" is "flagos".
+    strict : bool, default False
+        An implementation that does not take a call is an error; else the next one is asked.
+    per_op_order : tuple of (str, tuple of str)
+        Tokens of an operator, in place of the order by kinds: what none of them names is not used.
+    deny_vendors : frozenset of str
+        Vendors that are not used.
+    allow_vendors : frozenset of str, optional
+        Vendors of which alone some are used; None: all, an empty set: none.
+
+    Raises
+    ------
+    ValueError
+        `prefer` is none of these words, or something in `per_op_order` is no token.
+    """
+
+    prefer: str = PREFER_DEFAULT
+    strict: bool = False
+    per_op_order: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    deny_vendors: frozenset[str] = frozenset()
+    allow_vendors: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "prefer", _prefer_of(self.prefer))
+        put(self, "strict", bool(self.strict))
+        put(self, "deny_vendors", frozenset(self.deny_vendors))
+        if self.allow_vendors is not None:
+            put(self, "allow_vendors", frozenset(self.allow_vendors))
+        orders = []
+        for op, tokens in self.per_op_order:
+            listed = (tokens,) if isinstance(tokens, str) else tuple(tokens)
+            orders.append((op, tuple(check_token(token) for token in listed)))
+        put(self, "per_op_order", tuple(sorted(orders)))
+
+    @classmethod
+    def from_dict(
+        cls,
+        prefer: str = PREFER_DEFAULT,
+        strict: bool = False,
+        per_op_order: Mapping[str, Iterable[str]] | None = None,
+        deny_vendors: Iterable[str] | None = None,
+        allow_vendors: Iterable[str] | None = None,
+    ) -> "SelectionPolicy":
+        """A policy of plain containers; here an empty `allow_vendors` means all."""
+        orders = tuple((op, tuple(tokens)) for op, tokens in (per_op_order or {}).items())
+        allowed = frozenset(allow_vendors or ()) or None
+        return cls(prefer, strict, orders, frozenset(deny_vendors or ()), allowed)
+
+    @property
+    def per_op_order_dict(self) -> dict[str, list[str]]:
+        """`per_op_order` by operator."""
+        return {op: list(tokens) for op, tokens in self.per_op_order}
+
+    def get_per_op_order(self, op_name: str) -> list[str] | None:
+        """Tokens of an operator that has its own."""
+        return next((list(tokens) for op, tokens in self.per_op_order if op == op_name), None)
+
+    def get_default_order(self) -> list[str]:
+        """Tokens of all other operators."""
+        return list(_ORDERS[self.prefer])
+
+    def is_vendor_allowed(self, vendor: str) -> bool:
+        """Whether implementations of a vendor are used; denied wins over allowed."""
+        key = vendor_key(vendor)
+        if key in map(vendor_key, self.deny_vendors):
+            return False
+        return self.allow_vendors is None or key in map(vendor_key, self.allow_vendors)
+
+    def fingerprint(self) -> str:
+        """A text that two policies share where they are equal, and only there."""
+        allowed = "*" if self.allow_vendors is None else ",".join(sorted(self.allow_vendors))
+        orders = ";".join(f"{op}={'|'.join(tokens)}" for op, tokens in self.per_op_order)
+        denied = ",".join(sorted(self.deny_vendors))
+        return f"prefer={self.prefer};strict={self.strict};deny={denied};allow=[{allowed}];{orders}"
+
+
+def policy_from_env() -> SelectionPolicy:
+    """The policy that the environment asks for; ValueError for what is not understood."""
+    allowed = config.TE_FL_ALLOW_VENDORS.get()
+    prefer = config.TE_FL_PREFER.get()
+    if not prefer:
+        by_vendor = config.TE_FL_PREFER_VENDOR.get()
+        prefer = PREFER_VENDOR if by_vendor else PREFER_DEFAULT
+    return SelectionPolicy(
+        prefer,
+        config.TE_FL_STRICT.get(),
+        config.TE_FL_PER_OP.get(),
+        frozenset(config.TE_FL_DENY_VENDORS.get()),
+        frozenset(allowed) if allowed else None,
+    )
+
+
+class PolicyManager:
+    """The policy in force: that of this thread's context, else the global one.
+
+    The global one is that of the environment until a program sets one.
+    """
+
+    _instance: ClassVar["PolicyManager | None"] = None
+    _making = ForkSafeLock()
+
+    def __init__(self) -> None:
+        self._lock = ForkSafeLock()
+        self._policy: SelectionPolicy | None = None
+        self._epoch = 0
+        self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @classmethod
+    def get_instance(cls) -> "PolicyManager":
+        """The one of the process."""
+        with cls._making:
+            if cls._instance is None:
+                cls._instance = cls()
+            return cls._instance
+
+    def get_policy(self) -> SelectionPolicy:
+        """The policy in force for this thread."""
+        return _core.policy_in_force() or self.get_global_policy()
+
+    def get_global_policy(self) -> SelectionPolicy:
+        """The one that is in force outside of contexts."""
+        found = self._policy
+        if found is None:
+            with self._lock:
+                if self._policy is None:
+                    self._policy = policy_from_env()
+                found = self._policy
+        return found
+
+    def set_global_policy(self, policy: SelectionPolicy) -> SelectionPolicy:
+        """Put a policy in force outside of contexts; the former one is returned."""
+        if not isinstance(policy, SelectionPolicy):
+            raise TypeError(f"expected a SelectionPolicy, got {type(policy).__name__}")
+        with self._lock:
+            former = self.get_global_policy()
+            self._policy = policy
+            self.bump_policy_epoch()
+        return former
+
+    def reset_global_policy(self) -> None:
+        """Read the environment anew, at the next use."""
+        with self._lock:
+            self._policy = None
+            self.bump_policy_epoch()
+
+    def get_policy_epoch(self) -> int:
+        """How often the global policy has changed."""
+        return self._epoch
+
+    def bump_policy_epoch(self) -> int:
+        """Let managers choose anew."""
+        with self._lock:
+            self._epoch += 1
+            for listener in tuple(self._listeners):
+                listener.policy_changed()
+            return self._epoch
+
+    def listen(self, listener: Any) -> None:
+        """Call ``listener.policy_changed()`` after every change, for as long as it lives."""
+        with self._lock:
+            self._listeners.add(listener)
+
+
+def get_policy() -> SelectionPolicy:
+    """The policy in force for this thread."""
+    return PolicyManager.get_instance().get_policy()
+
+
+def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
+    """Put a policy in force outside of contexts; the former one is returned."""
+    return PolicyManager.get_instance().set_global_policy(policy)
+
+
+def reset_global_policy() -> None:
+    """Read the environment anew, at the next use."""
+    PolicyManager.get_instance().reset_global_policy()
+
+
+def get_policy_epoch() -> int:
+    """How often the global policy has changed."""
+    return PolicyManager.get_instance().get_policy_epoch()
+
+
+def bump_policy_epoch() -> int:
+    """Let managers choose anew; the number of changes."""
+    return PolicyManager.get_instance().bump_policy_epoch()
+
+
+# ---- contexts ------------------------------------------------------------------------------------
+
+
+def policy_context(policy: SelectionPolicy) -> _core.Scope:
+    """Put a policy in force for this thread, inside ``with``; it may be entered again."""
+    if not isinstance(policy, SelectionPolicy):
+        raise TypeError(f"expected a SelectionPolicy, got {type(policy).__name__}")
+    return _core.Scope(policy)
+
+
+def with_strict_mode() -> _core.Scope:
+    """The policy in force now, strict, as `policy_context` does it."""
+    return policy_context(replace(get_policy(), strict=True))
+
+
+def with_preference(prefer: str) -> _core.Scope:
+    """The policy in force now with another kind first, as `policy_context` does it."""
+    return policy_context(replace(get_policy(), prefer=prefer))
+
+
+def with_allowed_vendors(*vendors: str) -> _core.Scope:
+    """The policy in force now with these vendors alone, as `policy_context` does it."""
+    return policy_context(replace(get_policy(), allow_vendors=frozenset(vendors)))
+
+
+def with_denied_vendors(*vendors: str) -> _core.Scope:
+    """The policy in force now without these vendors either, as `policy_context` does it."""
+    policy = get_policy()
+    return policy_context(replace(policy, deny_vendors=policy.deny_vendors | frozenset(vendors)))

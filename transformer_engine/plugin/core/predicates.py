@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an implementation takes a call: by dtype and architecture, and by what it says itself."""
+
+import functools
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from transformer_engine.plugin.core.types import OpImpl
+
+__all__ = ["predicate_of"]
+
+
+@functools.lru_cache(maxsize=4096)
+def predicate_of(impl: OpImpl) -> Callable[..., Any] | None:
+    """Whether it takes a call, from the arguments of that; None: it takes every call."""
+    if impl.supported_dtypes is None and impl.min_arch is None:
+        return impl.supports
+    least = None if impl.min_arch is None else _arch(impl.min_arch)
+    dtypes = (
+        None if impl.supported_dtypes is None else frozenset(map(_plain, impl.supported_dtypes))
+    )
+    known: dict[tuple, bool] = {}
+    own = impl.supports
+
+    def takes(*args: Any, **kwargs: Any) -> bool:
+        for value in (*args, *kwargs.values()):
+            if hasattr(value, "dtype") and hasattr(value, "device"):
+                key = (value.dtype, value.device)
+                fits = known.get(key)
+                if fits is None:
+                    fits = known[key] = _fits(*key, dtypes, least)
+                if not fits:
+                    return False
+                break
+        return own is None or bool(own(*args, **kwargs))
+
+    return takes
+
+
+def _plain(dtype: Any) -> str:
+    """Name of a dtype without its framework."""
+    return str(dtype).rpartition(".")[2].lower()
+
+
+def _arch(text: str) -> tuple[int, int]:
+    """(major, minor) of "sm_90", "sm_90a", "9.0" or "90"; ValueError for anything else."""
+    match = re.fullmatch(r"(?:sm_?)?(\d+?)\.?(\d)[a-z]?", str(text).strip().lower())
+    if match is None:
+        raise ValueError(f"min_arch={text!r} is no architecture: expected sm_90 or 9.0")
+    return int(match[1]), int(match[2])
+
+
+def _fits(dtype: Any, device: Any, dtypes: frozenset | None, least: tuple | None) -> bool:
+    if dtypes is not None and _plain(dtype) not in dtypes:
+        return False
+    if least is None:
+        return True
+    if getattr(device, "type", "") != "cuda":
+        return False
+    return sys.modules["torch"].cuda.get_device_capability(device) >= least

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementations there are."""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from transformer_engine.plugin.core.locks import ForkSafeLock
+from transformer_engine.plugin.core.types import OpImpl
+
+__all__ = ["OpRegistry", "OpRegistrySnapshot"]
+
+
+class OpRegistrySnapshot:
+    """All implementations at one time; nothing changes it."""
+
+    __slots__ = ("impls_by_op", "version")
+
+    def __init__(self, impls: Mapping[str, tuple[OpImpl, ...]], version: int) -> None:
+        self.impls_by_op = MappingProxyType(dict(impls))
+        self.version = version  # how often the registry had changed
+
+
+class OpRegistry:
+    """Implementations by operator and name, for any number of threads.
+
+    A change makes a new snapshot; managers are told of it before the change returns, so that the
+    next call sees it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = ForkSafeLock()
+        self._impls: dict[str, dict[str, OpImpl]] = {}
+        self._snapshot = OpRegistrySnapshot({}, 0)
+        self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an OpRegistry holds functions of this process: it can not be pickled")
+
+    def register_impl(self, impl: OpImpl) -> None:
+        """Add an implementation; ValueError where its operator has one of that name."""
+        self.register_many((impl,))
+
+    register = register_impl
+
+    def register_many(self, impls: Iterable[OpImpl]) -> None:
+        """Add all of them, or none where one is refused.
+
+        TypeError for what is no `OpImpl`, ValueError for a name that its operator has already.
+        """
+        given = tuple(impls)
+        with self._lock:
+            seen = set()
+            for impl in given:
+                if not isinstance(impl, OpImpl):
+                    raise TypeError(f"expected an OpImpl, got {type(impl).__name__}")
+                key = (impl.op_name, impl.impl_id)
+                if key in seen or impl.impl_id in self._impls.get(impl.op_name, ()):
+                    raise ValueError(
+                        f"{impl.op_name} has an implementation {impl.impl_id!r} already: "
+                        "unregister it first, or choose another impl_id"
+                    )
+                seen.add(key)
+            for impl in given:
+                self._impls.setdefault(impl.op_name, {})[impl.impl_id] = impl
+            self._changed({impl.op_name for impl in given})
+
+    def unregister(self, op_name: str, impl_id: str) -> OpImpl:
+        """Take an implementation out and return it; KeyError where there is none."""
+        with self._lock:
+            found = self._impls.get(op_name, {}).pop(impl_id, None)
+            if found is None:
+                raise KeyError(f"{op_name} has no implementation {impl_id!r}")
+            if not self._impls[op_name]:
+                del self._impls[op_name]
+            self._changed({op_name})
+        return found
+
+    def clear(self) -> None:
+        """Take all out."""
+        with self._lock:
+            names = set(self._impls)
+            self._impls.clear()
+            self._changed(names)
+
+    def snapshot(self) -> OpRegistrySnapshot:
+        """All implementations, in the order of their registration."""
+        return self._snapshot
+
+    @property
+    def version(self) -> int:
+        """How often it has changed."""
+        return self._snapshot.version
+
+    def get_implementations(self, op_name: str) -> list[OpImpl]:
+        """Those of an operator, in the order of their registration; [] where there are none."""
+        return list(self._snapshot.impls_by_op.get(op_name, ()))
+
+    def get_implementation(self, op_name: str, impl_id: str) -> OpImpl | None:
+        """One of an operator."""
+        found = self._snapshot.impls_by_op.get(op_name, ())
+        return next((impl for impl in found if impl.impl_id == impl_id), None)
+
+    def list_operators(self) -> list[str]:
+        """Names of the operators that have any."""
+        return list(self._snapshot.impls_by_op)
+
+    def listen(self, listener: Any) -> None:
+        """Call ``listener.registry_changed(operators)`` after each change, while it lives."""
+        with self._lock:
+            self._listeners.add(listener)
+
+    def _changed(self, names: set[str]) -> None:
+        impls = dict(self._snapshot.impls_by_op)
+        for name in names:
+            impls.pop(name, None)
+            if name in self._impls:
+                impls[name] = tuple(self._impls[name].values())
+        self._snapshot = OpRegistrySnapshot(impls, self._snapshot.version + 1)
+        for listener in tuple(self._listeners):
+            listener.registry_changed(names)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Implementations of operators, their kinds, and the tokens that policies name them by."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+__all__ = ["TOKENS", "BackendImplKind", "OpImpl", "check_token", "match_token"]
+
+
+class BackendImplKind(StrEnum):
+    """Who made an implementation; ``str(kind)`` is its value."""
+
+    DEFAULT = "flagos"
+    VENDOR = "vendor"
+    REFERENCE = "reference"
+
+
+_KINDS = {kind.value: kind for kind in BackendImplKind} | {"default": BackendImplKind.DEFAULT}
+_ALIASES = {"nvidia": "cuda"}
+"""Vendors by other names."""
+TOKENS = "flagos (or default), vendor, reference, vendor:NAME or impl:ID"
+"""What a token of a policy may be."""
+
+
+@dataclass(frozen=True)
+class OpImpl:
+    """An implementation of an operator.
+
+    Parameters
+    ----------
+    op_name : str
+        The operator.
+    impl_id : str
+        Its own name, by convention ``kind.name``; one operator has no two of a name.
+    kind : BackendImplKind
+        Who made it.
+    fn : callable
+        Takes the operator's arguments. Where it has an attribute ``_is_available``, a callable,
+        that is asked whether the implementation can run in this process at all: when
+        implementations are chosen, not at a call. One that raises counts as no.
+    vendor : str, optional
+        Whose it is; VENDOR needs one, compared without case, and "nvidia" is "CUDA".
+    priority : int, default 0
+        The larger number goes first among those that a token names; of equal ones the last
+        `impl_id` of the alphabet.
+    supported_dtypes : set of str, optional
+        Names of the dtypes that its first tensor may have; None: any.
+    min_arch : str, optional
+        Smallest architecture of the device ("sm_90", "9.0"); None: any.
+    supports : callable, optional
+        Whether it takes a call, from the arguments of that and without side effects. Where it says
+        no, the next implementation is asked.
+
+    Raises
+    ------
+    ValueError
+        VENDOR without a `vendor`.
+    TypeError
+        `fn` or `supports` is no callable, or `kind` none of `BackendImplKind`.
+    """
+
+    op_name: str
+    impl_id: str
+    kind: BackendImplKind
+    fn: Callable[..., Any]
+    vendor: str | None = None
+    priority: int = 0
+    supported_dtypes: frozenset[str] | set[str] | None = None
+    min_arch: str | None = None
+    supports: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, BackendImplKind):
+            raise TypeError(f"OpImpl {self.impl_id!r}: kind={self.kind!r}, expected a "
+                            "BackendImplKind")  # fmt: skip
+        for name in ("fn", "supports"):
+            value = getattr(self, name)
+            if not callable(value) and not (name == "supports" and value is None):
+                raise TypeError(f"OpImpl {self.impl_id!r}: {name}={value!r} is no callable")
+        if self.kind is BackendImplKind.VENDOR and not self.vendor:
+            raise ValueError(f"OpImpl {self.impl_id!r}: kind VENDOR needs a vendor")
+        if self.supported_dtypes is not None:
+            object.__setattr__(self, "supported_dtypes", frozenset(self.supported_dtypes))
+
+    def is_available(self) -> bool:
+        """Whether it can run in this process."""
+        return not self.unavailable_because()
+
+    def unavailable_because(self) -> str:
+        """Why it can not run in this process; "": it can."""
+        ask = getattr(self.fn, "_is_available", None)
+        if not callable(ask):
+            return ""
+        try:
+            return "" if ask() else "it says that it is not available"
+        except Exception as error:  # noqa: BLE001 - an answer like any other: it is not available
+            return f"asked whether it is available it raised {type(error).__name__}: {error}"
+
+
+def vendor_key(name: str) -> str:
+    """What vendors are compared by."""
+    folded = name.strip().casefold()
+    return _ALIASES.get(folded, folded)
+
+
+def check_token(token: str) -> str:
+    """The token; ValueError for what is none, with the grammar."""
+    head, colon, rest = token.partition(":")
+    if (token in _KINDS) or (colon and head in ("vendor", "impl") and rest):
+        return token
+    raise ValueError(f"{token!r} is no token of a policy: expected {TOKENS}")
+
+
+def match_token(impl: OpImpl, token: str) -> bool:
+    """Whether a token names an implementation; ValueError for what is no token."""
+    head, _, rest = check_token(token).partition(":")
+    if head == "impl":
+        return impl.impl_id == rest
+    if not rest:
+        return impl.kind is _KINDS[head]
+    return impl.kind is BackendImplKind.VENDOR and vendor_key(impl.vendor or "") == vendor_key(rest)
