@@ -5,15 +5,14 @@
  *
  * A Dispatcher has one table, a tuple that nobody changes, with a tuple of Implementations for each
  * of its operators in the order in which they are tried. It is made by a Python function whenever
- * policies or registrations change, and never during a call. A Scope puts a policy, or a table that
- * was in force once, in its place for one thread: what is in force for a thread is a list of frames
- * in its own memory, which a call reads without a lock.
+ * policies or registrations change, and never during a call.
  */
-#include "python/args.h"
+#include "python/dispatch_py.h"
 
 #include <stddef.h>
-#include <stdlib.h>
 #include <structmember.h>
+
+#include "python/args.h"
 
 /* In the limited API from 3.12 on, and in every interpreter from 3.9 on. */
 #if Py_LIMITED_API + 0 < 0x030c0000
@@ -33,53 +32,18 @@ static PyObject *call_vector(PyObject *function, PyObject *const *args, size_t n
     return PyObject_Vectorcall(function, args, nargsf, names);
 }
 
-/* ---- types -------------------------------------------------------------------------------- */
-
 typedef struct implementation {
     PyObject_HEAD PyObject *op, *impl_id, *function;
     PyObject *supports; /* NULL: it takes every call */
     unsigned long long calls;
 } implementation;
 
-typedef struct dispatcher {
-    PyObject_HEAD PyObject *resolve; /* resolve(policy or None): the table */
-    PyObject *refuse;                /* refuse(name, refused): raises */
-    PyObject *table;                 /* NULL: to be made at the next call */
-    unsigned long long version;      /* of what tables are made of */
-    tepy_state *state;
-    PyObject *module; /* keeps the state */
-} dispatcher;
-
 typedef struct operator_object {
     PyObject_HEAD vectorcallfunc call;
     PyObject *name;
-    dispatcher *dispatcher;
+    tepy_dispatcher *dispatcher;
     Py_ssize_t index;
 } operator_object;
-
-typedef struct scope {
-    PyObject_HEAD PyObject *policy; /* None: none was in force */
-    PyObject *of, *table; /* a dispatcher's table of then; NULL: whatever the policy says */
-    tepy_state *state;
-    PyObject *module;
-} scope;
-
-/* What is in force for a thread, innermost first. */
-typedef struct tepy_frame {
-    PyObject *owner; /* the Scope */
-    PyObject *table; /* of `met`; NULL: not made yet */
-    PyObject *met;   /* the dispatcher that asked last, borrowed: an address to compare with */
-    unsigned long long version;
-    struct tepy_frame *outer;
-} tepy_frame;
-
-static tepy_frame *innermost(const tepy_state *state)
-{
-    return PyThread_tss_get(state->frames);
-}
-
-#define FREE(self) ((freefunc)PyType_GetSlot(Py_TYPE(self), Py_tp_free))(self)
-#define ALLOCATE(type) ((allocfunc)PyType_GetSlot((type), Py_tp_alloc))((type), 0)
 
 /* ---- implementations ---------------------------------------------------------------------- */
 
@@ -108,7 +72,7 @@ static void implementation_dealloc(PyObject *object)
     (void)implementation_clear(object);
     Py_XDECREF(self->op);
     Py_XDECREF(self->impl_id);
-    FREE(object);
+    TEPY_FREE(object);
     Py_DECREF(type);
 }
 
@@ -130,7 +94,7 @@ static PyObject *implementation_new(PyTypeObject *type, PyObject *args, PyObject
          require_callable(supports, (tepy_site){"Implementation", "supports"}) != 0)) {
         return NULL;
     }
-    self = (implementation *)ALLOCATE(type);
+    self = (implementation *)TEPY_ALLOCATE(type);
     if (self == NULL) return NULL;
     self->op = Py_NewRef(op);
     self->impl_id = Py_NewRef(impl_id);
@@ -189,55 +153,6 @@ static PyType_Spec implementation_spec = {
     .slots = implementation_slots,
 };
 
-/* ---- tables in force ---------------------------------------------------------------------- */
-
-/* New reference: what a dispatcher's function makes of a policy. */
-static PyObject *make_table(const dispatcher *self, PyObject *policy)
-{
-    PyObject *table = PyObject_CallFunctionObjArgs(self->resolve, policy, NULL);
-    const tepy_site site = {"Dispatcher", "resolve"};
-    if (table == NULL || PyTuple_Check(table)) return table;
-    (void)tepy_fail(PyExc_TypeError, site, "expected a tuple from it, got %R", Py_TYPE(table));
-    Py_DECREF(table);
-    return NULL;
-}
-
-/* New reference to the table of a frame's policy; it stays with the frame. The frame is the
- * thread's, and lives on while the function runs. */
-static PyObject *table_of_frame(dispatcher *self, tepy_frame *frame)
-{
-    const unsigned long long version = self->version;
-    PyObject *table;
-    if (frame->table != NULL && frame->met == (PyObject *)self && frame->version == version) {
-        return Py_NewRef(frame->table);
-    }
-    table = make_table(self, ((scope *)frame->owner)->policy);
-    if (table == NULL) return NULL;
-    tepy_set(&frame->table, Py_NewRef(table));
-    frame->met = (PyObject *)self;
-    frame->version = version;
-    return table;
-}
-
-/* New reference to the table that the calls of this thread read. One that is kept and has no such
- * place is older than the operator, which goes by what is in force outside. */
-static PyObject *table_in_force(dispatcher *self, Py_ssize_t place)
-{
-    PyObject *table;
-    for (tepy_frame *frame = innermost(self->state); frame != NULL; frame = frame->outer) {
-        const scope *owner = (const scope *)frame->owner;
-        if (owner->table == NULL) return table_of_frame(self, frame);
-        if (owner->of != (PyObject *)self || place >= PyTuple_Size(owner->table)) continue;
-        return Py_NewRef(owner->table);
-    }
-    if (self->table != NULL) return Py_NewRef(self->table);
-    table = make_table(self, Py_None);
-    if (table == NULL) return NULL;
-    if (self->table == NULL)
-        self->table = Py_NewRef(table); /* unless one was published meanwhile */
-    return table;
-}
-
 /* ---- calls -------------------------------------------------------------------------------- */
 
 /* Lets an error that an implementation raised say whose it is. */
@@ -294,7 +209,7 @@ static PyObject *operator_vectorcall(PyObject *object, PyObject *const *args, si
                                      PyObject *names)
 {
     const operator_object *self = (const operator_object *)object;
-    PyObject *table = table_in_force(self->dispatcher, self->index), *candidates, *result;
+    PyObject *table = tepy_table_in_force(self->dispatcher, self->index), *candidates, *result;
     if (table == NULL) return NULL;
     candidates = self->index < PyTuple_Size(table) ? PyTuple_GetItem(table, self->index) : NULL;
     Py_XINCREF(candidates); /* what is called may publish another table */
@@ -329,7 +244,7 @@ static void operator_dealloc(PyObject *object)
     PyObject_GC_UnTrack(object);
     Py_XDECREF((PyObject *)self->dispatcher);
     Py_XDECREF(self->name);
-    FREE(object);
+    TEPY_FREE(object);
     Py_DECREF(type);
 }
 
@@ -378,7 +293,7 @@ static PyType_Spec operator_spec = {
 
 static int dispatcher_traverse(PyObject *object, visitproc visit, void *arg)
 {
-    dispatcher *self = (dispatcher *)object;
+    tepy_dispatcher *self = (tepy_dispatcher *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->resolve);
     Py_VISIT(self->refuse);
@@ -389,20 +304,20 @@ static int dispatcher_traverse(PyObject *object, visitproc visit, void *arg)
 
 static int dispatcher_clear(PyObject *object)
 {
-    Py_CLEAR(((dispatcher *)object)->table); /* an operator may still call the rest */
+    Py_CLEAR(((tepy_dispatcher *)object)->table); /* an operator may still call the rest */
     return 0;
 }
 
 static void dispatcher_dealloc(PyObject *object)
 {
-    dispatcher *self = (dispatcher *)object;
+    tepy_dispatcher *self = (tepy_dispatcher *)object;
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     Py_XDECREF(self->table);
     Py_XDECREF(self->resolve);
     Py_XDECREF(self->refuse);
     Py_XDECREF(self->module);
-    FREE(object);
+    TEPY_FREE(object);
     Py_DECREF(type);
 }
 
@@ -410,14 +325,14 @@ static PyObject *dispatcher_new(PyTypeObject *type, PyObject *args, PyObject *kw
 {
     static char *names[] = {"resolve", "refuse", NULL};
     PyObject *resolve, *refuse, *module = PyType_GetModule(type);
-    dispatcher *self;
+    tepy_dispatcher *self;
     if (module == NULL ||
         !PyArg_ParseTupleAndKeywords(args, kwargs, "OO:Dispatcher", names, &resolve, &refuse) ||
         require_callable(resolve, (tepy_site){"Dispatcher", "resolve"}) != 0 ||
         require_callable(refuse, (tepy_site){"Dispatcher", "refuse"}) != 0) {
         return NULL;
     }
-    self = (dispatcher *)ALLOCATE(type);
+    self = (tepy_dispatcher *)TEPY_ALLOCATE(type);
     if (self == NULL) return NULL;
     self->resolve = Py_NewRef(resolve);
     self->refuse = Py_NewRef(refuse);
@@ -428,7 +343,7 @@ static PyObject *dispatcher_new(PyTypeObject *type, PyObject *args, PyObject *kw
 
 static PyObject *dispatcher_publish(PyObject *object, PyObject *table)
 {
-    dispatcher *self = (dispatcher *)object;
+    tepy_dispatcher *self = (tepy_dispatcher *)object;
     const tepy_site site = {"publish", "table"};
     if (table != Py_None && !PyTuple_Check(table)) {
         (void)tepy_fail(PyExc_TypeError, site, "expected a tuple or None, got %R", Py_TYPE(table));
@@ -442,12 +357,12 @@ static PyObject *dispatcher_publish(PyObject *object, PyObject *table)
 static PyObject *dispatcher_table(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    return table_in_force((dispatcher *)object, 0);
+    return tepy_table_in_force((tepy_dispatcher *)object, 0);
 }
 
 static PyObject *dispatcher_operator(PyObject *object, PyObject *args)
 {
-    dispatcher *self = (dispatcher *)object;
+    tepy_dispatcher *self = (tepy_dispatcher *)object;
     PyObject *name;
     Py_ssize_t index;
     operator_object *made;
@@ -456,34 +371,19 @@ static PyObject *dispatcher_operator(PyObject *object, PyObject *args)
         PyErr_Format(PyExc_ValueError, "operator: index = %zd, expected 0 or more", index);
         return NULL;
     }
-    made = (operator_object *)ALLOCATE((PyTypeObject *)self->state->operator_type);
+    made = (operator_object *)TEPY_ALLOCATE((PyTypeObject *)self->state->operator_type);
     if (made == NULL) return NULL;
     made->call = operator_vectorcall;
     made->name = Py_NewRef(name);
-    made->dispatcher = (dispatcher *)Py_NewRef(object);
+    made->dispatcher = (tepy_dispatcher *)Py_NewRef(object);
     made->index = index;
     return (PyObject *)made;
 }
 
 static PyObject *dispatcher_selection(PyObject *object, PyObject *unused)
 {
-    dispatcher *self = (dispatcher *)object;
-    PyObject *table = table_in_force(self, 0);
-    const tepy_frame *frame = innermost(self->state);
-    scope *made;
     (void)unused;
-    if (table == NULL) return NULL;
-    made = (scope *)ALLOCATE((PyTypeObject *)self->state->scope_type);
-    if (made == NULL) {
-        Py_DECREF(table);
-        return NULL;
-    }
-    made->policy = Py_NewRef(frame == NULL ? Py_None : ((scope *)frame->owner)->policy);
-    made->of = Py_NewRef(object);
-    made->table = table;
-    made->state = self->state;
-    made->module = Py_NewRef(self->module);
-    return (PyObject *)made;
+    return tepy_scope_of_table((tepy_dispatcher *)object);
 }
 
 static PyMethodDef dispatcher_methods[] = {
@@ -510,127 +410,10 @@ static PyType_Slot dispatcher_slots[] = {
 
 static PyType_Spec dispatcher_spec = {
     .name = "transformer_engine._core.Dispatcher",
-    .basicsize = sizeof(dispatcher),
+    .basicsize = sizeof(tepy_dispatcher),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = dispatcher_slots,
 };
-
-/* ---- scopes ------------------------------------------------------------------------------- */
-
-static int scope_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    scope *self = (scope *)object;
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->policy);
-    Py_VISIT(self->of);
-    Py_VISIT(self->table);
-    Py_VISIT(self->module);
-    return 0;
-}
-
-static void scope_dealloc(PyObject *object)
-{
-    scope *self = (scope *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    PyObject_GC_UnTrack(object);
-    Py_XDECREF(self->policy);
-    Py_XDECREF(self->of);
-    Py_XDECREF(self->table);
-    Py_XDECREF(self->module);
-    FREE(object);
-    Py_DECREF(type);
-}
-
-static PyObject *scope_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"policy", NULL};
-    PyObject *policy, *module = PyType_GetModule(type);
-    scope *self;
-    if (module == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "O:Scope", names, &policy)) {
-        return NULL;
-    }
-    self = (scope *)ALLOCATE(type);
-    if (self == NULL) return NULL;
-    self->policy = Py_NewRef(policy);
-    self->state = tepy_state_of(module);
-    self->module = Py_NewRef(module);
-    return (PyObject *)self;
-}
-
-static PyObject *scope_enter(PyObject *object, PyObject *unused)
-{
-    const scope *self = (const scope *)object;
-    tepy_frame *frame = calloc(1, sizeof *frame);
-    (void)unused;
-    if (frame == NULL) return PyErr_NoMemory();
-    frame->outer = innermost(self->state);
-    if (PyThread_tss_set(self->state->frames, frame) != 0) {
-        free(frame);
-        return PyErr_NoMemory();
-    }
-    frame->owner = Py_NewRef(object);
-    return Py_NewRef(self->policy);
-}
-
-static PyObject *scope_exit(PyObject *object, PyObject *args)
-{
-    const scope *self = (const scope *)object;
-    tepy_frame *frame = innermost(self->state);
-    (void)args;
-    if (frame == NULL || frame->owner != object) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "__exit__: the scope is not the innermost one of this thread: leave scopes "
-                        "where they were entered, in the opposite order");
-        return NULL;
-    }
-    (void)PyThread_tss_set(self->state->frames, frame->outer);
-    Py_XDECREF(frame->table);
-    Py_DECREF(frame->owner);
-    free(frame);
-    return Py_NewRef(Py_None);
-}
-
-static PyObject *scope_policy(PyObject *object, void *unused)
-{
-    (void)unused;
-    return Py_NewRef(((scope *)object)->policy);
-}
-
-static PyMethodDef scope_methods[] = {
-    {"__enter__", scope_enter, METH_NOARGS, "__enter__($self, /)\n--\n\nReturns the policy."},
-    {"__exit__", scope_exit, METH_VARARGS, "__exit__($self, /, *error)\n--\n\n"},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyGetSetDef scope_getset[] = {
-    {"policy", scope_policy, NULL, "The policy that it puts in force.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
-static PyType_Slot scope_slots[] = {
-    {Py_tp_doc, "Scope(policy)\n--\n\nPuts a policy in force for a thread, as a context manager."},
-    {Py_tp_new, scope_new},
-    {Py_tp_dealloc, scope_dealloc},
-    {Py_tp_traverse, scope_traverse},
-    {Py_tp_methods, scope_methods},
-    {Py_tp_getset, scope_getset},
-    {0, NULL},
-};
-
-static PyType_Spec scope_spec = {
-    .name = "transformer_engine._core.Scope",
-    .basicsize = sizeof(scope),
-    .flags =
-        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_BASETYPE,
-    .slots = scope_slots,
-};
-
-PyObject *tepy_policy_in_force(PyObject *module, PyObject *unused)
-{
-    const tepy_frame *frame = innermost(tepy_state_of(module));
-    (void)unused;
-    return Py_NewRef(frame == NULL ? Py_None : ((scope *)frame->owner)->policy);
-}
 
 /* ---- types -------------------------------------------------------------------------------- */
 
@@ -645,7 +428,7 @@ int tepy_dispatch_add(PyObject *module)
     }
     if ((state->operator_type = PyType_FromModuleAndSpec(module, &operator_spec, NULL)) == NULL ||
         PyModule_AddObjectRef(module, "Operator", state->operator_type) != 0 ||
-        (state->scope_type = PyType_FromModuleAndSpec(module, &scope_spec, NULL)) == NULL ||
+        (state->scope_type = tepy_scope_make_type(module)) == NULL ||
         PyModule_AddObjectRef(module, "Scope", state->scope_type) != 0) {
         return -1;
     }

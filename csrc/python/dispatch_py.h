@@ -1,0 +1,33 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * dispatch_py.h - operators whose implementations are chosen from Python: what their calls and the
+ * scopes of threads share.
+ */
+#ifndef TE_PYTHON_DISPATCH_PY_H
+#define TE_PYTHON_DISPATCH_PY_H
+
+#include "python/state.h"
+
+typedef struct tepy_dispatcher {
+    PyObject_HEAD PyObject *resolve; /* resolve(policy or None): the table */
+    PyObject *refuse;                /* refuse(name, asked): raises */
+    PyObject *table;                 /* NULL: to be made at the next call */
+    unsigned long long version;      /* of what tables are made of */
+    tepy_state *state;
+    PyObject *module; /* keeps the state */
+} tepy_dispatcher;
+
+#define TEPY_FREE(self) ((freefunc)PyType_GetSlot(Py_TYPE(self), Py_tp_free))(self)
+#define TEPY_ALLOCATE(type) ((allocfunc)PyType_GetSlot((type), Py_tp_alloc))((type), 0)
+
+/* ---- scope_py.c ---- */
+
+/* Creates the type of Scope; new reference. */
+PyObject *tepy_scope_make_type(PyObject *module);
+/* New reference to the table that the calls of this thread read. One that is kept and has no such
+ * place is older than the operator, which goes by what is in force outside. */
+PyObject *tepy_table_in_force(tepy_dispatcher *dispatcher, Py_ssize_t place);
+/* New reference: a Scope of the table in force for this thread. */
+PyObject *tepy_scope_of_table(tepy_dispatcher *dispatcher);
+
+#endif

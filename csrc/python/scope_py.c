@@ -1,0 +1,224 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * scope_py.c - which table is in force for a thread.
+ *
+ * A Scope puts a policy, or a table that was in force once, in the place of a dispatcher's own for
+ * one thread: what is in force there is a list of frames in memory of the thread, which a call
+ * reads without a lock.
+ */
+#include "python/dispatch_py.h"
+
+#include <stdlib.h>
+
+#include "python/args.h"
+
+typedef struct scope {
+    PyObject_HEAD PyObject *policy; /* None: none was in force */
+    PyObject *of, *table; /* a dispatcher's table of then; NULL: whatever the policy says */
+    tepy_state *state;
+    PyObject *module;
+} scope;
+
+/* What is in force for a thread, innermost first. */
+typedef struct tepy_frame {
+    PyObject *owner; /* the Scope */
+    PyObject *table; /* of `met`; NULL: not made yet */
+    PyObject *met;   /* the dispatcher that asked last */
+    unsigned long long version;
+    struct tepy_frame *outer;
+} tepy_frame;
+
+static tepy_frame *innermost(const tepy_state *state)
+{
+    return PyThread_tss_get(state->frames);
+}
+
+/* ---- tables in force ---------------------------------------------------------------------- */
+
+/* New reference: what a dispatcher's function makes of a policy. */
+static PyObject *make_table(const tepy_dispatcher *self, PyObject *policy)
+{
+    PyObject *table = PyObject_CallFunctionObjArgs(self->resolve, policy, NULL);
+    const tepy_site site = {"Dispatcher", "resolve"};
+    if (table == NULL || PyTuple_Check(table)) return table;
+    (void)tepy_fail(PyExc_TypeError, site, "expected a tuple from it, got %R", Py_TYPE(table));
+    Py_DECREF(table);
+    return NULL;
+}
+
+/* New reference to the table of a frame's policy; it stays with the frame. The frame is the
+ * thread's, and lives on while the function runs. */
+static PyObject *table_of_frame(tepy_dispatcher *self, tepy_frame *frame)
+{
+    const unsigned long long version = self->version;
+    PyObject *table;
+    if (frame->table != NULL && frame->met == (PyObject *)self && frame->version == version) {
+        return Py_NewRef(frame->table);
+    }
+    table = make_table(self, ((scope *)frame->owner)->policy);
+    if (table == NULL) return NULL;
+    tepy_set(&frame->table, Py_NewRef(table));
+    tepy_set(&frame->met, Py_NewRef((PyObject *)self));
+    frame->version = version;
+    return table;
+}
+
+PyObject *tepy_table_in_force(tepy_dispatcher *self, Py_ssize_t place)
+{
+    PyObject *table;
+    for (tepy_frame *frame = innermost(self->state); frame != NULL; frame = frame->outer) {
+        const scope *owner = (const scope *)frame->owner;
+        if (owner->table == NULL) return table_of_frame(self, frame);
+        if (owner->of != (PyObject *)self || place >= PyTuple_Size(owner->table)) continue;
+        return Py_NewRef(owner->table);
+    }
+    if (self->table != NULL) return Py_NewRef(self->table);
+    table = make_table(self, Py_None);
+    if (table == NULL) return NULL;
+    if (self->table == NULL)
+        self->table = Py_NewRef(table); /* unless one was published meanwhile */
+    return table;
+}
+
+/* ---- scopes ------------------------------------------------------------------------------- */
+
+static int scope_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    scope *self = (scope *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->policy);
+    Py_VISIT(self->of);
+    Py_VISIT(self->table);
+    Py_VISIT(self->module);
+    return 0;
+}
+
+static void scope_dealloc(PyObject *object)
+{
+    scope *self = (scope *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    Py_XDECREF(self->policy);
+    Py_XDECREF(self->of);
+    Py_XDECREF(self->table);
+    Py_XDECREF(self->module);
+    TEPY_FREE(object);
+    Py_DECREF(type);
+}
+
+static PyObject *scope_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"policy", NULL};
+    PyObject *policy, *module = PyType_GetModule(type);
+    scope *self;
+    if (module == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "O:Scope", names, &policy)) {
+        return NULL;
+    }
+    self = (scope *)TEPY_ALLOCATE(type);
+    if (self == NULL) return NULL;
+    self->policy = Py_NewRef(policy);
+    self->state = tepy_state_of(module);
+    self->module = Py_NewRef(module);
+    return (PyObject *)self;
+}
+
+static PyObject *scope_enter(PyObject *object, PyObject *unused)
+{
+    const scope *self = (const scope *)object;
+    tepy_frame *frame = calloc(1, sizeof *frame);
+    (void)unused;
+    if (frame == NULL) return PyErr_NoMemory();
+    frame->outer = innermost(self->state);
+    if (PyThread_tss_set(self->state->frames, frame) != 0) {
+        free(frame);
+        return PyErr_NoMemory();
+    }
+    frame->owner = Py_NewRef(object);
+    return Py_NewRef(self->policy);
+}
+
+static PyObject *scope_exit(PyObject *object, PyObject *args)
+{
+    const scope *self = (const scope *)object;
+    tepy_frame *frame = innermost(self->state);
+    (void)args;
+    if (frame == NULL || frame->owner != object) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "__exit__: the scope is not the innermost one of this thread: leave scopes "
+                        "where they were entered, in the opposite order");
+        return NULL;
+    }
+    (void)PyThread_tss_set(self->state->frames, frame->outer);
+    Py_XDECREF(frame->table);
+    Py_XDECREF(frame->met);
+    Py_DECREF(frame->owner);
+    free(frame);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *scope_policy(PyObject *object, void *unused)
+{
+    (void)unused;
+    return Py_NewRef(((scope *)object)->policy);
+}
+
+static PyMethodDef scope_methods[] = {
+    {"__enter__", scope_enter, METH_NOARGS, "__enter__($self, /)\n--\n\nReturns the policy."},
+    {"__exit__", scope_exit, METH_VARARGS, "__exit__($self, /, *error)\n--\n\n"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef scope_getset[] = {
+    {"policy", scope_policy, NULL, "The policy that it puts in force.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot scope_slots[] = {
+    {Py_tp_doc, "Scope(policy)\n--\n\nPuts a policy in force for a thread, as a context manager."},
+    {Py_tp_new, scope_new},
+    {Py_tp_dealloc, scope_dealloc},
+    {Py_tp_traverse, scope_traverse},
+    {Py_tp_methods, scope_methods},
+    {Py_tp_getset, scope_getset},
+    {0, NULL},
+};
+
+static PyType_Spec scope_spec = {
+    .name = "transformer_engine._core.Scope",
+    .basicsize = sizeof(scope),
+    .flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_BASETYPE,
+    .slots = scope_slots,
+};
+
+PyObject *tepy_scope_of_table(tepy_dispatcher *dispatcher)
+{
+    tepy_state *state = dispatcher->state;
+    PyObject *table = tepy_table_in_force(dispatcher, 0);
+    const tepy_frame *frame = innermost(state);
+    scope *made;
+    if (table == NULL) return NULL;
+    made = (scope *)TEPY_ALLOCATE((PyTypeObject *)state->scope_type);
+    if (made == NULL) {
+        Py_DECREF(table);
+        return NULL;
+    }
+    made->policy = Py_NewRef(frame == NULL ? Py_None : ((scope *)frame->owner)->policy);
+    made->of = Py_NewRef((PyObject *)dispatcher);
+    made->table = table;
+    made->state = state;
+    made->module = Py_NewRef(dispatcher->module);
+    return (PyObject *)made;
+}
+
+PyObject *tepy_policy_in_force(PyObject *module, PyObject *unused)
+{
+    const tepy_frame *frame = innermost(tepy_state_of(module));
+    (void)unused;
+    return Py_NewRef(frame == NULL ? Py_None : ((scope *)frame->owner)->policy);
+}
+
+PyObject *tepy_scope_make_type(PyObject *module)
+{
+    return PyType_FromModuleAndSpec(module, &scope_spec, NULL);
+}
