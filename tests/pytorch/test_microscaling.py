@@ -227,6 +227,29 @@ def test_compiled(device, recipe, module):
     assert_same(step(model, x, grad, RECIPES[recipe](), compiled), eager)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("library", ["ours", "torch's"])
+@pytest.mark.parametrize("module", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_dropout_behind_a_repeated_module(device, start, module, library, reentrant):
+    """A first forward without gradients draws as many pairs as its repetition: masks stay."""
+    found = []
+    run = te.checkpoint if library == "ours" else torch.utils.checkpoint.checkpoint
+    for repeats in (False, True):
+        start()
+        model, (x, grad), drop = made(module, device), data(device), torch.nn.Dropout(0.5)
+
+        def forward(x, model=model, drop=drop):
+            return drop(model(drop(model(x))))
+
+        x = x.detach().requires_grad_()
+        with te.autocast(recipe=NVFP4BlockScaling()):
+            out = run(forward, x, use_reentrant=reentrant) if repeats else forward(x)
+            out = drop(out)
+        out.backward(grad)
+        found.append([out.detach(), x.grad, *(p.grad for p in model.parameters())])
+    assert_same(*found)
+
+
 @recipes
 def test_deferred_weight_gradients(device, recipe):
     model, (x, grad) = made("LayerNormMLP", device), data(device)

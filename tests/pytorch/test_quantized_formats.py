@@ -21,6 +21,17 @@ from pytorch.quantized_cases import (
 import transformer_engine.pytorch as te
 
 
+def test_every_class_has_its_own_dequantize():
+    """Writers of checkpoints look for it in the class itself."""
+    import transformer_engine.pytorch.tensor as tensors
+
+    found = [getattr(tensors, name) for name in tensors.__all__ if name.endswith("Tensor")]
+    kinds = [kind for kind in found if issubclass(kind, tensors.QuantizedTensor)]
+    assert len(kinds) >= 7
+    for kind in kinds:
+        assert "dequantize" in vars(kind) and kind.dequantize is tensors.QuantizedTensor.dequantize
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_operators_of_torch(device, name):
     quantizer = FORMATS[name]()

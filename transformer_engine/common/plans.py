@@ -25,6 +25,7 @@ from transformer_engine.common.graphs import (
     Graph,
     Link,
     Norm,
+    Quantization,
     call_graph,
     forms_of,
     norm_graph,
@@ -259,6 +260,15 @@ class CallPlans:
             made = None if self.defer else call_plans(self.spec._replace(parts=parts))
             self._of_quantized[bits] = made if made is None or self._saves_for(made) else None
         return self._of_quantized[bits]
+
+    def unread_of(self, quantization: Sequence[Quantization], returns: int) -> int:
+        """Random pairs that a call would draw if all gradients were wanted, and does not draw.
+
+        `quantization` is that of each part, `returns` as of `RETURN_GRAD`.
+        """
+        stochastic = [bool(each.grad.options & _core.CAST_STOCHASTIC) for each in quantization]
+        returned = stochastic[0] and bool(returns & RETURN_GRAD)
+        return sum(stochastic) + returned - len(self.drawn)
 
     def _saves_for(self, other: "CallPlans") -> bool:
         saved = [

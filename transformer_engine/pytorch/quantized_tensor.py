@@ -296,6 +296,11 @@ class QuantizedTensor(Tensor):
     _viewed: tuple | None = None
     """(tensor that this is a view of, function that makes the view): writing goes there."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Give a class the methods by which programs tell quantized tensors, as its own."""
+        super().__init_subclass__(**options)
+        cls.dequantize = cls.dequantize  # Megatron: "dequantize" in type(tensor).__dict__
+
     @classmethod
     def _made(
         cls,

@@ -54,6 +54,11 @@ class Region(NamedTuple):
     frame: recompute.Frame | None = None
     """Of the checkpoint whose forward is being repeated; None without `replay`."""
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the call is to be repeated, or repeats one."""
+        return bool(self.record) or self.replay is not None
+
 
 _NO_FRAMES: list = []
 

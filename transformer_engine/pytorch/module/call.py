@@ -68,6 +68,9 @@ class ModuleCall:
     recipe: Any = None  # in force, of modules that take and give quantized tensors
     quantizers: dict[bool, Any]  # of what is returned quantized, by whether that is the gradient
     traced = False
+    unread = 0
+    """Random pairs that a forward draws for nobody: whether its backward reads them a first forward
+    under a reentrant checkpoint can not tell, and its repetition has to draw as many."""
 
     def __init__(self, plans: CallPlans, slots: scaling.Slots | None, label: str) -> None:
         self.plans = plans
@@ -133,6 +136,8 @@ class ModuleCall:
                 tensors = (*tensors, *caches[i])
         if plans.drawn:
             tensors = (*tensors, *draw_pairs(tensors[0], len(plans.drawn)))
+        if self.unread:
+            draw_pairs(tensors[0], self.unread)
         given = tensors if plans.pick_inputs.all else plans.pick_inputs(tensors, self.traced)
         results = self._run_forward(given)
         count = plans.result_count

@@ -435,11 +435,11 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
         if split is not None and len(parts[0].weights) > 1:
             call.splits = (split._replace(begin=len(tensors.flat()) - split.count),)
         if bound is not None:
-            call.scales = bound.scales
-            call.caches = caches
+            call.scales, call.caches = bound.scales, caches
             call.recipe, call.quantizers = recipe, {}
             call.first = self._is_first(region, records)
             call.domain = (region.replay or region.state).domain
+            call.unread = plans.unread_of(quantization, returns) if region.repeats else 0
         if any(f & (graphs.ACCUMULATE | graphs.OVERWRITE | graphs.DEFER) for f in flags):
             call.weights = owners
             call.queue = self._wgrads

@@ -165,7 +165,7 @@ class WeightModule(TensorParallel, ComposedModule):
         ValueError
             The last dim is not `in_features`.
         NotImplementedError
-            `fp8_output` or `fp8_grad` under `NVFP4BlockScaling`, in `torch.export` or in a
+            `fp8_output` or `fp8_grad` under a `CustomRecipe`, in `torch.export` or in a
             transform of torch.func. `torch.compile` leaves such a call outside of its graphs.
         """
         returns = RETURN_OUTPUT * bool(fp8_output) | RETURN_GRAD * bool(fp8_grad)
