@@ -2,6 +2,7 @@
 """Float8BlockScaling and Float8RowScaling: every module, in every way that a module is run."""
 
 import copy
+import math
 import pickle
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from comparators import assert_nmse
 from pytorch.helpers import FP8, assert_same_bits, captured, counted, same_draws, sum_bound
 from pytorch.module_cases import KINDS, count_of, gemms_of, make, region, step
-from tols import BF16, F32
+from tols import BF16, F32, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
@@ -272,8 +273,12 @@ def test_devices_agree(kind, name, rows):
     for got, wanted in zip(
         [*found[:2], *found[2].values()], [*expected[:2], *expected[2].values()], strict=True
     ):
-        # An element that is rounded another way once changes a code of a later cast by a step.
-        assert_nmse(got, wanted.double(), sum_bound("cuda", BF16, SIZES[1], True) + 2.0**-11)
+        # An element that is rounded another way once changes a code of a later cast by a step. If
+        # it is the largest of its block, the whole block is rounded anew: two independent errors,
+        # of a third of the bound of one each on average. Of many rows few have such a block, of
+        # five it may be all.
+        anew = 2.0**-11 if math.prod(rows) > 100 else 2 * tol("round", torch.float8_e4m3fn) / 3
+        assert_nmse(got, wanted.double(), sum_bound("cuda", BF16, SIZES[1], True) + anew)
 
 
 # ---- layers --------------------------------------------------------------------------------------

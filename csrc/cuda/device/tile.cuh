@@ -66,16 +66,24 @@ __device__ __forceinline__ void te_tile_load(const te_view &from, bool aligned, 
                     row + i < rows ? columns - column : 0);
 }
 
+/* Of 4 rows x 8 columns, row i being rows[i], the words of columns 4 * part .. + 3. */
+template <typename T>
+__device__ __forceinline__ void te_turn_words(const te_vector<T, 8> rows[4], int part,
+                                              unsigned columns[4])
+{
+    const unsigned in[4] = {rows[0].word[part], rows[1].word[part], rows[2].word[part],
+                            rows[3].word[part]};
+    te_transpose_4x4(in, columns);
+}
+
 /* Writes the thread's bytes, row i being rows[i], into the transposed tile. */
 template <typename T>
 __device__ __forceinline__ void te_tile_put(unsigned *tile, const te_vector<T, 8> rows[4])
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const unsigned in[4] = {rows[0].word[half], rows[1].word[half], rows[2].word[half],
-                                rows[3].word[half]};
         unsigned out[4];
-        te_transpose_4x4(in, out);
+        te_turn_words<T>(rows, half, out);
 #pragma unroll
         for (int j = 0; j < 4; j++)
             tile[te_tile_word(te_tile_column() + half * 4 + j, te_tile_row() >> 2)] = out[j];
