@@ -65,18 +65,21 @@ static PyObject *table_of_frame(tepy_dispatcher *self, tepy_frame *frame)
 
 PyObject *tepy_table_in_force(tepy_dispatcher *self, Py_ssize_t place)
 {
+    unsigned long long version;
     PyObject *table;
     for (tepy_frame *frame = innermost(self->state); frame != NULL; frame = frame->outer) {
         const scope *owner = (const scope *)frame->owner;
-        if (owner->table == NULL) return table_of_frame(self, frame);
-        if (owner->of != (PyObject *)self || place >= PyTuple_Size(owner->table)) continue;
-        return Py_NewRef(owner->table);
+        const int mine = owner->of == (PyObject *)self;
+        if (mine && place < PyTuple_Size(owner->table)) return Py_NewRef(owner->table);
+        if (owner->policy != Py_None) return table_of_frame(self, frame);
+        if (mine) break; /* an operator that came later, and no policy was in force */
     }
     if (self->table != NULL) return Py_NewRef(self->table);
+    version = self->version;
     table = make_table(self, Py_None);
     if (table == NULL) return NULL;
-    if (self->table == NULL)
-        self->table = Py_NewRef(table); /* unless one was published meanwhile */
+    if (self->version == version && self->table == NULL) /* what it is made of has not changed */
+        self->table = Py_NewRef(table);
     return table;
 }
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementation an operator calls: chosen when policies or registrations change."""
 
-import contextlib
+import sys
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from transformer_engine import _core
@@ -63,6 +63,15 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
+class _Table(NamedTuple):
+    """Candidates of every operator under a policy, and what they were chosen from."""
+
+    entries: tuple[tuple[_core.Implementation, ...], ...]  # by place
+    impls: Mapping[str, tuple[OpImpl, ...]]  # by operator
+    generation: int  # of the manager when that was read
+    epoch: int
+
+
 class OpManager:
     """Operators by name, each a C object that calls the implementation in force.
 
@@ -76,12 +85,14 @@ class OpManager:
         self._registry = OpRegistry() if registry is None else registry
         self._policies = PolicyManager.get_instance()
         self._lock = ForkSafeLock()
-        self._initialized = False
+        self._discovering = ForkSafeLock()
+        self._begun = self._initialized = False  # plug-ins register; they have
+        self._generation = 0  # raised by every change
+        self._epoch = 0  # raised by those after which all is chosen anew
         self._places: dict[str, int] = {}
         self._operators: dict[str, _core.Operator] = {}
         self._implementations: dict[OpImpl, _core.Implementation] = {}
-        self._tables: dict[SelectionPolicy, tuple] = {}
-        self._published: tuple[SelectionPolicy, tuple] | None = None
+        self._tables: dict[SelectionPolicy, _Table] = {}
         me = weakref.ref(self)  # operators may outlive it
         self._dispatcher = _core.Dispatcher(
             lambda policy: _alive(me)._table(policy),
@@ -96,13 +107,21 @@ class OpManager:
         return self._registry
 
     def ensure_initialized(self) -> None:
-        """Let plug-ins register, the first time."""
+        """Let plug-ins register, the first time.
+
+        Other threads wait for that, but for those that are in the middle of an import: a plug-in
+        may be waiting for theirs.
+        """
         if self._initialized:
             return
-        with self._lock:
-            if not self._initialized:
-                self._initialized = True  # what registers may ask for an operator
+        with self._discovering.hold(wait=not _importing()) as held:
+            if not held or self._begun:  # plug-ins may ask for an operator, too
+                return
+            self._begun = True
+            try:
                 discover_plugin(self._registry)
+            finally:
+                self._initialized = True
 
     # ---- what it tells -------------------------------------------------------------------------
 
@@ -112,11 +131,12 @@ class OpManager:
         if found is not None:
             return found
         with self._lock:
-            if op_name not in self._operators:
+            found = self._operators.get(op_name)
+            if found is None:
                 place = self._places.setdefault(op_name, len(self._places))
-                self.registry_changed((op_name,))
-                self._operators[op_name] = self._dispatcher.operator(place, op_name)
-            return self._operators[op_name]
+                self._changed()
+                found = self._operators[op_name] = self._dispatcher.operator(place, op_name)
+            return found
 
     def call(self, op_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call an operator by its name; RuntimeError where it has no implementation."""
@@ -163,54 +183,54 @@ class OpManager:
     def bump_policy_epoch(self) -> None:
         """Choose anew, and ask again which implementations are available."""
         with self._lock:
-            self._tables.clear()
-            self._publish(None)
+            self._epoch += 1
+            self._changed()
 
     policy_changed = bump_policy_epoch
 
-    def registry_changed(self, operators: Collection[str]) -> None:
-        """Choose anew for some operators."""
+    def registry_changed(self) -> None:
+        """Choose anew for the operators whose implementations are others."""
         with self._lock:
-            former = self._published
-            self._tables.clear()
-            if former is None:
-                self._publish(None)
-                return
-            policy, entries = former[0], list(former[1])
-            impls = self._registry.snapshot().impls_by_op
-            for op in operators:
-                self._places.setdefault(op, len(self._places))
-            entries += [()] * (len(self._places) - len(entries))
-            for op in operators:
-                entries[self._places[op]] = self._entry(impls.get(op, ()), op, policy)
-            self._publish((policy, tuple(entries)))
+            self._changed()
 
-    def _publish(self, made: tuple[SelectionPolicy, tuple] | None) -> None:
-        """Put the global policy's table in force; None: it is made now. With the lock."""
-        if made is None and self._initialized:
-            with contextlib.suppress(ValueError):  # the environment's: the next call says so
-                policy = self._policies.get_global_policy()
-                made = policy, self._table(policy)
-        if made is not None:
-            self._tables[made[0]] = made[1]
-        self._published = made
-        self._dispatcher.publish(None if made is None else made[1])
+    def _changed(self) -> None:
+        """Have the table made at the next call; with the lock."""
+        self._generation += 1
+        self._dispatcher.publish(None)
 
     def _table(self, policy: SelectionPolicy | None) -> tuple:
-        """Candidates of every operator under a policy, None: the global one."""
+        """Candidates of every operator under a policy, None: the global one.
+
+        No lock is held while implementations are asked whether they are available. A change in the
+        meantime comes after the call that wants the table, and the dispatcher does not keep it.
+        """
         self.ensure_initialized()
         with self._lock:
-            policy = self._policies.get_global_policy() if policy is None else policy
-            found = self._tables.get(policy)
-            if found is None:
+            generation, epoch = self._generation, self._epoch
+            if not self._initialized:
+                self._dispatcher.publish(None)  # nobody is to have the table of this call
+        policy = self._policies.get_global_policy() if policy is None else policy
+        known = self._tables.get(policy)
+        if known is not None and known.generation == generation:
+            return known.entries
+        impls = self._registry.snapshot().impls_by_op
+        with self._lock:
+            for op in impls:
+                self._places.setdefault(op, len(self._places))
+            places = tuple(self._places)
+        former = () if known is None or known.epoch != epoch else known.entries
+        entries = tuple(
+            former[place]
+            if place < len(former) and known.impls.get(op, ()) is impls.get(op, ())
+            else self._entry(impls.get(op, ()), op, policy)
+            for place, op in enumerate(places)
+        )
+        with self._lock:
+            if generation == self._generation:
                 if len(self._tables) >= _KEPT_TABLES:
                     self._tables.clear()
-                impls = self._registry.snapshot().impls_by_op
-                for op in impls:
-                    self._places.setdefault(op, len(self._places))
-                found = tuple(self._entry(impls.get(op, ()), op, policy) for op in self._places)
-                self._tables[policy] = found
-            return found
+                self._tables[policy] = _Table(entries, impls, generation, epoch)
+        return entries
 
     def _entry(self, impls: tuple[OpImpl, ...], op: str, policy: SelectionPolicy) -> tuple:
         usable = [impl for impl, refused in _ranked(impls, op, policy) if not refused]
@@ -242,6 +262,16 @@ class OpManager:
             )
         known = "" if explanation.candidates else _nearest(op_name, self._registry)
         raise RuntimeError(f"{op_name}: no implementation can be called{known}\n{explanation}")
+
+
+def _importing() -> bool:
+    """Whether this thread is in the middle of an import."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _alive(me: "weakref.ref[OpManager]") -> OpManager:

@@ -196,14 +196,14 @@ class PolicyManager:
         with self._lock:
             former = self.get_global_policy()
             self._policy = policy
-            self.bump_policy_epoch()
+        self.bump_policy_epoch()
         return former
 
     def reset_global_policy(self) -> None:
         """Read the environment anew, at the next use."""
         with self._lock:
             self._policy = None
-            self.bump_policy_epoch()
+        self.bump_policy_epoch()
 
     def get_policy_epoch(self) -> int:
         """How often the global policy has changed."""
@@ -213,9 +213,10 @@ class PolicyManager:
         """Let managers choose anew."""
         with self._lock:
             self._epoch += 1
-            for listener in tuple(self._listeners):
-                listener.policy_changed()
-            return self._epoch
+            epoch, listeners = self._epoch, tuple(self._listeners)
+        for listener in listeners:
+            listener.policy_changed()
+        return epoch
 
     def listen(self, listener: Any) -> None:
         """Call ``listener.policy_changed()`` after every change, for as long as it lives."""

@@ -64,7 +64,8 @@ class OpRegistry:
                 seen.add(key)
             for impl in given:
                 self._impls.setdefault(impl.op_name, {})[impl.impl_id] = impl
-            self._changed({impl.op_name for impl in given})
+            listeners = self._changed({impl.op_name for impl in given})
+        _tell(listeners)
 
     def unregister(self, op_name: str, impl_id: str) -> OpImpl:
         """Take an implementation out and return it; KeyError where there is none."""
@@ -74,7 +75,8 @@ class OpRegistry:
                 raise KeyError(f"{op_name} has no implementation {impl_id!r}")
             if not self._impls[op_name]:
                 del self._impls[op_name]
-            self._changed({op_name})
+            listeners = self._changed({op_name})
+        _tell(listeners)
         return found
 
     def clear(self) -> None:
@@ -82,7 +84,8 @@ class OpRegistry:
         with self._lock:
             names = set(self._impls)
             self._impls.clear()
-            self._changed(names)
+            listeners = self._changed(names)
+        _tell(listeners)
 
     def snapshot(self) -> OpRegistrySnapshot:
         """All implementations, in the order of their registration."""
@@ -107,16 +110,21 @@ class OpRegistry:
         return list(self._snapshot.impls_by_op)
 
     def listen(self, listener: Any) -> None:
-        """Call ``listener.registry_changed(operators)`` after each change, while it lives."""
+        """Call ``listener.registry_changed()`` after each change, for as long as it lives."""
         with self._lock:
             self._listeners.add(listener)
 
-    def _changed(self, names: set[str]) -> None:
+    def _changed(self, names: set[str]) -> tuple:
+        """Make the snapshot anew; who is to be told, once the lock is free."""
         impls = dict(self._snapshot.impls_by_op)
         for name in names:
             impls.pop(name, None)
             if name in self._impls:
                 impls[name] = tuple(self._impls[name].values())
         self._snapshot = OpRegistrySnapshot(impls, self._snapshot.version + 1)
-        for listener in tuple(self._listeners):
-            listener.registry_changed(names)
+        return tuple(self._listeners)
+
+
+def _tell(listeners: tuple) -> None:
+    for listener in listeners:
+        listener.registry_changed()

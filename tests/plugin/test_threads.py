@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of policies and registrations from many threads: none waits for another for ever.
+
+Each program is a process of its own, which a deadlock ends by its time limit.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from transformer_engine.plugin import core as plugin
+
+HEAD = """
+import faulthandler, itertools, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from transformer_engine.plugin import core as plugin
+faulthandler.dump_traceback_later(50, exit=True)
+KIND = plugin.BackendImplKind
+
+def impl(op, name, kind=KIND.DEFAULT, fn=None, **options):
+    return plugin.OpImpl(op, name, kind, fn or (lambda: name), **options)
+
+def in_thread(function, *arguments):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *arguments).result(30)
+"""
+
+
+def run(program, **variables):
+    environment = {**os.environ, **variables}
+    code = HEAD + textwrap.dedent(program)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=environment)
+
+
+def test_everything_changes_at_once():
+    run("""
+    manager = plugin.get_default_manager()
+    registry, numbers = manager.registry, itertools.count()
+    registry.register(impl("op", "flagos.first"))
+    op, errors, end = manager.operator("op"), [], time.monotonic() + 2
+
+    def registers():
+        name = f"flagos.{next(numbers)}"
+        registry.register(impl("op", name))
+        registry.unregister("op", name)
+
+    def sets():
+        plugin.set_global_policy(plugin.SelectionPolicy(strict=True))
+        plugin.reset_global_policy()
+
+    def inside():
+        denied = frozenset({str(next(numbers))})
+        with plugin.policy_context(plugin.SelectionPolicy("vendor", deny_vendors=denied)):
+            assert op().startswith("flagos.")
+
+    def others():
+        manager.operator(f"op{next(numbers)}")
+        manager.explain("op")
+
+    def bumps():
+        plugin.bump_policy_epoch()
+        manager.bump_policy_epoch()
+
+    def repeat(function):
+        try:
+            while time.monotonic() < end:
+                function()
+        except BaseException as error:
+            errors.append(error)
+
+    kinds = [registers, sets, inside, others, bumps, op]
+    threads = [threading.Thread(target=repeat, args=(kind,)) for kind in 2 * kinds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert op() == "flagos.first"
+    """)
+
+
+@pytest.mark.parametrize("change", ["register", "policy"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_change_while_implementations_are_asked(change, inside):
+    """Another thread's change, which an implementation waits for while it is asked, is not lost."""
+    run(
+        f"""
+    manager = plugin.get_default_manager()
+    registry, asked = manager.registry, []
+
+    def changes():
+        if {change == "register"}:
+            registry.register(impl("op", "flagos.later", priority=1))
+        else:
+            plugin.set_global_policy(plugin.SelectionPolicy("reference"))
+
+    def fn():
+        return "flagos.first"
+
+    def available():
+        if not asked:
+            asked.append(in_thread(changes))
+        return True
+
+    fn._is_available = available
+    registry.register(impl("op", "flagos.first", fn=fn))
+    registry.register(impl("op", "reference.r", KIND.REFERENCE))
+    op = manager.operator("op")
+    wanted = "flagos.later" if {change == "register"} else "reference.r"
+    context = plugin.policy_context(plugin.SelectionPolicy("default"))
+    if {inside}:
+        with context:
+            assert op() == "flagos.first"
+            assert op() == ("flagos.later" if {change == "register"} else "flagos.first")
+    else:
+        assert op() == "flagos.first"
+    assert asked and op() == wanted and in_thread(op) == wanted
+    """
+    )
+
+
+def test_a_plugin_waits_for_a_module_that_another_thread_imports(tmp_path):
+    """That module's own calls do not wait for the plug-in; all later ones see it."""
+    (tmp_path / "imported_meanwhile.py").write_text(
+        textwrap.dedent("""
+        import __main__
+        __main__.began.set()
+        assert __main__.loading.wait(30)
+        __main__.calls.append(__main__.op())
+        """)
+    )
+    (tmp_path / "some_plugin.py").write_text(
+        textwrap.dedent("""
+        import __main__
+        __main__.loading.set()
+        import imported_meanwhile
+        def register(registry):
+            registry.register(__main__.impl("op", "flagos.plugin", priority=1))
+        """)
+    )
+    run(
+        f"""
+    sys.path.insert(0, {str(tmp_path)!r})
+    began, loading, calls = threading.Event(), threading.Event(), []
+    manager = plugin.get_default_manager()
+    manager.registry.register(impl("op", "flagos.own"))
+    op = manager.operator("op")
+    thread = threading.Thread(target=__import__, args=("imported_meanwhile",))
+    thread.start()
+    assert began.wait(30)
+    assert op() == "flagos.plugin"
+    thread.join()
+    assert calls == ["flagos.own"] and op() == "flagos.plugin"
+    """,
+        TE_FL_PLUGIN_MODULES="some_plugin",
+    )
+
+
+def test_selections_and_operators_that_come_later():
+    """An operator that a selection does not know follows the policy that was in force for it."""
+    registry = plugin.OpRegistry()
+    kinds = plugin.BackendImplKind
+    for op in ("op", "later"):
+        for kind in (kinds.DEFAULT, kinds.REFERENCE):
+            name = f"{kind}.{op}"
+            registry.register(plugin.OpImpl(op, name, kind, lambda name=name: name))
+    manager, other = plugin.OpManager(registry), plugin.OpManager(registry)
+    op, others = manager.operator("op"), other.operator("op")
+    with plugin.with_preference("reference"):
+        preferred, outer = manager.selection(), other.selection()
+    plain = manager.selection()
+    registry.register(plugin.OpImpl("last", "flagos.last", kinds.DEFAULT, lambda: "flagos.last"))
+    registry.register(plugin.OpImpl("last", "reference.last", kinds.REFERENCE, lambda: "r.last"))
+    last = manager.operator("last")
+    with preferred:
+        assert (op(), last()) == ("reference.op", "r.last")
+        with plain:
+            assert (op(), last()) == ("flagos.op", "flagos.last")
+    with outer, plain:
+        assert (op(), others()) == ("flagos.op", "reference.op")
