@@ -63,6 +63,17 @@ class Plan:
         return _core.plan_describe(self.native)
 
     @functools.cached_property
+    def casts(self) -> tuple:
+        """How its nodes quantize; the same of a forward with and without a backward."""
+        return tuple(self.graph.node(n).quantization for n in range(len(self.graph.nodes)))
+
+    @functools.cached_property
+    def measures(self) -> bool:
+        """Whether its linear layers measure operands that have no scale yet."""
+        linear = self.graph.numbers_of(_core.NODE_LINEAR)
+        return any(self.graph.node(n).flags & _core.LINEAR_MEASURE_OPERANDS for n in linear)
+
+    @functools.cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Its stages."""
         return tuple(Stage(*stage) for stage in self.described["stages"])

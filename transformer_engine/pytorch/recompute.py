@@ -25,16 +25,21 @@ of each (`_SIGNS`), because torch gives no sign that would do:
 
 So a release of torch that renames one of these is an error when this module is imported. Tested
 with 2.10, 2.11, 2.13 and 2.15.
+
+Graphs that `torch.compile` has made choose what they do by the region that is in force, and call no
+module. The repetition of a `checkpoint` of this package is in the region of its forward again, and
+the forwards of plans leave a `Run` each in the frame, as modules leave entries (`of_first`).
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -42,6 +47,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch.modes import graph_task, top_saved_hooks
+from transformer_engine.pytorch.state import current_state, in_region
 
 
 class Entry(NamedTuple):
@@ -57,6 +63,13 @@ class Entry(NamedTuple):
     domain: Any  # the `Domain` that its thread updates
 
 
+class Run(NamedTuple):
+    """One run of a forward's plan, by a graph, inside a checkpointed forward."""
+
+    state: tuple[torch.Tensor, ...]  # copies of the scales and histories that it was given
+    measures: bool  # it casts by what it measures where it was given no scale
+
+
 class Frame:
     """Module calls of one checkpointed forward, in order for each module.
 
@@ -67,10 +80,12 @@ class Frame:
 
     def __init__(self, complete: bool = True) -> None:
         self.complete = complete
-        self._entries: dict[int, list[Entry]] = {}  # by id of the module, which the entries hold
-        self._next: dict[int, int] = {}
+        # By id of the module, which the entries hold; runs by what they are of.
+        self._entries: dict[Hashable, list] = {}
+        self._next: dict[Hashable, int] = {}
         self._pass = -1
         self._owes_first = False  # a repeated call had the first-module flag, but no backward
+        self.measures = False  # a run does
 
     def record(self, entry: Entry) -> None:
         """Add a module call of the forward."""
@@ -82,13 +97,8 @@ class Frame:
         RuntimeError where the recompute calls a module that the forward did not call, or more
         often.
         """
-        current = graph_task()
-        if current != self._pass:  # another backward through the same graph starts over
-            self._pass = current
-            self._next.clear()
-            self._owes_first = False
         entries = self._entries.get(id(module), [])
-        at = self._next.get(id(module), 0)
+        at = self._at(id(module))
         if at == len(entries):
             if not entries and not self.complete:
                 return None
@@ -97,8 +107,37 @@ class Frame:
                 "checkpointed forward did; the function under the checkpoint must do the same at "
                 "each call"
             )
-        self._next[id(module)] = at + 1
-        return entries[at]
+        return self._take(id(module), at)
+
+    def record_run(self, key: Hashable, run: Run) -> None:
+        """Add a run of the forward."""
+        self._entries.setdefault(key, []).append(run)
+        self.measures |= run.measures
+
+    def replay_run(self, key: Hashable) -> Run:
+        """The run that is being repeated; RuntimeError where the forward has no such run."""
+        at = self._at(key)
+        if at == len(self._entries.get(key, [])):
+            raise RuntimeError(
+                "the recompute of a checkpointed forward runs a compiled module in another way "
+                "than that forward, most likely in another precision: enter the same autocast "
+                "region around the backward, or use transformer_engine.pytorch.checkpoint, which "
+                "does that"
+            )
+        return self._take(key, at)
+
+    def _at(self, key: Hashable) -> int:
+        """How many of a key this repetition has taken."""
+        current = graph_task()
+        if current != self._pass:  # another backward through the same graph starts over
+            self._pass = current
+            self._next.clear()
+            self._owes_first = False
+        return self._next.get(key, 0)
+
+    def _take(self, key: Hashable, at: int) -> Any:
+        self._next[key] = at + 1
+        return self._entries[key][at]
 
     def knows(self, module: Any) -> bool:
         """Whether the forward has recorded a call of a module."""
@@ -145,6 +184,13 @@ class _Queue(Frame):
         """Take the oldest entry of a module; None: there is none."""
         queue = self._queues.get(module)
         return queue.popleft()._replace(module=module) if queue else None
+
+    def replay_run(self, key: Hashable) -> Run:
+        """Take the oldest run of a key; RuntimeError where there is none."""
+        self._next.clear()
+        run = super().replay_run(key)
+        self._entries[key].pop(0)
+        return run
 
 
 _QUEUE = _Queue()
@@ -316,6 +362,50 @@ def frames() -> tuple[list[Frame], Frame | None]:
     return record, None
 
 
+class _Eager(threading.local):
+    runs = 0
+
+
+_eager = _Eager()
+"""Runs behind operators that this thread does for modules, which know what they repeat."""
+
+
+@contextlib.contextmanager
+def known_to_modules() -> Iterator[None]:
+    """Around a run behind an operator that is no part of a graph."""
+    _eager.runs += 1
+    try:
+        yield
+    finally:
+        _eager.runs -= 1
+
+
+def of_first(
+    key: Hashable, state: Sequence[torch.Tensor], measures: bool
+) -> Sequence[torch.Tensor]:
+    """What a forward's plan that a graph runs is given as its scaling state, instead of `state`.
+
+    Inside a checkpointed forward that is `state`, of which the checkpoint keeps copies; in its
+    repetition these, so that it casts by the same scales and leaves the state alone. `key` is the
+    same for both, and another one where the plan quantizes in another way, which is an error.
+    `measures`: see `Run`.
+    """
+    repeats = graph_task() != -1
+    if _eager.runs or (not repeats and torch.is_inference_mode_enabled()):
+        return state
+    record, replay = frames()
+    if replay is not None:
+        run = replay.replay_run(key)
+        state = [kept.clone() for kept in run.state]
+    elif record:
+        run = Run(tuple([tensor.clone() for tensor in state]), measures)
+        if state and in_reentrant_forward():
+            current_state().first = False  # its repetition has the flag: see `checkpoint`
+    for frame in record:
+        frame.record_run(key, run)
+    return state
+
+
 def anywhere() -> bool:
     """Whether a checkpoint is on the Python stack."""
     return next(_on_stack(), None) is not None
@@ -406,6 +496,7 @@ def checkpoint(
     }
 
     forward = iter((True,))  # the first call is the forward, every later one repeats it
+    region = copy.copy(current_state())
     states = None if get_rng_state_tracker is None else get_rng_state_tracker().get_states()
 
     def run(*inputs: Any) -> Any:
@@ -414,7 +505,9 @@ def checkpoint(
         random = contextlib.nullcontext()
         if get_rng_state_tracker is not None:
             random = _put_back(get_rng_state_tracker, states)
-        with random:
+        again = copy.copy(region)
+        again.measures = frame.measures
+        with random, in_region(again):
             return _call(frame, True, function, inputs, kwargs)
 
     if use_reentrant:

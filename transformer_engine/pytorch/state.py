@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an `autocast` region sets: per thread, read by every module's forward."""
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -40,6 +42,8 @@ class RegionState:
         # backward state after its own backward.
         self.first = False
         self.depth = 0  # nested regions
+        # Graphs repeat a forward that has cast by what it measured, where scales are known by now.
+        self.measures = False
         self.domain = Domain()  # what the updates of the thread's regions touch
         # Of that domain; -1 where the thread has made no state and trained no module that has some.
         self.label = -1
@@ -64,3 +68,14 @@ def current_state() -> RegionState:
     except AttributeError:
         _LOCAL.state = RegionState()
         return _LOCAL.state
+
+
+@contextlib.contextmanager
+def in_region(state: RegionState) -> Iterator[None]:
+    """Have this thread in a region, inside ``with``."""
+    outer = current_state()
+    _LOCAL.state = state
+    try:
+        yield
+    finally:
+        _LOCAL.state = outer

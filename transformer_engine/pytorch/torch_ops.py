@@ -25,6 +25,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan, plan_of
 from transformer_engine.common.plans import extent_value, leading_dims, sizes_of
+from transformer_engine.pytorch import recompute
 from transformer_engine.pytorch.flops import FORMULAS, offer_formulas
 from transformer_engine.pytorch.locks import Lock
 from transformer_engine.pytorch.modes import (
@@ -211,8 +212,12 @@ def _run(
     staged: int,
     state: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    given, functions = [*inputs, *state], _STAGED.get(staged)
-    *outputs, packed = run_native(plan_of(text), slots, given, saved, rows, functions)
+    plan, functions, given = plan_of(text), _STAGED.get(staged), [*inputs, *state]
+    if plan.graph.direction == _core.DIRECTION_FORWARD:
+        scaled = len(state) and len(state) + 1  # the scales are an input, the histories state
+        at = len(given) - scaled
+        given[at:] = recompute.of_first((tuple(slots), plan.casts), given[at:], plan.measures)
+    *outputs, packed = run_native(plan, slots, given, saved, rows, functions)
     return [*outputs, inputs[0].new_empty(0, dtype=torch.uint8) if packed is None else packed]
 
 
@@ -316,11 +321,16 @@ def _run_operator(
     rows: Any,
     staged: int,
 ) -> tuple:
-    given = (plan, slots, inputs, saved, rows, staged)
-    if not state:
-        return tuple(torch.ops.transformer_engine.run(*given))
-    made = getattr(torch.ops.transformer_engine, _with_state(plan))(*given, state)
-    return (made,) if isinstance(made, Tensor) else made
+    given: tuple = (plan, slots, inputs, saved, rows, staged)
+    operator = torch.ops.transformer_engine.run
+    if state:
+        operator, given = getattr(torch.ops.transformer_engine, _with_state(plan)), (*given, state)
+    if torch.compiler.is_compiling():
+        made = operator(*given)
+    else:
+        with recompute.known_to_modules():
+            made = operator(*given)
+    return (made,) if isinstance(made, Tensor) else tuple(made)
 
 
 def scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent: bool) -> None:

@@ -516,7 +516,7 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
             else:
                 slots = self._slots_for(region.recipe, region.state.group, device, region.traced)
                 self._bind_outside() if region.traced else quantized.bind_quantizers(self)
-            common |= slots.measures
+            common |= slots.measures | graphs.MEASURE_OPERANDS * region.state.measures
         if is_first_microbatch is None or region.exported or region.blank:
             return _BoundState(quantization, (common,) * count, slots, None, (None,) * count)
         caches = weight_cache.held_caches(self, is_first_microbatch, tensors.parts, region.recipe)
