@@ -211,6 +211,15 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
         self._bound = {}
         return super()._apply(quantized.converted(fn), recurse)
 
+    def _load_from_state_dict(self, *given: Any) -> None:
+        """Load the module's own state; what was kept of the former weights goes.
+
+        They are referred to, weakly: `torch.utils.swap_tensors`, by which torch may load, refuses
+        such tensors. And a loader may have written to their memory where no version counts it.
+        """
+        self._weight_caches = (None,) * len(self.PARTS)
+        super()._load_from_state_dict(*given)
+
     def __getstate__(self) -> dict:
         """Copy and pickle without caches and pending weight gradients."""
         state = super().__getstate__()
