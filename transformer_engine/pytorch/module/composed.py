@@ -117,7 +117,10 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
         """
         self.name = name
         self.cache_weights = config.TE_CACHE_WEIGHTS.get()
-        self._quantized_init = current_state().quantized_init
+        init = current_state().quantized_init
+        if init is not None:
+            init = init._replace(gradients=torch.is_grad_enabled())
+        self._quantized_init = init
         self.use_bias, self.return_bias = map(bool, biases)
         self.apply_bias = self.use_bias and not self.return_bias
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = map(bool, gradients)
@@ -314,7 +317,7 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
         shares = is_first_microbatch is not None or own["fuse_wgrad_accumulation"] or held
         if key is not None and shares:
             shared, key = weight_cache.microbatch_of(
-                (self,), is_first_microbatch, state, key, bool(held)
+                (self,), is_first_microbatch, state, key, tensors if held else ()
             )
         if forms:
             shared = [*(shared[0] or (None,) * len(self.PARTS)), forms], shared[1]
@@ -410,8 +413,8 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
         bound = None
         if recipe is not None:
             bound = self._bind_state(tensors, region, is_first_microbatch)
-            given, caches = quantized.given_forms(tensors, recipe, bound.flags, bound.caches)
-            flags = [f | g for f, g in zip(flags, given, strict=True)]
+            flags = [f | g for f, g in zip(flags, bound.flags, strict=True)]
+            flags, caches = quantized.given_forms(tensors, recipe, flags, bound.caches)
             if returns:
                 quantized.add_returned(type(self).__name__, flags, returns, recipe, bound.slots)
         if graphs.is_backward_wide(recipe) and tensors.output_dtype is torch.float32:

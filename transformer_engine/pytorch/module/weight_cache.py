@@ -143,21 +143,21 @@ def microbatch_of(
     first: bool | Microbatch | None,
     state: RegionState,
     key: tuple,
-    holds: bool = False,
+    tensors: tuple = (),
 ) -> tuple[tuple[Sequence, tuple], tuple]:
     """What a run has of its own, caches and weights, and the key with what depends on these.
 
     As of `call.ModuleCall`. `first` is that of `microbatch`, `key` that of the situation;
-    `holds`: there are quantized weights among those of the modules.
+    `tensors` are all of the call, where there are quantized weights among those of the modules.
     """
     caches, weights, recipe = [], (), state.recipe if state.enabled else None
     parts = [module._part_tensors() for module in modules]
-    if (first is not None or holds) and recipe is not None:
+    if (first is not None or tensors) and recipe is not None:
         for module, own in zip(modules, parts, strict=True):
             none = [None] * len(own)
             caches += none if first is None else held_caches(module, first, own, recipe)
-        if holds:
-            forms_held(modules, parts, caches, recipe)
+        if tensors:
+            forms_held(modules, parts, caches, recipe, tensors)
         key = (key, *[None if cache is None else cache[1] is None for cache in caches])
     if any(module.fuse_wgrad_accumulation for module in modules):
         weights = tuple([part.weights[0] for own in parts for part in own])
