@@ -156,7 +156,12 @@ def test_kernels(results):
     matrix = 64 * 48
     assert sizes["quantize", "e4m3 both"] == matrix * (2 + 1 + 1)
     assert sizes["quantize", "e5m2 both, bias gradient"] == matrix * (2 + 1 + 1) + 48 * 2
+    assert sizes["quantize", "mxfp8 both"] == matrix * (2 + 1 + 1) + 128 * 4 + 4 * 128
+    pairs, scales = 64 * 24 + 48 * 32, 2 * 128 * 4
+    maxima = 2 * 4 + _core.AMAX_PARTIALS * 4
+    assert sizes["quantize", "nvfp4 both"] == matrix * 2 + pairs + scales + maxima
     assert sizes["dequantize", "e4m3 rows"] == matrix * (1 + 2)
+    assert sizes["dequantize", "mxfp8 rows"] == matrix * (1 + 2) + 128 * 4
     assert sizes["fill", "f32"] == matrix * 4
 
 
