@@ -3,6 +3,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from pytorch.helpers import RECIPES, assert_same_bits, captured, counted
@@ -205,7 +206,7 @@ def test_later_microbatches_of_delayed_scaling_cast_no_weight(device, kind, own)
     module, plain = twins(kind, device)
     module.cache_weights = own
     counts = {}
-    for first in (True, False, False, None, True, False):
+    for first in (True, False, False, None, True, False, np.False_):
         x = batch(device)
         call = {"is_first_microbatch": first}
         found, casts = casts_of(lambda: step(module, x, "delayed", **call))  # noqa: B023

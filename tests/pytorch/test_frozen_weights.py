@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized weights that are held once: which forms parameters have, and who can read them so."""
 
+import math
+
 import pytest
 import torch
 from pytorch.helpers import assert_same_bits, counted
@@ -23,23 +25,24 @@ RECIPES = {"current": Float8CurrentScaling, **WEIGHT_RECIPES}
 ONCE = ("current", "block", "block f32", "mx squares", "nv", "nv 4over6", "nv rows")
 """Whose column-wise form is made of the row-wise one."""
 TWICE = tuple(name for name in RECIPES if name not in ONCE)
-SCALES = {"current": 0, "block": 1 / 128**2, "row": 8 / SIZES[0], "mx": 1 / 32, "nv": 1 / 16}
-"""Bytes of scales for a value of such a form, by the first word of the recipe's name."""
+COUNT = math.prod(SIZES)
+SCALES = {"current": 8, "block": 4 * COUNT // 128**2, "row": 2 * 4 * SIZES[1], "mx": COUNT // 32}
+SCALES |= {"nv": COUNT // 16 + 4, "block lines": 4 * COUNT // 128}
+"""Bytes of the scales of a form, by the name of a recipe or its first word."""
 
 
-def each_of(name, forms=1):
-    """Bytes of a value that is held in so many forms."""
+def bytes_of(name, forms=1):
+    """Bytes that a weight takes in so many forms."""
     kind = name.split()[0]
-    scales = 4 / 128 if name == "block lines" else SCALES[kind]
-    if forms == 2 and kind == "row":  # its scales are of rows, and of columns
-        scales = (8 / SIZES[0] + 8 / SIZES[1]) / 2
-    return forms * ((0.5 if kind == "nv" else 1.0) + scales)
+    one = COUNT // (2 if kind == "nv" else 1) + SCALES.get(name, SCALES[kind])
+    more = 2 * 4 * (SIZES[0] - SIZES[1]) if kind == "row" else 0  # scales of rows, and of columns
+    return one if forms == 1 else 2 * one + more
 
 
-def bytes_each(weight):
+def bytes_held(weight):
     tensors = [t for t in weight.get_data_tensors() if t is not None]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values()) / weight.numel()
+    return sum(storages.values())
 
 
 def linear(device, **options):
@@ -63,7 +66,7 @@ def columns_of(module):
 def test_weights_that_can_be_turned_are_held_once(device, name):
     """Trained and frozen ones, and no step leaves a second form behind."""
     module, plain = twins(lambda: linear(device), RECIPES[name](), None)
-    assert bytes_each(module.weight) == pytest.approx(each_of(name), abs=1e-3)
+    assert bytes_held(module.weight) == bytes_of(name)
     x = torch.randn(32, SIZES[0], device=device)
     for frozen in (False, True):
         for m in (module, plain):
@@ -72,16 +75,16 @@ def test_weights_that_can_be_turned_are_held_once(device, name):
             found, expected = (step(m, x, RECIPES[name]()) for m in (module, plain))
             assert_same_bits(found, expected)
             assert columns_of(module) == [False]
-    assert bytes_each(module.weight) == pytest.approx(each_of(name), abs=1e-3)
+    assert bytes_held(module.weight) == bytes_of(name)
 
 
 @pytest.mark.parametrize("name", TWICE)
 def test_weights_that_gradients_pass_are_held_twice(device, name):
     """Their column-wise form is a cast of its own of the first values."""
     weight = made(lambda: linear(device), RECIPES[name]()).weight
-    assert bytes_each(weight) == pytest.approx(each_of(name, 2), abs=1e-3)
+    assert bytes_held(weight) == bytes_of(name, 2)
     weight.update_usage(columnwise_usage=False)
-    assert bytes_each(weight) == pytest.approx(each_of(name), abs=1e-3)
+    assert bytes_held(weight) == bytes_of(name)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -89,7 +92,7 @@ def test_weights_that_gradients_pass_are_held_twice(device, name):
 def test_weights_for_inference_are_held_once(device, name, mode):
     with mode():
         module, plain = twins(lambda: linear(device), RECIPES[name](), None)
-        assert bytes_each(module.weight) == pytest.approx(each_of(name), abs=1e-3)
+        assert bytes_held(module.weight) == bytes_of(name)
         for _ in range(3):
             x = torch.randn(32, SIZES[0], device=device)
             with region(RECIPES[name]()):

@@ -117,10 +117,7 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
         """
         self.name = name
         self.cache_weights = config.TE_CACHE_WEIGHTS.get()
-        init = current_state().quantized_init
-        if init is not None:
-            init = init._replace(gradients=torch.is_grad_enabled())
-        self._quantized_init = init
+        self._quantized_init = quantized.init_now(current_state())
         self.use_bias, self.return_bias = map(bool, biases)
         self.apply_bias = self.use_bias and not self.return_bias
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = map(bool, gradients)
@@ -217,8 +214,7 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
     def _load_from_state_dict(self, *given: Any) -> None:
         """Load the module's own state; what was kept of the former weights goes.
 
-        They are referred to, weakly: `torch.utils.swap_tensors`, by which torch may load, refuses
-        such tensors. And a loader may have written to their memory where no version counts it.
+        `torch.utils.swap_tensors`, by which torch may load, refuses what is referred to weakly.
         """
         self._weight_caches = (None,) * len(self.PARTS)
         super()._load_from_state_dict(*given)
@@ -226,8 +222,7 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
     def __getstate__(self) -> dict:
         """Copy and pickle without caches and pending weight gradients."""
         state = super().__getstate__()
-        state["_plans"] = {}
-        state.update(_bound={}, _ran=None, _present=None, _held=(), _custom=None)
+        state.update(_plans={}, _bound={}, _ran=None, _present=None, _held=(), _custom=None)
         state.pop("_observer", None)
         state["_weight_caches"] = (None,) * len(self.PARTS)
         state["_wgrads"] = deque()

@@ -342,6 +342,12 @@ def forms_held(
 # ---- construction --------------------------------------------------------------------------------
 
 
+def init_now(state: RegionState) -> QuantizedInit | None:
+    """How a module that is made now keeps its weights; None: in high precision."""
+    init = state.quantized_init
+    return None if init is None else init._replace(gradients=torch.is_grad_enabled())
+
+
 def quantize_weights(module: Any, names: Sequence[str], init: QuantizedInit) -> None:
     """Make parameters of a module quantized ones, as far as they have memory and are not yet.
 

@@ -93,7 +93,7 @@ def held_caches(
     delayed = recipe.delayed()
     if first and (delayed or not module.cache_weights):
         return [None] * len(parts)
-    same_bits = first is not False
+    same_bits = bool(first) or first is Microbatch.BY_ITSELF
     now = torch_ops.scaling_updates()
     return [
         old.tensors
