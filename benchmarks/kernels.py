@@ -28,9 +28,10 @@ from timing import (
 )
 from torch import Tensor
 
-import transformer_engine.pytorch  # noqa: F401 - hands torch to the extension
+import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.pytorch.tensor import casts
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F32 = torch.bfloat16, torch.float32
@@ -145,6 +146,30 @@ class Maker:
             keywords["bias_grad"] = torch.empty(self.columns, dtype=source, device=self.device)
         return Call(lambda: _core.quantize(x, **keywords), (x,), tuple(writes))
 
+    def grouped(
+        self, make: Callable[..., Any], usages: str, *, source: torch.dtype = BF16, **options: bool
+    ) -> Call:
+        """A cast to MXFP8 or NVFP4, the latter by maxima that an amax has found before.
+
+        `make` is the class of a quantizer, with `options`; `usages` are as of `quantize`.
+        """
+        x = self.random(source)
+        quantizer = make(rowwise="r" in usages, columnwise="c" in usages, **options)
+        into = quantizer.make_empty(x.shape, device=self.device)
+        names = ("row", "row_scales", "column", "column_scales", "row_amax", "column_amax")
+        forms = dict(zip(names, into.get_data_tensors(), strict=False))
+        how = quantizer._how(x, into, None)
+        reads = [value for value in how.values() if isinstance(value, Tensor)]
+        writes = [value for value in forms.values() if value is not None]
+        kind = into._mode(), into._code()
+        return Call(lambda: casts.cast(x, *kind, **forms, **how), (x, *reads), tuple(writes))
+
+    def ungrouped(self, make: Callable[..., Any]) -> Call:
+        """A cast from MXFP8 or NVFP4, row-wise, to a new matrix."""
+        tensor = make(columnwise=False)(self.random(BF16))
+        reads = [value for value in tensor.get_data_tensors() if value is not None]
+        return Call(tensor.dequantize, tuple(reads), (self.empty(BF16),))
+
     def dequantize(self, usage: str) -> Call:
         """A cast from FP8."""
         q, out = self.random(E4M3), self.empty(BF16)
@@ -154,10 +179,11 @@ class Maker:
         keywords = {"mode": _core.SCALING_TENSOR, usage: q, f"{usage}_scales": scales}
         return Call(lambda: _core.dequantize(out, **keywords), (q,), (out,))
 
-    def amax(self, dtype: torch.dtype) -> Call:
-        """Partial maxima."""
+    def amax(self, dtype: torch.dtype, hadamard: bool = False) -> Call:
+        """Partial maxima; with `hadamard` those of what NVFP4 casts column-wise."""
         x, partials = self.random(dtype), self.floats(_core.AMAX_PARTIALS)
-        return Call(lambda: _core.amax(x, partials), (x,), (partials,))
+        turned = int(hadamard)
+        return Call(lambda: _core.amax(x, partials, hadamard=turned), (x,), (partials,))
 
     def transpose(self) -> Call:
         """A transpose of bytes."""
@@ -196,6 +222,11 @@ class Maker:
         return Call(run, (scale, history), (scale, history, live))
 
 
+def mxfp8(**options: Any) -> Any:
+    """What casts to MXFP8."""
+    return te.MXFP8Quantizer(te.DType.kFloat8E4M3, **options)
+
+
 Case = tuple[str, str, Callable[[Maker], Call]]
 
 CASES: list[Case] = [
@@ -223,9 +254,44 @@ CASES: list[Case] = [
     ("quantize", "e4m3 rows, block_2d", lambda m: m.scaled("block_2d", E4M3, "r")),
     ("quantize", "e4m3 both, row", lambda m: m.scaled("row", E4M3, "rc")),
     ("quantize", "e4m3 rows, row", lambda m: m.scaled("row", E4M3, "r")),
+    ("quantize", "mxfp8 rows", lambda m: m.grouped(mxfp8, "r")),
+    ("quantize", "mxfp8 columns", lambda m: m.grouped(mxfp8, "c")),
+    ("quantize", "mxfp8 both", lambda m: m.grouped(mxfp8, "rc")),
+    ("quantize", "f32 to mxfp8 both", lambda m: m.grouped(mxfp8, "rc", source=F32)),
+    (
+        "quantize",
+        "mxfp8 both, 32 x 32",
+        lambda m: m.grouped(mxfp8, "rc", with_2d_quantization=True),
+    ),
+    ("quantize", "nvfp4 rows", lambda m: m.grouped(te.NVFP4Quantizer, "r")),
+    ("quantize", "nvfp4 columns", lambda m: m.grouped(te.NVFP4Quantizer, "c")),
+    ("quantize", "nvfp4 both", lambda m: m.grouped(te.NVFP4Quantizer, "rc")),
+    (
+        "quantize",
+        "nvfp4 both, 16 x 16",
+        lambda m: m.grouped(te.NVFP4Quantizer, "rc", with_2d_quantization=True),
+    ),
+    (
+        "quantize",
+        "nvfp4 rows, 16 x 16",
+        lambda m: m.grouped(te.NVFP4Quantizer, "r", with_2d_quantization=True),
+    ),
+    (
+        "quantize",
+        "nvfp4 both, hadamard",
+        lambda m: m.grouped(te.NVFP4Quantizer, "rc", with_rht=True),
+    ),
+    (
+        "quantize",
+        "nvfp4 both, as a gradient",
+        lambda m: m.grouped(te.NVFP4Quantizer, "rc", with_rht=True, stochastic_rounding=True),
+    ),
     ("dequantize", "e4m3 rows", lambda m: m.dequantize("row")),
     ("dequantize", "e4m3 columns", lambda m: m.dequantize("column")),
+    ("dequantize", "mxfp8 rows", lambda m: m.ungrouped(mxfp8)),
+    ("dequantize", "nvfp4 rows", lambda m: m.ungrouped(te.NVFP4Quantizer)),
     ("amax", "bf16", lambda m: m.amax(BF16)),
+    ("amax", "bf16, hadamard", lambda m: m.amax(BF16, hadamard=True)),
     ("amax", "f32", lambda m: m.amax(F32)),
     ("transpose", "e4m3", lambda m: m.transpose()),
     ("cast", "f32 to bf16", lambda m: m.cast(F32, BF16)),

@@ -30,6 +30,7 @@ STYLE = {
     "font.size": 9,
     "svg.fonttype": "none",
     "svg.hashsalt": "transformer_engine",
+    "path.simplify": False,  # which points it leaves out depends on the layout
     "axes.spines.top": False,
     "axes.spines.right": False,
 }

@@ -156,7 +156,12 @@ def test_kernels(results):
     matrix = 64 * 48
     assert sizes["quantize", "e4m3 both"] == matrix * (2 + 1 + 1)
     assert sizes["quantize", "e5m2 both, bias gradient"] == matrix * (2 + 1 + 1) + 48 * 2
+    assert sizes["quantize", "mxfp8 both"] == matrix * (2 + 1 + 1) + 128 * 4 + 4 * 128
+    pairs, scales = 64 * 24 + 48 * 32, 2 * 128 * 4
+    maxima = 2 * 4 + _core.AMAX_PARTIALS * 4
+    assert sizes["quantize", "nvfp4 both"] == matrix * 2 + pairs + scales + maxima
     assert sizes["dequantize", "e4m3 rows"] == matrix * (1 + 2)
+    assert sizes["dequantize", "mxfp8 rows"] == matrix * (1 + 2) + 128 * 4
     assert sizes["fill", "f32"] == matrix * 4
 
 
@@ -188,13 +193,19 @@ def test_attention(results):
 
 
 def test_parameter_memory(results):
-    """A forward casts no quantized weight; formats that are kept in both forms take two bytes."""
+    """A forward casts no quantized weight; forms that can not be turned are held for gradients."""
     rows = {row["recipe"]: row for row in only_table(results, "parameter_memory")}
-    assert list(rows) == FP8_MODES
+    groups = ("mxfp8", "mxfp8 32x32", "nvfp4", "nvfp4 1x16")
+    assert list(rows) == [*FP8_MODES, "block 1x128", *groups]
+    twice = ("row", "block 1x128", "mxfp8", "nvfp4 1x16")
     for name, row in rows.items():
-        assert row["fp8_gemms"] == 4 and row["casts_plain"] - row["casts"] == 4
+        assert name in groups or row["fp8_gemms"] == 4
+        assert row["casts_plain"] - row["casts"] == 4
         assert row["bytes_after"] == row["bytes"]
-        assert (1.0 if name != "row" else 2.0) < row["bytes_each"] < (1.1 if name != "row" else 2.2)
+        once, forms = 0.5 if name.startswith("nvfp4") else 1.0, 2 if name in twice else 1
+        # Scales, and what stays in bf16.
+        assert once * forms < row["bytes_each"] < once * forms + 0.15
+        assert once < row["frozen_each"] < once + 0.08
 
 
 def test_kernels_layer(results):

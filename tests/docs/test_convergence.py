@@ -3,10 +3,12 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from pictures import differences
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/convergence"
 
@@ -56,6 +58,15 @@ def test_a_recipe_that_ends_far_above_is_told(tmp_path, plot):
     keep("delayed", 1.0, layers=3)
     with pytest.raises(ValueError, match="2 configurations"):
         plot.read(tmp_path)
+
+
+def test_the_curves_that_are_kept_are_those_of_the_runs(plot, tmp_path):
+    for file in FOLDER.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    plot.plot(plot.read(tmp_path), tmp_path / "curves.svg")
+    assert differences(tmp_path / "curves.svg", FOLDER / "curves.svg") == []
+    plot.plot(dict(list(plot.read(tmp_path).items())[1:]), tmp_path / "fewer.svg")
+    assert differences(tmp_path / "fewer.svg", FOLDER / "curves.svg") != []
 
 
 def test_the_runs_that_are_kept_end_near_bf16(plot, tmp_path):

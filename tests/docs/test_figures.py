@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pictures import differences
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -19,14 +20,33 @@ def draw():
     return module
 
 
-def test_every_picture_is_drawn_kept_and_shown(draw, tmp_path):
+@pytest.fixture(scope="module")
+def drawn(draw, tmp_path_factory):
+    """A folder with the pictures as the script draws them now."""
+    folder = tmp_path_factory.mktemp("drawn")
+    draw.main(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["number_lines", "errors", "scale_layouts"])
+def test_pictures_show_what_the_script_draws(drawn, name):
+    assert differences(drawn / f"{name}.svg", DOCS / f"figures/{name}.svg") == []
+
+
+def test_a_value_that_is_not_drawn_or_elsewhere_is_found(draw, drawn, tmp_path, monkeypatch):
+    right, error = draw.values_of, draw.relative_error
+    monkeypatch.setattr(draw, "values_of", lambda name: np.delete(right(name), 5))
+    monkeypatch.setattr(draw, "relative_error", lambda *given: 1.02 * error(*given))
     draw.main(tmp_path)
+    for name, changed in (("number_lines", True), ("errors", True), ("scale_layouts", False)):
+        assert bool(differences(drawn / f"{name}.svg", tmp_path / f"{name}.svg")) == changed
+
+
+def test_every_picture_is_drawn_kept_and_shown(draw, drawn):
     page = (DOCS / "formats_and_recipes.md").read_text(encoding="utf-8")
     kept = {path.name for path in (DOCS / "figures").glob("*.svg")}
     assert (
-        kept
-        == {path.name for path in tmp_path.glob("*.svg")}
-        == {f"{n}.svg" for n in draw.PICTURES}
+        kept == {path.name for path in drawn.glob("*.svg")} == {f"{n}.svg" for n in draw.PICTURES}
     )
     assert all(f"(figures/{name})" in page for name in kept)
 

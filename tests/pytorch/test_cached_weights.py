@@ -3,6 +3,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from pytorch.helpers import RECIPES, assert_same_bits, captured, counted
@@ -141,6 +142,78 @@ def test_changes_are_seen(device, change):
         recipe = "current-power2"
     x = x.to(module.weight.dtype)
     assert_same_bits(step(module, x, recipe), step(plain, x, recipe))
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize("way", ["data", "set_", "assign", "swap_tensors", "attribute"])
+def test_another_storage_at_the_same_address_is_seen(device, way, explicit):
+    """An allocator gives the memory that was freed last: neither address nor version changes."""
+    module, plain = twins("linear", device)
+    module.cache_weights = not explicit
+    x, memory = batch(device), torch.empty_like(module.weight)
+
+    def kept():
+        given = {"is_first_microbatch": False} if explicit else {}
+        return step(module, x, "current", **given)
+
+    module.weight = torch.nn.Parameter(torch.from_dlpack(memory))
+    for _ in range(4):
+        versions = module.weight._version
+        memory.normal_()
+        new = torch.from_dlpack(memory)  # a storage of its own
+        if way == "data":
+            module.weight.data = new
+        elif way == "set_":
+            with torch.no_grad():
+                module.weight.set_(new)
+        elif way == "assign":
+            module.load_state_dict({**module.state_dict(), "weight": new}, assign=True)
+        elif way == "swap_tensors":
+            before = torch.__future__.get_swap_module_params_on_conversion()
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            try:
+                module.load_state_dict({**module.state_dict(), "weight": new}, assign=True)
+            finally:
+                torch.__future__.set_swap_module_params_on_conversion(before)
+        else:
+            module.weight = torch.nn.Parameter(new)
+        assert module.weight.data_ptr() == memory.data_ptr()
+        assert module.weight._version == versions or way == "set_"
+        with torch.no_grad():
+            plain.weight.copy_(memory)
+        assert_same_bits(kept(), step(plain, x, "current"))
+        found, casts = casts_of(kept)
+        assert casts == 2  # input and gradient
+        assert_same_bits(found, step(plain, x, "current"))
+
+
+def test_a_weight_that_is_turned_where_it_lies_is_seen(device):
+    module, plain = (make("linear", device, sizes=(32, 32)) for _ in range(2))
+    module.cache_weights = True
+    x = batch(device)
+    for _ in range(3):
+        module.weight.data = module.weight.data.t()
+        with torch.no_grad():
+            plain.weight.copy_(module.weight)
+            plain.bias.copy_(module.bias)
+        assert_same_bits(step(module, x, "current"), step(plain, x, "current"))
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("kind", ["linear", "swiglu"])
+def test_later_microbatches_of_delayed_scaling_cast_no_weight(device, kind, own):
+    """Whatever scales the backwards between them have moved, and whether the module caches, too."""
+    module, plain = twins(kind, device)
+    module.cache_weights = own
+    counts = {}
+    for first in (True, False, False, None, True, False, np.False_):
+        x = batch(device)
+        call = {"is_first_microbatch": first}
+        found, casts = casts_of(lambda: step(module, x, "delayed", **call))  # noqa: B023
+        counts.setdefault(first, set()).add(casts)
+        assert_same_bits(found, step(plain, x, "delayed", **call))
+    assert all(len(found) == 1 for found in counts.values())
+    assert counts[True].pop() - counts[False].pop() == len(module.PARTS)
 
 
 def test_layers_cache_too(device):

@@ -118,6 +118,8 @@ def quantized_model_init(
 
     The weights of linear layers that are made inside become quantized parameters; biases and norms
     stay in ``params_dtype``, which is the nominal dtype of the weights and that of their gradients.
+    Those of a module that is made without gradients (`torch.no_grad`) are held row-wise alone: none
+    can pass them, unless the format can be turned or the recipe has a ``backward_override``.
 
     Parameters
     ----------

@@ -252,13 +252,17 @@ class QuantizedTensorStorage:
                 tensor.data = tensor.new_empty(0)
 
     def copy_from_storage(self, src: "QuantizedTensorStorage") -> None:
-        """Copy data and scales of a storage of the same class and forms, in place."""
+        """Copy data and scales of a storage of the same class, in place, in the forms of this one.
+
+        ValueError where the other one lacks a form.
+        """
         with torch.no_grad():
             for mine, other in zip(self.get_data_tensors(), src.get_data_tensors(), strict=True):
-                if (mine is None) != (other is None):
+                if mine is None:
+                    continue
+                if other is None:
                     raise ValueError(f"{type(self).__name__}: src has other forms than this one")
-                if mine is not None:
-                    mine.copy_(other)
+                mine.copy_(other)
         self._count_write()
         self._written()
 

@@ -117,7 +117,7 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
         """
         self.name = name
         self.cache_weights = config.TE_CACHE_WEIGHTS.get()
-        self._quantized_init = current_state().quantized_init
+        self._quantized_init = quantized.init_now(current_state())
         self.use_bias, self.return_bias = map(bool, biases)
         self.apply_bias = self.use_bias and not self.return_bias
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = map(bool, gradients)
@@ -211,11 +211,18 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
         self._bound = {}
         return super()._apply(quantized.converted(fn), recurse)
 
+    def _load_from_state_dict(self, *given: Any) -> None:
+        """Load the module's own state; what was kept of the former weights goes.
+
+        `torch.utils.swap_tensors`, by which torch may load, refuses what is referred to weakly.
+        """
+        self._weight_caches = (None,) * len(self.PARTS)
+        super()._load_from_state_dict(*given)
+
     def __getstate__(self) -> dict:
         """Copy and pickle without caches and pending weight gradients."""
         state = super().__getstate__()
-        state["_plans"] = {}
-        state.update(_bound={}, _ran=None, _present=None, _held=(), _custom=None)
+        state.update(_plans={}, _bound={}, _ran=None, _present=None, _held=(), _custom=None)
         state.pop("_observer", None)
         state["_weight_caches"] = (None,) * len(self.PARTS)
         state["_wgrads"] = deque()
@@ -305,7 +312,7 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
         shares = is_first_microbatch is not None or own["fuse_wgrad_accumulation"] or held
         if key is not None and shares:
             shared, key = weight_cache.microbatch_of(
-                (self,), is_first_microbatch, state, key, bool(held)
+                (self,), is_first_microbatch, state, key, tensors if held else ()
             )
         if forms:
             shared = [*(shared[0] or (None,) * len(self.PARTS)), forms], shared[1]
@@ -401,8 +408,8 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
         bound = None
         if recipe is not None:
             bound = self._bind_state(tensors, region, is_first_microbatch)
-            given, caches = quantized.given_forms(tensors, recipe, bound.flags, bound.caches)
-            flags = [f | g for f, g in zip(flags, given, strict=True)]
+            flags = [f | g for f, g in zip(flags, bound.flags, strict=True)]
+            flags, caches = quantized.given_forms(tensors, recipe, flags, bound.caches)
             if returns:
                 quantized.add_returned(type(self).__name__, flags, returns, recipe, bound.slots)
         if graphs.is_backward_wide(recipe) and tensors.output_dtype is torch.float32:

@@ -220,7 +220,7 @@ class LayerCalls:
         if self._caches:
             first = microbatch(self.modules, first, state)
         if first is not None or self._accumulates or self._held:
-            own, key = microbatch_of(self.modules, first, state, key, bool(self._held))
+            own, key = microbatch_of(self.modules, first, state, key, tensors if self._held else ())
         bound = self.calls.get(key, _UNKNOWN)
         if bound is None or (bound is _UNKNOWN and not self._recurrence.is_met(key)):
             return None

@@ -26,6 +26,8 @@ from transformer_engine.pytorch.tensors import is_quantized
 
 _SLOTS_OF_PART = 3
 """Forward slots of a linear layer; the second one is its weight's."""
+_READS_COLUMNS = graphs.DGRAD | graphs.GRAD_GAMMA | graphs.GRAD_BETA
+"""Flags of a part whose backward multiplies by its weight, along the outputs."""
 
 
 class QuantizedInit(NamedTuple):
@@ -33,6 +35,7 @@ class QuantizedInit(NamedTuple):
 
     recipe: Recipe
     preserve: bool  # keep the first values in high precision, on the CPU
+    gradients: bool = True  # may pass through them: they were enabled where the module was made
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -114,29 +117,37 @@ def usable_input(inp: Any, quantization: Sequence[Quantization], has_norm: bool)
 
 def given_forms(
     tensors: Any, recipe: Recipe, flags: Sequence[int], caches: Sequence
-) -> tuple[tuple[int, ...], Sequence]:
+) -> tuple[list[int], Sequence]:
     """Flags of each part and what it reads, with the forms of what arrives quantized.
 
     `tensors` are the `operands.CallTensors`; `flags` and `caches` are as for plain ones. The forms
-    of the input, where it arrives quantized, stand behind those of the parts.
+    of the input, where it arrives quantized, stand behind those of the parts. RuntimeError where a
+    weight lacks a form that the backward reads.
     """
     weights = [part.weights[0] for part in tensors.parts]
     arrives = is_quantized(tensors.input)
     if not arrives and not any(map(is_quantized, weights)):
-        return tuple(flags), caches
+        return list(flags), caches
     from transformer_engine.pytorch.tensor.recipes import forms_of
 
     flags, caches = list(flags), list(caches)
-    columns = torch.is_grad_enabled() and not graphs.is_backward_wide(recipe)
+    narrow = not graphs.is_backward_wide(recipe)
     for i, weight in enumerate(weights):
         if is_quantized(weight):
+            columns = narrow and bool(flags[i] & _READS_COLUMNS)
             caches[i], bits = forms_of(weight, "weight", columns)
+            if columns and caches[i][1] is None and not bits & graphs.WEIGHT_ROWS:
+                raise RuntimeError(
+                    f"{type(weight).__name__}: it has no column-wise data, which the gradient of "
+                    "what it is multiplied by reads, and which are not made of the row-wise ones: "
+                    "make the weight where gradients are enabled, or run without them"
+                )
             flags[i] = flags[i] & ~(graphs.WEIGHT_CACHED | graphs.WEIGHT_KEPT) | bits
     if arrives:
-        forms, bits = forms_of(tensors.input, "input", columns)
+        forms, bits = forms_of(tensors.input, "input", narrow and torch.is_grad_enabled())
         flags[0] |= bits
         caches = [*caches[: len(weights)], forms]
-    return tuple(flags), caches
+    return flags, caches
 
 
 def _refuse_returned(kind: str, recipe: Recipe, returns: int) -> None:
@@ -309,12 +320,18 @@ def filled(
     return (key, *facts), tuple(tensors)
 
 
-def forms_held(modules: Sequence, parts: Sequence, caches: list, recipe: Recipe) -> None:
-    """Put what is read of quantized weights in the place of caches, those of each part in turn."""
+def forms_held(
+    modules: Sequence, parts: Sequence, caches: list, recipe: Recipe, tensors: tuple
+) -> None:
+    """Put what is read of quantized weights in the place of caches, those of each part in turn.
+
+    `tensors` are all of the call: without one that has a gradient no backward follows.
+    """
     from transformer_engine.pytorch.tensor.recipes import forms_of
 
     at = 0
     columns = torch.is_grad_enabled() and not graphs.is_backward_wide(recipe)
+    columns = columns and any(t is not None and t.requires_grad for t in tensors)
     for _, own in zip(modules, parts, strict=True):
         for part in own:
             if is_quantized(part.weights[0]):
@@ -323,6 +340,12 @@ def forms_held(modules: Sequence, parts: Sequence, caches: list, recipe: Recipe)
 
 
 # ---- construction --------------------------------------------------------------------------------
+
+
+def init_now(state: RegionState) -> QuantizedInit | None:
+    """How a module that is made now keeps its weights; None: in high precision."""
+    init = state.quantized_init
+    return None if init is None else init._replace(gradients=torch.is_grad_enabled())
 
 
 def quantize_weights(module: Any, names: Sequence[str], init: QuantizedInit) -> None:
@@ -340,7 +363,9 @@ def quantize_weights(module: Any, names: Sequence[str], init: QuantizedInit) -> 
         if parameter is None or parameter.is_meta or is_quantized(parameter):
             continue
         part = next(i for i, prefix in enumerate(module.PARTS) if name.startswith(prefix))
-        quantizer = _weight_quantizer(recipe, quantization[part], part, parameter.device)
+        quantizer = _weight_quantizer(
+            recipe, quantization[part], part, parameter.device, init.gradients
+        )
         if quantizer is None:
             continue
         with torch.no_grad():
@@ -355,18 +380,26 @@ def quantize_weights(module: Any, names: Sequence[str], init: QuantizedInit) -> 
 
 
 def _weight_quantizer(
-    recipe: Recipe, quantization: Quantization, part: int, device: torch.device
+    recipe: Recipe, quantization: Quantization, part: int, device: torch.device, gradients: bool
 ) -> Any:
-    """What casts the weight of a part, for its parameter; None where nothing does that keeps it."""
+    """What casts the weight of a part, for its parameter; None where nothing does that keeps it.
+
+    Row-wise alone where no backward reads the other form, or turns squares to have it; `gradients`
+    is as of `QuantizedInit`.
+    """
     from transformer_engine.pytorch.tensor.recipes import format_of
 
     outside = custom.weight_quantizer(recipe, part)
     if outside is not None:
-        return custom.keeping(outside)
-    row = format_of(quantization.weight)
-    if row is None:
-        return None
-    return row.make(quantization.weight, device, measures_first(recipe))
+        made, row_wise = custom.keeping(outside), not gradients
+    else:
+        row, cast = format_of(quantization.weight), quantization.weight
+        made = None if row is None else row.make(cast, device, measures_first(recipe))
+        wide = quantization.backward != _core.BACKWARD_QUANTIZED
+        row_wise = not gradients or wide or bool(cast.options & _core.CAST_TILES_2D)
+    if row_wise and made is not None:
+        made.set_usage(columnwise=False)
+    return made
 
 
 def _preserve(parameter: Any, value: Tensor) -> None:

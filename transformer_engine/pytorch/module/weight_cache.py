@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Microbatches of a step: the quantized weights that they share, and their main gradients."""
 
+import enum
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.module.quantized import forms_held
@@ -14,32 +16,63 @@ from transformer_engine.pytorch.state import RegionState
 from transformer_engine.pytorch.tensors import is_quantized
 
 
+class Microbatch(enum.Enum):
+    """What ``is_first_microbatch`` is where the program says nothing."""
+
+    BY_ITSELF = enum.auto()
+    """The module keeps casts as long as another one would give the same bits."""
+
+    def __bool__(self) -> bool:
+        return False  # it begins no step
+
+
+class Source(NamedTuple):
+    """A tensor and its memory, neither of which it keeps alive.
+
+    A storage that is referred to weakly keeps its address, so no other one is taken for it: its
+    memory may have gone to another storage, which `weight.data = new` puts in its place.
+    """
+
+    tensor: weakref.ref
+    storage: StorageWeakRef
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Source":
+        """Refer to a tensor as it is now."""
+        return cls(weakref.ref(tensor), StorageWeakRef(tensor.untyped_storage()))
+
+    def is_that(self, tensor: Tensor) -> bool:
+        """Whether it is this very tensor, over this very storage."""
+        return self.tensor() is tensor and self.storage.cdata == tensor.untyped_storage()._cdata
+
+
 class WeightCache(NamedTuple):
     """The quantized weight, and of what it is the quantized form."""
 
     tensors: tuple[Tensor, ...]  # row-wise and column-wise data, their scales
-    key: tuple  # memory, versions and dtype of the weight, recipe, whether inference mode made it
-    sources: tuple  # the tensors that the weight consisted of
+    key: tuple  # places, versions and dtype of the weight, recipe, whether inference mode made it
+    sources: tuple[Source, ...]  # the tensors that the weight consisted of
     updates: int  # of delayed scaling's scales in the process, before it was made
 
     @classmethod
     def of(cls, tensors: tuple, sources: tuple[Tensor, ...], recipe: Any) -> "WeightCache":
         """Keep what a forward made of `sources` under a recipe."""
-        kept = tuple(map(weakref.ref, sources))
+        kept = tuple(map(Source.of, sources))
         return cls(tensors, cls._key_of(sources, recipe), kept, torch_ops.scaling_updates())
 
     def holds(self, sources: tuple[Tensor, ...], recipe: Any) -> bool:
         """Whether it is these very tensors with the values they have now, under this recipe."""
         if self.key != self._key_of(sources, recipe):
             return False  # they changed, moved, or another recipe is in force
-        # Another tensor may lie in the memory that the cached one had.
-        return all(kept() is t for kept, t in zip(self.sources, sources, strict=True))
+        return all(kept.is_that(t) for kept, t in zip(self.sources, sources, strict=True))
 
     @staticmethod
     def _key_of(sources: tuple[Tensor, ...], recipe: Any) -> tuple:
-        versions = [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in sources]
+        values = [
+            (t.data_ptr(), t.stride(), -1 if t.is_inference() else t._version) for t in sources
+        ]
         return (
-            *versions,
+            *values,
             sources[0].dtype,
             sources[0].device,
             repr(recipe),
@@ -47,31 +80,36 @@ class WeightCache(NamedTuple):
         )
 
 
-def held_caches(module: Any, first: bool, parts: Sequence, recipe: Any) -> list[tuple | None]:
+def held_caches(
+    module: Any, first: bool | Microbatch, parts: Sequence, recipe: Any
+) -> list[tuple | None]:
     """Of each part the quantized weight that a microbatch reads; None where it makes one.
 
-    `parts` are the `operands.PartTensors` of a call of the module. One that caches weights by
-    itself reads what another cast would make to the same bits, so nothing of weights that were made
-    in inference mode, which do not tell when they change.
+    `parts` are the `operands.PartTensors` of a call of the module. False reads what is kept of
+    these weights, whatever delayed scaling's scales do meanwhile. One that caches weights by itself
+    reads what another cast would make to the same bits: not where scales have moved, and nothing of
+    weights that were made in inference mode, which do not tell when they change.
     """
     delayed = recipe.delayed()
     if first and (delayed or not module.cache_weights):
         return [None] * len(parts)
-    moved = delayed and module.cache_weights  # scales may have, since the cast
+    same_bits = bool(first) or first is Microbatch.BY_ITSELF
     now = torch_ops.scaling_updates()
     return [
         old.tensors
         if old is not None
-        and not (moved and old.updates != now)
-        and not (module.cache_weights and any(w.is_inference() for w in part.weights))
+        and not (same_bits and delayed and old.updates != now)
+        and not (same_bits and any(w.is_inference() for w in part.weights))
         and old.holds(part.weights, recipe)
         else None
         for old, part in zip(module._weight_caches, parts, strict=True)
     ]
 
 
-def microbatch(modules: Sequence, first: bool | None, state: RegionState) -> bool | None:
-    """``is_first_microbatch`` of a call: as given, or False where modules cache by themselves.
+def microbatch(
+    modules: Sequence, first: bool | None, state: RegionState
+) -> bool | Microbatch | None:
+    """``is_first_microbatch`` of a call: as given, or that modules cache by themselves.
 
     Not while a CUDA graph is captured, which would read a cast that nobody makes again, and under
     delayed scaling only without gradients: there each cast counts, for the history of amaxes.
@@ -83,7 +121,7 @@ def microbatch(modules: Sequence, first: bool | None, state: RegionState) -> boo
     if state.recipe.delayed() and torch.is_grad_enabled():
         return None
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return None if capturing else False
+    return None if capturing else Microbatch.BY_ITSELF
 
 
 def keep_caches(modules: Sequence, caches: Sequence, parts: Sequence, recipe: Any) -> None:
@@ -101,21 +139,25 @@ def keep_caches(modules: Sequence, caches: Sequence, parts: Sequence, recipe: An
 
 
 def microbatch_of(
-    modules: Sequence, first: bool | None, state: RegionState, key: tuple, holds: bool = False
+    modules: Sequence,
+    first: bool | Microbatch | None,
+    state: RegionState,
+    key: tuple,
+    tensors: tuple = (),
 ) -> tuple[tuple[Sequence, tuple], tuple]:
     """What a run has of its own, caches and weights, and the key with what depends on these.
 
-    As of `call.ModuleCall`. `first` is ``is_first_microbatch``, `key` that of the situation;
-    `holds`: there are quantized weights among those of the modules.
+    As of `call.ModuleCall`. `first` is that of `microbatch`, `key` that of the situation;
+    `tensors` are all of the call, where there are quantized weights among those of the modules.
     """
     caches, weights, recipe = [], (), state.recipe if state.enabled else None
     parts = [module._part_tensors() for module in modules]
-    if (first is not None or holds) and recipe is not None:
+    if (first is not None or tensors) and recipe is not None:
         for module, own in zip(modules, parts, strict=True):
             none = [None] * len(own)
             caches += none if first is None else held_caches(module, first, own, recipe)
-        if holds:
-            forms_held(modules, parts, caches, recipe)
+        if tensors:
+            forms_held(modules, parts, caches, recipe, tensors)
         key = (key, *[None if cache is None else cache[1] is None for cache in caches])
     if any(module.fuse_wgrad_accumulation for module in modules):
         weights = tuple([part.weights[0] for own in parts for part in own])

@@ -212,20 +212,14 @@ def _per_tensor(tensor: Any, role: str, backward: bool) -> tuple[tuple, int]:
 
 
 def _two_forms(tensor: Any, role: str, backward: bool) -> tuple[tuple, int]:
-    """Column-wise data that are not there are made for the call, where they can be."""
+    """Column-wise data that are not there are made for the call; None where they can not be."""
     row = _rows(tensor, tensor._rowwise_data)
     column, scales = tensor._columnwise_data, tensor._columnwise_scale_inv
     amaxes = tensor.get_data_tensors()[4:]
     if backward and column is None:
-        made = tensor._turned()
-        if made is None:
-            raise RuntimeError(
-                f"{type(tensor).__name__}: its column-wise data were dropped, which a backward "
-                "reads: run without gradients, or quantize with both usages"
-            )
-        column, scales = made
+        column, scales = tensor._turned() or (None, None)
         amaxes = amaxes[:1] * len(amaxes)
-    column = _columns(tensor, column) if backward else None
+    column = _columns(tensor, column) if backward and column is not None else None
     forms = (row, column, tensor._rowwise_scale_inv, scales, *amaxes)
     return forms, GIVEN[role]
 
