@@ -38,6 +38,11 @@ VIEWS = {
     "split": lambda t: t.split(8)[1],
     "unbound": lambda t: t.unbind(0)[5],
     "flat": lambda t: t.view(-1)[30:100],
+    "transposed": lambda t: t.t(),
+    "of a transposed part": lambda t: t[4:12].permute(1, 0)[3:9, 2:],
+    "diagonal": lambda t: t.diagonal(1),
+    "by strides": lambda t: t[2:9].as_strided((3, 4), (70, 2)),
+    "unfolded": lambda t: t.unfold(1, 4, 4)[:, 3],
     "detached": lambda t: t.detach()[7:9].detach(),
 }
 SHAPE = (32, 64)
@@ -168,7 +173,10 @@ def some_view(rng, shape):
         lambda t: t.detach(),
         lambda t: t.data,
         lambda t: t.reshape(-1) if t.is_contiguous() else t,
-    ][rng.integers(10)]
+        lambda t: t.transpose(0, -1),
+        lambda t: t.unflatten(0, (1, -1)),
+        lambda t: t.as_strided((shape[0],), (1,)),
+    ][rng.integers(13)]
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)

@@ -423,6 +423,10 @@ class QuantizedTensor(Tensor):
             QuantizedTensorStorage._write(self, source, quantizer, noop)
         self._changed()
 
+    def _is_window(self) -> bool:
+        """Whether it is a view, in high precision, of a format that has none of its data."""
+        return False
+
     def _changed(self) -> None:
         """Count a change, which torch does for the arguments of an operator, but not for lists."""
         if not is_traced_or_faked() and not self.is_inference():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """High precision under the names of quantized data, for operands that a recipe does not cast."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,11 +61,30 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
     """Of a window: the versions of the whole that its values are of; None: unknown."""
 
     @classmethod
+    def _made(
+        cls,
+        fields: dict[str, Any],
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+        requires_grad: bool = False,
+        stride: Sequence[int] | None = None,
+    ) -> "IdentityTensor":
+        """A tensor of these fields, of the strides of its values."""
+        values = fields["_hp_data"]
+        if stride is None and (shape is None or tuple(shape) == tuple(values.shape)):
+            stride = values.stride()
+        return super()._made(fields, dtype, shape, requires_grad, stride)
+
+    @classmethod
     def _window_of(cls, whole: Any, view: Callable[[Tensor], Tensor]) -> "IdentityTensor":
-        """A view of a quantized tensor in high precision."""
-        values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
-        made = cls._made({"_hp_data": values}, values.dtype, stride=values.stride())
-        made._viewed, made._seen = (whole, view), _versions_of(whole)
+        """A view of a quantized tensor in high precision; in its memory, if it is one of these."""
+        if isinstance(whole, IdentityTensor):
+            values, seen, dtype = view(whole._hp_data), None, whole.dtype
+        else:
+            values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
+            seen, dtype = _versions_of(whole), values.dtype
+        made = cls._made({"_hp_data": values}, dtype, stride=values.stride())
+        made._viewed, made._seen = (whole, view), seen
         return made
 
     @property
