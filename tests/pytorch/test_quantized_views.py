@@ -250,6 +250,49 @@ def test_a_transpose_of_other_data_is_not_copied(device, make):
     assert not make(made)._transpose_invalid
 
 
+def test_a_transpose_of_data_that_were_replaced_is_not_read(device):
+    """Other bytes may have the version that the old ones had."""
+    recipe = Float8CurrentScaling()
+    with te.quantized_model_init(recipe=recipe):
+        module = te.Linear(64, 32, bias=False, device=device)
+    weight = module.weight
+    weight.update_usage(columnwise_usage=True)
+    for replace in (
+        lambda data: setattr(weight, "_data", data),
+        lambda data: weight._data.copy_(data),
+        lambda data: setattr(weight._data, "data", data),
+        lambda data: setattr(weight, "_data", weight._data),
+    ):
+        assert not weight._transpose_invalid
+        data = weight._data.flip(0)
+        kept = weight._data.clone()
+        replace(data)
+        assert weight._transpose_invalid == (not torch.equal(weight._data, kept))
+        assert weight.get_usages()["columnwise"] != weight._transpose_invalid
+        x = torch.randn(16, 64, device=device, requires_grad=True)
+        expected = x.detach().clone().requires_grad_()
+        plain = te.Linear(64, 32, bias=False, device=device)
+        plain.weight.data = weight.dequantize()
+        for one, given in ((module, x), (plain, expected)):
+            with te.autocast(recipe=recipe):
+                out = one(given)
+            out.backward(torch.arange(512, device=device).view(16, 32).to(out.dtype))
+        assert_same_bits(x.grad, expected.grad)
+        weight.update_usage(columnwise_usage=True)
+        assert_same_bits(weight._transpose, weight._data.t().contiguous())
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])
+def test_storages_are_copied_with_their_transpose(device, make):
+    quantizer = current()
+    quantizer.internal = True
+    storage = quantizer(torch.randn(SHAPE, device=device))
+    made = make(storage)
+    made.update_usage(columnwise_usage=True)
+    assert_same_bits(made._transpose, storage._transpose)
+    assert_same_bits(made.dequantize(), storage.dequantize())
+
+
 def test_a_parameter_of_gathered_bytes_that_was_copied(device):
     """Its backward reads no transpose of the bytes before."""
     recipe = Float8CurrentScaling()

@@ -2,14 +2,16 @@
 """FP8 with one scale for the whole tensor: delayed and current scaling."""
 
 import math
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType, TE_DType, TE_DType_To_Torch
+from transformer_engine.pytorch.modes import is_traced_or_faked
 from transformer_engine.pytorch.quantized_tensor import (
     QuantizedTensor,
     QuantizedTensorStorage,
@@ -68,8 +70,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
     _transpose: Tensor | None
     _scales: Tensor  # fp32 {1 / scale, scale}
     _fp8_dtype: DType
-    _transpose_version: int | None
-    """Version of ``_data`` that the transpose was made of; other data have another one."""
+    _transpose_version: "_Version | None"
+    """The data that the transpose was made of, as they were then."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         """Whether there is no transpose of the data as they are now."""
         if self._transpose is None:
             return True
-        return self._data is not None and self._transpose_version != _version_of(self._data)
+        return self._data is not None and not _is_of(self._transpose_version, self._data)
 
     @_transpose_invalid.setter
     def _transpose_invalid(self, value: bool) -> None:
@@ -229,9 +231,28 @@ class Float8TensorStorage(QuantizedTensorStorage):
         self._transpose_invalid = False
 
 
-def _version_of(data: Tensor) -> int:
-    """Changes with the values; those of inference mode do not tell."""
-    return -1 if data.is_inference() else data._version
+class _Version(NamedTuple):
+    """A tensor as it is, without keeping it: another one has other values at the same version."""
+
+    data: weakref.ref
+    count: int  # changes with the values; those of inference mode do not tell
+    place: int  # changes where ``data.data`` is assigned, which counts as no change
+
+    def __reduce__(self) -> tuple:
+        """Pickle as None: what is read again is another tensor."""
+        return type(None), ()
+
+
+def _version_of(data: Tensor) -> _Version:
+    place = 0 if type(data) is not Tensor or is_traced_or_faked() else data.data_ptr()
+    return _Version(weakref.ref(data), -1 if data.is_inference() else data._version, place)
+
+
+def _is_of(version: _Version | None, data: Tensor) -> bool:
+    """Whether a tensor is the one of a version, and has not changed."""
+    if not isinstance(version, _Version) or version.data() is not data:
+        return False
+    return version[1:] == _version_of(data)[1:]
 
 
 def _transposed(storage: Float8TensorStorage) -> Tensor:
