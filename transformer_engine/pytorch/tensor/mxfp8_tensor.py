@@ -15,6 +15,7 @@ from transformer_engine.pytorch.tensor.two_forms import (
     TwoFormQuantizer,
     TwoFormStorage,
     TwoFormTensor,
+    rows_of_scales,
 )
 
 __all__ = ["MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage"]
@@ -25,8 +26,8 @@ class MXFP8TensorStorage(TwoFormStorage):
 
     Column-wise data are not transposed: both are [M, K], with scales
     [roundup(M, 128), roundup(ceil(K / 32), 4)] and [roundup(ceil(M / 32), 4), roundup(K, 128)].
-    ``with_gemm_swizzled_scales`` is False: they lie row after row. With ``is_2D_scaled`` squares of
-    32 x 32 values have one exponent, repeated.
+    They lie row after row: ``with_gemm_swizzled_scales=True`` raises NotImplementedError. With
+    ``is_2D_scaled`` squares of 32 x 32 values have one exponent, repeated.
     """
 
     _SETTINGS = ("_fp8_dtype", "_is_2D_scaled", "_with_gemm_swizzled_scales")
@@ -37,7 +38,7 @@ class MXFP8TensorStorage(TwoFormStorage):
         ("columnwise", True): Joint(0, 0, 32, 4, 32),
     }
     _is_2D_scaled: bool
-    _with_gemm_swizzled_scales: bool
+    _with_gemm_swizzled_scales = rows_of_scales
 
     def _mode(self) -> int:
         return _core.SCALING_MXFP8

@@ -16,6 +16,7 @@ from transformer_engine.pytorch.tensor.two_forms import (
     TwoFormQuantizer,
     TwoFormStorage,
     TwoFormTensor,
+    rows_of_scales,
 )
 
 __all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage"]
@@ -61,7 +62,7 @@ class NVFP4TensorStorage(TwoFormStorage):
     _with_rht: bool  # the column-wise values are transformed
     _row_scaled_nvfp4: bool = False  # each row has an amax
     _logical_shape: tuple[int, ...]
-    _with_gemm_swizzled_scales: bool
+    _with_gemm_swizzled_scales = rows_of_scales
 
     @property
     def _fp4_dtype(self) -> DType:

@@ -19,7 +19,7 @@ from transformer_engine.pytorch.quantizer import Quantizer
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.float8_tensor import FP8, code_of, fp8_type
 
-__all__ = ["Joint", "TwoFormQuantizer", "TwoFormStorage", "TwoFormTensor"]
+__all__ = ["Joint", "TwoFormQuantizer", "TwoFormStorage", "TwoFormTensor", "rows_of_scales"]
 
 
 class Joint(NamedTuple):
@@ -30,6 +30,18 @@ class Joint(NamedTuple):
     rows: int  # of which one is of so many rows,
     align: int  # and which has a length in a multiple of this
     whole: int  # rows that all matrices but the last have a multiple of
+
+
+def _refuse_swizzled(storage: Any, swizzled: Any) -> None:
+    if swizzled:
+        raise NotImplementedError(
+            f"{type(storage).__name__}: with_gemm_swizzled_scales=True: scales are read row after "
+            "row here, not in the order of GEMMs: give them like that"
+        )
+
+
+rows_of_scales = property(lambda storage: False, _refuse_swizzled)
+"""``_with_gemm_swizzled_scales`` of a format: False, and scales that lie otherwise are refused."""
 
 
 class TwoFormStorage(QuantizedTensorStorage):
@@ -197,8 +209,6 @@ def joins(parts: Sequence[Any]) -> bool:
     """
     first = parts[0]
     if not getattr(type(first), "_JOINTS", None) or first.dim() != 2:
-        return False
-    if getattr(first, "_with_gemm_swizzled_scales", False):
         return False
     for part in parts[1:]:
         if (
