@@ -44,6 +44,28 @@ def code_of(kind: DType) -> int:
     return _core.dtype_code(TE_DType_To_Torch[kind])
 
 
+def as_bytes(label: str, data: Tensor) -> Tensor:
+    """Codes as uint8; TypeError for elements of another size."""
+    if data.element_size() != 1:
+        raise TypeError(f"{label}: {data.dtype}, expected torch.uint8")
+    return data.view(torch.uint8)
+
+
+def fitted(label: str, given: Tensor | None, expected: tuple[int, ...]) -> Tensor:
+    """A tensor of an expected shape; a matrix in the shape of data that have more dims.
+
+    ValueError where it is missing, or has another shape.
+    """
+    shape = None if given is None else tuple(given.shape)
+    if shape == expected:
+        return given
+    if shape is not None and len(shape) == 2 < len(expected):
+        same = shape[0] == expected[0] or shape[-1] == expected[-1]
+        if same and given.numel() == math.prod(expected):
+            return given.view(expected)
+    raise ValueError(f"{label}: shape {shape}, expected {expected}")
+
+
 class Float8TensorStorage(QuantizedTensorStorage):
     """FP8 bytes of a matrix, its transpose where that was made, and one scale.
 
@@ -261,6 +283,8 @@ def _transposed(storage: Float8TensorStorage) -> Tensor:
 
 def _with_scale(scale_inv: Tensor) -> Tensor:
     """{1 / scale, scale} of an inverse scale, of any shape of one element."""
+    if scale_inv.numel() != 1:
+        raise ValueError(f"fp8_scale_inv: shape {tuple(scale_inv.shape)}, expected (1,)")
     inverse = scale_inv.detach().to(torch.float32).reshape(1)
     return torch.cat((inverse, inverse.reciprocal()))
 
@@ -272,16 +296,23 @@ def _checked_fields(
     fp8_dtype: Any,
     transpose: Tensor | None,
     quantizer: Quantizer | None,
+    shape: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     if data is None and transpose is None:
         raise ValueError(f"{label}: data and data_transpose are None: give one")
-    fields: dict[str, Any] = {"_quantizer": quantizer}
-    for name, bytes_ in (("_data", data), ("_transpose", transpose)):
-        if bytes_ is not None and bytes_.element_size() != 1:
-            raise TypeError(f"{label}: data: {bytes_.dtype}, expected torch.uint8")
-        fields[name] = None if bytes_ is None else casts.given(bytes_.view(torch.uint8))
-    fields["_scales"] = _with_scale(scale_inv)
+    if shape is None:
+        shape = (*transpose.shape[1:], transpose.shape[0]) if data is None else data.shape
+    shape = tuple(shape)
+    fields: dict[str, Any] = {"_quantizer": quantizer, "_scales": _with_scale(scale_inv)}
     fields["_fp8_dtype"] = fp8_type(f"{label}: fp8_dtype", fp8_dtype)
+    for name, field, bytes_, expected in (
+        ("data", "_data", data, shape),
+        ("data_transpose", "_transpose", transpose, (*shape[-1:], *shape[:-1])),
+    ):
+        if bytes_ is not None:
+            at = f"{label}: {name}"
+            bytes_ = casts.given(fitted(at, as_bytes(at, bytes_), expected))
+        fields[field] = bytes_
     data = fields["_data"]
     fields["_transpose_version"] = None if None in (data, transpose) else _version_of(data)
     return fields
@@ -320,7 +351,7 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
             shape, dtype = (*args, dtype)[:2]
         if fp8_scale_inv is None:
             raise TypeError("Float8Tensor: fp8_scale_inv: None, expected a tensor of fp32 [1]")
-        given = (data, fp8_scale_inv, fp8_dtype, data_transpose, quantizer)
+        given = (data, fp8_scale_inv, fp8_dtype, data_transpose, quantizer, shape)
         fields = _checked_fields("Float8Tensor", *given)
         return cls._made(fields, dtype, shape, requires_grad)
 

@@ -13,6 +13,7 @@ from transformer_engine.pytorch.quantized_tensor import (
     QuantizedTensorStorage,
     Quantizer,
 )
+from transformer_engine.pytorch.tensor.two_forms import checked_quantizer
 
 __all__ = ["IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage"]
 
@@ -74,6 +75,18 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
         if stride is None and (shape is None or tuple(shape) == tuple(values.shape)):
             stride = values.stride()
         return super()._made(fields, dtype, shape, requires_grad, stride)
+
+    @classmethod
+    def _make_in_reduce_ex(
+        cls,
+        data: Tensor,
+        quantizer: Quantizer | None,
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+    ) -> "IdentityTensor":
+        """A tensor of what older files hold."""
+        fields = {"_hp_data": data, "_quantizer": checked_quantizer(cls, quantizer)}
+        return cls._made(fields, dtype, data.shape if shape is None else data.view(shape).shape)
 
     @classmethod
     def _window_of(cls, whole: Any, view: Callable[[Tensor], Tensor]) -> "IdentityTensor":

@@ -15,6 +15,7 @@ from transformer_engine.pytorch.tensor.two_forms import (
     TwoFormQuantizer,
     TwoFormStorage,
     TwoFormTensor,
+    checked_quantizer,
     rows_of_scales,
 )
 
@@ -49,6 +50,9 @@ class MXFP8TensorStorage(TwoFormStorage):
             fields = {**fields, "_is_2D_scaled": square}
         super()._take(fields, dtype)
 
+    def _of_layout(self) -> TwoFormQuantizer:
+        return MXFP8Quantizer(self._fp8_dtype)
+
     def _turned(self) -> tuple[Tensor, Tensor] | None:
         """Squares are the same column-wise, and data are not transposed."""
         if not self._is_2D_scaled:
@@ -72,6 +76,32 @@ class MXFP8Tensor(TwoFormTensor, MXFP8TensorStorage):
     """A tensor in MXFP8; see `MXFP8TensorStorage`."""
 
     _STORAGE = MXFP8TensorStorage
+
+    @classmethod
+    def _make_in_reduce_ex(
+        cls,
+        rowwise_data: Tensor | None,
+        rowwise_scale_inv: Tensor | None,
+        columnwise_data: Tensor | None,
+        columnwise_scale_inv: Tensor | None,
+        fp8_dtype: Any,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        quantizer: Any = None,
+        with_gemm_swizzled_scales: bool = False,
+    ) -> "MXFP8Tensor":
+        """A tensor of what older files hold."""
+        return cls(
+            shape,
+            dtype,
+            rowwise_data=rowwise_data,
+            rowwise_scale_inv=rowwise_scale_inv,
+            columnwise_data=columnwise_data,
+            columnwise_scale_inv=columnwise_scale_inv,
+            fp8_dtype=fp8_dtype,
+            quantizer=checked_quantizer(cls, quantizer),
+            with_gemm_swizzled_scales=with_gemm_swizzled_scales,
+        )
 
 
 class MXFP8Quantizer(TwoFormQuantizer):
