@@ -177,12 +177,23 @@ def test_what_would_change_the_shape_is_refused(device, mode):
         assert tensor.view(tensor.dtype).shape == tensor.shape and tensor.detach_() is tensor
 
 
-def test_what_inference_mode_returns_as_it_came(device):
-    """Of an operator whose schema says nothing of it."""
+def test_what_inference_mode_leaves_whole(device):
+    """Is what it is made of, whether it returns a tensor as it came or a copy."""
     with torch.inference_mode():
         tensor = quantized(device)
-        torch.nn.functional.dropout(tensor, training=False).zero_()
-        assert tensor.dequantize().abs().max() == 0
+        values = tensor.dequantize()
+        for function in (
+            lambda t: torch.nn.functional.dropout(t, training=False),
+            lambda t: torch.broadcast_tensors(t[:1], t[:1])[0],
+            lambda t: torch.atleast_3d(t)[4:],
+            lambda t: t.T.reshape(6, 8, 32)[1],
+        ):
+            found, expected = function(tensor), function(values)
+            assert_same_bits(found.dequantize(), expected)
+            if expected.is_contiguous():
+                found.zero_()
+                expected.zero_()
+            assert_same_bits(tensor.dequantize() == 0, values == 0)
 
 
 def test_views_by_strides_are_of_the_whole(device):

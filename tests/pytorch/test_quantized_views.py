@@ -271,9 +271,9 @@ def test_a_transpose_of_data_that_were_replaced_is_not_read(device):
         assert weight.get_usages()["columnwise"] != weight._transpose_invalid
         x = torch.randn(16, 64, device=device, requires_grad=True)
         expected = x.detach().clone().requires_grad_()
-        plain = te.Linear(64, 32, bias=False, device=device)
-        plain.weight.data = weight.dequantize()
-        for one, given in ((module, x), (plain, expected)):
+        other = copy.deepcopy(module)
+        other.weight.update_usage(columnwise_usage=False)
+        for one, given in ((module, x), (other, expected)):
             with te.autocast(recipe=recipe):
                 out = one(given)
             out.backward(torch.arange(512, device=device).view(16, 32).to(out.dtype))

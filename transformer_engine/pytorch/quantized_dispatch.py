@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.modes import aliasing, is_traced_or_faked, mapped_tensors
+from transformer_engine.pytorch.modes import (
+    aliasing,
+    is_composite,
+    is_traced_or_faked,
+    mapped_tensors,
+    run_composite,
+)
 from transformer_engine.pytorch.tensors import is_quantized
 
 aten = torch.ops.aten
@@ -47,9 +53,8 @@ def _way_of(func: Any) -> Callable:
         return _refuse
     if func._schema.is_mutable:
         return _in_high_precision
-    has = func.has_kernel_for_dispatch_key
-    if has("CompositeImplicitAutograd") and not (has("CPU") or has("CUDA")):
-        return _in_parts
+    if is_composite(func):  # inference mode alone leaves it whole
+        return run_composite
     if any(made.alias_info is not None for made in func._schema.returns):
         return _window
     return _in_high_precision
@@ -61,11 +66,6 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
         f"{func}: a quantized tensor keeps its shape, strides and memory: make a view or assign "
         "tensor.data"
     )
-
-
-def _in_parts(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an operator that is nothing but others: inference mode alone leaves it whole."""
-    return func.decompose(*args, **kwargs)
 
 
 def _in_high_precision(func: Any, args: tuple, kwargs: dict) -> Any:

@@ -17,6 +17,7 @@ from transformer_engine.pytorch.quantized_tensor import (
     QuantizedTensorStorage,
     Quantizer,
 )
+from transformer_engine.pytorch.quantizer import plain
 from transformer_engine.pytorch.tensor import casts
 
 __all__ = [
@@ -407,7 +408,7 @@ class Float8Quantizer(_PerTensorQuantizer):
     Parameters
     ----------
     scale : Tensor
-        fp32 [1]: values are multiplied with it.
+        fp32 [1]: values are multiplied with it; 0 stands for 1.
     amax : Tensor
         fp32 [1]: each cast raises it to the largest magnitude that it met.
     fp8_dtype : DType
@@ -449,14 +450,17 @@ class Float8Quantizer(_PerTensorQuantizer):
         scale, amax = (t if t.device == source.device else None for t in (self.scale, self.amax))
         if scale is None:
             scale = self.scale.to(source.device)
-        partials = casts.measure(source) if self.measure_first else None
+        # Of scale 0 the scale is that of the partials: 1 of none.
+        partials = casts.measure(source) if self.measure_first else casts.no_partials(source)
         how = {"scale": scale, "amax": amax, "partials": partials}
         self._write_forms(source, into, noop, how)
 
     def calibrate(self, tensor: Tensor) -> None:
-        """Set the amax to the largest magnitude of a tensor."""
+        """Set the amax to the largest magnitude of a tensor, 0 of an empty one."""
         with torch.no_grad():
-            self.amax.copy_(tensor.detach().abs().max().reshape(1))
+            values = plain(tensor).detach()
+            largest = values.abs().max() if values.numel() > 0 else values.new_zeros(())
+            self.amax.copy_(largest.reshape(1))
 
     def create_tensor_from_data(
         self,
@@ -466,9 +470,10 @@ class Float8Quantizer(_PerTensorQuantizer):
         internal: bool = False,
     ) -> Any:
         """Take bytes for data that were cast with this scale."""
+        scale = torch.where(self.scale == 0, 1.0, self.scale)
         fields = {
-            "_data": casts.given(data.view(torch.uint8)),
-            "_scales": _with_scale(self.scale.reciprocal()),
+            "_data": casts.given(as_bytes("create_tensor_from_data: data", data)),
+            "_scales": _with_scale(scale.reciprocal()),
             "_fp8_dtype": self.dtype,
             "_quantizer": self.copy(),
         }

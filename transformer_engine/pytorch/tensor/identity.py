@@ -155,7 +155,7 @@ class IdentityQuantizer(Quantizer):
     Parameters
     ----------
     dtype : torch.dtype, optional
-        Convert to this one; None keeps that of the tensor.
+        Convert to this floating one; None keeps that of the tensor.
     rowwise, columnwise : bool, default True
         Not read: the values serve both.
     """
@@ -167,6 +167,8 @@ class IdentityQuantizer(Quantizer):
         self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"IdentityQuantizer: dtype={dtype}, expected a floating dtype")
         self.dtype = dtype
 
     def make_empty(self, shape: Any, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:

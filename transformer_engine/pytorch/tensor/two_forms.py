@@ -181,7 +181,7 @@ class TwoFormStorage(QuantizedTensorStorage):
         if (
             data.dim() == 0
             or data.shape[-1] != old[-1]
-            or data.numel() != self._rowwise_data.numel()
+            or data.shape[:-1].numel() != old[:-1].numel()
         ):
             return None
         fields = {**self._fields(), "_rowwise_data": data}
