@@ -137,7 +137,7 @@ def _detach(func: Any, args: tuple, kwargs: dict) -> Any:
     # Below autograd an alias would count its changes by itself, and transposes go by that.
     fields = tensor._mapped(func) if is_traced_or_faked() else None
     made = tensor._like(fields, stride=tensor.stride())
-    made._viewed = tensor._viewed
+    made._take_view(tensor)
     return aliasing(func, args, kwargs, made)
 
 
@@ -258,7 +258,7 @@ def _view(func: Any, args: tuple, kwargs: dict) -> Any:
     view = functools.partial(_call, func, rest, kwargs)
     fields = tensor._viewed_fields(view)
     if fields is None:
-        return NotImplemented if is_traced_or_faked() else _view_of(tensor, None, view)
+        return _view_of(tensor, None, view)
     return aliasing(func, args, kwargs, _view_of(tensor, fields, view))
 
 
@@ -266,8 +266,6 @@ def _view(func: Any, args: tuple, kwargs: dict) -> Any:
 def _as_strided(func: Any, args: tuple, kwargs: dict) -> Any:
     """A view by strides: in the memory that plain values of the outermost whole lie in."""
     del func
-    if is_traced_or_faked():
-        return NotImplemented
     whole, size, stride, *offset = [*args, *kwargs.values()]
     views = []
     while whole._viewed is not None:
@@ -315,8 +313,6 @@ def _split(func: Any, args: tuple, kwargs: dict) -> Any:
     for i in range(len(func(shape, *rest, **kwargs))):
         view = functools.partial(part, i)
         fields = tensor._viewed_fields(view)
-        if fields is None and is_traced_or_faked():
-            return NotImplemented
         made.append(_view_of(tensor, fields, view))
     return made
 
@@ -325,7 +321,7 @@ def _window(func: Any, args: tuple, kwargs: dict) -> Any:
     """Any other view: none that a format may have codes of."""
     at = next(i for i, given in enumerate(func._schema.arguments) if given.alias_info is not None)
     tensor = args[at]
-    if is_traced_or_faked() or not is_quantized(tensor):
+    if not is_quantized(tensor):
         return _in_high_precision(func, args, kwargs)
 
     def view(values: Tensor) -> Tensor:

@@ -295,6 +295,8 @@ class QuantizedTensor(Tensor):
     _TE_QUANTIZED = True
     _viewed: tuple | None = None
     """(tensor that this is a view of, function that makes the view): writing goes there."""
+    _writes: list | None = None
+    """[number of writes] while a graph is traced, where no version tells; aliases share it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Give a class the methods by which programs tell quantized tensors, as its own."""
@@ -423,14 +425,27 @@ class QuantizedTensor(Tensor):
             QuantizedTensorStorage._write(self, source, quantizer, noop)
         self._changed()
 
+    def _take_view(self, other: "QuantizedTensor") -> None:
+        """Be a view of what another tensor over the same data is one of."""
+        self._viewed = other._viewed
+        if is_traced_or_faked():
+            self._writes = other._counted_writes()
+
     def _is_window(self) -> bool:
         """Whether it is a view, in high precision, of a format that has none of its data."""
         return False
 
     def _changed(self) -> None:
         """Count a change, which torch does for the arguments of an operator, but not for lists."""
-        if not is_traced_or_faked() and not self.is_inference():
+        if is_traced_or_faked():
+            self._counted_writes()[0] += 1
+        elif not self.is_inference():
             increment_version(self)
+
+    def _counted_writes(self) -> list:
+        if self._writes is None:
+            self._writes = [0]
+        return self._writes
 
     # ---- torch -----------------------------------------------------------------------------------
 
@@ -477,7 +492,15 @@ class QuantizedTensor(Tensor):
 
     def _attributes(self) -> dict[str, Any]:
         """What programs have put on the tensor."""
-        own = {*self._TENSORS, *self._SETTINGS, "_quantizer", "_dtype", "_viewed", "_is_param"}
+        own = {
+            *self._TENSORS,
+            *self._SETTINGS,
+            "_quantizer",
+            "_dtype",
+            "_viewed",
+            "_writes",
+            "_is_param",
+        }
         own |= {"_values", "_seen"}  # of an IdentityTensor
         own |= {"get_high_precision_init_val", "clear_high_precision_init_val"}
         return {name: value for name, value in self.__dict__.items() if name not in own}

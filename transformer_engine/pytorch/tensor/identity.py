@@ -58,8 +58,9 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
     """
 
     _STORAGE = IdentityTensorStorage
-    _seen: tuple | None = None
-    """Of a window: the versions of the whole that its values are of; None: unknown."""
+    _seen: tuple | Tensor | None = None
+    """Of a window: the versions of the whole that its values are of; None: unknown. Of a view of
+    high precision: the values of that."""
 
     @classmethod
     def _made(
@@ -92,7 +93,8 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
     def _window_of(cls, whole: Any, view: Callable[[Tensor], Tensor]) -> "IdentityTensor":
         """A view of a quantized tensor in high precision; in its memory, if it is one of these."""
         if isinstance(whole, IdentityTensor):
-            values, seen, dtype = view(whole._hp_data), None, whole.dtype
+            seen, dtype = whole._hp_data, whole.dtype
+            values = view(seen)
         else:
             values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
             seen, dtype = _versions_of(whole), values.dtype
@@ -103,13 +105,20 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
     @property
     def _hp_data(self) -> Tensor:
         """The values as they are now."""
-        if self._viewed is not None and not is_traced_or_faked():
+        if self._viewed is not None:
             self._read_again()
         return self._values
 
     @_hp_data.setter
     def _hp_data(self, values: Tensor) -> None:
         self._values = values
+
+    def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
+        return None if self._is_window() else super()._viewed_fields(view)
+
+    def _take_view(self, other: QuantizedTensor) -> None:
+        super()._take_view(other)
+        self._seen = other._seen
 
     def _is_window(self) -> bool:
         """Whether it is one, or a view of one."""
@@ -122,13 +131,16 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
         """Take over values that have changed in the whole of a window."""
         whole, view = self._viewed
         if isinstance(whole, IdentityTensor):
-            _ = whole._hp_data  # these values lie in its memory
+            values = whole._hp_data
+            if values is not self._seen:  # these values lie in its memory
+                self._values, self._seen = view(values), values
             return
         versions = _versions_of(whole)
         if versions is None or versions != self._seen:
             values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
-            if self._values.is_inference() and not torch.is_inference_mode_enabled():
-                self._values = values  # they can not be written to
+            lost = self._values.is_inference() and not torch.is_inference_mode_enabled()
+            if lost or is_traced_or_faked():
+                self._values = values  # those before can not be written to
             else:
                 self._values.copy_(values)
             self._seen = versions
@@ -144,6 +156,8 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
 def _versions_of(tensor: Any) -> tuple | None:
     """What changes with the data of a quantized tensor; None: they do not tell."""
     tensors = [part for part in tensor.get_data_tensors() if part is not None]
+    if is_traced_or_faked():
+        return tuple(tensor._counted_writes())
     if any(part.is_inference() for part in tensors):
         return None
     return tuple((part.data_ptr(), part._version) for part in tensors)
