@@ -107,6 +107,27 @@ def test_names_of_nvfp4(device):
     assert storage.shape == (48, 48) and storage.dequantize()[:, 40:].abs().max() == 0
 
 
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_a_tensor_of_other_bytes(device, name):
+    """Of so many rows, in the shape that they have: two values to a byte of NVFP4."""
+    quantizer = QUANTIZERS[name]()
+    tensor = quantizer(source_of(device, (32, 40)))
+    data = tensor._data if name == "current" else tensor._rowwise_data
+    found = type(tensor).make_like(tensor, data=data[:16].clone())
+    assert found.shape == (16, 40) and found.get_usages() == {"rowwise": True, "columnwise": False}
+    if name.startswith(("rows", "lines")) or name == "nv rows":  # it has scales of more rows
+        with pytest.raises(ValueError, match="dequantize"):
+            found.dequantize()
+    else:
+        assert_same_bits(found.dequantize(), tensor.dequantize()[:16])
+    found = type(tensor).make_like(tensor, data=data.clone(), shape=(32, 40), dtype=torch.float32)
+    assert_same_bits(found.dequantize(), tensor.dequantize(dtype=torch.float32))
+    hybrid = te.HybridQuantizer(rowwise_quantizer=quantizer, columnwise_quantizer=quantizer)
+    other = hybrid(source_of(device, (32, 40)))
+    with pytest.raises(NotImplementedError, match="make_like: data"):
+        type(other).make_like(other, data=data)
+
+
 # ---- files of the incumbent ----------------------------------------------------------------------
 
 

@@ -115,4 +115,8 @@ def test_integers_are_no_values(device, name, dtype):
         quantizer(source.float(), dtype=dtype)
     with pytest.raises(TypeError, match="expected a floating dtype"):
         te.IdentityQuantizer(dtype=dtype)
+    with pytest.raises(TypeError, match="expected a floating dtype"):
+        quantizer.make_empty((32, 48), dtype=dtype, device=device)
+    with pytest.raises(TypeError, match="expected a floating dtype"):
+        quantizer(source.float()).data = source
     assert not quantizer.is_quantizable(source)

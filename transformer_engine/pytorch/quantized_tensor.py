@@ -111,6 +111,18 @@ class QuantizedTensorStorage:
             "quantizer.update_quantized(src, tensor)"
         )
 
+    @classmethod
+    def _of_shape(cls, fields: dict[str, Any], shape: Sequence[int] | None) -> dict[str, Any]:
+        """Fields of a tensor of a shape, where that is known, with what does not show in them."""
+        del shape
+        return fields
+
+    @classmethod
+    def _with_data(cls, fields: dict, data: Tensor) -> dict:
+        """Fields with other row-wise data, and no others."""
+        del fields, data
+        raise NotImplementedError(f"{cls.__name__}.make_like: data: it has no one format")
+
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
@@ -351,17 +363,16 @@ class QuantizedTensor(Tensor):
     ) -> Any:
         """A tensor over the same data, of another nominal dtype or with other row-wise data.
 
-        `data` are row-wise bytes to use instead, of shape `shape`.
+        `data` are row-wise bytes to use instead, of shape `shape`; that of what they hold where it
+        is None. NotImplementedError for a format whose forms have formats of their own.
         """
         fields = tensor._fields()
         if data is not None:
             fields = cls._with_data(fields, data)
-        return cls._made(
-            fields,
-            tensor.dtype if dtype is None else dtype,
-            tensor.shape if shape is None and data is None else shape or data.shape,
-            requires_grad,
-        )
+        elif shape is None:
+            shape = tensor.shape
+        fields = cls._of_shape(fields, shape)
+        return cls._made(fields, tensor.dtype if dtype is None else dtype, shape, requires_grad)
 
     # ---- values ----------------------------------------------------------------------------------
 

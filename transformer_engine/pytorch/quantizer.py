@@ -77,10 +77,13 @@ class Quantizer(abc.ABC):
         """Allocate a quantized tensor of a shape and nominal dtype, without values.
 
         On the current CUDA device where there is one, unless `device` says otherwise. ValueError
-        for a shape without dims, unless the format keeps high precision.
+        for a shape without dims, unless the format keeps high precision, TypeError for a dtype that
+        is no floating one.
         """
         if not (tuple(shape) or self._KEEPS_ALL):
             raise ValueError(f"{type(self).__name__}: shape (): expected at least one dim")
+        if not dtype.is_floating_point:
+            raise TypeError(f"{type(self).__name__}: dtype: {dtype}, expected a floating dtype")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         fields = self._empty(tuple(shape), torch.device(device), pin_memory)

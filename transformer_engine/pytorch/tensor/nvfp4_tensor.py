@@ -147,6 +147,14 @@ class NVFP4Tensor(TwoFormTensor, NVFP4TensorStorage):
     _STORAGE = NVFP4TensorStorage
 
     @classmethod
+    def _with_data(cls, fields: dict, data: Tensor) -> dict:
+        length, old = 2 * data.shape[-1], fields["_logical_shape"][-1]
+        if length == -(-old // 16) * 16:
+            length = old  # lines of the same bytes have the same padding
+        shape = (*data.shape[:-1], length)
+        return {**super()._with_data(fields, data), "_logical_shape": shape}
+
+    @classmethod
     def _make_in_reduce_ex(
         cls,
         shape: Sequence[int],

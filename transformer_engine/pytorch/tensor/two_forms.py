@@ -112,12 +112,6 @@ class TwoFormStorage(QuantizedTensorStorage):
             "_columnwise_scale_inv": layout.get_scale_shape(shape, True),
         }
 
-    @classmethod
-    def _of_shape(cls, fields: dict[str, Any], shape: Sequence[int] | None) -> dict[str, Any]:
-        """Fields of a tensor of a shape, where that is known, with what does not show in them."""
-        del shape
-        return fields
-
     def _turned(self) -> tuple[Tensor, Tensor] | None:
         """Column-wise data and scales, made of the row-wise ones; None where they can not be."""
         return None
