@@ -216,3 +216,19 @@ def test_graphs_are_those_of_the_formats(place):
         assert len(made) == graphs
     tensor.update_usage(rowwise_usage=False)
     assert_same_bits(read(tensor), tensor.dequantize() + 1)
+
+
+def test_a_transformed_form_is_not_multiplied(device):
+    """Of its values there are no others than the transformed ones; the error says which option."""
+
+    def quantizer(role):
+        return hybrid(device, "groups") if role.tensor_type == "input" else current()
+
+    module = te.Linear(64, 32, device=device)
+    x = torch.randn(32, 64, device=device)
+    recipe = te.recipe.CustomRecipe(quantizer)
+    with (
+        te.autocast(recipe=recipe),
+        pytest.raises(NotImplementedError, match=r"NVFP4Quantizer\(with_rht=True\)"),
+    ):
+        module(x)

@@ -111,6 +111,12 @@ IMPORTED = {
     "transformer_engine.pytorch.tensor.grouped_tensor": "GroupedTensor",
     "transformer_engine.pytorch.tensor.mxfp8_tensor": "MXFP8Quantizer MXFP8Tensor",
     "transformer_engine.pytorch.tensor.nvfp4_tensor": "NVFP4Tensor",
+    "transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage": (
+        "Float8BlockwiseQTensorStorage"
+    ),
+    "transformer_engine.pytorch.tensor.storage.float8_tensor_storage": "Float8TensorStorage",
+    "transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage": "MXFP8TensorStorage",
+    "transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage": "NVFP4TensorStorage",
     "transformer_engine.pytorch.tensor.utils": "cast_master_weights_to_fp8 "
     "post_all_gather_processing quantize_master_weights replace_raw_data",
     "transformer_engine.pytorch.torch_version": "torch_version",

@@ -112,6 +112,23 @@ def test_what_can_not_be():
         tensor.dequantize()
 
 
+@pytest.mark.parametrize("name", ["mx", "nv"])
+def test_scales_in_another_order_are_refused(device, name):
+    """They would be read in the wrong one."""
+    tensor = SMALL[name]()(source_of(device, (128, 128)))
+    fields = {k[1:]: v for k, v in tensor._fields().items()}
+    assert fields["with_gemm_swizzled_scales"] is False
+    fields["with_gemm_swizzled_scales"] = True
+    for kind, options in ((type(tensor), {"shape": tensor.shape}), (type(tensor)._STORAGE, {})):
+        with pytest.raises(NotImplementedError, match="with_gemm_swizzled_scales=True"):
+            kind(**options, **fields)
+    with pytest.raises(NotImplementedError, match="with_gemm_swizzled_scales=True"):
+        tensor._with_gemm_swizzled_scales = True
+    fields["with_gemm_swizzled_scales"] = False
+    found = type(tensor)(tensor.shape, torch.bfloat16, **fields)
+    assert_same_bits(found.dequantize(), tensor.dequantize())
+
+
 # ---- parameters and inputs -----------------------------------------------------------------------
 
 

@@ -39,16 +39,13 @@ STAY = {
     "cpu": lambda t: t.cpu(),
 }
 ARE_READ = {
-    "transpose": lambda t: t.t(),
-    "permute": lambda t: t.permute(1, 0),
-    "expand": lambda t: t.expand(2, 32, 48),
+    "transposed copy": lambda t: t.t().contiguous(),
+    "expanded copy": lambda t: t.expand(2, 32, 48).clone(),
     "cat": lambda t: torch.cat([t, t]),
     "sum": lambda t: t.sum(0),
     "matmul": lambda t: t @ t.t(),
     "add": lambda t: 2 + t,
     "compare": lambda t: t > 0,
-    "cast": lambda t: t.to(torch.float32),
-    "to dtype": lambda t: t.to(torch.float64),
     "zeros_like": torch.zeros_like,
     "full_like": lambda t: torch.full_like(t, 3),
     "index_select": lambda t: t.index_select(0, torch.tensor([1, 3], device=t.device)),
@@ -119,7 +116,17 @@ def test_what_writes_is_quantized_again(device, operator, columnwise):
         assert_same_bits(tensor._transpose, tensor._data.t().contiguous())
 
 
-@pytest.mark.parametrize("view", [lambda t: t[:, ::2], lambda t: t[3, 4], lambda t: t[2:, 5]])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t[:, ::2],
+        lambda t: t[3, 4],
+        lambda t: t[2:, 5],
+        lambda t: t.t()[4:],
+        lambda t: t.permute(1, 0)[3:5],
+        lambda t: t.diagonal(-2),
+    ],
+)
 def test_views_that_have_no_codes_of_their_own(device, view):
     """They are in high precision; what is written to them goes to the tensor."""
     tensor = quantized(device)
@@ -136,6 +143,74 @@ def test_conversions_do_not_round_to_the_nominal_dtype(device):
     assert_same_bits(tensor.float(), tensor.dequantize(dtype=torch.float32))
     assert_same_bits(tensor.half(), tensor.float().half())
     assert_same_bits(tensor.bfloat16(), tensor.dequantize())
+    for dtype in (torch.float32, torch.float64, torch.float16):
+        for found in (tensor.to(dtype), tensor.type(dtype), tensor.to(tensor.device, dtype)):
+            assert_same_bits(found, tensor.dequantize(dtype=torch.float32).to(dtype))
+        with torch.inference_mode():
+            assert_same_bits(tensor.to(dtype), tensor.dequantize(dtype=dtype))
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_would_change_the_shape_is_refused(device, mode):
+    """And has changed nothing."""
+    tensor = quantized(device)
+    other = torch.randn(9, 9, device=device, dtype=tensor.dtype)
+    values = tensor.dequantize()
+    calls = [
+        lambda: tensor.t_(),
+        lambda: tensor.unsqueeze_(0),
+        lambda: tensor.resize_(3, 4),
+        lambda: tensor.resize_as_(other),
+        lambda: tensor.set_(other),
+        lambda: torch.add(other, 1, out=tensor),
+        lambda: tensor.view(torch.int16),
+        lambda: tensor.view(torch.uint8),
+    ]
+    for call in calls:
+        with mode(), pytest.raises(NotImplementedError, match="[tT]ensor"):
+            call()
+        assert tensor.shape == values.shape
+        assert_same_bits(tensor.dequantize(), values)
+    with mode():
+        assert tensor.resize_(tensor.shape) is tensor and tensor.resize_as_(values) is tensor
+        assert tensor.view(tensor.dtype).shape == tensor.shape and tensor.detach_() is tensor
+
+
+def test_what_inference_mode_leaves_whole(device):
+    """Is what it is made of, whether it returns a tensor as it came or a copy."""
+    with torch.inference_mode():
+        tensor = quantized(device)
+        values = tensor.dequantize()
+        for function in (
+            lambda t: torch.nn.functional.dropout(t, training=False),
+            lambda t: torch.broadcast_tensors(t[:1], t[:1])[0],
+            lambda t: torch.atleast_3d(t)[4:],
+            lambda t: t.T.reshape(6, 8, 32)[1],
+        ):
+            found, expected = function(tensor), function(values)
+            assert_same_bits(found.dequantize(), expected)
+            if expected.is_contiguous():
+                found.zero_()
+                expected.zero_()
+            assert_same_bits(tensor.dequantize() == 0, values == 0)
+
+
+def test_views_by_strides_are_of_the_whole(device):
+    """As those of plain tensors: of the memory, wherever a view begins in it."""
+    tensor = quantized(device)
+    values = tensor.dequantize()
+    for view in (
+        lambda t: t.as_strided((5, 3), (97, 2)),
+        lambda t: t[4:].as_strided((5, 3), (48, 1)),
+        lambda t: t[4:, 3:9].as_strided((5, 3), (48, 1), 7),
+        lambda t: t[:, ::2].t()[3:].as_strided((7,), (11,)),
+    ):
+        assert_same_bits(view(tensor).dequantize(), view(values))
+        view(tensor).fill_(3)
+        view(values).fill_(3)
+        values = current()(values).dequantize()
+        assert_same_bits(tensor.dequantize(), values)
 
 
 def test_in_place_operators_return_their_tensor(device):

@@ -38,6 +38,11 @@ VIEWS = {
     "split": lambda t: t.split(8)[1],
     "unbound": lambda t: t.unbind(0)[5],
     "flat": lambda t: t.view(-1)[30:100],
+    "transposed": lambda t: t.t(),
+    "of a transposed part": lambda t: t[4:12].permute(1, 0)[3:9, 2:],
+    "diagonal": lambda t: t.diagonal(1),
+    "by strides": lambda t: t[2:9].as_strided((3, 4), (70, 2)),
+    "unfolded": lambda t: t.unfold(1, 4, 4)[:, 3],
     "detached": lambda t: t.detach()[7:9].detach(),
 }
 SHAPE = (32, 64)
@@ -168,7 +173,10 @@ def some_view(rng, shape):
         lambda t: t.detach(),
         lambda t: t.data,
         lambda t: t.reshape(-1) if t.is_contiguous() else t,
-    ][rng.integers(10)]
+        lambda t: t.transpose(0, -1),
+        lambda t: t.unflatten(0, (1, -1)),
+        lambda t: t.as_strided((shape[0],), (1,)),
+    ][rng.integers(13)]
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
@@ -240,6 +248,49 @@ def test_a_transpose_of_other_data_is_not_copied(device, make):
     made.update_usage(columnwise_usage=True)
     assert_same_bits(made._transpose, tensor._data.t().contiguous())
     assert not make(made)._transpose_invalid
+
+
+def test_a_transpose_of_data_that_were_replaced_is_not_read(device):
+    """Other bytes may have the version that the old ones had."""
+    recipe = Float8CurrentScaling()
+    with te.quantized_model_init(recipe=recipe):
+        module = te.Linear(64, 32, bias=False, device=device)
+    weight = module.weight
+    weight.update_usage(columnwise_usage=True)
+    for replace in (
+        lambda data: setattr(weight, "_data", data),
+        lambda data: weight._data.copy_(data),
+        lambda data: setattr(weight._data, "data", data),
+        lambda data: setattr(weight, "_data", weight._data),
+    ):
+        assert not weight._transpose_invalid
+        data = weight._data.flip(0)
+        kept = weight._data.clone()
+        replace(data)
+        assert weight._transpose_invalid == (not torch.equal(weight._data, kept))
+        assert weight.get_usages()["columnwise"] != weight._transpose_invalid
+        x = torch.randn(16, 64, device=device, requires_grad=True)
+        expected = x.detach().clone().requires_grad_()
+        other = copy.deepcopy(module)
+        other.weight.update_usage(columnwise_usage=False)
+        for one, given in ((module, x), (other, expected)):
+            with te.autocast(recipe=recipe):
+                out = one(given)
+            out.backward(torch.arange(512, device=device).view(16, 32).to(out.dtype))
+        assert_same_bits(x.grad, expected.grad)
+        weight.update_usage(columnwise_usage=True)
+        assert_same_bits(weight._transpose, weight._data.t().contiguous())
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])
+def test_storages_are_copied_with_their_transpose(device, make):
+    quantizer = current()
+    quantizer.internal = True
+    storage = quantizer(torch.randn(SHAPE, device=device))
+    made = make(storage)
+    made.update_usage(columnwise_usage=True)
+    assert_same_bits(made._transpose, storage._transpose)
+    assert_same_bits(made.dequantize(), storage.dequantize())
 
 
 def test_a_parameter_of_gathered_bytes_that_was_copied(device):

@@ -177,6 +177,18 @@ def without_memory(tensor: Tensor) -> bool:
     return dispatch_modes() > 0 and faking()
 
 
+def is_composite(operator: Any) -> bool:
+    """Whether an operator is nothing but calls of others, on the devices that there are here."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = operator.name()
+    return has(name, "CompositeImplicitAutograd") and not (has(name, "CPU") or has(name, "CUDA"))
+
+
+def run_composite(operator: Any, args: tuple, kwargs: dict) -> Any:
+    """Call the others; `decompose` would take those of compilers, which copy where these do not."""
+    return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
 def after_autograd(keyset: torch._C.DispatchKeySet) -> torch._C.DispatchKeySet:
     """Dispatch keys of an operator call that come after autograd."""
     return keyset & torch._C._after_autograd_keyset

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What operators of torch do with quantized tensors, for all formats.
 
-Copies and views stay quantized as far as a format has them (`_viewed_fields`); other views are in
-high precision, and what is written to them is written to the tensor (`_view_of`). All else reads
-the values in high precision; what an operator writes to is quantized again afterwards.
+Copies and views stay quantized as far as a format has them (`_viewed_fields`); all other views are
+in high precision, and what is written to them is written to the tensor (`_view_of`). All else reads
+the values in high precision; what an operator writes to is quantized again afterwards. Which of
+these an operator without a handler is, its schema says (`_way_of`): no list of names can forget it.
 """
 
 import functools
@@ -13,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.modes import aliasing, is_traced_or_faked, mapped_tensors
+from transformer_engine.pytorch.modes import (
+    aliasing,
+    is_composite,
+    is_traced_or_faked,
+    mapped_tensors,
+    run_composite,
+)
 from transformer_engine.pytorch.tensors import is_quantized
 
 aten = torch.ops.aten
@@ -36,7 +43,29 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
         result = handler(func, args, kwargs)
         if result is not NotImplemented:
             return result
-    return _in_high_precision(func, args, kwargs)
+    return _way_of(func)(func, args, kwargs)
+
+
+@functools.cache
+def _way_of(func: Any) -> Callable:
+    """What runs an operator that has no handler, by what its schema says of its memory."""
+    if torch.Tag.inplace_view in func.tags:
+        return _refuse
+    if func._schema.is_mutable:
+        return _in_high_precision
+    if is_composite(func):  # inference mode alone leaves it whole
+        return run_composite
+    if any(made.alias_info is not None for made in func._schema.returns):
+        return _window
+    return _in_high_precision
+
+
+def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
+    del args, kwargs
+    raise NotImplementedError(
+        f"{func}: a quantized tensor keeps its shape, strides and memory: make a view or assign "
+        "tensor.data"
+    )
 
 
 def _in_high_precision(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -56,10 +85,20 @@ def _in_high_precision(func: Any, args: tuple, kwargs: dict) -> Any:
         for tensor in _written(func, args, kwargs):
             known = values.pop(id(tensor), None)
             if known is not None:
+                _check_shape(func, *known)
                 tensor._write(known[1])
                 values[id(known[1])] = known
     written = {key: known[0] for key, known in values.items() if key == id(known[1])}
     return mapped_tensors(Tensor, lambda t: written.get(id(t), t), result)
+
+
+def _check_shape(func: Any, tensor: Tensor, values: Tensor) -> None:
+    """NotImplementedError where an operator has resized what it writes to."""
+    if values.shape != tensor.shape:
+        raise NotImplementedError(
+            f"{func}: it resizes what it writes to from {tuple(tensor.shape)} to "
+            f"{tuple(values.shape)}: a {type(tensor).__name__} keeps its shape"
+        )
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list:
@@ -76,13 +115,29 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list:
 # ---- copies --------------------------------------------------------------------------------------
 
 
+@_handles(aten.detach_.default)
+def _detach_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
+    del func, kwargs
+    return args[0]  # autograd has let the graph go; inference mode has none
+
+
+@_handles(aten.resize_.default, aten.resize_as_.default)
+def _resize(func: Any, args: tuple, kwargs: dict) -> Any:
+    """What functions do with their `out` whatever its shape: nothing, where it has that shape."""
+    tensor, size = args[:2]
+    size = size.shape if isinstance(size, Tensor) else tuple(size)
+    if is_quantized(tensor) and size != tensor.shape:
+        return NotImplemented
+    return tensor if is_quantized(tensor) else func(tensor, *args[1:], **kwargs)
+
+
 @_handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _detach(func: Any, args: tuple, kwargs: dict) -> Any:
     (tensor,) = args
     # Below autograd an alias would count its changes by itself, and transposes go by that.
     fields = tensor._mapped(func) if is_traced_or_faked() else None
     made = tensor._like(fields, stride=tensor.stride())
-    made._viewed = tensor._viewed
+    made._take_view(tensor)
     return aliasing(func, args, kwargs, made)
 
 
@@ -92,7 +147,10 @@ def _clone(func: Any, args: tuple, kwargs: dict) -> Any:
     tensor = args[0]
     if func is aten.contiguous.default and tensor.is_contiguous():
         return tensor
-    return tensor._like(tensor._mapped(Tensor.clone))
+    if tensor._is_window():
+        return tensor._dequantized(tensor.dtype, tuple(tensor.shape)).contiguous()
+    in_rows = functools.partial(Tensor.clone, memory_format=torch.contiguous_format)
+    return tensor._like(tensor._mapped(in_rows))
 
 
 @_handles(aten._to_copy.default, aten.empty_like.default)
@@ -103,8 +161,8 @@ def _like_it(func: Any, args: tuple, kwargs: dict) -> Any:
     """
     tensor, options = args[0], dict(kwargs)
     dtype = options.pop("dtype", None)
-    if dtype is not None and dtype != tensor.dtype:
-        return NotImplemented
+    if dtype is not None and dtype != tensor.dtype:  # rounded once, not to the nominal one before
+        return func(tensor._dequantized(dtype, tuple(tensor.shape)), **kwargs)
     options.pop("memory_format", None)
     options.pop("layout", None)
     return tensor._like(tensor._mapped(lambda t: func(t, **options)))
@@ -200,8 +258,41 @@ def _view(func: Any, args: tuple, kwargs: dict) -> Any:
     view = functools.partial(_call, func, rest, kwargs)
     fields = tensor._viewed_fields(view)
     if fields is None:
-        return NotImplemented if is_traced_or_faked() else _view_of(tensor, None, view)
+        return _view_of(tensor, None, view)
     return aliasing(func, args, kwargs, _view_of(tensor, fields, view))
+
+
+@_handles(aten.as_strided.default, aten._reshape_alias.default)
+def _as_strided(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A view by strides: in the memory that plain values of the outermost whole lie in."""
+    del func
+    whole, size, stride, *offset = [*args, *kwargs.values()]
+    views = []
+    while whole._viewed is not None:
+        whole, view = whole._viewed
+        views.append(view)
+    like = torch.empty_strided(whole.shape, whole.stride(), device="meta")
+    if not like.is_contiguous():
+        raise NotImplementedError(
+            f"as_strided of a {type(whole).__name__} of strides {tuple(whole.stride())}: its "
+            "values do not lie like that: make another view, or dequantize it"
+        )
+    for view in reversed(views):
+        like = view(like)
+    at = like.storage_offset() if offset in ([], [None]) else offset[0]
+    view = functools.partial(_call, aten.as_strided.default, [size, stride, at], {})
+    return _view_of(whole, None, view)
+
+
+@_handles(aten.view.dtype)
+def _reinterpret(func: Any, args: tuple, kwargs: dict) -> Any:
+    tensor, dtype = [*args, *kwargs.values()]
+    if dtype == tensor.dtype:
+        return tensor.view(tensor.shape)
+    raise NotImplementedError(
+        f"view({dtype}) of a {type(tensor).__name__}: it has no memory of its nominal dtype: "
+        f"tensor.dequantize().view({dtype})"
+    )
 
 
 @_handles(
@@ -222,10 +313,21 @@ def _split(func: Any, args: tuple, kwargs: dict) -> Any:
     for i in range(len(func(shape, *rest, **kwargs))):
         view = functools.partial(part, i)
         fields = tensor._viewed_fields(view)
-        if fields is None and is_traced_or_faked():
-            return NotImplemented
         made.append(_view_of(tensor, fields, view))
     return made
+
+
+def _window(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Any other view: none that a format may have codes of."""
+    at = next(i for i, given in enumerate(func._schema.arguments) if given.alias_info is not None)
+    tensor = args[at]
+    if not is_quantized(tensor):
+        return _in_high_precision(func, args, kwargs)
+
+    def view(values: Tensor) -> Tensor:
+        return func(*args[:at], values, *args[at + 1 :], **kwargs)
+
+    return _view_of(tensor, None, view)
 
 
 def _call(func: Any, rest: list, kwargs: dict, values: Tensor) -> Tensor:

@@ -111,6 +111,18 @@ class QuantizedTensorStorage:
             "quantizer.update_quantized(src, tensor)"
         )
 
+    @classmethod
+    def _of_shape(cls, fields: dict[str, Any], shape: Sequence[int] | None) -> dict[str, Any]:
+        """Fields of a tensor of a shape, where that is known, with what does not show in them."""
+        del shape
+        return fields
+
+    @classmethod
+    def _with_data(cls, fields: dict, data: Tensor) -> dict:
+        """Fields with other row-wise data, and no others."""
+        del fields, data
+        raise NotImplementedError(f"{cls.__name__}.make_like: data: it has no one format")
+
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
@@ -299,6 +311,8 @@ class QuantizedTensor(Tensor):
     _TE_QUANTIZED = True
     _viewed: tuple | None = None
     """(tensor that this is a view of, function that makes the view): writing goes there."""
+    _writes: list | None = None
+    """[number of writes] while a graph is traced, where no version tells; aliases share it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Give a class the methods by which programs tell quantized tensors, as its own."""
@@ -353,17 +367,16 @@ class QuantizedTensor(Tensor):
     ) -> Any:
         """A tensor over the same data, of another nominal dtype or with other row-wise data.
 
-        `data` are row-wise bytes to use instead, of shape `shape`.
+        `data` are row-wise bytes to use instead, of shape `shape`; that of what they hold where it
+        is None. NotImplementedError for a format whose forms have formats of their own.
         """
         fields = tensor._fields()
         if data is not None:
             fields = cls._with_data(fields, data)
-        return cls._made(
-            fields,
-            tensor.dtype if dtype is None else dtype,
-            tensor.shape if shape is None and data is None else shape or data.shape,
-            requires_grad,
-        )
+        elif shape is None:
+            shape = tensor.shape
+        fields = cls._of_shape(fields, shape)
+        return cls._made(fields, tensor.dtype if dtype is None else dtype, shape, requires_grad)
 
     # ---- values ----------------------------------------------------------------------------------
 
@@ -427,10 +440,27 @@ class QuantizedTensor(Tensor):
             QuantizedTensorStorage._write(self, source, quantizer, noop)
         self._changed()
 
+    def _take_view(self, other: "QuantizedTensor") -> None:
+        """Be a view of what another tensor over the same data is one of."""
+        self._viewed = other._viewed
+        if is_traced_or_faked():
+            self._writes = other._counted_writes()
+
+    def _is_window(self) -> bool:
+        """Whether it is a view, in high precision, of a format that has none of its data."""
+        return False
+
     def _changed(self) -> None:
         """Count a change, which torch does for the arguments of an operator, but not for lists."""
-        if not is_traced_or_faked() and not self.is_inference():
+        if is_traced_or_faked():
+            self._counted_writes()[0] += 1
+        elif not self.is_inference():
             increment_version(self)
+
+    def _counted_writes(self) -> list:
+        if self._writes is None:
+            self._writes = [0]
+        return self._writes
 
     # ---- torch -----------------------------------------------------------------------------------
 
@@ -477,7 +507,15 @@ class QuantizedTensor(Tensor):
 
     def _attributes(self) -> dict[str, Any]:
         """What programs have put on the tensor."""
-        own = {*self._TENSORS, *self._SETTINGS, "_quantizer", "_dtype", "_viewed", "_is_param"}
+        own = {
+            *self._TENSORS,
+            *self._SETTINGS,
+            "_quantizer",
+            "_dtype",
+            "_viewed",
+            "_writes",
+            "_is_param",
+        }
         own |= {"_values", "_seen"}  # of an IdentityTensor
         own |= {"get_high_precision_init_val", "clear_high_precision_init_val"}
         return {name: value for name, value in self.__dict__.items() if name not in own}

@@ -45,7 +45,7 @@ class Quantizer(abc.ABC):
     """Class of the tensors that it makes; its storage class is `STORAGE`."""
     STORAGE: ClassVar[type]
     _KEEPS_ALL: ClassVar[bool] = False
-    """Whether it holds tensors of any dtype, and without dims."""
+    """Whether it holds tensors without dims."""
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
         self.rowwise_usage = bool(rowwise)
@@ -77,10 +77,13 @@ class Quantizer(abc.ABC):
         """Allocate a quantized tensor of a shape and nominal dtype, without values.
 
         On the current CUDA device where there is one, unless `device` says otherwise. ValueError
-        for a shape without dims, unless the format keeps high precision.
+        for a shape without dims, unless the format keeps high precision, TypeError for a dtype that
+        is no floating one.
         """
         if not (tuple(shape) or self._KEEPS_ALL):
             raise ValueError(f"{type(self).__name__}: shape (): expected at least one dim")
+        if not dtype.is_floating_point:
+            raise TypeError(f"{type(self).__name__}: dtype: {dtype}, expected a floating dtype")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         fields = self._empty(tuple(shape), torch.device(device), pin_memory)
@@ -111,7 +114,7 @@ class Quantizer(abc.ABC):
     def _quantized(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
         source = plain(tensor)
         kind = tensor.dtype if dtype is None else dtype
-        if not (kind.is_floating_point or self._KEEPS_ALL):
+        if not kind.is_floating_point:
             raise TypeError(f"{type(self).__name__}: tensor: {kind}, expected a floating dtype")
         made = self.make_empty(source.shape, dtype=kind, device=source.device)
         self._cast(source, made, None)
@@ -137,7 +140,7 @@ class Quantizer(abc.ABC):
 
         How these lie (element type, tiles, transforms) is up to the tensor, not to this quantizer.
         Where the fp32 element of `noop_flag` is not 0 nothing is written. ValueError where the
-        shapes differ.
+        shapes differ, or `noop_flag` is not one fp32 element on the device of `dst`.
         """
         source = plain(src)
         if tuple(source.shape) != tuple(dst.shape):
@@ -145,10 +148,19 @@ class Quantizer(abc.ABC):
                 f"{type(self).__name__}: src: shape {tuple(source.shape)}, expected that of dst, "
                 f"{tuple(dst.shape)}"
             )
+        if noop_flag is not None:
+            self._check_flag(noop_flag, dst.device)
         if source.device != dst.device:
             source = source.to(dst.device)
         dst._write(source, self, noop_flag)
         return dst
+
+    def _check_flag(self, flag: Tensor, device: torch.device) -> None:
+        if (flag.numel(), flag.dtype, flag.device) != (1, torch.float32, device):
+            raise ValueError(
+                f"{type(self).__name__}: noop_flag: {tuple(flag.shape)}, {flag.dtype}, "
+                f"{flag.device}, expected one element, torch.float32, {device}"
+            )
 
     # ---- settings --------------------------------------------------------------------------------
 

@@ -347,6 +347,11 @@ def _column_wise(made: Any) -> Any:
         return made
     if not all(made.get_usages().values()) or getattr(made, "_with_rht", False):
         return made
+    if getattr(getattr(made, "_columnwise_storage", None), "_with_rht", False):
+        raise NotImplementedError(
+            "HybridQuantizer: columnwise_quantizer=NVFP4Quantizer(with_rht=True): its transformed "
+            "values are not multiplied with others: give with_rht=False"
+        )
     made = made.detach()
     made.update_usage(rowwise_usage=False)
     return made

@@ -46,7 +46,15 @@ from transformer_engine.pytorch.tensor.nvfp4_tensor import (
     NVFP4TensorStorage,
 )
 
-__getattr__, __dir__ = absent.attach(globals(), ("grouped_tensor", "quantized_tensor", "utils"))
+_MODULES = (
+    "grouped_tensor",
+    "hybrid_tensor",
+    "identity_tensor",
+    "quantized_tensor",
+    "storage",
+    "utils",
+)
+__getattr__, __dir__ = absent.attach(globals(), _MODULES)
 __all__ = [
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",

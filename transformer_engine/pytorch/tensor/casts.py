@@ -25,6 +25,7 @@ __all__ = [
     "empty_columns",
     "empty_rows",
     "measure",
+    "no_partials",
     "partials_of",
     "transpose",
 ]
@@ -96,7 +97,7 @@ def _as_matrix(data: Tensor | None, mode: int, dtype: torch.dtype) -> Tensor | N
     if data is None:
         return None
     if data.dim() != 2 and mode != _core.SCALING_MXFP8:
-        data = data.view(data.shape[0], -1)
+        data = data.view(data.shape[0], math.prod(data.shape[1:]))
     return data.view(dtype)
 
 
@@ -205,6 +206,11 @@ def measure(source: Tensor, hadamard: bool = False) -> Tensor:
     With `hadamard` of the transformed groups of 16 values of a column.
     """
     return _run_measure(torch_ops.behind_operators(source), readable(source).detach(), hadamard)
+
+
+def no_partials(source: Tensor) -> Tensor:
+    """What `measure` would give of no values, where values are."""
+    return torch.zeros(_core.AMAX_PARTIALS, dtype=torch.float32, device=source.device)
 
 
 def partials_of(amax: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 with a scale for each tile: of 1 x 128 elements along a row, or of 128 x 128."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformer_engine.pytorch.tensor.two_forms import (
     TwoFormQuantizer,
     TwoFormStorage,
     TwoFormTensor,
+    checked_quantizer,
     scale_shape,
 )
 
@@ -41,6 +43,10 @@ class Float8BlockwiseQTensorStorage(TwoFormStorage):
     def _mode(self) -> int:
         return _MODES[2 if self._is_2D_scaled else 1]
 
+    def _of_layout(self) -> TwoFormQuantizer:
+        dim = 2 if self._is_2D_scaled else 1
+        return Float8BlockQuantizer(self._fp8_dtype, block_scaling_dim=dim)
+
     def _turned(self) -> tuple[Tensor, Tensor] | None:
         """Square tiles are the same tiles column-wise."""
         if not self._is_2D_scaled:
@@ -58,6 +64,38 @@ class Float8BlockwiseQTensor(TwoFormTensor, Float8BlockwiseQTensorStorage):
     """A tensor in FP8 with a scale for each tile; see `Float8BlockwiseQTensorStorage`."""
 
     _STORAGE = Float8BlockwiseQTensorStorage
+
+    @classmethod
+    def _make_in_reduce_ex(
+        cls,
+        shape: Sequence[int],
+        rowwise_data: Tensor | None,
+        rowwise_scale_inv: Tensor | None,
+        columnwise_data: Tensor | None,
+        columnwise_scale_inv: Tensor | None,
+        fp8_dtype: Any,
+        dtype: torch.dtype,
+        quantizer: Any,
+        is_2D_scaled: bool,
+        data_format: None = None,
+    ) -> "Float8BlockwiseQTensor":
+        """A tensor of what older files hold."""
+        if data_format is not None and int(data_format) != 0:
+            raise NotImplementedError(
+                f"a pickled Float8BlockwiseQTensor: data_format={data_format!r}: its scales do not "
+                "lie as those of GEMMs: quantize the values again"
+            )
+        return cls(
+            shape,
+            dtype,
+            rowwise_data=rowwise_data,
+            rowwise_scale_inv=rowwise_scale_inv,
+            columnwise_data=columnwise_data,
+            columnwise_scale_inv=columnwise_scale_inv,
+            fp8_dtype=fp8_dtype,
+            quantizer=checked_quantizer(cls, quantizer),
+            is_2D_scaled=is_2D_scaled,
+        )
 
 
 class Float8BlockQuantizer(TwoFormQuantizer):

@@ -21,6 +21,9 @@ class Float8RowTensorStorage(TwoFormStorage):
     def _mode(self) -> int:
         return _core.SCALING_ROW
 
+    def _of_layout(self) -> TwoFormQuantizer:
+        return Float8RowQuantizer(self._fp8_dtype)
+
 
 class Float8RowTensor(TwoFormTensor, Float8RowTensorStorage):
     """A tensor in FP8 with a scale for each row; see `Float8RowTensorStorage`."""

@@ -2,19 +2,22 @@
 """FP8 with one scale for the whole tensor: delayed and current scaling."""
 
 import math
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType, TE_DType, TE_DType_To_Torch
+from transformer_engine.pytorch.modes import is_traced_or_faked
 from transformer_engine.pytorch.quantized_tensor import (
     QuantizedTensor,
     QuantizedTensorStorage,
     Quantizer,
 )
+from transformer_engine.pytorch.quantizer import plain
 from transformer_engine.pytorch.tensor import casts
 
 __all__ = [
@@ -40,6 +43,28 @@ def fp8_type(label: str, given: Any, kinds: tuple[DType, ...] = FP8) -> DType:
 def code_of(kind: DType) -> int:
     """``_core.DTYPE_*`` of an FP8 element type."""
     return _core.dtype_code(TE_DType_To_Torch[kind])
+
+
+def as_bytes(label: str, data: Tensor) -> Tensor:
+    """Codes as uint8; TypeError for elements of another size."""
+    if data.element_size() != 1:
+        raise TypeError(f"{label}: {data.dtype}, expected torch.uint8")
+    return data.view(torch.uint8)
+
+
+def fitted(label: str, given: Tensor | None, expected: tuple[int, ...]) -> Tensor:
+    """A tensor of an expected shape; a matrix in the shape of data that have more dims.
+
+    ValueError where it is missing, or has another shape.
+    """
+    shape = None if given is None else tuple(given.shape)
+    if shape == expected:
+        return given
+    if shape is not None and len(shape) == 2 < len(expected):
+        same = shape[0] == expected[0] or shape[-1] == expected[-1]
+        if same and given.numel() == math.prod(expected):
+            return given.view(expected)
+    raise ValueError(f"{label}: shape {shape}, expected {expected}")
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
@@ -68,8 +93,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
     _transpose: Tensor | None
     _scales: Tensor  # fp32 {1 / scale, scale}
     _fp8_dtype: DType
-    _transpose_version: int | None
-    """Version of ``_data`` that the transpose was made of; other data have another one."""
+    _transpose_version: "_Version | None"
+    """The data that the transpose was made of, as they were then."""
 
     def __init__(
         self,
@@ -100,7 +125,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         """Whether there is no transpose of the data as they are now."""
         if self._transpose is None:
             return True
-        return self._data is not None and self._transpose_version != _version_of(self._data)
+        return self._data is not None and not _is_of(self._transpose_version, self._data)
 
     @_transpose_invalid.setter
     def _transpose_invalid(self, value: bool) -> None:
@@ -229,9 +254,28 @@ class Float8TensorStorage(QuantizedTensorStorage):
         self._transpose_invalid = False
 
 
-def _version_of(data: Tensor) -> int:
-    """Changes with the values; those of inference mode do not tell."""
-    return -1 if data.is_inference() else data._version
+class _Version(NamedTuple):
+    """A tensor as it is, without keeping it: another one has other values at the same version."""
+
+    data: weakref.ref
+    count: int  # changes with the values; those of inference mode do not tell
+    place: int  # changes where ``data.data`` is assigned, which counts as no change
+
+    def __reduce__(self) -> tuple:
+        """Pickle as None: what is read again is another tensor."""
+        return type(None), ()
+
+
+def _version_of(data: Tensor) -> _Version:
+    place = 0 if type(data) is not Tensor or is_traced_or_faked() else data.data_ptr()
+    return _Version(weakref.ref(data), -1 if data.is_inference() else data._version, place)
+
+
+def _is_of(version: _Version | None, data: Tensor) -> bool:
+    """Whether a tensor is the one of a version, and has not changed."""
+    if not isinstance(version, _Version) or version.data() is not data:
+        return False
+    return version[1:] == _version_of(data)[1:]
 
 
 def _transposed(storage: Float8TensorStorage) -> Tensor:
@@ -240,6 +284,8 @@ def _transposed(storage: Float8TensorStorage) -> Tensor:
 
 def _with_scale(scale_inv: Tensor) -> Tensor:
     """{1 / scale, scale} of an inverse scale, of any shape of one element."""
+    if scale_inv.numel() != 1:
+        raise ValueError(f"fp8_scale_inv: shape {tuple(scale_inv.shape)}, expected (1,)")
     inverse = scale_inv.detach().to(torch.float32).reshape(1)
     return torch.cat((inverse, inverse.reciprocal()))
 
@@ -251,16 +297,23 @@ def _checked_fields(
     fp8_dtype: Any,
     transpose: Tensor | None,
     quantizer: Quantizer | None,
+    shape: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     if data is None and transpose is None:
         raise ValueError(f"{label}: data and data_transpose are None: give one")
-    fields: dict[str, Any] = {"_quantizer": quantizer}
-    for name, bytes_ in (("_data", data), ("_transpose", transpose)):
-        if bytes_ is not None and bytes_.element_size() != 1:
-            raise TypeError(f"{label}: data: {bytes_.dtype}, expected torch.uint8")
-        fields[name] = None if bytes_ is None else casts.given(bytes_.view(torch.uint8))
-    fields["_scales"] = _with_scale(scale_inv)
+    if shape is None:
+        shape = (*transpose.shape[1:], transpose.shape[0]) if data is None else data.shape
+    shape = tuple(shape)
+    fields: dict[str, Any] = {"_quantizer": quantizer, "_scales": _with_scale(scale_inv)}
     fields["_fp8_dtype"] = fp8_type(f"{label}: fp8_dtype", fp8_dtype)
+    for name, field, bytes_, expected in (
+        ("data", "_data", data, shape),
+        ("data_transpose", "_transpose", transpose, (*shape[-1:], *shape[:-1])),
+    ):
+        if bytes_ is not None:
+            at = f"{label}: {name}"
+            bytes_ = casts.given(fitted(at, as_bytes(at, bytes_), expected))
+        fields[field] = bytes_
     data = fields["_data"]
     fields["_transpose_version"] = None if None in (data, transpose) else _version_of(data)
     return fields
@@ -299,7 +352,7 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
             shape, dtype = (*args, dtype)[:2]
         if fp8_scale_inv is None:
             raise TypeError("Float8Tensor: fp8_scale_inv: None, expected a tensor of fp32 [1]")
-        given = (data, fp8_scale_inv, fp8_dtype, data_transpose, quantizer)
+        given = (data, fp8_scale_inv, fp8_dtype, data_transpose, quantizer, shape)
         fields = _checked_fields("Float8Tensor", *given)
         return cls._made(fields, dtype, shape, requires_grad)
 
@@ -355,7 +408,7 @@ class Float8Quantizer(_PerTensorQuantizer):
     Parameters
     ----------
     scale : Tensor
-        fp32 [1]: values are multiplied with it.
+        fp32 [1]: values are multiplied with it; 0 stands for 1.
     amax : Tensor
         fp32 [1]: each cast raises it to the largest magnitude that it met.
     fp8_dtype : DType
@@ -397,14 +450,17 @@ class Float8Quantizer(_PerTensorQuantizer):
         scale, amax = (t if t.device == source.device else None for t in (self.scale, self.amax))
         if scale is None:
             scale = self.scale.to(source.device)
-        partials = casts.measure(source) if self.measure_first else None
+        # Of scale 0 the scale is that of the partials: 1 of none.
+        partials = casts.measure(source) if self.measure_first else casts.no_partials(source)
         how = {"scale": scale, "amax": amax, "partials": partials}
         self._write_forms(source, into, noop, how)
 
     def calibrate(self, tensor: Tensor) -> None:
-        """Set the amax to the largest magnitude of a tensor."""
+        """Set the amax to the largest magnitude of a tensor, 0 of an empty one."""
         with torch.no_grad():
-            self.amax.copy_(tensor.detach().abs().max().reshape(1))
+            values = plain(tensor).detach()
+            largest = values.abs().max() if values.numel() > 0 else values.new_zeros(())
+            self.amax.copy_(largest.reshape(1))
 
     def create_tensor_from_data(
         self,
@@ -414,9 +470,10 @@ class Float8Quantizer(_PerTensorQuantizer):
         internal: bool = False,
     ) -> Any:
         """Take bytes for data that were cast with this scale."""
+        scale = torch.where(self.scale == 0, 1.0, self.scale)
         fields = {
-            "_data": casts.given(data.view(torch.uint8)),
-            "_scales": _with_scale(self.scale.reciprocal()),
+            "_data": casts.given(as_bytes("create_tensor_from_data: data", data)),
+            "_scales": _with_scale(scale.reciprocal()),
             "_fp8_dtype": self.dtype,
             "_quantizer": self.copy(),
         }

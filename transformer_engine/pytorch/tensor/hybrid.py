@@ -2,6 +2,7 @@
 """Another format for each form: what one GEMM reads need not be what another one does."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformer_engine.pytorch.quantized_tensor import (
     QuantizedTensorStorage,
     Quantizer,
 )
+from transformer_engine.pytorch.tensor.two_forms import checked_quantizer
 from transformer_engine.pytorch.tensors import rebuild_quantizer, rebuild_storage
 
 __all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
@@ -151,6 +153,26 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
     """A tensor that has another format for each form."""
 
     _STORAGE = HybridQuantizedTensorStorage
+
+    @classmethod
+    def _make_in_reduce_ex(
+        cls,
+        rowwise_storage: QuantizedTensorStorage | None,
+        columnwise_storage: QuantizedTensorStorage | None,
+        quantizer: Quantizer | None,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+    ) -> "HybridQuantizedTensor":
+        """A tensor of what older files hold; ValueError where its parts are no such storages."""
+        parts = (rowwise_storage, columnwise_storage)
+        for part in parts:
+            if part is not None and not isinstance(part, QuantizedTensorStorage):
+                raise ValueError(f"a pickled {cls.__name__}: a part is a {type(part).__name__}")
+            if part is not None and tuple(part.shape) != tuple(shape):
+                raise ValueError(f"a pickled {cls.__name__}: {tuple(part.shape)}, not {shape}")
+        fields = dict(zip(cls._SETTINGS, parts, strict=True))
+        fields["_quantizer"] = checked_quantizer(cls, quantizer)
+        return cls._made(fields, dtype, shape)
 
     @classmethod
     def _device_of(cls, fields: dict[str, Any]) -> torch.device:

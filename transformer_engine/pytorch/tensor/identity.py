@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """High precision under the names of quantized data, for operands that a recipe does not cast."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from transformer_engine.pytorch.quantized_tensor import (
     QuantizedTensorStorage,
     Quantizer,
 )
+from transformer_engine.pytorch.tensor.two_forms import checked_quantizer
 
 __all__ = ["IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage"]
 
@@ -57,27 +58,67 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
     """
 
     _STORAGE = IdentityTensorStorage
-    _seen: tuple | None = None
-    """Of a window: the versions of the whole that its values are of; None: unknown."""
+    _seen: tuple | Tensor | None = None
+    """Of a window: the versions of the whole that its values are of; None: unknown. Of a view of
+    high precision: the values of that."""
+
+    @classmethod
+    def _made(
+        cls,
+        fields: dict[str, Any],
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+        requires_grad: bool = False,
+        stride: Sequence[int] | None = None,
+    ) -> "IdentityTensor":
+        """A tensor of these fields, of the strides of its values."""
+        values = fields["_hp_data"]
+        if stride is None and (shape is None or tuple(shape) == tuple(values.shape)):
+            stride = values.stride()
+        return super()._made(fields, dtype, shape, requires_grad, stride)
+
+    @classmethod
+    def _make_in_reduce_ex(
+        cls,
+        data: Tensor,
+        quantizer: Quantizer | None,
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+    ) -> "IdentityTensor":
+        """A tensor of what older files hold."""
+        fields = {"_hp_data": data, "_quantizer": checked_quantizer(cls, quantizer)}
+        return cls._made(fields, dtype, data.shape if shape is None else data.view(shape).shape)
 
     @classmethod
     def _window_of(cls, whole: Any, view: Callable[[Tensor], Tensor]) -> "IdentityTensor":
-        """A view of a quantized tensor in high precision."""
-        values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
-        made = cls._made({"_hp_data": values}, values.dtype, stride=values.stride())
-        made._viewed, made._seen = (whole, view), _versions_of(whole)
+        """A view of a quantized tensor in high precision; in its memory, if it is one of these."""
+        if isinstance(whole, IdentityTensor):
+            seen, dtype = whole._hp_data, whole.dtype
+            values = view(seen)
+        else:
+            values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
+            seen, dtype = _versions_of(whole), values.dtype
+        made = cls._made({"_hp_data": values}, dtype, stride=values.stride())
+        made._viewed, made._seen = (whole, view), seen
         return made
 
     @property
     def _hp_data(self) -> Tensor:
         """The values as they are now."""
-        if self._viewed is not None and not is_traced_or_faked():
+        if self._viewed is not None:
             self._read_again()
         return self._values
 
     @_hp_data.setter
     def _hp_data(self, values: Tensor) -> None:
         self._values = values
+
+    def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
+        return None if self._is_window() else super()._viewed_fields(view)
+
+    def _take_view(self, other: QuantizedTensor) -> None:
+        super()._take_view(other)
+        self._seen = other._seen
 
     def _is_window(self) -> bool:
         """Whether it is one, or a view of one."""
@@ -90,13 +131,16 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
         """Take over values that have changed in the whole of a window."""
         whole, view = self._viewed
         if isinstance(whole, IdentityTensor):
-            _ = whole._hp_data  # these values lie in its memory
+            values = whole._hp_data
+            if values is not self._seen:  # these values lie in its memory
+                self._values, self._seen = view(values), values
             return
         versions = _versions_of(whole)
         if versions is None or versions != self._seen:
             values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
-            if self._values.is_inference() and not torch.is_inference_mode_enabled():
-                self._values = values  # they can not be written to
+            lost = self._values.is_inference() and not torch.is_inference_mode_enabled()
+            if lost or is_traced_or_faked():
+                self._values = values  # those before can not be written to
             else:
                 self._values.copy_(values)
             self._seen = versions
@@ -112,6 +156,8 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
 def _versions_of(tensor: Any) -> tuple | None:
     """What changes with the data of a quantized tensor; None: they do not tell."""
     tensors = [part for part in tensor.get_data_tensors() if part is not None]
+    if is_traced_or_faked():
+        return tuple(tensor._counted_writes())
     if any(part.is_inference() for part in tensors):
         return None
     return tuple((part.data_ptr(), part._version) for part in tensors)
@@ -123,7 +169,7 @@ class IdentityQuantizer(Quantizer):
     Parameters
     ----------
     dtype : torch.dtype, optional
-        Convert to this one; None keeps that of the tensor.
+        Convert to this floating one; None keeps that of the tensor.
     rowwise, columnwise : bool, default True
         Not read: the values serve both.
     """
@@ -135,6 +181,8 @@ class IdentityQuantizer(Quantizer):
         self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"IdentityQuantizer: dtype={dtype}, expected a floating dtype")
         self.dtype = dtype
 
     def make_empty(self, shape: Any, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:

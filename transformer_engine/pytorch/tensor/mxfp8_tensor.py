@@ -15,6 +15,8 @@ from transformer_engine.pytorch.tensor.two_forms import (
     TwoFormQuantizer,
     TwoFormStorage,
     TwoFormTensor,
+    checked_quantizer,
+    rows_of_scales,
 )
 
 __all__ = ["MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage"]
@@ -25,8 +27,8 @@ class MXFP8TensorStorage(TwoFormStorage):
 
     Column-wise data are not transposed: both are [M, K], with scales
     [roundup(M, 128), roundup(ceil(K / 32), 4)] and [roundup(ceil(M / 32), 4), roundup(K, 128)].
-    ``with_gemm_swizzled_scales`` is False: they lie row after row. With ``is_2D_scaled`` squares of
-    32 x 32 values have one exponent, repeated.
+    They lie row after row: ``with_gemm_swizzled_scales=True`` raises NotImplementedError. With
+    ``is_2D_scaled`` squares of 32 x 32 values have one exponent, repeated.
     """
 
     _SETTINGS = ("_fp8_dtype", "_is_2D_scaled", "_with_gemm_swizzled_scales")
@@ -37,7 +39,7 @@ class MXFP8TensorStorage(TwoFormStorage):
         ("columnwise", True): Joint(0, 0, 32, 4, 32),
     }
     _is_2D_scaled: bool
-    _with_gemm_swizzled_scales: bool
+    _with_gemm_swizzled_scales = rows_of_scales
 
     def _mode(self) -> int:
         return _core.SCALING_MXFP8
@@ -47,6 +49,9 @@ class MXFP8TensorStorage(TwoFormStorage):
             square = getattr(fields.get("_quantizer"), "with_2d_quantization", False)
             fields = {**fields, "_is_2D_scaled": square}
         super()._take(fields, dtype)
+
+    def _of_layout(self) -> TwoFormQuantizer:
+        return MXFP8Quantizer(self._fp8_dtype)
 
     def _turned(self) -> tuple[Tensor, Tensor] | None:
         """Squares are the same column-wise, and data are not transposed."""
@@ -71,6 +76,32 @@ class MXFP8Tensor(TwoFormTensor, MXFP8TensorStorage):
     """A tensor in MXFP8; see `MXFP8TensorStorage`."""
 
     _STORAGE = MXFP8TensorStorage
+
+    @classmethod
+    def _make_in_reduce_ex(
+        cls,
+        rowwise_data: Tensor | None,
+        rowwise_scale_inv: Tensor | None,
+        columnwise_data: Tensor | None,
+        columnwise_scale_inv: Tensor | None,
+        fp8_dtype: Any,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        quantizer: Any = None,
+        with_gemm_swizzled_scales: bool = False,
+    ) -> "MXFP8Tensor":
+        """A tensor of what older files hold."""
+        return cls(
+            shape,
+            dtype,
+            rowwise_data=rowwise_data,
+            rowwise_scale_inv=rowwise_scale_inv,
+            columnwise_data=columnwise_data,
+            columnwise_scale_inv=columnwise_scale_inv,
+            fp8_dtype=fp8_dtype,
+            quantizer=checked_quantizer(cls, quantizer),
+            with_gemm_swizzled_scales=with_gemm_swizzled_scales,
+        )
 
 
 class MXFP8Quantizer(TwoFormQuantizer):

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from transformer_engine.pytorch.tensor.two_forms import (
     TwoFormQuantizer,
     TwoFormStorage,
     TwoFormTensor,
+    checked_quantizer,
+    rows_of_scales,
 )
 
 __all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage"]
@@ -55,13 +57,14 @@ class NVFP4TensorStorage(TwoFormStorage):
         "_with_gemm_swizzled_scales",
     )
     _KINDS = (DType.kFloat4E2M1,)
+    _OTHER_NAMES: ClassVar[dict[str, str]] = {"fp4_dtype": "fp8_dtype"}
     _amax_rowwise: Tensor | None
     _amax_columnwise: Tensor | None
     _is_2D_scaled: bool  # squares of 16 x 16 values have one scale
     _with_rht: bool  # the column-wise values are transformed
     _row_scaled_nvfp4: bool = False  # each row has an amax
     _logical_shape: tuple[int, ...]
-    _with_gemm_swizzled_scales: bool
+    _with_gemm_swizzled_scales = rows_of_scales
 
     @property
     def _fp4_dtype(self) -> DType:
@@ -75,6 +78,22 @@ class NVFP4TensorStorage(TwoFormStorage):
 
     def _extent(self) -> tuple[int, ...]:
         return tuple(self._logical_shape)
+
+    def _take(self, fields: dict[str, Any], dtype: torch.dtype) -> None:
+        if fields.get("_logical_shape") is None:  # nobody said so: without padding
+            fields = {**fields, "_logical_shape": _shape_of_pairs(fields)}
+        super()._take(fields, dtype)
+
+    def _of_layout(self) -> TwoFormQuantizer:
+        return NVFP4Quantizer(self._fp8_dtype)
+
+    @classmethod
+    def _of_shape(cls, fields: dict[str, Any], shape: Sequence[int] | None) -> dict[str, Any]:
+        return fields if shape is None else {**fields, "_logical_shape": tuple(shape)}
+
+    def _shapes(self, shape: tuple) -> dict[str, tuple[int, ...]]:
+        rows = math.prod(shape[:-1]) if self._row_scaled_nvfp4 else 1
+        return {**super()._shapes(shape), "_amax_rowwise": (rows,), "_amax_columnwise": (1,)}
 
     def _dequantized(self, dtype: torch.dtype, shape: tuple) -> Tensor:
         if self._rowwise_data is None and self._columnwise_data is not None and self._with_rht:
@@ -115,10 +134,67 @@ class NVFP4TensorStorage(TwoFormStorage):
         del view
 
 
+def _shape_of_pairs(fields: dict[str, Any]) -> tuple[int, ...]:
+    """Shape of a tensor whose data these are, as far as they tell: lines may have padding."""
+    row, column = fields.get("_rowwise_data"), fields.get("_columnwise_data")
+    lines = (2 * column.shape[-1],) if row is None else row.shape[:-1]
+    return (*lines, 2 * row.shape[-1] if column is None else column.shape[0])
+
+
 class NVFP4Tensor(TwoFormTensor, NVFP4TensorStorage):
     """A tensor in NVFP4; see `NVFP4TensorStorage`."""
 
     _STORAGE = NVFP4TensorStorage
+
+    @classmethod
+    def _with_data(cls, fields: dict, data: Tensor) -> dict:
+        length, old = 2 * data.shape[-1], fields["_logical_shape"][-1]
+        if length == -(-old // 16) * 16:
+            length = old  # lines of the same bytes have the same padding
+        shape = (*data.shape[:-1], length)
+        return {**super()._with_data(fields, data), "_logical_shape": shape}
+
+    @classmethod
+    def _make_in_reduce_ex(
+        cls,
+        shape: Sequence[int],
+        rowwise_data: Tensor | None,
+        rowwise_scale_inv: Tensor | None,
+        columnwise_data: Tensor | None,
+        columnwise_scale_inv: Tensor | None,
+        amax_rowwise: Tensor | None,
+        amax_columnwise: Tensor | None,
+        fp4_dtype: Any,
+        dtype: torch.dtype,
+        quantizer: Any,
+        with_gemm_swizzled_scales: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+    ) -> "NVFP4Tensor":
+        """A tensor of what older files hold."""
+        del nvfp4_use_4over6  # how groups were cast, not how they are read
+        if nvfp4_e4m3_max != 448:
+            raise NotImplementedError(
+                f"a pickled NVFP4Tensor: nvfp4_e4m3_max={nvfp4_e4m3_max}: its amax is kept in "
+                "another unit here: quantize the values again"
+            )
+        return cls(
+            shape,
+            dtype,
+            rowwise_data=rowwise_data,
+            rowwise_scale_inv=rowwise_scale_inv,
+            columnwise_data=columnwise_data,
+            columnwise_scale_inv=columnwise_scale_inv,
+            amax_rowwise=amax_rowwise,
+            amax_columnwise=amax_columnwise,
+            fp4_dtype=fp4_dtype,
+            quantizer=checked_quantizer(cls, quantizer),
+            is_2D_scaled=getattr(quantizer, "with_2d_quantization", False),
+            with_rht=getattr(quantizer, "with_rht", False),
+            with_gemm_swizzled_scales=with_gemm_swizzled_scales,
+            row_scaled_nvfp4=row_scaled_nvfp4,
+        )
 
 
 class NVFP4Quantizer(TwoFormQuantizer):
@@ -215,6 +291,9 @@ class NVFP4Quantizer(TwoFormQuantizer):
         made = super().copy()
         made.with_amax_reduction, made.amax_reduction_group = False, None
         return made
+
+    def _rowwise_shape(self, shape: tuple) -> tuple[int, ...]:
+        return (*shape[:-1], -(-shape[-1] // 16) * 8)
 
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the column-wise bytes of a tensor."""

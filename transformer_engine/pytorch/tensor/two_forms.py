@@ -17,9 +17,22 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from transformer_engine.pytorch.quantizer import Quantizer
 from transformer_engine.pytorch.tensor import casts
-from transformer_engine.pytorch.tensor.float8_tensor import FP8, code_of, fp8_type
+from transformer_engine.pytorch.tensor.float8_tensor import (
+    FP8,
+    as_bytes,
+    code_of,
+    fitted,
+    fp8_type,
+)
 
-__all__ = ["Joint", "TwoFormQuantizer", "TwoFormStorage", "TwoFormTensor"]
+__all__ = [
+    "Joint",
+    "TwoFormQuantizer",
+    "TwoFormStorage",
+    "TwoFormTensor",
+    "checked_quantizer",
+    "rows_of_scales",
+]
 
 
 class Joint(NamedTuple):
@@ -30,6 +43,18 @@ class Joint(NamedTuple):
     rows: int  # of which one is of so many rows,
     align: int  # and which has a length in a multiple of this
     whole: int  # rows that all matrices but the last have a multiple of
+
+
+def _refuse_swizzled(storage: Any, swizzled: Any) -> None:
+    if swizzled:
+        raise NotImplementedError(
+            f"{type(storage).__name__}: with_gemm_swizzled_scales=True: scales are read row after "
+            "row here, not in the order of GEMMs: give them like that"
+        )
+
+
+rows_of_scales = property(lambda storage: False, _refuse_swizzled)
+"""``_with_gemm_swizzled_scales`` of a format: False, and scales that lie otherwise are refused."""
 
 
 class TwoFormStorage(QuantizedTensorStorage):
@@ -53,6 +78,8 @@ class TwoFormStorage(QuantizedTensorStorage):
     _SETTINGS: tuple[str, ...] = ("_fp8_dtype",)
     _KINDS = FP8
     """Element types that there are."""
+    _OTHER_NAMES: ClassVar[dict[str, str]] = {}
+    """Of arguments, and those that they stand for."""
     _JOINTS: ClassVar[dict[tuple[str, bool], Joint]] = {}
     """By form, and whether scales are of squares; none where they are of all rows."""
 
@@ -70,6 +97,20 @@ class TwoFormStorage(QuantizedTensorStorage):
     def _mode(self) -> int:
         """``_core.SCALING_*`` of its scales."""
         raise NotImplementedError
+
+    def _of_layout(self) -> "TwoFormQuantizer":
+        """A quantizer that makes tensors of this layout."""
+        raise NotImplementedError
+
+    def _shapes(self, shape: tuple) -> dict[str, tuple[int, ...]]:
+        """Shapes of its tensors, by the names of fields, for a tensor of this shape."""
+        layout = self._of_layout()
+        return {
+            "_rowwise_data": layout._rowwise_shape(shape),
+            "_rowwise_scale_inv": layout.get_scale_shape(shape),
+            "_columnwise_data": layout.get_columnwise_shape(shape),
+            "_columnwise_scale_inv": layout.get_scale_shape(shape, True),
+        }
 
     def _turned(self) -> tuple[Tensor, Tensor] | None:
         """Column-wise data and scales, made of the row-wise ones; None where they can not be."""
@@ -134,7 +175,7 @@ class TwoFormStorage(QuantizedTensorStorage):
         if (
             data.dim() == 0
             or data.shape[-1] != old[-1]
-            or data.numel() != self._rowwise_data.numel()
+            or data.shape[:-1].numel() != old[:-1].numel()
         ):
             return None
         fields = {**self._fields(), "_rowwise_data": data}
@@ -198,8 +239,6 @@ def joins(parts: Sequence[Any]) -> bool:
     first = parts[0]
     if not getattr(type(first), "_JOINTS", None) or first.dim() != 2:
         return False
-    if getattr(first, "_with_gemm_swizzled_scales", False):
-        return False
     for part in parts[1:]:
         if (
             type(part) is not type(first)
@@ -232,8 +271,12 @@ def joined_fields(parts: Sequence[Any]) -> dict[str, Any]:
     return fields
 
 
-def _named(kind: type, given: dict[str, Any]) -> dict[str, Any]:
-    """Fields of arguments, which have their names without the underscore."""
+def _named(kind: type, given: dict[str, Any], shape: Sequence[int] | None = None) -> dict[str, Any]:
+    """Fields of arguments, which have their names without the underscore.
+
+    TypeError for unknown ones, ValueError where shapes are not those of a tensor of `shape`.
+    """
+    given = {kind._OTHER_NAMES.get(name, name): value for name, value in given.items()}
     names = (*kind._TENSORS, *kind._SETTINGS, "_quantizer")
     unknown = [name for name in given if f"_{name}" not in names]
     if unknown:
@@ -243,10 +286,33 @@ def _named(kind: type, given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{kind.__name__}: rowwise_data and columnwise_data are None: give one")
     label = f"{kind.__name__}: fp8_dtype"
     fields["_fp8_dtype"] = kind_of = fp8_type(label, fields.get("_fp8_dtype"), kind._KINDS)
+    fields = kind._of_shape(fields, shape)
+    _fit(kind, fields, shape)
     for name in ("_rowwise_data", "_columnwise_data") if kind_of in FP8 else ():
         if fields.get(name) is not None:
             fields[name] = casts.given(fields[name])
     return fields
+
+
+def _fit(kind: type, fields: dict[str, Any], shape: Sequence[int] | None) -> None:
+    """Make the tensors of fields those of a tensor of a shape: uint8 data, of its dims."""
+    for name in ("_rowwise_data", "_columnwise_data"):
+        if fields.get(name) is not None:
+            fields[name] = as_bytes(f"{kind.__name__}: {name[1:]}", fields[name])
+    probe = getattr(kind, "_STORAGE", kind)._made(fields, torch.float32)
+    if shape is None:
+        shape = probe._extent()
+    for name, expected in probe._shapes(tuple(shape)).items():
+        form = fields.get("_rowwise_data" if "rowwise" in name else "_columnwise_data")
+        if form is not None:
+            fields[name] = fitted(f"{kind.__name__}: {name[1:]}", fields.get(name), expected)
+
+
+def checked_quantizer(kind: type, given: Any) -> Quantizer | None:
+    """The quantizer of a pickle; ValueError for another thing in its place."""
+    if given is not None and not isinstance(given, Quantizer):
+        raise ValueError(f"a pickled {kind.__name__}: quantizer: {type(given).__name__}")
+    return given
 
 
 class TwoFormTensor(QuantizedTensor):
@@ -274,7 +340,7 @@ class TwoFormTensor(QuantizedTensor):
     ) -> Any:
         if args:
             shape, dtype = (*args, dtype)[:2]
-        return cls._made(_named(cls, fields), dtype, shape, requires_grad)
+        return cls._made(_named(cls, fields, shape), dtype, shape, requires_grad)
 
     def __init__(self, *args: Any, **options: Any) -> None:
         pass  # `__new__` has taken all
@@ -327,6 +393,10 @@ class TwoFormQuantizer(Quantizer):
     _SCALES = torch.float32
     _empty_rows = staticmethod(casts.empty_rows)
     _empty_columns = staticmethod(casts.empty_columns)
+
+    def _rowwise_shape(self, shape: tuple) -> tuple[int, ...]:
+        """Shape of the row-wise data of a tensor."""
+        return shape
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool = False) -> tuple[int, ...]:
         """Shape of the scales of a tensor's row-wise, or column-wise, data."""
