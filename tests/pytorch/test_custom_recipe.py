@@ -255,6 +255,26 @@ def test_roles_are_asked_for_once(device):
     assert asked == [QuantizerRole("linear", t, n) for t, n in zip(tensors, names, strict=True)]
 
 
+@pytest.mark.parametrize("options", [{}, {"layer_type": "decoder", "output_layernorm": True}])
+def test_modules_of_a_layer_are_told_by_its_name(device, options):
+    asked = []
+
+    def factory(role):
+        asked.append(role.name)
+        return current()
+
+    layer = te.TransformerLayer(64, 64, 2, name="block.3", device=device, **options)
+    x = torch.randn(16, 2, 64, device=device)
+    with te.autocast(recipe=CustomRecipe(factory)):
+        layer(x, encoder_output=x if options else None)
+    names = ["self_attention.layernorm_linear_qkv", "self_attention.proj"]
+    if options:
+        names = ["self_attention.linear_qkv", "self_attention.proj"]
+        names += [f"inter_attention.{n}" for n in ("layernorm_linear_q", "linear_kv", "proj")]
+    names += ["layernorm_mlp.fc1", "layernorm_mlp.fc2"]
+    assert asked[::3] == [f"block.3.{name}" for name in names]
+
+
 def factory(role):
     """The function of a program that has another one of this name later."""
     return current()

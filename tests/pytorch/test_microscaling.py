@@ -250,6 +250,27 @@ def test_dropout_behind_a_repeated_module(device, start, module, library, reentr
     assert_same(*found)
 
 
+@pytest.mark.parametrize("dropouts", [(0.0, 0.1), (0.1, 0.0), (0.1, 0.1)])
+def test_a_layer_draws_as_its_modules_do(device, start, dropouts):
+    """Random pairs of roundings and of dropouts come in one order, in one plan or in several."""
+    options = dict(zip(("hidden_dropout", "attention_dropout"), dropouts, strict=True))
+    layer = te.TransformerLayer(128, 256, 4, params_dtype=BF16, device=device, **options)
+    found = []
+    for hooked in (False, False, False, True):  # the third call of a situation is bound
+        start()
+        x = torch.randn(64, 2, 128, device=device, dtype=BF16, requires_grad=True)
+        hook = layer.layernorm_mlp.register_forward_hook(lambda *_: None) if hooked else None
+        layer.zero_grad()
+        with te.autocast(recipe=NVFP4BlockScaling()):
+            out = layer(x)
+        out.square().mean().backward()
+        found.append([out.detach(), x.grad, *(p.grad for p in layer.parameters())])
+        if hook is not None:
+            hook.remove()
+    for other in found[1:]:
+        assert_same(found[0], other)
+
+
 @recipes
 def test_deferred_weight_gradients(device, recipe):
     model, (x, grad) = made("LayerNormMLP", device), data(device)

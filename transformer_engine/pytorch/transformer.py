@@ -194,15 +194,18 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self.self_attention = attention(
             self_attn_mask_type, window_size, bottom_right_diagonal,
             input_layernorm=not output_layernorm, **({} if output_layernorm else norm),
+            name=self._name_of("self_attention"),
         )  # fmt: skip
         if layer_type == "decoder":
             masking = enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal
             options = {"attention_type": "cross", "input_layernorm": True, **norm}
-            self.inter_attention = attention(*masking, **options)
+            name = self._name_of("inter_attention")
+            self.inter_attention = attention(*masking, **options, name=name)
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, layernorm_epsilon, init_method=init_method,
             output_layer_init_method=output_layer_init_method, activation=activation,
             activation_params=activation_params, **linear, **norm,
+            name=self._name_of("layernorm_mlp"),
         )  # fmt: skip
         if output_layernorm:
             settings = hidden_size, layernorm_epsilon, None, params_dtype, zero_centered_gamma

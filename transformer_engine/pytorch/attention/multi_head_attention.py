@@ -144,6 +144,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
     ) -> None:
         super().__init__()
         self._set_parallel(tp_group, tp_size)
+        self.name = name
         one_of(_NAME, ("self", "cross"), attention_type=attention_type)
         one_of(_NAME, NORMS, normalization=normalization)
         if return_layernorm_output and not input_layernorm:
@@ -162,13 +163,14 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
                 attn_mask_type, window_size, bottom_right_diagonal, layer_number=layer_number,
                 get_rng_state_tracker=get_rng_state_tracker, attention_type=attention_type,
                 tp_group=tp_group, softmax_type=softmax_type,
+                name=self._name_of("core_attention"),
             )  # fmt: skip
         k, v = core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = k, v
         self.hidden_size, self.num_attention_heads = hidden_size, num_attention_heads
         self.num_gqa_groups, self.attention_type = core.num_gqa_groups, attention_type
         self.attn_mask_type, self.window_size = core.attn_mask_type, core.window_size
-        self.qkv_format, self.layer_number, self.name = qkv_format, layer_number, name
+        self.qkv_format, self.layer_number = qkv_format, layer_number
         self.input_layernorm, self.return_bias = bool(input_layernorm), bool(return_bias)
         self.return_layernorm_output = bool(return_layernorm_output)
         self.rotary_pos_interleaved = bool(rotary_pos_interleaved)
@@ -192,7 +194,8 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         self._make_qk_norms(qk_norm_type, qk_norm_eps, device, params_dtype)
         outer = {**linear, "parallel_mode": row, "init_method": output_layer_init_method}
         heads = num_attention_heads * v
-        self.proj = Linear(heads, hidden_size, return_bias=self.return_bias, **outer)
+        outer |= {"return_bias": self.return_bias, "name": self._name_of("proj")}
+        self.proj = Linear(heads, hidden_size, **outer)
 
     def _make_projections(self, fused: bool, common: dict, norm: dict) -> None:
         """Make the layers before the attention."""
@@ -203,6 +206,8 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         def make(*names: str, normalized: bool = self.input_layernorm) -> torch.nn.Module:
             parts = {name: rows[name] for name in names}
             options = {**common, "parameters_split": None if fused else parts}
+            kind = "layernorm_linear" if normalized else "linear"
+            options["name"] = self._name_of(f"{kind}_{''.join(name[0] for name in names)}")
             if normalized:
                 return LayerNormLinear(self.hidden_size, sum(parts.values()), **norm, **options)
             return Linear(self.hidden_size, sum(parts.values()), **options)

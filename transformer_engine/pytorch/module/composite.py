@@ -28,6 +28,10 @@ class CompositeLayer(torch.nn.Module):
     _calls: LayerCalls | None = None
     name: str | None = None
 
+    def _name_of(self, part: str) -> str | None:
+        """Name of a module that it makes, by which recipes and messages tell it."""
+        return None if self.name is None else f"{self.name}.{part}"
+
     def __getstate__(self) -> dict:
         """Copy and pickle without calls."""
         return {**self.__dict__, "_calls": None, "_ways": {}}

@@ -261,6 +261,8 @@ class LayerCalls:
         if calls is None:
             return None
         plans = layer_plans(self._spec(made, calls, attending))
+        if not _draws_in_order(plans):
+            return None
         flat = [call for found in calls for call in found]
         label = type(layer).__name__ + ("" if layer.name is None else f"[{layer.name}]")
         call = LayerCall(plans, None, label)
@@ -363,6 +365,17 @@ def draws_of(plans: CallPlans, attending: Sequence) -> Staged | None:
         if stage.operator == "external"
     }
     return Staged(found, None, _lending) if found else None
+
+
+def _draws_in_order(plans: CallPlans) -> bool:
+    """Whether a call draws its random pairs in the order in which its modules would.
+
+    Those of linear layers, which round gradients by chance, are drawn before the plan runs.
+    """
+    if not plans.drawn:
+        return True
+    last = max(plans.forward.graph.numbers_of(_core.NODE_LINEAR))
+    return all(s.node > last for s in plans.forward.stages if s.operator == "external")
 
 
 def _lending(plan: Plan, lend: Callable[[int], Tensor], *sizes: int) -> Callable[[int], Tensor]:
