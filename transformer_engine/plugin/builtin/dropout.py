@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.builtin.values import like, wide
+from transformer_engine.plugin.builtin.values import wide, written
 from transformer_engine.pytorch.random import draw_pair
 
 
@@ -32,11 +32,9 @@ def dropout_fwd(
     op = "dropout_fwd"
     inp = wide(op, "input", input)
     made = torch.empty_like(inp)
-    if out is not None:
-        like(op, "out", out, tuple(inp.shape), inp.dtype)
     rng = draw_pair(inp)
     _core.dropout_add(inp, made, rng=rng, dropout=_probability(op, dropout_probability))
-    return (made if out is None else out.detach().copy_(made)), rng
+    return written(op, "out", made, out), rng
 
 
 def dropout_bwd(
@@ -56,12 +54,10 @@ def dropout_bwd(
             f"{op}: mask: {mask.dtype} {tuple(mask.shape)}, expected the int64 [2] of dropout_fwd "
             "of the same implementation"
         )
-    if grad_input is not None:
-        like(op, "grad_input", grad_input, tuple(grad.shape), grad.dtype)
     made = torch.empty_like(grad)
     probability = _probability(op, dropout_probability)
     _core.dropout_backward(grad, grad_input=made, rng=mask, dropout=probability)
-    return made if grad_input is None else grad_input.detach().copy_(made)
+    return written(op, "grad_input", made, grad_input)
 
 
 def _probability(op: str, value: float) -> float:

@@ -118,16 +118,18 @@ def _backward(
     dy, x, mu, rsigma, gamma = tensors
     grad, inp, gamma = wide(op, "dy", dy), wide(op, "x", x), wide(op, "gamma", gamma)
     made = torch.empty_like(inp), torch.empty_like(gamma)
+    if add is not None:
+        add = wide(op, "add", add).to(inp.dtype).view(-1, inp.shape[-1])
     beta_grad = torch.empty_like(gamma) if kind == _core.NORM_LAYERNORM else None
     _core.norm_backward(
         grad,
-        inp,
+        inp if add is None else inp.view(add.shape),
         kind,
         wide(op, "rsigma", rsigma).flatten(),
         mean=None if mu is None else wide(op, "mu", mu).flatten(),
         gamma=gamma,
-        grad_residual=None if add is None else wide(op, "add", add).to(inp.dtype),
-        grad_input=made[0],
+        grad_residual=add,
+        grad_input=made[0] if add is None else made[0].view(add.shape),
         gamma_grad=made[1],
         beta_grad=beta_grad,
         zero_centered=zero_centered,

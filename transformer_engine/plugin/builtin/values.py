@@ -10,7 +10,7 @@ from transformer_engine.pytorch.constants import TE_DType_To_Torch
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.quantizer import Quantizer, plain
 
-__all__ = ["checked", "like", "quantized", "refuse", "torch_dtype", "wide"]
+__all__ = ["checked", "like", "quantized", "refuse", "torch_dtype", "wide", "written"]
 
 
 def torch_dtype(op: str, name: str, value: Any) -> torch.dtype:
@@ -50,6 +50,14 @@ def like(op: str, name: str, given: Tensor, shape: tuple, dtype: torch.dtype) ->
     if given.dtype != dtype:
         raise TypeError(f"{op}: {name}: {given.dtype}, expected {dtype}")
     return given
+
+
+def written(op: str, name: str, values: Tensor, out: Any) -> Tensor:
+    """Values, or the caller's tensor for them: of their shape and dtype."""
+    if out is None:
+        return values
+    like(op, name, out, tuple(values.shape), values.dtype).detach().copy_(values)
+    return out
 
 
 def quantized(op: str, values: Tensor, quantizer: Any, out: Any = None) -> Any:

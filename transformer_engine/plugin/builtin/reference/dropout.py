@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.builtin.values import checked, like
+from transformer_engine.plugin.builtin.values import checked, written
 
 
 def dropout_fwd(
@@ -41,6 +41,4 @@ def _masked(
 ) -> Tensor:
     factor = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
     made = (values.float() * mask * factor).to(values.dtype)
-    if out is None:
-        return made
-    return like(op, "out", out, tuple(made.shape), made.dtype).detach().copy_(made)
+    return written(op, "out", made, out)
