@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`generic_gemm`, by ``_core.gemm``: operands in high precision or quantized, and epilogues."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.plugin.builtin.values import (
     checked,
+    exact,
     like,
     quantized,
     refuse,
@@ -25,18 +26,11 @@ _OP = "generic_gemm"
 _GELU = _core.ACTIVATION_GELU
 
 
-class _Operand(NamedTuple):
-    """A matrix as a GEMM reads it."""
-
-    fields: dict[str, Any]  # of `_core.gemm`, without the prefix
-    quantized: bool
-
-
 def _forms(storage: Any) -> tuple[int, int, tuple[Tensor | None, ...]]:
     """Mode, code of an element, (row, its scales, column, its scales, amaxes) of quantized data."""
     if isinstance(storage, Float8TensorStorage):
         column = None if storage._transpose_invalid else storage._transpose
-        if column is None:
+        if column is None and storage._data is not None:
             column = casts.transpose(storage._data)
         scales = storage._scales
         forms = storage._data, scales, column, scales, None, None
@@ -45,56 +39,51 @@ def _forms(storage: Any) -> tuple[int, int, tuple[Tensor | None, ...]]:
     return storage._mode(), storage._code(), forms
 
 
-def _operand(name: str, tensor: Any, by_rows: bool) -> _Operand:
-    """An operand whose row-wise form is read, or the column-wise one.
+def _quantized_operand(tensor: Any, by_rows: bool) -> dict[str, Any] | None:
+    """Fields of `_core.gemm` of an operand whose row-wise form is read, or the column-wise one.
 
-    Quantized data that lack it are multiplied out.
+    None where it is not quantized, or lacks that form.
     """
-    if isinstance(tensor, Float8TensorStorage | TwoFormStorage):
-        has_row, has_column = tensor.get_usages().values()
-        turns = isinstance(tensor, Float8TensorStorage) and has_row
-        if has_row if by_rows else has_column or turns:
-            mode, code, forms = _forms(tensor)
-            data, scales, amax = (forms[0::2] if by_rows else forms[0::2]), None, None
-            at = 0 if by_rows else 2
-            data, scales, amax = forms[at], forms[at + 1], forms[4 + at // 2]
-            matrix = casts.padded(data)
-            in_lines = by_rows or mode == _core.SCALING_MXFP8
-            matrix = matrix.flatten(0, -2) if in_lines else matrix.flatten(1)
-            form = "row" if by_rows else "column"
-            prepare_device(matrix.device)
-            fields = {
-                "mode": mode,
-                form: matrix.view(_core.torch_dtype(code)),
-                f"{form}_scales": scales,
-                f"{form}_amax": amax,
-            }
-            return _Operand(fields, True)
-    found = wide(_OP, name, tensor)
-    return _Operand({"": found.view(-1, found.shape[-1]) if found.dim() != 2 else found}, False)
+    if not isinstance(tensor, Float8TensorStorage | TwoFormStorage):
+        return None
+    mode, code, forms = _forms(tensor)
+    at = 0 if by_rows else 2
+    data, scales, amax = forms[at], forms[at + 1], forms[4 + at // 2]
+    if data is None:
+        return None
+    matrix = casts.padded(data)
+    lies_in_rows = by_rows or mode == _core.SCALING_MXFP8
+    matrix = matrix.flatten(0, -2) if lies_in_rows else matrix.flatten(1)
+    prepare_device(matrix.device)
+    form = "row" if by_rows else "column"
+    return {
+        "_mode": mode,
+        f"_{form}": matrix.view(_core.torch_dtype(code)),
+        f"_{form}_scales": scales,
+        f"_{form}_amax": amax,
+    }
 
 
-def _pair(A: Any, transA: bool, B: Any, transB: bool) -> tuple[dict[str, Any], bool]:
-    """Arguments of `_core.gemm` for op(B) op(A), and whether one of them is quantized."""
-    left, right = _operand("B", B, not transB), _operand("A", A, transA)
-    if left.quantized != right.quantized:  # padded differently: both in high precision
-        left, right = (
-            one
-            if not one.quantized
-            else _operand(name, checked(_OP, name, tensor).to(torch.float32), True)
-            for one, name, tensor in ((left, "B", B), (right, "A", A))
-        )
-        left, right = ({"": one.fields[""].to(torch.float32)} for one in (left, right))
-        return _named(left, right, transA, transB), False
-    return _named(left.fields, right.fields, transA, transB), left.quantized
+def _pair(A: Any, transA: bool, B: Any, transB: bool) -> tuple[dict[str, Any], torch.dtype | None]:
+    """Arguments of `_core.gemm` for op(B) op(A), and their dtype; None: both are quantized.
 
-
-def _named(left: dict, right: dict, transA: bool, transB: bool) -> dict[str, Any]:
+    Where one alone is, or lacks the form that is read, both are multiplied out to fp32.
+    """
+    fields = _quantized_operand(B, not transB), _quantized_operand(A, transA)
+    dtype = None
+    if None in fields:
+        wanted = (("B", B), ("A", A))
+        if any(hasattr(type(t), "_dequantized") for _, t in wanted):
+            found = [exact(_OP, name, t) for name, t in wanted]
+        else:
+            found = [wide(_OP, name, t) for name, t in wanted]
+        dtype = found[1].dtype
+        prepare_device(found[0].device)
+        fields = tuple({"": t.reshape(-1, t.shape[-1])} for t in found)
     named: dict[str, Any] = {"a_transposed": int(transB), "b_transposed": int(transA)}
-    for prefix, fields in (("a", left), ("b", right)):
-        for field, value in fields.items():
-            named[f"{prefix}_{field}" if field else prefix] = value
-    return named
+    for prefix, own in zip("ab", fields, strict=True):
+        named |= {prefix + field: value for field, value in own.items()}
+    return named, dtype
 
 
 def _shape(A: Any, transA: bool, B: Any, transB: bool) -> tuple[int, ...]:
@@ -146,8 +135,8 @@ def generic_gemm(
     Parameters
     ----------
     A, B : Tensor
-        In fp32, fp16 or bf16, of one dtype; or quantized, tensors or storages of any format. One of
-        each kind are multiplied in fp32.
+        In fp32, fp16 or bf16; or quantized, tensors or storages of any format. One of each kind are
+        multiplied in fp32, and so is one that lacks the form that is read.
     D : Tensor, optional
         To be written, and returned: of the result's shape, plain or quantized.
     quantizer : Quantizer, optional
@@ -196,13 +185,15 @@ def generic_gemm(
     if bias is not None and bias.numel() == 0:
         bias = None
     added = None if grad or bias is None else wide(_OP, "bias", bias)
-    operands, is_quantized = _pair(A, transA, B, transB)
+    operands, of_operands = _pair(A, transA, B, transB)
+    is_quantized = of_operands is None
     operands["fast_accumulation"] = is_quantized and not use_split_accumulator
     operands["allow_tf32"] = not is_quantized and torch.backends.cuda.matmul.allow_tf32
     plain_out = isinstance(D, Tensor) and not isinstance(D, QuantizedTensorStorage)
     direct = plain_out and quantizer is None and not (gelu and grad)
     out = like(_OP, "D", D, shape, dtype).detach() if direct else None
     simple = alpha == 1.0 and (beta == 0.0 or _accumulates(out, beta, added, gelu))
+    simple = simple and _gives(operands, of_operands, dtype)
     if out is None or not simple:
         made = torch.empty(shape, dtype=dtype, device=A.device)
     else:
@@ -217,7 +208,7 @@ def generic_gemm(
     if gelu and grad:
         made, sums, pre = _through_gelu(made, gelu_in, bias)
     elif grad and bias is not None:
-        left = checked(_OP, "B", B)
+        left = exact(_OP, "B", B)
         left = left.reshape(-1, left.shape[-1])
         sums = left.sum(0 if transB else 1, dtype=torch.float32).to(bias.dtype)
     if pre is not None and gelu_in is not None and not grad:
@@ -240,6 +231,14 @@ def _output_dtype(A: Any, D: Any, output_dtype: Any) -> torch.dtype:
     if output_dtype is not None:
         return torch_dtype(_OP, "output_dtype", output_dtype)
     return A.dtype if D is None else D.dtype
+
+
+def _gives(operands: dict, of_operands: torch.dtype | None, dtype: torch.dtype) -> bool:
+    """Whether the native call gives a dtype: that of the operands, fp32; of NVFP4 all but fp16."""
+    if of_operands is not None:
+        return dtype in (of_operands, torch.float32)
+    modes = operands["a_mode"], operands["b_mode"]
+    return dtype != torch.float16 or _core.SCALING_NVFP4 not in modes
 
 
 def _accumulates(out: Tensor | None, beta: float, added: Tensor | None, gelu: bool) -> bool:

@@ -324,7 +324,7 @@ def multi_tensor_compute_scale_and_scale_inv(
     lists = _checked("multi_tensor_compute_scale_and_scale_inv", tensor_lists, 3)
     for amax, scale, inverse in zip(*lists, strict=True):
         top = torch.where(amax < epsilon, epsilon, amax)
-        made = (max_fp8 / top).clamp(max=torch.finfo(torch.float32).max)
+        made = (torch.full_like(top, max_fp8) / top).clamp(max=torch.finfo(torch.float32).max)
         made = torch.where(top.isfinite() & (top != 0.0), made, 1.0)
         if force_pow_2_scales:
             made = (made.view(torch.int32) & -0x800000).view(torch.float32)

@@ -142,11 +142,11 @@ def fused_amax_and_scale_update_after_reduction(
     Parameters
     ----------
     amax_reduction_buffer : Tensor
-        fp32: the newest amaxes of all slots, which are written to row 0 of the histories first;
-        one of no elements leaves these as they are.
+        fp32: the newest amaxes of all slots, which are written to row 0 of the histories first
+        where they are not 0; one of no elements leaves these as they are.
     amax_histories, scales : list of Tensor
-        fp32 [length, slots] and [slots]. Row 0 is the newest; the others are moved so that it
-        becomes the last, and row 0 is 0 then.
+        fp32 [length, slots] and [slots]. Row 0 is the newest; where it is not 0, the rows are moved
+        so that it becomes the last, and row 0 is 0 then.
     amax_compute_algo : str
         "max" of the history, or "most_recent". ValueError for another one.
     fp8_dtype : DType
@@ -184,5 +184,6 @@ def with_newest(
         )
     if buffer.numel():
         for history, newest in zip(histories, buffer.detach().split(sizes), strict=True):
-            history.detach()[0].copy_(newest)
+            row = history.detach()[0]
+            row.copy_(torch.where(newest != 0, newest, row))
     return [(s.detach(), h.detach()) for s, h in zip(scales, histories, strict=True)]

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from transformer_engine.pytorch.constants import TE_DType_To_Torch
 from transformer_engine.pytorch.device import prepare_device
-from transformer_engine.pytorch.quantizer import Quantizer, plain
+from transformer_engine.pytorch.quantizer import Quantizer
 
-__all__ = ["checked", "like", "quantized", "refuse", "torch_dtype", "wide", "written"]
+__all__ = ["checked", "exact", "like", "quantized", "refuse", "torch_dtype", "wide", "written"]
 
 
 def torch_dtype(op: str, name: str, value: Any) -> torch.dtype:
@@ -25,11 +25,18 @@ def torch_dtype(op: str, name: str, value: Any) -> torch.dtype:
 
 def checked(op: str, name: str, tensor: Any) -> Tensor:
     """An argument that is a tensor, in high precision and without its gradient."""
+    if hasattr(type(tensor), "_dequantized"):  # a storage, too
+        return tensor.dequantize().detach()
     if not isinstance(tensor, Tensor):
-        if hasattr(type(tensor), "_dequantized"):  # a storage
-            return tensor.dequantize()
         raise TypeError(f"{op}: {name}: {type(tensor).__name__}, expected a tensor")
-    return plain(tensor).detach()
+    return tensor.detach()
+
+
+def exact(op: str, name: str, tensor: Any) -> Tensor:
+    """`checked`, in fp32: what quantized data are, not rounded to their nominal dtype."""
+    if hasattr(type(tensor), "_dequantized"):
+        return tensor.dequantize(dtype=torch.float32).detach()
+    return checked(op, name, tensor).float()
 
 
 def wide(op: str, name: str, tensor: Any) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from transformer_engine.plugin.builtin.values import checked, quantized, refuse, torch_dtype
+from transformer_engine.plugin.builtin.values import exact, quantized, refuse, torch_dtype
 
 
 def generic_gemm(
@@ -37,12 +37,12 @@ def generic_gemm(
     """D = epilogue(alpha op(B) op(A) + beta D + bias), as row-major matrices."""
     op = "generic_gemm"
     refuse(op, comm_overlap=comm_overlap, extra_output=extra_output, bulk_overlap=bulk_overlap)
-    left, right = (checked(op, name, t).float() for name, t in (("B", B), ("A", A)))
+    left, right = (exact(op, name, t) for name, t in (("B", B), ("A", A)))
     right = right.flatten(0, -2).t() if transA else right.flatten(0, -2)
     left = left.flatten(0, -2).t() if transB else left
     total = alpha * (left @ right)
     if accumulate:
-        total = total + (1.0 if beta is None else beta) * checked(op, "D", D).float()
+        total = total + (1.0 if beta is None else beta) * exact(op, "D", D)
     wanted = bias is not None and bias.numel() > 0
     if wanted and not grad:
         total = total + bias.detach().float()
@@ -58,7 +58,9 @@ def generic_gemm(
         sums = total.flatten(0, -2).sum(0) if wanted else None
     elif gelu:
         before = total.to(dtype)
-        before = before if gelu_in is None else gelu_in.detach().copy_(before.view(gelu_in.shape))
+        if gelu_in is not None:
+            gelu_in.detach().copy_(before.view(gelu_in.shape))
+            before = gelu_in
         total = functional.gelu(total, approximate="tanh")
     elif grad and wanted:
         sums = left.flatten(0, -2).sum(1)

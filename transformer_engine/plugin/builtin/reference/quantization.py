@@ -26,7 +26,7 @@ def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor) -> Tensor:
 def compute_amax(input: Tensor, amax: Tensor) -> None:
     """Write the largest magnitude of a tensor, NaN ignored, into `amax`."""
     found = torch.nan_to_num(input.detach().float().abs(), nan=0.0, posinf=torch.inf)
-    amax.detach().copy_(found.max().view(amax.shape))
+    amax.detach().copy_(found.max().view(amax.shape) if found.numel() else torch.zeros(amax.shape))
 
 
 def fused_amax_and_scale_update_after_reduction(
@@ -41,8 +41,12 @@ def fused_amax_and_scale_update_after_reduction(
     op = "fused_amax_and_scale_update_after_reduction"
     largest, most_recent = update_rule(op, amax_compute_algo, fp8_dtype, margin)
     for scale, history in with_newest(op, amax_reduction_buffer, amax_histories, scales):
-        amax = history[0] if most_recent else history.amax(0)
-        made = (largest / amax).clamp(max=torch.finfo(torch.float32).max)
+        used = history[0] != 0
+        numbers = history.nan_to_num(nan=0.0, posinf=torch.inf)
+        amax = numbers[0] if most_recent else numbers.amax(0)
+        made = torch.full_like(amax, largest) / amax
+        made = made.clamp(max=torch.finfo(torch.float32).max)
         scale.copy_(torch.where(amax.isfinite() & (amax > 0), made, scale))
-        history.copy_(history.roll(-1, 0))
-        history[0] = 0
+        moved = history.roll(-1, 0)
+        moved[0] = 0
+        history.copy_(torch.where(used, moved, history))
