@@ -18,9 +18,9 @@ class Operators:
 
     def __init__(self, impl_id):
         self.impl_id = impl_id
-        get_manager().ensure_initialized()
 
     def __getattr__(self, name):
+        get_manager().ensure_initialized()
         found = get_registry().get_implementation(name, self.impl_id)
         assert found is not None, f"{name} has no {self.impl_id}"
         return found.fn

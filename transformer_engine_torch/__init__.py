@@ -55,14 +55,21 @@ __all__ = [
     "NVTE_QKV_Format",
     "NVTE_QKV_Layout",
     "NVTE_Softmax_Type",
+    "bind_operators",
     "flash_attention",
     *_LAZY,
     *OPERATORS,
     *absent.names_of(__name__),
 ]
 
-_MANAGER = get_default_manager()  # operators do not keep it
-globals().update({name: _MANAGER.operator(name) for name in OPERATORS})
+
+def bind_operators() -> None:
+    """Take the operators of the manager of the process; `reset_default_manager` does so."""
+    manager = get_default_manager()
+    globals().update({name: manager.operator(name) for name in OPERATORS}, _manager=manager)
+
+
+bind_operators()
 
 
 def flash_attention(
@@ -77,7 +84,7 @@ def flash_attention(
 
     The arguments are those of `FlashAttentionBase`.
     """
-    kind = _MANAGER.operator("get_flash_attention_class")()
+    kind = get_default_manager().operator("get_flash_attention_class")()
     return kind(
         softmax_scale,
         attention_dropout,

@@ -15,7 +15,7 @@ from tex_cases import (
     grads64,
     quantizers,
 )
-from tols import BF16, F16, F32
+from tols import BF16, F16, F32, tol
 
 from transformer_engine.plugin.core.ops import NVTE_QKV_Format
 from transformer_engine.pytorch.attention import RotaryPositionEmbedding
@@ -262,7 +262,7 @@ def test_dropout(rng, device, tex, dtype):
     x[x == 0] = 1
     out, mask = tex.dropout_fwd(x, p)
     kept = out != 0
-    assert abs(kept.double().mean().item() - 0.7) < 0.05
+    assert abs(kept.double().mean().item() - 0.7) < tol("share", F32, kept.numel())
     assert_near(out, x.double() * kept / 0.7)
     grad = normal(rng, (64, 96), dtype, device)
     assert_near(tex.dropout_bwd(grad, mask, p), grad.double() * kept / 0.7)

@@ -195,7 +195,9 @@ def test_registering_imports_no_torch():
         assert not [n for n in sys.modules if n.startswith("transformer_engine.plugin.builtin.")]
         assert tex.relu(-torch.ones(2, 2), None).sum() == 0
         from transformer_engine.plugin.core import reset_default_manager
+        former = tex.relu
         reset_default_manager()
+        assert tex.relu is get_manager().operator("relu") is not former
         assert tex.relu(-torch.ones(2, 2), None).sum() == 0
         assert get_manager().call("get_num_cublas_streams") == 1
     """
