@@ -1,16 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The name of NVIDIA Transformer Engine's native module, for programs that import from it.
+"""Operators by the names of NVIDIA Transformer Engine's native module.
 
-The native module of this library is `transformer_engine._core`. Here stand the few of the
-other's entries that are plain facts or short; those that are not built yet raise when they are
-called (`transformer_engine.common.absent`).
+Each is a C object that calls the implementation in force (docs/plugins.md): this library's own, or
+one that a plug-in has registered. Further names are enumerations and classes that operators take.
+What is not built yet raises when it is called.
 """
 
-import torch
-from torch import Tensor
+from typing import Any
 
 from transformer_engine.common import absent
-from transformer_engine.pytorch.constants import DType, FP8BwdTensors, FP8FwdTensors
+from transformer_engine.plugin.builtin import OPERATORS
+from transformer_engine.plugin.core.manager import get_default_manager
+from transformer_engine.plugin.core.ops import (
+    CommGemmOverlapRole,
+    CommOverlapAlgo,
+    CommOverlapType,
+    DType,
+    Float8BlockScaleTensorFormat,
+    FP8BwdTensors,
+    FP8FwdTensors,
+    FP8TensorMeta,
+    NVTE_Activation_Type,
+    NVTE_Bias_Type,
+    NVTE_Fused_Attn_Backend,
+    NVTE_Mask_Type,
+    NVTE_QKV_Format,
+    NVTE_QKV_Layout,
+    NVTE_Softmax_Type,
+)
 
 _QUANTIZERS = (
     "Float8Quantizer",
@@ -23,58 +40,56 @@ _LAZY = dict.fromkeys(_QUANTIZERS, "transformer_engine.pytorch.tensor")
 
 __getattr__, __dir__ = absent.attach(globals(), lazy=_LAZY)
 __all__ = [
+    "CommGemmOverlapRole",
+    "CommOverlapAlgo",
+    "CommOverlapType",
     "DType",
     "FP8BwdTensors",
     "FP8FwdTensors",
+    "FP8TensorMeta",
+    "Float8BlockScaleTensorFormat",
+    "NVTE_Activation_Type",
+    "NVTE_Bias_Type",
+    "NVTE_Fused_Attn_Backend",
+    "NVTE_Mask_Type",
+    "NVTE_QKV_Format",
+    "NVTE_QKV_Layout",
+    "NVTE_Softmax_Type",
+    "bind_operators",
+    "flash_attention",
     *_LAZY,
-    "thd_get_partitioned_indices",
+    *OPERATORS,
     *absent.names_of(__name__),
 ]
 
 
-def thd_get_partitioned_indices(
-    cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int
-) -> Tensor:
-    """Tokens of packed sequences that a rank of context parallelism owns.
+def bind_operators() -> None:
+    """Take the operators of the manager of the process; `reset_default_manager` does so."""
+    manager = get_default_manager()
+    globals().update({name: manager.operator(name) for name in OPERATORS}, _manager=manager)
 
-    Each sequence is cut into 2 * world_size chunks; rank r has chunk r and chunk
-    2 * world_size - 1 - r.
 
-    Parameters
-    ----------
-    cu_seqlens : Tensor
-        [b + 1] int32: first token of each sequence, and their sum; lengths are multiples of
-        2 * world_size.
-    total_tokens : int
-        Tokens of all sequences.
-    world_size, rank : int
-        Ranks, and which one.
+bind_operators()
 
-    Returns
-    -------
-    Tensor
-        [total_tokens / world_size] int32, on the device of `cu_seqlens`.
 
-    Raises
-    ------
-    ValueError
-        A length is no multiple.
+def flash_attention(
+    softmax_scale: float,
+    attention_dropout: float = 0.0,
+    attention_dropout_ctx: Any = None,
+    attention_type: str = "self",
+    layer_number: int | None = None,
+    deterministic: bool = False,
+) -> Any:
+    """Make an attention module of the class that the operator `get_flash_attention_class` gives.
+
+    The arguments are those of `FlashAttentionBase`.
     """
-    starts = cu_seqlens.tolist()
-    pieces = []
-    for start, end in zip(starts, starts[1:], strict=False):
-        chunk, rest = divmod(end - start, 2 * world_size)
-        if rest:
-            raise ValueError(
-                f"thd_get_partitioned_indices: a sequence of {end - start} tokens, expected a "
-                f"multiple of {2 * world_size}"
-            )
-        for index in (rank, 2 * world_size - 1 - rank):
-            pieces.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
-    found = torch.cat(pieces).to(cu_seqlens.device, torch.int32)
-    if len(found) != total_tokens // world_size:
-        raise ValueError(
-            f"thd_get_partitioned_indices: total_tokens={total_tokens}, but the sequences of "
-            f"cu_seqlens have {starts[-1] - starts[0]}"
-        )
-    return found
+    kind = get_default_manager().operator("get_flash_attention_class")()
+    return kind(
+        softmax_scale,
+        attention_dropout,
+        attention_dropout_ctx,
+        attention_type,
+        layer_number,
+        deterministic,
+    )

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from transformer_engine.plugin import core as plugin
+from transformer_engine.plugin.builtin import OPERATORS
 from transformer_engine.plugin.core import discovery
 from transformer_engine.plugin.core.logger_manager import LoggerManager
 
@@ -86,7 +87,7 @@ def test_entry_points(monkeypatch):
     assert plugin.get_default_manager().call("my_op") == "found"
     assert asked == ["te_fl.plugin"] == [plugin.PLUGIN_GROUP]
     assert plugin.get_discovered_plugin() == [("point", "entry_point", True)]
-    assert plugin.get_registry().list_operators() == ["my_op"]
+    assert set(plugin.get_registry().list_operators()) - set(OPERATORS) == {"my_op"}
 
 
 FAILURES = {

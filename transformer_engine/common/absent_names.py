@@ -176,6 +176,8 @@ FEATURES: tuple[Feature, ...] = (
         """
         pytorch.module.base: initialize_ub destroy_ub get_ub
         pytorch.module pytorch: initialize_ub destroy_ub
+        transformer_engine_torch: CommOverlapHelper CommOverlap CommOverlapP2P
+            CommGemmOverlapAlgoConfig
         """,
     ),
     Feature(
@@ -197,12 +199,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "Single kernels",
         "the native entry points have another form",
-        "the modules (te.RMSNorm, te.Linear, ...), or the C API (transformer_engine.h)",
+        "transformer_engine_torch (docs/plugins.md), the modules (te.RMSNorm, te.Linear, ...), or "
+        "the C API (transformer_engine.h)",
         """
         pytorch.cpp_extensions: rmsnorm_fwd rmsnorm_bwd layernorm_fwd layernorm_bwd cast_to_fp8
             cast_from_fp8 fp8_gemm
-        transformer_engine_torch: rmsnorm_fwd rmsnorm_bwd layernorm_fwd layernorm_bwd quantize
-            dequantize generic_gemm fused_rope_forward fused_rope_backward
         pytorch.module._common: apply_normalization WeightGradStore
         """,
         partly="pytorch.cpp_extensions.general_gemm",
@@ -238,9 +239,9 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "Operators by name",
-        "the module transformer_engine_torch and the operators under modules are not there",
-        "transformer_engine.plugin.core.OpManager for operators of your own, or "
-        "docs/adding_a_backend.md for those of this library",
+        "backends are functions that register, and no class; operators are those of the module "
+        "transformer_engine_torch",
+        "transformer_engine_torch, and OpImpl for operators of your own (docs/plugins.md)",
         "plugin.core plugin: TEFLBackendBase TEFLModule get_tefl_module\n"
         "plugin.core: reset_tefl_module",
     ),

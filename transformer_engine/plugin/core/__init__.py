@@ -20,8 +20,6 @@ from transformer_engine.plugin.core.manager import (
     get_default_manager,
     get_manager,
     get_registry,
-    reset_default_manager,
-    reset_registry,
 )
 from transformer_engine.plugin.core.policy import (
     PREFER_DEFAULT,
@@ -43,6 +41,7 @@ from transformer_engine.plugin.core.policy import (
     with_strict_mode,
 )
 from transformer_engine.plugin.core.registry import OpRegistry, OpRegistrySnapshot
+from transformer_engine.plugin.core.resets import reset_default_manager, reset_registry
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl, match_token
 
 __getattr__, __dir__ = absent.attach(

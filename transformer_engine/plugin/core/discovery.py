@@ -2,6 +2,7 @@
 """Finding plug-ins: entry points of installed packages, and modules that the environment names."""
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,12 +31,23 @@ _found: list[tuple[str, str, bool]] = []
 def discover_plugin(registry: OpRegistry) -> int:
     """Let every plug-in register; the number of those that did.
 
-    One that fails is told once, by the logger, and leaves nothing in the registry.
+    One that fails is told once, by the logger, and leaves nothing in the registry. Into the
+    registry of the process go this library's own implementations first.
     """
+    _register_own(registry)
     return discover_from_entry_points(registry) + discover_from_env_modules(registry)
 
 
 discover_op_plugin = discover_plugin
+
+
+def _register_own(registry: OpRegistry) -> None:
+    """Register the built-in implementations, if the registry is that of the default manager."""
+    default = getattr(sys.modules.get(f"{__package__}.manager"), "_default", None)
+    if default is not None and default.registry is registry:
+        from transformer_engine.plugin.builtin import register_builtins
+
+        register_builtins(registry)
 
 
 def discover_from_entry_points(registry: OpRegistry) -> int:

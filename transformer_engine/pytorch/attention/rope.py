@@ -375,6 +375,47 @@ def _differentiable(t: Tensor, freqs: Tensor, positions: _Positions, interleaved
 # ---- application ---------------------------------------------------------------------------------
 
 
+def rotate_back(
+    grad: Tensor, freqs: Tensor, interleaved: bool, form: str, *positions: Any
+) -> Tensor:
+    """Gradient of `t` of `apply_rotary_pos_emb`, by that of its result; without autograd.
+
+    `positions` are start_positions, cu_seqlens, cp_size and cp_rank.
+    """
+    found = _Positions(form, *positions)
+    _check(f"{_NAME}: grad", grad, form, found.cu_seqlens)
+    _check_ranks(_NAME, grad, form, found.cp_size, found.cp_rank)
+    found.check(_NAME, "freqs", freqs, grad)
+    angles, starts = found.angles(freqs, grad.device)
+    sequence_first, *ranks = found.settings
+    packed = found.cu_seqlens if form == "thd" else None
+    return _rotate(False, grad, angles, packed, starts, sequence_first, interleaved, *ranks, True)
+
+
+def join_back(
+    grads: tuple[Tensor, Tensor, Tensor],
+    freqs: tuple[Tensor, Tensor],
+    sizes: list[int],
+    interleaved: bool,
+    form: str,
+    cp_size: int,
+    cp_rank: int,
+) -> Tensor:
+    """Gradient of `qkv` of `apply_fused_qkv_rotary_pos_emb`, by those of its results.
+
+    Without autograd and start positions; `freqs` are those of queries and keys.
+    """
+    for name, grad in zip("qkv", grads, strict=True):
+        _check(f"{_FUSED}: {name}_grad", grad, form, None)
+    _check_ranks(_FUSED, grads[1], form, cp_size, cp_rank)
+    positions = _Positions(form, None, None, cp_size, cp_rank)
+    for name, each in zip("qk", freqs, strict=True):
+        positions.check(_FUSED, f"{name}_freqs", each, grads[1])
+    angles = [positions.angles(each, grads[1].device)[0] for each in freqs]
+    sequence_first, *ranks = positions.settings
+    return _join(False, *grads, *angles, None, None, sizes, sequence_first, interleaved, *ranks)
+
+
 def apply_rotary_pos_emb(
     t: Tensor,
     freqs: Tensor,

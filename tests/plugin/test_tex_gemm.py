@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`generic_gemm` of `transformer_engine_torch` against float64: layouts, formats, epilogues."""
+
+import itertools
+
+import pytest
+import torch
+from buffers import normal
+from comparators import assert_bits, assert_nmse
+from tex_cases import (
+    FORMATS,
+    HIGH,
+    Operators,
+    assert_near,
+    assert_same_data,
+    each_implementation,
+    grads64,
+    quantizers,
+)
+from tols import BF16, E4M3, E5M2, F16, F32, tol
+
+import transformer_engine.pytorch.tensor as tensors
+from transformer_engine.pytorch.constants import DType
+
+LAYOUTS = list(itertools.product((True, False), repeat=2))
+native = Operators("default.native")
+
+
+def gemm(tex, A, transA, B, transB, D=None, **options):
+    """Call with defaults for what is not said."""
+    given = {
+        "quantizer": None, "output_dtype": None, "bias": None, "bias_type": DType.kBFloat16,
+        "gelu": False, "gelu_in": None, "grad": False, "workspace": torch.empty(0),
+        "workspace_size": 0, "accumulate": False, "use_split_accumulator": True,
+    }  # fmt: skip
+    beyond = {n: options.pop(n) for n in list(options) if n not in given}
+    given.update(options)
+    return tex.generic_gemm(A, transA, B, transB, D, *given.values(), **beyond)
+
+
+def product64(A, transA, B, transB):
+    right, left = A.double().flatten(0, -2), B.double()
+    right = right.t() if transA else right
+    return (left.flatten(0, -2).t() if transB else left) @ right
+
+
+def operands(rng, device, transA, transB, dtype, m=24, n=40, k=48):
+    """A and B of a product [m, n], summed over k."""
+    A = normal(rng, (n, k) if transA else (k, n), dtype, device)
+    B = normal(rng, (k, m) if transB else (m, k), dtype, device)
+    return A, B
+
+
+@each_implementation
+@pytest.mark.parametrize(("transA", "transB"), LAYOUTS)
+@pytest.mark.parametrize("dtype", HIGH)
+def test_layouts(rng, device, tex, transA, transB, dtype):
+    A, B = operands(rng, device, transA, transB, dtype)
+    exact = product64(A, transA, B, transB)
+    out, *rest = gemm(tex, A, transA, B, transB)
+    assert out.dtype == dtype and rest == [None] * 3
+    assert_near(out, exact, 48)
+    into = torch.empty(24, 40, dtype=F32, device=device)
+    out, *_ = gemm(tex, A, transA, B, transB, into, output_dtype=DType.kFloat32)
+    assert out is into
+    assert_near(into, exact, 48)
+
+
+@each_implementation
+def test_leading_dims(rng, device, tex):
+    A, B = normal(rng, (5, 6, 16), F32, device), normal(rng, (2, 3, 16), F32, device)
+    out, *_ = gemm(tex, A, True, B, False)
+    assert out.shape == (2, 3, 30)
+    assert_near(out, product64(A, True, B, False), 16)
+    grads = normal(rng, (2, 3, 8), F32, device)
+    out, *_ = gemm(tex, B, False, grads, True)
+    assert out.shape == (8, 16)
+    assert_near(out, product64(B, False, grads, True), 6)
+
+
+@each_implementation
+@pytest.mark.parametrize("dtype", HIGH)
+def test_forward_epilogues(rng, device, tex, dtype):
+    A, B = operands(rng, device, True, False, dtype)
+    bias = normal(rng, (40,), dtype, device)
+    exact = product64(A, True, B, False) + bias.double()
+    out, *_ = gemm(tex, A, True, B, False, bias=bias)
+    assert_near(out, exact, 48)
+    out, bias_grad, pre, _ = gemm(tex, A, True, B, False, bias=bias, gelu=True)
+    assert bias_grad is None
+    assert_near(pre, exact, 48)
+    assert_near(out, torch.nn.functional.gelu(exact, approximate="tanh"), 48)
+    place = torch.empty_like(pre)
+    _, _, again, _ = gemm(tex, A, True, B, False, bias=bias, gelu=True, gelu_in=place)
+    assert again is place
+    assert_bits(place, pre)
+    none = torch.empty(0, dtype=dtype, device=device)
+    assert_near(gemm(tex, A, True, B, False, bias=none)[0], exact - bias.double(), 48)
+
+
+@each_implementation
+@pytest.mark.parametrize("dtype", HIGH)
+def test_backward_epilogues(rng, device, tex, dtype):
+    """Of a linear layer: the weight gradient with that of the bias, and through gelu."""
+    x, dy = normal(rng, (2, 12, 32), dtype, device), normal(rng, (2, 12, 40), dtype, device)
+    bias = torch.zeros(40, dtype=dtype, device=device)
+    wgrad, bias_grad, *_ = gemm(tex, x, False, dy, True, bias=bias, grad=True)
+    assert_near(wgrad, product64(x, False, dy, True), 24)
+    assert bias_grad.dtype == dtype
+    assert_near(bias_grad, dy.double().sum((0, 1)), 24)
+    weight, before = normal(rng, (40, 32), dtype, device), normal(rng, (2, 12, 32), dtype, device)
+    bias = torch.zeros(32, dtype=dtype, device=device)
+    out, sums, pre, _ = gemm(
+        tex, weight, False, dy, False, gelu=True, gelu_in=before, grad=True, bias=bias
+    )
+    (exact,) = grads64(
+        lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
+        product64(weight, False, dy, False), before,
+    )  # fmt: skip
+    assert pre is before and out.shape == before.shape
+    assert_near(out, exact, 40)
+    assert_near(sums, exact.sum((0, 1)), 24 * 40)
+
+
+@each_implementation
+@pytest.mark.parametrize("dtype", HIGH)
+@pytest.mark.parametrize("out_dtype", HIGH)
+def test_accumulation(rng, device, tex, dtype, out_dtype):
+    A, B = operands(rng, device, False, True, dtype)
+    D = normal(rng, (24, 40), out_dtype, device)
+    kept, exact = D.double(), product64(A, False, B, True)
+    out, *_ = gemm(tex, A, False, B, True, D, output_dtype=out_dtype, accumulate=True)
+    assert out is D
+    assert_near(D, exact + kept, 48)
+    D.copy_(kept)
+    bias = normal(rng, (40,), dtype, device)
+    options = {"alpha": -0.5, "accumulate": True, "beta": 0.25, "bias": bias}
+    out, *_ = gemm(tex, A, False, B, True, D, output_dtype=out_dtype, **options)
+    assert out is D
+    assert_near(D, -0.5 * exact + 0.25 * kept + bias.double(), 48)
+    assert_near(gemm(tex, A, False, B, True, alpha=3.0)[0], 3 * exact, 48)
+
+
+@each_implementation
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(("transA", "transB"), LAYOUTS)
+def test_quantized_operands(rng, device, tex, kind, transA, transB):
+    """Of what the operands hold: within the sums of a GEMM, in each layout and format."""
+    if kind == "nvfp4" and (not transA or transB):
+        kind_of = tensors.NVFP4Quantizer(with_2d_quantization=True)
+    else:
+        kind_of = quantizers(device)[kind]
+    A, B = operands(rng, device, transA, transB, BF16, 128, 256, 128)
+    if kind == "tiles":  # a GEMM takes tiles of a weight, rows of what it multiplies
+        both = {"rowwise": True, "columnwise": True}
+        made = [
+            tensors.Float8BlockQuantizer(E4M3, **both, block_scaling_dim=n)(t)
+            for n, t in ((2, A), (1, B))
+        ]
+    else:
+        made = [kind_of(t) for t in (A, B)]
+    values = [t.dequantize(dtype=F32) for t in made]
+    exact = product64(values[0], transA, values[1], transB)
+    if kind == "mxfp8" and (not transA or transB):  # the other form has groups of its own
+        exact = product64(A, transA, B, transB)
+        bound = 4 * tol("quantize", E4M3)
+    elif kind == "tiles" and transB:
+        exact = product64(A, transA, B, transB)
+        bound = 4 * tol("quantize", E4M3)
+    else:
+        bound = tol("round", F32) + 16 * tol("sum", F32, 128) + 4 * tol("sum_split", E4M3, 128)
+    out, *_ = gemm(tex, made[0], transA, made[1], transB, output_dtype=F32)
+    assert out.dtype == F32
+    assert_nmse(out, exact, bound, kind)
+
+
+def test_what_quantized_operands_may_lack(rng, device):
+    """One form, odd lengths, e5m2 with e4m3, storages, and another one in high precision."""
+    A, B = operands(rng, device, True, False, BF16, 24, 40, 36)
+    make = tensors.Float8CurrentScalingQuantizer(E4M3, rowwise=True, columnwise=False)
+    other = tensors.Float8CurrentScalingQuantizer(E5M2, rowwise=True, columnwise=False)
+    other.internal = True
+    bound = 16 * tol("sum", F32, 36) + tol("round", F32) + 4 * tol("sum_split", E4M3, 36)
+    for a, b in ((make(A), other(B)), (make(A), B), (A, other(B))):
+        values = [t.dequantize(dtype=F32) if t is not A and t is not B else t for t in (a, b)]
+        out, *_ = gemm(native, a, True, b, False, output_dtype=F32)
+        assert_nmse(out, product64(values[0], True, values[1], False), bound)
+    turned, _ = operands(rng, device, False, False, BF16, 24, 40, 36)
+    a = make(turned)  # its transpose is made for the call
+    out, *_ = gemm(native, a, False, make(B), False, output_dtype=F32)
+    assert a.get_usages() == {"rowwise": True, "columnwise": False}
+    exact = product64(a.dequantize(dtype=F32), False, make(B).dequantize(dtype=F32), False)
+    assert_nmse(out, exact, bound)
+    bias = normal(rng, (40,), BF16, device)
+    out, *_ = gemm(native, make(A), True, make(B), False, bias=bias, output_dtype=BF16)
+    exact = product64(make(A).dequantize(dtype=F32), True, make(B).dequantize(dtype=F32), False)
+    assert_nmse(out, exact + bias.double(), bound + tol("round", BF16))
+
+
+@each_implementation
+@pytest.mark.parametrize("kind", FORMATS)
+def test_quantized_results(rng, device, tex, kind):
+    A, B = operands(rng, device, True, False, BF16, 32, 64, 48)
+    make = quantizers(device)[kind]
+    plain, *_ = gemm(tex, A, True, B, False)
+    out, *_ = gemm(tex, A, True, B, False, quantizer=make)
+    assert_same_data(out, make(plain))
+    into = make(torch.zeros_like(plain))
+    out, *_ = gemm(tex, A, True, B, False, into, quantizer=make, output_dtype=BF16)
+    assert out is into
+    assert_same_data(into, make(plain))
+
+
+@each_implementation
+def test_refused_options(device, tex):
+    A = B = torch.ones(4, 4, device=device)
+    for name in ("comm_overlap", "extra_output", "bulk_overlap"):
+        with pytest.raises(NotImplementedError, match=f"generic_gemm: {name}: not built yet"):
+            gemm(tex, A, True, B, False, **{name: torch.ones(1)})
+
+
+def test_refused_arguments(device):
+    A = B = torch.ones(4, 4, device=device)
+    with pytest.raises(ValueError, match=r"A \(4, 3\).*summed dims differ"):
+        gemm(native, A[:, :3], True, B, False)
+    with pytest.raises(ValueError, match="accumulate=True needs D"):
+        gemm(native, A, True, B, False, accumulate=True)
+    with pytest.raises(ValueError, match="beta=0.5 without accumulate"):
+        gemm(native, A, True, B, False, beta=0.5)
+    with pytest.raises(ValueError, match="needs gelu_in"):
+        gemm(native, A, True, B, False, gelu=True, grad=True)
+    with pytest.raises(ValueError, match="D: shape"):
+        gemm(native, A, True, B, False, torch.ones(3, 4, device=device))
+    with pytest.raises(TypeError, match="D: torch.float32, expected torch.float16"):
+        gemm(native, A, True, B, False, torch.ones(4, 4, device=device), output_dtype=F16)
+    with pytest.raises(TypeError, match="generic_gemm: output_dtype='half'"):
+        gemm(native, A, True, B, False, output_dtype="half")
+    with pytest.raises(ValueError, match="A: shape"):
+        gemm(native, A[0], True, B, False)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The module `transformer_engine_torch`: its operators are there, with their signatures."""
+
+import importlib.util
+import inspect
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import transformer_engine_torch as tex
+from transformer_engine import _core
+from transformer_engine.plugin import builtin
+from transformer_engine.plugin.core import (
+    BackendImplKind,
+    OpImpl,
+    OpManager,
+    OpRegistry,
+    SelectionPolicy,
+    get_manager,
+    get_registry,
+    policy_context,
+    with_preference,
+    with_strict_mode,
+)
+
+_spec = importlib.util.spec_from_file_location(
+    "tex_signatures", Path(__file__).parent / "tex_signatures.py"
+)
+_table = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_table)
+SIGNATURES = _table.SIGNATURES
+ABSENT = [name for names in builtin.ABSENT.values() for name in names.split()]
+
+
+def function_of(name, parameters):
+    """A function with these parameters that gives its arguments."""
+    scope = {}
+    exec(f"def {name}({parameters}):\n    return dict(locals())", scope)
+    return scope[name]
+
+
+def same(own, expected):
+    """Whether two signatures have the same parameters: names, order, kinds, defaults."""
+    parts = [
+        [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
+        for f in (own, expected)
+    ]
+    return parts[0] == parts[1]
+
+
+def test_there_are_109():
+    assert len(SIGNATURES) == 109
+    assert set(SIGNATURES) == set(builtin.OPERATORS) and len(builtin.OPERATORS) == 109
+    assert set(SIGNATURES) <= set(tex.__all__) <= set(dir(tex))
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name):
+    get_manager().ensure_initialized()
+    impls = get_registry().get_implementations(name)
+    assert impls
+    for impl in impls:
+        assert same(impl.fn, function_of(name, SIGNATURES[name])), impl
+        assert inspect.getdoc(impl.fn.__wrapped__)
+        assert impl.fn.__wrapped__.__name__ == name, impl
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_round_trips(name):
+    """What a plug-in registers is what the module's attribute runs, with all arguments."""
+    fn = function_of(name, SIGNATURES[name])
+    parameters = inspect.signature(fn).parameters.values()
+    values = {p.name: object() for p in parameters}
+    by_position = [values[p.name] for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    by_name = {p.name: values[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY}
+    op = getattr(tex, name)
+    assert isinstance(op, _core.Operator) and op is get_manager().operator(name)
+    assert op.__name__ == name and vars(tex)[name] is op
+    registry = get_registry()
+    registry.register(OpImpl(name, "vendor.t", BackendImplKind.VENDOR, fn, vendor="t"))
+    try:
+        with with_preference("vendor"):
+            assert op(*by_position, **by_name) == values
+            assert op(**values) == values
+            required = {
+                n: v
+                for n, v in values.items()
+                if inspect.signature(fn).parameters[n].default is inspect.Parameter.empty
+            }
+            got = op(**required)
+            assert {n: got[n] for n in required} == required
+    finally:
+        registry.unregister(name, "vendor.t")
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_is_absent_says_so(name):
+    fn = function_of(name, SIGNATURES[name])
+    given = dict.fromkeys(inspect.signature(fn).parameters)
+    for policy in (SelectionPolicy(), SelectionPolicy("reference"), SelectionPolicy(strict=True)):
+        with policy_context(policy), pytest.raises(NotImplementedError, match=f"{name} is not"):
+            getattr(tex, name)(**given)
+    registry = get_registry()
+    registry.register(OpImpl(name, "vendor.t", BackendImplKind.VENDOR, fn, vendor="t"))
+    try:
+        for prefer in ("flagos", "vendor", "reference"):
+            with with_preference(prefer):
+                assert getattr(tex, name)(**given) == given
+    finally:
+        registry.unregister(name, "vendor.t")
+
+
+def test_selection():
+    x = torch.randn(4, 8)
+    manager = get_manager()
+    assert manager.get_selected_impl_id("gelu") == "default.native"
+    before = manager.counts().get("gelu/reference.torch", 0)
+    with with_preference("reference"), with_strict_mode():
+        assert manager.get_selected_impl_id("gelu") == "reference.torch"
+        torch.testing.assert_close(
+            tex.gelu(x, None), torch.nn.functional.gelu(x, approximate="tanh")
+        )
+    assert manager.counts()["gelu/reference.torch"] == before + 1
+
+
+def test_registering_twice_adds_nothing():
+    registry = OpRegistry()
+    made = builtin.register_builtins(registry)
+    assert made == sum(map(len, registry.snapshot().impls_by_op.values()))
+    assert set(registry.list_operators()) == set(SIGNATURES)
+    assert builtin.register_builtins(registry) == 0
+    registry.unregister("gelu", "reference.torch")
+    assert builtin.register_builtins(registry) == 1
+    assert OpManager(registry).call("get_num_cublas_streams") == 1
+
+
+def test_errors_have_a_note():
+    with pytest.raises(TypeError, match="gelu: input: int, expected a tensor") as error:
+        tex.gelu(3, None)
+    assert error.value.__notes__ == ["raised by default.native, an implementation of gelu"]
+    with pytest.raises(TypeError, match="gelu: quantizer: int, expected a Quantizer"):
+        tex.gelu(torch.ones(2, 2), 3)
+
+
+ENUMS = {
+    "NVTE_QKV_Format": "NVTE_SBHD=0 NVTE_BSHD=1 NVTE_THD=2 NVTE_BSHD_2SBHD=3 NVTE_SBHD_2BSHD=4",
+    "NVTE_Fused_Attn_Backend": "NVTE_No_Backend=-1 NVTE_F16_max512_seqlen=0 "
+    "NVTE_F16_arbitrary_seqlen=1 NVTE_FP8=2",
+    "Float8BlockScaleTensorFormat": "GEMM_READY=0 COMPACT=1",
+    "NVTE_Mask_Type": "NVTE_NO_MASK=0 NVTE_PADDING_MASK=1 NVTE_CAUSAL_MASK=2 "
+    "NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK=5",
+    "NVTE_QKV_Layout": "NVTE_SB3HD=0 NVTE_BSHD_BSHD_BSHD=9 NVTE_THD_THD_THD=14 "
+    "NVTE_Paged_KV_THD_SBHD_SBHD=24",
+    "NVTE_Bias_Type": "NVTE_NO_BIAS=0 NVTE_PRE_SCALE_BIAS=1 NVTE_POST_SCALE_BIAS=2 NVTE_ALIBI=3",
+    "NVTE_Softmax_Type": "NVTE_VANILLA_SOFTMAX=0 NVTE_LEARNABLE_SOFTMAX=2",
+    "NVTE_Activation_Type": "GELU=0 SREGLU=9",
+    "CommOverlapType": "RS=0 AG=1",
+    "CommOverlapAlgo": "BULK_OVERLAP_AG=0 EXTERNAL_BULK_OVERLAP_AG=8",
+    "DType": "kByte=0 kInt32=2 kFloat32=4 kFloat16=5 kBFloat16=6 kFloat8E4M3=7 kFloat8E5M2=8 "
+    "kFloat4E2M1=10",
+}
+
+
+@pytest.mark.parametrize("name", ENUMS)
+def test_enumerations(name):
+    kind = getattr(tex, name)
+    for member in ENUMS[name].split():
+        label, _, number = member.partition("=")
+        assert kind[label] == int(number) and kind(int(number)) is kind[label]
+
+
+def test_queries():
+    assert tex.get_num_cublas_streams() == 1
+    for ask in (tex.get_cublasLt_version, tex.get_cudnn_version):
+        assert isinstance(ask(), int) and ask() >= 0
+    meta = tex.create_fp8_tensor_meta()
+    assert isinstance(meta, tex.FP8TensorMeta) and meta.scale.numel() == 0
+    with pytest.raises(NotImplementedError, match="user buffers"):
+        tex.CommOverlap()
+
+
+def test_registering_imports_no_torch():
+    program = """
+        import sys
+        from transformer_engine.plugin.core import get_manager
+        from transformer_engine import plugin
+        print(plugin.explain("rmsnorm_fwd"))
+        assert len(get_manager().registry.list_operators()) == 109
+        assert "torch" not in sys.modules
+        import transformer_engine_torch as tex, torch
+        assert not [n for n in sys.modules if n.startswith("transformer_engine.plugin.builtin.")]
+        assert tex.relu(-torch.ones(2, 2), None).sum() == 0
+        from transformer_engine.plugin.core import reset_default_manager
+        former = tex.relu
+        reset_default_manager()
+        assert tex.relu is get_manager().operator("relu") is not former
+        assert tex.relu(-torch.ones(2, 2), None).sum() == 0
+        assert get_manager().call("get_num_cublas_streams") == 1
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)

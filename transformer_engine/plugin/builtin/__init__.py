@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Implementations of this library of the operators of `transformer_engine_torch`.
+
+Each operator has at most two: ``default.native`` (kind DEFAULT), by the operators of `_core` or by
+torch where there is none, and ``reference.torch`` (kind REFERENCE), its definition in plain torch,
+which is slow and which other implementations are compared with. A few have no kernel that would be
+worth it: there one function in plain torch is both (`SHARED`). Operators that are not built yet
+have ``reference.absent``, which takes a call only where nobody else has registered one, and raises.
+
+Registering imports nothing: a function is imported with its group when it is first called.
+"""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from transformer_engine.plugin.core.registry import OpRegistry
+from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
+
+__all__ = ["ABSENT", "NATIVE", "OPERATORS", "REFERENCE", "SHARED", "register_builtins"]
+
+_UNGATED = "gelu qgelu relu srelu silu"
+_ACTIVATIONS = f"{_UNGATED} geglu qgeglu reglu sreglu swiglu"
+_OF_ACTIVATIONS = (
+    f"{_ACTIVATIONS} clamped_swiglu {' '.join('d' + name for name in _ACTIVATIONS.split())} "
+    f"clamped_dswiglu {' '.join('dbias_d' + name for name in _UNGATED.split())}"
+)
+_SOFTMAX = " ".join(
+    f"scaled_{kind}softmax_{way}"
+    for kind in ("", "masked_", "upper_triang_masked_", "aligned_causal_masked_")
+    for way in ("forward", "backward")
+)
+_NORMALIZATION = "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd rmsnorm_bwd_add"
+_ROPE = "fused_rope_forward fused_rope_backward fused_qkv_rope_forward fused_qkv_rope_backward"
+_DROPOUT = "dropout_fwd dropout_bwd"
+
+NATIVE: dict[str, str] = {
+    "quantization": "quantize dequantize bgrad_quantize multi_tensor_quantize split_quantize "
+    "fp8_transpose compute_amax fused_amax_and_scale_update_after_reduction",
+    "gemm": "generic_gemm",
+    "activation": _OF_ACTIVATIONS,
+    "normalization": _NORMALIZATION,
+    "softmax": _SOFTMAX,
+    "attention": "get_fused_attn_backend fused_attn_fwd fused_attn_bwd copy_to_kv_cache",
+    "flash_attention": "get_flash_attention_class",
+    "rope": _ROPE,
+    "dropout": _DROPOUT,
+    "queries": "get_cublasLt_version get_cudnn_version get_num_cublas_streams "
+    "create_fp8_tensor_meta",
+}
+"""Operators of ``default.native`` by the module of this package that has them."""
+
+SHARED: dict[str, str] = {
+    "layouts": "swap_first_dims fa_prepare_fwd fa_prepare_bwd convert_thd_to_bshd "
+    "convert_bshd_to_thd fused_multi_row_padding fused_multi_row_unpadding",
+    "partial_casts": "fp8_block_scaling_compute_partial_amax fp8_block_scaling_partial_cast",
+    "context_parallel": "thd_get_partitioned_indices thd_grad_correction thd_out_correction "
+    "thd_read_half_tensor thd_read_second_half_lse thd_second_half_lse_correction",
+    "optimizers": "multi_tensor_adam multi_tensor_adam_capturable "
+    "multi_tensor_adam_capturable_master multi_tensor_adam_fp8 multi_tensor_adam_param_remainder "
+    "multi_tensor_compute_scale_and_scale_inv multi_tensor_l2norm multi_tensor_scale "
+    "multi_tensor_sgd multi_tensor_unscale_l2norm",
+}
+"""Operators whose one function, in plain torch, is both implementations."""
+
+REFERENCE: dict[str, str] = {
+    "reference.quantization": "fp8_transpose compute_amax "
+    "fused_amax_and_scale_update_after_reduction",
+    "reference.gemm": "generic_gemm",
+    "reference.activation": _OF_ACTIVATIONS,
+    "reference.normalization": _NORMALIZATION,
+    "reference.softmax": _SOFTMAX,
+    "reference.attention": "fused_attn_fwd fused_attn_bwd",
+    "reference.rope": _ROPE,
+    "reference.dropout": _DROPOUT,
+}
+"""Operators that have a ``reference.torch`` of their own."""
+
+ABSENT: dict[str, str] = {
+    "grouped GEMMs": "te_general_grouped_gemm",
+    "kernels of mixtures of experts": "moe_permute_fwd moe_permute_bwd moe_unpermute_fwd "
+    "moe_unpermute_bwd fused_topk_with_score_function_fwd fused_topk_with_score_function_bwd "
+    "fused_score_for_moe_aux_loss_fwd fused_score_for_moe_aux_loss_bwd fused_moe_aux_loss_fwd "
+    "fused_moe_aux_loss_bwd",
+    "NVSHMEM": "init_nvshmem_backend create_nvshmem_tensor nvshmem_send_on_current_stream "
+    "nvshmem_wait_on_current_stream nvshmem_finalize",
+    "user buffers": "bulk_overlap_ag_with_external_gemm create_comm_overlap_helper "
+    "create_comm_overlap create_comm_overlap_p2p",
+}
+"""Operators that are not built yet, by what they wait for."""
+
+
+def _listed(groups: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """(module, operator) of groups."""
+    for module, names in groups.items():
+        for name in names.split():
+            yield module, name
+
+
+OPERATORS: tuple[str, ...] = tuple(
+    sorted(name for groups in (NATIVE, SHARED, ABSENT) for _, name in _listed(groups))
+)
+"""All of them."""
+
+
+class Builtin:
+    """A function of this package, imported at its first call; `inspect` sees its signature."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = f"{__name__}.{module}"
+
+    def __getattr__(self, name: str) -> Any:
+        """``__wrapped__``, the function, which is an attribute from then on."""
+        if name != "__wrapped__":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        found = getattr(importlib.import_module(self.__module__), self.__name__)
+        self.__wrapped__ = found
+        return found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        return self.__wrapped__(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<{self.__module__}.{self.__name__}>"
+
+
+def register_builtins(registry: OpRegistry) -> int:
+    """Register all implementations of this library that a registry has not; how many.
+
+    The registry of `get_default_manager` has them from its first use on.
+    """
+    made = []
+    for groups, kind, impl_id, priority in (
+        (NATIVE, BackendImplKind.DEFAULT, "default.native", 150),
+        (SHARED, BackendImplKind.DEFAULT, "default.native", 150),
+        (SHARED, BackendImplKind.REFERENCE, "reference.torch", 50),
+        (REFERENCE, BackendImplKind.REFERENCE, "reference.torch", 50),
+    ):
+        for module, name in _listed(groups):
+            made.append(OpImpl(name, impl_id, kind, Builtin(module, name), priority=priority))
+    for _, name in _listed(ABSENT):
+        made.append(
+            OpImpl(
+                name,
+                "reference.absent",
+                BackendImplKind.REFERENCE,
+                Builtin("absent", name),
+                priority=-1,
+                supports=_nobody_else(registry, name),
+            )
+        )
+    known = registry.snapshot().impls_by_op
+    made = [
+        impl
+        for impl in made
+        if all(impl.impl_id != other.impl_id for other in known.get(impl.op_name, ()))
+    ]
+    registry.register_many(made)
+    return len(made)
+
+
+def _nobody_else(registry: OpRegistry, name: str) -> Any:
+    """A predicate: an operator has one implementation alone."""
+    return lambda *args, **kwargs: len(registry.get_implementations(name)) == 1

@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused attention and caches of keys and values, by ``_core.attention`` and its neighbours.
+
+Queries, keys and values come as three tensors, views of one where the layout says so:
+[s, b, heads, d] (SBHD), [b, s, heads, d] (BSHD), [tokens, heads, d] (THD), in fp16 or bf16 (fp32 on
+the CPU). ``cu_seqlens_*`` [b + 1] int32 count the tokens of sequences, ``cu_seqlens_*_padded`` say
+where packed ones begin, if that is elsewhere.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.plugin.builtin.values import quantized, refuse, torch_dtype
+from transformer_engine.plugin.core.ops import (
+    NVTE_Bias_Type,
+    NVTE_Fused_Attn_Backend,
+    NVTE_Mask_Type,
+    NVTE_QKV_Layout,
+    NVTE_Softmax_Type,
+    qkv_format_name,
+)
+from transformer_engine.pytorch.attention.dot_product_attention.formats import layout_parts
+from transformer_engine.pytorch.attention.dot_product_attention.masks import default_alibi_slopes
+from transformer_engine.pytorch.device import get_device_compute_capability, prepare_device
+
+_FORWARD, _BACKWARD = "fused_attn_fwd", "fused_attn_bwd"
+
+
+def formats(op: str, qkv_layout: Any) -> tuple[str, str]:
+    """Formats of queries, and of keys and values; NotImplementedError for a cache in pages."""
+    try:
+        name = qkv_layout if isinstance(qkv_layout, str) else NVTE_QKV_Layout(qkv_layout).name
+    except ValueError:
+        name = str(qkv_layout)
+    found = name.lower().removeprefix("nvte_")
+    if found.startswith("paged"):
+        raise NotImplementedError(
+            f"{op}: qkv_layout={name}: not built yet; te.DotProductAttention with InferenceParams "
+            "attends to caches in pages"
+        )
+    try:
+        return layout_parts(found)
+    except ValueError as error:
+        raise ValueError(f"{op}: {error}") from None
+
+
+class Problem(NamedTuple):
+    """Which keys a query attends, as numbers and tensors of `_core.attention`."""
+
+    fields: dict[str, Any]
+    by_sequence: tuple[str, str]  # formats of queries, and of keys
+
+    def seen(self, tensor: Tensor, is_query: bool) -> Tensor:
+        """A tensor [batch, sequence, heads, channels], as native code reads it."""
+        form = self.by_sequence[0 if is_query else 1]
+        if form == "thd":
+            return tensor.unsqueeze(0)
+        return tensor.transpose(0, 1) if form == "sbhd" else tensor
+
+
+def enumerated(op: str, kind: type, name: str, value: Any) -> Any:
+    """An enumerator, given as one or as its number."""
+    try:
+        return kind(value)
+    except ValueError:
+        raise ValueError(f"{op}: {name}={value!r}, expected a {kind.__name__}") from None
+
+
+def limits(op: str, mask_type: Any, window: Sequence[int]) -> tuple[bool, bool, int, int]:
+    """(sequences end where cu_seqlens say, bottom right corner, window to the left, right)."""
+    name = enumerated(op, NVTE_Mask_Type, "attn_mask_type", mask_type).name
+    left, right = (int(each) for each in (window or (-1, -1)))
+    if "CAUSAL" in name:
+        right = 0
+    return "PADDING" in name, "BOTTOM_RIGHT" in name, left, right
+
+
+def _lengths(cu_seqlens: Tensor) -> Tensor:
+    return (cu_seqlens[1:] - cu_seqlens[:-1]).to(torch.int32)
+
+
+def _sequences(
+    forms: tuple[str, str], padding: bool, counted: tuple, padded: tuple, longest: tuple
+) -> dict[str, Any]:
+    """Where sequences begin and end."""
+    if "thd" not in forms:
+        if not padding:
+            return {}
+        query, key = map(_lengths, counted)
+        return {"query_lengths": query, "key_lengths": key}
+    if forms != ("thd", "thd"):
+        raise NotImplementedError(
+            f"fused_attn: {forms[0]} queries and {forms[1]} keys: not built yet; pack both"
+        )
+    found = {"max_queries": int(longest[0]), "max_keys": int(longest[1])}
+    starts = [(c if p is None else p).to(torch.int32) for c, p in zip(counted, padded, strict=True)]
+    found |= {"query_offsets": starts[0], "key_offsets": starts[1]}
+    if any(each is not None for each in padded):
+        query, key = map(_lengths, counted)
+        found |= {"query_lengths": query, "key_lengths": key}
+    return found
+
+
+def _added(op: str, bias_type: Any, softmax_type: Any, q: Tensor, given: tuple) -> dict[str, Any]:
+    """Bias, slopes and sink."""
+    bias, offset = given
+    found: dict[str, Any] = {}
+    kind = enumerated(op, NVTE_Bias_Type, "bias_type", bias_type)
+    if kind == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
+        raise NotImplementedError(
+            f"{op}: bias_type={kind.name}: not built yet; divide by the scale"
+        )
+    if kind == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS:
+        if bias is None:
+            raise ValueError(f"{op}: bias_type={kind.name} needs Bias")
+        found["bias"] = bias.detach()
+    elif kind == NVTE_Bias_Type.NVTE_ALIBI:
+        found["slopes"] = default_alibi_slopes(q.shape[-2], q.device)
+    softmax = enumerated(op, NVTE_Softmax_Type, "softmax_type", softmax_type)
+    if softmax == NVTE_Softmax_Type.NVTE_OFF_BY_ONE_SOFTMAX:
+        found["sink"] = torch.zeros(q.shape[-2], device=q.device)
+    elif softmax == NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX:
+        if offset is None:
+            raise ValueError(f"{op}: softmax_type={softmax.name} needs SoftmaxOffset")
+        found["sink"] = offset.detach().reshape(-1).float()
+    return found
+
+
+def _heads(op: str, **given: Any) -> list[Tensor]:
+    """Queries, keys, values, ... in high precision."""
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor) or hasattr(type(tensor), "_dequantized"):
+            raise NotImplementedError(
+                f"{op}: {name}: {type(tensor).__name__}: give plain tensors; attention in FP8 is "
+                "te.DotProductAttention under autocast"
+            )
+    tensors = [tensor.detach() for tensor in given.values()]
+    prepare_device(tensors[0].device)
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+def get_fused_attn_backend(
+    is_training: bool,
+    q_dtype: Any,
+    kv_dtype: Any,
+    qkv_layout: Any,
+    bias_type: Any,
+    attn_mask_type: Any,
+    softmax_type: Any,
+    p_dropout: float,
+    num_attn_heads: int,
+    num_gqa_groups: int,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    head_dim_qk: int,
+    head_dim_v: int,
+    window_size_left: int,
+    window_size_right: int,
+    return_max_logit: bool,
+) -> NVTE_Fused_Attn_Backend:
+    """Whether `fused_attn_fwd` and its backward take such a call on the current device.
+
+    `NVTE_F16_arbitrary_seqlen` where they do: fp16 or bf16 (without a CUDA device fp32, too), on
+    compute capability 9.0 heads of multiples of 8 channels up to 256; else `NVTE_No_Backend`.
+    """
+    del is_training, attn_mask_type, softmax_type, p_dropout, max_seqlen_q, max_seqlen_kv
+    del window_size_left, window_size_right
+    op = "get_fused_attn_backend"
+    dtypes = {torch_dtype(op, "q_dtype", q_dtype), torch_dtype(op, "kv_dtype", kv_dtype)}
+    taken = {torch.float16, torch.bfloat16}
+    fits = num_attn_heads % num_gqa_groups == 0
+    try:
+        packed = [form == "thd" for form in formats(op, qkv_layout)]
+        fits = fits and packed[0] == packed[1]
+    except NotImplementedError:
+        fits = False
+    bias = enumerated(op, NVTE_Bias_Type, "bias_type", bias_type)
+    fits = fits and bias != NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS
+    if torch.cuda.is_available():
+        dims = head_dim_qk, head_dim_v
+        fits = fits and all(dim % 8 == 0 and dim <= 256 for dim in dims) and not return_max_logit
+        fits = fits and get_device_compute_capability() == (9, 0)
+    else:
+        taken.add(torch.float32)
+    if fits and len(dtypes) == 1 and dtypes <= taken:
+        return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+    return NVTE_Fused_Attn_Backend.NVTE_No_Backend
+
+
+def fused_attn_fwd(
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    is_training: bool,
+    attn_scale: float,
+    p_dropout: float,
+    set_zero: bool,
+    qkv_layout: Any,
+    bias_type: Any,
+    attn_mask_type: Any,
+    softmax_type: Any,
+    window_size: Sequence[int],
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    fake_dtype: Any,
+    cu_seqlens_q_padded: Tensor | None,
+    cu_seqlens_kv_padded: Tensor | None,
+    page_table_k: Tensor | None,
+    page_table_v: Tensor | None,
+    s_quantizer: Any,
+    o_quantizer: Any,
+    Bias: Tensor | None,
+    SoftmaxOffset: Tensor | None,
+    rng_gen: torch.Generator | None,
+    rng_elts_per_thread: int,
+    return_max_logit: bool,
+) -> list:
+    """Dropout(softmax(attn_scale Q Kᵀ + Bias)) V.
+
+    Parameters
+    ----------
+    is_training : bool
+        Return what `fused_attn_bwd` needs, and drop.
+    qkv_layout, bias_type, attn_mask_type, softmax_type
+        `NVTE_QKV_Layout` and so on, or their numbers.
+    window_size : (int, int)
+        Keys to the left and to the right; -1: no limit.
+    Q, K, V : Tensor
+        See above; the heads of keys and values divide those of queries.
+    Bias : Tensor, optional
+        Each dim 1 or that of [b, heads, queries, keys].
+    SoftmaxOffset : Tensor, optional
+        [1, heads, 1, 1] fp32, of the learnable softmax.
+    rng_gen : torch.Generator, optional
+        What dropout draws its seed from; torch's default where None.
+    return_max_logit : bool
+        Return the largest score of each head; on the CPU alone.
+    set_zero, fake_dtype, rng_elts_per_thread
+        Not needed.
+
+    Returns
+    -------
+    list
+        The output, cast by `o_quantizer` where that is not None; with `return_max_logit` the
+        largest scores [heads] fp32; when training then the statistics [b, heads, s, 1], of packed
+        sequences [tokens, heads, 1], fp32, the seed and offset of dropout int64 [2], and `Bias`
+        and `SoftmaxOffset` where they were given.
+
+    Raises
+    ------
+    NotImplementedError
+        FP8, caches in pages, a bias before the scale.
+    TypeError, ValueError
+        Arguments that do not go together.
+    """
+    del set_zero, fake_dtype, rng_elts_per_thread
+    refuse(_FORWARD, page_table_k=page_table_k, page_table_v=page_table_v, s_quantizer=s_quantizer)
+    query, key, value = _heads(_FORWARD, Q=Q, K=K, V=V)
+    packed = cu_seqlens_q_padded, cu_seqlens_kv_padded
+    counted, longest = (cu_seqlens_q, cu_seqlens_kv), (max_seqlen_q, max_seqlen_kv)
+    kinds = qkv_layout, attn_mask_type, window_size
+    problem = _problem(_FORWARD, kinds, attn_scale, counted, packed, longest)
+    added = _added(_FORWARD, bias_type, softmax_type, query, (Bias, SoftmaxOffset))
+    probability = float(p_dropout) if is_training else 0.0
+    rng = torch.zeros(2, dtype=torch.int64, device=query.device)
+    if probability > 0.0:
+        rng.random_(generator=rng_gen)
+    output = query.new_empty(*query.shape[:-1], value.shape[-1])
+    seen = problem.seen(query, True)
+    batch, queries, heads, _ = seen.shape
+    shape = (1, queries, heads) if "query_offsets" in problem.fields else (batch, heads, queries)
+    statistics = query.new_empty(shape, dtype=torch.float32)
+    top = query.new_empty(heads, dtype=torch.float32) if return_max_logit else None
+    _core.attention(
+        seen,
+        problem.seen(key, False),
+        problem.seen(value, False),
+        problem.seen(output, True),
+        statistics=statistics,
+        top=top,
+        rng=rng if probability > 0.0 else None,
+        dropout=probability,
+        **problem.fields,
+        **added,
+    )
+    results = [quantized(_FORWARD, output, o_quantizer)]
+    if return_max_logit:
+        results.append(top)
+    if is_training:
+        by_token = "query_offsets" in problem.fields
+        results += [statistics[0, ..., None] if by_token else statistics[..., None], rng]
+        results += [each for each in (Bias, SoftmaxOffset) if each is not None]
+    return results
+
+
+def _problem(
+    op: str, kinds: tuple, scale: float, counted: tuple, padded: tuple, longest: tuple
+) -> Problem:
+    qkv_layout, mask_type, window = kinds
+    forms = formats(op, qkv_layout)
+    padding, bottom_right, left, right = limits(op, mask_type, window)
+    fields = {
+        "scale": float(scale),
+        "window_left": left,
+        "window_right": right,
+        "bottom_right": int(bottom_right),
+    }
+    return Problem(fields | _sequences(forms, padding, counted, padded, longest), forms)
+
+
+def fused_attn_bwd(
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    attn_scale: float,
+    p_dropout: float,
+    set_zero: bool,
+    qkv_layout: Any,
+    bias_type: Any,
+    attn_mask_type: Any,
+    softmax_type: Any,
+    window_size: Sequence[int],
+    deterministic: bool,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    O: Tensor,  # noqa: E741 - the name that callers give
+    dO: Tensor,
+    fake_dtype: Any,
+    dqkv_type: Any,
+    Aux_CTX_Tensors: Sequence[Tensor],
+    cu_seqlens_q_padded: Tensor | None,
+    cu_seqlens_kv_padded: Tensor | None,
+    s_quantizer: Any,
+    dp_quantizer: Any,
+    dqkv_quantizer: Any,
+) -> list:
+    """Gradients of `fused_attn_fwd`: [dQ, dK, dV, dBias or None, dSoftmaxOffset or None].
+
+    `O` is the output of the forward, `dO` its gradient, `Aux_CTX_Tensors` what the forward returned
+    behind its output (and largest scores). With `deterministic` the bits are the same from run to
+    run. `dqkv_quantizer` casts the first three where it is not None. Errors as of the forward.
+    """
+    del set_zero, fake_dtype, dqkv_type
+    refuse(_BACKWARD, s_quantizer=s_quantizer, dp_quantizer=dp_quantizer)
+    query, key, value, output, grad = _heads(_BACKWARD, Q=Q, K=K, V=V, O=O, dO=dO)
+    if len(Aux_CTX_Tensors) < 2:
+        raise ValueError(
+            f"{_BACKWARD}: Aux_CTX_Tensors: {len(Aux_CTX_Tensors)} tensors, expected those of the "
+            "forward: statistics, seed and offset, ..."
+        )
+    statistics, rng, *rest = Aux_CTX_Tensors
+    has_bias = NVTE_Bias_Type(bias_type) == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS
+    bias = rest.pop(0) if has_bias and rest else None
+    offset = rest.pop(0) if rest else None
+    packed = cu_seqlens_q_padded, cu_seqlens_kv_padded
+    counted, longest = (cu_seqlens_q, cu_seqlens_kv), (max_seqlen_q, max_seqlen_kv)
+    kinds = qkv_layout, attn_mask_type, window_size
+    problem = _problem(_BACKWARD, kinds, attn_scale, counted, packed, longest)
+    added = _added(_BACKWARD, bias_type, softmax_type, query, (bias, offset))
+    made = [torch.empty(t.shape, dtype=grad.dtype, device=t.device) for t in (query, key, value)]
+    grad_bias = None if bias is None else torch.empty_like(added["bias"])
+    grad_sink = None if offset is None else torch.empty_like(added["sink"])
+    by_token = "query_offsets" in problem.fields
+    _core.attention_backward(
+        problem.seen(grad, True),
+        problem.seen(query, True),
+        problem.seen(key, False),
+        problem.seen(value, False),
+        problem.seen(output, True),
+        statistics[None, ..., 0].contiguous() if by_token else statistics[..., 0].contiguous(),
+        grad_query=problem.seen(made[0], True),
+        grad_key=problem.seen(made[1], False),
+        grad_value=problem.seen(made[2], False),
+        grad_bias=grad_bias,
+        grad_sink=grad_sink,
+        rng=rng if p_dropout > 0.0 else None,
+        dropout=float(p_dropout),
+        deterministic=int(deterministic),
+        **problem.fields,
+        **added,
+    )
+    made = [quantized(_BACKWARD, each, dqkv_quantizer) for each in made]
+    return [*made, grad_bias, None if grad_sink is None else grad_sink.view(offset.shape)]
+
+
+def copy_to_kv_cache(
+    new_k: Tensor,
+    new_v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cu_new_lens: Tensor,
+    cu_cached_lens: Tensor,
+    kv_format: Any,
+    b: int,
+    max_ctx_len: int,
+    max_seq_len: int,
+    max_pages_per_seq: int,
+    is_non_paged: bool,
+) -> None:
+    """Put keys and values of new tokens behind those of their sequences in a cache.
+
+    Parameters
+    ----------
+    new_k, new_v : Tensor
+        Of the new tokens, in `kv_format`: [b, max_ctx_len, ...], [max_ctx_len, b, ...] or packed.
+    k_cache, v_cache : Tensor
+        [pages, tokens of a page, heads, channels]; written.
+    page_table : Tensor, optional
+        [b, pages of a sequence] int32; not paged: where in the cache each sequence was, from which
+        it moves to its number in the batch first.
+    cu_new_lens, cu_cached_lens : Tensor
+        [b + 1] int32: sums of the new tokens of sequences, and of all that they have then.
+    is_non_paged : bool
+        Page i is all of sequence i.
+    max_ctx_len, max_seq_len, max_pages_per_seq
+        Not needed.
+    """
+    del max_ctx_len, max_seq_len, max_pages_per_seq
+    form = qkv_format_name("copy_to_kv_cache", kv_format)
+    new = [t.detach().contiguous() for t in (new_k, new_v)]
+    if form == "sbhd":
+        new = [t.transpose(0, 1) for t in new]
+    counts = _lengths(cu_new_lens)
+    starts = _lengths(cu_cached_lens) - counts
+    if is_non_paged and page_table is not None:
+        rows = page_table.reshape(b, -1)[:, 0].long()
+        for cache in (k_cache, v_cache):
+            cache.detach()[:b] = cache.detach()[rows]
+    prepare_device(k_cache.device)
+    _core.cache_append(
+        *new,
+        k_cache.detach(),
+        v_cache.detach(),
+        starts,
+        counts=counts,
+        cu_seqlens=cu_new_lens.to(torch.int32) if form == "thd" else None,
+        page_table=None if is_non_paged else page_table,
+    )

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dropout, by ``_core.dropout_add`` and ``_core.dropout_backward``."""
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.plugin.builtin.values import wide, written
+from transformer_engine.pytorch.random import draw_pair
+
+
+def dropout_fwd(
+    input: Tensor, dropout_probability: float, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(result, mask): elements are 0 with a probability, the others multiplied by 1 / (1 - p).
+
+    Parameters
+    ----------
+    input : Tensor
+        fp32, fp16 or bf16, with at least one dim.
+    dropout_probability : float
+        From 0 to 1; ValueError otherwise.
+    out : Tensor, optional
+        To be written, and returned.
+
+    Returns
+    -------
+    (Tensor, Tensor)
+        The mask is what `dropout_bwd` of the same implementation reads: here the int64 [2] seed and
+        offset of the random decisions, drawn from torch's generator.
+    """
+    op = "dropout_fwd"
+    inp = wide(op, "input", input)
+    made = torch.empty_like(inp)
+    rng = draw_pair(inp)
+    _core.dropout_add(inp, made, rng=rng, dropout=_probability(op, dropout_probability))
+    return written(op, "out", made, out), rng
+
+
+def dropout_bwd(
+    grad_output: Tensor,
+    mask: Tensor,
+    dropout_probability: float,
+    grad_input: Tensor | None = None,
+) -> Tensor:
+    """Gradient of the input of `dropout_fwd`; into `grad_input` where that is given.
+
+    `mask` is that of the forward; ValueError for one of another implementation.
+    """
+    op = "dropout_bwd"
+    grad = wide(op, "grad_output", grad_output)
+    if mask.dtype != torch.int64 or tuple(mask.shape) != (2,):
+        raise ValueError(
+            f"{op}: mask: {mask.dtype} {tuple(mask.shape)}, expected the int64 [2] of dropout_fwd "
+            "of the same implementation"
+        )
+    made = torch.empty_like(grad)
+    probability = _probability(op, dropout_probability)
+    _core.dropout_backward(grad, grad_input=made, rng=mask, dropout=probability)
+    return written(op, "grad_input", made, grad_input)
+
+
+def _probability(op: str, value: float) -> float:
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{op}: dropout_probability={value}, expected a number from 0 to 1")
+    return float(value)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies from one layout to another, by torch: each is one copy, which no kernel makes cheaper."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def swap_first_dims(tensor: Tensor, *, out: Tensor) -> Tensor:
+    """Copy [a, b, ...] to [b, a, ...], into `out`, which is returned; a new one where it is None.
+
+    ValueError for less than two dims, or another shape of `out`.
+    """
+    if tensor.dim() < 2:
+        raise ValueError(f"swap_first_dims: tensor: shape {tuple(tensor.shape)}, expected 2 dims")
+    swapped = tensor.detach().transpose(0, 1)
+    if out is None:
+        return swapped.contiguous()
+    if out.shape != swapped.shape:
+        raise ValueError(
+            f"swap_first_dims: out: shape {tuple(out.shape)}, expected {tuple(swapped.shape)}"
+        )
+    out.detach().copy_(swapped)
+    return out
+
+
+def fa_prepare_fwd(qkvi: Tensor) -> Tensor:
+    """Queries, keys and values [3, b, s, heads, d] of memory [s, b, heads, 3 d].
+
+    `qkvi` are the queries in that memory: a view [s, b, heads, d] whose heads are 3 d apart.
+    ValueError for another one.
+    """
+    *_, d = qkvi.shape
+    if qkvi.dim() != 4 or qkvi.stride(3) != 1 or qkvi.stride(2) != 3 * d:
+        raise ValueError(
+            f"fa_prepare_fwd: qkvi: shape {tuple(qkvi.shape)}, strides {qkvi.stride()}: expected "
+            "[s, b, heads, d], a view of the first of [s, b, heads, 3 d]"
+        )
+    whole = qkvi.detach().as_strided((*qkvi.shape[:3], 3, d), (*qkvi.stride()[:3], d, 1))
+    return whole.permute(3, 1, 0, 2, 4).contiguous()
+
+
+def fa_prepare_bwd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[s, b, heads, 3 d] of gradients [b, s, heads, d]: what `fa_prepare_fwd` has taken apart."""
+    if not q.shape == k.shape == v.shape or q.dim() != 4:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
+        raise ValueError(f"fa_prepare_bwd: q, k, v: shapes {shapes}: expected three of 4 dims")
+    return torch.cat([t.detach().transpose(0, 1) for t in (q, k, v)], dim=-1)
+
+
+# ---- packed sequences ------------------------------------------------------------------------
+
+
+def _places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Sequence of each token, and its place in that."""
+    at = torch.arange(tokens, device=cu_seqlens.device)
+    limits = cu_seqlens.long()
+    entry = torch.searchsorted(limits[1:].contiguous(), at, right=True).clamp(max=len(limits) - 2)
+    return entry, at - limits[entry]
+
+
+def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
+    """Packed tokens [t, ...] as [b, max_seq_len, ...], zeros behind the end of each sequence.
+
+    `cu_seqlens` [b + 1] int32 are the first token of each sequence, and their sum; tokens behind
+    that are left out.
+    """
+    entry, place = _places(cu_seqlens, tensor.shape[0])
+    inside = place < (cu_seqlens[1:] - cu_seqlens[:-1])[entry]
+    made = tensor.new_zeros(b * max_seq_len + 1, *tensor.shape[1:])
+    rows = torch.where(inside & (place < max_seq_len), entry * max_seq_len + place, len(made) - 1)
+    made.index_copy_(0, rows, tensor.detach())
+    return made[:-1].view(b, max_seq_len, *tensor.shape[1:])
+
+
+def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
+    """The tokens of sequences, [b, s, ...], packed to [t, ...]; zeros behind the last one."""
+    entry, place = _places(cu_seqlens, t)
+    length = tensor.shape[1]
+    inside = place < (cu_seqlens[1:] - cu_seqlens[:-1])[entry].clamp(max=length)
+    rows = torch.where(inside, entry * length + place, 0)
+    made = tensor.detach().reshape(-1, *tensor.shape[2:]).index_select(0, rows)
+    return made.masked_fill_(~inside.view(-1, *[1] * (made.dim() - 1)), 0)
+
+
+# ---- rows of groups --------------------------------------------------------------------------
+
+
+def _check_rows(op: str, name: str, tensor: Tensor, rows: Sequence[int]) -> None:
+    if sum(rows) != tensor.shape[0]:
+        raise ValueError(f"{op}: {name} of {tensor.shape[0]} rows, the list has {list(rows)}")
+
+
+def fused_multi_row_padding(
+    input: Tensor,
+    output: Tensor,
+    input_row_list: Sequence[int],
+    padded_input_row_list: Sequence[int],
+) -> None:
+    """Copy groups of rows [sum of the first list, columns] to places with room behind them.
+
+    `output` has as many rows as the second list adds up to; rows behind a group become 0.
+    ValueError where the lists do not fit.
+    """
+    op = "fused_multi_row_padding"
+    _check_lists(op, input_row_list, padded_input_row_list)
+    _check_rows(op, "input", input, input_row_list)
+    _check_rows(op, "output", output, padded_input_row_list)
+    groups = input.detach().split(list(input_row_list))
+    places = output.detach().split(list(padded_input_row_list))
+    for group, place in zip(groups, places, strict=True):
+        place[: len(group)].copy_(group)
+        place[len(group) :].zero_()
+
+
+def fused_multi_row_unpadding(
+    input: Tensor,
+    output: Tensor,
+    input_row_list: Sequence[int],
+    unpadded_input_row_list: Sequence[int],
+) -> None:
+    """Undo `fused_multi_row_padding`: `input` has the rows of the first list."""
+    op = "fused_multi_row_unpadding"
+    _check_lists(op, unpadded_input_row_list, input_row_list)
+    _check_rows(op, "input", input, input_row_list)
+    _check_rows(op, "output", output, unpadded_input_row_list)
+    groups = output.detach().split(list(unpadded_input_row_list))
+    places = input.detach().split(list(input_row_list))
+    for group, place in zip(groups, places, strict=True):
+        group.copy_(place[: len(group)])
+
+
+def _check_lists(op: str, rows: Sequence[int], padded: Sequence[int]) -> None:
+    if len(rows) != len(padded) or any(n > m for n, m in zip(rows, padded, strict=True)):
+        raise ValueError(f"{op}: groups of {list(rows)} rows, with room for {list(padded)}")

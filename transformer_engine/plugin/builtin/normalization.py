@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms of rows and their gradients, by ``_core.norm`` and ``_core.norm_backward``.
+
+Statistics are fp32, [rows] for an input [..., columns]. `sm_margin` is accepted and not needed:
+no kernel here waits for others.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.plugin.builtin.values import quantized, torch_dtype, wide
+
+
+def _forward(
+    op: str, kind: int, tensors: tuple, options: tuple, ln_out: Any, quantizer: Any
+) -> tuple[Any, Tensor | None, Tensor]:
+    input, weight, bias = tensors
+    eps, otype, zero_centered = options
+    inp, gamma = wide(op, "input", input), wide(op, "weight", weight)
+    rows = inp.shape[:-1].numel()
+    mean, rsigma = (inp.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    if kind != _core.NORM_LAYERNORM:
+        mean = None
+    out = torch.empty(inp.shape, dtype=torch_dtype(op, "otype", otype), device=inp.device)
+    _core.norm(
+        inp,
+        kind,
+        gamma=gamma,
+        beta=None if bias is None else wide(op, "bias", bias).to(gamma.dtype),
+        mean=mean,
+        rsigma=rsigma,
+        wide=out,
+        eps=eps,
+        zero_centered=zero_centered,
+    )
+    return quantized(op, out, quantizer, ln_out), mean, rsigma
+
+
+def layernorm_fwd(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    ln_out: Tensor | None,
+    quantizer: Any,
+    otype: Any,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> tuple[Any, Tensor, Tensor]:
+    """(y, mu, rsigma): y = (x - mu) rsigma weight + bias, rsigma = 1 / sqrt(var + eps), by rows.
+
+    Parameters
+    ----------
+    input : Tensor
+        [..., columns] fp32, fp16 or bf16.
+    weight, bias : Tensor
+        [columns]; no bias where None.
+    eps : float
+        Added to the variance.
+    ln_out : Tensor, optional
+        To be written, and returned.
+    quantizer : Quantizer, optional
+        What casts y.
+    otype : torch.dtype or DType
+        Of y, before its cast.
+    sm_margin : int
+        Not needed.
+    zero_centered_gamma : bool
+        The factor is 1 + weight.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Arguments that do not go together.
+    """
+    del sm_margin
+    return _forward(
+        "layernorm_fwd",
+        _core.NORM_LAYERNORM,
+        (input, weight, bias),
+        (eps, otype, zero_centered_gamma),
+        ln_out,
+        quantizer,
+    )
+
+
+def rmsnorm_fwd(
+    input: Tensor,
+    weight: Tensor,
+    eps: float,
+    ln_out: Tensor | None,
+    quantizer: Any,
+    otype: Any,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> tuple[Any, Tensor | None, Tensor]:
+    """(y, None, rsigma): y = x rsigma weight, rsigma = 1 / sqrt(mean(x²) + eps).
+
+    Arguments as of `layernorm_fwd`.
+    """
+    del sm_margin
+    return _forward(
+        "rmsnorm_fwd",
+        _core.NORM_RMSNORM,
+        (input, weight, None),
+        (eps, otype, zero_centered_gamma),
+        ln_out,
+        quantizer,
+    )
+
+
+def _backward(
+    op: str, kind: int, tensors: tuple, add: Any, zero_centered: bool
+) -> tuple[Tensor, ...]:
+    dy, x, mu, rsigma, gamma = tensors
+    grad, inp, gamma = wide(op, "dy", dy), wide(op, "x", x), wide(op, "gamma", gamma)
+    made = torch.empty_like(inp), torch.empty_like(gamma)
+    if add is not None:
+        add = wide(op, "add", add).to(inp.dtype).view(-1, inp.shape[-1])
+    beta_grad = torch.empty_like(gamma) if kind == _core.NORM_LAYERNORM else None
+    _core.norm_backward(
+        grad,
+        inp if add is None else inp.view(add.shape),
+        kind,
+        wide(op, "rsigma", rsigma).flatten(),
+        mean=None if mu is None else wide(op, "mu", mu).flatten(),
+        gamma=gamma,
+        grad_residual=add,
+        grad_input=made[0] if add is None else made[0].view(add.shape),
+        gamma_grad=made[1],
+        beta_grad=beta_grad,
+        zero_centered=zero_centered,
+    )
+    return made if beta_grad is None else (*made, beta_grad)
+
+
+def layernorm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    mu: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    sm_margin: int = 0,
+    zero_centered_gamma: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dgamma, dbeta) of `layernorm_fwd`, in the dtypes of x and gamma.
+
+    `mu` and `rsigma` [rows] fp32 are those of the forward. TypeError or ValueError for arguments
+    that do not go together.
+    """
+    del sm_margin
+    tensors = dy, x, mu, rsigma, gamma
+    return _backward("layernorm_bwd", _core.NORM_LAYERNORM, tensors, None, zero_centered_gamma)
+
+
+def rmsnorm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    sm_margin: int = 0,
+    zero_centered_gamma: bool = False,
+    eps: float = 1e-05,
+) -> tuple[Tensor, Tensor]:
+    """(dx, dgamma) of `rmsnorm_fwd`; arguments as of `layernorm_bwd`, `eps` is in `rsigma`."""
+    del sm_margin, eps
+    tensors = dy, x, None, rsigma, gamma
+    return _backward("rmsnorm_bwd", _core.NORM_RMSNORM, tensors, None, zero_centered_gamma)
+
+
+def rmsnorm_bwd_add(
+    dz: Tensor,
+    x: Tensor,
+    add: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> tuple[Tensor, Tensor]:
+    """`rmsnorm_bwd` with `add`, of the shape of `x`, added to dx as it is rounded."""
+    del sm_margin
+    tensors = dz, x, None, rsigma, gamma
+    return _backward("rmsnorm_bwd_add", _core.NORM_RMSNORM, tensors, add, zero_centered_gamma)

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Making the manager of the process anew, with the module whose attributes are its operators."""
+
+import sys
+
+from transformer_engine.plugin.core import manager
+
+__all__ = ["reset_default_manager", "reset_registry"]
+
+
+def reset_default_manager() -> None:
+    """Let the next use make another manager, with a registry of its own; plug-ins register anew.
+
+    The attributes of ``transformer_engine_torch`` are its operators from then on. Who holds
+    operators of the former one goes on with that.
+    """
+    manager.reset_default_manager()
+    operators = sys.modules.get("transformer_engine_torch")
+    if operators is not None:
+        operators.bind_operators()
+
+
+reset_registry = reset_default_manager
