@@ -36,8 +36,11 @@ OWN = [name for name in CHECKPOINTS if name.startswith("te")]
 
 
 @pytest.fixture(autouse=True)
-def no_graphs_of_others():
+def enough_graphs():
+    """None of other tests, and as many as states of scales, gradients and flags ask for."""
     torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
 
 
 def train(blocks, functions, run, made, x, backward_inside=False):
@@ -131,10 +134,17 @@ def test_others_repeat_in_the_same_precision_or_not_at_all(device, name, recipe)
         out = PROGRAMS[name](compiled, x.requires_grad_())
     with pytest.raises(RuntimeError, match=r"another precision.*transformer_engine\.pytorch\.ch"):
         out.sum().backward()
-    if recipe == "current":
-        with te.autocast(recipe=made):
-            out = PROGRAMS[name](compiled, x)
-            out.sum().backward()
+
+
+def test_a_compiler_that_has_given_up(device):
+    """A forward in a graph and its repetition without one: an error that says what to do."""
+    compiled = torch.compile(Block(device), backend="aot_eager")
+    x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
+    with te.autocast(recipe=RECIPES["delayed"]()):
+        out = te.checkpoint(compiled, x)
+    torch._dynamo.config.recompile_limit = 1  # until the test ends
+    with pytest.raises(RuntimeError, match=r"Linear more than the 0 times.*recompile_limit"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize(("name", "grad"), list(itertools.product(OWN, [True, False])))

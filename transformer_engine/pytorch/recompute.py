@@ -70,6 +70,12 @@ class Run(NamedTuple):
     measures: bool  # it casts by what it measures where it was given no scale
 
 
+_COMPILED = (
+    ". Compiled code ran in that forward: if torch has given up compiling since then, raise "
+    "torch._dynamo.config.recompile_limit"
+)
+
+
 class Frame:
     """Module calls of one checkpointed forward, in order for each module.
 
@@ -86,6 +92,7 @@ class Frame:
         self._pass = -1
         self._owes_first = False  # a repeated call had the first-module flag, but no backward
         self.measures = False  # a run does
+        self._has_runs = False
 
     def record(self, entry: Entry) -> None:
         """Add a module call of the forward."""
@@ -105,7 +112,7 @@ class Frame:
             raise RuntimeError(
                 f"the recompute calls a {type(module).__name__} more than the {at} times that the "
                 "checkpointed forward did; the function under the checkpoint must do the same at "
-                "each call"
+                "each call" + _COMPILED * self._has_runs
             )
         return self._take(id(module), at)
 
@@ -113,6 +120,7 @@ class Frame:
         """Add a run of the forward."""
         self._entries.setdefault(key, []).append(run)
         self.measures |= run.measures
+        self._has_runs = True
 
     def replay_run(self, key: Hashable) -> Run:
         """The run that is being repeated; RuntimeError where the forward has no such run."""
@@ -120,9 +128,9 @@ class Frame:
         if at == len(self._entries.get(key, [])):
             raise RuntimeError(
                 "the recompute of a checkpointed forward runs a compiled module in another way "
-                "than that forward, most likely in another precision: enter the same autocast "
-                "region around the backward, or use transformer_engine.pytorch.checkpoint, which "
-                "does that"
+                "than that forward, most likely in another precision: use "
+                "transformer_engine.pytorch.checkpoint, whose recompute is in the autocast region "
+                "of its forward, or enter autocast in the function under the checkpoint"
             )
         return self._take(key, at)
 

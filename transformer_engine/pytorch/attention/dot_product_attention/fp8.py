@@ -93,13 +93,11 @@ def in_force(module: Any) -> bool:
 
     The region says so, or, in the recompute of a checkpoint, that the first forward did.
     """
-    state = current_state()
-    if state.enabled:
-        return recipe_of(state.recipe, module) is not None
-    if torch.compiler.is_compiling() or graph_task() == -1:
-        return False
-    _, replay = recompute.frames()
-    return replay is not None and replay.knows(module)
+    if not torch.compiler.is_compiling() and graph_task() != -1:
+        _, replay = recompute.frames()
+        if replay is not None:
+            return replay.knows(module)
+    return is_asked_for(module)
 
 
 def hands_to(core: Any, projection: Any) -> bool:
