@@ -65,8 +65,8 @@ def test_signatures(name):
     assert impls
     for impl in impls:
         assert same(impl.fn, function_of(name, SIGNATURES[name])), impl
-        assert inspect.getdoc(impl.fn.__wrapped__)
-        assert impl.fn.__wrapped__.__name__ == name, impl
+        function = inspect.unwrap(impl.fn.func)
+        assert inspect.getdoc(function) and function.__name__ == name, impl
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

@@ -21,10 +21,9 @@ def _forward(
     eps, otype, zero_centered = options
     inp, gamma = wide(op, "input", input), wide(op, "weight", weight)
     rows = inp.shape[:-1].numel()
-    mean, rsigma = (inp.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    if kind != _core.NORM_LAYERNORM:
-        mean = None
-    out = torch.empty(inp.shape, dtype=torch_dtype(op, "otype", otype), device=inp.device)
+    rsigma = inp.new_empty(rows, dtype=torch.float32)
+    mean = torch.empty_like(rsigma) if kind == _core.NORM_LAYERNORM else None
+    out = torch.empty_like(inp, dtype=torch_dtype(op, "otype", otype))
     _core.norm(
         inp,
         kind,
