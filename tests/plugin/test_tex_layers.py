@@ -204,6 +204,30 @@ def test_norms_write_where_they_are_told(rng, device, tex):
         tex.rmsnorm_fwd(x, gamma, 1e-5, None, None, "bf16", 0, False)
 
 
+@each_implementation
+def test_what_is_given_may_require_gradients(rng, device, tex):
+    """And may lie as it likes: results are those of plain tensors, without a graph."""
+    x = normal(rng, (16, 24), F32, device).t()
+    gamma = torch.nn.Parameter(normal(rng, (16,), F32, device))
+    plain = x.contiguous()
+    x.requires_grad_()
+    calls = [
+        lambda t, g: tex.silu(t, None),
+        lambda t, g: tex.dsilu(t, t, None),
+        lambda t, g: tex.layernorm_fwd(t, g, g, 1e-5, None, None, F32, 0, False)[0],
+        lambda t, g: tex.rmsnorm_bwd(t, t, torch.ones(24, device=device), g)[1],
+        lambda t, g: tex.scaled_softmax_forward(t[None, None], 0.5),
+        lambda t, g: tex.dropout_fwd(t, 0.0)[0],
+    ]
+    for call in calls:
+        found = call(x, gamma)
+        assert not found.requires_grad and found.grad_fn is None
+        assert_near(found, call(plain, gamma.detach()).double())
+    before = x.detach().clone()
+    tex.dropout_fwd(x, 0.5)
+    assert_bits(x, before)
+
+
 # ---- softmax ---------------------------------------------------------------------------------
 
 SOFTMAX = ("scaled", "scaled_masked", "scaled_upper_triang_masked", "scaled_aligned_causal_masked")

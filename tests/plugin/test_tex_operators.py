@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import transformer_engine_torch as tex
-from transformer_engine import _core
-from transformer_engine.plugin import builtin
+from transformer_engine import _core, plugin
+from transformer_engine.plugin import builtin, core
 from transformer_engine.plugin.core import (
     BackendImplKind,
     OpImpl,
@@ -181,6 +181,25 @@ def test_queries():
     assert isinstance(meta, tex.FP8TensorMeta) and meta.scale.numel() == 0
     with pytest.raises(NotImplementedError, match="user buffers"):
         tex.CommOverlap()
+
+
+def test_classes_of_plug_ins():
+    class Backend(core.TEFLBackendBase):
+        def gelu(self, input, quantizer):
+            return "mine"
+
+    backend = Backend()
+    assert backend.is_available() and backend.gelu(1, None) == "mine"
+    for name in SIGNATURES.keys() - {"gelu"}:
+        with pytest.raises(NotImplementedError, match=f"Backend has no {name}$"):
+            getattr(backend, name)(1)
+    registry = OpRegistry()
+    registry.register(OpImpl("gelu", "default.b", BackendImplKind.DEFAULT, backend.gelu))
+    module = core.TEFLModule(OpManager(registry))
+    assert module.gelu(1, None) == module["gelu"](1, None) == "mine"
+    assert module.DType is tex.DType and "109 operators" in repr(module)
+    assert core.get_tefl_module() is tex is plugin.get_tefl_module()
+    assert core.TEFLModule().silu is tex.silu
 
 
 def test_registering_imports_no_torch():
