@@ -3,6 +3,7 @@
 
 import importlib.util
 import inspect
+import os
 import subprocess
 import sys
 import textwrap
@@ -221,3 +222,42 @@ def test_registering_imports_no_torch():
         assert get_manager().call("get_num_cublas_streams") == 1
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+
+
+@pytest.mark.parametrize("prefer", ["flagos", "reference"])
+def test_the_environment_chooses(prefer):
+    program = """
+        import os, torch
+        import transformer_engine_torch as tex
+        from transformer_engine.plugin.core import get_manager
+        tex.silu(torch.ones(2, 2), None)
+        kind = "reference.torch" if os.environ["TE_FL_PREFER"] == "reference" else "default.native"
+        assert get_manager().counts() == {f"silu/{kind}": 1}
+    """
+    environment = {**os.environ, "TE_FL_PREFER": prefer}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    subprocess.run(command, check=True, env=environment)
+
+
+def test_first_calls_of_many_threads():
+    program = """
+        import threading
+        from concurrent.futures import ThreadPoolExecutor
+        barrier = threading.Barrier(9)
+
+        def imports():
+            barrier.wait()
+            import transformer_engine_torch as tex
+            import torch
+            return tex.relu(torch.ones(2, 2), None).sum().item()
+
+        def explains():
+            barrier.wait()
+            from transformer_engine import plugin
+            return str(plugin.explain("relu")).count("priority") * 2.0
+
+        with ThreadPoolExecutor(9) as pool:
+            runs = [pool.submit(imports if i % 2 else explains) for i in range(9)]
+            assert [run.result(60) for run in runs] == [4.0] * 9
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
