@@ -377,6 +377,20 @@ def test_rope_from_start_positions(rng, device, tex, form):
 
 @each_implementation
 @pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_rope_by_angles_of_each_sequence(rng, device, tex, form):
+    freqs = normal(rng, (3, 3, 1, 8), F32, device)
+    freqs[..., 4:] = freqs[..., :4]
+    x = normal(rng, (3, 3, 2, 8), F32, device)
+    kind = NVTE_QKV_Format[f"NVTE_{form.upper()}"]
+    angles = freqs.double() if form == "sbhd" else freqs.double().transpose(0, 1)
+    out = tex.fused_rope_forward(x, freqs, None, kind, False, None, 1, 0)
+    assert_near(out, rope64(x.double(), angles, False))
+    made = tex.fused_rope_backward(x, freqs, kind, False, None, 1, 0)
+    assert_near(made, rope64(x.double(), -angles, False))
+
+
+@each_implementation
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope_of_a_projection(rng, device, tex, form, interleaved):
     sizes = [32, 16, 24]

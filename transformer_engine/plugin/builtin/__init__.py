@@ -71,7 +71,7 @@ REFERENCE: dict[str, str] = {
     "reference.activation": _OF_ACTIVATIONS,
     "reference.normalization": _NORMALIZATION,
     "reference.softmax": _SOFTMAX,
-    "reference.attention": "fused_attn_fwd fused_attn_bwd",
+    "reference.attention": "fused_attn_fwd fused_attn_bwd copy_to_kv_cache",
     "reference.rope": _ROPE,
     "reference.dropout": _DROPOUT,
 }
