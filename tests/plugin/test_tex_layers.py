@@ -121,6 +121,24 @@ def test_refused_activations(tex):
         tex.silu(x, "e4m3")
 
 
+@each_implementation
+def test_few_and_no_elements(rng, device, tex):
+    for shape in ((0, 16), (16,), (2, 0, 16)):
+        x, gamma = normal(rng, shape, F32, device), torch.ones(16, device=device)
+        assert tex.gelu(x, None).shape == shape == tex.dgelu(x, x, None).shape
+        assert tex.swiglu(x, None).shape == (*shape[:-1], 8)
+        sums, made = tex.dbias_drelu(x, x, None)
+        assert_near(sums, (x * (x > 0)).double().reshape(-1, 16).sum(0))
+        y, mu, rsigma = tex.layernorm_fwd(x, gamma, gamma, 1e-5, None, None, F32, 0, False)
+        assert_near(y, norm64("layernorm", x.double(), gamma, gamma, 1e-5, False), 16)
+        dx, dgamma, dbeta = tex.layernorm_bwd(x, x, mu, rsigma, gamma)
+        assert dx.shape == shape
+        assert_near(dbeta, x.double().reshape(-1, 16).sum(0))
+        dx, _ = tex.rmsnorm_bwd_add(x, x, x, rsigma, gamma, 0, False)
+        assert dx.shape == shape
+        assert tex.dropout_fwd(x, 0.5)[0].shape == shape
+
+
 def test_refused_shapes(device):
     tex = Operators("default.native")
     with pytest.raises(ValueError, match="swiglu: input: 3 columns, expected two halves"):
