@@ -311,9 +311,10 @@ def test_flash_attention_class(rng, mask, layout):
 # ---- caches ----------------------------------------------------------------------------------
 
 
+@each_implementation
 @pytest.mark.parametrize("form", ["bshd", "sbhd", "thd"])
 @pytest.mark.parametrize("paged", [False, True])
-def test_copy_to_kv_cache(rng, device, form, paged):
+def test_copy_to_kv_cache(rng, device, tex, form, paged):
     new, had = (3, 1), (2, 5)
     pages, size = (6, 4) if paged else (3, 8)
     caches = [normal(rng, (pages, size, 2, d), BF16, device) for d in (8, 16)]
@@ -337,7 +338,7 @@ def test_copy_to_kv_cache(rng, device, form, paged):
                 cache[page, at % size] = rows[j]
     cu_new = torch.tensor([0, 3, 4], dtype=torch.int32, device=device)
     cu_cached = torch.tensor([0, 5, 11], dtype=torch.int32, device=device)
-    native.copy_to_kv_cache(
+    tex.copy_to_kv_cache(
         *given, *caches, table, cu_new, cu_cached, NVTE_QKV_Format[f"NVTE_{form.upper()}"], 2, 3,
         8, table.shape[1], not paged,
     )  # fmt: skip

@@ -79,6 +79,19 @@ def test_leading_dims(rng, device, tex):
 
 
 @each_implementation
+def test_no_elements(device, tex):
+    for m, n, k in ((0, 4, 16), (4, 0, 16), (4, 6, 0)):
+        A, B = torch.ones(n, k, device=device), torch.ones(m, k, device=device)
+        bias = torch.full((n,), 2.0, device=device)
+        out, *_ = gemm(tex, A, True, B, False, bias=bias)
+        assert_bits(out, torch.full((m, n), 2.0 + k, device=device))
+        wgrad, sums, *_ = gemm(tex, A, False, torch.ones(n, m, device=device), True, grad=True,
+                               bias=torch.ones(m, device=device))  # fmt: skip
+        assert_bits(wgrad, torch.full((m, k), float(n), device=device))
+        assert m == 0 or sums.tolist() == [float(n)] * m
+
+
+@each_implementation
 @pytest.mark.parametrize("dtype", HIGH)
 def test_forward_epilogues(rng, device, tex, dtype):
     A, B = operands(rng, device, True, False, dtype)

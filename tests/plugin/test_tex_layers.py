@@ -121,6 +121,24 @@ def test_refused_activations(tex):
         tex.silu(x, "e4m3")
 
 
+@each_implementation
+def test_few_and_no_elements(rng, device, tex):
+    for shape in ((0, 16), (16,), (2, 0, 16)):
+        x, gamma = normal(rng, shape, F32, device), torch.ones(16, device=device)
+        assert tex.gelu(x, None).shape == shape == tex.dgelu(x, x, None).shape
+        assert tex.swiglu(x, None).shape == (*shape[:-1], 8)
+        sums, made = tex.dbias_drelu(x, x, None)
+        assert_near(sums, (x * (x > 0)).double().reshape(-1, 16).sum(0))
+        y, mu, rsigma = tex.layernorm_fwd(x, gamma, gamma, 1e-5, None, None, F32, 0, False)
+        assert_near(y, norm64("layernorm", x.double(), gamma, gamma, 1e-5, False), 16)
+        dx, dgamma, dbeta = tex.layernorm_bwd(x, x, mu, rsigma, gamma)
+        assert dx.shape == shape
+        assert_near(dbeta, x.double().reshape(-1, 16).sum(0))
+        dx, _ = tex.rmsnorm_bwd_add(x, x, x, rsigma, gamma, 0, False)
+        assert dx.shape == shape
+        assert tex.dropout_fwd(x, 0.5)[0].shape == shape
+
+
 def test_refused_shapes(device):
     tex = Operators("default.native")
     with pytest.raises(ValueError, match="swiglu: input: 3 columns, expected two halves"):
@@ -202,6 +220,30 @@ def test_norms_write_where_they_are_told(rng, device, tex):
         tex.rmsnorm_fwd(x, gamma, 1e-5, into[:2], None, BF16, 0, False)
     with pytest.raises(TypeError, match="rmsnorm_fwd: otype="):
         tex.rmsnorm_fwd(x, gamma, 1e-5, None, None, "bf16", 0, False)
+
+
+@each_implementation
+def test_what_is_given_may_require_gradients(rng, device, tex):
+    """And may lie as it likes: results are those of plain tensors, without a graph."""
+    x = normal(rng, (16, 24), F32, device).t()
+    gamma = torch.nn.Parameter(normal(rng, (16,), F32, device))
+    plain = x.contiguous()
+    x.requires_grad_()
+    calls = [
+        lambda t, g: tex.silu(t, None),
+        lambda t, g: tex.dsilu(t, t, None),
+        lambda t, g: tex.layernorm_fwd(t, g, g, 1e-5, None, None, F32, 0, False)[0],
+        lambda t, g: tex.rmsnorm_bwd(t, t, torch.ones(24, device=device), g)[1],
+        lambda t, g: tex.scaled_softmax_forward(t[None, None], 0.5),
+        lambda t, g: tex.dropout_fwd(t, 0.0)[0],
+    ]
+    for call in calls:
+        found = call(x, gamma)
+        assert not found.requires_grad and found.grad_fn is None
+        assert_near(found, call(plain, gamma.detach()).double())
+    before = x.detach().clone()
+    tex.dropout_fwd(x, 0.5)
+    assert_bits(x, before)
 
 
 # ---- softmax ---------------------------------------------------------------------------------
@@ -349,6 +391,20 @@ def test_rope_from_start_positions(rng, device, tex, form):
         angles = freqs[first : first + 8, 0].double()
         rows = (slice(None), i) if form == "sbhd" else i
         assert_near(out[rows], rope64(x[rows].double(), angles, False))
+
+
+@each_implementation
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_rope_by_angles_of_each_sequence(rng, device, tex, form):
+    freqs = normal(rng, (3, 3, 1, 8), F32, device)
+    freqs[..., 4:] = freqs[..., :4]
+    x = normal(rng, (3, 3, 2, 8), F32, device)
+    kind = NVTE_QKV_Format[f"NVTE_{form.upper()}"]
+    angles = freqs.double() if form == "sbhd" else freqs.double().transpose(0, 1)
+    out = tex.fused_rope_forward(x, freqs, None, kind, False, None, 1, 0)
+    assert_near(out, rope64(x.double(), angles, False))
+    made = tex.fused_rope_backward(x, freqs, kind, False, None, 1, 0)
+    assert_near(made, rope64(x.double(), -angles, False))
 
 
 @each_implementation

@@ -3,6 +3,7 @@
 
 import importlib.util
 import inspect
+import os
 import subprocess
 import sys
 import textwrap
@@ -12,8 +13,8 @@ import pytest
 import torch
 
 import transformer_engine_torch as tex
-from transformer_engine import _core
-from transformer_engine.plugin import builtin
+from transformer_engine import _core, plugin
+from transformer_engine.plugin import builtin, core
 from transformer_engine.plugin.core import (
     BackendImplKind,
     OpImpl,
@@ -65,8 +66,8 @@ def test_signatures(name):
     assert impls
     for impl in impls:
         assert same(impl.fn, function_of(name, SIGNATURES[name])), impl
-        assert inspect.getdoc(impl.fn.__wrapped__)
-        assert impl.fn.__wrapped__.__name__ == name, impl
+        function = inspect.unwrap(impl.fn.func)
+        assert inspect.getdoc(function) and function.__name__ == name, impl
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -183,6 +184,25 @@ def test_queries():
         tex.CommOverlap()
 
 
+def test_classes_of_plug_ins():
+    class Backend(core.TEFLBackendBase):
+        def gelu(self, input, quantizer):
+            return "mine"
+
+    backend = Backend()
+    assert backend.is_available() and backend.gelu(1, None) == "mine"
+    for name in SIGNATURES.keys() - {"gelu"}:
+        with pytest.raises(NotImplementedError, match=f"Backend has no {name}$"):
+            getattr(backend, name)(1)
+    registry = OpRegistry()
+    registry.register(OpImpl("gelu", "default.b", BackendImplKind.DEFAULT, backend.gelu))
+    module = core.TEFLModule(OpManager(registry))
+    assert module.gelu(1, None) == module["gelu"](1, None) == "mine"
+    assert module.DType is tex.DType and "109 operators" in repr(module)
+    assert core.get_tefl_module() is tex is plugin.get_tefl_module()
+    assert core.TEFLModule().silu is tex.silu
+
+
 def test_registering_imports_no_torch():
     program = """
         import sys
@@ -202,3 +222,42 @@ def test_registering_imports_no_torch():
         assert get_manager().call("get_num_cublas_streams") == 1
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+
+
+@pytest.mark.parametrize("prefer", ["flagos", "reference"])
+def test_the_environment_chooses(prefer):
+    program = """
+        import os, torch
+        import transformer_engine_torch as tex
+        from transformer_engine.plugin.core import get_manager
+        tex.silu(torch.ones(2, 2), None)
+        kind = "reference.torch" if os.environ["TE_FL_PREFER"] == "reference" else "default.native"
+        assert get_manager().counts() == {f"silu/{kind}": 1}
+    """
+    environment = {**os.environ, "TE_FL_PREFER": prefer}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    subprocess.run(command, check=True, env=environment)
+
+
+def test_first_calls_of_many_threads():
+    program = """
+        import threading
+        from concurrent.futures import ThreadPoolExecutor
+        barrier = threading.Barrier(9)
+
+        def imports():
+            barrier.wait()
+            import transformer_engine_torch as tex
+            import torch
+            return tex.relu(torch.ones(2, 2), None).sum().item()
+
+        def explains():
+            barrier.wait()
+            from transformer_engine import plugin
+            return str(plugin.explain("relu")).count("priority") * 2.0
+
+        with ThreadPoolExecutor(9) as pool:
+            runs = [pool.submit(imports if i % 2 else explains) for i in range(9)]
+            assert [run.result(60) for run in runs] == [4.0] * 9
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)

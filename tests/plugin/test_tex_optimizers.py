@@ -165,6 +165,17 @@ def test_adam_of_nothing(device):
         native.multi_tensor_adam(2048, flag(device), [[]] * 3, LR, *BETAS, EPS, 1, 1, 1, 0.0)
 
 
+def test_reductions_of_nothing(device):
+    factor, found = torch.ones(1, device=device), flag(device)
+    for total, each in (
+        native.multi_tensor_l2norm(2048, found, [[]], True),
+        native.multi_tensor_unscale_l2norm(2048, found, [[]], factor, True),
+    ):
+        assert total.tolist() == [0.0] and each.numel() == 0
+    native.multi_tensor_scale(2048, found, [[], []], 2.0)
+    assert not found.any()
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("first", [False, True])

@@ -238,14 +238,6 @@ FEATURES: tuple[Feature, ...] = (
         """,
     ),
     Feature(
-        "Operators by name",
-        "backends are functions that register, and no class; operators are those of the module "
-        "transformer_engine_torch",
-        "transformer_engine_torch, and OpImpl for operators of your own (docs/plugins.md)",
-        "plugin.core plugin: TEFLBackendBase TEFLModule get_tefl_module\n"
-        "plugin.core: reset_tefl_module",
-    ),
-    Feature(
         "Debug features",
         "nothing reads configuration files of nvdlfw_inspect",
         "te.explain and docs/debugging_numerics.md",

@@ -9,9 +9,12 @@ from transformer_engine.common import absent
 from transformer_engine.plugin import core
 from transformer_engine.plugin.core import Explanation, get_default_manager, get_registry
 
-__getattr__, __dir__ = absent.attach(globals())
+_CLASSES = "TEFLBackendBase", "TEFLModule", "get_tefl_module"
+__getattr__, __dir__ = absent.attach(
+    globals(), ("builtin",), dict.fromkeys(_CLASSES, "transformer_engine.plugin.core.backend_base")
+)
 
-__all__ = ["core", "counts", "explain", "get_registry", *absent.names_of(__name__)]
+__all__ = ["core", "counts", "explain", "get_registry", *_CLASSES, *absent.names_of(__name__)]
 
 
 def explain(op_name: str) -> Explanation:

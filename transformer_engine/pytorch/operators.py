@@ -23,7 +23,7 @@ def contiguous_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _is_aligned(tensor: Tensor) -> bool:
+def is_aligned(tensor: Tensor) -> bool:
     """Whether each line of the last dim has memory of its own that begins at 16 bytes."""
     size = tensor.element_size()
     return tensor.data_ptr() % 16 == 0 and all(
@@ -130,7 +130,7 @@ def _native(
     known = {field for field, *_ in fields} - set(first)
     keywords = [f"{each}={each}" for each in (*results, *arguments) if each in known]
     lines += [f"core({', '.join(first + keywords)})", "return made"]
-    scope = {"core": getattr(_core, name), "empty": empty, "lies": _is_aligned, "copied": _copied}
+    scope = {"core": getattr(_core, name), "empty": empty, "lies": is_aligned, "copied": _copied}
     scope["split"] = split
     exec("\n    ".join(lines), scope)
     return scope[name]

@@ -10,6 +10,7 @@ have ``reference.absent``, which takes a call only where nobody else has registe
 Registering imports nothing: a function is imported with its group when it is first called.
 """
 
+import functools
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -70,7 +71,7 @@ REFERENCE: dict[str, str] = {
     "reference.activation": _OF_ACTIVATIONS,
     "reference.normalization": _NORMALIZATION,
     "reference.softmax": _SOFTMAX,
-    "reference.attention": "fused_attn_fwd fused_attn_bwd",
+    "reference.attention": "fused_attn_fwd fused_attn_bwd copy_to_kv_cache",
     "reference.rope": _ROPE,
     "reference.dropout": _DROPOUT,
 }
@@ -103,24 +104,28 @@ OPERATORS: tuple[str, ...] = tuple(
 """All of them."""
 
 
-class Builtin:
-    """A function of this package, imported at its first call; `inspect` sees its signature."""
+class _Later:
+    """A function of this package, imported at its first call; `inspect` sees its signature.
+
+    `function` is what to call: a C object that calls the function itself once it is there.
+    """
 
     def __init__(self, module: str, name: str) -> None:
         self.__name__ = self.__qualname__ = name
         self.__module__ = f"{__name__}.{module}"
+        self.function = functools.partial(self)
 
     def __getattr__(self, name: str) -> Any:
-        """``__wrapped__``, the function, which is an attribute from then on."""
+        """``__wrapped__``: the function."""
         if name != "__wrapped__":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        found = getattr(importlib.import_module(self.__module__), self.__name__)
-        self.__wrapped__ = found
-        return found
+        return getattr(importlib.import_module(self.__module__), self.__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
-        return self.__wrapped__(*args, **kwargs)
+        """Call it, and have further calls go to it."""
+        found = self.__wrapped__
+        self.function.__setstate__((found, (), {}, {"imported_by": self}))
+        return found(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<{self.__module__}.{self.__name__}>"
@@ -139,14 +144,15 @@ def register_builtins(registry: OpRegistry) -> int:
         (REFERENCE, BackendImplKind.REFERENCE, "reference.torch", 50),
     ):
         for module, name in _listed(groups):
-            made.append(OpImpl(name, impl_id, kind, Builtin(module, name), priority=priority))
+            fn = _Later(module, name).function
+            made.append(OpImpl(name, impl_id, kind, fn, priority=priority))
     for _, name in _listed(ABSENT):
         made.append(
             OpImpl(
                 name,
                 "reference.absent",
                 BackendImplKind.REFERENCE,
-                Builtin("absent", name),
+                _Later("absent", name).function,
                 priority=-1,
                 supports=_nobody_else(registry, name),
             )

@@ -26,6 +26,7 @@ from transformer_engine.plugin.core.ops import (
 from transformer_engine.pytorch.attention.dot_product_attention.formats import layout_parts
 from transformer_engine.pytorch.attention.dot_product_attention.masks import default_alibi_slopes
 from transformer_engine.pytorch.device import get_device_compute_capability, prepare_device
+from transformer_engine.pytorch.operators import is_aligned
 
 _FORWARD, _BACKWARD = "fused_attn_fwd", "fused_attn_bwd"
 
@@ -140,7 +141,10 @@ def _heads(op: str, **given: Any) -> list[Tensor]:
             )
     tensors = [tensor.detach() for tensor in given.values()]
     prepare_device(tensors[0].device)
-    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+    return [
+        t if t.stride(-1) == 1 and (is_aligned(t) or not t.is_cuda) else t.contiguous()
+        for t in tensors
+    ]
 
 
 def get_fused_attn_backend(

@@ -79,7 +79,7 @@ def _pair(A: Any, transA: bool, B: Any, transB: bool) -> tuple[dict[str, Any], t
             found = [wide(_OP, name, t) for name, t in wanted]
         dtype = found[1].dtype
         prepare_device(found[0].device)
-        fields = tuple({"": t.reshape(-1, t.shape[-1])} for t in found)
+        fields = tuple({"": t.flatten(0, -2)} for t in found)
     named: dict[str, Any] = {"a_transposed": int(transB), "b_transposed": int(transA)}
     for prefix, own in zip("ab", fields, strict=True):
         named |= {prefix + field: value for field, value in own.items()}
@@ -209,7 +209,7 @@ def generic_gemm(
         made, sums, pre = _through_gelu(made, gelu_in, bias)
     elif grad and bias is not None:
         left = exact(_OP, "B", B)
-        left = left.reshape(-1, left.shape[-1])
+        left = left.flatten(0, -2)
         sums = left.sum(0 if transB else 1, dtype=torch.float32).to(bias.dtype)
     if pre is not None and gelu_in is not None and not grad:
         pre = gelu_in.copy_(pre.view(gelu_in.shape))
@@ -261,7 +261,7 @@ def _multiply(
     if bias is not None:
         narrow = torch.float16 if made.dtype == torch.float16 else torch.bfloat16
         bias = bias.to(narrow if is_quantized else made.dtype)
-    flat, aux = (None if t is None else t.view(-1, t.shape[-1]) for t in (made, pre))
+    flat, aux = (None if t is None else t.flatten(0, -2) for t in (made, pre))
     given = {"bias": bias, "aux": aux, "epilogue": epilogue, "accumulate": accumulate}
     _core.gemm(flat, **operands, **given)
 
@@ -277,7 +277,7 @@ def _combine(
     """The product in fp32, then factors and epilogue."""
     alpha, beta = factors
     total = torch.empty(made.shape, dtype=torch.float32, device=made.device)
-    _core.gemm(total.view(-1, total.shape[-1]), **operands)
+    _core.gemm(total.flatten(0, -2), **operands)
     total *= alpha
     if beta != 0.0:
         total += beta * checked(_OP, "D", D).to(torch.float32)

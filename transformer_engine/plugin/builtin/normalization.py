@@ -14,6 +14,11 @@ from transformer_engine import _core
 from transformer_engine.plugin.builtin.values import quantized, torch_dtype, wide
 
 
+def _matrix(tensor: Tensor) -> Tensor:
+    """[rows, columns] of [..., columns]."""
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
+
+
 def _forward(
     op: str, kind: int, tensors: tuple, options: tuple, ln_out: Any, quantizer: Any
 ) -> tuple[Any, Tensor | None, Tensor]:
@@ -21,18 +26,17 @@ def _forward(
     eps, otype, zero_centered = options
     inp, gamma = wide(op, "input", input), wide(op, "weight", weight)
     rows = inp.shape[:-1].numel()
-    mean, rsigma = (inp.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    if kind != _core.NORM_LAYERNORM:
-        mean = None
-    out = torch.empty(inp.shape, dtype=torch_dtype(op, "otype", otype), device=inp.device)
+    rsigma = inp.new_empty(rows, dtype=torch.float32)
+    mean = torch.empty_like(rsigma) if kind == _core.NORM_LAYERNORM else None
+    out = torch.empty_like(inp, dtype=torch_dtype(op, "otype", otype))
     _core.norm(
-        inp,
+        _matrix(inp),
         kind,
         gamma=gamma,
         beta=None if bias is None else wide(op, "bias", bias).to(gamma.dtype),
         mean=mean,
         rsigma=rsigma,
-        wide=out,
+        wide=_matrix(out),
         eps=eps,
         zero_centered=zero_centered,
     )
@@ -119,17 +123,17 @@ def _backward(
     grad, inp, gamma = wide(op, "dy", dy), wide(op, "x", x), wide(op, "gamma", gamma)
     made = torch.empty_like(inp), torch.empty_like(gamma)
     if add is not None:
-        add = wide(op, "add", add).to(inp.dtype).view(-1, inp.shape[-1])
+        add = _matrix(wide(op, "add", add).to(inp.dtype))
     beta_grad = torch.empty_like(gamma) if kind == _core.NORM_LAYERNORM else None
     _core.norm_backward(
-        grad,
-        inp if add is None else inp.view(add.shape),
+        _matrix(grad),
+        _matrix(inp),
         kind,
         wide(op, "rsigma", rsigma).flatten(),
         mean=None if mu is None else wide(op, "mu", mu).flatten(),
         gamma=gamma,
         grad_residual=add,
-        grad_input=made[0] if add is None else made[0].view(add.shape),
+        grad_input=_matrix(made[0]),
         gamma_grad=made[1],
         beta_grad=beta_grad,
         zero_centered=zero_centered,

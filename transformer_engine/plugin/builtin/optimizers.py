@@ -337,6 +337,8 @@ def multi_tensor_scale(
 ) -> None:
     """Write the first list times `scale` into the second; see `optimizers.multi_tensor_scale`."""
     lists = _checked("multi_tensor_scale", tensor_lists, 2)
+    if not lists[0]:
+        return
     multi_tensor_apply.multi_tensor_scale(chunk_size, noop_flag, lists, scale)
 
 
@@ -345,6 +347,8 @@ def multi_tensor_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """(norm of all, [1]; of each, [tensors] or [0]), fp32; see `optimizers.multi_tensor_l2norm`."""
     lists = _checked("multi_tensor_l2norm", tensor_lists, 1)
+    if not lists[0]:
+        return tuple(torch.zeros(n, device=noop_flag.device) for n in (1, 0))
     return multi_tensor_apply.multi_tensor_l2norm(chunk_size, noop_flag, lists, per_tensor)
 
 
@@ -357,5 +361,7 @@ def multi_tensor_unscale_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """`multi_tensor_l2norm` of the tensors times `scale`, an fp32 tensor of one element."""
     lists = _checked("multi_tensor_unscale_l2norm", tensor_lists, 1)
+    if not lists[0]:
+        return multi_tensor_l2norm(chunk_size, noop_flag, lists)
     given = chunk_size, noop_flag, lists, scale, per_tensor
     return multi_tensor_apply.multi_tensor_unscale_l2norm(*given)

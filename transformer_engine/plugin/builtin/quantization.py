@@ -125,7 +125,8 @@ def compute_amax(input: Tensor, amax: Tensor) -> None:
             f"compute_amax: amax: {amax.dtype} {tuple(amax.shape)}, expected torch.float32 of one "
             "element"
         )
-    partials = casts.measure(source.contiguous().view(-1, source.shape[-1] if source.dim() else 1))
+    source = source.contiguous()
+    partials = casts.measure(source.flatten(0, -2) if source.dim() > 2 else source.view(1, -1))
     amax.detach().copy_(partials.max().view(amax.shape))
 
 

@@ -29,7 +29,7 @@ def checked(op: str, name: str, tensor: Any) -> Tensor:
         return tensor.dequantize().detach()
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name}: {type(tensor).__name__}, expected a tensor")
-    return tensor.detach()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def exact(op: str, name: str, tensor: Any) -> Tensor:
@@ -44,7 +44,8 @@ def wide(op: str, name: str, tensor: Any) -> Tensor:
     found = checked(op, name, tensor)
     if found.dim() == 0:
         raise ValueError(f"{op}: {name}: shape (), expected [..., columns]")
-    prepare_device(found.device)
+    if found.is_cuda:
+        prepare_device(found.device)
     return found.contiguous()
 
 

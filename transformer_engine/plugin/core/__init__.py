@@ -44,8 +44,13 @@ from transformer_engine.plugin.core.registry import OpRegistry, OpRegistrySnapsh
 from transformer_engine.plugin.core.resets import reset_default_manager, reset_registry
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl, match_token
 
+_CLASSES = "TEFLBackendBase", "TEFLModule", "get_tefl_module", "reset_tefl_module"
 __getattr__, __dir__ = absent.attach(
-    globals(), lazy={"Logger": "transformer_engine.plugin.core.logger_manager"}
+    globals(),
+    lazy={
+        "Logger": "transformer_engine.plugin.core.logger_manager",
+        **dict.fromkeys(_CLASSES, "transformer_engine.plugin.core.backend_base"),
+    },
 )
 
 __all__ = [
@@ -66,6 +71,7 @@ __all__ = [
     "OpRegistrySnapshot",
     "PolicyManager",
     "SelectionPolicy",
+    *_CLASSES,
     "bump_policy_epoch",
     "clear_discovered_plugin",
     "discover_from_entry_points",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from transformer_engine.plugin.builtin.attention import enumerated, formats, limits
 from transformer_engine.plugin.builtin.values import quantized, refuse
-from transformer_engine.plugin.core.ops import NVTE_Bias_Type, NVTE_Softmax_Type
+from transformer_engine.plugin.core.ops import NVTE_Bias_Type, NVTE_Softmax_Type, qkv_format_name
 from transformer_engine.pytorch.attention.dot_product_attention.masks import default_alibi_slopes
 
 
@@ -217,3 +217,33 @@ def fused_attn_bwd(
     found = iter(torch.autograd.grad(out, wanted, dO.detach().float()))
     made = [None if t is None else next(found).to(t.dtype) for t in given]
     return [*(quantized(op, each, dqkv_quantizer) for each in made[:3]), *made[3:]]
+
+
+def copy_to_kv_cache(
+    new_k: Tensor,
+    new_v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cu_new_lens: Tensor,
+    cu_cached_lens: Tensor,
+    kv_format: Any,
+    b: int,
+    max_ctx_len: int,
+    max_seq_len: int,
+    max_pages_per_seq: int,
+    is_non_paged: bool,
+) -> None:
+    """Put keys and values of new tokens behind those of their sequences in a cache."""
+    form = qkv_format_name("copy_to_kv_cache", kv_format)
+    limits, totals = cu_new_lens.tolist(), cu_cached_lens.diff().tolist()
+    for new, cache in ((new_k.detach(), k_cache.detach()), (new_v.detach(), v_cache.detach())):
+        if is_non_paged and page_table is not None:
+            cache[:b] = cache[page_table.reshape(b, -1)[:, 0].long()]
+        size = cache.shape[1]
+        for i in range(b):
+            tokens = _sequence(new, form, i, cu_new_lens, None).transpose(0, 1)
+            count = limits[i + 1] - limits[i]
+            for j, at in enumerate(range(totals[i] - count, totals[i])):
+                page = i if is_non_paged else int(page_table[i, at // size])
+                cache[page, at % size] = tokens[j]

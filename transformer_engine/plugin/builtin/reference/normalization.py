@@ -27,8 +27,9 @@ def layernorm_fwd(
     op = "layernorm_fwd"
     x = checked(op, "input", input).float()
     mu = x.mean(-1, keepdim=True)
-    rsigma = (x.var(-1, correction=0, keepdim=True) + eps).rsqrt()
-    y = (x - mu) * rsigma * _factor(weight.detach(), zero_centered_gamma)
+    centred = x - mu
+    rsigma = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = centred * rsigma * _factor(weight.detach(), zero_centered_gamma)
     y = y if bias is None else y + bias.detach().float()
     y = quantized(op, y.to(torch_dtype(op, "otype", otype)), quantizer, ln_out)
     return y, mu.flatten(), rsigma.flatten()
@@ -65,8 +66,8 @@ def _backward(
     dx = through - normed * (through * normed).mean(-1, keepdim=True)
     if mu is not None:
         dx = dx - through.mean(-1, keepdim=True)
-    lead = tuple(range(x.dim() - 1))
-    return dx * rsigma, (grad * normed).sum(lead), grad.sum(lead)
+    sums = (each.reshape(-1, x.shape[-1]).sum(0) for each in (grad * normed, grad))
+    return dx * rsigma, *sums
 
 
 def layernorm_bwd(

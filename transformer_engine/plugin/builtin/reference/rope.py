@@ -38,13 +38,11 @@ def _of_rank(length: int, size: int, rank: int) -> Tensor:
     return torch.where(at < half, at + rank * half, at + (2 * size - 2 - rank) * half)
 
 
-def _rotated(t: Tensor, freqs: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+def _rotated(t: Tensor, freqs: Tensor, positions: Tensor, interleaved: bool, form: str) -> Tensor:
     inside = (positions >= 0)[..., None, None]
     if freqs.shape[1] > 1:  # of each batch entry
-        sequence_first = positions.stride(0) == 1 and positions.shape[1] == freqs.shape[1]
         entry = torch.arange(freqs.shape[1], device=t.device)
-        entry = entry if sequence_first else entry[:, None]
-        angles = freqs[positions, entry].float()
+        angles = freqs[positions, entry if form == "sbhd" else entry[:, None]].float()
     else:
         angles = freqs[positions.clamp(min=0), 0].float()
     count = angles.shape[-1]
@@ -79,7 +77,7 @@ def fused_rope_forward(
     """Compute t cos + rot(t) sin over the first channels."""
     form = qkv_format_name("fused_rope_forward", qkv_format)
     at = _positions(input, form, start_positions, cu_seqlens, (cp_size, cp_rank))
-    return _rotated(input.detach(), freqs.detach(), at, interleaved)
+    return _rotated(input.detach(), freqs.detach(), at, interleaved, form)
 
 
 def fused_rope_backward(
@@ -94,16 +92,18 @@ def fused_rope_backward(
     """Gradient of the input of `fused_rope_forward` without start positions."""
     form = qkv_format_name("fused_rope_backward", qkv_format)
     at = _positions(output_grads, form, None, cu_seqlens, (cp_size, cp_rank))
-    run = lambda t: _rotated(t, freqs.detach(), at, interleaved)  # noqa: E731
+    run = lambda t: _rotated(t, freqs.detach(), at, interleaved, form)  # noqa: E731
     return _transposed(run, output_grads, output_grads)
 
 
 def _parts(
-    qkv: Tensor, freqs: tuple, sizes: Sequence[int], at: Tensor, interleaved: bool
+    qkv: Tensor, freqs: tuple, sizes: Sequence[int], at: Tensor, interleaved: bool, form: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = qkv.split([int(size) for size in sizes], -1)
     query = query.reshape(*qkv.shape[:-2], -1, sizes[1])
-    turned = (_rotated(t, f, at, interleaved) for t, f in zip((query, key), freqs, strict=True))
+    turned = (
+        _rotated(t, f, at, interleaved, form) for t, f in zip((query, key), freqs, strict=True)
+    )
     return *turned, value.contiguous()
 
 
@@ -122,7 +122,7 @@ def fused_qkv_rope_forward(
     form = qkv_format_name("fused_qkv_rope_forward", qkv_format)
     at = _positions(qkv_input, form, start_positions, None, (cp_size, cp_rank))
     freqs = q_freqs.detach(), k_freqs.detach()
-    return _parts(qkv_input.detach(), freqs, qkv_split_arg_list, at, interleaved)
+    return _parts(qkv_input.detach(), freqs, qkv_split_arg_list, at, interleaved, form)
 
 
 def fused_qkv_rope_backward(
@@ -142,5 +142,5 @@ def fused_qkv_rope_backward(
     at = _positions(k_grad_out, form, None, None, (cp_size, cp_rank))
     whole = k_grad_out.new_empty(*k_grad_out.shape[:-1], sum(qkv_split_arg_list))
     freqs = q_freqs.detach(), k_freqs.detach()
-    run = lambda qkv: _parts(qkv, freqs, qkv_split_arg_list, at, interleaved)  # noqa: E731
+    run = lambda qkv: _parts(qkv, freqs, qkv_split_arg_list, at, interleaved, form)  # noqa: E731
     return _transposed(run, whole, (q_grad_out, k_grad_out, v_grad_out))
