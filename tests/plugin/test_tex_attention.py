@@ -215,6 +215,35 @@ def test_attention_of_one_tensor_and_casts(rng, tex):
     assert_near(top, (problem.scale * q @ k.transpose(2, 3)).amax((0, 2, 3)), DIM)
 
 
+@pytest.mark.parametrize("form", ["bshd", "sbhd", "thd"])
+def test_both_implementations_agree(rng, form):
+    """On any options together, with sequences of no token and queries that attend nothing."""
+    reference = Operators("reference.torch")
+    biases = ["NO_BIAS", "ALIBI"] + ["POST_SCALE_BIAS"] * (form != "thd")
+    for _ in range(20):
+        mask = NVTE_Mask_Type(int(rng.integers(6))).name.removeprefix("NVTE_")
+        problem = Problem(
+            rng, "cpu", form, mask=mask.removesuffix("_MASK") if mask != "NO_MASK" else mask,
+            window=[(-1, -1), (2, -1), (-1, 1), (1, 2)][rng.integers(4)],
+            bias=str(rng.choice(biases)),
+            softmax=str(rng.choice(["VANILLA", "OFF_BY_ONE", "LEARNABLE"])),
+        )  # fmt: skip
+        if form != "thd":
+            ends = [rng.integers(0, n + 1, BATCH) for n in (QUERIES, KEYS)]
+            problem.counted = [torch.tensor([0, a, a + b], dtype=torch.int32) for a, b in ends]
+        made = []
+        grad = None
+        for tex in (native, reference):
+            out, *aux = problem.forward(tex)
+            grad = normal(rng, tuple(out.shape), F32) if grad is None else grad
+            made.append([out, *aux, *problem.backward(tex, out, grad, aux)])
+        for one, other in zip(*made, strict=True):
+            if one is not None:
+                found, expected = (t.double().nan_to_num(neginf=-99.0) for t in (one, other))
+                terms = 1 + expected.abs()  # gradients of scores cancel
+                assert_nmse(found, expected, tol("attention", F32, 64), terms=terms)
+
+
 def test_dropout_of_attention(rng):
     """Drawn from the generator; the backward repeats it."""
     problem = Problem(rng, "cpu")

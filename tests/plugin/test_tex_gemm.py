@@ -210,6 +210,45 @@ def test_what_quantized_operands_may_lack(rng, device):
     assert_nmse(out, exact + bias.double(), bound + tol("round", BF16))
 
 
+@pytest.mark.parametrize("first", FORMATS)
+@pytest.mark.parametrize("second", FORMATS)
+@pytest.mark.parametrize(("transA", "transB"), LAYOUTS)
+def test_any_formats_of_any_sizes(rng, device, first, second, transA, transB):
+    """However they are padded: within the casts of the operands."""
+    both = {"rowwise": True, "columnwise": True}
+    for m, n, k in ((24, 40, 36), (8, 20, 50), (1, 3, 5)):
+        A, B = operands(rng, device, transA, transB, BF16, m, n, k)
+        of_weight = tensors.Float8BlockQuantizer(E4M3, **both, block_scaling_dim=2)
+        made = [
+            of_weight(A) if first == "tiles" else quantizers(device)[first](A),
+            tensors.Float8BlockQuantizer(E4M3, **both, block_scaling_dim=1)(B)
+            if second == "tiles"
+            else quantizers(device)[second](B),
+        ]
+        step = sum(
+            tol("half_step_nvfp4", E4M3) ** 2 if kind == "nvfp4" else tol("half_step", E4M3) ** 2
+            for kind in (first, second)
+        )
+        out, *_ = gemm(native, made[0], transA, made[1], transB, output_dtype=F32)
+        terms = product64(A.abs(), transA, B.abs(), transB)
+        assert_nmse(out, product64(A, transA, B, transB), step, terms=terms)
+
+
+@pytest.mark.parametrize(("transA", "transB"), LAYOUTS)
+def test_transformed_operands(rng, device, transA, transB):
+    """NVFP4 whose column-wise values are transformed: in a product both are, or none."""
+    A, B = operands(rng, device, transA, transB, BF16, 64, 48, 32)
+    make = tensors.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+    out, *_ = gemm(native, make(A), transA, make(B), transB, output_dtype=F32)
+    exact = product64(A, transA, B, transB)
+    assert_nmse(out, exact, 2 * tol("half_step_nvfp4", E4M3) ** 2)
+    if transA or not transB:  # all are read by rows, or are multiplied out
+        exact = product64(
+            make(A).dequantize(dtype=F32), transA, make(B).dequantize(dtype=F32), transB
+        )
+        assert_nmse(out, exact, tol("round", F32) + 16 * tol("sum", F32, 48))
+
+
 @each_implementation
 @pytest.mark.parametrize("kind", FORMATS)
 def test_quantized_results(rng, device, tex, kind):

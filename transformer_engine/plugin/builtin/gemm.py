@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`generic_gemm`, by ``_core.gemm``: operands in high precision or quantized, and epilogues."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +39,16 @@ def _forms(storage: Any) -> tuple[int, int, tuple[Tensor | None, ...]]:
     return storage._mode(), storage._code(), forms
 
 
-def _quantized_operand(tensor: Any, by_rows: bool) -> dict[str, Any] | None:
-    """Fields of `_core.gemm` of an operand whose row-wise form is read, or the column-wise one.
+class _Operand(NamedTuple):
+    """A quantized matrix as a GEMM reads it."""
+
+    fields: dict[str, Any]  # of `_core.gemm`, without the prefix
+    summed: int  # its size, with padding, in the dim that is summed over
+    transformed: bool  # it is of transformed values
+
+
+def _quantized_operand(tensor: Any, by_rows: bool) -> _Operand | None:
+    """An operand whose row-wise form is read, or the column-wise one.
 
     None where it is not quantized, or lacks that form.
     """
@@ -51,30 +59,37 @@ def _quantized_operand(tensor: Any, by_rows: bool) -> dict[str, Any] | None:
     data, scales, amax = forms[at], forms[at + 1], forms[4 + at // 2]
     if data is None:
         return None
-    matrix = casts.padded(data)
     lies_in_rows = by_rows or mode == _core.SCALING_MXFP8
-    matrix = matrix.flatten(0, -2) if lies_in_rows else matrix.flatten(1)
+    if mode != _core.SCALING_NVFP4 and (by_rows or not lies_in_rows):
+        data = casts.padded(data)
+    matrix = data.flatten(0, -2) if lies_in_rows else data.flatten(1)
     prepare_device(matrix.device)
     form = "row" if by_rows else "column"
-    return {
+    fields = {
         "_mode": mode,
         f"_{form}": matrix.view(_core.torch_dtype(code)),
         f"_{form}_scales": scales,
         f"_{form}_amax": amax,
     }
+    summed = matrix.shape[0] if lies_in_rows and not by_rows else matrix.shape[1]
+    summed *= 2 if mode == _core.SCALING_NVFP4 else 1  # two to a byte
+    return _Operand(fields, summed, not by_rows and getattr(tensor, "_with_rht", False))
 
 
 def _pair(A: Any, transA: bool, B: Any, transB: bool) -> tuple[dict[str, Any], torch.dtype | None]:
     """Arguments of `_core.gemm` for op(B) op(A), and their dtype; None: both are quantized.
 
-    Where one alone is, or lacks the form that is read, both are multiplied out to fp32.
+    Both are multiplied out to fp32 where one alone is quantized, lacks the form that is read or has
+    that of transformed values, or where they are padded differently.
     """
-    fields = _quantized_operand(B, not transB), _quantized_operand(A, transA)
+    left, right = _quantized_operand(B, not transB), _quantized_operand(A, transA)
     dtype = None
-    if None in fields:
+    if left is not None and right is not None and left[1:] == right[1:]:
+        fields = left.fields, right.fields
+    else:
         wanted = (("B", B), ("A", A))
         if any(hasattr(type(t), "_dequantized") for _, t in wanted):
-            found = [exact(_OP, name, t) for name, t in wanted]
+            found = [exact(_OP, name, t).contiguous() for name, t in wanted]
         else:
             found = [wide(_OP, name, t) for name, t in wanted]
         dtype = found[1].dtype
@@ -212,7 +227,8 @@ def generic_gemm(
         left = left.flatten(0, -2)
         sums = left.sum(0 if transB else 1, dtype=torch.float32).to(bias.dtype)
     if pre is not None and gelu_in is not None and not grad:
-        pre = gelu_in.copy_(pre.view(gelu_in.shape))
+        gelu_in.detach().copy_(pre.view(gelu_in.shape))
+        pre = gelu_in
     if made is not out:
         made = _delivered(made, quantizer, D)
     return (D if direct else made), sums, pre, None

@@ -48,12 +48,17 @@ def _put(made: Tensor, form: str, i: int, value: Tensor, first: int) -> None:
         made[i, : len(value)] = value
 
 
+def _ends(rule: _Rule, i: int, queries: int, keys: int) -> tuple[int, int]:
+    """How many of these belong to a sequence; of packed ones, all."""
+    if limits("fused_attn", rule.mask_type, rule.window)[0] and rule.forms[0] != "thd":
+        queries, keys = (int(c[i + 1] - c[i]) for c in rule.counted)
+    return queries, keys
+
+
 def _allowed(rule: _Rule, i: int, queries: int, keys: int, device: Any) -> tuple[Tensor, int]:
     """Which keys each query attends, and by how much the diagonal is further right."""
-    padding, bottom_right, left, right = limits("fused_attn", rule.mask_type, rule.window)
-    ends = queries, keys
-    if padding and rule.forms[0] != "thd":
-        ends = tuple(int(c[i + 1] - c[i]) for c in rule.counted)
+    _, bottom_right, left, right = limits("fused_attn", rule.mask_type, rule.window)
+    ends = _ends(rule, i, queries, keys)
     shift = ends[1] - ends[0] if bottom_right else 0
     query = torch.arange(queries, device=device)[:, None]
     key = torch.arange(keys, device=device)[None]
@@ -109,7 +114,8 @@ def _attend(rule: _Rule, tensors: tuple) -> tuple[Tensor, Tensor, Tensor]:
         else:
             first = 0
         _put(out, form, i, made, first)
-        _put(sums, form, i, total[..., None], first)
+        own = _ends(rule, i, q.shape[1], k.shape[1])[0]
+        _put(sums, form, i, total[:, :own, None], first)
         if scores.numel():
             top = torch.maximum(top, scores.detach().amax((1, 2)))
     return out, sums[..., 0], top
