@@ -507,16 +507,8 @@ class QuantizedTensor(Tensor):
 
     def _attributes(self) -> dict[str, Any]:
         """What programs have put on the tensor."""
-        own = {
-            *self._TENSORS,
-            *self._SETTINGS,
-            "_quantizer",
-            "_dtype",
-            "_viewed",
-            "_writes",
-            "_is_param",
-        }
-        own |= {"_values", "_seen"}  # of an IdentityTensor
+        own = {*self._TENSORS, *self._SETTINGS, "_quantizer", "_dtype", "_viewed", "_writes"}
+        own |= {"_is_param", "_values", "_seen"}  # the last two are of an IdentityTensor
         own |= {"get_high_precision_init_val", "clear_high_precision_init_val"}
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
