@@ -373,3 +373,14 @@ def test_copy_to_kv_cache(rng, device, tex, form, paged):
     )  # fmt: skip
     for cache, other in zip(caches, expected, strict=True):
         assert_bits(cache, other)
+
+
+def test_flash_attention_is_repeatable_or_refuses(monkeypatch):
+    heads = [torch.randn(4, 1, 2, 8) for _ in range(3)]
+    given = {"qkv_layout": "sbhd_sbhd_sbhd"}
+    run = plain_tex.flash_attention(0.2, deterministic=True)
+    with pytest.raises(NotImplementedError, match="deterministic=True"):
+        run(*heads, **given)
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    expected = plain_tex.flash_attention(0.2)(*heads, **given)
+    assert torch.equal(run(*heads, **given), expected)

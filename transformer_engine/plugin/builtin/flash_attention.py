@@ -7,7 +7,7 @@ from torch import Tensor
 
 from transformer_engine.plugin.builtin.attention import formats
 from transformer_engine.plugin.core.ops import FlashAttentionBase
-from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
+from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, native
 
 
 class FlashAttention(FlashAttentionBase):
@@ -56,8 +56,8 @@ class FlashAttention(FlashAttentionBase):
     ) -> Tensor:
         """Attend, with gradients; see `DotProductAttention.forward`.
 
-        NotImplementedError for `fp8`, which is that of `autocast` there, and for ranks of context
-        parallelism.
+        NotImplementedError for `fp8`, which is that of `autocast` there, for ranks of context
+        parallelism, and for ``deterministic`` where the process does not ask for it.
         """
         del cp_global_ranks, cp_stream, cp_comm_type, fp8_meta, quantizers, flash_attention_backend
         if fp8 or fp8_output:
@@ -72,6 +72,12 @@ class FlashAttention(FlashAttentionBase):
             raise NotImplementedError(
                 f"get_flash_attention_class: qkv_layout={qkv_layout!r}: not built yet; give one "
                 "format"
+            )
+        if self.deterministic and not native.deterministic():
+            raise NotImplementedError(
+                "get_flash_attention_class: deterministic=True for one module: not built yet; "
+                "torch.use_deterministic_algorithms(True) or NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 "
+                "asks for it in all"
             )
         run = self._core_attention(query_layer, key_layer, value_layer)
         biased = alibi_slopes is not None
