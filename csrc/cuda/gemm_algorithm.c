@@ -104,10 +104,15 @@ static te_gemm_pointers any_pointers(const te_gemm_key *key)
 
 /* ---- choosing an algorithm ---------------------------------------------------------------- */
 
+static size_t workspace_of(const te_gemm_key *key)
+{
+    return key->workspace_log2 == 0 ? 0 : (size_t)1 << key->workspace_log2;
+}
+
 static te_status describe_preference(const te_cublaslt_api *api, const te_gemm_key *key,
                                      cublasLtMatmulPreferenceOpaque_t *out)
 {
-    size_t workspace = key->workspace_log2 == 0 ? 0 : (size_t)1 << key->workspace_log2;
+    size_t workspace = workspace_of(key);
     uint32_t a = 1U << key->b_align, b = 1U << key->a_align, d = 1U << key->d_align;
     cublasStatus_t status;
     memset(out, 0, sizeof *out);
@@ -146,31 +151,70 @@ static te_status no_algorithm(const te_cublaslt *lt, const te_gemm_key *key, cub
                    (int)key->workspace_log2);
 }
 
+/* What the library's heuristic answers, the best first. */
+typedef struct answers {
+    cublasLtMatmulHeuristicResult_t found[TE_GEMM_CANDIDATES];
+    int count;
+    cublasStatus_t status;
+} answers;
+
+static te_status ask(const te_cublaslt *lt, te_gemm_descriptor *desc, te_gemm_entry *entry,
+                     answers *out)
+{
+    cublasLtMatmulPreferenceOpaque_t preference;
+    const int requested = lt->tuner != NULL ? TE_GEMM_CANDIDATES : 1;
+    out->count = 0;
+    TE_TRY(te_gemm_describe_matrices(&lt->api, &entry->key, entry));
+    TE_TRY(describe_preference(&lt->api, &entry->key, &preference));
+    out->status = lt->api.cublasLtMatmulAlgoGetHeuristic(
+        lt->handle, (cublasLtMatmulDesc_t)(void *)desc, &entry->a, &entry->b, &entry->c, &entry->d,
+        &preference, requested, out->found, &out->count);
+    if (out->status == CUBLAS_STATUS_SUCCESS)
+        out->status = out->count > 0 ? out->found[0].state : CUBLAS_STATUS_NOT_SUPPORTED;
+    if (out->status != CUBLAS_STATUS_SUCCESS) out->count = 0;
+    return TE_OK;
+}
+
+/* Where the library would split a long k (few tiles, from k = 8192 on), cuBLASLt 13.1 offers no
+ * algorithm at all for scales of rows with a bias, though those of shorter sums run there. So it
+ * is asked for the same problem with fewer terms, and whether the best answer runs this one. */
+static te_status ask_for_shorter_sums(const te_cublaslt *lt, te_gemm_descriptor *desc,
+                                      te_gemm_entry *entry, answers *out)
+{
+    enum { FEWEST = 1024, MULTIPLE = 16 };
+    cublasLtMatmulHeuristicResult_t *best = &out->found[0];
+    for (int64_t k = entry->key.k / 2; k >= FEWEST; k /= 2) {
+        te_gemm_entry shorter = {.key = entry->key};
+        shorter.key.k = k / MULTIPLE * MULTIPLE;
+        TE_TRY(ask(lt, desc, &shorter, out));
+        if (out->count == 0) continue;
+        out->status = lt->api.cublasLtMatmulAlgoCheck(
+            lt->handle, (cublasLtMatmulDesc_t)(void *)desc, &entry->a, &entry->b, &entry->c,
+            &entry->d, &best->algo, best);
+        out->count = out->status == CUBLAS_STATUS_SUCCESS &&
+                     best->workspaceSize <= workspace_of(&entry->key);
+        if (out->count == 1) break;
+    }
+    return TE_OK;
+}
+
 /* Fills an entry. May allocate and load code inside the library. */
 static te_status choose(te_cublaslt *lt, const te_gemm_key *key, const te_gemm_pointers *at,
                         void *stream, te_gemm_entry *out)
 {
-    cublasLtMatmulHeuristicResult_t found[TE_GEMM_CANDIDATES];
-    cublasLtMatmulPreferenceOpaque_t preference;
+    answers answered;
     te_gemm_descriptor desc;
     te_gemm_pointers any = any_pointers(key);
-    int count = 0, requested = lt->tuner != NULL ? TE_GEMM_CANDIDATES : 1;
-    cublasStatus_t status;
+    cublasStatus_t refusal;
     memset(out, 0, sizeof *out);
     out->key = *key;
     TE_TRY(te_gemm_describe(lt, key, &any, &desc));
-    TE_TRY(te_gemm_describe_matrices(&lt->api, key, out));
-    TE_TRY(describe_preference(&lt->api, key, &preference));
-    status = lt->api.cublasLtMatmulAlgoGetHeuristic(lt->handle, (cublasLtMatmulDesc_t)(void *)&desc,
-                                                    &out->a, &out->b, &out->c, &out->d, &preference,
-                                                    requested, found, &count);
-    if (status == CUBLAS_STATUS_SUCCESS && count > 0) status = found[0].state;
-    if (status != CUBLAS_STATUS_SUCCESS || count == 0) {
-        if (status == CUBLAS_STATUS_SUCCESS) status = CUBLAS_STATUS_NOT_SUPPORTED;
-        return no_algorithm(lt, key, status);
-    }
-    te_gemm_adopt(out, &found[0].algo, found[0].workspaceSize);
-    if (lt->tuner != NULL) te_gemm_tune_entry(lt, out, found, count, at, stream);
+    TE_TRY(ask(lt, &desc, out, &answered));
+    refusal = answered.status;
+    if (answered.count == 0) TE_TRY(ask_for_shorter_sums(lt, &desc, out, &answered));
+    if (answered.count == 0) return no_algorithm(lt, key, refusal);
+    te_gemm_adopt(out, &answered.found[0].algo, answered.found[0].workspaceSize);
+    if (lt->tuner != NULL) te_gemm_tune_entry(lt, out, answered.found, answered.count, at, stream);
     return TE_OK;
 }
 

@@ -207,6 +207,26 @@ def test_gemm(device, pair, target, dtypes, sizes, rng, counters):
         check_product(d.tensor, exact, terms, k)
 
 
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "plain"])
+@pytest.mark.parametrize("sizes", [(16, 256, 8192), (72, 144, 16384), (1, 8, 24592)], ids=str)
+def test_long_sums_of_few_tiles(device, pair, with_bias, sizes, rng):
+    """Where cuBLASLt would split k: it offers nothing for rows with a bias unless asked again."""
+    m, n, k = sizes
+    a = normal(rng, (m, k), F32, device)
+    b = normal(rng, (n, k), F32, device)
+    a_words, a_exact = scaled_operand("a", a, pair[0], E4M3, True)
+    b_words, b_exact = scaled_operand("b", b, pair[1], E4M3, True)
+    bias = normal(rng, (n,), BF16, device) if with_bias else None
+    d = Poisoned((m, n), BF16, device)
+    _core.gemm(d.tensor, b_transposed=1, bias=bias, **a_words, **b_words)
+    assert d.untouched()
+    exact, terms = a_exact @ b_exact.T, a_exact.abs() @ b_exact.abs().T
+    if bias is not None:
+        exact, terms = exact + bias.double(), terms + bias.double().abs()
+    check_product(d.tensor, exact, terms, k)
+
+
 def check_product(d, exact, terms, k):
     """Sums in fp32 on the CPU; on Hopper those of its accumulator, which cuBLASLt promotes."""
     if d.is_cuda:
