@@ -244,22 +244,48 @@ te_status te_backend_unregister(const char *name)
     return st;
 }
 
-/* The first candidate from `at` on that has the operator. */
-static int having(const te_op_table *table, te_op op, int at)
+/* An operator, whom a call of it may ask, and who is asked next. */
+typedef struct search {
+    te_op_candidates among;
+    te_context *context;
+    te_device_type device;
+    te_op op;
+    int at, end;
+} search;
+
+static const te_backend *backend_at(const search *in, int at)
 {
-    while (at < table->count && table->candidates[at].backend->slots[op].function == NULL) at++;
-    return at;
+    const int selected = in->among.selection == NULL ? 0 : in->among.selection->count;
+    return at < selected ? in->among.selection->backends[at]
+                         : in->among.table->candidates[at - selected].backend;
 }
 
-/* The next candidate from *at on that supports the call; *at moves to the one behind it. */
-static te_status resolve(const te_op_table *table, te_context *context, te_op op, const void *args,
-                         int *at, const te_op_slot **out)
+/* Moves on to the first candidate from `at` on that has the operator on this device. */
+static void go_to(search *in, int at)
+{
+    for (in->at = at; in->at < in->end; in->at++) {
+        const te_backend *backend = backend_at(in, in->at);
+        if (backend->slots[in->op].function != NULL && backend->device == in->device) return;
+    }
+}
+
+static search begin_search(te_op_candidates among, te_context *context, te_op op)
+{
+    search in = {.among = among, .context = context, .op = op, .end = among.table->count};
+    in.device = te_context_device(context).type;
+    if (among.selection != NULL) in.end += among.selection->count;
+    go_to(&in, 0);
+    return in;
+}
+
+/* The next candidate that supports the call; the search moves to the one behind it. */
+static te_status resolve(search *in, const void *args, const te_op_slot **out)
 {
     te_status st = TE_OK;
-    while (*at < table->count) {
-        const te_op_slot *slot = &table->candidates[*at].backend->slots[op];
-        *at = having(table, op, *at + 1);
-        st = slot->supports == NULL ? TE_OK : slot->supports(slot->self, context, args);
+    while (in->at < in->end) {
+        const te_op_slot *slot = &backend_at(in, in->at)->slots[in->op];
+        go_to(in, in->at + 1);
+        st = slot->supports == NULL ? TE_OK : slot->supports(slot->self, in->context, args);
         if (st == TE_OK) {
             *out = slot;
             return TE_OK;
@@ -267,7 +293,8 @@ static te_status resolve(const te_op_table *table, te_context *context, te_op op
         if (st != TE_ERROR_UNSUPPORTED) return st;
     }
     if (st == TE_ERROR_UNSUPPORTED) return st; /* the last candidate said why */
-    return TE_FAIL(TE_ERROR_UNSUPPORTED, "%s: no backend of this device has it", te_op_name(op));
+    return TE_FAIL(TE_ERROR_UNSUPPORTED, "%s: no backend of this device has it",
+                   te_op_name(in->op));
 }
 
 static te_status check_call(te_context *context, te_op op, const void *args)
@@ -277,44 +304,44 @@ static te_status check_call(te_context *context, te_op op, const void *args)
 }
 
 /* Arguments have been checked. */
-static te_status run_checked(const te_op_table *table, te_context *context, te_op op,
+static te_status run_checked(te_op_candidates candidates, te_context *context, te_op op,
                              const void *args, void *stream)
 {
+    search in = begin_search(candidates, context, op);
     const te_op_slot *slot = NULL;
     te_status st;
-    int at = having(table, op, 0);
     do { /* a function may find out only when called that it does not take the arguments */
-        TE_TRY(resolve(table, context, op, args, &at, &slot));
+        TE_TRY(resolve(&in, args, &slot));
         st = slot->function(slot->self, context, args, stream);
-    } while (st == TE_ERROR_UNSUPPORTED && at < table->count);
+    } while (st == TE_ERROR_UNSUPPORTED && in.at < in.end);
     if (st == TE_OK) te_count_op(te_context_device(context).type, op);
     return st;
 }
 
-te_status te_op_run_in(const te_op_table *table, te_context *context, te_op op, const void *args,
+te_status te_op_run_in(te_op_candidates candidates, te_context *context, te_op op, const void *args,
                        void *stream)
 {
     TE_TRY(check_call(context, op, args));
-    return run_checked(table, context, op, args, stream);
+    return run_checked(candidates, context, op, args, stream);
 }
 
-te_status te_op_workspace_in(const te_op_table *table, te_context *context, te_op op,
+te_status te_op_workspace_in(te_op_candidates candidates, te_context *context, te_op op,
                              const void *args, size_t *bytes)
 {
+    search in = begin_search(candidates, context, op);
     const te_op_slot *slot = NULL;
     te_status st;
-    int at = having(table, op, 0);
     *bytes = 0;
     TE_TRY(check_call(context, op, args));
-    TE_TRY(resolve(table, context, op, args, &at, &slot));
+    TE_TRY(resolve(&in, args, &slot));
     for (;;) { /* enough for every candidate that the call may end at */
         size_t need = 0;
         if (slot->workspace != NULL) {
             TE_TRY(slot->workspace(slot->self, context, args, &need));
         }
         if (need > *bytes) *bytes = need;
-        if (at == table->count) return TE_OK;
-        st = resolve(table, context, op, args, &at, &slot);
+        if (in.at == in.end) return TE_OK;
+        st = resolve(&in, args, &slot);
         if (st != TE_OK) return st == TE_ERROR_UNSUPPORTED ? TE_OK : st;
     }
 }
@@ -328,7 +355,7 @@ te_status te_op_run(te_context *context, te_op op, const void *args, void *strea
     TE_TRY(check_call(context, op, args));
     TE_TRY(te_check_memory(op, args));
     table = te_op_table_acquire(te_context_device(context).type);
-    st = run_checked(table, context, op, args, stream);
+    st = run_checked((te_op_candidates){NULL, table}, context, op, args, stream);
     te_op_table_release(table);
     return st;
 }
@@ -342,7 +369,7 @@ te_status te_op_workspace(te_context *context, te_op op, const void *args, size_
     TE_TRY(te_check_size(op, args, &whole, &args));
     TE_TRY(te_context_check(context));
     table = te_op_table_acquire(te_context_device(context).type);
-    st = te_op_workspace_in(table, context, op, args, bytes);
+    st = te_op_workspace_in((te_op_candidates){NULL, table}, context, op, args, bytes);
     te_op_table_release(table);
     return st;
 }

@@ -18,10 +18,16 @@ te_op_table *te_op_table_acquire(te_device_type device);
 void te_op_table_release(te_op_table *table);
 /* A number that no other table of the process has had; never 0. */
 int64_t te_op_table_number(const te_op_table *table);
+/* Whom a call asks: the backends of a selection (NULL: none), then those of a table. */
+typedef struct te_op_candidates {
+    const te_selection *selection;
+    const te_op_table *table;
+} te_op_candidates;
+
 /* Checks the arguments, then runs the first candidate that supports the call. */
-te_status te_op_run_in(const te_op_table *table, te_context *context, te_op op, const void *args,
+te_status te_op_run_in(te_op_candidates candidates, te_context *context, te_op op, const void *args,
                        void *stream);
-te_status te_op_workspace_in(const te_op_table *table, te_context *context, te_op op,
+te_status te_op_workspace_in(te_op_candidates candidates, te_context *context, te_op op,
                              const void *args, size_t *bytes);
 
 #endif

@@ -129,7 +129,8 @@ int te_context_scratch_lookup(te_context *context, const te_scratch_key *key, si
     scratch_entry *entry = scratch_slot(context, key);
     int hit;
     (void)pthread_mutex_lock(&context->lock);
-    hit = entry->key.table == key->table && entry->key.plan == key->plan &&
+    hit = entry->key.table == key->table && entry->key.selection == key->selection &&
+          entry->key.plan == key->plan &&
           entry->key.consumes_saved == key->consumes_saved &&
           memcmp(&entry->key.sizes, &key->sizes, sizeof key->sizes) == 0;
     if (hit) *bytes = entry->bytes;

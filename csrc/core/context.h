@@ -26,12 +26,13 @@ const te_device_driver *te_cuda_driver(void);
 /* What the driver's open made. */
 void *te_context_state(const te_context *context);
 
-/* Plan scratch sizes remembered per context (plan.c), for one operator table: another backend may
- * need another workspace. lookup returns 1 and the bytes, or 0. */
+/* Plan scratch sizes remembered per context (plan.c), for one operator table and selection: another
+ * backend may need another workspace. lookup returns 1 and the bytes, or 0. */
 typedef struct te_scratch_key {
     int64_t plan;
     te_sizes sizes;
-    int64_t table; /* te_op_table_number */
+    int64_t table;     /* te_op_table_number */
+    int64_t selection; /* its number; 0: none */
     int64_t consumes_saved;
 } te_scratch_key;
 int te_context_scratch_lookup(te_context *context, const te_scratch_key *key, size_t *bytes);

@@ -313,6 +313,16 @@ typedef struct te_backend {
 TE_API te_status te_backend_register(const te_backend *backend);
 TE_API te_status te_backend_unregister(const char *name);
 
+/* Backends that a caller has its runs of plans ask, in this order, before those that are registered
+ * (te_plan_call.selection): each run by a choice of its own. All is the caller's, as long as a run
+ * goes on. */
+typedef struct te_selection {
+    size_t size;
+    int64_t number; /* above 0: of no other selection of the process, for what contexts remember */
+    int32_t count;
+    const te_backend *const *backends; /* `priority` and `release` are not read */
+} te_selection;
+
 /* ---- counters ----------------------------------------------------------------------------- */
 
 typedef struct te_counter {

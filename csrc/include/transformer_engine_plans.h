@@ -481,6 +481,7 @@ typedef struct te_plan_call {
     int32_t observed;
     int32_t consumes_saved; /* nobody reads `saved` after this run: scratch lies in members that no
                                stage reads any more. Of a later plan, where no other one follows */
+    const te_selection *selection; /* whom operators ask first; NULL: nobody else */
 } te_plan_call;
 
 /* Bytes of scratch for the buffers of one call: a misaligned or strided one may need a copy that

@@ -20,6 +20,7 @@
 typedef struct run_state {
     const te_plan *plan;
     te_op_table *table; /* held until the run is over */
+    const te_selection *selection;
     te_context *context;
     const te_layout *layout;
     te_layout *own_layout;
@@ -36,12 +37,18 @@ typedef union stage_args {
 #undef X
 } stage_args;
 
+static te_op_candidates candidates_of(const run_state *run)
+{
+    return (te_op_candidates){run->selection, run->table};
+}
+
 static te_status begin(run_state *run, te_context *context, const te_plan *plan,
-                       const te_sizes *sizes, int consumes_saved)
+                       const te_sizes *sizes, int consumes_saved, const te_selection *selection)
 {
     run->buffers = NULL;
     run->own_layout = NULL;
     run->table = NULL;
+    run->selection = selection;
     TE_TRY(te_context_check(context));
     TE_TRY(te_plan_check(plan));
     run->plan = plan;
@@ -241,7 +248,7 @@ static te_status run_stages(run_state *run, const te_plan_call *call, void *stre
             TE_TRY(tell(run, call, s, TE_STAGE_RUN));
         } else {
             bind(run, stage, &args);
-            TE_TRY(te_op_run_in(run->table, run->context, stage->op, &args, stream));
+            TE_TRY(te_op_run_in(candidates_of(run), run->context, stage->op, &args, stream));
         }
         if (call->observed) TE_TRY(tell(run, call, s, TE_STAGE_AFTER));
     }
@@ -255,7 +262,7 @@ te_status te_plan_run(te_context *context, const te_plan_call *call, void *strea
     if (call == NULL || call->size != sizeof *call || call->buffers == NULL) {
         return TE_FAIL(TE_ERROR_INVALID, "plan: call is incomplete (size or buffers)");
     }
-    st = begin(&run, context, call->plan, &call->sizes, call->consumes_saved != 0);
+    st = begin(&run, context, call->plan, &call->sizes, call->consumes_saved != 0, call->selection);
     if (st != TE_OK) goto done;
     if (call->slots == NULL && run.plan->owners > 0) {
         st = TE_FAIL(TE_ERROR_INVALID, "plan: call is incomplete (slots)");
@@ -286,13 +293,14 @@ done:
 /* The plan's own scratch and the largest workspace of its operators; `given` NULL: over dense,
  * aligned buffers. */
 static te_status measure(te_context *context, const te_plan *plan, const te_sizes *sizes,
-                         int consumes_saved, const te_tensor *given, size_t *bytes)
+                         int consumes_saved, const te_selection *selection, const te_tensor *given,
+                         size_t *bytes)
 {
     static const int32_t first_slots[2 * TE_GRAPH_NODES];
     run_state run;
     stage_args args;
     size_t largest = 0;
-    te_status st = begin(&run, context, plan, sizes, consumes_saved);
+    te_status st = begin(&run, context, plan, sizes, consumes_saved, selection);
     if (st != TE_OK) goto done;
     run.slots = first_slots;
     run.workspace = NULL;
@@ -311,7 +319,7 @@ static te_status measure(te_context *context, const te_plan *plan, const te_size
         size_t need = 0;
         if (stage->external) continue;
         bind(&run, stage, &args);
-        st = te_op_workspace_in(run.table, context, stage->op, &args, &need);
+        st = te_op_workspace_in(candidates_of(&run), context, stage->op, &args, &need);
         if (st != TE_OK) goto done;
         if (need > largest) largest = need;
     }
@@ -322,14 +330,15 @@ done:
 }
 
 static te_status find_scratch(te_context *context, const te_plan *plan, const te_sizes *sizes,
-                              int consumes_saved, size_t *bytes)
+                              int consumes_saved, const te_selection *selection, size_t *bytes)
 {
     te_scratch_key key = {.plan = plan->id, .sizes = *sizes, .consumes_saved = consumes_saved};
+    key.selection = selection == NULL ? 0 : selection->number;
     te_op_table *table = te_op_table_acquire(te_context_device(context).type);
     key.table = te_op_table_number(table);
     te_op_table_release(table);
     if (te_context_scratch_lookup(context, &key, bytes)) return TE_OK;
-    TE_TRY(measure(context, plan, sizes, consumes_saved, NULL, bytes));
+    TE_TRY(measure(context, plan, sizes, consumes_saved, selection, NULL, bytes));
     te_context_scratch_store(context, &key, *bytes);
     return TE_OK;
 }
@@ -339,7 +348,7 @@ te_status te_plan_scratch(te_context *context, const te_plan *plan, const te_siz
 {
     TE_TRY(te_context_check(context)); /* before its lock is taken */
     TE_TRY(te_plan_check(plan));
-    return find_scratch(context, plan, sizes, 0, bytes);
+    return find_scratch(context, plan, sizes, 0, NULL, bytes);
 }
 
 /* Dense, and aligned as every library wants it. */
@@ -363,6 +372,7 @@ te_status te_plan_scratch_for(te_context *context, const te_plan_call *call, siz
     for (int32_t i = 0; i < plan->buffer_count; i++) {
         if (plan->buffers[i].info.role <= TE_ROLE_STATE) ordinary &= is_ordinary(&call->buffers[i]);
     }
-    if (ordinary) return find_scratch(context, plan, &call->sizes, consumes, bytes);
-    return measure(context, plan, &call->sizes, consumes, call->buffers, bytes);
+    if (ordinary)
+        return find_scratch(context, plan, &call->sizes, consumes, call->selection, bytes);
+    return measure(context, plan, &call->sizes, consumes, call->selection, call->buffers, bytes);
 }

@@ -7,24 +7,17 @@
  * the operator table drop the record, on a thread without the GIL, which is why it is emptied
  * first.
  */
-#include "python/args.h"
+#include "python/function_slot.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct function_record {
-    PyObject *function; /* NULL: none, or unregistered */
-    const tepy_state *state;
-    const char *backend;
-    te_op op;
-} function_record;
-
 struct tepy_backend {
     tepy_backend *next;
     char *name;
     atomic_int holders; /* the module's list, the operator table */
-    function_record functions[TE_OP_COUNT];
+    tepy_function_slot functions[TE_OP_COUNT];
 };
 
 int tepy_backends_visit(tepy_state *state, visitproc visit, void *arg)
@@ -63,101 +56,6 @@ void tepy_backends_clear(tepy_state *state)
     }
 }
 
-/* ---- args structs as dicts ---- */
-
-/* New reference: a torch tensor over the view's memory; None for an absent one. */
-static PyObject *lend_tensor(const tepy_state *state, const te_tensor *view)
-{
-    return view->ndim == 0 ? Py_NewRef(Py_None) : tepy_share(state, NULL, view);
-}
-
-/* New reference: the elements behind a pointer; None for NULL. */
-static PyObject *lend_elements(const tepy_state *state, const void *data, te_dtype dtype,
-                               int64_t count, te_device device)
-{
-    te_tensor view = {.data = (void *)(uintptr_t)data, .dtype = dtype, .device = device, .ndim = 1};
-    if (data == NULL) return Py_NewRef(Py_None);
-    view.shape[0] = count;
-    view.strides[0] = 1;
-    return lend_tensor(state, &view);
-}
-
-/* Puts a new reference into the dict; NULL is an error. */
-static int put(PyObject *dict, const char *name, PyObject *value)
-{
-    int result = value == NULL ? -1 : PyDict_SetItemString(dict, name, value);
-    Py_XDECREF(value);
-    return result;
-}
-
-/* New reference. */
-static PyObject *lend_field(const tepy_state *state, const te_field *field, const void *args,
-                            te_device device)
-{
-    const void *member = te_field_member(field, args);
-    switch (field->kind) {
-    case TE_FIELD_TENSOR:
-        return lend_tensor(state, member);
-    case TE_FIELD_FLOATS:
-        return lend_elements(state, *(float *const *)member, TE_DTYPE_F32, field->count, device);
-    case TE_FIELD_INT64S:
-        return lend_elements(state, *(int64_t *const *)member, TE_DTYPE_I64, field->count, device);
-    case TE_FIELD_INT64: /* more than a double holds */
-        return PyLong_FromLongLong(*(const int64_t *)member);
-    default:
-        return tepy_number(field, te_field_number(field, args));
-    }
-}
-
-/* New reference: every field by name, but for the workspace: a Python function allocates what it
- * needs. */
-static PyObject *lend_args(const function_record *record, const void *args, te_device device)
-{
-    const te_op_info *info = te_op_describe(record->op);
-    PyObject *dict = PyDict_New();
-    for (int i = 0; dict != NULL && i < info->field_count; i++) {
-        const te_field *field = &info->fields[i];
-        if (field->kind == TE_FIELD_WORKSPACE) continue;
-        if (put(dict, field->name, lend_field(record->state, field, args, device)) != 0) {
-            Py_CLEAR(dict);
-        }
-    }
-    return dict;
-}
-
-/* The te_op_function of every Python slot. */
-static te_status call_python(void *self, te_context *context, const void *args, void *stream)
-{
-    const function_record *record = self;
-    const char *op = te_op_name(record->op); /* never changes, unlike the function */
-    PyObject *function, *dict = NULL, *result = NULL;
-    PyGILState_STATE gil;
-    te_status st = TE_OK;
-    (void)stream; /* torch's current stream, on which the function works anyway */
-    gil = PyGILState_Ensure();
-    function = record->function;
-    if (function == NULL) {
-        st = TE_FAIL(TE_ERROR_UNSUPPORTED, "%s: the Python backend %s was unregistered", op,
-                     record->backend);
-        goto done;
-    }
-    (void)Py_NewRef(function); /* it may unregister itself */
-    dict = lend_args(record, args, te_context_device(context));
-    if (dict != NULL) result = PyObject_CallFunctionObjArgs(function, dict, NULL);
-    if (result == NULL) {
-        st = TE_FAIL(TE_ERROR_CALLBACK, "%s: the Python backend %s raised", op, record->backend);
-    } else if (result == Py_NotImplemented) {
-        st = TE_FAIL(TE_ERROR_UNSUPPORTED, "%s: the Python backend %s does not take this call", op,
-                     record->backend);
-    }
-    Py_DECREF(function);
-done:
-    Py_XDECREF(result);
-    Py_XDECREF(dict);
-    PyGILState_Release(gil);
-    return st;
-}
-
 /* ---- registration ---- */
 
 /* One item of `functions` into its record. */
@@ -172,7 +70,7 @@ static int take_function(tepy_backend *backend, const tepy_state *state, PyObjec
         return tepy_fail_showing(PyExc_TypeError, site, "%U is not callable", function);
     }
     backend->functions[op] =
-        (function_record){Py_NewRef(function), state, backend->name, (te_op)op};
+        (tepy_function_slot){Py_NewRef(function), state, backend->name, (te_op)op, TEPY_ALL_FIELDS};
     return 0;
 }
 
@@ -242,7 +140,8 @@ PyObject *tepy_register_backend(PyObject *module, PyObject *const *args, Py_ssiz
     backend.priority = (int32_t)priority;
     for (int op = 0; op < TE_OP_COUNT; op++) {
         if (record->functions[op].function == NULL) continue;
-        backend.slots[op] = (te_op_slot){.function = call_python, .self = &record->functions[op]};
+        backend.slots[op] =
+            (te_op_slot){.function = tepy_call_function, .self = &record->functions[op]};
     }
     st = te_backend_register(&backend);
     if (st != TE_OK) {

@@ -182,7 +182,9 @@ static int takes(const implementation *self, PyObject *const *args, size_t nargs
     return result;
 }
 
-static PyObject *call_first(const operator_object *self, PyObject *candidates,
+/* What the first candidate that takes a call returns; where none does `refuse` raises, or without
+ * one it is NotImplemented. */
+static PyObject *call_first(PyObject *name, PyObject *candidates, PyObject *refuse,
                             PyObject *const *args, size_t nargsf, PyObject *names)
 {
     const Py_ssize_t count = PyTuple_Size(candidates);
@@ -197,10 +199,11 @@ static PyObject *call_first(const operator_object *self, PyObject *candidates,
         if (result == NULL) add_note(found);
         return result;
     }
-    result = PyObject_CallFunctionObjArgs(self->dispatcher->refuse, self->name, candidates, NULL);
+    if (refuse == NULL) return Py_NewRef(Py_NotImplemented);
+    result = PyObject_CallFunctionObjArgs(refuse, name, candidates, NULL);
     if (result != NULL) {
         Py_DECREF(result);
-        PyErr_Format(PyExc_SystemError, "%U: nothing was called, and nothing raised", self->name);
+        PyErr_Format(PyExc_SystemError, "%U: nothing was called, and nothing raised", name);
     }
     return NULL;
 }
@@ -219,7 +222,7 @@ static PyObject *operator_vectorcall(PyObject *object, PyObject *const *args, si
         candidates = PyTuple_New(0);
         if (candidates == NULL) return NULL;
     }
-    result = call_first(self, candidates, args, nargsf, names);
+    result = call_first(self->name, candidates, self->dispatcher->refuse, args, nargsf, names);
     Py_DECREF(candidates);
     return result;
 }
@@ -287,6 +290,96 @@ static PyType_Spec operator_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |
              Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = operator_slots,
+};
+
+/* ---- choices ------------------------------------------------------------------------------ */
+
+/* Implementations of one operator in the order in which they are asked, whatever is in force when
+ * they are. */
+typedef struct choice {
+    PyObject_HEAD vectorcallfunc call;
+    PyObject *name, *implementations;
+    PyObject *refuse; /* NULL: NotImplemented is the answer */
+} choice;
+
+static PyObject *choice_vectorcall(PyObject *object, PyObject *const *args, size_t nargsf,
+                                   PyObject *names)
+{
+    const choice *self = (const choice *)object;
+    return call_first(self->name, self->implementations, self->refuse, args, nargsf, names);
+}
+
+static int choice_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    const choice *self = (const choice *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->implementations);
+    Py_VISIT(self->refuse);
+    return 0;
+}
+
+static void choice_dealloc(PyObject *object)
+{
+    choice *self = (choice *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    Py_XDECREF(self->name);
+    Py_XDECREF(self->implementations);
+    Py_XDECREF(self->refuse);
+    TEPY_FREE(object);
+    Py_DECREF(type);
+}
+
+static PyObject *choice_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"name", "implementations", "refuse", NULL};
+    PyObject *name, *implementations, *refuse = Py_None, *module = PyType_GetModule(type), *kind;
+    choice *self;
+    if (module == NULL ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "UO!|O:Choice", names, &name, &PyTuple_Type,
+                                     &implementations, &refuse) ||
+        (refuse != Py_None && require_callable(refuse, (tepy_site){"Choice", "refuse"}) != 0)) {
+        return NULL;
+    }
+    kind = tepy_state_of(module)->implementation_type;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(implementations); i++) {
+        PyObject *item = PyTuple_GetItem(implementations, i);
+        if (Py_TYPE(item) == (PyTypeObject *)kind) continue;
+        (void)tepy_fail(PyExc_TypeError, (tepy_site){"Choice", "implementations"},
+                        "expected Implementations, got %R", Py_TYPE(item));
+        return NULL;
+    }
+    self = (choice *)TEPY_ALLOCATE(type);
+    if (self == NULL) return NULL;
+    self->call = choice_vectorcall;
+    self->name = Py_NewRef(name);
+    self->implementations = Py_NewRef(implementations);
+    self->refuse = refuse == Py_None ? NULL : Py_NewRef(refuse);
+    return (PyObject *)self;
+}
+
+static PyMemberDef choice_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(choice, call), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot choice_slots[] = {
+    {Py_tp_doc, "Choice(name, implementations, refuse=None)\n--\n\n"
+                "Calls the first implementation that takes a call."},
+    {Py_tp_new, choice_new},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_dealloc, choice_dealloc},
+    {Py_tp_traverse, choice_traverse},
+    {Py_tp_members, choice_members},
+    {0, NULL},
+};
+
+static PyType_Spec choice_spec = {
+    .name = "transformer_engine._core.Choice",
+    .basicsize = sizeof(choice),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |
+             Py_TPFLAGS_HAVE_VECTORCALL,
+    .slots = choice_slots,
 };
 
 /* ---- dispatchers -------------------------------------------------------------------------- */
@@ -383,7 +476,7 @@ static PyObject *dispatcher_operator(PyObject *object, PyObject *args)
 static PyObject *dispatcher_selection(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    return tepy_scope_of_table((tepy_dispatcher *)object);
+    return tepy_scope_of_table((tepy_dispatcher *)object, NULL);
 }
 
 static PyMethodDef dispatcher_methods[] = {
@@ -417,6 +510,11 @@ static PyType_Spec dispatcher_spec = {
 
 /* ---- types -------------------------------------------------------------------------------- */
 
+static int add_type(PyObject *module, const char *name, PyObject *type)
+{
+    return type == NULL ? -1 : PyModule_AddObjectRef(module, name, type);
+}
+
 int tepy_dispatch_add(PyObject *module)
 {
     tepy_state *state = tepy_state_of(module);
@@ -426,23 +524,24 @@ int tepy_dispatch_add(PyObject *module)
         (void)PyErr_NoMemory();
         return -1;
     }
-    if ((state->operator_type = PyType_FromModuleAndSpec(module, &operator_spec, NULL)) == NULL ||
-        PyModule_AddObjectRef(module, "Operator", state->operator_type) != 0 ||
-        (state->scope_type = tepy_scope_make_type(module)) == NULL ||
-        PyModule_AddObjectRef(module, "Scope", state->scope_type) != 0) {
+    state->operator_type = PyType_FromModuleAndSpec(module, &operator_spec, NULL);
+    state->scope_type = tepy_scope_make_type(module);
+    state->selection_type = tepy_selection_make_type(module);
+    state->dispatcher_type = PyType_FromModuleAndSpec(module, &dispatcher_spec, NULL);
+    state->implementation_type = PyType_FromModuleAndSpec(module, &implementation_spec, NULL);
+    made = PyType_FromModuleAndSpec(module, &choice_spec, NULL);
+    if (made == NULL || PyModule_AddObjectRef(module, "Choice", made) != 0) {
+        Py_XDECREF(made);
         return -1;
     }
-    for (int i = 0; i < 2; i++) {
-        made = PyType_FromModuleAndSpec(module, i == 0 ? &dispatcher_spec : &implementation_spec,
-                                        NULL);
-        if (made == NULL ||
-            PyModule_AddObjectRef(module, i == 0 ? "Dispatcher" : "Implementation", made) != 0) {
-            Py_XDECREF(made);
-            return -1;
-        }
-        Py_DECREF(made);
-    }
-    return 0;
+    Py_DECREF(made);
+    return add_type(module, "Operator", state->operator_type) != 0 ||
+                   add_type(module, "Scope", state->scope_type) != 0 ||
+                   add_type(module, "Selection", state->selection_type) != 0 ||
+                   add_type(module, "Dispatcher", state->dispatcher_type) != 0 ||
+                   add_type(module, "Implementation", state->implementation_type) != 0
+               ? -1
+               : 0;
 }
 
 void tepy_dispatch_free(tepy_state *state)

@@ -27,7 +27,15 @@ PyObject *tepy_scope_make_type(PyObject *module);
 /* New reference to the table that the calls of this thread read. One that is kept and has no such
  * place is older than the operator, which goes by what is in force outside. */
 PyObject *tepy_table_in_force(tepy_dispatcher *dispatcher, Py_ssize_t place);
-/* New reference: a Scope of the table in force for this thread. */
-PyObject *tepy_scope_of_table(tepy_dispatcher *dispatcher);
+/* New reference: a Scope of a table; NULL: of the one in force for this thread. */
+PyObject *tepy_scope_of_table(tepy_dispatcher *dispatcher, PyObject *given);
+
+/* ---- selection_py.c ---- */
+
+/* Creates the type of Selection; new reference. */
+PyObject *tepy_selection_make_type(PyObject *module);
+/* What runs of plans of this thread ask first: a new reference that keeps *native, or NULL; -1 with
+ * an exception. */
+int tepy_selection_in_force(tepy_state *state, PyObject **object, const te_selection **native);
 
 #endif

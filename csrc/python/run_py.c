@@ -32,6 +32,7 @@ static int begin(tepy_run_call *run, PyObject *module, const char *function)
     run->held = run->few_held;
     run->plain = run->few_plain;
     run->call = (te_plan_call){.size = sizeof run->call};
+    run->selection = NULL;
     return tepy_require_torch(run->state, function);
 }
 
@@ -70,6 +71,7 @@ static void end(tepy_run_call *run)
     Py_XDECREF(run->scratch_object);
     Py_XDECREF(run->saved);
     Py_XDECREF(run->outputs);
+    Py_XDECREF(run->selection);
     for (int i = 0; run->held != NULL && i < run->held_count; i++) Py_DECREF(run->held[i]);
     if (run->buffers != run->few_buffers) PyMem_Free(run->buffers);
     if (run->plain != run->few_plain) PyMem_Free(run->plain);
@@ -441,7 +443,8 @@ static int launch(tepy_run_call *run)
 static PyObject *run_whole(tepy_run_call *run, PyObject *const *args, Py_ssize_t nargs, int kept)
 {
     PyObject *result;
-    if (take_arguments(run, args, nargs) != 0 || query_scratch(run) != 0 ||
+    if (tepy_selection_in_force(run->state, &run->selection, &run->call.selection) != 0 ||
+        take_arguments(run, args, nargs) != 0 || query_scratch(run) != 0 ||
         make_results(run) != 0 || make_scratch(run, kept) != 0 || launch(run) != 0) {
         return NULL;
     }

@@ -5,6 +5,7 @@
 #ifndef TE_PYTHON_RUN_PY_H
 #define TE_PYTHON_RUN_PY_H
 
+#include "python/dispatch_py.h"
 #include "python/plan_py.h"
 
 /* Buffers of a run that need no memory of their own. */
@@ -26,6 +27,7 @@ typedef struct tepy_run_call {
     PyObject *saved;          /* a new tensor, for the result */
     PyObject *saved_given;    /* borrowed: the argument */
     PyObject *outputs;        /* the result */
+    PyObject *selection;      /* keeps that of the call */
     int held_count;
     int32_t *slots; /* two per owner */
     int32_t few_slots[2 * TEPY_FEW_OWNERS];

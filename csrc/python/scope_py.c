@@ -165,6 +165,14 @@ static PyObject *scope_policy(PyObject *object, void *unused)
     return Py_NewRef(((scope *)object)->policy);
 }
 
+static PyObject *scope_selection(PyObject *object, void *unused)
+{
+    const scope *self = (scope *)object;
+    (void)unused;
+    if (self->table == NULL || PyTuple_Size(self->table) == 0) return Py_NewRef(Py_None);
+    return Py_NewRef(PyTuple_GetItem(self->table, 0));
+}
+
 static PyMethodDef scope_methods[] = {
     {"__enter__", scope_enter, METH_NOARGS, "__enter__($self, /)\n--\n\nReturns the policy."},
     {"__exit__", scope_exit, METH_VARARGS, "__exit__($self, /, *error)\n--\n\n"},
@@ -173,6 +181,7 @@ static PyMethodDef scope_methods[] = {
 
 static PyGetSetDef scope_getset[] = {
     {"policy", scope_policy, NULL, "The policy that it puts in force.", NULL},
+    {"selection", scope_selection, NULL, "The Selection of a table that it keeps, or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -194,10 +203,10 @@ static PyType_Spec scope_spec = {
     .slots = scope_slots,
 };
 
-PyObject *tepy_scope_of_table(tepy_dispatcher *dispatcher)
+PyObject *tepy_scope_of_table(tepy_dispatcher *dispatcher, PyObject *given)
 {
     tepy_state *state = dispatcher->state;
-    PyObject *table = tepy_table_in_force(dispatcher, 0);
+    PyObject *table = given != NULL ? Py_NewRef(given) : tepy_table_in_force(dispatcher, 0);
     const tepy_frame *frame = innermost(state);
     scope *made;
     if (table == NULL) return NULL;

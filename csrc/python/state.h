@@ -29,6 +29,11 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(plan_type, INIT)                                                                             \
     X(operator_type, INIT)                                                                         \
     X(scope_type, INIT)                                                                            \
+    X(selection_type, INIT)                                                                        \
+    X(dispatcher_type, INIT)                                                                       \
+    X(implementation_type, INIT)                                                                   \
+    X(dispatcher, LAZY)        /* whose selections runs of plans obey */                           \
+    X(find_dispatcher, LAZY)   /* callable that looks for one */                                   \
     X(key_dtype, INIT)         /* "dtype" */                                                       \
     X(key_requires_grad, INIT) /* "requires_grad" */                                               \
     X(key_device, INIT)        /* "device" */                                                      \
@@ -62,6 +67,7 @@ typedef struct tepy_state {
     tepy_backend *backends;           /* linked list of those registered through this module */
     PyMethodDef *operators;           /* of the operators' functions; NULL until they are added */
     Py_tss_t *frames;                 /* of each thread: the scopes that it is in */
+    int found_dispatcher;             /* find_dispatcher was called */
 } tepy_state;
 
 static inline tepy_state *tepy_state_of(PyObject *module)
@@ -223,6 +229,13 @@ PyObject *tepy_number(const te_field *field, double value);
     X(register_backend, FAST, "name, device_type, priority, functions, /",                         \
       "Put Python functions into the operator table, by operator name.")                           \
     X(unregister_backend, ONE, "name, /", "Take a backend of register_backend out again.")         \
+    X(obey, ONE, "dispatcher, /",                                                                  \
+      "Have runs of plans ask what a Dispatcher's tables have at place 0; None: nobody.")          \
+    X(find_selections, ONE, "find, /",                                                             \
+      "Call find() before the first run that obeys nobody: it may call obey().")                   \
+    X(selected, NONE, "/",                                                                         \
+      "A Scope of what runs of this thread obey, for a backward; None where they obey nobody.")    \
+    X(unselected, NONE, "/", "The same of runs that obey nobody, whoever came since.")             \
     X(policy_in_force, NONE, "/", "The policy of the innermost Scope of this thread, or None.")    \
     X(counters, NONE, "/", "What really ran since the last reset, without zeros.")                 \
     X(reset_counters, NONE, "/", "Set all counters to 0.")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The autograd functions of the package: a module call as a node of the autograd graph."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -9,7 +10,10 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.modes import exporting, forward_gradients, in_transform
+from transformer_engine import _core
+from transformer_engine.pytorch import recompute
+from transformer_engine.pytorch.modes import exporting, forward_gradients, graph_task, in_transform
+from transformer_engine.pytorch.plugins import of_forward
 
 
 class Call(Protocol):
@@ -72,7 +76,27 @@ class _PlanFunction(torch.autograd.Function):
 
 
 class _EagerFunction(_PlanFunction):
-    """A call in eager mode; `apply_of` makes a class of each label."""
+    """A call in eager mode; `apply_of` makes a class of each label.
+
+    Its backward obeys the plug-ins that its forward did.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> Any:
+        ctx.scope = scope = _core.selected()
+        if scope is None or graph_task() == -1:
+            return _PlanFunction.forward(ctx, call, *tensors)
+        ctx.scope = scope = recompute.scope_of_first(scope)
+        with scope:
+            return _PlanFunction.forward(ctx, call, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        scope = of_forward(ctx.scope)
+        if scope is None:
+            return _PlanFunction.backward(ctx, *grads)
+        with scope:
+            return _PlanFunction.backward(ctx, *grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -157,12 +181,13 @@ class _TransformedFunction(torch.autograd.Function):
         known = [*tensors, *output, None]
         ctx.save_for_backward(*(known[place] for place in recorded.places))
         ctx.mark_non_differentiable(*output[recorded.outputs :])
-        ctx.recorded, ctx.call = recorded, recorded.call
+        ctx.recorded, ctx.call, ctx.scope = recorded, recorded.call, _core.selected()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         # Operators refuse to be differentiated again, at each level of transforms.
-        return ctx.call.run_backward(grads[: ctx.recorded.outputs], ctx.saved_tensors)
+        with of_forward(ctx.scope) or contextlib.nullcontext():
+            return ctx.call.run_backward(grads[: ctx.recorded.outputs], ctx.saved_tensors)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -46,7 +46,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine import _core
 from transformer_engine.pytorch.modes import graph_task, top_saved_hooks
+from transformer_engine.pytorch.plugins import of_forward
 from transformer_engine.pytorch.state import current_state, in_region
 
 
@@ -93,9 +95,11 @@ class Frame:
         self._owes_first = False  # a repeated call had the first-module flag, but no backward
         self.measures = False  # a run does
         self._has_runs = False
+        self.scope: Any = None  # of the plug-ins that the forward obeyed (`_core.selected`)
 
     def record(self, entry: Entry) -> None:
         """Add a module call of the forward."""
+        self.scope = self.scope or _core.selected()
         self._entries.setdefault(id(entry.module), []).append(entry)
 
     def replay(self, module: Any) -> Entry | None:
@@ -118,6 +122,7 @@ class Frame:
 
     def record_run(self, key: Hashable, run: Run) -> None:
         """Add a run of the forward."""
+        self.scope = self.scope or _core.selected()
         self._entries.setdefault(key, []).append(run)
         self.measures |= run.measures
         self._has_runs = True
@@ -414,6 +419,15 @@ def of_first(
     return state
 
 
+def scope_of_first(scope: Any) -> Any:
+    """In which scope of plug-ins a forward inside a backward runs: in that of the one it repeats.
+
+    `scope` is that of the thread, for one that repeats nothing known.
+    """
+    _, replay = frames()
+    return scope if replay is None or replay.scope is None else replay.scope
+
+
 def anywhere() -> bool:
     """Whether a checkpoint is on the Python stack."""
     return next(_on_stack(), None) is not None
@@ -504,7 +518,7 @@ def checkpoint(
     }
 
     forward = iter((True,))  # the first call is the forward, every later one repeats it
-    region = copy.copy(current_state())
+    region, scope = copy.copy(current_state()), _core.selected()
     states = None if get_rng_state_tracker is None else get_rng_state_tracker().get_states()
 
     def run(*inputs: Any) -> Any:
@@ -515,7 +529,7 @@ def checkpoint(
             random = _put_back(get_rng_state_tracker, states)
         again = copy.copy(region)
         again.measures = frame.measures
-        with random, in_region(again):
+        with random, in_region(again), of_forward(scope) or contextlib.nullcontext():
             return _call(frame, True, function, inputs, kwargs)
 
     if use_reentrant:

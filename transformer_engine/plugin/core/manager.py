@@ -25,6 +25,7 @@ __all__ = [
     "reset_registry",
 ]
 
+_OF_MODULES = ""
 _KEPT_TABLES = 64
 """Tables of that many policies are kept between two changes."""
 
@@ -66,7 +67,7 @@ class Explanation(NamedTuple):
 class _Table(NamedTuple):
     """Candidates of every operator under a policy, and what they were chosen from."""
 
-    entries: tuple[tuple[_core.Implementation, ...], ...]  # by place
+    entries: tuple  # by place: tuples of `_core.Implementation`; what modules run (place 0)
     impls: Mapping[str, tuple[OpImpl, ...]]  # by operator
     generation: int  # of the manager when that was read
     epoch: int
@@ -89,7 +90,9 @@ class OpManager:
         self._begun = self._initialized = False  # plug-ins register; they have
         self._generation = 0  # raised by every change
         self._epoch = 0  # raised by those after which all is chosen anew
-        self._places: dict[str, int] = {}
+        # Place 0 is no operator's: runs of plans read it, where modules obey this manager.
+        self._places: dict[str, int] = {_OF_MODULES: 0}
+        self._obeyed = False
         self._operators: dict[str, _core.Operator] = {}
         self._implementations: dict[OpImpl, _core.Implementation] = {}
         self._tables: dict[SelectionPolicy, _Table] = {}
@@ -221,16 +224,34 @@ class OpManager:
         former = () if known is None or known.epoch != epoch else known.entries
         entries = tuple(
             former[place]
-            if place < len(former) and known.impls.get(op, ()) is impls.get(op, ())
+            if 0 < place < len(former) and known.impls.get(op, ()) is impls.get(op, ())
             else self._entry(impls.get(op, ()), op, policy)
             for place, op in enumerate(places)
         )
+        entries = (self._of_modules(dict(zip(places, entries, strict=True)), policy), *entries[1:])
         with self._lock:
             if generation == self._generation:
                 if len(self._tables) >= _KEPT_TABLES:
                     self._tables.clear()
                 self._tables[policy] = _Table(entries, impls, generation, epoch)
         return entries
+
+    def obeyed(self) -> _core.Dispatcher:
+        """Have modules run what this manager selects; what runs of plans ask."""
+        with self._lock:
+            self._obeyed = True
+            self._changed()
+        return self._dispatcher
+
+    def _of_modules(self, chosen: Mapping[str, tuple], policy: SelectionPolicy) -> Any:
+        """What runs of plans ask before this library's own operators; None: nobody."""
+        if not self._obeyed:
+            return None
+        from transformer_engine.plugin import slots
+
+        me = weakref.ref(self)
+        refuse = (lambda name, asked: _alive(me)._refuse(name, asked)) if policy.strict else None
+        return slots.selection(chosen, refuse)
 
     def _entry(self, impls: tuple[OpImpl, ...], op: str, policy: SelectionPolicy) -> tuple:
         usable = [impl for impl, refused in _ranked(impls, op, policy) if not refused]
@@ -324,6 +345,7 @@ def get_default_manager() -> OpManager:
         with _making:
             if _default is None:
                 _default = OpManager()
+                _core.obey(_default.obeyed())
             found = _default
     return found
 
@@ -336,6 +358,13 @@ def get_registry() -> OpRegistry:
     return get_default_manager().registry
 
 
+def obey_default_manager() -> None:
+    """Have modules obey the manager of the process, which plug-ins join."""
+    manager = get_default_manager()
+    _core.obey(manager.obeyed())
+    manager.ensure_initialized()
+
+
 def reset_default_manager() -> None:
     """Let the next use make another manager, with a registry of its own; plug-ins register anew.
 
@@ -344,6 +373,7 @@ def reset_default_manager() -> None:
     global _default
     with _making:
         _default = None
+    _core.obey(None)  # modules, too: their next run looks for plug-ins anew
 
 
 reset_registry = reset_default_manager

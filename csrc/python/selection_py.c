@@ -1,0 +1,289 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * selection_py.c - what runs of plans ask before the backends that are registered.
+ *
+ * A Selection has Python functions for operators of the C library, in the order in which they are
+ * asked. It is an entry of a dispatcher's table, so a run finds it as an operator object finds its
+ * implementations: by the policy of its thread, without a look-up by name.
+ */
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "python/dispatch_py.h"
+#include "python/function_slot.h"
+
+typedef struct selection {
+    PyObject_HEAD te_selection native;
+    Py_ssize_t count;
+    tepy_function_slot *slots;  /* one for each function */
+    te_backend *backends;       /* those of a device hold at most one function of each operator */
+    const te_backend **ordered; /* what `native` has */
+    PyObject *module;           /* keeps the state of the slots */
+} selection;
+
+static _Atomic int64_t made_count;
+
+static int selection_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    selection *self = (selection *)object;
+    Py_VISIT(Py_TYPE(object));
+    for (Py_ssize_t i = 0; self->slots != NULL && i < self->count; i++)
+        Py_VISIT(self->slots[i].function);
+    Py_VISIT(self->module);
+    return 0;
+}
+
+static int selection_clear(PyObject *object)
+{
+    selection *self = (selection *)object;
+    for (Py_ssize_t i = 0; self->slots != NULL && i < self->count; i++)
+        Py_CLEAR(self->slots[i].function);
+    return 0;
+}
+
+static void selection_dealloc(PyObject *object)
+{
+    selection *self = (selection *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    (void)selection_clear(object);
+    Py_XDECREF(self->module);
+    free(self->slots);
+    free(self->backends);
+    free(self->ordered);
+    TEPY_FREE(object);
+    Py_DECREF(type);
+}
+
+/* The fields that a function names, as bits; -1 with an exception. */
+static int take_fields(PyObject *names, te_op op, uint64_t *lent)
+{
+    const te_op_info *info = te_op_describe(op);
+    const tepy_site site = {"Selection", te_op_name(op)};
+    *lent = TEPY_ALL_FIELDS;
+    if (names == Py_None) return 0;
+    if (!PyTuple_Check(names))
+        return tepy_fail(PyExc_TypeError, site, "fields: expected a tuple or None, got %R",
+                         Py_TYPE(names));
+    *lent = 0;
+    for (Py_ssize_t n = 0; n < PyTuple_Size(names); n++) {
+        PyObject *name = PyTuple_GetItem(names, n);
+        int i = 0;
+        if (!PyUnicode_Check(name))
+            return tepy_fail(PyExc_TypeError, site, "fields: expected str, got %R", Py_TYPE(name));
+        while (i < info->field_count &&
+               PyUnicode_CompareWithASCIIString(name, info->fields[i].name) != 0)
+            i++;
+        if (i == info->field_count)
+            return tepy_fail_showing(PyExc_ValueError, site, "it has no field %U", name);
+        *lent |= (uint64_t)1 << i;
+    }
+    return 0;
+}
+
+/* (operator, function, fields or None) */
+static int take_slot(selection *self, Py_ssize_t at, PyObject *item)
+{
+    const tepy_site site = {"Selection", "slots"};
+    tepy_function_slot *slot = &self->slots[at];
+    PyObject *name, *function, *fields;
+    int op;
+    if (!PyTuple_Check(item) || PyTuple_Size(item) != 3)
+        return tepy_fail(PyExc_TypeError, site, "expected (operator, function, fields), got %R",
+                         Py_TYPE(item));
+    name = PyTuple_GetItem(item, 0);
+    function = PyTuple_GetItem(item, 1);
+    fields = PyTuple_GetItem(item, 2);
+    op = tepy_op_by_name(name, site);
+    if (op < 0) return -1;
+    if (!PyCallable_Check(function))
+        return tepy_fail_showing(PyExc_TypeError, site, "%U is not callable", function);
+    if (take_fields(fields, (te_op)op, &slot->lent) != 0) return -1;
+    slot->function = Py_NewRef(function);
+    slot->state = tepy_state_of(self->module);
+    slot->backend = "of the plug-in system";
+    slot->op = (te_op)op;
+    return 0;
+}
+
+/* Spreads the functions over backends, for every device: the n-th of an operator into the n-th. */
+static int make_backends(selection *self)
+{
+    int layers = 0, counts[TE_OP_COUNT] = {0};
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        int *count = &counts[self->slots[i].op];
+        if (++*count > layers) layers = *count;
+        counts[self->slots[i].op] = *count;
+    }
+    self->backends = calloc((size_t)layers * TE_DEVICE_COUNT + 1, sizeof *self->backends);
+    self->ordered = calloc((size_t)layers * TE_DEVICE_COUNT + 1, sizeof(te_backend *));
+    if (self->backends == NULL || self->ordered == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    for (int b = 0; b < layers * TE_DEVICE_COUNT; b++) {
+        self->backends[b] = (te_backend){.size = sizeof(te_backend), .name = "a selection"};
+        self->backends[b].device = (te_device_type)(b % TE_DEVICE_COUNT);
+        self->ordered[b] = &self->backends[b];
+    }
+    for (Py_ssize_t i = self->count - 1; i >= 0; i--) {
+        tepy_function_slot *slot = &self->slots[i];
+        const int layer = --counts[slot->op];
+        for (int device = 0; device < TE_DEVICE_COUNT; device++) {
+            self->backends[layer * TE_DEVICE_COUNT + device].slots[slot->op] =
+                (te_op_slot){.function = tepy_call_function, .self = slot};
+        }
+    }
+    self->native = (te_selection){.size = sizeof self->native,
+                                  .number = atomic_fetch_add(&made_count, 1) + 1,
+                                  .count = layers * TE_DEVICE_COUNT,
+                                  .backends = self->ordered};
+    return 0;
+}
+
+static PyObject *selection_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"slots", NULL};
+    PyObject *slots, *module = PyType_GetModule(type);
+    selection *self;
+    if (module == NULL ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "O!:Selection", names, &PyTuple_Type, &slots) ||
+        tepy_require_torch(tepy_state_of(module), "Selection") != 0) {
+        return NULL;
+    }
+    self = (selection *)TEPY_ALLOCATE(type);
+    if (self == NULL) return NULL;
+    self->module = Py_NewRef(module);
+    self->slots = calloc((size_t)PyTuple_Size(slots) + 1, sizeof *self->slots);
+    if (self->slots == NULL) {
+        Py_DECREF((PyObject *)self);
+        return PyErr_NoMemory();
+    }
+    self->count = PyTuple_Size(slots);
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        if (take_slot(self, i, PyTuple_GetItem(slots, i)) == 0) continue;
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
+    if (make_backends(self) != 0) {
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *selection_number(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLongLong(((selection *)object)->native.number);
+}
+
+static PyGetSetDef selection_getset[] = {
+    {"number", selection_number, NULL, "A number that no other one of the process has.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot selection_slots[] = {
+    {Py_tp_doc, "Selection(slots)\n--\n\n"
+                "Functions that runs of plans ask before the backends that are registered."},
+    {Py_tp_new, selection_new},
+    {Py_tp_dealloc, selection_dealloc},
+    {Py_tp_traverse, selection_traverse},
+    {Py_tp_clear, selection_clear},
+    {Py_tp_getset, selection_getset},
+    {0, NULL},
+};
+
+static PyType_Spec selection_spec = {
+    .name = "transformer_engine._core.Selection",
+    .basicsize = sizeof(selection),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = selection_slots,
+};
+
+PyObject *tepy_selection_make_type(PyObject *module)
+{
+    return PyType_FromModuleAndSpec(module, &selection_spec, NULL);
+}
+
+/* ---- what runs ask ------------------------------------------------------------------------ */
+
+/* Borrowed: the dispatcher that modules obey, or NULL; *failed where an exception is set. */
+static tepy_dispatcher *obeyed(tepy_state *state, int *failed)
+{
+    *failed = 0;
+    if (state->dispatcher == NULL && state->find_dispatcher != NULL && !state->found_dispatcher) {
+        PyObject *made;
+        state->found_dispatcher = 1; /* plug-ins may run modules while they register */
+        made = PyObject_CallNoArgs(state->find_dispatcher);
+        *failed = made == NULL;
+        if (made == NULL) state->found_dispatcher = 0;
+        Py_XDECREF(made);
+    }
+    return *failed ? NULL : (tepy_dispatcher *)state->dispatcher;
+}
+
+int tepy_selection_in_force(tepy_state *state, PyObject **object, const te_selection **native)
+{
+    int failed;
+    tepy_dispatcher *dispatcher = obeyed(state, &failed);
+    PyObject *table, *entry = NULL;
+    *object = NULL;
+    *native = NULL;
+    if (dispatcher == NULL) return failed ? -1 : 0;
+    table = tepy_table_in_force(dispatcher, 0);
+    if (table == NULL) return -1;
+    if (PyTuple_Size(table) > 0) entry = PyTuple_GetItem(table, 0);
+    if (entry != NULL && Py_TYPE(entry) == (PyTypeObject *)state->selection_type) {
+        *object = Py_NewRef(entry);
+        *native = &((const selection *)entry)->native;
+    }
+    Py_DECREF(table);
+    return 0;
+}
+
+PyObject *tepy_obey(PyObject *module, PyObject *dispatcher)
+{
+    tepy_state *state = tepy_state_of(module);
+    if (dispatcher != Py_None && Py_TYPE(dispatcher) != (PyTypeObject *)state->dispatcher_type) {
+        (void)tepy_fail(PyExc_TypeError, (tepy_site){"obey", "dispatcher"},
+                        "expected a Dispatcher or None, got %R", Py_TYPE(dispatcher));
+        return NULL;
+    }
+    state->found_dispatcher = 0;
+    tepy_set(&state->dispatcher, dispatcher == Py_None ? NULL : Py_NewRef(dispatcher));
+    return Py_NewRef(Py_None);
+}
+
+PyObject *tepy_find_selections(PyObject *module, PyObject *find)
+{
+    tepy_state *state = tepy_state_of(module);
+    if (!PyCallable_Check(find)) {
+        (void)tepy_fail(PyExc_TypeError, (tepy_site){"find_selections", "find"},
+                        "expected a callable, got %R", Py_TYPE(find));
+        return NULL;
+    }
+    tepy_set(&state->find_dispatcher, Py_NewRef(find));
+    return Py_NewRef(Py_None);
+}
+
+PyObject *tepy_selected(PyObject *module, PyObject *unused)
+{
+    int failed;
+    tepy_dispatcher *dispatcher = obeyed(tepy_state_of(module), &failed);
+    (void)unused;
+    if (dispatcher == NULL) return failed ? NULL : Py_NewRef(Py_None);
+    return tepy_scope_of_table(dispatcher, NULL);
+}
+
+PyObject *tepy_unselected(PyObject *module, PyObject *unused)
+{
+    tepy_dispatcher *dispatcher = (tepy_dispatcher *)tepy_state_of(module)->dispatcher;
+    PyObject *table, *scope;
+    (void)unused;
+    if (dispatcher == NULL) return Py_NewRef(Py_None);
+    table = PyTuple_Pack(1, Py_None);
+    scope = table == NULL ? NULL : tepy_scope_of_table(dispatcher, table);
+    Py_XDECREF(table);
+    return scope;
+}

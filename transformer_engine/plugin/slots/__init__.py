@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What modules run where the policy in force selects other implementations than this library's.
+
+Modules run operators of the C library, of which `MAPPED` says by which operators of
+`transformer_engine_torch` they are defined. An adapter makes a function for a slot of the C
+operator out of implementations of these: it gets the fields of a call as a dict, calls one, and
+writes what that returns to where the call wants it. A call that no implementation takes goes on to
+this library's own (`NotImplemented`), under a strict policy it raises.
+
+Importing this package imports no torch; adapters are imported when one is needed.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from transformer_engine import _core
+
+__all__ = ["MAPPED", "NATIVE", "OPERATORS", "Mapped", "overrides", "selection"]
+
+NATIVE = "default.native"
+"""The implementations of this library: modules have these anyway."""
+
+
+class Mapped(NamedTuple):
+    """An operator of the C library, and the operators that its calls are."""
+
+    op: str  # of the C library
+    names: tuple[str, ...]  # of `transformer_engine_torch`
+    adapter: str  # module of this package, and its function: (choices) -> (function, fields)
+
+
+_UNGATED = ("gelu", "qgelu", "relu", "srelu", "silu")
+_ACTIVATIONS = (
+    *_UNGATED,
+    *("geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"),
+)
+_GRADIENTS = (
+    *(f"d{name}" for name in _ACTIVATIONS[:-1]),
+    "clamped_dswiglu",
+    *(f"dbias_d{name}" for name in _UNGATED),
+)
+_CASTS = ("quantize", "bgrad_quantize")
+
+MAPPED: tuple[Mapped, ...] = (
+    Mapped("quantize", _CASTS, "casts:quantize"),
+    Mapped("dequantize", ("dequantize",), "casts:dequantize"),
+    Mapped("gemm", ("generic_gemm",), "gemm:gemm"),
+    Mapped("norm", ("layernorm_fwd", "rmsnorm_fwd", *_CASTS), "norm:forward"),
+    Mapped("norm_backward", ("layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add"), "norm:backward"),
+    Mapped("activation", (*_ACTIVATIONS, *_CASTS), "activation:forward"),
+    Mapped("activation_backward", (*_GRADIENTS, *_CASTS), "activation:backward"),
+    Mapped("softcap", _CASTS, "activation:softcap"),
+)
+"""In any order: an operator of the C library is in it once."""
+
+OPERATORS: frozenset[str] = frozenset(name for row in MAPPED for name in row.names)
+"""Operators of `transformer_engine_torch` that modules run."""
+
+
+def overrides(implementations: Iterable[Any]) -> tuple:
+    """Those of an operator's implementations that are asked before this library's own."""
+    found = []
+    for one in implementations:
+        if one.impl_id == NATIVE:
+            break
+        found.append(one)
+    return tuple(found)
+
+
+def selection(
+    chosen: Mapping[str, Iterable[Any]], refuse: Callable | None
+) -> "_core.Selection | None":
+    """What runs of plans are to ask first; None: nobody.
+
+    `chosen` are the implementations in force of each of `OPERATORS`, in the order in which they are
+    asked. `refuse` raises for a call that none takes; None: this library's own takes it.
+    """
+    asked = {name: overrides(found) for name, found in chosen.items() if name in OPERATORS}
+    choices = {name: _core.Choice(name, found, refuse) for name, found in asked.items() if found}
+    slots = []
+    for row in MAPPED:
+        own = {name: choices[name] for name in row.names if name in choices}
+        if own:
+            module, _, function = row.adapter.partition(":")
+            make = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+            slots.append((row.op, *make(own)))
+    return _core.Selection(tuple(slots)) if slots else None

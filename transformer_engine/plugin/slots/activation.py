@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``te_activation`` and its gradient by operators of `transformer_engine_torch`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from transformer_engine import _core
+from transformer_engine.plugin.slots.fields import Fields, written
+from transformer_engine.plugin.slots.values import CAST_FIELDS, are_cast, deliver
+
+_KINDS = tuple(_core.activation_names())
+_CLAMPED = "clamped_swiglu"
+_NUMBERS = ("limit", "alpha", "linear_offset")
+_FORWARD = ("input", "kind", *CAST_FIELDS[:-1], *_NUMBERS)
+_BACKWARD = ("grad_output", "input", "kind", *CAST_FIELDS, *_NUMBERS)
+_SOFTCAP = ("input", "cap", "grad_output", *CAST_FIELDS[:-1])
+
+
+def _numbers(kind: str, fields: Fields) -> tuple | None:
+    """Further arguments of an operator; None where it can not be told one."""
+    if kind != _CLAMPED:
+        return ()
+    return (fields["limit"], fields["alpha"]) if fields["linear_offset"] == 1.0 else None
+
+
+def _casts_elsewhere(fields: Fields, choices: Mapping[str, Any]) -> bool:
+    """Whether the values of a call are this library's, and their cast is not."""
+    return are_cast(fields) and bool(choices.keys() & {"quantize", "bgrad_quantize"})
+
+
+def forward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
+    """An activation, cast as asked, from the dtype in which the implementation returns it."""
+
+    def run(fields: Fields) -> Any:
+        kind, inp = _KINDS[fields["kind"]], fields["input"]
+        choice, numbers = choices.get(kind), _numbers(kind, fields)
+        made: Any = NotImplemented
+        if choice is not None and numbers is not None:
+            made = choice(inp, None, *numbers)
+        if made is NotImplemented:
+            if not _casts_elsewhere(fields, choices):
+                return NotImplemented
+            columns = inp.shape[1] // (2 if kind.endswith("glu") else 1)
+            made = torch.empty(inp.shape[0], columns, dtype=torch.float32, device=inp.device)
+            given = {name: fields[name] for name in _NUMBERS}
+            _core.activation(inp, fields["kind"], wide=made, **given)
+        deliver(kind, fields, made, choices)
+        return None
+
+    return run, _FORWARD
+
+
+def backward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
+    """The gradient of an activation, cast as asked, and its column sums."""
+
+    def run(fields: Fields) -> Any:
+        kind, inp, grad = _KINDS[fields["kind"]], fields["input"], fields["grad_output"]
+        sums = fields["bias_grad"]
+        name = "clamped_dswiglu" if kind == _CLAMPED else f"d{kind}"
+        with_sums, choice = choices.get(f"dbias_{name}"), choices.get(name)
+        numbers = _numbers(kind, fields)
+        found: Any = NotImplemented
+        if with_sums is not None and sums is not None:
+            found = with_sums(grad, inp, None)
+        if found is not NotImplemented:
+            total, made = found
+            written(f"dbias_{name}", "the gradient of the bias", sums, total)
+            deliver(name, {**fields, "bias_grad": None}, made, choices)
+            return None
+        made = NotImplemented
+        if choice is not None and numbers is not None:
+            made = choice(grad, inp, None, *numbers)
+        if made is NotImplemented:
+            if not _casts_elsewhere(fields, choices):
+                return NotImplemented
+            made = torch.empty(inp.shape, dtype=torch.float32, device=inp.device)
+            given = {name: fields[name] for name in _NUMBERS}
+            _core.activation_backward(grad, inp, fields["kind"], wide=made, **given)
+        deliver(name, fields, made, choices)
+        return None
+
+    return run, _BACKWARD
+
+
+def softcap(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
+    """A softcap of this library, whose cast is somebody else's."""
+
+    def run(fields: Fields) -> Any:
+        if not _casts_elsewhere(fields, choices):
+            return NotImplemented
+        inp = fields["input"]
+        made = torch.empty(inp.shape, dtype=torch.float32, device=inp.device)
+        _core.softcap(inp, cap=fields["cap"], grad_output=fields["grad_output"], wide=made)
+        deliver("softcap", fields, made, choices)
+        return None
+
+    return run, _SOFTCAP

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``te_quantize`` and ``te_dequantize`` by operators of `transformer_engine_torch`.
+
+The quantizer and the quantized tensor that an implementation is given are made of the fields of the
+call: the tensor lies in the memory of the call, so that an implementation that writes to `output`
+is done, and what one returns else is copied there.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.common.graphs import OperandCast
+from transformer_engine.plugin.slots.fields import Fields, written
+from transformer_engine.pytorch.tensor import recipes
+
+_RECIPES = {
+    _core.SCALING_ROW: _core.RECIPE_ROW,
+    _core.SCALING_BLOCK_1D: _core.RECIPE_BLOCK,
+    _core.SCALING_BLOCK_2D: _core.RECIPE_BLOCK,
+    _core.SCALING_MXFP8: _core.RECIPE_MXFP8,
+    _core.SCALING_NVFP4: _core.RECIPE_NVFP4,
+}
+_FORMS = ("row", "row_scales", "column", "column_scales", "row_amax", "column_amax")
+_QUANTIZE = tuple(name for name, *_ in _core.op_fields("quantize"))
+_DEQUANTIZE = tuple(name for name, *_ in _core.op_fields("dequantize"))
+
+
+def _code(data: Tensor) -> int:
+    return _core.dtype_code(data.dtype)
+
+
+def _recipe(fields: Fields) -> int:
+    """``_core.RECIPE_*`` of a cast."""
+    mode = fields["mode"]
+    if mode == _core.SCALING_TENSOR:
+        delayed = fields.get("scale") is not None
+        return _core.RECIPE_DELAYED if delayed else _core.RECIPE_CURRENT
+    return _RECIPES[mode]
+
+
+def _options(fields: Fields) -> int:
+    """``_core.CAST_*`` of a cast."""
+    given = {
+        _core.CAST_POWER_2: fields["power_2_scale"],
+        _core.CAST_TILES_2D: fields["square"] or fields["mode"] == _core.SCALING_BLOCK_2D,
+        _core.CAST_HADAMARD: fields["hadamard"],
+        _core.CAST_STOCHASTIC: fields["rng"] is not None,
+        _core.CAST_FOUR_OVER_SIX: fields["four_over_six"],
+        _core.CAST_SQUARED: fields["four_over_six"] == 2,
+        _core.CAST_TO_256: fields["scales_to_256"],
+        _core.CAST_ROW_SCALED: fields["row_scaled"],
+    }
+    return sum(bit for bit, is_set in given.items() if is_set)
+
+
+def _tensor_of(fields: Fields, quantizer: Any, cast: OperandCast, shape: tuple) -> Any:
+    """A quantized tensor over the forms of a call, of a nominal dtype of bf16."""
+    row = recipes.format_of(cast)
+    data, column = fields["row"], fields["column"]
+    scales, column_scales = fields["row_scales"], fields["column_scales"]
+    forms: tuple
+    if cast.recipe in (_core.RECIPE_DELAYED, _core.RECIPE_CURRENT):
+        one = scales if scales is not None else column_scales
+        if one is None:  # nobody reads it
+            device = (column if data is None else data).device
+            one = torch.ones(_core.TENSOR_SCALES, device=device)
+        forms = data, column, one
+    elif cast.recipe == _core.RECIPE_NVFP4:
+        forms = data, column, scales, column_scales, fields["row_amax"], fields["column_amax"]
+    else:
+        forms = data, column, scales, column_scales
+    made = {**row.fields(quantizer, forms, shape), "_quantizer": quantizer}
+    return row.tensor._made(made, torch.bfloat16, shape)
+
+
+def cast_values(values: Tensor, fields: Fields, choices: Mapping[str, Any]) -> None:
+    """Cast a matrix [rows, columns] and sum its columns, as the fields of a call say."""
+    if _cast_elsewhere(values, fields, choices) is NotImplemented:
+        given = {name: fields.get(name) for name in _QUANTIZE if name != "input"}
+        given = {name: value for name, value in given.items() if value is not None}
+        _core.quantize(values, **given)
+
+
+def _cast_elsewhere(values: Tensor, fields: Fields, choices: Mapping[str, Any]) -> Any:
+    """`cast_values` by an implementation of somebody else; NotImplemented where there is none."""
+    with_sums, choice = choices.get("bgrad_quantize"), choices.get("quantize")
+    sums = fields.get("bias_grad")
+    data = fields["column"] if fields["row"] is None else fields["row"]
+    if data is None or (with_sums is None and choice is None):
+        return NotImplemented
+    options, code = _options(fields), _code(data)
+    cast = OperandCast(_recipe(fields), code, fields["amax_epsilon"], options, fields["margin"])
+    quantizer = recipes.format_of(cast).make(cast, values.device, fields["partials"] is not None)
+    quantizer.set_usage(rowwise=fields["row"] is not None, columnwise=fields["column"] is not None)
+    amax = fields["amax"]
+    if cast.recipe == _core.RECIPE_DELAYED:
+        quantizer.scale = fields["scale"]
+    shape = tuple(values.shape)
+    output = _tensor_of(fields, quantizer, cast, shape)
+    noop, made = fields.get("noop"), NotImplemented
+    if with_sums is not None and sums is not None and noop is None:
+        made = with_sums(values, quantizer)
+        if made is not NotImplemented:
+            total, made = made
+            sums.copy_(total)
+            sums = None
+    if made is NotImplemented and choice is not None:
+        made = choice(values, quantizer, output, noop)
+    if made is NotImplemented:
+        return NotImplemented
+    if made is not output:
+        _copy_forms(made, output, noop)
+    _clear_padding(fields, shape)
+    if amax is not None and cast.recipe == _core.RECIPE_DELAYED:
+        amax.copy_(torch.maximum(amax, quantizer.amax.view(amax.shape)))
+    if sums is not None:
+        _core.quantize(values, bias_grad=sums, noop=noop)
+    return None
+
+
+def _copy_forms(made: Any, output: Any, noop: Tensor | None) -> None:
+    """Put what an implementation has returned into the tensor over the memory of the call."""
+    if type(made) is not type(output):
+        raise TypeError(
+            f"quantize: the result: {type(made).__name__}, expected a {type(output).__name__}"
+        )
+    if noop is not None:
+        raise TypeError("quantize: with noop an implementation has to write to output")
+    pairs = zip(output.get_data_tensors(), made.get_data_tensors(), strict=True)
+    for into, values in pairs:
+        if into is None:
+            continue
+        if values is None or values.numel() != into.numel():
+            raise ValueError(
+                f"quantize: the result lacks a form that was asked for: {made.get_usages()}"
+            )
+        into.copy_(values.view(into.shape))
+    if hasattr(output, "_scales"):
+        output._scales.copy_(made._scales)
+
+
+def _clear_padding(fields: Fields, shape: tuple) -> None:
+    """Zero what lies behind the values: GEMMs read it."""
+    if fields["mode"] in (_core.SCALING_NVFP4,):
+        return
+    for name, used in (("row", shape[1]), ("column", shape[0])):
+        data = fields[name]
+        if name == "column" and fields["mode"] == _core.SCALING_MXFP8:
+            used = shape[1]
+        if data is not None and data.shape[1] > used:
+            data.view(torch.uint8)[:, used:].zero_()
+
+
+def quantize(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
+    """A cast, and column sums."""
+
+    def run(fields: Fields) -> Any:
+        return _cast_elsewhere(fields["input"], fields, choices)
+
+    return run, _QUANTIZE
+
+
+def dequantize(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
+    """High precision of a quantized matrix."""
+    choice = choices["dequantize"]
+
+    def run(fields: Fields) -> Any:
+        out = fields["output"]
+        found = choice(operand_of(fields, "", tuple(out.shape)), out.dtype)
+        if found is NotImplemented:
+            return NotImplemented
+        written("dequantize", "the result", out, found)
+        return None
+
+    return run, _DEQUANTIZE
+
+
+def operand_of(fields: Fields, prefix: str, shape: tuple[int, int] | None = None) -> Any:
+    """A quantized tensor of the forms of an operand.
+
+    Its fields are named with a prefix. `shape` is that of its values; None: with their padding.
+    """
+    forms = {name: fields[prefix + name] for name in _FORMS}
+    mode = fields[prefix + "mode"]
+    data = forms["column"] if forms["row"] is None else forms["row"]
+    square = mode == _core.SCALING_BLOCK_2D
+    recipe = _core.RECIPE_CURRENT if mode == _core.SCALING_TENSOR else _RECIPES[mode]
+    cast = OperandCast(recipe, _code(data), 0.0, _core.CAST_TILES_2D if square else 0)
+    quantizer = recipes.format_of(cast).make(cast, data.device, False)
+    if shape is None:
+        turned = forms["row"] is None and mode != _core.SCALING_MXFP8
+        rows, columns = data.shape
+        columns *= 2 if mode == _core.SCALING_NVFP4 else 1
+        shape = (columns, rows) if turned else (rows, columns)
+    return _tensor_of({**forms, "mode": mode}, quantizer, cast, shape)

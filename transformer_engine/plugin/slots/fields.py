@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of a call of an operator of the C library, and where results are put."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["Fields", "written"]
+
+Fields = Mapping[str, Any]
+"""Fields of a call by name: tensors over the memory of the call, None where absent, numbers."""
+
+
+def written(op: str, name: str, out: Tensor | None, values: Any) -> None:
+    """Put a result of an implementation where a call wants it.
+
+    TypeError for what is no tensor, ValueError for one of another number of elements.
+    """
+    if out is None:
+        return
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{op}: {name}: {type(values).__name__}, expected a tensor")
+    if values.numel() != out.numel():
+        raise ValueError(f"{op}: {name}: shape {tuple(values.shape)}, expected {tuple(out.shape)}")
+    if values.data_ptr() != out.data_ptr() or values.dtype != out.dtype or values.numel() == 0:
+        out.copy_(values.view(out.shape) if values.is_contiguous() else values.reshape(out.shape))

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``te_norm`` and ``te_norm_backward`` by operators of `transformer_engine_torch`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.plugin.slots.fields import Fields, written
+from transformer_engine.plugin.slots.values import CAST_FIELDS, are_cast, deliver
+
+_NAMES = {_core.NORM_LAYERNORM: "layernorm", _core.NORM_RMSNORM: "rmsnorm"}
+_FORWARD = (
+    *("input", "kind", "gamma", "beta", "mean", "rsigma", *CAST_FIELDS[:-1]),
+    *("eps", "zero_centered", "statistics_given"),
+)
+
+
+def _factor(gamma: Tensor | None, inp: Tensor, zero_centered: bool) -> Tensor:
+    """The factors of a norm that has none."""
+    if gamma is not None:
+        return gamma
+    make = torch.zeros if zero_centered else torch.ones
+    return make(inp.shape[-1], dtype=inp.dtype, device=inp.device)
+
+
+def forward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
+    """A norm, cast as asked.
+
+    Values that are cast are asked for in fp32, as this library casts them.
+    """
+
+    def run(fields: Fields) -> Any:
+        kind, inp = fields["kind"], fields["input"]
+        choice = choices.get(f"{_NAMES.get(kind)}_fwd")
+        cast = are_cast(fields)
+        values = NotImplemented
+        if choice is not None:
+            zero_centered = bool(fields["zero_centered"])
+            matrix = inp.reshape(-1, inp.shape[-1])
+            given = (matrix, _factor(fields["gamma"], inp, zero_centered))
+            given += (fields["beta"],) if kind == _core.NORM_LAYERNORM else ()
+            otype = torch.float32 if cast or fields["wide"] is None else fields["wide"].dtype
+            values = choice(*given, fields["eps"], None, None, otype, 0, zero_centered)
+        if values is NotImplemented:
+            if not cast or not choices.keys() & {"quantize", "bgrad_quantize"}:
+                return NotImplemented
+            values = _native(fields)
+        made, mean, rsigma = values
+        op = f"{_NAMES.get(kind, 'norm')}_fwd"
+        if not fields["statistics_given"]:
+            written(op, "mu", fields["mean"], mean)
+            written(op, "rsigma", fields["rsigma"], rsigma)
+        deliver(op, fields, made, choices)
+        return None
+
+    return run, _FORWARD
+
+
+def _native(fields: Fields) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What this library computes, in fp32, for a cast that is somebody else's."""
+    inp = fields["input"]
+    made = torch.empty(inp.shape, dtype=torch.float32, device=inp.device)
+    given = {name: fields[name] for name in ("gamma", "beta", "mean", "rsigma", "eps")}
+    flags = {name: fields[name] for name in ("zero_centered", "statistics_given")}
+    _core.norm(inp, fields["kind"], wide=made, **given, **flags)
+    return made, fields["mean"], fields["rsigma"]
+
+
+_BACKWARD = (
+    *("grad_output", "grad_add", "input", "kind", "gamma", "mean", "rsigma", "grad_residual"),
+    *("grad_input", "gamma_grad", "beta_grad", "zero_centered"),
+)
+
+
+def backward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
+    """The gradients of a norm."""
+
+    def run(fields: Fields) -> Any:
+        kind, inp, residual = fields["kind"], fields["input"], fields["grad_residual"]
+        name = _NAMES.get(kind)
+        choice, adds = choices.get(f"{name}_bwd"), choices.get(f"{name}_bwd_add")
+        columns = inp.shape[-1]
+        grad, matrix = fields["grad_output"], inp.reshape(-1, columns)
+        grad = grad.reshape(-1, columns)
+        if fields["grad_add"] is not None:
+            grad = grad + fields["grad_add"].reshape(-1, columns)
+        zero_centered = bool(fields["zero_centered"])
+        mean = (fields["mean"],) if kind == _core.NORM_LAYERNORM else ()
+        statistics = (*mean, fields["rsigma"])
+        gamma = _factor(fields["gamma"], inp, zero_centered)
+        found: Any = NotImplemented
+        if adds is not None and residual is not None:
+            other = residual.reshape(-1, columns)
+            found = adds(grad, matrix, other, *statistics, gamma, 0, zero_centered)
+        added = found is not NotImplemented
+        if not added and choice is not None:
+            found = choice(grad, matrix, *statistics, gamma, 0, zero_centered)
+        if found is NotImplemented:
+            return NotImplemented
+        op = f"{name}_bwd"
+        into = fields["grad_input"]
+        if into is not None:
+            made = found[0]
+            if residual is not None and not added:
+                made = made.reshape(residual.shape).to(torch.float32) + residual
+            written(op, "dx", into, made)
+        written(op, "dgamma", fields["gamma_grad"], found[1])
+        if fields["beta_grad"] is not None:
+            written(op, "dbeta", fields["beta_grad"], found[2])
+        return None
+
+    return run, _BACKWARD

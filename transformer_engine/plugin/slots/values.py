@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What operators compute and cast: values, and the forms in which a call wants them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.plugin.slots import casts
+from transformer_engine.plugin.slots.fields import Fields, written
+
+__all__ = ["CAST_FIELDS", "are_cast", "deliver"]
+
+_OWN = ("wide", "amax_partials")
+_OF_QUANTIZE = tuple(name for name, *_ in _core.op_fields("quantize"))
+CAST_FIELDS = (*_OWN, *(name for name in _OF_QUANTIZE if name not in ("input", "noop")))
+"""Of operators that cast what they compute."""
+
+
+def are_cast(fields: Fields) -> bool:
+    """Whether a call wants its values quantized, or their largest magnitude."""
+    wanted = "row", "column", "amax", "amax_partials", "row_scales", "column_scales"
+    return any(fields[name] is not None for name in wanted)
+
+
+def deliver(op: str, fields: Fields, values: Tensor, choices: Mapping[str, Any]) -> None:
+    """Put the values that an operator has computed where a call wants them, as it wants them."""
+    columns = values.shape[-1]
+    matrix = values.reshape(-1, columns)
+    written(op, "the result", fields["wide"], matrix)
+    if fields["amax_partials"] is not None:
+        _core.amax(matrix, fields["amax_partials"])
+    sums = fields.get("bias_grad")
+    if sums is not None or (are_cast(fields) and fields["amax_partials"] is None):
+        casts.cast_values(matrix, fields, choices)
