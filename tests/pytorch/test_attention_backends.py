@@ -10,6 +10,11 @@ from tols import BF16, F16, F32
 import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.config import AttentionSwitches
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+)
 from transformer_engine.pytorch.attention.dot_product_attention import backends
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
     BACKENDS,
@@ -227,7 +232,36 @@ def test_get_attention_backend_of_other_problems(changed):
     assert found[2:5] == (True, 1, False) and found[5][2]
 
 
-@pytest.mark.parametrize("changed", [{"fp8": True}, {"context_parallel": True}])
-def test_get_attention_backend_of_what_is_not_built(changed):
-    found = get_attention_backend(AttentionParams(qkv_layout="bshd_bshd_bshd", **changed))
-    assert found == (False, None, False, None, False, [False] * 3)
+def test_get_attention_backend_of_what_is_not_built():
+    asked = AttentionParams(qkv_layout="bshd_bshd_bshd", context_parallel=True)
+    assert get_attention_backend(asked) == NOTHING
+
+
+NOTHING = (False, None, False, None, False, [False] * 3)
+FP8 = (False, None, True, 2, False, [False, True, False])
+F16_ = (False, None, True, 1, False, [False, True, True])
+
+
+@pytest.mark.parametrize(
+    "recipe, changed, expected",
+    [
+        (None, {}, FP8),
+        (DelayedScaling(fp8_dpa=True), {"attn_mask_type": "padding_causal"}, FP8),
+        (Float8CurrentScaling(fp8_mha=True), {"window_size": (5, 9)}, FP8),
+        (DelayedScaling(), {}, F16_),
+        (DelayedScaling(fp8_dpa=True), {"softmax_type": "learnable"}, NOTHING),
+        (DelayedScaling(fp8_dpa=True), {"core_attention_bias_type": "alibi"}, NOTHING),
+        (MXFP8BlockScaling(fp8_dpa=True), {}, NOTHING),
+    ],
+)
+def test_get_attention_backend_of_fp8(monkeypatch, recipe, changed, expected):
+    """The recipe is that of the arguments, whatever region is in force."""
+    meta = None if recipe is None else {"recipe": recipe}
+    asked = {"qkv_layout": "bshd_bshd_bshd", **changed}
+    for region in (None, DelayedScaling(fp8_dpa=True)):
+        with te.autocast(enabled=region is not None, recipe=region):
+            found = get_attention_backend(AttentionParams(fp8=True, fp8_meta=meta, **asked))
+            assert found == expected
+            assert get_attention_backend(AttentionParams(**asked)) == F16_
+    monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", "F16")
+    assert get_attention_backend(AttentionParams(fp8=True, fp8_meta=meta, **asked)) == F16_
