@@ -190,6 +190,29 @@ def test_explanation_of_layers_and_packed_tensors():
     assert explain(layer.self_attention, shape, device="cpu") == wanted
     packed = torch.zeros(5, 2, 3, HEADS, CHANNELS, dtype=BF16)
     assert explain(layer, qkv_layer=packed) == wanted
+    assert explain(layer, qkv_layer=(5, 2, 3, HEADS, CHANNELS), device="cpu") == wanted
+    both = {"kv_layer": (5, 2, HEADS, 2, CHANNELS), "qkv_interleave_dim": -2}
+    assert explain(layer, shape, device="cpu", **both) == wanted
+    assert explain(layer, packed[:, :, 0], **both) == wanted
+    assert explain(layer, shape, kv_layer=packed[:, :, :2]) == wanted
+
+
+@pytest.mark.parametrize("bounds", [{}, {"max_seqlen_q": 4, "max_seqlen_kv": 7}])
+@pytest.mark.parametrize("form", ["thd", "thd_2bshd", "thd_2sbhd"])
+def test_explanation_of_packed_sequences(form, bounds):
+    """All tensors as shapes, the sums of lengths too."""
+    kinds = ["padding", "padding_causal_bottom_right"]
+    module = te.DotProductAttention(HEADS, CHANNELS, qkv_format="thd", attn_mask_type=kinds[0])
+    sums = torch.tensor([0, 4, 8], dtype=torch.int32)
+    keys = {"thd": (8,), "thd_2bshd": (2, 7), "thd_2sbhd": (7, 2)}[form]
+    shapes = (8, HEADS, CHANNELS), *[(*keys, HEADS, CHANNELS)] * 2
+    tensors = [torch.zeros(shape, dtype=BF16) for shape in shapes]
+    for kind, name in itertools.product(kinds, ("cu_seqlens_q", "cu_seqlens_q_padded")):
+        told = {"qkv_format": form, "attn_mask_type": kind, "cu_seqlens_q": sums, name: sums}
+        wanted = explain(module, *tensors, **told, **bounds)
+        assert wanted.backend == "native" and "packed" in wanted.refused["sdpa"].feature
+        asked = {**told, "cu_seqlens_q": (3,), name: (3,)}
+        assert explain(module, *shapes, device="cpu", **asked, **bounds) == wanted
 
 
 def test_mistakes_in_questions():
