@@ -10,6 +10,11 @@ from tols import BF16, F16, F32
 import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.config import AttentionSwitches
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+)
 from transformer_engine.pytorch.attention.dot_product_attention import backends
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
     BACKENDS,
@@ -185,6 +190,29 @@ def test_explanation_of_layers_and_packed_tensors():
     assert explain(layer.self_attention, shape, device="cpu") == wanted
     packed = torch.zeros(5, 2, 3, HEADS, CHANNELS, dtype=BF16)
     assert explain(layer, qkv_layer=packed) == wanted
+    assert explain(layer, qkv_layer=(5, 2, 3, HEADS, CHANNELS), device="cpu") == wanted
+    both = {"kv_layer": (5, 2, HEADS, 2, CHANNELS), "qkv_interleave_dim": -2}
+    assert explain(layer, shape, device="cpu", **both) == wanted
+    assert explain(layer, packed[:, :, 0], **both) == wanted
+    assert explain(layer, shape, kv_layer=packed[:, :, :2]) == wanted
+
+
+@pytest.mark.parametrize("bounds", [{}, {"max_seqlen_q": 4, "max_seqlen_kv": 7}])
+@pytest.mark.parametrize("form", ["thd", "thd_2bshd", "thd_2sbhd"])
+def test_explanation_of_packed_sequences(form, bounds):
+    """All tensors as shapes, the sums of lengths too."""
+    kinds = ["padding", "padding_causal_bottom_right"]
+    module = te.DotProductAttention(HEADS, CHANNELS, qkv_format="thd", attn_mask_type=kinds[0])
+    sums = torch.tensor([0, 4, 8], dtype=torch.int32)
+    keys = {"thd": (8,), "thd_2bshd": (2, 7), "thd_2sbhd": (7, 2)}[form]
+    shapes = (8, HEADS, CHANNELS), *[(*keys, HEADS, CHANNELS)] * 2
+    tensors = [torch.zeros(shape, dtype=BF16) for shape in shapes]
+    for kind, name in itertools.product(kinds, ("cu_seqlens_q", "cu_seqlens_q_padded")):
+        told = {"qkv_format": form, "attn_mask_type": kind, "cu_seqlens_q": sums, name: sums}
+        wanted = explain(module, *tensors, **told, **bounds)
+        assert wanted.backend == "native" and "packed" in wanted.refused["sdpa"].feature
+        asked = {**told, "cu_seqlens_q": (3,), name: (3,)}
+        assert explain(module, *shapes, device="cpu", **asked, **bounds) == wanted
 
 
 def test_mistakes_in_questions():
@@ -227,7 +255,36 @@ def test_get_attention_backend_of_other_problems(changed):
     assert found[2:5] == (True, 1, False) and found[5][2]
 
 
-@pytest.mark.parametrize("changed", [{"fp8": True}, {"context_parallel": True}])
-def test_get_attention_backend_of_what_is_not_built(changed):
-    found = get_attention_backend(AttentionParams(qkv_layout="bshd_bshd_bshd", **changed))
-    assert found == (False, None, False, None, False, [False] * 3)
+def test_get_attention_backend_of_what_is_not_built():
+    asked = AttentionParams(qkv_layout="bshd_bshd_bshd", context_parallel=True)
+    assert get_attention_backend(asked) == NOTHING
+
+
+NOTHING = (False, None, False, None, False, [False] * 3)
+FP8 = (False, None, True, 2, False, [False, True, False])
+F16_ = (False, None, True, 1, False, [False, True, True])
+
+
+@pytest.mark.parametrize(
+    "recipe, changed, expected",
+    [
+        (None, {}, FP8),
+        (DelayedScaling(fp8_dpa=True), {"attn_mask_type": "padding_causal"}, FP8),
+        (Float8CurrentScaling(fp8_mha=True), {"window_size": (5, 9)}, FP8),
+        (DelayedScaling(), {}, F16_),
+        (DelayedScaling(fp8_dpa=True), {"softmax_type": "learnable"}, NOTHING),
+        (DelayedScaling(fp8_dpa=True), {"core_attention_bias_type": "alibi"}, NOTHING),
+        (MXFP8BlockScaling(fp8_dpa=True), {}, NOTHING),
+    ],
+)
+def test_get_attention_backend_of_fp8(monkeypatch, recipe, changed, expected):
+    """The recipe is that of the arguments, whatever region is in force."""
+    meta = None if recipe is None else {"recipe": recipe}
+    asked = {"qkv_layout": "bshd_bshd_bshd", **changed}
+    for region in (None, DelayedScaling(fp8_dpa=True)):
+        with te.autocast(enabled=region is not None, recipe=region):
+            found = get_attention_backend(AttentionParams(fp8=True, fp8_meta=meta, **asked))
+            assert found == expected
+            assert get_attention_backend(AttentionParams(**asked)) == F16_
+    monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", "F16")
+    assert get_attention_backend(AttentionParams(fp8=True, fp8_meta=meta, **asked)) == F16_

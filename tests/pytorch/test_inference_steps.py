@@ -110,3 +110,49 @@ def test_alibi_of_single_tokens(device, corner):
             params.pre_step(OrderedDict(a=1))
             out = core(*(t[:, i : i + 1] for t in tensors), inference_params=params, **alibi)
             assert_nmse(out[:, 0], whole_[:, i].double(), tol("attention", F32, LONGEST))
+
+
+# ---- rotary positions ----------------------------------------------------------------------------
+
+
+def make_layer(device, form="bshd"):
+    return te.MultiheadAttention(
+        64, HEADS, num_gqa_groups=GROUPS, attn_mask_type="padding_causal", layer_number=1,
+        qkv_format=form, params_dtype=F32, device=device,
+    ).eval()  # fmt: skip
+
+
+@PAGED
+@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_full_sequence_that_gets_nothing(device, form, paged, count):
+    """What pads it is behind all positions that there are angles for."""
+    layer, params = make_layer(device, form), make_params(device, paged)
+    angles = te.RotaryPositionEmbedding(CHANNELS)(LONGEST).to(device)
+    all_ = torch.randn(LONGEST + count, 64, device=device)  # those of b behind those of a
+    found = []
+    for step in (OrderedDict(a=LONGEST), OrderedDict(a=0, b=count)):
+        params.pre_step(step)
+        rows, all_ = all_[: sum(step.values())], all_[sum(step.values()) :]
+        if form != "thd":
+            tokens = rows.new_zeros(len(step), len(rows), 64)
+            tokens[-1] = rows
+            rows = tokens if form == "bshd" else tokens.transpose(0, 1)
+        with torch.no_grad():
+            out = layer(rows, inference_params=params, rotary_pos_emb=angles)
+        found.append((rows, out))
+    rows, out = found[1]
+    mine = {"thd": slice(None), "sbhd": (slice(None), 1), "bshd": 1}[form]
+    layer.qkv_format = layer.core_attention.qkv_format = "bshd"
+    with torch.no_grad():
+        exact = layer(rows[mine][None], attn_mask_type="causal", rotary_pos_emb=angles)
+    assert_nmse(out[mine], exact[0].double(), tol("layer", F32, 64))
+
+
+def test_angles_that_a_cache_lacks_are_not_made_up(device):
+    layer, params = make_layer(device), make_params(device, False)
+    angles = te.RotaryPositionEmbedding(CHANNELS)(8).to(device)
+    params.pre_step(OrderedDict(a=12))
+    tokens = torch.randn(1, 12, 64, device=device)
+    with torch.no_grad(), pytest.raises(ValueError, match="12 positions, but freqs has 8"):
+        layer(tokens, inference_params=params, rotary_pos_emb=angles)

@@ -108,6 +108,22 @@ def test_values_and_gradients(device, backend, mask, dtype, gaps, rng):
     assert module._ran.backend == ("unfused" if plain else "native")
 
 
+@GAPS
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("backend", ["native", "unfused"], indirect=True)
+def test_one_tensor_of_sums_with_two_bounds(device, backend, mask, gaps, rng):
+    """Queries and keys are the same tokens, and their bounds differ all the same."""
+    (both,) = sides(rng, gaps, LENGTHS[:1])
+    module = DotProductAttention(HEADS, (K, V), GROUPS, qkv_format="thd", attn_mask_type=mask)
+    told = where(both, both, device)
+    told = {name: value for name, value in told.items() if not name.startswith("cu_seqlens_kv")}
+    told["max_seqlen_kv"] += 9
+    tensors = tensors_of(both, both, F32, device)
+    out = module(*tensors, **told)
+    same = check(module, tensors, both, both, definition(both, both, **MASKS[mask]))
+    assert_nmse(out, same.double(), tol("attention", F32, both.longest))
+
+
 @pytest.mark.parametrize("window", [(3, 0), (4, 9)])
 @pytest.mark.parametrize("corner", [False, True])
 def test_windows(device, window, corner, rng):

@@ -157,6 +157,11 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self._set_parallel(tp_group, tp_size)
         probabilities(_NAME, hidden_dropout=hidden_dropout, drop_path_rate=drop_path_rate)
         one_of(_NAME, ("encoder", "decoder"), layer_type=layer_type)
+        if layer_type == "decoder" and attn_input_format == "thd":
+            raise ValueError(
+                f"{_NAME}: layer_type='decoder' with attn_input_format='thd': the forward takes "
+                "lengths of hidden_states and none of encoder_output: give 'sbhd' or 'bshd'"
+            )
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError(f"{_NAME}: fuse_wgrad_accumulation=True needs fuse_qkv_params=True")
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size

@@ -139,6 +139,7 @@ class InferenceParams:
         self.sequences_pre_step: OrderedDict[Any, int] = OrderedDict()
         self._longest_new = 1
         self._new = 0, 0  # tokens of the step: of the sequence that gets most, and of all
+        self._some_are_full = False  # and get none: what pads them is behind all positions
         self._offsets: dict[tuple[int, int], Tensor] = {}
         self._ahead = False  # the host does not know the lengths: a step is being captured
         self._captured = False  # there are such steps, whose replays the host does not see
@@ -241,6 +242,7 @@ class InferenceParams:
                 )
         self.sequences = OrderedDict(self.cache_manager.pre_step(step_dict))
         self.sequences_pre_step = OrderedDict(zip(step_dict, before, strict=True))
+        self._some_are_full = self.max_sequence_length in before
         self._set_new(list(step_dict.values()))
         self._state.write(before, list(step_dict.values()))
         if isinstance(self.cache_manager, OwnManager):
@@ -351,6 +353,10 @@ class InferenceParams:
                 f"{_NAME}: {given} tokens {whose}, and pre_step() was told of {needed}: give each "
                 "sequence those that it gets"
             )
+
+    def positions_of(self, length: int) -> int:
+        """How many positions a batch of rows of so many tokens takes at most, with its padding."""
+        return self.max_sequence_length + length - (0 if self._some_are_full else 1)
 
     def offsets(self, longest: int) -> Tensor:
         """First token of each sequence, [batch + 1] int32, in rows of so many tokens each."""

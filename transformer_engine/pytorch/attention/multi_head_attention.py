@@ -507,7 +507,8 @@ fast_zero_fill, pad_between_seqs
             if params is not None:  # positions go on where the sequences have ended
                 now, length = params.lengths, query.shape[0 if self.qkv_format == "sbhd" else 1]
                 start_positions, starts = now.starts, (now.cu_seqlens_q, now.cu_seqlens_q)
-                angles = angles_for_cache(angles, params, 1 if packed else length)
+                if not packed:
+                    angles = angles_for_cache(angles, params, length)
             of_query, of_key = angles if isinstance(angles, tuple | list) else (angles, angles)
             options = {"interleaved": self.rotary_pos_interleaved}
             given = (self.qkv_format, start_positions)

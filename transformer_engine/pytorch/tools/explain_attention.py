@@ -74,7 +74,8 @@ def explain_attention(
     dtype, device
         Of shapes; bf16, and CUDA where there is a device, are the defaults.
     **arguments
-        Others of `DotProductAttention.forward`, by name; for a tensor its shape does.
+        Others of `DotProductAttention.forward`, by name; for a tensor its shape does. The bounds of
+        packed sequences that are a shape are all tokens, where they are not given.
 
     Returns
     -------
@@ -90,17 +91,20 @@ def explain_attention(
     _check_names(arguments)
     check_splits(arguments.get("num_splits"))
     layers: Any = (query_layer, key_layer, value_layer)
-    packed = [arguments.get(name) for name in ("qkv_layer", "kv_layer")]
-    if any(tensor is not None for tensor in packed):
-        layers = heads_of(layers, *packed, arguments.get("qkv_interleave_dim", -3)).split()
-    elif key_layer is None and value_layer is None and query_layer is not None:
-        layers = _self_attention(core, query_layer)
-    kind = _kind_of(layers[0], dtype, device)
-    tensors = [_described(layer, kind) for layer in layers]
+    packed: Any = [arguments.get(name) for name in ("qkv_layer", "kv_layer")]
+    kind = _kind_of((*layers, *packed), dtype, device)
+    layers, packed = ([_described(each, kind) for each in some] for some in (layers, packed))
+    if any(each is not None for each in packed):
+        dim = arguments.get("qkv_interleave_dim", -3)
+        tensors: Any = heads_of(tuple(layers), *packed, dim).split()
+    elif layers[1] is layers[2] is None and layers[0] is not None:
+        tensors = [_described(each, kind) for each in _self_attention(core, layers[0])]
+    else:
+        tensors = layers
     given = {name: value for name, value in arguments.items() if name in AttentionOptions._fields}
-    for name in _SHAPES:
-        if name in given:
-            given[name] = _described(given[name], kind)
+    for names, of in ((_SHAPES, kind), (_SUMS, (torch.int32, kind[1]))):
+        given |= {name: _described(given[name], of) for name in names if name in given}
+    _bound(given, arguments.get("qkv_format") or core.qkv_format, tensors)
     options = AttentionOptions(**given)
     modified = arguments.get("score_mod") is not None
     situation = core.situation_of(*tensors, options, arguments.get("qkv_format"), modified)
@@ -140,7 +144,19 @@ def _about_fp8(
 
 
 _SHAPES = ("attention_mask", "core_attention_bias", "alibi_slopes")
-"""Arguments that may be given as shapes."""
+_SUMS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+"""Arguments that may be given as shapes; those behind are int32."""
+
+
+def _bound(given: dict[str, Any], qkv_format: str, tensors: Any) -> None:
+    """Give packed sequences the bounds that are read of sums, which a shape has none of."""
+    if not qkv_format.startswith("thd"):
+        return
+    sides = ("q", "kv") if qkv_format == "thd" else ("q",)  # padded keys have the bound of a dim
+    for side, tensor in zip(sides, tensors, strict=False):
+        sums = given.get(f"cu_seqlens_{side}", given.get("cu_seqlens_q"))
+        if isinstance(sums, Described) and given.get(f"max_seqlen_{side}") is None:
+            given[f"max_seqlen_{side}"] = tensor.shape[0]
 
 
 def _core_of(attention: torch.nn.Module) -> DotProductAttention:
@@ -171,10 +187,11 @@ def _self_attention(core: DotProductAttention, query: Any) -> tuple:
     return query, (*lead, core.num_gqa_groups, k), (*lead, core.num_gqa_groups, v)
 
 
-def _kind_of(query: Any, dtype: Any, device: Any) -> tuple[torch.dtype, Any]:
-    """Dtype and device of the tensors that are shapes: those of the queries, where that is one."""
-    if isinstance(query, Tensor):
-        return query.dtype, query.device
+def _kind_of(layers: tuple, dtype: Any, device: Any) -> tuple[torch.dtype, Any]:
+    """Dtype and device of the tensors that are shapes: those of the first one that is none."""
+    for layer in layers:
+        if isinstance(layer, Tensor):
+            return layer.dtype, layer.device
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.bfloat16 if dtype is None else dtype, device

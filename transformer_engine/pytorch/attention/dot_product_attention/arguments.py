@@ -42,6 +42,16 @@ class Described:
         shape = self.shape
         return self._reshaped((*shape[:first], shape[first : last + 1].numel(), *shape[last + 1 :]))
 
+    def unbind(self, dim: int) -> tuple["Described", ...]:
+        """As of a tensor."""
+        shape = list(self.shape)
+        count = shape.pop(dim)
+        return (self._reshaped(shape),) * count
+
+    def stride(self, dim: int) -> int:
+        """As of a dense tensor."""
+        return self.shape[dim % self.dim() + 1 :].numel()
+
 
 _TENSORS = (Tensor, Described)
 

@@ -100,11 +100,12 @@ def cached_sequences(params: Any, sizes: tuple[int, ...]) -> tuple[Sequences, Se
 def angles_for_cache(angles: Any, params: Any, length: int) -> Any:
     """Rotary angles with positions for what pads a batch behind its sequences, too.
 
-    Of a step of `length` tokens each. Those positions are never read as such.
+    Of a step of `length` tokens each. Those positions are never read as such. For tokens nothing is
+    made up: where angles lack positions of the cache, the operator sees what is missing.
     """
     if isinstance(angles, tuple | list):
         return tuple(angles_for_cache(each, params, length) for each in angles)
-    missing = params.max_sequence_length + length - 1 - angles.shape[0]
-    if length == 1 or missing <= 0:
+    missing = params.positions_of(length) - angles.shape[0]
+    if missing <= 0 or angles.shape[0] < params.max_sequence_length:
         return angles
     return torch.cat((angles, angles.new_zeros(missing, *angles.shape[1:])))

@@ -166,6 +166,8 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         check_format(qkv_format)
         probabilities(_NAME, attention_dropout=attention_dropout)
         channels = kv_channels if isinstance(kv_channels, tuple | list) else (kv_channels,) * 2
+        if len(channels) != 2:
+            raise ValueError(f"{_NAME}: kv_channels={kv_channels!r}, expected an int or a pair")
         for size in channels:
             positive_sizes(_NAME, kv_channels=size)
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups

@@ -22,10 +22,10 @@ from transformer_engine.common.plans import CallPlans, core_plans
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch import arenas, recompute, scaling, torch_ops
 from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import (
-    BUILT,
     asks_for_it,
     hands_over,
     recipe_of,
+    unbuilt_name,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, slices_of
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
@@ -127,8 +127,7 @@ def hands_to(core: Any, projection: Any) -> bool:
 def unbuilt(module: Any) -> str:
     """Name of the recipe that attention would run by in this region, and does not; else ""."""
     state = current_state()
-    recipe = recipe_of(state.recipe, module) if state.enabled else None
-    return "" if recipe is None or isinstance(recipe, BUILT) else type(recipe).__name__
+    return unbuilt_name(recipe_of(state.recipe, module)) if state.enabled else ""
 
 
 # ---- the backward --------------------------------------------------------------------------------

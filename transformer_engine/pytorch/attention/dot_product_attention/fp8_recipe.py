@@ -19,7 +19,7 @@ from transformer_engine.common.recipe import (
 from transformer_engine.pytorch.modes import constant_in_graphs
 from transformer_engine.pytorch.module.custom import remembered
 
-__all__ = ["BUILT", "asks_for_it", "recipe_of"]
+__all__ = ["asks_for_it", "hands_over", "recipe_of", "unbuilt_name"]
 
 BUILT = (DelayedScaling, Float8CurrentScaling)
 """Recipes that attention runs by: those with one scale of a whole tensor."""
@@ -59,6 +59,11 @@ def _of_quantizers(recipe: Any, module: Any) -> Any:
 
     kind = type(module).__name__
     return remembered(module, recipe, lambda: fp8_custom.resolve(recipe, kind, module.name))
+
+
+def unbuilt_name(recipe: Recipe | None) -> str:
+    """Name of a recipe of `recipe_of` that attention has no kernels for; else ""."""
+    return "" if recipe is None or isinstance(recipe, BUILT) else type(recipe).__name__
 
 
 @constant_in_graphs

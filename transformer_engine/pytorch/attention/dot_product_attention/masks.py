@@ -71,8 +71,12 @@ def window_of(window: Any, kind: MaskType, label: str = "window_size") -> tuple[
     """
     if window is None:
         return CAUSAL_WINDOW if kind.causal else NO_WINDOW
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        raise ValueError(f"{label}={window!r}, expected a pair (left, right)")
+    if (
+        not isinstance(window, tuple | list)
+        or len(window) != 2
+        or not all(hasattr(keys, "__index__") for keys in window)  # a float would be cut
+    ):
+        raise ValueError(f"{label}={window!r}, expected a pair of ints (left, right)")
     left, right = int(window[0]), int(window[1])
     if kind.causal:
         if (left, right) in (CAUSAL_WINDOW, NO_WINDOW):

@@ -69,8 +69,9 @@ def sequences_of(
     if cumulative[1] is cumulative[0] and padded[1] is None:
         padded[1] = padded[0]
     queries = _sequences(cumulative[0], padded[0], sizes[2], "q")
-    if cumulative[1] is cumulative[0] and padded[1] is padded[0]:
-        return queries, queries._replace(longest=sizes[3])
+    # Lengths that are one object say that queries and keys have one bound, too: see `Limits`.
+    if cumulative[1] is cumulative[0] and padded[1] is padded[0] and sizes[2] == sizes[3]:
+        return queries, queries
     return queries, _sequences(cumulative[1], padded[1], sizes[3], "kv")
 
 

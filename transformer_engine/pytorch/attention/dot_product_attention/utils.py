@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from transformer_engine.common import absent
+from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
     Described,
 )
@@ -15,6 +16,10 @@ from transformer_engine.pytorch.attention.dot_product_attention.dot_product_atte
     DotProductAttention,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.formats import layout_parts
+from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import (
+    recipe_of,
+    unbuilt_name,
+)
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Situation
 from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.module.parameters import refuse_options
@@ -22,8 +27,8 @@ from transformer_engine.pytorch.module.parameters import refuse_options
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = ["AttentionParams", "get_attention_backend", *absent.names_of(__name__)]
 
-F16_ARBITRARY_SEQLEN = 1
-"""Number of the fused backend of 16-bit attention, as programs compare it."""
+F16_ARBITRARY_SEQLEN, FP8 = 1, 2
+"""Numbers of the fused backend of 16-bit attention and of that in FP8, as programs compare them."""
 
 
 @dataclass(eq=True)
@@ -33,7 +38,9 @@ class AttentionParams:
     The shapes are those of `DotProductAttention`: `alibi_slopes_shape` [heads] or [batch, heads],
     `core_attention_bias_shape` one of "bhss", "1hss", "b1ss", "11ss", "111s", or the four sizes.
     `qkv_layout` is a name as "sbhd_sbhd_sbhd", "bs3hd", "thd_bshd_bshd" or
-    "paged_kv_bshd_bshd_bshd" (`formats.LAYOUTS`).
+    "paged_kv_bshd_bshd_bshd" (`formats.LAYOUTS`). With `fp8` the attention is in a region of
+    ``fp8_meta["recipe"]``, or where None of a `DelayedScaling` that attends in FP8; without, in
+    none, whichever is in force.
     """
 
     qkv_type: type = torch.Tensor
@@ -70,11 +77,7 @@ class AttentionParams:
 
 def _situation_of(params: AttentionParams) -> Situation:
     """The kind of call that is described; raises what `DotProductAttention` would."""
-    refuse_options(
-        "get_attention_backend",
-        fp8=(params.fp8, False),
-        context_parallel=(params.context_parallel, False),
-    )
+    refuse_options("get_attention_backend", context_parallel=(params.context_parallel, False))
     module = DotProductAttention(
         params.num_heads, (params.head_dim_qk, params.head_dim_v), params.num_gqa_groups,
         params.attention_dropout, attn_mask_type=params.attn_mask_type,
@@ -119,7 +122,22 @@ def _situation_of(params: AttentionParams) -> Situation:
     if params.deterministic:
         switches = situation.switches._replace(nondeterministic=False)
         situation = situation._replace(switches=switches)
-    return situation
+    recipe = _recipe_of(params, module)
+    in_fp8 = recipe is not None
+    return situation._replace(
+        fp8=in_fp8,
+        drops=in_fp8 and params.is_training and params.attention_dropout > 0.0,
+        fp8_unbuilt=unbuilt_name(recipe),
+    )
+
+
+def _recipe_of(params: AttentionParams, module: DotProductAttention) -> Any:
+    """The recipe that the attention runs by; None: in high precision."""
+    if not params.fp8:
+        return None
+    if params.fp8_meta is None:
+        return recipe_of(DelayedScaling(fp8_dpa=True), module)
+    return recipe_of(params.fp8_meta["recipe"], module)
 
 
 def get_attention_backend(
@@ -139,9 +157,9 @@ def get_attention_backend(
     Returns
     -------
     tuple
-        (flash-attn is used, its version: None, a fused backend is used, 1 for the library's own and
-        None for torch's or none, the unfused one is used, [flash-attn, a fused one, the unfused one
-        could be used]).
+        (flash-attn is used, its version: None, a fused backend is used, 1 for the library's own (in
+        FP8 2) and None for torch's or none, the unfused one is used, [flash-attn, a fused one, the
+        unfused one could be used]).
 
     Raises
     ------
@@ -150,12 +168,13 @@ def get_attention_backend(
         built, there is no error, and nothing that could be used.
     """
     try:
-        found = refusals(_situation_of(attention_params))
+        situation = _situation_of(attention_params)
     except NotImplementedError:
         return False, None, False, None, False, [False, False, False]
-    runs = [name for name, refusal in found.items() if refusal is None]
+    runs = [name for name, refusal in refusals(situation).items() if refusal is None]
     chosen = runs[0] if runs else None
     fused = [name for name in runs if name in ("native", "sdpa")]
-    number = F16_ARBITRARY_SEQLEN if chosen == "native" else None
+    own = FP8 if situation.fp8 else F16_ARBITRARY_SEQLEN
+    number = own if chosen == "native" else None
     available = [False, bool(fused), "unfused" in runs]
     return False, None, chosen in fused, number, chosen == "unfused", available
