@@ -374,6 +374,47 @@ te_status te_op_workspace(te_context *context, te_op op, const void *args, size_
     return st;
 }
 
+/* ---- single slots ---- */
+
+/* Of args as they are given, of which *whole is what the slot gets. */
+static te_status check_slot(const te_op_slot *slot, te_context *context, te_op op,
+                            te_any_args *buffer, const void *args, const void **whole)
+{
+    TE_TRY(te_check_size(op, args, buffer, whole));
+    if (slot == NULL || slot->function == NULL) {
+        return TE_FAIL(TE_ERROR_INVALID, "%s: the slot has no function", te_op_name(op));
+    }
+    TE_TRY(check_call(context, op, *whole));
+    return slot->supports == NULL ? TE_OK : slot->supports(slot->self, context, *whole);
+}
+
+te_status te_slot_supports(const te_op_slot *slot, te_context *context, te_op op, const void *args)
+{
+    te_any_args whole;
+    return check_slot(slot, context, op, &whole, args, &args);
+}
+
+te_status te_slot_workspace(const te_op_slot *slot, te_context *context, te_op op, const void *args,
+                            size_t *bytes)
+{
+    te_any_args whole;
+    if (bytes == NULL) return TE_FAIL(TE_ERROR_INVALID, "%s: bytes is NULL", te_op_name(op));
+    *bytes = 0;
+    TE_TRY(check_slot(slot, context, op, &whole, args, &args));
+    return slot->workspace == NULL ? TE_OK : slot->workspace(slot->self, context, args, bytes);
+}
+
+te_status te_slot_run(const te_op_slot *slot, te_context *context, te_op op, const void *args,
+                      void *stream)
+{
+    te_any_args whole;
+    TE_TRY(check_slot(slot, context, op, &whole, args, &args));
+    TE_TRY(te_check_memory(op, args));
+    TE_TRY(slot->function(slot->self, context, args, stream));
+    te_count_op(te_context_device(context).type, op);
+    return TE_OK;
+}
+
 #define X(NAME, name)                                                                              \
     te_status te_##name(te_context *context, const te_##name##_args *args, void *stream)           \
     {                                                                                              \

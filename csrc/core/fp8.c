@@ -73,3 +73,48 @@ size_t te_encode(te_dtype dtype, double value, unsigned char *bytes)
     }
     return 0;
 }
+
+/* A loop for each dtype, which the compiler makes vector code of. */
+#define FLOATS(X)                                                                                  \
+    X(F16, f16, uint16_t)                                                                          \
+    X(BF16, bf16, uint16_t)                                                                        \
+    X(E4M3, e4m3, uint8_t)                                                                         \
+    X(E5M2, e5m2, uint8_t)
+
+te_status te_to_f32(te_dtype dtype, const void *elements, float *numbers, int64_t count)
+{
+    switch (dtype) {
+    case TE_DTYPE_F32:
+        if (count > 0) memcpy(numbers, elements, (size_t)count * sizeof *numbers);
+        return TE_OK;
+#define X(NAME, name, type)                                                                        \
+    case TE_DTYPE_##NAME:                                                                          \
+        for (int64_t i = 0; i < count; i++) {                                                      \
+            numbers[i] = te_##name##_to_f32(((const type *)elements)[i]);                          \
+        }                                                                                          \
+        return TE_OK;
+        FLOATS(X)
+#undef X
+    default:
+        return TE_FAIL(TE_ERROR_INVALID, "to_f32: %s has no conversion", te_dtype_name(dtype));
+    }
+}
+
+te_status te_from_f32(te_dtype dtype, const float *numbers, void *elements, int64_t count)
+{
+    switch (dtype) {
+    case TE_DTYPE_F32:
+        if (count > 0) memcpy(elements, numbers, (size_t)count * sizeof *numbers);
+        return TE_OK;
+#define X(NAME, name, type)                                                                        \
+    case TE_DTYPE_##NAME:                                                                          \
+        for (int64_t i = 0; i < count; i++) {                                                      \
+            ((type *)elements)[i] = te_f32_to_##name(numbers[i]);                                  \
+        }                                                                                          \
+        return TE_OK;
+        FLOATS(X)
+#undef X
+    default:
+        return TE_FAIL(TE_ERROR_INVALID, "from_f32: %s has no conversion", te_dtype_name(dtype));
+    }
+}

@@ -136,5 +136,8 @@ TE_INLINE float te_e5m2_to_f32(uint8_t code)
 /* One fp64 number rounded once to a dtype, as the element's bytes (at most 8, native order). FP8
  * saturates; integers round to nearest and saturate, NaN becoming 0. Returns the element's size. */
 size_t te_encode(te_dtype dtype, double value, unsigned char *bytes);
+/* Dense elements of a float dtype to fp32 and back; INVALID for the others. */
+te_status te_to_f32(te_dtype dtype, const void *elements, float *numbers, int64_t count);
+te_status te_from_f32(te_dtype dtype, const float *numbers, void *elements, int64_t count);
 
 #endif

@@ -40,3 +40,8 @@ int te_interruptible_ask(te_interruptible *call)
     atomic_store_explicit(&call->stopped, 1, memory_order_relaxed);
     return 1;
 }
+
+int te_interrupt_asked(void)
+{
+    return current.check != NULL && current.check(current.self) != 0;
+}

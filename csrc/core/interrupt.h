@@ -24,6 +24,8 @@ typedef struct te_interruptible {
 void te_interruptible_begin(te_interruptible *call);
 /* Asks the hook where it is time to; for the calling thread alone. Returns whether to stop. */
 int te_interruptible_ask(te_interruptible *call);
+/* Asks the hook of this thread now; whether to stop. */
+int te_interrupt_asked(void);
 /* Whether to stop; for every thread. */
 static inline int te_interruptible_stopped(te_interruptible *call)
 {

@@ -8,6 +8,7 @@
 #define TE_ERROR_TEXT_BYTES 1024
 
 static _Thread_local char error_text[TE_ERROR_TEXT_BYTES] = "no error";
+static _Thread_local uint64_t failures;
 
 /* The part of a path from "csrc/" on: texts do not depend on where the library was built. */
 static const char *short_path(const char *file)
@@ -29,7 +30,13 @@ te_status te_fail(te_status kind, const char *file, int line, const char *format
     va_start(arguments, format);
     (void)vsnprintf(error_text + used, sizeof error_text - (size_t)used, format, arguments);
     va_end(arguments);
+    failures++;
     return kind;
+}
+
+uint64_t te_failure_count(void)
+{
+    return failures;
 }
 
 const char *te_last_error(void)

@@ -7,6 +7,9 @@
 
 #include "transformer_engine.h"
 
+/* How often this thread has failed: whether a call has left a text. */
+uint64_t te_failure_count(void);
+
 /* Propagates a failure out of a function that holds nothing to release. */
 #define TE_TRY(expression)                                                                         \
     do {                                                                                           \

@@ -296,6 +296,16 @@ typedef struct te_op_slot {
     void *self;
 } te_op_slot;
 
+/* One slot alone, with the checks of te_op_run and te_op_workspace; UNSUPPORTED where it does not
+ * take the call. The context is of its device. */
+TE_API te_status te_slot_run(const te_op_slot *slot, te_context *context, te_op op,
+                             const void *args, void *stream);
+TE_API te_status te_slot_workspace(const te_op_slot *slot, te_context *context, te_op op,
+                                   const void *args, size_t *bytes);
+/* TE_OK where te_slot_run would call its function. */
+TE_API te_status te_slot_supports(const te_op_slot *slot, te_context *context, te_op op,
+                                  const void *args);
+
 typedef struct te_backend {
     size_t size;
     const char *name; /* unique; kept by the caller until release */

@@ -9,20 +9,8 @@
  */
 #include "python/dispatch_py.h"
 
-#include <stddef.h>
-#include <structmember.h>
-
 #include "python/args.h"
-
-/* In the limited API from 3.12 on, and in every interpreter from 3.9 on. */
-#if Py_LIMITED_API + 0 < 0x030c0000
-typedef PyObject *(*vectorcallfunc)(PyObject *, PyObject *const *, size_t, PyObject *);
-/* lint: allow(PyObject_Vectorcall) */
-PyAPI_FUNC(PyObject *)
-    PyObject_Vectorcall(PyObject *, PyObject *const *args, size_t nargsf, PyObject *names);
-PyAPI_FUNC(PyObject *) PyVectorcall_Call(PyObject *callable, PyObject *tuple, PyObject *dict);
-#define Py_TPFLAGS_HAVE_VECTORCALL (1UL << 11)
-#endif
+#include "python/vectorcall.h"
 
 static PyObject *call_vector(PyObject *function, PyObject *const *args, size_t nargsf,
                              PyObject *names)

@@ -6,6 +6,7 @@
  * version, and a module object that can be made twice and collected. m_free runs m_clear, so exec
  * just fails.
  */
+#include "python/plugin_py.h"
 #include "python/state.h"
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
@@ -111,6 +112,8 @@ static int module_exec(PyObject *module)
     if ((state->plan_type = tepy_plan_make_type(module)) == NULL) return -1;
     if (PyModule_AddObjectRef(module, "Plan", state->plan_type) != 0) return -1;
     if (tepy_dispatch_add(module) != 0) return -1;
+    if ((state->native_slot_type = tepy_native_slot_make_type(module)) == NULL) return -1;
+    if (PyModule_AddObjectRef(module, "NativeSlot", state->native_slot_type) != 0) return -1;
     if (add_constants(module) != 0 || tepy_operators_add(module) != 0) return -1;
     return tepy_state_verify(state, TEPY_INIT);
 }

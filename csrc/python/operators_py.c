@@ -17,7 +17,8 @@ typedef struct op_call {
     te_op op;
     const te_op_info *info;
     const char *function;
-    te_device device; /* of the first tensor; all are on it */
+    const tepy_slot_call *by; /* NULL: the operator table */
+    te_device device;         /* of the first tensor; all are on it */
     int device_known;
     PyObject *values[TE_OP_MAX_FIELDS + 1]; /* by field, then the context; NULL: not given */
     PyObject *held[TE_OP_MAX_FIELDS];       /* by field: what its pointer needs, or NULL */
@@ -181,7 +182,9 @@ static int make_workspace(op_call *call, te_context *context)
     PyObject *copy = NULL;
     te_status st;
     if (field->kind != TE_FIELD_WORKSPACE) return 0;
-    st = te_op_workspace(context, call->op, &call->args, &workspace.size);
+    st = call->by == NULL
+             ? te_op_workspace(context, call->op, &call->args, &workspace.size)
+             : te_slot_workspace(call->by->slot, context, call->op, &call->args, &workspace.size);
     if (st != TE_OK) {
         (void)tepy_raise(st);
         return -1;
@@ -215,7 +218,9 @@ static int run(op_call *call)
         if (call->device.type == TE_DEVICE_CPU || (context->ops_met & bit) == 0) {
             tepy_leave_gil(&without);
         }
-        st = te_op_run(context->context, call->op, &call->args, stream);
+        st = call->by == NULL ? te_op_run(context->context, call->op, &call->args, stream)
+                              : te_slot_run(call->by->slot, context->context, call->op, &call->args,
+                                            stream);
         tepy_retake_gil(&without);
         if (st == TE_OK) {
             context->ops_met |= bit;
@@ -230,28 +235,64 @@ static int run(op_call *call)
 
 _Static_assert(TE_OP_COUNT <= 64, "ops_met has a bit per operator");
 
-static PyObject *call_operator(te_op op, PyObject *module, PyObject *const *given, Py_ssize_t nargs,
-                               PyObject *names)
+/* Whether the slot takes the call: 1, 0, or -1 with an exception. */
+static int ask(op_call *call)
+{
+    tepy_context *context = tepy_context_acquire(
+        call->state, call->function, call->values[call->info->field_count], call->device);
+    te_status st;
+    if (context == NULL) return -1;
+    st = te_slot_supports(call->by->slot, context->context, call->op, &call->args);
+    tepy_context_release(context);
+    if (st == TE_OK || st == TE_ERROR_UNSUPPORTED) return st == TE_OK;
+    (void)tepy_raise(st);
+    return -1;
+}
+
+/* Whether the tensors are where the slot runs; 1, 0, or -1 with an exception. */
+static int reaches(const op_call *call)
+{
+    const te_device slot = {call->by == NULL ? call->device.type : call->by->device, 0};
+    if (slot.type == call->device.type) return 1;
+    if (call->by->asked) return 0;
+    PyErr_Format(PyExc_NotImplementedError, "%s: this slot is of %s, and the tensors are on %s",
+                 call->function, tepy_device_name(slot), tepy_device_name(call->device));
+    return -1;
+}
+
+/* Runs it, or asks whether it would: 1, 0, or -1 with an exception. */
+static int perform(op_call *call)
+{
+    const int near = reaches(call);
+    if (near <= 0) return near;
+    if (call->by != NULL && call->by->asked) return ask(call);
+    return run(call) != 0 ? -1 : 1;
+}
+
+PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *by,
+                             PyObject *const *given, Py_ssize_t nargs, PyObject *names)
 {
     op_call call = {.state = tepy_state_of(module),
                     .op = op,
                     .info = te_op_describe(op),
-                    .function = te_op_name(op)};
-    int failed = tepy_require_torch(call.state, call.function) != 0 ||
+                    .function = te_op_name(op),
+                    .by = by};
+    int result, failed = tepy_require_torch(call.state, call.function) != 0 ||
                  sort_values(&call, given, nargs, names) != 0;
     if (failed) return NULL;
     te_op_initial(op, &call.args);
     for (int i = 0; !failed && i < call.info->field_count; i++) failed = take_value(&call, i) != 0;
-    failed = failed || run(&call) != 0;
+    result = failed ? -1 : perform(&call);
     for (int i = 0; i < call.info->field_count; i++) Py_XDECREF(call.held[i]);
-    return failed ? NULL : Py_NewRef(Py_None);
+    if (result < 0) return NULL;
+    return by != NULL && by->asked ? PyBool_FromLong(result) : Py_NewRef(Py_None);
 }
 
 #define X(NAME, name)                                                                              \
     static PyObject *call_##name(PyObject *module, PyObject *const *args, Py_ssize_t nargs,        \
                                  PyObject *names)                                                  \
     {                                                                                              \
-        return call_operator(TE_OP_##NAME, module, args, nargs, names);                            \
+        return tepy_call_operator(module, TE_OP_##NAME, NULL, args, nargs, names);                 \
     }
 TE_OPS(X)
 #undef X

@@ -32,6 +32,8 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(selection_type, INIT)                                                                        \
     X(dispatcher_type, INIT)                                                                       \
     X(implementation_type, INIT)                                                                   \
+    X(native_slot_type, INIT)                                                                      \
+    X(plugins, LAZY)           /* {address of a te_plugin: its NativeSlots} */                     \
     X(dispatcher, LAZY)        /* whose selections runs of plans obey */                           \
     X(find_dispatcher, LAZY)   /* callable that looks for one */                                   \
     X(key_dtype, INIT)         /* "dtype" */                                                       \
@@ -176,6 +178,18 @@ int tepy_op_by_name(PyObject *name, tepy_site site);
 /* New reference: what a field has for a value; None for a field that is no number. */
 PyObject *tepy_number(const te_field *field, double value);
 
+/* A call of one slot instead of the operator table. */
+typedef struct tepy_slot_call {
+    const te_op_slot *slot;
+    te_device_type device; /* that it runs on */
+    int asked;             /* it is not run: the result is whether it would be */
+} tepy_slot_call;
+
+/* Runs an operator with arguments as its function of the module takes them; `by` NULL: by the
+ * operator table. New reference: None, or a bool where that is asked. */
+PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *by,
+                             PyObject *const *given, Py_ssize_t nargs, PyObject *names);
+
 /* Calling conventions of TEPY_FUNCTIONS: parameters of the C function and flags of its method. */
 #define TEPY_PARAMS_FAST (PyObject * module, PyObject *const *args, Py_ssize_t nargs)
 #define TEPY_PARAMS_ONE (PyObject * module, PyObject * arg)
@@ -229,6 +243,8 @@ PyObject *tepy_number(const te_field *field, double value);
     X(register_backend, FAST, "name, device_type, priority, functions, /",                         \
       "Put Python functions into the operator table, by operator name.")                           \
     X(unregister_backend, ONE, "name, /", "Take a backend of register_backend out again.")         \
+    X(load_plugin, ONE, "path, /",                                                                 \
+      "The operators that a shared object registers, a NativeSlot each.")                          \
     X(obey, ONE, "dispatcher, /",                                                                  \
       "Have runs of plans ask what a Dispatcher's tables have at place 0; None: nobody.")          \
     X(find_selections, ONE, "find, /",                                                             \

@@ -1,0 +1,277 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * plugin_py.c - loading of plug-ins that are shared objects, and their operators as objects.
+ *
+ * A NativeSlot is one operator of one backend: it holds its plug-in, so that what it calls is there
+ * as long as itself. The module keeps the slots of each plug-in that it has loaded, and gives the
+ * same ones whenever that is loaded again.
+ */
+#include "python/plugin_py.h"
+
+#include "transformer_engine_plugin.h"
+
+#include "python/args.h"
+#include "python/dispatch_py.h"
+#include "python/vectorcall.h"
+
+typedef struct native_slot {
+    PyObject_HEAD vectorcallfunc call;
+    te_plugin *plugin; /* held; NULL: not made yet */
+    const te_plugin_slot *slot;
+} native_slot;
+
+static const char *const kinds[] = {[TE_PLUGIN_VENDOR] = "vendor",
+                                    [TE_PLUGIN_DEFAULT] = "default",
+                                    [TE_PLUGIN_REFERENCE] = "reference"};
+
+/* ---- calls -------------------------------------------------------------------------------- */
+
+static PyObject *call_slot(const native_slot *self, int asked, PyObject *const *args,
+                           Py_ssize_t nargs, PyObject *names)
+{
+    const tepy_slot_call by = {&self->slot->slot, self->slot->device, asked};
+    PyObject *module = PyType_GetModule(Py_TYPE((PyObject *)(uintptr_t)self)), *result;
+    if (module == NULL) return NULL;
+    (void)Py_NewRef(module); /* tensors of the caller may drop the rest */
+    result = tepy_call_operator(module, self->slot->op, &by, args, nargs, names);
+    Py_DECREF(module);
+    return result;
+}
+
+static PyObject *native_slot_vectorcall(PyObject *object, PyObject *const *args, size_t nargsf,
+                                        PyObject *names)
+{
+    return call_slot((const native_slot *)object, 0, args, tepy_positional(nargsf), names);
+}
+
+static PyObject *native_slot_supports(PyObject *object, PyObject *const *args, Py_ssize_t nargs,
+                                      PyObject *names)
+{
+    return call_slot((const native_slot *)object, 1, args, nargs, names);
+}
+
+/* ---- the type ----------------------------------------------------------------------------- */
+
+static int native_slot_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    return 0;
+}
+
+static void native_slot_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    te_plugin_release(((native_slot *)object)->plugin);
+    TEPY_FREE(object);
+    Py_DECREF(type);
+}
+
+static const te_plugin_slot *slot_of(PyObject *object)
+{
+    return ((const native_slot *)object)->slot;
+}
+
+static PyObject *native_slot_repr(PyObject *object)
+{
+    return PyUnicode_FromFormat("<%s of backend %s>", te_op_name(slot_of(object)->op),
+                                slot_of(object)->backend);
+}
+
+static PyObject *get_op(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(te_op_name(slot_of(object)->op));
+}
+
+static PyObject *get_backend(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(slot_of(object)->backend);
+}
+
+static PyObject *get_vendor(PyObject *object, void *unused)
+{
+    const char *vendor = slot_of(object)->vendor;
+    (void)unused;
+    return vendor == NULL ? Py_NewRef(Py_None) : PyUnicode_FromString(vendor);
+}
+
+static PyObject *get_kind(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(kinds[slot_of(object)->kind]);
+}
+
+static PyObject *get_device(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong((long)slot_of(object)->device);
+}
+
+static PyObject *get_priority(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong((long)slot_of(object)->priority);
+}
+
+static PyObject *get_calls(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLongLong(te_plugin_slot_calls(slot_of(object)));
+}
+
+static PyGetSetDef native_slot_getset[] = {
+    {"op", get_op, NULL, "Name of its operator in the C library.", NULL},
+    {"backend", get_backend, NULL, "Name of its backend.", NULL},
+    {"vendor", get_vendor, NULL, "Whose it is, or None.", NULL},
+    {"kind", get_kind, NULL, "\"vendor\", \"default\" or \"reference\".", NULL},
+    {"device", get_device, NULL, "DEVICE_* that it runs on.", NULL},
+    {"priority", get_priority, NULL, "The highest is asked first.", NULL},
+    {"calls", get_calls, NULL, "How often it ran without an error, in this process.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef native_slot_methods[] = {
+    {"supports", (PyCFunction)(void (*)(void))native_slot_supports, METH_FASTCALL | METH_KEYWORDS,
+     "supports($self, /, *args, **kwargs)\n--\n\nWhether it takes a call of these arguments."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef native_slot_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(native_slot, call), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot native_slot_slots[] = {
+    {Py_tp_doc, "An operator of a plug-in: a call runs it, with the arguments that the function of "
+                "the operator's name takes."},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_repr, native_slot_repr},
+    {Py_tp_dealloc, native_slot_dealloc},
+    {Py_tp_traverse, native_slot_traverse},
+    {Py_tp_methods, native_slot_methods},
+    {Py_tp_members, native_slot_members},
+    {Py_tp_getset, native_slot_getset},
+    {0, NULL},
+};
+
+static PyType_Spec native_slot_spec = {
+    .name = "transformer_engine._core.NativeSlot",
+    .basicsize = sizeof(native_slot),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |
+             Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = native_slot_slots,
+};
+
+PyObject *tepy_native_slot_make_type(PyObject *module)
+{
+    return PyType_FromModuleAndSpec(module, &native_slot_spec, NULL);
+}
+
+/* ---- for the other files ------------------------------------------------------------------ */
+
+int tepy_is_native_slot(const tepy_state *state, PyObject *object)
+{
+    return Py_TYPE(object) == (PyTypeObject *)state->native_slot_type;
+}
+
+/* The types of all instances of the module have one repr, and no other type has it. */
+static const te_plugin_slot *require_slot(PyObject *object)
+{
+    if (PyType_GetSlot(Py_TYPE(object), Py_tp_repr) == (void *)native_slot_repr) {
+        return slot_of(object);
+    }
+    PyErr_Format(PyExc_TypeError, "expected a NativeSlot, got %R", Py_TYPE(object));
+    return NULL;
+}
+
+const te_op_slot *tepy_native_slot(PyObject *object)
+{
+    const te_plugin_slot *slot = require_slot(object);
+    return slot == NULL ? NULL : &slot->slot;
+}
+
+te_device_type tepy_native_slot_device(PyObject *object)
+{
+    const te_plugin_slot *slot = require_slot(object);
+    return slot == NULL ? (te_device_type)-1 : slot->device;
+}
+
+int tepy_native_slot_op(PyObject *object)
+{
+    const te_plugin_slot *slot = require_slot(object);
+    return slot == NULL ? -1 : (int)slot->op;
+}
+
+/* ---- loading ------------------------------------------------------------------------------ */
+
+/* New reference: a slot, which holds the plug-in. */
+static PyObject *make_slot(const tepy_state *state, te_plugin *plugin, const te_plugin_slot *slot)
+{
+    native_slot *made = (native_slot *)TEPY_ALLOCATE((PyTypeObject *)state->native_slot_type);
+    if (made == NULL) return NULL;
+    te_plugin_retain(plugin);
+    made->call = native_slot_vectorcall;
+    made->plugin = plugin;
+    made->slot = slot;
+    return (PyObject *)made;
+}
+
+/* New reference: a tuple of the slots of a plug-in. */
+static PyObject *make_slots(const tepy_state *state, te_plugin *plugin)
+{
+    const Py_ssize_t count = (Py_ssize_t)te_plugin_slot_count(plugin);
+    PyObject *slots = PyTuple_New(count);
+    for (Py_ssize_t i = 0; slots != NULL && i < count; i++) {
+        PyObject *slot = make_slot(state, plugin, te_plugin_slot_at(plugin, (size_t)i));
+        if (slot == NULL || PyTuple_SetItem(slots, i, slot) != 0) Py_CLEAR(slots);
+    }
+    return slots;
+}
+
+/* New reference: those that the module has of a plug-in, or made now. */
+static PyObject *slots_of(tepy_state *state, te_plugin *plugin)
+{
+    PyObject *key = PyLong_FromVoidPtr(plugin), *slots = NULL;
+    if (key == NULL) return NULL;
+    if (state->plugins == NULL) state->plugins = PyDict_New();
+    if (state->plugins == NULL) goto done;
+    slots = PyDict_GetItemWithError(state->plugins, key);
+    Py_XINCREF(slots);
+    if (slots != NULL || PyErr_Occurred()) goto done;
+    slots = make_slots(state, plugin);
+    /* Without slots nobody would hold the plug-in, and another one might get its address. */
+    if (slots != NULL && PyTuple_Size(slots) > 0 &&
+        PyDict_SetItem(state->plugins, key, slots) != 0) {
+        Py_CLEAR(slots);
+    }
+done:
+    Py_DECREF(key);
+    return slots;
+}
+
+PyObject *tepy_load_plugin(PyObject *module, PyObject *arg)
+{
+    const tepy_site site = {"load_plugin", "path"};
+    te_plugin *plugin = NULL;
+    PyObject *bytes = NULL, *slots = NULL;
+    const char *path = NULL;
+    te_status st;
+    if (tepy_path(arg, site, &bytes, &path) != 0) return NULL;
+    if (path == NULL) {
+        (void)tepy_fail(PyExc_TypeError, site, "expected a path, got None");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS /* it may wait for another thread's loading, and take the GIL itself */
+    st = te_plugin_load(path, &plugin);
+    Py_END_ALLOW_THREADS
+    if (st == TE_OK) {
+        slots = slots_of(tepy_state_of(module), plugin);
+    } else {
+        (void)tepy_raise(st);
+    }
+    te_plugin_release(plugin);
+    Py_DECREF(bytes);
+    return slots;
+}
