@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -493,6 +494,14 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "Implementation": lambda core: Case(["op", "name", print, print]),
     "Scope": lambda core: Case(["policy"]),
     "policy_in_force": lambda core: Case([]),
+    "Choice": lambda core: Case(["op", (core.Implementation("op", "name", print),), print]),
+    "Selection": lambda core: Case([(("norm", print, ("input",)),)]),
+    "obey": lambda core: Case([None]),
+    "find_selections": lambda core: Case([print]),
+    "selected": lambda core: Case([]),
+    "unselected": lambda core: Case([]),
+    "selection_number": lambda core: Case([]),
+    "label_scopes": lambda core: Case([SimpleNamespace()]),
     "bind_torch": _bind,
     "dtype_code": lambda core: Case([torch.bfloat16]),
     "torch_dtype": lambda core: Case([core.DTYPE_BF16]),

@@ -279,14 +279,52 @@ class Scope:
     def __new__(cls, policy: Any) -> Scope: ...
     @property
     def policy(self) -> Any: ...
+    @property
+    def selection(self) -> Selection | None:
+        """What a scope of a table has runs of plans ask; None of a scope of a policy."""
+
     def __enter__(self) -> Any:
         """Returns the policy."""
 
     def __exit__(self, *error: Any) -> None: ...
 
 @final
+class Choice:
+    """Calls the first of some implementations that takes a call, whatever is in force.
+
+    Where none takes it ``refuse(name, implementations)`` raises; without it the answer is
+    NotImplemented.
+    """
+
+    def __new__(
+        cls,
+        name: str,
+        implementations: tuple[Implementation, ...],
+        refuse: Callable[[str, tuple[Implementation, ...]], Any] | None = None,
+    ) -> Choice: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+@final
+class Selection:
+    """Functions that runs of plans ask before the backends that are registered.
+
+    Of each operator in their order: ``(operator, function, fields)``. A function is as those of
+    `register_backend`; it gets the fields that are named, None: all.
+    """
+
+    def __new__(
+        cls, slots: tuple[tuple[str, Callable[..., Any], tuple[str, ...] | None], ...]
+    ) -> Selection: ...
+    @property
+    def number(self) -> int:
+        """A number that no other one of the process has."""
+
+@final
 class Dispatcher:
     """Operators, and the table by which they call: a tuple of `Implementation` for each place.
+
+    Place 0 of the dispatcher that runs of plans obey (`obey`) has what these ask: a `Selection`, or
+    None.
 
     ``resolve(policy)`` makes the table of a policy, None: of that outside of every `Scope`; it is
     asked where a policy or `publish` is new to a thread. ``refuse(name, asked)`` raises.
@@ -308,6 +346,27 @@ class Dispatcher:
 
     def selection(self) -> Scope:
         """A scope of the table in force, for any thread, at any time."""
+
+def obey(dispatcher: Dispatcher | None, /) -> None:
+    """Have runs of plans ask what the tables of a dispatcher have at place 0; None: nobody."""
+
+def find_selections(find: Callable[[], Any], /) -> None:
+    """Call ``find()`` before the first run that obeys nobody, and after ``obey(None)``."""
+
+def selected() -> Scope | None:
+    """A scope of what runs of this thread obey; None: nobody."""
+
+def unselected() -> Scope | None:
+    """A scope in which runs ask nobody; None where they do not anyway."""
+
+def selection_number() -> int:
+    """Number of the `Selection` that runs of this thread ask first, or 0."""
+
+def label_scopes(labels: Any, /) -> None:
+    """Have each thread show which `Scope` it is in: as a str, ``scope`` of a threading.local.
+
+    Threads that are in one already show it when they enter or leave the next.
+    """
 
 def policy_in_force() -> Any:
     """The policy of the innermost `Scope` of this thread, or None."""

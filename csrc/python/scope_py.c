@@ -15,6 +15,7 @@
 typedef struct scope {
     PyObject_HEAD PyObject *policy; /* None: none was in force */
     PyObject *of, *table; /* a dispatcher's table of then; NULL: whatever the policy says */
+    PyObject *label;      /* NULL: not made yet */
     tepy_state *state;
     PyObject *module;
 } scope;
@@ -104,6 +105,7 @@ static void scope_dealloc(PyObject *object)
     Py_XDECREF(self->policy);
     Py_XDECREF(self->of);
     Py_XDECREF(self->table);
+    Py_XDECREF(self->label);
     Py_XDECREF(self->module);
     TEPY_FREE(object);
     Py_DECREF(type);
@@ -125,6 +127,41 @@ static PyObject *scope_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
+/* Tells graphs which scope a thread is in: they have the label among their conditions. */
+static int show_label(const tepy_state *state, PyObject *labels)
+{
+    const tepy_frame *frame = innermost(state);
+    PyObject *label = NULL;
+    int result;
+    if (labels == NULL) return 0;
+    if (frame == NULL) {
+        label = PyUnicode_FromString("");
+    } else {
+        scope *self = (scope *)frame->owner;
+        if (self->label == NULL && self->table != NULL)
+            self->label = PyUnicode_FromFormat("table %p", (void *)self->table);
+        else if (self->label == NULL)
+            self->label = PyObject_Repr(self->policy);
+        label = Py_XNewRef(self->label);
+    }
+    if (label == NULL) return -1;
+    result = PyObject_SetAttrString(labels, "scope", label);
+    Py_DECREF(label);
+    return result;
+}
+
+PyObject *tepy_label_scopes(PyObject *module, PyObject *labels)
+{
+    tepy_state *state = tepy_state_of(module);
+    if (show_label(state, labels) != 0) {
+        (void)tepy_fail_from_current(PyExc_TypeError, (tepy_site){"label_scopes", "labels"},
+                                     "expected an object that takes an attribute");
+        return NULL;
+    }
+    tepy_set(&state->labels, Py_NewRef(labels));
+    return Py_NewRef(Py_None);
+}
+
 static PyObject *scope_enter(PyObject *object, PyObject *unused)
 {
     const scope *self = (const scope *)object;
@@ -137,6 +174,7 @@ static PyObject *scope_enter(PyObject *object, PyObject *unused)
         return PyErr_NoMemory();
     }
     frame->owner = Py_NewRef(object);
+    if (show_label(self->state, self->state->labels) != 0) return NULL;
     return Py_NewRef(self->policy);
 }
 
@@ -156,7 +194,7 @@ static PyObject *scope_exit(PyObject *object, PyObject *args)
     Py_XDECREF(frame->met);
     Py_DECREF(frame->owner);
     free(frame);
-    return Py_NewRef(Py_None);
+    return show_label(self->state, self->state->labels) != 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *scope_policy(PyObject *object, void *unused)

@@ -287,3 +287,15 @@ PyObject *tepy_unselected(PyObject *module, PyObject *unused)
     Py_XDECREF(table);
     return scope;
 }
+
+PyObject *tepy_selection_number(PyObject *module, PyObject *unused)
+{
+    const te_selection *native;
+    PyObject *object;
+    int64_t number;
+    (void)unused;
+    if (tepy_selection_in_force(tepy_state_of(module), &object, &native) != 0) return NULL;
+    number = native == NULL ? 0 : native->number;
+    Py_XDECREF(object);
+    return PyLong_FromLongLong(number);
+}

@@ -36,6 +36,7 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(plugins, LAZY)           /* {address of a te_plugin: its NativeSlots} */                     \
     X(dispatcher, LAZY)        /* whose selections runs of plans obey */                           \
     X(find_dispatcher, LAZY)   /* callable that looks for one */                                   \
+    X(labels, LAZY)            /* a threading.local: where threads show the scopes they are in */  \
     X(key_dtype, INIT)         /* "dtype" */                                                       \
     X(key_requires_grad, INIT) /* "requires_grad" */                                               \
     X(key_device, INIT)        /* "device" */                                                      \
@@ -252,6 +253,9 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *b
     X(selected, NONE, "/",                                                                         \
       "A Scope of what runs of this thread obey, for a backward; None where they obey nobody.")    \
     X(unselected, NONE, "/", "The same of runs that obey nobody, whoever came since.")             \
+    X(selection_number, NONE, "/", "Number of the Selection that runs of this thread obey, or 0.") \
+    X(label_scopes, ONE, "labels, /",                                                              \
+      "Have each thread show the Scope that it is in as an attribute \"scope\" of this object.")   \
     X(policy_in_force, NONE, "/", "The policy of the innermost Scope of this thread, or None.")    \
     X(counters, NONE, "/", "What really ran since the last reset, without zeros.")                 \
     X(reset_counters, NONE, "/", "Set all counters to 0.")

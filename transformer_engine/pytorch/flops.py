@@ -32,11 +32,12 @@ def _flops_of_run(
     saved: Tensor | None,
     rows: int,
     staged: int,
+    selection: int,
     state: Sequence[Tensor] = (),
     **results: Any,
 ) -> int:
     """FLOPs of ``transformer_engine::run`` and ``run_with_state_<n>``, from their arguments."""
-    del slots, saved, staged, state, results
+    del slots, saved, staged, selection, state, results
     graph, made = read_text(plan), plan_of(plan)
     sizes = sizes_of(made, [tensor.shape for tensor in inputs], rows)
     stages = made.described["stages"]

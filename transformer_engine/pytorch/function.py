@@ -224,8 +224,14 @@ def run_call(call: Call, *tensors: Tensor) -> Any:
     return apply_of(call.label)(call, *tensors)
 
 
+def run_forward_alone(call: Any, tensors: tuple) -> Any:
+    """Run a call in eager mode and outside of transforms that no gradient is wanted of."""
+    recompute.note_scope(_core.selected())
+    return call.run_forward(tensors)[0]
+
+
 def run_without_backward(call: Call, *tensors: Tensor) -> Any:
     """Run a module call that no gradient is wanted of; arguments as of `run_call`."""
     if not call.traced and (forward_gradients() or in_transform()):
         return run_call(call, *tensors)  # which refuses tangents and batches
-    return call.run_forward(tensors)[0]
+    return call.run_forward(tensors)[0] if call.traced else run_forward_alone(call, tensors)

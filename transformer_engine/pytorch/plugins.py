@@ -2,16 +2,20 @@
 """What modules have to do with the plug-in system: they run what the policy in force selects.
 
 A run of a plan reads the selection of its thread natively (`_core.Selection`). Here is what Python
-adds: plug-ins are looked for once, and a backward runs in the scope of its forward.
+adds: plug-ins are looked for once, a backward runs in the scope of its forward, and a graph of
+torch.compile runs by the selection with which it was traced: another one makes another graph.
 """
 
 import sys
+import threading
 from typing import Any
 
 from transformer_engine import _core
 from transformer_engine.common import config
+from transformer_engine.common.selections import GENERATION
+from transformer_engine.pytorch.modes import constant_in_graphs, graph_task
 
-__all__ = ["find", "of_forward"]
+__all__ = ["IN_FORCE", "find", "number_of_graph", "of_forward", "of_graph"]
 
 _POLICY = (
     config.TE_FL_PREFER,
@@ -56,3 +60,57 @@ def of_forward(scope: Any) -> Any:
     Enter it around the backward, on whatever thread that runs.
     """
     return _core.unselected() if scope is None else scope
+
+
+# ---- graphs ------------------------------------------------------------------------------------
+
+IN_FORCE = -1
+"""In place of a number: whatever is in force for the thread."""
+
+_LABELS = threading.local()
+"""``scope``: which scope of policies the thread is in, for the conditions of graphs."""
+_KEPT: dict[int, Any] = {}
+"""Scopes of the selections that graphs have been traced with, by number."""
+
+
+@constant_in_graphs
+def _find_first() -> None:
+    """Let plug-ins be found, and this thread show its scope."""
+    _core.label_scopes(_LABELS)
+    _core.selected()
+
+
+@constant_in_graphs
+def _number(generation: str, scope: str) -> int:
+    """Number of the selection in force, which stays with graphs; 0: nobody is asked.
+
+    The arguments are conditions of the graph, since they are read.
+    """
+    del generation, scope
+    kept = _core.selected()
+    number = _core.selection_number()
+    if number:
+        _KEPT.setdefault(number, kept)
+    return number
+
+
+def number_of_graph() -> int:
+    """By which selection a graph that is being traced runs; it is another one for another graph."""
+    _find_first()
+    return _number(GENERATION[0], _LABELS.scope)
+
+
+def of_graph(number: int, forward: bool) -> Any:
+    """The scope in which a run of a graph is that was traced with a selection; None: none needed.
+
+    RuntimeError where a forward outside of a recompute is in another one, which its conditions did
+    not tell.
+    """
+    if number == IN_FORCE:
+        return None
+    if forward and number != _core.selection_number() and graph_task() == -1:
+        raise RuntimeError(
+            "a compiled module was traced while other implementations were selected than are now, "
+            "which torch.compile has not noticed: call torch.compiler.reset() after the change"
+        )
+    return of_forward(_KEPT[number] if number else None)

@@ -428,6 +428,20 @@ def scope_of_first(scope: Any) -> Any:
     return scope if replay is None or replay.scope is None else replay.scope
 
 
+def note_scope(scope: Any) -> None:
+    """Leave the scope of a call without gradients to a checkpoint that is to repeat it.
+
+    `scope` is ``_core.selected()``: None, or that of a thread under the global policy which selects
+    nobody, is that of a repetition anyway.
+    """
+    if scope is None or (scope.policy is None and scope.selection is None):
+        return
+    if torch.is_inference_mode_enabled():
+        return
+    for frame in frames()[0]:
+        frame.scope = frame.scope or scope
+
+
 def anywhere() -> bool:
     """Whether a checkpoint is on the Python stack."""
     return next(_on_stack(), None) is not None

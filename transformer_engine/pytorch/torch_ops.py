@@ -14,6 +14,7 @@ programs of torch.export change no state, so they hold ``run`` alone, and what t
 cached it takes after it has traced the same calls again.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan, plan_of
 from transformer_engine.common.plans import extent_value, leading_dims, sizes_of
-from transformer_engine.pytorch import recompute
+from transformer_engine.pytorch import plugins, recompute
 from transformer_engine.pytorch.flops import FORMULAS, offer_formulas
 from transformer_engine.pytorch.locks import Lock
 from transformer_engine.pytorch.modes import (
@@ -34,13 +35,16 @@ from transformer_engine.pytorch.modes import (
     below_autograd,
     constant_in_graphs,
     dispatch_modes,
+    exporting,
     leaves_of,
     seen_here,
     without_memory,
 )
 from transformer_engine.pytorch.staged import Staged
 
-_RUN = "str plan, int[] slots, Tensor[] inputs, Tensor? saved, SymInt rows, int staged"
+_RUN = (
+    "str plan, int[] slots, Tensor[] inputs, Tensor? saved, SymInt rows, int staged, int selection"
+)
 
 _LIBRARY = torch.library.Library("transformer_engine", "DEF")
 
@@ -210,14 +214,17 @@ def _run(
     saved: Tensor | None,
     rows: int,
     staged: int,
+    selection: int,
     state: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     plan, functions, given = plan_of(text), _STAGED.get(staged), [*inputs, *state]
-    if plan.graph.direction == _core.DIRECTION_FORWARD:
+    is_forward = plan.graph.direction == _core.DIRECTION_FORWARD
+    if is_forward:
         scaled = len(state) and len(state) + 1  # the scales are an input, the histories state
         at = len(given) - scaled
         given[at:] = recompute.of_first((tuple(slots), plan.casts), given[at:], plan.measures)
-    *outputs, packed = run_native(plan, slots, given, saved, rows, functions)
+    with plugins.of_graph(selection, is_forward) or contextlib.nullcontext():
+        *outputs, packed = run_native(plan, slots, given, saved, rows, functions)
     return [*outputs, inputs[0].new_empty(0, dtype=torch.uint8) if packed is None else packed]
 
 
@@ -228,9 +235,10 @@ def _run_fake(
     saved: Tensor | None,
     rows: Any,
     staged: int,
+    selection: int,
     state: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    del slots, state, saved, staged
+    del slots, state, saved, staged, selection
     made, packed = shapes(plan_of(text), [tensor.shape for tensor in inputs], rows)
     made.append((torch.uint8, [packed]))
     return [inputs[0].new_empty(shape, dtype=dtype) for dtype, shape in made]
@@ -321,7 +329,9 @@ def _run_operator(
     rows: Any,
     staged: int,
 ) -> tuple:
-    given: tuple = (plan, slots, inputs, saved, rows, staged)
+    of_graph = torch.compiler.is_compiling() and not exporting()
+    selection = plugins.number_of_graph() if of_graph else plugins.IN_FORCE
+    given: tuple = (plan, slots, inputs, saved, rows, staged, selection)
     operator = torch.ops.transformer_engine.run
     if state:
         operator, given = getattr(torch.ops.transformer_engine, _with_state(plan)), (*given, state)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from transformer_engine import _core
+from transformer_engine.common import selections
 from transformer_engine.plugin.core.discovery import discover_plugin
 from transformer_engine.plugin.core.locks import ForkSafeLock
 from transformer_engine.plugin.core.policy import PolicyManager, SelectionPolicy
@@ -137,7 +138,8 @@ class OpManager:
             found = self._operators.get(op_name)
             if found is None:
                 place = self._places.setdefault(op_name, len(self._places))
-                self._changed()
+                self._generation += 1  # a table has to be made that has the place
+                self._dispatcher.publish(None)
                 found = self._operators[op_name] = self._dispatcher.operator(place, op_name)
             return found
 
@@ -200,6 +202,8 @@ class OpManager:
         """Have the table made at the next call; with the lock."""
         self._generation += 1
         self._dispatcher.publish(None)
+        if self._obeyed:
+            selections.changed()
 
     def _table(self, policy: SelectionPolicy | None) -> tuple:
         """Candidates of every operator under a policy, None: the global one.

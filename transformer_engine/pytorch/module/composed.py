@@ -15,7 +15,11 @@ from transformer_engine.common.graphs import CallSpec, LinearSpec, Norm, Quantiz
 from transformer_engine.common.plans import CallPlans, call_plans
 from transformer_engine.pytorch import arenas, scaling, torch_ops
 from transformer_engine.pytorch.device import prepare_device
-from transformer_engine.pytorch.function import run_call, run_without_backward
+from transformer_engine.pytorch.function import (
+    run_call,
+    run_forward_alone,
+    run_without_backward,
+)
 from transformer_engine.pytorch.modes import (
     constant_in_graphs,
     exporting,
@@ -269,7 +273,7 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
         if bound.quantized:
             own["_quantization"] = bound.quantization
         run = CallRun(call, *shared) if shared[0] or shared[1] else call
-        out = bound.apply(run, *tensors) if bound.records else run.run_forward(tensors)[0]
+        out = bound.apply(run, *tensors) if bound.records else run_forward_alone(run, tensors)
         if call.first:
             state.first = False
         if call.plans.writes_caches:

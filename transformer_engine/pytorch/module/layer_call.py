@@ -18,7 +18,7 @@ from transformer_engine import _core
 from transformer_engine.common.layer_graphs import AddSpec, BranchSpec, LayerSpec
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, layer_plans
-from transformer_engine.pytorch.function import apply_of
+from transformer_engine.pytorch.function import apply_of, run_forward_alone
 from transformer_engine.pytorch.modes import dispatch_modes, forward_gradients, only_forwards
 from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
@@ -179,7 +179,7 @@ class LayerCalls:
         for attributes, values in bound.remembered:
             attributes.update(values)
         run = CallRun(call, *own)
-        out = bound.apply(run, *tensors) if call.plans.backward else run.run_forward(tensors)[0]
+        out = bound.apply(run, *tensors) if call.plans.backward else run_forward_alone(run, tensors)
         if call.first:
             state.first = False
         if call.plans.writes_caches:

@@ -22,7 +22,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.attending import
 from transformer_engine.pytorch.attention.dot_product_attention.backends import Choice
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, slices_of
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
-from transformer_engine.pytorch.function import apply_of
+from transformer_engine.pytorch.function import apply_of, run_forward_alone
 from transformer_engine.pytorch.modes import (
     any_autocast,
     dispatch_modes,
@@ -53,7 +53,7 @@ class Found(NamedTuple):
     def run(self, tensors: Sequence[Tensor]) -> Tensor:
         """Run it over queries, keys and values."""
         if self.apply is None:
-            return self.call.run_forward((*tensors, *self.limits))[0]
+            return run_forward_alone(self.call, (*tensors, *self.limits))
         return self.apply(self.call, *tensors, *self.limits)
 
 
