@@ -25,6 +25,7 @@ from pathlib import Path
 from setuptools import Command, Extension, setup
 from setuptools import Distribution as _Distribution
 from setuptools.command.build_ext import build_ext as _build_ext
+from setuptools.command.build_py import build_py as _build_py
 
 os.chdir(Path(__file__).resolve().parent)  # relative paths keep the objects free of machine paths
 CC = shlex.split(os.environ.get("CC") or "cc")
@@ -306,6 +307,18 @@ class build_ext(_build_ext):
             shutil.copy2(stub, "transformer_engine")
 
 
+class build_py(_build_py):
+    """Put the public headers into the package; in place they are found in csrc/include."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            folder = Path(self.build_lib, "transformer_engine/include")
+            folder.mkdir(parents=True, exist_ok=True)
+            for header in sorted(Path("csrc/include").glob("*.h")):
+                shutil.copy2(header, folder)
+
+
 class library(Command):
     """Make libtransformer_engine.{a,so} from the objects of the extension, less csrc/python."""
 
@@ -350,6 +363,6 @@ setup(
     distclass=Distribution,
     url=home_page(),
     ext_modules=[Extension("transformer_engine._core", [], py_limited_api=True)],
-    cmdclass={"build_ext": build_ext, "library": library},
+    cmdclass={"build_ext": build_ext, "build_py": build_py, "library": library},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

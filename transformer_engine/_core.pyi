@@ -14,6 +14,7 @@ context, external stages; or a failing device), and whatever a Python backend ra
 """
 
 from collections.abc import Callable, Mapping
+from os import PathLike
 from typing import Any, Final, TypedDict, final
 
 import torch
@@ -289,6 +290,44 @@ class Scope:
     def __exit__(self, *error: Any) -> None: ...
 
 @final
+class NativeSlot:
+    """An operator of a plug-in that is a shared object: a call runs it, and nothing else.
+
+    It takes the arguments of the function of `_core` that has the operator's name, and raises
+    NotImplementedError for a call that it does not take. Other errors say whose they are.
+    """
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def vendor(self) -> str | None: ...
+    @property
+    def kind(self) -> str:
+        """"vendor", "default" or "reference"."""
+
+    @property
+    def device(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def calls(self) -> int:
+        """How often it ran without an error, in this process, whoever called it."""
+
+    def supports(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether it takes a call of these arguments."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None: ...
+
+def load_plugin(path: str | PathLike[str] | bytes, /) -> tuple[NativeSlot, ...]:
+    """The operators that a shared object registers; the same objects whenever it is loaded again.
+
+    A path without a slash is looked for as the dynamic linker does. It stays loaded. ValueError
+    where it can not be loaded or is no plug-in; else whatever its ``te_plugin_init`` failed with.
+    """
+
+@final
 class Choice:
     """Calls the first of some implementations that takes a call, whatever is in force.
 
@@ -309,7 +348,8 @@ class Selection:
     """Functions that runs of plans ask before the backends that are registered.
 
     Of each operator in their order: ``(operator, function, fields)``. A function is as those of
-    `register_backend`; it gets the fields that are named, None: all.
+    `register_backend`; it gets the fields that are named, None: all. Or it is a `NativeSlot` of the
+    operator, without fields.
     """
 
     def __new__(

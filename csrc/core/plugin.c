@@ -315,7 +315,7 @@ te_status te_plugin_load(const char *path, te_plugin **out)
     library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (library == NULL) {
         why = dlerror();
-        return TE_FAIL(TE_ERROR_INVALID, "plug-in %s: %s", path, why == NULL ? "no file" : why);
+        return TE_FAIL(TE_ERROR_INVALID, "plug-in: %s", why == NULL ? path : why); /* has it */
     }
     address = dlsym(library, "te_plugin_init");
     if (address == NULL) {

@@ -2,15 +2,17 @@
  *
  * selection_py.c - what runs of plans ask before the backends that are registered.
  *
- * A Selection has Python functions for operators of the C library, in the order in which they are
- * asked. It is an entry of a dispatcher's table, so a run finds it as an operator object finds its
- * implementations: by the policy of its thread, without a look-up by name.
+ * A Selection has Python functions, and slots of plug-ins, for operators of the C library, in the
+ * order in which they are asked. It is an entry of a dispatcher's table, so a run finds it as an
+ * operator object finds its implementations: by the policy of its thread, without a look-up by
+ * name.
  */
 #include <stdatomic.h>
 #include <stdlib.h>
 
 #include "python/dispatch_py.h"
 #include "python/function_slot.h"
+#include "python/plugin_py.h"
 
 typedef struct selection {
     PyObject_HEAD te_selection native;
@@ -96,14 +98,29 @@ static int take_slot(selection *self, Py_ssize_t at, PyObject *item)
     fields = PyTuple_GetItem(item, 2);
     op = tepy_op_by_name(name, site);
     if (op < 0) return -1;
-    if (!PyCallable_Check(function))
+    if (tepy_is_native_slot(tepy_state_of(self->module), function)) {
+        if (tepy_native_slot_op(function) != op || fields != Py_None)
+            return tepy_fail(PyExc_ValueError, site, "%R is no slot of %U, or has fields", function,
+                             name);
+    } else if (!PyCallable_Check(function)) {
         return tepy_fail_showing(PyExc_TypeError, site, "%U is not callable", function);
+    }
     if (take_fields(fields, (te_op)op, &slot->lent) != 0) return -1;
     slot->function = Py_NewRef(function);
     slot->state = tepy_state_of(self->module);
     slot->backend = "of the plug-in system";
     slot->op = (te_op)op;
     return 0;
+}
+
+/* The slot of a function for a device; one without a function where it is a plug-in's for another.
+ */
+static te_op_slot slot_for(const selection *self, tepy_function_slot *slot, te_device_type device)
+{
+    if (!tepy_is_native_slot(tepy_state_of(self->module), slot->function))
+        return (te_op_slot){.function = tepy_call_function, .self = slot};
+    if (tepy_native_slot_device(slot->function) != device) return (te_op_slot){.function = NULL};
+    return *tepy_native_slot(slot->function);
 }
 
 /* Spreads the functions over backends, for every device: the n-th of an operator into the n-th. */
@@ -131,7 +148,7 @@ static int make_backends(selection *self)
         const int layer = --counts[slot->op];
         for (int device = 0; device < TE_DEVICE_COUNT; device++) {
             self->backends[layer * TE_DEVICE_COUNT + device].slots[slot->op] =
-                (te_op_slot){.function = tepy_call_function, .self = slot};
+                slot_for(self, slot, (te_device_type)device);
         }
     }
     self->native = (te_selection){.size = sizeof self->native,

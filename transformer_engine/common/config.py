@@ -361,8 +361,8 @@ TE_FL_PLUGIN_MODULES: Variable[tuple[str, ...]] = Variable(
     "TE_FL_PLUGIN_MODULES",
     (),
     _words,
-    "names of Python modules with commas between them",
-    "Modules that register implementations, besides those of installed packages.",
+    "names of Python modules and paths of shared objects (/ or .so) with commas between them",
+    "What registers implementations, besides installed packages.",
 )
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 TE_FL_LOG_LEVEL: Variable[str] = Variable(

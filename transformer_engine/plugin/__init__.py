@@ -5,6 +5,9 @@ The names are those of the fork of NVIDIA Transformer Engine whose users write s
 docs/plugins.md says what is different on purpose, and what is not there yet.
 """
 
+from pathlib import Path
+
+import transformer_engine
 from transformer_engine.common import absent
 from transformer_engine.plugin import core
 from transformer_engine.plugin.core import Explanation, get_default_manager, get_registry
@@ -14,7 +17,7 @@ __getattr__, __dir__ = absent.attach(
     globals(), ("builtin",), dict.fromkeys(_CLASSES, "transformer_engine.plugin.core.backend_base")
 )
 
-__all__ = ["core", "counts", "explain", "get_registry", *_CLASSES, *absent.names_of(__name__)]
+__all__ = ["core", "counts", "explain", "get_include", "get_registry", *_CLASSES, *absent.names_of(__name__)]
 
 
 def explain(op_name: str) -> Explanation:
@@ -25,3 +28,10 @@ def explain(op_name: str) -> Explanation:
 def counts() -> dict[str, int]:
     """Calls of implementations that ran, by "operator/impl_id"."""
     return get_default_manager().counts()
+
+
+def get_include() -> str:
+    """The folder of transformer_engine_plugin.h, for compilers of plug-ins."""
+    package = Path(transformer_engine.__file__).parent
+    installed = package / "include"
+    return str(installed if installed.exists() else package.parent / "csrc/include")

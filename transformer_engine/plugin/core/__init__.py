@@ -11,6 +11,7 @@ from transformer_engine.plugin.core.discovery import (
     discover_op_plugin,
     discover_plugin,
     get_discovered_plugin,
+    register_library,
 )
 from transformer_engine.plugin.core.logger_manager import LoggerManager
 from transformer_engine.plugin.core.manager import (
@@ -87,6 +88,7 @@ __all__ = [
     "match_token",
     "policy_context",
     "policy_from_env",
+    "register_library",
     "reset_default_manager",
     "reset_global_policy",
     "reset_registry",

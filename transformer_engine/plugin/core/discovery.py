@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding plug-ins: entry points of installed packages, and modules that the environment names."""
+"""Finding plug-ins: entry points of installed packages, and what the environment names.
+
+A plug-in is a Python module or function, or a shared object (transformer_engine_plugin.h).
+"""
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from transformer_engine import _core
 from transformer_engine.common.config import TE_FL_PLUGIN_MODULES
 from transformer_engine.plugin.core.logger_manager import LoggerManager
 from transformer_engine.plugin.core.registry import OpRegistry
+from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
 
 __all__ = [
     "PLUGIN_GROUP",
@@ -19,11 +25,18 @@ __all__ = [
     "discover_op_plugin",
     "discover_plugin",
     "get_discovered_plugin",
+    "register_library",
 ]
 
 PLUGIN_GROUP = "te_fl.plugin"
-"""Group of entry points, each a module or a function that registers."""
+"""Group of entry points: a module or a function that registers, or the path of a shared object."""
 PLUGIN_MODULES_ENV = TE_FL_PLUGIN_MODULES.name
+
+_KINDS = {
+    "vendor": BackendImplKind.VENDOR,
+    "default": BackendImplKind.DEFAULT,
+    "reference": BackendImplKind.REFERENCE,
+}
 
 _found: list[tuple[str, str, bool]] = []
 
@@ -59,9 +72,9 @@ def discover_from_entry_points(registry: OpRegistry) -> int:
 
 
 def discover_from_env_modules(registry: OpRegistry) -> int:
-    """`discover_plugin`, of the modules that ``TE_FL_PLUGIN_MODULES`` names."""
+    """`discover_plugin`, of the modules and shared objects that ``TE_FL_PLUGIN_MODULES`` names."""
     return sum(
-        _load(name, "env_module", lambda name=name: _import(name), registry)
+        _load(name, "env_module", lambda name=name: _named(name), registry)
         for name in TE_FL_PLUGIN_MODULES.get()
     )
 
@@ -76,12 +89,36 @@ def clear_discovered_plugin() -> None:
     _found.clear()
 
 
-def _import(name: str) -> Any:
-    if name.endswith(".so"):
-        raise NotImplementedError(
-            "plug-ins that are shared objects are not built yet: name a Python module"
-        )
-    return importlib.import_module(name)
+def register_library(registry: OpRegistry, path: "str | os.PathLike[str]") -> None:
+    """Register the operators of a shared object that exports ``te_plugin_init``.
+
+    Each is an implementation of ``te_<name>``, the operator of that name of the C library, with
+    `impl_id` ``vendor.<backend>`` or as its kind says; its function is a `_core.NativeSlot`.
+    Beside it stands ``default.native``, this library's own. What the registry has of the very same
+    slots stays as it is. ValueError where the file can not be loaded, is no plug-in, or has a name
+    that is taken; or what its ``te_plugin_init`` failed with.
+    """
+    made = []
+    for slot in _core.load_plugin(path):
+        op, name = f"te_{slot.op}", f"{slot.kind}.{slot.backend}"
+        known = registry.get_implementation(op, name)
+        if known is None or known.fn is not slot:
+            made.append(
+                OpImpl(
+                    op, name, _KINDS[slot.kind], slot,
+                    vendor=slot.vendor, priority=slot.priority, supports=slot.supports,
+                )  # fmt: skip
+            )
+    for op in sorted({impl.op_name for impl in made}):
+        if registry.get_implementation(op, "default.native") is None:
+            native = getattr(_core, op.removeprefix("te_"))
+            made.append(OpImpl(op, "default.native", BackendImplKind.DEFAULT, native))
+    registry.register_many(made)
+
+
+def _named(name: str) -> Any:
+    """A module, or the path of a shared object as it is."""
+    return name if "/" in name or name.endswith(".so") else importlib.import_module(name)
 
 
 def _load(name: str, source: str, load: Callable[[], Any], registry: OpRegistry) -> bool:
@@ -109,10 +146,15 @@ def _names(registry: OpRegistry) -> Iterator[tuple[str, str]]:
 
 def _entry_of(loaded: Any) -> Callable[[OpRegistry], Any]:
     """The function of a plug-in that registers; TypeError where it has none."""
+    if isinstance(loaded, str | os.PathLike):
+        return lambda registry: register_library(registry, loaded)
     if callable(loaded) and not isinstance(loaded, type):
         return loaded
     for name in ("te_fl_register", "register"):
         found = getattr(loaded, name, None)
         if callable(found):
             return found
-    raise TypeError("it is no function and has no te_fl_register(registry) or register(registry)")
+    raise TypeError(
+        "it is no function, has no te_fl_register(registry) or register(registry), and is no path "
+        "of a shared object"
+    )

@@ -167,13 +167,13 @@ class OpManager:
         policy = self._policies.get_policy()
         snapshot = self._registry.snapshot()
         found = _ranked(snapshot.impls_by_op.get(op_name, ()), op_name, policy)
-        counted = [Candidate(impl, why, self._native(impl).calls) for impl, why in found]
+        counted = [Candidate(impl, why, self._calls(impl)) for impl, why in found]
         return Explanation(op_name, policy, tuple(counted))
 
     def counts(self) -> dict[str, int]:
         """Calls of implementations that ran, by "operator/impl_id"."""
-        impls = tuple(self._implementations.items())
-        return {f"{impl.op_name}/{impl.impl_id}": n.calls for impl, n in impls if n.calls}
+        counted = {impl: self._calls(impl) for impl in tuple(self._implementations)}
+        return {f"{impl.op_name}/{impl.impl_id}": calls for impl, calls in counted.items() if calls}
 
     def selection(self) -> _core.Scope:
         """What is in force for this thread now, to be entered later, on whatever thread.
@@ -267,6 +267,11 @@ class OpManager:
             found = _core.Implementation(impl.op_name, impl.impl_id, impl.fn, predicate_of(impl))
             found = self._implementations.setdefault(impl, found)
         return found
+
+    def _calls(self, impl: OpImpl) -> int:
+        """How often it was called; of a slot that modules run too: how often it ran at all."""
+        counted = impl.fn if isinstance(impl.fn, _core.NativeSlot) else self._native(impl)
+        return counted.calls
 
     # ---- errors --------------------------------------------------------------------------------
 

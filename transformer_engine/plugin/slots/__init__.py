@@ -7,11 +7,16 @@ operator out of implementations of these: it gets the fields of a call as a dict
 writes what that returns to where the call wants it. A call that no implementation takes goes on to
 this library's own (`NotImplemented`), under a strict policy it raises.
 
+Operators ``te_<name>`` are those of the C library themselves: of their implementations modules run
+the slots of plug-ins that are shared objects (`discovery.register_library`), which take a call as
+it is and are asked before all adapters.
+
 Importing this package imports no torch; adapters are imported when one is needed.
 """
 
+import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
@@ -68,17 +73,34 @@ def overrides(implementations: Iterable[Any]) -> tuple:
     return tuple(found)
 
 
+def _of_libraries(
+    chosen: Mapping[str, Iterable[Any]], refuse: Callable | None
+) -> Iterator[tuple[str, Callable, tuple | None]]:
+    """Slots of shared objects; behind those of an operator `refuse`, where there is one."""
+    for op in _core.op_names():
+        asked = overrides(chosen.get(f"te_{op}", ()))
+        asked = tuple(one for one in asked if isinstance(one.function, _core.NativeSlot))
+        yield from ((op, one.function, None) for one in asked)
+        if asked and refuse is not None:
+            yield op, functools.partial(_refuse, refuse, f"te_{op}", asked), ()
+
+
+def _refuse(refuse: Callable, name: str, asked: tuple, fields: Mapping[str, Any]) -> Any:
+    """Raise for a call that none of `asked` takes."""
+    return refuse(name, asked)
+
+
 def selection(
     chosen: Mapping[str, Iterable[Any]], refuse: Callable | None
 ) -> "_core.Selection | None":
     """What runs of plans are to ask first; None: nobody.
 
-    `chosen` are the implementations in force of each of `OPERATORS`, in the order in which they are
-    asked. `refuse` raises for a call that none takes; None: this library's own takes it.
+    `chosen` are the implementations in force of each of `OPERATORS` and of ``te_<name>``, in the
+    order in which they are asked. `refuse` raises for a call that none takes; None: this library's own takes it.
     """
     asked = {name: overrides(found) for name, found in chosen.items() if name in OPERATORS}
     choices = {name: _core.Choice(name, found, refuse) for name, found in asked.items() if found}
-    slots = []
+    slots = list(_of_libraries(chosen, refuse))
     for row in MAPPED:
         own = {name: choices[name] for name in row.names if name in choices}
         if own:
