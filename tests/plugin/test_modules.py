@@ -462,6 +462,11 @@ WRONG = {
         ValueError,
         r"the result: shape \(1, 64\)",
     ),
+    "transposed": (
+        lambda inp, *args: (inp.T.contiguous(), None, inp.new_ones(inp.shape[0])),
+        ValueError,
+        r"the result: shape \(64, 32\), expected \(32, 64\)",
+    ),
     "no statistics": (lambda inp, *args: (inp, None, None), TypeError, "rsigma: NoneType"),
     "one result": (lambda inp, *args: inp, ValueError, "unpack"),
 }
