@@ -293,6 +293,37 @@ def test_unregistered_between_forward_and_backward(device):
     assert recorded.ways == ["forward", "backward"]
 
 
+def test_weight_gradients_that_were_put_off(device):
+    """They are of their forward, too."""
+    shapes = []
+    own = native("generic_gemm")
+
+    def gemm(*args):
+        found = own(*args)
+        shapes.append(tuple(found[0].shape))
+        return found
+
+    register("generic_gemm", gemm)
+    module, x = te.Linear(HIDDEN, 48, device=device, delay_wgrad_compute=True), data(device)
+    with plugin.with_preference("vendor"):
+        y = module(x)
+    y.sum().backward()
+    before = len(shapes)
+    module.backward_dw()
+    assert shapes[before:] == [(48, HIDDEN)]
+
+
+def test_unrelated_registrations_change_no_selection():
+    Recorded().register()
+    with plugin.with_preference("vendor"):
+        number = _core.selection_number()
+        assert number > 0
+        plugin.get_registry().register(
+            plugin.OpImpl("other", "vendor.test", KIND.VENDOR, print, vendor="test")
+        )
+        assert _core.selection_number() == number
+
+
 def test_the_thread_of_a_policy(device):
     """A policy context is of its thread; a backward on another thread is of its forward."""
     recorded = Recorded().register()
@@ -430,6 +461,11 @@ WRONG = {
         lambda inp, *args: (inp[:1], None, inp.new_ones(inp.shape[0])),
         ValueError,
         r"the result: shape \(1, 64\)",
+    ),
+    "transposed": (
+        lambda inp, *args: (inp.T.contiguous(), None, inp.new_ones(inp.shape[0])),
+        ValueError,
+        r"the result: shape \(64, 32\), expected \(32, 64\)",
     ),
     "no statistics": (lambda inp, *args: (inp, None, None), TypeError, "rsigma: NoneType"),
     "one result": (lambda inp, *args: inp, ValueError, "unpack"),

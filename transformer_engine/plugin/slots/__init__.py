@@ -16,12 +16,12 @@ Importing this package imports no torch; adapters are imported when one is neede
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
 
-__all__ = ["MAPPED", "NATIVE", "OPERATORS", "Mapped", "overrides", "selection"]
+__all__ = ["MAPPED", "NATIVE", "OPERATORS", "Mapped", "overrides", "overriding", "selection"]
 
 NATIVE = "default.native"
 """The implementations of this library: modules have these anyway."""
@@ -73,16 +73,13 @@ def overrides(implementations: Iterable[Any]) -> tuple:
     return tuple(found)
 
 
-def _of_libraries(
-    chosen: Mapping[str, Iterable[Any]], refuse: Callable | None
-) -> Iterator[tuple[str, Callable, tuple | None]]:
-    """Slots of shared objects; behind those of an operator `refuse`, where there is one."""
-    for op in _core.op_names():
-        asked = overrides(chosen.get(f"te_{op}", ()))
-        asked = tuple(one for one in asked if isinstance(one.function, _core.NativeSlot))
-        yield from ((op, one.function, None) for one in asked)
-        if asked and refuse is not None:
-            yield op, functools.partial(_refuse, refuse, f"te_{op}", asked), ()
+_LIBRARY = {f"te_{op}": op for op in _core.op_names()}
+
+
+def _slots_of_libraries(implementations: Iterable[Any]) -> tuple:
+    """Those of an operator of the C library that are slots of shared objects, likewise."""
+    asked = overrides(implementations)
+    return tuple(one for one in asked if isinstance(one.function, _core.NativeSlot))
 
 
 def _refuse(refuse: Callable, name: str, asked: tuple, fields: Mapping[str, Any]) -> Any:
@@ -90,17 +87,30 @@ def _refuse(refuse: Callable, name: str, asked: tuple, fields: Mapping[str, Any]
     return refuse(name, asked)
 
 
-def selection(
-    chosen: Mapping[str, Iterable[Any]], refuse: Callable | None
-) -> "_core.Selection | None":
+def overriding(chosen: Mapping[str, Iterable[Any]]) -> Mapping[str, tuple]:
+    """Of the implementations in force by operator those that modules run in place of their own."""
+    asked = {name: overrides(found) for name, found in chosen.items() if name in OPERATORS}
+    for name in _LIBRARY.keys() & chosen.keys():
+        asked[name] = _slots_of_libraries(chosen[name])
+    return {name: found for name, found in asked.items() if found}
+
+
+def selection(overriding: Mapping[str, tuple], refuse: Callable | None) -> "_core.Selection | None":
     """What runs of plans are to ask first; None: nobody.
 
-    `chosen` are the implementations in force of each of `OPERATORS` and of ``te_<name>``, in the
-    order in which they are asked. `refuse` raises for a call that none takes; None: this library's own takes it.
+    `overriding` are implementations by operator, in the order in which they are asked. `refuse`
+    raises for a call that none takes; None: this library's own takes it.
     """
-    asked = {name: overrides(found) for name, found in chosen.items() if name in OPERATORS}
-    choices = {name: _core.Choice(name, found, refuse) for name, found in asked.items() if found}
-    slots = list(_of_libraries(chosen, refuse))
+    slots: list[tuple[str, Callable, tuple | None]] = []
+    choices = {}
+    for name, found in overriding.items():
+        op = _LIBRARY.get(name)
+        if op is None:
+            choices[name] = _core.Choice(name, found, refuse)
+            continue
+        slots += ((op, one.function, None) for one in found)
+        if refuse is not None:
+            slots.append((op, functools.partial(_refuse, refuse, name, found), ()))
     for row in MAPPED:
         own = {name: choices[name] for name in row.names if name in choices}
         if own:
