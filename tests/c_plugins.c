@@ -25,6 +25,9 @@
 #ifndef BACKEND_SIZE
 #define BACKEND_SIZE sizeof(te_plugin_backend)
 #endif
+#ifndef APPENDED
+#define APPENDED 0
+#endif
 #ifndef INIT
 #define INIT te_plugin_init
 #endif
@@ -34,6 +37,9 @@
 #ifndef RESULT
 #define RESULT TE_OK
 #endif
+
+/* With what OP stands for. */
+#define OPERATOR(op, ...) TE_PLUGIN_OPERATOR(op, __VA_ARGS__)
 
 static const te_host_api *host;
 static int released;
@@ -99,7 +105,7 @@ static te_status run(void *self, te_context *context, const void *args, void *st
 te_status INIT(const te_host_api *api, uint32_t abi)
 {
     const te_plugin_operator operators[] = {
-        TE_PLUGIN_OPERATOR(OP, run, supports, NULL, NULL)};
+        OPERATOR(OP, run, supports, NULL, NULL)};
     const struct {
         te_plugin_backend backend;
         unsigned char appended[16]; /* by a later version */
@@ -115,9 +121,7 @@ te_status INIT(const te_host_api *api, uint32_t abi)
             .release = release,
             .self = &released,
         },
-#ifdef APPENDED
-        {[5] = 1},
-#endif
+        {APPENDED},
     };
     te_status st;
 #ifdef BUILT_FOR

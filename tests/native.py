@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import c_plugins
 import torch
 
 from transformer_engine import _core as shared
@@ -496,6 +497,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "policy_in_force": lambda core: Case([]),
     "Choice": lambda core: Case(["op", (core.Implementation("op", "name", print),), print]),
     "Selection": lambda core: Case([(("norm", print, ("input",)),)]),
+    "load_plugin": lambda core: Case([c_plugins.usual()]),
     "obey": lambda core: Case([None]),
     "find_selections": lambda core: Case([print]),
     "selected": lambda core: Case([]),

@@ -97,6 +97,7 @@ class OpManager:
         self._selections: dict[tuple, Any] = {}
         self._operators: dict[str, _core.Operator] = {}
         self._implementations: dict[OpImpl, _core.Implementation] = {}
+        self._earlier: dict[OpImpl, int] = {}  # runs of slots of shared objects before it had them
         self._tables: dict[SelectionPolicy, _Table] = {}
         me = weakref.ref(self)  # operators may outlive it
         self._dispatcher = _core.Dispatcher(
@@ -273,12 +274,15 @@ class OpManager:
         if found is None:
             found = _core.Implementation(impl.op_name, impl.impl_id, impl.fn, predicate_of(impl))
             found = self._implementations.setdefault(impl, found)
+            if isinstance(impl.fn, _core.NativeSlot):
+                self._earlier.setdefault(impl, impl.fn.calls)
         return found
 
     def _calls(self, impl: OpImpl) -> int:
-        """How often it was called; of a slot that modules run too: how often it ran at all."""
-        counted = impl.fn if isinstance(impl.fn, _core.NativeSlot) else self._native(impl)
-        return counted.calls
+        """How often it was called; a slot counts its runs itself, for whoever has it."""
+        native = self._native(impl)
+        earlier = self._earlier.get(impl)
+        return native.calls if earlier is None else impl.fn.calls - earlier
 
     # ---- errors --------------------------------------------------------------------------------
 

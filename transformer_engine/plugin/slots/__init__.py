@@ -90,8 +90,7 @@ def _refuse(refuse: Callable, name: str, asked: tuple, fields: Mapping[str, Any]
 def overriding(chosen: Mapping[str, Iterable[Any]]) -> Mapping[str, tuple]:
     """Of the implementations in force by operator those that modules run in place of their own."""
     asked = {name: overrides(found) for name, found in chosen.items() if name in OPERATORS}
-    for name in _LIBRARY.keys() & chosen.keys():
-        asked[name] = _slots_of_libraries(chosen[name])
+    asked |= {name: _slots_of_libraries(chosen[name]) for name in _LIBRARY if name in chosen}
     return {name: found for name, found in asked.items() if found}
 
 
