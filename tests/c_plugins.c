@@ -104,8 +104,7 @@ static te_status run(void *self, te_context *context, const void *args, void *st
 
 te_status INIT(const te_host_api *api, uint32_t abi)
 {
-    const te_plugin_operator operators[] = {
-        OPERATOR(OP, run, supports, NULL, NULL)};
+    const te_plugin_operator operators[] = {OPERATOR(OP, run, supports, NULL, NULL)};
     const struct {
         te_plugin_backend backend;
         unsigned char appended[16]; /* by a later version */

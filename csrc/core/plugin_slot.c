@@ -22,9 +22,9 @@ static void write_shapes(te_op op, const void *args, char *text)
     for (int32_t i = 0; i < info->field_count && length < SHAPES_BYTES - 1; i++) {
         const te_tensor *tensor = te_field_member(&info->fields[i], args);
         if (info->fields[i].kind != TE_FIELD_TENSOR || !te_tensor_present(tensor)) continue;
-        length += snprintf(text + length, (size_t)(SHAPES_BYTES - length), "%s%s %s [",
-                           length == 0 ? "" : ", ", info->fields[i].name,
-                           te_dtype_name(tensor->dtype));
+        length +=
+            snprintf(text + length, (size_t)(SHAPES_BYTES - length), "%s%s %s [",
+                     length == 0 ? "" : ", ", info->fields[i].name, te_dtype_name(tensor->dtype));
         for (int32_t d = 0; d < tensor->ndim && length < SHAPES_BYTES - 1; d++) {
             length += snprintf(text + length, (size_t)(SHAPES_BYTES - length), "%s%lld",
                                d > 0 ? ", " : "", (long long)tensor->shape[d]);
@@ -42,7 +42,8 @@ static te_status tell(const te_plugin_record *record, const void *args, te_statu
     const te_plugin_slot *slot = &record->slot;
     char reason[REASON_BYTES], shapes[SHAPES_BYTES];
     int known = st < TE_OK && st >= TE_ERROR_INTERRUPTED;
-    if (st == TE_ERROR_CALLBACK || st == TE_ERROR_INTERRUPTED) return st; /* the caller's business */
+    if (st == TE_ERROR_CALLBACK || st == TE_ERROR_INTERRUPTED)
+        return st; /* the caller's business */
     if (!known) {
         (void)snprintf(reason, sizeof reason, "it returned %d, which is no te_status", (int)st);
     } else {

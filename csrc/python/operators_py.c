@@ -218,9 +218,9 @@ static int run(op_call *call)
         if (call->device.type == TE_DEVICE_CPU || (context->ops_met & bit) == 0) {
             tepy_leave_gil(&without);
         }
-        st = call->by == NULL ? te_op_run(context->context, call->op, &call->args, stream)
-                              : te_slot_run(call->by->slot, context->context, call->op, &call->args,
-                                            stream);
+        st = call->by == NULL
+                 ? te_op_run(context->context, call->op, &call->args, stream)
+                 : te_slot_run(call->by->slot, context->context, call->op, &call->args, stream);
         tepy_retake_gil(&without);
         if (st == TE_OK) {
             context->ops_met |= bit;
@@ -278,7 +278,7 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *b
                     .function = te_op_name(op),
                     .by = by};
     int result, failed = tepy_require_torch(call.state, call.function) != 0 ||
-                 sort_values(&call, given, nargs, names) != 0;
+                         sort_values(&call, given, nargs, names) != 0;
     if (failed) return NULL;
     te_op_initial(op, &call.args);
     for (int i = 0; !failed && i < call.info->field_count; i++) failed = take_value(&call, i) != 0;

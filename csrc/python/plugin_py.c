@@ -264,11 +264,13 @@ PyObject *tepy_load_plugin(PyObject *module, PyObject *arg)
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS /* it may wait for another thread's loading, and take the GIL itself */
-    st = te_plugin_load(path, &plugin);
-    Py_END_ALLOW_THREADS
-    if (st == TE_OK) {
+        st = te_plugin_load(path, &plugin);
+    Py_END_ALLOW_THREADS if (st == TE_OK)
+    {
         slots = slots_of(tepy_state_of(module), plugin);
-    } else {
+    }
+    else
+    {
         (void)tepy_raise(st);
     }
     te_plugin_release(plugin);

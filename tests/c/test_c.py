@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C API from C: each program of this folder is compiled against the library and run.
 
-A program includes only the public header and passes by exiting with 0; 77 means that it can not run
+A program includes only the public headers and passes by exiting with 0; 77 means that it can not run
 here. Programs named `*_gpu.c` carry the mark `gpu`. With TE_SANITIZE set, library and programs are
 instrumented.
 """
@@ -77,10 +77,11 @@ def test_shared_library_loads(library):
     assert isinstance(shared.te_last_error(), bytes)
 
 
+@pytest.mark.parametrize("header", ["transformer_engine.h", "transformer_engine_plugin.h"])
 @pytest.mark.parametrize("language", ["c", "c++"])
-def test_header_stands_alone(language, tmp_path):
+def test_header_stands_alone(header, language, tmp_path):
     source = tmp_path / "header.txt"
-    source.write_text("#include <transformer_engine.h>\n")
+    source.write_text(f"#include <{header}>\n")
     standard = "-std=c11" if language == "c" else "-std=c++17"
     status, said = run(CC, "-x", language, standard, *STRICT, "-fsyntax-only", str(source))
     if language == "c++" and "cc1plus" in said:

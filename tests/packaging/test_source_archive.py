@@ -111,6 +111,11 @@ def test_it_installs_without_a_network_and_says_what_it_is(source, tmp_path):
     install = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation"]
     run(sys.executable, *install, "--target", tmp_path, ".", cwd=source)
     assert (tmp_path / "transformer_engine/_core.abi3.so").exists()
+    headers = {path.name for path in (source / "csrc/include").iterdir()}
+    assert {path.name for path in (tmp_path / "transformer_engine/include").iterdir()} == headers
+    ask = "from transformer_engine.plugin import get_include; print(get_include())"
+    said = run(sys.executable, "-c", ask, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert said.strip() == str(tmp_path / "transformer_engine/include")
     metadata = email.message_from_string(
         next(tmp_path.glob("*.dist-info/METADATA")).read_text(encoding="utf-8")
     )

@@ -17,7 +17,15 @@ __getattr__, __dir__ = absent.attach(
     globals(), ("builtin",), dict.fromkeys(_CLASSES, "transformer_engine.plugin.core.backend_base")
 )
 
-__all__ = ["core", "counts", "explain", "get_include", "get_registry", *_CLASSES, *absent.names_of(__name__)]
+__all__ = [
+    "core",
+    "counts",
+    "explain",
+    "get_include",
+    "get_registry",
+    *_CLASSES,
+    *absent.names_of(__name__),
+]
 
 
 def explain(op_name: str) -> Explanation:

@@ -105,8 +105,13 @@ def register_library(registry: OpRegistry, path: "str | os.PathLike[str]") -> No
         if known is None or known.fn is not slot:
             made.append(
                 OpImpl(
-                    op, name, _KINDS[slot.kind], slot,
-                    vendor=slot.vendor, priority=slot.priority, supports=slot.supports,
+                    op,
+                    name,
+                    _KINDS[slot.kind],
+                    slot,
+                    vendor=slot.vendor,
+                    priority=slot.priority,
+                    supports=slot.supports,
                 )  # fmt: skip
             )
     for op in sorted({impl.op_name for impl in made}):
