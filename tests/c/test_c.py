@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C API from C: each program of this folder is compiled against the library and run.
 
-A program includes only the public headers and passes by exiting with 0; 77 means that it can not run
-here. Programs named `*_gpu.c` carry the mark `gpu`. With TE_SANITIZE set, library and programs are
-instrumented.
+A program includes only the public headers and passes by exiting with 0; 77 means that it can not
+run here. Programs named `*_gpu.c` carry the mark `gpu`. With TE_SANITIZE set, library and programs
+are instrumented.
 """
 
 import ctypes
