@@ -25,6 +25,8 @@ def describe_stub(node):
         found.append((spec.vararg.arg, kinds.VAR_POSITIONAL, False))
     for argument, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
         found.append((argument.arg, kinds.KEYWORD_ONLY, default is not None))
+    if spec.kwarg:
+        found.append((spec.kwarg.arg, kinds.VAR_KEYWORD, False))
     return [entry for entry in found if entry[0] not in ("self", "cls")]
 
 
