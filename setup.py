@@ -312,7 +312,7 @@ class build_py(_build_py):
 
     def run(self):
         super().run()
-        if not self.editable_mode:
+        if not getattr(self, "editable_mode", False):
             folder = Path(self.build_lib, "transformer_engine/include")
             folder.mkdir(parents=True, exist_ok=True)
             for header in sorted(Path("csrc/include").glob("*.h")):

@@ -11,6 +11,7 @@
 #include "core/plugin.h"
 
 #include <dlfcn.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -261,11 +262,10 @@ static te_status start(te_plugin *plugin, const char *name)
     st = plugin->init(&host, host.abi);
     registering = NULL;
     if (st == TE_OK) return TE_OK;
-    reason[0] = '\0';
-    if (te_failure_count() != failures) strncat(reason, te_last_error(), sizeof reason - 1);
+    (void)snprintf(reason, sizeof reason, "%s",
+                   te_failure_count() == failures ? "it gave no reason" : te_last_error());
     return TE_FAIL(st < TE_OK && st >= TE_ERROR_INTERRUPTED ? st : TE_ERROR_STATE,
-                   "plug-in %s: te_plugin_init returned %d: %s", name, (int)st,
-                   reason[0] == '\0' ? "it gave no reason" : reason);
+                   "plug-in %s: te_plugin_init returned %d: %s", name, (int)st, reason);
 }
 
 /* Makes a plug-in, with one user. */

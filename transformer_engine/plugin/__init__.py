@@ -5,7 +5,7 @@ The names are those of the fork of NVIDIA Transformer Engine whose users write s
 docs/plugins.md says what is different on purpose, and what is not there yet.
 """
 
-from pathlib import Path
+import os
 
 import transformer_engine
 from transformer_engine.common import absent
@@ -40,6 +40,7 @@ def counts() -> dict[str, int]:
 
 def get_include() -> str:
     """The folder of transformer_engine_plugin.h, for compilers of plug-ins."""
-    package = Path(transformer_engine.__file__).parent
-    installed = package / "include"
-    return str(installed if installed.exists() else package.parent / "csrc/include")
+    package = os.path.dirname(os.path.abspath(transformer_engine.__file__))
+    installed = os.path.join(package, "include")
+    in_tree = os.path.join(os.path.dirname(package), "csrc", "include")
+    return installed if os.path.exists(installed) else in_tree
