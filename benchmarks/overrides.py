@@ -106,7 +106,7 @@ def obeying(dispatcher: Any, kind: str) -> Iterator[None]:
 
 def rows(machine: Machine, dispatcher: Any, limit: float) -> Iterator[dict[str, Any]]:
     """A row for each precision and kind."""
-    turns, calls = (3, 1) if machine.quick else (15, 10)
+    turns, calls = (3, 1) if machine.quick else (9, 8)
     for precision, recipe in (("bf16", None), ("delayed", DelayedScaling())):
         step = make_step(machine, recipe)
 
