@@ -8,6 +8,18 @@
 
 #include "python/state.h"
 
+/* In the limited API from 3.12 on, and in every interpreter from 3.9 on. */
+#if Py_LIMITED_API + 0 < 0x030c0000
+typedef PyObject *(*vectorcallfunc)(PyObject *, PyObject *const *, size_t, PyObject *);
+/* lint: allow(PyObject_Vectorcall) */
+PyAPI_FUNC(PyObject *)
+    PyObject_Vectorcall(PyObject *, PyObject *const *args, size_t nargsf, PyObject *names);
+PyAPI_FUNC(PyObject *) PyVectorcall_Call(PyObject *callable, PyObject *tuple, PyObject *dict);
+#define Py_TPFLAGS_HAVE_VECTORCALL (1UL << 11)
+#define PyVectorcall_NARGS(nargsf)                                                                 \
+    ((Py_ssize_t)((nargsf) & ~((size_t)1 << (8 * sizeof(size_t) - 1))))
+#endif
+
 typedef struct tepy_dispatcher {
     PyObject_HEAD PyObject *resolve; /* resolve(policy or None): the table */
     PyObject *refuse;                /* refuse(name, asked): raises */
@@ -19,6 +31,20 @@ typedef struct tepy_dispatcher {
 
 #define TEPY_FREE(self) ((freefunc)PyType_GetSlot(Py_TYPE(self), Py_tp_free))(self)
 #define TEPY_ALLOCATE(type) ((allocfunc)PyType_GetSlot((type), Py_tp_alloc))((type), 0)
+
+/* ---- dispatch_py.c ---- */
+
+/* New reference: what a call returns whose arguments are given as they came. */
+PyObject *tepy_call_vector(PyObject *function, PyObject *const *args, size_t nargsf,
+                           PyObject *names);
+int tepy_require_callable(PyObject *object, tepy_site site);
+
+/* ---- predicate_py.c ---- */
+
+/* Creates the type of Predicate; new reference. */
+PyObject *tepy_predicate_make_type(PyObject *module);
+/* Whether a Predicate says that a call is taken: 1, 0, or -1 with an exception. */
+int tepy_predicate_takes(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names);
 
 /* ---- scope_py.c ---- */
 

@@ -5,9 +5,14 @@ The names are those of the fork of NVIDIA Transformer Engine whose users write s
 docs/plugins.md says what is different on purpose, and what is not there yet.
 """
 
+from typing import TYPE_CHECKING
+
 from transformer_engine.common import absent
 from transformer_engine.plugin import core
-from transformer_engine.plugin.core import Explanation, get_default_manager, get_registry
+from transformer_engine.plugin.core import get_default_manager, get_registry
+
+if TYPE_CHECKING:
+    from transformer_engine.plugin.core import Explanation
 
 _CLASSES = "TEFLBackendBase", "TEFLModule", "get_tefl_module"
 __getattr__, __dir__ = absent.attach(
@@ -17,7 +22,7 @@ __getattr__, __dir__ = absent.attach(
 __all__ = ["core", "counts", "explain", "get_registry", *_CLASSES, *absent.names_of(__name__)]
 
 
-def explain(op_name: str) -> Explanation:
+def explain(op_name: str) -> "Explanation":
     """What an operator calls for this thread, why, and why not the others; ``print`` shows it."""
     return get_default_manager().explain(op_name)
 
