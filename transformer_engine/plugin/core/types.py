@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Implementations of operators, their kinds, and the tokens that policies name them by."""
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -34,7 +35,7 @@ class Plain:
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def _values(self) -> tuple:
-        return tuple([getattr(self, name) for name in self.__dataclass_fields__])
+        return tuple([*map(self.__dict__.__getitem__, self.__dataclass_fields__)])
 
     def __eq__(self, other: object) -> bool:
         if other.__class__ is not self.__class__:
@@ -150,9 +151,15 @@ def check_token(token: str) -> str:
     raise ValueError(f"{token!r} is no token of a policy: expected {TOKENS}")
 
 
+@functools.lru_cache(maxsize=1024)
+def _parts(token: str) -> tuple[str, str]:
+    head, _, rest = check_token(token).partition(":")
+    return head, rest
+
+
 def match_token(impl: OpImpl, token: str) -> bool:
     """Whether a token names an implementation; ValueError for what is no token."""
-    head, _, rest = check_token(token).partition(":")
+    head, rest = _parts(token)
     if head == "impl":
         return impl.impl_id == rest
     if not rest:
