@@ -174,8 +174,11 @@ static PyObject *scope_enter(PyObject *object, PyObject *unused)
         return PyErr_NoMemory();
     }
     frame->owner = Py_NewRef(object);
-    if (show_label(self->state, self->state->labels) != 0) return NULL;
-    return Py_NewRef(self->policy);
+    if (show_label(self->state, self->state->labels) == 0) return Py_NewRef(self->policy);
+    (void)PyThread_tss_set(self->state->frames, frame->outer); /* nobody is going to leave it */
+    Py_DECREF(frame->owner);
+    free(frame);
+    return NULL;
 }
 
 static PyObject *scope_exit(PyObject *object, PyObject *args)

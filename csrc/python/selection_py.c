@@ -208,7 +208,7 @@ PyObject *tepy_selection_make_type(PyObject *module)
 
 /* ---- what runs ask ------------------------------------------------------------------------ */
 
-/* Borrowed: the dispatcher that modules obey, or NULL; *failed where an exception is set. */
+/* New reference to the dispatcher that modules obey, or NULL; *failed where an exception is set. */
 static tepy_dispatcher *obeyed(tepy_state *state, int *failed)
 {
     *failed = 0;
@@ -220,7 +220,9 @@ static tepy_dispatcher *obeyed(tepy_state *state, int *failed)
         if (made == NULL) state->found_dispatcher = 0;
         Py_XDECREF(made);
     }
-    return *failed ? NULL : (tepy_dispatcher *)state->dispatcher;
+    if (*failed) return NULL;
+    /* Tables are made by functions of Python, meanwhile modules may be told to obey another one. */
+    return (tepy_dispatcher *)Py_XNewRef(state->dispatcher);
 }
 
 int tepy_selection_in_force(tepy_state *state, PyObject **object, const te_selection **native)
@@ -232,6 +234,7 @@ int tepy_selection_in_force(tepy_state *state, PyObject **object, const te_selec
     *native = NULL;
     if (dispatcher == NULL) return failed ? -1 : 0;
     table = tepy_table_in_force(dispatcher, 0);
+    Py_DECREF((PyObject *)dispatcher);
     if (table == NULL) return -1;
     if (PyTuple_Size(table) > 0) entry = PyTuple_GetItem(table, 0);
     if (entry != NULL && Py_TYPE(entry) == (PyTypeObject *)state->selection_type) {
@@ -271,9 +274,12 @@ PyObject *tepy_selected(PyObject *module, PyObject *unused)
 {
     int failed;
     tepy_dispatcher *dispatcher = obeyed(tepy_state_of(module), &failed);
+    PyObject *scope;
     (void)unused;
     if (dispatcher == NULL) return failed ? NULL : Py_NewRef(Py_None);
-    return tepy_scope_of_table(dispatcher, NULL);
+    scope = tepy_scope_of_table(dispatcher, NULL);
+    Py_DECREF((PyObject *)dispatcher);
+    return scope;
 }
 
 PyObject *tepy_unselected(PyObject *module, PyObject *unused)

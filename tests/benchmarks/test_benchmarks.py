@@ -15,7 +15,7 @@ from transformer_engine import _core
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ("host", "host_attention", "gemm", "kernels", "kernels_attention", "kernels_layer")
-BENCHMARKS += ("attention", "parameter_memory")
+BENCHMARKS += ("attention", "parameter_memory", "overrides")
 """Those of a device; import_time and dispatch know none."""
 ATTENTION = {"softmax", "softmax_backward", "dropout_add", "dropout_backward", "rope"}
 ATTENTION |= {"cache_append", "cache_gather"}
@@ -138,6 +138,14 @@ def test_host_attention(results):
     for row in rows:
         for part in ("forward", "backward"):
             assert row[f"{part}_us"] > 0 and row[f"{part}_ratio"] > 0
+
+
+def test_overrides(results):
+    rows = only_table(results, "overrides")
+    assert [row["precision"] for row in rows] == ["bf16"] * 3 + ["delayed"] * 3
+    assert [row["overrides"] > 0 for row in rows] == [False, False, True] * 2
+    for row in rows:
+        assert positive(row, "step_us") and math.isfinite(row["each_us"])
 
 
 def test_host(results):

@@ -19,6 +19,11 @@ def _matrix(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
 
 
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may overlap."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 def _forward(
     op: str, kind: int, tensors: tuple, options: tuple, ln_out: Any, quantizer: Any
 ) -> tuple[Any, Tensor | None, Tensor]:
@@ -28,7 +33,11 @@ def _forward(
     rows = inp.shape[:-1].numel()
     rsigma = inp.new_empty(rows, dtype=torch.float32)
     mean = torch.empty_like(rsigma) if kind == _core.NORM_LAYERNORM else None
-    out = torch.empty_like(inp, dtype=torch_dtype(op, "otype", otype))
+    dtype = torch_dtype(op, "otype", otype)
+    plain = isinstance(ln_out, Tensor) and not hasattr(type(ln_out), "_dequantized")
+    direct = plain and quantizer is None and ln_out.dtype == dtype and ln_out.shape == inp.shape
+    direct = direct and ln_out.is_contiguous() and not _share(ln_out, inp)
+    out = ln_out.detach() if direct else torch.empty_like(inp, dtype=dtype)
     _core.norm(
         _matrix(inp),
         kind,
@@ -40,7 +49,7 @@ def _forward(
         eps=eps,
         zero_centered=zero_centered,
     )
-    return quantized(op, out, quantizer, ln_out), mean, rsigma
+    return ln_out if direct else quantized(op, out, quantizer, ln_out), mean, rsigma
 
 
 def layernorm_fwd(

@@ -88,6 +88,7 @@ class OpManager:
         # Place 0 is no operator's: runs of plans read it, where modules obey this manager.
         self._places: dict[str, int] = {_OF_MODULES: 0}
         self._obeyed = False
+        self._selections: dict[tuple, Any] = {}
         self._operators: dict[str, _core.Operator] = {}
         self._implementations: dict[OpImpl, _core.Implementation] = {}
         self._tables: dict[SelectionPolicy, _Table] = {}
@@ -289,9 +290,15 @@ class OpManager:
             return None
         from transformer_engine.plugin import slots
 
+        found = slots.overriding(chosen)
+        key = policy.strict, tuple(found.items())
+        if key in self._selections:  # graphs know it by its number
+            return self._selections[key]
         me = weakref.ref(self)
         refuse = (lambda name, asked: _alive(me)._refuse(name, asked)) if policy.strict else None
-        return slots.selection(chosen, refuse)
+        if len(self._selections) >= _KEPT_TABLES:
+            self._selections.clear()
+        return self._selections.setdefault(key, slots.selection(found, refuse))
 
     def _native(self, impl: OpImpl) -> _core.Implementation:
         found = self._implementations.get(impl)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from transformer_engine import _core
 
-__all__ = ["MAPPED", "NATIVE", "OPERATORS", "Mapped", "overrides", "selection"]
+__all__ = ["MAPPED", "NATIVE", "OPERATORS", "Mapped", "overrides", "overriding", "selection"]
 
 NATIVE = "default.native"
 """The implementations of this library: modules have these anyway."""
@@ -68,16 +68,19 @@ def overrides(implementations: Iterable[Any]) -> tuple:
     return tuple(found)
 
 
-def selection(
-    chosen: Mapping[str, Iterable[Any]], refuse: Callable | None
-) -> "_core.Selection | None":
+def overriding(chosen: Mapping[str, Iterable[Any]]) -> Mapping[str, tuple]:
+    """Of the implementations in force by operator those that modules run in place of their own."""
+    asked = {name: overrides(found) for name, found in chosen.items() if name in OPERATORS}
+    return {name: found for name, found in asked.items() if found}
+
+
+def selection(overriding: Mapping[str, tuple], refuse: Callable | None) -> "_core.Selection | None":
     """What runs of plans are to ask first; None: nobody.
 
-    `chosen` are the implementations in force of each of `OPERATORS`, in the order in which they are
-    asked. `refuse` raises for a call that none takes; None: this library's own takes it.
+    `overriding` are implementations by operator, in the order in which they are asked. `refuse`
+    raises for a call that none takes; None: this library's own takes it.
     """
-    asked = {name: overrides(found) for name, found in chosen.items() if name in OPERATORS}
-    choices = {name: _core.Choice(name, found, refuse) for name, found in asked.items() if found}
+    choices = {name: _core.Choice(name, found, refuse) for name, found in overriding.items()}
     slots = []
     for row in MAPPED:
         own = {name: choices[name] for name in row.names if name in choices}

@@ -24,6 +24,8 @@ _RECIPES = {
     _core.SCALING_MXFP8: _core.RECIPE_MXFP8,
     _core.SCALING_NVFP4: _core.RECIPE_NVFP4,
 }
+_SCALES = 2
+"""Of data with one scale: its inverse, and the scale."""
 _FORMS = ("row", "row_scales", "column", "column_scales", "row_amax", "column_amax")
 _QUANTIZE = tuple(name for name, *_ in _core.op_fields("quantize"))
 _DEQUANTIZE = tuple(name for name, *_ in _core.op_fields("dequantize"))
@@ -67,7 +69,7 @@ def _tensor_of(fields: Fields, quantizer: Any, cast: OperandCast, shape: tuple) 
         one = scales if scales is not None else column_scales
         if one is None:  # nobody reads it
             device = (column if data is None else data).device
-            one = torch.ones(_core.TENSOR_SCALES, device=device)
+            one = torch.ones(_SCALES, device=device)
         forms = data, column, one
     elif cast.recipe == _core.RECIPE_NVFP4:
         forms = data, column, scales, column_scales, fields["row_amax"], fields["column_amax"]

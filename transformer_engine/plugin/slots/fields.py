@@ -15,13 +15,15 @@ Fields = Mapping[str, Any]
 def written(op: str, name: str, out: Tensor | None, values: Any) -> None:
     """Put a result of an implementation where a call wants it.
 
-    TypeError for what is no tensor, ValueError for one of another number of elements.
+    Leading dims may be others, vectors may have dims of 1. TypeError for what is no tensor,
+    ValueError for one of another shape.
     """
     if out is None:
         return
     if not isinstance(values, Tensor):
         raise TypeError(f"{op}: {name}: {type(values).__name__}, expected a tensor")
-    if values.numel() != out.numel():
+    lines_fit = out.dim() < 2 or values.shape[-1:] == out.shape[-1:]
+    if values.numel() != out.numel() or not lines_fit:
         raise ValueError(f"{op}: {name}: shape {tuple(values.shape)}, expected {tuple(out.shape)}")
     if values.data_ptr() != out.data_ptr() or values.dtype != out.dtype or values.numel() == 0:
         out.copy_(values.view(out.shape) if values.is_contiguous() else values.reshape(out.shape))

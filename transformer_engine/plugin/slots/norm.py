@@ -42,8 +42,10 @@ def forward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
             matrix = inp.reshape(-1, inp.shape[-1])
             given = (matrix, _factor(fields["gamma"], inp, zero_centered))
             given += (fields["beta"],) if kind == _core.NORM_LAYERNORM else ()
-            otype = torch.float32 if cast or fields["wide"] is None else fields["wide"].dtype
-            values = choice(*given, fields["eps"], None, None, otype, 0, zero_centered)
+            out = None if cast else fields["wide"]
+            otype = torch.float32 if out is None else out.dtype
+            out = None if out is None else out.view(matrix.shape)
+            values = choice(*given, fields["eps"], out, None, otype, 0, zero_centered)
         if values is NotImplemented:
             if not cast or not choices.keys() & {"quantize", "bgrad_quantize"}:
                 return NotImplemented

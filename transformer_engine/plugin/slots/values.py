@@ -26,6 +26,8 @@ def are_cast(fields: Fields) -> bool:
 
 def deliver(op: str, fields: Fields, values: Tensor, choices: Mapping[str, Any]) -> None:
     """Put the values that an operator has computed where a call wants them, as it wants them."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{op}: the result: {type(values).__name__}, expected a tensor")
     columns = values.shape[-1]
     matrix = values.reshape(-1, columns)
     written(op, "the result", fields["wide"], matrix)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One call of a module: which plans run, over which state."""
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from transformer_engine.pytorch import scaling, torch_ops
 from transformer_engine.pytorch.modes import dispatch_modes, keeps_graph
 from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.joined import SplitTensors
+from transformer_engine.pytorch.plugins import of_forward
 from transformer_engine.pytorch.random import draw_pairs
 from transformer_engine.pytorch.staged import Staged
 from transformer_engine.pytorch.state import Domain
@@ -34,9 +36,14 @@ class Deferred(NamedTuple):
     packed: Tensor | None  # packed tensor of the forward
     rows: int  # product of the leading dims, -1 where an input has them
     weights: tuple[Parameter, ...]  # of each part
+    scope: Any  # of the plug-ins that the backward obeyed (`_core.selected`)
 
     def run(self, state: list[Tensor]) -> tuple:
         """Compute them: the outputs of the plan, which adds to the main gradients in `state`."""
+        with of_forward(self.scope) or contextlib.nullcontext():
+            return self._run(state)
+
+    def _run(self, state: list[Tensor]) -> tuple:
         plan, inputs = self.plans.wgrad, self.inputs
         if torch_ops.behind_operators(inputs[0]) or torch_ops.watched():
             return torch_ops.run_traced(plan.text, (0,), inputs, state, self.packed, self.rows)
@@ -192,9 +199,9 @@ class ModuleCall:
             inputs = plans.pick_deferred((*results[:-1], *saved, *grads), self.traced)
             # A plan that reads a tensor with leading dims takes the number of rows from that.
             rows = -1 if plans.wgrad_has_rows else grads[0].shape[:-1].numel()
-            self.queue.append(
-                Deferred(plans, list(inputs), packed[0] if packed else None, rows, weights)
-            )
+            saved_packed = packed[0] if packed else None
+            scope = None if self.traced else _core.selected()
+            self.queue.append(Deferred(plans, list(inputs), saved_packed, rows, weights, scope))
         if self.first:
             scaling.update("backward", self.domain)
         if plans.all_gradients and not self.splits:

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What plug-ins cost a training step: loaded and not selected, and one in Python for every norm.
+
+Layers of a GPT with RMSNorm, forward and backward. The plug-in is a function in Python that calls
+this library's own kernel, so all that a step takes longer is what the system costs: the host's
+time, and on the device copies of results that an operator's signature has no place for. The limit
+is that of a step which the device bounds: half of the overrides are gradients, which are copied.
+Steps of all kinds take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import modes
+import torch
+from timing import Column, Figure, Machine, Report, alternate, parser, start, warm
+
+import transformer_engine.pytorch as te
+from transformer_engine import _core
+from transformer_engine import plugin as plugins
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.plugin import core as plugin
+from transformer_engine.plugin.slots import NATIVE
+
+OPERATORS = ("rmsnorm_fwd", "rmsnorm_bwd")
+COLUMNS = [
+    Column("precision", "precision", "<10s"),
+    Column("plugins", "plug-ins", "<22s"),
+    Column("step_us", "step us", ">10.1f"),
+    Column("spread", "quartiles", "<19s"),
+    Column("over_us", "over none us", ">12.1f"),
+    Column("overrides", "overrides", ">9d"),
+    Column("each_us", "us each", ">8.2f"),
+    Column("limit_us", "limit us", ">8.2f"),
+]
+
+
+def register() -> Any:
+    """Register the plug-in; return what runs of plans obey then."""
+    manager = plugin.get_default_manager()
+    manager.ensure_initialized()
+    for op in OPERATORS:
+        own = manager.registry.get_implementation(op, NATIVE).fn
+
+        def in_python(*args: Any, own: Callable = own) -> Any:
+            return own(*args)
+
+        kind = plugin.BackendImplKind.VENDOR
+        manager.registry.register(
+            plugin.OpImpl(op, "vendor.bench", kind, in_python, vendor="bench")
+        )
+    return manager.obeyed()
+
+
+def sizes_of(machine: Machine) -> tuple[int, int, int, int, int]:
+    """Layers, hidden size, heads, length, batch: of a GPT of 124 million parameters."""
+    return (1, 64, 2, 16, 2) if machine.quick or not machine.cuda else (12, 768, 12, 1024, 16)
+
+
+def make_step(machine: Machine, recipe: Any) -> Callable[[], None]:
+    """A forward and backward of all layers."""
+    layers, hidden, heads, length, batch = sizes_of(machine)
+    stack = torch.nn.ModuleList(
+        te.TransformerLayer(
+            hidden, 4 * hidden, heads, normalization="RMSNorm", hidden_dropout=0.0,
+            attention_dropout=0.0, fuse_qkv_params=True, params_dtype=torch.bfloat16,
+            device=machine.device,
+        )
+        for _ in range(layers)
+    )  # fmt: skip
+    x = torch.randn(length, batch, hidden, dtype=torch.bfloat16, device=machine.device)
+    grad = torch.randn_like(x)
+    x.requires_grad_()
+
+    def step() -> None:
+        out = x
+        with modes.region(recipe):
+            for layer in stack:
+                out = layer(out)
+        out.backward(grad)
+        for parameter in stack.parameters():
+            parameter.grad = None
+
+    return step
+
+
+KINDS = {
+    "none": (False, "flagos"),
+    "loaded, none selected": (True, "flagos"),
+    "a norm in Python": (True, "vendor"),
+}
+
+
+@contextlib.contextmanager
+def obeying(dispatcher: Any, kind: str) -> Iterator[None]:
+    """A block in which modules obey as a kind says."""
+    loaded, prefer = KINDS[kind]
+    _core.obey(dispatcher if loaded else None)
+    with plugin.with_preference(prefer):
+        yield
+
+
+def rows(machine: Machine, dispatcher: Any, limit: float) -> Iterator[dict[str, Any]]:
+    """A row for each precision and kind."""
+    turns, calls = (3, 1) if machine.quick else (9, 8)
+    for precision, recipe in (("bf16", None), ("delayed", DelayedScaling())):
+        step = make_step(machine, recipe)
+
+        def measure(kind: str, step: Callable = step) -> float:
+            with obeying(dispatcher, kind):
+                warm(step, 2)
+                return machine.sustained_time(step, calls)
+
+        asked = {}
+        for kind in KINDS:
+            with obeying(dispatcher, kind):
+                warm(step, 3)
+                before = sum(plugins.counts().values())
+                step()
+                asked[kind] = sum(plugins.counts().values()) - before
+        times = alternate({kind: partial(measure, kind) for kind in KINDS}, turns)
+        for kind in KINDS:
+            own = Figure.of(times[kind])
+            pairs = zip(times[kind], times["none"], strict=True)
+            over = Figure.of([one - none for one, none in pairs])
+            # The plug-in's own call of this library's implementation counts as none.
+            yield {
+                "precision": precision, "plugins": kind, "step_us": own.median * 1e6,
+                "spread": f"{own.low * 1e6:.1f}-{own.high * 1e6:.1f}",
+                "over_us": over.median * 1e6, "overrides": asked[kind],
+                "each_us": over.median * 1e6 / max(asked[kind], 1),
+                "limit_us": limit * 1e6 if asked[kind] else 0.0,
+            }  # fmt: skip
+
+
+def main() -> None:
+    """Measure and report."""
+    report: Report = start("overrides", parser(__doc__).parse_args())
+    _core.find_selections(lambda: None)  # "none" is to find none
+    _, hidden, _, length, batch = sizes_of(report.machine)
+    copied = 2 * length * batch * hidden * torch.bfloat16.itemsize  # read and written
+    rate = report.machine.copy_rate()
+    report.limit("copy TB/s", rate.median / 1e12, "device copy, read and write counted")
+    limit = copied / rate.median / 2
+    title = "{} layers, hidden {}, {} heads, {} tokens, batch {}".format(*sizes_of(report.machine))
+    report.table(title, COLUMNS, rows(report.machine, register(), limit))
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
