@@ -536,6 +536,12 @@ te_status te_slot_run(const te_op_slot *slot, te_context *context, te_op op, con
     return TE_OK;
 }
 
+int64_t te_selection_next_number(void)
+{
+    static _Atomic int64_t given;
+    return atomic_fetch_add(&given, 1) + 1;
+}
+
 #define X(NAME, name)                                                                              \
     te_status te_##name(te_context *context, const te_##name##_args *args, void *stream)           \
     {                                                                                              \

@@ -130,8 +130,7 @@ int te_context_scratch_lookup(te_context *context, const te_scratch_key *key, si
     int hit;
     (void)pthread_mutex_lock(&context->lock);
     hit = entry->key.table == key->table && entry->key.selection == key->selection &&
-          entry->key.plan == key->plan &&
-          entry->key.consumes_saved == key->consumes_saved &&
+          entry->key.plan == key->plan && entry->key.consumes_saved == key->consumes_saved &&
           memcmp(&entry->key.sizes, &key->sizes, sizeof key->sizes) == 0;
     if (hit) *bytes = entry->bytes;
     (void)pthread_mutex_unlock(&context->lock);

@@ -333,6 +333,8 @@ typedef struct te_selection {
     const te_backend *const *backends; /* `priority` and `release` are not read */
 } te_selection;
 
+TE_API int64_t te_selection_next_number(void); /* one that no selection has had */
+
 /* ---- counters ----------------------------------------------------------------------------- */
 
 typedef struct te_counter {

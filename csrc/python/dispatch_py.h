@@ -21,13 +21,6 @@ typedef struct tepy_dispatcher {
 #define TEPY_FREE(self) ((freefunc)PyType_GetSlot(Py_TYPE(self), Py_tp_free))(self)
 #define TEPY_ALLOCATE(type) ((allocfunc)PyType_GetSlot((type), Py_tp_alloc))((type), 0)
 
-/* ---- dispatch_py.c ---- */
-
-/* New reference: what a call returns whose arguments are given as they came. */
-PyObject *tepy_call_vector(PyObject *function, PyObject *const *args, size_t nargsf,
-                           PyObject *names);
-int tepy_require_callable(PyObject *object, tepy_site site);
-
 /* ---- predicate_py.c ---- */
 
 /* Creates the type of Predicate; new reference. */

@@ -7,7 +7,6 @@
  * operator object finds its implementations: by the policy of its thread, without a look-up by
  * name.
  */
-#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "python/dispatch_py.h"
@@ -22,8 +21,6 @@ typedef struct selection {
     const te_backend **ordered; /* what `native` has */
     PyObject *module;           /* keeps the state of the slots */
 } selection;
-
-static _Atomic int64_t made_count;
 
 static int selection_traverse(PyObject *object, visitproc visit, void *arg)
 {
@@ -152,7 +149,7 @@ static int make_backends(selection *self)
         }
     }
     self->native = (te_selection){.size = sizeof self->native,
-                                  .number = atomic_fetch_add(&made_count, 1) + 1,
+                                  .number = te_selection_next_number(),
                                   .count = layers * TE_DEVICE_COUNT,
                                   .backends = self->ordered};
     return 0;

@@ -33,7 +33,7 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(dispatcher_type, INIT)                                                                       \
     X(implementation_type, INIT)                                                                   \
     X(native_slot_type, INIT)                                                                      \
-    X(plugins, LAZY)           /* {address of a te_plugin: its NativeSlots} */                     \
+    X(plugins, LAZY) /* {address of a te_plugin: its NativeSlots} */                               \
     X(predicate_type, INIT)                                                                        \
     X(dispatcher, LAZY)        /* whose selections runs of plans obey */                           \
     X(find_dispatcher, LAZY)   /* callable that looks for one */                                   \

@@ -5,8 +5,7 @@
 #ifndef TE_PYTHON_VECTORCALL_H
 #define TE_PYTHON_VECTORCALL_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "python/state.h"
 
 #include <stddef.h>
 #include <structmember.h>
@@ -26,5 +25,10 @@ static inline Py_ssize_t tepy_positional(size_t nargsf)
 {
     return (Py_ssize_t)(nargsf & ~((size_t)1 << (8 * sizeof(size_t) - 1)));
 }
+
+/* New reference: what a call returns whose arguments are given as they came. */
+PyObject *tepy_call_vector(PyObject *function, PyObject *const *args, size_t nargsf,
+                           PyObject *names);
+int tepy_require_callable(PyObject *object, tepy_site site);
 
 #endif

@@ -284,5 +284,7 @@ def test_a_text_of_another_version_or_damaged(change):
         plan_text.plan_of(wrong)
     x, layer = torch.randn(TOKENS, WIDTH), MAKERS["linear"]("cpu")
     with contextlib.suppress(ValueError):
-        torch.ops.transformer_engine.run(wrong, (0,), [x, layer.weight, layer.bias], None, -1, 0, -1)
+        torch.ops.transformer_engine.run(
+            wrong, (0,), [x, layer.weight, layer.bias], None, -1, 0, -1
+        )
         pytest.fail("the operator took it")
