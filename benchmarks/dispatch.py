@@ -3,8 +3,8 @@
 
 Nanoseconds, on the CPU; what is called does nothing. Calls from C are those of dispatch.c, which is
 built here. `goal` is what the project set itself, `fork` what the dispatch layer of the fork of
-NVIDIA Transformer Engine with plug-ins takes for the same (measured elsewhere, on another machine of
-two cores; -: it has no such thing).
+NVIDIA Transformer Engine with plug-ins takes for the same (measured elsewhere, on a machine of two
+cores; -: it has no such thing).
 """
 
 from __future__ import annotations

@@ -14,14 +14,6 @@
 
 #include "python/args.h"
 
-PyObject *tepy_call_vector(PyObject *function, PyObject *const *args, size_t nargsf,
-                           PyObject *names)
-{
-    /* lint: allow(PyObject_Vectorcall) a tuple and a dict for each call would take twice the time
-     */
-    return PyObject_Vectorcall(function, args, nargsf, names);
-}
-
 typedef struct implementation {
     PyObject_HEAD PyObject *op, *impl_id, *function;
     PyObject *supports; /* NULL: it takes every call */
@@ -65,12 +57,6 @@ static void implementation_dealloc(PyObject *object)
     Py_XDECREF(self->impl_id);
     TEPY_FREE(object);
     Py_DECREF(type);
-}
-
-int tepy_require_callable(PyObject *object, tepy_site site)
-{
-    if (PyCallable_Check(object)) return 0;
-    return tepy_fail(PyExc_TypeError, site, "expected a callable, got %R", Py_TYPE(object));
 }
 
 static PyObject *implementation_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)

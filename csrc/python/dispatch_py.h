@@ -32,12 +32,21 @@ typedef struct tepy_dispatcher {
 #define TEPY_FREE(self) ((freefunc)PyType_GetSlot(Py_TYPE(self), Py_tp_free))(self)
 #define TEPY_ALLOCATE(type) ((allocfunc)PyType_GetSlot((type), Py_tp_alloc))((type), 0)
 
-/* ---- dispatch_py.c ---- */
-
 /* New reference: what a call returns whose arguments are given as they came. */
-PyObject *tepy_call_vector(PyObject *function, PyObject *const *args, size_t nargsf,
-                           PyObject *names);
-int tepy_require_callable(PyObject *object, tepy_site site);
+static inline PyObject *tepy_call_vector(PyObject *function, PyObject *const *args, size_t nargsf,
+                                         PyObject *names)
+{
+    /* lint: allow(PyObject_Vectorcall) a tuple and a dict for each call would take twice the time
+     */
+    return PyObject_Vectorcall(function, args, nargsf, names);
+}
+
+/* 0, or -1 with TypeError. */
+static inline int tepy_require_callable(PyObject *object, tepy_site site)
+{
+    if (PyCallable_Check(object)) return 0;
+    return tepy_fail(PyExc_TypeError, site, "expected a callable, got %R", Py_TYPE(object));
+}
 
 /* ---- predicate_py.c ---- */
 
