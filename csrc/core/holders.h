@@ -52,7 +52,7 @@ static inline void te_holder_order(void)
     if (te_holders_fence) {
         atomic_thread_fence(memory_order_seq_cst);
     } else {
-        atomic_signal_fence(memory_order_seq_cst); /* the compiler keeps the order, too */
+        __atomic_signal_fence(__ATOMIC_SEQ_CST); /* the compiler keeps the order, too */
     }
 }
 
