@@ -31,7 +31,7 @@ ASAN_RUN = $(UBSAN_ENV) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONSA
 	PYTHONPATH="$(CURDIR)/build/sanitize/lib" \
 	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)"
 
-.PHONY: help demo test test-clients build lib test-gpu bench lint format sanitize cuda-headers wheel-check clean
+.PHONY: help demo test test-clients build lib test-gpu bench report lint format sanitize cuda-headers wheel-check clean
 .DELETE_ON_ERROR:
 
 # Build in place, and install the package, once and editable, where make made the environment.
@@ -71,6 +71,10 @@ test-gpu: $(ENV)-test ## run the tests that need a GPU (NO_BUILD=1: with the ext
 bench: $(ENV)-test ## run the benchmarks (ARGS="--json FOLDER/" keeps the figures; NO_BUILD=1 as above)
 	@test -n "$(NO_BUILD)" || $(TEST_PY) setup.py -q build_ext --inplace
 	for name in import_time dispatch host gemm kernels kernels_attention kernels_layer; do PYTHONPATH=. $(TEST_PY) benchmarks/$$name.py $(ARGS) || exit 1; done
+
+report: $(ENV)-test ## print what a call of an operator costs (benchmarks/dispatch.py; no figure fails it)
+	@test -n "$(NO_BUILD)" || $(TEST_PY) setup.py -q build_ext --inplace
+	PYTHONPATH=. $(TEST_PY) benchmarks/dispatch.py --device cpu $(ARGS)
 
 lint: $(ENV)-lint ## check style, spelling and the rules of the house; print what exceeds the size guidance
 	$(LINT_PATH) ruff format --check .

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the plug-in system costs the host: calls, contexts of policies, changes, import.
 
-Nanoseconds, on the CPU; what is called does nothing. `goal` is what the project set itself, `fork`
-what the dispatch layer of the fork of NVIDIA Transformer Engine with plug-ins takes for the same
-(measured elsewhere, on another machine of two cores; -: it has no such thing).
+Nanoseconds, on the CPU; what is called does nothing. Calls from C are those of dispatch.c, which is
+built here. `goal` is what the project set itself, `fork` what the dispatch layer of the fork of
+NVIDIA Transformer Engine with plug-ins takes for the same (measured elsewhere, on another machine of
+two cores; -: it has no such thing).
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import timeit
 from collections.abc import Callable
@@ -19,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from timing import Column, Figure, alternate, parser, start
 
 import transformer_engine
@@ -54,13 +59,63 @@ import transformer_engine.plugin.core
 print(time.perf_counter() - begin)
 """
 
+# ---- calls from C --------------------------------------------------------------------------------
+
+FROM_C: dict[str, tuple[str, int | None, int | None]] = {
+    "C: the function itself, through a pointer": ("slot through a pointer", None, None),
+    "C: dispatch: table, slot, call, counters": ("te_op_run_checked", 5, 17_000),
+    "C: argument checks": ("checks", None, None),
+    "C: te_amax, both": ("te_amax", None, None),
+    "C: a table held by counting (call in a call)": ("acquire and release", None, None),
+}
+"""Row of dispatch.c, goal and what the fork takes, in nanoseconds."""
+
+
+def from_c(quick: bool) -> list[dict[str, Any]]:
+    """What dispatch.c measures, less its loop; [] where it can not be built."""
+    compiler = os.environ.get("CC", "cc")
+    if shutil.which(compiler) is None or not (ROOT / "setup.py").exists():
+        print("calls from C are not measured: they need a C compiler and the source tree")
+        return []
+    build = [sys.executable, "setup.py", "-q", "library"]
+    plain = os.environ | {"TE_SANITIZE": ""}
+    subprocess.run(build, cwd=ROOT, env=plain, check=True, stdout=subprocess.DEVNULL)
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "dispatch")
+        sources = ["benchmarks/dispatch.c", "build/libtransformer_engine.a"]
+        flags = ["-std=c11", "-O2", "-Icsrc/include", "-Icsrc", "-o", str(program)]
+        libraries = ["-fopenmp", "-ldl", "-lm", "-lpthread"]
+        subprocess.run([compiler, *flags, *sources, *libraries], cwd=ROOT, check=True)
+        counts = ["1000", "2"] if quick else ["100000", "50"]
+        done = subprocess.run([program, *counts], capture_output=True, text=True, check=True)
+    lines = (line.split(maxsplit=1) for line in done.stdout.splitlines())
+    least = {name: float(ns) for ns, name in lines}
+    rows = []
+    for what, (name, *told) in FROM_C.items():
+        figure = Figure.of([(least[name] - least["loop"]) * 1e-9])
+        floor = least["slot through a pointer"] - least["loop"] if told[0] else None
+        rows.append(_row(what, figure, tuple(told), None if floor is None else floor * 1e-9))
+    return rows
+
+
+# ---- calls from Python ---------------------------------------------------------------------------
+
 
 def _nothing(*args: Any) -> None:
     """An implementation in Python."""
 
 
+def _true(*args: Any) -> bool:
+    """A predicate in Python."""
+    return True
+
+
+IN_C = _core.Predicate(_true)
+"""An implementation in C: it looks what classes its arguments are of."""
+
+
 def managed() -> OpManager:
-    """A manager of as many operators as the fork has, three implementations each."""
+    """A manager of as many operators as the fork has, three implementations each, and some more."""
     registry = OpRegistry()
     kinds = (BackendImplKind.DEFAULT, "default.d"), (BackendImplKind.REFERENCE, "reference.r")
     registry.register_many(
@@ -72,8 +127,16 @@ def managed() -> OpManager:
         OpImpl(f"op{i}", "vendor.v", BackendImplKind.VENDOR, _nothing, vendor="v")
         for i in range(OPERATORS)
     )
-    # Of the library itself: a C function that looks at nothing.
-    registry.register(OpImpl("native", "default.c", BackendImplKind.DEFAULT, _core.policy_in_force))
+    default = BackendImplKind.DEFAULT
+    registry.register_many(
+        (
+            OpImpl("native", "default.c", default, IN_C),
+            OpImpl("dtypes", "default.d", default, _nothing, supported_dtypes={"float32"}),
+            OpImpl("devices", "default.d", default, _nothing, min_arch="9.0"),
+            OpImpl("devices", "reference.r", BackendImplKind.REFERENCE, _nothing),
+            OpImpl("asks", "default.d", default, _nothing, supports=_true),
+        )
+    )
     return OpManager(registry)
 
 
@@ -81,29 +144,45 @@ LOOP = "loop"
 CALLS: dict[str, tuple[str, int | None, int | None]] = {
     LOOP: ("pass", None, None),
     "the Python function itself, 3 arguments": ("nothing(1, 2, 3)", None, None),
-    "the C function itself": ("c_function()", None, None),
-    "operator -> C function": ("native()", 100, 17_000),
+    "the Python function itself, 20 arguments": ("nothing(*twenty)", None, None),
+    "the C function itself, 3 arguments": ("in_c(1, 2, 3)", None, None),
+    "the C function itself, 20 arguments": ("in_c(*twenty)", None, None),
+    "operator -> C function, 3 arguments": ("native(1, 2, 3)", 100, 17_000),
+    "operator -> C function, 20 arguments": ("native(*twenty)", 200, 17_000),
     "operator -> Python function, 3 arguments": ("op(1, 2, 3)", 150, 17_000),
     "operator -> Python function, 20 arguments": ("op(*twenty)", 200, 17_000),
     "the same with 3, inside of a context": ("op(1, 2, 3)", 150, 17_000),
+    "the same with 3, the first a tensor": ("op(x, 2, 3)", 150, 17_000),
+    "the same, dtypes limited": ("dtypes(x, 2, 3)", None, None),
+    "the same, architecture limited": ("devices(x, 2, 3)", None, None),
+    "the same, `supports` in Python": ("asks(x, 2, 3)", None, None),
+    "torch's x.dtype, by itself": ("x.dtype", None, None),
     "manager.call(name), 3 arguments": ("call('op0', 1, 2, 3)", None, 18_900),
     "a context made, entered and left": ("with context(policy): pass", 500, 2_200),
 }
 """Statement, goal and what the fork takes, in nanoseconds."""
 FLOORS = {
-    "operator -> C function": "the C function itself",
+    "operator -> C function, 3 arguments": "the C function itself, 3 arguments",
+    "operator -> C function, 20 arguments": "the C function itself, 20 arguments",
     "operator -> Python function, 3 arguments": "the Python function itself, 3 arguments",
+    "operator -> Python function, 20 arguments": "the Python function itself, 20 arguments",
+    "the same, dtypes limited": "the same with 3, the first a tensor",
+    "the same, architecture limited": "the same with 3, the first a tensor",
+    "the same, `supports` in Python": "the same with 3, the first a tensor",
 }
+REMEMBERED = "of that: dtypes limited, remembered"
+"""What it adds; most of it is the time that torch takes to tell the dtype."""
 
 
 def measures(manager: OpManager, count: int) -> dict[str, Callable[[], float]]:
     """Seconds of one of `count` turns of a loop around each of `CALLS`."""
     policy = SelectionPolicy("vendor")
     names = {
-        "nothing": _nothing, "c_function": _core.policy_in_force, "call": manager.call,
-        "op": manager.operator("op0"), "native": manager.operator("native"),
-        "twenty": tuple(range(20)), "context": policy_context, "policy": policy,
+        "nothing": _nothing, "in_c": IN_C, "call": manager.call, "x": torch.ones(3),
+        "op": manager.operator("op0"), "twenty": tuple(range(20)),
+        "context": policy_context, "policy": policy,
     }  # fmt: skip
+    names |= {name: manager.operator(name) for name in ("native", "dtypes", "devices", "asks")}
 
     def measure(name: str, statement: str) -> float:
         inside = policy_context(policy) if "inside" in name else contextlib.nullcontext()
@@ -113,37 +192,8 @@ def measures(manager: OpManager, count: int) -> dict[str, Callable[[], float]]:
     return {name: partial(measure, name, statement) for name, (statement, *_) in CALLS.items()}
 
 
-def changed(manager: OpManager) -> Callable[[], float]:
-    """Seconds of a change of the global policy, for which all operators choose anew."""
-    policies = [SelectionPolicy("vendor"), SelectionPolicy("reference")]
-
-    def measure() -> float:
-        policies.reverse()
-        begin = time.perf_counter()
-        set_global_policy(policies[0])
-        manager.operator("op0")()
-        return time.perf_counter() - begin
-
-    return measure
-
-
-def imported() -> float:
-    """Seconds that the import takes in a fresh interpreter, behind the package's own."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", IMPORT],
-        env=environment, capture_output=True, text=True, check=True, timeout=100,
-    )  # fmt: skip
-    return float(done.stdout)
-
-
-def main() -> None:
-    """Measure and report."""
-    options = parser(__doc__).parse_args()
-    report = start("dispatch", options)
-    count, turns = (2_000, 2) if options.quick else (200_000, 15)
-    manager = managed()
-    taken = alternate(measures(manager, count), turns)
+def from_python(taken: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Rows of what `measures` took, turn by turn."""
     loop = min(taken.pop(LOOP))
     rows = []
     for name, values in taken.items():
@@ -151,12 +201,115 @@ def main() -> None:
         figure = Figure.of(value - loop for value in values)
         under = None if floor is None else Figure.of(v - loop for v in taken[floor]).median
         rows.append(_row(name, figure, CALLS[name][1:], under))
-    changes = Figure.of(changed(manager)() for _ in range(turns))
-    rows.append(_row("all operators choose anew", changes))
+        if name == "the same, dtypes limited":
+            added = (a - b for a, b in zip(values, taken[floor], strict=True))
+            read = Figure.of(v - loop for v in taken["torch's x.dtype, by itself"]).median
+            rows.append(_row(REMEMBERED, Figure.of(added), (20, None), read))
+    return rows
+
+
+# ---- changes, children, import -------------------------------------------------------------------
+
+
+def changes(manager: OpManager, turns: int) -> list[dict[str, Any]]:
+    """A change and the call after it, for which all operators choose anew."""
+    operator = manager.operator("op0")
+    policies = [SelectionPolicy("vendor"), SelectionPolicy("reference")]
+
+    def timed(change: Callable[[], Any]) -> float:
+        begin = time.perf_counter()
+        change()
+        operator()
+        return time.perf_counter() - begin
+
+    def known(turn: int) -> float:
+        return timed(lambda: set_global_policy(policies[turn % 2]))
+
+    def new(turn: int) -> float:
+        policy = SelectionPolicy("vendor", deny_vendors=(f"v{turn}",))
+        return timed(lambda: set_global_policy(policy))
+
+    def late(turn: int) -> float:
+        kind = BackendImplKind.VENDOR
+        impl = OpImpl("op5", f"vendor.late{turn}", kind, _nothing, vendor="late")
+        taken = timed(lambda: manager.registry.register(impl))
+        manager.registry.unregister(impl.op_name, impl.impl_id)
+        operator()
+        return taken
+
+    found = [
+        _row(f"all operators choose anew: {what}", Figure.of(list(map(measure, range(turns)))[2:]),
+             (50_000, None))
+        for what, measure in (("a known policy", known), ("a new policy", new),
+                              ("a late registration", late))
+    ]  # fmt: skip
     reset_global_policy()
-    runs = 1 if options.quick else 9
-    rows.append(_row("import", Figure.of(imported() for _ in range(runs)), (5_000_000, None)))
-    report.limit("loop ns", loop * 1e9, "taken off every figure")
+    return found
+
+
+def first_calls(manager: OpManager, turns: int) -> dict[str, Any]:
+    """The first call of a forked child; `floor`: of the function itself, in another child.
+
+    A child gets memory of its own page by page, as it writes.
+    """
+
+    def single(function: Callable[..., Any]) -> float:
+        begin = time.perf_counter()
+        function(1, 2, 3)
+        return time.perf_counter() - begin
+
+    def of_child(function: Callable[..., Any]) -> float:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writing, str(single(function)).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writing)
+        with open(reading, encoding="ascii") as file:
+            return float(file.read())
+
+    operator = manager.operator("op0")
+    operator(1, 2, 3)
+    plain, called = zip(
+        *((of_child(_nothing), of_child(operator)) for _ in range(turns)), strict=True
+    )
+    floor = Figure.of(plain).median
+    return _row("the first call of a forked child", Figure.of(called), (None, None), floor)
+
+
+def imports(turns: int) -> Figure:
+    """The import in a fresh interpreter, behind the package's own; compiled beforehand."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": folder}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+
+        def once() -> float:
+            done = subprocess.run(
+                [sys.executable, "-P", "-c", IMPORT],
+                env=environment, capture_output=True, text=True, check=True, timeout=100,
+            )  # fmt: skip
+            return float(done.stdout)
+
+        once()
+        return Figure.of(once() for _ in range(turns))
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parser(__doc__).parse_args()
+    report = start("dispatch", options)
+    count, turns = (2_000, 4) if options.quick else (100_000, 15)
+    manager = managed()
+    # Predicates read tensors as the modules bind torch.
+    importlib.import_module("transformer_engine.pytorch")
+    rows = from_c(options.quick)
+    taken = alternate(measures(manager, count), turns)
+    report.limit("loop ns", min(taken[LOOP]) * 1e9, "taken off every figure")
+    rows += from_python(taken)
+    rows += changes(manager, turns * 4)
+    rows.append(first_calls(manager, turns))
+    rows.append(_row("import", imports(1 if options.quick else 9), (5_000_000, None)))
     report.table("calls; floor: the function without the operator", COLUMNS, rows)
     report.finish()
 

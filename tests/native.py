@@ -495,6 +495,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "Implementation": lambda core: Case(["op", "name", print, print]),
     "Scope": lambda core: Case(["policy"]),
     "policy_in_force": lambda core: Case([]),
+    "Predicate": lambda core: Case([lambda dtype, device: True, print]),
     "Choice": lambda core: Case(["op", (core.Implementation("op", "name", print),), print]),
     "Selection": lambda core: Case([(("norm", print, ("input",)),)]),
     "load_plugin": lambda core: Case([c_plugins.usual()]),

@@ -260,6 +260,21 @@ class Implementation:
         """How often it was called."""
 
 @final
+class Predicate:
+    """Whether a call is taken: `fits` of dtype and device of its first tensor, asked once for each
+    pair (without `by_device` for each dtype), and where that holds `supports` of its arguments. A
+    call without tensors fits.
+    """
+
+    def __new__(
+        cls,
+        fits: Callable[[Any, Any], bool],
+        supports: Callable[..., Any] | None = None,
+        by_device: bool = True,
+    ) -> Predicate: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> bool: ...
+
+@final
 class Operator:
     """Calls the first of its implementations in force that takes the call.
 

@@ -9,6 +9,7 @@
 #include "core/context.h"
 #include "core/counters.h"
 #include "core/fork.h"
+#include "core/holders.h"
 #include "core/status.h"
 
 /* A plug-in; the built-in backends come from the device drivers. */
@@ -28,8 +29,12 @@ struct te_op_table {
     /* 0 less one for each release; once the table is replaced, plus one for each acquisition: what
      * is left is how many hold it. */
     _Atomic int64_t balance;
-    int64_t number; /* 0: not in use; guarded by the lock */
+    int64_t number;  /* 0: not in use; guarded by the lock */
+    int is_replaced; /* and once no holder has it the balance goes down by 1; guarded by the lock */
     int count;
+    /* Of the first candidate that has an operator. NULL: there is none, or it wants to be asked
+     * whether it takes a call. */
+    const te_op_slot *first[TE_OP_COUNT];
     candidate *candidates; /* highest priority first; `builtin`, or memory of the table's own */
     candidate builtin;
 };
@@ -45,6 +50,10 @@ static te_op_table pool[POOL];
  * word, so that no table is replaced between the two. */
 static _Atomic uint64_t in_force[TE_DEVICE_COUNT];
 #define ACQUIRED ((uint64_t)POOL)
+/* The table in force once more, for calls that hold it by themselves; NULL before the first one. */
+static _Atomic(te_op_table *) current[TE_DEVICE_COUNT];
+/* Tables are replaced and not yet given up: calls that end look whether theirs is one. */
+static _Atomic int are_replaced;
 
 static void add_backend(te_op_table *table, const te_backend *backend, registration *plugin)
 {
@@ -55,6 +64,18 @@ static void add_backend(te_op_table *table, const te_backend *backend, registrat
         list[at] = list[at - 1];
     }
     list[at] = (candidate){backend, plugin};
+}
+
+static void find_first(te_op_table *table)
+{
+    for (int op = 0; op < TE_OP_COUNT; op++) {
+        for (int at = 0; at < table->count; at++) {
+            const te_op_slot *slot = &table->candidates[at].backend->slots[op];
+            if (slot->function == NULL) continue;
+            table->first[op] = slot->supports == NULL ? slot : NULL;
+            break;
+        }
+    }
 }
 
 /* ---- the life of tables and plug-ins; the lock is held but for release_all ---- */
@@ -73,6 +94,23 @@ static void empty_table(te_op_table *table, registration **unused)
     }
     if (table->candidates != &table->builtin) free(table->candidates);
     table->number = 0;
+}
+
+/* Gives up the tables that are replaced and that no holder has. Whoever gets one as its `held`
+ * after te_holders_settle sees that it is replaced, and takes another one. */
+static void give_up_replaced(registration **unused)
+{
+    int left = 0;
+    for (te_op_table *table = &pool[1]; table < &pool[POOL]; table++) {
+        if (!table->is_replaced) continue;
+        if (te_holders_have(table)) {
+            left = 1;
+            continue;
+        }
+        table->is_replaced = 0;
+        if (atomic_fetch_sub(&table->balance, 1) == 1) empty_table(table, unused);
+    }
+    atomic_store(&are_replaced, left);
 }
 
 /* Without the lock: the plug-in's own code runs. */
@@ -114,7 +152,6 @@ static void publish(te_op_table *table, te_device_type device, registration **un
     const te_device_driver *driver = device == TE_DEVICE_CPU ? te_cpu_driver() : te_cuda_driver();
     te_op_table *replaced;
     uint64_t word;
-    int64_t acquired;
     table->number = ++published_count;
     if (driver != NULL) add_backend(table, driver->backend, NULL);
     for (registration *plugin = registered; plugin != NULL; plugin = plugin->next) {
@@ -122,12 +159,20 @@ static void publish(te_op_table *table, te_device_type device, registration **un
         add_backend(table, &plugin->backend, plugin);
         plugin->users++;
     }
+    find_first(table);
     word = atomic_exchange(&in_force[device], (uint64_t)(table - pool));
+    atomic_store(&current[device], table);
     replaced = &pool[word % ACQUIRED];
     if (replaced == pool) return;
-    acquired = (int64_t)(word / ACQUIRED);
-    if (atomic_fetch_add(&replaced->balance, acquired) + acquired == 0) {
-        empty_table(replaced, unused);
+    (void)atomic_fetch_add(&replaced->balance, (int64_t)(word / ACQUIRED) + 1);
+    replaced->is_replaced = 1;
+    atomic_store(&are_replaced, 1);
+    /* Either a call that holds one is seen, or it sees at its end that there are some. Where the
+     * kernel fails they stay until the next change. */
+    if (te_holders_settle() == 0) {
+        give_up_replaced(unused);
+    } else {
+        atomic_store(&are_replaced, 0);
     }
 }
 
@@ -164,6 +209,40 @@ void te_op_table_release(te_op_table *table)
     empty_table(table, &unused);
     (void)pthread_mutex_unlock(&lock);
     release_all(unused);
+}
+
+/* The table in force, as the `held` of this thread until release_held. NULL: the thread has a call
+ * that holds one already, or there is no memory. */
+static inline te_op_table *hold(te_holder *holder, te_device_type device)
+{
+    te_op_table *table, *seen = atomic_load_explicit(&current[device], memory_order_relaxed);
+    if (holder == NULL || seen == NULL ||
+        atomic_load_explicit(&holder->held, memory_order_relaxed) != NULL) {
+        return NULL;
+    }
+    do { /* until it was in force while it was held: it is not given up from there on */
+        table = seen;
+        atomic_store_explicit(&holder->held, table, memory_order_relaxed);
+        te_holder_order();
+        seen = atomic_load_explicit(&current[device], memory_order_acquire);
+    } while (seen != table);
+    return table;
+}
+
+__attribute__((noinline)) static void give_up_now(void)
+{
+    registration *unused = NULL;
+    (void)pthread_mutex_lock(&lock);
+    give_up_replaced(&unused);
+    (void)pthread_mutex_unlock(&lock);
+    release_all(unused);
+}
+
+static inline void release_held(te_holder *holder)
+{
+    atomic_store_explicit(&holder->held, NULL, memory_order_release);
+    te_holder_order();
+    if (atomic_load_explicit(&are_replaced, memory_order_relaxed)) give_up_now();
 }
 
 int64_t te_op_table_number(const te_op_table *table)
@@ -260,31 +339,32 @@ static const te_backend *backend_at(const search *in, int at)
                          : in->among.table->candidates[at - selected].backend;
 }
 
-/* Moves on to the first candidate from `at` on that has the operator on this device. */
-static void go_to(search *in, int at)
+/* Whether there is another candidate that has the operator on this device; moves on to it. */
+static int any_left(search *in)
 {
-    for (in->at = at; in->at < in->end; in->at++) {
+    for (; in->at < in->end; in->at++) {
         const te_backend *backend = backend_at(in, in->at);
-        if (backend->slots[in->op].function != NULL && backend->device == in->device) return;
+        if (backend->slots[in->op].function != NULL && backend->device == in->device) return 1;
     }
+    return 0;
 }
 
-static search begin_search(te_op_candidates among, te_context *context, te_op op)
+static void begin_search(search *in, te_op_candidates among, te_context *context, te_op op)
 {
-    search in = {.among = among, .context = context, .op = op, .end = among.table->count};
-    in.device = te_context_device(context).type;
-    if (among.selection != NULL) in.end += among.selection->count;
-    go_to(&in, 0);
-    return in;
+    in->among = among;
+    in->context = context;
+    in->device = te_context_device(context).type;
+    in->op = op;
+    in->at = 0;
+    in->end = among.table->count + (among.selection == NULL ? 0 : among.selection->count);
 }
 
-/* The next candidate that supports the call; the search moves to the one behind it. */
+/* The next candidate that supports the call; the search goes on behind it. */
 static te_status resolve(search *in, const void *args, const te_op_slot **out)
 {
     te_status st = TE_OK;
-    while (in->at < in->end) {
-        const te_op_slot *slot = &backend_at(in, in->at)->slots[in->op];
-        go_to(in, in->at + 1);
+    while (any_left(in)) {
+        const te_op_slot *slot = &backend_at(in, in->at++)->slots[in->op];
         st = slot->supports == NULL ? TE_OK : slot->supports(slot->self, in->context, args);
         if (st == TE_OK) {
             *out = slot;
@@ -303,18 +383,36 @@ static te_status check_call(te_context *context, te_op op, const void *args)
     return te_check_args(op, te_context_device(context), args);
 }
 
-/* Arguments have been checked. */
-static te_status run_checked(te_op_candidates candidates, te_context *context, te_op op,
-                             const void *args, void *stream)
+/* Asks one candidate after the other. A function may find out only when called that it does not
+ * take the arguments; `asked`: the first one has. */
+__attribute__((noinline)) static te_status run_other(te_op_candidates candidates, int asked,
+                                                     te_context *context, te_op op,
+                                                     const void *args, void *stream)
 {
-    search in = begin_search(candidates, context, op);
     const te_op_slot *slot = NULL;
+    search in;
     te_status st;
-    do { /* a function may find out only when called that it does not take the arguments */
+    begin_search(&in, candidates, context, op);
+    if (asked && any_left(&in)) in.at++;
+    if (asked && !any_left(&in)) return TE_ERROR_UNSUPPORTED; /* it said why */
+    do {
         TE_TRY(resolve(&in, args, &slot));
         st = slot->function(slot->self, context, args, stream);
-    } while (st == TE_ERROR_UNSUPPORTED && in.at < in.end);
-    if (st == TE_OK) te_count_op(te_context_device(context).type, op);
+    } while (st == TE_ERROR_UNSUPPORTED && any_left(&in));
+    return st;
+}
+
+/* Arguments have been checked. It is counted by the caller. */
+static inline te_status run_checked(te_op_candidates candidates, te_context *context, te_op op,
+                                    const void *args, void *stream)
+{
+    const te_op_slot *slot = candidates.selection == NULL ? candidates.table->first[op] : NULL;
+    te_status st = TE_ERROR_UNSUPPORTED;
+    /* Where the first one has nothing to be asked: a load and a call. */
+    if (slot != NULL) st = slot->function(slot->self, context, args, stream);
+    if (st == TE_ERROR_UNSUPPORTED) {
+        st = run_other(candidates, slot != NULL, context, op, args, stream);
+    }
     return st;
 }
 
@@ -322,17 +420,20 @@ te_status te_op_run_in(te_op_candidates candidates, te_context *context, te_op o
                        void *stream)
 {
     TE_TRY(check_call(context, op, args));
-    return run_checked(candidates, context, op, args, stream);
+    TE_TRY(run_checked(candidates, context, op, args, stream));
+    te_count_op(te_context_device(context).type, op);
+    return TE_OK;
 }
 
 te_status te_op_workspace_in(te_op_candidates candidates, te_context *context, te_op op,
                              const void *args, size_t *bytes)
 {
-    search in = begin_search(candidates, context, op);
     const te_op_slot *slot = NULL;
+    search in;
     te_status st;
     *bytes = 0;
     TE_TRY(check_call(context, op, args));
+    begin_search(&in, candidates, context, op);
     TE_TRY(resolve(&in, args, &slot));
     for (;;) { /* enough for every candidate that the call may end at */
         size_t need = 0;
@@ -340,24 +441,44 @@ te_status te_op_workspace_in(te_op_candidates candidates, te_context *context, t
             TE_TRY(slot->workspace(slot->self, context, args, &need));
         }
         if (need > *bytes) *bytes = need;
-        if (in.at == in.end) return TE_OK;
+        if (!any_left(&in)) return TE_OK;
         st = resolve(&in, args, &slot);
         if (st != TE_OK) return st == TE_ERROR_UNSUPPORTED ? TE_OK : st;
     }
 }
 
+/* Of a call within a call. */
+__attribute__((noinline)) static te_status run_acquired(te_context *context, te_op op,
+                                                        const void *args, void *stream)
+{
+    const te_device_type device = te_context_device(context).type;
+    te_op_table *table = te_op_table_acquire(device);
+    te_status st = run_checked((te_op_candidates){NULL, table}, context, op, args, stream);
+    te_op_table_release(table);
+    if (st == TE_OK) te_count_op(device, op);
+    return st;
+}
+
+te_status te_op_run_checked(te_context *context, te_op op, const void *args, void *stream)
+{
+    const te_device_type device = te_context_device(context).type;
+    te_holder *holder = te_holder_of_thread();
+    const te_op_table *table = hold(holder, device);
+    te_status st;
+    if (table == NULL) return run_acquired(context, op, args, stream);
+    st = run_checked((te_op_candidates){NULL, table}, context, op, args, stream);
+    if (st == TE_OK) te_holder_count(holder, device, op);
+    release_held(holder);
+    return st;
+}
+
 te_status te_op_run(te_context *context, te_op op, const void *args, void *stream)
 {
     te_any_args whole;
-    te_op_table *table;
-    te_status st;
     TE_TRY(te_check_size(op, args, &whole, &args));
     TE_TRY(check_call(context, op, args));
     TE_TRY(te_check_memory(op, args));
-    table = te_op_table_acquire(te_context_device(context).type);
-    st = run_checked((te_op_candidates){NULL, table}, context, op, args, stream);
-    te_op_table_release(table);
-    return st;
+    return te_op_run_checked(context, op, args, stream);
 }
 
 te_status te_op_workspace(te_context *context, te_op op, const void *args, size_t *bytes)

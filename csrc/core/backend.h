@@ -27,6 +27,8 @@ typedef struct te_op_candidates {
 /* Checks the arguments, then runs the first candidate that supports the call. */
 te_status te_op_run_in(te_op_candidates candidates, te_context *context, te_op op, const void *args,
                        void *stream);
+/* Arguments have been checked: te_op_run without its checks. */
+te_status te_op_run_checked(te_context *context, te_op op, const void *args, void *stream);
 te_status te_op_workspace_in(te_op_candidates candidates, te_context *context, te_op op,
                              const void *args, size_t *bytes);
 

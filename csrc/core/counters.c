@@ -3,6 +3,8 @@
 
 #include <stdatomic.h>
 
+#include "core/holders.h"
+
 /* One number per counter: for each device its GEMMs by dtypes, its attentions by dtype and its
  * operators, for each device its GEMMs by scaling modes, then fallbacks. */
 #define GEMMS (TE_DTYPE_COUNT * TE_DTYPE_COUNT)
@@ -21,6 +23,8 @@
 #define COUNTERS (MIXED_AT + 1)
 
 static _Atomic int64_t counts[COUNTERS];
+/* What threads had run of the operators at the last reset: their own numbers only grow. */
+static _Atomic int64_t forgotten[TE_DEVICE_COUNT][TE_OP_COUNT];
 
 /* The pairs of operand dtypes that a GEMM accepts. */
 #define GEMM_PAIRS(X, DEVICE, device)                                                              \
@@ -97,7 +101,12 @@ void te_count_attention(te_device_type device, te_dtype dtype, int backward)
 
 void te_count_op(te_device_type device, te_op op)
 {
-    count(OP_AT((int)device, (int)op));
+    te_holder *mine = te_holder_of_thread();
+    if (mine != NULL) {
+        te_holder_count(mine, device, op);
+    } else {
+        count(OP_AT((int)device, (int)op));
+    }
 }
 
 void te_count_fallback(te_fallback reason)
@@ -115,11 +124,34 @@ void te_count_mixed(void)
     count(MIXED_AT);
 }
 
+/* What all threads have run. */
+static int64_t sum_of_op(int device, int op)
+{
+    int64_t sum = 0;
+    for (const te_holder *one = te_holders_all(); one != NULL; one = one->next) {
+        sum += atomic_load_explicit(&one->ran[device][op], memory_order_relaxed);
+    }
+    return sum;
+}
+
+/* The part of a counter that threads keep. */
+static int64_t ran_since_reset(int at)
+{
+    for (int device = 0; device < TE_DEVICE_COUNT; device++) {
+        const int op = at - OP_AT(device, 0);
+        if (op < 0 || op >= TE_OP_COUNT) continue;
+        return sum_of_op(device, op) -
+               atomic_load_explicit(&forgotten[device][op], memory_order_relaxed);
+    }
+    return 0;
+}
+
 te_status te_counters_read(te_counter *out, size_t capacity, size_t *found)
 {
     *found = 0;
     for (int at = 0; at < COUNTERS; at++) {
         int64_t value = atomic_load_explicit(&counts[at], memory_order_relaxed);
+        value += ran_since_reset(at);
         if (value == 0 || names[at] == NULL) continue;
         if (out != NULL && *found < capacity) out[*found] = (te_counter){names[at], value};
         ++*found;
@@ -131,5 +163,11 @@ void te_counters_reset(void)
 {
     for (int at = 0; at < COUNTERS; at++) {
         atomic_store_explicit(&counts[at], 0, memory_order_relaxed);
+    }
+    for (int device = 0; device < TE_DEVICE_COUNT; device++) {
+        for (int op = 0; op < TE_OP_COUNT; op++) {
+            atomic_store_explicit(&forgotten[device][op], sum_of_op(device, op),
+                                  memory_order_relaxed);
+        }
     }
 }

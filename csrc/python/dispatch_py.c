@@ -10,10 +10,9 @@
 #include "python/dispatch_py.h"
 
 #include "python/args.h"
-#include "python/vectorcall.h"
 
-static PyObject *call_vector(PyObject *function, PyObject *const *args, size_t nargsf,
-                             PyObject *names)
+PyObject *tepy_call_vector(PyObject *function, PyObject *const *args, size_t nargsf,
+                           PyObject *names)
 {
     /* lint: allow(PyObject_Vectorcall) a tuple and a dict for each call would take twice the time
      */
@@ -23,6 +22,7 @@ static PyObject *call_vector(PyObject *function, PyObject *const *args, size_t n
 typedef struct implementation {
     PyObject_HEAD PyObject *op, *impl_id, *function;
     PyObject *supports; /* NULL: it takes every call */
+    int is_predicate;   /* a Predicate, which is asked without a call */
     unsigned long long calls;
 } implementation;
 
@@ -64,7 +64,7 @@ static void implementation_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-static int require_callable(PyObject *object, tepy_site site)
+int tepy_require_callable(PyObject *object, tepy_site site)
 {
     if (PyCallable_Check(object)) return 0;
     return tepy_fail(PyExc_TypeError, site, "expected a callable, got %R", Py_TYPE(object));
@@ -73,13 +73,14 @@ static int require_callable(PyObject *object, tepy_site site)
 static PyObject *implementation_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"op", "impl_id", "function", "supports", NULL};
-    PyObject *op, *impl_id, *function, *supports = Py_None;
+    PyObject *op, *impl_id, *function, *supports = Py_None, *module = PyType_GetModule(type);
     implementation *self;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UUO|O:Implementation", names, &op, &impl_id,
+    if (module == NULL ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "UUO|O:Implementation", names, &op, &impl_id,
                                      &function, &supports) ||
-        require_callable(function, (tepy_site){"Implementation", "function"}) != 0 ||
+        tepy_require_callable(function, (tepy_site){"Implementation", "function"}) != 0 ||
         (supports != Py_None &&
-         require_callable(supports, (tepy_site){"Implementation", "supports"}) != 0)) {
+         tepy_require_callable(supports, (tepy_site){"Implementation", "supports"}) != 0)) {
         return NULL;
     }
     self = (implementation *)TEPY_ALLOCATE(type);
@@ -88,6 +89,7 @@ static PyObject *implementation_new(PyTypeObject *type, PyObject *args, PyObject
     self->impl_id = Py_NewRef(impl_id);
     self->function = Py_NewRef(function);
     self->supports = supports == Py_None ? NULL : Py_NewRef(supports);
+    self->is_predicate = (PyObject *)Py_TYPE(supports) == tepy_state_of(module)->predicate_type;
     return (PyObject *)self;
 }
 
@@ -163,7 +165,12 @@ static int takes(const implementation *self, PyObject *const *args, size_t nargs
     PyObject *answer;
     int result;
     if (self->supports == NULL) return 1;
-    answer = call_vector(self->supports, args, nargsf, names);
+    if (self->is_predicate) {
+        result = tepy_predicate_takes(self->supports, args, nargsf, names);
+        if (result < 0) add_note(self);
+        return result;
+    }
+    answer = tepy_call_vector(self->supports, args, nargsf, names);
     result = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
     if (result < 0) add_note(self);
@@ -183,7 +190,7 @@ static PyObject *call_first(PyObject *name, PyObject *candidates, PyObject *refu
         if (fits < 0) return NULL;
         if (fits == 0) continue;
         found->calls++;
-        result = call_vector(found->function, args, nargsf, names);
+        result = tepy_call_vector(found->function, args, nargsf, names);
         if (result == NULL) add_note(found);
         return result;
     }
@@ -326,7 +333,8 @@ static PyObject *choice_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (module == NULL ||
         !PyArg_ParseTupleAndKeywords(args, kwargs, "UO!|O:Choice", names, &name, &PyTuple_Type,
                                      &implementations, &refuse) ||
-        (refuse != Py_None && require_callable(refuse, (tepy_site){"Choice", "refuse"}) != 0)) {
+        (refuse != Py_None &&
+         tepy_require_callable(refuse, (tepy_site){"Choice", "refuse"}) != 0)) {
         return NULL;
     }
     kind = tepy_state_of(module)->implementation_type;
@@ -409,8 +417,8 @@ static PyObject *dispatcher_new(PyTypeObject *type, PyObject *args, PyObject *kw
     tepy_dispatcher *self;
     if (module == NULL ||
         !PyArg_ParseTupleAndKeywords(args, kwargs, "OO:Dispatcher", names, &resolve, &refuse) ||
-        require_callable(resolve, (tepy_site){"Dispatcher", "resolve"}) != 0 ||
-        require_callable(refuse, (tepy_site){"Dispatcher", "refuse"}) != 0) {
+        tepy_require_callable(resolve, (tepy_site){"Dispatcher", "resolve"}) != 0 ||
+        tepy_require_callable(refuse, (tepy_site){"Dispatcher", "refuse"}) != 0) {
         return NULL;
     }
     self = (tepy_dispatcher *)TEPY_ALLOCATE(type);
@@ -516,6 +524,7 @@ int tepy_dispatch_add(PyObject *module)
     state->scope_type = tepy_scope_make_type(module);
     state->selection_type = tepy_selection_make_type(module);
     state->dispatcher_type = PyType_FromModuleAndSpec(module, &dispatcher_spec, NULL);
+    state->predicate_type = tepy_predicate_make_type(module);
     state->implementation_type = PyType_FromModuleAndSpec(module, &implementation_spec, NULL);
     made = PyType_FromModuleAndSpec(module, &choice_spec, NULL);
     if (made == NULL || PyModule_AddObjectRef(module, "Choice", made) != 0) {
@@ -527,6 +536,7 @@ int tepy_dispatch_add(PyObject *module)
                    add_type(module, "Scope", state->scope_type) != 0 ||
                    add_type(module, "Selection", state->selection_type) != 0 ||
                    add_type(module, "Dispatcher", state->dispatcher_type) != 0 ||
+                   add_type(module, "Predicate", state->predicate_type) != 0 ||
                    add_type(module, "Implementation", state->implementation_type) != 0
                ? -1
                : 0;

@@ -7,6 +7,7 @@
 #define TE_PYTHON_DISPATCH_PY_H
 
 #include "python/state.h"
+#include "python/vectorcall.h"
 
 typedef struct tepy_dispatcher {
     PyObject_HEAD PyObject *resolve; /* resolve(policy or None): the table */
@@ -19,6 +20,20 @@ typedef struct tepy_dispatcher {
 
 #define TEPY_FREE(self) ((freefunc)PyType_GetSlot(Py_TYPE(self), Py_tp_free))(self)
 #define TEPY_ALLOCATE(type) ((allocfunc)PyType_GetSlot((type), Py_tp_alloc))((type), 0)
+
+/* ---- dispatch_py.c ---- */
+
+/* New reference: what a call returns whose arguments are given as they came. */
+PyObject *tepy_call_vector(PyObject *function, PyObject *const *args, size_t nargsf,
+                           PyObject *names);
+int tepy_require_callable(PyObject *object, tepy_site site);
+
+/* ---- predicate_py.c ---- */
+
+/* Creates the type of Predicate; new reference. */
+PyObject *tepy_predicate_make_type(PyObject *module);
+/* Whether a Predicate says that a call is taken: 1, 0, or -1 with an exception. */
+int tepy_predicate_takes(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names);
 
 /* ---- scope_py.c ---- */
 

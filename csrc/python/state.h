@@ -34,6 +34,7 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(implementation_type, INIT)                                                                   \
     X(native_slot_type, INIT)                                                                      \
     X(plugins, LAZY)           /* {address of a te_plugin: its NativeSlots} */                     \
+    X(predicate_type, INIT)                                                                        \
     X(dispatcher, LAZY)        /* whose selections runs of plans obey */                           \
     X(find_dispatcher, LAZY)   /* callable that looks for one */                                   \
     X(labels, LAZY)            /* a threading.local: where threads show the scopes they are in */  \
@@ -45,6 +46,7 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(device_type, BIND)       /* torch.device */                                                  \
     X(tensor_type, BIND)       /* torch.Tensor */                                                  \
     X(parameter_type, BIND)    /* torch.nn.Parameter */                                            \
+    X(dtype_getter, BIND)      /* the descriptor torch.Tensor.dtype */                             \
     X(is_neg, BIND)            /* torch.Tensor.is_neg, unbound */                                  \
     X(exchange_capsule, BIND)  /* keeps `exchange` alive */                                        \
     X(classify, BIND)          /* callable for subclasses, or None */

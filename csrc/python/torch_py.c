@@ -55,8 +55,8 @@ static const tepy_dl_exchange *find_exchange(PyObject *capsule)
 
 /* What bind_torch collects before it changes the state. */
 typedef struct binding {
-    PyObject *empty, *empty_like, *device_type, *tensor_type, *parameter_type, *is_neg,
-        *exchange_capsule;
+    PyObject *empty, *empty_like, *device_type, *tensor_type, *parameter_type, *dtype_getter,
+        *is_neg, *exchange_capsule;
     PyObject *dtypes[TE_DTYPE_COUNT];
 } binding;
 
@@ -68,6 +68,8 @@ static int collect(binding *found, PyObject *torch)
     if ((found->empty_like = PyObject_GetAttrString(torch, "empty_like")) == NULL) goto done;
     if ((found->device_type = PyObject_GetAttrString(torch, "device")) == NULL) goto done;
     if ((found->tensor_type = PyObject_GetAttrString(torch, "Tensor")) == NULL) goto done;
+    found->dtype_getter = PyObject_GetAttrString(found->tensor_type, "dtype");
+    if (found->dtype_getter == NULL) goto done;
     if ((found->is_neg = PyObject_GetAttrString(found->tensor_type, "is_neg")) == NULL) goto done;
     if ((nn = PyObject_GetAttrString(torch, "nn")) == NULL) goto done;
     if ((found->parameter_type = PyObject_GetAttrString(nn, "Parameter")) == NULL) goto done;
@@ -128,6 +130,7 @@ PyObject *tepy_bind_torch(PyObject *module, PyObject *const *args, Py_ssize_t na
     TAKE(device_type);
     TAKE(tensor_type);
     TAKE(parameter_type);
+    TAKE(dtype_getter);
     TAKE(is_neg);
     TAKE(exchange_capsule);
     for (int i = 0; i < TE_DTYPE_COUNT; i++) TAKE(dtypes[i]);

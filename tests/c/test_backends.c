@@ -8,10 +8,12 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "cpu_device.h"
 
-enum { CHANGES = 200, WORKERS = 2, TOO_MANY = 100, MANY = 50 };
+enum { CHANGES = 200, WORKERS = 2, TOO_MANY = 100, MANY = 50, SHORT_LIVED = 20 };
 
 static atomic_int released, used_after_release;
 
@@ -195,6 +197,78 @@ static void check_threads(test_device *t)
     TEST_CHECK(t, released == CHANGES, "released %d of %d", released, CHANGES);
 }
 
+static void *call_once(void *opaque)
+{
+    worker *self = opaque;
+    self->failures += call_amax(self->context) != TE_OK;
+    return NULL;
+}
+
+static int64_t amax_count(void)
+{
+    te_counter found[64];
+    size_t count = 0;
+    (void)te_counters_read(found, 64, &count);
+    for (size_t i = 0; i < count && i < 64; i++) {
+        if (strcmp(found[i].name, "op.cpu.amax") == 0) return found[i].value;
+    }
+    return 0;
+}
+
+/* What threads ran is counted when they are gone, and a reset forgets it. */
+static void check_counted(test_device *t)
+{
+    worker one = {.context = t->context};
+    t->running = "calls of threads that have ended";
+    TEST_OK(t, call_amax(t->context));
+    te_counters_reset();
+    TEST_CHECK(t, amax_count() == 0, "%lld after the reset", (long long)amax_count());
+    for (int i = 0; i < SHORT_LIVED; i++) {
+        TEST_CHECK(t, pthread_create(&one.thread, NULL, call_once, &one) == 0, "thread");
+        (void)pthread_join(one.thread, NULL);
+    }
+    TEST_CHECK(t, one.failures == 0, "%d calls failed", one.failures);
+    TEST_CHECK(t, amax_count() == SHORT_LIVED, "%lld", (long long)amax_count());
+    te_counters_reset();
+    TEST_CHECK(t, amax_count() == 0, "%lld after the reset", (long long)amax_count());
+}
+
+static atomic_int is_inside, may_leave;
+
+static te_status stay(plugin *self, te_context *context)
+{
+    (void)self, (void)context;
+    is_inside = 1;
+    while (!may_leave) (void)sched_yield();
+    return TE_OK;
+}
+
+/* A child has no thread that could end the calls of its parent. */
+static void check_forked(test_device *t)
+{
+    plugin self = {.during = stay};
+    worker one = {.context = t->context};
+    int status = -1;
+    pid_t child;
+    t->running = "a backend that runs in another thread during a fork";
+    released = 0;
+    TEST_OK(t, install(&self));
+    TEST_CHECK(t, pthread_create(&one.thread, NULL, call_once, &one) == 0, "thread");
+    while (!is_inside) (void)sched_yield();
+    child = fork();
+    if (child == 0) {
+        const te_status st = te_backend_unregister("mine");
+        _exit(st == TE_OK && released == 1 ? 0 : 1);
+    }
+    (void)waitpid(child, &status, 0);
+    TEST_CHECK(t, status == 0, "the child ended with %d", status);
+    TEST_OK(t, te_backend_unregister("mine"));
+    TEST_CHECK(t, released == 0, "released while it runs");
+    may_leave = 1;
+    (void)pthread_join(one.thread, NULL);
+    TEST_CHECK(t, one.failures == 0 && released == 1, "released %d times", released);
+}
+
 static te_status decline(plugin *self, te_context *context)
 {
     (void)context;
@@ -240,6 +314,8 @@ static void checks(test_device *t)
     check_unregistered_in_flight(t);
     check_bound(t);
     check_threads(t);
+    check_counted(t);
+    check_forked(t);
     TEST_CHECK(t, used_after_release == 0, "%d uses after the release", used_after_release);
 }
 

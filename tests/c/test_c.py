@@ -48,18 +48,36 @@ def programs():
         yield pytest.param(path, id=path.stem, marks=marks)
 
 
-@pytest.mark.parametrize("source", list(programs()))
-def test_program(source, library, tmp_path):
-    program = tmp_path / source.stem
+def run_program(library, program, *sources):
+    """Compile and run; exit status and what it said."""
     _, undefined = run("nm", "-u", str(library))
     flags = ["-fopenmp"] if "GOMP_" in undefined else []
     flags += [f"-fsanitize={SANITIZE}", "-g"] if SANITIZE else []
     link = [*flags, str(library), "-ldl", "-lm", "-lpthread", "-o", str(program)]
-    status, said = run(CC, "-std=c11", *STRICT, str(source), *link)
+    status, said = run(CC, "-std=c11", *STRICT, *map(str, sources), *link)
     assert status == 0, said
-    status, said = run(str(program))
+    return run(str(program))
+
+
+@pytest.mark.parametrize("source", list(programs()))
+def test_program(source, library, tmp_path):
+    status, said = run_program(library, tmp_path / source.stem, source)
     if status == SKIPPED:
         pytest.skip(said.strip())
+    assert status == 0, said
+
+
+NO_MEMBARRIER = """
+long syscall(long number, ...);
+long syscall(long number, ...) { (void)number; return -1; }
+"""
+
+
+@pytest.mark.skipif(bool(SANITIZE), reason="the runtime of the sanitizers has a syscall of its own")
+def test_backends_where_the_kernel_orders_no_stores(library, tmp_path):
+    (tmp_path / "syscall.c").write_text(NO_MEMBARRIER)
+    source = Path(__file__).with_name("test_backends.c")
+    status, said = run_program(library, tmp_path / "fenced", source, tmp_path / "syscall.c")
     assert status == 0, said
 
 

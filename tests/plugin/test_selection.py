@@ -336,6 +336,41 @@ def test_dtypes_and_architectures(device):
         manager_of(impl("flagos.f", min_arch="hopper")).call("op")
 
 
+def test_predicates_remember_what_they_were_told(device):
+    asked = []
+
+    def fits(dtype, where):
+        asked.append((dtype, where))
+        return dtype is not torch.float64
+
+    x = torch.ones(2, device=device)
+    for by_device in (True, False):
+        asked.clear()
+        takes = _core.Predicate(fits, lambda *args, **options: len(args) < 3, by_device)
+        assert takes(x, 1) and takes(None, 2.0, other=x) is True
+        assert takes(torch.nn.Parameter(x)) and not takes(x, 1, 2)
+        assert asked == [(torch.float32, x.device)]
+        assert not takes(x.double()) and not takes("text", x.double())
+        assert len(asked) == 2
+        many = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+        many += (torch.float16, torch.bfloat16, torch.complex64, torch.float8_e5m2)
+        for dtype in 2 * many:
+            assert takes(torch.empty(2, dtype=dtype, device=device))
+        assert takes(torch.empty(2, device="meta", dtype=torch.float16)) and not takes(x.double())
+        assert takes(x.to_sparse()) and not takes(x.double().to_sparse())
+
+    class Tensor:
+        dtype, device = torch.float64, "somewhere"
+
+    assert not takes(Tensor()) and asked[-1] == (torch.float64, "somewhere")
+    assert takes([x.double()]) and takes() and takes(object())
+    for wrong in ((3,), (fits, 3)):
+        with pytest.raises(TypeError, match="expected a callable"):
+            _core.Predicate(*wrong)
+    with pytest.raises(ZeroDivisionError):
+        _core.Predicate(lambda dtype, where: 1 // 0)(x)
+
+
 def test_availability_is_asked_when_implementations_are_chosen():
     state, asked = {"there": False}, []
 

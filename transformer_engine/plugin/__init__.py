@@ -6,11 +6,15 @@ docs/plugins.md says what is different on purpose, and what is not there yet.
 """
 
 import os
+from typing import TYPE_CHECKING
 
 import transformer_engine
 from transformer_engine.common import absent
 from transformer_engine.plugin import core
-from transformer_engine.plugin.core import Explanation, get_default_manager, get_registry
+from transformer_engine.plugin.core import get_default_manager, get_registry
+
+if TYPE_CHECKING:
+    from transformer_engine.plugin.core import Explanation
 
 _CLASSES = "TEFLBackendBase", "TEFLModule", "get_tefl_module"
 __getattr__, __dir__ = absent.attach(
@@ -28,7 +32,7 @@ __all__ = [
 ]
 
 
-def explain(op_name: str) -> Explanation:
+def explain(op_name: str) -> "Explanation":
     """What an operator calls for this thread, why, and why not the others; ``print`` shows it."""
     return get_default_manager().explain(op_name)
 

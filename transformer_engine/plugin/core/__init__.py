@@ -15,8 +15,6 @@ from transformer_engine.plugin.core.discovery import (
 )
 from transformer_engine.plugin.core.logger_manager import LoggerManager
 from transformer_engine.plugin.core.manager import (
-    Candidate,
-    Explanation,
     OpManager,
     get_default_manager,
     get_manager,
@@ -49,6 +47,9 @@ _CLASSES = "TEFLBackendBase", "TEFLModule", "get_tefl_module", "reset_tefl_modul
 __getattr__, __dir__ = absent.attach(
     globals(),
     lazy={
+        **dict.fromkeys(
+            ("Candidate", "Explanation"), "transformer_engine.plugin.core.explanations"
+        ),
         "Logger": "transformer_engine.plugin.core.logger_manager",
         **dict.fromkeys(_CLASSES, "transformer_engine.plugin.core.backend_base"),
     },

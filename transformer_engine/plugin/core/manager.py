@@ -4,7 +4,8 @@
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformer_engine import _core
 from transformer_engine.common import selections
@@ -15,9 +16,10 @@ from transformer_engine.plugin.core.predicates import predicate_of
 from transformer_engine.plugin.core.registry import OpRegistry
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl, match_token
 
+if TYPE_CHECKING:
+    from transformer_engine.plugin.core.explanations import Explanation
+
 __all__ = [
-    "Candidate",
-    "Explanation",
     "OpManager",
     "get_default_manager",
     "get_manager",
@@ -31,47 +33,39 @@ _KEPT_TABLES = 64
 """Tables of that many policies are kept between two changes."""
 
 
-class Candidate(NamedTuple):
-    """An implementation as a policy sees it."""
+class _Row:
+    """The implementations of an operator in the order of their priorities.
 
-    impl: OpImpl
-    refused: str  # why it is not used; "": it may be
-    calls: int  # how often it was called
+    Operators of equal `shape` are ranked alike by every policy that does not name them. An operator
+    of which an implementation has to be asked whether it is available has none.
+    """
 
+    __slots__ = ("impls", "natives", "op", "ordered", "shape")
 
-class Explanation(NamedTuple):
-    """What an operator calls, and why; ``str()`` of it is a table."""
-
-    op_name: str
-    policy: SelectionPolicy
-    candidates: tuple[Candidate, ...]  # in the order in which they are asked, then the others
-
-    @property
-    def selected(self) -> OpImpl | None:
-        """The one that is asked first; None: a call raises."""
-        return next((found.impl for found in self.candidates if not found.refused), None)
-
-    def __str__(self) -> str:
-        lines = [f"{self.op_name} under {self.policy.fingerprint()}"]
-        if not self.candidates:
-            lines.append("    nobody has registered an implementation")
-        number = 0
-        for impl, refused, calls in self.candidates:
-            number += not refused
-            place = "-" if refused else str(number)
-            takes = "" if predicate_of(impl) is None else ", of calls that it takes"
-            why = refused or f"priority {impl.priority}{takes}, called {calls} times"
-            lines.append(f"    {place:>2}  {impl.impl_id:24} {why}")
-        return "\n".join(lines)
+    def __init__(self, op: str, impls: tuple[OpImpl, ...], manager: "OpManager") -> None:
+        self.op = op
+        self.impls = impls  # as the registry has them
+        self.ordered = _by_priority(impls)
+        self.natives = tuple(map(manager._native, self.ordered))
+        self.shape: object = None
+        if not any(hasattr(impl.fn, "_is_available") for impl in impls):
+            shape = tuple([(impl.kind, impl.vendor, impl.impl_id) for impl in self.ordered])
+            self.shape = manager._shapes.setdefault(shape, object())  # which is compared faster
 
 
-class _Table(NamedTuple):
+class _Table:
     """Candidates of every operator under a policy, and what they were chosen from."""
 
-    entries: tuple  # by place: tuples of `_core.Implementation`; what modules run (place 0)
-    impls: Mapping[str, tuple[OpImpl, ...]]  # by operator
-    generation: int  # of the manager when that was read
-    epoch: int
+    __slots__ = ("entries", "epoch", "generation", "picks", "rows")
+
+    def __init__(
+        self, entries: tuple, rows: tuple[_Row, ...], picks: dict, generation: int, epoch: int
+    ) -> None:
+        self.entries = entries  # by place: tuples of `_core.Implementation`; what modules run
+        self.rows = rows
+        self.picks = picks  # by shape: what takes the entry out of a row
+        self.generation = generation  # of the manager when that was read
+        self.epoch = epoch
 
 
 class OpManager:
@@ -99,6 +93,8 @@ class OpManager:
         self._implementations: dict[OpImpl, _core.Implementation] = {}
         self._earlier: dict[OpImpl, int] = {}  # runs of slots of shared objects before it had them
         self._tables: dict[SelectionPolicy, _Table] = {}
+        self._made_rows: tuple[Any, tuple, tuple[_Row, ...]] = (None, (), ())  # what of; by place
+        self._shapes: dict[tuple, object] = {}
         me = weakref.ref(self)  # operators may outlive it
         self._dispatcher = _core.Dispatcher(
             lambda policy: _alive(me)._table(policy),
@@ -163,8 +159,10 @@ class OpManager:
         """The name of the implementation that a call asks first."""
         return self._selected(op_name).impl_id
 
-    def explain(self, op_name: str) -> Explanation:
+    def explain(self, op_name: str) -> "Explanation":
         """All implementations of an operator under the policy of this thread."""
+        from transformer_engine.plugin.core.explanations import Candidate, Explanation
+
         self.ensure_initialized()
         policy = self._policies.get_policy()
         snapshot = self._registry.snapshot()
@@ -223,24 +221,62 @@ class OpManager:
         if known is not None and known.generation == generation:
             return known.entries
         impls = self._registry.snapshot().impls_by_op
-        with self._lock:
-            for op in impls:
-                self._places.setdefault(op, len(self._places))
-            places = tuple(self._places)
-        former = () if known is None or known.epoch != epoch else known.entries
-        entries = tuple(
-            former[place]
-            if 0 < place < len(former) and known.impls.get(op, ()) is impls.get(op, ())
-            else self._entry(impls.get(op, ()), op, policy)
-            for place, op in enumerate(places)
-        )
-        entries = (self._of_modules(dict(zip(places, entries, strict=True)), policy), *entries[1:])
+        rows = self._rows_of(impls)
+        picks = {} if known is None else known.picks
+        if known is not None and known.epoch != epoch:
+            known = None  # those that say whether they are available are asked again
+        entries = [] if known is None else list(known.entries[: len(rows)])
+        changed = _changed_places(rows, () if known is None else known.rows)
+        for place in changed if entries else ():
+            entries[place : place + 1] = [self._entry(rows[place], policy, picks)]
+        if not entries:
+            pick_of = picks.get
+            entries = [
+                pick(row.natives)
+                if (pick := pick_of(row.shape)) is not None
+                else self._entry(row, policy, picks)
+                for row in rows
+            ]
+            for op, _ in policy.per_op_order:
+                place = self._places.get(op, len(rows))
+                if place < len(rows):
+                    entries[place] = self._entry(rows[place], policy, picks)
+        entries = tuple(entries)
+        if self._obeyed:
+            chosen = {row.op: entry for row, entry in zip(rows, entries, strict=True)}
+            entries = (self._of_modules(chosen, policy), *entries[1:])
         with self._lock:
             if generation == self._generation:
                 if len(self._tables) >= _KEPT_TABLES:
                     self._tables.clear()
-                self._tables[policy] = _Table(entries, impls, generation, epoch)
+                self._tables[policy] = _Table(entries, rows, picks, generation, epoch)
         return entries
+
+    def _rows_of(self, impls: Mapping[str, tuple[OpImpl, ...]]) -> tuple[_Row, ...]:
+        """Those of all operators, by place."""
+        made_of, former, known = self._made_rows
+        if made_of is impls and len(known) == len(self._places):
+            return known
+        with self._lock:
+            for op in impls.keys() - self._places.keys():
+                self._places[op] = len(self._places)
+            places = tuple(self._places)
+        found = tuple([impls.get(op, ()) for op in places])
+        rows = list(known)
+        for place in _changed_places(found, former):
+            rows[place : place + 1] = [_Row(places[place], found[place], self)]
+        made = tuple(rows[: len(found)])
+        self._made_rows = impls, found, made
+        return made
+
+    def _entry(self, row: _Row, policy: SelectionPolicy, picks: dict) -> tuple:
+        """The implementations of an operator that a policy has asked."""
+        usable = [impl for impl, refused in _ranked(row.impls, row.op, policy) if not refused]
+        place_of = {id(impl): place for place, impl in enumerate(row.ordered)}
+        pick = _pick([place_of[id(impl)] for impl in usable[: 1 if policy.strict else None]])
+        if row.shape is not None and policy.get_per_op_order(row.op) is None:
+            picks[row.shape] = pick
+        return pick(row.natives)
 
     def obeyed(self) -> _core.Dispatcher:
         """Have modules run what this manager selects; what runs of plans ask."""
@@ -264,10 +300,6 @@ class OpManager:
         if len(self._selections) >= _KEPT_TABLES:
             self._selections.clear()
         return self._selections.setdefault(key, slots.selection(found, refuse))
-
-    def _entry(self, impls: tuple[OpImpl, ...], op: str, policy: SelectionPolicy) -> tuple:
-        usable = [impl for impl, refused in _ranked(impls, op, policy) if not refused]
-        return tuple(self._native(impl) for impl in (usable[:1] if policy.strict else usable))
 
     def _native(self, impl: OpImpl) -> _core.Implementation:
         found = self._implementations.get(impl)
@@ -329,6 +361,23 @@ def _nearest(op_name: str, registry: OpRegistry) -> str:
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
+def _by_priority(impls: tuple[OpImpl, ...]) -> list[OpImpl]:
+    return sorted(impls, key=lambda impl: (impl.priority, impl.impl_id), reverse=True)
+
+
+def _changed_places(now: tuple, before: tuple) -> list[int]:
+    """Where two lists by place differ, of which the first may be longer."""
+    differ = [place for place, (a, b) in enumerate(zip(now, before, strict=False)) if a is not b]
+    return [*differ, *range(len(before), len(now))]
+
+
+def _pick(places: list[int]) -> Callable[[tuple], tuple]:
+    """What takes these places out of a tuple, as a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
+
+
 def _ranked(
     impls: tuple[OpImpl, ...], op_name: str, policy: SelectionPolicy
 ) -> list[tuple[OpImpl, str]]:
@@ -336,7 +385,7 @@ def _ranked(
     tokens = policy.get_per_op_order(op_name)
     order = policy.get_default_order() if tokens is None else tokens
     used, others = [], []
-    for impl in sorted(impls, key=lambda impl: (impl.priority, impl.impl_id), reverse=True):
+    for impl in _by_priority(impls):
         place = next((i for i, token in enumerate(order) if match_token(impl, token)), None)
         is_vendor = impl.kind is BackendImplKind.VENDOR
         if is_vendor and not policy.is_vendor_allowed(impl.vendor or ""):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from transformer_engine import _core
 from transformer_engine.common import config
 from transformer_engine.plugin.core.locks import ForkSafeLock
-from transformer_engine.plugin.core.types import check_token, vendor_key
+from transformer_engine.plugin.core.types import Plain, check_token, vendor_key
 
 __all__ = [
     "PREFER_DEFAULT",
@@ -52,8 +52,8 @@ def _prefer_of(value: str) -> str:
     return word
 
 
-@dataclass(frozen=True)
-class SelectionPolicy:
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class SelectionPolicy(Plain):
     """How implementations are chosen; equal policies choose equally.
 
     Parameters
@@ -81,18 +81,25 @@ class SelectionPolicy:
     deny_vendors: frozenset[str] = frozenset()
     allow_vendors: frozenset[str] | None = None
 
-    def __post_init__(self) -> None:
-        put = object.__setattr__
-        put(self, "prefer", _prefer_of(self.prefer))
-        put(self, "strict", bool(self.strict))
-        put(self, "deny_vendors", frozenset(self.deny_vendors))
-        if self.allow_vendors is not None:
-            put(self, "allow_vendors", frozenset(self.allow_vendors))
+    def __init__(
+        self,
+        prefer: str = PREFER_DEFAULT,
+        strict: bool = False,
+        per_op_order: Iterable[tuple[str, str | Iterable[str]]] = (),
+        deny_vendors: Iterable[str] = (),
+        allow_vendors: Iterable[str] | None = None,
+    ) -> None:
         orders = []
-        for op, tokens in self.per_op_order:
+        for op, tokens in per_op_order:
             listed = (tokens,) if isinstance(tokens, str) else tuple(tokens)
             orders.append((op, tuple(check_token(token) for token in listed)))
-        put(self, "per_op_order", tuple(sorted(orders)))
+        self.__dict__.update(
+            prefer=_prefer_of(prefer),
+            strict=bool(strict),
+            per_op_order=tuple(sorted(orders)),
+            deny_vendors=frozenset(deny_vendors),
+            allow_vendors=None if allow_vendors is None else frozenset(allow_vendors),
+        )
 
     @classmethod
     def from_dict(

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from transformer_engine import _core
 from transformer_engine.plugin.core.types import OpImpl
 
 __all__ = ["predicate_of"]
@@ -22,21 +23,15 @@ def predicate_of(impl: OpImpl) -> Callable[..., Any] | None:
         None if impl.supported_dtypes is None else frozenset(map(_plain, impl.supported_dtypes))
     )
     known: dict[tuple, bool] = {}
-    own = impl.supports
 
-    def takes(*args: Any, **kwargs: Any) -> bool:
-        for value in (*args, *kwargs.values()):
-            if hasattr(value, "dtype") and hasattr(value, "device"):
-                key = (value.dtype, value.device)
-                fits = known.get(key)
-                if fits is None:
-                    fits = known[key] = _fits(*key, dtypes, least)
-                if not fits:
-                    return False
-                break
-        return own is None or bool(own(*args, **kwargs))
+    def fits(dtype: Any, device: Any) -> bool:
+        key = dtype, device
+        found = known.get(key)
+        if found is None:
+            found = known[key] = _fits(dtype, device, dtypes, least)
+        return found
 
-    return takes
+    return _core.Predicate(fits, impl.supports, by_device=least is not None)
 
 
 def _plain(dtype: Any) -> str:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Implementations of operators, their kinds, and the tokens that policies name them by."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 __all__ = ["TOKENS", "BackendImplKind", "OpImpl", "check_token", "match_token"]
 
@@ -24,8 +25,33 @@ TOKENS = "flagos (or default), vendor, reference, vendor:NAME or impl:ID"
 """What a token of a policy may be."""
 
 
-@dataclass(frozen=True)
-class OpImpl:
+class Plain:
+    """Equality, hash and text of a dataclass by its fields.
+
+    What `dataclass` generates of these, and of ``__init__``, is compiled at each import: that took
+    longer than all the rest of the plug-in system.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def _values(self) -> tuple:
+        return tuple([*map(self.__dict__.__getitem__, self.__dataclass_fields__)])
+
+    def __eq__(self, other: object) -> bool:
+        if other.__class__ is not self.__class__:
+            return NotImplemented
+        return self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__dataclass_fields__)
+        return f"{type(self).__qualname__}({shown})"
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class OpImpl(Plain):
     """An implementation of an operator.
 
     Parameters
@@ -71,18 +97,30 @@ class OpImpl:
     min_arch: str | None = None
     supports: Callable[..., Any] | None = None
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.kind, BackendImplKind):
-            raise TypeError(f"OpImpl {self.impl_id!r}: kind={self.kind!r}, expected a "
-                            "BackendImplKind")  # fmt: skip
-        for name in ("fn", "supports"):
-            value = getattr(self, name)
+    def __init__(  # noqa: PLR0913 - the fork's
+        self,
+        op_name: str,
+        impl_id: str,
+        kind: BackendImplKind,
+        fn: Callable[..., Any],
+        vendor: str | None = None,
+        priority: int = 0,
+        supported_dtypes: Iterable[str] | None = None,
+        min_arch: str | None = None,
+        supports: Callable[..., Any] | None = None,
+    ) -> None:
+        if not isinstance(kind, BackendImplKind):
+            raise TypeError(f"OpImpl {impl_id!r}: kind={kind!r}, expected a BackendImplKind")
+        for name, value in (("fn", fn), ("supports", supports)):
             if not callable(value) and not (name == "supports" and value is None):
-                raise TypeError(f"OpImpl {self.impl_id!r}: {name}={value!r} is no callable")
-        if self.kind is BackendImplKind.VENDOR and not self.vendor:
-            raise ValueError(f"OpImpl {self.impl_id!r}: kind VENDOR needs a vendor")
-        if self.supported_dtypes is not None:
-            object.__setattr__(self, "supported_dtypes", frozenset(self.supported_dtypes))
+                raise TypeError(f"OpImpl {impl_id!r}: {name}={value!r} is no callable")
+        if kind is BackendImplKind.VENDOR and not vendor:
+            raise ValueError(f"OpImpl {impl_id!r}: kind VENDOR needs a vendor")
+        dtypes = None if supported_dtypes is None else frozenset(supported_dtypes)
+        self.__dict__.update(
+            op_name=op_name, impl_id=impl_id, kind=kind, fn=fn, vendor=vendor, priority=priority,
+            supported_dtypes=dtypes, min_arch=min_arch, supports=supports,
+        )  # fmt: skip
 
     def is_available(self) -> bool:
         """Whether it can run in this process."""
@@ -113,9 +151,15 @@ def check_token(token: str) -> str:
     raise ValueError(f"{token!r} is no token of a policy: expected {TOKENS}")
 
 
+@functools.lru_cache(maxsize=1024)
+def _parts(token: str) -> tuple[str, str]:
+    head, _, rest = check_token(token).partition(":")
+    return head, rest
+
+
 def match_token(impl: OpImpl, token: str) -> bool:
     """Whether a token names an implementation; ValueError for what is no token."""
-    head, _, rest = check_token(token).partition(":")
+    head, rest = _parts(token)
     if head == "impl":
         return impl.impl_id == rest
     if not rest:
