@@ -320,7 +320,7 @@ class NativeSlot:
     def vendor(self) -> str | None: ...
     @property
     def kind(self) -> str:
-        """ "vendor", "default" or "reference"."""
+        """Who made it: "vendor", "default" or "reference"."""
 
     @property
     def device(self) -> int: ...

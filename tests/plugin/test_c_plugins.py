@@ -421,6 +421,20 @@ def test_a_repetition_knows_the_slot_of_its_forward(example):
     assert plugins.counts()[FORWARD] == 2
 
 
+def test_graphs_run_the_slot_that_they_were_traced_with(example):
+    plugin.register_library(plugin.get_registry(), example)
+    module, x = te.RMSNorm(64), torch.randn(8, 64)
+    compiled = torch.compile(module, backend="eager")
+    with plugin.with_preference("vendor"):
+        compiled(x)
+        assert plugins.counts()[FORWARD] == 1
+    compiled(x)  # another graph
+    assert plugins.counts()[FORWARD] == 1
+    with plugin.with_preference("vendor"):
+        compiled(x)
+    assert plugins.counts()[FORWARD] == 2
+
+
 def test_selections_take_slots_of_their_operator_only():
     (slot,) = _core.load_plugin(usual())
     _core.Selection((("fill", slot, None),))
