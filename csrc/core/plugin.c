@@ -252,7 +252,7 @@ static te_plugin *find_plugin(te_plugin_init_function init)
     return found;
 }
 
-/* Lets a new plug-in register. */
+/* Lets a new plug-in register; one that fails is dropped. */
 static te_status start(te_plugin *plugin, const char *name)
 {
     const uint64_t failures = te_failure_count();
@@ -264,6 +264,7 @@ static te_status start(te_plugin *plugin, const char *name)
     if (st == TE_OK) return TE_OK;
     (void)snprintf(reason, sizeof reason, "%s",
                    te_failure_count() == failures ? "it gave no reason" : te_last_error());
+    drop(plugin); /* before the text is set: it runs the plug-in's code */
     return TE_FAIL(st < TE_OK && st >= TE_ERROR_INTERRUPTED ? st : TE_ERROR_STATE,
                    "plug-in %s: te_plugin_init returned %d: %s", name, (int)st, reason);
 }
@@ -272,16 +273,11 @@ static te_status start(te_plugin *plugin, const char *name)
 static te_status make_plugin(te_plugin_init_function init, const char *name, te_plugin **out)
 {
     te_plugin *made = calloc(1, sizeof *made);
-    te_status st;
     if (made == NULL) return TE_FAIL(TE_ERROR_MEMORY, "plug-in %s: no memory to load it", name);
     made->init = init;
     made->last = &made->backends;
     made->users = 1;
-    st = start(made, name);
-    if (st != TE_OK) {
-        drop(made);
-        return st;
-    }
+    TE_TRY(start(made, name));
     (void)pthread_mutex_lock(&lock);
     made->next = plugins;
     plugins = made;
