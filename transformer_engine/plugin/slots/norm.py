@@ -77,6 +77,16 @@ _BACKWARD = (
 )
 
 
+def _add(op: str, into: Tensor, values: Any, residual: Tensor) -> None:
+    """Put a gradient and that of another reader where a call wants their sum, rounded once."""
+    if isinstance(values, Tensor) and values.dtype == into.dtype and values.is_contiguous():
+        if values.shape[-1:] == into.shape[-1:] and values.numel() == into.numel():
+            torch.add(values.view(into.shape), residual, out=into)
+            return
+    written(op, "dx", into, values)
+    into += residual
+
+
 def backward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
     """The gradients of a norm."""
 
@@ -104,11 +114,10 @@ def backward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
             return NotImplemented
         op = f"{name}_bwd"
         into = fields["grad_input"]
-        if into is not None:
-            made = found[0]
-            if residual is not None and not added:
-                made = made.reshape(residual.shape).to(torch.float32) + residual
-            written(op, "dx", into, made)
+        if into is not None and residual is not None and not added:
+            _add(op, into, found[0], residual)
+        else:
+            written(op, "dx", into, found[0])
         written(op, "dgamma", fields["gamma_grad"], found[1])
         if fields["beta_grad"] is not None:
             written(op, "dbeta", fields["beta_grad"], found[2])
