@@ -79,12 +79,14 @@ _BACKWARD = (
 
 def _add(op: str, into: Tensor, values: Any, residual: Tensor) -> None:
     """Put a gradient and that of another reader where a call wants their sum, rounded once."""
-    if isinstance(values, Tensor) and values.dtype == into.dtype and values.is_contiguous():
-        if values.shape[-1:] == into.shape[-1:] and values.numel() == into.numel():
-            torch.add(values.view(into.shape), residual, out=into)
-            return
-    written(op, "dx", into, values)
-    into += residual
+    fits = isinstance(values, Tensor) and values.shape[-1:] == into.shape[-1:]
+    if not fits or values.numel() != into.numel():
+        written(op, "dx", into, values)  # which raises
+    values = values.reshape(into.shape)
+    if values.dtype == residual.dtype == into.dtype:
+        torch.add(values, residual, out=into)
+    else:
+        into.copy_(values.to(torch.float32) + residual)
 
 
 def backward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
