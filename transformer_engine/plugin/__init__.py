@@ -14,14 +14,16 @@ from transformer_engine.plugin import core
 from transformer_engine.plugin.core import get_default_manager, get_registry
 
 if TYPE_CHECKING:
+    from transformer_engine.plugin.conformance import check
     from transformer_engine.plugin.core import Explanation
 
 _CLASSES = "TEFLBackendBase", "TEFLModule", "get_tefl_module"
-__getattr__, __dir__ = absent.attach(
-    globals(), ("builtin",), dict.fromkeys(_CLASSES, "transformer_engine.plugin.core.backend_base")
-)
+_LAZY = dict.fromkeys(_CLASSES, "transformer_engine.plugin.core.backend_base")
+_LAZY["check"] = "transformer_engine.plugin.conformance"
+__getattr__, __dir__ = absent.attach(globals(), ("builtin", "conformance"), _LAZY)
 
 __all__ = [
+    "check",
     "core",
     "counts",
     "explain",

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`plugin.check`: this library's implementations pass it, and wrong ones do not."""
+
+import functools
+
+import pytest
+import torch
+
+from transformer_engine import plugin as plugins
+from transformer_engine.plugin import conformance
+from transformer_engine.plugin import core as plugin
+from transformer_engine.plugin.builtin import ABSENT, OPERATORS
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.tensor import MXFP8Quantizer
+
+KIND = plugin.BackendImplKind
+
+
+def implementation(op, impl_id="default.native"):
+    plugin.get_manager().ensure_initialized()
+    return plugin.get_registry().get_implementation(op, impl_id)
+
+
+@pytest.mark.parametrize("impl_id", ["default.native", "reference.torch"])
+@pytest.mark.parametrize("op", conformance.operators())
+def test_ours_are_right(device, seed, op, impl_id):
+    impl = implementation(op, impl_id)
+    if impl is None:
+        assert impl_id == "reference.torch"  # casts by quantizers have one
+        pytest.skip("there is none")
+    report = plugins.check(impl, device=device, seed=seed)
+    assert report.passed, str(report)
+    assert {row.outcome for row in report.rows} == {"passed"}
+    assert len(report.rows) >= 3
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def changed(op, change):
+    """An implementation that is right but for a change of its results."""
+    own = implementation(op).fn
+
+    def run(*args, **kwargs):
+        return change(own(*args, **kwargs), *args)
+
+    return run
+
+
+def norm_with(eps=None, zero=None):
+    own = implementation("rmsnorm_fwd").fn
+
+    def run(x, w, given, out, quantizer, otype, margin, zero_centered):
+        eps_used = given if eps is None else eps
+        return own(
+            x, w, eps_used, out, quantizer, otype, margin, zero_centered if zero is None else zero
+        )
+
+    return run
+
+
+def in_place(op):
+    own = implementation(op).fn
+
+    def run(x, *args):
+        made = own(x, *args)
+        x.zero_()
+        return made
+
+    return run
+
+
+def ignores(op, place):
+    """One argument is always that of a call without it."""
+    own = implementation(op).fn
+
+    def run(*args):
+        return own(
+            *args[:place], False if isinstance(args[place], bool) else None, *args[place + 1 :]
+        )
+
+    return run
+
+
+def truncated(x, quantizer):
+    """A relu in bf16, cut off instead of rounded."""
+    y = x.float().clamp(min=0) * (1 + 2.0**-7)
+    return y.to(x.dtype)
+
+
+FAULTS = {
+    "another eps": ("rmsnorm_fwd", lambda: norm_with(eps=1e-3)),
+    "factor": ("rmsnorm_fwd", lambda: norm_with(zero=False)),
+    "dtype": ("silu", lambda: changed("silu", lambda y, *_: y.double())),
+    "shape": ("silu", lambda: changed("silu", lambda y, *_: y.flatten())),
+    "a graph": ("silu", lambda: changed("silu", lambda y, *_: y.clone().requires_grad_())),
+    "nothing": ("silu", lambda: changed("silu", lambda y, *_: None)),
+    "NaN is lost": ("silu", lambda: changed("silu", lambda y, *_: torch.nan_to_num(y))),
+    "rounded twice": ("relu", lambda: truncated),
+    "erf": ("gelu", lambda: lambda x, q: torch.nn.functional.gelu(x)),
+    "in place": ("silu", lambda: in_place("silu")),
+    "swapped": (
+        "layernorm_bwd",
+        lambda: changed("layernorm_bwd", lambda y, *_: (y[0], y[2], y[1])),
+    ),
+    "order": ("dbias_dgelu", lambda: changed("dbias_dgelu", lambda y, *_: (y[1], y[0]))),
+    "sums of the wrong gradient": (
+        "dbias_dgelu",
+        lambda: changed(
+            "dbias_dgelu", lambda y, grad, *_: (grad.reshape(-1, grad.shape[-1]).sum(0), y[1])
+        ),
+    ),
+    "mask": (
+        "scaled_masked_softmax_forward",
+        lambda: lambda x, mask, scale: (x * scale).softmax(-1),
+    ),
+    "masked rows are NaN": (
+        "scaled_masked_softmax_forward",
+        lambda: (
+            lambda x, mask, scale: (
+                (x.float() * scale).masked_fill(mask.bool(), -torch.inf).softmax(-1).to(x.dtype)
+            )
+        ),
+    ),
+    "no bias": ("generic_gemm", lambda: ignores("generic_gemm", 7)),
+    "no accumulation": ("generic_gemm", lambda: ignores("generic_gemm", 14)),
+    "transposed": (
+        "generic_gemm",
+        lambda: changed("generic_gemm", lambda y, *_: (y[0].T.contiguous(), *y[1:])),
+    ),
+    "another format": (
+        "quantize",
+        lambda: lambda x, *_: MXFP8Quantizer(DType.kFloat8E5M2)(x),
+    ),
+    "one code": (
+        "quantize",
+        lambda: changed("quantize", lambda y, *_: flipped(y)),
+    ),
+    "angles the other way": (
+        "fused_rope_forward",
+        lambda: lambda x, freqs, *rest: implementation("fused_rope_forward").fn(x, -freqs, *rest),
+    ),
+    "all is kept": ("dropout_fwd", lambda: lambda x, p: (x.clone(), torch.ones_like(x))),
+    "not scaled": (
+        "dropout_fwd",
+        lambda: changed("dropout_fwd", lambda y, x, p: (y[0] * (1 - p), y[1])),
+    ),
+    "NaN counts": (
+        "compute_amax",
+        lambda: lambda x, amax: amax.copy_(x.float().abs().max().view(1)),
+    ),
+    "no flag": ("multi_tensor_scale", lambda: functools.partial(scaled_without_flag)),
+    "raises": ("silu", lambda: lambda x, q: 1 // 0),
+}
+
+
+def flipped(made):
+    """A tensor with one code changed."""
+    data = made.get_data_tensors()[0]
+    data.view(-1)[0] ^= 1
+    return made
+
+
+def scaled_without_flag(chunk, flag, lists, scale):
+    for source, out in zip(*lists, strict=True):
+        out.copy_(source.float() * scale)
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_wrong_one_fails(device, case):
+    op, make = FAULTS[case]
+    report = plugins.check(make(), op, device=device)
+    assert not report.passed
+    failed = [row for row in report.rows if row.outcome == "failed"]
+    assert failed and all(row.why for row in failed)
+    assert f"{len(failed)} failed" in str(report)
+    assert failed[0].case in str(report)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def test_calls_that_it_does_not_take():
+    own = implementation("rmsnorm_fwd").fn
+    impl = plugin.OpImpl(
+        "rmsnorm_fwd", "vendor.some", KIND.VENDOR, own, vendor="some",
+        supported_dtypes={"bfloat16"}, supports=lambda x, *_: x.dim() == 2,
+    )  # fmt: skip
+    report = plugins.check(impl)
+    outcomes = {row.case: row.outcome for row in report.rows}
+    assert report.passed
+    assert outcomes["bfloat16 [5, 40]"] == "passed"
+    assert outcomes["bfloat16 [3, 7, 40] zero-centered"] == "refused"
+    assert outcomes["float32 [5, 40]"] == "refused"
+
+    def refuses(*args):
+        raise NotImplementedError("not this one")
+
+    report = plugins.check(refuses, "silu")
+    assert not report.passed  # nothing was shown
+    assert {(row.outcome, row.why) for row in report.rows} == {("refused", "not this one")}
+
+
+def test_some_cases():
+    report = plugins.check(implementation("silu"), dtypes=[torch.bfloat16], match="zeros")
+    assert [row.case for row in report.rows] == ["bfloat16 zeros"]
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match="op_name: which operator"):
+        plugins.check(print)
+    with pytest.raises(ValueError, match="'gleu' is no operator"):
+        plugins.check(print, "gleu")
+    with pytest.raises(NotImplementedError, match="te_general_grouped_gemm: it is not built yet"):
+        plugins.check(print, "te_general_grouped_gemm")
+    with pytest.raises(NotImplementedError, match="cases of fused_attn_fwd: there are none"):
+        plugins.check(print, "fused_attn_fwd")
+
+
+def test_which_operators_have_cases():
+    absent = {name for names in ABSENT.values() for name in names.split()}
+    checked = set(conformance.operators())
+    assert checked <= set(OPERATORS) - absent
+    assert len(checked) >= 50

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an implementation of an operator is right: cases with float64 references.
+
+`check` runs the cases of an operator against an implementation and returns a table, so that who
+writes a kernel for a device knows that it computes what the operator is, and which calls it does
+not take. The same cases hold this library's own implementations.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.plugin.builtin import ABSENT, OPERATORS
+from transformer_engine.plugin.conformance.cases import Case, Draw, errors_of, snapshot
+from transformer_engine.plugin.core.predicates import predicate_of
+from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
+
+__all__ = ["Report", "Row", "check", "operators"]
+
+_GROUPS = ("norms", "activations", "softmax", "gemm", "casts", "dropout", "rope", "lists")
+_ABSENT = {name for names in ABSENT.values() for name in names.split()}
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Row(NamedTuple):
+    """What became of a case."""
+
+    case: str
+    outcome: str  # "passed", "failed", or "refused": it does not take the call
+    error: float  # the largest of its results, relative to what is allowed; above 1 it fails
+    why: str  # of what did not pass
+
+
+class Report(NamedTuple):
+    """What `check` found; ``str()`` of it is a table."""
+
+    op_name: str
+    impl_id: str
+    rows: tuple[Row, ...]
+
+    @property
+    def passed(self) -> bool:
+        """No case failed, and not all were refused."""
+        outcomes = {row.outcome for row in self.rows}
+        return "failed" not in outcomes and "passed" in outcomes
+
+    def __str__(self) -> str:
+        counts = [
+            f"{sum(row.outcome == outcome for row in self.rows)} {outcome}"
+            for outcome in ("passed", "failed", "refused")
+        ]
+        lines = [f"{self.op_name} by {self.impl_id}: {', '.join(counts)}"]
+        width = max((len(row.case) for row in self.rows), default=0)
+        lines += [
+            f"    {row.case:{width}}  {row.outcome:8} {row.error:9.3g}  {row.why}".rstrip()
+            for row in self.rows
+        ]
+        return "\n".join(lines)
+
+
+def _cases() -> dict[str, Callable[[str, Draw], Iterable[Case]]]:
+    found = {}
+    for group in _GROUPS:
+        found.update(importlib.import_module(f"{__name__}.{group}").CASES)
+    return found
+
+
+def operators() -> tuple[str, ...]:
+    """Operators that have cases."""
+    return tuple(sorted(_cases()))
+
+
+def check(
+    impl: OpImpl | Callable[..., Any],
+    op_name: str | None = None,
+    *,
+    device: Any = "cpu",
+    seed: int = 0,
+    dtypes: Iterable[torch.dtype] = _DTYPES,
+    match: str = "",
+) -> Report:
+    """Run the cases of an operator against an implementation.
+
+    Parameters
+    ----------
+    impl : OpImpl or callable
+        The implementation; `supports`, `supported_dtypes` and `min_arch` of an `OpImpl` are asked
+        as a call would ask them.
+    op_name : str, optional
+        The operator, for a callable.
+    device : torch.device or str, default "cpu"
+        Where the tensors are.
+    seed : int, default 0
+        Of the random data.
+    dtypes : iterable of torch.dtype
+        Dtypes in high precision of the cases.
+    match : str, default ""
+        Cases whose name has this in it alone.
+
+    Returns
+    -------
+    Report
+        A row for each case. Errors are mean squares, relative to the exact values, in units of what
+        a few roundings to the result's dtype and the sums in fp32 allow.
+
+    Raises
+    ------
+    ValueError
+        There is no such operator, or no name of one.
+    NotImplementedError
+        The operator has no cases.
+    """
+    if not isinstance(impl, OpImpl):
+        if op_name is None:
+            raise ValueError("check: op_name: which operator is it?")
+        impl = OpImpl(op_name, getattr(impl, "__name__", "it"), BackendImplKind.REFERENCE, impl)
+    name = impl.op_name if op_name is None else op_name
+    if name not in OPERATORS:
+        raise ValueError(f"check: {name!r} is no operator of transformer_engine_torch")
+    cases = _cases().get(name)
+    if cases is None:
+        because = "it is not built yet" if name in _ABSENT else "there are none"
+        raise NotImplementedError(f"check: cases of {name}: {because}")
+    draw = Draw(torch.device(device), seed, tuple(dtypes))
+    takes = predicate_of(impl)
+    rows = [_run(impl.fn, takes, case) for case in cases(name, draw) if match in case.name]
+    return Report(name, impl.impl_id, tuple(rows))
+
+
+def _run(fn: Callable[..., Any], takes: Callable[..., Any] | None, case: Case) -> Row:
+    if takes is not None and not takes(*case.args, **case.kwargs):
+        return Row(case.name, "refused", 0.0, "supports")
+    before = snapshot(case)
+    try:
+        with torch.no_grad():
+            found = fn(*case.args, **case.kwargs)
+    except NotImplementedError as error:
+        return Row(case.name, "refused", 0.0, str(error))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the case failed
+        return Row(case.name, "failed", float("inf"), f"{type(error).__name__}: {error}")
+    try:
+        error, why = errors_of(case, found, before)
+    except Exception as problem:  # noqa: BLE001 - a result that nothing can be done with
+        return Row(case.name, "failed", float("inf"), f"the result: {problem}")
+    return Row(case.name, "failed" if why else "passed", error, why)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases of operators: arguments, and what comes of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Case", "Draw", "Wanted", "errors_of", "gradients", "near", "same", "snapshot"]
+
+_EPS = torch.finfo(torch.float32).eps
+
+
+class Wanted(NamedTuple):
+    """A result and what it has to be."""
+
+    name: str
+    found: Any
+    exact: Tensor  # float64; of `same` of any dtype
+    dtype: torch.dtype
+    bound: float  # of the mean square of errors, relative to that of the values; 0: no bit differs
+
+
+def near(name: str, found: Any, exact: Tensor, dtype: torch.dtype, depth: int = 1) -> Wanted:
+    """Within a few roundings to the dtype, and those of sums of `depth` terms in fp32.
+
+    Each is an error of at most eps / 2 of its value, the mean square so at most (eps / 2)^2; sums
+    of random sign err by sqrt(depth) of those. Functions on the way pass errors on with a gain
+    whose square is at most 4, and exponentials of arguments up to 16 err by 32 eps.
+    """
+    eps = torch.finfo(dtype).eps
+    bound = 4 * ((eps / 2) ** 2 + depth * (_EPS / 2) ** 2) + (32 * _EPS) ** 2
+    return Wanted(name, found, exact, dtype, bound)
+
+
+def same(name: str, found: Any, exact: Tensor) -> Wanted:
+    """Bit for bit."""
+    return Wanted(name, found, exact, exact.dtype, 0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call and what it gives.
+
+    Parameters
+    ----------
+    name : str
+        Of the case, for people.
+    args : tuple
+        Arguments.
+    wanted : callable
+        What the results have to be, of what the call returned: a sequence of `Wanted`.
+    kwargs : dict, optional
+        Keyword arguments.
+    written : tuple of Tensor, optional
+        Arguments that the call may write to; all others it has to leave alone.
+    """
+
+    name: str
+    args: tuple
+    wanted: Callable[[Any], Sequence[Wanted]]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    written: tuple = ()
+
+
+class Draw:
+    """Random data of a check."""
+
+    def __init__(self, device: torch.device, seed: int, dtypes: tuple[torch.dtype, ...]) -> None:
+        self.device, self.dtypes = device, dtypes
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        """Normal numbers."""
+        values = torch.randn(tuple(shape), generator=self._generator, dtype=torch.float64)
+        return (values * scale).to(dtype).to(self.device)
+
+    def uniform(self, shape: Sequence[int]) -> Tensor:
+        """Numbers between 0 and 1, float64."""
+        made = torch.rand(tuple(shape), generator=self._generator, dtype=torch.float64)
+        return made.to(self.device)
+
+    def strided(self, tensor: Tensor) -> Tensor:
+        """The same values where they do not lie side by side."""
+        wide = tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.shape[-1])
+        wide[..., ::2] = tensor
+        return wide[..., ::2]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A short name."""
+    return str(dtype).rpartition(".")[2]
+
+
+def gradients(function: Callable, grads: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Float64 gradients of a function of tensors, by those of its results."""
+    with torch.enable_grad():
+        wide = [t.detach().double().requires_grad_() for t in inputs]
+        out = function(*wide)
+        outs = out if isinstance(out, tuple) else (out,)
+        given = grads if isinstance(grads, tuple) else (grads,)
+        return torch.autograd.grad(outs, wide, [g.double() for g in given])
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for one in value for tensor in _tensors(one)]
+    return []
+
+
+def snapshot(case: Case) -> list[tuple[Tensor, Tensor]]:
+    """Tensors that a call has to leave alone, and what they are."""
+    given = _tensors([*case.args, *case.kwargs.values()])
+    spared = {id(t) for t in case.written}
+    return [(t, t.clone()) for t in given if id(t) not in spared]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.element_size() != 1 and one.is_floating_point():
+        return torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)) and torch.equal(
+            one.isnan(), other.isnan()
+        )
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def errors_of(case: Case, found: Any, before: list) -> tuple[float, str]:
+    """The largest error in units of what is allowed, and what is wrong; "": nothing."""
+    largest = 0.0
+    for wanted in case.wanted(found):
+        error, why = _error(wanted)
+        largest = max(largest, error)
+        if why:
+            return largest, f"{wanted.name}: {why}"
+    for tensor, kept in before:
+        if hasattr(type(tensor), "_dequantized"):
+            continue
+        if not _equal(tensor, kept):
+            return float("inf"), "it has changed an argument"
+    return largest, ""
+
+
+def _error(wanted: Wanted) -> tuple[float, str]:
+    """(error in units of what is allowed, what is wrong)."""
+    name, found, exact, dtype, bound = wanted
+    infinite = float("inf")
+    if not isinstance(found, Tensor):
+        return infinite, f"{type(found).__name__}, expected a tensor"
+    if tuple(found.shape) != tuple(exact.shape):
+        return infinite, f"shape {tuple(found.shape)}, expected {tuple(exact.shape)}"
+    if found.dtype != dtype:
+        return infinite, f"{found.dtype}, expected {dtype}"
+    if found.requires_grad:
+        return infinite, "it has a graph"
+    found = found.detach()
+    if bound == 0.0:
+        return (0.0, "") if _equal(found, exact.to(found.device)) else (infinite, "other bits")
+    got, exact = found.double().cpu(), exact.detach().double().cpu()
+    finite = exact.isfinite()
+    if not torch.equal(got.isnan(), exact.isnan()):
+        return infinite, "NaN elsewhere"
+    infinities = exact.isinf()
+    if not torch.equal(got[infinities], exact[infinities]) or not got[finite].isfinite().all():
+        return infinite, "Inf elsewhere"
+    if not finite.any():
+        return 0.0, ""
+    scale = exact[finite].square().mean().clamp(min=torch.finfo(torch.float32).tiny)
+    error = float((got[finite] - exact[finite]).square().mean() / scale / bound)
+    return error, "" if error <= 1.0 else f"off by {(error * bound) ** 0.5:.2g} of its values"

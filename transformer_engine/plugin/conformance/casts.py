@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases of casts by quantizers: bit for bit what the formats define, as the CPU casts them."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.plugin.conformance.cases import Case, Draw, name_of, near, same
+
+_SHAPES = ((32, 64), (128, 256), (16, 48), (3, 32, 32))
+
+
+def _quantizers(device: torch.device) -> dict[str, Any]:
+    import transformer_engine.pytorch.tensor as tensors
+    from transformer_engine.pytorch.constants import DType
+
+    code = DType.kFloat8E4M3
+    scale, amax = (torch.full((1,), value, device=device) for value in (3.0, 0.0))
+    return {
+        "delayed": tensors.Float8Quantizer(scale, amax, code),
+        "current": tensors.Float8CurrentScalingQuantizer(code, device),
+        "tiles": tensors.Float8BlockQuantizer(code, rowwise=True, columnwise=True),
+        "square tiles": tensors.Float8BlockQuantizer(
+            code, rowwise=True, columnwise=True, block_scaling_dim=2
+        ),
+        "rows": tensors.Float8RowQuantizer(code),
+        "mxfp8": tensors.MXFP8Quantizer(code),
+        "nvfp4": tensors.NVFP4Quantizer(),
+    }
+
+
+def _values(draw: Draw) -> Iterator[tuple[str, Tensor]]:
+    for dtype in draw.dtypes:
+        what = name_of(dtype)
+        for shape in _SHAPES:
+            yield f"{what} {list(shape)}", draw.normal(shape, dtype)
+        yield f"{what} zeros", torch.zeros(32, 32, dtype=dtype, device=draw.device)
+        outlier = draw.normal((32, 64), dtype)
+        outlier[3, 5] = 3e4
+        yield f"{what} an outlier", outlier
+        small = draw.normal((32, 32), dtype, 2.0**-12)
+        yield f"{what} small", small
+        holes = draw.normal((32, 64), dtype)
+        holes[2, 7], holes[4, 9] = math.nan, math.inf
+        yield f"{what} NaN and Inf", holes
+
+
+def _parts(made: Any) -> list[Tensor | None]:
+    parts = list(made.get_data_tensors())
+    return [None if t is None else t.cpu() for t in parts]
+
+
+def _alike(name: str, found: Any, expected: Any) -> list:
+    """The same data in all parts."""
+    if type(found) is not type(expected):
+        raise TypeError(f"{type(found).__name__}, expected a {type(expected).__name__}")
+    pairs = zip(_parts(found), _parts(expected), strict=True)
+    return [
+        same(f"{name}, part {i}", one, other)
+        for i, (one, other) in enumerate(pairs)
+        if other is not None
+    ]
+
+
+def _quantize(op: str, draw: Draw) -> Iterator[Case]:
+    with_sums = op == "bgrad_quantize"
+    for kind, reference in _quantizers(torch.device("cpu")).items():
+        for name, x in _values(draw):
+            if "NaN" in name and kind == "nvfp4":
+                continue  # its NaN is a scale: which code stands below it means nothing
+            quantizer = _quantizers(draw.device)[kind]
+            expected = reference(x.cpu())
+
+            def wanted(found: Any, expected: Any = expected, x: Tensor = x) -> list:
+                if not with_sums:
+                    return _alike("the result", found, expected)
+                sums = x.double().reshape(-1, x.shape[-1]).sum(0)
+                depth = x.numel() // x.shape[-1]
+                first = near("the column sums", found[0], sums, x.dtype, depth)
+                return [first, *_alike("the result", found[1], expected)]
+
+            yield Case(f"{kind} {name}", (x, quantizer), wanted)
+
+
+def _dequantize(op: str, draw: Draw) -> Iterator[Case]:
+    del op
+    for kind, reference in _quantizers(torch.device("cpu")).items():
+        for dtype in draw.dtypes:
+            x = draw.normal((32, 64), torch.float32)
+            values = reference(x.cpu()).dequantize(dtype=torch.float32).double()
+
+            def wanted(found: Tensor, values: Tensor = values, dtype: torch.dtype = dtype) -> list:
+                return [near("the result", found, values, dtype)]
+
+            made = _quantizers(draw.device)[kind](x)
+            yield Case(f"{kind} to {name_of(dtype)}", (made, dtype), wanted)
+
+
+def _several(op: str, draw: Draw) -> Iterator[Case]:
+    for dtype in draw.dtypes:
+        named = _quantizers(draw.device)
+        expected = _quantizers(torch.device("cpu"))
+        parts = [draw.normal((32, 64), dtype) for _ in named]
+
+        def wanted(found: list, parts: list = parts, expected: dict = expected) -> list:
+            if len(found) != len(parts):
+                raise ValueError(f"{len(found)} results, expected {len(parts)}")
+            pairs = zip(expected.items(), parts, found, strict=True)
+            return [one for (kind, q), x, got in pairs for one in _alike(kind, got, q(x.cpu()))]
+
+        quantizers = list(named.values())
+        if op == "multi_tensor_quantize":
+            args: tuple = (parts, quantizers)
+        else:
+            args = (torch.cat(parts), [32] * len(parts), quantizers)
+        yield Case(name_of(dtype), args, wanted)
+
+
+def _transpose(op: str, draw: Draw) -> Iterator[Case]:
+    del op
+    for shape in ((32, 48), (7, 13), (1, 16), (2, 3, 32)):
+        codes = (draw.uniform(shape) * 256).to(torch.uint8)
+        exact = codes.reshape(-1, shape[-1]).T.contiguous().reshape(shape[-1], *shape[:-1])
+        out = torch.empty_like(exact)
+
+        def wanted(found: Any, exact: Tensor = exact, out: Tensor = out) -> list:
+            del found
+            return [same("out", out, exact)]
+
+        yield Case(str(list(shape)), (codes, None), wanted, {"out": out}, (out,))
+
+
+def _amax(op: str, draw: Draw) -> Iterator[Case]:
+    del op
+    for name, x in _values(draw):
+        exact = torch.nan_to_num(x.float(), nan=0.0, posinf=math.inf).abs().max().view(1)
+        out = torch.zeros(1, device=draw.device)
+
+        def wanted(found: Any, exact: Tensor = exact, out: Tensor = out) -> list:
+            del found
+            return [same("amax", out, exact)]
+
+        yield Case(name, (x, out), wanted, written=(out,))
+
+
+CASES = {
+    "quantize": _quantize,
+    "bgrad_quantize": _quantize,
+    "dequantize": _dequantize,
+    "multi_tensor_quantize": _several,
+    "split_quantize": _several,
+    "fp8_transpose": _transpose,
+    "compute_amax": _amax,
+}
