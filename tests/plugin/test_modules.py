@@ -566,6 +566,45 @@ def test_delayed_scaling_learns_from_it(device):
     assert torch.equal(other.fp8_meta["scaling_fwd"].scale, scales)
 
 
+# ---- rotary embeddings ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("fused", [True, False], ids=["one projection", "three"])
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_rotary_embeddings(device, form, fused, groups, interleaved):
+    """Queries and keys, where they lie: heads of a projection side by side."""
+    options = {"num_gqa_groups": groups, "fuse_qkv_params": fused, "attn_input_format": form}
+    module = te.TransformerLayer(
+        HIDDEN, FFN, 4, hidden_dropout=0.0, attention_dropout=0.0, device=device,
+        rotary_pos_interleaved=interleaved, **options,
+    )  # fmt: skip
+    other, x = copy.deepcopy(module), data(device)
+    freqs = te.RotaryPositionEmbedding(12, interleaved=interleaved)(TOKENS).to(device)
+
+    def with_angles(layer, x):
+        return layer(x, rotary_pos_emb=freqs)
+
+    wanted = step(module, x, wrap=with_angles)
+    for op in ("fused_rope_forward", "fused_rope_backward"):
+        fn = native(op)
+        register(op, lambda *args, fn=fn: fn(*args))
+    before = plugins.counts()
+    got = step(other, x, None, plugin.with_preference("vendor"), with_angles)
+    assert ran(before) == {
+        "fused_rope_forward/vendor.test": 2,
+        "fused_rope_backward/vendor.test": 2,
+    }
+    for one, exact in zip(got, wanted, strict=True):
+        assert_bits(one, exact)
+    plugin.get_registry().unregister("fused_rope_forward", "vendor.test")
+    register("fused_rope_forward", lambda t, *rest: t * 0)
+    with plugin.with_preference("vendor"):
+        changed = other(x, rotary_pos_emb=freqs)
+    assert distance(changed, wanted[0]) > SAME
+
+
 # ---- processes -----------------------------------------------------------------------------------
 
 HEAD = """

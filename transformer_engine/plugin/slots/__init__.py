@@ -56,6 +56,7 @@ MAPPED: tuple[Mapped, ...] = (
     Mapped("activation", (*_ACTIVATIONS, *_CASTS), "activation:forward"),
     Mapped("activation_backward", (*_GRADIENTS, *_CASTS), "activation:backward"),
     Mapped("softcap", _CASTS, "activation:softcap"),
+    Mapped("rope", ("fused_rope_forward", "fused_rope_backward"), "rope:rope"),
 )
 """In any order: an operator of the C library is in it once."""
 
