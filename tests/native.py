@@ -560,6 +560,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "rope": _rope,
     "cache_append": _cache_append,
     "cache_gather": _cache_gather,
+    "obeying": lambda core: Case(["amax"]),
     "register_backend": _register,
     "unregister_backend": _unregister,
     "counters": lambda core: Case([]),

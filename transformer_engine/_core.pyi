@@ -262,13 +262,13 @@ class Implementation:
 @final
 class Predicate:
     """Whether a call is taken: `fits` of dtype and device of its first tensor, asked once for each
-    pair (without `by_device` for each dtype), and where that holds `supports` of its arguments. A
-    call without tensors fits.
+    pair (without `by_device` for each dtype), and where that holds `supports` of its arguments. Where
+    it gives None the next tensor is asked about. A call without tensors fits.
     """
 
     def __new__(
         cls,
-        fits: Callable[[Any, Any], bool],
+        fits: Callable[[Any, Any], bool | None],
         supports: Callable[..., Any] | None = None,
         by_device: bool = True,
     ) -> Predicate: ...
@@ -407,6 +407,12 @@ def obey(dispatcher: Dispatcher | None, /) -> None:
 
 def find_selections(find: Callable[[], Any], /) -> None:
     """Call ``find()`` before the first run that obeys nobody, and after ``obey(None)``."""
+
+def obeying(name: str, /) -> Callable[..., None]:
+    """The function of an operator that asks first what runs of plans ask.
+
+    Its arguments are those of the function of the module, which runs this library's own.
+    """
 
 def selected() -> Scope | None:
     """A scope of what runs of this thread obey; None: nobody."""

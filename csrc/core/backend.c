@@ -481,7 +481,24 @@ te_status te_op_run(te_context *context, te_op op, const void *args, void *strea
     return te_op_run_checked(context, op, args, stream);
 }
 
-te_status te_op_workspace(te_context *context, te_op op, const void *args, size_t *bytes)
+te_status te_op_run_selected(te_context *context, const te_selection *selection, te_op op,
+                             const void *args, void *stream)
+{
+    te_any_args whole;
+    te_op_table *table;
+    te_status st;
+    TE_TRY(te_check_size(op, args, &whole, &args));
+    TE_TRY(check_call(context, op, args));
+    TE_TRY(te_check_memory(op, args));
+    table = te_op_table_acquire(te_context_device(context).type);
+    st = run_checked((te_op_candidates){selection, table}, context, op, args, stream);
+    te_op_table_release(table);
+    if (st == TE_OK) te_count_op(te_context_device(context).type, op);
+    return st;
+}
+
+te_status te_op_workspace_selected(te_context *context, const te_selection *selection, te_op op,
+                                   const void *args, size_t *bytes)
 {
     te_any_args whole;
     te_op_table *table;
@@ -490,9 +507,14 @@ te_status te_op_workspace(te_context *context, te_op op, const void *args, size_
     TE_TRY(te_check_size(op, args, &whole, &args));
     TE_TRY(te_context_check(context));
     table = te_op_table_acquire(te_context_device(context).type);
-    st = te_op_workspace_in((te_op_candidates){NULL, table}, context, op, args, bytes);
+    st = te_op_workspace_in((te_op_candidates){selection, table}, context, op, args, bytes);
     te_op_table_release(table);
     return st;
+}
+
+te_status te_op_workspace(te_context *context, te_op op, const void *args, size_t *bytes)
+{
+    return te_op_workspace_selected(context, NULL, op, args, bytes);
 }
 
 /* ---- single slots ---- */

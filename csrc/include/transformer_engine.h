@@ -323,9 +323,9 @@ typedef struct te_backend {
 TE_API te_status te_backend_register(const te_backend *backend);
 TE_API te_status te_backend_unregister(const char *name);
 
-/* Backends that a caller has its runs of plans ask, in this order, before those that are registered
- * (te_plan_call.selection): each run by a choice of its own. All is the caller's, as long as a run
- * goes on. */
+/* Backends that a caller has its calls and runs of plans ask, in this order, before those that are
+ * registered (te_plan_call.selection): each run by a choice of its own. All is the caller's, as
+ * long as a run goes on. */
 typedef struct te_selection {
     size_t size;
     int64_t number; /* above 0: of no other selection of the process, for what contexts remember */
@@ -334,6 +334,12 @@ typedef struct te_selection {
 } te_selection;
 
 TE_API int64_t te_selection_next_number(void); /* one that no selection has had */
+
+/* te_op_workspace and te_op_run of a call that asks a selection first; NULL: none. */
+TE_API te_status te_op_workspace_selected(te_context *context, const te_selection *selection,
+                                          te_op op, const void *args, size_t *bytes);
+TE_API te_status te_op_run_selected(te_context *context, const te_selection *selection, te_op op,
+                                    const void *args, void *stream);
 
 /* ---- counters ----------------------------------------------------------------------------- */
 

@@ -168,6 +168,24 @@ static int take_value(op_call *call, int at)
 
 /* ---- the call ---- */
 
+static te_status workspace_of(const op_call *call, te_context *context, size_t *bytes)
+{
+    const tepy_slot_call *by = call->by;
+    if (by == NULL) return te_op_workspace(context, call->op, &call->args, bytes);
+    if (by->slot == NULL)
+        return te_op_workspace_selected(context, by->selection, call->op, &call->args, bytes);
+    return te_slot_workspace(by->slot, context, call->op, &call->args, bytes);
+}
+
+static te_status run_by(const op_call *call, te_context *context, void *stream)
+{
+    const tepy_slot_call *by = call->by;
+    if (by == NULL) return te_op_run(context, call->op, &call->args, stream);
+    if (by->slot == NULL)
+        return te_op_run_selected(context, by->selection, call->op, &call->args, stream);
+    return te_slot_run(by->slot, context, call->op, &call->args, stream);
+}
+
 /* Asks how much workspace the call needs, and lends it a tensor of that size. */
 static int make_workspace(op_call *call, te_context *context)
 {
@@ -182,9 +200,7 @@ static int make_workspace(op_call *call, te_context *context)
     PyObject *copy = NULL;
     te_status st;
     if (field->kind != TE_FIELD_WORKSPACE) return 0;
-    st = call->by == NULL
-             ? te_op_workspace(context, call->op, &call->args, &workspace.size)
-             : te_slot_workspace(call->by->slot, context, call->op, &call->args, &workspace.size);
+    st = workspace_of(call, context, &workspace.size);
     if (st != TE_OK) {
         (void)tepy_raise(st);
         return -1;
@@ -218,9 +234,7 @@ static int run(op_call *call)
         if (call->device.type == TE_DEVICE_CPU || (context->ops_met & bit) == 0) {
             tepy_leave_gil(&without);
         }
-        st = call->by == NULL
-                 ? te_op_run(context->context, call->op, &call->args, stream)
-                 : te_slot_run(call->by->slot, context->context, call->op, &call->args, stream);
+        st = run_by(call, context->context, stream);
         tepy_retake_gil(&without);
         if (st == TE_OK) {
             context->ops_met |= bit;
@@ -252,7 +266,9 @@ static int ask(op_call *call)
 /* Whether the tensors are where the slot runs; 1, 0, or -1 with an exception. */
 static int reaches(const op_call *call)
 {
-    const te_device slot = {call->by == NULL ? call->device.type : call->by->device, 0};
+    te_device slot = {TE_DEVICE_CPU, 0};
+    if (call->by == NULL || call->by->slot == NULL) return 1;
+    slot.type = call->by->device;
     if (slot.type == call->device.type) return 1;
     if (call->by->asked) return 0;
     PyErr_Format(PyExc_NotImplementedError, "%s: this slot is of %s, and the tensors are on %s",

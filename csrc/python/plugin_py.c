@@ -29,7 +29,8 @@ static const char *const kinds[] = {[TE_PLUGIN_VENDOR] = "vendor",
 static PyObject *call_slot(const native_slot *self, int asked, PyObject *const *args,
                            Py_ssize_t nargs, PyObject *names)
 {
-    const tepy_slot_call by = {&self->slot->slot, self->slot->device, asked};
+    const tepy_slot_call by = {
+        .slot = &self->slot->slot, .device = self->slot->device, .asked = asked};
     PyObject *module = PyType_GetModule(Py_TYPE((PyObject *)(uintptr_t)self)), *result;
     if (module == NULL) return NULL;
     (void)Py_NewRef(module); /* tensors of the caller may drop the rest */

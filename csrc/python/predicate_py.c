@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * predicate_py.c - whether an implementation takes a call, by dtype and device of its first tensor.
+ * predicate_py.c - whether an implementation takes a call, by dtype and device of the first tensor
+ * that tells.
  *
  * A Predicate asks a Python function about each pair of dtype and device once, and remembers the
  * answers. Nearly all of the time that a remembered answer takes is torch's, to tell what the
@@ -19,7 +20,7 @@
 
 typedef struct predicate {
     PyObject_HEAD vectorcallfunc call;
-    PyObject *fits;     /* fits(dtype, device) */
+    PyObject *fits;     /* fits(dtype, device); None of a tensor that does not tell */
     PyObject *supports; /* asked about the arguments of each call that fits; NULL: nobody is */
     const tepy_state *state;
     PyObject *module; /* keeps the state */
@@ -46,7 +47,7 @@ static PyObject *attribute_or_null(PyObject *object, PyObject *name)
     return found;
 }
 
-/* By its attributes: 1 or 0, -1 with an exception, 2: it is no tensor. */
+/* By its attributes: 1 or 0, -1 with an exception, 2: it is no tensor, or none that tells. */
 static int ask(const predicate *self, PyObject *object)
 {
     PyObject *dtype = attribute_or_null(object, self->state->key_dtype), *device = NULL, *answer;
@@ -57,7 +58,7 @@ static int ask(const predicate *self, PyObject *object)
         return PyErr_Occurred() ? -1 : 2;
     }
     answer = PyObject_CallFunctionObjArgs(self->fits, dtype, device, NULL);
-    result = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    result = answer == Py_None ? 2 : answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
     Py_DECREF(dtype);
     Py_DECREF(device);
@@ -99,7 +100,7 @@ static int ask_once(predicate *self, PyObject *tensor)
         if (self->known[i] == key) return self->answers[i];
     }
     answer = ask(self, tensor);
-    if (answer != 0 && answer != 1) return answer;
+    if (answer < 0) return answer;
     self->known[self->next] = key;
     self->answers[self->next] = (signed char)answer;
     self->next = (self->next + 1) % REMEMBERED;
@@ -131,7 +132,7 @@ int tepy_predicate_takes(PyObject *object, PyObject *const *args, size_t nargsf,
             result = ask(self, args[i]);
         }
     }
-    if (result == 2) result = 1; /* no tensor: nothing is against it */
+    if (result == 2) result = 1; /* nothing is against it */
     if (result != 1 || self->supports == NULL) return result;
     answer = tepy_call_vector(self->supports, args, nargsf, names);
     result = answer == NULL ? -1 : PyObject_IsTrue(answer);

@@ -181,9 +181,10 @@ int tepy_op_by_name(PyObject *name, tepy_site site);
 /* New reference: what a field has for a value; None for a field that is no number. */
 PyObject *tepy_number(const te_field *field, double value);
 
-/* A call of one slot instead of the operator table. */
+/* A call of one slot instead of the operator table, or of a selection before that. */
 typedef struct tepy_slot_call {
-    const te_op_slot *slot;
+    const te_op_slot *slot; /* NULL: the selection, and no more than that is set */
+    const te_selection *selection;
     te_device_type device; /* that it runs on */
     int asked;             /* it is not run: the result is whether it would be */
 } tepy_slot_call;
@@ -243,6 +244,8 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *b
     X(close_contexts, NONE, "/", "Close the module's own contexts; the next use makes new ones.")  \
     X(op_fields, ONE, "name, /",                                                                   \
       "(name, type, access, required) of each field of an operator, workspaces left out.")         \
+    X(obeying, ONE, "name, /",                                                                     \
+      "The function of an operator that asks first what runs of plans ask.")                       \
     X(register_backend, FAST, "name, device_type, priority, functions, /",                         \
       "Put Python functions into the operator table, by operator name.")                           \
     X(unregister_backend, ONE, "name, /", "Take a backend of register_backend out again.")         \

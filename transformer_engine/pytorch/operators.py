@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of `_core` that make tensors: torch operators, and the calls that differentiate them.
 
+They run what the plug-in system selects, as plans do (`_core.obeying`).
+
 An operator is its arguments, the names of its results and a function that allocates these. From
 that and the fields of the function (`_core.op_fields`) come what eager code calls, the torch
 operator and its fake kernel. A differentiable function is an `OperatorCall` of two such.
@@ -86,10 +88,9 @@ def traceable(
 ) -> Callable:
     """`operator` of a function in Python; `results` is how many tensors it returns."""
     made = ", ".join(["Tensor"] * results)
-    torch_ops.define(
-        f"{name}({arguments}) -> ({made})", _without_none(native), _without_none(empty)
+    packet = torch_ops.define_obeying(
+        name, arguments, made, _without_none(native), _without_none(empty)
     )
-    packet = getattr(torch.ops.transformer_engine, name)
 
     def run(traced: bool, *arguments: Any) -> Any:
         if traced or (dispatch_modes() and torch_ops.watched()):
@@ -130,7 +131,7 @@ def _native(
     known = {field for field, *_ in fields} - set(first)
     keywords = [f"{each}={each}" for each in (*results, *arguments) if each in known]
     lines += [f"core({', '.join(first + keywords)})", "return made"]
-    scope = {"core": getattr(_core, name), "empty": empty, "lies": is_aligned, "copied": _copied}
+    scope = {"core": _core.obeying(name), "empty": empty, "lies": is_aligned, "copied": _copied}
     scope["split"] = split
     exec("\n    ".join(lines), scope)
     return scope[name]

@@ -6,16 +6,31 @@ adds: plug-ins are looked for once, a backward runs in the scope of its forward,
 torch.compile runs by the selection with which it was traced: another one makes another graph.
 """
 
+import contextlib
+import functools
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from transformer_engine import _core
 from transformer_engine.common import config
-from transformer_engine.common.selections import GENERATION
+from transformer_engine.common.selections import GENERATION, WITH_CLASS
 from transformer_engine.pytorch.modes import constant_in_graphs, graph_task
 
-__all__ = ["IN_FORCE", "find", "number_of_graph", "of_forward", "of_graph"]
+__all__ = [
+    "IN_FORCE",
+    "attention_class",
+    "attention_class_name",
+    "find",
+    "native",
+    "natively",
+    "number_of_graph",
+    "of_forward",
+    "of_graph",
+]
 
 _POLICY = (
     config.TE_FL_PREFER,
@@ -60,6 +75,62 @@ def of_forward(scope: Any) -> Any:
     Enter it around the backward, on whatever thread that runs.
     """
     return _core.unselected() if scope is None else scope
+
+
+def natively() -> Any:
+    """A context in which modules, and operators of module code, ask nobody."""
+    return _core.unselected() or contextlib.nullcontext()
+
+
+def native(function: Callable) -> Callable:
+    """A function that runs `natively`.
+
+    What implements an operator may be made of modules and of what they call, and would ask itself
+    else.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with natively():
+            return function(*args, **kwargs)
+
+    return run
+
+
+# ---- attention by a class ------------------------------------------------------------------------
+
+
+def attention_class() -> type | None:
+    """The class of attention modules that is selected ahead of this library's; None: there is none.
+
+    It is what `get_flash_attention_class` gives under the policy in force.
+    """
+    if _core.selection_number() not in WITH_CLASS:
+        return None
+    from transformer_engine.plugin.builtin.flash_attention import FlashAttention
+    from transformer_engine.plugin.core.manager import get_default_manager
+
+    found = get_default_manager().operator("get_flash_attention_class")()
+    return None if found is FlashAttention else found
+
+
+def attention_class_name() -> str:
+    """Its name; "" where there is none. In a graph that with which the graph was traced."""
+    if torch.compiler.is_compiling():
+        _find_first()
+        return _name_in_graph(GENERATION[0], _LABELS.scope)
+    return _name_of_class()
+
+
+def _name_of_class() -> str:
+    found = attention_class()
+    return "" if found is None else f"{found.__module__}.{found.__qualname__}"
+
+
+@constant_in_graphs
+def _name_in_graph(generation: str, scope: str) -> str:
+    del generation, scope  # conditions of the graph, since they are read
+    return _name_of_class()
 
 
 # ---- graphs ------------------------------------------------------------------------------------

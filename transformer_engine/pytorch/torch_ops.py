@@ -93,6 +93,34 @@ def define(
     offer_formulas()
 
 
+def define_obeying(
+    name: str, arguments: str, results: str, implementation: Callable, fake: Callable
+) -> Callable:
+    """`define` an operator that runs what the plug-in system selects; returns what calls it.
+
+    In a graph that is the selection with which the graph was traced, else the one in force.
+    """
+
+    def run(*given: Any, selection: int = plugins.IN_FORCE, **named: Any) -> Any:
+        with plugins.of_graph(selection, False) or contextlib.nullcontext():
+            return implementation(*given, **named)
+
+    def run_fake(*given: Any, selection: int = plugins.IN_FORCE, **named: Any) -> Any:
+        del selection
+        return fake(*given, **named)
+
+    schema = f"{name}({arguments}, *, int selection={plugins.IN_FORCE}) -> ({results})"
+    define(schema, run, run_fake)
+    operator = getattr(torch.ops.transformer_engine, name)
+
+    def call(*given: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling() and not exporting():
+            return operator(*given, **named, selection=plugins.number_of_graph())
+        return operator(*given, **named)
+
+    return call
+
+
 class _NoBackward(torch.autograd.Function):
     """Pass results on; a backward that comes to them is an error, not a silent zero."""
 
@@ -119,7 +147,7 @@ _pass_on = super(torch.autograd.Function, _NoBackward).apply  # the same under f
 def _refusing_batches(name: str) -> Callable:
     """What an operator says to `torch.vmap`, which modules refuse; jacobians batch backwards."""
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any, **named: Any) -> Any:
         raise NotImplementedError(
             f"transformer_engine::{name}: vmap is not supported, and with it torch.func.jacrev and "
             "is_grads_batched: run the module or its backward in a loop"
@@ -136,10 +164,10 @@ def _refusing_backward(name: str) -> Callable:
     get no gradients and no error.
     """
 
-    def run(keyset: Any, *arguments: Any) -> Any:
+    def run(keyset: Any, *arguments: Any, **named: Any) -> Any:
         operator = getattr(torch.ops.transformer_engine, name).default
         with below_autograd():
-            results = operator.redispatch(after_autograd(keyset), *arguments)
+            results = operator.redispatch(after_autograd(keyset), *arguments, **named)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return results
         tensors = [t for t in leaves_of(*arguments) if isinstance(t, Tensor)]
@@ -259,12 +287,17 @@ def scaling_updates(made: bool = False) -> int:
 def _scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent: bool) -> None:
     scaling_updates(made=True)
     algo = _core.AMAX_MOST_RECENT if most_recent else _core.AMAX_MAX
-    _core.scaling_update(scale, history, fp8_max, algo=algo)
+    _obeying_update(scale, history, fp8_max, algo=algo)
+
+
+_obeying_update = _core.obeying("scaling_update")
 
 
 define(f"run({_RUN}) -> Tensor[]", _run, _run_fake)
-define(
-    "scaling_update(Tensor(a!) scale, Tensor(b!) history, float fp8_max, bool most_recent) -> ()",
+_traced_update = define_obeying(
+    "scaling_update",
+    "Tensor(a!) scale, Tensor(b!) history, float fp8_max, bool most_recent",
+    "",
     _scaling_update,
     lambda *_: None,
 )
@@ -350,5 +383,5 @@ def scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent: 
     2^-margin. `most_recent`: the newest amax counts, not the largest of the history.
     """
     traced = torch.compiler.is_compiling() or watched()
-    update = torch.ops.transformer_engine.scaling_update if traced else _scaling_update
+    update = _traced_update if traced else _scaling_update
     update(scale, history, fp8_max, most_recent)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.plugin.builtin.values import checked, like, torch_dtype, wide
 from transformer_engine.pytorch.constants import TE_DType_To_Torch
+from transformer_engine.pytorch.plugins import native
 from transformer_engine.pytorch.quantizer import Quantizer
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.torch_ops import scaling_update
@@ -24,6 +25,7 @@ def _cast(op: str, tensor: Any, quantizer: Any) -> Any:
     return quantizer.quantize(checked(op, "tensor", tensor))
 
 
+@native
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
     """Cast a tensor by a quantizer.
 
@@ -48,6 +50,7 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
     return quantizer.update_quantized(source, output, noop_flag=noop)
 
 
+@native
 def dequantize(input: Any, otype: Any) -> Tensor:
     """High precision of a quantized tensor or storage, in a torch dtype or `DType`."""
     dtype = torch_dtype("dequantize", "otype", otype)
@@ -56,6 +59,7 @@ def dequantize(input: Any, otype: Any) -> Tensor:
     return input.dequantize(dtype=dtype).detach()
 
 
+@native
 def bgrad_quantize(input: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
     """(column sums of the input, the input cast by a quantizer): of the gradient of an output.
 
@@ -68,6 +72,7 @@ def bgrad_quantize(input: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
     return sums, _cast(op, grad, quantizer)
 
 
+@native
 def multi_tensor_quantize(tensor_list: Sequence[Tensor], quantizer_list: Sequence[Any]) -> list:
     """Each tensor, cast by its own quantizer; ValueError for lists of other lengths."""
     op = "multi_tensor_quantize"
@@ -80,6 +85,7 @@ def multi_tensor_quantize(tensor_list: Sequence[Tensor], quantizer_list: Sequenc
     return [_cast(op, tensor, quantizer) for tensor, quantizer in pairs]
 
 
+@native
 def split_quantize(
     tensor: Tensor, split_sections: Sequence[int], quantizer_list: Sequence[Any]
 ) -> list:
@@ -99,6 +105,7 @@ def split_quantize(
     ]
 
 
+@native
 def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor) -> Tensor:
     """Transpose bytes [..., columns] to [columns, ...], into `out`, which is returned.
 
@@ -117,6 +124,7 @@ def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor) -> Tensor:
     return out
 
 
+@native
 def compute_amax(input: Tensor, amax: Tensor) -> None:
     """Write the largest magnitude of a tensor, NaN ignored, into `amax`, fp32 of one element."""
     source = checked("compute_amax", "input", input)
@@ -130,6 +138,7 @@ def compute_amax(input: Tensor, amax: Tensor) -> None:
     amax.detach().copy_(partials.max().view(amax.shape))
 
 
+@native
 def fused_amax_and_scale_update_after_reduction(
     amax_reduction_buffer: Tensor,
     amax_histories: Sequence[Tensor],

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from transformer_engine.plugin.core.ops import qkv_format_name
 from transformer_engine.pytorch.attention import rope
+from transformer_engine.pytorch.plugins import native
 
 
+@native
 @torch.no_grad()
 def fused_rope_forward(
     input: Tensor,
@@ -43,6 +45,7 @@ def fused_rope_forward(
     )
 
 
+@native
 @torch.no_grad()
 def fused_rope_backward(
     output_grads: Tensor,
@@ -59,6 +62,7 @@ def fused_rope_backward(
     return rope.rotate_back(output_grads, freqs, interleaved, *given)
 
 
+@native
 @torch.no_grad()
 def fused_qkv_rope_forward(
     qkv_input: Tensor,
@@ -88,6 +92,7 @@ def fused_qkv_rope_forward(
     )
 
 
+@native
 @torch.no_grad()
 def fused_qkv_rope_backward(
     q_grad_out: Tensor,

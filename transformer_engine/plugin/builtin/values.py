@@ -8,6 +8,7 @@ from torch import Tensor
 
 from transformer_engine.pytorch.constants import TE_DType_To_Torch
 from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.pytorch.plugins import native
 from transformer_engine.pytorch.quantizer import Quantizer
 
 __all__ = ["checked", "exact", "like", "quantized", "refuse", "torch_dtype", "wide", "written"]
@@ -68,6 +69,7 @@ def written(op: str, name: str, values: Tensor, out: Any) -> Tensor:
     return out
 
 
+@native
 def quantized(op: str, values: Tensor, quantizer: Any, out: Any = None) -> Any:
     """A result as it is asked for: cast by a quantizer, and where, if that is given.
 

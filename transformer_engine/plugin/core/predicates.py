@@ -24,7 +24,7 @@ def predicate_of(impl: OpImpl) -> Callable[..., Any] | None:
     )
     known: dict[tuple, bool] = {}
 
-    def fits(dtype: Any, device: Any) -> bool:
+    def fits(dtype: Any, device: Any) -> bool | None:
         key = dtype, device
         found = known.get(key)
         if found is None:
@@ -47,11 +47,17 @@ def _arch(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _fits(dtype: Any, device: Any, dtypes: frozenset | None, least: tuple | None) -> bool:
-    if dtypes is not None and _plain(dtype) not in dtypes:
-        return False
-    if least is None:
+_INDICES = ("int32", "int64")
+"""Dtypes of places, lengths and flags, which calls may have before the tensors that matter."""
+
+
+def _fits(dtype: Any, device: Any, dtypes: frozenset | None, least: tuple | None) -> bool | None:
+    """Whether a tensor is one that is taken; None: the next one says so."""
+    if least is not None:
+        if getattr(device, "type", "") != "cuda":
+            return False
+        if sys.modules["torch"].cuda.get_device_capability(device) < least:
+            return False
+    if dtypes is None or _plain(dtype) in dtypes:
         return True
-    if getattr(device, "type", "") != "cuda":
-        return False
-    return sys.modules["torch"].cuda.get_device_capability(device) >= least
+    return None if _plain(dtype) in _INDICES else False

@@ -43,15 +43,18 @@ def _append(
         key = key.contiguous()
     if value.stride(-1) != 1:
         value = value.contiguous()
-    _core.cache_append(
+    _cache_append(
         key, value, key_cache, value_cache, starts,
         counts=counts, cu_seqlens=cu_seqlens, page_table=page_table,
     )  # fmt: skip
 
 
-torch_ops.define(
-    "cache_append(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-    "Tensor starts, Tensor counts, Tensor? cu_seqlens, Tensor? page_table) -> ()",
+_cache_append = _core.obeying("cache_append")
+_traced_append = torch_ops.define_obeying(
+    "cache_append",
+    "Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor starts, "
+    "Tensor counts, Tensor? cu_seqlens, Tensor? page_table",
+    "",
     _append,
     lambda *_: None,
 )
@@ -60,7 +63,7 @@ torch_ops.define(
 def append_tokens(*arguments: Tensor | None) -> None:
     """Put keys and values of new tokens into a cache: arguments of the operator cache_append."""
     if torch_ops.behind_operators(arguments[0]) or (dispatch_modes() and torch_ops.watched()):
-        torch.ops.transformer_engine.cache_append(*arguments)
+        _traced_append(*arguments)
     else:
         _append(*arguments)
 

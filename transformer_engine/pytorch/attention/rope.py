@@ -187,12 +187,15 @@ def _empty_whole(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> 
     return key.new_empty(*key.shape[:-1], sum(arguments[4]))
 
 
+_obeying_rope = _core.obeying("rope")
+
+
 def _turn_parts(parts: tuple, made: tuple, options: tuple, backward: bool) -> None:
     """Turn queries and keys and copy values, all of them [.., groups, channels of the group]."""
     q_freqs, k_freqs, cu_seqlens, starts, sizes, sequence_first, pairs, cp_size, cp_rank = options
     if sequence_first:
         parts, made = ([part.transpose(0, 1) for part in each] for each in (parts, made))
-    _core.rope(
+    _obeying_rope(
         parts[0], made[0], freqs=q_freqs, key=parts[1], key_output=made[1], key_freqs=k_freqs,
         value=parts[2], value_output=made[2], cu_seqlens=cu_seqlens, start_positions=starts,
         channels=sizes[1], cp_size=cp_size, cp_rank=cp_rank, interleaved=pairs, backward=backward,

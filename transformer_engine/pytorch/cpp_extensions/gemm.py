@@ -20,6 +20,8 @@ _LAYOUTS = {
 }
 """Left and right factor of the result, of row-major A and B."""
 
+_obeying_gemm = _core.obeying("gemm")
+
 
 def general_gemm(
     A: Tensor,
@@ -92,6 +94,6 @@ def general_gemm(
     tf32 = torch.backends.cuda.matmul.allow_tf32
     added = bias.detach() if adds else None
     operands = {"a": left, "b": right, "bias": added}
-    _core.gemm(out.detach(), **operands, accumulate=accumulate, allow_tf32=tf32)
+    _obeying_gemm(out.detach(), **operands, accumulate=accumulate, allow_tf32=tf32)
     sums = B.sum(0, dtype=torch.float32).to(bias.dtype) if grad and bias is not None else None
     return out, sums, None, None

@@ -11,6 +11,8 @@ from transformer_engine.pytorch.modes import graph_task
 from transformer_engine.pytorch.module.operands import CallTensors
 from transformer_engine.pytorch.state import RegionState
 
+_obeying_quantize = _core.obeying("quantize")
+
 
 def record_amaxes(module: Any, state: RegionState, tensors: CallTensors) -> None:
     """Record the amaxes of what a forward of a module would have cast, in a calibrating region."""
@@ -27,4 +29,4 @@ def record_amaxes(module: Any, state: RegionState, tensors: CallTensors) -> None
             weight = torch.cat(tensors.parts[part].weights)
             for offset, tensor in enumerate((operand, weight)):
                 slot = slots.forward_slot + 3 * part + offset
-                _core.quantize(tensor.detach(), amax=slots.forward_history[0, slot : slot + 1])
+                _obeying_quantize(tensor.detach(), amax=slots.forward_history[0, slot : slot + 1])

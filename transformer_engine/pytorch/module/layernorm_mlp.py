@@ -25,6 +25,7 @@ from transformer_engine.pytorch.parallel import TensorParallel, mark_linear
 __all__ = ["ACTIVATIONS", "LayerNormMLP"]
 
 ACTIVATIONS = _core.activation_names()
+_obeying_activation = _core.obeying("activation")
 """Names of the activations; those that end in "glu" take two halves."""
 
 _CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
@@ -189,7 +190,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         before = torch.nn.functional.linear(normed.to(weight.dtype), weight, *biases)
         kind, limit, alpha, offset = self.activation_spec
         out = before.new_empty(*before.shape[:-1], self.ffn_hidden_size)
-        _core.activation(
+        _obeying_activation(
             before, kind=kind, wide=out, limit=limit, alpha=alpha, linear_offset=offset
         )
         return [normed, out]

@@ -11,6 +11,7 @@ from transformer_engine.pytorch.module.operands import CallTensors
 from transformer_engine.pytorch.module.parameters import checked_eps, initialise, one_of
 
 NORMS = {"LayerNorm": _core.NORM_LAYERNORM, "RMSNorm": _core.NORM_RMSNORM}
+_obeying_norm = _core.obeying("norm")
 
 
 class NormedModule(ComposedModule):
@@ -57,7 +58,7 @@ class NormedModule(ComposedModule):
         """What the norm alone makes of `inp`, in a dtype."""
         out = torch.empty(inp.shape, dtype=dtype, device=inp.device)
         operands = {"wide": out, "gamma": gamma, "beta": beta, "eps": self.eps}
-        _core.norm(inp, kind=self.NORM, zero_centered=self.zero_centered_gamma, **operands)
+        _obeying_norm(inp, kind=self.NORM, zero_centered=self.zero_centered_gamma, **operands)
         return out
 
     def _norm_names(self) -> tuple[str, str | None]:

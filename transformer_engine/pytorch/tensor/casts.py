@@ -105,6 +105,10 @@ def _elements(data: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if data is None else data.view(dtype)
 
 
+_obeying_quantize, _obeying_dequantize = map(_core.obeying, ("quantize", "dequantize"))
+_obeying_amax, _obeying_transpose = map(_core.obeying, ("amax", "transpose"))
+
+
 def _cast(
     source: Tensor,
     scaling: int,
@@ -131,7 +135,7 @@ def _cast(
     row_scaled: bool = False,
 ) -> None:
     element = _core.torch_dtype(dtype)
-    _core.quantize(
+    _obeying_quantize(
         source,
         mode=scaling,
         row=_elements(row, element),
@@ -161,10 +165,12 @@ _WRITTEN = ("row", "row_scales", "column", "column_scales", "row_amax", "column_
 _READ = ("scale", "partials", "column_partials", "rng", "noop")
 _tensors = [f"Tensor({chr(97 + i)}!)? {name}=None" for i, name in enumerate(_WRITTEN)]
 _tensors += [f"Tensor? {name}=None" for name in _READ]
-torch_ops.define(
-    f"cast_quantized(Tensor source, int scaling, int dtype, {', '.join(_tensors)}, "
+_traced_cast = torch_ops.define_obeying(
+    "cast_quantized",
+    f"Tensor source, int scaling, int dtype, {', '.join(_tensors)}, "
     "float epsilon=0.0, bool power_2=False, bool square=False, bool hadamard=False, int margin=0, "
-    "int four_over_six=0, bool scales_to_256=False, bool row_scaled=False) -> ()",
+    "int four_over_six=0, bool scales_to_256=False, bool row_scaled=False",
+    "",
     _cast,
     lambda *_, **__: None,
 )
@@ -181,13 +187,12 @@ def cast(source: Tensor, scaling: int, dtype: int, **arguments: Any) -> None:
         _cast(source, scaling, dtype, **arguments)
         return
     epsilon = torch_ops.as_constant(arguments.pop("epsilon", 0.0))
-    run = torch.ops.transformer_engine.cast_quantized
-    run(source, scaling, dtype, epsilon=epsilon, **arguments)
+    _traced_cast(source, scaling, dtype, epsilon=epsilon, **arguments)
 
 
 def _measure(source: Tensor, hadamard: bool) -> Tensor:
     partials = torch.empty(_core.AMAX_PARTIALS, dtype=torch.float32, device=source.device)
-    _core.amax(source, partials, hadamard=int(hadamard))
+    _obeying_amax(source, partials, hadamard=int(hadamard))
     return partials
 
 
@@ -236,7 +241,7 @@ def _dequantize(
     element = _core.torch_dtype(dtype)
     made = torch.empty(tuple(shape), dtype=output, device=data.device)
     by_rows = row is not None
-    _core.dequantize(
+    _obeying_dequantize(
         made,
         mode=scaling,
         row=_elements(row, element),
@@ -287,7 +292,7 @@ def _transpose(data: Tensor) -> Tensor:
     lines = math.prod(data.shape[:-1])
     padding = lines + -lines % ALIGNMENT
     made = torch.empty(data.shape[-1], padding, dtype=torch.uint8, device=data.device)
-    _core.transpose(data, made)
+    _obeying_transpose(data, made)
     return made
 
 
