@@ -20,8 +20,18 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
+from transformer_engine.common.selections import WITH_CLASS
 
-__all__ = ["MAPPED", "NATIVE", "OPERATORS", "Mapped", "overrides", "overriding", "selection"]
+__all__ = [
+    "ATTENTION_CLASS",
+    "MAPPED",
+    "NATIVE",
+    "OPERATORS",
+    "Mapped",
+    "overrides",
+    "overriding",
+    "selection",
+]
 
 NATIVE = "default.native"
 """The implementations of this library: modules have these anyway."""
@@ -46,6 +56,11 @@ _GRADIENTS = (
     *(f"dbias_d{name}" for name in _UNGATED),
 )
 _CASTS = ("quantize", "bgrad_quantize")
+_SOFTMAX = tuple(
+    f"scaled_{kind}softmax"
+    for kind in ("", "masked_", "upper_triang_masked_", "aligned_causal_masked_")
+)
+_UPDATE = "fused_amax_and_scale_update_after_reduction"
 
 MAPPED: tuple[Mapped, ...] = (
     Mapped("quantize", _CASTS, "casts:quantize"),
@@ -56,11 +71,28 @@ MAPPED: tuple[Mapped, ...] = (
     Mapped("activation", (*_ACTIVATIONS, *_CASTS), "activation:forward"),
     Mapped("activation_backward", (*_GRADIENTS, *_CASTS), "activation:backward"),
     Mapped("softcap", _CASTS, "activation:softcap"),
-    Mapped("rope", ("fused_rope_forward", "fused_rope_backward"), "rope:rope"),
+    Mapped("attention", ("fused_attn_fwd",), "attention:forward"),
+    Mapped("attention_backward", ("fused_attn_bwd",), "attention:backward"),
+    Mapped("softmax", tuple(f"{name}_forward" for name in _SOFTMAX), "softmax:forward"),
+    Mapped("softmax_backward", tuple(f"{name}_backward" for name in _SOFTMAX), "softmax:backward"),
+    Mapped(
+        "rope",
+        tuple(f"fused_{of}rope_{way}" for of in ("qkv_", "") for way in ("forward", "backward")),
+        "rope:rope",
+    ),
+    Mapped("cache_append", ("copy_to_kv_cache",), "state:cache_append"),
+    Mapped("transpose", ("fp8_transpose",), "state:transpose"),
+    Mapped("amax", ("compute_amax",), "state:amax"),
+    Mapped("scaling_update", (_UPDATE,), "state:scaling_update"),
 )
 """In any order: an operator of the C library is in it once."""
 
-OPERATORS: frozenset[str] = frozenset(name for row in MAPPED for name in row.names)
+ATTENTION_CLASS = "get_flash_attention_class"
+"""It is no operator of the C library: `te.DotProductAttention` asks for the class at a call."""
+
+OPERATORS: frozenset[str] = frozenset(
+    (ATTENTION_CLASS, *(name for row in MAPPED for name in row.names))
+)
 """Operators of `transformer_engine_torch` that modules run."""
 
 
@@ -101,20 +133,25 @@ def selection(overriding: Mapping[str, tuple], refuse: Callable | None) -> "_cor
     `overriding` are implementations by operator, in the order in which they are asked. `refuse`
     raises for a call that none takes; None: this library's own takes it.
     """
+    if not overriding:
+        return None
+    from transformer_engine.plugin.slots.fields import Choices
+    from transformer_engine.pytorch.plugins import native
+
     slots: list[tuple[str, Callable, tuple | None]] = []
-    choices = {}
-    for name, found in overriding.items():
-        op = _LIBRARY.get(name)
-        if op is None:
-            choices[name] = _core.Choice(name, found, refuse)
-            continue
+    for name, op in _LIBRARY.items():
+        found = overriding.get(name, ())
         slots += ((op, one.function, None) for one in found)
-        if refuse is not None:
+        if found and refuse is not None:
             slots.append((op, functools.partial(_refuse, refuse, name, found), ()))
     for row in MAPPED:
-        own = {name: choices[name] for name in row.names if name in choices}
+        own = Choices(overriding, row.names, refuse)
         if own:
             module, _, function = row.adapter.partition(":")
             make = getattr(importlib.import_module(f"{__name__}.{module}"), function)
-            slots.append((row.op, *make(own)))
-    return _core.Selection(tuple(slots)) if slots else None
+            run, fields = make(own)
+            slots.append((row.op, native(run), fields))
+    made = _core.Selection(tuple(slots))
+    if ATTENTION_CLASS in overriding:
+        WITH_CLASS.add(made.number)
+    return made

@@ -1,15 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of a call of an operator of the C library, and where results are put."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Fields", "written"]
+from transformer_engine import _core
+
+__all__ = ["Choices", "Fields", "written"]
 
 Fields = Mapping[str, Any]
 """Fields of a call by name: tensors over the memory of the call, None where absent, numbers."""
+
+
+class Choices(dict):
+    """What to call in place of this library's own, by operator: a `_core.Choice` of each."""
+
+    def __init__(
+        self, asked: Mapping[str, tuple], names: tuple[str, ...], refuse: Callable | None
+    ) -> None:
+        """Of those of `names` that `asked` has implementations of; `refuse` as of `selection`."""
+        super().__init__(
+            (name, _core.Choice(name, asked[name], refuse)) for name in names if name in asked
+        )
+        self._asked, self._refuse = asked, refuse
+
+    def unexpressed(self, name: str) -> Any:
+        """What an adapter returns for a call that an operator's arguments can not express."""
+        if self._refuse is not None:
+            self._refuse(name, self._asked[name])
+        return NotImplemented
 
 
 def written(op: str, name: str, out: Tensor | None, values: Any) -> None:

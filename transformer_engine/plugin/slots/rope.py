@@ -1,67 +1,143 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``te_rope`` by `fused_rope_forward` and `fused_rope_backward`."""
+"""``te_rope`` by `fused_rope_*`, or `fused_qkv_rope_*` where its parts are one projection."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.core.ops import NVTE_QKV_Format
-from transformer_engine.plugin.slots.fields import Fields, written
+from transformer_engine.plugin.slots.fields import Choices, Fields
 
+__all__ = ["rope"]
+
+_FIELDS = tuple(name for name, *_ in _core.op_fields("rope"))
 _PARTS = (
     ("input", "output", "freqs"),
     ("key", "key_output", "key_freqs"),
     ("value", "value_output", "value_freqs"),
 )
-_ROPE = tuple(name for name, *_ in _core.op_fields("rope"))
 
 
-def _heads(tensor: Tensor, channels: int) -> Tensor:
-    """Heads by themselves, of a tensor whose lines have several side by side."""
-    if channels in (0, tensor.shape[-1]):
-        return tensor
-    return tensor.reshape(*tensor.shape[:-2], -1, channels)
+def _form(inp: Tensor, packed: bool) -> NVTE_QKV_Format:
+    """How the tokens of a part [batch, sequence, ...] or [tokens, ...] lie."""
+    if packed:
+        return NVTE_QKV_Format.NVTE_THD
+    turned = inp.stride(0) < inp.stride(1)
+    return NVTE_QKV_Format.NVTE_SBHD if turned else NVTE_QKV_Format.NVTE_BSHD
 
 
-def rope(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
-    """Rotary embeddings of the parts of a projection, one call for each that has angles.
+def _viewed(tensor: Tensor, form: NVTE_QKV_Format) -> Tensor:
+    """A tensor of the call in the order of the operators, and back."""
+    return tensor.transpose(0, 1) if form == NVTE_QKV_Format.NVTE_SBHD else tensor
 
-    Parts without angles are copied. Where one part is not taken none is turned.
-    """
+
+def _angles(freqs: Tensor) -> Tensor:
+    return freqs.view(freqs.shape[0], 1, 1, freqs.shape[1])
+
+
+def rope(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+    """Turn heads, or turn them back; parts without angles are copied."""
 
     def run(fields: Fields) -> Any:
-        name = "fused_rope_backward" if fields["backward"] else "fused_rope_forward"
-        choice = choices.get(name)
-        if choice is None or (fields["backward"] and fields["start_positions"] is not None):
-            return NotImplemented  # the gradient's signature has no place for them
-        given = [[fields[key] for key in part] for part in _PARTS]
-        given = [part for part in given if part[0] is not None]
-        made = []
-        for source, _, freqs in given:
-            if freqs is None:
-                made.append(source)
-                continue
-            turned = choice(*_arguments(fields, source, freqs))
-            if turned is NotImplemented:
-                return NotImplemented
-            made.append(turned)
-        for (source, out, _), values in zip(given, made, strict=True):
-            if isinstance(values, Tensor):
-                values = values.reshape(source.shape)
-            written(name, "the result", out, values)
+        direction = "backward" if fields["backward"] else "forward"
+        whole, single = f"fused_qkv_rope_{direction}", f"fused_rope_{direction}"
+        if whole not in choices and single not in choices:
+            return NotImplemented
+        if fields["backward"] and fields["start_positions"] is not None:
+            return choices.unexpressed(whole if whole in choices else single)
+        made: Any = NotImplemented
+        if whole in choices:
+            made = _as_one(choices[whole], fields)
+        if made is NotImplemented and single in choices:
+            made = _by_parts(choices[single], fields)
+        if made is NotImplemented:
+            return choices.unexpressed(whole) if single not in choices else NotImplemented
+        for into, values in made:
+            if values.numel() != into.numel():
+                raise ValueError(
+                    f"{single}: a result of shape {tuple(values.shape)} of {tuple(into.shape)}"
+                )
+            into.copy_(values.reshape(into.shape))
         return None
 
-    return run, _ROPE
+    return run, _FIELDS
 
 
-def _arguments(fields: Fields, source: Tensor, freqs: Tensor) -> tuple:
-    """Of the call for one part."""
-    packed = fields["cu_seqlens"]
-    form = NVTE_QKV_Format.NVTE_BSHD if packed is None else NVTE_QKV_Format.NVTE_THD
-    starts = () if fields["backward"] else (fields["start_positions"],)
-    ranks = max(fields["cp_size"], 1), fields["cp_rank"]
-    angles = freqs[:, None, None]
-    turned = _heads(source, fields["channels"])
-    return turned, angles, *starts, form, bool(fields["interleaved"]), packed, *ranks
+def _settings(fields: Fields) -> tuple[bool, int, int]:
+    """Pairs are interleaved, ranks of context parallelism, and which one it is."""
+    return bool(fields["interleaved"]), max(fields["cp_size"], 1), fields["cp_rank"]
+
+
+def _by_parts(choice: Any, fields: Fields) -> Any:
+    """(where it goes, values) of each part; NotImplemented where one is not taken."""
+    channels, starts = fields["channels"], fields["start_positions"]
+    interleaved, *ranks = _settings(fields)
+    made = []
+    for name, output, angles in _PARTS:
+        inp, into, freqs = fields[name], fields[output], fields[angles]
+        if inp is None:
+            continue
+        if freqs is None:
+            made.append((into, inp))
+            continue
+        form = _form(inp, fields["cu_seqlens"] is not None)
+        heads = inp.unflatten(-1, (-1, channels)).flatten(-3, -2) if channels else inp
+        starting = () if fields["backward"] else (starts,)
+        given = _viewed(heads, form), _angles(freqs), *starting, form, interleaved
+        values = choice(*given, fields["cu_seqlens"], *ranks)
+        if values is NotImplemented:
+            return NotImplemented
+        made.append((into, _viewed(values.reshape(given[0].shape), form)))
+    return made
+
+
+def _as_one(choice: Any, fields: Fields) -> Any:
+    """`_by_parts` of queries, keys and values of one projection, or of its gradient."""
+    back = bool(fields["backward"])
+    parts = [fields[names[back]] for names in _PARTS]  # those that the projection has
+    if (
+        any(part is None for part in parts)
+        or fields["cu_seqlens"] is not None
+        or any(fields[angles] is None for *_, angles in _PARTS[:2])
+        or fields["value_freqs"] is not None
+    ):
+        return NotImplemented
+    query, key, value = parts
+    size = fields["channels"] or key.shape[-1]
+    sizes = [part.shape[-1] for part in parts]
+    first, width = query.data_ptr(), query.element_size()
+    expected = [first + sum(sizes[:i]) * width for i in range(3)]
+    if (
+        [part.data_ptr() for part in parts] != expected
+        or any(part.stride() != query.stride() for part in parts)
+        or any(part.shape[:-1] != query.shape[:-1] for part in parts)
+        or sizes[1] != size
+        or query.stride(-2) != sum(sizes)
+    ):
+        return NotImplemented
+    form = _form(query, False)
+    interleaved, *ranks = _settings(fields)
+    angles = _angles(fields["freqs"]), _angles(fields["key_freqs"])
+    if back:
+        grads = [fields[names[0]] for names in _PARTS]
+        heads = grads[0].unflatten(-1, (-1, size)).flatten(-3, -2)
+        grads = [_viewed(each, form) for each in (heads, *grads[1:])]
+        whole = choice(*grads, *angles, sizes, form, interleaved, *ranks)
+        if whole is NotImplemented:
+            return NotImplemented
+        shape = _viewed(query, form).shape[:-1]
+        found = whole.reshape(*shape, sum(sizes)).split(sizes, -1)
+    else:
+        joined = torch.cat([_viewed(part, form) for part in parts], -1)
+        starts = fields["start_positions"]
+        found = choice(joined, *angles, starts, sizes, form, interleaved, *ranks)
+        if found is NotImplemented:
+            return NotImplemented
+        shape = _viewed(query, form).shape[:-1]
+        found = [each.reshape(*shape, n) for each, n in zip(found, sizes, strict=True)]
+    outputs = [fields[names[1]] for names in _PARTS]
+    pairs = zip(outputs, found, strict=True)
+    return [(into, _viewed(values, form)) for into, values in pairs]

@@ -24,6 +24,7 @@ from transformer_engine.pytorch.module.norm import L2Normalization
 from transformer_engine.pytorch.module.parameters import device_of, one_of, positive_sizes
 from transformer_engine.pytorch.module.situation import keep
 from transformer_engine.pytorch.parallel import ContextParallel
+from transformer_engine.pytorch.plugins import attention_class_name
 
 __all__ = ["MultiheadAttention"]
 
@@ -349,6 +350,7 @@ fast_zero_fill, pad_between_seqs
                 in_fp8, in_fp8 is not None and self._hands_over(core),
                 inp.shape[self.qkv_format == "bshd"] == 1,  # cuDNN has no bias over one key
                 torch.is_grad_enabled(),  # what inference mode has made can not be saved
+                attention_class_name(),
             )  # fmt: skip
             known = self._ways.get(key)
             if known is not None:

@@ -50,6 +50,11 @@ class AttentionOptions(NamedTuple):
             and type(self.window_size) is not list
         )
 
+    def has_gaps(self) -> bool:
+        """Whether packed sequences may have tokens of none between them."""
+        padded = self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded
+        return any(each is not None for each in (*padded, self.inference_params))
+
     def for_core(self) -> tuple:
         """Positional arguments of `DotProductAttention.forward` after query, key and value."""
         return (

@@ -57,7 +57,20 @@ def _always(situation: Situation) -> bool:
     return True
 
 
+def _corner_untold(situation: Situation) -> bool:
+    """Whether what a query attends depends on a diagonal that its mask type does not tell."""
+    if not situation.bottom_right or situation.square or situation.kind.bottom_right:
+        return False
+    return situation.window != NO_WINDOW or situation.bias == "alibi"
+
+
 FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "a class of a plug-in",
+        lambda s: not s.plugin,
+        {"plugin": "get_flash_attention_class gives this library's own"},
+    ),
+    Feature("switched off by NVTE_FLASH_ATTN", lambda s: not s.switches.flash, {"plugin": ""}),
     Feature(
         "flash-attn",
         _always,
@@ -83,7 +96,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "FP8 (fp8_dpa, fp8_mha)",
         lambda s: s.fp8,
-        {"sdpa": "it computes in high precision"},
+        {
+            "plugin": "such classes are given tensors in high precision",
+            "sdpa": "it computes in high precision",
+        },
     ),
     Feature(
         "FP8 that is not to be emulated",
@@ -165,7 +181,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "the gradient of the slopes of ALiBi",
         lambda s: s.slopes_grad,
-        {"native": "the operator has none of them"},
+        {"native": "the operator has none of them", "plugin": "their class need not have any"},
     ),
     Feature(
         "slopes of ALiBi from the ends of packed sequences, or of each of them",
@@ -175,17 +191,22 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "softmax type {softmax}",
         lambda s: s.softmax != "vanilla",
-        {"sdpa": "its sums have no further term"},
+        {"plugin": "its forward is not told of it", "sdpa": "its sums have no further term"},
     ),
     Feature(
         "return_max_logit",
         lambda s: s.max_logit,
-        {"cudnn": "its kernels do not write them", "sdpa": "it keeps its scores to itself"},
+        {
+            "plugin": "its forward gives the output alone",
+            "cudnn": "its kernels do not write them",
+            "sdpa": "it keeps its scores to itself",
+        },
     ),
     Feature(
         "score_mod",
         lambda s: s.score_mod,
         {
+            "plugin": "its forward is given none",
             "native": "its kernels call no functions of a program",
             "sdpa": "it keeps its scores to itself",
         },
@@ -194,6 +215,26 @@ FEATURES: tuple[Feature, ...] = (
         "mask type {kind.name}",
         lambda s: s.kind.padding or s.kind.name == "arbitrary",
         {"sdpa": "it would take a mask of the size of the scores"},
+    ),
+    Feature(
+        "mask type arbitrary of a class",
+        lambda s: s.kind.name == "arbitrary",
+        {"plugin": "masks of such classes are those of padding"},
+    ),
+    Feature(
+        "bias type {bias} of a class",
+        lambda s: s.bias not in ("no_bias", "alibi"),
+        {"plugin": "its forward is given no bias but the slopes of ALiBi"},
+    ),
+    Feature(
+        "gaps between packed sequences",
+        lambda s: s.gaps,
+        {"plugin": "its forward is not told where they are"},
+    ),
+    Feature(
+        "a diagonal of another mask type",
+        _corner_untold,
+        {"plugin": "its forward is told of the mask type alone"},
     ),
     Feature("bias type {bias}", lambda s: s.bias != "no_bias", {"sdpa": "it takes no bias"}),
     Feature(
@@ -217,13 +258,22 @@ that is given, so what holds for whole machines comes first."""
 
 
 class Backend(NamedTuple):
-    """How it runs (see `native.attend` for the arguments; None: not built), and what it is."""
+    """How it runs, and what it is.
+
+    See `native.attend` for the arguments; None: another way, or it is not built.
+    """
 
     run: Callable | None
     title: str
+    is_there: Callable[[Situation], bool] = _always  # else nobody is told why it does not run
 
 
 BACKENDS = {
+    "plugin": Backend(
+        None,
+        "the class that a plug-in gives for get_flash_attention_class",
+        lambda s: bool(s.plugin),
+    ),
     "native": Backend(native.attend, "the library's own operator (cuDNN on CUDA)"),
     "sdpa": Backend(by_heads(sdpa.attend), "torch's scaled_dot_product_attention"),
     "unfused": Backend(by_heads(unfused.attend), "two batched products and the library's softmax"),
@@ -278,7 +328,9 @@ def choose_backend(situation: Situation) -> Choice:
     ValueError where none is left: the message has the feature that each lacks.
     """
     reasons: dict[str, str] = {}
-    for name in BACKENDS:
+    for name, backend in BACKENDS.items():
+        if not backend.is_there(situation):
+            continue
         refusal = _refusal(name, situation)
         if refusal is None:
             return Choice(name, reasons)

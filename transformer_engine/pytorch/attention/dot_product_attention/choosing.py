@@ -36,6 +36,7 @@ from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.modes import any_autocast, constant_in_graphs
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of
+from transformer_engine.pytorch.plugins import attention_class_name
 
 _NAME = "DotProductAttention"
 _CPU = torch.device("cpu")
@@ -224,6 +225,8 @@ class Choosing:
             in_fp8 and self.training and self.attention_dropout > 0.0,
             modified,
             fp8.unbuilt(self) if in_fp8 else "",
+            attention_class_name(),
+            packed and options.has_gaps(),
         )
 
     def _situation(self, key: tuple) -> Situation:
@@ -257,4 +260,4 @@ class Choosing:
         """The kinds of call that ask the least of a backend, one of each dtype, on the CPU."""
         for dtype in DTYPES:
             key = "no_mask", None, None, "no_bias", True, dtype, _CPU, _ALL_ON, ""
-            yield self._situation((*key, *[False] * 8, ""))
+            yield self._situation((*key, *[False] * 8, "", "", False))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from transformer_engine.common.config import TE_EXTRA_STATE
 from transformer_engine.common.plans import CallPlans
-from transformer_engine.pytorch.attention.dot_product_attention import fp8, masks
+from transformer_engine.pytorch.attention.dot_product_attention import fp8, masks, of_plugins
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
     check_splits,
     check_tensors,
@@ -197,10 +197,12 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         super().__setattr__(name, value)
         if name not in _OF_CALLS:  # a call is not kept by the others
             self.__dict__["_kept"], self.__dict__["_decisions"] = CoreCalls(), {}
+            self.__dict__["_of_plugins"] = {}  # attention by their classes
 
     def __getstate__(self) -> dict:
         """Copy and pickle without calls."""
-        return {**super().__getstate__(), "_kept": CoreCalls(), "_plans": {}, "_custom": None}
+        without = {"_kept": CoreCalls(), "_plans": {}, "_custom": None, "_of_plugins": {}}
+        return {**super().__getstate__(), **without}
 
     def _replicate_for_data_parallel(self) -> "DotProductAttention":
         """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
@@ -428,10 +430,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         Without one the call runs in no plan.
         """
         if torch.compiler.is_compiling() and fp8.is_left_out():
-            if exporting():
-                raise NotImplementedError(
-                    f"{_NAME}: FP8 under CustomRecipe in torch.export: leave it out there"
-                )
+            _refuse_export("FP8 under CustomRecipe in torch.export: leave it out there")
             return _attend_outside(self, heads, options, qkv_format, None, more)
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         check_format(qkv_format, True)
@@ -452,7 +451,10 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             found = self._kept.find(self, heads, (choice, limits), qkv_format, found_by)
             if found is not None:
                 return found.run(heads.tensors)
-        run = self._run_of(choice.backend, more)
+        if choice.backend == "plugin" and torch.compiler.is_compiling():
+            _refuse_export("the class of a plug-in in torch.export: select another one there")
+            return _attend_outside(self, heads, options, qkv_format, None, more)
+        run = self._run_of(choice.backend, more, options)
         dropout = self.attention_dropout if self.training else 0.0
         if self._get_tracker is not None or options.checkpoint_core_attention:
             recompute = options.checkpoint_core_attention
@@ -465,12 +467,18 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         out = out.flatten(-2).contiguous()  # does nothing where it was written in this order
         return (out, *top) if top else out
 
-    def _run_of(self, backend: str, more: CoreOptions) -> Callable:
+    def _run_of(self, backend: str, more: CoreOptions, options: AttentionOptions) -> Callable:
         """The function that runs a backend, in FP8 where that is in force.
 
         A function of its own and no `functools.partial`, which torch 2.11 can not make again
         behind the end of a graph.
         """
+        if backend == "plugin":
+
+            def of_class(heads: Heads, qkv_format: str, *_: Any) -> Any:
+                return of_plugins.attend(self, heads, options, qkv_format)
+
+            return of_class
         if not fp8.in_force(self):
             return BACKENDS[backend].run
         if backend != "unfused":
@@ -527,6 +535,12 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
     def _ensure_fp8_plans(self, key: tuple) -> None:
         """Make plans while a graph is traced, outside of the graph."""
         fp8.ensure_plans(self, key)
+
+
+def _refuse_export(what: str) -> None:
+    """Raise while a program is exported, which has one graph alone."""
+    if exporting():
+        raise NotImplementedError(f"{_NAME}: {what}")
 
 
 _attend_outside = Outside(DotProductAttention.attend)

@@ -45,6 +45,8 @@ class Situation(NamedTuple):
     drops: bool = False  # in FP8, with dropout
     score_mod: bool = False  # a function of the program changes the scores
     fp8_unbuilt: str = ""  # recipe in force that attention does not run by
+    plugin: str = ""  # class of a plug-in that is selected
+    gaps: bool = False  # between packed sequences
 
 
 class Limits(NamedTuple):

@@ -34,6 +34,7 @@ from transformer_engine.pytorch.modes import (
 from transformer_engine.pytorch.module.call import LayerCall
 from transformer_engine.pytorch.module.layer_call import Attending, draws_of
 from transformer_engine.pytorch.module.situation import Recurrence, keep
+from transformer_engine.pytorch.plugins import attention_class_name
 
 __all__ = ["CoreCalls", "Found"]
 
@@ -105,7 +106,7 @@ class CoreCalls:
         own = core.__dict__
         return (
             facts, _grad_enabled(), own["training"], own["attention_dropout"], sink_of(core),
-            attention_switches(), _deterministic(), arguments,
+            attention_switches(), _deterministic(), attention_class_name(), arguments,
         )  # fmt: skip
 
     def known(self, key: tuple) -> Found | None:

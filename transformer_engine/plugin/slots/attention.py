@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``te_attention`` and its gradient by `fused_attn_fwd` and `fused_attn_bwd`.
+
+Queries, keys and values are given dense, in the order of dims in which the queries lie. What a
+forward hands to its backward is what plans keep: the statistics, in the form of this library's own
+attention, so a backward may be anybody's. There is no dropout: an implementation draws its random
+numbers itself, while a plan has drawn them, and keeps no other ones.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.plugin.core.ops import (
+    NVTE_Bias_Type,
+    NVTE_Mask_Type,
+    NVTE_QKV_Layout,
+    NVTE_Softmax_Type,
+)
+from transformer_engine.plugin.slots.fields import Choices, Fields, written
+
+__all__ = ["backward", "forward"]
+
+_FORWARD, _BACKWARD = "fused_attn_fwd", "fused_attn_bwd"
+_FIELDS = tuple(name for name, *_ in _core.op_fields("attention"))
+_FIELDS_OF_BACKWARD = tuple(name for name, *_ in _core.op_fields("attention_backward"))
+
+
+class _Problem(NamedTuple):
+    """A call as the operators have it."""
+
+    form: str  # "sbhd", "bshd" or "thd"
+    mask: NVTE_Mask_Type
+    window: tuple[int, int]
+    counted: tuple[Tensor, Tensor]  # cu_seqlens of queries and keys
+    padded: tuple[Tensor | None, Tensor | None]
+    longest: tuple[int, int]
+    bias: Tensor | None
+    sink: Tensor | None  # [1, heads, 1, 1]
+
+    @property
+    def kinds(self) -> tuple:
+        """Layout, type of bias, of mask and of softmax, window."""
+        layout = NVTE_QKV_Layout["_".join(["NVTE", *[self.form.upper()] * 3])]
+        bias, softmax = NVTE_Bias_Type.NVTE_NO_BIAS, NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
+        if self.bias is not None:
+            bias = NVTE_Bias_Type.NVTE_POST_SCALE_BIAS
+        if self.sink is not None:
+            softmax = NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX
+        return layout, bias, self.mask, softmax, self.window
+
+    def viewed(self, tensor: Tensor) -> Tensor:
+        """A tensor of the call [batch, sequence, heads, channels] in the order of the dims."""
+        if self.form == "thd":
+            return tensor[0]
+        return tensor.transpose(0, 1) if self.form == "sbhd" else tensor
+
+
+def _problem(fields: Fields) -> _Problem | None:
+    """The call; None for one that the operators can not be told."""
+    query, bias = fields["query"], fields["bias"]
+    packed, slopes = fields["query_offsets"] is not None, fields["slopes"]
+    if (
+        fields["dropout"] > 0.0
+        or fields["diagonal"] != 0
+        or fields["mask"] is not None
+        or query.element_size() == 1  # in FP8, with scales of its own
+        or (slopes is not None and (packed or bias is not None))
+    ):
+        return None
+    limits = _limits(fields)
+    if limits is None:
+        return None
+    sizes = query.shape[1], fields["key"].shape[1]
+    padded: tuple = (None, None)
+    longest = sizes
+    if packed:
+        form, longest = "thd", (fields["max_queries"], fields["max_keys"])
+        starts = fields["query_offsets"], fields["key_offsets"]
+        counted = starts
+        if fields["query_lengths"] is not None:
+            counted, padded = _summed(fields, longest), starts
+    else:
+        form = "sbhd" if query.stride(0) < query.stride(1) else "bshd"
+        counted = _summed(fields, sizes)
+    if slopes is not None:
+        bias = _alibi(fields, slopes, sizes)
+    if bias is not None:
+        bias = bias.expand(*bias.shape[:2], *sizes).contiguous()
+    sink = fields["sink"]
+    sink = None if sink is None else sink.view(1, -1, 1, 1)
+    return _Problem(form, *limits, counted, padded, longest, bias, sink)
+
+
+def _limits(fields: Fields) -> tuple[NVTE_Mask_Type, tuple[int, int]] | None:
+    """Type of mask, and the window; None where the diagonal is one of no type."""
+    window = max(fields["window_left"], -1), max(fields["window_right"], -1)
+    lengths = [fields[f"{of}_lengths"] for of in ("query", "key")]
+    padding = fields["query_offsets"] is not None or any(each is not None for each in lengths)
+    square = not padding and fields["query"].shape[1] == fields["key"].shape[1]
+    corner = bool(fields["bottom_right"]) and not square
+    if window[1] == 0:
+        name = "CAUSAL_BOTTOM_RIGHT" if corner else "CAUSAL"
+        name = f"PADDING_{name}" if padding else name
+    elif corner and window != (-1, -1):
+        return None
+    else:
+        name = "PADDING" if padding else "NO"
+    return NVTE_Mask_Type[f"NVTE_{name}_MASK"], window
+
+
+def _summed(fields: Fields, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Sums of the lengths of sequences [batch + 1] int32, of queries and of keys."""
+    found = []
+    for of, size in zip(("query", "key"), sizes, strict=True):
+        lengths = fields[f"{of}_lengths"]
+        if lengths is None:
+            batch, device = fields["query"].shape[0], fields["query"].device
+            found.append(torch.arange(batch + 1, dtype=torch.int32, device=device) * size)
+        else:
+            sums = lengths.cumsum(0, dtype=torch.int32)
+            found.append(torch.nn.functional.pad(sums, (1, 0)))
+    return tuple(found)
+
+
+def _alibi(fields: Fields, slopes: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """What slopes add to the scores, [1 or batch, heads, queries, keys] fp32.
+
+    The operators have slopes of their own, which follow from the number of heads; whether those of
+    a call are the same a host does not know without waiting for the device.
+    """
+    queries, keys = sizes
+    shift: Any = 0
+    if fields["bottom_right"]:
+        of_queries, of_keys = fields["query_lengths"], fields["key_lengths"]
+        if of_queries is None:
+            shift = keys - queries
+        else:
+            shift = (of_keys - of_queries).view(-1, 1, 1, 1)
+    query = torch.arange(queries, device=slopes.device)[:, None] + shift
+    apart = (torch.arange(keys, device=slopes.device) - query).abs()
+    return -slopes.view(-1, slopes.shape[-1], 1, 1) * apart
+
+
+def _told(problem: _Problem) -> tuple[tuple, tuple, tuple]:
+    """Arguments that both operators have: (longest), (layout .. window), (cu_seqlens)."""
+    return problem.longest, problem.kinds, problem.counted
+
+
+def forward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+    """Attention; its statistics are asked for as they are for training."""
+    choice = choices[_FORWARD]
+
+    def run(fields: Fields) -> Any:
+        problem = _problem(fields)
+        if problem is None:
+            return choices.unexpressed(_FORWARD)
+        heads = [problem.viewed(fields[name]).contiguous() for name in ("query", "key", "value")]
+        statistics, top = fields["statistics"], fields["top"]
+        longest, kinds, counted = _told(problem)
+        found = choice(
+            *longest,
+            statistics is not None,
+            fields["scale"],
+            0.0,
+            True,
+            *kinds,
+            *counted,
+            *heads,
+            heads[0].dtype,
+            *problem.padded,
+            None,
+            None,
+            None,
+            None,
+            problem.bias,
+            problem.sink,
+            None,
+            0,
+            top is not None,
+        )
+        if found is NotImplemented:
+            return NotImplemented
+        made, *rest = found
+        names = ["the largest scores"] * (top is not None)
+        names += ["the statistics", "the random state"] * (statistics is not None)
+        if len(rest) < len(names):
+            wanted = ", ".join(["the output", *names])
+            raise ValueError(f"{_FORWARD}: a result of {len(found)} tensors, expected {wanted}")
+        _placed(_FORWARD, "the output", problem.viewed(fields["output"]), made)
+        if top is not None:
+            written(_FORWARD, "the largest scores", top, rest.pop(0))
+        if statistics is not None:
+            _placed(_FORWARD, "the statistics", statistics, rest[0])
+        return None
+
+    return run, _FIELDS
+
+
+def backward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+    """The gradients of attention."""
+    choice = choices[_BACKWARD]
+
+    def run(fields: Fields) -> Any:
+        problem = _problem(fields)
+        if problem is None or fields["grad_output"].element_size() == 1:
+            return choices.unexpressed(_BACKWARD)
+        names = "query", "key", "value", "output", "grad_output"
+        tensors = [problem.viewed(fields[name]).contiguous() for name in names]
+        statistics = fields["statistics"]
+        kept = [statistics[0, ..., None] if problem.form == "thd" else statistics[..., None]]
+        kept.append(torch.zeros(2, dtype=torch.int64, device=statistics.device))
+        kept += [each for each in (problem.bias, problem.sink) if each is not None]
+        longest, kinds, counted = _told(problem)
+        found = choice(
+            *longest,
+            fields["scale"],
+            0.0,
+            True,
+            *kinds,
+            bool(fields["deterministic"]),
+            *counted,
+            *tensors,
+            tensors[0].dtype,
+            tensors[-1].dtype,
+            kept,
+            *problem.padded,
+            None,
+            None,
+            None,
+        )
+        if found is NotImplemented:
+            return NotImplemented
+        for name, made in zip(("query", "key", "value"), found, strict=False):
+            into = fields[f"grad_{name}"]
+            into = None if into is None else problem.viewed(into)
+            _placed(_BACKWARD, f"the gradient of {name}", into, made)
+        _written_added(fields, found[3:])
+        return None
+
+    return run, _FIELDS_OF_BACKWARD
+
+
+def _placed(op: str, name: str, out: Tensor | None, values: Any) -> None:
+    """`written`, of values with other dims in the same order: heads of one line, say."""
+    if out is not None and isinstance(values, Tensor) and values.numel() == out.numel():
+        values = values.reshape(out.shape)
+    written(op, name, out, values)
+
+
+def _written_added(fields: Fields, found: Any) -> None:
+    """Put the gradients of bias and sink where they are wanted."""
+    made = dict(zip(("bias", "sink"), found, strict=False))
+    bias, into = made.get("bias"), fields["grad_bias"]
+    if into is not None and isinstance(bias, Tensor):  # of a bias that was expanded
+        bias = bias.float().sum_to_size(into.shape)
+    written(_BACKWARD, "the gradient of Bias", into, bias)
+    _placed(_BACKWARD, "the gradient of SoftmaxOffset", fields["grad_sink"], made.get("sink"))

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``te_softmax`` and its gradient by the operators `scaled_*softmax_*`."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformer_engine import _core
+from transformer_engine.plugin.slots.fields import Choices, Fields, written
+
+__all__ = ["backward", "forward"]
+
+_FIELDS = tuple(name for name, *_ in _core.op_fields("softmax"))
+_FIELDS_OF_BACKWARD = tuple(name for name, *_ in _core.op_fields("softmax_backward"))
+_PLAIN, _MASKED = "scaled_softmax", "scaled_masked_softmax"
+_TRIANGLE, _ALIGNED = (
+    "scaled_upper_triang_masked_softmax",
+    "scaled_aligned_causal_masked_softmax",
+)
+
+
+def _kinds(fields: Fields) -> tuple[str, ...]:
+    """Operators that a softmax is, without their last word."""
+    *_, queries, keys = fields["input"].shape
+    if any(fields[name] is not None for name in ("bias", "sink", "rng")):
+        return ()
+    left, right = fields["window_left"], fields["window_right"]
+    if fields["mask"] is not None:
+        shared = fields["mask"].shape[1] == 1  # by all heads
+        return (_MASKED,) if shared and left < 0 and right < 0 else ()
+    if left >= 0 or right > 0:
+        return ()
+    if right < 0:
+        return (_PLAIN,)
+    if fields["diagonal"] != keys - queries:
+        return ()
+    return (_TRIANGLE, _ALIGNED) if queries == keys else (_ALIGNED,)
+
+
+def forward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+    """Softmax of scores [batch, heads, queries, keys]."""
+
+    def run(fields: Fields) -> Any:
+        scores, kinds = fields["input"], _kinds(fields)
+        if not kinds:
+            return choices.unexpressed(next(iter(choices)))
+        for kind in kinds:
+            name = f"{kind}_forward"
+            if name not in choices:
+                continue
+            given = scores.flatten(0, 1) if kind == _TRIANGLE else scores
+            mask = ()
+            if kind == _MASKED:
+                mask = fields["mask"]
+                mask = (mask.expand(*mask.shape[:2], *scores.shape[2:]).contiguous(),)
+            made = choices[name](given, *mask, fields["scale"])
+            if made is NotImplemented:
+                continue
+            written(name, "the result", fields["output"], made)
+            written(name, "the result", fields["probabilities"], made)
+            return None
+        return NotImplemented
+
+    return run, _FIELDS
+
+
+def backward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+    """Its gradient, one function of the probabilities whatever was masked."""
+
+    def run(fields: Fields) -> Any:
+        grad, probabilities = fields["grad_output"], fields["probabilities"]
+        if fields["rng"] is not None:
+            return choices.unexpressed(next(iter(choices)))
+        square = grad.shape[2] == grad.shape[3]
+        for kind in (_PLAIN, _MASKED, _ALIGNED, *((_TRIANGLE,) if square else ())):
+            name = f"{kind}_backward"
+            if name not in choices:
+                continue
+            tensors = [t.flatten(0, 1) if kind == _TRIANGLE else t for t in (grad, probabilities)]
+            made = choices[name](*tensors, fields["scale"])
+            if made is NotImplemented:
+                continue
+            written(name, "the gradient", fields["grad_input"], made)
+            return None
+        return NotImplemented
+
+    return run, _FIELDS_OF_BACKWARD

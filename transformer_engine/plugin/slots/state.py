@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps state between calls, and what is measured: scales, caches, transposes."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.plugin.core.ops import DType, NVTE_QKV_Format
+from transformer_engine.plugin.slots.fields import Choices, Fields, written
+
+__all__ = ["amax", "cache_append", "scaling_update", "transpose"]
+
+_AMAX = tuple(name for name, *_ in _core.op_fields("amax"))
+_TRANSPOSE = tuple(name for name, *_ in _core.op_fields("transpose"))
+_UPDATE = tuple(name for name, *_ in _core.op_fields("scaling_update"))
+_APPEND = tuple(name for name, *_ in _core.op_fields("cache_append"))
+_LARGEST = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
+
+
+def amax(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+    """The largest magnitude, as the first of partial ones; the others are 0."""
+    choice = choices["compute_amax"]
+
+    def run(fields: Fields) -> Any:
+        if fields["hadamard"]:
+            return choices.unexpressed("compute_amax")
+        partials = fields["partials"]
+        found = torch.zeros(1, dtype=torch.float32, device=partials.device)
+        if choice(fields["input"], found) is NotImplemented:
+            return NotImplemented
+        partials.zero_()
+        partials[:1] = found
+        return None
+
+    return run, _AMAX
+
+
+def transpose(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+    """Bytes transposed, and zeros behind them."""
+    choice = choices["fp8_transpose"]
+
+    def run(fields: Fields) -> Any:
+        data, into = fields["input"], fields["output"].view(torch.uint8)
+        e5m2 = data.dtype == torch.float8_e5m2
+        dtype = DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3
+        made = choice(data.view(torch.uint8), dtype, out=None)
+        if made is NotImplemented:
+            return NotImplemented
+        rows = data.shape[0]
+        written("fp8_transpose", "the result", into[:, :rows], made.view(torch.uint8))
+        into[:, rows:].zero_()
+        return None
+
+    return run, _TRANSPOSE
+
+
+def scaling_update(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+    """The update of delayed scaling, of amaxes that are in the history already."""
+    name = "fused_amax_and_scale_update_after_reduction"
+    choice = choices[name]
+
+    def run(fields: Fields) -> Any:
+        scale, history = fields["scale"], fields["history"]
+        rule = _rule(fields["fp8_max"])
+        if rule is None:
+            return choices.unexpressed(name)
+        recent = fields["algo"] == _core.AMAX_MOST_RECENT
+        nothing_new = scale.new_empty(0)
+        algorithm = "most_recent" if recent else "max"
+        found = choice(nothing_new, [history], [scale], algorithm, *rule)
+        return NotImplemented if found is NotImplemented else None
+
+    return run, _UPDATE
+
+
+def _rule(largest: float) -> tuple[DType, float] | None:
+    """The dtype and the margin of a largest value; None for one of neither.
+
+    E5M2's largest is 2^7 times E4M3's, so where either fits the scales are the same.
+    """
+    for dtype, value in _LARGEST.items():
+        margin = math.log2(value / largest) if largest > 0.0 else -1.0
+        if margin >= 0.0 and value * 2.0**-margin == largest:
+            return dtype, margin
+    return None
+
+
+def cache_append(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+    """New keys and values behind those that sequences have.
+
+    Packed ones have no gaps between sequences: modules leave none.
+    """
+    choice = choices["copy_to_kv_cache"]
+
+    def run(fields: Fields) -> Any:
+        starts, counts, packed = fields["starts"], fields["counts"], fields["cu_seqlens"]
+        caches, table = (fields["key_cache"], fields["value_cache"]), fields["page_table"]
+        new = [fields[name].contiguous() for name in ("key", "value")]
+        batch, longest = starts.shape[0], new[0].shape[0 if packed is not None else 1]
+        form = NVTE_QKV_Format.NVTE_BSHD
+        if packed is not None:
+            form, counts = NVTE_QKV_Format.NVTE_THD, packed.diff()
+        elif counts is None:
+            counts = torch.full_like(starts, longest)
+        pages = 1 if table is None else table.shape[1]
+        found = choice(
+            *new,
+            *caches,
+            table,
+            _sums(counts) if packed is None else packed,
+            _sums(starts + counts),
+            form,
+            batch,
+            longest,
+            pages * caches[0].shape[1],
+            pages,
+            table is None,
+        )
+        return NotImplemented if found is NotImplemented else None
+
+    return run, _APPEND
+
+
+def _sums(counts: Tensor) -> Tensor:
+    """Of none, of the first, of the first two, ..., int32."""
+    return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
