@@ -347,7 +347,8 @@ class Choice:
     """Calls the first of some implementations that takes a call, whatever is in force.
 
     Where none takes it ``refuse(name, implementations)`` raises; without it the answer is
-    NotImplemented.
+    NotImplemented. With `keywords` those of a call go to the implementations for which it is True,
+    and to no `supports`; None: to all.
     """
 
     def __new__(
@@ -355,6 +356,7 @@ class Choice:
         name: str,
         implementations: tuple[Implementation, ...],
         refuse: Callable[[str, tuple[Implementation, ...]], Any] | None = None,
+        keywords: tuple[bool, ...] | None = None,
     ) -> Choice: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

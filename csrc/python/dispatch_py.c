@@ -9,6 +9,8 @@
  */
 #include "python/dispatch_py.h"
 
+#include <stdlib.h>
+
 #include "python/args.h"
 
 typedef struct implementation {
@@ -164,19 +166,20 @@ static int takes(const implementation *self, PyObject *const *args, size_t nargs
 }
 
 /* What the first candidate that takes a call returns; where none does `refuse` raises, or without
- * one it is NotImplemented. */
-static PyObject *call_first(PyObject *name, PyObject *candidates, PyObject *refuse,
-                            PyObject *const *args, size_t nargsf, PyObject *names)
+ * one it is NotImplemented. `keywords` says of each whether it gets the call's; NULL: all do. */
+static PyObject *call_first(PyObject *name, PyObject *candidates, const char *keywords,
+                            PyObject *refuse, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     const Py_ssize_t count = PyTuple_Size(candidates);
     PyObject *result;
     for (Py_ssize_t i = 0; i < count; i++) {
         implementation *found = (implementation *)PyTuple_GetItem(candidates, i);
-        const int fits = takes(found, args, nargsf, names);
+        PyObject *own_names = keywords == NULL || keywords[i] ? names : NULL;
+        const int fits = takes(found, args, nargsf, keywords == NULL ? names : NULL);
         if (fits < 0) return NULL;
         if (fits == 0) continue;
         found->calls++;
-        result = tepy_call_vector(found->function, args, nargsf, names);
+        result = tepy_call_vector(found->function, args, nargsf, own_names);
         if (result == NULL) add_note(found);
         return result;
     }
@@ -203,7 +206,8 @@ static PyObject *operator_vectorcall(PyObject *object, PyObject *const *args, si
         candidates = PyTuple_New(0);
         if (candidates == NULL) return NULL;
     }
-    result = call_first(self->name, candidates, self->dispatcher->refuse, args, nargsf, names);
+    result =
+        call_first(self->name, candidates, NULL, self->dispatcher->refuse, args, nargsf, names);
     Py_DECREF(candidates);
     return result;
 }
@@ -280,6 +284,7 @@ static PyType_Spec operator_spec = {
 typedef struct choice {
     PyObject_HEAD vectorcallfunc call;
     PyObject *name, *implementations;
+    char *keywords;   /* whether each gets the keywords of a call; NULL: all do */
     PyObject *refuse; /* NULL: NotImplemented is the answer */
 } choice;
 
@@ -287,7 +292,8 @@ static PyObject *choice_vectorcall(PyObject *object, PyObject *const *args, size
                                    PyObject *names)
 {
     const choice *self = (const choice *)object;
-    return call_first(self->name, self->implementations, self->refuse, args, nargsf, names);
+    return call_first(self->name, self->implementations, self->keywords, self->refuse, args, nargsf,
+                      names);
 }
 
 static int choice_traverse(PyObject *object, visitproc visit, void *arg)
@@ -307,24 +313,33 @@ static void choice_dealloc(PyObject *object)
     Py_XDECREF(self->name);
     Py_XDECREF(self->implementations);
     Py_XDECREF(self->refuse);
+    free(self->keywords);
     TEPY_FREE(object);
     Py_DECREF(type);
 }
 
 static PyObject *choice_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"name", "implementations", "refuse", NULL};
-    PyObject *name, *implementations, *refuse = Py_None, *module = PyType_GetModule(type), *kind;
+    static char *names[] = {"name", "implementations", "refuse", "keywords", NULL};
+    PyObject *name, *implementations, *refuse = Py_None, *keywords = Py_None;
+    PyObject *module = PyType_GetModule(type), *kind;
+    Py_ssize_t count;
     choice *self;
     if (module == NULL ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "UO!|O:Choice", names, &name, &PyTuple_Type,
-                                     &implementations, &refuse) ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "UO!|OO:Choice", names, &name, &PyTuple_Type,
+                                     &implementations, &refuse, &keywords) ||
         (refuse != Py_None &&
          tepy_require_callable(refuse, (tepy_site){"Choice", "refuse"}) != 0)) {
         return NULL;
     }
     kind = tepy_state_of(module)->implementation_type;
-    for (Py_ssize_t i = 0; i < PyTuple_Size(implementations); i++) {
+    count = PyTuple_Size(implementations);
+    if (keywords != Py_None && (!PyTuple_Check(keywords) || PyTuple_Size(keywords) != count)) {
+        (void)tepy_fail(PyExc_TypeError, (tepy_site){"Choice", "keywords"},
+                        "expected None or a tuple, one bool for each implementation");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *item = PyTuple_GetItem(implementations, i);
         if (Py_TYPE(item) == (PyTypeObject *)kind) continue;
         (void)tepy_fail(PyExc_TypeError, (tepy_site){"Choice", "implementations"},
@@ -337,6 +352,15 @@ static PyObject *choice_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->name = Py_NewRef(name);
     self->implementations = Py_NewRef(implementations);
     self->refuse = refuse == Py_None ? NULL : Py_NewRef(refuse);
+    if (keywords == Py_None) return (PyObject *)self;
+    self->keywords = calloc((size_t)count + 1, 1);
+    if (self->keywords == NULL) {
+        Py_DECREF((PyObject *)self);
+        return PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        self->keywords[i] = PyTuple_GetItem(keywords, i) == Py_True;
+    }
     return (PyObject *)self;
 }
 
@@ -346,7 +370,7 @@ static PyMemberDef choice_members[] = {
 };
 
 static PyType_Slot choice_slots[] = {
-    {Py_tp_doc, "Choice(name, implementations, refuse=None)\n--\n\n"
+    {Py_tp_doc, "Choice(name, implementations, refuse=None, keywords=None)\n--\n\n"
                 "Calls the first implementation that takes a call."},
     {Py_tp_new, choice_new},
     {Py_tp_call, PyVectorcall_Call},

@@ -1,56 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations and their gradients, by ``_core.activation`` and ``_core.activation_backward``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.builtin.values import quantized, wide
+from transformer_engine.plugin.builtin.values import placed, quantized, wide
 
 _KINDS = {name: kind for kind, name in enumerate(_core.activation_names())}
 
 
-def _run(op: str, kind: str, input: Any, quantizer: Any, **numbers: float) -> Any:
+_Places = Sequence[Tensor | None] | None
+"""Where results go; see `values.placed`."""
+
+
+def _run(op: str, kind: str, input: Any, quantizer: Any, places: _Places, **numbers: float) -> Any:
     inp = wide(op, "input", input)
     columns = inp.shape[-1]
     if kind.endswith("glu"):
         if columns % 2:
             raise ValueError(f"{op}: input: {columns} columns, expected two halves")
         columns //= 2
-    out = inp.new_empty(*inp.shape[:-1], columns)
-    _core.activation(inp, _KINDS[kind], wide=out, **numbers)
-    return quantized(op, out, quantizer)
+    made = placed(places, 0, inp, (*inp.shape[:-1], columns))
+    _core.activation(inp, _KINDS[kind], wide=made, **numbers)
+    return quantized(op, made, quantizer)
 
 
 def _run_backward(
-    op: str, kind: str, grad: Any, fwd_input: Any, bias_grad: Tensor | None, **numbers: float
+    op: str,
+    kind: str,
+    grad: Any,
+    fwd_input: Any,
+    bias_grad: Tensor | None,
+    places: _Places,
+    **numbers: float,
 ) -> Tensor:
     inp = wide(op, "fwd_input", fwd_input)
-    made = torch.empty_like(inp)
+    made = placed(places, -1, inp, inp.shape)
     given = {"wide": made, "bias_grad": bias_grad, **numbers}
     _core.activation_backward(wide(op, "grad", grad), inp, _KINDS[kind], **given)
     return made
 
 
 def _forward(name: str) -> Callable:
-    def run(input: Tensor, quantizer: Any) -> Any:
-        return _run(name, name, input, quantizer)
+    def run(input: Tensor, quantizer: Any, *, out: _Places = None) -> Any:
+        return _run(name, name, input, quantizer, out)
 
     halves = "; of a gated one, [..., 2 columns]: the first half is activated, the second a factor"
     run.__doc__ = f"""`{name}` of [..., columns]{halves if name.endswith("glu") else ""}.
 
-    In fp32, rounded to the dtype of `input`; cast by `quantizer` where that is not None.
+    In fp32, rounded to the dtype of `input`; cast by `quantizer` where that is not None. `out`:
+    where the result goes, see `values.placed`.
     TypeError or ValueError for other arguments.
     """
     return _named(run, name)
 
 
 def _gradient(name: str) -> Callable:
-    def run(grad: Tensor, fwd_input: Tensor, quantizer: Any) -> Any:
-        made = _run_backward(f"d{name}", name, grad, fwd_input, None)
+    def run(grad: Tensor, fwd_input: Tensor, quantizer: Any, *, out: _Places = None) -> Any:
+        made = _run_backward(f"d{name}", name, grad, fwd_input, None, out)
         return quantized(f"d{name}", made, quantizer)
 
     run.__doc__ = f"""Gradient of the input of `{name}`, of the shape and dtype of `fwd_input`.
@@ -63,9 +73,11 @@ def _gradient(name: str) -> Callable:
 def _gradient_and_bias(name: str) -> Callable:
     op = f"dbias_d{name}"
 
-    def run(grad: Tensor, fwd_input: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
-        sums = fwd_input.new_empty(fwd_input.shape[-1], dtype=grad.dtype)
-        made = _run_backward(op, name, grad, fwd_input, sums)
+    def run(
+        grad: Tensor, fwd_input: Tensor, quantizer: Any, *, out: _Places = None
+    ) -> tuple[Tensor, Any]:
+        sums = placed(out, 0, fwd_input, fwd_input.shape[-1:], grad.dtype)
+        made = _run_backward(op, name, grad, fwd_input, sums, out)
         return sums, quantized(op, made, quantizer)
 
     run.__doc__ = f"""(gradient of the bias before `{name}`, `d{name}`).
@@ -92,18 +104,33 @@ sreglu, dsreglu = _forward("sreglu"), _gradient("sreglu")
 swiglu, dswiglu = _forward("swiglu"), _gradient("swiglu")
 
 
-def clamped_swiglu(input: Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702) -> Any:
+def clamped_swiglu(
+    input: Tensor,
+    quantizer: Any,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    *,
+    out: _Places = None,
+) -> Any:
     """Compute a' sigmoid(alpha a') (b' + 1), a' = min(a, limit), b' = clamp(b, ±limit), of [a b].
 
     Else as `swiglu`.
     """
-    return _run("clamped_swiglu", "clamped_swiglu", input, quantizer, limit=limit, alpha=alpha)
+    op = "clamped_swiglu"
+    return _run(op, op, input, quantizer, out, limit=limit, alpha=alpha)
 
 
 def clamped_dswiglu(
-    grad: Tensor, fwd_input: Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702
+    grad: Tensor,
+    fwd_input: Tensor,
+    quantizer: Any,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    *,
+    out: _Places = None,
 ) -> Any:
     """Gradient of the input of `clamped_swiglu`; else as `dswiglu`."""
     op = "clamped_dswiglu"
-    made = _run_backward(op, "clamped_swiglu", grad, fwd_input, None, limit=limit, alpha=alpha)
+    numbers = {"limit": limit, "alpha": alpha}
+    made = _run_backward(op, "clamped_swiglu", grad, fwd_input, None, out, **numbers)
     return quantized(op, made, quantizer)

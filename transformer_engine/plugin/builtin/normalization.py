@@ -5,13 +5,15 @@ Statistics are fp32, [rows] for an input [..., columns]. `sm_margin` is accepted
 no kernel here waits for others.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.builtin.values import quantized, torch_dtype, wide
+from transformer_engine.plugin.builtin.values import computed, placed, torch_dtype, wide
 
 
 def _matrix(tensor: Tensor) -> Tensor:
@@ -25,31 +27,32 @@ def _share(one: Tensor, other: Tensor) -> bool:
 
 
 def _forward(
-    op: str, kind: int, tensors: tuple, options: tuple, ln_out: Any, quantizer: Any
+    op: str, kind: int, tensors: tuple, options: tuple, ln_out: Any, quantizer: Any, out: Any
 ) -> tuple[Any, Tensor | None, Tensor]:
     input, weight, bias = tensors
     eps, otype, zero_centered = options
     inp, gamma = wide(op, "input", input), wide(op, "weight", weight)
-    rows = inp.shape[:-1].numel()
-    rsigma = inp.new_empty(rows, dtype=torch.float32)
-    mean = torch.empty_like(rsigma) if kind == _core.NORM_LAYERNORM else None
+    rows = (inp.shape[:-1].numel(),)
+    rsigma = placed(out, 2, inp, rows, torch.float32)
+    mean = placed(out, 1, inp, rows, torch.float32) if kind == _core.NORM_LAYERNORM else None
     dtype = torch_dtype(op, "otype", otype)
-    plain = isinstance(ln_out, Tensor) and not hasattr(type(ln_out), "_dequantized")
-    direct = plain and quantizer is None and ln_out.dtype == dtype and ln_out.shape == inp.shape
-    direct = direct and ln_out.is_contiguous() and not _share(ln_out, inp)
-    out = ln_out.detach() if direct else torch.empty_like(inp, dtype=dtype)
-    _core.norm(
+    run = partial(
+        _core.norm,
         _matrix(inp),
         kind,
         gamma=gamma,
         beta=None if bias is None else wide(op, "bias", bias).to(gamma.dtype),
         mean=mean,
         rsigma=rsigma,
-        wide=_matrix(out),
         eps=eps,
         zero_centered=zero_centered,
     )
-    return ln_out if direct else quantized(op, out, quantizer, ln_out), mean, rsigma
+    plain = isinstance(ln_out, Tensor) and not hasattr(type(ln_out), "_dequantized")
+    direct = plain and quantizer is None and ln_out.dtype == dtype and ln_out.shape == inp.shape
+    if direct and ln_out.is_contiguous() and not _share(ln_out, inp):
+        run(wide=_matrix(ln_out.detach()))
+        return ln_out, mean, rsigma
+    return computed(op, run, inp, dtype, quantizer, ln_out), mean, rsigma
 
 
 def layernorm_fwd(
@@ -62,6 +65,8 @@ def layernorm_fwd(
     otype: Any,
     sm_margin: int,
     zero_centered_gamma: bool,
+    *,
+    out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Any, Tensor, Tensor]:
     """(y, mu, rsigma): y = (x - mu) rsigma weight + bias, rsigma = 1 / sqrt(var + eps), by rows.
 
@@ -83,6 +88,8 @@ def layernorm_fwd(
         Not needed.
     zero_centered_gamma : bool
         The factor is 1 + weight.
+    out : sequence of Tensor, optional
+        Where y, mu and rsigma go; see `values.placed`. That of y is `ln_out`.
 
     Raises
     ------
@@ -97,6 +104,7 @@ def layernorm_fwd(
         (eps, otype, zero_centered_gamma),
         ln_out,
         quantizer,
+        out,
     )
 
 
@@ -109,6 +117,8 @@ def rmsnorm_fwd(
     otype: Any,
     sm_margin: int,
     zero_centered_gamma: bool,
+    *,
+    out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Any, Tensor | None, Tensor]:
     """(y, None, rsigma): y = x rsigma weight, rsigma = 1 / sqrt(mean(x²) + eps).
 
@@ -122,18 +132,19 @@ def rmsnorm_fwd(
         (eps, otype, zero_centered_gamma),
         ln_out,
         quantizer,
+        out,
     )
 
 
 def _backward(
-    op: str, kind: int, tensors: tuple, add: Any, zero_centered: bool
+    op: str, kind: int, tensors: tuple, add: Any, zero_centered: bool, out: Any
 ) -> tuple[Tensor, ...]:
     dy, x, mu, rsigma, gamma = tensors
     grad, inp, gamma = wide(op, "dy", dy), wide(op, "x", x), wide(op, "gamma", gamma)
-    made = torch.empty_like(inp), torch.empty_like(gamma)
+    made = placed(out, 0, inp, inp.shape), placed(out, 1, gamma, gamma.shape)
     if add is not None:
         add = _matrix(wide(op, "add", add).to(inp.dtype))
-    beta_grad = torch.empty_like(gamma) if kind == _core.NORM_LAYERNORM else None
+    beta_grad = placed(out, 2, gamma, gamma.shape) if kind == _core.NORM_LAYERNORM else None
     _core.norm_backward(
         _matrix(grad),
         _matrix(inp),
@@ -158,15 +169,18 @@ def layernorm_bwd(
     gamma: Tensor,
     sm_margin: int = 0,
     zero_centered_gamma: bool = False,
+    *,
+    out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dgamma, dbeta) of `layernorm_fwd`, in the dtypes of x and gamma.
 
-    `mu` and `rsigma` [rows] fp32 are those of the forward. TypeError or ValueError for arguments
-    that do not go together.
+    `mu` and `rsigma` [rows] fp32 are those of the forward; `out`: where results go, see
+    `values.placed`. TypeError or ValueError for arguments that do not go together.
     """
     del sm_margin
     tensors = dy, x, mu, rsigma, gamma
-    return _backward("layernorm_bwd", _core.NORM_LAYERNORM, tensors, None, zero_centered_gamma)
+    kind = _core.NORM_LAYERNORM
+    return _backward("layernorm_bwd", kind, tensors, None, zero_centered_gamma, out)
 
 
 def rmsnorm_bwd(
@@ -177,11 +191,13 @@ def rmsnorm_bwd(
     sm_margin: int = 0,
     zero_centered_gamma: bool = False,
     eps: float = 1e-05,
+    *,
+    out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dx, dgamma) of `rmsnorm_fwd`; arguments as of `layernorm_bwd`, `eps` is in `rsigma`."""
     del sm_margin, eps
     tensors = dy, x, None, rsigma, gamma
-    return _backward("rmsnorm_bwd", _core.NORM_RMSNORM, tensors, None, zero_centered_gamma)
+    return _backward("rmsnorm_bwd", _core.NORM_RMSNORM, tensors, None, zero_centered_gamma, out)
 
 
 def rmsnorm_bwd_add(
@@ -192,8 +208,11 @@ def rmsnorm_bwd_add(
     gamma: Tensor,
     sm_margin: int,
     zero_centered_gamma: bool,
+    *,
+    out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`rmsnorm_bwd` with `add`, of the shape of `x`, added to dx as it is rounded."""
     del sm_margin
     tensors = dz, x, None, rsigma, gamma
-    return _backward("rmsnorm_bwd_add", _core.NORM_RMSNORM, tensors, add, zero_centered_gamma)
+    op, kind = "rmsnorm_bwd_add", _core.NORM_RMSNORM
+    return _backward(op, kind, tensors, add, zero_centered_gamma, out)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the implementations of several groups do with their arguments and results."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,25 @@ from transformer_engine.pytorch.constants import TE_DType_To_Torch
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.plugins import native
 from transformer_engine.pytorch.quantizer import Quantizer
+from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.float8_tensor import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+)
+from transformer_engine.pytorch.tensor.two_forms import TwoFormQuantizer
 
-__all__ = ["checked", "exact", "like", "quantized", "refuse", "torch_dtype", "wide", "written"]
+__all__ = [
+    "checked",
+    "computed",
+    "exact",
+    "like",
+    "placed",
+    "quantized",
+    "refuse",
+    "torch_dtype",
+    "wide",
+    "written",
+]
 
 
 def torch_dtype(op: str, name: str, value: Any) -> torch.dtype:
@@ -86,6 +104,52 @@ def quantized(op: str, values: Tensor, quantizer: Any, out: Any = None) -> Any:
         like(op, "out", out, tuple(values.shape), out.dtype).detach().copy_(values)
         return out if quantizer is None else quantizer.quantize(values)
     return values if quantizer is None else quantizer.quantize(values)
+
+
+_FUSED = (Float8Quantizer, Float8CurrentScalingQuantizer, TwoFormQuantizer)
+"""Whose casts are of the C library and of nothing else."""
+
+
+@native
+def computed(
+    op: str, run: Callable[..., None], like: Tensor, dtype: torch.dtype, quantizer: Any, out: Any
+) -> Any:
+    """What an operator makes that casts as it computes, as it is asked for: see `quantized`.
+
+    ``run(**fields)`` runs it on matrices, with fields of ``te_cast_request``. `like` is a tensor of
+    the shape of the values.
+    """
+    is_quantized = hasattr(type(out), "_dequantized")
+    caster = out._caster() if is_quantized and quantizer is None else quantizer
+    whole = is_quantized and getattr(out, "_viewed", None) is None
+    fits = isinstance(caster, _FUSED) and (whole or out is None)
+    if not fits or dtype != torch.float32 or like.numel() == 0:
+        made = torch.empty_like(like, dtype=dtype)
+        run(wide=made.flatten(0, -2) if made.dim() > 1 else made[None])
+        return quantized(op, made, quantizer, out)
+    if is_quantized and (tuple(out.shape) != tuple(like.shape) or out.device != like.device):
+        return quantized(op, torch.empty_like(like, dtype=dtype), quantizer, out)  # which raises
+    into = caster.make_empty(like.shape, dtype=dtype, device=like.device) if out is None else out
+    into._write(casts.Computed(run, (like.shape[:-1].numel(), like.shape[-1]), like.device), caster)
+    return into
+
+
+def placed(
+    out: Any, at: int, like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
+) -> Tensor:
+    """Where a result goes: to its place among `out`, where that is one for it, else a new tensor.
+
+    Places are tensors for the results in their order, as modules give them to implementations with
+    a keyword `out`: in the dtypes in which these are wanted, None for what is not. `like`: whose
+    device, and where `dtype` is None whose dtype, it has.
+    """
+    dtype = like.dtype if dtype is None else dtype
+    given = None if out is None else out[at]
+    if given is None or given.dtype != dtype or not given.is_contiguous():
+        return like.new_empty(shape, dtype=dtype)
+    if tuple(given.shape) != tuple(shape) or given.device != like.device:
+        return like.new_empty(shape, dtype=dtype)
+    return given.detach()
 
 
 def refuse(op: str, **given: Any) -> None:

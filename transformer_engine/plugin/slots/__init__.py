@@ -27,6 +27,7 @@ __all__ = [
     "MAPPED",
     "NATIVE",
     "OPERATORS",
+    "PLACED",
     "Mapped",
     "overrides",
     "overriding",
@@ -86,6 +87,16 @@ MAPPED: tuple[Mapped, ...] = (
     Mapped("scaling_update", (_UPDATE,), "state:scaling_update"),
 )
 """In any order: an operator of the C library is in it once."""
+
+PLACED: frozenset[str] = frozenset(
+    name
+    for row in MAPPED
+    if row.op.partition("_")[0] in ("norm", "activation")
+    for name in row.names
+    if name not in _CASTS
+)
+"""Operators whose implementations are told where results go that the signature has no place for:
+by the keyword `out`, a tuple of tensors for the results, if they have a parameter of that name."""
 
 ATTENTION_CLASS = "get_flash_attention_class"
 """It is no operator of the C library: `te.DotProductAttention` asks for the class at a call."""

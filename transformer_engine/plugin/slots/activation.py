@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.slots.fields import Fields, written
+from transformer_engine.plugin.slots.casts import OPERATORS
+from transformer_engine.plugin.slots.fields import Fields, apart, written
 from transformer_engine.plugin.slots.values import CAST_FIELDS, are_cast, deliver
 
 _KINDS = tuple(_core.activation_names())
@@ -27,7 +29,12 @@ def _numbers(kind: str, fields: Fields) -> tuple | None:
 
 def _casts_elsewhere(fields: Fields, choices: Mapping[str, Any]) -> bool:
     """Whether the values of a call are this library's, and their cast is not."""
-    return are_cast(fields) and bool(choices.keys() & {"quantize", "bgrad_quantize"})
+    return are_cast(fields) and bool(choices.keys() & OPERATORS)
+
+
+def _place(fields: Fields, *read: Tensor) -> Tensor | None:
+    """Where the values of a call go; None where they are cast, too."""
+    return None if are_cast(fields) else apart(fields["wide"], *read)
 
 
 def forward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
@@ -38,7 +45,7 @@ def forward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
         choice, numbers = choices.get(kind), _numbers(kind, fields)
         made: Any = NotImplemented
         if choice is not None and numbers is not None:
-            made = choice(inp, None, *numbers)
+            made = choice(inp, None, *numbers, out=(_place(fields, inp),))
         if made is NotImplemented:
             if not _casts_elsewhere(fields, choices):
                 return NotImplemented
@@ -63,7 +70,7 @@ def backward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
         numbers = _numbers(kind, fields)
         found: Any = NotImplemented
         if with_sums is not None and sums is not None:
-            found = with_sums(grad, inp, None)
+            found = with_sums(grad, inp, None, out=(sums, _place(fields, grad, inp)))
         if found is not NotImplemented:
             total, made = found
             written(f"dbias_{name}", "the gradient of the bias", sums, total)
@@ -71,7 +78,7 @@ def backward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
             return None
         made = NotImplemented
         if choice is not None and numbers is not None:
-            made = choice(grad, inp, None, *numbers)
+            made = choice(grad, inp, None, *numbers, out=(_place(fields, grad, inp),))
         if made is NotImplemented:
             if not _casts_elsewhere(fields, choices):
                 return NotImplemented

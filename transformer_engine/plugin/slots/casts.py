@@ -7,7 +7,7 @@ is done, and what one returns else is copied there.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ _RECIPES = {
     _core.SCALING_MXFP8: _core.RECIPE_MXFP8,
     _core.SCALING_NVFP4: _core.RECIPE_NVFP4,
 }
+OPERATORS = frozenset(("quantize", "bgrad_quantize"))
+"""Those that cast."""
 _SCALES = 2
 """Of data with one scale: its inverse, and the scale."""
 _FORMS = ("row", "row_scales", "column", "column_scales", "row_amax", "column_amax")
@@ -87,38 +89,66 @@ def cast_values(values: Tensor, fields: Fields, choices: Mapping[str, Any]) -> N
         _core.quantize(values, **given)
 
 
+class Place(NamedTuple):
+    """What an implementation casts with, and a tensor over the memory of the call for that."""
+
+    quantizer: Any
+    output: Any
+
+
+def place_of(fields: Fields, shape: tuple[int, int]) -> Place:
+    """Of a call that wants values of this shape quantized."""
+    data = fields["column"] if fields["row"] is None else fields["row"]
+    options, code = _options(fields), _code(data)
+    cast = OperandCast(_recipe(fields), code, fields["amax_epsilon"], options, fields["margin"])
+    quantizer = _quantizer(fields, cast, data.device)
+    quantizer.set_usage(rowwise=fields["row"] is not None, columnwise=fields["column"] is not None)
+    return Place(quantizer, _tensor_of(fields, quantizer, cast, shape))
+
+
+def _quantizer(fields: Fields, cast: OperandCast, device: torch.device) -> Any:
+    """What casts so: with the scale of the call, into its amax, by what it has measured."""
+    partials = fields["partials"]
+    if cast.recipe == _core.RECIPE_DELAYED:
+        amax = fields["amax"]
+        amax = torch.zeros(1, device=device) if amax is None else amax
+        quantizer = recipes.with_scale(cast, fields["scale"], amax, partials is not None)
+        quantizer._known = (partials,)
+        return quantizer
+    quantizer = recipes.format_of(cast).make(cast, device, False)
+    if cast.recipe == _core.RECIPE_CURRENT and partials is not None:
+        quantizer._known = (partials,)
+    return quantizer
+
+
+def settle(fields: Fields, place: Place, made: Any) -> None:
+    """See that what an implementation has made of a place is in the memory of the call."""
+    if made is not place.output:
+        _copy_forms(made, place.output, fields.get("noop"))
+    _clear_padding(fields, tuple(place.output.shape))
+
+
 def _cast_elsewhere(values: Tensor, fields: Fields, choices: Mapping[str, Any]) -> Any:
     """`cast_values` by an implementation of somebody else; NotImplemented where there is none."""
     with_sums, choice = choices.get("bgrad_quantize"), choices.get("quantize")
     sums = fields.get("bias_grad")
-    data = fields["column"] if fields["row"] is None else fields["row"]
-    if data is None or (with_sums is None and choice is None):
+    if (fields["row"] is None and fields["column"] is None) or (
+        with_sums is None and choice is None
+    ):
         return NotImplemented
-    options, code = _options(fields), _code(data)
-    cast = OperandCast(_recipe(fields), code, fields["amax_epsilon"], options, fields["margin"])
-    quantizer = recipes.format_of(cast).make(cast, values.device, fields["partials"] is not None)
-    quantizer.set_usage(rowwise=fields["row"] is not None, columnwise=fields["column"] is not None)
-    amax = fields["amax"]
-    if cast.recipe == _core.RECIPE_DELAYED:
-        quantizer.scale = fields["scale"]
-    shape = tuple(values.shape)
-    output = _tensor_of(fields, quantizer, cast, shape)
+    place = place_of(fields, tuple(values.shape))
     noop, made = fields.get("noop"), NotImplemented
     if with_sums is not None and sums is not None and noop is None:
-        made = with_sums(values, quantizer)
+        made = with_sums(values, place.quantizer)
         if made is not NotImplemented:
             total, made = made
             sums.copy_(total)
             sums = None
     if made is NotImplemented and choice is not None:
-        made = choice(values, quantizer, output, noop)
+        made = choice(values, place.quantizer, place.output, noop)
     if made is NotImplemented:
         return NotImplemented
-    if made is not output:
-        _copy_forms(made, output, noop)
-    _clear_padding(fields, shape)
-    if amax is not None and cast.recipe == _core.RECIPE_DELAYED:
-        amax.copy_(torch.maximum(amax, quantizer.amax.view(amax.shape)))
+    settle(fields, place, made)
     if sums is not None:
         _core.quantize(values, bias_grad=sums, noop=noop)
     return None

@@ -1,17 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of a call of an operator of the C library, and where results are put."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.plugin.slots import PLACED
 
-__all__ = ["Choices", "Fields", "written"]
+__all__ = ["Choices", "Fields", "apart", "written"]
 
 Fields = Mapping[str, Any]
 """Fields of a call by name: tensors over the memory of the call, None where absent, numbers."""
+
+
+def _placed(name: str, asked: tuple) -> tuple[bool, ...] | None:
+    """Which of an operator's implementations take the places of results; None: it has none."""
+    return tuple(_takes_out(one.function) for one in asked) if name in PLACED else None
+
+
+def _takes_out(function: Callable) -> bool:
+    """Whether it names `out` among its parameters; what passes on any keyword may not."""
+    try:
+        parameter = inspect.signature(function).parameters.get("out")
+    except (TypeError, ValueError):  # of what has none to show
+        return False
+    return parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
 
 
 class Choices(dict):
@@ -22,7 +38,9 @@ class Choices(dict):
     ) -> None:
         """Of those of `names` that `asked` has implementations of; `refuse` as of `selection`."""
         super().__init__(
-            (name, _core.Choice(name, asked[name], refuse)) for name in names if name in asked
+            (name, _core.Choice(name, asked[name], refuse, _placed(name, asked[name])))
+            for name in names
+            if name in asked
         )
         self._asked, self._refuse = asked, refuse
 
@@ -31,6 +49,13 @@ class Choices(dict):
         if self._refuse is not None:
             self._refuse(name, self._asked[name])
         return NotImplemented
+
+
+def apart(into: Tensor | None, *read: Tensor | None) -> Tensor | None:
+    """Where a result goes, as a matrix; None where that is one of the tensors it is made of."""
+    if into is None or any(t is not None and t.data_ptr() == into.data_ptr() for t in read):
+        return None
+    return into.view(-1, into.shape[-1])
 
 
 def written(op: str, name: str, out: Tensor | None, values: Any) -> None:

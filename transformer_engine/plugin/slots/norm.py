@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.slots.fields import Fields, written
-from transformer_engine.plugin.slots.values import CAST_FIELDS, are_cast, deliver
+from transformer_engine.plugin.slots.casts import OPERATORS
+from transformer_engine.plugin.slots.fields import Fields, apart, written
+from transformer_engine.plugin.slots.values import CAST_FIELDS, are_cast, asked_for, deliver
 
 _NAMES = {_core.NORM_LAYERNORM: "layernorm", _core.NORM_RMSNORM: "rmsnorm"}
 _FORWARD = (
@@ -29,33 +30,39 @@ def _factor(gamma: Tensor | None, inp: Tensor, zero_centered: bool) -> Tensor:
 def forward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
     """A norm, cast as asked.
 
-    Values that are cast are asked for in fp32, as this library casts them.
+    Values that are cast are asked for in fp32, as this library casts them, with the quantizer that
+    does it.
     """
 
     def run(fields: Fields) -> Any:
         kind, inp = fields["kind"], fields["input"]
         choice = choices.get(f"{_NAMES.get(kind)}_fwd")
         cast = are_cast(fields)
-        values = NotImplemented
+        values, place = NotImplemented, None
+        wanted = (None, None) if fields["statistics_given"] else (fields["mean"], fields["rsigma"])
         if choice is not None:
             zero_centered = bool(fields["zero_centered"])
             matrix = inp.reshape(-1, inp.shape[-1])
             given = (matrix, _factor(fields["gamma"], inp, zero_centered))
             given += (fields["beta"],) if kind == _core.NORM_LAYERNORM else ()
-            out = None if cast else fields["wide"]
-            otype = torch.float32 if out is None else out.dtype
-            out = None if out is None else out.view(matrix.shape)
-            values = choice(*given, fields["eps"], out, None, otype, 0, zero_centered)
+            quantizer, out, otype = None, None, torch.float32
+            if not cast:
+                otype = fields["wide"].dtype
+                out = fields["wide"].view(matrix.shape)
+            else:
+                place = asked_for(fields, tuple(matrix.shape), choices)
+                quantizer, out = (None, None) if place is None else place
+            options = fields["eps"], out, quantizer, otype, 0, zero_centered
+            values = choice(*given, *options, out=(out, *wanted))
         if values is NotImplemented:
-            if not cast or not choices.keys() & {"quantize", "bgrad_quantize"}:
+            if not cast or not choices.keys() & OPERATORS:
                 return NotImplemented
             values = _native(fields)
         made, mean, rsigma = values
         op = f"{_NAMES.get(kind, 'norm')}_fwd"
-        if not fields["statistics_given"]:
-            written(op, "mu", fields["mean"], mean)
-            written(op, "rsigma", fields["rsigma"], rsigma)
-        deliver(op, fields, made, choices)
+        written(op, "mu", wanted[0], mean)
+        written(op, "rsigma", wanted[1], rsigma)
+        deliver(op, fields, made, choices, place)
         return None
 
     return run, _FORWARD
@@ -105,17 +112,19 @@ def backward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
         mean = (fields["mean"],) if kind == _core.NORM_LAYERNORM else ()
         statistics = (*mean, fields["rsigma"])
         gamma = _factor(fields["gamma"], inp, zero_centered)
+        into, of_beta = fields["grad_input"], (fields["beta_grad"],)
+        places = apart(into, grad, matrix, residual), fields["gamma_grad"]
+        places += of_beta if kind == _core.NORM_LAYERNORM else ()
         found: Any = NotImplemented
         if adds is not None and residual is not None:
             other = residual.reshape(-1, columns)
-            found = adds(grad, matrix, other, *statistics, gamma, 0, zero_centered)
+            found = adds(grad, matrix, other, *statistics, gamma, 0, zero_centered, out=places)
         added = found is not NotImplemented
         if not added and choice is not None:
-            found = choice(grad, matrix, *statistics, gamma, 0, zero_centered)
+            found = choice(grad, matrix, *statistics, gamma, 0, zero_centered, out=places)
         if found is NotImplemented:
             return NotImplemented
         op = f"{name}_bwd"
-        into = fields["grad_input"]
         if into is not None and residual is not None and not added:
             _add(op, into, found[0], residual)
         else:

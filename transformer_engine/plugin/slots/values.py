@@ -10,7 +10,7 @@ from transformer_engine import _core
 from transformer_engine.plugin.slots import casts
 from transformer_engine.plugin.slots.fields import Fields, written
 
-__all__ = ["CAST_FIELDS", "are_cast", "deliver"]
+__all__ = ["CAST_FIELDS", "are_cast", "asked_for", "deliver"]
 
 _OWN = ("wide", "amax_partials")
 _OF_QUANTIZE = tuple(name for name, *_ in _core.op_fields("quantize"))
@@ -24,8 +24,36 @@ def are_cast(fields: Fields) -> bool:
     return any(fields[name] is not None for name in wanted)
 
 
-def deliver(op: str, fields: Fields, values: Tensor, choices: Mapping[str, Any]) -> None:
-    """Put the values that an operator has computed where a call wants them, as it wants them."""
+def asked_for(
+    fields: Fields, shape: tuple[int, int], choices: Mapping[str, Any]
+) -> casts.Place | None:
+    """What an implementation is asked to cast its values with, and where to.
+
+    None: they are asked for as they are. So they are where somebody else casts them, and where a
+    call wants more of them than their codes.
+    """
+    if choices.keys() & casts.OPERATORS or (fields["row"] is None and fields["column"] is None):
+        return None
+    more = "wide", "amax_partials", "bias_grad"
+    if any(fields.get(name) is not None for name in more):
+        return None
+    return casts.place_of(fields, shape)
+
+
+def deliver(
+    op: str,
+    fields: Fields,
+    values: Any,
+    choices: Mapping[str, Any],
+    place: casts.Place | None = None,
+) -> None:
+    """Put the values that an operator has computed where a call wants them, as it wants them.
+
+    An implementation that was asked to cast them may have left that to us.
+    """
+    if place is not None and hasattr(type(values), "_dequantized"):
+        casts.settle(fields, place, values)
+        return
     if not isinstance(values, Tensor):
         raise TypeError(f"{op}: the result: {type(values).__name__}, expected a tensor")
     columns = values.shape[-1]

@@ -6,8 +6,9 @@ All formats go through these four. Data are uint8, [..., columns] row-wise and
 is the code of an element, ``_core.DTYPE_*``.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformer_engine.pytorch.operators import traceable
 from transformer_engine.pytorch.tensors import ALIGNMENT
 
 __all__ = [
+    "Computed",
     "cast",
     "dequantize",
     "empty_columns",
@@ -87,6 +89,43 @@ def padded(data: Tensor) -> Tensor:
     return torch.nn.functional.pad(data, (0, missing))
 
 
+class Computed:
+    """Values of an operator that casts what it computes, as the source of a cast.
+
+    A cast that needs no amax before is part of the operator; for any other the values are written
+    first, in fp32: the bits are the same.
+
+    Parameters
+    ----------
+    run : callable
+        ``run(**fields)`` runs the operator, with fields of ``te_cast_request``.
+    shape : sequence of int
+        Of the values, [rows, columns].
+    device : torch.device
+    """
+
+    def __init__(
+        self, run: Callable[..., None], shape: Sequence[int], device: torch.device
+    ) -> None:
+        self.shape, self.device = tuple(shape), device
+        self._run = run
+        self._values: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """Compute them; once."""
+        if self._values is None:
+            self._values = torch.empty(self.shape, dtype=torch.float32, device=self.device)
+            self._run(wide=self._values)
+        return self._values
+
+    def cast(self, **fields: Any) -> None:
+        """Cast them as these fields say."""
+        if self._values is None and not fields["row_scaled"]:  # te_quantize alone measures rows
+            self._run(**fields)
+        else:
+            _core.quantize(self.values(), **fields)
+
+
 def readable(source: Tensor) -> Tensor:
     """Convert to a dtype that casts read: fp32, unless it is fp16 or bf16."""
     return source if source.dtype in _HIGH_PRECISION else source.to(torch.float32)
@@ -110,7 +149,7 @@ _obeying_amax, _obeying_transpose = map(_core.obeying, ("amax", "transpose"))
 
 
 def _cast(
-    source: Tensor,
+    source: Tensor | Computed,
     scaling: int,
     dtype: int,
     row: Tensor | None = None,
@@ -135,8 +174,11 @@ def _cast(
     row_scaled: bool = False,
 ) -> None:
     element = _core.torch_dtype(dtype)
-    _obeying_quantize(
-        source,
+    if isinstance(source, Computed):
+        run, noops = source.cast, {}
+    else:
+        run, noops = functools.partial(_obeying_quantize, source), {"noop": noop}
+    run(
         mode=scaling,
         row=_elements(row, element),
         row_scales=row_scales,
@@ -157,7 +199,7 @@ def _cast(
         four_over_six=four_over_six,
         scales_to_256=int(scales_to_256),
         row_scaled=int(row_scaled),
-        noop=noop,
+        **noops,
     )
 
 
@@ -176,11 +218,14 @@ _traced_cast = torch_ops.define_obeying(
 )
 
 
-def cast(source: Tensor, scaling: int, dtype: int, **arguments: Any) -> None:
+def cast(source: Tensor | Computed, scaling: int, dtype: int, **arguments: Any) -> None:
     """Cast high precision into row-wise and (or) column-wise data, by a scale or by partial maxima.
 
     The arguments are those of `_cast`; what is None is not read or not written.
     """
+    if isinstance(source, Computed):
+        _cast(source, scaling, dtype, **arguments)
+        return
     traced = torch_ops.behind_operators(source) or (dispatch_modes() and torch_ops.watched())
     source = readable(source).detach()
     if not traced:
@@ -205,15 +250,17 @@ _run_measure = traceable(
 )
 
 
-def measure(source: Tensor, hadamard: bool = False) -> Tensor:
+def measure(source: Tensor | Computed, hadamard: bool = False) -> Tensor:
     """Partial maxima of |source|, fp32 [AMAX_PARTIALS], NaN ignored; the largest is the amax.
 
     With `hadamard` of the transformed groups of 16 values of a column.
     """
+    if isinstance(source, Computed):
+        source = source.values()
     return _run_measure(torch_ops.behind_operators(source), readable(source).detach(), hadamard)
 
 
-def no_partials(source: Tensor) -> Tensor:
+def no_partials(source: Tensor | Computed) -> Tensor:
     """What `measure` would give of no values, where values are."""
     return torch.zeros(_core.AMAX_PARTIALS, dtype=torch.float32, device=source.device)
 

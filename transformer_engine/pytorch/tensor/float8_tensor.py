@@ -379,6 +379,12 @@ class _PerTensorQuantizer(Quantizer):
 
     TENSOR, STORAGE = Float8Tensor, Float8TensorStorage
     dtype: DType  # of the codes
+    _known: tuple[Tensor | None] | None = None
+    """Partial maxima of what is cast, where somebody has measured them; (None,): the scale is not
+    0, so nobody needs them."""
+
+    def _partials(self, source: Tensor) -> Tensor | None:
+        return casts.measure(source) if self._known is None else self._known[0]
 
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
         if not (self.rowwise_usage or self.columnwise_usage):
@@ -451,7 +457,8 @@ class Float8Quantizer(_PerTensorQuantizer):
         if scale is None:
             scale = self.scale.to(source.device)
         # Of scale 0 the scale is that of the partials: 1 of none.
-        partials = casts.measure(source) if self.measure_first else casts.no_partials(source)
+        measured = self.measure_first or self._known is not None
+        partials = self._partials(source) if measured else casts.no_partials(source)
         how = {"scale": scale, "amax": amax, "partials": partials}
         self._write_forms(source, into, noop, how)
 
@@ -542,8 +549,8 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
             )
 
     def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
-        partials = casts.measure(source)
-        if self.with_amax_reduction:
+        partials = self._partials(source)
+        if self.with_amax_reduction and self._known is None:
             torch.distributed.all_reduce(
                 partials, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
             )

@@ -83,10 +83,15 @@ def _has(cast: OperandCast, option: int) -> bool:
     return bool(cast.options & option)
 
 
+def with_scale(cast: OperandCast, scale: Tensor, amax: Tensor, first: bool) -> Float8Quantizer:
+    """What casts with a scale and an amax of somebody, row-wise; see `Float8Quantizer`."""
+    options = {"columnwise": False, "measure_first": first}
+    return Float8Quantizer(scale, amax, _ELEMENTS[cast.dtype], **options)
+
+
 def _delayed(cast: OperandCast, device: torch.device, first: bool) -> Quantizer:
     scale = torch.full((1,), 0.0 if first else 1.0, device=device)
-    options = {"columnwise": False, "measure_first": first}
-    return Float8Quantizer(scale, torch.zeros_like(scale), _ELEMENTS[cast.dtype], **options)
+    return with_scale(cast, scale, torch.zeros_like(scale), first)
 
 
 def _how(cast: OperandCast) -> dict[str, Any]:
