@@ -3,7 +3,7 @@
 
 Layers of a GPT with RMSNorm, forward and backward. The plug-ins are functions in Python that call
 this library's own kernels, so all that a step takes longer is what the system costs: the host's
-time, and on the device passes over tensors that a module without plug-ins saves. One plug-in has
+time (which counts where it is longer than the device's), and on the device passes over tensors that a module without plug-ins saves. One plug-in has
 all three operators of the norm and takes the places of results (`out`). The other has `rmsnorm_fwd`
 and `rmsnorm_bwd` with the signatures alone: its gradients are copied, or summed with that of the
 residual in a pass of their own, and the limit is that of one more pass over each. Steps of all
@@ -13,9 +13,10 @@ kinds take turns.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import modes
 import torch
@@ -33,6 +34,7 @@ PLACED = (*PLAIN, "rmsnorm_bwd_add")
 COLUMNS = [
     Column("precision", "precision", "<10s"),
     Column("plugins", "plug-ins", "<22s"),
+    Column("host_us", "host us", ">8.0f"),
     Column("step_us", "step us", ">10.1f"),
     Column("spread", "quartiles", "<19s"),
     Column("over_us", "over none us", ">12.1f"),
@@ -63,14 +65,26 @@ def register() -> Any:
     return manager.obeyed()
 
 
-def sizes_of(machine: Machine) -> tuple[int, int, int, int, int]:
-    """Layers, hidden size, heads, length, batch: of a GPT of 124 million parameters."""
-    return (1, 64, 2, 16, 2) if machine.quick or not machine.cuda else (12, 768, 12, 1024, 16)
+class Sizes(NamedTuple):
+    """Of a GPT."""
+
+    layers: int
+    hidden: int
+    heads: int
+    length: int
+    batch: int
 
 
-def make_step(machine: Machine, recipe: Any) -> Callable[[], None]:
+MODELS = {
+    "124 million parameters": Sizes(12, 768, 12, 1024, 16),
+    "6 of the 24 layers of 1.3 billion": Sizes(6, 2048, 16, 2048, 8),
+}
+SMALL = {"as on a GPU": Sizes(1, 64, 2, 16, 2)}
+
+
+def make_step(machine: Machine, sizes: Sizes, recipe: Any) -> Callable[[], None]:
     """A forward and backward of all layers."""
-    layers, hidden, heads, length, batch = sizes_of(machine)
+    layers, hidden, heads, length, batch = sizes
     stack = torch.nn.ModuleList(
         te.TransformerLayer(
             hidden, 4 * hidden, heads, normalization="RMSNorm", hidden_dropout=0.0,
@@ -115,24 +129,37 @@ def obeying(dispatcher: Any, kind: str) -> Iterator[None]:
         yield
 
 
-def rows(machine: Machine, dispatcher: Any, limit: float) -> Iterator[dict[str, Any]]:
+def host_time(step: Callable[[], None], machine: Machine) -> float:
+    """Seconds until the host has given all of a step to the device, the best of five."""
+    found = []
+    for _ in range(5):
+        if machine.cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def rows(machine: Machine, sizes: Sizes, dispatcher: Any, limit: float) -> Iterator[dict[str, Any]]:
     """A row for each precision and kind."""
     turns, calls = (3, 1) if machine.quick else (9, 8)
     for precision, recipe in (("bf16", None), ("delayed", DelayedScaling())):
-        step = make_step(machine, recipe)
+        step = make_step(machine, sizes, recipe)
 
         def measure(kind: str, step: Callable = step) -> float:
             with obeying(dispatcher, kind):
                 warm(step, 2)
                 return machine.sustained_time(step, calls)
 
-        asked = {}
+        asked, host = {}, {}
         for kind in KINDS:
             with obeying(dispatcher, kind):
                 warm(step, 3)
                 before = sum(plugins.counts().values())
                 step()
                 asked[kind] = sum(plugins.counts().values()) - before
+                host[kind] = host_time(step, machine)
         times = alternate({kind: partial(measure, kind) for kind in KINDS}, turns)
         for kind in KINDS:
             own = Figure.of(times[kind])
@@ -140,7 +167,8 @@ def rows(machine: Machine, dispatcher: Any, limit: float) -> Iterator[dict[str, 
             over = Figure.of([one - none for one, none in pairs])
             # The plug-in's own call of this library's implementation counts as none.
             yield {
-                "precision": precision, "plugins": kind, "step_us": own.median * 1e6,
+                "precision": precision, "plugins": kind, "host_us": host[kind] * 1e6,
+                "step_us": own.median * 1e6,
                 "spread": f"{own.low * 1e6:.1f}-{own.high * 1e6:.1f}",
                 "over_us": over.median * 1e6, "overrides": asked[kind],
                 "each_us": over.median * 1e6 / max(asked[kind], 1),
@@ -152,13 +180,14 @@ def main() -> None:
     """Measure and report."""
     report: Report = start("overrides", parser(__doc__).parse_args())
     _core.find_selections(lambda: None)  # "none" is to find none
-    _, hidden, _, length, batch = sizes_of(report.machine)
-    copied = 2 * length * batch * hidden * torch.bfloat16.itemsize  # read and written
-    rate = report.machine.copy_rate()
+    machine, dispatcher = report.machine, register()
+    rate = machine.copy_rate()
     report.limit("copy TB/s", rate.median / 1e12, "device copy, read and write counted")
-    limit = copied / rate.median / 2
-    title = "{} layers, hidden {}, {} heads, {} tokens, batch {}".format(*sizes_of(report.machine))
-    report.table(title, COLUMNS, rows(report.machine, register(), limit))
+    for model, sizes in (SMALL if machine.quick or not machine.cuda else MODELS).items():
+        values = sizes.length * sizes.batch * sizes.hidden
+        limit = 2 * values * torch.bfloat16.itemsize / rate.median / 2  # of half the overrides
+        size = "{} layers, hidden {}, {} heads, {} tokens, batch {}".format(*sizes)
+        report.table(f"{model}: {size}", COLUMNS, rows(machine, sizes, dispatcher, limit))
     report.finish()
 
 

@@ -18,6 +18,8 @@ from transformer_engine.plugin.builtin.values import computed, placed, torch_dty
 
 def _matrix(tensor: Tensor) -> Tensor:
     """[rows, columns] of [..., columns]."""
+    if tensor.dim() == 2:
+        return tensor
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.plugin.slots import PLACED
 
-__all__ = ["Choices", "Fields", "apart", "written"]
+__all__ = ["Choices", "Fields", "apart", "matrix", "written"]
 
 Fields = Mapping[str, Any]
 """Fields of a call by name: tensors over the memory of the call, None where absent, numbers."""
@@ -53,9 +53,17 @@ class Choices(dict):
 
 def apart(into: Tensor | None, *read: Tensor | None) -> Tensor | None:
     """Where a result goes, as a matrix; None where that is one of the tensors it is made of."""
-    if into is None or any(t is not None and t.data_ptr() == into.data_ptr() for t in read):
+    if into is None:
         return None
-    return into.view(-1, into.shape[-1])
+    address = into.data_ptr()
+    if any(t is not None and t.data_ptr() == address for t in read):
+        return None
+    return matrix(into)
+
+
+def matrix(tensor: Tensor) -> Tensor:
+    """[rows, columns] of [..., columns]."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def written(op: str, name: str, out: Tensor | None, values: Any) -> None:
@@ -64,7 +72,7 @@ def written(op: str, name: str, out: Tensor | None, values: Any) -> None:
     Leading dims may be others, vectors may have dims of 1. TypeError for what is no tensor,
     ValueError for one of another shape.
     """
-    if out is None:
+    if out is None or values is out:
         return
     if not isinstance(values, Tensor):
         raise TypeError(f"{op}: {name}: {type(values).__name__}, expected a tensor")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.slots.casts import OPERATORS
-from transformer_engine.plugin.slots.fields import Fields, apart, written
+from transformer_engine.plugin.slots.fields import Fields, apart, matrix, written
 from transformer_engine.plugin.slots.values import CAST_FIELDS, are_cast, asked_for, deliver
 
 _NAMES = {_core.NORM_LAYERNORM: "layernorm", _core.NORM_RMSNORM: "rmsnorm"}
@@ -42,15 +42,16 @@ def forward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
         wanted = (None, None) if fields["statistics_given"] else (fields["mean"], fields["rsigma"])
         if choice is not None:
             zero_centered = bool(fields["zero_centered"])
-            matrix = inp.reshape(-1, inp.shape[-1])
-            given = (matrix, _factor(fields["gamma"], inp, zero_centered))
+            rows = matrix(inp)
+            given = (rows, _factor(fields["gamma"], inp, zero_centered))
             given += (fields["beta"],) if kind == _core.NORM_LAYERNORM else ()
             quantizer, out, otype = None, None, torch.float32
             if not cast:
                 otype = fields["wide"].dtype
-                out = fields["wide"].view(matrix.shape)
+                out = fields["wide"]
+                out = out if out.shape == rows.shape else out.view(rows.shape)
             else:
-                place = asked_for(fields, tuple(matrix.shape), choices)
+                place = asked_for(fields, tuple(rows.shape), choices)
                 quantizer, out = (None, None) if place is None else place
             options = fields["eps"], out, quantizer, otype, 0, zero_centered
             values = choice(*given, *options, out=(out, *wanted))
@@ -103,25 +104,23 @@ def backward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
         kind, inp, residual = fields["kind"], fields["input"], fields["grad_residual"]
         name = _NAMES.get(kind)
         choice, adds = choices.get(f"{name}_bwd"), choices.get(f"{name}_bwd_add")
-        columns = inp.shape[-1]
-        grad, matrix = fields["grad_output"], inp.reshape(-1, columns)
-        grad = grad.reshape(-1, columns)
+        grad, rows = matrix(fields["grad_output"]), matrix(inp)
         if fields["grad_add"] is not None:
-            grad = grad + fields["grad_add"].reshape(-1, columns)
+            grad = grad + matrix(fields["grad_add"])
         zero_centered = bool(fields["zero_centered"])
         mean = (fields["mean"],) if kind == _core.NORM_LAYERNORM else ()
         statistics = (*mean, fields["rsigma"])
         gamma = _factor(fields["gamma"], inp, zero_centered)
         into, of_beta = fields["grad_input"], (fields["beta_grad"],)
-        places = apart(into, grad, matrix, residual), fields["gamma_grad"]
+        places = apart(into, grad, rows, residual), fields["gamma_grad"]
         places += of_beta if kind == _core.NORM_LAYERNORM else ()
         found: Any = NotImplemented
         if adds is not None and residual is not None:
-            other = residual.reshape(-1, columns)
-            found = adds(grad, matrix, other, *statistics, gamma, 0, zero_centered, out=places)
+            other = matrix(residual)
+            found = adds(grad, rows, other, *statistics, gamma, 0, zero_centered, out=places)
         added = found is not NotImplemented
         if not added and choice is not None:
-            found = choice(grad, matrix, *statistics, gamma, 0, zero_centered, out=places)
+            found = choice(grad, rows, *statistics, gamma, 0, zero_centered, out=places)
         if found is NotImplemented:
             return NotImplemented
         op = f"{name}_bwd"

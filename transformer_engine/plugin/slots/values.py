@@ -8,7 +8,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.slots import casts
-from transformer_engine.plugin.slots.fields import Fields, written
+from transformer_engine.plugin.slots.fields import Fields, matrix, written
 
 __all__ = ["CAST_FIELDS", "are_cast", "asked_for", "deliver"]
 
@@ -56,11 +56,10 @@ def deliver(
         return
     if not isinstance(values, Tensor):
         raise TypeError(f"{op}: the result: {type(values).__name__}, expected a tensor")
-    columns = values.shape[-1]
-    matrix = values.reshape(-1, columns)
-    written(op, "the result", fields["wide"], matrix)
+    rows = matrix(values)
+    written(op, "the result", fields["wide"], rows)
     if fields["amax_partials"] is not None:
-        _core.amax(matrix, fields["amax_partials"])
+        _core.amax(rows, fields["amax_partials"])
     sums = fields.get("bias_grad")
     if sums is not None or (are_cast(fields) and fields["amax_partials"] is None):
-        casts.cast_values(matrix, fields, choices)
+        casts.cast_values(rows, fields, choices)

@@ -233,7 +233,10 @@ def _two_forms(tensor: Any, role: str, backward: bool) -> tuple[tuple, int]:
 
 
 def _bytes_of_rows(data: Tensor | None, shape: tuple) -> Tensor | None:
-    return None if data is None else data.view(torch.uint8)[..., : shape[-1]]
+    if data is None:
+        return None
+    data = data.view(torch.uint8)
+    return data if data.shape[-1] == shape[-1] else data[..., : shape[-1]]
 
 
 def _bytes_of_columns(quantizer: Any, data: Tensor | None, shape: tuple) -> Tensor | None:
@@ -242,7 +245,9 @@ def _bytes_of_columns(quantizer: Any, data: Tensor | None, shape: tuple) -> Tens
     *leading, columns = shape
     if quantizer.TENSOR is MXFP8Tensor:
         return data.view(torch.uint8).view(shape)
-    return data.view(torch.uint8)[:, : math.prod(leading)].view(columns, *leading)
+    data, rows = data.view(torch.uint8), math.prod(leading)
+    data = data if data.shape[1] == rows else data[:, :rows]
+    return data if len(leading) == 1 else data.view(columns, *leading)
 
 
 def _per_tensor_fields(quantizer: Any, forms: tuple, shape: tuple) -> dict[str, Any]:
