@@ -3,11 +3,11 @@
 
 Layers of a GPT with RMSNorm, forward and backward. The plug-ins are functions in Python that call
 this library's own kernels, so all that a step takes longer is what the system costs: the host's
-time (which counts where it is longer than the device's), and on the device passes over tensors that a module without plug-ins saves. One plug-in has
-all three operators of the norm and takes the places of results (`out`). The other has `rmsnorm_fwd`
-and `rmsnorm_bwd` with the signatures alone: its gradients are copied, or summed with that of the
-residual in a pass of their own, and the limit is that of one more pass over each. Steps of all
-kinds take turns.
+time, which counts where that is longer than the device's, and on the device passes over tensors
+that a module without plug-ins saves. One plug-in has all three operators of the norm and takes the
+places of results (`out`). The other has `rmsnorm_fwd` and `rmsnorm_bwd` with the signatures alone:
+its gradients are copied, or summed with that of the residual in a pass of their own, and the limit
+is that of one more pass over each. Steps of all kinds take turns.
 """
 
 from __future__ import annotations

@@ -138,6 +138,21 @@ def bound_of(recipe):
     return {"plain": SAME, "nvfp4": 16 * RECAST}.get(recipe, RECAST)
 
 
+def unsteadiness(module, x, recipe, wanted):
+    """How far each result of a step moves where its input changes as much as sums do on a device.
+
+    Tensor cores add products of FP8 in 14 bits, so codes of what they make are others in some
+    places than those of exact sums; gradients of biases are sums that cancel, more or less.
+    """
+    moved = [0.0] * len(wanted)
+    for _ in range(4):
+        near = x * (1.0 + torch.randn_like(x) * 2.0**-12)
+        found = step(copy.deepcopy(module), near, recipe)
+        pairs = zip(found, wanted, moved, strict=True)
+        moved = [max(distance(one, exact), most) for one, exact, most in pairs]
+    return moved
+
+
 # ---- what runs -----------------------------------------------------------------------------------
 
 
@@ -151,15 +166,18 @@ def test_by_the_reference(device, name, recipe):
     if RECIPES[recipe] is not None and name.endswith("Norm"):
         pytest.skip("a norm by itself quantizes nothing")
     module, x = made(name, device), data(device)
-    other = copy.deepcopy(module)
+    other, third = copy.deepcopy(module), copy.deepcopy(module)
     wanted = step(module, x, RECIPES[recipe])
     before = plugins.counts()
     got = step(other, x, RECIPES[recipe], plugin.with_preference("reference"))
     done = ran(before)
     assert {key.split("/")[0] for key in done} >= NAMES[name]
     assert all(key.endswith("/reference.torch") for key in done)
-    for one, exact in zip(got, wanted, strict=True):
-        assert distance(one, exact) < bound_of(recipe)
+    moved = [0.0] * len(wanted)
+    if x.is_cuda and RECIPES[recipe] is not None:
+        moved = unsteadiness(third, x, RECIPES[recipe], wanted)
+    for one, exact, most in zip(got, wanted, moved, strict=True):
+        assert distance(one, exact) < bound_of(recipe) + 8 * most
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
