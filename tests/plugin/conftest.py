@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the tests of the plug-in system."""
+
+import pytest
+import torch
+
+from transformer_engine.plugin import core as plugin
+
+
+@pytest.fixture
+def manager():
+    """A manager of the process that this test alone changes."""
+    plugin.reset_default_manager()
+    made = plugin.get_default_manager()
+    made.ensure_initialized()
+    yield made
+    plugin.reset_default_manager()
+    plugin.reset_global_policy()
+
+
+@pytest.fixture
+def dtype(device):
+    """What this library's attention runs on a device."""
+    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plug-ins under modules in processes of their own, and while others register."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("manager")
+
+# ---- processes -----------------------------------------------------------------------------------
+
+HEAD = """
+import sys, torch
+import transformer_engine.pytorch as te
+from transformer_engine import _core
+norm, x = te.RMSNorm(16), torch.ones(2, 16)
+"""
+
+
+def run(program, folder=None, **variables):
+    environment = {**os.environ, **variables}
+    if folder is not None:
+        environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    code = HEAD + textwrap.dedent(program)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=environment)
+
+
+def test_nothing_is_loaded_where_nobody_asks():
+    run("""
+    norm(x)
+    assert _core.selected() is None
+    assert "transformer_engine.plugin" not in sys.modules
+    """)
+
+
+def test_a_preference_of_the_environment():
+    run(
+        """
+        norm(x)
+        from transformer_engine import plugin
+        assert plugin.counts() == {"rmsnorm_fwd/reference.torch": 1}
+        """,
+        TE_FL_PREFER="reference",
+    )
+
+
+PLUGIN = """
+import transformer_engine.pytorch as te  # at its top, as plug-ins do
+from transformer_engine.plugin.core import BackendImplKind, OpImpl
+
+def norm(input, weight, *args):
+    return input * 0 + 2, None, input.new_ones(input.shape[0])
+
+def register(registry):
+    registry.register(
+        OpImpl("rmsnorm_fwd", "vendor.mine", BackendImplKind.VENDOR, norm, vendor="mine"))
+"""
+
+
+def test_a_module_of_the_environment(tmp_path):
+    """The first run of a module finds it, and again after a reset."""
+    (tmp_path / "te_test_plugin.py").write_text(PLUGIN)
+    run(
+        """
+        assert norm(x).eq(2).all()
+        from transformer_engine.plugin import core
+        core.reset_default_manager()
+        assert norm(x).eq(2).all()
+        """,
+        tmp_path,
+        TE_FL_PLUGIN_MODULES="te_test_plugin",
+        TE_FL_PREFER="vendor",
+    )
+
+
+def test_changes_while_modules_run():
+    run("""
+    import itertools, threading, time
+    from transformer_engine.plugin import core as plugin
+    numbers, errors, end = itertools.count(), [], time.monotonic() + 2
+    exact = norm(x).detach()
+
+    def one_more(inp, weight, *args):
+        return torch.full_like(inp, 2.0), None, inp.new_ones(inp.shape[0])
+
+    def registers():
+        name = f"vendor.{next(numbers)}"
+        plugin.get_registry().register(plugin.OpImpl(
+            "rmsnorm_fwd", name, plugin.BackendImplKind.VENDOR, one_more, vendor=name))
+        plugin.get_registry().unregister("rmsnorm_fwd", name)
+
+    def runs():
+        y = norm(x)
+        assert torch.equal(y, exact)
+        with plugin.with_preference("vendor"):
+            y = norm(x)
+        assert torch.equal(y, exact) or y.eq(2).all()
+
+    def loop(function):
+        try:
+            while time.monotonic() < end:
+                function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=loop, args=(f,)) for f in [registers] * 2 + [runs] * 14]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    assert not errors, errors
+    """)
