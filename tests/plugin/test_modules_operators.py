@@ -78,6 +78,21 @@ def test_rotary_positions_in_a_graph(device):
     assert_bits(run(t, freqs), wanted)
 
 
+@pytest.mark.parametrize(
+    "made, kind",
+    [(lambda t: None, TypeError), (lambda t: t[..., :2], ValueError)],
+    ids=["no tensor", "less"],
+)
+def test_wrong_positions_are_told(device, made, kind):
+    register("fused_rope_forward", lambda t, *given: made(t))
+    t, freqs = (
+        normal(LENGTH, BATCH, HEADS, DIM, device=device, dtype=F32),
+        torch.rand(LENGTH, 1, 1, DIM),
+    )
+    with vendor(), pytest.raises(kind, match="fused_rope_forward: the result"):
+        te.attention.apply_rotary_pos_emb(t, freqs.to(device), fused=True)
+
+
 def test_starts_of_sequences_go_forward_alone(device):
     """Their backward has no argument for them: this library's own runs it."""
     freqs = te.attention.RotaryPositionEmbedding(DIM)(2 * LENGTH).to(device)

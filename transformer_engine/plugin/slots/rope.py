@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``te_rope`` by `fused_rope_*`, or `fused_qkv_rope_*` where its parts are one projection."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,10 +57,6 @@ def rope(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
         if made is NotImplemented:
             return choices.unexpressed(whole) if single not in choices else NotImplemented
         for into, values in made:
-            if values.numel() != into.numel():
-                raise ValueError(
-                    f"{single}: a result of shape {tuple(values.shape)} of {tuple(into.shape)}"
-                )
             into.copy_(values.reshape(into.shape))
         return None
 
@@ -90,8 +87,19 @@ def _by_parts(choice: Any, fields: Fields) -> Any:
         values = choice(*given, fields["cu_seqlens"], *ranks)
         if values is NotImplemented:
             return NotImplemented
-        made.append((into, _viewed(values.reshape(given[0].shape), form)))
+        direction = "backward" if fields["backward"] else "forward"
+        values = _shaped(f"fused_rope_{direction}", values, given[0].shape)
+        made.append((into, _viewed(values, form)))
     return made
+
+
+def _shaped(op: str, values: Any, shape: Sequence[int]) -> Tensor:
+    """A result as heads, or as a line of them; TypeError or ValueError for anything else."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{op}: the result: {type(values).__name__}, expected a tensor")
+    if values.numel() != math.prod(shape):
+        raise ValueError(f"{op}: the result: shape {tuple(values.shape)}, expected {tuple(shape)}")
+    return values.reshape(shape)
 
 
 def _as_one(choice: Any, fields: Fields) -> Any:
@@ -129,15 +137,16 @@ def _as_one(choice: Any, fields: Fields) -> Any:
         if whole is NotImplemented:
             return NotImplemented
         shape = _viewed(query, form).shape[:-1]
-        found = whole.reshape(*shape, sum(sizes)).split(sizes, -1)
+        whole = _shaped("fused_qkv_rope_backward", whole, (*shape, sum(sizes)))
+        found = whole.split(sizes, -1)
     else:
         joined = torch.cat([_viewed(part, form) for part in parts], -1)
         starts = fields["start_positions"]
         found = choice(joined, *angles, starts, sizes, form, interleaved, *ranks)
         if found is NotImplemented:
             return NotImplemented
-        shape = _viewed(query, form).shape[:-1]
-        found = [each.reshape(*shape, n) for each, n in zip(found, sizes, strict=True)]
+        shape, op = _viewed(query, form).shape[:-1], "fused_qkv_rope_forward"
+        found = [_shaped(op, each, (*shape, n)) for each, n in zip(found, sizes, strict=True)]
     outputs = [fields[names[1]] for names in _PARTS]
     pairs = zip(outputs, found, strict=True)
     return [(into, _viewed(values, form)) for into, values in pairs]
