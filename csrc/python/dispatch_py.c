@@ -133,13 +133,37 @@ static PyType_Spec implementation_spec = {
 
 /* ---- calls -------------------------------------------------------------------------------- */
 
-/* Lets an error that an implementation raised say whose it is. */
-static void add_note(const implementation *from)
+/* New reference: whose call it was, and of what arguments; NULL with an exception. */
+static PyObject *describe(const implementation *from, PyObject *const *args, size_t nargsf,
+                          PyObject *names)
+{
+    const Py_ssize_t count = tepy_positional(nargsf);
+    PyObject *module = PyImport_ImportModule("transformer_engine.plugin.core.failures");
+    PyObject *given = PyTuple_New(count), *named = PyDict_New(), *note = NULL;
+    if (module == NULL || given == NULL || named == NULL) goto done;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (PyTuple_SetItem(given, i, Py_NewRef(args[i])) != 0) goto done;
+    }
+    for (Py_ssize_t i = 0; names != NULL && i < PyTuple_Size(names); i++) {
+        if (PyDict_SetItem(named, PyTuple_GetItem(names, i), args[count + i]) != 0) goto done;
+    }
+    note = PyObject_CallMethod(module, "described", "OOOOO", from->op, from->impl_id,
+                               from->function, given, named);
+done:
+    Py_XDECREF(module);
+    Py_XDECREF(given);
+    Py_XDECREF(named);
+    return note;
+}
+
+/* Lets an error that an implementation raised say whose it is, and of what call. */
+static void add_note(const implementation *from, PyObject *const *args, size_t nargsf,
+                     PyObject *names)
 {
     PyObject *type, *value, *traceback, *note, *done = NULL;
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
-    note = PyUnicode_FromFormat("raised by %U, an implementation of %U", from->impl_id, from->op);
+    note = describe(from, args, nargsf, names);
     if (note != NULL) done = PyObject_CallMethod(value, "add_note", "O", note);
     if (done == NULL) PyErr_Clear(); /* the error itself matters more */
     Py_XDECREF(note);
@@ -155,13 +179,13 @@ static int takes(const implementation *self, PyObject *const *args, size_t nargs
     if (self->supports == NULL) return 1;
     if (self->is_predicate) {
         result = tepy_predicate_takes(self->supports, args, nargsf, names);
-        if (result < 0) add_note(self);
+        if (result < 0) add_note(self, args, nargsf, names);
         return result;
     }
     answer = tepy_call_vector(self->supports, args, nargsf, names);
     result = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
-    if (result < 0) add_note(self);
+    if (result < 0) add_note(self, args, nargsf, names);
     return result;
 }
 
@@ -180,7 +204,7 @@ static PyObject *call_first(PyObject *name, PyObject *candidates, const char *ke
         if (fits == 0) continue;
         found->calls++;
         result = tepy_call_vector(found->function, args, nargsf, own_names);
-        if (result == NULL) add_note(found);
+        if (result == NULL) add_note(found, args, nargsf, own_names);
         return result;
     }
     if (refuse == NULL) return Py_NewRef(Py_NotImplemented);

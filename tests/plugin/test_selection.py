@@ -290,7 +290,9 @@ def test_errors_are_raised_as_they_are_and_nothing_runs_twice():
     for context in (with_strict_mode(), policy_context(SelectionPolicy())):
         with context, pytest.raises(KeyError, match="half done") as error:
             manager.call("op", 1)
-        assert error.value.__notes__ == ["raised by flagos.f, an implementation of op"]
+        assert error.value.__notes__ == [
+            "raised by flagos.f, an implementation of op; called with (1)"
+        ]
     assert ran == ["fails", "fails"]
 
 

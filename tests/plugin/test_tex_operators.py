@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine import _core, plugin
 from transformer_engine.plugin import builtin, core, slots
@@ -144,9 +145,61 @@ def test_registering_twice_adds_nothing():
 def test_errors_have_a_note():
     with pytest.raises(TypeError, match="gelu: input: int, expected a tensor") as error:
         tex.gelu(3, None)
-    assert error.value.__notes__ == ["raised by default.native, an implementation of gelu"]
+    assert error.value.__notes__ == [
+        "raised by default.native, an implementation of gelu; called with (input=3, "
+        "quantizer=None); input is a int, expected a Tensor"
+    ]
     with pytest.raises(TypeError, match="gelu: quantizer: int, expected a Quantizer"):
         tex.gelu(torch.ones(2, 2), 3)
+
+
+class Unlike:
+    """It is no argument of any operator."""
+
+
+@pytest.mark.parametrize("name", sorted(set(SIGNATURES) - set(ABSENT)))
+def test_wrong_arguments_are_told(name):
+    """Each argument in turn is something else: an error with a note that shows it, or none."""
+    parameters = parameters_of(function_of(name, SIGNATURES[name]))
+    function = getattr(tex, name)
+    good = torch.ones(4, 4)
+    told = 0
+    for wrong in ("text", [0, 4], Unlike(), None):
+        for at, (changed, *_) in enumerate(parameters):
+            values = {each: good for each, *_ in parameters} | {changed: wrong}
+            keywords = {each for each, kind, _ in parameters if kind == OUT[1]}
+            named = {each: values[each] for each in keywords}
+            given = [values[each] for each, *_ in parameters if each not in keywords]
+            try:
+                function(*given, **named)
+            except Exception as error:
+                (note,) = error.__notes__
+                assert note.startswith("raised by ") and f"an implementation of {name};" in note
+                shown = {"text": "'text'", "Unlike": "Unlike"}.get(
+                    wrong if isinstance(wrong, str) else type(wrong).__name__, str(wrong)
+                )
+                assert f"{changed}={shown}" in note, (at, note)
+                told += 1
+    assert told or not parameters
+
+
+def test_notes_show_what_was_given():
+    """Shapes, dtypes and types, and which argument is no tensor where the signature has one."""
+    scores = torch.ones(1, 1, 2, 2, dtype=torch.bfloat16)
+    with pytest.raises(AttributeError) as error:
+        tex.scaled_masked_softmax_forward(scores, [[0]], 1.0)
+    assert error.value.__notes__ == [
+        "raised by default.native, an implementation of scaled_masked_softmax_forward; called with "
+        "(input=bfloat16[1, 1, 2, 2], mask=[[0]], scale=1.0); mask is a list, expected a Tensor"
+    ]
+    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")
+    codes = quantizer(torch.ones(16, 16))
+    with pytest.raises(TypeError) as error:
+        tex.quantize(codes, [quantizer] * 5, output=...)
+    assert error.value.__notes__[0].endswith(
+        "called with (tensor=Float8Tensor[16, 16], quantizer=[Float8CurrentScalingQuantizer, "
+        "Float8CurrentScalingQuantizer, Float8CurrentScalingQuantizer, ...], output=ellipsis)"
+    )
 
 
 ENUMS = {

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is told of a call that an implementation could not do."""
+
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["described"]
+
+_LONGEST = 60
+"""Characters of an argument that is no tensor."""
+
+
+def described(
+    op: str, impl_id: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
+    """Whose call it was, with its arguments: types, shapes, and which are not what they should be.
+
+    Called by the dispatcher where an implementation has raised; the text becomes a note of the
+    error.
+    """
+    lines = [f"raised by {impl_id}, an implementation of {op}"]
+    parameters = _parameters(function)
+    named = dict(zip(parameters, args, strict=False))
+    unnamed = args[len(named) :]
+    named.update(kwargs)
+    shown = [f"{name}={_shown(value)}" for name, value in named.items()]
+    lines.append(f"called with ({', '.join([*shown, *map(_shown, unnamed)])})")
+    lines += _wrong(named, parameters)
+    return "; ".join(lines)
+
+
+def _parameters(function: Any) -> dict[str, inspect.Parameter]:
+    """Of a function, those that are given one by one; empty where it does not tell."""
+    try:
+        found = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return {name: one for name, one in found.items() if one.kind not in several}
+
+
+def _is_tensor(value: Any) -> bool:
+    """Also of a quantized one that is no torch tensor."""
+    return hasattr(value, "shape") and (hasattr(value, "dtype") or hasattr(value, "dequantize"))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        ends = "[]" if isinstance(value, list) else "()"
+        first = [_shown(one) for one in value[:3]] + ["..."] * (len(value) > 3)
+        return f"{ends[0]}{', '.join(first)}{ends[1]}"
+    if not _is_tensor(value):
+        text = repr(value)
+        simple = value is None or isinstance(value, bool | int | float | str)
+        return text if simple and len(text) <= _LONGEST else type(value).__name__
+    kind = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    if hasattr(type(value), "dequantize") and type(value).__name__ not in ("Tensor", "Parameter"):
+        kind = type(value).__name__
+    where = str(getattr(value, "device", "cpu"))
+    return f"{kind}{list(value.shape)}{'' if where == 'cpu' else f' on {where}'}"
+
+
+def _wrong(named: dict[str, Any], parameters: dict[str, inspect.Parameter]) -> Iterator[str]:
+    """Of arguments that are no tensors where the signature has one."""
+    for name, value in named.items():
+        wanted = parameters[name].annotation if name in parameters else None
+        kinds = wanted.__args__ if isinstance(wanted, types.UnionType) else (wanted,)
+        if not any(getattr(kind, "__name__", "") == "Tensor" for kind in kinds):
+            continue
+        if _is_tensor(value) or (value is None and type(None) in kinds):
+            continue
+        if not any(isinstance(kind, type) and isinstance(value, kind) for kind in kinds):
+            yield f"{name} is a {type(value).__name__}, expected a Tensor"
