@@ -2,12 +2,28 @@
 """`FusedAdam` and `FusedSGD` against their definitions, and what is kept between steps."""
 
 import copy
+import inspect
 
 import pytest
 import torch
 from comparators import assert_bits, assert_within
 
+from transformer_engine.plugin.builtin import SHARED, register_builtins
+from transformer_engine.plugin.core import get_registry
+from transformer_engine.pytorch import optimizers
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
+
+def test_steps_over_lists_are_those_of_tex():
+    """Their definitions are tested with `transformer_engine_torch`."""
+    registry = get_registry()
+    register_builtins(registry)
+    names = [name for name in optimizers.__all__ if name in SHARED["optimizers"].split()]
+    assert len(names) == 10
+    steps = [name for name in names if "norm" not in name and name != "multi_tensor_scale"]
+    for name in steps:
+        function = registry.get_implementation(name, "default.native").fn
+        assert getattr(optimizers, name) is inspect.unwrap(function.func)
+
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OPTIONS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}

@@ -114,10 +114,7 @@ FEATURES: tuple[Feature, ...] = (
         "Optimizer kernels",
         "optimizers compute by torch's fused kernels, in fp32",
         "optimizers.FusedAdam and optimizers.FusedSGD with these options at their defaults",
-        """
-        pytorch.optimizers: multi_tensor_adam multi_tensor_adam_fp8 multi_tensor_adam_capturable
-            multi_tensor_adam_capturable_master multi_tensor_adam_param_remainder multi_tensor_sgd
-        """,
+        "",
         partly="pytorch.optimizers.FusedAdam pytorch.optimizers.FusedSGD",
     ),
     Feature(

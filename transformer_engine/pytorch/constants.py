@@ -2,6 +2,7 @@
 """Names and numbers that programs compare with."""
 
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ __all__ = [
     "TE_DType",
     "TE_DType_To_Torch",
     "dist_group_type",
+    "torch_dtype",
 ]
 
 
@@ -83,3 +85,13 @@ GemmParallelModes = ("row", "column", None)
 
 dist_group_type = torch.distributed.ProcessGroup if torch.distributed.is_available() else None
 """Class of a group of ranks."""
+
+
+def torch_dtype(op: str, name: str, value: Any) -> torch.dtype:
+    """The torch dtype of an argument, given as that, as a `DType` or as its number."""
+    if isinstance(value, torch.dtype):
+        return value
+    found = TE_DType_To_Torch.get(value)
+    if found is None:
+        raise TypeError(f"{op}: {name}={value!r}, expected a torch.dtype or a DType")
+    return found

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.constants import TE_DType_To_Torch
+from transformer_engine.pytorch.constants import torch_dtype
 from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.plugins import native
 from transformer_engine.pytorch.quantizer import Quantizer
@@ -30,16 +30,6 @@ __all__ = [
     "wide",
     "written",
 ]
-
-
-def torch_dtype(op: str, name: str, value: Any) -> torch.dtype:
-    """The torch dtype of an argument, given as that, as a `DType` or as its number."""
-    if isinstance(value, torch.dtype):
-        return value
-    found = TE_DType_To_Torch.get(value)
-    if found is None:
-        raise TypeError(f"{op}: {name}={value!r}, expected a torch.dtype or a DType")
-    return found
 
 
 def checked(op: str, name: str, tensor: Any) -> Tensor:
