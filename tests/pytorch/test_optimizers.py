@@ -13,6 +13,7 @@ from transformer_engine.plugin.core import get_registry
 from transformer_engine.pytorch import optimizers
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 
+
 def test_steps_over_lists_are_those_of_tex():
     """Their definitions are tested with `transformer_engine_torch`."""
     registry = get_registry()
