@@ -214,7 +214,7 @@ def multi_tensor_adam_fp8(
         new, codes, scales, amaxes, inverses, strict=True
     ):
         cast = (master * scale).clamp(-largest, largest).to(dtype).view(torch.uint8)
-        top = torch.maximum(amax, master.abs().max())
+        top = torch.maximum(amax, master.abs().max()) if master.numel() else amax
         written = ((code.view(torch.uint8), cast), (amax, top), (inverse, scale.reciprocal()))
         _write(numbers.skip, written)
 
