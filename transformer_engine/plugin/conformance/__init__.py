@@ -14,13 +14,29 @@ import torch
 
 from transformer_engine.plugin.builtin import ABSENT, OPERATORS
 from transformer_engine.plugin.conformance.cases import Case, Draw, errors_of, snapshot
+from transformer_engine.plugin.core import get_registry
 from transformer_engine.plugin.core.predicates import predicate_of
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
 
-__all__ = ["Report", "Row", "check", "operators"]
+__all__ = ["WITHOUT_CASES", "Report", "Row", "check", "operators"]
 
-_GROUPS = ("norms", "activations", "softmax", "gemm", "casts", "dropout", "rope", "lists")
-_ABSENT = {name for names in ABSENT.values() for name in names.split()}
+_GROUPS = (
+    *("norms", "activations", "softmax", "gemm", "casts", "scaling", "dropout", "rope", "lists"),
+    *("optimizers", "attention", "flash_attention", "layouts", "context_parallel"),
+)
+WITHOUT_CASES = {
+    **dict.fromkeys(
+        "create_fp8_tensor_meta get_cublasLt_version get_cudnn_version get_fused_attn_backend "
+        "get_num_cublas_streams".split(),
+        "it computes nothing",
+    ),
+    **dict.fromkeys(
+        (name for names in ABSENT.values() for name in names.split()), "it is not built yet"
+    ),
+}
+"""Operators that have no cases, and why."""
+_FORWARD_OF = {"dropout_bwd": "dropout_fwd", "fused_attn_bwd": "fused_attn_fwd"}
+"""Operators that read random masks, and whose these are."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -80,6 +96,7 @@ def check(
     seed: int = 0,
     dtypes: Iterable[torch.dtype] = _DTYPES,
     match: str = "",
+    forward: Callable[..., Any] | None = None,
 ) -> Report:
     """Run the cases of an operator against an implementation.
 
@@ -98,6 +115,10 @@ def check(
         Dtypes in high precision of the cases.
     match : str, default ""
         Cases whose name has this in it alone.
+    forward : callable, optional
+        For `dropout_bwd` and `fused_attn_bwd`: the forward whose random masks the gradient reads,
+        which are an implementation's own. That of the same `impl_id` where an `OpImpl` is given and
+        the registry has one; without one gradients of attention are checked without dropout.
 
     Returns
     -------
@@ -108,7 +129,7 @@ def check(
     Raises
     ------
     ValueError
-        There is no such operator, or no name of one.
+        There is no such operator, no name of one, or no forward for `dropout_bwd`.
     NotImplementedError
         The operator has no cases.
     """
@@ -119,11 +140,13 @@ def check(
     name = impl.op_name if op_name is None else op_name
     if name not in OPERATORS:
         raise ValueError(f"check: {name!r} is no operator of transformer_engine_torch")
-    cases = _cases().get(name)
-    if cases is None:
-        because = "it is not built yet" if name in _ABSENT else "there are none"
-        raise NotImplementedError(f"check: cases of {name}: {because}")
-    draw = Draw(torch.device(device), seed, tuple(dtypes))
+    if name in WITHOUT_CASES:
+        raise NotImplementedError(f"check: {name} has no cases: {WITHOUT_CASES[name]}")
+    cases = _cases()[name]
+    if forward is None and name in _FORWARD_OF:
+        found = get_registry().get_implementation(_FORWARD_OF[name], impl.impl_id)
+        forward = None if found is None else found.fn
+    draw = Draw(torch.device(device), seed, tuple(dtypes), forward)
     takes = predicate_of(impl)
     rows = [_run(impl.fn, takes, case) for case in cases(name, draw) if match in case.name]
     return Report(name, impl.impl_id, tuple(rows))
@@ -142,6 +165,8 @@ def _run(fn: Callable[..., Any], takes: Callable[..., Any] | None, case: Case) -
         return Row(case.name, "failed", float("inf"), f"{type(error).__name__}: {error}")
     try:
         error, why = errors_of(case, found, before)
+    except NotImplementedError as error:  # of a class, which the case itself calls
+        return Row(case.name, "refused", 0.0, str(error))
     except Exception as problem:  # noqa: BLE001 - a result that nothing can be done with
         return Row(case.name, "failed", float("inf"), f"the result: {problem}")
     return Row(case.name, "failed" if why else "passed", error, why)

@@ -23,15 +23,17 @@ class Wanted(NamedTuple):
     bound: float  # of the mean square of errors, relative to that of the values; 0: no bit differs
 
 
-def near(name: str, found: Any, exact: Tensor, dtype: torch.dtype, depth: int = 1) -> Wanted:
-    """Within a few roundings to the dtype, and those of sums of `depth` terms in fp32.
+def near(
+    name: str, found: Any, exact: Tensor, dtype: torch.dtype, depth: int = 1, steps: float = 2.0
+) -> Wanted:
+    """Within `steps` roundings to the dtype, and those of sums of `depth` terms in fp32.
 
-    Each is an error of at most eps / 2 of its value, the mean square so at most (eps / 2)^2; sums
+    Each is an error of at most eps / 2 of its value, all in one direction so steps * eps / 2; sums
     of random sign err by sqrt(depth) of those. Functions on the way pass errors on with a gain
     whose square is at most 4, and exponentials of arguments up to 16 err by 32 eps.
     """
     eps = torch.finfo(dtype).eps
-    bound = 4 * ((eps / 2) ** 2 + depth * (_EPS / 2) ** 2) + (32 * _EPS) ** 2
+    bound = (steps * eps / 2) ** 2 + 4 * depth * (_EPS / 2) ** 2 + (32 * _EPS) ** 2
     return Wanted(name, found, exact, dtype, bound)
 
 
@@ -66,10 +68,19 @@ class Case:
 
 
 class Draw:
-    """Random data of a check."""
+    """Random data of a check.
 
-    def __init__(self, device: torch.device, seed: int, dtypes: tuple[torch.dtype, ...]) -> None:
-        self.device, self.dtypes = device, dtypes
+    `forward` is the forward whose random masks a gradient reads, where one is known.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        seed: int,
+        dtypes: tuple[torch.dtype, ...],
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
+        self.device, self.dtypes, self.forward = device, dtypes, forward
         self._generator = torch.Generator().manual_seed(seed)
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -81,6 +92,10 @@ class Draw:
         """Numbers between 0 and 1, float64."""
         made = torch.rand(tuple(shape), generator=self._generator, dtype=torch.float64)
         return made.to(self.device)
+
+    def flag(self, value: int = 0) -> Tensor:
+        """An int32 tensor of one element."""
+        return torch.full((1,), value, dtype=torch.int32, device=self.device)
 
     def strided(self, tensor: Tensor) -> Tensor:
         """The same values where they do not lie side by side."""
@@ -121,9 +136,7 @@ def snapshot(case: Case) -> list[tuple[Tensor, Tensor]]:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     if one.element_size() != 1 and one.is_floating_point():
-        return torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)) and torch.equal(
-            one.isnan(), other.isnan()
-        )
+        return bool(((one == other) | (one.isnan() & other.isnan())).all())
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 

@@ -121,23 +121,31 @@ def _several(op: str, draw: Draw) -> Iterator[Case]:
 
 def _transpose(op: str, draw: Draw) -> Iterator[Case]:
     del op
-    for shape in ((32, 48), (7, 13), (1, 16), (2, 3, 32)):
+    for shape in ((32, 48), (7, 13), (1, 16), (2, 3, 32), (1, 1)):
         codes = (draw.uniform(shape) * 256).to(torch.uint8)
         exact = codes.reshape(-1, shape[-1]).T.contiguous().reshape(shape[-1], *shape[:-1])
-        out = torch.empty_like(exact)
+        for out in (torch.empty_like(exact), None):
 
-        def wanted(found: Any, exact: Tensor = exact, out: Tensor = out) -> list:
-            del found
-            return [same("out", out, exact)]
+            def wanted(found: Any, exact: Tensor = exact, out: Tensor | None = out) -> list:
+                return [same("the result", found if out is None else out, exact)]
 
-        yield Case(str(list(shape)), (codes, None), wanted, {"out": out}, (out,))
+            spared = () if out is None else (out,)
+            name = f"{list(shape)}{' a new tensor' * (out is None)}"
+            yield Case(name, (codes, None), wanted, {"out": out}, spared)
 
 
 def _amax(op: str, draw: Draw) -> Iterator[Case]:
     del op
-    for name, x in _values(draw):
-        exact = torch.nan_to_num(x.float(), nan=0.0, posinf=math.inf).abs().max().view(1)
-        out = torch.zeros(1, device=draw.device)
+    shapes = ((17,), (4, 5, 6), (0, 4), (0,))
+    few = [
+        (f"{name_of(dtype)} {list(shape)}", draw.normal(shape, dtype))
+        for dtype in draw.dtypes
+        for shape in shapes
+    ]
+    for name, x in [*_values(draw), *few]:
+        numbers = torch.nan_to_num(x.float(), nan=0.0, posinf=math.inf).abs().flatten()
+        exact = torch.cat((numbers, numbers.new_zeros(1))).max().view(1)
+        out = torch.full((1,), 7.0, device=draw.device)  # written over, not raised
 
         def wanted(found: Any, exact: Tensor = exact, out: Tensor = out) -> list:
             del found

@@ -13,9 +13,8 @@ from transformer_engine.plugin.conformance.cases import Case, Draw, Wanted, name
 _P = 0.3
 
 
-def _share(out: Tensor, kept: Tensor, p: float) -> Wanted:
+def share(kept: Tensor, p: float) -> Wanted:
     """Of n independent decisions, within six standard deviations."""
-    del out
     found = kept.double().mean().view(1)
     exact = torch.full((1,), 1 - p, dtype=torch.float64)
     bound = (3 / math.sqrt(kept.numel()) / (1 - p)) ** 2
@@ -32,7 +31,7 @@ def _forward(op: str, draw: Draw) -> Iterator[Case]:
             def wanted(found: tuple, x: Tensor = x) -> list:
                 kept = found[0] != 0
                 exact = x.double() * kept / (1 - _P)
-                return [near("the result", found[0], exact, x.dtype), _share(x, kept, _P)]
+                return [near("the result", found[0], exact, x.dtype), share(kept, _P)]
 
             yield Case(f"{name_of(dtype)} {list(shape)}", (x, _P), wanted)
 
@@ -46,4 +45,31 @@ def _forward(op: str, draw: Draw) -> Iterator[Case]:
         yield Case(f"{name_of(dtype)} all dropped", (x, 1.0), none_kept)
 
 
-CASES: dict[str, Any] = {"dropout_fwd": _forward}
+def _backward(op: str, draw: Draw) -> Iterator[Case]:
+    """By the mask of the forward, which its result for ones shows."""
+    if draw.forward is None:
+        raise ValueError(f"check: forward: {op} reads the mask of a dropout_fwd: which is it?")
+    for dtype in draw.dtypes:
+        for shape in ((64, 96), (3, 5, 256), (17,), (0, 16)):
+            for p in (0.0, _P, 1.0):
+                grad = draw.normal(shape, dtype)
+                out, mask = draw.forward(torch.ones_like(grad), p)
+                kept = (out != 0).double()
+                exact = grad.double() * kept / (1 - p if p < 1 else 1)
+                into = torch.full_like(grad, math.nan) if p == _P else None
+
+                def wanted(
+                    found: Tensor, exact: Tensor = exact, dtype: torch.dtype = dtype,
+                    into: Tensor | None = into,
+                ) -> list:  # fmt: skip
+                    results = [near("the gradient", found, exact, dtype)]
+                    if into is not None:
+                        results.append(near("grad_input", into, exact, dtype))
+                    return results
+
+                name = f"{name_of(dtype)} {list(shape)} p={p}"
+                spared = () if into is None else (into,)
+                yield Case(name, (grad, mask, p, into), wanted, written=spared)
+
+
+CASES: dict[str, Any] = {"dropout_fwd": _forward, "dropout_bwd": _backward}

@@ -13,10 +13,6 @@ from transformer_engine.plugin.conformance.cases import Case, Draw, name_of, nea
 _SHAPES = ((5,), (3, 7), (40, 11), (2, 129))
 
 
-def _flag(draw: Draw) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=draw.device)
-
-
 def _scale(op: str, draw: Draw) -> Iterator[Case]:
     del op
     for dtype in draw.dtypes:
@@ -25,7 +21,7 @@ def _scale(op: str, draw: Draw) -> Iterator[Case]:
             if broken:
                 given[1][0, 0] = math.inf
             out = [torch.empty_like(t) for t in given]
-            flag = _flag(draw)
+            flag = draw.flag()
 
             def wanted(
                 found: Any, given: list = given, out: list = out, flag: Tensor = flag,
@@ -59,7 +55,7 @@ def _norm(op: str, draw: Draw) -> Iterator[Case]:
                     results.append(near("norms of each", found[1], norms, torch.float32, depth))
                 return results
 
-            flag = _flag(draw)
+            flag = draw.flag()
             more = (factor,) if unscaled else ()
             name = f"{name_of(dtype)}{' each' * each}"
             yield Case(name, (2048, flag, [given], *more, each), wanted, written=(flag,))

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases of scales: of amaxes, of delayed scaling, and of slices of a weight that ranks own."""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.plugin.conformance.cases import Case, Draw, name_of, near, same
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def _codes() -> tuple:
+    from transformer_engine.pytorch.constants import DType
+
+    return (DType.kFloat8E4M3, torch.float8_e4m3fn), (DType.kFloat8E5M2, torch.float8_e5m2)
+
+
+# ---- delayed scaling ---------------------------------------------------------------------------
+
+
+def _next_state(scale: Tensor, history: Tensor, largest: float, recent: bool) -> tuple:
+    """(scale, history) after a step: float64, fp32.
+
+    NaN counts for nothing; a slot whose amax is 0 or Inf keeps its scale, one without a new amax
+    its history.
+    """
+    numbers = history[:1] if recent else history
+    amax = torch.where(numbers.isnan(), 0.0, numbers).amax(0).double()
+    made = (largest / amax).clamp(max=_LARGEST)
+    new = torch.where((amax > 0) & amax.isfinite(), made, scale.double())
+    moved = torch.cat((torch.zeros_like(history[:1]), history[2:], history[:1]))
+    moved = moved[: len(history)]
+    return new, torch.where(history[0] != 0, moved, history)
+
+
+def _update(op: str, draw: Draw) -> Iterator[Case]:
+    del op
+    options = product(("max", "most_recent"), (False, True), (0, 2), _codes(), (4, 1))
+    for algo, reduced, margin, (code, kind), rows in options:
+        sizes = (3, 5)
+        histories = [draw.normal((rows, n), torch.float32).abs() for n in sizes]
+        scales = [draw.normal((n,), torch.float32).abs() for n in sizes]
+        histories[1][:, 1] = 0.0
+        histories[1][:, 2] = math.inf
+        histories[1][rows // 2, 3] = math.nan
+        histories[1][:, 4] = 1e-38
+        buffer = draw.normal((sum(sizes) * reduced,), torch.float32).abs()
+        buffer[:1] = 0.0  # no new amax
+        largest = torch.finfo(kind).max * 2.0**-margin
+        newest = buffer.split(sizes) if reduced else (None, None)
+        exact = []
+        for scale, history, new in zip(scales, histories, newest, strict=True):
+            before = history.clone()
+            if new is not None:
+                before[0] = torch.where(new != 0, new, before[0])
+            exact.append(_next_state(scale, before, largest, algo == "most_recent"))
+
+        def wanted(
+            found: Any, scales: list = scales, histories: list = histories, exact: list = exact
+        ) -> list:
+            del found
+            results = []
+            for scale, history, (one, other) in zip(scales, histories, exact, strict=True):
+                usual = one < _LARGEST / 2  # the largest would be all that counts
+                results += [
+                    near("scales", scale[usual], one[usual], torch.float32),
+                    same("the largest scales", scale[~usual], one[~usual].float()),
+                    same("a history", history, other),
+                ]
+            return results
+
+        how = f"{' reduced' * reduced} margin {margin} {name_of(kind)} of {rows}"
+        args = (buffer, histories, scales, algo, code, margin)
+        yield Case(f"{algo}{how}", args, wanted, written=(*scales, *histories))
+
+
+def _scales(op: str, draw: Draw) -> Iterator[Case]:
+    del op
+    special = (1.5, 0.0, 1e-12, math.inf, math.nan, 448.0, 1e-38, 3e38)
+    amaxes = [*special, *draw.normal((9,), torch.float32).abs().tolist()]
+    for largest, power, epsilon in product((448.0, 57344.0), (False, True), (0.0, 1e-10, 2.0)):
+        given = [torch.full((1,), value, device=draw.device) for value in amaxes]
+        made = [[torch.full_like(t, -1.0) for t in given] for _ in range(2)]
+        exact = []
+        for value in torch.cat(given).double().tolist():
+            top = max(value, float(torch.tensor(epsilon))) if value == value else value
+            scale = min(largest / top, _LARGEST) if 0 < top < math.inf else 1.0
+            exact.append(2.0 ** math.floor(math.log2(scale)) if power else scale)
+
+        def wanted(found: Any, made: list = made, exact: list = exact, flat: bool = power) -> list:
+            del found
+            results = []
+            for i, (one, inverse) in enumerate(zip(*made, strict=True)):
+                scale = torch.full((1,), exact[i], dtype=torch.float64)
+                results.append(same(f"scale {i}", one, scale.float()) if flat
+                               else near(f"scale {i}", one, scale, torch.float32))  # fmt: skip
+                results.append(near(f"inverse {i}", inverse, one.double() ** -1, torch.float32))
+            return results
+
+        name = f"{largest:g}, epsilon {epsilon:g}{', powers of 2' * power}"
+        args = (2048, draw.flag(), [given, *made], largest, power, epsilon)
+        yield Case(name, args, wanted, written=(*made[0], *made[1]))
+
+
+# ---- slices of a weight ------------------------------------------------------------------------
+
+_SLICES = (
+    (19, 26, 4, (0, 5, 200, 201, 494)),
+    (19, 26, 16, (0, 26, 494)),
+    (128, 256, 128, (0, 100, 128 * 129, 128 * 256)),
+    (5, 3, 8, (0, 15)),
+    (1, 1, 4, (0, 1)),
+    (6, 8, 4, (0, 20, 20, 48)),  # a slice of nothing
+)
+
+
+def _parts(draw: Draw) -> Iterator[tuple]:
+    """(name, weight, tile of each element, shape of tiles, side, where a slice begins, its end)."""
+    for dtype, (h, w, side, cuts) in product(draw.dtypes, _SLICES):
+        weight = draw.normal((h, w), dtype)
+        row, column = (torch.arange(n, device=draw.device) // side for n in (h, w))
+        across = -(-w // side)
+        tiles = (row[:, None] * across + column).flatten()
+        for first, end in pairwise(cuts):
+            name = f"{name_of(dtype)} [{first}:{end}] of {[h, w]}, tiles of {side}"
+            yield name, weight, tiles, (-(-h // side), across), side, first, end
+
+
+def _partial_amax(op: str, draw: Draw) -> Iterator[Case]:
+    del op
+    for name, weight, tiles, shape, side, first, end in _parts(draw):
+        part = weight.flatten()[first:end]
+        exact = torch.zeros(shape, device=draw.device)
+        own = tiles[first:end]
+        for tile in set(own.tolist()):
+            exact.view(-1)[tile] = part[own == tile].float().abs().max()
+        amax = torch.full(shape, -1.0, device=draw.device)
+
+        def wanted(found: Any, amax: Tensor = amax, exact: Tensor = exact) -> list:
+            del found
+            return [same("amax", amax, exact)]
+
+        yield Case(name, (part, amax, *weight.shape, first, side), wanted, written=(amax,))
+
+
+def _partial_cast(op: str, draw: Draw) -> Iterator[Case]:
+    del op
+    for (name, weight, tiles, shape, side, first, end), (code, kind) in product(
+        _parts(draw), _codes()
+    ):
+        part, top = weight.flatten()[first:end], torch.finfo(kind).max
+        scale = (draw.uniform(shape) * top).float()  # some numbers saturate
+        wide = part.float() * scale.flatten()[tiles[first:end]]
+        exact = wide.clamp(-top, top).to(kind).view(torch.uint8)
+        whole = torch.full((weight.numel(),), 0x55, dtype=torch.uint8, device=draw.device)
+        kept, out = whole.clone(), whole[first:end]
+        kept[first:end] = exact
+
+        def wanted(found: Any, whole: Tensor = whole, kept: Tensor = kept) -> list:
+            del found
+            return [same("the codes, and those of other slices", whole, kept)]
+
+        args = (part, out, scale, *weight.shape, first, side, code)
+        yield Case(f"{name} {name_of(kind)}", args, wanted, written=(out,))
+
+
+CASES = {
+    "fused_amax_and_scale_update_after_reduction": _update,
+    "multi_tensor_compute_scale_and_scale_inv": _scales,
+    "fp8_block_scaling_compute_partial_amax": _partial_amax,
+    "fp8_block_scaling_partial_cast": _partial_cast,
+}
