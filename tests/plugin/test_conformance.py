@@ -78,6 +78,12 @@ def ignores(op, place):
     return run
 
 
+def forget(x, quantizer):
+    """The amax is that of the last tensor, not the largest since somebody has cleared it."""
+    if hasattr(quantizer, "amax"):
+        quantizer.amax.copy_(torch.nan_to_num(x.float()).abs().max())
+
+
 def truncated(x, quantizer):
     """A relu in bf16, cut off instead of rounded."""
     y = x.float().clamp(min=0) * (1 + 2.0**-7)
@@ -131,6 +137,10 @@ FAULTS = {
     "one code": (
         "quantize",
         lambda: changed("quantize", lambda y, *_: flipped(y)),
+    ),
+    "an amax that forgets": (
+        "quantize",
+        lambda: changed("quantize", lambda y, x, quantizer, *_: (forget(x, quantizer), y)[1]),
     ),
     "angles the other way": (
         "fused_rope_forward",

@@ -21,20 +21,28 @@ class Wanted(NamedTuple):
     exact: Tensor  # float64; of `same` of any dtype
     dtype: torch.dtype
     bound: float  # of the mean square of errors, relative to that of the values; 0: no bit differs
+    terms: Tensor | None = None  # what the values are sums of, where these may cancel
 
 
 def near(
-    name: str, found: Any, exact: Tensor, dtype: torch.dtype, depth: int = 1, steps: float = 2.0
+    name: str,
+    found: Any,
+    exact: Tensor,
+    dtype: torch.dtype,
+    depth: int = 1,
+    steps: float = 2.0,
+    terms: Tensor | None = None,
 ) -> Wanted:
     """Within `steps` roundings to the dtype, and those of sums of `depth` terms in fp32.
 
     Each is an error of at most eps / 2 of its value, all in one direction so steps * eps / 2; sums
     of random sign err by sqrt(depth) of those. Functions on the way pass errors on with a gain
-    whose square is at most 4, and exponentials of arguments up to 16 err by 32 eps.
+    whose square is at most 4, and exponentials of arguments up to 16 err by 32 eps. Of values that
+    are sums of `terms` that cancel errors are relative to these.
     """
     eps = torch.finfo(dtype).eps
     bound = (steps * eps / 2) ** 2 + 4 * depth * (_EPS / 2) ** 2 + (32 * _EPS) ** 2
-    return Wanted(name, found, exact, dtype, bound)
+    return Wanted(name, found, exact, dtype, bound, terms)
 
 
 def same(name: str, found: Any, exact: Tensor) -> Wanted:
@@ -158,7 +166,7 @@ def errors_of(case: Case, found: Any, before: list) -> tuple[float, str]:
 
 def _error(wanted: Wanted) -> tuple[float, str]:
     """(error in units of what is allowed, what is wrong)."""
-    name, found, exact, dtype, bound = wanted
+    name, found, exact, dtype, bound, terms = wanted
     infinite = float("inf")
     if not isinstance(found, Tensor):
         return infinite, f"{type(found).__name__}, expected a tensor"
@@ -181,5 +189,7 @@ def _error(wanted: Wanted) -> tuple[float, str]:
     if not finite.any():
         return 0.0, ""
     scale = exact[finite].square().mean().clamp(min=torch.finfo(torch.float32).tiny)
+    if terms is not None:
+        scale = scale.clamp(min=float(terms.double().square().mean()))
     error = float((got[finite] - exact[finite]).square().mean() / scale / bound)
     return error, "" if error <= 1.0 else f"off by {(error * bound) ** 0.5:.2g} of its values"
