@@ -460,11 +460,14 @@ static void place_bias_gradient(sdpa_call *call, const te_tensor *grad)
 }
 
 /* What a backward sums: of whole sequences, or of packed tokens as their gradients lie, whichever
- * is less. The latter cuDNN takes for multiples of 16 channels. */
+ * is less. The latter cuDNN takes for multiples of 16 channels, and goes by the queries: where
+ * these lie otherwise than their gradients it writes sums elsewhere, past their end too. */
 static void place_scratch(sdpa_call *call)
 {
     const te_attention_problem *p = call->problem;
     te_sdpa_key *key = &call->key;
+    const int alike =
+        key->query.token == key->grad_query.token && key->query.head == key->grad_query.head;
     const int64_t rows = key->batch * key->heads * key->queries, group = key->heads / key->kv_heads;
     const int64_t tokens = p->query.shape[1], key_tokens = p->key.shape[1];
     const int64_t of_keys = key_tokens * key->grad_key.token * group;
@@ -473,8 +476,8 @@ static void place_scratch(sdpa_call *call)
                                                           key->keys * (key->d_k + key->d_v);
     const int64_t packed =
         4 * tokens * (key->grad_query.token + key->heads) + 2 * (group > 1) * (of_keys + of_values);
-    key->packs_scratch = key->is_packed && te_sdpa_sums_queries(key) && key->d_k % 16 == 0 &&
-                         key->d_v % 16 == 0 && packed < whole;
+    key->packs_scratch = key->is_packed && alike && te_sdpa_sums_queries(key) &&
+                         key->d_k % 16 == 0 && key->d_v % 16 == 0 && packed < whole;
     call->places[TE_SDPA_ROW_SUM] =
         take(call, key->packs_scratch ? tokens * key->heads : rows, sizeof(float));
     if (te_sdpa_sums_queries(key)) {

@@ -24,26 +24,30 @@ pytestmark = pytest.mark.gpu
 BOTH = ("query", "key")
 
 
-def problem(sides, shape, dtype, together=False):
+TOGETHER = {"": (0, 0), "all": (1, 1), "heads": (1, 0), "gradients": (0, 1)}
+"""Which of a problem's heads and gradients lie side by side in one matrix."""
+
+
+def parts_of(tokens, counts, dtype, together):
+    """Queries, keys and values of random numbers, views of one matrix or tensors of their own."""
+    if not together:
+        shapes = [(t, *n) for t, n in zip(tokens, counts, strict=True)]
+        return [torch.randn(shape).to("cuda", dtype) for shape in shapes]
+    sizes = [n * d for n, d in counts]
+    whole = torch.randn(tokens[0], sum(sizes)).to("cuda", dtype)
+    parts = zip(whole.split(sizes, 1), counts, strict=True)
+    return [part.unflatten(1, n) for part, n in parts]
+
+
+def problem(sides, shape, dtype, together=""):
     """Query, key, value, gradient of the output, and memory for the gradients, NaN in gaps.
 
-    `shape`: heads, groups, channels of keys, channels of values. together: queries, keys and values
-    side by side in one matrix, as are their gradients.
+    `shape`: heads, groups, channels of keys, channels of values.
     """
     heads, groups, d_k, d_v = shape
     counts = ((heads, d_k), (groups, d_k), (groups, d_v))
     tokens = sides[0].tokens, sides[1].tokens, sides[1].tokens
-    if together:
-        whole = torch.randn(tokens[0], sum(n * d for n, d in counts)).to("cuda", dtype)
-        matrices = [
-            m.split([n * d for n, d in counts], 1) for m in (whole, torch.empty_like(whole))
-        ]
-        made = [[part.unflatten(1, n) for part, n in zip(m, counts, strict=True)] for m in matrices]
-        tensors, grads = made
-    else:
-        shapes = [(t, *n) for t, n in zip(tokens, counts, strict=True)]
-        tensors = [torch.randn(shape).to("cuda", dtype) for shape in shapes]
-        grads = [torch.empty_like(tensor) for tensor in tensors]
+    tensors, grads = (parts_of(tokens, counts, dtype, one) for one in TOGETHER[together])
     grad = torch.randn(tokens[0], heads, d_v).to("cuda", dtype)
     for tensor, side in zip((*tensors, grad), (*sides, sides[1], sides[0]), strict=True):
         tensor[~side.owned()] = math.nan
@@ -98,7 +102,7 @@ def definition(sides, tensors, grad, dtype, limits, factors=None):
     return [out.detach(), *torch.autograd.grad(out, leaves, wide)]
 
 
-def assert_right(sides, shape, dtype, together=False, **limits):
+def assert_right(sides, shape, dtype, together="", **limits):
     """Errors of at most twice those of a naive computation, and a rounding; 0 in gaps."""
     limits.setdefault("scale", shape[2] ** -0.5)
     tensors, grad, grads = problem(sides, shape, dtype, together)
@@ -124,7 +128,7 @@ def test_random_problems(part, rng):
     for _ in range(4):
         batch, gaps = int(rng.choice([1, 2, 3, 6])), bool(rng.random() < 0.5)
         longest = rng.choice([1, 7, 64, 100, 128, 200, 300], 2)
-        together = bool(rng.random() < 0.4)
+        together = str(rng.choice(list(TOGETHER)))
         queries = Packing(rng, batch, int(longest[0]), gaps=gaps)
         keys = queries if together else Packing(rng, batch, int(longest[1]), gaps=gaps)
         heads = int(rng.choice([1, 2, 4, 6]))
