@@ -62,12 +62,3 @@ def assert_same_data(found, expected):
         assert (one is None) == (other is None)
         if one is not None:
             assert_bits(one, other)
-
-
-def grads64(function, grads, *inputs):
-    """Float64 gradients of the inputs of a function, by those of its results."""
-    wide = [t.detach().double().requires_grad_() for t in inputs]
-    out = function(*wide)
-    outs = out if isinstance(out, tuple) else (out,)
-    given = grads if isinstance(grads, tuple) else (grads,)
-    return torch.autograd.grad(outs, wide, [g.double() for g in given])

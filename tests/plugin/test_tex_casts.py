@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Casts and scaling state of `transformer_engine_torch`: what `plugin.check` can not say."""
+"""Casts and scaling state of `transformer_engine_torch`: where they go, and what they refuse."""
 
 import pytest
 import torch

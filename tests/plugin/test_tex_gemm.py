@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`generic_gemm` of `transformer_engine_torch` against float64: layouts, formats, epilogues."""
+"""`generic_gemm` of `transformer_engine_torch`: what cases of `plugin.check` can not say.
+
+Products in all formats by the bounds of their casts, where results go, casts of them, refusals.
+"""
 
 import itertools
 
@@ -9,12 +12,9 @@ from buffers import normal
 from comparators import assert_bits, assert_nmse
 from tex_cases import (
     FORMATS,
-    HIGH,
     Operators,
-    assert_near,
     assert_same_data,
     each_implementation,
-    grads64,
     quantizers,
 )
 from tols import BF16, E4M3, E5M2, F16, F32, tol
@@ -52,106 +52,22 @@ def operands(rng, device, transA, transB, dtype, m=24, n=40, k=48):
 
 
 @each_implementation
-@pytest.mark.parametrize(("transA", "transB"), LAYOUTS)
-@pytest.mark.parametrize("dtype", HIGH)
-def test_layouts(rng, device, tex, transA, transB, dtype):
-    A, B = operands(rng, device, transA, transB, dtype)
-    exact = product64(A, transA, B, transB)
-    out, *rest = gemm(tex, A, transA, B, transB)
-    assert out.dtype == dtype and rest == [None] * 3
-    assert_near(out, exact, 48)
+def test_where_results_go(rng, device, tex):
+    A, B = operands(rng, device, True, False, BF16)
+    plain, *rest = gemm(tex, A, True, B, False)
+    assert rest == [None] * 3
+    none = torch.empty(0, dtype=BF16, device=device)  # a bias that there is not
+    assert_bits(gemm(tex, A, True, B, False, bias=none)[0], plain)
     into = torch.empty(24, 40, dtype=F32, device=device)
-    out, *_ = gemm(tex, A, transA, B, transB, into, output_dtype=DType.kFloat32)
-    assert out is into
-    assert_near(into, exact, 48)
-
-
-@each_implementation
-def test_leading_dims(rng, device, tex):
-    A, B = normal(rng, (5, 6, 16), F32, device), normal(rng, (2, 3, 16), F32, device)
-    out, *_ = gemm(tex, A, True, B, False)
-    assert out.shape == (2, 3, 30)
-    assert_near(out, product64(A, True, B, False), 16)
-    grads = normal(rng, (2, 3, 8), F32, device)
-    out, *_ = gemm(tex, B, False, grads, True)
-    assert out.shape == (8, 16)
-    assert_near(out, product64(B, False, grads, True), 6)
-
-
-@each_implementation
-def test_no_elements(device, tex):
-    for m, n, k in ((0, 4, 16), (4, 0, 16), (4, 6, 0)):
-        A, B = torch.ones(n, k, device=device), torch.ones(m, k, device=device)
-        bias = torch.full((n,), 2.0, device=device)
-        out, *_ = gemm(tex, A, True, B, False, bias=bias)
-        assert_bits(out, torch.full((m, n), 2.0 + k, device=device))
-        wgrad, sums, *_ = gemm(tex, A, False, torch.ones(n, m, device=device), True, grad=True,
-                               bias=torch.ones(m, device=device))  # fmt: skip
-        assert_bits(wgrad, torch.full((m, k), float(n), device=device))
-        assert m == 0 or sums.tolist() == [float(n)] * m
-
-
-@each_implementation
-@pytest.mark.parametrize("dtype", HIGH)
-def test_forward_epilogues(rng, device, tex, dtype):
-    A, B = operands(rng, device, True, False, dtype)
-    bias = normal(rng, (40,), dtype, device)
-    exact = product64(A, True, B, False) + bias.double()
-    out, *_ = gemm(tex, A, True, B, False, bias=bias)
-    assert_near(out, exact, 48)
-    out, bias_grad, pre, _ = gemm(tex, A, True, B, False, bias=bias, gelu=True)
-    assert bias_grad is None
-    assert_near(pre, exact, 48)
-    assert_near(out, torch.nn.functional.gelu(exact, approximate="tanh"), 48)
-    place = torch.empty_like(pre)
-    _, _, again, _ = gemm(tex, A, True, B, False, bias=bias, gelu=True, gelu_in=place)
-    assert again is place
+    assert gemm(tex, A, True, B, False, into, output_dtype=DType.kFloat32)[0] is into
+    assert gemm(tex, A, True, B, False, into, output_dtype=F32, accumulate=True)[0] is into
+    place = torch.empty_like(plain)
+    out, bias_grad, pre, _ = gemm(tex, A, True, B, False, gelu=True)
+    again, _, kept, _ = gemm(tex, A, True, B, False, gelu=True, gelu_in=place)
+    assert kept is place and bias_grad is None
     assert_bits(place, pre)
-    none = torch.empty(0, dtype=dtype, device=device)
-    assert_near(gemm(tex, A, True, B, False, bias=none)[0], exact - bias.double(), 48)
-
-
-@each_implementation
-@pytest.mark.parametrize("dtype", HIGH)
-def test_backward_epilogues(rng, device, tex, dtype):
-    """Of a linear layer: the weight gradient with that of the bias, and through gelu."""
-    x, dy = normal(rng, (2, 12, 32), dtype, device), normal(rng, (2, 12, 40), dtype, device)
-    bias = torch.zeros(40, dtype=dtype, device=device)
-    wgrad, bias_grad, *_ = gemm(tex, x, False, dy, True, bias=bias, grad=True)
-    assert_near(wgrad, product64(x, False, dy, True), 24)
-    assert bias_grad.dtype == dtype
-    assert_near(bias_grad, dy.double().sum((0, 1)), 24)
-    weight, before = normal(rng, (40, 32), dtype, device), normal(rng, (2, 12, 32), dtype, device)
-    bias = torch.zeros(32, dtype=dtype, device=device)
-    out, sums, pre, _ = gemm(
-        tex, weight, False, dy, False, gelu=True, gelu_in=before, grad=True, bias=bias
-    )
-    (exact,) = grads64(
-        lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
-        product64(weight, False, dy, False), before,
-    )  # fmt: skip
-    assert pre is before and out.shape == before.shape
-    assert_near(out, exact, 40)
-    assert_near(sums, exact.sum((0, 1)), 24 * 40)
-
-
-@each_implementation
-@pytest.mark.parametrize("dtype", HIGH)
-@pytest.mark.parametrize("out_dtype", HIGH)
-def test_accumulation(rng, device, tex, dtype, out_dtype):
-    A, B = operands(rng, device, False, True, dtype)
-    D = normal(rng, (24, 40), out_dtype, device)
-    kept, exact = D.double(), product64(A, False, B, True)
-    out, *_ = gemm(tex, A, False, B, True, D, output_dtype=out_dtype, accumulate=True)
-    assert out is D
-    assert_near(D, exact + kept, 48)
-    D.copy_(kept)
-    bias = normal(rng, (40,), dtype, device)
-    options = {"alpha": -0.5, "accumulate": True, "beta": 0.25, "bias": bias}
-    out, *_ = gemm(tex, A, False, B, True, D, output_dtype=out_dtype, **options)
-    assert out is D
-    assert_near(D, -0.5 * exact + 0.25 * kept + bias.double(), 48)
-    assert_near(gemm(tex, A, False, B, True, alpha=3.0)[0], 3 * exact, 48)
+    assert_bits(again, out)
+    assert gemm(tex, A, True, B, False, gelu=True, gelu_in=place, grad=True)[2] is place
 
 
 @each_implementation

@@ -19,8 +19,6 @@ from tex_cases import (
 )
 from tols import BF16, F32
 
-from transformer_engine.plugin.conformance.norms import exact_norm
-
 high = pytest.mark.parametrize("dtype", HIGH)
 
 
@@ -61,24 +59,6 @@ def test_refused_activations(tex):
         tex.silu(x, "e4m3")
 
 
-@each_implementation
-def test_few_and_no_elements(rng, device, tex):
-    for shape in ((0, 16), (16,), (2, 0, 16)):
-        x, gamma = normal(rng, shape, F32, device), torch.ones(16, device=device)
-        assert tex.gelu(x, None).shape == shape == tex.dgelu(x, x, None).shape
-        assert tex.swiglu(x, None).shape == (*shape[:-1], 8)
-        sums, made = tex.dbias_drelu(x, x, None)
-        assert_near(sums, (x * (x > 0)).double().reshape(-1, 16).sum(0))
-        y, mu, rsigma = tex.layernorm_fwd(x, gamma, gamma, 1e-5, None, None, F32, 0, False)
-        assert_near(y, exact_norm(x.double(), gamma, gamma, 1e-5, True, False)[0], 16)
-        dx, dgamma, dbeta = tex.layernorm_bwd(x, x, mu, rsigma, gamma)
-        assert dx.shape == shape
-        assert_near(dbeta, x.double().reshape(-1, 16).sum(0))
-        dx, _ = tex.rmsnorm_bwd_add(x, x, x, rsigma, gamma, 0, False)
-        assert dx.shape == shape
-        assert tex.dropout_fwd(x, 0.5)[0].shape == shape
-
-
 def test_refused_shapes(device):
     tex = Operators("default.native")
     with pytest.raises(ValueError, match="swiglu: input: 3 columns, expected two halves"):
@@ -100,8 +80,6 @@ def test_norms_write_where_they_are_told(rng, device, tex):
     plain, *_ = tex.rmsnorm_fwd(x, gamma, 1e-5, None, None, BF16, 0, False)
     assert y is into
     assert_bits(into, plain)
-    no_bias, *_ = tex.layernorm_fwd(x, gamma, None, 1e-5, None, None, F32, 0, False)
-    assert_near(no_bias, exact_norm(x.double(), 1.0, None, 1e-5, True, False)[0], 16)
     with pytest.raises(ValueError, match="rmsnorm_fwd: out: shape"):
         tex.rmsnorm_fwd(x, gamma, 1e-5, into[:2], None, BF16, 0, False)
     with pytest.raises(TypeError, match="rmsnorm_fwd: otype="):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transformer_engine.plugin.conformance.cases import Case, Draw, gradients, name_of, near
 
-_SHAPES = ((5, 48), (1, 16), (3, 7, 32), (33, 130), (0, 16))
+_SHAPES = ((5, 48), (1, 16), (3, 7, 32), (33, 130), (0, 16), (16,), (2, 0, 16))
 _UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "qgelu": lambda x: x * torch.sigmoid(1.702 * x),

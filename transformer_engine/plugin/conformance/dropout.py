@@ -35,14 +35,15 @@ def _forward(op: str, draw: Draw) -> Iterator[Case]:
 
             yield Case(f"{name_of(dtype)} {list(shape)}", (x, _P), wanted)
 
-        def all_kept(found: tuple, x: Tensor = x) -> list:
-            return [near("the result", found[0], x.double(), x.dtype)]
+        nothing = draw.normal((2, 0, 16), dtype)
+        yield _certain(f"{name_of(dtype)} nothing dropped", x, 0.0, x)
+        yield _certain(f"{name_of(dtype)} all dropped", x, 1.0, torch.zeros_like(x))
+        yield _certain(f"{name_of(dtype)} no elements", nothing, _P, nothing)
 
-        def none_kept(found: tuple, x: Tensor = x) -> list:
-            return [near("the result", found[0], torch.zeros_like(x).double(), x.dtype)]
 
-        yield Case(f"{name_of(dtype)} nothing dropped", (x, 0.0), all_kept)
-        yield Case(f"{name_of(dtype)} all dropped", (x, 1.0), none_kept)
+def _certain(name: str, x: Tensor, p: float, exact: Tensor) -> Case:
+    """Where no random number matters."""
+    return Case(name, (x, p), lambda found: [near("the result", found[0], exact.double(), x.dtype)])
 
 
 def _backward(op: str, draw: Draw) -> Iterator[Case]:

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,7 +11,10 @@ from torch import Tensor
 
 from transformer_engine.plugin.conformance.cases import Case, Draw, gradients, name_of, near
 
-_SIZES = ((16, 32, 48), (1, 16, 64), (33, 65, 17), (128, 96, 256))
+_SIZES = (
+    *((16, 32, 48), (1, 16, 64), (33, 65, 17), (128, 96, 256)),
+    *((0, 4, 16), (4, 0, 16), (4, 6, 0)),
+)
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -42,31 +46,34 @@ class _Problem:
 
 
 def _case(name: str, draw: Draw, problem: _Problem) -> Case:
-    """D = op(B) op(A) and what goes with it."""
+    """D = op(B) op(A) and what goes with it; operands [.., k] are matrices of all their rows."""
     A, transA, B, transB, dtype, bias, gelu, grad, gelu_in, accumulate, into, factors = (
         getattr(problem, one.name) for one in fields(problem)
     )
-    left, right = _plain(B).double(), _plain(A).double()
+    left, right = (_plain(t).double() for t in (B, A))
+    leading = () if transB else left.shape[:-1]
+    left, right = left.flatten(0, -2), right.flatten(0, -2)
     left = left.T if transB else left
     right = right.T if transA else right
     alpha, beta = factors
-    product = alpha * left @ right
+    made = alpha * left @ right
+    made = made.view(*leading, right.shape[1]) if leading else made
     depth = left.shape[1]
     out = None
     if accumulate is not None:
-        product = product + (1.0 if beta is None else beta) * accumulate.double()
+        made = made + (1.0 if beta is None else beta) * accumulate.double()
         out = accumulate.clone()
     elif into:
-        out = torch.empty(product.shape, dtype=dtype, device=draw.device)
+        out = torch.empty(made.shape, dtype=dtype, device=draw.device)
     if bias is not None and not grad:
-        product = product + bias.double()
-    exact, pre, sums = product, None, None
+        made = made + bias.double()
+    exact, pre, sums = made, None, None
     if gelu and not grad:
-        exact, pre = _gelu(product), product
+        exact, pre = _gelu(made), made
     elif gelu:
-        (exact,) = gradients(_gelu, product, gelu_in)
+        (exact,) = gradients(_gelu, made, gelu_in)
     if grad and bias is not None:
-        sums = exact.sum(0) if gelu else left.sum(1)
+        sums = exact.flatten(0, -2).sum(0) if gelu else left.sum(1)
     space = torch.empty(1 << 16, dtype=torch.uint8, device=draw.device)
     args = (
         *(A, transA, B, transB, out, None, dtype, bias, None, gelu, gelu_in, grad),
@@ -81,9 +88,12 @@ def _case(name: str, draw: Draw, problem: _Problem) -> Case:
             results.append(near("the gradient of the bias", found[1], sums, bias.dtype, depth))
         if pre is not None and found[2] is not None:
             results.append(near("the value before gelu", found[2], pre, dtype, depth))
+        if pre is not None and gelu_in is not None:
+            results.append(near("gelu_in", gelu_in, pre, dtype, depth))
         return results
 
-    return Case(name, args, wanted, written=(space,) if out is None else (space, out))
+    places = (space, out, None if pre is None else gelu_in)
+    return Case(name, args, wanted, written=tuple(t for t in places if t is not None))
 
 
 def _gemm(op: str, draw: Draw) -> Iterator[Case]:
@@ -91,7 +101,7 @@ def _gemm(op: str, draw: Draw) -> Iterator[Case]:
     for dtype in draw.dtypes:
         what = name_of(dtype)
         for m, n, k in _SIZES:
-            for transA, transB in ((True, False), (False, False), (False, True)):
+            for transA, transB in product((True, False), repeat=2):
                 A = draw.normal((n, k) if transA else (k, n), dtype)
                 B = draw.normal((k, m) if transB else (m, k), dtype)
                 layout = f"{'NT'[transA]}{'NT'[transB]}"
@@ -101,6 +111,17 @@ def _gemm(op: str, draw: Draw) -> Iterator[Case]:
             A, B = draw.normal((40, 32), dtype), draw.normal((24, 32), dtype)
             given = {"dtype": dtype, **options}
             yield _case(f"{what} {name}", draw, _Problem(A, True, B, False, **given))
+        # Operands of more dims: of a forward, and of the gradient of an input and of a weight.
+        x, weight = draw.normal((2, 3, 16), dtype), draw.normal((5, 6, 16), dtype)
+        yield _case(f"{what} forward of [2, 3, 16]", draw, _Problem(weight, True, x, False, dtype))
+        dy, bias = draw.normal((2, 3, 8), dtype), draw.normal((8,), dtype)
+        problem = _Problem(x, False, dy, True, dtype, bias, grad=True)
+        yield _case(f"{what} gradients of [2, 3, 16]", draw, problem)
+        weight, before = draw.normal((8, 16), dtype), draw.normal((2, 3, 16), dtype)
+        problem = _Problem(
+            weight, False, dy, False, dtype, before[0, 0], gelu=True, grad=True, gelu_in=before
+        )
+        yield _case(f"{what} through gelu to [2, 3, 16]", draw, problem)
         # A weight gradient: dy^T x, whose bias gradient are the sums of dy.
         x, dy = draw.normal((32, 40), dtype), draw.normal((32, 24), dtype)
         place = draw.normal((24,), dtype)
@@ -118,12 +139,17 @@ def _options(
     yield "bias", {"bias": bias}
     yield "into D", {"into": True}
     yield "to float32", {"dtype": torch.float32}
+    yield "into D of float32", {"into": True, "dtype": torch.float32}
+    yield "a factor", {"factors": (3.0, None)}
     yield "bias and gelu", {"bias": bias, "gelu": True}
+    place = torch.empty((m, n), dtype=dtype, device=draw.device)
+    yield "bias and gelu, whose argument is kept", {"bias": bias, "gelu": True, "gelu_in": place}
     yield "gradient through gelu", through
     yield "gradient through gelu and bias", {**through, "bias": bias}
-    yield "accumulated", {"before": before}
-    yield "accumulated in fp32", {"before": before.float(), "dtype": torch.float32}
+    for kind in (torch.float32, torch.float16, torch.bfloat16):
+        yield f"accumulated in {name_of(kind)}", {"before": before.to(kind), "dtype": kind}
     yield "factors", {"before": before, "factors": (0.5, 2.0)}
+    yield "factors and bias", {"before": before, "factors": (-0.5, 0.25), "bias": bias}
 
 
 def _quantized(draw: Draw) -> Iterator[Case]:

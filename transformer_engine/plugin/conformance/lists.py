@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,26 +16,25 @@ _SHAPES = ((5,), (3, 7), (40, 11), (2, 129))
 
 def _scale(op: str, draw: Draw) -> Iterator[Case]:
     del op
-    for dtype in draw.dtypes:
-        for broken in (False, True):
-            given = [draw.normal(shape, dtype) for shape in _SHAPES]
-            if broken:
-                given[1][0, 0] = math.inf
-            out = [torch.empty_like(t) for t in given]
-            flag = draw.flag()
+    for dtype, wide, broken in product(draw.dtypes, (False, True), (False, True)):
+        given = [draw.normal(shape, dtype) for shape in _SHAPES]
+        if broken:
+            given[1][0, 0] = math.inf
+        out = [torch.empty_like(t, dtype=torch.float32 if wide else dtype) for t in given]
+        flag = draw.flag()
 
-            def wanted(
-                found: Any, given: list = given, out: list = out, flag: Tensor = flag,
-                broken: bool = broken,
-            ) -> list:  # fmt: skip
-                del found
-                raised = torch.tensor([int(broken)], dtype=torch.int32)
-                pairs = enumerate(zip(given, out, strict=True))
-                results = [near(f"out {i}", o, g.double() * 0.25, o.dtype) for i, (g, o) in pairs]
-                return [*results, same("noop_flag", (flag != 0).int(), raised)]
+        def wanted(
+            found: Any, given: list = given, out: list = out, flag: Tensor = flag,
+            broken: bool = broken,
+        ) -> list:  # fmt: skip
+            del found
+            raised = torch.tensor([int(broken)], dtype=torch.int32)
+            pairs = enumerate(zip(given, out, strict=True))
+            results = [near(f"out {i}", o, g.double() * 0.3, o.dtype) for i, (g, o) in pairs]
+            return [*results, same("noop_flag", (flag != 0).int(), raised)]
 
-            name = f"{name_of(dtype)}{' with Inf' * broken}"
-            yield Case(name, (2048, flag, [given, out], 0.25), wanted, written=(flag, *out))
+        name = f"{name_of(dtype)}{' to float32' * wide}{' with Inf' * broken}"
+        yield Case(name, (2048, flag, [given, out], 0.3), wanted, written=(flag, *out))
 
 
 def _norm(op: str, draw: Draw) -> Iterator[Case]:
@@ -55,10 +55,9 @@ def _norm(op: str, draw: Draw) -> Iterator[Case]:
                     results.append(near("norms of each", found[1], norms, torch.float32, depth))
                 return results
 
-            flag = draw.flag()
             more = (factor,) if unscaled else ()
             name = f"{name_of(dtype)}{' each' * each}"
-            yield Case(name, (2048, flag, [given], *more, each), wanted, written=(flag,))
+            yield Case(name, (2048, draw.flag(), [given], *more, each), wanted)
 
 
 CASES = {

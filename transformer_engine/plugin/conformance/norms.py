@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transformer_engine.plugin.conformance.cases import Case, Draw, gradients, name_of, near
 
-_SHAPES = ((5, 40), (1, 16), (3, 7, 40), (33, 129), (64, 1024), (0, 16))
+_SHAPES = ((5, 40), (1, 16), (3, 7, 40), (33, 129), (64, 1024), (0, 16), (16,), (2, 0, 16))
 
 
 def exact_norm(
