@@ -6,6 +6,7 @@ definitions, by way of `reference`; nothing of it calls the package.
 """
 
 import contextlib
+import gc
 import types
 
 import numpy as np
@@ -96,6 +97,7 @@ def captured(run, warm_ups=0):
         with side_stream():
             for _ in range(warm_ups):
                 run()
+    gc.collect()  # graphs of former tests: what ends them, in the middle of a capture, ends that
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = run()
