@@ -17,7 +17,9 @@ from tex_cases import (
     each_implementation,
     quantizers,
 )
-from tols import BF16, F32
+from tols import BF16, E4M3, F32
+
+import transformer_engine.pytorch.tensor as tensors
 
 high = pytest.mark.parametrize("dtype", HIGH)
 
@@ -70,6 +72,55 @@ def test_refused_shapes(device):
 
 
 # ---- norms -----------------------------------------------------------------------------------
+
+
+def casters(device):
+    """Quantizers by name, each time new ones."""
+    zero = torch.zeros(1, device=device)
+    return {
+        "delayed": tensors.Float8Quantizer(torch.full((1,), 3.0, device=device), zero, E4M3),
+        "measured": tensors.Float8Quantizer(zero.clone(), zero, E4M3, measure_first=True),
+        "current": tensors.Float8CurrentScalingQuantizer(E4M3),
+        "tiles": tensors.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
+        "square tiles": tensors.Float8BlockQuantizer(
+            E4M3, rowwise=True, columnwise=True, block_scaling_dim=2
+        ),
+        "rows": tensors.Float8RowQuantizer(E4M3),
+        "mxfp8": tensors.MXFP8Quantizer(E4M3),
+        "nvfp4": tensors.NVFP4Quantizer(),
+        "stochastic": tensors.NVFP4Quantizer(stochastic_rounding=True),
+        "of rows": tensors.NVFP4Quantizer(row_scaled_nvfp4=True, columnwise=False),
+        "not at all": tensors.IdentityQuantizer(),
+    }
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["new", "in its place"])
+@pytest.mark.parametrize("usages", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("kind", casters("cpu"))
+def test_norms_cast_fp32_values(rng, device, kind, usages, given):
+    """In one pass or in two: the bits are those of the quantizer, and so is its amax."""
+    if kind == "of rows" and usages[1]:
+        pytest.skip("it has no column-wise form")
+    tex = Operators("default.native")
+    for shape in ((32, 64), (3, 32, 32), (16, 48), (64,), (0, 32), (7, 130)):
+        x, gamma = normal(rng, shape, BF16, device), normal(rng, shape[-1:], F32, device)
+        made = []
+        for fused in (True, False):
+            quantizer = casters(device)[kind]
+            if kind != "not at all":
+                quantizer.set_usage(rowwise=usages[0], columnwise=usages[1])
+            place = None
+            if given and fused and kind != "not at all":
+                place = quantizer.make_empty(shape, dtype=F32, device=torch.device(device))
+            torch.manual_seed(3)
+            options = place, quantizer if fused else None, F32, 0, False
+            y, _, rsigma = tex.layernorm_fwd(x, gamma, gamma, 1e-5, *options)
+            assert place is None or y is place
+            made.append((y if fused else quantizer(y), rsigma, getattr(quantizer, "amax", rsigma)))
+        (found, *rest), (wanted, *others) = made
+        assert_same_data(found, wanted)
+        for one, other in zip(rest, others, strict=True):
+            assert_bits(one, other)
 
 
 @each_implementation

@@ -12,11 +12,10 @@ from transformer_engine.pytorch.device import prepare_device
 from transformer_engine.pytorch.plugins import native
 from transformer_engine.pytorch.quantizer import Quantizer
 from transformer_engine.pytorch.tensor import casts
-from transformer_engine.pytorch.tensor.float8_tensor import (
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-)
-from transformer_engine.pytorch.tensor.two_forms import TwoFormQuantizer
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.float8_row_tensor import Float8RowQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
 __all__ = [
     "checked",
@@ -96,8 +95,8 @@ def quantized(op: str, values: Tensor, quantizer: Any, out: Any = None) -> Any:
     return values if quantizer is None else quantizer.quantize(values)
 
 
-_FUSED = (Float8Quantizer, Float8CurrentScalingQuantizer, TwoFormQuantizer)
-"""Whose casts are of the C library and of nothing else."""
+_FUSED = (Float8Quantizer, Float8BlockQuantizer, Float8RowQuantizer, MXFP8Quantizer)
+"""Whose casts need no amax of the whole tensor before, but for a first one of delayed scaling."""
 
 
 @native

@@ -120,10 +120,10 @@ class Computed:
 
     def cast(self, **fields: Any) -> None:
         """Cast them as these fields say."""
-        if self._values is None and not fields["row_scaled"]:  # te_quantize alone measures rows
+        if self._values is None:
             self._run(**fields)
         else:
-            _core.quantize(self.values(), **fields)
+            _core.quantize(self._values, **fields)
 
 
 def readable(source: Tensor) -> Tensor:
