@@ -222,6 +222,8 @@ def object_job(source, folder, extra):
     flags += ["-Wall", "-Wextra", "-Icsrc/include", "-Icsrc"]
     if group in ("core", "cpu", "layer"):
         flags.append("-Wpedantic")
+    if group == "core":  # dispatch: calls of its own and of the TLS resolver without stubs
+        flags += ["-fno-plt", "-fno-semantic-interposition"]
     if group == "python":
         include = sysconfig.get_path("include")
         if not Path(include, "Python.h").exists():
@@ -272,7 +274,8 @@ def link(out, objects, flags):
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = out.with_name(out.name + ".tmp")
     user = shlex.split(os.environ.get("LDFLAGS", ""))
-    command = [*CC, "-shared", "-o", str(scratch), *objects, *flags, *user, *SYSTEM_LIBS]
+    own = "-Wl,-Bsymbolic-functions"  # calls of public functions from within are direct
+    command = [*CC, "-shared", own, "-o", str(scratch), *objects, *flags, *user, *SYSTEM_LIBS]
     if subprocess.run(command, check=False).returncode != 0:
         raise SystemExit(f"cannot link {out}")
     scratch.replace(out)
