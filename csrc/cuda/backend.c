@@ -50,16 +50,20 @@ static te_status read_attributes(te_cuda_state *cuda)
     return TE_OK;
 }
 
-/* Failures are passed over: at the end of a process the driver may be gone before its callers. */
+/* Failures are passed over: at the end of a process the driver may be gone before its callers. A
+ * context may be garbage that is collected while its thread captures a graph, which stays valid. */
 static void close_device(void *state)
 {
     te_cuda_state *cuda = state;
     te_cuda_scope scope = {0};
+    te_cuda_relaxed relaxed = {0};
     if (cuda == NULL) return;
     if (cuda->context != NULL && te_cuda_enter(cuda, &scope) == TE_OK) {
+        (void)te_cuda_relax_capture(&relaxed);
         te_cublaslt_destroy(cuda->cublaslt);
         te_sdpa_close(cuda->sdpa);
         te_cuda_images_close(cuda);
+        te_cuda_restore_capture(&relaxed);
         te_cuda_leave(cuda, &scope);
     } else {
         te_cuda_images_close(cuda);

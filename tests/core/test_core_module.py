@@ -215,6 +215,22 @@ def test_tuning_outlives_contexts(tmp_path):
     assert run(1024) == 2
 
 
+@pytest.mark.gpu
+def test_contexts_end_while_a_graph_is_captured():
+    """As they do where they are garbage; what is captured stays valid."""
+    core = fresh_core()
+    a, b = torch.randn(2, 64, 64, device="cuda", dtype=torch.bfloat16)
+    product = torch.empty_like(a)
+    core.gemm(product, a=a, b=b)
+    core.cast(a, product)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = a * 2
+        core.close_contexts()
+    graph.replay()
+    assert torch.equal(doubled, a * 2)
+
+
 def test_a_context_in_use_is_not_closed(core):
     context = core.Context(core.DEVICE_CPU)
     core.register_backend("closer", core.DEVICE_CPU, 1, {"fill": lambda args: context.close()})
