@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * gemm_algorithm.c - per device: the cuBLASLt handle and the algorithm of each problem seen.
+ * gemm_algorithm.c - per device: the algorithm of each problem seen.
  *
  * A bucket is a list that only grows at its head, so a lookup takes no lock; entries live as long
  * as the device's state.
@@ -21,25 +21,18 @@ static te_status make_state(te_cuda_state *cuda, te_cublaslt **out)
 {
     te_status st = TE_OK;
     te_cublaslt *lt = calloc(1, sizeof *lt);
-    int locked = 0;
     *out = NULL;
     if (lt == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for the cuBLASLt state");
     lt->cuda = cuda;
-    TE_TRY_DONE(te_cublaslt_load(&lt->api));
+    TE_TRY_DONE(te_cublaslt_handle(cuda->context, &lt->handle));
     if (pthread_mutex_init(&lt->lock, NULL) != 0) {
         st = TE_FAIL(TE_ERROR_MEMORY, "no memory for a lock");
         goto done;
     }
-    locked = 1;
-    TE_TRY_DONE(TE_CUBLASLT(&lt->api, cublasLtCreate, &lt->handle));
     *out = lt;
     lt = NULL;
 done:
-    if (lt != NULL) {
-        if (locked) (void)pthread_mutex_destroy(&lt->lock);
-        te_cublaslt_unload(&lt->api);
-        free(lt);
-    }
+    free(lt);
     return st;
 }
 
@@ -76,9 +69,7 @@ void te_cublaslt_destroy(te_cublaslt *lt)
         }
     }
     te_gemm_tuner_destroy(lt->tuner);
-    (void)lt->api.cublasLtDestroy(lt->handle);
     (void)pthread_mutex_destroy(&lt->lock);
-    te_cublaslt_unload(&lt->api);
     free(lt);
 }
 
@@ -109,29 +100,27 @@ static size_t workspace_of(const te_gemm_key *key)
     return key->workspace_log2 == 0 ? 0 : (size_t)1 << key->workspace_log2;
 }
 
-static te_status describe_preference(const te_cublaslt_api *api, const te_gemm_key *key,
-                                     cublasLtMatmulPreferenceOpaque_t *out)
+static te_status describe_preference(const te_gemm_key *key, cublasLtMatmulPreferenceOpaque_t *out)
 {
     size_t workspace = workspace_of(key);
     uint32_t a = 1U << key->b_align, b = 1U << key->a_align, d = 1U << key->d_align;
     cublasStatus_t status;
     memset(out, 0, sizeof *out);
-    status = api->cublasLtMatmulPreferenceInit_internal(out, sizeof *out);
+    status = te_cublaslt_functions.cublasLtMatmulPreferenceInit_internal(out, sizeof *out);
 #define SET(NAME, value)                                                                           \
     if (status == CUBLAS_STATUS_SUCCESS)                                                           \
-    status = api->cublasLtMatmulPreferenceSetAttribute(out, CUBLASLT_MATMUL_PREF_##NAME, &(value), \
-                                                       sizeof(value))
+    status = te_cublaslt_functions.cublasLtMatmulPreferenceSetAttribute(                           \
+        out, CUBLASLT_MATMUL_PREF_##NAME, &(value), sizeof(value))
     SET(MAX_WORKSPACE_BYTES, workspace);
     SET(MIN_ALIGNMENT_A_BYTES, a);
     SET(MIN_ALIGNMENT_B_BYTES, b);
     SET(MIN_ALIGNMENT_C_BYTES, d);
     SET(MIN_ALIGNMENT_D_BYTES, d);
 #undef SET
-    return te_cublaslt_check(api, status, "cublasLtMatmulPreferenceSetAttribute", __FILE__,
-                             __LINE__);
+    return te_cublaslt_check(status, "cublasLtMatmulPreferenceSetAttribute", __FILE__, __LINE__);
 }
 
-static te_status no_algorithm(const te_cublaslt *lt, const te_gemm_key *key, cublasStatus_t status)
+static te_status no_algorithm(const te_gemm_key *key, cublasStatus_t status)
 {
     int bias = key->bias_dtype != TE_GEMM_NO_DTYPE;
     int aux = key->aux_dtype != TE_GEMM_NO_DTYPE;
@@ -139,12 +128,12 @@ static te_status no_algorithm(const te_cublaslt *lt, const te_gemm_key *key, cub
                    "gemm: cuBLASLt %zu has no algorithm (%s) for m = %lld, n = %lld, k = %lld, "
                    "%s%s x %s%s -> %s, "
                    "row strides %lld, %lld, %lld, %s %s, aux %s, features 0x%x, workspace 2^%d",
-                   lt->api.cublasLtGetVersion(), lt->api.cublasLtGetStatusName(status),
-                   (long long)key->m, (long long)key->n, (long long)key->k,
-                   te_dtype_name((te_dtype)key->a_dtype), key->a_transposed ? " transposed" : "",
-                   te_dtype_name((te_dtype)key->b_dtype), key->b_transposed ? " transposed" : "",
-                   te_dtype_name((te_dtype)key->d_dtype), (long long)key->a_stride,
-                   (long long)key->b_stride, (long long)key->d_stride,
+                   te_cublaslt_functions.cublasLtGetVersion(),
+                   te_cublaslt_functions.cublasLtGetStatusName(status), (long long)key->m,
+                   (long long)key->n, (long long)key->k, te_dtype_name((te_dtype)key->a_dtype),
+                   key->a_transposed ? " transposed" : "", te_dtype_name((te_dtype)key->b_dtype),
+                   key->b_transposed ? " transposed" : "", te_dtype_name((te_dtype)key->d_dtype),
+                   (long long)key->a_stride, (long long)key->b_stride, (long long)key->d_stride,
                    (key->features & TE_GEMM_FEATURE_BIAS_GRAD) ? "bias gradient" : "bias",
                    bias ? te_dtype_name((te_dtype)key->bias_dtype) : "none",
                    aux ? te_dtype_name((te_dtype)key->aux_dtype) : "none", (unsigned)key->features,
@@ -164,9 +153,9 @@ static te_status ask(const te_cublaslt *lt, te_gemm_descriptor *desc, te_gemm_en
     cublasLtMatmulPreferenceOpaque_t preference;
     const int requested = lt->tuner != NULL ? TE_GEMM_CANDIDATES : 1;
     out->count = 0;
-    TE_TRY(te_gemm_describe_matrices(&lt->api, &entry->key, entry));
-    TE_TRY(describe_preference(&lt->api, &entry->key, &preference));
-    out->status = lt->api.cublasLtMatmulAlgoGetHeuristic(
+    TE_TRY(te_gemm_describe_matrices(&entry->key, entry));
+    TE_TRY(describe_preference(&entry->key, &preference));
+    out->status = te_cublaslt_functions.cublasLtMatmulAlgoGetHeuristic(
         lt->handle, (cublasLtMatmulDesc_t)(void *)desc, &entry->a, &entry->b, &entry->c, &entry->d,
         &preference, requested, out->found, &out->count);
     if (out->status == CUBLAS_STATUS_SUCCESS)
@@ -188,7 +177,7 @@ static te_status ask_for_shorter_sums(const te_cublaslt *lt, te_gemm_descriptor 
         shorter.key.k = k / MULTIPLE * MULTIPLE;
         TE_TRY(ask(lt, desc, &shorter, out));
         if (out->count == 0) continue;
-        out->status = lt->api.cublasLtMatmulAlgoCheck(
+        out->status = te_cublaslt_functions.cublasLtMatmulAlgoCheck(
             lt->handle, (cublasLtMatmulDesc_t)(void *)desc, &entry->a, &entry->b, &entry->c,
             &entry->d, &best->algo, best);
         out->count = out->status == CUBLAS_STATUS_SUCCESS &&
@@ -208,11 +197,11 @@ static te_status choose(te_cublaslt *lt, const te_gemm_key *key, const te_gemm_p
     cublasStatus_t refusal;
     memset(out, 0, sizeof *out);
     out->key = *key;
-    TE_TRY(te_gemm_describe(lt, key, &any, &desc));
+    TE_TRY(te_gemm_describe(key, &any, &desc));
     TE_TRY(ask(lt, &desc, out, &answered));
     refusal = answered.status;
     if (answered.count == 0) TE_TRY(ask_for_shorter_sums(lt, &desc, out, &answered));
-    if (answered.count == 0) return no_algorithm(lt, key, refusal);
+    if (answered.count == 0) return no_algorithm(key, refusal);
     te_gemm_adopt(out, &answered.found[0].algo, answered.found[0].workspaceSize);
     if (lt->tuner != NULL) te_gemm_tune_entry(lt, out, answered.found, answered.count, at, stream);
     return TE_OK;

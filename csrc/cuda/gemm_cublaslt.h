@@ -89,7 +89,6 @@ static inline void te_gemm_adopt(te_gemm_entry *entry, const cublasLtMatmulAlgo_
 
 /* State of one device. */
 typedef struct te_cublaslt {
-    te_cublaslt_api api;
     cublasLtHandle_t handle;
     te_cuda_state *cuda;
     pthread_mutex_t lock; /* guards insertion; readers take none */
@@ -108,11 +107,10 @@ void te_cublaslt_destroy(te_cublaslt *lt);
 typedef struct te_gemm_descriptor {
     uint64_t data[64];
 } te_gemm_descriptor;
-te_status te_gemm_describe(const te_cublaslt *lt, const te_gemm_key *key,
-                           const te_gemm_pointers *at, te_gemm_descriptor *out);
+te_status te_gemm_describe(const te_gemm_key *key, const te_gemm_pointers *at,
+                           te_gemm_descriptor *out);
 /* Fills the layouts of an entry. */
-te_status te_gemm_describe_matrices(const te_cublaslt_api *api, const te_gemm_key *key,
-                                    te_gemm_entry *out);
+te_status te_gemm_describe_matrices(const te_gemm_key *key, te_gemm_entry *out);
 
 /* The GEMM of operands in high precision, its product times an alpha on the device ({alpha, beta};
  * NULL: 1). */

@@ -44,10 +44,9 @@ static int32_t scale_mode_of(int mode)
     return modes[mode];
 }
 
-te_status te_gemm_describe(const te_cublaslt *lt, const te_gemm_key *key,
-                           const te_gemm_pointers *at, te_gemm_descriptor *out)
+te_status te_gemm_describe(const te_gemm_key *key, const te_gemm_pointers *at,
+                           te_gemm_descriptor *out)
 {
-    const te_cublaslt_api *api = &lt->api;
     cublasLtMatmulDesc_t desc = (cublasLtMatmulDesc_t)(void *)out;
     int tf32 = key->features & TE_GEMM_FEATURE_TF32;
     int32_t op_a = key->b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
@@ -55,12 +54,12 @@ te_status te_gemm_describe(const te_cublaslt *lt, const te_gemm_key *key,
     uint32_t epilogue = (uint32_t)epilogue_of(key);
     cublasStatus_t status;
     memset(out, 0, sizeof *out);
-    status = api->cublasLtMatmulDescInit_internal(
+    status = te_cublaslt_functions.cublasLtMatmulDescInit_internal(
         desc, sizeof *out, tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUDA_R_32F);
 #define SET(NAME, value)                                                                           \
     if (status == CUBLAS_STATUS_SUCCESS)                                                           \
-    status = api->cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_##NAME, &(value),      \
-                                                 sizeof(value))
+    status = te_cublaslt_functions.cublasLtMatmulDescSetAttribute(                                 \
+        desc, CUBLASLT_MATMUL_DESC_##NAME, &(value), sizeof(value))
     SET(TRANSA, op_a);
     SET(TRANSB, op_b);
     SET(EPILOGUE, epilogue);
@@ -94,27 +93,26 @@ te_status te_gemm_describe(const te_cublaslt *lt, const te_gemm_key *key,
         SET(EPILOGUE_AUX_DATA_TYPE, type);
     }
 #undef SET
-    return te_cublaslt_check(api, status, "cublasLtMatmulDescSetAttribute", __FILE__, __LINE__);
+    return te_cublaslt_check(status, "cublasLtMatmulDescSetAttribute", __FILE__, __LINE__);
 }
 
 /* Column-major: a row-major [rows, columns] matrix is columns x rows. */
-static te_status describe_matrix(const te_cublaslt_api *api, cublasLtMatrixLayoutOpaque_t *out,
-                                 uint8_t dtype, int64_t rows, int64_t columns, int64_t stride)
+static te_status describe_matrix(cublasLtMatrixLayoutOpaque_t *out, uint8_t dtype, int64_t rows,
+                                 int64_t columns, int64_t stride)
 {
-    return TE_CUBLASLT(api, cublasLtMatrixLayoutInit_internal, out, sizeof *out, cuda_type(dtype),
+    return TE_CUBLASLT(cublasLtMatrixLayoutInit_internal, out, sizeof *out, cuda_type(dtype),
                        (uint64_t)columns, (uint64_t)rows, stride);
 }
 
-te_status te_gemm_describe_matrices(const te_cublaslt_api *api, const te_gemm_key *key,
-                                    te_gemm_entry *out)
+te_status te_gemm_describe_matrices(const te_gemm_key *key, te_gemm_entry *out)
 {
     int64_t m = key->m, n = key->n, k = key->k;
-    TE_TRY(describe_matrix(api, &out->a, key->b_dtype, key->b_transposed ? n : k,
+    TE_TRY(describe_matrix(&out->a, key->b_dtype, key->b_transposed ? n : k,
                            key->b_transposed ? k : n, key->b_stride));
-    TE_TRY(describe_matrix(api, &out->b, key->a_dtype, key->a_transposed ? k : m,
+    TE_TRY(describe_matrix(&out->b, key->a_dtype, key->a_transposed ? k : m,
                            key->a_transposed ? m : k, key->a_stride));
-    TE_TRY(describe_matrix(api, &out->c, key->c_dtype, m, n, key->d_stride));
-    return describe_matrix(api, &out->d, key->d_dtype, m, n, key->d_stride);
+    TE_TRY(describe_matrix(&out->c, key->c_dtype, m, n, key->d_stride));
+    return describe_matrix(&out->d, key->d_dtype, m, n, key->d_stride);
 }
 
 /* ---- launching ---------------------------------------------------------------------------- */
@@ -131,7 +129,7 @@ cublasStatus_t te_gemm_matmul(const te_cublaslt *lt, const te_gemm_entry *entry,
                                                                              : &zero;
     const void *c =
         entry->key.c_dtype == entry->key.d_dtype ? at->d : NULL; /* never read when beta = 0 */
-    return lt->api.cublasLtMatmul(
+    return te_cublaslt_functions.cublasLtMatmul(
         lt->handle, (cublasLtMatmulDesc_t)(void *)desc, alpha, at->b,
         (cublasLtMatrixLayout_t)&entry->a, at->a, (cublasLtMatrixLayout_t)&entry->b, beta, c,
         (cublasLtMatrixLayout_t)&entry->c, at->d, (cublasLtMatrixLayout_t)&entry->d, algo,
@@ -145,11 +143,11 @@ te_status te_gemm_launch(const te_cublaslt *lt, te_gemm_entry *entry, const te_g
     te_cuda_relaxed relaxed;
     cublasStatus_t status;
     int cold = atomic_load_explicit(&entry->warm, memory_order_relaxed) == 0;
-    TE_TRY(te_gemm_describe(lt, &entry->key, at, &desc));
+    TE_TRY(te_gemm_describe(&entry->key, at, &desc));
     if (cold) TE_TRY(te_cuda_relax_capture(&relaxed)); /* the first launch of a kernel loads it */
     status = te_gemm_matmul(lt, entry, &entry->algo, at, &desc, stream);
     if (cold) te_cuda_restore_capture(&relaxed);
-    TE_TRY(te_cublaslt_check(&lt->api, status, "cublasLtMatmul", __FILE__, __LINE__));
+    TE_TRY(te_cublaslt_check(status, "cublasLtMatmul", __FILE__, __LINE__));
     if (cold) atomic_store_explicit(&entry->warm, 1, memory_order_relaxed);
     te_count_gemm(TE_DEVICE_CUDA, (te_dtype)entry->key.a_dtype, (te_dtype)entry->key.b_dtype);
     te_count_scaling(TE_DEVICE_CUDA, (te_scaling_mode)(entry->key.modes & 15),

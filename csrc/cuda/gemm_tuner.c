@@ -142,7 +142,7 @@ static float time_candidate(te_cublaslt *lt, const te_gemm_entry *entry,
     const te_gemm_tuner *tuner = lt->tuner;
     te_gemm_descriptor desc;
     float milliseconds = -1.0F;
-    if (te_gemm_describe(lt, &entry->key, at, &desc) != TE_OK) return -1.0F;
+    if (te_gemm_describe(&entry->key, at, &desc) != TE_OK) return -1.0F;
     if (te_gemm_matmul(lt, entry, algo, at, &desc, stream) != CUBLAS_STATUS_SUCCESS) return -1.0F;
     if (TE_CU(cuEventRecord, tuner->start, (CUstream)stream) != TE_OK) return -1.0F;
     for (int i = 0; i < REPEATS; ++i)
@@ -162,10 +162,10 @@ static int adopt_winner(te_cublaslt *lt, te_gemm_entry *entry, const winner *won
     te_gemm_pointers none = {0};
     te_gemm_descriptor desc;
     size_t limit = entry->key.workspace_log2 == 0 ? 0 : (size_t)1 << entry->key.workspace_log2;
-    if (won == NULL || te_gemm_describe(lt, &entry->key, &none, &desc) != TE_OK) return 0;
-    if (lt->api.cublasLtMatmulAlgoCheck(lt->handle, (cublasLtMatmulDesc_t)(void *)&desc, &entry->a,
-                                        &entry->b, &entry->c, &entry->d, &won->algo,
-                                        &checked) != CUBLAS_STATUS_SUCCESS ||
+    if (won == NULL || te_gemm_describe(&entry->key, &none, &desc) != TE_OK) return 0;
+    if (te_cublaslt_functions.cublasLtMatmulAlgoCheck(
+            lt->handle, (cublasLtMatmulDesc_t)(void *)&desc, &entry->a, &entry->b, &entry->c,
+            &entry->d, &won->algo, &checked) != CUBLAS_STATUS_SUCCESS ||
         checked.workspaceSize > limit)
         return 0;
     te_gemm_adopt(entry, &won->algo, checked.workspaceSize);
@@ -240,7 +240,7 @@ te_status te_gemm_tuner_create(te_cublaslt *lt, const char *path, te_gemm_tuner 
     clean_name(tuner->device);
     TE_TRY_DONE(TE_CU(cuEventCreate, &tuner->start, CU_EVENT_DEFAULT));
     TE_TRY_DONE(TE_CU(cuEventCreate, &tuner->stop, CU_EVENT_DEFAULT));
-    tuner->version = lt->api.cublasLtGetVersion();
+    tuner->version = te_cublaslt_functions.cublasLtGetVersion();
     read_file(tuner);
     *out = tuner;
     tuner = NULL;

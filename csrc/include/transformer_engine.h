@@ -103,7 +103,8 @@ typedef struct te_context te_context;
 /* Creates a context; *out is NULL on failure. UNSUPPORTED where the library was built without the
  * device, DEVICE where the device or its libraries can not be opened. */
 TE_API te_status te_context_create(te_device device, te_context **out);
-/* Releases everything the context holds; NULL is legal. No call may be in flight. */
+/* Releases everything the context holds; NULL is legal. No call may be in flight, and graphs that
+ * were captured with its calls can not be replayed any more; captures in progress stay valid. */
 TE_API void te_context_destroy(te_context *context);
 TE_API te_device te_context_device(const te_context *context);
 /* STATE for NULL and for a context of a process of which this one is a forked child: it has handles

@@ -123,19 +123,24 @@ static void test_threads(te_context *context)
     arena.size += kept;
 }
 
-/* The first GEMM of a context happens inside a capture; the graph is run twice on new contents. */
+/* The first GEMM of a context happens inside a capture, in which another context ends; the graph is
+ * run twice on new contents. */
 static void test_capture(void)
 {
     static const test_case c = {
         TE_DTYPE_E4M3, TE_DTYPE_E4M3, TE_DTYPE_BF16, 0, 1, 48, 80, 144, BIAS, 0};
-    te_context *context = NULL;
+    te_context *context = NULL, *ending = NULL;
     fixture x = set_up(&c);
     void *stream = NULL, *graph = NULL, *executable = NULL;
     EXPECT(te_context_create(device, &context) == TE_OK, "context");
+    EXPECT(te_context_create(device, &ending) == TE_OK, "context");
     cuda_expect(cuda.stream_create(&stream, 1), "stream");
     x.args.workspace = (void *)(uintptr_t)cuda_take(&arena, 1 << 20, 0);
     x.args.workspace_size = 1 << 20;
+    EXPECT(te_gemm(ending, &x.args, stream) == TE_OK, "te_gemm");
+    cuda_expect(cuda.stream_synchronize(stream), "synchronize");
     cuda_expect(cuda.capture_begin(stream, 0), "begin capture");
+    te_context_destroy(ending);
     EXPECT(te_gemm(context, &x.args, stream) == TE_OK, "te_gemm while capturing");
     cuda_expect(cuda.capture_end(stream, &graph), "end capture");
     cuda_expect(cuda.instantiate(&executable, graph, 0), "instantiate");
