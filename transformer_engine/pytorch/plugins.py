@@ -91,7 +91,10 @@ def native(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with natively():
+        scope = _core.unselected()
+        if scope is None:
+            return function(*args, **kwargs)
+        with scope:
             return function(*args, **kwargs)
 
     return run

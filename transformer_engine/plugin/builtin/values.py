@@ -33,6 +33,8 @@ __all__ = [
 
 def checked(op: str, name: str, tensor: Any) -> Tensor:
     """An argument that is a tensor, in high precision and without its gradient."""
+    if type(tensor) is Tensor:
+        return tensor.detach() if tensor.requires_grad else tensor
     if hasattr(type(tensor), "_dequantized"):  # a storage, too
         return tensor.dequantize().detach()
     if not isinstance(tensor, Tensor):
@@ -136,9 +138,9 @@ def placed(
     given = None if out is None else out[at]
     if given is None or given.dtype != dtype or not given.is_contiguous():
         return like.new_empty(shape, dtype=dtype)
-    if tuple(given.shape) != tuple(shape) or given.device != like.device:
+    if given.shape != tuple(shape) or given.device != like.device:
         return like.new_empty(shape, dtype=dtype)
-    return given.detach()
+    return given.detach() if given.requires_grad else given
 
 
 def refuse(op: str, **given: Any) -> None:
