@@ -210,6 +210,8 @@ def test_some_cases():
 def test_mistakes():
     with pytest.raises(ValueError, match="op_name: which operator"):
         plugins.check(print)
+    with pytest.raises(TypeError, match="impl: None"):
+        plugins.check(None, "gelu")
     with pytest.raises(ValueError, match="'gleu' is no operator"):
         plugins.check(print, "gleu")
     with pytest.raises(NotImplementedError, match="te_general_grouped_gemm .*not built yet"):

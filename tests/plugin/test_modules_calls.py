@@ -114,6 +114,7 @@ WRONG = {
     ),
     "no statistics": (lambda inp, *args: (inp, None, None), TypeError, "rsigma: NoneType"),
     "one result": (lambda inp, *args: inp, ValueError, "unpack"),
+    "nothing": (lambda inp, *args: None, TypeError, "unpack"),
 }
 
 
@@ -122,8 +123,9 @@ def test_what_it_returns(device, case):
     fn, kind, match = WRONG[case]
     register("rmsnorm_fwd", fn)
     x = data(device).requires_grad_()
-    with plugin.with_preference("vendor"), pytest.raises(kind, match=match):
+    with plugin.with_preference("vendor"), pytest.raises(kind, match=match) as error:
         made("RMSNorm", device)(x)
+    assert "in what came from vendor.test (rmsnorm_fwd)" in error.value.__notes__
 
 
 def test_a_cast_of_another_format(device):

@@ -60,6 +60,30 @@ def test_there_are_109():
     assert set(SIGNATURES) <= set(tex.__all__) <= set(dir(tex))
 
 
+def test_names_of_the_fork():
+    """What packages for the fork import by ``from ...core.ops import *``."""
+    scope = {}
+    exec("from transformer_engine.plugin.core.ops import *", scope)
+    classes = "TEFLBackendBase TEFLModule FlashAttentionBase FP8TensorMeta CommOverlap"
+    functions = "get_tefl_module reset_tefl_module get_registry get_manager reset_registry"
+    for name in classes.split():
+        assert isinstance(scope[name], type), name
+    for name in functions.split():
+        assert scope[name] is getattr(core, name), name
+    mine = type(
+        "Mine", (scope["TEFLBackendBase"],), {"relu": lambda self, input, quantizer: input}
+    )()
+    assert mine.relu(3, None) == 3
+    with pytest.raises(NotImplementedError, match="Mine has no gelu"):
+        mine.gelu(3, None)
+    assert plugin.tefl is tex is scope["get_tefl_module"]()
+    for name in ("FusedAdamCUDAKernel", "FusedSGDCUDAKernel"):
+        with pytest.raises(NotImplementedError, match=f"{name} is not built yet.*multi_tensor_"):
+            getattr(tex, name)()
+    with pytest.raises(AttributeError, match="has no attribute 'telf'"):
+        core.backend_base.telf  # noqa: B018
+
+
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures(name):
     get_manager().ensure_initialized()

@@ -175,6 +175,15 @@ FEATURES: tuple[Feature, ...] = (
         pytorch.module pytorch: initialize_ub destroy_ub
         transformer_engine_torch: CommOverlapHelper CommOverlap CommOverlapP2P
             CommGemmOverlapAlgoConfig
+        plugin.core.ops: CommOverlapHelper CommOverlap CommOverlapP2P CommGemmOverlapAlgoConfig
+        """,
+    ),
+    Feature(
+        "Optimizer kernels as objects",
+        "updates are operators on lists of tensors",
+        "multi_tensor_adam, multi_tensor_sgd, or te.optimizers.FusedAdam and FusedSGD",
+        """
+        transformer_engine_torch plugin.core.ops: FusedAdamCUDAKernel FusedSGDCUDAKernel
         """,
     ),
     Feature(

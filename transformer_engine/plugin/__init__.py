@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _CLASSES = "TEFLBackendBase", "TEFLModule", "get_tefl_module"
 _LAZY = dict.fromkeys(_CLASSES, "transformer_engine.plugin.core.backend_base")
+_LAZY["tefl"] = "transformer_engine.plugin.core.backend_base"
 _LAZY["check"] = "transformer_engine.plugin.conformance"
 __getattr__, __dir__ = absent.attach(globals(), ("builtin", "conformance"), _LAZY)
 
@@ -29,6 +30,7 @@ __all__ = [
     "explain",
     "get_include",
     "get_registry",
+    "tefl",
     *_CLASSES,
     *absent.names_of(__name__),
 ]

@@ -144,8 +144,9 @@ def generic_gemm(
     """D = epilogue(alpha op(B) op(A) + beta D + bias), as row-major matrices.
 
     op transposes where `transA`, `transB` say so; leading dims of a matrix are flattened. Sums are
-    fp32. With alpha and beta at their defaults one native call computes all of it; else the product
-    is made in fp32 and the rest is torch's.
+    fp32. With alpha and beta at their defaults, a bias in the dtype of the result (of quantized
+    operands: bf16, or fp16 where the result is) and operands that one GEMM reads, one native call
+    computes all of it; else the product is made in fp32 and the rest is torch's.
 
     Parameters
     ----------
@@ -209,6 +210,8 @@ def generic_gemm(
     out = like(_OP, "D", D, shape, dtype).detach() if direct else None
     simple = alpha == 1.0 and (beta == 0.0 or _accumulates(out, beta, added, gelu))
     simple = simple and _gives(operands, of_operands, dtype)
+    simple = simple and (added is None or added.dtype == _bias_dtype(is_quantized, dtype))
+    simple = simple and (grad or not gelu or _applies_gelu(operands))
     if out is None or not simple:
         made = torch.empty(shape, dtype=dtype, device=A.device)
     else:
@@ -216,7 +219,7 @@ def generic_gemm(
     pre = torch.empty_like(made) if gelu and not grad else None
     if simple:
         epilogue = _core.EPILOGUE_NONE if pre is None else _core.EPILOGUE_GELU
-        _multiply(made, operands, added, pre, epilogue, is_quantized, beta != 0.0)
+        _multiply(made, operands, added, pre, epilogue, beta != 0.0)
     else:
         _combine(made, operands, added, pre, (alpha, beta), D)
     sums = None
@@ -257,6 +260,42 @@ def _gives(operands: dict, of_operands: torch.dtype | None, dtype: torch.dtype) 
     return dtype != torch.float16 or _core.SCALING_NVFP4 not in modes
 
 
+def _bias_dtype(is_quantized: bool, dtype: torch.dtype) -> torch.dtype:
+    """In which dtype the native call adds a bias to what it gives in `dtype`."""
+    if not is_quantized:
+        return dtype
+    return torch.float16 if dtype == torch.float16 else torch.bfloat16
+
+
+_WITH_GELU = (
+    (_core.SCALING_NONE, _core.SCALING_NONE),
+    (_core.SCALING_TENSOR, _core.SCALING_TENSOR),
+    (_core.SCALING_BLOCK_1D, _core.SCALING_BLOCK_1D),
+    (_core.SCALING_BLOCK_1D, _core.SCALING_BLOCK_2D),
+    (_core.SCALING_BLOCK_2D, _core.SCALING_BLOCK_1D),
+    (_core.SCALING_MXFP8, _core.SCALING_MXFP8),
+)
+"""How operands are scaled that are multiplied with gelu in one call."""
+
+
+def _applies_gelu(operands: dict[str, Any]) -> bool:
+    """Whether the native call does: one GEMM reads both operands."""
+    modes = tuple(operands.get(f"{name}_mode", _core.SCALING_NONE) for name in "ab")
+    if modes not in _WITH_GELU:
+        return False
+    one, other = (
+        next(
+            operands[key].dtype
+            for key in (name, f"{name}_row", f"{name}_column")
+            if key in operands
+        )
+        for name in "ab"
+    )
+    if modes == _WITH_GELU[0]:
+        return one == other
+    return one != torch.float8_e5m2 or other != torch.float8_e5m2
+
+
 def _accumulates(out: Tensor | None, beta: float, added: Tensor | None, gelu: bool) -> bool:
     """Whether the native call adds to `D`."""
     if out is None or beta != 1.0 or added is not None or gelu:
@@ -270,13 +309,9 @@ def _multiply(
     bias: Tensor | None,
     pre: Tensor | None,
     epilogue: int,
-    is_quantized: bool,
     accumulate: bool,
 ) -> None:
     """One native call."""
-    if bias is not None:
-        narrow = torch.float16 if made.dtype == torch.float16 else torch.bfloat16
-        bias = bias.to(narrow if is_quantized else made.dtype)
     flat, aux = (None if t is None else t.flatten(0, -2) for t in (made, pre))
     given = {"bias": bias, "aux": aux, "epilogue": epilogue, "accumulate": accumulate}
     _core.gemm(flat, **operands, **given)

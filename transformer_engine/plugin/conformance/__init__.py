@@ -128,12 +128,16 @@ def check(
 
     Raises
     ------
+    TypeError
+        `impl` is None, as a registry gives what it lacks, or can not be called.
     ValueError
         There is no such operator, no name of one, or no forward for `dropout_bwd`.
     NotImplementedError
         The operator has no cases.
     """
     if not isinstance(impl, OpImpl):
+        if not callable(impl):
+            raise TypeError(f"check: impl: {impl!r}, expected an OpImpl or a function")
         if op_name is None:
             raise ValueError("check: op_name: which operator is it?")
         impl = OpImpl(op_name, getattr(impl, "__name__", "it"), BackendImplKind.REFERENCE, impl)

@@ -3,7 +3,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from itertools import product
+from functools import partial
+from itertools import combinations, permutations, product
 from typing import Any
 
 import torch
@@ -127,6 +128,7 @@ def _gemm(op: str, draw: Draw) -> Iterator[Case]:
         place = draw.normal((24,), dtype)
         problem = _Problem(x, False, dy, True, dtype, place, grad=True)
         yield _case(f"{what} gradient of a bias", draw, problem)
+    yield from _mixed(draw)
     yield from _quantized(draw)
 
 
@@ -156,17 +158,44 @@ def _quantized(draw: Draw) -> Iterator[Case]:
     import transformer_engine.pytorch.tensor as tensors
     from transformer_engine.pytorch.constants import DType
 
-    code, device = DType.kFloat8E4M3, draw.device
+    code, device, bf16 = DType.kFloat8E4M3, draw.device, torch.bfloat16
+    tiles = partial(tensors.Float8BlockQuantizer, code, rowwise=True, columnwise=True)
     makers = {
         "one scale": lambda: tensors.Float8CurrentScalingQuantizer(code, device),
-        "tiles": lambda: tensors.Float8BlockQuantizer(code, rowwise=True, columnwise=True),
+        "tiles": tiles,
+        "tiles of rows": lambda: tiles(block_scaling_dim=1),
         "mxfp8": lambda: tensors.MXFP8Quantizer(code),
         "nvfp4": lambda: tensors.NVFP4Quantizer(),
     }
     for name, make in makers.items():
-        A = make()(draw.normal((48, 64), torch.bfloat16))
-        B = make()(draw.normal((32, 64), torch.bfloat16))
-        yield _case(f"quantized, {name}", draw, _Problem(A, True, B, False, torch.bfloat16))
+        A, B = (make()(draw.normal((rows, 64), bf16)) for rows in (48, 32))
+        yield _case(f"quantized, {name}", draw, _Problem(A, True, B, False, bf16))
+        bias = draw.normal((48,), bf16)
+        problem = _Problem(A, True, B, False, bf16, bias, gelu=True)
+        yield _case(f"quantized, {name}, bias and gelu", draw, problem)
+        # Sums of 1 and -1 are exact however they are added, so the bias shows how it was rounded.
+        A, B = (make()(draw.normal((rows, 64), bf16).sign()) for rows in (48, 32))
+        bias = draw.normal((48,), torch.float32, 8.0)
+        problem = _Problem(A, True, B, False, torch.float32, bias)
+        yield _case(f"quantized, {name}, bias in float32", draw, problem)
+    for one, other in combinations(makers, 2):
+        A, B = (
+            makers[one]()(draw.normal((48, 64), bf16)),
+            makers[other]()(draw.normal((32, 64), bf16)),
+        )
+        for gelu in (False, True):
+            problem = _Problem(A, True, B, False, bf16, gelu=gelu)
+            yield _case(f"{one} times {other}{', gelu' if gelu else ''}", draw, problem)
+
+
+def _mixed(draw: Draw) -> Iterator[Case]:
+    """Operands of two dtypes."""
+    for one, other in permutations(draw.dtypes, 2):
+        A, B = draw.normal((24, 32), one), draw.normal((17, 32), other)
+        for gelu in (False, True):
+            problem = _Problem(A, True, B, False, torch.float32, gelu=gelu)
+            name = f"{name_of(one)} and {name_of(other)}{', gelu' if gelu else ''}"
+            yield _case(name, draw, problem)
 
 
 CASES = {"generic_gemm": _gemm}

@@ -67,3 +67,9 @@ def get_tefl_module() -> ModuleType:
 
 
 reset_tefl_module = reset_default_manager
+
+
+def __getattr__(name: str) -> Any:
+    if name == "tefl":  # that of the process, made where somebody asks for it
+        return get_tefl_module()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

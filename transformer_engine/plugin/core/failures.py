@@ -6,7 +6,10 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["described"]
+__all__ = ["RAISED_BY", "described"]
+
+RAISED_BY = "raised by "
+"""How a note about an implementation begins."""
 
 _LONGEST = 60
 """Characters of an argument that is no tensor."""
@@ -20,7 +23,7 @@ def described(
     Called by the dispatcher where an implementation has raised; the text becomes a note of the
     error.
     """
-    lines = [f"raised by {impl_id}, an implementation of {op}"]
+    lines = [f"{RAISED_BY}{impl_id}, an implementation of {op}"]
     parameters = _parameters(function)
     named = dict(zip(parameters, args, strict=False))
     unnamed = args[len(named) :]

@@ -13,7 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.common import absent
 from transformer_engine.pytorch.constants import DType, FP8BwdTensors, FP8FwdTensors
+
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("TEFLBackendBase", "TEFLModule", "get_tefl_module", "reset_tefl_module"),
+        "transformer_engine.plugin.core.backend_base",
+    ),
+    **dict.fromkeys(("get_manager", "get_registry"), "transformer_engine.plugin.core.manager"),
+    "reset_registry": "transformer_engine.plugin.core.resets",
+}
+__getattr__, __dir__ = absent.attach(globals(), lazy=_ELSEWHERE)
 
 __all__ = [
     "CommGemmOverlapRole",
@@ -32,6 +43,8 @@ __all__ = [
     "NVTE_QKV_Format",
     "NVTE_QKV_Layout",
     "NVTE_Softmax_Type",
+    *_ELSEWHERE,
+    *absent.names_of(__name__),
 ]
 
 

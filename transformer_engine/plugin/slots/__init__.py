@@ -131,6 +131,29 @@ def _refuse(refuse: Callable, name: str, asked: tuple, fields: Mapping[str, Any]
     return refuse(name, asked)
 
 
+def _slot(run: Callable, asked: str) -> Callable:
+    """What a module's call runs, asking nobody while it does.
+
+    What an implementation has raised says whose it is. Of an error that what one returned has led
+    to, a note says who was asked.
+    """
+    from transformer_engine.plugin.core.failures import RAISED_BY
+    from transformer_engine.pytorch.plugins import native
+
+    @native
+    def slot(fields: Mapping[str, Any]) -> Any:
+        try:
+            return run(fields)
+        except NotImplementedError:  # nobody takes the call, under a strict policy
+            raise
+        except Exception as error:
+            if not any(note.startswith(RAISED_BY) for note in getattr(error, "__notes__", ())):
+                error.add_note(f"in what came from {asked}")
+            raise
+
+    return slot
+
+
 def overriding(chosen: Mapping[str, Iterable[Any]]) -> Mapping[str, tuple]:
     """Of the implementations in force by operator those that modules run in place of their own."""
     asked = {name: overrides(found) for name, found in chosen.items() if name in OPERATORS}
@@ -147,7 +170,6 @@ def selection(overriding: Mapping[str, tuple], refuse: Callable | None) -> "_cor
     if not overriding:
         return None
     from transformer_engine.plugin.slots.fields import Choices
-    from transformer_engine.pytorch.plugins import native
 
     slots: list[tuple[str, Callable, tuple | None]] = []
     for name, op in _LIBRARY.items():
@@ -161,7 +183,7 @@ def selection(overriding: Mapping[str, tuple], refuse: Callable | None) -> "_cor
             module, _, function = row.adapter.partition(":")
             make = getattr(importlib.import_module(f"{__name__}.{module}"), function)
             run, fields = make(own)
-            slots.append((row.op, native(run), fields))
+            slots.append((row.op, _slot(run, own.implementations()), fields))
     made = _core.Selection(tuple(slots))
     if ATTENTION_CLASS in overriding:
         WITH_CLASS.add(made.number)

@@ -44,6 +44,11 @@ class Choices(dict):
         )
         self._asked, self._refuse = asked, refuse
 
+    def implementations(self) -> str:
+        """Whose these are, for people."""
+        pairs = ((name, one.impl_id) for name in self for one in self._asked[name])
+        return ", ".join(f"{impl_id} ({name})" for name, impl_id in pairs)
+
     def unexpressed(self, name: str) -> Any:
         """What an adapter returns for a call that an operator's arguments can not express."""
         if self._refuse is not None:
