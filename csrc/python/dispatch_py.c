@@ -271,6 +271,19 @@ static PyObject *operator_name(PyObject *object, void *unused)
     return Py_NewRef(((operator_object *)object)->name);
 }
 
+/* A copy is the operator itself, as it is of a function; `unused` is what deepcopy remembers. */
+static PyObject *operator_copy(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    return Py_NewRef(object);
+}
+
+static PyMethodDef operator_methods[] = {
+    {"__copy__", operator_copy, METH_NOARGS, "The operator itself."},
+    {"__deepcopy__", operator_copy, METH_O, "The operator itself."},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyMemberDef operator_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(operator_object, call), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
@@ -288,6 +301,7 @@ static PyType_Slot operator_slots[] = {
     {Py_tp_dealloc, operator_dealloc},
     {Py_tp_traverse, operator_traverse},
     {Py_tp_clear, operator_clear},
+    {Py_tp_methods, operator_methods},
     {Py_tp_members, operator_members},
     {Py_tp_getset, operator_getset},
     {0, NULL},

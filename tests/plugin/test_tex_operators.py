@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The module `transformer_engine_torch`: its operators are there, with their signatures."""
 
+import copy
 import importlib.util
 import inspect
 import os
@@ -82,6 +83,13 @@ def test_names_of_the_fork():
             getattr(tex, name)()
     with pytest.raises(AttributeError, match="has no attribute 'telf'"):
         core.backend_base.telf  # noqa: B018
+
+
+def test_copies():
+    """An operator is itself, as a function is: models that hold one are copied."""
+    model = torch.nn.Linear(2, 2)
+    model.act = tex.gelu
+    assert copy.copy(tex.gelu) is tex.gelu is copy.deepcopy(model).act
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
