@@ -247,16 +247,5 @@ def test_a_backward_has_the_selection_of_its_forward():
     assert manager.operator("bwd")() == "reference.z"
 
 
-def test_the_names_of_the_guide():
-    """Its sample of an in-tree registration."""
-    from transformer_engine.plugin.core import BackendImplKind, OpImpl, OpManager, OpRegistry
-
-    registry = OpRegistry()
-    registry.register(
-        OpImpl(
-            op_name="my_op", impl_id="vendor.my_vendor", kind=BackendImplKind.VENDOR,
-            fn=lambda x: 2 * x, vendor="my_vendor",
-        )
-    )  # fmt: skip
-    assert OpManager(registry).call("my_op", 4) == 8
+def test_names_of_functions():
     assert discovery.discover_op_plugin is discovery.discover_plugin
