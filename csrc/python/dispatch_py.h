@@ -35,6 +35,8 @@ PyObject *tepy_scope_make_type(PyObject *module);
 /* New reference to the table that the calls of this thread read. One that is kept and has no such
  * place is older than the operator, which goes by what is in force outside. */
 PyObject *tepy_table_in_force(tepy_dispatcher *dispatcher, Py_ssize_t place);
+/* Whether this thread is in a scope in which runs of plans obey nobody: the innermost one. */
+int tepy_obeys_nobody(const tepy_dispatcher *dispatcher);
 /* New reference: a Scope of a table; NULL: of the one in force for this thread. */
 PyObject *tepy_scope_of_table(tepy_dispatcher *dispatcher, PyObject *given);
 

@@ -25,9 +25,9 @@ static PyObject *lend_elements(const tepy_state *state, const void *data, te_dty
 }
 
 /* Puts a new reference into the dict; NULL is an error. */
-static int put(PyObject *dict, const char *name, PyObject *value)
+static int put(PyObject *dict, PyObject *name, PyObject *value)
 {
-    int result = value == NULL ? -1 : PyDict_SetItemString(dict, name, value);
+    int result = value == NULL ? -1 : PyDict_SetItem(dict, name, value);
     Py_XDECREF(value);
     return result;
 }
@@ -60,7 +60,8 @@ static PyObject *lend_args(const tepy_function_slot *record, const void *args, t
     for (int i = 0; dict != NULL && i < info->field_count; i++) {
         const te_field *field = &info->fields[i];
         if (field->kind == TE_FIELD_WORKSPACE || (record->lent >> i & 1U) == 0) continue;
-        if (put(dict, field->name, lend_field(record->state, field, args, device)) != 0) {
+        if (put(dict, tepy_field_name(record->state, record->op, i),
+                lend_field(record->state, field, args, device)) != 0) {
             Py_CLEAR(dict);
         }
     }

@@ -52,6 +52,13 @@ static int count_positional(const te_op_info *info)
 static int find_argument(const op_call *call, PyObject *name, int from)
 {
     const int count = call->info->field_count + 1;
+    for (int step = 0; step < count; step++) { /* most keywords are interned */
+        const int at = (from + step) % count;
+        if (name == tepy_field_name(call->state, call->op, at) &&
+            argument_name(call->info, at) != NULL) {
+            return at;
+        }
+    }
     for (int step = 0; step < count; step++) {
         const int at = (from + step) % count;
         const char *own = argument_name(call->info, at);
@@ -358,6 +365,24 @@ static PyObject *make_doc(te_op op)
     return doc;
 }
 
+/* Fills `field_names` of an operator; -1 with an exception. */
+static int intern_names(tepy_state *state, te_op op)
+{
+    const te_op_info *info = te_op_describe(op);
+    PyObject *names = PyTuple_New(info->field_count + 1);
+    if (names == NULL) return -1;
+    for (int i = 0; i <= info->field_count; i++) {
+        const char *own = i == info->field_count ? "context" : info->fields[i].name;
+        PyObject *name = PyUnicode_InternFromString(own);
+        if (name == NULL || PyTuple_SetItem(names, i, name) != 0) {
+            Py_DECREF(names);
+            return -1;
+        }
+    }
+    tepy_set(&state->field_names[op], names);
+    return 0;
+}
+
 int tepy_operators_add(PyObject *module)
 {
     static const operator_function functions[] = {
@@ -372,9 +397,13 @@ int tepy_operators_add(PyObject *module)
         return -1;
     }
     for (int op = 0; op < TE_OP_COUNT; op++) {
-        PyObject *doc = make_doc((te_op)op);
-        const char *text = doc == NULL ? NULL : PyUnicode_AsUTF8AndSize(doc, NULL);
-        char *copy = text == NULL ? NULL : strdup(text);
+        PyObject *doc;
+        const char *text;
+        char *copy;
+        if (intern_names(state, (te_op)op) != 0) return -1;
+        doc = make_doc((te_op)op);
+        text = doc == NULL ? NULL : PyUnicode_AsUTF8AndSize(doc, NULL);
+        copy = text == NULL ? NULL : strdup(text);
         Py_XDECREF(doc);
         if (copy == NULL) {
             if (text != NULL) (void)PyErr_NoMemory();

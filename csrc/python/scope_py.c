@@ -84,6 +84,14 @@ PyObject *tepy_table_in_force(tepy_dispatcher *self, Py_ssize_t place)
     return table;
 }
 
+int tepy_obeys_nobody(const tepy_dispatcher *self)
+{
+    const tepy_frame *frame = innermost(self->state);
+    const scope *owner = frame == NULL ? NULL : (const scope *)frame->owner;
+    if (owner == NULL || owner->of != (const PyObject *)self) return 0;
+    return PyTuple_Size(owner->table) > 0 && PyTuple_GetItem(owner->table, 0) == Py_None;
+}
+
 /* ---- scopes ------------------------------------------------------------------------------- */
 
 static int scope_traverse(PyObject *object, visitproc visit, void *arg)

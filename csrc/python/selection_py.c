@@ -301,7 +301,7 @@ PyObject *tepy_unselected(PyObject *module, PyObject *unused)
     tepy_dispatcher *dispatcher = (tepy_dispatcher *)tepy_state_of(module)->dispatcher;
     PyObject *table, *scope;
     (void)unused;
-    if (dispatcher == NULL) return Py_NewRef(Py_None);
+    if (dispatcher == NULL || tepy_obeys_nobody(dispatcher)) return Py_NewRef(Py_None);
     table = PyTuple_Pack(1, Py_None);
     scope = table == NULL ? NULL : tepy_scope_of_table(dispatcher, table);
     Py_XDECREF(table);

@@ -57,7 +57,8 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(contexts, TEPY_DEVICES, LAZY) /* Context objects by device */                                \
     X(tuning, TEPY_DEVICES, LAZY)   /* by device: NULL: off; the cache file's path, or None */     \
     X(devices, TEPY_DEVICES, LAZY)  /* torch.device objects by device */                           \
-    X(empty_kwargs, (TEPY_DEVICES * TE_DTYPE_COUNT), LAZY) /* {dtype, device} by both */
+    X(empty_kwargs, (TEPY_DEVICES * TE_DTYPE_COUNT), LAZY) /* {dtype, device} by both */           \
+    X(field_names, TE_OP_COUNT, INIT) /* names of the fields of each operator, interned */
 
 typedef struct tepy_backend tepy_backend; /* backend_py.c */
 
@@ -176,6 +177,12 @@ void tepy_dispatch_free(tepy_state *state);
 
 /* ---- operators_py.c ---- */
 
+/* Borrowed: the name of a field; for the number of fields itself "context". Keywords of a call are
+ * the same objects. */
+static inline PyObject *tepy_field_name(const tepy_state *state, te_op op, int at)
+{
+    return PyTuple_GetItem(state->field_names[op], at);
+}
 /* Number of the operator that a str names; -1 with an exception. */
 int tepy_op_by_name(PyObject *name, tepy_site site);
 /* New reference: what a field has for a value; None for a field that is no number. */

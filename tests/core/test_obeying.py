@@ -42,6 +42,23 @@ def test_what_is_selected_runs(core):
         assert torch.equal(rows(core, core.obeying("fill")), torch.full((3, 5), 1.5))
 
 
+def test_scopes_that_ask_nobody_are_not_entered_twice(core):
+    assert core.unselected() is None  # there is nobody to ask
+    select(core, ("fill", lambda fields: fields["output"].fill_(7.0), None))
+    selected = core.selected()
+    with core.unselected():
+        assert core.unselected() is None
+        with selected:  # a backward of a forward that asked
+            assert core.unselected() is not None
+            assert float(rows(core, core.obeying("fill")).max()) == 7.0
+            with core.unselected():
+                assert float(rows(core, core.obeying("fill")).max()) == 1.5
+        assert core.unselected() is None
+        with core.Scope("a policy"):  # whose table may have somebody
+            assert core.unselected() is not None
+    assert core.unselected() is not None
+
+
 def test_a_call_that_is_not_taken_goes_on(core):
     """With the workspace that it needs."""
     select(core, ("quantize", lambda fields: NotImplemented, None))

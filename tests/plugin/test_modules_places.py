@@ -14,6 +14,7 @@ import transformer_engine_torch as tex
 from transformer_engine import _core
 from transformer_engine.plugin import core as plugin
 from transformer_engine.plugin import slots
+from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
 
 pytestmark = pytest.mark.usefixtures("manager")
 
@@ -158,9 +159,13 @@ def casting(how):
         seen.append(quantizer)
         if quantizer is None or how == "leaves it":
             return y, none, rsigma
-        if how == "a new tensor":
-            return quantizer(y), none, rsigma
+        if how != "in its place":  # a storage, as modules use them, or a tensor of torch
+            quantizer.internal = how == "a new storage"
+            made = quantizer(y)
+            assert isinstance(made, torch.Tensor) == (how == "a new tensor")
+            return made, none, rsigma
         assert out[0] is ln_out
+        assert isinstance(ln_out, QuantizedTensorStorage) and not isinstance(ln_out, torch.Tensor)
         return tex.quantize(y, quantizer, ln_out), none, rsigma
 
     seen = []
@@ -168,7 +173,7 @@ def casting(how):
     return seen
 
 
-@pytest.mark.parametrize("how", ["leaves it", "a new tensor", "in its place"])
+@pytest.mark.parametrize("how", ["leaves it", "a new storage", "a new tensor", "in its place"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_norms_are_given_quantizers(device, recipe, how):
     """Whoever casts: the bits are those of the fused cast, and so are amaxes and scales."""

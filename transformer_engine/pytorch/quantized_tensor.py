@@ -212,7 +212,7 @@ class QuantizedTensorStorage:
 
     def get_data_tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors that it consists of, None for what it lacks."""
-        return tuple(getattr(self, name) for name in self._TENSORS)
+        return tuple([getattr(self, name) for name in self._TENSORS])
 
     def get_metadata(self) -> dict[str, Any]:
         """All fields by name."""
@@ -240,8 +240,8 @@ class QuantizedTensorStorage:
     def _count_write(self) -> None:
         """Count a write to the tensors: torch counts none of native code, nor below autograd."""
         if not is_traced_or_faked():
-            tensors = [t for t in self.get_data_tensors() if t is not None]
-            increment_version([t for t in tensors if not t.is_inference()])
+            tensors = self.get_data_tensors()
+            increment_version([t for t in tensors if t is not None and not t.is_inference()])
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], "QuantizedTensorStorage"]:
         """Take the tensors out, for ``save_for_backward``; `restore_from_saved` puts them back."""

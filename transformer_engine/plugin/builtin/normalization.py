@@ -23,9 +23,10 @@ def _matrix(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
 
 
-def _share(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors may overlap."""
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two dense tensors have memory in common."""
+    begin, other_begin = one.data_ptr(), other.data_ptr()
+    return begin < other_begin + other.nbytes and other_begin < begin + one.nbytes
 
 
 def _forward(
@@ -34,26 +35,23 @@ def _forward(
     input, weight, bias = tensors
     eps, otype, zero_centered = options
     inp, gamma = wide(op, "input", input), wide(op, "weight", weight)
-    rows = (inp.shape[:-1].numel(),)
+    matrix = _matrix(inp)
+    rows = matrix.shape[:1]
     rsigma = placed(out, 2, inp, rows, torch.float32)
     mean = placed(out, 1, inp, rows, torch.float32) if kind == _core.NORM_LAYERNORM else None
     dtype = torch_dtype(op, "otype", otype)
-    run = partial(
-        _core.norm,
-        _matrix(inp),
-        kind,
-        gamma=gamma,
-        beta=None if bias is None else wide(op, "bias", bias).to(gamma.dtype),
-        mean=mean,
-        rsigma=rsigma,
-        eps=eps,
-        zero_centered=zero_centered,
-    )
-    plain = isinstance(ln_out, Tensor) and not hasattr(type(ln_out), "_dequantized")
-    direct = plain and quantizer is None and ln_out.dtype == dtype and ln_out.shape == inp.shape
-    if direct and ln_out.is_contiguous() and not _share(ln_out, inp):
-        run(wide=_matrix(ln_out.detach()))
-        return ln_out, mean, rsigma
+    given = {
+        "gamma": gamma,
+        "beta": None if bias is None else wide(op, "bias", bias).to(gamma.dtype),
+        "mean": mean,
+        "rsigma": rsigma,
+    }
+    run = partial(_core.norm, matrix, kind, **given, eps=eps, zero_centered=zero_centered)
+    if type(ln_out) is Tensor and quantizer is None:
+        fits = ln_out.dtype == dtype and ln_out.shape == inp.shape and ln_out.is_contiguous()
+        if fits and not _overlap(ln_out, inp):
+            run(wide=_matrix(ln_out.detach()))
+            return ln_out, mean, rsigma
     return computed(op, run, inp, dtype, quantizer, ln_out), mean, rsigma
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """``te_quantize`` and ``te_dequantize`` by operators of `transformer_engine_torch`.
 
-The quantizer and the quantized tensor that an implementation is given are made of the fields of the
-call: the tensor lies in the memory of the call, so that an implementation that writes to `output`
+The quantizer and the quantized storage that an implementation is given are made of the fields of the
+call: the storage lies in the memory of the call, so that an implementation that writes to `output`
 is done, and what one returns else is copied there.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -29,56 +30,61 @@ OPERATORS = frozenset(("quantize", "bgrad_quantize"))
 _SCALES = 2
 """Of data with one scale: its inverse, and the scale."""
 _FORMS = ("row", "row_scales", "column", "column_scales", "row_amax", "column_amax")
+_SETTINGS = (
+    *("power_2_scale", "square", "hadamard", "rng", "four_over_six", "scales_to_256"),
+    *("row_scaled", "amax_epsilon", "margin"),
+)
+"""Fields that decide how a call casts; of ``rng`` that there is one."""
+_RNG = _SETTINGS.index("rng")
 _QUANTIZE = tuple(name for name, *_ in _core.op_fields("quantize"))
 _DEQUANTIZE = tuple(name for name, *_ in _core.op_fields("dequantize"))
 
 
-def _code(data: Tensor) -> int:
-    return _core.dtype_code(data.dtype)
-
-
-def _recipe(fields: Fields) -> int:
-    """``_core.RECIPE_*`` of a cast."""
-    mode = fields["mode"]
-    if mode == _core.SCALING_TENSOR:
-        delayed = fields.get("scale") is not None
-        return _core.RECIPE_DELAYED if delayed else _core.RECIPE_CURRENT
-    return _RECIPES[mode]
-
-
-def _options(fields: Fields) -> int:
-    """``_core.CAST_*`` of a cast."""
-    given = {
-        _core.CAST_POWER_2: fields["power_2_scale"],
-        _core.CAST_TILES_2D: fields["square"] or fields["mode"] == _core.SCALING_BLOCK_2D,
-        _core.CAST_HADAMARD: fields["hadamard"],
-        _core.CAST_STOCHASTIC: fields["rng"] is not None,
-        _core.CAST_FOUR_OVER_SIX: fields["four_over_six"],
-        _core.CAST_SQUARED: fields["four_over_six"] == 2,
-        _core.CAST_TO_256: fields["scales_to_256"],
-        _core.CAST_ROW_SCALED: fields["row_scaled"],
+@functools.lru_cache(maxsize=256)
+def _cast_of(mode: int, dtype: torch.dtype, delayed: bool, *settings: Any) -> OperandCast:
+    """How a call casts: by its scaling mode, the dtype of its codes, whether it is given a scale,
+    and `_SETTINGS`."""
+    given = dict(zip(_SETTINGS, settings, strict=True))
+    recipe = _core.RECIPE_DELAYED if delayed else _core.RECIPE_CURRENT
+    recipe = recipe if mode == _core.SCALING_TENSOR else _RECIPES[mode]
+    options = {
+        _core.CAST_POWER_2: given["power_2_scale"],
+        _core.CAST_TILES_2D: given["square"] or mode == _core.SCALING_BLOCK_2D,
+        _core.CAST_HADAMARD: given["hadamard"],
+        _core.CAST_STOCHASTIC: given["rng"],
+        _core.CAST_FOUR_OVER_SIX: given["four_over_six"],
+        _core.CAST_SQUARED: given["four_over_six"] == 2,
+        _core.CAST_TO_256: given["scales_to_256"],
+        _core.CAST_ROW_SCALED: given["row_scaled"],
     }
-    return sum(bit for bit, is_set in given.items() if is_set)
+    bits = sum(bit for bit, is_set in options.items() if is_set)
+    code = _core.dtype_code(dtype)
+    return OperandCast(recipe, code, given["amax_epsilon"], bits, given["margin"])
 
 
-def _tensor_of(fields: Fields, quantizer: Any, cast: OperandCast, shape: tuple) -> Any:
-    """A quantized tensor over the forms of a call, of a nominal dtype of bf16."""
-    row = recipes.format_of(cast)
+def _storage_of(
+    fields: Fields, quantizer: Any, row: recipes.Format, shape: tuple[int, int]
+) -> Any:
+    """A quantized storage over the forms of a call, of a nominal dtype of bf16.
+
+    No tensor: what a call lends is no part of torch's graphs, and a class of tensors costs several
+    times as much to make.
+    """
     data, column = fields["row"], fields["column"]
     scales, column_scales = fields["row_scales"], fields["column_scales"]
     forms: tuple
-    if cast.recipe in (_core.RECIPE_DELAYED, _core.RECIPE_CURRENT):
+    if row.recipe in (_core.RECIPE_DELAYED, _core.RECIPE_CURRENT):
         one = scales if scales is not None else column_scales
         if one is None:  # nobody reads it
             device = (column if data is None else data).device
             one = torch.ones(_SCALES, device=device)
         forms = data, column, one
-    elif cast.recipe == _core.RECIPE_NVFP4:
+    elif row.recipe == _core.RECIPE_NVFP4:
         forms = data, column, scales, column_scales, fields["row_amax"], fields["column_amax"]
     else:
         forms = data, column, scales, column_scales
     made = {**row.fields(quantizer, forms, shape), "_quantizer": quantizer}
-    return row.tensor._made(made, torch.bfloat16, shape)
+    return row.tensor._STORAGE._made(made, torch.bfloat16)
 
 
 def cast_values(values: Tensor, fields: Fields, choices: Mapping[str, Any]) -> None:
@@ -90,20 +96,24 @@ def cast_values(values: Tensor, fields: Fields, choices: Mapping[str, Any]) -> N
 
 
 class Place(NamedTuple):
-    """What an implementation casts with, and a tensor over the memory of the call for that."""
+    """What an implementation casts with, and a storage over the memory of the call for that."""
 
     quantizer: Any
     output: Any
+    shape: tuple[int, int]  # of the values
 
 
 def place_of(fields: Fields, shape: tuple[int, int]) -> Place:
     """Of a call that wants values of this shape quantized."""
-    data = fields["column"] if fields["row"] is None else fields["row"]
-    options, code = _options(fields), _code(data)
-    cast = OperandCast(_recipe(fields), code, fields["amax_epsilon"], options, fields["margin"])
+    row, column = fields["row"], fields["column"]
+    data = column if row is None else row
+    settings = [fields[name] for name in _SETTINGS]
+    settings[_RNG] = settings[_RNG] is not None
+    cast = _cast_of(fields["mode"], data.dtype, fields.get("scale") is not None, *settings)
     quantizer = _quantizer(fields, cast, data.device)
-    quantizer.set_usage(rowwise=fields["row"] is not None, columnwise=fields["column"] is not None)
-    return Place(quantizer, _tensor_of(fields, quantizer, cast, shape))
+    quantizer.set_usage(rowwise=row is not None, columnwise=column is not None)
+    quantizer.internal = True
+    return Place(quantizer, _storage_of(fields, quantizer, recipes.format_of(cast), shape), shape)
 
 
 def _quantizer(fields: Fields, cast: OperandCast, device: torch.device) -> Any:
@@ -125,7 +135,7 @@ def settle(fields: Fields, place: Place, made: Any) -> None:
     """See that what an implementation has made of a place is in the memory of the call."""
     if made is not place.output:
         _copy_forms(made, place.output, fields.get("noop"))
-    _clear_padding(fields, tuple(place.output.shape))
+    _clear_padding(fields, place.shape)
 
 
 def _cast_elsewhere(values: Tensor, fields: Fields, choices: Mapping[str, Any]) -> Any:
@@ -155,8 +165,11 @@ def _cast_elsewhere(values: Tensor, fields: Fields, choices: Mapping[str, Any]) 
 
 
 def _copy_forms(made: Any, output: Any, noop: Tensor | None) -> None:
-    """Put what an implementation has returned into the tensor over the memory of the call."""
-    if type(made) is not type(output):
+    """Put what an implementation has returned into the storage over the memory of the call.
+
+    It may be a tensor of the format, too.
+    """
+    if getattr(type(made), "_STORAGE", type(made)) is not type(output):
         raise TypeError(
             f"quantize: the result: {type(made).__name__}, expected a {type(output).__name__}"
         )
@@ -221,11 +234,13 @@ def operand_of(fields: Fields, prefix: str, shape: tuple[int, int] | None = None
     data = forms["column"] if forms["row"] is None else forms["row"]
     square = mode == _core.SCALING_BLOCK_2D
     recipe = _core.RECIPE_CURRENT if mode == _core.SCALING_TENSOR else _RECIPES[mode]
-    cast = OperandCast(recipe, _code(data), 0.0, _core.CAST_TILES_2D if square else 0)
-    quantizer = recipes.format_of(cast).make(cast, data.device, False)
+    code = _core.dtype_code(data.dtype)
+    cast = OperandCast(recipe, code, 0.0, _core.CAST_TILES_2D if square else 0)
+    row = recipes.format_of(cast)
+    quantizer = row.make(cast, data.device, False)
     if shape is None:
         turned = forms["row"] is None and mode != _core.SCALING_MXFP8
         rows, columns = data.shape
         columns *= 2 if mode == _core.SCALING_NVFP4 else 1
         shape = (columns, rows) if turned else (rows, columns)
-    return _tensor_of({**forms, "mode": mode}, quantizer, cast, shape)
+    return _storage_of(forms, quantizer, row, shape)

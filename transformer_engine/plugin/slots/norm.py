@@ -52,7 +52,8 @@ def forward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
                 out = out if out.shape == rows.shape else out.view(rows.shape)
             else:
                 place = asked_for(fields, tuple(rows.shape), choices)
-                quantizer, out = (None, None) if place is None else place
+                if place is not None:
+                    quantizer, out = place.quantizer, place.output
             options = fields["eps"], out, quantizer, otype, 0, zero_centered
             values = choice(*given, *options, out=(out, *wanted))
         if values is NotImplemented:

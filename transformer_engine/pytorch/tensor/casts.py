@@ -6,7 +6,6 @@ All formats go through these four. Data are uint8, [..., columns] row-wise and
 is the code of an element, ``_core.DTYPE_*``.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -148,91 +147,68 @@ _obeying_quantize, _obeying_dequantize = map(_core.obeying, ("quantize", "dequan
 _obeying_amax, _obeying_transpose = map(_core.obeying, ("amax", "transpose"))
 
 
-def _cast(
-    source: Tensor | Computed,
-    scaling: int,
-    dtype: int,
-    row: Tensor | None = None,
-    row_scales: Tensor | None = None,
-    column: Tensor | None = None,
-    column_scales: Tensor | None = None,
-    row_amax: Tensor | None = None,
-    column_amax: Tensor | None = None,
-    amax: Tensor | None = None,
-    scale: Tensor | None = None,
-    partials: Tensor | None = None,
-    column_partials: Tensor | None = None,
-    rng: Tensor | None = None,
-    noop: Tensor | None = None,
-    epsilon: float = 0.0,
-    power_2: bool = False,
-    square: bool = False,
-    hadamard: bool = False,
-    margin: int = 0,
-    four_over_six: int = 0,
-    scales_to_256: bool = False,
-    row_scaled: bool = False,
-) -> None:
-    element = _core.torch_dtype(dtype)
-    if isinstance(source, Computed):
-        run, noops = source.cast, {}
-    else:
-        run, noops = functools.partial(_obeying_quantize, source), {"noop": noop}
-    run(
-        mode=scaling,
-        row=_elements(row, element),
-        row_scales=row_scales,
-        column=_as_matrix(column, scaling, element),
-        column_scales=column_scales,
-        row_amax=row_amax,
-        column_amax=column_amax,
-        scale=scale,
-        amax=amax,
-        partials=partials,
-        column_partials=column_partials,
-        rng=rng,
-        amax_epsilon=epsilon,
-        power_2_scale=int(power_2),
-        square=int(square),
-        hadamard=int(hadamard),
-        margin=margin,
-        four_over_six=four_over_six,
-        scales_to_256=int(scales_to_256),
-        row_scaled=int(row_scaled),
-        **noops,
-    )
-
-
 _WRITTEN = ("row", "row_scales", "column", "column_scales", "row_amax", "column_amax", "amax")
 _READ = ("scale", "partials", "column_partials", "rng", "noop")
+_SETTINGS = {
+    "amax_epsilon": "float amax_epsilon=0.0",
+    "power_2_scale": "bool power_2_scale=False",
+    "square": "bool square=False",
+    "hadamard": "bool hadamard=False",
+    "margin": "int margin=0",
+    "four_over_six": "int four_over_six=0",
+    "scales_to_256": "bool scales_to_256=False",
+    "row_scaled": "bool row_scaled=False",
+}
+_FIELDS = (*_WRITTEN, *_READ, *_SETTINGS)
+"""Of ``te_quantize_args``, but for its source, mode and column sums."""
+
+
+def _native_fields(scaling: int, dtype: int, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields as the operator takes them: data as matrices of their elements."""
+    element = _core.torch_dtype(dtype)
+    row, column = fields.get("row"), fields.get("column")
+    if row is not None:
+        fields["row"] = row.view(element)
+    if column is not None:
+        fields["column"] = _as_matrix(column, scaling, element)
+    fields["mode"] = scaling
+    return fields
+
+
+def _cast(source: Tensor, scaling: int, dtype: int, *given: Any, **named: Any) -> None:
+    fields = {**dict(zip(_FIELDS, given, strict=False)), **named}
+    _obeying_quantize(source, **_native_fields(scaling, dtype, fields))
+
+
 _tensors = [f"Tensor({chr(97 + i)}!)? {name}=None" for i, name in enumerate(_WRITTEN)]
 _tensors += [f"Tensor? {name}=None" for name in _READ]
 _traced_cast = torch_ops.define_obeying(
     "cast_quantized",
-    f"Tensor source, int scaling, int dtype, {', '.join(_tensors)}, "
-    "float epsilon=0.0, bool power_2=False, bool square=False, bool hadamard=False, int margin=0, "
-    "int four_over_six=0, bool scales_to_256=False, bool row_scaled=False",
+    ", ".join(("Tensor source, int scaling, int dtype", *_tensors, *_SETTINGS.values())),
     "",
     _cast,
     lambda *_, **__: None,
 )
 
 
-def cast(source: Tensor | Computed, scaling: int, dtype: int, **arguments: Any) -> None:
+def cast(source: Tensor | Computed, scaling: int, dtype: int, **fields: Any) -> None:
     """Cast high precision into row-wise and (or) column-wise data, by a scale or by partial maxima.
 
-    The arguments are those of `_cast`; what is None is not read or not written.
+    `fields` are `_FIELDS`; what is None, or not given, is not read or not written. What an operator
+    computes is always cast: TypeError for a ``noop``.
     """
     if isinstance(source, Computed):
-        _cast(source, scaling, dtype, **arguments)
+        if fields.pop("noop", None) is not None:
+            raise TypeError("noop: expected None for values that an operator computes")
+        source.cast(**_native_fields(scaling, dtype, fields))
         return
     traced = torch_ops.behind_operators(source) or (dispatch_modes() and torch_ops.watched())
     source = readable(source).detach()
     if not traced:
-        _cast(source, scaling, dtype, **arguments)
+        _obeying_quantize(source, **_native_fields(scaling, dtype, fields))
         return
-    epsilon = torch_ops.as_constant(arguments.pop("epsilon", 0.0))
-    _traced_cast(source, scaling, dtype, epsilon=epsilon, **arguments)
+    epsilon = torch_ops.as_constant(fields.pop("amax_epsilon", 0.0))
+    _traced_cast(source, scaling, dtype, amax_epsilon=epsilon, **fields)
 
 
 def _measure(source: Tensor, hadamard: bool) -> Tensor:

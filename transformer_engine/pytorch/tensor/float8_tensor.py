@@ -554,7 +554,7 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
             torch.distributed.all_reduce(
                 partials, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
             )
-        settings = {"epsilon": self.amax_epsilon, "power_2": self.force_pow_2_scales}
+        settings = {"amax_epsilon": self.amax_epsilon, "power_2_scale": self.force_pow_2_scales}
         self._write_forms(source, into, noop, {"partials": partials, **settings})
 
     def copy(self) -> "Float8CurrentScalingQuantizer":

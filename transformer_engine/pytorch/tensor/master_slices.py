@@ -171,7 +171,8 @@ class PerTensorSlice(Slice):
             largest = torch.maximum(quantizer.amax, self.amax.to(quantizer.amax.device))
             quantizer.amax.copy_(largest)
         else:
-            how["epsilon"], how["power_2"] = quantizer.amax_epsilon, quantizer.force_pow_2_scales
+            how["amax_epsilon"] = quantizer.amax_epsilon
+            how["power_2_scale"] = quantizer.force_pow_2_scales
         forms = {"row": made, "row_scales": self.storage._scales}
         code = code_of(self.storage._fp8_dtype)
         casts.cast(self.part, _core.SCALING_TENSOR, code, **forms, **how)

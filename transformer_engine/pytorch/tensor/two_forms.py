@@ -434,7 +434,7 @@ class TwoFormQuantizer(Quantizer):
     def _how(self, source: Tensor, into: Any, amax: Tensor | None) -> dict[str, Any]:
         """Further arguments of `casts.cast`; what a storage says of its layout goes before."""
         del source, into, amax
-        return {"epsilon": self.amax_epsilon, "power_2": self.force_pow_2_scales}
+        return {"amax_epsilon": self.amax_epsilon, "power_2_scale": self.force_pow_2_scales}
 
     def _settings(self) -> dict[str, Any]:
         return {"dtype": self.dtype.name, **super()._settings()}
