@@ -22,6 +22,7 @@
 typedef struct subject {
     te_context *context;
     te_amax_args args;
+    te_fill_args fill;
     te_op_table *table;
     te_op_slot slot;
 } subject;
@@ -30,6 +31,16 @@ static te_status nothing(void *self, te_context *context, const void *args, void
 {
     (void)self, (void)context, (void)args, (void)stream;
     return TE_OK;
+}
+
+/* Takes what the subject has: its kind of element, and whole lines. */
+static te_status takes(void *self, te_context *context, const void *args)
+{
+    const te_tensor *output = &((const te_fill_args *)args)->output;
+    (void)self, (void)context;
+    return output->dtype == TE_DTYPE_F32 && output->shape[output->ndim - 1] % 4 == 0
+               ? TE_OK
+               : TE_ERROR_UNSUPPORTED;
 }
 
 /* ---- what is measured: `count` times each; what fails is counted ----------------------------- */
@@ -61,6 +72,7 @@ LOOP(checks, te_any_args whole; const void *args = &s->args;
                te_check_args(TE_OP_AMAX, te_context_device(s->context), args) != TE_OK ||
                te_check_memory(TE_OP_AMAX, args) != TE_OK;)
 LOOP(run_checked, failed += te_op_run_checked(s->context, TE_OP_AMAX, &s->args, NULL) != TE_OK;)
+LOOP(run_asking, failed += te_op_run_checked(s->context, TE_OP_FILL, &s->fill, NULL) != TE_OK;)
 LOOP(run_in, failed += te_op_run_in((te_op_candidates){NULL, s->table}, s->context, TE_OP_AMAX,
                                     &s->args, NULL) != TE_OK;)
 LOOP(run, failed += te_amax(s->context, &s->args, NULL) != TE_OK;)
@@ -78,6 +90,7 @@ static const struct {
     {"checks", checks},
     {"count", count_op},
     {"te_op_run_checked", run_checked},
+    {"te_op_run_checked with supports", run_asking},
     {"te_op_run_in", run_in},
     {"te_amax", run},
 };
@@ -97,16 +110,14 @@ int main(int argc, char **argv)
     const long turns = argc > 2 ? strtol(argv[2], NULL, 10) : 50;
     te_backend backend = {.size = sizeof backend, .name = "nothing", .priority = 1};
     double least[MEASURES];
+    const te_tensor matrix = {
+        .data = input, .dtype = TE_DTYPE_F32, .ndim = 2, .shape = {1, 4}, .strides = {4, 1}};
     subject s = {.slot = {.function = nothing},
-                 .args = {.size = sizeof s.args,
-                          .input = {.data = input,
-                                    .dtype = TE_DTYPE_F32,
-                                    .ndim = 2,
-                                    .shape = {1, 4},
-                                    .strides = {4, 1}},
-                          .partials = partials}};
+                 .args = {.size = sizeof s.args, .input = matrix, .partials = partials},
+                 .fill = {.size = sizeof s.fill, .output = matrix}};
     long failed = 0;
     backend.slots[TE_OP_AMAX] = s.slot;
+    backend.slots[TE_OP_FILL] = (te_op_slot){.function = nothing, .supports = takes};
     if (te_context_create((te_device){TE_DEVICE_CPU, 0}, &s.context) != TE_OK ||
         te_backend_register(&backend) != TE_OK) {
         (void)fprintf(stderr, "%s\n", te_last_error());
