@@ -28,6 +28,8 @@ OPERATORS = frozenset(("quantize", "bgrad_quantize"))
 """Those that cast."""
 _SCALES = 2
 """Of data with one scale: its inverse, and the scale."""
+_MEANING = frozenset(("_fp8_dtype", "_is_2D_scaled", "_with_rht", "_row_scaled_nvfp4"))
+"""Of what a quantized tensor says: what its codes and scales mean."""
 _FORMS = ("row", "row_scales", "column", "column_scales", "row_amax", "column_amax")
 _QUANTIZE = tuple(name for name, *_ in _core.op_fields("quantize"))
 _DEQUANTIZE = tuple(name for name, *_ in _core.op_fields("dequantize"))
@@ -71,7 +73,7 @@ def _tensor_of(fields: Fields, quantizer: Any, cast: OperandCast, shape: tuple) 
         one = scales if scales is not None else column_scales
         if one is None:  # nobody reads it
             device = (column if data is None else data).device
-            one = torch.ones(_SCALES, device=device)
+            one = torch.ones(_SCALES, dtype=torch.float32, device=device)
         forms = data, column, one
     elif cast.recipe == _core.RECIPE_NVFP4:
         forms = data, column, scales, column_scales, fields["row_amax"], fields["column_amax"]
@@ -111,7 +113,7 @@ def _quantizer(fields: Fields, cast: OperandCast, device: torch.device) -> Any:
     partials = fields["partials"]
     if cast.recipe == _core.RECIPE_DELAYED:
         amax = fields["amax"]
-        amax = torch.zeros(1, device=device) if amax is None else amax
+        amax = torch.zeros(1, dtype=torch.float32, device=device) if amax is None else amax
         quantizer = recipes.with_scale(cast, fields["scale"], amax, partials is not None)
         quantizer._known = (partials,)
         return quantizer
@@ -142,7 +144,7 @@ def _cast_elsewhere(values: Tensor, fields: Fields, choices: Mapping[str, Any]) 
         made = with_sums(values, place.quantizer)
         if made is not NotImplemented:
             total, made = made
-            sums.copy_(total)
+            written("bgrad_quantize", "the gradient of the bias", sums, total)
             sums = None
     if made is NotImplemented and choice is not None:
         made = choice(values, place.quantizer, place.output, noop)
@@ -162,6 +164,16 @@ def _copy_forms(made: Any, output: Any, noop: Tensor | None) -> None:
         )
     if noop is not None:
         raise TypeError("quantize: with noop an implementation has to write to output")
+    if made.shape[-1:] != output.shape[-1:] or made.numel() != output.numel():
+        raise ValueError(
+            f"quantize: the result: shape {tuple(made.shape)}, expected {tuple(output.shape)}"
+        )
+    given, wanted = made.get_metadata(), output.get_metadata()
+    for name in sorted(_MEANING & given.keys() & wanted.keys()):
+        if given[name] != wanted[name]:
+            raise ValueError(
+                f"quantize: the result: {name}={given[name]!r}, expected {wanted[name]!r}"
+            )
     pairs = zip(output.get_data_tensors(), made.get_data_tensors(), strict=True)
     for into, values in pairs:
         if into is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.core.ops import NVTE_QKV_Format
-from transformer_engine.plugin.slots.fields import Choices, Fields
+from transformer_engine.plugin.slots.fields import Choices, Fields, written
 
 __all__ = ["rope"]
 
@@ -57,7 +57,12 @@ def rope(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
         if made is NotImplemented:
             return choices.unexpressed(whole) if single not in choices else NotImplemented
         for into, values in made:
-            into.copy_(values.reshape(into.shape))
+            written(
+                whole if whole in choices else single,
+                "the result",
+                into,
+                values.reshape(into.shape),
+            )
         return None
 
     return run, _FIELDS
