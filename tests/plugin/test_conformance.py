@@ -161,6 +161,22 @@ FAULTS = {
     "before D": ("generic_gemm", lambda: and_then("generic_gemm", neighbour_of(4, -1))),
     "behind the input": ("gelu", lambda: and_then("gelu", neighbour_of(0, 1))),
     "behind the amax": ("compute_amax", lambda: and_then("compute_amax", neighbour_of(1, 1))),
+    "behind grad_input": (
+        "dropout_bwd",
+        lambda: and_then("dropout_bwd", neighbour_of(3, 1)),
+    ),
+    "before the cache": (
+        "copy_to_kv_cache",
+        lambda: and_then("copy_to_kv_cache", neighbour_of(2, -1)),
+    ),
+    "behind the rows": (
+        "fused_multi_row_padding",
+        lambda: and_then("fused_multi_row_padding", neighbour_of(1, 1)),
+    ),
+    "behind a list": (
+        "multi_tensor_scale",
+        lambda: and_then("multi_tensor_scale", lambda *a: neighbour_of(0, 1)(a[2][1][0])),
+    ),
     "between columns": ("silu", lambda: and_then("silu", gaps)),
     "codes of an operand": ("generic_gemm", lambda: and_then("generic_gemm", codes_of(0))),
     "codes are written": ("dequantize", lambda: and_then("dequantize", codes_of(0))),
@@ -305,6 +321,20 @@ def test_arguments_lie_among_others(device):
     assert {row.why for row in report.rows if row.outcome == "failed"} == {
         "the result: NaN elsewhere"
     }
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "op", ["quantize", "multi_tensor_adam_fp8", "multi_tensor_compute_scale_and_scale_inv"]
+)
+def test_cases_under_another_default_dtype(device, op, default):
+    """They are the same."""
+    torch.set_default_dtype(default)
+    try:
+        report = plugins.check(implementation(op), device=device, dtypes=[torch.float32])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert report.passed, str(report)
 
 
 # ---- what is refused -----------------------------------------------------------------------------

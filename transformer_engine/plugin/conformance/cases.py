@@ -124,6 +124,10 @@ class Draw:
         """An int32 tensor of one element."""
         return torch.full((1,), value, dtype=torch.int32, device=self.device)
 
+    def number(self, value: float) -> Tensor:
+        """An fp32 tensor of one element."""
+        return self.place((1,), torch.float32).fill_(value)
+
     def strided(self, tensor: Tensor) -> Tensor:
         """The same values where they do not lie side by side."""
         wide = tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.shape[-1])

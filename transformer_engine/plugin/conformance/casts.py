@@ -27,7 +27,9 @@ def _quantizers(device: torch.device) -> dict[str, Any]:
     from transformer_engine.pytorch.constants import DType
 
     code = DType.kFloat8E4M3
-    scale, amax = (torch.full((1,), value, device=device) for value in (3.0, 2.5))
+    scale, amax = (
+        torch.full((1,), value, dtype=torch.float32, device=device) for value in (3.0, 2.5)
+    )
     return {
         "delayed": tensors.Float8Quantizer(scale, amax, code),
         "current": tensors.Float8CurrentScalingQuantizer(code, device),
@@ -123,7 +125,7 @@ def _into(kind: str, draw: Draw) -> Iterator[Case]:
         quantizer = _quantizers(draw.device)[kind]
         x, before = (draw.normal((32, 64), dtype) for _ in range(2))
         out = quantizer(before)
-        noop = None if flag is None else torch.full((1,), flag, device=draw.device)
+        noop = None if flag is None else draw.number(flag)
         stays = bool(flag)
         expected = _quantizers(torch.device("cpu"))[kind]((before if stays else x).cpu())
 
@@ -195,7 +197,7 @@ def _amax(op: str, draw: Draw) -> Iterator[Case]:
     for name, x in [*_values(draw), *few]:
         numbers = torch.nan_to_num(x.float(), nan=0.0, posinf=math.inf).abs().flatten()
         exact = torch.cat((numbers, numbers.new_zeros(1))).max().view(1)
-        out = draw.place((1,), torch.float32).fill_(7.0)  # written over, not raised
+        out = draw.number(7.0)  # written over, not raised
 
         def wanted(found: Any, exact: Tensor = exact, out: Tensor = out) -> list:
             del found
