@@ -13,6 +13,7 @@ from tols import F32
 import transformer_engine.plugin as plugins
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
+from transformer_engine import _core
 from transformer_engine.common import recipe as recipes
 from transformer_engine.plugin import core as plugin
 
@@ -251,3 +252,56 @@ def test_an_offset_that_has_no_argument(device, op):
     order = plugin.SelectionPolicy.from_dict(strict=True, per_op_order={op: ["vendor:test"]})
     with pytest.raises(NotImplementedError, match=f"{op}: the call is none that vendor.test"):
         step(other, x, None, plugin.policy_context(order))
+
+
+PAIRS = {
+    "rmsnorm_bwd_add": (
+        "rmsnorm_bwd",
+        None,
+        lambda **o: te.TransformerLayer(
+            HIDDEN, 96, 4, normalization="RMSNorm", hidden_dropout=0.0, attention_dropout=0.0, **o
+        ),
+    ),
+    "dbias_dgelu": (
+        "dgelu",
+        recipes.Float8BlockScaling,
+        lambda **o: te.LayerNormMLP(HIDDEN, 96, **o),
+    ),
+    "bgrad_quantize": (
+        "quantize",
+        recipes.Float8BlockScaling,
+        lambda **o: te.Linear(HIDDEN, 48, **o),
+    ),
+}
+
+
+@pytest.mark.parametrize("op", PAIRS)
+def test_another_operator_takes_the_call(device, op):
+    """That is no refusal, though the first one has; it is where nobody takes the other, either."""
+    other, recipe, make = PAIRS[op]
+    own = native(other)
+    register(op, native(op), supports=lambda *args, **named: False)
+    register(other, lambda *args: own(*args))
+    strict = plugin.SelectionPolicy(prefer="vendor", strict=True)
+    step(make(device=device), data(device), recipe, plugin.policy_context(strict))
+    counts = plugins.counts()
+    assert counts[f"{other}/vendor.test"] > 0
+    assert f"{op}/vendor.test" not in counts
+    plugin.get_registry().unregister(other, "vendor.test")
+    register(other, own, supports=lambda *args, **named: False)
+    with pytest.raises(NotImplementedError, match=f"{other}: the call is none that vendor.test"):
+        step(make(device=device), data(device), recipe, plugin.policy_context(strict))
+
+
+def test_another_softmax_takes_the_call(device):
+    """Of as many queries as keys either causal mask is that of the other."""
+    name = "scaled_upper_triang_masked_softmax_forward"
+    other = "scaled_aligned_causal_masked_softmax_forward"
+    register(name, native(name), supports=lambda *args: False)
+    register(other, native(other))
+    scores = torch.randn(1, 2, 4, 4, device=device)
+    made, softmax = torch.empty_like(scores), _core.obeying("softmax")
+    with plugin.policy_context(plugin.SelectionPolicy(prefer="vendor", strict=True)):
+        softmax(scores, output=made, scale=1.0, window_right=0, window_left=-1)
+    assert plugins.counts() == {f"{other}/vendor.test": 1}
+    assert_bits(made, native(other)(scores, 1.0))

@@ -73,7 +73,7 @@ def backward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
         kind, inp, grad = _KINDS[fields["kind"]], fields["input"], fields["grad_output"]
         sums = fields["bias_grad"]
         name = "clamped_dswiglu" if kind == _CLAMPED else f"d{kind}"
-        with_sums, choice = choices.get(f"dbias_{name}"), choices.get(name)
+        with_sums, choice = choices.followed(f"dbias_{name}", name), choices.get(name)
         numbers = _numbers(kind, fields)
         found: Any = NotImplemented
         if with_sums is not None and sums is not None:

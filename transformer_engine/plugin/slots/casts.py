@@ -14,7 +14,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.graphs import OperandCast
-from transformer_engine.plugin.slots.fields import Fields, written
+from transformer_engine.plugin.slots.fields import Choices, Fields, written
 from transformer_engine.pytorch.tensor import recipes
 
 _RECIPES = {
@@ -83,7 +83,7 @@ def _tensor_of(fields: Fields, quantizer: Any, cast: OperandCast, shape: tuple) 
     return row.tensor._made(made, torch.bfloat16, shape)
 
 
-def cast_values(values: Tensor, fields: Fields, choices: Mapping[str, Any]) -> None:
+def cast_values(values: Tensor, fields: Fields, choices: Choices) -> None:
     """Cast a matrix [rows, columns] and sum its columns, as the fields of a call say."""
     if _cast_elsewhere(values, fields, choices) is NotImplemented:
         given = {name: fields.get(name) for name in _QUANTIZE if name != "input"}
@@ -130,9 +130,9 @@ def settle(fields: Fields, place: Place, made: Any) -> None:
     _clear_padding(fields, tuple(place.output.shape))
 
 
-def _cast_elsewhere(values: Tensor, fields: Fields, choices: Mapping[str, Any]) -> Any:
+def _cast_elsewhere(values: Tensor, fields: Fields, choices: Choices) -> Any:
     """`cast_values` by an implementation of somebody else; NotImplemented where there is none."""
-    with_sums, choice = choices.get("bgrad_quantize"), choices.get("quantize")
+    with_sums, choice = choices.followed("bgrad_quantize", "quantize"), choices.get("quantize")
     sums = fields.get("bias_grad")
     if (fields["row"] is None and fields["column"] is None) or (
         with_sums is None and choice is None
@@ -199,7 +199,7 @@ def _clear_padding(fields: Fields, shape: tuple) -> None:
             data.view(torch.uint8)[:, used:].zero_()
 
 
-def quantize(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
+def quantize(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
     """A cast, and column sums."""
 
     def run(fields: Fields) -> Any:

@@ -43,6 +43,20 @@ class Choices(dict):
             if name in asked
         )
         self._asked, self._refuse = asked, refuse
+        self._followed: dict[str, Any] = {}
+
+    def followed(self, name: str, *others: str) -> Any:
+        """What calls `name` where `others` are asked next; None: nobody has it.
+
+        Under a strict policy it does not raise for a call that it does not take, if somebody has
+        one of these: the last one does.
+        """
+        if self._refuse is None or not any(other in self for other in others):
+            return self.get(name)
+        if name in self and name not in self._followed:
+            asked = self._asked[name]
+            self._followed[name] = _core.Choice(name, asked, None, _placed(name, asked))
+        return self._followed.get(name)
 
     def implementations(self) -> str:
         """Whose these are, for people."""

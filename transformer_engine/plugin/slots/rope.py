@@ -51,7 +51,7 @@ def rope(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
             return choices.unexpressed(whole if whole in choices else single)
         made: Any = NotImplemented
         if whole in choices:
-            made = _as_one(choices[whole], fields)
+            made = _as_one(choices.followed(whole, single), fields)
         if made is NotImplemented and single in choices:
             made = _by_parts(choices[single], fields)
         if made is NotImplemented:
