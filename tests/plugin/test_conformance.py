@@ -361,6 +361,40 @@ def test_calls_that_it_does_not_take():
     assert {(row.outcome, row.why) for row in report.rows} == {("refused", "not this one")}
 
 
+def test_who_refuses_has_written_nothing():
+    """By `supports`, or by raising: somebody else takes the call."""
+
+    def raises(x, w, eps, out, *rest):
+        if out is not None:
+            out.zero_()
+            raise NotImplementedError("not into ln_out")
+        return implementation("rmsnorm_fwd").fn(x, w, eps, out, *rest)
+
+    report = plugins.check(raises, "rmsnorm_fwd", match="ln_out")
+    assert {row.outcome for row in report.rows} == {"failed"}
+    assert report.rows[0].why == "it wrote, and then refused: not into ln_out"
+
+    def writes(x, *rest):
+        x.zero_()
+        return False
+
+    own = implementation("silu").fn
+    impl = plugin.OpImpl("silu", "vendor.some", KIND.VENDOR, own, vendor="some", supports=writes)
+    report = plugins.check(impl, match="large")
+    assert {row.why for row in report.rows} == {"it wrote, and then refused: supports"}
+
+
+def test_a_predicate_that_raises():
+    """It fails the cases, not the check."""
+    own = implementation("silu").fn
+    impl = plugin.OpImpl(
+        "silu", "vendor.some", KIND.VENDOR, own, vendor="some", supports=lambda *args: 1 // 0
+    )
+    report = plugins.check(impl, match="large")
+    assert {row.outcome for row in report.rows} == {"failed"}
+    assert "ZeroDivisionError" in report.rows[0].why
+
+
 def test_some_cases():
     report = plugins.check(implementation("silu"), dtypes=[torch.bfloat16], match="zeros")
     assert [row.case for row in report.rows] == ["bfloat16 zeros"]

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    *("Case", "Draw", "Wanted", "counted", "errors_of", "gradients", "name_of", "near", "same"),
+    *(
+        "Case",
+        "Draw",
+        "Kept",
+        "Wanted",
+        "counted",
+        "errors_of",
+        "gradients",
+        "name_of",
+        "near",
+        "same",
+    ),
     "snapshot",
 ]
 
@@ -106,14 +117,14 @@ class Draw:
 
     def among_others(self, tensor: Tensor) -> Tensor:
         """The same values, between elements that a call neither reads nor writes: NaN, or 165."""
-        other = math.nan if tensor.is_floating_point() else 165 if tensor.itemsize == 1 else -1
-        space = tensor.new_full((tensor.numel() + 2 * _MARGIN,), other)
-        made = space[_MARGIN : _MARGIN + tensor.numel()].view(tensor.shape)
-        return made.copy_(tensor)
+        return self.place(tensor.shape, tensor.dtype).copy_(tensor)
 
     def place(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Where a result goes."""
-        return self.among_others(torch.zeros(tuple(shape), dtype=dtype, device=self.device))
+        """Where a result goes, as elements of others are."""
+        other = math.nan if dtype.is_floating_point else 165 if dtype.itemsize == 1 else -1
+        count = math.prod(shape)
+        space = torch.full((count + 2 * _MARGIN,), other, dtype=dtype, device=self.device)
+        return space[_MARGIN : _MARGIN + count].view(tuple(shape))
 
     def uniform(self, shape: Sequence[int]) -> Tensor:
         """Numbers between 0 and 1, float64."""
@@ -176,6 +187,10 @@ class Kept(NamedTuple):
     whole: Tensor
     before: Tensor
     written: list[Tensor]
+
+    def touched(self) -> bool:
+        """Whether anything has been written."""
+        return not torch.equal(self.whole, self.before)
 
     def changed(self) -> bool:
         """Whether others have been written."""

@@ -75,7 +75,7 @@ def _backward(op: str, draw: Draw) -> Iterator[Case]:
                 out, mask = draw.forward(torch.ones_like(grad), p)
                 kept = (out != 0).double()
                 exact = grad.double() * kept / (1 - p if p < 1 else 1)
-                into = draw.place(shape, dtype).fill_(math.nan) if p == _P else None
+                into = draw.place(shape, dtype) if p == _P else None
 
                 def wanted(
                     found: Tensor, exact: Tensor = exact, dtype: torch.dtype = dtype,
