@@ -204,6 +204,12 @@ static PyObject *call_first(PyObject *name, PyObject *candidates, const char *ke
         if (fits == 0) continue;
         found->calls++;
         result = tepy_call_vector(found->function, args, nargsf, own_names);
+        if (result == Py_NotImplemented) { /* it would read as that nobody has begun */
+            Py_CLEAR(result);
+            PyErr_Format(PyExc_TypeError,
+                         "%U: %U returned NotImplemented: which calls it takes `supports` says",
+                         name, found->impl_id);
+        }
         if (result == NULL) add_note(found, args, nargsf, own_names);
         return result;
     }

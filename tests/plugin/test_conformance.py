@@ -5,13 +5,14 @@ import functools
 
 import pytest
 import torch
-from conformance_faults import changed, fails, implementation
+from conformance_faults import and_then, changed, fails, implementation
 
 from transformer_engine import plugin as plugins
 from transformer_engine.plugin import conformance
 from transformer_engine.plugin import core as plugin
 from transformer_engine.plugin.builtin import OPERATORS
 from transformer_engine.plugin.conformance.attention import settings
+from transformer_engine.plugin.conformance.cases import name_of
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import MXFP8Quantizer
 
@@ -90,7 +91,111 @@ def truncated(x, quantizer):
     return y.to(x.dtype)
 
 
+def in_one_pass(x, w, b, eps, out, quantizer, otype, margin, zero_centered):
+    """The variance as a difference, which cancels far from 0."""
+    own = implementation("layernorm_fwd").fn
+    given = x.float()
+    mean = given.mean(-1)
+    rsigma = (given.square().mean(-1) - mean.square() + eps).rsqrt()
+    y, *_ = own(x, w, b, eps, out, quantizer, otype, margin, zero_centered)
+    return y, mean.flatten(), rsigma.flatten()
+
+
+def overflowing(x, scale):
+    powers = (x.float() * scale).exp()
+    return (powers / powers.sum(-1, keepdim=True)).to(x.dtype)
+
+
+def by_columns(x, p):
+    """One decision for each column."""
+    kept = torch.rand(x.shape[-1], device=x.device).expand(x.shape) >= p
+    return torch.where(kept, x.float() / max(1 - p, 1e-9), 0.0).to(x.dtype), kept
+
+
+def neighbour_of(place, by):
+    """Writes an element before or behind an argument, or between its own."""
+
+    def write(*args):
+        t = args[place]
+        if t is not None and t.storage_offset() > 0:
+            at = t.storage_offset() + (-1 if by < 0 else t.numel())
+            t.as_strided((1,), (1,), at).zero_()
+
+    return write
+
+
+def gaps(x, *rest):
+    if x.dim() == 2 and x.stride(-1) == 2:
+        x.as_strided(x.shape, x.stride(), x.storage_offset() + 1).add_(1)
+
+
+def codes_of(place):
+    def write(*args):
+        if hasattr(args[place], "get_data_tensors"):
+            args[place].get_data_tensors()[0].zero_()
+
+    return write
+
+
+def cast_anew(tensor, quantizer, output=None, noop=None):
+    return implementation("quantize").fn(tensor, quantizer)
+
+
+def whatever_the_flag(tensor, quantizer, output=None, noop=None):
+    return implementation("quantize").fn(tensor, quantizer, output)
+
+
 FAULTS = {
+    "gradients are missing": ("rmsnorm_bwd", lambda: changed("rmsnorm_bwd", lambda y, *_: y[:1])),
+    "nothing is returned": ("layernorm_bwd", lambda: changed("layernorm_bwd", lambda y, *_: ())),
+    "one result more": ("rmsnorm_bwd", lambda: changed("rmsnorm_bwd", lambda y, *_: (*y, None))),
+    "three results": ("generic_gemm", lambda: changed("generic_gemm", lambda y, *_: y[:3])),
+    "gelu of what": (
+        "generic_gemm",
+        lambda: changed("generic_gemm", lambda y, *_: (*y[:2], None, y[3])),
+    ),
+    "one pass": ("layernorm_fwd", lambda: in_one_pass),
+    "it overflows": ("scaled_softmax_forward", lambda: overflowing),
+    "a mask of columns": ("dropout_fwd", lambda: by_columns),
+    "behind ln_out": ("rmsnorm_fwd", lambda: and_then("rmsnorm_fwd", neighbour_of(3, 1))),
+    "before D": ("generic_gemm", lambda: and_then("generic_gemm", neighbour_of(4, -1))),
+    "behind the input": ("gelu", lambda: and_then("gelu", neighbour_of(0, 1))),
+    "behind the amax": ("compute_amax", lambda: and_then("compute_amax", neighbour_of(1, 1))),
+    "behind grad_input": (
+        "dropout_bwd",
+        lambda: and_then("dropout_bwd", neighbour_of(3, 1)),
+    ),
+    "before the cache": (
+        "copy_to_kv_cache",
+        lambda: and_then("copy_to_kv_cache", neighbour_of(2, -1)),
+    ),
+    "behind the rows": (
+        "fused_multi_row_padding",
+        lambda: and_then("fused_multi_row_padding", neighbour_of(1, 1)),
+    ),
+    "behind a list": (
+        "multi_tensor_scale",
+        lambda: and_then("multi_tensor_scale", lambda *a: neighbour_of(0, 1)(a[2][1][0])),
+    ),
+    "between columns": ("silu", lambda: and_then("silu", gaps)),
+    "codes of an operand": ("generic_gemm", lambda: and_then("generic_gemm", codes_of(0))),
+    "codes are written": ("dequantize", lambda: and_then("dequantize", codes_of(0))),
+    "it casts nothing": ("gelu", lambda: lambda x, q: implementation("gelu").fn(x, None)),
+    "the product is not cast": ("generic_gemm", lambda: ignores("generic_gemm", 5)),
+    "another scale": (
+        "rmsnorm_fwd",
+        lambda: (
+            lambda x, w, eps, out, quantizer, *rest: implementation("rmsnorm_fwd").fn(
+                x, w if quantizer is None else 1.5 * w, eps, out, quantizer, *rest
+            )
+        ),
+    ),
+    "the output is new": ("quantize", lambda: cast_anew),
+    "whatever the flag": ("quantize", lambda: whatever_the_flag),
+    "NaN has a derivative": (
+        "dsilu",
+        lambda: lambda grad, x, q: implementation("dsilu").fn(grad, torch.nan_to_num(x), q),
+    ),
     "another eps": ("rmsnorm_fwd", lambda: norm_with(eps=1e-3)),
     "factor": ("rmsnorm_fwd", lambda: norm_with(zero=False)),
     "dtype": ("silu", lambda: changed("silu", lambda y, *_: y.double())),
@@ -178,6 +283,60 @@ def test_a_wrong_one_fails(device, case):
     fails(make(), op, device)
 
 
+def one_is_lost(y, *args):
+    """An ordinary number of very many is 0."""
+    made = y[0].view(-1)
+    if made.numel() > 60000:
+        made[(made.abs() - made.float().square().mean().sqrt()).abs().argmin()] = 0
+    return y
+
+
+SMALL = {
+    "erf": ("gelu", lambda: lambda x, q: torch.nn.functional.gelu(x) if q is None else 0),
+    "one of 65536": ("rmsnorm_fwd", lambda: changed("rmsnorm_fwd", one_is_lost)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", SMALL)
+def test_a_fault_that_is_small_among_roundings(device, case, dtype):
+    """Of implementations that have a dtype of few bits alone."""
+    op, make = SMALL[case]
+    report = plugins.check(make(), op, device=device, dtypes=[dtype], match=name_of(dtype))
+    failed = [row for row in report.rows if row.outcome == "failed" and "cast" not in row.case]
+    assert failed and all(row.why for row in failed)
+
+
+def test_arguments_lie_among_others(device):
+    """Who reads outside of them reads NaN."""
+
+    def reads(x, quantizer):
+        own = implementation("silu").fn(x, quantizer)
+        if quantizer is None and x.is_contiguous() and x.numel() and x.storage_offset():
+            beyond = x.as_strided((1,), (1,), x.storage_offset() + x.numel())
+            own.view(-1)[-1] += 0 * beyond[0]
+        return own
+
+    report = plugins.check(reads, "silu", device=device)
+    assert {row.why for row in report.rows if row.outcome == "failed"} == {
+        "the result: NaN elsewhere"
+    }
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "op", ["quantize", "multi_tensor_adam_fp8", "multi_tensor_compute_scale_and_scale_inv"]
+)
+def test_cases_under_another_default_dtype(device, op, default):
+    """They are the same."""
+    torch.set_default_dtype(default)
+    try:
+        report = plugins.check(implementation(op), device=device, dtypes=[torch.float32])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert report.passed, str(report)
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 
@@ -200,6 +359,40 @@ def test_calls_that_it_does_not_take():
     report = plugins.check(refuses, "silu")
     assert not report.passed  # nothing was shown
     assert {(row.outcome, row.why) for row in report.rows} == {("refused", "not this one")}
+
+
+def test_who_refuses_has_written_nothing():
+    """By `supports`, or by raising: somebody else takes the call."""
+
+    def raises(x, w, eps, out, *rest):
+        if out is not None:
+            out.zero_()
+            raise NotImplementedError("not into ln_out")
+        return implementation("rmsnorm_fwd").fn(x, w, eps, out, *rest)
+
+    report = plugins.check(raises, "rmsnorm_fwd", match="ln_out")
+    assert {row.outcome for row in report.rows} == {"failed"}
+    assert report.rows[0].why == "it wrote, and then refused: not into ln_out"
+
+    def writes(x, *rest):
+        x.zero_()
+        return False
+
+    own = implementation("silu").fn
+    impl = plugin.OpImpl("silu", "vendor.some", KIND.VENDOR, own, vendor="some", supports=writes)
+    report = plugins.check(impl, match="large")
+    assert {row.why for row in report.rows} == {"it wrote, and then refused: supports"}
+
+
+def test_a_predicate_that_raises():
+    """It fails the cases, not the check."""
+    own = implementation("silu").fn
+    impl = plugin.OpImpl(
+        "silu", "vendor.some", KIND.VENDOR, own, vendor="some", supports=lambda *args: 1 // 0
+    )
+    report = plugins.check(impl, match="large")
+    assert {row.outcome for row in report.rows} == {"failed"}
+    assert "ZeroDivisionError" in report.rows[0].why
 
 
 def test_some_cases():

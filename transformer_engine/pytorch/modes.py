@@ -8,6 +8,7 @@ checkpoints, by name in `recompute`. Whether a graph is traced is public
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -143,6 +144,28 @@ def seen_here() -> Callable[[Callable], Callable]:
         return run
 
     return wrap
+
+
+def in_own_dtypes(function: Callable) -> Callable:
+    """Have a function compute in the dtypes of its arguments, in regions of `torch.autocast`, too.
+
+    Such a region says in which dtype operators of torch run; what is an operator itself is not to
+    change with the operators that it is made of (decorator).
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not any_autocast():
+            return function(*args, **kwargs)
+        devices = (getattr(leaf, "device", None) for leaf in leaves_of(*args, **kwargs))
+        kinds = {device.type for device in devices if isinstance(device, torch.device)} - {"meta"}
+        with contextlib.ExitStack() as stack:
+            for kind in kinds:
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            return function(*args, **kwargs)
+
+    return run
 
 
 def faking() -> bool:

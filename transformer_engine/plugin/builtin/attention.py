@@ -123,7 +123,7 @@ def _added(op: str, bias_type: Any, softmax_type: Any, q: Tensor, given: tuple) 
         found["slopes"] = default_alibi_slopes(q.shape[-2], q.device)
     softmax = enumerated(op, NVTE_Softmax_Type, "softmax_type", softmax_type)
     if softmax == NVTE_Softmax_Type.NVTE_OFF_BY_ONE_SOFTMAX:
-        found["sink"] = torch.zeros(q.shape[-2], device=q.device)
+        found["sink"] = torch.zeros(q.shape[-2], dtype=torch.float32, device=q.device)
     elif softmax == NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX:
         if offset is None:
             raise ValueError(f"{op}: softmax_type={softmax.name} needs SoftmaxOffset")

@@ -146,7 +146,8 @@ def generic_gemm(
     op transposes where `transA`, `transB` say so; leading dims of a matrix are flattened. Sums are
     fp32. With alpha and beta at their defaults, a bias in the dtype of the result (of quantized
     operands: bf16, or fp16 where the result is) and operands that one GEMM reads, one native call
-    computes all of it; else the product is made in fp32 and the rest is torch's.
+    computes all of it; else the product is made in fp32 and the rest is torch's. So is the gradient
+    of a bias of quantized operands, or of operands in another dtype than the bias has.
 
     Parameters
     ----------
@@ -217,18 +218,19 @@ def generic_gemm(
     else:
         made = out
     pre = torch.empty_like(made) if gelu and not grad else None
+    sums = None
+    if grad and bias is not None and not gelu:
+        sums = made.new_empty(made.shape[:-1].numel(), dtype=bias.dtype)
+    summed = simple and sums is not None and _sums(operands, bias.dtype)
     if simple:
-        epilogue = _core.EPILOGUE_NONE if pre is None else _core.EPILOGUE_GELU
-        _multiply(made, operands, added, pre, epilogue, beta != 0.0)
+        _multiply(made, operands, (added, sums if summed else None), pre, beta != 0.0)
     else:
         _combine(made, operands, added, pre, (alpha, beta), D)
-    sums = None
     if gelu and grad:
         made, sums, pre = _through_gelu(made, gelu_in, bias)
-    elif grad and bias is not None:
-        left = exact(_OP, "B", B)
-        left = left.flatten(0, -2)
-        sums = left.sum(0 if transB else 1, dtype=torch.float32).to(bias.dtype)
+    elif sums is not None and not summed:
+        left = exact(_OP, "B", B).flatten(0, -2)
+        sums.copy_(left.sum(0 if transB else 1, dtype=torch.float32))
     if pre is not None and gelu_in is not None and not grad:
         gelu_in.detach().copy_(pre.view(gelu_in.shape))
         pre = gelu_in
@@ -296,6 +298,11 @@ def _applies_gelu(operands: dict[str, Any]) -> bool:
     return one != torch.float8_e5m2 or other != torch.float8_e5m2
 
 
+def _sums(operands: dict[str, Any], dtype: torch.dtype) -> bool:
+    """Whether the native call gives the gradient of a bias: of operands in high precision."""
+    return all(name in operands and operands[name].dtype == dtype for name in "ab")
+
+
 def _accumulates(out: Tensor | None, beta: float, added: Tensor | None, gelu: bool) -> bool:
     """Whether the native call adds to `D`."""
     if out is None or beta != 1.0 or added is not None or gelu:
@@ -306,14 +313,15 @@ def _accumulates(out: Tensor | None, beta: float, added: Tensor | None, gelu: bo
 def _multiply(
     made: Tensor,
     operands: dict[str, Any],
-    bias: Tensor | None,
+    biases: tuple[Tensor | None, Tensor | None],
     pre: Tensor | None,
-    epilogue: int,
     accumulate: bool,
 ) -> None:
-    """One native call."""
+    """One native call, with a bias or with a place for the gradient of one."""
+    epilogue = _core.EPILOGUE_NONE if pre is None else _core.EPILOGUE_GELU
     flat, aux = (None if t is None else t.flatten(0, -2) for t in (made, pre))
-    given = {"bias": bias, "aux": aux, "epilogue": epilogue, "accumulate": accumulate}
+    given = dict(zip(("bias", "bias_grad"), biases, strict=True))
+    given |= {"aux": aux, "epilogue": epilogue, "accumulate": accumulate}
     _core.gemm(flat, **operands, **given)
 
 

@@ -50,7 +50,7 @@ def multi_tensor_l2norm(
     """(norm of all, [1]; of each, [tensors] or [0]), fp32; see `optimizers.multi_tensor_l2norm`."""
     lists = checked_lists("multi_tensor_l2norm", tensor_lists, 1)
     if not lists[0]:
-        return tuple(torch.zeros(n, device=noop_flag.device) for n in (1, 0))
+        return tuple(noop_flag.new_zeros(n, dtype=torch.float32) for n in (1, 0))
     return multi_tensor_apply.multi_tensor_l2norm(chunk_size, noop_flag, lists, per_tensor)
 
 

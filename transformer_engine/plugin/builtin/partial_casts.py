@@ -45,7 +45,8 @@ def fp8_block_scaling_compute_partial_amax(
     op = "fp8_block_scaling_compute_partial_amax"
     part = checked(op, "tensor", tensor).reshape(-1)
     tiles = _tiles(op, part, h, w, start_offset, block_len)
-    found = torch.zeros(_count(op, "amax", amax, h, w, block_len), device=amax.device)
+    count = _count(op, "amax", amax, h, w, block_len)
+    found = torch.zeros(count, dtype=torch.float32, device=amax.device)
     found.scatter_reduce_(0, tiles, part.float().abs(), "amax")
     amax.detach().copy_(found.view(amax.shape))
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.plugin.builtin import ABSENT, OPERATORS
-from transformer_engine.plugin.conformance.cases import Case, Draw, errors_of, snapshot
+from transformer_engine.plugin.conformance.cases import Case, Draw, Kept, errors_of, snapshot
 from transformer_engine.plugin.core import get_registry
 from transformer_engine.plugin.core.predicates import predicate_of
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
@@ -157,14 +157,14 @@ def check(
 
 
 def _run(fn: Callable[..., Any], takes: Callable[..., Any] | None, case: Case) -> Row:
-    if takes is not None and not takes(*case.args, **case.kwargs):
-        return Row(case.name, "refused", 0.0, "supports")
     before = snapshot(case)
     try:
+        if takes is not None and not takes(*case.args, **case.kwargs):
+            return _refused(case, before, "supports")
         with torch.no_grad():
             found = fn(*case.args, **case.kwargs)
     except NotImplementedError as error:
-        return Row(case.name, "refused", 0.0, str(error))
+        return _refused(case, before, str(error))
     except Exception as error:  # noqa: BLE001 - whatever it is, the case failed
         return Row(case.name, "failed", float("inf"), f"{type(error).__name__}: {error}")
     try:
@@ -174,3 +174,10 @@ def _run(fn: Callable[..., Any], takes: Callable[..., Any] | None, case: Case) -
     except Exception as problem:  # noqa: BLE001 - a result that nothing can be done with
         return Row(case.name, "failed", float("inf"), f"the result: {problem}")
     return Row(case.name, "failed" if why else "passed", error, why)
+
+
+def _refused(case: Case, before: list[Kept], why: str) -> Row:
+    """Somebody else may take the call then, as it was."""
+    if any(kept.touched() for kept in before):
+        return Row(case.name, "failed", float("inf"), f"it wrote, and then refused: {why}")
+    return Row(case.name, "refused", 0.0, why)

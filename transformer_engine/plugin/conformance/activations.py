@@ -3,11 +3,20 @@
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.conformance.cases import Case, Draw, gradients, name_of, near
+from transformer_engine.plugin.conformance.cases import (
+    Case,
+    Draw,
+    counted,
+    gradients,
+    name_of,
+    near,
+)
+from transformer_engine.plugin.conformance.casts import coded, quantizers_of_values
 
 _SHAPES = ((5, 48), (1, 16), (3, 7, 32), (33, 130), (0, 16), (16,), (2, 0, 16))
 _UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -49,6 +58,16 @@ def _inputs(draw: Draw) -> Iterator[tuple[str, Tensor]]:
         yield f"{what} large", x
         yield f"{what} strided", draw.strided(x)
         yield f"{what} zeros", torch.zeros_like(x)
+        if dtype != torch.float32:  # where 1 + tanh cancels in that
+            yield f"{what} below -2", (-2 - draw.uniform((4, 32))).to(dtype)
+
+
+def _broken(op: str, draw: Draw) -> Iterator[tuple[str, Tensor]]:
+    """NaN, but where a step or a clamp is differentiated: its derivative there is anybody's."""
+    for dtype in () if op.endswith(("drelu", "dreglu", "clamped_dswiglu")) else draw.dtypes:
+        x = draw.normal((4, 32), dtype)
+        x[1, 3] = math.nan
+        yield f"{name_of(dtype)} NaN", x
 
 
 def _numbers(op: str) -> tuple[tuple, ...]:
@@ -74,6 +93,14 @@ def _forward(op: str, draw: Draw) -> Iterator[Case]:
 
             yield Case(f"{name} {numbers or ''}".rstrip(), (x, None, *numbers), wanted)
     for dtype in draw.dtypes:
+        for kind, quantizer in quantizers_of_values(draw.device).items():
+            x = draw.normal((32, 64), dtype)
+            exact = _function(op, ())(x.double())
+
+            def cast(found: Any, exact: Tensor = exact, quantizer: Any = quantizer) -> list:
+                return [coded("the result", found, quantizer, exact)]
+
+            yield Case(f"{name_of(dtype)} cast, {kind}", (x, quantizer), cast)
         x = draw.normal((4, 32), dtype)
         x[1, 3] = math.nan
         exact = _function(op, ())(x.double())
@@ -87,7 +114,7 @@ def _forward(op: str, draw: Draw) -> Iterator[Case]:
 def _backward(op: str, draw: Draw) -> Iterator[Case]:
     for numbers in _numbers(op):
         function = _function(op, numbers)
-        for name, x in _inputs(draw):
+        for name, x in (*_inputs(draw), *_broken(op, draw)):
             grad = draw.normal(tuple(function(x.double()).shape), x.dtype)
             (exact,) = gradients(function, grad, x)
             rows = max(x.numel() // x.shape[-1], 1)
@@ -101,6 +128,7 @@ def _backward(op: str, draw: Draw) -> Iterator[Case]:
                 if not op.startswith("dbias_"):
                     return [near("the gradient", found, exact, dtype)]
                 sums = exact.reshape(-1, exact.shape[-1]).sum(0)
+                counted(found, 2)
                 return [
                     near("the gradient of the bias", found[0], sums, dtype, rows),
                     near("the gradient", found[1], exact, dtype),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases of operators: arguments, and what comes of them."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -8,9 +9,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Case", "Draw", "Wanted", "errors_of", "gradients", "near", "same", "snapshot"]
+__all__ = [
+    *(
+        "Case",
+        "Draw",
+        "Kept",
+        "Wanted",
+        "counted",
+        "errors_of",
+        "gradients",
+        "name_of",
+        "near",
+        "same",
+    ),
+    "snapshot",
+]
 
 _EPS = torch.finfo(torch.float32).eps
+_MARGIN = 128
+"""Elements of others before and behind the memory of an argument, 256 bytes or more."""
+_SINGLE = 8.0
+"""How much further than the root of the mean square of errors may be that of one element."""
 
 
 class Wanted(NamedTuple):
@@ -94,7 +113,18 @@ class Draw:
     def normal(self, shape: Sequence[int], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         """Normal numbers."""
         values = torch.randn(tuple(shape), generator=self._generator, dtype=torch.float64)
-        return (values * scale).to(dtype).to(self.device)
+        return self.among_others((values * scale).to(dtype).to(self.device))
+
+    def among_others(self, tensor: Tensor) -> Tensor:
+        """The same values, between elements that a call neither reads nor writes: NaN, or 165."""
+        return self.place(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def place(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Where a result goes, as elements of others are."""
+        other = math.nan if dtype.is_floating_point else 165 if dtype.itemsize == 1 else -1
+        count = math.prod(shape)
+        space = torch.full((count + 2 * _MARGIN,), other, dtype=dtype, device=self.device)
+        return space[_MARGIN : _MARGIN + count].view(tuple(shape))
 
     def uniform(self, shape: Sequence[int]) -> Tensor:
         """Numbers between 0 and 1, float64."""
@@ -104,6 +134,10 @@ class Draw:
     def flag(self, value: int = 0) -> Tensor:
         """An int32 tensor of one element."""
         return torch.full((1,), value, dtype=torch.int32, device=self.device)
+
+    def number(self, value: float) -> Tensor:
+        """An fp32 tensor of one element."""
+        return self.place((1,), torch.float32).fill_(value)
 
     def strided(self, tensor: Tensor) -> Tensor:
         """The same values where they do not lie side by side."""
@@ -127,7 +161,19 @@ def gradients(function: Callable, grads: Any, *inputs: Tensor) -> tuple[Tensor, 
         return torch.autograd.grad(outs, wide, [g.double() for g in given])
 
 
+def counted(found: Any, count: int) -> Sequence[Any]:
+    """Results of which there are as many; ValueError for anything else."""
+    if not isinstance(found, list | tuple):
+        raise ValueError(f"{type(found).__name__}, expected {count} results")
+    if len(found) != count:
+        raise ValueError(f"{len(found)} results, expected {count}")
+    return found
+
+
 def _tensors(value: Any) -> list[Tensor]:
+    """The memory that an argument is, or consists of."""
+    if hasattr(type(value), "_dequantized"):
+        return [part for part in value.get_data_tensors() if part is not None]
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):
@@ -135,11 +181,43 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def snapshot(case: Case) -> list[tuple[Tensor, Tensor]]:
-    """Tensors that a call has to leave alone, and what they are."""
-    given = _tensors([*case.args, *case.kwargs.values()])
-    spared = {id(t) for t in case.written}
-    return [(t, t.clone()) for t in given if id(t) not in spared]
+class Kept(NamedTuple):
+    """Bytes that arguments share with whatever lies around them, and which of them are written."""
+
+    whole: Tensor
+    before: Tensor
+    written: list[Tensor]
+
+    def touched(self) -> bool:
+        """Whether anything has been written."""
+        return not torch.equal(self.whole, self.before)
+
+    def changed(self) -> bool:
+        """Whether others have been written."""
+        now = self.whole.clone()
+        for tensor in self.written:
+            _as_in(now, tensor).copy_(_as_in(self.before, tensor))
+        return not torch.equal(now, self.before)
+
+
+def _as_in(whole: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor at the same place of a copy of its storage."""
+    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    return tensor.new_empty(0).set_(whole.untyped_storage(), *place)
+
+
+def snapshot(case: Case) -> list[Kept]:
+    """The memory of a call's arguments, and around them; what it may write to apart."""
+    spared = {id(part) for one in case.written for part in _tensors(one)}
+    found: dict[int, Kept] = {}
+    for tensor in _tensors([*case.args, *case.kwargs.values()]):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in found:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            found[storage.data_ptr()] = Kept(whole, whole.clone(), [])
+        if id(tensor) in spared:
+            found[storage.data_ptr()].written.append(tensor)
+    return list(found.values())
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -148,7 +226,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def errors_of(case: Case, found: Any, before: list) -> tuple[float, str]:
+def errors_of(case: Case, found: Any, before: list[Kept]) -> tuple[float, str]:
     """The largest error in units of what is allowed, and what is wrong; "": nothing."""
     largest = 0.0
     for wanted in case.wanted(found):
@@ -156,11 +234,8 @@ def errors_of(case: Case, found: Any, before: list) -> tuple[float, str]:
         largest = max(largest, error)
         if why:
             return largest, f"{wanted.name}: {why}"
-    for tensor, kept in before:
-        if hasattr(type(tensor), "_dequantized"):
-            continue
-        if not _equal(tensor, kept):
-            return float("inf"), "it has changed an argument"
+    if any(kept.changed() for kept in before):
+        return float("inf"), "it has changed an argument, or what lies around one"
     return largest, ""
 
 
@@ -190,6 +265,13 @@ def _error(wanted: Wanted) -> tuple[float, str]:
         return 0.0, ""
     scale = exact[finite].square().mean().clamp(min=torch.finfo(torch.float32).tiny)
     if terms is not None:
-        scale = scale.clamp(min=float(terms.double().square().mean()))
-    error = float((got[finite] - exact[finite]).square().mean() / scale / bound)
-    return error, "" if error <= 1.0 else f"off by {(error * bound) ** 0.5:.2g} of its values"
+        numbers = terms[terms.isfinite()].double()
+        scale = scale.clamp(min=float(numbers.square().mean()))
+    apart = (got[finite] - exact[finite]).square()
+    error = float(apart.mean() / scale / bound)
+    if error > 1.0:
+        return error, f"off by {(error * bound) ** 0.5:.2g} of its values"
+    one = float((apart / exact[finite].square().clamp(min=scale)).max() / bound) / _SINGLE**2
+    return max(
+        error, one
+    ), "" if one <= 1.0 else f"one value is off by {math.sqrt(float(apart.max())):.2g}"

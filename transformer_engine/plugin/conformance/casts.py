@@ -3,12 +3,21 @@
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.conformance.cases import Case, Draw, name_of, near, same
+from transformer_engine.plugin.conformance.cases import (
+    Case,
+    Draw,
+    Wanted,
+    counted,
+    name_of,
+    near,
+    same,
+)
 
 _SHAPES = ((32, 64), (128, 256), (16, 48), (3, 32, 32))
 
@@ -18,7 +27,9 @@ def _quantizers(device: torch.device) -> dict[str, Any]:
     from transformer_engine.pytorch.constants import DType
 
     code = DType.kFloat8E4M3
-    scale, amax = (torch.full((1,), value, device=device) for value in (3.0, 2.5))
+    scale, amax = (
+        torch.full((1,), value, dtype=torch.float32, device=device) for value in (3.0, 2.5)
+    )
     return {
         "delayed": tensors.Float8Quantizer(scale, amax, code),
         "current": tensors.Float8CurrentScalingQuantizer(code, device),
@@ -30,6 +41,21 @@ def _quantizers(device: torch.device) -> dict[str, Any]:
         "mxfp8": tensors.MXFP8Quantizer(code),
         "nvfp4": tensors.NVFP4Quantizer(),
     }
+
+
+def quantizers_of_values(device: torch.device) -> dict[str, Any]:
+    """What operators that compute values are given to cast these with, by name."""
+    every = _quantizers(device)
+    return {kind: every[kind] for kind in ("current", "rows", "mxfp8")}
+
+
+def coded(name: str, found: Any, quantizer: Any, exact: Tensor) -> Wanted:
+    """Values that are cast to E4M3: each is rounded by 2^-4 of it at most, but for small ones."""
+    kind = type(quantizer.make_empty((32, 32), device=exact.device))
+    if type(found) is not kind:
+        raise TypeError(f"{type(found).__name__}, expected a {kind.__name__}")
+    values = found.dequantize(dtype=torch.float32)
+    return Wanted(name, values, exact, torch.float32, 2.0**-8)
 
 
 def _values(draw: Draw) -> Iterator[tuple[str, Tensor]]:
@@ -82,12 +108,33 @@ def _quantize(op: str, draw: Draw) -> Iterator[Case]:
                 raised = [same("the amax of the quantizer", *pair) for pair in amaxes]
                 if not with_sums:
                     return [*_alike("the result", found, expected), *raised]
+                counted(found, 2)
                 sums = x.double().reshape(-1, x.shape[-1]).sum(0)
                 depth = x.numel() // x.shape[-1]
                 first = near("the column sums", found[0], sums, x.dtype, depth)
                 return [first, *_alike("the result", found[1], expected), *raised]
 
             yield Case(f"{kind} {name}", (x, quantizer), wanted)
+        if not with_sums:
+            yield from _into(kind, draw)
+
+
+def _into(kind: str, draw: Draw) -> Iterator[Case]:
+    """To a tensor that is there; where the flag is not 0 that stays as it is."""
+    for dtype, flag in product(draw.dtypes, (None, 0.0, 1.0)):
+        quantizer = _quantizers(draw.device)[kind]
+        x, before = (draw.normal((32, 64), dtype) for _ in range(2))
+        out = quantizer(before)
+        noop = None if flag is None else draw.number(flag)
+        stays = bool(flag)
+        expected = _quantizers(torch.device("cpu"))[kind]((before if stays else x).cpu())
+
+        def wanted(found: Any, expected: Any = expected, out: Any = out) -> list:
+            return [*_alike("the result", found, expected), *_alike("output", out, expected)]
+
+        how = "" if flag is None else f", flag {flag:g}"
+        args = x, quantizer, out, noop
+        yield Case(f"{kind} {name_of(dtype)} into output{how}", args, wanted, written=(out,))
 
 
 def _dequantize(op: str, draw: Draw) -> Iterator[Case]:
@@ -129,7 +176,7 @@ def _transpose(op: str, draw: Draw) -> Iterator[Case]:
     for shape in ((32, 48), (7, 13), (1, 16), (2, 3, 32), (1, 1)):
         codes = (draw.uniform(shape) * 256).to(torch.uint8)
         exact = codes.reshape(-1, shape[-1]).T.contiguous().reshape(shape[-1], *shape[:-1])
-        for out in (torch.empty_like(exact), None):
+        for out in (draw.place(exact.shape, torch.uint8), None):
 
             def wanted(found: Any, exact: Tensor = exact, out: Tensor | None = out) -> list:
                 return [same("the result", found if out is None else out, exact)]
@@ -150,7 +197,7 @@ def _amax(op: str, draw: Draw) -> Iterator[Case]:
     for name, x in [*_values(draw), *few]:
         numbers = torch.nan_to_num(x.float(), nan=0.0, posinf=math.inf).abs().flatten()
         exact = torch.cat((numbers, numbers.new_zeros(1))).max().view(1)
-        out = torch.full((1,), 7.0, device=draw.device)  # written over, not raised
+        out = draw.number(7.0)  # written over, not raised
 
         def wanted(found: Any, exact: Tensor = exact, out: Tensor = out) -> list:
             del found

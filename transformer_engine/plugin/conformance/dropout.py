@@ -21,6 +21,23 @@ def share(kept: Tensor, p: float) -> Wanted:
     return Wanted("the share that is kept", found, exact, torch.float64, bound)
 
 
+def _pairs(kept: Tensor, p: float) -> Iterator[Wanted]:
+    """Neighbours that are both kept, along each dim, within nine standard deviations.
+
+    Those of independent pairs: pairs that share an element depend on each other a little.
+    """
+    for dim, size in enumerate(kept.shape):
+        if kept.numel() // size * (size - 1) < 1024:
+            continue
+        both = kept.narrow(dim, 0, size - 1) & kept.narrow(dim, 1, size - 1)
+        found = both.double().mean().view(1)
+        exact = torch.full((1,), (1 - p) ** 2, dtype=torch.float64)
+        bound = (4.5 / math.sqrt(both.numel()) / (1 - p) ** 2) ** 2
+        yield Wanted(
+            f"neighbours that are both kept, dim {dim}", found, exact, torch.float64, bound
+        )
+
+
 def _forward(op: str, draw: Draw) -> Iterator[Case]:
     del op
     for dtype in draw.dtypes:
@@ -31,7 +48,8 @@ def _forward(op: str, draw: Draw) -> Iterator[Case]:
             def wanted(found: tuple, x: Tensor = x) -> list:
                 kept = found[0] != 0
                 exact = x.double() * kept / (1 - _P)
-                return [near("the result", found[0], exact, x.dtype), share(kept, _P)]
+                results = [near("the result", found[0], exact, x.dtype), share(kept, _P)]
+                return [*results, *_pairs(kept, _P)]
 
             yield Case(f"{name_of(dtype)} {list(shape)}", (x, _P), wanted)
 
@@ -57,7 +75,7 @@ def _backward(op: str, draw: Draw) -> Iterator[Case]:
                 out, mask = draw.forward(torch.ones_like(grad), p)
                 kept = (out != 0).double()
                 exact = grad.double() * kept / (1 - p if p < 1 else 1)
-                into = torch.full_like(grad, math.nan) if p == _P else None
+                into = draw.place(shape, dtype) if p == _P else None
 
                 def wanted(
                     found: Tensor, exact: Tensor = exact, dtype: torch.dtype = dtype,

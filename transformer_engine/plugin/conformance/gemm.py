@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.conformance.cases import Case, Draw, gradients, name_of, near
+from transformer_engine.plugin.conformance.cases import (
+    Case,
+    Draw,
+    Wanted,
+    counted,
+    gradients,
+    name_of,
+    near,
+)
+from transformer_engine.plugin.conformance.casts import coded, quantizers_of_values
 
 _SIZES = (
     *((16, 32, 48), (1, 16, 64), (33, 65, 17), (128, 96, 256)),
@@ -44,12 +53,19 @@ class _Problem:
     before: Tensor | None = None
     into: bool = False
     factors: tuple[float, float | None] = (1.0, None)
+    quantizer: Any = None
+
+
+def _result(problem: _Problem, found: Any, exact: Tensor, depth: int) -> Wanted:
+    if problem.quantizer is not None:
+        return coded("the result", found, problem.quantizer, exact)
+    return near("the result", found, exact, problem.dtype, depth)
 
 
 def _case(name: str, draw: Draw, problem: _Problem) -> Case:
     """D = op(B) op(A) and what goes with it; operands [.., k] are matrices of all their rows."""
     A, transA, B, transB, dtype, bias, gelu, grad, gelu_in, accumulate, into, factors = (
-        getattr(problem, one.name) for one in fields(problem)
+        getattr(problem, one.name) for one in fields(problem)[:-1]
     )
     left, right = (_plain(t).double() for t in (B, A))
     leading = () if transB else left.shape[:-1]
@@ -63,9 +79,9 @@ def _case(name: str, draw: Draw, problem: _Problem) -> Case:
     out = None
     if accumulate is not None:
         made = made + (1.0 if beta is None else beta) * accumulate.double()
-        out = accumulate.clone()
+        out = draw.among_others(accumulate)
     elif into:
-        out = torch.empty(made.shape, dtype=dtype, device=draw.device)
+        out = draw.place(made.shape, dtype)
     if bias is not None and not grad:
         made = made + bias.double()
     exact, pre, sums = made, None, None
@@ -77,17 +93,18 @@ def _case(name: str, draw: Draw, problem: _Problem) -> Case:
         sums = exact.flatten(0, -2).sum(0) if gelu else left.sum(1)
     space = torch.empty(1 << 16, dtype=torch.uint8, device=draw.device)
     args = (
-        *(A, transA, B, transB, out, None, dtype, bias, None, gelu, gelu_in, grad),
+        *(A, transA, B, transB, out, problem.quantizer, dtype, bias, None, gelu, gelu_in, grad),
         *(space, space.numel(), accumulate is not None, True, None, None, None, False, *factors),
     )
 
     def wanted(found: tuple) -> list:
-        results = [near("the result", found[0], exact, dtype, depth)]
+        counted(found, 4)
+        results = [_result(problem, found[0], exact, depth)]
         if out is not None:
             results.append(near("D", out, exact, dtype, depth))
         if sums is not None:
             results.append(near("the gradient of the bias", found[1], sums, bias.dtype, depth))
-        if pre is not None and found[2] is not None:
+        if pre is not None and (gelu_in is None or found[2] is not None):
             results.append(near("the value before gelu", found[2], pre, dtype, depth))
         if pre is not None and gelu_in is not None:
             results.append(near("gelu_in", gelu_in, pre, dtype, depth))
@@ -112,6 +129,10 @@ def _gemm(op: str, draw: Draw) -> Iterator[Case]:
             A, B = draw.normal((40, 32), dtype), draw.normal((24, 32), dtype)
             given = {"dtype": dtype, **options}
             yield _case(f"{what} {name}", draw, _Problem(A, True, B, False, **given))
+        for kind, quantizer in quantizers_of_values(draw.device).items():
+            A, B = draw.normal((32, 48), dtype), draw.normal((64, 48), dtype)
+            problem = _Problem(A, True, B, False, dtype, quantizer=quantizer)
+            yield _case(f"{what} cast, {kind}", draw, problem)
         # Operands of more dims: of a forward, and of the gradient of an input and of a weight.
         x, weight = draw.normal((2, 3, 16), dtype), draw.normal((5, 6, 16), dtype)
         yield _case(f"{what} forward of [2, 3, 16]", draw, _Problem(weight, True, x, False, dtype))
@@ -144,7 +165,7 @@ def _options(
     yield "into D of float32", {"into": True, "dtype": torch.float32}
     yield "a factor", {"factors": (3.0, None)}
     yield "bias and gelu", {"bias": bias, "gelu": True}
-    place = torch.empty((m, n), dtype=dtype, device=draw.device)
+    place = draw.place((m, n), dtype)
     yield "bias and gelu, whose argument is kept", {"bias": bias, "gelu": True, "gelu_in": place}
     yield "gradient through gelu", through
     yield "gradient through gelu and bias", {**through, "bias": bias}

@@ -29,11 +29,11 @@ def _swap(op: str, draw: Draw) -> Iterator[Case]:
             x = draw.normal(shape, dtype)
             exact = x.transpose(0, 1).contiguous()
             name = f"{name_of(dtype)} {list(shape)}"
-            out = torch.full_like(exact, torch.nan)
+            out = draw.place(exact.shape, dtype)
             yield _into(name, (x,), out, exact, True)
         x = draw.normal((6, 4, 5), dtype)
         exact = x.transpose(0, 1).contiguous()
-        out = torch.full_like(exact, torch.nan)
+        out = draw.place(exact.shape, dtype)
         yield _into(f"{name_of(dtype)} strided", (draw.strided(x),), out, exact, True)
         made = _made(f"{name_of(dtype)} a new tensor", (x,), exact)
         yield replace(made, kwargs={"out": None})

@@ -20,7 +20,7 @@ def _scale(op: str, draw: Draw) -> Iterator[Case]:
         given = [draw.normal(shape, dtype) for shape in _SHAPES]
         if broken:
             given[1][0, 0] = math.inf
-        out = [torch.empty_like(t, dtype=torch.float32 if wide else dtype) for t in given]
+        out = [draw.place(t.shape, torch.float32 if wide else dtype) for t in given]
         flag = draw.flag()
 
         def wanted(
@@ -42,7 +42,7 @@ def _norm(op: str, draw: Draw) -> Iterator[Case]:
     for dtype in draw.dtypes:
         for each in (False, True):
             given = [draw.normal(shape, dtype) for shape in _SHAPES]
-            factor = torch.full((1,), 0.5, device=draw.device)
+            factor = draw.number(0.5)
             norms = torch.stack([t.double().norm() for t in given]) * (0.5 if unscaled else 1.0)
             total, depth = norms.norm().view(1), sum(t.numel() for t in given)
 

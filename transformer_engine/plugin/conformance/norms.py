@@ -3,11 +3,20 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.conformance.cases import Case, Draw, gradients, name_of, near
+from transformer_engine.plugin.conformance.cases import (
+    Case,
+    Draw,
+    counted,
+    gradients,
+    name_of,
+    near,
+)
+from transformer_engine.plugin.conformance.casts import coded, quantizers_of_values
 
 _SHAPES = ((5, 40), (1, 16), (3, 7, 40), (33, 129), (64, 1024), (0, 16), (16,), (2, 0, 16))
 
@@ -38,49 +47,59 @@ def _forward(op: str, draw: Draw) -> Iterator[Case]:
     def case(
         name: str,
         x: Tensor,
-        gamma: Tensor,
-        beta: Tensor | None,
+        vectors: tuple[Tensor, Tensor | None],
         eps: float,
         zero_centered: bool,
         otype: torch.dtype,
         out: Tensor | None = None,
+        quantizer: Any = None,
     ) -> Case:
-        wide = [None if t is None else t.double() for t in (x, gamma, beta)]
+        wide = [None if t is None else t.double() for t in (x, *vectors)]
         y, mean, rsigma = exact_norm(*wide, eps, centred, zero_centered)
         depth = x.shape[-1]
-        given = (x, gamma, beta) if centred else (x, gamma)
+        given = (x, *vectors) if centred else (x, vectors[0])
+        terms = wide[0] * rsigma.view(*x.shape[:-1], 1) if centred else None
 
         def wanted(found: tuple) -> list:
-            results = [near("y", found[0], y, otype, depth)]
+            made, *statistics = counted(found, 3)
+            if quantizer is None or type(made) is Tensor:  # who asked may cast it
+                results = [near("y", made, y, otype, depth, terms=terms)]
+            else:
+                results = [coded("y", made, quantizer, y)]
             if centred:
-                results.append(near("mu", found[1], mean, torch.float32, depth))
-            results.append(near("rsigma", found[2], rsigma, torch.float32, depth))
+                results.append(near("mu", statistics[0], mean, torch.float32, depth))
+            results.append(near("rsigma", statistics[1], rsigma, torch.float32, depth))
             if out is not None:
-                results.append(near("ln_out", out, y, otype, depth))
+                results.append(near("ln_out", out, y, otype, depth, terms=terms))
             return results
 
-        args = (*given, eps, out, None, otype, 0, zero_centered)
+        args = (*given, eps, out, quantizer, otype, 0, zero_centered)
         return Case(name, args, wanted, written=() if out is None else (out,))
+
+    def vectors(count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        gamma, beta = (draw.normal((count,), dtype) for _ in range(2))
+        return gamma, beta if centred else None
 
     for name, shape, dtype, zero_centered, eps in _settings(draw):
         x = draw.normal(shape, dtype)
-        gamma, beta = (draw.normal(shape[-1:], dtype) for _ in range(2))
-        beta = beta if centred else None
-        yield case(name, x, gamma, beta, eps, zero_centered, dtype)
+        yield case(name, x, vectors(shape[-1], dtype), eps, zero_centered, dtype)
     for dtype in draw.dtypes:
-        x, gamma, beta = (draw.normal(s, dtype) for s in ((4, 32), (32,), (32,)))
-        beta = beta if centred else None
-        what = name_of(dtype)
-        yield case(f"{what} to float32", x, gamma, beta, 1e-5, False, torch.float32)
-        out = torch.empty_like(x)
-        yield case(f"{what} into ln_out", x, gamma, beta, 1e-5, False, dtype, out)
-        yield case(f"{what} strided", draw.strided(x), gamma, beta, 1e-5, False, dtype)
-        yield case(f"{what} zeros", torch.zeros_like(x), gamma, beta, 1e-5, False, dtype)
+        x, both, what = draw.normal((4, 32), dtype), vectors(32, dtype), name_of(dtype)
+        yield case(f"{what} to float32", x, both, 1e-5, False, torch.float32)
+        out = draw.place(x.shape, dtype)
+        yield case(f"{what} into ln_out", x, both, 1e-5, False, dtype, out)
+        yield case(f"{what} strided", draw.strided(x), both, 1e-5, False, dtype)
+        yield case(f"{what} zeros", torch.zeros_like(x), both, 1e-5, False, dtype)
         bad = x.clone()
         bad[1, 3] = math.nan
-        yield case(f"{what} NaN in a row", bad, gamma, beta, 1e-5, False, dtype)
+        yield case(f"{what} NaN in a row", bad, both, 1e-5, False, dtype)
+        for kind, quantizer in quantizers_of_values(draw.device).items():
+            given = vectors(64, dtype), 1e-5, True, torch.float32, None, quantizer
+            yield case(f"{what} cast, {kind}", draw.normal((32, 64), dtype), *given)
         if centred:
-            yield case(f"{what} without bias", x, gamma, None, 1e-5, True, dtype)
+            yield case(f"{what} without bias", x, (both[0], None), 1e-5, True, dtype)
+            far = (draw.normal((4, 64), torch.float32) + 1e3).to(dtype)
+            yield case(f"{what} far from 0", far, vectors(64, dtype), 1e-5, False, dtype)
 
 
 def _backward(op: str, draw: Draw) -> Iterator[Case]:
@@ -112,7 +131,7 @@ def _backward(op: str, draw: Draw) -> Iterator[Case]:
             found: tuple, exact: list = exact, dtype: torch.dtype = dtype, depth: int = depth
         ) -> list:
             names = ("dx", "dgamma", "dbeta")
-            pairs = zip(names, found, exact, strict=False)
+            pairs = zip(names[: len(exact)], counted(found, len(exact)), exact, strict=True)
             return [near(name, got, one, dtype, depth) for name, got, one in pairs]
 
         yield Case(name, args, wanted)

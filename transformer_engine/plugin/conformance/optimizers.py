@@ -131,7 +131,7 @@ def _capturable(op: str, draw: Draw) -> Iterator[Case]:
     for dtype, one in product(draw.dtypes, _STEPS):
         numbers = one._replace(factor=0.25)
         lists, flag = _state(draw, dtype, masters), draw.flag()
-        lr, inverse = (torch.full((1,), value, device=draw.device) for value in (_LR, 0.25))
+        lr, inverse = (draw.number(value) for value in (_LR, 0.25))
         step = draw.flag(numbers.step)
         args = (_CHUNK, flag, lists, lr, *_BETAS, _EPS, step, *numbers.tail, inverse)
         written = tuple(t for each in lists[1:] for t in each)
@@ -169,9 +169,9 @@ def _fp8(op: str, draw: Draw) -> Iterator[Case]:
         lists, flag = _state(draw, dtype, True), draw.flag()
         codes = [torch.full(t.shape, 0x55, dtype=torch.uint8, device=draw.device) for t in lists[1]]
         factors = (8.0, 300.0, 1.0, 2.0, 5e4, 0.5)  # some saturate
-        scales = [torch.full((1,), value, device=draw.device) for value in factors]
-        amaxes = [torch.full((1,), 99.0 * (i % 2), device=draw.device) for i in range(len(scales))]
-        inverses = [torch.zeros(1, device=draw.device) for _ in scales]
+        scales = [draw.number(value) for value in factors]
+        amaxes = [draw.number(99.0 * (i % 2)) for i in range(len(scales))]
+        inverses = [draw.number(0.0) for _ in scales]
         given = [lists[0], codes, *lists[2:5], scales, amaxes, inverses]
         args = (_CHUNK, flag, given, _LR, *_BETAS, _EPS, numbers.step, *numbers.tail, code)
         written = tuple(t for i in (1, 2, 3, 4, 6, 7) for t in given[i])

@@ -84,11 +84,15 @@ def _scales(op: str, draw: Draw) -> Iterator[Case]:
     special = (1.5, 0.0, 1e-12, math.inf, math.nan, 448.0, 1e-38, 3e38)
     amaxes = [*special, *draw.normal((9,), torch.float32).abs().tolist()]
     for largest, power, epsilon in product((448.0, 57344.0), (False, True), (0.0, 1e-10, 2.0)):
-        given = [torch.full((1,), value, device=draw.device) for value in amaxes]
-        made = [[torch.full_like(t, -1.0) for t in given] for _ in range(2)]
+        given = [draw.number(value) for value in amaxes]
+        made = [[draw.number(-1.0) for _ in given] for _ in range(2)]
         exact = []
         for value in torch.cat(given).double().tolist():
-            top = max(value, float(torch.tensor(epsilon))) if value == value else value
+            top = (
+                max(value, float(torch.tensor(epsilon, dtype=torch.float32)))
+                if value == value
+                else value
+            )
             scale = min(largest / top, _LARGEST) if 0 < top < math.inf else 1.0
             exact.append(2.0 ** math.floor(math.log2(scale)) if power else scale)
 
@@ -135,11 +139,11 @@ def _partial_amax(op: str, draw: Draw) -> Iterator[Case]:
     del op
     for name, weight, tiles, shape, side, first, end in _parts(draw):
         part = weight.flatten()[first:end]
-        exact = torch.zeros(shape, device=draw.device)
+        exact = torch.zeros(shape, dtype=torch.float32, device=draw.device)
         own = tiles[first:end]
         for tile in set(own.tolist()):
             exact.view(-1)[tile] = part[own == tile].float().abs().max()
-        amax = torch.full(shape, -1.0, device=draw.device)
+        amax = torch.full(shape, -1.0, dtype=torch.float32, device=draw.device)
 
         def wanted(found: Any, amax: Tensor = amax, exact: Tensor = exact) -> list:
             del found

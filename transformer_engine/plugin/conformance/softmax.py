@@ -44,6 +44,17 @@ def _forward(op: str, draw: Draw) -> Iterator[Case]:
                 return [near("the result", found, exact, dtype, exact.shape[-1])]
 
             yield Case(f"{name_of(dtype)} {list(shape)}", (x, *given, _SCALE), wanted)
+        # Numbers whose exponentials are no numbers, and whose differences are exact.
+        shape = _shapes(kind)[0]
+        x, mask = (draw.normal(shape, dtype, 2.0) + 300).round(), _masked(kind, shape, draw)
+        p = x.double().masked_fill(mask, -torch.inf).softmax(-1)
+        exact = torch.where(mask.expand_as(p), 0.0, p)
+        given = (mask.to(torch.uint8),) if kind == "scaled_masked" else ()
+
+        def large(found: Tensor, exact: Tensor = exact, dtype: torch.dtype = dtype) -> list:
+            return [near("the result", found, exact, dtype, exact.shape[-1])]
+
+        yield Case(f"{name_of(dtype)} large", (x, *given, 1.0), large)
 
 
 def _backward(op: str, draw: Draw) -> Iterator[Case]:

@@ -132,18 +132,21 @@ def _refuse(refuse: Callable, name: str, asked: tuple, fields: Mapping[str, Any]
 
 
 def _slot(run: Callable, asked: str) -> Callable:
-    """What a module's call runs, asking nobody while it does.
+    """What a module's call runs, asking nobody while it does, and in the dtypes of its tensors.
 
     What an implementation has raised says whose it is. Of an error that what one returned has led
     to, a note says who was asked.
     """
     from transformer_engine.plugin.core.failures import RAISED_BY
+    from transformer_engine.pytorch.modes import any_autocast, in_own_dtypes
     from transformer_engine.pytorch.plugins import native
+
+    run_in_autocast = in_own_dtypes(run)
 
     @native
     def slot(fields: Mapping[str, Any]) -> Any:
         try:
-            return run(fields)
+            return run_in_autocast(fields) if any_autocast() else run(fields)
         except NotImplementedError:  # nobody takes the call, under a strict policy
             raise
         except Exception as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``te_activation`` and its gradient by operators of `transformer_engine_torch`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.slots.casts import OPERATORS
-from transformer_engine.plugin.slots.fields import Fields, apart, written
+from transformer_engine.plugin.slots.fields import Choices, Fields, apart, written
 from transformer_engine.plugin.slots.values import CAST_FIELDS, are_cast, deliver
 
 _KINDS = tuple(_core.activation_names())
@@ -27,7 +27,16 @@ def _numbers(kind: str, fields: Fields) -> tuple | None:
     return (fields["limit"], fields["alpha"]) if fields["linear_offset"] == 1.0 else None
 
 
-def _casts_elsewhere(fields: Fields, choices: Mapping[str, Any]) -> bool:
+def _made(choice: Any, name: str, choices: Choices, tensors: tuple, numbers: Any, out: Any) -> Any:
+    """What the operator `name` makes, if somebody has it; NotImplemented where nobody takes it."""
+    if choice is None:
+        return NotImplemented
+    if numbers is None:
+        return choices.unexpressed(name)
+    return choice(*tensors, None, *numbers, out=(out,))
+
+
+def _casts_elsewhere(fields: Fields, choices: Choices) -> bool:
     """Whether the values of a call are this library's, and their cast is not."""
     return are_cast(fields) and bool(choices.keys() & OPERATORS)
 
@@ -37,15 +46,13 @@ def _place(fields: Fields, *read: Tensor) -> Tensor | None:
     return None if are_cast(fields) else apart(fields["wide"], *read)
 
 
-def forward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
+def forward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
     """An activation, cast as asked, from the dtype in which the implementation returns it."""
 
     def run(fields: Fields) -> Any:
         kind, inp = _KINDS[fields["kind"]], fields["input"]
         choice, numbers = choices.get(kind), _numbers(kind, fields)
-        made: Any = NotImplemented
-        if choice is not None and numbers is not None:
-            made = choice(inp, None, *numbers, out=(_place(fields, inp),))
+        made = _made(choice, kind, choices, (inp,), numbers, _place(fields, inp))
         if made is NotImplemented:
             if not _casts_elsewhere(fields, choices):
                 return NotImplemented
@@ -59,14 +66,14 @@ def forward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
     return run, _FORWARD
 
 
-def backward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
+def backward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
     """The gradient of an activation, cast as asked, and its column sums."""
 
     def run(fields: Fields) -> Any:
         kind, inp, grad = _KINDS[fields["kind"]], fields["input"], fields["grad_output"]
         sums = fields["bias_grad"]
         name = "clamped_dswiglu" if kind == _CLAMPED else f"d{kind}"
-        with_sums, choice = choices.get(f"dbias_{name}"), choices.get(name)
+        with_sums, choice = choices.followed(f"dbias_{name}", name), choices.get(name)
         numbers = _numbers(kind, fields)
         found: Any = NotImplemented
         if with_sums is not None and sums is not None:
@@ -76,9 +83,8 @@ def backward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
             written(f"dbias_{name}", "the gradient of the bias", sums, total)
             deliver(name, {**fields, "bias_grad": None}, made, choices)
             return None
-        made = NotImplemented
-        if choice is not None and numbers is not None:
-            made = choice(grad, inp, None, *numbers, out=(_place(fields, grad, inp),))
+        place = _place(fields, grad, inp)
+        made = _made(choice, name, choices, (grad, inp), numbers, place)
         if made is NotImplemented:
             if not _casts_elsewhere(fields, choices):
                 return NotImplemented
@@ -91,7 +97,7 @@ def backward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
     return run, _BACKWARD
 
 
-def softcap(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
+def softcap(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
     """A softcap of this library, whose cast is somebody else's."""
 
     def run(fields: Fields) -> Any:

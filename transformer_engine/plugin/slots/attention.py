@@ -234,6 +234,8 @@ def backward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
         )
         if found is NotImplemented:
             return NotImplemented
+        if len(found) < 3:
+            raise ValueError(f"{_BACKWARD}: {len(found)} gradients, expected dQ, dK, dV, ...")
         for name, made in zip(("query", "key", "value"), found, strict=False):
             into = fields[f"grad_{name}"]
             into = None if into is None else problem.viewed(into)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.graphs import OperandCast
-from transformer_engine.plugin.slots.fields import Fields, written
+from transformer_engine.plugin.slots.fields import Choices, Fields, written
 from transformer_engine.pytorch.tensor import recipes
 
 _RECIPES = {
@@ -29,6 +29,8 @@ OPERATORS = frozenset(("quantize", "bgrad_quantize"))
 """Those that cast."""
 _SCALES = 2
 """Of data with one scale: its inverse, and the scale."""
+_MEANING = frozenset(("_fp8_dtype", "_is_2D_scaled", "_with_rht", "_row_scaled_nvfp4"))
+"""Of what a quantized tensor says: what its codes and scales mean."""
 _FORMS = ("row", "row_scales", "column", "column_scales", "row_amax", "column_amax")
 _SETTINGS = (
     *("power_2_scale", "square", "hadamard", "rng", "four_over_six", "scales_to_256"),
@@ -77,7 +79,7 @@ def _storage_of(
         one = scales if scales is not None else column_scales
         if one is None:  # nobody reads it
             device = (column if data is None else data).device
-            one = torch.ones(_SCALES, device=device)
+            one = torch.ones(_SCALES, dtype=torch.float32, device=device)
         forms = data, column, one
     elif row.recipe == _core.RECIPE_NVFP4:
         forms = data, column, scales, column_scales, fields["row_amax"], fields["column_amax"]
@@ -87,7 +89,7 @@ def _storage_of(
     return row.tensor._STORAGE._made(made, torch.bfloat16)
 
 
-def cast_values(values: Tensor, fields: Fields, choices: Mapping[str, Any]) -> None:
+def cast_values(values: Tensor, fields: Fields, choices: Choices) -> None:
     """Cast a matrix [rows, columns] and sum its columns, as the fields of a call say."""
     if _cast_elsewhere(values, fields, choices) is NotImplemented:
         given = {name: fields.get(name) for name in _QUANTIZE if name != "input"}
@@ -121,7 +123,7 @@ def _quantizer(fields: Fields, cast: OperandCast, device: torch.device) -> Any:
     partials = fields["partials"]
     if cast.recipe == _core.RECIPE_DELAYED:
         amax = fields["amax"]
-        amax = torch.zeros(1, device=device) if amax is None else amax
+        amax = torch.zeros(1, dtype=torch.float32, device=device) if amax is None else amax
         quantizer = recipes.with_scale(cast, fields["scale"], amax, partials is not None)
         quantizer._known = (partials,)
         return quantizer
@@ -138,9 +140,9 @@ def settle(fields: Fields, place: Place, made: Any) -> None:
     _clear_padding(fields, place.shape)
 
 
-def _cast_elsewhere(values: Tensor, fields: Fields, choices: Mapping[str, Any]) -> Any:
+def _cast_elsewhere(values: Tensor, fields: Fields, choices: Choices) -> Any:
     """`cast_values` by an implementation of somebody else; NotImplemented where there is none."""
-    with_sums, choice = choices.get("bgrad_quantize"), choices.get("quantize")
+    with_sums, choice = choices.followed("bgrad_quantize", "quantize"), choices.get("quantize")
     sums = fields.get("bias_grad")
     if (fields["row"] is None and fields["column"] is None) or (
         with_sums is None and choice is None
@@ -152,7 +154,7 @@ def _cast_elsewhere(values: Tensor, fields: Fields, choices: Mapping[str, Any]) 
         made = with_sums(values, place.quantizer)
         if made is not NotImplemented:
             total, made = made
-            sums.copy_(total)
+            written("bgrad_quantize", "the gradient of the bias", sums, total)
             sums = None
     if made is NotImplemented and choice is not None:
         made = choice(values, place.quantizer, place.output, noop)
@@ -175,6 +177,16 @@ def _copy_forms(made: Any, output: Any, noop: Tensor | None) -> None:
         )
     if noop is not None:
         raise TypeError("quantize: with noop an implementation has to write to output")
+    if made.shape[-1:] != output.shape[-1:] or made.numel() != output.numel():
+        raise ValueError(
+            f"quantize: the result: shape {tuple(made.shape)}, expected {tuple(output.shape)}"
+        )
+    given, wanted = made.get_metadata(), output.get_metadata()
+    for name in sorted(_MEANING & given.keys() & wanted.keys()):
+        if given[name] != wanted[name]:
+            raise ValueError(
+                f"quantize: the result: {name}={given[name]!r}, expected {wanted[name]!r}"
+            )
     pairs = zip(output.get_data_tensors(), made.get_data_tensors(), strict=True)
     for into, values in pairs:
         if into is None:
@@ -200,7 +212,7 @@ def _clear_padding(fields: Fields, shape: tuple) -> None:
             data.view(torch.uint8)[:, used:].zero_()
 
 
-def quantize(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
+def quantize(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
     """A cast, and column sums."""
 
     def run(fields: Fields) -> Any:

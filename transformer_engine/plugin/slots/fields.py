@@ -43,6 +43,20 @@ class Choices(dict):
             if name in asked
         )
         self._asked, self._refuse = asked, refuse
+        self._followed: dict[str, Any] = {}
+
+    def followed(self, name: str, *others: str) -> Any:
+        """What calls `name` where `others` are asked next; None: nobody has it.
+
+        Under a strict policy it does not raise for a call that it does not take, if somebody has
+        one of these: the last one does.
+        """
+        if self._refuse is None or not any(other in self for other in others):
+            return self.get(name)
+        if name in self and name not in self._followed:
+            asked = self._asked[name]
+            self._followed[name] = _core.Choice(name, asked, None, _placed(name, asked))
+        return self._followed.get(name)
 
     def implementations(self) -> str:
         """Whose these are, for people."""
@@ -74,8 +88,9 @@ def matrix(tensor: Tensor) -> Tensor:
 def written(op: str, name: str, out: Tensor | None, values: Any) -> None:
     """Put a result of an implementation where a call wants it.
 
-    Leading dims may be others, vectors may have dims of 1. TypeError for what is no tensor,
-    ValueError for one of another shape.
+    Leading dims may be others, vectors may have dims of 1, and numbers may be floating-point ones
+    of another dtype. TypeError for what is no tensor or has other numbers, ValueError for one of
+    another shape or on another device.
     """
     if out is None or values is out:
         return
@@ -84,5 +99,23 @@ def written(op: str, name: str, out: Tensor | None, values: Any) -> None:
     lines_fit = out.dim() < 2 or values.shape[-1:] == out.shape[-1:]
     if values.numel() != out.numel() or not lines_fit:
         raise ValueError(f"{op}: {name}: shape {tuple(values.shape)}, expected {tuple(out.shape)}")
-    if values.data_ptr() != out.data_ptr() or values.dtype != out.dtype or values.numel() == 0:
-        out.copy_(values.view(out.shape) if values.is_contiguous() else values.reshape(out.shape))
+    if (
+        values.data_ptr() == out.data_ptr()
+        and values.dtype == out.dtype
+        and _lie_alike(values, out)
+    ):
+        return
+    if values.device != out.device:
+        raise ValueError(f"{op}: {name}: on {values.device}, expected {out.device}")
+    if values.dtype != out.dtype and not (values.is_floating_point() and out.is_floating_point()):
+        raise TypeError(f"{op}: {name}: {values.dtype}, expected {out.dtype}")
+    if not values.is_contiguous():  # it may be a view of the place itself
+        values = values.contiguous()
+    out.copy_(values.view(out.shape))
+
+
+def _lie_alike(values: Tensor, out: Tensor) -> bool:
+    """Whether two tensors of as many elements that begin at one address are the same elements."""
+    if values.shape == out.shape:
+        return values.stride() == out.stride()
+    return values.is_contiguous() and out.is_contiguous()

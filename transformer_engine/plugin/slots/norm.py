@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.slots.casts import OPERATORS
-from transformer_engine.plugin.slots.fields import Fields, apart, matrix, written
+from transformer_engine.plugin.slots.fields import Choices, Fields, apart, matrix, written
 from transformer_engine.plugin.slots.values import CAST_FIELDS, are_cast, asked_for, deliver
 
 _NAMES = {_core.NORM_LAYERNORM: "layernorm", _core.NORM_RMSNORM: "rmsnorm"}
@@ -98,13 +98,14 @@ def _add(op: str, into: Tensor, values: Any, residual: Tensor) -> None:
         into.copy_(values.to(torch.float32) + residual)
 
 
-def backward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
+def backward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
     """The gradients of a norm."""
 
     def run(fields: Fields) -> Any:
         kind, inp, residual = fields["kind"], fields["input"], fields["grad_residual"]
         name = _NAMES.get(kind)
-        choice, adds = choices.get(f"{name}_bwd"), choices.get(f"{name}_bwd_add")
+        choice = choices.get(f"{name}_bwd")
+        adds = choices.followed(f"{name}_bwd_add", f"{name}_bwd")
         grad, rows = matrix(fields["grad_output"]), matrix(inp)
         if fields["grad_add"] is not None:
             grad = grad + matrix(fields["grad_add"])

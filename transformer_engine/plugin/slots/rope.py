@@ -10,7 +10,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.core.ops import NVTE_QKV_Format
-from transformer_engine.plugin.slots.fields import Choices, Fields
+from transformer_engine.plugin.slots.fields import Choices, Fields, written
 
 __all__ = ["rope"]
 
@@ -51,13 +51,18 @@ def rope(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
             return choices.unexpressed(whole if whole in choices else single)
         made: Any = NotImplemented
         if whole in choices:
-            made = _as_one(choices[whole], fields)
+            made = _as_one(choices.followed(whole, single), fields)
         if made is NotImplemented and single in choices:
             made = _by_parts(choices[single], fields)
         if made is NotImplemented:
             return choices.unexpressed(whole) if single not in choices else NotImplemented
         for into, values in made:
-            into.copy_(values.reshape(into.shape))
+            written(
+                whole if whole in choices else single,
+                "the result",
+                into,
+                values.reshape(into.shape),
+            )
         return None
 
     return run, _FIELDS

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``te_softmax`` and its gradient by the operators `scaled_*softmax_*`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformer_engine import _core
@@ -36,6 +36,15 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
     return (_TRIANGLE, _ALIGNED) if queries == keys else (_ALIGNED,)
 
 
+def _asked(choices: Choices, kinds: tuple[str, ...], way: str) -> Iterator[tuple[str, Any]]:
+    """Those that somebody has, in their order, and what to call."""
+    names = [f"{kind}_{way}" for kind in kinds]
+    for i, kind in enumerate(kinds):
+        choice = choices.followed(names[i], *names[i + 1 :])
+        if choice is not None:
+            yield kind, choice
+
+
 def forward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
     """Softmax of scores [batch, heads, queries, keys]."""
 
@@ -43,16 +52,14 @@ def forward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
         scores, kinds = fields["input"], _kinds(fields)
         if not kinds:
             return choices.unexpressed(next(iter(choices)))
-        for kind in kinds:
+        for kind, choice in _asked(choices, kinds, "forward"):
             name = f"{kind}_forward"
-            if name not in choices:
-                continue
             given = scores.flatten(0, 1) if kind == _TRIANGLE else scores
             mask = ()
             if kind == _MASKED:
                 mask = fields["mask"]
                 mask = (mask.expand(*mask.shape[:2], *scores.shape[2:]).contiguous(),)
-            made = choices[name](given, *mask, fields["scale"])
+            made = choice(given, *mask, fields["scale"])
             if made is NotImplemented:
                 continue
             written(name, "the result", fields["output"], made)
@@ -71,12 +78,11 @@ def backward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
         if fields["rng"] is not None:
             return choices.unexpressed(next(iter(choices)))
         square = grad.shape[2] == grad.shape[3]
-        for kind in (_PLAIN, _MASKED, _ALIGNED, *((_TRIANGLE,) if square else ())):
+        kinds = _PLAIN, _MASKED, _ALIGNED, *((_TRIANGLE,) if square else ())
+        for kind, choice in _asked(choices, kinds, "backward"):
             name = f"{kind}_backward"
-            if name not in choices:
-                continue
             tensors = [t.flatten(0, 1) if kind == _TRIANGLE else t for t in (grad, probabilities)]
-            made = choices[name](*tensors, fields["scale"])
+            made = choice(*tensors, fields["scale"])
             if made is NotImplemented:
                 continue
             written(name, "the gradient", fields["grad_input"], made)

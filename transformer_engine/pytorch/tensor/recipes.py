@@ -90,7 +90,7 @@ def with_scale(cast: OperandCast, scale: Tensor, amax: Tensor, first: bool) -> F
 
 
 def _delayed(cast: OperandCast, device: torch.device, first: bool) -> Quantizer:
-    scale = torch.full((1,), 0.0 if first else 1.0, device=device)
+    scale = torch.full((1,), 0.0 if first else 1.0, dtype=torch.float32, device=device)
     return with_scale(cast, scale, torch.zeros_like(scale), first)
 
 

@@ -14,6 +14,7 @@ from transformer_engine.plugin.builtin.attention import enumerated, formats, lim
 from transformer_engine.plugin.builtin.values import quantized, refuse
 from transformer_engine.plugin.core.ops import NVTE_Bias_Type, NVTE_Softmax_Type, qkv_format_name
 from transformer_engine.pytorch.attention.dot_product_attention.masks import default_alibi_slopes
+from transformer_engine.pytorch.modes import in_own_dtypes
 
 
 class _Rule(NamedTuple):
@@ -95,8 +96,8 @@ def _attend(rule: _Rule, tensors: tuple) -> tuple[Tensor, Tensor, Tensor]:
     form, of_keys = rule.forms
     batch = len(rule.counted[0]) - 1 if form == "thd" else query.shape[1 if form == "sbhd" else 0]
     out = query.new_zeros(*query.shape[:-1], value.shape[-1])
-    sums = torch.full((*query.shape[:-1], 1), -torch.inf, device=query.device)
-    top = torch.full((query.shape[-2],), -torch.inf, device=query.device)
+    sums = query.new_full((*query.shape[:-1], 1), -torch.inf)
+    top = query.new_full((query.shape[-2],), -torch.inf)
     softmax = enumerated("fused_attn", NVTE_Softmax_Type, "softmax_type", rule.softmax_type)
     for i in range(batch):
         q = _sequence(query, form, i, rule.counted[0], rule.padded[0])
@@ -128,6 +129,7 @@ def _rule(op: str, kinds: tuple, scale: float, counted: tuple, padded: tuple) ->
     )
 
 
+@in_own_dtypes
 def fused_attn_fwd(
     max_seqlen_q: int,
     max_seqlen_kv: int,
@@ -178,6 +180,7 @@ def fused_attn_fwd(
     return results
 
 
+@in_own_dtypes
 def fused_attn_bwd(
     max_seqlen_q: int,
     max_seqlen_kv: int,

@@ -16,7 +16,7 @@ def dropout_fwd(
         raise ValueError(
             f"dropout_fwd: dropout_probability={dropout_probability}, expected a number from 0 to 1"
         )
-    mask = torch.rand(inp.shape, device=inp.device) >= dropout_probability
+    mask = torch.rand(inp.shape, dtype=torch.float32, device=inp.device) >= dropout_probability
     return _masked("dropout_fwd", inp, mask, dropout_probability, out), mask
 
 

@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from transformer_engine.plugin.builtin.values import exact, quantized, refuse, torch_dtype
+from transformer_engine.pytorch.modes import in_own_dtypes
 
 
+@in_own_dtypes
 def generic_gemm(
     A: Tensor,
     transA: bool,
