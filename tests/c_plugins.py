@@ -19,8 +19,8 @@ needs_compiler = pytest.mark.skipif(shutil.which(CC) is None, reason="needs a C 
 
 
 def build(folder: Path, name: str = "plugin", **defines) -> Path:
-    """A shared object `name`.so; NAME and VENDOR become literals of C."""
-    quoted = {key: f'"{defines[key]}"' for key in defines.keys() & {"NAME", "VENDOR"}}
+    """A shared object `name`.so; NAME, VENDOR and REASON become literals of C."""
+    quoted = {key: f'"{defines[key]}"' for key in defines.keys() & {"NAME", "VENDOR", "REASON"}}
     flags = [f"-D{key}={value}" for key, value in (defines | quoted).items()]
     out = folder / f"{name}.so"
     environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}

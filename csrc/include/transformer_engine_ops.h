@@ -76,6 +76,8 @@ typedef struct te_dequantize_args {
     size_t size;
     te_operand input; /* but for `wide` */
     te_tensor output; /* [rows, columns] f32, f16, bf16; unit column stride */
+    void *workspace;
+    size_t workspace_size;
 } te_dequantize_args;
 
 /* Partial maxima of |x|, NaN ignored; their maximum is the amax. All TE_AMAX_PARTIALS entries are
@@ -85,6 +87,8 @@ typedef struct te_amax_args {
     te_tensor input;  /* [rows, columns] f32, f16, bf16; unit column stride */
     float *partials;  /* device float[TE_AMAX_PARTIALS] */
     int32_t hadamard; /* of the columns as te_cast_request.hadamard transforms them */
+    void *workspace;
+    size_t workspace_size;
 } te_amax_args;
 
 /* output[c, r] = input[r, c] of one-byte elements (FP8, u8); columns of output beyond the input's
@@ -93,6 +97,8 @@ typedef struct te_transpose_args {
     size_t size;
     te_tensor input;  /* [rows, columns] */
     te_tensor output; /* [columns, >= rows] */
+    void *workspace;
+    size_t workspace_size;
 } te_transpose_args;
 
 typedef enum te_epilogue { TE_EPILOGUE_NONE = 0, TE_EPILOGUE_GELU = 1 } te_epilogue; /* tanh GELU */
@@ -139,12 +145,16 @@ typedef struct te_scaling_update_args {
     te_tensor history; /* [length, slots] f32; row 0 accumulates, the newest finished one is last */
     float fp8_max;     /* largest FP8 value times 2^-margin */
     te_amax_algo algo;
+    void *workspace;
+    size_t workspace_size;
 } te_scaling_update_args;
 
 typedef struct te_fill_args {
     size_t size;
     te_tensor output; /* [rows, columns] any dtype, unit column stride */
     double value;     /* rounded to the dtype (FP8 saturates) */
+    void *workspace;
+    size_t workspace_size;
 } te_fill_args;
 
 /* Converts and copies between strided matrices. input smaller than output: the rest is zeroed;
@@ -153,6 +163,8 @@ typedef struct te_cast_args {
     size_t size;
     te_tensor input; /* [rows, columns] f32, f16, bf16 (any dtype when output has the same) */
     te_tensor output;
+    void *workspace;
+    size_t workspace_size;
 } te_cast_args;
 
 /* ---- operators of a Transformer layer ------------------------------------------------------ */
@@ -286,6 +298,8 @@ typedef struct te_softcap_args {
     te_tensor grad_output; /* [rows, columns] in the dtype of input; data NULL: forward */
     te_cast_request cast;
     float cap; /* positive */
+    void *workspace;
+    size_t workspace_size;
 } te_softcap_args;
 
 /* Random decisions are Philox4x32-10 (core/philox.h): `rng` is a device int64[2] {seed, offset};
@@ -311,6 +325,8 @@ typedef struct te_softmax_args {
     const int64_t *rng;      /* NULL where dropout is 0 */
     float scale, dropout;
     int64_t window_left, window_right, diagonal;
+    void *workspace;
+    size_t workspace_size;
 } te_softmax_args;
 
 /* grad_input = scale * p * (dp - sum over keys of dp * p), dp = grad_output through the dropout,
@@ -322,6 +338,8 @@ typedef struct te_softmax_backward_args {
     te_tensor grad_input;    /* as grad_output; may be the same memory */
     const int64_t *rng;
     float scale, dropout;
+    void *workspace;
+    size_t workspace_size;
 } te_softmax_backward_args;
 
 /* Which query attends which key, and how much: what te_attention and its gradient read. Query head
@@ -433,6 +451,8 @@ typedef struct te_dropout_add_args {
     const int64_t *rng; /* NULL where both probabilities are 0 */
     float dropout, drop_path;
     int64_t samples; /* divides rows */
+    void *workspace;
+    size_t workspace_size;
 } te_dropout_add_args;
 
 /* Gradient of te_dropout_add with respect to input and bias; that of residual is grad_output. */
@@ -481,6 +501,8 @@ typedef struct te_rope_args {
     int32_t cp_size, cp_rank; /* 0, 0: one rank */
     int32_t interleaved;
     int32_t backward;
+    void *workspace;
+    size_t workspace_size;
 } te_rope_args;
 
 /* Keys and values that sequences keep, in pages of so many tokens: token p of sequence i is token
@@ -505,6 +527,8 @@ typedef struct te_cache_append_args {
     te_tensor starts;     /* [batch] i32: how many tokens each sequence had before */
     te_tensor counts;     /* [batch] i32: how many of its tokens are new ones; data NULL: all */
     te_tensor cu_seqlens; /* [batch + 1] i32: first token of each sequence; data NULL: none */
+    void *workspace;
+    size_t workspace_size;
 } te_cache_append_args;
 
 /* The keys and values of the first lengths[i] tokens of each sequence, one after the other; zeros
@@ -515,6 +539,8 @@ typedef struct te_cache_gather_args {
     te_tensor lengths; /* [batch] i32, 0 to tokens */
     te_tensor key;   /* [batch, tokens, heads, d_k]; dtype of the cache; any strides but the last */
     te_tensor value; /* [batch, tokens, heads, d_v] */
+    void *workspace;
+    size_t workspace_size;
 } te_cache_gather_args;
 
 /* ---- fields ------------------------------------------------------------------------------- */
@@ -532,7 +558,7 @@ typedef enum te_field_kind {
     TE_FIELD_INT64,    /* int64_t */
     TE_FIELD_ENUM,     /* an enum, or uint32_t */
     TE_FIELD_BIT,      /* bit `count` of a uint32_t */
-    TE_FIELD_WORKSPACE /* void *, and its size_t behind it; the last field */
+    TE_FIELD_WORKSPACE /* void *, and its size_t behind it; the last field of every operator */
 } te_field_kind;
 
 /* How the elements of a tensor lie. */
@@ -590,6 +616,8 @@ static inline const void *te_field_member(const te_field *field, const void *arg
 }
 /* Fills an args struct as if nothing was given: its size, initial values, zeros. */
 TE_API void te_op_initial(te_op op, void *args);
+/* "input f32 [4, 16], gamma f32 [16]": the tensors of a call, for messages; cut off at `size`. */
+TE_API void te_op_shapes(te_op op, const void *args, char *text, size_t size);
 
 #ifdef __cplusplus
 }

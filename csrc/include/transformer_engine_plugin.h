@@ -46,7 +46,7 @@ typedef struct te_plugin_operator {
     size_t args_size;
     te_op_function function;
     te_op_supports supports;            /* NULL: takes every call */
-    te_op_workspace_function workspace; /* NULL: needs none */
+    te_op_workspace_function workspace; /* NULL: needs none. args_size reaches the workspace */
     void *self;                         /* of these three */
 } te_plugin_operator;
 
@@ -60,8 +60,9 @@ typedef struct te_plugin_backend {
     size_t size;
     uint32_t abi;        /* TE_PLUGIN_ABI */
     te_plugin_kind kind; /* te_plugin_kind */
-    const char *name;    /* of this backend alone: with "vendor." before it what policies name */
-    const char *vendor;  /* whose it is; VENDOR needs one, of others it may be NULL */
+    /* Printable ASCII without , ; | and =, which separate names, and no space at an end. */
+    const char *name;   /* of this backend alone: with "vendor." before it what policies name */
+    const char *vendor; /* whose it is; VENDOR needs one, of others it may be NULL */
     te_device_type device;
     int32_t priority;                    /* among those of one token the highest is asked first */
     const te_plugin_operator *operators; /* an array; all of them have the size of the first */
