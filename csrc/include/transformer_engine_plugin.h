@@ -113,8 +113,8 @@ typedef struct te_host_api {
     float (*dtype_max)(te_dtype dtype);
 
     int64_t (*tensor_elements)(const te_tensor *tensor);
-    /* All dims before the last as the rows of a matrix. Its row stride is -1 where these are no one
-     * distance apart. */
+    /* All dims before the last as the rows of a matrix; an absent tensor as it is. The row stride
+     * is -1 where they are no one distance apart. */
     te_tensor (*tensor_rows)(const te_tensor *tensor);
     /* Dense elements on the host to fp32, and back: to nearest even, FP8 saturates. INVALID for the
      * integers and for what is packed. */

@@ -210,7 +210,22 @@ static void test_the_table(test_device *t)
     TEST_CHECK(t, host->op_find("nor") == -1 && host->op_find(NULL) == -1, "op_find");
     TEST_CHECK(t, host->tensor_elements(&cube) == 24, "elements");
     TEST_CHECK(t, host->tensor_rows(&cube).strides[0] == 8, "rows");
+    TEST_CHECK(t, host->tensor_rows(&(te_tensor){.ndim = 0}).ndim == 0, "rows of nothing");
     TEST_CHECK(t, host->dtype_size(TE_DTYPE_BF16, 3) == 6, "dtype_size");
+    for (int wrong = -1; wrong < 100; wrong += 100) {
+        const te_op op = (te_op)wrong;
+        const te_dtype dtype = (te_dtype)wrong;
+        size_t bytes = 7;
+        TEST_CHECK(t, strcmp(host->op_name(op), "invalid") == 0, "op_name(%d)", wrong);
+        TEST_CHECK(t, host->op_describe(op) == NULL, "op_describe(%d)", wrong);
+        host->op_initial(op, NULL); /* nothing to write */
+        TEST_CHECK(t, host->op_run(t->context, op, &args, NULL) == TE_ERROR_INVALID, "op_run");
+        TEST_CHECK(t, host->op_workspace(t->context, op, &args, &bytes) == TE_ERROR_INVALID,
+                   "op_workspace");
+        TEST_CHECK(t, strcmp(host->dtype_name(dtype), "invalid") == 0, "dtype_name");
+        TEST_CHECK(t, host->dtype_bits(dtype) == 0 && host->dtype_max(dtype) == 0.0F, "dtype");
+        TEST_CHECK(t, host->to_f32(dtype, elements, back, 1) == TE_ERROR_INVALID, "to_f32");
+    }
     TEST_CHECK(t, host->interrupted() == 0, "interrupted");
     for (int dtype = 0; dtype < TE_DTYPE_COUNT; dtype++) {
         const te_dtype at = (te_dtype)dtype;
