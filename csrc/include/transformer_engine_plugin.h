@@ -68,8 +68,8 @@ typedef struct te_plugin_backend {
     const te_plugin_operator *operators; /* an array; all of them have the size of the first */
     size_t operator_count;
     /* Called once when nothing can call the backend any more: when its last slot is dropped, or
-     * where te_plugin_init fails after it has registered it. On any thread. NULL: nobody is told.
-     */
+     * where te_plugin_init fails after it has registered it. On any thread; a process may end
+     * before. NULL: nobody is told. */
     void (*release)(void *self);
     void *self;
 } te_plugin_backend;
