@@ -190,6 +190,39 @@ static void test_inside_of_an_init(test_device *t)
     te_plugin_release(plugin);
 }
 
+/* Operators of a later version: as far apart as they say, and nothing set that is not known. */
+static void test_larger_operators(test_device *t)
+{
+    struct {
+        te_plugin_operator known;
+        uint64_t appended;
+    } later[2];
+    te_plugin *plugin = NULL;
+    t->running = "larger operators";
+    good();
+    memset(later, 0, sizeof later);
+    for (int i = 0; i < 2; i++) {
+        later[i].known = plan.operators[0];
+        later[i].known.size = sizeof later[i];
+    }
+    later[1].known.name = "norm";
+    later[1].known.args_size = sizeof(te_norm_args);
+    plan.backend.operators = &later[0].known;
+    plan.backend.operator_count = 2;
+    TEST_OK(t, te_plugin_add(init, "the plug-in", &plugin));
+    TEST_CHECK(t, te_plugin_slot_count(plugin) == 2, "slots");
+    TEST_CHECK(t, te_plugin_slot_at(plugin, 1)->op == TE_OP_NORM, "the second one");
+    te_plugin_release(plugin);
+    released = 0;
+    later[1].appended = 1;
+    refused(t, TE_ERROR_UNSUPPORTED, "operator: it sets what this library", 0);
+    later[1].appended = 0;
+    later[1].known.size -= sizeof later[1].appended;
+    refused(t, TE_ERROR_INVALID, "operators have sizes", 0);
+    later[0].known.size = SIZE_MAX - 7;
+    refused(t, TE_ERROR_UNSUPPORTED, "operator: it sets what this library", 0);
+}
+
 /* ---- what a plug-in is handed -------------------------------------------------------------- */
 
 static void test_the_table(test_device *t)
@@ -428,6 +461,7 @@ static void check_all(test_device *t)
     test_refusals(t);
     test_names_are_used_once(t);
     test_inside_of_an_init(t);
+    test_larger_operators(t);
     test_the_table(t);
     test_slots(t);
     test_workspaces(t);
