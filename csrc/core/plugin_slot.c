@@ -90,15 +90,19 @@ static te_status workspace(void *self, te_context *context, const void *args, si
                    te_op_name(record->slot.op), record->slot.backend, *bytes);
 }
 
-/* What a plug-in has asked for it finds in args, whoever calls. */
+/* What a plug-in asks for it finds in args, whoever calls, and whatever it has said before. */
 static te_status check_workspace(te_plugin_record *record, te_context *context, const void *args)
 {
     const te_op_info *info = te_op_describe(record->slot.op);
     const char *member = (const char *)args + info->fields[info->field_count - 1].offset;
+    const void *given = *(void *const *)(const void *)member;
+    const size_t size = *(const size_t *)(const void *)(member + sizeof(void *));
     size_t need;
     TE_TRY(workspace(record, context, args, &need));
-    return te_check_workspace(record->slot.op, *(void *const *)(const void *)member,
-                              *(const size_t *)(const void *)(member + sizeof(void *)), need);
+    if (need == 0 || (given != NULL && size >= need)) return TE_OK;
+    return TE_FAIL(TE_ERROR_INVALID, "%s: backend %s: workspace of %zu bytes, %zu are needed",
+                   te_op_name(record->slot.op), record->slot.backend, given == NULL ? 0 : size,
+                   need);
 }
 
 static te_status run(void *self, te_context *context, const void *args, void *stream)
