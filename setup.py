@@ -5,7 +5,7 @@ setuptools packages the result but does not drive the compiler: here every sourc
 (a command with inputs and one output) and jobs run in parallel and only when an input changed. The
 same objects make `transformer_engine/_core.abi3.so` (`build_ext`) and the C library in both forms
 (`library`). Environment: `TE_CUDA`, `TE_CUDA_ARCHS`, `TE_WERROR`, `TE_SANITIZE`, `TE_LINEINFO`,
-`CC`, `CFLAGS`, `LDFLAGS`, `V`; CONTRIBUTING.md explains them.
+`TE_FL_SKIP_CUDA`, `CC`, `CFLAGS`, `LDFLAGS`, `V`; CONTRIBUTING.md explains them.
 """
 
 import fcntl
@@ -127,6 +127,18 @@ def find_nvcc():
     return nvcc if shutil.which("g++") else None, home  # its host compiler
 
 
+def why_no_cuda():
+    """Return the variable that leaves the CUDA backend out, or ""."""
+    skip = os.environ.get("TE_FL_SKIP_CUDA", "").strip() or "0"
+    if skip not in ("0", "1"):
+        raise SystemExit(f"TE_FL_SKIP_CUDA={skip}: expected 0 or 1")
+    if os.environ.get("TE_CUDA", "") == "1" and skip == "1":
+        raise SystemExit("TE_CUDA=1 and TE_FL_SKIP_CUDA=1: one of them has to go")
+    if os.environ.get("TE_CUDA") == "0":
+        return "TE_CUDA=0"
+    return "TE_FL_SKIP_CUDA=1" if skip == "1" else ""
+
+
 def find_cuda_headers(home):
     """Return the include folders that hold the CUDA headers, None where one is missing."""
     sites = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sys.path]
@@ -242,10 +254,10 @@ def build_objects(groups):
     started, notes = time.monotonic(), []
     common = openmp_flags(notes) + ([f"-fsanitize={SANITIZE}"] if SANITIZE else [])
     nvcc, home = find_nvcc()
-    wanted = os.environ.get("TE_CUDA") != "0"
-    headers = find_cuda_headers(home) if wanted else None
+    unwanted = why_no_cuda()
+    headers = None if unwanted else find_cuda_headers(home)
     if headers is None:
-        notes.append(f"no CUDA ({'headers not found' if wanted else 'TE_CUDA=0'})")
+        notes.append(f"no CUDA ({unwanted or 'headers not found'})")
     elif nvcc is None:
         notes.append("device code as source alone (nvcc with g++ not found)")
     ends = ":\n" if VERBOSE else ": "

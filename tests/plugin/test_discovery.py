@@ -8,10 +8,12 @@ import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import transformer_engine.pytorch
 from transformer_engine.plugin import core as plugin
 from transformer_engine.plugin.builtin import OPERATORS
 from transformer_engine.plugin.core import discovery
@@ -91,6 +93,8 @@ def test_entry_points(monkeypatch):
 
 
 FAILURES = {
+    "exits": "import sys; sys.exit(3)",
+    "exits when it registers": REGISTERS.format(entry="register", more="raise SystemExit(3)"),
     "raises": REGISTERS.format(entry="register", more="raise OSError('no chip')"),
     "has no entry": "x = 3",
     "can not be imported": "import a_module_that_is_not_there",
@@ -109,6 +113,39 @@ def test_failures_are_told_once_and_leave_nothing(kind, tmp_path, monkeypatch, t
     assert len(messages) == 2
     assert "te_plug_bad" in messages[0] and "libplug.so: cannot open shared object" in messages[1]
     assert [done for *_, done in plugin.get_discovered_plugin()] == [False, True, False]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_what_a_failure_took_away_is_back(error, tmp_path, monkeypatch, told):
+    """Implementations that it has unregistered, or put its own in the place of."""
+    registry = plugin.OpRegistry()
+    impls = [plugin.OpImpl("my_op", f"reference.{n}", KIND.REFERENCE, str) for n in "abc"]
+    registry.register_many(impls)
+
+    def register(given):
+        given.unregister("my_op", "reference.a")
+        given.unregister("my_op", "reference.b")
+        given.register(plugin.OpImpl("my_op", "reference.b", KIND.REFERENCE, int))
+        given.register(plugin.OpImpl("other", "reference.b", KIND.REFERENCE, int))
+        raise error
+
+    point = SimpleNamespace(name="point", load=lambda: register)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [point])
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            plugin.discover_plugin(registry)
+    else:
+        assert plugin.discover_plugin(registry) == 0
+    assert registry.list_operators() == ["my_op"]
+    left = {impl.impl_id: impl for impl in registry.get_implementations("my_op")}
+    assert all(left[impl.impl_id] is impl for impl in impls) and len(left) == 3
+
+
+@pytest.mark.parametrize("name", ["libno_such.so", "libno_such.so.1", "libno_such.so.1.2", "./no"])
+def test_names_of_shared_objects(name, monkeypatch, told):
+    monkeypatch.setenv("TE_FL_PLUGIN_MODULES", name)
+    plugin.OpManager().ensure_initialized()
+    assert f"{name}: cannot open shared object" in told.text
 
 
 def test_levels_of_the_logger(monkeypatch):
@@ -248,4 +285,5 @@ def test_a_backward_has_the_selection_of_its_forward():
 
 
 def test_names_of_functions():
+    assert transformer_engine.pytorch.plugin is transformer_engine.plugin
     assert discovery.discover_op_plugin is discovery.discover_plugin

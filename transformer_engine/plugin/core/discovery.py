@@ -6,8 +6,9 @@ A plug-in is a Python module or function, or a shared object (transformer_engine
 
 import importlib
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from transformer_engine import _core
@@ -123,30 +124,41 @@ def register_library(registry: OpRegistry, path: "str | os.PathLike[str]") -> No
 
 def _named(name: str) -> Any:
     """A module, or the path of a shared object as it is."""
-    return name if "/" in name or name.endswith(".so") else importlib.import_module(name)
+    is_path = "/" in name or re.search(r"\.so(\.\d+)*$", name)
+    return name if is_path else importlib.import_module(name)
 
 
 def _load(name: str, source: str, load: Callable[[], Any], registry: OpRegistry) -> bool:
     """Load a plug-in and let it register."""
-    before = set(_names(registry))
+    before = _registered(registry)
     done = False
     try:
         _entry_of(load())(registry)
         done = True
-    except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the program
-        for op, impl_id in set(_names(registry)) - before:
-            registry.unregister(op, impl_id)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it must not end the program
         LoggerManager.get_logger().error(
             "plug-in %s (%s) did not register: %s: %s", name, source, type(error).__name__, error
         )
+    finally:  # also of a KeyboardInterrupt
+        if not done:
+            _restore(registry, before)
     _found.append((name, source, done))
     return done
 
 
-def _names(registry: OpRegistry) -> Iterator[tuple[str, str]]:
-    for op, impls in registry.snapshot().impls_by_op.items():
-        for impl in impls:
-            yield op, impl.impl_id
+def _registered(registry: OpRegistry) -> dict[int, OpImpl]:
+    found = registry.snapshot().impls_by_op.values()
+    return {id(impl): impl for impls in found for impl in impls}
+
+
+def _restore(registry: OpRegistry, before: dict[int, OpImpl]) -> None:
+    """Undo what a plug-in has registered, and what it has unregistered."""
+    now = _registered(registry)
+    for key in now.keys() - before.keys():
+        registry.unregister(now[key].op_name, now[key].impl_id)
+    gone = [impl for key, impl in before.items() if key not in now]
+    if gone:
+        registry.register_many(gone)
 
 
 def _entry_of(loaded: Any) -> Callable[[OpRegistry], Any]:
