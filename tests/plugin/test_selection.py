@@ -89,7 +89,7 @@ def test_tokens():
     for token in ("flagos", "default", "reference", "vendor:amd", "impl:vendor.cuda"):
         assert not match_token(vendor, token)
     assert match_token(impl("flagos.f"), "default") and match_token(impl("flagos.f"), "flagos")
-    for token in ("", "cuda", "vendor:", "impl:", "Vendor", "kind:x"):
+    for token in ("", "cuda", "vendor:", "impl:", "Vendor", "kind:x", 3):
         with pytest.raises(ValueError, match="expected flagos"):
             match_token(vendor, token)
         with pytest.raises(ValueError, match="expected flagos"):
@@ -148,6 +148,17 @@ def test_fingerprints_tell_policies_apart():
     for wrong in ("cuda", "", None):
         with pytest.raises(ValueError, match="prefer="):
             SelectionPolicy(wrong)
+    with pytest.raises(ValueError, match="op is there twice"):
+        SelectionPolicy(per_op_order=(("op", ("vendor",)), ("op", ("flagos",))))
+
+
+@pytest.mark.parametrize("wrong", ["amd", [3], [("amd",)]])
+def test_vendors_are_names(wrong):
+    """A text is no set of its letters, which would be vendors that nobody has."""
+    with pytest.raises(TypeError, match="allow_vendors=.*expected a set of names"):
+        SelectionPolicy(allow_vendors=wrong)
+    with pytest.raises(TypeError, match="deny_vendors=.*expected a set of names"):
+        SelectionPolicy.from_dict(deny_vendors=wrong)
 
 
 def test_policy_of_the_environment(monkeypatch):
@@ -179,9 +190,50 @@ def test_what_implementations_must_be():
     for wrong in ({"fn": 3}, {"supports": 3}):
         with pytest.raises(TypeError, match="no callable"):
             impl("flagos.f", **wrong)
-    with pytest.raises(TypeError, match="expected a BackendImplKind"):
+    with pytest.raises(TypeError, match="expected BackendImplKind"):
         OpImpl("op", "x", "vendor", print)
+    for wrong in ({"op": 3}, {"vendor": 3}, {"priority": "high"}, {"priority": None},
+                  {"supported_dtypes": "bfloat16"}):  # fmt: skip
+        with pytest.raises(TypeError, match=f"{next(iter(wrong))}.*expected"):
+            impl("flagos.f", **wrong)
+    with pytest.raises(TypeError, match="impl_id=3, expected str"):
+        OpImpl("op", 3, BackendImplKind.DEFAULT, print)
+    with pytest.raises(ValueError, match="no architecture"):
+        impl("flagos.f", min_arch="hopper")
     assert str(BackendImplKind.DEFAULT) == "flagos"
+
+
+class Unhashable:
+    """A function of a plug-in, as a dataclass would be one."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return self is other
+
+    def __call__(self, *args):
+        return "unhashable"
+
+
+class Broken:
+    """One whose availability can not be asked for."""
+
+    @property
+    def _is_available(self):
+        raise OSError("no driver")
+
+    def __call__(self):
+        raise AssertionError
+
+
+def test_odd_functions_are_in_nobodys_way():
+    odd = impl("vendor.odd", fn=Unhashable(), supports=Unhashable(), op="odd")
+    broken = impl("vendor.broken", fn=Broken(), op="broken")
+    manager = manager_of(odd, broken, impl("flagos.f"))
+    assert manager.call("op") == "flagos.f" and manager.call("odd") == "unhashable"
+    with pytest.raises(RuntimeError, match="it raised OSError: no driver"):
+        manager.call("broken")
+    assert not broken.is_available() and manager.counts() == {"op/flagos.f": 1, "odd/vendor.odd": 1}
 
 
 def test_duplicates_and_half_lists():
@@ -334,8 +386,6 @@ def test_dtypes_and_architectures(device):
     far = manager_of(impl("vendor.far", min_arch="99.0"), impl("reference.torch"))
     with with_preference("vendor"):
         assert far.call("op", x) == "reference.torch"
-    with pytest.raises(ValueError, match="no architecture"):
-        manager_of(impl("flagos.f", min_arch="hopper")).call("op")
 
 
 def test_predicates_remember_what_they_were_told(device):

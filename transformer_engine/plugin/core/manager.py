@@ -48,7 +48,7 @@ class _Row:
         self.ordered = _by_priority(impls)
         self.natives = tuple(map(manager._native, self.ordered))
         self.shape: object = None
-        if not any(hasattr(impl.fn, "_is_available") for impl in impls):
+        if not any(impl.has_availability() for impl in impls):
             shape = tuple([(impl.kind, impl.vendor, impl.impl_id) for impl in self.ordered])
             self.shape = manager._shapes.setdefault(shape, object())  # which is compared faster
 

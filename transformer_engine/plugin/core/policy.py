@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from transformer_engine import _core
 from transformer_engine.common import config
 from transformer_engine.plugin.core.locks import ForkSafeLock
-from transformer_engine.plugin.core.types import Plain, check_token, vendor_key
+from transformer_engine.plugin.core.types import Plain, check_token, names_of, vendor_key
 
 __all__ = [
     "PREFER_DEFAULT",
@@ -72,7 +72,10 @@ class SelectionPolicy(Plain):
     Raises
     ------
     ValueError
-        `prefer` is none of these words, or something in `per_op_order` is no token.
+        `prefer` is none of these words, something in `per_op_order` is no token, or an operator
+        is there twice.
+    TypeError
+        Vendors are one text, or something that is no name.
     """
 
     prefer: str = PREFER_DEFAULT
@@ -93,12 +96,17 @@ class SelectionPolicy(Plain):
         for op, tokens in per_op_order:
             listed = (tokens,) if isinstance(tokens, str) else tuple(tokens)
             orders.append((op, tuple(check_token(token) for token in listed)))
+        ops = [op for op, _ in orders]
+        for op in ops:
+            if ops.count(op) > 1:
+                raise ValueError(f"per_op_order: {op} is there twice, expected one order of it")
+        allowed = None if allow_vendors is None else names_of(allow_vendors, "allow_vendors")
         self.__dict__.update(
             prefer=_prefer_of(prefer),
             strict=bool(strict),
             per_op_order=tuple(sorted(orders)),
-            deny_vendors=frozenset(deny_vendors),
-            allow_vendors=None if allow_vendors is None else frozenset(allow_vendors),
+            deny_vendors=names_of(deny_vendors, "deny_vendors"),
+            allow_vendors=allowed,
         )
 
     @classmethod
@@ -112,8 +120,7 @@ class SelectionPolicy(Plain):
     ) -> "SelectionPolicy":
         """A policy of plain containers; here an empty `allow_vendors` means all."""
         orders = tuple((op, tuple(tokens)) for op, tokens in (per_op_order or {}).items())
-        allowed = frozenset(allow_vendors or ()) or None
-        return cls(prefer, strict, orders, frozenset(deny_vendors or ()), allowed)
+        return cls(prefer, strict, orders, deny_vendors or (), allow_vendors or None)
 
     @property
     def per_op_order_dict(self) -> dict[str, list[str]]:

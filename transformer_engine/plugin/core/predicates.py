@@ -2,13 +2,12 @@
 """Whether an implementation takes a call: by dtype and architecture, and by what it says itself."""
 
 import functools
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from transformer_engine import _core
-from transformer_engine.plugin.core.types import OpImpl
+from transformer_engine.plugin.core.types import OpImpl, architecture
 
 __all__ = ["predicate_of"]
 
@@ -18,7 +17,7 @@ def predicate_of(impl: OpImpl) -> Callable[..., Any] | None:
     """Whether it takes a call, from the arguments of that; None: it takes every call."""
     if impl.supported_dtypes is None and impl.min_arch is None:
         return impl.supports
-    least = None if impl.min_arch is None else _arch(impl.min_arch)
+    least = None if impl.min_arch is None else architecture(impl.min_arch)
     dtypes = (
         None if impl.supported_dtypes is None else frozenset(map(_plain, impl.supported_dtypes))
     )
@@ -37,14 +36,6 @@ def predicate_of(impl: OpImpl) -> Callable[..., Any] | None:
 def _plain(dtype: Any) -> str:
     """Name of a dtype without its framework."""
     return str(dtype).rpartition(".")[2].lower()
-
-
-def _arch(text: str) -> tuple[int, int]:
-    """(major, minor) of "sm_90", "sm_90a", "9.0" or "90"; ValueError for anything else."""
-    match = re.fullmatch(r"(?:sm_?)?(\d+?)\.?(\d)[a-z]?", str(text).strip().lower())
-    if match is None:
-        raise ValueError(f"min_arch={text!r} is no architecture: expected sm_90 or 9.0")
-    return int(match[1]), int(match[2])
 
 
 _INDICES = ("int32", "int64")
