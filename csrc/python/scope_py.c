@@ -47,20 +47,35 @@ static PyObject *make_table(const tepy_dispatcher *self, PyObject *policy)
     return NULL;
 }
 
-/* New reference to the table of a frame's policy; it stays with the frame. The frame is the
- * thread's, and lives on while the function runs. */
+/* Whether the thread is still in a scope by this frame; the memory of one that was left may have
+ * become that of another scope's. */
+static int is_entered(const tepy_state *state, const tepy_frame *frame, const PyObject *owner)
+{
+    const tepy_frame *each = innermost(state);
+    while (each != NULL && each != frame) each = each->outer;
+    return each != NULL && each->owner == owner;
+}
+
+/* New reference to the table of a frame's policy; it stays with the frame. What is asked while it
+ * is made may leave the scope (a generator that holds it goes on), and the frame is gone. */
 static PyObject *table_of_frame(tepy_dispatcher *self, tepy_frame *frame)
 {
     const unsigned long long version = self->version;
-    PyObject *table;
+    PyObject *table, *owner;
     if (frame->table != NULL && frame->met == (PyObject *)self && frame->version == version) {
         return Py_NewRef(frame->table);
     }
-    table = make_table(self, ((scope *)frame->owner)->policy);
-    if (table == NULL) return NULL;
-    tepy_set(&frame->table, Py_NewRef(table));
-    tepy_set(&frame->met, Py_NewRef((PyObject *)self));
-    frame->version = version;
+    owner = Py_NewRef(frame->owner);
+    table = make_table(self, ((scope *)owner)->policy);
+    if (table != NULL && is_entered(self->state, frame, owner)) {
+        PyObject *former = frame->table, *met = frame->met;
+        frame->table = Py_NewRef(table);
+        frame->met = Py_NewRef((PyObject *)self);
+        frame->version = version;
+        Py_XDECREF(former); /* from here on the frame may be gone, too */
+        Py_XDECREF(met);
+    }
+    Py_DECREF(owner);
     return table;
 }
 
@@ -137,12 +152,13 @@ static int show_label(const tepy_state *state, PyObject *labels)
     if (frame == NULL) {
         label = PyUnicode_FromString("");
     } else {
-        scope *self = (scope *)frame->owner;
+        scope *self = (scope *)Py_NewRef(frame->owner);
         if (self->label == NULL && self->table != NULL)
             self->label = PyUnicode_FromFormat("table %p", (void *)self->table);
-        else if (self->label == NULL)
-            self->label = PyObject_Repr(self->policy);
+        else if (self->label == NULL) /* another thread may have made it meanwhile */
+            tepy_set(&self->label, PyObject_Repr(self->policy));
         label = Py_XNewRef(self->label);
+        Py_DECREF((PyObject *)self);
     }
     if (label == NULL) return -1;
     result = PyObject_SetAttrString(labels, "scope", label);
@@ -239,8 +255,7 @@ static PyType_Slot scope_slots[] = {
 static PyType_Spec scope_spec = {
     .name = "transformer_engine._core.Scope",
     .basicsize = sizeof(scope),
-    .flags =
-        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_BASETYPE,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = scope_slots,
 };
 

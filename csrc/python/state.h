@@ -72,7 +72,8 @@ typedef struct tepy_state {
     tepy_backend *backends;           /* linked list of those registered through this module */
     PyMethodDef *operators;           /* of the operators' functions; NULL until they are added */
     Py_tss_t *frames;                 /* of each thread: the scopes that it is in */
-    int found_dispatcher;             /* find_dispatcher was called */
+    int found_dispatcher;             /* find_dispatcher was called, and found none */
+    unsigned long long told_dispatcher; /* how often it was told which one, or to look anew */
 } tepy_state;
 
 static inline tepy_state *tepy_state_of(PyObject *module)

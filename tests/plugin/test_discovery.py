@@ -213,6 +213,71 @@ def test_a_forked_child_goes_on(tmp_path):
     )
 
 
+def test_a_fork_while_plug_ins_register(tmp_path):
+    """By the thread in which they do the child goes on; by another one it says what is missing."""
+    (tmp_path / "forks.py").write_text(
+        textwrap.dedent("""
+        import os, sys
+        import __main__
+        from transformer_engine.plugin.core import BackendImplKind, OpImpl
+
+        def add(registry, name, **options):
+            fn = lambda: name
+            registry.register(OpImpl("op", name, BackendImplKind.DEFAULT, fn, **options))
+
+        def register(registry):
+            add(registry, "flagos.a")
+            __main__.registers.set()
+            assert __main__.leave.wait(30)
+            if os.environ["FORKS"] == "plug-in":
+                __main__.child = os.fork()
+            add(registry, "flagos.b")
+        """)
+    )
+    program = """
+        import os, threading
+        from transformer_engine.plugin import core as plugin
+        registers, leave, child = threading.Event(), threading.Event(), None
+        manager = plugin.OpManager()
+        op = manager.operator("op")
+
+        def end(child):
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+
+        if os.environ["FORKS"] == "plug-in":
+            leave.set()
+            assert op() == "flagos.b"
+            if child == 0:
+                os._exit(17)
+        else:
+            thread = threading.Thread(target=manager.ensure_initialized)
+            thread.start()
+            assert registers.wait(30)
+            child = os.fork()
+            if child == 0:
+                for ask in (op, manager.selection, lambda: manager.explain("op")):
+                    try:
+                        ask()
+                    except RuntimeError as error:
+                        assert "forked while another thread" in str(error)
+                    else:
+                        os._exit(1)
+                leave.set()
+                assert plugin.OpManager().call("op") == "flagos.b"
+                os._exit(17)
+            leave.set()
+            thread.join()
+            assert op() == "flagos.b"
+        end(child)
+    """
+    for forks in ("plug-in", "main"):
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore", "FORKS": forks,
+                       "TE_FL_PLUGIN_MODULES": "forks",
+                       "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}  # fmt: skip
+        command = [sys.executable, "-c", textwrap.dedent(program)]
+        subprocess.run(command, check=True, timeout=60, env=environment)
+
+
 def test_a_backward_has_the_selection_of_its_forward():
     """On autograd's own thread too, whatever has changed since."""
     registry = plugin.OpRegistry()

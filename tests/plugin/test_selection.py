@@ -486,6 +486,41 @@ def test_contexts_can_be_entered_again_and_must_be_left_in_order():
             set_global_policy(wrong)
 
 
+def test_a_context_that_ends_while_implementations_are_asked():
+    """A generator that has entered it goes on, say: its memory is not written then."""
+    policy = SelectionPolicy("reference")
+
+    def inside():
+        with policy_context(policy):
+            yield
+
+    def fn():
+        return "flagos.f"
+
+    def available():
+        if held:
+            held.pop().close()
+            others.extend(policy_context(SelectionPolicy("vendor")) for _ in range(8))
+            for other in others:
+                other.__enter__()
+        return True
+
+    held, others = [], []
+    fn._is_available = available
+    manager = manager_of(impl("flagos.f", fn=fn), impl("vendor.x"), impl("reference.torch"))
+    op = manager.operator("op")
+    for _ in range(100):
+        generator = inside()
+        next(generator)
+        manager.bump_policy_epoch()
+        held.append(generator)
+        assert op() == "reference.torch"
+        assert others and op() == "vendor.x"
+        while others:
+            others.pop().__exit__(None, None, None)
+        assert op() == "flagos.f"
+
+
 def test_managers_are_apart_and_end():
     registry = OpRegistry()
     registry.register(impl("flagos.f"))

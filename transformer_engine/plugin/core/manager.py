@@ -82,7 +82,8 @@ class OpManager:
         self._policies = PolicyManager.get_instance()
         self._lock = ForkSafeLock()
         self._discovering = ForkSafeLock()
-        self._begun = self._initialized = False  # plug-ins register; they have
+        self._begun: object = None  # the lock under which plug-ins register
+        self._initialized = False  # they have
         self._generation = 0  # raised by every change
         self._epoch = 0  # raised by those after which all is chosen anew
         # Place 0 is no operator's: runs of plans read it, where modules obey this manager.
@@ -113,13 +114,21 @@ class OpManager:
 
         Other threads wait for that, but for those that are in the middle of an import: a plug-in
         may be waiting for theirs.
+
+        RuntimeError in a child of a process that has forked while another thread did so: that
+        thread is not there, and what it was importing can not be imported again.
         """
         if self._initialized:
             return
         with self._discovering.hold(wait=not _importing()) as held:
-            if not held or self._begun:  # plug-ins may ask for an operator, too
-                return
-            self._begun = True
+            if not held or self._begun is self._discovering.made():
+                return  # plug-ins may ask for an operator, too
+            if self._begun is not None:
+                raise RuntimeError(
+                    "this process was forked while another thread of its parent let plug-ins "
+                    "register: have get_manager().ensure_initialized() done before processes fork"
+                )
+            self._begun = self._discovering.made()
             try:
                 discover_plugin(self._registry)
             finally:
