@@ -36,6 +36,8 @@ VERBOSE = os.environ.get("V", "0") == "1"
 BUILD = Path("build/sanitize" if SANITIZE else "build")
 GROUPS = ("core", "cpu", "layer", "python")  # always built; csrc/cuda where its headers exist
 KERNEL_DIRS = ("csrc/cuda/kernels", "csrc/cuda/device", "csrc/include", "csrc")
+NO_CUDA = "TE_CUDA=0" if os.environ.get("TE_CUDA") else "TE_FL_SKIP_CUDA=1"
+CUDA = os.environ.get("TE_CUDA") or ("0" if os.environ.get("TE_FL_SKIP_CUDA") == "1" else "")
 # Machine code for the GPUs known today, PTX (compute_) of a portable level for later ones.
 ARCHS = os.environ.get("TE_CUDA_ARCHS") or "sm_80;sm_89;sm_90a;compute_90"
 SYSTEM_LIBS = ["-ldl", "-lm", "-lpthread"]
@@ -137,7 +139,7 @@ def find_cuda_headers(home):
         candidates = [*toolkit, *wheels, Path("build/cuda-headers")]
         found = next((d for d in candidates if (d / header).exists()), None)
         folders.append(str(found)) if found else missing.append(header)
-    if missing and os.environ.get("TE_CUDA") == "1":
+    if missing and CUDA == "1":
         raise SystemExit(f"TE_CUDA=1 but {', '.join(missing)} not found; try `make cuda-headers`")
     return None if missing else list(dict.fromkeys(folders))
 
@@ -242,10 +244,10 @@ def build_objects(groups):
     started, notes = time.monotonic(), []
     common = openmp_flags(notes) + ([f"-fsanitize={SANITIZE}"] if SANITIZE else [])
     nvcc, home = find_nvcc()
-    wanted = os.environ.get("TE_CUDA") != "0"
+    wanted = CUDA != "0"
     headers = find_cuda_headers(home) if wanted else None
     if headers is None:
-        notes.append(f"no CUDA ({'headers not found' if wanted else 'TE_CUDA=0'})")
+        notes.append(f"no CUDA ({'headers not found' if wanted else NO_CUDA})")
     elif nvcc is None:
         notes.append("device code as source alone (nvcc with g++ not found)")
     ends = ":\n" if VERBOSE else ": "

@@ -37,6 +37,7 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(predicate_type, INIT)                                                                        \
     X(dispatcher, LAZY)        /* whose selections runs of plans obey */                           \
     X(find_dispatcher, LAZY)   /* callable that looks for one */                                   \
+    X(before_cuda, LAZY)       /* callable that raises where CUDA is not to be used */             \
     X(labels, LAZY)            /* a threading.local: where threads show the scopes they are in */  \
     X(key_dtype, INIT)         /* "dtype" */                                                       \
     X(key_requires_grad, INIT) /* "requires_grad" */                                               \
@@ -68,11 +69,11 @@ typedef struct tepy_state {
 #define X(name, count, stage) PyObject *name[count];
     TEPY_STATE_ARRAYS(X)
 #undef X
-    const tepy_dl_exchange *exchange; /* NULL until bind_torch */
-    tepy_backend *backends;           /* linked list of those registered through this module */
-    PyMethodDef *operators;           /* of the operators' functions; NULL until they are added */
-    Py_tss_t *frames;                 /* of each thread: the scopes that it is in */
-    int found_dispatcher;             /* find_dispatcher was called, and found none */
+    const tepy_dl_exchange *exchange;   /* NULL until bind_torch */
+    tepy_backend *backends;             /* linked list of those registered through this module */
+    PyMethodDef *operators;             /* of the operators' functions; NULL until they are added */
+    Py_tss_t *frames;                   /* of each thread: the scopes that it is in */
+    int found_dispatcher;               /* find_dispatcher was called, and found none */
     unsigned long long told_dispatcher; /* how often it was told which one, or to look anew */
 } tepy_state;
 
@@ -256,6 +257,8 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *b
       "Have runs of plans ask what a Dispatcher's tables have at place 0; None: nobody.")          \
     X(find_selections, ONE, "find, /",                                                             \
       "Call find() before the first run that obeys nobody: it may call obey().")                   \
+    X(before_cuda, ONE, "check, /",                                                                \
+      "Call check() before a context of a CUDA device is made: it may raise.")                     \
     X(selected, NONE, "/",                                                                         \
       "A Scope of what runs of this thread obey, for a backward; None where they obey nobody.")    \
     X(unselected, NONE, "/", "The same of runs that obey nobody, whoever came since.")             \
