@@ -589,9 +589,3 @@ int tepy_dispatch_add(PyObject *module)
                ? -1
                : 0;
 }
-
-void tepy_dispatch_free(tepy_state *state)
-{
-    if (state->frames != NULL) PyThread_tss_free(state->frames);
-    state->frames = NULL;
-}

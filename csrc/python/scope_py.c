@@ -21,17 +21,46 @@ typedef struct scope {
 } scope;
 
 /* What is in force for a thread, innermost first. */
-typedef struct tepy_frame {
+struct tepy_frame {
     PyObject *owner; /* the Scope */
     PyObject *table; /* of `met`; NULL: not made yet */
     PyObject *met;   /* the dispatcher that asked last */
     unsigned long long version;
-    struct tepy_frame *outer;
-} tepy_frame;
+    tepy_frame *outer;
+    tepy_frame *next, **link; /* in the list of all threads; what points to this one */
+};
 
 static tepy_frame *innermost(const tepy_state *state)
 {
-    return PyThread_tss_get(state->frames);
+    return state->frames == NULL ? NULL : PyThread_tss_get(state->frames);
+}
+
+/* A frame that no thread has any more. */
+static void drop(tepy_frame *frame)
+{
+    *frame->link = frame->next;
+    if (frame->next != NULL) frame->next->link = frame->link;
+    Py_DECREF(frame->owner);
+    Py_XDECREF(frame->table);
+    Py_XDECREF(frame->met);
+    free(frame);
+}
+
+int tepy_scopes_visit(tepy_state *state, visitproc visit, void *arg)
+{
+    for (tepy_frame *frame = state->entered; frame != NULL; frame = frame->next) {
+        Py_VISIT(frame->owner);
+        Py_VISIT(frame->table);
+        Py_VISIT(frame->met);
+    }
+    return 0;
+}
+
+void tepy_scopes_clear(tepy_state *state)
+{
+    if (state->frames != NULL) PyThread_tss_free(state->frames);
+    state->frames = NULL; /* no thread is in a scope, or enters one */
+    while (state->entered != NULL) drop(state->entered);
 }
 
 /* ---- tables in force ---------------------------------------------------------------------- */
@@ -181,19 +210,28 @@ PyObject *tepy_label_scopes(PyObject *module, PyObject *labels)
 static PyObject *scope_enter(PyObject *object, PyObject *unused)
 {
     const scope *self = (const scope *)object;
-    tepy_frame *frame = calloc(1, sizeof *frame);
+    tepy_state *state = self->state;
+    tepy_frame *frame;
     (void)unused;
+    if (state->frames == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "__enter__: the module is being finalized");
+        return NULL;
+    }
+    frame = calloc(1, sizeof *frame);
     if (frame == NULL) return PyErr_NoMemory();
-    frame->outer = innermost(self->state);
-    if (PyThread_tss_set(self->state->frames, frame) != 0) {
+    frame->outer = innermost(state);
+    if (PyThread_tss_set(state->frames, frame) != 0) {
         free(frame);
         return PyErr_NoMemory();
     }
     frame->owner = Py_NewRef(object);
-    if (show_label(self->state, self->state->labels) == 0) return Py_NewRef(self->policy);
-    (void)PyThread_tss_set(self->state->frames, frame->outer); /* nobody is going to leave it */
-    Py_DECREF(frame->owner);
-    free(frame);
+    frame->link = &state->entered;
+    frame->next = state->entered;
+    if (frame->next != NULL) frame->next->link = &frame->next;
+    state->entered = frame;
+    if (show_label(state, state->labels) == 0) return Py_NewRef(self->policy);
+    (void)PyThread_tss_set(state->frames, frame->outer); /* nobody is going to leave it */
+    drop(frame);
     return NULL;
 }
 
@@ -209,10 +247,7 @@ static PyObject *scope_exit(PyObject *object, PyObject *args)
         return NULL;
     }
     (void)PyThread_tss_set(self->state->frames, frame->outer);
-    Py_XDECREF(frame->table);
-    Py_XDECREF(frame->met);
-    Py_DECREF(frame->owner);
-    free(frame);
+    drop(frame);
     return show_label(self->state, self->state->labels) != 0 ? NULL : Py_NewRef(Py_None);
 }
 

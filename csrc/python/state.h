@@ -61,6 +61,7 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(empty_kwargs, (TEPY_DEVICES * TE_DTYPE_COUNT), LAZY) /* {dtype, device} by both */
 
 typedef struct tepy_backend tepy_backend; /* backend_py.c */
+typedef struct tepy_frame tepy_frame;     /* scope_py.c */
 
 typedef struct tepy_state {
 #define X(name, stage) PyObject *name;
@@ -69,11 +70,12 @@ typedef struct tepy_state {
 #define X(name, count, stage) PyObject *name[count];
     TEPY_STATE_ARRAYS(X)
 #undef X
-    const tepy_dl_exchange *exchange;   /* NULL until bind_torch */
-    tepy_backend *backends;             /* linked list of those registered through this module */
-    PyMethodDef *operators;             /* of the operators' functions; NULL until they are added */
-    Py_tss_t *frames;                   /* of each thread: the scopes that it is in */
-    int found_dispatcher;               /* find_dispatcher was called, and found none */
+    const tepy_dl_exchange *exchange; /* NULL until bind_torch */
+    tepy_backend *backends;           /* linked list of those registered through this module */
+    PyMethodDef *operators;           /* of the operators' functions; NULL until they are added */
+    Py_tss_t *frames;     /* of each thread: the scopes that it is in; NULL: none any more */
+    tepy_frame *entered;  /* linked list of the frames of all threads */
+    int found_dispatcher; /* find_dispatcher was called, and found none */
     unsigned long long told_dispatcher; /* how often it was told which one, or to look anew */
 } tepy_state;
 
@@ -174,7 +176,12 @@ void tepy_operators_free(tepy_state *state);
 
 /* Adds the types of operators whose implementations are chosen from Python. */
 int tepy_dispatch_add(PyObject *module);
-void tepy_dispatch_free(tepy_state *state);
+
+/* ---- scope_py.c ---- */
+
+/* Visits and gives up what scopes that were entered and not left hold. */
+int tepy_scopes_visit(tepy_state *state, visitproc visit, void *arg);
+void tepy_scopes_clear(tepy_state *state);
 
 /* ---- operators_py.c ---- */
 

@@ -181,3 +181,37 @@ def test_selections_and_operators_that_come_later():
             assert (op(), last()) == ("flagos.op", "flagos.last")
     with outer, plain:
         assert (op(), others()) == ("flagos.op", "reference.op")
+
+
+def test_scopes_that_nobody_leaves_keep_nothing():
+    """Of a thread that has ended, and of one that goes on: the module is collected with them."""
+    run("""
+    import gc, weakref
+    from transformer_engine import _core
+
+    class Policy:
+        pass
+
+    def enter():
+        policy = Policy()
+        scopes = [_core.Scope(policy), dispatcher.selection(), _core.Scope(policy)]
+        for scope in scopes:
+            scope.__enter__()
+        assert op() == 1 and _core.policy_in_force() is policy
+        return weakref.ref(policy)
+
+    implementation = _core.Implementation("op", "flagos.f", lambda: 1)
+    dispatcher = _core.Dispatcher(lambda policy: ((implementation,),), print)
+    op = dispatcher.operator(0, "op")
+    gone = [in_thread(enter), enter(), weakref.ref(_core), weakref.ref(implementation.function)]
+    gc.collect()
+    assert None not in [there() for there in gone]
+    for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+        del sys.modules[name]
+    for name in ("plugin", "_core", "KIND", "impl", "implementation", "dispatcher", "op"):
+        del globals()[name]
+    gc.collect()
+    assert [there() for there in gone] == [None] * 4
+    import transformer_engine._core as again
+    assert again.policy_in_force() is None
+    """)
