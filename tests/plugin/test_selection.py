@@ -383,9 +383,16 @@ def test_dtypes_and_architectures(device):
     assert manager.call("op", x.bfloat16()) == "flagos.f"
     assert manager.call("op", input=x) != "flagos.f"
     assert manager.call("op", 3) == "flagos.f"  # no tensor, no limit
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    for tensors, takes in (([x], False), ([x.half()], True), ([[x], [x.half()]], False),
+                           ([(x.half(),), [x]], True)):  # fmt: skip
+        expected = "flagos.f" if takes else "reference.torch"
+        with with_denied_vendors("new"):
+            assert manager.call("op", tensors) == manager.call("op", 8, flag, tensors) == expected
+            assert manager.call("op", chunk_size=8, noop=flag, tensor_lists=tensors) == expected
     far = manager_of(impl("vendor.far", min_arch="99.0"), impl("reference.torch"))
     with with_preference("vendor"):
-        assert far.call("op", x) == "reference.torch"
+        assert far.call("op", x) == far.call("op", 8, [[x], [x]]) == "reference.torch"
 
 
 def test_predicates_remember_what_they_were_told(device):
@@ -415,7 +422,10 @@ def test_predicates_remember_what_they_were_told(device):
         dtype, device = torch.float64, "somewhere"
 
     assert not takes(Tensor()) and asked[-1] == (torch.float64, "somewhere")
-    assert takes([x.double()]) and takes() and takes(object())
+    assert takes([3, x.double()]) and takes() and takes(object()) and takes([], ())
+    endless = []
+    endless.append(endless)
+    assert takes(endless) and not takes(endless, x.double())
     for wrong in ((3,), (fits, 3)):
         with pytest.raises(TypeError, match="expected a callable"):
             _core.Predicate(*wrong)

@@ -38,7 +38,7 @@ def _plain(dtype: Any) -> str:
     return str(dtype).rpartition(".")[2].lower()
 
 
-_INDICES = ("int32", "int64")
+_INDICES = ("int32", "int64", "bool")
 """Dtypes of places, lengths and flags, which calls may have before the tensors that matter."""
 
 
