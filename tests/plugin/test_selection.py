@@ -550,6 +550,30 @@ def test_managers_are_apart_and_end():
         op()
 
 
+def test_what_is_unregistered_is_let_go():
+    """With what it holds, unless a selection may still call it; its calls stay counted."""
+    manager = manager_of(impl("flagos.f"))
+    registry, op, there = manager.registry, manager.operator("op"), []
+    kept = impl("vendor.kept", priority=9)
+    registry.register(kept)
+    with with_preference("vendor"):
+        selection = manager.selection()
+    registry.unregister("op", "vendor.kept")
+    for _ in range(300):
+        one = impl("vendor.x", fn=lambda *args: "x", supported_dtypes={"float32"})
+        there.append(weakref.ref(one.fn))
+        registry.register(one)
+        with with_preference("vendor"):
+            assert op() == "x"
+        assert registry.unregister("op", "vendor.x") is one
+    del one
+    gc.collect()
+    assert sum(fn() is not None for fn in there) < 100
+    with selection:
+        assert op() == "vendor.kept"
+    assert manager.counts() == {"op/vendor.x": 300, "op/vendor.kept": 1}
+
+
 def test_policies_of_all_managers():
     assert PolicyManager.get_instance() is PolicyManager.get_instance()
     before = PolicyManager.get_instance().get_policy_epoch()

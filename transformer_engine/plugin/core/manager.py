@@ -31,6 +31,8 @@ __all__ = [
 _OF_MODULES = ""
 _KEPT_TABLES = 64
 """Tables of that many policies are kept between two changes."""
+_KEPT_GONE = 32
+"""Implementations of that many which were unregistered are kept before they are looked through."""
 
 
 class _Row:
@@ -92,6 +94,8 @@ class OpManager:
         self._selections: dict[tuple, Any] = {}
         self._operators: dict[str, _core.Operator] = {}
         self._implementations: dict[OpImpl, _core.Implementation] = {}
+        self._looked_through = 0  # how many there were when those unregistered were last let go
+        self._past: dict[str, int] = {}  # calls of those
         self._earlier: dict[OpImpl, int] = {}  # runs of slots of shared objects before it had them
         self._tables: dict[SelectionPolicy, _Table] = {}
         self._made_rows: tuple[Any, tuple, tuple[_Row, ...]] = (None, (), ())  # what of; by place
@@ -181,8 +185,12 @@ class OpManager:
 
     def counts(self) -> dict[str, int]:
         """Calls of implementations that ran, by "operator/impl_id"."""
-        counted = {impl: self._calls(impl) for impl in tuple(self._implementations)}
-        return {f"{impl.op_name}/{impl.impl_id}": calls for impl, calls in counted.items() if calls}
+        with self._lock:
+            counted = dict(self._past)
+            for impl in tuple(self._implementations):
+                name = f"{impl.op_name}/{impl.impl_id}"
+                counted[name] = counted.get(name, 0) + self._calls(impl)
+        return {name: calls for name, calls in counted.items() if calls}
 
     def selection(self) -> _core.Scope:
         """What is in force for this thread now, to be entered later, on whatever thread.
@@ -206,6 +214,24 @@ class OpManager:
         """Choose anew for the operators whose implementations are others."""
         with self._lock:
             self._changed()
+            if len(self._implementations) > self._looked_through + _KEPT_GONE:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Keep the calls alone of implementations that nobody can call any more; with the lock.
+
+        One that was unregistered may be in a selection that somebody keeps.
+        """
+        registered = self._registry.snapshot().impls_by_op
+        for impl in tuple(self._implementations):
+            native = self._implementations[impl]
+            nobody_else = sys.getrefcount(native) == 3  # the dict, this name, and the argument
+            if nobody_else and impl not in registered.get(impl.op_name, ()):
+                name = f"{impl.op_name}/{impl.impl_id}"
+                self._past[name] = self._past.get(name, 0) + self._calls(impl)
+                del self._implementations[impl]
+                self._earlier.pop(impl, None)
+        self._looked_through = len(self._implementations)
 
     def _changed(self) -> None:
         """Have the table made at the next call; with the lock."""

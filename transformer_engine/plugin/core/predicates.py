@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether an implementation takes a call: by dtype and architecture, and by what it says itself."""
 
-import functools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +12,18 @@ from transformer_engine.plugin.core.types import OpImpl, architecture
 __all__ = ["predicate_of"]
 
 
-@functools.lru_cache(maxsize=4096)
+_made: "weakref.WeakKeyDictionary[OpImpl, _core.Predicate]" = weakref.WeakKeyDictionary()
+
+
 def predicate_of(impl: OpImpl) -> Callable[..., Any] | None:
     """Whether it takes a call, from the arguments of that; None: it takes every call."""
     if impl.supported_dtypes is None and impl.min_arch is None:
         return impl.supports
+    found = _made.get(impl)
+    return _made.setdefault(impl, _predicate(impl)) if found is None else found
+
+
+def _predicate(impl: OpImpl) -> _core.Predicate:
     least = None if impl.min_arch is None else architecture(impl.min_arch)
     dtypes = (
         None if impl.supported_dtypes is None else frozenset(map(_plain, impl.supported_dtypes))
