@@ -74,7 +74,7 @@ def test_entry_points(monkeypatch):
         registry.register(plugin.OpImpl("my_op", "reference.r", KIND.REFERENCE, lambda: "found"))
 
     class Point:
-        name = "point"
+        name, value = "point", "module:register"
 
         @staticmethod
         def load():
@@ -109,6 +109,59 @@ def test_failures_are_told_once_and_leave_nothing(kind, tmp_path, monkeypatch, t
     assert len(messages) == 2
     assert "te_plug_bad" in messages[0] and "libplug.so: cannot open shared object" in messages[1]
     assert [done for *_, done in plugin.get_discovered_plugin()] == [False, True, False]
+
+
+def test_an_interrupt_while_plug_ins_register(monkeypatch, told):
+    """It is raised, and the next use goes on from there; nothing is lost or registered twice."""
+
+    class Point:
+        def __init__(self, name):
+            self.name, self.value = "plug-in", name
+
+        def load(self):
+            def register(registry):
+                asked.append(self.value)
+                name = f"vendor.{self.value}"
+                kind = KIND.VENDOR
+                registry.register(plugin.OpImpl(name, name, kind, print, vendor=self.value))
+                if self.value == "two" and asked.count("two") < 3:
+                    raise (KeyboardInterrupt, SystemExit)[asked.count("two") - 1]
+
+            return register
+
+    asked, points = [], [Point(name) for name in ("one", "two", "three")]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
+    manager = plugin.OpManager()
+    for interrupt in KeyboardInterrupt, SystemExit:
+        with pytest.raises(interrupt):
+            manager.ensure_initialized()
+        assert manager.registry.list_operators() == ["vendor.one"]
+    assert "vendor.three" in str(manager.explain("vendor.three"))
+    assert manager.registry.list_operators() == ["vendor.one", "vendor.two", "vendor.three"]
+    assert asked == ["one", "two", "two", "two", "three"] and not told.records
+
+
+def test_a_plug_in_that_fails_takes_nothing_of_others(monkeypatch, told):
+    """What another thread registers meanwhile stays."""
+
+    class Point:
+        name, value = "bad", "module:register"
+
+        @staticmethod
+        def load():
+            return register
+
+    def register(registry):
+        registry.register(plugin.OpImpl("op", "vendor.bad", KIND.VENDOR, print, vendor="bad"))
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(registry.register, counted("flagos.other", KIND.DEFAULT)).result(30)
+        raise OSError("no chip")
+
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Point])
+    manager = plugin.OpManager()
+    assert manager.call("op") == "flagos.other"
+    assert [one.impl_id for one in manager.registry.get_implementations("op")] == ["flagos.other"]
+    assert "OSError: no chip" in told.records[0].getMessage()
 
 
 def test_levels_of_the_logger(monkeypatch):

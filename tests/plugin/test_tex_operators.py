@@ -311,6 +311,18 @@ def test_registering_imports_no_torch():
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
 
+def test_operators_of_a_manager_that_was_reset():
+    """They go on with that, also where it had not been asked before."""
+    program = """
+        from transformer_engine.plugin.core import get_manager, reset_default_manager
+        former = get_manager()
+        op = former.operator("get_num_cublas_streams")
+        reset_default_manager()
+        assert op() == 1 and get_manager() is not former
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+
+
 @pytest.mark.parametrize("prefer", ["flagos", "reference"])
 def test_the_environment_chooses(prefer):
     program = """

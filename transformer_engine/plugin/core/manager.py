@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformer_engine import _core
 from transformer_engine.common import selections
-from transformer_engine.plugin.core.discovery import discover_plugin
+from transformer_engine.plugin.core.discovery import discover_others
 from transformer_engine.plugin.core.locks import ForkSafeLock
 from transformer_engine.plugin.core.policy import PolicyManager, SelectionPolicy
 from transformer_engine.plugin.core.predicates import predicate_of
@@ -86,6 +86,8 @@ class OpManager:
         self._discovering = ForkSafeLock()
         self._begun: object = None  # the lock under which plug-ins register
         self._initialized = False  # they have
+        self._has_own = False  # this library's implementations register first
+        self._found: set[tuple[str, str, str]] = set()  # those that have, or have failed
         self._generation = 0  # raised by every change
         self._epoch = 0  # raised by those after which all is chosen anew
         # Place 0 is no operator's: runs of plans read it, where modules obey this manager.
@@ -134,9 +136,14 @@ class OpManager:
                 )
             self._begun = self._discovering.made()
             try:
-                discover_plugin(self._registry)
-            finally:
+                if self._has_own:
+                    from transformer_engine.plugin.builtin import register_builtins
+
+                    register_builtins(self._registry)
+                discover_others(self._registry, self._found)
                 self._initialized = True
+            finally:
+                self._begun = None  # one that was interrupted goes on at the next use
 
     # ---- what it tells -------------------------------------------------------------------------
 
@@ -448,8 +455,10 @@ def get_default_manager() -> OpManager:
     if found is None:
         with _making:
             if _default is None:
-                _default = OpManager()
-                _core.obey(_default.obeyed())
+                made = OpManager()
+                made._has_own = True
+                _core.obey(made.obeyed())
+                _default = made
             found = _default
     return found
 

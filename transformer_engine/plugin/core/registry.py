@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementations there are."""
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +35,7 @@ class OpRegistry:
         self._lock = ForkSafeLock()
         self._impls: dict[str, dict[str, OpImpl]] = {}
         self._snapshot = OpRegistrySnapshot({}, 0)
+        self._recorders: dict[int, list[OpImpl]] = {}  # by thread
         self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:
@@ -64,6 +67,7 @@ class OpRegistry:
                 seen.add(key)
             for impl in given:
                 self._impls.setdefault(impl.op_name, {})[impl.impl_id] = impl
+            self._recorders.get(threading.get_ident(), []).extend(given)
             listeners = self._changed({impl.op_name for impl in given})
         _tell(listeners)
 
@@ -78,6 +82,26 @@ class OpRegistry:
             listeners = self._changed({op_name})
         _tell(listeners)
         return found
+
+    @contextlib.contextmanager
+    def undone_if_it_fails(self) -> Iterator[None]:
+        """Inside ``with`` take out what this thread has registered there, if an error ends it."""
+        thread = threading.get_ident()
+        outer, made = self._recorders.get(thread), []
+        self._recorders[thread] = made
+        try:
+            yield
+        except BaseException:
+            for impl in made:
+                if self.get_implementation(impl.op_name, impl.impl_id) is impl:
+                    self.unregister(impl.op_name, impl.impl_id)
+            made.clear()
+            raise
+        finally:
+            self._recorders.pop(thread)
+            if outer is not None:
+                self._recorders[thread] = outer
+                outer += made
 
     def clear(self) -> None:
         """Take all out."""
