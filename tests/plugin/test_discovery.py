@@ -165,7 +165,8 @@ def test_a_plug_in_that_fails_takes_nothing_of_others(monkeypatch, told):
 
 
 def test_levels_of_the_logger(monkeypatch):
-    for name, level in (("TEFL_LOG_LEVEL", "info"), ("TE_FL_LOG_LEVEL", "ERROR")):
+    names = "NOTSET DEBUG INFO WARN WARNING ERROR FATAL CRITICAL".split()
+    for name, level in (("TEFL_LOG_LEVEL", "info"), *(("TE_FL_LOG_LEVEL", one) for one in names)):
         monkeypatch.setenv(name, level)
         LoggerManager.reset()
         assert LoggerManager.get_logger().level == getattr(logging, level.upper())

@@ -369,7 +369,7 @@ TE_FL_SKIP_CUDA = _flag(
     "This library's CUDA kernels are not used: its operators take no CUDA tensors, those of "
     "plug-ins and of plain torch do.",
 )
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+LOG_LEVELS = ("NOTSET", "DEBUG", "INFO", "WARN", "WARNING", "ERROR", "FATAL", "CRITICAL")
 TE_FL_LOG_LEVEL: Variable[str] = Variable(
     "TE_FL_LOG_LEVEL",
     "WARNING",
