@@ -346,11 +346,16 @@ def test_registering_imports_no_torch():
 def test_operators_of_a_manager_that_was_reset():
     """They go on with that, also where it had not been asked before."""
     program = """
-        from transformer_engine.plugin.core import get_manager, reset_default_manager
+        from transformer_engine.plugin.core import (
+            get_manager, reset_default_manager, with_preference)
         former = get_manager()
         op = former.operator("get_num_cublas_streams")
         reset_default_manager()
         assert op() == 1 and get_manager() is not former
+        del former
+        assert op() == 1
+        with with_preference("reference"):
+            assert op() == 1
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 

@@ -2,7 +2,6 @@
 """Which implementation an operator calls: chosen when policies or registrations change."""
 
 import sys
-import weakref
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -73,6 +72,8 @@ class _Table:
 class OpManager:
     """Operators by name, each a C object that calls the implementation in force.
 
+    An operator keeps its manager: who has one needs nothing else.
+
     Parameters
     ----------
     registry : OpRegistry, optional
@@ -102,11 +103,7 @@ class OpManager:
         self._tables: dict[SelectionPolicy, _Table] = {}
         self._made_rows: tuple[Any, tuple, tuple[_Row, ...]] = (None, (), ())  # what of; by place
         self._shapes: dict[tuple, object] = {}
-        me = weakref.ref(self)  # operators may outlive it
-        self._dispatcher = _core.Dispatcher(
-            lambda policy: _alive(me)._table(policy),
-            lambda name, refused: _alive(me)._refuse(name, refused),
-        )
+        self._dispatcher = _core.Dispatcher(self._table, self._refuse)
         self._registry.listen(self)
         self._policies.listen(self)
 
@@ -337,8 +334,7 @@ class OpManager:
         key = policy.strict, tuple(found.items())
         if key in self._selections:  # graphs know it by its number
             return self._selections[key]
-        me = weakref.ref(self)
-        refuse = (lambda name, asked: _alive(me)._refuse(name, asked)) if policy.strict else None
+        refuse = self._refuse if policy.strict else None
         if len(self._selections) >= _KEPT_TABLES:
             self._selections.clear()
         return self._selections.setdefault(key, slots.selection(found, refuse))
@@ -387,13 +383,6 @@ def _importing() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _alive(me: "weakref.ref[OpManager]") -> OpManager:
-    found = me()
-    if found is None:
-        raise RuntimeError("the OpManager of this operator is gone: keep it, or ask another one")
-    return found
 
 
 def _nearest(op_name: str, registry: OpRegistry) -> str:
