@@ -348,6 +348,24 @@ def test_errors_are_raised_as_they_are_and_nothing_runs_twice():
     assert ran == ["fails", "fails"]
 
 
+def test_arguments_that_can_not_be_shown():
+    """A note says whose error it is all the same."""
+
+    class Odd:
+        shape = property(lambda self: 1 // 0)
+
+        def __repr__(self):
+            raise OSError
+
+    def fails(x, y):
+        raise KeyError("x")
+
+    with pytest.raises(KeyError) as error:
+        manager_of(impl("flagos.f", fn=fails)).call("op", Odd(), [Odd(), 2])
+    (note,) = error.value.__notes__
+    assert "raised by flagos.f, an implementation of op" in note and "(x=Odd, y=[Odd, 2])" in note
+
+
 def test_what_does_not_take_a_call_is_passed_over():
     asked = []
 
@@ -458,6 +476,29 @@ def test_availability_is_asked_when_implementations_are_chosen():
 
     fn._is_available = broken
     assert "OSError: no driver" in str(manager.explain("op"))
+
+
+def test_availability_that_asks_for_operators():
+    """That ends, and is told; else each one of these would double how often all are asked."""
+    registry, asked = OpRegistry(), []
+    manager = OpManager(registry)
+    asks = {"call": lambda: manager.call("op"), "explain": lambda: manager.explain("op"),
+            "other": lambda: other.call("op")}  # fmt: skip
+    other = manager_of(impl("flagos.f"))
+    for number, kind in enumerate(list(asks) * 7):
+
+        def fn(name=f"flagos.{kind}{number}"):
+            return name
+
+        fn._is_available = lambda kind=kind: asked.append(kind) or asks[kind]()
+        registry.register(impl(f"flagos.{kind}{number}", fn=fn))
+    registry.register(impl("reference.torch"))
+    assert manager.call("op") == "flagos.other8"
+    assert len(asked) == 21
+    manager.bump_policy_epoch()
+    refused = [c.refused for c in manager.explain("op").candidates if c.refused]
+    assert len(refused) == 14
+    assert all("op: whether an implementation is available can not" in text for text in refused)
 
 
 def test_explanation():

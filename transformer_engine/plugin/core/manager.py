@@ -2,6 +2,7 @@
 """Which implementation an operator calls: chosen when policies or registrations change."""
 
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -89,6 +90,7 @@ class OpManager:
         self._initialized = False  # they have
         self._has_own = False  # this library's implementations register first
         self._found: set[tuple[str, str, str]] = set()  # those that have, or have failed
+        self._asking = threading.local()  # `now`: the thread asks what is available
         self._generation = 0  # raised by every change
         self._epoch = 0  # raised by those after which all is chosen anew
         # Place 0 is no operator's: runs of plans read it, where modules obey this manager.
@@ -183,7 +185,7 @@ class OpManager:
         self.ensure_initialized()
         policy = self._policies.get_policy()
         snapshot = self._registry.snapshot()
-        found = _ranked(snapshot.impls_by_op.get(op_name, ()), op_name, policy)
+        found = self._ranked(snapshot.impls_by_op.get(op_name, ()), op_name, policy)
         counted = [Candidate(impl, why, self._calls(impl)) for impl, why in found]
         return Explanation(op_name, policy, tuple(counted))
 
@@ -310,12 +312,31 @@ class OpManager:
 
     def _entry(self, row: _Row, policy: SelectionPolicy, picks: dict) -> tuple:
         """The implementations of an operator that a policy has asked."""
-        usable = [impl for impl, refused in _ranked(row.impls, row.op, policy) if not refused]
+        usable = [impl for impl, refused in self._ranked(row.impls, row.op, policy) if not refused]
         place_of = {id(impl): place for place, impl in enumerate(row.ordered)}
         pick = _pick([place_of[id(impl)] for impl in usable[: 1 if policy.strict else None]])
         if row.shape is not None and policy.get_per_op_order(row.op) is None:
             picks[row.shape] = pick
         return pick(row.natives)
+
+    def _ranked(
+        self, impls: tuple[OpImpl, ...], op: str, policy: SelectionPolicy
+    ) -> list[tuple[OpImpl, str]]:
+        """`_ranked`; RuntimeError for one that asks for operators while it is asked.
+
+        What these would be is what is being found out, by asking it: again and again, and twice as
+        often for each further one that does so.
+        """
+        if getattr(self._asking, "now", False):
+            raise RuntimeError(
+                f"{op}: whether an implementation is available can not depend on operators of its "
+                "manager, which are being chosen"
+            )
+        self._asking.now = True
+        try:
+            return _ranked(impls, op, policy)
+        finally:
+            self._asking.now = False
 
     def obeyed(self) -> _core.Dispatcher:
         """Have modules run what this manager selects; what runs of plans ask."""
