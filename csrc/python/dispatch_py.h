@@ -35,6 +35,9 @@ PyObject *tepy_scope_make_type(PyObject *module);
 /* New reference to the table that the calls of this thread read. One that is kept and has no such
  * place is older than the operator, which goes by what is in force outside. */
 PyObject *tepy_table_in_force(tepy_dispatcher *dispatcher, Py_ssize_t place);
+/* -1 with an exception where an entry of a table, a tuple, has another item than Implementations.
+ */
+int tepy_check_table(const tepy_dispatcher *dispatcher, PyObject *table, tepy_site site);
 /* New reference: a Scope of a table; NULL: of the one in force for this thread. */
 PyObject *tepy_scope_of_table(tepy_dispatcher *dispatcher, PyObject *given);
 

@@ -65,13 +65,32 @@ void tepy_scopes_clear(tepy_state *state)
 
 /* ---- tables in force ---------------------------------------------------------------------- */
 
+int tepy_check_table(const tepy_dispatcher *self, PyObject *table, tepy_site site)
+{
+    const PyTypeObject *wanted = (PyTypeObject *)self->state->implementation_type;
+    for (Py_ssize_t place = 0; place < PyTuple_Size(table); place++) {
+        PyObject *entry = PyTuple_GetItem(table, place);
+        for (Py_ssize_t i = 0; PyTuple_Check(entry) && i < PyTuple_Size(entry); i++) {
+            PyObject *item = PyTuple_GetItem(entry, i);
+            if (Py_TYPE(item) != wanted)
+                return tepy_fail(PyExc_TypeError, site, "expected Implementations, got %R",
+                                 Py_TYPE(item));
+        }
+    }
+    return 0;
+}
+
 /* New reference: what a dispatcher's function makes of a policy. */
 static PyObject *make_table(const tepy_dispatcher *self, PyObject *policy)
 {
     PyObject *table = PyObject_CallFunctionObjArgs(self->resolve, policy, NULL);
     const tepy_site site = {"Dispatcher", "resolve"};
-    if (table == NULL || PyTuple_Check(table)) return table;
-    (void)tepy_fail(PyExc_TypeError, site, "expected a tuple from it, got %R", Py_TYPE(table));
+    if (table == NULL) return NULL;
+    if (!PyTuple_Check(table)) {
+        (void)tepy_fail(PyExc_TypeError, site, "expected a tuple from it, got %R", Py_TYPE(table));
+    } else if (tepy_check_table(self, table, site) == 0) {
+        return table;
+    }
     Py_DECREF(table);
     return NULL;
 }

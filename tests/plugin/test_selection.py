@@ -159,6 +159,10 @@ def test_vendors_are_names(wrong):
         SelectionPolicy(allow_vendors=wrong)
     with pytest.raises(TypeError, match="deny_vendors=.*expected a set of names"):
         SelectionPolicy.from_dict(deny_vendors=wrong)
+    if wrong != "amd":
+        for context in with_allowed_vendors, with_denied_vendors:
+            with pytest.raises(TypeError, match="vendors=.*expected a set of names"):
+                context(*wrong)
 
 
 def test_policy_of_the_environment(monkeypatch):
@@ -636,6 +640,10 @@ def test_mistakes_of_native_callers():
     dispatcher.publish(((),))
     with pytest.raises(SystemError, match="nothing was called"):
         op()
+    with pytest.raises(TypeError, match="expected Implementations"):
+        dispatcher.publish(((), (print,)))
+    with pytest.raises(TypeError, match="expected Implementations"):
+        _core.Dispatcher(lambda policy: ((3,),), print).operator(0, "op")()
     with pytest.raises(ValueError, match="index"):
         dispatcher.operator(-1, "op")
     with pytest.raises(TypeError, match="expected a tuple"):

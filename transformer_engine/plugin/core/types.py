@@ -173,10 +173,13 @@ class OpImpl(Plain):
 
 def names_of(given: Iterable[Any], what: str, kind: type = str) -> frozenset:
     """A set of names; TypeError for a text, which would be taken for its letters, and no names."""
-    found = () if isinstance(given, str) else frozenset(given)
-    if isinstance(given, str) or not all(isinstance(name, kind) for name in found):
+    if isinstance(given, str):
         raise TypeError(f"{what}={given!r}, expected a set of names")
-    return frozenset(found)
+    found = frozenset(given)
+    for name in found:
+        if not isinstance(name, kind):
+            raise TypeError(f"{what}={given!r}, expected a set of names")
+    return found
 
 
 def architecture(text: str) -> tuple[int, int]:
