@@ -35,15 +35,20 @@ static tepy_frame *innermost(const tepy_state *state)
     return state->frames == NULL ? NULL : PyThread_tss_get(state->frames);
 }
 
-/* A frame that no thread has any more. */
-static void drop(tepy_frame *frame)
+static void release(tepy_frame *frame)
 {
-    *frame->link = frame->next;
-    if (frame->next != NULL) frame->next->link = frame->link;
     Py_DECREF(frame->owner);
     Py_XDECREF(frame->table);
     Py_XDECREF(frame->met);
     free(frame);
+}
+
+/* A frame that its thread has no more. */
+static void drop(tepy_frame *frame)
+{
+    *frame->link = frame->next;
+    if (frame->next != NULL) frame->next->link = frame->link;
+    release(frame);
 }
 
 int tepy_scopes_visit(tepy_state *state, visitproc visit, void *arg)
@@ -58,9 +63,15 @@ int tepy_scopes_visit(tepy_state *state, visitproc visit, void *arg)
 
 void tepy_scopes_clear(tepy_state *state)
 {
+    tepy_frame *frame = state->entered;
     if (state->frames != NULL) PyThread_tss_free(state->frames);
-    state->frames = NULL; /* no thread is in a scope, or enters one */
-    while (state->entered != NULL) drop(state->entered);
+    state->frames = NULL; /* no thread is in a scope, leaves or enters one */
+    state->entered = NULL;
+    while (frame != NULL) {
+        tepy_frame *next = frame->next;
+        release(frame);
+        frame = next;
+    }
 }
 
 /* ---- tables in force ---------------------------------------------------------------------- */
